@@ -1,0 +1,72 @@
+# Everything happens in .venv, which the first target that needs it creates. Name another interpreter with
+# `make PYTHON=python3.12 demo`; to have pip use an index or a folder of wheels of yours, set its own PIP_* variables.
+
+PYTHON ?= python3
+PROMPT ?= def fibonacci(n):
+VENV   := .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
+
+# One stamp for each set of installed packages: repeated runs install nothing, a changed pyproject.toml installs again.
+CORE   := $(VENV)/.installed-core
+TEST   := $(VENV)/.installed-test
+DEV    := $(VENV)/.installed-dev
+SOURCE := pyproject.toml core/polydraft/_version.py
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:  # two targets would install into the same .venv at once
+.PHONY: help demo test check deep coverage format clean
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' Makefile
+
+demo: $(CORE)  ## generate text with the embedded demo model on the reference backend
+	$(BIN)/polydraft generate "$(PROMPT)" --draft-tokens 3
+
+test: $(TEST)  ## run every test that needs no accelerator
+	$(BIN)/python -m pytest
+
+check: $(DEV)  ## lint, formatting and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/pre-commit validate-config
+
+deep: $(TEST)  ## run the tests that take minutes each
+	$(BIN)/python -m pytest -m deep --timeout=1800 --hypothesis-profile=deep
+
+coverage: $(TEST)  ## run the tests with branch coverage of core
+	$(BIN)/python -m pytest --cov --cov-report=term-missing:skip-covered
+
+format: $(DEV)  ## apply the fixes and the formatting that `make check` asks for
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:  ## remove .venv, build products and caches
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage htmlcov
+	find core backends plugins tests \( -name __pycache__ -o -name '*.egg-info' \) -prune -exec rm -rf {} + 2>/dev/null || true
+
+$(CORE): $(SOURCE) | $(BIN)/python
+	@echo "installing polydraft into $(VENV)" >&2
+	@$(PIP) install --editable .
+	@touch $@
+
+$(TEST): $(SOURCE) | $(BIN)/python
+	@echo "installing polydraft with its test extra into $(VENV); PyTorch is a large download" >&2
+	@$(PIP) install --editable '.[test]'
+	@touch $(CORE) $@
+
+$(DEV): $(SOURCE) | $(BIN)/python
+	@echo "installing polydraft with its dev extra into $(VENV)" >&2
+	@$(PIP) install --editable '.[dev]'
+	@touch $(CORE) $@
+
+# pip 21.3 was the first with editable installs from pyproject.toml alone, and interpreters exist that bring an older one.
+$(BIN)/python:
+	@command -v $(PYTHON) >/dev/null 2>&1 || { \
+	    echo "polydraft needs Python 3.10 or newer, but there is no command $(PYTHON); install it or name another: make PYTHON=python3.12" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
+	    echo "polydraft needs Python 3.10 or newer, but $(PYTHON) is $$($(PYTHON) -V 2>&1); name another: make PYTHON=python3.12" >&2; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
+	    echo "$(PYTHON) cannot create $(VENV); install its venv module (Debian and Ubuntu: apt install python3-venv) and run make again" >&2; exit 1; }
+	@$(PIP) install 'pip>=21.3'

@@ -1,0 +1,173 @@
+"""Owns what a backend says of itself: identity, capabilities and the limits within which they hold.
+
+Plugins build these records, negotiation (`runtime/resolve.py`) reads them, and `doctor` prints them. Core asks a property
+of `Capabilities`, never which backend it is talking to.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from polydraft.contracts.base import Provider
+from polydraft.device import Array, Buffer, Device, Stream
+
+RowOrder = Literal["slot", "prefill_first", "seeded"]
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """Documented properties; each is checked at start-up and by the conformance kit. Undeclared means refused, never emulated."""
+
+    dtypes: tuple[str, ...] = ("f32",)
+    """Activation dtypes, best first."""
+    asynchronous: bool = False
+    """Launches and copies return before they have run; events are needed to know. Overlap pays only here."""
+    graph_capture: bool = False
+    """`graph_capture` captures a run of launches and replays it on the same addresses."""
+    row_invariant: bool = False
+    """A row's bits depend on that row alone (not on width, position, padded context, chunk or bucket), when asked for."""
+    row_order: RowOrder = "slot"
+    """Order in which scheduled slots are packed; core lays the launch order out accordingly and never assumes one."""
+    host_inputs: bool = True
+    """A step can wait for data uploaded after its target pass was launched (the third meeting point)."""
+    max_window: int = 64
+    """Largest window (drafts + 1) of one slot."""
+    max_seqs: int = 4096
+    """Largest number of slots."""
+    pool_temporaries: bool = False
+    """Kernels may take temporaries from a framework's own pool inside one launch."""
+    update_weights: bool = True
+    """Prepared weights can be refilled in place at the same addresses."""
+    synthetic_acceptance: bool = True
+    """Verification can be driven by a schedule instead of the drafts, for benchmarks."""
+
+    def describe(self) -> dict[str, Any]:
+        """Name to value, for `doctor` and reports."""
+        return dataclasses.asdict(self)
+
+
+@dataclass(frozen=True)
+class BackendInfo:
+    """Identity of a backend: what `polydraft_backend_info` returns without opening a device or importing a heavy library."""
+
+    name: str
+    version: str
+    package: str
+    device_pattern: str
+    """What `--device` accepts, e.g. `cpu` or `cuda:<index>`."""
+    summary: str
+    available: bool = True
+    reason: str = ""
+    """Why it is not available, as one sentence with the next step."""
+    devices: tuple[str, ...] = ()
+    capabilities: Capabilities = field(default_factory=Capabilities)
+    contract_versions: Mapping[str, int] = field(default_factory=dict)
+    """Contract name to the version implemented (composites by their composite name)."""
+    evidence: Literal["silicon", "custom device", "emulator", "compiled only", "double only"] = "silicon"
+
+
+class Weight(Protocol):
+    """A weight in the backend's own form; core passes it to `bind` and never looks inside."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+
+class Cache(Protocol):
+    """One layer's KV cache in the backend's own layout. The logical accessors exist for tests only."""
+
+    @property
+    def nbytes(self) -> int: ...
+    def read_logical(self) -> tuple[Array, Array]:
+        """(k, v), each [num_blocks, block_size, num_kv_heads, head_dim] float32; synchronises; tests only."""
+
+    def write_logical(self, k: Array, v: Array) -> None:
+        """Overwrite the whole cache; synchronises; tests only."""
+
+
+@dataclass(frozen=True)
+class CacheSpec:
+    """What `allocate_cache` is asked for: one layer's paged rows."""
+
+    num_blocks: int
+    block_size: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: str
+    kind: Literal["paged"] = "paged"
+
+
+class KernelTable(Protocol):
+    """What `polydraft_kernels(device)` returns: providers by contract or composite name, and the two opaque factories."""
+
+    @property
+    def providers(self) -> Mapping[str, Provider]: ...
+    @property
+    def versions(self) -> Mapping[str, int]: ...
+    def prepare_weight(self, role: str, value: Array, dtype: str, previous: Weight | None = None) -> Weight:
+        """Pack a canonical float32 array once at load. `role`: "linear", "embedding", "norm", "bias". With `previous`, refill
+        that weight in place at the same address (weight update) and return it."""
+
+    def allocate_cache(self, spec: CacheSpec) -> Cache: ...
+
+
+@dataclass(frozen=True)
+class StepMeta:
+    """What the host knows of one pass when its metadata is filled. Frozen; one per pass kind and step.
+
+    Upstream names in brackets: `pass_index` [substep], `use_graph` [step_use_cudagraph], `dummy` [is_dummy_run],
+    `real_slots` [real_bsz], `has_prefill` [exist_prefill_flag].
+    """
+
+    role: Literal["target", "draft"]
+    pass_index: int
+    launch_rows: int
+    """Rows launched: an upper bound of the valid rows."""
+    real_slots: int
+    """Scheduled sequences of this step."""
+    has_prefill: bool
+    use_graph: bool = False
+    dummy: bool = False
+    row_order: RowOrder = "slot"
+    moe_phase: Literal["decode", "prefill"] = "decode"
+
+
+@dataclass(frozen=True)
+class PassBuffers:
+    """The device buffers that describe the rows of one kind of pass: what metadata is built from."""
+
+    role: Literal["target", "draft"]
+    row_slot: Buffer
+    """[N] int32: slot of each row, PAD_SLOT for none."""
+    positions: Buffer
+    """[N] int32: absolute position of each row."""
+    block_table: Buffer
+    """[B, MB] int32."""
+
+
+class ForwardMeta(Protocol):
+    """A backend's own attention and packing metadata for one kind of pass; filled in place, passed to attention as `meta`."""
+
+    def fill(self, stream: Stream, step: StepMeta) -> None:
+        """Enqueue whatever prepares the metadata for the rows now described by the pass's buffers. Never allocates or syncs."""
+
+
+@dataclass(frozen=True)
+class DeviceOptions:
+    """What `polydraft_open_device` is told: the engine's wishes that a device needs to know."""
+
+    dtype: str = "f32"
+    row_invariant: bool = False
+    num_threads: int | None = None
+    block_size: int = 16
+    """Tokens of a KV block."""
+    extra: Mapping[str, str] = field(default_factory=dict)
+
+
+__all__: Sequence[str] = [
+    "BackendInfo", "Cache", "CacheSpec", "Capabilities", "Device", "DeviceOptions", "ForwardMeta", "KernelTable",
+    "PassBuffers", "RowOrder", "StepMeta", "Weight",
+]  # fmt: skip

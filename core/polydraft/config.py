@@ -1,0 +1,100 @@
+"""Owns what a user may configure for an engine: one frozen record of wishes, most of them "auto".
+
+The command line, `LLM` and the server build it; `runtime/resolve.py` turns it into values with reasons. It never changes
+after construction and never reads the environment.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from polydraft.errors import ConfigError
+
+AUTO = "auto"
+VERIFIERS = ("greedy", "coupled", "rejection")
+GRAPH_MODES = ("off", "decode", "prefill")
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Wishes for one engine. None and "auto" leave the choice to negotiation, which says what it chose and why."""
+
+    model: str = ""
+    """Directory of the checkpoint; "" is the embedded demo model."""
+    backend: str = AUTO
+    """Name of an installed backend."""
+    device: str = ""
+    """Device of that backend, e.g. `cpu` or `cuda:0`; "" is its default."""
+    draft_tokens: int | str = AUTO
+    """K, drafts per round; 0 decodes plainly."""
+    proposer: str = AUTO
+    """mtp, ngram, none, or a name that a plugin registers."""
+    verify: str = AUTO
+    """greedy, coupled or rejection."""
+    max_num_seqs: int = 8
+    """B, slots: requests decoded together."""
+    max_model_len: int | str = AUTO
+    """Most tokens of prompt and output together."""
+    block_size: int | str = AUTO
+    """Tokens of a KV block."""
+    num_blocks: int | str = AUTO
+    """KV blocks of the pool."""
+    max_batched_tokens: int | str = AUTO
+    """Rows of one step, windows and prefill chunks together."""
+    overlap: int | str = AUTO
+    """Steps launched before the last snapshot is read: 0, 1 or 2."""
+    graph: str = AUTO
+    """off, decode or prefill."""
+    dtype: str = AUTO
+    """Activation dtype: f32, bf16 or f16."""
+    invariant: bool = False
+    """Ask for row-invariant arithmetic: text bit-equal for every K, batch, chunk and bucket."""
+    kernels: tuple[str, ...] = ()
+    """Kernel packs by name, first wins."""
+    plugins: tuple[str, ...] = ()
+    """Plugin files or modules to load."""
+    seed: int = 0
+    """Base of the seeds of requests that bring none."""
+    sanitize: bool = False
+    """Wrap the device in the hazard checker."""
+
+    def __post_init__(self) -> None:
+        for name in ("kernels", "plugins"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        for name in ("draft_tokens", "max_num_seqs", "max_model_len", "block_size", "num_blocks", "max_batched_tokens"):
+            self._whole(name, minimum=0 if name == "draft_tokens" else 1)
+        self._whole("overlap", minimum=0, maximum=2)
+        self._whole("seed", minimum=0)
+        self._one_of("verify", (AUTO, *VERIFIERS))
+        self._one_of("graph", (AUTO, *GRAPH_MODES))
+
+    def _whole(self, name: str, *, minimum: int, maximum: int | None = None) -> None:
+        value = getattr(self, name)
+        if value == AUTO and name not in ("max_num_seqs", "seed"):
+            return
+        top = f" and at most {maximum}" if maximum is not None else ""
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        if not whole or value < minimum or (maximum is not None and value > maximum):
+            raise ConfigError(
+                f"{name} is {value!r}, wanted a whole number of at least {minimum}{top}; correct it or leave it out"
+            )
+
+    def _one_of(self, name: str, allowed: tuple[str, ...]) -> None:
+        value = getattr(self, name)
+        if value not in allowed:
+            raise ConfigError(f"{name} is {value!r}, wanted one of {', '.join(allowed)}; correct it or leave it out")
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any]) -> EngineConfig:
+        """Build from a mapping; an unknown key is an error that names the nearest known one."""
+        known = [f.name for f in dataclasses.fields(cls)]
+        for key in values:
+            if key not in known:
+                near = difflib.get_close_matches(key, known, 1)
+                hint = f"did you mean {near[0]!r}? " if near else ""
+                raise ConfigError(f"unknown engine option {key!r}; {hint}known: {', '.join(known)}")
+        return cls(**values)

@@ -1,0 +1,75 @@
+"""Environment variables: the only module of polydraft that reads them.
+
+Owns the table `VARIABLES` and one typed accessor a variable.
+Called by the command line and its terminal output, each time a value is wanted; nothing is cached.
+Never influences numerics: what decides tokens is configuration, which is frozen, explained and recorded.
+
+| variable          | effect                                                                               |
+|-------------------|--------------------------------------------------------------------------------------|
+| `POLYDRAFT_DEBUG` | true: a failing command prints its traceback, like `--debug` on every command        |
+| `NO_COLOR`        | not empty: no colour on the terminal (the no-color.org convention)                   |
+| `CI`              | true: no progress display and no prompt for input, since nobody watches              |
+"""
+
+import difflib
+import os
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from polydraft.errors import ConfigError
+
+__all__ = ["VARIABLES", "check_environment", "is_ci", "no_color", "wants_debug"]
+
+VARIABLES: Mapping[str, str] = MappingProxyType(
+    {
+        "POLYDRAFT_DEBUG": "true: a failing command prints its traceback, like `--debug` on every command",
+        "NO_COLOR": "not empty: no colour on the terminal (the no-color.org convention)",
+        "CI": "true: no progress display and no prompt for input, since nobody watches",
+    }
+)
+"""Every variable that is read, with its effect."""
+
+_PREFIX = "POLYDRAFT_"
+_TRUE = frozenset({"1", "true", "yes", "on"})
+_FALSE = frozenset({"", "0", "false", "no", "off"})
+
+
+def wants_debug() -> bool:
+    """Return whether `POLYDRAFT_DEBUG` asks for tracebacks.
+
+    Errors: `ConfigError` for a value that is neither true (1, true, yes, on) nor false (0, false, no, off, empty).
+    """
+    value = os.environ.get("POLYDRAFT_DEBUG", "").strip().lower()
+    if value not in _TRUE | _FALSE:
+        raise ConfigError(
+            f"POLYDRAFT_DEBUG cannot be understood, got {value!r}, wanted one of 1, true, yes, on, 0, false, no, off; "
+            f"change or unset it"
+        )
+    return value in _TRUE
+
+
+def no_color() -> bool:
+    """Return whether `NO_COLOR` asks for plain text: set to anything but the empty string, "0" included."""
+    return os.environ.get("NO_COLOR", "") != ""
+
+
+def is_ci() -> bool:
+    """Return whether `CI` says that no person watches: set to anything that does not mean false.
+
+    CI systems write "true", "1" or their own name, so an unknown value is no error here.
+    """
+    return os.environ.get("CI", "").strip().lower() not in _FALSE
+
+
+def check_environment() -> None:
+    """Refuse variables that begin with `POLYDRAFT_` and that polydraft does not know, so that a typo is not ignored.
+
+    Errors: `ConfigError` naming the variable and the nearest known one.
+    """
+    unknown = sorted(name for name in os.environ if name.startswith(_PREFIX) and name not in VARIABLES)
+    if not unknown:
+        return
+    known = [name for name in VARIABLES if name.startswith(_PREFIX)]
+    nearest = difflib.get_close_matches(unknown[0], known, n=1)
+    advice = f"did you mean {nearest[0]}" if nearest else "unset it"
+    raise ConfigError(f"environment variable {unknown[0]} is unknown, wanted one of {', '.join(known)}; {advice}")

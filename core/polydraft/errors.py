@@ -1,0 +1,54 @@
+"""The exception family: every error that polydraft raises on purpose.
+
+Owns the classes, one for each kind of cause, so that a caller can tell what to change without reading the sentence.
+Raised from every room of the project and caught by the command line, which prints the sentence and sets its status.
+Never holds behaviour: the place that raises chooses the words, and each sentence says what, got, wanted, next step.
+"""
+
+__all__ = [
+    "CapabilityError",
+    "CheckpointError",
+    "ConfigError",
+    "ContractError",
+    "DeviceError",
+    "OutOfBlocks",
+    "PluginError",
+    "PolydraftError",
+    "RequestError",
+]
+
+
+class PolydraftError(Exception):
+    """Base of all errors below; catching it catches everything that polydraft says about its input or surroundings."""
+
+
+class ConfigError(PolydraftError):
+    """A configuration value, option or environment variable is unknown, malformed or contradicts another one."""
+
+
+class PluginError(PolydraftError):
+    """A plugin cannot be loaded or registers something wrong; the sentence names plugin, hook and fix."""
+
+
+class CapabilityError(PolydraftError):
+    """A well-formed wish that this backend or this version cannot fulfil; raised before the first token."""
+
+
+class ContractError(PolydraftError):
+    """A kernel, buffer or `Args` record breaks the contract it is bound to: shape, dtype, version or rebinding."""
+
+
+class CheckpointError(PolydraftError):
+    """A model directory cannot be used as it is; names the file and, where there is one, the tensor or key."""
+
+
+class RequestError(PolydraftError):
+    """One generation request is wrong (prompt, token ids, parameters, duplicate id); the others are not affected."""
+
+
+class OutOfBlocks(PolydraftError):  # noqa: N818  the established name, also where nobody made a mistake
+    """The KV block ledger cannot grant what was asked for; fatal only where one request alone is too large."""
+
+
+class DeviceError(PolydraftError):
+    """A device cannot be opened, refuses memory, or reports a failed launch or copy."""

@@ -1,0 +1,115 @@
+"""Owns the offline Python interface: load once, generate many, optionally streaming.
+
+Scripts and the command line use it; it drives one `Engine` to the end of the requests it was given. It never keeps
+finished requests and never hides an error of the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from polydraft.config import EngineConfig
+from polydraft.engine import Engine
+from polydraft.runtime.output import RequestOutput
+from polydraft.sampling_params import SamplingParams
+
+Prompt = str | Sequence[int]
+
+
+class LLM:
+    """A model on a device. Keyword arguments are the fields of `EngineConfig`; an unknown one is an error.
+
+    >>> llm = LLM(draft_tokens=3)
+    >>> [out.finish_reason for out in llm.generate(["def f(x):"], SamplingParams(max_new_tokens=4))]
+    ['length']
+    """
+
+    def __init__(self, config: EngineConfig | None = None, *, plugin: object | None = None, **options: Any) -> None:
+        self.engine = Engine(config or EngineConfig.from_mapping(options), backend=plugin)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> list[RequestOutput]:
+        """Generate for all prompts; results in their order. A bad prompt raises `RequestError` before anything runs.
+
+        `progress(done, total)` is called as requests end. Interrupting (Ctrl-C) ends every request with what it has."""
+        many = _as_prompts(prompts)
+        ids = self._add_all(many, params, stream=False)
+        done: dict[str, RequestOutput] = {}
+        for output in self._run(set(ids)):
+            if output.finished:
+                done[output.id] = output
+                if progress:
+                    progress(len(done), len(ids))
+        return [done[i] for i in ids]
+
+    def stream(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> Iterator[RequestOutput]:
+        """Yield news as it comes: records of whole characters, the last one of each request with `finished`."""
+        ids = self._add_all(_as_prompts(prompts), params, stream=True)
+        yield from self._run(set(ids))
+
+    def _add_all(
+        self, prompts: list[Prompt], params: SamplingParams | Sequence[SamplingParams] | None, *, stream: bool
+    ) -> list[str]:
+        from polydraft.errors import RequestError
+
+        each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(prompts)
+        if len(each) != len(prompts):
+            raise RequestError(
+                f"{len(each)} sampling parameters for {len(prompts)} prompts, wanted one for all or one each; correct the call"
+            )
+        ids: list[str] = []
+        try:
+            for prompt, own in zip(prompts, each, strict=True):
+                ids.append(self.engine.add(prompt, own, stream=stream))
+        except RequestError:
+            for request_id in ids:
+                self.engine.abort(request_id)
+            self.engine.poll()
+            raise
+        return ids
+
+    def _run(self, ids: set[str]) -> Iterator[RequestOutput]:
+        try:
+            while ids:
+                self.engine.step()
+                for output in self.engine.poll():
+                    if output.finished:
+                        ids.discard(output.id)
+                    yield output
+        except KeyboardInterrupt:
+            yield from self._interrupt(ids)
+        finally:
+            self._drop(ids)
+
+    def _interrupt(self, ids: set[str]) -> Iterator[RequestOutput]:
+        """End what is left with what it has."""
+        for request_id in sorted(ids):
+            self.engine.abort(request_id)
+        for output in self.engine.poll():
+            ids.discard(output.id)
+            yield output
+
+    def _drop(self, ids: set[str]) -> None:
+        """A caller that stops listening leaves no request behind."""
+        for request_id in ids & set(self.engine.requests):
+            self.engine.abort(request_id)
+        if ids:
+            self.engine.poll()
+
+    def close(self) -> None:
+        """Give the device back."""
+        self.engine.close()
+
+
+def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]

@@ -1,0 +1,267 @@
+"""Owns the model families: how config.json and the tensor names of an architecture become a description and a table.
+
+The engine asks a `FamilyRegistry` once for each checkpoint; plugins add families through `polydraft_models(register)`.
+A family is data. Nothing here reads weights, and nothing a configuration asks for is dropped silently: what cannot be
+computed as configured (rope scaling, sliding windows, another activation, quantised weights) is refused by name.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from polydraft.errors import CapabilityError, CheckpointError, PluginError
+from polydraft.models.checkpoint import Checkpoint
+from polydraft.models.config_file import ConfigFile, eos_token_ids
+from polydraft.models.description import Attention, Block, FeedForward, ModelDescription, Mtp, Rope
+from polydraft.models.tensor_table import BLOCK_NAMES, Part, TensorTable, block_parts
+
+__all__ = ["BUILT_IN", "Family", "FamilyRegistry", "MtpLayout"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MtpLayout:
+    """Where a family keeps its MTP layers and which conventions they were trained with (see `Mtp`)."""
+
+    prefix: str
+    """What the names of layer {i} begin with; the text before "{i}" belongs to MTP tensors alone."""
+    emb_norm: str
+    hid_norm: str
+    proj: str
+    final_norm_name: str = ""
+    """Name of the final norm below `prefix`; unused where `final_norm` is "target"."""
+    order: Literal["hidden_first", "embedding_first"]
+    feed: Literal["pre", "post"]
+    final_norm: Literal["own", "target"]
+    recycle: Literal["pre", "post"]
+    mask_first_position: bool = False
+    copies: Mapping[str, str] = field(default_factory=dict)
+    """Names below `prefix` that some exports repeat, to the canonical tensor that they repeat."""
+    count_keys: tuple[str, ...] = ("num_nextn_predict_layers", "num_mtp_layers")
+    """Keys of config.json that may hold the number of MTP layers; the first one present counts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """One architecture as data. A switch is a constant, or the config.json key (false where absent) that decides."""
+
+    architecture: str
+    """The entry of `architectures` in config.json that selects this family."""
+    qkv_bias: bool | str = False
+    output_bias: bool | str = False
+    feed_forward_bias: bool | str = False
+    qk_norm: bool | str = False
+    norm_plus_one: bool = False
+    rope_style: Literal["half", "interleaved"] = "half"
+    embed: str = "model.embed_tokens.weight"
+    norm: str = "model.norm.weight"
+    lm_head: str = "lm_head.weight"
+    layer_prefix: str = "model.layers.{i}."
+    block_names: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: BLOCK_NAMES)
+    """Canonical block tensor to checkpoint names below the prefix of a layer."""
+    unread: tuple[str, ...] = ("*.rotary_emb.inv_freq",)
+    """Patterns of tensors that are derived from the configuration and never read."""
+    mtp: MtpLayout | None = None
+
+    def describe(self, checkpoint: Checkpoint) -> tuple[ModelDescription, TensorTable]:
+        """Return the description of `checkpoint` and the table to load it by; reads JSON and tensor headers only.
+
+        Errors: `CheckpointError` for a missing or malformed key, `CapabilityError` for a setting that is not built.
+        """
+        config = ConfigFile(checkpoint.path / "config.json", checkpoint.config)
+        _refuse_unbuilt(config)
+        block = self._block(config)
+        mtp, note, unread = self._mtp(config, checkpoint, block)
+        vocab_size = config.integer("vocab_size")
+        bos, pad = (config.token_ids(key, vocab_size) for key in ("bos_token_id", "pad_token_id"))
+        description = ModelDescription(
+            name=checkpoint.path.resolve().name,
+            architecture=self.architecture,
+            hidden_size=config.integer("hidden_size"),
+            vocab_size=vocab_size,
+            eps=config.number("rms_norm_eps"),
+            blocks=(block,) * config.integer("num_hidden_layers"),
+            max_model_len=config.integer("max_position_embeddings"),
+            norm_plus_one=self.norm_plus_one,
+            tie_embeddings=config.flag("tie_word_embeddings", self.lm_head not in checkpoint.names()),
+            dtype=checkpoint.dtype(self.embed),
+            eos_token_ids=eos_token_ids(checkpoint.path, checkpoint.config, vocab_size),
+            bos_token_id=bos[0] if bos else None,
+            pad_token_id=pad[0] if pad else None,
+            mtp=mtp,
+            mtp_note=note,
+        )
+        return description, self._table(description, unread)
+
+    def _block(self, config: ConfigFile) -> Block:
+        heads = config.integer("num_attention_heads")
+        kv_heads = config.integer("num_key_value_heads", heads)
+        head_dim = config.integer("head_dim", config.integer("hidden_size") // heads)
+        if heads % kv_heads or head_dim % 2:
+            raise CheckpointError(
+                f"{config.path}: num_attention_heads is {heads}, num_key_value_heads {kv_heads}, head_dim {head_dim}, "
+                f"wanted a multiple of the second and an even head_dim; use the config.json of these weights"
+            )
+        attention = Attention(
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=head_dim,
+            rope=Rope(head_dim, _rope_theta(config), self.rope_style),
+            qkv_bias=_switch(config, self.qkv_bias),
+            output_bias=_switch(config, self.output_bias),
+            qk_norm=_switch(config, self.qk_norm),
+        )
+        width = config.integer("intermediate_size")
+        return Block(attention, FeedForward(width, _switch(config, self.feed_forward_bias)))
+
+    def _mtp(self, config: ConfigFile, checkpoint: Checkpoint, block: Block) -> tuple[Mtp | None, str, tuple[str, ...]]:
+        """Return the MTP head, the reason where there is none, and the patterns of its tensors where it is left out."""
+        layout = self.mtp
+        if layout is None:
+            return None, f"{self.architecture} has no MTP layers", ()
+        key = next((key for key in layout.count_keys if config.values.get(key) is not None), layout.count_keys[0])
+        count = config.integer(key, 0, minimum=0)
+        if count:
+            switches = (layout.order, layout.feed, layout.final_norm, layout.recycle, layout.mask_first_position)
+            return Mtp(block, *switches, num_layers=count), "", ()
+        stem = layout.prefix.split("{i}")[0]
+        stored = sum(name.startswith(stem) for name in checkpoint.names())
+        said = "has no" if config.values.get(key) is None else "sets"
+        note = f"{config.path} {said} {key}{'' if said == 'has no' else ' to 0'}"
+        if stored:
+            note += f", yet {stored} tensors {stem}* are stored; set it to the number of their layers to draft with them"
+        return None, note, (stem + "*",)
+
+    def _table(self, description: ModelDescription, unread: tuple[str, ...]) -> TensorTable:
+        width, vocab_size = description.hidden_size, description.vocab_size
+        lm_head = self.embed if description.tie_embeddings else self.lm_head
+        parts: dict[str, tuple[Part, ...]] = {"embed": (Part(self.embed, (vocab_size, width)),)}
+        for i, block in enumerate(description.blocks):
+            named = block_parts(block, width, self.block_names, self.layer_prefix.format(i=i))
+            parts |= {f"layers.{i}.{key}": value for key, value in named.items()}
+        parts |= {"norm": (Part(self.norm, (width,)),), "lm_head": (Part(lm_head, (vocab_size, width)),)}
+        copies = {self.lm_head: "embed"} if description.tie_embeddings else {}
+        if self.mtp is not None and description.mtp is not None:
+            for i in range(description.mtp.num_layers):
+                prefix = self.mtp.prefix.format(i=i)
+                named = _mtp_parts(self.mtp, prefix, width)
+                named |= block_parts(description.mtp.block, width, self.block_names, prefix)
+                parts |= {f"mtp.{i}.{key}": value for key, value in named.items()}
+                copies |= {prefix + name: original for name, original in self.mtp.copies.items()}
+        key = self.mtp.count_keys[0] if self.mtp else ""
+        return TensorTable(parts, copies, (*self.unread, *unread), key)
+
+
+class FamilyRegistry:
+    """The families of one engine: the built-in ones, and those that plugins register before a checkpoint is opened."""
+
+    def __init__(self) -> None:
+        self._families: dict[str, tuple[Family, str]] = {family.architecture: (family, "polydraft") for family in BUILT_IN}
+
+    def register(self, family: Family, *, plugin: str = "an unnamed plugin") -> None:
+        """Add `family` on behalf of `plugin`. Errors: `PluginError` where its architecture is taken."""
+        if family.architecture in self._families:
+            raise PluginError(
+                f"plugin {plugin} registers model family {family.architecture} in polydraft_models, got one already "
+                f"from {self._families[family.architecture][1]}, wanted a new architecture; disable one of the two"
+            )
+        self._families[family.architecture] = (family, plugin)
+
+    @property
+    def architectures(self) -> tuple[str, ...]:
+        """The architectures that can be loaded, sorted."""
+        return tuple(sorted(self._families))
+
+    def describe(self, checkpoint: Checkpoint) -> tuple[ModelDescription, TensorTable]:
+        """Return the description of `checkpoint` and its table, by the family that its config.json names.
+
+        Errors: `CheckpointError` for an unknown architecture, with the nearest known one; else as `Family.describe`.
+        """
+        path = checkpoint.path / "config.json"
+        named = checkpoint.config.get("architectures")
+        architecture = named[0] if isinstance(named, list) and named else named
+        if not isinstance(architecture, str) or architecture not in self._families:
+            nearest = difflib.get_close_matches(str(architecture), self.architectures, n=1, cutoff=0.5)
+            hint = f"did you mean {nearest[0]}" if nearest else "use one of those, or a plugin that adds this one"
+            raise CheckpointError(f"{path}: architectures is {named!r}, wanted one of {', '.join(self.architectures)}; {hint}")
+        return self._families[architecture][0].describe(checkpoint)
+
+
+def _switch(config: ConfigFile, switch: bool | str) -> bool:
+    return config.flag(switch, False) if isinstance(switch, str) else switch
+
+
+def _mtp_parts(layout: MtpLayout, prefix: str, width: int) -> dict[str, tuple[Part, ...]]:
+    parts: dict[str, tuple[Part, ...]] = {
+        "emb_norm": (Part(prefix + layout.emb_norm, (width,)),),
+        "hid_norm": (Part(prefix + layout.hid_norm, (width,)),),
+        "proj": (Part(prefix + layout.proj, (width, 2 * width)),),
+    }
+    if layout.final_norm == "own":
+        parts["final_norm"] = (Part(prefix + layout.final_norm_name, (width,)),)
+    return parts
+
+
+def _rope_theta(config: ConfigFile) -> float:
+    """Return the rotary base; `rope_parameters` is how transformers 5 spells `rope_theta` and `rope_scaling`."""
+    key = "rope_parameters" if config.values.get("rope_parameters") is not None else "rope_scaling"
+    rope = config.section(key)
+    kind = rope.text("rope_type", rope.text("type", "default"))
+    factor = rope.number("partial_rotary_factor", config.number("partial_rotary_factor", 1.0))
+    per_layer = [name for name, value in rope.values.items() if isinstance(value, dict)]
+    if kind != "default" or per_layer or factor != 1.0:
+        raise CapabilityError(
+            f"{config.path}: {key} is {dict(rope.values)}, wanted rope_type default over whole heads, the same in all "
+            f"layers; use a model without rope scaling"
+        )
+    return rope.number("rope_theta", config.number("rope_theta", 10000.0))
+
+
+def _refuse_unbuilt(config: ConfigFile) -> None:
+    """Refuse settings that would change the computation and that no family here implements."""
+    layer_types = config.values.get("layer_types")
+    windowed = config.flag("use_sliding_window", False) and config.values.get("sliding_window") is not None
+    if isinstance(layer_types, list):
+        windowed = any(kind != "full_attention" for kind in layer_types)
+    activation = config.text("hidden_act", "silu")
+    refusals = {
+        f"layer_types is {layer_types!r} with sliding_window {config.values.get('sliding_window')!r}, "
+        f"wanted full attention in all layers; use a model without sliding windows": windowed,
+        f"hidden_act is {activation!r}, wanted 'silu'; use a model with a SiLU feed-forward": activation != "silu",
+        "quantization_config is set, wanted float32, float16 or bfloat16 weights; "
+        "use the unquantised checkpoint": config.values.get("quantization_config") is not None,
+    }
+    for refusal, applies in refusals.items():
+        if applies:
+            raise CapabilityError(f"{config.path}: {refusal}")
+
+
+BUILT_IN: tuple[Family, ...] = (
+    Family(
+        architecture="MiMoForCausalLM",
+        qkv_bias=True,
+        mtp=MtpLayout(
+            prefix="model.mtp_layers.{i}.",
+            emb_norm="token_layernorm.weight",
+            hid_norm="hidden_layernorm.weight",
+            proj="input_proj.weight",
+            final_norm_name="final_layernorm.weight",
+            order="hidden_first",
+            feed="pre",
+            final_norm="own",
+            recycle="pre",
+            copies={"embed_tokens.weight": "embed", "lm_head.weight": "lm_head"},
+        ),
+    ),
+    Family(architecture="Qwen2ForCausalLM", qkv_bias=True),
+    Family(architecture="Qwen3ForCausalLM", qkv_bias="attention_bias", output_bias="attention_bias", qk_norm=True),
+    Family(
+        architecture="LlamaForCausalLM",
+        qkv_bias="attention_bias",
+        output_bias="attention_bias",
+        feed_forward_bias="mlp_bias",
+    ),
+)
+"""MiMo with its MTP layer, and three dense targets without one. MiMo's body is Qwen2, and its MTP block likewise."""

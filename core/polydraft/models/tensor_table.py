@@ -1,0 +1,111 @@
+"""Owns the table from canonical tensor names to those of a checkpoint, with the shapes that a description implies.
+
+Families build it (`families.py`), the loader checks a checkpoint against it (`checkpoint.py`).
+It never opens a file: it says what must be there.
+
+Canonical names, the only ones that core knows (weights are [out, in]; i counts layers from 0):
+
+    embed [V, H]   norm [H]   lm_head [V, H]
+    layers.{i}.input_norm [H]      layers.{i}.qkv [q + 2 kv, H]       layers.{i}.qkv_bias [q + 2 kv]  where there is one
+    layers.{i}.q_norm, .k_norm [d] where there are any                layers.{i}.o [H, q]
+    layers.{i}.post_norm [H]       layers.{i}.gate_up [2 I, H]        layers.{i}.down [H, I]
+    layers.{i}.o_bias, .gate_up_bias, .down_bias  where there are any
+    mtp.{i}.emb_norm, .hid_norm [H]   mtp.{i}.proj [H, 2 H]   mtp.{i}.final_norm [H] where it has its own
+    mtp.{i}.<block>  as in layers.{i}.<block>
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from functools import cached_property
+
+from polydraft.errors import PluginError
+from polydraft.models.description import Block
+
+__all__ = ["BLOCK_NAMES", "Part", "TensorTable", "block_parts"]
+
+
+@dataclass(frozen=True)
+class Part:
+    """One tensor of the checkpoint that makes up a canonical tensor, or a stretch of one along axis 0."""
+
+    name: str
+    """Its name in the checkpoint."""
+    shape: tuple[int, ...]
+    """The shape that the description implies."""
+
+
+@dataclass(frozen=True)
+class TensorTable:
+    """What a checkpoint must hold, may hold, and what of it is left unread; everything else in it is a mismatch."""
+
+    parts: Mapping[str, tuple[Part, ...]]
+    """Canonical name to its parts, concatenated along axis 0 in this order."""
+    copies: Mapping[str, str] = field(default_factory=dict)
+    """Checkpoint tensors that some exports repeat, to the canonical tensor whose bytes they must equal if present."""
+    unread: tuple[str, ...] = ()
+    """Patterns (`fnmatch`) of checkpoint tensors that no computation needs."""
+    mtp_key: str = ""
+    """The key of config.json that promises MTP layers, for the advice in an error."""
+
+    def is_known(self, name: str) -> bool:
+        """Return whether the checkpoint tensor `name` is expected, an allowed copy, or deliberately unread."""
+        return name in self._names or name in self.copies or any(fnmatchcase(name, glob) for glob in self.unread)
+
+    @cached_property
+    def _names(self) -> frozenset[str]:
+        return frozenset(part.name for parts in self.parts.values() for part in parts)
+
+
+BLOCK_NAMES: Mapping[str, tuple[str, ...]] = {
+    "input_norm": ("input_layernorm.weight",),
+    "qkv": ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
+    "qkv_bias": ("self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"),
+    "q_norm": ("self_attn.q_norm.weight",),
+    "k_norm": ("self_attn.k_norm.weight",),
+    "o": ("self_attn.o_proj.weight",),
+    "o_bias": ("self_attn.o_proj.bias",),
+    "post_norm": ("post_attention_layernorm.weight",),
+    "gate_up": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+    "gate_up_bias": ("mlp.gate_proj.bias", "mlp.up_proj.bias"),
+    "down": ("mlp.down_proj.weight",),
+    "down_bias": ("mlp.down_proj.bias",),
+}
+"""Canonical block tensor to its tensors in the Llama layout, which Qwen2, Qwen3 and MiMo share."""
+
+
+def block_parts(block: Block, hidden_size: int, names: Mapping[str, tuple[str, ...]], prefix: str) -> dict[str, tuple[Part, ...]]:
+    """Return the table of one block: the tensors that its switches ask for, with checkpoint names below `prefix`.
+
+    Errors: `PluginError` where `names`, which a family supplies, has no entry for a tensor that the block needs.
+    """
+    attention, width = block.attention, block.feed_forward.intermediate_size
+    qkv = (attention.q_size, attention.kv_size, attention.kv_size)
+    shapes: dict[str, tuple[tuple[int, ...], ...]] = {
+        "input_norm": ((hidden_size,),),
+        "qkv": tuple((rows, hidden_size) for rows in qkv),
+        "o": ((hidden_size, attention.q_size),),
+        "post_norm": ((hidden_size,),),
+        "gate_up": ((width, hidden_size), (width, hidden_size)),
+        "down": ((hidden_size, width),),
+    }
+    if attention.qkv_bias:
+        shapes["qkv_bias"] = tuple((rows,) for rows in qkv)
+    if attention.output_bias:
+        shapes["o_bias"] = ((hidden_size,),)
+    if attention.qk_norm:
+        shapes["q_norm"] = shapes["k_norm"] = ((attention.head_dim,),)
+    if block.feed_forward.bias:
+        shapes["gate_up_bias"] = ((width,), (width,))
+        shapes["down_bias"] = ((hidden_size,),)
+    if missing := shapes.keys() - names.keys():
+        raise PluginError(
+            f"the block names of a model family lack {', '.join(sorted(missing))}, got {', '.join(names)}, "
+            f"wanted a name for each tensor of its blocks; complete the family's table"
+        )
+    return {
+        key: tuple(Part(prefix + name, shape) for name, shape in zip(names[key], parts, strict=True))
+        for key, parts in shapes.items()
+    }

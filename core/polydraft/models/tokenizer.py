@@ -1,0 +1,175 @@
+"""Owns the way from text to token ids and back: encoding, decoding, streaming whole characters, chats.
+
+The engine encodes prompts and streams texts through it, one `IncrementalDecoder` for each request.
+It never truncates or pads, never adds special tokens to a rendered chat, and imports `tokenizers` only when needed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from polydraft.errors import CheckpointError, RequestError
+from polydraft.models.chat_template import ChatTemplate
+from polydraft.models.config_file import ConfigFile, eos_token_ids, read_json_object
+
+if TYPE_CHECKING:
+    import tokenizers
+
+__all__ = ["IncrementalDecoder", "Tokenizer"]
+
+_REPLACEMENT = "\ufffd"
+_BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+
+
+class Tokenizer:
+    """The tokenizer of one model directory. Host only; safe to share between requests, since it keeps no state."""
+
+    def __init__(self, directory: Path, backend: tokenizers.Tokenizer) -> None:
+        """Wrap `backend`, as read from `directory`; `from_dir` is the usual way."""
+        backend.no_truncation()
+        backend.no_padding()
+        self.directory = directory
+        self._backend = backend
+        self._special = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
+
+    @classmethod
+    def from_dir(cls, path: str | Path) -> Tokenizer:
+        """Load tokenizer.json of the directory `path`. Errors: `CheckpointError` where it is missing or malformed."""
+        import tokenizers
+
+        file = Path(path) / "tokenizer.json"
+        if not file.is_file():
+            raise CheckpointError(
+                f"{file} is missing, wanted a tokenizer in the format of the tokenizers library; copy it from the "
+                f"model's repository, or create it with transformers' AutoTokenizer and its save_pretrained"
+            )
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(file))
+        except Exception as error:  # the library raises nothing more specific
+            raise CheckpointError(f"{file} is malformed, got {error}, wanted a tokenizer; download it again") from error
+        return cls(Path(path), backend)
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of ids that have a token, added ones included; the model's `vocab_size` may be padded beyond it."""
+        return self._backend.get_vocab_size(with_added_tokens=True)
+
+    @cached_property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Ids that end a text, ascending: the union of config.json and generation_config.json of the directory.
+
+        Errors: `CheckpointError` for a missing or malformed file or id.
+        """
+        config = read_json_object(self.directory / "config.json")
+        size = ConfigFile(self.directory / "config.json", config).integer("vocab_size")
+        return eos_token_ids(self.directory, config, size)
+
+    @cached_property
+    def chat_template(self) -> ChatTemplate | None:
+        """The directory's chat template, None where it has none. Errors: `CheckpointError` for a malformed one."""
+        return ChatTemplate.from_dir(self.directory)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Return the ids of all of `text`, with the special tokens (often a leading BOS) that the tokenizer adds.
+
+        Errors: `RequestError` for text that is no valid Unicode (lone surrogates).
+        """
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise RequestError(
+                f"the prompt is no valid Unicode text, got a lone surrogate at character {error.start}, wanted text; "
+                f"decode the input as UTF-8"
+            ) from None
+        return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **variables: Any,
+    ) -> list[int]:
+        """Return the ids of a conversation rendered by the chat template, which writes its special tokens itself.
+
+        `messages`, `tools` and `variables` (for example `enable_thinking=False`) as in `ChatTemplate.render`.
+        Errors: `RequestError` where the model has no template or the template refuses the conversation.
+        """
+        if self.chat_template is None:
+            raise RequestError(
+                f"{self.directory} has no chat template, wanted chat_template.jinja or a chat_template in "
+                f"tokenizer_config.json; send a plain prompt instead of messages"
+            )
+        text = self.chat_template.render(messages, tools=tools, add_generation_prompt=add_generation_prompt, variables=variables)
+        return self.encode(text, add_special_tokens=False)
+
+    def decode(self, token_ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
+        """Return the text of `token_ids`. Bytes that form no character become U+FFFD, ids without a token nothing."""
+        return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+
+    def token(self, token_id: int) -> str | None:
+        """Return the tokenizer's own spelling of one id, None where it has no token."""
+        return self._backend.id_to_token(token_id)
+
+    def is_special(self, token_id: int) -> bool:
+        """Return whether `decode` skips this id by default."""
+        return token_id in self._special
+
+
+class IncrementalDecoder:
+    """Streams the text of one request in pieces of whole characters; the pieces joined equal `decode` of all ids.
+
+    What a token adds depends on its neighbours: a character may span tokens, and many tokenizers drop a leading space
+    of whatever they are given first. So the last few tokens are kept as an anchor and decoded again with each push, and
+    only the characters behind those already handed out are new. The window is cut to `_ANCHOR` tokens whenever it has
+    grown beyond `_LONGEST`, so the work of a push does not grow with the text.
+
+    At most one U+FFFD at the end can still become a character (an unfinished sequence of at most 3 bytes), so only that
+    one is held back. Byte-fallback tokens (`<0x0A>`) are held back until their run ends: their tokenizers judge a run
+    as a whole.
+    """
+
+    _ANCHOR = 5  # more than the 3 unfinished bytes, each of which may be a token, plus one token that begins the window
+    _LONGEST = 16
+
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
+        """Start an empty text. `skip_special_tokens` as in `Tokenizer.decode`."""
+        self._tokenizer = tokenizer
+        self._skip = skip_special_tokens
+        self._window: list[int] = []
+        self._emitted = 0  # characters of the decoded window that were handed out
+
+    def push(self, token_ids: Iterable[int]) -> str:
+        """Append `token_ids` and return the new text that is certain; may be empty."""
+        self._window += filter(self._is_visible, token_ids)
+        if not self._window or self._is_byte(self._window[-1]):
+            return ""
+        text = self._decode()
+        held = text.endswith(_REPLACEMENT)
+        piece = text[self._emitted : len(text) - held]
+        self._emitted += len(piece)
+        if len(self._window) > self._LONGEST:
+            self._window = self._window[-self._ANCHOR :]
+            self._emitted = len(self._decode()) - held
+        return piece
+
+    def flush(self) -> str:
+        """End the text and return what was held back, unfinished characters as U+FFFD."""
+        piece = self._decode()[self._emitted :]
+        self._window, self._emitted = [], 0
+        return piece
+
+    def _decode(self) -> str:
+        return self._tokenizer.decode(self._window, skip_special_tokens=self._skip)
+
+    def _is_visible(self, token_id: int) -> bool:
+        hidden = self._skip and self._tokenizer.is_special(token_id)
+        return not hidden and self._tokenizer.token(token_id) is not None
+
+    def _is_byte(self, token_id: int) -> bool:
+        return _BYTE_TOKEN.fullmatch(self._tokenizer.token(token_id) or "") is not None

@@ -1,0 +1,106 @@
+"""Owns what a proposer is told when the step program is built, what it must answer, and the registry of names.
+
+The engine builds one `ProposerContext`, the factory registered under the chosen name returns a `Proposer`, and the runner
+lets it append its launches. Nothing here runs during a step.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from polydraft.backend import Cache, CacheSpec, ForwardMeta, PassBuffers, Weight
+from polydraft.contracts.base import Limits, Unit
+from polydraft.device import Buffer, Device
+from polydraft.errors import ConfigError
+from polydraft.models.description import ModelDescription
+from polydraft.runtime.buffers import Scratch, SlotState, StepBuffers
+from polydraft.runtime.program import ProgramBuilder
+
+ChooseTokens = Callable[..., None]
+"""`choose(program, logits=, row_slot=, positions=, ahead=, tokens=, noise=, unit=, room=)`: append processing and choice of one
+token a row with the same rules, parameters and noise as the target's rows."""
+
+
+@dataclass(frozen=True)
+class ProposerContext:
+    """Everything a proposer may bind to. Buffers belong to the engine; `device.empty` gives a proposer its own, at build
+    time only."""
+
+    device: Device
+    limits: Limits
+    model: ModelDescription
+    weights: Mapping[str, Weight]
+    state: SlotState
+    step: StepBuffers
+    target_hidden: Buffer
+    """[R, H] the target's residual stream of every packed row, before its final norm."""
+    scratch: Scratch
+    """Layer scratch of the target, free once its pass is done."""
+    allocate_cache: Callable[[CacheSpec], Cache]
+    init_forward_meta: Callable[[PassBuffers], ForwardMeta]
+    choose: ChooseTokens
+    sampling: bool
+    """Whether this program serves slots that sample."""
+    dtype: str
+
+
+class Proposer(Protocol):
+    """Drafts for every scheduled slot, in place on the device."""
+
+    @property
+    def name(self) -> str: ...
+
+    def append(self, program: ProgramBuilder, *, sampling: bool) -> None:
+        """Append launches that run after the step's commit: they must leave `state.drafts` [B, K] and `state.draft_len` [B]
+        defined for every scheduled slot (draft_len 0 and NO_TOKEN where there is nothing to draft). Called once per program
+        kind; buffers and caches are allocated in the factory, never here."""
+
+
+Factory = Callable[[ProposerContext], Proposer]
+
+
+class ProposerRegistry:
+    """Proposer factories by name; a name registered twice is an error naming both."""
+
+    def __init__(self) -> None:
+        self._factories: dict[str, tuple[Factory, str]] = {}
+
+    def register(self, name: str, factory: Factory, *, plugin: str = "an unnamed plugin") -> None:
+        """Add a proposer. `plugin` says whose it is, for errors."""
+        if name in self._factories:
+            raise ConfigError(f"proposer {name!r} is registered by {self._factories[name][1]} and by {plugin}; rename one")
+        self._factories[name] = (factory, plugin)
+
+    def names(self) -> list[str]:
+        """Registered names, in order of registration."""
+        return list(self._factories)
+
+    def create(self, name: str, context: ProposerContext) -> Proposer:
+        """Build the proposer called `name`."""
+        return self.factory(name)(context)
+
+    def factory(self, name: str) -> Factory:
+        """The factory of `name`, or an error that lists what there is."""
+        if name not in self._factories:
+            near = difflib.get_close_matches(name, self._factories, 1)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise ConfigError(f"unknown proposer {name!r}; {hint}known: {', '.join(self._factories)}")
+        return self._factories[name][0]
+
+
+def built_in() -> ProposerRegistry:
+    """A registry with the proposers of core."""
+    from polydraft.proposers.mtp import MtpProposer
+    from polydraft.proposers.none import NoProposer
+
+    registry = ProposerRegistry()
+    registry.register("mtp", MtpProposer, plugin="polydraft")
+    registry.register("none", NoProposer, plugin="polydraft")
+    return registry
+
+
+PASS_UNIT: Unit = "seqs"
+"""Draft passes after the first run one row a sequence."""

@@ -1,0 +1,109 @@
+"""Owns the reference attention metadata: which rows form a window, where their keys lie, what each row may see.
+
+`fill` computes it once per pass from the pass's buffers and every layer's attention and KV write share it. It never
+touches keys or values themselves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from polydraft.backend import PassBuffers, StepMeta
+from polydraft.contracts.base import Limits
+from polydraft.device import Array, Stream
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One group of equally padded runs: `rows` [S, M] packed row of each (run, place), -1 for padding; `keys` [S, C] flat
+    cache row of each key position; `visible` [S, M, C] bool."""
+
+    rows: Array
+    keys: Array
+    visible: Array
+    flat_rows: Array
+    """The valid entries of `rows` in order, and..."""
+    flat_places: Array
+    """...their places in the flattened [S * M]."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Everything attention needs for one pass: segments, and the KV destination of every valid row."""
+
+    segments: tuple[Segment, ...]
+    valid: Array
+    """Packed rows that carry a token and whose block is granted."""
+    destinations: Array
+    """Flat cache row of each entry of `valid`."""
+
+
+def build_layout(*, row_slot: Array, positions: Array, block_table: Array, block_size: int, window: int) -> Layout:
+    """Group the valid rows of a pass. Runs of at most `window` rows share one padded segment; longer runs stand alone."""
+    rows = np.flatnonzero(row_slot >= 0)
+    if rows.size == 0:
+        return Layout((), rows, rows)
+    slots, places = row_slot[rows], positions[rows]
+    blocks = block_table[slots, places // block_size]
+    destinations = blocks * block_size + places % block_size
+    granted = blocks >= 0
+    starts = np.flatnonzero(np.r_[True, (slots[1:] != slots[:-1]) | (rows[1:] != rows[:-1] + 1)])
+    lengths = np.diff(np.r_[starts, rows.size])
+    last = np.maximum.reduceat(places, starts)
+    short = lengths <= window
+    groups = [np.flatnonzero(short)] if short.any() else []
+    groups += [np.array([i]) for i in np.flatnonzero(~short)]
+    segments = tuple(_segment(rows, places, slots, starts[g], lengths[g], last[g], block_table, block_size) for g in groups)
+    return Layout(segments, rows[granted], destinations[granted])
+
+
+def _segment(
+    rows: Array,
+    places: Array,
+    slots: Array,
+    starts: Array,
+    lengths: Array,
+    last: Array,
+    block_table: Array,
+    block_size: int,
+) -> Segment:
+    width, num_blocks = int(lengths.max()), int(last.max()) // block_size + 1
+    place = starts[:, None] + np.arange(width)
+    padded = np.arange(width) >= lengths[:, None]
+    place = np.where(padded, starts[:, None], place)
+    key_positions = np.arange(num_blocks * block_size)
+    blocks = block_table[slots[starts], :num_blocks]
+    keys = (blocks[:, :, None] * block_size + np.arange(block_size)).reshape(len(starts), -1)
+    # A key beyond the run's last row is never visible; pointing it at the first key keeps poison out of the products.
+    keys = np.where(key_positions <= last[:, None], keys, keys[:, :1])
+    visible = key_positions <= places[place][:, :, None]
+    packed = np.where(padded, -1, rows[place])
+    flat = np.flatnonzero(packed.ravel() >= 0)
+    return Segment(packed, np.maximum(keys, 0), visible, packed.ravel()[flat], flat)
+
+
+class NumpyForwardMeta:
+    """The `ForwardMeta` of NumPy devices; `layout` is valid from `fill` until the next one."""
+
+    def __init__(self, device: Any, buffers: PassBuffers, limits: Limits) -> None:
+        self._device, self._limits = device, limits
+        self._arrays = (buffers.row_slot, buffers.positions, buffers.block_table)
+        self.layout = Layout((), np.empty(0, int), np.empty(0, int))
+
+    def fill(self, stream: Stream, step: StepMeta) -> None:
+        """Enqueue the grouping of the rows now in the pass's buffers."""
+        n = step.launch_rows
+        self._device.enqueue(stream, lambda: self._build(n))
+
+    def _build(self, n: int) -> None:
+        row_slot, positions, block_table = (b.host_array for b in self._arrays)  # type: ignore[attr-defined]
+        self.layout = build_layout(
+            row_slot=row_slot[:n],
+            positions=positions[:n],
+            block_table=block_table,
+            block_size=self._limits.block_size,
+            window=self._limits.window,
+        )

@@ -1,0 +1,89 @@
+"""Owns the row-invariant variants: the few reference kernels whose bits would depend on the width or context of a launch.
+
+The kernel table swaps them in when `row_invariant` is asked for; the emulator computes in them. Here a product is always
+made of tiles of one fixed shape and a sum is always taken in one fixed order, so a row's bits depend on that row alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from polydraft.contracts.base import Limits
+from polydraft.device import Array
+from polydraft.reference.numeric_kernels import layout_of
+from polydraft.reference.provider import Kernel, Run
+
+TILE_ROWS = 8
+"""Rows of a product tile: 4 and 8 keep a row's bits on OpenBLAS with one and two threads, 16 and 32 do not."""
+KEY_CHUNK = 64
+"""Keys of one attention chunk, at absolute positions, so that a chunk is the same whatever follows it."""
+ROW_BATCH = 32
+"""Attention rows worked on together; bounds the gathered copy of their keys, and cannot touch their bits."""
+
+
+def linear(a: Any, limits: Limits) -> Run:
+    """x @ W.T + b in tiles of `TILE_ROWS` rows, the last one filled up with zeros."""
+    del limits
+    weight: Array = a.weight.array
+    bias = None if a.bias is None else a.bias.array
+    tile = np.zeros((TILE_ROWS, weight.shape[1]), np.float32)
+
+    def run(n: int) -> None:
+        x, out = a.x, a.out
+        for start in range(0, n, TILE_ROWS):
+            count = min(TILE_ROWS, n - start)
+            tile[:count] = x[start : start + count]
+            tile[count:] = 0.0
+            out[start : start + count] = np.matmul(weight, tile.T).T[:count]
+        if bias is not None:
+            out[:n] += bias
+
+    return run
+
+
+def paged_attention(a: Any, limits: Limits) -> Run:
+    """Each row over its own keys in chunks of `KEY_CHUNK`, chunk results added in order of position."""
+
+    def run(n: int) -> None:
+        layout = layout_of(a, n, limits)
+        out = a.out[:n]
+        out[...] = 0.0
+        for segment in layout.segments:
+            runs = np.repeat(np.arange(len(segment.rows)), segment.rows.shape[1])[segment.flat_places]
+            visible = segment.visible.reshape(-1, segment.visible.shape[-1])[segment.flat_places]
+            for start in range(0, len(segment.flat_rows), ROW_BATCH):
+                batch = slice(start, start + ROW_BATCH)
+                rows = segment.flat_rows[batch]
+                out[rows] = attend_rows(a, a.q[rows], segment.keys[runs[batch]], visible[batch])
+
+    return run
+
+
+def attend_rows(a: Any, q: Array, keys: Array, visible: Array) -> Array:
+    """q [r, heads * dim], flat cache rows `keys` [r, C], `visible` [r, C] -> [r, heads * dim]."""
+    rows, kv_heads, dim = len(q), a.num_kv_heads, a.head_dim
+    chunks = -(-keys.shape[1] // KEY_CHUNK)
+    missing = chunks * KEY_CHUNK - keys.shape[1]
+    visible = np.pad(visible, ((0, 0), (0, missing)))
+    # An invisible key is replaced by the row's first key: its weight is an exact zero, and no poison reaches the sums.
+    keys = np.where(visible, np.pad(keys, ((0, 0), (0, missing))), keys[:, :1])
+    gathered = a.cache.kv[:, :, keys].reshape(2, kv_heads, rows, chunks, KEY_CHUNK, dim)
+    q = np.ascontiguousarray(q.reshape(rows, kv_heads, -1, dim).transpose(1, 0, 2, 3))
+    scores = np.stack([np.matmul(q, gathered[0, :, :, c].swapaxes(-1, -2)) for c in range(chunks)], axis=2)
+    scores *= a.softmax_scale
+    np.copyto(scores, -np.inf, where=~visible.reshape(1, rows, chunks, 1, KEY_CHUNK))
+    scores -= scores.max(axis=(2, 4), keepdims=True)
+    np.exp(scores, out=scores)
+    partial = scores.sum(axis=-1)
+    total, mixed = partial[:, :, 0].copy(), np.matmul(scores[:, :, 0], gathered[1, :, :, 0])
+    for c in range(1, chunks):
+        total += partial[:, :, c]
+        mixed += np.matmul(scores[:, :, c], gathered[1, :, :, c])
+    mixed /= total[..., None]
+    result: Array = mixed.transpose(1, 0, 2, 3).reshape(rows, -1)
+    return result
+
+
+KERNELS: dict[str, Kernel] = {"linear": linear, "paged_attention": paged_attention}

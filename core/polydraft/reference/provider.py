@@ -1,0 +1,75 @@
+"""Owns the adapter between contract records and plain NumPy kernels.
+
+The reference backend lists its kernels through it, and devices that compute in NumPy (the reference, lazy test devices,
+the emulator) bind through it. It never schedules anything: when a launch runs is the device's business.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+from polydraft.contracts.base import Args, Limits, Workspace
+from polydraft.contracts.composite import CompositeArgs
+from polydraft.device import Launch, Stream
+
+Run = Callable[[int], None]
+"""A kernel bound to its arrays: does the work for a launch length."""
+Kernel = Callable[[Any, Limits], Run]
+"""Binds a namespace of arrays (named like the contract's fields; weights, caches, metadata and parameters as they are)."""
+Enqueue = Callable[[Stream, Callable[[], None]], None]
+"""How a device makes work happen: the reference calls it at once, a lazy device queues it."""
+
+
+def plain(function: Callable[[Any, int], None]) -> Kernel:
+    """Turn a kernel that needs no preparation, `function(a, n)`, into a `Kernel`."""
+
+    def bind(a: Any, limits: Limits) -> Run:
+        del limits
+        return lambda n: function(a, n)
+
+    bind.__doc__ = function.__doc__
+    return bind
+
+
+def arrays_of(args: Args | CompositeArgs) -> SimpleNamespace:
+    """Replace each buffer in `args` by its array; leave weights, caches, metadata, parameters and None as they are. A
+    composite becomes a namespace with `parts`."""
+    if isinstance(args, CompositeArgs):
+        return SimpleNamespace(parts=tuple(arrays_of(part) for part in args.parts))
+    values = {f.name: getattr(args, f.name) for f in dataclasses.fields(args)}  # type: ignore[arg-type]
+    return SimpleNamespace(**{name: getattr(value, "host_array", value) for name, value in values.items()})
+
+
+@dataclass(frozen=True)
+class NumpyProvider:
+    """A `Provider` over a NumPy kernel; `enqueue` decides when it runs."""
+
+    kernel: Kernel
+    enqueue: Enqueue
+
+    def bind(self, args: Any, limits: Limits, workspace: Workspace | None) -> Launch:
+        """Resolve the arrays once and return the launch."""
+        del workspace
+        run = self.kernel(arrays_of(args), limits)
+        enqueue = self.enqueue
+        return lambda stream, n: enqueue(stream, lambda: run(n))
+
+    def workspace_bytes(self, args: Any, limits: Limits) -> int:
+        """NumPy kernels bring their own temporaries (declared as `pool_temporaries`)."""
+        del args, limits
+        return 0
+
+
+@dataclass(frozen=True)
+class EagerProvider(NumpyProvider):
+    """The synchronous shortcut: a launch is a plain call."""
+
+    def bind(self, args: Any, limits: Limits, workspace: Workspace | None) -> Launch:
+        """As `NumpyProvider.bind`, without a queue in between."""
+        del workspace
+        run = self.kernel(arrays_of(args), limits)
+        return lambda stream, n: run(n)

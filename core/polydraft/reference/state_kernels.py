@@ -1,0 +1,277 @@
+"""Owns the integer state kernels of the reference backend: packing, verification, commit, drafts and staged writes.
+
+The kernel table lists them, and every NumPy device runs them. They share no code with the goldens: whole-batch array
+operations, a few microseconds each, no loop over sequences.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from polydraft.contracts.layout import SLOT_UPDATE_STOP_TOKENS, SNAPSHOT_TOKENS, SlotUpdate, Snapshot
+from polydraft.device import Array
+from polydraft.reference.provider import Kernel, plain
+from polydraft.sentinels import NO_BLOCK, NO_ROW, NO_TOKEN, PAD_SLOT, Finish, Phase
+
+# Plain integers: comparing an array with an IntEnum member costs a conversion a call.
+PREFILL, DECODE, PAUSED, FINISHED = (int(p) for p in (Phase.PREFILL, Phase.DECODE, Phase.PAUSED, Phase.FINISHED))
+NONE, STOP, LENGTH, ERROR = (int(f) for f in (Finish.NONE, Finish.STOP, Finish.LENGTH, Finish.ERROR))
+COPIED = tuple(
+    (int(SlotUpdate[name.upper()]), name)
+    for name in ("phase", "prompt_len", "num_generated", "kv_len", "prefill_len", "max_total", "epoch", "top_k")
+)
+RECAST = tuple((int(SlotUpdate[name.upper()]), name) for name in ("temperature", "top_p", "min_p"))
+"""Columns that hold the bits of a float32."""
+
+
+def _indices(slots: Array) -> Array:
+    """The native index type: one conversion here instead of one in every gather."""
+    return slots.astype(np.intp)
+
+
+def _listed(rows: Array) -> Array:
+    """The update rows that name a slot."""
+    keep = rows[:, 0] >= 0
+    return rows if keep.all() else rows[keep]
+
+
+def update_slots(a: Any, n: int) -> None:
+    """Scatter whole rows, one field at a time."""
+    rows = _listed(a.updates[:n])
+    slots = _indices(rows[:, SlotUpdate.SLOT])
+    for column, name in COPIED:
+        getattr(a, name)[slots] = rows[:, column]
+    for column, name in RECAST:
+        getattr(a, name)[slots] = rows[:, column].view(np.float32)
+    a.seed[slots] = rows[:, SlotUpdate.SEED_LOW : SlotUpdate.SEED_HIGH + 1].view(np.uint32)
+    a.stop_tokens[slots] = rows[:, SLOT_UPDATE_STOP_TOKENS:]
+    a.finish[slots] = NONE
+    a.draft_len[slots] = 0
+    a.drafts[slots] = NO_TOKEN
+    a.block_table[slots] = NO_BLOCK
+
+
+def update_tokens(a: Any, n: int) -> None:
+    """Scatter tokens."""
+    slot, position, token = _listed(a.updates[:n]).T
+    a.tokens[slot, position] = token
+
+
+def update_blocks(a: Any, n: int) -> None:
+    """Scatter block-table entries."""
+    slot, index, block = _listed(a.updates[:n]).T
+    a.block_table[slot, index] = block
+
+
+def reserve_blocks(a: Any, n: int) -> None:
+    """A slot is covered when the first hole of its table lies behind what it needs."""
+    slots = _indices(a.slot_order[:n])
+    phase = a.phase[slots]
+    rows = ((slots >= 0) & ((phase == DECODE) | (phase == PAUSED))).nonzero()[0]
+    if not rows.size:
+        return
+    slots = slots[rows]
+    need = a.kv_len[slots] + a.draft_len[slots]
+    need += 1 + a.lookahead
+    np.minimum(need, a.max_total[slots], out=need)
+    used = -(-int(need.max()) // a.block_size)  # entries that anybody needs: tables are long, texts mostly short
+    holes = a.block_table[slots, :used] < 0
+    first = holes.argmax(axis=1)
+    whole = ~holes[np.arange(rows.size), first]
+    a.phase[slots] = np.where(whole | (first * a.block_size >= need), DECODE, PAUSED)
+
+
+def pack_rows(a: Any, n: int) -> None:
+    """Lengths and offsets by sequence, then everything else by row through the row's sequence."""
+    slots = _indices(a.slot_order)
+    phase, kv_len = a.phase[slots], a.kv_len[slots]
+    decode = phase == DECODE
+    wanted = np.where(decode, a.draft_len[slots] + 1, a.prefill_len[slots] - kv_len)
+    wanted *= (slots >= 0) & (decode | (phase == PREFILL))
+    length = np.minimum(wanted, a.seq_rows, out=a.seq_len)
+    ends = length.cumsum(dtype=np.int32)
+    start = np.subtract(ends, length, out=a.seq_start)
+    rows = int(ends[-1])
+    sequence = np.arange(slots.size).repeat(length)
+    slot = slots[sequence]
+    offset = np.arange(rows) - start[sequence]
+    first = np.where(decode, a.prompt_len[slots] + a.num_generated[slots] - 1, kv_len)
+    tokens = a.tokens
+    ids = tokens.reshape(-1).take(slot * tokens.shape[1] + first[sequence] + offset, mode="clip")
+    drafted = (decode[sequence] & (offset > 0)).nonzero()[0]
+    ids[drafted] = a.drafts[slot[drafted], offset[drafted] - 1]
+    a.ids[:rows], a.row_slot[:rows] = ids, slot
+    np.add(kv_len[sequence], offset, out=a.positions[:rows], casting="same_kind")
+    a.ids[rows:n], a.row_slot[rows:n], a.positions[rows:n] = NO_TOKEN, PAD_SLOT, 0
+
+
+def pack_logit_rows(a: Any, n: int) -> None:
+    """Like `pack_rows`, over the rows that need logits."""
+    slots = _indices(a.slot_order)
+    phase, kv_len, seq_len = a.phase[slots], a.kv_len[slots], a.seq_len
+    prefill_len = a.prefill_len[slots]
+    last = (phase == PREFILL) & (seq_len > 0)
+    last &= kv_len + seq_len == prefill_len
+    last &= prefill_len == a.prompt_len[slots] + a.num_generated[slots]
+    length = np.where(phase == DECODE, seq_len, last)
+    a.logit_len[:] = length * (slots >= 0)
+    length = a.logit_len
+    ends = length.cumsum(dtype=np.int32)
+    start = np.subtract(ends, length, out=a.logit_start)
+    rows = int(ends[-1])
+    sequence = np.arange(slots.size).repeat(length)
+    # Offset of a logit row within its sequence's rows: a prefill's single one is the last.
+    offset = np.arange(rows) + ((seq_len - length) - start)[sequence]
+    np.add(a.seq_start[sequence], offset, out=a.logit_row[:rows], casting="same_kind")
+    a.logit_slot[:rows] = slots[sequence]
+    np.add(kv_len[sequence] + 1, offset, out=a.logit_position[:rows], casting="same_kind")
+    a.logit_row[rows:n], a.logit_slot[rows:n], a.logit_position[rows:n] = NO_ROW, PAD_SLOT, 0
+
+
+def verify_match(a: Any, n: int) -> None:
+    """Compare whole windows; the first mismatch of a row is its accepted length."""
+    slots = _indices(a.slot_order[:n])
+    length = a.logit_len[:n] * (slots >= 0)
+    decode = (a.phase[slots] == DECODE) & (length > 0)
+    drafted = np.where(decode, length - 1, -1)
+    columns = np.arange(a.window.shape[1])
+    choices = a.choices.take(a.logit_start[:n, None] + columns, mode="clip")
+    match = columns < drafted[:, None]  # the last column is never true, so that argmin finds the end
+    match[:, :-1] &= choices[:, :-1] == a.drafts[slots]
+    accepted = match.argmin(axis=1)
+    emitted = (accepted + 1) * (length > 0)
+    a.window[:n] = np.where(columns < emitted[:, None], choices, NO_TOKEN)
+    a.window_len[:n], a.accepted[:n], a.drafted[:n] = emitted, accepted, drafted
+
+
+def commit_window(a: Any, n: int) -> None:
+    """Find where each window ends, then scatter the tokens before it."""
+    a.out_tokens[:n], a.out_len[:n], a.out_accepted[:n] = NO_TOKEN, 0, 0
+    rows, slots = _with_rows(a, n)
+    if not slots.size:
+        return
+    window, size, accepted = a.window[rows], a.window_len[rows], a.accepted[rows]
+    phase, kv_len = a.phase[slots], a.kv_len[slots]
+    decode = phase == DECODE
+    pure = bool(decode.all())
+    if not pure:
+        prefill = phase == PREFILL
+        kv_len += a.seq_len[rows] * prefill
+        completed = prefill & (kv_len == a.prefill_len[slots])
+        size = size * (decode | completed)
+        a.phase[slots[completed]] = DECODE
+    known = a.prompt_len[slots] + a.num_generated[slots]
+    emitted, reason = _cut(window, size, a.max_total[slots] - known, a.stop_tokens[slots])
+    if reason is not None:
+        ended = reason.nonzero()[0]
+        a.finish[slots[ended]] = reason[ended]
+        a.phase[slots[ended]] = FINISHED
+
+    columns = np.arange(window.shape[1])
+    kept = columns < emitted[:, None]
+    places = (slots * a.tokens.shape[1] + known)[:, None] + columns
+    a.tokens.reshape(-1)[places[kept]] = window[kept]
+    a.num_generated[slots] += emitted
+    a.kv_len[slots] = kv_len + (emitted if pure else emitted * decode)
+    a.out_tokens[rows] = np.where(kept, window, NO_TOKEN)
+    a.out_len[rows] = emitted
+    a.out_accepted[rows] = np.minimum(accepted, emitted) if pure else np.minimum(accepted, emitted) * decode
+
+
+def _with_rows(a: Any, n: int) -> tuple[slice | Array, Array]:
+    """The sequences that had rows in this step, as an index (a slice when all of them had), and their slots."""
+    order = a.slot_order[:n]
+    rows = ((order >= 0) & (a.seq_len[:n] > 0)).nonzero()[0]
+    if rows.size == n:
+        return slice(0, n), _indices(order)
+    return rows, _indices(order[rows])
+
+
+def _cut(window: Array, size: Array, room: Array, stop_tokens: Array) -> tuple[Array, Array | None]:
+    """How many tokens of each window count, and why a request ends with them (`Finish`; None when none does)."""
+    limit = np.minimum(size, room)
+    failed = window == NO_TOKEN
+    ends = (stop_tokens.T[:, :, None] == window).any(axis=0)
+    ends |= failed
+    ends &= np.arange(window.shape[1]) < limit[:, None]
+    full = (limit == room) & (size > 0)
+    if not (ends.any() or full.any()):
+        return limit, None
+    every = np.arange(size.size)
+    first = ends.argmax(axis=1)
+    ended, error = ends[every, first], failed[every, first]
+    emitted = np.where(ended, first + ~error, limit).astype(np.int32)
+    return emitted, np.where(ended, np.where(error, ERROR, STOP), np.where(full, LENGTH, NONE))
+
+
+def snapshot_output(a: Any, n: int) -> None:
+    """Column by column; records past the end are overwritten with the empty one."""
+    order, record = a.slot_order[:n], a.record[:n]
+    slots = _indices(order)
+    record[:, Snapshot.SLOT] = order
+    record[:, Snapshot.EPOCH] = a.epoch[slots]
+    record[:, Snapshot.NUM_TOKENS] = a.out_len[:n]
+    record[:, Snapshot.ACCEPTED] = a.out_accepted[:n]
+    record[:, Snapshot.DRAFTED] = a.drafted[:n]
+    record[:, Snapshot.FINISH] = a.finish[slots]
+    record[:, Snapshot.PHASE] = a.phase[slots]
+    record[:, Snapshot.KV_LEN] = a.kv_len[slots]
+    record[:, SNAPSHOT_TOKENS:] = a.out_tokens[:n]
+    past = (order < 0).nonzero()[0]
+    if past.size:
+        empty = np.full(record.shape[1], NO_TOKEN, np.int32)
+        empty[:SNAPSHOT_TOKENS] = 0
+        empty[Snapshot.SLOT], empty[Snapshot.DRAFTED] = PAD_SLOT, -1
+        record[past] = empty
+
+
+def pack_draft_rows(a: Any, n: int) -> None:
+    """Shift the rows by one token; what is not known by then drops out."""
+    known = a.prompt_len + a.num_generated
+    known *= (a.phase == PREFILL) | (a.phase == DECODE)
+    row_slot = a.row_slot[:n]
+    slot, following = _indices(row_slot), a.positions[:n] + 1
+    keep = (following < known[slot]) & (row_slot >= 0)
+    tokens = a.tokens
+    ids = tokens.reshape(-1).take(slot * tokens.shape[1] + following, mode="clip")
+    a.draft_ids[:n] = np.where(keep, ids, NO_TOKEN)
+    a.draft_row_slot[:n] = np.where(keep, row_slot, PAD_SLOT)
+
+
+def begin_draft(a: Any, n: int) -> None:
+    """Empty the drafts of what ran, then set out what goes on."""
+    a.draft_slot[:n], a.draft_position[:n], a.draft_budget[:n] = PAD_SLOT, 0, 0
+    rows, slots = _with_rows(a, n)
+    a.drafts[slots] = NO_TOKEN
+    a.draft_len[slots] = 0
+    budget = a.max_total[slots] - (a.prompt_len[slots] + a.num_generated[slots] + 1)
+    np.minimum(budget, a.drafts.shape[1], out=budget)
+    active = (a.phase[slots] == DECODE) & (budget > 0)
+    a.draft_slot[rows] = np.where(active, slots, PAD_SLOT)
+    a.draft_position[rows] = (a.kv_len[slots] - 1) * active
+    a.draft_budget[rows] = budget * active
+
+
+def advance_draft(a: Any, n: int) -> None:
+    """File what was chosen, then retire what is done."""
+    slots, chosen = a.draft_slot[:n], a.chosen[:n]
+    filed = (slots >= 0) & (chosen >= 0)
+    active = slots[filed]
+    a.drafts[active, a.pass_index] = chosen[filed]
+    a.draft_len[active] = a.pass_index + 1
+    goes_on = filed & (a.draft_budget[:n] > a.pass_index + 1)
+    a.draft_position[:n] += goes_on
+    a.next_ids[:n] = np.where(goes_on, chosen, NO_TOKEN)
+    a.draft_slot[:n] = np.where(goes_on, slots, PAD_SLOT)
+
+
+KERNELS: dict[str, Kernel] = {
+    function.__name__: plain(function)
+    for function in (
+        update_slots, update_tokens, update_blocks, reserve_blocks, pack_rows, pack_logit_rows, verify_match,
+        commit_window, snapshot_output, pack_draft_rows, begin_draft, advance_draft,
+    )
+}  # fmt: skip
+"""Contract name to kernel."""

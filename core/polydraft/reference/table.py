@@ -1,0 +1,102 @@
+"""Owns the reference backend's kernel table: which NumPy kernel serves which contract, weights, caches and scratch.
+
+`polydraft_kernels` returns it; lazy devices reuse it unchanged through `device.bind_kernel`. It never computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from polydraft.backend import CacheSpec, Weight
+from polydraft.contracts.base import Provider
+from polydraft.device import Array
+from polydraft.errors import ContractError
+from polydraft.reference.provider import Kernel
+
+
+class NumpyWeight:
+    """A weight as a C-contiguous float32 array, in its canonical shape."""
+
+    __slots__ = ("array", "role")
+
+    def __init__(self, role: str, array: Array) -> None:
+        self.role, self.array = role, array
+
+    @property
+    def nbytes(self) -> int:
+        return self.array.nbytes
+
+
+class NumpyCache:
+    """One layer's KV rows as `kv` [2, num_kv_heads, num_blocks * block_size, head_dim]: keys, then values, heads outermost so
+    that one gather serves a whole head. Fresh rows hold NaN: reading one that was never written shows."""
+
+    __slots__ = ("kv", "spec")
+
+    def __init__(self, spec: CacheSpec) -> None:
+        self.spec = spec
+        self.kv = np.full((2, spec.num_kv_heads, spec.num_blocks * spec.block_size, spec.head_dim), np.nan, np.float32)
+
+    @property
+    def nbytes(self) -> int:
+        return self.kv.nbytes
+
+    def read_logical(self) -> tuple[Array, Array]:
+        """(k, v) as [num_blocks, block_size, num_kv_heads, head_dim]; tests only."""
+        s = self.spec
+        logical = self.kv.reshape(2, s.num_kv_heads, s.num_blocks, s.block_size, s.head_dim).transpose(0, 2, 3, 1, 4)
+        return logical[0].copy(), logical[1].copy()
+
+    def write_logical(self, k: Array, v: Array) -> None:
+        """Overwrite all rows; tests only."""
+        for index, value in enumerate((k, v)):
+            self.kv[index] = value.transpose(2, 0, 1, 3).reshape(self.kv.shape[1:])
+
+
+def kernels(row_invariant: bool) -> dict[str, Kernel]:
+    """Contract (or composite) name to kernel; `row_invariant` chooses fixed-tile arithmetic where it matters."""
+    from polydraft.reference import invariant_kernels, numeric_kernels, state_kernels
+
+    table = {**state_kernels.KERNELS, **numeric_kernels.KERNELS}
+    if row_invariant:
+        table.update(invariant_kernels.KERNELS)
+    return table
+
+
+def kernel_names() -> list[str]:
+    """Names served, for identity."""
+    return sorted(kernels(row_invariant=False))
+
+
+class NumpyTable:
+    """The `KernelTable` of every NumPy device."""
+
+    def __init__(self, device: Any) -> None:
+        chosen = kernels(device.row_invariant)
+        from polydraft.contracts import COMPOSITES, REGISTRY
+
+        self.providers: Mapping[str, Provider] = {name: device.bind_kernel(kernel) for name, kernel in chosen.items()}
+        self.versions: Mapping[str, int] = {n: 1 if n in COMPOSITES else REGISTRY[n].version for n in chosen}
+        self._device = device
+
+    def prepare_weight(self, role: str, value: Array, dtype: str, previous: Weight | None = None) -> Weight:
+        """Keep the canonical array in float32; `previous` is refilled at its address."""
+        if dtype != "f32":
+            raise ContractError(f"the reference backend computes in f32, got dtype {dtype!r}; leave --dtype on auto")
+        if previous is None:
+            return NumpyWeight(role, np.ascontiguousarray(value, np.float32))
+        target: Array = previous.array  # type: ignore[attr-defined]
+        if target.shape != value.shape:
+            raise ContractError(f"weight update: got shape {value.shape}, wanted {target.shape}; load the same architecture")
+        np.copyto(target, value)
+        return previous
+
+    def allocate_cache(self, spec: CacheSpec) -> NumpyCache:
+        """A fresh cache, counted as one allocation."""
+        cache = NumpyCache(spec)
+        self._device.counters.allocations += 1
+        self._device.counters.bytes_allocated += cache.nbytes
+        return cache

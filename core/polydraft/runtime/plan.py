@@ -1,0 +1,65 @@
+"""Owns the two records that cross the runner's border: `StepPlan` in, `StepOutcome` out, nothing else.
+
+The scheduler makes plans, the runner turns each into launches and later into an outcome, commit applies outcomes. Both are
+plain, frozen and versioned; neither refers to a request object, so a plan could come from another process.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from polydraft.device import Array
+
+PLAN_VERSION = 1
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """One step as the host knows it. Arrays are int32 and belong to the plan (never rewritten).
+
+    `slots`, `rows`, `epochs` [n]: scheduled slots in launch order, the rows each may fill (chunk length, or the window), and
+    the epoch of the request in it. `decode`, `emits` [n] bool: runs a window; puts out at least one token unless paused.
+    `slot_updates` [U, F], `token_updates` [T, 3], `block_updates` [M, 3]: staged writes.
+    `num_rows`, `num_logit_rows`: upper bounds of what the device will pack.
+    """
+
+    step_id: int
+    slots: Array
+    rows: Array
+    epochs: Array
+    decode: Array
+    emits: Array
+    slot_updates: Array
+    token_updates: Array
+    block_updates: Array
+    num_rows: int
+    num_logit_rows: int
+    has_prefill: bool
+    sampling: bool
+    """Some scheduled slot samples (temperature above 0)."""
+    version: int = PLAN_VERSION
+
+    @property
+    def num_seqs(self) -> int:
+        return len(self.slots)
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """What one step did, by sequence in launch order; int32 arrays [n] and `tokens` [n, W] (NO_TOKEN beyond `num_tokens`).
+
+    `accepted`: drafts of this round that became output. `drafted`: drafts that were verified, -1 where the sequence had no
+    decode round (a prefill chunk, a finished or paused slot).
+    """
+
+    step_id: int
+    slots: Array
+    epochs: Array
+    num_tokens: Array
+    accepted: Array
+    drafted: Array
+    finish: Array
+    phase: Array
+    kv_len: Array
+    tokens: Array
+    version: int = PLAN_VERSION

@@ -1,0 +1,62 @@
+"""Owns one generation request as the host sees it: what was asked, where it stands, and what it has produced.
+
+The engine makes it, the scheduler places it in a slot, commit ends it. It holds no device words and never decides anything.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from polydraft.sampling_params import SamplingParams
+
+
+class Status(Enum):
+    """Where a request stands.
+
+    ::
+
+        WAITING --admitted--> RUNNING --finished, aborted, failed--> FINISHED
+           ^                     |
+           +-----preempted-------+      (blocks ran out; known tokens are kept and prefilled again)
+    """
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(eq=False)
+class Request:
+    """A request and its results. `token_ids` and `rounds` are complete once it is finished; while it runs the slot table
+    has them."""
+
+    id: str
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams
+    number: int
+    """Order of arrival; smaller is served first."""
+    seed: tuple[int, int]
+    """Two 32-bit words."""
+    stop_token_ids: tuple[int, ...]
+    max_total: int
+    """Prompt and generated tokens allowed."""
+    stream: bool = False
+    status: Status = Status.WAITING
+    slot: int = -1
+    token_ids: list[int] = field(default_factory=list)
+    rounds: list[int] = field(default_factory=list)
+    """Accepted drafts of each decode round."""
+    drafted: int = 0
+    """Drafts verified."""
+    finish_reason: str | None = None
+    error: str = ""
+    num_preemptions: int = 0
+    arrival_s: float = 0.0
+    first_token_s: float | None = None
+    finish_s: float | None = None
+
+    @property
+    def num_known(self) -> int:
+        """Tokens known when the request is not in a slot: prompt and what it had generated before it was preempted."""
+        return len(self.prompt_ids) + len(self.token_ids)

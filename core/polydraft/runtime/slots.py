@@ -1,0 +1,88 @@
+"""Owns the host's view of every slot: arrays in step with the applied snapshots, and what is planned or in flight.
+
+The scheduler reads and advances it when it plans, commit when it applies an outcome; both work on whole arrays, and only
+joining, leaving and finishing walk requests. It never knows more of the device than the last applied snapshot.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from polydraft.contracts.base import Limits
+from polydraft.runtime.request import Request, Status
+from polydraft.sentinels import NO_TOKEN, Phase
+
+
+class SlotTable:
+    """Per-slot arrays, indexed by slot [B].
+
+    Applied (from snapshots): `num_known`, `kv_len`, `num_rounds`, `drafted`, `tokens` [B, L], `rounds` [B, L].
+    Planned: `phase` (PREFILL until its last chunk is planned), `prefill_planned`, `uploaded` tokens.
+    In flight: `in_flight` steps that hold the slot, `in_flight_decode` those that run a window, `in_flight_tokens` those that
+    emit at least one token unless paused. `leaving`: not scheduled any more, released once nothing is in flight.
+    """
+
+    def __init__(self, limits: Limits) -> None:
+        b = limits.max_seqs
+        self.request: list[Request | None] = [None] * b
+        self.phase = np.full(b, Phase.IDLE, np.int32)
+        self.epoch = np.zeros(b, np.int32)
+        self.number = np.zeros(b, np.int64)
+        self.prompt_len = np.zeros(b, np.int64)
+        self.num_known = np.zeros(b, np.int64)
+        self.kv_len = np.zeros(b, np.int64)
+        self.prefill_len = np.zeros(b, np.int64)
+        self.prefill_planned = np.zeros(b, np.int64)
+        self.uploaded = np.zeros(b, np.int64)
+        self.max_total = np.zeros(b, np.int64)
+        self.sampling = np.zeros(b, bool)
+        self.leaving = np.zeros(b, bool)
+        self.in_flight = np.zeros(b, np.int64)
+        self.in_flight_decode = np.zeros(b, np.int64)
+        self.in_flight_tokens = np.zeros(b, np.int64)
+        self.tokens = np.full((b, limits.max_len), NO_TOKEN, np.int32)
+        self.rounds = np.zeros((b, limits.max_len), np.uint8)
+        self.num_rounds = np.zeros(b, np.int64)
+        self.drafted = np.zeros(b, np.int64)
+
+    def free_slot(self) -> int | None:
+        """The lowest idle slot."""
+        idle = np.flatnonzero(self.phase == Phase.IDLE)
+        return int(idle[0]) if idle.size else None
+
+    def occupy(self, slot: int, request: Request) -> None:
+        """Place a request: its known tokens become the slot's, and the slot's epoch moves on."""
+        known = (*request.prompt_ids, *request.token_ids)
+        resumed = bool(request.token_ids)
+        request.slot, request.status = slot, Status.RUNNING
+        self.request[slot] = request
+        self.epoch[slot] += 1
+        self.number[slot] = request.number
+        self.phase[slot] = Phase.PREFILL
+        self.prompt_len[slot] = len(request.prompt_ids)
+        self.num_known[slot] = len(known)
+        self.prefill_len[slot] = len(known) - 1 if resumed else len(known)
+        self.max_total[slot] = request.max_total
+        self.sampling[slot] = request.params.temperature > 0
+        self.tokens[slot, : len(known)] = known
+        self.rounds[slot, : len(request.rounds)] = request.rounds
+        self.num_rounds[slot] = len(request.rounds)
+        self.drafted[slot] = request.drafted
+        for counter in (self.kv_len, self.prefill_planned, self.uploaded, self.in_flight, self.in_flight_decode):
+            counter[slot] = 0
+        self.in_flight_tokens[slot] = 0
+        self.leaving[slot] = False
+
+    def sync(self, request: Request) -> None:
+        """Copy what a running request has produced so far out of its slot."""
+        slot = request.slot
+        request.token_ids = self.tokens[slot, self.prompt_len[slot] : self.num_known[slot]].tolist()
+        request.rounds = self.rounds[slot, : self.num_rounds[slot]].tolist()
+        request.drafted = int(self.drafted[slot])
+
+    def vacate(self, slot: int) -> None:
+        """Make the slot idle. Nothing may be in flight for it."""
+        assert self.in_flight[slot] == 0, "a slot was released while a step that holds it is in flight"
+        self.request[slot] = None
+        self.phase[slot] = Phase.IDLE
+        self.leaving[slot] = False

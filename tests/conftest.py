@@ -1,0 +1,23 @@
+"""What holds for every test: the same examples in every run, and nothing of the caller's environment.
+
+Owns the hypothesis profiles and the cleared environment.
+Loaded by pytest; markers and warnings are strict by pyproject.toml.
+Never selects or skips a test.
+"""
+
+import os
+
+import pytest
+from hypothesis import settings
+
+# Derandomised, so that a red run is red again; no deadline, because a slow machine is not a failure.
+settings.register_profile("default", derandomize=True, deadline=None, database=None)
+settings.register_profile("deep", settings.get_profile("default"), max_examples=2000)
+settings.load_profile("default")
+
+
+@pytest.fixture(autouse=True)
+def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hide the variables that polydraft reads, so that neither a developer's shell nor a CI system changes a result."""
+    for name in [name for name in os.environ if name.startswith("POLYDRAFT_")] + ["NO_COLOR", "CI"]:
+        monkeypatch.delenv(name, raising=False)

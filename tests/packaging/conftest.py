@@ -1,0 +1,109 @@
+"""One build and two installations, shared by all packaging tests of a session.
+
+Owns copies of the checkout in temporary folders, so that no build leaves anything behind in the checkout and nothing
+left behind there gets into a build. Uses pip as it is configured; expects to be able to install from an index.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import venv
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.support.project import ROOT
+
+BUILD_FOLDERS = ("core", "backends", "bench", "docs", "tests", "tools", ".ci")
+
+
+@dataclass(frozen=True)
+class Distributions:
+    """A built source distribution and the wheel that was built from it."""
+
+    sdist: Path
+    wheel: Path
+
+
+@dataclass(frozen=True)
+class Installation:
+    """A virtual environment that holds what was installed into it and nothing else, not even pip."""
+
+    folder: Path
+    scripts: Path
+    packages: Path
+
+    def python(self, code: str) -> str:
+        """Return what `code` prints when it runs in this environment."""
+        return run(self.scripts / "python", "-c", code, cwd=self.folder)
+
+    def install(self, *arguments: str | Path) -> None:
+        """Install by this session's pip, which also works where the environment's own Python came with an old one."""
+        pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", self.scripts / "python")
+        run(*pip, "install", "--quiet", *arguments, cwd=self.folder)
+
+
+def run(*command: str | Path, cwd: Path) -> str:
+    """Return the standard output of a command; where it fails, the test fails with all that it printed."""
+    env = {name: value for name, value in os.environ.items() if name not in {"PYTHONPATH", "PYTHONHOME"}}
+    done = subprocess.run(
+        [str(part) for part in command], cwd=cwd, env=env, capture_output=True, text=True, check=False
+    )
+    if done.returncode != 0:
+        pytest.fail(f"{' '.join(map(str, command))} ended with {done.returncode}\n{done.stdout}\n{done.stderr}")
+    return done.stdout
+
+
+def copy_project(target: Path) -> Path:
+    """Copy what a build reads, and return the copy."""
+    target.mkdir()
+    ignore = shutil.ignore_patterns("__pycache__", "*.egg-info", "build")
+    for folder in BUILD_FOLDERS:
+        if (ROOT / folder).is_dir():
+            shutil.copytree(ROOT / folder, target / folder, ignore=ignore)
+    for path in ROOT.iterdir():
+        if path.is_file():
+            shutil.copy2(path, target)
+    return target
+
+
+def create_environment(folder: Path) -> Installation:
+    venv.create(folder, with_pip=False, symlinks=os.name != "nt")
+    scripts = folder / ("Scripts" if os.name == "nt" else "bin")
+    where = run(scripts / "python", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=folder)
+    return Installation(folder, scripts, Path(where.strip()))
+
+
+@pytest.fixture(scope="session")
+def distributions(tmp_path_factory: pytest.TempPathFactory) -> Distributions:
+    base = tmp_path_factory.mktemp("distributions")
+    source = copy_project(base / "source")
+    run(sys.executable, "-m", "build", "--outdir", base / "dist", source, cwd=base)
+    (sdist,) = (base / "dist").glob("*.tar.gz")
+    (wheel,) = (base / "dist").glob("*.whl")
+    return Distributions(sdist, wheel)
+
+
+@pytest.fixture(scope="session")
+def installed(distributions: Distributions, tmp_path_factory: pytest.TempPathFactory) -> Installation:
+    environment = create_environment(tmp_path_factory.mktemp("installed") / "venv")
+    environment.install(distributions.wheel)
+    return environment
+
+
+@pytest.fixture(scope="session")
+def two_roots(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the project with a second import root, joined in pyproject.toml exactly as a backend's root will be."""
+    project = copy_project(tmp_path_factory.mktemp("two_roots") / "source")
+    package = project / "backends" / "second" / "polydraft_second"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text('"""A second root."""\n', encoding="utf-8")
+    (package / "device.py").write_text('NAME = "second"\n', encoding="utf-8")
+    text = (project / "pyproject.toml").read_text(encoding="utf-8")
+    text, changes = re.subn(r'(?m)^where = \["core"', 'where = ["core", "backends/second"', text)
+    assert changes == 1, "pyproject.toml no longer lists the import roots as this fixture expects"
+    (project / "pyproject.toml").write_text(text, encoding="utf-8")
+    return project

@@ -1,0 +1,116 @@
+"""The wheel and the source distribution: complete, without leftovers, and small enough when installed."""
+
+import json
+import tarfile
+import zipfile
+from configparser import ConfigParser
+from email import message_from_bytes
+from pathlib import Path, PurePosixPath
+
+import pytest
+
+from tests.packaging.conftest import Distributions, Installation, run
+from tests.support.project import ROOT, pyproject
+
+pytestmark = pytest.mark.timeout(600)  # building and installing wait for an index
+
+MEGABYTE = 1_000_000
+CORE_LIMIT = 180 * MEGABYTE
+DEMO = "polydraft/demo/mimo-tiny-python"
+LAZY = {"click", "jinja2", "rich", "safetensors", "tokenizers"}
+
+
+@pytest.fixture
+def wheel(distributions: Distributions):
+    with zipfile.ZipFile(distributions.wheel) as archive:
+        yield archive
+
+
+def in_dist_info(wheel: zipfile.ZipFile, name: str) -> bytes:
+    (member,) = (member for member in wheel.namelist() if member.endswith(f".dist-info/{name}"))
+    return wheel.read(member)
+
+
+def test_wheel_has_every_module_of_core(wheel: zipfile.ZipFile):
+    modules = {path.relative_to(ROOT / "core").as_posix() for path in (ROOT / "core").rglob("*.py")}
+    assert modules <= set(wheel.namelist())
+
+
+def test_wheel_has_the_demo_model_unchanged(wheel: zipfile.ZipFile):
+    source = ROOT / "core" / DEMO
+    names = {path.name for path in source.iterdir()}
+    assert {PurePosixPath(name).name for name in wheel.namelist() if name.startswith(DEMO)} == names
+    assert all(wheel.read(f"{DEMO}/{name}") == (source / name).read_bytes() for name in names)
+
+
+def test_wheel_has_licence_notice_and_type_marker(wheel: zipfile.ZipFile):
+    assert in_dist_info(wheel, "licenses/LICENSE") == (ROOT / "LICENSE").read_bytes()
+    assert b"demo model" in in_dist_info(wheel, "licenses/NOTICE")
+    assert "polydraft/py.typed" in wheel.namelist()
+
+
+def test_wheel_has_only_import_packages_of_polydraft(wheel: zipfile.ZipFile):
+    top = {name.partition("/")[0] for name in wheel.namelist()}
+    unexpected = {name for name in top if not name.startswith("polydraft")}
+    assert not unexpected
+    assert not [name for name in wheel.namelist() if "/tests/" in name or name.endswith((".pyc", ".egg-info"))]
+
+
+def test_wheel_declares_the_command_and_the_reference_backend(wheel: zipfile.ZipFile):
+    entries = ConfigParser()
+    entries.read_string(in_dist_info(wheel, "entry_points.txt").decode())
+    assert dict(entries["console_scripts"]) == {"polydraft": "polydraft.cli:main"}
+    assert dict(entries["polydraft.backends"])["reference"] == "polydraft.reference"
+
+
+def test_wheel_states_the_version_of_the_source_and_the_licence(wheel: zipfile.ZipFile):
+    source: dict[str, str] = {}
+    exec((ROOT / "core" / "polydraft" / "_version.py").read_text(encoding="utf-8"), source)
+    metadata = message_from_bytes(in_dist_info(wheel, "METADATA"))
+    assert metadata["Version"] == source["__version__"]
+    assert metadata["License-Expression"] == "Apache-2.0"
+    assert metadata["Requires-Python"] == ">=3.10"
+    assert set(metadata.get_all("Provides-Extra", [])) == set(pyproject()["project"]["optional-dependencies"])
+
+
+def test_source_distribution_has_what_make_needs(distributions: Distributions):
+    with tarfile.open(distributions.sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    wanted = {"Makefile", ".ci/run", "pyproject.toml", "tests/conftest.py", "LICENSE", "NOTICE", "CONTRIBUTING.md"}
+    assert wanted <= names
+    assert not [name for name in names if "__pycache__" in name]
+
+
+def test_installed_core_is_small(installed: Installation):
+    sizes = {path: path.stat().st_size for path in installed.packages.rglob("*") if path.is_file()}
+    folders: dict[str, int] = {}
+    for path, size in sizes.items():
+        top = path.relative_to(installed.packages).parts[0]
+        folders[top] = folders.get(top, 0) + size
+    largest = sorted(folders.items(), key=lambda item: -item[1])[:5]
+    assert sum(sizes.values()) < CORE_LIMIT, f"largest: {largest}"
+
+
+def test_import_loads_no_library_that_only_some_commands_need(installed: Installation):
+    loaded = json.loads(installed.python("import json, sys, polydraft; print(json.dumps(sorted(sys.modules)))"))
+    assert "polydraft" in loaded
+    assert not LAZY & set(loaded)
+
+
+def test_installed_demo_model_is_found(installed: Installation):
+    found = Path(installed.python("from polydraft.demo import demo_model_path; print(demo_model_path())").strip())
+    assert found == installed.packages / DEMO
+    assert (found / "config.json").is_file()
+
+
+def test_installed_entry_point_loads(installed: Installation):
+    load = "entry_points(group='polydraft.backends')['reference'].load()"
+    loaded = installed.python(f"from importlib.metadata import entry_points; print({load}.__name__)")
+    assert loaded.strip() == "polydraft.reference"
+
+
+def test_installed_command_generates_without_extras(installed: Installation):
+    command = ("generate", "def fibonacci(n):", "--draft-tokens", "3", "--max-new-tokens", "8", "--json")
+    answer = json.loads(run(installed.scripts / "polydraft", *command, cwd=installed.folder))
+    assert answer["schema"] == "polydraft.generate/1"
+    assert len(answer["requests"][0]["token_ids"]) == 8

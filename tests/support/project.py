@@ -1,0 +1,22 @@
+"""The project as data: where it lies and what pyproject.toml says.
+
+Owns the path of the checkout and the parsed pyproject.toml.
+Called by tests that compare files of the project with each other.
+Never imports polydraft.
+"""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib  # a dependency of pytest there
+
+ROOT = Path(__file__).parents[2]
+
+
+def pyproject() -> dict[str, Any]:
+    """Return pyproject.toml as nested dictionaries, parsed anew at each call."""
+    return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))

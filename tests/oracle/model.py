@@ -90,9 +90,7 @@ class OracleModel:
     def _block(self, x: Array, block: Block, prefix: str) -> Array:
         a = block.attention
         qkv = self._linear(self._norm(x, prefix + "input_norm"), prefix + "qkv", prefix + "qkv_bias")
-        q, k, v = (
-            part.reshape(len(x), -1, a.head_dim) for part in np.split(qkv, [a.q_size, a.q_size + a.kv_size], axis=1)
-        )
+        q, k, v = (part.reshape(len(x), -1, a.head_dim) for part in np.split(qkv, [a.q_size, a.q_size + a.kv_size], axis=1))
         if a.qk_norm:
             q, k = self._norm(q, prefix + "q_norm"), self._norm(k, prefix + "k_norm")
         mixed = _attention(_rotate(q, a.rope), _rotate(k, a.rope), v)

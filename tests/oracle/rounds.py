@@ -59,9 +59,7 @@ class GreedyText:
         self.states = states[: len(self.token_ids) - 1]
 
 
-def greedy_rounds(
-    model: OracleModel, prompt_ids: Sequence[int], K: int, max_new: int, eos_ids: Collection[int]
-) -> GreedyRounds:
+def greedy_rounds(model: OracleModel, prompt_ids: Sequence[int], K: int, max_new: int, eos_ids: Collection[int]) -> GreedyRounds:
     """Decode `prompt_ids` greedily with up to `K` MTP drafts a round, until a stop, `max_new` or the model's length.
 
     A round drafts min(K, room - 1) tokens, where room is how many tokens may still come, so that accepted drafts and
@@ -77,9 +75,7 @@ def greedy_rounds(
         length += 1
         while length < limit and not stopped:
             num_drafts = min(K, limit - length - 1)
-            drafts = (
-                model.draft(text.token_ids[:length], text.states[: length - 1], num_drafts)[0] if num_drafts else []
-            )
+            drafts = model.draft(text.token_ids[:length], text.states[: length - 1], num_drafts)[0] if num_drafts else []
             accepted = 0
             while accepted < num_drafts and text.need(length + accepted) == drafts[accepted]:
                 accepted += 1

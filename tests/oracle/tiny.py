@@ -133,7 +133,7 @@ def write_checkpoint(
         write_safetensors(directory / "model.safetensors", tensors, dtype)
         return directory
     names = list(tensors)
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for shard in range(num_shards):
         file = f"model-{shard + 1:05}-of-{num_shards:05}.safetensors"
         mine = names[shard * len(names) // num_shards : (shard + 1) * len(names) // num_shards]

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.timeout(600)  # building and installing wait for an ind
 MEGABYTE = 1_000_000
 CORE_LIMIT = 180 * MEGABYTE
 DEMO = "polydraft/demo/mimo-tiny-python"
-LAZY = {"click", "jinja2", "rich", "safetensors", "tokenizers"}
+LAZY = {"click", "jinja2", "rich", "tokenizers"}
 
 
 @pytest.fixture

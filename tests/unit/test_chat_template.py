@@ -49,7 +49,8 @@ BLOCKS = """{{ bos_token }}
     {% set ns.last = message['role'] %}
     {% if loop.index > 3 %}{% break %}{% endif %}
   {% endfor %}
-{{ inner is defined }} {{ ns.last }}
+{% generation %}{% set outer = 1 %}{{ outer }}{% endgeneration %}
+{{ inner is defined }} {{ outer is defined }} {{ ns.last }}
 {{ {'z': 'é<b>', 'a': [1, None, true]} | tojson }} {{ {'b': 1, 'a': 2} | tojson(indent=2, sort_keys=true) }}
 """
 CHATS: list[list[dict[str, Any]]] = [

@@ -59,8 +59,8 @@ def test_every_bfloat16_is_read_exactly(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("dtype", "name"), [("F32", "float32"), ("F16", "float16")])
 def test_float32_and_float16_are_read_exactly(tmp_path: Path, dtype: str, name: str) -> None:
-    values = np.float32([[1.5, -0.0, 6e-8], [65504, -2.25, 0.333251953125]])
-    write_checkpoint(tmp_path, tensors={"pad": np.float32([1, 2, 3]), "x": values}, dtype=dtype)
+    values = np.array([[1.5, -0.0, 6e-8], [65504, -2.25, 0.333251953125]], np.float32)
+    write_checkpoint(tmp_path, tensors={"pad": np.array([1, 2, 3], np.float32), "x": values}, dtype=dtype)
     checkpoint = Checkpoint(tmp_path)
     expected = values.astype(np.float16).astype(np.float32) if dtype == "F16" else values
     assert np.array_equal(checkpoint.tensor("x"), expected)
@@ -68,7 +68,7 @@ def test_float32_and_float16_are_read_exactly(tmp_path: Path, dtype: str, name: 
 
 
 def test_a_header_of_odd_length_is_read(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path, tensors={"x": np.float32([3])})
+    write_checkpoint(tmp_path, tensors={"x": np.array([3], np.float32)})
     header = b'{"x": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}' + b" " * 4
     assert len(header) % 4
     raw_file(tmp_path / "model.safetensors", header, struct.pack("<f", 7.5))
@@ -164,7 +164,7 @@ def test_several_files_need_an_index(tmp_path: Path) -> None:
     write_checkpoint(tmp_path)
     (tmp_path / "model.safetensors").rename(tmp_path / "one.safetensors")
     load_all(tmp_path)
-    write_safetensors(tmp_path / "two.safetensors", {"x": np.float32([1])})
+    write_safetensors(tmp_path / "two.safetensors", {"x": np.array([1], np.float32)})
     refusal(tmp_path, "one.safetensors, two.safetensors", INDEX)
 
 
@@ -262,6 +262,8 @@ def test_unsupported_dtype(tmp_path: Path) -> None:
     tensors = random_tensors(TINY_MIMO)
     tensors[Q_PROJ] = tensors[Q_PROJ].astype(np.int64)
     refusal(write_checkpoint(tmp_path, tensors=tensors), "model.safetensors", Q_PROJ, "stored as I64", "BF16")
+    with pytest.raises(CheckpointError, match="stored as I64"):
+        load(tmp_path)  # before anything is read
 
 
 @pytest.mark.parametrize(("value", "dtype"), [(np.nan, "BF16"), (np.inf, "F16"), (-np.inf, "F32")])
@@ -325,8 +327,9 @@ def test_repeated_tensors_must_repeat(tmp_path: Path, copy: str, original: str, 
     assert not any("lm_head" in name or "embed" in name for name in loaded if name.startswith("mtp."))
     tensors[copy][0, 0] += 1
     refusal(write_checkpoint(tmp_path, config, tensors), "model.safetensors", copy, f"differs from {original}")
-    tensors[copy] = tensors[original][:-1]
-    refusal(write_checkpoint(tmp_path, config, tensors), "model.safetensors", copy, f"differs from {original}")
+    for other in (tensors[original][:-1], tensors[original].reshape(16, 40)):
+        tensors[copy] = other
+        refusal(write_checkpoint(tmp_path, config, tensors), "model.safetensors", copy, f"differs from {original}")
 
 
 def test_unknown_name_on_an_open_checkpoint(tmp_path: Path) -> None:

@@ -121,12 +121,12 @@ def test_defaults_where_a_key_is_absent_or_null(tmp_path: Path) -> None:
 @pytest.mark.parametrize("spelling", ["rope_theta", "rope_parameters", "rope_scaling and rope_theta"])
 def test_rotary_base_in_every_spelling(tmp_path: Path, spelling: str) -> None:
     config = {key: value for key, value in TINY_MIMO.items() if key != "rope_theta"}
-    config |= {
+    spellings: dict[str, dict[str, Any]] = {
         "rope_theta": {"rope_theta": 640000},
         "rope_parameters": {"rope_parameters": {"rope_type": "default", "rope_theta": 640000.0}},
         "rope_scaling and rope_theta": {"rope_theta": 640000, "rope_scaling": {"type": "default"}},
-    }[spelling]
-    assert described(tmp_path, config).blocks[0].attention.rope.theta == 640000.0
+    }
+    assert described(tmp_path, config | spellings[spelling]).blocks[0].attention.rope.theta == 640000.0
 
 
 @pytest.mark.parametrize(("dtype", "name"), [("F32", "float32"), ("F16", "float16"), ("BF16", "bfloat16")])
@@ -296,10 +296,7 @@ def renamed_family(**changes: Any) -> Family:
         recycle="post",
         mask_first_position=True,
     )
-    names = {
-        key: tuple(name.replace("self_attn.", "attn.") for name in names)
-        for key, names in BUILT_IN[0].block_names.items()
-    }
+    names = {key: tuple(name.replace("self_attn.", "attn.") for name in names) for key, names in BUILT_IN[0].block_names.items()}
     return dataclasses.replace(
         BUILT_IN[0], architecture="OtherForCausalLM", mtp=layout, block_names=names, norm_plus_one=True, **changes
     )
@@ -316,9 +313,7 @@ def test_plugin_family_is_data(tmp_path: Path) -> None:
     registry = FamilyRegistry()
     registry.register(renamed_family(), plugin="other")
     description, table = describe(tmp_path, registry)
-    assert description.mtp == Mtp(
-        description.blocks[0], "embedding_first", "post", "target", "post", mask_first_position=True
-    )
+    assert description.mtp == Mtp(description.blocks[0], "embedding_first", "post", "target", "post", mask_first_position=True)
     assert description.norm_plus_one
     with Checkpoint(tmp_path) as checkpoint:
         weights = load_weights(checkpoint, description, table)

@@ -19,7 +19,7 @@ MODULES = sorted(CORE.rglob("*.py"))
 
 # Import packages that core may use, beside the standard library and itself: its dependencies of pyproject.toml. No
 # tensor framework and no vendor's package is among them. A room that has an extra of its own adds a line to ROOMS.
-DEPENDENCIES = frozenset({"numpy", "pluggy", "safetensors", "tokenizers", "jinja2", "rich", "click"})
+DEPENDENCIES = frozenset({"numpy", "pluggy", "tokenizers", "jinja2", "rich", "click"})
 ROOMS: dict[str, frozenset[str]] = {}
 
 ENVIRONMENT = CORE / "polydraft" / "environment.py"

@@ -132,9 +132,7 @@ def test_no_tokenizer(tmp_path: Path) -> None:
 
 def test_libraries_load_when_needed() -> None:
     path = [str(Path(__file__).parents[2] / "core")]
-    code = (
-        "import polydraft.models; print(sorted({'tokenizers', 'jinja2', 'torch', 'transformers'} & set(sys.modules)))"
-    )
+    code = "import polydraft.models; print(sorted({'tokenizers', 'jinja2', 'torch', 'transformers'} & set(sys.modules)))"
     done = subprocess.run(
         [sys.executable, "-c", f"import sys; sys.path[:0] = {path}; {code}"], capture_output=True, text=True, check=True
     )
@@ -194,6 +192,8 @@ def test_spaces_between_pieces_of_a_sentencepiece_tokenizer() -> None:
     the, cat, s = 260, 261, 262
     assert [fallback().token(i) for i in (the, cat, s)] == ["▁the", "▁cat", "s"]
     assert stream(fallback(), [1, the, cat, s, 2, the], [1]) == ["", "the", " cat", "s", "", " the", ""]
+    for silent in (2, 9999):  # a special token, an id of a padded vocabulary
+        assert "".join(stream(fallback(), [the, *[silent] * 40, cat], [1])) == "the cat"
 
 
 @pytest.mark.parametrize("token_ids", [[40], [0], [255], [0, 255, 300]])

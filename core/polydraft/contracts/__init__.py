@@ -8,50 +8,64 @@ complete registry takes `REGISTRY` from here and not from `polydraft.contracts.b
 from __future__ import annotations
 
 from importlib import import_module
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from polydraft.contracts.advance_draft import AdvanceDraftV1
+    from polydraft.contracts.argmax import ArgmaxV1
     from polydraft.contracts.base import REGISTRY
     from polydraft.contracts.begin_draft import BeginDraftV1
+    from polydraft.contracts.combine_draft_inputs import CombineDraftInputsV1
     from polydraft.contracts.commit_window import CommitWindowV1
     from polydraft.contracts.composite import COMPOSITES, Composite, CompositeArgs
+    from polydraft.contracts.embed import EmbedV1
+    from polydraft.contracts.gather_rows import GatherRowsV1
+    from polydraft.contracts.gumbel_noise import GumbelNoiseV1
+    from polydraft.contracts.linear import LinearV1
     from polydraft.contracts.pack_draft_rows import PackDraftRowsV1
     from polydraft.contracts.pack_logit_rows import PackLogitRowsV1
     from polydraft.contracts.pack_rows import PackRowsV1
+    from polydraft.contracts.paged_attention import PagedAttentionV1
+    from polydraft.contracts.process_logits import ProcessLogitsV1
     from polydraft.contracts.reserve_blocks import ReserveBlocksV1
+    from polydraft.contracts.residual_add import ResidualAddV1
+    from polydraft.contracts.rms_norm import RmsNormV1
+    from polydraft.contracts.rope_kv_write import RopeKvWriteV1
+    from polydraft.contracts.sample import SampleV1
+    from polydraft.contracts.select_last_rows import SelectLastRowsV1
     from polydraft.contracts.snapshot_output import SnapshotOutputV1
+    from polydraft.contracts.swiglu import SwigluV1
     from polydraft.contracts.update_blocks import UpdateBlocksV1
     from polydraft.contracts.update_slots import UpdateSlotsV1
     from polydraft.contracts.update_tokens import UpdateTokensV1
     from polydraft.contracts.verify_match import VerifyMatchV1
 
-_ORDER: Final = (
-    "update_slots", "update_tokens", "update_blocks", "reserve_blocks", "pack_rows", "pack_logit_rows",
-    "embed", "rms_norm", "residual_add", "linear", "rope_kv_write", "paged_attention", "swiglu", "gather_rows",
+ORDER: Final = (
+    "update_slots", "update_tokens", "update_blocks", "reserve_blocks", "pack_rows", "pack_logit_rows", "embed",
+    "rms_norm", "residual_add", "linear", "rope_kv_write", "paged_attention", "swiglu", "gather_rows",
     "process_logits", "argmax", "gumbel_noise", "sample", "verify_match", "commit_window", "snapshot_output",
     "pack_draft_rows", "begin_draft", "combine_draft_inputs", "select_last_rows", "advance_draft",
 )  # fmt: skip
-"""Every contract module, in the order of a step; each holds one contract and its record, `<CamelCase>V1`."""
+"""Every contract module, in the order of a step; each registers one contract and owns its record, `<CamelCase>V1`."""
 
 __all__ = [
-    "COMPOSITES", "REGISTRY", "Composite", "CompositeArgs", "AdvanceDraftV1", "BeginDraftV1", "CommitWindowV1", "PackDraftRowsV1", "PackLogitRowsV1", "PackRowsV1",
-    "ReserveBlocksV1", "SnapshotOutputV1", "UpdateBlocksV1", "UpdateSlotsV1", "UpdateTokensV1", "VerifyMatchV1",
+    "COMPOSITES", "REGISTRY", "AdvanceDraftV1", "ArgmaxV1", "BeginDraftV1", "CombineDraftInputsV1", "CommitWindowV1",
+    "Composite", "CompositeArgs", "EmbedV1", "GatherRowsV1", "GumbelNoiseV1", "LinearV1", "PackDraftRowsV1",
+    "PackLogitRowsV1", "PackRowsV1", "PagedAttentionV1", "ProcessLogitsV1", "ReserveBlocksV1", "ResidualAddV1",
+    "RmsNormV1", "RopeKvWriteV1", "SampleV1", "SelectLastRowsV1", "SnapshotOutputV1", "SwigluV1", "UpdateBlocksV1",
+    "UpdateSlotsV1", "UpdateTokensV1", "VerifyMatchV1",
 ]  # fmt: skip
 
 
 def _load() -> dict[str, Any]:
-    """Import every contract module in order; return the registry and the records by name."""
-    names: dict[str, Any] = {"REGISTRY": import_module("polydraft.contracts.base").REGISTRY}
+    """Import every contract module in order, then the composites; return what this package exports by name."""
+    names: dict[str, Any] = {}
+    for name in ORDER:
+        record = name.title().replace("_", "") + "V1"
+        names[record] = getattr(import_module(f"polydraft.contracts.{name}"), record)
     composite = import_module("polydraft.contracts.composite")
     names.update({name: getattr(composite, name) for name in ("COMPOSITES", "Composite", "CompositeArgs")})
-    for name in _ORDER:
-        if find_spec(f"polydraft.contracts.{name}") is None:
-            continue
-        module = import_module(f"polydraft.contracts.{name}")
-        record = name.title().replace("_", "") + "V1"
-        names[record] = getattr(module, record)
+    names["REGISTRY"] = import_module("polydraft.contracts.base").REGISTRY
     return names
 
 

@@ -14,7 +14,8 @@ import numpy as np
 
 from polydraft.contracts.base import Case, Contract, LogicalCache
 from polydraft.contracts.compare import Expected, compare
-from polydraft.contracts.harness import SEEDS, arrays, default_cases, deliver, namespace, run_golden
+from polydraft.contracts.harness import deliver, run_golden
+from polydraft.contracts.inputs import SEEDS, arrays, default_cases, namespace
 from polydraft.contracts.mutants import Mutant, Shown, mutants
 
 

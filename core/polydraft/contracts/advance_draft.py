@@ -22,14 +22,14 @@ class AdvanceDraftV1(Args):
     Active sequences (`draft_slot >= 0`) have `pass_index < draft_budget`.
     """
 
-    chosen: Buffer = tensor("B", "i32", "token chosen for each sequence; NO_TOKEN: none could be chosen")
-    draft_budget: Buffer = tensor("B", "i32", "drafts each sequence may make in this round")
-    draft_slot: Buffer = tensor("B", "i32", "slot of each sequence that still drafts; PAD_SLOT: done", access="inout")
-    draft_position: Buffer = tensor("B", "i32", "position of the row the next pass runs", access="inout")
-    drafts: Buffer = tensor("B K", "i32", "drafts by slot", access="inout")
-    draft_len: Buffer = tensor("B", "i32", "number of drafts by slot", access="inout")
-    next_ids: Buffer = tensor("B", "i32", "token the next pass embeds", access="out", pad=NO_TOKEN)
-    pass_index: int = param("which draft of the round was chosen, from 0")
+    chosen: Buffer = tensor("B", "i32", "Token chosen for each sequence; NO_TOKEN: none could be chosen.")
+    draft_budget: Buffer = tensor("B", "i32", "Drafts each sequence may make in this round.")
+    draft_slot: Buffer = tensor("B", "i32", "Slot of each sequence that still drafts; PAD_SLOT: done.", access="inout")
+    draft_position: Buffer = tensor("B", "i32", "Position of the row the next pass runs.", access="inout")
+    drafts: Buffer = tensor("B K", "i32", "Drafts by slot.", access="inout")
+    draft_len: Buffer = tensor("B", "i32", "Number of drafts by slot.", access="inout")
+    next_ids: Buffer = tensor("B", "i32", "Token the next pass embeds.", access="out", pad=NO_TOKEN)
+    pass_index: int = param("Which draft of the round was chosen, from 0.")
 
 
 def golden(a: Any, n: int) -> None:

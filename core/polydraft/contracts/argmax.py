@@ -75,7 +75,9 @@ def cases() -> Iterator[Case]:
     forbidden[1, 7], forbidden[2, [2, 9]], forbidden[4, 3] = -3e38, [-5, -4], np.inf
     yield _case("forbidden_tokens_and_overflow", forbidden, 5)
     yield _case("all_values_below_minus_one", logits - np.float32(50), 6)
-    yield _case("more_columns_than_a_tile", spaced(rng, 3, 1030), 3)
+    wide = spaced(rng, 3, 1030)
+    wide[0, 1029], wide[1, 1024], wide[2, [512, 1027]] = 999, 999, 999
+    yield _case("more_columns_than_a_tile", wide, 3)
     yield _case("one_token", logits[:, :1].copy(), 3)
     yield _case("nothing_to_do", logits, 0)
 
@@ -88,7 +90,7 @@ def generate(rng: np.random.Generator) -> Case:
         kind, at = rng.integers(6), rng.integers(vocab)
         row[at] = np.nan if kind == 0 else row.max() if kind == 1 else row[at]
     slots = np.where(rng.random(rows) < 0.2, -1, rng.integers(0, 6, rows))
-    return _case("random", logits, int(rng.integers(0, rows + 1)), [int(s) for s in slots])
+    return _case("random", logits, int(rng.integers(1, rows + 1)), [int(s) for s in slots])
 
 
 CONTRACT = REGISTRY.add(

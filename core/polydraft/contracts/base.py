@@ -7,15 +7,26 @@ are generated from them. Nothing here runs a backend's kernel: a contract is a d
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, TypeVar, dataclass_transform
+from typing import Any, Literal, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from polydraft.device import Launch
 from polydraft.errors import ContractError
+
+if sys.version_info >= (3, 11):
+    from typing import dataclass_transform
+else:  # only type checkers need it
+
+    def dataclass_transform(**options: Any) -> Callable[[Any], Any]:
+        """Return a decorator that does nothing."""
+        del options
+        return lambda cls: cls
+
 
 Array = NDArray[Any]
 Access = Literal["in", "out", "inout"]

@@ -25,18 +25,18 @@ class BeginDraftV1(Args):
     is `min(K, max_total - known - 1)`.
     """
 
-    slot_order: Buffer = tensor("B", "i32", "slot of each sequence; PAD_SLOT where the launch order has ended")
-    seq_len: Buffer = tensor("B", "i32", "packed rows of each sequence in this step")
-    phase: Buffer = tensor("B", "i32", "`Phase` by slot, after the commit")
-    kv_len: Buffer = tensor("B", "i32", "committed rows of the target's cache, by slot")
-    prompt_len: Buffer = tensor("B", "i32", "prompt tokens by slot")
-    num_generated: Buffer = tensor("B", "i32", "tokens generated so far, by slot")
-    max_total: Buffer = tensor("B", "i32", "prompt and generated tokens allowed, by slot")
-    drafts: Buffer = tensor("B K", "i32", "drafts by slot; emptied (NO_TOKEN) where the slot had rows", access="inout")
-    draft_len: Buffer = tensor("B", "i32", "number of drafts by slot; 0 where the slot had rows", access="inout")
-    draft_slot: Buffer = tensor("B", "i32", "slot that drafts in this round", access="out", pad=PAD_SLOT)
-    draft_position: Buffer = tensor("B", "i32", "position of its newest committed row", access="out", pad=0)
-    draft_budget: Buffer = tensor("B", "i32", "drafts it may make", access="out", pad=0)
+    slot_order: Buffer = tensor("B", "i32", "Slot of each sequence; PAD_SLOT where the launch order has ended.")
+    seq_len: Buffer = tensor("B", "i32", "Packed rows of each sequence in this step.")
+    phase: Buffer = tensor("B", "i32", "`Phase` by slot, after the commit.")
+    kv_len: Buffer = tensor("B", "i32", "Committed rows of the target's cache, by slot.")
+    prompt_len: Buffer = tensor("B", "i32", "Prompt tokens by slot.")
+    num_generated: Buffer = tensor("B", "i32", "Tokens generated so far, by slot.")
+    max_total: Buffer = tensor("B", "i32", "Prompt and generated tokens allowed, by slot.")
+    drafts: Buffer = tensor("B K", "i32", "Drafts by slot; emptied (NO_TOKEN) where the slot had rows.", access="inout")
+    draft_len: Buffer = tensor("B", "i32", "Number of drafts by slot; 0 where the slot had rows.", access="inout")
+    draft_slot: Buffer = tensor("B", "i32", "Slot that drafts in this round.", access="out", pad=PAD_SLOT)
+    draft_position: Buffer = tensor("B", "i32", "Position of its newest committed row.", access="out", pad=0)
+    draft_budget: Buffer = tensor("B", "i32", "Drafts it may make.", access="out", pad=0)
 
 
 def golden(a: Any, n: int) -> None:

@@ -93,7 +93,7 @@ def generate(rng: np.random.Generator) -> Case:
     """Random rows and switches."""
     rows, width = (int(v) for v in rng.integers((1, 1), (8, 12)))
     return _case(
-        "random", int(rng.integers(0, rows + 1)), seed=int(rng.integers(1 << 30)), rows=rows, width=width,
+        "random", int(rng.integers(1, rows + 1)), seed=int(rng.integers(1 << 30)), rows=rows, width=width,
         order=str(rng.choice(["hidden_first", "embedding_first"])), plus_one=bool(rng.integers(2)),
         mask=bool(rng.integers(2)), factor=float(10.0 ** rng.uniform(-2, 2)),
     )  # fmt: skip

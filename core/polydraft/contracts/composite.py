@@ -9,11 +9,25 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 
-from polydraft.contracts.base import REGISTRY, Args, Array, Case, Contract, OpaqueSpec, ParamSpec, TensorSpec
+from polydraft.contracts.base import (
+    REGISTRY,
+    Args,
+    Array,
+    Case,
+    Contract,
+    Limits,
+    OpaqueSpec,
+    ParamSpec,
+    Provider,
+    TensorSpec,
+    Unit,
+    Workspace,
+)
+from polydraft.device import Launch, Stream
 from polydraft.errors import ContractError
 
 CAPACITY: Final[Mapping[str, str]] = {
@@ -25,12 +39,6 @@ CAPACITY: Final[Mapping[str, str]] = {
     "block_updates": "M",
 }
 """Unit to the shape symbol of its capacity."""
-
-NUM_GENERATED: Final = 8
-"""Generated cases among the default cases of a composite."""
-
-DEAD_INT: Final = 0x5A5A5A5A
-"""What the composition leaves in integer buffers that are dead; floats become NaN."""
 
 
 class Wire(NamedTuple):
@@ -48,8 +56,8 @@ class Composite:
 
     The rule that connects the parts: fields of the same name are the same buffer (or the same parameter). `dead` names
     outputs of earlier parts that nothing reads after the run: they arrive poisoned, need not be written, and may hold
-    anything afterwards. The launch length counts the first part's unit; a part that counts another unit is computed over
-    its whole capacity, so that its tail is written up to the end of its buffers.
+    anything afterwards; where somebody does read one, the run may not be fused. The launch length counts the first part's
+    unit; a part that counts another unit runs over its whole capacity, so that its tail is written to the buffers' end.
     """
 
     name: str
@@ -109,30 +117,35 @@ def split(composite: Composite, flat: Any) -> tuple[SimpleNamespace, ...]:
 
 
 def compose(composite: Composite) -> Callable[[Sequence[Any], int], None]:
-    """Return the golden of `composite`, `golden(parts, n)`, over one namespace a part that share arrays by identity: the
-    parts' goldens one after the other, then poison in the dead buffers."""
+    """Return the golden of `composite`: `golden(parts, n)` over one namespace a part, sharing arrays by identity. It runs
+    the parts' goldens one after the other, then puts back into dead buffers what was there."""
     contracts = composite.contracts
 
     def golden(parts: Sequence[Any], n: int) -> None:
-        for contract, a in zip(contracts, parts, strict=True):
-            contract.golden(a, _length(composite, contract, a, n))
-        for a in parts:
-            for name in set(composite.dead) & set(vars(a)):
-                array: Array = getattr(a, name)
-                array[...] = np.nan if array.dtype.kind == "f" else DEAD_INT
+        dead: list[Array] = [next(getattr(a, name) for a in parts if hasattr(a, name)) for name in composite.dead]
+        before = [array.copy() for array in dead]
+        for contract, a, length in zip(contracts, parts, part_lengths(composite, parts, n), strict=True):
+            contract.golden(a, length)
+        for array, old in zip(dead, before, strict=True):
+            array[...] = old
 
     return golden
 
 
-def _unit(contracts: Iterable[Contract]) -> str:
+def part_lengths(composite: Composite, parts: Sequence[Any], n: int) -> tuple[int, ...]:
+    """Launch length of each part: `n`, or the capacity of its buffers where it counts another unit than the first part."""
+    contracts = composite.contracts
+    counted = ("any", _unit(contracts))
+    return tuple(n if contract.unit in counted else _capacity(contract, a) for contract, a in zip(contracts, parts, strict=True))
+
+
+def _unit(contracts: Iterable[Contract]) -> Unit | Literal["any"]:
     """The unit that the launch length of a run counts."""
     return next((c.unit for c in contracts if c.unit != "any"), "any")
 
 
-def _length(composite: Composite, contract: Contract, a: Any, n: int) -> int:
-    """Launch length of one part: `n`, or the capacity of its buffers when it counts another unit than the first."""
-    if contract.unit in ("any", _unit(composite.contracts)):
-        return n
+def _capacity(contract: Contract, a: Any) -> int:
+    """Places that the buffers of a contract have for what it counts."""
     symbol = CAPACITY[contract.unit]
     for name, spec in contract.args.specs().items():
         if isinstance(spec, TensorSpec) and spec.symbols[0] == symbol:
@@ -141,28 +154,61 @@ def _length(composite: Composite, contract: Contract, a: Any, n: int) -> int:
 
 
 def as_contract(composite: Composite) -> Contract:
-    """Return `composite` as one contract over the union of its parts' fields, so that whatever runs, compares or mutates
-    contracts does so with composites. Arrays in `composite.dead` are poisoned by the golden and not to be compared."""
+    """Return `composite` as one contract over the union of its parts' fields, for whatever runs and compares contracts;
+    arrays in `composite.dead` are not to be compared."""
     contracts = composite.contracts
     golden = compose(composite)
 
     def flat_golden(a: Any, n: int) -> None:
         golden(split(composite, a), n)
 
+    def scale(a: Any, n: int) -> dict[str, Array]:
+        scales: dict[str, Array] = {}
+        parts = split(composite, a)
+        for contract, part, length in zip(contracts, parts, part_lengths(composite, parts, n), strict=True):
+            if contract.scale is not None:
+                scales.update(contract.scale(part, length))
+            contract.golden(part, length)
+        return scales
+
     return Contract(
         name=composite.name,
         version=1,
-        unit=_unit(contracts),  # type: ignore[arg-type]  # one of the parts' units
+        unit=_unit(contracts),
         args=_record(composite),
         golden=flat_golden,
         cases=lambda: _cases(composite),
         generate=lambda rng: _generate(composite, rng),
         doc=composite.doc,
-        source="composition of " + ", ".join(contract.key for contract in contracts),
+        source="Composition of " + " and ".join(contract.key for contract in contracts) + ".",
         tolerance={name: c for contract in contracts for name, c in contract.tolerance.items()},
-        scale=None,
+        scale=scale if any(contract.scale for contract in contracts) else None,
         deterministic="bitwise" if all(c.deterministic == "bitwise" for c in contracts) else "run-to-run",
     )
+
+
+@dataclass(frozen=True)
+class Expansion:
+    """A provider of a composite that launches the parts one after the other: what a fused kernel is measured against."""
+
+    composite: Composite
+    providers: Mapping[str, Provider]
+
+    def bind(self, args: Any, limits: Limits, workspace: Workspace | None) -> Launch:
+        """Bind every part to its record; parts share the workspace, since they run in order."""
+        named = zip(self.composite.parts, args.parts, strict=True)
+        launches = [self.providers[name].bind(part, limits, workspace) for name, part in named]
+
+        def launch(stream: Stream, n: int) -> None:
+            for part, length in zip(launches, part_lengths(self.composite, args.parts, n), strict=True):
+                part(stream, length)
+
+        return launch
+
+    def workspace_bytes(self, args: Any, limits: Limits) -> int:
+        """The most that a part wants."""
+        named = zip(self.composite.parts, args.parts, strict=True)
+        return max(self.providers[name].workspace_bytes(part, limits) for name, part in named)
 
 
 def _record(composite: Composite) -> type[Args]:
@@ -180,13 +226,11 @@ def _record(composite: Composite) -> type[Args]:
 
 
 def _cases(composite: Composite) -> Iterator[Case]:
-    """The named cases that every part has, and a fixed number of generated ones."""
+    """The named cases that every part has."""
     named = [{case.name: case for case in contract.cases()} for contract in composite.contracts]
     for name in named[0]:
         if all(name in others for others in named):
             yield _join(composite, name, [cases[name] for cases in named])
-    for seed in range(NUM_GENERATED):
-        yield _generate(composite, np.random.default_rng(seed))
 
 
 def _generate(composite: Composite, rng: np.random.Generator) -> Case:

@@ -51,7 +51,7 @@ def generate(rng: np.random.Generator) -> Case:
     vocab, hidden, rows = (int(v) for v in rng.integers((2, 1, 1), (40, 20, 12)))
     ids = np.where(rng.random(rows) < 0.25, -rng.integers(1, 5, rows), rng.integers(0, vocab, rows))
     table = rng.standard_normal((vocab, hidden), np.float32)
-    return _case("random", [int(v) for v in ids], table, int(rng.integers(0, rows + 1)))
+    return _case("random", [int(v) for v in ids], table, int(rng.integers(1, rows + 1)))
 
 
 CONTRACT = REGISTRY.add(

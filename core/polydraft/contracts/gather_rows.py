@@ -51,7 +51,7 @@ def generate(rng: np.random.Generator) -> Case:
     rows, width, picks = (int(v) for v in rng.integers((1, 1, 1), (16, 12, 14)))
     index = np.where(rng.random(picks) < 0.25, -rng.integers(1, 5, picks), rng.integers(0, rows, picks))
     x = rng.standard_normal((rows, width), np.float32)
-    return _case("random", x, [int(v) for v in index], int(rng.integers(0, picks + 1)))
+    return _case("random", x, [int(v) for v in index], int(rng.integers(1, picks + 1)))
 
 
 CONTRACT = REGISTRY.add(

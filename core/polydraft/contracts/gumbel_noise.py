@@ -128,7 +128,7 @@ def generate(rng: np.random.Generator) -> Case:
     slots = np.where(rng.random(num_rows) < 0.2, -1, rng.integers(0, size, num_rows))
     rows = [(int(slot), int(rng.integers(0, 5000))) for slot in slots]
     return _case(
-        "random", rows, int(rng.integers(0, num_rows + 1)), vocab=int(rng.integers(1, 12)),
+        "random", rows, int(rng.integers(1, num_rows + 1)), vocab=int(rng.integers(1, 12)),
         ahead=int(rng.integers(0, 4)), draw=int(rng.integers(0, 3)), seeds=seeds,
         greedy=[slot for slot in range(size) if rng.random() < 0.2],
     )  # fmt: skip

@@ -1,181 +1,37 @@
 """Owns the way from a case to a verdict: run the golden, run a backend's kernel on a device, compare what they left.
 
 The tests of contracts and of the reference, the adequacy gate and the conformance kit call it with any `Device` and
-`KernelTable`. It never knows which backend that is and never fills in what a case leaves out.
-
-Activation dtype: a case holds its "act" floats, weights and caches in float32. A run for `act` rounds them to that
-dtype first, for the golden and the kernel alike, so that what is compared is arithmetic and not rounding of inputs.
+`KernelTable`, for contracts and composites alike. It never knows which backend that is.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import SimpleNamespace
-from typing import Any, Final
+from typing import Any, TypeVar
 
 import numpy as np
 
 from polydraft.backend import CacheSpec, ForwardMeta, KernelTable, PassBuffers, StepMeta
-from polydraft.contracts.base import Case, Contract, Limits, LogicalCache, OpaqueSpec, ParamSpec, TensorSpec
-from polydraft.contracts.compare import EPS, Comparison, Expected, compare, from_host, to_host
-from polydraft.device import DTYPES, Array, Buffer, Device, Launch, Stream
+from polydraft.contracts.base import Args, Case, Contract, Limits, LogicalCache, OpaqueSpec, ParamSpec, TensorSpec
+from polydraft.contracts.compare import EPS, Comparison, Expected, compare, to_host
+from polydraft.contracts.composite import Composite, CompositeArgs
+from polydraft.contracts.inputs import POISON, Kernel, Poison, arrays, contract_of, dtype_of, limits_of, namespace
+from polydraft.device import Array, Buffer, Device, Launch, Stream
 from polydraft.errors import ContractError
 
-SEEDS: Final = 20
-"""Generated cases of a contract that every run takes, beside the named ones."""
-
-FLEXIBLE: Final = ("act", "float")
-"""Dtype names that a run replaces: "act" by its activation dtype, "float" by what the case says of that output."""
+T = TypeVar("T")
 
 InitMeta = Callable[[Device, PassBuffers, Limits], ForwardMeta]
 """The hook `polydraft_init_forward_meta` of a backend."""
 
 
 @dataclass(frozen=True)
-class Poison:
-    """What memory holds that nobody has written. Both numbers are exact in every dtype they are used for and should
-    occur in no case; the float is finite, since a NaN written and a NaN never overwritten could not be told apart."""
-
-    real: float = -24576.0
-    integer: int = 0x5A5A5A5A
-
-    def of(self, dtype: str) -> float | int:
-        """The poison of a dtype name, in canonical numbers."""
-        return self.real if dtype in EPS else self.integer & (2 ** (8 * DTYPES[dtype].itemsize) - 1)
-
-
-POISON: Final = Poison()
-
-
-@dataclass(frozen=True)
-class Scratch:
+class DeviceWorkspace:
     """Workspace of a kernel under test: a byte buffer of the device."""
 
     buffer: Buffer
     nbytes: int
-
-
-# -- cases ---------------------------------------------------------------------------------------------
-
-
-def default_cases(contract: Contract, seeds: int = SEEDS) -> Iterator[Case]:
-    """Yield the named cases, then `seeds` generated ones."""
-    yield from contract.cases()
-    for seed in range(seeds):
-        yield generated(contract, seed)
-
-
-def generated(contract: Contract, seed: int) -> Case:
-    """Return the generated case of one seed, named `seed-<number>` and the same in every run."""
-    return dataclasses.replace(contract.generate(np.random.default_rng(seed)), name=f"seed-{seed}")
-
-
-def symbols(contract: Contract, case: Case) -> dict[str, int]:
-    """Return the size of every shape symbol in this case.
-
-    Raises `ContractError` where the case and the record disagree: an argument missing or unknown, a dtype that is not
-    the declared one, axes or sizes that contradict the record or another argument, a negative launch length.
-    """
-    specs = contract.args.specs()
-    unknown = sorted({*case.arrays, *case.outputs, *case.params} - set(specs))
-    if unknown:
-        raise _unusable(contract, case, ", ".join(unknown), "a value", f"fields of {contract.args.__name__} only")
-    if case.n < 0:
-        raise _unusable(contract, case, "the launch", f"length {case.n}", "0 or more")
-    sizes: dict[str, int] = {}
-    for name, spec in specs.items():
-        if isinstance(spec, ParamSpec):
-            if name not in case.params:
-                raise _unusable(contract, case, name, "no value", "one")
-            continue
-        shape = _shape(contract, case, name, spec)
-        if shape is None or not spec.shape:
-            continue
-        axes = spec.shape.split()
-        wanted = [int(s) if s.isdigit() else sizes.setdefault(s, size) for s, size in zip(axes, shape, strict=False)]
-        if len(axes) != len(shape) or wanted != list(shape):
-            raise _unusable(contract, case, name, f"shape {shape}", f"[{spec.shape}], here {wanted}")
-    return sizes
-
-
-def _shape(contract: Contract, case: Case, name: str, spec: TensorSpec | OpaqueSpec) -> tuple[int, ...] | None:
-    """The shape a case gives to an argument; None where there is none or the argument may be, and is, left out."""
-    if isinstance(spec, TensorSpec) and spec.access == "out":
-        shape, dtype = case.outputs.get(name, (None, ""))
-        if shape is None or not (dtype == spec.dtype or (spec.dtype == "float" and dtype in ("act", "f32"))):
-            raise _unusable(contract, case, name, f"{(shape, dtype)} in `outputs`", f"a shape and {spec.dtype}")
-        return shape
-    value = case.arrays.get(name)
-    if value is None and _may_be_absent(contract, name):
-        return None
-    if isinstance(value, LogicalCache):
-        return None
-    wanted = DTYPES["f32"] if isinstance(spec, OpaqueSpec) or spec.dtype in FLEXIBLE else DTYPES[spec.dtype]
-    if not isinstance(value, np.ndarray) or value.dtype != wanted:
-        raise _unusable(contract, case, name, f"{getattr(value, 'dtype', type(value))}", f"an array of {wanted}")
-    return tuple(value.shape)
-
-
-def _may_be_absent(contract: Contract, name: str) -> bool:
-    fields = dataclasses.fields(contract.args)  # type: ignore[arg-type]
-    return any(field.name == name and field.default is None for field in fields)
-
-
-def _unusable(contract: Contract, case: Case, name: str, got: str, wanted: str) -> ContractError:
-    return ContractError(f"{contract.key}, case {case.name!r}: {name} has {got}, wanted {wanted}; correct the case")
-
-
-# -- the golden ----------------------------------------------------------------------------------------
-
-
-def dtype_of(contract: Contract, case: Case, name: str, act: str) -> str:
-    """Return the dtype name in which the array `name` is handed over: caches are read back in float32."""
-    spec = contract.args.specs().get(name)
-    if not isinstance(spec, TensorSpec):
-        return "f32"
-    declared = case.outputs[name][1] if spec.access == "out" else spec.dtype
-    return act if declared in FLEXIBLE else declared
-
-
-def namespace(contract: Contract, case: Case, act: str = "f32", poison: Poison = POISON) -> SimpleNamespace:
-    """Return fresh arguments for a golden: floats rounded to their dtype and widened to float64, integers as they are,
-    outputs poisoned, caches as `LogicalCache`, metadata and absent arguments None."""
-    a = SimpleNamespace(**case.params)
-    for name, spec in contract.args.specs().items():
-        value = case.arrays.get(name)
-        if isinstance(spec, ParamSpec):
-            continue
-        if isinstance(spec, TensorSpec):
-            dtype = dtype_of(contract, case, name, act)
-            if spec.access == "out":
-                value = np.full(case.outputs[name][0], poison.of(dtype), np.float64 if dtype in EPS else DTYPES[dtype])
-            elif value is not None:
-                value = _rounded(value, dtype)
-        elif isinstance(value, LogicalCache):
-            value = LogicalCache(_rounded(value.k, act), _rounded(value.v, act))
-        elif value is not None:
-            value = _rounded(value, act)
-        setattr(a, name, value)
-    return a
-
-
-def _rounded(value: Array, dtype: str) -> Array:
-    return from_host(to_host(value, dtype), dtype) if dtype in EPS else value.copy()
-
-
-def arrays(contract: Contract, a: Any) -> dict[str, Array]:
-    """Return every array of a namespace that a launch could change, by argument name: tensors (inputs too, so that a
-    kernel that writes one is seen) and caches as `<name>.k` and `<name>.v`. Nothing is copied."""
-    found: dict[str, Array] = {}
-    for name, spec in contract.args.specs().items():
-        value = getattr(a, name)
-        if isinstance(value, LogicalCache):
-            found |= {f"{name}.k": value.k, f"{name}.v": value.v}
-        elif isinstance(spec, TensorSpec) and value is not None:
-            found[name] = value
-    return found
 
 
 def deliver(contract: Contract, case: Case, found: Mapping[str, Array], act: str = "f32") -> dict[str, Array]:
@@ -183,11 +39,13 @@ def deliver(contract: Contract, case: Case, found: Mapping[str, Array], act: str
     return {name: to_host(array, dtype_of(contract, case, name, act)) for name, array in found.items()}
 
 
-def run_golden(contract: Contract, case: Case, act: str = "f32", poison: Poison = POISON) -> dict[str, Expected]:
+def run_golden(kernel: Kernel, case: Case, act: str = "f32", poison: Poison = POISON) -> dict[str, Expected]:
     """Run the golden on fresh, poisoned arguments; return what it left in every array, with the error allowed there.
 
-    Floating-point exceptions are not reported: infinities and NaN are ordinary inputs.
+    Buffers that a composite declares dead are left out. Floating-point exceptions are not reported: infinities and NaN
+    are ordinary inputs.
     """
+    contract = contract_of(kernel)
     a = namespace(contract, case, act, poison)
     before = {name: array.copy() for name, array in arrays(contract, a).items()}
     with np.errstate(all="ignore"):
@@ -201,7 +59,13 @@ def run_golden(contract: Contract, case: Case, act: str = "f32", poison: Poison 
         allowed = _allowed(contract, name, value, before[name], scales, eps=eps)
         loose = _loose(contract, name, value, case.n, poison.of(dtype))
         expected[name] = Expected(value, before[name], dtype, allowed, loose, loose_finite=finite)
-    return expected
+    return _live(kernel, expected)
+
+
+def _live(kernel: Kernel, found: dict[str, T]) -> dict[str, T]:
+    """Without what a composite leaves undefined."""
+    dead = kernel.dead if isinstance(kernel, Composite) else ()
+    return {name: value for name, value in found.items() if name not in dead}
 
 
 def _allowed(
@@ -230,11 +94,11 @@ def _loose(contract: Contract, name: str, value: Array, n: int, poison: float) -
     return loose
 
 
-# -- a kernel ------------------------------------------------------------------------------------------
+# -- the kernel ------------------------------------------------------------------------------------------
 
 
 def check_kernel(
-    contract: Contract,
+    kernel: Kernel,
     case: Case,
     device: Device,
     table: KernelTable,
@@ -244,12 +108,13 @@ def check_kernel(
     want: Mapping[str, Expected] | None = None,
 ) -> Comparison:
     """Compare a kernel with the golden on one case; `want` spares the golden's run. Raises as `run_kernel` does."""
-    want = run_golden(contract, case, act) if want is None else want
-    return compare(contract, case, run_kernel(contract, case, device, table, act=act, init_meta=init_meta), want)
+    want = run_golden(kernel, case, act) if want is None else want
+    got = run_kernel(kernel, case, device, table, act=act, init_meta=init_meta)
+    return compare(contract_of(kernel), case, got, want)
 
 
 def run_kernel(
-    contract: Contract,
+    kernel: Kernel,
     case: Case,
     device: Device,
     table: KernelTable,
@@ -260,47 +125,28 @@ def run_kernel(
 ) -> dict[str, Array]:
     """Bind a backend's kernel to fresh poisoned buffers, launch it once and read every array back.
 
-    Returns host representations by argument name, inputs included, caches as float32 `<name>.k` and `<name>.v`.
+    Returns host representations by argument name: inputs too, caches as float32 `<name>.k` and `<name>.v`, nothing dead.
     `init_meta` prepares forward metadata for arguments of that kind; without it they are None. Synchronises before and
     after the launch. Raises `ContractError` when the table has no such kernel, or when the launch returns something,
     allocates on the device or synchronises.
     """
-    provider = table.providers.get(contract.name)
+    contract = contract_of(kernel)
+    provider = table.providers.get(kernel.name)
     if provider is None:
-        raise ContractError(f"{contract.key}: the backend has {', '.join(sorted(table.providers))}; implement this one too")
+        known = ", ".join(sorted(table.providers))
+        raise ContractError(f"{contract.key} has no provider, got {known or 'none'}; add it to the backend's kernels")
     stream = device.stream if stream is None else stream
     limits = limits_of(contract, case)
     values = _buffers(contract, case, device, table, act)
     if init_meta is not None:
         values |= _metadata(contract, case, device, values, init_meta=init_meta, limits=limits, stream=stream)
-    args = contract.args(**values)
+    args = _args(kernel, values)
     nbytes = provider.workspace_bytes(args, limits)
-    scratch = Scratch(device.empty(f"{contract.name}.workspace", (nbytes,), "u8"), nbytes) if nbytes else None
-    launch = provider.bind(args, limits, scratch)
+    workspace = DeviceWorkspace(device.empty(f"{kernel.name}.workspace", (nbytes,), "u8"), nbytes) if nbytes else None
+    launch = provider.bind(args, limits, workspace)
     device.synchronize()
     _launch(contract, case, device, stream, launch)
-    return _read_back(contract, device, stream, values)
-
-
-def limits_of(contract: Contract, case: Case) -> Limits:
-    """Return capacities that fit a case exactly; a capacity the contract has no symbol for is as small as it can be."""
-    size = symbols(contract, case)
-    cache = next((value for value in case.arrays.values() if isinstance(value, LogicalCache)), None)
-    num_blocks, block_size = cache.k.shape[:2] if cache else (1, 1)
-    block_size = int(case.params.get("block_size", block_size))
-    max_blocks = size.get("MB", 1)
-    return Limits(
-        max_seqs=size.get("B", 1),
-        num_drafts=size.get("K", size.get("W", 1) - 1),
-        max_rows=size.get("R", size.get("N", 1)),
-        max_logit_rows=size.get("NL", size.get("N", 1)),
-        max_len=size.get("L", max_blocks * block_size),
-        block_size=block_size,
-        num_blocks=int(num_blocks),
-        max_blocks=max_blocks,
-        max_stop_tokens=size.get("S", 1),
-        vocab_size=size.get("V", 1),
-    )
+    return _live(kernel, _read_back(contract, device, stream, values))
 
 
 def weight_role(name: str, spec: OpaqueSpec) -> str:
@@ -329,6 +175,13 @@ def _buffers(contract: Contract, case: Case, device: Device, table: KernelTable,
         else:
             values[name] = table.prepare_weight(weight_role(name, spec), value.astype(np.float32), act)
     return values
+
+
+def _args(kernel: Kernel, values: Mapping[str, Any]) -> Args | CompositeArgs:
+    """The record a provider binds: of the contract, or of each part of a composite."""
+    if isinstance(kernel, Contract):
+        return kernel.args(**values)
+    return CompositeArgs(tuple(part.args(**{name: values[name] for name in part.args.specs()}) for part in kernel.contracts))
 
 
 def _metadata(

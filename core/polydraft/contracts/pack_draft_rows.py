@@ -23,14 +23,14 @@ class PackDraftRowsV1(Args):
     Positions are shared with the target's rows.
     """
 
-    row_slot: Buffer = tensor("R", "i32", "slot of each of the target's rows; PAD_SLOT: none")
-    positions: Buffer = tensor("R", "i32", "absolute position of each of the target's rows")
-    phase: Buffer = tensor("B", "i32", "`Phase` by slot, after the commit")
-    prompt_len: Buffer = tensor("B", "i32", "prompt tokens by slot")
-    num_generated: Buffer = tensor("B", "i32", "tokens generated so far by slot, after the commit")
-    tokens: Buffer = tensor("B L", "i32", "token history by slot")
-    draft_ids: Buffer = tensor("R", "i32", "token each row embeds: the one after its position", access="out", pad=NO_TOKEN)
-    draft_row_slot: Buffer = tensor("R", "i32", "slot of each row", access="out", pad=PAD_SLOT)
+    row_slot: Buffer = tensor("R", "i32", "Slot of each of the target's rows; PAD_SLOT: none.")
+    positions: Buffer = tensor("R", "i32", "Absolute position of each of the target's rows.")
+    phase: Buffer = tensor("B", "i32", "`Phase` by slot, after the commit.")
+    prompt_len: Buffer = tensor("B", "i32", "Prompt tokens by slot.")
+    num_generated: Buffer = tensor("B", "i32", "Tokens generated so far by slot, after the commit.")
+    tokens: Buffer = tensor("B L", "i32", "Token history by slot.")
+    draft_ids: Buffer = tensor("R", "i32", "Token each row embeds: the one after its position.", access="out", pad=NO_TOKEN)
+    draft_row_slot: Buffer = tensor("R", "i32", "Slot of each row.", access="out", pad=PAD_SLOT)
 
 
 def golden(a: Any, n: int) -> None:

@@ -25,21 +25,21 @@ class PackLogitRowsV1(Args):
     all B entries of both are written whatever the launch length.
     """
 
-    slot_order: Buffer = tensor("B", "i32", "slot of each sequence; PAD_SLOT where the launch order has ended")
-    phase: Buffer = tensor("B", "i32", "`Phase` by slot")
-    kv_len: Buffer = tensor("B", "i32", "committed rows of the target's cache, by slot")
-    prefill_len: Buffer = tensor("B", "i32", "tokens to prefill before decoding, by slot")
-    prompt_len: Buffer = tensor("B", "i32", "prompt tokens by slot")
-    num_generated: Buffer = tensor("B", "i32", "tokens generated so far, by slot")
-    seq_start: Buffer = tensor("B", "i32", "first packed row of each sequence")
-    seq_len: Buffer = tensor("B", "i32", "packed rows of each sequence")
-    logit_row: Buffer = tensor("NL", "i32", "packed row of each logit row", access="out", pad=NO_ROW)
-    logit_slot: Buffer = tensor("NL", "i32", "slot of each logit row", access="out", pad=PAD_SLOT)
+    slot_order: Buffer = tensor("B", "i32", "Slot of each sequence; PAD_SLOT where the launch order has ended.")
+    phase: Buffer = tensor("B", "i32", "`Phase` by slot.")
+    kv_len: Buffer = tensor("B", "i32", "Committed rows of the target's cache, by slot.")
+    prefill_len: Buffer = tensor("B", "i32", "Tokens to prefill before decoding, by slot.")
+    prompt_len: Buffer = tensor("B", "i32", "Prompt tokens by slot.")
+    num_generated: Buffer = tensor("B", "i32", "Tokens generated so far, by slot.")
+    seq_start: Buffer = tensor("B", "i32", "First packed row of each sequence.")
+    seq_len: Buffer = tensor("B", "i32", "Packed rows of each sequence.")
+    logit_row: Buffer = tensor("NL", "i32", "Packed row of each logit row.", access="out", pad=NO_ROW)
+    logit_slot: Buffer = tensor("NL", "i32", "Slot of each logit row.", access="out", pad=PAD_SLOT)
     logit_position: Buffer = tensor(
-        "NL", "i32", "absolute position of the token each row chooses: that of the row plus 1", access="out", pad=0
+        "NL", "i32", "Absolute position of the token each row chooses: that of the row plus 1.", access="out", pad=0
     )
-    logit_start: Buffer = tensor("B", "i32", "first logit row of each sequence; all B entries are written", access="out")
-    logit_len: Buffer = tensor("B", "i32", "logit rows of each sequence; all B entries are written", access="out")
+    logit_start: Buffer = tensor("B", "i32", "First logit row of each sequence; all B entries are written.", access="out")
+    logit_len: Buffer = tensor("B", "i32", "Logit rows of each sequence; all B entries are written.", access="out")
 
 
 def golden(a: Any, n: int) -> None:

@@ -24,21 +24,21 @@ class PackRowsV1(Args):
     those past the end, so that all B entries of both are written whatever the launch length.
     """
 
-    slot_order: Buffer = tensor("B", "i32", "slot of each sequence; PAD_SLOT where the launch order has ended")
-    seq_rows: Buffer = tensor("B", "i32", "rows planned for each sequence (an upper bound); without meaning past the end")
-    phase: Buffer = tensor("B", "i32", "`Phase` by slot")
-    kv_len: Buffer = tensor("B", "i32", "committed rows of the target's cache, by slot")
-    prefill_len: Buffer = tensor("B", "i32", "tokens to prefill before decoding, by slot")
-    prompt_len: Buffer = tensor("B", "i32", "prompt tokens by slot")
-    num_generated: Buffer = tensor("B", "i32", "tokens generated so far, by slot")
-    tokens: Buffer = tensor("B L", "i32", "token history by slot")
-    drafts: Buffer = tensor("B K", "i32", "drafts waiting, by slot")
-    draft_len: Buffer = tensor("B", "i32", "number of drafts waiting, by slot")
-    ids: Buffer = tensor("R", "i32", "token of each row", access="out", pad=NO_TOKEN)
-    row_slot: Buffer = tensor("R", "i32", "slot of each row", access="out", pad=PAD_SLOT)
-    positions: Buffer = tensor("R", "i32", "absolute position of each row", access="out", pad=0)
-    seq_start: Buffer = tensor("B", "i32", "first row of each sequence; all B entries are written", access="out")
-    seq_len: Buffer = tensor("B", "i32", "rows of each sequence; all B entries are written", access="out")
+    slot_order: Buffer = tensor("B", "i32", "Slot of each sequence; PAD_SLOT where the launch order has ended.")
+    seq_rows: Buffer = tensor("B", "i32", "Rows planned for each sequence (an upper bound); without meaning past the end.")
+    phase: Buffer = tensor("B", "i32", "`Phase` by slot.")
+    kv_len: Buffer = tensor("B", "i32", "Committed rows of the target's cache, by slot.")
+    prefill_len: Buffer = tensor("B", "i32", "Tokens to prefill before decoding, by slot.")
+    prompt_len: Buffer = tensor("B", "i32", "Prompt tokens by slot.")
+    num_generated: Buffer = tensor("B", "i32", "Tokens generated so far, by slot.")
+    tokens: Buffer = tensor("B L", "i32", "Token history by slot.")
+    drafts: Buffer = tensor("B K", "i32", "Drafts waiting, by slot.")
+    draft_len: Buffer = tensor("B", "i32", "Number of drafts waiting, by slot.")
+    ids: Buffer = tensor("R", "i32", "Token of each row.", access="out", pad=NO_TOKEN)
+    row_slot: Buffer = tensor("R", "i32", "Slot of each row.", access="out", pad=PAD_SLOT)
+    positions: Buffer = tensor("R", "i32", "Absolute position of each row.", access="out", pad=0)
+    seq_start: Buffer = tensor("B", "i32", "First row of each sequence; all B entries are written.", access="out")
+    seq_len: Buffer = tensor("B", "i32", "Rows of each sequence; all B entries are written.", access="out")
 
 
 def golden(a: Any, n: int) -> None:
@@ -115,6 +115,21 @@ SCENES = {  # shared with pack_logit_rows
     "rows_fill_the_buffers": Scene(slots=(Slot(drafts=(1, 2)), Slot()), order=(0, 1), tail=0, spare=0),
     "history_is_full": Scene(slots=(Slot(room=0), Slot(room=1)), order=(0, 1)),
     "one_draft_a_round": Scene(slots=(Slot(drafts=(1,)), Slot()), order=(0, 1), num_drafts=1),
+    "aborted_and_failed_in_the_prompt": Scene(
+        slots=(
+            Slot(phase=Phase.IDLE, prompt=5, generated=0, kv=2),
+            Slot(phase=Phase.FINISHED, prompt=5, generated=0, kv=3),
+            Slot(phase=Phase.FINISHED, prompt=3, generated=0, kv=3),
+            Slot(drafts=(1,), choices=(1, 2)),
+        ),
+        order=(1, 0, 3, 2),
+    ),
+    "prefill_with_nothing_left_to_do": Scene(
+        slots=(Slot(phase=Phase.PREFILL, prompt=3, generated=0, kv=3), Slot(drafts=(1,))), order=(1, 0)
+    ),
+    "prefill_with_nothing_left_and_not_scheduled": Scene(
+        slots=(Slot(drafts=(1,)), Slot(phase=Phase.PREFILL, prompt=3, generated=0, kv=3)), order=(0,), pads=1
+    ),
     "empty_batch": Scene(slots=(Slot(drafts=(1,)), Slot()), order=(), tail=2),
     "no_rows": Scene(slots=(Slot(), Slot()), order=(), tail=0),
 }

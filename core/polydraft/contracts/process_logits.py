@@ -52,7 +52,7 @@ def generate(rng: np.random.Generator) -> Case:
     rows, vocab = (int(v) for v in rng.integers((1, 2), (9, 30)))
     slots = np.where(rng.random(rows) < 0.25, -1, rng.integers(0, 6, rows))
     logits = rng.standard_normal((rows, vocab), np.float32)
-    n, num_valid = int(rng.integers(0, rows + 1)), int(rng.integers(1, vocab + 1))
+    n, num_valid = int(rng.integers(1, rows + 1)), int(rng.integers(1, vocab + 1))
     return _case("random", logits, [int(s) for s in slots], n, num_valid=num_valid)
 
 

@@ -1,6 +1,6 @@
 """Defines `reserve_blocks`: pauses slots whose next window is not covered by granted blocks, and wakes those that are again.
 
-The runner launches it as the last kernel that touches a phase before the rows of a step are packed. It never allocates:
+The runner launches it before the rows of a step are packed, when all staged grants are in. It never allocates:
 grants come from the host as staged writes.
 """
 
@@ -23,14 +23,14 @@ class ReserveBlocksV1(Args):
     `max_total` of a scheduled slot is at most `MB * block_size`.
     """
 
-    slot_order: Buffer = tensor("B", "i32", "slot of each sequence; PAD_SLOT where the launch order has ended")
-    phase: Buffer = tensor("B", "i32", "`Phase` by slot; only DECODE and PAUSED are read and written", access="inout")
-    kv_len: Buffer = tensor("B", "i32", "committed rows of the target's cache, by slot")
-    draft_len: Buffer = tensor("B", "i32", "drafts waiting, by slot")
-    max_total: Buffer = tensor("B", "i32", "prompt and generated tokens allowed, by slot")
-    block_table: Buffer = tensor("B MB", "i32", "granted blocks by slot, NO_BLOCK where there is none")
-    block_size: int = param("tokens of a block")
-    lookahead: int = param("tokens wanted beyond the window (rows that the draft's passes write)")
+    slot_order: Buffer = tensor("B", "i32", "Slot of each sequence; PAD_SLOT where the launch order has ended.")
+    phase: Buffer = tensor("B", "i32", "`Phase` by slot; only DECODE and PAUSED are read and written.", access="inout")
+    kv_len: Buffer = tensor("B", "i32", "Committed rows of the target's cache, by slot.")
+    draft_len: Buffer = tensor("B", "i32", "Drafts waiting, by slot.")
+    max_total: Buffer = tensor("B", "i32", "Prompt and generated tokens allowed, by slot.")
+    block_table: Buffer = tensor("B MB", "i32", "Granted blocks by slot, NO_BLOCK where there is none.")
+    block_size: int = param("Tokens of a block.")
+    lookahead: int = param("Tokens wanted beyond the window (rows that the draft's passes write).")
 
 
 def golden(a: Any, n: int) -> None:

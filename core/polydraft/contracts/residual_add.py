@@ -56,7 +56,7 @@ def generate(rng: np.random.Generator) -> Case:
     """Random rows of random magnitudes."""
     rows, width = (int(v) for v in rng.integers((1, 1), (9, 20)))
     x, y = (rng.standard_normal((rows, width), np.float32) * np.float32(10.0 ** rng.uniform(-2, 2)) for _ in range(2))
-    return _case("random", x, y, int(rng.integers(0, rows + 1)))
+    return _case("random", x, y, int(rng.integers(1, rows + 1)))
 
 
 CONTRACT = REGISTRY.add(

@@ -72,7 +72,7 @@ def generate(rng: np.random.Generator) -> Case:
     rows, width = (int(v) for v in rng.integers((1, 1), (8, 34)))
     x = rng.standard_normal((rows, width), np.float32) * np.float32(10.0 ** rng.uniform(-2, 2))
     weight = rng.standard_normal(width, np.float32)
-    n, plus_one = int(rng.integers(0, rows + 1)), bool(rng.integers(2))
+    n, plus_one = int(rng.integers(1, rows + 1)), bool(rng.integers(2))
     return _case("random", x, weight, n, eps=float(rng.choice([1e-6, 1e-5])), plus_one=plus_one)
 
 

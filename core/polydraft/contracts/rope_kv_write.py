@@ -128,17 +128,18 @@ def pack(runs: Runs) -> tuple[Array, Array]:
     return np.array(row_slot, np.int32), np.array(positions, np.int32)
 
 
-def grant(rng: np.random.Generator, runs: Runs, *, block_size: int, spare: int = 3) -> tuple[Array, int]:
-    """Return a block table that covers every run with blocks in random order, and the number of blocks in the pool.
+def grant(rng: np.random.Generator, runs: Runs, *, block_size: int, ahead: int = 0, spare: int = 3) -> tuple[Array, int]:
+    """Return a block table with blocks in random order, and the number of blocks in the pool.
 
-    One slot and one table entry stay unused, and `spare` blocks belong to nobody.
+    Every slot has the blocks its runs need and `ahead` more; one slot has no run, and `spare` blocks belong to nobody.
     """
     slots = max(slot for slot, _, _ in runs) + 2
-    needed = [max([-(-(f + m) // block_size) for s, f, m in runs if s == slot], default=0) for slot in range(slots)]
+    lengths = [max([first + rows for s, first, rows in runs if s == slot], default=0) for slot in range(slots)]
+    needed = [-(-length // block_size) + ahead for length in lengths]
     num_blocks = sum(needed) + spare
     free = rng.permutation(num_blocks).tolist()
     longest = max(first + rows for _, first, rows in runs)
-    table = np.full((slots, longest // block_size + 2), NO_BLOCK, np.int32)
+    table = np.full((slots, longest // block_size + 2 + ahead), NO_BLOCK, np.int32)
     for slot, entries in enumerate(needed):
         table[slot, :entries] = [free.pop() for _ in range(entries)]
     return table, num_blocks
@@ -159,9 +160,9 @@ def _case(
     qkv[row_slot < 0] = np.nan
     k, v = rng.standard_normal((2, num_blocks, block_size, kv_heads, head_dim), np.float32)
     q_norm, k_norm = rng.standard_normal((2, head_dim), np.float32)
-    arrays = {"qkv": qkv, "row_slot": row_slot, "positions": positions, "block_table": table, "meta": None}
+    arrays: dict[str, Any] = {"qkv": qkv, "row_slot": row_slot, "positions": positions, "block_table": table, "meta": None}
     arrays |= {"cache": LogicalCache(k, v), "q_norm": q_norm if norms else None, "k_norm": k_norm if norms else None}
-    params = {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": head_dim, "rope_dims": rope_dims}
+    params: dict[str, Any] = {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": head_dim, "rope_dims": rope_dims}
     params |= {"theta": theta, "style": style, "block_size": block_size, "eps": 1e-5}
     outputs = {"q_out": ((len(row_slot), heads * head_dim), "act")}
     return Case(name, arrays, params, len(row_slot) - beyond, outputs)

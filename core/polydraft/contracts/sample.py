@@ -12,6 +12,7 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from polydraft.contracts.argmax import highest, spaced
 from polydraft.contracts.base import REGISTRY, Args, Array, Case, Contract, tensor
@@ -96,7 +97,7 @@ def _case(name: str, rows: Sequence[tuple[int, Array, Array]], slots: Sequence[S
     return Case(name, arrays, {}, len(rows) if n is None else n, {"tokens": ((len(rows),), "i32")})
 
 
-def _each(name: str, logits: Sequence[float], noise: Sequence[float], slots: Sequence[Slot]) -> Case:
+def _each(name: str, logits: ArrayLike, noise: ArrayLike, slots: Sequence[Slot]) -> Case:
     """The same logits and noise under each slot's parameters, slots in reverse order."""
     row = np.array(logits), np.array(noise)
     return _case(name, [(slot, *row) for slot in reversed(range(len(slots)))], slots)
@@ -113,6 +114,8 @@ def cases() -> Iterator[Case]:
     yield _each("top_k_keeps_the_best", HALVES, UPHILL, [Slot(top_k=k) for k in (0, 1, 2, 3, 5, 9)])
     yield _each("top_k_keeps_the_lower_id_of_equals", HALVES, UPHILL, [Slot(top_k=4), Slot(top_k=4, temperature=3)])
     yield _each("top_p_keeps_what_crosses", HALVES, UPHILL, [Slot(top_p=p) for p in (0, 0.3, 0.6, 0.8, 0.9, 0.97, 1)])
+    yield _each("top_p_border_is_excluded", [0] * 4, [0, 1, 2, 3], [Slot(top_p=p) for p in (0.25, 0.5, 0.75)])
+    yield _each("top_p_one_keeps_what_rounds_away", [0, -50, -50], [0, 60, 61], [Slot(), Slot(top_p=0.9)])
     yield _each("top_p_above_one_keeps_all", HALVES, UPHILL, [Slot(top_p=1.5), Slot(top_p=1.0, top_k=7)])
     yield _each("min_p_is_a_share_of_the_best", HALVES, UPHILL, [Slot(min_p=m) for m in (0, 0.1, 0.2, 0.4, 0.7)])
     # 0.5 and 0.25 become 2/3 and 1/3 once top-k has cut the rest: 0.6 keeps one of them then, and two before.
@@ -120,6 +123,7 @@ def cases() -> Iterator[Case]:
     together = [Slot(0.8, 4, 0.9, 0.3), Slot(0.8, 3, 0.99, 0.05), Slot(1.6, 4, 0.8, 0.1), Slot(1.6, 0, 0.85, 0.4)]
     yield _each("filters_together", HALVES, UPHILL, together)
     yield _each("temperature_divides_the_logits", HALVES, UPHILL / 4, [Slot(t) for t in (0.05, 0.3, 0.6, 1, 2, 9)])
+    yield _each("small_temperature_is_not_greedy", [1.0, 0.9], [0, 3], [Slot(0.05), Slot(0.01)])
     tempered = [Slot(t, top_p=0.6) for t in (0.4, 1, 4)] + [Slot(t, min_p=0.4) for t in (0.4, 1, 4)]
     yield _each("filters_see_the_temperature", HALVES, UPHILL, tempered)
     yield _each("greedy_reads_no_noise_and_no_filter", [1, 4, 4, 2], [np.nan] * 4, [Slot(0, 2, 0.1, 0.9), Slot(0)])
@@ -136,7 +140,8 @@ def cases() -> Iterator[Case]:
     broken[4], broken[4, 6], broken[5, :7] = -np.inf, -1, -np.inf
     for sampled in (Slot(0.9), Slot(0.9, 2, 0.9, 0.01), Slot(0.0)):
         rows = [(0, row, np.arange(9.0)[::-1]) for row in broken]
-        yield _case(f"broken_and_forbidden_at_{sampled.temperature}_top_k_{sampled.top_k}", rows, [sampled])
+        kind = "greedy" if sampled.temperature == 0 else "filtered" if sampled.top_k else "sampled"
+        yield _case(f"broken_and_forbidden_rows_{kind}", rows, [sampled])
     flat, peak = np.zeros(600), np.zeros(600)
     peak[590] = 50
     slots = [Slot(top_k=10), Slot(top_p=540.5 / 600), Slot(top_k=300, top_p=0.5017), Slot(min_p=0.5), Slot(top_k=599)]
@@ -158,7 +163,7 @@ def generate(rng: np.random.Generator) -> Case:
         divisor = np.float64(np.float32(slots[slot].temperature or 1.0))
         if margin(logits.astype(np.float64) / divisor, noise.astype(np.float64), slots[slot]) > 1e-3:
             rows.append((slot, logits, noise))
-    return _case("random", rows, slots, int(rng.integers(0, num_rows + 1)))
+    return _case("random", rows, slots, int(rng.integers(1, num_rows + 1)))
 
 
 CONTRACT = REGISTRY.add(

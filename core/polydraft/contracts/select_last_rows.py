@@ -85,7 +85,7 @@ def generate(rng: np.random.Generator) -> Case:
         for slot, num in zip(slots, rows, strict=True)
     ]
     spare = int(rng.integers(0, 3))
-    return _case("random", sequences, int(rng.integers(0, size + 1)), seed=int(rng.integers(1 << 30)), capacity=spare)
+    return _case("random", sequences, int(rng.integers(1, size + 1)), seed=int(rng.integers(1 << 30)), capacity=spare)
 
 
 CONTRACT = REGISTRY.add(

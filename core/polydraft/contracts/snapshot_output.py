@@ -22,16 +22,16 @@ class SnapshotOutputV1(Args):
     A sequence past the end has the record: slot PAD_SLOT, numbers 0, drafted -1, tokens NO_TOKEN.
     """
 
-    slot_order: Buffer = tensor("B", "i32", "slot of each sequence; PAD_SLOT where the launch order has ended")
-    epoch: Buffer = tensor("B", "i32", "count of requests the slot has served, by slot")
-    out_len: Buffer = tensor("B", "i32", "tokens emitted, by sequence")
-    out_accepted: Buffer = tensor("B", "i32", "accepted drafts that were emitted, by sequence")
-    drafted: Buffer = tensor("B", "i32", "drafts this round verified, by sequence; -1: no decode round")
-    finish: Buffer = tensor("B", "i32", "`Finish` by slot")
-    phase: Buffer = tensor("B", "i32", "`Phase` by slot")
-    kv_len: Buffer = tensor("B", "i32", "committed rows of the target's cache, by slot")
-    out_tokens: Buffer = tensor("B W", "i32", "tokens emitted, by sequence; the rest NO_TOKEN")
-    record: Buffer = tensor("B C", "i32", "columns `Snapshot`, then the W tokens", access="out")
+    slot_order: Buffer = tensor("B", "i32", "Slot of each sequence; PAD_SLOT where the launch order has ended.")
+    epoch: Buffer = tensor("B", "i32", "Count of requests the slot has served, by slot.")
+    out_len: Buffer = tensor("B", "i32", "Tokens emitted, by sequence.")
+    out_accepted: Buffer = tensor("B", "i32", "Accepted drafts that were emitted, by sequence.")
+    drafted: Buffer = tensor("B", "i32", "Drafts this round verified, by sequence; -1: no decode round.")
+    finish: Buffer = tensor("B", "i32", "`Finish` by slot.")
+    phase: Buffer = tensor("B", "i32", "`Phase` by slot.")
+    kv_len: Buffer = tensor("B", "i32", "Committed rows of the target's cache, by slot.")
+    out_tokens: Buffer = tensor("B W", "i32", "Tokens emitted, by sequence; the rest NO_TOKEN.")
+    record: Buffer = tensor("B C", "i32", "Columns `Snapshot`, then the W tokens.", access="out")
 
 
 def golden(a: Any, n: int) -> None:

@@ -70,7 +70,7 @@ def generate(rng: np.random.Generator) -> Case:
     """Random gates of a few magnitudes."""
     rows, width = (int(v) for v in rng.integers((1, 1), (8, 14)))
     gate, up = rng.standard_normal((2, rows, width), np.float32)
-    return _case("random", gate * np.float32(rng.choice([0.1, 1, 5])), up, int(rng.integers(0, rows + 1)))
+    return _case("random", gate * np.float32(rng.choice([0.1, 1, 5])), up, int(rng.integers(1, rows + 1)))
 
 
 CONTRACT = REGISTRY.add(

@@ -18,8 +18,8 @@ from polydraft.sentinels import NO_BLOCK
 class UpdateBlocksV1(Args):
     """Buffers of `update_blocks`. Launch length: update rows."""
 
-    updates: Buffer = tensor("M 3", "i32", "slot, index in its table, block (NO_BLOCK revokes); slot < 0: no update")
-    block_table: Buffer = tensor("B MB", "i32", "granted blocks of each slot", access="inout")
+    updates: Buffer = tensor("M 3", "i32", "Slot, index in its table, block (NO_BLOCK revokes); slot < 0: no update.")
+    block_table: Buffer = tensor("B MB", "i32", "Granted blocks of each slot.", access="inout")
 
 
 def golden(a: Any, n: int) -> None:

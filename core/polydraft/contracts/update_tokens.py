@@ -17,8 +17,8 @@ from polydraft.device import Buffer
 class UpdateTokensV1(Args):
     """Buffers of `update_tokens`. Launch length: update rows."""
 
-    updates: Buffer = tensor("T 3", "i32", "slot, position, token; slot < 0: no update")
-    tokens: Buffer = tensor("B L", "i32", "token history of each slot", access="inout")
+    updates: Buffer = tensor("T 3", "i32", "Slot, position, token; slot < 0: no update.")
+    tokens: Buffer = tensor("B L", "i32", "Token history of each slot.", access="inout")
 
 
 def golden(a: Any, n: int) -> None:

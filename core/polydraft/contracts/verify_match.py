@@ -24,16 +24,16 @@ class VerifyMatchV1(Args):
     window is the accepted drafts and the target's choice after them. `drafted` is -1 where no decode round took place.
     """
 
-    choices: Buffer = tensor("NL", "i32", "token the target chose in each logit row; NO_TOKEN: none could be chosen")
-    slot_order: Buffer = tensor("B", "i32", "slot of each sequence; PAD_SLOT where the launch order has ended")
-    phase: Buffer = tensor("B", "i32", "`Phase` by slot, as when the rows were packed")
-    logit_start: Buffer = tensor("B", "i32", "first logit row of each sequence")
-    logit_len: Buffer = tensor("B", "i32", "logit rows of each sequence")
-    drafts: Buffer = tensor("B K", "i32", "drafts by slot, as when the rows were packed")
-    window: Buffer = tensor("B W", "i32", "tokens of the window, the rest NO_TOKEN", access="out", pad=NO_TOKEN)
-    window_len: Buffer = tensor("B", "i32", "tokens in the window: accepted + 1; 0 without logit rows", access="out", pad=0)
-    accepted: Buffer = tensor("B", "i32", "drafts accepted", access="out", pad=0)
-    drafted: Buffer = tensor("B", "i32", "drafts this round verified; -1: no decode round", access="out", pad=-1)
+    choices: Buffer = tensor("NL", "i32", "Token the target chose in each logit row; NO_TOKEN: none could be chosen.")
+    slot_order: Buffer = tensor("B", "i32", "Slot of each sequence; PAD_SLOT where the launch order has ended.")
+    phase: Buffer = tensor("B", "i32", "`Phase` by slot, as when the rows were packed.")
+    logit_start: Buffer = tensor("B", "i32", "First logit row of each sequence.")
+    logit_len: Buffer = tensor("B", "i32", "Logit rows of each sequence.")
+    drafts: Buffer = tensor("B K", "i32", "Drafts by slot, as when the rows were packed.")
+    window: Buffer = tensor("B W", "i32", "Tokens of the window, the rest NO_TOKEN.", access="out", pad=NO_TOKEN)
+    window_len: Buffer = tensor("B", "i32", "Tokens in the window: accepted + 1; 0 without logit rows.", access="out", pad=0)
+    accepted: Buffer = tensor("B", "i32", "Drafts accepted.", access="out", pad=0)
+    drafted: Buffer = tensor("B", "i32", "Drafts this round verified; -1: no decode round.", access="out", pad=-1)
 
 
 def golden(a: Any, n: int) -> None:
@@ -139,6 +139,21 @@ SCENES = {  # shared with commit_window
     "sequence_without_planned_rows": Scene(slots=(Slot(drafts=(1,), planned=0), Slot(choices=(3,))), order=(0, 1)),
     "order_shorter_than_the_batch": Scene(slots=(Slot(), Slot(drafts=(1,), choices=(1, 2)), Slot()), order=(1,), pads=1),
     "beyond_the_launch_length": Scene(slots=(Slot(choices=(1,)), Slot(choices=(2,))), order=(1, 0), length=1),
+    "aborted_and_failed_in_the_prompt": Scene(
+        slots=(
+            Slot(phase=Phase.IDLE, prompt=5, generated=0, kv=2),
+            Slot(phase=Phase.FINISHED, prompt=5, generated=0, kv=3),
+            Slot(phase=Phase.FINISHED, prompt=3, generated=0, kv=3),
+            Slot(drafts=(1,), choices=(1, 2)),
+        ),
+        order=(1, 0, 3, 2),
+    ),
+    "prefill_with_nothing_left_to_do": Scene(
+        slots=(Slot(phase=Phase.PREFILL, prompt=3, generated=0, kv=3), Slot(drafts=(1,))), order=(1, 0)
+    ),
+    "prefill_with_nothing_left_and_not_scheduled": Scene(
+        slots=(Slot(drafts=(1,)), Slot(phase=Phase.PREFILL, prompt=3, generated=0, kv=3)), order=(0,), pads=1
+    ),
     "empty_batch": Scene(slots=(Slot(), Slot()), order=(), pads=2),
     "no_sequences": Scene(slots=(Slot(), Slot()), order=()),
 }

@@ -3,8 +3,8 @@
 Called by `checkpoint.py` only.
 Never executes, unpickles or copies anything at opening; tensors are converted to float32 one at a time, when asked for.
 
-Format: https://huggingface.co/docs/safetensors (8-byte little-endian header length, a JSON header, then the data,
-without holes). The `safetensors` package hands NumPy no bfloat16, hence this reader.
+Format (safetensors, by its specification): 8-byte little-endian header length, a JSON header, then the data without
+holes. The `safetensors` package hands NumPy no bfloat16, hence this reader.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class SafetensorsFile:
         stored = {"float32": "<f4", "float16": "<f2", "bfloat16": "<u2"}[dtype]
         raw: NDArray[Any] = np.frombuffer(self._mapped(name), dtype=stored, count=flat.size, offset=tensor.begin)
         if dtype == "bfloat16":
-            np.left_shift(raw, np.uint32(16), out=flat.view(np.uint32))
+            np.left_shift(raw, 16, out=flat.view(np.uint32), dtype=np.uint32)
         else:
             np.copyto(flat, raw)
 

@@ -28,6 +28,9 @@ class Segment:
     """The valid entries of `rows` in order, and..."""
     flat_places: Array
     """...their places in the flattened [S * M]."""
+    spans: tuple[tuple[int, int], ...]
+    """(first cache row, number of keys) of each run where every run's keys lie one behind the other, else empty: such runs
+    are read in place instead of being gathered."""
 
 
 @dataclass(frozen=True)
@@ -78,11 +81,14 @@ def _segment(
     blocks = block_table[slots[starts], :num_blocks]
     keys = (blocks[:, :, None] * block_size + np.arange(block_size)).reshape(len(starts), -1)
     # A key beyond the run's last row is never visible; pointing it at the first key keeps poison out of the products.
-    keys = np.where(key_positions <= last[:, None], keys, keys[:, :1])
+    real = key_positions <= last[:, None]
+    in_place = bool((~real | (keys - keys[:, :1] == key_positions)).all())
+    spans = tuple(zip(keys[:, 0].tolist(), (last + 1).tolist(), strict=True)) if in_place else ()
+    keys = np.where(real, keys, keys[:, :1])
     visible = key_positions <= places[place][:, :, None]
     packed = np.where(padded, -1, rows[place])
     flat = np.flatnonzero(packed.ravel() >= 0)
-    return Segment(packed, np.maximum(keys, 0), visible, packed.ravel()[flat], flat)
+    return Segment(packed, np.maximum(keys, 0), visible, packed.ravel()[flat], flat, spans)
 
 
 class NumpyForwardMeta:

@@ -16,6 +16,8 @@ from polydraft.reference.forward_meta import Layout, Segment, build_layout
 from polydraft.reference.provider import Kernel, Run, plain
 from polydraft.reference.sampling import argmax, gumbel_noise, noise_and_sample, process_logits, sample
 
+GEMV_ROWS = 2
+"""Up to this many rows, one matrix-vector product a row beats a matrix product of so few columns (bench/gemm_layouts.py)."""
 GEMM_DIRECT_ROWS = 48
 """From this many rows on, `x @ W.T` beats `(W @ x.T).T` on OpenBLAS (bench/gemm_layouts.py)."""
 
@@ -62,7 +64,12 @@ def linear(a: Any, limits: Limits) -> Run:
 
     def run(n: int) -> None:
         out = a.out[:n]
-        if n >= GEMM_DIRECT_ROWS:
+        if n <= GEMV_ROWS:
+            for row in range(n):
+                np.matmul(weight, a.x[row], out=out[row])
+            if bias is not None:
+                out += bias
+        elif n >= GEMM_DIRECT_ROWS:
             np.matmul(a.x[:n], transposed, out=out)
             if bias is not None:
                 out += bias
@@ -75,29 +82,30 @@ def linear(a: Any, limits: Limits) -> Run:
 
 
 def rope_tables(a: Any, max_len: int) -> tuple[Array, Array]:
-    """cos and sin [max_len, rope_dims / 2] float32, angles in float64."""
+    """Factors [max_len, 1, head_dim] float32 of an element and of its partner in the pair; elements that do not rotate have
+    factors 1 and 0. Angles in float64."""
     frequency = float(a.theta) ** (-np.arange(0, a.rope_dims, 2) / a.rope_dims)
     angle = np.arange(max_len)[:, None] * frequency
-    return np.cos(angle).astype(np.float32), np.sin(angle).astype(np.float32)
+    own, partner = np.ones((max_len, 1, a.head_dim), np.float32), np.zeros((max_len, 1, a.head_dim), np.float32)
+    first, second = pair_slices(a.rope_dims, a.style)
+    own[:, 0, first] = own[:, 0, second] = np.cos(angle)
+    partner[:, 0, first], partner[:, 0, second] = -np.sin(angle), np.sin(angle)
+    return own, partner
 
 
-def rotate(x: Array, cos: Array, sin: Array, rope_dims: int, style: str) -> Array:
-    """Rotate the first `rope_dims` of x [n, heads, head_dim]; returns a fresh array."""
-    out = x.copy()
+def pair_slices(rope_dims: int, style: str) -> tuple[slice, slice]:
+    """First and second elements of the rotation pairs."""
     half = rope_dims // 2
-    first, second = (
-        (slice(0, half), slice(half, rope_dims)) if style == "half" else (slice(0, rope_dims, 2), slice(1, rope_dims, 2))
-    )
-    x1, x2, cos, sin = x[..., first], x[..., second], cos[:, None], sin[:, None]
-    out[..., first] = x1 * cos - x2 * sin
-    out[..., second] = x2 * cos + x1 * sin
-    return out
+    if style == "half":
+        return slice(0, half), slice(half, rope_dims)
+    return slice(0, rope_dims, 2), slice(1, rope_dims, 2)
 
 
 def rope_kv_write(a: Any, limits: Limits) -> Run:
     """Rotate q and k, keep q, write k and v to the paged cache."""
     heads, kv_heads, dim = a.num_heads, a.num_kv_heads, a.head_dim
-    cos, sin = rope_tables(a, limits.max_len)
+    own, partner = rope_tables(a, limits.max_len)
+    first, second = pair_slices(a.rope_dims, a.style)
 
     def run(n: int) -> None:
         qkv = a.qkv[:n].reshape(n, heads + 2 * kv_heads, dim)
@@ -107,15 +115,20 @@ def rope_kv_write(a: Any, limits: Limits) -> Run:
             norm_rows(qk[:, :heads], a.q_norm.array, a.eps, False, qk[:, :heads])
             norm_rows(qk[:, heads:], a.k_norm.array, a.eps, False, qk[:, heads:])
         positions = a.positions[:n]
-        qk = rotate(qk, cos[positions], sin[positions], a.rope_dims, a.style)
-        a.q_out[:n] = qk[:, :heads].reshape(n, -1)
-        slots = a.row_slot[:n]
-        if slots.min(initial=0) < 0:
-            a.q_out[:n][slots < 0] = 0.0
+        swapped = qk.copy()
+        swapped[..., first], swapped[..., second] = qk[..., second], qk[..., first]
+        swapped *= partner[positions]
+        qk = qk * own[positions]
+        qk += swapped
+        a.q_out[:n] = qk[:, :heads].reshape(n, heads * dim)
         layout = layout_of(a, n, limits)
+        k, v = qk[:, heads:], qkv[:, heads + kv_heads :]
+        if len(layout.valid) < n:
+            a.q_out[:n][a.row_slot[:n] < 0] = 0.0
+            k, v = k[layout.valid], v[layout.valid]
         kv = a.cache.kv
-        kv[0][:, layout.destinations] = qk[layout.valid, heads:].transpose(1, 0, 2)
-        kv[1][:, layout.destinations] = qkv[layout.valid, heads + kv_heads :].transpose(1, 0, 2)
+        kv[0][:, layout.destinations] = k.swapaxes(0, 1)
+        kv[1][:, layout.destinations] = v.swapaxes(0, 1)
 
     return run
 
@@ -155,20 +168,42 @@ def attend(a: Any, segment: Segment, out: Array) -> None:
     runs, width = segment.rows.shape
     q = a.q[np.maximum(segment.rows, 0)].reshape(runs, width, kv_heads, groups, dim)
     q = q.transpose(2, 0, 1, 3, 4).reshape(kv_heads, runs, width * groups, dim)
-    keys, values = a.cache.kv[:, :, segment.keys]
-    scores = np.matmul(q, keys.transpose(0, 1, 3, 2))
-    scores *= a.softmax_scale
-    scores = scores.reshape(kv_heads, runs, width, groups, -1)
-    np.copyto(scores, -np.inf, where=~segment.visible[None, :, :, None, :])
+    q *= a.softmax_scale
+    gathered = None if segment.spans else a.cache.kv[:, :, segment.keys]
+    scores = score_keys(a, segment, q, gathered).reshape(kv_heads, runs, width, groups, -1)
+    if not (width == 1 and segment.spans):
+        np.copyto(scores, -np.inf, where=~segment.visible[None, :, :, None, :])
     scores -= scores.max(axis=-1, keepdims=True)
     np.exp(scores, out=scores)
     scores /= scores.sum(axis=-1, keepdims=True)
-    mixed = np.matmul(scores.reshape(kv_heads, runs, width * groups, -1), values)
+    mixed = mix_values(a, segment, scores.reshape(kv_heads, runs, width * groups, -1), gathered)
     mixed = mixed.reshape(kv_heads, runs, width, groups, dim).transpose(1, 2, 0, 3, 4).reshape(runs * width, -1)
     result = mixed[segment.flat_places]
     if np.isnan(result.sum()):
         redo_poisoned(a, segment, result)
     out[segment.flat_rows] = result
+
+
+def score_keys(a: Any, segment: Segment, q: Array, gathered: Array | None) -> Array:
+    """q [kv_heads, runs, M, dim] times keys -> [kv_heads, runs, M, C]; -inf behind the keys of a run read in place."""
+    if gathered is not None:
+        return np.matmul(q, gathered[0].swapaxes(-1, -2))
+    keys = a.cache.kv[0].swapaxes(-1, -2)
+    scores = np.full((*q.shape[:3], segment.keys.shape[1]), -np.inf, np.float32)
+    for run, (first, count) in enumerate(segment.spans):
+        np.matmul(q[:, run], keys[:, :, first : first + count], out=scores[:, run, :, :count])
+    return scores
+
+
+def mix_values(a: Any, segment: Segment, weights: Array, gathered: Array | None) -> Array:
+    """weights [kv_heads, runs, M, C] times values -> [kv_heads, runs, M, dim]."""
+    if gathered is not None:
+        return np.matmul(weights, gathered[1])
+    values = a.cache.kv[1]
+    mixed = np.empty((*weights.shape[:3], a.head_dim), np.float32)
+    for run, (first, count) in enumerate(segment.spans):
+        np.matmul(weights[:, run, :, :count], values[:, first : first + count], out=mixed[:, run])
+    return mixed
 
 
 def redo_poisoned(a: Any, segment: Segment, result: Array) -> None:

@@ -21,7 +21,8 @@ FIRST_CANDIDATES = 256
 
 def process_logits(a: Any, n: int) -> None:
     """Columns beyond the vocabulary can never be chosen."""
-    a.logits[:n, a.num_valid :] = -np.inf
+    if a.num_valid < a.logits.shape[1]:
+        a.logits[:n][a.row_slot[:n] >= 0, a.num_valid :] = -np.inf
 
 
 def argmax(a: Any, n: int) -> None:
@@ -30,10 +31,11 @@ def argmax(a: Any, n: int) -> None:
 
 
 def best(logits: Array, row_slot: Array) -> Array:
-    """NumPy's argmax returns the first NaN where there is one, which is how such rows are found without a scan."""
+    """A row whose best logit is not finite chooses nothing. NumPy's argmax returns the first NaN where there is one, which is
+    how such rows are found without a scan."""
     tokens = logits.argmax(axis=1)
     top = logits[np.arange(len(tokens)), tokens]
-    return np.where((row_slot < 0) | np.isnan(top), NO_TOKEN, tokens)
+    return np.where((row_slot < 0) | ~np.isfinite(top), NO_TOKEN, tokens)
 
 
 def threefry(key: tuple[Array, Array], counter: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -62,16 +64,20 @@ def gumbel(seed: Array, positions: Array, draw: int, vocab: int) -> Array:
     with np.errstate(over="ignore"):
         even, odd = threefry(key, counter)
     bits = np.stack((even, odd), axis=-1).reshape(len(positions), -1)[:, :vocab]
-    uniform = ((bits >> np.uint32(8)).astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-24)
-    # Near 1 the float32 sum rounds up to 1 itself; the largest float below it keeps the noise finite.
-    np.minimum(uniform, np.float32(1.0 - 2.0**-24), out=uniform)
-    return -np.log(-np.log(uniform))
+    k = bits >> np.uint32(8)
+    # u = (k + 1/2) / 2**24 would round near 1, where the largest noise is made; its distance from the nearer end never does.
+    lower = k < np.uint32(1 << 23)
+    t = np.where(lower, k, np.uint32((1 << 24) - 1) - k).astype(np.float32)
+    t += np.float32(0.5)
+    t *= np.float32(2.0**-24)
+    noise: Array = -np.log(-np.where(lower, np.log(t), np.log1p(-t)))
+    return noise
 
 
 def gumbel_noise(a: Any, n: int) -> None:
     """Noise rows for slots that sample; zeros for padding and greedy slots."""
     slots = a.row_slot[:n]
-    sampling = np.flatnonzero((slots >= 0) & (a.temperature[slots] > 0))
+    sampling = np.flatnonzero((slots >= 0) & (a.temperature[np.maximum(slots, 0)] > 0))
     a.noise[:n] = 0.0
     if sampling.size:
         chosen = slots[sampling]
@@ -98,7 +104,7 @@ def noise_and_sample(a: Any, n: int) -> None:
 def _choose(a: Any, n: int, noise_of: Any) -> None:
     slots = a.row_slot[:n]
     tokens = best(a.logits[:n], slots)
-    rows = np.flatnonzero((tokens != NO_TOKEN) & (a.temperature[slots] > 0))
+    rows = np.flatnonzero((tokens != NO_TOKEN) & (a.temperature[np.maximum(slots, 0)] > 0))
     if rows.size:
         chosen = slots[rows]
         z = a.logits[rows] / a.temperature[chosen, None]

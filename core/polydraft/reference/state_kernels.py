@@ -131,28 +131,47 @@ def pack_logit_rows(a: Any, n: int) -> None:
 
 
 def verify_match(a: Any, n: int) -> None:
-    """Compare whole windows; the first mismatch of a row is its accepted length."""
+    """Compare whole windows."""
+    choices, size, accepted = _verify(a, n)
+    columns = np.arange(a.window.shape[1])
+    a.window[:n] = np.where(columns < size[:, None], choices, NO_TOKEN)
+    a.window_len[:n], a.accepted[:n] = size, accepted
+
+
+def _verify(a: Any, n: int) -> tuple[Array, Array, Array]:
+    """The target's choices [n, W], how many of them count, and the drafts accepted: up to the first mismatch."""
     slots = _indices(a.slot_order[:n])
     length = a.logit_len[:n] * (slots >= 0)
-    decode = (a.phase[slots] == DECODE) & (length > 0)
-    drafted = np.where(decode, length - 1, -1)
-    columns = np.arange(a.window.shape[1])
+    active = length > 0
+    drafted = np.where((a.phase[slots] == DECODE) & active, length - 1, -1)
+    a.drafted[:n] = drafted
+    columns = np.arange(a.drafts.shape[1] + 1)
     choices = a.choices.take(a.logit_start[:n, None] + columns, mode="clip")
     match = columns < drafted[:, None]  # the last column is never true, so that argmin finds the end
     match[:, :-1] &= choices[:, :-1] == a.drafts[slots]
     accepted = match.argmin(axis=1)
-    emitted = (accepted + 1) * (length > 0)
-    a.window[:n] = np.where(columns < emitted[:, None], choices, NO_TOKEN)
-    a.window_len[:n], a.accepted[:n], a.drafted[:n] = emitted, accepted, drafted
+    return choices, (accepted + 1) * active, accepted
 
 
 def commit_window(a: Any, n: int) -> None:
+    """Commit what verification left."""
+    rows, slots = _with_rows(a, n)
+    _commit(a, n, rows, slots, a.window[rows], a.window_len[rows], a.accepted[rows])
+
+
+def verify_and_commit(a: Any, n: int) -> None:
+    """Composite `verify_match+commit_window`: the window is never stored."""
+    verify, commit = a.parts
+    choices, size, accepted = _verify(verify, n)
+    rows, slots = _with_rows(commit, n)
+    _commit(commit, n, rows, slots, choices[rows], size[rows], accepted[rows])
+
+
+def _commit(a: Any, n: int, rows: slice | Array, slots: Array, window: Array, size: Array, accepted: Array) -> None:
     """Find where each window ends, then scatter the tokens before it."""
     a.out_tokens[:n], a.out_len[:n], a.out_accepted[:n] = NO_TOKEN, 0, 0
-    rows, slots = _with_rows(a, n)
     if not slots.size:
         return
-    window, size, accepted = a.window[rows], a.window_len[rows], a.accepted[rows]
     phase, kv_len = a.phase[slots], a.kv_len[slots]
     decode = phase == DECODE
     pure = bool(decode.all())
@@ -202,7 +221,7 @@ def _cut(window: Array, size: Array, room: Array, stop_tokens: Array) -> tuple[A
     every = np.arange(size.size)
     first = ends.argmax(axis=1)
     ended, error = ends[every, first], failed[every, first]
-    emitted = np.where(ended, first + ~error, limit).astype(np.int32)
+    emitted = np.where(ended, first + ~error, limit)
     return emitted, np.where(ended, np.where(error, ERROR, STOP), np.where(full, LENGTH, NONE))
 
 
@@ -268,10 +287,10 @@ def advance_draft(a: Any, n: int) -> None:
 
 
 KERNELS: dict[str, Kernel] = {
-    function.__name__: plain(function)
-    for function in (
+    "verify_match+commit_window": plain(verify_and_commit),
+    **{function.__name__: plain(function) for function in (
         update_slots, update_tokens, update_blocks, reserve_blocks, pack_rows, pack_logit_rows, verify_match,
         commit_window, snapshot_output, pack_draft_rows, begin_draft, advance_draft,
-    )
+    )},
 }  # fmt: skip
-"""Contract name to kernel."""
+"""Contract or composite name to kernel."""

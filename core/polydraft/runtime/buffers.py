@@ -54,7 +54,7 @@ class SlotState:
         b = limits.max_seqs
         shapes = {
             "tokens": (b, limits.max_len),
-            "drafts": (b, max(limits.num_drafts, 1)),
+            "drafts": (b, limits.num_drafts),
             "block_table": (b, limits.max_blocks),
             "seed": (b, 2),
             "stop_tokens": (b, limits.max_stop_tokens),

@@ -1,0 +1,179 @@
+"""Owns the page about a contract: everything that somebody who implements it has to know, rendered from its record.
+
+The command line prints it and the tests of contracts keep it complete. It never says anything that the record does not.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+from polydraft.contracts.base import Contract, OpaqueSpec, ParamSpec, TensorSpec
+from polydraft.contracts.inputs import SEEDS
+
+UNIT_MEANING: Final[Mapping[str, str]] = {
+    "rows": "packed token rows of a pass",
+    "logit_rows": "rows that need logits",
+    "seqs": "scheduled sequences, in launch order",
+    "slot_updates": "staged whole-slot writes of this step",
+    "token_updates": "staged token writes of this step",
+    "block_updates": "staged block-table writes of this step",
+    "any": "rows, of whatever pass launches it",
+}
+"""What a launch length counts."""
+
+SYMBOL_MEANING: Final[Mapping[str, str]] = {
+    "B": "slots; sequences of a launch",
+    "K": "drafts of a round",
+    "W": "tokens of a window, K + 1",
+    "R": "packed rows of a pass",
+    "NL": "logit rows of a pass",
+    "N": "rows of the launch",
+    "L": "tokens of a history",
+    "MB": "entries of a slot's block table",
+    "S": "stop tokens of a slot",
+    "U": "staged slot writes",
+    "T": "staged token writes",
+    "M": "staged block-table writes",
+    "F": "columns of a slot write",
+    "C": "columns of a snapshot record",
+    "V": "tokens of the vocabulary",
+    "H": "features of a hidden row",
+    "D": "features of a normalised row or head",
+    "I": "features that go in",
+    "O": "features that come out",
+    "G": "gate and up features, 2 * I",
+    "Q": "query, key and value features of a row",
+    "P": "query features of a row",
+}
+"""Shape symbols; all are capacities, the launch length and the data say how much of them is used."""
+
+_DETERMINISM: Final[Mapping[str, str]] = {
+    "bitwise": "Every run of one backend gives the same bits, whatever else is in the launch.",
+    "run-to-run": "The same launch gives the same bits in every run of one backend.",
+    "none": "Bits may differ from run to run.",
+}
+
+
+def signature(contract: Contract) -> str:
+    """Return one line: inputs (`inout` where they are written too, `?` where they may be left out, `<kind>` where the
+    backend owns the form), static parameters after the semicolon, outputs after the arrow."""
+    inputs, params, outputs = [], [], []
+    for name, spec in contract.args.specs().items():
+        if isinstance(spec, ParamSpec):
+            params.append(f"{name}: {_type(contract, name)}")
+        elif spec.access == "out":
+            outputs.append(_argument(contract, name, spec))
+        else:
+            inputs.append(("inout " if spec.access == "inout" else "") + _argument(contract, name, spec))
+    given = "; ".join(", ".join(part) for part in (inputs, params) if part)
+    return f"{contract.key}({given})" + (f" -> {', '.join(outputs)}" if outputs else "")
+
+
+def render(contract: Contract) -> str:
+    """Return the Markdown page of a contract, ending in a newline. Runs `contract.cases` to list them."""
+    return "\n\n".join(part for part in _parts(contract) if part) + "\n"
+
+
+def _parts(contract: Contract) -> Iterator[str]:
+    yield f"# {contract.name}, version {contract.version}"
+    yield contract.doc
+    yield f"```text\n{signature(contract)}\n```"
+    yield inspect.cleandoc(contract.args.__doc__ or "")
+    yield "## Arguments"
+    yield _table(
+        ("argument", "access", "shape", "dtype", "carries nothing", "compared", "meaning"),
+        (_row(contract, n, s) for n, s in contract.args.specs().items() if not isinstance(s, ParamSpec)),
+    )
+    params = {name: spec for name, spec in contract.args.specs().items() if isinstance(spec, ParamSpec)}
+    if params:
+        yield "## Static parameters"
+        rows = ((f"`{name}`", _type(contract, name), spec.doc) for name, spec in params.items())
+        yield _table(("parameter", "type", "meaning"), rows)
+    yield "## Shapes"
+    yield _table(("symbol", "counts"), ((symbol, SYMBOL_MEANING.get(symbol, "")) for symbol in _symbols(contract)))
+    yield from _launch(contract)
+    yield from _definition(contract)
+    yield f"## Source\n\n{contract.source}"
+    yield from _proof(contract)
+
+
+def _launch(contract: Contract) -> Iterator[str]:
+    yield "## Launch"
+    yield (
+        f"The launch length counts {UNIT_MEANING[contract.unit]}. It is an upper bound known to the host; what lies at "
+        "or beyond it on that axis is never written. A launch is ordered by its stream, may be captured in a graph, "
+        "never allocates, never synchronises with the host and returns nothing."
+    )
+    pool = " A framework's own pool may give temporaries." if contract.pool_temporaries else ""
+    yield _DETERMINISM[contract.deterministic] + pool
+
+
+def _definition(contract: Contract) -> Iterator[str]:
+    yield "## Definition"
+    module = contract.golden.__module__
+    yield f"The golden, over NumPy arrays with floats in float64; what it calls is defined in `{module}`."
+    yield f"```python\n{textwrap.dedent(inspect.getsource(contract.golden)).rstrip()}\n```"
+    if contract.tolerance:
+        scale = inspect.cleandoc(contract.scale.__doc__ or "") if contract.scale else "the largest magnitude of the row."
+        yield "A kernel may differ by c * eps * scale, where eps belongs to the dtype and scale is: " + scale
+    else:
+        yield "A kernel may not differ at all."
+
+
+def _proof(contract: Contract) -> Iterator[str]:
+    yield "## Cases"
+    yield "\n".join(f"- `{case.name}` (launch length {case.n})" for case in contract.cases())
+    yield f"And generated cases, `seed-0` to `seed-{SEEDS - 1}` by default."
+    if contract.equivalent_mutants:
+        yield "Faults that no case can show:"
+        yield "\n".join(f"- `{mutant}`: {proof}" for mutant, proof in contract.equivalent_mutants.items())
+
+
+def _row(contract: Contract, name: str, spec: TensorSpec | OpaqueSpec) -> tuple[str, ...]:
+    shape = f"[{', '.join(spec.shape.split())}]" if spec.shape else ""
+    dtype = spec.dtype if isinstance(spec, TensorSpec) else spec.kind
+    return f"`{name}`", spec.access, shape, dtype, _pad(spec), _compared(contract, name, spec), spec.doc
+
+
+def _pad(spec: TensorSpec | OpaqueSpec) -> str:
+    """What rows hold that carry nothing."""
+    pad = spec.pad if isinstance(spec, TensorSpec) else None
+    if pad == "any":
+        return "any finite number"
+    return "" if pad is None else f"{float(pad):g}"
+
+
+def _compared(contract: Contract, name: str, spec: TensorSpec | OpaqueSpec) -> str:
+    if spec.access == "in":
+        return "unchanged" if isinstance(spec, TensorSpec) or spec.kind == "cache" else ""
+    bounds = [f"`{key}` within {c:g} eps" for key, c in contract.tolerance.items() if key.startswith(f"{name}.")]
+    if name in contract.tolerance:
+        return f"within {contract.tolerance[name]:g} eps"
+    return ", ".join([*bounds, "else exactly"] if bounds else ["exactly"])
+
+
+def _argument(contract: Contract, name: str, spec: TensorSpec | OpaqueSpec) -> str:
+    optional = "?" if name in contract.args.__dict__ and contract.args.__dict__[name] is None else ""
+    shape = f"[{','.join(spec.shape.split())}]" if spec.shape else ""
+    return f"{name}{optional}{shape} {spec.dtype if isinstance(spec, TensorSpec) else f'<{spec.kind}>'}"
+
+
+def _type(contract: Contract, name: str) -> str:
+    """The annotation of a parameter as it is written."""
+    hints = (inspect.get_annotations(record) for record in contract.args.__mro__)
+    hint = next(annotations[name] for annotations in hints if name in annotations)
+    return hint if isinstance(hint, str) else inspect.formatannotation(hint)
+
+
+def _symbols(contract: Contract) -> list[str]:
+    shapes = [spec.shape for spec in contract.args.specs().values() if not isinstance(spec, ParamSpec)]
+    return list(dict.fromkeys(symbol for shape in shapes for symbol in shape.split() if not symbol.isdigit()))
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(re.sub(r"\s*\|\s*", r" \\| ", str(cell)) for cell in line) + " |" for line in lines)

@@ -1,0 +1,222 @@
+"""Every registered contract: the record is complete, the cases fit it and are adequate, golden and reference agree.
+
+Owns what holds for all contracts alike; what one contract means is in the tables beside this module.
+Run by `make test`; `-k 'rms_norm and seed-13'` runs one case. Never judges a golden by itself.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+import typing
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from polydraft import reference
+from polydraft.backend import DeviceOptions
+from polydraft.contracts import REGISTRY
+from polydraft.contracts.adequacy import audit
+from polydraft.contracts.base import UNITS, Case, Contract, LogicalCache, OpaqueSpec, ParamSpec, TensorSpec
+from polydraft.contracts.compare import EPS
+from polydraft.contracts.docs import SYMBOL_MEANING
+from polydraft.contracts.harness import check_kernel, run_golden
+from polydraft.contracts.inputs import FLEXIBLE, SEEDS, Poison, default_cases, generated, namespace, symbols
+from polydraft.device import DTYPES, Buffer
+
+CONTRACTS = list(REGISTRY)
+FLOATS = {*EPS, *FLEXIBLE}
+
+each = pytest.mark.parametrize("contract", CONTRACTS, ids=lambda contract: contract.name)
+each_case = pytest.mark.parametrize(
+    ("contract", "case"),
+    [pytest.param(c, case, id=f"{c.name}-{case.name}") for c in CONTRACTS for case in default_cases(c)],
+)
+each_seed = pytest.mark.parametrize("seed", range(SEEDS), ids=lambda seed: f"seed-{seed}")
+
+
+def arrays_of(contract: Contract) -> Iterator[tuple[str, TensorSpec | OpaqueSpec]]:
+    for name, spec in contract.args.specs().items():
+        if not isinstance(spec, ParamSpec):
+            yield name, spec
+
+
+# -- the record -----------------------------------------------------------------------------------------
+
+
+def test_there_are_contracts():
+    assert len(CONTRACTS) >= 26
+    assert len({contract.key for contract in CONTRACTS}) == len(CONTRACTS)
+
+
+@each
+def test_names_agree(contract: Contract):
+    module = importlib.import_module(contract.golden.__module__)
+    assert module.__name__ == f"polydraft.contracts.{contract.name}"
+    assert module.CONTRACT is contract
+    assert contract.args.__name__ == f"{contract.name.title().replace('_', '')}V{contract.version}"
+    assert getattr(module, contract.args.__name__) is contract.args
+    assert contract.version >= 1
+    assert contract.unit in (*UNITS, "any")
+
+
+@each
+def test_everything_is_described(contract: Contract):
+    for name, spec in contract.args.specs().items():
+        assert len(spec.doc.split()) >= 2, name
+    texts = (contract.doc, contract.source, contract.args.__doc__, contract.golden.__doc__)
+    for text in (*texts, contract.scale.__doc__) if contract.scale else texts:
+        assert text
+        assert len(text.split()) >= 2
+    for mutant, proof in contract.equivalent_mutants.items():
+        assert len(proof.split()) >= 4, f"{mutant}: {proof!r} is no proof"
+        assert "\n" not in proof
+
+
+@each
+def test_tensors_are_declared_consistently(contract: Contract):
+    for name, spec in arrays_of(contract):
+        if isinstance(spec, OpaqueSpec):
+            assert bool(spec.shape) == (spec.kind == "weight"), name
+            assert spec.access in (("in", "inout") if spec.kind == "cache" else ("in",)), name
+            continue
+        assert spec.dtype in {*DTYPES, *FLEXIBLE}, name
+        assert spec.symbols, name
+        assert spec.access in ("in", "out", "inout"), name
+        assert spec.pad is None or spec.access != "in", f"{name} is an input, so its padding is the caller's"
+        if isinstance(spec.pad, str):
+            assert spec.pad == "any", name
+        elif spec.pad is not None and spec.dtype not in FLOATS:
+            assert float(spec.pad).is_integer(), name
+
+
+@each
+def test_fields_are_annotated(contract: Contract):
+    hints = typing.get_type_hints(contract.args)
+    for name, spec in contract.args.specs().items():
+        if isinstance(spec, TensorSpec):
+            assert Buffer in (hints[name], *typing.get_args(hints[name])), name
+        elif isinstance(spec, ParamSpec):
+            assert hints[name] in (int, float, bool) or typing.get_origin(hints[name]) is typing.Literal, name
+
+
+@each
+def test_symbols_have_a_meaning(contract: Contract):
+    used = {symbol for _, spec in arrays_of(contract) for symbol in spec.shape.split() if not symbol.isdigit()}
+    assert used <= set(SYMBOL_MEANING)
+
+
+@each
+def test_tolerance_is_for_floats_that_are_written(contract: Contract):
+    written = set()
+    for name, spec in arrays_of(contract):
+        if spec.access != "in" and isinstance(spec, TensorSpec) and spec.dtype in FLOATS:
+            written.add(name)
+        elif spec.access != "in" and isinstance(spec, OpaqueSpec):
+            written |= {name, f"{name}.k", f"{name}.v"}
+    assert set(contract.tolerance) <= written
+    assert all(0 < c < 100 for c in contract.tolerance.values())
+    if contract.scale is not None:
+        case = generated(contract, 0)
+        assert set(contract.scale(namespace(contract, case), case.n)) <= set(contract.tolerance)
+
+
+def test_every_symbol_in_the_glossary_is_used():
+    used = {symbol for c in CONTRACTS for _, spec in arrays_of(c) for symbol in spec.shape.split()}
+    assert set(SYMBOL_MEANING) <= used
+
+
+# -- the cases ------------------------------------------------------------------------------------------
+
+
+@each
+def test_named_cases(contract: Contract):
+    cases = list(contract.cases())
+    names = [case.name for case in cases]
+    assert len(set(names)) == len(names)
+    for name in names:
+        assert re.fullmatch(r"[a-z][a-z0-9_.]+", name), name
+    assert any(case.n == 0 for case in cases), "no case with nothing to do"
+    assert any(case.n > 1 for case in cases), "no case with several rows"
+
+
+@each
+def test_generator_depends_on_its_seed_alone(contract: Contract):
+    def flat(seed: int) -> list[Any]:
+        a = namespace(contract, generated(contract, seed))
+        values = [[v.k, v.v] if isinstance(v, LogicalCache) else [v] for v in vars(a).values()]
+        return [repr(value) if not isinstance(value, np.ndarray) else value.tobytes() for some in values for value in some]
+
+    assert all(flat(seed) == flat(seed) for seed in range(SEEDS))
+    assert len({tuple(flat(seed)) for seed in range(SEEDS)}) > SEEDS // 2
+
+
+# -- the golden -----------------------------------------------------------------------------------------
+
+
+@each_case
+def test_golden(contract: Contract, case: Case):
+    """The case fits the record; the golden changes no input, reads no output and writes every row below the launch length."""
+    assert symbols(contract, case)
+    want, other = run_golden(contract, case), run_golden(contract, case, poison=Poison(real=1536.0, integer=0x3C3C3C3C))
+    for name, one in want.items():
+        spec = contract.args.specs()[name.partition(".")[0]]
+        assert not isinstance(spec, ParamSpec)
+        kept = (one.value == one.before) | ((one.value != one.value) & (one.before != one.before))
+        if spec.access == "in":
+            assert kept.all(), f"{name} is an input and was changed"
+        if spec.access == "out":
+            assert isinstance(spec, TensorSpec)
+            unwritten = kept & (other[name].value == other[name].before)
+            assert spec.pad == "any" or not unwritten[: case.n].any(), f"{name} has rows that are not written"
+        else:
+            unwritten = np.zeros_like(kept)
+        np.testing.assert_array_equal(one.value[~unwritten], other[name].value[~unwritten], f"{name} depends on poison")
+        if one.allowed is not None:
+            computed = np.isfinite(one.value) & ~kept
+            allowed = np.broadcast_to(one.allowed, one.value.shape)[computed]
+            assert np.isfinite(allowed).all(), f"{name} has a tolerance that is no number"
+            assert (allowed >= 0).all()
+
+
+@each
+@pytest.mark.parametrize("act", [act for act in EPS if act != "f32"])
+def test_golden_in_other_activation_dtypes(contract: Contract, act: str):
+    """Rounding the inputs must not take a case out of what the contract allows."""
+    for case in default_cases(contract, seeds=5):
+        want = run_golden(contract, case, act)
+        wide = run_golden(contract, case)
+        for name, one in want.items():
+            assert np.array_equal(np.isnan(one.value), np.isnan(wide[name].value)), f"{case.name}: {name}"
+
+
+# -- the reference --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["fast", "row_invariant"])
+def opened(request: pytest.FixtureRequest) -> tuple[Any, Any]:
+    device = reference.polydraft_open_device("cpu", DeviceOptions(row_invariant=request.param))
+    return device, reference.polydraft_kernels(device)
+
+
+@each_case
+def test_reference_equals_golden(contract: Contract, case: Case, opened: tuple[Any, Any]):
+    want = run_golden(contract, case)
+    has_meta = any(isinstance(spec, OpaqueSpec) and spec.kind == "meta" for _, spec in arrays_of(contract))
+    hook: Any = reference.polydraft_init_forward_meta
+    for init_meta in (None, hook) if has_meta else (None,):
+        result = check_kernel(contract, case, *opened, init_meta=init_meta, want=want)
+        if not result.ok:
+            pytest.fail(result.describe(), pytrace=False)
+
+
+# -- adequacy -------------------------------------------------------------------------------------------
+
+
+@each
+def test_default_cases_are_adequate(contract: Contract):
+    report = audit(contract)
+    if not report.ok:
+        pytest.fail(report.describe(), pytrace=False)

@@ -1,0 +1,173 @@
+"""The pages about contracts: complete, well-formed, and made of nothing but the record."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import pytest
+
+from polydraft.contracts import REGISTRY
+from polydraft.contracts.base import Contract, ParamSpec
+from polydraft.contracts.docs import SYMBOL_MEANING, UNIT_MEANING, render, signature
+from tests.contracts import toy
+
+each = pytest.mark.parametrize("contract", list(REGISTRY), ids=lambda contract: contract.name)
+
+PAGE = '''\
+# blend, version 1
+
+Scale and shift rows.
+
+```text
+blend/1(x[N,H] act, row_slot[N] i32, gain[B] f32, offset[B] f32, inout count[B] i32, inout last[B] i32; times: int, \
+mode: Literal['plain', 'negated']) -> out[N,H] act
+```
+
+Arguments of `blend`: every row is scaled and shifted by numbers of its slot, and the slot counts its rows.
+
+## Arguments
+
+| argument | access | shape | dtype | carries nothing | compared | meaning |
+| --- | --- | --- | --- | --- | --- | --- |
+| `x` | in | [N, H] | act |  | unchanged | Rows. |
+| `row_slot` | in | [N] | i32 |  | unchanged | Slot of each row; PAD_SLOT: none. |
+| `gain` | in | [B] | f32 |  | unchanged | Factor of each slot. |
+| `offset` | in | [B] | f32 |  | unchanged | Added for each slot. |
+| `count` | inout | [B] | i32 |  | exactly | Rows of each slot so far. |
+| `last` | inout | [B] | i32 |  | exactly | Newest row of each slot. |
+| `out` | out | [N, H] | act | 0 | within 4 eps | Blended rows. |
+
+## Static parameters
+
+| parameter | type | meaning |
+| --- | --- | --- |
+| `times` | int | How often the offset is added. |
+| `mode` | Literal['plain', 'negated'] | Sign of the result. |
+
+## Shapes
+
+| symbol | counts |
+| --- | --- |
+| N | rows of the launch |
+| H | features of a hidden row |
+| B | slots; sequences of a launch |
+
+## Launch
+
+The launch length counts rows, of whatever pass launches it. It is an upper bound known to the host; what lies at or \
+beyond it on that axis is never written. A launch is ordered by its stream, may be captured in a graph, never allocates, \
+never synchronises with the host and returns nothing.
+
+Every run of one backend gives the same bits, whatever else is in the launch.
+
+## Definition
+
+The golden, over NumPy arrays with floats in float64; what it calls is defined in `tests.contracts.toy`.
+
+```python
+def golden(a: Any, n: int) -> None:
+    """Row by row."""
+    for r in range(n):
+        a.out[r] = 0.0
+        if a.row_slot[r] >= 0:
+            slot = a.row_slot[r]
+            blended = a.x[r] * a.gain[slot] + a.times * a.offset[slot]
+            a.out[r] = blended if a.mode == "plain" else -blended
+            a.count[slot] += 1
+            a.last[slot] = r
+```
+
+A kernel may differ by c * eps * scale, where eps belongs to the dtype and scale is: Sum of the magnitudes of both terms.
+
+## Source
+
+Made up.
+
+## Cases
+
+- `padding_between_rows` (launch length 3)
+- `rows_of_one_slot` (launch length 3)
+- `negated` (launch length 2)
+
+And generated cases, `seed-0` to `seed-19` by default.
+
+Faults that no case can show:
+
+- `zero(nothing)`: there is no such argument
+'''
+
+
+def test_whole_page():
+    contract = dataclasses.replace(
+        toy.CONTRACT, scale=toy.scale, equivalent_mutants={"zero(nothing)": "there is no such argument"}
+    )
+    assert render(contract) == PAGE
+
+
+def test_what_differs_between_contracts():
+    plain = render(dataclasses.replace(toy.CONTRACT, tolerance={}, scale=None, deterministic="none", pool_temporaries=True))
+    assert "A kernel may not differ at all." in plain
+    assert "Bits may differ from run to run. A framework's own pool may give temporaries." in plain
+    assert "Faults that no case can show" not in plain
+    default = render(dataclasses.replace(toy.CONTRACT, scale=None))
+    assert "scale is: the largest magnitude of the row." in default
+    cache = render(REGISTRY["rope_kv_write"])
+    assert re.search(r"\| `cache` \| inout \|  \| cache \|  \| `cache\.k` within \d+ eps, else exactly \|", cache)
+    assert "| `meta` | in |  | meta |  |  |" in cache
+
+
+def test_signatures():
+    assert signature(REGISTRY["select_last_rows"]) == (
+        "select_last_rows/1(hidden[R,H] act, positions[R] i32, seq_start[B] i32, draft_slot[B] i32, draft_position[B] i32)"
+        " -> out[B,H] act"
+    )
+    assert signature(REGISTRY["update_blocks"]) == "update_blocks/1(updates[M,3] i32, inout block_table[B,MB] i32)"
+    assert signature(REGISTRY["linear"]) == ("linear/1(x[N,I] act, weight[O,I] <weight>, bias?[O] <weight>) -> out[N,O] float")
+
+
+@each
+def test_signature_is_one_line_with_every_field(contract: Contract):
+    line = signature(contract)
+    assert "\n" not in line
+    assert line.startswith(f"{contract.key}(")
+    for name, spec in contract.args.specs().items():
+        assert re.search(rf"\b{name}(\?|\[|:| )", line), name
+        if not isinstance(spec, ParamSpec) and spec.shape:
+            assert f"[{','.join(spec.shape.split())}]" in line
+
+
+@each
+def test_page_is_complete(contract: Contract):
+    page = render(contract)
+    assert page.endswith("\n")
+    assert not page.endswith("\n\n")
+    for text in (contract.doc, contract.source, signature(contract), UNIT_MEANING[contract.unit]):
+        assert text in page
+    for name, spec in contract.args.specs().items():
+        row = next(line for line in page.splitlines() if line.startswith(f"| `{name}` |"))
+        assert spec.doc.replace("|", "\\|").split()[0] in row
+        assert row.rstrip(" |").endswith(re.sub(r"\s*\|\s*", r" \\| ", spec.doc))
+    for case in contract.cases():
+        assert f"- `{case.name}` (launch length {case.n})" in page
+    for mutant, proof in contract.equivalent_mutants.items():
+        assert f"- `{mutant}`: {proof}" in page
+
+
+@each
+def test_tables_are_rectangular(contract: Contract):
+    """A stray bar in a description would shift every cell after it."""
+    tables = re.findall(r"(?:^\|.*\n?)+", render(contract), re.MULTILINE)
+    assert len(tables) >= 2
+    for table in tables:
+        widths = {len(re.findall(r"(?<!\\)\|", line)) for line in table.splitlines()}
+        assert len(widths) == 1, table
+
+
+@each
+def test_symbols_on_the_page_are_explained(contract: Contract):
+    section = render(contract).split("## Shapes")[1].split("## Launch")[0]
+    explained = dict(re.findall(r"^\| (\w+) \| (.+) \|$", section, re.MULTILINE))
+    shapes = [spec.shape.split() for spec in contract.args.specs().values() if not isinstance(spec, ParamSpec)]
+    for symbol in {symbol for shape in shapes for symbol in shape if not symbol.isdigit()}:
+        assert explained[symbol] == SYMBOL_MEANING[symbol]

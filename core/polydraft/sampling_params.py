@@ -16,6 +16,10 @@ from polydraft.errors import RequestError
 
 MAX_STOP_TOKENS = 16
 """Stop token ids of one request, those of the model included."""
+MAX_BIASES = 300
+"""Token ids with a logit bias in one request (the limit of OpenAI's interface)."""
+MAX_BAD_WORDS = 512
+"""Places for the bad words of one request: each takes one for each of its tokens and one more."""
 
 
 @dataclass(frozen=True)
@@ -40,31 +44,93 @@ class SamplingParams:
     """Token ids that end the request, besides the model's own."""
     ignore_eos: bool = False
     """Do not end at the model's own end-of-text tokens."""
+    repetition_penalty: float = 1.0
+    """Divides positive and multiplies other logits of tokens that occur in prompt or output; 1 is off."""
+    presence_penalty: float = 0.0
+    """Taken off the logits of tokens that occur in the output."""
+    frequency_penalty: float = 0.0
+    """Taken off the logits of tokens for each time they occur in the output."""
+    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
+    """Added to the logits of the named token ids, after the penalties; kept as sorted pairs."""
+    bad_words: tuple[str | tuple[int, ...], ...] = ()
+    """Texts, or runs of token ids, that the output may not contain. A text stands for its tokens, alone and behind a space;
+    the last token of a run is forbidden where the output ends with the others."""
+    min_tokens: int = 0
+    """No stop, neither token nor text, takes effect before this many tokens are generated."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        for name in ("stop", "bad_words"):
+            if isinstance(getattr(self, name), str):
+                object.__setattr__(self, name, (getattr(self, name),))
+        for name, wanted in _LISTS.items():
+            if not isinstance(getattr(self, name), (list, tuple)):
+                raise RequestError(f"{name} is {getattr(self, name)!r}, wanted {wanted}; correct the request")
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        lists: tuple[Any, ...] = self.bad_words
+        object.__setattr__(self, "bad_words", tuple(tuple(word) if isinstance(word, list) else word for word in lists))
+        object.__setattr__(self, "logit_bias", _pairs(self.logit_bias))
         for name, ok, wanted in self._rules():
             if not ok:
                 raise RequestError(f"{name} is {getattr(self, name)!r}, wanted {wanted}; correct the request")
 
     def _rules(self) -> Sequence[tuple[str, bool, str]]:
         def number(value: Any) -> bool:
-            return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+            return isinstance(value, (int, float)) and not isinstance(value, bool) and -math.inf < value < math.inf
 
         def whole(value: Any) -> bool:
             return isinstance(value, int) and not isinstance(value, bool)
 
+        def text(value: Any) -> bool:
+            return isinstance(value, str) and bool(value)
+
+        def word(value: Any) -> bool:
+            ids = isinstance(value, tuple) and all(whole(token) and token >= 0 for token in value)
+            return bool(value) and (isinstance(value, str) or ids)
+
         return (
             ("max_new_tokens", whole(self.max_new_tokens) and self.max_new_tokens >= 1, "a whole number of at least 1"),
-            ("temperature", number(self.temperature) and self.temperature >= 0, "a number of at least 0"),
+            (
+                "temperature",
+                number(self.temperature) and (self.temperature == 0 or 1e-9 <= self.temperature <= 1e9),
+                "0 or a number from 1e-9 to 1e9",  # beyond them a logit divided by it leaves the range of float32
+            ),
             ("top_p", number(self.top_p) and 0 < self.top_p <= 1, "a number above 0 and at most 1"),
-            ("top_k", whole(self.top_k) and self.top_k >= 0, "a whole number of at least 0 (0: all tokens)"),
+            ("top_k", whole(self.top_k) and 0 <= self.top_k < 2**31, "a whole number from 0 (all tokens) to 2**31 - 1"),
             ("min_p", number(self.min_p) and 0 <= self.min_p <= 1, "a number from 0 to 1"),
             ("seed", self.seed is None or (whole(self.seed) and 0 <= self.seed < 2**64), "a whole number of 64 bits"),
-            ("stop", all(isinstance(s, str) and s for s in self.stop), "texts that are not empty"),
+            ("stop", all(map(text, self.stop)), "texts that are not empty"),
+            ("ignore_eos", isinstance(self.ignore_eos, bool), "true or false"),
             ("stop_token_ids", all(whole(t) and t >= 0 for t in self.stop_token_ids), "token ids of at least 0"),
+            (
+                "repetition_penalty",
+                number(self.repetition_penalty) and 1e-3 <= self.repetition_penalty <= 1e3,
+                "a number from 0.001 to 1000 (1: off)",
+            ),
+            ("presence_penalty", number(self.presence_penalty) and -2 <= self.presence_penalty <= 2, "a number from -2 to 2"),
+            ("frequency_penalty", number(self.frequency_penalty) and -2 <= self.frequency_penalty <= 2, "a number from -2 to 2"),
+            (
+                "logit_bias",
+                all(whole(t) and t >= 0 and number(b) and -100 <= b <= 100 for t, b in self.biases),
+                "token ids of at least 0, each with a number from -100 to 100",
+            ),
+            ("bad_words", all(map(word, self.bad_words)), "texts that are not empty, or lists of token ids of at least 0"),
+            (
+                "min_tokens",
+                whole(self.min_tokens) and whole(self.max_new_tokens) and 0 <= self.min_tokens <= self.max_new_tokens,
+                f"a whole number from 0 to max_new_tokens, here {self.max_new_tokens}",
+            ),
         )
+
+    @property
+    def biases(self) -> tuple[tuple[int, float], ...]:
+        """The logit bias as pairs of token id and bias, ascending."""
+        return tuple(self.logit_bias.items()) if isinstance(self.logit_bias, Mapping) else self.logit_bias
+
+    @property
+    def processed(self) -> bool:
+        """Whether the request's logits change before a token is chosen."""
+        penalised = self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+        return bool(penalised or self.logit_bias or self.bad_words or self.min_tokens)
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> SamplingParams:
@@ -76,3 +142,20 @@ class SamplingParams:
                 hint = f"did you mean {near[0]!r}? " if near else ""
                 raise RequestError(f"unknown sampling parameter {key!r}; {hint}known: {', '.join(known)}")
         return cls(**values)
+
+
+_LISTS = {
+    "stop": "a text or a list of texts",
+    "stop_token_ids": "a list of token ids",
+    "bad_words": "a text, or a list of texts and lists of token ids",
+}
+
+
+def _pairs(bias: Any) -> tuple[tuple[int, float], ...]:
+    """A logit bias as sorted pairs; keys may be the texts that JSON makes of numbers."""
+    pairs = bias.items() if isinstance(bias, Mapping) else bias
+    try:
+        merged = {int(key) if isinstance(key, str) else key: value for key, value in pairs}
+        return tuple(sorted(merged.items()))
+    except (TypeError, ValueError):
+        raise RequestError(f"logit_bias is {bias!r}, wanted a mapping of token ids to numbers; correct the request") from None

@@ -41,6 +41,17 @@ class Phase(IntEnum):
     FINISHED = 4
 
 
+class Draw(IntEnum):
+    """Which of a position's independent random draws: the counter of `gumbel_noise` and `uniform_noise` holds it."""
+
+    TARGET = 0
+    """The target's own token; with coupled verification drafts share it."""
+    DRAFT = 1
+    """A draft under rejection verification, which must not know the target's."""
+    ACCEPT = 2
+    """Whether that draft is accepted."""
+
+
 class Finish(IntEnum):
     """Why a request ended; int32 on the device, the lower-case name in every public record."""
 

@@ -15,10 +15,16 @@ if TYPE_CHECKING:
     from polydraft.contracts.argmax import ArgmaxV1
     from polydraft.contracts.base import REGISTRY
     from polydraft.contracts.begin_draft import BeginDraftV1
+    from polydraft.contracts.bias_logits import BiasLogitsV1
     from polydraft.contracts.combine_draft_inputs import CombineDraftInputsV1
     from polydraft.contracts.commit_window import CommitWindowV1
     from polydraft.contracts.composite import COMPOSITES, Composite, CompositeArgs
+    from polydraft.contracts.draft_ngram import DraftNgramV1
+    from polydraft.contracts.draw_draft import DrawDraftV1
     from polydraft.contracts.embed import EmbedV1
+    from polydraft.contracts.filter_probs import FilterProbsV1
+    from polydraft.contracts.forbid_tokens import ForbidTokensV1
+    from polydraft.contracts.force_choices import ForceChoicesV1
     from polydraft.contracts.gather_rows import GatherRowsV1
     from polydraft.contracts.gumbel_noise import GumbelNoiseV1
     from polydraft.contracts.linear import LinearV1
@@ -26,6 +32,7 @@ if TYPE_CHECKING:
     from polydraft.contracts.pack_logit_rows import PackLogitRowsV1
     from polydraft.contracts.pack_rows import PackRowsV1
     from polydraft.contracts.paged_attention import PagedAttentionV1
+    from polydraft.contracts.penalise_logits import PenaliseLogitsV1
     from polydraft.contracts.process_logits import ProcessLogitsV1
     from polydraft.contracts.reserve_blocks import ReserveBlocksV1
     from polydraft.contracts.residual_add import ResidualAddV1
@@ -35,25 +42,32 @@ if TYPE_CHECKING:
     from polydraft.contracts.select_last_rows import SelectLastRowsV1
     from polydraft.contracts.snapshot_output import SnapshotOutputV1
     from polydraft.contracts.swiglu import SwigluV1
+    from polydraft.contracts.uniform_noise import UniformNoiseV1
+    from polydraft.contracts.update_bad_words import UpdateBadWordsV1
+    from polydraft.contracts.update_biases import UpdateBiasesV1
     from polydraft.contracts.update_blocks import UpdateBlocksV1
     from polydraft.contracts.update_slots import UpdateSlotsV1
     from polydraft.contracts.update_tokens import UpdateTokensV1
     from polydraft.contracts.verify_match import VerifyMatchV1
+    from polydraft.contracts.verify_rejection import VerifyRejectionV1
 
 ORDER: Final = (
-    "update_slots", "update_tokens", "update_blocks", "reserve_blocks", "pack_rows", "pack_logit_rows", "embed",
-    "rms_norm", "residual_add", "linear", "rope_kv_write", "paged_attention", "swiglu", "gather_rows",
-    "process_logits", "argmax", "gumbel_noise", "sample", "verify_match", "commit_window", "snapshot_output",
-    "pack_draft_rows", "begin_draft", "combine_draft_inputs", "select_last_rows", "advance_draft",
+    "update_slots", "update_tokens", "update_blocks", "update_biases", "update_bad_words", "reserve_blocks", "pack_rows",
+    "pack_logit_rows", "embed", "rms_norm", "residual_add", "linear", "rope_kv_write", "paged_attention", "swiglu",
+    "gather_rows", "process_logits", "penalise_logits", "bias_logits", "forbid_tokens", "argmax", "gumbel_noise", "sample",
+    "uniform_noise", "filter_probs", "draw_draft", "force_choices", "verify_match", "verify_rejection", "commit_window",
+    "snapshot_output", "pack_draft_rows", "begin_draft", "combine_draft_inputs", "select_last_rows", "advance_draft",
+    "draft_ngram",
 )  # fmt: skip
 """Every contract module, in the order of a step; each registers one contract and owns its record, `<CamelCase>V1`."""
 
 __all__ = [
-    "COMPOSITES", "REGISTRY", "AdvanceDraftV1", "ArgmaxV1", "BeginDraftV1", "CombineDraftInputsV1", "CommitWindowV1",
-    "Composite", "CompositeArgs", "EmbedV1", "GatherRowsV1", "GumbelNoiseV1", "LinearV1", "PackDraftRowsV1",
-    "PackLogitRowsV1", "PackRowsV1", "PagedAttentionV1", "ProcessLogitsV1", "ReserveBlocksV1", "ResidualAddV1",
-    "RmsNormV1", "RopeKvWriteV1", "SampleV1", "SelectLastRowsV1", "SnapshotOutputV1", "SwigluV1", "UpdateBlocksV1",
-    "UpdateSlotsV1", "UpdateTokensV1", "VerifyMatchV1",
+    "COMPOSITES", "REGISTRY", "AdvanceDraftV1", "ArgmaxV1", "BeginDraftV1", "BiasLogitsV1", "CombineDraftInputsV1",
+    "CommitWindowV1", "Composite", "CompositeArgs", "DraftNgramV1", "DrawDraftV1", "EmbedV1", "FilterProbsV1",
+    "ForbidTokensV1", "ForceChoicesV1", "GatherRowsV1", "GumbelNoiseV1", "LinearV1", "PackDraftRowsV1", "PackLogitRowsV1",
+    "PackRowsV1", "PagedAttentionV1", "PenaliseLogitsV1", "ProcessLogitsV1", "ReserveBlocksV1", "ResidualAddV1", "RmsNormV1",
+    "RopeKvWriteV1", "SampleV1", "SelectLastRowsV1", "SnapshotOutputV1", "SwigluV1", "UniformNoiseV1", "UpdateBadWordsV1",
+    "UpdateBiasesV1", "UpdateBlocksV1", "UpdateSlotsV1", "UpdateTokensV1", "VerifyMatchV1", "VerifyRejectionV1",
 ]  # fmt: skip
 
 

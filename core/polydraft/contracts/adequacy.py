@@ -53,7 +53,7 @@ class Adequacy:
         return "\n".join(lines) or f"{self.contract}: {counts}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Trial:
     """A case with the golden's answer."""
 

@@ -30,10 +30,14 @@ else:  # only type checkers need it
 
 Array = NDArray[Any]
 Access = Literal["in", "out", "inout"]
-Unit = Literal["rows", "logit_rows", "seqs", "slot_updates", "token_updates", "block_updates"]
+Unit = Literal[
+    "rows", "logit_rows", "seqs", "slot_updates", "token_updates", "block_updates", "bias_updates", "bad_word_updates",
+]  # fmt: skip
 """What a launch length counts. `rows`: packed token rows of a pass; `logit_rows`: rows that need logits; `seqs`: scheduled
 sequences in launch order; the `*_updates`: staged writes of this step."""
-UNITS: tuple[Unit, ...] = ("rows", "logit_rows", "seqs", "slot_updates", "token_updates", "block_updates")
+UNITS: tuple[Unit, ...] = (
+    "rows", "logit_rows", "seqs", "slot_updates", "token_updates", "block_updates", "bias_updates", "bad_word_updates",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -160,7 +164,8 @@ class Limits:
 
     `max_seqs` slots (B), `num_drafts` per round (K), `max_rows` packed rows of a pass (R), `max_logit_rows` (NL),
     `max_len` tokens of one sequence (L), `block_size` tokens of a block, `num_blocks` in the pool, `max_blocks` entries of a
-    slot's block table (MB), `max_stop_tokens` (S), `vocab_size` (V).
+    slot's block table (MB), `max_stop_tokens` (S), `vocab_size` (V), `max_biases` (A) and `max_bad_words` (X): places of a slot's
+    tables of logit biases and of bad words.
     """
 
     max_seqs: int
@@ -173,6 +178,8 @@ class Limits:
     max_blocks: int
     max_stop_tokens: int
     vocab_size: int
+    max_biases: int = 1
+    max_bad_words: int = 1
 
     @property
     def window(self) -> int:

@@ -133,14 +133,13 @@ def compare(contract: Contract, case: Case, got: Mapping[str, Any], want: Mappin
     """
     mismatches: list[Mismatch] = []
     nearest: Headroom | None = None
-    elements = 0
+    elements = sum(one.value.size for one in want.values())
     for name in [*want, *(extra for extra in got if extra not in want)]:
         wrong, near = _argument(contract, case, name, got.get(name), want.get(name))
         if wrong is not None:
             mismatches.append(wrong)
         if near is not None and (nearest is None or near.ratio > nearest.ratio):
             nearest = near
-        elements += want[name].value.size if name in want else 0
     if elements == 0 and not mismatches:
         mismatches.append(
             Mismatch(contract.key, case.name, "the comparison", "nothing", "without a single element", "at least one")
@@ -203,13 +202,12 @@ def _excess(value: Array, want: Expected) -> Array:
     with np.errstate(all="ignore"):
         error = np.abs(value - want.value)
         ratio = np.where(error == 0.0, 0.0, error / want.allowed)
-    comparable = np.isfinite(value) & np.isfinite(want.value) & np.isfinite(want.allowed)
-    return np.where(comparable, ratio, np.inf)
+    return np.where(np.isfinite(ratio) & np.isfinite(want.allowed), ratio, np.inf)
 
 
 def _headroom(name: str, value: Array, want: Expected) -> Headroom | None:
     """The nearest element among those that were computed, are finite, and are allowed an error."""
-    if want.allowed is None or value.size == 0:
+    if want.allowed is None:
         return None
     computed = ~_same(want.before, want.value) & np.isfinite(want.value) & np.isfinite(value) & (want.allowed > 0.0)
     if not computed.any():

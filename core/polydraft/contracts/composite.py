@@ -37,6 +37,8 @@ CAPACITY: Final[Mapping[str, str]] = {
     "slot_updates": "U",
     "token_updates": "T",
     "block_updates": "M",
+    "bias_updates": "J",
+    "bad_word_updates": "Y",
 }
 """Unit to the shape symbol of its capacity."""
 

@@ -21,6 +21,8 @@ UNIT_MEANING: Final[Mapping[str, str]] = {
     "slot_updates": "staged whole-slot writes of this step",
     "token_updates": "staged token writes of this step",
     "block_updates": "staged block-table writes of this step",
+    "bias_updates": "staged logit-bias writes of this step",
+    "bad_word_updates": "staged bad-word writes of this step",
     "any": "rows, of whatever pass launches it",
 }
 """What a launch length counts."""
@@ -35,9 +37,13 @@ SYMBOL_MEANING: Final[Mapping[str, str]] = {
     "L": "tokens of a history",
     "MB": "entries of a slot's block table",
     "S": "stop tokens of a slot",
+    "A": "logit biases of a slot",
+    "X": "places for the bad words of a slot",
     "U": "staged slot writes",
     "T": "staged token writes",
     "M": "staged block-table writes",
+    "J": "staged logit-bias writes",
+    "Y": "staged bad-word writes",
     "F": "columns of a slot write",
     "C": "columns of a snapshot record",
     "V": "tokens of the vocabulary",

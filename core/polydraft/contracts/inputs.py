@@ -146,6 +146,8 @@ def limits_of(contract: Contract, case: Case) -> Limits:
         max_blocks=max_blocks,
         max_stop_tokens=size.get("S", 1),
         vocab_size=size.get("V", 1),
+        max_biases=size.get("A", 1),
+        max_bad_words=size.get("X", 1),
     )
 
 

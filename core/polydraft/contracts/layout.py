@@ -9,8 +9,8 @@ from typing import Final
 
 
 class SlotUpdate(IntEnum):
-    """Column of an `update_slots` row; `temperature`, `top_p` and `min_p` travel as the bits of a float32, the two seed
-    words as the bits of a uint32. The stop tokens of the slot follow, `NO_TOKEN` in unused places."""
+    """Column of an `update_slots` row; `temperature`, `top_p`, `min_p` and the three penalties travel as the bits of a float32,
+    the two seed words as the bits of a uint32. The stop tokens of the slot follow, `NO_TOKEN` in unused places."""
 
     SLOT = 0
     PHASE = 1
@@ -26,6 +26,12 @@ class SlotUpdate(IntEnum):
     TEMPERATURE = 11
     TOP_P = 12
     MIN_P = 13
+    REPETITION_PENALTY = 14
+    PRESENCE_PENALTY = 15
+    FREQUENCY_PENALTY = 16
+    MIN_TOKENS = 17
+    NUM_BIASES = 18
+    BAD_LEN = 19
 
 
 class Snapshot(IntEnum):

@@ -213,17 +213,29 @@ def _unwritten(path: str) -> Run:
 
 
 class Shown(np.ndarray[Any, Any]):
-    """What a mutant shows of an array: what is stored in it reaches the true array too, and reads are noted."""
+    """What a mutant shows of an array: what is stored in it reaches the true array too, and reads are noted.
+
+    Storing by index arrives at once and exactly; whatever else writes (views, `fill`, in-place arithmetic) arrives with
+    `settle`, as far as it changed something.
+    """
 
     true: Array | None = None
+    first: Array
     was_read = False
 
     @classmethod
     def of(cls, true: Array, false: Array) -> Shown:
         """Show `false` for `true`, of the same shape and dtype."""
         shown = np.array(false, true.dtype).view(cls)
-        shown.true = true
+        shown.true, shown.first = true, np.array(false, true.dtype)
         return shown
+
+    def settle(self) -> None:
+        """Bring the true array up to date; to be called once, when the golden is done."""
+        if self.true is not None:
+            now = np.asarray(self)
+            changed = (now != self.first) & ~(np.isnan(now) & np.isnan(self.first))
+            self.true[changed] = now[changed]
 
     def __array_finalize__(self, source: Any) -> None:
         if isinstance(source, Shown):  # a copy or a view of it, which is an array of its own
@@ -257,11 +269,13 @@ def _misread(paths: Sequence[str], change: Change) -> Run:
     """Let the golden read changed arrays; what it writes there arrives in the true ones."""
 
     def run(golden: Golden, a: Any, n: int) -> None:
-        faulty = a
-        for path in paths:
-            true = _get(a, path)
-            if true is not None:  # else an optional weight that this case leaves out
-                faulty = _with(faulty, path, Shown.of(true, change(true, n)))
+        given = {path: _get(a, path) for path in paths}
+        shown = {path: Shown.of(true, change(true, n)) for path, true in given.items() if true is not None}
+        faulty = a  # arguments that this case leaves out stay None
+        for path, false in shown.items():
+            faulty = _with(faulty, path, false)
         golden(faulty, n)
+        for false in shown.values():
+            false.settle()
 
     return run

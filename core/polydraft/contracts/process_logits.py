@@ -1,6 +1,8 @@
-"""Defines `process_logits`: the one place where logits change between the head and the choice of a token.
+"""Defines `process_logits`: the processing that every row of logits gets, the mask of the padded vocabulary.
 
-The step program launches it on target logits. It never normalises and never touches a row without a slot.
+The step program launches it behind the head, on target and draft logits; what single requests ask for follows in contracts of
+its own (`penalise_logits`, `bias_logits`, `forbid_tokens`), in steps of which some slot asks. It never normalises and never
+touches a row without a slot.
 """
 
 from __future__ import annotations

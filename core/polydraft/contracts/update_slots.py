@@ -35,14 +35,23 @@ class UpdateSlotsV1(Args):
     temperature: Buffer = tensor("B", "f32", "Sampling temperature; 0: greedy.", access="inout")
     top_p: Buffer = tensor("B", "f32", "Probability mass kept when sampling.", access="inout")
     min_p: Buffer = tensor("B", "f32", "Smallest probability kept, relative to the largest.", access="inout")
+    repetition_penalty: Buffer = tensor("B", "f32", "Factor on logits of tokens in the text; 1: off.", access="inout")
+    presence_penalty: Buffer = tensor("B", "f32", "Taken off tokens generated before; 0: off.", access="inout")
+    frequency_penalty: Buffer = tensor("B", "f32", "Taken off for each time a token was generated; 0: off.", access="inout")
+    min_tokens: Buffer = tensor("B", "i32", "Tokens to generate before a stop token may come.", access="inout")
+    num_biases: Buffer = tensor("B", "i32", "Entries of the slot's table of logit biases.", access="inout")
+    bad_len: Buffer = tensor("B", "i32", "Places in use of the slot's table of bad words.", access="inout")
     stop_tokens: Buffer = tensor("B S", "i32", "Tokens that end the request; NO_TOKEN in unused places.", access="inout")
     drafts: Buffer = tensor("B K", "i32", "Drafts waiting; set to NO_TOKEN.", access="inout")
     block_table: Buffer = tensor("B MB", "i32", "Granted blocks; set to NO_BLOCK.", access="inout")
 
 
-INTEGERS = ("phase", "prompt_len", "num_generated", "kv_len", "prefill_len", "max_total", "epoch", "top_k")
+INTEGERS = (
+    "phase", "prompt_len", "num_generated", "kv_len", "prefill_len", "max_total", "epoch", "top_k", "min_tokens", "num_biases",
+    "bad_len",
+)  # fmt: skip
 """Fields copied from the column of the same name."""
-FLOATS = ("temperature", "top_p", "min_p")
+FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 """Fields whose column holds float32 bits."""
 
 
@@ -104,7 +113,8 @@ def cases() -> Iterator[Case]:
     yield _case("nothing_to_do", rows, 0, rng)
     words = _update(1, rng, seed_low=-1, seed_high=-(2**31))
     yield _case("seed_words_with_the_highest_bit", [words, words], 1, rng)
-    floats = {name: int(np.float32(value).view(np.int32)) for name, value in zip(FLOATS, (0.0, 1.0, -0.0), strict=True)}
+    values = dict(zip(FLOATS, (0.0, 1.0, -0.0, 1.5, -2.0, 1e-8), strict=True))
+    floats = {name: int(np.float32(value).view(np.int32)) for name, value in values.items()}
     yield _case("floats_are_bits_not_numbers", [_update(2, rng, **floats), rows[0]], 1, rng)
     ended = _update(2, rng)
     ended[SLOT_UPDATE_STOP_TOKENS:] = [7, NO_TOKEN]

@@ -21,7 +21,9 @@ from polydraft.runtime.program import ProgramBuilder
 
 ChooseTokens = Callable[..., None]
 """`choose(program, logits=, row_slot=, positions=, ahead=, tokens=, noise=, unit=, room=)`: append processing and choice of one
-token a row with the same rules, parameters and noise as the target's rows."""
+token a row, at most one row a slot, by the rules and parameters of the target's rows and, but for rejection verification,
+with their noise. `positions + ahead` is the position that the token stands for; drafts before it in this round must be filed
+in `state.drafts` and `state.draft_len` by then. `logits` and `noise` are [N, V] float32 and are overwritten."""
 
 
 @dataclass(frozen=True)
@@ -43,15 +45,32 @@ class ProposerContext:
     init_forward_meta: Callable[[PassBuffers], ForwardMeta]
     choose: ChooseTokens
     sampling: bool
-    """Whether this program serves slots that sample."""
+    """Whether noise is stored: what a proposer gives to `choose` as `noise` then has a row for each row of logits, else one."""
     dtype: str
 
 
+@dataclass(frozen=True)
+class ProposerShape:
+    """What graph policy and `--explain` need to know of a proposer's launches."""
+
+    max_width: int
+    """Most drafts it makes for one slot."""
+    fixed: bool
+    """Whether it always makes as many as the budget allows."""
+    one_call: bool
+    """All drafts in one launch, or one pass a draft."""
+
+
 class Proposer(Protocol):
-    """Drafts for every scheduled slot, in place on the device."""
+    """Drafts for every scheduled slot, in place on the device.
+
+    One whose every draft comes from `choose` may set `soft = True`: under rejection verification a draft is then held against
+    the distribution it was drawn from. Any other draft counts as certain, which is as lossless but accepts less."""
 
     @property
     def name(self) -> str: ...
+    @property
+    def shape(self) -> ProposerShape: ...
 
     def append(self, program: ProgramBuilder, *, sampling: bool) -> None:
         """Append launches that run after the step's commit: they must leave `state.drafts` [B, K] and `state.draft_len` [B]
@@ -94,10 +113,12 @@ class ProposerRegistry:
 def built_in() -> ProposerRegistry:
     """A registry with the proposers of core."""
     from polydraft.proposers.mtp import MtpProposer
+    from polydraft.proposers.ngram import NgramProposer
     from polydraft.proposers.none import NoProposer
 
     registry = ProposerRegistry()
     registry.register("mtp", MtpProposer, plugin="polydraft")
+    registry.register("ngram", NgramProposer, plugin="polydraft")
     registry.register("none", NoProposer, plugin="polydraft")
     return registry
 

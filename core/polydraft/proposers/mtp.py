@@ -23,7 +23,7 @@ from polydraft.contracts.select_last_rows import SelectLastRowsV1
 from polydraft.device import Buffer
 from polydraft.errors import CapabilityError
 from polydraft.models.decoder import Norm, PassRows, emit_block, emit_embed, emit_linear, emit_norm
-from polydraft.proposers.base import ProposerContext
+from polydraft.proposers.base import ProposerContext, ProposerShape
 from polydraft.runtime.buffers import Scratch
 from polydraft.runtime.program import ProgramBuilder
 
@@ -34,12 +34,14 @@ class MtpProposer:
     """Drafts with one MTP layer; every switch of `Mtp` is data here."""
 
     name = "mtp"
+    soft = True
 
     def __init__(self, context: ProposerContext) -> None:
         model, limits, device = context.model, context.limits, context.device
         if model.mtp is None:
             raise CapabilityError(f"proposer 'mtp' needs an MTP head: {model.mtp_note}; use --proposer none")
         self._c, self._mtp = context, model.mtp
+        self.shape = ProposerShape(max_width=limits.num_drafts, fixed=True, one_call=False)
         self._norm = Norm(model.eps, model.norm_plus_one)
         attention, hidden = model.mtp.block.attention, model.hidden_size
         spec = CacheSpec(limits.num_blocks, limits.block_size, attention.num_kv_heads, attention.head_dim, context.dtype)
@@ -84,13 +86,14 @@ class MtpProposer:
 
     def append(self, program: ProgramBuilder, *, sampling: bool) -> None:
         """One pass over the target's rows, then K - 1 passes of one row a sequence."""
+        del sampling
         self._begin(program)
         for index in range(self._c.limits.num_drafts):
             room = f"draft {index}"
             rows = self._extend_rows if index == 0 else self._advance_rows
             self._layer(program, index, rows, room)
             self._select(program, index, room)
-            self._choose(program, index, room, sampling)
+            self._choose(program, index, room)
 
     def _begin(self, program: ProgramBuilder) -> None:
         c, s, t = self._c, self._c.state, self._c.step
@@ -154,13 +157,13 @@ class MtpProposer:
         weight = self._c.weights[f"{LAYER}.final_norm" if self._mtp.final_norm == "own" else "norm"]
         emit_norm(program, self._norm, weight, x=self._last, out=self._last_normed, unit="seqs", room=room)
 
-    def _choose(self, program: ProgramBuilder, index: int, room: str, sampling: bool) -> None:
+    def _choose(self, program: ProgramBuilder, index: int, room: str) -> None:
         """Logits, one token a sequence by the target's own rules and noise, and the step to the next pass."""
         c, s = self._c, self._c.state
         emit_linear(program, c.weights["lm_head"], x=self._last_normed, out=self._logits, unit="seqs", room=room)
         c.choose(
             program, logits=self._logits, row_slot=self._slot, positions=self._position, ahead=2,
-            tokens=self._chosen, noise=self._noise, unit="seqs", room=room, sampling=sampling,
+            tokens=self._chosen, noise=self._noise, unit="seqs", room=room,
         )  # fmt: skip
         advance = AdvanceDraftV1(
             pass_index=index, chosen=self._chosen, draft_budget=self._budget, draft_slot=self._slot,

@@ -5,7 +5,7 @@ Chosen by `--proposer none` or K = 0, and the baseline that every other proposer
 
 from __future__ import annotations
 
-from polydraft.proposers.base import ProposerContext
+from polydraft.proposers.base import ProposerContext, ProposerShape
 from polydraft.runtime.program import ProgramBuilder
 
 
@@ -16,6 +16,7 @@ class NoProposer:
 
     def __init__(self, context: ProposerContext) -> None:
         del context
+        self.shape = ProposerShape(max_width=0, fixed=True, one_call=True)
 
     def append(self, program: ProgramBuilder, *, sampling: bool) -> None:
         """Nothing to launch."""

@@ -35,6 +35,7 @@ def polydraft_backend_info() -> BackendInfo:
         summary="float32 NumPy on the CPU: the readable backend that the others are measured against",
         devices=("cpu",),
         capabilities=CAPABILITIES,
+        evidence="silicon",
         contract_versions=MappingProxyType(
             {name: 1 if name in COMPOSITES else REGISTRY[name].version for name in kernel_names()}
         ),

@@ -105,7 +105,8 @@ class ReferenceDevice:
         except MemoryError as error:
             size = math.prod(shape) * DTYPES[dtype].itemsize
             raise DeviceError(
-                f"device {self.spec} could not allocate {size:,} bytes for {name}; lower --num-blocks, --max-num-seqs or --max-batched-tokens"
+                f"device {self.spec} could not allocate {size:,} bytes for {name}; lower --num-blocks, --max-num-seqs or "
+                "--max-batched-tokens"
             ) from error
         if self.poison:
             poison_array(array)
@@ -140,7 +141,7 @@ class ReferenceDevice:
     # -- the rest ----------------------------------------------------------------------------------
     def bind_kernel(self, kernel: Kernel) -> NumpyProvider:
         """The provider through which this device runs a NumPy kernel."""
-        return self.provider(kernel, self.enqueue)
+        return self.provider(kernel, self.enqueue, self.counters)
 
     def memory(self) -> int:
         """Bytes ever allocated (nothing is freed before `close`)."""

@@ -102,6 +102,7 @@ class NumpyForwardMeta:
     def fill(self, stream: Stream, step: StepMeta) -> None:
         """Enqueue the grouping of the rows now in the pass's buffers."""
         n = step.launch_rows
+        self._device.counters.launches += 1
         self._device.enqueue(stream, lambda: self._build(n))
 
     def _build(self, n: int) -> None:

@@ -187,7 +187,8 @@ def attend(a: Any, segment: Segment, out: Array) -> None:
 def score_keys(a: Any, segment: Segment, q: Array, gathered: Array | None) -> Array:
     """q [kv_heads, runs, M, dim] times keys -> [kv_heads, runs, M, C]; -inf behind the keys of a run read in place."""
     if gathered is not None:
-        return np.matmul(q, gathered[0].swapaxes(-1, -2))
+        product: Array = np.matmul(q, gathered[0].swapaxes(-1, -2))
+        return product
     keys = a.cache.kv[0].swapaxes(-1, -2)
     scores = np.full((*q.shape[:3], segment.keys.shape[1]), -np.inf, np.float32)
     for run, (first, count) in enumerate(segment.spans):
@@ -198,7 +199,8 @@ def score_keys(a: Any, segment: Segment, q: Array, gathered: Array | None) -> Ar
 def mix_values(a: Any, segment: Segment, weights: Array, gathered: Array | None) -> Array:
     """weights [kv_heads, runs, M, C] times values -> [kv_heads, runs, M, dim]."""
     if gathered is not None:
-        return np.matmul(weights, gathered[1])
+        product: Array = np.matmul(weights, gathered[1])
+        return product
     values = a.cache.kv[1]
     mixed = np.empty((*weights.shape[:3], a.head_dim), np.float32)
     for run, (first, count) in enumerate(segment.spans):

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
 from polydraft.contracts.base import Args, Limits, Workspace
 from polydraft.contracts.composite import CompositeArgs
-from polydraft.device import Launch, Stream
+from polydraft.device import DeviceCounters, Launch, Stream
 
 Run = Callable[[int], None]
 """A kernel bound to its arrays: does the work for a launch length."""
@@ -46,17 +46,22 @@ def arrays_of(args: Args | CompositeArgs) -> SimpleNamespace:
 
 @dataclass(frozen=True)
 class NumpyProvider:
-    """A `Provider` over a NumPy kernel; `enqueue` decides when it runs."""
+    """A `Provider` over a NumPy kernel; `enqueue` decides when it runs, its launches are counted in `counters`."""
 
     kernel: Kernel
     enqueue: Enqueue
+    counters: DeviceCounters = field(default_factory=DeviceCounters)
 
     def bind(self, args: Any, limits: Limits, workspace: Workspace | None) -> Launch:
         """Resolve the arrays once and return the launch."""
         del workspace
-        run = self.kernel(arrays_of(args), limits)
-        enqueue = self.enqueue
-        return lambda stream, n: enqueue(stream, lambda: run(n))
+        run, enqueue, counters = self.kernel(arrays_of(args), limits), self.enqueue, self.counters
+
+        def launch(stream: Stream, n: int) -> None:
+            counters.launches += 1
+            enqueue(stream, lambda: run(n))
+
+        return launch
 
     def workspace_bytes(self, args: Any, limits: Limits) -> int:
         """NumPy kernels bring their own temporaries (declared as `pool_temporaries`)."""
@@ -71,5 +76,11 @@ class EagerProvider(NumpyProvider):
     def bind(self, args: Any, limits: Limits, workspace: Workspace | None) -> Launch:
         """As `NumpyProvider.bind`, without a queue in between."""
         del workspace
-        run = self.kernel(arrays_of(args), limits)
-        return lambda stream, n: run(n)
+        run, counters = self.kernel(arrays_of(args), limits), self.counters
+
+        def launch(stream: Stream, n: int) -> None:
+            del stream
+            counters.launches += 1
+            run(n)
+
+        return launch

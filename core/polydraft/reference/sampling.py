@@ -35,7 +35,8 @@ def best(logits: Array, row_slot: Array) -> Array:
     how such rows are found without a scan."""
     tokens = logits.argmax(axis=1)
     top = logits[np.arange(len(tokens)), tokens]
-    return np.where((row_slot < 0) | ~np.isfinite(top), NO_TOKEN, tokens)
+    chosen: Array = np.where((row_slot < 0) | ~np.isfinite(top), NO_TOKEN, tokens)
+    return chosen
 
 
 def threefry(key: tuple[Array, Array], counter: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -113,10 +114,10 @@ def _choose(a: Any, n: int, noise_of: Any) -> None:
 
 
 def filtered_argmax(z: Array, noise: Array, *, top_k: Array, top_p: Array, min_p: Array) -> Array:
-    """Argmax of z + noise over the tokens that the filters keep, row by row independent. z, noise [rows, V]; parameters [rows]."""
+    """Argmax of z + noise over the tokens that the filters keep, each row by itself. z, noise [rows, V]; parameters [rows]."""
     finite = np.isfinite(z).any(axis=1)
     filtered = finite & (((top_k > 0) & (top_k < z.shape[1])) | (top_p < 1.0) | (min_p > 0.0))
-    tokens = (z + noise).argmax(axis=1)
+    tokens: Array = (z + noise).argmax(axis=1)
     tokens[~finite] = NO_TOKEN
     for row in np.flatnonzero(filtered):
         kept = kept_tokens(z[row], int(top_k[row]), float(top_p[row]), float(min_p[row]))

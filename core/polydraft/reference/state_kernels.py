@@ -18,11 +18,13 @@ from polydraft.sentinels import NO_BLOCK, NO_ROW, NO_TOKEN, PAD_SLOT, Finish, Ph
 # Plain integers: comparing an array with an IntEnum member costs a conversion a call.
 PREFILL, DECODE, PAUSED, FINISHED = (int(p) for p in (Phase.PREFILL, Phase.DECODE, Phase.PAUSED, Phase.FINISHED))
 NONE, STOP, LENGTH, ERROR = (int(f) for f in (Finish.NONE, Finish.STOP, Finish.LENGTH, Finish.ERROR))
-COPIED = tuple(
-    (int(SlotUpdate[name.upper()]), name)
-    for name in ("phase", "prompt_len", "num_generated", "kv_len", "prefill_len", "max_total", "epoch", "top_k")
-)
-RECAST = tuple((int(SlotUpdate[name.upper()]), name) for name in ("temperature", "top_p", "min_p"))
+INTEGERS = (
+    "phase", "prompt_len", "num_generated", "kv_len", "prefill_len", "max_total", "epoch", "top_k", "min_tokens", "num_biases",
+    "bad_len",
+)  # fmt: skip
+FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+COPIED = tuple((int(SlotUpdate[name.upper()]), name) for name in INTEGERS)
+RECAST = tuple((int(SlotUpdate[name.upper()]), name) for name in FLOATS)
 """Columns that hold the bits of a float32."""
 
 
@@ -63,6 +65,20 @@ def update_blocks(a: Any, n: int) -> None:
     """Scatter block-table entries."""
     slot, index, block = _listed(a.updates[:n]).T
     a.block_table[slot, index] = block
+
+
+def update_biases(a: Any, n: int) -> None:
+    """Scatter entries of the tables of logit biases."""
+    rows = _listed(a.updates[:n])
+    slot, entry, token, _ = rows.T
+    a.bias_ids[slot, entry] = token
+    a.biases[slot, entry] = rows[:, 3].view(np.float32)
+
+
+def update_bad_words(a: Any, n: int) -> None:
+    """Scatter places of the tables of bad words."""
+    slot, place, token = _listed(a.updates[:n]).T
+    a.bad_words[slot, place] = token
 
 
 def reserve_blocks(a: Any, n: int) -> None:
@@ -128,6 +144,19 @@ def pack_logit_rows(a: Any, n: int) -> None:
     a.logit_slot[:rows] = slots[sequence]
     np.add(kv_len[sequence] + 1, offset, out=a.logit_position[:rows], casting="same_kind")
     a.logit_row[rows:n], a.logit_slot[rows:n], a.logit_position[rows:n] = NO_ROW, PAD_SLOT, 0
+
+
+def force_choices(a: Any, n: int) -> None:
+    """All verified drafts at once."""
+    slots = _indices(a.slot_order[:n])
+    places = np.arange(a.drafts.shape[1])
+    forced = (places < a.logit_len[:n, None] - 1) & (slots >= 0)[:, None]
+    sequence, place = forced.nonzero()
+    rows = a.logit_start[sequence] + place
+    chosen, draft = a.choices[rows], a.drafts[slots[sequence], place]
+    other = np.where(chosen == draft, (draft + 1) % a.num_valid, chosen)
+    wanted = np.where(a.uniforms[rows] < a.chances[place], draft, other)
+    a.choices[rows] = np.where(chosen == NO_TOKEN, NO_TOKEN, wanted)
 
 
 def verify_match(a: Any, n: int) -> None:
@@ -286,11 +315,36 @@ def advance_draft(a: Any, n: int) -> None:
     a.draft_slot[:n] = np.where(goes_on, slots, PAD_SLOT)
 
 
+def draft_ngram(a: Any, n: int) -> None:
+    """All drafting slots at once: one comparison of shifted histories for each run length, longest first."""
+    rows = (a.draft_slot[:n] >= 0).nonzero()[0]
+    if not rows.size:
+        return
+    slots = a.draft_slot[rows]
+    known = a.prompt_len[slots] + a.num_generated[slots]
+    text = a.tokens[slots, : known.max()]
+    places = np.arange(text.shape[1])
+    follows = np.zeros(len(slots), np.int64)
+    for size in range(min(a.max_ngram, text.shape[1]), a.min_ngram - 1, -1):
+        same = places <= (known - size - 1)[:, None]
+        for k in range(size):
+            last = np.take_along_axis(text, np.maximum(known - size + k, 0)[:, None], axis=1)
+            same[:, : text.shape[1] - k] &= text[:, k:] == last
+        latest = text.shape[1] - 1 - same[:, ::-1].argmax(axis=1)
+        follows = np.where((follows == 0) & same.any(axis=1), latest + size, follows)
+    found = np.where(follows > 0, np.minimum(a.draft_budget[rows], known - follows), 0)
+    for j in range(a.drafts.shape[1]):
+        some = found > j
+        a.drafts[slots[some], j] = text[some, follows[some] + j]
+    a.draft_len[slots] = found
+
+
 KERNELS: dict[str, Kernel] = {
     "verify_match+commit_window": plain(verify_and_commit),
     **{function.__name__: plain(function) for function in (
-        update_slots, update_tokens, update_blocks, reserve_blocks, pack_rows, pack_logit_rows, verify_match,
-        commit_window, snapshot_output, pack_draft_rows, begin_draft, advance_draft,
+        update_slots, update_tokens, update_blocks, update_biases, update_bad_words, reserve_blocks, pack_rows,
+        pack_logit_rows, force_choices, verify_match, commit_window, snapshot_output, pack_draft_rows, begin_draft,
+        advance_draft, draft_ngram,
     )},
 }  # fmt: skip
 """Contract or composite name to kernel."""

@@ -36,9 +36,9 @@ class NumpyCache:
 
     __slots__ = ("kv", "spec")
 
-    def __init__(self, spec: CacheSpec) -> None:
-        self.spec = spec
-        self.kv = np.full((2, spec.num_kv_heads, spec.num_blocks * spec.block_size, spec.head_dim), np.nan, np.float32)
+    def __init__(self, spec: CacheSpec, rows: Array) -> None:
+        self.spec, self.kv = spec, rows
+        rows.fill(np.nan)
 
     @property
     def nbytes(self) -> int:
@@ -58,9 +58,9 @@ class NumpyCache:
 
 def kernels(row_invariant: bool) -> dict[str, Kernel]:
     """Contract (or composite) name to kernel; `row_invariant` chooses fixed-tile arithmetic where it matters."""
-    from polydraft.reference import invariant_kernels, numeric_kernels, state_kernels
+    from polydraft.reference import invariant_kernels, numeric_kernels, processing, rejection, state_kernels
 
-    table = {**state_kernels.KERNELS, **numeric_kernels.KERNELS}
+    table = {**state_kernels.KERNELS, **numeric_kernels.KERNELS, **processing.KERNELS, **rejection.KERNELS}
     if row_invariant:
         table.update(invariant_kernels.KERNELS)
     return table
@@ -95,8 +95,6 @@ class NumpyTable:
         return previous
 
     def allocate_cache(self, spec: CacheSpec) -> NumpyCache:
-        """A fresh cache, counted as one allocation."""
-        cache = NumpyCache(spec)
-        self._device.counters.allocations += 1
-        self._device.counters.bytes_allocated += cache.nbytes
-        return cache
+        """A fresh cache, counted as one allocation; `DeviceError` when memory is short."""
+        shape = (2, spec.num_kv_heads, spec.num_blocks * spec.block_size, spec.head_dim)
+        return NumpyCache(spec, self._device.empty("cache", shape, "f32").host_array)

@@ -27,6 +27,8 @@ class Capabilities:
     """Launches and copies return before they have run; events are needed to know. Overlap pays only here."""
     graph_capture: bool = False
     """`graph_capture` captures a run of launches and replays it on the same addresses."""
+    uncapturable: tuple[str, ...] = ()
+    """Contracts (and `forward_meta`) that cannot be captured: a step is then captured in pieces around them."""
     row_invariant: bool = False
     """A row's bits depend on that row alone (not on width, position, padded context, chunk or bucket), when asked for."""
     row_order: RowOrder = "slot"
@@ -66,7 +68,12 @@ class BackendInfo:
     capabilities: Capabilities = field(default_factory=Capabilities)
     contract_versions: Mapping[str, int] = field(default_factory=dict)
     """Contract name to the version implemented (composites by their composite name)."""
-    evidence: Literal["silicon", "custom device", "emulator", "compiled only", "double only"] = "silicon"
+    evidence: Literal["silicon", "custom device", "emulator", "compiled only", "double only"] = "double only"
+    """What its results were seen on; a backend says so itself, and claims nothing by default."""
+
+
+Backend = BackendInfo
+"""The name under which plugin authors import the record from `polydraft`."""
 
 
 class Weight(Protocol):
@@ -168,6 +175,7 @@ class DeviceOptions:
 
 
 __all__: Sequence[str] = [
+    "Backend",
     "BackendInfo", "Cache", "CacheSpec", "Capabilities", "Device", "DeviceOptions", "ForwardMeta", "KernelTable",
     "PassBuffers", "RowOrder", "StepMeta", "Weight",
 ]  # fmt: skip

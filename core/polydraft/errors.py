@@ -5,12 +5,16 @@ Raised from every room of the project and caught by the command line, which prin
 Never holds behaviour: the place that raises chooses the words, and each sentence says what, got, wanted, next step.
 """
 
+from collections.abc import Sequence
+
 __all__ = [
     "CapabilityError",
     "CheckpointError",
     "ConfigError",
     "ContractError",
     "DeviceError",
+    "GraphBufferError",
+    "HazardError",
     "OutOfBlocks",
     "PluginError",
     "PolydraftError",
@@ -52,3 +56,15 @@ class OutOfBlocks(PolydraftError):  # noqa: N818  the established name, also whe
 
 class DeviceError(PolydraftError):
     """A device cannot be opened, refuses memory, or reports a failed launch or copy."""
+
+
+class GraphBufferError(DeviceError):
+    """A captured graph would run on another address than it was captured with; names the buffer that moved or was freed."""
+
+
+class HazardError(PolydraftError):
+    """The hazard checker (`sanitize`) found something; `hazards` holds its findings (`polydraft.sanitize.Hazard`)."""
+
+    def __init__(self, message: str, hazards: Sequence[object] = ()) -> None:
+        super().__init__(message)
+        self.hazards = tuple(hazards)

@@ -5,13 +5,13 @@ an unimplemented hook means that the plugin does not offer that thing.
 
 Three families carry what really differs between platforms: *kernel launch* (`polydraft_kernels`), *graph capture*
 (`polydraft_graph_capture`) and *forward-metadata init* (`polydraft_init_forward_meta`); identity, device, extension and
-observer hooks surround them.
+observer hooks surround them. `docs/plugins.md` has a section for each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Protocol
 
 import pluggy
 
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from polydraft.backend import BackendInfo, DeviceOptions, ForwardMeta, KernelTable, PassBuffers
     from polydraft.contracts.base import Limits
     from polydraft.device import Device, GraphCapture
+    from polydraft.models.families import Family
+    from polydraft.proposers.base import Factory
+    from polydraft.runtime.plan import StepOutcome, StepPlan
 
 PROJECT = "polydraft"
 hookspec = pluggy.HookspecMarker(PROJECT)
@@ -28,16 +31,31 @@ hookimpl = pluggy.HookimplMarker(PROJECT)
 class StepObserver(Protocol):
     """Called with finished, host-side step records only, after a step has been applied."""
 
-    def step_finished(self, plan: Any, outcome: Any) -> None:
-        """`plan` is the frozen `StepPlan`, `outcome` the frozen `StepOutcome`; both are safe to keep."""
+    def step_finished(self, plan: StepPlan, outcome: StepOutcome) -> None:
+        """Both records are frozen and safe to keep; the host waits while this runs."""
+
+
+class RegisterProposer(Protocol):
+    """What `polydraft_proposers` is handed: `register(name, factory)`."""
+
+    def __call__(self, name: str, factory: Factory) -> None:
+        """Add a proposer under `name`; `ConfigError` when the name is taken."""
+
+
+class RegisterFamily(Protocol):
+    """What `polydraft_models` is handed: `register(family)`."""
+
+    def __call__(self, family: Family) -> None:
+        """Add a model family; `PluginError` when its architecture is taken."""
 
 
 @hookspec(firstresult=True)
 def polydraft_backend_info() -> BackendInfo:  # type: ignore[empty-body]
     """Say who you are: name, version, device pattern, capabilities, contract versions, availability with a reason.
 
-    Called by `doctor` and before a device is opened. Must be cheap: import no framework and touch no device; when a
-    library or device is missing return `available=False` with one sentence that names the next step.
+    Called once when the plugin is loaded, by an engine or by `doctor`, before any device is opened. Must be cheap: import no
+    framework and touch no device; when a library or device is missing return `available=False` with one sentence that
+    names the next step. `name` is the name of the entry point, `contract_versions` what `polydraft_kernels` offers.
     """
 
 
@@ -45,7 +63,8 @@ def polydraft_backend_info() -> BackendInfo:  # type: ignore[empty-body]
 def polydraft_open_device(spec: str, options: DeviceOptions) -> Device:  # type: ignore[empty-body]
     """Open the device named by `spec` ("" means your default) and return it.
 
-    Called once per engine. Raise `DeviceError` naming what is missing and what to do.
+    Called once per engine, after negotiation and before weights are read. Raise `DeviceError` naming what is missing and
+    what to do.
     """
 
 
@@ -61,7 +80,7 @@ def polydraft_kernels(device: Device) -> KernelTable:  # type: ignore[empty-body
 
 @hookspec(firstresult=True)
 def polydraft_graph_capture(device: Device) -> GraphCapture:  # type: ignore[empty-body]
-    """Return the capture facility. Called once, only when the capability `graph_capture` is declared.
+    """Return the capture facility. Required when the capability `graph_capture` is declared, and then called at most once.
 
     Buckets, order, warm-up, padding and refusals are core's business: capture records a run of launches, replay enqueues
     it again on the same addresses.
@@ -78,18 +97,27 @@ def polydraft_init_forward_meta(device: Device, buffers: PassBuffers, limits: Li
 
 
 @hookspec
-def polydraft_proposers(register: Callable[..., None]) -> None:
-    """Add proposers: call `register(name, factory)` for each; `factory(context)` returns a `Proposer`."""
+def polydraft_proposers(register: RegisterProposer) -> None:
+    """Add proposers: call `register(name, factory)` for each; `factory(context)` returns a `Proposer`.
+
+    Called once per engine, before negotiation. The factory runs only when its proposer is chosen.
+    """
 
 
 @hookspec
-def polydraft_models(register: Callable[..., None]) -> None:
-    """Add model families: call `register(family)` with a `polydraft.models.families.Family` for each architecture."""
+def polydraft_models(register: RegisterFamily) -> None:
+    """Add model families: call `register(family)` with a `polydraft.models.families.Family` for each architecture.
+
+    Called once per engine, before the checkpoint is opened.
+    """
 
 
 @hookspec
 def polydraft_step_observers() -> Iterable[StepObserver]:  # type: ignore[empty-body]
-    """Return observers of finished steps (metrics, tracing). Called once per engine; nothing is called per step without one."""
+    """Return observers of finished steps (metrics, tracing).
+
+    Called once per engine, when all else is built; nothing is called per step without an observer.
+    """
 
 
 HOOKS: tuple[str, ...] = (
@@ -102,3 +130,4 @@ HOOKS: tuple[str, ...] = (
     "polydraft_models",
     "polydraft_step_observers",
 )
+"""Every hook, in the order of this page."""

@@ -1,4 +1,4 @@
-"""Owns loading: entry points by name, one plugin manager per engine, validation, and the table of bound callables.
+"""Owns one engine's plugins: what was named, one plugin manager for it, and the typed facade through which hooks are asked.
 
 The engine, `doctor` and the conformance kit call it before the first step; everything wrong with a plugin is said here,
 naming plugin, hook and fix. It never loads what nobody named: an installed but unselected plugin changes nothing.
@@ -6,163 +6,117 @@ naming plugin, hook and fix. It never loads what nobody named: an installed but 
 
 from __future__ import annotations
 
-import hashlib
-import importlib
-import importlib.util
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from importlib.metadata import EntryPoint, entry_points
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pluggy
 
 from polydraft import hooks
-from polydraft.backend import BackendInfo, DeviceOptions, ForwardMeta, KernelTable, PassBuffers, Weight
-from polydraft.contracts.base import Limits, Provider
-from polydraft.device import Array, Device, GraphCapture
-from polydraft.errors import PluginError
-
-BACKENDS = "polydraft.backends"
-KERNELS = "polydraft.kernels"
-EXTENSIONS = "polydraft.extensions"
-REQUIRED_OF_BACKEND = (
-    "polydraft_backend_info",
-    "polydraft_open_device",
-    "polydraft_kernels",
-    "polydraft_init_forward_meta",
+from polydraft.backend import BackendInfo, DeviceOptions, ForwardMeta, KernelTable, PassBuffers
+from polydraft.contracts.base import Limits
+from polydraft.device import Device, GraphCapture
+from polydraft.errors import PluginError, PolydraftError
+from polydraft.kernel_table import BoundTable, Override, PackTable, Shadowed, lay_over
+from polydraft.plugin_checks import (
+    BACKEND,
+    EXTENSION,
+    EXTENSION_HOOKS,
+    PACK,
+    PartialTable,
+    Role,
+    check_claims,
+    check_hooks,
+    check_info,
+    check_result,
+    check_table,
+    implemented,
 )
+from polydraft.plugin_loading import digest, find, load_entry, load_file, origin
 
+__all__ = [
+    "BACKENDS",
+    "EXTENSIONS",
+    "KERNELS",
+    "BoundTable",
+    "Found",
+    "Loaded",
+    "Override",
+    "Plugins",
+    "Shadowed",
+    "find",
+    "survey",
+]
 
-def find(group: str) -> dict[str, EntryPoint]:
-    """Entry points of a group by name, sorted, so that installation order never matters. Two packages claiming one name
-    are an error that names both."""
-    found: dict[str, EntryPoint] = {}
-    for entry in sorted(entry_points(group=group), key=lambda e: (e.name, e.value)):
-        other = found.get(entry.name)
-        if other is not None and other.value != entry.value:
-            raise PluginError(
-                f"two packages register {entry.name!r} in {group}: {_origin(other)} and {_origin(entry)}; uninstall one"
-            )
-        found[entry.name] = entry
-    return found
-
-
-def _origin(entry: EntryPoint) -> str:
-    return f"{entry.dist.name if entry.dist else 'unknown'} ({entry.value})"
-
-
-def load_entry(group: str, name: str) -> Any:
-    """Import the one plugin that was named. Raises `PluginError` naming it, the cause and what to do."""
-    entries = find(group)
-    if name not in entries:
-        raise PluginError(f"no plugin {name!r} in {group}; installed: {', '.join(entries) or 'none'}; run `polydraft doctor`")
-    try:
-        return entries[name].load()
-    except Exception as error:
-        raise PluginError(
-            f"plugin {name!r} ({_origin(entries[name])}) failed to import: {type(error).__name__}: {error}; "
-            "repair or uninstall that package, or choose another backend"
-        ) from error
-
-
-def load_file(where: str) -> ModuleType:
-    """Import a plugin from a `FILE.py` path or an importable module name (`--plugin`)."""
-    try:
-        if not where.endswith(".py"):
-            return importlib.import_module(where)
-        path = Path(where)
-        spec = importlib.util.spec_from_file_location(path.stem, path)
-        if spec is None or spec.loader is None or not path.is_file():
-            raise PluginError(f"--plugin {where}: no such Python file; give a path to a file or an importable module")
-        module = importlib.util.module_from_spec(spec)
-        sys.modules.setdefault(path.stem, module)
-        spec.loader.exec_module(module)
-        return module
-    except PluginError:
-        raise
-    except Exception as error:
-        raise PluginError(f"--plugin {where} failed to import: {type(error).__name__}: {error}; repair it") from error
-
-
-def digest(plugin: object) -> str:
-    """First 16 hex digits of a SHA-256 over the Python sources of the plugin's package (or its single file)."""
-    file = getattr(plugin, "__file__", None)
-    if file is None:
-        return "unknown"
-    path = Path(file)
-    sources = sorted(path.parent.rglob("*.py")) if path.name == "__init__.py" else [path]
-    sha = hashlib.sha256()
-    for source in sources:
-        sha.update(source.name.encode())
-        sha.update(source.read_bytes())
-    return sha.hexdigest()[:16]
-
-
-def _check(manager: pluggy.PluginManager, plugin: object, name: str, required: Sequence[str]) -> None:
-    """Register one plugin and say what is wrong with it: unknown hook, unknown argument, missing hook."""
-    for attribute in dir(plugin):
-        marked = getattr(getattr(plugin, attribute, None), f"{hooks.PROJECT}_impl", None)
-        if ((attribute.startswith("polydraft_") and callable(getattr(plugin, attribute))) or marked is not None) and (
-            attribute not in hooks.HOOKS
-        ):
-            raise PluginError(
-                f"plugin {name!r} implements unknown hook {attribute!r}; known hooks: {', '.join(hooks.HOOKS)}; rename or remove it"
-            )
-        if attribute in hooks.HOOKS and marked is None:
-            raise PluginError(f"plugin {name!r} defines {attribute} without @hookimpl; decorate it with polydraft.hookimpl")
-    try:
-        manager.register(plugin, name)
-    except pluggy.PluginValidationError as error:
-        raise PluginError(
-            f"plugin {name!r} does not fit the hook's signature: {' '.join(str(error).split())}; fix its arguments"
-        ) from error
-    except ValueError as error:
-        raise PluginError(f"plugin {name!r} is registered twice: {error}; name it once") from error
-    for hook in required:
-        if not hasattr(plugin, hook):
-            raise PluginError(f"backend plugin {name!r} lacks the hook {hook}; implement it (see polydraft.hooks)")
+BACKENDS, KERNELS, EXTENSIONS = BACKEND.group, PACK.group, EXTENSION.group
+"""The three entry-point groups."""
 
 
 @dataclass(frozen=True)
-class Override:
-    """A contract that an enabled kernel pack serves instead of the backend."""
+class Loaded:
+    """A plugin that was named, imported and checked: what errors call it, what it is for, where it came from. A backend has
+    said who it is (`info`)."""
 
-    contract: str
-    pack: str
+    name: str
+    role: Role
+    origin: str
+    plugin: object
     digest: str
+    info: BackendInfo | None = None
+
+    @classmethod
+    def from_entry(cls, role: Role, name: str) -> Loaded:
+        """Import the entry point `name` of the role's group. A backend must call itself by that name."""
+        plugin = load_entry(role.group, name)
+        check_hooks(name, plugin, role)
+        info = _identity(name, plugin) if role is BACKEND else None
+        if info is not None and info.name != name:
+            raise PluginError(
+                f"plugin {name!r} ({origin(find(role.group)[name][0])}): polydraft_backend_info names it {info.name!r}, wanted "
+                "the name of its entry point; make the two equal"
+            )
+        return cls(name, role, origin(find(role.group)[name][0]), plugin, digest(plugin), info)
+
+    @classmethod
+    def from_option(cls, where: str) -> Loaded:
+        """What `--plugin` names: a file, an installed extension, or a module. Hooks tell what a file or module is for."""
+        if where in find(EXTENSIONS):
+            return cls.from_entry(EXTENSION, where)
+        module = load_file(where)
+        have = implemented(module)
+        role = BACKEND if "polydraft_backend_info" in have else PACK if "polydraft_kernels" in have else EXTENSION
+        name = Path(where).stem if where.endswith(".py") else where
+        check_hooks(name, module, role)
+        info = _identity(name, module) if role is BACKEND else None
+        return cls(info.name if info else name, role, where, module, digest(module), info)
+
+    @classmethod
+    def from_object(cls, plugin: object) -> Loaded:
+        """Take a backend that is at hand already."""
+        name = getattr(plugin, "__name__", type(plugin).__name__)
+        check_hooks(name, plugin, BACKEND)
+        info = _identity(name, plugin)
+        return cls(info.name, BACKEND, name, plugin, digest(plugin), info)
+
+    def report(self) -> dict[str, str]:
+        """Name, role, origin and digest, for `doctor` and every report."""
+        return {"name": self.name, "role": self.role.noun, "origin": self.origin, "digest": self.digest}
 
 
 @dataclass(frozen=True)
-class BoundTable:
-    """The kernel table of one engine: the backend's providers with those of enabled packs laid over it, in order."""
-
-    backend: KernelTable
-    providers: Mapping[str, Provider]
-    versions: Mapping[str, int]
-    overrides: tuple[Override, ...]
-
-    def prepare_weight(self, role: str, value: Array, dtype: str, previous: Weight | None = None) -> Weight:
-        """As `KernelTable.prepare_weight`, by the backend."""
-        return self.backend.prepare_weight(role, value, dtype, previous)
-
-    def allocate_cache(self, spec: Any) -> Any:
-        """As `KernelTable.allocate_cache`, by the backend."""
-        return self.backend.allocate_cache(spec)
-
-
-@dataclass
 class Plugins:
-    """One engine's plugins: a manager of its own, the backend, packs and extensions that were named."""
+    """One engine's plugins: a manager of its own, and the backend, packs and extensions that were named.
 
-    backend_name: str
+    `packs` lie in order of precedence; the first `num_ordered` of them are those that the user put in order."""
+
     manager: pluggy.PluginManager
-    backend: object
-    packs: tuple[tuple[str, object], ...] = ()
-    extensions: tuple[tuple[str, object], ...] = ()
-    digests: dict[str, str] = field(default_factory=dict)
+    backend: Loaded
+    packs: tuple[Loaded, ...] = ()
+    extensions: tuple[Loaded, ...] = ()
+    num_ordered: int = 0
 
     @classmethod
     def load(
@@ -173,108 +127,160 @@ class Plugins:
         extensions: Sequence[str] = (),
         files: Sequence[str] = (),
     ) -> Plugins:
-        """Load what was named and validate it. `backend` is an entry-point name, or a plugin object (tests, `--plugin`)."""
+        """Load what was named and validate it. `backend` is an entry-point name, the name of a backend in `files`, or a plugin
+        object. `packs` are named likewise, in order of precedence; a pack in `files` that they leave out is enabled too,
+        without a place in the order. Raises `PluginError`."""
+        given = [Loaded.from_option(where) for where in files]
+        chosen = _pick(BACKEND, backend, given) if isinstance(backend, str) else Loaded.from_object(backend)
+        ordered = [_pick(PACK, name, given) for name in packs]
+        unordered = [one for one in given if one.role is PACK and one not in ordered]
+        others = [Loaded.from_entry(EXTENSION, name) for name in extensions] + [one for one in given if one.role is EXTENSION]
+        for one in given:
+            if one.role is BACKEND and one is not chosen:
+                raise PluginError(
+                    f"--plugin {one.origin} brings the backend {one.name!r}, but {chosen.name!r} is selected; "
+                    f"add --backend {one.name}, or leave the plugin out"
+                )
         manager = pluggy.PluginManager(hooks.PROJECT)
         manager.add_hookspecs(hooks)
-        loaded_files = [(where, load_file(where)) for where in files]
-        provided = {
-            module.polydraft_backend_info().name: module
-            for _, module in loaded_files
-            if hasattr(module, "polydraft_backend_info")
-        }
-        if isinstance(backend, str):
-            name, plugin = backend, provided.get(backend) or load_entry(BACKENDS, backend)
-        else:
-            name, plugin = getattr(backend, "name", type(backend).__name__), backend
-        _check(manager, plugin, name, REQUIRED_OF_BACKEND)
-        loaded_packs = tuple((pack, load_entry(KERNELS, pack)) for pack in packs)
-        loaded_extensions = [(e, load_entry(EXTENSIONS, e)) for e in extensions]
-        loaded_extensions += [(where, m) for where, m in loaded_files if m is not plugin]
-        for other, module in (*loaded_packs, *loaded_extensions):
-            _check(manager, module, other, ())
-        self = cls(name, manager, plugin, loaded_packs, tuple(loaded_extensions))
-        self.digests = {n: digest(p) for n, p in ((name, plugin), *loaded_packs, *loaded_extensions)}
-        return self
+        for one in (chosen, *ordered, *unordered, *others):
+            _register(manager, one)
+        return cls(manager, chosen, (*ordered, *unordered), tuple(others), len(ordered))
+
+    @property
+    def backend_name(self) -> str:
+        """Name of the backend."""
+        return self.backend.name
+
+    @property
+    def loaded(self) -> tuple[Loaded, ...]:
+        """Backend, packs and extensions, in order of registration."""
+        return (self.backend, *self.packs, *self.extensions)
+
+    @property
+    def digests(self) -> dict[str, str]:
+        """Digest of every plugin by name."""
+        return {one.name: one.digest for one in self.loaded}
+
+    def report(self) -> list[dict[str, str]]:
+        """Every plugin of this engine with its digest, for `doctor` and every report."""
+        return [one.report() for one in self.loaded]
 
     def info(self) -> BackendInfo:
-        """The backend's identity, checked for type."""
-        info = self._call("polydraft_backend_info")
-        if not isinstance(info, BackendInfo):
-            raise PluginError(
-                f"plugin {self.backend_name!r}: polydraft_backend_info returned {type(info).__name__}, wanted BackendInfo"
-            )
-        return info
+        """The backend's identity, as it was when it was loaded."""
+        assert self.backend.info is not None, "a backend has said who it is before it is chosen"
+        return self.backend.info
 
     def open_device(self, spec: str, options: DeviceOptions) -> Device:
         """Open the backend's device."""
-        device: Device = self._call("polydraft_open_device", spec=spec, options=options)
+        device: Device = self._ask(self.backend, "polydraft_open_device", Device, spec=spec, options=options)
         return device
 
     def kernels(self, device: Device) -> BoundTable:
-        """The backend's table with the packs laid over it; the first pack named wins, a clash without an order cannot arise."""
-        table: KernelTable = self._call("polydraft_kernels", device=device)
-        check_versions(self.backend_name, table)
-        providers, versions = dict(table.providers), dict(table.versions)
-        overrides: dict[str, Override] = {}
-        for name, pack in self.packs:
-            extra: KernelTable = pack.polydraft_kernels(device=device)  # type: ignore[attr-defined]
-            check_versions(name, extra)
-            for contract, provider in extra.providers.items():
-                if contract not in overrides:
-                    overrides[contract] = Override(contract, name, self.digests[name])
-                    providers[contract], versions[contract] = provider, extra.versions[contract]
-        return BoundTable(table, providers, versions, tuple(overrides.values()))
+        """The backend's table with the packs laid over it, first wins. Raises `PluginError` for a table that does not fit, and
+        for two packs that claim one contract without an order."""
+        hook = "polydraft_kernels"
+        table: KernelTable = self._ask(self.backend, hook, KernelTable, device=device)
+        check_table(self.backend.name, table)
+        check_claims(self.backend.name, self.info(), table)
+        packs = []
+        for place, pack in enumerate(self.packs):
+            extra: PartialTable = self._ask(pack, hook, PartialTable, device=device)
+            check_table(pack.name, extra)
+            packs.append(PackTable(pack.name, pack.digest, extra, place < self.num_ordered))
+        return lay_over(self.backend.name, table, device, packs)
 
     def graph_capture(self, device: Device) -> GraphCapture:
         """The backend's capture facility; asked for only when the capability is declared."""
-        capture: GraphCapture = self._call("polydraft_graph_capture", device=device)
+        capture: GraphCapture = self._ask(self.backend, "polydraft_graph_capture", GraphCapture, device=device)
         return capture
 
     def init_forward_meta(self, device: Device, buffers: PassBuffers, limits: Limits) -> ForwardMeta:
         """The backend's metadata for one kind of pass."""
-        meta: ForwardMeta = self._call("polydraft_init_forward_meta", device=device, buffers=buffers, limits=limits)
+        hook = "polydraft_init_forward_meta"
+        meta: ForwardMeta = self._ask(self.backend, hook, ForwardMeta, device=device, buffers=buffers, limits=limits)
         return meta
 
     def collect(self, hook: str, register: Callable[..., None]) -> None:
-        """Run an extension hook of every loaded plugin with `register`."""
-        getattr(self.manager.hook, hook)(register=register)
+        """Run an extension hook of every loaded plugin, in order; `register` learns the plugin's name as `plugin=`."""
+        for one in self._with(hook):
+            self._ask(one, hook, None, register=functools.partial(register, plugin=one.name))
 
     def observers(self) -> list[hooks.StepObserver]:
-        """Observers of every loaded plugin, in registration order."""
-        return [o for group in reversed(self.manager.hook.polydraft_step_observers()) for o in group]
+        """Observers of every loaded plugin, in order."""
+        hook, found = "polydraft_step_observers", []
+        for one in self._with(hook):
+            with _named(one.name, hook):
+                mine = list(self._ask(one, hook, Iterable))
+            for observer in mine:
+                check_result(one.name, hook, observer, hooks.StepObserver)
+            found += mine
+        return found
 
-    def _call(self, hook: str, **arguments: Any) -> Any:
-        """Call one hook of the backend alone: other plugins never answer for it."""
-        implementation = getattr(self.backend, hook, None)
-        if implementation is None:
-            raise PluginError(f"backend plugin {self.backend_name!r} lacks the hook {hook}; implement it (see polydraft.hooks)")
-        caller = self.manager.subset_hook_caller(hook, [p for p in self.manager.get_plugins() if p is not self.backend])
-        result = caller(**arguments)
-        if result is None:
-            raise PluginError(
-                f"plugin {self.backend_name!r}: {hook} returned None; return the object that polydraft.hooks describes"
-            )
+    def _with(self, hook: str) -> list[Loaded]:
+        return [one for one in self.loaded if hook in implemented(one.plugin)]
+
+    def _ask(self, one: Loaded, hook: str, wanted: type | None, **arguments: Any) -> Any:
+        """Ask one plugin one hook: no other plugin ever answers for it. `wanted` is the protocol of the answer."""
+        if hook not in implemented(one.plugin):
+            raise PluginError(f"plugin {one.name!r} lacks the hook {hook}; implement it (see polydraft.hooks)")
+        others = [plugin for plugin in self.manager.get_plugins() if plugin is not one.plugin]
+        with _named(one.name, hook):
+            result = self.manager.subset_hook_caller(hook, others)(**arguments)
+        if hook in EXTENSION_HOOKS:  # these have no first result but a list of them, here of one plugin's
+            result = result[0] if result else None
+        if wanted is not None:
+            check_result(one.name, hook, result, wanted)
         return result
 
 
-def check_versions(name: str, table: KernelTable) -> None:
-    """Every provider names a known contract or composite and a version that core serves (the newest or the one before)."""
-    from polydraft.contracts import COMPOSITES, REGISTRY
-
-    for contract in table.providers:
-        if contract in COMPOSITES:
-            continue
-        if contract not in REGISTRY.names():
-            raise PluginError(
-                f"plugin {name!r}: polydraft_kernels offers unknown contract {contract!r}; see `polydraft contracts` for the names"
-            )
-        version, newest = table.versions.get(contract), REGISTRY[contract].version
-        if version is None or not newest - 1 <= version <= newest:
-            raise PluginError(
-                f"plugin {name!r}: contract {contract!r} is version {version}, core serves {newest}; rebuild it for that version"
-            )
+@contextmanager
+def _named(name: str, hook: str) -> Iterator[None]:
+    """What a hook raises without meaning to becomes an error that names it."""
+    try:
+        yield
+    except PolydraftError:
+        raise
+    except Exception as error:
+        raise PluginError(
+            f"plugin {name!r}: {hook} raised {type(error).__name__}: {error}; repair the plugin, or raise a polydraft error with "
+            "the next step"
+        ) from error
 
 
+def _identity(name: str, plugin: Any) -> BackendInfo:
+    """Ask a backend, whose hooks are checked, who it is."""
+    with _named(name, "polydraft_backend_info"):
+        info = plugin.polydraft_backend_info()
+    return check_info(name, plugin, info)
+
+
+def _pick(role: Role, name: str, given: Sequence[Loaded]) -> Loaded:
+    """The plugin called `name` (or, from `--plugin`, located at it) for `role`."""
+    mine = [one for one in given if one.role is role and name in {one.name, one.origin}]
+    if not mine:
+        return Loaded.from_entry(role, name)
+    claims = [f"--plugin {one.origin}" for one in mine] + [origin(entry) for entry in find(role.group).get(name, ())]
+    if len(claims) > 1:
+        raise PluginError(f"the {role.noun} {name!r} comes from {' and from '.join(claims)}; leave out or rename all but one")
+    return mine[0]
+
+
+def _register(manager: pluggy.PluginManager, one: Loaded) -> None:
+    try:
+        manager.register(one.plugin, f"{one.role.noun} {one.name}")
+    except ValueError as error:
+        raise PluginError(
+            f"the {one.role.noun} {one.name!r} ({one.origin}) is named twice, or its module is also named as something else; "
+            "name it once"
+        ) from error
+    except pluggy.PluginValidationError as error:  # whatever the checks did not foresee
+        raise PluginError(
+            f"plugin {one.name!r} does not fit a hook's signature: {' '.join(str(error).split())}; fix its arguments"
+        ) from error
+
+
+# -- what is installed -----------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Found:
     """One installed backend as `doctor` shows it: its identity, or why it could not be asked."""
@@ -283,13 +289,15 @@ class Found:
     origin: str
     info: BackendInfo | None
     problem: str = ""
+    digest: str = ""
 
 
 def survey() -> Iterator[Found]:
     """Every installed backend, in name order; a broken one is reported, not raised."""
-    for name, entry in find(BACKENDS).items():
+    for name, entries in find(BACKENDS).items():
+        where = " and ".join(map(origin, entries))
         try:
-            plugins = Plugins.load(name)
-            yield Found(name, _origin(entry), plugins.info())
+            one = Loaded.from_entry(BACKEND, name)
+            yield Found(name, where, one.info, digest=one.digest)
         except PluginError as error:
-            yield Found(name, _origin(entry), None, str(error))
+            yield Found(name, where, None, str(error))

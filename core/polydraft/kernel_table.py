@@ -1,0 +1,144 @@
+"""Owns the kernel table of one engine: the backend's providers, with those of enabled packs laid over them.
+
+`plugins.py` builds it once, the step program binds from it, and `doctor` and reports show what was replaced and what was left
+out. It never changes a kernel and never chooses between packs that nobody has put in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from polydraft.backend import Cache, CacheSpec, KernelTable, Weight
+from polydraft.contracts.base import Provider, Workspace
+from polydraft.device import Array, Buffer, Device
+from polydraft.errors import PluginError
+from polydraft.plugin_checks import PartialTable
+
+
+@dataclass(frozen=True)
+class Override:
+    """A contract (or composite) that an enabled kernel pack serves instead of, or beside, the backend."""
+
+    contract: str
+    pack: str
+    digest: str
+
+
+@dataclass(frozen=True)
+class Shadowed:
+    """A provider that was left out, because an earlier pack has claimed `contract` or, for a composite, one of its parts."""
+
+    contract: str
+    owner: str
+    by: str
+
+
+@dataclass(frozen=True)
+class PackTable:
+    """What one enabled pack offers. `ordered` when the user put it in order (`--kernels`), first wins."""
+
+    name: str
+    digest: str
+    table: PartialTable
+    ordered: bool
+
+
+@dataclass(frozen=True)
+class DeviceWorkspace:
+    """Scratch memory of an engine: `nbytes` bytes of device memory that every launch may overwrite."""
+
+    buffer: Buffer
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class BoundTable:
+    """Providers and versions by contract or composite name, and the backend's factories for weights and caches."""
+
+    backend: KernelTable
+    device: Device
+    providers: Mapping[str, Provider]
+    versions: Mapping[str, int]
+    overrides: tuple[Override, ...] = ()
+    shadowed: tuple[Shadowed, ...] = ()
+    _workspaces: list[DeviceWorkspace] = field(default_factory=list, repr=False)
+
+    def prepare_weight(self, role: str, value: Array, dtype: str, previous: Weight | None = None) -> Weight:
+        """As `KernelTable.prepare_weight`, by the backend."""
+        return self.backend.prepare_weight(role, value, dtype, previous)
+
+    def allocate_cache(self, spec: CacheSpec) -> Cache:
+        """As `KernelTable.allocate_cache`, by the backend."""
+        return self.backend.allocate_cache(spec)
+
+    def workspace(self, nbytes: int) -> Workspace | None:
+        """Scratch of at least `nbytes` bytes, None for 0; programs are built from it, a step never asks.
+
+        All launches of an engine share it, because they run in order on one stream and nothing in it survives a launch."""
+        if nbytes <= 0:
+            return None
+        if not self._workspaces or self._workspaces[-1].nbytes < nbytes:
+            name = f"workspace{len(self._workspaces)}"
+            self._workspaces.append(DeviceWorkspace(self.device.empty(name, (nbytes,), "u8"), nbytes))
+        return self._workspaces[-1]
+
+    def report(self) -> dict[str, Any]:
+        """What packs replaced and what was left out, for `doctor` and reports."""
+        return {
+            "overrides": [vars(override) for override in self.overrides],
+            "shadowed": [vars(one) for one in self.shadowed],
+        }
+
+
+def parts_of(name: str) -> frozenset[str]:
+    """The contracts that a provider of `name` computes: itself, or the parts of a composite."""
+    from polydraft.contracts import COMPOSITES
+
+    return frozenset(COMPOSITES[name].parts if name in COMPOSITES else (name,))
+
+
+def lay_over(backend: str, table: KernelTable, device: Device, packs: Sequence[PackTable]) -> BoundTable:
+    """Lay `packs`, first wins, over the table of the backend called `backend`.
+
+    A composite is left out where an earlier pack claims one of its parts: fusing there would pass by the kernel that was
+    asked for. Errors: `PluginError` when two packs claim one contract and at least one of them has no place in the order."""
+    refuse_unordered(packs)
+    owner: dict[str, str] = {}
+    claimed: dict[str, str] = {}
+    providers: dict[str, Provider] = {}
+    versions: dict[str, int] = {}
+    overrides: list[Override] = []
+    shadowed: list[Shadowed] = []
+    for source in (*packs, PackTable(backend, "", table, ordered=True)):
+        for contract, provider in sorted(source.table.providers.items()):
+            parts = parts_of(contract)
+            by = owner.get(contract) if len(parts) == 1 else next((claimed[p] for p in sorted(parts) if p in claimed), None)
+            if by is not None:
+                shadowed.append(Shadowed(contract, source.name, by))
+                continue
+            owner[contract], providers[contract] = source.name, provider
+            versions[contract] = source.table.versions[contract]
+            if source.table is not table:
+                overrides.append(Override(contract, source.name, source.digest))
+        for part in _claims(source):
+            claimed.setdefault(part, source.name)
+    return BoundTable(table, device, providers, versions, tuple(overrides), tuple(shadowed))
+
+
+def refuse_unordered(packs: Sequence[PackTable]) -> None:
+    """Two packs may claim one contract only where the user has put both in order."""
+    for index, first in enumerate(packs):
+        for second in packs[index + 1 :]:
+            shared = sorted(_claims(first) & _claims(second))
+            if shared and not (first.ordered and second.ordered):
+                raise PluginError(
+                    f"kernel packs {first.name!r} and {second.name!r} both claim {', '.join(shared)} in polydraft_kernels; "
+                    f"say which one wins: --kernels {first.name},{second.name}"
+                )
+
+
+def _claims(pack: PackTable) -> frozenset[str]:
+    """Every contract that a pack computes, alone or within a composite."""
+    return frozenset().union(*(parts_of(name) for name in pack.table.providers))

@@ -1,0 +1,277 @@
+"""Owns the checks of a plugin: its hooks and their arguments, what each hook returned, and the claims of its identity.
+
+`plugins.py` runs them while an engine is built, so that a wrong plugin fails before the first step with one sentence that
+names plugin, hook and fix. Nothing here loads or registers a plugin, or calls one of its hooks.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Protocol, get_args
+
+from polydraft import hooks
+from polydraft.backend import BackendInfo, KernelTable, RowOrder
+from polydraft.contracts.base import Provider
+from polydraft.errors import PluginError
+
+ACTIVATION_DTYPES: Final = ("f32", "bf16", "f16")
+EXTENSION_HOOKS: Final = ("polydraft_proposers", "polydraft_models", "polydraft_step_observers")
+
+
+@dataclass(frozen=True)
+class Role:
+    """What a plugin is loaded as: the entry-point group, the hooks it must have and those that are ever called."""
+
+    noun: str
+    group: str
+    required: tuple[str, ...]
+    called: tuple[str, ...]
+
+
+BACKEND: Final = Role(
+    "backend",
+    "polydraft.backends",
+    ("polydraft_backend_info", "polydraft_open_device", "polydraft_kernels", "polydraft_init_forward_meta"),
+    hooks.HOOKS,
+)
+PACK: Final = Role("kernel pack", "polydraft.kernels", ("polydraft_kernels",), ("polydraft_kernels", *EXTENSION_HOOKS))
+EXTENSION: Final = Role("extension", "polydraft.extensions", (), EXTENSION_HOOKS)
+ROLES: Final = (BACKEND, PACK, EXTENSION)
+
+
+class PartialTable(Protocol):
+    """What a kernel pack returns: the part of a `KernelTable` that it replaces."""
+
+    @property
+    def providers(self) -> Mapping[str, Provider]: ...
+    @property
+    def versions(self) -> Mapping[str, int]: ...
+
+
+# -- hooks -----------------------------------------------------------------------------------------
+def implemented(plugin: object) -> frozenset[str]:
+    """Names of the known hooks that `plugin` has, marked or not."""
+    return frozenset(hook for hook in hooks.HOOKS if hasattr(plugin, hook))
+
+
+def check_hooks(name: str, plugin: object, role: Role) -> None:
+    """Every hook is known, marked, takes the arguments it is given, and is one that this role is asked for.
+
+    Errors: `PluginError` naming plugin, hook and fix."""
+    for attribute, value in _hooklike(plugin):
+        if attribute not in hooks.HOOKS:
+            near = difflib.get_close_matches(attribute, hooks.HOOKS, 1)
+            hint = f"did you mean {near[0]}? " if near else ""
+            raise PluginError(
+                f"plugin {name!r} implements unknown hook {attribute!r}; {hint}known hooks: {', '.join(hooks.HOOKS)}; "
+                "rename or remove it"
+            )
+        if attribute not in role.called:
+            right = next(r for r in reversed(ROLES) if attribute in r.called)
+            raise PluginError(
+                f"plugin {name!r} implements {attribute}, which is never asked of {_article(role.noun)}; "
+                f"remove it or register the plugin in {right.group}"
+            )
+        _check_marker(name, attribute, value)
+        _check_arguments(name, attribute, value)
+    have = implemented(plugin)
+    missing = [hook for hook in role.required if hook not in have]
+    if missing:
+        raise PluginError(
+            f"{role.noun} plugin {name!r} lacks the hook {' and the hook '.join(missing)}; implement it (see polydraft.hooks)"
+        )
+    if not have:
+        raise PluginError(f"plugin {name!r} implements no hook; decorate its functions with @hookimpl (see polydraft.hooks)")
+
+
+def _hooklike(plugin: object) -> Iterator[tuple[str, Any]]:
+    """Attributes that are meant as hooks: those called like one, and whatever carries the marker."""
+    for attribute in dir(plugin):
+        value = inspect.getattr_static(plugin, attribute, None)
+        if not isinstance(value, property):  # a property of a plugin object is no hook, and may raise
+            value = getattr(plugin, attribute, None)
+        called_like_one = attribute.startswith(f"{hooks.PROJECT}_") and inspect.isroutine(value)
+        if attribute in hooks.HOOKS or called_like_one or _marker(value) is not None:
+            yield attribute, value
+
+
+def _marker(value: object) -> Mapping[str, Any] | None:
+    marker = getattr(value, f"{hooks.PROJECT}_impl", None)
+    return marker if isinstance(marker, Mapping) else None
+
+
+def _check_marker(name: str, hook: str, value: object) -> None:
+    if not callable(value):
+        raise PluginError(f"plugin {name!r}: {hook} is {_article(type(value).__name__)}, wanted a function; make it one")
+    marker = _marker(value)
+    if marker is None:
+        raise PluginError(f"plugin {name!r} defines {hook} without @hookimpl; decorate it with polydraft.hookimpl")
+    options = [option for option, setting in marker.items() if setting]
+    if options:
+        raise PluginError(
+            f"plugin {name!r}: {hook} uses @hookimpl({', '.join(options)}), but each hook is asked of one plugin at a time; "
+            "use plain @hookimpl"
+        )
+
+
+def _check_arguments(name: str, hook: str, function: Callable[..., Any]) -> None:
+    """pluggy passes arguments by name, and silently none to a parameter that has a default or is variadic."""
+    wanted = list(inspect.signature(getattr(hooks, hook)).parameters)
+    signature = inspect.signature(function)
+    where = f"plugin {name!r}: {hook}{signature} does not fit the hook, which takes ({', '.join(wanted)})"
+    for parameter in signature.parameters.values():
+        if parameter.kind is not inspect.Parameter.POSITIONAL_OR_KEYWORD:
+            raise PluginError(f"{where}: {parameter} would never be passed; name the arguments you need")
+        if parameter.name not in wanted:
+            raise PluginError(f"{where}: unknown argument {parameter.name!r}; rename or remove it")
+        if parameter.default is not inspect.Parameter.empty:
+            raise PluginError(f"{where}: {parameter.name!r} has a default and would never be passed; remove the default")
+
+
+# -- what hooks return -----------------------------------------------------------------------------
+def check_result(name: str, hook: str, value: object, wanted: type) -> None:
+    """`value` has every member of the protocol `wanted`, and its methods take what core passes them.
+
+    Errors: `PluginError` naming plugin, hook, the type that came back and what it lacks."""
+    if value is None:
+        raise PluginError(f"plugin {name!r}: {hook} returned None, wanted {_article(wanted.__name__)}; return it")
+    problem = lacks(value, wanted)
+    if problem:
+        raise PluginError(
+            f"plugin {name!r}: {hook} returned {_article(type(value).__name__)}, wanted {_article(wanted.__name__)}: {problem}; "
+            "add it (see polydraft.backend and polydraft.device)"
+        )
+
+
+def lacks(value: object, protocol: type) -> str:
+    """Say what keeps `value` from being a `protocol`: a missing member, or a method that refuses its arguments; else ""."""
+    if not getattr(protocol, "_is_protocol", False):
+        return "" if isinstance(value, protocol) else "it is of another kind"
+    members = {n: m for base in reversed(protocol.__mro__) for n, m in vars(base).items() if not n.startswith("_")}
+    for member, declared in members.items():
+        try:
+            found = getattr(value, member)
+        except AttributeError:
+            return f"it has no {member}"
+        if inspect.isfunction(declared):
+            parameters = list(inspect.signature(declared).parameters.values())[1:]
+            if not callable(found) or not _accepts(found, parameters):
+                return f"its {member} does not take ({', '.join(p.name for p in parameters)})"
+    return ""
+
+
+def _accepts(function: Callable[..., Any], parameters: list[inspect.Parameter]) -> bool:
+    """Whether `function` can be called with all of `parameters`, and with only those that have no default."""
+    required = [p for p in parameters if p.default is inspect.Parameter.empty]
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # a compiled method that does not tell; its first call will
+        return True
+    try:
+        signature.bind(*parameters)
+        signature.bind(*required)
+    except TypeError:
+        return False
+    return True
+
+
+def check_table(name: str, table: PartialTable) -> None:
+    """Every provider of a kernel table can be bound, names a known contract or composite, and has a version that core serves:
+    the newest or the one before."""
+    hook = "polydraft_kernels"
+    for member in ("providers", "versions"):
+        if not isinstance(getattr(table, member), Mapping):
+            got = type(getattr(table, member)).__name__
+            raise PluginError(f"plugin {name!r}: {hook} returned {member} as {got}, wanted a mapping by contract; return a dict")
+    if not table.providers:
+        raise PluginError(f"plugin {name!r}: {hook} offers no kernel; return a table with providers")
+    without = sorted(set(table.versions) - set(table.providers))
+    if without:
+        raise PluginError(f"plugin {name!r}: {hook} has versions without providers: {', '.join(without)}; drop those or add them")
+    for contract, provider in table.providers.items():
+        problem = lacks(provider, Provider)
+        if problem:
+            raise PluginError(f"plugin {name!r}: {hook} has no usable provider of {contract!r}: {problem}; implement it")
+        check_version(name, hook, contract, table.versions.get(contract))
+
+
+def check_version(name: str, hook: str, contract: str, version: int | None) -> None:
+    """`contract` exists and core serves `version` of it."""
+    from polydraft.contracts import COMPOSITES, REGISTRY
+
+    if contract not in COMPOSITES and contract not in REGISTRY.names():
+        near = difflib.get_close_matches(contract, [*REGISTRY.names(), *COMPOSITES], 1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise PluginError(
+            f"plugin {name!r}: {hook} names unknown contract {contract!r}; {hint}see `polydraft contracts` for the names"
+        )
+    newest = 1 if contract in COMPOSITES else REGISTRY[contract].version
+    served = [v for v in (newest, newest - 1) if v >= 1]
+    if version not in served:
+        wanted = " or ".join(str(v) for v in served)
+        raise PluginError(
+            f"plugin {name!r}: {hook} has version {version} of contract {contract!r}, core serves {wanted}; rebuild it for that"
+        )
+
+
+# -- identity --------------------------------------------------------------------------------------
+def check_info(name: str, plugin: object, info: object) -> BackendInfo:
+    """Return what `polydraft_backend_info` returned, once every claim that can be checked without a device holds."""
+    hook = "polydraft_backend_info"
+    if not isinstance(info, BackendInfo):
+        raise PluginError(f"plugin {name!r}: {hook} returned {_article(type(info).__name__)}, wanted a BackendInfo; return one")
+    caps = info.capabilities
+    claims = {
+        "available=False without a reason, wanted one sentence with the next step; give it": info.available or info.reason,
+        f"dtypes {caps.dtypes!r}, wanted one or more of {', '.join(ACTIVATION_DTYPES)}; name those that its kernels compute in": (
+            caps.dtypes and all(dtype in ACTIVATION_DTYPES for dtype in caps.dtypes)
+        ),
+        f"row_order {caps.row_order!r}, wanted one of {', '.join(get_args(RowOrder))}; correct it": (
+            caps.row_order in get_args(RowOrder)
+        ),
+        f"max_window {caps.max_window!r} and max_seqs {caps.max_seqs!r}, wanted at least 1 each; correct them": (
+            caps.max_window >= 1 and caps.max_seqs >= 1
+        ),
+        "capability graph_capture without the hook polydraft_graph_capture; implement the hook or drop the capability": (
+            not caps.graph_capture or "polydraft_graph_capture" in implemented(plugin)
+        ),
+    }
+    for claim, holds in claims.items():
+        if not holds:
+            raise PluginError(f"plugin {name!r}: {hook} declares {claim}")
+    for contract, version in info.contract_versions.items():
+        check_version(name, hook, contract, version)
+    strange = sorted(set(caps.uncapturable) - set(info.contract_versions) - {"forward_meta"})
+    if strange:
+        raise PluginError(
+            f"plugin {name!r}: {hook} declares uncapturable {', '.join(strange)}, wanted contracts that it implements or "
+            "forward_meta; correct the names"
+        )
+    return info
+
+
+def check_claims(name: str, info: BackendInfo, table: KernelTable) -> None:
+    """`contract_versions` and the kernel table say the same."""
+    offered = {contract: table.versions[contract] for contract in table.providers}
+    differing = sorted(
+        contract
+        for contract in {*offered, *info.contract_versions}
+        if offered.get(contract) != info.contract_versions.get(contract)
+    )
+    if differing:
+        each = ", ".join(
+            f"{contract} (declared {info.contract_versions.get(contract, 'not at all')}, offered "
+            f"{offered.get(contract, 'not at all')})"
+            for contract in differing
+        )
+        raise PluginError(
+            f"plugin {name!r}: contract_versions of polydraft_backend_info and the table of polydraft_kernels differ in {each}; "
+            "make them equal"
+        )
+
+
+def _article(noun: str) -> str:
+    return f"{'an' if noun[0].lower() in 'aeiou' else 'a'} {noun}"

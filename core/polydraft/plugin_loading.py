@@ -1,0 +1,101 @@
+"""Owns the way from a name to an imported plugin: entry points, files, modules, and the digest of what was imported.
+
+`plugins.py` calls it for what somebody named, and for nothing else. It never looks at a hook and never imports a plugin to
+find out about it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import sys
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from polydraft.errors import PluginError
+
+
+def find(group: str) -> dict[str, tuple[EntryPoint, ...]]:
+    """Entry points of a group by name, sorted, so that installation order never matters. Several packages may claim one
+    name: that is an error only for who asks for it."""
+    found: dict[str, list[EntryPoint]] = {}
+    for entry in sorted(entry_points(group=group), key=lambda e: (e.name, e.value)):
+        same = found.setdefault(entry.name, [])
+        if all(entry.value != other.value for other in same):
+            same.append(entry)
+    return {name: tuple(entries) for name, entries in found.items()}
+
+
+def origin(entry: EntryPoint) -> str:
+    """Package and object that an entry point names, for people."""
+    return f"{entry.dist.name if entry.dist else 'unknown'} ({entry.value})"
+
+
+def load_entry(group: str, name: str) -> Any:
+    """Import the one plugin that was named. Raises `PluginError` naming it, the cause and what to do."""
+    installed = find(group)
+    if name not in installed:
+        raise PluginError(f"no plugin {name!r} in {group}; installed: {', '.join(installed) or 'none'}; run `polydraft doctor`")
+    entry, *others = installed[name]
+    if others:
+        raise PluginError(
+            f"several packages register {name!r} in {group}: {' and '.join(map(origin, installed[name]))}; uninstall all but one"
+        )
+    try:
+        return entry.load()
+    except Exception as error:
+        raise PluginError(
+            f"plugin {name!r} ({origin(entry)}) failed to import: {type(error).__name__}: {error}; "
+            "repair or uninstall that package, or choose another plugin"
+        ) from error
+
+
+def load_file(where: str) -> ModuleType:
+    """Import a plugin from a `FILE.py` path or an importable module name (`--plugin`). A file is run afresh each time."""
+    try:
+        return _run_file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
+    except PluginError:
+        raise
+    except Exception as error:
+        raise PluginError(
+            f"--plugin {where} failed to import: {type(error).__name__}: {error}; repair it, or give a path to a file or an "
+            "importable module"
+        ) from error
+
+
+def _run_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise PluginError(f"--plugin {path}: no such Python file; give a path to a file or an importable module")
+    # A name of its own, so that a file called like an installed module takes nothing's place.
+    name = f"polydraft_file_plugin_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:8]}_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None, "a file that ends in .py has a spec"
+    assert spec.loader is not None, "and a loader"
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def digest(plugin: object) -> str:
+    """First 16 hex digits of a SHA-256 over every file of the plugin's package, or over its single file; "unknown" for code
+    that has no file."""
+    module = plugin if isinstance(plugin, ModuleType) else sys.modules.get(getattr(plugin, "__module__", ""))
+    file = getattr(module, "__file__", None)
+    if file is None:
+        return "unknown"
+    path = Path(file)
+    packaged = bool(getattr(module, "__package__", ""))
+    files = sorted(p for p in path.parent.rglob("*") if p.is_file() and "__pycache__" not in p.parts) if packaged else [path]
+    sha = hashlib.sha256()
+    for each in files:
+        sha.update(str(each.relative_to(path.parent)).encode())
+        sha.update(each.read_bytes())
+    return sha.hexdigest()[:16]

@@ -12,7 +12,7 @@ from polydraft._version import __version__
 
 if TYPE_CHECKING:
     from polydraft import contracts
-    from polydraft.backend import BackendInfo, Capabilities
+    from polydraft.backend import Backend, BackendInfo, Capabilities
     from polydraft.config import EngineConfig
     from polydraft.engine import Engine
     from polydraft.hooks import hookimpl
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from polydraft.sampling_params import SamplingParams
 
 _HOME = {
+    "Backend": "polydraft.backend",
     "BackendInfo": "polydraft.backend",
     "Capabilities": "polydraft.backend",
     "Engine": "polydraft.engine",
@@ -32,7 +33,7 @@ _HOME = {
 }
 
 __all__ = [
-    "LLM", "BackendInfo", "Capabilities", "Engine", "EngineConfig", "RequestOutput", "SamplingParams", "__version__",
+    "LLM", "Backend", "BackendInfo", "Capabilities", "Engine", "EngineConfig", "RequestOutput", "SamplingParams", "__version__",
     "contracts", "hookimpl",
 ]  # fmt: skip
 

@@ -49,6 +49,8 @@ class EngineConfig:
     """Steps launched before the last snapshot is read: 0, 1 or 2."""
     graph: str = AUTO
     """off, decode or prefill."""
+    graph_sizes: tuple[int, ...] = ()
+    """Buckets to capture: running sequences (decode) or rows (prefill); () takes the default spacing up to the largest."""
     dtype: str = AUTO
     """Activation dtype: f32, bf16 or f16."""
     invariant: bool = False
@@ -57,24 +59,36 @@ class EngineConfig:
     """Kernel packs by name, first wins."""
     plugins: tuple[str, ...] = ()
     """Plugin files or modules to load."""
+    prefix_cache: bool = True
+    """Share KV blocks between requests whose texts begin alike."""
+    logprobs: int = 0
+    """Log probabilities reported for each token; refused until they are built."""
     seed: int = 0
     """Base of the seeds of requests that bring none."""
     sanitize: bool = False
     """Wrap the device in the hazard checker."""
+    accept_schedule: tuple[float, ...] = ()
+    """Synthetic acceptance, to time rounds alone: the chance of each draft of a window to be accepted, given that those before
+    it were. The text then means nothing. () verifies drafts."""
 
     def __post_init__(self) -> None:
-        for name in ("kernels", "plugins"):
+        for name in ("kernels", "plugins", "graph_sizes", "accept_schedule"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
         for name in ("draft_tokens", "max_num_seqs", "max_model_len", "block_size", "num_blocks", "max_batched_tokens"):
             self._whole(name, minimum=0 if name == "draft_tokens" else 1)
         self._whole("overlap", minimum=0, maximum=2)
         self._whole("seed", minimum=0)
+        self._whole("logprobs", minimum=0)
+        for chance in self.accept_schedule:
+            given: object = chance
+            if isinstance(given, bool) or not isinstance(given, (int, float)) or not 0 <= given <= 1:
+                raise ConfigError(f"accept_schedule has {chance!r}, wanted chances from 0 to 1, one for each draft; correct it")
         self._one_of("verify", (AUTO, *VERIFIERS))
         self._one_of("graph", (AUTO, *GRAPH_MODES))
 
     def _whole(self, name: str, *, minimum: int, maximum: int | None = None) -> None:
         value = getattr(self, name)
-        if value == AUTO and name not in ("max_num_seqs", "seed"):
+        if value == AUTO and name not in ("max_num_seqs", "seed", "logprobs"):
             return
         top = f" and at most {maximum}" if maximum is not None else ""
         whole = isinstance(value, int) and not isinstance(value, bool)

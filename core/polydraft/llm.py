@@ -7,10 +7,13 @@ finished requests and never hides an error of the engine.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from polydraft.config import EngineConfig
-from polydraft.engine import Engine
+from polydraft.engine import Engine, Running
+from polydraft.errors import ConfigError, RequestError
+from polydraft.interrupt import noted_interrupts
 from polydraft.runtime.output import RequestOutput
 from polydraft.sampling_params import SamplingParams
 
@@ -26,6 +29,11 @@ class LLM:
     """
 
     def __init__(self, config: EngineConfig | None = None, *, plugin: object | None = None, **options: Any) -> None:
+        if config is not None and (options or not isinstance(config, EngineConfig)):
+            raise ConfigError(
+                f"LLM got {type(config).__name__} and options {sorted(options)}, wanted an EngineConfig or keyword options; "
+                "give one of the two, a directory as model="
+            )
         self.engine = Engine(config or EngineConfig.from_mapping(options), backend=plugin)
 
     def generate(
@@ -58,8 +66,6 @@ class LLM:
     def _add_all(
         self, prompts: list[Prompt], params: SamplingParams | Sequence[SamplingParams] | None, *, stream: bool
     ) -> list[str]:
-        from polydraft.errors import RequestError
-
         each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(prompts)
         if len(each) != len(prompts):
             raise RequestError(
@@ -79,11 +85,15 @@ class LLM:
     def _run(self, ids: set[str]) -> Iterator[RequestOutput]:
         try:
             while ids:
-                self.engine.step()
-                for output in self.engine.poll():
+                with noted_interrupts() as interrupted:  # a step that broke off in the middle would spoil the engine
+                    self.engine.step()
+                    outputs = self.engine.poll()
+                for output in outputs:
                     if output.finished:
                         ids.discard(output.id)
                     yield output
+                if interrupted():
+                    yield from self._interrupt(ids)
         except KeyboardInterrupt:
             yield from self._interrupt(ids)
         finally:
@@ -103,6 +113,10 @@ class LLM:
             self.engine.abort(request_id)
         if ids:
             self.engine.poll()
+
+    def update_weights(self, source: str | Path, *, running: Running = "finish") -> None:
+        """Replace the weights in place, as `Engine.update_weights`; results of running requests come with the next call."""
+        self.engine.update_weights(source, running=running)
 
     def close(self) -> None:
         """Give the device back."""

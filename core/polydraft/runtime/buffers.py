@@ -26,7 +26,8 @@ class SlotState:
     int32 unless said otherwise. `tokens` [B, L] prompt, then generated; `prompt_len`, `num_generated`, `kv_len` (committed
     target rows), `prefill_len`, `max_total`, `phase`, `finish`, `epoch` [B]; `drafts` [B, K] with `draft_len` [B];
     `block_table` [B, MB]; sampling: `temperature`, `top_p`, `min_p` [B] f32, `top_k` [B], `seed` [B, 2] u32,
-    `stop_tokens` [B, S].
+    `stop_tokens` [B, S]; processing: `repetition_penalty`, `presence_penalty`, `frequency_penalty` [B] f32, `min_tokens` [B],
+    `bias_ids` [B, A] and `biases` [B, A] f32 of which `num_biases` [B] count, `bad_words` [B, X] of which `bad_len` [B] count.
     """
 
     tokens: Buffer
@@ -47,6 +48,15 @@ class SlotState:
     top_k: Buffer
     seed: Buffer
     stop_tokens: Buffer
+    repetition_penalty: Buffer
+    presence_penalty: Buffer
+    frequency_penalty: Buffer
+    min_tokens: Buffer
+    num_biases: Buffer
+    bias_ids: Buffer
+    biases: Buffer
+    bad_len: Buffer
+    bad_words: Buffer
 
     @classmethod
     def allocate(cls, device: Device, limits: Limits) -> SlotState:
@@ -58,8 +68,12 @@ class SlotState:
             "block_table": (b, limits.max_blocks),
             "seed": (b, 2),
             "stop_tokens": (b, limits.max_stop_tokens),
+            "bias_ids": (b, limits.max_biases),
+            "biases": (b, limits.max_biases),
+            "bad_words": (b, limits.max_bad_words),
         }
-        dtypes = {"temperature": "f32", "top_p": "f32", "min_p": "f32", "seed": "u32"}
+        floats = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "biases")
+        dtypes = {**dict.fromkeys(floats, "f32"), "seed": "u32"}
         names = cls.__dataclass_fields__
         state = cls(**{n: device.empty(f"state.{n}", shapes.get(n, (b,)), dtypes.get(n, "i32")) for n in names})
         _clear(device, state)
@@ -73,7 +87,7 @@ def _clear(device: Device, state: SlotState) -> None:
         device.load(buffer, np.full(buffer.shape, -1 if name in _NEGATIVE else 0, DTYPES[buffer.dtype]))
 
 
-_NEGATIVE = ("tokens", "drafts", "block_table", "stop_tokens")
+_NEGATIVE = ("tokens", "drafts", "block_table", "stop_tokens", "bad_words")
 
 
 @dataclass(frozen=True)
@@ -86,6 +100,8 @@ class StepBuffers:
     slot_updates: Buffer
     token_updates: Buffer
     block_updates: Buffer
+    bias_updates: Buffer
+    bad_word_updates: Buffer
     # pack_rows
     ids: Buffer
     row_slot: Buffer
@@ -102,7 +118,8 @@ class StepBuffers:
     logits: Buffer
     noise: Buffer
     choices: Buffer
-    # verify_match
+    uniforms: Buffer
+    # verify_match, verify_rejection
     window: Buffer
     window_len: Buffer
     accepted: Buffer
@@ -123,22 +140,24 @@ class StepBuffers:
             "slot_updates": (b, SLOT_UPDATE_STOP_TOKENS + limits.max_stop_tokens),
             "token_updates": (max_token_updates(limits), 3),
             "block_updates": (max_block_updates(limits), 3),
+            "bias_updates": (b * limits.max_biases, 4),
+            "bad_word_updates": (b * limits.max_bad_words, 3),
             "ids": by_row, "row_slot": by_row, "positions": by_row,
             "logit_row": by_logit_row, "logit_slot": by_logit_row, "logit_position": by_logit_row,
-            "choices": by_logit_row,
+            "choices": by_logit_row, "uniforms": by_logit_row,
             "logits": (nl, limits.vocab_size),
             "noise": (nl if sampling else 1, limits.vocab_size),
             "window": (b, w), "out_tokens": (b, w),
             "record": (b, SNAPSHOT_TOKENS + w),
         }  # fmt: skip
-        dtypes = {"logits": "f32", "noise": "f32"}
+        dtypes = {"logits": "f32", "noise": "f32", "uniforms": "f32"}
         names = cls.__dataclass_fields__
         return cls(**{n: device.empty(f"step.{n}", shapes.get(n, (b,)), dtypes.get(n, "i32")) for n in names})
 
 
 def max_token_updates(limits: Limits) -> int:
-    """Tokens staged in one step at most: every prefill row, and one token beyond each chunk for the draft."""
-    return limits.max_rows + limits.max_seqs
+    """Tokens staged in one step at most: the known text of the requests admitted in it, for which any one text has room."""
+    return limits.max_len + limits.max_rows
 
 
 def max_block_updates(limits: Limits) -> int:

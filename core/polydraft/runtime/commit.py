@@ -8,46 +8,63 @@ from __future__ import annotations
 
 import numpy as np
 
+from polydraft.device import Array
+from polydraft.runtime.kv_blocks import BlockLedger
 from polydraft.runtime.plan import StepOutcome, StepPlan
 from polydraft.runtime.request import Request, Status
 from polydraft.runtime.slots import SlotTable
+from polydraft.runtime.totals import EngineTotals
 from polydraft.sentinels import Finish, Phase
 
 REASONS = {finish: finish.name.lower() for finish in Finish}
+_PLACES = np.arange(256)
+"""Places of a window; rounds are kept as bytes, so there are never more."""
 NAN_ERROR = "the model produced NaN logits for this request; its text ends before them (check the checkpoint and dtype)"
 
 
-def apply(slots: SlotTable, plan: StepPlan, outcome: StepOutcome) -> list[Request]:
-    """Fold one outcome in; returns the requests that ended. Sequences whose request left meanwhile are only counted down."""
+def apply(
+    slots: SlotTable, ledger: BlockLedger, plan: StepPlan, outcome: StepOutcome, totals: EngineTotals | None = None
+) -> list[Request]:
+    """Fold one outcome in and count it; returns the requests that ended. Sequences whose request left meanwhile are only counted
+    down."""
     t, ids = slots, outcome.slots
     t.in_flight[ids] -= 1
     t.in_flight_decode[ids] -= plan.decode
     t.in_flight_tokens[ids] -= plan.emits
     live = (t.epoch[ids] == outcome.epochs) & ~t.leaving[ids]
-    if not live.all():
-        keep = np.flatnonzero(live)
-        return _fold(t, ids[keep], outcome, keep)
-    return _fold(t, ids, outcome, slice(None))
+    keep: Array | slice = slice(None) if live.all() else np.flatnonzero(live)
+    return _fold(t, ledger, ids[keep], outcome, keep, totals)
 
 
-def _fold(t: SlotTable, ids: np.ndarray, outcome: StepOutcome, keep: np.ndarray | slice) -> list[Request]:  # type: ignore[type-arg]
-    num_tokens, tokens = outcome.num_tokens[keep], outcome.tokens[keep]
+def _fold(
+    t: SlotTable, ledger: BlockLedger, ids: Array, outcome: StepOutcome, keep: Array | slice, totals: EngineTotals | None
+) -> list[Request]:
+    num_tokens, drafted = outcome.num_tokens[keep], outcome.drafted[keep]
     known = t.num_known[ids]
-    for place in range(int(num_tokens.max(initial=0))):
-        some = num_tokens > place
-        t.tokens[ids[some], known[some] + place] = tokens[some, place]
+    new = _PLACES[: outcome.tokens.shape[1]] < num_tokens[:, None]
+    places = (ids * t.tokens.shape[1] + known)[:, None] + _PLACES[: outcome.tokens.shape[1]]
+    t.tokens.reshape(-1)[places[new]] = outcome.tokens[keep][new]
     t.num_known[ids] = known + num_tokens
-    t.kv_len[ids] = outcome.kv_len[keep]
-    rounds = outcome.drafted[keep] >= 0
-    with_round = ids[rounds]
-    t.rounds[with_round, t.num_rounds[with_round]] = outcome.accepted[keep][rounds]
-    t.num_rounds[with_round] += 1
-    t.drafted[with_round] += outcome.drafted[keep][rounds]
+    kv_len = t.kv_len[ids] = outcome.kv_len[keep]
+    t.news[ids] |= num_tokens > 0
+
+    rounds, with_round, accepted = drafted >= 0, ids, outcome.accepted[keep]
+    if not rounds.all():
+        with_round, accepted, drafted = ids[rounds], accepted[rounds], drafted[rounds]
+    number = t.num_rounds[with_round]
+    t.rounds[with_round, number] = accepted
+    t.num_rounds[with_round] = number + 1
+    t.drafted[with_round] += drafted
+    if totals is not None:
+        totals.add(int(num_tokens.sum()), accepted, drafted)
+
     finish = outcome.finish[keep]
-    return [
-        end(t, slot, REASONS[Finish(reason)])
-        for slot, reason in zip(ids[finish > 0].tolist(), finish[finish > 0].tolist(), strict=True)
-    ]
+    if not finish.any():
+        ledger.remember(ids, t.tokens, kv_len)
+        return []
+    goes_on, ends = finish == 0, finish.nonzero()[0]  # of a request that ended, the draft has not seen the last window
+    ledger.remember(ids[goes_on], t.tokens, kv_len[goes_on])
+    return [end(t, slot, REASONS[Finish(reason)]) for slot, reason in zip(ids[ends].tolist(), finish[ends].tolist(), strict=True)]
 
 
 def end(t: SlotTable, slot: int, reason: str) -> Request:

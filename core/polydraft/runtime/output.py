@@ -6,9 +6,8 @@ holds a request back for a slow reader.
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
-
-import numpy as np
 
 from polydraft.models.tokenizer import IncrementalDecoder, Tokenizer
 from polydraft.runtime.plan import StepOutcome
@@ -33,8 +32,11 @@ class RequestOutput:
     finished: bool
     finish_reason: str | None
     error: str = ""
+    """Why it ended with "error"."""
     ttft_s: float | None = None
+    """Seconds from its arrival to its first token; None before."""
     latency_s: float | None = None
+    """Seconds from its arrival to its end; None before."""
 
     @property
     def accepted(self) -> int:
@@ -55,7 +57,6 @@ class _Stream:
     reported_tokens: int = 0
     reported_rounds: int = 0
     reported_text: int = 0
-    dirty: bool = False
     stopped: bool = False
 
 
@@ -73,19 +74,23 @@ class OutputTracker:
         self._streams[request.id] = _Stream(request, IncrementalDecoder(self.tokenizer))
 
     def advance(self, outcome: StepOutcome) -> list[Request]:
-        """Decode the new tokens of requests that stream or watch for stop strings; returns those that a stop string ended."""
-        ended = []
-        for slot in outcome.slots[outcome.num_tokens > 0].tolist():
-            request = self.slots.request[slot]
-            if request is None or request.status is not Status.RUNNING:
-                continue
-            stream = self._streams[request.id]
-            stream.dirty = True
-            if request.params.stop:
-                self.slots.sync(request)
-                if self._decode(stream):
-                    ended.append(request)
-        return ended
+        """Note first tokens, and decode the new ones of requests that watch for stop strings; returns those that one ended."""
+        t = self.slots
+        slots = outcome.slots[outcome.num_tokens > 0]
+        waited_for = slots[(t.fresh[slots] | t.watched[slots]) & ~t.leaving[slots]]
+        return [t.request[slot] for slot in waited_for.tolist() if self._advance(slot)]
+
+    def _advance(self, slot: int) -> bool:
+        """Whether a stop string ended the request in a slot."""
+        request = self.slots.request[slot]
+        assert request is not None, "a live slot has a request"
+        if request.first_token_s is None:
+            request.first_token_s = time.perf_counter()
+            self.slots.fresh[slot] = False
+        if not request.params.stop:
+            return False
+        self.slots.sync(request)
+        return self._decode(self._streams[request.id])
 
     def _decode(self, stream: _Stream, *, last: bool = False) -> bool:
         """Bring the text up to the request's tokens, one at a time where a stop string may cut; True when one did."""
@@ -103,8 +108,10 @@ class OutputTracker:
     def _append(self, stream: _Stream, piece: str) -> None:
         stops = stream.request.params.stop
         text = stream.held + piece
-        hits = [(at, stop) for stop in stops if (at := text.find(stop)) >= 0]
-        if hits:
+        # A match must end in the piece: what is held may contain one that came before the tokens that have to be generated.
+        found = [(text.find(stop, max(len(stream.held) - len(stop) + 1, 0)), stop) for stop in stops]
+        hits = [hit for hit in found if hit[0] >= 0]
+        if hits and stream.decoded > stream.request.params.min_tokens:
             stream.text, stream.held, stream.stopped = stream.text + text[: min(hits)[0]], "", True
             return
         keep = _held_back(text, stops)
@@ -113,22 +120,27 @@ class OutputTracker:
     def finish(self, request: Request) -> None:
         """A request ended, for whatever reason; a stop string cuts its tokens where the text ended."""
         stream = self._streams[request.id]
+        if request.token_ids and request.first_token_s is None:
+            request.first_token_s = request.finish_s
         self._decode(stream, last=True)
         if stream.stopped and stream.decoded < len(request.token_ids):
             cut(request, stream.decoded)
-        if stream.stopped and request.finish_reason in ("length", "stop"):
-            request.finish_reason = "stop"
+        if stream.stopped:  # whatever the device met behind the stop string does not count: without drafts it had not come
+            request.finish_reason, request.error = "stop", ""
         self._finished.append(request)
 
     def collect(self) -> list[RequestOutput]:
         """Records of streaming requests with news, then of those that ended."""
-        news = [s for s in self._streams.values() if s.dirty and s.request.stream and s.request.status is Status.RUNNING]
-        for stream in news:
-            self.slots.sync(stream.request)
-            self._decode(stream)
-        records = [self._record(s) for s in news]
-        for request in self._finished:
-            records.append(self._record(self._streams.pop(request.id)))
+        t, records = self.slots, []
+        for slot in (t.news & t.streaming & ~t.leaving).nonzero()[0].tolist():
+            request = t.request[slot]
+            assert request is not None, "a live slot has a request"
+            stream, t.news[slot] = self._streams[request.id], False
+            t.sync(request)
+            if len(request.token_ids) > stream.reported_tokens:
+                self._decode(stream)
+                records.append(self._record(stream))
+        records += [self._record(self._streams.pop(request.id)) for request in self._finished]
         self._finished.clear()
         return records
 
@@ -148,10 +160,11 @@ class OutputTracker:
             finished=r.status is Status.FINISHED,
             finish_reason=r.finish_reason,
             error=r.error,
+            ttft_s=None if r.first_token_s is None else r.first_token_s - r.arrival_s,
             latency_s=None if r.finish_s is None else r.finish_s - r.arrival_s,
         )
         stream.reported_text, stream.reported_tokens = len(stream.text), len(r.token_ids)
-        stream.reported_rounds, stream.dirty = len(r.rounds), False
+        stream.reported_rounds = len(r.rounds)
         return record
 
 
@@ -174,8 +187,3 @@ def cut(request: Request, num_tokens: int) -> None:
         rounds.append(min(accepted, num_tokens - produced))
         produced += accepted + 1
     request.rounds = rounds
-
-
-def empty_ids() -> np.ndarray:  # type: ignore[type-arg]
-    """No ids."""
-    return np.empty(0, np.int32)

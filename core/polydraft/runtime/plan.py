@@ -6,7 +6,9 @@ plain, frozen and versioned; neither refers to a request object, so a plan could
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+import numpy as np
 
 from polydraft.device import Array
 
@@ -19,7 +21,8 @@ class StepPlan:
 
     `slots`, `rows`, `epochs` [n]: scheduled slots in launch order, the rows each may fill (chunk length, or the window), and
     the epoch of the request in it. `decode`, `emits` [n] bool: runs a window; puts out at least one token unless paused.
-    `slot_updates` [U, F], `token_updates` [T, 3], `block_updates` [M, 3]: staged writes.
+    `slot_updates` [U, F], `token_updates` [T, 3], `block_updates` [M, 3], `bias_updates` [J, 4], `bad_word_updates` [Y, 3]:
+    staged writes.
     `num_rows`, `num_logit_rows`: upper bounds of what the device will pack.
     """
 
@@ -37,6 +40,10 @@ class StepPlan:
     has_prefill: bool
     sampling: bool
     """Some scheduled slot samples (temperature above 0)."""
+    processed: bool = False
+    """Some scheduled slot has its logits processed; only such a step may bring updates of biases and bad words."""
+    bias_updates: Array = field(default_factory=lambda: np.empty((0, 4), np.int32))
+    bad_word_updates: Array = field(default_factory=lambda: np.empty((0, 3), np.int32))
     version: int = PLAN_VERSION
 
     @property

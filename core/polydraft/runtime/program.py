@@ -6,17 +6,36 @@ what runs: models, proposers and the runner's own rooms append nodes, and fusion
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
-from polydraft.backend import ForwardMeta, StepMeta
+from polydraft.backend import ForwardMeta, RowOrder, StepMeta
 from polydraft.contracts import COMPOSITES, REGISTRY
-from polydraft.contracts.base import UNITS, Args, Limits, Unit
+from polydraft.contracts.base import UNITS, Args, Limits, ParamSpec, Unit
 from polydraft.contracts.composite import Composite, CompositeArgs
 from polydraft.device import Launch, Stream
-from polydraft.errors import CapabilityError
-from polydraft.plugins import BoundTable
+from polydraft.errors import CapabilityError, ContractError
+from polydraft.kernel_table import BoundTable
+
+Rule = Literal["greedy", "sampling", "rejection"]
+"""How the rows of a step choose their tokens: argmax; noise of the position, shared by drafts; or drafts with noise of their
+own, accepted by chance. A greedy slot gets the same tokens by each of them."""
+
+
+class StepKind(NamedTuple):
+    """What distinguishes the programs of an engine: the rule, and whether requests have their logits processed."""
+
+    rule: Rule = "greedy"
+    processed: bool = False
+
+    @property
+    def name(self) -> str:
+        """For people, and to look the programs up."""
+        return f"{self.rule}.processed" if self.processed else self.rule
+
+
+GREEDY = StepKind()
 
 
 @dataclass(frozen=True)
@@ -42,12 +61,14 @@ class Fill:
 
 @dataclass
 class StepContext:
-    """What the host knows of the step being launched; set once per step, read by metadata fills."""
+    """What the host knows of the step being launched; set once per step (`row_order` once per engine), read by metadata
+    fills."""
 
     real_slots: int = 0
     has_prefill: bool = False
     use_graph: bool = False
     dummy: bool = False
+    row_order: RowOrder = "slot"
 
 
 @dataclass(frozen=True)
@@ -83,85 +104,170 @@ class Program:
 
 
 class ProgramBuilder:
-    """Collects nodes, fuses them, binds them. One builder per program."""
+    """Collects the nodes of one program; `build` turns those of a whole step into programs. `kind` says which step."""
 
-    def __init__(self, name: str, table: BoundTable, limits: Limits, context: StepContext) -> None:
-        self.name, self.table, self.limits, self.context = name, table, limits, context
-        self._nodes: list[Node | Fill] = []
+    def __init__(self, name: str, table: BoundTable, limits: Limits, context: StepContext, kind: StepKind = GREEDY) -> None:
+        self.name, self.table, self.limits, self.context, self.kind = name, table, limits, context, kind
+        self.nodes: list[Node | Fill] = []
 
     def add(self, contract: str, args: Args, unit: Unit, room: str) -> None:
-        """Append a launch of `contract`."""
-        self._nodes.append(Node(contract, args, unit, room))
+        """Append a launch of `contract`. Raises `ContractError` for a name nobody registered, a record that is not the newest
+        of that contract, or a launch length that counts something else than the contract does."""
+        wanted = REGISTRY[contract]
+        if type(args) is not wanted.args:
+            raise ContractError(
+                f"{self.name}: launch of {wanted.key}, got {type(args).__name__}, wanted {wanted.args.__name__}; pass that record"
+            )
+        if wanted.unit not in {"any", unit}:
+            raise ContractError(
+                f"{self.name}: launch of {wanted.key}, got a length in {unit}, wanted {wanted.unit}; count what it counts"
+            )
+        self.nodes.append(Node(contract, args, unit, room))
 
     def fill(self, meta: ForwardMeta, role: Literal["target", "draft"], pass_index: int, unit: Unit, room: str) -> None:
         """Append the filling of a pass's metadata."""
-        self._nodes.append(Fill(meta, role, pass_index, unit, room))
+        self.nodes.append(Fill(meta, role, pass_index, unit, room))
 
     def build(self) -> Program:
-        """Fuse, check that every contract has a provider, bind."""
-        nodes = fuse(self._nodes, self.table)
-        missing = sorted({n.contract for n in nodes if isinstance(n, Node) and n.contract not in self.table.providers})
-        if missing:
-            raise CapabilityError(
-                f"the step program {self.name!r} needs contracts that the backend does not own: {', '.join(missing)}; "
-                "implement them or inherit them from a backend that does (see `polydraft contracts`)"
-            )
-        entries = tuple(self._bind(node) for node in nodes)
-        return Program(self.name, entries, tuple((e.launch, e.unit) for e in entries))
+        """Build this program as if it were the whole step."""
+        return build((self,))[0]
 
-    def _bind(self, node: Node | Fill) -> Bound:
+    def bind(self, node: Node | Fill) -> Bound:
+        """Bind one node to the provider that the table has for it, in the version that the provider was written for."""
         unit = UNITS.index(node.unit)
         if isinstance(node, Fill):
             return Bound(_fill_launch(node, self.context), unit, "forward_meta", node.room)
-        provider = self.table.providers[node.contract]
-        return Bound(provider.bind(node.args, self.limits, None), unit, node.contract, node.room)
+        provider, version = self.table.providers[node.contract], self.table.versions[node.contract]
+        args = node.args if isinstance(node.args, CompositeArgs) else as_version(node.contract, node.args, version)
+        workspace = self.table.workspace(provider.workspace_bytes(args, self.limits))
+        return Bound(provider.bind(args, self.limits, workspace), unit, node.contract, node.room)
+
+
+def build(builders: Sequence[ProgramBuilder]) -> tuple[Program, ...]:
+    """Build the programs of one kind of step, which run one after the other: fuse, check that every contract has a provider,
+    bind. Raises `CapabilityError` naming all contracts that nobody provides."""
+    fused = []
+    for place, builder in enumerate(builders):
+        others = [other.nodes for i, other in enumerate(builders) if i != place]
+        fused.append(fuse(builder.nodes, builder.table, others))
+    missing = {
+        node.contract: builder.name
+        for builder, nodes in zip(builders, fused, strict=True)
+        for node in nodes
+        if isinstance(node, Node) and node.contract not in builder.table.providers
+    }
+    if missing:
+        needed = ", ".join(f"{contract} (in {missing[contract]})" for contract in sorted(missing))
+        raise CapabilityError(
+            f"the step needs contracts that the backend does not own: {needed}; implement them, or enable a kernel pack that "
+            "does (see `polydraft contracts`)"
+        )
+    programs = []
+    for builder, nodes in zip(builders, fused, strict=True):
+        entries = tuple(builder.bind(node) for node in nodes)
+        programs.append(Program(builder.name, entries, tuple((e.launch, e.unit) for e in entries)))
+    return tuple(programs)
 
 
 def _fill_launch(node: Fill, context: StepContext) -> Launch:
     fill, role, index = node.meta.fill, node.role, node.pass_index
 
     def launch(stream: Stream, n: int) -> None:
-        fill(stream, StepMeta(role, index, n, context.real_slots, context.has_prefill, context.use_graph, context.dummy))
+        c = context
+        phase: Literal["decode", "prefill"] = "prefill" if c.has_prefill else "decode"
+        fill(stream, StepMeta(role, index, n, c.real_slots, c.has_prefill, c.use_graph, c.dummy, c.row_order, phase))
 
     return launch
 
 
-def fuse(nodes: Sequence[Node | Fill], table: BoundTable) -> list[Node | Fill]:
-    """Replace each run of nodes that a registered composite describes by the largest such composite the table owns."""
+# -- fusion ----------------------------------------------------------------------------------------
+def fuse(nodes: Sequence[Node | Fill], table: BoundTable, others: Sequence[Sequence[Node | Fill]] = ()) -> list[Node | Fill]:
+    """Replace each run of nodes that a registered composite describes by the largest such composite the table owns.
+
+    A run stays as it is where somebody reads what the composite would not write: a later node, a node of the `other`
+    programs of the step, or an earlier node in the next step."""
     owned = sorted((c for c in COMPOSITES.values() if c.name in table.providers), key=lambda c: -len(c.parts))
     result: list[Node | Fill] = []
     index = 0
     while index < len(nodes):
-        match = next((c for c in owned if matches(c, nodes[index : index + len(c.parts)])), None)
-        if match is None:
+        for composite in owned:
+            end = index + len(composite.parts)
+            run = matches(composite, nodes[index:end])
+            if run and not _reads_dead(composite, run, (nodes[end:], nodes[:index], *others)):
+                parts = CompositeArgs(tuple(n.args for n in run if isinstance(n.args, Args)))
+                result.append(Node(composite.name, parts, run[0].unit, run[0].room))
+                index = end
+                break
+        else:
             result.append(nodes[index])
             index += 1
-            continue
-        run = [n for n in nodes[index : index + len(match.parts)] if isinstance(n, Node)]
-        result.append(Node(match.name, CompositeArgs(tuple(n.args for n in run)), run[0].unit, run[0].room))  # type: ignore[arg-type, misc]
-        index += len(run)
     return result
 
 
-def matches(composite: Composite, nodes: Iterable[Node | Fill]) -> bool:
-    """The same contracts in the same order over one unit, connected by the same buffers."""
+def matches(composite: Composite, nodes: Iterable[Node | Fill]) -> list[Node]:
+    """The nodes as a run of the composite's parts, or an empty list: the same contracts in the same order, launch lengths that
+    count the same (or, where the parts are defined over different ones, what their contracts say), and fields of one name
+    that are the same buffer or the same parameter."""
     run = [n for n in nodes if isinstance(n, Node)]
-    return (
-        tuple(n.contract for n in run) == composite.parts
-        and len({n.unit for n in run}) == 1
-        and all(_field(run[w.source].args, w.output) is _field(run[w.target].args, w.input) for w in composite.wires)
-    )
+    if tuple(n.contract for n in run) != composite.parts:
+        return []
+    declared = [contract.unit for contract in composite.contracts]
+    mixed = len(set(declared) - {"any"}) > 1
+    if len({n.unit for n in run}) > 1 and not (mixed and declared == [n.unit for n in run]):
+        return []
+    seen: dict[str, Any] = {}
+    for contract, node in zip(composite.contracts, run, strict=True):
+        for name, spec in contract.args.specs().items():
+            value = getattr(node.args, name)
+            first = seen.setdefault(name, value)
+            if not (first == value if isinstance(spec, ParamSpec) else first is value):
+                return []
+    return run
 
 
-def _field(args: Any, name: str) -> Any:
-    return getattr(args, name)
+def _reads_dead(composite: Composite, run: Sequence[Node], elsewhere: Iterable[Sequence[Node | Fill]]) -> bool:
+    """Whether a program piece in `elsewhere` reads a dead buffer of the run before it has written it anew. Metadata fills read
+    only what describes rows, which no composite declares dead."""
+    dead = [next(getattr(n.args, name) for n in run if hasattr(n.args, name)) for name in composite.dead]
+    return any(_is_read(buffer, piece) for buffer in dead for piece in elsewhere)
+
+
+def _is_read(buffer: Any, nodes: Sequence[Node | Fill]) -> bool:
+    for node in nodes:
+        touched = {access for value, access in _accesses(node) if value is buffer}
+        if touched:
+            return touched != {"out"}
+    return False
+
+
+def _accesses(node: Node | Fill) -> Iterator[tuple[Any, str]]:
+    """Buffers that a node is bound to, with the access that its contract declares."""
+    if isinstance(node, Node) and isinstance(node.args, Args):
+        for name, spec in node.args.specs().items():
+            if not isinstance(spec, ParamSpec):
+                yield getattr(node.args, name), spec.access
+
+
+# -- versions and lengths --------------------------------------------------------------------------
+def as_version(name: str, args: Args, version: int) -> Args:
+    """Express the newest record of a contract in an older version, for providers written for that.
+
+    Raises `CapabilityError` when the step uses a field that the older version does not have, or cannot give one it wants."""
+    newest = REGISTRY[name]
+    if version == newest.version:
+        return args
+    older = REGISTRY[f"{name}/{version}"].args
+    fields = older.specs()
+    unknown = [f for f in args.specs() if f not in fields and getattr(args, f) is not None]
+    absent = [f for f in fields if f not in args.specs()]
+    if unknown or absent:
+        raise CapabilityError(
+            f"the step uses {', '.join(unknown + absent)} of contract {newest.key} in a way that version {version}, which the "
+            f"backend has, does not know; update the backend to version {newest.version}"
+        )
+    return older(**{f: getattr(args, f) for f in fields})
 
 
 def lengths(**by_unit: int) -> Lengths:
     """Launch lengths by unit name; units not named are 0."""
     return tuple(by_unit.get(unit, 0) for unit in UNITS)
-
-
-def served(name: str) -> int:
-    """Newest version of a contract, for reports."""
-    return REGISTRY[name].version

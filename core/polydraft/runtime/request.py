@@ -41,6 +41,8 @@ class Request:
     stop_token_ids: tuple[int, ...]
     max_total: int
     """Prompt and generated tokens allowed."""
+    bad_words: tuple[int, ...] = ()
+    """Token ids of the words that may not be generated, NO_TOKEN behind each."""
     stream: bool = False
     status: Status = Status.WAITING
     slot: int = -1

@@ -6,20 +6,29 @@ downgrades nothing that was asked for by name, and when it refuses it gives ever
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from polydraft.backend import BackendInfo
 from polydraft.config import AUTO, EngineConfig
 from polydraft.contracts.base import Limits
 from polydraft.errors import CapabilityError
 from polydraft.models.description import ModelDescription
-from polydraft.sampling_params import MAX_STOP_TOKENS
+from polydraft.runtime.graphs import Mode, default_buckets
+from polydraft.sampling_params import MAX_BAD_WORDS, MAX_BIASES, MAX_STOP_TOKENS
 
 CACHE_BUDGET = 1 << 30
-"""Bytes that "auto" spends on KV blocks at most."""
+"""Bytes that "auto" spends on KV blocks at most, unless one request at full length needs more."""
 DEFAULT_DRAFTS = 3
 MIN_BATCHED_TOKENS = 512
+MAX_DRAFTS = 255
+"""Most drafts of a round that core can count: rounds are kept as bytes."""
+RESERVED_PROPOSERS = ("ngram", "suffix", "hybrid")
+"""Names that the command line keeps for proposers to come."""
+DEFAULTS: Mapping[str, Any] = {f.name: f.default for f in dataclasses.fields(EngineConfig)}
+ITEM_BYTES = {"f32": 4, "bf16": 2, "f16": 2}
 
 
 @dataclass(frozen=True)
@@ -42,10 +51,14 @@ class Resolved:
     proposer: str
     verify: str
     overlap: int
-    graph: str
+    graph: Mode
+    graph_sizes: tuple[int, ...]
+    """Buckets to capture, ascending; () with `graph` "off"."""
     invariant: bool
     limits: Limits
     decisions: tuple[Decision, ...]
+    accept_schedule: tuple[float, ...] = ()
+    """Synthetic acceptance: K chances, or () where drafts are verified."""
 
     def describe(self) -> dict[str, Any]:
         """Name to chosen value, for the `config` of JSON answers."""
@@ -55,84 +68,115 @@ class Resolved:
 class _Negotiation:
     """Collects decisions and refusals, so that a refusal can give every reason."""
 
-    def __init__(self) -> None:
+    def __init__(self, config: EngineConfig, info: BackendInfo, model: ModelDescription) -> None:
+        self.config, self.info, self.model, self.caps = config, info, model, info.capabilities
         self.decisions: list[Decision] = []
         self.refusals: list[str] = []
 
-    def choose(self, name: str, asked: Any, chosen: Any, reason: str) -> Any:
-        self.decisions.append(Decision(name, asked, chosen, reason if asked in (AUTO, None, "") else f"asked for; {reason}"))
+    def choose(self, name: str, chosen: Any, reason: str) -> Any:
+        """File a decision about the option `name` (or about something that is no option)."""
+        asked = getattr(self.config, name, AUTO)
+        own = asked == DEFAULTS.get(name, AUTO)
+        self.decisions.append(Decision(name, asked, chosen, reason if own else f"asked for; {reason}"))
         return chosen
 
     def refuse(self, reason: str) -> None:
+        """File one reason why the wishes cannot be met."""
         self.refusals.append(reason)
 
 
 def resolve(config: EngineConfig, info: BackendInfo, model: ModelDescription, *, proposers: tuple[str, ...]) -> Resolved:
-    """Decide everything. Raises `CapabilityError` with every reason why the wishes cannot be met."""
-    n, caps = _Negotiation(), info.capabilities
+    """Decide everything. `proposers` are the registered names. Raises `CapabilityError` with every reason why the wishes cannot
+    be met."""
+    n = _Negotiation(config, info, model)
     if not info.available:
         n.refuse(f"backend {info.name} is not available: {info.reason}")
     for reason in model.unsupported():
         n.refuse(f"model {model.name}: {reason}")
-    n.choose("backend", config.backend, info.name, "the embedded default" if config.backend == AUTO else info.summary)
-    device = n.choose("device", config.device, config.device or (info.devices[0] if info.devices else ""), info.device_pattern)
-    dtype = _dtype(n, config, info)
-    proposer, drafts = _drafts(n, config, info, model, proposers)
-    verify = _verify(n, config)
-    limits = _limits(n, config, info, model, drafts, dtype)
-    overlap = _overlap(n, config, info)
-    graph = _graph(n, config, info)
-    if config.invariant and not caps.row_invariant:
-        n.refuse(f"--invariant: backend {info.name} does not declare row_invariant; leave it out or use --backend reference")
-    why = "a row's bits depend on that row alone" if config.invariant else "faster; texts are equal up to ties of the logits"
-    n.choose("invariant", config.invariant, config.invariant, why)
-    n.choose("seed", config.seed, config.seed, "requests without a seed use it plus their number")
-    n.choose("kernels", list(config.kernels), list(config.kernels), "kernel packs, first wins")
-    if config.sanitize:
-        n.refuse("--sanitize: the hazard checker is not part of this version; leave it out")
+    n.choose("backend", info.name, "the embedded default" if config.backend == AUTO else info.summary)
+    default = info.devices[0] if info.devices else ""
+    device = n.choose("device", config.device or default, f"{info.name} opens {info.device_pattern}")
+    dtype = _dtype(n)
+    length = _length(n)
+    proposer, drafts = _drafts(n, length, proposers)
+    verify = _verify(n)
+    schedule = _schedule(n, drafts)
+    limits = _limits(n, length, drafts, _block_bytes(n, dtype, proposer))
+    overlap = _overlap(n)
+    graph, sizes = _graph(n, limits)
+    _rest(n)
     if n.refusals:
         raise CapabilityError(f"this engine cannot be built: {'; '.join(n.refusals)}")
-    return Resolved(info.name, device, dtype, proposer, verify, overlap, graph, config.invariant, limits, tuple(n.decisions))
-
-
-def _dtype(n: _Negotiation, config: EngineConfig, info: BackendInfo) -> str:
-    allowed = info.capabilities.dtypes
-    if config.dtype == AUTO:
-        return str(n.choose("dtype", AUTO, allowed[0], f"first of {info.name}'s dtypes"))
-    if config.dtype not in allowed:
-        n.refuse(f"--dtype {config.dtype}: backend {info.name} computes in {', '.join(allowed)}; choose one of those or auto")
-    return str(n.choose("dtype", config.dtype, config.dtype, f"{info.name} computes in {', '.join(allowed)}"))
-
-
-def _drafts(
-    n: _Negotiation, config: EngineConfig, info: BackendInfo, model: ModelDescription, proposers: tuple[str, ...]
-) -> tuple[str, int]:
-    """The proposer and K, which go together."""
-    reserved = ("suffix", "hybrid")
-    unusable = _no_mtp(model)
-    name, asked = config.proposer, config.draft_tokens
-    if name in reserved:
-        n.refuse(f"--proposer {name} is a reserved name and not built yet; known: {', '.join(proposers)}")
-    elif name not in (AUTO, *proposers):
-        n.refuse(f"--proposer {name} is unknown; known: {', '.join(proposers)}")
-    if name == "mtp" and unusable:
-        n.refuse(f"--proposer mtp: {unusable}; use --proposer none")
-    if name == AUTO:
-        name = "none" if unusable or asked == 0 else "mtp"
-    drafts = asked if isinstance(asked, int) else (0 if name == "none" else DEFAULT_DRAFTS)
-    if name == "none" and drafts > 0:
-        reason = unusable if config.proposer == AUTO else "--proposer none never drafts"
-        n.refuse(f"--draft-tokens {drafts}: {reason}; use --draft-tokens 0")
-    if config.proposer not in (AUTO, "none") and drafts == 0:
-        n.refuse(f"--proposer {config.proposer} with --draft-tokens 0 drafts nothing; use --proposer none")
-    if drafts + 1 > info.capabilities.max_window:
-        n.refuse(f"--draft-tokens {drafts}: backend {info.name} verifies at most {info.capabilities.max_window - 1}; lower it")
-    why = {"mtp": "the checkpoint has an MTP head", "none": unusable or "no drafts were asked for"}.get(
-        name, "a plugin's proposer"
+    return Resolved(
+        info.name, device, dtype, proposer, verify, overlap, graph, sizes, config.invariant, limits, tuple(n.decisions), schedule
     )
-    n.choose("proposer", config.proposer, name, why)
-    n.choose("draft_tokens", asked, drafts, "drafts per round" if drafts else "plain decoding")
+
+
+def _dtype(n: _Negotiation) -> str:
+    allowed, asked = n.caps.dtypes, n.config.dtype
+    if asked == AUTO:
+        return str(n.choose("dtype", allowed[0], f"first of {n.info.name}'s dtypes, {', '.join(allowed)}"))
+    if asked not in allowed:
+        n.refuse(f"--dtype {asked}: backend {n.info.name} computes in {', '.join(allowed)}; choose one of those or auto")
+    return str(n.choose("dtype", asked, f"{n.info.name} computes in {', '.join(allowed)}"))
+
+
+def _length(n: _Negotiation) -> int:
+    most, asked = n.model.max_model_len, n.config.max_model_len
+    length = most if asked == AUTO else int(asked)
+    if length > most:
+        n.refuse(f"--max-model-len {length}: model {n.model.name} was trained for {most}; lower it")
+    if length < 2:
+        n.refuse(f"--max-model-len {length} has no room for a prompt and a token of output; use at least 2")
+    n.choose("max_model_len", length, f"tokens of prompt and output together; {n.model.name} was trained for {most}")
+    return length
+
+
+# -- drafting --------------------------------------------------------------------------------------
+def _drafts(n: _Negotiation, length: int, proposers: tuple[str, ...]) -> tuple[str, int]:
+    """The proposer and K, which go together."""
+    name, asked = n.config.proposer, n.config.draft_tokens
+    no_mtp, (most, limit) = _no_mtp(n.model), _most_drafts(n, length)
+    _refuse_proposer(n, proposers, no_mtp, most, limit)
+    if name == AUTO:
+        name = "none" if no_mtp or asked == 0 or (asked == AUTO and most == 0) else "mtp"
+    drafts = asked if isinstance(asked, int) else 0 if name == "none" else min(DEFAULT_DRAFTS, most)
+    if drafts > most:
+        n.refuse(f"--draft-tokens {drafts}: {limit}; use at most {most}")
+    if name == "none" and drafts > 0:
+        reason = no_mtp if n.config.proposer == AUTO else "--proposer none never drafts"
+        n.refuse(f"--draft-tokens {drafts}: {reason}; use --draft-tokens 0")
+    if n.config.proposer not in {AUTO, "none"} and asked == 0:
+        n.refuse(f"--proposer {name} with --draft-tokens 0 drafts nothing; use --proposer none")
+    idle = no_mtp or ("no drafts were asked for" if asked == 0 or n.config.proposer == "none" else limit)
+    why = {"mtp": "the checkpoint has an MTP head", "none": idle}.get(name, "chosen by name")
+    n.choose("proposer", name, why)
+    few = f", fewer than {DEFAULT_DRAFTS} because {limit}" if asked == AUTO and 0 < drafts < DEFAULT_DRAFTS else ""
+    n.choose("draft_tokens", drafts, f"drafts a round{few}" if drafts else "plain decoding, one token a round")
     return name, drafts
+
+
+def _refuse_proposer(n: _Negotiation, proposers: tuple[str, ...], no_mtp: str, most: int, limit: str) -> None:
+    name, known = n.config.proposer, ", ".join(proposers)
+    if name not in {AUTO, *proposers}:
+        what = "a reserved name and not built yet" if name in RESERVED_PROPOSERS else "unknown"
+        n.refuse(f"--proposer {name} is {what}; known: {known}")
+    elif name == "mtp" and no_mtp:
+        n.refuse(f"--proposer mtp: {no_mtp}; use --proposer none")
+    elif name not in {AUTO, "none"} and most == 0:
+        n.refuse(f"--proposer {name}: {limit}; use --proposer none")
+
+
+def _most_drafts(n: _Negotiation, length: int) -> tuple[int, str]:
+    """The largest K that can be of use, and what bounds it."""
+    window = n.caps.max_window
+    bounds = {
+        f"backend {n.info.name} verifies windows of at most {window} tokens": window - 1,
+        f"a text of at most {length} tokens has no room for more": max(length - 2, 0),
+        "a round of more drafts cannot be counted": MAX_DRAFTS,
+    }
+    limit = min(bounds, key=lambda reason: bounds[reason])
+    return bounds[limit], limit
 
 
 def _no_mtp(model: ModelDescription) -> str:
@@ -142,52 +186,50 @@ def _no_mtp(model: ModelDescription) -> str:
     return "; ".join(model.mtp.unsupported())
 
 
-def _verify(n: _Negotiation, config: EngineConfig) -> str:
-    if config.verify == "rejection":
-        n.refuse("--verify rejection is not part of this version; use coupled, which is lossless too")
-    if config.verify == AUTO:
+def _verify(n: _Negotiation) -> str:
+    asked = n.config.verify
+    if asked == AUTO:
         reason = "greedy requests are matched against the argmax, sampling ones against the target's own draw with shared noise"
-        return str(n.choose("verify", AUTO, "coupled", reason))
-    reason = "only requests with temperature 0 are accepted" if config.verify == "greedy" else "lossless at any temperature"
-    return str(n.choose("verify", config.verify, config.verify, reason))
+        return str(n.choose("verify", "coupled", reason))
+    reason = {
+        "greedy": "only requests with temperature 0 are accepted",
+        "coupled": "lossless at any temperature",
+        "rejection": "lossless in distribution; a sampled text depends on the number of drafts",
+    }[asked]
+    return str(n.choose("verify", asked, reason))
 
 
-def _overlap(n: _Negotiation, config: EngineConfig, info: BackendInfo) -> int:
-    if config.overlap == AUTO:
-        depth = 1 if info.capabilities.asynchronous else 0
-        reason = "launches return before they have run" if depth else f"{info.name} is synchronous: nothing to overlap with"
-        return int(n.choose("overlap", AUTO, depth, reason))
-    return int(n.choose("overlap", config.overlap, config.overlap, "steps launched before the last snapshot is read"))
+def _schedule(n: _Negotiation, drafts: int) -> tuple[float, ...]:
+    """The synthetic acceptance schedule, as long as there are drafts."""
+    asked = n.config.accept_schedule
+    if asked and not n.caps.synthetic_acceptance:
+        n.refuse(f"backend {n.info.name} has no synthetic acceptance; leave the schedule out")
+    if asked and n.config.verify == "rejection":
+        n.refuse("a synthetic acceptance schedule forces choices, which --verify rejection does not make; use --verify coupled")
+    if asked and len(asked) < drafts:
+        n.refuse(f"--draft-tokens {drafts}: the synthetic acceptance schedule has {len(asked)} chances; give one for each draft")
+    reason = "synthetic: drafts are accepted by chance, whatever the model says; the text means nothing, only its timing does"
+    return tuple(n.choose("accept_schedule", asked[:drafts], reason if asked else "drafts are verified"))
 
 
-def _graph(n: _Negotiation, config: EngineConfig, info: BackendInfo) -> str:
-    if config.graph in ("decode", "prefill") and not info.capabilities.graph_capture:
-        n.refuse(f"--graph {config.graph}: backend {info.name} does not declare graph_capture; use --graph off")
-    chosen = "off" if config.graph == AUTO else config.graph
-    return str(n.choose("graph", config.graph, chosen, "every launch is enqueued by the host" if chosen == "off" else "captured"))
-
-
-def _limits(n: _Negotiation, config: EngineConfig, info: BackendInfo, model: ModelDescription, drafts: int, dtype: str) -> Limits:
+# -- capacities ------------------------------------------------------------------------------------
+def _limits(n: _Negotiation, length: int, drafts: int, block_bytes: int) -> Limits:
     """Capacities, with "auto" filled in and contradictions refused."""
-    window, seqs = drafts + 1, config.max_num_seqs
-    if seqs > info.capabilities.max_seqs:
-        n.refuse(f"--max-num-seqs {seqs}: backend {info.name} holds at most {info.capabilities.max_seqs}; lower it")
-    n.choose("max_num_seqs", seqs, seqs, "requests decoded together")
-    length = model.max_model_len if config.max_model_len == AUTO else int(config.max_model_len)
-    if length > model.max_model_len:
-        n.refuse(f"--max-model-len {length}: model {model.name} was trained for {model.max_model_len}; lower it")
-    n.choose("max_model_len", config.max_model_len, length, "tokens of prompt and output together")
+    config, window, seqs = n.config, drafts + 1, n.config.max_num_seqs
+    if seqs > n.caps.max_seqs:
+        n.refuse(f"--max-num-seqs {seqs}: backend {n.info.name} holds at most {n.caps.max_seqs}; lower it")
+    n.choose("max_num_seqs", seqs, "requests decoded together")
     block = 16 if config.block_size == AUTO else int(config.block_size)
-    n.choose("block_size", config.block_size, block, "tokens of a KV block")
+    n.choose("block_size", block, "tokens of a KV block")
     per_slot = -(-length // block)
-    num_blocks = _num_blocks(n, config, model, per_slot, block, dtype)
+    num_blocks = _num_blocks(n, per_slot, block_bytes * block)
     rows = max(MIN_BATCHED_TOKENS, seqs * window) if config.max_batched_tokens == AUTO else int(config.max_batched_tokens)
     if rows < seqs * window:
         n.refuse(
             f"--max-batched-tokens {rows}: {seqs} windows of {window} need {seqs * window} rows a step; raise it or lower "
             "--max-num-seqs or --draft-tokens"
         )
-    n.choose("max_batched_tokens", config.max_batched_tokens, rows, "rows of one step, windows and prefill chunks together")
+    n.choose("max_batched_tokens", rows, "rows of one step, windows and prefill chunks together")
     return Limits(
         max_seqs=seqs,
         num_drafts=drafts,
@@ -198,16 +240,84 @@ def _limits(n: _Negotiation, config: EngineConfig, info: BackendInfo, model: Mod
         num_blocks=num_blocks,
         max_blocks=per_slot,
         max_stop_tokens=MAX_STOP_TOKENS,
-        vocab_size=model.vocab_size,
+        vocab_size=n.model.vocab_size,
+        max_biases=MAX_BIASES,
+        max_bad_words=MAX_BAD_WORDS,
     )
 
 
-def _num_blocks(n: _Negotiation, config: EngineConfig, model: ModelDescription, per_slot: int, block: int, dtype: str) -> int:
-    wanted = config.max_num_seqs * per_slot
-    if config.num_blocks != AUTO:
-        return int(n.choose("num_blocks", config.num_blocks, config.num_blocks, f"{wanted} would hold every slot at full length"))
-    layers = [*model.blocks, *([model.mtp.block] if model.mtp else [])]
-    size = sum(2 * b.attention.kv_size for b in layers) * block * (4 if dtype == "f32" else 2)
-    affordable = max(CACHE_BUDGET // size, per_slot)
-    reason = "every slot at full length" if wanted <= affordable else f"{CACHE_BUDGET >> 20} MiB of {size:,} bytes each"
-    return int(n.choose("num_blocks", AUTO, min(wanted, affordable), reason))
+def _num_blocks(n: _Negotiation, per_slot: int, size: int) -> int:
+    """KV blocks of the pool, and what they cost. `size`: bytes of a block."""
+    wanted, asked = n.config.max_num_seqs * per_slot, n.config.num_blocks
+    if asked == AUTO:
+        affordable = max(CACHE_BUDGET // size, per_slot)
+        chosen = min(wanted, affordable)
+        reason = (
+            "every slot at full length" if wanted <= affordable else f"what {CACHE_BUDGET >> 20} MiB hold, at least one request"
+        )
+    else:
+        chosen = int(asked)
+        reason = f"{wanted} would hold every slot at full length, {per_slot} one request"
+    n.choose("num_blocks", chosen, reason)
+    n.choose("kv_cache_bytes", chosen * size, f"{chosen} blocks of {size:,} bytes over all layers that draft or verify")
+    return chosen
+
+
+def _block_bytes(n: _Negotiation, dtype: str, proposer: str) -> int:
+    """Bytes of one token's keys and values in all caches of the engine."""
+    blocks = [*n.model.blocks, *([n.model.mtp.block] if n.model.mtp and proposer == "mtp" else [])]
+    return sum(2 * block.attention.kv_size for block in blocks) * ITEM_BYTES.get(dtype, 4)
+
+
+# -- the step --------------------------------------------------------------------------------------
+def _overlap(n: _Negotiation) -> int:
+    if n.config.overlap == AUTO:
+        depth = 1 if n.caps.asynchronous else 0
+        reason = "launches return before they have run" if depth else f"{n.info.name} is synchronous: nothing to overlap with"
+        return int(n.choose("overlap", depth, reason))
+    return int(n.choose("overlap", n.config.overlap, "steps launched before the last snapshot is read"))
+
+
+def _graph(n: _Negotiation, limits: Limits) -> tuple[Mode, tuple[int, ...]]:
+    """What is captured, and the buckets."""
+    mode, asked = n.config.graph, n.config.graph_sizes
+    chosen: Mode = ("decode" if n.caps.graph_capture else "off") if mode == AUTO else cast("Mode", mode)  # one of GRAPH_MODES
+    if chosen != "off" and not n.caps.graph_capture:
+        n.refuse(f"--graph {chosen}: backend {n.info.name} does not declare graph_capture; use --graph off")
+    if asked and chosen == "off":
+        n.refuse(f"--graph-sizes {','.join(map(str, asked))} without graphs; add --graph decode or prefill")
+    largest = {"decode": limits.max_seqs, "prefill": limits.max_rows}.get(chosen, 0)
+    wrong = [size for size in asked if chosen != "off" and not 1 <= size <= largest]
+    if wrong:
+        n.refuse(f"--graph-sizes {','.join(map(str, wrong))}: a {chosen} step has 1 to {largest} of them; correct the sizes")
+    sizes = (tuple(sorted(set(asked))) or default_buckets(largest)) if largest else ()
+    what = {"decode": "steps without prefill are replayed", "prefill": "steps without decoding are replayed"}
+    n.choose("graph", chosen, what.get(chosen, "every launch is enqueued by the host"))
+    n.choose("graph_sizes", sizes, "buckets: running sequences, or rows of a prefill" if sizes else "nothing is captured")
+    return chosen, sizes
+
+
+def _rest(n: _Negotiation) -> None:
+    """Wishes that are met or refused as they are."""
+    config = n.config
+    if config.invariant and not n.caps.row_invariant:
+        n.refuse(f"--invariant: backend {n.info.name} does not declare row_invariant; leave it out or use another --backend")
+    n.choose(
+        "invariant",
+        config.invariant,
+        "a row's bits depend on that row alone: texts are bit-equal for every number of drafts, batch and chunk"
+        if config.invariant
+        else "faster; texts are equal up to ties of the logits",
+    )
+    n.choose(
+        "prefix_cache",
+        config.prefix_cache,
+        "requests share the KV blocks of a common beginning" if config.prefix_cache else "off",
+    )
+    if config.logprobs:
+        n.refuse(f"--logprobs {config.logprobs}: no logprobs are computed in this version; leave it out")
+    n.choose("logprobs", config.logprobs, "none are computed in this version")
+    n.choose("seed", config.seed, "requests without a seed use it plus their number")
+    n.choose("kernels", config.kernels, "kernel packs, first wins" if config.kernels else "the backend's own kernels")
+    n.choose("plugins", config.plugins, "loaded by name, in order" if config.plugins else "none were named")
+    n.choose("sanitize", config.sanitize, "every access is checked, slowly" if config.sanitize else "no hazard checker watches")

@@ -11,31 +11,30 @@ from dataclasses import dataclass
 from typing import Any
 
 from polydraft.backend import CacheSpec, PassBuffers, Weight
-from polydraft.contracts.argmax import ArgmaxV1
-from polydraft.contracts.base import Limits, Unit
+from polydraft.contracts.base import Limits
 from polydraft.contracts.commit_window import CommitWindowV1
 from polydraft.contracts.gather_rows import GatherRowsV1
-from polydraft.contracts.gumbel_noise import GumbelNoiseV1
 from polydraft.contracts.layout import SNAPSHOT_TOKENS, Snapshot
 from polydraft.contracts.pack_logit_rows import PackLogitRowsV1
 from polydraft.contracts.pack_rows import PackRowsV1
-from polydraft.contracts.process_logits import ProcessLogitsV1
 from polydraft.contracts.reserve_blocks import ReserveBlocksV1
-from polydraft.contracts.sample import SampleV1
 from polydraft.contracts.snapshot_output import SnapshotOutputV1
+from polydraft.contracts.update_bad_words import UpdateBadWordsV1
+from polydraft.contracts.update_biases import UpdateBiasesV1
 from polydraft.contracts.update_blocks import UpdateBlocksV1
 from polydraft.contracts.update_slots import UpdateSlotsV1
 from polydraft.contracts.update_tokens import UpdateTokensV1
-from polydraft.contracts.verify_match import VerifyMatchV1
-from polydraft.device import Buffer, Device, Event, Staging
+from polydraft.device import Device, Event, GraphCapture, Staging
 from polydraft.models.decoder import Norm, PassRows, emit_block, emit_embed, emit_linear, emit_norm
 from polydraft.models.description import ModelDescription
 from polydraft.plugins import BoundTable, Plugins
 from polydraft.proposers.base import Factory, ProposerContext
 from polydraft.runtime.buffers import Scratch, SlotState, StepBuffers
+from polydraft.runtime.graphs import CapturedSteps, GraphPolicy, Part
 from polydraft.runtime.plan import StepOutcome, StepPlan
-from polydraft.runtime.program import Lengths, Program, ProgramBuilder, StepContext, lengths
+from polydraft.runtime.program import Lengths, Program, ProgramBuilder, StepContext, StepKind, build, lengths
 from polydraft.runtime.stage import Stage
+from polydraft.runtime.verify import PROCESSING, RULES, Verifier
 
 
 @dataclass(frozen=True)
@@ -47,17 +46,19 @@ class Ticket:
     event: Event
 
 
-@dataclass(frozen=True)
-class Programs:
-    """The launches of one kind of step: staged writes, the target's rooms up to the snapshot, the proposer's behind it."""
+Programs = dict[Part, Program]
+"""The launches of one kind of step: staged writes ("update"), the target's rooms up to the snapshot, the proposer's behind it."""
 
-    update: Program
-    target: Program
-    draft: Program
+
+def has_updates(plan: StepPlan) -> bool:
+    """Whether a plan carries staged writes."""
+    return bool(len(plan.slot_updates) or len(plan.token_updates) or len(plan.block_updates))
 
 
 class Runner:
-    """Everything between a plan and its outcome. Built once: buffers, caches, metadata, and two kinds of programs."""
+    """Everything between a plan and its outcome. Built once: buffers, caches, metadata, and the programs of each kind of step.
+
+    `lacking`: contracts without which the backend cannot process logits; where there are any, no plan may ask for it."""
 
     def __init__(
         self,
@@ -69,19 +70,34 @@ class Runner:
         weights: Mapping[str, Weight],
         limits: Limits,
         proposer: Factory,
+        verify: str,
         depth: int,
         dtype: str,
+        accept_schedule: tuple[float, ...] = (),
     ) -> None:
         self.device, self.limits, self.model, self.weights = device, limits, model, weights
         self._plugins, self._table, self._dtype = plugins, table, dtype
         self.state = SlotState.allocate(device, limits)
-        self.step = StepBuffers.allocate(device, limits, sampling="gumbel_noise+sample" not in table.providers)
-        self.context = StepContext()
+        self._stores_noise = verify == "rejection" or "gumbel_noise+sample" not in table.providers
+        self.step = StepBuffers.allocate(device, limits, sampling=self._stores_noise)
+        self.context = StepContext(row_order=plugins.info().capabilities.row_order)
         self._norm = Norm(model.eps, model.norm_plus_one)
         self._allocate_target()
         self.proposer = proposer(self._proposer_context())
-        self.programs = {sampling: self._build(sampling) for sampling in (False, True)}
-        self._stage = Stage(device, limits, self.step, depth)
+        keep_drafts = verify == "rejection" and limits.num_drafts > 0 and getattr(self.proposer, "soft", False)
+        self._verifier = Verifier(
+            device, limits, self.state, self.step,
+            num_valid=model.vocab_size, keep_drafts=keep_drafts, schedule=accept_schedule,
+        )  # fmt: skip
+        self.lacking = tuple(name for name in PROCESSING if name not in table.providers)
+        self._kinds = {
+            (sampling, processed): StepKind(rule, processed)
+            for processed in ((False,) if self.lacking else (False, True))
+            for sampling, rule in enumerate(RULES[verify])
+        }
+        self.programs: dict[str, Programs] = {kind.name: self._build(kind) for kind in self._kinds.values()}
+        self.graphs: CapturedSteps | None = None
+        self.stage = Stage(device, limits, self.step, depth)
         self._outputs = [
             (device.staging(f"snapshot{i}", self.step.record.shape, "i32"), device.event()) for i in range(depth + 1)
         ]
@@ -90,17 +106,26 @@ class Runner:
     def launch(self, plan: StepPlan) -> Ticket:
         """Enqueue a whole step; never blocks. The snapshot's copy stands before the draft passes, so results do not wait
         for them."""
-        stream, programs = self.device.stream, self.programs[plan.sampling]
-        self.context.real_slots, self.context.has_prefill = plan.num_seqs, plan.has_prefill
-        n = self._lengths(plan)
-        self._stage.upload(stream, plan)
-        programs.update.run(stream, n) if self._has_updates(plan) else None
-        programs.target.run(stream, n)
+        stream, kind, n = self.device.stream, self._kinds[plan.sampling, plan.processed].name, self._lengths(plan)
+        bucket = self.graphs.choose(plan) if self.graphs else None
+        context = self.context
+        context.real_slots, context.has_prefill, context.use_graph = plan.num_seqs, plan.has_prefill, bucket is not None
+        self.stage.upload(stream, plan)
+        if has_updates(plan):
+            self.programs[kind]["update"].run(stream, n)
+        self._run(kind, "target", n, bucket)
         staging, event = self._outputs[plan.step_id % len(self._outputs)]
         self.device.download(stream, staging, self.step.record, plan.num_seqs)
         event.record(stream)
-        programs.draft.run(stream, n)
+        self._run(kind, "draft", n, bucket)
         return Ticket(plan, staging, event)
+
+    def _run(self, kind: str, part: Part, n: Lengths, bucket: int | None) -> None:
+        """Replay a part of the step in its bucket, or enqueue its launches one by one."""
+        if bucket is None or self.graphs is None:
+            self.programs[kind][part].run(self.device.stream, n)
+        else:
+            self.graphs.replay(kind, part, bucket)
 
     def collect(self, ticket: Ticket) -> StepOutcome:
         """Wait for a step's snapshot and decode it: the only host wait of a step."""
@@ -121,10 +146,6 @@ class Runner:
         )
 
     @staticmethod
-    def _has_updates(plan: StepPlan) -> bool:
-        return bool(len(plan.slot_updates) or len(plan.token_updates) or len(plan.block_updates))
-
-    @staticmethod
     def _lengths(plan: StepPlan) -> Lengths:
         return lengths(
             rows=plan.num_rows,
@@ -133,6 +154,8 @@ class Runner:
             slot_updates=len(plan.slot_updates),
             token_updates=len(plan.token_updates),
             block_updates=len(plan.block_updates),
+            bias_updates=len(plan.bias_updates),
+            bad_word_updates=len(plan.bad_word_updates),
         )
 
     # -- building ----------------------------------------------------------------------------------
@@ -166,21 +189,38 @@ class Runner:
             allocate_cache=self._table.allocate_cache,
             init_forward_meta=lambda rows: self._plugins.init_forward_meta(self.device, rows, self.limits),
             choose=self._choose,
-            sampling="gumbel_noise+sample" not in self._table.providers,
+            sampling=self._stores_noise,
             dtype=self._dtype,
         )
 
-    def _build(self, sampling: bool) -> Programs:
-        kind = "sampling" if sampling else "greedy"
-        builders = [ProgramBuilder(f"{kind}.{n}", self._table, self.limits, self.context) for n in ("update", "target", "draft")]
-        update, target, draft = builders
-        self._updates(update)
+    def _choose(self, program: ProgramBuilder, **rows: Any) -> None:
+        """What a proposer is given: the verifier, which exists only once the proposer does."""
+        self._verifier.choose(program, **rows)
+
+    def _build(self, kind: StepKind) -> Programs:
+        parts: tuple[Part, ...] = ("update", "target", "draft")
+        builders = {p: ProgramBuilder(f"{kind.name}.{p}", self._table, self.limits, self.context, kind) for p in parts}
+        target = builders["target"]
+        self._updates(builders["update"])
         self._pack(target)
         self._forward(target)
-        self._verify(target, sampling)
+        self._verifier.verify(target)
         self._commit(target)
-        self.proposer.append(draft, sampling=sampling)
-        return Programs(*(builder.build() for builder in builders))
+        self.proposer.append(builders["draft"], sampling=kind.rule != "greedy")
+        return dict(zip(parts, build(tuple(builders.values())), strict=True))
+
+    def rebind(self) -> None:
+        """Bind every program again, and capture again what was captured: some weight lies at another address now."""
+        self.programs = {kind.name: self._build(kind) for kind in self._kinds.values()}
+        if self.graphs is not None:
+            graphs = self.graphs
+            self.capture(graphs.policy, graphs.capture, graphs.uncapturable)
+
+    def capture(self, policy: GraphPolicy, capture: GraphCapture, uncapturable: frozenset[str]) -> None:
+        """Capture every step that `policy` replays. Called before the first step, and again when an address has changed."""
+        self.stage.clear(self.device.stream)
+        self.graphs = CapturedSteps(self.device, capture, policy, self.limits, self.context, uncapturable)
+        self.graphs.capture_all(self.programs)
 
     def _updates(self, program: ProgramBuilder) -> None:
         s, t = self.state, self.step
@@ -188,12 +228,19 @@ class Runner:
             updates=t.slot_updates, phase=s.phase, prompt_len=s.prompt_len, num_generated=s.num_generated, kv_len=s.kv_len,
             prefill_len=s.prefill_len, max_total=s.max_total, epoch=s.epoch, top_k=s.top_k, finish=s.finish,
             draft_len=s.draft_len, seed=s.seed, temperature=s.temperature, top_p=s.top_p, min_p=s.min_p,
-            stop_tokens=s.stop_tokens, drafts=s.drafts, block_table=s.block_table,
+            stop_tokens=s.stop_tokens, drafts=s.drafts, block_table=s.block_table, repetition_penalty=s.repetition_penalty,
+            presence_penalty=s.presence_penalty, frequency_penalty=s.frequency_penalty, min_tokens=s.min_tokens,
+            num_biases=s.num_biases, bad_len=s.bad_len,
         )  # fmt: skip
         program.add("update_slots", slots, "slot_updates", "upload")
         program.add("update_tokens", UpdateTokensV1(updates=t.token_updates, tokens=s.tokens), "token_updates", "upload")
         blocks = UpdateBlocksV1(updates=t.block_updates, block_table=s.block_table)
         program.add("update_blocks", blocks, "block_updates", "upload")
+        if program.kind.processed:
+            biases = UpdateBiasesV1(updates=t.bias_updates, bias_ids=s.bias_ids, biases=s.biases)
+            program.add("update_biases", biases, "bias_updates", "upload")
+            words = UpdateBadWordsV1(updates=t.bad_word_updates, bad_words=s.bad_words)
+            program.add("update_bad_words", words, "bad_word_updates", "upload")
 
     def _pack(self, program: ProgramBuilder) -> None:
         s, t = self.state, self.step
@@ -228,45 +275,6 @@ class Runner:
         program.add("gather_rows", gather, "logit_rows", room)
         emit_norm(program, self._norm, self.weights["norm"], x=self._last, out=self._last_normed, unit="logit_rows", room=room)
         emit_linear(program, self.weights["lm_head"], x=self._last_normed, out=t.logits, unit="logit_rows", room=room)
-
-    def _verify(self, program: ProgramBuilder, sampling: bool) -> None:
-        s, t = self.state, self.step
-        self._choose(
-            program, logits=t.logits, row_slot=t.logit_slot, positions=t.logit_position, ahead=0, tokens=t.choices,
-            noise=t.noise, unit="logit_rows", room="verify", sampling=sampling,
-        )  # fmt: skip
-        verify = VerifyMatchV1(
-            choices=t.choices, slot_order=t.slot_order, phase=s.phase, logit_start=t.logit_start, logit_len=t.logit_len,
-            drafts=s.drafts, window=t.window, window_len=t.window_len, accepted=t.accepted, drafted=t.drafted,
-        )  # fmt: skip
-        program.add("verify_match", verify, "seqs", "verify")
-
-    def _choose(
-        self, program: ProgramBuilder, *, logits: Buffer, row_slot: Buffer, positions: Buffer, ahead: int, tokens: Buffer,
-        noise: Buffer, unit: Unit, room: str, sampling: bool,
-    ) -> None:  # fmt: skip
-        """One token a row, for target and draft alike: process, then argmax, or noise of the position and sampling."""
-        s = self.state
-        process = ProcessLogitsV1(logits=logits, row_slot=row_slot, num_valid=self.model.vocab_size)
-        program.add("process_logits", process, unit, room)
-        if not sampling:
-            program.add("argmax", ArgmaxV1(logits=logits, row_slot=row_slot, tokens=tokens), unit, room)
-            return
-        make = GumbelNoiseV1(
-            row_slot=row_slot,
-            positions=positions,
-            seed=s.seed,
-            temperature=s.temperature,
-            ahead=ahead,
-            draw=0,
-            noise=noise,
-        )
-        program.add("gumbel_noise", make, unit, room)
-        choose = SampleV1(
-            logits=logits, noise=noise, row_slot=row_slot, temperature=s.temperature, top_p=s.top_p, min_p=s.min_p,
-            top_k=s.top_k, tokens=tokens,
-        )  # fmt: skip
-        program.add("sample", choose, unit, room)
 
     def _commit(self, program: ProgramBuilder) -> None:
         s, t = self.state, self.step

@@ -18,23 +18,32 @@ from polydraft.backend import RowOrder
 from polydraft.contracts.base import Limits
 from polydraft.contracts.layout import SLOT_UPDATE_STOP_TOKENS, SlotUpdate
 from polydraft.device import Array
+from polydraft.runtime.buffers import max_token_updates
 from polydraft.runtime.kv_blocks import BlockLedger
 from polydraft.runtime.plan import StepPlan
+from polydraft.runtime.processing import bad_word_updates, bias_updates
 from polydraft.runtime.request import Request, Status
 from polydraft.runtime.slots import SlotTable
 from polydraft.sentinels import NO_TOKEN, Phase
 
-_NO_SLOTS: Array = np.empty(0, np.int32)
 _NO_TRIPLES: Array = np.empty((0, 3), np.int32)
+_NO_BIASES: Array = np.empty((0, 4), np.int32)
+_PREFILL, _DECODE = int(Phase.PREFILL), int(Phase.DECODE)
+"""As plain numbers: NumPy compares arrays with those several times faster."""
 
 
 class Scheduler:
     """Plans steps over a slot table and a block ledger. `waiting` is the queue, oldest first."""
 
-    def __init__(self, limits: Limits, slots: SlotTable, ledger: BlockLedger, row_order: RowOrder = "slot") -> None:
+    def __init__(
+        self, limits: Limits, slots: SlotTable, ledger: BlockLedger, row_order: RowOrder = "slot", *, share_prefixes: bool = True
+    ) -> None:
         self.limits, self.slots, self.ledger, self.row_order = limits, slots, ledger, row_order
+        self.share_prefixes = share_prefixes
         self.waiting: deque[Request] = deque()
         self.num_preemptions = 0
+        self.paused = False
+        """Admit nobody: what runs is brought to its end."""
         self._step_id = 0
         self._last: StepPlan | None = None
         self._shuffle = np.random.default_rng(0)
@@ -45,11 +54,12 @@ class Scheduler:
         """The next step, or None when there is nothing that could run now."""
         self.release_drained()
         decode = self._decoding()
-        blocks = self._grant_windows(decode)
-        decode = decode[~self.slots.leaving[decode]]
-        chunks, slot_updates, grants = self._plan_prefill(self.limits.max_rows - len(decode) * self.limits.window)
+        decode, blocks, short = self._grant_windows(decode)
+        budget = self.limits.max_rows - len(decode) * self.limits.window
+        chunks, slot_updates, grants = self._plan_prefill(budget, admit=not short)
         if not len(decode) and not chunks:
-            return None
+            # What was preempted just now and has nothing in flight makes room at once: no step goes by for it.
+            return self.plan() if self._drained().size else None
         plan = self._assemble(decode, chunks, slot_updates, [blocks, *grants])
         self._advance(plan)
         return plan
@@ -57,69 +67,101 @@ class Scheduler:
     def _decoding(self) -> Array:
         """Decoding slots, oldest request first, without those that the steps in flight end by length."""
         t = self.slots
-        running = (t.phase == Phase.DECODE) & ~t.leaving & (t.num_known + t.in_flight_tokens < t.max_total)
-        slots = np.flatnonzero(running)
+        running = (t.phase == _DECODE) & ~t.leaving & (t.num_known + t.in_flight_tokens < t.max_total)
+        slots: Array = running.nonzero()[0]
         return slots[np.argsort(t.number[slots], kind="stable")] if len(slots) > 1 else slots
 
-    def _grant_windows(self, decode: Array) -> Array:
-        """Grant what the next window and its drafts may need; when blocks run short, oldest first, and preempt if stuck."""
+    def _grant_windows(self, decode: Array) -> tuple[Array, Array, bool]:
+        """Grant what the next window and its drafts may need, oldest first when blocks run short.
+
+        Returns the slots that can run, block updates, and whether blocks ran short: then nobody is admitted into what is left.
+        A slot without blocks for the window that follows its applied state is left out; once nothing is in flight for it, it
+        is stuck, and the youngest request must make room."""
         if not len(decode):
-            return _NO_TRIPLES
-        t, limits = self.slots, self.limits
+            return decode, _NO_TRIPLES, False
+        t, limits, ledger = self.slots, self.limits, self.ledger
         base = np.maximum(t.kv_len[decode], t.prefill_planned[decode])
         ahead = (t.in_flight_decode[decode] + 1) * limits.window + 2 * limits.num_drafts
-        lacking = self.ledger.lacking(decode, np.minimum(base + ahead, t.max_total[decode]))
-        if lacking.sum() > self.ledger.num_free:
-            lacking = np.where(np.cumsum(lacking) <= self.ledger.num_free, lacking, 0)
-            self._preempt_if_stuck(decode, lacking)
-        some = lacking > 0
-        return self.ledger.grant(decode[some], lacking[some])
+        lacking = ledger.lacking(decode, np.minimum(base + ahead, t.max_total[decode]))
+        if not lacking.any():
+            return decode, _NO_TRIPLES, False
+        if lacking.sum() <= ledger.num_free:
+            return decode, ledger.grant(decode, lacking), False
+        lacking = np.where(np.cumsum(lacking) <= ledger.num_free, lacking, 0)
+        updates = ledger.grant(decode, lacking)
+        need = np.minimum(base + 1 + 2 * limits.num_drafts, t.max_total[decode])
+        starved = need > ledger.num_granted[decode] * limits.block_size
+        if (starved & (t.in_flight[decode] == 0)).any() and not self._preempting():
+            self._preempt_youngest()
+        return decode[~starved & ~t.leaving[decode]], updates, True
 
-    def _preempt_if_stuck(self, decode: Array, granted: Array) -> None:
-        """A slot is stuck when, with nothing in flight, its very next window has no blocks: the youngest request must go."""
-        t, limits = self.slots, self.limits
-        need = np.minimum(t.kv_len[decode] + 1 + 2 * limits.num_drafts, t.max_total[decode])
-        have = (self.ledger.num_granted[decode] + granted) * limits.block_size
-        stuck = (need > have) & (t.in_flight[decode] == 0)
-        if not stuck.any() or (t.leaving & (t.in_flight > 0)).any():
-            return
-        running = np.flatnonzero(((t.phase == Phase.DECODE) | (t.phase == Phase.PREFILL)) & ~t.leaving)
-        victim = int(running[np.argmax(t.number[running])])
-        t.leaving[victim] = True
-        self.num_preemptions += 1
-        request = t.request[victim]
+    def _preempt_youngest(self) -> None:
+        """Take the youngest running request out of the steps to come; it queues again when it has drained."""
+        running = self._running()
+        self._preempt(int(running[np.argmax(self.slots.number[running])]))
+
+    def preempt_all(self) -> None:
+        """Take every running request out of the steps to come."""
+        for slot in self._running().tolist():
+            self._preempt(slot)
+
+    def _running(self) -> Array:
+        t = self.slots
+        return np.flatnonzero(((t.phase == _DECODE) | (t.phase == _PREFILL)) & ~t.leaving)
+
+    def _preempt(self, slot: int) -> None:
+        request = self.slots.request[slot]
         assert request is not None, "a running slot has a request"
+        self.slots.leaving[slot] = True
         request.num_preemptions += 1
+        self.num_preemptions += 1
 
-    def _plan_prefill(self, budget: int) -> tuple[list[tuple[int, int]], list[Array], list[Array]]:
+    def _plan_prefill(self, budget: int, *, admit: bool) -> tuple[list[tuple[int, int]], list[Array], list[Array]]:
         """(slot, chunk) of running and newly admitted prefills, slot updates and block grants of the admitted."""
         t = self.slots
         chunks: list[tuple[int, int]] = []
         updates: list[Array] = []
         grants: list[Array] = []
-        running = np.flatnonzero((t.phase == Phase.PREFILL) & ~t.leaving)
-        for slot in running[np.argsort(t.number[running])].tolist():
+        running = ((t.phase == _PREFILL) & ~t.leaving).nonzero()[0]
+        for slot in running[np.argsort(t.number[running])].tolist() if running.size else ():
             if budget <= 0:
                 return chunks, updates, grants
             budget -= self._take_chunk(slot, budget, chunks)
-        while self.waiting and budget > 0 and not t.leaving.any():
-            slot_or_none = t.free_slot()
-            if slot_or_none is None or not self._fits(self.waiting[0]):
+        if not admit or not self.waiting or self.paused or self._preempting():
+            return chunks, updates, grants
+        room = max_token_updates(self.limits)
+        while self.waiting and budget > 0 and self.waiting[0].num_known <= room:
+            slot, request = t.free_slot(), self.waiting[0]
+            if slot is None or not self._admit(slot, request, grants):
                 break
-            request = self.waiting.popleft()
-            t.occupy(slot_or_none, request)
-            slot = np.array([slot_or_none])
-            grants.append(self.ledger.grant(slot, self.ledger.lacking(slot, np.array([self._admission_need(request)]))))
+            self.waiting.popleft()
+            room -= request.num_known
             updates.append(self._slot_update(request))
-            budget -= self._take_chunk(slot_or_none, budget, chunks)
+            budget -= self._take_chunk(slot, budget, chunks)
         return chunks, updates, grants
 
-    def _admission_need(self, request: Request) -> int:
-        """Tokens whose blocks a request is granted when it is admitted: all of its prefill and the first window."""
-        return min(request.num_known + self.limits.window + 2 * self.limits.num_drafts, request.max_total)
+    def _preempting(self) -> bool:
+        """Whether a preempted request is still draining: what it frees belongs to those it was preempted for."""
+        leaving = np.flatnonzero(self.slots.leaving).tolist()
+        return any(r is not None and r.status is Status.RUNNING for r in (self.slots.request[slot] for slot in leaving))
 
-    def _fits(self, request: Request) -> bool:
-        return int(self.ledger.blocks_for(self._admission_need(request))) <= self.ledger.num_free
+    def _admit(self, slot: int, request: Request, grants: list[Array]) -> bool:
+        """Place a request, sharing the blocks that already hold its beginning; False when there is no room for the rest.
+
+        It is granted all of its prefill and the first window at once, so a prefill never stalls half-way. At least one row is
+        always left to compute: the hidden state behind the last known token starts the drafts."""
+        limits, ledger = self.limits, self.ledger
+        known = np.array((*request.prompt_ids, *request.token_ids), np.int32)
+        prefill_len = len(known) - 1 if request.token_ids else len(known)
+        shared = ledger.match(known, (prefill_len - 1) // limits.block_size) if self.share_prefixes else []
+        need = min(len(known) + limits.window + 2 * limits.num_drafts, request.max_total)
+        rest = int(ledger.blocks_for(need)) - len(shared)
+        if rest > ledger.room_beside(shared):
+            return False
+        self.slots.occupy(slot, request, known=known, prefill_len=prefill_len, num_cached=len(shared) * limits.block_size)
+        grants.append(ledger.adopt(slot, shared, known))
+        grants.append(ledger.grant(np.array([slot]), np.array([rest])))
+        return True
 
     def _take_chunk(self, slot: int, budget: int, chunks: list[tuple[int, int]]) -> int:
         chunk = min(budget, int(self.slots.prefill_len[slot] - self.slots.prefill_planned[slot]))
@@ -132,14 +174,15 @@ class Scheduler:
         decode = np.sort(decode).astype(np.int32)
         self._step_id += 1
         blocks = np.concatenate(grants) if len(grants) > 1 else grants[0]
-        if not chunks and last is not None and not last.has_prefill and np.array_equal(last.slots, decode):
+        admitted = [int(update[SlotUpdate.SLOT]) for update in slot_updates]
+        if not chunks and last is not None and not last.has_prefill and _same(last.slots, decode):
             # The steady state: the very same arrays again, so that staging need not send them.
             slots, rows, runs_window, emits = last.slots, last.rows, last.decode, last.emits
-            epochs = last.epochs
+            epochs, sampling, processed = last.epochs, last.sampling, last.processed
         else:
             slots, rows = self._launch_order(decode, chunks)
-            epochs = t.epoch[slots]
-            runs_window = t.phase[slots] == Phase.DECODE
+            epochs, sampling, processed = t.epoch[slots], bool(t.sampling[slots].any()), bool(t.processed[slots].any())
+            runs_window = t.phase[slots] == _DECODE
             emits = runs_window | (t.prefill_planned[slots] + rows == t.num_known[slots])
         self._last = plan = StepPlan(
             step_id=self._step_id,
@@ -149,12 +192,15 @@ class Scheduler:
             decode=runs_window,
             emits=emits,
             slot_updates=np.stack(slot_updates) if slot_updates else self._no_slot_updates,
-            token_updates=self._token_updates(chunks) if chunks else _NO_TRIPLES,
+            token_updates=self._token_updates(admitted) if admitted else _NO_TRIPLES,
             block_updates=blocks,
             num_rows=len(decode) * limits.window + sum(c for _, c in chunks),
             num_logit_rows=len(decode) * limits.window + sum(self._is_last(s, c) for s, c in chunks),
             has_prefill=bool(chunks),
-            sampling=bool(t.sampling[slots].any()),
+            sampling=sampling,
+            processed=processed,
+            bias_updates=bias_updates(t.request, admitted) if admitted else _NO_BIASES,
+            bad_word_updates=bad_word_updates(t.request, admitted) if admitted else _NO_TRIPLES,
         )
         return plan
 
@@ -176,18 +222,16 @@ class Scheduler:
         t = self.slots
         return bool(t.prefill_planned[slot] + chunk == t.prefill_len[slot] == t.num_known[slot])
 
-    def _token_updates(self, chunks: list[tuple[int, int]]) -> Array:
-        """Tokens of each chunk, and the one behind it, which the draft's last row of the chunk embeds."""
+    def _token_updates(self, admitted: list[int]) -> Array:
+        """The whole known text of the slots admitted in this step: drafts and penalties look back, the draft's rows one ahead."""
         t = self.slots
-        parts = []
-        for slot, chunk in chunks:
-            start = int(t.uploaded[slot])
-            end = int(min(t.prefill_planned[slot] + chunk + 1, t.num_known[slot]))
-            part = np.empty((max(end - start, 0), 3), np.int32)
-            part[:, 0], part[:, 1], part[:, 2] = slot, np.arange(start, end), t.tokens[slot, start:end]
-            parts.append(part)
-            t.uploaded[slot] = max(end, start)
-        return np.concatenate(parts)
+        counts = t.num_known[admitted]
+        updates = np.empty((int(counts.sum()), 3), np.int32)
+        end = np.cumsum(counts)
+        for slot, first, last in zip(admitted, (end - counts).tolist(), end.tolist(), strict=True):
+            part = updates[first:last]
+            part[:, 0], part[:, 1], part[:, 2] = slot, np.arange(last - first), t.tokens[slot, : last - first]
+        return updates
 
     def _slot_update(self, request: Request) -> Array:
         t, slot, params = self.slots, request.slot, request.params
@@ -200,8 +244,11 @@ class Scheduler:
         row[SlotUpdate.MAX_TOTAL], row[SlotUpdate.EPOCH] = t.max_total[slot], t.epoch[slot]
         row[SlotUpdate.TOP_K] = params.top_k
         row[SlotUpdate.SEED_LOW : SlotUpdate.SEED_HIGH + 1] = np.array(request.seed, np.uint32).view(np.int32)
-        floats = np.array((params.temperature, params.top_p, params.min_p), np.float32)
-        row[SlotUpdate.TEMPERATURE : SlotUpdate.MIN_P + 1] = floats.view(np.int32)
+        penalties = params.repetition_penalty, params.presence_penalty, params.frequency_penalty
+        floats = np.array((params.temperature, params.top_p, params.min_p, *penalties), np.float32)
+        row[SlotUpdate.TEMPERATURE : SlotUpdate.FREQUENCY_PENALTY + 1] = floats.view(np.int32)
+        row[SlotUpdate.MIN_TOKENS] = params.min_tokens
+        row[SlotUpdate.NUM_BIASES], row[SlotUpdate.BAD_LEN] = len(params.biases), len(request.bad_words)
         stops = request.stop_token_ids
         row[SLOT_UPDATE_STOP_TOKENS : SLOT_UPDATE_STOP_TOKENS + len(stops)] = stops
         return row
@@ -221,7 +268,7 @@ class Scheduler:
     def release_drained(self) -> None:
         """Free slots that leave once the last snapshot in flight for them has been applied; preempted requests queue again."""
         t = self.slots
-        for slot in np.flatnonzero(t.leaving & (t.in_flight == 0)).tolist():
+        for slot in self._drained().tolist():
             request = t.request[slot]
             assert request is not None, "a leaving slot has a request"
             if request.status is Status.RUNNING:
@@ -231,6 +278,16 @@ class Scheduler:
             self.ledger.release(slot)
             t.vacate(slot)
 
+    def _drained(self) -> Array:
+        """Leaving slots that no step in flight holds."""
+        drained: Array = (self.slots.leaving & (self.slots.in_flight == 0)).nonzero()[0]
+        return drained
+
     def _queue_place(self, request: Request) -> int:
         """Where a preempted request joins the queue: by arrival, which is at the head unless older ones wait too."""
         return next((i for i, other in enumerate(self.waiting) if other.number > request.number), len(self.waiting))
+
+
+def _same(some: Array, others: Array) -> bool:
+    """Whether two arrays of slots are equal."""
+    return len(some) == len(others) and bool((some == others).all())

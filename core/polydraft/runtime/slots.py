@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from polydraft.contracts.base import Limits
+from polydraft.device import Array
 from polydraft.runtime.request import Request, Status
 from polydraft.sentinels import NO_TOKEN, Phase
 
@@ -17,9 +18,11 @@ class SlotTable:
     """Per-slot arrays, indexed by slot [B].
 
     Applied (from snapshots): `num_known`, `kv_len`, `num_rounds`, `drafted`, `tokens` [B, L], `rounds` [B, L].
-    Planned: `phase` (PREFILL until its last chunk is planned), `prefill_planned`, `uploaded` tokens.
+    Planned: `phase` (PREFILL until its last chunk is planned), `prefill_planned` rows.
     In flight: `in_flight` steps that hold the slot, `in_flight_decode` those that run a window, `in_flight_tokens` those that
     emit at least one token unless paused. `leaving`: not scheduled any more, released once nothing is in flight.
+    For output: `news` (tokens came since the request was last reported), and whether somebody waits for them: `streaming`,
+    `watched` (a stop string may end it), `fresh` (no token yet).
     """
 
     def __init__(self, limits: Limits) -> None:
@@ -33,10 +36,14 @@ class SlotTable:
         self.kv_len = np.zeros(b, np.int64)
         self.prefill_len = np.zeros(b, np.int64)
         self.prefill_planned = np.zeros(b, np.int64)
-        self.uploaded = np.zeros(b, np.int64)
         self.max_total = np.zeros(b, np.int64)
         self.sampling = np.zeros(b, bool)
+        self.processed = np.zeros(b, bool)
         self.leaving = np.zeros(b, bool)
+        self.news = np.zeros(b, bool)
+        self.streaming = np.zeros(b, bool)
+        self.watched = np.zeros(b, bool)
+        self.fresh = np.zeros(b, bool)
         self.in_flight = np.zeros(b, np.int64)
         self.in_flight_decode = np.zeros(b, np.int64)
         self.in_flight_tokens = np.zeros(b, np.int64)
@@ -50,10 +57,9 @@ class SlotTable:
         idle = np.flatnonzero(self.phase == Phase.IDLE)
         return int(idle[0]) if idle.size else None
 
-    def occupy(self, slot: int, request: Request) -> None:
-        """Place a request: its known tokens become the slot's, and the slot's epoch moves on."""
-        known = (*request.prompt_ids, *request.token_ids)
-        resumed = bool(request.token_ids)
+    def occupy(self, slot: int, request: Request, *, known: Array, prefill_len: int, num_cached: int) -> None:
+        """Place a request: its known tokens become the slot's, of which the rows of the first `num_cached` exist already; the
+        slot's epoch moves on."""
         request.slot, request.status = slot, Status.RUNNING
         self.request[slot] = request
         self.epoch[slot] += 1
@@ -61,16 +67,20 @@ class SlotTable:
         self.phase[slot] = Phase.PREFILL
         self.prompt_len[slot] = len(request.prompt_ids)
         self.num_known[slot] = len(known)
-        self.prefill_len[slot] = len(known) - 1 if resumed else len(known)
+        self.prefill_len[slot] = prefill_len
+        self.kv_len[slot] = self.prefill_planned[slot] = num_cached
         self.max_total[slot] = request.max_total
         self.sampling[slot] = request.params.temperature > 0
+        self.processed[slot] = request.params.processed
+        self.news[slot] = bool(request.token_ids)
+        self.streaming[slot], self.watched[slot] = request.stream, bool(request.params.stop)
+        self.fresh[slot] = request.first_token_s is None
         self.tokens[slot, : len(known)] = known
         self.rounds[slot, : len(request.rounds)] = request.rounds
         self.num_rounds[slot] = len(request.rounds)
         self.drafted[slot] = request.drafted
-        for counter in (self.kv_len, self.prefill_planned, self.uploaded, self.in_flight, self.in_flight_decode):
+        for counter in (self.in_flight, self.in_flight_decode, self.in_flight_tokens):
             counter[slot] = 0
-        self.in_flight_tokens[slot] = 0
         self.leaving[slot] = False
 
     def sync(self, request: Request) -> None:
@@ -85,4 +95,4 @@ class SlotTable:
         assert self.in_flight[slot] == 0, "a slot was released while a step that holds it is in flight"
         self.request[slot] = None
         self.phase[slot] = Phase.IDLE
-        self.leaving[slot] = False
+        self.leaving[slot] = self.news[slot] = False

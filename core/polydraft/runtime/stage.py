@@ -14,6 +14,9 @@ from polydraft.runtime.buffers import StepBuffers, max_block_updates, max_token_
 from polydraft.runtime.plan import StepPlan
 from polydraft.sentinels import PAD_SLOT
 
+UPDATES = ("slot_updates", "token_updates", "block_updates", "bias_updates", "bad_word_updates")
+"""Staged writes of a plan; the last two only in steps of which some slot has its logits processed."""
+
 
 @dataclass(frozen=True)
 class StagingSet:
@@ -24,6 +27,8 @@ class StagingSet:
     slot_updates: Staging
     token_updates: Staging
     block_updates: Staging
+    bias_updates: Staging
+    bad_word_updates: Staging
 
     @classmethod
     def allocate(cls, device: Device, limits: Limits, buffers: StepBuffers, index: int) -> StagingSet:
@@ -48,7 +53,7 @@ class Stage:
     def upload(self, stream: Stream, plan: StepPlan) -> None:
         """Enqueue what the device does not have yet: staged writes, and the launch order unless it is the last one sent."""
         staging = self._ring[plan.step_id % len(self._ring)]
-        for name in ("slot_updates", "token_updates", "block_updates"):
+        for name in UPDATES if plan.processed else UPDATES[:3]:
             values: Array = getattr(plan, name)
             if len(values):
                 self._send(stream, name, staging, values, len(values))
@@ -60,6 +65,15 @@ class Stage:
             self._device.upload(stream, self._buffers.slot_order, staging.slot_order, len(order))
             self._device.upload(stream, self._buffers.seq_rows, staging.seq_rows, len(rows))
             self._sent = plan.slots
+
+    def clear(self, stream: Stream) -> None:
+        """Empty the device's launch order, and wait: outside the step path, before graphs are captured."""
+        staging = self._ring[0]
+        staging.slot_order.array[:], staging.seq_rows.array[:] = PAD_SLOT, 0
+        self._device.upload(stream, self._buffers.slot_order, staging.slot_order, len(staging.slot_order.array))
+        self._device.upload(stream, self._buffers.seq_rows, staging.seq_rows, len(staging.seq_rows.array))
+        self._device.synchronize()
+        self._sent = None
 
     def _send(self, stream: Stream, name: str, staging: StagingSet, values: Array, rows: int) -> None:
         pinned: Staging = getattr(staging, name)

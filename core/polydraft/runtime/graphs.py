@@ -1,0 +1,168 @@
+"""Owns graph policy: which steps are replayed, in which buckets, how they are captured, and what that costs.
+
+The runner asks it once a step whether to replay, and target and draft follow the same answer. A backend only captures and
+replays (`polydraft_graph_capture`): buckets, order, warm-up, splitting and refusals are decided here, for every backend alike.
+
+A captured step is a pure function of fixed buffers. Its launch lengths are those of its bucket; rows beyond the real ones carry
+negative slots, which every kernel skips, so nothing has to be padded or truncated besides the launch order. Shapes do not
+depend on how many drafts are accepted (the draft's first pass runs over the target's rows), so the warm-up needs no
+requests: it runs the very launches that are captured, over an empty launch order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from polydraft.contracts.base import Limits
+from polydraft.device import Device, Graph, GraphCapture, Stream
+from polydraft.runtime.plan import StepPlan
+from polydraft.runtime.program import Lengths, Program, StepContext, lengths
+
+Mode = Literal["off", "decode", "prefill"]
+Part = Literal["update", "target", "draft"]
+"""What a step's programs are called; staged writes ("update") are never captured."""
+WARM_UPS = 2
+"""Eager runs of a bucket before it is captured: run-time compilers and library handles settle there."""
+
+
+def default_buckets(largest: int) -> tuple[int, ...]:
+    """Bucket sizes up to `largest`: 1, 2, 4, then every 8, 16 from 144 on, 32 from 288 on, and `largest` itself.
+
+    The spacing is the one FastDeploy and vLLM settled on: waste below an eighth where it matters, few graphs."""
+    steps = (1, 2, 4, *range(8, 129, 8), *range(144, 257, 16), *range(288, 4097, 32))
+    return tuple(sorted({size for size in steps if size < largest} | {largest}))
+
+
+@dataclass(frozen=True)
+class GraphPolicy:
+    """What is captured. `buckets` count running sequences (mode "decode") or packed rows (mode "prefill"), ascending."""
+
+    mode: Mode
+    buckets: tuple[int, ...]
+
+    def bucket(self, plan: StepPlan) -> int | None:
+        """The bucket that replays this plan, or None: not this kind of step, or larger than the largest bucket."""
+        if self.mode == "decode":
+            size = 0 if plan.has_prefill else plan.num_seqs
+        elif self.mode == "prefill":
+            size = 0 if bool(plan.decode.any()) else plan.num_rows
+        else:
+            return None
+        return next((b for b in self.buckets if b >= size), None) if size else None
+
+    def lengths(self, bucket: int, limits: Limits) -> Lengths:
+        """Launch lengths of a bucket."""
+        if self.mode == "decode":
+            rows = bucket * limits.window
+            return lengths(rows=rows, logit_rows=rows, seqs=bucket)
+        return lengths(rows=bucket, logit_rows=min(bucket, limits.max_seqs), seqs=min(bucket, limits.max_seqs))
+
+
+@dataclass
+class GraphCounters:
+    """What graphs did: captured pieces, replayed steps, and steps that ran eagerly by kind of reason."""
+
+    captured: int = 0
+    replayed_steps: int = 0
+    eager_steps: int = 0
+    too_large: int = 0
+    """Steps of the captured kind that no bucket was large enough for."""
+
+
+@dataclass
+class CapturedSteps:
+    """Captured programs by (kind, part, bucket), each a list of calls: graph replays, and eager launches between them where
+    a backend declares contracts that cannot be captured."""
+
+    device: Device
+    capture: GraphCapture
+    policy: GraphPolicy
+    limits: Limits
+    context: StepContext
+    uncapturable: frozenset[str] = frozenset()
+    counters: GraphCounters = field(default_factory=GraphCounters)
+    _calls: dict[tuple[str, Part, int], tuple[Callable[[Stream], None], ...]] = field(default_factory=dict)
+
+    def capture_all(self, programs: dict[str, dict[Part, Program]], progress: Callable[[int, int], None] | None = None) -> None:
+        """Capture every bucket of every kind, largest first, so that later ones fit into the pool of the first.
+
+        The launch order on the device must be empty. Called before the first step and after a weight update that moved an
+        address; earlier captures are dropped."""
+        self._calls.clear()
+        self.counters.captured = 0
+        parts: tuple[Part, ...] = ("target", "draft")
+        todo = [(bucket, kind, part) for bucket in reversed(self.policy.buckets) for kind in programs for part in parts]
+        self.context.use_graph, self.context.dummy = True, True
+        try:
+            for done, (bucket, kind, part) in enumerate(todo):
+                self._calls[kind, part, bucket] = self._capture(programs[kind][part], bucket)
+                if progress:
+                    progress(done + 1, len(todo))
+        finally:
+            self.context.use_graph, self.context.dummy = False, False
+
+    def _capture(self, program: Program, bucket: int) -> tuple[Callable[[Stream], None], ...]:
+        size, stream = self.policy.lengths(bucket, self.limits), self.device.stream
+        self.context.real_slots = bucket
+        for _ in range(WARM_UPS):
+            program.run(stream, size)
+        self.device.synchronize()
+        calls: list[Callable[[Stream], None]] = []
+        for captured, run in pieces(program, self.uncapturable):
+            if captured:
+                calls.append(_replay(self.capture.capture(stream, _runner(run, stream, size))))
+                self.counters.captured += 1
+            else:
+                calls.extend(_eager(call, size) for call in run)
+        return tuple(calls)
+
+    def choose(self, plan: StepPlan) -> int | None:
+        """The bucket to replay this step with, or None for an eager step; counted. The one decision of a step."""
+        bucket = self.policy.bucket(plan)
+        if bucket is not None:
+            self.counters.replayed_steps += 1
+            return bucket
+        self.counters.eager_steps += 1
+        if self.policy.mode == "decode" and not plan.has_prefill:
+            self.counters.too_large += 1
+        return None
+
+    def replay(self, kind: str, part: Part, bucket: int) -> None:
+        """Enqueue a captured part of the step."""
+        stream = self.device.stream
+        for call in self._calls[kind, part, bucket]:
+            call(stream)
+
+
+Calls = Sequence[tuple[Callable[[Stream, int], None], int]]
+
+
+def pieces(program: Program, uncapturable: frozenset[str]) -> list[tuple[bool, Calls]]:
+    """Split a program at contracts that cannot be captured: (capturable, calls) runs in order; whole when there are none."""
+    runs: list[tuple[bool, list[tuple[Callable[[Stream, int], None], int]]]] = []
+    for entry, call in zip(program.entries, program.calls, strict=True):
+        capturable = entry.contract not in uncapturable
+        if not runs or runs[-1][0] != capturable:
+            runs.append((capturable, []))
+        runs[-1][1].append(call)
+    return [(capturable, tuple(calls)) for capturable, calls in runs]
+
+
+def _runner(calls: Calls, stream: Stream, size: Lengths) -> Callable[[], None]:
+    def run() -> None:
+        for launch, unit in calls:
+            launch(stream, size[unit])
+
+    return run
+
+
+def _replay(graph: Graph) -> Callable[[Stream], None]:
+    return graph.replay
+
+
+def _eager(call: tuple[Callable[[Stream, int], None], int], size: Lengths) -> Callable[[Stream], None]:
+    launch, unit = call
+    n = size[unit]
+    return lambda stream: launch(stream, n)

@@ -1,0 +1,58 @@
+"""Owns the way of weights onto the device: canonical tensors prepared once by the backend, and refilled in place later.
+
+The engine loads with it at start-up and for `update_weights`. It never keeps a canonical array and never looks into a weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from polydraft.backend import Weight
+from polydraft.device import Array
+from polydraft.errors import CheckpointError
+from polydraft.kernel_table import BoundTable
+from polydraft.models.description import ModelDescription
+
+ROLES = {"embed": "embedding", "norm": "norm", "lm_head": "linear"}
+"""Role of a canonical tensor for `prepare_weight`; that of the others follows from their last part."""
+
+
+def role_of(name: str) -> str:
+    """Role of a canonical tensor: embedding, norm, bias or linear."""
+    last = name.rsplit(".", 1)[-1]
+    return ROLES.get(name) or ("norm" if last.endswith("norm") else "bias" if last.endswith("bias") else "linear")
+
+
+def wanted(canonical: Mapping[str, Array], *, drafts_with_mtp: bool) -> list[str]:
+    """The tensors an engine needs: those of the MTP head only when it drafts with it."""
+    return [name for name in canonical if drafts_with_mtp or not name.startswith("mtp.")]
+
+
+def prepare(table: BoundTable, canonical: Mapping[str, Array], names: list[str], *, dtype: str) -> dict[str, Weight]:
+    """Prepare each named tensor once; one canonical array is alive at a time."""
+    return {name: table.prepare_weight(role_of(name), canonical[name], dtype) for name in names}
+
+
+def refill(table: BoundTable, canonical: Mapping[str, Array], weights: dict[str, Weight], *, dtype: str) -> bool:
+    """Refill `weights` in place from other values; True when some weight came to lie at another address.
+
+    Every value is read (and so checked) before the first is written: a bad tensor leaves the old weights whole."""
+    for name in weights:
+        canonical[name]
+    moved = False
+    for name, previous in weights.items():
+        fresh = table.prepare_weight(role_of(name), canonical[name], dtype, previous)
+        moved |= fresh is not previous
+        weights[name] = fresh
+    return moved
+
+
+def check_same_model(old: ModelDescription, new: ModelDescription) -> None:
+    """Weights can only be replaced by those of the same model: everything but its name, file dtype and notes must agree."""
+    aside = {"name": "", "dtype": "", "mtp_note": "", "eos_token_ids": (), "bos_token_id": None, "pad_token_id": None}
+    if replace(old, **aside) != replace(new, **aside):  # type: ignore[arg-type]
+        raise CheckpointError(
+            f"weights of {new.name} ({new.architecture}) do not fit the running {old.name} ({old.architecture}): their "
+            "configurations differ; start another engine for another model"
+        )

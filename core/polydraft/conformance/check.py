@@ -1,0 +1,154 @@
+"""Owns one check: its id, what it needs of a backend, and the tally through which it compares.
+
+The check modules build checks, the runner runs them. A check says what it expects through its tally and never decides its own
+outcome: a wrong comparison, an exception and an empty tally are told apart here, the same way for every level.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from polydraft.conformance.outcomes import Outcome, Result
+from polydraft.contracts.compare import Comparison, Headroom
+
+if TYPE_CHECKING:
+    from polydraft.conformance.target import Target
+
+MOST_FAILURES = 3
+"""Sentences of one check that are kept; the rest is counted."""
+
+
+class Unsupported(Exception):  # noqa: N818  no error: the backend does not claim this
+    """Raised by a check that finds, while it runs, that the backend does not declare what it needs; says what that is."""
+
+
+@dataclass
+class Tally:
+    """What one check compared, and what was wrong."""
+
+    comparisons: int = 0
+    failures: list[str] = field(default_factory=list)
+    headroom: Headroom | None = None
+
+    def equal(self, what: str, got: Any, wanted: Any) -> None:
+        """Exactly equal, shapes included; NaN equals NaN. Counts every element."""
+        got_a, wanted_a = np.asarray(got), np.asarray(wanted)
+        self.comparisons += max(int(wanted_a.size), 1)
+        if got_a.shape != wanted_a.shape:
+            self.failures.append(f"{what} has {_brief(got)}, wanted {_brief(wanted)}")
+            return
+        nan = wanted_a.dtype.kind == "f" and got_a.dtype.kind == "f"
+        same = (got_a == wanted_a) | (np.isnan(got_a) & np.isnan(wanted_a) if nan else False)
+        if not np.all(same):
+            index = tuple(int(i) for i in np.argwhere(~np.asarray(same))[0]) if got_a.ndim else ()
+            where = f"{what}[{', '.join(map(str, index))}]" if index else what
+            self.failures.append(f"{where} is {got_a[index]!s}, wanted {wanted_a[index]!s}")
+
+    def true(self, statement: str, holds: bool) -> None:
+        """`statement` says what should be the case."""
+        self.comparisons += 1
+        if not holds:
+            self.failures.append(f"wanted: {statement}")
+
+    def compared(self, comparison: Comparison, replay: str = "") -> None:
+        """File a comparison of the harness; `replay` is what brings it about again."""
+        self.comparisons += comparison.elements
+        self.failures += [mismatch.describe() + replay for mismatch in comparison.mismatches]
+        near = comparison.headroom
+        if near is not None and (self.headroom is None or near.ratio > self.headroom.ratio):
+            self.headroom = near
+
+    def raises(self, kind: type[Exception], what: str, call: Callable[[], object]) -> None:
+        """`call` raises `kind`."""
+        self.comparisons += 1
+        try:
+            call()
+        except kind:
+            return
+        except Exception as error:  # noqa: BLE001  whatever else it raises is what is wrong
+            self.failures.append(f"{what} raised {type(error).__name__}: {error}, wanted {kind.__name__}")
+            return
+        self.failures.append(f"{what} raised nothing, wanted {kind.__name__}")
+
+
+def _brief(value: Any) -> str:
+    text = np.array2string(np.asarray(value), threshold=12).replace("\n", " ") if np.ndim(value) else repr(value)
+    return f"shape {np.shape(value)}: {text}"
+
+
+@dataclass(frozen=True)
+class Check:
+    """One check. `id` begins with its level. `needs` names a capability; `kernel` a contract or composite that must be offered.
+
+    `optional`: a backend may leave the kernel out; otherwise its absence fails."""
+
+    id: str
+    run: Callable[[Target, Tally], None]
+    needs: str = ""
+    kernel: str = ""
+    optional: bool = False
+    profiles: tuple[str, ...] = ("basic", "graph", "async", "full")
+    """Profiles that contain it, where its level does not say that already."""
+
+    @property
+    def level(self) -> str:
+        return self.id.partition("/")[0]
+
+    def result(self, target: Target) -> Result:
+        """Run it, catching everything."""
+        start = time.perf_counter()
+        tally = Tally()
+        outcome, message = self._outcome(target, tally)
+        near = tally.headroom
+        return Result(
+            self.id, outcome, tally.comparisons, round(time.perf_counter() - start, 4), message, self.kernel,
+            None if near is None else round(near.ratio, 6), "" if near is None else near.describe(),
+        )  # fmt: skip
+
+    def _outcome(self, target: Target, tally: Tally) -> tuple[Outcome, str]:
+        lacking = self._lacking(target)
+        if lacking is not None:
+            return lacking
+        try:
+            self.run(target, tally)
+        except Unsupported as reason:
+            return "unsupported", str(reason)
+        except Exception as error:  # noqa: BLE001  whatever a backend raises is its outcome
+            return _blame(error)
+        if tally.failures:
+            rest = len(tally.failures) - MOST_FAILURES
+            kept = tally.failures[:MOST_FAILURES] + ([f"and {rest} more"] if rest > 0 else [])
+            return "fail", "; ".join(kept)
+        if tally.comparisons == 0:
+            return "error", "the check compared nothing, which proves nothing"
+        return "pass", ""
+
+    def _lacking(self, target: Target) -> tuple[Outcome, str] | None:
+        declared: Mapping[str, Any] = dataclasses.asdict(target.info.capabilities)
+        if self.needs and not declared[self.needs]:
+            return "unsupported", f"capability {self.needs} is not declared"
+        if self.kernel and self.kernel not in target.info.contract_versions:
+            if self.optional:
+                return "unsupported", f"{self.kernel} is not offered"
+            return "fail", f"{self.kernel} is not offered, and every engine needs it; implement it or enable a kernel pack"
+        return None
+
+
+_KIT = Path(__file__).parent
+
+
+def _blame(error: Exception) -> tuple[Outcome, str]:
+    """An exception whose innermost frame lies in the kit is the kit's; every other one is the backend's."""
+    frames = traceback.extract_tb(error.__traceback__)
+    inner = Path(frames[-1].filename) if frames else _KIT
+    where = f"{inner.name}:{frames[-1].lineno}" if frames else "nowhere"
+    sentence = f"{type(error).__name__}: {error} (raised in {where})"
+    return ("error" if inner.parent == _KIT else "fail"), sentence

@@ -1,0 +1,261 @@
+"""Owns level L1: memory, copies, streams and events of a device, through the protocols that core itself uses.
+
+It needs no kernel. A check that reads device memory does so as core does: a copy into staging and an event behind it. It never
+asks what kind of device it has: whatever the protocol promises is asked of all alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Final
+
+import numpy as np
+
+from polydraft.conformance.check import Check, Tally
+from polydraft.conformance.target import Target
+from polydraft.device import DTYPES, Array, Device
+from polydraft.errors import DeviceError
+
+ROWS: Final = 257
+"""Rows of most buffers: no multiple of anything that a device might round to."""
+LARGE: Final = 1 << 18
+"""Elements of copies that take a real device a while."""
+ATTEMPTS: Final = 40
+"""Times that a check of events is repeated on one device: what runs early by chance once does not do so every time."""
+
+
+def checks() -> Iterator[Check]:
+    """Every check of L1."""
+    for dtype in DTYPES:
+        yield Check(f"L1/round-trip/{dtype}", _round_trip(dtype))
+    yield Check("L1/part-of-a-buffer", _part)
+    yield Check("L1/neighbours-untouched", _neighbours)
+    yield Check("L1/empty-copies", _empty)
+    yield Check("L1/stream-order", _stream_order)
+    yield Check("L1/staging-after-its-event", _staging_reuse)
+    yield Check("L1/event-not-early", _event_not_early)
+    yield Check("L1/event-moves", _event_moves)
+    yield Check("L1/query-is-honest", _query)
+    yield Check("L1/copies-each-way-in-one-order", _ping_pong)
+    yield Check("L1/load-replaces-all", _load)
+    yield Check("L1/counters", _counters)
+    yield Check("L1/closed-device-refuses", _closed)
+
+
+def pattern(shape: tuple[int, ...], dtype: str, seed: int = 0) -> Array:
+    """Arbitrary numbers of a dtype, different for every seed; finite where they are floats."""
+    rng = np.random.default_rng(seed)
+    if dtype in ("f32", "f16"):
+        return rng.standard_normal(shape).astype(DTYPES[dtype])
+    high = 1 << (8 * DTYPES[dtype].itemsize - 1)
+    return rng.integers(0, high - 1, shape).astype(DTYPES[dtype])
+
+
+def read(device: Device, buffer: Any) -> Array:
+    """All rows of a buffer behind what was issued, through staging that held another pattern before."""
+    staging, event = device.staging("conform.back", buffer.shape, buffer.dtype), device.event()
+    staging.array.view(np.uint8).fill(0x5A)
+    device.download(device.stream, staging, buffer, buffer.shape[0])
+    event.record(device.stream)
+    event.synchronize()
+    return staging.array.copy()
+
+
+def write(device: Device, buffer: Any, value: Array, rows: int | None = None, staging: Any = None) -> Any:
+    """Upload, in stream order; returns the staging, which must stay as it is until an event behind this has completed."""
+    staging = device.staging("conform.up", value.shape, buffer.dtype) if staging is None else staging
+    staging.array[...] = value
+    device.upload(device.stream, buffer, staging, len(value) if rows is None else rows)
+    return staging
+
+
+def _device(target: Target) -> Device:
+    return target.opened(key="L1").device
+
+
+def _round_trip(dtype: str) -> Any:
+    def run(target: Target, tally: Tally) -> None:
+        """Up and down again, in two shapes: every bit comes back."""
+        device = _device(target)
+        for shape in ((ROWS,), (31, 7, 3)):
+            buffer, value = device.empty("conform.b", shape, dtype), pattern(shape, dtype)
+            tally.equal("shape of a buffer", tuple(buffer.shape), shape)
+            tally.equal("dtype of a buffer", buffer.dtype, dtype)
+            kept = write(device, buffer, value)
+            tally.equal(f"a {dtype} buffer read back", read(device, buffer).view(np.uint8), value.view(np.uint8))
+            del kept
+
+    return run
+
+
+def _part(target: Target, tally: Tally) -> None:
+    """A copy of some rows changes those rows and no others, in both directions."""
+    device = _device(target)
+    buffer, old, new = device.empty("conform.b", (ROWS, 3), "i32"), pattern((ROWS, 3), "i32", 1), pattern((ROWS, 3), "i32", 2)
+    device.load(buffer, old)
+    for rows in (1, 100, ROWS - 1):
+        kept = write(device, buffer, new, rows)
+        tally.equal(f"after {rows} rows went up", read(device, buffer), np.concatenate((new[:rows], old[rows:])))
+        device.load(buffer, old)
+        del kept
+    staging, event = device.staging("conform.part", (ROWS, 3), "i32"), device.event()
+    device.download(device.stream, staging, buffer, 100)
+    event.record(device.stream)
+    event.synchronize()
+    tally.equal("100 rows that came down", staging.array[:100], old[:100])
+
+
+def _neighbours(target: Target, tally: Tally) -> None:
+    """Buffers are memory of their own: filling one leaves those allocated before and behind it alone."""
+    device = _device(target)
+    buffers = [device.empty(f"conform.b{i}", (ROWS,), "i32") for i in range(5)]
+    values = [pattern((ROWS,), "i32", i) for i in range(5)]
+    for buffer, value in zip(buffers, values, strict=True):
+        device.load(buffer, value)
+    values[2] = pattern((ROWS,), "i32", 9)
+    kept = write(device, buffers[2], values[2])
+    for i, (buffer, value) in enumerate(zip(buffers, values, strict=True)):
+        tally.equal(f"buffer {i} of five", read(device, buffer), value)
+    del kept
+
+
+def _empty(target: Target, tally: Tally) -> None:
+    """Copies of no rows are legal and do nothing."""
+    device = _device(target)
+    buffer, old = device.empty("conform.b", (4,), "i32"), pattern((4,), "i32", 1)
+    device.load(buffer, old)
+    kept = write(device, buffer, pattern((4,), "i32", 2), 0)
+    tally.equal("after an upload of no rows", read(device, buffer), old)
+    del kept
+
+
+def _stream_order(target: Target, tally: Tally) -> None:
+    """Many uploads into one buffer and downloads between them: each sees those before it, none that came later."""
+    device = _device(target)
+    buffer = device.empty("conform.b", (LARGE,), "i32")
+    ups = [device.staging(f"conform.up{i}", (LARGE,), "i32") for i in range(6)]
+    downs = [device.staging(f"conform.down{i}", (LARGE,), "i32") for i in range(6)]
+    for i, (up, down) in enumerate(zip(ups, downs, strict=True)):
+        up.array[...] = i + 1
+        device.upload(device.stream, buffer, up, LARGE)
+        device.download(device.stream, down, buffer, LARGE)
+    event = device.event()
+    event.record(device.stream)
+    event.synchronize()
+    for i, down in enumerate(downs):
+        tally.equal(f"download {i} of six", down.array[:: LARGE // 64], np.full(64, i + 1, np.int32))
+
+
+def _staging_reuse(target: Target, tally: Tally) -> None:
+    """Staging may be rewritten once an event behind its upload has completed; what went up stays."""
+    device = _device(target)
+    first, second = device.empty("conform.a", (LARGE,), "i32"), device.empty("conform.b", (LARGE,), "i32")
+    staging, event = device.staging("conform.s", (LARGE,), "i32"), device.event()
+    for buffer, value in ((first, 1), (second, 2)):
+        staging.array[...] = value
+        device.upload(device.stream, buffer, staging, LARGE)
+        event.record(device.stream)
+        event.synchronize()
+    staging.array[...] = 3
+    tally.equal("first buffer", np.unique(read(device, first)), [1])
+    tally.equal("second buffer", np.unique(read(device, second)), [2])
+
+
+def _event_not_early(target: Target, tally: Tally) -> None:
+    """An event recorded behind a copy is complete only when the host copy holds what was copied."""
+    device = _device(target)
+    buffer, down = device.empty("conform.b", (LARGE,), "i32"), device.staging("conform.d", (LARGE,), "i32")
+    up = device.staging("conform.up", (LARGE,), "i32")
+    for attempt in range(ATTEMPTS):
+        write(device, buffer, np.full(LARGE, attempt, np.int32), staging=up)
+        down.array[...] = -1
+        device.download(device.stream, down, buffer, LARGE)
+        event = device.event()
+        event.record(device.stream)
+        event.synchronize()
+        tally.equal("a download behind its event", (int(down.array.min()), int(down.array.max())), (attempt, attempt))
+
+
+def _event_moves(target: Target, tally: Tally) -> None:
+    """An event that is recorded again stands for the later point; one that was never recorded counts as reached."""
+    device = _device(target)
+    tally.true("query() of an event that was never recorded is True", device.event().query())
+    buffer, event = device.empty("conform.b", (LARGE,), "i32"), device.event()
+    downs = [device.staging(f"conform.d{i}", (LARGE,), "i32") for i in range(2)]
+    kept = []
+    for i, down in enumerate(downs):
+        kept.append(write(device, buffer, np.full(LARGE, i + 1, np.int32)))
+        device.download(device.stream, down, buffer, LARGE)
+        event.record(device.stream)
+    event.synchronize()
+    tally.true("query() is True behind synchronize()", event.query())
+    tally.equal("the later of two copies behind one event", np.unique(downs[1].array), [2])
+
+
+def _query(target: Target, tally: Tally) -> None:
+    """`query()` says True only when the work before the event is done: then, and only then, the host looks at the copy."""
+    device = _device(target)
+    buffer, down = device.empty("conform.b", (LARGE,), "i32"), device.staging("conform.d", (LARGE,), "i32")
+    ups = [device.staging(f"conform.up{i}", (LARGE,), "i32") for i in range(2)]
+    for attempt in range(ATTEMPTS):
+        event = device.event()
+        for up, value in zip(ups, (-2, attempt), strict=True):
+            write(device, buffer, np.full(LARGE, value, np.int32), staging=up)
+        down.array[...] = -1
+        device.download(device.stream, down, buffer, LARGE)
+        event.record(device.stream)
+        for _ in range(3):
+            if event.query():
+                found = int(down.array.min()), int(down.array.max())
+                tally.equal("what lies in staging once query() said True", found, (attempt, attempt))
+                break
+        event.synchronize()
+        tally.true("query() is True behind synchronize()", event.query())
+
+
+def _ping_pong(target: Target, tally: Tally) -> None:
+    """Copies up and down between the same staging and buffers, in one order."""
+    device = _device(target)
+    a, b = device.empty("conform.a", (ROWS,), "f32"), device.empty("conform.b", (ROWS,), "f32")
+    between, event, value = device.staging("conform.s", (ROWS,), "f32"), device.event(), pattern((ROWS,), "f32", 4)
+    device.load(a, value)
+    device.download(device.stream, between, a, ROWS)
+    device.upload(device.stream, b, between, ROWS)
+    event.record(device.stream)
+    event.synchronize()
+    tally.equal("what went down and up again", read(device, b), value)
+
+
+def _load(target: Target, tally: Tally) -> None:
+    """`load` replaces all of a buffer at once."""
+    device = _device(target)
+    buffer = device.empty("conform.b", (ROWS, 2), "f32")
+    for seed in range(3):
+        value = pattern((ROWS, 2), "f32", seed)
+        device.load(buffer, value)
+        tally.equal("a loaded buffer", read(device, buffer), value)
+
+
+def _counters(target: Target, tally: Tally) -> None:
+    """Copies, bytes, allocations and waits are counted, since L6 and every user's figures rest on them."""
+    device = _device(target)
+    before = device.counters.copy()
+    buffer = device.empty("conform.b", (8, 4), "i32")
+    tally.true("an allocation counts", device.counters.allocations > before.allocations)
+    kept = write(device, buffer, pattern((8, 4), "i32"), 5)
+    read(device, buffer)
+    now = device.counters
+    tally.equal("uploads", now.uploads - before.uploads, 1)
+    tally.equal("bytes uploaded", now.bytes_uploaded - before.bytes_uploaded, 5 * 4 * 4)
+    tally.equal("downloads", now.downloads - before.downloads, 1)
+    tally.equal("bytes downloaded", now.bytes_downloaded - before.bytes_downloaded, 8 * 4 * 4)
+    tally.true("a wait for an event counts as a synchronisation", now.host_syncs > before.host_syncs)
+    tally.true(f"memory() is a count of bytes, got {device.memory()}", device.memory() >= 0)
+    del kept
+
+
+def _closed(target: Target, tally: Tally) -> None:
+    """A closed device refuses further allocation with `DeviceError`."""
+    device = target.open().device
+    device.close()
+    tally.raises(DeviceError, "an allocation on a closed device", lambda: device.empty("conform.late", (1,), "i32"))

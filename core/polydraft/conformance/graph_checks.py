@@ -1,0 +1,265 @@
+"""Owns level L3: what was captured does, when it is replayed, what the same launches do eagerly.
+
+Kernels are captured one by one over one case's contents and replayed over another's; engines replay whole steps at every edge
+of a bucket. It asks only of backends that declare `graph_capture`, and leaves out what they call uncapturable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from polydraft.conformance.check import Check, Tally, Unsupported
+from polydraft.conformance.device_checks import pattern, read
+from polydraft.conformance.kernel_checks import OPTIONAL, Table, UsedBefore, bits, pairs
+from polydraft.conformance.lossless_checks import K, run
+from polydraft.conformance.probe import NUM_TOKENS, prompts
+from polydraft.conformance.serving import Ask
+from polydraft.conformance.target import Opened, Target
+from polydraft.contracts import REGISTRY, EmbedV1, ResidualAddV1
+from polydraft.contracts.base import Contract, Limits
+from polydraft.contracts.harness import check_kernel, run_kernel
+from polydraft.device import GraphCapture
+from polydraft.engine import Engine
+
+NEEDS = "graph_capture"
+LIMITS = Limits(1, 1, 8, 8, 16, 4, 4, 4, 1, 8)
+
+
+def checks() -> Iterator[Check]:
+    """Every check of L3."""
+    for contract in REGISTRY:
+        if not contract.unit.endswith("_updates"):  # staged writes are never captured
+            optional = contract.name in OPTIONAL
+            yield Check(f"L3/kernel/{contract.name}", partial(_kernel, contract), NEEDS, contract.name, optional)
+    for name, function in (
+        ("capture/runs-nothing", _capture_runs_nothing),
+        ("capture/refuses-a-wait", _refuses_wait),
+        ("capture/refuses-an-allocation", _refuses_allocation),
+        ("replay/new-contents", _new_contents),
+        ("replay/two-graphs", _two_graphs),
+        ("replay/refilled-weight", _refilled),
+        ("engine/bucket-edges", _edges),
+        ("engine/shrinking-batch", _shrinking),
+        ("engine/rounds-of-every-k", _drafts),
+        ("engine/prefill-graphs", _prefill),
+        ("engine/is-replayed", _is_replayed),
+        ("engine/nothing-allocated", _nothing_allocated),
+    ):
+        yield Check(f"L3/{name}", function, NEEDS)
+
+
+# -- kernels -------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class _Replayed(UsedBefore):
+    """A provider whose launch replays a graph that was captured over another case's contents."""
+
+    capture: GraphCapture | None = None
+
+    def used(self, launch: Any, n: int) -> Any:
+        """Capture while the other contents lie in the buffers."""
+        assert self.capture is not None, "this provider is given a capture facility"
+        stream = self.opened.device.stream
+        graph = self.capture.capture(stream, lambda: launch(stream, n))
+        return lambda stream, n: graph.replay(stream)
+
+
+def _kernel(kernel: Contract, target: Target, tally: Tally) -> None:
+    """Captured over one case, replayed over another of the same form: the golden's result, and the bits of an eager run."""
+    if kernel.name in target.info.capabilities.uncapturable:
+        raise Unsupported(f"{kernel.name} is declared uncapturable")
+    opened, capture = _graphs(target)
+    act = target.info.capabilities.dtypes[0]
+    provider = opened.table.backend.providers[kernel.name]
+    meta = None if "forward_meta" in target.info.capabilities.uncapturable else opened.init_meta
+    for one, other in pairs(kernel.name, target.info.capabilities.row_order):
+        if one.n != other.n:
+            one = other  # noqa: PLW2901  a graph has one launch length
+        replayed = Table(opened.table.backend, {kernel.name: _Replayed(provider, kernel, one, opened, act, other.n, capture)})
+        tally.compared(check_kernel(kernel, other, opened.device, replayed, act=act, init_meta=meta))
+        if kernel.deterministic != "none":
+            eager = run_kernel(kernel, other, opened.device, opened.table.backend, act=act, init_meta=meta)
+            again = run_kernel(kernel, other, opened.device, replayed, act=act, init_meta=meta)
+            for name in eager:
+                tally.equal(f"{name} of {other.name}, replayed against eager", bits(again[name]), bits(eager[name]))
+
+
+def _graphs(target: Target) -> tuple[Opened, GraphCapture]:
+    """A fresh device with its capture facility, which is asked for once a device."""
+    opened = target.open()
+    return opened, target.plugins.graph_capture(opened.device)
+
+
+# -- the facility --------------------------------------------------------------------------------------
+class _Adding:
+    """`residual_add` on two buffers of its own: a launch whose every run shows."""
+
+    def __init__(self, opened: Opened, dtype: str) -> None:
+        self.device = opened.device
+        self.x, self.y = (self.device.empty(f"conform.{name}", (4, 8), dtype) for name in "xy")
+        provider, args = opened.table.providers["residual_add"], ResidualAddV1(x=self.x, y=self.y)
+        self.launch = provider.bind(args, LIMITS, opened.table.workspace(provider.workspace_bytes(args, LIMITS)))
+        self.fill(1.0, 2.0)
+        self.run()  # whatever settles at a first launch
+        self.device.synchronize()
+
+    def fill(self, x: float, y: float) -> None:
+        for buffer, value in ((self.x, x), (self.y, y)):
+            self.device.load(buffer, to_dtype(np.full((4, 8), value), buffer.dtype))
+
+    def run(self) -> None:
+        self.launch(self.device.stream, 4)
+
+    def value(self) -> float:
+        from polydraft.contracts.compare import from_host
+
+        found = np.unique(from_host(read(self.device, self.x), self.x.dtype))
+        return float(found[0]) if len(found) == 1 else float("nan")
+
+
+def to_dtype(value: Any, dtype: str) -> Any:
+    """Host representation of an array."""
+    from polydraft.contracts.compare import to_host
+
+    return to_host(value, dtype)
+
+
+def _adding(target: Target) -> tuple[_Adding, GraphCapture, Opened]:
+    opened, capture = _graphs(target)
+    return _Adding(opened, target.info.capabilities.dtypes[0]), capture, opened
+
+
+def _capture_runs_nothing(target: Target, tally: Tally) -> None:
+    """Capturing records and does not run; every replay runs once."""
+    adding, capture, _ = _adding(target)
+    adding.fill(1.0, 2.0)
+    graph = capture.capture(adding.device.stream, adding.run)
+    adding.device.synchronize()
+    tally.equal("the buffer behind a capture", adding.value(), 1.0)
+    for replays in (1, 2, 3):
+        graph.replay(adding.device.stream)
+        tally.equal(f"the buffer behind {replays} replays", adding.value(), 1.0 + 2.0 * replays)
+
+
+def _raises(target: Target, tally: Tally, what: str, call: Callable[[_Adding], object]) -> None:
+    adding, capture, _ = _adding(target)
+
+    def captured() -> None:
+        adding.run()
+        call(adding)
+
+    tally.raises(Exception, f"{what} in a capture", lambda: capture.capture(adding.device.stream, captured))
+
+
+def _refuses_wait(target: Target, tally: Tally) -> None:
+    """The host may not wait for the device while it captures."""
+    _raises(target, tally, "device.synchronize", lambda adding: adding.device.synchronize())
+
+
+def _refuses_allocation(target: Target, tally: Tally) -> None:
+    """Nothing is allocated while it captures."""
+    _raises(target, tally, "device.empty", lambda adding: adding.device.empty("conform.late", (4,), "i32"))
+
+
+def _new_contents(target: Target, tally: Tally) -> None:
+    """A replay works on what lies at its addresses now."""
+    adding, capture, _ = _adding(target)
+    graph = capture.capture(adding.device.stream, adding.run)
+    for x, y in ((5.0, 3.0), (-1.0, 0.5), (0.0, 0.0)):
+        adding.fill(x, y)
+        graph.replay(adding.device.stream)
+        tally.equal(f"{x} + {y} replayed", adding.value(), x + y)
+
+
+def _two_graphs(target: Target, tally: Tally) -> None:
+    """Two graphs alive, as target and draft are, replayed in turn: neither disturbs the other."""
+    opened, capture = _graphs(target)
+    dtype = target.info.capabilities.dtypes[0]
+    one, other = _Adding(opened, dtype), _Adding(opened, dtype)
+    graphs = [capture.capture(opened.device.stream, adding.run) for adding in (one, other)]
+    one.fill(0.0, 1.0)
+    other.fill(0.0, 16.0)
+    for which in (0, 1, 1, 0, 0, 1, 0):
+        graphs[which].replay(opened.device.stream)
+    tally.equal("what the first graph added to", one.value(), 4.0)
+    tally.equal("what the second graph added to", other.value(), 48.0)
+    tally.true(f"memory() counts bytes of graphs, got {capture.memory()}", capture.memory() >= 0)
+
+
+def _refilled(target: Target, tally: Tally) -> None:
+    """A weight that was refilled in place is what a replay reads."""
+    if not target.info.capabilities.update_weights:
+        raise Unsupported("capability update_weights is not declared")
+    opened, capture = _graphs(target)
+    device, dtype = opened.device, target.info.capabilities.dtypes[0]
+    first, second = (to_dtype(pattern((4, 8), "f32", seed), dtype) for seed in (1, 2))
+    values = [pattern((4, 8), "f32", seed) for seed in (1, 2)]
+    weight = opened.table.prepare_weight("embedding", values[0], dtype)
+    ids, out = device.empty("conform.ids", (4,), "i32"), device.empty("conform.rows", (4, 8), dtype)
+    device.load(ids, np.arange(4, dtype=np.int32))
+    provider, args = opened.table.providers["embed"], EmbedV1(ids=ids, weight=weight, out=out)
+    launch = provider.bind(args, LIMITS, opened.table.workspace(provider.workspace_bytes(args, LIMITS)))
+    launch(device.stream, 4)
+    device.synchronize()
+    graph = capture.capture(device.stream, lambda: launch(device.stream, 4))
+    graph.replay(device.stream)
+    tally.equal("rows of the first weight", bits(read(device, out)), bits(first))
+    opened.table.prepare_weight("embedding", values[1], dtype, weight)
+    graph.replay(device.stream)
+    tally.equal("rows of the refilled weight", bits(read(device, out)), bits(second))
+
+
+# -- engines -------------------------------------------------------------------------------------------
+def _edges(target: Target, tally: Tally) -> None:
+    """One fewer, as many and one more sequence than each bucket holds."""
+    for size in (1, 2, 3, 4, 5):
+        run(target, tally, [Ask(p) for p in prompts(5)[:size]], max_num_seqs=6, graph="decode", graph_sizes=(2, 4))
+
+
+def _shrinking(target: Target, tally: Tally) -> None:
+    """A large batch, then a small one in the same buffers: what lies beyond it must not matter."""
+    asks = [Ask(prompt, max_new=4 + 4 * i) for i, prompt in enumerate(prompts(6))]
+    engine = run(target, tally, asks, max_num_seqs=6, graph="decode", graph_sizes=(1, 2, 4, 6))
+    _was_replayed(engine, tally)
+
+
+def _drafts(target: Target, tally: Tally) -> None:
+    """Every number of drafts, so that every pass of a captured chain shows in the rounds."""
+    for drafts in (0, 1, 2, 5):
+        run(target, tally, [Ask(prompt) for prompt in prompts(3)], drafts=drafts, graph="decode", graph_sizes=(4,))
+
+
+def _prefill(target: Target, tally: Tally) -> None:
+    """Steps that only prefill are replayed by their rows, windows run eagerly."""
+    asks = [Ask(prompt, arrival=3 * i) for i, prompt in enumerate(prompts(10)[5:])]
+    engine = run(target, tally, asks, max_num_seqs=2, max_batched_tokens=2 * (K + 1) + 16, graph="prefill", graph_sizes=(8, 24))
+    _was_replayed(engine, tally)
+
+
+def _is_replayed(target: Target, tally: Tally) -> None:
+    """Graphs that are asked for are used: replays are counted, two for every replayed step and more where it is captured in
+    pieces."""
+    engine = run(target, tally, [Ask(prompt) for prompt in prompts(2)], max_num_seqs=2, graph="decode", graph_sizes=(1, 2))
+    _was_replayed(engine, tally)
+
+
+def _was_replayed(engine: Engine, tally: Tally) -> None:
+    graphs, replays = engine.runner.graphs, engine.device.counters.graph_replays
+    tally.true("the engine holds graphs", graphs is not None)
+    if graphs is not None:
+        steps = graphs.counters.replayed_steps
+        tally.true(f"steps were replayed, got {steps}", steps > 0)
+        tally.true(f"the device counts two replays or more a replayed step, got {replays} in {steps}", replays >= 2 * steps)
+
+
+def _nothing_allocated(target: Target, tally: Tally) -> None:
+    """Replayed steps allocate nothing."""
+    seen: list[int] = []
+    ask = [Ask(prompt, max_new=NUM_TOKENS) for prompt in prompts(2)]
+    run(target, tally, ask, max_num_seqs=2, graph="decode", graph_sizes=(2,),
+        each_step=lambda engine, step: seen.append(engine.device.counters.allocations))  # fmt: skip
+    tally.equal("allocations during the steps of a run", len(set(seen)), 1)

@@ -1,0 +1,129 @@
+"""Owns the process in which the command line runs checks: a backend that crashes or hangs must not take the report with it.
+
+The child writes a line when a check begins and one when it has ended; the parent watches the file. A check in which the child
+dies or says nothing for too long fails, and a fresh child goes on behind it. It never judges.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Final, TextIO
+
+from polydraft.conformance.outcomes import Result, as_result
+from polydraft.conformance.report import Selection, with_causes
+from polydraft.conformance.target import Target
+
+MOST_DEATHS: Final = 3
+"""Children that may be lost; after that many, what is left is not run, and the report lacks it."""
+POLL_S: Final = 0.05
+
+
+@dataclass
+class Watched:
+    """What children have told so far."""
+
+    results: list[Result] = field(default_factory=list)
+    owners: dict[str, str] = field(default_factory=dict)
+    running: str = ""
+    """Id of the check that has begun and not ended."""
+    finished: bool = False
+
+    def take(self, line: Mapping[str, Any], listen: Callable[[Result], None] | None) -> None:
+        """File one line of a child."""
+        if "begin" in line:
+            self.running = line["begin"]
+        elif "result" in line:
+            self.running = ""
+            self.results.append(as_result(line["result"]))
+            if listen is not None:
+                listen(self.results[-1])
+        else:
+            self.owners, self.finished = line["owners"] or self.owners, line["finished"]
+
+    def lost(self, why: str, seconds: float) -> None:
+        """A child was lost in the check that is running (or, before the first, in loading the backend)."""
+        self.results.append(Result(self.running or f"L0/process-{len(self.results)}", "fail", 1, round(seconds, 3), why))
+        self.running = ""
+
+
+def run(
+    backend: str,
+    *,
+    device: str,
+    files: Sequence[str],
+    selection: Selection,
+    limit_s: float,
+    listen: Callable[[Result], None] | None = None,
+) -> tuple[list[Result], dict[str, str]]:
+    """Run the selection in children; returns results in order, and owners. `limit_s`: seconds that one check may take."""
+    watched = Watched()
+    with tempfile.TemporaryDirectory(prefix="polydraft-conform-") as folder:
+        for number in range(MOST_DEATHS):
+            lines = Path(folder) / f"lines-{number}.jsonl"
+            lines.touch()
+            done = [result.id for result in watched.results]
+            job = {"backend": backend, "device": device, "files": list(files), "selection": asdict(selection), "done": done}
+            command = [sys.executable, "-m", "polydraft.conformance.isolation", str(lines), json.dumps(job)]
+            with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL) as child:  # noqa: S603
+                try:
+                    _watch(child, lines, watched, limit_s, listen)
+                finally:
+                    child.kill()
+            if watched.finished:
+                break
+    return watched.results, watched.owners
+
+
+def _watch(
+    child: subprocess.Popen[bytes], lines: Path, watched: Watched, limit_s: float, listen: Callable[[Result], None] | None
+) -> None:
+    """Follow one child to its end; kill it where it takes too long."""
+    since = time.monotonic()
+    with lines.open(encoding="utf-8") as file:
+        rest = ""
+        while True:
+            ended = child.poll() is not None  # asked before reading: what it wrote last is then read
+            text = rest + file.read()
+            *whole, rest = text.split("\n")
+            for line in whole:
+                watched.take(json.loads(line), listen)
+                since = time.monotonic()
+            waited = time.monotonic() - since
+            if watched.finished:
+                return
+            if ended:
+                watched.lost(f"the process died in this check (exit status {child.returncode})", waited)
+                return
+            if waited > limit_s:
+                watched.lost(f"the check did not end within {limit_s:g} s; it hangs, or --timeout is too short", waited)
+                return
+            time.sleep(POLL_S)
+
+
+def _child(out: TextIO, job: Mapping[str, Any]) -> None:
+    """Run what is left of a job and write lines."""
+
+    def tell(line: Mapping[str, Any]) -> None:
+        out.write(json.dumps(line) + "\n")
+        out.flush()
+
+    target = Target(job["backend"], device=job["device"], files=job["files"])
+    for check in Selection(**job["selection"]).checks():
+        if check.id not in job["done"]:
+            tell({"begin": check.id})
+            tell({"result": asdict(with_causes(check.result(target)))})
+            if target.owners:
+                tell({"owners": dict(target.owners), "finished": False})
+    tell({"owners": dict(target.owners), "finished": True})
+
+
+if __name__ == "__main__":
+    with Path(sys.argv[1]).open("w", encoding="utf-8") as lines_file:
+        _child(lines_file, json.loads(sys.argv[2]))

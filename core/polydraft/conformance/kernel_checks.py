@@ -1,0 +1,364 @@
+"""Owns level L2: every kernel against its golden, made from the contract records and nothing else.
+
+A new contract has its checks as soon as it is registered. Each named case is one check, the generated ones are one check a
+contract. Composites are checked as one kernel and as their expansion. It never decides a tolerance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from typing import Any, Final
+
+import numpy as np
+
+from polydraft.backend import RowOrder
+from polydraft.conformance.check import Check, Tally, Unsupported
+from polydraft.conformance.target import Opened, Target
+from polydraft.contracts import COMPOSITES, REGISTRY
+from polydraft.contracts.base import Case, Contract, OpaqueSpec, ParamSpec, TensorSpec
+from polydraft.contracts.composite import Composite, Expansion
+from polydraft.contracts.harness import check_kernel, run_kernel
+from polydraft.contracts.inputs import FLEXIBLE, SEEDS, Kernel, contract_of
+from polydraft.contracts.inputs import generated as random_case
+from polydraft.sentinels import Phase
+
+OPTIONAL: Final = frozenset(
+    {
+        "update_biases", "update_bad_words", "penalise_logits", "bias_logits", "forbid_tokens", "uniform_noise", "filter_probs",
+        "draw_draft", "verify_rejection", "draft_ngram", "force_choices",
+    }
+)  # fmt: skip
+"""Contracts that only some requests or options need: a backend may leave them out, and an engine then refuses those."""
+DEEP_SEEDS: Final = 500
+BY_SEQUENCE: Final = ("slot_order", "seq_rows")
+"""Inputs of the packing contracts that count sequences; their other inputs of that size count slots."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What was asked of L2: `seed` runs that generated case alone, `case` that named one; `deep` means many seeds and every
+    dtype."""
+
+    seed: int | None = None
+    case: str = ""
+    deep: bool = False
+
+    @property
+    def seeds(self) -> range:
+        if self.seed is not None:
+            return range(self.seed, self.seed + 1)
+        return range(DEEP_SEEDS if self.deep else SEEDS)
+
+
+def checks(options: Options) -> Iterator[Check]:
+    """Every check of L2, contract by contract."""
+    for contract in REGISTRY:
+        yield from _of_kernel(contract, options, contract.name in OPTIONAL)
+    for composite in COMPOSITES.values():
+        yield from _of_kernel(composite, options, optional=True)
+
+
+def _of_kernel(kernel: Kernel, options: Options, optional: bool) -> Iterator[Check]:
+    def check(name: str, run: Any, **fields: Any) -> Check:
+        return Check(f"L2/{kernel.name}/{name}", run, kernel=kernel.name, optional=optional, **fields)
+
+    names = [case.name for case in named_cases(kernel)]
+    if options.case:
+        names = [name for name in names if name == options.case]
+    if options.seed is None:
+        for name in names:
+            yield check(name, partial(_named, kernel, name))
+    if options.case:
+        return
+    yield check("seeds", partial(_seeds, kernel, options))
+    if options.seed is not None:
+        return
+    if isinstance(kernel, Composite):
+        yield Check(f"L2/{kernel.name}/expansion", partial(_expansion, kernel))
+        return
+    yield check("new-contents", partial(_new_contents, kernel))
+    yield check("repeat", partial(_repeat, kernel))
+    if _has_free_rows(kernel):
+        yield check("permuted-rows", partial(_permuted, kernel))
+    if _is_float(kernel):
+        yield check("other-dtypes", partial(_other_dtypes, kernel, options))
+        yield check("invariant-mode", partial(_invariant_mode, kernel), needs="row_invariant")
+    if _is_rowwise(kernel):
+        yield check("row-alone", partial(_row_alone, kernel), needs="row_invariant")
+
+
+# -- cases and goldens, which no backend changes -------------------------------------------------------
+@cache
+def _cases(name: str) -> tuple[Case, ...]:
+    kernel: Kernel = COMPOSITES[name] if name in COMPOSITES else REGISTRY[name]
+    return tuple(contract_of(kernel).cases())
+
+
+def named_cases(kernel: Kernel) -> tuple[Case, ...]:
+    """The named cases of a contract or composite."""
+    return _cases(kernel.name)
+
+
+def _case(kernel: Kernel, name: str, target: Target) -> Case:
+    found = next(case for case in named_cases(kernel) if case.name == name)
+    return legal(found, target.info.capabilities.row_order)
+
+
+def _generated(kernel: Kernel, seed: int, target: Target) -> Case:
+    return legal(random_case(kernel, seed), target.info.capabilities.row_order)
+
+
+def all_cases(kernel: Kernel, target: Target, seeds: int) -> list[Case]:
+    """The named cases and `seeds` generated ones, in an order that the backend declares."""
+    order = target.info.capabilities.row_order
+    return [legal(case, order) for case in (*named_cases(kernel), *(random_case(kernel, seed) for seed in range(seeds)))]
+
+
+def legal(case: Case, row_order: RowOrder) -> Case:
+    """The case with its sequences in the order that the backend declares, where it packs them: core promises no other one.
+
+    For "slot" the slots are renamed, for "prefill_first" the sequences change places; what is packed stays the same work."""
+    if row_order == "seeded" or not {"slot_order", "seq_rows", "phase"} <= set(case.arrays):
+        return case
+    order, arrays = case.arrays["slot_order"], dict(case.arrays)
+    old = order[order >= 0]
+    if row_order == "prefill_first":
+        places = np.argsort(arrays["phase"][old] != Phase.PREFILL, kind="stable")
+        for name in BY_SEQUENCE:
+            arrays[name] = arrays[name].copy()
+            arrays[name][: len(old)] = case.arrays[name][: len(old)][places]
+        return replace(case, arrays=arrays)
+    new, size = np.sort(old), len(order)
+    for name, value in case.arrays.items():
+        if name not in BY_SEQUENCE and value is not None and len(value) == size:
+            arrays[name] = value.copy()
+            arrays[name][new] = value[old]
+    arrays["slot_order"] = order.copy()
+    arrays["slot_order"][: len(new)] = new
+    return replace(case, arrays=arrays)
+
+
+def _run(kernel: Kernel, case: Case, opened: Opened, tally: Tally, *, act: str) -> None:
+    comparison = check_kernel(kernel, case, opened.device, opened.table.backend, act=act, init_meta=opened.init_meta)
+    tally.compared(comparison, _replay(kernel, case))
+
+
+def _replay(kernel: Kernel, case: Case) -> str:
+    kind, _, number = case.name.partition("-")
+    if " " in case.name:
+        return f" (replay: --contract {kernel.name})"
+    which = f"--seed {number}" if kind == "seed" else f"--case {case.name}"
+    return f" (replay: --contract {kernel.name} {which})"
+
+
+# -- checks --------------------------------------------------------------------------------------------
+def _opened(target: Target, kernel: Kernel, dtype: str = "", *, row_invariant: bool = False) -> tuple[Opened, str]:
+    act = dtype or target.info.capabilities.dtypes[0]
+    return target.opened(dtype=act, row_invariant=row_invariant, key=kernel.name), act
+
+
+def _named(kernel: Kernel, name: str, target: Target, tally: Tally) -> None:
+    """One named case on poisoned outputs: values, inputs unchanged, rows beyond the launch untouched."""
+    opened, act = _opened(target, kernel)
+    _run(kernel, _case(kernel, name, target), opened, tally, act=act)
+
+
+def _seeds(kernel: Kernel, options: Options, target: Target, tally: Tally) -> None:
+    """Generated cases; a failure names its seed."""
+    opened, act = _opened(target, kernel)
+    for seed in options.seeds:
+        _run(kernel, _generated(kernel, seed, target), opened, tally, act=act)
+
+
+def _expansion(composite: Composite, target: Target, tally: Tally) -> None:
+    """The composite's parts one after the other give what the composite's golden gives."""
+    opened, act = _opened(target, composite)
+    lacking = [part for part in composite.parts if part not in opened.table.backend.providers]
+    if lacking:
+        raise Unsupported(f"{', '.join(lacking)} is not offered")
+    providers = {composite.name: Expansion(composite, opened.table.backend.providers)}
+    table = Table(opened.table.backend, providers)
+    for case in all_cases(composite, target, 5):
+        tally.compared(check_kernel(composite, case, opened.device, table, act=act, init_meta=opened.init_meta))
+
+
+class Table:
+    """A kernel table with other providers."""
+
+    def __init__(self, table: Any, providers: Mapping[str, Any]) -> None:
+        self.providers, self.versions = providers, table.versions
+        self.prepare_weight, self.allocate_cache = table.prepare_weight, table.allocate_cache
+
+
+def _repeat(kernel: Contract, target: Target, tally: Tally) -> None:
+    """What the contract calls deterministic gives the same bits again, in other memory."""
+    if kernel.deterministic == "none":
+        raise Unsupported("the contract promises no determinism")
+    opened, act = _opened(target, kernel)
+    case = _generated(kernel, 1, target)
+    first, second = (
+        run_kernel(kernel, case, opened.device, opened.table.backend, act=act, init_meta=opened.init_meta) for _ in range(2)
+    )
+    for name in first:
+        tally.equal(f"{name} of the second run", bits(second[name]), bits(first[name]))
+
+
+def bits(array: Any) -> Any:
+    """Bytes of the elements, so that zeros of either sign and NaN are told apart."""
+    flat = np.ascontiguousarray(array)
+    return flat.view(np.uint8) if flat.size and flat.ndim else flat
+
+
+def _new_contents(kernel: Contract, target: Target, tally: Tally) -> None:
+    """Bound once, launched on one case, then on other contents at the same addresses: nothing may be remembered."""
+    opened, act = _opened(target, kernel)
+    provider = opened.table.backend.providers[kernel.name]
+    for one, other in pairs(kernel.name, target.info.capabilities.row_order):
+        rebinding = Table(opened.table.backend, {kernel.name: UsedBefore(provider, kernel, one, opened, act)})
+        tally.compared(check_kernel(kernel, other, opened.device, rebinding, act=act, init_meta=opened.init_meta))
+
+
+@cache
+def pairs(name: str, row_order: RowOrder) -> tuple[tuple[Case, Case], ...]:
+    """Pairs of cases of one form; where there is none, a case and itself."""
+    kernel = REGISTRY[name]
+    pool: dict[object, list[Case]] = {}
+    for case in (*kernel.cases(), *(random_case(kernel, seed) for seed in range(SEEDS))):
+        if case.n:
+            pool.setdefault(_form(case), []).append(legal(case, row_order))
+    groups = sorted(pool.values(), key=len, reverse=True)
+    pairs = [(group[0], group[1]) for group in groups if len(group) > 1]
+    return tuple(pairs[:2]) or ((groups[0][0], groups[0][0]),)
+
+
+def _form(case: Case) -> object:
+    """What has to be equal for two cases to fit the same buffers."""
+    shapes = {
+        name: getattr(value, "shape", None) or (None if value is None else value.k.shape) for name, value in case.arrays.items()
+    }
+    return repr((sorted(shapes.items()), sorted(case.params.items()), sorted(case.outputs.items())))
+
+
+@dataclass(frozen=True)
+class UsedBefore:
+    """A provider whose launch has been used before: on the contents of the case `first`, in the very same buffers."""
+
+    provider: Any
+    kernel: Contract
+    first: Case
+    opened: Opened
+    act: str
+    launch_length: int = 0
+
+    def bind(self, args: Any, limits: Any, workspace: Any) -> Any:
+        """Bind, launch on the first case's contents, then put back what the harness had loaded."""
+        from polydraft.contracts.compare import to_host
+        from polydraft.contracts.inputs import dtype_of, namespace
+
+        device, launch = self.opened.device, self.provider.bind(args, limits, workspace)
+        specs = self.kernel.args.specs()
+        tensors = [n for n, spec in specs.items() if isinstance(spec, TensorSpec) and getattr(args, n) is not None]
+        kept = {name: _read(device, getattr(args, name)) for name in tensors}
+        caches = {n: getattr(args, n).read_logical() for n, s in specs.items() if isinstance(s, OpaqueSpec) and s.kind == "cache"}
+        earlier = namespace(self.kernel, self.first, self.act)
+        for name in tensors:
+            device.load(getattr(args, name), to_host(getattr(earlier, name), dtype_of(self.kernel, self.first, name, self.act)))
+        launch(device.stream, self.first.n)
+        device.synchronize()
+        result = self.used(launch, self.launch_length)
+        for name, value in kept.items():
+            device.load(getattr(args, name), value)
+        for name, (k, v) in caches.items():
+            getattr(args, name).write_logical(k, v)
+        return result
+
+    def used(self, launch: Any, n: int) -> Any:
+        """What is launched afterwards; called while the first case's contents lie in the buffers."""
+        del n
+        return launch
+
+    def workspace_bytes(self, args: Any, limits: Any) -> int:
+        """The provider's."""
+        return int(self.provider.workspace_bytes(args, limits))
+
+
+def _read(device: Any, buffer: Any) -> Any:
+    staging, event = device.staging("conform.read", buffer.shape, buffer.dtype), device.event()
+    device.download(device.stream, staging, buffer, buffer.shape[0])
+    event.record(device.stream)
+    event.synchronize()
+    return staging.array.copy()
+
+
+def _is_float(kernel: Contract) -> bool:
+    """Whether the activation dtype matters."""
+    specs = kernel.args.specs().values()
+    return any(isinstance(s, OpaqueSpec) or (isinstance(s, TensorSpec) and s.dtype in FLEXIBLE) for s in specs)
+
+
+def _other_dtypes(kernel: Contract, options: Options, target: Target, tally: Tally) -> None:
+    """Every further dtype that is declared, on the named cases (and, deep, on the generated ones)."""
+    others = target.info.capabilities.dtypes[1:]
+    if not others:
+        raise Unsupported(f"no dtype besides {target.info.capabilities.dtypes[0]} is declared")
+    cases = all_cases(kernel, target, SEEDS if options.deep else 3)
+    for dtype in others:
+        opened, act = _opened(target, kernel, dtype)
+        for case in cases:
+            _run(kernel, case, opened, tally, act=act)
+
+
+def _invariant_mode(kernel: Contract, target: Target, tally: Tally) -> None:
+    """The kernels that a row-invariant engine uses are the same contracts."""
+    opened, act = _opened(target, kernel, row_invariant=True)
+    for case in all_cases(kernel, target, 5):
+        _run(kernel, case, opened, tally, act=act)
+
+
+def _has_free_rows(kernel: Contract) -> bool:
+    """Whether rows may come in any order: every buffer is by row or by slot, and no cache ties rows together."""
+    specs = kernel.args.specs().values()
+    symbols = {s.symbols[0] for s in specs if isinstance(s, TensorSpec)}
+    return "N" in symbols and symbols <= {"N", "B"} and not any(isinstance(s, OpaqueSpec) and s.kind == "cache" for s in specs)
+
+
+def _permuted(kernel: Contract, target: Target, tally: Tally) -> None:
+    """The launched rows in another order: each result belongs to its row, whoever stands beside it."""
+    opened, act = _opened(target, kernel)
+    by_row = [n for n, s in kernel.args.specs().items() if isinstance(s, TensorSpec) and s.symbols[0] == "N"]
+    for seed in range(6):
+        case = random_case(kernel, seed)
+        order = np.arange(max((len(v) for n, v in case.arrays.items() if n in by_row and v is not None), default=0))
+        order[: case.n] = np.random.default_rng(seed).permutation(case.n)
+        moved = {n: v[order] if n in by_row and v is not None else v for n, v in case.arrays.items()}
+        _run(kernel, replace(case, arrays=moved, name=f"permuted seed {seed}"), opened, tally, act=act)
+
+
+def _is_rowwise(kernel: Contract) -> bool:
+    """Whether every buffer has one row a launched row, so that rows can be run one by one."""
+    specs = [s for s in kernel.args.specs().values() if not isinstance(s, ParamSpec)]
+    tensors = [s for s in specs if isinstance(s, TensorSpec)]
+    symbol = {s.symbols[0] for s in tensors}
+    opaque = [s for s in specs if isinstance(s, OpaqueSpec)]
+    return _is_float(kernel) and symbol == {"N"} and all(s.kind == "weight" for s in opaque)
+
+
+def _row_alone(kernel: Contract, target: Target, tally: Tally) -> None:
+    """A row's bits do not depend on how many rows are launched, nor on its place: the claim `row_invariant`."""
+    opened, act = _opened(target, kernel, row_invariant=True)
+    table = opened.table.backend
+    cases = [random_case(kernel, seed) for seed in range(SEEDS)]
+    for case in [case for case in cases if case.n > 1][:4]:
+        together = run_kernel(kernel, case, opened.device, table, act=act)
+        specs = kernel.args.specs()
+        rows = [n for n, s in specs.items() if isinstance(s, TensorSpec) and n in case.arrays and case.arrays[n] is not None]
+        for row in {0, case.n - 1}:
+            moved = {**case.arrays, **{name: np.roll(case.arrays[name], -row, axis=0) for name in rows}}
+            alone = run_kernel(kernel, replace(case, arrays=moved, n=1), opened.device, table, act=act)
+            for name, spec in specs.items():
+                if isinstance(spec, TensorSpec) and spec.access != "in":
+                    tally.equal(
+                        f"{name} of row {row} alone (seed case {case.name})", bits(alone[name][0]), bits(together[name][row])
+                    )

@@ -1,0 +1,188 @@
+"""Owns level L0: the backend is who it says it is, everything it declares is there, and it computes what it claims itself.
+
+It runs first, and finds out whose code each kernel runs in. It never compares numbers: L2 does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from polydraft.conformance.check import Check, Tally
+from polydraft.conformance.kernel_checks import all_cases
+from polydraft.conformance.outcomes import Ownership
+from polydraft.conformance.probe import VOCAB
+from polydraft.conformance.target import Opened, Target, Witness, belongs_to_reference
+from polydraft.contracts import COMPOSITES, REGISTRY
+from polydraft.contracts.harness import run_kernel
+from polydraft.contracts.inputs import Kernel
+from polydraft.device import GraphCapture
+from polydraft.errors import CapabilityError, PolydraftError
+from polydraft.plugin_checks import ACTIVATION_DTYPES, implemented, lacks
+
+
+def checks() -> Iterator[Check]:
+    """Every check of L0."""
+    yield Check("L0/identity", _identity)
+    yield Check("L0/contracts", _contracts)
+    yield Check("L0/dtypes", _dtypes)
+    yield Check("L0/capture-facility", _capture_facility, needs="graph_capture")
+    yield Check("L0/row-invariant-device", _row_invariant, needs="row_invariant")
+    yield Check("L0/weights-refill-in-place", _refill, needs="update_weights")
+    yield Check("L0/undeclared-is-refused", _undeclared)
+    yield Check("L0/engine", _engine)
+    yield Check("L0/ownership", ownership)
+
+
+def _identity(target: Target, tally: Tally) -> None:
+    """Name, version, digest and evidence are there; the backend is available."""
+    info, loaded = target.info, target.plugins.backend
+    for field in ("name", "version", "package", "device_pattern", "summary"):
+        tally.true(f"a text as {field} in BackendInfo", bool(getattr(info, field)))
+    tally.true("an evidence class", bool(info.evidence))
+    tally.equal("available (reason: " + (info.reason or "none") + ")", info.available, True)
+    tally.true(f"backend_info is the same when asked again, got another one from {loaded.origin}", target.plugins.info() == info)
+
+
+def _contracts(target: Target, tally: Tally) -> None:
+    """What identity declares is what the table offers, in versions that core serves."""
+    opened = target.opened()
+    offered = opened.table.backend
+    tally.equal("contracts of the table", sorted(offered.providers), sorted(target.info.contract_versions))
+    for name in offered.providers:
+        newest = 1 if name in COMPOSITES else REGISTRY[name].version
+        tally.true(f"{name} in version {newest} or {newest - 1}", offered.versions[name] in (newest, newest - 1))
+
+
+def _dtypes(target: Target, tally: Tally) -> None:
+    """Every declared activation dtype opens a device, and that device prepares a weight and allocates a buffer."""
+    for dtype in target.info.capabilities.dtypes:
+        opened = target.opened(dtype=dtype)
+        weight = opened.table.prepare_weight("linear", np.eye(4, dtype=np.float32), dtype)
+        tally.true(f"a weight in {dtype} takes memory or none, got {weight.nbytes} bytes", weight.nbytes >= 0)
+        tally.equal(f"dtype of a buffer in {dtype}", opened.device.empty("conform.dtype", (2, 3), dtype).dtype, dtype)
+
+
+def _capture_facility(target: Target, tally: Tally) -> None:
+    """`graph_capture` is declared: the hook is there and answers."""
+    tally.true("the hook polydraft_graph_capture", "polydraft_graph_capture" in implemented(target.plugin))
+    capture = target.plugins.graph_capture(target.opened().device)
+    tally.equal("what the capture facility lacks", lacks(capture, GraphCapture), "")
+    tally.true(f"memory() of the facility is a count of bytes, got {capture.memory()}", capture.memory() >= 0)
+
+
+def _row_invariant(target: Target, tally: Tally) -> None:
+    """`row_invariant` is declared: a device opens when it is asked for."""
+    opened = target.opened(row_invariant=True)
+    tally.true("kernels of a row-invariant device", bool(opened.table.backend.providers))
+
+
+def _refill(target: Target, tally: Tally) -> None:
+    """`update_weights` is declared: refilling keeps the object, and kernels bound to it see the new values."""
+    opened = target.opened()
+    dtype = target.info.capabilities.dtypes[0]
+    first, second = np.arange(12, dtype=np.float32).reshape(4, 3), np.arange(12, 24, dtype=np.float32).reshape(4, 3)
+    weight = opened.table.prepare_weight("embedding", first, dtype)
+    launch, read = _embedding(opened, weight, dtype)
+    launch()
+    before = read()
+    again = opened.table.prepare_weight("embedding", second, dtype, weight)
+    tally.true("the refilled weight is the same object", again is weight)
+    launch()
+    tally.true("a bound kernel sees the refilled weight", not np.array_equal(before, read()))
+
+
+def _embedding(opened: Opened, weight: Any, dtype: str) -> tuple[Any, Any]:
+    """`embed` bound to `weight`: a launch of ids 0 to 3, and a way to read what it left."""
+    from polydraft.contracts import EmbedV1
+    from polydraft.contracts.base import Limits
+
+    device = opened.device
+    ids, out = device.empty("conform.ids", (4,), "i32"), device.empty("conform.rows", (4, 3), dtype)
+    device.load(ids, np.arange(4, dtype=np.int32))
+    limits = Limits(1, 1, 4, 4, 16, 4, 4, 4, 1, 4)
+    provider, args = opened.table.providers["embed"], EmbedV1(ids=ids, weight=weight, out=out)
+    bound = provider.bind(args, limits, opened.table.workspace(provider.workspace_bytes(args, limits)))
+
+    def launch() -> None:
+        bound(device.stream, 4)
+        device.synchronize()
+
+    def read() -> Any:
+        staging, event = device.staging("conform.back", (4, 3), dtype), device.event()
+        device.download(device.stream, staging, out, 4)
+        event.record(device.stream)
+        event.synchronize()
+        return staging.array.copy()
+
+    return launch, read
+
+
+def _undeclared(target: Target, tally: Tally) -> None:
+    """What the backend does not declare is refused by name before anything runs."""
+    caps = target.info.capabilities
+    wishes: list[tuple[str, dict[str, Any]]] = [
+        ("more slots than max_seqs", {"max_num_seqs": caps.max_seqs + 1}),
+        ("a window beyond max_window", {"draft_tokens": caps.max_window}),
+    ]
+    wishes += [(f"dtype {d}", {"dtype": d}) for d in ACTIVATION_DTYPES if d not in caps.dtypes]
+    wishes += [] if caps.graph_capture else [("graphs", {"graph": "decode"})]
+    wishes += [] if caps.row_invariant else [("invariant mode", {"invariant": True})]
+
+    for what, options in wishes:
+
+        def build(options: dict[str, Any] = options) -> None:
+            with target.engine(**options):
+                pass
+
+        tally.raises(CapabilityError, f"an engine with {what}", build)
+
+
+def _engine(target: Target, tally: Tally) -> None:
+    """An engine on this backend runs this backend: its identity, its digest, its providers."""
+    with target.engine(draft_tokens=1, max_num_seqs=2) as engine:
+        tally.equal("name of the engine's backend", engine.info.name, target.info.name)
+        tally.equal("digest of the engine's backend", engine.plugins.backend.digest, target.plugins.backend.digest)
+        tally.equal("overrides of the engine's kernels", engine.table.overrides, ())
+        tally.equal("vocabulary of the probe model", engine.model.vocab_size, VOCAB)
+
+
+def ownership(target: Target, tally: Tally) -> None:
+    """Run a case of every kernel with a watch on the reference's code and the goldens. Openly passed-on kernels are delegated;
+    a kernel that calls them behind a provider of its own fails, save in a backend that calls its evidence "emulator"."""
+    opened = target.opened()
+    silent = []
+    for name, provider in sorted(opened.table.backend.providers.items()):
+        kernel: Kernel = COMPOSITES[name] if name in COMPOSITES else REGISTRY[name]
+        seen = _seen(target, kernel, opened)
+        if seen is None:
+            target.owners[name] = "unknown"
+            tally.true(f"a case of {name} runs to its end", False)
+            continue
+        owner: Ownership = "own" if target.is_reference or not seen else "delegated"
+        if owner == "delegated" and not belongs_to_reference(provider):
+            owner = "emulated" if target.info.evidence == "emulator" else owner
+            silent += [] if owner == "emulated" else [f"{name} calls {min(seen)}"]
+        target.owners[name] = owner
+        tally.comparisons += 1
+    tally.equal("kernels that silently run the reference's code", silent, [])
+
+
+def _seen(target: Target, kernel: Kernel, opened: Opened) -> set[str] | None:
+    """What a case called of the reference, None where it did not run."""
+    case = next(case for case in all_cases(kernel, target, 5) if case.n)
+    try:
+        with Witness(kernel) as seen:
+            run_kernel(
+                kernel,
+                case,
+                opened.device,
+                opened.table.backend,
+                act=target.info.capabilities.dtypes[0],
+                init_meta=opened.init_meta,
+            )
+    except PolydraftError:
+        return None
+    return seen

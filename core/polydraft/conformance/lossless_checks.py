@@ -1,0 +1,166 @@
+"""Owns level L5: whole engines on the probe model have the tokens of plain decoding and the rounds of a recomputing oracle.
+
+Token equality alone is blind to faults of the draft side, which verification heals; hence every check compares the acceptance
+trace of every request and round as well. It never averages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any, Final
+
+from polydraft.conformance.check import Check, Tally
+from polydraft.conformance.oracle.coupled import Sampling, coupled_rounds
+from polydraft.conformance.probe import NUM_TOKENS, oracle, prompts
+from polydraft.conformance.serving import Ask, as_expected, serve
+from polydraft.conformance.target import Target
+from polydraft.engine import Engine
+from polydraft.runtime.output import RequestOutput
+from polydraft.sampling_params import SamplingParams
+
+DRAFTS: Final = (0, 1, 2, 3, 5)
+BATCHES: Final = (1, 3, 8)
+"""Requests at once; 8 is a bucket of every graph policy."""
+K: Final = 3
+"""Drafts a round of the checks that are not about K."""
+SAMPLINGS: Final = ({"temperature": 0.8, "top_p": 0.95}, {"temperature": 1.0, "top_k": 20}, {"temperature": 1.3, "min_p": 0.05})
+
+
+def checks() -> Iterator[Check]:
+    """Every check of L5."""
+    for drafts in DRAFTS:
+        for batch in BATCHES:
+            yield Check(f"L5/greedy/K{drafts}-B{batch}", partial(_greedy, drafts, batch))
+    for place in range(K + 1):
+        yield Check(f"L5/stop-token/place-{place}", partial(_stop, place))
+    yield Check("L5/length-limit/every-place", _length)
+    for size in (1, 2, 3, 5):
+        yield Check(f"L5/block-border/size-{size}", partial(_border, size))
+    yield Check("L5/full-model/last-position", _full_model)
+    yield Check("L5/prefix-hit", _prefix_hit)
+    yield Check("L5/chunked-prefill", _chunks)
+    yield Check("L5/preempt-and-resume", _preempt)
+    yield Check("L5/full-batch", _full_batch)
+    yield Check("L5/late-arrivals", _late)
+    for number, options in enumerate(SAMPLINGS):
+        yield Check(f"L5/sampled/{number}", partial(_sampled, options), profiles=("full",))
+
+
+def run(target: Target, tally: Tally, asks: Sequence[Ask], *, drafts: int = K, each_step: Any = None, **options: Any) -> Engine:
+    """Serve `asks` on a fresh engine and compare with the oracle; returns the engine, closed, for its counts."""
+    dtype = working_dtype(target)
+    options = {"max_num_seqs": 4, "block_size": 4, "graph": "off", **options}
+    with target.engine(draft_tokens=drafts, dtype=dtype, **options) as engine:
+        outputs = serve(engine, asks, tally, each_step=each_step)
+    as_expected(tally, asks, outputs, drafts, dtype)
+    return engine
+
+
+def working_dtype(target: Target) -> str:
+    """f32 where it is declared, since there every text is compared to its end; else the backend's first."""
+    dtypes = target.info.capabilities.dtypes
+    return "f32" if "f32" in dtypes else dtypes[0]
+
+
+def _greedy(drafts: int, batch: int, target: Target, tally: Tally) -> None:
+    """K drafts a round, a batch of requests of different lengths."""
+    engine = run(target, tally, [Ask(prompt) for prompt in prompts(batch)], drafts=drafts, max_num_seqs=batch)
+    tally.true("drafts were accepted" if drafts else "nothing was drafted", bool(engine.totals.accepted) == bool(drafts))
+
+
+def at_place(place: int, count: int = 3) -> list[Ask]:
+    """Requests whose stop token lies at `place` of the window that it ends."""
+    found = []
+    for prompt in prompts(10):
+        text, begin = Ask(prompt).expected(K), 1
+        for accepted in text.rounds:
+            at = begin + place
+            if place <= accepted and at < len(text.token_ids) and text.token_ids[at] not in text.token_ids[:at]:
+                found.append(Ask(prompt, stop=(text.token_ids[at],)))
+                break
+            begin += accepted + 1
+        if len(found) == count:
+            break
+    return found
+
+
+def _stop(place: int, target: Target, tally: Tally) -> None:
+    """The stop token is draft `place` of a window (behind the drafts: the target's own): nothing behind it comes out."""
+    asks = at_place(place)
+    tally.true("the probe has such texts", bool(asks))
+    run(target, tally, asks)
+
+
+def _length(target: Target, tally: Tally) -> None:
+    """The limit of tokens falls on every place of a window."""
+    run(target, tally, [Ask(prompt, max_new=1 + i) for i, prompt in enumerate([*prompts(6), *prompts(6)])])
+
+
+def _border(size: int, target: Target, tally: Tally) -> None:
+    """Blocks so small that their border lies inside nearly every window."""
+    run(target, tally, [Ask(prompt) for prompt in prompts(4)], block_size=size)
+
+
+def _full_model(target: Target, tally: Tally) -> None:
+    """Texts that fill the model's length to its last position; only the last tokens' places matter, so ties are left out."""
+    asks = [Ask(prompt, max_new=200) for prompt in prompts(3)]
+    for drafts in (0, K):
+        limit = max(len(ask.prompt) for ask in asks) + 12
+        engine = run(target, tally, [Ask(a.prompt, max_new=min(NUM_TOKENS, limit - len(a.prompt))) for a in asks],
+                     drafts=drafts, max_model_len=limit)  # fmt: skip
+        tally.equal("max_model_len", engine.resolved.limits.max_len, limit)
+
+
+def _prefix_hit(target: Target, tally: Tally) -> None:
+    """Requests whose texts begin alike share blocks that were committed by the first one."""
+    base = prompts(10)[9]
+    asks = [Ask(base), *(Ask(base, arrival=4 + i) for i in range(3))]
+    engine = run(target, tally, asks)
+    tally.true(f"tokens were found in the prefix cache, got {engine.ledger.num_hits}", engine.ledger.num_hits > 0)
+
+
+def _chunks(target: Target, tally: Tally) -> None:
+    """Prompts are prefilled in chunks of a few tokens, beside windows that decode."""
+    asks = [Ask(prompt, arrival=2 * i) for i, prompt in enumerate(prompts(10)[5:])]
+    for spare in (0, 1, 6):
+        run(target, tally, asks, max_num_seqs=2, max_batched_tokens=2 * (K + 1) + spare)
+
+
+def _preempt(target: Target, tally: Tally) -> None:
+    """Blocks run out: the youngest request gives way and is resumed, and its rounds go on as if nothing had been."""
+    asks = [Ask(prompt, arrival=i) for i, prompt in enumerate(prompts(10)[4:])]
+    engine = run(target, tally, asks, max_num_seqs=4, num_blocks=26, block_size=4, prefix_cache=False)
+    tally.true("a request was preempted", engine.scheduler.num_preemptions > 0)
+
+
+def _full_batch(target: Target, tally: Tally) -> None:
+    """Every slot taken, and as many rows as all windows together."""
+    asks = [Ask(prompt) for prompt in prompts(10)[:8]]
+    run(target, tally, asks, drafts=5, max_num_seqs=8, max_batched_tokens=8 * 6)
+
+
+def _late(target: Target, tally: Tally) -> None:
+    """More requests than slots, one by one, so that slots are used again."""
+    run(target, tally, [Ask(prompt, max_new=6 + 3 * i, arrival=2 * i) for i, prompt in enumerate(prompts(8))], max_num_seqs=2)
+
+
+def _sampled(options: dict[str, Any], target: Target, tally: Tally) -> None:
+    """Sampled texts with the shared noise of each position, exactly as the oracle samples them, where no choice is close."""
+    dtype, compared = working_dtype(target), 0
+    params = [SamplingParams(max_new_tokens=14, ignore_eos=True, seed=7 + i, **options) for i in range(4)]
+    with target.engine(draft_tokens=K, max_num_seqs=4, block_size=4, dtype=dtype, graph="off") as engine:
+        ids = [engine.add(prompt, one) for prompt, one in zip(prompts(4), params, strict=True)]
+        outputs: dict[str, RequestOutput] = {}
+        while engine.has_work:
+            engine.step()
+            outputs |= {output.id: output for output in engine.poll() if output.finished}
+    for prompt, one, request_id in zip(prompts(4), params, ids, strict=True):
+        sampling = Sampling(one.temperature, one.top_p, one.top_k, one.min_p, one.seed or 0)
+        wanted = coupled_rounds(oracle(), prompt, sampling, K, one.max_new_tokens, ())
+        if wanted.clear and dtype == "f32":
+            compared += 1
+            tally.equal(f"sampled tokens (seed {one.seed})", outputs[request_id].token_ids, tuple(wanted.token_ids))
+            tally.equal(f"rounds of the sampled text (seed {one.seed})", outputs[request_id].rounds, tuple(wanted.rounds))
+        tally.equal(f"error (seed {one.seed})", outputs[request_id].error, "")
+    tally.true("at least one sampled text has no close choice", compared > 0 or dtype != "f32")

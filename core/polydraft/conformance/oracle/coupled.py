@@ -1,0 +1,170 @@
+"""Coupled speculative sampling replayed by full recomputation: the second opinion on sampled texts and their rounds.
+
+Owns the noise, the filters and the choice of a token, written from the words of the contracts and not from their code.
+Called by level L5 and the tests of the step; at temperature 0 it is greedy decoding and must agree with `rounds.py`.
+Never uses a cache, a batch or anything of the runtime: every token and every draft starts from token ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from polydraft.conformance.oracle.model import OracleModel
+
+Array = NDArray[Any]
+_WORD = 2**32
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are chosen; the fields mean what they mean in `SamplingParams`."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int = 0
+
+    def choose(self, logits: Array, position: int, tolerance: float = 1e-4) -> tuple[int, bool]:
+        """The token at absolute `position`, and whether the choice is clear.
+
+        It is where the best sum leads by more than `tolerance`, and would not change if every filter kept what lies
+        within `tolerance` of its border, or cut it: in logits over temperature for top-k, else in probability.
+        """
+        if self.temperature == 0:
+            return int(np.argmax(logits)), _lead(logits) > tolerance
+        z = logits / float(np.float32(self.temperature))
+        sums = z + gumbel(self.seed, position, len(z))
+        cut, exact, loose = (self._keep(z, slack) for slack in (-tolerance, 0.0, tolerance))
+        token_id = int(np.argmax(np.where(exact, sums, -np.inf)))
+        wide = np.where(loose, sums, -np.inf)
+        return token_id, bool(cut[token_id] and np.argmax(wide) == token_id and _lead(wide) > tolerance)
+
+    def _keep(self, z: Array, slack: float) -> Array:
+        """Which tokens survive top-k (of equals the lower ids), then top-p over what it left, then min-p; [V] bool.
+
+        With `slack` above 0 the filters also keep what misses their border by less, below 0 they cut what makes it by less.
+        """
+        order = np.lexsort((np.arange(len(z)), -z))  # best first
+        ranked, size = z[order], min(self.top_k or len(z), len(z))
+        keep = np.arange(len(z)) < size
+        if size < len(z):
+            keep = keep & (ranked > ranked[size] - slack) if slack < 0 else keep | (ranked > ranked[size - 1] - slack)
+        share = np.exp(ranked - ranked[0])
+        if self.top_p < 1:
+            before = (np.cumsum(share) - share) / share[:size].sum()
+            keep &= np.minimum(before, before[size - 1]) < np.float32(self.top_p) + slack
+        if self.min_p > 0:
+            keep &= share >= np.float32(self.min_p) - slack
+        keep[0] = True
+        return keep[np.argsort(order)]
+
+
+class CoupledRounds(NamedTuple):
+    """What decoding with K drafts a round yields."""
+
+    token_ids: list[int]
+    rounds: list[int]
+    """Accepted drafts of each decode round."""
+    clear: bool
+    """Whether every choice made was clear, the target's and the drafts'; else a float32 engine may differ."""
+
+
+def coupled_text(
+    model: OracleModel, prompt_ids: Sequence[int], sampling: Sampling, max_new: int, stop_ids: Collection[int]
+) -> tuple[list[int], bool]:
+    """The target's text without any drafting, one full forward a token, and whether every choice was clear."""
+    known, all_clear = list(prompt_ids), True
+    limit = min(len(known) + max_new, model.description.max_model_len)
+    while len(known) < limit:
+        logits = model.target_logits(model.target_states(known)[-1:])[0]
+        token_id, clear = sampling.choose(logits, len(known))
+        known.append(token_id)
+        all_clear &= clear
+        if token_id in stop_ids:
+            break
+    return known[len(prompt_ids) :], all_clear
+
+
+def coupled_rounds(
+    model: OracleModel, prompt_ids: Sequence[int], sampling: Sampling, K: int, max_new: int, stop_ids: Collection[int]
+) -> CoupledRounds:
+    """Decode with up to `K` drafts a round; drafts are chosen like tokens, with the noise of the position they stand for.
+
+    A round drafts min(K, room - 1) tokens and accepts those that the text repeats; one that stops counts up to the stop.
+    """
+    token_ids, all_clear = coupled_text(model, prompt_ids, sampling, max_new, stop_ids)
+    known = [*prompt_ids, *token_ids]
+    limit = min(len(prompt_ids) + max_new, model.description.max_model_len)
+    states = model.target_states(known)
+    rounds: list[int] = []
+    at = len(prompt_ids) + 1
+    while at < len(known):
+        drafts, clear = _draft(model, known[:at], states[: at - 1], sampling, min(K, limit - at - 1))
+        all_clear &= clear
+        following = known[at : at + len(drafts)]
+        accepted = int(np.argmin([*(a == b for a, b in zip(drafts, following, strict=False)), False]))
+        rounds.append(accepted)
+        at += accepted + 1
+    return CoupledRounds(token_ids, rounds, all_clear)
+
+
+def _draft(model: OracleModel, known: Sequence[int], states: Array, sampling: Sampling, num: int) -> tuple[list[int], bool]:
+    """Draft `num` tokens behind `known`, recomputing all MTP rows in every pass; and whether all were clear."""
+    mtp, following, all_clear = model.description.mtp, list(known[1:]), True
+    drafts: list[int] = []
+    assert mtp is not None
+    fed = states if mtp.feed == "pre" else model._norm(states, "norm")
+    for _ in range(num):
+        embedded = model.w["embed"][following].copy()
+        embedded[0] *= not mtp.mask_first_position
+        pair = model._norm(fed, "mtp.0.hid_norm"), model._norm(embedded, "mtp.0.emb_norm")
+        joined = np.hstack(pair if mtp.order == "hidden_first" else pair[::-1])
+        newest = model._block(joined @ model.w["mtp.0.proj"].T, mtp.block, "mtp.0.")[-1:]
+        normed = model._norm(newest, "norm" if mtp.final_norm == "target" else "mtp.0.final_norm")
+        token_id, clear = sampling.choose((normed @ model.w["lm_head"].T)[0], len(known) + len(drafts))
+        drafts.append(token_id)
+        all_clear &= clear
+        following.append(token_id)
+        fed = np.vstack([fed, newest if mtp.recycle == "pre" else normed])
+    return drafts, all_clear
+
+
+def _lead(values: Array) -> float:
+    """Best minus second."""
+    second, best = np.partition(values, -2)[-2:]
+    return float(best - second)
+
+
+@lru_cache(maxsize=8192)
+def gumbel(seed: int, position: int, vocab_size: int) -> Array:
+    """Standard Gumbel noise of every token at `position`: two tokens share one Threefry counter (position, token // 2).
+
+    With u = (bits // 2**8 + 1/2) / 2**24, the noise is -log(-log(u)).
+    """
+    key = seed % _WORD, seed // _WORD % _WORD
+    words = [word for pair in range((vocab_size + 1) // 2) for word in threefry(key, (position, pair))]
+    u = (np.array(words[:vocab_size]) // 2**8 + 0.5) / 2.0**24
+    return -np.log(-np.log(u))
+
+
+def threefry(key: tuple[int, int], counter: tuple[int, int]) -> tuple[int, int]:
+    """Threefry-2x32 with 20 rounds on plain integers (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3").
+
+    Five groups of four rounds (add, rotate, exclusive-or), each group followed by the key words in turn and its number.
+    """
+    keys = [*key, key[0] ^ key[1] ^ 0x1BD11BDA]
+    x, y = (counter[0] + keys[0]) % _WORD, (counter[1] + keys[1]) % _WORD
+    for group in range(1, 6):
+        for distance in ((17, 29, 16, 24), (13, 15, 26, 6))[group % 2]:
+            x = (x + y) % _WORD
+            y = (y * 2**distance % _WORD + y // 2 ** (32 - distance)) ^ x
+        x = (x + keys[group % 3]) % _WORD
+        y = (y + keys[(group + 1) % 3] + group) % _WORD
+    return x, y

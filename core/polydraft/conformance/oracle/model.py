@@ -1,0 +1,125 @@
+"""Target and MTP head by full recomputation: every call starts from token ids and computes all rows of all layers.
+
+Follows the equations in `polydraft.models.description` literally. From polydraft it takes only the description and the
+canonical weights; it shares no arithmetic with the reference backend or the goldens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from polydraft.models import Block, Checkpoint, FamilyRegistry, ModelDescription, Rope, load_weights
+
+Array = NDArray[Any]
+
+
+class OracleModel:
+    """One model, weights held in `dtype` (float64 unless told otherwise). Rows are positions: row p is token p."""
+
+    def __init__(self, description: ModelDescription, weights: Mapping[str, Array], dtype: Any = np.float64) -> None:
+        self.description = description
+        self.w = {name: weights[name].astype(dtype) for name in weights}
+        self.dtype = dtype
+        self.texts: dict[tuple[int, ...], Any] = {}  # memo of `rounds.py`, by prompt
+
+    @classmethod
+    def from_dir(cls, path: str | Path, dtype: Any = np.float64, **switches: Any) -> OracleModel:
+        """Load the checkpoint `path`; `switches` replace fields of its `Mtp` record, e.g. recycle="post"."""
+        with Checkpoint(path) as checkpoint:
+            description, table = FamilyRegistry().describe(checkpoint)
+            weights = dict(load_weights(checkpoint, description, table))
+        if switches:
+            assert description.mtp is not None
+            description = dataclasses.replace(description, mtp=dataclasses.replace(description.mtp, **switches))
+        return cls(description, weights, dtype)
+
+    def target_states(self, token_ids: Sequence[int]) -> Array:
+        """[n, H]: the residual stream behind the last block, before the final norm, of each of n tokens."""
+        x: Array = self.w["embed"][np.asarray(token_ids)]
+        for i, block in enumerate(self.description.blocks):
+            x = self._block(x, block, f"layers.{i}.")
+        return x
+
+    def target_logits(self, states: Array) -> Array:
+        """[n, V] from `target_states` rows: row p scores token p + 1."""
+        return np.asarray(self._norm(states, "norm") @ self.w["lm_head"].T)
+
+    def draft(self, token_ids: Sequence[int], states: Array, num_drafts: int) -> tuple[list[int], Array]:
+        """Draft greedily behind `token_ids`, whose last token the target has not computed yet.
+
+        `states` [n - 1, H] are the target's states of the n - 1 tokens before it. Returns the draft ids (ties: lowest)
+        and their logits [num_drafts, V]. Each pass recomputes all MTP rows: the true ones, then the recycled ones.
+        """
+        mtp = self.description.mtp
+        assert mtp is not None
+        assert len(states) == len(token_ids) - 1
+        next_ids = list(token_ids[1:])
+        fed = states if mtp.feed == "pre" else self._norm(states, "norm")
+        drafts: list[int] = []
+        logits = np.empty((num_drafts, self.description.vocab_size), self.dtype)
+        for k in range(num_drafts):
+            embedded = self.w["embed"][np.asarray(next_ids)].copy()
+            if mtp.mask_first_position:
+                embedded[0] = 0
+            halves = [self._norm(fed, "mtp.0.hid_norm"), self._norm(embedded, "mtp.0.emb_norm")]
+            if mtp.order == "embedding_first":
+                halves.reverse()
+            z = np.concatenate(halves, axis=1) @ self.w["mtp.0.proj"].T
+            y = self._block(z, mtp.block, "mtp.0.")[-1:]
+            normed = self._norm(y, "mtp.0.final_norm" if mtp.final_norm == "own" else "norm")
+            logits[k] = (normed @ self.w["lm_head"].T)[0]
+            drafts.append(int(np.argmax(logits[k])))
+            next_ids.append(drafts[-1])
+            fed = np.concatenate([fed, y if mtp.recycle == "pre" else normed])
+        return drafts, logits
+
+    def _norm(self, x: Array, name: str) -> Array:
+        weight = self.w[name] + 1 if self.description.norm_plus_one else self.w[name]
+        return np.asarray(x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + self.dtype(self.description.eps)) * weight)
+
+    def _linear(self, x: Array, name: str, bias: str) -> Array:
+        y = x @ self.w[name].T
+        return np.asarray(y + self.w[bias] if bias in self.w else y)
+
+    def _block(self, x: Array, block: Block, prefix: str) -> Array:
+        a = block.attention
+        qkv = self._linear(self._norm(x, prefix + "input_norm"), prefix + "qkv", prefix + "qkv_bias")
+        q, k, v = (part.reshape(len(x), -1, a.head_dim) for part in np.split(qkv, [a.q_size, a.q_size + a.kv_size], axis=1))
+        if a.qk_norm:
+            q, k = self._norm(q, prefix + "q_norm"), self._norm(k, prefix + "k_norm")
+        mixed = _attention(_rotate(q, a.rope), _rotate(k, a.rope), v)
+        x = x + self._linear(mixed, prefix + "o", prefix + "o_bias")
+        h = self._linear(self._norm(x, prefix + "post_norm"), prefix + "gate_up", prefix + "gate_up_bias")
+        gate, up = np.split(h, 2, axis=1)
+        return x + self._linear(gate / (1 + np.exp(-gate)) * up, prefix + "down", prefix + "down_bias")
+
+
+def _rotate(x: Array, rope: Rope) -> Array:
+    """[n, heads, d]: turn the pairs of each head of row p by p * theta^(-2i / dims)."""
+    i = np.arange(rope.dims // 2)
+    angle = np.arange(len(x))[:, None] * rope.theta ** (-2.0 * i / rope.dims)
+    cos, sin = (f(angle).astype(x.dtype)[:, None, :] for f in (np.cos, np.sin))
+    first, second = (i, i + rope.dims // 2) if rope.style == "half" else (2 * i, 2 * i + 1)
+    out = x.copy()
+    out[..., first] = x[..., first] * cos - x[..., second] * sin
+    out[..., second] = x[..., first] * sin + x[..., second] * cos
+    return out
+
+
+def _attention(q: Array, k: Array, v: Array) -> Array:
+    """[n, heads * d] causal attention of q [n, heads, d] over k and v [n, kv_heads, d]."""
+    n, num_heads, head_dim = q.shape
+    later = np.triu(np.ones((n, n), bool), 1)
+    out = np.empty_like(q)
+    for head in range(num_heads):
+        kv_head = head * k.shape[1] // num_heads
+        scores = np.where(later, -np.inf, q[:, head] @ k[:, kv_head].T / np.sqrt(head_dim).astype(q.dtype))
+        weights = np.exp(scores - scores.max(axis=1, keepdims=True))
+        out[:, head] = weights / weights.sum(axis=1, keepdims=True) @ v[:, kv_head]
+    return out.reshape(n, -1)

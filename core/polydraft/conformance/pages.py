@@ -1,0 +1,85 @@
+"""Owns what people and CI systems read of a report: one page of text, and JUnit XML.
+
+Both are made from the report alone. Nothing here judges.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+from xml.sax.saxutils import escape, quoteattr
+
+from polydraft.conformance.outcomes import LEVELS, OUTCOMES, Result
+
+if TYPE_CHECKING:
+    from polydraft.conformance.report import Report
+
+MOST_PROBLEMS = 12
+
+
+def page(report: Report) -> str:
+    """One page: who, the verdict, a row a level, problems, headroom a kernel, what was not claimed."""
+    content = report.content
+    backend, verdict = content["backend"], content["verdict"]
+    kit, device = content["kit"], backend["device"] or "its default"
+    lines = [
+        f"{backend['name']} {backend['version']} ({backend['package']}, digest {backend['digest']}) on {device}",
+        f"evidence: {backend['evidence']}; kit {kit['version']}, lists {kit['lists']}, {content['seconds']:.1f} s",
+        "",
+        level_head(),
+    ]
+    for level, title in LEVELS.items():
+        mine = [r for r in report.results if r.level == level]
+        if mine:
+            numbers = "".join(f"{sum(r.outcome == outcome for r in mine):>12}" for outcome in OUTCOMES)
+            compared, seconds = sum(r.comparisons for r in mine), sum(r.seconds for r in mine)
+            lines.append(f"{level} {title:<9}{numbers}{compared:>14,}{seconds:>9.1f}")
+    lines += ["", *_headroom(report.results)]
+    if content["not_claimed"]:
+        lines += ["", f"not claimed: {', '.join(content['not_claimed'])}"]
+    if verdict["problems"]:
+        rest = len(verdict["problems"]) - MOST_PROBLEMS
+        lines += ["", *(f"- {problem}" for problem in verdict["problems"][:MOST_PROBLEMS])]
+        lines += [f"- and {rest} more in report.json"] if rest > 0 else []
+    lines += ["", verdict["sentence"], "self-certified: this is its author's evidence; run it again with"]
+    lines += [f"  {' '.join(content['command']) or 'polydraft conform ' + backend['name']}"]
+    return "\n".join(lines) + "\n"
+
+
+def level_head() -> str:
+    """Head of the table of levels."""
+    return f"{'level':<12}" + "".join(f"{outcome:>12}" for outcome in OUTCOMES) + f"{'compared':>14}{'seconds':>9}"
+
+
+def _headroom(results: list[Result]) -> list[str]:
+    """Of each kernel with a tolerance, the largest part of it that was used."""
+    most: dict[str, Result] = {}
+    for result in results:
+        if result.headroom is not None and result.kernel:
+            best = most.get(result.kernel)
+            if best is None or best.headroom is None or result.headroom > best.headroom:
+                most[result.kernel] = result
+    rows = [f"  {name:<28}{result.headroom:>7.0%}  {result.id}" for name, result in sorted(most.items())]
+    return ["tolerance used at most, by kernel (the others are exact):", *rows] if rows else []
+
+
+def junit(report: Report) -> str:
+    """The results as JUnit XML, one suite a level."""
+    suites = []
+    for level in LEVELS:
+        mine = [r for r in report.results if r.level == level]
+        if not mine:
+            continue
+        count = {outcome: sum(r.outcome == outcome for r in mine) for outcome in OUTCOMES}
+        cases = "".join(_case(result) for result in mine)
+        suites.append(
+            f'<testsuite name="{level}" tests="{len(mine)}" failures="{count["fail"]}" errors="{count["error"]}" '
+            f'skipped="{count["unsupported"] + count["waived"]}" time="{sum(r.seconds for r in mine):.3f}">{cases}</testsuite>'
+        )
+    return f'<?xml version="1.0" encoding="utf-8"?>\n<testsuites name="polydraft-conformance">{"".join(suites)}</testsuites>\n'
+
+
+def _case(result: Result) -> str:
+    tag = {"fail": "failure", "error": "error", "unsupported": "skipped", "waived": "skipped"}.get(result.outcome)
+    inner = f"<{tag} message={quoteattr(result.message)}>{escape(result.message)}</{tag}>" if tag else ""
+    place, _, name = result.id.partition("/")
+    return f'<testcase classname={quoteattr(place)} name={quoteattr(name)} time="{result.seconds:.4f}">{inner}</testcase>'

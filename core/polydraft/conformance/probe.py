@@ -1,0 +1,153 @@
+"""Owns the probe model: a tiny checkpoint with an MTP head, and prompts along which no choice is close.
+
+L3 to L6 run engines on it and compare them with the recomputing oracle. Margins are enforced: along every prompt's text the
+target's and the draft's best two logits are so far apart that no legal rounding swaps them, so that tokens and rounds
+can be asked exactly of every backend. It never trains: a head drafts well because its weights are the target's last block,
+disturbed by noise.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import json
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from polydraft.conformance.oracle import OracleModel, greedy_rounds
+from polydraft.conformance.oracle.checkpoints import Tensors, tensor_shapes, write_checkpoint
+from polydraft.device import Array
+
+VOCAB: Final = 64
+MAX_LEN: Final = 96
+NUM_TOKENS: Final = 28
+"""Tokens of every prompt's text whose margins are enforced."""
+MOST_DRAFTS: Final = 5
+MARGIN: Final[Mapping[str, float]] = {"f32": 0.02, "f16": 0.12, "bf16": 0.35}
+"""Least distance of the best two logits by activation dtype, in logits (which spread over some ten)."""
+CONFIG: Final[dict[str, Any]] = {
+    "architectures": ["MiMoForCausalLM"], "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 48, "vocab_size": VOCAB, "num_nextn_predict_layers": 1,
+    "rms_norm_eps": 1e-5, "rope_theta": 100.0, "tie_word_embeddings": False, "max_position_embeddings": MAX_LEN,
+    "eos_token_id": 0, "torch_dtype": "float32", "hidden_act": "silu",
+}  # fmt: skip
+DISTURBANCE: Final = 0.1
+"""Noise on the MTP head relative to the weights it copies: 0 would accept nearly everything, 1 nearly nothing."""
+LENGTHS: Final = (1, 2, 3, 5, 8, 9, 16, 17, 24, 30)
+"""Lengths of prompts, in turn."""
+
+
+def random_tensor(tensor: str, shape: tuple[int, ...], rng: np.random.Generator, *, last: bool = True) -> Array:
+    """Noise for one tensor. A token's embedding dominates its row, `lm_head` is scaled until the best two logits are a good
+    unit apart, and blocks before the last one contribute little, since the MTP head does not have them."""
+    noise = rng.standard_normal(shape).astype(np.float32)
+    if "norm.weight" in tensor:
+        return np.asarray(1 + np.float32(0.3) * noise)
+    if tensor == "model.embed_tokens.weight" or tensor.endswith(".bias"):
+        return noise
+    gain = 3.0 if tensor == "lm_head.weight" else 1.4
+    if "o_proj" in tensor or "down_proj" in tensor:
+        gain = 0.7 if last else 0.2
+    return np.asarray(noise * np.float32(gain / np.sqrt(shape[-1])))
+
+
+def imitate_target(tensors: Tensors, config: Mapping[str, Any], rng: np.random.Generator, *, embedding_first: bool) -> None:
+    """Make the MTP head a disturbed copy of the target's last block that reads the embedding through an identity."""
+    head, layer = "model.mtp_layers.0.", f"model.layers.{config['num_hidden_layers'] - 1}."
+    for tensor in [t for t in tensors if t.startswith(layer)]:
+        mine = head + tensor.removeprefix(layer)
+        noise = random_tensor(mine, tensors[mine].shape, rng) - ("norm.weight" in mine)
+        tensors[mine] = tensors[tensor] + np.float32(DISTURBANCE) * noise
+    if head + "final_layernorm.weight" in tensors:
+        tensors[head + "final_layernorm.weight"] = tensors["model.norm.weight"].copy()
+    size = config["hidden_size"]
+    halves = [DISTURBANCE * rng.standard_normal((size, size)) / np.sqrt(size), np.eye(size)]
+    if embedding_first:
+        halves.reverse()
+    tensors[head + "input_proj.weight"] = np.concatenate(halves, axis=1).astype(np.float32)
+
+
+def weights() -> Tensors:
+    """The probe's tensors, exact in bfloat16, so that every dtype holds the same ones."""
+    rng = np.random.default_rng(0)
+    tensors = {tensor: random_tensor(tensor, shape, rng) for tensor, shape in tensor_shapes(CONFIG).items()}
+    imitate_target(tensors, CONFIG, rng, embedding_first=False)
+    return {name: _short(array) for name, array in tensors.items()}
+
+
+def _short(array: Array) -> Array:
+    """Cut to the upper 16 bits."""
+    bits = np.ascontiguousarray(array, np.float32).view(np.uint32) & np.uint32(0xFFFF0000)
+    return bits.view(np.float32)
+
+
+def tokenizer_json(vocab_size: int) -> dict[str, Any]:
+    """tokenizer.json of one word a token: "w7 w12" is [7, 12]; id 0 is special."""
+    vocab = {"<eos>": 0} | {f"w{i}": i for i in range(1, vocab_size)}
+    eos: dict[str, Any] = {"id": 0, "content": "<eos>", "special": True}
+    eos |= dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    return {
+        "version": "1.0", "truncation": None, "padding": None, "added_tokens": [eos], "normalizer": None,
+        "pre_tokenizer": {"type": "WhitespaceSplit"}, "post_processor": None, "decoder": None,
+        "model": {"type": "WordLevel", "vocab": vocab, "unk_token": "<eos>"},
+    }  # fmt: skip
+
+
+@functools.cache
+def checkpoint() -> Path:
+    """The probe's directory, written at the first call of a process and removed at its end."""
+    root = Path(tempfile.mkdtemp(prefix="polydraft-probe-"))
+    atexit.register(shutil.rmtree, root, ignore_errors=True)
+    directory = write_checkpoint(root / "probe", CONFIG, weights())
+    (directory / "tokenizer.json").write_text(json.dumps(tokenizer_json(VOCAB)))
+    return directory
+
+
+@functools.cache
+def oracle() -> OracleModel:
+    """The probe recomputed naively in float64; it remembers the texts it has worked out."""
+    return OracleModel.from_dir(checkpoint())
+
+
+@functools.cache
+def prompts(count: int) -> tuple[tuple[int, ...], ...]:
+    """The first `count` prompts along whose text every choice has the margin of f32, of the lengths `LENGTHS` in turn."""
+    rng = np.random.default_rng(1)
+    found: list[tuple[int, ...]] = []
+    while len(found) < count:
+        prompt = tuple(rng.integers(1, VOCAB, LENGTHS[len(found) % len(LENGTHS)]).tolist())
+        if certain(prompt) == NUM_TOKENS:
+            found.append(prompt)
+    return tuple(found)
+
+
+@functools.lru_cache(maxsize=4096)
+def certain(prompt: tuple[int, ...], dtype: str = "f32") -> int:
+    """Tokens of a prompt's text before the first close choice: of the target's at any place, of the drafts up to the first
+    wrong one behind any place, which are all that rounds depend on. At most `NUM_TOKENS`."""
+    model, margin, begin = oracle(), MARGIN[dtype], len(prompt)
+    text = greedy_rounds(model, prompt, 0, NUM_TOKENS, ())
+    close = next((i for i, gap in enumerate(text.margins) if gap < margin), NUM_TOKENS)
+    known = [*prompt, *text.token_ids[:close]]
+    states = model.target_states(known)
+    for at in range(begin + 1, len(known)):
+        if _draft_margin(model, known, at, states) < margin:
+            return at - begin
+    return close
+
+
+def _draft_margin(model: OracleModel, known: list[int], at: int, states: Array) -> float:
+    """Of the drafts behind `known[:at]` that a round could look at."""
+    drafts, logits = model.draft(known[:at], states[: at - 1], min(MOST_DRAFTS, len(known) - at))
+    least = np.inf
+    for draft, row, wanted in zip(drafts, logits, known[at:], strict=False):
+        second, best = np.partition(row, -2)[-2:]
+        least = min(least, float(best - second))
+        if draft != wanted:
+            break
+    return least

@@ -1,0 +1,125 @@
+"""Owns the proof of the kit: every mutant of the zoo around a backend, killed by its named check, and the shelf alive.
+
+`conform --prove` and the tests call it. A mutant that its killer lets live means that the kit, or the backend's own answer to
+that check, proves less than it says. It never judges the backend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from polydraft.conformance.catalogue import every_check
+from polydraft.conformance.check import Check
+from polydraft.conformance.outcomes import FAILS, HOLDS, NOTHING, Result
+from polydraft.conformance.target import Target
+from polydraft.conformance.zoo import CORES, MUTANTS, SHELF, Mutant, Variant
+
+SCHEMA = "polydraft.prove/1"
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One mutant or variant. `unbroken`, `broken`: what its check came to without and with the change."""
+
+    id: str
+    title: str
+    check: str
+    unbroken: str
+    broken: str
+    message: str
+    kind: str
+
+    @property
+    def ok(self) -> bool:
+        """A mutant that died of its fault, a variant that passed, or what the backend's capabilities leave out."""
+        if self.unbroken == "unsupported":
+            return True
+        return self.unbroken == "pass" and self.broken == ("fail" if self.kind == "mutant" else "pass")
+
+
+@dataclass(frozen=True)
+class Proof:
+    """The matrix of one backend, of schema polydraft.prove/1."""
+
+    backend: str
+    trials: tuple[Trial, ...]
+
+    @property
+    def status(self) -> int:
+        """0 where every mutant died and every variant lived, 4 where none could be tried."""
+        if not any(trial.unbroken == "pass" for trial in self.trials):
+            return NOTHING
+        return HOLDS if all(trial.ok for trial in self.trials) else FAILS
+
+    @property
+    def content(self) -> dict[str, Any]:
+        """For --json."""
+        return {
+            "schema": SCHEMA, "backend": self.backend, "status": self.status, "not_a_backends": dict(CORES),
+            "trials": [{**asdict(trial), "ok": trial.ok} for trial in self.trials],
+        }  # fmt: skip
+
+
+def prove(
+    backend: str | object,
+    *,
+    device: str = "",
+    files: Sequence[str] = (),
+    mutants: Iterable[Mutant] = MUTANTS,
+    shelf: Iterable[Variant] = SHELF,
+) -> Proof:
+    """Run each mutant's killer and each variant's checks, with and without the change."""
+    checks = {check.id: check for check in every_check()}
+    target = Target(backend, device=device, files=files)
+    unbroken: dict[str, Result] = {}
+    trials = [_mutant(mutant, target, checks, unbroken) for mutant in mutants]
+    for variant in shelf:
+        trials += [_variant(variant, check_id, target, checks, unbroken) for check_id in variant.passes]
+    target.close()
+    return Proof(target.info.name, tuple(trials))
+
+
+def _mutant(mutant: Mutant, target: Target, checks: Mapping[str, Check], unbroken: dict[str, Result]) -> Trial:
+    claims_it_falsely = mutant.id == "M46"
+    needs = "unsupported" if mutant.needs and not getattr(target.info.capabilities, mutant.needs) else ""
+    before = needs or ("pass" if claims_it_falsely else _once(mutant.killer, target, checks, unbroken).outcome)
+    if before != "pass":
+        return Trial(mutant.id, mutant.title, mutant.killer, before, "not run", "", "mutant")
+    broken = Target(mutant.broken(target.plugin), device=target.device_spec)
+    result = checks[mutant.killer].result(broken)
+    broken.close()
+    return Trial(mutant.id, mutant.title, mutant.killer, before, result.outcome, result.message, "mutant")
+
+
+def _variant(variant: Variant, check_id: str, target: Target, checks: Mapping[str, Check], unbroken: dict[str, Result]) -> Trial:
+    before = _once(check_id, target, checks, unbroken).outcome
+    if before != "pass":
+        return Trial(variant.id, variant.title, check_id, before, "not run", "", "variant")
+    changed = Target(variant.changed(target.plugin), device=target.device_spec)
+    result = checks[check_id].result(changed)
+    changed.close()
+    return Trial(variant.id, variant.title, check_id, before, result.outcome, result.message, "variant")
+
+
+def _once(check_id: str, target: Target, checks: Mapping[str, Check], unbroken: dict[str, Result]) -> Result:
+    if check_id not in unbroken:
+        unbroken[check_id] = checks[check_id].result(target)
+    return unbroken[check_id]
+
+
+def matrix(proof: Proof) -> str:
+    """The matrix for people: a line a trial, then what it comes to."""
+    words = {"fail": "killed", "pass": "lives", "not run": "not tried", "error": "kit error", "unsupported": "not offered"}
+    lines = []
+    for trial in proof.trials:
+        mark = " " if trial.ok else "!"
+        lines.append(f"{mark} {trial.id}  {words.get(trial.broken, trial.broken):<12}{trial.check:<66}{trial.title}")
+    mutants = [trial for trial in proof.trials if trial.kind == "mutant"]
+    killed = sum(trial.ok and trial.unbroken == "pass" for trial in mutants)
+    left = sum(trial.unbroken != "pass" for trial in mutants)
+    wrong = sum(not trial.ok for trial in proof.trials)
+    lines += ["", f"{killed} of {len(mutants)} mutants killed around {proof.backend}, {left} not tried; {wrong} trials are wrong"]
+    lines += [f"not a backend's to get wrong: {', '.join(f'{id_} ({why})' for id_, why in CORES.items())}"]
+    return "\n".join(lines) + "\n"

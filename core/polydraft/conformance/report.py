@@ -1,0 +1,281 @@
+"""Owns a run of the kit from selection to report: which checks, in which order, what is written, and judging it again.
+
+The command line and vendors' tests call `conform`; `conform verify` calls `verify`. The verdict is always derived from the
+written results, never from the run itself, so that both agree. It never decides an outcome.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import date, datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from polydraft._version import __version__
+from polydraft.conformance.catalogue import of_profile
+from polydraft.conformance.check import Check
+from polydraft.conformance.kernel_checks import Options
+from polydraft.conformance.outcomes import (
+    FAILS,
+    LEVELS,
+    OUTCOMES,
+    PROFILES,
+    SPEC,
+    Result,
+    Verdict,
+    as_result,
+    frozen_list,
+    judge,
+)
+from polydraft.conformance.target import Target
+from polydraft.conformance.waivers import Waiver, apply
+from polydraft.errors import ConfigError
+
+SCHEMA = "polydraft.conform/1"
+Listen = Callable[[Result], None]
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What was asked for. A profile is claimed only where nothing narrows it."""
+
+    profile: str = "basic"
+    level: str = ""
+    contract: str = ""
+    case: str = ""
+    seed: int | None = None
+    deep: bool = False
+
+    @property
+    def complete(self) -> bool:
+        return not (self.level or self.contract or self.case or self.seed is not None)
+
+    def checks(self) -> list[Check]:
+        """The checks it names. Raises `ConfigError` where it names none."""
+        if self.profile not in PROFILES:
+            raise ConfigError(f"profile is {self.profile!r}, wanted one of {', '.join(PROFILES)}; choose one of those")
+        if self.level and self.level not in LEVELS:
+            raise ConfigError(f"level is {self.level!r}, wanted one of {', '.join(LEVELS)}; choose one of those")
+        if (self.case or self.seed is not None) and not self.contract:
+            raise ConfigError("a case or a seed belongs to a contract; add --contract NAME")
+        narrowed = not self.complete and not self.profile_levels_contain()
+        pool = of_profile("full" if narrowed else self.profile, Options(self.seed, self.case, self.deep))
+        found = [
+            check
+            for check in pool
+            if (not self.level or check.level == self.level) and (not self.contract or check.kernel == self.contract)
+        ]
+        if not found:
+            raise ConfigError(f"no check fits {self.describe()}; `polydraft contracts` lists contracts, and each page its cases")
+        return found
+
+    def profile_levels_contain(self) -> bool:
+        """Whether the level that was asked for belongs to the profile."""
+        return not self.level or self.level in PROFILES[self.profile]  # type: ignore[index]
+
+    def describe(self) -> str:
+        """The selection as options."""
+        given = {"level": self.level, "contract": self.contract, "case": self.case, "seed": self.seed}
+        return (
+            " ".join(f"--{name} {value}" for name, value in given.items() if value not in ("", None))
+            or f"--profile {self.profile}"
+        )
+
+
+@dataclass(frozen=True)
+class Report:
+    """A finished run: `content` is what report.json holds, of schema polydraft.conform/1."""
+
+    content: dict[str, Any]
+
+    @property
+    def status(self) -> int:
+        """The exit status of the command."""
+        return int(self.content["verdict"]["status"])
+
+    @property
+    def results(self) -> list[Result]:
+        """Every check that was run."""
+        return [as_result(record) for record in self.content["results"]]
+
+    def write(self, directory: Path) -> None:
+        """Write report.json, junit.xml and report.txt into `directory`, which is made where it is missing."""
+        from polydraft.conformance.pages import junit, page
+
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / "report.json").write_text(json.dumps(self.content, indent=1) + "\n", encoding="utf-8")
+        (directory / "junit.xml").write_text(junit(self), encoding="utf-8")
+        (directory / "report.txt").write_text(page(self), encoding="utf-8")
+
+
+def conform(
+    backend: str | object,
+    *,
+    device: str = "",
+    selection: Selection | None = None,
+    files: Sequence[str] = (),
+    waivers: Sequence[Waiver] = (),
+    command: Sequence[str] = (),
+    listen: Listen | None = None,
+    limit_s: float | None = None,
+) -> Report:
+    """Run the kit on a backend (a name, or a plugin object) and return the report. Raises `PluginError` for a backend that
+    cannot be loaded and `ConfigError` for a selection that names nothing; everything else is in the report.
+
+    With `limit_s`, a backend that is given by name runs in a process of its own, in which a check may take that many seconds:
+    a crash or a hang is then a failed check. Otherwise checks run here."""
+    selection = selection or Selection()
+    checks = selection.checks()
+    target = Target(backend, device=device, files=files)
+    start, begun = time.perf_counter(), datetime.now(timezone.utc)
+    results: list[Result] = []
+    if target.info.available and limit_s is not None and isinstance(backend, str):
+        from polydraft.conformance import isolation
+
+        results, target.owners = isolation.run(
+            backend, device=device, files=files, selection=selection, limit_s=limit_s, listen=listen
+        )
+    elif target.info.available:
+        for check in checks:
+            results.append(with_causes(check.result(target)))
+            if listen is not None:
+                listen(results[-1])
+        target.close()
+    results, unfit = apply(waivers, results, version=target.info.version, today=date.today())  # noqa: DTZ011  expiry is a local date
+    return make(
+        target,
+        selection,
+        results,
+        waivers=waivers,
+        unfit=unfit,
+        command=command,
+        begun=begun,
+        seconds=time.perf_counter() - start,
+    )
+
+
+def with_causes(result: Result) -> Result:
+    """A failure with the mutants of the zoo that it looks like: those that this very check kills, then those of the kernel."""
+    if result.outcome != "fail":
+        return result
+    from polydraft.conformance.zoo import MUTANTS
+
+    same = [m for m in MUTANTS if m.killer == result.id]
+    same += [m for m in MUTANTS if result.kernel and m.killer.split("/")[1] == result.kernel and m not in same]
+    causes = " or ".join(f"{mutant.id} ({mutant.title})" for mutant in same[:2])
+    return replace(result, message=f"{result.message}; looks like {causes}") if causes else result
+
+
+def make(
+    target: Target,
+    selection: Selection,
+    results: Sequence[Result],
+    *,
+    waivers: Sequence[Waiver],
+    unfit: Sequence[str],
+    command: Sequence[str],
+    begun: datetime,
+    seconds: float,
+) -> Report:
+    """Put a report together and judge it."""
+    info, loaded = target.info, target.plugins.backend
+    declared = info.capabilities.describe()
+    content: dict[str, Any] = {
+        "schema": SCHEMA,
+        "spec": SPEC,
+        "kit": {"version": __version__, "lists": lists_digest(SPEC)},
+        "claim": {**asdict(selection), "complete": selection.complete},
+        "command": list(command),
+        "begun": begun.isoformat(timespec="seconds"),
+        "seconds": round(seconds, 3),
+        "backend": {
+            "name": info.name, "version": info.version, "package": info.package, "origin": loaded.origin,
+            "digest": loaded.digest, "evidence": info.evidence, "available": info.available, "reason": info.reason,
+            "device": target.device_spec or (info.devices[0] if info.devices else ""), "capabilities": declared,
+            "contracts": dict(info.contract_versions),
+        },
+        "machine": {"python": platform.python_version(), "platform": platform.platform(), "numpy": np.__version__},
+        "owners": dict(target.owners),
+        "not_claimed": [name for name, value in declared.items() if value is False],
+        "waivers": [asdict(waiver) for waiver in waivers],
+        "unfit_waivers": list(unfit),
+        "results": [asdict(result) for result in results],
+    }  # fmt: skip
+    content = json.loads(json.dumps(content))  # what is judged is what is written
+    content["verdict"] = _verdict(content)
+    content["digest"] = digest_of(content)
+    return Report(content)
+
+
+def _verdict(content: Mapping[str, Any]) -> dict[str, Any]:
+    """The verdict over what a report says was seen."""
+    results = [as_result(record) for record in content["results"]]
+    claim = content["claim"]
+    verdict = judge(results, content["owners"], profile=claim["profile"], spec=content["spec"], complete=claim["complete"])
+    if content["unfit_waivers"] and verdict.status == 0:
+        verdict = Verdict(FAILS, "a waiver does not fit what was seen", tuple(content["unfit_waivers"]))
+    if not content["backend"]["available"]:
+        verdict = Verdict(verdict.status, f"nothing was proved: the backend is not available: {content['backend']['reason']}", ())
+    counts = {outcome: sum(r.outcome == outcome for r in results) for outcome in OUTCOMES}
+    return {"status": verdict.status, "sentence": verdict.sentence, "problems": list(verdict.problems), "counts": counts}
+
+
+def lists_digest(spec: str) -> str:
+    """Digest of the frozen lists of a specification: names the tests that a report stands for."""
+    sha = hashlib.sha256()
+    for profile in PROFILES:
+        for kind in ("mustpass", "mustown"):
+            sha.update("\n".join((kind, profile, *frozen_list(kind, profile, spec))).encode())
+    return sha.hexdigest()[:16]
+
+
+def digest_of(content: Mapping[str, Any]) -> str:
+    """Digest of a report's content besides the digest itself. It guards against accidents and careless edits, not against an
+    author who computes it anew: a report is self-certified."""
+    rest = {key: value for key, value in content.items() if key != "digest"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+
+
+def verify(content: Mapping[str, Any]) -> list[str]:
+    """What is wrong with a report: nothing where the list is empty. Derives its verdict again from its results."""
+    wanted = {"schema", "spec", "kit", "claim", "results", "owners", "verdict", "digest", "backend", "waivers", "unfit_waivers"}
+    lacking = sorted(wanted - set(content))
+    if content.get("schema") != SCHEMA or lacking:
+        return [f"this is no report of schema {SCHEMA}; it lacks {', '.join(lacking) or 'nothing else'}"]
+    wrong = []
+    if content["digest"] != digest_of(content):
+        wrong.append("the digest is not that of the content: something was changed after the run")
+    try:
+        expected = lists_digest(content["spec"])
+    except FileNotFoundError:
+        return [*wrong, f"this kit does not know specification {content['spec']}; use the kit of that version"]
+    if content["kit"]["lists"] != expected:
+        wrong.append(f"the lists of specification {content['spec']} are {content['kit']['lists']} there and {expected} here")
+    try:
+        verdict = _verdict(content)
+    except (TypeError, KeyError, ValueError) as error:
+        return [*wrong, f"its results cannot be read: {type(error).__name__}: {error}"]
+    if verdict != content["verdict"]:
+        wrong.append(f"its results come to {verdict['status']} ({verdict['sentence']}), it says {content['verdict']['status']}")
+    claimed = {waiver["id"] for waiver in content["waivers"]}
+    waived = {record["id"] for record in content["results"] if record["outcome"] == "waived"}
+    wrong += [f"{id_} is waived without a waiver" for id_ in sorted(waived - claimed)]
+    strange = [record["id"] for record in content["results"] if record["outcome"] not in OUTCOMES]
+    wrong += [f"{id_} has an outcome that does not exist" for id_ in strange]
+    complete = Selection(**{key: value for key, value in content["claim"].items() if key != "complete"}).complete
+    if complete != content["claim"]["complete"]:
+        wrong.append("it claims a profile on a part of its checks")
+    return wrong
+
+
+def command_line() -> list[str]:
+    """How this process was called, for the report."""
+    return ["polydraft", *sys.argv[1:]]

@@ -1,0 +1,112 @@
+"""Owns a run of requests on an engine as L3 to L6 want it: arrivals, aborts, an audit a step, and what the oracle expects.
+
+Checks describe requests as `Ask`s and compare what comes back. A run that hangs, loses a block or does not come to rest fails
+here. It never chooses an engine's options.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from polydraft.conformance.check import Tally
+from polydraft.conformance.oracle import GreedyRounds, greedy_rounds
+from polydraft.conformance.probe import NUM_TOKENS, certain, oracle
+from polydraft.engine import Engine
+from polydraft.errors import DeviceError
+from polydraft.runtime.output import RequestOutput
+from polydraft.sampling_params import SamplingParams
+from polydraft.sentinels import Phase
+
+MOST_STEPS = 2000
+"""A run that takes more is taken to hang; the longest here takes a hundred."""
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One greedy request: it arrives before step `arrival`, and is aborted before step `abort` if that comes in time."""
+
+    prompt: tuple[int, ...]
+    max_new: int = NUM_TOKENS
+    stop: tuple[int, ...] = ()
+    arrival: int = 0
+    abort: int | None = None
+
+    @property
+    def params(self) -> SamplingParams:
+        """The end of text is left out, so that texts have the length that a check wants."""
+        return SamplingParams(max_new_tokens=self.max_new, stop_token_ids=self.stop, ignore_eos=True)
+
+    def expected(self, num_drafts: int) -> GreedyRounds:
+        """Tokens and rounds by full recomputation."""
+        return _expected(self.prompt, num_drafts, self.max_new, self.stop)
+
+
+@lru_cache(maxsize=8192)
+def _expected(prompt: tuple[int, ...], num_drafts: int, max_new: int, stop: tuple[int, ...]) -> GreedyRounds:
+    return greedy_rounds(oracle(), prompt, num_drafts, max_new, stop)
+
+
+def serve(
+    engine: Engine, asks: Sequence[Ask], tally: Tally, *, each_step: Callable[[Engine, int], None] | None = None
+) -> list[RequestOutput]:
+    """Serve `asks` to their ends; results in their order. Audits the ledger after every step and the engine at the end."""
+    done: dict[str, RequestOutput] = {}
+    ids: dict[int, str] = {}
+    step = 0
+    while len(done) < len(asks):
+        for index, ask in enumerate(asks):
+            if ask.arrival == step:
+                ids[index] = engine.add(ask.prompt, ask.params)
+            if ask.abort == step and index in ids and ids[index] not in done:
+                engine.abort(ids[index])
+        engine.step()
+        engine.ledger.audit()
+        if each_step is not None:
+            each_step(engine, step)
+        done |= {output.id: output for output in engine.poll() if output.finished}
+        step += 1
+        if step >= MOST_STEPS:
+            raise DeviceError(f"{len(asks) - len(done)} of {len(asks)} requests have not ended after {step} steps; the run hangs")
+    for _ in range(2 * engine.resolved.overlap + 2):
+        engine.step()
+    engine.ledger.audit()
+    tally.equal("slots held by an engine at rest", int((engine.slots.phase != Phase.IDLE).sum()), 0)
+    tally.equal("free blocks of an engine at rest", engine.ledger.num_free, engine.ledger.num_blocks)
+    return [done[ids[index]] for index in range(len(asks))]
+
+
+def as_expected(tally: Tally, asks: Sequence[Ask], outputs: Sequence[RequestOutput], num_drafts: int, dtype: str) -> None:
+    """Tokens and the acceptance trace, request by request and round by round, are the oracle's.
+
+    In a 16-bit dtype a text is compared up to its first close choice (`probe.certain`), since rounding may decide that one.
+    A request that was aborted has the beginning of its text."""
+    for number, (ask, output) in enumerate(zip(asks, outputs, strict=True)):
+        wanted = ask.expected(num_drafts)
+        who = f"request {number} (prompt of {len(ask.prompt)}, K={num_drafts})"
+        tokens, rounds, got_rounds = tuple(wanted.token_ids), tuple(wanted.rounds), output.rounds
+        got = output.token_ids
+        if output.finish_reason == "error":
+            tally.equal(f"error of {who}", output.error, "")
+            continue
+        if output.finish_reason == "abort":
+            tokens, rounds = tokens[: len(got)], rounds[: len(got_rounds)]
+        sure = len(tokens) if dtype == "f32" else certain(ask.prompt, dtype)
+        if sure < len(tokens):
+            tokens, got = tokens[:sure], got[:sure]
+            whole = _rounds_within(rounds, sure)
+            rounds, got_rounds = rounds[:whole], got_rounds[:whole]
+        tally.equal(f"tokens of {who}", got, tokens)
+        tally.equal(f"acceptance trace of {who}", got_rounds, rounds)
+
+
+def _rounds_within(rounds: Sequence[int], num_tokens: int) -> int:
+    """How many rounds end within the first `num_tokens` tokens; the first token is the prefill's."""
+    produced, count = 1, 0
+    for accepted in rounds:
+        produced += accepted + 1
+        if produced > num_tokens:
+            break
+        count += 1
+    return count

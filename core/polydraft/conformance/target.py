@@ -1,0 +1,193 @@
+"""Owns the backend under test as the checks see it: its identity, fresh devices with a kernel table, engines on the probe model.
+
+Every check gets one `Target`; the zoo gives it a wrapped plugin instead of the real one. It never compares anything.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType, ModuleType
+from typing import Any
+
+from polydraft import reference
+from polydraft.backend import BackendInfo, DeviceOptions, ForwardMeta, PassBuffers
+from polydraft.config import EngineConfig
+from polydraft.conformance.probe import checkpoint
+from polydraft.contracts.base import Limits
+from polydraft.contracts.inputs import contract_of
+from polydraft.device import Device
+from polydraft.engine import Engine
+from polydraft.errors import PolydraftError
+from polydraft.kernel_table import BoundTable
+from polydraft.plugins import Plugins
+
+
+@dataclass(frozen=True)
+class Opened:
+    """An open device with everything that the harness wants."""
+
+    device: Device
+    table: BoundTable
+    init_meta: Callable[[Device, PassBuffers, Limits], ForwardMeta]
+
+
+class Target:
+    """A backend under test. `device` is what `--device` says ("": the default), `files` what `--plugin` names.
+
+    Raises `PluginError` for a backend that cannot be loaded."""
+
+    def __init__(self, backend: str | object, *, device: str = "", files: Sequence[str] = ()) -> None:
+        self.plugins = Plugins.load(backend, files=files)
+        self.device_spec = device
+        self.owners: dict[str, str] = {}
+        """Whose code each offered kernel runs in (`outcomes.Ownership`); filled by level L0."""
+        self._kept: tuple[object, Opened] | None = None
+
+    @property
+    def info(self) -> BackendInfo:
+        """The backend's identity."""
+        return self.plugins.info()
+
+    @property
+    def plugin(self) -> object:
+        """The plugin itself."""
+        return self.plugins.backend.plugin
+
+    @property
+    def is_reference(self) -> bool:
+        """Whether this is the reference, whose arithmetic is its own."""
+        return getattr(self.plugin, "conformance_base", self.plugin) is reference
+
+    def open(self, *, dtype: str = "", row_invariant: bool = False) -> Opened:
+        """Open a fresh device."""
+        options = DeviceOptions(dtype or self.info.capabilities.dtypes[0], row_invariant)
+        device = self.plugins.open_device(self.device_spec, options)
+        return Opened(device, self.plugins.kernels(device), self.plugins.init_forward_meta)
+
+    def opened(self, *, dtype: str = "", row_invariant: bool = False, key: object = None) -> Opened:
+        """A device that lives as long as consecutive callers agree on the arguments; `key` bounds what it piles up."""
+        wanted = (dtype, row_invariant, key)
+        if self._kept is None or self._kept[0] != wanted:
+            self.close()
+            self._kept = wanted, self.open(dtype=dtype, row_invariant=row_invariant)
+        return self._kept[1]
+
+    def close(self) -> None:
+        """Close the device that was kept."""
+        if self._kept is not None:
+            with suppress(PolydraftError):  # a lost device may refuse to be closed; its check has said so
+                self._kept[1].device.close()
+        self._kept = None
+
+    @contextmanager
+    def engine(self, *, plugin: object | None = None, **options: Any) -> Iterator[Engine]:
+        """An engine on the probe model, closed behind the block. Row-invariant arithmetic where the backend declares it."""
+        given = {"invariant": self.info.capabilities.row_invariant, "device": self.device_spec, **options}
+        config = EngineConfig(model=str(checkpoint()), **given)
+        engine = Engine(config, backend=self.plugin if plugin is None else plugin)
+        try:
+            yield engine
+        finally:
+            with suppress(PolydraftError):
+                engine.close()
+
+
+# -- whose code runs -------------------------------------------------------------------------------
+_ARITHMETIC = frozenset(
+    str(Path(reference.__file__).parent / name)
+    for name in (
+        "invariant_kernels.py", "numeric_kernels.py", "processing.py", "rejection.py", "sampling.py", "state_kernels.py",
+    )
+)  # fmt: skip
+
+
+class Witness:
+    """Notes, while its block runs, whether code of the reference's kernels or a golden is called on this thread.
+
+    It watches calls and not names, so that a fallback is seen whichever way it was imported."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.seen: set[str] = set()
+        golden = contract_of(kernel).golden
+        self._goldens = {golden.__code__} if hasattr(golden, "__code__") else set()
+
+    def __enter__(self) -> set[str]:
+        self._before = sys.getprofile()
+        sys.setprofile(self._profile)
+        return self.seen
+
+    def __exit__(self, *exc: object) -> None:
+        sys.setprofile(self._before)
+
+    def _profile(self, frame: FrameType, event: str, argument: object) -> None:
+        del argument
+        if event == "call" and (frame.f_code.co_filename in _ARITHMETIC or frame.f_code in self._goldens):
+            self.seen.add(f"{Path(frame.f_code.co_filename).stem}.{frame.f_code.co_name}")
+
+
+def belongs_to_reference(provider: object) -> bool:
+    """Whether a provider is the reference's own object, openly passed on."""
+    return type(provider).__module__.startswith("polydraft.reference")
+
+
+# -- wrapping --------------------------------------------------------------------------------------
+def wrap(plugin: Any, **hooks: Callable[..., Any]) -> ModuleType:
+    """A plugin that answers like `plugin`, each hook named in `hooks` passed through a function: `hook(answer, **arguments)`
+    returns what is answered instead. A device that is a `Proxy` is taken off before the real plugin sees it."""
+    from polydraft.hooks import HOOKS, hookimpl
+
+    module = ModuleType(getattr(plugin, "__name__", type(plugin).__name__))
+    module.conformance_base = getattr(plugin, "conformance_base", plugin)  # type: ignore[attr-defined]
+    for hook in HOOKS:
+        if hasattr(plugin, hook):
+            setattr(module, hook, hookimpl(_passed(getattr(plugin, hook), hook, hooks.get(hook))))
+    return module
+
+
+def _passed(real: Any, hook: str, change: Callable[..., Any] | None) -> Any:
+    """The hook `hook` with its full signature, which calls the real one with the arguments that it takes."""
+    import inspect
+
+    from polydraft import hooks
+
+    wanted = list(inspect.signature(getattr(hooks, hook)).parameters)
+    taken = list(inspect.signature(real).parameters)
+
+    def call(**arguments: Any) -> Any:
+        answer = real(**{name: bare(arguments[name]) for name in taken})
+        return answer if change is None else change(answer, **arguments)
+
+    source = f"def {hook}({', '.join(wanted)}):\n    return call({', '.join(f'{n}={n}' for n in wanted)})\n"
+    space: dict[str, Any] = {"call": call}
+    exec(source, space)  # noqa: S102  pluggy passes by name, so the signature has to be the hook's
+    return space[hook]
+
+
+class Proxy:
+    """An object in whose place another one answers, save for what a subclass defines."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+def bare(value: Any) -> Any:
+    """What stands behind proxies."""
+    while isinstance(value, Proxy):
+        value = value._inner
+    return value
+
+
+class TableProxy(Proxy):
+    """A kernel table with some providers replaced."""
+
+    def __init__(self, inner: Any, providers: Mapping[str, Any]) -> None:
+        super().__init__(inner)
+        self.providers: Mapping[str, Any] = {**inner.providers, **providers}
+        self.versions: Mapping[str, int] = inner.versions

@@ -148,7 +148,9 @@ def print_table(rows: list[dict[str, Any]]) -> None:
     for r in rows:
         versus = "" if r["speedup_vs_transformers"] is None else f"{r['speedup_vs_transformers']:.2f}x"
         low, high = r["spread"]
-        print(f"{r['name']:<18}{r['batch']:>6}{r['tokens_per_s']:>10.0f}{low:>8.0f}{high:>8.0f}{r['tokens_per_round']:>11.2f}{versus:>7}")
+        print(
+            f"{r['name']:<18}{r['batch']:>6}{r['tokens_per_s']:>10.0f}{low:>8.0f}{high:>8.0f}{r['tokens_per_round']:>11.2f}{versus:>7}"
+        )
 
 
 def report(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -164,9 +166,12 @@ def report(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "device": f"{platform.machine()} CPU, {os.cpu_count()} cores",
         "driver": "",
         "versions": {
-            "polydraft": __version__, "numpy": np.__version__, "python": platform.python_version(),
-            "torch": torch.__version__, "transformers": transformers.__version__,
-        },  # fmt: skip
+            "polydraft": __version__,
+            "numpy": np.__version__,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
         "method": "median of alternating runs in one process after one warm-up each; spread is the slowest and fastest run",
         "rows": rows,
     }

@@ -1,0 +1,139 @@
+"""Owns one timed run: requests of one length through an engine, and what a round of all of them took.
+
+A run is measured bare; what the host spends by room comes from a second run with its rooms recorded. It never chooses what to
+compare, and it never mixes prefill into the figures of a round.
+
+A *full* step is one in which every request has a decode round. Figures of rounds are those of full steps.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from polydraft.engine import Engine
+from polydraft.errors import DeviceError, RequestError
+from polydraft.runtime.output import RequestOutput
+from polydraft.sampling_params import SamplingParams
+from polydraft.timeline import EXACT, HOST, ROOMS, Recording, clock_of
+from polydraft.trace import Recorder
+from polydraft.trace_figures import OTHER, busy_host, by_room, host_seconds, idle_share
+
+OWN_TIME = "kernel_ns"
+"""Extra counter of a device that measures what its kernels take inside the calls of the host."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """What is asked of an engine: `batch` greedy requests at once, prompts of random tokens, ends by length alone."""
+
+    batch: int
+    prompt_tokens: int
+    new_tokens: int
+
+    def add(self, engine: Engine) -> None:
+        """Queue the requests; their seeds, and so synthetic acceptance, are the same in every run."""
+        vocab = engine.model.vocab_size
+        for i in range(self.batch):
+            prompt = np.random.default_rng(i).integers(1, vocab, self.prompt_tokens).tolist()
+            engine.add(prompt, SamplingParams(max_new_tokens=self.new_tokens, ignore_eos=True, seed=i))
+
+
+@dataclass(frozen=True)
+class Step:
+    """One call of the engine: seconds on the device's clock where it keeps one and on the wall elsewhere, seconds that its
+    device measured itself, and what was applied in it."""
+
+    number: int
+    seconds: float
+    kernel_seconds: float
+    rounds: int
+    new_tokens: int
+
+
+def run(engine: Engine, load: Load) -> tuple[list[Step], list[RequestOutput]]:
+    """Serve the load to its end. Raises `DeviceError` for a request that failed."""
+    load.add(engine)
+    steps: list[Step] = []
+    outputs: list[RequestOutput] = []
+    totals, extra, now = engine.totals, engine.device.counters.extra, clock_of(engine.device)
+    while len(outputs) < load.batch:
+        rounds, tokens, own = totals.rounds, totals.new_tokens, extra.get(OWN_TIME, 0)
+        start = now()
+        engine.step()
+        outputs += engine.poll()
+        seconds, own_s = now() - start, 1e-9 * (extra.get(OWN_TIME, 0) - own)
+        steps.append(Step(totals.steps, seconds, own_s, totals.rounds - rounds, totals.new_tokens - tokens))
+    for output in outputs:
+        if output.finish_reason == "error":
+            raise DeviceError(f"request {output.id} of the benchmark failed: {output.error}")
+    return steps, outputs
+
+
+def full_steps(steps: list[Step], load: Load) -> list[Step]:
+    """Raises `RequestError` when there is none: the requests are too short to meet."""
+    full = [step for step in steps if step.rounds == load.batch]
+    if not full:
+        raise RequestError(
+            f"no step had a round of all {load.batch} requests, since they end after {load.new_tokens} tokens each; raise "
+            "--new-tokens or lower --prompt-tokens"
+        )
+    return full
+
+
+def timed(engine: Engine, load: Load) -> dict[str, float]:
+    """Figures of one bare run."""
+    now = clock_of(engine.device)
+    start = now()
+    steps, outputs = run(engine, load)
+    seconds = now() - start
+    full = full_steps(steps, load)
+    figures = {
+        "ms_per_round": 1e3 * statistics.median(step.seconds for step in full),
+        "tokens_per_round": sum(step.new_tokens for step in full) / sum(step.rounds for step in full),
+        "tokens_per_s": load.batch * load.new_tokens / seconds,
+    }
+    if OWN_TIME in engine.device.counters.extra:
+        figures["host_us_per_step"] = 1e6 * statistics.median(step.seconds - step.kernel_seconds for step in full)
+    if now is time.perf_counter:  # the clock by which requests know when they came
+        figures["ttft_ms"] = 1e3 * statistics.median(output.ttft_s or 0.0 for output in outputs)
+    return figures
+
+
+def profiled(engine: Engine, load: Load) -> tuple[dict[str, float | None], dict[str, float]]:
+    """Host figures of one recorded run, and host microseconds by room: medians over full steps.
+
+    Launches are recorded only where the device computes inside the calls and does not say how long: all other recordings look
+    at the clock a dozen times a step."""
+    synchronous = not engine.info.capabilities.asynchronous
+    own = OWN_TIME in engine.device.counters.extra
+    recorder = Recorder(engine, calls=synchronous and not own)
+    try:
+        steps, _ = run(engine, load)
+    finally:
+        recorder.remove()
+    recording, full = recorder.finish(), {step.number: step for step in full_steps(steps, load)}
+    rooms = {number: dict(found) for number, found in host_seconds(recording).items() if number in full}
+    for number, found in rooms.items():
+        found["launch"] -= full[number].kernel_seconds
+    by_name = {room: 1e6 * values.median for room, values in by_room(rooms).items()}
+    figures: dict[str, float | None] = {}
+    if not own:  # otherwise the bare run knows it, without the recorder's own time
+        figures["host_us_per_step"] = 1e6 * statistics.median(busy_host(found) for found in rooms.values())
+        figures["idle_share"] = _idle(recording, rooms)
+    return figures, {room: by_name.get(room, 0.0) for room in (*ROOMS, OTHER)}
+
+
+def _idle(recording: Recording, steps: Mapping[int, Any]) -> float | None:
+    """Idle share of the device between the first launch and the last commit of `steps`; None where nobody knows when it
+    worked."""
+    if recording.device_times != EXACT and not any(s.kind == "work" for s in recording.spans):
+        return None
+    host = [s for s in recording.spans if s.side == HOST and s.step in steps and s.name in {"launch", "commit"}]
+    start, end = min(s.start_s for s in host), max(s.end_s for s in host)
+    return idle_share(s for s in recording.spans if s.start_s >= start and s.end_s <= end)

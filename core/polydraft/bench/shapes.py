@@ -1,0 +1,93 @@
+"""Owns models that exist as a shape alone: a config.json-like file, and random weights in place of trained ones.
+
+`polydraft bench --shape` opens them. Nothing is written but the configuration and a tokenizer, and no more than one tensor
+exists at a time: weights are views of a pool of random numbers until a backend packs them.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+import weakref
+import zlib
+from pathlib import Path
+
+import numpy as np
+from numpy.lib.stride_tricks import as_strided
+from numpy.typing import NDArray
+
+from polydraft.demo import demo_model_path
+from polydraft.errors import CheckpointError
+from polydraft.models.checkpoint import Checkpoint
+from polydraft.models.config_file import read_json_object
+from polydraft.models.families import FamilyRegistry
+from polydraft.models.safetensors_file import SafetensorsFile
+
+STRIDE = 61
+"""By how many numbers of the pool a row of a weight is shifted against the one before: rows differ, and look random to a
+matrix product, without being stored."""
+
+
+class RandomCheckpoint(Checkpoint):
+    """A checkpoint of the shape that a file describes, with weights that are the same in every run: normal numbers scaled by
+    their fan-in, norms around 1. Its tokenizer is the demo model's, whose ids mean nothing here."""
+
+    def __init__(self, shape: str | Path) -> None:
+        """Read the shape file. Raises `CheckpointError` for what no family of this version describes."""
+        file = Path(shape)
+        values = read_json_object(file)
+        folder = Path(tempfile.mkdtemp(prefix="polydraft-shape-")) / file.stem
+        self._remove = weakref.finalize(self, shutil.rmtree, folder.parent, ignore_errors=True)
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(values), encoding="utf-8")
+        shutil.copy(demo_model_path() / "tokenizer.json", folder)
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        super().__init__(folder)
+        try:
+            _, table = FamilyRegistry().describe(self)
+        except CheckpointError as error:
+            raise CheckpointError(str(error).replace(str(folder / "config.json"), str(file))) from error
+        self._shapes = {part.name: part.shape for parts in table.parts.values() for part in parts}
+
+    def names(self) -> tuple[str, ...]:
+        """Every tensor that the shape has."""
+        return tuple(sorted(self._shapes))
+
+    def file(self, name: str) -> Path:
+        """The file that would hold the tensor."""
+        del name
+        return self.path / "model.safetensors"
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """As the configuration has it."""
+        return self._shapes[name]
+
+    def dtype(self, name: str) -> str:
+        """What `torch_dtype` says of all of them; bfloat16 where it says nothing."""
+        del name
+        return str(self.config.get("torch_dtype", "bfloat16"))
+
+    def read_into(self, name: str, out: NDArray[np.float32]) -> None:
+        """Fill `out` with the tensor."""
+        rng = np.random.default_rng(zlib.crc32(name.encode()))
+        rows, columns = (out.shape[0], out.shape[-1]) if out.ndim > 1 else (1, out.shape[0])
+        pool = rng.standard_normal(STRIDE * rows + columns, np.float32)
+        if out.ndim == 1:
+            out[...] = pool[:columns] * np.float32(0.02) + np.float32("norm" in name)
+            return
+        pool *= np.float32(columns**-0.5)
+        step = pool.strides[0]
+        out[...] = as_strided(pool, (rows, columns), (STRIDE * step, step), writeable=False)
+
+    def same_bytes(self, name: str, other: str) -> bool:
+        """Copies are made of one tensor, so they agree."""
+        return name in self._shapes and other in self._shapes
+
+    def close(self) -> None:
+        """Remove what was written."""
+        super().close()
+        self._remove()
+
+    def _open(self) -> dict[str, SafetensorsFile]:
+        return {}

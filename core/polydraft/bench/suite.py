@@ -1,0 +1,135 @@
+"""Owns what a benchmark compares: the engines of every combination that was asked for, run in turn, and the rows they give.
+
+All contenders of one batch size are alive together and take turns within each repeat, so that a change of the machine's speed
+meets them all. It never measures: `measure` does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from polydraft.bench.measure import Load, profiled, timed
+from polydraft.bench.shapes import RandomCheckpoint
+from polydraft.config import EngineConfig
+from polydraft.engine import Engine
+from polydraft.timeline import keeps_timeline
+
+Compare = Literal["off", "graph", "overlap"]
+VARIANTS: dict[Compare, tuple[dict[str, Any], ...]] = {
+    "off": ({},),
+    "graph": ({"graph": "off"}, {"graph": "decode"}),
+    "overlap": ({"overlap": 0}, {"overlap": 1}),
+}
+"""Options of the contenders that a comparison sets side by side."""
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Suite:
+    """What to measure. `config` is shared by all engines; batch, drafts, capacities and the compared option come on top. `shape`
+    is a file of `RandomCheckpoint`, instead of `config.model`."""
+
+    config: EngineConfig
+    shape: Path | None = None
+    batches: tuple[int, ...] = (1,)
+    draft_tokens: tuple[int, ...] = (0, 3)
+    compare: Compare = "off"
+    prompt_tokens: int = 32
+    new_tokens: int = 128
+    repeats: int = 5
+
+    def run(self, progress: Progress) -> Iterator[dict[str, Any]]:
+        """Measure; one row a combination. Errors are those of `Engine` and of `measure`."""
+        for batch in self.batches:
+            load = Load(batch, self.prompt_tokens, self.new_tokens)
+            cells = [
+                Contender(self._engine(load, drafts, variant), load)
+                for drafts, variant in itertools.product(self.draft_tokens, VARIANTS[self.compare])
+            ]
+            try:
+                for turn, cell in itertools.product(range(self.repeats + 1), cells):
+                    progress(f"{cell.name}: {f'run {turn} of {self.repeats}' if turn else 'warm-up'}")
+                    cell.measure(keep=turn > 0)
+                yield from (cell.row(self.shape) for cell in cells)
+            finally:
+                for cell in cells:
+                    cell.engine.close()
+
+    def _engine(self, load: Load, drafts: int, variant: dict[str, Any]) -> Engine:
+        """An engine that holds the whole load, so that nobody waits, is preempted, or finds a prefix."""
+        length = load.prompt_tokens + load.new_tokens
+        block = 16 if self.config.block_size == "auto" else int(self.config.block_size)
+        own: dict[str, Any] = {
+            "draft_tokens": drafts,
+            "max_num_seqs": load.batch,
+            "max_model_len": length,
+            "num_blocks": load.batch * -(-length // block),
+            "accept_schedule": self.config.accept_schedule if drafts else (),
+        }
+        config = dataclasses.replace(self.config, **own, **variant)
+        return Engine(config, checkpoint=RandomCheckpoint(self.shape) if self.shape else None)
+
+
+@dataclass
+class Contender:
+    """One engine and what was measured of it so far, one entry a repeat."""
+
+    engine: Engine
+    load: Load
+    figures: dict[str, list[float]] = field(default_factory=dict)
+    rooms: dict[str, list[float]] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """For people who wait."""
+        r = self.engine.resolved
+        return f"batch {self.load.batch}, K = {r.limits.num_drafts}, graph {r.graph}, overlap {r.overlap}"
+
+    def measure(self, *, keep: bool) -> None:
+        """A bare run, then a recorded one."""
+        figures: dict[str, float | None] = dict(timed(self.engine, self.load))
+        host, rooms = profiled(self.engine, self.load)
+        if keep:
+            for name, value in {**figures, **host}.items():
+                if value is not None:
+                    self.figures.setdefault(name, []).append(value)
+            for name, value in rooms.items():
+                self.rooms.setdefault(name, []).append(value)
+
+    def row(self, shape: Path | None) -> dict[str, Any]:
+        """The medians, with the smallest and largest value of each as its spread."""
+        r, schedule, evidence = self.engine.resolved, self.engine.resolved.accept_schedule, self.engine.info.evidence
+        names = ("ms_per_round", "tokens_per_round", "tokens_per_s", "ttft_ms", "host_us_per_step", "idle_share")
+        medians = {name: statistics.median(self.figures[name]) if name in self.figures else None for name in names}
+        return {
+            "shape": shape.stem if shape else self.engine.model.name,
+            "weights": "random" if shape else "checkpoint",
+            "backend": r.backend,
+            "evidence": evidence,
+            "device": self.engine.device.spec,
+            "clock": "the device's own" if keeps_timeline(self.engine.device) else "wall",
+            "draft_tokens": r.limits.num_drafts,
+            "batch": self.load.batch,
+            "acceptance": "synthetic" if schedule or evidence == "double only" else "measured",
+            "accept_schedule": list(schedule) or None,
+            **medians,
+            "host_us_by_room": {room: statistics.median(values) for room, values in self.rooms.items()},
+            "memory_bytes": self.engine.device.memory(),
+            "prompt_tokens": self.load.prompt_tokens,
+            "new_tokens": self.load.new_tokens,
+            "dtype": r.dtype,
+            "invariant": r.invariant,
+            "prefix_cache": self.engine.config.prefix_cache,
+            "proposer": r.proposer,
+            "verify": r.verify,
+            "graph": r.graph,
+            "overlap": r.overlap,
+            "repeats": len(self.figures["ms_per_round"]),
+            "spread": {name: [min(values), max(values)] for name, values in self.figures.items()},
+        }

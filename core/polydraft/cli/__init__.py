@@ -1,0 +1,146 @@
+"""Owns the command `polydraft`: its group of commands, its exit statuses, and how every error is told.
+
+The entry point calls `main`; each command is a module beside this one that imports what it needs when it runs, so that
+`--help` stays quick. It never prints a traceback unless `--debug` or POLYDRAFT_DEBUG asks for one.
+
+Exit statuses: 0 done, 1 the thing asked for failed, 2 bad usage (options, prompts, wishes that this engine cannot meet),
+130 interrupted.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
+
+import click
+
+from polydraft import environment
+from polydraft._version import __version__
+from polydraft.cli.options import FAILED, INTERRUPTED, USAGE
+from polydraft.errors import CapabilityError, ConfigError, PolydraftError, RequestError
+
+COMMANDS = {
+    "generate": "Generate text, with accepted drafts marked.",
+    "doctor": "Show every installed backend and what it can do.",
+    "contracts": "Show what a backend has to compute.",
+    "conform": "Show that a backend keeps its contracts.",
+    "bench": "Time rounds of a model or a shape, and the host.",
+    "trace": "Show where the time of a recorded run went.",
+}
+"""Command name to its line in `polydraft --help`; the command itself is in the module of that name."""
+
+EXAMPLES = """\b
+Examples:
+  polydraft generate "def fibonacci(n):"
+  polydraft generate --prompts prompts.jsonl --json
+  polydraft doctor
+"""
+
+
+class Program(click.Group):
+    """The group: finds commands without importing the others, and turns every exception into a sentence and a status."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Commands in the order of their explanation."""
+        del ctx
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Import one command."""
+        del ctx
+        if cmd_name not in COMMANDS:
+            return None
+        command: click.Command = import_module(f"polydraft.cli.{cmd_name}").command
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """List the commands without importing them."""
+        del ctx
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        windows_expand_args: bool = True,
+        **extra: Any,
+    ) -> Any:
+        """Run, and exit with the status that the command returned; a closed pipe ends quietly with status 1."""
+        del prog_name
+        given = sys.argv[1:] if args is None else list(args)
+        try:
+            status = super().main(
+                given, "polydraft", complete_var, standalone_mode=False, windows_expand_args=windows_expand_args, **extra
+            )
+        except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001  the border of the program: whatever it is becomes a sentence
+            status = tell(error, given)
+        if not standalone_mode:
+            return status
+        sys.exit(status or 0)
+
+
+def tell(error: BaseException, args: Sequence[str]) -> int:
+    """Print `error` as one sentence on standard error, and with --json as one object on standard output; return the status."""
+    options = args[: args.index("--")] if "--" in args else args
+    if "--debug" in options or _debug_by_environment():
+        traceback.print_exception(error)
+    message, status = sentence(error), status_of(error)
+    click.echo(f"polydraft: {message}", err=True)
+    if "--json" in options:
+        kind = "UsageError" if isinstance(error, click.ClickException) else type(error).__name__
+        answer = {"schema": "polydraft.error/1", "error": {"type": kind, "message": message, "exit_code": status}}
+        click.echo(json.dumps(answer))
+    return status
+
+
+def sentence(error: BaseException) -> str:
+    """What went wrong, as one sentence."""
+    if status_of(error) == INTERRUPTED:
+        return "interrupted before there was a result"
+    if isinstance(error, click.UsageError):
+        where = error.ctx.command_path if error.ctx else "polydraft"
+        return f"{error.format_message().rstrip('.')}; see {where} --help"
+    if isinstance(error, click.ClickException):
+        return error.format_message()
+    if isinstance(error, PolydraftError):
+        return str(error)
+    if isinstance(error, MemoryError):
+        return f"this machine is out of memory ({error}); lower --num-blocks, --max-num-seqs or --max-batched-tokens"
+    return f"unexpected {type(error).__name__}: {error}; this is a bug, please report it with the output of --debug"
+
+
+def status_of(error: BaseException) -> int:
+    """130 for Ctrl-C, 2 where another command line is the remedy, 1 otherwise."""
+    if isinstance(error, (click.Abort, KeyboardInterrupt)):  # click makes the one of the other
+        return INTERRUPTED
+    return USAGE if isinstance(error, (click.UsageError, ConfigError, RequestError, CapabilityError)) else FAILED
+
+
+def _debug_by_environment() -> bool:
+    try:
+        return environment.wants_debug()
+    except ConfigError:
+        return False  # that error is being told
+
+
+@click.command(cls=Program, invoke_without_command=True, epilog=EXAMPLES, context_settings={"max_content_width": 110})
+@click.version_option(__version__, prog_name="polydraft", message="%(prog)s %(version)s")
+@click.pass_context
+def main(context: click.Context) -> int | None:
+    """Lossless speculative decoding with multi-token prediction.
+
+    Every command takes --json, --debug and --help.
+    """
+    environment.check_environment()
+    environment.wants_debug()
+    if context.invoked_subcommand is not None:
+        return None
+    click.echo(context.get_help(), err=True)
+    return USAGE

@@ -1,0 +1,189 @@
+"""Owns `polydraft bench`: options into a suite, its progress, and its rows as a table or as JSON.
+
+It never measures and never chooses what is compared: `polydraft.bench` does the one, the caller the other.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from polydraft.cli.options import common, names, whole_or_auto
+
+if TYPE_CHECKING:
+    from polydraft.bench.suite import Suite
+
+EXAMPLES = """\b
+Examples:
+  polydraft bench
+  polydraft bench --backend null --batch 1,64,256 --draft-tokens 3
+  polydraft bench --shape bench/shapes/tiny.json --draft-tokens 0,3 --accept-schedule 0.9,0.7,0.5
+  polydraft bench --compare overlap --batch 8 --json --out result.json
+"""
+OWN = ("shape", "batch", "draft_tokens", "compare", "prompt_tokens", "new_tokens", "repeats")
+"""Options of the suite; the others configure the engines."""
+
+
+def wholes(value: str | tuple[int, ...]) -> tuple[int, ...]:
+    """Whole numbers between commas."""
+    if isinstance(value, tuple):  # a default, which click converts too
+        return value
+    try:
+        return tuple(int(part) for part in value.split(","))
+    except ValueError:
+        raise click.BadParameter(f"{value!r} is no list of whole numbers between commas") from None
+
+
+def chances(value: str | tuple[float, ...]) -> tuple[float, ...]:
+    """Numbers between commas."""
+    if isinstance(value, tuple):
+        return value
+    try:
+        return tuple(float(part) for part in value.split(","))
+    except ValueError:
+        raise click.BadParameter(f"{value!r} is no list of numbers between commas") from None
+
+
+@click.command("bench", epilog=EXAMPLES)
+@click.option("--model", metavar="DIR", help="Checkpoint to run.  [default: the demo model]")
+@click.option("--shape", metavar="FILE.json", help="Random weights of this shape instead; bench/shapes has some.")
+@click.option("--backend", metavar="NAME", help="An installed backend, see polydraft doctor.  [default: reference]")
+@click.option("--device", metavar="SPEC", help="A device of that backend.")
+@click.option("--batch", type=wholes, default=(1,), metavar="B,...", help="Requests decoded together.  [default: 1]")
+@click.option("--draft-tokens", type=wholes, default=(0, 3), metavar="K,...", help="Drafts per round.  [default: 0,3]")
+@click.option(
+    "--accept-schedule", type=chances, metavar="P,...", help="SYNTHETIC: accept the draft at each place by this chance."
+)
+@click.option("--compare", type=click.Choice(["off", "graph", "overlap"]), default="off", help="Run with and without, in turn.")
+@click.option(
+    "--prompt-tokens", type=click.IntRange(min=1), default=32, show_default=True, metavar="N", help="Tokens of a prompt."
+)
+@click.option("--new-tokens", type=click.IntRange(min=2), default=128, show_default=True, metavar="N", help="Tokens of a text.")
+@click.option("--repeats", type=click.IntRange(min=1), default=5, show_default=True, metavar="N", help="Measured runs of each.")
+@click.option("--proposer", metavar="mtp|ngram|none|NAME", help="Where drafts come from.  [default: auto]")
+@click.option("--overlap", type=whole_or_auto, metavar="auto|0|1|2", help="Steps launched ahead of results.  [default: auto]")
+@click.option("--graph", metavar="auto|off|decode|prefill", help="Steps captured as device graphs.  [default: auto]")
+@click.option("--dtype", metavar="f32|bf16|f16", help="Precision of activations.  [default: auto]")
+@click.option("--invariant", is_flag=True, default=None, help="Row-invariant arithmetic.")
+@click.option("--kernels", type=names, metavar="PACK,...", help="Kernel packs to enable, first wins.")
+@click.option("--plugin", "plugins", multiple=True, metavar="FILE.py|MODULE", help="Load a plugin; may be repeated.")
+@click.option("--out", metavar="FILE", help="Write the result as JSON, too.")
+@click.option("--no-color", is_flag=True, help="Plain text on a terminal too.")
+@common
+def command(out: str | None, no_color: bool, as_json: bool, **options: Any) -> int:
+    """Time rounds: milliseconds, tokens, host time by room, idle share and memory, each as the median of several runs.
+
+    With --accept-schedule the drafts are accepted by chance, to time shapes without trained weights: such a result is
+    synthetic and says so. On the backend null every draft is accepted, so that it shows what the host takes alone.
+    """
+    from polydraft.bench.report import document
+
+    suite = _suite(options)
+    if out:
+        _claim(out)
+    with _progress() as progress:
+        result = document(list(suite.run(progress)))
+    if out:
+        Path(out).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    if as_json:
+        click.echo(json.dumps(result))
+    else:
+        _show(result, color=not no_color)
+    return 0
+
+
+def _suite(options: dict[str, Any]) -> Suite:
+    from polydraft.bench.suite import Suite
+    from polydraft.config import EngineConfig
+
+    own = {name: options.pop(name) for name in OWN}
+    given = {name: value for name, value in options.items() if value is not None and value != ()}
+    if own["shape"] and "model" in given:
+        raise click.UsageError("got both --model and --shape, wanted one of them; leave one out")
+    if not own["batch"] or min(own["batch"]) < 1 or min(own["draft_tokens"]) < 0:
+        raise click.UsageError(
+            f"got --batch {own['batch']} and --draft-tokens {own['draft_tokens']}, wanted whole numbers from 1 and from 0 on; "
+            "correct them"
+        )
+    fixed = {"graph": "graph", "overlap": "overlap"}.get(own["compare"])
+    if fixed in given:
+        raise click.UsageError(f"got both --compare {fixed} and --{fixed}, which sets what is compared; leave one out")
+    shape = own.pop("shape")
+    return Suite(
+        EngineConfig.from_mapping({**given, "prefix_cache": False}), Path(shape) if shape else None, own.pop("batch"), **own
+    )
+
+
+def _claim(file: str) -> None:
+    from polydraft.cli.trace import claim
+
+    claim(file)
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str], None]]:
+    """Tell what is being measured: a line that changes where somebody watches, otherwise a line for each contender."""
+    from polydraft.show import console, watched
+
+    if watched():
+        with console(stderr=True).status("loading") as status:
+            yield status.update
+        return
+    told: list[str] = []
+
+    def tell(what: str) -> None:
+        name = what.partition(":")[0]
+        if name not in told:
+            told.append(name)
+            click.echo(f"measuring {name}", err=True)
+
+    yield tell
+
+
+def _show(result: dict[str, Any], *, color: bool) -> None:
+    from polydraft.show import Screen
+
+    screen, rows = Screen(color=color), result["rows"]
+    first = rows[0]
+    screen.line(f"{first['shape']} ({first['weights']} weights) on {first['backend']} {first['device']}, {first['dtype']}")
+    screen.line(f"{first['prompt_tokens']} + {first['new_tokens']} tokens, {first['repeats']} runs each")
+    screen.line(f"evidence: {first['evidence']}; clock: {first['clock']}")
+    if any(row["acceptance"] == "synthetic" for row in rows):
+        schedule = next((row["accept_schedule"] for row in rows if row["accept_schedule"]), None)
+        rule = ", ".join(f"{chance:g}" for chance in schedule) if schedule else "by a backend that is a double"
+        screen.line(f"SYNTHETIC acceptance, {rule}, in the rows that say so: their tokens mean nothing", "yellow")
+    screen.line()
+    shown = [_name(row, rows) for row in rows]
+    head = ("run", "ms/round", "tok/round", "tok/s", "host us", "idle", "MiB")
+    screen.table(head, [(name, *_cells(row)) for name, row in zip(shown, rows, strict=True)])
+    screen.line()
+    rooms = [room for room in first["host_us_by_room"] if room != "wait"]
+    screen.table(
+        ("host us a step", *rooms),
+        [(name, *(f"{row['host_us_by_room'][room]:.1f}" for room in rooms)) for name, row in zip(shown, rows, strict=True)],
+    )
+    screen.line("\nMedians, and half of the spread over the runs.")
+
+
+def _name(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> str:
+    """Batch and drafts, and whatever else differs between rows."""
+    name = f"B={row['batch']} K={row['draft_tokens']}"
+    for option in ("graph", "overlap"):
+        if len({str(other[option]) for other in rows}) > 1:
+            name += f" {option} {row[option]}"
+    return f"{name} synthetic" if row["acceptance"] == "synthetic" else name
+
+
+def _cells(row: dict[str, Any]) -> Sequence[str]:
+    def figure(name: str, form: str) -> str:
+        low, high = row["spread"][name]
+        return f"{row[name]:{form}} ±{0.5 * (high - low) / row[name]:.0%}"
+
+    idle = "unknown" if row["idle_share"] is None else f"{row['idle_share']:.1%}"
+    rounds, tokens, host = figure("ms_per_round", ".2f"), figure("tokens_per_s", ".0f"), figure("host_us_per_step", ".0f")
+    return rounds, f"{row['tokens_per_round']:.2f}", tokens, host, idle, f"{row['memory_bytes'] / 2**20:.0f}"

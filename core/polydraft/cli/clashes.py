@@ -1,0 +1,46 @@
+"""Owns one question of `polydraft doctor`: do two installed packages of polydraft's extras own the same import package?
+
+Such packages overwrite each other's files when both are installed. It reads installed metadata and imports nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from importlib.metadata import Distribution, PackageNotFoundError, distributions, requires
+from pathlib import PurePath
+
+
+def clashes() -> list[str]:
+    """One sentence for each import package that several installed packages own: which ones, and what to uninstall."""
+    owners: dict[str, set[str]] = defaultdict(set)
+    wanted = _required()
+    for distribution in distributions():
+        if (name := _normal(distribution.metadata["Name"] or "")) in wanted:
+            for package in _import_packages(distribution):
+                owners[package].add(name)
+    return [
+        f"{', '.join(sorted(names))} all install the import package {package!r} and overwrite each other; uninstall all of them "
+        "and install the one extra that this machine needs"
+        for package, names in sorted(owners.items())
+        if len(names) > 1
+    ]
+
+
+def _required() -> set[str]:
+    """Names of all packages that polydraft and its extras require."""
+    try:
+        lines = requires("polydraft") or []
+    except PackageNotFoundError:
+        return set()
+    return {_normal(re.split(r"[^\w.-]", line, maxsplit=1)[0]) for line in lines}
+
+
+def _import_packages(distribution: Distribution) -> set[str]:
+    """Top-level packages with an `__init__.py` of their own; namespace packages are meant to be shared."""
+    paths = (PurePath(str(file)) for file in distribution.files or ())
+    return {path.parts[0] for path in paths if len(path.parts) == 2 and path.name == "__init__.py"}
+
+
+def _normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()

@@ -1,0 +1,180 @@
+"""Owns `polydraft conform`: the conformance kit on the command line.
+
+It chooses what runs, shows progress on standard error and the page on standard output, and returns the kit's exit status. It
+never judges: `polydraft.conformance` does.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from polydraft import environment
+from polydraft.cli.options import common
+from polydraft.errors import ConfigError, PluginError
+
+if TYPE_CHECKING:
+    from polydraft.conformance.outcomes import Result
+
+PROFILES = ("basic", "graph", "async", "full")
+LEVELS = ("L0", "L1", "L2", "L3", "L4", "L5", "L6")
+LIMIT_S, DEEP_LIMIT_S = 120.0, 1800.0
+"""Seconds that one check may take."""
+EXAMPLES = """\b
+Examples:
+  polydraft conform reference
+  polydraft conform mychip --profile graph --out report
+  polydraft conform mychip --contract verify_match --seed 7
+  polydraft conform --plugin mychip.py mychip --level L1
+  polydraft conform mychip --prove
+  polydraft conform verify report/report.json
+
+\b
+Exit statuses: 0 the claim holds, 1 it fails, 2 bad usage, 3 the kit failed,
+4 nothing was proved.
+"""
+
+
+@click.command("conform", epilog=EXAMPLES)
+@click.argument("backend")
+@click.argument("report", required=False)
+@click.option("--device", default="", metavar="SPEC", help="Device of the backend; its default otherwise.")
+@click.option("--profile", type=click.Choice(PROFILES), default="basic", show_default=True, help="What is claimed.")
+@click.option("--level", type=click.Choice(LEVELS), default=None, help="Run this level alone; no profile is claimed.")
+@click.option("--contract", default="", metavar="NAME", help="Run this contract or composite alone.")
+@click.option("--case", default="", metavar="NAME", help="Of that contract, this named case alone.")
+@click.option("--seed", type=click.IntRange(0), default=None, metavar="N", help="Of that contract, this generated case alone.")
+@click.option("--deep", is_flag=True, help="Hundreds of seeds a contract; minutes instead of seconds.")
+@click.option("--prove", is_flag=True, help="Run the zoo of broken backends around BACKEND: the kit has to kill each.")
+@click.option("--plugin", "plugins", multiple=True, metavar="FILE", help="Load a plugin from a file or module; repeatable.")
+@click.option("--waivers", type=click.Path(path_type=Path), default=None, metavar="FILE", help="Known failures, as JSON.")
+@click.option(
+    "--timeout", type=click.FloatRange(0, min_open=True), default=None, metavar="S", help="Seconds that one check may take."
+)
+@click.option(
+    "--out", type=click.Path(path_type=Path), default=None, metavar="DIR", help="Write report.json, junit.xml, report.txt."
+)
+@common
+def command(
+    backend: str,
+    report: str | None,
+    device: str,
+    profile: str,
+    level: str | None,
+    contract: str,
+    case: str,
+    seed: int | None,
+    deep: bool,
+    prove: bool,
+    plugins: tuple[str, ...],
+    waivers: Path | None,
+    timeout: float | None,
+    out: Path | None,
+    as_json: bool,
+) -> int:
+    """Show that BACKEND keeps its contracts, level by level; or, as `conform verify REPORT`, judge a report again."""
+    if backend == "verify":
+        if report is None:
+            raise click.UsageError("conform verify needs the path of a report.json")
+        return _verify(Path(report), as_json=as_json)
+    if report is not None:
+        raise click.UsageError(f"{report!r} is one argument too many; `conform verify {report}` judges a report")
+    from polydraft.conformance.report import Selection
+
+    selection = Selection(profile, level or "", contract, case, seed, deep)
+    _check_names(contract)
+    _check_backend(backend, plugins)
+    if prove:
+        return _prove(backend, device=device, plugins=plugins, as_json=as_json)
+    limit = timeout or (DEEP_LIMIT_S if deep else LIMIT_S)
+    return _run(
+        backend, device=device, selection=selection, plugins=plugins, waivers=waivers, limit_s=limit, out=out, as_json=as_json
+    )
+
+
+def _check_names(contract: str) -> None:
+    """An unknown contract is bad usage."""
+    from difflib import get_close_matches
+
+    from polydraft.contracts import COMPOSITES, REGISTRY
+
+    known = [*REGISTRY.names(), *COMPOSITES]
+    if contract and contract not in known:
+        near = get_close_matches(contract, known, 1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise click.UsageError(f"no contract is called {contract!r}; {hint}polydraft contracts lists them all")
+
+
+def _check_backend(backend: str, plugins: tuple[str, ...]) -> None:
+    """A backend that cannot be loaded is bad usage: there is nothing to judge."""
+    from polydraft.plugins import Plugins
+
+    try:
+        Plugins.load(backend, files=plugins)
+    except PluginError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _run(
+    backend: str,
+    *,
+    device: str,
+    selection: Any,
+    plugins: tuple[str, ...],
+    waivers: Path | None,
+    limit_s: float,
+    out: Path | None,
+    as_json: bool,
+) -> int:
+    from polydraft.conformance.pages import page
+    from polydraft.conformance.report import command_line, conform
+    from polydraft.conformance.waivers import load
+
+    report = conform(
+        backend, device=device, selection=selection, files=plugins, waivers=load(waivers) if waivers else (),
+        command=command_line(), listen=_progress(), limit_s=limit_s,
+    )  # fmt: skip
+    if out is not None:
+        report.write(out)
+    click.echo(json.dumps(report.content) if as_json else page(report), nl=as_json)
+    return report.status
+
+
+def _progress() -> Any:
+    """On a terminal, the check that has just ended; nothing elsewhere."""
+    if not sys.stderr.isatty() or environment.is_ci():
+        return None
+
+    def show(result: Result) -> None:
+        click.echo(f"\r\033[K{result.outcome:<12}{result.id[:90]}", err=True, nl=False)
+
+    return show
+
+
+def _verify(path: Path, *, as_json: bool) -> int:
+    from polydraft.conformance.report import verify
+
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise click.UsageError(f"{path} cannot be read as a report: {error}") from error
+    wrong = verify(content) if isinstance(content, dict) else ["this is no report"]
+    if as_json:
+        click.echo(json.dumps({"schema": "polydraft.verify/1", "report": str(path), "consistent": not wrong, "problems": wrong}))
+    elif wrong:
+        click.echo("\n".join(wrong))
+    else:
+        click.echo(f"consistent; it says: {content['verdict']['sentence']}")
+    return 1 if wrong else int(content["verdict"]["status"])
+
+
+def _prove(backend: str, *, device: str, plugins: tuple[str, ...], as_json: bool) -> int:
+    from polydraft.conformance.proof import matrix, prove
+
+    proof = prove(backend, device=device, files=plugins)
+    click.echo(json.dumps(proof.content) if as_json else matrix(proof), nl=as_json)
+    return proof.status

@@ -1,0 +1,125 @@
+"""Owns `polydraft contracts`: the list of what a backend has to compute, and the page of each contract.
+
+It prints what the records in `polydraft.contracts` say. It never runs a kernel.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from polydraft.cli.options import common
+
+if TYPE_CHECKING:
+    from polydraft.contracts.base import Contract
+    from polydraft.contracts.composite import Composite
+    from polydraft.show import Screen
+
+SCHEMA = "polydraft.contracts/1"
+EXAMPLES = """\b
+Examples:
+  polydraft contracts
+  polydraft contracts paged_attention
+  polydraft contracts --json
+"""
+
+
+@click.command("contracts", epilog=EXAMPLES)
+@click.argument("name", required=False)
+@click.option("--no-color", is_flag=True, help="Plain text on a terminal too.")
+@common
+def command(name: str | None, no_color: bool, as_json: bool) -> int:
+    """List every contract and composite, or print the page of the contract called NAME."""
+    from polydraft.contracts import COMPOSITES, REGISTRY
+    from polydraft.show import Screen
+
+    if name is None:
+        contracts, composites = list(REGISTRY), list(COMPOSITES.values())
+    else:
+        contracts, composites = _named(name)
+    if as_json:
+        records = [_contract(contract, page=name is not None) for contract in contracts]
+        click.echo(json.dumps({"schema": SCHEMA, "contracts": records, "composites": [_composite(c) for c in composites]}))
+        return 0
+    screen = Screen(color=not no_color)
+    if name is None:
+        _list(screen, contracts, composites)
+    else:
+        screen.write("\n".join([_page(c) for c in contracts] + [_composite_page(c) for c in composites]))
+    return 0
+
+
+def _named(name: str) -> tuple[list[Contract], list[Composite]]:
+    """The one contract (also by `name/version`) or composite. An unknown name is bad usage."""
+    from difflib import get_close_matches
+
+    from polydraft.contracts import COMPOSITES, REGISTRY
+
+    if name in COMPOSITES:
+        return [], [COMPOSITES[name]]
+    known = [*REGISTRY.names(), *(contract.key for contract in REGISTRY), *COMPOSITES]
+    if name not in known:
+        near = get_close_matches(name, known, 1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise click.UsageError(f"no contract is called {name!r}; {hint}polydraft contracts lists them all")
+    return [REGISTRY[name]], []
+
+
+def _list(screen: Screen, contracts: list[Contract], composites: list[Composite]) -> None:
+    from polydraft.contracts.docs import signature
+
+    for contract in contracts:
+        screen.line(signature(contract), "bold")
+        screen.line(f"  {contract.doc.splitlines()[0]}")
+        screen.line(f"  counts {contract.unit}; {_tolerance(contract.tolerance)}; {contract.deterministic}")
+    screen.line("\nComposites, which a backend may implement as one kernel:")
+    for composite in composites:
+        screen.line(composite.name, "bold")
+        screen.line(f"  {composite.doc.splitlines()[0]}")
+
+
+def _tolerance(tolerance: Mapping[str, float]) -> str:
+    """How far results may be from the golden's."""
+    bounds = (f"{name} within {c:g} eps" for name, c in tolerance.items())
+    return ", ".join(bounds) if tolerance else "exact"
+
+
+def _page(contract: Contract) -> str:
+    from polydraft.contracts.docs import render
+
+    return render(contract)
+
+
+def _composite_page(composite: Composite) -> str:
+    from polydraft.contracts.composite import as_contract
+    from polydraft.contracts.docs import signature
+
+    dead = ", ".join(f"`{name}`" for name in composite.dead) or "none"
+    return (
+        f"# {composite.name}\n\n{composite.doc}\n\n```text\n{signature(as_contract(composite))}\n```\n\n"
+        f"It computes {', then '.join(f'`{part}`' for part in composite.parts)}; each has a page of its own.\n\n"
+        f"Outputs that need not be written: {dead}.\n"
+    )
+
+
+def _contract(contract: Contract, *, page: bool) -> dict[str, Any]:
+    from polydraft.contracts.docs import signature
+
+    record = {
+        "name": contract.name,
+        "version": contract.version,
+        "unit": contract.unit,
+        "signature": signature(contract),
+        "tolerance": dict(contract.tolerance),
+        "deterministic": contract.deterministic,
+        "pool_temporaries": contract.pool_temporaries,
+        "doc": contract.doc,
+    }
+    return {**record, "page": _page(contract)} if page else record
+
+
+def _composite(composite: Composite) -> dict[str, Any]:
+    return {"name": composite.name, "parts": list(composite.parts), "dead": list(composite.dead), "doc": composite.doc}

@@ -1,0 +1,168 @@
+"""Owns `polydraft doctor`: what is installed, what each backend can do, and what stands in its way.
+
+It asks identities only, so it loads no framework and opens no device unless kernel packs are named. It never fails because
+a plugin is broken: that is what it shows.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from polydraft.cli.options import common, names
+
+if TYPE_CHECKING:
+    from polydraft.plugins import Found
+
+SCHEMA = "polydraft.doctor/1"
+EXAMPLES = """\b
+Examples:
+  polydraft doctor
+  polydraft doctor --kernels my-pack    (show what that pack replaces)
+  polydraft doctor --json
+"""
+
+
+@click.command("doctor", epilog=EXAMPLES)
+@click.option("--kernels", type=names, default=(), metavar="PACK,...", help="Show what these kernel packs replace, first wins.")
+@click.option("--no-color", is_flag=True, help="Plain text on a terminal too.")
+@common
+def command(kernels: tuple[str, ...], no_color: bool, as_json: bool) -> int:
+    """Show every installed backend: what it is, whether it can run here, and which contracts it implements.
+
+    The status is 0 also when a backend is broken or not available.
+    """
+    report = examine(kernels)
+    if as_json:
+        click.echo(json.dumps(report))
+    else:
+        _show(report, color=not no_color)
+    return 0
+
+
+def examine(packs: Sequence[str] = ()) -> dict[str, Any]:
+    """The report, of schema polydraft.doctor/1. Raises `PluginError` where a pack that was named cannot be used."""
+    from polydraft._version import __version__
+    from polydraft.cli.clashes import clashes
+    from polydraft.plugin_loading import load_entry
+    from polydraft.plugins import EXTENSIONS, KERNELS, find, survey
+
+    for pack in packs:
+        load_entry(KERNELS, pack)  # whether it can be loaded at all; whether it fits is a question for each backend
+    return {
+        "schema": SCHEMA,
+        "version": __version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "backends": [_backend(found, packs) for found in survey()],
+        "packs": list(find(KERNELS)),
+        "extensions": list(find(EXTENSIONS)),
+        "clashes": clashes(),
+    }
+
+
+def _backend(found: Found, packs: Sequence[str]) -> dict[str, Any]:
+    from polydraft.contracts import COMPOSITES, REGISTRY
+
+    info, every = found.info, REGISTRY.names()
+    have = set(info.contract_versions) if info else set()
+    overrides, misfit = _overrides(found.name, packs) if info and info.available and packs else ([], "")
+    return {
+        "name": found.name,
+        "version": info.version if info else None,
+        "package": info.package if info else None,
+        "origin": found.origin,
+        "digest": found.digest,
+        "summary": info.summary if info else None,
+        "available": bool(info and info.available),
+        "reason": info.reason if info else found.problem,
+        "device_pattern": info.device_pattern if info else None,
+        "devices": list(info.devices) if info else [],
+        "capabilities": info.capabilities.describe() if info else None,
+        "contracts": {
+            "implemented": [name for name in every if name in have],
+            "missing": [name for name in every if name not in have],
+            "composites": [name for name in COMPOSITES if name in have],
+        },
+        "overrides": overrides,
+        "misfit": misfit,
+        "evidence": info.evidence if info else None,
+    }
+
+
+def _overrides(backend: str, packs: Sequence[str]) -> tuple[list[dict[str, str]], str]:
+    """What the packs replace in this backend, or why they do not fit it; this needs its device."""
+    from polydraft.backend import DeviceOptions
+    from polydraft.errors import PluginError
+    from polydraft.plugins import Plugins
+
+    plugins = Plugins.load(backend, packs=packs)
+    device = plugins.open_device("", DeviceOptions())
+    try:
+        table = plugins.kernels(device)
+        return [{"contract": o.contract, "pack": o.pack, "digest": o.digest} for o in table.overrides], ""
+    except PluginError as error:
+        return [], str(error)
+    finally:
+        device.close()
+
+
+def _show(report: dict[str, Any], *, color: bool) -> None:
+    from polydraft.show import Screen
+
+    screen = Screen(color=color)
+    screen.line(f"polydraft {report['version']}, Python {report['python']}, {report['platform']}")
+    for backend in report["backends"]:
+        screen.line()
+        _show_backend(screen, backend)
+    for kind, installed in (("kernel packs", report["packs"]), ("extensions", report["extensions"])):
+        if installed:
+            screen.line(f"\n{kind} installed, used only where named: {', '.join(installed)}")
+    for clash in report["clashes"]:
+        screen.line(f"\nclash: {clash}", "red")
+
+
+def _show_backend(screen: Any, backend: dict[str, Any]) -> None:
+    """One backend as a block of short lines, which fits any terminal."""
+    title = f"{backend['name']} {backend['version'] or ''}".rstrip()
+    screen.write(title, "bold")
+    screen.write("  ")
+    screen.line("available" if backend["available"] else "not available", "green" if backend["available"] else "red")
+    contracts, pattern = backend["contracts"], backend["device_pattern"]
+    total = len(contracts["implemented"]) + len(contracts["missing"])
+    missing = f", lacks {', '.join(contracts['missing'])}" if contracts["implemented"] and contracts["missing"] else ""
+    rows = [
+        ("reason", backend["reason"]),
+        ("summary", backend["summary"]),
+        ("plugin", f"{backend['package'] or 'unknown'}, {backend['origin']}, digest {backend['digest'] or 'unknown'}"),
+        ("devices", ", ".join(backend["devices"]) or f"none found, wanted {pattern}"),
+        ("capabilities", capabilities(backend["capabilities"] or {})),
+        ("contracts", f"{len(contracts['implemented'])} of {total}{missing}; {len(contracts['composites'])} composites"),
+        (
+            "overrides",
+            ", ".join(f"{o['contract']} by {o['pack']} ({o['digest']})" for o in backend["overrides"])
+            or backend["misfit"]
+            or "none",
+        ),
+        ("evidence", backend["evidence"]),
+    ]
+    if backend["version"] is None:
+        rows = [row for row in rows if row[0] in ("reason", "plugin")]
+    for name, value in rows:
+        if value:
+            screen.line(f"  {name:<13}{value}")
+
+
+def capabilities(values: dict[str, Any]) -> str:
+    """Capabilities in one line: what is there by name, the others with their value; what is absent or empty is left out."""
+    shown = []
+    for name, value in values.items():
+        if value is True:
+            shown.append(name)
+        elif value is not False and value not in ((), []):
+            shown.append(f"{name} {' '.join(value) if isinstance(value, (list, tuple)) else value}")
+    return ", ".join(shown)

@@ -1,0 +1,172 @@
+"""Owns `polydraft generate`: options into an engine and its requests, and the run of both into text or JSON.
+
+A person sees the text as it comes with accepted drafts coloured, a program gets one JSON object. It never changes what it
+was asked for: what this engine cannot do is refused before the model is loaded.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from polydraft.cli.options import FAILED, INTERRUPTED, common, names, whole_or_auto
+from polydraft.errors import HazardError
+
+if TYPE_CHECKING:
+    from polydraft.cli.prompts import Job
+    from polydraft.cli.run import Run
+    from polydraft.engine import Engine
+
+EXAMPLE = 'polydraft generate "def fibonacci(n):"'
+EXAMPLES = f"""\b
+Examples:
+  {EXAMPLE}
+  polydraft generate "class Stack:" --draft-tokens 5 --temperature 0.8 --seed 7
+  polydraft generate --model path/to/MiMo-7B --explain --json "Once upon a time"
+  polydraft generate --prompts prompts.jsonl --max-num-seqs 16 --json
+
+A line of --prompts is {{"prompt": "text"}} or {{"prompt_ids": [1, 2]}}, and may add an "id" and any sampling
+parameter by its name, such as "max_new_tokens", "temperature", "seed" or "stop".
+"""
+SAMPLING = (
+    "max_new_tokens", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
+    "min_tokens", "stop", "ignore_eos",
+)  # fmt: skip
+"""Options that belong to each request; the others configure the engine."""
+
+
+@click.command("generate", epilog=EXAMPLES)
+@click.argument("prompt", required=False)
+@click.option("--prompts", metavar="FILE.jsonl", help="Read prompts, one JSON object a line; - is standard input.")
+@click.option(
+    "--model", metavar="DIR", help="Checkpoint with config.json, *.safetensors, tokenizer.json.  [default: the demo model]"
+)
+@click.option("--backend", metavar="NAME", help="An installed backend, see polydraft doctor.  [default: reference]")
+@click.option("--device", metavar="SPEC", help="A device of that backend.")
+@click.option("--draft-tokens", type=whole_or_auto, metavar="K", help="Drafts per round; 0 decodes plainly.  [default: auto]")
+@click.option("--proposer", metavar="mtp|none|NAME", help="Where drafts come from.  [default: auto]")
+@click.option("--verify", metavar="greedy|coupled|rejection", help="How drafts are verified.  [default: auto]")
+@click.option("--max-new-tokens", type=int, metavar="N", help="Most tokens to generate for a prompt.  [default: 128]")
+@click.option("--temperature", type=float, metavar="T", help="0 is greedy.  [default: 0]")
+@click.option("--top-p", type=float, metavar="P", help="Sample from this probability mass.  [default: 1]")
+@click.option("--top-k", type=int, metavar="N", help="Sample from this many tokens, 0 is all.  [default: 0]")
+@click.option("--min-p", type=float, metavar="P", help="Least probability relative to the most likely token.  [default: 0]")
+@click.option("--presence-penalty", type=float, metavar="X", help="Off the logits of tokens in the text.  [default: 0]")
+@click.option("--frequency-penalty", type=float, metavar="X", help="Off them for each time they occur.  [default: 0]")
+@click.option("--repetition-penalty", type=float, metavar="X", help="Divides logits of tokens in prompt or text.  [default: 1]")
+@click.option("--min-tokens", type=int, metavar="N", help="No end of any kind before N tokens.  [default: 0]")
+@click.option("--seed", type=int, metavar="S", help="Seed of the first prompt; the next ones count up from it.  [default: 0]")
+@click.option("--stop", multiple=True, metavar="STR", help="End the text before this; may be repeated.")
+@click.option("--ignore-eos", is_flag=True, default=None, help="Go on behind the model's own end of text.")
+@click.option("--max-num-seqs", type=int, metavar="B", help="Prompts decoded together.  [default: 8]")
+@click.option("--max-model-len", type=whole_or_auto, metavar="N", help="Most tokens of prompt and text.  [default: auto]")
+@click.option("--block-size", type=whole_or_auto, metavar="N", help="Tokens of a KV block.  [default: auto]")
+@click.option("--num-blocks", type=whole_or_auto, metavar="N", help="KV blocks in all.  [default: auto]")
+@click.option("--max-batched-tokens", type=whole_or_auto, metavar="N", help="Rows of one step.  [default: auto]")
+@click.option("--overlap", type=whole_or_auto, metavar="auto|0|1|2", help="Steps launched ahead of results.  [default: auto]")
+@click.option("--graph", metavar="auto|off|decode|prefill", help="Steps captured as device graphs.  [default: auto]")
+@click.option("--dtype", metavar="f32|bf16|f16", help="Precision of activations.  [default: auto]")
+@click.option("--invariant", is_flag=True, default=None, help="Arithmetic that gives equal bits for every K, batch and chunk.")
+@click.option("--kernels", type=names, metavar="PACK,...", help="Kernel packs to enable, first wins.")
+@click.option("--plugin", "plugins", multiple=True, metavar="FILE.py|MODULE", help="Load a plugin; may be repeated.")
+@click.option("--sanitize", is_flag=True, default=None, help="Check what runs for hazards, see docs/sanitize.md; slower.")
+@click.option("--trace", metavar="FILE", help="Write the timeline of the run, for polydraft trace and Perfetto.")
+@click.option("--explain", is_flag=True, help="Show what was decided, and why, before generating.")
+@click.option("--no-color", is_flag=True, help="Plain text on a terminal too.")
+@common
+def command(prompt: str | None, prompts: str | None, explain: bool, no_color: bool, as_json: bool, **options: Any) -> int:
+    """Generate text for PROMPT (- reads it from standard input), or for every line of --prompts.
+
+    On a terminal accepted drafts are coloured; the text is the same as without drafts.
+    """
+    from polydraft.cli.run import Run
+    from polydraft.cli.trace import claim, recorded
+
+    given = {name: value for name, value in options.items() if value is not None and value != ()}
+    sampling = {name: given.pop(name) for name in SAMPLING if name in given}
+    trace = given.pop("trace", None)
+    jobs = _jobs(prompt, prompts, sampling)
+    if trace:
+        claim(trace)
+    engine = _engine(given)
+    try:
+        with recorded(engine, trace):
+            run = Run(engine, jobs)
+            if as_json:
+                run.to_the_end(lambda output: None)
+                click.echo(json.dumps(run.answer(explain=explain)))
+            else:
+                _show(run, jobs, explain=explain, color=not no_color)
+    finally:
+        hazards = _close(engine)
+    for output in run.outputs.values():
+        if output.error:
+            click.echo(f"polydraft: request {output.id!r}: {output.error}", err=True)
+    if run.interrupted:
+        return INTERRUPTED
+    return FAILED if hazards or any(output.finish_reason == "error" for output in run.outputs.values()) else 0
+
+
+def _close(engine: Engine) -> bool:
+    """Close the engine, tell what its hazard checker has found, and return whether that was something."""
+    try:
+        engine.close()
+    except HazardError as error:
+        click.echo(f"polydraft: {error}", err=True)
+        return True
+    return False
+
+
+def _show(run: Run, jobs: Sequence[Job], *, explain: bool, color: bool) -> None:
+    """Run for a person: decisions, texts, figures."""
+    from polydraft.show import Progress, Screen
+    from polydraft.typewriter import OneText, TextsInOrder, figures, title
+
+    screen, engine = Screen(color=color), run.engine
+    if explain:
+        screen.table(("decision", "asked", "chosen", "why"), _decisions(engine))
+        screen.line()
+    if len(jobs) == 1:
+        prompt = jobs[0].prompt
+        run.to_the_end(OneText(screen, engine.tokenizer, prompt if isinstance(prompt, str) else ""))
+    else:
+        titles = {request_id: title(job.prompt) for request_id, job in zip(run.ids, jobs, strict=True)}
+        progress = Progress(len(jobs), lambda: engine.totals.new_tokens)
+        texts = TextsInOrder(screen, engine.tokenizer, titles, progress)
+        with progress.shown():
+            run.to_the_end(texts)
+    screen.line(f"\n{figures(run.answer(explain=False))}")
+
+
+def _jobs(prompt: str | None, prompts: str | None, sampling: Mapping[str, Any]) -> list[Job]:
+    from polydraft.cli.prompts import Job, read_jobs, read_text
+    from polydraft.sampling_params import SamplingParams
+
+    if prompt is None and prompts is None:
+        raise click.UsageError(f"there is no prompt, wanted a text, - for standard input, or --prompts; for example: {EXAMPLE}")
+    if prompts is not None:
+        if prompt is not None:
+            raise click.UsageError("got both PROMPT and --prompts, wanted one of them; put the prompt into the file")
+        return read_jobs(prompts, sampling)
+    assert prompt is not None
+    return [Job(read_text() if prompt == "-" else prompt, SamplingParams.from_mapping(sampling))]
+
+
+def _engine(options: Mapping[str, Any]) -> Engine:
+    from polydraft.config import EngineConfig
+    from polydraft.engine import Engine
+    from polydraft.show import busy
+
+    config = EngineConfig.from_mapping(options)
+    with busy(f"loading {config.model or 'the demo model'}"):
+        return Engine(config)
+
+
+def _decisions(engine: Engine) -> list[tuple[str, str, str, str]]:
+    def show(value: Any) -> str:
+        return ", ".join(value) if isinstance(value, (list, tuple)) else str(value)
+
+    return [(d.name, show(d.asked), show(d.chosen), d.reason) for d in engine.resolved.decisions]

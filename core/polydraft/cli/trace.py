@@ -1,0 +1,113 @@
+"""Owns `polydraft trace`: the figures of a recorded step timeline and pictures of it; and `--trace` of other commands.
+
+It reads what `generate --trace` wrote. It never runs a model.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from polydraft.cli.options import common
+
+if TYPE_CHECKING:
+    from polydraft.engine import Engine
+
+SCHEMA = "polydraft.trace/1"
+EXAMPLES = """\b
+Examples:
+  polydraft trace run.json
+  polydraft trace run.json --html run.html --png run.png
+  polydraft generate "def f(x):" --trace run.json    (make one; Perfetto opens it, too)
+"""
+
+
+@click.command("trace", epilog=EXAMPLES)
+@click.argument("file")
+@click.option("--html", metavar="OUT", help="Draw a self-contained page.")
+@click.option("--png", metavar="OUT", help="Draw a picture; needs matplotlib.")
+@click.option("--steps", type=click.IntRange(min=1), default=6, metavar="N", show_default=True, help="Steps that are drawn.")
+@click.option("--no-color", is_flag=True, help="Plain text on a terminal too.")
+@common
+def command(file: str, html: str | None, png: str | None, steps: int, no_color: bool, as_json: bool) -> int:
+    """Show where the time of a run went that was recorded with --trace: host rooms, device operations, idle time.
+
+    FILE itself opens in Perfetto and chrome://tracing.
+    """
+    from polydraft.trace_figures import summary
+    from polydraft.trace_file import read
+    from polydraft.trace_page import write_html
+    from polydraft.trace_view import write_png
+
+    recording = read(file)
+    figures = summary(recording)
+    if html:
+        write_html(Path(html), recording, steps)
+    if png:
+        write_png(Path(png), recording, steps)
+    if as_json:
+        click.echo(json.dumps({"schema": SCHEMA, "file": file, "html": html, "png": png, **figures}))
+    else:
+        _show(figures, [name for name in (html, png) if name], color=not no_color)
+    return 0
+
+
+def _show(figures: dict[str, Any], pictures: list[str], *, color: bool) -> None:
+    from polydraft.show import Screen
+
+    screen, idle = Screen(color=color), figures["device_idle_share"]
+    screen.line(", ".join(f"{name} {value}" for name, value in figures["about"].items()))
+    screen.line(f"{figures['steps']} steps; device times {figures['device_times']}")
+    if idle is not None:
+        screen.line(f"the device did nothing for {idle:.1%} of the time between its first and its last operation")
+    rooms = {room: values for room, values in figures["host_us_by_room"].items() if room != "wait"}
+    if figures["host_us_per_step"]:
+        rooms["all but the wait"] = figures["host_us_per_step"]
+    screen.line()
+    screen.table(
+        ("host time a step", "median us", "10 %", "90 %"),
+        [(room, *(f"{values[name]:.1f}" for name in ("median", "p10", "p90"))) for room, values in rooms.items()],
+    )
+    screen.line()
+    screen.table(
+        ("device operation", "count", "total us", "mean us"),
+        [
+            (name, str(row["count"]), f"{row['total_us']:.0f}", f"{row['total_us'] / row['count']:.1f}")
+            for name, row in figures["device_operations"].items()
+        ],
+    )
+    for name in pictures:
+        screen.line(f"\nwrote {name}")
+
+
+# -- --trace of other commands ---------------------------------------------------------------------
+def claim(file: str) -> None:
+    """Create the file that a recording will fill, before anything is loaded. Raises `ConfigError` where that cannot be."""
+    from polydraft.trace_file import unwritable
+
+    try:
+        Path(file).write_bytes(b"")
+    except OSError as error:
+        raise unwritable(file, error) from error
+
+
+@contextmanager
+def recorded(engine: Engine, file: str | None) -> Iterator[None]:
+    """Record what the engine does inside, and write it to `file`, also when it ends by an error; None records nothing."""
+    if file is None:
+        yield
+        return
+    from polydraft.trace import Recorder
+    from polydraft.trace_file import write
+
+    recorder = Recorder(engine)
+    try:
+        yield
+    finally:
+        recorder.remove()
+        write(file, recorder.finish())

@@ -2,6 +2,7 @@
 
 import dataclasses
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,8 @@ import pytest
 
 from polydraft.contracts.adequacy import audit
 from polydraft.contracts.base import Args, Case, Contract, LogicalCache, opaque, param, tensor
-from polydraft.contracts.mutants import mutants
+from polydraft.contracts.inputs import namespace
+from polydraft.contracts.mutants import Shown, mutants
 from polydraft.errors import ContractError
 from tests.contracts import toy
 
@@ -167,38 +169,53 @@ def test_misread_state_is_still_written_where_it_belongs():
     assert "plus(count)" in audit(contract([4, 1, 2])).killed
 
 
-def test_mutants_follow_from_the_record():
-    class EverythingV1(Args):
-        """One argument of every kind."""
+class EverythingV1(Args):
+    """One argument of every kind."""
 
-        updates: Any = tensor("T 3", "i32", "Slot, position, token.")
-        bits: Any = tensor("B", "u32", "Bits.")
-        first: Any = tensor("B H", "act", "Floats.")
-        second: Any = tensor("B H", "act", "Floats.")
-        flags: Any = tensor("B", "i32", "Never < 0.")
-        state: Any = tensor("B", "i32", "State.", access="inout")
-        weight: Any = opaque("weight", "Weight.", shape="H")
-        gain: Any = opaque("weight", "Weight.", shape="H", optional=True)
-        cache: Any = opaque("cache", "Cache.", access="inout")
-        meta: Any = opaque("meta", "Metadata.", optional=True)
-        left: Any = tensor("B", "i32", "Output.", access="out")
-        right: Any = tensor("B", "i32", "Output.", access="out")
-        size: int = param("Integer.")
-        width: int = param("Integer.")
-        eps: float = param("Float.")
-        on: bool = param("Flag.")
-        style: str = param('"half" or "full".')
+    updates: Any = tensor("T 3", "i32", "Slot, position, token.")
+    bits: Any = tensor("B", "u32", "Bits.")
+    first: Any = tensor("B H", "act", "Floats.")
+    second: Any = tensor("B H", "act", "Floats.")
+    flags: Any = tensor("B", "i32", "Never < 0.")
+    state: Any = tensor("B", "i32", "State.", access="inout")
+    weight: Any = opaque("weight", "Weight.", shape="H")
+    gain: Any = opaque("weight", "Weight.", shape="H", optional=True)
+    cache: Any = opaque("cache", "Cache.", access="inout")
+    meta: Any = opaque("meta", "Metadata.", optional=True)
+    left: Any = tensor("B", "i32", "Output.", access="out")
+    right: Any = tensor("B", "i32", "Output.", access="out")
+    size: int = param("Integer.")
+    width: int = param("Integer.")
+    eps: float = param("Float.")
+    none: float = param("Float that is 0.")
+    on: bool = param("Flag.")
+    style: str = param('"half" or "full".')
 
-    arrays = {
-        "updates": np.zeros((2, 3), np.int32), "state": np.array([0, -1], np.int32), "flags": np.ones(2, np.int32),
-        "weight": np.zeros(1), "gain": None, "cache": LogicalCache(np.zeros(1), np.zeros(1)),
-    }  # fmt: skip
-    params = {"size": 1, "width": 2, "eps": 0.5, "on": True, "style": "half"}
-    one = Case("one", arrays, params, 1)
-    contract = Contract(
-        "all", 1, "token_updates", EverythingV1, lambda a, n: None, lambda: iter([one]), lambda rng: one, "All.", "None."
+
+EVERYTHING = Case(
+    "one",
+    {
+        "updates": np.array([[1, 2, 3], [4, 5, 6]], np.int32), "bits": np.array([7, 2**32 - 1, 0], np.uint32),
+        "first": np.ones((3, 2), np.float32), "second": np.full((3, 2), 2, np.float32),
+        "flags": np.array([1, 2, 3], np.int32), "state": np.array([3, -1, 0], np.int32),
+        "weight": np.ones(2, np.float32), "gain": None,
+        "cache": LogicalCache(np.ones((1, 1, 1, 2), np.float32), np.full((1, 1, 1, 2), 2, np.float32)),
+    },
+    {"size": 1, "width": 2, "eps": 0.5, "none": 0.0, "on": True, "style": "half"},
+    2,
+    {"left": ((3,), "i32"), "right": ((3,), "i32")},
+)  # fmt: skip
+
+
+def everything(golden: Any) -> Contract:
+    return Contract(
+        "all", 1, "token_updates", EverythingV1, golden, lambda: iter([EVERYTHING]), lambda rng: EVERYTHING, "All.", "None."
     )
-    assert [mutant.id for mutant in mutants(contract, [one])] == [
+
+
+def test_mutants_follow_from_the_record():
+    contract = everything(lambda a, n: None)
+    assert [mutant.id for mutant in mutants(contract, [EVERYTHING])] == [
         "fewer-rows", "more-rows",
         "zero(updates)", "plus(updates)", "minus(updates)",
         "zero(updates[:,0])", "zero(updates[:,1])", "zero(updates[:,2])",
@@ -213,8 +230,117 @@ def test_mutants_follow_from_the_record():
         "swap(first,second)", "swap(flags,state)", "swap(weight,gain)", "swap(cache.k,cache.v)", "swap(left,right)",
         "reverse(updates)", "reverse(bits)", "reverse(first)", "reverse(second)", "reverse(flags)", "reverse-all(B)",
         "plus(size)", "minus(size)", "swap(size,width)", "plus(width)", "minus(width)",
-        "double(eps)", "half(eps)", "flip(on)", "flip(style=full)", "flip(style=half)",
+        "double(eps)", "half(eps)", "swap(eps,none)", "double(none)", "half(none)",
+        "flip(on)", "flip(style=full)", "flip(style=half)",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("mutant", "argument", "seen"),
+    [
+        ("zero(updates)", "updates", [[0, 0, 0], [0, 0, 0]]),
+        ("zero(updates[:,1])", "updates", [[1, 0, 3], [4, 0, 6]]),
+        ("swap(updates[:,0],updates[:,1])", "updates", [[2, 1, 3], [5, 4, 6]]),
+        ("swap(updates[:,1],updates[:,2])", "updates", [[1, 3, 2], [4, 6, 5]]),
+        ("plus(bits)", "bits", [8, 0, 1]),
+        ("minus(bits)", "bits", [6, 2**32 - 2, 2**32 - 1]),
+        ("plus(state)", "state", [4, -1, 1]),
+        ("minus(state)", "state", [2, -1, -1]),
+        ("unpad(state)", "state", [3, 0, 0]),
+        ("reverse(flags)", "flags", [2, 1, 3]),
+        ("reverse-all(B)", "bits", [2**32 - 1, 7, 0]),
+        ("reverse-all(B)", "flags", [2, 1, 3]),
+        ("reverse-all(B)", "state", [3, -1, 0]),
+        ("swap(first,second)", "first", [[2.0, 2.0]] * 3),
+        ("swap(first,second)", "second", [[1.0, 1.0]] * 3),
+        ("swap(cache.k,cache.v)", "cache.k", [[[[2.0, 2.0]]]]),
+        ("swap(cache.k,cache.v)", "cache.v", [[[[1.0, 1.0]]]]),
+        ("zero(cache.v)", "cache.k", [[[[1.0, 1.0]]]]),
+        ("zero(cache.v)", "cache.v", [[[[0.0, 0.0]]]]),
+        ("zero(weight)", "weight", [0.0, 0.0]),
+        ("swap(weight,gain)", "weight", None),
+        ("absent(gain)", "gain", None),
+        ("fewer-rows", "n", 1),
+        ("more-rows", "n", 3),
+        ("plus(size)", "size", 2),
+        ("minus(size)", "size", 0),
+        ("swap(size,width)", "size", 2),
+        ("double(eps)", "eps", 1.0),
+        ("half(eps)", "eps", 0.25),
+        ("double(none)", "none", 1.0),
+        ("half(none)", "none", -1.0),
+        ("flip(on)", "on", False),
+        ("flip(style=full)", "style", "full"),
+    ],
+)
+def test_what_the_golden_of_a_mutant_sees(mutant: str, argument: str, seen: Any):
+    views: list[Any] = []
+
+    def golden(a: Any, n: int) -> None:
+        name, _, half = argument.partition(".")
+        value = n if name == "n" else getattr(getattr(a, name), half) if half else getattr(a, name)
+        views.append(value.tolist() if isinstance(value, np.ndarray) else value)
+
+    contract = everything(golden)
+    run = {one.id: one.run for one in mutants(contract, [EVERYTHING])}[mutant]
+    run(golden, namespace(contract, EVERYTHING), EVERYTHING.n)
+    assert views == [seen]
+
+
+def test_no_rows_cannot_be_fewer():
+    lengths: list[int] = []
+    fewer = next(mutants(toy.CONTRACT, [WEAK]))
+    fewer.run(lambda a, n: lengths.append(n), namespace(toy.CONTRACT, WEAK), 0)
+    assert lengths == [0]
+
+
+@pytest.mark.parametrize(
+    ("read", "noted"),
+    [
+        (lambda x: x[1], True),
+        (lambda x: x[1:], True),
+        (list, True),
+        (lambda x: x + 1, True),
+        (lambda x: x.sum(), True),
+        (lambda x: x.copy(), True),
+        (lambda x: np.concatenate([x, x]), True),
+        (lambda x: x.shape[0] + len(x), False),
+        (lambda x: x.__setitem__(1, 7), False),
+        (lambda x: x.__setitem__(slice(None), 7), False),
+        (lambda x: x.fill(7), False),
+    ],
+)
+def test_reads_are_told_from_writes(read: Callable[[Any], Any], noted: bool):
+    true = np.array([4, 5, 6], np.int32)
+    shown = Shown.of(true, np.array([0, 0, 0], np.int32))
+    read(shown)
+    assert shown.was_read is noted
+
+
+def test_writes_reach_the_true_array():
+    true = np.array([[4, 5], [6, 7]], np.int32)
+    shown = Shown.of(true, np.zeros((2, 2), np.int32))
+    shown[0, 1] += 1
+    shown[1] = [8, 9]
+    assert true.tolist() == [[4, 1], [8, 9]]
+    assert np.asarray(shown).tolist() == [[0, 1], [8, 9]]
+    copy = shown.copy()
+    copy[0, 0] = 3
+    assert true[0, 0] == 4
+
+
+def test_writes_that_bypass_the_index_arrive_in_the_end():
+    true = np.array([[4.0, 5.0], [6.0, 7.0], [8.0, 9.0], [np.nan, 1.0]])
+    shown = Shown.of(true, np.array([[0.0, 0.0], [0.0, 0.0], [0.0, 0.0], [np.nan, np.nan]]))
+    row = shown[0]
+    row[1] = 3.0
+    np.add(shown[1], 2.0, out=shown[1])
+    shown[2] = 0.0  # what was shown there anyway, and yet written
+    shown.settle()
+    np.testing.assert_array_equal(true, [[4.0, 3.0], [2.0, 2.0], [0.0, 0.0], [np.nan, 1.0]])
+    shown.fill(1.0)
+    shown.settle()
+    assert (true == 1.0).all()
 
 
 def test_text_parameter_with_one_value_is_an_error():

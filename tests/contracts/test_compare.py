@@ -113,6 +113,19 @@ def test_tolerance_is_c_eps_no_more_and_no_less(dtype: str, sign: float):
     assert outside.headroom.ratio == pytest.approx((C + 1) / C)
 
 
+def test_headroom_is_that_of_computed_numbers_alone():
+    values = np.array([1.0, 2.0, np.inf, 3.0, 0.0])
+    allowed = np.array([C, C, C, C, 0.0]) * EPS["f32"]
+    want = Expected(values, np.array([9.0, 2.0, 9.0, 9.0, 9.0]), "f32", allowed)
+    near = 1 + EPS["f32"]
+    # Off by one eps; touched; not infinite; not finite; off where nothing is allowed. Only the first one has a headroom.
+    result = verdict({"x": np.array([near, 2.5, 5.0, np.nan, 1.0], np.float32)}, {"x": want})
+    assert result.headroom is not None
+    assert result.headroom.index == (0,)
+    assert result.headroom.ratio == pytest.approx(1 / C)
+    assert result.mismatches[0].count == 4
+
+
 def test_tolerance_follows_its_scale():
     value = {"y": np.array([1.0 + 100 * EPS["f32"]], np.float32)}
     assert not verdict(value, {"y": expected([1.0], scale=1.0)}).ok

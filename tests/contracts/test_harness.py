@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from polydraft.backend import CacheSpec, StepMeta
-from polydraft.contracts.base import Args, Case, Contract, LogicalCache, opaque, param, tensor
+from polydraft.contracts.base import Args, Case, Contract, Limits, LogicalCache, opaque, param, tensor
 from polydraft.contracts.compare import EPS, from_host, to_host
 from polydraft.contracts.harness import check_kernel, run_golden, run_kernel, weight_role
 from polydraft.contracts.inputs import Poison, default_cases, generated, limits_of, namespace, symbols
@@ -174,9 +174,38 @@ def test_workspace_has_the_size_that_was_asked_for():
     assert seen == [(48, (48,), "u8")]
 
 
+def test_everything_happens_on_the_stream_that_is_given():
+    class NotingDevice(ReferenceDevice):
+        """Notes the streams that are used."""
+
+        used: list[Any] = []  # noqa: RUF012  one device
+
+        def enqueue(self, stream: Any, work: Callable[[], None]) -> None:
+            self.used.append(stream)
+            work()
+
+    device = NotingDevice()
+    provider = SimpleNamespace(
+        bind=lambda args, limits, workspace: lambda stream, n: device.used.append(stream), workspace_bytes=lambda args, limits: 0
+    )
+    table: Any = SimpleNamespace(providers={"blend": provider})
+    other = device.make_stream("other")
+    run_kernel(toy.CONTRACT, CASE, device, table, stream=other)
+    assert set(map(id, device.used)) == {id(other)}
+    device.used.clear()
+    run_kernel(toy.CONTRACT, CASE, device, table)
+    assert set(map(id, device.used)) == {id(device.stream)}
+
+
 def test_kernel_that_is_not_there():
     with pytest.raises(ContractError, match="blend/1 has no provider, got other; add it"):
         run_kernel(toy.CONTRACT, CASE, ReferenceDevice(), table_of(ReferenceDevice(), name="other"))
+
+
+def contract_over(args: type[Args], golden: Any, case: Case, **changes: Any) -> Contract:
+    """A contract with one case."""
+    name = args.__name__.removesuffix("V1").lower()
+    return Contract(name, 1, "any", args, golden, lambda: iter([case]), lambda rng: case, "Toy.", "None.", **changes)
 
 
 class LayerV1(Args):
@@ -265,6 +294,17 @@ def test_tolerance_of_a_cache_may_name_a_half_or_the_whole():
         assert {name for name, want in run_golden(contract, case).items() if want.allowed is not None} == halves
 
 
+@pytest.mark.parametrize("act", EPS)
+def test_default_scale_of_a_cache_is_that_of_one_token(act: str):
+    contract, case = layer(tolerance={"cache.k": 1.0})
+    allowed = run_golden(contract, case, act)["cache.k"].allowed
+    third = from_host(to_host(np.array(1 / 3), act), act)
+    assert allowed is not None
+    wanted = np.zeros((6, 2, 1, 1))
+    wanted[0] = 2 * third * EPS[act]  # `add_one` writes both tokens of block 0 and leaves the others alone
+    np.testing.assert_array_equal(allowed, wanted)
+
+
 @pytest.mark.parametrize(
     ("name", "shape", "role"),
     [
@@ -287,10 +327,7 @@ def test_default_scale_is_what_the_golden_wrote_in_the_row():
         a.out[:n, :2] = [[0.5, -2.0], [0.0, np.inf]]
 
     case = Case("part", {}, {}, 2, {"out": ((3, 4), "f32")})
-    contract = Contract(
-        "part", 1, "any", PartV1, golden, lambda: iter([case]), lambda rng: case, "Part.", "None.", tolerance={"out": 3.0}
-    )
-    want = run_golden(contract, case)["out"]
+    want = run_golden(contract_over(PartV1, golden, case, tolerance={"out": 3.0}), case)["out"]
     # 24576, the poison of the other half, is no magnitude; neither is infinity.
     np.testing.assert_array_equal(want.allowed, np.array([[2.0], [0.0], [0.0]]) * 3.0 * EPS["f32"])
 
@@ -306,7 +343,7 @@ def test_rows_that_carry_nothing_may_be_declared_open():
         a.out[:n][a.row_slot[:n] >= 0] = 1.0
 
     case = Case("open", {"row_slot": np.array([0, -1, 2, -1], np.int32)}, {}, 3, {"out": ((4,), "f32")})
-    contract = Contract("open", 1, "any", OpenV1, golden, lambda: iter([case]), lambda rng: case, "Open.", "None.")
+    contract = contract_over(OpenV1, golden, case)
     assert run_golden(contract, case)["out"].loose.tolist() == [False, True, False, False]  # type: ignore[union-attr]
     device = ReferenceDevice()
 
@@ -319,10 +356,27 @@ def test_rows_that_carry_nothing_may_be_declared_open():
     assert not verdict(1.0, 5.0, 2.0)
 
 
+def test_open_rows_need_not_be_finite_where_inputs_are_not():
+    class OpenV1(Args):
+        """A float input beside an open output."""
+
+        x: Any = tensor("N", "f32", "Floats.")
+        out: Any = tensor("N", "f32", "Output.", access="out", pad="any")
+
+    for x, finite in ((1.0, True), (np.inf, False), (np.nan, False)):
+        case = Case("open", {"x": np.array([x], np.float32)}, {}, 1, {"out": ((1,), "f32")})
+        assert run_golden(contract_over(OpenV1, lambda a, n: None, case), case)["out"].loose_finite is finite
+
+
 def test_poison_has_no_effect_on_a_golden_that_does_not_read_it():
     one, two = (run_golden(toy.CONTRACT, CASE, poison=poison)["out"] for poison in (Poison(), Poison(real=1536.0)))
     np.testing.assert_array_equal(one.value[:3], two.value[:3])
     assert (one.value[3], two.value[3]) == pytest.approx((-24576.0, 1536.0))
+
+
+def test_poison_of_integers_fills_every_byte():
+    assert [Poison().of(dtype) for dtype in ("i32", "u32", "u8")] == [0x5A5A5A5A, 0x5A5A5A5A, 0x5A]
+    assert Poison(integer=0x1234).of("u8") == 0x34
 
 
 @pytest.mark.parametrize("dtype", EPS)
@@ -353,10 +407,64 @@ def test_generated_cases_are_named_by_their_seed_and_repeat():
     assert (generated(toy.CONTRACT, 1).arrays["x"] != generated(toy.CONTRACT, 0).arrays["x"]).all()
 
 
-def test_symbols_and_capacities_of_a_case():
+def test_symbols_of_a_case():
     assert symbols(toy.CONTRACT, CASE) == {"N": 4, "H": 2, "B": 3}
-    limits = limits_of(toy.CONTRACT, CASE)
-    assert (limits.max_seqs, limits.max_rows, limits.num_drafts) == (3, 4, 0)
+    assert symbols(toy.CONTRACT, dataclasses.replace(CASE, n=0)) == {"N": 4, "H": 2, "B": 3}
+
+
+def test_capacities_of_a_case():
+    assert limits_of(toy.CONTRACT, CASE) == Limits(3, 0, 4, 4, 1, 1, 1, 1, 1, 1)
+    assert limits_of(*layer()) == Limits(4, 0, 5, 5, 3 * 2, 2, 6, 3, 1, 1)
+
+    class SizesV1(Args):
+        """One symbol of every capacity."""
+
+        a: Any = tensor("B K", "i32", "Drafts.")
+        b: Any = tensor("B S", "i32", "Stop tokens.")
+        c: Any = tensor("B L", "i32", "Tokens.")
+        d: Any = tensor("R V", "f32", "Rows.")
+        e: Any = tensor("NL", "i32", "Logit rows.")
+        f: Any = tensor("B W", "i32", "Window.", access="out")
+
+    def sized(**changes: Any) -> tuple[Contract, Case]:
+        shapes = {"a": (2, 3), "b": (2, 4), "c": (2, 50), "e": (7,)}
+        arrays = {name: np.zeros(shape, np.int32) for name, shape in shapes.items()}
+        case = Case("sizes", {**arrays, "d": np.zeros((6, 9), np.float32)}, {}, 1, {"f": ((2, 4), "i32")})
+        return contract_over(SizesV1, lambda a, n: None, case, **changes), case
+
+    assert limits_of(*sized()) == Limits(2, 3, 6, 7, 50, 1, 1, 1, 4, 9)
+
+    class WindowV1(Args):
+        """A window without drafts."""
+
+        window: Any = tensor("B W", "i32", "Window.")
+
+    case = Case("window", {"window": np.zeros((2, 4), np.int32)}, {}, 1)
+    assert limits_of(contract_over(WindowV1, lambda a, n: None, case), case).num_drafts == 3
+
+
+@pytest.mark.parametrize(("declared", "given", "fits"), [
+    ("float", "act", True), ("float", "f32", True), ("float", "f16", False), ("float", "i32", False),
+    ("act", "act", True), ("act", "f32", False), ("f32", "f32", True), ("f32", "act", False),
+])  # fmt: skip
+def test_dtype_of_an_output(declared: str, given: str, fits: bool):
+    args = type("OutV1", (Args,), {"__annotations__": {"out": Any}, "out": tensor("N", declared, "Out.", access="out")})
+    case = Case("out", {}, {}, 1, {"out": ((2,), given)})
+    contract = contract_over(args, lambda a, n: None, case)
+    if fits:
+        assert symbols(contract, case) == {"N": 2}
+        assert run_golden(contract, case, "bf16")["out"].dtype == ("bf16" if given == "act" else "f32")
+    else:
+        with pytest.raises(ContractError, match=r"out has .* in `outputs`, wanted a shape and"):
+            symbols(contract, case)
+
+
+def test_only_optional_arguments_may_be_left_out():
+    contract, case = layer()
+    assert symbols(contract, case)
+    without = {name: value for name, value in case.arrays.items() if name != "weight"}
+    with pytest.raises(ContractError, match=r"weight has .*NoneType"):
+        symbols(contract, dataclasses.replace(case, arrays=without))
 
 
 INCONSISTENT: dict[str, tuple[dict[str, Any], str]] = {

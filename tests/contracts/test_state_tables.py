@@ -59,7 +59,8 @@ def same(a: Any, **wanted: Any) -> None:
 def test_layout_is_what_the_host_writes_and_reads() -> None:
     assert SLOT_UPDATE_COLUMNS == (
         "slot", "phase", "prompt_len", "num_generated", "kv_len", "prefill_len", "max_total", "epoch", "top_k",
-        "seed_low", "seed_high", "temperature", "top_p", "min_p",
+        "seed_low", "seed_high", "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty",
+        "frequency_penalty", "min_tokens", "num_biases", "bad_len",
     )  # fmt: skip
     assert SNAPSHOT_COLUMNS == ("slot", "epoch", "num_tokens", "accepted", "drafted", "finish", "phase", "kv_len")
 
@@ -151,23 +152,37 @@ def test_two_drafts_a_round_from_prompt_to_first_verified_window(launch: Launch)
 
 def test_update_slots_reads_floats_and_seeds_as_bits(launch: Launch) -> None:
     lines = ("phase", "prompt_len", "num_generated", "kv_len", "prefill_len", "max_total", "epoch", "top_k", "finish")
+    tables = ("min_tokens", "num_biases", "bad_len")
+    floats = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+    penalties = 0x3FC00000, 0x3E800000, -(2**30)  # 1.5, 0.25 and -2 as the bits of a float32
     a = SimpleNamespace(
         updates=ints(
-            [1, PREFILL, 5, 0, 2, 5, 20, 4, 40, -1, 7, 1056964608, 1065353216, 0, 9, -1],
-            [-1, PREFILL, 6, 1, 3, 6, 21, 5, 41, 8, 8, 0, 0, 0, 1, 1],
+            [1, PREFILL, 5, 0, 2, 5, 20, 4, 40, -1, 7, 1056964608, 1065353216, 0, *penalties, 6, 2, 3, 9, -1],
+            [-1, PREFILL, 6, 1, 3, 6, 21, 5, 41, 8, 8, 0, 0, 0, 0, 0, 0, 7, 3, 4, 1, 1],
         ),
         seed=np.full((2, 2), POISON, np.uint32),
-        **{name: np.full(2, POISON, np.float32) for name in ("temperature", "top_p", "min_p")},
-        **outputs(**dict.fromkeys(lines, 2), draft_len=2, stop_tokens=(2, 2), drafts=(2, 3), block_table=(2, 4)),
+        **{name: np.full(2, POISON, np.float32) for name in floats},
+        **outputs(**dict.fromkeys((*lines, *tables), 2), draft_len=2, stop_tokens=(2, 2), drafts=(2, 3), block_table=(2, 4)),
     )
     launch("update_slots", a, 2)
     same(a, phase=[77, PREFILL], prompt_len=[77, 5], num_generated=[77, 0], kv_len=[77, 2], prefill_len=[77, 5])
     same(a, max_total=[77, 20], epoch=[77, 4], top_k=[77, 40], finish=[77, NONE], draft_len=[77, 0])
     same(a, seed=[[77, 77], [2**32 - 1, 7]], temperature=[77.0, 0.5], top_p=[77.0, 1.0], min_p=[77.0, 0.0])
     same(a, stop_tokens=[[77, 77], [9, -1]], drafts=[[77] * 3, [-1] * 3], block_table=[[77] * 4, [-1] * 4])
+    same(a, repetition_penalty=[77.0, 1.5], presence_penalty=[77.0, 0.25], frequency_penalty=[77.0, -2.0])
+    same(a, min_tokens=[77, 6], num_biases=[77, 2], bad_len=[77, 3])
 
 
-@pytest.mark.parametrize(("name", "field"), [("update_tokens", "tokens"), ("update_blocks", "block_table")])
+def test_a_bias_is_bits_too(launch: Launch) -> None:
+    a = SimpleNamespace(updates=ints([1, 2, 5, -(2**30)], [-1, 0, 6, 0], [0, 0, 9, 0x3FC00000]), **outputs(bias_ids=(2, 3)))
+    a.biases = np.full((2, 3), POISON, np.float32)
+    launch("update_biases", a, 3)
+    same(a, bias_ids=[[9, 77, 77], [77, 77, 5]], biases=[[1.5, 77.0, 77.0], [77.0, 77.0, -2.0]])
+
+
+@pytest.mark.parametrize(
+    ("name", "field"), [("update_tokens", "tokens"), ("update_blocks", "block_table"), ("update_bad_words", "bad_words")]
+)
 def test_single_entries(launch: Launch, name: str, field: str) -> None:
     a = SimpleNamespace(updates=ints([1, 2, 5], [-1, 0, 6], [0, 0, -1], [1, 0, 8]), **outputs(**{field: (2, 3)}))
     launch(name, a, 3)

@@ -1,11 +1,10 @@
-"""A second opinion on the whole model: naive NumPy recomputation without caches, batches or any code of the runtime.
+"""The test prompts for the demo model, beside the recomputing oracle, which the conformance kit ships.
 
-`model.py` computes target and MTP logits from the equations, `rounds.py` replays greedy speculative decoding with it,
-`tiny.py` writes random checkpoints, `prompts.py` holds the test prompts for the demo model.
+`prompts.py` holds the prompts; `polydraft.conformance.oracle` computes target and MTP logits from the equations and replays
+speculative decoding with them.
 """
 
-from tests.oracle.model import OracleModel
+from polydraft.conformance.oracle import GreedyRounds, OracleModel, greedy_rounds
 from tests.oracle.prompts import CODE_PROMPTS, STOPPING_PROMPT
-from tests.oracle.rounds import GreedyRounds, greedy_rounds
 
 __all__ = ["CODE_PROMPTS", "GreedyRounds", "STOPPING_PROMPT", "OracleModel", "greedy_rounds"]

@@ -114,3 +114,16 @@ def test_installed_command_generates_without_extras(installed: Installation):
     answer = json.loads(run(installed.scripts / "polydraft", *command, cwd=installed.folder))
     assert answer["schema"] == "polydraft.generate/1"
     assert len(answer["requests"][0]["token_ids"]) == 8
+
+
+def test_installed_command_conforms_without_extras(installed: Installation):
+    code = """
+import json, subprocess, sys
+from pathlib import Path
+command = [str(Path(sys.executable).with_name("polydraft")), "conform", "reference", "--json"]
+done = subprocess.run([*command, "--contract", "swiglu"], capture_output=True, text=True, check=True)
+print(json.loads(done.stdout)["verdict"]["status"])
+from polydraft.conformance.outcomes import PROFILES, frozen_list
+print(all(frozen_list(kind, profile) for kind in ("mustpass", "mustown") for profile in PROFILES))
+"""
+    assert installed.python(code).split() == ["0", "True"]

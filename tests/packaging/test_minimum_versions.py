@@ -17,9 +17,7 @@ def generated(environment: Installation) -> list[int]:
 
 
 @pytest.mark.deep
-def test_oldest_dependencies_generate_the_same_text(
-    distributions: Distributions, installed: Installation, tmp_path: Path
-):
+def test_oldest_dependencies_generate_the_same_text(distributions: Distributions, installed: Installation, tmp_path: Path):
     oldest = [line.replace(">=", "==", 1) for line in pyproject()["project"]["dependencies"]]
     assert all("==" in line.partition(";")[0] for line in oldest), "a dependency without a minimum"
     environment = create_environment(tmp_path / "venv")

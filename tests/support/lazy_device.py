@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 
 from polydraft import hookimpl, reference
-from polydraft.backend import BackendInfo, DeviceOptions, ForwardMeta, KernelTable, PassBuffers
+from polydraft.backend import BackendInfo, DeviceOptions, ForwardMeta, KernelTable, PassBuffers, RowOrder
 from polydraft.contracts.base import Limits
 from polydraft.device import Array, Buffer, Event, Staging, Stream
 from polydraft.errors import DeviceError
-from polydraft.reference.device import NumpyStaging, ReferenceDevice, poison_array
+from polydraft.reference.device import ReferenceDevice, poison_array
 from polydraft.reference.provider import NumpyProvider
 
 Work = Callable[[], None]
@@ -124,7 +124,6 @@ class LazyDevice(ReferenceDevice):
 
     def enqueue(self, stream: Stream, work: Work) -> None:
         assert isinstance(stream, LazyStream)
-        self.counters.launches += 1
         stream.queue.append(work)
 
     def empty(self, name: str, shape: Sequence[int], dtype: str) -> LazyBuffer:  # type: ignore[override]
@@ -154,9 +153,6 @@ class LazyDevice(ReferenceDevice):
         assert isinstance(stream, LazyStream)
         stream.queue.append(lambda: np.copyto(to, frm))
 
-    def staging(self, name: str, shape: Sequence[int], dtype: str) -> NumpyStaging:
-        return super().staging(name, shape, dtype)
-
     def synchronize(self) -> None:
         super().synchronize()
         self._drain()
@@ -168,14 +164,19 @@ class LazyDevice(ReferenceDevice):
 
 
 class LazyPlugin:
-    """A backend plugin without a package: the reference's kernels and metadata on a `LazyDevice`."""
+    """A backend plugin without a package: the reference's kernels and metadata on a `LazyDevice`.
+
+    `row_order` is what it declares: the NumPy kernels follow the launch order and do not mind."""
 
     name = "lazy"
+
+    def __init__(self, row_order: RowOrder = "slot") -> None:
+        self.row_order = row_order
 
     @hookimpl
     def polydraft_backend_info(self) -> BackendInfo:
         info = reference.polydraft_backend_info()
-        capabilities = dataclasses.replace(info.capabilities, asynchronous=True)
+        capabilities = dataclasses.replace(info.capabilities, asynchronous=True, row_order=self.row_order)
         return dataclasses.replace(
             info, name=self.name, devices=("lazy",), device_pattern="lazy", capabilities=capabilities, evidence="emulator"
         )

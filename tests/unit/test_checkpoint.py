@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from polydraft.conformance.oracle.checkpoints import TINY_MIMO, random_tensors, tensor_shapes, write_checkpoint, write_safetensors
 from polydraft.errors import CheckpointError
 from polydraft.models import Checkpoint, FamilyRegistry, Weights, load_weights
-from tests.oracle.tiny import TINY_MIMO, random_tensors, tensor_shapes, write_checkpoint, write_safetensors
 
 INDEX = "model.safetensors.index.json"
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from polydraft.conformance.oracle.checkpoints import TINY_MIMO, random_tensors, tensor_shapes, write_checkpoint
 from polydraft.errors import CapabilityError, CheckpointError, PluginError, PolydraftError
 from polydraft.models import (
     Attention,
@@ -23,7 +24,6 @@ from polydraft.models import (
     load_weights,
 )
 from polydraft.models.families import BUILT_IN
-from tests.oracle.tiny import TINY_MIMO, random_tensors, tensor_shapes, write_checkpoint
 
 LLAMA = {key: value for key, value in TINY_MIMO.items() if key not in {"num_nextn_predict_layers", "attention_bias"}}
 LLAMA["architectures"] = ["LlamaForCausalLM"]

@@ -20,7 +20,7 @@ MODULES = sorted(CORE.rglob("*.py"))
 # Import packages that core may use, beside the standard library and itself: its dependencies of pyproject.toml. No
 # tensor framework and no vendor's package is among them. A room that has an extra of its own adds a line to ROOMS.
 DEPENDENCIES = frozenset({"numpy", "pluggy", "tokenizers", "jinja2", "rich", "click"})
-ROOMS: dict[str, frozenset[str]] = {}
+ROOMS: dict[str, frozenset[str]] = {"polydraft/trace_view.py": frozenset({"matplotlib"})}  # imported only to draw a PNG
 
 ENVIRONMENT = CORE / "polydraft" / "environment.py"
 ENVIRONMENT_NAMES = frozenset({"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv", "expandvars"})
@@ -43,7 +43,7 @@ def imported(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 def foreign_imports(tree: ast.AST, path: Path) -> list[str]:
     """Return the imports of packages that are neither standard library, polydraft, nor declared for this file."""
-    extra = frozenset[str]().union(*(packages for room, packages in ROOMS.items() if (CORE / room) in path.parents))
+    extra = frozenset[str]().union(*(packages for room, packages in ROOMS.items() if (CORE / room) in (path, *path.parents)))
     allowed = sys.stdlib_module_names | DEPENDENCIES | extra | {"polydraft"}
     return [f"{line}: {name}" for line, name in imported(tree) if name.partition(".")[0] not in allowed]
 

@@ -8,10 +8,10 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
+from polydraft.conformance.oracle.checkpoints import TINY_MIMO, write_checkpoint
 from polydraft.demo import demo_model_path
 from polydraft.models import Tokenizer
 from tests.oracle import CODE_PROMPTS, STOPPING_PROMPT, OracleModel, greedy_rounds
-from tests.oracle.tiny import TINY_MIMO, write_checkpoint
 
 V = 16
 TEXT = [3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14]  # what the scripted target says, prompt included

@@ -1,0 +1,134 @@
+"""The kit on whole backends: who passes what, with which verdict, and how each kind of failure ends."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree as ET
+
+import jsonschema
+import pytest
+
+from polydraft.conformance import overlap_checks, sanity_checks
+from polydraft.conformance.catalogue import every_check, must_own, must_pass, write_lists
+from polydraft.conformance.check import Check, Tally
+from polydraft.conformance.graph_checks import checks as graph_checks
+from polydraft.conformance.outcomes import PROFILES, SPEC, frozen_list
+from polydraft.conformance.pages import junit, page
+from polydraft.conformance.report import Selection, conform, verify
+from polydraft.conformance.target import Target
+from polydraft.errors import ContractError
+from tests.conformance.doubles import BACKENDS, basic, raising, unavailable
+from tests.support.project import ROOT
+
+
+# -- who passes ----------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", BACKENDS)
+def test_basic_holds(name: str):
+    report = basic(name)
+    assert report.status == 0, page(report)
+    counts = report.content["verdict"]["counts"]
+    assert counts["fail"] == counts["error"] == counts["waived"] == 0
+    assert counts["pass"] > 700
+    assert all(result.comparisons > 0 for result in report.results if result.outcome == "pass")
+    kind = {"reference": "own", "emulator": "emulated"}[name]
+    assert set(report.content["owners"].values()) == {kind}
+    jsonschema.validate(report.content, json.loads((ROOT / "core/polydraft/schemas/conform-1.json").read_text()))
+
+
+@pytest.mark.parametrize("checks", [graph_checks, overlap_checks.checks, sanity_checks.checks], ids=["L3", "L4", "L6"])
+def test_the_emulator_passes_the_other_levels(checks: Any):
+    target = Target(BACKENDS["emulator"])
+    results = [check.result(target) for check in checks()]
+    assert [(r.id, r.outcome, r.message) for r in results if r.outcome != "pass"] == []
+
+
+def test_a_synchronous_backend_without_graphs_claims_neither():
+    target = Target("reference")
+    assert {check.result(target).outcome for check in (*graph_checks(), *overlap_checks.checks())} == {"unsupported"}
+
+
+# -- verdicts ------------------------------------------------------------------------------------------
+def test_a_backend_that_is_not_there_proves_nothing():
+    report = conform(unavailable())
+    assert (report.status, report.results) == (4, [])
+    assert "the library is not installed; install it" in report.content["verdict"]["sentence"]
+
+
+def test_a_higher_profile_needs_its_capabilities():
+    report = conform("reference", selection=Selection("graph", "L3"))
+    assert (report.status, {r.outcome for r in report.results}) == (4, {"unsupported"})
+
+
+@pytest.mark.parametrize("error", [ContractError, ZeroDivisionError])
+def test_a_backend_that_raises_fails_and_is_quoted(error: type[Exception]):
+    report = conform(raising("swiglu", error), selection=Selection(contract="swiglu"))
+    assert report.status == 1
+    assert {r.outcome for r in report.results} == {"fail", "unsupported"}
+    assert any(f"{error.__name__}: swiglu is not ready" in problem for problem in report.content["verdict"]["problems"])
+
+
+def test_faults_of_the_kit_are_its_own():
+    def broken(target: Target, tally: Tally) -> None:
+        from polydraft.conformance.probe import prompts
+
+        prompts("many")  # type: ignore[arg-type]
+
+    def empty(target: Target, tally: Tally) -> None:
+        pass
+
+    target = Target("reference")
+    assert Check("L1/broken", broken).result(target).outcome == "error"
+    result = Check("L1/empty", empty).result(target)
+    assert (result.outcome, result.message) == ("error", "the check compared nothing, which proves nothing")
+
+
+# -- lists ---------------------------------------------------------------------------------------------
+def test_ids_are_unique():
+    ids = [check.id for check in every_check()]
+    assert len(set(ids)) == len(ids)
+
+
+def test_lists_are_frozen(tmp_path: Path):
+    """A check that comes or goes is a diff: `python -m polydraft.conformance.catalogue` writes the lists anew."""
+    write_lists(tmp_path)
+    for profile in PROFILES:
+        for kind in ("mustpass", "mustown"):
+            name = f"{kind}-{profile}-{SPEC}.txt"
+            shipped = ROOT / "core" / "polydraft" / "conformance" / "lists" / name
+            assert shipped.read_text() == (tmp_path / name).read_text(), name
+        assert frozen_list("mustpass", profile) == tuple(must_pass(profile))
+        assert frozen_list("mustown", profile) == tuple(must_own(profile))
+
+
+def test_profiles_contain_each_other():
+    lists = [set(must_pass(profile)) for profile in PROFILES]
+    assert all(smaller < larger for smaller, larger in itertools.pairwise(lists))
+    assert {id_.partition("/")[0] for id_ in lists[-1]} == {"L0", "L1", "L2", "L3", "L4", "L5", "L6"}
+
+
+# -- reports -------------------------------------------------------------------------------------------
+def test_what_is_written(tmp_path: Path):
+    report = basic("reference")
+    report.write(tmp_path / "new")
+    content = json.loads((tmp_path / "new" / "report.json").read_text())
+    assert content == report.content
+    assert verify(content) == []
+    suites = ET.fromstring((tmp_path / "new" / "junit.xml").read_text())
+    assert [suite.get("name") for suite in suites] == ["L0", "L1", "L2", "L5"]
+    assert sum(len(suite) for suite in suites) == len(report.results)
+    text = (tmp_path / "new" / "report.txt").read_text()
+    assert f"polydraft-conformance 1.0 / basic ({len(content['owners'])} own, 0 delegated) holds" in text
+    assert "self-certified" in text
+    assert all(kernel in text for kernel in ("linear", "paged_attention", "swiglu"))
+    assert text.count("\n") < 60
+
+
+def test_failures_are_in_every_form():
+    report = conform(raising("swiglu", ContractError), selection=Selection(contract="swiglu"))
+    suites = ET.fromstring(junit(report))
+    assert suites.find(".//failure") is not None
+    assert "L2/swiglu/every_row_used" in page(report)
+    assert "swiglu is not ready" in page(report)

@@ -1,0 +1,203 @@
+"""`polydraft conform`: exit statuses, JSON against its schemas, and sentences that can be acted on."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jsonschema
+import pytest
+
+from polydraft.cli import main
+from tests.support import minimal_backend
+from tests.support.project import ROOT
+
+MINIMAL = minimal_backend.__file__
+
+
+class Answer(NamedTuple):
+    status: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        answer = json.loads(self.out)
+        file = answer["schema"].removeprefix("polydraft.").replace("/", "-")
+        jsonschema.validate(answer, json.loads((ROOT / "core/polydraft/schemas" / f"{file}.json").read_text()))
+        return answer
+
+
+@pytest.fixture
+def conform(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Answer]:
+    def call(*args: str) -> Answer:
+        given = ["conform", *args]
+        monkeypatch.setattr(sys, "argv", ["polydraft", *given])
+        with pytest.raises(SystemExit) as exit_:
+            main.main(given)
+        out, err = capsys.readouterr()
+        return Answer(int(exit_.value.code or 0), out, err)
+
+    return call
+
+
+SWAPPED = """
+import dataclasses
+from polydraft import reference
+from polydraft.conformance.zoo import MUTANTS
+mutant = next(m for m in MUTANTS if m.id == "{id}")
+globals().update({{k: v for k, v in vars(mutant.broken(reference)).items() if k.startswith("polydraft_")}})
+from polydraft import hookimpl
+_info = [polydraft_backend_info]
+@hookimpl
+def polydraft_backend_info():
+    return dataclasses.replace(_info[0](), name="broken")
+"""
+
+
+@pytest.fixture
+def broken(tmp_path: Path) -> Callable[[str], str]:
+    """A file with a backend called "broken", which is a mutant of the reference."""
+
+    def write(mutant: str) -> str:
+        file = tmp_path / "broken.py"
+        file.write_text(SWAPPED.format(id=mutant))
+        return str(file)
+
+    return write
+
+
+def test_one_contract_in_an_instant(conform: Callable[..., Answer]):
+    answer = conform("reference", "--contract", "verify_match", "--seed", "7")
+    assert answer.status == 0
+    assert "the checks that were asked for holds: 1 checks passed" in answer.out
+    assert "run it again with\n  polydraft conform reference --contract verify_match --seed 7" in answer.out
+
+
+def test_one_case_and_one_level(conform: Callable[..., Answer]):
+    case = conform("reference", "--contract", "linear", "--case", "one_row", "--json").json
+    assert [result["id"] for result in case["results"]] == ["L2/linear/one_row"]
+    level = conform("reference", "--level", "L1", "--json").json
+    assert {result["id"][:2] for result in level["results"]} == {"L1"}
+    assert level["claim"]["complete"] is False
+
+
+@pytest.mark.parametrize(
+    ("mutant", "contract", "said"),
+    [("M01", "select_last_rows", "L2/select_last_rows/resumed_prefill_is_no_special_case: select_last_rows/1, case "),
+     ("M17", "argmax", "tokens[")],
+)  # fmt: skip
+def test_a_failure_says_what_where_and_how_to_see_it_again(
+    conform: Callable[..., Answer], broken: Callable[[str], str], mutant: str, contract: str, said: str
+):
+    answer = conform("broken", "--plugin", broken(mutant), "--contract", contract)
+    assert answer.status == 1
+    assert said in answer.out
+    assert f"(replay: --contract {contract} --" in answer.out
+    assert f"looks like {mutant}" in answer.out
+    assert "wanted" in answer.out
+
+
+def test_a_thin_backend_has_its_kernels_counted(conform: Callable[..., Answer], tmp_path: Path):
+    answer = conform("minimal", "--plugin", MINIMAL, "--json", "--out", str(tmp_path))
+    owners, sentence = answer.json["owners"], answer.json["verdict"]["sentence"]
+    assert owners["residual_add"] == "own"
+    assert set(owners.values()) == {"own", "delegated"}
+    assert answer.status == 4, "one addition is no compute kernel"
+    assert sentence.startswith("nothing was proved: no compute kernel is the backend's own; implement at least one of embed")
+    assert "self-certified" in (tmp_path / "report.txt").read_text()
+    again = conform("verify", str(tmp_path / "report.json"), "--json")
+    assert (again.status, again.json["consistent"]) == (4, True)
+
+
+def test_verify_refuses_what_was_changed(conform: Callable[..., Answer], tmp_path: Path):
+    assert conform("reference", "--level", "L0", "--out", str(tmp_path)).status == 0
+    file = tmp_path / "report.json"
+    assert conform("verify", str(file)).out.startswith("consistent; it says: the checks that were asked for")
+    file.write_text(file.read_text().replace('"pass"', '"fail"', 1))
+    assert conform("verify", str(file)).status == 1
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (("nobody",), "no plugin 'nobody' in polydraft.backends"),
+        (("reference", "--contract", "linaer"), "did you mean 'linear'?"),
+        (("reference", "--contract", "linear", "--case", "no_such_case"), "no check fits --contract linear --case no_such_case"),
+        (("reference", "--seed", "3"), "a case or a seed belongs to a contract"),
+        (("reference", "--profile", "gold"), "'gold' is not one of"),
+        (("reference", "report.json"), "one argument too many"),
+        (("verify",), "needs the path of a report.json"),
+        (("verify", "no/such/report.json"), "cannot be read as a report"),
+        (("reference", "--level", "L1", "--waivers", "no.json"), "waivers no.json cannot be read"),
+    ],
+)
+def test_bad_usage(conform: Callable[..., Answer], args: tuple[str, ...], said: str):
+    answer = conform(*args)
+    assert (answer.status, answer.out) == (2, "")
+    assert said in answer.err
+    assert answer.err.count("\n") == 1
+
+
+def test_the_schemas_refuse_what_does_not_fit(conform: Callable[..., Answer]):
+    report = conform("reference", "--level", "L1", "--json").json
+    schema = json.loads((ROOT / "core/polydraft/schemas/conform-1.json").read_text())
+    assert jsonschema.Draft202012Validator(schema).is_valid(report)
+    for change in ({"extra": 1}, {"results": [{"id": "x"}]}, {"owners": {"linear": "borrowed"}}):
+        assert not jsonschema.Draft202012Validator(schema).is_valid({**report, **change})
+
+
+DOOMED = """
+import dataclasses, os, time
+from polydraft import hookimpl, reference
+from polydraft.conformance.target import TableProxy
+from polydraft.reference import polydraft_init_forward_meta, polydraft_open_device
+
+
+class Doomed:
+    def bind(self, args, limits, workspace):
+        {fate}
+
+    def workspace_bytes(self, args, limits):
+        return 0
+
+
+@hookimpl
+def polydraft_backend_info():
+    return dataclasses.replace(reference.polydraft_backend_info(), name="doomed")
+
+
+@hookimpl
+def polydraft_kernels(device):
+    return TableProxy(reference.polydraft_kernels(device), {{"embed": Doomed()}})
+"""
+
+
+@pytest.mark.parametrize(
+    ("fate", "said"),
+    [
+        ("os.abort()", "the process died in this check (exit status -6)"),
+        ("os._exit(0)", "the process died in this check (exit status 0)"),
+        ("time.sleep(600)", "the check did not end within 1 s; it hangs, or --timeout is too short"),
+    ],
+)
+def test_a_backend_that_crashes_or_hangs_fails_its_checks(conform: Callable[..., Answer], tmp_path: Path, fate: str, said: str):
+    file = tmp_path / "doomed.py"
+    file.write_text(DOOMED.format(fate=fate))
+    answer = conform("doomed", "--plugin", str(file), "--contract", "embed", "--case", "all_padding", "--timeout", "1", "--json")
+    assert answer.status == 1
+    (result,) = answer.json["results"]
+    assert (result["id"], result["outcome"], result["message"]) == ("L2/embed/all_padding", "fail", said)
+
+
+def test_checks_behind_a_crash_are_run(conform: Callable[..., Answer], tmp_path: Path):
+    file = tmp_path / "doomed.py"
+    file.write_text(DOOMED.format(fate="os.abort()"))
+    results = conform("doomed", "--plugin", str(file), "--level", "L0", "--json").json["results"]
+    outcome = {result["id"]: result["outcome"] for result in results}
+    assert outcome["L0/weights-refill-in-place"] == "fail"
+    assert outcome["L0/undeclared-is-refused"] == "pass"
+    assert len(outcome) == len(results)

@@ -1,0 +1,63 @@
+"""The zoo around the reference and the emulator: each mutant runs its named killer and nothing else, and dies of its fault."""
+
+from __future__ import annotations
+
+import pytest
+
+from polydraft.conformance.outcomes import LEVELS
+from polydraft.conformance.proof import Proof, matrix, prove
+from polydraft.conformance.zoo import CORES, MUTANTS, SHELF, Mutant
+from tests.conformance.doubles import BACKENDS
+
+SAID = {
+    "M01": "select_last_rows", "M18": "acceptance trace", "M21": "replayed is", "M22": "allocated 1",
+    "M24": "synchronised 1 times", "M38": "acceptance trace", "M42": "silently run the reference's code", "M44": "gate_up",
+}  # fmt: skip
+"""Words that must be in what some killers say: that the mutant died of its fault and not of an accident."""
+
+
+def around(mutant: Mutant) -> str:
+    """Faults of order and of graphs show on the emulator alone."""
+    return "emulator" if mutant.needs else "reference"
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.id)
+def test_mutant_is_killed(mutant: Mutant):
+    (trial,) = prove(BACKENDS[around(mutant)], mutants=[mutant], shelf=()).trials
+    assert (trial.unbroken, trial.broken) == ("pass", "fail"), trial
+    assert SAID.get(mutant.id, "") in trial.message
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("name", BACKENDS)
+def test_the_whole_matrix(name: str):
+    proof = prove(BACKENDS[name])
+    assert proof.status == 0, matrix(proof)
+
+
+def test_the_shelf_lives():
+    proof = prove(BACKENDS["emulator"], mutants=(), shelf=SHELF)
+    assert proof.status == 0, matrix(proof)
+    assert len(proof.trials) == sum(len(variant.passes) for variant in SHELF)
+
+
+def test_a_mutant_that_lives_fails_the_proof():
+    harmless = Mutant("M00", "no mutant at all", "nowhere", MUTANTS[0].killer, lambda plugin: plugin)
+    proof = prove("reference", mutants=[harmless], shelf=())
+    assert proof.status == 1
+    assert "! M00  lives" in matrix(proof)
+
+
+def test_nothing_tried_is_nothing_proved():
+    needing = [mutant for mutant in MUTANTS if mutant.needs][:1]
+    assert prove("reference", mutants=needing, shelf=()).status == 4
+    assert Proof("none", ()).status == 4
+
+
+def test_numbers():
+    numbers = [mutant.id for mutant in MUTANTS]
+    assert len(set(numbers)) == len(numbers)
+    table = {f"M{i:02}" for i in range(1, 53)}
+    assert table <= {*numbers, *CORES}
+    assert not set(numbers) & set(CORES)
+    assert {mutant.level for mutant in MUTANTS} <= set(LEVELS)

@@ -1,0 +1,144 @@
+"""Figures and claims of the README against what they rest on: committed results, a run of the demo, and what is refused."""
+
+import html
+import json
+import re
+from collections import defaultdict
+from importlib.metadata import entry_points
+from typing import Any
+
+import pytest
+
+from polydraft import LLM, RequestOutput
+from polydraft.config import EngineConfig
+from polydraft.demo import demo_model_path
+from polydraft.errors import CapabilityError
+from polydraft.models import Checkpoint, FamilyRegistry
+from polydraft.plugins import Plugins
+from polydraft.proposers.base import built_in
+from polydraft.runtime.resolve import resolve
+from tests.docs.pages import fences, read, rows, section
+from tests.support.project import ROOT
+
+README = read(ROOT / "README.md")
+
+
+def result(text: str) -> tuple[dict[str, Any], str]:
+    """The result that a marked table was made from, and the text behind the marker."""
+    marker = re.search(r"<!-- figures: (\S+) -->", text)
+    assert marker is not None, "the table of figures has no marker that names its result"
+    return json.loads((ROOT / marker[1]).read_text(encoding="utf-8")), text[marker.end() :]
+
+
+def test_tokens_per_round_are_those_of_the_result():
+    measured, text = result(section(README, "Figures"))
+    wanted = [
+        [
+            str(row["draft_tokens"]),
+            f"`{row['verify']}`",
+            f"{row['temperature']:g}",
+            f"{row['top_p']:g}",
+            f"{row['tokens_per_round']:.2f}",
+            " ".join(f"{share:.0%}" for share in row["acceptance_per_position"]),
+        ]
+        for row in measured["rows"]
+    ]
+    assert rows(text) == wanted
+
+
+def test_the_result_says_what_a_figure_must_say():
+    measured, text = result(section(README, "Figures"))
+    assert measured["schema"] == "polydraft.bench/1"
+    assert all(measured[key] for key in ("date", "commit", "device", "versions", "method", "rows"))
+    assert measured["date"] in text
+    assert f"NumPy {measured['versions']['numpy']}" in text
+    assert all(row["accept_schedule"] is None for row in measured["rows"]), "a synthetic schedule is called so in the text"
+
+
+# -- the picture and the diagram show a run that anybody can repeat -------------------------------------------------------
+@pytest.fixture(scope="module")
+def demo_run() -> tuple[RequestOutput, list[str]]:
+    """The run of the picture, whose every choice is clear in float64, and its tokens as text."""
+    llm = LLM(draft_tokens=3)
+    (output,) = llm.generate("def fibonacci(n):")
+    tokens = [llm.engine.tokenizer.decode([token_id]) for token_id in output.token_ids]
+    llm.close()
+    return output, tokens
+
+
+def drawn_lines(svg: str) -> list[str]:
+    """The lines of a terminal picture as text; white space between pieces is not drawn, but their places are."""
+    lines: dict[int, str] = defaultdict(str)
+    for x, width, line, text in re.findall(r'<text [^>]*?x="([\d.]+)"[^>]*?Length="([\d.]+)"[^>]*?-line-(\d+)\)">([^<]*)<', svg):
+        drawn = html.unescape(text).replace("\xa0", " ").rstrip("\n")
+        if drawn:
+            column = round(float(x) / (float(width) / len(drawn)))
+            lines[int(line)] = lines[int(line)].ljust(column) + drawn
+    return [lines[line].rstrip() for line in range(max(lines) + 1)]
+
+
+def test_the_picture_is_of_this_run(demo_run: tuple[RequestOutput, list[str]]):
+    output, _ = demo_run
+    lines = drawn_lines(read(ROOT / "docs" / "images" / "demo.svg"))
+    per_round = (len(output.token_ids) - 1) / len(output.rounds)
+    wanted = ["def fibonacci(n):", *(line.rstrip() for line in output.text.splitlines()[1:])]
+    start = lines.index("def fibonacci(n):")
+    assert lines[start : start + len(wanted)] == wanted
+    figures = next(line for line in lines if " tokens per round" in line)
+    assert figures.startswith(f"{len(output.token_ids)} tokens | {per_round:.2f} tokens per round | accepted by position ")
+    shares = re.findall(r"\d+%", figures)
+    assert f"{per_round:.2f} tokens per round" in README
+    assert all(share in README.split("](docs/images/demo.svg)")[0] for share in shares), "the picture's description is of another"
+
+
+def test_the_diagram_is_the_first_round_of_this_run(demo_run: tuple[RequestOutput, list[str]]):
+    output, tokens = demo_run
+    (diagram,) = (fence.text for fence in fences(section(README, "How it works"), "text"))
+    known, *committed = (f"[{token}]".replace("\n", "\\n") for token in tokens[: 2 + output.rounds[0]])
+    assert f"def fibonacci(n):{known}" in diagram
+    assert "".join(committed) in diagram
+    assert f"{len(committed)} tokens of text" in diagram
+    assert f"{output.rounds[0]} accepted drafts" in diagram
+
+
+# -- what is "to come" is refused, and nothing else is ----------------------------------------------------------------------
+ASKED: dict[str, dict[str, Any]] = {
+    "`--verify rejection`": {"verify": "rejection"},
+    "`--sanitize`": {"sanitize": True},
+    "`ngram`": {"proposer": "ngram"},
+    "`suffix`": {"proposer": "suffix"},
+    "`hybrid`": {"proposer": "hybrid"},
+}
+"""What the table of states says of a wish, by the words it uses."""
+
+
+def state(words: str) -> str:
+    """The state of the one part whose row has these words."""
+    found = [row[1] for row in rows(section(README, "Status")) if words in row[0]]
+    assert len(found) == 1, f"{len(found)} rows of the README's table of states name {words}"
+    return found[0]
+
+
+def refused(**options: Any) -> str:
+    """The refusal of these wishes on the reference backend and the demo model; empty where they can be met."""
+    with Checkpoint(demo_model_path()) as checkpoint:
+        model, _ = FamilyRegistry().describe(checkpoint)
+    try:
+        resolve(EngineConfig(**options), Plugins.load("reference").info(), model, proposers=tuple(built_in().names()))
+    except CapabilityError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("words", ASKED)
+def test_what_is_to_come_is_refused_by_name_and_nothing_else(words: str):
+    (name,) = re.findall(r"[a-z]+", words)[-1:]
+    refusal = refused(**ASKED[words])
+    assert state(words).startswith("to come") == bool(refusal), f"the README's table of states is wrong about {words}"
+    assert not refusal or name in refusal
+
+
+def test_the_readme_knows_every_backend():
+    own = [entry.name for entry in entry_points(group="polydraft.backends") if entry.value.startswith("polydraft")]
+    assert own
+    assert [name for name in own if not state(f"`{name}`")] == []

@@ -1,0 +1,62 @@
+"""docs/plugins.md against the code: every hook with its exact signature and a test of its own, and an example that runs."""
+
+import inspect
+import re
+
+import pytest
+
+from polydraft import hooks
+from polydraft.plugin_checks import ROLES
+from tests.support.project import ROOT
+
+PAGE = (ROOT / "docs" / "plugins.md").read_text(encoding="utf-8")
+EXAMPLE = ROOT / "tests" / "support" / "minimal_backend.py"
+
+
+def signature(hook: str) -> str:
+    """The hook as it is written in hooks.py, without quotes around its annotations."""
+    declared = inspect.signature(getattr(hooks, hook))
+    arguments = ", ".join(f"{p.name}: {p.annotation}" for p in declared.parameters.values())
+    return f"{hook}({arguments}) -> {declared.return_annotation}"
+
+
+def sections() -> dict[str, str]:
+    """Heading of each third-level section to its text."""
+    pieces = re.split(r"^#{2,3} (.*)$", PAGE, flags=re.MULTILINE)[1:]
+    return dict(zip(pieces[::2], pieces[1::2], strict=True))
+
+
+def test_hooks_are_all_the_specifications():
+    specified = [name for name, value in vars(hooks).items() if hasattr(value, "polydraft_spec")]
+    assert specified == list(hooks.HOOKS)
+
+
+@pytest.mark.parametrize("hook", hooks.HOOKS)
+def test_every_hook_has_a_section_that_says_when_and_what(hook: str):
+    section = sections().get(f"`{signature(hook)}`")
+    assert section is not None, f"docs/plugins.md has no heading `{signature(hook)}`"
+    assert "**Called**" in section or "**called**" in section
+    assert "**Returns**" in section or signature(hook).endswith("-> None")
+
+
+def test_no_section_describes_a_hook_that_does_not_exist():
+    assert set(re.findall(r"polydraft_\w+(?=\()", "\n".join(sections()))) == set(hooks.HOOKS)
+
+
+def test_every_hook_has_a_test():
+    source = (ROOT / "tests" / "unit" / "test_hooks.py").read_text(encoding="utf-8")
+    tests = set(re.findall(r"^def (test_\w+)\(", source, flags=re.MULTILINE))
+    assert {f"test_{hook}" for hook in hooks.HOOKS} <= tests
+
+
+def test_every_kind_of_plugin_is_in_the_table():
+    for role in ROLES:
+        row = next(line for line in PAGE.splitlines() if line.startswith(f"| {role.noun} |"))
+        assert f"`{role.group}`" in row
+        assert all(f"`{hook}`" in row for hook in role.required)
+
+
+def test_the_example_is_the_file_that_the_tests_run():
+    blocks = re.findall(r"^```python\n(.*?)^```$", PAGE, flags=re.DOTALL | re.MULTILINE)
+    assert blocks == [EXAMPLE.read_text(encoding="utf-8")]
+    assert len(blocks[0].splitlines()) <= 110

@@ -1,0 +1,97 @@
+"""The oracle of sampled texts itself: published numbers, tables worked by hand, and agreement with its greedy sister."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from polydraft.conformance.oracle.coupled import Sampling, coupled_rounds, gumbel, threefry
+from polydraft.conformance.oracle.rounds import greedy_rounds
+from tests.support import tiny
+
+HALVES = np.log([0.125, 0.5, 0.0625, 0.25, 0.0625])
+"""Easy probabilities; best first: tokens 1, 3, 0, then 2 and 4 equal."""
+
+
+@pytest.mark.parametrize(
+    ("key", "counter", "words"),
+    [
+        ((0, 0), (0, 0), (0x6B200159, 0x99BA4EFE)),
+        ((0xFFFFFFFF, 0xFFFFFFFF), (0xFFFFFFFF, 0xFFFFFFFF), (0x1CB996FC, 0xBB002BE7)),
+        ((0x13198A2E, 0x03707344), (0x243F6A88, 0x85A308D3), (0xC4923A9C, 0x483DF7A0)),
+    ],
+)
+def test_threefry_gives_the_known_answers_of_its_authors(
+    key: tuple[int, int], counter: tuple[int, int], words: tuple[int, int]
+) -> None:
+    assert threefry(key, counter) == words
+
+
+def test_noise_is_standard_gumbel_and_keyed_by_seed_and_position() -> None:
+    noise = np.concatenate([gumbel(seed, position, 97) for seed in (1, 2**32, 2**63) for position in range(40)])
+    assert len(np.unique(noise)) > 0.99 * len(noise)
+    assert noise.mean() == pytest.approx(0.5772, abs=0.05)
+    assert noise.var() == pytest.approx(math.pi**2 / 6, abs=0.15)
+    assert gumbel(7, 3, 8)[:5].tolist() == gumbel(7, 3, 5).tolist()
+
+
+@pytest.mark.parametrize(
+    ("sampling", "kept"),
+    [
+        (Sampling(1.0), {0, 1, 2, 3, 4}),
+        (Sampling(1.0, top_k=3), {0, 1, 3}),
+        (Sampling(1.0, top_k=4), {0, 1, 2, 3}),  # of the equals 2 and 4 the lower id
+        (Sampling(1.0, top_p=0.4), {1}),
+        (Sampling(1.0, top_p=0.7), {1, 3}),
+        (Sampling(1.0, top_p=0.6, top_k=2), {1}),  # with top-k, 0.5 has become 2/3
+        (Sampling(1.0, min_p=0.2), {0, 1, 3}),
+        (Sampling(1.0, top_k=4, top_p=0.9, min_p=0.3), {1, 3}),
+    ],
+)
+def test_filters_by_hand(sampling: Sampling, kept: set[int]) -> None:
+    assert set(np.flatnonzero(sampling._keep(HALVES, 0.0))) == kept
+
+
+def test_tokens_are_drawn_with_their_probabilities() -> None:
+    drawn = [Sampling(1.0, seed=5).choose(HALVES, position)[0] for position in range(4000)]
+    assert np.bincount(drawn) / 4000 == pytest.approx(np.exp(HALVES), abs=0.03)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "logits", "clear"),
+    [
+        (Sampling(), [1.0, 1.00005, 0.0], False),
+        (Sampling(), [1.0, 1.0002, 0.0], True),
+        (Sampling(1.0, top_k=1), [1.0, 1.00005, -9.0], False),
+        (Sampling(1.0, top_k=1), [1.0, 2.0, -9.0], True),
+        (Sampling(1.0, top_p=0.5), [0.0, 0.0], False),  # the second begins exactly at the border
+        (Sampling(1.0, top_p=0.6), [0.0, -50.0], True),
+        (Sampling(1.0, min_p=0.5), [0.0, math.log(0.50005)], False),
+        (Sampling(1.0, min_p=0.4), [0.0, math.log(0.1)], True),
+    ],
+)
+def test_what_a_float32_engine_may_decide_otherwise_is_not_clear(sampling: Sampling, logits: list[float], clear: bool) -> None:
+    found = [sampling.choose(np.array(logits), position)[1] for position in range(60)]
+    assert all(found) if clear else not all(found)
+
+
+@pytest.mark.parametrize("model", tiny.CONFIGS)
+def test_at_temperature_zero_it_is_the_greedy_oracle(model: str) -> None:
+    oracle, prompt = tiny.oracle(model), [5, 9, 2, 9]
+    for num_drafts in range(5):
+        greedy = greedy_rounds(oracle, prompt, num_drafts, 20, (0, 17))
+        replay = coupled_rounds(oracle, prompt, Sampling(), num_drafts, 20, (0, 17))
+        assert (replay.token_ids, replay.rounds) == (greedy.token_ids, greedy.rounds)
+
+
+@pytest.mark.parametrize("model", tiny.CONFIGS)
+def test_tiny_models_are_worth_testing_with(model: str) -> None:
+    """Accepted counts from 0 to K occur, texts have many different tokens, and most choices are clear."""
+    replays = [coupled_rounds(tiny.oracle(model), [i + 1, 3 * i], Sampling(t), 3, 40, ()) for i in range(3) for t in (0.0, 1.0)]
+    rounds = [accepted for replay in replays for accepted in replay.rounds]
+    assert set(rounds) == {0, 1, 2, 3}
+    assert 1.3 < 1 + sum(rounds) / len(rounds) < 3
+    assert np.mean([len(set(replay.token_ids)) for replay in replays]) > 12
+    assert sum(replay.clear for replay in replays) >= 5

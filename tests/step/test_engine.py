@@ -1,0 +1,399 @@
+"""The engine as its clients see it: requests in, records out, ends of every kind, on every kind of device.
+
+What a request must give is taken from the same request served alone (`runs.solo`), cut by hand where a test ends it early.
+"""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from polydraft import LLM, Engine, EngineConfig, RequestOutput, SamplingParams
+from polydraft.errors import ConfigError, RequestError
+from polydraft.runtime.request import Status
+from tests.support import runs
+from tests.support.meddling import byte_checkpoint
+from tests.support.runs import Ask, drive, essence, solo
+
+MODEL, K = "shared", 3
+PROMPTS = tuple(tuple(range(1 + i, 2 + i + 2 * (i % 5))) for i in range(11))
+"""Eleven different prompts of 1 to 9 tokens."""
+FREE = SamplingParams(max_new_tokens=24, ignore_eos=True)
+
+
+@pytest.fixture(params=runs.DEVICES)
+def device(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def make(device: str = "reference", **options: Any) -> Engine:
+    return runs.engine(MODEL, device=device, **{"max_num_seqs": 4, "draft_tokens": K, **options})
+
+
+def params(**values: Any) -> SamplingParams:
+    return SamplingParams(**{"max_new_tokens": 24, "ignore_eos": True, **values})
+
+
+def alone(prompt: tuple[int, ...], own: SamplingParams = FREE) -> RequestOutput:
+    return solo(MODEL, K, prompt, own)
+
+
+def rounds_of(output: RequestOutput, num_tokens: int) -> tuple[int, ...]:
+    """The rounds of the first `num_tokens` tokens: which round each token came from, counted token by token."""
+    made_by = [-1]  # the prefill
+    is_draft = [False]
+    for index, accepted in enumerate(output.rounds):
+        made_by += [index] * (accepted + 1)
+        is_draft += [True] * accepted + [False]
+    kept = list(zip(made_by, is_draft, strict=True))[:num_tokens]
+    return tuple(sum(draft for made, draft in kept if made == index) for index in range(kept[-1][0] + 1))
+
+
+# -- many requests -------------------------------------------------------------------------------------
+def test_more_requests_than_slots(device: str):
+    asks = [Ask(prompt, params(max_new_tokens=8 + 2 * i)) for i, prompt in enumerate(PROMPTS)]
+    engine = make(device)
+    for ask, output in zip(asks, drive(engine, asks), strict=True):
+        assert output.prompt_ids == ask.prompt_ids
+        assert essence(output) == essence(alone(ask.prompt_ids, ask.params))
+
+
+def test_totals_are_the_sums_of_the_requests(device: str):
+    stops = {i: alone(prompt).text[9 + i : 14 + i] for i, prompt in enumerate(PROMPTS)}
+    engine = make(device)
+    outputs = drive(engine, [Ask(prompt, params(stop=stops[i] if i % 2 else ())) for i, prompt in enumerate(PROMPTS)])
+    totals, rounds = engine.totals, [accepted for output in outputs for accepted in output.rounds]
+    assert any(output.finish_reason == "stop" for output in outputs)
+    assert totals.new_tokens == sum(len(output.token_ids) for output in outputs)
+    assert (totals.rounds, totals.accepted) == (len(rounds), sum(rounds))
+    assert totals.drafted == sum(totals.drafted_at) == sum(output.drafted for output in outputs)
+    assert totals.accepted_at == [sum(accepted > place for accepted in rounds) for place in range(K)]
+
+
+def test_a_request_has_times():
+    (output,) = drive(make(), [Ask(PROMPTS[3])])
+    assert output.ttft_s is not None
+    assert output.latency_s is not None
+    assert 0 < output.ttft_s < output.latency_s
+
+
+def test_the_time_of_a_single_token_is_both_times():
+    (output,) = drive(make(), [Ask(PROMPTS[3], params(max_new_tokens=1))])
+    assert output.ttft_s == output.latency_s is not None
+
+
+# -- ends ----------------------------------------------------------------------------------------------
+def test_one_new_token(device: str):
+    first = alone(PROMPTS[2]).token_ids[:1]
+    (output,) = drive(make(device), [Ask(PROMPTS[2], params(max_new_tokens=1))])
+    assert (output.token_ids, output.rounds, output.drafted, output.finish_reason) == (first, (), 0, "length")
+
+
+def eventful() -> RequestOutput:
+    """A text with a full window and a rejected one."""
+    return next(alone(prompt) for prompt in PROMPTS if {0, K} <= set(alone(prompt).rounds))
+
+
+def test_stop_tokens_anywhere(device: str):
+    """Every token of a text as the stop token: the prefill's, accepted drafts, and the target's own."""
+    free = eventful()
+    ends = sorted({free.token_ids.index(token) + 1 for token in free.token_ids})
+    assert ends[0] == 1
+    drafts = [sum(rounds_of(free, end)) - sum(rounds_of(free, end - 1)) for end in ends[1:]]
+    assert set(drafts) == {0, 1}  # some end at a draft, some at a token of the target's own
+    asks = [Ask(free.prompt_ids, params(stop_token_ids=(free.token_ids[end - 1],))) for end in ends]
+    for end, output in zip(ends, drive(make(device), asks), strict=True):
+        assert (output.token_ids, output.finish_reason) == (free.token_ids[:end], "stop")
+        assert output.rounds == rounds_of(free, end)
+
+
+def stopped(free: RequestOutput, stops: tuple[str, ...], tokenizer: Any) -> dict[str, Any]:
+    """What stop strings leave of a text whose tokens decode one by one: naive, over whole texts."""
+    for end in range(1, len(free.token_ids) + 1):
+        text = tokenizer.decode(free.token_ids[:end])
+        places = [text.find(stop) for stop in stops if stop in text]
+        if places:
+            cut = {"token_ids": free.token_ids[:end], "text": text[: min(places)], "rounds": rounds_of(free, end)}
+            return {**cut, "finish_reason": "stop"}
+    return {name: getattr(free, name) for name in ("token_ids", "text", "rounds", "finish_reason")}
+
+
+def test_stop_strings_anywhere(device: str):
+    """Stop strings cut from the texts themselves, across tokens and windows, alone and in pairs, and some that never come."""
+    engine, asks, wanted = make(device), [], []
+    for i, prompt in enumerate(PROMPTS):
+        text = alone(prompt).text
+        word = text.split()[5]
+        for stops in (
+            (text[2 + i : 9 + i],),
+            (text[20 + i : 23 + i], text[22 + i : 33 + i]),
+            (word[1:], word),  # both end with the same token
+            (text[-4:],),
+            (f"{text[8:14]}~",),
+        ):
+            asks.append(Ask(prompt, params(stop=stops)))
+            wanted.append(stopped(alone(prompt), stops, engine.tokenizer))
+    assert {entry["finish_reason"] for entry in wanted} == {"stop", "length"}
+    for output, entry in zip(drive(engine, asks), wanted, strict=True):
+        assert {name: getattr(output, name) for name in entry} == entry
+
+
+def test_a_stop_string_beats_a_stop_token_behind_it_in_the_same_window(device: str):
+    """One window brings both; without drafts the stop token had not come any more."""
+    asks, wanted, tokenizer = [], [], make().tokenizer
+    for free in map(alone, PROMPTS):
+        begin = 1
+        for accepted in free.rounds:
+            word, token = tokenizer.decode(free.token_ids[begin : begin + 1]), free.token_ids[min(begin + 2, 23)]
+            if (
+                accepted == K
+                and word not in tokenizer.decode(free.token_ids[:begin])
+                and token not in free.token_ids[: begin + 2]
+            ):
+                asks.append(Ask(free.prompt_ids, params(stop=word, stop_token_ids=(token,))))
+                wanted.append(stopped(free, (word,), tokenizer))
+            begin += accepted + 1
+    assert asks
+    for output, entry in zip(drive(make(device), asks), wanted, strict=True):
+        assert {name: getattr(output, name) for name in entry} == entry
+
+
+def test_the_end_of_text_is_a_token_but_no_text():
+    prompt = next(p for p in PROMPTS if 0 in alone(p).token_ids)
+    free = alone(prompt)
+    end = free.token_ids.index(0) + 1
+    (output,) = drive(make(), [Ask(prompt, SamplingParams(max_new_tokens=24))])
+    assert (output.token_ids, output.finish_reason) == (free.token_ids[:end], "stop")
+    assert output.text == make().tokenizer.decode(free.token_ids[: end - 1])
+
+
+# -- aborts --------------------------------------------------------------------------------------------
+def until(engine: Engine, request_id: str, status: Status, *, tokens: int = 0) -> None:
+    """Step until the request has that status and at least so many tokens."""
+    request = engine.requests[request_id]
+    for _ in range(100):
+        known = engine.slots.num_known[request.slot] - len(request.prompt_ids) if request.slot >= 0 else 0
+        if request.status is status and known >= tokens:
+            return
+        engine.step()
+    raise AssertionError(f"{request_id} is {request.status} after 100 steps")
+
+
+def rest(engine: Engine) -> dict[str, RequestOutput]:
+    """Run what is left; last records by id."""
+    done: dict[str, RequestOutput] = {}
+    for _ in range(500):
+        engine.step()
+        done |= {output.id: output for output in engine.poll() if output.finished}
+        if not engine.requests:
+            runs.come_to_rest(engine)
+            return done
+    raise AssertionError("the engine does not come to rest")
+
+
+def test_abort_while_waiting(device: str):
+    engine = make(device, max_num_seqs=1)
+    first, second, third = (engine.add(prompt, FREE) for prompt in PROMPTS[:3])
+    until(engine, first, Status.RUNNING, tokens=2)
+    engine.abort(second)
+    done = rest(engine)
+    assert (done[second].token_ids, done[second].text, done[second].finish_reason) == ((), "", "abort")
+    assert done[second].prompt_ids == PROMPTS[1]
+    assert essence(done[first]) == essence(alone(PROMPTS[0]))
+    assert essence(done[third]) == essence(alone(PROMPTS[2]))
+
+
+def test_abort_in_prefill(device: str):
+    long = tuple(range(1, 60))
+    engine = make(device, max_batched_tokens=16)
+    victim, other = engine.add(long, FREE), engine.add(PROMPTS[1], FREE)
+    engine.step()
+    assert engine.slots.prefill_planned[engine.requests[victim].slot] < len(long)
+    engine.abort(victim)
+    done = rest(engine)
+    assert (done[victim].token_ids, done[victim].finish_reason) == ((), "abort")
+    assert essence(done[other]) == essence(alone(PROMPTS[1]))
+
+
+@pytest.mark.parametrize("tokens", [1, 6])
+def test_abort_in_decode_keeps_what_was_produced(device: str, tokens: int):
+    engine = make(device)
+    victim, other = engine.add(PROMPTS[4], FREE), engine.add(PROMPTS[1], FREE)
+    until(engine, victim, Status.RUNNING, tokens=tokens)
+    engine.abort(victim)
+    engine.abort(victim)  # once more changes nothing
+    done = rest(engine)
+    aborted, free = done[victim], alone(PROMPTS[4])
+    num = len(aborted.token_ids)
+    assert tokens <= num < len(free.token_ids)
+    assert aborted.finish_reason == "abort"
+    assert aborted.token_ids == free.token_ids[:num]
+    assert aborted.text == engine.tokenizer.decode(free.token_ids[:num])
+    assert aborted.rounds == rounds_of(free, num)
+    assert essence(done[other]) == essence(alone(PROMPTS[1]))
+
+
+def test_an_aborted_slot_serves_the_next_request(device: str):
+    engine = make(device, max_num_seqs=1)
+    victim = engine.add(PROMPTS[4], FREE)
+    until(engine, victim, Status.RUNNING, tokens=3)
+    engine.abort(victim)
+    following = engine.add(PROMPTS[5], FREE)
+    assert essence(rest(engine)[following]) == essence(alone(PROMPTS[5]))
+
+
+def test_abort_of_a_request_that_has_ended():
+    engine = make()
+    request_id = engine.add(PROMPTS[0], params(max_new_tokens=1))
+    engine.step()
+    engine.abort(request_id)  # it has ended and waits to be polled
+    (output,) = engine.poll()
+    assert output.finish_reason == "length"
+    with pytest.raises(RequestError, match=r"no request 'request-0'.*polled"):
+        engine.abort(request_id)
+    with pytest.raises(RequestError, match="no request 'nobody'"):
+        engine.abort("nobody")
+
+
+# -- records -------------------------------------------------------------------------------------------
+def test_poll_tells_everything_once(device: str):
+    engine = make(device)
+    streaming, quiet = engine.add(PROMPTS[4], FREE, stream=True), engine.add(PROMPTS[5], FREE)
+    records: dict[str, list[RequestOutput]] = {streaming: [], quiet: []}
+    while engine.requests:
+        engine.step()
+        for output in engine.poll():
+            records[output.id].append(output)
+        assert engine.poll() == []
+    runs.come_to_rest(engine)
+    assert essence(records[quiet][0]) == essence(alone(PROMPTS[5]))
+    assert [output.finished for output in records[quiet]] == [True]
+    news = records[streaming]
+    assert len(news) > 3
+    assert [output.finished for output in news] == [False] * (len(news) - 1) + [True]
+    assert essence(news[-1]) == essence(alone(PROMPTS[4]))
+    assert "".join(output.text_delta for output in news) == news[-1].text
+    assert sum((output.new_token_ids for output in news), ()) == news[-1].token_ids
+    assert sum((output.new_rounds for output in news), ()) == news[-1].rounds
+    for output in news:
+        assert len(output.token_ids) == len(output.rounds) + sum(output.rounds) + 1
+
+
+@pytest.mark.parametrize("stop", [(), ("ü",), ("\ufffd\ufffda",)])
+def test_invalid_utf8_is_streamed_as_whole_characters(tmp_path: Path, stop: tuple[str, ...]):
+    """Most bytes of this model form no character; a piece never ends inside one that does, and nothing is taken back."""
+    engine = LLM(model=str(byte_checkpoint(tmp_path / "bytes")), draft_tokens=K, invariant=True).engine
+    ids = {engine.add([1, 2, 3 + i], params(max_new_tokens=32, stop=stop), stream=True): "" for i in range(8)}
+    finals = {}
+    while engine.requests:
+        engine.step()
+        for output in engine.poll():
+            ids[output.id] += output.text_delta
+            assert ids[output.id] == output.text
+            finals[output.id] = output
+    runs.come_to_rest(engine)
+    texts = [output.text for output in finals.values()]
+    whole = [engine.tokenizer.decode(output.token_ids) for output in finals.values()]
+    assert any("ü" in text for text in whole)
+    assert any("\u2600" <= character for text in whole for character in text if character != "\ufffd")  # 3 bytes or more
+    if not stop:
+        assert texts == whole
+        assert any(text.endswith("\ufffd") for text in texts)  # also what stays unfinished at the very end
+    else:
+        assert texts == [text.partition(stop[0])[0] for text in whole]
+        assert "stop" in {output.finish_reason for output in finals.values()}
+
+
+# -- ids -----------------------------------------------------------------------------------------------
+def test_ids_of_the_engine_avoid_those_of_callers():
+    engine = make()
+    assert engine.add(PROMPTS[0], FREE, id="request-1") == "request-1"
+    ids = [engine.add(PROMPTS[0], FREE) for _ in range(3)]
+    assert len({"request-1", *ids}) == 4
+    assert len(rest(engine)) == 4
+
+
+# -- LLM -----------------------------------------------------------------------------------------------
+def llm(**options: Any) -> LLM:
+    """An `LLM` around an engine as above."""
+    client = LLM.__new__(LLM)
+    client.engine = make(**options)
+    return client
+
+
+def interrupt_at(client: LLM, step: int, monkeypatch: pytest.MonkeyPatch, *, presses: int = 1) -> None:
+    """Press Ctrl-C in the middle of a step: between planning it and noting that it is in flight."""
+    launch, calls = client.engine.runner.launch, iter(range(10_000))
+
+    def pressed(plan: Any) -> Any:
+        if next(calls) == step:
+            for _ in range(presses):
+                signal.raise_signal(signal.SIGINT)
+        return launch(plan)
+
+    monkeypatch.setattr(client.engine.runner, "launch", pressed)
+
+
+@pytest.mark.parametrize("step", [0, 3])
+def test_ctrl_c_ends_requests_with_what_they_have_and_the_engine_lives_on(
+    device: str, step: int, monkeypatch: pytest.MonkeyPatch
+):
+    client = llm(device=device)
+    interrupt_at(client, step, monkeypatch)
+    outputs = client.generate(PROMPTS, FREE)
+    assert [output.finish_reason for output in outputs] == ["abort"] * len(PROMPTS)
+    for prompt, output in zip(PROMPTS, outputs, strict=True):
+        assert output.token_ids == alone(prompt).token_ids[: len(output.token_ids)]
+    assert any(output.token_ids for output in outputs) == (step > 0 or client.engine.resolved.overlap == 0)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    runs.come_to_rest(client.engine)
+    assert [essence(output) for output in client.generate(PROMPTS[:3], FREE)] == [essence(alone(p)) for p in PROMPTS[:3]]
+
+
+def test_somebody_elses_interrupt_handler_stays(monkeypatch: pytest.MonkeyPatch):
+    client, seen = llm(), []
+    interrupt_at(client, 2, monkeypatch)
+    previous = signal.signal(signal.SIGINT, lambda *_: seen.append(1))
+    try:
+        outputs = client.generate(PROMPTS[:2], FREE)
+    finally:
+        signal.signal(signal.SIGINT, previous)
+    assert seen == [1]
+    assert [output.finish_reason for output in outputs] == ["length"] * 2
+
+
+def test_a_stream_that_nobody_reads_on_leaves_nothing_behind(device: str):
+    client = llm(device=device)
+    stream = client.stream(PROMPTS[:6], FREE)
+    next(stream)
+    stream.close()  # type: ignore[attr-defined]
+    runs.come_to_rest(client.engine)
+
+
+def test_one_bad_prompt_runs_none():
+    client = llm()
+    with pytest.raises(RequestError, match="the prompt is empty"):
+        client.generate([PROMPTS[0], []], FREE)
+    runs.come_to_rest(client.engine)
+    assert client.engine.totals.steps == 0
+
+
+def test_parameters_go_to_their_prompts():
+    client, seen = llm(), []
+    own = [params(max_new_tokens=n) for n in (3, 1, 5)]
+    outputs = client.generate(PROMPTS[:3], own, progress=lambda done, total: seen.append((done, total)))
+    assert [len(output.token_ids) for output in outputs] == [3, 1, 5]
+    assert seen == [(1, 3), (2, 3), (3, 3)]
+    with pytest.raises(RequestError, match="2 sampling parameters for 3 prompts"):
+        client.generate(PROMPTS[:3], own[:2])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options"), [((EngineConfig(),), {"draft_tokens": 2}), (("a/model",), {})], ids=["both", "path"]
+)
+def test_llm_takes_a_config_or_options(arguments: tuple[Any, ...], options: dict[str, Any]):
+    with pytest.raises(ConfigError, match="wanted an EngineConfig or keyword options"):
+        LLM(*arguments, **options)

@@ -1,0 +1,206 @@
+"""Too few KV blocks for everybody: pausing, preemption and aborts change nothing but the time that a request takes.
+
+Free blocks are filled with NaN after every step, so that reading one that is no longer owned ends a request with an error.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, event, given, settings
+from hypothesis import strategies as st
+
+from polydraft import Engine, RequestOutput, SamplingParams
+from polydraft.errors import RequestError
+from polydraft.sentinels import Phase
+from tests.support import tiny
+from tests.support.runs import DEVICES, Ask, come_to_rest, drive, engine, essence, poison_free_blocks, solo
+
+
+def blocks_for(ask: Ask, block_size: int) -> int:
+    """Blocks that the request may grow to."""
+    total = min(len(ask.prompt_ids) + ask.params.max_new_tokens, 96)
+    return -(-total // block_size)
+
+
+def count_pauses(running: Engine) -> Counter[str]:
+    """From now on count the sequences that the device paused."""
+    counts: Counter[str] = Counter()
+    collect = running.runner.collect
+
+    def counting(ticket: Any) -> Any:
+        outcome = collect(ticket)
+        counts["paused"] += int((outcome.phase == Phase.PAUSED).sum())
+        return outcome
+
+    running.runner.collect = counting  # type: ignore[method-assign]
+    return counts
+
+
+def serve(
+    model: str, device: str, num_drafts: int, asks: Sequence[Ask], **options: Any
+) -> tuple[Engine, list[RequestOutput], Counter[str]]:
+    running = engine(model, device=device, draft_tokens=num_drafts, **options)
+    counts = count_pauses(running)
+    outputs = drive(running, asks, each_step=poison_free_blocks)
+    counts["preempted"] = running.scheduler.num_preemptions
+    counts["shared"] = running.ledger.num_hits
+    return running, outputs, counts
+
+
+def check(model: str, num_drafts: int, asks: Sequence[Ask], outputs: Sequence[RequestOutput]) -> None:
+    """As if each request were alone; what an abort left is the beginning of that."""
+    for ask, output in zip(asks, outputs, strict=True):
+        alone = solo(model, num_drafts, ask.prompt_ids, ask.params)
+        if output.finish_reason == "abort":
+            assert ask.abort is not None
+            assert output.token_ids == alone.token_ids[: len(output.token_ids)]
+            assert output.rounds == alone.rounds[: len(output.rounds)]
+            assert len(output.token_ids) in {0, 1 + len(output.rounds) + output.accepted}
+        else:
+            assert essence(output) == essence(alone), ask
+
+
+@st.composite
+def crowds(draw: st.DrawFn) -> tuple[str, str, int, list[Ask], dict[str, Any]]:
+    """Requests that cannot all be held at once; about every third one is aborted at some moment."""
+    model = draw(st.sampled_from(sorted(tiny.CONFIGS)))
+    token_ids = st.integers(0, tiny.CONFIGS[model]["vocab_size"] - 1)
+    num_drafts, slots, block_size = draw(st.integers(0, 5)), draw(st.integers(2, 8)), draw(st.integers(1, 5))
+    kinds = st.builds(
+        SamplingParams, max_new_tokens=st.integers(1, 30), ignore_eos=st.just(True), temperature=st.sampled_from((0.0, 1.0)),
+        seed=st.integers(0, 2**64 - 1),
+    )  # fmt: skip
+    asks: list[Ask] = []
+    for _ in range(draw(st.integers(2, 8))):
+        shares = bool(asks) and draw(st.booleans())
+        beginning = draw(st.sampled_from(asks)).prompt_ids[: draw(st.integers(0, 20))] if shares else ()
+        prompt_ids = (*beginning, *draw(st.lists(token_ids, min_size=1, max_size=24)))
+        arrival = draw(st.integers(0, 15))
+        abort = draw(st.none() | st.none() | st.integers(arrival, arrival + 40))
+        asks.append(Ask(prompt_ids, draw(kinds), arrival, abort))
+    options = {
+        "max_num_seqs": slots,
+        "block_size": block_size,
+        "num_blocks": max(blocks_for(ask, block_size) for ask in asks) + draw(st.integers(0, 8)),
+        "max_batched_tokens": slots * (num_drafts + 1) + draw(st.sampled_from((0, 3, 50))),
+        "prefix_cache": draw(st.booleans()),
+    }
+    return model, draw(st.sampled_from(sorted(DEVICES))), num_drafts, asks, options
+
+
+def nothing_changes(crowd: tuple[str, str, int, list[Ask], dict[str, Any]]) -> None:
+    model, device, num_drafts, asks, options = crowd
+    _, outputs, counts = serve(model, device, num_drafts, asks, **options)
+    check(model, num_drafts, asks, outputs)
+    for name, count in counts.items():
+        event(f"{name}: {'yes' if count else 'no'}")
+
+
+@settings(max_examples=30)
+@given(crowds())
+def test_pressure_and_aborts_change_no_text_and_no_round(crowd: tuple[str, str, int, list[Ask], dict[str, Any]]) -> None:
+    nothing_changes(crowd)
+
+
+@pytest.mark.deep
+@settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@given(crowds())
+def test_pressure_and_aborts_change_no_text_and_no_round_deep(crowd: tuple[str, str, int, list[Ask], dict[str, Any]]) -> None:
+    nothing_changes(crowd)
+
+
+def equals(count: int, length: int, num_tokens: int) -> list[Ask]:
+    """Requests of one size that arrive together, greedy and sampled."""
+    kinds = (SamplingParams(), SamplingParams(temperature=0.9, seed=4))
+    prompts = [tuple((11 * i + 5 * j) % 64 for j in range(length)) for i in range(count)]
+    return [Ask(p, replace(kinds[i % 2], max_new_tokens=num_tokens, ignore_eos=True)) for i, p in enumerate(prompts)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("num_drafts", [0, 1, 3, 5])
+def test_requests_that_grow_together_are_preempted_and_resumed(device: str, num_drafts: int) -> None:
+    asks = equals(4, 6, 30)
+    _, outputs, counts = serve(
+        "narrow", device, num_drafts, asks, max_num_seqs=4, block_size=2, num_blocks=40, prefix_cache=False
+    )
+    assert counts["preempted"] > 0
+    check("narrow", num_drafts, asks, outputs)
+
+
+def test_a_preemption_takes_no_step_of_its_own() -> None:
+    """When the last request that could run is preempted, the same step plans again with what that freed.
+
+    It once returned False, "nothing to do", and whoever loops `while engine.step()` left requests behind."""
+    running = engine("narrow", draft_tokens=0, max_num_seqs=4, block_size=2, num_blocks=40, prefix_cache=False)
+    for ask in equals(4, 6, 30):
+        running.add(ask.prompt_ids, ask.params)
+    while running.step():
+        pass
+    assert running.scheduler.num_preemptions > 0
+    assert not running.has_work
+    assert len(running.poll()) == 4
+
+
+def test_a_preempted_request_finds_its_own_blocks_again() -> None:
+    asks = equals(3, 12, 30)
+    _, outputs, counts = serve("narrow", "lazy-1", 2, asks, max_num_seqs=3, block_size=2, num_blocks=44)
+    assert counts["preempted"] > 0
+    assert counts["shared"] > 0
+    check("narrow", 2, asks, outputs)
+
+
+@pytest.mark.parametrize("device", ["lazy-1", "lazy-2"])
+def test_the_device_pauses_what_the_host_could_not_foresee(device: str) -> None:
+    """With steps in flight the host counts on the fewest tokens; a slot that ran ahead waits on the device."""
+    asks = equals(5, 4, 40)
+    _, outputs, counts = serve("shared", device, 3, asks, max_num_seqs=5, block_size=1, num_blocks=120)
+    assert counts["paused"] > 0
+    check("shared", 3, asks, outputs)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_pool_that_holds_exactly_one_request_serves_all_one_by_one(device: str) -> None:
+    asks = equals(4, 9, 21)
+    running, outputs, _ = serve("deep", device, 4, asks, max_num_seqs=4, block_size=3, num_blocks=10)
+    check("deep", 4, asks, outputs)
+    with pytest.raises(RequestError, match="KV blocks"):
+        running.add((1,) * 10, SamplingParams(max_new_tokens=21))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("num_drafts", [0, 2])
+def test_an_abort_at_every_moment(device: str, num_drafts: int) -> None:
+    """One engine, one neighbour that runs on, and a request aborted before its 0th, 1st, 2nd ... step."""
+    model, long, short = "mirrored", *equals(2, 7, 20)
+    rows = 2 * num_drafts + 4
+    running = engine(model, device=device, draft_tokens=num_drafts, max_num_seqs=2, block_size=2, max_batched_tokens=rows)
+    neighbour = replace(long, params=SamplingParams(max_new_tokens=40, ignore_eos=True))
+    for moment in range(0, 18, 2):
+        asks = [neighbour, replace(short, arrival=1, abort=1 + moment)]
+        outputs = drive(running, asks, each_step=poison_free_blocks)
+        assert outputs[0].finish_reason == "length"
+        check(model, num_drafts, asks, outputs)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_aborting_everything_at_any_moment_leaves_nothing(device: str) -> None:
+    rng = np.random.default_rng(3)
+    running = engine("narrow", device=device, draft_tokens=2, max_num_seqs=3, block_size=2, num_blocks=45)
+    for moment in range(0, 30, 5):
+        names = [running.add(ask.prompt_ids, ask.params) for ask in equals(5, 8, 30)]
+        for _ in range(moment):
+            running.step()
+            running.ledger.audit()
+        rng.shuffle(names)
+        for name in names:
+            if name in running.requests:
+                running.abort(name)
+                running.abort(name)  # a second time changes nothing
+        assert {output.id for output in running.poll()} == set(names)
+        come_to_rest(running)

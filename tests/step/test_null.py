@@ -1,0 +1,56 @@
+"""The null backend: every draft accepted, every request ends by length, and nothing of the host's work is spared."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from polydraft import LLM, SamplingParams
+from polydraft.contracts import REGISTRY
+from tests.support.runs import come_to_rest
+
+LOADS: dict[str, dict[str, Any]] = {
+    "plain": {"max_num_seqs": 4},
+    "chunks": {"max_num_seqs": 4, "max_batched_tokens": 20},
+    "pressure": {"max_num_seqs": 6, "max_batched_tokens": 40, "num_blocks": 20},
+    "no drafts": {"max_num_seqs": 3, "draft_tokens": 0},
+    "overlap": {"max_num_seqs": 3, "overlap": 1},
+}
+
+
+@pytest.mark.parametrize("load", LOADS)
+def test_every_window_is_full(load: str) -> None:
+    llm = LLM(backend="null", **{"draft_tokens": 3, **LOADS[load]})
+    outputs = llm.generate([[i + 1] * (30 + i) for i in range(8)], SamplingParams(max_new_tokens=51, ignore_eos=True))
+    drafts = llm.engine.resolved.limits.num_drafts
+    full = [drafts] * (50 // (drafts + 1))
+    rest = 50 % (drafts + 1)
+    for output in outputs:
+        assert output.finish_reason == "length"
+        assert len(output.token_ids) == 51
+        assert list(output.rounds) == full + ([rest - 1] if rest else [])
+    assert (llm.engine.scheduler.num_preemptions > 0) == (load == "pressure")
+    come_to_rest(llm.engine)
+
+
+def test_what_its_kernels_take_is_counted() -> None:
+    llm = LLM(backend="null", draft_tokens=3)
+    extra = llm.engine.device.counters.extra
+    assert extra == {"kernel_ns": 0}
+    llm.generate([1, 2, 3], SamplingParams(max_new_tokens=9))
+    assert extra["kernel_ns"] > 0
+
+
+def test_it_keeps_neither_weights_nor_caches() -> None:
+    llm = LLM(backend="null", draft_tokens=3)
+    assert all(weight.nbytes == 0 for weight in llm.engine.runner.weights.values())
+    assert all(cache.nbytes == 0 for cache in llm.engine.runner.caches)
+
+
+def test_it_says_what_it_is() -> None:
+    info = LLM(backend="null").engine.info
+    assert info.evidence == "double only"
+    assert "its text means nothing" in info.summary
+    assert not info.capabilities.synthetic_acceptance
+    assert set(info.contract_versions) == set(REGISTRY.names())

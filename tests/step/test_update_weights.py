@@ -1,0 +1,132 @@
+"""Replacing weights while an engine serves: in place, drained first, with the prefix cache dropped, and all or nothing."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from polydraft import LLM, Engine, RequestOutput, SamplingParams
+from polydraft.errors import CheckpointError
+from tests.support import runs, tiny
+
+MODEL = "narrow"
+PARAMS = SamplingParams(max_new_tokens=20, ignore_eos=True)
+PROMPTS = [(5, 9, 11, 3, 9, 2, 7), (5, 9, 11, 3, 9, 2, 8), (1, 2, 3)]
+
+
+def drain(engine: Engine) -> dict[str, RequestOutput]:
+    done: dict[str, RequestOutput] = {}
+    for _ in range(2000):
+        if not engine.has_work:
+            break
+        engine.step()
+        engine.ledger.audit()
+        done |= {o.id: o for o in engine.poll() if o.finished}
+    assert not engine.has_work, "the engine hangs"
+    return done | {o.id: o for o in engine.poll()}
+
+
+@pytest.fixture
+def changed(tmp_path: Path) -> Path:
+    """The same model with other weights: every floating tensor moved a little."""
+    target = tmp_path / "changed"
+    shutil.copytree(tiny.checkpoint(MODEL), target)
+    tiny_weights = {name: value + np.float32(0.05) * np.sin(np.arange(value.size, dtype=np.float32)).reshape(value.shape)
+                    for name, value in tiny.weights(MODEL).items()}  # fmt: skip
+    write(target, tiny_weights)
+    return target
+
+
+def write(directory: Path, tensors: dict[str, Any]) -> None:
+    from safetensors.numpy import save_file
+
+    for old in directory.glob("*.safetensors*"):
+        old.unlink()
+    save_file({name: np.ascontiguousarray(value, np.float32) for name, value in tensors.items()}, directory / "model.safetensors")
+
+
+def texts(model: Path, **options: Any) -> list[tuple[int, ...]]:
+    engine = LLM(model=str(model), plugins=tiny.PLUGINS, invariant=True, draft_tokens=3, **options).engine
+    ids = [engine.add(p, PARAMS) for p in PROMPTS]
+    done = drain(engine)
+    engine.close()
+    return [done[i].token_ids for i in ids]
+
+
+@pytest.mark.parametrize("device", ["reference", "lazy-1", "lazy-2"])
+def test_requests_after_an_update_see_the_new_weights_alone(device: str, changed: Path) -> None:
+    engine = runs.engine(MODEL, device=device, draft_tokens=3, block_size=2)
+    first = [engine.add(p, PARAMS) for p in PROMPTS]
+    before = drain(engine)
+    engine.update_weights(changed)
+    second = [engine.add(p, PARAMS) for p in PROMPTS]
+    after = drain(engine)
+    assert [before[i].token_ids for i in first] == texts(tiny.checkpoint(MODEL))
+    assert [after[i].token_ids for i in second] == texts(changed)
+    assert [before[i].token_ids for i in first] != [after[i].token_ids for i in second]
+
+
+@pytest.mark.parametrize("device", ["reference", "lazy-1"])
+def test_running_requests_finish_on_the_old_weights(device: str, changed: Path) -> None:
+    engine = runs.engine(MODEL, device=device, draft_tokens=3)
+    ids = [engine.add(p, PARAMS) for p in PROMPTS]
+    for _ in range(3):
+        engine.step()
+    engine.update_weights(changed, running="finish")
+    done = drain(engine)
+    assert [done[i].token_ids for i in ids] == texts(tiny.checkpoint(MODEL))
+
+
+@pytest.mark.parametrize("device", ["reference", "lazy-1"])
+def test_running_requests_recompute_and_go_on_with_the_new_weights(device: str, changed: Path) -> None:
+    engine = runs.engine(MODEL, device=device, draft_tokens=3)
+    ids = [engine.add(p, PARAMS) for p in PROMPTS]
+    for _ in range(3):
+        engine.step()
+    known = {i: tuple(engine.requests[i].token_ids) for i in ids}
+    engine.update_weights(changed, running="recompute")
+    known = {i: tuple(engine.requests[i].token_ids) or known[i] for i in ids}
+    done = drain(engine)
+    for i, prompt in zip(ids, PROMPTS, strict=True):
+        kept = known[i]
+        assert kept, "the request had begun"
+        assert done[i].token_ids[: len(kept)] == kept
+        continued = LLM(model=str(changed), plugins=tiny.PLUGINS, invariant=True, draft_tokens=0).engine
+        left = SamplingParams(max_new_tokens=20 - len(kept), ignore_eos=True)
+        other = continued.add((*prompt, *kept), left)
+        assert done[i].token_ids[len(kept) :] == drain(continued)[other].token_ids
+
+
+def test_nothing_moves_and_nothing_is_allocated(changed: Path) -> None:
+    engine = runs.engine(MODEL, draft_tokens=3)
+    programs, allocations = engine.runner.programs, engine.device.counters.allocations
+    engine.update_weights(changed)
+    assert engine.runner.programs is programs
+    assert engine.device.counters.allocations == allocations
+
+
+def test_a_bad_tensor_leaves_the_old_weights_whole(changed: Path) -> None:
+    broken = dict(tiny.weights(MODEL))
+    name = max(broken)
+    broken[name] = np.full_like(broken[name], np.nan)
+    write(changed, broken)
+    engine = runs.engine(MODEL, draft_tokens=3)
+    with pytest.raises(CheckpointError, match=name.replace(".", r"\.")):
+        engine.update_weights(changed)
+    ids = [engine.add(p, PARAMS) for p in PROMPTS]
+    done = drain(engine)
+    assert [done[i].token_ids for i in ids] == texts(tiny.checkpoint(MODEL))
+
+
+def test_another_model_is_refused(changed: Path) -> None:
+    config = json.loads((changed / "config.json").read_text())
+    config["rope_theta"] = 123.0
+    (changed / "config.json").write_text(json.dumps(config))
+    engine = runs.engine(MODEL, draft_tokens=3)
+    with pytest.raises(CheckpointError, match="do not fit the running"):
+        engine.update_weights(changed)

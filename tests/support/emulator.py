@@ -1,0 +1,40 @@
+"""Engines on the emulator, for tests of the step.
+
+Owns the way to the plugin, which lies in this checkout and need not be installed, and the list of its schedules.
+Called by the tests of `tests/step` whose names begin with `test_emulator`.
+Never compares results.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import sys
+from typing import Any
+
+from polydraft import LLM, Engine
+from tests.support import tiny
+from tests.support.project import ROOT
+
+if importlib.util.find_spec("polydraft_emulator") is None:
+    sys.path.insert(0, str(ROOT / "plugins" / "emulator"))
+
+from polydraft_emulator import Emulator
+from polydraft_emulator.device import EmulatorDevice
+from polydraft_emulator.memory import EmulatorStaging
+from polydraft_emulator.options import POLICIES, ROWS
+from polydraft_emulator.streams import EmulatorEvent
+from polydraft_emulator.testing import poison_free_blocks
+
+__all__ = ["SCHEDULES", "Emulator", "EmulatorDevice", "EmulatorEvent", "EmulatorStaging", "emulated", "poison_free_blocks"]
+
+SCHEDULES = tuple(f"policy={policy}&rows={rows}" for policy, rows in itertools.product(POLICIES, ROWS))
+"""Every policy in every row order."""
+
+
+def emulated(query: str, model: str = "", **options: Any) -> Engine:
+    """An engine on an emulator with the options of `query` and the tiny checkpoint `model` ("": the demo checkpoint). Nothing is
+    captured unless `graph` says so, which keeps engines cheap and operations easy to count."""
+    if model:
+        options |= {"model": str(tiny.checkpoint(model)), "plugins": tiny.PLUGINS}
+    return LLM(plugin=Emulator(f"emulator:0?{query}"), **{"invariant": True, "graph": "off", **options}).engine

@@ -1,0 +1,156 @@
+"""Runs of an engine as tests of the step want them: every kind of device, arrivals in the middle, an audit every step.
+
+Owns the list of device kinds, the requests of a run and its driver, which never loops for ever.
+Called by the tests of `tests/step`.
+Never compares results: it returns them, and fails only where the engine hangs, loses a block or does not come to rest.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from polydraft import LLM, Engine, RequestOutput, SamplingParams
+from polydraft.conformance.oracle.coupled import CoupledRounds, Sampling, coupled_rounds
+from polydraft.conformance.oracle.model import OracleModel
+from polydraft.demo import demo_model_path
+from polydraft.models import Tokenizer
+from polydraft.sentinels import Phase
+from tests.support import tiny
+from tests.support.lazy_device import LazyDevice, LazyPlugin
+
+DEVICES: dict[str, dict[str, Any]] = {
+    "reference": {},
+    "lazy-0": {"plugin": LazyPlugin(), "overlap": 0},
+    "lazy-1": {"plugin": LazyPlugin(), "overlap": 1},
+    "lazy-2": {"plugin": LazyPlugin(), "overlap": 2},
+}
+"""Options of `LLM` by kind of device: the synchronous reference, and the lazy device at every overlap depth."""
+ORDERS: dict[str, dict[str, Any]] = {
+    "lazy-seeded": {"plugin": LazyPlugin("seeded"), "overlap": 1},
+    "lazy-prefill-first": {"plugin": LazyPlugin("prefill_first"), "overlap": 2},
+}
+"""Lazy devices that pack rows in another order than slots."""
+
+
+def engine(model: str = "", *, device: str = "reference", invariant: bool = True, **options: Any) -> Engine:
+    """An engine on the tiny checkpoint `model` ("": the demo checkpoint)."""
+    if model:
+        options |= {"model": str(tiny.checkpoint(model)), "plugins": tiny.PLUGINS}
+    return LLM(**{**(DEVICES | ORDERS)[device], "invariant": invariant, **options}).engine
+
+
+@functools.cache
+def oracle(model: str) -> OracleModel:
+    """The float64 oracle of a tiny checkpoint, or of the demo checkpoint (""); it remembers what it has worked out."""
+    return tiny.oracle(model) if model else OracleModel.from_dir(demo_model_path())
+
+
+@functools.cache
+def demo_prompt(text: str) -> tuple[int, ...]:
+    """The ids of a prompt for the demo checkpoint."""
+    return tuple(Tokenizer.from_dir(demo_model_path()).encode(text))
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One request of a run: it arrives before step `arrival`, and is aborted before step `abort` if that comes in time."""
+
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams = field(default_factory=SamplingParams)
+    arrival: int = 0
+    abort: int | None = None
+
+    @property
+    def sampling(self) -> Sampling:
+        """How the oracle chooses tokens for this request."""
+        p = self.params
+        assert p.seed is not None or p.temperature == 0, "a sampled request of a test has a seed of its own"
+        return Sampling(p.temperature, p.top_p, p.top_k, p.min_p, p.seed or 0)
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """Tokens that end it; 0 is the end of text of every model here."""
+        return (*(() if self.params.ignore_eos else (0,)), *self.params.stop_token_ids)
+
+
+def drive(
+    engine: Engine, asks: Sequence[Ask], *, each_step: Callable[[Engine], None] | None = None, limit: int = 3000
+) -> list[RequestOutput]:
+    """Serve `asks` to their ends; results in their order. Audits the ledger after every step and the engine at the end.
+
+    After `limit` steps the run is taken to hang; the longest takes some hundreds."""
+    done: dict[str, RequestOutput] = {}
+    arrived: dict[int, str] = {}
+    step = 0
+    while len(done) < len(asks):
+        for index, ask in enumerate(asks):
+            if ask.arrival == step:
+                arrived[index] = engine.add(ask.prompt_ids, ask.params)
+            if ask.abort == step and index in arrived and arrived[index] not in done:
+                engine.abort(arrived[index])
+        assert engine.step() or not engine.has_work, "step() said that there was nothing to do, yet there is work"
+        engine.ledger.audit()
+        if each_step is not None:
+            each_step(engine)
+        done |= {output.id: output for output in engine.poll() if output.finished}
+        step += 1
+        assert step < limit, f"{len(asks) - len(done)} of {len(asks)} requests have not ended after {step} steps"
+    come_to_rest(engine)
+    return [done[arrived[index]] for index in range(len(asks))]
+
+
+def come_to_rest(engine: Engine) -> None:
+    """Let the steps in flight end, then check that nothing is left: no slot, no block, no request, no queued work."""
+    for _ in range(2 * engine.resolved.overlap + 2):
+        engine.step()
+    engine.ledger.audit()
+    assert not engine.has_work, "an engine without requests has work"
+    assert not engine.step(), "an engine without requests runs steps"
+    assert (engine.slots.phase == Phase.IDLE).all(), "a drained engine holds a slot"
+    assert not engine.slots.in_flight.any(), "a drained engine counts steps in flight"
+    assert engine.ledger.num_free == engine.ledger.num_blocks, "a drained engine holds blocks"
+    assert not engine.requests, "a drained engine knows requests"
+    if isinstance(engine.device, LazyDevice):
+        engine.device.synchronize()
+
+
+@functools.cache
+def _solo_engine(model: str, num_drafts: int) -> Engine:
+    return engine(model, draft_tokens=num_drafts, max_num_seqs=1, prefix_cache=False)
+
+
+@functools.lru_cache(maxsize=1024)
+def solo(model: str, num_drafts: int, prompt_ids: tuple[int, ...], params: SamplingParams) -> RequestOutput:
+    """The request alone, in `invariant` mode on the reference with everything else at its default."""
+    return drive(_solo_engine(model, num_drafts), [Ask(prompt_ids, params)])[0]
+
+
+@functools.lru_cache(maxsize=1024)
+def replay(model: str, num_drafts: int, ask: Ask) -> CoupledRounds:
+    """What the recomputing oracle makes of the request; it knows nothing of stop strings."""
+    return coupled_rounds(oracle(model), ask.prompt_ids, ask.sampling, num_drafts, ask.params.max_new_tokens, ask.stop_ids)
+
+
+def essence(output: RequestOutput) -> Mapping[str, Any]:
+    """What must not depend on how a request was served."""
+    names = ("token_ids", "text", "rounds", "drafted", "finish_reason", "error")
+    return {name: getattr(output, name) for name in names}
+
+
+def poison_free_blocks(engine: Engine) -> None:
+    """Fill every block that is free now with NaN, in stream order: whoever reads a row that it no longer owns or never wrote
+    produces NaN logits, and its request ends with an error. For `each_step`."""
+    ledger, device = engine.ledger, engine.device
+    blocks = ledger._free[: ledger._num_free]
+    rows = (blocks[:, None] * ledger.block_size + np.arange(ledger.block_size)).ravel()
+    for cache in (*engine.runner.caches, *filter(None, [getattr(engine.runner.proposer, "_cache", None)])):
+        device.enqueue(device.stream, functools.partial(_fill, cache.kv, rows))  # type: ignore[attr-defined]
+
+
+def _fill(kv: np.ndarray[Any, Any], rows: np.ndarray[Any, Any]) -> None:
+    kv[:, :, rows] = np.nan

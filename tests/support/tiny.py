@@ -1,0 +1,103 @@
+"""Tiny random checkpoints for tests of the step: real model directories whose drafts are neither always right nor always wrong.
+
+Owns the list of tiny models, their weights and their tokenizer; each is written once per test session.
+Called by the tests of `tests/step` through `checkpoint` and `oracle`.
+Never trains: a head drafts well because its weights are the target's own last block, disturbed by noise.
+
+Entirely random weights would accept almost no draft and nearly tie everywhere. So a token's embedding dominates its row
+(the next token is mostly a random function of the last, changed by what came before), `lm_head` is scaled until the best
+two logits are a good unit apart, and the MTP head sees the embedding through an identity.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import json
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from polydraft.conformance.oracle.checkpoints import Tensors, tensor_shapes, write_checkpoint
+from polydraft.conformance.oracle.model import OracleModel
+from polydraft.conformance.probe import imitate_target, random_tensor, tokenizer_json
+from polydraft.models import Checkpoint, FamilyRegistry, load_weights
+from tests.support import tiny_families
+
+PLUGINS = (tiny_families.__file__,)
+"""What an engine's `plugins` must name to know the families of the tiny models."""
+
+_BASE: dict[str, Any] = {
+    "num_nextn_predict_layers": 1, "rms_norm_eps": 1e-5, "rope_theta": 100.0, "tie_word_embeddings": False,
+    "max_position_embeddings": 96, "eos_token_id": 0, "torch_dtype": "float32", "hidden_act": "silu",
+}  # fmt: skip
+CONFIGS: dict[str, dict[str, Any]] = {
+    "narrow": {
+        "architectures": ["MiMoForCausalLM"], "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 48, "vocab_size": 64,
+    },
+    "deep": {
+        "architectures": ["MiMoForCausalLM"], "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 1, "head_dim": 12, "intermediate_size": 72, "vocab_size": 97,
+    },
+    "mirrored": {
+        "architectures": ["TinyMirrored"], "hidden_size": 40, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 64, "vocab_size": 80,
+    },
+    "shared": {
+        "architectures": ["TinyShared"], "hidden_size": 48, "num_hidden_layers": 1, "num_attention_heads": 6,
+        "num_key_value_heads": 3, "head_dim": 8, "intermediate_size": 56, "vocab_size": 128,
+    },
+}  # fmt: skip
+"""config.json of each tiny model: two of MiMo's family, one for each family of `tiny_families`."""
+
+
+def weights(name: str) -> Tensors:
+    """The tensors of the model `name`; the same at every call."""
+    config = CONFIGS[name]
+    rng = np.random.default_rng(sorted(CONFIGS).index(name))
+    shapes = tensor_shapes({**config, **_BASE, "architectures": ["MiMoForCausalLM"]})
+    if config["architectures"] == ["TinyShared"]:
+        shapes = _with_qk_norm(shapes, config["head_dim"])
+    last = f"layers.{config['num_hidden_layers'] - 1}."
+    tensors = {tensor: random_tensor(tensor, shape, rng, last=last in tensor) for tensor, shape in shapes.items()}
+    imitate_target(tensors, config, rng, embedding_first=config["architectures"] == ["TinyMirrored"])
+    if config["architectures"] == ["TinyMirrored"]:
+        tensors = {t: value - 1 if "norm.weight" in t else value for t, value in tensors.items()}
+    return tensors
+
+
+def _with_qk_norm(shapes: dict[str, tuple[int, ...]], head_dim: int) -> dict[str, tuple[int, ...]]:
+    """The shapes of TinyShared: norms of queries and keys instead of biases, and no final norm of the head's own."""
+    kept = {t: shape for t, shape in shapes.items() if not t.endswith("_proj.bias") and "final_layernorm" not in t}
+    layers = [t.removesuffix("input_layernorm.weight") for t in kept if t.endswith("input_layernorm.weight")]
+    return kept | {f"{layer}self_attn.{n}_norm.weight": (head_dim,) for layer in layers for n in "qk"}
+
+
+@functools.cache
+def _root() -> Path:
+    root = Path(tempfile.mkdtemp(prefix="polydraft-tiny-"))
+    atexit.register(shutil.rmtree, root)
+    return root
+
+
+@functools.cache
+def checkpoint(name: str) -> Path:
+    """The directory of the model `name`, written at the first call of a session."""
+    config = {**_BASE, **CONFIGS[name]}
+    directory = write_checkpoint(_root() / name, config, weights(name))
+    (directory / "tokenizer.json").write_text(json.dumps(tokenizer_json(config["vocab_size"])))
+    return directory
+
+
+@functools.cache
+def oracle(name: str) -> OracleModel:
+    """The float64 oracle of the model `name`."""
+    registry = FamilyRegistry()
+    tiny_families.polydraft_models(registry.register)
+    with Checkpoint(checkpoint(name)) as opened:
+        description, table = registry.describe(opened)
+        return OracleModel(description, dict(load_weights(opened, description, table)))

@@ -1,0 +1,44 @@
+"""Two model families that only tests have, so that every switch of an MTP head is exercised by some tiny checkpoint.
+
+Owns the families and the hook that registers them; engines load this file with `plugins=(tiny_families.__file__,)`.
+Called by polydraft's plugin manager, and by `tiny.py` for the oracle's registry.
+Never does more than describe: weights come from `tiny.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from polydraft import hookimpl
+from polydraft.models.families import Family, MtpLayout
+
+_NAMES: dict[str, Any] = {
+    "prefix": "model.mtp_layers.{i}.",
+    "emb_norm": "token_layernorm.weight",
+    "hid_norm": "hidden_layernorm.weight",
+    "proj": "input_proj.weight",
+    "final_norm_name": "final_layernorm.weight",
+}
+
+MIRRORED = Family(
+    architecture="TinyMirrored",
+    qkv_bias=True,
+    norm_plus_one=True,
+    mtp=MtpLayout(**_NAMES, order="embedding_first", feed="post", final_norm="own", recycle="post"),
+)
+"""Order, feed and recycling of MiMo's head the other way round, and norms that multiply by 1 + weight."""
+
+SHARED = Family(
+    architecture="TinyShared",
+    qk_norm=True,
+    rope_style="interleaved",
+    mtp=MtpLayout(**_NAMES, order="hidden_first", feed="pre", final_norm="target", recycle="post", mask_first_position=True),
+)
+"""The target's final norm for the head, a masked first position, and a body unlike Qwen2's."""
+
+
+@hookimpl
+def polydraft_models(register: Callable[..., None]) -> None:
+    for family in (MIRRORED, SHARED):
+        register(family, plugin="tiny_families")

@@ -1,0 +1,357 @@
+"""`polydraft bench` and `polydraft trace`: what they measure and write, their JSON against its schemas, and their errors.
+
+No test here asserts a time: figures are checked against counts, and against each other.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable
+from importlib import resources
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jsonschema
+import numpy as np
+import pytest
+
+from polydraft import Engine
+from polydraft.bench import report
+from polydraft.bench.measure import Load, full_steps, profiled, run, timed
+from polydraft.bench.shapes import RandomCheckpoint
+from polydraft.bench.suite import Suite
+from polydraft.cli import main
+from polydraft.config import EngineConfig
+from polydraft.errors import CheckpointError, DeviceError, RequestError
+from polydraft.models.families import FamilyRegistry
+from polydraft.timeline import ROOMS
+from tests.support import tiny
+from tests.support.project import ROOT
+from tests.support.timed_emulator import TimedEmulator
+
+SHAPES = ROOT / "bench" / "shapes"
+SMALLEST = {
+    "architectures": ["MiMoForCausalLM"], "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "head_dim": 8, "intermediate_size": 24, "vocab_size": 50, "max_position_embeddings": 128,
+    "rope_theta": 100.0, "rms_norm_eps": 1e-5, "num_nextn_predict_layers": 1, "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}  # fmt: skip
+NARROW = str(tiny.checkpoint("narrow"))
+
+
+class Result(NamedTuple):
+    status: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        answer = json.loads(self.out)
+        validate(answer)
+        return answer
+
+
+def validate(answer: Any) -> None:
+    file = answer["schema"].removeprefix("polydraft.").replace("/", "-")
+    text = resources.files("polydraft").joinpath("schemas", f"{file}.json").read_text(encoding="utf-8")
+    jsonschema.validate(answer, json.loads(text), cls=jsonschema.Draft202012Validator)
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str]) -> Callable[..., Result]:
+    """Run the program in this process."""
+
+    def call(*arguments: object) -> Result:
+        with pytest.raises(SystemExit) as stopped:
+            main([str(argument) for argument in arguments])
+        return Result(int(stopped.value.code or 0), *capsys.readouterr())
+
+    return call
+
+
+@pytest.fixture
+def bench(command: Callable[..., Result]) -> Callable[..., Result]:
+    return lambda *arguments: command(
+        "bench", "--model", NARROW, "--prompt-tokens", 4, "--new-tokens", 12, "--repeats", 2, *arguments
+    )
+
+
+@pytest.fixture
+def shape(tmp_path: Path) -> Path:
+    file = tmp_path / "smallest.json"
+    file.write_text(json.dumps(SMALLEST))
+    return file
+
+
+# -- shapes -------------------------------------------------------------------------------------------------------------
+def test_random_weights_are_a_whole_model(shape: Path) -> None:
+    engine = Engine(EngineConfig(draft_tokens=2), checkpoint=RandomCheckpoint(shape))
+    folder = engine.tokenizer.directory
+    assert engine.model.name == "smallest"
+    assert (engine.model.hidden_size, engine.model.vocab_size, len(engine.model.blocks)) == (16, 50, 1)
+    assert engine.resolved.proposer == "mtp"
+    engine.close()
+    assert not folder.exists(), "what was written is removed"
+
+
+def test_random_weights_are_the_same_in_every_run_and_look_random(shape: Path) -> None:
+    first, second = RandomCheckpoint(shape), RandomCheckpoint(shape)
+    names = first.names()
+    assert len(names) > 20
+    for name in names:
+        tensor = first.tensor(name)
+        assert np.array_equal(tensor, second.tensor(name)), name
+        assert tensor.shape == first.shape(name)
+        assert np.isfinite(tensor).all()
+        if tensor.ndim == 2:
+            assert abs(tensor.std() * tensor.shape[1] ** 0.5 - 1) < 0.3, name
+            assert np.linalg.matrix_rank(tensor) == min(tensor.shape), name
+        elif "norm" in name:
+            assert abs(tensor.mean() - 1) < 0.1, name
+    assert not np.array_equal(first.tensor("lm_head.weight"), first.tensor("model.embed_tokens.weight"))
+
+
+@pytest.mark.parametrize("file", sorted(SHAPES.glob("*.json")), ids=lambda path: path.stem)
+def test_shapes_of_the_repository_are_described(file: Path) -> None:
+    checkpoint = RandomCheckpoint(file)
+    model, table = FamilyRegistry().describe(checkpoint)
+    assert model.mtp is not None
+    assert not model.unsupported()
+    parts = [part for each in table.parts.values() for part in each]
+    size = sum(int(np.prod(part.shape)) for part in parts)
+    assert round(size / 1e6) == {"tiny": 6, "small": 216, "mimo-7b": 7833}[file.stem]
+    checkpoint.close()
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("{", "is no valid JSON"),
+        ("{}", "architectures is None"),
+        ('{"architectures": ["MiMoForCausalLM"]}', "has no num_attention_heads"),
+    ],
+)
+def test_a_broken_shape(content: str, said: str, tmp_path: Path) -> None:
+    file = tmp_path / "broken.json"
+    file.write_text(content)
+    with pytest.raises(CheckpointError, match=said) as caught:
+        RandomCheckpoint(file)
+    assert str(file) in str(caught.value)
+
+
+# -- measuring ----------------------------------------------------------------------------------------------------------
+def narrow(**options: Any) -> Engine:
+    return Engine(EngineConfig(**{"model": NARROW, "draft_tokens": 2, "max_num_seqs": 2, "prefix_cache": False, **options}))
+
+
+def test_a_run_serves_the_whole_load() -> None:
+    engine, load = narrow(), Load(2, 5, 14)
+    steps, outputs = run(engine, load)
+    assert [len(output.token_ids) for output in outputs] == [14, 14]
+    assert sum(step.new_tokens for step in steps) == 28
+    assert sum(step.rounds for step in steps) == sum(len(output.rounds) for output in outputs)
+    assert [step.number for step in steps] == sorted(step.number for step in steps)
+    again, _ = run(engine, load)
+    assert [step.new_tokens for step in again] == [step.new_tokens for step in steps], "the same load each time"
+
+
+def test_full_steps_are_those_in_which_all_have_a_round() -> None:
+    engine, load = narrow(), Load(2, 5, 14)
+    steps, _ = run(engine, load)
+    full = full_steps(steps, load)
+    assert 0 < len(full) < len(steps)
+    assert {step.rounds for step in full} == {2}
+    figures = timed(engine, load)
+    assert 1 <= figures["tokens_per_round"] <= 3
+    assert all(value > 0 for value in figures.values())
+
+
+def test_requests_that_never_meet_are_refused() -> None:
+    engine = narrow(max_batched_tokens=6)
+    with pytest.raises(RequestError, match="no step had a round of all 2 requests"):
+        timed(engine, Load(2, 40, 2))
+
+
+def test_a_failing_request_ends_the_benchmark() -> None:
+    plugin = TimedEmulator("emulator:0?fault=op@400")
+    engine = Engine(EngineConfig(model=NARROW, draft_tokens=2, max_num_seqs=2, graph="off"), backend=plugin)
+    with pytest.raises(DeviceError, match="of the benchmark failed"):
+        timed(engine, Load(2, 5, 40))
+
+
+def test_host_time_by_room_on_the_reference() -> None:
+    engine, load = narrow(), Load(2, 5, 14)
+    figures, rooms = profiled(engine, load)
+    assert set(rooms) == {*ROOMS, "other"}
+    assert figures["host_us_per_step"] and figures["host_us_per_step"] > 0  # noqa: PT018
+    assert figures["idle_share"] is not None
+    assert 0 <= figures["idle_share"] < 1
+    assert not {"step", "poll", "apply"} & set(vars(engine)), "the recorder is gone"
+
+
+def test_the_null_backend_knows_the_time_of_its_kernels_itself() -> None:
+    engine = Engine(EngineConfig(backend="null", draft_tokens=3, max_num_seqs=2))
+    load = Load(2, 5, 30)
+    figures, rooms = profiled(engine, load)
+    assert figures == {}
+    assert rooms["launch"] > 0
+    bare = timed(engine, load)
+    assert 0 < bare["host_us_per_step"] < 1e3 * bare["ms_per_round"]
+    assert bare["tokens_per_round"] == pytest.approx(4, abs=0.4)
+
+
+def test_a_device_with_a_timeline_is_timed_by_its_own_clock() -> None:
+    """A modelled launch of a second would take minutes by the wall."""
+    plugin = TimedEmulator("emulator:0?latency=kernel:1000000")
+    engine = Engine(EngineConfig(model=NARROW, draft_tokens=1, max_num_seqs=1, graph="off"), backend=plugin)
+    figures = timed(engine, Load(1, 3, 6))
+    launches = sum(len(engine.runner.programs["greedy"][part].calls) for part in ("target", "draft"))
+    assert figures["ms_per_round"] == pytest.approx(1e3 * launches, rel=0.2)
+    assert "ttft_ms" not in figures
+    host, _ = profiled(engine, Load(1, 3, 6))
+    assert host["idle_share"] == pytest.approx(0, abs=0.01)
+
+
+# -- the suite ----------------------------------------------------------------------------------------------------------
+def test_a_suite_measures_every_combination_in_turn(shape: Path) -> None:
+    told: list[str] = []
+    config = EngineConfig(accept_schedule=(1.0, 0.0))
+    suite = Suite(config, shape, (1, 3), (0, 2), "overlap", prompt_tokens=4, new_tokens=12, repeats=2)
+    rows = list(suite.run(told.append))
+    combinations = list(itertools.product((1, 3), (0, 2), (0, 1)))
+    assert [(row["batch"], row["draft_tokens"], row["overlap"]) for row in rows] == combinations
+    for row in rows:
+        drafts = row["draft_tokens"]
+        assert row["acceptance"] == ("synthetic" if drafts else "measured")
+        assert row["accept_schedule"] == ([1.0, 0.0] if drafts else None)
+        assert row["tokens_per_round"] == pytest.approx(2 if drafts else 1, abs=0.2)
+        assert (row["shape"], row["weights"], row["repeats"], row["clock"]) == ("smallest", "random", 2, "wall")
+        assert all(low <= row[name] <= high for name, (low, high) in row["spread"].items())
+    first = [text.rpartition(": ")[2] for text in told[: 4 * 3]]
+    assert first == ["warm-up"] * 4 + ["run 1 of 2"] * 4 + ["run 2 of 2"] * 4
+    validate(report.document(rows))
+
+
+def test_an_engine_holds_its_whole_load(shape: Path) -> None:
+    suite = Suite(EngineConfig(), shape, prompt_tokens=20, new_tokens=13)
+    engine = suite._engine(Load(3, 20, 13), 2, {})
+    limits = engine.resolved.limits
+    assert (limits.max_seqs, limits.max_len, limits.num_blocks) == (3, 33, 9)
+    engine.close()
+
+
+def test_graphs_can_be_compared() -> None:
+    config = EngineConfig(model=NARROW, backend="emulator", device="emulator:0?seed=1")
+    rows = list(Suite(config, None, (2,), (1,), "graph", prompt_tokens=3, new_tokens=8, repeats=1).run(lambda text: None))
+    assert [row["graph"] for row in rows] == ["off", "decode"]
+    assert rows[0]["tokens_per_round"] == rows[1]["tokens_per_round"]
+    assert rows[0]["idle_share"] is None, "nobody knows when this device works"
+
+
+# -- the command --------------------------------------------------------------------------------------------------------
+def test_bench_for_people(bench: Callable[..., Result]) -> None:
+    result = bench("--batch", "1,2", "--draft-tokens", "2", "--accept-schedule", "0.5,0.5")
+    assert result.status == 0
+    assert "SYNTHETIC acceptance, 0.5, 0.5, in the rows" in result.out
+    assert "B=1 K=2 synthetic" in result.out
+    assert "B=2 K=2 synthetic" in result.out
+    assert all(room in result.out for room in ("plan", "launch", "commit"))
+    assert max(map(len, result.out.splitlines())) <= 100
+    assert result.err.splitlines() == [
+        "measuring batch 1, K = 2, graph off, overlap 0", "measuring batch 2, K = 2, graph off, overlap 0",
+    ]  # fmt: skip
+
+
+def test_what_the_model_accepts_is_not_called_synthetic(bench: Callable[..., Result]) -> None:
+    assert "synthetic" not in bench("--draft-tokens", "1").out.lower()
+
+
+def test_what_a_double_accepts_is_called_synthetic(bench: Callable[..., Result]) -> None:
+    out = bench("--draft-tokens", "1", "--backend", "null").out
+    assert "SYNTHETIC acceptance, by a backend that is a double" in out
+    assert "B=1 K=1 synthetic" in out
+
+
+def test_bench_as_json_and_into_a_file(bench: Callable[..., Result], tmp_path: Path) -> None:
+    out = tmp_path / "result.json"
+    result = bench("--draft-tokens", "0,1", "--json", "--out", out)
+    assert result.out.count("\n") == 1
+    assert json.loads(out.read_text()) == result.json
+    assert [row["draft_tokens"] for row in result.json["rows"]] == [0, 1]
+    assert {row["shape"] for row in result.json["rows"]} == {"narrow"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--batch", "0"), "wanted whole numbers from 1 and from 0 on"),
+        (("--batch", "1,x"), "'1,x' is no list of whole numbers"),
+        (("--draft-tokens", "-1"), "wanted whole numbers from 1 and from 0 on"),
+        (("--accept-schedule", "0.5;0.5"), "'0.5;0.5' is no list of numbers"),
+        (("--accept-schedule", "0.5,1.5"), "accept_schedule has 1.5, wanted chances from 0 to 1"),
+        (("--accept-schedule", "0.5"), "--draft-tokens 3: the synthetic acceptance schedule has 1 chances"),
+        (("--shape", "x.json"), "got both --model and --shape"),
+        (("--compare", "overlap", "--overlap", "1"), "got both --compare overlap and --overlap"),
+        (("--compare", "graph"), "backend reference does not declare graph_capture"),
+        (("--out", "no/folder/result.json"), "no/folder/result.json cannot be written"),
+        (("--prompt-tokens", "90", "--new-tokens", "50"), "model narrow was trained for 96"),
+    ],
+)
+def test_bench_refuses(bench: Callable[..., Result], arguments: tuple[str, ...], said: str) -> None:
+    result = bench(*arguments)
+    assert (result.status, result.out) == (2, "")
+    assert said in result.err
+    assert [line for line in result.err.splitlines() if line.startswith("polydraft: ")] == result.err.splitlines()[-1:]
+
+
+# -- generate --trace and trace -------------------------------------------------------------------------------------------
+def test_a_run_is_recorded_and_shown(command: Callable[..., Result], tmp_path: Path) -> None:
+    file, page = tmp_path / "run.json", tmp_path / "run.html"
+    arguments = ("generate", "--model", NARROW, "--max-new-tokens", 12, "--ignore-eos", "w1 w2 w3", "--json")
+    bare, recorded = command(*arguments), command(*arguments, "--trace", file)
+    assert recorded.status == 0
+    assert recorded.json["requests"] == bare.json["requests"]
+    shown = command("trace", file, "--html", page)
+    assert (shown.status, shown.err) == (0, "")
+    assert "device times exact" in shown.out
+    assert f"wrote {page}" in shown.out
+    assert page.read_text().startswith("<!doctype html>")
+    answer = command("trace", file, "--json").json
+    assert answer["steps"] == recorded.json["totals"]["steps"]
+    assert answer["about"]["model"] == "narrow"
+    assert answer["html"] is None
+
+
+def test_a_run_that_fails_is_recorded_up_to_there(command: Callable[..., Result], tmp_path: Path) -> None:
+    file = tmp_path / "run.json"
+    device = ("--backend", "emulator", "--device", "emulator:0?fault=op@300", "--graph", "off")
+    result = command("generate", "--model", NARROW, *device, "--ignore-eos", "w1 w2 w3", "--trace", file)
+    assert result.status == 1
+    assert command("trace", file, "--json").json["steps"] > 0
+
+
+@pytest.mark.parametrize("name", ["nowhere.json", "pyproject.toml", "bench"])
+def test_trace_refuses_another_file(command: Callable[..., Result], name: str) -> None:
+    result = command("trace", ROOT / name)
+    assert (result.status, result.out) == (2, "")
+    assert result.err.count("\n") == 1
+    assert str(ROOT / name) in result.err
+
+
+def test_a_trace_that_cannot_be_written_is_refused_before_anything_runs(command: Callable[..., Result], tmp_path: Path) -> None:
+    result = command("generate", "--model", "no/such/model", "w1", "--trace", tmp_path / "no" / "run.json")
+    assert result.status == 2
+    assert "cannot be written" in result.err
+
+
+# -- committed results ----------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("file", sorted((ROOT / "bench" / "results").glob("*.json")), ids=lambda path: path.stem)
+def test_committed_results_fit_the_schema(file: Path) -> None:
+    validate(json.loads(file.read_text(encoding="utf-8")))
+
+
+def test_a_result_says_where_it_comes_from() -> None:
+    document = report.document([{"shape": "x", "backend": "y", "draft_tokens": 1, "batch": 1}])
+    assert all(document[key] for key in ("schema", "date", "device", "versions", "method"))
+    assert set(document["versions"]) == {"polydraft", "numpy", "python"}

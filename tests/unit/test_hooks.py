@@ -1,0 +1,263 @@
+"""Each hook: when it is asked, what it is given, and what becomes of its answer. docs/plugins.md says the same in words."""
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from polydraft import LLM, SamplingParams, reference
+from polydraft.backend import DeviceOptions, StepMeta
+from polydraft.errors import CapabilityError, CheckpointError, ConfigError, PluginError
+from polydraft.models.families import Family
+from polydraft.plugins import Plugins
+from polydraft.proposers.none import NoProposer
+from polydraft.runtime.plan import StepOutcome, StepPlan
+from tests.support import tiny
+from tests.support.plugin_doubles import backend, pack_kernels, plugin
+
+MODEL = str(tiny.checkpoint("narrow"))
+PROMPTS = [[3, 5, 7], [11, 2]]
+Call = tuple[str, dict[str, Any]]
+
+
+def watched(calls: list[Call], **hooks: Callable[..., Any]) -> ModuleType:
+    """A backend like the reference that notes every call of a hook with its arguments."""
+
+    def watch(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        names = inspect.signature(function).parameters
+
+        @functools.wraps(function)  # pluggy reads the names of the arguments from what is wrapped
+        def hook(*values: Any) -> Any:
+            calls.append((name, dict(zip(names, values, strict=True))))
+            return function(*values)
+
+        vars(hook).pop("polydraft_impl", None)
+        return hook
+
+    inherited = {name: value for name, value in vars(backend()).items() if name.startswith("polydraft_")}
+    return backend(**{name: watch(name, function) for name, function in {**inherited, **hooks}.items()})
+
+
+def noting_fills(steps: list[StepMeta]) -> Callable[..., Any]:
+    """The reference's hook for forward metadata, which notes the `StepMeta` of every fill."""
+
+    def polydraft_init_forward_meta(device: Any, buffers: Any, limits: Any) -> Any:
+        meta: Any = reference.polydraft_init_forward_meta(device, buffers, limits)
+        fill = meta.fill
+
+        def noting(stream: Any, step: StepMeta) -> None:
+            steps.append(step)
+            fill(stream, step)
+
+        meta.fill = noting
+        return meta
+
+    return polydraft_init_forward_meta
+
+
+def engine(calls: list[Call], **options: Any) -> LLM:
+    hooks = options.pop("hooks", {})
+    return LLM(model=MODEL, plugin=watched(calls, **hooks), **options)
+
+
+def given(calls: list[Call], hook: str) -> list[dict[str, Any]]:
+    return [arguments for name, arguments in calls if name == hook]
+
+
+def generate(llm: LLM) -> list[tuple[int, ...]]:
+    sampled = SamplingParams(max_new_tokens=8, temperature=0.7, seed=1)
+    return [out.token_ids for out in llm.generate(PROMPTS, [SamplingParams(max_new_tokens=8), sampled])]
+
+
+def nobody() -> list[Any]:
+    """No observers."""
+    return []
+
+
+# -- when ------------------------------------------------------------------------------------------
+def test_hooks_are_asked_in_order_while_the_engine_is_built():
+    calls: list[Call] = []
+    engine(calls, hooks={"polydraft_step_observers": nobody})
+    meta = ["polydraft_init_forward_meta"] * 3
+    assert [name for name, _ in calls] == [
+        "polydraft_backend_info", "polydraft_open_device", "polydraft_kernels", *meta, "polydraft_step_observers",
+    ]  # fmt: skip
+
+
+def test_step_makes_no_hook_call(monkeypatch: pytest.MonkeyPatch):
+    calls: list[Call] = []
+    llm = engine(calls, hooks={"polydraft_step_observers": lambda: [SimpleNamespace(step_finished=lambda plan, outcome: None)]})
+    relayed: list[str] = []
+    llm.engine.plugins.manager.add_hookcall_monitoring(
+        lambda hook, implementations, arguments: relayed.append(hook), lambda outcome, hook, implementations, arguments: None
+    )
+    built = len(calls)
+
+    def refuse(*arguments: Any, **keywords: Any) -> Any:
+        raise AssertionError("a step called pluggy")
+
+    for entry in ("_hookexec", "subset_hook_caller", "register", "get_plugins"):
+        monkeypatch.setattr(llm.engine.plugins.manager, entry, refuse)
+    generate(llm)
+    assert llm.engine.totals.steps > 2
+    assert (relayed, len(calls)) == ([], built)
+
+
+def test_monitoring_would_have_seen_a_hook_call():
+    plugins = Plugins.load("reference")
+    relayed: list[str] = []
+    plugins.manager.add_hookcall_monitoring(lambda hook, *rest: relayed.append(hook), lambda outcome, hook, *rest: None)
+    plugins.open_device("", DeviceOptions())
+    assert relayed == ["polydraft_open_device"]
+
+
+# -- the hooks -------------------------------------------------------------------------------------
+def test_polydraft_backend_info():
+    calls: list[Call] = []
+    llm = engine(calls)
+    assert llm.engine.info.name == "double"
+    assert llm.engine.resolved.backend == "double"
+    assert llm.engine.plugins.info() is llm.engine.info
+    assert given(calls, "polydraft_backend_info") == [{}]
+
+
+def test_unavailable_backend_is_refused_with_its_reason_before_a_device_is_opened():
+    calls: list[Call] = []
+    info = dataclasses.replace(reference.polydraft_backend_info(), available=False, reason="no chip; plug one in")
+    with pytest.raises(CapabilityError, match="backend reference is not available: no chip; plug one in"):
+        engine(calls, hooks={"polydraft_backend_info": lambda: info})
+    assert not given(calls, "polydraft_open_device")
+
+
+def test_polydraft_open_device():
+    calls: list[Call] = []
+    llm = engine(calls, device="cpu", invariant=True, block_size=8)
+    (arguments,) = given(calls, "polydraft_open_device")
+    assert arguments == {"spec": "cpu", "options": DeviceOptions(dtype="f32", row_invariant=True, block_size=8)}
+    assert llm.engine.device.spec == "cpu"
+    assert llm.engine.device.row_invariant  # type: ignore[attr-defined]
+
+
+def test_polydraft_kernels(tmp_path: Path):
+    calls: list[Call] = []
+    llm = engine(calls)
+    assert given(calls, "polydraft_kernels") == [{"device": llm.engine.device}]
+    source = "from tests.unit.test_hooks import PACK\nfrom polydraft import hookimpl\n"
+    path = tmp_path / "noting.py"
+    path.write_text(source + "\n@hookimpl\ndef polydraft_kernels(device):\n    return PACK(device)\n")
+    packed = LLM(model=MODEL, plugins=(str(path),))
+    assert packed.engine.table.report()["overrides"] == [
+        {"contract": "swiglu", "pack": "noting", "digest": packed.engine.plugins.digests["noting"]}
+    ]
+    assert generate(packed) == generate(llm)
+    assert packed.engine.table.providers["swiglu"].owner == "noting"  # type: ignore[attr-defined]
+
+
+PACK = pack_kernels("noting", "swiglu")
+
+
+def test_polydraft_graph_capture():
+    made = SimpleNamespace(capture=lambda stream, fn: None, memory=lambda: 0)
+    plugins = Plugins.load(backend(changes={"graph_capture": True}, polydraft_graph_capture=lambda device: made))
+    assert plugins.graph_capture(plugins.open_device("", DeviceOptions())) is made
+    with pytest.raises(PluginError, match="graph_capture without the hook polydraft_graph_capture"):
+        Plugins.load(backend(changes={"graph_capture": True}))
+
+
+def test_polydraft_init_forward_meta():
+    calls: list[Call] = []
+    steps: list[StepMeta] = []
+    llm = engine(calls, draft_tokens=3, hooks={"polydraft_init_forward_meta": noting_fills(steps)})
+    passes = given(calls, "polydraft_init_forward_meta")
+    assert [p["buffers"].role for p in passes] == ["target", "draft", "draft"]
+    assert [p["buffers"].row_slot.shape[0] for p in passes] == [512, 512, 8]
+    assert all(p["limits"] == llm.engine.resolved.limits and p["device"] is llm.engine.device for p in passes)
+    generate(llm)
+    first = steps[:4]
+    assert [(s.role, s.pass_index) for s in first] == [("target", 0), ("draft", 0), ("draft", 1), ("draft", 2)]
+    assert {(s.has_prefill, s.moe_phase) for s in first} == {(True, "prefill")}
+    assert [s.launch_rows for s in first] == [5, 5, 2, 2]
+    assert {s.real_slots for s in steps} <= {1, 2}
+    assert steps[-1].moe_phase == "decode"
+    assert {s.row_order for s in steps} == {"slot"}
+
+
+@pytest.mark.parametrize("row_order", ["slot", "prefill_first", "seeded"])
+def test_forward_meta_is_told_the_row_order_that_the_backend_declared(row_order: str):
+    steps: list[StepMeta] = []
+    double = backend(changes={"row_order": row_order}, polydraft_init_forward_meta=noting_fills(steps))
+    assert generate(LLM(model=MODEL, plugin=double)) == generate(LLM(model=MODEL))
+    assert {step.row_order for step in steps} == {row_order}
+
+
+def test_polydraft_proposers(tmp_path: Path):
+    path = tmp_path / "shy.py"
+    path.write_text(
+        "from polydraft import hookimpl\nfrom polydraft.proposers.none import NoProposer\n"
+        "@hookimpl\ndef polydraft_proposers(register):\n    register('shy', NoProposer)\n"
+    )
+    llm = LLM(model=MODEL, plugins=(str(path),), proposer="shy", draft_tokens=2)
+    assert isinstance(llm.engine.runner.proposer, NoProposer)
+    assert generate(llm) == generate(LLM(model=MODEL))
+    assert not isinstance(LLM(model=MODEL, plugins=(str(path),)).engine.runner.proposer, NoProposer)
+
+
+def test_proposer_whose_name_is_taken_names_both_plugins():
+    taken = backend("chip", polydraft_proposers=lambda register: register("mtp", NoProposer))
+    with pytest.raises(ConfigError, match="proposer 'mtp' is registered by polydraft and by chip; rename one"):
+        LLM(model=MODEL, plugin=taken)
+
+
+def test_polydraft_models():
+    path = tiny.checkpoint("shared")
+    with pytest.raises(CheckpointError, match="TinyShared"):
+        LLM(model=str(path))
+    assert LLM(model=str(path), plugins=tiny.PLUGINS).engine.model.architecture == "TinyShared"
+    taken = backend("chip", polydraft_models=lambda register: register(Family(architecture="MiMoForCausalLM")))
+    with pytest.raises(PluginError, match="plugin chip registers model family MiMoForCausalLM"):
+        LLM(model=MODEL, plugin=taken)
+
+
+def test_polydraft_step_observers():
+    class Observer:
+        def __init__(self) -> None:
+            self.seen: list[tuple[StepPlan, StepOutcome]] = []
+
+        def step_finished(self, plan: StepPlan, outcome: StepOutcome) -> None:
+            self.seen.append((plan, outcome))
+
+    one, two = Observer(), Observer()
+
+    def polydraft_step_observers() -> Iterator[Observer]:
+        yield from (one, two)
+
+    llm = LLM(model=MODEL, plugin=backend(polydraft_step_observers=polydraft_step_observers))
+    texts = generate(llm)
+    assert one.seen == two.seen
+    assert [plan.step_id for plan, _ in one.seen] == [outcome.step_id for _, outcome in one.seen]
+    assert len(one.seen) == llm.engine.totals.steps
+    assert sum(int(outcome.num_tokens.sum()) for _, outcome in one.seen) == sum(map(len, texts))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        one.seen[0][0].step_id = 9  # type: ignore[misc]
+
+
+def test_observers_stand_in_the_order_of_their_plugins(tmp_path: Path):
+    for name in ("beta", "alpha"):
+        (tmp_path / f"{name}.py").write_text(
+            "from polydraft import hookimpl\nclass Observer:\n    def step_finished(self, plan, outcome): pass\n"
+            "@hookimpl\ndef polydraft_step_observers():\n    return [Observer()]\n"
+        )
+    files = [str(tmp_path / f"{name}.py") for name in ("beta", "alpha")]
+    observers: list[Any] = list(Plugins.load("reference", files=files).observers())
+    assert [type(observer).__module__.rpartition("_")[2] for observer in observers] == ["beta", "alpha"]
+
+
+def test_no_other_plugin_answers_for_the_backend():
+    loaded = Plugins.load(backend("chip"))
+    loaded.manager.register(plugin("intruder", polydraft_open_device=lambda spec, options: "mine"), "intruder")
+    assert loaded.open_device("", DeviceOptions()).spec == "cpu"

@@ -1,0 +1,345 @@
+"""The step program: what is fused and what is not, versions, workspaces, missing contracts, and equal texts either way."""
+
+import dataclasses
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from polydraft import LLM, SamplingParams
+from polydraft.contracts import COMPOSITES, REGISTRY
+from polydraft.contracts.base import UNITS, Args, Limits, Unit, tensor
+from polydraft.contracts.composite import Composite, CompositeArgs
+from polydraft.contracts.rms_norm import RmsNormV1
+from polydraft.device import Buffer
+from polydraft.errors import CapabilityError, ContractError
+from polydraft.kernel_table import BoundTable
+from polydraft.reference.device import ReferenceDevice
+from polydraft.runtime.program import Fill, Node, ProgramBuilder, StepContext, as_version, build, fuse, lengths
+from tests.support import tiny
+from tests.support.plugin_doubles import backend_without
+
+LIMITS = Limits(
+    max_seqs=2, num_drafts=1, max_rows=8, max_logit_rows=4, max_len=16, block_size=4, num_blocks=8, max_blocks=4,
+    max_stop_tokens=2, vocab_size=10,
+)  # fmt: skip
+
+
+class AddV1(Args):
+    """x := x + y."""
+
+    x: Buffer = tensor("N H", "act", "Stream.", access="inout")
+    y: Buffer = tensor("N H", "act", "Added.")
+
+
+class ScaleV1(Args):
+    """out := x * factor."""
+
+    x: Buffer = tensor("N H", "act", "Stream.")
+    out: Buffer = tensor("N H", "act", "Scaled.", access="out")
+
+
+class ReadV1(Args):
+    """y := out."""
+
+    out: Buffer = tensor("N H", "act", "Read.")
+    y: Buffer = tensor("N H", "act", "Written.", access="out")
+
+
+class CountV1(Args):
+    """Counts sequences."""
+
+    x: Buffer = tensor("N H", "act", "Read.")
+
+
+class Provider:
+    """Notes what it was bound to and launched with."""
+
+    def __init__(self, name: str, log: list[Any], nbytes: int = 0) -> None:
+        self.name, self.log, self.nbytes = name, log, nbytes
+        self.bound: list[tuple[Any, Any]] = []
+
+    def bind(self, args: Any, limits: Limits, workspace: Any) -> Any:
+        self.bound.append((args, workspace))
+        return lambda stream, n: self.log.append((self.name, n))
+
+    def workspace_bytes(self, args: Any, limits: Limits) -> int:
+        return self.nbytes
+
+
+class Table:
+    """A kernel table of `Provider`s, and the launches that they made."""
+
+    def __init__(self, *names: str, **nbytes: int) -> None:
+        self.log: list[Any] = []
+        self.providers: Any = {name: Provider(name, self.log, nbytes.get(name, 0)) for name in names}
+        backend: Any = None
+        self.bound = BoundTable(backend, ReferenceDevice(), self.providers, dict.fromkeys(names, 1))
+
+    def builder(self, name: str = "step", context: StepContext | None = None) -> ProgramBuilder:
+        return ProgramBuilder(name, self.bound, LIMITS, context or StepContext())
+
+
+CONTRACTS: dict[str, tuple[type[Args], Any]] = {
+    "add": (AddV1, "any"), "scale": (ScaleV1, "any"), "read": (ReadV1, "any"), "count": (CountV1, "seqs"),
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def contracts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Toy contracts add, scale, read (any rows) and count (sequences), and composites of them."""
+    model = REGISTRY["residual_add"]
+    toys = {f"{n}/1": dataclasses.replace(model, name=n, args=a, unit=u) for n, (a, u) in CONTRACTS.items()}
+    monkeypatch.setattr(REGISTRY, "_contracts", {**REGISTRY._contracts, **toys})
+    for name, dead in {"add+scale": (), "add+scale+read": ("out",), "scale+read": ("out",), "scale+count": ()}.items():
+        monkeypatch.setitem(COMPOSITES, name, Composite(name, tuple(name.split("+")), "A toy.", dead))
+
+
+@pytest.fixture
+def buffers() -> Any:
+    return SimpleNamespace(**{name: object() for name in ("x", "y", "out", "z")})
+
+
+def node(contract: str, unit: Unit = "rows", **fields: Any) -> Node:
+    return Node(contract, CONTRACTS[contract][0](**fields), unit, "room")
+
+
+def run_of_three(b: Any) -> list[Node | Fill]:
+    return [node("add", x=b.x, y=b.y), node("scale", x=b.x, out=b.out), node("read", out=b.out, y=b.y)]
+
+
+def names(nodes: list[Node | Fill]) -> list[str]:
+    return [n.contract if isinstance(n, Node) else "fill" for n in nodes]
+
+
+EVERYTHING = ("add", "scale", "read", "count", "add+scale", "add+scale+read", "scale+read", "scale+count")
+
+
+# -- fusion ----------------------------------------------------------------------------------------
+def test_largest_owned_composite_is_taken(buffers: Any):
+    nodes = run_of_three(buffers)
+    assert names(fuse(nodes, Table(*EVERYTHING).bound)) == ["add+scale+read"]
+    assert names(fuse(nodes, Table("add", "scale", "read", "add+scale").bound)) == ["add+scale", "read"]
+    assert names(fuse(nodes, Table("add", "scale", "read", "scale+read").bound)) == ["add", "scale+read"]
+    assert names(fuse(nodes, Table("add", "scale", "read").bound)) == ["add", "scale", "read"]
+
+
+def test_composite_keeps_the_records_of_its_parts_and_the_place_of_the_first(buffers: Any):
+    nodes = [*run_of_three(buffers), *run_of_three(buffers)]
+    fused = fuse(nodes, Table(*EVERYTHING).bound)
+    assert names(fused) == ["add+scale+read", "add+scale+read"]
+    first = fused[0]
+    assert isinstance(first, Node)
+    assert isinstance(first.args, CompositeArgs)
+    assert all(part is n.args for part, n in zip(first.args.parts, nodes[:3], strict=True) if isinstance(n, Node))
+    assert (first.unit, first.room) == ("rows", "room")
+
+
+def test_same_contracts_over_other_buffers_are_no_run(buffers: Any):
+    b = buffers
+    nodes = [node("add", x=b.x, y=b.y), node("scale", x=b.z, out=b.out)]
+    assert names(fuse(nodes, Table(*EVERYTHING).bound)) == ["add", "scale"]
+
+
+def test_launch_lengths_must_count_the_same(buffers: Any):
+    b = buffers
+    nodes = [node("add", x=b.x, y=b.y), node("scale", "seqs", x=b.x, out=b.out)]
+    assert names(fuse(nodes, Table(*EVERYTHING).bound)) == ["add", "scale"]
+
+
+def test_parts_defined_over_different_lengths_fuse_where_each_counts_its_own(buffers: Any):
+    rows: Any = {field: object() for field in REGISTRY["pack_rows"].args.specs()}
+    logit_rows: Any = {field: rows.get(field, object()) for field in REGISTRY["pack_logit_rows"].args.specs()}
+    pack = Node("pack_rows", REGISTRY["pack_rows"].args(**rows), "rows", "pack")
+    table = Table("pack_rows", "pack_logit_rows", "pack_rows+pack_logit_rows").bound
+    for unit, wanted in {"logit_rows": ["pack_rows+pack_logit_rows"], "seqs": ["pack_rows", "pack_logit_rows"]}.items():
+        other: Any = Node("pack_logit_rows", REGISTRY["pack_logit_rows"].args(**logit_rows), unit, "later")  # type: ignore[arg-type]
+        fused = fuse([pack, other], table)
+        assert names(fused) == wanted
+        assert (fused[0].unit, fused[0].room) == ("rows", "pack")
+
+
+def test_parameters_of_one_name_must_be_equal(monkeypatch: pytest.MonkeyPatch):
+    weight: Any = object()
+    x, out = object(), object()
+    monkeypatch.setitem(COMPOSITES, "rms_norm+rms_norm", Composite("rms_norm+rms_norm", ("rms_norm", "rms_norm"), "A toy."))
+    table = Table("rms_norm", "rms_norm+rms_norm").bound
+
+    def norm(eps: float) -> Node:
+        args: Any = {"x": x, "weight": weight, "eps": eps, "plus_one": False, "out": out}
+        return Node("rms_norm", RmsNormV1(**args), "rows", "room")
+
+    assert names(fuse([norm(1e-5), norm(1e-5)], table)) == ["rms_norm+rms_norm"]
+    assert names(fuse([norm(1e-5), norm(1e-6)], table)) == ["rms_norm", "rms_norm"]
+
+
+def test_metadata_fill_between_two_parts_keeps_them_apart(buffers: Any):
+    meta: Any = None
+    nodes = run_of_three(buffers)
+    nodes.insert(1, Fill(meta, "target", 0, "rows", "room"))
+    assert names(fuse(nodes, Table(*EVERYTHING).bound)) == ["add", "fill", "scale+read"]
+
+
+@pytest.mark.parametrize("place", ["later", "other program", "earlier, in the next step"])
+def test_run_is_not_fused_where_somebody_reads_what_would_not_be_written(buffers: Any, place: str):
+    b, table = buffers, Table(*EVERYTHING).bound
+    reader, run = node("read", out=b.out, y=b.z), run_of_three(b)
+    if place == "later":
+        assert names(fuse([*run, reader], table)) == ["add+scale", "read", "read"]
+    elif place == "other program":
+        assert names(fuse(run, table, [[reader]])) == ["add+scale", "read"]
+    else:
+        assert names(fuse([reader, *run], table)) == ["read", "add+scale", "read"]
+
+
+def test_dead_buffer_that_is_written_anew_before_it_is_read_may_die(buffers: Any):
+    b, table = buffers, Table(*EVERYTHING).bound
+    writer, reader = node("scale", "seqs", x=b.z, out=b.out), node("read", "seqs", out=b.out, y=b.z)
+    assert names(fuse([*run_of_three(b), writer, reader], table)) == ["add+scale+read", "scale+read"]
+    assert names(fuse(run_of_three(b), table, [[writer, reader]])) == ["add+scale+read"]
+
+
+def test_programs_of_one_step_see_each_others_readers(buffers: Any):
+    def described(reads_out: bool) -> list[list[str]]:
+        table = Table(*EVERYTHING)
+        target, draft = table.builder("target"), table.builder("draft")
+        target.nodes += run_of_three(buffers)
+        draft.nodes.append(node("read", out=buffers.out if reads_out else buffers.x, y=buffers.z))
+        return [program.describe() for program in build((target, draft))]
+
+    assert described(reads_out=False) == [["add+scale+read"], ["read"]]
+    assert described(reads_out=True) == [["add+scale", "read"], ["read"]]
+
+
+def test_no_composite_lets_what_describes_rows_die():
+    for one in COMPOSITES.values():
+        assert not {"row_slot", "positions", "block_table"} & set(one.dead), one.name
+
+
+# -- building --------------------------------------------------------------------------------------
+def test_program_is_a_flat_list_of_calls_with_their_lengths(buffers: Any):
+    table, context = Table("add", "scale", "read", "count"), StepContext(real_slots=2, has_prefill=True, row_order="seeded")
+    steps: list[Any] = []
+    meta: Any = SimpleNamespace(fill=lambda stream, step: steps.append((stream, step)))
+    builder = table.builder(context=context)
+    builder.fill(meta, "draft", 3, "rows", "room")
+    for n in run_of_three(buffers):
+        assert isinstance(n, Node)
+        assert isinstance(n.args, Args)
+        builder.add(n.contract, n.args, n.unit, n.room)
+    builder.add("count", CountV1(x=buffers.x), "seqs", "last")
+    program = builder.build()
+    assert program.describe() == ["forward_meta", "add", "scale", "read", "count"]
+    assert [call[0] for call in program.calls] == [entry.launch for entry in program.entries]
+    assert [entry.room for entry in program.entries] == ["room"] * 4 + ["last"]
+    stream: Any = "stream"
+    program.run(stream, lengths(rows=7, seqs=2))
+    assert table.log == [("add", 7), ("scale", 7), ("read", 7), ("count", 2)]
+    ((seen, step),) = steps
+    assert (seen, step.role, step.pass_index, step.launch_rows, step.real_slots) == ("stream", "draft", 3, 7, 2)
+    assert (step.has_prefill, step.moe_phase, step.row_order, step.use_graph) == (True, "prefill", "seeded", False)
+
+
+def test_lengths_stand_in_the_order_of_units():
+    assert lengths(seqs=2, rows=5) == tuple({"rows": 5, "seqs": 2}.get(unit, 0) for unit in UNITS)
+
+
+def test_missing_contracts_of_a_whole_step_are_named_at_once(buffers: Any):
+    table = Table("read")
+    target, draft = table.builder("target"), table.builder("draft")
+    target.add("add", AddV1(x=buffers.x, y=buffers.y), "rows", "room")
+    target.add("read", ReadV1(out=buffers.x, y=buffers.y), "rows", "room")
+    draft.add("scale", ScaleV1(x=buffers.x, out=buffers.out), "rows", "room")
+    with pytest.raises(
+        CapabilityError, match=r"does not own: add \(in target\), scale \(in draft\); implement .*polydraft contracts"
+    ):
+        build((target, draft))
+    assert not table.providers["read"].bound
+
+
+def test_wrong_launches_are_refused_when_they_are_added(buffers: Any):
+    builder = Table("add", "count").builder()
+    with pytest.raises(ContractError, match=r"launch of add/1, got ScaleV1, wanted AddV1"):
+        builder.add("add", ScaleV1(x=buffers.x, out=buffers.out), "rows", "room")
+    with pytest.raises(ContractError, match=r"launch of count/1, got a length in rows, wanted seqs"):
+        builder.add("count", CountV1(x=buffers.x), "rows", "room")
+    with pytest.raises(ContractError, match="no contract is named 'ad'"):
+        builder.add("ad", AddV1(x=buffers.x, y=buffers.y), "rows", "room")
+
+
+def test_workspace_is_given_to_who_declared_it(buffers: Any):
+    table = Table("add", "scale", "read", scale=96, read=32)
+    builder = table.builder()
+    for n in run_of_three(buffers):
+        assert isinstance(n, Node)
+        assert isinstance(n.args, Args)
+        builder.add(n.contract, n.args, n.unit, n.room)
+    builder.build()
+    given = {name: provider.bound[0][1] for name, provider in table.providers.items()}
+    assert given["add"] is None
+    assert given["scale"].nbytes == 96
+    assert given["read"] is given["scale"]
+
+
+# -- versions --------------------------------------------------------------------------------------
+class AddV2(Args):
+    """x := x + factor * y."""
+
+    x: Buffer = tensor("N H", "act", "Stream.", access="inout")
+    y: Buffer = tensor("N H", "act", "Added.")
+    factor: Buffer = tensor("N", "f32", "Factor of each row; without it 1.", optional=True)
+
+
+@pytest.fixture
+def second_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    newer = dataclasses.replace(REGISTRY["add"], version=2, args=AddV2)
+    monkeypatch.setattr(REGISTRY, "_contracts", {**REGISTRY._contracts, "add/2": newer})
+
+
+@pytest.mark.usefixtures("second_version")
+def test_provider_of_the_version_before_gets_the_record_it_knows(buffers: Any):
+    table, none = Table("add"), cast("Buffer", None)
+    builder = table.builder()
+    builder.add("add", AddV2(x=buffers.x, y=buffers.y, factor=none), "rows", "room")
+    builder.build()
+    args = table.providers["add"].bound[0][0]
+    assert type(args) is AddV1
+    assert (args.x, args.y) == (buffers.x, buffers.y)
+    table.bound.versions["add"] = 2  # type: ignore[index]
+    builder.build()
+    assert type(table.providers["add"].bound[1][0]) is AddV2
+
+
+@pytest.mark.usefixtures("second_version")
+def test_provider_of_the_version_before_is_refused_what_it_does_not_know(buffers: Any):
+    with pytest.raises(
+        CapabilityError, match=r"the step uses factor of contract add/2 .* version 1.*update the backend to version 2"
+    ):
+        as_version("add", AddV2(x=buffers.x, y=buffers.y, factor=buffers.z), 1)
+
+
+# -- the real step ---------------------------------------------------------------------------------
+def launches(llm: LLM) -> list[str]:
+    programs = llm.engine.runner.programs
+    return [contract for kind in programs.values() for program in kind.values() for contract in program.describe()]
+
+
+def test_texts_and_rounds_are_equal_with_and_without_composites():
+    owned = tuple(c for c in COMPOSITES if c in LLM(model=str(tiny.checkpoint("narrow"))).engine.table.providers)
+    assert len(owned) >= 3
+    params = [SamplingParams(max_new_tokens=16), SamplingParams(max_new_tokens=16, temperature=0.9, top_p=0.9, seed=5)]
+    prompts = ["def fibonacci(n):", "class Stack:\n    def push(self, item):"]
+    outcomes: list[Any] = []
+    for llm in (LLM(), LLM(plugin=backend_without(*owned))):
+        fused = {contract for contract in launches(llm) if "+" in contract}
+        assert fused == (set(owned) if not outcomes else set())
+        results = [out for p in params for out in llm.generate(prompts, p)]
+        outcomes.append([(out.token_ids, out.rounds, out.drafted, out.finish_reason) for out in results])
+    assert outcomes[0] == outcomes[1]
+
+
+def test_engine_on_a_backend_without_a_contract_names_it():
+    model = str(tiny.checkpoint("narrow"))
+    with pytest.raises(CapabilityError, match=r"does not own: swiglu \(in greedy.draft\)"):
+        LLM(model=model, plugin=backend_without("swiglu"))
+    assert LLM(model=model, plugin=backend_without("advance_draft"), draft_tokens=0).engine.resolved.proposer == "none"

@@ -1,0 +1,300 @@
+"""Negotiation: every value has a reason, every refusal is said at once, and nothing asked for is downgraded."""
+
+import copy
+import dataclasses
+import re
+from typing import Any
+
+import pytest
+
+from polydraft import LLM
+from polydraft.backend import BackendInfo
+from polydraft.config import EngineConfig
+from polydraft.errors import CapabilityError
+from polydraft.models.description import Attention, Block, FeedForward, ModelDescription, Mtp, Rope
+from polydraft.runtime.resolve import CACHE_BUDGET, MAX_DRAFTS, Resolved, resolve
+from tests.support import tiny
+from tests.support.plugin_doubles import info
+
+BLOCK = Block(Attention(4, 2, 8, Rope(8, 1e4)), FeedForward(32))
+HEAD = Mtp(BLOCK, "hidden_first", "pre", "own", "pre")
+MODEL = ModelDescription(
+    name="tiny", architecture="MiMoForCausalLM", hidden_size=16, vocab_size=40, eps=1e-5, blocks=(BLOCK, BLOCK),
+    max_model_len=128, mtp=HEAD,
+)  # fmt: skip
+PLAIN = dataclasses.replace(MODEL, mtp=None, mtp_note="config.json names no MTP layers")
+PROPOSERS = ("mtp", "none", "shy")
+
+
+def run(
+    *, model: ModelDescription = MODEL, backend: BackendInfo | None = None, proposers: tuple[str, ...] = PROPOSERS, **wishes: Any
+) -> Resolved:
+    return resolve(EngineConfig(**wishes), backend or info("chip"), model, proposers=proposers)
+
+
+def reason(resolved: Resolved, name: str) -> str:
+    return next(d.reason for d in resolved.decisions if d.name == name)
+
+
+# -- decisions -------------------------------------------------------------------------------------
+def test_every_option_is_decided_once_with_a_reason():
+    resolved = run()
+    decided = [d.name for d in resolved.decisions]
+    assert len(decided) == len(set(decided))
+    assert {f.name for f in dataclasses.fields(EngineConfig)} - set(decided) == {"model"}
+    assert all(d.reason and not d.reason.startswith("asked for") for d in resolved.decisions)
+    assert resolved.describe() == {d.name: d.chosen for d in resolved.decisions}
+
+
+def test_defaults_of_a_synchronous_backend():
+    resolved = run()
+    assert (resolved.backend, resolved.device, resolved.dtype) == ("chip", "cpu", "f32")
+    assert (resolved.proposer, resolved.verify, resolved.overlap, resolved.graph) == ("mtp", "coupled", 0, "off")
+    limits = resolved.limits
+    assert (limits.num_drafts, limits.window, limits.max_seqs, limits.max_logit_rows) == (3, 4, 8, 32)
+    assert (limits.max_len, limits.block_size, limits.max_blocks, limits.num_blocks) == (128, 16, 8, 64)
+    assert (limits.max_rows, limits.vocab_size, limits.max_stop_tokens) == (512, 40, 16)
+
+
+def test_what_was_asked_for_is_marked_and_taken():
+    wishes: dict[str, Any] = {
+        "device": "cpu:1", "draft_tokens": 5, "proposer": "mtp", "verify": "greedy", "max_num_seqs": 3, "max_model_len": 100,
+        "block_size": 8, "num_blocks": 20, "max_batched_tokens": 40, "overlap": 2, "graph": "off", "dtype": "f16",
+        "invariant": True, "kernels": ("fast",), "plugins": ("a.py",), "seed": 7, "prefix_cache": False,
+    }  # fmt: skip
+    resolved = run(backend=info("chip", dtypes=("f32", "f16")), **wishes)
+    chosen = resolved.describe()
+    assert {name: chosen[name] for name in wishes} == wishes
+    assert {d.name for d in resolved.decisions if d.reason.startswith("asked for")} == set(wishes)
+    limits = resolved.limits
+    assert (limits.num_drafts, limits.max_seqs, limits.max_len, limits.block_size) == (5, 3, 100, 8)
+    assert (limits.num_blocks, limits.max_blocks, limits.max_rows) == (20, 13, 40)
+    assert (resolved.device, resolved.dtype, resolved.overlap, resolved.invariant) == ("cpu:1", "f16", 2, True)
+
+
+def test_auto_follows_the_capabilities():
+    resolved = run(backend=info("chip", asynchronous=True, dtypes=("bf16", "f32"), devices=("chip:0", "chip:1")))
+    assert (resolved.overlap, resolved.dtype, resolved.device) == (1, "bf16", "chip:0")
+    assert "before they have run" in reason(resolved, "overlap")
+    assert "nothing to overlap with" in reason(run(), "overlap")
+
+
+@pytest.mark.parametrize(
+    ("model", "changes", "wishes", "wanted", "why"),
+    [
+        (MODEL, {}, {"draft_tokens": 0}, ("none", 0), "no drafts were asked for"),
+        (MODEL, {}, {"proposer": "none"}, ("none", 0), "no drafts were asked for"),
+        (PLAIN, {}, {}, ("none", 0), "config.json names no MTP layers"),
+        (dataclasses.replace(MODEL, mtp=dataclasses.replace(HEAD, num_layers=2)), {}, {}, ("none", 0), "2 distinct MTP layers"),
+        (MODEL, {"max_window": 1}, {}, ("none", 0), "backend chip verifies windows of at most 1 tokens"),
+        (MODEL, {"max_window": 3}, {}, ("mtp", 2), "fewer than 3 because backend chip verifies windows of at most 3 tokens"),
+        (MODEL, {}, {"max_model_len": 4}, ("mtp", 2), "fewer than 3 because a text of at most 4 tokens has no room"),
+        (PLAIN, {}, {"proposer": "shy"}, ("shy", 3), "chosen by name"),
+        (MODEL, {}, {"draft_tokens": 1}, ("mtp", 1), "the checkpoint has an MTP head"),
+    ],
+)
+def test_proposer_and_drafts_go_together(model: Any, changes: Any, wishes: Any, wanted: Any, why: str):
+    resolved = run(model=model, backend=info("chip", **changes), **wishes)
+    assert (resolved.proposer, resolved.limits.num_drafts) == wanted
+    assert why in reason(resolved, "proposer") + reason(resolved, "draft_tokens")
+
+
+@pytest.mark.parametrize(
+    ("verify", "why"),
+    [
+        ("auto", "shared noise"),
+        ("greedy", "only requests with temperature 0"),
+        ("coupled", "lossless at any temperature"),
+        ("rejection", "lossless in distribution; a sampled text depends on the number of drafts"),
+    ],
+)
+def test_verification_says_what_it_promises(verify: str, why: str):
+    resolved = run(verify=verify)
+    assert resolved.verify == ("coupled" if verify == "auto" else verify)
+    assert why in reason(resolved, "verify")
+
+
+@pytest.mark.parametrize(
+    ("wishes", "wanted", "why"),
+    [
+        ({}, 64, "every slot at full length"),
+        ({"max_num_seqs": 1}, 8, "every slot at full length"),
+        ({"num_blocks": 5}, 5, "64 would hold every slot at full length, 8 one request"),
+    ],
+)
+def test_blocks_and_their_memory(wishes: Any, wanted: int, why: str):
+    resolved = run(**wishes)
+    assert resolved.limits.num_blocks == wanted
+    assert why in reason(resolved, "num_blocks")
+    assert resolved.describe()["kv_cache_bytes"] == wanted * 16 * 3 * 2 * 16 * 4
+
+
+def test_auto_blocks_keep_to_the_budget_but_hold_one_request():
+    wide = Block(Attention(64, 64, 128, Rope(128, 1e4)), FeedForward(32))
+    large = dataclasses.replace(MODEL, blocks=(wide,) * 32, mtp=None, mtp_note="none", max_model_len=4096)
+    per_block = 32 * 2 * 64 * 128 * 16 * 4
+    resolved = run(model=large, max_model_len=1024)
+    assert resolved.limits.num_blocks == max(CACHE_BUDGET // per_block, 64)
+    assert run(model=large).limits.num_blocks == 256
+    assert "1024 MiB" in reason(resolved, "num_blocks")
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_estimate_of_the_caches_is_what_they_take(drafts: int):
+    llm = LLM(model=str(tiny.checkpoint("narrow")), draft_tokens=drafts, max_num_seqs=2)
+    runner: Any = llm.engine.runner
+    caches = [*runner.caches, *([runner.proposer._cache] if drafts else [])]
+    assert llm.engine.resolved.describe()["kv_cache_bytes"] == sum(cache.nbytes for cache in caches)
+
+
+@pytest.mark.parametrize(
+    ("wishes", "wanted"),
+    [
+        ({"graph": "decode", "max_num_seqs": 9}, (1, 2, 4, 8, 9)),
+        ({"graph": "decode", "graph_sizes": (8, 2, 2)}, (2, 8)),
+        ({"graph": "prefill", "max_batched_tokens": 40}, (1, 2, 4, 8, 16, 24, 32, 40)),
+        ({}, (1, 2, 4, 8)),
+        ({"graph": "off"}, ()),
+    ],
+)
+def test_graph_buckets(wishes: Any, wanted: tuple[int, ...]):
+    resolved = run(backend=info("chip", graph_capture=True), **wishes)
+    assert resolved.graph == wishes.get("graph", "decode")
+    assert resolved.graph_sizes == wanted
+    plain = run(**{**wishes, "graph": "off", "graph_sizes": ()})
+    assert (plain.graph, plain.graph_sizes) == ("off", ())
+
+
+def test_synthetic_acceptance_is_as_long_as_there_are_drafts_and_says_what_it_is():
+    resolved = run(draft_tokens=2, accept_schedule=(0.9, 0.5, 0.1))
+    assert resolved.accept_schedule == (0.9, 0.5)
+    assert "the text means nothing" in reason(resolved, "accept_schedule")
+    assert run().accept_schedule == ()
+
+
+# -- refusals --------------------------------------------------------------------------------------
+REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
+    "unavailable": (
+        {"backend": info("chip", available=False, reason="no driver; install it")},
+        "backend chip is not available: no driver; install it",
+    ),
+    "model": (
+        {
+            "model": dataclasses.replace(
+                MODEL, blocks=(Block(dataclasses.replace(BLOCK.attention, kind="mla"), BLOCK.feed_forward),)
+            )
+        },
+        "model tiny: mla attention is not built yet (only gqa is)",
+    ),
+    "dtype": ({"dtype": "bf16"}, "--dtype bf16: backend chip computes in f32; choose one of those or auto"),
+    "length": ({"max_model_len": 129}, "--max-model-len 129: model tiny was trained for 128; lower it"),
+    "no length": ({"max_model_len": 1}, "--max-model-len 1 has no room for a prompt and a token of output; use at least 2"),
+    "reserved": ({"proposer": "suffix"}, "--proposer suffix is a reserved name and not built yet; known: mtp, none, shy"),
+    "unknown": ({"proposer": "mpt"}, "--proposer mpt is unknown; known: mtp, none, shy"),
+    "no head": ({"proposer": "mtp", "model": PLAIN}, "--proposer mtp: config.json names no MTP layers; use --proposer none"),
+    "drafts without a head": (
+        {"draft_tokens": 2, "model": PLAIN},
+        "--draft-tokens 2: config.json names no MTP layers; use --draft-tokens 0",
+    ),
+    "drafts of none": (
+        {"draft_tokens": 2, "proposer": "none"},
+        "--draft-tokens 2: --proposer none never drafts; use --draft-tokens 0",
+    ),
+    "idle proposer": (
+        {"draft_tokens": 0, "proposer": "mtp"},
+        "--proposer mtp with --draft-tokens 0 drafts nothing; use --proposer none",
+    ),
+    "window": (
+        {"draft_tokens": 64},
+        "--draft-tokens 64: backend chip verifies windows of at most 64 tokens; use at most 63",
+    ),
+    "no window": (
+        {"proposer": "mtp", "backend": info("chip", max_window=1)},
+        "--proposer mtp: backend chip verifies windows of at most 1 tokens; use --proposer none",
+    ),
+    "drafts beyond the text": (
+        {"draft_tokens": 9, "max_model_len": 10},
+        "--draft-tokens 9: a text of at most 10 tokens has no room for more; use at most 8",
+    ),
+    "drafts that cannot be counted": (
+        {"draft_tokens": 300, "backend": info("chip", max_window=999), "model": dataclasses.replace(MODEL, max_model_len=999)},
+        f"--draft-tokens 300: a round of more drafts cannot be counted; use at most {MAX_DRAFTS}",
+    ),
+    "slots": (
+        {"max_num_seqs": 9, "backend": info("chip", max_seqs=8)},
+        "--max-num-seqs 9: backend chip holds at most 8; lower it",
+    ),
+    "rows": (
+        {"max_batched_tokens": 31},
+        "--max-batched-tokens 31: 8 windows of 4 need 32 rows a step; raise it or lower --max-num-seqs or --draft-tokens",
+    ),
+    "graph": ({"graph": "decode"}, "--graph decode: backend chip does not declare graph_capture; use --graph off"),
+    "sizes without graphs": ({"graph_sizes": (4,)}, "--graph-sizes 4 without graphs; add --graph decode or prefill"),
+    "sizes": (
+        {"graph": "decode", "graph_sizes": (4, 9, 0), "backend": info("chip", graph_capture=True)},
+        "--graph-sizes 9,0: a decode step has 1 to 8 of them; correct the sizes",
+    ),
+    "no synthetic acceptance": (
+        {"accept_schedule": (0.9, 0.9, 0.9), "backend": info("chip", synthetic_acceptance=False)},
+        "backend chip has no synthetic acceptance; leave the schedule out",
+    ),
+    "synthetic rejection": (
+        {"accept_schedule": (0.9, 0.9, 0.9), "verify": "rejection"},
+        "a synthetic acceptance schedule forces choices, which --verify rejection does not make; use --verify coupled",
+    ),
+    "short schedule": (
+        {"accept_schedule": (0.9,), "draft_tokens": 2},
+        "--draft-tokens 2: the synthetic acceptance schedule has 1 chances; give one for each draft",
+    ),
+    "invariant": (
+        {"invariant": True, "backend": info("chip", row_invariant=False)},
+        "--invariant: backend chip does not declare row_invariant; leave it out or use another --backend",
+    ),
+}
+
+
+@pytest.mark.parametrize(("wishes", "message"), REFUSALS.values(), ids=list(REFUSALS))
+def test_refusal_is_one_sentence_with_the_next_step(wishes: dict[str, Any], message: str):
+    with pytest.raises(CapabilityError, match="^this engine cannot be built: " + re.escape(message) + "$"):
+        run(**wishes)
+
+
+def test_all_refusals_are_said_at_once():
+    names = ("dtype", "length", "unknown", "graph")
+    wishes = {key: value for name in names for key, value in REFUSALS[name][0].items()}
+    with pytest.raises(CapabilityError) as caught:
+        run(**wishes)
+    said = str(caught.value).removeprefix("this engine cannot be built: ")
+    assert all(REFUSALS[name][1] in said for name in names)
+    assert len(said) == sum(len(REFUSALS[name][1]) for name in names) + 2 * (len(names) - 1)
+
+
+def test_every_refusal_comes_from_a_wish_or_a_fact_and_never_from_auto():
+    for changes in (
+        {"max_window": 1},
+        {"max_window": 2},
+        {"row_invariant": False},
+        {"asynchronous": True},
+        {"dtypes": ("bf16",)},
+    ):
+        for model in (MODEL, PLAIN):
+            assert run(model=model, backend=info("chip", **changes)).backend == "chip"
+
+
+# -- purity ----------------------------------------------------------------------------------------
+def test_same_input_gives_the_same_output_and_is_left_alone():
+    given = (EngineConfig(draft_tokens=2, kernels=("fast",)), info("chip"), MODEL)
+    before = copy.deepcopy([dataclasses.asdict(one) for one in (given[0], given[2])])
+    first, second = (resolve(*given, proposers=PROPOSERS) for _ in range(2))
+    assert first == second
+    assert [dataclasses.asdict(one) for one in (given[0], given[2])] == before
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        first.overlap = 1  # type: ignore[misc]
+
+
+def test_decisions_are_those_of_the_engine():
+    llm = LLM(model=str(tiny.checkpoint("narrow")), max_num_seqs=2, block_size=4)
+    resolved, engine = llm.engine.resolved, llm.engine
+    assert engine.runner.limits == engine.scheduler.limits == resolved.limits
+    assert (engine.ledger.num_blocks, engine.ledger.block_size) == (resolved.limits.num_blocks, 4)
+    assert len(engine.runner._outputs) == resolved.overlap + 1

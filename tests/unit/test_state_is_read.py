@@ -1,0 +1,226 @@
+"""Nothing is kept that nobody reads: every field of the slot state, the step buffers, the slot table, requests, plans, outcomes.
+
+A device buffer is read where a kernel that is bound to it in some program reads it (what the record declares as input, and what
+the golden looks at where the record says in and out), where metadata is made of it, and where the host downloads it. A field of
+a host record is read where the source of core loads it from something that is called like such a record.
+
+Storing into a field, also by index or `+=`, is no reading. Each check is shown a field that nobody reads.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from polydraft import LLM
+from polydraft.backend import PassBuffers
+from polydraft.contracts import REGISTRY
+from polydraft.contracts.adequacy import _read, _Trial
+from polydraft.contracts.base import Args, TensorSpec
+from polydraft.contracts.inputs import default_cases
+from polydraft.plugins import Plugins
+from polydraft.runtime import program, runner
+from polydraft.runtime.plan import StepOutcome, StepPlan
+from polydraft.runtime.program import Fill, Node
+from polydraft.runtime.request import Request
+from polydraft.runtime.slots import SlotTable
+from polydraft.runtime.stage import UPDATES
+from tests.support import tiny
+from tests.support.project import ROOT
+
+MODULES = sorted((ROOT / "core" / "polydraft").rglob("*.py"))
+
+# -- device buffers ---------------------------------------------------------------------------------------------------
+ENGINES: list[dict[str, Any]] = [
+    {"verify": "coupled", "draft_tokens": 2, "accept_schedule": (0.5, 0.5)},
+    {"verify": "rejection", "draft_tokens": 2},
+    {"proposer": "ngram", "draft_tokens": 2},
+]
+"""Engines whose programs together launch every contract that the runtime knows."""
+DOWNLOADED = {"record"}
+"""What the runner copies to the host."""
+
+
+@functools.cache
+def looked_at(name: str) -> frozenset[str]:
+    """Arguments that the golden of a contract reads in some case."""
+    contract = REGISTRY[name]
+    return frozenset(_read(contract, [_Trial(case, {}) for case in default_cases(contract)]))
+
+
+def reads(node: Node | Fill, metas: dict[int, PassBuffers]) -> Iterator[Any]:
+    """Buffers that a node reads."""
+    if isinstance(node, Fill):
+        buffers = metas[id(node.meta)]
+        yield from (buffers.row_slot, buffers.positions, buffers.block_table)
+        return
+    assert isinstance(node.args, Args)
+    contract = REGISTRY[node.contract]
+    for field, spec in contract.args.specs().items():
+        if isinstance(spec, TensorSpec) and (
+            spec.access == "in" or (spec.access == "inout" and field in looked_at(node.contract))
+        ):
+            yield getattr(node.args, field)
+
+
+def unread(engine: runner.Runner, nodes: Sequence[Node | Fill], metas: dict[int, PassBuffers]) -> set[str]:
+    """Fields of both records of one engine that nothing reads."""
+    read = {id(buffer) for node in nodes for buffer in reads(node, metas)}
+    fields = {
+        f"{type(owner).__name__}.{f.name}": getattr(owner, f.name)
+        for owner in (engine.state, engine.step)
+        for f in dataclasses.fields(owner)
+    }
+    return {field for field, buffer in fields.items() if id(buffer) not in read and field.partition(".")[2] not in DOWNLOADED}
+
+
+def never_read(monkeypatch: pytest.MonkeyPatch) -> tuple[set[str], set[str]]:
+    """Fields that no engine reads, and the contracts that the engines launch."""
+    nodes: list[Node | Fill] = []
+    metas: dict[int, PassBuffers] = {}
+    build, init = program.build, Plugins.init_forward_meta
+
+    def noted(builders: Any) -> Any:
+        nodes.extend(node for builder in builders for node in builder.nodes)
+        return build(builders)
+
+    def kept(self: Plugins, device: Any, buffers: PassBuffers, limits: Any) -> Any:
+        meta = init(self, device, buffers, limits)
+        metas[id(meta)] = buffers
+        return meta
+
+    monkeypatch.setattr(runner, "build", noted)
+    monkeypatch.setattr(Plugins, "init_forward_meta", kept)
+    alive, found = [], []
+    for options in ENGINES:
+        alive.append(LLM(model=str(tiny.checkpoint("narrow")), **options))  # alive, so that identities stay apart
+        found.append(unread(alive[-1].engine.runner, nodes, metas))
+    return set.intersection(*found), {node.contract for node in nodes if isinstance(node, Node)}
+
+
+def test_every_device_buffer_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    fields, contracts = never_read(monkeypatch)
+    assert set(REGISTRY.names()) - contracts == set(), "ENGINES lack what launches these contracts"
+    assert fields == set()
+
+
+def test_the_check_of_buffers_sees_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the launch that reads them, seeds and penalties are only ever written."""
+    for name in ("gumbel_noise", "uniform_noise", "penalise_logits"):
+        contract = REGISTRY[name]
+        specs = {
+            field: dataclasses.replace(spec, access="out")
+            for field, spec in contract.args.specs().items()
+            if isinstance(spec, TensorSpec)
+        }
+        monkeypatch.setattr(contract.args, "specs", classmethod(lambda cls, specs=specs: specs))
+    fields, _ = never_read(monkeypatch)
+    assert {"SlotState.seed", "SlotState.presence_penalty", "SlotState.frequency_penalty"} <= fields
+
+
+# -- host records -----------------------------------------------------------------------------------------------------
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """A record, the names under which core holds one, and fields that are read by a computed name."""
+
+    cls: type
+    called: str
+    by_name: tuple[str, ...] = ()
+
+    @property
+    def fields(self) -> set[str]:
+        if dataclasses.is_dataclass(self.cls):
+            return {f.name for f in dataclasses.fields(self.cls)}
+        init = next(n for n in ast.walk(_class(self.cls)) if isinstance(n, ast.FunctionDef) and n.name == "__init__")
+        targets = [target for node in ast.walk(init) for target in _stored(node)]
+        return {t.attr for t in targets if isinstance(t, ast.Attribute) and ast.unparse(t.value) == "self"}
+
+
+RECORDS = [
+    Record(SlotTable, r"(^|\.)(t|slots)$"),
+    Record(Request, r"(^|\.)(request|r|other|one)$|waiting\[0\]$"),
+    Record(StepPlan, r"(^|\.)(plan|last|made)$", by_name=UPDATES),
+    Record(StepOutcome, r"(^|\.)outcome$"),
+]
+FOR_OTHERS = {
+    "StepPlan.version": "a plan may come from another process, which checks it",
+    "StepOutcome.version": "likewise",
+    "StepOutcome.step_id": "observers tell steps apart by it",
+    "StepOutcome.phase": "observers see who was paused",
+    "Request.num_preemptions": "observers and tests count them",
+}
+"""Fields that core keeps for those who read its records, with the reason."""
+
+
+def _class(cls: type) -> ast.ClassDef:
+    path = Path(*cls.__module__.split(".")).with_suffix(".py")
+    tree = ast.parse((ROOT / "core" / path).read_text(encoding="utf-8"))
+    return next(node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == cls.__name__)
+
+
+def _stored(node: ast.AST) -> list[ast.expr]:
+    """What a statement stores into: targets, and the arrays of targets by index."""
+    targets: list[ast.expr] = []
+    if isinstance(node, ast.Assign):
+        targets = list(node.targets)
+    elif isinstance(node, (ast.AugAssign, ast.AnnAssign)):
+        targets = [node.target]
+    flat = [e for t in targets for e in (t.elts if isinstance(t, ast.Tuple) else [t])]
+    return [e.value if isinstance(e, ast.Subscript) else e for e in flat]
+
+
+def loaded(tree: ast.AST) -> Iterator[tuple[str, str]]:
+    """(receiver, field) of every attribute that is not only stored into."""
+    stored = {id(target) for node in ast.walk(tree) for target in _stored(node)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and id(node) not in stored:
+            yield ast.unparse(node.value), node.attr
+
+
+def unread_fields(record: Record, trees: Sequence[ast.AST]) -> set[str]:
+    """Fields that no source loads from something called like the record, its own methods included."""
+    own = {field for receiver, field in loaded(_class(record.cls)) if receiver == "self"}
+    read = {field for tree in trees for receiver, field in loaded(tree) if re.search(record.called, receiver)}
+    return record.fields - read - own - set(record.by_name)
+
+
+@functools.cache
+def sources() -> list[ast.AST]:
+    return [ast.parse(path.read_text(encoding="utf-8")) for path in MODULES]
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=lambda record: record.cls.__name__)
+def test_every_field_is_read(record: Record) -> None:
+    name = record.cls.__name__
+    kept = {field.partition(".")[2] for field in FOR_OTHERS if field.startswith(f"{name}.")}
+    assert unread_fields(record, sources()) == kept, "nobody reads these, or the list of exceptions is out of date"
+
+
+def test_updates_are_read_by_name() -> None:
+    assert "getattr(plan, name)" in (ROOT / "core" / "polydraft" / "runtime" / "stage.py").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("source", "read"),
+    [
+        ("x = t.sampling[3]", True),
+        ("if not self.slots.sampling.any(): pass", True),
+        ("t.epoch[t.sampling] = 1", True),
+        ("t.sampling[slot] = t.sampling[slot] + 1", True),
+        ("t.sampling[slot] = 3", False),
+        ("t.sampling[slot] += 1", False),
+        ("t.sampling = 3", False),
+        ("t.sampling[a], t.epoch[a] = 1, 2", False),
+        ("x = params.sampling", False),
+    ],
+)
+def test_check_sees(source: str, read: bool) -> None:
+    record = Record(SlotTable, RECORDS[0].called)
+    assert ("sampling" not in unread_fields(record, [ast.parse(source)])) == read

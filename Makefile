@@ -26,7 +26,7 @@ demo: $(CORE)  ## generate text with the embedded demo model on the reference ba
 # One BLAS thread: the tests use tiny matrices, and threads that spin for each other are slow on a busy machine.
 test deep coverage: export OPENBLAS_NUM_THREADS := 1
 test: $(TEST)  ## run every test that needs no accelerator
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 check: $(DEV)  ## lint, formatting and types
 	$(BIN)/ruff check .

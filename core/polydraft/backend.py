@@ -45,6 +45,9 @@ class Capabilities:
     """Prepared weights can be refilled in place at the same addresses."""
     synthetic_acceptance: bool = True
     """Verification can be driven by a schedule instead of the drafts, for benchmarks."""
+    bring_up: bool = False
+    """Kernels that are not written yet are the reference's, run on host copies (`polydraft.bring_up`): f32, synchronous, no
+    graphs, no overlap, and no claim beyond the profile `basic`."""
 
     def describe(self) -> dict[str, Any]:
         """Name to value, for `doctor` and reports."""

@@ -238,6 +238,9 @@ def check_info(name: str, plugin: object, info: object) -> BackendInfo:
         "capability graph_capture without the hook polydraft_graph_capture; implement the hook or drop the capability": (
             not caps.graph_capture or "polydraft_graph_capture" in implemented(plugin)
         ),
+        "bring_up beside asynchronous, graph_capture or a dtype other than f32; drop those until no kernel is delegated": (
+            not caps.bring_up or (not caps.asynchronous and not caps.graph_capture and caps.dtypes == ("f32",))
+        ),
     }
     for claim, holds in claims.items():
         if not holds:
@@ -270,6 +273,18 @@ def check_claims(name: str, info: BackendInfo, table: KernelTable) -> None:
         raise PluginError(
             f"plugin {name!r}: contract_versions of polydraft_backend_info and the table of polydraft_kernels differ in {each}; "
             "make them equal"
+        )
+
+
+def check_bring_up(name: str, info: BackendInfo, table: KernelTable) -> None:
+    """Kernels that run the reference on host copies are offered only where the capability `bring_up` says so."""
+    from polydraft.bring_up import Delegated
+
+    delegated = sorted(contract for contract, provider in table.providers.items() if isinstance(provider, Delegated))
+    if delegated and not info.capabilities.bring_up:
+        raise PluginError(
+            f"plugin {name!r}: polydraft_kernels delegates {len(delegated)} kernels ({delegated[0]}, ...) to the reference "
+            "without declaring bring_up; declare it, or write them"
         )
 
 

@@ -28,6 +28,7 @@ from polydraft.plugin_checks import (
     PACK,
     PartialTable,
     Role,
+    check_bring_up,
     check_claims,
     check_hooks,
     check_info,
@@ -183,6 +184,7 @@ class Plugins:
         table: KernelTable = self._ask(self.backend, hook, KernelTable, device=device)
         check_table(self.backend.name, table)
         check_claims(self.backend.name, self.info(), table)
+        check_bring_up(self.backend.name, self.info(), table)
         packs = []
         for place, pack in enumerate(self.packs):
             extra: PartialTable = self._ask(pack, hook, PartialTable, device=device)

@@ -96,7 +96,7 @@ def test_a_failure_says_what_where_and_how_to_see_it_again(
     answer = conform("broken", "--plugin", broken(mutant), "--contract", contract)
     assert answer.status == 1
     assert said in answer.out
-    assert f"(replay: --contract {contract} --" in answer.out
+    assert f"(rerun: polydraft conform broken --plugin {broken(mutant)} --contract {contract} --" in answer.out
     assert f"looks like {mutant}" in answer.out
     assert "wanted" in answer.out
 

@@ -11,7 +11,9 @@ from tests.conformance.doubles import BACKENDS
 
 SAID = {
     "M01": "select_last_rows", "M18": "acceptance trace", "M21": "replayed is", "M22": "allocated 1",
-    "M24": "synchronised 1 times", "M38": "acceptance trace", "M42": "silently run the reference's code", "M44": "gate_up",
+    "M24": "synchronised 1 times", "M25": "the run hangs", "M32": "the run hangs", "M33": "free and held at once",
+    "M35": "a block is lost", "M38": "acceptance trace", "M42": "silently run the reference's code", "M44": "gate_up",
+    "M45": "out[", "M47": "nothing was proved", "M52": "acceptance trace",
 }  # fmt: skip
 """Words that must be in what some killers say: that the mutant died of its fault and not of an accident."""
 

@@ -33,7 +33,7 @@ def parse(line: str) -> dict[str, Any]:
     _, command_name, *arguments = shlex.split(line, comments=True)
     if command_name not in COMMANDS:
         raise click.UsageError(f"{line}: there is no command {command_name!r}")
-    command: click.Command = importlib.import_module(f"polydraft.cli.{command_name}").command
+    command: click.Command = importlib.import_module(f"polydraft.cli.{command_name.replace('-', '_')}").command
     return command.make_context(command_name, arguments).params
 
 

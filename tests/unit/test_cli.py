@@ -238,6 +238,41 @@ def test_options_of_processing_have_an_effect(generate: Callable[..., Result], l
     assert len(request["token_ids"]) >= 2
 
 
+def test_biases_and_bad_words_reach_every_request(generate: Callable[..., Result], lines: Callable[..., str]):
+    """From the command line, and from a line of --prompts, whose own replace those."""
+    free = direct([PROMPT], params())[0]
+    unwanted, wanted = free.token_ids[0], free.token_ids[-1]
+    word = free.text.split()[0]
+    flags = ["--logit-bias", f"{unwanted}=-100", "--logit-bias", f"{wanted}=1.5", "--bad-word", word, "--bad-word", "zebra"]
+    own = {"logit_bias": {str(unwanted): 100}, "bad_words": [[unwanted, unwanted]]}
+    file = lines({"prompt": PROMPT}, {"prompt": PROMPT, **own}, {"prompt": PROMPT, "logit_bias": {}, "bad_words": []})
+    requests = generate("--prompts", file, *flags, "--json").json["requests"]
+    given = {"logit_bias": {unwanted: -100.0, wanted: 1.5}, "bad_words": (word, "zebra")}
+    for request, mine in zip(requests, (given, own, {}), strict=True):
+        assert request["token_ids"] == list(direct([PROMPT], params(**mine))[0].token_ids)
+    changed, pinned, untouched = (request["token_ids"] for request in requests)
+    assert unwanted not in changed
+    assert word not in requests[0]["text"]
+    assert pinned[0] == unwanted != pinned[1]
+    assert untouched == list(free.token_ids)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--logit-bias", "17"], "'17' is no ID=X, wanted a token id and a number, such as 17=-2.5"),
+        (["--logit-bias", "the=2"], "'the=2' is no ID=X"),
+        (["--logit-bias", "17=nan"], "logit_bias is ((17, nan),), wanted token ids of at least 0"),
+        (["--logit-bias", "17=101"], "each with a number from -100 to 100"),
+        (["--bad-word", ""], "bad_words is ('',), wanted texts that are not empty"),
+    ],
+)
+def test_bad_biases_and_bad_words(generate: Callable[..., Result], flags: list[str], message: str):
+    result = generate(PROMPT, *flags)
+    assert result.status == 2
+    assert message in result.err
+
+
 def test_stop_may_be_repeated(generate: Callable[..., Result]):
     (free,) = direct([PROMPT], params())
     words = free.text.split()
@@ -826,6 +861,30 @@ def test_contracts(run: Callable[..., Result]):
         entry = rf"^{re.escape(contract.key)}\(.*\n  .+\n  counts {contract.unit}; .+; {contract.deterministic}$"
         assert re.search(entry, result.out, re.MULTILINE)
     assert all(f"\n{name}\n" in result.out for name in COMPOSITES)
+
+
+@pytest.mark.parametrize("profile", ["basic", "graph", "async", "full"])
+def test_contracts_of_a_profile(run: Callable[..., Result], profile: str):
+    from polydraft.conformance.outcomes import frozen_list
+
+    found = run("contracts", "--profile", profile, "--json").json["profile"]
+    assert found["own"] == [name for name in REGISTRY.names() if name in frozen_list("mustown", profile)]
+    assert sorted(found["own"] + found["offered"] + found["optional"]) == sorted(REGISTRY.names())
+    assert (found["how_many_own"] == "one or more") == (profile == "basic")
+    if profile == "basic":
+        assert len(found["own"]) <= 12
+        assert found["device_functions"] == ["allocate", "write", "read", "wait"]
+    else:
+        assert {"Device.upload", "Event.query", "GraphCapture.capture"} <= set(found["device_functions"])
+    text = run("contracts", "--profile", profile).out
+    assert f"{found['how_many_own']} of these {len(found['own'])} kernels have to be the backend's own:" in text
+    assert f"these {len(found['optional'])} may be left out; an engine then refuses what needs them:" in text
+
+
+def test_contracts_takes_a_name_or_a_profile(run: Callable[..., Result]):
+    result = run("contracts", "linear", "--profile", "basic")
+    assert (result.status, result.out) == (2, "")
+    assert "leave NAME or --profile out" in result.err
 
 
 def test_contracts_json(run: Callable[..., Result]):

@@ -28,10 +28,12 @@ COMMANDS = {
     "doctor": "Show every installed backend and what it can do.",
     "contracts": "Show what a backend has to compute.",
     "conform": "Show that a backend keeps its contracts.",
+    "new-backend": "Write a package with the smallest honest backend.",
     "bench": "Time rounds of a model or a shape, and the host.",
+    "replay": "Run recorded kernel calls on another backend.",
     "trace": "Show where the time of a recorded run went.",
 }
-"""Command name to its line in `polydraft --help`; the command itself is in the module of that name."""
+"""Command name to its line in `polydraft --help`; the command itself is in the module of that name (`-` as `_`)."""
 
 EXAMPLES = """\b
 Examples:
@@ -54,7 +56,7 @@ class Program(click.Group):
         del ctx
         if cmd_name not in COMMANDS:
             return None
-        command: click.Command = import_module(f"polydraft.cli.{cmd_name}").command
+        command: click.Command = import_module(f"polydraft.cli.{cmd_name.replace('-', '_')}").command
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from polydraft import environment
-from polydraft.cli.options import common
+from polydraft.cli.options import common, names
 from polydraft.errors import ConfigError, PluginError
 
 if TYPE_CHECKING:
@@ -51,6 +51,7 @@ Exit statuses: 0 the claim holds, 1 it fails, 2 bad usage, 3 the kit failed,
 @click.option("--deep", is_flag=True, help="Hundreds of seeds a contract; minutes instead of seconds.")
 @click.option("--prove", is_flag=True, help="Run the zoo of broken backends around BACKEND: the kit has to kill each.")
 @click.option("--plugin", "plugins", multiple=True, metavar="FILE", help="Load a plugin from a file or module; repeatable.")
+@click.option("--kernels", type=names, default=(), metavar="PACK,...", help="Kernel packs laid over BACKEND, first wins.")
 @click.option("--waivers", type=click.Path(path_type=Path), default=None, metavar="FILE", help="Known failures, as JSON.")
 @click.option(
     "--timeout", type=click.FloatRange(0, min_open=True), default=None, metavar="S", help="Seconds that one check may take."
@@ -71,6 +72,7 @@ def command(
     deep: bool,
     prove: bool,
     plugins: tuple[str, ...],
+    kernels: tuple[str, ...],
     waivers: Path | None,
     timeout: float | None,
     out: Path | None,
@@ -87,13 +89,16 @@ def command(
 
     selection = Selection(profile, level or "", contract, case, seed, deep)
     _check_names(contract)
-    _check_backend(backend, plugins)
+    _check_backend(backend, plugins, kernels)
+    if prove and kernels:
+        raise click.UsageError("the zoo is run around a backend alone; leave --kernels or --prove out")
     if prove:
         return _prove(backend, device=device, plugins=plugins, as_json=as_json)
     limit = timeout or (DEEP_LIMIT_S if deep else LIMIT_S)
     return _run(
-        backend, device=device, selection=selection, plugins=plugins, waivers=waivers, limit_s=limit, out=out, as_json=as_json
-    )
+        backend, device=device, selection=selection, plugins=plugins, kernels=kernels, waivers=waivers, limit_s=limit, out=out,
+        as_json=as_json,
+    )  # fmt: skip
 
 
 def _check_names(contract: str) -> None:
@@ -109,12 +114,12 @@ def _check_names(contract: str) -> None:
         raise click.UsageError(f"no contract is called {contract!r}; {hint}polydraft contracts lists them all")
 
 
-def _check_backend(backend: str, plugins: tuple[str, ...]) -> None:
-    """A backend that cannot be loaded is bad usage: there is nothing to judge."""
+def _check_backend(backend: str, plugins: tuple[str, ...], kernels: tuple[str, ...]) -> None:
+    """A backend or pack that cannot be loaded is bad usage: there is nothing to judge."""
     from polydraft.plugins import Plugins
 
     try:
-        Plugins.load(backend, files=plugins)
+        Plugins.load(backend, files=plugins, packs=kernels)
     except PluginError as error:
         raise ConfigError(str(error)) from error
 
@@ -125,6 +130,7 @@ def _run(
     device: str,
     selection: Any,
     plugins: tuple[str, ...],
+    kernels: tuple[str, ...],
     waivers: Path | None,
     limit_s: float,
     out: Path | None,
@@ -135,8 +141,8 @@ def _run(
     from polydraft.conformance.waivers import load
 
     report = conform(
-        backend, device=device, selection=selection, files=plugins, waivers=load(waivers) if waivers else (),
-        command=command_line(), listen=_progress(), limit_s=limit_s,
+        backend, device=device, selection=selection, files=plugins, packs=kernels,
+        waivers=load(waivers) if waivers else (), command=command_line(), listen=_progress(), limit_s=limit_s,
     )  # fmt: skip
     if out is not None:
         report.write(out)

@@ -19,22 +19,28 @@ if TYPE_CHECKING:
     from polydraft.show import Screen
 
 SCHEMA = "polydraft.contracts/1"
+PROFILES = ("basic", "graph", "async", "full")
 EXAMPLES = """\b
 Examples:
   polydraft contracts
   polydraft contracts paged_attention
+  polydraft contracts --profile basic
   polydraft contracts --json
 """
 
 
 @click.command("contracts", epilog=EXAMPLES)
 @click.argument("name", required=False)
+@click.option("--profile", type=click.Choice(PROFILES), default=None, help="Sort them by what this profile asks of a backend.")
 @click.option("--no-color", is_flag=True, help="Plain text on a terminal too.")
 @common
-def command(name: str | None, no_color: bool, as_json: bool) -> int:
+def command(name: str | None, profile: str | None, no_color: bool, as_json: bool) -> int:
     """List every contract and composite, or print the page of the contract called NAME."""
     from polydraft.contracts import COMPOSITES, REGISTRY
     from polydraft.show import Screen
+
+    if name is not None and profile is not None:
+        raise click.UsageError("--profile sorts the whole list; leave NAME or --profile out")
 
     if name is None:
         contracts, composites = list(REGISTRY), list(COMPOSITES.values())
@@ -42,10 +48,13 @@ def command(name: str | None, no_color: bool, as_json: bool) -> int:
         contracts, composites = _named(name)
     if as_json:
         records = [_contract(contract, page=name is not None) for contract in contracts]
-        click.echo(json.dumps({"schema": SCHEMA, "contracts": records, "composites": [_composite(c) for c in composites]}))
+        answer = {"schema": SCHEMA, "contracts": records, "composites": [_composite(c) for c in composites]}
+        click.echo(json.dumps(answer | ({"profile": _profile(profile)} if profile else {})))
         return 0
     screen = Screen(color=not no_color)
-    if name is None:
+    if profile is not None:
+        _list_needs(screen, profile)
+    elif name is None:
         _list(screen, contracts, composites)
     else:
         screen.write("\n".join([_page(c) for c in contracts] + [_composite_page(c) for c in composites]))
@@ -79,6 +88,37 @@ def _list(screen: Screen, contracts: list[Contract], composites: list[Composite]
     for composite in composites:
         screen.line(composite.name, "bold")
         screen.line(f"  {composite.doc.splitlines()[0]}")
+
+
+def _list_needs(screen: Screen, profile: str) -> None:
+    from polydraft.conformance.needs import by_need, device_functions
+    from polydraft.contracts import REGISTRY
+    from polydraft.contracts.docs import signature
+
+    functions = device_functions(profile)
+    where = " of a `BringUpDevice`, which is enough for basic" if profile == "basic" else " of the protocols in polydraft.device"
+    screen.line(f"{profile}: {len(functions)} device functions{where}", "bold")
+    screen.line(f"  {', '.join(functions)}")
+    heads = {
+        "own": f"{'one or more' if profile == 'basic' else 'all'} of these {{}} kernels have to be the backend's own:",
+        "offered": "these {} have to be there and may be the reference's:",
+        "optional": "these {} may be left out; an engine then refuses what needs them:",
+    }
+    for need, names in by_need(profile).items():
+        screen.line("\n" + heads[need].format(len(names)), "bold")
+        for name in names:
+            screen.line(f"  {signature(REGISTRY[name])}")
+
+
+def _profile(profile: str) -> dict[str, Any]:
+    from polydraft.conformance.needs import by_need, device_functions
+
+    return {
+        "name": profile,
+        "how_many_own": "one or more" if profile == "basic" else "all",
+        **{str(need): names for need, names in by_need(profile).items()},
+        "device_functions": device_functions(profile),
+    }
 
 
 def _tolerance(tolerance: Mapping[str, float]) -> str:

@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from polydraft.conformance.report import Report, conform, verify
+    from polydraft.conformance.single import KernelMismatch, check_kernel
 
-__all__ = ["Report", "conform", "verify"]
+__all__ = ["KernelMismatch", "Report", "check_kernel", "conform", "verify"]
 
 
 def __getattr__(name: str) -> Any:
@@ -29,6 +30,5 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(
-        import_module("polydraft.conformance.single" if name == "check_kernel" else "polydraft.conformance.report"), name
-    )
+    room = "single" if name in ("KernelMismatch", "check_kernel") else "report"
+    return getattr(import_module(f"polydraft.conformance.{room}"), name)

@@ -30,6 +30,10 @@ class Unsupported(Exception):  # noqa: N818  no error: the backend does not clai
     """Raised by a check that finds, while it runs, that the backend does not declare what it needs; says what that is."""
 
 
+class Wrong(Exception):  # noqa: N818  no error of the kit: what it says is wrong with the backend
+    """Raised where a check can say that something is wrong and cannot go on; a sentence."""
+
+
 @dataclass
 class Tally:
     """What one check compared, and what was wrong."""
@@ -121,6 +125,8 @@ class Check:
             self.run(target, tally)
         except Unsupported as reason:
             return "unsupported", str(reason)
+        except Wrong as sentence:
+            return "fail", str(sentence)
         except Exception as error:  # noqa: BLE001  whatever a backend raises is its outcome
             return _blame(error)
         if tally.failures:
@@ -135,7 +141,7 @@ class Check:
         declared: Mapping[str, Any] = dataclasses.asdict(target.info.capabilities)
         if self.needs and not declared[self.needs]:
             return "unsupported", f"capability {self.needs} is not declared"
-        if self.kernel and self.kernel not in target.info.contract_versions:
+        if self.kernel and self.kernel not in target.offered:
             if self.optional:
                 return "unsupported", f"{self.kernel} is not offered"
             return "fail", f"{self.kernel} is not offered, and every engine needs it; implement it or enable a kernel pack"

@@ -15,7 +15,7 @@ import numpy as np
 
 from polydraft.conformance.check import Check, Tally, Unsupported
 from polydraft.conformance.device_checks import pattern, read
-from polydraft.conformance.kernel_checks import OPTIONAL, Table, UsedBefore, bits, pairs
+from polydraft.conformance.kernel_checks import OPTIONAL, Table, UsedBefore, bits, offered, pairs
 from polydraft.conformance.lossless_checks import K, run
 from polydraft.conformance.probe import NUM_TOKENS, prompts
 from polydraft.conformance.serving import Ask
@@ -32,7 +32,7 @@ LIMITS = Limits(1, 1, 8, 8, 16, 4, 4, 4, 1, 8)
 
 def checks() -> Iterator[Check]:
     """Every check of L3."""
-    for contract in REGISTRY:
+    for contract in REGISTRY.newest():
         if not contract.unit.endswith("_updates"):  # staged writes are never captured
             optional = contract.name in OPTIONAL
             yield Check(f"L3/kernel/{contract.name}", partial(_kernel, contract), NEEDS, contract.name, optional)
@@ -68,21 +68,23 @@ class _Replayed(UsedBefore):
         return lambda stream, n: graph.replay(stream)
 
 
-def _kernel(kernel: Contract, target: Target, tally: Tally) -> None:
+def _kernel(newest: Contract, target: Target, tally: Tally) -> None:
     """Captured over one case, replayed over another of the same form: the golden's result, and the bits of an eager run."""
-    if kernel.name in target.info.capabilities.uncapturable:
-        raise Unsupported(f"{kernel.name} is declared uncapturable")
+    if newest.name in target.info.capabilities.uncapturable:
+        raise Unsupported(f"{newest.name} is declared uncapturable")
+    kernel = offered(newest, target)
+    assert isinstance(kernel, Contract), "an older version of a contract is one"
     opened, capture = _graphs(target)
     act = target.info.capabilities.dtypes[0]
-    provider = opened.table.backend.providers[kernel.name]
+    provider = opened.table.providers[kernel.name]
     meta = None if "forward_meta" in target.info.capabilities.uncapturable else opened.init_meta
-    for one, other in pairs(kernel.name, target.info.capabilities.row_order):
+    for one, other in pairs(kernel.key, target.info.capabilities.row_order):
         if one.n != other.n:
             one = other  # noqa: PLW2901  a graph has one launch length
-        replayed = Table(opened.table.backend, {kernel.name: _Replayed(provider, kernel, one, opened, act, other.n, capture)})
+        replayed = Table(opened.table, {kernel.name: _Replayed(provider, kernel, one, opened, act, other.n, capture)})
         tally.compared(check_kernel(kernel, other, opened.device, replayed, act=act, init_meta=meta))
         if kernel.deterministic != "none":
-            eager = run_kernel(kernel, other, opened.device, opened.table.backend, act=act, init_meta=meta)
+            eager = run_kernel(kernel, other, opened.device, opened.table, act=act, init_meta=meta)
             again = run_kernel(kernel, other, opened.device, replayed, act=act, init_meta=meta)
             for name in eager:
                 tally.equal(f"{name} of {other.name}, replayed against eager", bits(again[name]), bits(eager[name]))

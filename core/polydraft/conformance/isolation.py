@@ -58,6 +58,7 @@ def run(
     *,
     device: str,
     files: Sequence[str],
+    packs: Sequence[str] = (),
     selection: Selection,
     limit_s: float,
     listen: Callable[[Result], None] | None = None,
@@ -69,7 +70,10 @@ def run(
             lines = Path(folder) / f"lines-{number}.jsonl"
             lines.touch()
             done = [result.id for result in watched.results]
-            job = {"backend": backend, "device": device, "files": list(files), "selection": asdict(selection), "done": done}
+            job = {
+                "backend": backend, "device": device, "files": list(files), "packs": list(packs), "selection": asdict(selection),
+                "done": done,
+            }  # fmt: skip
             command = [sys.executable, "-m", "polydraft.conformance.isolation", str(lines), json.dumps(job)]
             with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL) as child:  # noqa: S603
                 try:
@@ -114,11 +118,11 @@ def _child(out: TextIO, job: Mapping[str, Any]) -> None:
         out.write(json.dumps(line) + "\n")
         out.flush()
 
-    target = Target(job["backend"], device=job["device"], files=job["files"])
+    target = Target(job["backend"], device=job["device"], files=job["files"], packs=job["packs"])
     for check in Selection(**job["selection"]).checks():
         if check.id not in job["done"]:
             tell({"begin": check.id})
-            tell({"result": asdict(with_causes(check.result(target)))})
+            tell({"result": asdict(with_causes(check.result(target), target))})
             if target.owners:
                 tell({"owners": dict(target.owners), "finished": False})
     tell({"owners": dict(target.owners), "finished": True})

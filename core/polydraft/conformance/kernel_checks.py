@@ -27,7 +27,8 @@ from polydraft.sentinels import Phase
 OPTIONAL: Final = frozenset(
     {
         "update_biases", "update_bad_words", "penalise_logits", "bias_logits", "forbid_tokens", "uniform_noise", "filter_probs",
-        "draw_draft", "verify_rejection", "draft_ngram", "force_choices",
+        "draw_draft", "verify_rejection", "draft_ngram", "align_drafts", "force_choices",
+        "keep_logits", "top_logprobs", "draft_logprobs", "pack_logprobs", "pack_prompt_rows",
     }
 )  # fmt: skip
 """Contracts that only some requests or options need: a backend may leave them out, and an engine then refuses those."""
@@ -54,14 +55,15 @@ class Options:
 
 def checks(options: Options) -> Iterator[Check]:
     """Every check of L2, contract by contract."""
-    for contract in REGISTRY:
+    for contract in REGISTRY.newest():
         yield from _of_kernel(contract, options, contract.name in OPTIONAL)
     for composite in COMPOSITES.values():
         yield from _of_kernel(composite, options, optional=True)
 
 
 def _of_kernel(kernel: Kernel, options: Options, optional: bool) -> Iterator[Check]:
-    def check(name: str, run: Any, **fields: Any) -> Check:
+    def check(name: str, function: Any, *rest: Any, **fields: Any) -> Check:
+        run = partial(_as_offered, kernel, function, rest)
         return Check(f"L2/{kernel.name}/{name}", run, kernel=kernel.name, optional=optional, **fields)
 
     names = [case.name for case in named_cases(kernel)]
@@ -69,40 +71,52 @@ def _of_kernel(kernel: Kernel, options: Options, optional: bool) -> Iterator[Che
         names = [name for name in names if name == options.case]
     if options.seed is None:
         for name in names:
-            yield check(name, partial(_named, kernel, name))
+            yield check(name, _named, name)
     if options.case:
         return
-    yield check("seeds", partial(_seeds, kernel, options))
+    yield check("seeds", _seeds, options)
     if options.seed is not None:
         return
     if isinstance(kernel, Composite):
         yield Check(f"L2/{kernel.name}/expansion", partial(_expansion, kernel))
         return
-    yield check("new-contents", partial(_new_contents, kernel))
-    yield check("repeat", partial(_repeat, kernel))
+    yield check("new-contents", _new_contents)
+    yield check("repeat", _repeat)
     if _has_free_rows(kernel):
-        yield check("permuted-rows", partial(_permuted, kernel))
+        yield check("permuted-rows", _permuted)
     if _is_float(kernel):
-        yield check("other-dtypes", partial(_other_dtypes, kernel, options))
-        yield check("invariant-mode", partial(_invariant_mode, kernel), needs="row_invariant")
+        yield check("other-dtypes", _other_dtypes, options)
+        yield check("invariant-mode", _invariant_mode, needs="row_invariant")
     if _is_rowwise(kernel):
-        yield check("row-alone", partial(_row_alone, kernel), needs="row_invariant")
+        yield check("row-alone", _row_alone, needs="row_invariant")
+
+
+def offered(kernel: Kernel, target: Target) -> Kernel:
+    """The kernel in the version that the backend offers: an older contract has cases and a golden of its own."""
+    version = target.offered.get(kernel.name)
+    return REGISTRY[f"{kernel.name}/{version}"] if isinstance(kernel, Contract) and version is not None else kernel
+
+
+def _as_offered(kernel: Kernel, function: Any, rest: tuple[Any, ...], target: Target, tally: Tally) -> None:
+    function(offered(kernel, target), *rest, target, tally)
 
 
 # -- cases and goldens, which no backend changes -------------------------------------------------------
 @cache
-def _cases(name: str) -> tuple[Case, ...]:
-    kernel: Kernel = COMPOSITES[name] if name in COMPOSITES else REGISTRY[name]
+def _cases(key: str) -> tuple[Case, ...]:
+    kernel: Kernel = COMPOSITES[key] if key in COMPOSITES else REGISTRY[key]
     return tuple(contract_of(kernel).cases())
 
 
 def named_cases(kernel: Kernel) -> tuple[Case, ...]:
     """The named cases of a contract or composite."""
-    return _cases(kernel.name)
+    return _cases(kernel.key if isinstance(kernel, Contract) else kernel.name)
 
 
 def _case(kernel: Kernel, name: str, target: Target) -> Case:
-    found = next(case for case in named_cases(kernel) if case.name == name)
+    found = next((case for case in named_cases(kernel) if case.name == name), None)
+    if found is None:
+        raise Unsupported(f"{contract_of(kernel).key} is offered, which has no such case")
     return legal(found, target.info.capabilities.row_order)
 
 
@@ -140,17 +154,15 @@ def legal(case: Case, row_order: RowOrder) -> Case:
     return replace(case, arrays=arrays)
 
 
-def _run(kernel: Kernel, case: Case, opened: Opened, tally: Tally, *, act: str) -> None:
-    comparison = check_kernel(kernel, case, opened.device, opened.table.backend, act=act, init_meta=opened.init_meta)
-    tally.compared(comparison, _replay(kernel, case))
+def _run(kernel: Kernel, case: Case, opened: Opened, tally: Tally, *, act: str, command: str) -> None:
+    comparison = check_kernel(kernel, case, opened.device, opened.table, act=act, init_meta=opened.init_meta)
+    tally.compared(comparison, _rerun(kernel, case, command))
 
 
-def _replay(kernel: Kernel, case: Case) -> str:
+def _rerun(kernel: Kernel, case: Case, command: str) -> str:
     kind, _, number = case.name.partition("-")
-    if " " in case.name:
-        return f" (replay: --contract {kernel.name})"
-    which = f"--seed {number}" if kind == "seed" else f"--case {case.name}"
-    return f" (replay: --contract {kernel.name} {which})"
+    which = "" if " " in case.name else f" --seed {number}" if kind == "seed" else f" --case {case.name}"
+    return f" (rerun: {command} --contract {kernel.name}{which})"
 
 
 # -- checks --------------------------------------------------------------------------------------------
@@ -162,24 +174,24 @@ def _opened(target: Target, kernel: Kernel, dtype: str = "", *, row_invariant: b
 def _named(kernel: Kernel, name: str, target: Target, tally: Tally) -> None:
     """One named case on poisoned outputs: values, inputs unchanged, rows beyond the launch untouched."""
     opened, act = _opened(target, kernel)
-    _run(kernel, _case(kernel, name, target), opened, tally, act=act)
+    _run(kernel, _case(kernel, name, target), opened, tally, act=act, command=target.command)
 
 
 def _seeds(kernel: Kernel, options: Options, target: Target, tally: Tally) -> None:
     """Generated cases; a failure names its seed."""
     opened, act = _opened(target, kernel)
     for seed in options.seeds:
-        _run(kernel, _generated(kernel, seed, target), opened, tally, act=act)
+        _run(kernel, _generated(kernel, seed, target), opened, tally, act=act, command=target.command)
 
 
 def _expansion(composite: Composite, target: Target, tally: Tally) -> None:
     """The composite's parts one after the other give what the composite's golden gives."""
     opened, act = _opened(target, composite)
-    lacking = [part for part in composite.parts if part not in opened.table.backend.providers]
+    lacking = [part for part in composite.parts if part not in opened.table.providers]
     if lacking:
         raise Unsupported(f"{', '.join(lacking)} is not offered")
-    providers = {composite.name: Expansion(composite, opened.table.backend.providers)}
-    table = Table(opened.table.backend, providers)
+    providers = {composite.name: Expansion(composite, opened.table.providers)}
+    table = Table(opened.table, providers)
     for case in all_cases(composite, target, 5):
         tally.compared(check_kernel(composite, case, opened.device, table, act=act, init_meta=opened.init_meta))
 
@@ -198,9 +210,7 @@ def _repeat(kernel: Contract, target: Target, tally: Tally) -> None:
         raise Unsupported("the contract promises no determinism")
     opened, act = _opened(target, kernel)
     case = _generated(kernel, 1, target)
-    first, second = (
-        run_kernel(kernel, case, opened.device, opened.table.backend, act=act, init_meta=opened.init_meta) for _ in range(2)
-    )
+    first, second = (run_kernel(kernel, case, opened.device, opened.table, act=act, init_meta=opened.init_meta) for _ in range(2))
     for name in first:
         tally.equal(f"{name} of the second run", bits(second[name]), bits(first[name]))
 
@@ -214,16 +224,16 @@ def bits(array: Any) -> Any:
 def _new_contents(kernel: Contract, target: Target, tally: Tally) -> None:
     """Bound once, launched on one case, then on other contents at the same addresses: nothing may be remembered."""
     opened, act = _opened(target, kernel)
-    provider = opened.table.backend.providers[kernel.name]
-    for one, other in pairs(kernel.name, target.info.capabilities.row_order):
-        rebinding = Table(opened.table.backend, {kernel.name: UsedBefore(provider, kernel, one, opened, act)})
+    provider = opened.table.providers[kernel.name]
+    for one, other in pairs(kernel.key, target.info.capabilities.row_order):
+        rebinding = Table(opened.table, {kernel.name: UsedBefore(provider, kernel, one, opened, act)})
         tally.compared(check_kernel(kernel, other, opened.device, rebinding, act=act, init_meta=opened.init_meta))
 
 
 @cache
-def pairs(name: str, row_order: RowOrder) -> tuple[tuple[Case, Case], ...]:
-    """Pairs of cases of one form; where there is none, a case and itself."""
-    kernel = REGISTRY[name]
+def pairs(key: str, row_order: RowOrder) -> tuple[tuple[Case, Case], ...]:
+    """Pairs of cases of one form of the contract `key`; where there is none, a case and itself."""
+    kernel = REGISTRY[key]
     pool: dict[object, list[Case]] = {}
     for case in (*kernel.cases(), *(random_case(kernel, seed) for seed in range(SEEDS))):
         if case.n:
@@ -307,14 +317,14 @@ def _other_dtypes(kernel: Contract, options: Options, target: Target, tally: Tal
     for dtype in others:
         opened, act = _opened(target, kernel, dtype)
         for case in cases:
-            _run(kernel, case, opened, tally, act=act)
+            _run(kernel, case, opened, tally, act=act, command=target.command)
 
 
 def _invariant_mode(kernel: Contract, target: Target, tally: Tally) -> None:
     """The kernels that a row-invariant engine uses are the same contracts."""
     opened, act = _opened(target, kernel, row_invariant=True)
     for case in all_cases(kernel, target, 5):
-        _run(kernel, case, opened, tally, act=act)
+        _run(kernel, case, opened, tally, act=act, command=target.command)
 
 
 def _has_free_rows(kernel: Contract) -> bool:
@@ -333,7 +343,7 @@ def _permuted(kernel: Contract, target: Target, tally: Tally) -> None:
         order = np.arange(max((len(v) for n, v in case.arrays.items() if n in by_row and v is not None), default=0))
         order[: case.n] = np.random.default_rng(seed).permutation(case.n)
         moved = {n: v[order] if n in by_row and v is not None else v for n, v in case.arrays.items()}
-        _run(kernel, replace(case, arrays=moved, name=f"permuted seed {seed}"), opened, tally, act=act)
+        _run(kernel, replace(case, arrays=moved, name=f"permuted seed {seed}"), opened, tally, act=act, command=target.command)
 
 
 def _is_rowwise(kernel: Contract) -> bool:
@@ -348,7 +358,7 @@ def _is_rowwise(kernel: Contract) -> bool:
 def _row_alone(kernel: Contract, target: Target, tally: Tally) -> None:
     """A row's bits do not depend on how many rows are launched, nor on its place: the claim `row_invariant`."""
     opened, act = _opened(target, kernel, row_invariant=True)
-    table = opened.table.backend
+    table = opened.table
     cases = [random_case(kernel, seed) for seed in range(SEEDS)]
     for case in [case for case in cases if case.n > 1][:4]:
         together = run_kernel(kernel, case, opened.device, table, act=act)

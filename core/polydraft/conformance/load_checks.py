@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from polydraft.conformance.check import Check, Tally
-from polydraft.conformance.kernel_checks import all_cases
+from polydraft.conformance.kernel_checks import all_cases, offered
 from polydraft.conformance.outcomes import Ownership
 from polydraft.conformance.probe import VOCAB
-from polydraft.conformance.target import Opened, Target, Witness, belongs_to_reference
+from polydraft.conformance.target import Opened, Target, Witness, belongs_to_reference, threads_watched
 from polydraft.contracts import COMPOSITES, REGISTRY
 from polydraft.contracts.harness import run_kernel
 from polydraft.contracts.inputs import Kernel
@@ -145,24 +145,35 @@ def _engine(target: Target, tally: Tally) -> None:
     with target.engine(draft_tokens=1, max_num_seqs=2) as engine:
         tally.equal("name of the engine's backend", engine.info.name, target.info.name)
         tally.equal("digest of the engine's backend", engine.plugins.backend.digest, target.plugins.backend.digest)
-        tally.equal("overrides of the engine's kernels", engine.table.overrides, ())
+        replaced = [(override.contract, override.pack) for override in target.opened().table.overrides]
+        got = [(override.contract, override.pack) for override in engine.table.overrides]
+        tally.true(f"packs serve {replaced or 'nothing'} in an engine, they serve {got or 'nothing'}", got == replaced)
         tally.equal("vocabulary of the probe model", engine.model.vocab_size, VOCAB)
 
 
 def ownership(target: Target, tally: Tally) -> None:
     """Run a case of every kernel with a watch on the reference's code and the goldens. Openly passed-on kernels are delegated;
     a kernel that calls them behind a provider of its own fails, save in a backend that calls its evidence "emulator"."""
-    opened = target.opened()
+    with threads_watched():
+        opened = target.open()
+        try:
+            _find_owners(target, tally, opened)
+        finally:
+            opened.device.close()
+
+
+def _find_owners(target: Target, tally: Tally, opened: Opened) -> None:
     silent = []
-    for name, provider in sorted(opened.table.backend.providers.items()):
-        kernel: Kernel = COMPOSITES[name] if name in COMPOSITES else REGISTRY[name]
+    for name, provider in sorted(opened.table.providers.items()):
+        kernel = offered(COMPOSITES[name] if name in COMPOSITES else REGISTRY[name], target)
         seen = _seen(target, kernel, opened)
         if seen is None:
             target.owners[name] = "unknown"
             tally.true(f"a case of {name} runs to its end", False)
             continue
-        owner: Ownership = "own" if target.is_reference or not seen else "delegated"
-        if owner == "delegated" and not belongs_to_reference(provider):
+        open_ = belongs_to_reference(provider)
+        owner: Ownership = "delegated" if (seen or open_) and not target.is_reference else "own"
+        if owner == "delegated" and not open_:
             owner = "emulated" if target.info.evidence == "emulator" else owner
             silent += [] if owner == "emulated" else [f"{name} calls {min(seen)}"]
         target.owners[name] = owner
@@ -179,7 +190,7 @@ def _seen(target: Target, kernel: Kernel, opened: Opened) -> set[str] | None:
                 kernel,
                 case,
                 opened.device,
-                opened.table.backend,
+                opened.table,
                 act=target.info.capabilities.dtypes[0],
                 init_meta=opened.init_meta,
             )

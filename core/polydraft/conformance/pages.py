@@ -5,6 +5,7 @@ Both are made from the report alone. Nothing here judges.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 from xml.sax.saxutils import escape, quoteattr
 
@@ -37,12 +38,24 @@ def page(report: Report) -> str:
     if content["not_claimed"]:
         lines += ["", f"not claimed: {', '.join(content['not_claimed'])}"]
     if verdict["problems"]:
-        rest = len(verdict["problems"]) - MOST_PROBLEMS
-        lines += ["", *(f"- {problem}" for problem in verdict["problems"][:MOST_PROBLEMS])]
+        problems = _told_once(verdict["problems"])
+        rest = len(problems) - MOST_PROBLEMS
+        lines += ["", *(f"- {problem}" for problem in problems[:MOST_PROBLEMS])]
         lines += [f"- and {rest} more in report.json"] if rest > 0 else []
     lines += ["", verdict["sentence"], "self-certified: this is its author's evidence; run it again with"]
     lines += [f"  {' '.join(content['command']) or 'polydraft conform ' + backend['name']}"]
     return "\n".join(lines) + "\n"
+
+
+def _told_once(problems: Sequence[str]) -> list[str]:
+    """Problems, with checks that failed with the same sentence in one line; the first one tells how to see it again."""
+    same: dict[str, list[str]] = {}
+    for problem in problems:
+        id_, _, sentence = problem.partition(": ")
+        same.setdefault(sentence.partition(" (rerun: ")[0] or id_, []).append(problem)
+    heads = {text: found[0].partition(": ") for text, found in same.items()}
+    more = {text: f" and {len(found) - 1} more" if len(found) > 1 else "" for text, found in same.items()}
+    return ["".join((id_, more[text], colon, sentence)) for text, (id_, colon, sentence) in heads.items()]
 
 
 def level_head() -> str:

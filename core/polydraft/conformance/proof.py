@@ -7,12 +7,13 @@ that check, proves less than it says. It never judges the backend.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from polydraft.conformance.catalogue import every_check
 from polydraft.conformance.check import Check
-from polydraft.conformance.outcomes import FAILS, HOLDS, NOTHING, Result
+from polydraft.conformance.outcomes import FAILS, HOLDS, NOTHING, Result, judge
 from polydraft.conformance.target import Target
 from polydraft.conformance.zoo import CORES, MUTANTS, SHELF, Mutant, Variant
 
@@ -88,9 +89,17 @@ def _mutant(mutant: Mutant, target: Target, checks: Mapping[str, Check], unbroke
     if before != "pass":
         return Trial(mutant.id, mutant.title, mutant.killer, before, "not run", "", "mutant")
     broken = Target(mutant.broken(target.plugin), device=target.device_spec)
-    result = checks[mutant.killer].result(broken)
+    with nullcontext() if mutant.core is None else mutant.core():
+        result = checks[mutant.killer].result(broken)
     broken.close()
-    return Trial(mutant.id, mutant.title, mutant.killer, before, result.outcome, result.message, "mutant")
+    outcome, message = _judged(result) if mutant.judged else (result.outcome, result.message)
+    return Trial(mutant.id, mutant.title, mutant.killer, before, outcome, message, "mutant")
+
+
+def _judged(result: Result) -> tuple[str, str]:
+    """What the verdict over this result says: "fail" where nothing follows from it."""
+    verdict = judge([result], {}, profile="full", complete=False)
+    return "fail" if verdict.status == NOTHING else result.outcome, verdict.sentence
 
 
 def _variant(variant: Variant, check_id: str, target: Target, checks: Mapping[str, Check], unbroken: dict[str, Result]) -> Trial:
@@ -98,7 +107,8 @@ def _variant(variant: Variant, check_id: str, target: Target, checks: Mapping[st
     if before != "pass":
         return Trial(variant.id, variant.title, check_id, before, "not run", "", "variant")
     changed = Target(variant.changed(target.plugin), device=target.device_spec)
-    result = checks[check_id].result(changed)
+    with nullcontext() if variant.core is None else variant.core():
+        result = checks[check_id].result(changed)
     changed.close()
     return Trial(variant.id, variant.title, check_id, before, result.outcome, result.message, "variant")
 

@@ -40,6 +40,8 @@ from polydraft.conformance.waivers import Waiver, apply
 from polydraft.errors import ConfigError
 
 SCHEMA = "polydraft.conform/1"
+NO_CASES = ("expansion", "repeat", "seeds")
+"""Checks of L2 whose names could be those of cases; the other names of checks are no identifiers."""
 Listen = Callable[[Result], None]
 
 
@@ -122,30 +124,32 @@ def conform(
     device: str = "",
     selection: Selection | None = None,
     files: Sequence[str] = (),
+    packs: Sequence[str] = (),
     waivers: Sequence[Waiver] = (),
     command: Sequence[str] = (),
     listen: Listen | None = None,
     limit_s: float | None = None,
 ) -> Report:
-    """Run the kit on a backend (a name, or a plugin object) and return the report. Raises `PluginError` for a backend that
-    cannot be loaded and `ConfigError` for a selection that names nothing; everything else is in the report.
+    """Run the kit on a backend (a name, or a plugin object), with kernel packs laid over it, and return the report. Raises
+    `PluginError` for a backend that cannot be loaded and `ConfigError` for a selection that names nothing; everything else is
+    in the report.
 
     With `limit_s`, a backend that is given by name runs in a process of its own, in which a check may take that many seconds:
     a crash or a hang is then a failed check. Otherwise checks run here."""
     selection = selection or Selection()
     checks = selection.checks()
-    target = Target(backend, device=device, files=files)
+    target = Target(backend, device=device, files=files, packs=packs)
     start, begun = time.perf_counter(), datetime.now(timezone.utc)
     results: list[Result] = []
     if target.info.available and limit_s is not None and isinstance(backend, str):
         from polydraft.conformance import isolation
 
         results, target.owners = isolation.run(
-            backend, device=device, files=files, selection=selection, limit_s=limit_s, listen=listen
+            backend, device=device, files=files, packs=packs, selection=selection, limit_s=limit_s, listen=listen
         )
     elif target.info.available:
         for check in checks:
-            results.append(with_causes(check.result(target)))
+            results.append(with_causes(check.result(target), target))
             if listen is not None:
                 listen(results[-1])
         target.close()
@@ -162,16 +166,18 @@ def conform(
     )
 
 
-def with_causes(result: Result) -> Result:
-    """A failure with the mutants of the zoo that it looks like: those that this very check kills, then those of the kernel."""
+def with_causes(result: Result, target: Target) -> Result:
+    """A failure with the mutants of the zoo that it looks like, and the command that runs it again where it has none yet."""
     if result.outcome != "fail":
         return result
-    from polydraft.conformance.zoo import MUTANTS
+    from polydraft.conformance.causes import causes
 
-    same = [m for m in MUTANTS if m.killer == result.id]
-    same += [m for m in MUTANTS if result.kernel and m.killer.split("/")[1] == result.kernel and m not in same]
-    causes = " or ".join(f"{mutant.id} ({mutant.title})" for mutant in same[:2])
-    return replace(result, message=f"{result.message}; looks like {causes}") if causes else result
+    again = f"--contract {result.kernel}" if result.kernel else f"--level {result.level}"
+    case = result.id.rpartition("/")[2]
+    again += f" --case {case}" if result.level == "L2" and case.isidentifier() and case not in NO_CASES else ""
+    rerun = "" if "(rerun: " in result.message else f" (rerun: {target.command} {again})"
+    looks = causes(result.id, result.kernel, result.message)
+    return replace(result, message=f"{result.message}{rerun}" + (f"; looks like {looks}" if looks else ""))
 
 
 def make(
@@ -179,13 +185,14 @@ def make(
     selection: Selection,
     results: Sequence[Result],
     *,
-    waivers: Sequence[Waiver],
-    unfit: Sequence[str],
-    command: Sequence[str],
-    begun: datetime,
-    seconds: float,
+    waivers: Sequence[Waiver] = (),
+    unfit: Sequence[str] = (),
+    command: Sequence[str] = (),
+    begun: datetime | None = None,
+    seconds: float = 0.0,
 ) -> Report:
     """Put a report together and judge it."""
+    begun = begun or datetime.now(timezone.utc)
     info, loaded = target.info, target.plugins.backend
     declared = info.capabilities.describe()
     content: dict[str, Any] = {
@@ -202,9 +209,10 @@ def make(
             "device": target.device_spec or (info.devices[0] if info.devices else ""), "capabilities": declared,
             "contracts": dict(info.contract_versions),
         },
+        "packs": [pack.report() for pack in target.plugins.packs],
         "machine": {"python": platform.python_version(), "platform": platform.platform(), "numpy": np.__version__},
         "owners": dict(target.owners),
-        "not_claimed": [name for name, value in declared.items() if value is False],
+        "not_claimed": [name for name, value in declared.items() if value is False and name != "bring_up"],
         "waivers": [asdict(waiver) for waiver in waivers],
         "unfit_waivers": list(unfit),
         "results": [asdict(result) for result in results],
@@ -222,10 +230,20 @@ def _verdict(content: Mapping[str, Any]) -> dict[str, Any]:
     verdict = judge(results, content["owners"], profile=claim["profile"], spec=content["spec"], complete=claim["complete"])
     if content["unfit_waivers"] and verdict.status == 0:
         verdict = Verdict(FAILS, "a waiver does not fit what was seen", tuple(content["unfit_waivers"]))
+    verdict = _bounded(content, verdict)
     if not content["backend"]["available"]:
         verdict = Verdict(verdict.status, f"nothing was proved: the backend is not available: {content['backend']['reason']}", ())
     counts = {outcome: sum(r.outcome == outcome for r in results) for outcome in OUTCOMES}
     return {"status": verdict.status, "sentence": verdict.sentence, "problems": list(verdict.problems), "counts": counts}
+
+
+def _bounded(content: Mapping[str, Any], verdict: Verdict) -> Verdict:
+    """A backend in bring-up claims `basic` at most."""
+    claim = content["claim"]
+    if not content["backend"]["capabilities"].get("bring_up") or not claim["complete"] or claim["profile"] == "basic":
+        return verdict
+    problem = f"it declares bring_up, with which basic is the most that can be claimed, not {claim['profile']}"
+    return Verdict(verdict.status or FAILS, f"{verdict.sentence}; {problem}", (problem, *verdict.problems))
 
 
 def lists_digest(spec: str) -> str:

@@ -319,6 +319,19 @@ def once(launch: Any, device: Any) -> Any:
     return run
 
 
+def late(launch: Any, device: Any) -> Any:
+    """A launch whose work happens when it is launched the next time: meanwhile it is on a stream of its own, and looks free."""
+    del device
+    pending: list[tuple[Any, int]] = []
+
+    def run(stream: Any, n: int) -> None:
+        pending.append((stream, n))
+        if len(pending) > 1:
+            launch(*pending.pop(0))
+
+    return run
+
+
 def keep(a: Any, name: str) -> Array:
     """What an array holds now."""
     array: Array = getattr(a, name).copy()

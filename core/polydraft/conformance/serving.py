@@ -10,11 +10,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from polydraft.conformance.check import Tally
+from polydraft.conformance.check import Tally, Wrong
 from polydraft.conformance.oracle import GreedyRounds, greedy_rounds
 from polydraft.conformance.probe import NUM_TOKENS, certain, oracle
 from polydraft.engine import Engine
-from polydraft.errors import DeviceError
 from polydraft.runtime.output import RequestOutput
 from polydraft.sampling_params import SamplingParams
 from polydraft.sentinels import Phase
@@ -68,7 +67,7 @@ def serve(
         done |= {output.id: output for output in engine.poll() if output.finished}
         step += 1
         if step >= MOST_STEPS:
-            raise DeviceError(f"{len(asks) - len(done)} of {len(asks)} requests have not ended after {step} steps; the run hangs")
+            raise Wrong(f"{len(asks) - len(done)} of {len(asks)} requests have not ended after {step} steps; the run hangs")
     for _ in range(2 * engine.resolved.overlap + 2):
         engine.step()
     engine.ledger.audit()

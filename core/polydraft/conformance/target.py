@@ -6,15 +6,18 @@ Every check gets one `Target`; the zoo gives it a wrapped plugin instead of the 
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any
 
 from polydraft import reference
 from polydraft.backend import BackendInfo, DeviceOptions, ForwardMeta, PassBuffers
+from polydraft.bring_up import Delegated
 from polydraft.config import EngineConfig
 from polydraft.conformance.probe import checkpoint
 from polydraft.contracts.base import Limits
@@ -36,13 +39,14 @@ class Opened:
 
 
 class Target:
-    """A backend under test. `device` is what `--device` says ("": the default), `files` what `--plugin` names.
+    """A backend under test. `device` is what `--device` says ("": the default), `files` what `--plugin` names, `packs` what
+    `--kernels` does.
 
-    Raises `PluginError` for a backend that cannot be loaded."""
+    Raises `PluginError` for a backend or pack that cannot be loaded."""
 
-    def __init__(self, backend: str | object, *, device: str = "", files: Sequence[str] = ()) -> None:
-        self.plugins = Plugins.load(backend, files=files)
-        self.device_spec = device
+    def __init__(self, backend: str | object, *, device: str = "", files: Sequence[str] = (), packs: Sequence[str] = ()) -> None:
+        self.plugins = Plugins.load(backend, files=files, packs=packs)
+        self.device_spec, self.files, self.packs = device, tuple(files), tuple(packs)
         self.owners: dict[str, str] = {}
         """Whose code each offered kernel runs in (`outcomes.Ownership`); filled by level L0."""
         self._kept: tuple[object, Opened] | None = None
@@ -56,6 +60,22 @@ class Target:
     def plugin(self) -> object:
         """The plugin itself."""
         return self.plugins.backend.plugin
+
+    @property
+    def command(self) -> str:
+        """The command that runs the kit on it again, to which a selection can be added."""
+        options = {"--device": (self.device_spec,), "--plugin": self.files, "--kernels": (",".join(self.packs),)}
+        given = [f"{option} {value}" for option, values in options.items() for value in values if value]
+        return " ".join(["polydraft conform", self.info.name, *given])
+
+    @cached_property
+    def offered(self) -> Mapping[str, int]:
+        """Name to version of what can be bound: the backend's kernels with the packs laid over them."""
+        if not self.plugins.packs:
+            return self.info.contract_versions
+        opened = self.open()
+        opened.device.close()
+        return opened.table.versions
 
     @property
     def is_reference(self) -> bool:
@@ -86,7 +106,9 @@ class Target:
     @contextmanager
     def engine(self, *, plugin: object | None = None, **options: Any) -> Iterator[Engine]:
         """An engine on the probe model, closed behind the block. Row-invariant arithmetic where the backend declares it."""
-        given = {"invariant": self.info.capabilities.row_invariant, "device": self.device_spec, **options}
+        files = tuple(pack.origin for pack in self.plugins.packs if pack.origin in self.files)
+        given = {"invariant": self.info.capabilities.row_invariant, "device": self.device_spec, "kernels": self.packs, **options}
+        given.setdefault("plugins", files)
         config = EngineConfig(model=str(checkpoint()), **given)
         engine = Engine(config, backend=self.plugin if plugin is None else plugin)
         try:
@@ -100,13 +122,36 @@ class Target:
 _ARITHMETIC = frozenset(
     str(Path(reference.__file__).parent / name)
     for name in (
-        "invariant_kernels.py", "numeric_kernels.py", "processing.py", "rejection.py", "sampling.py", "state_kernels.py",
+        "invariant_kernels.py", "logprobs.py", "numeric_kernels.py", "processing.py", "rejection.py", "sampling.py",
+        "state_kernels.py",
     )
 )  # fmt: skip
 
 
+@contextmanager
+def threads_watched() -> Iterator[None]:
+    """Threads that start within the block can be seen by a `Witness`, also afterwards: a device may run its kernels in one."""
+    before = threading.getprofile()
+    threading.setprofile(_relay)
+    try:
+        yield
+    finally:
+        threading.setprofile(before)  # type: ignore[arg-type]  # None is what it was
+
+
+def _relay(frame: FrameType, event: str, argument: object) -> None:
+    """The profile function of watched threads."""
+    for witness in _WATCHING:
+        witness.look(frame, event, argument)
+
+
+_WATCHING: list[Witness] = []
+"""Witnesses whose block runs."""
+
+
 class Witness:
-    """Notes, while its block runs, whether code of the reference's kernels or a golden is called on this thread.
+    """Notes, while its block runs, whether code of the reference's kernels or a golden is called: on this thread, or on one that
+    was started while threads were watched.
 
     It watches calls and not names, so that a fallback is seen whichever way it was imported."""
 
@@ -117,21 +162,24 @@ class Witness:
 
     def __enter__(self) -> set[str]:
         self._before = sys.getprofile()
-        sys.setprofile(self._profile)
+        _WATCHING.append(self)
+        sys.setprofile(self.look)
         return self.seen
 
     def __exit__(self, *exc: object) -> None:
         sys.setprofile(self._before)
+        _WATCHING.remove(self)
 
-    def _profile(self, frame: FrameType, event: str, argument: object) -> None:
+    def look(self, frame: FrameType, event: str, argument: object) -> None:
+        """A profile function."""
         del argument
         if event == "call" and (frame.f_code.co_filename in _ARITHMETIC or frame.f_code in self._goldens):
             self.seen.add(f"{Path(frame.f_code.co_filename).stem}.{frame.f_code.co_name}")
 
 
 def belongs_to_reference(provider: object) -> bool:
-    """Whether a provider is the reference's own object, openly passed on."""
-    return type(provider).__module__.startswith("polydraft.reference")
+    """Whether a provider is the reference's own object, openly passed on, or openly runs it on host copies."""
+    return isinstance(provider, Delegated) or type(provider).__module__.startswith("polydraft.reference")
 
 
 # -- wrapping --------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Owns the zoo: broken backends that the kit must kill, each with the check that kills it, and legal ones that it must not.
 
 `polydraft conform BACKEND --prove` runs it around any backend; the tests run it around the reference and the emulator. A mutant
-never knows which backend it breaks. Faults that only core can make (planning, the ledger, buckets) are tested with core.
+never knows which backend it breaks. Faults that only core can make (planning, the ledger, buckets) are in `core_faults.py`.
 """
 
 from __future__ import annotations
@@ -13,14 +13,19 @@ from typing import Any, Final
 
 import numpy as np
 
+from polydraft.conformance import core_faults
 from polydraft.conformance import sabotage as by
+from polydraft.conformance.core_faults import Fault
 from polydraft.conformance.target import Proxy, TableProxy, wrap
 from polydraft.sentinels import NO_TOKEN, Phase
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """One broken backend. `killer` is the check that must fail; `needs` the capability without which the fault cannot show."""
+    """One broken backend. `killer` is the check that must fail; `needs` the capability without which the fault cannot show.
+
+    `core`: a fault of core that is in place while the killer runs. `judged`: the killer need not fail, but the verdict
+    over it has to be that nothing was proved."""
 
     id: str
     title: str
@@ -29,6 +34,8 @@ class Mutant:
     killer: str
     broken: by.Break
     needs: str = ""
+    core: Fault | None = None
+    judged: bool = False
 
     @property
     def level(self) -> str:
@@ -216,6 +223,17 @@ def _counts_of_the_step_before(plugin: Any) -> Any:
     return by.computed("commit_window", _LastStep())(plugin)
 
 
+def _declares_nothing(info: Any) -> Any:
+    """Every capability that a claim could rest on is left out."""
+    less = dataclasses.replace(info.capabilities, graph_capture=False, asynchronous=False, row_invariant=False)
+    return dataclasses.replace(info, capabilities=less)
+
+
+def _core(id_: str, title: str, source: str, killer: str, fault: Fault, needs: str = "") -> Mutant:
+    """A mutant whose fault is core's, around a backend that is as it is."""
+    return Mutant(id_, title, source, killer, lambda plugin: plugin, needs, fault)
+
+
 C = by.computed
 MUTANTS: Final[tuple[Mutant, ...]] = (
     Mutant(
@@ -344,6 +362,13 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         "L5/greedy/K3-B3",
         C("begin_draft", _after(_no_drafts)),
     ),
+    _core(
+        "M19",
+        "capacity counts slots, not slots times window",
+        "FastDeploy 7623, 7438",
+        "L5/full-batch",
+        core_faults.logit_rows_for_one_token_a_slot,
+    ),
     Mutant(
         "M20",
         "graphs accepted and ignored",
@@ -369,6 +394,14 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         C("pack_rows", _keeping("row_slot")),
     ),
     Mutant("M24", "the host waits inside a launch", "review practice", "L2/linear/one_row", by.launched("linear", _waiting)),
+    _core(
+        "M25",
+        "the next smaller bucket",
+        "bucket search off by one",
+        "L3/engine/bucket-edges",
+        core_faults.next_smaller_bucket,
+        "graph_capture",
+    ),
     Mutant(
         "M26",
         "two graphs share what is one's own",
@@ -416,12 +449,35 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         by.with_device(lambda device: by.EventDevice(device, lambda event, _: by.AlwaysReached(event))),
         "asynchronous",
     ),
+    _core(
+        "M32",
+        "planned on optimistic lengths that nobody corrects",
+        "vllm-ascend 10032",
+        "L4/overlap-1/arrivals",
+        core_faults.lengths_stay_optimistic,
+        "asynchronous",
+    ),
+    _core(
+        "M33",
+        "a request freed twice under overlap",
+        "a guard in mini-sglang",
+        "L4/overlap-1/stop-in-flight",
+        core_faults.freed_when_it_ends_and_again_when_drained,
+        "asynchronous",
+    ),
     Mutant(
         "M34",
         "blocks reserved for one token, not for a window",
         "ROCm ATOM 250, vLLM 16370",
         "L2/reserve_blocks/one_token_more_than_two_blocks",
         C("reserve_blocks", _seeing(lookahead=lambda a: 0)),
+    ),
+    _core(
+        "M35",
+        "the tail of a rejected window never released",
+        "the ledger",
+        "L5/late-arrivals",
+        core_faults.tail_never_released,
     ),
     Mutant(
         "M36",
@@ -466,7 +522,23 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         "L2/swiglu/every_row_used",
         C("swiglu", _inputs_zeroed("gate_up")),
     ),
+    Mutant(
+        "M45",
+        "work on a side stream that nobody waits for",
+        "KernelBench, side stream",
+        "L2/swiglu/every_row_used",
+        by.launched("swiglu", by.late),
+    ),
     Mutant("M46", "a capability claimed and not implemented", "our own", "L0/capture-facility", _claims_graphs),
+    Mutant(
+        "M47",
+        "everything under-declared",
+        "our own",
+        "L3/capture/runs-nothing",
+        by.with_info(_declares_nothing),
+        "graph_capture",
+        judged=True,
+    ),
     Mutant(
         "M48",
         "a slot is moved without its stop tokens",
@@ -495,6 +567,14 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         "L2/pack_draft_rows/beyond_the_launch_length",
         C("pack_draft_rows", _capacity("draft_ids")),
     ),
+    _core(
+        "M52",
+        "target and draft disagree on what is replayed",
+        "FastDeploy 4430, 4456",
+        "L3/engine/shrinking-batch",
+        core_faults.draft_replays_another_bucket,
+        "graph_capture",
+    ),
     Mutant(
         "M53",
         "capturing also runs",
@@ -504,21 +584,13 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         "graph_capture",
     ),
 )
-"""Every mutant of this version, by the numbers of the design's table; a number that is missing is core's (`CORES`) or to come."""
+"""Every mutant of this version, by the numbers of the design's table; a number that is missing is in `CORES`."""
 
 CORES: Final = {
-    "M19": "the budget of rows and blocks is the scheduler's",
-    "M25": "buckets are chosen by core",
-    "M32": "lengths are planned by the scheduler",
-    "M33": "requests are freed by core",
-    "M35": "the ledger is core's",
     "M39": "the message of outputs is to come",
     "M40": "the message of outputs is to come",
-    "M45": "a device shows core one stream",
-    "M47": "a verdict, not a check: a backend without a kernel of its own gets status 4",
-    "M52": "core decides once a step whether target and draft are replayed",
 }
-"""Numbers of the table that no backend can get wrong, or not yet."""
+"""Numbers of the table that cannot be tried yet."""
 
 
 @dataclass(frozen=True)
@@ -529,7 +601,8 @@ class Variant:
     title: str
     changed: by.Break
     passes: tuple[str, ...]
-    needs: str = ""
+    core: Fault | None = None
+    """What is unusual about core meanwhile."""
 
 
 def _larger_workspace(table: Any, device: Any) -> dict[str, Any]:
@@ -590,6 +663,7 @@ SHELF: Final[tuple[Variant, ...]] = (
         by.with_device(lambda device: by.EventDevice(device, lambda event, _: by.HesitatesOnce(event))),
         ("L1/query-is-honest", "L1/event-not-early", *_ENGINE),
     ),
+    Variant("S6", "blocks in another order", lambda plugin: plugin, _ENGINE, core_faults.blocks_in_another_order),
 )
 """What the kit must not kill."""
 

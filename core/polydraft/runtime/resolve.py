@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, cast
 
 from polydraft.backend import BackendInfo
@@ -17,6 +18,7 @@ from polydraft.contracts.base import Limits
 from polydraft.errors import CapabilityError
 from polydraft.models.description import ModelDescription
 from polydraft.runtime.graphs import Mode, default_buckets
+from polydraft.runtime.host_inputs import BLOCKING, MIDDLE, Needs
 from polydraft.sampling_params import MAX_BAD_WORDS, MAX_BIASES, MAX_STOP_TOKENS
 
 CACHE_BUDGET = 1 << 30
@@ -85,24 +87,32 @@ class _Negotiation:
         self.refusals.append(reason)
 
 
-def resolve(config: EngineConfig, info: BackendInfo, model: ModelDescription, *, proposers: tuple[str, ...]) -> Resolved:
-    """Decide everything. `proposers` are the registered names. Raises `CapabilityError` with every reason why the wishes cannot
-    be met."""
+def resolve(
+    config: EngineConfig,
+    info: BackendInfo,
+    model: ModelDescription,
+    *,
+    proposers: Mapping[str, Needs],
+    features: Mapping[str, Needs] = MappingProxyType({}),
+    default: str = "",
+) -> Resolved:
+    """Decide everything. `proposers` are those registered, `features` those in use, each with what it needs to know of the step
+    before; `default` says why this backend was taken where none was named. Raises `CapabilityError` with every reason why the wishes cannot be met."""
     n = _Negotiation(config, info, model)
     if not info.available:
         n.refuse(f"backend {info.name} is not available: {info.reason}")
     for reason in model.unsupported():
         n.refuse(f"model {model.name}: {reason}")
-    n.choose("backend", info.name, "the embedded default" if config.backend == AUTO else info.summary)
+    n.choose("backend", info.name, default or info.summary)
     default = info.devices[0] if info.devices else ""
     device = n.choose("device", config.device or default, f"{info.name} opens {info.device_pattern}")
     dtype = _dtype(n)
     length = _length(n)
-    proposer, drafts = _drafts(n, length, proposers)
+    proposer, drafts = _drafts(n, length, tuple(proposers))
     verify = _verify(n)
     schedule = _schedule(n, drafts)
     limits = _limits(n, length, drafts, _block_bytes(n, dtype, proposer))
-    overlap = _overlap(n)
+    overlap = _overlap(n, {f"proposer {proposer}": proposers.get(proposer, "none"), **features})
     graph, sizes = _graph(n, limits)
     _rest(n)
     if n.refusals:
@@ -243,6 +253,7 @@ def _limits(n: _Negotiation, length: int, drafts: int, block_bytes: int) -> Limi
         vocab_size=n.model.vocab_size,
         max_biases=MAX_BIASES,
         max_bad_words=MAX_BAD_WORDS,
+        max_logprobs=-1 if config.logprobs is None else config.logprobs,
     )
 
 
@@ -270,12 +281,27 @@ def _block_bytes(n: _Negotiation, dtype: str, proposer: str) -> int:
 
 
 # -- the step --------------------------------------------------------------------------------------
-def _overlap(n: _Negotiation) -> int:
+def _overlap(n: _Negotiation, features: Mapping[str, Needs]) -> int:
+    """The depth. What a feature needs to know of the step before may cost some or all of it."""
+    blocking = " and ".join(name for name, needs in features.items() if needs == BLOCKING)
+    middle = " and ".join(name for name, needs in features.items() if needs == MIDDLE)
+    if middle and not n.caps.host_inputs:
+        n.refuse(
+            f"{middle} needs {MIDDLE}, but backend {n.info.name} takes no data in the middle of a step (capability host_inputs); "
+            "leave it out or use another backend"
+        )
+    half = f"; {middle} needs {MIDDLE}, so a step is launched in two halves and at most one is ahead" if middle else ""
     if n.config.overlap == AUTO:
-        depth = 1 if n.caps.asynchronous else 0
+        depth = 1 if n.caps.asynchronous and not blocking else 0
         reason = "launches return before they have run" if depth else f"{n.info.name} is synchronous: nothing to overlap with"
-        return int(n.choose("overlap", depth, reason))
-    return int(n.choose("overlap", n.config.overlap, "steps launched before the last snapshot is read"))
+        if blocking and n.caps.asynchronous:
+            reason = f"none: {blocking} needs {BLOCKING}, so each step waits for the one before"
+        return int(n.choose("overlap", depth, reason + half))
+    if n.config.overlap and n.caps.bring_up:
+        n.refuse(f"--overlap {n.config.overlap}: backend {n.info.name} is in bring-up, which is synchronous; use --overlap 0")
+    if blocking and n.config.overlap:
+        n.refuse(f"--overlap {n.config.overlap}: {blocking} needs {BLOCKING} of the step before; use --overlap 0 or auto")
+    return int(n.choose("overlap", n.config.overlap, f"steps launched before the last snapshot is read{half}"))
 
 
 def _graph(n: _Negotiation, limits: Limits) -> tuple[Mode, tuple[int, ...]]:
@@ -314,10 +340,19 @@ def _rest(n: _Negotiation) -> None:
         config.prefix_cache,
         "requests share the KV blocks of a common beginning" if config.prefix_cache else "off",
     )
-    if config.logprobs:
-        n.refuse(f"--logprobs {config.logprobs}: no logprobs are computed in this version; leave it out")
-    n.choose("logprobs", config.logprobs, "none are computed in this version")
+    _logprobs(n)
     n.choose("seed", config.seed, "requests without a seed use it plus their number")
     n.choose("kernels", config.kernels, "kernel packs, first wins" if config.kernels else "the backend's own kernels")
     n.choose("plugins", config.plugins, "loaded by name, in order" if config.plugins else "none were named")
     n.choose("sanitize", config.sanitize, "every access is checked, slowly" if config.sanitize else "no hazard checker watches")
+
+
+def _logprobs(n: _Negotiation) -> None:
+    """How many log probabilities a request may have, and of what."""
+    asked, vocab = n.config.logprobs, n.model.vocab_size
+    if asked is not None and asked > vocab:
+        n.refuse(f"--logprobs {asked}: model {n.model.name} has {vocab} tokens; ask for at most as many")
+    some = "buffers for a token and as many beside it; a step reports what its requests ask for, and nothing for others"
+    n.choose("logprobs", asked, "none are reported" if asked is None else some)
+    what = {"raw": "of the model's logits", "processed": "behind penalties, biases, forbidden tokens and temperature"}
+    n.choose("logprobs_mode", n.config.logprobs_mode, what[n.config.logprobs_mode])

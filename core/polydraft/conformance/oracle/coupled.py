@@ -7,7 +7,7 @@ Never uses a cache, a batch or anything of the runtime: every token and every dr
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -18,7 +18,14 @@ from numpy.typing import NDArray
 from polydraft.conformance.oracle.model import OracleModel
 
 Array = NDArray[Any]
+Process = Callable[[Array, Sequence[int]], Array]
+"""What becomes of logits [V] behind these tokens before a token is chosen: (logits, known) -> logits."""
 _WORD = 2**32
+
+
+def _plain(logits: Array, known: Sequence[int]) -> Array:
+    del known
+    return logits
 
 
 @dataclass(frozen=True)
@@ -77,14 +84,19 @@ class CoupledRounds(NamedTuple):
 
 
 def coupled_text(
-    model: OracleModel, prompt_ids: Sequence[int], sampling: Sampling, max_new: int, stop_ids: Collection[int]
+    model: OracleModel,
+    prompt_ids: Sequence[int],
+    sampling: Sampling,
+    max_new: int,
+    stop_ids: Collection[int],
+    process: Process = _plain,
 ) -> tuple[list[int], bool]:
     """The target's text without any drafting, one full forward a token, and whether every choice was clear."""
     known, all_clear = list(prompt_ids), True
     limit = min(len(known) + max_new, model.description.max_model_len)
     while len(known) < limit:
         logits = model.target_logits(model.target_states(known)[-1:])[0]
-        token_id, clear = sampling.choose(logits, len(known))
+        token_id, clear = sampling.choose(process(logits, known), len(known))
         known.append(token_id)
         all_clear &= clear
         if token_id in stop_ids:
@@ -93,20 +105,27 @@ def coupled_text(
 
 
 def coupled_rounds(
-    model: OracleModel, prompt_ids: Sequence[int], sampling: Sampling, K: int, max_new: int, stop_ids: Collection[int]
+    model: OracleModel,
+    prompt_ids: Sequence[int],
+    sampling: Sampling,
+    K: int,
+    max_new: int,
+    stop_ids: Collection[int],
+    process: Process = _plain,
 ) -> CoupledRounds:
-    """Decode with up to `K` drafts a round; drafts are chosen like tokens, with the noise of the position they stand for.
+    """Decode with up to `K` drafts a round; drafts are chosen like tokens, with the noise of the position they stand for and
+    with logits processed as if the drafts before were text.
 
     A round drafts min(K, room - 1) tokens and accepts those that the text repeats; one that stops counts up to the stop.
     """
-    token_ids, all_clear = coupled_text(model, prompt_ids, sampling, max_new, stop_ids)
+    token_ids, all_clear = coupled_text(model, prompt_ids, sampling, max_new, stop_ids, process)
     known = [*prompt_ids, *token_ids]
     limit = min(len(prompt_ids) + max_new, model.description.max_model_len)
     states = model.target_states(known)
     rounds: list[int] = []
     at = len(prompt_ids) + 1
     while at < len(known):
-        drafts, clear = _draft(model, known[:at], states[: at - 1], sampling, min(K, limit - at - 1))
+        drafts, clear = _draft(model, known[:at], states[: at - 1], sampling, min(K, limit - at - 1), process)
         all_clear &= clear
         following = known[at : at + len(drafts)]
         accepted = int(np.argmin([*(a == b for a, b in zip(drafts, following, strict=False)), False]))
@@ -115,7 +134,9 @@ def coupled_rounds(
     return CoupledRounds(token_ids, rounds, all_clear)
 
 
-def _draft(model: OracleModel, known: Sequence[int], states: Array, sampling: Sampling, num: int) -> tuple[list[int], bool]:
+def _draft(
+    model: OracleModel, known: Sequence[int], states: Array, sampling: Sampling, num: int, process: Process
+) -> tuple[list[int], bool]:
     """Draft `num` tokens behind `known`, recomputing all MTP rows in every pass; and whether all were clear."""
     mtp, following, all_clear = model.description.mtp, list(known[1:]), True
     drafts: list[int] = []
@@ -128,7 +149,8 @@ def _draft(model: OracleModel, known: Sequence[int], states: Array, sampling: Sa
         joined = np.hstack(pair if mtp.order == "hidden_first" else pair[::-1])
         newest = model._block(joined @ model.w["mtp.0.proj"].T, mtp.block, "mtp.0.")[-1:]
         normed = model._norm(newest, "norm" if mtp.final_norm == "target" else "mtp.0.final_norm")
-        token_id, clear = sampling.choose((normed @ model.w["lm_head"].T)[0], len(known) + len(drafts))
+        logits = process((normed @ model.w["lm_head"].T)[0], [*known, *drafts])
+        token_id, clear = sampling.choose(logits, len(known) + len(drafts))
         drafts.append(token_id)
         all_clear &= clear
         following.append(token_id)

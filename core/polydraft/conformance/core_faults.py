@@ -1,0 +1,125 @@
+"""Owns the faults of the zoo that lie in core and not in a backend: planning, lengths, buckets, the ledger.
+
+The zoo puts one in place while a killer runs, around whatever backend is proved: a check has to notice them as well, since a kit
+that only sees a backend's faults would vouch for a broken core. Each is one function replaced for as long as its block lasts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import numpy as np
+
+from polydraft import engine
+from polydraft.engine import Engine
+from polydraft.runtime import commit
+from polydraft.runtime.graphs import CapturedSteps, GraphPolicy
+from polydraft.runtime.kv_blocks import BlockLedger
+from polydraft.runtime.plan import StepOutcome, StepPlan
+from polydraft.runtime.resolve import resolve
+from polydraft.runtime.scheduler import Scheduler
+from polydraft.runtime.slots import SlotTable
+
+Fault = Callable[[], Any]
+"""Makes a context manager in which core is broken."""
+
+
+@contextmanager
+def logit_rows_for_one_token_a_slot() -> Iterator[None]:
+    """The capacity of logit rows counts slots, not slots times window."""
+
+    def short(*args: Any, **options: Any) -> Any:
+        found = resolve(*args, **options)
+        return dataclasses.replace(found, limits=dataclasses.replace(found.limits, max_logit_rows=found.limits.max_seqs))
+
+    with mock.patch.object(engine, "resolve", short):
+        yield
+
+
+@contextmanager
+def next_smaller_bucket() -> Iterator[None]:
+    """A step is replayed in the largest bucket that is not larger than it."""
+
+    def bucket(self: GraphPolicy, plan: StepPlan) -> int | None:
+        size = plan.num_seqs if self.mode == "decode" and not plan.has_prefill else 0
+        return next((b for b in reversed(self.buckets) if b <= size), self.buckets[0]) if size else None
+
+    with mock.patch.object(GraphPolicy, "bucket", bucket):
+        yield
+
+
+@contextmanager
+def lengths_stay_optimistic() -> Iterator[None]:
+    """A step in flight counts as a whole window; what its drafts did not bring is never taken back."""
+    advance, apply = Scheduler._advance, commit.apply
+
+    def hopeful(self: Scheduler, plan: StepPlan) -> None:
+        advance(self, plan)
+        self.slots.in_flight_tokens[plan.slots] += np.where(plan.decode, self.limits.num_drafts, 0)
+
+    def uncorrected(slots: SlotTable, ledger: BlockLedger, plan: StepPlan, outcome: StepOutcome, *rest: Any) -> Any:
+        ended = apply(slots, ledger, plan, outcome, *rest)
+        slots.in_flight_tokens[plan.slots] -= np.where(plan.decode, outcome.accepted, 0)
+        return ended
+
+    with mock.patch.object(Scheduler, "_advance", hopeful), mock.patch.object(engine, "apply", uncorrected):
+        yield
+
+
+@contextmanager
+def freed_when_it_ends_and_again_when_drained() -> Iterator[None]:
+    """A request's blocks are free as soon as it has ended, while steps of it are in flight, and once more behind them."""
+    finished = Engine._finished
+
+    def early(self: Engine, request: Any) -> None:
+        finished(self, request)
+        if request.slot >= 0 and self.slots.in_flight[request.slot]:
+            held = int(self.ledger.num_granted[request.slot])
+            for block in self.ledger.table[request.slot, :held].tolist():
+                self.ledger._push(block)
+
+    with mock.patch.object(Engine, "_finished", early):
+        yield
+
+
+@contextmanager
+def tail_never_released() -> Iterator[None]:
+    """The last block of a request, which a rejected window may have had to itself, is not given back."""
+    release = BlockLedger.release
+
+    def all_but_one(self: BlockLedger, slot: int) -> None:
+        free = self._num_free
+        release(self, slot)
+        self._num_free = max(free, self._num_free - 1)
+
+    with mock.patch.object(BlockLedger, "release", all_but_one):
+        yield
+
+
+@contextmanager
+def draft_replays_another_bucket() -> Iterator[None]:
+    """Target and draft do not follow one decision: the draft's passes are replayed in the smallest bucket."""
+    replay = CapturedSteps.replay
+
+    def other(self: CapturedSteps, kind: str, part: Any, bucket: int) -> None:
+        replay(self, kind, part, self.policy.buckets[0] if part == "draft" else bucket)
+
+    with mock.patch.object(CapturedSteps, "replay", other):
+        yield
+
+
+@contextmanager
+def blocks_in_another_order() -> Iterator[None]:
+    """No fault: blocks are handed out in an order of no meaning, as any ledger may."""
+    create = BlockLedger.__init__
+
+    def shuffled(self: BlockLedger, **sizes: Any) -> None:
+        create(self, **sizes)
+        np.random.default_rng(5).shuffle(self._free)
+
+    with mock.patch.object(BlockLedger, "__init__", shuffled):
+        yield

@@ -1,0 +1,47 @@
+"""mychip as a backend of polydraft: who it is, and which device and kernels it brings."""
+
+from __future__ import annotations
+
+from polydraft import BackendInfo, Capabilities, hookimpl
+from polydraft.backend import PassBuffers
+from polydraft.bring_up import BringUpMeta, BringUpTable, contract_versions
+from polydraft.contracts.base import Limits
+from polydraft.errors import DeviceError
+from polydraft_mychip.device import MychipDevice
+from polydraft_mychip.kernels import KERNELS
+
+
+@hookimpl
+def polydraft_backend_info() -> BackendInfo:
+    """Say who this is. Imports no driver: where one is missing, return `available=False` and a `reason`."""
+    return BackendInfo(
+        name="mychip",
+        version="0.1.0",
+        package="polydraft-mychip",
+        device_pattern="mychip",
+        summary="mychip, in bring-up",
+        devices=("mychip",),
+        capabilities=Capabilities(bring_up=True, pool_temporaries=True),
+        contract_versions=contract_versions(KERNELS),
+        evidence="double only",  # "silicon" once its results were seen on the chip
+    )
+
+
+@hookimpl
+def polydraft_open_device(spec: str) -> MychipDevice:
+    """Open the chip that the user named after --device, "" for the first one."""
+    if spec not in ("", "mychip"):
+        raise DeviceError(f"device is {spec!r}, wanted 'mychip'; leave --device out")
+    return MychipDevice("mychip")
+
+
+@hookimpl
+def polydraft_kernels(device: MychipDevice) -> BringUpTable:
+    """Own kernels, and the reference for the rest."""
+    return BringUpTable(device, own=KERNELS)
+
+
+@hookimpl
+def polydraft_init_forward_meta(device: MychipDevice, buffers: PassBuffers, limits: Limits) -> BringUpMeta:
+    """Attention metadata; the reference's until attention is an own kernel that wants another one."""
+    return BringUpMeta(device, buffers, limits)

@@ -1,0 +1,323 @@
+"""Record and replay: what a step launched comes back call by call, and a wrong kernel is found by call and element."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+from safetensors import safe_open
+
+from polydraft import LLM, SamplingParams, reference
+from polydraft.cli import main
+from polydraft.conformance.probe import checkpoint, prompts
+from polydraft.conformance.target import TableProxy, Target, wrap
+from polydraft.conformance.zoo import MUTANTS
+from polydraft.contracts import REGISTRY
+from polydraft.contracts.base import Case, tensor
+from polydraft.contracts.residual_add import ResidualAddV1
+from polydraft.device import Buffer
+from polydraft.errors import ConfigError
+from polydraft.record import CallRecorder, steps_of
+from polydraft.record_file import Record, Tensors, read, write
+from polydraft.replay import in_version, replay
+from tests.conformance.doubles import BACKENDS, raising
+from tests.support.project import ROOT
+
+PARAMS = (
+    SamplingParams(max_new_tokens=14, ignore_eos=True),
+    SamplingParams(max_new_tokens=14, ignore_eos=True, temperature=0.9, top_p=0.9, repetition_penalty=1.2, logit_bias={3: 1.5}),
+)
+STEPS = range(1, 7)
+
+
+def serve(plugin: Any, steps: Any = STEPS, **options: Any) -> tuple[Record | None, list[Any]]:
+    """Two requests, the second sampled and processed, prefilled in chunks; and the record of some steps."""
+    given = {"max_num_seqs": 2, "max_batched_tokens": 12, "block_size": 4, "draft_tokens": 3, "graph": "off", **options}
+    llm = LLM(plugin=plugin, model=str(checkpoint()), **given)
+    recorder = CallRecorder(llm.engine, steps, include_weights=True) if steps else None
+    texts = [out.token_ids for out in llm.generate([list(p) for p in prompts(10)[-2:]], list(PARAMS))]
+    record = None
+    if recorder is not None:
+        recorder.remove()
+        assert "launch" not in vars(llm.engine.runner)
+        record = recorder.finish()
+    llm.close()
+    return record, texts
+
+
+@pytest.fixture(scope="module")
+def record() -> Record:
+    """Steps of the reference, with weights."""
+    found, _ = serve(reference)
+    assert found is not None
+    return found
+
+
+# -- recording ---------------------------------------------------------------------------------------
+def test_every_launch_of_the_chosen_steps_is_recorded_and_nothing_changes(record: Record):
+    engine = LLM(plugin=reference, model=str(checkpoint()), max_num_seqs=2, draft_tokens=3, block_size=4).engine
+    programs = dict(engine.runner.programs)
+    recorder = CallRecorder(engine, [2])
+    engine.add(list(prompts(1)[0]), PARAMS[0])
+    for _ in range(3):
+        engine.step()
+    recorder.remove()
+    found = recorder.finish()
+    assert engine.runner.programs == programs
+    engine.close()
+    parts = programs["greedy"]
+    wanted = [e.contract for part in ("target", "draft") for e in parts[part].entries if e.contract != "forward_meta"]
+    assert [call.contract for call in found.calls] == wanted
+    assert found.steps == (2,)
+    assert record.steps == tuple(STEPS)
+
+
+@pytest.mark.parametrize("graph", ["off", "decode"])
+def test_a_recorded_run_has_the_same_text(graph: str):
+    options = {"graph": graph, "overlap": 1, "invariant": True}
+    record, texts = serve(BACKENDS["emulator"], range(3, 6), **options)
+    assert record is not None
+    assert record.about["backend"]["evidence"] == "emulator"
+    assert texts == serve(BACKENDS["emulator"], (), **options)[1]
+    assert replay(record, Target(BACKENDS["emulator"])).status == 0
+
+
+def test_steps():
+    assert steps_of("3") == {3}
+    assert steps_of("1-3, 7") == {1, 2, 3, 7}
+    for wrong in ("", "0", "3-1", "a", "1-", "-2", "1;2"):
+        with pytest.raises(ConfigError, match="steps to record"):
+            steps_of(wrong)
+
+
+# -- the file ----------------------------------------------------------------------------------------
+def test_the_file_is_plain_safetensors(record: Record, tmp_path: Path):
+    file = tmp_path / "run.safetensors"
+    write(file, record)
+    again = read(file)
+    assert (again.calls, dict(again.weights), again.about) == (record.calls, dict(record.weights), dict(record.about))
+    with safe_open(file, framework="np") as opened:
+        assert opened.metadata()["schema"] == "polydraft.record/1"
+        for key, one in record.tensors.items():
+            np.testing.assert_array_equal(opened.get_tensor(key), one.array)
+            assert again.tensors[key].dtype == one.dtype
+
+
+def test_equal_tensors_are_stored_once_and_forms_are_told_apart():
+    tensors = Tensors()
+    ones = np.ones((2, 3), np.float32)
+    assert tensors.add(ones, "f32") == tensors.add(ones.copy(), "f32")
+    assert tensors.add(ones.reshape(3, 2), "f32") != tensors.add(ones, "f32")
+    assert tensors.add(np.zeros(2, np.uint16), "bf16") != tensors.add(np.zeros(2, np.float16), "f16")
+    assert len(tensors.items()) == 4
+
+
+def test_sixteen_bits_and_nothing_come_back(tmp_path: Path):
+    tensors = Tensors()
+    for dtype, kind in (("bf16", np.uint16), ("f16", np.float16), ("i32", np.int32), ("u8", np.uint8), ("u32", np.uint32)):
+        tensors.add(np.arange(6).astype(kind), dtype)
+    tensors.add(np.empty((0, 4), np.int32), "i32")
+    about = {"dtype": "bf16", "backend": {"name": "x"}}
+    write(tmp_path / "f", Record(about, (), {}, tensors))
+    for (_, one), (_, other) in zip(tensors.items(), read(tmp_path / "f").tensors.items(), strict=True):
+        assert one.dtype == other.dtype
+        np.testing.assert_array_equal(one.array, other.array)
+
+
+def test_what_is_no_record(record: Record, tmp_path: Path):
+    file = tmp_path / "f"
+    for content in (b"", b"hello", b"\x02\0\0\0\0\0\0\0{}"):
+        file.write_bytes(content)
+        with pytest.raises(ConfigError, match="is no record of kernel calls"):
+            read(file)
+    for wrong in (
+        dataclasses.replace(record, calls=record.calls[1:]),
+        dataclasses.replace(record, calls=(dataclasses.replace(record.calls[0], inputs={"x": "t999999"}),)),
+        dataclasses.replace(record, weights={}),
+        dataclasses.replace(record, about={"backend": {}}),
+    ):
+        write(file, wrong)
+        with pytest.raises(ConfigError, match="is no record of kernel calls"):
+            read(file)
+    with pytest.raises(ConfigError, match="cannot be written"):
+        write(tmp_path / "none" / "f", record)
+
+
+# -- replaying ---------------------------------------------------------------------------------------
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("against", ["recorded", "golden"])
+def test_right_kernels_differ_nowhere(record: Record, backend: str, against: str):
+    answer = replay(record, Target(BACKENDS[backend]), against=against)
+    assert [difference.sentence for difference in answer.differences] == []
+    assert (answer.status, answer.compared, answer.skipped) == (0, len(record.calls), ())
+    assert answer.elements > 100_000
+
+
+def test_the_whole_step_is_covered(record: Record):
+    """Staged writes, sampling, processing, caches, metadata of target and draft passes."""
+    contracts = {part for call in record.calls for part in call.contract.split("+")}
+    assert {"update_slots", "update_biases", "penalise_logits", "gumbel_noise", "sample", "paged_attention"} <= contracts
+    assert {(meta["role"], meta["pass_index"]) for call in record.calls for meta in call.metas.values()} >= {
+        ("target", 0), ("draft", 0), ("draft", 1)
+    }  # fmt: skip
+    assert any(len(record.tensors[cache.blocks].array) > 4 for call in record.calls for cache in call.caches.values())
+
+
+@pytest.mark.parametrize(("mutant", "contract"), [("M01", "select_last_rows"), ("M36", "commit_window")])
+def test_a_wrong_kernel_is_named_with_its_element(record: Record, mutant: str, contract: str):
+    broken = next(m for m in MUTANTS if m.id == mutant).broken(reference)
+    answer = replay(record, Target(broken))
+    assert answer.status == 1
+    first = answer.differences[0]
+    assert contract in first.call.contract.split("+")
+    assert first.mismatch.index is not None
+    assert mutant in first.sentence
+    assert {d.call.contract for d in answer.differences} == {first.call.contract}
+    alone = replay(record, Target(broken), calls=[first.call.number])
+    assert [d.sentence for d in alone.differences] == [first.sentence]
+
+
+def test_another_backend_is_the_measure(record: Record):
+    """Inputs that the recording backend never saw: only another backend, or the golden, says what is right."""
+    broken = next(m for m in MUTANTS if m.id == "M17").broken(reference)
+    changed, number = spoilt(record, "argmax")
+    assert replay(changed, Target(broken), calls=[number], against=Target(BACKENDS["emulator"])).status == 1
+    assert replay(changed, Target(broken), calls=[number], against="golden").status == 1
+    assert replay(changed, Target("reference"), calls=[number], against=Target(BACKENDS["emulator"])).status == 0
+
+
+def spoilt(record: Record, contract: str) -> tuple[Record, int]:
+    """The record with a tie in the logits of a call of `contract`, and the number of that call."""
+    calls = [call for call in record.calls if call.contract == contract and call.n]
+    call = next(call for call in calls if record.tensors[call.inputs["row_slot"]].array[0] >= 0)
+    logits = record.tensors[call.inputs["logits"]].array.copy()
+    logits[0] = 1.0
+    tensors = Tensors(dict(record.tensors.items()))
+    changed = dataclasses.replace(call, inputs={**call.inputs, "logits": tensors.add(logits, "f32")})
+    everything = tuple(changed if one is call else one for one in record.calls)
+    return dataclasses.replace(record, calls=everything, tensors=tensors), call.number
+
+
+def test_a_wrong_recording_shows_on_a_right_backend():
+    broken = next(m for m in MUTANTS if m.id == "M01").broken(reference)
+    record, _ = serve(broken)
+    assert record is not None
+    first = replay(record, Target("reference")).differences[0]
+    assert (first.call.contract, first.mismatch.kind) == ("select_last_rows", "value")
+    assert replay(record, Target(broken)).status == 0
+
+
+def test_a_kernel_that_raises_differs(record: Record):
+    answer = replay(record, Target(raising("swiglu", ZeroDivisionError)))
+    assert {difference.call.contract for difference in answer.differences} == {"swiglu"}
+    assert "an error: ZeroDivisionError: swiglu is not ready" in answer.differences[0].sentence
+
+
+def thin(*kept: str) -> Any:
+    """The reference with some kernels only."""
+
+    def table(answer: Any, device: Any) -> Any:
+        changed = TableProxy(answer, {})
+        changed.providers = {name: answer.providers[name] for name in kept}
+        changed.versions = {name: answer.versions[name] for name in kept}
+        return changed
+
+    def info(answer: Any) -> Any:
+        return dataclasses.replace(answer, contract_versions={name: answer.contract_versions[name] for name in kept})
+
+    return wrap(reference, polydraft_kernels=table, polydraft_backend_info=info)
+
+
+def test_what_a_backend_lacks_is_left_out_and_said(record: Record):
+    answer = replay(record, Target(thin("swiglu", "residual_add", "rms_norm")))
+    assert answer.status == 0
+    assert all(call.contract.split("+")[0] not in {"swiglu", "residual_add"} for call, _ in answer.skipped)
+    assert answer.compared + len(answer.skipped) == len(record.calls)
+    assert "reference does not offer" in answer.skipped[0][1]
+    nothing = replay(record, Target(thin("draft_ngram")))
+    assert (nothing.compared, nothing.status) == (0, 1)
+
+
+def test_weights_have_to_be_the_recorded_ones(record: Record):
+    bare = {name: dataclasses.replace(weight, key="") for name, weight in record.weights.items()}
+    without = dataclasses.replace(record, weights=bare)
+    with pytest.raises(ConfigError, match="give its model with --model"):
+        replay(without, Target("reference"))
+    with pytest.raises(ConfigError, match="is not the recorded one"):
+        replay(without, Target("reference"), weights=lambda name: np.zeros(bare[name].shape, np.float32))
+    values = {name: record.tensors[weight.key].array for name, weight in record.weights.items()}
+    assert replay(without, Target("reference"), weights=values.__getitem__, calls=[5, 9]).status == 0
+    with pytest.raises(ConfigError, match="has no call 99999"):
+        replay(record, Target("reference"), calls=[99999])
+
+
+def test_another_version_of_a_contract():
+    class ResidualAddV2(ResidualAddV1):
+        scale: Buffer | None = tensor("N", "act", "Factor of y.", optional=True)
+
+    newer = dataclasses.replace(REGISTRY["residual_add"], version=2, args=ResidualAddV2)
+    case = REGISTRY["residual_add"].generate(np.random.default_rng(0))
+    assert in_version(newer, case) == case
+    scaled = Case(case.name, {**case.arrays, "scale": np.ones(2, np.float32)}, case.params, case.n, case.outputs)
+    assert in_version(newer, scaled) == scaled
+    with pytest.raises(ConfigError, match="it has scale; replay it on a backend of the recorded version"):
+        in_version(REGISTRY["residual_add/1"], scaled)
+
+
+# -- the command -------------------------------------------------------------------------------------
+@pytest.fixture
+def polydraft(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, str, str]]:
+    def call(*args: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["polydraft", *args])
+        with pytest.raises(SystemExit) as exit_:
+            main.main(list(args))
+        return int(exit_.value.code or 0), *capsys.readouterr()
+
+    return call
+
+
+def test_the_commands(polydraft: Callable[..., tuple[int, str, str]], tmp_path: Path):
+    file, model = str(tmp_path / "run.safetensors"), str(checkpoint())
+    ask = ("generate", "w5 w6 w7", "--model", model, "--max-new-tokens", "8", "--record", file)
+    status, _, err = polydraft(*ask, "--record-steps", "1-2")
+    assert (status, f"calls of 2 steps in {file}" in err) == (0, True)
+    status, out, _ = polydraft("replay", file, "--backend", "reference", "--model", model)
+    assert (status, "no difference: " in out) == (0, True)
+    status, out, _ = polydraft("replay", file, "--backend", "reference", "--against", "reference", "--model", model, "--json")
+    schema = json.loads((ROOT / "core/polydraft/schemas/replay-1.json").read_text())
+    jsonschema.validate(json.loads(out), schema)
+    assert polydraft("replay", file, "--backend", "reference")[0] == 2, "the weights are only referred to"
+    assert polydraft("replay", file, "--backend", "nonesuch")[0] == 2
+    for more in (("--trace", str(tmp_path / "t")), ("--sanitize",), ("--record-steps", "none")):
+        assert polydraft(*ask, *more)[0] == 2
+    assert polydraft("generate", "w5", "--record-weights")[0] == 2
+
+
+def test_a_difference_is_told_in_words_and_json(polydraft: Callable[..., tuple[int, str, str]], record: Record, tmp_path: Path):
+    file, plugin = tmp_path / "run.safetensors", tmp_path / "broken.py"
+    write(file, record)
+    plugin.write_text(
+        "import dataclasses\nfrom polydraft import hookimpl, reference\nfrom polydraft.conformance.zoo import MUTANTS\n"
+        "module = next(m for m in MUTANTS if m.id == 'M01').broken(reference)\n"
+        "globals().update({k: v for k, v in vars(module).items() if k.startswith('polydraft_')})\n"
+        "info = polydraft_backend_info()\n"
+        "@hookimpl\ndef polydraft_backend_info():\n    return dataclasses.replace(info, name='broken')\n"
+    )
+    given = ("replay", str(file), "--backend", "broken", "--plugin", str(plugin))
+    status, out, _ = polydraft(*given)
+    assert status == 1
+    assert "first difference: call " in out
+    assert "select_last_rows/1, case 'call-" in out
+    assert "looks like M01" in out
+    status, out, _ = polydraft(*given, "--json")
+    answer = json.loads(out)
+    jsonschema.validate(answer, json.loads((ROOT / "core/polydraft/schemas/replay-1.json").read_text()))
+    assert answer["differences"][0]["contract"] == "select_last_rows"
+    assert len(answer["differences"][0]["index"]) == 2

@@ -1,0 +1,375 @@
+"""A vendor's inner loop: the package that is written, one function alone, a test file of one name, packs, and bad endings."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+
+from polydraft.cli import main
+from polydraft.cli.new_backend import TEMPLATE, write
+from polydraft.conformance import KernelMismatch, check_kernel, conform
+from polydraft.conformance.causes import causes
+from polydraft.conformance.kernel_checks import named_cases
+from polydraft.conformance.pages import page
+from polydraft.conformance.report import Selection
+from polydraft.conformance.target import Target
+from polydraft.conformance.zoo import MUTANTS
+from polydraft.contracts import COMPOSITES, REGISTRY
+from polydraft.contracts.composite import as_contract
+from polydraft.errors import ConfigError
+from tests.support.project import ROOT
+
+
+def run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as exit_:
+        main.main(list(args))
+    out, err = capsys.readouterr()
+    return int(exit_.value.code or 0), out, err
+
+
+# -- new-backend -------------------------------------------------------------------------------------
+def test_the_template_in_plugins_is_what_new_backend_writes(tmp_path: Path):
+    """`python -c "from polydraft.cli.new_backend import write; ..."` with the folder plugins/template writes it anew."""
+    files = write("template", tmp_path)
+    kept = ROOT / "plugins" / "template"
+    assert {file: (tmp_path / file).read_text() for file in files} == {file: (kept / file).read_text() for file in files}
+    assert {path.relative_to(kept).as_posix() for path in kept.rglob("*") if path.suffix in {".py", ".md", ".toml"}} == set(files)
+
+
+def test_the_template_is_small():
+    code = [line for file in (TEMPLATE / "polydraft_mychip").glob("*.py") for line in file.read_text().splitlines()]
+    assert len(code) <= 110
+
+
+@pytest.fixture
+def mychip(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A fresh package, importable without installing it."""
+    status, out, err = run(capsys, "new-backend", "my_chip2", "--into", str(tmp_path))
+    assert (status, err) == (0, "")
+    folder = tmp_path / "polydraft-my-chip2"
+    assert f"pip install -e {folder}" in out
+    monkeypatch.syspath_prepend(str(folder))
+    return folder
+
+
+def test_an_untouched_package_proves_nothing(mychip: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("PYTHONPATH", str(mychip))  # the kit runs checks in a process of its own
+    status, out, _ = run(capsys, "conform", "my_chip2", "--plugin", "polydraft_my_chip2", "--json")
+    verdict = json.loads(out)["verdict"]
+    assert status == verdict["status"] == 4
+    assert verdict["counts"]["fail"] == verdict["counts"]["error"] == 0
+    assert verdict["sentence"].startswith("nothing was proved: no compute kernel is the backend's own; implement at least one of")
+
+
+def test_the_name_is_everywhere(mychip: Path):
+    text = "".join(path.read_text() for path in mychip.rglob("*") if path.is_file())
+    assert "ychip" not in text.replace("my_chip2", "").replace("MyChip2", "")
+    assert 'my_chip2 = "polydraft_my_chip2"' in text
+    assert 'name = "polydraft-my-chip2"' in text
+
+
+def test_json_of_new_backend(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    status, out, _ = run(capsys, "new-backend", "mychip", "--into", str(tmp_path), "--json")
+    answer = json.loads(out)
+    jsonschema.validate(answer, json.loads((ROOT / "core/polydraft/schemas/new_backend-1.json").read_text()))
+    assert status == 0
+    assert all((Path(answer["folder"]) / file).is_file() for file in answer["files"])
+
+
+def test_new_backend_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "polydraft-there").mkdir()
+    (tmp_path / "file").write_text("")
+    for name, into, said in (
+        ("My-Chip", tmp_path, "name is 'My-Chip', wanted lower-case letters"),
+        ("reference", tmp_path, "a backend called 'reference' is installed already; choose another name"),
+        ("there", tmp_path, "exists already, wanted a folder that is not there"),
+        ("mychip", tmp_path / "file", "cannot be written: "),
+    ):
+        status, out, err = run(capsys, "new-backend", name, "--into", str(into))
+        assert (status, out) == (2, "")
+        assert said in err
+
+
+# -- one function ------------------------------------------------------------------------------------
+class Memory:
+    """What only `up` and `down` can open."""
+
+    def __init__(self, array: Any) -> None:
+        self.hidden = array.copy()
+
+
+def up(array: Any) -> Memory:
+    return Memory(array)
+
+
+def down(memory: Memory) -> Any:
+    return memory.hidden
+
+
+def residual_add(a: Any, n: int) -> None:
+    a.x.hidden[:n] += a.y.hidden[:n]
+
+
+@pytest.mark.parametrize("name", [*REGISTRY.names(), *COMPOSITES])
+def test_every_contract_can_be_checked_alone(name: str):
+    """The golden in float64 would pass; here it runs on what the function is given, and its own rounding is far within."""
+    contract = as_contract(COMPOSITES[name]) if name in COMPOSITES else REGISTRY[name]
+
+    def function(a: Any, n: int) -> Any:
+        from types import SimpleNamespace
+
+        flat: dict[str, Any] = {}
+        for part in a.parts if hasattr(a, "parts") else (a,):
+            flat |= vars(part)
+        wide = {k: v.astype(np.float64) if isinstance(v, np.ndarray) and v.dtype.kind == "f" else v for k, v in flat.items()}
+        if "cache" in wide:
+            wide["cache"] = SimpleNamespace(k=wide["cache"][0], v=wide["cache"][1])
+        with np.errstate(all="ignore"):
+            contract.golden(SimpleNamespace(**wide), n)
+        if "cache" in wide:
+            wide["cache"] = np.stack((wide["cache"].k, wide["cache"].v))
+        return {k: v.astype(flat[k].dtype) for k, v in wide.items() if isinstance(v, np.ndarray)}
+
+    case = named_cases(COMPOSITES.get(name) or REGISTRY[name])[0].name
+    assert all(found.ok for found in (*check_kernel(name, function, seeds=2), *check_kernel(name, function, case=case)))
+
+
+def test_a_function_that_writes_in_place_in_memory_of_its_own():
+    found = check_kernel("residual_add", residual_add, up, down)
+    assert len(found) == len(named_cases(REGISTRY["residual_add"])) + 20
+    assert check_kernel("residual_add", residual_add, up, down, seed=123)[0].case == "seed-123"
+
+
+def test_a_function_in_bf16_sees_bits():
+    def embed(a: Any, n: int) -> None:
+        assert a.out.dtype == a.weight.dtype == np.uint16
+        a.out[:n] = np.where(a.ids[:n, None] >= 0, a.weight[a.ids[:n]], 0)
+
+    check_kernel("embed", embed, dtype="bf16")
+
+
+def test_a_mismatch_can_be_acted_on():
+    def wrong(a: Any, n: int) -> None:
+        residual_add(a, len(a.x.hidden))
+
+    with pytest.raises(KernelMismatch) as caught:
+        check_kernel("residual_add", wrong, up, down)
+    first, looks, rerun = str(caught.value).splitlines()
+    assert first.startswith("residual_add/1, case 'rows_beyond_the_launch_stay': x[3, 0] is ")
+    assert "as before the launch (this element may not be written)" in first
+    assert looks.startswith("looks like M09 (")
+    assert rerun.startswith("rerun: check_kernel('residual_add', ..., case='rows_beyond_the_launch_stay'); what it has to do: ")
+    with pytest.raises(KernelMismatch, match=r"seed=5\)"):
+        check_kernel("swiglu", lambda a, n: None, seed=5)
+
+
+def test_an_exception_names_its_case():
+    with pytest.raises(ZeroDivisionError) as caught:
+        check_kernel("linear", lambda a, n: 1 // 0, case="one_row")  # type: ignore[arg-type,return-value]
+    if sys.version_info >= (3, 11):
+        assert caught.value.__notes__ == ["while running linear/1, case 'one_row', launch length 1"]
+
+
+def test_what_does_not_exist_cannot_be_checked():
+    with pytest.raises(ConfigError, match="no contract is called 'linaer'"):
+        check_kernel("linaer", residual_add)
+    with pytest.raises(ConfigError, match="linear has no case 'tiny'; it has with_bias, "):
+        check_kernel("linear", residual_add, case="tiny")
+
+
+# -- a test file of one name -------------------------------------------------------------------------
+VENDOR = """
+from polydraft.conformance.vendor import Conformance
+
+
+class TestMine(Conformance):
+    backend = "{backend}"
+    plugins = ({plugin!r},)
+"""
+
+
+def pytest_in(folder: Path, *args: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "-rs", *args, "test_mine.py"],
+        cwd=folder, capture_output=True, text=True, check=False, env=None,
+    )  # fmt: skip
+    return done.stdout + done.stderr
+
+
+@pytest.fixture
+def vendor(tmp_path: Path) -> Callable[[str, str], Path]:
+    def make(backend: str, plugin: str) -> Path:
+        (tmp_path / "test_mine.py").write_text(VENDOR.format(backend=backend, plugin=plugin))
+        (tmp_path / "pytest.ini").write_text("[pytest]\n")
+        return tmp_path
+
+    return make
+
+
+BYTES = str(ROOT / "tests" / "support" / "bytes_backend.py")
+
+
+@pytest.mark.deep
+def test_a_vendors_whole_test_file(vendor: Callable[[str, str], Path]):
+    answer = pytest_in(vendor("bytes", BYTES))
+    assert " passed" in answer, answer
+    assert "failed" not in answer
+    assert "capability graph_capture is not declared" in answer
+    assert "checks were not run here" not in answer, "the claim was judged"
+
+
+def test_a_part_of_the_checks_claims_nothing(vendor: Callable[[str, str], Path]):
+    answer = pytest_in(vendor("bytes", BYTES), "-k", "L2/swiglu or claim")
+    assert "checks were not run here; a claim needs all of them" in answer, answer
+
+
+def test_a_broken_backend_fails_its_tests(vendor: Callable[[str, str], Path], tmp_path: Path):
+    source = Path(BYTES).read_text().replace("* up)", "+ up)")
+    (tmp_path / "broken.py").write_text(source)
+    answer = pytest_in(vendor("bytes", str(tmp_path / "broken.py")), "-k", "L2/swiglu")
+    assert "out[0, " in answer, answer
+    assert "(rerun: polydraft conform bytes --plugin " in answer
+    assert "looks like " in answer
+
+
+# -- kernel packs ------------------------------------------------------------------------------------
+PACK = """
+from polydraft import hookimpl
+import numpy as np
+
+
+class Swiglu:
+    def bind(self, args, limits, workspace):
+        gate_up, out = args.gate_up.host_array, args.out.host_array
+
+        def launch(stream, n):
+            gate, up = np.split(gate_up[:n], 2, axis=1)
+            with np.errstate(over="ignore"):
+                out[:n] = gate / (1 + np.exp(-gate)) * up{fault}
+
+        return launch
+
+    def workspace_bytes(self, args, limits):
+        return 0
+
+
+class Table:
+    providers, versions = {{"swiglu": Swiglu()}}, {{"swiglu": 1}}
+
+
+@hookimpl
+def polydraft_kernels(device):
+    return Table()
+"""
+
+
+@pytest.mark.parametrize(("fault", "status"), [("", 0), (" + 1", 1)])
+def test_a_pack_is_tested_over_its_backend(tmp_path: Path, fault: str, status: int):
+    file = tmp_path / "fast.py"
+    file.write_text(PACK.format(fault=fault))
+    report = conform("reference", files=[str(file)], packs=["fast"], selection=Selection(contract="swiglu"))
+    assert report.status == status, page(report)
+    assert [pack["name"] for pack in report.content["packs"]] == ["fast"]
+    if status:
+        assert f"(rerun: polydraft conform reference --plugin {file} --kernels fast --contract swiglu" in page(report)
+    else:
+        target = Target("reference", files=[str(file)], packs=["fast"])
+        assert target.opened().table.overrides[0].contract == "swiglu"
+        with target.engine(max_num_seqs=1) as engine:
+            assert [override.contract for override in engine.table.overrides] == ["swiglu"]
+
+
+def test_conform_takes_packs(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    file = tmp_path / "fast.py"
+    file.write_text(PACK.format(fault=""))
+    args = ("conform", "reference", "--plugin", str(file), "--kernels", "fast")
+    status, out, _ = run(capsys, *args, "--contract", "swiglu", "--json")
+    answer = json.loads(out)
+    jsonschema.validate(answer, json.loads((ROOT / "core/polydraft/schemas/conform-1.json").read_text()))
+    assert (status, answer["packs"][0]["role"]) == (0, "kernel pack")
+    assert run(capsys, *args, "--prove")[0] == 2
+    status, _, err = run(capsys, "conform", "reference", "--kernels", "nobody")
+    assert (status, "no plugin 'nobody' in polydraft.kernels" in err) == (2, True)
+
+
+# -- bad endings; crashes, hangs and open delegation are in test_command.py -----------------------------
+HEAD = """
+import dataclasses
+from polydraft import BackendInfo, hookimpl, reference
+from polydraft.conformance.target import Proxy, TableProxy
+from polydraft.reference import polydraft_init_forward_meta, polydraft_open_device
+
+
+class Disguised(Proxy):
+    pass
+
+
+class Empty(Proxy):
+    providers, versions = {}, {}
+
+
+@hookimpl
+def polydraft_kernels(device):
+    return TABLE(reference.polydraft_kernels(device))
+
+
+@hookimpl
+def polydraft_backend_info():
+    return dataclasses.replace(reference.polydraft_backend_info(), name="bad", CLAIM)
+"""
+
+
+@pytest.mark.parametrize(
+    ("table", "claim", "said"),
+    [
+        pytest.param("Empty", "contract_versions={}", "polydraft_kernels offers no kernel; return a table", id="empty"),
+        pytest.param(
+            "lambda t: TableProxy(t, {})", "contract_versions={'swiglu': 1}", "differ in ", id="lying about what it offers"
+        ),
+        pytest.param(
+            "lambda t: t", "capabilities=dataclasses.replace(reference.CAPABILITIES, dtypes=('f32', 'bf16'))",
+            "the reference backend computes in f32, got dtype 'bf16'", id="lying about a dtype",
+        ),
+        pytest.param(
+            "lambda t: TableProxy(t, {n: Disguised(p) for n, p in t.providers.items()})", "evidence='silicon'",
+            "kernels that silently run the reference's code", id="silently delegating",
+        ),
+    ],
+)  # fmt: skip
+def test_a_bad_backend_fails_with_its_reason(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, table: str, claim: str, said: str
+):
+    file = tmp_path / "bad.py"
+    file.write_text(HEAD.replace("TABLE", f"({table})").replace("CLAIM", claim))
+    status, out, err = run(capsys, "conform", "bad", "--plugin", str(file), "--level", "L0")
+    assert (status, err) == (1, "")
+    assert said in out
+
+
+# -- causes ------------------------------------------------------------------------------------------
+def test_two_causes_are_named_wherever_a_check_can_fail():
+    from polydraft.conformance.catalogue import every_check
+
+    for check in every_check():
+        assert causes(check.id, check.kernel, "is 3, wanted 4").count(" or ") == 1, check.id
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.id)
+def test_a_check_names_the_mutants_that_it_kills_first(mutant: Any):
+    mine = sum(other.killer == mutant.killer for other in MUTANTS)
+    named = causes(mutant.killer, mutant.killer.split("/")[1])
+    assert f"{mutant.id} (" in named or mine > 2
+
+
+def test_symptoms_are_read():
+    assert causes("L2/swiglu/one_column", "swiglu", "out[0, 0] is -24576, wanted 1").startswith("M43 ")
+    assert causes("L2/swiglu/one_column", "swiglu", "PluginError: plugin 'x' is broken (raised in x.py:3)") == ""
+    assert causes("L2/linear/one_row", "linear", "ContractError: the launch synchronised (raised in x.py:3)").startswith("M24 ")

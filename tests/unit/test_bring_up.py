@@ -1,0 +1,172 @@
+"""Bring-up: a device of four functions that no kernel of NumPy could reach into, and the rules that keep delegation open."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from typing import Any
+
+import numpy as np
+import pytest
+
+from polydraft import Capabilities, Engine, EngineConfig, SamplingParams
+from polydraft.bring_up import CACHE_KERNELS, DEVICE_FUNCTIONS, BringUpDevice, BringUpTable, Delegated, contract_versions
+from polydraft.conformance import conform
+from polydraft.conformance.report import Selection
+from polydraft.demo import demo_model_path
+from polydraft.device import Device
+from polydraft.errors import CapabilityError, ContractError, DeviceError, PluginError
+from polydraft.plugin_checks import lacks
+from polydraft.plugins import Plugins
+from tests.support import bytes_backend as backend
+from tests.support.bytes_backend import BytesDevice, info
+
+
+def table(device: BringUpDevice | None = None, **own: Any) -> BringUpTable:
+    return BringUpTable(device or BytesDevice("bytes"), own=own)
+
+
+def changed(**capabilities: Any) -> Any:
+    """The backend with other capabilities."""
+    from polydraft.conformance.target import wrap
+
+    wanted = dataclasses.replace(info().capabilities, **capabilities)
+    return wrap(backend, polydraft_backend_info=lambda answer: dataclasses.replace(answer, capabilities=wanted))
+
+
+# -- the size of a first backend ---------------------------------------------------------------------
+def test_a_device_is_four_functions_and_basic_asks_for_few_kernels():
+    from polydraft.conformance.outcomes import frozen_list
+
+    own = {name for name, value in vars(BytesDevice).items() if inspect.isfunction(value) and not name.startswith("_")}
+    assert own == set(DEVICE_FUNCTIONS)
+    assert len(DEVICE_FUNCTIONS) <= 12
+    assert len(frozen_list("mustown", "basic")) <= 12, "kernels that count as own in the profile basic"
+    assert lacks(BytesDevice("bytes"), Device) == ""
+
+
+def test_four_functions_and_one_kernel_conform():
+    """The device's memory is opaque bytes: whatever passed went through `write` and `read`."""
+    report = conform(backend)
+    assert report.status == 0, report.content["verdict"]
+    owners = list(report.content["owners"].values())
+    assert (owners.count("own"), set(owners)) == (1, {"own", "delegated"})
+    assert "basic (1 own, " in report.content["verdict"]["sentence"]
+    assert "bring_up" not in report.content["not_claimed"]
+
+
+def test_an_engine_generates_what_the_reference_does():
+    def run(plugin: Any) -> Any:
+        config = EngineConfig(model=str(demo_model_path()), draft_tokens=2, max_num_seqs=2, max_model_len=64)
+        engine = Engine(config, backend=plugin)
+        for prompt in ([5, 6, 7], [9, 8]):
+            engine.add(prompt, SamplingParams(max_new_tokens=10, ignore_eos=True))
+        done: list[Any] = []
+        while len(done) < 2:
+            engine.step()
+            done += [output for output in engine.poll() if output.finished]
+        engine.close()
+        return sorted((output.token_ids, output.rounds) for output in done)
+
+    assert run(backend) == run("reference")
+
+
+# -- what is refused ---------------------------------------------------------------------------------
+@pytest.mark.parametrize("claim", [{"asynchronous": True}, {"graph_capture": True}, {"dtypes": ("bf16",)}])
+def test_bring_up_excludes(claim: dict[str, Any]):
+    with pytest.raises(
+        PluginError, match=r"bring_up beside asynchronous, graph_capture or a dtype other than f32|graph_capture with"
+    ):
+        Plugins.load(changed(**claim))
+
+
+def test_delegation_has_to_be_declared():
+    plugins = Plugins.load(changed(bring_up=False))
+    with pytest.raises(PluginError, match=r"delegates \d+ kernels \(.*\) to the reference without declaring bring_up"):
+        plugins.kernels(BytesDevice("bytes"))
+
+
+def test_no_overlap():
+    with pytest.raises(CapabilityError, match="bytes is in bring-up, which is synchronous; use --overlap 0"):
+        Engine(EngineConfig(model=str(demo_model_path()), overlap=1), backend=backend)
+
+
+@pytest.mark.parametrize("profile", ["graph", "async", "full"])
+def test_no_claim_beyond_basic(profile: str):
+    """Also where every kernel is own: what a bring-up device shows about order and graphs is nothing."""
+    from polydraft.conformance.report import make
+    from polydraft.conformance.target import Target
+
+    report = make(Target(backend), Selection(profile), [])
+    assert report.status != 0
+    assert f"basic is the most that can be claimed, not {profile}" in report.content["verdict"]["sentence"]
+
+
+def test_half_of_the_cache_kernels():
+    for name in CACHE_KERNELS:
+        with pytest.raises(PluginError, match=f"only {name} is an own kernel; they share the cache"):
+            table(**{name: lambda a, n: None})
+
+
+def test_own_kernels_are_contracts():
+    with pytest.raises(PluginError, match="own kernels swigglu are no contracts"):
+        table(swigglu=lambda a, n: None)
+
+
+def test_own_composites_are_offered():
+    fused = BringUpTable(BytesDevice("bytes"), own={"residual_add+rms_norm": lambda a, n: None})
+    assert fused.versions["residual_add+rms_norm"] == 1
+    assert not isinstance(fused.providers["residual_add+rms_norm"], Delegated)
+    assert "residual_add+rms_norm" not in contract_versions()
+
+
+def test_caches_and_metadata_of_others_do_not_reach_delegated_kernels():
+    from polydraft.conformance.kernel_checks import named_cases
+    from polydraft.contracts import REGISTRY
+    from polydraft.contracts.harness import run_kernel
+
+    device = BytesDevice("bytes")
+    mixed = table(device)
+    mixed.allocate_cache = backend.foreign_cache  # type: ignore[method-assign]
+    contract = REGISTRY["paged_attention"]
+    with pytest.raises(ContractError, match="cache of a delegated kernel is a Foreign, wanted a NumpyCache"):
+        run_kernel(contract, named_cases(contract)[0], device, mixed)
+
+
+# -- the device and its weights ----------------------------------------------------------------------
+def test_a_closed_device_refuses():
+    device = BytesDevice("bytes")
+    device.close()
+    device.close()
+    for allocate in (device.empty, device.staging):
+        with pytest.raises(DeviceError, match="device bytes is closed; open a new engine to allocate late"):
+            allocate("late", (1,), "i32")
+
+
+def test_memory_that_is_short_is_a_sentence():
+    class Full(BytesDevice):
+        def allocate(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+            raise MemoryError
+
+    with pytest.raises(DeviceError, match=r"could not allocate 4,000 bytes for x; lower --num-blocks"):
+        Full("bytes").empty("x", (10, 100), "f32")
+
+
+def test_wrong_shapes_are_sentences():
+    device = BytesDevice("bytes")
+    with pytest.raises(DeviceError, match=r"buffer x has shape \(3,\), got a value of shape \(4,\)"):
+        device.load(device.empty("x", (3,), "f32"), np.zeros(4, np.float32))
+    weight = table(device).prepare_weight("linear", np.zeros((2, 3)), "f32")
+    with pytest.raises(ContractError, match=r"weight update: got shape \(3, 2\), wanted \(2, 3\)"):
+        table(device).prepare_weight("linear", np.zeros((3, 2)), "f32", weight)
+
+
+@pytest.mark.parametrize("name", DEVICE_FUNCTIONS)
+def test_the_base_has_none_of_the_four(name: str):
+    arguments = {"allocate": ((1,), np.dtype("f4")), "wait": ()}.get(name, (None, np.zeros(1)))
+    with pytest.raises(NotImplementedError):
+        getattr(BringUpDevice("x"), name)(*arguments)
+
+
+def test_capabilities_say_so_by_default():
+    assert not Capabilities().bring_up

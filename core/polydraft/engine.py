@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -17,6 +17,8 @@ import numpy as np
 from polydraft import sanitize
 from polydraft.backend import DeviceOptions
 from polydraft.config import AUTO, EngineConfig
+from polydraft.default_backend import default_backend
+from polydraft.device import Array
 from polydraft.errors import DeviceError, PolydraftError, RequestError
 from polydraft.models.checkpoint import Checkpoint, load_weights
 from polydraft.models.families import FamilyRegistry
@@ -26,6 +28,7 @@ from polydraft.proposers.base import built_in
 from polydraft.runtime.admission import Gate
 from polydraft.runtime.commit import apply, end
 from polydraft.runtime.graphs import GraphPolicy
+from polydraft.runtime.host_inputs import FeatureFactory, HostView
 from polydraft.runtime.kv_blocks import BlockLedger
 from polydraft.runtime.output import OutputTracker, RequestOutput
 from polydraft.runtime.plan import StepOutcome, StepPlan
@@ -55,14 +58,21 @@ class Engine:
     """
 
     def __init__(
-        self, config: EngineConfig | None = None, *, backend: object | None = None, checkpoint: Checkpoint | None = None
+        self,
+        config: EngineConfig | None = None,
+        *,
+        backend: object | None = None,
+        checkpoint: Checkpoint | None = None,
+        features: Sequence[FeatureFactory] = (),
     ) -> None:
         """Build everything; errors come in this order: plugin, checkpoint header, negotiation, device, weights.
 
         `backend` is a plugin object that stands in for the one named in `config` (tests), `checkpoint` an open checkpoint for
-        its `model` (benchmarks); the engine closes it."""
+        its `model` (benchmarks); the engine closes it. `features` bring data from the host into every step."""
         self.config = config or EngineConfig()
-        name = "reference" if self.config.backend == AUTO else self.config.backend
+        self.default = default_backend() if self.config.backend == AUTO and backend is None else None
+        """What `auto` meant; None where a backend was named."""
+        name = self.default.name if self.default else self.config.backend
         self.plugins = Plugins.load(backend or name, packs=self.config.kernels, files=self.config.plugins)
         if self.config.sanitize:
             self.plugins = sanitize.WatchedPlugins.over(self.plugins)
@@ -72,7 +82,10 @@ class Engine:
         self._checkpoint = checkpoint or Checkpoint(self._model_dir())
         self.model, table = self.families.describe(self._checkpoint)
         self.info = self.plugins.info()
-        self.resolved: Resolved = resolve(self.config, self.info, self.model, proposers=tuple(self.proposers.names()))
+        self.resolved: Resolved = resolve(
+            self.config, self.info, self.model, proposers=self.proposers.needs(), features={f.name: f.needs for f in features},
+            default=self.default.reason if self.default else "",
+        )
         self.tokenizer = Tokenizer.from_dir(self._checkpoint.path)
         options = DeviceOptions(self.resolved.dtype, self.resolved.invariant, block_size=self.resolved.limits.block_size)
         self.device = self.plugins.open_device(self.config.device, options)
@@ -84,7 +97,7 @@ class Engine:
             device=self.device, plugins=self.plugins, table=self.table, model=self.model, weights=self._weights,
             limits=self.resolved.limits, proposer=self.proposers.factory(self.resolved.proposer),
             verify=self.resolved.verify, depth=self.resolved.overlap, dtype=self.resolved.dtype,
-            accept_schedule=self.resolved.accept_schedule,
+            accept_schedule=self.resolved.accept_schedule, raw_logprobs=self.config.logprobs_mode == "raw", features=features,
         )  # fmt: skip
         if self.resolved.graph != "off":
             policy = GraphPolicy(self.resolved.graph, self.resolved.graph_sizes)
@@ -195,7 +208,7 @@ class Engine:
         start = time.perf_counter()
         plan = self.scheduler.plan()
         if plan is not None:
-            self._in_flight.append(self.runner.launch(plan))
+            self._launch(plan)
         if not self._in_flight:
             return self._unstick()
         if plan is None or len(self._in_flight) > self.resolved.overlap:
@@ -207,10 +220,31 @@ class Engine:
             self.totals.decode_s += elapsed
         return True
 
+    def _launch(self, plan: StepPlan) -> None:
+        """Launch a step, with what its features make of what the host knows."""
+        inputs = self.runner.inputs
+        if inputs.features:
+            inputs.fill(self._view(plan), middle=False)
+        self._in_flight.append(self.runner.launch(plan))
+        if inputs.splits:
+            self.supply(self._in_flight[-1])
+
+    def supply(self, ticket: Ticket) -> None:
+        """The middle of a step: apply every step before it while its target pass runs, fill its host inputs, launch the rest."""
+        while self._in_flight[0] is not ticket:
+            self._collect()
+        self.runner.inputs.fill(self._view(ticket.plan), middle=True)
+        self.runner.resume(ticket)
+
+    def _view(self, plan: StepPlan) -> HostView:
+        inputs = self.runner.inputs
+        return HostView(plan, self.slots, inputs.drafts, inputs.draft_len)
+
     def _recover(self, error: DeviceError) -> None:
         """Void every step in flight. Nothing on the device is trusted afterwards: no slot goes on and no block is shared; a
         request that is admitted later brings everything anew, since its slot's whole state is staged then."""
         self._in_flight.clear()
+        self.runner.inputs.void()
         try:
             self.device.synchronize()
         except DeviceError as last:
@@ -270,28 +304,29 @@ class Engine:
     def update_weights(self, source: str | Path, *, running: Running = "finish") -> None:
         """Replace all weights by those of the checkpoint directory `source`, in place, and go on.
 
-        Everything in flight is applied first. Running requests "finish" on the old weights, or "recompute": they keep their
-        tokens, are prefilled again and go on with the new ones. Waiting requests see the new weights alone, and the prefix
-        cache is dropped. Raises `CheckpointError` before anything changes when `source` is broken or another model."""
+        Everything in flight is applied first. Running requests "finish" on the old weights (preempted ones, too), or
+        "recompute": they keep their tokens, are prefilled again and go on with the new ones. Requests that wait for their first
+        slot see the new weights alone, and the prefix cache is dropped. Raises `CheckpointError` before anything changes when
+        `source` is broken or another model."""
         with Checkpoint(source) as checkpoint:
             model, table = self.families.describe(checkpoint)
             check_same_model(self.model, model)
             canonical = load_weights(checkpoint, model, table)
-            self.scheduler.paused = True
             try:
                 self._quiesce(running)
                 moved = refill(self.table, canonical, self._weights, dtype=self.resolved.dtype)
             finally:
-                self.scheduler.paused = False
+                self.scheduler.admits = "all"
         self.ledger.forget_all()
         if moved:
             self.runner.rebind()
 
     def _quiesce(self, running: Running) -> None:
         """Bring engine and device to a point where nothing is in flight and no slot is in the middle of a text."""
+        self.scheduler.admits = "begun" if running == "finish" else "none"
         if running == "recompute":
             self.scheduler.preempt_all()
-        while self._in_flight or (self.slots.phase != Phase.IDLE).any():
+        while self._in_flight or (self.slots.phase != Phase.IDLE).any() or self.scheduler.admissible():
             self.step()
         self.device.synchronize()  # the last step's draft passes stand behind the snapshot that was waited for
 
@@ -306,6 +341,11 @@ class Engine:
         self._checkpoint.close()
         if isinstance(self.plugins, sanitize.WatchedPlugins):
             self.plugins.checker.report.check()
+
+    def canonical_weights(self) -> Mapping[str, Array]:
+        """The model's weights as the checkpoint has them, by canonical name, read one at a time when asked for; float32."""
+        model, table = self.families.describe(self._checkpoint)
+        return load_weights(self._checkpoint, model, table)
 
     @property
     def description(self) -> ModelDescription:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from polydraft.cli.options import FAILED, INTERRUPTED, common, names, whole_or_auto
+from polydraft.cli.options import FAILED, INTERRUPTED, common, names, token_bias, whole_or_auto
 from polydraft.errors import HazardError
 
 if TYPE_CHECKING:
@@ -29,11 +29,12 @@ Examples:
   polydraft generate --prompts prompts.jsonl --max-num-seqs 16 --json
 
 A line of --prompts is {{"prompt": "text"}} or {{"prompt_ids": [1, 2]}}, and may add an "id" and any sampling
-parameter by its name, such as "max_new_tokens", "temperature", "seed" or "stop".
+parameter by its name, such as "max_new_tokens", "temperature", "seed", "stop", "logit_bias": {{"17": -2}} or
+"bad_words": ["eval", [17, 4]].
 """
 SAMPLING = (
     "max_new_tokens", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
-    "min_tokens", "stop", "ignore_eos",
+    "logit_bias", "bad_words", "min_tokens", "stop", "ignore_eos", "logprobs", "prompt_logprobs",
 )  # fmt: skip
 """Options that belong to each request; the others configure the engine."""
 
@@ -57,10 +58,18 @@ SAMPLING = (
 @click.option("--presence-penalty", type=float, metavar="X", help="Off the logits of tokens in the text.  [default: 0]")
 @click.option("--frequency-penalty", type=float, metavar="X", help="Off them for each time they occur.  [default: 0]")
 @click.option("--repetition-penalty", type=float, metavar="X", help="Divides logits of tokens in prompt or text.  [default: 1]")
+@click.option(
+    "--logit-bias", type=token_bias, multiple=True, metavar="ID=X", help="Add X to the logit of token ID; may be repeated."
+)
+@click.option("--bad-word", "bad_words", multiple=True, metavar="STR", help="Never write this; may be repeated.")
 @click.option("--min-tokens", type=int, metavar="N", help="No end of any kind before N tokens.  [default: 0]")
 @click.option("--seed", type=int, metavar="S", help="Seed of the first prompt; the next ones count up from it.  [default: 0]")
 @click.option("--stop", multiple=True, metavar="STR", help="End the text before this; may be repeated.")
 @click.option("--ignore-eos", is_flag=True, default=None, help="Go on behind the model's own end of text.")
+@click.option("--logprobs", type=int, metavar="N", help="Log probabilities: each token's, and the N most likely beside it.")
+@click.option("--prompt-logprobs", type=int, metavar="N", help="Likewise of the prompt's tokens; with --json.")
+@click.option("--logprobs-mode", metavar="raw|processed", help="Before or behind penalties and temperature.  [default: raw]")
+@click.option("--provenance", is_flag=True, help="Say of each token who proposed it; with --json, or --logprobs.")
 @click.option("--max-num-seqs", type=int, metavar="B", help="Prompts decoded together.  [default: 8]")
 @click.option("--max-model-len", type=whole_or_auto, metavar="N", help="Most tokens of prompt and text.  [default: auto]")
 @click.option("--block-size", type=whole_or_auto, metavar="N", help="Tokens of a KV block.  [default: auto]")
@@ -74,30 +83,40 @@ SAMPLING = (
 @click.option("--plugin", "plugins", multiple=True, metavar="FILE.py|MODULE", help="Load a plugin; may be repeated.")
 @click.option("--sanitize", is_flag=True, default=None, help="Check what runs for hazards, see docs/sanitize.md; slower.")
 @click.option("--trace", metavar="FILE", help="Write the timeline of the run, for polydraft trace and Perfetto.")
+@click.option("--record", metavar="FILE", help="Record the kernel calls of some steps, for polydraft replay.")
+@click.option("--record-steps", metavar="1-4,9", help="Steps to record, from 1.  [default: 1-4]")
+@click.option("--record-weights", is_flag=True, default=None, help="Include weights, so that a replay needs no model.")
 @click.option("--explain", is_flag=True, help="Show what was decided, and why, before generating.")
 @click.option("--no-color", is_flag=True, help="Plain text on a terminal too.")
 @common
-def command(prompt: str | None, prompts: str | None, explain: bool, no_color: bool, as_json: bool, **options: Any) -> int:
+def command(
+    prompt: str | None, prompts: str | None, explain: bool, provenance: bool, no_color: bool, as_json: bool, **options: Any
+) -> int:
     """Generate text for PROMPT (- reads it from standard input), or for every line of --prompts.
 
     On a terminal accepted drafts are coloured; the text is the same as without drafts.
     """
+    from polydraft.cli import replay
     from polydraft.cli.run import Run
     from polydraft.cli.trace import claim, recorded
 
     given = {name: value for name, value in options.items() if value is not None and value != ()}
     sampling = {name: given.pop(name) for name in SAMPLING if name in given}
     trace = given.pop("trace", None)
+    record = _recording(given, trace)
     jobs = _jobs(prompt, prompts, sampling)
+    given |= _most_logprobs(jobs)
     if trace:
         claim(trace)
+    if record["file"]:
+        replay.claim(record["file"])
     engine = _engine(given)
     try:
-        with recorded(engine, trace):
+        with recorded(engine, trace), replay.recorded(engine, **record, tell=lambda text: click.echo(text, err=True)):
             run = Run(engine, jobs)
             if as_json:
                 run.to_the_end(lambda output: None)
-                click.echo(json.dumps(run.answer(explain=explain)))
+                click.echo(json.dumps(run.answer(explain=explain, provenance=provenance), allow_nan=False))
             else:
                 _show(run, jobs, explain=explain, color=not no_color)
     finally:
@@ -108,6 +127,21 @@ def command(prompt: str | None, prompts: str | None, explain: bool, no_color: bo
     if run.interrupted:
         return INTERRUPTED
     return FAILED if hazards or any(output.finish_reason == "error" for output in run.outputs.values()) else 0
+
+
+def _recording(given: dict[str, Any], trace: str | None) -> dict[str, Any]:
+    """Take the options of --record out of `given`."""
+    file, steps = given.pop("record", None), given.pop("record_steps", None)
+    weights = given.pop("record_weights", False)
+    if file is None and (steps or weights):
+        raise click.UsageError("--record-steps and --record-weights belong to --record FILE; add that")
+    if file is not None and (trace or given.get("sanitize")):
+        raise click.UsageError("--record waits behind every launch, which --trace and --sanitize look at; run them one by one")
+    if steps:
+        from polydraft.record import steps_of
+
+        steps_of(steps)
+    return {"file": file, "steps": steps, "weights": weights}
 
 
 def _close(engine: Engine) -> bool:
@@ -122,6 +156,7 @@ def _close(engine: Engine) -> bool:
 
 def _show(run: Run, jobs: Sequence[Job], *, explain: bool, color: bool) -> None:
     """Run for a person: decisions, texts, figures."""
+    from polydraft.cli.tokens import Tokens, show
     from polydraft.show import Progress, Screen
     from polydraft.typewriter import OneText, TextsInOrder, figures, title
 
@@ -138,6 +173,10 @@ def _show(run: Run, jobs: Sequence[Job], *, explain: bool, color: bool) -> None:
         texts = TextsInOrder(screen, engine.tokenizer, titles, progress)
         with progress.shown():
             run.to_the_end(texts)
+    for output in run.outputs.values():
+        if output.logprobs:
+            screen.line()
+            show(screen, Tokens(engine.tokenizer), output)
     screen.line(f"\n{figures(run.answer(explain=False))}")
 
 
@@ -153,6 +192,12 @@ def _jobs(prompt: str | None, prompts: str | None, sampling: Mapping[str, Any]) 
         return read_jobs(prompts, sampling)
     assert prompt is not None
     return [Job(read_text() if prompt == "-" else prompt, SamplingParams.from_mapping(sampling))]
+
+
+def _most_logprobs(jobs: Sequence[Job]) -> dict[str, int]:
+    """The engine's option for what its requests ask for; nothing where none asks."""
+    asked = [n for job in jobs for n in (job.params.logprobs, job.params.prompt_logprobs) if n is not None]
+    return {"logprobs": max(asked)} if asked else {}
 
 
 def _engine(options: Mapping[str, Any]) -> Engine:

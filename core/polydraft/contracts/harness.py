@@ -121,14 +121,15 @@ def run_kernel(
     *,
     act: str = "f32",
     init_meta: InitMeta | None = None,
+    step: StepMeta | None = None,
     stream: Stream | None = None,
 ) -> dict[str, Array]:
     """Bind a backend's kernel to fresh poisoned buffers, launch it once and read every array back.
 
     Returns host representations by argument name: inputs too, caches as float32 `<name>.k` and `<name>.v`, nothing dead.
-    `init_meta` prepares forward metadata for arguments of that kind; without it they are None. Synchronises before and
-    after the launch. Raises `ContractError` when the table has no such kernel, or when the launch returns something,
-    allocates on the device or synchronises.
+    `init_meta` prepares forward metadata for arguments of that kind, filled as `step` says (None: as for a target pass over the
+    case's rows); without it they are None. Synchronises before and after the launch. Raises `ContractError` when the table has
+    no such kernel, or when the launch returns something, allocates on the device or synchronises.
     """
     contract = contract_of(kernel)
     provider = table.providers.get(kernel.name)
@@ -139,7 +140,7 @@ def run_kernel(
     limits = limits_of(contract, case)
     values = _buffers(contract, case, device, table, act)
     if init_meta is not None:
-        values |= _metadata(contract, case, device, values, init_meta=init_meta, limits=limits, stream=stream)
+        values |= _metadata(contract, case, device, values, init_meta=init_meta, limits=limits, stream=stream, step=step)
     args = _args(kernel, values)
     nbytes = provider.workspace_bytes(args, limits)
     workspace = DeviceWorkspace(device.empty(f"{kernel.name}.workspace", (nbytes,), "u8"), nbytes) if nbytes else None
@@ -193,16 +194,18 @@ def _metadata(
     init_meta: InitMeta,
     limits: Limits,
     stream: Stream,
+    step: StepMeta | None,
 ) -> dict[str, ForwardMeta]:
-    """Arguments of kind "meta", filled for the case's rows as the runtime would for a target pass."""
+    """Arguments of kind "meta", filled as `step` says, or for the case's rows as the runtime would for a target pass."""
     filled = {}
     for name, spec in contract.args.specs().items():
         if isinstance(spec, OpaqueSpec) and spec.kind == "meta":
-            buffers = PassBuffers("target", values["row_slot"], values["positions"], values["block_table"])
-            filled[name] = init_meta(device, buffers, limits)
             slots = case.arrays["row_slot"][: case.n]
             real = len(set(slots[slots >= 0].tolist()))
-            filled[name].fill(stream, StepMeta("target", 0, launch_rows=case.n, real_slots=real, has_prefill=True))
+            meta = step or StepMeta("target", 0, launch_rows=case.n, real_slots=real, has_prefill=True)
+            buffers = PassBuffers(meta.role, values["row_slot"], values["positions"], values["block_table"])
+            filled[name] = init_meta(device, buffers, limits)
+            filled[name].fill(stream, meta)
     return filled
 
 

@@ -27,6 +27,7 @@ _BITS = {"BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "U16": 16, "I1
     "U32": 32, "I32": 32, "F32": 32, "U64": 64, "I64": 64, "F64": 64,
 }  # fmt: skip
 _NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_RAW = {"U8": "u1", "U32": "<u4", "I32": "<i4", "F16": "<f2", "BF16": "<u2", "F32": "<f4"}
 _AGAIN = "download the file again"
 
 
@@ -44,7 +45,8 @@ class StoredTensor:
 
 
 class SafetensorsFile:
-    """One memory-mapped safetensors file; `tensors` is its header. Close it to release the map."""
+    """One memory-mapped safetensors file; `tensors` is its header, `metadata` the texts that its writer added. Close it to
+    release the map."""
 
     def __init__(self, path: Path) -> None:
         """Map `path` and check its header. Errors: `CheckpointError` for a missing, truncated or corrupt file."""
@@ -58,7 +60,7 @@ class SafetensorsFile:
                 f"{path} cannot be opened, got {error.strerror}, wanted a safetensors file; complete the directory"
             ) from error
         try:
-            self.tensors = _parse_header(path, self._map if self._map is not None else b"")
+            self.tensors, self.metadata = _parse_header(path, self._map if self._map is not None else b"")
         except CheckpointError:
             self.close()
             raise
@@ -88,6 +90,17 @@ class SafetensorsFile:
         else:
             np.copyto(flat, raw)
 
+    def array(self, name: str) -> NDArray[Any]:
+        """Return a copy of tensor `name` as it is stored (bfloat16 as its 16 bits). Errors: `CheckpointError` for a dtype that
+        is not a whole number or float of NumPy's, or a closed file."""
+        tensor = self.tensors[name]
+        if tensor.dtype not in _RAW:
+            raise CheckpointError(f"{self.path}: tensor {name} is stored as {tensor.dtype}, wanted one of {', '.join(_RAW)}")
+        raw: NDArray[Any] = np.frombuffer(
+            self._mapped(name), dtype=_RAW[tensor.dtype], count=math.prod(tensor.shape), offset=tensor.begin
+        )
+        return raw.reshape(tensor.shape).copy()
+
     def same_bytes(self, name: str, other: SafetensorsFile, other_name: str) -> bool:
         """Return whether tensor `name` and tensor `other_name` of `other` agree in dtype, shape and every stored byte.
 
@@ -116,7 +129,7 @@ class SafetensorsFile:
             self._map = None
 
 
-def _parse_header(path: Path, data: bytes | mmap.mmap) -> dict[str, StoredTensor]:
+def _parse_header(path: Path, data: bytes | mmap.mmap) -> tuple[dict[str, StoredTensor], dict[str, str]]:
     if data[:8] == b"version ":
         raise CheckpointError(f"{path} is a Git LFS pointer, wanted the file itself; run `git lfs pull`")
     if len(data) < 8:
@@ -128,12 +141,12 @@ def _parse_header(path: Path, data: bytes | mmap.mmap) -> dict[str, StoredTensor
         )
     try:
         header = json.loads(data[8 : 8 + length])
-        header.pop("__metadata__", None)
+        metadata = dict(header.pop("__metadata__", None) or {})
         tensors = {name: _parse_entry(entry, 8 + length) for name, entry in header.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} has a corrupt header, got {error!r}, wanted safetensors JSON; {_AGAIN}") from error
     _check_layout(path, tensors, 8 + length, len(data))
-    return tensors
+    return tensors, metadata
 
 
 def _parse_entry(entry: dict[str, Any], base: int) -> StoredTensor:

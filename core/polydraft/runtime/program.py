@@ -24,15 +24,18 @@ own, accepted by chance. A greedy slot gets the same tokens by each of them."""
 
 
 class StepKind(NamedTuple):
-    """What distinguishes the programs of an engine: the rule, and whether requests have their logits processed."""
+    """What distinguishes the programs of an engine: the rule, and whether requests have their logits processed, and want log
+    probabilities of tokens or of their prompt (with which the others go)."""
 
     rule: Rule = "greedy"
     processed: bool = False
+    logprobs: bool = False
+    prompt: bool = False
 
     @property
     def name(self) -> str:
         """For people, and to look the programs up."""
-        return f"{self.rule}.processed" if self.processed else self.rule
+        return ".".join((self.rule, *(part for part in ("processed", "logprobs", "prompt") if getattr(self, part))))
 
 
 GREEDY = StepKind()
@@ -73,12 +76,17 @@ class StepContext:
 
 @dataclass(frozen=True)
 class Bound:
-    """One entry of a program: the launch, the index of its launch length in `Lengths`, and its names for people."""
+    """One entry of a program: the launch, the index of its launch length in `Lengths`, and its names for people.
+
+    `args`: what it was bound to (of a metadata fill, its node), in contract version `version`; whoever walks a program to look
+    at memory needs it, running it does not."""
 
     launch: Launch
     unit: int
     contract: str
     room: str
+    args: Args | CompositeArgs | Fill | None = None
+    version: int = 1
 
 
 Lengths = tuple[int, ...]
@@ -136,11 +144,11 @@ class ProgramBuilder:
         """Bind one node to the provider that the table has for it, in the version that the provider was written for."""
         unit = UNITS.index(node.unit)
         if isinstance(node, Fill):
-            return Bound(_fill_launch(node, self.context), unit, "forward_meta", node.room)
+            return Bound(_fill_launch(node, self.context), unit, "forward_meta", node.room, node)
         provider, version = self.table.providers[node.contract], self.table.versions[node.contract]
         args = node.args if isinstance(node.args, CompositeArgs) else as_version(node.contract, node.args, version)
         workspace = self.table.workspace(provider.workspace_bytes(args, self.limits))
-        return Bound(provider.bind(args, self.limits, workspace), unit, node.contract, node.room)
+        return Bound(provider.bind(args, self.limits, workspace), unit, node.contract, node.room, args, version)
 
 
 def build(builders: Sequence[ProgramBuilder]) -> tuple[Program, ...]:
@@ -170,14 +178,18 @@ def build(builders: Sequence[ProgramBuilder]) -> tuple[Program, ...]:
 
 
 def _fill_launch(node: Fill, context: StepContext) -> Launch:
-    fill, role, index = node.meta.fill, node.role, node.pass_index
+    fill = node.meta.fill
 
     def launch(stream: Stream, n: int) -> None:
-        c = context
-        phase: Literal["decode", "prefill"] = "prefill" if c.has_prefill else "decode"
-        fill(stream, StepMeta(role, index, n, c.real_slots, c.has_prefill, c.use_graph, c.dummy, c.row_order, phase))
+        fill(stream, step_meta(node, context, n))
 
     return launch
+
+
+def step_meta(node: Fill, c: StepContext, n: int) -> StepMeta:
+    """What the metadata of one pass is filled with, for a launch of `n` rows."""
+    phase: Literal["decode", "prefill"] = "prefill" if c.has_prefill else "decode"
+    return StepMeta(node.role, node.pass_index, n, c.real_slots, c.has_prefill, c.use_graph, c.dummy, c.row_order, phase)
 
 
 # -- fusion ----------------------------------------------------------------------------------------

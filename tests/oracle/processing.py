@@ -1,7 +1,7 @@
-"""Processing of one row of logits in a few naive lines: penalties, biases, bad words and early stops.
+"""Processing of one row of logits in a few naive lines: penalties, biases, bad words and early stops; and stop strings.
 
-Owns the second opinion on what a request's logits become before a token is chosen.
-Called by the tests of `tests/step`, on float64 logits of the oracle model.
+Owns the second opinion on what a request's logits become before a token is chosen, and on where a text ends it.
+Called by the tests of `tests/step`, on float64 logits of the oracle model and on texts of the tiny models.
 Never looks at code under test: the rules are those of `SamplingParams`.
 """
 
@@ -33,3 +33,20 @@ def processed(logits: NDArray[Any], prompt: Sequence[int], out: Sequence[int], p
     if len(generated) < params.min_tokens:
         z[[*params.stop_token_ids, *([] if params.ignore_eos else [0])]] = -np.inf  # 0 ends the text of every tiny model
     return z
+
+
+def text_of(out: Sequence[int]) -> str:
+    """What the tiny tokenizers make of tokens: a word each, nothing of the end of text."""
+    return " ".join(f"w{token}" for token in out if token)
+
+
+def ended_by_text(out: Sequence[int], params: SamplingParams) -> tuple[int, str] | None:
+    """How many tokens of `out` there are once a stop string has ended it, and the text before that; None where none does.
+
+    A stop string counts with the token that completes it, if that is not one of the first `min_tokens`."""
+    for count in range(params.min_tokens + 1, len(out) + 1):
+        before, text = len(text_of(out[: count - 1])), text_of(out[:count])
+        begins = [i for stop in params.stop for i in range(len(text)) if text.startswith(stop, i) and i + len(stop) > before]
+        if begins:
+            return count, text[: min(begins)]
+    return None

@@ -1,6 +1,7 @@
 """Too few KV blocks for everybody: pausing, preemption and aborts change nothing but the time that a request takes.
 
 Free blocks are filled with NaN after every step, so that reading one that is no longer owned ends a request with an error.
+Random programs under pressure are in `test_lossless.py`.
 """
 
 from __future__ import annotations
@@ -12,20 +13,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, event, given, settings
-from hypothesis import strategies as st
 
 from polydraft import Engine, RequestOutput, SamplingParams
 from polydraft.errors import RequestError
 from polydraft.sentinels import Phase
-from tests.support import tiny
 from tests.support.runs import DEVICES, Ask, come_to_rest, drive, engine, essence, poison_free_blocks, solo
-
-
-def blocks_for(ask: Ask, block_size: int) -> int:
-    """Blocks that the request may grow to."""
-    total = min(len(ask.prompt_ids) + ask.params.max_new_tokens, 96)
-    return -(-total // block_size)
 
 
 def count_pauses(running: Engine) -> Counter[str]:
@@ -64,55 +56,6 @@ def check(model: str, num_drafts: int, asks: Sequence[Ask], outputs: Sequence[Re
             assert len(output.token_ids) in {0, 1 + len(output.rounds) + output.accepted}
         else:
             assert essence(output) == essence(alone), ask
-
-
-@st.composite
-def crowds(draw: st.DrawFn) -> tuple[str, str, int, list[Ask], dict[str, Any]]:
-    """Requests that cannot all be held at once; about every third one is aborted at some moment."""
-    model = draw(st.sampled_from(sorted(tiny.CONFIGS)))
-    token_ids = st.integers(0, tiny.CONFIGS[model]["vocab_size"] - 1)
-    num_drafts, slots, block_size = draw(st.integers(0, 5)), draw(st.integers(2, 8)), draw(st.integers(1, 5))
-    kinds = st.builds(
-        SamplingParams, max_new_tokens=st.integers(1, 30), ignore_eos=st.just(True), temperature=st.sampled_from((0.0, 1.0)),
-        seed=st.integers(0, 2**64 - 1),
-    )  # fmt: skip
-    asks: list[Ask] = []
-    for _ in range(draw(st.integers(2, 8))):
-        shares = bool(asks) and draw(st.booleans())
-        beginning = draw(st.sampled_from(asks)).prompt_ids[: draw(st.integers(0, 20))] if shares else ()
-        prompt_ids = (*beginning, *draw(st.lists(token_ids, min_size=1, max_size=24)))
-        arrival = draw(st.integers(0, 15))
-        abort = draw(st.none() | st.none() | st.integers(arrival, arrival + 40))
-        asks.append(Ask(prompt_ids, draw(kinds), arrival, abort))
-    options = {
-        "max_num_seqs": slots,
-        "block_size": block_size,
-        "num_blocks": max(blocks_for(ask, block_size) for ask in asks) + draw(st.integers(0, 8)),
-        "max_batched_tokens": slots * (num_drafts + 1) + draw(st.sampled_from((0, 3, 50))),
-        "prefix_cache": draw(st.booleans()),
-    }
-    return model, draw(st.sampled_from(sorted(DEVICES))), num_drafts, asks, options
-
-
-def nothing_changes(crowd: tuple[str, str, int, list[Ask], dict[str, Any]]) -> None:
-    model, device, num_drafts, asks, options = crowd
-    _, outputs, counts = serve(model, device, num_drafts, asks, **options)
-    check(model, num_drafts, asks, outputs)
-    for name, count in counts.items():
-        event(f"{name}: {'yes' if count else 'no'}")
-
-
-@settings(max_examples=30)
-@given(crowds())
-def test_pressure_and_aborts_change_no_text_and_no_round(crowd: tuple[str, str, int, list[Ask], dict[str, Any]]) -> None:
-    nothing_changes(crowd)
-
-
-@pytest.mark.deep
-@settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
-@given(crowds())
-def test_pressure_and_aborts_change_no_text_and_no_round_deep(crowd: tuple[str, str, int, list[Ask], dict[str, Any]]) -> None:
-    nothing_changes(crowd)
 
 
 def equals(count: int, length: int, num_tokens: int) -> list[Ask]:

@@ -12,6 +12,7 @@ import pytest
 
 from polydraft import LLM, Engine, RequestOutput, SamplingParams
 from polydraft.errors import CheckpointError
+from polydraft.runtime.request import Status
 from tests.support import runs, tiny
 
 MODEL = "narrow"
@@ -34,12 +35,7 @@ def drain(engine: Engine) -> dict[str, RequestOutput]:
 @pytest.fixture
 def changed(tmp_path: Path) -> Path:
     """The same model with other weights: every floating tensor moved a little."""
-    target = tmp_path / "changed"
-    shutil.copytree(tiny.checkpoint(MODEL), target)
-    tiny_weights = {name: value + np.float32(0.05) * np.sin(np.arange(value.size, dtype=np.float32)).reshape(value.shape)
-                    for name, value in tiny.weights(MODEL).items()}  # fmt: skip
-    write(target, tiny_weights)
-    return target
+    return Path(shutil.copytree(tiny.checkpoint(tiny.moved(MODEL)), tmp_path / "changed"))
 
 
 def write(directory: Path, tensors: dict[str, Any]) -> None:
@@ -80,6 +76,28 @@ def test_running_requests_finish_on_the_old_weights(device: str, changed: Path) 
     engine.update_weights(changed, running="finish")
     done = drain(engine)
     assert [done[i].token_ids for i in ids] == texts(tiny.checkpoint(MODEL))
+
+
+@pytest.mark.parametrize("device", ["reference", "lazy-1"])
+def test_requests_that_run_short_of_blocks_finish_on_the_old_weights_too(device: str, changed: Path) -> None:
+    """They are preempted before the update or while it waits, and had begun all the same; one that had not is left waiting."""
+    engine = runs.engine(MODEL, device=device, draft_tokens=0, max_num_seqs=3, block_size=2, num_blocks=40, prefix_cache=False)
+    prompts = [(5, 9, 11, 3, 9, 2, 7 + i) for i in range(4)]
+    asks = [runs.Ask(p, SamplingParams(max_new_tokens=30, ignore_eos=True)) for p in prompts]
+    for waited in (4, 26):  # of which the second is behind the first preemption
+        ids = [engine.add(ask.prompt_ids, ask.params) for ask in asks]
+        before = engine.scheduler.num_preemptions
+        for _ in range(waited):
+            engine.step()
+        assert (engine.scheduler.num_preemptions > before) == (waited == 26)
+        engine.update_weights(changed, running="finish")
+        assert engine.scheduler.num_preemptions > before
+        assert [len(r.token_ids) for r in engine.requests.values() if r.status is Status.WAITING] == [0]
+        done = drain(engine)
+        for i, ask in zip(ids, asks, strict=True):
+            model = tiny.moved(MODEL) if i == ids[3] else MODEL
+            assert done[i].token_ids == runs.solo(model, 0, ask.prompt_ids, ask.params).token_ids, i
+        engine.update_weights(tiny.checkpoint(MODEL))
 
 
 @pytest.mark.parametrize("device", ["reference", "lazy-1"])

@@ -19,7 +19,9 @@ from polydraft.conformance.oracle.coupled import CoupledRounds, Sampling, couple
 from polydraft.conformance.oracle.model import OracleModel
 from polydraft.demo import demo_model_path
 from polydraft.models import Tokenizer
+from polydraft.runtime.request import Status
 from polydraft.sentinels import Phase
+from tests.oracle.processing import processed
 from tests.support import tiny
 from tests.support.lazy_device import LazyDevice, LazyPlugin
 
@@ -82,6 +84,7 @@ def drive(
     engine: Engine, asks: Sequence[Ask], *, each_step: Callable[[Engine], None] | None = None, limit: int = 3000
 ) -> list[RequestOutput]:
     """Serve `asks` to their ends; results in their order. Audits the ledger after every step and the engine at the end.
+    The request of `asks[2]` is called "ask-2".
 
     After `limit` steps the run is taken to hang; the longest takes some hundreds."""
     done: dict[str, RequestOutput] = {}
@@ -90,7 +93,7 @@ def drive(
     while len(done) < len(asks):
         for index, ask in enumerate(asks):
             if ask.arrival == step:
-                arrived[index] = engine.add(ask.prompt_ids, ask.params)
+                arrived[index] = engine.add(ask.prompt_ids, ask.params, id=f"ask-{index}")
             if ask.abort == step and index in arrived and arrived[index] not in done:
                 engine.abort(arrived[index])
         assert engine.step() or not engine.has_work, "step() said that there was nothing to do, yet there is work"
@@ -131,9 +134,39 @@ def solo(model: str, num_drafts: int, prompt_ids: tuple[int, ...], params: Sampl
 
 
 @functools.lru_cache(maxsize=1024)
+def solo_moved(model: str, num_drafts: int, prompt_ids: tuple[int, ...], params: SamplingParams, kept: int) -> RequestOutput:
+    """The request alone, of which `kept` tokens come from the weights of `model` and the others from those of `moved(model)`.
+
+    It fails where `kept` tokens end in the middle of a round."""
+    if not kept:
+        return solo(tiny.moved(model), num_drafts, prompt_ids, params)
+
+    def each_step(alone: Engine) -> None:
+        if (
+            alone.requests["ask-0"].status is Status.RUNNING
+            and alone.slots.num_known[0] >= len(prompt_ids) + kept
+            and not updated
+        ):
+            assert alone.slots.num_known[0] == len(prompt_ids) + kept, "weights were replaced in the middle of a round"
+            alone.update_weights(tiny.checkpoint(tiny.moved(model)), running="recompute")
+            updated.append(kept)
+
+    updated: list[int] = []
+    alone = engine(model, draft_tokens=num_drafts, max_num_seqs=1, prefix_cache=False)
+    output = drive(alone, [Ask(prompt_ids, params)], each_step=each_step)[0]
+    assert updated, f"the request alone ended before it had {kept} tokens"
+    return output
+
+
+@functools.lru_cache(maxsize=1024)
 def replay(model: str, num_drafts: int, ask: Ask) -> CoupledRounds:
     """What the recomputing oracle makes of the request; it knows nothing of stop strings."""
-    return coupled_rounds(oracle(model), ask.prompt_ids, ask.sampling, num_drafts, ask.params.max_new_tokens, ask.stop_ids)
+    p, begin = ask.params, len(ask.prompt_ids)
+
+    def process(logits: np.ndarray[Any, Any], known: Sequence[int]) -> np.ndarray[Any, Any]:
+        return processed(logits, known[:begin], known[begin:], p)
+
+    return coupled_rounds(oracle(model), ask.prompt_ids, ask.sampling, num_drafts, p.max_new_tokens, ask.stop_ids, process)
 
 
 def essence(output: RequestOutput) -> Mapping[str, Any]:

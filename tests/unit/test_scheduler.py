@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from polydraft.contracts.layout import SLOT_UPDATE_STOP_TOKENS, SlotUpdate
 from polydraft.runtime.buffers import max_token_updates
 from polydraft.runtime.request import Status
+from polydraft.runtime.scheduler import Admission
 from polydraft.runtime.slots import SlotTable
 from polydraft.sampling_params import SamplingParams
 from polydraft.sentinels import NO_TOKEN, Phase
@@ -222,17 +223,18 @@ def test_everybody_can_be_preempted_and_comes_back_in_order():
     assert loop.admitted == [0, 1, 2, 0, 1, 2]
 
 
-def test_paused_scheduler_admits_nobody_and_brings_the_others_to_their_end():
+@pytest.mark.parametrize("admits", ["none", "begun"])
+def test_a_scheduler_that_admits_nobody_new_brings_the_others_to_their_end(admits: Admission):
     loop = HostLoop(limits())
     first, second = request(0), request(1)
     loop.add(first)
     loop.step()
     loop.add(second)
-    loop.scheduler.paused = True
+    loop.scheduler.admits = admits
     for _ in range(20):
         loop.step()
     assert (first.status, second.status) == (Status.FINISHED, Status.WAITING)
-    loop.scheduler.paused = False
+    loop.scheduler.admits = "all"
     complete(loop, [first, second])
 
 

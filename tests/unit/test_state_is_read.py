@@ -42,6 +42,7 @@ ENGINES: list[dict[str, Any]] = [
     {"verify": "coupled", "draft_tokens": 2, "accept_schedule": (0.5, 0.5)},
     {"verify": "rejection", "draft_tokens": 2},
     {"proposer": "ngram", "draft_tokens": 2},
+    {"proposer": "host-suffix", "draft_tokens": 2, "plugins": ("tests.support.host_features",)},
 ]
 """Engines whose programs together launch every contract that the runtime knows."""
 DOWNLOADED = {"record"}
@@ -154,7 +155,6 @@ FOR_OTHERS = {
     "StepOutcome.version": "likewise",
     "StepOutcome.step_id": "observers tell steps apart by it",
     "StepOutcome.phase": "observers see who was paused",
-    "Request.num_preemptions": "observers and tests count them",
 }
 """Fields that core keeps for those who read its records, with the reason."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
+from polydraft.runtime.provenance import StepLogprobs, TokenLogprobs
 from polydraft.sampling_params import SamplingParams
 
 
@@ -49,6 +50,12 @@ class Request:
     token_ids: list[int] = field(default_factory=list)
     rounds: list[int] = field(default_factory=list)
     """Accepted drafts of each decode round."""
+    round_drafts: list[int] = field(default_factory=list)
+    """Drafts that each of them verified."""
+    logprobs: list[StepLogprobs] = field(default_factory=list)
+    """Of each step that emitted tokens, where they were asked for."""
+    prompt_logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    """By position in the prompt, where they were asked for."""
     drafted: int = 0
     """Drafts verified."""
     finish_reason: str | None = None
@@ -57,6 +64,11 @@ class Request:
     arrival_s: float = 0.0
     first_token_s: float | None = None
     finish_s: float | None = None
+
+    @property
+    def begun(self) -> bool:
+        """Whether it has been in a slot, when it waits: then it was preempted there."""
+        return self.num_preemptions > 0
 
     @property
     def num_known(self) -> int:

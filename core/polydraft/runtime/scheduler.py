@@ -11,6 +11,7 @@ to the head of the queue.
 from __future__ import annotations
 
 from collections import deque
+from typing import Literal
 
 import numpy as np
 
@@ -26,6 +27,7 @@ from polydraft.runtime.request import Request, Status
 from polydraft.runtime.slots import SlotTable
 from polydraft.sentinels import NO_TOKEN, Phase
 
+Admission = Literal["all", "begun", "none"]
 _NO_TRIPLES: Array = np.empty((0, 3), np.int32)
 _NO_BIASES: Array = np.empty((0, 4), np.int32)
 _PREFILL, _DECODE = int(Phase.PREFILL), int(Phase.DECODE)
@@ -42,8 +44,8 @@ class Scheduler:
         self.share_prefixes = share_prefixes
         self.waiting: deque[Request] = deque()
         self.num_preemptions = 0
-        self.paused = False
-        """Admit nobody: what runs is brought to its end."""
+        self.admits: Admission = "all"
+        """Of those that wait everybody, those that have been in a slot already, or nobody."""
         self._step_id = 0
         self._last: StepPlan | None = None
         self._shuffle = np.random.default_rng(0)
@@ -127,10 +129,10 @@ class Scheduler:
             if budget <= 0:
                 return chunks, updates, grants
             budget -= self._take_chunk(slot, budget, chunks)
-        if not admit or not self.waiting or self.paused or self._preempting():
+        if not admit or not self.admissible() or self._preempting():
             return chunks, updates, grants
         room = max_token_updates(self.limits)
-        while self.waiting and budget > 0 and self.waiting[0].num_known <= room:
+        while self.admissible() and budget > 0 and self.waiting[0].num_known <= room:
             slot, request = t.free_slot(), self.waiting[0]
             if slot is None or not self._admit(slot, request, grants):
                 break
@@ -139,6 +141,10 @@ class Scheduler:
             updates.append(self._slot_update(request))
             budget -= self._take_chunk(slot, budget, chunks)
         return chunks, updates, grants
+
+    def admissible(self) -> bool:
+        """Whether the oldest request that waits may be admitted; those that have begun are older than all others."""
+        return bool(self.waiting) and (self.admits == "all" or (self.admits == "begun" and self.waiting[0].begun))
 
     def _preempting(self) -> bool:
         """Whether a preempted request is still draining: what it frees belongs to those it was preempted for."""
@@ -153,7 +159,8 @@ class Scheduler:
         limits, ledger = self.limits, self.ledger
         known = np.array((*request.prompt_ids, *request.token_ids), np.int32)
         prefill_len = len(known) - 1 if request.token_ids else len(known)
-        shared = ledger.match(known, (prefill_len - 1) // limits.block_size) if self.share_prefixes else []
+        share = self.share_prefixes and request.params.prompt_logprobs is None  # rows that are not computed predict nothing
+        shared = ledger.match(known, (prefill_len - 1) // limits.block_size) if share else []
         need = min(len(known) + limits.window + 2 * limits.num_drafts, request.max_total)
         rest = int(ledger.blocks_for(need)) - len(shared)
         if rest > ledger.room_beside(shared):
@@ -165,7 +172,10 @@ class Scheduler:
 
     def _take_chunk(self, slot: int, budget: int, chunks: list[tuple[int, int]]) -> int:
         chunk = min(budget, int(self.slots.prefill_len[slot] - self.slots.prefill_planned[slot]))
-        chunks.append((slot, chunk))
+        if self.slots.prompt_top[slot] >= 0:  # the head runs over them with the buffers of logit rows
+            chunk = min(chunk, self.limits.max_logit_rows - sum(self._prompt_rows(s, c) for s, c in chunks))
+        if chunk > 0:
+            chunks.append((slot, chunk))
         return chunk
 
     # -- assembling --------------------------------------------------------------------------------
@@ -184,6 +194,7 @@ class Scheduler:
             epochs, sampling, processed = t.epoch[slots], bool(t.sampling[slots].any()), bool(t.processed[slots].any())
             runs_window = t.phase[slots] == _DECODE
             emits = runs_window | (t.prefill_planned[slots] + rows == t.num_known[slots])
+        prompt_top, num_prompt_rows = self._prompt_top(chunks)
         self._last = plan = StepPlan(
             step_id=self._step_id,
             slots=slots,
@@ -201,6 +212,9 @@ class Scheduler:
             processed=processed,
             bias_updates=bias_updates(t.request, admitted) if admitted else _NO_BIASES,
             bad_word_updates=bad_word_updates(t.request, admitted) if admitted else _NO_TRIPLES,
+            num_top=self._num_top(slots) if self.limits.max_logprobs >= 0 else None,
+            prompt_top=prompt_top,
+            num_prompt_rows=num_prompt_rows,
         )
         return plan
 
@@ -221,6 +235,27 @@ class Scheduler:
         """Whether this chunk ends a fresh prompt, whose next token must be chosen."""
         t = self.slots
         return bool(t.prefill_planned[slot] + chunk == t.prefill_len[slot] == t.num_known[slot])
+
+    def _num_top(self, slots: Array) -> Array | None:
+        """Log probabilities that scheduled slots want, by slot."""
+        return self.slots.num_top.copy() if (self.slots.num_top[slots] >= 0).any() else None
+
+    def _prompt_top(self, chunks: list[tuple[int, int]]) -> tuple[Array | None, int]:
+        """Those of prompt tokens that these chunks predict, by slot, and how many rows predict one."""
+        rows = {slot: count for slot, chunk in chunks if (count := self._prompt_rows(slot, chunk)) > 0}
+        if not rows:
+            return None, 0
+        wanted = np.full(self.limits.max_seqs, -1, np.int32)
+        wanted[list(rows)] = self.slots.prompt_top[list(rows)]
+        return wanted, sum(rows.values())
+
+    def _prompt_rows(self, slot: int, chunk: int) -> int:
+        """Rows of the next chunk of a slot that predict a prompt token somebody wants to know of."""
+        t = self.slots
+        if t.prompt_top[slot] < 0:
+            return 0
+        begin = int(t.prefill_planned[slot])
+        return max(min(begin + chunk, int(t.prompt_len[slot]) - 1) - begin, 0)
 
     def _token_updates(self, admitted: list[int]) -> Array:
         """The whole known text of the slots admitted in this step: drafts and penalties look back, the draft's rows one ahead."""

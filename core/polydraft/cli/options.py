@@ -34,6 +34,15 @@ def whole_or_auto(value: str) -> int | str:
         raise click.BadParameter(f"{value!r} is neither a whole number nor 'auto'") from None
 
 
+def token_bias(value: str) -> tuple[int, float]:
+    """A token id and what is added to its logit, as ID=X; the sampling parameters check the ranges."""
+    token_id, _, bias = value.partition("=")
+    try:
+        return int(token_id), float(bias)
+    except ValueError:
+        raise click.BadParameter(f"{value!r} is no ID=X, wanted a token id and a number, such as 17=-2.5") from None
+
+
 def names(value: str | tuple[str, ...]) -> tuple[str, ...]:
     """Names between commas."""
     if isinstance(value, tuple):  # a default, which click converts too

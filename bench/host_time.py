@@ -2,10 +2,11 @@
 
 K = 3 and every draft accepted, so each request gains four tokens a step. The times are those of `Engine.step` and `poll`
 together, without what the null backend's few kernels take; the split by room comes from a second, recorded run. Prints a table
-and, where asked, writes a `polydraft.bench/1` JSON file and draws it (needs matplotlib).
+and, where asked, writes a `polydraft.bench/1` JSON file, draws it (needs matplotlib), and puts the table into a page, behind the
+comment that names the result.
 
-    python bench/host_time.py --out bench/results/host_time.json --plot docs/images/host_time.png
-    python bench/host_time.py --read bench/results/host_time.json --plot docs/images/host_time.png
+    python bench/host_time.py --out bench/results/host_time.json --plot docs/images/host_time.png --page docs/performance.md
+    python bench/host_time.py --read bench/results/host_time.json --plot docs/images/host_time.png --page docs/performance.md
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from polydraft.config import EngineConfig
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 WANTED = {1: 150, 64: 250, 256: 400}
 """Microseconds that a step may take at most."""
+MARKER = "<!-- figures: bench/results/host_time.json -->"
 METHOD = (
     "the null backend, K = 3, all drafts accepted; Engine.step and poll without the time of the null kernels; median over the "
     "steps in which every request has a round, of that the median over the repeats, as spread the smallest and the largest; by "
@@ -41,17 +43,30 @@ def measure(repeats: int, new_tokens: int) -> list[dict[str, Any]]:
     return rows
 
 
-def print_table(rows: list[dict[str, Any]]) -> None:
-    """One line a row."""
+def table(rows: list[dict[str, Any]]) -> str:
+    """One line a row, in Markdown."""
     rooms = [room for room in rows[0]["host_us_by_room"] if room != "wait"]
-    print(
-        "| batch | prefix cache | us a step | smallest-largest | " + " | ".join(rooms) + " |\n" + "|---" * (4 + len(rooms)) + "|"
-    )
+    lines = [
+        "| batch | prefix cache | us a step | smallest-largest | " + " | ".join(rooms) + " |",
+        "|---" * (4 + len(rooms)) + "|",
+    ]
     for row in rows:
         low, high = row["spread"]["host_us_per_step"]
         split = " | ".join(f"{row['host_us_by_room'][room]:.0f}" for room in rooms)
         cache = "on" if row["prefix_cache"] else "off"
-        print(f"| {row['batch']} | {cache} | {row['host_us_per_step']:.0f} | {low:.0f}-{high:.0f} | {split} |")
+        lines.append(f"| {row['batch']} | {cache} | {row['host_us_per_step']:.0f} | {low:.0f}-{high:.0f} | {split} |")
+    return "\n".join(lines)
+
+
+def put_into(page: str, result: dict[str, Any]) -> str:
+    """The page with the table behind its marker, up to the next empty line, made anew."""
+    before, marker, behind = page.partition(MARKER)
+    if not marker:
+        sys.exit(f"the page has no line {MARKER}; put it where the table shall stand")
+    versions = f"Python {result['versions']['python']}, NumPy {result['versions']['numpy']}"
+    said = f"Measured on {result['date']} on {result['device']}, {versions}:"
+    rest = behind.lstrip("\n").partition("\n\n")[2].partition("\n\n")[2]
+    return f"{before}{marker}\n{said}\n\n{table(result['rows'])}\n\n{rest}"
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
@@ -106,16 +121,19 @@ def main() -> None:
     parser.add_argument("--read", type=Path, help="draw this result instead of measuring")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--plot", type=Path)
+    parser.add_argument("--page", type=Path, help="put the table into this page")
     args = parser.parse_args()
     if args.read:
         result = json.loads(args.read.read_text())
     else:
         result = report.document(measure(args.repeats, args.new_tokens), method=METHOD)
-    print_table(result["rows"])
+    print(table(result["rows"]))
     if args.out:
         args.out.write_text(json.dumps(result, indent=1) + "\n")
     if args.plot:
         draw(result, args.plot)
+    if args.page:
+        args.page.write_text(put_into(args.page.read_text(encoding="utf-8"), result), encoding="utf-8")
     late = [row for row in result["rows"] if row["host_us_per_step"] > WANTED.get(row["batch"], float("inf"))]
     if late:
         sys.exit("too slow: " + ", ".join(f"batch {row['batch']} with {row['host_us_per_step']:.0f} us" for row in late))

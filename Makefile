@@ -35,7 +35,7 @@ check: $(DEV)  ## lint, formatting and types
 	$(BIN)/pre-commit validate-config
 
 deep: $(TEST)  ## run the tests that take minutes each
-	$(BIN)/python -m pytest -m deep --timeout=1800 --hypothesis-profile=deep
+	$(BIN)/python -m pytest -n 2 --dist load -v -m deep --timeout=1800 --hypothesis-profile=deep
 
 coverage: $(TEST)  ## run the tests with branch coverage of core
 	$(BIN)/python -m pytest --cov --cov-report=term-missing:skip-covered

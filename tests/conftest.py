@@ -1,6 +1,6 @@
 """What holds for every test: the same examples in every run, and nothing of the caller's environment.
 
-Owns the hypothesis profiles and the cleared environment.
+Owns the hypothesis profiles and the cleared environment; tells `tests.support.progress` the session.
 Loaded by pytest; markers and warnings are strict by pyproject.toml.
 Never selects or skips a test.
 """
@@ -10,10 +10,17 @@ import os
 import pytest
 from hypothesis import settings
 
+from tests.support import progress
+
 # Derandomised, so that a red run is red again; no deadline, because a slow machine is not a failure.
 settings.register_profile("default", derandomize=True, deadline=None, database=None)
 settings.register_profile("deep", settings.get_profile("default"), max_examples=2000)
 settings.load_profile("default")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Let long tests say how far they are."""
+    progress.session = config
 
 
 @pytest.fixture(autouse=True)

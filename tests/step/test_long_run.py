@@ -1,4 +1,7 @@
-"""A hundred thousand steps of arrivals, aborts and preemption on the null backend: no block leaks and no slot is lost."""
+"""A hundred thousand steps of arrivals, aborts and preemption on the null backend: no block leaks and no slot is lost.
+
+The ledger is audited after every step.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import pytest
 
 from polydraft import LLM, SamplingParams, null
 from polydraft.sentinels import Phase
+from tests.support.progress import Progress
 
 
 @pytest.mark.parametrize("num_steps", [1_000, pytest.param(100_000, marks=pytest.mark.deep)])
@@ -20,7 +24,8 @@ def test_no_block_leaks(num_steps: int, overlap: int) -> None:
     ).engine  # fmt: skip
     alive: list[str] = []
     ended = 0
-    for step in range(num_steps):
+    progress = Progress(f"no block leaks, overlap {overlap}", num_steps)
+    for _ in range(num_steps):
         if len(alive) < 10 and rng.random() < 0.2:
             prompt = [1, 2, 3, 4, *rng.integers(1, 3, rng.integers(1, 30)).tolist()]
             alive.append(engine.add(prompt, SamplingParams(max_new_tokens=int(rng.integers(1, 90)), ignore_eos=True)))
@@ -30,8 +35,8 @@ def test_no_block_leaks(num_steps: int, overlap: int) -> None:
         for output in engine.poll():
             alive.remove(output.id)
             ended += 1
-        if step % 101 == 0:
-            engine.ledger.audit()
+        engine.ledger.audit()
+        progress.tick()
     while engine.has_work:
         engine.step()
         ended += len(engine.poll())

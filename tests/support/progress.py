@@ -1,0 +1,40 @@
+"""How far a test of minutes is: a line on standard error now and then, past pytest's capture of output.
+
+Owns `Progress`; the session tells it pytest's configuration when it begins.
+Called by tests marked `deep`, which run for minutes in one test.
+Never changes what a test does, and is silent in tests that end soon.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from contextlib import nullcontext
+from typing import Any
+
+session: Any = None
+"""pytest's configuration of the running session."""
+
+
+class Progress:
+    """Counts what a test has done; `total` is how much it will do."""
+
+    def __init__(self, what: str, total: int, every_s: float = 20.0) -> None:
+        self._what, self._total, self._every_s = what, total, every_s
+        self._done, self._begin = 0, time.monotonic()
+        self._said = self._begin
+
+    def tick(self) -> None:
+        """One more is done; say so if nothing was said for a while."""
+        self._done += 1
+        now = time.monotonic()
+        if now - self._said >= self._every_s:
+            self._said = now
+            say(f"{self._what}: {self._done:,} of {self._total:,} in {now - self._begin:.0f} s")
+
+
+def say(text: str) -> None:
+    """A line on the session's own standard error."""
+    capture = session.pluginmanager.getplugin("capturemanager") if session is not None else None
+    with capture.global_and_fixture_disabled() if capture is not None else nullcontext():
+        print(f"\n{text}", file=sys.stderr, flush=True)  # noqa: T201  it is what this module is for

@@ -1,0 +1,86 @@
+"""The CPU backend: C++ kernels behind every contract, the default where the package's build found a compiler.
+
+Weights stay in bfloat16 where that changes no number, sums are in float32 and in one order, so that texts are bit-equal for
+every number of drafts, batch and chunk; decode steps are captured and replayed in one call. `docs/backends/cpu.md` tells how
+it came about.
+"""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from polydraft import hookimpl
+from polydraft._version import __version__
+from polydraft.backend import BackendInfo, Capabilities
+
+if TYPE_CHECKING:
+    from polydraft.backend import DeviceOptions, ForwardMeta, KernelTable, PassBuffers
+    from polydraft.contracts.base import Limits
+    from polydraft.device import GraphCapture
+    from polydraft_cpu.device import CpuDevice
+
+CAPABILITIES = Capabilities(dtypes=("f32", "bf16"), graph_capture=True, row_invariant=True)
+
+
+@hookimpl
+def polydraft_backend_info() -> BackendInfo:
+    """Identity; not available where the compiled kernels are missing."""
+    from polydraft_cpu.kernels import VERSIONS
+    from polydraft_cpu.library import levels, missing
+    from polydraft_cpu.options import PATTERN, usable_processors
+
+    reason = missing()
+    how = "" if reason else f" ({levels()[-1]}, {usable_processors()} threads)"
+    return BackendInfo(
+        name="cpu",
+        version=__version__,
+        package="polydraft",
+        device_pattern=PATTERN,
+        summary=f"compiled C++ kernels on the CPU{how}",
+        available=not reason,
+        reason=reason,
+        devices=("cpu",),
+        capabilities=CAPABILITIES,
+        contract_versions=MappingProxyType(dict(VERSIONS)),
+        evidence="silicon",
+    )
+
+
+@hookimpl
+def polydraft_open_device(spec: str, options: DeviceOptions) -> CpuDevice:
+    """Open the CPU with the options of the device string."""
+    from dataclasses import replace
+
+    from polydraft_cpu.device import CpuDevice
+    from polydraft_cpu.options import parse
+
+    chosen = parse(spec)
+    if options.num_threads is not None and not chosen.threads:
+        chosen = replace(chosen, threads=options.num_threads)
+    return CpuDevice(chosen, dtype=options.dtype, row_invariant=options.row_invariant)
+
+
+@hookimpl
+def polydraft_kernels(device: CpuDevice) -> KernelTable:
+    """Every contract, compiled for this processor."""
+    from polydraft_cpu.kernels import CpuTable
+
+    return CpuTable(device)
+
+
+@hookimpl
+def polydraft_graph_capture(device: CpuDevice) -> GraphCapture:
+    """Whole steps as one call."""
+    from polydraft_cpu.graph import CpuCapture
+
+    return CpuCapture(device)
+
+
+@hookimpl
+def polydraft_init_forward_meta(device: CpuDevice, buffers: PassBuffers, limits: Limits) -> ForwardMeta:
+    """None is needed."""
+    del device, buffers, limits
+    from polydraft_cpu.forward_meta import CpuForwardMeta
+
+    return CpuForwardMeta()

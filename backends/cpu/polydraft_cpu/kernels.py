@@ -1,0 +1,249 @@
+"""Owns the kernel table of the CPU: providers that bind argument records to compiled kernels, packed weights, paged caches.
+
+`polydraft_kernels` returns it. Binding turns a record into words once; a launch is one C call. No number is computed here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from polydraft.backend import CacheSpec, Weight
+from polydraft.contracts import COMPOSITES, REGISTRY
+from polydraft.contracts.base import Args, Limits, Workspace
+from polydraft.contracts.composite import CompositeArgs
+from polydraft.contracts.paged_attention import PagedAttentionV1
+from polydraft.device import Array, Launch, Stream
+from polydraft.errors import ContractError
+from polydraft_cpu.device import CpuDevice, aligned
+from polydraft_cpu.library import CacheStruct, WeightStruct, last_error, words_of
+
+VERSIONS: Final[Mapping[str, int]] = dict.fromkeys(
+    (
+        "update_slots", "update_tokens", "update_blocks", "update_biases", "update_bad_words", "reserve_blocks", "pack_rows",
+        "pack_logit_rows", "embed", "rms_norm", "residual_add", "linear", "rope_kv_write", "paged_attention", "swiglu",
+        "gather_rows", "process_logits", "penalise_logits", "bias_logits", "forbid_tokens", "argmax", "gumbel_noise", "sample",
+        "uniform_noise", "filter_probs", "draw_draft", "force_choices", "verify_match", "verify_rejection", "commit_window",
+        "snapshot_output", "pack_draft_rows", "begin_draft", "combine_draft_inputs", "select_last_rows", "advance_draft",
+        "draft_ngram", "residual_add+rms_norm", "gumbel_noise+sample", "verify_match+commit_window", "pack_rows+pack_logit_rows",
+    ), 1
+)  # fmt: skip
+"""Contract or composite to the version that the compiled kernels are written for."""
+PANEL = 16
+MOST_ROWS = 8
+VECTOR_F32, ROWS_F32, ROWS_BF16, PANELS_F32, PANELS_BF16, PANELS_I8 = range(6)
+
+
+def up(size: int) -> int:
+    """`size` rounded up to a whole panel."""
+    return -(-size // PANEL) * PANEL
+
+
+# -- weights and caches ----------------------------------------------------------------------------
+class CpuWeight:
+    """A weight as the kernels read it, behind a struct whose address never changes: kernels see a refilled weight at once."""
+
+    def __init__(self, device: CpuDevice, role: str, shape: tuple[int, ...]) -> None:
+        self._device, self.role, self.shape = device, role, shape
+        self._struct = WeightStruct()
+        self.address = ctypes.addressof(self._struct)
+        self._data: Array = np.empty(0, np.uint8)
+        self._scale: Array | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return self._data.nbytes + (0 if self._scale is None else self._scale.nbytes)
+
+    @property
+    def format(self) -> int:
+        """One of the formats above."""
+        return int(self._struct.format)
+
+    def fill(self, value: Array) -> None:
+        """Pack `value`, in place where the format stays the same."""
+        value = np.ascontiguousarray(value, np.float32)
+        chosen = self._format(value)
+        rows, cols = (1, value.size) if value.ndim == 1 else value.shape
+        s, lib = self._struct, self._device.library
+        data = self._memory(chosen, rows, cols)
+        if chosen in (VECTOR_F32, ROWS_F32):
+            np.copyto(data.reshape(value.shape), value)
+        elif chosen == ROWS_BF16:
+            lib.pd_pack_rows_bf16(value.ctypes.data, value.size, data.ctypes.data)
+        else:
+            self._scale = aligned((up(rows),), np.float32) if chosen == PANELS_I8 else None
+            scale = 0 if self._scale is None else self._scale.ctypes.data
+            lib.pd_pack_panels(value.ctypes.data, rows, cols, chosen, data.ctypes.data, scale)
+            s.scale = scale
+        self._data = data
+        s.data, s.format, s.rows, s.cols = data.ctypes.data, chosen, rows, cols
+
+    def _memory(self, chosen: int, rows: int, cols: int) -> Array:
+        """The array of before where it fits, else a new one."""
+        shape: tuple[int, ...] = (rows, cols)
+        if chosen >= PANELS_F32:
+            shape = (up(rows) // PANEL, -(-cols // 2) * 2, PANEL)
+        dtype = {ROWS_BF16: np.uint16, PANELS_BF16: np.uint16, PANELS_I8: np.int8}.get(chosen, np.float32)
+        if self._data.size and self._data.shape == shape and self._data.dtype == dtype:
+            return self._data
+        return aligned(shape, dtype)
+
+    def _format(self, value: Array) -> int:
+        if value.ndim == 1:
+            return VECTOR_F32
+        device, wish = self._device, self._device.options.weights
+        exact = device.dtype == "bf16" or bool(device.library.pd_is_bf16(value.ctypes.data, value.size))
+        if self.role == "embedding":
+            return ROWS_BF16 if exact and wish != "f32" else ROWS_F32
+        if wish == "int8":
+            return PANELS_I8
+        return PANELS_BF16 if wish == "bf16" or (exact and wish == "exact") else PANELS_F32
+
+
+class CpuCache:
+    """One layer's keys and values in blocks: keys with positions side by side, values with elements side by side. Fresh rows
+    hold NaN: reading one that was never written shows."""
+
+    def __init__(self, device: CpuDevice, spec: CacheSpec) -> None:
+        self._device, self.spec = device, spec
+        n, g, d, size = spec.num_blocks, spec.num_kv_heads, spec.head_dim, spec.block_size
+        self._k = device.empty("cache.k", (n, g, d, up(size)), spec.dtype).host_array
+        self._v = device.empty("cache.v", (n, g, size, up(d)), spec.dtype).host_array
+        for array in (self._k, self._v):
+            array.fill(np.nan if spec.dtype == "f32" else 0x7FC0)
+        self._struct = CacheStruct(self._k.ctypes.data, self._v.ctypes.data, n, size, g, d, up(size), up(d))
+        self.address = ctypes.addressof(self._struct)
+
+    @property
+    def nbytes(self) -> int:
+        return self._k.nbytes + self._v.nbytes
+
+    def read_logical(self) -> tuple[Array, Array]:
+        """(k, v) as [num_blocks, block_size, num_kv_heads, head_dim]; tests only."""
+        s = self.spec
+        shape = (s.num_blocks, s.block_size, s.num_kv_heads, s.head_dim)
+        k, v = np.empty(shape, np.float32), np.empty(shape, np.float32)
+        self._copy(k, v, back=1)
+        return k, v
+
+    def write_logical(self, k: Array, v: Array) -> None:
+        """Overwrite all rows; tests only."""
+        self._copy(np.ascontiguousarray(k, np.float32), np.ascontiguousarray(v, np.float32), back=0)
+
+    def _copy(self, k: Array, v: Array, *, back: int) -> None:
+        device = self._device
+        device.library.pd_cache_logical(self.address, device.act_code, k.ctypes.data, v.ctypes.data, back)
+
+
+# -- providers -------------------------------------------------------------------------------------
+Scratch = Callable[[Any, Limits, int], int]
+"""Bytes of scratch for the records of a kernel (one, or the parts of a composite) and a number of threads."""
+
+
+def _sampling(logits: str, rows: int) -> Scratch:
+    """`rows` rows of the vocabulary a thread."""
+    return lambda parts, limits, threads: threads * rows * up(getattr(parts[-1], logits).shape[1]) * 4
+
+
+def _attention(parts: Any, limits: Limits, threads: int) -> int:
+    """Scores and queries of four heads a thread."""
+    del limits
+    a: PagedAttentionV1 = parts[0]
+    return threads * 4 * (up(a.block_table.shape[1] * a.block_size) + a.head_dim) * 4
+
+
+SCRATCH: Final[Mapping[str, Scratch]] = {
+    "paged_attention": _attention,
+    "rope_kv_write": lambda parts, limits, threads: threads * (parts[0].head_dim + PANEL) * 4,
+    "sample": _sampling("logits", 4),
+    "gumbel_noise+sample": _sampling("logits", 4),
+    "filter_probs": _sampling("logits", 4),
+    "penalise_logits": _sampling("logits", 1),
+}
+
+
+@dataclass(frozen=True)
+class CpuProvider:
+    """A `Provider` over one compiled kernel."""
+
+    name: str
+    device: CpuDevice
+
+    def bind(self, args: Any, limits: Limits, workspace: Workspace | None) -> Launch:
+        """Turn the record into words, once. Raises `ContractError` for a record that the compiled kernel does not know."""
+        device = self.device
+        words = [word for part in _parts(args) for word in words_of(part)] + self._extra(args, limits)
+        memory: Any = None if workspace is None else workspace.buffer.host_array  # type: ignore[attr-defined]
+        scratch = None if memory is None else memory.ctypes.data
+        array = (ctypes.c_int64 * len(words))(*words)
+        op = device.library.pd_bind(device.context, self.name.encode(), device.act_code, array, len(words), scratch)
+        if not op:
+            raise ContractError(f"cpu backend: {last_error()}; reinstall polydraft so that its kernels are built again")
+        run, counters, alive = device.library.pd_launch, device.counters, (args, memory)
+
+        def launch(stream: Stream, n: int) -> None:
+            del stream
+            if device.gate is not None:
+                device.gate(alive)
+            counters.launches += 1
+            run(op, n)
+
+        return launch
+
+    def workspace_bytes(self, args: Any, limits: Limits) -> int:
+        """What the kernel's threads need between them."""
+        threads = self.device.options.num_threads
+        if self.name == "linear":
+            return threads * MOST_ROWS * args.x.shape[1] * 4 if args.x.dtype == "bf16" else 0
+        return SCRATCH[self.name](_parts(args), limits, threads) if self.name in SCRATCH else 0
+
+    def _extra(self, args: Any, limits: Limits) -> list[int]:
+        """Words behind the record: the table of the rotation."""
+        if self.name != "rope_kv_write":
+            return []
+        length = max(limits.max_len, args.block_table.shape[1] * args.block_size)
+        return [rope_table(self.device, args.theta, args.rope_dims, length).ctypes.data]
+
+
+def _parts(args: Args | CompositeArgs) -> tuple[Args, ...]:
+    return args.parts if isinstance(args, CompositeArgs) else (args,)
+
+
+def rope_table(device: CpuDevice, theta: float, dims: int, length: int) -> Array:
+    """[length, 2, dims / 2] float32: cosines and sines of every position, angles in float64. One a device and rotation."""
+    key = (float(theta), dims, length)
+    if key not in device.rope_tables:
+        angle = np.arange(length)[:, None] * float(theta) ** (-np.arange(0, dims, 2) / dims)
+        device.rope_tables[key] = np.stack((np.cos(angle), np.sin(angle)), axis=1).astype(np.float32)
+    return device.rope_tables[key]
+
+
+class CpuTable:
+    """The `KernelTable` of the CPU."""
+
+    def __init__(self, device: CpuDevice) -> None:
+        self.providers: Mapping[str, CpuProvider] = {name: CpuProvider(name, device) for name in VERSIONS}
+        self.versions = VERSIONS
+        self._device = device
+
+    def prepare_weight(self, role: str, value: Array, dtype: str, previous: Weight | None = None) -> CpuWeight:
+        """Pack a weight for the kernels; `previous` is refilled and stays the same object at the same address."""
+        if dtype != self._device.dtype:
+            raise ContractError(f"weight of dtype {dtype!r} for a device opened with {self._device.dtype!r}; open another device")
+        weight = CpuWeight(self._device, role, value.shape) if previous is None else previous
+        assert isinstance(weight, CpuWeight), "core hands back what it was given"
+        if weight.shape != value.shape:
+            raise ContractError(f"weight update: got shape {value.shape}, wanted {weight.shape}; load the same architecture")
+        weight.fill(value)
+        return weight
+
+    def allocate_cache(self, spec: CacheSpec) -> CpuCache:
+        """A fresh cache; `DeviceError` when memory is short."""
+        return CpuCache(self._device, spec)
+
+
+assert set(VERSIONS) <= {*REGISTRY.names(), *COMPOSITES}, "every kernel serves a contract"

@@ -1,0 +1,58 @@
+// The thread pool: a team whose caller does a job in parts and whose other threads help where they happen to run.
+//
+// Parts are claimed one by one. A helper that the system has not scheduled claims none, so nobody waits for it: on a busy
+// machine the caller simply does more itself. An idle helper spins for a bounded time and then sleeps. Threads start with the
+// first job that is worth them.
+#pragma once
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+namespace pd {
+
+class Team {
+ public:
+  // One part of a job; `thread` tells whose scratch memory it may use.
+  using Part = void (*)(const void* job, int64_t part, int64_t parts, int64_t thread);
+
+  Team(int64_t threads, bool pinned) : threads_(threads), pinned_(pinned) {}
+  ~Team() { stop(); }
+  int64_t size() const { return threads_; }
+  // Whether there are helpers: not after `stop`, and not in a forked child, which has none of its parent's threads.
+  bool usable() const;
+  // Call the helpers: parts will come soon.
+  void wake();
+  // Run a job; returns when all its parts have ended. `parts` is at most 65535.
+  void run(Part part, const void* job, int64_t parts);
+  void stop();
+
+ private:
+  void start();
+  void help(int64_t thread);
+  bool claim(int64_t thread);
+  void sleep(uint32_t seen);
+
+  const int64_t threads_;
+  const bool pinned_;
+  std::vector<std::thread> helpers_;
+  int64_t process_ = 0;
+
+  // Number of the job (32 bits), its parts (16), the next part to claim (16): a part is claimed by one exchange of the whole.
+  alignas(64) std::atomic<uint64_t> state_{0};
+  alignas(64) std::atomic<int64_t> done_{0};
+  // Written by the caller before a job's state, read by who has claimed a part of it.
+  Part part_ = nullptr;
+  const void* job_ = nullptr;
+  uint32_t number_ = 0;
+
+  alignas(64) std::atomic<uint32_t> calls_{0};
+  std::atomic<int32_t> sleepers_{0};
+  std::atomic<bool> stopping_{false};
+  std::mutex mutex_;
+  std::condition_variable wake_;
+};
+
+}  // namespace pd

@@ -1,0 +1,248 @@
+// The C interface: a context with a team of threads, kernels bound to arguments, programs of launches, packed weights.
+//
+// Python (`library.py`) is its only caller. Nothing throws out of it: what fails returns null or a negative number, and
+// `pd_error` says why. A context serves one thread at a time.
+#include <algorithm>
+#include <cstring>
+#include <memory>
+#include <mutex>
+#include <new>
+#include <string>
+#include <vector>
+
+#include "ops.h"
+#include "pool.h"
+
+#if defined(_WIN32)
+#define PD_EXPORT extern "C" __declspec(dllexport)
+#else
+#define PD_EXPORT extern "C" __attribute__((visibility("default")))
+#endif
+
+namespace pd {
+namespace {
+
+constexpr int64_t ABI = 1;
+constexpr int64_t PARTS = 2;  // a thread: a few more than one, so that a late thread leaves little undone
+thread_local std::string error;
+
+struct Context;
+
+struct Op {
+  Context* context;
+  const Kernel* kernel;
+  std::vector<int64_t> words;
+  char* workspace;
+};
+
+struct Launch {
+  const Op* op;
+  int64_t n;
+};
+using Program = std::vector<Launch>;
+
+struct Context {
+  const Table* table;
+  Team team;
+  std::vector<std::unique_ptr<Op>> ops;
+  std::unique_ptr<Program> recording;
+  Context(const Table* t, int64_t threads, bool pinned) : table(t), team(threads, pinned) {}
+};
+
+bool worth(const Launch& l) { return l.op->kernel->worth && l.op->kernel->worth(l.op->words.data(), l.n); }
+
+void run_part(const void* job, int64_t part, int64_t parts, int64_t thread) {
+  const Launch& l = *static_cast<const Launch*>(job);
+  const Call call{l.n, part, parts, thread, l.op->workspace, &l.op->context->table->primitives};
+  l.op->kernel->run(l.op->words.data(), call);
+}
+
+// One launch after the other; those that are worth it are shared with the team.
+void run(Context& context, const Launch* launches, int64_t count) {
+  Team& team = context.team;
+  const bool shared = team.usable() && std::any_of(launches, launches + count, worth);
+  if (shared) team.wake();
+  for (const Launch* l = launches; l != launches + count; l++) {
+    if (shared && worth(*l)) team.run(run_part, l, team.size() * PARTS);
+    else run_part(l, 0, 1, 0);
+  }
+}
+
+const Kernel* find(const Kernel* kernels, int64_t count, const char* name, int act) {
+  for (int64_t i = 0; i < count; i++)
+    if (std::strcmp(kernels[i].name, name) == 0 && (kernels[i].act == act || kernels[i].act < 0)) return &kernels[i];
+  return nullptr;
+}
+
+const Kernel* find(const Table& table, const char* name, int act) {
+  if (const Kernel* k = find(table.kernels, table.count, name, act)) return k;
+  if (const Kernel* k = find(state_kernels, num_state_kernels, name, act)) return k;
+  return find(sampling_kernels, num_sampling_kernels, name, act);
+}
+
+// Levels of this processor, best last.
+std::vector<const Table*> levels() {
+  std::vector<const Table*> found{&portable_table};
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
+    found.push_back(&avx2_table);
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+        __builtin_cpu_supports("avx512vl"))
+      found.push_back(&avx512_table);
+  }
+#endif
+  return found;
+}
+
+uint16_t to_bf16(float x) {
+  uint32_t u;
+  std::memcpy(&u, &x, 4);
+  if ((u & 0x7fffffffu) > 0x7f800000u) return uint16_t((u >> 16) | 0x40u);
+  return uint16_t((u + 0x7fffu + ((u >> 16) & 1u)) >> 16);
+}
+
+}  // namespace
+
+PD_EXPORT int64_t pd_abi() { return ABI; }
+PD_EXPORT const char* pd_error() { return error.c_str(); }
+
+// Names of the levels that this processor has, best last, separated by spaces.
+PD_EXPORT const char* pd_levels() {
+  static const std::string names = [] {
+    std::string text;
+    for (const Table* table : levels()) text += (text.empty() ? "" : " ") + std::string(table->name);
+    return text;
+  }();
+  return names.c_str();
+}
+
+PD_EXPORT Context* pd_open(const char* level, int64_t threads, int64_t pinned) {
+  for (const Table* table : levels())
+    if (std::strcmp(table->name, level) == 0) return new (std::nothrow) Context(table, threads < 1 ? 1 : threads, pinned != 0);
+  error = std::string("this processor has no ") + level + "; it has " + pd_levels();
+  return nullptr;
+}
+
+// End the threads; launches still work, on the caller's thread alone.
+PD_EXPORT void pd_stop(Context* context) { context->team.stop(); }
+PD_EXPORT void pd_close(Context* context) { delete context; }
+
+// The size of a kernel's argument record in words; -1 for a kernel that does not exist.
+PD_EXPORT int64_t pd_words(Context* context, const char* name, int64_t act) {
+  const Kernel* kernel = find(*context->table, name, int(act));
+  return kernel ? kernel->words : -1;
+}
+
+PD_EXPORT const Op* pd_bind(Context* context, const char* name, int64_t act, const int64_t* words, int64_t count, void* workspace) {
+  const Kernel* kernel = find(*context->table, name, int(act));
+  if (!kernel) {
+    error = std::string("no kernel ") + name + " for this dtype";
+    return nullptr;
+  }
+  if (kernel->words != count) {
+    error = std::string(name) + " takes " + std::to_string(kernel->words) + " words, got " + std::to_string(count);
+    return nullptr;
+  }
+  context->ops.push_back(std::make_unique<Op>(Op{context, kernel, std::vector<int64_t>(words, words + count),
+                                                 static_cast<char*>(workspace)}));
+  return context->ops.back().get();
+}
+
+PD_EXPORT void pd_launch(const Op* op, int64_t n) {
+  Context& context = *op->context;
+  const Launch launch{op, n};
+  if (context.recording) context.recording->push_back(launch);
+  else if (n > 0 || op->kernel->act < 0) run(context, &launch, 1);  // some state kernels write their tails whatever n is
+}
+
+PD_EXPORT void pd_record(Context* context) { context->recording = std::make_unique<Program>(); }
+
+// End a recording; null where there was none.
+PD_EXPORT Program* pd_recorded(Context* context) { return context->recording.release(); }
+PD_EXPORT int64_t pd_program_bytes(const Program* program) { return int64_t(program->capacity() * sizeof(Launch)); }
+PD_EXPORT void pd_replay(Context* context, const Program* program) { run(*context, program->data(), int64_t(program->size())); }
+PD_EXPORT void pd_forget(Program* program) { delete program; }
+
+// -- weights ----------------------------------------------------------------------------------------------------------
+// Whether every value is one of bfloat16: rounding would change nothing.
+PD_EXPORT int64_t pd_is_bf16(const float* values, int64_t count) {
+  const uint32_t* bits = reinterpret_cast<const uint32_t*>(values);
+  uint32_t low = 0;
+  for (int64_t i = 0; i < count; i++) low |= bits[i] & 0xffffu;
+  return low == 0;
+}
+
+PD_EXPORT void pd_pack_rows_bf16(const float* values, int64_t count, uint16_t* out) {
+  for (int64_t i = 0; i < count; i++) out[i] = to_bf16(values[i]);
+}
+
+// Panels as `Weight` describes them; `out` is zeroed by the caller.
+PD_EXPORT void pd_pack_panels(const float* values, int64_t rows, int64_t cols, int64_t format, void* out, float* scale) {
+  const int64_t pairs = (cols + 1) / 2;
+  for (int64_t r = 0; r < rows; r++) {
+    const float* row = values + r * cols;
+    const int64_t first = (r / PANEL) * pairs * PANEL * 2, lane = r % PANEL;
+    if (format == PANELS_F32) {
+      for (int64_t i = 0; i < cols; i++) static_cast<float*>(out)[first + i * PANEL + lane] = row[i];
+    } else if (format == PANELS_BF16) {
+      for (int64_t i = 0; i < cols; i++)
+        static_cast<uint16_t*>(out)[first + (i / 2) * PANEL * 2 + lane * 2 + i % 2] = to_bf16(row[i]);
+    } else {
+      float most = 0;
+      for (int64_t i = 0; i < cols; i++) most = std::max(most, row[i] < 0 ? -row[i] : row[i]);
+      scale[r] = most > 0 ? most / 127.0f : 1.0f;
+      for (int64_t i = 0; i < cols; i++) {
+        const float x = row[i] / scale[r];
+        const float nearest = x < 0 ? x - 0.5f : x + 0.5f;
+        static_cast<int8_t*>(out)[first + (i / 2) * PANEL * 2 + lane * 2 + i % 2] = int8_t(std::min(std::max(nearest, -127.0f), 127.0f));
+      }
+    }
+  }
+}
+
+// Keys or values of a cache in canonical order [block][offset][head][dim], float32: `back` reads, else writes.
+PD_EXPORT void pd_cache_logical(const Cache* c, int64_t act, float* k, float* v, int64_t back) {
+  auto copy = [&](void* stored, int64_t place, float* value) {
+    if (act == BF16) {
+      uint16_t* at = static_cast<uint16_t*>(stored) + place;
+      if (!back) { *at = to_bf16(*value); return; }
+      const uint32_t u = uint32_t(*at) << 16;
+      std::memcpy(value, &u, 4);
+    } else {
+      float* at = static_cast<float*>(stored) + place;
+      if (back) *value = *at;
+      else *at = *value;
+    }
+  };
+  for (int64_t b = 0; b < c->num_blocks; b++)
+    for (int64_t j = 0; j < c->block_size; j++)
+      for (int64_t g = 0; g < c->heads; g++)
+        for (int64_t i = 0; i < c->dim; i++, k++, v++) {
+          copy(c->k, ((b * c->heads + g) * c->dim + i) * c->padded + j, k);
+          copy(c->v, ((b * c->heads + g) * c->block_size + j) * c->wide + i, v);
+        }
+}
+
+// Copy `bytes` with every thread, to know what the machine's memory allows.
+struct Copy {
+  char* to;
+  const char* from;
+  int64_t bytes;
+};
+PD_EXPORT void pd_copy(Context* context, void* to, const void* from, int64_t bytes) {
+  const Copy copy{static_cast<char*>(to), static_cast<const char*>(from), bytes};
+  auto part = [](const void* job, int64_t number, int64_t parts, int64_t) {
+    const Copy& c = *static_cast<const Copy*>(job);
+    const int64_t first = c.bytes * number / parts, last = c.bytes * (number + 1) / parts;
+    std::memcpy(c.to + first, c.from + first, size_t(last - first));
+  };
+  if (!context->team.usable()) {
+    part(&copy, 0, 1, 0);
+    return;
+  }
+  context->team.wake();
+  context->team.run(part, &copy, context->team.size() * 8);
+}
+
+}  // namespace pd

@@ -1,0 +1,204 @@
+"""Owns the Paddle device: tensors on one place as device memory, Paddle's streams and events, copies to and from staging.
+
+The plugin opens it. On the CPU place everything has happened when a call returns; on any other place work is queued on one
+compute stream, which is made Paddle's current stream when the device is opened.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import paddle
+
+from polydraft.device import DTYPES, Array, Buffer, DeviceCounters, Event, Staging, Stream
+from polydraft.errors import DeviceError
+from polydraft.reference.device import ImmediateEvent, ImmediateStream
+from polydraft_paddle.ops import Tensor
+from polydraft_paddle.table import PADDLE_DTYPES
+
+
+class PaddleBuffer:
+    """Device memory. `tensor` is for kernels of this family, never for core; u32 is held as int32 of the same bits."""
+
+    __slots__ = ("dtype", "name", "shape", "tensor")
+
+    def __init__(self, name: str, tensor: Tensor, dtype: str) -> None:
+        self.name, self.tensor, self.dtype = name, tensor, dtype
+        self.shape: tuple[int, ...] = tuple(tensor.shape)
+
+
+class PaddleStaging:
+    """Host memory that copies start from or end in: `array` and `tensor` are the same bytes."""
+
+    __slots__ = ("array", "name", "tensor")
+
+    def __init__(self, name: str, array: Array, tensor: Tensor) -> None:
+        self.name, self.array, self.tensor = name, array, tensor
+
+
+class PaddleStream:
+    """A Paddle stream of a place that has streams."""
+
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
+
+    def wait(self, event: Event) -> None:
+        """Make later work wait for `event`."""
+        self.stream.wait_event(event.event)  # type: ignore[attr-defined]
+
+
+class PaddleEvent:
+    """A Paddle event of a place that has streams."""
+
+    def __init__(self, device: PaddleDevice) -> None:
+        self.event = paddle.device.Event()  # of the place that is current, which the device has set
+        self._device, self._recorded = device, False
+
+    def record(self, stream: Stream) -> None:
+        """Move the event behind all work of `stream`."""
+        self.event.record(stream.stream)  # type: ignore[attr-defined]
+        self._recorded = True
+
+    def query(self) -> bool:
+        """True when the recorded point has been reached."""
+        self._device.refuse_in_capture("event.query")
+        return not self._recorded or bool(self.event.query())
+
+    def synchronize(self) -> None:
+        """Block until the recorded point has been reached; counted."""
+        self._device.refuse_in_capture("event.synchronize")
+        self._device.counters.host_syncs += 1
+        if self._recorded:
+            self.event.synchronize()
+
+
+class PaddleDevice:
+    """One Paddle place."""
+
+    def __init__(self, spec: str, *, dtype: str = "f32") -> None:
+        self.spec, self.dtype = spec, dtype
+        self.host_visible = spec == "cpu"
+        """Device memory is host memory, and work has happened when a call returns."""
+        paddle.set_device(spec)
+        self.place = paddle.framework._current_expected_place()
+        self.counters = DeviceCounters()
+        self.graphs: list[Any] = []
+        """Captured graphs, given back on `close`."""
+        self.capturing = False
+        self._open = True
+        if self.host_visible:
+            self.stream: Any = ImmediateStream()
+        else:
+            self.stream = PaddleStream(paddle.device.Stream(spec))
+            paddle.device.set_stream(self.stream.stream)
+
+    def make_stream(self, name: str) -> Any:
+        """Another stream of this place."""
+        del name
+        return ImmediateStream() if self.host_visible else PaddleStream(paddle.device.Stream(self.spec))
+
+    def event(self) -> Event:
+        """A fresh event."""
+        return ImmediateEvent(self.counters) if self.host_visible else PaddleEvent(self)
+
+    # -- memory ------------------------------------------------------------------------------------
+    def empty(self, name: str, shape: Sequence[int], dtype: str) -> PaddleBuffer:
+        """Allocate a buffer; `DeviceError` when memory is short or the device is closed."""
+        self.check_open(name)
+        size = math.prod(shape) * DTYPES[dtype].itemsize
+        try:
+            tensor = paddle.empty(list(shape), dtype=PADDLE_DTYPES[dtype])
+        except (MemoryError, RuntimeError, OSError) as error:
+            raise DeviceError(
+                f"device {self.spec} could not allocate {size:,} bytes for {name}; lower --num-blocks, --max-num-seqs or "
+                "--max-batched-tokens"
+            ) from error
+        self.counters.allocations += 1
+        self.counters.bytes_allocated += size
+        return PaddleBuffer(name, tensor, dtype)
+
+    def staging(self, name: str, shape: Sequence[int], dtype: str) -> PaddleStaging:
+        """Allocate host memory that Paddle and NumPy both see."""
+        self.check_open(name)
+        array = np.zeros(tuple(shape), DTYPES[dtype])
+        self.counters.allocations += 1
+        self.counters.bytes_allocated += array.nbytes
+        return PaddleStaging(name, array, _shared(array, dtype))
+
+    def check_open(self, name: str) -> None:
+        """`DeviceError` when the device has been closed, or `name` would be made while a graph is captured."""
+        self.refuse_in_capture(f"allocation of {name}")
+        if not self._open:
+            raise DeviceError(f"device {self.spec} is closed; open a new engine to allocate {name}")
+
+    def refuse_in_capture(self, what: str) -> None:
+        """`DeviceError` while a graph is captured: nothing may wait or allocate there."""
+        if self.capturing:
+            raise DeviceError(f"{what} while device {self.spec} captures a graph; do it before the capture")
+
+    def load(self, target: Buffer, value: Array) -> None:
+        """Overwrite a buffer from the host, outside the step path."""
+        if target.shape != value.shape:
+            raise DeviceError(
+                f"buffer {target.name} has shape {target.shape}, got a value of shape {value.shape}; pass that shape"
+            )
+        self.refuse_in_capture(f"load of {target.name}")
+        self.fill(target.tensor, value)  # type: ignore[attr-defined]
+
+    def fill(self, tensor: Tensor, value: Array) -> None:
+        """Overwrite a tensor from the host; bf16 arrives as float32 or as its bits."""
+        host = np.ascontiguousarray(value)
+        if host.dtype == np.uint32:
+            host = host.view(np.int32)
+        if host.dtype == np.uint16:
+            host = (host.astype(np.uint32) << 16).view(np.float32)
+        tensor.copy_(paddle.to_tensor(host, place=self.place).astype(tensor.dtype), True)
+
+    # -- copies ------------------------------------------------------------------------------------
+    def upload(self, stream: Stream, target: Buffer, source: Staging, rows: int) -> None:
+        """Queue a copy of the first `rows` of staging into a buffer."""
+        del stream
+        self.counters.uploads += 1
+        self.counters.bytes_uploaded += source.array[:rows].nbytes
+        if rows:
+            target.tensor[:rows].copy_(source.tensor[:rows], False)  # type: ignore[attr-defined]
+
+    def download(self, stream: Stream, target: Staging, source: Buffer, rows: int) -> None:
+        """Queue a copy of the first `rows` of a buffer into staging."""
+        del stream
+        self.counters.downloads += 1
+        self.counters.bytes_downloaded += target.array[:rows].nbytes
+        if rows:
+            target.tensor[:rows].copy_(source.tensor[:rows], False)  # type: ignore[attr-defined]
+
+    # -- the rest ----------------------------------------------------------------------------------
+    def memory(self) -> int:
+        """Bytes ever allocated (nothing is freed before `close`)."""
+        return self.counters.bytes_allocated
+
+    def synchronize(self) -> None:
+        """Block until everything queued has run; counted."""
+        self.refuse_in_capture("synchronize")
+        self.counters.host_syncs += 1
+        if not self.host_visible:
+            paddle.device.synchronize(self.spec)
+
+    def close(self) -> None:
+        """Give the graphs back and refuse further use."""
+        if self._open:
+            self._open = False
+            for graph in self.graphs:
+                graph.release()
+
+
+def _shared(array: Array, dtype: str) -> Tensor:
+    """A CPU tensor over the bytes of `array`."""
+    if dtype in ("u32", "bf16"):  # words that only travel here
+        array = array.view(np.int32 if dtype == "u32" else np.int16)
+    if not array.size:
+        return paddle.empty(list(array.shape), dtype=PADDLE_DTYPES[dtype])
+    tensor = paddle.from_dlpack(array)
+    return tensor.view("bfloat16") if dtype == "bf16" else tensor

@@ -1,0 +1,79 @@
+"""Owns graph capture through Paddle's own `CUDAGraph`, which custom devices offer as well when their runtime has the calls.
+
+`polydraft_graph_capture` returns it on places that have streams. What is captured is whatever Paddle queues on the device's
+compute stream meanwhile; an operation that falls back to the CPU in there is refused by Paddle or by the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from polydraft.device import Graph, Stream
+from polydraft.errors import DeviceError
+
+if TYPE_CHECKING:
+    from polydraft_paddle.device import PaddleDevice
+
+
+def offers_graphs() -> bool:
+    """Whether the imported Paddle can capture on the place that is current; decided once, when its module is imported."""
+    from paddle.device.cuda import graphs
+
+    return bool(graphs.is_cuda_graph_supported())
+
+
+class PaddleGraph:
+    """A captured run of launches, with the device's counters."""
+
+    def __init__(self, graph: Any, device: PaddleDevice) -> None:
+        self._graph, self._device = graph, device
+
+    def replay(self, stream: Stream) -> None:
+        """Queue the captured work again on the compute stream."""
+        del stream
+        self._device.check_open("a graph")
+        self._device.counters.graph_replays += 1
+        self._graph.replay()
+
+    def release(self) -> None:
+        """Give the graph back; Paddle does so too late when the process ends."""
+        self._graph.reset()
+
+
+class PaddleGraphCapture:
+    """Captures on the compute stream of one device."""
+
+    def __init__(self, device: PaddleDevice) -> None:
+        self._device = device
+
+    def capture(self, stream: Stream, fn: Callable[[], None]) -> Graph:
+        """Run `fn` once, recording what it queues; `DeviceError` with Paddle's reason when something in it cannot be captured."""
+        from paddle.device.cuda.graphs import CUDAGraph
+
+        if stream is not self._device.stream:
+            raise DeviceError(f"device {self._device.spec} captures its compute stream alone; issue the launches there")
+        self._device.synchronize()
+        graph = CUDAGraph(self._device.place)
+        try:
+            graph.capture_begin()
+            self._device.capturing = True
+            try:
+                fn()
+            finally:
+                self._device.capturing = False
+                graph.capture_end()
+        except (RuntimeError, OSError, ValueError) as error:
+            raise DeviceError(f"device {self._device.spec} could not capture a step: {_first_line(error)}; use --graph off") from error
+        captured = PaddleGraph(graph, self._device)
+        self._device.graphs.append(captured)
+        return captured
+
+    def memory(self) -> int:
+        """Bytes that Paddle's pools hold for graphs are not told apart from its other memory."""
+        return 0
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0][:200] if lines else type(error).__name__

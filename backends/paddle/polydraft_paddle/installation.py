@@ -1,0 +1,88 @@
+"""Owns what has to be known of the installed Paddle: which distribution, whether it can be used, and how it is imported quietly.
+
+The identity hook asks it before anything is imported, and `open_device` imports through it. It never changes an installation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.metadata
+import importlib.util
+import logging
+import re
+import warnings
+
+from polydraft.errors import DeviceError
+
+DISTRIBUTIONS = ("paddlepaddle", "paddlepaddle-gpu", "paddlepaddle-xpu")
+"""Distributions that own the import package `paddle`."""
+OLDEST = (3, 2)
+"""Oldest Paddle whose operations the kernels use; `pyproject.toml` asks pip for the same."""
+INSTALL = "pip install 'polydraft[paddle]'"
+
+
+def installed() -> dict[str, str]:
+    """Name to version of every installed distribution that owns `paddle`."""
+    found = {}
+    for name in DISTRIBUTIONS:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
+def unusable() -> str:
+    """Why no Paddle can be used, as one sentence with the next step; "" when one can. Imports nothing."""
+    found = installed()
+    if len(found) > 1:
+        return f"{' and '.join(sorted(found))} own the same import package; uninstall all of them, then install the one you want"
+    if not found:
+        if importlib.util.find_spec("paddle") is None:
+            return f"Paddle is not installed; {INSTALL}"
+        return ""  # built from source: no metadata to judge by
+    (name, version), *_ = found.items()
+    if name == "paddlepaddle-gpu" and _numbers(version) < (3,):
+        return (
+            f"paddlepaddle-gpu {version} has no machine code for GPUs of compute capability 9.0 or newer; "
+            "install 3.0 or newer from Paddle's own index"
+        )
+    if _numbers(version) < OLDEST:
+        return f"{name} {version} is older than {'.'.join(map(str, OLDEST))}; {INSTALL}"
+    return ""
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+
+
+def import_paddle() -> None:
+    """Import Paddle with its remarks about compilers and caches kept off stderr; `DeviceError` when it does not load."""
+    reason = unusable()
+    if reason:
+        raise DeviceError(reason)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            importlib.import_module("paddle")
+        except (ImportError, OSError, RuntimeError) as error:
+            raise DeviceError(f"the installed Paddle does not load ({_first_line(error)}); reinstall it: {INSTALL}") from error
+    logging.getLogger("paddle").setLevel(logging.ERROR)
+
+
+def places() -> tuple[str, ...]:
+    """The places that the imported Paddle can open, in its own words."""
+    import paddle
+
+    return tuple(dict.fromkeys(["cpu", *paddle.device.get_available_device(), *paddle.device.get_available_custom_device()]))
+
+
+def refuse_unknown_place(spec: str) -> None:
+    """`DeviceError` when the imported Paddle has no such place."""
+    known = places()  # a kind with one device is listed without its number
+    if spec not in known and f"{spec}:0" not in known and not (spec.endswith(":0") and spec[:-2] in known):
+        raise DeviceError(f"Paddle has no device {spec!r}; it offers {', '.join(known)}; name one of these with --device")
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0][:200] if lines else type(error).__name__

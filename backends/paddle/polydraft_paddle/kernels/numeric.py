@@ -1,0 +1,212 @@
+"""Owns the float kernels in portable Paddle operations: embedding, products, norms, rotation, cache writes and attention.
+
+`table.py` lists them. Sums are taken in float32; what rows carry nothing is masked, never skipped.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import paddle
+
+from polydraft.contracts.base import Limits
+from polydraft_paddle.forward_meta import Segment, segments_of
+from polydraft_paddle.kernels.sampling import argmax, gumbel_noise, process_logits, sample
+from polydraft_paddle.ops import Tensor, at, choose, numbers, pick, put, scatter
+from polydraft_paddle.provider import Kernel, Run, plain
+
+
+def _masked_rows(rows: Tensor, carries: Tensor) -> Tensor:
+    """Zero rows where nothing is carried, also where the row holds NaN."""
+    return choose(carries.unsqueeze(1).expand_as(rows), rows, 0.0)
+
+
+def embed(a: Any, n: int) -> None:
+    """Look rows up; negative ids give zero rows."""
+    ids = a.ids[:n]
+    put(a.out[:n], _masked_rows(at(a.weight, ids), ids >= 0))
+
+
+def normalized(x: Tensor, weight: Tensor, eps: float, plus_one: bool) -> Tensor:
+    """RMSNorm over the last axis, in float32."""
+    wide = x.astype("float32")
+    gain = weight.astype("float32")
+    scale = paddle.rsqrt(paddle.mean(wide * wide, axis=-1, keepdim=True) + eps)
+    return wide * scale * (gain + 1.0 if plus_one else gain)
+
+
+def rms_norm(a: Any, n: int) -> None:
+    """RMSNorm."""
+    put(a.out[:n], normalized(a.x[:n], a.weight, a.eps, a.plus_one))
+
+
+def residual_add(a: Any, n: int) -> None:
+    """x += y."""
+    a.x[:n].add_(a.y[:n])
+
+
+def linear(a: Any, n: int) -> None:
+    """x @ W.T + b."""
+    product = paddle.matmul(a.x[:n], a.weight, transpose_y=True)
+    put(a.out[:n], product if a.bias is None else product + a.bias)
+
+
+def rope_tables(a: Any, max_len: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Factors [max_len, head_dim] float32 of an element and of its partner in the pair; elements that do not rotate have factors
+    1 and 0. Angles in float64."""
+    frequency = float(a.theta) ** (-np.arange(0, a.rope_dims, 2) / a.rope_dims)
+    angle = np.arange(max_len)[:, None] * frequency
+    own, partner = np.ones((max_len, a.head_dim), np.float32), np.zeros((max_len, a.head_dim), np.float32)
+    first, second = _pairs(a.rope_dims, a.style)
+    own[:, first] = own[:, second] = np.cos(angle)
+    partner[:, first], partner[:, second] = -np.sin(angle), np.sin(angle)
+    return paddle.to_tensor(own, place=like.place), paddle.to_tensor(partner, place=like.place)
+
+
+def _pairs(rope_dims: int, style: str) -> tuple[Any, Any]:
+    """First and second elements of the rotation pairs."""
+    half = np.arange(rope_dims // 2)
+    return (half, half + rope_dims // 2) if style == "half" else (2 * half, 2 * half + 1)
+
+
+def rope_kv_write(a: Any, limits: Limits) -> Run:
+    """Rotate q and k, keep q, write k and v to the paged cache."""
+    heads, kv_heads, dim = a.num_heads, a.num_kv_heads, a.head_dim
+    own, partner = rope_tables(a, limits.max_len, a.qkv)
+    first, second = _pairs(a.rope_dims, a.style)
+    swap = np.arange(dim)
+    swap[first], swap[second] = second, first
+    swap_columns = paddle.to_tensor(swap.astype(np.int32), place=a.qkv.place)
+
+    def run(n: int) -> None:
+        if not n:
+            return
+        row_slot, positions = a.row_slot[:n], a.positions[:n]
+        qkv = a.qkv[:n].reshape([n, heads + 2 * kv_heads, dim])
+        qk = qkv[:, : heads + kv_heads]
+        if a.q_norm is not None:
+            q = normalized(qk[:, :heads], a.q_norm, a.eps, False)
+            qk = paddle.concat([q, normalized(qk[:, heads:], a.k_norm, a.eps, False)], axis=1)
+        swapped = paddle.index_select(qk, swap_columns, axis=2)
+        at_row = paddle.clip(positions, 0, limits.max_len - 1)
+        qk = qk * paddle.gather(own, at_row).unsqueeze(1) + swapped * paddle.gather(partner, at_row).unsqueeze(1)
+        put(a.q_out[:n], _masked_rows(qk[:, :heads].reshape([n, heads * dim]), row_slot >= 0))
+        block = pick(at(a.block_table, row_slot), numbers(n, row_slot), positions // a.block_size)
+        granted = (row_slot >= 0) & (block >= 0)
+        place = block * a.block_size + positions % a.block_size
+        scatter(a.cache.k, place, qk[:, heads:].reshape([n, -1]).astype(a.cache.k.dtype), granted)
+        scatter(a.cache.v, place, qkv[:, heads + kv_heads :].reshape([n, -1]).astype(a.cache.v.dtype), granted)
+
+    return run
+
+
+def paged_attention(a: Any, limits: Limits) -> Run:
+    """Where the host can see the layout, windows of all slots in one padded product and long runs one by one; elsewhere row by
+    row over a context of fixed length."""
+
+    def run(n: int) -> None:
+        if not n:
+            return
+        segments = segments_of(a, n, limits)
+        if segments is None:
+            put(a.out[:n], attend_rows(a, numbers(n, a.row_slot), n))
+            return
+        a.out[:n].zero_()
+        for segment in segments:
+            attend(a, segment)
+
+    return run
+
+
+def attend(a: Any, segment: Segment) -> None:
+    """Softmax attention of one segment; rows that met a NaN are redone over exactly their own keys."""
+    kv_heads, dim = a.num_kv_heads, a.head_dim
+    groups = a.num_heads // kv_heads
+    runs, width = segment.shape
+    context = segment.keys.shape[0] // runs
+    q = paddle.gather(a.q, segment.rows).reshape([runs, width, kv_heads, groups, dim])
+    q = q.transpose([0, 2, 1, 3, 4]).reshape([runs, kv_heads, width * groups, dim]).astype("float32") * a.softmax_scale
+    k, v = (
+        paddle.gather(t, segment.keys).reshape([runs, context, kv_heads, dim]).transpose([0, 2, 1, 3]).astype("float32")
+        for t in (a.cache.k, a.cache.v)
+    )
+    scores = paddle.matmul(q, k, transpose_y=True).reshape([runs, kv_heads, width, groups, context])
+    scores = choose(segment.visible.expand_as(scores), scores, float("-inf"))
+    weights = softmax(scores).reshape([runs, kv_heads, width * groups, context])
+    mixed = paddle.matmul(weights, v).reshape([runs, kv_heads, width, groups, dim]).transpose([0, 2, 1, 3, 4])
+    result = paddle.gather(mixed.reshape([runs * width, kv_heads * groups * dim]), segment.places)
+    if bool(paddle.isnan(result).any()):
+        result = attend_rows(a, segment.filled, segment.filled.shape[0])
+    paddle.scatter_(a.out, segment.filled, result.astype(a.out.dtype))
+
+
+def softmax(scores: Tensor) -> Tensor:
+    """Over the last axis; a NaN among the scores makes its row NaN, which Paddle's own softmax on the CPU hides."""
+    weights = paddle.exp(scores - scores.max(axis=-1, keepdim=True))
+    return weights / weights.sum(axis=-1, keepdim=True)
+
+
+def attend_rows(a: Any, rows: Tensor, count: int) -> Tensor:
+    """Attention of packed `rows` [count], each over its slot's whole table: what lies beyond its position is masked out of scores
+    and values alike, so that poison there stays there. Returns [count, P] float32."""
+    kv_heads, dim = a.num_kv_heads, a.head_dim
+    groups = a.num_heads // kv_heads
+    slots, positions = paddle.gather(a.row_slot, rows), paddle.gather(a.positions, rows)
+    table = at(a.block_table, slots)
+    context = table.shape[1] * a.block_size
+    places = paddle.clip(table, min=0).unsqueeze(2) * a.block_size + numbers(a.block_size, rows)
+    places = places.reshape([count * context])
+    visible = (numbers(context, rows).unsqueeze(0) <= positions.unsqueeze(1)) & (slots >= 0).unsqueeze(1)
+    k, v = (paddle.gather(t, places).reshape([count, context, kv_heads, dim]).astype("float32") for t in (a.cache.k, a.cache.v))
+    seen = visible.reshape([count, context, 1, 1])
+    v = choose(seen.expand_as(v), v, 0.0).transpose([0, 2, 1, 3])
+    q = paddle.gather(a.q, rows).reshape([count, kv_heads, groups, dim]).astype("float32") * a.softmax_scale
+    scores = paddle.matmul(q, k.transpose([0, 2, 3, 1]))
+    # Rows that carry nothing see nothing: finite scores keep their softmax finite, and their result is masked.
+    hidden = paddle.full_like(scores, -1e30)
+    scores = paddle.where(visible.reshape([count, 1, 1, context]).expand_as(scores), scores, hidden)
+    mixed = paddle.matmul(softmax(scores), v).reshape([count, -1])
+    return _masked_rows(mixed, slots >= 0)
+
+
+def swiglu(a: Any, n: int) -> None:
+    """silu(gate) * up."""
+    half = a.out.shape[1]
+    gate_up = a.gate_up[:n].astype("float32")
+    put(a.out[:n], paddle.nn.functional.silu(gate_up[:, :half]) * gate_up[:, half:])
+
+
+def gather_rows(a: Any, n: int) -> None:
+    """Copy rows; negative indices give zero rows."""
+    index = a.index[:n]
+    put(a.out[:n], _masked_rows(at(a.x, index), index >= 0))
+
+
+def select_last_rows(a: Any, n: int) -> None:
+    """Each drafting sequence's newest committed row; zero rows elsewhere."""
+    active = a.draft_slot[:n] >= 0
+    start = choose(active, a.seq_start[:n], 0)
+    row = start + a.draft_position[:n] - paddle.gather(a.positions, start)
+    put(a.out[:n], _masked_rows(at(a.hidden, choose(active, row, 0)), active))
+
+
+def combine_draft_inputs(a: Any, n: int) -> None:
+    """[norm(hidden) | norm(embedding)] or the reverse."""
+    embedding = a.embedding[:n]
+    if a.mask_first_position:
+        embedding = _masked_rows(embedding, a.positions[:n] != 0)
+    hidden = normalized(a.hidden[:n], a.hid_norm, a.eps, a.plus_one)
+    halves = [hidden, normalized(embedding, a.emb_norm, a.eps, a.plus_one)]
+    put(a.out[:n], paddle.concat(halves if a.order == "hidden_first" else halves[::-1], axis=1))
+
+
+KERNELS: dict[str, Kernel] = {
+    "rope_kv_write": rope_kv_write,
+    "paged_attention": paged_attention,
+    **{function.__name__: plain(function) for function in (
+        embed, rms_norm, residual_add, linear, swiglu, gather_rows, select_last_rows, combine_draft_inputs, process_logits,
+        argmax, gumbel_noise, sample,
+    )},
+}  # fmt: skip
+"""Contract name to kernel."""

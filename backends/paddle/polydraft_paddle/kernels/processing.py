@@ -1,0 +1,100 @@
+"""Owns the processing of logits that a request asks for, in portable Paddle operations: penalties, biases, forbidden tokens.
+
+`table.py` lists the kernels. Nothing is counted between steps: what a row's text contains is read off history and drafts each
+time, as a histogram of fixed size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import paddle
+
+from polydraft.sentinels import NO_TOKEN
+from polydraft_paddle.kernels.sampling import FORBIDDEN
+from polydraft_paddle.ops import Tensor, at, choose, numbers, pick
+from polydraft_paddle.provider import Kernel, plain
+
+
+def _marks(ids: Tensor, counted: Tensor, vocab: int) -> Tensor:
+    """How often each token occurs among the counted entries of `ids` [rows, m]; float32 [rows, vocab]."""
+    zeros = paddle.zeros([ids.shape[0], vocab], "float32").to(ids.place)
+    index = paddle.clip(ids, 0, vocab - 1).astype("int64")
+    return paddle.put_along_axis(zeros, index, counted.astype("float32"), 1, reduce="add")
+
+
+def _rows_where(logits: Tensor, condition: Tensor, value: Tensor) -> None:
+    logits.copy_(paddle.where(condition.unsqueeze(1).expand_as(value), value, logits), False)
+
+
+def penalise_logits(a: Any, n: int) -> None:
+    """Count a row's prompt, its generated tokens and the drafts before it."""
+    slots, logits = a.row_slot[:n], a.logits[:n]
+    vocab = logits.shape[1]
+    prompt_len, generated_len = at(a.prompt_len, slots).unsqueeze(1), at(a.num_generated, slots).unsqueeze(1)
+    known = prompt_len + generated_len
+    text, drafts = at(a.tokens, slots), at(a.drafts, slots)
+    places = numbers(text.shape[1], slots).unsqueeze(0)
+    behind = (a.positions[:n] + a.ahead).unsqueeze(1) - known
+    counts = _marks(text, (places >= prompt_len) & (places < known), vocab)
+    counts = counts + _marks(drafts, numbers(drafts.shape[1], slots).unsqueeze(0) < behind, vocab)
+    seen = (counts > 0) | (_marks(text, places < prompt_len, vocab) > 0)
+    factor = at(a.repetition_penalty, slots).unsqueeze(1)
+    presence, frequency = at(a.presence_penalty, slots).unsqueeze(1), at(a.frequency_penalty, slots).unsqueeze(1)
+    value = paddle.where(seen, paddle.where(logits > 0, logits / factor, logits * factor), logits)
+    value = paddle.where(counts > 0, value - (presence + counts * frequency), value)
+    asked = (factor != 1) | (presence != 0) | (frequency != 0)
+    _rows_where(logits, (slots >= 0) & asked.squeeze(1), value)
+
+
+def bias_logits(a: Any, n: int) -> None:
+    """Add a slot's table to its rows."""
+    slots, logits = a.row_slot[:n], a.logits[:n]
+    ids, biases, count = at(a.bias_ids, slots), at(a.biases, slots), at(a.num_biases, slots)
+    valid = numbers(ids.shape[1], slots).unsqueeze(0) < count.unsqueeze(1)
+    index = paddle.clip(ids, 0, logits.shape[1] - 1).astype("int64")
+    zeros = paddle.zeros_like(logits)
+    added = paddle.put_along_axis(zeros, index, choose(valid, biases, 0.0), 1, reduce="add")
+    _rows_where(logits, (slots >= 0) & (count > 0), logits + added)
+
+
+def forbid_tokens(a: Any, n: int) -> None:
+    """Early stop tokens, and the last token of every bad word whose beginning ends the row's text."""
+    slots, logits = a.row_slot[:n], a.logits[:n]
+    vocab = logits.shape[1]
+    prompt_len = at(a.prompt_len, slots)
+    size = a.positions[:n] + a.ahead - prompt_len
+    stops = at(a.stop_tokens, slots)
+    early = (size < at(a.min_tokens, slots)).unsqueeze(1) & (stops != NO_TOKEN)
+    words = at(a.bad_words, slots)
+    ends = _completed(a, slots, size, words, at(a.bad_len, slots))
+    marks = _marks(stops, early, vocab) + _marks(words, ends, vocab)
+    live = (slots >= 0).unsqueeze(1)
+    logits.copy_(choose(~((marks > 0) & live), logits, FORBIDDEN), False)
+
+
+def _completed(a: Any, slots: Tensor, size: Tensor, words: Tensor, length: Tensor) -> Tensor:
+    """Which places of each row's bad words [rows, X] are the last token of a word whose other tokens end the text."""
+    count, width = words.shape
+    places = numbers(width, slots).unsqueeze(0).expand([count, width])
+    inside = places < length.unsqueeze(1)
+    closes = inside & (words == NO_TOKEN)
+    last = paddle.concat([closes[:, 1:], paddle.zeros_like(closes[:, :1])], axis=1) & ~closes
+    # Place of the last token of the word that each place belongs to: the nearest such place from there on.
+    far = choose(last, places, width)
+    end = paddle.flip(paddle.cummin(paddle.flip(far, [1]), axis=1)[0], [1])
+    back = end - places
+    index = size.unsqueeze(1) - back  # where in the generated text the token at this place would have to stand
+    known = at(a.num_generated, slots).unsqueeze(1)
+    prompt_len = at(a.prompt_len, slots).unsqueeze(1)
+    rows = paddle.clip(slots, min=0).unsqueeze(1).expand([count, width])
+    text = paddle.where(index < known, pick(a.tokens, rows, prompt_len + index), pick(a.drafts, rows, index - known))
+    differs = inside & ~closes & ~last & ((index < 0) | (text != words))
+    total = paddle.cumsum(differs.astype("int32"), axis=1)
+    # Differences before this word: the running total at the NO_TOKEN that closed the word before it.
+    before = paddle.cummax(choose(closes, total, 0), axis=1)[0]
+    return last & (total == before)
+
+
+KERNELS: dict[str, Kernel] = {f.__name__: plain(f) for f in (penalise_logits, bias_logits, forbid_tokens)}
+"""Contract name to kernel."""

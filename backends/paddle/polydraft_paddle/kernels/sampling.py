@@ -1,0 +1,123 @@
+"""Owns the choice of tokens in portable Paddle operations: masks, argmax, counter-based noise and filtered sampling.
+
+`table.py` lists the kernels. A row's choice depends on its logits, its slot's parameters and the noise of its position alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import paddle
+
+from polydraft.sentinels import NO_TOKEN
+from polydraft_paddle.ops import Tensor, at, choose, numbers, put
+
+ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
+PARITY = 0x1BD11BDA
+FORBIDDEN = float("-inf")
+
+
+def process_logits(a: Any, n: int) -> None:
+    """Columns beyond the vocabulary can never be chosen."""
+    if a.num_valid < a.logits.shape[1]:
+        tail = a.logits[:n, a.num_valid :]
+        tail.copy_(choose((a.row_slot[:n] < 0).unsqueeze(1).expand_as(tail), tail, FORBIDDEN), False)
+
+
+def argmax(a: Any, n: int) -> None:
+    """Highest logit, lowest id among equals; NaN rows and padding choose nothing."""
+    put(a.tokens[:n], best(a.logits[:n], a.row_slot[:n]))
+
+
+def best(logits: Tensor, row_slot: Tensor) -> Tensor:
+    """A row with NaN or +inf, or with nothing but -inf, chooses NO_TOKEN; a sum finds NaN where a comparison may pass it by."""
+    top = logits.max(axis=1, keepdim=True)
+    sound = paddle.isfinite(top).squeeze(1) & ~paddle.isnan(logits.sum(axis=1))
+    return choose(sound & (row_slot >= 0), lowest(logits == top), NO_TOKEN)
+
+
+def lowest(marked: Tensor) -> Tensor:
+    """Lowest column of each row that is marked [rows, V]; V for a row without any. int32."""
+    columns = numbers(marked.shape[1], marked).unsqueeze(0).expand_as(marked)
+    return choose(marked, columns, marked.shape[1]).min(axis=1)
+
+
+def rotate_left(x: Tensor, bits: int) -> Tensor:
+    """Rotate 32-bit words, held in int32, left."""
+    left = paddle.bitwise_left_shift(x, paddle.full([1], bits, "int32"))
+    right = paddle.bitwise_right_shift(x, paddle.full([1], 32 - bits, "int32"), is_arithmetic=False)
+    return paddle.bitwise_or(left, right)
+
+
+def signed(word: int) -> int:
+    """A 32-bit word as the int32 of the same bits."""
+    return word - (1 << 32) if word >= 1 << 31 else word
+
+
+def threefry(key: tuple[Tensor, Tensor], counter: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Threefry-2x32 with 20 rounds on words held in int32, whose sums wrap (Salmon et al. 2011)."""
+    k0, k1 = key
+    k2 = paddle.bitwise_xor(paddle.bitwise_xor(k0, k1), paddle.full_like(k0, PARITY))
+    schedule = (k0, k1, k2)
+    x0, x1 = counter[0] + k0, counter[1] + k1
+    for block in range(5):
+        for rotation in ROTATIONS[block % 2]:
+            x0 = x0 + x1
+            x1 = paddle.bitwise_xor(rotate_left(x1, rotation), x0)
+        x0 = x0 + schedule[(block + 1) % 3]
+        x1 = x1 + schedule[(block + 2) % 3] + (block + 1)
+    return x0, x1
+
+
+def gumbel(seed: Tensor, positions: Tensor, draw: int, vocab: int) -> Tensor:
+    """Noise [rows, vocab] float32 for key words [rows, 2] and absolute positions [rows], all int32."""
+    rows, pairs = positions.shape[0], (vocab + 1) // 2
+    counter = (
+        positions.unsqueeze(1).expand([rows, pairs]),
+        (numbers(pairs, positions) + signed((draw << 20) % (1 << 32))).unsqueeze(0).expand([rows, pairs]),
+    )
+    words = threefry((seed[:, :1], seed[:, 1:]), counter)
+    bits = paddle.stack(words, axis=-1).reshape([rows, -1])[:, :vocab]
+    k = paddle.bitwise_right_shift(bits, paddle.full([1], 8, "int32"), is_arithmetic=False)
+    # u = (k + 1/2) / 2**24 would round near 1, where the largest noise is made; its distance from the nearer end never does.
+    lower = k < (1 << 23)
+    t = (paddle.where(lower, k, (1 << 24) - 1 - k).astype("float32") + 0.5) * 2.0**-24
+    return -paddle.log(-paddle.where(lower, paddle.log(t), paddle.log1p(-t)))
+
+
+def gumbel_noise(a: Any, n: int) -> None:
+    """Noise rows for slots that sample; zeros for padding and greedy slots."""
+    slots = a.row_slot[:n]
+    sampling = (slots >= 0) & (at(a.temperature, slots) > 0)
+    noise = gumbel(at(a.seed, slots), a.positions[:n] + a.ahead, a.draw, a.noise.shape[1])
+    put(a.noise[:n], choose(sampling.unsqueeze(1).expand_as(noise), noise, 0.0))
+
+
+def sample(a: Any, n: int) -> None:
+    """Greedy rows take the best logit; the others the best of filtered logits plus noise."""
+    slots, logits = a.row_slot[:n], a.logits[:n]
+    greedy = best(logits, slots)
+    temperature = at(a.temperature, slots)
+    draws = (greedy != NO_TOKEN) & (temperature > 0)
+    z = logits / choose(draws, temperature, 1.0).unsqueeze(1)
+    kept = kept_tokens(z, top_k=at(a.top_k, slots), top_p=at(a.top_p, slots), min_p=at(a.min_p, slots))
+    score = choose(kept, z + a.noise[:n], FORBIDDEN)
+    drawn = lowest(score == score.max(axis=1, keepdim=True))
+    put(a.tokens[:n], paddle.where(draws, drawn, greedy))
+
+
+def kept_tokens(z: Tensor, *, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """Which columns of each row survive top-k, then top-p, then min-p, bool [rows, V]; ties go to the lower id."""
+    rows, vocab = z.shape
+    order = paddle.argsort(z, axis=1, descending=True, stable=True)
+    ranked = paddle.take_along_axis(z, order, 1)
+    rank = numbers(vocab, z).unsqueeze(0)
+    limit = choose((top_k > 0) & (top_k < vocab), top_k, vocab).unsqueeze(1)
+    inside = (rank < limit).expand([rows, vocab])
+    mass = choose(inside, paddle.exp(ranked - ranked[:, :1]), 0.0).astype("float64")
+    share = mass / mass.sum(axis=1, keepdim=True)
+    before = paddle.cumsum(share, axis=1) - share
+    whole = (top_p >= 1.0).unsqueeze(1)
+    keep = inside & (whole | (before < top_p.astype("float64").unsqueeze(1)) | (rank == 0))
+    keep = keep & ((min_p <= 0.0).unsqueeze(1) | (share >= min_p.astype("float64").unsqueeze(1) * share[:, :1]))
+    return paddle.put_along_axis(paddle.zeros_like(order), order, keep.astype(order.dtype), 1) > 0

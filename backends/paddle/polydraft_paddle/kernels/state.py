@@ -1,0 +1,317 @@
+"""Owns the integer state kernels in portable Paddle operations: staged writes, packing, verification, commit and drafts.
+
+`table.py` lists them. Whole-batch operations of fixed shapes: what carries nothing is masked, never skipped, and no length
+reaches the host.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import paddle
+
+from polydraft.contracts.base import Limits
+from polydraft.contracts.layout import SLOT_UPDATE_STOP_TOKENS, SlotUpdate
+from polydraft.sentinels import NO_BLOCK, NO_ROW, NO_TOKEN, PAD_SLOT, Finish, Phase
+from polydraft_paddle.ops import Tensor, at, choose, numbers, owners, pick, put, scatter, write_where
+from polydraft_paddle.provider import Kernel, Run, plain
+
+PREFILL, DECODE, PAUSED, FINISHED = (int(p) for p in (Phase.PREFILL, Phase.DECODE, Phase.PAUSED, Phase.FINISHED))
+INTEGERS = (
+    "phase", "prompt_len", "num_generated", "kv_len", "prefill_len", "max_total", "epoch", "top_k", "min_tokens", "num_biases",
+    "bad_len",
+)  # fmt: skip
+FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+"""Fields whose column of a slot update holds float32 bits."""
+
+
+def update_slots(a: Any, n: int) -> None:
+    """Each slot gathers the row that names it."""
+    updates = a.updates[:n]
+    named, row = owners(updates[:, 0], a.phase.shape[0])
+    words = paddle.gather(updates, row)
+    floats = words.view("float32")
+    for name in INTEGERS:
+        write_where(getattr(a, name), named, words[:, int(SlotUpdate[name.upper()])])
+    for name in FLOATS:
+        write_where(getattr(a, name), named, floats[:, int(SlotUpdate[name.upper()])])
+    write_where(a.seed, named, words[:, int(SlotUpdate.SEED_LOW) : int(SlotUpdate.SEED_HIGH) + 1])
+    write_where(a.stop_tokens, named, words[:, SLOT_UPDATE_STOP_TOKENS:])
+    write_where(a.finish, named, int(Finish.NONE))
+    write_where(a.draft_len, named, 0)
+    write_where(a.drafts, named, NO_TOKEN)
+    write_where(a.block_table, named, NO_BLOCK)
+
+
+def _scatter_entries(table: Tensor, updates: Tensor, values: Tensor) -> None:
+    """table[updates[:, 0], updates[:, 1]] = values, where the slot is not negative."""
+    slot = updates[:, 0]
+    scatter(table.view([-1]), slot * table.shape[1] + updates[:, 1], values, slot >= 0)
+
+
+def update_tokens(a: Any, n: int) -> None:
+    """Scatter tokens."""
+    updates = a.updates[:n]
+    _scatter_entries(a.tokens, updates, updates[:, 2])
+
+
+def update_blocks(a: Any, n: int) -> None:
+    """Scatter block-table entries."""
+    updates = a.updates[:n]
+    _scatter_entries(a.block_table, updates, updates[:, 2])
+
+
+def update_biases(a: Any, n: int) -> None:
+    """Scatter entries of the tables of logit biases."""
+    updates = a.updates[:n]
+    _scatter_entries(a.bias_ids, updates, updates[:, 2])
+    _scatter_entries(a.biases, updates, updates.view("float32")[:, 3])
+
+
+def update_bad_words(a: Any, n: int) -> None:
+    """Scatter places of the tables of bad words."""
+    updates = a.updates[:n]
+    _scatter_entries(a.bad_words, updates, updates[:, 2])
+
+
+def reserve_blocks(a: Any, n: int) -> None:
+    """A slot is covered when no entry that it needs is a hole."""
+    slots = a.slot_order[:n]
+    phase = at(a.phase, slots)
+    need = paddle.minimum(at(a.kv_len, slots) + at(a.draft_len, slots) + (1 + a.lookahead), at(a.max_total, slots))
+    table = at(a.block_table, slots)
+    starts = numbers(table.shape[1], slots) * a.block_size
+    holes = (table < 0) & (starts.unsqueeze(0) < need.unsqueeze(1))
+    settled = choose(holes.any(axis=1), paddle.full_like(phase, PAUSED), DECODE)
+    decided = (slots >= 0) & ((phase == DECODE) | (phase == PAUSED))
+    named, row = owners(choose(decided, slots, PAD_SLOT), a.phase.shape[0])
+    write_where(a.phase, named, paddle.gather(settled, row))
+
+
+def _offsets(lengths: Tensor, start: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Of `count` packed rows: which carry something, the sequence of each, its offset there; and where sequences start."""
+    ends = paddle.cumsum(lengths, dtype="int32")
+    put(start, ends - lengths)
+    rows = numbers(count, lengths)
+    sequence = paddle.clip(paddle.searchsorted(ends, rows, out_int32=True, right=True), max=lengths.shape[0] - 1)
+    return rows < ends[-1:], sequence, rows - paddle.gather(start, sequence), ends
+
+
+def pack_rows(a: Any, limits: Limits) -> Run:
+    """Lengths and offsets by sequence, then everything else by row through the row's sequence."""
+    del limits
+
+    def run(n: int) -> None:
+        slots = a.slot_order
+        phase, kv_len = at(a.phase, slots), at(a.kv_len, slots)
+        decode, prefill = (phase == DECODE) & (slots >= 0), (phase == PREFILL) & (slots >= 0)
+        wanted = choose(decode, at(a.draft_len, slots) + 1, 0) + choose(prefill, at(a.prefill_len, slots) - kv_len, 0)
+        put(a.seq_len, paddle.minimum(wanted, choose(slots >= 0, a.seq_rows, 0)))
+        valid, sequence, offset, _ = _offsets(a.seq_len, a.seq_start, max(n, 1))
+        if not n:
+            return
+        slot, decoding = paddle.gather(slots, sequence), paddle.gather(decode, sequence)
+        newest = paddle.gather(at(a.prompt_len, slots) + at(a.num_generated, slots) - 1, sequence)
+        position = paddle.gather(kv_len, sequence) + offset
+        history = pick(a.tokens, slot, choose(decoding, newest, 0) + choose(decoding, paddle.zeros_like(position), position))
+        ids = paddle.where(decoding & (offset > 0), pick(a.drafts, slot, offset - 1), history)
+        put(a.ids[:n], choose(valid, ids, NO_TOKEN))
+        put(a.row_slot[:n], choose(valid, slot, PAD_SLOT))
+        put(a.positions[:n], choose(valid, position, 0))
+
+    return run
+
+
+def pack_logit_rows(a: Any, limits: Limits) -> Run:
+    """Like `pack_rows`, over the rows that need logits."""
+    del limits
+
+    def run(n: int) -> None:
+        slots, seq_len = a.slot_order, a.seq_len
+        phase, kv_len, prefill_len = at(a.phase, slots), at(a.kv_len, slots), at(a.prefill_len, slots)
+        last = (phase == PREFILL) & (seq_len > 0) & (kv_len + seq_len == prefill_len)
+        last = last & (prefill_len == at(a.prompt_len, slots) + at(a.num_generated, slots))
+        length = paddle.where(phase == DECODE, seq_len, last.astype("int32"))
+        put(a.logit_len, choose(slots >= 0, length, 0))
+        valid, sequence, offset, _ = _offsets(a.logit_len, a.logit_start, max(n, 1))
+        if not n:
+            return
+        # Offset of a logit row within its sequence's rows: a prefill's single one is the last.
+        offset = offset + paddle.gather(seq_len - a.logit_len, sequence)
+        put(a.logit_row[:n], choose(valid, paddle.gather(a.seq_start, sequence) + offset, NO_ROW))
+        put(a.logit_slot[:n], choose(valid, paddle.gather(slots, sequence), PAD_SLOT))
+        put(a.logit_position[:n], choose(valid, paddle.gather(kv_len, sequence) + offset + 1, 0))
+
+    return run
+
+
+def force_choices(a: Any, n: int) -> None:
+    """All verified drafts at once; each logit row is forced by the one window place that it is."""
+    slots = a.slot_order[:n]
+    places = numbers(a.drafts.shape[1], slots).unsqueeze(0)
+    forced = (places < (a.logit_len[:n] - 1).unsqueeze(1)) & (slots >= 0).unsqueeze(1)
+    rows = paddle.clip(a.logit_start[:n].unsqueeze(1) + places, max=a.choices.shape[0] - 1)
+    flat = rows.reshape([-1])
+    chosen = paddle.gather(a.choices, flat).reshape(rows.shape)
+    uniforms = paddle.gather(a.uniforms, flat).reshape(rows.shape)
+    draft = at(a.drafts, slots)
+    other = paddle.where(chosen == draft, (draft + 1) % a.num_valid, chosen)
+    wanted = paddle.where(uniforms < a.chances.unsqueeze(0), draft, other)
+    valid = forced & (chosen != NO_TOKEN)
+    scatter(a.choices, flat, wanted.reshape([-1]), valid.reshape([-1]))
+
+
+def verify_match(a: Any, n: int) -> None:
+    """Compare whole windows; a running product finds the first mismatch."""
+    slots = a.slot_order[:n]
+    width = a.window.shape[1]
+    length = choose(slots >= 0, a.logit_len[:n], 0)
+    active = length > 0
+    drafted = choose((at(a.phase, slots) == DECODE) & active, length - 1, -1)
+    columns = numbers(width, slots).unsqueeze(0)
+    places = paddle.clip(a.logit_start[:n].unsqueeze(1) + columns, max=a.choices.shape[0] - 1)
+    choices = paddle.gather(a.choices, places.reshape([-1])).reshape([n, width])
+    match = (choices[:, :-1] == at(a.drafts, slots)) & (columns[:, :-1] < drafted.unsqueeze(1))
+    accepted = paddle.cumprod(match.astype("int32"), dim=1).sum(axis=1, dtype="int32")
+    size = choose(active, accepted + 1, 0)
+    put(a.window[:n], choose(columns < size.unsqueeze(1), choices, NO_TOKEN))
+    put(a.window_len[:n], size)
+    put(a.accepted[:n], accepted)
+    put(a.drafted[:n], drafted)
+
+
+def commit_window(a: Any, n: int) -> None:
+    """Find where each window ends, file the tokens before it, then move every length and phase by slot."""
+    slots, seq_len, window = a.slot_order[:n], a.seq_len[:n], a.window[:n]
+    running = (slots >= 0) & (seq_len > 0)
+    phase = at(a.phase, slots)
+    decode, prefill = running & (phase == DECODE), running & (phase == PREFILL)
+    kv_len = at(a.kv_len, slots) + choose(prefill, seq_len, 0)
+    completed = prefill & (kv_len == at(a.prefill_len, slots))
+    known = at(a.prompt_len, slots) + at(a.num_generated, slots)
+    size = choose(decode | completed, a.window_len[:n], 0)
+    emitted, reason = _cut(window, size, at(a.max_total, slots) - known, at(a.stop_tokens, slots))
+
+    columns = numbers(window.shape[1], slots).unsqueeze(0)
+    kept = columns < emitted.unsqueeze(1)
+    history = a.tokens.shape[1]
+    places = (paddle.clip(slots, min=0) * history + known).unsqueeze(1) + columns
+    scatter(a.tokens.view([-1]), places.reshape([-1]), window.reshape([-1]), kept.reshape([-1]))
+    put(a.out_tokens[:n], choose(kept, window, NO_TOKEN))
+    put(a.out_len[:n], emitted)
+    put(a.out_accepted[:n], choose(decode, paddle.minimum(a.accepted[:n], emitted), 0))
+
+    committed = decode | completed
+    ended = committed & (reason != int(Finish.NONE))
+    named, row = owners(choose(running, slots, PAD_SLOT), a.phase.shape[0])
+    settled = choose(ended, paddle.full_like(phase, FINISHED), DECODE)
+    write_where(a.num_generated, named, a.num_generated + paddle.gather(emitted, row))
+    write_where(a.kv_len, named, paddle.gather(kv_len + choose(decode, emitted, 0), row))
+    write_where(a.phase, named & paddle.gather(committed, row), paddle.gather(settled, row))
+    write_where(a.finish, named & paddle.gather(ended, row), paddle.gather(reason, row))
+
+
+def _cut(window: Tensor, size: Tensor, room: Tensor, stop_tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """How many tokens of each window count, and why a request ends with them (`Finish`)."""
+    limit = paddle.minimum(size, room)
+    failed = window == NO_TOKEN
+    ends = (window.unsqueeze(2) == stop_tokens.unsqueeze(1)).any(axis=2) | failed
+    ends = ends & (numbers(window.shape[1], window).unsqueeze(0) < limit.unsqueeze(1))
+    first = ends.astype("int32").argmax(axis=1, keepdim=True)
+    ended = ends.any(axis=1)
+    error = (pick(window, numbers(window.shape[0], size), first.squeeze(1).astype("int32")) == NO_TOKEN) & ended
+    emitted = paddle.where(ended, first.squeeze(1).astype("int32") + (~error).astype("int32"), limit)
+    full = (limit == room) & (size > 0)
+    reason = choose(full, paddle.full_like(size, int(Finish.LENGTH)), int(Finish.NONE))
+    reason = choose(~ended, reason, int(Finish.STOP))
+    return emitted, choose(~error, reason, int(Finish.ERROR))
+
+
+def snapshot_output(a: Any, n: int) -> None:
+    """Stack the columns; records past the end become the empty one."""
+    slots = a.slot_order[:n]
+    live = slots >= 0
+    by_slot = {name: choose(live, at(getattr(a, name), slots), 0) for name in ("epoch", "finish", "phase", "kv_len")}
+    columns = [
+        choose(live, slots, PAD_SLOT), by_slot["epoch"], choose(live, a.out_len[:n], 0), choose(live, a.out_accepted[:n], 0),
+        choose(live, a.drafted[:n], -1), by_slot["finish"], by_slot["phase"], by_slot["kv_len"],
+    ]  # fmt: skip
+    tokens = choose(live.unsqueeze(1).expand_as(a.out_tokens[:n]), a.out_tokens[:n], NO_TOKEN)
+    put(a.record[:n], paddle.concat([paddle.stack(columns, axis=1), tokens], axis=1))
+
+
+def pack_draft_rows(a: Any, n: int) -> None:
+    """Shift the rows by one token; what is not known by then drops out."""
+    row_slot, following = a.row_slot[:n], a.positions[:n] + 1
+    phase = at(a.phase, row_slot)
+    known = at(a.prompt_len, row_slot) + at(a.num_generated, row_slot)
+    keep = (row_slot >= 0) & ((phase == PREFILL) | (phase == DECODE)) & (following < known)
+    put(a.draft_ids[:n], choose(keep, pick(a.tokens, row_slot, following), NO_TOKEN))
+    put(a.draft_row_slot[:n], choose(keep, row_slot, PAD_SLOT))
+
+
+def begin_draft(a: Any, n: int) -> None:
+    """Empty the drafts of slots that had rows; say who drafts, from where and how far."""
+    slots = a.slot_order[:n]
+    ran = (slots >= 0) & (a.seq_len[:n] > 0)
+    named, _ = owners(choose(ran, slots, PAD_SLOT), a.draft_len.shape[0])
+    write_where(a.drafts, named, NO_TOKEN)
+    write_where(a.draft_len, named, 0)
+    room = at(a.max_total, slots) - at(a.prompt_len, slots) - at(a.num_generated, slots) - 1
+    budget = paddle.clip(room, max=a.drafts.shape[1])
+    active = ran & (at(a.phase, slots) == DECODE) & (budget > 0)
+    put(a.draft_slot[:n], choose(active, slots, PAD_SLOT))
+    put(a.draft_position[:n], choose(active, at(a.kv_len, slots) - 1, 0))
+    put(a.draft_budget[:n], choose(active, budget, 0))
+
+
+def advance_draft(a: Any, n: int) -> None:
+    """File what was chosen, then retire what is done."""
+    slots, chosen = a.draft_slot[:n], a.chosen[:n]
+    filed = (slots >= 0) & (chosen >= 0)
+    named, row = owners(choose(filed, slots, PAD_SLOT), a.draft_len.shape[0])
+    column = (numbers(a.drafts.shape[1], slots) == a.pass_index).unsqueeze(0)
+    write_where(a.drafts, named.unsqueeze(1) & column, paddle.gather(chosen, row).unsqueeze(1).expand_as(a.drafts))
+    write_where(a.draft_len, named, a.pass_index + 1)
+    goes_on = filed & (a.draft_budget[:n] > a.pass_index + 1)
+    put(a.draft_position[:n], a.draft_position[:n] + goes_on.astype("int32"))
+    put(a.next_ids[:n], choose(goes_on, chosen, NO_TOKEN))
+    put(slots, choose(goes_on, slots, PAD_SLOT))
+
+
+def draft_ngram(a: Any, n: int) -> None:
+    """All drafting slots at once: one comparison of shifted histories for each run length, longest first."""
+    slots = a.draft_slot[:n]
+    active = slots >= 0
+    known = at(a.prompt_len, slots) + at(a.num_generated, slots)
+    text = at(a.tokens, slots)
+    length, width = text.shape[1], a.drafts.shape[1]
+    places = numbers(length, slots).unsqueeze(0)
+    follows = paddle.zeros_like(known)
+    for size in range(min(a.max_ngram, length), a.min_ngram - 1, -1):
+        same = (places <= (known - size - 1).unsqueeze(1)) & active.unsqueeze(1)
+        for k in range(size):
+            last = pick(text, numbers(n, slots), known - size + k).unsqueeze(1)
+            shifted = pick(text, numbers(n, slots).unsqueeze(1).expand([n, length]), (places + k).expand([n, length]))
+            same = same & (shifted == last)
+        latest = choose(same, places.expand([n, length]), -1).max(axis=1)
+        follows = paddle.where((follows == 0) & (latest >= 0), latest + size, follows)
+    found = choose(active & (follows > 0), paddle.minimum(a.draft_budget[:n], known - follows), 0)
+    columns = numbers(width, slots).unsqueeze(0)
+    rows = numbers(n, slots).unsqueeze(1).expand([n, width])
+    drafts = pick(text, rows, follows.unsqueeze(1) + columns)
+    named, row = owners(slots, a.draft_len.shape[0])
+    kept = named.unsqueeze(1) & (columns < paddle.gather(found, row).unsqueeze(1))
+    write_where(a.drafts, kept, paddle.gather(drafts, row))
+    write_where(a.draft_len, named, paddle.gather(found, row))
+
+
+KERNELS: dict[str, Kernel] = {
+    "pack_rows": pack_rows,
+    "pack_logit_rows": pack_logit_rows,
+    **{function.__name__: plain(function) for function in (
+        update_slots, update_tokens, update_blocks, update_biases, update_bad_words, reserve_blocks, force_choices, verify_match,
+        commit_window, snapshot_output, pack_draft_rows, begin_draft, advance_draft, draft_ngram,
+    )},
+}  # fmt: skip
+"""Contract name to kernel."""

@@ -1,0 +1,104 @@
+"""Owns the Paddle backend's kernel table: which kernel serves which contract, and how weights and caches lie in memory.
+
+`polydraft_kernels` returns it; `polydraft_xpu` starts from it and replaces what differs there. It never computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import paddle
+
+from polydraft.backend import CacheSpec, Weight
+from polydraft.contracts.base import Provider
+from polydraft.device import Array
+from polydraft.errors import ContractError
+from polydraft_paddle.ops import Tensor
+from polydraft_paddle.provider import Kernel, PaddleProvider
+
+PADDLE_DTYPES = {"i32": "int32", "u32": "int32", "f32": "float32", "f16": "float16", "bf16": "bfloat16", "u8": "uint8"}
+"""Dtype names of the seam as Paddle's; it has no uint32, so the bits of u32 travel as int32."""
+
+
+def _size(tensor: Tensor) -> int:
+    return int(tensor.size) * int(tensor.element_size())
+
+
+class PaddleWeight:
+    """A weight in its canonical shape."""
+
+    __slots__ = ("role", "tensor")
+
+    def __init__(self, role: str, tensor: Tensor) -> None:
+        self.role, self.tensor = role, tensor
+
+    @property
+    def nbytes(self) -> int:
+        return _size(self.tensor)
+
+
+class PaddleCache:
+    """One layer's KV rows as `k` and `v` [num_blocks * block_size, num_kv_heads * head_dim]. Fresh rows hold NaN."""
+
+    __slots__ = ("k", "spec", "v")
+
+    def __init__(self, spec: CacheSpec, k: Tensor, v: Tensor) -> None:
+        self.spec, self.k, self.v = spec, k, v
+
+    @property
+    def nbytes(self) -> int:
+        return _size(self.k) + _size(self.v)
+
+    def read_logical(self) -> tuple[Array, Array]:
+        """(k, v) as [num_blocks, block_size, num_kv_heads, head_dim]; tests only."""
+        s = self.spec
+        shape = (s.num_blocks, s.block_size, s.num_kv_heads, s.head_dim)
+        return tuple(t.astype("float32").numpy().reshape(shape).copy() for t in (self.k, self.v))  # type: ignore[return-value]
+
+    def write_logical(self, k: Array, v: Array) -> None:
+        """Overwrite all rows; tests only."""
+        for tensor, value in ((self.k, k), (self.v, v)):
+            rows = np.ascontiguousarray(value.reshape(tensor.shape), np.float32)
+            tensor.copy_(paddle.to_tensor(rows, place=tensor.place).astype(tensor.dtype), True)
+
+
+def kernels() -> dict[str, Kernel]:
+    """Contract name to kernel."""
+    from polydraft_paddle.kernels import numeric, processing, rejection, state
+
+    return {**state.KERNELS, **numeric.KERNELS, **processing.KERNELS, **rejection.KERNELS}
+
+
+class PaddleTable:
+    """The `KernelTable` of every Paddle place."""
+
+    def __init__(self, device: Any) -> None:
+        from polydraft.contracts import REGISTRY
+
+        chosen = kernels()
+        self.providers: Mapping[str, Provider] = {name: PaddleProvider(k, device.counters) for name, k in chosen.items()}
+        self.versions: Mapping[str, int] = {name: REGISTRY[name].version for name in chosen}
+        self._device = device
+
+    def prepare_weight(self, role: str, value: Array, dtype: str, previous: Weight | None = None) -> Weight:
+        """Keep the canonical array on the device, in the activation dtype; `previous` is refilled at its address."""
+        if previous is None:
+            buffer = self._device.empty(role, value.shape, dtype)
+            self._device.load(buffer, value)
+            return PaddleWeight(role, buffer.tensor)
+        target = previous.tensor  # type: ignore[attr-defined]
+        if tuple(target.shape) != value.shape:
+            raise ContractError(
+                f"weight update: got shape {value.shape}, wanted {tuple(target.shape)}; load the same architecture"
+            )
+        self._device.fill(target, value)
+        return previous
+
+    def allocate_cache(self, spec: CacheSpec) -> PaddleCache:
+        """A fresh cache, counted as one allocation; `DeviceError` when memory is short."""
+        shape = (2, spec.num_blocks * spec.block_size, spec.num_kv_heads * spec.head_dim)
+        rows = self._device.empty("cache", shape, spec.dtype).tensor
+        paddle.divide_(rows.zero_(), paddle.zeros_like(rows))  # 0 / 0: Paddle's fill operations refuse NaN
+        return PaddleCache(spec, rows[0], rows[1])

@@ -1,0 +1,179 @@
+// The device's kernels: each runs Paddle's own CPU kernel on the stream's thread, over device memory, when its turn comes.
+//
+// A chip vendor writes real kernels here and registers them the same way. What matters to whoever tests on this device is when
+// and where they run: the caller returns at once, inputs and outputs lie in device memory, and a capture records the work.
+// An operation that is not in the list has no kernel on this device: Paddle falls back to the CPU, or refuses if it is told to.
+
+#include <memory>
+#include <string>
+#include <tuple>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "paddle/phi/backends/context_pool.h"
+#include "paddle/phi/backends/cpu/cpu_context.h"
+#include "paddle/phi/backends/custom/custom_context.h"
+#include "paddle/phi/common/int_array.h"
+#include "paddle/phi/common/scalar.h"
+#include "paddle/phi/core/custom_kernel.h"
+#include "paddle/phi/core/dense_tensor.h"
+#include "paddle/phi/core/device_context.h"
+#include "paddle/phi/core/kernel_factory.h"
+#include "operations.h"
+#include "queue.h"
+
+namespace polyemu {
+namespace {
+
+using phi::CPUContext;
+using phi::CustomContext;
+using phi::DenseTensor;
+
+const CPUContext& cpu() {
+  return *static_cast<const CPUContext*>(phi::DeviceContextPool::Instance().Get(phi::CPUPlace()));
+}
+
+// Device memory as the CPU kernel sees it. It keeps the device's allocation alive: a captured graph runs again and again.
+class Borrowed : public phi::Allocation {
+ public:
+  explicit Borrowed(std::shared_ptr<phi::Allocation> owner)
+      : phi::Allocation(owner->ptr(), owner->size(), phi::CPUPlace()), owner_(std::move(owner)) {}
+
+ private:
+  std::shared_ptr<phi::Allocation> owner_;
+};
+
+DenseTensor borrow(const DenseTensor& tensor) {
+  DenseTensor view(tensor);
+  if (tensor.initialized() && tensor.place().GetType() == phi::AllocationType::CUSTOM) {
+    view.ResetHolder(std::make_shared<Borrowed>(tensor.Holder()));
+  }
+  return view;
+}
+
+// How an argument is kept until the work runs (`hold`), and handed to the CPU kernel then (`give`).
+template <typename A>
+struct Argument {
+  using Held = std::decay_t<A>;
+  static Held hold(const CustomContext&, const Held& value) { return value; }
+  static const Held& give(Held& value) { return value; }
+};
+
+template <>
+struct Argument<const DenseTensor&> {
+  using Held = DenseTensor;
+  static Held hold(const CustomContext&, const DenseTensor& tensor) { return borrow(tensor); }
+  static const DenseTensor& give(Held& tensor) { return tensor; }
+};
+
+template <>
+struct Argument<const paddle::optional<DenseTensor>&> {
+  using Held = paddle::optional<DenseTensor>;
+  static Held hold(const CustomContext&, const Held& tensor) {
+    return tensor ? paddle::make_optional<DenseTensor>(borrow(*tensor)) : paddle::none;
+  }
+  static const Held& give(Held& tensor) { return tensor; }
+};
+
+template <>
+struct Argument<const std::vector<const DenseTensor*>&> {
+  struct Held {
+    std::vector<DenseTensor> tensors;
+    std::vector<const DenseTensor*> pointers;
+  };
+  static Held hold(const CustomContext&, const std::vector<const DenseTensor*>& tensors) {
+    Held held;
+    for (const auto* tensor : tensors) held.tensors.push_back(borrow(*tensor));
+    return held;
+  }
+  static const std::vector<const DenseTensor*>& give(Held& held) {
+    held.pointers.clear();
+    for (const auto& tensor : held.tensors) held.pointers.push_back(&tensor);
+    return held.pointers;
+  }
+};
+
+// Outputs get their memory when the work is queued, from the device: shapes are known by then, and nothing waits.
+template <>
+struct Argument<DenseTensor*> {
+  struct Held {
+    DenseTensor tensor;
+    bool wanted;
+  };
+  static Held hold(const CustomContext& context, DenseTensor* tensor) {
+    if (tensor == nullptr) return {DenseTensor(), false};
+    context.Alloc(tensor, tensor->dtype());
+    return {borrow(*tensor), true};
+  }
+  static DenseTensor* give(Held& held) { return held.wanted ? &held.tensor : nullptr; }
+};
+
+// One device kernel for each (operation, data type): the index says which CPU kernel it runs.
+template <typename Operation, typename Element, typename Signature>
+struct DeviceKernel;
+
+template <typename Operation, typename Element, typename... A>
+struct DeviceKernel<Operation, Element, void (*)(const CPUContext&, A...)> {
+  using Function = void (*)(const CPUContext&, A...);
+  static inline Function on_cpu = nullptr;
+
+  static void launch(const CustomContext& context, A... arguments) {
+    using Kept = std::tuple<typename Argument<A>::Held...>;
+    auto kept = std::make_shared<Kept>(Argument<A>::hold(context, arguments)...);
+    ++counters().kernels;
+    auto* stream = static_cast<Stream*>(context.stream());
+    stream->submit([kept] { run(*kept, std::index_sequence_for<A...>()); });
+  }
+
+  template <size_t... I>
+  static void run(std::tuple<typename Argument<A>::Held...>& kept, std::index_sequence<I...>) {
+    on_cpu(cpu(), Argument<A>::give(std::get<I>(kept))...);
+  }
+};
+
+template <typename Operation, typename Element>
+void register_one(phi::DataType dtype) {
+  using Device = DeviceKernel<Operation, Element, decltype(Operation::template signature<Element>())>;
+  auto& all = phi::KernelFactory::Instance().kernels();
+  const auto of_operation = all.find(Operation::name);
+  if (of_operation == all.end()) return;
+  for (const auto layout : {phi::DataLayout::ALL_LAYOUT, phi::DataLayout::NCHW}) {
+    const auto found = of_operation->second.find(phi::KernelKey(phi::Backend::CPU, layout, dtype));
+    if (found == of_operation->second.end()) continue;
+    Device::on_cpu = found->second.template GetVariadicKernelFn<typename Device::Function>();
+    const auto backend = phi::TransToPhiBackend(phi::CustomPlace("polyemu", 0));
+    phi::Kernel kernel(nullptr, reinterpret_cast<void*>(&Device::launch));
+    *kernel.mutable_args_def() = found->second.args_def();
+    for (auto& input : kernel.mutable_args_def()->input_defs()) {
+      if (input.backend == phi::Backend::CPU) input.backend = backend;
+    }
+    for (auto& output : kernel.mutable_args_def()->output_defs()) {
+      if (output.backend == phi::Backend::CPU) output.backend = backend;
+    }
+    phi::CustomKernelMap::Instance().RegisterCustomKernel(
+        Operation::name, phi::KernelKey(backend, phi::DataLayout::ALL_LAYOUT, dtype), kernel);
+    return;
+  }
+}
+
+template <typename Operation>
+void register_operation() {
+  register_one<Operation, float>(phi::DataType::FLOAT32);
+  register_one<Operation, double>(phi::DataType::FLOAT64);
+  register_one<Operation, int32_t>(phi::DataType::INT32);
+  register_one<Operation, int64_t>(phi::DataType::INT64);
+  register_one<Operation, bool>(phi::DataType::BOOL);
+  register_one<Operation, uint8_t>(phi::DataType::UINT8);
+}
+
+template <typename... Operations>
+void register_all(std::tuple<Operations...>*) {
+  (register_operation<Operations>(), ...);
+}
+
+}  // namespace
+
+void register_kernels() { register_all(static_cast<AllOperations*>(nullptr)); }
+
+}  // namespace polyemu

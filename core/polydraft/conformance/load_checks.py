@@ -5,8 +5,9 @@ It runs first, and finds out whose code each kernel runs in. It never compares n
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -21,6 +22,9 @@ from polydraft.contracts.inputs import Kernel
 from polydraft.device import GraphCapture
 from polydraft.errors import CapabilityError, PolydraftError
 from polydraft.plugin_checks import ACTIVATION_DTYPES, implemented, lacks
+
+ON_A_DEVICE: Final = ("silicon", "custom device")
+"""Evidence classes that rest on a device, which has a name, and a day."""
 
 
 def checks() -> Iterator[Check]:
@@ -42,6 +46,9 @@ def _identity(target: Target, tally: Tally) -> None:
     for field in ("name", "version", "package", "device_pattern", "summary"):
         tally.true(f"a text as {field} in BackendInfo", bool(getattr(info, field)))
     tally.true("an evidence class", bool(info.evidence))
+    if info.evidence in ON_A_DEVICE:
+        said = re.fullmatch(r".+, \d{4}-\d{2}-\d{2}", info.evidence_on) is not None
+        tally.true(f"evidence_on has a device and a day (DEVICE, YYYY-MM-DD), got {info.evidence_on!r}", said)
     tally.equal("available (reason: " + (info.reason or "none") + ")", info.available, True)
     tally.true(f"backend_info is the same when asked again, got another one from {loaded.origin}", target.plugins.info() == info)
 

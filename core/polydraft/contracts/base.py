@@ -32,11 +32,13 @@ Array = NDArray[Any]
 Access = Literal["in", "out", "inout"]
 Unit = Literal[
     "rows", "logit_rows", "seqs", "slot_updates", "token_updates", "block_updates", "bias_updates", "bad_word_updates",
+    "prompt_rows",
 ]  # fmt: skip
 """What a launch length counts. `rows`: packed token rows of a pass; `logit_rows`: rows that need logits; `seqs`: scheduled
-sequences in launch order; the `*_updates`: staged writes of this step."""
+sequences in launch order; the `*_updates`: staged writes of this step; `prompt_rows`: rows that predict a prompt token."""
 UNITS: tuple[Unit, ...] = (
     "rows", "logit_rows", "seqs", "slot_updates", "token_updates", "block_updates", "bias_updates", "bad_word_updates",
+    "prompt_rows",
 )  # fmt: skip
 
 
@@ -165,7 +167,8 @@ class Limits:
     `max_seqs` slots (B), `num_drafts` per round (K), `max_rows` packed rows of a pass (R), `max_logit_rows` (NL),
     `max_len` tokens of one sequence (L), `block_size` tokens of a block, `num_blocks` in the pool, `max_blocks` entries of a
     slot's block table (MB), `max_stop_tokens` (S), `vocab_size` (V), `max_biases` (A) and `max_bad_words` (X): places of a slot's
-    tables of logit biases and of bad words.
+    tables of logit biases and of bad words. `max_logprobs`: most likely tokens reported beside a token at most (E is one more);
+    -1 where an engine reports no log probabilities.
     """
 
     max_seqs: int
@@ -180,6 +183,7 @@ class Limits:
     vocab_size: int
     max_biases: int = 1
     max_bad_words: int = 1
+    max_logprobs: int = -1
 
     @property
     def window(self) -> int:
@@ -237,6 +241,10 @@ class Registry:
         if not versions:
             raise ContractError(f"no contract is named {name!r}; known: {', '.join(self.names())}")
         return max(versions, key=lambda c: c.version)
+
+    def newest(self) -> Iterator[Contract]:
+        """Every contract in its newest version."""
+        return (self[name] for name in self.names())
 
     def names(self) -> list[str]:
         return list(dict.fromkeys(c.name for c in self._contracts.values()))

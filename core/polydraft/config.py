@@ -12,11 +12,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from polydraft.contracts.layout import MAX_COLUMNS
 from polydraft.errors import ConfigError
 
 AUTO = "auto"
 VERIFIERS = ("greedy", "coupled", "rejection")
 GRAPH_MODES = ("off", "decode", "prefill")
+LOGPROBS_MODES = ("raw", "processed")
 
 
 @dataclass(frozen=True)
@@ -61,8 +63,11 @@ class EngineConfig:
     """Plugin files or modules to load."""
     prefix_cache: bool = True
     """Share KV blocks between requests whose texts begin alike."""
-    logprobs: int = 0
-    """Log probabilities reported for each token; refused until they are built."""
+    logprobs: int | None = None
+    """Most likely tokens that a request may have reported beside each token, at most; 0: the token itself alone. None: this
+    engine reports no log probabilities, and keeps no buffers for them."""
+    logprobs_mode: str = "raw"
+    """Of which logits: raw (the model's), or processed (behind penalties, biases, forbidden tokens and temperature)."""
     seed: int = 0
     """Base of the seeds of requests that bring none."""
     sanitize: bool = False
@@ -78,7 +83,9 @@ class EngineConfig:
             self._whole(name, minimum=0 if name == "draft_tokens" else 1)
         self._whole("overlap", minimum=0, maximum=2)
         self._whole("seed", minimum=0)
-        self._whole("logprobs", minimum=0)
+        if self.logprobs is not None:
+            self._whole("logprobs", minimum=0, maximum=MAX_COLUMNS - 1)
+        self._one_of("logprobs_mode", LOGPROBS_MODES)
         for chance in self.accept_schedule:
             given: object = chance
             if isinstance(given, bool) or not isinstance(given, (int, float)) or not 0 <= given <= 1:

@@ -73,7 +73,9 @@ class Engine:
         self.default = default_backend() if self.config.backend == AUTO and backend is None else None
         """What `auto` meant; None where a backend was named."""
         name = self.default.name if self.default else self.config.backend
-        self.plugins = Plugins.load(backend or name, packs=self.config.kernels, files=self.config.plugins)
+        self.plugins = Plugins.load(
+            backend or name, packs=self.config.kernels, files=self.config.plugins, device=self.config.device
+        )
         if self.config.sanitize:
             self.plugins = sanitize.WatchedPlugins.over(self.plugins)
         self.families, self.proposers = FamilyRegistry(), built_in()
@@ -83,7 +85,11 @@ class Engine:
         self.model, table = self.families.describe(self._checkpoint)
         self.info = self.plugins.info()
         self.resolved: Resolved = resolve(
-            self.config, self.info, self.model, proposers=self.proposers.needs(), features={f.name: f.needs for f in features},
+            self.config,
+            self.info,
+            self.model,
+            proposers=self.proposers.needs(),
+            features={f.name: f.needs for f in features},
             default=self.default.reason if self.default else "",
         )
         self.tokenizer = Tokenizer.from_dir(self._checkpoint.path)

@@ -18,7 +18,9 @@ __all__ = [
     "OutOfBlocks",
     "PluginError",
     "PolydraftError",
+    "RecordError",
     "RequestError",
+    "UnknownPluginError",
 ]
 
 
@@ -32,6 +34,10 @@ class ConfigError(PolydraftError):
 
 class PluginError(PolydraftError):
     """A plugin cannot be loaded or registers something wrong; the sentence names plugin, hook and fix."""
+
+
+class UnknownPluginError(PluginError):
+    """A plugin is named that is not installed; lists those that are. The remedy is another name, or an installation."""
 
 
 class CapabilityError(PolydraftError):
@@ -60,6 +66,10 @@ class DeviceError(PolydraftError):
 
 class GraphBufferError(DeviceError):
     """A captured graph would run on another address than it was captured with; names the buffer that moved or was freed."""
+
+
+class RecordError(DeviceError):
+    """A packed record is not what its header says, or a number does not fit the place it is packed into."""
 
 
 class HazardError(PolydraftError):

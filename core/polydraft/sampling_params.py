@@ -57,6 +57,10 @@ class SamplingParams:
     the last token of a run is forbidden where the output ends with the others."""
     min_tokens: int = 0
     """No stop, neither token nor text, takes effect before this many tokens are generated."""
+    logprobs: int | None = None
+    """Report the log probability of each token and of this many most likely ones beside it; None: report nothing."""
+    prompt_logprobs: int | None = None
+    """Likewise of the tokens of the prompt, each given those before it."""
 
     def __post_init__(self) -> None:
         for name in ("stop", "bad_words"):
@@ -118,6 +122,10 @@ class SamplingParams:
                 "min_tokens",
                 whole(self.min_tokens) and whole(self.max_new_tokens) and 0 <= self.min_tokens <= self.max_new_tokens,
                 f"a whole number from 0 to max_new_tokens, here {self.max_new_tokens}",
+            ),
+            *(
+                (name, count is None or (whole(count) and count >= 0), "a whole number of at least 0, or nothing at all")
+                for name, count in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs))
             ),
         )
 

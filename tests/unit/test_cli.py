@@ -87,7 +87,16 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
 def generate(run: Callable[..., Result]) -> Callable[..., Result]:
     """`polydraft generate` on the tiny model, with 12 new tokens unless said otherwise."""
     return lambda *arguments, **options: run(
-        "generate", "--model", str(tiny.checkpoint(MODEL)), "--max-new-tokens", "12", "--ignore-eos", *arguments, **options
+        "generate",
+        "--model",
+        str(tiny.checkpoint(MODEL)),
+        "--backend",
+        "reference",
+        "--max-new-tokens",
+        "12",
+        "--ignore-eos",
+        *arguments,
+        **options,
     )
 
 
@@ -139,7 +148,7 @@ def test_help_imports_nothing_heavy():
 # -- generate: JSON ------------------------------------------------------------------------------------
 def direct(prompts: Sequence[Any], own: SamplingParams | Sequence[SamplingParams], **options: Any) -> list[RequestOutput]:
     """The same requests through Python."""
-    return LLM(model=str(tiny.checkpoint(MODEL)), **options).generate(prompts, own)
+    return LLM(model=str(tiny.checkpoint(MODEL)), backend="reference", **options).generate(prompts, own)
 
 
 def params(**values: Any) -> SamplingParams:
@@ -188,7 +197,7 @@ def test_totals(generate: Callable[..., Result], lines: Callable[..., str]):
 
 
 def test_what_came_before_the_run_is_not_counted():
-    engine = LLM(model=str(tiny.checkpoint(MODEL))).engine
+    engine = LLM(model=str(tiny.checkpoint(MODEL)), backend="reference").engine
     engine.device.synchronize()
     one = Run(engine, [Job([1, 2], params())])
     one.to_the_end(lambda output: None)
@@ -279,6 +288,38 @@ def test_stop_may_be_repeated(generate: Callable[..., Result]):
     stops = (f"{words[7]} {words[8]}", f"{words[4]} {words[5]}")
     (request,) = generate(PROMPT, "--stop", stops[0], "--stop", stops[1], "--json").json["requests"]
     assert (request["text"], request["finish_reason"]) == (free.text[: free.text.index(stops[1])], "stop")
+
+
+def test_logprobs_and_provenance_in_json(generate: Callable[..., Result], lines: Callable[..., str]):
+    """Each request has what it asked for, and nothing else; the engine is built for the most."""
+    file = lines({"prompt": PROMPT, "logprobs": 3}, {"prompt": PROMPT, "prompt_logprobs": 0}, {"prompt": PROMPT})
+    answer = generate("--prompts", file, "--json", "--provenance").json
+    assert (answer["config"]["logprobs"], answer["config"]["logprobs_mode"]) == (3, "raw")
+    several, of_prompt, plain = answer["requests"]
+    llm = LLM(model=str(tiny.checkpoint(MODEL)), backend="reference", logprobs=3)
+    (output,) = llm.generate([PROMPT], params(logprobs=3))
+    for told, record in zip(several["logprobs"], output.tokens, strict=True):
+        assert told["token_id"] == record.token_id
+        assert told["token"] == f"w{record.token_id}"
+        assert (told["source"], told["draft_position"] or 0) == (record.source, record.draft_position)
+        assert told["round"] == (None if record.round < 0 else record.round)
+        assert told["logprob"] == pytest.approx(record.logprob, abs=1e-4)
+        assert [(top["token_id"], top["logprob"]) for top in told["top_logprobs"]] == [
+            (token, pytest.approx(value, abs=1e-4)) for token, value in record.top
+        ]
+    assert [len(drafts) for drafts in several["drafts"]] == list(output.round_drafts)
+    assert [one and one["token_id"] for one in of_prompt["prompt_logprobs"]] == [None, *of_prompt["prompt_ids"][1:]]
+    assert "prompt_logprobs" not in several
+    assert "logprobs" not in of_prompt
+    assert {"logprobs", "prompt_logprobs", "drafts"} & set(plain) == set()
+    assert [t["token_id"] for t in plain["tokens"]] == plain["token_ids"]
+
+
+def test_logprobs_as_a_table(generate: Callable[..., Result]):
+    shown = generate(PROMPT, "--logprobs", "1").out
+    assert "most likely" in shown
+    assert "draft 1" in shown
+    assert len([line for line in shown.splitlines() if "prefill" in line]) == 1
 
 
 def test_explain_in_json(generate: Callable[..., Result]):
@@ -389,12 +430,14 @@ def test_no_prompt(generate: Callable[..., Result], arguments: tuple[str, ...], 
         (("--verify", "blindly"), 2, "ConfigError", "verify is 'blindly', wanted one of auto, greedy, coupled, rejection"),
         (("--graph", "decode"), 2, "CapabilityError", "--graph decode"),
         (("--dtype", "bf16"), 2, "CapabilityError", "--dtype bf16"),
-        (("--backend", "nobody"), 1, "PluginError", "no plugin 'nobody' in polydraft.backends"),
+        (("--backend", "nobody"), 2, "UnknownPluginError", "no plugin 'nobody' in polydraft.backends"),
         (("--plugin", "no_such_module_at_all"), 1, "PluginError", "no_such_module_at_all"),
         (("--device", "cuda:0"), 1, "DeviceError", "'cuda:0'"),
         (("--model", "no/such/model"), 1, "CheckpointError", "no/such/model"),
+        (("--logprobs", "-1"), 2, "RequestError", "logprobs is -1, wanted a whole number of at least 0"),
+        (("--logprobs", "65"), 2, "CapabilityError", "--logprobs 65: model narrow has 64 tokens"),
+        (("--logprobs-mode", "cooked"), 2, "ConfigError", "logprobs_mode is 'cooked', wanted one of raw, processed"),
         # Of features that are not built there is no option, so that none is ignored.
-        (("--logprobs", "1"), 2, "UsageError", "--logprobs"),
         (("--record", "x"), 2, "UsageError", "--record"),
     ],
 )
@@ -551,7 +594,7 @@ class Pieces:
 @pytest.mark.parametrize("streaming", [True, False])
 def test_every_accepted_draft_has_its_colour(tmp_path: Path, streaming: bool, stop: tuple[str, ...]):
     """On texts of broken and whole characters, which span tokens, rounds and records."""
-    llm = LLM(model=str(byte_checkpoint(tmp_path / "bytes")), draft_tokens=3)
+    llm = LLM(model=str(byte_checkpoint(tmp_path / "bytes")), backend="reference", draft_tokens=3)
     own, seen = SamplingParams(max_new_tokens=32, ignore_eos=True, stop=stop), set()
     for prompt in ([1, 2, 3 + i] for i in range(8)):
         screen = Pieces()
@@ -597,7 +640,7 @@ LONG = ("--max-new-tokens", "1900", "--ignore-eos")
 
 
 def test_ctrl_c_prints_what_was_produced():
-    process = start("generate", DEMO_PROMPT, *LONG)
+    process = start("generate", DEMO_PROMPT, "--backend", "reference", *LONG)
     assert process.stdout is not None
     begin = process.stdout.read(80)
     process.send_signal(signal.SIGINT)
@@ -632,7 +675,19 @@ def test_ctrl_c_completes_the_json(tmp_path: Path):
             """
         )
     )
-    process = start("generate", "--prompts", str(file), *LONG, "--max-num-seqs", "1", "--plugin", str(plugin), "--json")
+    process = start(
+        "generate",
+        "--backend",
+        "reference",
+        "--prompts",
+        str(file),
+        *LONG,
+        "--max-num-seqs",
+        "1",
+        "--plugin",
+        str(plugin),
+        "--json",
+    )
     assert process.stderr is not None
     assert process.stderr.readline() == b"begun\n"
     process.send_signal(signal.SIGINT)
@@ -647,7 +702,7 @@ def test_ctrl_c_completes_the_json(tmp_path: Path):
 
 
 def test_a_closed_pipe_is_quiet():
-    process = start("generate", DEMO_PROMPT, *LONG)
+    process = start("generate", DEMO_PROMPT, "--backend", "reference", *LONG)
     assert process.stdout is not None
     assert process.stderr is not None
     os.read(process.stdout.fileno(), 10)
@@ -694,7 +749,7 @@ CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\r")
 
 
 def test_a_terminal_gets_colours_and_a_legend():
-    llm = LLM(model=str(tiny.checkpoint(MODEL)))
+    llm = LLM(model=str(tiny.checkpoint(MODEL)), backend="reference")
     (output,) = llm.generate([PROMPT], params(max_new_tokens=24))
     status, sent = terminal(*TINY)
     shown = sent[sent.index("\x1b[1;32maccepted draft\x1b[0m | target token\n") :]

@@ -43,6 +43,7 @@ ENGINES: list[dict[str, Any]] = [
     {"verify": "rejection", "draft_tokens": 2},
     {"proposer": "ngram", "draft_tokens": 2},
     {"proposer": "host-suffix", "draft_tokens": 2, "plugins": ("tests.support.host_features",)},
+    {"draft_tokens": 2, "logprobs": 1},
 ]
 """Engines whose programs together launch every contract that the runtime knows."""
 DOWNLOADED = {"record"}
@@ -101,7 +102,8 @@ def never_read(monkeypatch: pytest.MonkeyPatch) -> tuple[set[str], set[str]]:
     monkeypatch.setattr(Plugins, "init_forward_meta", kept)
     alive, found = [], []
     for options in ENGINES:
-        alive.append(LLM(model=str(tiny.checkpoint("narrow")), **options))  # alive, so that identities stay apart
+        given = {"model": str(tiny.checkpoint("narrow")), "backend": "reference", **options}
+        alive.append(LLM(**given))  # alive, so that identities stay apart
         found.append(unread(alive[-1].engine.runner, nodes, metas))
     return set.intersection(*found), {node.contract for node in nodes if isinstance(node, Node)}
 

@@ -45,7 +45,7 @@ SAMPLING = (
 @click.option(
     "--model", metavar="DIR", help="Checkpoint with config.json, *.safetensors, tokenizer.json.  [default: the demo model]"
 )
-@click.option("--backend", metavar="NAME", help="An installed backend, see polydraft doctor.  [default: reference]")
+@click.option("--backend", metavar="NAME", help="An installed backend, see polydraft doctor.  [default: auto]")
 @click.option("--device", metavar="SPEC", help="A device of that backend.")
 @click.option("--draft-tokens", type=whole_or_auto, metavar="K", help="Drafts per round; 0 decodes plainly.  [default: auto]")
 @click.option("--proposer", metavar="mtp|none|NAME", help="Where drafts come from.  [default: auto]")
@@ -178,6 +178,8 @@ def _show(run: Run, jobs: Sequence[Job], *, explain: bool, color: bool) -> None:
             screen.line()
             show(screen, Tokens(engine.tokenizer), output)
     screen.line(f"\n{figures(run.answer(explain=False))}")
+    for note in engine.default.passed_over if engine.default else ():
+        screen.line(note)
 
 
 def _jobs(prompt: str | None, prompts: str | None, sampling: Mapping[str, Any]) -> list[Job]:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from polydraft.cli.prompts import Job
+from polydraft.cli.tokens import Tokens, request_fields
 from polydraft.engine import Engine
 from polydraft.errors import RequestError
 from polydraft.interrupt import noted_interrupts
@@ -52,8 +53,10 @@ class Run:
             if request_id not in self.outputs:
                 self.engine.abort(request_id)
 
-    def answer(self, *, explain: bool) -> dict[str, Any]:
-        """The JSON answer, of schema polydraft.generate/1; with `explain` its `config` has the decisions too."""
+    def answer(self, *, explain: bool, provenance: bool = False) -> dict[str, Any]:
+        """The JSON answer, of schema polydraft.generate/1; with `explain` its `config` has the decisions too, with
+        `provenance` each request who proposed its tokens."""
+        tokens = Tokens(self.engine.tokenizer)
         resolved = self.engine.resolved
         config = resolved.describe()
         if explain:
@@ -66,7 +69,10 @@ class Run:
             "device": resolved.device,
             "model": self.engine.model.name,
             "config": config,
-            "requests": [_request(self.outputs[request_id]) for request_id in self.ids],
+            "requests": [
+                {**_request(output), **request_fields(tokens, output, provenance=provenance)}
+                for output in (self.outputs[request_id] for request_id in self.ids)
+            ],
             "totals": self._totals(self.outputs),
         }
 

@@ -45,7 +45,7 @@ class Target:
     Raises `PluginError` for a backend or pack that cannot be loaded."""
 
     def __init__(self, backend: str | object, *, device: str = "", files: Sequence[str] = (), packs: Sequence[str] = ()) -> None:
-        self.plugins = Plugins.load(backend, files=files, packs=packs)
+        self.plugins = Plugins.load(backend, files=files, packs=packs, device=device)
         self.device_spec, self.files, self.packs = device, tuple(files), tuple(packs)
         self.owners: dict[str, str] = {}
         """Whose code each offered kernel runs in (`outcomes.Ownership`); filled by level L0."""
@@ -185,7 +185,8 @@ def belongs_to_reference(provider: object) -> bool:
 # -- wrapping --------------------------------------------------------------------------------------
 def wrap(plugin: Any, **hooks: Callable[..., Any]) -> ModuleType:
     """A plugin that answers like `plugin`, each hook named in `hooks` passed through a function: `hook(answer, **arguments)`
-    returns what is answered instead. A device that is a `Proxy` is taken off before the real plugin sees it."""
+    returns what is answered instead; of the identity hook it gets the answer alone. A device that is a `Proxy` is taken off
+    before the real plugin sees it."""
     from polydraft.hooks import HOOKS, hookimpl
 
     module = ModuleType(getattr(plugin, "__name__", type(plugin).__name__))
@@ -207,7 +208,9 @@ def _passed(real: Any, hook: str, change: Callable[..., Any] | None) -> Any:
 
     def call(**arguments: Any) -> Any:
         answer = real(**{name: bare(arguments[name]) for name in taken})
-        return answer if change is None else change(answer, **arguments)
+        if change is None:
+            return answer
+        return change(answer) if hook == "polydraft_backend_info" else change(answer, **arguments)
 
     source = f"def {hook}({', '.join(wanted)}):\n    return call({', '.join(f'{n}={n}' for n in wanted)})\n"
     space: dict[str, Any] = {"call": call}

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from polydraft.contracts.advance_draft import AdvanceDraftV1
+    from polydraft.contracts.align_drafts import AlignDraftsV1
     from polydraft.contracts.argmax import ArgmaxV1
     from polydraft.contracts.base import REGISTRY
     from polydraft.contracts.begin_draft import BeginDraftV1
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from polydraft.contracts.combine_draft_inputs import CombineDraftInputsV1
     from polydraft.contracts.commit_window import CommitWindowV1
     from polydraft.contracts.composite import COMPOSITES, Composite, CompositeArgs
+    from polydraft.contracts.draft_logprobs import DraftLogprobsV1
     from polydraft.contracts.draft_ngram import DraftNgramV1
     from polydraft.contracts.draw_draft import DrawDraftV1
     from polydraft.contracts.embed import EmbedV1
@@ -27,9 +29,12 @@ if TYPE_CHECKING:
     from polydraft.contracts.force_choices import ForceChoicesV1
     from polydraft.contracts.gather_rows import GatherRowsV1
     from polydraft.contracts.gumbel_noise import GumbelNoiseV1
+    from polydraft.contracts.keep_logits import KeepLogitsV1
     from polydraft.contracts.linear import LinearV1
     from polydraft.contracts.pack_draft_rows import PackDraftRowsV1
     from polydraft.contracts.pack_logit_rows import PackLogitRowsV1
+    from polydraft.contracts.pack_logprobs import PackLogprobsV1
+    from polydraft.contracts.pack_prompt_rows import PackPromptRowsV1
     from polydraft.contracts.pack_rows import PackRowsV1
     from polydraft.contracts.paged_attention import PagedAttentionV1
     from polydraft.contracts.penalise_logits import PenaliseLogitsV1
@@ -42,6 +47,7 @@ if TYPE_CHECKING:
     from polydraft.contracts.select_last_rows import SelectLastRowsV1
     from polydraft.contracts.snapshot_output import SnapshotOutputV1
     from polydraft.contracts.swiglu import SwigluV1
+    from polydraft.contracts.top_logprobs import TopLogprobsV1
     from polydraft.contracts.uniform_noise import UniformNoiseV1
     from polydraft.contracts.update_bad_words import UpdateBadWordsV1
     from polydraft.contracts.update_biases import UpdateBiasesV1
@@ -54,20 +60,23 @@ if TYPE_CHECKING:
 ORDER: Final = (
     "update_slots", "update_tokens", "update_blocks", "update_biases", "update_bad_words", "reserve_blocks", "pack_rows",
     "pack_logit_rows", "embed", "rms_norm", "residual_add", "linear", "rope_kv_write", "paged_attention", "swiglu",
-    "gather_rows", "process_logits", "penalise_logits", "bias_logits", "forbid_tokens", "argmax", "gumbel_noise", "sample",
-    "uniform_noise", "filter_probs", "draw_draft", "force_choices", "verify_match", "verify_rejection", "commit_window",
-    "snapshot_output", "pack_draft_rows", "begin_draft", "combine_draft_inputs", "select_last_rows", "advance_draft",
-    "draft_ngram",
+    "gather_rows", "process_logits", "keep_logits", "penalise_logits", "bias_logits", "forbid_tokens", "argmax",
+    "gumbel_noise", "sample", "uniform_noise", "filter_probs", "draw_draft", "force_choices", "verify_match",
+    "verify_rejection", "commit_window", "snapshot_output", "top_logprobs", "pack_logprobs", "pack_prompt_rows",
+    "draft_logprobs", "pack_draft_rows", "begin_draft", "combine_draft_inputs", "select_last_rows", "advance_draft",
+    "draft_ngram", "align_drafts",
 )  # fmt: skip
 """Every contract module, in the order of a step; each registers one contract and owns its record, `<CamelCase>V1`."""
 
 __all__ = [
-    "COMPOSITES", "REGISTRY", "AdvanceDraftV1", "ArgmaxV1", "BeginDraftV1", "BiasLogitsV1", "CombineDraftInputsV1",
-    "CommitWindowV1", "Composite", "CompositeArgs", "DraftNgramV1", "DrawDraftV1", "EmbedV1", "FilterProbsV1",
-    "ForbidTokensV1", "ForceChoicesV1", "GatherRowsV1", "GumbelNoiseV1", "LinearV1", "PackDraftRowsV1", "PackLogitRowsV1",
-    "PackRowsV1", "PagedAttentionV1", "PenaliseLogitsV1", "ProcessLogitsV1", "ReserveBlocksV1", "ResidualAddV1", "RmsNormV1",
-    "RopeKvWriteV1", "SampleV1", "SelectLastRowsV1", "SnapshotOutputV1", "SwigluV1", "UniformNoiseV1", "UpdateBadWordsV1",
-    "UpdateBiasesV1", "UpdateBlocksV1", "UpdateSlotsV1", "UpdateTokensV1", "VerifyMatchV1", "VerifyRejectionV1",
+    "COMPOSITES", "REGISTRY", "AdvanceDraftV1", "AlignDraftsV1", "ArgmaxV1", "BeginDraftV1", "BiasLogitsV1",
+    "CombineDraftInputsV1", "CommitWindowV1", "Composite", "CompositeArgs", "DraftLogprobsV1", "DraftNgramV1",
+    "DrawDraftV1", "EmbedV1", "FilterProbsV1", "ForbidTokensV1", "ForceChoicesV1", "GatherRowsV1", "GumbelNoiseV1",
+    "KeepLogitsV1", "LinearV1", "PackDraftRowsV1", "PackLogitRowsV1", "PackLogprobsV1", "PackPromptRowsV1", "PackRowsV1",
+    "PagedAttentionV1", "PenaliseLogitsV1", "ProcessLogitsV1", "ReserveBlocksV1", "ResidualAddV1", "RmsNormV1",
+    "RopeKvWriteV1", "SampleV1", "SelectLastRowsV1", "SnapshotOutputV1", "SwigluV1", "TopLogprobsV1", "UniformNoiseV1",
+    "UpdateBadWordsV1", "UpdateBiasesV1", "UpdateBlocksV1", "UpdateSlotsV1", "UpdateTokensV1", "VerifyMatchV1",
+    "VerifyRejectionV1",
 ]  # fmt: skip
 
 

@@ -39,6 +39,7 @@ CAPACITY: Final[Mapping[str, str]] = {
     "block_updates": "M",
     "bias_updates": "J",
     "bad_word_updates": "Y",
+    "prompt_rows": "NL",
 }
 """Unit to the shape symbol of its capacity."""
 

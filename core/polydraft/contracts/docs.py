@@ -23,6 +23,7 @@ UNIT_MEANING: Final[Mapping[str, str]] = {
     "block_updates": "staged block-table writes of this step",
     "bias_updates": "staged logit-bias writes of this step",
     "bad_word_updates": "staged bad-word writes of this step",
+    "prompt_rows": "rows that predict a prompt token",
     "any": "rows, of whatever pass launches it",
 }
 """What a launch length counts."""
@@ -46,6 +47,8 @@ SYMBOL_MEANING: Final[Mapping[str, str]] = {
     "Y": "staged bad-word writes",
     "F": "columns of a slot write",
     "C": "columns of a snapshot record",
+    "E": "columns of log probabilities: an emitted token, then the most likely ones",
+    "Z": "words of a packed record",
     "V": "tokens of the vocabulary",
     "H": "features of a hidden row",
     "D": "features of a normalised row or head",

@@ -148,6 +148,7 @@ def limits_of(contract: Contract, case: Case) -> Limits:
         vocab_size=size.get("V", 1),
         max_biases=size.get("A", 1),
         max_bad_words=size.get("X", 1),
+        max_logprobs=size.get("E", 0) - 1,
     )
 
 

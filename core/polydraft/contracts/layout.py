@@ -1,4 +1,4 @@
-"""Owns the column layout of the two packed int32 records that cross between host and device: slot updates and snapshots.
+"""Owns the layout of the packed int32 records that cross between host and device: slot updates, snapshots, log probabilities.
 
 Staging writes by these indices, `update_slots` and `snapshot_output` are defined by them, and commit reads by them. Nothing
 here holds a value or a rule; what a column means is said in the contract that reads it.
@@ -45,6 +45,65 @@ class Snapshot(IntEnum):
     FINISH = 5
     PHASE = 6
     KV_LEN = 7
+
+
+class LogprobHeader(IntEnum):
+    """Word of the header of a record of log probabilities; its entries follow."""
+
+    FLAG_AND_COLUMNS = 0
+    """What the record is in the low 8 bits, the number of columns that it really has in the 16 bits above; the top 8 are 0."""
+    VERSION = 1
+    NUM_ENTRIES = 2
+    WIDTH = 3
+    """Rows of an entry: places of a window, or 1."""
+    NUM_WORDS = 4
+    """Of the whole record."""
+
+
+class LogprobEntry(IntEnum):
+    """Word of an entry, one a sequence; its rows follow."""
+
+    SLOT = 0
+    EXTRA = 1
+    """The drafts that the round verified (-1: no decode round); of a prompt row, the position of its token."""
+
+
+class LogprobRow(IntEnum):
+    """Word of a row, one a place of the window; the token ids of all columns follow, then the bits of their float32 log
+    probabilities. A row whose token was not emitted has rank 0 and NO_TOKEN in every column."""
+
+    RANK = 0
+    DRAFT = 1
+    DRAFT_LOGPROB = 2
+
+
+LOGPROB_VERSION: Final = 1
+"""Of the layout of a record of log probabilities."""
+
+MAX_FLAG: Final = (1 << 8) - 1
+MAX_COLUMNS: Final = (1 << 16) - 1
+"""What the first word of a header has room for."""
+
+
+class Flag(IntEnum):
+    """What a packed record is."""
+
+    STEP = 1
+    """News of requests, from the engine's process to another one."""
+    TARGET = 3
+    """Log probabilities of the tokens of a step."""
+    PROMPT = 5
+    """Log probabilities of prompt tokens."""
+
+
+def entry_words(width: int, columns: int) -> int:
+    """Words of an entry."""
+    return len(LogprobEntry) + width * (len(LogprobRow) + 2 * columns)
+
+
+def record_words(entries: int, width: int, columns: int) -> int:
+    """Words of a record of log probabilities."""
+    return len(LogprobHeader) + entries * entry_words(width, columns)
 
 
 SLOT_UPDATE_COLUMNS: Final = tuple(column.name.lower() for column in SlotUpdate)

@@ -37,6 +37,7 @@ class Gate:
         self, prompt: str | Sequence[int], params: SamplingParams, *, request_id: str, number: int, stream: bool
     ) -> Request:
         """Check everything and build the request. Raises `RequestError`."""
+        self._check_logprobs(params)
         prompt_ids = tuple(self.tokenizer.encode(prompt)) if isinstance(prompt, str) else self._checked_ids(prompt)
         return Request(
             id=request_id,
@@ -50,6 +51,18 @@ class Gate:
             stream=stream,
             arrival_s=time.perf_counter(),
         )
+
+    def _check_logprobs(self, params: SamplingParams) -> None:
+        most = self.limits.max_logprobs
+        for name, count in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
+            if count is not None and most < 0:
+                raise RequestError(
+                    f"{name} is {count}, but this engine reports no log probabilities; build it with logprobs={count} or more"
+                )
+            if count is not None and count > most:
+                raise RequestError(
+                    f"{name} is {count}, wanted at most {most} in this engine; ask for fewer, or build it with more"
+                )
 
     def _checked_ids(self, prompt: Sequence[int]) -> tuple[int, ...]:
         try:

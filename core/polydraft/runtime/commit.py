@@ -11,6 +11,7 @@ import numpy as np
 from polydraft.device import Array
 from polydraft.runtime.kv_blocks import BlockLedger
 from polydraft.runtime.plan import StepOutcome, StepPlan
+from polydraft.runtime.provenance import StepLogprobs
 from polydraft.runtime.request import Request, Status
 from polydraft.runtime.slots import SlotTable
 from polydraft.runtime.totals import EngineTotals
@@ -33,6 +34,8 @@ def apply(
     t.in_flight_tokens[ids] -= plan.emits
     live = (t.epoch[ids] == outcome.epochs) & ~t.leaving[ids]
     keep: Array | slice = slice(None) if live.all() else np.flatnonzero(live)
+    if outcome.logprobs is not None or outcome.prompt_logprobs is not None:
+        _file_logprobs(t, plan, outcome, live)
     return _fold(t, ledger, ids[keep], outcome, keep, totals)
 
 
@@ -52,7 +55,7 @@ def _fold(
     if not rounds.all():
         with_round, accepted, drafted = ids[rounds], accepted[rounds], drafted[rounds]
     number = t.num_rounds[with_round]
-    t.rounds[with_round, number] = accepted
+    t.rounds[with_round, number], t.round_drafts[with_round, number] = accepted, drafted
     t.num_rounds[with_round] = number + 1
     t.drafted[with_round] += drafted
     if totals is not None:
@@ -65,6 +68,24 @@ def _fold(
     goes_on, ends = finish == 0, finish.nonzero()[0]  # of a request that ended, the draft has not seen the last window
     ledger.remember(ids[goes_on], t.tokens, kv_len[goes_on])
     return [end(t, slot, REASONS[Finish(reason)]) for slot, reason in zip(ids[ends].tolist(), finish[ends].tolist(), strict=True)]
+
+
+def _file_logprobs(t: SlotTable, plan: StepPlan, outcome: StepOutcome, live: Array) -> None:
+    """Hand each live request the rows that belong to it: views of the step's arrays, in the order of its tokens."""
+    block, wishes = outcome.logprobs, plan.num_top
+    if block is not None and wishes is not None:
+        sequences = (wishes[plan.slots] >= 0).nonzero()[0].tolist()
+        for entry, i in enumerate(sequences):
+            request = t.request[plan.slots[i]]
+            count = int(outcome.num_tokens[i])
+            if live[i] and count and request is not None:
+                request.logprobs.append(StepLogprobs.of(block, entry, count, int(wishes[plan.slots[i]])))
+    block = outcome.prompt_logprobs
+    for entry, slot in enumerate(block.slots.tolist() if block is not None else ()):
+        request = t.request[slot]
+        if request is not None and live[plan.slots == slot].all() and plan.prompt_top is not None and block is not None:
+            rows = StepLogprobs.of(block, entry, 1, int(plan.prompt_top[slot]))
+            request.prompt_logprobs[int(block.extra[entry])] = rows.token(0)
 
 
 def end(t: SlotTable, slot: int, reason: str) -> Request:

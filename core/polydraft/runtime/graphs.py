@@ -21,8 +21,9 @@ from polydraft.runtime.plan import StepPlan
 from polydraft.runtime.program import Lengths, Program, StepContext, lengths
 
 Mode = Literal["off", "decode", "prefill"]
-Part = Literal["update", "target", "draft"]
-"""What a step's programs are called; staged writes ("update") are never captured."""
+Part = Literal["update", "target", "verify", "draft"]
+"""What a step's programs are called, in their order; staged writes ("update") are never captured. Only a step that meets host
+inputs in its middle has a part "verify": elsewhere it is one with "target"."""
 WARM_UPS = 2
 """Eager runs of a bucket before it is captured: run-time compilers and library handles settle there."""
 
@@ -92,8 +93,13 @@ class CapturedSteps:
         address; earlier captures are dropped."""
         self._calls.clear()
         self.counters.captured = 0
-        parts: tuple[Part, ...] = ("target", "draft")
-        todo = [(bucket, kind, part) for bucket in reversed(self.policy.buckets) for kind in programs for part in parts]
+        todo = [
+            (bucket, kind, part)
+            for bucket in reversed(self.policy.buckets)
+            for kind, parts in programs.items()
+            for part in parts
+            if part != "update"
+        ]
         self.context.use_graph, self.context.dummy = True, True
         try:
             for done, (bucket, kind, part) in enumerate(todo):

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from polydraft.models.tokenizer import IncrementalDecoder, Tokenizer
 from polydraft.runtime.plan import StepOutcome
+from polydraft.runtime.provenance import StepLogprobs, TokenLogprobs, TokenRecord, token_records
 from polydraft.runtime.request import Request, Status
 from polydraft.runtime.slots import SlotTable
 
@@ -37,11 +38,28 @@ class RequestOutput:
     """Seconds from its arrival to its first token; None before."""
     latency_s: float | None = None
     """Seconds from its arrival to its end; None before."""
+    round_drafts: tuple[int, ...] = ()
+    """Drafts that each round verified."""
+    logprobs: tuple[StepLogprobs, ...] = ()
+    """Of every step so far that emitted tokens; () where none were asked for. `tokens` has them by token."""
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    """Of each prompt token, None for the first; None where none were asked for, and before all are known."""
 
     @property
     def accepted(self) -> int:
         """Drafts that became output."""
         return sum(self.rounds)
+
+    @property
+    def tokens(self) -> tuple[TokenRecord, ...]:
+        """All tokens so far with who proposed them and what is known of their probability; made when asked for."""
+        return token_records(self.token_ids, self.rounds, self.round_drafts, self.logprobs)
+
+    @property
+    def new_tokens(self) -> tuple[TokenRecord, ...]:
+        """Likewise of `new_token_ids`."""
+        start = len(self.token_ids) - len(self.new_token_ids)
+        return token_records(self.token_ids, self.rounds, self.round_drafts, self.logprobs, start)
 
 
 @dataclass
@@ -162,6 +180,9 @@ class OutputTracker:
             error=r.error,
             ttft_s=None if r.first_token_s is None else r.first_token_s - r.arrival_s,
             latency_s=None if r.finish_s is None else r.finish_s - r.arrival_s,
+            round_drafts=tuple(r.round_drafts),
+            logprobs=tuple(r.logprobs),
+            prompt_logprobs=_of_prompt(r),
         )
         stream.reported_text, stream.reported_tokens = len(stream.text), len(r.token_ids)
         stream.reported_rounds = len(r.rounds)
@@ -186,4 +207,12 @@ def cut(request: Request, num_tokens: int) -> None:
             break
         rounds.append(min(accepted, num_tokens - produced))
         produced += accepted + 1
-    request.rounds = rounds
+    request.rounds, request.round_drafts = rounds, request.round_drafts[: len(rounds)]
+
+
+def _of_prompt(request: Request) -> tuple[TokenLogprobs | None, ...] | None:
+    """By position, once every token of the prompt has been predicted."""
+    found = request.prompt_logprobs
+    if request.params.prompt_logprobs is None or len(found) < len(request.prompt_ids) - 1:
+        return None
+    return (None, *(found[position] for position in range(1, len(request.prompt_ids))))

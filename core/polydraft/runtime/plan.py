@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from polydraft.device import Array
+from polydraft.runtime.packed import LogprobBlock
 
 PLAN_VERSION = 1
 
@@ -44,6 +45,12 @@ class StepPlan:
     """Some scheduled slot has its logits processed; only such a step may bring updates of biases and bad words."""
     bias_updates: Array = field(default_factory=lambda: np.empty((0, 4), np.int32))
     bad_word_updates: Array = field(default_factory=lambda: np.empty((0, 3), np.int32))
+    num_top: Array | None = None
+    """[B] by slot: most likely tokens wanted beside each emitted one, -1 for none at all; None: no scheduled slot wants any."""
+    prompt_top: Array | None = None
+    """Likewise of prompt tokens, of slots that have prompt rows in this step."""
+    num_prompt_rows: int = 0
+    """Rows of the step that predict a prompt token somebody wants to know of."""
     version: int = PLAN_VERSION
 
     @property
@@ -69,4 +76,8 @@ class StepOutcome:
     phase: Array
     kv_len: Array
     tokens: Array
+    logprobs: LogprobBlock | None = None
+    """Of the tokens, for the sequences whose slot wants them."""
+    prompt_logprobs: LogprobBlock | None = None
+    """Of prompt tokens, an entry each."""
     version: int = PLAN_VERSION

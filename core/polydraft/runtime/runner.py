@@ -1,17 +1,18 @@
 """Owns one step on the device, room by room: upload, pack, target forward, verify, commit, snapshot, propose.
 
-The engine calls `launch` with a plan and later `collect` for its outcome; between the two nothing waits for the device. It
+The engine calls `launch` with a plan and later `collect` for its outcome; between the two nothing waits for the device. Where
+steps meet host inputs in their middle (`inputs.splits`), `launch` enqueues the target's pass alone and `resume` the rest. It
 never sees a request, decides nothing about who runs, and allocates nothing once it is built.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from polydraft.backend import CacheSpec, PassBuffers, Weight
-from polydraft.contracts.base import Limits
+from polydraft.contracts.base import Limits, Unit
 from polydraft.contracts.commit_window import CommitWindowV1
 from polydraft.contracts.gather_rows import GatherRowsV1
 from polydraft.contracts.layout import SNAPSHOT_TOKENS, Snapshot
@@ -24,13 +25,15 @@ from polydraft.contracts.update_biases import UpdateBiasesV1
 from polydraft.contracts.update_blocks import UpdateBlocksV1
 from polydraft.contracts.update_slots import UpdateSlotsV1
 from polydraft.contracts.update_tokens import UpdateTokensV1
-from polydraft.device import Device, Event, GraphCapture, Staging
+from polydraft.device import Buffer, Device, Event, GraphCapture, Staging
 from polydraft.models.decoder import Norm, PassRows, emit_block, emit_embed, emit_linear, emit_norm
 from polydraft.models.description import ModelDescription
 from polydraft.plugins import BoundTable, Plugins
 from polydraft.proposers.base import Factory, ProposerContext
 from polydraft.runtime.buffers import Scratch, SlotState, StepBuffers
 from polydraft.runtime.graphs import CapturedSteps, GraphPolicy, Part
+from polydraft.runtime.host_inputs import FeatureFactory, HostInputs
+from polydraft.runtime.logprobs import Logprobs, refuse_lacking
 from polydraft.runtime.plan import StepOutcome, StepPlan
 from polydraft.runtime.program import Lengths, Program, ProgramBuilder, StepContext, StepKind, build, lengths
 from polydraft.runtime.stage import Stage
@@ -39,15 +42,24 @@ from polydraft.runtime.verify import PROCESSING, RULES, Verifier
 
 @dataclass(frozen=True)
 class Ticket:
-    """A step in flight: its plan, and where its snapshot lands once the event has completed."""
+    """A step in flight: its plan, where its snapshot lands once the event has completed, and how its rooms are launched: the
+    kind of step, the launch lengths, the bucket it is replayed in."""
 
     plan: StepPlan
     staging: Staging
     event: Event
+    kind: str
+    lengths: Lengths
+    bucket: int | None
 
 
 Programs = dict[Part, Program]
-"""The launches of one kind of step: staged writes ("update"), the target's rooms up to the snapshot, the proposer's behind it."""
+"""The launches of one kind of step: staged writes ("update"), the target's rooms up to the snapshot (or up to the logits, where
+the rest is "verify"), the proposer's behind it."""
+
+
+WISHES = ((False, False), (True, False), (True, True))
+"""Whether a kind of step reports log probabilities of its tokens, and of prompts."""
 
 
 def has_updates(plan: StepPlan) -> bool:
@@ -74,6 +86,8 @@ class Runner:
         depth: int,
         dtype: str,
         accept_schedule: tuple[float, ...] = (),
+        raw_logprobs: bool = True,
+        features: Sequence[FeatureFactory] = (),
     ) -> None:
         self.device, self.limits, self.model, self.weights = device, limits, model, weights
         self._plugins, self._table, self._dtype = plugins, table, dtype
@@ -83,17 +97,25 @@ class Runner:
         self.context = StepContext(row_order=plugins.info().capabilities.row_order)
         self._norm = Norm(model.eps, model.norm_plus_one)
         self._allocate_target()
-        self.proposer = proposer(self._proposer_context())
+        context = self._proposer_context()
+        self.proposer = proposer(context)
+        brought = [*getattr(self.proposer, "features", ()), *(feature(context) for feature in features)]
+        self.inputs = HostInputs(device, brought, self.state, depth)
         keep_drafts = verify == "rejection" and limits.num_drafts > 0 and getattr(self.proposer, "soft", False)
+        self._logprobs: Logprobs | None = None
+        if limits.max_logprobs >= 0:
+            refuse_lacking(table.providers)
+            self._logprobs = Logprobs(device, limits, self.state, self.step, raw=raw_logprobs, verify=verify, depth=depth)
         self._verifier = Verifier(
             device, limits, self.state, self.step,
-            num_valid=model.vocab_size, keep_drafts=keep_drafts, schedule=accept_schedule,
+            num_valid=model.vocab_size, keep_drafts=keep_drafts, schedule=accept_schedule, logprobs=self._logprobs,
         )  # fmt: skip
         self.lacking = tuple(name for name in PROCESSING if name not in table.providers)
         self._kinds = {
-            (sampling, processed): StepKind(rule, processed)
+            (bool(sampling), processed, logprobs, prompt): StepKind(rule, processed, logprobs, prompt)
             for processed in ((False,) if self.lacking else (False, True))
             for sampling, rule in enumerate(RULES[verify])
+            for logprobs, prompt in WISHES[: 1 if self._logprobs is None else len(WISHES)]
         }
         self.programs: dict[str, Programs] = {kind.name: self._build(kind) for kind in self._kinds.values()}
         self.graphs: CapturedSteps | None = None
@@ -104,21 +126,43 @@ class Runner:
 
     # -- one step ----------------------------------------------------------------------------------
     def launch(self, plan: StepPlan) -> Ticket:
-        """Enqueue a whole step; never blocks. The snapshot's copy stands before the draft passes, so results do not wait
-        for them."""
-        stream, kind, n = self.device.stream, self._kinds[plan.sampling, plan.processed].name, self._lengths(plan)
-        bucket = self.graphs.choose(plan) if self.graphs else None
+        """Enqueue a whole step, or its first half where steps meet host inputs in their middle; never blocks."""
+        stream, kind, n = self.device.stream, self._kind(plan).name, self._lengths(plan)
+        bucket = self.graphs.choose(plan) if self.graphs and plan.prompt_top is None else None
         context = self.context
         context.real_slots, context.has_prefill, context.use_graph = plan.num_seqs, plan.has_prefill, bucket is not None
         self.stage.upload(stream, plan)
+        if self._logprobs is not None:
+            self._logprobs.upload(stream, plan)
+        self.inputs.upload_first(stream, plan.step_id)
         if has_updates(plan):
             self.programs[kind]["update"].run(stream, n)
         self._run(kind, "target", n, bucket)
-        staging, event = self._outputs[plan.step_id % len(self._outputs)]
-        self.device.download(stream, staging, self.step.record, plan.num_seqs)
-        event.record(stream)
-        self._run(kind, "draft", n, bucket)
-        return Ticket(plan, staging, event)
+        ticket = Ticket(plan, *self._outputs[plan.step_id % len(self._outputs)], kind, n, bucket)
+        if not self.inputs.splits:
+            self._finish(ticket)
+        return ticket
+
+    def resume(self, ticket: Ticket) -> None:
+        """Enqueue the second half of the step launched last, behind its host inputs, which are filled by now; never blocks."""
+        self.inputs.upload_middle(self.device.stream, ticket.plan.step_id)
+        self._run(ticket.kind, "verify", ticket.lengths, ticket.bucket)
+        self._finish(ticket)
+
+    def _finish(self, ticket: Ticket) -> None:
+        """Snapshot and drafts. The snapshot's copy stands before the draft passes, so results do not wait for them, unless
+        somebody reads the drafts, too."""
+        stream, step_id = self.device.stream, ticket.plan.step_id
+        self.device.download(stream, ticket.staging, self.step.record, ticket.plan.num_seqs)
+        if self._logprobs is not None:
+            self._logprobs.download(stream, ticket.plan)
+        if not self.inputs.reads_drafts:
+            ticket.event.record(stream)
+        self._run(ticket.kind, "draft", ticket.lengths, ticket.bucket)
+        if self.inputs.reads_drafts:
+            self.inputs.download_drafts(stream, step_id)
+            ticket.event.record(stream)
+        self.inputs.consumed(stream)
 
     def _run(self, kind: str, part: Part, n: Lengths, bucket: int | None) -> None:
         """Replay a part of the step in its bucket, or enqueue its launches one by one."""
@@ -130,6 +174,9 @@ class Runner:
     def collect(self, ticket: Ticket) -> StepOutcome:
         """Wait for a step's snapshot and decode it: the only host wait of a step."""
         ticket.event.synchronize()
+        if self.inputs.reads_drafts:
+            self.inputs.collect_drafts(ticket.plan.step_id)
+        logprobs, prompt_logprobs = self._logprobs.collect(ticket.plan) if self._logprobs is not None else (None, None)
         record = ticket.staging.array[: ticket.plan.num_seqs].copy()
         column = record.T
         return StepOutcome(
@@ -143,7 +190,14 @@ class Runner:
             phase=column[Snapshot.PHASE],
             kv_len=column[Snapshot.KV_LEN],
             tokens=record[:, SNAPSHOT_TOKENS:],
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
         )
+
+    def _kind(self, plan: StepPlan) -> StepKind:
+        """The kind of step that serves a plan; prompts are reported by steps that report tokens, too."""
+        prompt = plan.prompt_top is not None
+        return self._kinds[plan.sampling, plan.processed, prompt or plan.num_top is not None, prompt]
 
     @staticmethod
     def _lengths(plan: StepPlan) -> Lengths:
@@ -156,6 +210,7 @@ class Runner:
             block_updates=len(plan.block_updates),
             bias_updates=len(plan.bias_updates),
             bad_word_updates=len(plan.bad_word_updates),
+            prompt_rows=plan.num_prompt_rows,
         )
 
     # -- building ----------------------------------------------------------------------------------
@@ -198,14 +253,19 @@ class Runner:
         self._verifier.choose(program, **rows)
 
     def _build(self, kind: StepKind) -> Programs:
-        parts: tuple[Part, ...] = ("update", "target", "draft")
+        parts: tuple[Part, ...] = ("update", "target", "verify", "draft") if self.inputs.splits else ("update", "target", "draft")
         builders = {p: ProgramBuilder(f"{kind.name}.{p}", self._table, self.limits, self.context, kind) for p in parts}
         target = builders["target"]
         self._updates(builders["update"])
         self._pack(target)
         self._forward(target)
-        self._verifier.verify(target)
-        self._commit(target)
+        verify = builders.get("verify", target)
+        self._verifier.verify(verify, (feature.append for feature in self.inputs.features))
+        self._commit(verify)
+        if kind.logprobs and self._logprobs is not None:
+            self._logprobs.append(verify)
+        if kind.prompt and self._logprobs is not None:
+            self._logprobs.append_prompt(verify, self._head, self.model.vocab_size)
         self.proposer.append(builders["draft"], sampling=kind.rule != "greedy")
         return dict(zip(parts, build(tuple(builders.values())), strict=True))
 
@@ -220,7 +280,8 @@ class Runner:
         """Capture every step that `policy` replays. Called before the first step, and again when an address has changed."""
         self.stage.clear(self.device.stream)
         self.graphs = CapturedSteps(self.device, capture, policy, self.limits, self.context, uncapturable)
-        self.graphs.capture_all(self.programs)
+        prompts = {kind.name for kind in self._kinds.values() if kind.prompt}  # such steps are never replayed
+        self.graphs.capture_all({name: programs for name, programs in self.programs.items() if name not in prompts})
 
     def _updates(self, program: ProgramBuilder) -> None:
         s, t = self.state, self.step
@@ -271,10 +332,14 @@ class Runner:
                 program, block, self._norm, self.weights, f"layers.{index}",
                 x=self.hidden, rows=self._rows, cache=cache, scratch=self._scratch[block], room=room,
             )  # fmt: skip
-        gather = GatherRowsV1(x=self.hidden, index=t.logit_row, out=self._last)
-        program.add("gather_rows", gather, "logit_rows", room)
-        emit_norm(program, self._norm, self.weights["norm"], x=self._last, out=self._last_normed, unit="logit_rows", room=room)
-        emit_linear(program, self.weights["lm_head"], x=self._last_normed, out=t.logits, unit="logit_rows", room=room)
+        self._head(program, t.logit_row, "logit_rows")
+
+    def _head(self, program: ProgramBuilder, rows: Buffer, unit: Unit) -> None:
+        """The target's head over the packed rows that are named in `rows`."""
+        room, out = "target", self.step.logits
+        program.add("gather_rows", GatherRowsV1(x=self.hidden, index=rows, out=self._last), unit, room)
+        emit_norm(program, self._norm, self.weights["norm"], x=self._last, out=self._last_normed, unit=unit, room=room)
+        emit_linear(program, self.weights["lm_head"], x=self._last_normed, out=out, unit=unit, room=room)
 
     def _commit(self, program: ProgramBuilder) -> None:
         s, t = self.state, self.step

@@ -17,7 +17,9 @@ from polydraft.sentinels import NO_TOKEN, Phase
 class SlotTable:
     """Per-slot arrays, indexed by slot [B].
 
-    Applied (from snapshots): `num_known`, `kv_len`, `num_rounds`, `drafted`, `tokens` [B, L], `rounds` [B, L].
+    Applied (from snapshots): `num_known`, `kv_len`, `num_rounds`, `drafted`, `tokens` [B, L], `rounds` [B, L] (drafts accepted)
+    and `round_drafts` [B, L] (drafts verified).
+    Wished for: `num_top`, `prompt_top`: most likely tokens reported beside each, -1 for no log probabilities.
     Planned: `phase` (PREFILL until its last chunk is planned), `prefill_planned` rows.
     In flight: `in_flight` steps that hold the slot, `in_flight_decode` those that run a window, `in_flight_tokens` those that
     emit at least one token unless paused. `leaving`: not scheduled any more, released once nothing is in flight.
@@ -49,7 +51,10 @@ class SlotTable:
         self.in_flight_tokens = np.zeros(b, np.int64)
         self.tokens = np.full((b, limits.max_len), NO_TOKEN, np.int32)
         self.rounds = np.zeros((b, limits.max_len), np.uint8)
+        self.round_drafts = np.zeros((b, limits.max_len), np.uint8)
         self.num_rounds = np.zeros(b, np.int64)
+        self.num_top = np.full(b, -1, np.int32)
+        self.prompt_top = np.full(b, -1, np.int32)
         self.drafted = np.zeros(b, np.int64)
 
     def free_slot(self) -> int | None:
@@ -77,7 +82,9 @@ class SlotTable:
         self.fresh[slot] = request.first_token_s is None
         self.tokens[slot, : len(known)] = known
         self.rounds[slot, : len(request.rounds)] = request.rounds
+        self.round_drafts[slot, : len(request.rounds)] = request.round_drafts
         self.num_rounds[slot] = len(request.rounds)
+        self.num_top[slot], self.prompt_top[slot] = _wish(request.params.logprobs), _wish(request.params.prompt_logprobs)
         self.drafted[slot] = request.drafted
         for counter in (self.in_flight, self.in_flight_decode, self.in_flight_tokens):
             counter[slot] = 0
@@ -88,6 +95,7 @@ class SlotTable:
         slot = request.slot
         request.token_ids = self.tokens[slot, self.prompt_len[slot] : self.num_known[slot]].tolist()
         request.rounds = self.rounds[slot, : self.num_rounds[slot]].tolist()
+        request.round_drafts = self.round_drafts[slot, : self.num_rounds[slot]].tolist()
         request.drafted = int(self.drafted[slot])
 
     def vacate(self, slot: int) -> None:
@@ -96,3 +104,8 @@ class SlotTable:
         self.request[slot] = None
         self.phase[slot] = Phase.IDLE
         self.leaving[slot] = self.news[slot] = False
+        self.num_top[slot] = self.prompt_top[slot] = -1
+
+
+def _wish(count: int | None) -> int:
+    return -1 if count is None else count

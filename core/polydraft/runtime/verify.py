@@ -11,6 +11,7 @@ since nothing that was put out depends on it.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,7 @@ from polydraft.contracts.verify_match import VerifyMatchV1
 from polydraft.contracts.verify_rejection import VerifyRejectionV1
 from polydraft.device import Buffer, Device
 from polydraft.runtime.buffers import SlotState, StepBuffers
+from polydraft.runtime.logprobs import Logprobs
 from polydraft.runtime.program import ProgramBuilder, Rule
 from polydraft.sentinels import Draw
 
@@ -51,9 +53,9 @@ class Verifier:
 
     def __init__(
         self, device: Device, limits: Limits, state: SlotState, step: StepBuffers, *, num_valid: int, keep_drafts: bool,
-        schedule: tuple[float, ...] = (),
+        schedule: tuple[float, ...] = (), logprobs: Logprobs | None = None,
     ) -> None:  # fmt: skip
-        self._state, self._step, self._num_valid = state, step, num_valid
+        self._state, self._step, self._num_valid, self._logprobs = state, step, num_valid, logprobs
         self._draft_probs: Buffer | None = None
         if keep_drafts:
             shape = limits.max_seqs, limits.num_drafts, limits.vocab_size
@@ -64,11 +66,15 @@ class Verifier:
             self._chances = device.empty("state.chances", (len(schedule),), "f32")
             device.load(self._chances, np.array(schedule, np.float32))
 
-    def verify(self, program: ProgramBuilder) -> None:
-        """From the target's logits to the window of every sequence."""
+    def verify(self, program: ProgramBuilder, features: Iterable[Callable[[ProgramBuilder], None]] = ()) -> None:
+        """From the target's logits to the window of every sequence. `features` append what they do to processed logits."""
         t = self._step
         rows: dict[str, Any] = {"row_slot": t.logit_slot, "positions": t.logit_position, "ahead": 0}
-        self._process(program, t.logits, rows, "logit_rows", "verify")
+        self._process(program, t.logits, rows, "logit_rows", "verify", keep=self._logprobs)
+        for append in features:
+            append(program)
+        if self._logprobs is not None:
+            self._logprobs.keep(program, t.logits, t.logit_slot, raw=False)
         if program.kind.rule == "rejection":
             self._verify_rejection(program, rows)
             return
@@ -101,12 +107,20 @@ class Verifier:
                 draft_probs=self._draft_probs,
             )  # fmt: skip
             program.add("draw_draft", draw, unit, room)
+        if self._logprobs is not None and program.kind.logprobs:
+            drawn = program.kind.rule == "rejection" and self._draft_probs is not None
+            self._logprobs.append_drafts(program, logits, row_slot, tokens, drawn=drawn, unit=unit, room=room)
 
-    def _process(self, program: ProgramBuilder, logits: Buffer, rows: dict[str, Any], unit: Unit, room: str) -> None:
+    def _process(
+        self, program: ProgramBuilder, logits: Buffer, rows: dict[str, Any], unit: Unit, room: str, *,
+        keep: Logprobs | None = None,
+    ) -> None:  # fmt: skip
         """What happens to logits before anything is chosen; the last three only where some slot asks for it."""
         s, row_slot = self._state, rows["row_slot"]
         mask = ProcessLogitsV1(logits=logits, row_slot=row_slot, num_valid=self._num_valid)
         program.add("process_logits", mask, unit, room)
+        if keep is not None:
+            keep.keep(program, logits, row_slot, raw=True)
         if not program.kind.processed:
             return
         text = {name: getattr(s, name) for name in ("tokens", "drafts", "prompt_len", "num_generated")}

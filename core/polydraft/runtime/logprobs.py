@@ -1,0 +1,222 @@
+"""Owns log probabilities on the device: their buffers, their launches in a step, and the records that come back from it.
+
+The runner builds one where the engine reports log probabilities, and nothing of it exists elsewhere. Wishes go down by slot
+with the plan, so that a captured graph serves any number of columns; up comes one record of exactly the columns asked for. It
+never knows a request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from polydraft.contracts.base import Limits, Unit
+from polydraft.contracts.draft_logprobs import DraftLogprobsV1
+from polydraft.contracts.keep_logits import KeepLogitsV1
+from polydraft.contracts.layout import Flag, record_words
+from polydraft.contracts.pack_logprobs import PackLogprobsV1
+from polydraft.contracts.pack_prompt_rows import PackPromptRowsV1
+from polydraft.contracts.process_logits import ProcessLogitsV1
+from polydraft.contracts.top_logprobs import TopLogprobsV1
+from polydraft.device import Array, Buffer, Device, Staging, Stream
+from polydraft.errors import CapabilityError
+from polydraft.runtime.buffers import SlotState, StepBuffers
+from polydraft.runtime.packed import LogprobBlock, decode_logprobs
+from polydraft.runtime.plan import StepPlan
+from polydraft.runtime.program import ProgramBuilder
+
+CONTRACTS = ("keep_logits", "top_logprobs", "pack_logprobs", "draft_logprobs", "pack_prompt_rows")
+"""What a backend needs for an engine that reports log probabilities, and for nothing else."""
+ROOM = "logprobs"
+
+
+def refuse_lacking(providers: Mapping[str, Any]) -> None:
+    """Raises `CapabilityError` naming the contracts that are not among `providers`."""
+    lacking = [name for name in CONTRACTS if name not in providers]
+    if lacking:
+        raise CapabilityError(
+            f"log probabilities were asked for, but this backend has no {', '.join(lacking)}; leave --logprobs out, or use "
+            "another backend"
+        )
+
+
+@dataclass(frozen=True)
+class _Results:
+    """What `top_logprobs` writes and `pack_logprobs` packs, for `count` sequences of `width` places."""
+
+    ids: Buffer
+    logprobs: Buffer
+    ranks: Buffer
+    record: Buffer
+
+    @classmethod
+    def allocate(cls, device: Device, name: str, count: int, width: int, columns: int) -> _Results:
+        shape = count, width, columns
+        return cls(
+            device.empty(f"{name}.ids", shape, "i32"),
+            device.empty(f"{name}.logprobs", shape, "f32"),
+            device.empty(f"{name}.ranks", shape[:2], "i32"),
+            device.empty(f"{name}.record", (record_words(count, width, columns),), "i32"),
+        )
+
+
+@dataclass(frozen=True)
+class _Landing:
+    """Pinned memory of one step in flight: wishes on their way down, records on their way up."""
+
+    wishes: tuple[Staging, Staging]
+    records: tuple[Staging, Staging]
+
+
+class Logprobs:
+    """Everything between the wishes of a plan and its records. `raw`: of the logits before penalties, biases, forbidden tokens
+    and temperature; else behind them, before top-k, top-p and min-p. Prompt tokens are always reported raw."""
+
+    def __init__(
+        self, device: Device, limits: Limits, state: SlotState, step: StepBuffers, *, raw: bool, verify: str, depth: int
+    ) -> None:
+        self._device, self._limits, self._state, self._step, self._raw = device, limits, state, step, raw
+        b, nl, columns = limits.max_seqs, limits.max_logit_rows, limits.max_logprobs + 1
+        self._window = _Results.allocate(device, "logprobs.window", b, limits.window, columns)
+        self._prompt = _Results.allocate(device, "logprobs.prompt", nl, 1, columns)
+        self._num_top, self._prompt_top = (self._by_slot(name) for name in ("num_top", "prompt_top"))
+        self._draft_logprobs = device.empty("logprobs.drafts", (b, limits.num_drafts), "f32")
+        device.load(self._draft_logprobs, np.zeros((b, limits.num_drafts), np.float32))  # what no model drew is certain
+        keeps = raw or verify == "rejection"
+        self._kept = device.empty("logprobs.kept", (nl, limits.vocab_size), "f32") if keeps else None
+        self._row, self._slot, self._position = (
+            device.empty(f"logprobs.prompt.{name}", (nl,), "i32") for name in ("row", "slot", "position")
+        )
+        self._token = device.empty("logprobs.prompt.token", (nl, 1), "i32")
+        self._row_of_seq = device.empty("logprobs.prompt.start", (nl,), "i32")  # prompt row i is logit row i
+        device.load(self._row_of_seq, np.arange(nl, dtype=np.int32))
+        self._ring = [self._landing(i) for i in range(depth + 1)]
+        self._sent: list[Array | None] = [None, None]
+
+    def _by_slot(self, name: str) -> Buffer:
+        buffer = self._device.empty(f"logprobs.{name}", (self._limits.max_seqs,), "i32")
+        self._device.load(buffer, np.full(buffer.shape, -1, np.int32))
+        return buffer
+
+    def _landing(self, index: int) -> _Landing:
+        def like(buffer: Buffer) -> Staging:
+            return self._device.staging(f"landing{index}.{buffer.name}", buffer.shape, "i32")
+
+        return _Landing((like(self._num_top), like(self._prompt_top)), (like(self._window.record), like(self._prompt.record)))
+
+    # -- launches ----------------------------------------------------------------------------------
+    def keep(self, program: ProgramBuilder, logits: Buffer, row_slot: Buffer, *, raw: bool) -> None:
+        """Append the copy of the target's logits, at the place that is `raw` or behind processing, where one is needed."""
+        if self._kept is not None and raw == self._raw and self._changes(program):
+            keep = KeepLogitsV1(logits=logits, row_slot=row_slot, num_top=self._num_top, kept=self._kept)
+            program.add("keep_logits", keep, "logit_rows", ROOM)
+
+    def _changes(self, program: ProgramBuilder) -> bool:
+        """Whether the logits that are to be reported are overwritten before the step knows its tokens."""
+        return program.kind.logprobs and (program.kind.rule == "rejection" or (self._raw and program.kind.processed))
+
+    def append(self, program: ProgramBuilder) -> None:
+        """Append, behind the commit, the launches that report the tokens of the step."""
+        t, s, out = self._step, self._state, self._window
+        top = TopLogprobsV1(
+            logits=self._kept if self._changes(program) and self._kept is not None else t.logits,
+            slot_order=t.slot_order, logit_start=t.logit_start, out_tokens=t.out_tokens, num_top=self._num_top,
+            temperature=None if self._raw else s.temperature, ids=out.ids, logprobs=out.logprobs, ranks=out.ranks,
+        )  # fmt: skip
+        program.add("top_logprobs", top, "seqs", ROOM)
+        pack = PackLogprobsV1(
+            slot_order=t.slot_order, num_top=self._num_top, ids=out.ids, logprobs=out.logprobs, ranks=out.ranks,
+            extra=t.drafted, drafts=s.drafts, draft_logprobs=self._draft_logprobs, record=out.record, flag=int(Flag.TARGET),
+        )  # fmt: skip
+        program.add("pack_logprobs", pack, "seqs", ROOM)
+
+    def append_prompt(
+        self, program: ProgramBuilder, head: Callable[[ProgramBuilder, Buffer, Unit], None], num_valid: int
+    ) -> None:
+        """Append, behind everything that needs the step's logits, the launches that report prompt tokens. `head(program, rows,
+        unit)` runs the target's head over packed rows into `step.logits`."""
+        t, s, out, slots = self._step, self._state, self._prompt, self._slot
+        pack_rows = PackPromptRowsV1(
+            slot_order=t.slot_order, seq_start=t.seq_start, seq_len=t.seq_len, positions=t.positions, prompt_len=s.prompt_len,
+            num_top=self._prompt_top, tokens=s.tokens, prompt_row=self._row, prompt_slot=slots,
+            prompt_position=self._position, prompt_token=self._token,
+        )  # fmt: skip
+        program.add("pack_prompt_rows", pack_rows, "prompt_rows", ROOM)
+        head(program, self._row, "prompt_rows")
+        mask = ProcessLogitsV1(logits=t.logits, row_slot=slots, num_valid=num_valid)
+        program.add("process_logits", mask, "prompt_rows", ROOM)
+        top = TopLogprobsV1(
+            logits=t.logits, slot_order=slots, logit_start=self._row_of_seq, out_tokens=self._token, num_top=self._prompt_top,
+            temperature=None, ids=out.ids, logprobs=out.logprobs, ranks=out.ranks,
+        )  # fmt: skip
+        program.add("top_logprobs", top, "prompt_rows", ROOM)
+        pack = PackLogprobsV1(
+            slot_order=slots, num_top=self._prompt_top, ids=out.ids, logprobs=out.logprobs, ranks=out.ranks,
+            extra=self._position, drafts=None, draft_logprobs=None, record=out.record, flag=int(Flag.PROMPT),
+        )  # fmt: skip
+        program.add("pack_logprobs", pack, "prompt_rows", ROOM)
+
+    def append_drafts(
+        self, program: ProgramBuilder, logits: Buffer, row_slot: Buffer, tokens: Buffer, *, drawn: bool, unit: Unit, room: str
+    ) -> None:
+        """Append, behind the choice of drafts, the filing of their log probabilities; `drawn`: `logits` holds probabilities."""
+        file = DraftLogprobsV1(
+            logits=logits, row_slot=row_slot, tokens=tokens, draft_len=self._state.draft_len, num_top=self._num_top,
+            draft_logprobs=self._draft_logprobs, given="probs" if drawn else "logits",
+        )  # fmt: skip
+        program.add("draft_logprobs", file, unit, room)
+
+    # -- down and up -------------------------------------------------------------------------------
+    def upload(self, stream: Stream, plan: StepPlan) -> None:
+        """Enqueue the wishes of a plan, unless the device has them."""
+        landing = self._ring[plan.step_id % len(self._ring)]
+        for place, (wishes, buffer) in enumerate(((plan.num_top, self._num_top), (plan.prompt_top, self._prompt_top))):
+            sent = self._sent[place]
+            if wishes is None or (sent is not None and np.array_equal(wishes, sent)):
+                continue
+            landing.wishes[place].array[:] = self._sent[place] = wishes
+            self._device.upload(stream, buffer, landing.wishes[place], len(wishes))
+
+    def download(self, stream: Stream, plan: StepPlan) -> None:
+        """Enqueue the copies of the records, as long as they can be."""
+        landing = self._ring[plan.step_id % len(self._ring)]
+        for place, (size, record) in enumerate(((_window(plan), self._window), (_prompt(plan), self._prompt))):
+            if size is not None:
+                words = record_words(size[0], self._limits.window if place == 0 else 1, size[1])
+                self._device.download(stream, landing.records[place], record.record, words)
+
+    def collect(self, plan: StepPlan) -> tuple[LogprobBlock | None, LogprobBlock | None]:
+        """Decode the records of a step whose event has completed: of its tokens, and of prompt tokens. Raises `RecordError`."""
+        landing, limits = self._ring[plan.step_id % len(self._ring)], self._limits
+        blocks: list[LogprobBlock | None] = []
+        kinds = ((_window(plan), Flag.TARGET, limits.window), (_prompt(plan), Flag.PROMPT, 1))
+        for staging, (size, flag, width) in zip(landing.records, kinds, strict=True):
+            if size is None:
+                blocks.append(None)
+                continue
+            words = staging.array[: record_words(size[0], width, size[1])]
+            blocks.append(
+                decode_logprobs(
+                    words, flag=flag, columns=size[1], width=width, most=size[0], max_seqs=limits.max_seqs,
+                    vocab=limits.vocab_size,
+                )
+            )  # fmt: skip
+        return blocks[0], blocks[1]
+
+
+def _window(plan: StepPlan) -> tuple[int, int] | None:
+    """Entries and columns of the record of a step's tokens."""
+    if plan.num_top is None:
+        return None
+    wanted = plan.num_top[plan.slots]
+    return int((wanted >= 0).sum()), int(wanted.max()) + 1
+
+
+def _prompt(plan: StepPlan) -> tuple[int, int] | None:
+    """Entries at most, and columns, of the record of prompt tokens."""
+    if plan.prompt_top is None:
+        return None
+    return plan.num_prompt_rows, int(plan.prompt_top[plan.slots].max()) + 1

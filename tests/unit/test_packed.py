@@ -1,0 +1,187 @@
+"""Packed records: what fits comes back as it was, what does not fit is refused, and nothing is misread silently.
+
+The word with flag and columns is held against its borders; records that the reference's kernel packs are decoded, then damaged
+in every word of their header and at random in their body.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from polydraft.contracts.layout import MAX_COLUMNS, LogprobHeader, record_words
+from polydraft.errors import RecordError
+from polydraft.reference.logprobs import KERNELS
+from polydraft.runtime.packed import LogprobBlock, decode_logprobs, pack_word, unpack_word
+from polydraft.sentinels import NO_TOKEN
+
+VOCAB = 50
+
+
+# -- the first word -----------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("flag", [0, 1, 3, 254, 255])
+@pytest.mark.parametrize("columns", [0, 1, 255, 256, 65534, 65535])
+def test_a_word_comes_back(flag: int, columns: int) -> None:
+    assert unpack_word(pack_word(flag, columns)) == (flag, columns)
+
+
+@pytest.mark.parametrize(("flag", "columns"), [(256, 0), (-1, 1), (3, 65536), (3, -1), (1 << 31, 1), (0, 1 << 24)])
+def test_what_has_no_room_is_refused(flag: int, columns: int) -> None:
+    with pytest.raises(RecordError, match="a record has"):
+        pack_word(flag, columns)
+
+
+@pytest.mark.parametrize("word", [-1, 1 << 24, (1 << 31) - 1, -(1 << 31)])
+def test_a_word_with_other_bits_is_refused(word: int) -> None:
+    with pytest.raises(RecordError, match="first word"):
+        unpack_word(word)
+
+
+@given(st.integers(-(1 << 31), (1 << 31) - 1))
+def test_every_word_is_refused_or_unambiguous(word: int) -> None:
+    try:
+        flag, columns = unpack_word(word)
+    except RecordError:
+        assert not 0 <= word < 1 << 24
+    else:
+        assert pack_word(flag, columns) == word
+
+
+# -- records of log probabilities ---------------------------------------------------------------------------------------
+class Packed:
+    """A batch, the record that the reference packs of it, and how it is read."""
+
+    def __init__(self, seed: int, *, size: int = 5, width: int = 3, columns: int = 4, flag: int = 3, spare: int = 6) -> None:
+        rng = np.random.default_rng(seed)
+        self.order = rng.permutation(size).astype(np.int32)
+        self.num_top = rng.integers(-1, columns, size).astype(np.int32)
+        self.a = SimpleNamespace(
+            slot_order=self.order, num_top=self.num_top, ids=rng.integers(0, VOCAB, (size, width, columns)).astype(np.int32),
+            logprobs=-rng.exponential(3, (size, width, columns)).astype(np.float32),
+            ranks=rng.integers(1, VOCAB, (size, width)).astype(np.int32),
+            extra=rng.integers(-1, width, size).astype(np.int32),
+            drafts=rng.integers(0, VOCAB, (size, max(width - 1, 1))).astype(np.int32),
+            draft_logprobs=-rng.exponential(3, (size, max(width - 1, 1))).astype(np.float32), flag=flag,
+            record=np.full(record_words(size, width, columns) + spare, 0x5A5A5A5A, np.int32),
+        )  # fmt: skip
+        KERNELS["pack_logprobs"](self.a, None)(size)  # type: ignore[arg-type]
+        self.wanting = [i for i, slot in enumerate(self.order) if self.num_top[slot] >= 0]
+        self.columns = int(self.num_top.max()) + 1
+        self.read: dict[str, Any] = {
+            "flag": flag, "columns": self.columns, "width": width, "most": size, "max_seqs": size, "vocab": VOCAB,
+        }  # fmt: skip
+
+    def decode(self, **changes: Any) -> LogprobBlock:
+        return decode_logprobs(self.a.record, **{**self.read, **changes})
+
+
+@given(
+    seed=st.integers(0, 2**32 - 1), size=st.integers(1, 9), width=st.integers(1, 7), columns=st.integers(1, 40),
+    flag=st.sampled_from([0, 3, 254, 255]),
+)  # fmt: skip
+def test_a_record_comes_back(seed: int, size: int, width: int, columns: int, flag: int) -> None:
+    """Nothing bounds sequences, tokens or columns but the buffers: the record has exactly what was asked for."""
+    p = Packed(seed, size=size, width=width, columns=columns, flag=flag)
+    block = p.decode()
+    assert block.slots.tolist() == p.order[p.wanting].tolist()
+    assert block.extra.tolist() == p.a.extra[p.wanting].tolist()
+    np.testing.assert_array_equal(block.ranks, p.a.ranks[p.wanting])
+    np.testing.assert_array_equal(block.ids, p.a.ids[p.wanting][..., : p.columns])
+    np.testing.assert_array_equal(block.logprobs, p.a.logprobs[p.wanting][..., : p.columns])
+    for entry, i in enumerate(p.wanting):
+        drafted = max(int(p.a.extra[i]), 0)
+        assert block.drafts[entry].tolist() == [*p.a.drafts[p.order[i], :drafted], *[NO_TOKEN] * (width - drafted)]
+        np.testing.assert_array_equal(block.draft_logprobs[entry, :drafted], p.a.draft_logprobs[p.order[i], :drafted])
+    untouched = p.a.record[record_words(len(p.wanting), width, p.columns) :]
+    assert (untouched == 0x5A5A5A5A).all(), "the kernel wrote behind its record"
+
+
+def test_the_most_columns_that_a_record_can_have() -> None:
+    p = Packed(1, size=1, width=1, columns=MAX_COLUMNS)
+    p.num_top[:] = MAX_COLUMNS - 1
+    p.a.ids[:] = 7
+    KERNELS["pack_logprobs"](p.a, None)(1)  # type: ignore[arg-type]
+    block = p.decode(columns=MAX_COLUMNS)
+    assert block.ids.shape == (1, 1, MAX_COLUMNS)
+    assert (block.ids == 7).all()
+
+
+@pytest.mark.parametrize("size", [256, 257, 512, 513])
+def test_no_batch_is_cut(size: int) -> None:
+    """The fixed records that this one replaces ended at 256 and 512 slots."""
+    p = Packed(2, size=size, columns=2)
+    assert len(p.decode().slots) == len(p.wanting) > size // 2
+
+
+@given(seed=st.integers(0, 50), word=st.sampled_from(list(LogprobHeader)), bit=st.integers(0, 31))
+def test_a_damaged_header_is_refused(seed: int, word: LogprobHeader, bit: int) -> None:
+    p = Packed(seed)
+    p.a.record.view(np.uint32)[word] ^= np.uint32(1 << bit)
+    with pytest.raises(RecordError):
+        p.decode()
+
+
+@given(seed=st.integers(0, 50), place=st.integers(0, 10_000), value=st.integers(-(1 << 31), (1 << 31) - 1))
+def test_a_damaged_body_is_refused_or_within_bounds(seed: int, place: int, value: int) -> None:
+    p = Packed(seed)
+    size = int(p.a.record[LogprobHeader.NUM_WORDS])
+    if size == len(LogprobHeader):
+        return
+    p.a.record[len(LogprobHeader) + place % (size - len(LogprobHeader))] = value
+    try:
+        block = p.decode()
+    except RecordError:
+        return
+    assert ((block.slots >= 0) & (block.slots < 5)).all()
+    assert ((block.ids >= NO_TOKEN) & (block.ids < VOCAB)).all()
+    assert ((block.ranks >= 0) & (block.ranks <= VOCAB)).all()
+    assert (block.logprobs <= 1e-3).all()
+    assert (block.draft_logprobs <= 1e-3).all()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"flag": 4}, {"columns": 9}, {"width": 4}, {"most": 1}, {"max_seqs": 2}, {"vocab": 3}],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_what_was_not_asked_for_is_refused(changes: dict[str, int]) -> None:
+    with pytest.raises(RecordError):
+        Packed(3).decode(**changes)
+
+
+@given(st.integers(0, 200))
+def test_a_cut_record_is_refused(length: int) -> None:
+    p = Packed(4)
+    size = int(p.a.record[LogprobHeader.NUM_WORDS])
+    if length >= size:
+        return
+    with pytest.raises(RecordError):
+        decode_logprobs(p.a.record[:length], **p.read)
+
+
+def test_a_record_of_other_numbers_is_refused() -> None:
+    p = Packed(5)
+    for words in (p.a.record.astype(np.int64), p.a.record.reshape(1, -1)):
+        with pytest.raises(RecordError, match="wanted at least"):
+            decode_logprobs(words, **p.read)
+
+
+@pytest.mark.parametrize("value", [np.nan, 0.5, np.inf])
+def test_a_number_that_is_no_log_probability_is_refused(value: float) -> None:
+    p = Packed(6)
+    p.a.logprobs[p.wanting[0], 0, 0] = value
+    KERNELS["pack_logprobs"](p.a, None)(5)  # type: ignore[arg-type]
+    with pytest.raises(RecordError, match="NaN or above 0"):
+        p.decode()
+
+
+def test_minus_infinity_is_a_log_probability() -> None:
+    p = Packed(7)
+    p.a.logprobs[p.wanting[0], 0, 0] = -np.inf
+    KERNELS["pack_logprobs"](p.a, None)(5)  # type: ignore[arg-type]
+    assert p.decode().logprobs[0, 0, 0] == -np.inf

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ import pytest
 
 from polydraft import Engine, SamplingParams
 from polydraft.device import DeviceCounters
+from polydraft.runtime.plan import StepPlan
+from polydraft.runtime.runner import Runner, Ticket
 from tests.support.runs import engine
 
 COMMITTED = Path(__file__).with_name("counters.json")
@@ -98,6 +101,39 @@ def test_the_numbers_say_what_they_must() -> None:
         assert (step["host_syncs"], step["downloads"], step["uploads"], step["allocations"]) == (1, 1, 0, 0), kind
         assert (run["host_syncs"], run["allocations"]) == (run["steps"], 0), kind
         assert parts["construction"]["launches"] == 0, kind
+
+
+# -- these tests can fail --------------------------------------------------------------------------
+def launch_twice(runner: Runner) -> None:
+    """The first launch of the target's program, which packs rows, once more for no row."""
+    call, _ = runner.programs["greedy"]["target"].calls[0]
+    call(runner.device.stream, 0)
+
+
+WASTES: dict[str, tuple[Callable[[Runner], object], set[str]]] = {
+    "a launch": (launch_twice, {"launches"}),
+    "a wait": (lambda runner: runner.device.synchronize(), {"host_syncs"}),
+    "a copy": (
+        lambda runner: runner.device.upload(runner.device.stream, runner.step.slot_order, runner.stage._ring[0].slot_order, 3),
+        {"uploads", "bytes_uploaded"},
+    ),
+    "an allocation": (lambda runner: runner.device.empty("temporary", (2,), "i32"), {"allocations", "bytes_allocated"}),
+}
+"""What a step might do too much, and the counters that tell."""
+
+
+@pytest.mark.parametrize("waste", WASTES)
+def test_one_too_many_shows(waste: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    launch, (extra, told) = Runner.launch, WASTES[waste]
+
+    def wasteful(self: Runner, plan: StepPlan) -> Ticket:
+        extra(self)
+        return launch(self, plan)
+
+    monkeypatch.setattr(Runner, "launch", wasteful)
+    committed = json.loads(COMMITTED.read_text(encoding="utf-8"))[name("greedy", 0)]["steady step"]
+    _, step = steady_step("greedy", 0)
+    assert {counter for counter in COUNTED if step[counter] != committed[counter]} == told
 
 
 if __name__ == "__main__":

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
+from polydraft import SamplingParams
 from polydraft.conformance.oracle.coupled import Sampling, coupled_rounds, gumbel, threefry
 from polydraft.conformance.oracle.rounds import greedy_rounds
+from tests.oracle.processing import ended_by_text, processed
 from tests.support import tiny
 
+Array = NDArray[Any]
 HALVES = np.log([0.125, 0.5, 0.0625, 0.25, 0.0625])
 """Easy probabilities; best first: tokens 1, 3, 0, then 2 and 4 equal."""
 
@@ -75,6 +81,52 @@ def test_tokens_are_drawn_with_their_probabilities() -> None:
 def test_what_a_float32_engine_may_decide_otherwise_is_not_clear(sampling: Sampling, logits: list[float], clear: bool) -> None:
     found = [sampling.choose(np.array(logits), position)[1] for position in range(60)]
     assert all(found) if clear else not all(found)
+
+
+@pytest.mark.parametrize(
+    ("out", "stop", "min_tokens", "end"),
+    [
+        ([7, 12, 3], ("w12",), 0, (2, "w7 ")),
+        ([7, 12, 3], ("w1",), 0, (2, "w7 ")),
+        ([7, 12, 3], ("w7 ",), 0, (2, "")),  # the space comes with the next word
+        ([7, 12, 3], ("2 w3", "7 w12"), 0, (2, "w")),
+        ([7, 12, 3], ("w3", "w7 w12 w"), 0, (3, "")),  # of two that end together the longer one
+        ([7, 12, 7], ("w7",), 1, (3, "w7 w12 ")),
+        ([7, 12, 7], ("w7 w1",), 2, None),
+        ([7, 0, 3], ("w3",), 0, (3, "w7 ")),
+        ([7, 12, 3], ("w4",), 0, None),
+    ],
+)
+def test_stop_strings_by_hand(out: list[int], stop: tuple[str, ...], min_tokens: int, end: tuple[int, str] | None) -> None:
+    assert ended_by_text(out, SamplingParams(stop=stop, min_tokens=min_tokens)) == end
+
+
+def test_processing_by_hand() -> None:
+    logits = np.array([0.5, 4.0, -2.0, 1.0, 3.0])
+    given = SamplingParams(
+        repetition_penalty=2.0, presence_penalty=0.5, frequency_penalty=0.25, logit_bias={3: 1.5}, bad_words=((1, 4), "w2"),
+        min_tokens=4, stop_token_ids=(3,),
+    )  # fmt: skip
+    # Of the prompt token 2 counts for repetition alone; 1 was generated twice, and 4 would end the word (1, 4).
+    assert processed(logits, [2], [1, 4, 1], given).tolist() == [-np.inf, 2 - 0.5 - 0.5, -np.inf, -np.inf, -np.inf]
+    assert processed(logits, [2], [1, 4, 1, 4], given).tolist() == [0.5, 1.0, -np.inf, 2.5, 1.5 - 0.5 - 0.5]
+
+
+def test_drafts_are_processed_with_the_drafts_before_them() -> None:
+    """Every token is forbidden once it stands in the text: then none comes twice, and drafts that knew less would be wrong."""
+    seen: list[int] = []
+
+    def once(logits: Array, known: Sequence[int]) -> Array:
+        seen.append(len(known))
+        return np.where(np.isin(np.arange(len(logits)), known), -np.inf, logits)
+
+    model, prompt = tiny.oracle("narrow"), [5, 9, 2]
+    replay = coupled_rounds(model, prompt, Sampling(), 3, 20, (), once)
+    assert len({*prompt, *replay.token_ids}) == 23
+    assert sum(replay.rounds) > 0
+    text = 20
+    rounds = [min(3, 19 - sum(replay.rounds[:i]) - i - 1) for i in range(len(replay.rounds))]
+    assert len(seen) == text + sum(rounds), "every draft is chosen from processed logits"
 
 
 @pytest.mark.parametrize("model", tiny.CONFIGS)

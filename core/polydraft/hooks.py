@@ -50,8 +50,11 @@ class RegisterFamily(Protocol):
 
 
 @hookspec(firstresult=True)
-def polydraft_backend_info() -> BackendInfo:  # type: ignore[empty-body]
+def polydraft_backend_info(spec: str) -> BackendInfo:  # type: ignore[empty-body]
     """Say who you are: name, version, device pattern, capabilities, contract versions, availability with a reason.
+
+    `spec` is the device that was asked for ("" means your default), for backends whose capabilities or evidence depend on it; the
+    others leave the argument out.
 
     Called once when the plugin is loaded, by an engine or by `doctor`, before any device is opened. Must be cheap: import no
     framework and touch no device; when a library or device is missing return `available=False` with one sentence that

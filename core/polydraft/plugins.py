@@ -7,6 +7,7 @@ naming plugin, hook and fix. It never loads what nobody named: an installed but 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -69,11 +70,12 @@ class Loaded:
     info: BackendInfo | None = None
 
     @classmethod
-    def from_entry(cls, role: Role, name: str) -> Loaded:
-        """Import the entry point `name` of the role's group. A backend must call itself by that name."""
+    def from_entry(cls, role: Role, name: str, spec: str = "") -> Loaded:
+        """Import the entry point `name` of the role's group. A backend must call itself by that name; `spec` is the device that
+        it is asked about."""
         plugin = load_entry(role.group, name)
         check_hooks(name, plugin, role)
-        info = _identity(name, plugin) if role is BACKEND else None
+        info = _identity(name, plugin, spec) if role is BACKEND else None
         if info is not None and info.name != name:
             raise PluginError(
                 f"plugin {name!r} ({origin(find(role.group)[name][0])}): polydraft_backend_info names it {info.name!r}, wanted "
@@ -82,7 +84,7 @@ class Loaded:
         return cls(name, role, origin(find(role.group)[name][0]), plugin, digest(plugin), info)
 
     @classmethod
-    def from_option(cls, where: str) -> Loaded:
+    def from_option(cls, where: str, spec: str = "") -> Loaded:
         """What `--plugin` names: a file, an installed extension, or a module. Hooks tell what a file or module is for."""
         if where in find(EXTENSIONS):
             return cls.from_entry(EXTENSION, where)
@@ -91,15 +93,15 @@ class Loaded:
         role = BACKEND if "polydraft_backend_info" in have else PACK if "polydraft_kernels" in have else EXTENSION
         name = Path(where).stem if where.endswith(".py") else where
         check_hooks(name, module, role)
-        info = _identity(name, module) if role is BACKEND else None
+        info = _identity(name, module, spec) if role is BACKEND else None
         return cls(info.name if info else name, role, where, module, digest(module), info)
 
     @classmethod
-    def from_object(cls, plugin: object) -> Loaded:
+    def from_object(cls, plugin: object, spec: str = "") -> Loaded:
         """Take a backend that is at hand already."""
         name = getattr(plugin, "__name__", type(plugin).__name__)
         check_hooks(name, plugin, BACKEND)
-        info = _identity(name, plugin)
+        info = _identity(name, plugin, spec)
         return cls(info.name, BACKEND, name, plugin, digest(plugin), info)
 
     def report(self) -> dict[str, str]:
@@ -127,12 +129,15 @@ class Plugins:
         packs: Sequence[str] = (),
         extensions: Sequence[str] = (),
         files: Sequence[str] = (),
+        device: str = "",
     ) -> Plugins:
-        """Load what was named and validate it. `backend` is an entry-point name, the name of a backend in `files`, or a plugin
-        object. `packs` are named likewise, in order of precedence; a pack in `files` that they leave out is enabled too,
-        without a place in the order. Raises `PluginError`."""
-        given = [Loaded.from_option(where) for where in files]
-        chosen = _pick(BACKEND, backend, given) if isinstance(backend, str) else Loaded.from_object(backend)
+        """Load what was named and validate it.
+
+        `backend` is an entry-point name, the name of a backend in `files`, or a plugin object; it is asked what it can do on
+        `device` ("": its default). `packs` are named likewise, in order of precedence; a pack in `files` that they leave out is
+        enabled too, without a place in the order. Raises `PluginError`."""
+        given = [Loaded.from_option(where, device) for where in files]
+        chosen = _pick(BACKEND, backend, given, device) if isinstance(backend, str) else Loaded.from_object(backend, device)
         ordered = [_pick(PACK, name, given) for name in packs]
         unordered = [one for one in given if one.role is PACK and one not in ordered]
         others = [Loaded.from_entry(EXTENSION, name) for name in extensions] + [one for one in given if one.role is EXTENSION]
@@ -250,18 +255,19 @@ def _named(name: str, hook: str) -> Iterator[None]:
         ) from error
 
 
-def _identity(name: str, plugin: Any) -> BackendInfo:
-    """Ask a backend, whose hooks are checked, who it is."""
+def _identity(name: str, plugin: Any, spec: str) -> BackendInfo:
+    """Ask a backend, whose hooks are checked, who it is on the device `spec`."""
     with _named(name, "polydraft_backend_info"):
-        info = plugin.polydraft_backend_info()
+        hook = plugin.polydraft_backend_info
+        info = hook(spec=spec) if inspect.signature(hook).parameters else hook()
     return check_info(name, plugin, info)
 
 
-def _pick(role: Role, name: str, given: Sequence[Loaded]) -> Loaded:
+def _pick(role: Role, name: str, given: Sequence[Loaded], spec: str = "") -> Loaded:
     """The plugin called `name` (or, from `--plugin`, located at it) for `role`."""
     mine = [one for one in given if one.role is role and name in {one.name, one.origin}]
     if not mine:
-        return Loaded.from_entry(role, name)
+        return Loaded.from_entry(role, name, spec)
     claims = [f"--plugin {one.origin}" for one in mine] + [origin(entry) for entry in find(role.group).get(name, ())]
     if len(claims) > 1:
         raise PluginError(f"the {role.noun} {name!r} comes from {' and from '.join(claims)}; leave out or rename all but one")

@@ -7,7 +7,7 @@ imported when a device is opened, not before.
 from __future__ import annotations
 
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from polydraft._version import __version__
 from polydraft.backend import BackendInfo, Capabilities
@@ -16,51 +16,69 @@ from polydraft.hooks import hookimpl
 if TYPE_CHECKING:
     from polydraft.backend import DeviceOptions, ForwardMeta, KernelTable, PassBuffers
     from polydraft.contracts.base import Limits
+    from polydraft.device import GraphCapture
     from polydraft_paddle.device import PaddleDevice
 
-CAPABILITIES = Capabilities(dtypes=("f32",), pool_temporaries=True)
+HOST = Capabilities(dtypes=("f32",), pool_temporaries=True)
+"""What the CPU place can do: everything has happened when a call returns."""
+QUEUED = Capabilities(dtypes=("f32",), asynchronous=True, graph_capture=True, pool_temporaries=True)
+"""What a place with streams can do. Whether its runtime offers graphs is seen when it is opened: `--graph off` does without."""
 CONTRACTS = (
     "update_slots", "update_tokens", "update_blocks", "update_biases", "update_bad_words", "reserve_blocks", "pack_rows",
     "pack_logit_rows", "embed", "rms_norm", "residual_add", "linear", "rope_kv_write", "paged_attention", "swiglu", "gather_rows",
     "process_logits", "argmax", "penalise_logits", "bias_logits", "forbid_tokens", "gumbel_noise", "sample", "uniform_noise",
     "filter_probs", "draw_draft", "force_choices", "verify_match", "verify_rejection", "commit_window", "snapshot_output",
     "pack_draft_rows", "begin_draft", "combine_draft_inputs", "select_last_rows", "advance_draft", "draft_ngram",
+    "align_drafts", "keep_logits", "top_logprobs", "draft_logprobs", "pack_logprobs", "pack_prompt_rows",
 )  # fmt: skip
 """What `table.py` serves, listed here because identity may not import Paddle."""
+EVIDENCE: dict[str, Literal["silicon", "custom device"]] = {"cpu": "silicon", "polyemu": "custom device"}
+"""What each kind of place was seen on; the others were never run by us."""
 
 
 @hookimpl
-def polydraft_backend_info() -> BackendInfo:
+def polydraft_backend_info(spec: str) -> BackendInfo:
     """Identity, and whether a usable Paddle is installed, without importing it."""
+    return describe("paddle", "portable Paddle operations: the CPU, and any place that Paddle knows", spec or "cpu")
+
+
+def describe(name: str, summary: str, spec: str) -> BackendInfo:
+    """The identity of a backend of this family called `name` on the place `spec`."""
     from polydraft.contracts import REGISTRY
     from polydraft_paddle.installation import unusable
 
     reason = unusable()
     return BackendInfo(
-        name="paddle",
+        name=name,
         version=__version__,
         package="polydraft",
         device_pattern="cpu, gpu:<index>, xpu:<index> or <custom device>:<index>",
-        summary="portable Paddle operations: the CPU, and any place that Paddle knows",
+        summary=summary,
         available=not reason,
         reason=reason,
         devices=() if reason else ("cpu",),
-        capabilities=CAPABILITIES,
-        evidence="silicon",
+        capabilities=HOST if spec == "cpu" else QUEUED,
+        evidence=EVIDENCE.get(spec.partition(":")[0], "double only"),
         contract_versions=MappingProxyType({name: REGISTRY[name].version for name in CONTRACTS}),
     )
 
 
 @hookimpl
 def polydraft_open_device(spec: str, options: DeviceOptions) -> PaddleDevice:
-    """Import Paddle and open the place."""
-    from polydraft_paddle.installation import import_paddle, refuse_unknown_place
+    """Import Paddle and open the place, with Paddle's fallback to CPU kernels off unless it is allowed."""
+    return open_place(spec or "cpu", options)
+
+
+def open_place(spec: str, options: DeviceOptions) -> PaddleDevice:
+    """Open the place `spec` for a backend of this family."""
+    from polydraft_paddle.installation import forbid_fallback, import_paddle, refuse_unknown_place
 
     import_paddle()
-    refuse_unknown_place(spec or "cpu")
+    refuse_unknown_place(spec)
+    forbid_fallback()
     from polydraft_paddle.device import PaddleDevice
 
-    return PaddleDevice(spec or "cpu", dtype=options.dtype)
+    return PaddleDevice(spec, dtype=options.dtype)
 
 
 @hookimpl
@@ -69,6 +87,14 @@ def polydraft_kernels(device: PaddleDevice) -> KernelTable:
     from polydraft_paddle.table import PaddleTable
 
     return PaddleTable(device)
+
+
+@hookimpl
+def polydraft_graph_capture(device: PaddleDevice) -> GraphCapture:
+    """Paddle's own graphs; `DeviceError` where the place has none."""
+    from polydraft_paddle.graph import open_capture
+
+    return open_capture(device)
 
 
 @hookimpl

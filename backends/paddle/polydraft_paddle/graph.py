@@ -16,11 +16,14 @@ if TYPE_CHECKING:
     from polydraft_paddle.device import PaddleDevice
 
 
-def offers_graphs() -> bool:
-    """Whether the imported Paddle can capture on the place that is current; decided once, when its module is imported."""
+def open_capture(device: PaddleDevice) -> PaddleGraphCapture:
+    """The capture facility of a device; `DeviceError` where its place offers no graphs, which Paddle decides when its module of
+    graphs is imported."""
     from paddle.device.cuda import graphs
 
-    return bool(graphs.is_cuda_graph_supported())
+    if not graphs.is_cuda_graph_supported():
+        raise DeviceError(f"Paddle offers no graphs on {device.spec}; use --graph off")
+    return PaddleGraphCapture(device)
 
 
 class PaddleGraph:
@@ -64,7 +67,9 @@ class PaddleGraphCapture:
                 self._device.capturing = False
                 graph.capture_end()
         except (RuntimeError, OSError, ValueError) as error:
-            raise DeviceError(f"device {self._device.spec} could not capture a step: {_first_line(error)}; use --graph off") from error
+            raise DeviceError(
+                f"device {self._device.spec} could not capture a step: {_first_line(error)}; use --graph off"
+            ) from error
         captured = PaddleGraph(graph, self._device)
         self._device.graphs.append(captured)
         return captured

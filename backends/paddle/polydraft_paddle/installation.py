@@ -69,6 +69,13 @@ def import_paddle() -> None:
     logging.getLogger("paddle").setLevel(logging.ERROR)
 
 
+def forbid_fallback() -> None:
+    """Have Paddle refuse an operation that a place has no kernel for, instead of quietly copying it to the CPU and back."""
+    import paddle
+
+    paddle.set_flags({"FLAGS_enable_api_kernel_fallback": False})
+
+
 def places() -> tuple[str, ...]:
     """The places that the imported Paddle can open, in its own words."""
     import paddle

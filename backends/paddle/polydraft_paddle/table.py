@@ -66,9 +66,9 @@ class PaddleCache:
 
 def kernels() -> dict[str, Kernel]:
     """Contract name to kernel."""
-    from polydraft_paddle.kernels import numeric, processing, rejection, state
+    from polydraft_paddle.kernels import logprobs, numeric, processing, rejection, state
 
-    return {**state.KERNELS, **numeric.KERNELS, **processing.KERNELS, **rejection.KERNELS}
+    return {**state.KERNELS, **numeric.KERNELS, **processing.KERNELS, **rejection.KERNELS, **logprobs.KERNELS}
 
 
 class PaddleTable:

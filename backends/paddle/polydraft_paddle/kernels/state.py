@@ -88,13 +88,13 @@ def reserve_blocks(a: Any, n: int) -> None:
     write_where(a.phase, named, paddle.gather(settled, row))
 
 
-def _offsets(lengths: Tensor, start: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Of `count` packed rows: which carry something, the sequence of each, its offset there; and where sequences start."""
+def offsets(lengths: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Of `count` packed rows: which carry something, the sequence of each, its offset there; and where each sequence starts."""
     ends = paddle.cumsum(lengths, dtype="int32")
-    put(start, ends - lengths)
+    start = ends - lengths
     rows = numbers(count, lengths)
     sequence = paddle.clip(paddle.searchsorted(ends, rows, out_int32=True, right=True), max=lengths.shape[0] - 1)
-    return rows < ends[-1:], sequence, rows - paddle.gather(start, sequence), ends
+    return rows < ends[-1:], sequence, rows - paddle.gather(start, sequence), start
 
 
 def pack_rows(a: Any, limits: Limits) -> Run:
@@ -107,7 +107,8 @@ def pack_rows(a: Any, limits: Limits) -> Run:
         decode, prefill = (phase == DECODE) & (slots >= 0), (phase == PREFILL) & (slots >= 0)
         wanted = choose(decode, at(a.draft_len, slots) + 1, 0) + choose(prefill, at(a.prefill_len, slots) - kv_len, 0)
         put(a.seq_len, paddle.minimum(wanted, choose(slots >= 0, a.seq_rows, 0)))
-        valid, sequence, offset, _ = _offsets(a.seq_len, a.seq_start, max(n, 1))
+        valid, sequence, offset, start = offsets(a.seq_len, max(n, 1))
+        put(a.seq_start, start)
         if not n:
             return
         slot, decoding = paddle.gather(slots, sequence), paddle.gather(decode, sequence)
@@ -133,7 +134,8 @@ def pack_logit_rows(a: Any, limits: Limits) -> Run:
         last = last & (prefill_len == at(a.prompt_len, slots) + at(a.num_generated, slots))
         length = paddle.where(phase == DECODE, seq_len, last.astype("int32"))
         put(a.logit_len, choose(slots >= 0, length, 0))
-        valid, sequence, offset, _ = _offsets(a.logit_len, a.logit_start, max(n, 1))
+        valid, sequence, offset, start = offsets(a.logit_len, max(n, 1))
+        put(a.logit_start, start)
         if not n:
             return
         # Offset of a logit row within its sequence's rows: a prefill's single one is the last.
@@ -300,7 +302,30 @@ def draft_ngram(a: Any, n: int) -> None:
     columns = numbers(width, slots).unsqueeze(0)
     rows = numbers(n, slots).unsqueeze(1).expand([n, width])
     drafts = pick(text, rows, follows.unsqueeze(1) + columns)
+    _file_drafts(a, slots, drafts, found)
+
+
+def align_drafts(a: Any, n: int) -> None:
+    """All drafting slots at once: guess and text compared place by place, then shifted by what has become known."""
+    slots = a.draft_slot[:n]
+    rows = numbers(n, slots).unsqueeze(1)
+    width, places = a.drafts.shape[1], numbers(a.guess.shape[1], slots).unsqueeze(0)
+    start, size = a.guess_start[:n].unsqueeze(1), a.guess_len[:n].unsqueeze(1)
+    new = (at(a.prompt_len, slots) + at(a.num_generated, slots)).unsqueeze(1) - start
+    text = pick(a.tokens, paddle.clip(slots, min=0).unsqueeze(1).expand([n, a.guess.shape[1]]), start + places)
+    wrong = (places < paddle.minimum(new, size)) & (text != a.guess[:n])
+    holds = (slots >= 0) & (new.squeeze(1) >= 0) & ~wrong.any(axis=1)
+    left = paddle.clip(paddle.minimum(a.draft_budget[:n], (size - new).squeeze(1)), min=0)
+    found = choose(holds, left, 0)
+    columns = numbers(width, slots).unsqueeze(0)
+    drafts = pick(a.guess[:n], rows.expand([n, width]), new + columns)
+    _file_drafts(a, slots, drafts, found)
+
+
+def _file_drafts(a: Any, slots: Tensor, drafts: Tensor, found: Tensor) -> None:
+    """Write the first `found` [n] of `drafts` [n, K] to the slots of their sequences."""
     named, row = owners(slots, a.draft_len.shape[0])
+    columns = numbers(drafts.shape[1], slots).unsqueeze(0)
     kept = named.unsqueeze(1) & (columns < paddle.gather(found, row).unsqueeze(1))
     write_where(a.drafts, kept, paddle.gather(drafts, row))
     write_where(a.draft_len, named, paddle.gather(found, row))
@@ -312,6 +337,7 @@ KERNELS: dict[str, Kernel] = {
     **{function.__name__: plain(function) for function in (
         update_slots, update_tokens, update_blocks, update_biases, update_bad_words, reserve_blocks, force_choices, verify_match,
         commit_window, snapshot_output, pack_draft_rows, begin_draft, advance_draft, draft_ngram,
+        align_drafts,
     )},
 }  # fmt: skip
 """Contract name to kernel."""

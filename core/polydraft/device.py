@@ -136,6 +136,19 @@ class Device(Protocol):
         """Free everything. A closed device raises `DeviceError` on use."""
 
 
+class ManyStreams(Protocol):
+    """What a device adds to `Device` that runs more than one stream side by side; core asks for it by `further_stream`."""
+
+    def make_stream(self, name: str) -> Stream:
+        """A further stream, when the engine is built. Its copies may run while the compute stream is busy."""
+
+
+def further_stream(device: Device, name: str) -> Stream:
+    """A stream beside the compute stream, or the compute stream itself on devices that have no other."""
+    make: Callable[[str], Stream] | None = getattr(device, "make_stream", None)
+    return make(name) if make is not None else device.stream
+
+
 class Graph(Protocol):
     """A captured run of launches over fixed buffers."""
 

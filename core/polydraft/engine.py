@@ -354,6 +354,11 @@ class Engine:
         return load_weights(self._checkpoint, model, table)
 
     @property
+    def model_path(self) -> Path:
+        """Directory of the checkpoint."""
+        return self._checkpoint.path
+
+    @property
     def description(self) -> ModelDescription:
         """The model that is loaded."""
         return self.model

@@ -23,6 +23,9 @@ HOST, DEVICE = 1, 2
 """The two sides of a timeline; process ids in a file."""
 ROOMS = ("plan", "upload", "launch", "wait", "collect", "commit", "output")
 """Host rooms of a step. `launch` encloses `upload`, `collect` (decoding the snapshot) the `wait` for it."""
+INPUTS = "inputs"
+"""The room of steps that meet host inputs in their middle: the step before collected, the arrays filled, the second half
+launched."""
 EXACT, BOUND = "exact: a synchronous device", "from launch to snapshot: an upper bound"
 """What is said of device times that are no device's own."""
 TOLERANCE_S = 1e-9

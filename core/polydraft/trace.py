@@ -16,6 +16,7 @@ from polydraft.timeline import (
     BOUND,
     EXACT,
     HOST,
+    INPUTS,
     Recording,
     Span,
     Timeline,
@@ -58,6 +59,8 @@ class Recorder:
         self._wrap(engine.scheduler, "plan", self._planned)
         self._wrap(runner, "launch", self._timed_call("room", "launch"))
         self._wrap(runner.stage, "upload", self._timed_call("room", "upload"))
+        if runner.inputs.splits:
+            self._wrap(engine, "supply", self._timed_call("room", INPUTS, lambda ticket: ticket.plan.step_id))
         self._wrap(runner, "collect", self._timed_call("room", "collect", lambda ticket: ticket.plan.step_id))
         self._replace(runner, "_outputs", [(staging, _TimedEvent(event, self)) for staging, event in runner._outputs])
         self._wrap(engine, "apply", self._timed_call("room", "commit", lambda plan, outcome: plan.step_id))
@@ -68,6 +71,7 @@ class Recorder:
         copies = _TimedCopies(runner.device, self)
         self._replace(runner, "device", copies)
         self._replace(runner.stage, "_device", copies)
+        self._replace(runner.inputs, "_device", copies)
         self._wrap(runner, "rebind", self._rebound)
         self._trace_programs()
         self._undo.append(lambda: setattr(runner, "programs", self._bare))

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from polydraft.timeline import DEVICE, EXACT, HOST, ROOMS, Recording, Span
+from polydraft.timeline import DEVICE, EXACT, HOST, INPUTS, ROOMS, Recording, Span
 
 OTHER = "other"
 """What a step takes on the host outside of every room: queues, the totals, the wrappers of the recording."""
@@ -71,7 +71,7 @@ def host_seconds(recording: Recording) -> dict[int, dict[str, float]]:
         if span.kind != "call":
             steps[span.step][_room(span)] += span.seconds
             open_spans.append(span)
-    order = (*ROOMS, OTHER)
+    order = (*ROOMS, INPUTS, OTHER)
     return {
         step: {room: rooms[room] for room in order if room in rooms}
         for step, rooms in sorted(steps.items())
@@ -98,7 +98,7 @@ def by_room(steps: Mapping[int, Mapping[str, float]]) -> dict[str, Quantiles]:
     """Quantiles of each room over the steps that have it, in order of the rooms; seconds."""
     return {
         room: Quantiles.of(values)
-        for room in (*ROOMS, OTHER)
+        for room in (*ROOMS, INPUTS, OTHER)
         if (values := [rooms[room] for rooms in steps.values() if room in rooms])
     }
 

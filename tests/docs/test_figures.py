@@ -59,7 +59,7 @@ def test_the_result_says_what_a_figure_must_say():
 @pytest.fixture(scope="module")
 def demo_run() -> tuple[RequestOutput, list[str]]:
     """The run of the picture, whose every choice is clear in float64, and its tokens as text."""
-    llm = LLM(draft_tokens=3)
+    llm = LLM(backend="reference", draft_tokens=3)
     (output,) = llm.generate("def fibonacci(n):")
     tokens = [llm.engine.tokenizer.decode([token_id]) for token_id in output.token_ids]
     llm.close()
@@ -124,7 +124,7 @@ def refused(**options: Any) -> str:
     with Checkpoint(demo_model_path()) as checkpoint:
         model, _ = FamilyRegistry().describe(checkpoint)
     try:
-        resolve(EngineConfig(**options), Plugins.load("reference").info(), model, proposers=tuple(built_in().names()))
+        resolve(EngineConfig(**options), Plugins.load("reference").info(), model, proposers=built_in().needs())
     except CapabilityError as error:
         return str(error)
     return ""

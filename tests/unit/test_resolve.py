@@ -12,6 +12,7 @@ from polydraft.backend import BackendInfo
 from polydraft.config import EngineConfig
 from polydraft.errors import CapabilityError
 from polydraft.models.description import Attention, Block, FeedForward, ModelDescription, Mtp, Rope
+from polydraft.runtime.host_inputs import Needs
 from polydraft.runtime.resolve import CACHE_BUDGET, MAX_DRAFTS, Resolved, resolve
 from tests.support import tiny
 from tests.support.plugin_doubles import info
@@ -23,11 +24,11 @@ MODEL = ModelDescription(
     max_model_len=128, mtp=HEAD,
 )  # fmt: skip
 PLAIN = dataclasses.replace(MODEL, mtp=None, mtp_note="config.json names no MTP layers")
-PROPOSERS = ("mtp", "none", "shy")
+PROPOSERS: dict[str, Needs] = {"mtp": "none", "none": "none", "shy": "none"}
 
 
 def run(
-    *, model: ModelDescription = MODEL, backend: BackendInfo | None = None, proposers: tuple[str, ...] = PROPOSERS, **wishes: Any
+    *, model: ModelDescription = MODEL, backend: BackendInfo | None = None, proposers: dict[str, Needs] = PROPOSERS, **wishes: Any
 ) -> Resolved:
     return resolve(EngineConfig(**wishes), backend or info("chip"), model, proposers=proposers)
 
@@ -141,7 +142,7 @@ def test_auto_blocks_keep_to_the_budget_but_hold_one_request():
 
 @pytest.mark.parametrize("drafts", [0, 3])
 def test_estimate_of_the_caches_is_what_they_take(drafts: int):
-    llm = LLM(model=str(tiny.checkpoint("narrow")), draft_tokens=drafts, max_num_seqs=2)
+    llm = LLM(model=str(tiny.checkpoint("narrow")), backend="reference", draft_tokens=drafts, max_num_seqs=2)
     runner: Any = llm.engine.runner
     caches = [*runner.caches, *([runner.proposer._cache] if drafts else [])]
     assert llm.engine.resolved.describe()["kv_cache_bytes"] == sum(cache.nbytes for cache in caches)
@@ -170,6 +171,50 @@ def test_synthetic_acceptance_is_as_long_as_there_are_drafts_and_says_what_it_is
     assert resolved.accept_schedule == (0.9, 0.5)
     assert "the text means nothing" in reason(resolved, "accept_schedule")
     assert run().accept_schedule == ()
+
+
+FEATURES: list[tuple[dict[str, Needs], int, str]] = [
+    ({"a": "none", "b": "upper_bound_lengths"}, 1, "launches return before they have run"),
+    ({"a": "none", "grammar": "previous_tokens"}, 1, "grammar needs previous_tokens, so a step is launched in two halves and at"),
+    ({"grammar": "previous_tokens", "lengths": "exact_lengths"}, 0, "none: lengths needs exact_lengths, so each step waits"),
+]
+
+
+@pytest.mark.parametrize(("features", "depth", "said"), FEATURES, ids=["nothing", "halves", "all"])
+def test_what_a_feature_needs_may_cost_overlap_and_says_so(features: dict[str, Needs], depth: int, said: str) -> None:
+    resolved = resolve(EngineConfig(), info("chip", asynchronous=True), MODEL, proposers=PROPOSERS, features=features)
+    assert resolved.overlap == depth
+    assert said in reason(resolved, "overlap")
+
+
+def test_a_proposer_of_the_host_counts_as_a_feature_only_where_it_is_chosen() -> None:
+    known: dict[str, Needs] = {**PROPOSERS, "host": "exact_lengths"}
+    given = info("chip", asynchronous=True), MODEL
+    assert resolve(EngineConfig(), *given, proposers=known).overlap == 1
+    chosen = resolve(EngineConfig(proposer="host"), *given, proposers=known)
+    assert chosen.overlap == 0
+    assert "proposer host needs exact_lengths" in reason(chosen, "overlap")
+
+
+@pytest.mark.parametrize("overlap", [1, 2])
+def test_overlap_that_a_feature_cannot_have_is_refused(overlap: int) -> None:
+    given = EngineConfig(overlap=overlap), info("chip", asynchronous=True), MODEL
+    with pytest.raises(
+        CapabilityError, match=rf"--overlap {overlap}: lengths needs exact_lengths of the step before; use --over"
+    ):
+        resolve(*given, proposers=PROPOSERS, features={"lengths": "exact_lengths"})
+    taken = resolve(*given, proposers=PROPOSERS, features={"grammar": "previous_tokens"})
+    assert taken.overlap == overlap
+    assert "grammar needs previous_tokens" in reason(taken, "overlap")
+
+
+def test_data_in_the_middle_of_a_step_is_a_capability() -> None:
+    backend = info("chip", asynchronous=True, host_inputs=False)
+    with pytest.raises(
+        CapabilityError, match=r"grammar needs previous_tokens, but backend chip takes no data in the middle of a s"
+    ):
+        resolve(EngineConfig(), backend, MODEL, proposers=PROPOSERS, features={"grammar": "previous_tokens"})
+    assert resolve(EngineConfig(), backend, MODEL, proposers=PROPOSERS, features={"x": "exact_lengths"}).overlap == 0
 
 
 # -- refusals --------------------------------------------------------------------------------------
@@ -293,7 +338,7 @@ def test_same_input_gives_the_same_output_and_is_left_alone():
 
 
 def test_decisions_are_those_of_the_engine():
-    llm = LLM(model=str(tiny.checkpoint("narrow")), max_num_seqs=2, block_size=4)
+    llm = LLM(model=str(tiny.checkpoint("narrow")), backend="reference", max_num_seqs=2, block_size=4)
     resolved, engine = llm.engine.resolved, llm.engine
     assert engine.runner.limits == engine.scheduler.limits == resolved.limits
     assert (engine.ledger.num_blocks, engine.ledger.block_size) == (resolved.limits.num_blocks, 4)

@@ -42,7 +42,7 @@ ENGINES: list[dict[str, Any]] = [
     {"verify": "coupled", "draft_tokens": 2, "accept_schedule": (0.5, 0.5)},
     {"verify": "rejection", "draft_tokens": 2},
     {"proposer": "ngram", "draft_tokens": 2},
-    {"proposer": "host-suffix", "draft_tokens": 2, "plugins": ("tests.support.host_features",)},
+    {"proposer": "host-suffix", "draft_tokens": 2, "backend": "reference", "plugins": ("tests.support.host_features",)},
     {"draft_tokens": 2, "logprobs": 1},
 ]
 """Engines whose programs together launch every contract that the runtime knows."""

@@ -17,6 +17,7 @@ from polydraft.device import Buffer, Device
 from polydraft.errors import ConfigError
 from polydraft.models.description import ModelDescription
 from polydraft.runtime.buffers import Scratch, SlotState, StepBuffers
+from polydraft.runtime.host_inputs import Needs
 from polydraft.runtime.program import ProgramBuilder
 
 ChooseTokens = Callable[..., None]
@@ -65,7 +66,10 @@ class Proposer(Protocol):
     """Drafts for every scheduled slot, in place on the device.
 
     One whose every draft comes from `choose` may set `soft = True`: under rejection verification a draft is then held against
-    the distribution it was drawn from. Any other draft counts as certain, which is as lossless but accepts less."""
+    the distribution it was drawn from. Any other draft counts as certain, which is as lossless but accepts less.
+
+    One that drafts on the host has `features`, a tuple of `HostFeature`s (`polydraft.runtime.host_inputs`), and its factory an
+    attribute `needs`, the most demanding of theirs."""
 
     @property
     def name(self) -> str: ...
@@ -92,6 +96,11 @@ class ProposerRegistry:
         if name in self._factories:
             raise ConfigError(f"proposer {name!r} is registered by {self._factories[name][1]} and by {plugin}; rename one")
         self._factories[name] = (factory, plugin)
+
+    def needs(self) -> dict[str, Needs]:
+        """Registered names, in order of registration, and what each needs to know before it can draft: its factory's `needs`,
+        "none" where there is no such attribute."""
+        return {name: getattr(factory, "needs", "none") for name, (factory, _) in self._factories.items()}
 
     def names(self) -> list[str]:
         """Registered names, in order of registration."""

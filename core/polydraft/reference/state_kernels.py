@@ -339,12 +339,31 @@ def draft_ngram(a: Any, n: int) -> None:
     a.draft_len[slots] = found
 
 
+def align_drafts(a: Any, n: int) -> None:
+    """All drafting slots at once: guess and text compared place by place, then shifted by what has become known."""
+    rows = (a.draft_slot[:n] >= 0).nonzero()[0]
+    if not rows.size:
+        return
+    slots = a.draft_slot[rows]
+    start, size = a.guess_start[rows][:, None], a.guess_len[rows][:, None]
+    new = (a.prompt_len[slots] + a.num_generated[slots])[:, None] - start
+    place = np.arange(a.guess.shape[1])
+    text = a.tokens[slots[:, None], np.minimum(start + place, a.tokens.shape[1] - 1)]
+    wrong = (place < np.minimum(new, size)) & (text != a.guess[rows])
+    left = np.minimum(a.draft_budget[rows], (size - new)[:, 0])
+    found = np.where((new[:, 0] >= 0) & ~wrong.any(axis=1), np.maximum(left, 0), 0)
+    for j in range(a.drafts.shape[1]):
+        some = (found > j).nonzero()[0]
+        a.drafts[slots[some], j] = a.guess[rows[some], new[some, 0] + j]
+    a.draft_len[slots] = found
+
+
 KERNELS: dict[str, Kernel] = {
     "verify_match+commit_window": plain(verify_and_commit),
     **{function.__name__: plain(function) for function in (
         update_slots, update_tokens, update_blocks, update_biases, update_bad_words, reserve_blocks, pack_rows,
         pack_logit_rows, force_choices, verify_match, commit_window, snapshot_output, pack_draft_rows, begin_draft,
-        advance_draft, draft_ngram,
+        advance_draft, draft_ngram, align_drafts,
     )},
 }  # fmt: skip
 """Contract or composite name to kernel."""

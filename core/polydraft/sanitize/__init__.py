@@ -75,7 +75,7 @@ def _watched(device: Device) -> WatchedDevice:
 def watch(engine: Engine, checker: Checker) -> None:
     """Follow the steps of an engine whose plugins are watched: which one is launched or collected, and which slots are let go."""
     runner, ledger = engine.runner, engine.ledger
-    launch, collect, release = runner.launch, runner.collect, ledger.release
+    launch, resume, collect, release = runner.launch, runner.resume, runner.collect, ledger.release
     in_flight: dict[int, Any] = {}
     labelled: list[Any] = []
 
@@ -86,6 +86,10 @@ def watch(engine: Engine, checker: Checker) -> None:
         in_flight[plan.step_id] = plan.slots
         with checker.within("launch", plan.step_id):
             return launch(plan)
+
+    def watched_resume(ticket: Ticket) -> None:
+        with checker.within("launch", ticket.plan.step_id):
+            resume(ticket)
 
     def watched_collect(ticket: Ticket) -> StepOutcome:
         with checker.within("collect", ticket.plan.step_id):
@@ -99,7 +103,8 @@ def watch(engine: Engine, checker: Checker) -> None:
 
     checker.on_void(in_flight.clear)
     # The instances' own attributes: callers that hold these objects see them, and other engines do not.
-    runner.launch, runner.collect = watched_launch, watched_collect  # type: ignore[method-assign]
+    runner.launch, runner.resume = watched_launch, watched_resume  # type: ignore[method-assign]
+    runner.collect = watched_collect  # type: ignore[method-assign]
     ledger.release = watched_release  # type: ignore[method-assign]
     _label(runner.programs)
 

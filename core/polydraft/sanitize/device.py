@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from polydraft.device import Array, Buffer, Device, DeviceCounters, Event, Staging, Stream
+from polydraft.device import Array, Buffer, Device, DeviceCounters, Event, Staging, Stream, further_stream
 from polydraft.errors import DeviceError
 from polydraft.sanitize.checker import Checker
 from polydraft.sanitize.memory import Memory, StagingMemory
@@ -104,9 +104,8 @@ class WatchedDevice:
         return self._streams[id(stream)]
 
     def make_stream(self, name: str) -> WatchedStream:
-        """A further stream, on devices that have more than one; `AttributeError` elsewhere."""
-        make: Any = self.inner.make_stream  # type: ignore[attr-defined]
-        return self.stream_of(make(name), name)
+        """A further stream, or the compute stream on devices that have no other."""
+        return self.stream_of(further_stream(self.inner, name), name)
 
     def event(self) -> WatchedEvent:
         """A fresh event."""

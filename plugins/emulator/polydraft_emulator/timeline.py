@@ -1,7 +1,8 @@
 """Owns modelled time: how long operations take, a clock on which the emulator's own work costs nothing, and the timeline.
 
 The device keeps one when the option `latency` is given, and `device.timeline()` hands it out. Nothing here is measured of any
-accelerator: durations are given, host time is measured, and everything that comes out is labelled as modelled.
+accelerator: durations are given, host time is measured as processor time of the thread, so that what other processes take of the
+machine does not count, and everything that comes out is labelled as modelled.
 
 `latency=<what>:<microseconds>[+<microseconds a row>]`, several joined by commas. `what` is a contract by name, a kind of
 operation (`kernel`, `upload`, `download`, `replay`: the cost of starting a graph), `op` for what nothing else names, or
@@ -48,6 +49,8 @@ class Timeline:
 
     spans: tuple[Span, ...]
     label: str = "modelled"
+    blocked_s: float = 0.0
+    """Seconds that the host has spent waiting for the device."""
 
     def idle_share(self, kind: str = "kernel", *, since: float = 0.0) -> float:
         """Share of the time between the first start and the last end in which the engine of `kind` did nothing, over the
@@ -75,37 +78,39 @@ def costs(text: str, names: frozenset[str]) -> dict[str, tuple[float, float]]:
 
 
 class Clock:
-    """Host time without the emulator's own, and the device time that follows from it.
+    """Host time without the emulator's own, and the device time that follows from it. One thread drives the device.
 
     The device encloses all it does in `with clock`; what passes inside does not count."""
 
     def __init__(self, text: str, names: frozenset[str]) -> None:
         self._costs: Mapping[str, tuple[float, float]] = costs(text, names)
         self._issue = self._costs.get("issue", (0.0, 0.0))[0]
-        self._origin = time.perf_counter()
-        self._excluded = self._waited = self._entered = 0.0
+        self._origin = time.thread_time()
+        self._excluded = self._waited = self._blocked = self._entered = 0.0
         self._depth = 0
         self._free = dict.fromkeys(ENGINES.values(), 0.0)
         self._spans: list[Span] = []
 
     def __enter__(self) -> None:
         if not self._depth:
-            self._entered = time.perf_counter()
+            self._entered = time.thread_time()
         self._depth += 1
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._depth -= 1
         if not self._depth:
-            self._excluded += time.perf_counter() - self._entered
+            self._excluded += time.thread_time() - self._entered
 
     def now(self) -> float:
         """Seconds of modelled host time."""
-        wall = self._entered if self._depth else time.perf_counter()
+        wall = self._entered if self._depth else time.thread_time()
         return wall - self._origin - self._excluded + self._waited
 
     def wait_until(self, moment: float) -> None:
         """The host blocked: it goes on at `moment`, or at once when that has passed."""
-        self._waited += max(moment - self.now(), 0.0)
+        blocked = max(moment - self.now(), 0.0)
+        self._waited += blocked
+        self._blocked += blocked
 
     def issue(self) -> float:
         """The host called the device; returns when the call was over."""
@@ -128,4 +133,4 @@ class Clock:
 
     def timeline(self) -> Timeline:
         """What has been placed so far."""
-        return Timeline(tuple(self._spans))
+        return Timeline(tuple(self._spans), blocked_s=self._blocked)

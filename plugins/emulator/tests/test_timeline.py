@@ -20,7 +20,7 @@ class Host:
     def __init__(self) -> None:
         self.at = 1000.0
 
-    def perf_counter(self) -> float:
+    def thread_time(self) -> float:
         return self.at * US
 
     def works(self, microseconds: float) -> None:
@@ -30,7 +30,7 @@ class Host:
 @pytest.fixture
 def host(monkeypatch: pytest.MonkeyPatch) -> Host:
     clock = Host()
-    monkeypatch.setattr(timeline, "time", SimpleNamespace(perf_counter=clock.perf_counter))
+    monkeypatch.setattr(timeline, "time", SimpleNamespace(thread_time=clock.thread_time))
     return clock
 
 

@@ -12,8 +12,10 @@ import pytest
 
 from polydraft import LLM, Engine, RequestOutput, SamplingParams
 from polydraft.errors import CheckpointError
+from polydraft.reference.table import NumpyTable
 from polydraft.runtime.request import Status
 from tests.support import runs, tiny
+from tests.support.emulator import EmulatorTable, emulated
 
 MODEL = "narrow"
 PARAMS = SamplingParams(max_new_tokens=20, ignore_eos=True)
@@ -47,7 +49,9 @@ def write(directory: Path, tensors: dict[str, Any]) -> None:
 
 
 def texts(model: Path, **options: Any) -> list[tuple[int, ...]]:
-    engine = LLM(model=str(model), plugins=tiny.PLUGINS, invariant=True, draft_tokens=3, **options).engine
+    engine = LLM(
+        **{"model": str(model), "backend": "reference", "plugins": tiny.PLUGINS, "invariant": True, "draft_tokens": 3, **options}
+    ).engine
     ids = [engine.add(p, PARAMS) for p in PROMPTS]
     done = drain(engine)
     engine.close()
@@ -114,7 +118,7 @@ def test_running_requests_recompute_and_go_on_with_the_new_weights(device: str, 
         kept = known[i]
         assert kept, "the request had begun"
         assert done[i].token_ids[: len(kept)] == kept
-        continued = LLM(model=str(changed), plugins=tiny.PLUGINS, invariant=True, draft_tokens=0).engine
+        continued = LLM(model=str(changed), backend="reference", plugins=tiny.PLUGINS, invariant=True, draft_tokens=0).engine
         left = SamplingParams(max_new_tokens=20 - len(kept), ignore_eos=True)
         other = continued.add((*prompt, *kept), left)
         assert done[i].token_ids[len(kept) :] == drain(continued)[other].token_ids
@@ -126,6 +130,41 @@ def test_nothing_moves_and_nothing_is_allocated(changed: Path) -> None:
     engine.update_weights(changed)
     assert engine.runner.programs is programs
     assert engine.device.counters.allocations == allocations
+
+
+def moving(table_class: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on the backend of this table never refills a weight: the new values lie elsewhere, and the old ones are spoilt."""
+    prepare = table_class.prepare_weight  # type: ignore[attr-defined]
+
+    def elsewhere(self: Any, role: str, value: Any, dtype: str, previous: Any = None) -> Any:
+        if previous is not None:
+            prepare(self, role, np.full_like(value, np.nan), dtype, previous)
+        return prepare(self, role, value, dtype)
+
+    monkeypatch.setattr(table_class, "prepare_weight", elsewhere)
+
+
+@pytest.mark.parametrize("graph", ["", "off", "decode"])
+def test_weights_that_move_are_bound_and_captured_anew(graph: str, changed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the reference, and on the emulator with and without graphs; running requests go on in the new programs."""
+    moving(EmulatorTable if graph else NumpyTable, monkeypatch)
+    options = {"draft_tokens": 3, "max_num_seqs": 3}
+    engine = emulated("policy=lazy", MODEL, graph=graph, **options) if graph else runs.engine(MODEL, **options)
+    before, graphs = engine.runner.programs, engine.runner.graphs
+    ids = [engine.add(p, PARAMS) for p in PROMPTS]
+    for _ in range(4):
+        engine.step()
+    replays = engine.device.counters.graph_replays
+    engine.update_weights(changed, running="recompute")
+    kept = {i: len(engine.requests[i].token_ids) for i in ids}
+    assert engine.runner.programs is not before
+    assert (engine.runner.graphs is graphs) == (graphs is None)
+    done = drain(engine)
+    for i, prompt in zip(ids, PROMPTS, strict=True):
+        assert kept[i] > 0
+        assert done[i].token_ids == runs.solo_moved(MODEL, 0, prompt, PARAMS, kept[i]).token_ids
+        assert not done[i].error
+    assert (engine.device.counters.graph_replays > replays) == (graph == "decode")
 
 
 def test_a_bad_tensor_leaves_the_old_weights_whole(changed: Path) -> None:

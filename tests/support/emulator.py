@@ -21,12 +21,22 @@ if importlib.util.find_spec("polydraft_emulator") is None:
 
 from polydraft_emulator import Emulator
 from polydraft_emulator.device import EmulatorDevice
+from polydraft_emulator.kernels import EmulatorTable
 from polydraft_emulator.memory import EmulatorStaging
 from polydraft_emulator.options import POLICIES, ROWS
 from polydraft_emulator.streams import EmulatorEvent
 from polydraft_emulator.testing import poison_free_blocks
 
-__all__ = ["SCHEDULES", "Emulator", "EmulatorDevice", "EmulatorEvent", "EmulatorStaging", "emulated", "poison_free_blocks"]
+__all__ = [
+    "SCHEDULES",
+    "Emulator",
+    "EmulatorDevice",
+    "EmulatorEvent",
+    "EmulatorStaging",
+    "EmulatorTable",
+    "emulated",
+    "poison_free_blocks",
+]
 
 SCHEDULES = tuple(f"policy={policy}&rows={rows}" for policy, rows in itertools.product(POLICIES, ROWS))
 """Every policy in every row order."""

@@ -44,6 +44,7 @@ def polydraft_backend_info() -> BackendInfo:
         capabilities=CAPABILITIES,
         contract_versions=MappingProxyType(dict(VERSIONS)),
         evidence="silicon",
+        evidence_on="AMD EPYC CPU, 2026-11-21",
     )
 
 

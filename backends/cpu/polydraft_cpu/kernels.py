@@ -29,7 +29,8 @@ VERSIONS: Final[Mapping[str, int]] = dict.fromkeys(
         "gather_rows", "process_logits", "penalise_logits", "bias_logits", "forbid_tokens", "argmax", "gumbel_noise", "sample",
         "uniform_noise", "filter_probs", "draw_draft", "force_choices", "verify_match", "verify_rejection", "commit_window",
         "snapshot_output", "pack_draft_rows", "begin_draft", "combine_draft_inputs", "select_last_rows", "advance_draft",
-        "draft_ngram", "residual_add+rms_norm", "gumbel_noise+sample", "verify_match+commit_window", "pack_rows+pack_logit_rows",
+        "draft_ngram", "align_drafts", "keep_logits", "top_logprobs", "pack_logprobs", "pack_prompt_rows", "draft_logprobs",
+        "residual_add+rms_norm", "gumbel_noise+sample", "verify_match+commit_window", "pack_rows+pack_logit_rows",
     ), 1
 )  # fmt: skip
 """Contract or composite to the version that the compiled kernels are written for."""
@@ -162,6 +163,8 @@ SCRATCH: Final[Mapping[str, Scratch]] = {
     "sample": _sampling("logits", 4),
     "gumbel_noise+sample": _sampling("logits", 4),
     "filter_probs": _sampling("logits", 4),
+    "top_logprobs": _sampling("logits", 4),
+    "draft_logprobs": _sampling("logits", 4),
     "penalise_logits": _sampling("logits", 1),
 }
 

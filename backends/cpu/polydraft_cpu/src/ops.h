@@ -88,11 +88,29 @@ extern const Kernel state_kernels[];
 extern const int64_t num_state_kernels;
 extern const Kernel sampling_kernels[];
 extern const int64_t num_sampling_kernels;
+extern const Kernel logprob_kernels[];
+extern const int64_t num_logprob_kernels;
 
 inline void share(int64_t total, const Call& c, int64_t* first, int64_t* last) {
   *first = total * c.part / c.parts;
   *last = total * (c.part + 1) / c.parts;
 }
+
+template <class R>
+const R& record(const void* args) { return *static_cast<const R*>(args); }
+
+// A thread's part of the workspace: three rows of floats and one of ids.
+struct Scratch {
+  float *first, *second, *noise;
+  int32_t* ids;
+  Scratch(const Call& c, int64_t vocab) {
+    const int64_t row = (vocab + 15) / 16 * 16;
+    first = reinterpret_cast<float*>(c.workspace) + c.thread * 4 * row;
+    second = first + row;
+    noise = second + row;
+    ids = reinterpret_cast<int32_t*>(noise + row);
+  }
+};
 
 constexpr int32_t PAD_SLOT = -1, NO_TOKEN = -1, NO_BLOCK = -1, NO_ROW = -1;
 enum Phase : int32_t { IDLE = 0, PREFILL = 1, DECODE = 2, PAUSED = 3, FINISHED = 4 };

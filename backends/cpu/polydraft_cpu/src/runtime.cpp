@@ -77,7 +77,8 @@ const Kernel* find(const Kernel* kernels, int64_t count, const char* name, int a
 const Kernel* find(const Table& table, const char* name, int act) {
   if (const Kernel* k = find(table.kernels, table.count, name, act)) return k;
   if (const Kernel* k = find(state_kernels, num_state_kernels, name, act)) return k;
-  return find(sampling_kernels, num_sampling_kernels, name, act);
+  if (const Kernel* k = find(sampling_kernels, num_sampling_kernels, name, act)) return k;
+  return find(logprob_kernels, num_logprob_kernels, name, act);
 }
 
 // Levels of this processor, best last.

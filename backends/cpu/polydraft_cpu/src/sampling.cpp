@@ -12,8 +12,6 @@ namespace {
 
 constexpr int64_t FIRST_CANDIDATES = 256;  // top-p looks at this many best tokens first, then at eight times as many
 
-template <class R>
-const R& record(const void* args) { return *static_cast<const R*>(args); }
 bool wide(int64_t n, int64_t vocab) { return n > 1 && n * vocab >= (1 << 14); }
 
 // -- records ----------------------------------------------------------------------------------------------------------
@@ -32,19 +30,6 @@ struct VerifyRejection {
 struct Penalise {
   Floats logits; Ints row_slot, positions, tokens, drafts, prompt_len, num_generated;
   Floats repetition, presence, frequency; int64_t ahead;
-};
-
-// A thread's part of the workspace: three rows of floats and one of ids.
-struct Scratch {
-  float *first, *second, *noise;
-  int32_t* ids;
-  Scratch(const Call& c, int64_t vocab) {
-    const int64_t row = (vocab + 15) / 16 * 16;
-    first = reinterpret_cast<float*>(c.workspace) + c.thread * 4 * row;
-    second = first + row;
-    noise = second + row;
-    ids = reinterpret_cast<int32_t*>(noise + row);
-  }
 };
 
 void argmax(const void* args, const Call& c) {

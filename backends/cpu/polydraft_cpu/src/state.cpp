@@ -358,6 +358,24 @@ void draft_ngram(const DraftNgram& a, int64_t n) {
   }
 }
 
+struct AlignDrafts {
+  Ints draft_slot, draft_budget, prompt_len, num_generated, tokens, guess, guess_start, guess_len, drafts, draft_len;
+};
+// A guess holds where it agrees with the text as far as that goes; what it says beyond becomes drafts.
+void align_drafts(const AlignDrafts& a, int64_t n) {
+  for (int64_t i = 0; i < n; i++) {
+    const int32_t s = a.draft_slot[i];
+    if (s < 0) continue;
+    const int32_t *text = a.tokens.row(s), *guess = a.guess.row(i);
+    const int32_t known = a.prompt_len[s] + a.num_generated[s], size = a.guess_len[i], behind = known - a.guess_start[i];
+    int32_t found = 0;
+    if (behind >= 0 && behind <= size && std::memcmp(guess, text + known - behind, size_t(behind) * 4) == 0) found = size - behind;
+    if (found > a.draft_budget[i]) found = a.draft_budget[i];
+    for (int32_t j = 0; j < found; j++) a.drafts.row(s)[j] = guess[behind + j];
+    a.draft_len[s] = found;
+  }
+}
+
 // -- processing of logits ---------------------------------------------------------------------------------------------
 struct ProcessLogits { Floats logits; Ints row_slot; int64_t num_valid; };
 void process_logits(const ProcessLogits& a, int64_t n) {
@@ -423,6 +441,7 @@ const Kernel state_kernels[] = {
     PD_STATE("begin_draft", BeginDraft, begin_draft),
     PD_STATE("advance_draft", AdvanceDraft, advance_draft),
     PD_STATE("draft_ngram", DraftNgram, draft_ngram),
+    PD_STATE("align_drafts", AlignDrafts, align_drafts),
     PD_STATE("process_logits", ProcessLogits, process_logits),
     PD_STATE("bias_logits", BiasLogits, bias_logits),
     PD_STATE("forbid_tokens", ForbidTokens, forbid_tokens),

@@ -1,12 +1,14 @@
 """Environment variables: the only module of polydraft that reads them.
 
 Owns the table `VARIABLES` and one typed accessor a variable.
-Called by the command line and its terminal output, each time a value is wanted; nothing is cached.
+Called by the command line, its terminal output and what keeps files between runs, each time a value is wanted; nothing is cached.
 Never influences numerics: what decides tokens is configuration, which is frozen, explained and recorded.
 
 | variable          | effect                                                                               |
 |-------------------|--------------------------------------------------------------------------------------|
 | `POLYDRAFT_DEBUG` | true: a failing command prints its traceback, like `--debug` on every command        |
+| `POLYDRAFT_CACHE_DIR` | folder for what is kept between runs, such as compiled kernels; default: `polydraft` in the user's cache folder |
+| `XDG_CACHE_HOME`  | the user's cache folder (the XDG convention); default: `~/.cache`                    |
 | `NO_COLOR`        | not empty: no colour on the terminal (the no-color.org convention)                   |
 | `CI`              | true: no progress display and no prompt for input, since nobody watches              |
 """
@@ -14,15 +16,20 @@ Never influences numerics: what decides tokens is configuration, which is frozen
 import difflib
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from types import MappingProxyType
 
 from polydraft.errors import ConfigError
 
-__all__ = ["VARIABLES", "check_environment", "is_ci", "no_color", "wants_debug"]
+__all__ = ["VARIABLES", "cache_folder", "check_environment", "is_ci", "no_color", "suggest", "wants_debug"]
 
 VARIABLES: Mapping[str, str] = MappingProxyType(
     {
         "POLYDRAFT_DEBUG": "true: a failing command prints its traceback, like `--debug` on every command",
+        "POLYDRAFT_CACHE_DIR": (
+            "folder for what is kept between runs, such as compiled kernels; default: `polydraft` in the user's cache folder"
+        ),
+        "XDG_CACHE_HOME": "the user's cache folder (the XDG convention); default: `~/.cache`",
         "NO_COLOR": "not empty: no colour on the terminal (the no-color.org convention)",
         "CI": "true: no progress display and no prompt for input, since nobody watches",
     }
@@ -59,6 +66,20 @@ def is_ci() -> bool:
     CI systems write "true", "1" or their own name, so an unknown value is no error here.
     """
     return os.environ.get("CI", "").strip().lower() not in _FALSE
+
+
+def cache_folder() -> Path:
+    """Return the folder for files that are kept between runs and may be deleted at any time; it need not exist yet."""
+    chosen = os.environ.get("POLYDRAFT_CACHE_DIR", "")
+    if chosen:
+        return Path(chosen)
+    home = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(home) if home else Path("~/.cache").expanduser()) / "polydraft"
+
+
+def suggest(name: str, value: str) -> None:
+    """Set a variable that a library reads when it is imported, unless the user has set it."""
+    os.environ.setdefault(name, value)
 
 
 def check_environment() -> None:

@@ -1,0 +1,89 @@
+"""The CUDA backend: kernels of its own for NVIDIA GPUs from compute capability 8.0 on, tuned for 9.0, without a tensor framework.
+
+It reaches the device through NVIDIA's own Python packages: the driver's bindings, and NVRTC, which compiles each kernel on first
+use for the device at hand. Weights, caches and kernels know nothing of another library, and buffers come and go by DLPack.
+"""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from polydraft import hookimpl
+from polydraft._version import __version__
+from polydraft.backend import BackendInfo, Capabilities
+
+if TYPE_CHECKING:
+    from polydraft.backend import DeviceOptions, ForwardMeta, KernelTable, PassBuffers
+    from polydraft.contracts.base import Limits
+    from polydraft.device import GraphCapture
+    from polydraft_cuda.device import CudaDevice
+
+CAPABILITIES = Capabilities(dtypes=("bf16", "f16", "f32"), asynchronous=True, graph_capture=True, row_invariant=True)
+EVIDENCE = MappingProxyType({"sm_90": "silicon"})
+"""Architectures that the kernels ran on; those of `compiler.ARCHITECTURES` beside them are compiled only."""
+
+
+@hookimpl
+def polydraft_backend_info() -> BackendInfo:
+    """Identity; opens nothing and imports no library of CUDA."""
+    from polydraft_cuda.kernels import versions
+    from polydraft_cuda.probe import look
+
+    found = look()
+    return BackendInfo(
+        name="cuda",
+        version=__version__,
+        package="polydraft",
+        device_pattern="cuda:<index>",
+        summary="NVIDIA GPUs: own kernels, streams and graphs, no tensor framework",
+        available=not found.reason,
+        reason=found.reason,
+        devices=found.devices,
+        capabilities=CAPABILITIES,
+        contract_versions=MappingProxyType(versions()),
+        evidence="silicon",
+        evidence_on="NVIDIA H200, 2026-11-21",
+    )
+
+
+@hookimpl
+def polydraft_open_device(spec: str, options: DeviceOptions) -> CudaDevice:
+    """Open `cuda:<index>` ("" and `cuda`: the first). Raises `DeviceError` saying what is missing."""
+    from polydraft.errors import DeviceError
+    from polydraft_cuda.device import CudaDevice
+    from polydraft_cuda.probe import look
+
+    kind, _, index = (spec or "cuda:0").partition(":")
+    if kind != "cuda" or not (index or "0").isdecimal():
+        raise DeviceError(
+            f"the cuda backend runs on 'cuda:<index>', got {spec!r}; leave --device out or choose another --backend"
+        )
+    found = look()
+    if found.reason:
+        raise DeviceError(f"cuda is not available: {found.reason}")
+    return CudaDevice(int(index or 0), dtype=options.dtype, row_invariant=options.row_invariant)
+
+
+@hookimpl
+def polydraft_kernels(device: CudaDevice) -> KernelTable:
+    """Every contract, compiled for the device when it is first bound."""
+    from polydraft_cuda.table import CudaTable
+
+    return CudaTable(device)
+
+
+@hookimpl
+def polydraft_graph_capture(device: CudaDevice) -> GraphCapture:
+    """Capture by the driver."""
+    from polydraft_cuda.graph import CudaCapture
+
+    return CudaCapture(device)
+
+
+@hookimpl
+def polydraft_init_forward_meta(device: CudaDevice, buffers: PassBuffers, limits: Limits) -> ForwardMeta:
+    """Tiles of rows that attend together, found on the device."""
+    from polydraft_cuda.forward_meta import CudaForwardMeta
+
+    return CudaForwardMeta(device, buffers, limits)

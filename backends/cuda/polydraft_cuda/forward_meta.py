@@ -1,0 +1,53 @@
+"""Owns attention metadata: the tiles of packed rows that one block of an attention kernel works on, found on the device.
+
+Core fills it before a pass's first attention, and every layer of the pass reads it. It never reads a key or a value, and
+nothing in it is known to the host but upper bounds, so that a captured pass stays right for any contents.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from polydraft.backend import PassBuffers, StepMeta
+from polydraft.contracts.base import Limits
+from polydraft.device import Stream
+from polydraft_cuda.compiler import ROWS
+from polydraft_cuda.device import CudaDevice
+from polydraft_cuda.kernels.provider import source
+
+PREFILL_TILE: Final = 64
+"""Rows of a tile in a pass that prefills: what a tensor-core kernel wants."""
+
+
+class CudaForwardMeta:
+    """Tiles of one kind of pass. `tiles` int32 [R, 4]: first row, rows, slot, position of the first row; `num_tiles` [1].
+
+    Rows of a tile are consecutive rows of one slot at consecutive positions, `tile_rows` at most: a window, or `PREFILL_TILE`
+    rows where the pass prefills. Tiles are in the order of their rows; rows without a slot are in none."""
+
+    def __init__(self, device: CudaDevice, buffers: PassBuffers, limits: Limits) -> None:
+        rows = buffers.row_slot.shape[0]
+        self.role, self.block_table, self._limits = buffers.role, buffers.block_table, limits
+        self.tiles = device.empty(f"meta.{buffers.role}.tiles", (rows, 4), "i32")
+        self.num_tiles = device.empty(f"meta.{buffers.role}.num_tiles", (1,), "i32")
+        self.step = StepMeta(buffers.role, 0, 0, 0, has_prefill=False)
+        fill = device.function(source("forward_meta.cu"), "fill_tiles")
+        window, self._launches = limits.window, {}
+        for prefill, size in ((False, window), (True, PREFILL_TILE)):
+            arguments = (buffers.row_slot, buffers.positions, self.tiles, self.num_tiles, size, ROWS)
+            self._launches[prefill] = fill.bind(1, 1024, *arguments, dependent=True)
+
+    def fill(self, stream: Stream, step: StepMeta) -> None:
+        """Enqueue the search for tiles among the rows now in the pass's buffers."""
+        self.step = step
+        self._launches[step.has_prefill](stream, step.launch_rows)
+
+    @property
+    def tile_rows(self) -> int:
+        """Rows of a tile at most, in the pass that was filled last."""
+        return PREFILL_TILE if self.step.has_prefill else self._limits.window
+
+    def max_tiles(self, n: int) -> int:
+        """Upper bound of `num_tiles` for a launch of `n` rows; a slot has one run of rows."""
+        slots = self.step.real_slots or self._limits.max_seqs
+        return min(n, slots + n // self.tile_rows)

@@ -1,0 +1,84 @@
+"""Owns capture and replay: a run of launches recorded once by the driver, and enqueued again by one call.
+
+Core asks for it through `polydraft_graph_capture` and decides what is captured. Nothing here allocates for a launch, so all
+graphs work on the buffers of the engine and share them; what a graph holds itself is the driver's record of its launches.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from polydraft.device import Stream
+from polydraft_cuda import driver
+from polydraft_cuda.device import CudaDevice
+
+
+class CudaGraph:
+    """A captured run of launches; gone with the last reference to it."""
+
+    def __init__(self, device: CudaDevice, executable: Any, nbytes: int) -> None:
+        self._device, self._executable, self.nbytes = device, executable, nbytes
+        self._launch, self._counters = device.cuda.cuGraphLaunch, device.counters
+        weakref.finalize(self, device.cuda.cuGraphExecDestroy, executable)
+
+    def replay(self, stream: Stream) -> None:
+        """Enqueue all of it by one call; never blocks."""
+        handle = stream.handle  # type: ignore[attr-defined]
+        self._counters.graph_replays += 1
+        (code,) = self._launch(self._executable, handle)
+        if code in driver.CONTEXT:
+            self._device.make_current()
+            (code,) = self._launch(self._executable, handle)
+        if code:
+            raise driver.failure(int(code), "replaying a graph")
+
+
+class CudaCapture:
+    """The facility that core captures with."""
+
+    def __init__(self, device: CudaDevice) -> None:
+        self._device = device
+        self._graphs: weakref.WeakSet[CudaGraph] = weakref.WeakSet()
+
+    def capture(self, stream: Stream, fn: Callable[[], None]) -> CudaGraph:
+        """Record what `fn` enqueues on `stream`; nothing of it runs. Raises `DeviceError` for a wait or an allocation inside,
+        and whatever `fn` raises."""
+        device, cuda = self._device, self._device.cuda
+        device.refuse_in_capture("a second capture")
+        handle = stream.handle  # type: ignore[attr-defined]
+        free = self._free()
+        mode = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+        device.call("cuStreamBeginCapture", handle, mode, doing="beginning a capture")
+        device.capturing = True
+        try:
+            fn()
+        except BaseException:
+            self._discard(handle)
+            raise
+        finally:
+            device.capturing = False
+        graph = device.call("cuStreamEndCapture", handle, doing="ending a capture")
+        try:
+            executable = device.call("cuGraphInstantiate", graph, 0, doing="building a graph")
+        finally:
+            cuda.cuGraphDestroy(graph)
+        device.call("cuGraphUpload", executable, handle, doing="uploading a graph")
+        device.call("cuStreamSynchronize", handle, doing="uploading a graph")
+        captured = CudaGraph(device, executable, max(free - self._free(), 0))
+        self._graphs.add(captured)
+        return captured
+
+    def _discard(self, handle: Any) -> None:
+        """End a capture that failed."""
+        code, graph = self._device.cuda.cuStreamEndCapture(handle)
+        if not code and graph is not None:
+            self._device.cuda.cuGraphDestroy(graph)
+
+    def _free(self) -> int:
+        return int(self._device.call("cuMemGetInfo", doing="asking for free memory")[0])
+
+    def memory(self) -> int:
+        """Bytes that the device had fewer behind the captures of the graphs that are alive."""
+        return sum(graph.nbytes for graph in self._graphs)

@@ -1,0 +1,134 @@
+// Attention of one row and head by a whole block, for any head size and dtype: the plain kernel, and the second try of the fast ones
+// for a row that met NaN, since a weight of zero times NaN is NaN there. Keys beyond the row's position are never read.
+#pragma once
+#include "cache.cuh"
+
+template <bool TILED_>
+struct Pages {  // one layer's cache as one slot sees it
+    const act_t* keys;
+    const act_t* values;
+    const int* table;
+    int num_kv_heads, block_size, head_dim;
+    __device__ __forceinline__ int64_t block(int position, int head) const {
+        return ((int64_t)table[position / block_size] * num_kv_heads + head) * block_size * head_dim;
+    }
+    __device__ __forceinline__ float key(int position, int head, int d) const {
+        return to_float(keys[block(position, head) + key_offset<TILED_>(position % block_size, d, head_dim)]);
+    }
+    __device__ __forceinline__ float value(int position, int head, int d) const {
+        return to_float(values[block(position, head) + value_offset<TILED_>(position % block_size, d, head_dim)]);
+    }
+};
+
+constexpr int PLAIN_KEYS = 128, PLAIN_DIMS = 8;
+
+// `q` and `out` point at the row's head; blockDim.x may be anything from 32 to 1024. `weights`: PLAIN_KEYS floats of shared memory.
+template <bool TILED_>
+__device__ __noinline__ void attend_row(const act_t* q, const Pages<TILED_>& pages, int head, int position, float scale, act_t* out, float* weights) {
+    const int dim = pages.head_dim;
+    float top = -INFINITY_F, total = 0.f, sums[PLAIN_DIMS] = {};
+    for (int first = 0; first <= position; first += PLAIN_KEYS) {
+        const int count = min(PLAIN_KEYS, position + 1 - first);
+        __syncthreads();
+        for (int key = threadIdx.x; key < count; key += blockDim.x) {
+            float score = 0.f;
+            for (int d = 0; d < dim; d++) score += to_float(q[d]) * pages.key(first + key, head, d);
+            weights[key] = score * scale;
+        }
+        __syncthreads();
+        float high = top;
+        for (int key = 0; key < count; key++) high = fmaxf(high, weights[key]);
+        const float shift = high == -INFINITY_F ? 0.f : high, keep = expf(top - shift);
+        __syncthreads();
+        for (int key = threadIdx.x; key < count; key += blockDim.x) weights[key] = expf(weights[key] - shift);
+        __syncthreads();
+        float sum = 0.f;
+        for (int key = 0; key < count; key++) sum += weights[key];
+        total = total * keep + sum;
+        top = high;
+        for (int i = 0, d = threadIdx.x; i < PLAIN_DIMS; i++, d += blockDim.x) {
+            if (d >= dim) break;
+            sums[i] *= keep;
+            for (int key = 0; key < count; key++) sums[i] += weights[key] * pages.value(first + key, head, d);
+        }
+    }
+    for (int i = 0, d = threadIdx.x; i < PLAIN_DIMS; i++, d += blockDim.x)
+        if (d < dim) out[d] = from_float<act_t>(sums[i] / total);
+    __syncthreads();
+}
+
+#if defined(HEAD_DIM) && ACT != 0
+// -- one group of 16 keys against 16 packed rows ------------------------------------------------------
+constexpr int QUADS = HEAD_DIM / 32, PAIRS = HEAD_DIM / 16, GROUP_BYTES = 16 * HEAD_DIM * 2;
+
+struct Queries { vec4 part[QUADS][2]; };  // [32 elements][rows g, g + 8]
+struct Softmax { float top[2], total[2]; };
+
+// Scores of the keys at `at` (shared memory, lane's own place): [keys 0..7, 8..15][4].
+__device__ __forceinline__ void score_group(float (&scores)[2][4], const Queries& q, unsigned at) {
+#pragma unroll
+    for (int i = 0; i < 2; i++)
+#pragma unroll
+        for (int j = 0; j < QUADS; j++) {
+            const vec4 a = q.part[j][0], b = q.part[j][1], c = load_shared(at + (i * QUADS + j) * 512);
+            mma(scores[i], a.x, b.x, a.y, b.y, c.x, c.y);
+            mma(scores[i], a.z, b.z, a.w, b.w, c.z, c.w);
+        }
+}
+
+// Words of a value group with what lies beyond position `last` set to zero: it may be anything in memory.
+struct Reach { unsigned near, far; };
+__device__ __forceinline__ Reach reach_of(int key0, int t, int last) {
+    const int k = key0 + t * 2;
+    return {(k <= last ? 0xffffu : 0u) | (k + 1 <= last ? 0xffff0000u : 0u), (k + 8 <= last ? 0xffffu : 0u) | (k + 9 <= last ? 0xffff0000u : 0u)};
+}
+
+// sums[n] += weights of one group times its values; weights are the group's scores after exp.
+__device__ __forceinline__ void mix_group(float (&sums)[PAIRS * 2][4], const float (&w)[2][4], unsigned at, bool border, Reach reach) {
+    const unsigned a0 = pack(w[0][0], w[0][1]), a1 = pack(w[0][2], w[0][3]), a2 = pack(w[1][0], w[1][1]), a3 = pack(w[1][2], w[1][3]);
+#pragma unroll
+    for (int p = 0; p < PAIRS; p++) {
+        vec4 v = load_shared(at + p * 512);
+        if (border) v.x &= reach.near, v.y &= reach.far, v.z &= reach.near, v.w &= reach.far;
+        mma(sums[p * 2], a0, a1, a2, a3, v.x, v.y);
+        mma(sums[p * 2 + 1], a0, a1, a2, a3, v.z, v.w);
+    }
+}
+
+// One step of the running softmax over COUNT groups: scores become weights, `keep` what older sums have to be multiplied by.
+template <int COUNT>
+__device__ __forceinline__ void soften(float (&scores)[COUNT][2][4], Softmax& s, float (&keep)[2]) {
+    float high[2] = {s.top[0], s.top[1]}, sum[2] = {0.f, 0.f};
+#pragma unroll
+    for (int n = 0; n < COUNT; n++)
+#pragma unroll
+        for (int i = 0; i < 2; i++)
+#pragma unroll
+            for (int c = 0; c < 4; c++) high[c >> 1] = fmaxf(high[c >> 1], scores[n][i][c]);
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        high[h] = fmaxf(high[h], __shfl_xor_sync(FULL, high[h], 1));
+        high[h] = fmaxf(high[h], __shfl_xor_sync(FULL, high[h], 2));
+        const float shift = high[h] == -INFINITY_F ? 0.f : high[h];
+        keep[h] = exp2_fast(s.top[h] - shift);
+        s.top[h] = high[h];
+        high[h] = shift;
+    }
+#pragma unroll
+    for (int n = 0; n < COUNT; n++)
+#pragma unroll
+        for (int i = 0; i < 2; i++)
+#pragma unroll
+            for (int c = 0; c < 4; c++) {
+                scores[n][i][c] = exp2_fast(scores[n][i][c] - high[c >> 1]);
+                sum[c >> 1] += scores[n][i][c];
+            }
+    s.total[0] = s.total[0] * keep[0] + sum[0], s.total[1] = s.total[1] * keep[1] + sum[1];
+}
+
+__device__ __forceinline__ void rescale(float (&sums)[PAIRS * 2][4], const float (&keep)[2]) {
+    if (__all_sync(FULL, keep[0] == 1.f && keep[1] == 1.f)) return;  // no row met a higher score
+#pragma unroll
+    for (int n = 0; n < PAIRS * 2; n++) sums[n][0] *= keep[0], sums[n][1] *= keep[0], sums[n][2] *= keep[1], sums[n][3] *= keep[1];
+}
+#endif

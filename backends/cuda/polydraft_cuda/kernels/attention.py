@@ -1,0 +1,95 @@
+"""Owns the choice of an attention kernel: decode windows, prefill tiles, or the plain one for everything else.
+
+The fast ones work on the tiles that forward metadata found; the plain one needs none.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from polydraft.contracts.base import Limits
+from polydraft.device import Launch, Stream
+from polydraft_cuda.compiler import ROWS, act
+from polydraft_cuda.device import CudaDevice
+from polydraft_cuda.kernels.provider import Kernel, source
+
+MOST_HEAD_DIM = 128
+PREFILL_KEYS = 64
+Shape = tuple[int, int, int]
+"""Blocks of a cluster, warps that keys are dealt to in each, and groups of keys that a warp has room for."""
+SHAPES: tuple[tuple[int, Shape], ...] = ((16, (8, 2, 3)), (128, (2, 4, 2)), (1 << 30, (1, 4, 3)))
+"""Tiles times key heads at most, to the shape that was fastest there on an H200 (8 key heads of 128, 640 keys)."""
+INVARIANT: tuple[tuple[int, Shape], ...] = ((1 << 30, (4, 4, 2)),)
+NARROW: tuple[tuple[int, Shape], ...] = ((1 << 30, (1, 4, 3)),)
+"""Where there are no clusters."""
+
+
+def paged_attention(device: CudaDevice, a: Any, limits: Limits, workspace: Any) -> Launch:
+    """Bind what this shape can use; which of it runs is chosen by the pass's metadata at each launch."""
+    del workspace
+    fast = a.meta is not None and a.cache.tiled and a.head_dim <= MOST_HEAD_DIM
+    if not fast:
+        return plain(device, a)
+    shapes = NARROW if device.arch != "sm_90" else INVARIANT if device.row_invariant else SHAPES
+    windows = [(most, decode(device, a, limits, shape)) for most, shape in shapes]
+    prefill = None if device.row_invariant else prefill_tiles(device, a)
+    meta, heads = a.meta, a.num_kv_heads
+
+    def launch(stream: Stream, n: int) -> None:
+        if prefill is not None and meta.step.has_prefill:
+            prefill(stream, n)
+            return
+        clusters = meta.max_tiles(n) * heads
+        for most, window in windows:
+            if clusters <= most:
+                window(stream, n)
+                return
+
+    return launch
+
+
+def decode(device: CudaDevice, a: Any, limits: Limits, shape: Shape) -> Launch:
+    """A cluster a tile of rows and key head."""
+    splits, key_warps, stages = shape
+    group = a.num_heads // a.num_kv_heads
+    tiles = 1 if device.row_invariant or limits.window * group <= 16 else 2
+    function = device.function(
+        source("attention_decode.cu"), "attention_decode", HEAD_DIM=int(a.head_dim), GROUP=int(group), TILES=tiles,
+        KEY_WARPS=key_warps, SPLITS=splits, STAGES=stages, BLOCK_GROUPS=int(a.block_size) // 16, **act(a.q.dtype),
+    )  # fmt: skip
+    sums = key_warps * 16 * tiles * (a.head_dim + 6) * 4
+    ring = key_warps * tiles * stages * a.head_dim * 64
+    meta, heads = a.meta, int(a.num_kv_heads)
+    return function.bind(
+        lambda n: (splits, heads, meta.max_tiles(n)), 32 * key_warps * tiles, a.q, a.cache.keys, a.cache.values, meta.tiles,
+        meta.num_tiles, a.row_slot, a.block_table, a.out, ROWS, a.block_table.shape[1], int(a.num_heads), heads,
+        float(a.softmax_scale), shared=max(sums, ring) + 1024, cluster=splits if splits > 1 else None, dependent=True,
+    )  # fmt: skip
+
+
+def prefill_tiles(device: CudaDevice, a: Any) -> Launch:
+    """A block a tile of rows and two query heads of one key head."""
+    heads = 2 if a.num_heads // a.num_kv_heads % 2 == 0 else 1
+    function = device.function(
+        source("attention_prefill.cu"), "attention_prefill", HEAD_DIM=int(a.head_dim), HEADS=heads, **act(a.q.dtype)
+    )
+    meta, across = a.meta, int(a.num_heads) // heads
+    return function.bind(
+        lambda n: (across, meta.max_tiles(n), 1), 128 * heads, a.q, a.cache.keys, a.cache.values, meta.tiles, meta.num_tiles,
+        a.row_slot, a.block_table, a.out, ROWS, a.block_table.shape[1], int(a.num_heads), int(a.num_kv_heads),
+        float(a.softmax_scale), shared=4 * PREFILL_KEYS * a.head_dim * 2 + 1024, dependent=True,
+    )  # fmt: skip
+
+
+def plain(device: CudaDevice, a: Any) -> Launch:
+    """A block a row and query head."""
+    function = device.function(source("attention_plain.cu"), "attention_plain", TILED=int(a.cache.tiled), **act(a.q.dtype))
+    heads = int(a.num_heads)
+    return function.bind(
+        lambda n: (n, heads, 1), 128, a.q, a.cache.keys, a.cache.values, a.row_slot, a.positions, a.block_table, a.out,
+        a.block_table.shape[1], heads, int(a.num_kv_heads), int(a.head_dim), int(a.block_size), float(a.softmax_scale),
+        dependent=True,
+    )  # fmt: skip
+
+
+KERNELS: dict[str, Kernel] = {"paged_attention": Kernel(paged_attention)}

@@ -1,0 +1,111 @@
+// Attention of prefill tiles: 64 rows of one slot, HEADS query heads of one key head, keys and values in steps of 64.
+//
+// One warp owns 16 rows of a head; keys and values come through shared memory, fetched a step ahead. Tiles with the longest context
+// start first. Windows of decoding slots in a mixed step are served here as well, as tiles with few rows.
+//
+// Defines: ACT (1, 2), HEAD_DIM (a multiple of 32, up to 128), HEADS (1, 2), BLOCK_GROUPS (groups of 16 positions a block).
+#include "attention.cuh"
+
+constexpr int GROUPS = 4, WARPS = 4 * HEADS, THREADS = WARPS * 32, STEP_BYTES = 2 * GROUPS * GROUP_BYTES;
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+attention_prefill(const act_t* __restrict__ q, const act_t* keys, const act_t* values, const int4* __restrict__ tiles, const int* __restrict__ num_tiles,
+                  const int* __restrict__ row_slot, const int* __restrict__ block_table, act_t* __restrict__ out, int n, int max_blocks,
+                  int num_heads, int num_kv_heads, float scale) {
+    extern __shared__ float shared[];  // two steps of keys, then values, by groups
+    __shared__ float plain[PLAIN_KEYS];
+    __shared__ int broken[64 * HEADS];
+    const unsigned base = shared_address(shared);
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
+    const int head0 = blockIdx.x * HEADS, kv_head = head0 / (num_heads / num_kv_heads), width = num_heads * HEAD_DIM;
+    begin_dependent();
+    for (int r = blockIdx.y; r < n; r += gridDim.y)
+        if (row_slot[r] < 0)
+            for (int i = threadIdx.x; i < HEADS * HEAD_DIM; i += THREADS) out[(int64_t)r * width + head0 * HEAD_DIM + i] = from_float<act_t>(0.f);
+    const int index = *num_tiles - 1 - (int)blockIdx.y;
+    if (index < 0) return;
+    const int4 tile = tiles[index];
+    const int first = tile.x, rows = tile.y, position = tile.w, last = position + rows - 1;
+    const int* table = block_table + (int64_t)tile.z * max_blocks;
+    const float scale2 = scale * 1.4426950408889634f;
+    const int head = head0 + warp / 4, row0 = (warp % 4) * 16 + g;
+    for (int i = threadIdx.x; i < 64 * HEADS; i += THREADS) broken[i] = 0;
+
+    auto fetch = [&](int stage, int group0) {
+        constexpr int PIECES = GROUP_BYTES / 16;  // of one group's keys or values
+        for (int i = threadIdx.x; i < 2 * GROUPS * PIECES; i += THREADS) {
+            const int piece = i % PIECES, local = i / PIECES % GROUPS, which = i / (PIECES * GROUPS), group = group0 + local;
+            if (group > last / 16) continue;
+            const int64_t place = (((int64_t)table[group / BLOCK_GROUPS] * num_kv_heads + kv_head) * BLOCK_GROUPS + group % BLOCK_GROUPS) * 16 * HEAD_DIM;
+            copy_async(base + stage * STEP_BYTES + i * 16, (which ? values : keys) + place + piece * 8, true);
+        }
+        copy_commit();
+    };
+    Queries queries;
+#pragma unroll
+    for (int h = 0; h < 2; h++)
+#pragma unroll
+        for (int j = 0; j < QUADS; j++)
+            queries.part[j][h] = row0 + h * 8 < rows ? load4(q + (int64_t)(first + row0 + h * 8) * width + head * HEAD_DIM + j * 32 + t * 8) : vec4{0, 0, 0, 0};
+    float sums[PAIRS * 2][4] = {};
+    Softmax softmax = {{-INFINITY_F, -INFINITY_F}, {0.f, 0.f}};
+    const int limit[2] = {row0 < rows ? position + row0 : -1, row0 + 8 < rows ? position + row0 + 8 : -1};
+    const int steps = last / 64 + 1;
+    fetch(0, 0);
+    for (int step = 0; step < steps; step++) {
+        const int stage = step & 1, key0 = step * 64;
+        if (step + 1 < steps) {
+            fetch(stage ^ 1, (step + 1) * GROUPS);
+            copy_wait<1>();
+        } else
+            copy_wait<0>();
+        __syncthreads();
+        const unsigned k = base + stage * STEP_BYTES + lane * 16, v = k + GROUPS * GROUP_BYTES;
+        float scores[GROUPS][2][4] = {}, keep[2];
+#pragma unroll
+        for (int group = 0; group < GROUPS; group++) score_group(scores[group], queries, k + group * GROUP_BYTES);
+        const bool border = key0 + 63 > position || rows < 64;
+#pragma unroll
+        for (int group = 0; group < GROUPS; group++)
+#pragma unroll
+            for (int i = 0; i < 2; i++)
+#pragma unroll
+                for (int c = 0; c < 4; c++) {
+                    float& score = scores[group][i][c];
+                    score *= scale2;
+                    if (border && key0 + group * 16 + i * 8 + t * 2 + (c & 1) > limit[c >> 1]) score = -INFINITY_F;
+                }
+        soften(scores, softmax, keep);
+        rescale(sums, keep);
+#pragma unroll
+        for (int group = 0; group < GROUPS; group++)
+            mix_group(sums, scores[group], v + group * GROUP_BYTES, key0 + 63 > last, reach_of(key0 + group * 16, t, last));
+        __syncthreads();
+    }
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        float& total = softmax.total[h];
+        total += __shfl_xor_sync(FULL, total, 1);
+        total += __shfl_xor_sync(FULL, total, 2);
+        const int row = row0 + h * 8;
+        if (row >= rows) continue;
+        const float rest = 1.f / total;
+        bool fine = true;
+        act_t* o = out + (int64_t)(first + row) * width + head * HEAD_DIM + t * 2;
+#pragma unroll
+        for (int d = 0; d < PAIRS * 2; d++) {
+            const float a = sums[d][h * 2] * rest, b = sums[d][h * 2 + 1] * rest;
+            *(unsigned*)(o + d * 8) = pack(a, b);
+            fine &= a == a && b == b;
+        }
+        if (!fine) broken[(warp / 4) * 64 + row] = 1;
+    }
+    __syncthreads();
+    for (int i = 0; i < 64 * HEADS; i++) {
+        if (!broken[i]) continue;
+        const int row = i % 64;
+        const int64_t at = (int64_t)(first + row) * width + (head0 + i / 64) * HEAD_DIM;
+        const Pages<true> pages = {keys, values, table, num_kv_heads, BLOCK_GROUPS * 16, HEAD_DIM};
+        attend_row<true>(q + at, pages, kv_head, position + row, scale, out + at, plain);
+    }
+}

@@ -1,0 +1,69 @@
+"""Owns the launches of log probabilities: what is kept before logits change, what is found, filed and packed for the host.
+
+Only steps of which some slot wants log probabilities have them. Orders are exact, as the sampler's filters are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from polydraft.device import Launch
+from polydraft_cuda.compiler import ROWS
+from polydraft_cuda.device import CudaDevice
+from polydraft_cuda.kernels.provider import Kernel, source
+from polydraft_cuda.kernels.sampling import THREADS
+
+
+def keep_logits(device: CudaDevice, a: Any, limits: Any, workspace: Any) -> Launch:
+    """Blocks share a row."""
+    del limits, workspace
+    vocab = a.logits.shape[1]
+    blocks = min(-(-vocab // 1024), 64)
+    return device.function(source("logprobs.cu"), "keep_logits").bind(
+        lambda n: (n, blocks, 1),
+        256,
+        a.logits,
+        a.row_slot,
+        a.num_top,
+        a.kept,
+        vocab,
+        dependent=True,
+    )
+
+
+def top_logprobs(device: CudaDevice, a: Any, limits: Any, workspace: Any) -> Launch:
+    """A block a place of a window."""
+    del limits, workspace
+    width, columns = a.ids.shape[1], a.ids.shape[2]
+    return device.function(source("logprobs.cu"), "top_logprobs").bind(
+        lambda n: (n, width, 1), THREADS, a.logits, a.slot_order, a.logit_start, a.out_tokens, a.num_top, a.temperature, a.ids,
+        a.logprobs, a.ranks, a.logits.shape[1], columns, dependent=True,
+    )  # fmt: skip
+
+
+def draft_logprobs(device: CudaDevice, a: Any, limits: Any, workspace: Any) -> Launch:
+    """A block a row."""
+    del limits, workspace
+    return device.function(source("logprobs.cu"), "draft_logprobs").bind(
+        lambda n: n, THREADS, a.logits, a.row_slot, a.tokens, a.draft_len, a.num_top, a.draft_logprobs,
+        a.draft_logprobs.shape[1], a.logits.shape[1], int(a.given == "probs"), dependent=True,
+    )  # fmt: skip
+
+
+def pack_logprobs(device: CudaDevice, a: Any, limits: Any, workspace: Any) -> Launch:
+    """A block a sequence, and one where there is none: a record has a header."""
+    del limits, workspace
+    width, columns = a.ids.shape[1], a.ids.shape[2]
+    drafts = 0 if a.drafts is None else a.drafts.shape[1]
+    return device.function(source("logprobs.cu"), "pack_logprobs").bind(
+        lambda n: max(n, 1), 128, a.slot_order, a.num_top, a.ids, a.logprobs, a.ranks, a.extra, a.drafts, a.draft_logprobs,
+        drafts, a.record, int(a.flag), width, columns, ROWS, dependent=True,
+    )  # fmt: skip
+
+
+KERNELS = {
+    "keep_logits": Kernel(keep_logits),
+    "top_logprobs": Kernel(top_logprobs),
+    "draft_logprobs": Kernel(draft_logprobs),
+    "pack_logprobs": Kernel(pack_logprobs),
+}

@@ -1,0 +1,99 @@
+// RMS norm of rows, with the residual addition before it or two of them side by side; and the residual addition alone.
+//
+// One block a row. A row is read once, 16 bytes a thread, and kept in registers; widths that do not fit that are read twice.
+// Defines: ACT, VECTORS (16-byte vectors of a row that one thread keeps; 0 for any width), ADD (x += y first), PLUS_ONE.
+#include "tensor.cuh"
+
+constexpr int LANES = 16 / sizeof(act_t);
+struct alignas(16) Vector { act_t e[LANES]; };
+
+__device__ __forceinline__ float gain(act_t weight) { return PLUS_ONE ? 1.f + to_float(weight) : to_float(weight); }
+
+// `x` is replaced by x + y, rounded, where `y` is given; `out` gets the norm of what then is in x. `hide`: take zeros for x.
+__device__ __forceinline__ void norm_row(act_t* x, const act_t* y, const act_t* weight, act_t* out, int width, float eps, bool hide, float* scratch) {
+#if VECTORS
+    Vector kept[VECTORS], gains[VECTORS];
+    float squares = 0.f;
+#pragma unroll
+    for (int v = 0; v < VECTORS; v++) {
+        const int at = (v * blockDim.x + threadIdx.x) * LANES;
+        if (at < width) gains[v] = *(const Vector*)(weight + at);
+    }
+    wait_for_previous();
+#pragma unroll
+    for (int v = 0; v < VECTORS; v++) {
+        const int at = (v * blockDim.x + threadIdx.x) * LANES;
+        if (at >= width) continue;
+        kept[v] = *(const Vector*)(x + at);
+        if (y) {
+            const Vector more = *(const Vector*)(y + at);
+#pragma unroll
+            for (int i = 0; i < LANES; i++) kept[v].e[i] = from_float<act_t>(to_float(kept[v].e[i]) + to_float(more.e[i]));
+            *(Vector*)(x + at) = kept[v];
+        }
+#pragma unroll
+        for (int i = 0; i < LANES; i++) {
+            if (hide) kept[v].e[i] = from_float<act_t>(0.f);
+            squares += to_float(kept[v].e[i]) * to_float(kept[v].e[i]);
+        }
+    }
+    const float factor = 1.f / sqrtf(block_sum(squares, scratch) / width + eps);
+#pragma unroll
+    for (int v = 0; v < VECTORS; v++) {
+        const int at = (v * blockDim.x + threadIdx.x) * LANES;
+        if (at >= width) continue;
+#pragma unroll
+        for (int i = 0; i < LANES; i++) kept[v].e[i] = from_float<act_t>(to_float(kept[v].e[i]) * factor * gain(gains[v].e[i]));
+        *(Vector*)(out + at) = kept[v];
+    }
+#else
+    wait_for_previous();
+    float squares = 0.f;
+    for (int i = threadIdx.x; i < width; i += blockDim.x) {
+        if (y) x[i] = from_float<act_t>(to_float(x[i]) + to_float(y[i]));
+        const float value = hide ? 0.f : to_float(x[i]);
+        squares += value * value;
+    }
+    const float factor = 1.f / sqrtf(block_sum(squares, scratch) / width + eps);
+    for (int i = threadIdx.x; i < width; i += blockDim.x) {
+        const float value = hide ? 0.f : to_float(x[i]);
+        out[i] = from_float<act_t>(value * factor * gain(weight[i]));
+    }
+#endif
+}
+
+extern "C" __global__ void rms_norm(act_t* x, const act_t* y, const act_t* weight, act_t* out, int width, float eps) {
+    __shared__ float scratch[33];
+    launch_dependents();
+    const int64_t row = (int64_t)blockIdx.x * width;
+    norm_row(x + row, y ? y + row : nullptr, weight, out + row, width, eps, false, scratch);
+}
+
+// Two halves of a row: the hidden state and the embedding, in the order given by the columns at which they start.
+extern "C" __global__ void combine_draft_inputs(act_t* embedding, act_t* hidden, const act_t* emb_norm, const act_t* hid_norm, const int* positions,
+                                                act_t* out, int width, int embedding_at, int hidden_at, int mask_first, float eps) {
+    __shared__ float scratch[33];
+    launch_dependents();
+    const int row = blockIdx.x;
+    if (mask_first) wait_for_previous();
+    act_t* o = out + (int64_t)row * 2 * width;
+    if (blockIdx.y)
+        norm_row(hidden + (int64_t)row * width, nullptr, hid_norm, o + hidden_at, width, eps, false, scratch);
+    else
+        norm_row(embedding + (int64_t)row * width, nullptr, emb_norm, o + embedding_at, width, eps, mask_first && positions[row] == 0, scratch);
+}
+
+extern "C" __global__ void residual_add(act_t* x, const act_t* y, int width, int n) {
+    begin_dependent();
+    const int64_t count = (int64_t)width * n, step = (int64_t)gridDim.x * blockDim.x * LANES;
+    for (int64_t at = ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) * LANES; at < count; at += step) {
+        if (at + LANES <= count) {
+            Vector a = *(Vector*)(x + at);
+            const Vector b = *(const Vector*)(y + at);
+#pragma unroll
+            for (int i = 0; i < LANES; i++) a.e[i] = from_float<act_t>(to_float(a.e[i]) + to_float(b.e[i]));
+            *(Vector*)(x + at) = a;
+        } else
+            for (int64_t i = at; i < count; i++) x[i] = from_float<act_t>(to_float(x[i]) + to_float(y[i]));
+    }
+}

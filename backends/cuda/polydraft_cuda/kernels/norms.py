@@ -1,0 +1,81 @@
+"""Owns the RMS norms and the residual addition: alone, together, and two norms side by side for the draft's input.
+
+Statistics are float32; what is added to the residual stream is rounded before it is normalised, as if both were launched alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from polydraft.device import Launch
+from polydraft_cuda.compiler import ROWS, act
+from polydraft_cuda.device import CudaDevice
+from polydraft_cuda.kernels.provider import Kernel, source
+
+MOST_VECTORS = 4
+"""Most 16-byte vectors of a row that a thread keeps in registers."""
+
+
+def shape_of(dtype: str, width: int, pointers: tuple[Any, ...]) -> tuple[dict[str, int], int]:
+    """Defines and threads for rows of `width` elements: vectors where rows, and where they start, allow it."""
+    lanes = 4 if dtype == "f32" else 8
+    if width % lanes or any(p.pointer % 16 for p in pointers):
+        return {"VECTORS": 0, **act(dtype)}, 128
+    count = width // lanes
+    threads = min(256, max(32, -(-count // 32) * 32))
+    vectors = -(-count // threads)
+    if vectors > MOST_VECTORS:
+        threads, vectors = 1024, -(-count // 1024)
+    return {"VECTORS": vectors if vectors <= MOST_VECTORS else 0, **act(dtype)}, threads
+
+
+def norm(device: CudaDevice, a: Any, x: Any, y: Any) -> Launch:
+    """rms_norm of x, or of x + y."""
+    width = x.shape[1]
+    defines, threads = shape_of(x.dtype, width, (x, a.weight, a.out))
+    function = device.function(source("norms.cu"), "rms_norm", PLUS_ONE=int(a.plus_one), **defines)
+    return function.bind(lambda n: n, threads, x, y, a.weight, a.out, width, float(a.eps), dependent=True)
+
+
+def rms_norm(device: CudaDevice, a: Any, limits: Any, workspace: Any) -> Launch:
+    """A block a row."""
+    del limits, workspace
+    return norm(device, a, a.x, None)
+
+
+def add_and_norm(device: CudaDevice, a: Any, limits: Any, workspace: Any) -> Launch:
+    """Composite `residual_add+rms_norm`."""
+    del limits, workspace
+    add, normed = a.parts
+    return norm(device, normed, add.x, add.y)
+
+
+def residual_add(device: CudaDevice, a: Any, limits: Any, workspace: Any) -> Launch:
+    """Element by element."""
+    del limits, workspace
+    width, lanes = a.x.shape[1], 4 if a.x.dtype == "f32" else 8
+    function = device.function(source("norms.cu"), "residual_add", VECTORS=0, PLUS_ONE=0, **act(a.x.dtype))
+    return function.bind(
+        lambda n: min(-(-n * width // (lanes * 256)), 4 * device.num_sms), 256, a.x, a.y, width, ROWS, dependent=True
+    )
+
+
+def combine_draft_inputs(device: CudaDevice, a: Any, limits: Any, workspace: Any) -> Launch:
+    """A block a half row."""
+    del limits, workspace
+    width = a.hidden.shape[1]
+    defines, threads = shape_of(a.out.dtype, width, (a.embedding, a.hidden, a.emb_norm, a.hid_norm, a.out))
+    embedding_at, hidden_at = (width, 0) if a.order == "hidden_first" else (0, width)
+    function = device.function(source("norms.cu"), "combine_draft_inputs", PLUS_ONE=int(a.plus_one), **defines)
+    return function.bind(
+        lambda n: (n, 2, 1), threads, a.embedding, a.hidden, a.emb_norm, a.hid_norm, a.positions, a.out, width, embedding_at,
+        hidden_at, int(a.mask_first_position), float(a.eps), dependent=True,
+    )  # fmt: skip
+
+
+KERNELS: dict[str, Kernel] = {
+    "rms_norm": Kernel(rms_norm),
+    "residual_add": Kernel(residual_add),
+    "residual_add+rms_norm": Kernel(add_and_norm),
+    "combine_draft_inputs": Kernel(combine_draft_inputs),
+}

@@ -1,0 +1,98 @@
+"""Owns the launches that process logits as requests ask: padded vocabulary, penalties, biases, forbidden tokens.
+
+They stand between the head and the choice of a token. Nothing is counted between steps: a row's text is read each time.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+from polydraft.device import Launch
+from polydraft_cuda.compiler import ROWS
+from polydraft_cuda.device import CudaDevice
+from polydraft_cuda.kernels.provider import Kernel, source
+
+COUNTERS = 64
+"""Blocks of `penalise_logits` at most; each wants an int32 a token of the vocabulary."""
+
+
+class Text(ctypes.Structure):
+    """`Text` of process.cu."""
+
+    _fields_ = (
+        ("pointers", ctypes.c_void_p * 4),
+        ("max_len", ctypes.c_int32),
+        ("num_drafts", ctypes.c_int32),
+        ("ahead", ctypes.c_int32),
+    )
+
+
+def text(a: Any) -> Text:
+    """The text of each slot, as an argument."""
+    pointers = (ctypes.c_void_p * 4)(*(getattr(a, n).pointer for n in ("tokens", "drafts", "prompt_len", "num_generated")))
+    return Text(pointers, a.tokens.shape[1], a.drafts.shape[1], int(a.ahead))
+
+
+def process_logits(device: CudaDevice, a: Any, limits: Any, workspace: Any) -> Launch:
+    """A block a row; nothing where the head is not padded."""
+    del limits, workspace
+    vocab = a.logits.shape[1]
+    kernel = device.function(source("process.cu"), "process_logits")
+    padded = int(a.num_valid) < vocab
+    return kernel.bind(lambda n: n if padded else 0, 128, a.logits, a.row_slot, int(a.num_valid), vocab, dependent=True)
+
+
+def counters(a: Any) -> int:
+    """Blocks that penalise."""
+    return min(COUNTERS, int(a.logits.shape[0]))
+
+
+def penalise_workspace(device: CudaDevice, a: Any, limits: Any) -> int:
+    """Counts of every token for each block."""
+    del device, limits
+    return counters(a) * int(a.logits.shape[1]) * 4
+
+
+def penalise_logits(device: CudaDevice, a: Any, limits: Any, workspace: Any) -> Launch:
+    """Blocks take rows in turn."""
+    del limits
+    most = counters(a)
+    return device.function(source("process.cu"), "penalise_logits").bind(
+        lambda n: min(n, most), 256, a.logits, a.row_slot, a.positions, text(a), a.repetition_penalty, a.presence_penalty,
+        a.frequency_penalty, workspace.buffer, a.logits.shape[1], ROWS, dependent=True,
+    )  # fmt: skip
+
+
+def bias_logits(device: CudaDevice, a: Any, limits: Any, workspace: Any) -> Launch:
+    """A block a row."""
+    del limits, workspace
+    return device.function(source("process.cu"), "bias_logits").bind(
+        lambda n: n,
+        64,
+        a.logits,
+        a.row_slot,
+        a.num_biases,
+        a.bias_ids,
+        a.biases,
+        a.biases.shape[1],
+        a.logits.shape[1],
+        dependent=True,
+    )
+
+
+def forbid_tokens(device: CudaDevice, a: Any, limits: Any, workspace: Any) -> Launch:
+    """A block a row."""
+    del limits, workspace
+    return device.function(source("process.cu"), "forbid_tokens").bind(
+        lambda n: n, 64, a.logits, a.row_slot, a.positions, text(a), a.min_tokens, a.stop_tokens, a.stop_tokens.shape[1],
+        a.bad_words, a.bad_words.shape[1], a.bad_len, a.logits.shape[1], dependent=True,
+    )  # fmt: skip
+
+
+KERNELS = {
+    "process_logits": Kernel(process_logits),
+    "penalise_logits": Kernel(penalise_logits, penalise_workspace),
+    "bias_logits": Kernel(bias_logits),
+    "forbid_tokens": Kernel(forbid_tokens),
+}

@@ -1,0 +1,172 @@
+"""Owns weights and caches on the device: matrices row by row in the activation dtype, keys and values in blocks.
+
+The kernel table makes them, kernels read their addresses. A weight is packed so that every kernel can read it: there is one
+copy of it, and an update is written over it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from polydraft.backend import CacheSpec, Weight
+from polydraft.contracts.compare import from_host, to_host
+from polydraft.device import DTYPES, Array
+from polydraft.errors import ContractError
+from polydraft_cuda.device import CudaBuffer, CudaDevice
+
+CHUNK = 1 << 24
+"""Elements rounded at a time on the host."""
+
+
+class CudaWeight:
+    """A weight in its canonical shape, row by row, in the activation dtype."""
+
+    __slots__ = ("buffer", "role")
+
+    def __init__(self, role: str, buffer: CudaBuffer) -> None:
+        self.role, self.buffer = role, buffer
+
+    @property
+    def pointer(self) -> int:
+        """Device address."""
+        return self.buffer.pointer
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Canonical shape."""
+        return self.buffer.shape
+
+    @property
+    def dtype(self) -> str:
+        """Dtype name."""
+        return self.buffer.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of device memory."""
+        return self.buffer.nbytes
+
+
+def prepare_weight(device: CudaDevice, role: str, value: Array, dtype: str, previous: Weight | None = None) -> CudaWeight:
+    """Round a canonical float32 array to `dtype` and copy it to the device, over `previous` where there is one; waits.
+
+    A view whose rows overlap in memory (what `polydraft bench --shape` gives) travels as the memory it spans and is spread out
+    on the device."""
+    if dtype not in ("f32", "bf16", "f16"):
+        raise ContractError(f"weights of the cuda backend are f32, bf16 or f16, got {dtype!r}; leave --dtype on auto")
+    if previous is None:
+        weight = CudaWeight(role, device.empty(f"weight.{role}", value.shape, dtype))
+    elif isinstance(previous, CudaWeight) and previous.shape == value.shape and previous.dtype == dtype:
+        weight = previous
+    else:
+        raise ContractError(
+            f"weight update: got {dtype} of shape {value.shape}, wanted {getattr(previous, 'dtype', '?')} of shape "
+            f"{getattr(previous, 'shape', '?')}; load the same architecture"
+        )
+    if value.ndim == 2 and 0 < value.strides[0] < value.shape[1] * 4 and value.strides[1] == 4:
+        _spread(device, weight, value)
+    else:
+        _copy(device, weight, value)
+    return weight
+
+
+def _copy(device: CudaDevice, weight: CudaWeight, value: Array) -> None:
+    """Round and copy a stretch at a time."""
+    flat, size = value.reshape(-1), DTYPES[weight.dtype].itemsize
+    for start in range(0, flat.size, CHUNK):
+        device.write(weight.pointer + start * size, to_host(flat[start : start + CHUNK], weight.dtype))
+
+
+def _spread(device: CudaDevice, weight: CudaWeight, value: Array) -> None:
+    """Copy the memory that an overlapping view spans, and write its rows out on the device."""
+    from polydraft_cuda.compiler import act
+    from polydraft_cuda.kernels.provider import source
+
+    rows, columns = value.shape
+    step = value.strides[0] // 4
+    span = np.lib.stride_tricks.as_strided(value, ((rows - 1) * step + columns,), (4,), writeable=False)
+    pool = device.empty("weight.pool", span.shape, weight.dtype)
+    device.write(pool.pointer, to_host(span, weight.dtype))
+    function = device.function(source("rows.cu"), "spread_rows", VECTOR=0, **act(weight.dtype))
+    function.bind((rows, 1, 1), 256, pool, weight, step, columns)(device.stream, 1)
+    device.synchronize()
+
+
+@dataclass(frozen=True)
+class CudaCache:
+    """One layer's keys and values: [2, num_blocks, num_kv_heads, block_size, head_dim], so that a head's rows of a block lie
+    together; `tiled` ones in the order of tensor-core operands (`kernels/cache.cuh`). Fresh memory is set to NaN: reading a row
+    that was never written shows."""
+
+    device: CudaDevice
+    spec: CacheSpec
+    buffer: CudaBuffer
+
+    @property
+    def tiled(self) -> bool:
+        """Whether groups of 16 rows are permuted: 16-bit elements, heads of whole 32s, blocks of whole groups."""
+        return self.spec.dtype != "f32" and self.spec.head_dim % 32 == 0 and self.spec.block_size % 16 == 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of device memory."""
+        return self.buffer.nbytes
+
+    @property
+    def keys(self) -> Address:
+        """Where the keys begin."""
+        return Address(self.buffer.pointer)
+
+    @property
+    def values(self) -> Address:
+        """Where the values begin."""
+        return Address(self.buffer.pointer + self.buffer.nbytes // 2)
+
+    def read_logical(self) -> tuple[Array, Array]:
+        """(k, v) as [num_blocks, block_size, num_kv_heads, head_dim] float32; waits; tests only."""
+        stored = self.device.read(self.buffer.pointer, self.buffer.shape, self.buffer.dtype)
+        if self.tiled:
+            groups = stored.reshape(2, -1, 16 * self.spec.head_dim)
+            stored = np.stack([groups[i][:, order] for i, order in enumerate(tile_orders(self.spec.head_dim))]).reshape(
+                stored.shape
+            )
+        logical = from_host(stored, self.buffer.dtype).astype(np.float32).transpose(0, 1, 3, 2, 4)
+        return logical[0].copy(), logical[1].copy()
+
+    def write_logical(self, k: Array, v: Array) -> None:
+        """Overwrite all of it; waits; tests only."""
+        both = np.ascontiguousarray(np.stack([k, v]).transpose(0, 1, 3, 2, 4))
+        stored = to_host(both, self.buffer.dtype)
+        if self.tiled:
+            groups, tiles = stored.reshape(2, -1, 16 * self.spec.head_dim), np.empty_like(stored)
+            for i, order in enumerate(tile_orders(self.spec.head_dim)):
+                tiles[i].reshape(-1, 16 * self.spec.head_dim)[:, order] = groups[i]
+            stored = tiles
+        self.device.load(self.buffer, stored)
+
+
+def tile_orders(head_dim: int) -> tuple[Array, Array]:
+    """Places of the elements (row, d) of a group of 16 rows, row by row, for keys and for values: `key_offset` and `value_offset`
+    of `kernels/cache.cuh`."""
+    k, d = np.arange(16)[:, None], np.arange(head_dim)[None, :]
+    keys = (((k >> 3) * (head_dim >> 5) + (d >> 5)) * 32 + (k & 7) * 4 + ((d & 31) >> 3)) * 8 + (d & 7)
+    n = d >> 3
+    values = (((n >> 1) * 32 + (d & 7) * 4 + ((k & 7) >> 1)) * 4 + (n & 1) * 2 + (k >> 3)) * 2 + (k & 1)
+    return keys.reshape(-1), values.reshape(-1)
+
+
+@dataclass(frozen=True)
+class Address:
+    """A place within a buffer, as an argument of a kernel."""
+
+    pointer: int
+
+
+def allocate_cache(device: CudaDevice, spec: CacheSpec) -> CudaCache:
+    """A fresh cache of one layer. Raises `DeviceError` with what would fit."""
+    shape = (2, spec.num_blocks, spec.num_kv_heads, spec.block_size, spec.head_dim)
+    cache = CudaCache(device, spec, device.empty("cache", shape, spec.dtype))
+    device.fill_bytes(cache.buffer, 0xFF)  # NaN in every float dtype
+    return cache

@@ -1,0 +1,33 @@
+"""Owns the kernel table of one GPU: a provider for each contract, and the factories of weights and caches.
+
+`polydraft_kernels` returns it. It never compiles: a kernel does when it is bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from polydraft.backend import Cache, CacheSpec, Weight
+from polydraft.contracts.base import Provider
+from polydraft.device import Array
+from polydraft_cuda.device import CudaDevice
+from polydraft_cuda.kernels import kernels, versions
+from polydraft_cuda.kernels.provider import CudaProvider
+from polydraft_cuda.storage import allocate_cache, prepare_weight
+
+
+class CudaTable:
+    """The `KernelTable` of one device."""
+
+    def __init__(self, device: CudaDevice) -> None:
+        self._device = device
+        self.providers: Mapping[str, Provider] = {name: CudaProvider(kernel, device) for name, kernel in kernels().items()}
+        self.versions: Mapping[str, int] = versions()
+
+    def prepare_weight(self, role: str, value: Array, dtype: str, previous: Weight | None = None) -> Weight:
+        """Round to `dtype` and copy to the device; `previous` is refilled at its address."""
+        return prepare_weight(self._device, role, value, dtype, previous)
+
+    def allocate_cache(self, spec: CacheSpec) -> Cache:
+        """One layer's blocks. Raises `DeviceError` with what would fit."""
+        return allocate_cache(self._device, spec)

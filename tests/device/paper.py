@@ -1,0 +1,213 @@
+"""A device on paper: addresses without memory and kernels that are bound but never run, to check what needs no GPU."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from polydraft.backend import CacheSpec, PassBuffers
+from polydraft.contracts import COMPOSITES, REGISTRY, LinearV1, PagedAttentionV1
+from polydraft.contracts.base import Case, Limits, LogicalCache, ParamSpec, TensorSpec
+from polydraft.contracts.composite import CompositeArgs
+from polydraft.contracts.harness import weight_role
+from polydraft.contracts.inputs import contract_of, dtype_of, limits_of
+from polydraft.device import DTYPES, DeviceCounters
+from polydraft_cuda.compiler import ROWS, _value
+from polydraft_cuda.forward_meta import CudaForwardMeta
+from polydraft_cuda.kernels import kernels
+from polydraft_cuda.kernels.provider import CudaProvider
+from polydraft_cuda.storage import CudaWeight, allocate_cache, prepare_weight
+
+SIGNATURE = r'extern\s+"C"\s+__global__\s+void\s+(?:__launch_bounds__\s*\([^)]*\)\s+)?{name}\s*\(([^)]*)\)'
+
+
+@dataclass
+class Buffer:
+    """What a provider sees of a buffer."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    pointer: int
+
+    @property
+    def nbytes(self) -> int:
+        return int(np.prod(self.shape)) * DTYPES[self.dtype].itemsize
+
+
+@dataclass
+class Bound:
+    """A kernel with what it was bound to."""
+
+    source: Path
+    name: str
+    defines: dict[str, Any]
+    grid: Any
+    arguments: tuple[Any, ...]
+
+
+@dataclass(eq=False)
+class PaperDevice:
+    """As much of `CudaDevice` as binding touches."""
+
+    arch: str = "sm_90"
+    dtype: str = "bf16"
+    row_invariant: bool = False
+    index: int = 0
+    num_sms: int = 132
+    shared_bytes: int = 232448
+    bound: list[Bound] = field(default_factory=list)
+    next: int = 1 << 20
+
+    def __post_init__(self) -> None:
+        self.counters = DeviceCounters()
+        self.stream = SimpleNamespace(handle=0)
+
+    def allocate(self, name: str, nbytes: int) -> int:
+        del name
+        self.next += -(-max(nbytes, 1) // 256) * 256
+        return self.next
+
+    def empty(self, name: str, shape: Any, dtype: str) -> Buffer:
+        shape = tuple(shape)
+        return Buffer(name, shape, dtype, self.allocate(name, int(np.prod(shape)) * DTYPES[dtype].itemsize))
+
+    def zeros(self, name: str, shape: Any, dtype: str) -> Buffer:
+        return self.empty(name, shape, dtype)
+
+    def call(self, name: str, *arguments: Any, doing: str = "") -> Any:
+        return SimpleNamespace(opaque=[0] * 16)
+
+    def write(self, pointer: int, value: Any) -> None:
+        pass
+
+    def load(self, target: Any, value: Any) -> None:
+        pass
+
+    def fill_bytes(self, buffer: Any, byte: int) -> None:
+        pass
+
+    def free(self, pointer: int) -> None:
+        pass
+
+    def function(self, source: Path, name: str, **defines: Any) -> Any:
+        def bind(grid: Any, block: Any, *arguments: Any, **options: Any) -> Any:
+            del block, options
+            self.bound.append(Bound(source, name, defines, grid, arguments))
+            return lambda stream, n: None
+
+        return SimpleNamespace(bind=bind, name=name)
+
+
+def bind_on_paper(name: str, case: Case, act: str = "f32", **options: Any) -> list[Bound]:
+    """Bind the kernel of a contract or composite to arguments shaped as in `case`; what was bound."""
+    device = PaperDevice(dtype=act, **options)
+    kernel = COMPOSITES.get(name) or REGISTRY[name]
+    contract = contract_of(kernel)
+    values: dict[str, Any] = {}
+    for key, spec in contract.args.specs().items():
+        value = case.params.get(key) if isinstance(spec, ParamSpec) else case.arrays.get(key)
+        if isinstance(spec, TensorSpec):
+            shape = case.outputs[key][0] if key in case.outputs else None if value is None else value.shape
+            value = None if shape is None else device.empty(key, shape, dtype_of(contract, case, key, act))
+        elif isinstance(value, LogicalCache):
+            blocks, block_size, heads, head_dim = value.k.shape
+            value = allocate_cache(device, CacheSpec(blocks, block_size, heads, head_dim, act))  # type: ignore[arg-type]
+        elif value is not None and not isinstance(spec, ParamSpec):
+            value = prepare_weight(device, weight_role(key, spec), value.astype(np.float32), act, None)  # type: ignore[arg-type]
+        values[key] = value
+    if name in COMPOSITES:
+        args: Any = CompositeArgs(tuple(p.args(**{k: values[k] for k in p.args.specs()}) for p in COMPOSITES[name].contracts))
+    else:
+        args = contract.args(**values)
+    limits = limits_of(contract, case)
+    provider = CudaProvider(kernels()[name], device)  # type: ignore[arg-type]
+    nbytes = provider.workspace_bytes(args, limits)
+    workspace = SimpleNamespace(buffer=device.empty("workspace", (nbytes,), "u8"), nbytes=nbytes) if nbytes else None
+    provider.bind(args, limits, workspace)
+    return device.bound
+
+
+# -- shapes of real models, which take other kernels than the small cases of contracts -------------------------------------
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a model and of the launches that it is bound for."""
+
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    rows: int
+    window: int = 4
+    block_size: int = 16
+
+
+SHAPES = (Shape(4096, 32, 8, 128, 11008, 1024), Shape(1024, 8, 4, 128, 2816, 64, 8), Shape(256, 4, 2, 64, 768, 16, 1))
+
+
+def bind_shape(shape: Shape, act: str, **options: Any) -> list[Bound]:
+    """Bind every projection of a decoder block and its attention, with metadata; what was bound."""
+    device: Any = PaperDevice(dtype=act, **options)
+    q, kv, n = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim, shape.rows
+    for inputs, outputs, out in (
+        (shape.hidden, q + 2 * kv, act), (q, shape.hidden, act), (shape.hidden, 2 * shape.ffn, act),
+        (shape.ffn, shape.hidden, act), (shape.hidden, 32000, "f32"),
+    ):  # fmt: skip
+        weight = CudaWeight("linear", device.empty("weight", (outputs, inputs), act))
+        x, y = device.empty("x", (n, inputs), act), device.empty("y", (n, outputs), out)
+        _bind(device, "linear", LinearV1(x=x, weight=weight, bias=None, out=y), shape)
+    attention = {
+        "row_slot": device.empty("row_slot", (n,), "i32"), "positions": device.empty("positions", (n,), "i32"),
+        "block_table": device.empty("block_table", (8, 64), "i32"),
+    }  # fmt: skip
+    meta = CudaForwardMeta(device, PassBuffers("target", **attention), _limits(shape))
+    cache = allocate_cache(device, CacheSpec(8, shape.block_size, shape.kv_heads, shape.head_dim, act))
+    record = PagedAttentionV1(
+        q=device.empty("q", (n, q), act), cache=cache, meta=meta, out=device.empty("out", (n, q), act), num_heads=shape.heads,
+        num_kv_heads=shape.kv_heads, head_dim=shape.head_dim, block_size=shape.block_size, softmax_scale=0.1, **attention,
+    )  # fmt: skip
+    _bind(device, "paged_attention", record, shape)
+    return device.bound  # type: ignore[no-any-return]
+
+
+def _limits(shape: Shape) -> Limits:
+    return Limits(8, shape.window - 1, shape.rows, shape.rows, 1024, shape.block_size, 64, 64, 4, 32000)
+
+
+def _bind(device: Any, name: str, args: Any, shape: Shape) -> None:
+    provider = CudaProvider(kernels()[name], device)
+    nbytes = provider.workspace_bytes(args, _limits(shape))
+    workspace = SimpleNamespace(buffer=device.empty("workspace", (nbytes,), "u8"), nbytes=nbytes) if nbytes else None
+    provider.bind(args, _limits(shape), workspace)
+
+
+def parameters(source: Path, name: str) -> list[str]:
+    """Types of a kernel's parameters as its source declares them: "pointer", "int", "float", or the type's own name."""
+    text = re.sub(r"//[^\n]*|/\*.*?\*/", "", source.read_text(encoding="utf-8"), flags=re.DOTALL)
+    found = re.search(SIGNATURE.format(name=re.escape(name)), text)
+    assert found, f"{source.name} has no kernel called {name}"
+    return [_kind(parameter) for parameter in found[1].split(",") if parameter.strip()]
+
+
+def _kind(parameter: str) -> str:
+    if "*" in parameter:
+        return "pointer"
+    words = [w for w in parameter.replace("__grid_constant__", "").split() if w not in ("const", "__restrict__")]
+    return words[0]
+
+
+def given(argument: Any) -> str:
+    """The type that an argument is passed as."""
+    if argument is ROWS:
+        return "int"
+    value = _value(argument)
+    kinds = {ctypes.c_int32: "int", ctypes.c_float: "float", ctypes.c_void_p: "pointer", ctypes.c_int64: "int64_t"}
+    kinds |= {ctypes.c_uint32: "uint32_t", ctypes.c_uint64: "uint64_t"}
+    return kinds.get(type(value), "struct")

@@ -1,0 +1,43 @@
+"""What the CUDA backend can be held to without a GPU: kernels are bound to the arguments that their sources declare."""
+
+import pytest
+
+from polydraft.contracts import COMPOSITES, REGISTRY
+from polydraft.contracts.inputs import default_cases
+from polydraft_cuda.kernels import kernels
+from tests.device.paper import SHAPES, Bound, Shape, bind_on_paper, bind_shape, given, parameters
+
+pytest.importorskip("cuda.bindings", reason="matrices are described to the copy engine in types of cuda-bindings")
+SCALARS = {"pointer", "int", "float", "int64_t", "uint32_t", "uint64_t"}
+
+
+def held_to_its_source(one: Bound) -> None:
+    """As many arguments as the kernel has parameters, each of the kind that it declares."""
+    declared = [kind if kind in SCALARS else "struct" for kind in parameters(one.source, one.name)]
+    passed = [given(argument) for argument in one.arguments]
+    assert passed == declared, f"{one.source.name}: {one.name}"
+
+
+@pytest.mark.parametrize("act", ["f32", "bf16"])
+@pytest.mark.parametrize("name", sorted(kernels()))
+def test_a_kernel_gets_the_arguments_that_it_declares(name: str, act: str):
+    for case in list(default_cases(COMPOSITES.get(name) or REGISTRY[name], seeds=1))[:3]:
+        bound = bind_on_paper(name, case, act)
+        assert bound, f"{name} binds no kernel"
+        for one in bound:
+            held_to_its_source(one)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("act", ["f32", "bf16"])
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"hidden{shape.hidden}")
+def test_so_do_the_kernels_of_real_shapes(shape: Shape, act: str, arch: str):
+    for invariant in (False, True):
+        bound = bind_shape(shape, act, arch=arch, row_invariant=invariant)
+        assert len(bound) >= 6
+        for one in bound:
+            held_to_its_source(one)
+
+
+def test_every_contract_is_served():
+    assert set(REGISTRY.names()) <= set(kernels())

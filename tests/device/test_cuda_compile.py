@@ -1,0 +1,145 @@
+"""Every CUDA kernel compiles for every architecture that is named, without a GPU; those that never ran are compiled only."""
+
+import ctypes
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from polydraft import environment
+from polydraft.contracts import COMPOSITES, REGISTRY
+from polydraft.contracts.inputs import default_cases
+from polydraft.errors import DeviceError
+from polydraft_cuda import compiler
+from polydraft_cuda.kernels import kernels
+from tests.device.paper import SHAPES, bind_on_paper, bind_shape
+
+try:
+    compiler.nvrtc_version()
+    REASON = ""
+except DeviceError as error:
+    REASON = str(error)
+
+bindings = pytest.importorskip("cuda.bindings", reason="the extra cuda brings the compiler")
+needs_compiler = pytest.mark.skipif(bool(REASON), reason=REASON)
+Variant = tuple[Path, tuple[tuple[str, str | float], ...]]
+
+
+@cache
+def variants(arch: str) -> tuple[Variant, ...]:
+    """Every source with every set of defines that some kernel is bound with for this architecture."""
+    found: set[Variant] = set()
+    for name in kernels():
+        for act in ("f32", "bf16", "f16"):
+            for case in list(default_cases(COMPOSITES.get(name) or REGISTRY[name], seeds=1)):
+                for one in bind_on_paper(name, case, act, arch=arch):
+                    found.add((one.source, tuple(sorted(one.defines.items()))))
+    for shape in SHAPES:
+        for act in ("f32", "bf16", "f16"):
+            for invariant in (False, True):
+                for one in bind_shape(shape, act, arch=arch, row_invariant=invariant):
+                    found.add((one.source, tuple(sorted(one.defines.items()))))
+    return tuple(sorted(found, key=str))
+
+
+def compile_all(arch: str) -> int:
+    """Compile each variant; how many there were."""
+    for source, defines in variants(arch):
+        options = dict(defines)
+        features = str(options.pop("arch_features", ""))
+        assert compiler.compile_source(source, defines=options, arch=arch + features).startswith(b"\x7fELF")
+    return len(variants(arch))
+
+
+@pytest.mark.parametrize("arch", compiler.ARCHITECTURES)
+def test_every_source_is_bound(arch: str):
+    ours = {"linear_tile.cu"} if arch != "sm_90" else set()  # its instructions exist on sm_90a alone
+    assert {source.name for source, _ in variants(arch)} == {source.name for source in compiler.all_sources()} - ours
+
+
+@needs_compiler
+@pytest.mark.timeout(600)
+def test_every_kernel_compiles_for_the_device_it_is_tuned_for():
+    assert compile_all("sm_90") >= len(list(compiler.all_sources())) - 1
+
+
+@needs_compiler
+@pytest.mark.deep
+@pytest.mark.parametrize("arch", [arch for arch in compiler.ARCHITECTURES if arch != "sm_90"])
+def test_every_kernel_compiles(arch: str):
+    assert compile_all(arch) > 0
+
+
+@pytest.fixture
+def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setenv("POLYDRAFT_CACHE_DIR", str(tmp_path))
+    return tmp_path / "cuda"
+
+
+TEXT = 'extern "C" __global__ void k(float* x) { x[threadIdx.x] = VALUE; }'
+
+
+@needs_compiler
+def test_compiled_kernels_are_kept_and_found_again(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    first = compiler.compile_source(TEXT, defines={"VALUE": 1}, arch="sm_90")
+    (file,) = folder.glob("*")
+    monkeypatch.setattr(compiler, "_compile", lambda *arguments: pytest.fail("compiled again"))
+    assert compiler.compile_source(TEXT, defines={"VALUE": 1}, arch="sm_90") == first
+    assert list(folder.glob("*")) == [file]
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    "change", [{"defines": {"VALUE": 2}}, {"arch": "sm_80"}, {"driver_version": 13000}, {"source": TEXT + "\n"}], ids=str
+)
+def test_whatever_decides_the_code_is_part_of_its_key(folder: Path, change: dict):
+    usual = {"source": TEXT, "defines": {"VALUE": 1}, "arch": "sm_90", "driver_version": 13010}
+    for arguments in (dict[str, Any](usual), dict[str, Any](usual | change)):
+        text: Any = arguments.pop("source")
+        compiler.compile_source(text, **arguments)
+    assert len(list(folder.glob("*.cubin"))) == 2
+
+
+@needs_compiler
+@pytest.mark.parametrize("damage", [lambda data: data[:-1], lambda data: b"", lambda data: data[:40] + b"\0" + data[41:]])
+def test_a_damaged_file_is_compiled_again(folder: Path, damage):
+    wanted = compiler.compile_source(TEXT, defines={"VALUE": 1}, arch="sm_90")
+    (file,) = folder.glob("*")
+    file.write_bytes(damage(file.read_bytes()))
+    assert compiler.compile_source(TEXT, defines={"VALUE": 1}, arch="sm_90") == wanted
+    assert file.read_bytes()[32:] == wanted
+
+
+@needs_compiler
+def test_a_folder_that_cannot_be_written_is_no_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    (tmp_path / "file").write_text("no folder", encoding="utf-8")
+    monkeypatch.setenv("POLYDRAFT_CACHE_DIR", str(tmp_path / "file"))
+    assert compiler.compile_source(TEXT, defines={"VALUE": 1}, arch="sm_90")
+
+
+@needs_compiler
+def test_a_kernel_that_does_not_compile_is_one_sentence(folder: Path):
+    with pytest.raises(DeviceError, match=r"^kernel text\.cu does not compile for sm_90: text\.cu\(1\): error: .*VALUE.*$"):
+        compiler.compile_source(TEXT, arch="sm_90")
+    assert not list(folder.glob("*"))
+
+
+def test_the_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.delenv("POLYDRAFT_CACHE_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert environment.cache_folder() == tmp_path / "polydraft"
+    monkeypatch.setenv("POLYDRAFT_CACHE_DIR", str(tmp_path / "mine"))
+    assert environment.cache_folder() == tmp_path / "mine"
+    monkeypatch.delenv("POLYDRAFT_CACHE_DIR")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert environment.cache_folder() == Path.home() / ".cache" / "polydraft"
+
+
+def test_arguments_are_packed_by_their_kind():
+    assert compiler._value(7).value == 7
+    assert isinstance(compiler._value(7), ctypes.c_int32)
+    assert isinstance(compiler._value(0.5), ctypes.c_float)
+    assert compiler._value(None).value is None
+    own = ctypes.c_uint64(1 << 40)
+    assert compiler._value(own) is own

@@ -1,0 +1,249 @@
+"""The CUDA backend on a GPU: every kernel against its golden, the device, graphs, exchange of memory, whole engines."""
+
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import polydraft_cuda
+from polydraft import LLM, SamplingParams
+from polydraft.backend import DeviceOptions
+from polydraft.conformance.device_checks import checks as device_checks
+from polydraft.conformance.target import Target
+from polydraft.contracts import COMPOSITES, REGISTRY
+from polydraft.contracts.harness import check_kernel
+from polydraft.contracts.inputs import default_cases
+from polydraft.device import Launch
+from polydraft.errors import DeviceError
+from polydraft_cuda.compiler import ROWS
+from polydraft_cuda.device import CudaBuffer, CudaDevice
+from polydraft_cuda.interop import adopt
+from polydraft_cuda.kernels import kernels
+from polydraft_cuda.kernels.provider import source
+
+pytestmark = [pytest.mark.device("cuda"), pytest.mark.timeout(300)]
+PROMPTS = ["def fibonacci(n):", "class Stack:", "import os\n", "for i in range(10):\n", "while True:\n    try:"]
+
+
+init_meta: Any = polydraft_cuda.polydraft_init_forward_meta
+
+
+@pytest.fixture
+def device() -> Iterator[CudaDevice]:
+    opened = polydraft_cuda.polydraft_open_device("", DeviceOptions("f32"))
+    yield opened
+    opened.close()
+
+
+@pytest.mark.parametrize("act", polydraft_cuda.CAPABILITIES.dtypes)
+@pytest.mark.parametrize("name", sorted(kernels()))
+def test_a_kernel_does_what_its_contract_says(name: str, act: str):
+    device = polydraft_cuda.polydraft_open_device("", DeviceOptions(act))
+    table = polydraft_cuda.polydraft_kernels(device)
+    kernel = COMPOSITES.get(name) or REGISTRY[name]
+    for case in default_cases(kernel):
+        found = check_kernel(kernel, case, device, table, act=act, init_meta=init_meta)
+        assert found.ok, found.describe()
+    device.close()
+
+
+@pytest.mark.parametrize("check", list(device_checks()), ids=lambda check: check.id)
+def test_the_device_keeps_the_promises_of_its_protocol(check):
+    found = check.result(Target(polydraft_cuda))
+    assert found.outcome == "pass", found.message
+
+
+def scatter(device: CudaDevice, **options: bool) -> tuple[Launch, CudaBuffer]:
+    """A launch that writes 7 at [1, 2] of a table [4, 16] of zeros."""
+    updates, table = device.zeros("updates", (1, 3), "i32"), device.zeros("table", (4, 16), "i32")
+    device.load(updates, np.array([[1, 2, 7]], np.int32))
+    kernel = device.function(source("updates.cu"), "update_places")
+    return kernel.bind(lambda n: n, 32, updates, table, 16, ROWS, **options), table
+
+
+def test_a_graph_runs_when_it_is_replayed_and_not_before(device: CudaDevice):
+    launch, table = scatter(device)
+    capture = polydraft_cuda.polydraft_graph_capture(device)
+    graph = capture.capture(device.stream, lambda: launch(device.stream, 1))
+    device.synchronize()
+    assert device.read(table.pointer, (4, 16), "i32").sum() == 0
+    graph.replay(device.stream)
+    assert device.read(table.pointer, (4, 16), "i32")[1, 2] == 7
+    assert (device.counters.graph_replays, capture.memory() >= 0) == (1, True)
+
+
+def both(launch: Launch, device: CudaDevice, forbidden: Callable[[], object]) -> None:
+    launch(device.stream, 1)
+    forbidden()
+
+
+def test_a_capture_refuses_what_cannot_be_captured_and_leaves_the_stream_usable(device: CudaDevice):
+    launch, table = scatter(device)
+    capture, event = polydraft_cuda.polydraft_graph_capture(device), device.event()
+    for forbidden in (
+        device.synchronize, event.synchronize, event.query, lambda: device.empty("late", (1,), "i32"),
+        lambda: device.staging("late", (1,), "i32"), lambda: device.load(table, np.zeros((4, 16), np.int32)),
+        lambda: capture.capture(device.stream, lambda: None),
+    ):  # fmt: skip
+        with pytest.raises(DeviceError, match="not allowed while a graph is captured"):
+            capture.capture(device.stream, partial(both, launch, device, forbidden))
+    launch(device.stream, 1)
+    assert device.read(table.pointer, (4, 16), "i32")[1, 2] == 7
+
+
+def test_an_empty_launch_is_none(device: CudaDevice):
+    launch, table = scatter(device)
+    before = device.counters.launches
+    launch(device.stream, 0)
+    assert device.counters.launches == before
+    assert device.read(table.pointer, (4, 16), "i32").sum() == 0
+
+
+def test_any_thread_may_launch_copy_and_wait(device: CudaDevice):
+    launch, table = scatter(device)
+    found: list[object] = []
+
+    def work() -> None:
+        down, event = device.staging("down", (4, 16), "i32"), device.event()
+        launch(device.stream, 1)
+        device.download(device.stream, down, table, 4)
+        event.record(device.stream)
+        event.synchronize()
+        found.append(int(down.array[1, 2]))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert found == [7]
+
+
+def test_streams_are_ordered_by_events(device: CudaDevice):
+    other, event = device.make_stream("other"), device.event()
+    big, down = device.zeros("big", (1 << 22,), "i32"), device.staging("down", (1 << 22,), "i32")
+    up = device.staging("up", (1 << 22,), "i32")
+    for value in range(1, 9):
+        up.array[:] = value
+        device.upload(device.stream, big, up, 1 << 22)
+        event.record(device.stream)
+        other.wait(event)
+        device.download(other, down, big, 1 << 22)
+        event.record(other)
+        event.synchronize()
+        assert down.array.min() == down.array.max() == value
+
+
+# -- other libraries -------------------------------------------------------------------------------------
+@pytest.mark.parametrize("dtype", ["f32", "f16", "bf16", "i32", "u8"])
+def test_memory_goes_to_torch_and_comes_back_without_a_copy(device: CudaDevice, dtype: str):
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("this build of torch has no CUDA")
+    buffer = device.zeros("buffer", (3, 5), dtype)
+    tensor = torch.from_dlpack(buffer)
+    assert (tensor.data_ptr(), tuple(tensor.shape)) == (buffer.pointer, (3, 5))
+    tensor += 3
+    back = adopt(device, "back", tensor)
+    assert (back.pointer, back.shape, back.dtype) == (buffer.pointer, (3, 5), dtype)
+    wanted = tensor.view(torch.int16 if dtype == "bf16" else tensor.dtype).cpu().numpy().view(np.uint8)
+    assert np.array_equal(device.read(back.pointer, back.shape, dtype).view(np.uint8), wanted)
+
+
+def test_memory_of_torch_outlives_its_tensor_while_it_is_adopted(device: CudaDevice):
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("this build of torch has no CUDA")
+    adopted = adopt(device, "x", torch.arange(1000, device="cuda", dtype=torch.int32))
+    spoil = [torch.full((1000,), -1, device="cuda", dtype=torch.int32) for _ in range(8)]
+    assert np.array_equal(device.read(adopted.pointer, (1000,), "i32"), np.arange(1000))
+    del spoil
+
+
+def test_memory_goes_to_cupy_and_comes_back(device: CudaDevice):
+    cupy = pytest.importorskip("cupy")
+    buffer = device.zeros("buffer", (3, 5), "f32")
+    for array in (cupy.from_dlpack(buffer), cupy.asarray(buffer)):
+        assert array.data.ptr == buffer.pointer
+    x = cupy.arange(6, dtype=cupy.float32)
+    assert adopt(device, "x", x).pointer == x.data.ptr
+
+
+def test_what_cannot_be_adopted_is_said(device: CudaDevice):
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("this build of torch has no CUDA")
+    for array, said in (
+        (torch.zeros(3, 5, device="cuda").T, "strides"),
+        (torch.zeros(3), "DLPack device"),
+        (torch.zeros(3, device="cuda", dtype=torch.float64), "DLPack type"),
+        ([1, 2], "got a list"),
+    ):
+        with pytest.raises(DeviceError, match=said):
+            adopt(device, "x", array)
+
+
+# -- what goes wrong -------------------------------------------------------------------------------------
+LOST = """
+import ctypes, pathlib, sys
+import polydraft_cuda
+from polydraft.backend import DeviceOptions
+device = polydraft_cuda.polydraft_open_device("", DeviceOptions())
+launch = device.function(pathlib.Path(sys.argv[1]), "wild").bind(1, 1, ctypes.c_void_p(64))
+launch(device.stream, 1)
+event = device.event()
+event.record(device.stream)
+try:
+    event.synchronize()
+except Exception as error:
+    print(error)
+device.close()
+"""
+
+
+def test_a_lost_device_is_one_sentence(tmp_path: Path):
+    file = tmp_path / "wild.cu"
+    file.write_text('extern "C" __global__ void wild(int* x) { *x = 1; }', encoding="utf-8")
+    found = subprocess.run([sys.executable, "-c", LOST, str(file)], capture_output=True, text=True, check=True, timeout=120)
+    assert "the device was lost to an access to an illegal address" in found.stdout
+    assert found.stdout.count("\n") == 1
+
+
+def test_memory_that_there_is_not(device: CudaDevice):
+    with pytest.raises(DeviceError, match=r"has no .* GiB for cache.*would fit with --num-blocks at \d+%"):
+        device.empty("cache", (1 << 42,), "u8")
+    device.empty("small", (1,), "u8")
+
+
+def test_a_closed_device_has_given_everything_back():
+    first = polydraft_cuda.polydraft_open_device("", DeviceOptions())
+    free = first.call("cuMemGetInfo")[0]
+    first.empty("large", (1 << 30,), "u8")
+    first.close()
+    second = polydraft_cuda.polydraft_open_device("", DeviceOptions())
+    assert free - second.call("cuMemGetInfo")[0] < 1 << 29
+    second.close()
+
+
+# -- engines ---------------------------------------------------------------------------------------------
+def texts(backend: str, drafts: int, params: dict[str, Any] | None = None, **options: Any) -> list[tuple]:
+    llm = LLM(backend=backend, draft_tokens=drafts, max_num_seqs=4, dtype="f32", **options)
+    asked = [SamplingParams(max_new_tokens=40, ignore_eos=True, seed=i, **(params or {})) for i in range(len(PROMPTS))]
+    found = [(out.token_ids, out.rounds) for out in llm.generate(PROMPTS, asked)]
+    llm.engine.close()
+    return found
+
+
+@pytest.mark.parametrize("mode", [{"overlap": 0, "graph": "off"}, {"overlap": 1, "graph": "decode"}, {"overlap": 2}], ids=str)
+@pytest.mark.parametrize("drafts", [0, 1, 3])
+def test_the_demo_model_writes_the_text_of_the_reference(drafts: int, mode: dict):
+    assert texts("cuda", drafts, **mode) == texts("reference", drafts)
+
+
+@pytest.mark.parametrize("params", [{"temperature": 0.8, "top_p": 0.95}, {"temperature": 1.0, "top_k": 20}], ids=str)
+def test_sampled_texts_are_those_of_the_reference(params: dict):
+    assert texts("cuda", 3, params=params) == texts("reference", 3, params=params)

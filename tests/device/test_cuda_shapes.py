@@ -1,0 +1,225 @@
+"""Projections, attention and filters on a GPU in the shapes of real models, which take other kernels than small cases do."""
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import polydraft_cuda
+from polydraft.backend import CacheSpec, DeviceOptions, PassBuffers, StepMeta
+from polydraft.contracts import LinearV1, PagedAttentionV1
+from polydraft.contracts.base import Limits
+from polydraft.contracts.compare import EPS, from_host, to_host
+from polydraft.device import Array
+from polydraft_cuda.device import CudaDevice
+from tests.device.paper import SHAPES, Shape
+
+pytestmark = [pytest.mark.device("cuda"), pytest.mark.timeout(600)]
+ROWS = (1, 2, 4, 7, 8, 9, 16, 17, 33, 64, 65, 100, 257)
+
+
+@pytest.fixture(params=["bf16", "f16"])
+def opened(request: pytest.FixtureRequest) -> Iterator[CudaDevice]:
+    device = polydraft_cuda.polydraft_open_device("", DeviceOptions(request.param))
+    yield device
+    device.close()
+
+
+@pytest.fixture(params=["bf16", "f16"])
+def invariant(request: pytest.FixtureRequest) -> Iterator[CudaDevice]:
+    device = polydraft_cuda.polydraft_open_device("", DeviceOptions(request.param, row_invariant=True))
+    yield device
+    device.close()
+
+
+def limits(rows: int, window: int = 4, block_size: int = 16) -> Limits:
+    return Limits(64, window - 1, rows, rows, 4096, block_size, 2048, 256, 4, 32000)
+
+
+def filled(device: CudaDevice, name: str, value: Array, dtype: str) -> Any:
+    buffer = device.empty(name, value.shape, dtype)
+    device.load(buffer, to_host(value, dtype))
+    return buffer
+
+
+def launch_of(device: CudaDevice, name: str, args: Any, own: Limits) -> Any:
+    provider = polydraft_cuda.polydraft_kernels(device).providers[name]
+    nbytes = provider.workspace_bytes(args, own)
+    workspace = SimpleNamespace(buffer=device.empty("workspace", (max(nbytes, 1),), "u8"), nbytes=nbytes)
+    return provider.bind(args, own, workspace)
+
+
+class Projection:
+    """A projection with random numbers; `run(n)` gives the first n rows of what it leaves, and `wanted` what they should be."""
+
+    def __init__(self, device: CudaDevice, inputs: int, outputs: int, *, to_f32: bool = False, rows: int = max(ROWS)) -> None:
+        rng, act = np.random.default_rng(inputs + outputs), device.dtype
+        x = rng.standard_normal((rows, inputs), np.float32)
+        w = rng.standard_normal((outputs, inputs), np.float32) / np.float32(np.sqrt(inputs))
+        self.device, self.dtype = device, "f32" if to_f32 else act
+        weight = polydraft_cuda.polydraft_kernels(device).prepare_weight("linear", w, act)
+        self.out = device.empty("out", (rows, outputs), self.dtype)
+        args = LinearV1(x=filled(device, "x", x, act), weight=weight, bias=None, out=self.out)
+        self.launch = launch_of(device, "linear", args, limits(rows))
+        self.wanted = from_host(to_host(x, act), act).astype(np.float32) @ from_host(to_host(w, act), act).astype(np.float32).T
+
+    def run(self, n: int) -> Array:
+        self.device.fill_bytes(self.out, 0xFF)
+        self.launch(self.device.stream, n)
+        found = from_host(self.device.read(self.out.pointer, self.out.shape, self.dtype), self.dtype)
+        assert np.isnan(found[n:]).all(), "nothing behind the launch length is written"
+        return found[:n]
+
+
+def projections(shape: Shape) -> list[tuple[int, int, bool]]:
+    q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    block = [(shape.hidden, q + 2 * kv), (q, shape.hidden), (shape.hidden, 2 * shape.ffn), (shape.ffn, shape.hidden)]
+    return [*((a, b, False) for a, b in block), (2 * shape.hidden, shape.hidden, False), (shape.hidden, 4096 + 16, True)]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"hidden{shape.hidden}")
+def test_a_projection_is_right_for_every_number_of_rows(opened: CudaDevice, shape: Shape):
+    for inputs, outputs, to_f32 in projections(shape):
+        projection = Projection(opened, inputs, outputs, to_f32=to_f32)
+        for n in ROWS:
+            found, wanted = projection.run(n), projection.wanted[:n]
+            allowed = (2e-5 if to_f32 else EPS[opened.dtype]) * np.maximum(np.abs(wanted), 1.0)
+            assert (np.abs(found - wanted) <= allowed).all(), (inputs, outputs, n, float(np.abs(found - wanted).max()))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"hidden{shape.hidden}")
+def test_a_row_of_an_invariant_projection_has_its_bits_whatever_the_others(invariant: CudaDevice, shape: Shape):
+    for inputs, outputs, to_f32 in projections(shape):
+        projection = Projection(invariant, inputs, outputs, to_f32=to_f32)
+        all_rows = projection.run(max(ROWS))
+        for n in ROWS:
+            assert np.array_equal(projection.run(n), all_rows[:n]), (inputs, outputs, n)
+
+
+class Attention:
+    """Paged attention over random keys and values. `seqs`: (positions before, rows) of each slot."""
+
+    def __init__(self, device: CudaDevice, shape: Shape, seqs: list[tuple[int, int]], *, prefill: bool, holes: int = 2) -> None:
+        rng, act, size = np.random.default_rng(len(seqs)), device.dtype, shape.block_size
+        order = rng.permutation(len(seqs))
+        slots = [np.full(seqs[s][1], s) for s in order]
+        places = [np.arange(seqs[s][1]) + seqs[s][0] for s in order]
+        slot, position = np.concatenate([*slots, np.full(holes, -1)]), np.concatenate([*places, np.zeros(holes, int)])
+        n = len(slot)
+        own = limits(n, shape.window, size)
+        needed = [-(-(before + rows) // size) for before, rows in seqs]
+        pool = rng.permutation(sum(needed) + 3)
+        table, taken = np.full((own.max_seqs, own.max_blocks), -1, np.int32), 0
+        for s, count in enumerate(needed):
+            table[s, :count] = pool[taken : taken + count]
+            taken += count
+        cache = polydraft_cuda.polydraft_kernels(device).allocate_cache(
+            CacheSpec(len(pool), size, shape.kv_heads, shape.head_dim, act)
+        )
+        k, v = (rng.standard_normal((len(pool), size, shape.kv_heads, shape.head_dim), np.float32) for _ in range(2))
+        for s, (before, rows) in enumerate(seqs):  # what nobody has written must not be read
+            end = before + rows
+            if end % size:
+                k[table[s, needed[s] - 1], end % size :] = v[table[s, needed[s] - 1], end % size :] = np.nan
+        cache.write_logical(k, v)
+        q = rng.standard_normal((n, shape.heads * shape.head_dim), np.float32)
+        described = {"row_slot": filled(device, "row_slot", slot.astype(np.int32), "i32"),
+                "positions": filled(device, "positions", position.astype(np.int32), "i32"),
+                "block_table": filled(device, "block_table", table, "i32")}  # fmt: skip
+        meta = polydraft_cuda.polydraft_init_forward_meta(device, PassBuffers("target", **described), own)
+        self.out = device.empty("out", q.shape, act)
+        self.device, self.n, scale = device, n, shape.head_dim**-0.5
+        args = PagedAttentionV1(
+            q=filled(device, "q", q, act), cache=cache, meta=meta, out=self.out, num_heads=shape.heads,
+            num_kv_heads=shape.kv_heads, head_dim=shape.head_dim, block_size=size, softmax_scale=scale, **described,
+        )  # fmt: skip
+        self.launch = launch_of(device, "paged_attention", args, own)
+        self.fill = lambda: meta.fill(device.stream, StepMeta("target", 0, n, len(seqs), has_prefill=prefill))
+        rounded = (from_host(to_host(x, act), act).astype(np.float32) for x in (q, k, v))
+        self.wanted = self._naive(shape, scale, slot, position, table, *rounded)
+
+    @staticmethod
+    def _naive(shape: Shape, scale: float, slot: Array, position: Array, table: Array, q: Array, k: Array, v: Array) -> Array:
+        wanted, group = np.zeros(q.shape, np.float32), shape.heads // shape.kv_heads
+        for r in np.flatnonzero(slot >= 0):
+            blocks = table[slot[r], : position[r] // shape.block_size + 1]
+            keys = k[blocks].reshape(-1, shape.kv_heads, shape.head_dim)[: position[r] + 1]
+            values = v[blocks].reshape(-1, shape.kv_heads, shape.head_dim)[: position[r] + 1]
+            heads = q[r].reshape(shape.kv_heads, group, shape.head_dim)
+            scores = np.einsum("hgd,chd->hgc", heads, keys) * scale
+            weights = np.exp(scores - scores.max(-1, keepdims=True))
+            mixed = np.einsum("hgc,chd->hgd", weights / weights.sum(-1, keepdims=True), values)
+            wanted[r] = mixed.reshape(-1)
+        return wanted
+
+    def run(self) -> Array:
+        self.device.fill_bytes(self.out, 0xFF)
+        self.fill()
+        self.launch(self.device.stream, self.n)
+        return from_host(self.device.read(self.out.pointer, self.out.shape, self.device.dtype), self.device.dtype)
+
+
+def windows(count: int, width: int) -> list[tuple[int, int]]:
+    """Sequences in decode: contexts from nothing to thousands, windows of up to `width` rows."""
+    rng = np.random.default_rng(count)
+    return [(int(before), int(rng.integers(1, width + 1))) for before in np.r_[0, 15, 16, 17, rng.integers(0, 3000, 60)][:count]]
+
+
+@pytest.mark.parametrize("count", [1, 3, 8, 32, 64])
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"hidden{shape.hidden}")
+def test_windows_attend_to_what_is_before_them(opened: CudaDevice, shape: Shape, count: int):
+    attention = Attention(opened, shape, windows(count, shape.window), prefill=False)
+    assert np.abs(attention.run() - attention.wanted).max() <= 4 * EPS[opened.dtype]
+
+
+CHUNKS = [(0, 1), (0, 64), (0, 130), (100, 65), (1000, 200), (37, 3), (16, 16), (15, 1)]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"hidden{shape.hidden}")
+def test_chunks_of_prompts_attend_to_what_is_before_them(opened: CudaDevice, shape: Shape):
+    attention = Attention(opened, shape, CHUNKS, prefill=True)
+    assert np.abs(attention.run() - attention.wanted).max() <= 4 * EPS[opened.dtype]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"hidden{shape.hidden}")
+def test_invariant_attention_is_right_in_both_kinds_of_pass(invariant: CudaDevice, shape: Shape):
+    for seqs, prefill in ((windows(32, shape.window), False), (CHUNKS, True)):
+        attention = Attention(invariant, shape, seqs, prefill=prefill)
+        assert np.abs(attention.run() - attention.wanted).max() <= 4 * EPS[invariant.dtype]
+
+
+@pytest.mark.parametrize("act", ["bf16", "f16"])
+def test_a_sort_free_filter_keeps_what_a_sort_keeps(act: str):
+    """A row as long as a real vocabulary, peaked and flat, under every kind of filter, against NumPy."""
+    from polydraft.contracts import FilterProbsV1
+    from polydraft.reference.rejection import filter_probs
+
+    device = polydraft_cuda.polydraft_open_device("", DeviceOptions(act))
+    rng, vocab = np.random.default_rng(4), 151_680
+    settings = [
+        (0.8, 0, 0.95, 0.0),
+        (1.0, 50, 1.0, 0.0),
+        (1.3, 1, 1.0, 0.0),
+        (0.7, 2000, 0.9, 0.0),
+        (1.0, 0, 1.0, 0.05),
+        (1.0, 40, 0.5, 0.1),
+    ]
+    rows = [(scale, s) for scale in (0.01, 1.0, 6.0) for s in range(len(settings))]
+    logits = np.stack([rng.standard_normal(vocab) * scale for scale, _ in rows]).astype(np.float32)
+    arrays = {
+        "logits": logits, "row_slot": np.array([s for _, s in rows], np.int32),
+        "temperature": np.array([s[0] for s in settings], np.float32), "top_k": np.array([s[1] for s in settings], np.int32),
+        "top_p": np.array([s[2] for s in settings], np.float32), "min_p": np.array([s[3] for s in settings], np.float32),
+    }  # fmt: skip
+    buffers = {name: filled(device, name, value, "i32" if value.dtype == np.int32 else "f32") for name, value in arrays.items()}
+    launch_of(device, "filter_probs", FilterProbsV1(**buffers), limits(len(rows)))(device.stream, len(rows))
+    found = device.read(buffers["logits"].pointer, logits.shape, "f32")
+    wanted = SimpleNamespace(**arrays)
+    filter_probs(wanted, len(rows))
+    for r in range(len(rows)):
+        differing = np.flatnonzero((found[r] > 0) != (wanted.logits[r] > 0))
+        assert len(differing) <= 2, (rows[r], len(differing))  # rounding at the border of top-p and min-p
+        assert np.allclose(found[r], wanted.logits[r], rtol=2e-3, atol=1e-9) or len(differing), rows[r]
+    device.close()

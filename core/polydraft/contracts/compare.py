@@ -22,6 +22,9 @@ Mask = NDArray[np.bool_]
 EPS: Final[Mapping[str, float]] = {"f32": 2.0**-23, "f16": 2.0**-10, "bf16": 2.0**-7}
 """Distance from 1 to the next number of each float dtype; a float tolerance counts in it."""
 
+NORMAL: Final[Mapping[str, float]] = {"f32": 2.0**-126, "f16": 2.0**-14, "bf16": 2.0**-126}
+"""Smallest normal number of each float dtype: below it neighbours do not move closer together."""
+
 Kind = Literal["missing", "extra", "type", "dtype", "shape", "value", "touched", "unspecified", "nothing"]
 """What is wrong. `touched`: written where nothing may be written; `unspecified`: not finite where any finite number
 will do; `nothing`: no element was compared, which proves nothing."""

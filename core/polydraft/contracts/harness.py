@@ -14,7 +14,7 @@ import numpy as np
 
 from polydraft.backend import CacheSpec, ForwardMeta, KernelTable, PassBuffers, StepMeta
 from polydraft.contracts.base import Args, Case, Contract, Limits, LogicalCache, OpaqueSpec, ParamSpec, TensorSpec
-from polydraft.contracts.compare import EPS, Comparison, Expected, compare, to_host
+from polydraft.contracts.compare import EPS, NORMAL, Comparison, Expected, compare, to_host
 from polydraft.contracts.composite import Composite, CompositeArgs
 from polydraft.contracts.inputs import POISON, Kernel, Poison, arrays, contract_of, dtype_of, limits_of, namespace
 from polydraft.device import Array, Buffer, Device, Launch, Stream
@@ -55,8 +55,7 @@ def run_golden(kernel: Kernel, case: Case, act: str = "f32", poison: Poison = PO
     expected = {}
     for name, value in arrays(contract, a).items():
         dtype = dtype_of(contract, case, name, act)
-        eps = EPS.get(act if "." in name else dtype)
-        allowed = _allowed(contract, name, value, before[name], scales, eps=eps)
+        allowed = _allowed(contract, name, value, before[name], scales, act if "." in name else dtype)
         loose = _loose(contract, name, value, case.n, poison.of(dtype))
         expected[name] = Expected(value, before[name], dtype, allowed, loose, loose_finite=finite)
     return _live(kernel, expected)
@@ -68,20 +67,20 @@ def _live(kernel: Kernel, found: dict[str, T]) -> dict[str, T]:
     return {name: value for name, value in found.items() if name not in dead}
 
 
-def _allowed(
-    contract: Contract, name: str, value: Array, before: Array, scales: Mapping[str, Array], *, eps: float | None
-) -> Array | None:
-    """c * eps * scale; the halves of a cache may have entries of their own or share the cache's."""
+def _allowed(contract: Contract, name: str, value: Array, before: Array, scales: Mapping[str, Array], dtype: str) -> Array | None:
+    """c * eps * scale, where a scale that is not 0 counts as a normal number at least; the halves of a cache may have entries
+    of their own or share the cache's."""
     field = name.partition(".")[0]
     c = contract.tolerance.get(name, contract.tolerance.get(field))
-    if c is None or eps is None:
+    if c is None or dtype not in EPS:
         return None
     scale = scales.get(name, scales.get(field))
     if scale is None:  # the largest magnitude that the golden wrote in this row; poison is no magnitude
         written = np.where(np.isfinite(value) & (value != before), np.abs(value), 0.0)
         axes = tuple(range(2 if "." in name else 1, value.ndim))
         scale = written.max(axis=axes, keepdims=True, initial=0.0) if axes else written
-    return np.asarray(c * eps * scale, np.float64)
+    least = np.where(np.asarray(scale) > 0.0, np.maximum(scale, NORMAL[dtype]), scale)
+    return np.asarray(c * EPS[dtype] * least, np.float64)
 
 
 def _loose(contract: Contract, name: str, value: Array, n: int, poison: float) -> Array | None:

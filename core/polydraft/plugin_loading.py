@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from polydraft.errors import PluginError
+from polydraft.errors import PluginError, UnknownPluginError
 
 
 def find(group: str) -> dict[str, tuple[EntryPoint, ...]]:
@@ -38,7 +38,8 @@ def load_entry(group: str, name: str) -> Any:
     """Import the one plugin that was named. Raises `PluginError` naming it, the cause and what to do."""
     installed = find(group)
     if name not in installed:
-        raise PluginError(f"no plugin {name!r} in {group}; installed: {', '.join(installed) or 'none'}; run `polydraft doctor`")
+        there = ", ".join(installed) or "none"
+        raise UnknownPluginError(f"no plugin {name!r} in {group}; installed: {there}; run `polydraft doctor`")
     entry, *others = installed[name]
     if others:
         raise PluginError(

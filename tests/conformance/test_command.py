@@ -54,7 +54,7 @@ from polydraft import hookimpl
 _info = [polydraft_backend_info]
 @hookimpl
 def polydraft_backend_info():
-    return dataclasses.replace(_info[0](), name="broken")
+    return dataclasses.replace(_info[0](spec=""), name="broken")
 """
 
 
@@ -148,6 +148,21 @@ def test_the_schemas_refuse_what_does_not_fit(conform: Callable[..., Answer]):
     assert jsonschema.Draft202012Validator(schema).is_valid(report)
     for change in ({"extra": 1}, {"results": [{"id": "x"}]}, {"owners": {"linear": "borrowed"}}):
         assert not jsonschema.Draft202012Validator(schema).is_valid({**report, **change})
+
+
+def test_a_table_of_backends(conform: Callable[..., Answer], broken: Callable[[str], str], tmp_path: Path):
+    given = ("--matrix", "reference,emulator=emulator:0?seed=4", "--contract", "argmax", "--case", "lowest_id_of_equals")
+    answer = conform(*given, "--out", str(tmp_path / "out"), "--json")
+    assert (answer.status, [one["device"] for one in answer.json["backends"]]) == (0, ["cpu", "emulator:0?seed=4"])
+    assert json.loads((tmp_path / "out" / "matrix.json").read_text()) == answer.json
+    assert (tmp_path / "out" / "matrix.md").is_file()
+    assert (tmp_path / "out" / "reference" / "report.json").is_file()
+    mixed = conform("--matrix", "reference,broken", "--plugin", broken("M17"), *given[2:])
+    assert mixed.status == 1
+    assert "broken: the checks that were asked for fails" in mixed.out
+    assert conform("--matrix", "reference,nonesuch").status == 2
+    for wrong in (("reference", "--matrix", "emulator"), (), ("--matrix", "reference", "--prove")):
+        assert conform(*wrong).status == 2
 
 
 DOOMED = """

@@ -18,9 +18,11 @@ from polydraft.cli.new_backend import TEMPLATE, write
 from polydraft.conformance import KernelMismatch, check_kernel, conform
 from polydraft.conformance.causes import causes
 from polydraft.conformance.kernel_checks import named_cases
+from polydraft.conformance.outcomes import Result
 from polydraft.conformance.pages import page
 from polydraft.conformance.report import Selection
 from polydraft.conformance.target import Target
+from polydraft.conformance.vendor import Conformance
 from polydraft.conformance.zoo import MUTANTS
 from polydraft.contracts import COMPOSITES, REGISTRY
 from polydraft.contracts.composite import as_contract
@@ -129,7 +131,9 @@ def test_every_contract_can_be_checked_alone(name: str):
         flat: dict[str, Any] = {}
         for part in a.parts if hasattr(a, "parts") else (a,):
             flat |= vars(part)
-        wide = {k: v.astype(np.float64) if isinstance(v, np.ndarray) and v.dtype.kind == "f" else v for k, v in flat.items()}
+        wide: dict[str, Any] = {
+            k: v.astype(np.float64) if isinstance(v, np.ndarray) and v.dtype.kind == "f" else v for k, v in flat.items()
+        }
         if "cache" in wide:
             wide["cache"] = SimpleNamespace(k=wide["cache"][0], v=wide["cache"][1])
         with np.errstate(all="ignore"):
@@ -231,13 +235,57 @@ def test_a_part_of_the_checks_claims_nothing(vendor: Callable[[str, str], Path])
     assert "checks were not run here; a claim needs all of them" in answer, answer
 
 
-def test_a_broken_backend_fails_its_tests(vendor: Callable[[str, str], Path], tmp_path: Path):
-    source = Path(BYTES).read_text().replace("* up)", "+ up)")
-    (tmp_path / "broken.py").write_text(source)
-    answer = pytest_in(vendor("bytes", str(tmp_path / "broken.py")), "-k", "L2/swiglu")
-    assert "out[0, " in answer, answer
-    assert "(rerun: polydraft conform bytes --plugin " in answer
-    assert "looks like " in answer
+class Metafunc:
+    """What pytest hands to `pytest_generate_tests`."""
+
+    fixturenames = ("check",)
+
+    def parametrize(self, name: str, values: list[Any], ids: Callable[[Any], str]) -> None:
+        assert name == "check"
+        self.checks = {ids(value): value for value in values}
+
+
+def mine(**settings: Any) -> tuple[Any, dict[str, Any]]:
+    """A vendor's class with these settings, and its tests by id."""
+    cls, found = type("TestMine", (Conformance,), {"backend": "bytes", "plugins": (BYTES,), **settings}), Metafunc()
+    cls.pytest_generate_tests(found)
+    return cls(), found.checks
+
+
+def test_a_class_has_a_test_for_each_check_and_one_for_the_claim():
+    _, tests = mine()
+    assert list(tests) == [check.id for check in Selection().checks()] + ["claim"]
+    assert set(mine(profile="graph")[1]) - set(tests) == {c.id for c in Selection("graph").checks()} - set(tests)
+    Conformance.pytest_generate_tests(type("Other", (), {"fixturenames": ()})())
+
+
+def test_outcomes_are_those_of_pytest(tmp_path: Path):
+    (tmp_path / "broken.py").write_text(Path(BYTES).read_text().replace("* up)", "+ up)"))
+    good, tests = mine()
+    broken, _ = mine(plugins=(str(tmp_path / "broken.py"),))
+    good.test_conformance(tests["L2/swiglu/one_column"])
+    with pytest.raises(pytest.skip.Exception, match="capability graph_capture is not declared"):
+        good.test_conformance(tests["L0/capture-facility"])
+    said = r"L2/swiglu/one_column: .* \(rerun: polydraft conform bytes --plugin .*; looks like"
+    with pytest.raises(pytest.fail.Exception, match=said):
+        broken.test_conformance(tests["L2/swiglu/one_column"])
+    with pytest.raises(pytest.skip.Exception, match="checks were not run here; a claim needs all of them"):
+        good.test_conformance(tests["claim"])
+
+
+@pytest.mark.parametrize(("fault", "said"), [("", ""), ("fail", "1 checks failed"), ("unsupported", "are missing")])
+def test_the_claim_is_judged_over_all_results(fault: str, said: str):
+    test, tests = mine()
+    for id_ in tests:
+        outcome = fault if fault and id_ == "L1/load-replaces-all" else "pass"
+        test._results[id_] = Result(id_, outcome, 1)  # type: ignore[arg-type]
+    del test._results["claim"]
+    test.target().owners |= {"swiglu": "own"}
+    if not fault:
+        return test.test_conformance(None)
+    with pytest.raises(pytest.fail.Exception, match=said):
+        test.test_conformance(None)
+    return None
 
 
 # -- kernel packs ------------------------------------------------------------------------------------
@@ -303,6 +351,7 @@ def test_conform_takes_packs(capsys: pytest.CaptureFixture[str], tmp_path: Path)
 # -- bad endings; crashes, hangs and open delegation are in test_command.py -----------------------------
 HEAD = """
 import dataclasses
+import threading
 from polydraft import BackendInfo, hookimpl, reference
 from polydraft.conformance.target import Proxy, TableProxy
 from polydraft.reference import polydraft_init_forward_meta, polydraft_open_device
@@ -310,6 +359,18 @@ from polydraft.reference import polydraft_init_forward_meta, polydraft_open_devi
 
 class Disguised(Proxy):
     pass
+
+
+class Hidden(Proxy):
+    def bind(self, args, limits, workspace):
+        launch = self._inner.bind(args, limits, workspace)
+
+        def run(stream, n):
+            thread = threading.Thread(target=launch, args=(stream, n))
+            thread.start()
+            thread.join()
+
+        return run
 
 
 class Empty(Proxy):
@@ -341,6 +402,10 @@ def polydraft_backend_info():
         pytest.param(
             "lambda t: TableProxy(t, {n: Disguised(p) for n, p in t.providers.items()})", "evidence='silicon'",
             "kernels that silently run the reference's code", id="silently delegating",
+        ),
+        pytest.param(
+            "lambda t: TableProxy(t, {'swiglu': Hidden(t.providers['swiglu'])})", "evidence='silicon'",
+            "swiglu calls numeric_kernels.swiglu", id="delegating in a thread",
         ),
     ],
 )  # fmt: skip

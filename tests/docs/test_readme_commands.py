@@ -14,6 +14,7 @@ import click
 import pytest
 
 from tests.docs.pages import PAGES, code_spans, fences, name, prose, read, rows, section
+from tests.support import tutorial
 from tests.support.project import ROOT, pyproject
 
 README = ROOT / "README.md"
@@ -72,11 +73,11 @@ def test_parser_sees(line: str):
 
 # -- Python --------------------------------------------------------------------------------------------------------
 def examples() -> list[Any]:
-    """Every Python block of the documents; plugins.md has a test of its own."""
+    """Every Python block of the documents; plugins.md and the tutorial have tests of their own, contract pages show goldens."""
     return [
         pytest.param(fence.text, id=f"{name(page)}-line-{fence.line}")
         for page in PAGES
-        if page != ROOT / "docs" / "plugins.md"
+        if page not in (ROOT / "docs" / "plugins.md", tutorial.PAGE) and page.parent.name != "contracts"
         for fence in fences(read(page), "python")
     ]
 

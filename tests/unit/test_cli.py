@@ -763,7 +763,17 @@ def test_a_terminal_gets_colours_and_a_legend():
     assert 0 < len(drafts) < len(output.text)
 
 
-TINY = ("generate", PROMPT, "--model", str(tiny.checkpoint(MODEL)), "--max-new-tokens", "24", "--ignore-eos")
+TINY = (
+    "generate",
+    PROMPT,
+    "--backend",
+    "reference",
+    "--model",
+    str(tiny.checkpoint(MODEL)),
+    "--max-new-tokens",
+    "24",
+    "--ignore-eos",
+)
 
 
 @pytest.mark.parametrize(("flags", "variables"), [(("--no-color",), {}), ((), {"NO_COLOR": "1"})], ids=["flag", "variable"])

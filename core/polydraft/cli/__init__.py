@@ -21,10 +21,11 @@ import click
 from polydraft import environment
 from polydraft._version import __version__
 from polydraft.cli.options import FAILED, INTERRUPTED, USAGE
-from polydraft.errors import CapabilityError, ConfigError, PolydraftError, RequestError
+from polydraft.errors import CapabilityError, ConfigError, PolydraftError, RequestError, UnknownPluginError
 
 COMMANDS = {
     "generate": "Generate text, with accepted drafts marked.",
+    "serve": "Serve an OpenAI-compatible interface, metrics and a playground.",
     "doctor": "Show every installed backend and what it can do.",
     "contracts": "Show what a backend has to compute.",
     "conform": "Show that a backend keeps its contracts.",
@@ -122,7 +123,8 @@ def status_of(error: BaseException) -> int:
     """130 for Ctrl-C, 2 where another command line is the remedy, 1 otherwise."""
     if isinstance(error, (click.Abort, KeyboardInterrupt)):  # click makes the one of the other
         return INTERRUPTED
-    return USAGE if isinstance(error, (click.UsageError, ConfigError, RequestError, CapabilityError)) else FAILED
+    usage = (click.UsageError, ConfigError, RequestError, CapabilityError, UnknownPluginError)
+    return USAGE if isinstance(error, usage) else FAILED
 
 
 def _debug_by_environment() -> bool:

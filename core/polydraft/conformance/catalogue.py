@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from polydraft.conformance import (
+    cache_checks,
     device_checks,
     graph_checks,
     kernel_checks,
@@ -40,8 +41,10 @@ CLAIMED: Final = {
     "full": ("graph_capture", "asynchronous"),
 }
 """Capabilities without which a profile cannot be claimed."""
-MAY_BE_UNSUPPORTED: Final = ("other-dtypes", "invariant-mode", "row-alone")
-"""Checks of L2 that hang on what a backend declares; whoever declares it has to pass them, nobody has to declare it."""
+MAY_BE_UNSUPPORTED: Final = (
+    "other-dtypes", "invariant-mode", "row-alone", "two-streams", "event-of-another-stream", "rebinding", "distribution",
+)  # fmt: skip
+"""Checks that hang on what a backend declares or has; whoever has it has to pass them, nobody has to have it."""
 
 
 def every_check(options: Options | None = None) -> Iterator[Check]:
@@ -52,6 +55,7 @@ def every_check(options: Options | None = None) -> Iterator[Check]:
     yield from graph_checks.checks()
     yield from overlap_checks.checks()
     yield from lossless_checks.checks()
+    yield from cache_checks.checks()
     yield from sanity_checks.checks()
 
 

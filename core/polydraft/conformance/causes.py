@@ -22,9 +22,11 @@ SYMPTOMS: Final = {
     "acceptance trace": ("M18", "M38"),
 }
 """Words of a failure's sentence, and the mutants that leave them."""
+TELLTALE: Final = {"M22": "allocated", "M24": "synchronised", "M44": "may not be written", "M15": "may not be written"}
+"""Mutants that always leave these words; without them, something else is behind the failure."""
 LEVELS: Final = {
-    "L0": ("M46", "M42"), "L1": ("M30", "M31"), "L2": ("M02", "M51"), "L3": ("M21", "M26"), "L4": ("M29", "M28"),
-    "L5": ("M18", "M38"), "L6": ("M18", "M24"),
+    "L0": ("M46", "M42"), "L1": ("M30", "M31"), "L2": ("M51", "M02"), "L3": ("M21", "M26"), "L4": ("M29", "M28"),
+    "L5": ("M18", "M38"), "L6": ("M18", "M20"),
 }  # fmt: skip
 """Where nothing better is known: what a level is there to catch."""
 
@@ -39,7 +41,8 @@ def causes(check_id: str, kernel: str = "", message: str = "") -> str:
         return ""
 
     titles = {mutant.id: mutant.title for mutant in MUTANTS}
-    found = list(dict.fromkeys(id_ for id_ in _ranked(check_id, kernel, message) if id_ in titles and id_ not in CORES))
+    fits = (id_ for id_ in _ranked(check_id, kernel, message) if not message or TELLTALE.get(id_, "") in message)
+    found = list(dict.fromkeys(id_ for id_ in fits if id_ in titles and id_ not in CORES))
     return " or ".join(f"{id_} ({titles[id_]})" for id_ in found[:MOST])
 
 

@@ -41,6 +41,8 @@ class Tally:
     comparisons: int = 0
     failures: list[str] = field(default_factory=list)
     headroom: Headroom | None = None
+    near_ties: int = 0
+    """Texts in fewer bits that were compared up to their first close choice only, and differ behind it."""
 
     def equal(self, what: str, got: Any, wanted: Any) -> None:
         """Exactly equal, shapes included; NaN equals NaN. Counts every element."""
@@ -114,7 +116,7 @@ class Check:
         near = tally.headroom
         return Result(
             self.id, outcome, tally.comparisons, round(time.perf_counter() - start, 4), message, self.kernel,
-            None if near is None else round(near.ratio, 6), "" if near is None else near.describe(),
+            None if near is None else round(near.ratio, 6), "" if near is None else near.describe(), tally.near_ties,
         )  # fmt: skip
 
     def _outcome(self, target: Target, tally: Tally) -> tuple[Outcome, str]:

@@ -11,9 +11,10 @@ from typing import Any, Final
 
 import numpy as np
 
-from polydraft.conformance.check import Check, Tally
-from polydraft.conformance.target import Target
-from polydraft.device import DTYPES, Array, Device
+from polydraft.conformance.check import Check, Tally, Unsupported
+from polydraft.conformance.guards import GuardedDevice
+from polydraft.conformance.target import Target, bare
+from polydraft.device import DTYPES, Array, Device, further_stream
 from polydraft.errors import DeviceError
 
 ROWS: Final = 257
@@ -39,6 +40,10 @@ def checks() -> Iterator[Check]:
     yield Check("L1/copies-each-way-in-one-order", _ping_pong)
     yield Check("L1/load-replaces-all", _load)
     yield Check("L1/counters", _counters)
+    yield Check("L1/guard-bands", _guard_bands)
+    yield Check("L1/wrong-shape-is-refused", _wrong_shape)
+    yield Check("L1/two-streams", _two_streams)
+    yield Check("L1/event-of-another-stream", _other_streams_event)
     yield Check("L1/closed-device-refuses", _closed)
 
 
@@ -252,6 +257,80 @@ def _counters(target: Target, tally: Tally) -> None:
     tally.true("a wait for an event counts as a synchronisation", now.host_syncs > before.host_syncs)
     tally.true(f"memory() is a count of bytes, got {device.memory()}", device.memory() >= 0)
     del kept
+
+
+def _guard_bands(target: Target, tally: Tally) -> None:
+    """Copies and loads of odd sizes stay within their buffers."""
+    device, sizes = GuardedDevice(_device(target)), ((1,), (3,), (31, 1), (17, 5), (257,))
+    for dtype in DTYPES:
+        for seed, shape in enumerate(sizes):
+            buffer, value = device.empty("conform.b", shape, dtype), pattern(shape, dtype, seed)
+            device.load(buffer, value)
+            kept = write(bare(device), buffer, value, max(len(value) - 1, 1))
+            tally.equal(f"a {dtype} buffer of shape {shape}", read(bare(device), buffer).view(np.uint8), value.view(np.uint8))
+            del kept
+    device.hold(tally, "copies and loads", read)
+
+
+def _wrong_shape(target: Target, tally: Tally) -> None:
+    """A load of another shape is refused with `DeviceError`, and changes nothing."""
+    device = _device(target)
+    buffer, value = device.empty("conform.b", (4, 3), "i32"), pattern((4, 3), "i32")
+    device.load(buffer, value)
+    for shape in ((3, 4), (4, 4), (5, 3), (12,)):
+        wrong = pattern(shape, "i32", 1)
+        tally.raises(DeviceError, f"a load of shape {shape} into (4, 3)", lambda wrong=wrong: device.load(buffer, wrong))
+    tally.equal("the buffer behind refused loads", read(device, buffer), value)
+
+
+def _second_stream(device: Device) -> Any:
+    """A stream beside the compute stream; `Unsupported` on devices that have one."""
+    stream = further_stream(device, "conform")
+    if stream is device.stream:
+        raise Unsupported("the device has one stream")
+    return stream
+
+
+def _two_streams(target: Target, tally: Tally) -> None:
+    """Streams are ordered by events alone, and by them they are: what waits sees what it waited for."""
+    device = _device(target)
+    other = _second_stream(device)
+    buffer, down = device.empty("conform.b", (LARGE,), "i32"), device.staging("conform.d", (LARGE,), "i32")
+    ups = [device.staging(f"conform.up{i}", (LARGE,), "i32") for i in range(3)]
+    for attempt in range(ATTEMPTS // 4):
+        for source, sink in ((device.stream, other), (other, device.stream)):
+            for i, up in enumerate(ups):
+                up.array[...] = 10 * attempt + i
+                device.upload(source, buffer, up, LARGE)
+            behind, done = device.event(), device.event()
+            behind.record(source)
+            sink.wait(behind)
+            device.download(sink, down, buffer, LARGE)
+            done.record(sink)
+            done.synchronize()
+            found = int(down.array.min()), int(down.array.max())
+            tally.equal("what a stream sees of one that it waited for", found, (10 * attempt + 2,) * 2)
+
+
+def _other_streams_event(target: Target, tally: Tally) -> None:
+    """An event of one stream says nothing about another's work, and its own work is done when it says so."""
+    device = _device(target)
+    other = _second_stream(device)
+    buffers = [device.empty(f"conform.b{i}", (LARGE,), "i32") for i in range(2)]
+    downs = [device.staging(f"conform.d{i}", (LARGE,), "i32") for i in range(2)]
+    ups = [device.staging(f"conform.up{i}", (LARGE,), "i32") for i in range(2)]
+    for attempt in range(ATTEMPTS // 4):
+        events = [device.event() for _ in range(2)]
+        for stream, buffer, down, up, event in zip((device.stream, other), buffers, downs, ups, events, strict=True):
+            up.array[...] = attempt
+            down.array[...] = -1
+            device.upload(stream, buffer, up, LARGE)
+            device.download(stream, down, buffer, LARGE)
+            event.record(stream)
+        for index in ((0, 1), (1, 0))[attempt % 2]:
+            events[index].synchronize()
+            found = int(downs[index].array.min()), int(downs[index].array.max())
+            tally.equal(f"the download of stream {index} behind its event", found, (attempt, attempt))
 
 
 def _closed(target: Target, tally: Tally) -> None:

@@ -25,6 +25,7 @@ from polydraft.contracts.base import Contract, Limits
 from polydraft.contracts.harness import check_kernel, run_kernel
 from polydraft.device import GraphCapture
 from polydraft.engine import Engine
+from polydraft.errors import PolydraftError
 
 NEEDS = "graph_capture"
 LIMITS = Limits(1, 1, 8, 8, 16, 4, 4, 4, 1, 8)
@@ -43,6 +44,7 @@ def checks() -> Iterator[Check]:
         ("replay/new-contents", _new_contents),
         ("replay/two-graphs", _two_graphs),
         ("replay/refilled-weight", _refilled),
+        ("replay/rebinding", _rebinding),
         ("engine/bucket-edges", _edges),
         ("engine/shrinking-batch", _shrinking),
         ("engine/rounds-of-every-k", _drafts),
@@ -190,6 +192,23 @@ def _two_graphs(target: Target, tally: Tally) -> None:
     tally.equal("what the first graph added to", one.value(), 4.0)
     tally.equal("what the second graph added to", other.value(), 48.0)
     tally.true(f"memory() counts bytes of graphs, got {capture.memory()}", capture.memory() >= 0)
+
+
+def _rebinding(target: Target, tally: Tally) -> None:
+    """Memory that a graph was captured on and that lies elsewhere now: the replay refuses. For devices that can be made to move
+    a buffer, by a method `move(buffer)` that is there for tests."""
+    adding, capture, _ = _adding(target)
+    move = getattr(adding.device, "move", None)
+    if move is None:
+        raise Unsupported("the device has no method move(buffer), with which a test could rebind one")
+    graph = capture.capture(adding.device.stream, adding.run)
+    move(adding.x)
+
+    def replayed() -> None:
+        graph.replay(adding.device.stream)
+        adding.device.synchronize()
+
+    tally.raises(PolydraftError, "a replay on memory that has moved", replayed)
 
 
 def _refilled(target: Target, tally: Tally) -> None:

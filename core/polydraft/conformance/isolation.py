@@ -23,6 +23,8 @@ from polydraft.conformance.target import Target
 MOST_DEATHS: Final = 3
 """Children that may be lost; after that many, what is left is not run, and the report lacks it."""
 POLL_S: Final = 0.05
+START_S: Final = 60.0
+"""Seconds that a child may take, beside the limit of a check, until it says its first word: it imports and opens things."""
 
 
 @dataclass
@@ -89,7 +91,7 @@ def _watch(
     child: subprocess.Popen[bytes], lines: Path, watched: Watched, limit_s: float, listen: Callable[[Result], None] | None
 ) -> None:
     """Follow one child to its end; kill it where it takes too long."""
-    since = time.monotonic()
+    since, patience = time.monotonic(), limit_s + START_S
     with lines.open(encoding="utf-8") as file:
         rest = ""
         while True:
@@ -98,14 +100,14 @@ def _watch(
             *whole, rest = text.split("\n")
             for line in whole:
                 watched.take(json.loads(line), listen)
-                since = time.monotonic()
+                since, patience = time.monotonic(), limit_s
             waited = time.monotonic() - since
             if watched.finished:
                 return
             if ended:
                 watched.lost(f"the process died in this check (exit status {child.returncode})", waited)
                 return
-            if waited > limit_s:
+            if waited > patience:
                 watched.lost(f"the check did not end within {limit_s:g} s; it hangs, or --timeout is too short", waited)
                 return
             time.sleep(POLL_S)

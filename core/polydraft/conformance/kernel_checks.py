@@ -82,6 +82,7 @@ def _of_kernel(kernel: Kernel, options: Options, optional: bool) -> Iterator[Che
         return
     yield check("new-contents", _new_contents)
     yield check("repeat", _repeat)
+    yield check("guard-bands", _guard_bands)
     if _has_free_rows(kernel):
         yield check("permuted-rows", _permuted)
     if _is_float(kernel):
@@ -213,6 +214,18 @@ def _repeat(kernel: Contract, target: Target, tally: Tally) -> None:
     first, second = (run_kernel(kernel, case, opened.device, opened.table, act=act, init_meta=opened.init_meta) for _ in range(2))
     for name in first:
         tally.equal(f"{name} of the second run", bits(second[name]), bits(first[name]))
+
+
+def _guard_bands(kernel: Contract, target: Target, tally: Tally) -> None:
+    """Memory in front of and behind every buffer of the launch keeps what it held."""
+    from polydraft.conformance.guards import GuardedDevice
+
+    opened, act = _opened(target, kernel)
+    for seed in (2, 3):
+        device: Any = GuardedDevice(opened.device)
+        case = _generated(kernel, seed, target)
+        run_kernel(kernel, case, device, opened.table, act=act, init_meta=opened.init_meta)
+        device.hold(tally, case.name, _read)
 
 
 def bits(array: Any) -> Any:

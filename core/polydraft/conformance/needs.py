@@ -36,7 +36,7 @@ def by_need(profile: str) -> dict[Need, list[str]]:
 
 
 def device_functions(profile: str) -> list[str]:
-    """What a device has to bring: four functions in bring-up, which is enough for `basic`; above, the methods of the protocols."""
+    """What a device has to bring: in bring-up, which does for `basic`, four functions; above, the methods of the protocols."""
     if profile == "basic":
         return list(DEVICE_FUNCTIONS)
     protocols = (Device, Event, GraphCapture)

@@ -55,6 +55,8 @@ class Result:
     headroom: float | None = None
     """Largest error over tolerance that was seen; None where everything was compared exactly."""
     headroom_at: str = ""
+    near_ties: int = 0
+    """Texts in fewer bits that differ behind a close choice, which is tolerated and counted."""
 
     @property
     def level(self) -> str:

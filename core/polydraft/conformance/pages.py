@@ -5,8 +5,9 @@ Both are made from the report alone. Nothing here judges.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 from xml.sax.saxutils import escape, quoteattr
 
 from polydraft.conformance.outcomes import LEVELS, OUTCOMES, Result
@@ -14,7 +15,8 @@ from polydraft.conformance.outcomes import LEVELS, OUTCOMES, Result
 if TYPE_CHECKING:
     from polydraft.conformance.report import Report
 
-MOST_PROBLEMS = 12
+MOST_PROBLEMS, MOST_OF_ONE = 12, 3
+"""Problems that the page shows, in all and of one kernel or kind of check; report.json has every one."""
 
 
 def page(report: Report) -> str:
@@ -24,7 +26,7 @@ def page(report: Report) -> str:
     kit, device = content["kit"], backend["device"] or "its default"
     lines = [
         f"{backend['name']} {backend['version']} ({backend['package']}, digest {backend['digest']}) on {device}",
-        f"evidence: {backend['evidence']}; kit {kit['version']}, lists {kit['lists']}, {content['seconds']:.1f} s",
+        f"evidence: {claim_of(backend)}; kit {kit['version']}, lists {kit['lists']}, {content['seconds']:.1f} s",
         "",
         level_head(),
     ]
@@ -35,6 +37,8 @@ def page(report: Report) -> str:
             compared, seconds = sum(r.comparisons for r in mine), sum(r.seconds for r in mine)
             lines.append(f"{level} {title:<9}{numbers}{compared:>14,}{seconds:>9.1f}")
     lines += ["", *_headroom(report.results)]
+    near = sum(result.near_ties for result in report.results)
+    lines += ["", f"tolerated near-ties: {near} (texts that differ behind a choice closer than their dtype can tell)"]
     if content["not_claimed"]:
         lines += ["", f"not claimed: {', '.join(content['not_claimed'])}"]
     if verdict["problems"]:
@@ -53,9 +57,20 @@ def _told_once(problems: Sequence[str]) -> list[str]:
     for problem in problems:
         id_, _, sentence = problem.partition(": ")
         same.setdefault(sentence.partition(" (rerun: ")[0] or id_, []).append(problem)
-    heads = {text: found[0].partition(": ") for text, found in same.items()}
-    more = {text: f" and {len(found) - 1} more" if len(found) > 1 else "" for text, found in same.items()}
-    return ["".join((id_, more[text], colon, sentence)) for text, (id_, colon, sentence) in heads.items()]
+    lines, shown = [], Counter[str]()
+    for found in same.values():
+        id_, colon, sentence = found[0].partition(": ")
+        subject = "/".join(id_.split("/")[:2])  # one kernel, or one kind of check
+        shown[subject] += 1
+        if shown[subject] <= MOST_OF_ONE:
+            lines.append(f"{id_}{f' and {len(found) - 1} more' if len(found) > 1 else ''}{colon}{sentence}")
+    rest = {subject: number - MOST_OF_ONE for subject, number in shown.items() if number > MOST_OF_ONE}
+    return lines + [f"and {number} more kinds of failure of {subject} in report.json" for subject, number in rest.items()]
+
+
+def claim_of(backend: Mapping[str, Any]) -> str:
+    """The evidence class of a backend with what it rests on."""
+    return f"{backend['evidence']} ({backend['evidence_on']})" if backend.get("evidence_on") else str(backend["evidence"])
 
 
 def level_head() -> str:

@@ -16,6 +16,7 @@ from polydraft.conformance.check import Check
 from polydraft.conformance.outcomes import FAILS, HOLDS, NOTHING, Result, judge
 from polydraft.conformance.target import Target
 from polydraft.conformance.zoo import CORES, MUTANTS, SHELF, Mutant, Variant
+from polydraft.errors import PluginError
 
 SCHEMA = "polydraft.prove/1"
 
@@ -31,11 +32,13 @@ class Trial:
     broken: str
     message: str
     kind: str
+    moot: str = ""
+    """Why it may live."""
 
     @property
     def ok(self) -> bool:
         """A mutant that died of its fault, a variant that passed, or what the backend's capabilities leave out."""
-        if self.unbroken == "unsupported":
+        if self.unbroken == "unsupported" or (self.moot and self.unbroken == self.broken == "pass"):
             return True
         return self.unbroken == "pass" and self.broken == ("fail" if self.kind == "mutant" else "pass")
 
@@ -88,12 +91,15 @@ def _mutant(mutant: Mutant, target: Target, checks: Mapping[str, Check], unbroke
     before = needs or ("pass" if claims_it_falsely else _once(mutant.killer, target, checks, unbroken).outcome)
     if before != "pass":
         return Trial(mutant.id, mutant.title, mutant.killer, before, "not run", "", "mutant")
-    broken = Target(mutant.broken(target.plugin), device=target.device_spec)
+    try:
+        broken = Target(mutant.broken(target.plugin), device=target.device_spec)
+    except PluginError as error:  # it could not even be loaded, whichever check was to find out
+        return Trial(mutant.id, mutant.title, mutant.killer, before, "fail", str(error), "mutant", mutant.moot)
     with nullcontext() if mutant.core is None else mutant.core():
         result = checks[mutant.killer].result(broken)
     broken.close()
     outcome, message = _judged(result) if mutant.judged else (result.outcome, result.message)
-    return Trial(mutant.id, mutant.title, mutant.killer, before, outcome, message, "mutant")
+    return Trial(mutant.id, mutant.title, mutant.killer, before, outcome, message, "mutant", mutant.moot)
 
 
 def _judged(result: Result) -> tuple[str, str]:
@@ -127,9 +133,12 @@ def matrix(proof: Proof) -> str:
         mark = " " if trial.ok else "!"
         lines.append(f"{mark} {trial.id}  {words.get(trial.broken, trial.broken):<12}{trial.check:<66}{trial.title}")
     mutants = [trial for trial in proof.trials if trial.kind == "mutant"]
-    killed = sum(trial.ok and trial.unbroken == "pass" for trial in mutants)
+    killed = sum(trial.ok and trial.broken == "fail" for trial in mutants)
+    moot = sum(trial.ok and trial.broken == "pass" for trial in mutants)
     left = sum(trial.unbroken != "pass" for trial in mutants)
     wrong = sum(not trial.ok for trial in proof.trials)
-    lines += ["", f"{killed} of {len(mutants)} mutants killed around {proof.backend}, {left} not tried; {wrong} trials are wrong"]
-    lines += [f"not a backend's to get wrong: {', '.join(f'{id_} ({why})' for id_, why in CORES.items())}"]
+    alive = f"{left} not tried, {moot} make no difference"
+    lines += ["", f"{killed} of {len(mutants)} mutants killed around {proof.backend}, {alive}; {wrong} trials are wrong"]
+    lines += [f"{trial.id} may live: {trial.moot}" for trial in mutants if trial.moot and trial.broken == "pass"]
+    lines += [f"not to be tried yet: {', '.join(f'{id_} ({why})' for id_, why in CORES.items())}"] if CORES else []
     return "\n".join(lines) + "\n"

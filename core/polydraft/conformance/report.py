@@ -41,7 +41,7 @@ from polydraft.errors import ConfigError
 
 SCHEMA = "polydraft.conform/1"
 NO_CASES = ("expansion", "repeat", "seeds")
-"""Checks of L2 whose names could be those of cases; the other names of checks are no identifiers."""
+"""Checks of L2 whose names could be those of cases; the names of the others have hyphens."""
 Listen = Callable[[Result], None]
 
 
@@ -174,7 +174,7 @@ def with_causes(result: Result, target: Target) -> Result:
 
     again = f"--contract {result.kernel}" if result.kernel else f"--level {result.level}"
     case = result.id.rpartition("/")[2]
-    again += f" --case {case}" if result.level == "L2" and case.isidentifier() and case not in NO_CASES else ""
+    again += f" --case {case}" if result.level == "L2" and "-" not in case and case not in NO_CASES else ""
     rerun = "" if "(rerun: " in result.message else f" (rerun: {target.command} {again})"
     looks = causes(result.id, result.kernel, result.message)
     return replace(result, message=f"{result.message}{rerun}" + (f"; looks like {looks}" if looks else ""))
@@ -205,7 +205,8 @@ def make(
         "seconds": round(seconds, 3),
         "backend": {
             "name": info.name, "version": info.version, "package": info.package, "origin": loaded.origin,
-            "digest": loaded.digest, "evidence": info.evidence, "available": info.available, "reason": info.reason,
+            "digest": loaded.digest, "evidence": info.evidence, "evidence_on": info.evidence_on,
+            "available": info.available, "reason": info.reason,
             "device": target.device_spec or (info.devices[0] if info.devices else ""), "capabilities": declared,
             "contracts": dict(info.contract_versions),
         },

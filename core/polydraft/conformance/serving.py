@@ -93,6 +93,7 @@ def as_expected(tally: Tally, asks: Sequence[Ask], outputs: Sequence[RequestOutp
             tokens, rounds = tokens[: len(got)], rounds[: len(got_rounds)]
         sure = len(tokens) if dtype == "f32" else certain(ask.prompt, dtype)
         if sure < len(tokens):
+            tally.near_ties += got[sure:] != tokens[sure:]
             tokens, got = tokens[:sure], got[:sure]
             whole = _rounds_within(rounds, sure)
             rounds, got_rounds = rounds[:whole], got_rounds[:whole]

@@ -136,7 +136,7 @@ def threads_watched() -> Iterator[None]:
     try:
         yield
     finally:
-        threading.setprofile(before)  # type: ignore[arg-type]  # None is what it was
+        threading.setprofile(before)
 
 
 def _relay(frame: FrameType, event: str, argument: object) -> None:

@@ -36,6 +36,8 @@ class Mutant:
     needs: str = ""
     core: Fault | None = None
     judged: bool = False
+    moot: str = ""
+    """Why it may make no difference around some backends, where it then lives by right."""
 
     @property
     def level(self) -> str:
@@ -221,6 +223,53 @@ def _stale_input(plugin: Any) -> Any:
 def _counts_of_the_step_before(plugin: Any) -> Any:
     """A memory of its own for every broken backend."""
     return by.computed("commit_window", _LastStep())(plugin)
+
+
+def _offsets_of_full_windows(a: Any, n: int) -> None:
+    """Where a sequence's logit rows begin is worked out from capacities: as if every window were full."""
+    del n
+    live = a.logit_start >= 0
+    a.logit_start[live] = (np.arange(len(a.logit_start)) * max(int(a.logit_len.max(initial=0)), 1))[live]
+
+
+def _filled_once(plugin: Any) -> Any:
+    """Forward metadata is filled for the first pass and kept."""
+
+    def kept(meta: Any, **_: Any) -> Any:
+        fill, done = meta.fill, list[bool]()
+
+        def once(stream: Any, step: Any) -> None:
+            if not done:
+                done.append(True)
+                fill(stream, step)
+
+        object.__setattr__(meta, "fill", once)
+        return meta
+
+    return wrap(plugin, polydraft_init_forward_meta=kept)
+
+
+class _OtherScale(Proxy):
+    """Rows go into the cache in a scale that attention does not take back."""
+
+    def __init__(self, inner: Any, device: Any) -> None:
+        super().__init__(inner)
+        self._device = device
+
+    def bind(self, args: Any, limits: Any, workspace: Any) -> Any:
+        launch, device = self._inner.bind(args, limits, workspace), self._device
+
+        def scaled(stream: Any, n: int) -> None:
+            launch(stream, n)
+            with by.uncounted(device):
+                k, v = args.cache.read_logical()
+                args.cache.write_logical(np.asarray(k * np.float32(0.5)), v)
+
+        return scaled
+
+
+def _cache_in_another_scale(table: Any, device: Any) -> dict[str, Any]:
+    return {"rope_kv_write": _OtherScale(table.providers["rope_kv_write"], device)}
 
 
 def _declares_nothing(info: Any) -> Any:
@@ -501,6 +550,20 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         C("pack_draft_rows", _after(_newest_row_left_out)),
     ),
     Mutant(
+        "M39",
+        "the count of columns cut to the bits beside a flag",
+        "FastDeploy 7883",
+        "L2/pack_logprobs/more_columns_than_a_byte_holds",
+        C("pack_logprobs", _after(lambda a, n: a.record[:1].__iand__(0xFFFF))),
+    ),
+    Mutant(
+        "M40",
+        "a batch above the record's fixed size silently cut",
+        "a record of 512 slots",
+        "L2/pack_logprobs/another_order_than_slots",
+        C("pack_logprobs", _seeing(slot_order=lambda a: np.where(np.arange(len(a.slot_order)) < 2, a.slot_order, -1))),
+    ),
+    Mutant(
         "M41",
         "tokens behind a stop token inside the window",
         "commit",
@@ -583,13 +646,32 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         by.with_capture(lambda facility, device: by.RunsWhileCapturing(facility)),
         "graph_capture",
     ),
+    Mutant(
+        "M54",
+        "forward metadata of an earlier pass",
+        "FastDeploy, ForwardMeta rebuilt here and copied there",
+        "L5/greedy/K3-B3",
+        _filled_once,
+        moot="kernels that read rows and block tables themselves need no metadata",
+    ),
+    Mutant(
+        "M55",
+        "the cache kept in another scale",
+        "FastDeploy, uint8 here and int8 there",
+        "L2/rope_kv_write/windows_beside_a_prefill_chunk",
+        by.with_table(_cache_in_another_scale, without="rope_kv_write"),
+    ),
+    Mutant(
+        "M56",
+        "logit rows found by capacities",
+        "FastDeploy XPU, slot times length minus an offset",
+        "L2/pack_logit_rows/all_phases_in_another_order_than_slots",
+        C("pack_logit_rows", _after(_offsets_of_full_windows)),
+    ),
 )
 """Every mutant of this version, by the numbers of the design's table; a number that is missing is in `CORES`."""
 
-CORES: Final = {
-    "M39": "the message of outputs is to come",
-    "M40": "the message of outputs is to come",
-}
+CORES: Final[dict[str, str]] = {}
 """Numbers of the table that cannot be tried yet."""
 
 

@@ -1,0 +1,46 @@
+"""Owns guard bands: buffers of a pattern in front of and behind every buffer that a check allocates, and whether they still hold it.
+
+L1 and L2 put them around a device. What writes beside its memory is seen where it lands in a neighbour, which is likely on devices
+that hand out memory in order, and never certain: rows beyond the launch, inside the buffer, are looked at by every case.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from polydraft.conformance.check import Tally
+from polydraft.conformance.target import Proxy
+from polydraft.device import DTYPES, Array, Device
+
+ELEMENTS: Final = 96
+"""Of a guard; no multiple of what a device might round to."""
+
+
+class GuardedDevice(Proxy):
+    """A device whose buffers lie between guards. `read(device, buffer)` brings one back to the host."""
+
+    def __init__(self, inner: Device) -> None:
+        super().__init__(inner)
+        self._guards: list[tuple[str, Any, Array]] = []
+
+    def empty(self, name: str, shape: Sequence[int], dtype: str) -> Any:
+        """Allocate a guard, the buffer, and another guard."""
+        self._guard(f"in front of {name}", dtype)
+        buffer = self._inner.empty(name, shape, dtype)
+        self._guard(f"behind {name}", dtype)
+        return buffer
+
+    def _guard(self, where: str, dtype: str) -> None:
+        pattern = np.random.default_rng(len(self._guards)).integers(0, 100, ELEMENTS).astype(DTYPES[dtype])
+        guard = self._inner.empty("conform.guard", (ELEMENTS,), dtype)
+        self._inner.load(guard, pattern)
+        self._guards.append((where, guard, pattern))
+
+    def hold(self, tally: Tally, what: str, read: Callable[[Device, Any], Array]) -> None:
+        """Every guard still holds its pattern."""
+        for where, guard, pattern in self._guards:
+            found = read(self._inner, guard)
+            tally.equal(f"the guard {where} ({what})", found.view(np.uint8), pattern.view(np.uint8))

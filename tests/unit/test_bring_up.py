@@ -4,15 +4,27 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from polydraft import Capabilities, Engine, EngineConfig, SamplingParams
-from polydraft.bring_up import CACHE_KERNELS, DEVICE_FUNCTIONS, BringUpDevice, BringUpTable, Delegated, contract_versions
+from polydraft.backend import CacheSpec
+from polydraft.bring_up import (
+    CACHE_KERNELS,
+    DEVICE_FUNCTIONS,
+    BringUpDevice,
+    BringUpTable,
+    Delegated,
+    OwnKernel,
+    contract_versions,
+)
 from polydraft.conformance import conform
+from polydraft.conformance.kernel_checks import named_cases
 from polydraft.conformance.report import Selection
+from polydraft.contracts import REGISTRY, harness
 from polydraft.demo import demo_model_path
 from polydraft.device import Device
 from polydraft.errors import CapabilityError, ContractError, DeviceError, PluginError
@@ -55,9 +67,17 @@ def test_four_functions_and_one_kernel_conform():
     assert "bring_up" not in report.content["not_claimed"]
 
 
+@pytest.mark.deep
+def test_the_zoo_dies_around_it_too():
+    from polydraft.conformance.proof import matrix, prove
+
+    proof = prove(backend)
+    assert proof.status == 0, matrix(proof)
+
+
 def test_an_engine_generates_what_the_reference_does():
     def run(plugin: Any) -> Any:
-        config = EngineConfig(model=str(demo_model_path()), draft_tokens=2, max_num_seqs=2, max_model_len=64)
+        config = EngineConfig(model=str(demo_model_path()), backend="reference", draft_tokens=2, max_num_seqs=2, max_model_len=64)
         engine = Engine(config, backend=plugin)
         for prompt in ([5, 6, 7], [9, 8]):
             engine.add(prompt, SamplingParams(max_new_tokens=10, ignore_eos=True))
@@ -105,7 +125,7 @@ def test_no_claim_beyond_basic(profile: str):
 def test_half_of_the_cache_kernels():
     for name in CACHE_KERNELS:
         with pytest.raises(PluginError, match=f"only {name} is an own kernel; they share the cache"):
-            table(**{name: lambda a, n: None})
+            BringUpTable(BytesDevice("bytes"), own={name: lambda a, n: None})
 
 
 def test_own_kernels_are_contracts():
@@ -121,16 +141,53 @@ def test_own_composites_are_offered():
 
 
 def test_caches_and_metadata_of_others_do_not_reach_delegated_kernels():
-    from polydraft.conformance.kernel_checks import named_cases
-    from polydraft.contracts import REGISTRY
-    from polydraft.contracts.harness import run_kernel
-
     device = BytesDevice("bytes")
     mixed = table(device)
     mixed.allocate_cache = backend.foreign_cache  # type: ignore[method-assign]
     contract = REGISTRY["paged_attention"]
     with pytest.raises(ContractError, match="cache of a delegated kernel is a Foreign, wanted a NumpyCache"):
-        run_kernel(contract, named_cases(contract)[0], device, mixed)
+        harness.run_kernel(contract, named_cases(contract)[0], device, mixed)
+
+
+def through_the_golden(name: str) -> OwnKernel:
+    """An own kernel of a device whose memory is arrays, computed by the definition in float64."""
+
+    def kernel(a: Any, n: int) -> None:
+        wide = {k: v.astype(np.float64) if isinstance(v, np.ndarray) and v.dtype.kind == "f" else v for k, v in vars(a).items()}
+        cache = wide["cache"]
+        REGISTRY[name].golden(SimpleNamespace(**{**wide, "cache": SimpleNamespace(k=cache[0], v=cache[1])}), n)
+        for field, value in wide.items():
+            if isinstance(value, np.ndarray):
+                getattr(a, field)[...] = value
+
+    return kernel
+
+
+class ArrayDevice(BringUpDevice):
+    """Memory is arrays."""
+
+    def allocate(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+        return np.empty(shape, dtype)
+
+    def write(self, memory: Any, value: Any) -> None:
+        memory[: len(value)] = value
+
+    def read(self, memory: Any, into: Any) -> None:
+        into[...] = memory[: len(into)]
+
+    def wait(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("name", CACHE_KERNELS)
+def test_own_cache_kernels_share_a_cache_on_the_device(name: str):
+    device = ArrayDevice("arrays")
+    mine = BringUpTable(device, own={kernel: through_the_golden(kernel) for kernel in CACHE_KERNELS})
+    fresh = mine.allocate_cache(CacheSpec(3, 2, 1, 4, "f32"))
+    assert np.isnan(fresh.read_logical()).all()
+    assert fresh.nbytes == 2 * 3 * 2 * 4 * 4
+    for case in named_cases(REGISTRY[name]):
+        assert harness.check_kernel(REGISTRY[name], case, device, mine).ok, case.name
 
 
 # -- the device and its weights ----------------------------------------------------------------------

@@ -73,6 +73,14 @@ class BackendInfo:
     """Contract name to the version implemented (composites by their composite name)."""
     evidence: Literal["silicon", "custom device", "emulator", "compiled only", "double only"] = "double only"
     """What its results were seen on; a backend says so itself, and claims nothing by default."""
+    evidence_on: str = ""
+    """The device and day of the latest run that the class rests on, such as `NVIDIA H200, 2026-11-21`; with "silicon" and "custom
+    device" there has to be one."""
+
+    @property
+    def claim(self) -> str:
+        """The evidence class with what it rests on, for people."""
+        return f"{self.evidence} ({self.evidence_on})" if self.evidence_on else self.evidence
 
 
 Backend = BackendInfo

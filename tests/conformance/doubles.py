@@ -13,12 +13,13 @@ from types import ModuleType
 from typing import Any
 
 from polydraft import reference
-from polydraft.conformance.report import Report, conform
+from polydraft.conformance.report import Report, Selection, conform
 from polydraft.conformance.target import TableProxy, wrap
+from polydraft.plugins import survey
 from tests.support import emulator  # finds the plugin in this checkout
 from tests.support.emulator import Emulator
 
-__all__ = ["BACKENDS", "basic", "emulator", "named", "raising", "unavailable"]
+__all__ = ["BACKENDS", "basic", "emulator", "installed", "kernels", "named", "raising", "unavailable"]
 
 BACKENDS: dict[str, Any] = {"reference": reference, "emulator": Emulator("emulator:0?seed=3")}
 
@@ -27,6 +28,19 @@ BACKENDS: dict[str, Any] = {"reference": reference, "emulator": Emulator("emulat
 def basic(name: str) -> Report:
     """The report of a whole backend for the profile basic, made once."""
     return conform(BACKENDS[name], command=("polydraft", "conform", name))
+
+
+@functools.cache
+def installed() -> tuple[str, ...]:
+    """Every backend that is installed, can run here and computes: what cross-backend tests run over."""
+    found = [one.name for one in survey() if one.info is not None and one.info.available and one.info.evidence != "double only"]
+    return (*BACKENDS, *(name for name in found if name not in BACKENDS))
+
+
+@functools.cache
+def kernels(name: str) -> Report:
+    """A backend's report that has its kernels: of the whole profile where tests want that anyway."""
+    return basic(name) if name in BACKENDS else conform(name, selection=Selection(level="L2"))
 
 
 def named(plugin: Any, name: str, **changes: Any) -> ModuleType:

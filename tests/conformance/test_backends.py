@@ -15,12 +15,15 @@ from polydraft.conformance import overlap_checks, sanity_checks
 from polydraft.conformance.catalogue import every_check, must_own, must_pass, write_lists
 from polydraft.conformance.check import Check, Tally
 from polydraft.conformance.graph_checks import checks as graph_checks
+from polydraft.conformance.kernel_checks import OPTIONAL
+from polydraft.conformance.matrix import in_words, markdown, plain, table
 from polydraft.conformance.outcomes import PROFILES, SPEC, frozen_list
-from polydraft.conformance.pages import junit, page
+from polydraft.conformance.pages import claim_of, junit, page
 from polydraft.conformance.report import Selection, conform, verify
 from polydraft.conformance.target import Target
+from polydraft.contracts import COMPOSITES, REGISTRY
 from polydraft.errors import ContractError
-from tests.conformance.doubles import BACKENDS, basic, raising, unavailable
+from tests.conformance.doubles import BACKENDS, basic, installed, kernels, raising, unavailable
 from tests.support.project import ROOT
 
 
@@ -48,6 +51,53 @@ def test_the_emulator_passes_the_other_levels(checks: Any):
 def test_a_synchronous_backend_without_graphs_claims_neither():
     target = Target("reference")
     assert {check.result(target).outcome for check in (*graph_checks(), *overlap_checks.checks())} == {"unsupported"}
+
+
+# -- several backends ------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", installed())
+@pytest.mark.parametrize("contract", [*REGISTRY.names(), *COMPOSITES])
+def test_every_backend_keeps_every_contract_that_it_offers(name: str, contract: str):
+    """The project's cross-backend tests are the kit's own checks, seen contract by contract."""
+    content = table([kernels(name)])
+    cell = next(row for row in content["rows"] if (row["level"], row["contract"]) == ("L2", contract))["cells"][name]
+    failed = [r.message for r in kernels(name).results if r.kernel == contract and r.outcome not in ("pass", "unsupported")]
+    assert failed == []
+    assert cell["outcome"] == "pass" or contract not in content["backends"][0] or contract in OPTIONAL
+
+
+def test_one_table_of_all():
+    content = table([kernels(name) for name in installed()])
+    jsonschema.validate(content, json.loads((ROOT / "core/polydraft/schemas/matrix-1.json").read_text()))
+    assert content["status"] == 0, plain(content)
+    assert [one["name"] for one in content["backends"]] == list(installed())
+    by_row = {(row["level"], row["contract"]): row["cells"] for row in content["rows"]}
+    assert list(by_row) == sorted(by_row, key=lambda key: (key[0], key[1] != ""))
+    assert by_row["L2", "linear"]["reference"]["owner"] == "own"
+    assert by_row["L2", "linear"]["emulator"]["owner"] == "emulated"
+    assert by_row["L5", ""]["reference"]["outcome"] == "pass"
+    assert 0 < by_row["L2", "linear"]["reference"]["headroom"] <= 1
+    classes = {one["name"]: one["evidence"] for one in content["backends"]}
+    assert classes["emulator"] == "emulator"
+    for page_of_table in (markdown(content), plain(content)):
+        for one in content["backends"]:
+            assert claim_of(one) in page_of_table
+    assert "| L2 kernels | linear |" in markdown(content)
+
+
+def test_a_table_says_what_failed_and_what_was_not_run():
+    failing = conform(raising("swiglu", ContractError), selection=Selection(contract="swiglu"))
+    whole = basic("emulator")
+    content = table([failing, whole])
+    assert content["status"] == 1
+    cells = {(row["level"], row["contract"]): row["cells"] for row in content["rows"]}
+    assert cells["L2", "swiglu"]["reference"]["outcome"] == "fail"
+    assert " FAIL" in in_words(cells["L2", "swiglu"]["reference"])
+    assert in_words(cells["L2", "linear"]["reference"]) == "not run"
+    twins = table([failing, failing])
+    assert {one["name"] for one in twins["backends"]} == {"reference on cpu"}
+    waived = {"outcome": "waived", "pass": 1, "fail": 0, "error": 0, "unsupported": 0, "waived": 1, "owner": "own"}
+    assert in_words(waived) == "1 of 2 own, 1 WAIVED"
+    assert in_words({**waived, "outcome": "unsupported"}) == "-"
 
 
 # -- verdicts ------------------------------------------------------------------------------------------

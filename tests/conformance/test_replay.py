@@ -307,7 +307,7 @@ def test_a_difference_is_told_in_words_and_json(polydraft: Callable[..., tuple[i
         "import dataclasses\nfrom polydraft import hookimpl, reference\nfrom polydraft.conformance.zoo import MUTANTS\n"
         "module = next(m for m in MUTANTS if m.id == 'M01').broken(reference)\n"
         "globals().update({k: v for k, v in vars(module).items() if k.startswith('polydraft_')})\n"
-        "info = polydraft_backend_info()\n"
+        "info = polydraft_backend_info(spec='')\n"
         "@hookimpl\ndef polydraft_backend_info():\n    return dataclasses.replace(info, name='broken')\n"
     )
     given = ("replay", str(file), "--backend", "broken", "--plugin", str(plugin))

@@ -12,8 +12,9 @@ from tests.conformance.doubles import BACKENDS
 SAID = {
     "M01": "select_last_rows", "M18": "acceptance trace", "M21": "replayed is", "M22": "allocated 1",
     "M24": "synchronised 1 times", "M25": "the run hangs", "M32": "the run hangs", "M33": "free and held at once",
-    "M35": "a block is lost", "M38": "acceptance trace", "M42": "silently run the reference's code", "M44": "gate_up",
-    "M45": "out[", "M47": "nothing was proved", "M52": "acceptance trace",
+    "M35": "a block is lost", "M38": "acceptance trace", "M39": "record[0]", "M40": "record[2]",
+    "M42": "silently run the reference's code", "M44": "gate_up", "M45": "out[", "M47": "nothing was proved",
+    "M52": "acceptance trace", "M55": "cache.k[", "M56": "logit_start",
 }  # fmt: skip
 """Words that must be in what some killers say: that the mutant died of its fault and not of an accident."""
 
@@ -48,6 +49,14 @@ def test_a_mutant_that_lives_fails_the_proof():
     proof = prove("reference", mutants=[harmless], shelf=())
     assert proof.status == 1
     assert "! M00  lives" in matrix(proof)
+
+
+def test_a_mutant_that_may_live_says_why():
+    moot = Mutant("M00", "no mutant at all", "nowhere", "L1/load-replaces-all", lambda plugin: plugin, moot="it changes nothing")
+    proof = prove("reference", mutants=[moot], shelf=())
+    assert proof.status == 0
+    assert "0 of 1 mutants killed around reference, 0 not tried, 1 make no difference; 0 trials are wrong" in matrix(proof)
+    assert "M00 may live: it changes nothing" in matrix(proof)
 
 
 def test_nothing_tried_is_nothing_proved():

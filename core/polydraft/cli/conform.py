@@ -32,6 +32,7 @@ Examples:
   polydraft conform --plugin mychip.py mychip --level L1
   polydraft conform mychip --prove
   polydraft conform verify report/report.json
+  polydraft conform --matrix reference,emulator --out table
 
 \b
 Exit statuses: 0 the claim holds, 1 it fails, 2 bad usage, 3 the kit failed,
@@ -40,7 +41,7 @@ Exit statuses: 0 the claim holds, 1 it fails, 2 bad usage, 3 the kit failed,
 
 
 @click.command("conform", epilog=EXAMPLES)
-@click.argument("backend")
+@click.argument("backend", required=False)
 @click.argument("report", required=False)
 @click.option("--device", default="", metavar="SPEC", help="Device of the backend; its default otherwise.")
 @click.option("--profile", type=click.Choice(PROFILES), default="basic", show_default=True, help="What is claimed.")
@@ -50,6 +51,9 @@ Exit statuses: 0 the claim holds, 1 it fails, 2 bad usage, 3 the kit failed,
 @click.option("--seed", type=click.IntRange(0), default=None, metavar="N", help="Of that contract, this generated case alone.")
 @click.option("--deep", is_flag=True, help="Hundreds of seeds a contract; minutes instead of seconds.")
 @click.option("--prove", is_flag=True, help="Run the zoo of broken backends around BACKEND: the kit has to kill each.")
+@click.option(
+    "--matrix", type=names, default=(), metavar="NAME,NAME=DEVICE,...", help="Run on each of these; one table, no BACKEND."
+)
 @click.option("--plugin", "plugins", multiple=True, metavar="FILE", help="Load a plugin from a file or module; repeatable.")
 @click.option("--kernels", type=names, default=(), metavar="PACK,...", help="Kernel packs laid over BACKEND, first wins.")
 @click.option("--waivers", type=click.Path(path_type=Path), default=None, metavar="FILE", help="Known failures, as JSON.")
@@ -57,11 +61,15 @@ Exit statuses: 0 the claim holds, 1 it fails, 2 bad usage, 3 the kit failed,
     "--timeout", type=click.FloatRange(0, min_open=True), default=None, metavar="S", help="Seconds that one check may take."
 )
 @click.option(
-    "--out", type=click.Path(path_type=Path), default=None, metavar="DIR", help="Write report.json, junit.xml, report.txt."
+    "--out",
+    type=click.Path(path_type=Path),
+    default=None,
+    metavar="DIR",
+    help="Write report.json, junit.xml, report.txt; of a table, matrix.json and matrix.md.",
 )
 @common
 def command(
-    backend: str,
+    backend: str | None,
     report: str | None,
     device: str,
     profile: str,
@@ -71,6 +79,7 @@ def command(
     seed: int | None,
     deep: bool,
     prove: bool,
+    matrix: tuple[str, ...],
     plugins: tuple[str, ...],
     kernels: tuple[str, ...],
     waivers: Path | None,
@@ -88,13 +97,19 @@ def command(
     from polydraft.conformance.report import Selection
 
     selection = Selection(profile, level or "", contract, case, seed, deep)
+    limit = timeout or (DEEP_LIMIT_S if deep else LIMIT_S)
     _check_names(contract)
+    if matrix:
+        if backend or device or prove or waivers:
+            raise click.UsageError("--matrix names the backends; leave BACKEND, --device, --prove and --waivers out")
+        return _matrix(matrix, selection, plugins=plugins, kernels=kernels, limit_s=limit, out=out, as_json=as_json)
+    if backend is None:
+        raise click.UsageError("there is no BACKEND, wanted a name (polydraft doctor lists them) or --matrix NAME,NAME")
     _check_backend(backend, plugins, kernels)
     if prove and kernels:
         raise click.UsageError("the zoo is run around a backend alone; leave --kernels or --prove out")
     if prove:
         return _prove(backend, device=device, plugins=plugins, as_json=as_json)
-    limit = timeout or (DEEP_LIMIT_S if deep else LIMIT_S)
     return _run(
         backend, device=device, selection=selection, plugins=plugins, kernels=kernels, waivers=waivers, limit_s=limit, out=out,
         as_json=as_json,
@@ -148,6 +163,41 @@ def _run(
         report.write(out)
     click.echo(json.dumps(report.content) if as_json else page(report), nl=as_json)
     return report.status
+
+
+def _matrix(
+    backends: tuple[str, ...],
+    selection: Any,
+    *,
+    plugins: tuple[str, ...],
+    kernels: tuple[str, ...],
+    limit_s: float,
+    out: Path | None,
+    as_json: bool,
+) -> int:
+    from polydraft.conformance.matrix import plain, run
+    from polydraft.conformance.report import command_line, conform
+    from polydraft.plugins import BACKENDS, Loaded
+
+    brought = {file: Loaded.from_option(file) for file in plugins}
+
+    def files(name: str) -> tuple[str, ...]:
+        """A file with a backend matters to that backend alone."""
+        return tuple(file for file, one in brought.items() if one.role.group != BACKENDS or one.name == name)
+
+    for one in backends:
+        name = one.partition("=")[0]
+        _check_backend(name, files(name), kernels)
+    content = run(
+        backends,
+        lambda name, device: conform(
+            name, device=device, selection=selection, files=files(name), packs=kernels, command=command_line(),
+            listen=_progress(), limit_s=limit_s,
+        ),
+        out,
+    )  # fmt: skip
+    click.echo(json.dumps(content) if as_json else plain(content), nl=as_json)
+    return int(content["status"])
 
 
 def _progress() -> Any:

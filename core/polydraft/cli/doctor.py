@@ -48,16 +48,19 @@ def examine(packs: Sequence[str] = ()) -> dict[str, Any]:
     """The report, of schema polydraft.doctor/1. Raises `PluginError` where a pack that was named cannot be used."""
     from polydraft._version import __version__
     from polydraft.cli.clashes import clashes
+    from polydraft.default_backend import default_backend
     from polydraft.plugin_loading import load_entry
     from polydraft.plugins import EXTENSIONS, KERNELS, find, survey
 
     for pack in packs:
         load_entry(KERNELS, pack)  # whether it can be loaded at all; whether it fits is a question for each backend
+    default = default_backend()
     return {
         "schema": SCHEMA,
         "version": __version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
+        "default": {"name": default.name, "passed_over": list(default.passed_over)},
         "backends": [_backend(found, packs) for found in survey()],
         "packs": list(find(KERNELS)),
         "extensions": list(find(EXTENSIONS)),
@@ -91,6 +94,7 @@ def _backend(found: Found, packs: Sequence[str]) -> dict[str, Any]:
         "overrides": overrides,
         "misfit": misfit,
         "evidence": info.evidence if info else None,
+        "evidence_on": info.evidence_on if info else None,
     }
 
 
@@ -116,6 +120,7 @@ def _show(report: dict[str, Any], *, color: bool) -> None:
 
     screen = Screen(color=color)
     screen.line(f"polydraft {report['version']}, Python {report['python']}, {report['platform']}")
+    screen.line(f"used where no backend is named: {'; '.join((report['default']['name'], *report['default']['passed_over']))}")
     for backend in report["backends"]:
         screen.line()
         _show_backend(screen, backend)
@@ -135,6 +140,7 @@ def _show_backend(screen: Any, backend: dict[str, Any]) -> None:
     contracts, pattern = backend["contracts"], backend["device_pattern"]
     total = len(contracts["implemented"]) + len(contracts["missing"])
     missing = f", lacks {', '.join(contracts['missing'])}" if contracts["implemented"] and contracts["missing"] else ""
+    claim = f"{backend['evidence']} ({backend['evidence_on']})" if backend["evidence_on"] else backend["evidence"]
     rows = [
         ("reason", backend["reason"]),
         ("summary", backend["summary"]),
@@ -148,7 +154,7 @@ def _show_backend(screen: Any, backend: dict[str, Any]) -> None:
             or backend["misfit"]
             or "none",
         ),
-        ("evidence", backend["evidence"]),
+        ("evidence", claim),
     ]
     if backend["version"] is None:
         rows = [row for row in rows if row[0] in ("reason", "plugin")]

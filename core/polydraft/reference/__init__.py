@@ -36,6 +36,7 @@ def polydraft_backend_info() -> BackendInfo:
         devices=("cpu",),
         capabilities=CAPABILITIES,
         evidence="silicon",
+        evidence_on="AMD EPYC CPU, 2026-11-21",
         contract_versions=MappingProxyType(
             {name: 1 if name in COMPOSITES else REGISTRY[name].version for name in kernel_names()}
         ),

@@ -5,7 +5,6 @@ A failing run prints its device string, e.g. `emulator:0?seed=7&policy=reversed`
 
 from __future__ import annotations
 
-import random
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,7 +18,6 @@ from polydraft.backend import RowOrder
 from polydraft.errors import DeviceError
 from polydraft.runtime.commit import NAN_ERROR
 from tests.oracle import CODE_PROMPTS
-from tests.support import tiny
 from tests.support.emulator import SCHEDULES, EmulatorDevice, EmulatorEvent, EmulatorStaging, emulated, poison_free_blocks
 from tests.support.runs import Ask, demo_prompt, drive, essence, solo
 
@@ -43,10 +41,17 @@ def check(served_by: Engine, model: str, num_drafts: int, asks: list[Ask], limit
 
 
 # -- the demo checkpoint ---------------------------------------------------------------------------
-@pytest.mark.parametrize("seed", range(12))
+DEMO_SEEDS = range(5)
+
+
+def demo_schedule(seed: int) -> str:
+    return SCHEDULES[3 * seed + seed % 3]
+
+
+@pytest.mark.parametrize("seed", DEMO_SEEDS)
 def test_demo_model(seed: int) -> None:
     """Two prompts, three drafts, 24 tokens: with the seeds every policy, row order and depth is met."""
-    schedule, depth = SCHEDULES[seed * 4 % len(SCHEDULES)], DEPTHS[seed % 3]
+    schedule, depth = demo_schedule(seed), DEPTHS[2 * seed % 3]
     served_by = emulated(f"seed={seed}&{schedule}", draft_tokens=3, max_num_seqs=2, overlap=depth)
     asks = [Ask(demo_prompt(text), replace(GREEDY, max_new_tokens=24)) for text in CODE_PROMPTS[:2]]
     outputs = check(served_by, "", 3, asks)
@@ -55,7 +60,7 @@ def test_demo_model(seed: int) -> None:
 
 
 def test_the_demo_seeds_meet_every_schedule() -> None:
-    met = {SCHEDULES[seed * 4 % len(SCHEDULES)] for seed in range(12)}
+    met = {demo_schedule(seed) for seed in DEMO_SEEDS}
     assert {part for schedule in met for part in schedule.split("&")} == {p for s in SCHEDULES for p in s.split("&")}
 
 
@@ -70,42 +75,8 @@ def test_every_schedule_at_every_depth(schedule: str, depth: int) -> None:
         served_by.close()
 
 
-def workload(model: str, rng: random.Random) -> list[Ask]:
-    """Six requests that arrive over time, greedy and sampled, some stopped by a token or a string, some aborted."""
-    vocab_size = tiny.CONFIGS[model]["vocab_size"]
-    asks = []
-    for _ in range(6):
-        prompt = tuple(rng.randrange(vocab_size) for _ in range(rng.choice((1, 3, 17, 40))))
-        params = replace(rng.choice((GREEDY, SAMPLED)), max_new_tokens=rng.randint(1, 24), ignore_eos=rng.random() < 0.5)
-        if rng.random() < 0.3:
-            params = replace(params, stop=("w5", "9 w"))
-        arrival = rng.randint(0, 12)
-        asks.append(Ask(prompt, params, arrival, abort=arrival + rng.randint(1, 8) if rng.random() < 0.2 else None))
-    return asks
-
-
-@pytest.mark.parametrize("seed", range(24))
-def test_mixed_workload(seed: int) -> None:
-    """Chunked prefill, shared prefixes, few blocks, late stop strings, aborts and preemption in flight."""
-    rng = random.Random(seed)
-    model, num_drafts = rng.choice(sorted(tiny.CONFIGS)), rng.choice((0, 1, 2, 3, 5))
-    options: dict[str, Any] = {
-        "draft_tokens": num_drafts,
-        "max_num_seqs": rng.choice((1, 3, 4)),
-        "block_size": rng.choice((1, 4, 5)),
-        "overlap": DEPTHS[seed % 3],
-        "prefix_cache": rng.random() < 0.7,
-        "graph": rng.choice(("off", "off", "decode")),
-    }
-    options["max_batched_tokens"] = options["max_num_seqs"] * (num_drafts + 1) + rng.choice((0, 3, 30))
-    options["num_blocks"] = -(-rng.choice((70, 90, 200)) // options["block_size"])
-    served_by = emulated(f"seed={seed}&{rng.choice(SCHEDULES)}", model, **options)
-    check(served_by, model, num_drafts, workload(model, rng))
-    served_by.close()
-
-
-def test_the_mixed_workloads_preempt_abort_and_share() -> None:
-    """What the property above is meant to meet does happen: few blocks, long texts, equal beginnings."""
+def test_few_blocks_long_texts_and_equal_beginnings() -> None:
+    """Preemption, an abort and shared blocks in one run."""
     served_by = emulated("seed=5", "narrow", draft_tokens=2, max_num_seqs=4, block_size=4, num_blocks=24, overlap=1)
     prompt = tuple(range(1, 20))
     asks = [Ask((*prompt, i), replace(GREEDY, max_new_tokens=40, ignore_eos=True), 2 * i) for i in range(5)]

@@ -15,14 +15,24 @@ from polydraft import Engine, SamplingParams
 from polydraft.device import DeviceCounters
 from polydraft.errors import PluginError
 from polydraft.runtime.runner import Runner
+from tests.support.emulator import emulated
 from tests.support.runs import DEVICES, come_to_rest, engine
 
 SLOTS = 3
+EMULATED = ("emulator-0", "emulator-1", "emulator-2")
+"""The hostile device at every depth."""
+
+
+def on(device: str, **options: Any) -> Engine:
+    """An engine on one of `DEVICES` or `EMULATED`."""
+    if device in EMULATED:
+        return emulated(f"seed={SLOTS}&rows=prefill-first", "narrow", overlap=int(device[-1]), **options)
+    return engine("narrow", device=device, **options)
 
 
 def steady(device: str, *, num_drafts: int, temperature: float = 0.0, **options: Any) -> Engine:
     """An engine whose slots are all in the middle of a long text."""
-    running = engine("narrow", device=device, draft_tokens=num_drafts, max_num_seqs=SLOTS, block_size=96, **options)
+    running = on(device, draft_tokens=num_drafts, max_num_seqs=SLOTS, block_size=96, **options)
     for i in range(SLOTS):
         running.add((i + 1, 5, 9), SamplingParams(max_new_tokens=90, ignore_eos=True, temperature=temperature, seed=i))
     for _ in range(6):
@@ -43,7 +53,7 @@ def deltas(running: Engine, steps: int) -> Iterator[dict[str, int]]:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("num_drafts", [0, 3])
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", [*DEVICES, *EMULATED])
 def test_a_step_of_pure_decode(device: str, num_drafts: int, temperature: float) -> None:
     running = steady(device, num_drafts=num_drafts, temperature=temperature)
     asked = list(deltas(running, 12))
@@ -59,6 +69,17 @@ def test_a_step_of_pure_decode(device: str, num_drafts: int, temperature: float)
         "bytes_allocated": 0,
         "graph_replays": 0,
     }
+    finish(running)
+
+
+@pytest.mark.parametrize("device", EMULATED)
+def test_a_replayed_step_of_pure_decode(device: str) -> None:
+    """Two graphs and one copy: nothing else is asked of the device."""
+    running = steady(device, num_drafts=3, graph="decode", graph_sizes=(SLOTS,))
+    asked = list(deltas(running, 12))
+    assert all(step == asked[0] for step in asked), asked
+    wanted = {"graph_replays": 2, "downloads": 1, "host_syncs": 1, "bytes_downloaded": SLOTS * (8 + 4) * 4}
+    assert asked[0] == {**dict.fromkeys(asked[0], 0), **wanted}
     finish(running)
 
 
@@ -94,10 +115,10 @@ def test_a_grant_of_blocks_is_the_only_upload_of_a_long_decode(num_drafts: int) 
         assert (asked["allocations"], asked["host_syncs"]) == (0, 1)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", [*DEVICES, *EMULATED])
 def test_nothing_is_allocated_or_awaited_by_prefill_admission_or_an_end(device: str) -> None:
     """Not only in the steady state: behind construction the device never allocates, and a step never waits twice."""
-    running = engine("narrow", device=device, draft_tokens=2, max_num_seqs=2, block_size=3, max_batched_tokens=7)
+    running = on(device, draft_tokens=2, max_num_seqs=2, block_size=3, max_batched_tokens=7)
     allocations = running.device.counters.allocations
     for i in range(5):
         running.add(tuple(range(1, 10 + i)), SamplingParams(max_new_tokens=5 + i))
@@ -135,7 +156,8 @@ def test_no_hook_is_called_in_a_step(device: str, monkeypatch: pytest.MonkeyPatc
     undo()
 
 
-def test_an_engine_with_allocations_in_a_step_would_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("device", ["lazy-1", *EMULATED])
+def test_an_engine_with_allocations_in_a_step_would_fail(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     launch = Runner.launch
 
     def wasteful(self: Runner, plan: Any) -> Any:
@@ -143,10 +165,26 @@ def test_an_engine_with_allocations_in_a_step_would_fail(monkeypatch: pytest.Mon
         self.device.synchronize()
         return launch(self, plan)
 
-    running = steady("lazy-1", num_drafts=1)
+    running = steady(device, num_drafts=1)
     monkeypatch.setattr(Runner, "launch", wasteful)
     (asked,) = deltas(running, 1)
     assert (asked["allocations"], asked["host_syncs"]) == (1, 2)
+
+
+@pytest.mark.parametrize("device", ["lazy-1", *EMULATED])
+def test_a_second_wait_in_a_step_would_be_counted(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of any event, also of one that has been reached already."""
+    launch = Runner.launch
+
+    def impatient(self: Runner, plan: Any) -> Any:
+        ticket = launch(self, plan)
+        ticket.event.synchronize()
+        return ticket
+
+    running = steady(device, num_drafts=1)
+    monkeypatch.setattr(Runner, "launch", impatient)
+    (asked,) = deltas(running, 1)
+    assert asked["host_syncs"] == 2
 
 
 def test_steady_means_that_the_very_same_plan_arrays_are_used_again() -> None:

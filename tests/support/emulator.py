@@ -46,5 +46,5 @@ def emulated(query: str, model: str = "", **options: Any) -> Engine:
     """An engine on an emulator with the options of `query` and the tiny checkpoint `model` ("": the demo checkpoint). Nothing is
     captured unless `graph` says so, which keeps engines cheap and operations easy to count."""
     if model:
-        options |= {"model": str(tiny.checkpoint(model)), "plugins": tiny.PLUGINS}
+        options = {"model": str(tiny.checkpoint(model)), "plugins": tiny.PLUGINS, **options}
     return LLM(plugin=Emulator(f"emulator:0?{query}"), **{"invariant": True, "graph": "off", **options}).engine

@@ -7,6 +7,7 @@ are generated from them. Nothing here runs a backend's kernel: a contract is a d
 from __future__ import annotations
 
 import dataclasses
+import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -114,6 +115,7 @@ class Args:
         dataclass(frozen=True, kw_only=True, eq=False)(cls)
 
     @classmethod
+    @functools.cache  # records do not change, and building a step program asks thousands of times
     def specs(cls) -> dict[str, TensorSpec | ParamSpec | OpaqueSpec]:
         """Field name to its declaration, in order."""
         return {f.name: f.metadata["spec"] for f in dataclasses.fields(cls)}  # type: ignore[arg-type]

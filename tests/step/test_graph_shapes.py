@@ -1,0 +1,171 @@
+"""Shapes of a step: what is launched depends on the running sequences and on K, never on how many drafts are accepted.
+
+So captured graphs need no warm-up that accepts drafts, and every bucket serves every round. A proposer's declaration says what
+its launches have room for, and the number of drafts reaches every place that counts with it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from polydraft import Engine, SamplingParams
+from polydraft.contracts.layout import SNAPSHOT_TOKENS
+from polydraft.runtime import runner as runner_module
+from polydraft.runtime.program import Node, lengths
+from tests.support import host_features, tiny
+from tests.support.emulator import emulated
+from tests.support.runs import Ask, drive
+
+MODEL, SLOTS, DRAFTS = "narrow", 5, 3
+BUCKETS = (1, 2, 4, 5)
+ALWAYS, NEVER = (1.0,) * DRAFTS, (0.0,) * DRAFTS
+Launches = tuple[tuple[str, int], ...]
+
+
+def served(graph: str, **options: Any) -> Engine:
+    sizes = {"graph": graph, "graph_sizes": BUCKETS} if graph != "off" else {"graph": "off"}
+    return emulated("policy=fifo", MODEL, **{"draft_tokens": DRAFTS, "max_num_seqs": SLOTS, "overlap": 1, **sizes, **options})
+
+
+def launched(engine: Engine, asks: list[Ask]) -> Mapping[int, set[Launches]]:
+    """Kernels with their launch lengths, in order, of each step of pure decode without staged writes; by running sequences, or by
+    bucket where steps are replayed."""
+    found: dict[int, set[Launches]] = defaultdict(set)
+    executor, runner, issued = engine.device.executor, engine.runner, []  # type: ignore[attr-defined]
+    put, launch = executor._put, runner.launch
+
+    def noted(stream: Any, units: Any, **options: Any) -> None:
+        issued.extend((work.name, work.rows) for unit in units for work in unit if work.kind == "kernel")
+        put(stream, units, **options)
+
+    def launch_noted(plan: Any) -> Any:
+        issued.clear()
+        ticket = launch(plan)
+        if not plan.has_prefill and not runner_module.has_updates(plan):
+            found[plan.num_seqs if ticket.bucket is None else ticket.bucket].add(tuple(issued))
+        return ticket
+
+    executor._put, runner.launch = noted, launch_noted
+    drive(engine, asks)
+    engine.close()
+    return found
+
+
+def draining(params: SamplingParams = SamplingParams()) -> list[Ask]:  # noqa: B008  frozen
+    """As many requests as slots, of which one after the other ends: the batch shrinks through every size."""
+    each = [SamplingParams(**{**vars(params), "max_new_tokens": 10 + 12 * i, "ignore_eos": True}) for i in range(SLOTS)]
+    return [Ask((i + 1, 5, 9), one) for i, one in enumerate(each)]
+
+
+# -- acceptance changes no shape -----------------------------------------------------------------------------------------
+@pytest.mark.parametrize("graph", ["off", "decode"])
+def test_a_step_launches_the_same_whether_all_drafts_are_accepted_or_none(graph: str) -> None:
+    all_, none = (launched(served(graph, accept_schedule=schedule, block_size=96), draining()) for schedule in (ALWAYS, NEVER))
+    assert set(all_) == set(none) == (set(BUCKETS) if graph == "decode" else set(range(1, SLOTS + 1)))
+    for size, launches in all_.items():
+        assert len(launches) == 1, "steps of one size are all alike"
+        assert launches == none[size]
+        rows = {n for _, n in next(iter(launches))}
+        assert rows == {size, size * (DRAFTS + 1)}, "full windows for the target and the first pass, one row a sequence behind"
+
+
+@pytest.mark.parametrize("schedule", [ALWAYS, NEVER], ids=["all", "none"])
+def test_every_captured_bucket_is_replayed(schedule: tuple[float, ...]) -> None:
+    """With verification that accepts everything a request of this length has (K + 1) x 2 tokens and more in every batch size."""
+    engine = served("decode", accept_schedule=schedule)
+    graphs, replayed = engine.runner.graphs, set()
+    assert graphs is not None
+    replay, captured = graphs.replay, {(part, bucket) for _, part, bucket in graphs._calls}
+
+    def noted(kind: str, part: Any, bucket: int) -> None:
+        replayed.add((part, bucket))
+        replay(kind, part, bucket)
+
+    graphs.replay = noted  # type: ignore[method-assign]
+    outputs = drive(engine, draining())
+    engine.close()
+    assert replayed == captured == {(part, bucket) for part in ("target", "draft") for bucket in BUCKETS}
+    assert graphs.counters.eager_steps <= 2, "nothing but prefill runs eagerly"
+    assert {output.accepted for output in outputs} == {0} or schedule is ALWAYS
+    assert all(len(output.token_ids) >= 2 * (DRAFTS + 1) for output in outputs)
+
+
+def test_capturing_asks_for_no_request() -> None:
+    """Buckets are captured before the first request, over an empty launch order, and the first decode step is replayed."""
+    engine = served("decode")
+    assert engine.totals.steps == 0
+    assert engine.runner.graphs is not None
+    assert engine.runner.graphs.counters.captured == 2 * len(BUCKETS) * len(engine.runner.programs)
+    drive(engine, [Ask((1, 2, 3), SamplingParams(max_new_tokens=9, ignore_eos=True))])
+    assert engine.runner.graphs.counters.eager_steps == 1
+    engine.close()
+
+
+# -- what a proposer declares ----------------------------------------------------------------------------------------------
+PROPOSERS = ["mtp", "ngram", "host-suffix", "host-fixed", "none"]
+
+
+@pytest.mark.parametrize("graph", ["off", "decode"])
+@pytest.mark.parametrize("proposer", PROPOSERS)
+def test_launches_have_the_shape_that_the_proposer_declares(proposer: str, graph: str) -> None:
+    """Maximum width, fixed or not, all drafts in one call or one pass a draft."""
+    drafts = {"draft_tokens": 0 if proposer == "none" else DRAFTS}
+    plugins = (*tiny.PLUGINS, host_features.__name__)
+    depth = {"overlap": 0 if proposer == "host-fixed" else 1}
+    engine = served(graph, proposer=proposer, plugins=plugins, **drafts, **depth)
+    shape, names = engine.runner.proposer.shape, engine.runner.programs["greedy"]["draft"].describe()
+    outputs = drive(engine, draining())
+    engine.close()
+    assert shape.max_width == engine.resolved.limits.num_drafts
+    if shape.one_call:
+        assert len(names) == len(set(names)) <= 2, "no launch is made for each draft"
+    else:
+        assert sum("advance_draft" in name for name in names) == shape.max_width
+    assert all(output.drafted <= shape.max_width * len(output.rounds) for output in outputs)
+    full = [output.drafted >= shape.max_width * (len(output.rounds) - 3) for output in outputs]  # but for the end of a text
+    assert all(full) == shape.fixed, "of fixed width means that every round is full"
+
+
+# -- the number of drafts --------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("num_drafts", [1, 2, 4])
+def test_the_number_of_drafts_reaches_every_place_and_is_nowhere_a_hard_coded_zero(
+    num_drafts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One caller that leaves it out (or at 0) makes drafting silently cheaper and worse, and changes no text."""
+    nodes: list[Node] = []
+    build = runner_module.build
+
+    def noted(builders: Any) -> Any:
+        nodes.extend(node for builder in builders for node in builder.nodes if isinstance(node, Node))
+        return build(builders)
+
+    monkeypatch.setattr(runner_module, "build", noted)
+    engine = served("decode", draft_tokens=num_drafts)
+    window, limits = num_drafts + 1, engine.resolved.limits
+    assert (limits.num_drafts, limits.window, limits.max_logit_rows) == (num_drafts, window, SLOTS * window)
+    state, step = engine.runner.state, engine.runner.step
+    assert state.drafts.shape == (SLOTS, num_drafts)
+    assert step.window.shape == step.out_tokens.shape == (SLOTS, window)
+    assert step.record.shape == (SLOTS, SNAPSHOT_TOKENS + window)
+    lookaheads = {node.args.lookahead for node in nodes if node.contract == "reserve_blocks"}  # type: ignore[union-attr]
+    assert lookaheads == {num_drafts}
+    passes = [node.args.pass_index for node in nodes if node.contract == "advance_draft"]  # type: ignore[union-attr]
+    assert sorted(set(passes)) == list(range(num_drafts))
+    graphs = engine.runner.graphs
+    assert graphs is not None
+    wanted = lengths(rows=4 * window, logit_rows=4 * window, seqs=4)
+    assert graphs.policy.lengths(4, limits) == wanted
+    plans: list[Any] = []
+    launch = engine.runner.launch
+    engine.runner.launch = lambda plan: (plans.append(plan), launch(plan))[1]  # type: ignore[method-assign, func-returns-value]
+    outputs = drive(engine, draining())
+    engine.close()
+    decode = [plan for plan in plans if not plan.has_prefill]
+    assert decode
+    assert all((plan.rows == window).all() and plan.num_rows == plan.num_seqs * window for plan in decode)
+    assert all(output.drafted >= num_drafts * (len(output.rounds) - num_drafts) for output in outputs)
+    assert sum(output.accepted for output in outputs) > 0

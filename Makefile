@@ -15,7 +15,7 @@ SOURCE := pyproject.toml core/polydraft/_version.py
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:  # two targets would install into the same .venv at once
-.PHONY: help demo test check deep coverage format clean
+.PHONY: help demo test check deep coverage pages format clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' Makefile
@@ -39,6 +39,10 @@ deep: $(TEST)  ## run the tests that take minutes each
 
 coverage: $(TEST)  ## run the tests with branch coverage of core, which must not fall below 95 %
 	$(BIN)/python -m pytest -n 2 --dist loadfile --cov --cov-report=term-missing:skip-covered
+
+pages: $(CORE)  ## write the lists of the kit and the pages that are made from the code
+	$(BIN)/python -m polydraft.conformance.catalogue
+	$(BIN)/python tools/make_reference.py
 
 format: $(DEV)  ## apply the fixes and the formatting that `make check` asks for
 	$(BIN)/ruff check --fix .

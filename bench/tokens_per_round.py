@@ -51,7 +51,7 @@ def acceptance(llm: LLM) -> list[float]:
 
 def measure(num_drafts: int, verify: str, sampling: dict[str, float], seeds: tuple[int, ...]) -> dict[str, Any]:
     """One row of the result, by an engine of its own."""
-    llm = LLM(draft_tokens=num_drafts, verify=verify, max_num_seqs=len(CODE_PROMPTS))
+    llm = LLM(backend="reference", draft_tokens=num_drafts, verify=verify, max_num_seqs=len(CODE_PROMPTS))
     params = [SamplingParams(max_new_tokens=NEW_TOKENS, seed=seed, **sampling) for seed in seeds]
     together, each = tokens_per_round(llm, params)
     row = {

@@ -17,7 +17,7 @@ from tests.support import tiny
 from tests.support.emulator import Emulator
 from tests.support.runs import DEVICES
 
-NARROW: dict[str, Any] = {"model": str(tiny.checkpoint("narrow")), "plugins": tiny.PLUGINS}
+NARROW: dict[str, Any] = {"model": str(tiny.checkpoint("narrow")), "backend": "reference", "plugins": tiny.PLUGINS}
 SCHEDULE = (0.8, 0.5, 0.25)
 
 

@@ -221,12 +221,22 @@ def test_as_many_drafts_as_the_text_has_tokens_and_more(device: str, num_drafts:
 )
 def test_bad_engine_option(options: dict[str, Any], error: type[Exception], message: str):
     with pytest.raises(error) as caught:
-        LLM(**{"model": str(tiny.checkpoint(MODEL)), "plugins": tiny.PLUGINS, "max_num_seqs": 4, **options})
+        LLM(
+            **{
+                "model": str(tiny.checkpoint(MODEL)),
+                "backend": "reference",
+                "plugins": tiny.PLUGINS,
+                "max_num_seqs": 4,
+                **options,
+            }
+        )
     assert message in str(caught.value)
 
 
 def test_a_refusal_gives_every_reason():
-    config = EngineConfig(model=str(tiny.checkpoint(MODEL)), plugins=tiny.PLUGINS, draft_tokens=99, dtype="f16", graph="decode")
+    config = EngineConfig(
+        model=str(tiny.checkpoint(MODEL)), backend="reference", plugins=tiny.PLUGINS, draft_tokens=99, dtype="f16", graph="decode"
+    )
     with pytest.raises(CapabilityError) as caught:
         Engine(config)
     assert all(part in str(caught.value) for part in ("--draft-tokens 99", "--dtype f16", "--graph decode"))

@@ -19,7 +19,7 @@ SAMPLED = SamplingParams(max_new_tokens=24, temperature=0.8, top_p=0.9, seed=3)
 
 
 def generate(params: SamplingParams, **options: Any) -> list[Any]:
-    llm = LLM(invariant=True, max_num_seqs=2, **options)
+    llm = LLM(**{"backend": "reference", "invariant": True, "max_num_seqs": 2, **options})
     try:
         return llm.generate(PROMPTS, params)
     finally:

@@ -132,6 +132,19 @@ def test_nothing_moves_and_nothing_is_allocated(changed: Path) -> None:
     assert engine.device.counters.allocations == allocations
 
 
+def test_the_offline_interface_replaces_weights_between_calls(changed: Path) -> None:
+    """A stream that is under way goes on with the new ones, or has ended with the old ones when it is read on."""
+    for running in ("finish", "recompute"):
+        llm = LLM(model=str(tiny.checkpoint(MODEL)), plugins=tiny.PLUGINS, backend="reference", invariant=True, draft_tokens=2)
+        stream = llm.stream([PROMPTS[0]], PARAMS)
+        begun = next(stream).token_ids
+        llm.update_weights(changed, running=running)  # type: ignore[arg-type]
+        (whole,) = (output.token_ids for output in stream if output.finished)
+        old, new = (runs.solo(model, 0, PROMPTS[0], PARAMS).token_ids for model in (MODEL, tiny.moved(MODEL)))
+        assert whole == old if running == "finish" else whole[: len(begun)] == begun != whole != old
+        assert [output.token_ids for output in llm.generate([PROMPTS[0]], PARAMS)] == [new]
+
+
 def moving(table_class: type, monkeypatch: pytest.MonkeyPatch) -> None:
     """From now on the backend of this table never refills a weight: the new values lie elsewhere, and the old ones are spoilt."""
     prepare = table_class.prepare_weight  # type: ignore[attr-defined]
@@ -148,7 +161,7 @@ def moving(table_class: type, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_weights_that_move_are_bound_and_captured_anew(graph: str, changed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the reference, and on the emulator with and without graphs; running requests go on in the new programs."""
     moving(EmulatorTable if graph else NumpyTable, monkeypatch)
-    options = {"draft_tokens": 3, "max_num_seqs": 3}
+    options: dict[str, Any] = {"draft_tokens": 3, "max_num_seqs": 3}
     engine = emulated("policy=lazy", MODEL, graph=graph, **options) if graph else runs.engine(MODEL, **options)
     before, graphs = engine.runner.programs, engine.runner.graphs
     ids = [engine.add(p, PARAMS) for p in PROMPTS]

@@ -488,6 +488,21 @@ def slot_released_while_a_step_is_in_flight(engine: Engine) -> None:
 
 
 # -- what kernels really touch -------------------------------------------------------------------------
+@planted("foreign-block", harmless=True, observing=True, about="KV cache")
+def block_table_with_a_block_that_was_not_granted(engine: Engine) -> None:
+    launch, ledger, done = engine.runner.launch, engine.ledger, []
+
+    def planted_launch(plan: Any) -> Any:
+        if len(plan.block_updates) and not done:
+            updates = plan.block_updates.copy()
+            updates[0, 2] = ledger._free[0]  # the last that would be granted: nobody else comes to use it
+            plan = dataclasses.replace(plan, block_updates=updates)
+            done.append(plan)
+        return launch(plan)
+
+    engine.runner.launch = planted_launch  # type: ignore[method-assign]
+
+
 @planted_kernel("argmax", "undeclared-write", harmless=True, about="logits")
 def kernel_writes_its_input(device: Any, genuine: Any) -> Any:
     def bind(a: Any, limits: Any) -> Any:

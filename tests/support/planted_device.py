@@ -1,6 +1,6 @@
 """A synchronous device double for tests of the hazard checker: it forgives every hazard, and sees what kernels touch.
 
-Owns buffers that can move and be given back, further streams, a capture without rules, and `observed_accesses`.
+Owns buffers that can move and be given back, further streams, a capture without rules, and `observed_accesses` by KV block.
 Called by the planted hazards, which it runs to the right text wherever only the order of things is wrong.
 Never refuses anything: whatever is found on it, the checker has found.
 """
@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 
 from polydraft import hookimpl, reference
-from polydraft.backend import BackendInfo, DeviceOptions, ForwardMeta, KernelTable, PassBuffers
+from polydraft.backend import BackendInfo, CacheSpec, DeviceOptions, ForwardMeta, KernelTable, PassBuffers
 from polydraft.contracts.base import Limits
 from polydraft.device import Array, Stream
 from polydraft.reference.device import NumpyBuffer, ReferenceDevice
 from polydraft.reference.provider import Kernel, NumpyProvider
-from polydraft.reference.table import kernels
+from polydraft.reference.table import NumpyCache, kernels
 from polydraft.sanitize import Observed
 
 Work = Callable[[], None]
@@ -54,6 +54,7 @@ class PlantedDevice(ReferenceDevice):
         self.recording: list[tuple[int, Work]] | None = None
         self.operation = 0
         self.buffers: list[PlantedBuffer] = []
+        self.caches: list[NumpyCache] = []
         self._running: int | None = None
         self._seen: list[Observed] = []
         if observing:
@@ -85,6 +86,7 @@ class PlantedDevice(ReferenceDevice):
             work()
             return
         before = [buffer.array.copy() for buffer in self.buffers]
+        cached = [cache.kv.copy() for cache in self.caches]
         self._running = operation
         work()
         self._running = None
@@ -92,6 +94,9 @@ class PlantedDevice(ReferenceDevice):
             rows = _changed(old, buffer.array)
             if rows.size:
                 self._seen.append(Observed(operation, buffer, "write", (int(rows[0]), int(rows[-1]) + 1)))
+        for cache, old in zip(self.caches, cached, strict=True):
+            rows = _changed(np.moveaxis(old, 2, 0), np.moveaxis(cache.kv, 2, 0)) // cache.spec.block_size
+            self._seen += [Observed(operation, cache, "write", (block, block + 1)) for block in np.unique(rows).tolist()]
 
     def opened(self, buffer: PlantedBuffer) -> None:
         """A buffer's contents were asked for."""
@@ -165,6 +170,13 @@ class PlantedPlugin:
         genuine = kernels(device.row_invariant)
         planted = {name: device.bind_kernel(plant(device, genuine[name])) for name, plant in self._planted.items()}
         table.providers = {**table.providers, **planted}  # type: ignore[misc]
+        allocate = table.allocate_cache
+
+        def allocate_cache(spec: CacheSpec) -> Any:
+            device.caches.append(allocate(spec))  # type: ignore[arg-type]
+            return device.caches[-1]
+
+        table.allocate_cache = allocate_cache  # type: ignore[method-assign]
         return table
 
     @hookimpl

@@ -26,7 +26,7 @@ from tests.support import tiny
 from tests.support.lazy_device import LazyDevice, LazyPlugin
 
 DEVICES: dict[str, dict[str, Any]] = {
-    "reference": {},
+    "reference": {"backend": "reference"},
     "lazy-0": {"plugin": LazyPlugin(), "overlap": 0},
     "lazy-1": {"plugin": LazyPlugin(), "overlap": 1},
     "lazy-2": {"plugin": LazyPlugin(), "overlap": 2},

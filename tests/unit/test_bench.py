@@ -27,8 +27,8 @@ from polydraft.errors import CheckpointError, DeviceError, RequestError
 from polydraft.models.families import FamilyRegistry
 from polydraft.timeline import ROOMS
 from tests.support import tiny
+from tests.support.emulator import Emulator
 from tests.support.project import ROOT
-from tests.support.timed_emulator import TimedEmulator
 
 SHAPES = ROOT / "bench" / "shapes"
 SMALLEST = {
@@ -73,7 +73,7 @@ def command(capsys: pytest.CaptureFixture[str]) -> Callable[..., Result]:
 @pytest.fixture
 def bench(command: Callable[..., Result]) -> Callable[..., Result]:
     return lambda *arguments: command(
-        "bench", "--model", NARROW, "--prompt-tokens", 4, "--new-tokens", 12, "--repeats", 2, *arguments
+        "bench", "--model", NARROW, "--backend", "reference", "--prompt-tokens", 4, "--new-tokens", 12, "--repeats", 2, *arguments
     )
 
 
@@ -86,7 +86,7 @@ def shape(tmp_path: Path) -> Path:
 
 # -- shapes -------------------------------------------------------------------------------------------------------------
 def test_random_weights_are_a_whole_model(shape: Path) -> None:
-    engine = Engine(EngineConfig(draft_tokens=2), checkpoint=RandomCheckpoint(shape))
+    engine = Engine(EngineConfig(backend="reference", draft_tokens=2), checkpoint=RandomCheckpoint(shape))
     folder = engine.tokenizer.directory
     assert engine.model.name == "smallest"
     assert (engine.model.hidden_size, engine.model.vocab_size, len(engine.model.blocks)) == (16, 50, 1)
@@ -120,7 +120,7 @@ def test_shapes_of_the_repository_are_described(file: Path) -> None:
     assert not model.unsupported()
     parts = [part for each in table.parts.values() for part in each]
     size = sum(int(np.prod(part.shape)) for part in parts)
-    assert round(size / 1e6) == {"tiny": 6, "small": 216, "mimo-7b": 7833}[file.stem]
+    assert round(size / 1e6) == {"tiny": 9, "small": 174, "mimo-7b": 7833}[file.stem]
     checkpoint.close()
 
 
@@ -142,7 +142,11 @@ def test_a_broken_shape(content: str, said: str, tmp_path: Path) -> None:
 
 # -- measuring ----------------------------------------------------------------------------------------------------------
 def narrow(**options: Any) -> Engine:
-    return Engine(EngineConfig(**{"model": NARROW, "draft_tokens": 2, "max_num_seqs": 2, "prefix_cache": False, **options}))
+    return Engine(
+        EngineConfig(
+            **{"model": NARROW, "backend": "reference", "draft_tokens": 2, "max_num_seqs": 2, "prefix_cache": False, **options}
+        )
+    )
 
 
 def test_a_run_serves_the_whole_load() -> None:
@@ -174,7 +178,7 @@ def test_requests_that_never_meet_are_refused() -> None:
 
 
 def test_a_failing_request_ends_the_benchmark() -> None:
-    plugin = TimedEmulator("emulator:0?fault=op@400")
+    plugin = Emulator("emulator:0?fault=op@400")
     engine = Engine(EngineConfig(model=NARROW, draft_tokens=2, max_num_seqs=2, graph="off"), backend=plugin)
     with pytest.raises(DeviceError, match="of the benchmark failed"):
         timed(engine, Load(2, 5, 40))
@@ -203,7 +207,7 @@ def test_the_null_backend_knows_the_time_of_its_kernels_itself() -> None:
 
 def test_a_device_with_a_timeline_is_timed_by_its_own_clock() -> None:
     """A modelled launch of a second would take minutes by the wall."""
-    plugin = TimedEmulator("emulator:0?latency=kernel:1000000")
+    plugin = Emulator("emulator:0?latency=kernel:1000000")
     engine = Engine(EngineConfig(model=NARROW, draft_tokens=1, max_num_seqs=1, graph="off"), backend=plugin)
     figures = timed(engine, Load(1, 3, 6))
     launches = sum(len(engine.runner.programs["greedy"][part].calls) for part in ("target", "draft"))
@@ -216,7 +220,7 @@ def test_a_device_with_a_timeline_is_timed_by_its_own_clock() -> None:
 # -- the suite ----------------------------------------------------------------------------------------------------------
 def test_a_suite_measures_every_combination_in_turn(shape: Path) -> None:
     told: list[str] = []
-    config = EngineConfig(accept_schedule=(1.0, 0.0))
+    config = EngineConfig(backend="reference", accept_schedule=(1.0, 0.0))
     suite = Suite(config, shape, (1, 3), (0, 2), "overlap", prompt_tokens=4, new_tokens=12, repeats=2)
     rows = list(suite.run(told.append))
     combinations = list(itertools.product((1, 3), (0, 2), (0, 1)))
@@ -234,7 +238,7 @@ def test_a_suite_measures_every_combination_in_turn(shape: Path) -> None:
 
 
 def test_an_engine_holds_its_whole_load(shape: Path) -> None:
-    suite = Suite(EngineConfig(), shape, prompt_tokens=20, new_tokens=13)
+    suite = Suite(EngineConfig(backend="reference"), shape, prompt_tokens=20, new_tokens=13)
     engine = suite._engine(Load(3, 20, 13), 2, {})
     limits = engine.resolved.limits
     assert (limits.max_seqs, limits.max_len, limits.num_blocks) == (3, 33, 9)

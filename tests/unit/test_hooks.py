@@ -62,7 +62,7 @@ def noting_fills(steps: list[StepMeta]) -> Callable[..., Any]:
 
 def engine(calls: list[Call], **options: Any) -> LLM:
     hooks = options.pop("hooks", {})
-    return LLM(model=MODEL, plugin=watched(calls, **hooks), **options)
+    return LLM(model=MODEL, backend="reference", plugin=watched(calls, **hooks), **options)
 
 
 def given(calls: list[Call], hook: str) -> list[dict[str, Any]]:
@@ -150,7 +150,7 @@ def test_polydraft_kernels(tmp_path: Path):
     source = "from tests.unit.test_hooks import PACK\nfrom polydraft import hookimpl\n"
     path = tmp_path / "noting.py"
     path.write_text(source + "\n@hookimpl\ndef polydraft_kernels(device):\n    return PACK(device)\n")
-    packed = LLM(model=MODEL, plugins=(str(path),))
+    packed = LLM(model=MODEL, backend="reference", plugins=(str(path),))
     assert packed.engine.table.report()["overrides"] == [
         {"contract": "swiglu", "pack": "noting", "digest": packed.engine.plugins.digests["noting"]}
     ]
@@ -191,7 +191,7 @@ def test_polydraft_init_forward_meta():
 def test_forward_meta_is_told_the_row_order_that_the_backend_declared(row_order: str):
     steps: list[StepMeta] = []
     double = backend(changes={"row_order": row_order}, polydraft_init_forward_meta=noting_fills(steps))
-    assert generate(LLM(model=MODEL, plugin=double)) == generate(LLM(model=MODEL))
+    assert generate(LLM(model=MODEL, backend="reference", plugin=double)) == generate(LLM(model=MODEL, backend="reference"))
     assert {step.row_order for step in steps} == {row_order}
 
 
@@ -201,26 +201,26 @@ def test_polydraft_proposers(tmp_path: Path):
         "from polydraft import hookimpl\nfrom polydraft.proposers.none import NoProposer\n"
         "@hookimpl\ndef polydraft_proposers(register):\n    register('shy', NoProposer)\n"
     )
-    llm = LLM(model=MODEL, plugins=(str(path),), proposer="shy", draft_tokens=2)
+    llm = LLM(model=MODEL, backend="reference", plugins=(str(path),), proposer="shy", draft_tokens=2)
     assert isinstance(llm.engine.runner.proposer, NoProposer)
-    assert generate(llm) == generate(LLM(model=MODEL))
-    assert not isinstance(LLM(model=MODEL, plugins=(str(path),)).engine.runner.proposer, NoProposer)
+    assert generate(llm) == generate(LLM(model=MODEL, backend="reference"))
+    assert not isinstance(LLM(model=MODEL, backend="reference", plugins=(str(path),)).engine.runner.proposer, NoProposer)
 
 
 def test_proposer_whose_name_is_taken_names_both_plugins():
     taken = backend("chip", polydraft_proposers=lambda register: register("mtp", NoProposer))
     with pytest.raises(ConfigError, match="proposer 'mtp' is registered by polydraft and by chip; rename one"):
-        LLM(model=MODEL, plugin=taken)
+        LLM(model=MODEL, backend="reference", plugin=taken)
 
 
 def test_polydraft_models():
     path = tiny.checkpoint("shared")
     with pytest.raises(CheckpointError, match="TinyShared"):
-        LLM(model=str(path))
-    assert LLM(model=str(path), plugins=tiny.PLUGINS).engine.model.architecture == "TinyShared"
+        LLM(model=str(path), backend="reference")
+    assert LLM(model=str(path), backend="reference", plugins=tiny.PLUGINS).engine.model.architecture == "TinyShared"
     taken = backend("chip", polydraft_models=lambda register: register(Family(architecture="MiMoForCausalLM")))
     with pytest.raises(PluginError, match="plugin chip registers model family MiMoForCausalLM"):
-        LLM(model=MODEL, plugin=taken)
+        LLM(model=MODEL, backend="reference", plugin=taken)
 
 
 def test_polydraft_step_observers():
@@ -236,7 +236,7 @@ def test_polydraft_step_observers():
     def polydraft_step_observers() -> Iterator[Observer]:
         yield from (one, two)
 
-    llm = LLM(model=MODEL, plugin=backend(polydraft_step_observers=polydraft_step_observers))
+    llm = LLM(model=MODEL, backend="reference", plugin=backend(polydraft_step_observers=polydraft_step_observers))
     texts = generate(llm)
     assert one.seen == two.seen
     assert [plan.step_id for plan, _ in one.seen] == [outcome.step_id for _, outcome in one.seen]

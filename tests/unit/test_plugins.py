@@ -50,7 +50,7 @@ def owners(plugins: Plugins) -> dict[str, str]:
 
 
 def generate(**options: Any) -> list[tuple[int, ...]]:
-    llm = LLM(model=str(tiny.checkpoint("narrow")), **options)
+    llm = LLM(**{"model": str(tiny.checkpoint("narrow")), "backend": "reference", **options})
     return [out.token_ids for out in llm.generate([[3, 5, 7], [11]], SamplingParams(max_new_tokens=9))]
 
 

@@ -325,12 +325,14 @@ def launches(llm: LLM) -> list[str]:
 
 
 def test_texts_and_rounds_are_equal_with_and_without_composites():
-    owned = tuple(c for c in COMPOSITES if c in LLM(model=str(tiny.checkpoint("narrow"))).engine.table.providers)
+    owned = tuple(
+        c for c in COMPOSITES if c in LLM(model=str(tiny.checkpoint("narrow")), backend="reference").engine.table.providers
+    )
     assert len(owned) >= 3
     params = [SamplingParams(max_new_tokens=16), SamplingParams(max_new_tokens=16, temperature=0.9, top_p=0.9, seed=5)]
     prompts = ["def fibonacci(n):", "class Stack:\n    def push(self, item):"]
     outcomes: list[Any] = []
-    for llm in (LLM(), LLM(plugin=backend_without(*owned))):
+    for llm in (LLM(backend="reference"), LLM(plugin=backend_without(*owned))):
         fused = {contract for contract in launches(llm) if "+" in contract}
         assert fused == (set(owned) if not outcomes else set())
         results = [out for p in params for out in llm.generate(prompts, p)]

@@ -52,7 +52,7 @@ def chances(value: str | tuple[float, ...]) -> tuple[float, ...]:
 @click.command("bench", epilog=EXAMPLES)
 @click.option("--model", metavar="DIR", help="Checkpoint to run.  [default: the demo model]")
 @click.option("--shape", metavar="FILE.json", help="Random weights of this shape instead; bench/shapes has some.")
-@click.option("--backend", metavar="NAME", help="An installed backend, see polydraft doctor.  [default: reference]")
+@click.option("--backend", metavar="NAME", help="An installed backend, see polydraft doctor.  [default: auto]")
 @click.option("--device", metavar="SPEC", help="A device of that backend.")
 @click.option("--batch", type=wholes, default=(1,), metavar="B,...", help="Requests decoded together.  [default: 1]")
 @click.option("--draft-tokens", type=wholes, default=(0, 3), metavar="K,...", help="Drafts per round.  [default: 0,3]")

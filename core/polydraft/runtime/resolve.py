@@ -97,7 +97,8 @@ def resolve(
     default: str = "",
 ) -> Resolved:
     """Decide everything. `proposers` are those registered, `features` those in use, each with what it needs to know of the step
-    before; `default` says why this backend was taken where none was named. Raises `CapabilityError` with every reason why the wishes cannot be met."""
+    before; `default` says why this backend was taken where none was named. Raises `CapabilityError` with every reason why the
+    wishes cannot be met."""
     n = _Negotiation(config, info, model)
     if not info.available:
         n.refuse(f"backend {info.name} is not available: {info.reason}")

@@ -1,0 +1,218 @@
+"""The CPU device and what is around it: options, refusals, captures, threads, and a machine without the compiled kernels."""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import polydraft_cpu
+from polydraft import LLM, SamplingParams
+from polydraft.contracts import COMPOSITES, REGISTRY, LinearV1, ResidualAddV1
+from polydraft.default_backend import PREFERRED, default_backend
+from polydraft.errors import ContractError, DeviceError, PluginError
+from polydraft_cpu import library
+from polydraft_cpu.graph import CpuCapture
+from polydraft_cpu.kernels import VERSIONS
+from polydraft_cpu.options import CpuOptions, parse, usable_processors
+from tests.support import tiny
+from tests.support.cpu import bound, loaded, needs_kernels, opened
+
+
+# -- options ---------------------------------------------------------------------------------------
+def test_options_of_a_device_string():
+    assert parse("") == parse("cpu") == CpuOptions()
+    assert parse("cpu?threads=3&weights=int8&isa=avx2&pin=0") == CpuOptions(3, "int8", "avx2", 0)
+    assert CpuOptions().num_threads == usable_processors()
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        ("gpu", "runs on 'cpu', got 'gpu'"), ("cpu?speed=9", "the option 'speed', known: threads, weights, isa, pin"),
+        ("cpu?threads=two", "threads is 'two', wanted a number"), ("cpu?weights=int4", "weights is 'int4', wanted one of exact"),
+        ("cpu?pin=2", "pin is '2', wanted 0 or 1"),
+    ],
+)  # fmt: skip
+def test_wrong_device_strings(spec: str, said: str):
+    with pytest.raises(DeviceError, match=re.escape(said)):
+        parse(spec)
+
+
+@needs_kernels
+def test_an_instruction_level_that_is_not_there():
+    with pytest.raises(DeviceError, match="isa=mmx: this processor has no mmx; it has portable"):
+        opened("cpu?isa=mmx")
+
+
+# -- the table -------------------------------------------------------------------------------------
+def test_every_contract_is_served():
+    """In the version the kernels were written for, whatever the newest is."""
+    assert {name for name in VERSIONS if name not in COMPOSITES} == set(REGISTRY.names())
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", VERSIONS)
+def test_records_have_the_size_that_the_library_takes(name: str):
+    device, _ = opened()
+    parts = COMPOSITES[name].parts if name in COMPOSITES else (name,)
+    sizes = {"TensorSpec": 5}
+    words = sum(sizes.get(type(spec).__name__, 1) for part in parts for spec in REGISTRY[part].args.specs().values())
+    assert device.library.pd_words(device.context, name.encode(), device.act_code) == words + (name == "rope_kv_write")
+
+
+@needs_kernels
+def test_a_record_of_another_size_is_refused(monkeypatch: pytest.MonkeyPatch):
+    device, table = opened()
+    monkeypatch.setattr("polydraft_cpu.kernels.words_of", lambda record, extra=(): [0])
+    with pytest.raises(ContractError, match="residual_add takes 10 words, got 1; reinstall"):
+        bound(device, table, "residual_add", ResidualAddV1(x=None, y=None))  # type: ignore[arg-type]
+
+
+@needs_kernels
+def test_weights_of_another_dtype_or_shape_are_refused():
+    _, table = opened()
+    with pytest.raises(ContractError, match="weight of dtype 'bf16'"):
+        table.prepare_weight("norm", np.ones(4, np.float32), "bf16")
+    weight = table.prepare_weight("norm", np.ones(4, np.float32), "f32")
+    with pytest.raises(ContractError, match=r"got shape \(5,\), wanted \(4,\)"):
+        table.prepare_weight("norm", np.ones(5, np.float32), "f32", weight)
+
+
+# -- captures and closing --------------------------------------------------------------------------
+@needs_kernels
+def test_a_capture_refuses_what_it_must():
+    device, table = opened()
+    x, y = (loaded(device, name, np.ones((2, 8))) for name in "xy")
+    run = bound(device, table, "residual_add", ResidualAddV1(x=x, y=y))
+    capture = CpuCapture(device)
+    graph = capture.capture(device.stream, lambda: run(2))
+    staging = device.staging("staging", (2, 8), "f32")
+    forbidden: dict[str, Callable[[], Any]] = {
+        "allocating": lambda: device.empty("late", (1,), "i32"), "waiting": device.synchronize,
+        "loading": lambda: device.load(x, np.ones((2, 8), np.float32)),
+        "an upload": lambda: device.upload(device.stream, x, staging, 2),
+        "a download": lambda: device.download(device.stream, staging, x, 2), "a replay": lambda: graph.replay(device.stream),
+        "another capture": lambda: capture.capture(device.stream, lambda: None),
+    }  # fmt: skip
+    for what, call in forbidden.items():
+        with pytest.raises(DeviceError, match=f"{what}.* while a graph is captured"):
+            capture.capture(device.stream, call)
+    graph.replay(device.stream)
+    run(2)
+    assert (x.host_array == 3.0).all(), "a broken capture leaves nothing behind"
+    assert capture.memory() == graph.nbytes > 0
+
+
+@needs_kernels
+def test_a_closed_device_refuses_launches_and_replays():
+    device, table = opened()
+    x, y = (loaded(device, name, np.ones((2, 8))) for name in "xy")
+    run = bound(device, table, "residual_add", ResidualAddV1(x=x, y=y))
+    graph = CpuCapture(device).capture(device.stream, lambda: run(2))
+    device.close()
+    device.close()
+    for call in (lambda: run(2), lambda: graph.replay(device.stream), lambda: device.empty("late", (1,), "i32")):
+        with pytest.raises(DeviceError, match="closed"):
+            call()
+
+
+@needs_kernels
+def test_devices_of_many_threads_come_and_go():
+    """More threads than processors, each device used by a thread of its own: nobody waits for ever."""
+    rng = np.random.default_rng(7)
+    x, w = rng.standard_normal((5, 256)), rng.standard_normal((512, 256)).astype(np.float32)
+    results: list[np.ndarray] = []
+
+    def use(threads: int) -> None:
+        device, table = opened(f"cpu?threads={threads}")
+        out = device.empty("out", (5, 512), "f32")
+        weight = table.prepare_weight("linear", w, "f32")
+        run = bound(device, table, "linear", LinearV1(x=loaded(device, "x", x), weight=weight, bias=None, out=out))
+        for _ in range(50):
+            run(5)
+        results.append(out.host_array.copy())
+        device.close()
+
+    users = [threading.Thread(target=use, args=(threads,)) for threads in (1, 2, 3, 8)]
+    for user in users:
+        user.start()
+    for user in users:
+        user.join(60)
+    assert len(results) == 4
+    assert all(np.array_equal(one, results[0]) for one in results)
+
+
+@needs_kernels
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_child_computes_on_its_own_thread():
+    device, table = opened("cpu?threads=2")
+    out = device.empty("out", (4, 512), "f32")
+    weight = table.prepare_weight("linear", np.ones((512, 512), np.float32), "f32")
+    run = bound(device, table, "linear", LinearV1(x=loaded(device, "x", np.ones((4, 512))), weight=weight, bias=None, out=out))
+    run(4)
+    child = os.fork()
+    if child == 0:
+        out.host_array[:] = 0
+        run(4)
+        os._exit(0 if (out.host_array == 512).all() else 1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+# -- the default -----------------------------------------------------------------------------------
+@needs_kernels
+def test_the_default_is_the_best_that_can_be_used():
+    chosen = default_backend()
+    assert (chosen.name, chosen.passed_over, chosen.reason) == ("cpu", (), "the embedded default")
+    engine = LLM(model=str(tiny.checkpoint("narrow"))).engine
+    assert (engine.resolved.backend, engine.default) == ("cpu", chosen)
+
+
+@pytest.mark.parametrize("note", ["the build failed with 'no g++'", ""], ids=["failed", "never run"])
+def test_without_the_kernels_the_reference_takes_over_and_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, note: str):
+    monkeypatch.setattr(library, "PATH", tmp_path / "_kernels.so")
+    monkeypatch.setattr(library, "NOTE", tmp_path / "note.txt")
+    if note:
+        library.NOTE.write_text(note)
+    chosen = default_backend()
+    assert chosen.name == "reference" == PREFERRED[-1]
+    (sentence,) = chosen.passed_over
+    assert sentence.startswith(
+        f"cpu is not used: the compiled kernels are missing: {note or 'its build was never run'}; install a C++17"
+    )
+    llm = LLM(model=str(tiny.checkpoint("narrow")), draft_tokens=1)
+    assert llm.engine.resolved.backend == "reference"
+    (decision,) = (d for d in llm.engine.resolved.decisions if d.name == "backend")
+    assert decision.reason == f"the embedded default; {sentence}"
+    assert len(llm.generate([[1, 2, 3]], SamplingParams(max_new_tokens=4, ignore_eos=True))[0].token_ids) == 4
+    assert not polydraft_cpu.polydraft_backend_info().available
+
+
+def test_a_library_that_does_not_load_is_a_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    library.load.cache_clear()
+    monkeypatch.setattr(library, "PATH", tmp_path / "_kernels.so")
+    library.PATH.write_bytes(b"no library")
+    try:
+        assert "the compiled kernels cannot be loaded" in library.missing()
+    finally:
+        library.load.cache_clear()
+
+
+def test_a_backend_that_does_not_import_is_passed_over(monkeypatch: pytest.MonkeyPatch):
+    def broken(role: object, name: str) -> None:
+        raise PluginError(f"plugin {name!r} failed to import")
+
+    monkeypatch.setattr("polydraft.default_backend.Loaded.from_entry", broken)
+    assert default_backend().passed_over == ("cpu is not used: plugin 'cpu' failed to import",)
+
+
+def test_a_backend_that_is_not_installed_is_passed_over(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("polydraft.default_backend.find", lambda group: {})
+    assert default_backend().passed_over == ("cpu is not used: it is not installed; reinstall polydraft",)

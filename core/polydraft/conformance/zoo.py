@@ -668,6 +668,23 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         "L2/pack_logit_rows/all_phases_in_another_order_than_slots",
         C("pack_logit_rows", _after(_offsets_of_full_windows)),
     ),
+    Mutant(
+        "M57",
+        "a stream that does not wait for an event",
+        "overlap code",
+        "L1/two-streams",
+        by.with_device(by.HeedlessStreams),
+        "asynchronous",
+        moot="a device whose streams are one queue keeps their order without waiting",
+    ),
+    Mutant(
+        "M58",
+        "a graph that runs on memory that has moved",
+        "FastDeploy 7864",
+        "L3/replay/rebinding",
+        by.with_capture(lambda facility, device: by.NeverCaptures(facility)),
+        "graph_capture",
+    ),
 )
 """Every mutant of this version, by the numbers of the design's table; a number that is missing is in `CORES`."""
 

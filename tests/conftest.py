@@ -1,11 +1,12 @@
 """What holds for every test: the same examples in every run, and nothing of the caller's environment.
 
-Owns the hypothesis profiles and the cleared environment; tells `tests.support.progress` the session.
+Owns the hypothesis profiles, the cleared environment and the way interrupts arrive; tells `tests.support.progress` the session.
 Loaded by pytest; markers and warnings are strict by pyproject.toml.
 Never selects or skips a test.
 """
 
 import os
+import signal
 
 import pytest
 from hypothesis import settings
@@ -21,6 +22,13 @@ settings.load_profile("default")
 def pytest_configure(config: pytest.Config) -> None:
     """Let long tests say how far they are."""
     progress.session = config
+
+
+@pytest.fixture(autouse=True, scope="session")
+def interrupts_as_in_a_terminal() -> None:
+    """A process that a shell starts in the background ignores Ctrl-C from its birth; tests of interrupts want to be hit."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)

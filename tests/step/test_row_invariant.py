@@ -2,13 +2,14 @@
 
 A probe is served alone, and then again with one axis moved at a time. Compared are the bits of its target logits and of
 every row in every KV cache, the draft's included, never just tokens: equal tokens hide a last digit that differs.
+The sweeps need nothing of a backend but what its seam has, so `BACKENDS` are those that declare the capability and run anywhere.
 Single kernels are swept by the conformance kit (`row-alone`, `invariant-mode`), texts by `test_lossless.py`.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +20,8 @@ from numpy.typing import NDArray
 from polydraft import Engine, SamplingParams
 from polydraft.reference import invariant_kernels
 from polydraft.runtime.request import Status
-from tests.support.emulator import EmulatorDevice, emulated
+from tests.support.cpu import needs_kernels
+from tests.support.emulator import emulated
 from tests.support.kernel_doubles import backend_with
 from tests.support.runs import engine
 from tests.support.tiny import CONFIGS
@@ -29,6 +31,8 @@ PROBE = tuple((13 * i * i + 7 * i + 5) % CONFIGS[MODEL]["vocab_size"] for i in r
 LENGTH = 74
 """Rows that are compared: prompt, several windows, and on both sides of the 64 keys that attention takes at once."""
 Bits = dict[str, NDArray[Any]]
+BACKENDS: dict[str, tuple[Any, ...]] = {"reference": (), "emulator": (), "cpu": (needs_kernels,)}
+"""Those that declare `row_invariant` and run anywhere, with what their tests are marked by."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +41,8 @@ class Serving:
 
     before: tuple[int, ...] = ()
     behind: tuple[int, ...] = ()
-    device: str = "reference"
+    order: str = ""
+    """A device of `runs.ORDERS`, which packs rows in another order."""
     chunk: int = 1000
     """Most rows of a prompt in one step."""
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -46,13 +51,19 @@ class Serving:
     proof: Callable[[Engine, Any], bool] = lambda running, request: True
     """Whether the axis was moved at all: (engine, the probe's request)."""
 
-    def engine(self, plugin: object | None = None) -> Engine:
-        given = {"draft_tokens": K, "max_num_seqs": 16, "max_batched_tokens": 400, "prefix_cache": False, **self.options}
-        given |= {"plugin": plugin} if plugin else {}
+    def engine(self, backend: str = "reference", plugin: object | None = None) -> Engine:
+        given: dict[str, Any] = {
+            "draft_tokens": K,
+            "max_num_seqs": 16,
+            "max_batched_tokens": 400,
+            "prefix_cache": False,
+            "graph": "off",
+        }
+        given |= {"overlap": 0, **self.options, **({"plugin": plugin} if plugin else {})}
+        if self.order:
+            return engine(MODEL, device=self.order, **given)
         return (
-            emulated("policy=lazy", MODEL, overlap=0, **given)
-            if self.device == "emulator"
-            else engine(MODEL, device=self.device, **given)
+            emulated("policy=lazy", MODEL, **given) if backend == "emulator" else engine(MODEL, **{"backend": backend, **given})
         )
 
 
@@ -75,8 +86,8 @@ AXES: dict[str, dict[str, Serving]] = {
     },
     "position in the batch": {
         **{f"place {n} of 16": Serving(before=(9,) * n, behind=(9,) * (15 - n)) for n in (0, 1, 7, 8, 15)},
-        "order of the seed": Serving(before=(9,) * 3, behind=(9,) * 3, device="lazy-seeded", options={"overlap": 0}),
-        "prefill first": Serving(before=(9,) * 3, behind=(9, 30), device="lazy-prefill-first", options={"overlap": 0}),
+        "order of the seed": Serving(before=(9,) * 3, behind=(9,) * 3, order="lazy-seeded"),
+        "prefill first": Serving(before=(9,) * 3, behind=(9, 30), order="lazy-prefill-first"),
     },
     "padded context": {
         **{f"beside {n} tokens": Serving(before=(n,), behind=(n,)) for n in (1, 57, 70)},
@@ -85,7 +96,6 @@ AXES: dict[str, dict[str, Serving]] = {
     },
     "bucket": {
         f"{size} sequences": Serving(
-            device="emulator",
             options={"graph": "decode", "graph_sizes": (size,)},
             proof=replayed,
         )
@@ -93,7 +103,6 @@ AXES: dict[str, dict[str, Serving]] = {
     }
     | {
         f"{size} rows": Serving(
-            device="emulator",
             options={"graph": "prefill", "graph_sizes": (size,)},
             proof=replayed,
         )
@@ -129,9 +138,9 @@ def take_small_chunks(running: Engine, largest: int) -> None:
     running.scheduler._take_chunk = small  # type: ignore[method-assign]
 
 
-def serve(serving: Serving, plugin: object | None = None) -> Bits:
+def serve(serving: Serving, backend: str = "reference", plugin: object | None = None) -> Bits:
     """Serve the probe until `LENGTH` of its rows are committed; the bits of its logits by position and of its cache rows."""
-    running = serving.engine(plugin)
+    running = serving.engine(backend, plugin)
     take_small_chunks(running, serving.chunk)
     if serving.first:
         running.add(serving.first, SamplingParams(max_new_tokens=5, ignore_eos=True))
@@ -159,9 +168,13 @@ def serve(serving: Serving, plugin: object | None = None) -> Bits:
 
 
 def contents(running: Engine, buffer: Any) -> NDArray[Any]:
-    """What is in a device buffer now."""
-    device: Any = running.device
-    return device.read(buffer) if isinstance(device, EmulatorDevice) else np.array(buffer.host_array)
+    """What is in a device buffer now, the way every device can tell."""
+    device, event = running.device, running.device.event()
+    staging = device.staging(f"copy of {buffer.name}", buffer.shape, buffer.dtype)
+    device.download(device.stream, staging, buffer, buffer.shape[0])
+    event.record(device.stream)
+    event.synchronize()
+    return np.array(staging.array)
 
 
 def logits(running: Engine, slot: int, known: int) -> Bits:
@@ -190,8 +203,8 @@ def cache_rows(running: Engine, slot: int) -> Bits:
 
 
 @functools.cache
-def alone() -> Bits:
-    return serve(Serving())
+def alone(backend: str) -> Bits:
+    return serve(Serving(), backend)
 
 
 def differing(some: Bits, others: Bits) -> list[str]:
@@ -199,19 +212,32 @@ def differing(some: Bits, others: Bits) -> list[str]:
     return [name for name in some if name in others and not np.array_equal(some[name], others[name])]
 
 
-@pytest.mark.parametrize(("axis", "name"), [(axis, name) for axis, servings in AXES.items() for name in servings])
-def test_bits_do_not_depend_on(axis: str, name: str) -> None:
-    found = serve(AXES[axis][name])
+def sweeps() -> Iterator[Any]:
+    """Every point of every axis on every backend; row orders are the reference's alone, and buckets need graphs. The emulator
+    computes like the reference, so it adds its graphs and nothing else."""
+    for backend, marks in BACKENDS.items():
+        for axis, servings in AXES.items():
+            if backend == ("reference" if axis == "bucket" else "emulator"):
+                continue
+            for name, serving in servings.items():
+                if not serving.order or backend == "reference":
+                    yield pytest.param(backend, axis, name, marks=marks, id=f"{backend}-{axis}-{name}")
+
+
+@pytest.mark.parametrize(("backend", "axis", "name"), list(sweeps()))
+def test_bits_do_not_depend_on(backend: str, axis: str, name: str) -> None:
+    found, wanted = serve(AXES[axis][name], backend), alone(backend)
     layers = 2 * CONFIGS[MODEL]["num_hidden_layers"]
     assert len(found) >= layers + 10, "too little was compared"
-    assert found.keys() <= alone().keys()
-    assert differing(found, alone()) == []
+    assert found.keys() <= wanted.keys()
+    assert differing(found, wanted) == []
 
 
-def test_everything_is_compared() -> None:
+@pytest.mark.parametrize("backend", [pytest.param(name, marks=marks) for name, marks in BACKENDS.items()])
+def test_everything_is_compared(backend: str) -> None:
     names = [*(f"{kind} of {layer}" for layer in ("layer 0", "layer 1", "draft layer") for kind in ("keys", "values"))]
-    assert set(alone()) == {*names, *(f"logits of token {p}" for p in range(len(PROBE), LENGTH))}
-    for bits in alone().values():
+    assert set(alone(backend)) == {*names, *(f"logits of token {p}" for p in range(len(PROBE), LENGTH))}
+    for bits in alone(backend).values():
         assert np.isfinite(bits.view(np.float32)).all()
 
 
@@ -240,7 +266,6 @@ LEAKS: dict[str, Callable[[], object]] = {
 
 @pytest.mark.parametrize("axis", LEAKS)
 def test_a_sweep_sees_a_row_that_depends_on_others(axis: str) -> None:
-    expected = serve(Serving(), LEAKS[axis]())
-    assert any(
-        differing(serve(serving, LEAKS[axis]()), expected) for serving in AXES[axis].values() if serving.device == "reference"
-    )
+    expected = serve(Serving(), plugin=LEAKS[axis]())
+    servings = [serving for serving in AXES[axis].values() if not serving.order]
+    assert any(differing(serve(serving, plugin=LEAKS[axis]()), expected) for serving in servings)

@@ -151,11 +151,12 @@ class Scene:
         return served_by, outputs, list(kept.values())
 
 
-SELDOM: dict[str, st.SearchStrategy[Any]] = {
+PENALTIES: dict[str, st.SearchStrategy[Any]] = {
     "repetition_penalty": st.sampled_from((1.3, 0.8)),
     "presence_penalty": st.sampled_from((1.5, -0.7)),
     "frequency_penalty": st.sampled_from((0.8, -0.4)),
 }
+"""Strong ones, both ways, so that they change texts."""
 
 
 @st.composite
@@ -180,7 +181,7 @@ def params(draw: st.DrawFn, likely: tuple[int, ...], vocab_size: int, *, crowded
             "min_p": draw(st.sampled_from((0.0, 0.02, 0.3))),
             "seed": draw(st.integers(0, 2**64 - 1)),
         }
-    processing = SELDOM | {
+    processing = PENALTIES | {
         "logit_bias": st.dictionaries(token_ids, st.sampled_from((-100.0, -3.0, 0.5, 2.5)), max_size=4),
         "bad_words": st.lists(words, max_size=4).map(tuple),
         "min_tokens": st.integers(0, given["max_new_tokens"]),

@@ -208,6 +208,26 @@ def test_a_backend_that_crashes_or_hangs_fails_its_checks(conform: Callable[...,
     assert (result["id"], result["outcome"], result["message"]) == ("L2/embed/all_padding", "fail", said)
 
 
+@pytest.mark.parametrize(
+    ("fate", "said"),
+    [
+        ("os.abort()", "the process died while 'doomed' was loaded (exit status -6); look at its imports"),
+        ("time.sleep(600)", "loading 'doomed' did not end within 2 s; look at its imports"),
+    ],
+)
+def test_a_backend_that_does_not_survive_its_import_fails(
+    conform: Callable[..., Answer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fate: str, said: str
+):
+    if "sleep" in fate:
+        monkeypatch.setattr("polydraft.conformance.isolation.START_S", 1.0)
+    file = tmp_path / "doomed.py"
+    file.write_text(DOOMED.format(fate="pass") + f"\n{fate}\n")
+    answer = conform("doomed", "--plugin", str(file), "--timeout", "1")
+    assert (answer.status, answer.out) == (1, "")
+    assert said in answer.err
+    assert answer.err.count("\n") == 1
+
+
 def test_checks_behind_a_crash_are_run(conform: Callable[..., Answer], tmp_path: Path):
     file = tmp_path / "doomed.py"
     file.write_text(DOOMED.format(fate="os.abort()"))

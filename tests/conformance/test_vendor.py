@@ -20,7 +20,7 @@ from polydraft.conformance.causes import causes
 from polydraft.conformance.kernel_checks import named_cases
 from polydraft.conformance.outcomes import Result
 from polydraft.conformance.pages import page
-from polydraft.conformance.report import Selection
+from polydraft.conformance.report import Selection, make
 from polydraft.conformance.target import Target
 from polydraft.conformance.vendor import Conformance
 from polydraft.conformance.zoo import MUTANTS
@@ -247,7 +247,8 @@ class Metafunc:
 
 def mine(**settings: Any) -> tuple[Any, dict[str, Any]]:
     """A vendor's class with these settings, and its tests by id."""
-    cls, found = type("TestMine", (Conformance,), {"backend": "bytes", "plugins": (BYTES,), **settings}), Metafunc()
+    cls: Any = type("TestMine", (Conformance,), {"backend": "bytes", "plugins": (BYTES,), **settings})
+    found = Metafunc()
     cls.pytest_generate_tests(found)
     return cls(), found.checks
 
@@ -409,14 +410,12 @@ def polydraft_backend_info():
         ),
     ],
 )  # fmt: skip
-def test_a_bad_backend_fails_with_its_reason(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, table: str, claim: str, said: str
-):
+def test_a_bad_backend_fails_with_its_reason(tmp_path: Path, table: str, claim: str, said: str):
     file = tmp_path / "bad.py"
     file.write_text(HEAD.replace("TABLE", f"({table})").replace("CLAIM", claim))
-    status, out, err = run(capsys, "conform", "bad", "--plugin", str(file), "--level", "L0")
-    assert (status, err) == (1, "")
-    assert said in out
+    report = conform("bad", files=[str(file)], selection=Selection(level="L0"))
+    assert report.status == 1
+    assert said in page(report)
 
 
 # -- causes ------------------------------------------------------------------------------------------
@@ -438,3 +437,18 @@ def test_symptoms_are_read():
     assert causes("L2/swiglu/one_column", "swiglu", "out[0, 0] is -24576, wanted 1").startswith("M43 ")
     assert causes("L2/swiglu/one_column", "swiglu", "PluginError: plugin 'x' is broken (raised in x.py:3)") == ""
     assert causes("L2/linear/one_row", "linear", "ContractError: the launch synchronised (raised in x.py:3)").startswith("M24 ")
+
+
+# -- the page ----------------------------------------------------------------------------------------
+def test_the_page_tells_each_thing_once_and_leaves_room_for_others():
+    results = [Result(f"L2/linear/case_{i}", "fail", 1, message=f"out[{i}] is wrong (rerun: this)") for i in range(5)]
+    results += [Result(f"L1/round-trip/{i}", "fail", 1, message=f"no device (rerun: that {i})") for i in range(4)]
+    results += [Result("L5/prefix-hit", "fail", 1, message="tokens differ")]
+    text = page(make(Target("reference"), Selection(level="L2"), results))
+    lines = [line for line in text.splitlines() if line.startswith("- ")]
+    assert lines == [
+        *(f"- L2/linear/case_{i}: out[{i}] is wrong (rerun: this)" for i in range(3)),
+        "- L1/round-trip/0 and 3 more: no device (rerun: that 0)",
+        "- L5/prefix-hit: tokens differ",
+        "- and 2 more kinds of failure of L2/linear in report.json",
+    ]

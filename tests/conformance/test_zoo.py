@@ -14,7 +14,8 @@ SAID = {
     "M24": "synchronised 1 times", "M25": "the run hangs", "M32": "the run hangs", "M33": "free and held at once",
     "M35": "a block is lost", "M38": "acceptance trace", "M39": "record[0]", "M40": "record[2]",
     "M42": "silently run the reference's code", "M44": "gate_up", "M45": "out[", "M47": "nothing was proved",
-    "M52": "acceptance trace", "M55": "cache.k[", "M56": "logit_start",
+    "M52": "acceptance trace", "M55": "cache.k[", "M56": "logit_start", "M57": "a stream sees",
+    "M58": "raised nothing",
 }  # fmt: skip
 """Words that must be in what some killers say: that the mutant died of its fault and not of an accident."""
 

@@ -8,9 +8,9 @@ that nothing depends on another one's arithmetic.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from polydraft.conformance.chance import ALPHA, p_value, sample_size
 from polydraft.conformance.check import Check, Tally, Unsupported
 from polydraft.conformance.lossless_checks import K, working_dtype
 from polydraft.conformance.probe import NUM_TOKENS, oracle, prompts
+from polydraft.conformance.samplers import WRONG, deviation, filtered
 from polydraft.conformance.serving import Ask, serve
 from polydraft.conformance.target import TableProxy, Target, wrap
 from polydraft.contracts.compare import EPS
@@ -28,12 +29,12 @@ from polydraft.sentinels import Phase
 
 ROUNDING: Final = 64.0
 """Of eps times the largest number of a row: how far committed rows may differ where arithmetic is not row-invariant."""
+MOST_ROWS: Final = NUM_TOKENS - K
+"""Rows that every text here has committed before its last window."""
 REJECTION: Final = ("uniform_noise", "filter_probs", "draw_draft", "verify_rejection")
 """Contracts of verification by rejection; the check is for who offers them all."""
-TEMPERATURE, TOP_K, LENGTH = 1.5, 3, 3
+TEMPERATURE, TOP_K, LENGTH = 2.0, 3, 3
 """Of the sampled texts: the prefill's token and the two behind it, from three candidates each."""
-DISTANCE: Final = 0.12
-"""Total variation that has to be found; the classic wrong samplers are farther from the target on such texts."""
 CLEAR: Final = 0.02
 """Least distance of the third and fourth logit, so that a float32 engine keeps the same candidates."""
 
@@ -98,7 +99,9 @@ def _same_rows(target: Target, tally: Tally, one: Rows, other: Rows) -> None:
     """Rows at positions that both have: equal to the bit where the backend is row-invariant, within rounding elsewhere."""
     exact, eps = target.info.capabilities.row_invariant, EPS[working_dtype(target)]
     tally.equal("requests with committed rows", sorted(one), sorted(other))
-    for request in one:
+    for request in set(one) & set(other):
+        least = min(len(keys) for rows in (one, other) for keys, _ in rows[request])
+        tally.true(f"{MOST_ROWS} committed rows of {request} or more, got {least}", least >= MOST_ROWS)
         for number, (mine, theirs) in enumerate(zip(one[request], other[request], strict=False)):
             for half, a, b in zip(("keys", "values"), mine, theirs, strict=True):
                 common = min(len(a), len(b))
@@ -118,36 +121,59 @@ def _drafts(target: Target, tally: Tally) -> None:
 
 
 def _chunks(target: Target, tally: Tally) -> None:
-    """All rows, the draft's too, are the same whether a prompt is prefilled at once or in chunks beside windows."""
-    _same_rows(target, tally, _rows(target, tally, K), _rows(target, tally, K, max_batched_tokens=3 * (K + 1) + 2))
+    """All rows, the draft's too, are the same whether a prompt is prefilled at once and windows are long, or in chunks and they
+    are short."""
+    _same_rows(target, tally, _rows(target, tally, K), _rows(target, tally, 1, max_batched_tokens=3 * 2 + 2))
 
 
 # -- a distribution ------------------------------------------------------------------------------------
+class Sample(NamedTuple):
+    """What is sampled: a prompt, the probability of each text of `LENGTH` tokens, and the size of the sample."""
+
+    prompt: tuple[int, ...]
+    texts: dict[tuple[int, ...], float]
+    size: int
+
+
 @cache
-def texts() -> tuple[tuple[int, ...], dict[tuple[int, ...], float]]:
-    """A prompt along all of whose texts the candidates are clear, and the probability of each text of `LENGTH` tokens."""
-    for prompt in prompts(10):
-        found: dict[tuple[int, ...], float] | None = {(): 1.0}
-        for _ in range(LENGTH):
-            found = _longer(prompt, found)
-            if found is None:
-                break
-        if found is not None:
-            return prompt, found
-    raise AssertionError("the probe has no prompt with clear candidates")
+def sample() -> Sample:
+    """Of the prompts along all of whose texts the candidates are clear, the one on which wrong samplers show most; as many texts
+    as find the weakest of them."""
+    clear = {prompt: texts for prompt in prompts(10) for texts in [_texts(prompt)] if texts is not None}
+    prompt = max(clear, key=weakest)
+    return Sample(prompt, clear[prompt], sample_size(weakest(prompt), len(clear[prompt])))
 
 
-def _longer(prompt: tuple[int, ...], before: dict[tuple[int, ...], float] | None) -> dict[tuple[int, ...], float] | None:
-    """Texts by one token longer; None where a candidate is not clear."""
-    found: dict[tuple[int, ...], float] = {}
-    for text, mass in (before or {}).items():
-        logits = oracle().target_logits(oracle().target_states([*prompt, *text])[-1:])[0]
-        order = np.argsort(-logits)
-        if logits[order[TOP_K - 1]] - logits[order[TOP_K]] < CLEAR:
-            return None
-        shares = np.exp((logits[order[:TOP_K]] - logits[order[0]]) / TEMPERATURE)
-        for token, share in zip(order[:TOP_K].tolist(), (shares / shares.sum()).tolist(), strict=True):
-            found[(*text, int(token))] = mass * share
+@cache
+def weakest(prompt: tuple[int, ...]) -> float:
+    """Least deviation of a wrong sampler from the target over the first two tokens; whole texts deviate at least as much."""
+    total = dict.fromkeys(WRONG, 0.0)
+    first = filtered(_logits(prompt), TEMPERATURE, TOP_K)
+    for token in np.flatnonzero(first).tolist():
+        known = [*prompt, token]
+        drafted = oracle().draft(known, oracle().target_states(known)[:-1], 1)[1][0]
+        p, q = filtered(_logits(known), TEMPERATURE, TOP_K), filtered(drafted, TEMPERATURE, TOP_K)
+        for name, sampler in WRONG.items():
+            total[name] += first[token] * deviation(sampler, p, q, filtered(drafted, TEMPERATURE, len(drafted)))
+    return min(total.values())
+
+
+def _logits(known: Sequence[int]) -> Array:
+    return np.asarray(oracle().target_logits(oracle().target_states(list(known))[-1:])[0])
+
+
+def _texts(prompt: tuple[int, ...]) -> dict[tuple[int, ...], float] | None:
+    """Every text of `LENGTH` tokens with its probability; None where a candidate is not clear."""
+    found: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(LENGTH):
+        before, found = found, {}
+        for text, mass in before.items():
+            logits = _logits([*prompt, *text])
+            last, next_ = np.sort(logits)[[-TOP_K, -TOP_K - 1]]
+            if last - next_ < CLEAR:
+                return None
+            probs = filtered(logits, TEMPERATURE, TOP_K)
+            found |= {(*text, token): mass * probs[token] for token in np.flatnonzero(probs).tolist()}
     return found
 
 
@@ -156,11 +182,10 @@ def _distribution(target: Target, tally: Tally) -> None:
     lacking = [name for name in REJECTION if name not in target.offered]
     if lacking:
         raise Unsupported(f"{', '.join(lacking)} is not offered")
-    prompt, expected = texts()
-    size, dtype = sample_size(DISTANCE, len(expected)), working_dtype(target)
+    (prompt, expected, size), dtype = sample(), working_dtype(target)
     if dtype != "f32":
         raise Unsupported("no f32 is declared, and in fewer bits the candidates differ")
-    seen: Counter[object] = Counter()
+    seen: Counter[tuple[int, ...]] = Counter()
     options = {"draft_tokens": 2, "verify": "rejection", "max_num_seqs": 64, "block_size": 4, "graph": "off", "dtype": dtype}
     with target.engine(**options) as engine:
         for seed in range(size):
@@ -169,5 +194,5 @@ def _distribution(target: Target, tally: Tally) -> None:
             engine.step()
             seen.update(tuple(output.token_ids) for output in engine.poll() if output.finished)
     tally.equal("texts that were sampled", sum(seen.values()), size)
-    chance = p_value(seen, dict(expected))
+    chance = p_value(seen, expected)
     tally.true(f"{size} texts are distributed as the target's (chance {chance:.2g}, wanted above {ALPHA:g})", chance > ALPHA)

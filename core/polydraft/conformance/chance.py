@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -59,7 +59,7 @@ def _least(reached: Callable[[float], bool], low: float, high: float) -> float:
     return high
 
 
-def p_value(seen: Mapping[object, int], expected: Mapping[object, float]) -> float:
+def p_value(seen: Mapping[Any, int], expected: Mapping[Any, float]) -> float:
     """Chance of counts as far from the probabilities `expected` as `seen`, or farther; 0 for an outcome that cannot be."""
     size = sum(seen.values())
     if any(outcome not in expected for outcome in seen) or size == 0:

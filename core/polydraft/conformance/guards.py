@@ -1,7 +1,7 @@
-"""Owns guard bands: buffers of a pattern in front of and behind every buffer that a check allocates, and whether they still hold it.
+"""Owns guard bands: buffers of a pattern in front of and behind every buffer that a check allocates, and whether they hold it.
 
-L1 and L2 put them around a device. What writes beside its memory is seen where it lands in a neighbour, which is likely on devices
-that hand out memory in order, and never certain: rows beyond the launch, inside the buffer, are looked at by every case.
+L1 and L2 put them around a device. What writes beside its memory is seen where it lands in a neighbour, which is likely on
+devices that hand out memory in order. It never makes certain: every case looks at rows beyond the launch inside the buffer.
 """
 
 from __future__ import annotations

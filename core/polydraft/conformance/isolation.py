@@ -19,10 +19,21 @@ from typing import Any, Final, TextIO
 from polydraft.conformance.outcomes import Result, as_result
 from polydraft.conformance.report import Selection, with_causes
 from polydraft.conformance.target import Target
+from polydraft.errors import DeviceError
 
 MOST_DEATHS: Final = 3
 """Children that may be lost; after that many, what is left is not run, and the report lacks it."""
 POLL_S: Final = 0.05
+LOADED: Final = 42
+"""Exit status of a child that has got past loading the backend, well or with an exception."""
+LOAD: Final = """
+import contextlib, json, os, sys
+from polydraft.plugins import Plugins
+with contextlib.suppress(Exception):
+    Plugins.load(**json.loads(sys.argv[1]))
+os._exit(int(sys.argv[2]))
+"""
+"""What that child runs: no more than loading, and nothing of what libraries do at the end."""
 START_S: Final = 60.0
 """Seconds that a child may take, beside the limit of a check, until it says its first word: it imports and opens things."""
 
@@ -111,6 +122,26 @@ def _watch(
                 watched.lost(f"the check did not end within {limit_s:g} s; it hangs, or --timeout is too short", waited)
                 return
             time.sleep(POLL_S)
+
+
+def refuse_deadly(backend: str, *, files: Sequence[str], packs: Sequence[str], limit_s: float) -> None:
+    """Load a backend in a process of its own, before anybody loads it here: raise `DeviceError` where that dies or hangs. What
+    it raises otherwise is left to the caller, who meets it again."""
+    job = json.dumps({"backend": backend, "files": list(files), "packs": list(packs)})
+    command = [sys.executable, "-c", LOAD, job, str(LOADED)]
+    try:
+        done = subprocess.run(  # noqa: S603  a constant, by this interpreter
+            command, stdin=subprocess.DEVNULL, capture_output=True, timeout=limit_s + START_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise DeviceError(
+            f"loading {backend!r} did not end within {limit_s + START_S:g} s; look at its imports and polydraft_backend_info"
+        ) from None
+    if done.returncode != LOADED:
+        raise DeviceError(
+            f"the process died while {backend!r} was loaded (exit status {done.returncode}); look at its imports and "
+            "polydraft_backend_info"
+        )
 
 
 def _child(out: TextIO, job: Mapping[str, Any]) -> None:

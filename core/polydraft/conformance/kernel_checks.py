@@ -28,7 +28,7 @@ OPTIONAL: Final = frozenset(
     {
         "update_biases", "update_bad_words", "penalise_logits", "bias_logits", "forbid_tokens", "uniform_noise", "filter_probs",
         "draw_draft", "verify_rejection", "draft_ngram", "align_drafts", "force_choices",
-        "keep_logits", "top_logprobs", "draft_logprobs", "pack_logprobs", "pack_prompt_rows",
+        "keep_logits", "top_logprobs", "draft_logprobs", "pack_logprobs", "pack_prompt_rows", "mask_logits",
     }
 )  # fmt: skip
 """Contracts that only some requests or options need: a backend may leave them out, and an engine then refuses those."""

@@ -122,21 +122,25 @@ class Target:
 _ARITHMETIC = frozenset(
     str(Path(reference.__file__).parent / name)
     for name in (
-        "invariant_kernels.py", "logprobs.py", "numeric_kernels.py", "processing.py", "rejection.py", "sampling.py",
-        "state_kernels.py",
+        "constraints.py", "invariant_kernels.py", "logprobs.py", "numeric_kernels.py", "processing.py", "rejection.py",
+        "sampling.py", "state_kernels.py",
     )
 )  # fmt: skip
 
 
 @contextmanager
 def threads_watched() -> Iterator[None]:
-    """Threads that start within the block can be seen by a `Witness`, also afterwards: a device may run its kernels in one."""
-    before = threading.getprofile()
-    threading.setprofile(_relay)
+    """Threads that start within the block can be seen by a `Witness`, also afterwards: a device may run its kernels in one.
+    From Python 3.12 on, those that run already can be seen as well."""
+    watch: Any = getattr(threading, "setprofile_all_threads", threading.setprofile)
+    before, mine = threading.getprofile(), sys.getprofile()
+    watch(_relay)
+    sys.setprofile(mine)
     try:
         yield
     finally:
-        threading.setprofile(before)
+        watch(before)
+        sys.setprofile(mine)
 
 
 def _relay(frame: FrameType, event: str, argument: object) -> None:

@@ -1,0 +1,668 @@
+"""The kit's own judgement, without running a check: selections, verdicts, reports, waivers, texts of few bits.
+
+These tests are quick, since `tools/mutate_kit.py` runs them against every small change of the code that they are about.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import sys
+from collections.abc import Callable
+from datetime import date, datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from polydraft import __version__, reference
+from polydraft.backend import BackendInfo
+from polydraft.conformance import isolation, serving
+from polydraft.conformance import report as reporting
+from polydraft.conformance.check import Tally
+from polydraft.conformance.outcomes import (
+    FAILS,
+    HOLDS,
+    KIT_ERROR,
+    LEVELS,
+    NOTHING,
+    OUTCOMES,
+    PROFILES,
+    SPEC,
+    USAGE,
+    Result,
+    Verdict,
+    as_result,
+    frozen_list,
+    judge,
+)
+from polydraft.conformance.report import Selection, conform, digest_of, lists_digest, make, verify, with_causes
+from polydraft.conformance.serving import Ask, as_expected
+from polydraft.conformance.target import Target, wrap
+from polydraft.conformance.waivers import Waiver, apply, load
+from polydraft.errors import ConfigError
+from polydraft.runtime.output import RequestOutput
+
+OWN = dict.fromkeys(frozen_list("mustown", "basic"), "own")
+PASSED = tuple(Result(id_, "pass", 1) for id_ in frozen_list("mustpass", "basic"))
+ALL_OWN = dict.fromkeys(frozen_list("mustown", "full"), "own")
+
+
+def other(index: int, outcome: Any, **fields: Any) -> list[Result]:
+    """All passed, save for one."""
+    results = list(PASSED)
+    results[index] = dataclasses.replace(results[index], outcome=outcome, **fields)
+    return results
+
+
+# -- outcomes ------------------------------------------------------------------------------------------
+def test_numbers_and_names():
+    assert (HOLDS, FAILS, USAGE, KIT_ERROR, NOTHING) == (0, 1, 2, 3, 4)
+    assert OUTCOMES == ("pass", "fail", "error", "unsupported", "waived")
+    assert LEVELS == {
+        "L0": "load", "L1": "device", "L2": "kernels", "L3": "graph", "L4": "overlap", "L5": "lossless", "L6": "sanity",
+    }  # fmt: skip
+    assert PROFILES == {
+        "basic": ("L0", "L1", "L2", "L5"),
+        "graph": ("L0", "L1", "L2", "L3", "L5"),
+        "async": ("L0", "L1", "L2", "L3", "L4", "L5"),
+        "full": ("L0", "L1", "L2", "L3", "L4", "L5", "L6"),
+    }
+    assert SPEC == "1.0"
+    result = Result("L2/x/y", "pass")
+    assert (result.comparisons, result.seconds, result.headroom, result.near_ties, result.level) == (0, 0.0, None, 0, "L2")
+    assert as_result(dataclasses.asdict(result)) == result
+
+
+def test_lists_are_read_without_comments():
+    for profile in PROFILES:
+        for kind in ("mustpass", "mustown"):
+            lines = frozen_list(kind, profile)  # type: ignore[arg-type]
+            assert lines
+            assert not any(line.startswith("#") or not line for line in lines)
+            assert frozen_list(kind, profile) is lines  # type: ignore[arg-type]
+    with pytest.raises(FileNotFoundError):
+        frozen_list("mustpass", "basic", "9.9")
+
+
+HOLD = f"polydraft-conformance 1.0 / basic ({len(OWN)} own, 0 delegated)"
+
+
+@pytest.mark.parametrize(
+    ("results", "status", "sentence", "problems"),
+    [
+        (PASSED, 0, f"{HOLD} holds: {len(PASSED)} checks passed, 0 not claimed", ()),
+        (other(3, "fail", message="wrong"), 1, f"{HOLD} fails: 1 checks failed", (f"{PASSED[3].id}: wrong",)),
+        (
+            other(3, "unsupported"), 1, f"{HOLD} fails: 1 are missing",
+            (f"{PASSED[3].id}: unsupported, but basic needs it",),
+        ),
+        (PASSED[1:], 1, f"{HOLD} fails: 1 are missing", (f"{PASSED[0].id}: not run, but basic needs it",)),
+        (
+            other(3, "waived"), 0, f"{HOLD} / 1 waivers holds: {len(PASSED) - 1} checks passed, 0 not claimed", (),
+        ),
+        ((*PASSED, Result("L3/more", "unsupported")), 0, f"{HOLD} holds: {len(PASSED)} checks passed, 1 not claimed", ()),
+        (
+            other(3, "error", message="oops"), 3, "the kit failed in 1 places; nothing follows from this run",
+            (f"{PASSED[3].id}: oops",),
+        ),
+        (
+            other(3, "pass", comparisons=0), 3, "the kit failed in 1 places; nothing follows from this run",
+            (f"{PASSED[3].id} passed without a comparison",),
+        ),
+        (
+            (*PASSED, PASSED[0]), 3, "the kit failed in 1 places; nothing follows from this run",
+            ("a check is listed twice",),
+        ),
+        ((), 4, "nothing was proved: no check passed", ()),
+        ((Result("L1/x", "unsupported"),), 4, "nothing was proved: no check passed", ()),
+        ((Result("L1/x", "waived", 1),), 4, "nothing was proved: no check passed", ()),
+        (
+            (*PASSED[2:], Result(PASSED[1].id, "fail", 1, message="no")), 1, f"{HOLD} fails: 1 checks failed, 1 are missing",
+            (f"{PASSED[1].id}: no", f"{PASSED[0].id}: not run, but basic needs it"),
+        ),
+    ],
+)  # fmt: skip
+def test_verdicts(results: Any, status: int, sentence: str, problems: tuple[str, ...]):
+    assert judge(list(results), OWN, profile="basic") == Verdict(status, sentence, problems)
+
+
+def test_a_failure_without_a_pass_is_a_failure():
+    verdict = judge([Result("L1/x", "fail", 1, message="no")], {}, profile="basic", complete=False)
+    assert verdict == Verdict(1, "the checks that were asked for fails: 1 checks failed", ("L1/x: no",))
+
+
+def test_owners_decide_what_is_claimed():
+    names = list(OWN)
+    one = {**dict.fromkeys(OWN, "delegated"), names[2]: "own"}
+    assert judge(PASSED, one, profile="basic").sentence.startswith(
+        f"polydraft-conformance 1.0 / basic (1 own, {len(OWN) - 1} delegated) holds"
+    )
+    emulated = dict.fromkeys(OWN, "emulated")
+    assert f"basic (0 own, 0 delegated, {len(OWN)} emulated) holds" in judge(PASSED, emulated, profile="basic").sentence
+    for owners in (dict.fromkeys(OWN, "delegated"), {}, dict.fromkeys(OWN, "unknown")):
+        verdict = judge(PASSED, owners, profile="basic")
+        nothing = f"no compute kernel is the backend's own; implement at least one of {', '.join(OWN)}"
+        assert verdict == Verdict(4, f"nothing was proved: {nothing}", (nothing,))
+    broken = judge(other(0, "fail", message="no"), dict.fromkeys(OWN, "delegated"), profile="basic")
+    assert broken.status == 1
+    assert "1 checks failed" in broken.sentence
+    missing = judge(PASSED[1:], dict.fromkeys(OWN, "delegated"), profile="basic")
+    assert (missing.status, len(missing.problems)) == (4, 2)
+
+
+def test_higher_profiles_want_every_kernel():
+    passed = [Result(id_, "pass", 1) for id_ in frozen_list("mustpass", "graph")]
+    assert judge(passed, ALL_OWN, profile="graph").status == 0
+    foreign = {**ALL_OWN, "embed": "delegated", "argmax": "unknown"}
+    verdict = judge(passed, foreign, profile="graph")
+    assert verdict.status == 1
+    assert verdict.sentence.endswith("fails: 2 kernels are not its own")
+    assert set(verdict.problems) == {
+        f"{name} is not the backend's own kernel, and graph needs it to be" for name in ("embed", "argmax")
+    }
+    assert judge(passed, {**ALL_OWN, "embed": "emulated"}, profile="graph").status == 0
+
+
+def test_without_a_claim_neither_lists_nor_owners_matter():
+    verdict = judge(PASSED[:3], {}, profile="basic", complete=False)
+    assert verdict == Verdict(0, "the checks that were asked for holds: 3 checks passed, 0 not claimed", ())
+
+
+# -- selections ----------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("selection", "complete", "described"),
+    [
+        (Selection(), True, "--profile basic"),
+        (Selection("full", deep=True), True, "--profile full"),
+        (Selection(level="L2"), False, "--level L2"),
+        (Selection(contract="linear"), False, "--contract linear"),
+        (Selection(contract="linear", case="one_row"), False, "--contract linear --case one_row"),
+        (Selection(contract="linear", seed=0), False, "--contract linear --seed 0"),
+        (Selection(case="one_row"), False, "--case one_row"),
+        (Selection(seed=0), False, "--seed 0"),
+    ],
+)
+def test_selections(selection: Selection, complete: bool, described: str):
+    assert (selection.complete, selection.describe()) == (complete, described)
+
+
+def test_what_a_selection_names():
+    assert {check.level for check in Selection().checks()} == {"L0", "L1", "L2", "L5"}
+    assert {check.level for check in Selection("graph").checks()} == {"L0", "L1", "L2", "L3", "L5"}
+    assert {check.level for check in Selection(level="L1").checks()} == {"L1"}
+    assert {check.level for check in Selection(level="L6").checks()} == {"L6"}, "a level beyond the profile is run as well"
+    assert {check.kernel for check in Selection(contract="swiglu").checks()} == {"swiglu"}
+    assert {check.level for check in Selection(contract="swiglu").checks()} == {"L2"}
+    assert [check.id for check in Selection(contract="linear", case="one_row").checks()] == ["L2/linear/one_row"]
+    assert [check.id for check in Selection(contract="linear", seed=3).checks()] == ["L2/linear/seeds"]
+    assert {check.id for check in Selection("graph", contract="linear").checks()} > {"L3/kernel/linear"}
+    assert not any(check.id == "L5/sampled/0" for check in Selection(level="L5").checks())
+    assert any(check.id == "L5/sampled/0" for check in Selection("full", level="L5").checks())
+
+
+@pytest.mark.parametrize(
+    ("selection", "said"),
+    [
+        (Selection("most"), "profile is 'most', wanted one of basic, graph, async, full; choose one of those"),
+        (Selection(level="L9"), "level is 'L9', wanted one of L0, L1, L2, L3, L4, L5, L6; choose one of those"),
+        (Selection(case="one_row"), "a case or a seed belongs to a contract; add --contract NAME"),
+        (Selection(seed=0), "a case or a seed belongs to a contract; add --contract NAME"),
+        (Selection(contract="nonesuch"), "no check fits --contract nonesuch; `polydraft contracts` lists contracts"),
+        (Selection(level="L1", contract="linear"), "no check fits --level L1 --contract linear; "),
+    ],
+)
+def test_what_names_nothing(selection: Selection, said: str):
+    with pytest.raises(ConfigError) as raised:
+        selection.checks()
+    assert str(raised.value).startswith(said)
+
+
+# -- reports -------------------------------------------------------------------------------------------
+BEGUN = datetime(2026, 11, 21, 12, 30, 5, 999, tzinfo=timezone.utc)
+
+
+def report(results: Any = PASSED, target: Target | None = None, selection: Selection | None = None, **options: Any) -> Any:
+    """A report over results that nobody ran."""
+    target = target or Target("reference")
+    target.owners = dict(options.pop("owners", OWN))
+    given = {"command": ("polydraft", "conform", "reference"), "begun": BEGUN, "seconds": 1.23456}
+    return make(target, selection or Selection(), list(results), **{**given, **options})
+
+
+def other_backend(**changes: Any) -> Any:
+    """The reference with another identity; `changes` are fields of it or of its capabilities."""
+
+    def info(answer: BackendInfo) -> BackendInfo:
+        names = {field.name for field in dataclasses.fields(answer)}
+        capabilities = {name: value for name, value in changes.items() if name not in names}
+        mine = {name: value for name, value in changes.items() if name in names}
+        return dataclasses.replace(answer, capabilities=dataclasses.replace(answer.capabilities, **capabilities), **mine)
+
+    return wrap(reference, polydraft_backend_info=info)
+
+
+def test_what_a_report_holds():
+    target = Target("reference")
+    info, content = target.info, report(target=target).content
+    assert content["schema"] == "polydraft.conform/1"
+    assert (content["spec"], content["kit"]) == ("1.0", {"version": __version__, "lists": lists_digest("1.0")})
+    assert content["claim"] == {
+        "profile": "basic", "level": "", "contract": "", "case": "", "seed": None, "deep": False, "complete": True,
+    }  # fmt: skip
+    assert (content["command"], content["begun"]) == (["polydraft", "conform", "reference"], "2026-11-21T12:30:05+00:00")
+    assert content["seconds"] == 1.235
+    backend = content["backend"]
+    assert (backend["name"], backend["version"], backend["package"]) == (info.name, info.version, info.package)
+    assert (backend["evidence"], backend["evidence_on"], backend["available"]) == (info.evidence, info.evidence_on, True)
+    assert (backend["origin"], backend["digest"]) == (target.plugins.backend.origin, target.plugins.backend.digest)
+    assert (backend["device"], backend["reason"], backend["contracts"]) == ("cpu", "", dict(info.contract_versions))
+    assert set(content["machine"]) == {"python", "platform", "numpy"}
+    assert (content["owners"], content["packs"], content["waivers"], content["unfit_waivers"]) == (OWN, [], [], [])
+    assert "graph_capture" in content["not_claimed"]
+    assert "row_invariant" not in content["not_claimed"]
+    assert "bring_up" not in content["not_claimed"]
+    assert [as_result(one) for one in content["results"]] == list(PASSED)
+    assert content["verdict"] == {
+        "status": 0, "sentence": f"{HOLD} holds: {len(PASSED)} checks passed, 0 not claimed", "problems": [],
+        "counts": {"pass": len(PASSED), "fail": 0, "error": 0, "unsupported": 0, "waived": 0},
+    }  # fmt: skip
+    assert content["digest"] == digest_of(content)
+    assert json.loads(json.dumps(content)) == content
+
+
+def test_a_device_that_was_asked_for_is_named():
+    target = Target("reference", device="cpu:7")
+    assert report(target=target).content["backend"]["device"] == "cpu:7"
+    assert report(target=Target(other_backend(devices=()))).content["backend"]["device"] == ""
+
+
+def test_a_report_begins_now_unless_it_says_so():
+    begun = datetime.fromisoformat(make(Target("reference"), Selection(), list(PASSED)).content["begun"])
+    assert abs((datetime.now(timezone.utc) - begun).total_seconds()) < 60
+
+
+def test_reading_and_writing(tmp_path: Path):
+    one = report(other(3, "fail", message="no"))
+    assert (one.status, one.results[3].outcome) == (1, "fail")
+    for _ in range(2):
+        one.write(tmp_path / "a" / "b")
+    text = (tmp_path / "a" / "b" / "report.json").read_text()
+    assert json.loads(text) == one.content
+    assert text.startswith('{\n "schema"')
+    assert text.endswith("}\n")
+    assert (tmp_path / "a" / "b" / "junit.xml").read_text().startswith("<?xml")
+    assert "1 checks failed" in (tmp_path / "a" / "b" / "report.txt").read_text()
+
+
+def test_an_unfit_waiver_fails_what_would_hold():
+    content = report(unfit=["waiver L2/x: no check has this id"]).content
+    assert content["verdict"]["status"] == 1
+    assert content["verdict"]["sentence"] == "a waiver does not fit what was seen"
+    assert content["verdict"]["problems"] == ["waiver L2/x: no check has this id"]
+    failing = report(other(0, "fail", message="no"), unfit=["waiver"]).content["verdict"]
+    assert (failing["status"], failing["problems"]) == (1, [f"{PASSED[0].id}: no"])
+
+
+def test_bring_up_claims_basic_at_most():
+    target = Target(other_backend(bring_up=True))
+    assert report(target=target).status == 0
+    passed = [Result(id_, "pass", 1) for id_ in frozen_list("mustpass", "graph")]
+    verdict = report(passed, target, Selection("graph"), owners=ALL_OWN).content["verdict"]
+    problem = "it declares bring_up, with which basic is the most that can be claimed, not graph"
+    assert verdict["status"] == 1
+    assert verdict["sentence"].endswith(f"; {problem}")
+    assert verdict["problems"] == [problem]
+    both = report(passed[1:], target, Selection("graph"), owners=ALL_OWN).content["verdict"]
+    assert both["problems"] == [problem, f"{passed[0].id}: not run, but graph needs it"]
+    nothing = report([], target, Selection("graph"), owners={}).content["verdict"]
+    assert nothing["status"] == 4, "what was nothing stays nothing"
+    assert report(passed, target, Selection("graph", "L3"), owners=ALL_OWN).status == 0, "a part claims nothing"
+    assert report(passed, None, Selection("graph"), owners=ALL_OWN).status == 0
+
+
+def test_a_backend_that_is_not_there_says_why():
+    content = report([], Target(other_backend(available=False, reason="no driver; install it")), owners={}).content
+    assert content["verdict"]["sentence"] == "nothing was proved: the backend is not available: no driver; install it"
+    assert (content["verdict"]["status"], content["verdict"]["problems"]) == (4, [])
+    assert content["backend"]["reason"] == "no driver; install it"
+
+
+# -- running -------------------------------------------------------------------------------------------
+
+
+def one_case() -> Selection:
+    """A selection of one check that exists."""
+    check = next(check for check in Selection(contract="residual_add").checks() if "-" not in check.id.rpartition("/")[2])
+    return Selection(contract="residual_add", case=check.id.rpartition("/")[2])
+
+
+def test_a_run_here():
+    heard: list[Result] = []
+    seen = conform("reference", selection=one_case(), listen=heard.append, command=["c"])
+    assert seen.results == heard
+    assert [one.outcome for one in heard] == ["pass"]
+    assert (seen.status, seen.content["command"], seen.content["claim"]["complete"]) == (0, ["c"], False)
+    assert seen.content["seconds"] < 60
+    begun = datetime.fromisoformat(seen.content["begun"])
+    assert abs((datetime.now(timezone.utc) - begun).total_seconds()) < 60
+    assert conform(reference, selection=one_case(), limit_s=1e-9).status == 0, "an object runs here"
+    assert conform("reference", selection=one_case()).results[0].seconds < 60
+
+
+def test_a_run_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch):
+    asked: dict[str, Any] = {}
+
+    def run(backend: str, **options: Any) -> Any:
+        asked.update(options, backend=backend)
+        return list(PASSED), dict(OWN)
+
+    monkeypatch.setattr(isolation, "run", run)
+
+    def listen(result: Result) -> None:
+        """Nobody speaks."""
+
+    seen = conform("reference", device="cpu", limit_s=5.0, listen=listen)
+    assert (seen.status, seen.content["owners"]) == (0, OWN)
+    assert asked == {
+        "backend": "reference", "device": "cpu", "files": (), "packs": (), "selection": Selection(), "limit_s": 5.0,
+        "listen": listen,
+    }  # fmt: skip
+    asked.clear()
+    gone = other_backend(available=False, reason="gone")
+    assert (conform(gone, limit_s=5.0).status, conform(gone).status, asked) == (4, 4, {})
+    monkeypatch.setattr(reporting, "Target", lambda backend, **options: Target(gone))
+    assert (conform("reference", limit_s=5.0).results, asked) == ([], {})
+
+
+def test_waivers_are_applied_behind_the_run(monkeypatch: pytest.MonkeyPatch):
+    version = Target("reference").info.version
+    monkeypatch.setattr(isolation, "run", lambda *given, **options: (other(3, "fail", message="no"), dict(OWN)))
+    known = Waiver(PASSED[3].id, "known", "https://example.org/1", "9999-12-31", (version,))
+    holds = conform("reference", limit_s=1.0, waivers=[known])
+    assert holds.status == 0
+    assert "/ 1 waivers holds" in holds.content["verdict"]["sentence"]
+    assert holds.content["waivers"] == [{**dataclasses.asdict(known), "versions": [version]}]
+    assert conform("reference", limit_s=1.0, waivers=[dataclasses.replace(known, versions=("0.0",))]).status == 1
+    expired = conform("reference", limit_s=1.0, waivers=[dataclasses.replace(known, expires="2000-01-01")])
+    assert "it expired on 2000-01-01" in expired.content["unfit_waivers"][0]
+
+
+class Named:
+    """A target of which only the command matters."""
+
+    command = "polydraft conform mychip"
+
+
+@pytest.mark.parametrize(
+    ("result", "rerun"),
+    [
+        (Result("L2/swiglu/one_row", "fail", 1, kernel="swiglu", message="x"), "--contract swiglu --case one_row"),
+        (Result("L2/swiglu/new-contents", "fail", 1, kernel="swiglu", message="x"), "--contract swiglu"),
+        (Result("L2/swiglu/seeds", "fail", 1, kernel="swiglu", message="x"), "--contract swiglu"),
+        (Result("L2/swiglu/repeat", "fail", 1, kernel="swiglu", message="x"), "--contract swiglu"),
+        (Result("L2/a+b/expansion", "fail", 1, kernel="a+b", message="x"), "--contract a+b"),
+        (Result("L3/kernel/swiglu", "fail", 1, kernel="swiglu", message="x"), "--contract swiglu"),
+        (Result("L5/greedy/K3-B3", "fail", 1, message="x"), "--level L5"),
+    ],
+)
+def test_a_failure_says_how_to_see_it_again(result: Result, rerun: str):
+    told = with_causes(result, Named())  # type: ignore[arg-type]
+    assert told.message.startswith(f"x (rerun: polydraft conform mychip {rerun}); looks like M")
+    again = with_causes(dataclasses.replace(result, message="x (rerun: so)"), Named())  # type: ignore[arg-type]
+    assert again.message.startswith("x (rerun: so); looks like M")
+    for outcome in ("pass", "error", "unsupported", "waived"):
+        fine = dataclasses.replace(result, outcome=outcome)
+        assert with_causes(fine, Named()) is fine  # type: ignore[arg-type]
+
+
+def test_no_cause_is_made_up(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("polydraft.conformance.causes.causes", lambda *given: "")
+    told = with_causes(Result("L0/process-0", "fail", 1, message="PluginError: broken"), Named())  # type: ignore[arg-type]
+    assert told.message == "PluginError: broken (rerun: polydraft conform mychip --level L0)"
+
+
+def test_the_command_line(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys, "argv", ["/x/y", "conform", "z"])
+    assert reporting.command_line() == ["polydraft", "conform", "z"]
+
+
+# -- digests and judging again -------------------------------------------------------------------------
+def test_digests(monkeypatch: pytest.MonkeyPatch):
+    digest = lists_digest("1.0")
+    assert len(digest) == 16
+    assert digest_of({"a": 1, "digest": "x"}) == digest_of({"digest": "y", "a": 1}) != digest_of({"a": 2})
+    assert digest_of({"a": 1, "b": 2}) == digest_of({"b": 2, "a": 1})
+    with pytest.raises(FileNotFoundError):
+        lists_digest("9.9")
+    for kind in ("mustpass", "mustown"):
+        for profile in PROFILES:
+
+            def changed(k: str, p: str, spec: str, kind: str = kind, profile: str = profile) -> tuple[str, ...]:
+                lines = frozen_list(k, p, spec)  # type: ignore[arg-type]
+                return lines[1:] if (k, p) == (kind, profile) else lines
+
+            monkeypatch.setattr(reporting, "frozen_list", changed)
+            assert lists_digest("1.0") != digest
+    moved = {("mustpass", "basic"): ("a", "b"), ("mustown", "basic"): ("c",)}
+    swapped = {("mustpass", "basic"): ("a",), ("mustown", "basic"): ("b", "c")}
+    digests = set()
+    for lists in (moved, swapped):
+        monkeypatch.setattr(reporting, "frozen_list", lambda k, p, spec, lists=lists: lists.get((k, p), ()))
+        digests.add(lists_digest("1.0"))
+    assert len(digests) == 2
+
+
+def test_a_right_report_is_believed():
+    for one in (report(), report(other(3, "fail", message="no")), report([])):
+        assert verify(one.content) == []
+
+
+def changed(content: Any, change: Callable[[Any], None], *, careful: bool = True) -> list[str]:
+    copied = copy.deepcopy(content)
+    change(copied)
+    if careful:
+        copied["digest"] = digest_of(copied)
+    return verify(copied)
+
+
+def test_what_is_no_report():
+    everything = "backend, claim, digest, kit, owners, results, schema, spec, unfit_waivers, verdict, waivers"
+    assert verify({}) == [f"this is no report of schema polydraft.conform/1; it lacks {everything}"]
+    content = report().content
+    assert verify({**content, "schema": "polydraft.doctor/1"}) == [
+        "this is no report of schema polydraft.conform/1; it lacks nothing else"
+    ]
+    for key in ("spec", "kit", "claim", "results", "owners", "verdict", "digest", "backend", "waivers", "unfit_waivers"):
+        rest = {name: value for name, value in content.items() if name != key}
+        assert verify(rest) == [f"this is no report of schema polydraft.conform/1; it lacks {key}"]
+
+
+def test_edits_are_found_one_by_one():
+    content = report().content
+    sentence = content["verdict"]["sentence"]
+    edited = "the digest is not that of the content: something was changed after the run"
+    assert changed(content, lambda c: c["backend"].update(version="2.0"), careful=False) == [edited]
+    assert changed(content, lambda c: c["backend"].update(version="2.0")) == []
+    assert changed(content, lambda c: c.update(spec="9.9")) == [
+        "this kit does not know specification 9.9; use the kit of that version"
+    ]
+    assert changed(content, lambda c: c.update(spec="9.9"), careful=False)[0] == edited
+    assert changed(content, lambda c: c["kit"].update(lists="0")) == [
+        f"the lists of specification 1.0 are 0 there and {lists_digest('1.0')} here"
+    ]
+    strange = changed(content, lambda c: c["results"][0].update(mood="good"))
+    assert len(strange) == 1
+    assert strange[0].startswith("its results cannot be read: TypeError: ")
+    unread = changed(content, lambda c: c["backend"].pop("available"))
+    assert unread == ["its results cannot be read: KeyError: 'available'"]
+    hidden = changed(content, lambda c: c["results"][5].update(outcome="fail"))
+    assert hidden == [f"its results come to 1 ({HOLD} fails: 1 checks failed), it says 0"]
+    assert changed(content, lambda c: c["verdict"].update(sentence="fine")) == [f"its results come to 0 ({sentence}), it says 0"]
+
+
+def test_waivers_and_outcomes_of_a_report():
+    waived = report(other(3, "waived"))
+    assert verify(waived.content) == [f"{PASSED[3].id} is waived without a waiver"]
+    waiver = Waiver(PASSED[3].id, "r", "u", "9999-12-31", ("1",))
+    assert verify(report(other(3, "waived"), waivers=[waiver]).content) == []
+    odd = report(other(3, "fine")).content
+    assert f"{PASSED[3].id} has an outcome that does not exist" in verify(odd)
+
+
+@pytest.mark.parametrize("narrowed", [{"level": "L2"}, {"contract": "linear"}, {"case": "x"}, {"seed": 0}])
+def test_a_part_is_no_claim(narrowed: dict[str, Any]):
+    content = report().content
+    assert changed(content, lambda c: c["claim"].update(narrowed)) == ["it claims a profile on a part of its checks"]
+    assert "it claims a profile on a part of its checks" in changed(content, lambda c: c["claim"].update(complete=False))
+
+
+# -- waivers -------------------------------------------------------------------------------------------
+TODAY = date(2026, 11, 21)
+FAILED = Result("L2/x", "fail", 4, message="is 1, wanted 2")
+KNOWN = Waiver("L2/x", "known", "https://example.org/1", "2026-11-21", ("1.0", "1.1"))
+
+
+def test_a_fitting_waiver():
+    passed = Result("L2/y", "pass", 1)
+    results, unfit = apply([KNOWN], [passed, FAILED], version="1.1", today=TODAY)
+    assert results == [
+        passed,
+        dataclasses.replace(FAILED, outcome="waived", message="known (https://example.org/1): is 1, wanted 2"),
+    ]
+    assert unfit == []
+
+
+@pytest.mark.parametrize(
+    ("waivers", "result", "version", "why"),
+    [
+        ([dataclasses.replace(KNOWN, id="L2/z")], FAILED, "1.0", "no check that was run has this id"),
+        ([KNOWN], FAILED, "2.0", "it is for versions 1.0, 1.1, this is 2.0"),
+        ([dataclasses.replace(KNOWN, expires="2026-11-20")], FAILED, "1.0", "it expired on 2026-11-20"),
+        ([KNOWN], dataclasses.replace(FAILED, outcome="pass"), "1.0", "the check came to pass"),
+        ([KNOWN], dataclasses.replace(FAILED, outcome="error"), "1.0", "the check came to error"),
+        ([KNOWN], dataclasses.replace(FAILED, outcome="unsupported"), "1.0", "the check came to unsupported"),
+    ],
+)
+def test_an_unfit_waiver(waivers: list[Waiver], result: Result, version: str, why: str):
+    results, unfit = apply(waivers, [result], version=version, today=TODAY)
+    assert results == [result]
+    assert unfit == [f"waiver {waivers[0].id}: {why}; remove or renew it"]
+
+
+def test_a_waiver_given_twice():
+    results, unfit = apply([KNOWN, KNOWN], [FAILED], version="1.0", today=TODAY)
+    assert [one.outcome for one in results] == ["waived"]
+    assert unfit == ["waiver L2/x: it is given twice; remove or renew it"]
+
+
+def test_files_of_waivers(tmp_path: Path):
+    file = tmp_path / "w.json"
+    record = {"id": "L2/x", "reason": "r", "url": "u", "expires": "2026-12-31", "versions": ["1.0", "1.1"]}
+    file.write_text(json.dumps([record, record]))
+    assert load(file) == [Waiver("L2/x", "r", "u", "2026-12-31", ("1.0", "1.1"))] * 2
+    without = {name: value for name, value in record.items() if name != "versions"}
+    for wrong in (
+        "{",
+        json.dumps([without]),
+        json.dumps([{**record, "expires": "soon"}]),
+        json.dumps([{**record, "mood": 1}]),
+        "3",
+    ):
+        file.write_text(wrong)
+        with pytest.raises(ConfigError, match=r"^waivers .*w\.json cannot be read \(\w+: .*wanted a JSON list of objects"):
+            load(file)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load(tmp_path / "none")
+
+
+# -- texts ---------------------------------------------------------------------------------------------
+PROMPT = (3, 5, 9)
+
+
+@dataclasses.dataclass
+class Expected:
+    token_ids: list[int]
+    rounds: list[int]
+
+
+def output(tokens: Any, rounds: Any, finish_reason: str = "length", error: str = "") -> RequestOutput:
+    fields: dict[str, Any] = {field.name: None for field in dataclasses.fields(RequestOutput)}
+    given = {"prompt_ids": PROMPT, "token_ids": tuple(tokens), "rounds": tuple(rounds)}
+    return RequestOutput(**{**fields, **given, "finish_reason": finish_reason, "error": error})
+
+
+@pytest.fixture
+def tell(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Tally]:
+    """Compare an output with an expected text of ten tokens in the rounds 2, 0, 3, 1, all of it certain for `sure` tokens."""
+    text, rounds = list(range(10, 20)), [2, 0, 3, 1]
+    monkeypatch.setattr(serving, "_expected", lambda prompt, drafts, max_new, stop: Expected(text, rounds))
+
+    def call(out: RequestOutput, *, dtype: str = "f32", sure: int = 99) -> Tally:
+        monkeypatch.setattr(serving, "certain", lambda prompt, kind: sure)
+        tally = Tally()
+        as_expected(tally, [Ask(PROMPT)], [out], 3, dtype)
+        return tally
+
+    return call
+
+
+TEXT, ROUNDS = tuple(range(10, 20)), (2, 0, 3, 1)
+WHO = "request 0 (prompt of 3, K=3)"
+
+
+def test_a_text_is_compared_to_its_end(tell: Callable[..., Tally]):
+    right = tell(output(TEXT, ROUNDS))
+    assert (right.failures, right.comparisons, right.near_ties) == ([], 14, 0)
+    assert tell(output((*TEXT[:9], 99), ROUNDS)).failures == [f"tokens of {WHO}[9] is 99, wanted 19"]
+    assert tell(output(TEXT, (2, 0, 3, 0))).failures == [f"acceptance trace of {WHO}[3] is 0, wanted 1"]
+    assert len(tell(output(TEXT[:9], ROUNDS)).failures) == 1
+    assert len(tell(output((*TEXT, 20), ROUNDS)).failures) == 1
+    f32 = tell(output((*TEXT[:9], 99), ROUNDS), sure=3)
+    assert (len(f32.failures), f32.near_ties) == (1, 0), "in float32 no choice is too close"
+
+
+def test_an_error_is_told_and_nothing_else(tell: Callable[..., Tally]):
+    assert tell(output((), (), "error", "lost")).failures == [f"error of {WHO} is lost, wanted "]
+
+
+def test_an_aborted_text_is_a_beginning(tell: Callable[..., Tally]):
+    assert tell(output(TEXT[:4], ROUNDS[:1], "abort")).failures == []
+    assert tell(output(TEXT[:4], ROUNDS[:1], "length")).failures != []
+    assert tell(output((10, 11, 99), ROUNDS[:1], "abort")).failures == [f"tokens of {WHO}[2] is 99, wanted 12"]
+    assert tell(output(TEXT[:4], (1,), "abort")).failures == [f"acceptance trace of {WHO}[0] is 1, wanted 2"]
+
+
+@pytest.mark.parametrize(
+    ("sure", "whole"), [(1, 0), (3, 0), (4, 1), (5, 2), (8, 2), (9, 3), (10, 3)]
+)  # the prefill's token, then 3, 1, 4 and 2 tokens a round: rounds end behind 4, 5, 9 and 11 tokens
+def test_rounds_within_the_certain_part(tell: Callable[..., Tally], sure: int, whole: int):
+    """Only rounds that end within the certain tokens are compared, and every one of those is."""
+    tokens = (*TEXT[:sure], *(99 for _ in TEXT[sure:]))
+    wrong_behind = (*ROUNDS[:whole], *(9 for _ in ROUNDS[whole:]))
+    seen = tell(output(tokens, wrong_behind), dtype="bf16", sure=sure)
+    if sure < len(TEXT):
+        assert (seen.failures, seen.near_ties) == ([], 1)
+        assert seen.comparisons == sure + max(whole, 1)
+    if 0 < whole and sure < len(TEXT):
+        wrong = (*ROUNDS[: whole - 1], 9, *ROUNDS[whole:])
+        assert tell(output(tokens, wrong), dtype="bf16", sure=sure).failures != []
+    assert tell(output((99, *TEXT[1:]), ROUNDS), dtype="bf16", sure=sure).failures != []
+
+
+def test_a_certain_text_in_few_bits_has_no_near_tie(tell: Callable[..., Tally]):
+    assert tell(output(TEXT, ROUNDS), dtype="bf16", sure=10).near_ties == 0
+    assert tell(output(TEXT, ROUNDS), dtype="bf16", sure=4).near_ties == 0
+    assert serving._rounds_within((), 5) == 0
+    assert serving._rounds_within((0, 0, 0), 3) == 2
+    assert serving._rounds_within((0, 0), 99) == 2
+
+
+def test_every_request_is_compared(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(serving, "_expected", lambda prompt, drafts, max_new, stop: Expected([1], []))
+    tally = Tally()
+    as_expected(tally, [Ask(PROMPT), Ask((1,))], [output((1,), ()), output((2,), ())], 0, "f32")
+    assert tally.failures == ["tokens of request 1 (prompt of 1, K=0)[0] is 2, wanted 1"]
+    with pytest.raises(ValueError, match="zip"):
+        as_expected(Tally(), [Ask(PROMPT)], [], 0, "f32")

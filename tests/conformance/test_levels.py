@@ -1,0 +1,182 @@
+"""What single checks of the kit can see: writes beside memory, rows of caches, distributions, close choices."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+
+from polydraft import reference
+from polydraft.conformance.cache_checks import sample, weakest
+from polydraft.conformance.catalogue import every_check
+from polydraft.conformance.chance import ALPHA, POWER, p_value, power, sample_size, tail
+from polydraft.conformance.check import Tally
+from polydraft.conformance.outcomes import Result
+from polydraft.conformance.samplers import WRONG, deviation, filtered, right
+from polydraft.conformance.serving import Ask, as_expected
+from polydraft.conformance.target import Target, wrap
+from polydraft.conformance.zoo import MUTANTS
+from polydraft.device import DTYPES
+from polydraft.reference.device import NumpyBuffer
+from polydraft.runtime.output import RequestOutput
+from tests.support.kernel_doubles import backend_with
+from tests.support.wrong_samplers import NAMES, wrong_kernels
+
+CHECKS = {check.id: check for check in every_check()}
+
+
+def outcome(id_: str, plugin: Any) -> Result:
+    return CHECKS[id_].result(Target(plugin))
+
+
+# -- guard bands ---------------------------------------------------------------------------------------
+def in_one_arena(answer: Any, **_: Any) -> Any:
+    """A device whose buffers lie next to each other, as those of a real allocator do."""
+    arena, taken = np.zeros(1 << 22, np.uint8), [0]
+
+    def empty(name: str, shape: Any, dtype: str) -> NumpyBuffer:
+        size = math.prod(shape) * DTYPES[dtype].itemsize
+        begin = taken[0]
+        taken[0] = begin + -(-size // 16) * 16
+        answer.counters.allocations += 1
+        return NumpyBuffer(name, arena[begin : begin + size].view(DTYPES[dtype]).reshape(shape), dtype)
+
+    answer.empty, answer.arena = empty, arena
+    return answer
+
+
+@pytest.mark.parametrize("behind", [True, False])
+def test_a_write_beside_a_buffer_is_seen(behind: bool):
+    """The kernel is right in all that other cases look at."""
+
+    def table(answer: Any, device: Any) -> Any:
+        real = answer.providers["residual_add"]
+
+        class Beside:
+            def bind(self, args: Any, limits: Any, workspace: Any) -> Any:
+                launch, x, arena = real.bind(args, limits, workspace), args.x.host_array, device.arena
+                begin = x.__array_interface__["data"][0] - arena.__array_interface__["data"][0]
+                at = begin + x.nbytes + 20 if behind else begin - 20
+
+                def run(stream: Any, n: int) -> None:
+                    launch(stream, n)
+                    arena[at] ^= 0xFF
+
+                return run
+
+            def workspace_bytes(self, args: Any, limits: Any) -> int:
+                return 0
+
+        answer.providers = {**answer.providers, "residual_add": Beside()}
+        return answer
+
+    neighbours = wrap(reference, polydraft_open_device=in_one_arena)
+    assert outcome("L2/residual_add/guard-bands", neighbours).outcome == "pass"
+    result = outcome("L2/residual_add/guard-bands", wrap(neighbours, polydraft_kernels=table))
+    assert result.outcome == "fail"
+    assert f"the guard {'behind' if behind else 'in front of'} residual_add.x" in result.message
+
+
+def test_a_copy_that_rounds_up_is_seen():
+    """L1: an upload of whole pieces of 16 bytes."""
+
+    def careless(answer: Any, **_: Any) -> Any:
+        answer = in_one_arena(answer)
+
+        def load(target: Any, value: Any) -> None:
+            array = target.host_array
+            array[...] = value
+            begin = array.__array_interface__["data"][0] - answer.arena.__array_interface__["data"][0]
+            answer.arena[begin + array.nbytes : begin + -(-(array.nbytes + 1) // 16) * 16 + 16] = 0xEE
+
+        answer.load = load
+        return answer
+
+    assert outcome("L1/guard-bands", wrap(reference, polydraft_open_device=in_one_arena)).outcome == "pass"
+    assert "the guard" in outcome("L1/guard-bands", wrap(reference, polydraft_open_device=careless)).message
+
+
+# -- caches --------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("mutant", ["M38", "M36"])
+def test_rows_that_are_missing_are_seen(mutant: str):
+    broken = next(m for m in MUTANTS if m.id == mutant).broken(reference)
+    ids = ("L5/kv/with-and-without-drafts", "L5/kv/whole-and-in-chunks")
+    assert "fail" in {outcome(id_, broken).outcome for id_ in ids}
+
+
+# -- distributions -------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", NAMES)
+def test_wrong_samplers_are_seen(name: str):
+    result = outcome("L5/sampled/distribution", backend_with(**wrong_kernels(name)))
+    assert (result.outcome, "are distributed as the target's" in result.message) == ("fail", True)
+
+
+def test_the_sample_finds_the_weakest():
+    prompt, texts, size = sample()
+    assert sum(texts.values()) == pytest.approx(1)
+    assert len(texts) == 27
+    assert weakest(prompt) > 0.15
+    assert size == sample_size(weakest(prompt), 27)
+    rng = np.random.default_rng(1)
+    p, q = (filtered(rng.standard_normal(8) * 2, 1.0, 3) for _ in range(2))
+    assert deviation(right, p, q, q) == pytest.approx(0, abs=1e-12)
+    assert set(WRONG) == set(NAMES)
+
+
+def test_tails():
+    """Closed forms: exp(-x/2) for two degrees; 23.209 is exceeded by ten with chance 1 in 100."""
+    assert tail(3.0, 2) == pytest.approx(math.exp(-1.5))
+    assert tail(23.209, 10) == pytest.approx(0.01, rel=1e-3)
+    assert tail(0.0, 4) == 1.0
+    assert tail(10.0, 3) == tail(10.0, 4)
+
+
+def test_sizes():
+    size = sample_size(0.12, 27)
+    assert 500 < size < 5000
+    assert power(size, 0.12, 26) > POWER > power(0.97 * size, 0.12, 26)
+    assert sample_size(0.06, 27) == pytest.approx(4 * size, rel=0.01), "half the distance, four times the sample"
+
+
+def test_p_values():
+    rng = np.random.default_rng(0)
+    expected = dict(enumerate(rng.dirichlet(np.ones(12)).tolist()))
+    draws = rng.choice(12, 4000, p=list(expected.values()))
+    assert p_value(Counter(draws.tolist()), expected) > 1e-3
+    shifted = np.roll(list(expected.values()), 1)
+    assert p_value(Counter(rng.choice(12, 4000, p=shifted).tolist()), expected) < ALPHA
+    assert p_value({99: 1}, expected) == 0.0
+    assert p_value({}, expected) == 0.0
+    assert p_value({0: 3}, {0: 1.0}) == 1.0
+    chances = [p_value(Counter(rng.choice(12, 500, p=list(expected.values())).tolist()), expected) for _ in range(200)]
+    assert 0.35 < np.mean(chances) < 0.65
+
+
+# -- close choices -------------------------------------------------------------------------------------
+def output(ask: Ask, tokens: tuple[int, ...], rounds: tuple[int, ...]) -> RequestOutput:
+    fields = {field.name: None for field in dataclasses.fields(RequestOutput)}
+    given = {"prompt_ids": ask.prompt, "token_ids": tokens, "rounds": rounds, "finish_reason": "length", "error": ""}
+    return RequestOutput(**{**fields, **given})  # type: ignore[arg-type]
+
+
+def test_near_ties_are_tolerated_in_few_bits_and_counted(monkeypatch: pytest.MonkeyPatch):
+    from polydraft.conformance import serving
+
+    monkeypatch.setattr(serving, "certain", lambda prompt, dtype: 4)
+    from polydraft.conformance.probe import prompts
+
+    ask = Ask(prompts(1)[0], max_new=8)
+    right = tuple(ask.expected(0).token_ids)
+    other = (*right[:6], (right[6] + 1) % 64, right[7])
+    wrong = (*right[:2], (right[2] + 1) % 64, *right[3:])
+    rounds = tuple(ask.expected(0).rounds)
+    for tokens, dtype, failures, ties in (
+        (right, "bf16", 0, 0), (other, "bf16", 0, 1), (wrong, "bf16", 1, 0), (other, "f32", 1, 0),
+    ):  # fmt: skip
+        tally = Tally()
+        as_expected(tally, [ask], [output(ask, tokens, rounds)], 0, dtype)
+        assert (len(tally.failures), tally.near_ties) == (failures, ties), (dtype, tokens)

@@ -27,6 +27,7 @@ from polydraft.plugins import Plugins
 from polydraft.proposers.base import built_in
 from polydraft.runtime.admission import Gate
 from polydraft.runtime.commit import apply, end
+from polydraft.runtime.constraints import Constraints
 from polydraft.runtime.graphs import GraphPolicy
 from polydraft.runtime.host_inputs import FeatureFactory, HostView
 from polydraft.runtime.kv_blocks import BlockLedger
@@ -89,10 +90,17 @@ class Engine:
             self.info,
             self.model,
             proposers=self.proposers.needs(),
-            features={f.name: f.needs for f in features},
+            features={f.name: f.needs for f in (*features, *((Constraints,) if self.config.constraints else ()))},
             default=self.default.reason if self.default else "",
         )
         self.tokenizer = Tokenizer.from_dir(self._checkpoint.path)
+        self._constraints: Constraints | None = None
+        if self.config.constraints:
+            self._constraints = Constraints(
+                self.tokenizer, vocab=self.model.vocab_size, eos=self.model.eos_token_ids, start=self.config.think_start_ids,
+                end=self.config.think_end_ids,
+            )  # fmt: skip
+            features = (*features, self._constraints)
         options = DeviceOptions(self.resolved.dtype, self.resolved.invariant, block_size=self.resolved.limits.block_size)
         self.device = self.plugins.open_device(self.config.device, options)
         self.table = self.plugins.kernels(self.device)
@@ -134,7 +142,7 @@ class Engine:
         )
         self._gate = Gate(
             model=self.model, tokenizer=self.tokenizer, limits=limits, verify=self.resolved.verify, seed=self.config.seed,
-            lacking=self.runner.lacking,
+            lacking=self.runner.lacking, constraints=self._constraints,
         )  # fmt: skip
         self.requests: dict[str, Request] = {}
         self.totals = EngineTotals(accepted_at=[0] * limits.num_drafts, drafted_at=[0] * limits.num_drafts)

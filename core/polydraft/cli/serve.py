@@ -1,0 +1,125 @@
+"""Owns `polydraft serve`: options into an engine's configuration and a server's settings, and the run of both.
+
+It needs the extra `serve`. It listens on loopback unless it is told otherwise, and ends when it is asked to.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import ipaddress
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from polydraft.cli.options import common, names, token_ids, whole_or_auto
+from polydraft.errors import ConfigError
+
+EXAMPLES = """\b
+Examples:
+  polydraft serve
+  polydraft serve --model path/to/MiMo-7B --backend cuda --port 8001 --api-key-file keys.txt
+  curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' -d '{"prompt": "def f(x):", "max_tokens": 32}'
+
+The playground is at http://127.0.0.1:8000/, figures for Prometheus are at /metrics; docs/serving.md has the rest.
+"""
+NEEDED = ("starlette", "uvicorn", "msgspec", "zmq", "prometheus_client")
+ENGINE = (
+    "model", "backend", "device", "draft_tokens", "proposer", "verify", "max_num_seqs", "max_model_len", "block_size",
+    "num_blocks", "max_batched_tokens", "overlap", "graph", "dtype", "invariant", "kernels", "plugins", "logprobs",
+    "logprobs_mode", "seed", "constraints", "think_start_ids", "think_end_ids",
+)  # fmt: skip
+"""Options that configure the engine; the others configure the server."""
+MOST_LOGPROBS = 20
+
+
+@click.command("serve", epilog=EXAMPLES)
+@click.option("--host", metavar="ADDRESS", help="Where to listen.  [default: 127.0.0.1]")
+@click.option("--port", type=int, metavar="N", help="Port to listen on; 0 takes a free one.  [default: 8000]")
+@click.option("--model", metavar="DIR", help="Checkpoint directory.  [default: the demo model]")
+@click.option("--served-model", metavar="NAME", help="Name under which the model is served.  [default: its directory's]")
+@click.option("--backend", metavar="NAME", help="An installed backend, see polydraft doctor.")
+@click.option("--device", metavar="SPEC", help="A device of that backend.")
+@click.option("--draft-tokens", type=whole_or_auto, metavar="K", help="Drafts per round; 0 decodes plainly.  [default: auto]")
+@click.option("--proposer", metavar="mtp|none|NAME", help="Where drafts come from.  [default: auto]")
+@click.option("--verify", metavar="greedy|coupled|rejection", help="How drafts are verified.  [default: auto]")
+@click.option("--max-num-seqs", type=int, metavar="B", help="Requests decoded together.  [default: 32]")
+@click.option("--max-model-len", type=whole_or_auto, metavar="N", help="Most tokens of prompt and text.  [default: auto]")
+@click.option("--block-size", type=whole_or_auto, metavar="N", help="Tokens of a KV block.  [default: auto]")
+@click.option("--num-blocks", type=whole_or_auto, metavar="N", help="KV blocks in all.  [default: auto]")
+@click.option("--max-batched-tokens", type=whole_or_auto, metavar="N", help="Rows of one step.  [default: auto]")
+@click.option("--overlap", type=whole_or_auto, metavar="auto|0|1|2", help="Steps launched ahead of results.  [default: auto]")
+@click.option("--graph", metavar="auto|off|decode|prefill", help="Steps captured as device graphs.  [default: auto]")
+@click.option("--dtype", metavar="f32|bf16|f16", help="Precision of activations.  [default: auto]")
+@click.option("--invariant", is_flag=True, default=None, help="Arithmetic that gives equal bits for every K, batch and chunk.")
+@click.option("--kernels", type=names, metavar="PACK,...", help="Kernel packs to enable, first wins.")
+@click.option("--plugin", "plugins", multiple=True, metavar="FILE.py|MODULE", help="Load a plugin; may be repeated.")
+@click.option("--logprobs", type=int, metavar="N", help="Log probabilities beside a token at most; -1: none.  [default: 20]")
+@click.option("--logprobs-mode", metavar="raw|processed", help="Before or behind penalties and temperature.  [default: raw]")
+@click.option("--constraints", is_flag=True, default=None, help="Serve grammars and thinking limits; splits every step in two.")
+@click.option("--think-start-ids", type=token_ids, metavar="ID,...", help="Token ids that begin thinking.")
+@click.option("--think-end-ids", type=token_ids, metavar="ID,...", help="Token ids that end thinking.")
+@click.option("--seed", type=int, metavar="S", help="Base of the seeds of requests that bring none.  [default: 0]")
+@click.option("--max-requests", type=int, metavar="N", help="Running and waiting at most; then 429.  [default: 256]")
+@click.option("--queue-timeout", "queue_s", type=float, metavar="S", help="Seconds to the first token at most.  [default: 60]")
+@click.option("--stall-timeout", "stall_s", type=float, metavar="S", help="Seconds a client may stall.  [default: 60]")
+@click.option("--drain-timeout", "drain_s", type=float, metavar="S", help="Seconds to end in when stopped.  [default: 30]")
+@click.option("--max-body-bytes", type=int, metavar="N", help="Largest request.  [default: 4194304]")
+@click.option("--max-new-tokens", type=int, metavar="N", help="Tokens of a text at most.  [default: the model's length]")
+@click.option("--api-key-file", metavar="FILE", help="One key a line; a request then needs one of them.")
+@click.option("--admin-key-file", metavar="FILE", help="Key of the administrative routes, which are closed without.")
+@click.option(
+    "--cors-origin", "cors_origins", multiple=True, metavar="URL", help="Let pages of this origin call; may be repeated."
+)
+@click.option("--chat-template", metavar="FILE", help="Jinja template for chat.  [default: the checkpoint's]")
+@click.option("--log-file", metavar="FILE", help="Write events there.  [default: standard error]")
+@click.option("--log-prompts", is_flag=True, default=None, help="Write texts into the log, too.")
+@click.option("--no-playground", is_flag=True, help="Do not serve the page at /.")
+@common
+def command(as_json: bool, no_playground: bool, **options: Any) -> int:
+    """Serve an OpenAI-compatible HTTP interface, metrics, and a playground page."""
+    lacking = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if lacking:
+        raise ConfigError(f"polydraft serve needs {', '.join(lacking)}; install the extra: pip install 'polydraft[serve]'")
+    from polydraft.config import EngineConfig
+    from polydraft.serving.main import run
+    from polydraft.serving.settings import ServerSettings
+
+    given = {name: value for name, value in options.items() if value is not None and value != ()}
+    engine = {name: given.pop(name) for name in ENGINE if name in given}
+    engine.setdefault("max_num_seqs", 32)
+    most = engine.pop("logprobs", MOST_LOGPROBS)
+    engine |= {"logprobs": most} if most >= 0 else {}
+    EngineConfig.from_mapping(engine)
+    keys = _lines(given.pop("api_key_file", None))
+    admin = _lines(given.pop("admin_key_file", None))
+    settings = ServerSettings(api_keys=keys, admin_key=admin[0] if admin else "", playground=not no_playground, **given)
+    _warn(settings.host, bool(keys))
+
+    def ready(url: str) -> None:
+        told = json.dumps({"schema": "polydraft.serve/1", "url": url}) if as_json else f"serving at {url}"
+        click.echo(told)
+
+    return run(engine, settings, ready=ready)
+
+
+def _lines(file: str | None) -> tuple[str, ...]:
+    if file is None:
+        return ()
+    try:
+        found = tuple(line.strip() for line in Path(file).read_text(encoding="utf-8").splitlines() if line.strip())
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read: {error.strerror}; give a file with one key a line") from error
+    if not found:
+        raise ConfigError(f"{file} has no key, wanted one a line; add one, or leave the option out")
+    return found
+
+
+def _warn(host: str, keyed: bool) -> None:
+    try:
+        local = ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        local = host == "localhost"
+    if not local and not keyed:
+        click.echo(f"polydraft: {host} can be reached from other machines and no key is asked for; see --api-key-file", err=True)

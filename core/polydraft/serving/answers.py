@@ -1,0 +1,171 @@
+"""Owns the answers: what a text of the engine becomes in OpenAI's JSON, whole or in pieces.
+
+Routes feed it the news of a request as they come. Token texts, log probabilities and provenance are made here, in the process
+that talks to clients, and only for those who asked.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from polydraft.models.tokenizer import Tokenizer
+from polydraft.runtime.news import News
+from polydraft.runtime.provenance import origins
+from polydraft.sentinels import NO_TOKEN
+
+FINISH = {"stop": "stop", "length": "length", "abort": "stop", "error": "stop"}
+IMPOSSIBLE = -9999.0
+"""OpenAI's number for the log probability of a token that cannot come."""
+
+
+class TokenTexts:
+    """What single tokens decode to; the most frequent ones are remembered."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._known: dict[int, str] = {}
+
+    def of(self, token: int) -> str:
+        """The text of one token alone; a part of a character is U+FFFD."""
+        if token not in self._known:
+            if len(self._known) > 1 << 17:
+                self._known.clear()
+            self._known[token] = self._tokenizer.decode((token,), skip_special_tokens=False)
+        return self._known[token]
+
+
+class Choice:
+    """One text on its way to a client."""
+
+    def __init__(self, index: int, prompt_ids: Sequence[int], texts: TokenTexts) -> None:
+        self.index, self.prompt_ids, self._texts = index, prompt_ids, texts
+        self.text = ""
+        self.token_ids: list[int] = []
+        self.rounds: list[int] = []
+        self.round_drafts: list[int] = []
+        self.forced: set[int] = set()
+        self.finish = ""
+        self.error = ""
+        self.timing: dict[str, float] = {}
+        """Of the step that brought the last news, in milliseconds."""
+        self._rows: list[tuple[News, int]] = []
+        self._prompt_rows: tuple[News, int] | None = None
+        self._told = 0
+        self._offset = 0
+
+    def feed(self, news: News) -> str:
+        """Take what is new; returns the new text."""
+        start = len(self.token_ids)
+        self.token_ids += news.token_ids.tolist()
+        self.rounds += news.rounds.tolist()
+        self.round_drafts += news.round_drafts.tolist()
+        self.forced.update(news.forced.tolist())
+        if len(news.ranks):
+            self._rows += [(news, row) for row in range(len(self.token_ids) - start)]
+            if len(news.ranks) > len(news.token_ids):
+                self._prompt_rows = news, len(news.token_ids)
+        self.text += news.text
+        self.finish, self.error = news.finish, news.error
+        return news.text
+
+    # -- what was asked for ------------------------------------------------------------------------
+    def new_tokens(self) -> range:
+        """Places of the tokens that were not told yet; they count as told."""
+        new = range(self._told, len(self.token_ids))
+        self._told = len(self.token_ids)
+        return new
+
+    def provenance(self, places: range) -> list[dict[str, Any]]:
+        """Who proposed the tokens at these places, their probability and round."""
+        told = []
+        sources = origins(len(self.token_ids), self.rounds, self.round_drafts, self.forced)
+        for place, (source, position, number) in enumerate(sources):
+            if place in places:
+                token = self.token_ids[place]
+                record: dict[str, Any] = {"token_id": token, "token": self._texts.of(token), "source": source}
+                record |= {"draft_position": position or None, "round": number if number >= 0 else None}
+                record["round_drafts"] = self.round_drafts[number] if number >= 0 else None
+                if place < len(self._rows):
+                    news, row = self._rows[place]
+                    record["probability"] = math.exp(float(news.logprobs[row, 0]))
+                    drawn = float(news.draft_logprobs[row])
+                    record["draft_probability"] = None if math.isnan(drawn) else math.exp(drawn)
+                told.append(record)
+        return told
+
+    def chat_logprobs(self, places: range, top: int) -> dict[str, Any]:
+        """`logprobs` of a chat's choice."""
+        content = []
+        for place in places:
+            news, row = self._rows[place]
+            pairs = self._pairs(news, row)
+            one = self._chat_token(*pairs[0])
+            content.append({**one, "top_logprobs": [self._chat_token(*pair) for pair in pairs[1 : top + 1]]})
+        return {"content": content, "refusal": None}
+
+    def completion_logprobs(self, places: range, top: int) -> dict[str, Any]:
+        """`logprobs` of a completion's choice."""
+        told: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        for place in places:
+            self._add_row(told, *self._rows[place], top)
+        return dict(told)
+
+    def prompt_logprobs(self, top: int) -> dict[str, list[Any]]:
+        """The same of the prompt's tokens, the first without a number; `text_offset` counts on from here."""
+        told: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        first = self._texts.of(self.prompt_ids[0])
+        for part, value in (("tokens", first), ("token_logprobs", None), ("top_logprobs", None), ("text_offset", 0)):
+            told[part].append(value)
+        self._offset = len(first)
+        if self._prompt_rows is not None:
+            news, start = self._prompt_rows
+            for row in range(start, len(news.ranks)):
+                self._add_row(told, news, row, top)
+        return told
+
+    def _add_row(self, told: dict[str, list[Any]], news: News, row: int, top: int) -> None:
+        pairs = self._pairs(news, row)
+        text = self._texts.of(pairs[0][0])
+        told["tokens"].append(text)
+        told["token_logprobs"].append(pairs[0][1])
+        told["top_logprobs"].append({self._texts.of(token): value for token, value in reversed(pairs[1 : top + 1])} or None)
+        told["text_offset"].append(self._offset)
+        self._offset += len(text)
+
+    @staticmethod
+    def _pairs(news: News, row: int) -> list[tuple[int, float]]:
+        ids, values = news.ids[row].tolist(), news.logprobs[row].tolist()
+        return [(t, v if math.isfinite(v) else IMPOSSIBLE) for t, v in zip(ids, values, strict=True) if t != NO_TOKEN]
+
+    def _chat_token(self, token: int, value: float) -> dict[str, Any]:
+        text = self._texts.of(token)
+        whole = "\ufffd" not in text
+        return {"token": text, "logprob": value, "bytes": list(text.encode()) if whole else None}
+
+
+def usage(choices: Sequence[Choice], num_prompts: int) -> dict[str, Any]:
+    """`usage`: tokens of the prompts (each once) and of all texts, and the drafts among them."""
+    by_prompt = len(choices) // max(num_prompts, 1)
+    prompt = sum(len(choice.prompt_ids) for choice in choices[:: max(by_prompt, 1)])
+    new = sum(len(choice.token_ids) for choice in choices)
+    accepted = sum(sum(choice.rounds) for choice in choices)
+    drafted = sum(sum(choice.round_drafts) for choice in choices)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": new,
+        "total_tokens": prompt + new,
+        "completion_tokens_details": {
+            "accepted_prediction_tokens": accepted,
+            "rejected_prediction_tokens": drafted - accepted,
+            "reasoning_tokens": 0,
+            "audio_tokens": 0,
+        },
+        "prompt_tokens_details": {"cached_tokens": 0, "audio_tokens": 0},
+    }
+
+
+def error_body(message: str, kind: str, code: int) -> dict[str, Any]:
+    """OpenAI's form of an error."""
+    return {"error": {"message": message, "type": kind, "param": None, "code": code}}

@@ -1,0 +1,217 @@
+"""Owns the routes: OpenAI's completions and chat, models, tokens, health, metrics, administration, and the playground.
+
+`polydraft serve` builds the application with an engine client. A route decodes, asks the service, and tells errors; it decides
+nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+import traceback
+from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.routing import Route
+
+from polydraft.errors import RequestError
+from polydraft.serving import protocol, wire
+from polydraft.serving.engine_client import EngineClient, EngineGone
+from polydraft.serving.http import Gone, HttpError, check_key, read_body
+from polydraft.serving.logs import Log
+from polydraft.serving.openapi import document
+from polydraft.serving.service import Service, as_http
+from polydraft.serving.settings import ServerSettings
+
+PLAYGROUND = Path(__file__).with_name("playground.html")
+POLICY = (
+    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+"""What the playground may do: talk to this server, and nothing else."""
+CLIENT_GONE = 499
+Handler = Callable[[Request], Awaitable[Any]]
+
+
+class Routes:
+    """One handler a route; all errors are told in one place."""
+
+    def __init__(self, service: Service) -> None:
+        self._service, self._settings, self._client, self._log = service, service.settings, service.client, service.log
+        self._started = int(time.time())
+
+    def guarded(self, handler: Handler, keys: tuple[str, ...]) -> Handler:
+        """The handler behind a check of keys, with an answer for every failure."""
+
+        async def call(request: Request) -> Any:
+            try:
+                check_key(request, keys)
+                return await handler(request)
+            except Gone:
+                self._log.tell("client_gone", path=request.url.path)
+                return Response(status_code=CLIENT_GONE)
+            except Exception as error:  # noqa: BLE001  every failure has an answer
+                told = as_http(error)
+                self._service.metrics.refused(told.status)
+                unexpected = told.status == 500 and not isinstance(error, HttpError)
+                where = {"traceback": traceback.format_exception(error)} if unexpected else {}
+                self._log.tell("refused", path=request.url.path, status=told.status, error=str(told), **where)
+                return told.response()
+
+        return call
+
+    async def _body(self, request: Request, kind: type[Any]) -> Any:
+        data = await read_body(request, most=self._settings.max_body_bytes, within_s=self._settings.stall_s)
+        return protocol.decode(data, kind)
+
+    @property
+    def _ready(self) -> wire.Ready:
+        assert self._client.ready is not None, "an open server has an engine"
+        return self._client.ready
+
+    async def completions(self, request: Request) -> Any:
+        """`/v1/completions`."""
+        body = await self._body(request, protocol.CompletionRequest)
+        return await self._service.answer(request, await asyncio.to_thread(self._service.completion, body))
+
+    async def chat(self, request: Request) -> Any:
+        """`/v1/chat/completions`."""
+        body = await self._body(request, protocol.ChatRequest)
+        return await self._service.answer(request, await asyncio.to_thread(self._service.chat, body))
+
+    async def models(self, request: Request) -> Any:
+        """`/v1/models`."""
+        del request
+        entry = {"id": self._service.name, "object": "model", "created": self._started, "owned_by": "polydraft"}
+        return JSONResponse({"object": "list", "data": [{**entry, "max_model_len": self._ready.max_model_len}]})
+
+    async def health(self, request: Request) -> Any:
+        """`/health`: 200 while requests are served, 503 otherwise."""
+        del request
+        client = self._client
+        state = "draining" if self._service.draining else client.state
+        told = {"status": "ok" if state == "ready" else state, "requests": client.num_requests, "restarts": client.restarts}
+        return JSONResponse(told | ({"reason": client.reason} if client.reason else {}), 200 if state == "ready" else 503)
+
+    async def metrics(self, request: Request) -> Any:
+        """`/metrics`; without the engine's answer, what it told last."""
+        del request
+        stats = None
+        with contextlib.suppress(EngineGone, asyncio.TimeoutError):
+            stats = await self._client.stats()
+        metrics = self._service.metrics
+        metrics.restarts.set(self._client.restarts)
+        metrics.lost_log_lines.set(self._log.lost)
+        return Response(metrics.text(stats), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def stats(self, request: Request) -> Any:
+        """`/stats`: the same counts as JSON, for the playground."""
+        del request
+        told = await self._client.stats()
+        return JSONResponse({name: getattr(told, name) for name in told.__struct_fields__})
+
+    async def tokenize(self, request: Request) -> Any:
+        """`/tokenize`."""
+        body = await self._body(request, protocol.TokenizeRequest)
+        self._service.check_model(body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise RequestError("wanted either prompt or messages; give exactly one of them")
+        if body.messages is not None:
+            ids = await asyncio.to_thread(self._service.render, body.messages, None)
+        else:
+            encode = partial(self._service.tokenizer.encode, body.prompt, add_special_tokens=body.add_special_tokens)
+            ids = await asyncio.to_thread(encode)
+        return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": self._ready.max_model_len})
+
+    async def detokenize(self, request: Request) -> Any:
+        """`/detokenize`."""
+        body = await self._body(request, protocol.DetokenizeRequest)
+        self._service.check_model(body.model)
+        size = self._ready.vocab_size
+        wrong = next((token for token in body.tokens if token >= size), None)
+        if wrong is not None:
+            raise RequestError(f"token {wrong} is none of this model, wanted at most {size - 1}; correct it")
+        return JSONResponse({"prompt": self._service.tokenizer.decode(body.tokens)})
+
+    async def update_weights(self, request: Request) -> Any:
+        """`/admin/update_weights`, with the key of administration."""
+        key = self._settings.admin_key
+        if not key:
+            raise HttpError(403, "administration is closed; start the server with --admin-key-file", "permission_error")
+        check_key(request, (key,))
+        body = await self._body(request, protocol.UpdateWeightsRequest)
+        begin = time.monotonic()
+        error = await self._client.update_weights(body.path, body.running)
+        self._log.tell("update_weights", path=body.path, error=error, ms=round(1000 * (time.monotonic() - begin)))
+        if error:
+            raise RequestError(error)
+        return JSONResponse({"status": "ok", "seconds": round(time.monotonic() - begin, 3)})
+
+    async def openapi(self, request: Request) -> Any:
+        """`/openapi.json`."""
+        del request
+        return JSONResponse(document(self._service.name))
+
+    async def playground(self, request: Request) -> Any:
+        """`/`."""
+        del request
+        page = await asyncio.to_thread(PLAYGROUND.read_text, "utf-8")
+        return HTMLResponse(page, headers={"Content-Security-Policy": POLICY})
+
+    def all(self) -> list[Route]:
+        """Every route; only health, the playground's page and administration (which has a key of its own) take no API key."""
+        post, get, keys = ["POST"], ["GET"], self._settings.api_keys
+        free: list[tuple[str, Handler, list[str]]] = [
+            ("/health", self.health, get),
+            ("/admin/update_weights", self.update_weights, post),
+        ]
+        if self._settings.playground:
+            free.append(("/", self.playground, get))
+        keyed: list[tuple[str, Handler, list[str]]] = [
+            ("/v1/completions", self.completions, post), ("/v1/chat/completions", self.chat, post),
+            ("/v1/models", self.models, get), ("/metrics", self.metrics, get), ("/stats", self.stats, get),
+            ("/tokenize", self.tokenize, post), ("/detokenize", self.detokenize, post), ("/openapi.json", self.openapi, get),
+        ]  # fmt: skip
+        return [
+            *(Route(path, self.guarded(handler, ()), methods=methods) for path, handler, methods in free),
+            *(Route(path, self.guarded(handler, keys), methods=methods) for path, handler, methods in keyed),
+        ]
+
+
+async def no_route(request: Request, error: Exception) -> Any:
+    """The answer for paths and methods that there are none of."""
+    status = getattr(error, "status_code", 404)
+    sentence = f"{request.method} {request.url.path} is no route of this server; see /openapi.json"
+    return HttpError(status, sentence, "not_found_error").response()
+
+
+def build(settings: ServerSettings, client: EngineClient, log: Log) -> Starlette:
+    """The ASGI application; its lifespan starts and stops the engine."""
+    service = Service(settings, client, log)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        del app
+        try:
+            await service.open()
+            yield
+        finally:
+            service.draining = True
+            await client.stop()
+            log.tell("stopped")
+            log.close()
+
+    middleware = []
+    if settings.cors_origins:
+        allowed: Any = {"allow_origins": list(settings.cors_origins), "allow_methods": ["GET", "POST"], "allow_headers": ["*"]}
+        middleware.append(Middleware(CORSMiddleware, **allowed))
+    handlers: Any = {404: no_route, 405: no_route}
+    return Starlette(routes=Routes(service).all(), lifespan=lifespan, middleware=middleware, exception_handlers=handlers)

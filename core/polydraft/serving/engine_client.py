@@ -1,0 +1,265 @@
+"""Owns the engine as the HTTP side sees it: its process, its restarts, and one queue of news a request.
+
+The routes call `generate`, `stats` and `update_weights`. When the process dies every waiting request is told so, and another
+one is started. It never blocks the event loop and never sees a token that the engine did not send.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import zmq
+import zmq.asyncio
+
+from polydraft.errors import DeviceError, PolydraftError, RecordError, RequestError
+from polydraft.runtime.news import News, unpack
+from polydraft.serving import wire
+
+MOST_RESTARTS, RESTART_WINDOW_S = 5, 120.0
+"""More deaths than this within the window, and the server gives up on its engine."""
+STOP_S = 5.0
+"""Seconds that a worker has to leave when it is asked to."""
+
+
+class EngineGone(PolydraftError):  # noqa: N818  what has happened, not a mistake
+    """The engine's process ended while a request waited for it; the request may be sent again."""
+
+
+class Busy(PolydraftError):  # noqa: N818  likewise
+    """More requests wait than the server admits; `retry_s`: when it is worth another try."""
+
+    def __init__(self, message: str, retry_s: int) -> None:
+        super().__init__(message)
+        self.retry_s = retry_s
+
+
+class Delivery(NamedTuple):
+    """News of one request, with how long their step took on the host and how long the host took since the one before, in ms."""
+
+    news: News
+    step_ms: float
+    host_gap_ms: float
+
+
+class EngineClient:
+    """One engine in a process of its own. `state`: starting, ready, restarting, failed or stopped.
+
+    `most`: requests in the engine at most, running and waiting. `tell(event, **fields)` files what happens to the process."""
+
+    def __init__(self, config: Mapping[str, Any], *, most: int, tell: Callable[..., None]) -> None:
+        self._config, self._most, self._tell = dict(config), most, tell
+        self.state, self.reason = "starting", ""
+        self.ready: wire.Ready | None = None
+        self._waiting: dict[int, asyncio.Queue[Delivery | PolydraftError]] = {}
+        self._handles, self._numbers = itertools.count(1), itertools.count(1)
+        self._done: dict[int, asyncio.Future[str]] = {}
+        self._stats: list[asyncio.Future[wire.Stats]] = []
+        self._changed = asyncio.Event()
+        self._deaths: list[float] = []
+        self.restarts = 0
+        self._process: subprocess.Popen[bytes] | None = None
+        self._socket: zmq.asyncio.Socket | None = None
+        self._main: asyncio.Task[None] | None = None
+
+    @property
+    def num_requests(self) -> int:
+        """Requests in the engine, running or waiting."""
+        return len(self._waiting)
+
+    @property
+    def pid(self) -> int | None:
+        """Of the engine's process."""
+        return self._process.pid if self._process else None
+
+    # -- the process -------------------------------------------------------------------------------
+    async def start(self) -> None:
+        """Start the process and wait until the engine stands. Raises `DeviceError` with its sentence where it cannot."""
+        self._main = asyncio.create_task(self._supervise())
+        while self.state == "starting":
+            await self._next_state()
+        if self.state == "failed":
+            raise DeviceError(self.reason)
+
+    async def _next_state(self) -> None:
+        self._changed.clear()
+        await self._changed.wait()
+
+    def _become(self, state: str, reason: str = "") -> None:
+        self.state, self.reason = state, reason
+        self._changed.set()
+        self._tell("engine", state=state, reason=reason)
+
+    async def _supervise(self) -> None:
+        """Run one process after the other."""
+        context = zmq.asyncio.Context()
+        try:
+            while self.state not in ("failed", "stopped"):
+                await self._one_life(context)
+        finally:
+            context.destroy(linger=0)
+
+    async def _one_life(self, context: zmq.asyncio.Context) -> None:
+        with tempfile.TemporaryDirectory(prefix="polydraft-") as folder:  # its mode keeps other users out
+            socket = self._socket = context.socket(zmq.PAIR)
+            socket.setsockopt(zmq.SNDHWM, 0)  # bounded by admission
+            endpoint = f"ipc://{Path(folder) / 'engine'}"
+            socket.bind(endpoint)
+            self._process = await asyncio.to_thread(self._spawn, endpoint)
+            death = asyncio.create_task(asyncio.to_thread(self._process.wait))
+            await socket.send(wire.encode(wire.Start(self._config)))
+            reader = asyncio.create_task(self._read(socket))
+            await asyncio.wait((death, reader), return_when=asyncio.FIRST_COMPLETED)
+            if not death.done():  # what the process said could not be read
+                self._process.kill()
+            status = await death
+            with contextlib.suppress(Exception):
+                await asyncio.wait_for(reader, 0.2)  # what it said before it died
+            self._socket = None
+            socket.close(linger=0)
+            self._after(status)
+
+    def _spawn(self, endpoint: str) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "polydraft.serving.worker", endpoint]
+        return subprocess.Popen(command, stdin=subprocess.DEVNULL, close_fds=True)  # noqa: S603  this very interpreter
+
+    def _after(self, status: int) -> None:
+        """The process has ended: tell everybody who waits, and say what comes next."""
+        gone = EngineGone(f"the engine's process ended (status {status}) while the request was served; send it again")
+        for queue in self._waiting.values():
+            queue.put_nowait(gone)
+        futures: list[asyncio.Future[Any]] = [*self._done.values(), *self._stats]
+        for future in futures:
+            if not future.done():
+                future.set_exception(gone)
+        self._stats.clear()
+        self._done.clear()
+        if self.state in ("stopped", "failed"):
+            return
+        if self.ready is None:
+            self._become("failed", f"the engine's process ended with status {status} before it was ready; see its messages above")
+            return
+        now = time.monotonic()
+        self._deaths = [t for t in self._deaths if now - t < RESTART_WINDOW_S] + [now]
+        if len(self._deaths) > MOST_RESTARTS:
+            self._become("failed", f"the engine's process ended {len(self._deaths)} times within {RESTART_WINDOW_S:.0f} seconds")
+            return
+        self.restarts += 1
+        self._become("restarting", f"its process ended with status {status}")
+
+    async def _read(self, socket: zmq.asyncio.Socket) -> None:
+        while True:
+            data = await socket.recv()
+            try:
+                self._take(wire.decode_event(data))
+            except RecordError as error:
+                self._tell("engine_protocol", error=str(error))
+                return
+
+    def _take(self, event: wire.Event) -> None:
+        if isinstance(event, wire.News):
+            self._deliver(event)
+        elif isinstance(event, wire.Refused):
+            if event.handle in self._waiting:
+                kind = RequestError if event.fault == "client" else DeviceError
+                self._waiting[event.handle].put_nowait(kind(event.error))
+        elif isinstance(event, wire.Ready):
+            self.ready = event
+            self._become("ready")
+        elif isinstance(event, wire.Unready):
+            self._become("failed", event.error)
+        elif isinstance(event, wire.Done):
+            future = self._done.pop(event.number, None)
+            if future is not None and not future.done():
+                future.set_result(event.error)
+        elif isinstance(event, wire.Stats):
+            for waiting in self._stats:
+                if not waiting.done():
+                    waiting.set_result(event)
+            self._stats.clear()
+
+    def _deliver(self, event: wire.News) -> None:
+        """News to their queues; those of requests that nobody waits for any more are dropped."""
+        for news in unpack(event.record):
+            if news.handle in self._waiting:
+                self._waiting[news.handle].put_nowait(Delivery(news, event.step_ms, event.host_gap_ms))
+
+    async def stop(self) -> None:
+        """Ask the process to leave, and end it where it does not."""
+        process = self._process
+        if self.state not in ("failed", "stopped"):
+            self._become("stopped")
+        with contextlib.suppress(EngineGone, zmq.ZMQError):
+            await self._send(wire.Stop())
+        if process is not None:
+            try:
+                await asyncio.to_thread(process.wait, STOP_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+        if self._main is not None:
+            with contextlib.suppress(asyncio.CancelledError, asyncio.TimeoutError):
+                await asyncio.wait_for(self._main, STOP_S)
+
+    async def _send(self, command: wire.Command) -> None:
+        socket = self._socket
+        if socket is None:
+            raise EngineGone("the engine's process is being started; send the request again")
+        await socket.send(wire.encode(command))
+
+    # -- requests ----------------------------------------------------------------------------------
+    async def generate(
+        self, prompts: Sequence[tuple[Sequence[int], Mapping[str, Any]]], *, first_s: float
+    ) -> AsyncGenerator[tuple[int, Delivery], None]:
+        """Serve requests together: yields (index, news) as they come, until all have ended. Closing it aborts what is left.
+
+        Raises `Busy` where the engine has no room for all of them, `RequestError` for a wrong one, `EngineGone` when its process
+        ends, and `TimeoutError` when nothing has come `first_s` seconds after the start."""
+        if self.state != "ready":
+            raise EngineGone(f"the engine is {self.state}; send the request again in a while")
+        if len(self._waiting) + len(prompts) > self._most:
+            raise Busy(f"{len(self._waiting)} requests are being served, which is all the server admits; try again", 1)
+        handles = {next(self._handles): index for index in range(len(prompts))}
+        queue: asyncio.Queue[Delivery | PolydraftError] = asyncio.Queue()
+        left = set(handles)
+        self._waiting |= dict.fromkeys(handles, queue)
+        try:
+            for handle, (prompt, params) in zip(handles, prompts, strict=True):
+                await self._send(wire.Add(handle, list(prompt), dict(params)))
+            limit: float | None = first_s
+            while left:
+                delivery = await asyncio.wait_for(queue.get(), limit)
+                if isinstance(delivery, PolydraftError):
+                    raise delivery
+                limit, news = None, delivery.news
+                if news.finish:
+                    left.discard(news.handle)
+                    self._waiting.pop(news.handle, None)
+                yield handles[news.handle], delivery
+        finally:
+            for handle in left:
+                self._waiting.pop(handle, None)
+                with contextlib.suppress(EngineGone, zmq.ZMQError):
+                    await asyncio.shield(self._send(wire.Abort(handle)))
+
+    async def stats(self, timeout_s: float = 2.0) -> wire.Stats:
+        """Counts of the engine now. Raises `EngineGone`, or `TimeoutError` where it does not answer in time."""
+        future: asyncio.Future[wire.Stats] = asyncio.get_running_loop().create_future()
+        self._stats.append(future)
+        await self._send(wire.AskStats())
+        return await asyncio.wait_for(future, timeout_s)
+
+    async def update_weights(self, path: str, running: str) -> str:
+        """Replace the weights; returns the sentence of what went wrong, "" where nothing did."""
+        number = next(self._numbers)
+        future = self._done[number] = asyncio.get_running_loop().create_future()
+        await self._send(wire.UpdateWeights(number, path, running))
+        error: str = await future
+        return error

@@ -1,0 +1,149 @@
+"""Owns HTTP manners: bodies within bounds, keys compared in constant time, streams to clients that may stall or vanish.
+
+Routes use it. It knows nothing of models, and lets no client cost more than the settings say.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any, TypeVar
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse
+from starlette.types import Receive, Scope, Send
+
+from polydraft.serving.answers import error_body
+
+T = TypeVar("T")
+DONE = b"data: [DONE]\n\n"
+
+
+class HttpError(Exception):
+    """An answer with an error: a status, OpenAI's kind of error, one sentence."""
+
+    def __init__(self, status: int, message: str, kind: str = "invalid_request_error", retry_s: int | None = None) -> None:
+        super().__init__(message)
+        self.status, self.kind, self.retry_s = status, kind, retry_s
+
+    def response(self) -> JSONResponse:
+        """As it is sent."""
+        headers = {} if self.retry_s is None else {"Retry-After": str(self.retry_s)}
+        if self.status == 401:
+            headers["WWW-Authenticate"] = "Bearer"
+        return JSONResponse(error_body(str(self), self.kind, self.status), self.status, headers)
+
+
+class Gone(Exception):  # noqa: N818  what has happened, not a mistake
+    """The client went away."""
+
+
+def check_key(request: Request, keys: Sequence[str]) -> None:
+    """Raises `HttpError` 401 where the request has none of `keys`; every key is compared, in constant time."""
+    if not keys:
+        return
+    given = request.headers.get("authorization", "").removeprefix("Bearer ").strip().encode()
+    matches = [hmac.compare_digest(given, key.encode()) for key in keys]
+    if not any(matches):
+        raise HttpError(401, "the API key is missing or wrong; send it as `Authorization: Bearer KEY`", "authentication_error")
+
+
+async def read_body(request: Request, *, most: int, within_s: float) -> bytes:
+    """The whole body. Raises `HttpError` 413 above `most` bytes, 408 where it takes longer than `within_s`."""
+    declared = request.headers.get("content-length", "")
+    if declared.isdigit() and int(declared) > most:
+        raise _too_large(most)
+    parts: list[bytes] = []
+
+    async def read() -> None:
+        size = 0
+        async for part in request.stream():
+            size += len(part)
+            if size > most:
+                raise _too_large(most)
+            parts.append(part)
+
+    try:
+        await asyncio.wait_for(read(), within_s)
+    except asyncio.TimeoutError:
+        raise HttpError(408, f"the body did not arrive within {within_s:g} seconds; send it faster", "timeout_error") from None
+    except ClientDisconnect as gone:
+        raise Gone from gone
+    return b"".join(parts)
+
+
+def _too_large(most: int) -> HttpError:
+    return HttpError(413, f"the body is larger than {most} bytes; send less")
+
+
+async def until_gone(request: Request, work: Awaitable[T]) -> T:
+    """The result of `work`, which is cancelled when the client goes away; raises `Gone` then."""
+    task = asyncio.ensure_future(work)
+    watch = asyncio.create_task(_gone(request))
+    try:
+        await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise Gone
+    finally:
+        for one in (task, watch):
+            one.cancel()
+            with contextlib.suppress(asyncio.CancelledError, Exception):
+                await one
+
+
+async def _gone(request: Request) -> None:
+    """Return when the client has gone away; the body was read before."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream:
+    """Server-sent events from an iterator of JSON objects; ends with OpenAI's [DONE].
+
+    A client that goes away, or does not take a piece within `stall_s`, ends the iterator. An error of the iterator becomes the
+    last event: `describe` makes its object."""
+
+    def __init__(
+        self, events: AsyncIterator[dict[str, Any]], *, stall_s: float, describe: Callable[[Exception], dict[str, Any]]
+    ) -> None:
+        self._events, self._stall_s, self._describe = events, stall_s, describe
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send it all, watching for the client to leave."""
+        del scope
+        headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        sender, watch = asyncio.create_task(self._send(send)), asyncio.create_task(_disconnected(receive))
+        try:
+            await asyncio.wait((sender, watch), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in (sender, watch):
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError, Exception):
+                    await task
+            close = getattr(self._events, "aclose", None)
+            if close is not None:
+                await asyncio.shield(close())
+
+    async def _send(self, send: Send) -> None:
+        async def piece(body: bytes, *, more: bool = True) -> None:
+            message = {"type": "http.response.body", "body": body, "more_body": more}
+            await asyncio.wait_for(send(message), self._stall_s)
+
+        try:
+            async for event in self._events:
+                await piece(b"data: " + json.dumps(event, ensure_ascii=False, allow_nan=False).encode() + b"\n\n")
+        except (asyncio.TimeoutError, OSError):
+            return  # the client does not read: nothing can be told to it
+        except Exception as error:  # noqa: BLE001  told to the client, which waits
+            await piece(b"data: " + json.dumps(self._describe(error)).encode() + b"\n\n")
+        await piece(DONE, more=False)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

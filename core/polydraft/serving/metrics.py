@@ -1,0 +1,112 @@
+"""Owns the figures at `/metrics`: counts of requests as the routes see them, and of the engine as it tells them.
+
+Names that vLLM has are vLLM's, so that its dashboards work; the others begin with `polydraft:`. It never measures a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from polydraft.serving.wire import Stats
+
+SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96)
+LABELS = ("model_name",)
+
+
+class _Engine(Collector):
+    """Counts of the engine, as last told; they begin anew with its process, as Prometheus expects of counters."""
+
+    def __init__(self, model: str) -> None:
+        self.stats: Stats | None = None
+        self._model = model
+
+    def collect(self) -> Iterable[Metric]:
+        """The families, where the engine has told anything."""
+        return list(self._families(self.stats)) if self.stats is not None else []
+
+    def _families(self, s: Stats) -> Iterator[Metric]:
+        rounds, share = max(s.rounds, 1), (s.kv_blocks - s.kv_blocks_free) / max(s.kv_blocks, 1)
+        for name, text, value in (
+            ("vllm:num_requests_running", "Requests that hold a slot.", s.running),
+            ("vllm:num_requests_waiting", "Requests that wait for one.", s.waiting),
+            ("vllm:kv_cache_usage_perc", "Share of the KV blocks in use, from 0 to 1.", share),
+            ("polydraft:tokens_per_round", "Tokens that a decode round put out, on average.", 1 + s.accepted / rounds),
+            ("polydraft:host_gap_seconds", "Host time between two steps, on average.", s.host_gap_s / max(s.steps, 1)),
+            ("polydraft:device_idle_ratio", "Share of time in which there was no work.", s.idle_s / max(s.uptime_s, 1e-9)),
+        ):
+            yield self._one(GaugeMetricFamily, name, text, value)
+        for name, text, value in (
+            ("vllm:num_preemptions", "Requests that had to make room.", s.preemptions),
+            ("vllm:spec_decode_num_drafts", "Decode rounds with drafts to verify.", s.rounds),
+            ("vllm:spec_decode_num_draft_tokens", "Drafts that the target verified.", s.drafted),
+            ("vllm:spec_decode_num_accepted_tokens", "Drafts that became output.", s.accepted),
+            ("polydraft:steps", "Steps of the engine.", s.steps),
+            ("polydraft:step_seconds", "Host time within steps.", s.step_s),
+        ):
+            yield self._one(CounterMetricFamily, name, text, value)
+        for name, text, counts in (
+            ("vllm:spec_decode_num_accepted_tokens_per_pos", "Drafts that became output, by place.", s.accepted_at),
+            ("polydraft:draft_tokens_per_pos", "Drafts that were verified, by place.", s.drafted_at),
+        ):
+            family = CounterMetricFamily(name, text, labels=(*LABELS, "position"))
+            for place, count in enumerate(counts):
+                family.add_metric((self._model, str(place)), count)
+            yield family
+        family_of = GaugeMetricFamily("polydraft:acceptance_per_position", "Share accepted.", labels=(*LABELS, "position"))
+        for place, (accepted, drafted) in enumerate(zip(s.accepted_at, s.drafted_at, strict=True)):
+            family_of.add_metric((self._model, str(place)), accepted / drafted if drafted else 0.0)
+        yield family_of
+
+    def _one(self, kind: Any, name: str, text: str, value: float) -> Metric:
+        family = kind(name, text, labels=LABELS)
+        family.add_metric((self._model,), value)
+        return family  # type: ignore[no-any-return]
+
+
+class Metrics:
+    """One registry a server."""
+
+    def __init__(self, model: str) -> None:
+        registry = self._registry = CollectorRegistry()
+        self._engine = _Engine(model)
+        registry.register(self._engine)
+
+        def counter(name: str, text: str, *labels: str) -> Any:
+            made = Counter(name, text, (*LABELS, *labels), registry=registry)
+            return made if labels else made.labels(model)
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...] = SECONDS) -> Any:
+            return Histogram(name, text, LABELS, registry=registry, buckets=buckets).labels(model)
+
+        self._model = model
+        self.prompt_tokens = counter("vllm:prompt_tokens", "Tokens of prompts.")
+        self.generation_tokens = counter("vllm:generation_tokens", "Tokens put out.")
+        self._success = counter("vllm:request_success", "Texts that ended, by reason.", "finished_reason")
+        self._refused = counter("polydraft:requests_refused", "Requests that were not served, by status.", "status")
+        self.restarts = Gauge("polydraft:engine_restarts", "Engine processes after the first.", LABELS, registry=registry).labels(
+            model
+        )
+        self.lost_log_lines = Gauge(
+            "polydraft:log_lines_lost", "Lines that could not be written.", LABELS, registry=registry
+        ).labels(model)
+        self.ttft = histogram("vllm:time_to_first_token_seconds", "From the request to its first token.")
+        self.itl = histogram("vllm:inter_token_latency_seconds", "Between two pieces of a text, by token.")
+        self.e2e = histogram("vllm:e2e_request_latency_seconds", "From the request to the end of its text.")
+
+    def ended(self, reason: str) -> None:
+        """A text ended."""
+        self._success.labels(self._model, reason).inc()
+
+    def refused(self, status: int) -> None:
+        """A request was answered with an error."""
+        self._refused.labels(self._model, str(status)).inc()
+
+    def text(self, stats: Stats | None) -> bytes:
+        """The page; `stats` None: what the engine told last."""
+        self._engine.stats = stats or self._engine.stats
+        return generate_latest(self._registry)

@@ -1,0 +1,51 @@
+"""Owns the description of the routes as an OpenAPI document, made from the very records that bodies are decoded with.
+
+`/openapi.json` serves it; fuzzing tools read it. It never describes what is not there.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from polydraft._version import __version__
+from polydraft.serving import protocol
+
+BODIES: dict[str, tuple[type[Any], str]] = {
+    "/v1/completions": (protocol.CompletionRequest, "Complete a prompt."),
+    "/v1/chat/completions": (protocol.ChatRequest, "Answer a conversation."),
+    "/tokenize": (protocol.TokenizeRequest, "Token ids of a text or conversation."),
+    "/detokenize": (protocol.DetokenizeRequest, "Text of token ids."),
+}
+PLAIN = {
+    "/v1/models": "The model that is served.",
+    "/health": "Whether requests are served.",
+    "/metrics": "Figures for Prometheus.",
+    "/stats": "Counts of the engine.",
+}
+STATUSES = {
+    "200": "Served.", "400": "The request is wrong.", "401": "The API key is missing or wrong.", "404": "No such model.",
+    "405": "No such method.", "408": "The body came too slowly.", "413": "The body is too large.",
+    "429": "Too many requests wait.",
+    "503": "Not served now; try again.",
+}  # fmt: skip
+
+
+def document(model: str) -> dict[str, Any]:
+    """The document of this server."""
+    schemas, components = msgspec.json.schema_components(
+        [kind for kind, _ in BODIES.values()], ref_template="#/components/schemas/{name}"
+    )
+    paths: dict[str, Any] = {}
+    for (path, (_, text)), schema in zip(BODIES.items(), schemas, strict=True):
+        body = {"required": True, "content": {"application/json": {"schema": schema}}}
+        paths[path] = {"post": {"summary": text, "requestBody": body, "responses": _responses()}}
+    for path, text in PLAIN.items():
+        paths[path] = {"get": {"summary": text, "responses": _responses()}}
+    info = {"title": f"polydraft: {model}", "version": __version__}
+    return {"openapi": "3.1.0", "info": info, "paths": paths, "components": {"schemas": components}}
+
+
+def _responses() -> dict[str, Any]:
+    return {status: {"description": text} for status, text in STATUSES.items()}

@@ -1,0 +1,210 @@
+"""Owns what clients may ask: OpenAI's request bodies as typed records, and what becomes of them for the engine.
+
+Routes decode a body with it and get prompts and sampling parameters. An unknown field is refused by name: nothing that was
+asked for is left out silently. It never talks to the engine.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from polydraft.errors import RequestError
+
+Whole = Annotated[int, msgspec.Meta(ge=0)]
+TokenIds = list[Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]]
+
+
+class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
+    """`stream_options`."""
+
+    include_usage: bool = False
+
+
+class Sampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What completions and chat have in common; names and defaults are OpenAI's, the last group is vLLM's and ours."""
+
+    model: str = ""
+    max_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    n: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    stop: str | list[str] | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    seed: int | None = None
+    user: str | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: Whole | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: TokenIds | None = None
+    bad_words: list[str] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    """vLLM's: an object with json, regex or grammar (in Lark's notation)."""
+    thinking_limit: Whole | None = None
+    reply_budget: Whole | None = None
+    provenance: bool | None = None
+    """Say of each token who proposed it."""
+
+
+class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
+    """`response_format`."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: dict[str, Any] | None = None
+
+
+class CompletionRequest(Sampling, kw_only=True, forbid_unknown_fields=True):
+    """The body of `/v1/completions`."""
+
+    prompt: str | list[Any]
+    """A text, token ids, or a list of either."""
+    logprobs: Whole | None = None
+    echo: bool | None = None
+    best_of: int | None = None
+    suffix: str | None = None
+
+
+class ChatRequest(Sampling, kw_only=True, forbid_unknown_fields=True):
+    """The body of `/v1/chat/completions`."""
+
+    messages: list[dict[str, Any]]
+    max_completion_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Whole | None = None
+    response_format: ResponseFormat | None = None
+    tools: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+
+
+class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True):
+    """The body of `/tokenize`: a prompt, or messages."""
+
+    model: str = ""
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool = True
+
+
+class DetokenizeRequest(msgspec.Struct, forbid_unknown_fields=True):
+    """The body of `/detokenize`."""
+
+    tokens: TokenIds
+    model: str = ""
+
+
+class UpdateWeightsRequest(msgspec.Struct, forbid_unknown_fields=True):
+    """The body of `/admin/update_weights`."""
+
+    path: str
+    running: Literal["finish", "recompute"] = "finish"
+
+
+Body = CompletionRequest | ChatRequest | TokenizeRequest | DetokenizeRequest | UpdateWeightsRequest
+
+
+def decode(data: bytes, kind: type[Any]) -> Any:
+    """A body as a record of `kind`. Raises `RequestError` for anything else."""
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except msgspec.ValidationError as error:
+        raise RequestError(_sentence(str(error), kind)) from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise RequestError(f"the body is no JSON: {error}; send one JSON object") from error
+
+
+def _sentence(message: str, kind: type[Any]) -> str:
+    unknown = message.partition("unknown field `")[2].partition("`")[0]
+    if not unknown:
+        return f"the request is wrong: {message}; correct it"
+    known = [field.name for field in msgspec.structs.fields(kind)]
+    near = difflib.get_close_matches(unknown, known, 1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    return f"unknown parameter {unknown!r}; {hint}known: {', '.join(known)}"
+
+
+def sampling_params(body: Sampling, *, default_max: int, most: int) -> dict[str, Any]:
+    """Fields of `SamplingParams` for a body. `default_max`: tokens where it names none; `most`: what the server allows, 0 for
+    no limit of its own. OpenAI's default temperature is 1."""
+    asked = getattr(body, "max_completion_tokens", None) or body.max_tokens or default_max
+    if most and asked > most:
+        raise RequestError(f"max_tokens is {asked}, wanted at most {most} on this server; ask for fewer")
+    params: dict[str, Any] = {"max_new_tokens": asked, "temperature": 1.0 if body.temperature is None else body.temperature}
+    for name in (
+        "top_p", "presence_penalty", "frequency_penalty", "logit_bias", "top_k", "min_p", "repetition_penalty", "min_tokens",
+        "ignore_eos", "stop_token_ids", "bad_words", "thinking_limit", "reply_budget",
+    ):  # fmt: skip
+        value = getattr(body, name)
+        if value is not None:
+            params[name] = value
+    if body.stop is not None:
+        params["stop"] = [body.stop] if isinstance(body.stop, str) else body.stop
+    constraint = _constraint(body)
+    return params | ({"constraint": constraint} if constraint else {})
+
+
+STRUCTURED = {"json": "json_schema", "regex": "regex", "grammar": "lark"}
+"""Keys of `structured_outputs` to kinds of constraints."""
+
+
+def _constraint(body: Sampling) -> dict[str, Any] | None:
+    """What `response_format` or `structured_outputs` binds the output to."""
+    form: ResponseFormat | None = getattr(body, "response_format", None)
+    bound = form is not None and form.type != "text"
+    if body.structured_outputs is not None:
+        if bound or len(body.structured_outputs) != 1 or not set(body.structured_outputs) <= set(STRUCTURED):
+            raise RequestError(
+                f"structured_outputs is {body.structured_outputs!r}, wanted an object with one of {', '.join(STRUCTURED)}, and no "
+                "response_format beside it; correct the request"
+            )
+        ((kind, value),) = body.structured_outputs.items()
+        return {STRUCTURED[kind]: value}
+    if form is None or not bound:
+        return None
+    if form.type == "json_object":
+        return {"json_object": True}
+    schema = (form.json_schema or {}).get("schema")
+    if not isinstance(schema, dict):
+        raise RequestError("response_format is json_schema without a schema, wanted json_schema.schema; add it")
+    return {"json_schema": schema}
+
+
+def refuse_unsupported(body: CompletionRequest | ChatRequest) -> None:
+    """Raises `RequestError` for what OpenAI's interface knows and this server does not."""
+    for name, harmless in (("best_of", (None, 1)), ("suffix", (None, ""))):
+        if getattr(body, name, None) not in harmless:
+            raise RequestError(f"{name} is {getattr(body, name)!r}, but this server does not know it; leave it out")
+    if getattr(body, "tools", None):
+        raise RequestError("tools were given, but this server calls none; leave them out")
+
+
+def prompts_of(prompt: str | list[Any]) -> list[str | list[int]]:
+    """One prompt a text: a string, ids, or a list of either."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if not prompt:
+        raise RequestError("prompt is an empty list, wanted a text, token ids, or a list of either; add one")
+    if all(isinstance(one, str) for one in prompt):
+        return list(prompt)
+    several: list[Any] = prompt if all(isinstance(one, list) for one in prompt) else [prompt]
+    for ids in several:
+        if not all(isinstance(token, int) and not isinstance(token, bool) and 0 <= token < 2**31 for token in ids):
+            raise RequestError("prompt is a list of neither texts nor token ids; correct it")
+    return [list(ids) for ids in several]
+
+
+def with_seeds(params: Mapping[str, Any], seed: int | None, count: int) -> list[dict[str, Any]]:
+    """The parameters of `count` texts of one prompt: their seeds count up from the given one."""
+    if seed is None:
+        return [dict(params) for _ in range(count)]
+    return [{**params, "seed": (seed + i) % 2**64} for i in range(count)]

@@ -1,0 +1,297 @@
+"""Owns the work of the server: bodies become jobs, jobs are served by the engine, and its news become answers.
+
+The routes call it. It checks and shapes; it opens no socket, and no client can hold the engine up through it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+import uuid
+from collections.abc import AsyncGenerator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+
+from polydraft._version import __version__
+from polydraft.errors import PolydraftError, RequestError
+from polydraft.models.chat_template import ChatTemplate
+from polydraft.models.tokenizer import Tokenizer
+from polydraft.serving import protocol
+from polydraft.serving.answers import FINISH, Choice, TokenTexts, error_body, usage
+from polydraft.serving.engine_client import Busy, EngineClient, EngineGone
+from polydraft.serving.http import EventStream, HttpError, until_gone
+from polydraft.serving.logs import Log
+from polydraft.serving.metrics import Metrics
+from polydraft.serving.settings import ServerSettings
+
+
+@dataclass
+class Job:
+    """One request on its way: what to ask the engine, and what the answer looks like."""
+
+    id: str
+    kind: str
+    """`text_completion` or `chat.completion`."""
+    body: protocol.CompletionRequest | protocol.ChatRequest
+    choices: list[Choice]
+    asks: list[tuple[list[int], dict[str, Any]]]
+    num_prompts: int
+    top: int | None
+    """Most likely tokens beside each in the answer's `logprobs`; None: no `logprobs`."""
+    created: int = field(default_factory=lambda: int(time.time()))
+    begin: float = field(default_factory=time.monotonic)
+
+
+class Service:
+    """What the routes share."""
+
+    def __init__(self, settings: ServerSettings, client: EngineClient, log: Log) -> None:
+        self.settings, self.client, self.log = settings, client, log
+        self.draining = False
+        self._tokenizer: Tokenizer | None = None
+        self._template: ChatTemplate | None = None
+
+    async def open(self) -> None:
+        """Start the engine and read what the HTTP side needs of the model."""
+        await self.client.start()
+        ready = self.client.ready
+        assert ready is not None, "a started engine has told of itself"
+        self._tokenizer = await asyncio.to_thread(Tokenizer.from_dir, ready.model_dir)
+        self.name = self.settings.served_model or ready.model
+        self.metrics = Metrics(self.name)
+        self.texts = TokenTexts(self._tokenizer)
+        self._template = self._tokenizer.chat_template
+        if self.settings.chat_template:
+            file = Path(self.settings.chat_template)
+            self._template = ChatTemplate(await asyncio.to_thread(file.read_text, "utf-8"), file, {})
+        self.log.tell("ready", model=self.name, backend=ready.backend, host=self.settings.host)
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Of the model; there once the server is open."""
+        assert self._tokenizer is not None, "routes are served behind `open` only"
+        return self._tokenizer
+
+    # -- from a body to a job ----------------------------------------------------------------------
+    def completion(self, body: protocol.CompletionRequest) -> Job:
+        """The job of a completion."""
+        protocol.refuse_unsupported(body)
+        self.check_model(body.model)
+        params = protocol.sampling_params(body, default_max=16, most=self.settings.max_new_tokens)
+        if body.logprobs is not None or body.provenance:
+            params["logprobs"] = body.logprobs or 0
+        if body.echo and body.logprobs is not None:
+            params["prompt_logprobs"] = body.logprobs
+        prompts = [self.tokenizer.encode(p) if isinstance(p, str) else p for p in protocol.prompts_of(body.prompt)]
+        return self._job("text_completion", "cmpl", body, prompts, params, body.logprobs)
+
+    def chat(self, body: protocol.ChatRequest) -> Job:
+        """The job of a conversation."""
+        protocol.refuse_unsupported(body)
+        self.check_model(body.model)
+        if body.top_logprobs and not body.logprobs:
+            raise RequestError("top_logprobs was given without logprobs; add logprobs: true")
+        prompt = self.render(body.messages, body.chat_template_kwargs)
+        assert self.client.ready is not None, "an open server has an engine"
+        room = max(self.client.ready.max_model_len - len(prompt), 1)
+        params = protocol.sampling_params(body, default_max=room, most=0)
+        if self.settings.max_new_tokens:
+            asked = body.max_completion_tokens or body.max_tokens
+            params |= protocol.sampling_params(body, default_max=self.settings.max_new_tokens, most=self.settings.max_new_tokens)
+            params["max_new_tokens"] = min(params["max_new_tokens"], room) if asked is None else params["max_new_tokens"]
+        if body.logprobs or body.provenance:
+            params["logprobs"] = body.top_logprobs or 0
+        top = (body.top_logprobs or 0) if body.logprobs else None
+        return self._job("chat.completion", "chatcmpl", body, [prompt], params, top)
+
+    def render(self, messages: list[dict[str, Any]], variables: Mapping[str, Any] | None) -> list[int]:
+        if self._template is None:
+            raise RequestError("this model has no chat template; use /v1/completions, or start the server with --chat-template")
+        plain = [_plain_message(message) for message in messages]
+        text = self._template.render(plain, variables=variables)
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def _job(
+        self, kind: str, prefix: str, body: protocol.CompletionRequest | protocol.ChatRequest, prompts: list[list[int]],
+        params: dict[str, Any], top: int | None,
+    ) -> Job:  # fmt: skip
+        n = body.n or 1
+        if len(prompts) * n > self.settings.max_choices:
+            raise RequestError(
+                f"the request asks for {len(prompts) * n} texts, wanted at most {self.settings.max_choices}; send several"
+            )
+        asks = [(prompt, own) for prompt in prompts for own in protocol.with_seeds(params, body.seed, n)]
+        choices = [Choice(index, prompt, self.texts) for index, (prompt, _) in enumerate(asks)]
+        return Job(f"{prefix}-{uuid.uuid4().hex}", kind, body, choices, asks, len(prompts), top)
+
+    def check_model(self, name: str) -> None:
+        if name and name != self.name:
+            raise HttpError(404, f"model {name!r} is not served here, wanted {self.name!r}; see /v1/models", "not_found_error")
+
+    # -- serving a job -----------------------------------------------------------------------------
+    async def news(self, job: Job) -> AsyncGenerator[tuple[Choice, str], None]:
+        """(choice, new text) as the engine brings it; counts as it goes."""
+        last = dict.fromkeys(range(len(job.choices)), job.begin)
+        self.metrics.prompt_tokens.inc(
+            sum(len(c.prompt_ids) for c in job.choices[:: max(len(job.choices) // job.num_prompts, 1)])
+        )
+        async with contextlib.aclosing(self.client.generate(job.asks, first_s=self.settings.queue_s)) as stream:
+            async for index, delivery in stream:
+                news, choice, now = delivery.news, job.choices[index], time.monotonic()
+                choice.timing = {"step_ms": round(delivery.step_ms, 3), "host_gap_ms": round(delivery.host_gap_ms, 3)}
+                fresh, count = not choice.token_ids, len(news.token_ids)
+                text = choice.feed(news)
+                if count:
+                    self.metrics.generation_tokens.inc(count)
+                    if fresh:
+                        self.metrics.ttft.observe(now - job.begin)
+                    else:
+                        self.metrics.itl.observe((now - last[index]) / count)
+                    last[index] = now
+                if news.finish:
+                    self.metrics.e2e.observe(now - job.begin)
+                    self.metrics.ended(news.finish)
+                if news.finish == "error":
+                    raise HttpError(500, f"the text ended with an error: {news.error}", "server_error")
+                yield choice, text
+
+    async def whole(self, job: Job) -> dict[str, Any]:
+        """The answer of a request that does not stream."""
+        async with contextlib.aclosing(self.news(job)) as stream:
+            async for _ in stream:
+                pass
+        return {**self._head(job), "choices": [self._choice(job, c) for c in job.choices], "usage": self._usage(job)}
+
+    def _usage(self, job: Job) -> dict[str, Any]:
+        return usage(job.choices, job.num_prompts)
+
+    def _head(self, job: Job, *, chunk: bool = False) -> dict[str, Any]:
+        kind = f"{job.kind}.chunk" if chunk and job.kind == "chat.completion" else job.kind
+        return {"id": job.id, "object": kind, "created": job.created, "model": self.name, "system_fingerprint": __version__}
+
+    def _choice(self, job: Job, choice: Choice) -> dict[str, Any]:
+        places = choice.new_tokens()
+        told: dict[str, Any] = {"index": choice.index, "finish_reason": FINISH[choice.finish], "logprobs": None}
+        if job.kind == "chat.completion":
+            told["message"] = {"role": "assistant", "content": choice.text, "refusal": None}
+        else:
+            told["text"] = self._echo(job, choice) + choice.text
+        return {**told, **self._extras(job, choice, places, first=True)}
+
+    def _extras(self, job: Job, choice: Choice, places: range, *, first: bool) -> dict[str, Any]:
+        """Log probabilities and provenance of some tokens, where they were asked for."""
+        told: dict[str, Any] = {}
+        if job.top is not None and job.kind == "chat.completion":
+            told["logprobs"] = choice.chat_logprobs(places, job.top)
+        elif job.top is not None:
+            echo = choice.prompt_logprobs(job.top) if first and getattr(job.body, "echo", None) else {}
+            new = choice.completion_logprobs(places, job.top)
+            told["logprobs"] = {name: [*echo.get(name, ()), *values] for name, values in new.items()}
+        if job.body.provenance:
+            told["provenance"] = choice.provenance(places)
+        return told
+
+    def _echo(self, job: Job, choice: Choice) -> str:
+        echo = bool(getattr(job.body, "echo", None))
+        return self.tokenizer.decode(choice.prompt_ids) if echo else ""
+
+    async def chunks(self, job: Job) -> AsyncGenerator[dict[str, Any], None]:
+        """The events of a stream. An `echo` waits for its first piece; a piece without news of any kind is left out."""
+        head, chat = self._head(job, chunk=True), job.kind == "chat.completion"
+        options = job.body.stream_options
+        with_usage = options is not None and options.include_usage
+        rest: dict[str, Any] = {"usage": None} if with_usage else {}
+        begun: set[int] = set()
+        async with contextlib.aclosing(self.news(job)) as stream:
+            async for choice, text in stream:
+                first, places = choice.index not in begun, choice.new_tokens()
+                begun.add(choice.index)
+                if not (text or places or choice.finish):
+                    continue
+                told: dict[str, Any] = {"index": choice.index, "logprobs": None}
+                told["finish_reason"] = FINISH[choice.finish] if choice.finish else None
+                if chat:
+                    told["delta"] = ({"role": "assistant"} if first else {}) | {"content": text}
+                else:
+                    told["text"] = (self._echo(job, choice) if first else "") + text
+                told |= self._extras(job, choice, places, first=first)
+                if job.body.provenance:
+                    told["timing"] = choice.timing
+                yield {**head, "choices": [told], **rest}
+        if with_usage:
+            yield {**head, "choices": [], "usage": self._usage(job)}
+        self._ended(job, 200)
+
+    async def answer(self, request: Request, job: Job) -> Any:
+        """Serve a job; the first news (or error) is waited for, so that what goes wrong before it has its own status."""
+        if not job.body.stream:
+            answer = await until_gone(request, self.whole(job))
+            self._ended(job, 200)
+            return JSONResponse(answer)
+        events = self.chunks(job)
+        try:
+            first = await until_gone(request, anext(events))
+        except BaseException:
+            await events.aclose()
+            raise
+        return EventStream(_chained(first, events), stall_s=self.settings.stall_s, describe=partial(self._describe, job))
+
+    def _ended(self, job: Job, status: int, error: str = "") -> None:
+        told = usage(job.choices, job.num_prompts)
+        self.log.tell(
+            "request", id=job.id, kind=job.kind, status=status, ms=round(1000 * (time.monotonic() - job.begin)),
+            prompt_tokens=told["prompt_tokens"], completion_tokens=told["completion_tokens"],
+            accepted=told["completion_tokens_details"]["accepted_prediction_tokens"],
+            **({"error": error} if error else {}), **self.log.texts(texts=[c.text for c in job.choices]),
+        )  # fmt: skip
+
+    def _describe(self, job: Job, error: Exception) -> dict[str, Any]:
+        """The last event of a stream that broke."""
+        told = as_http(error)
+        self._ended(job, told.status, str(told))
+        return error_body(str(told), told.kind, told.status)
+
+
+async def _chained(first: dict[str, Any], rest: AsyncGenerator[dict[str, Any], None]) -> AsyncGenerator[dict[str, Any], None]:
+    try:
+        yield first
+        async for event in rest:
+            yield event
+    finally:
+        await rest.aclose()
+
+
+def _plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message whose content is a list of texts as one text; anything else in it is refused."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return dict(message)
+    parts = []
+    for part in content:
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise RequestError("a message has content that is no text, and this server reads nothing else; send text")
+        parts.append(part["text"])
+    return {**message, "content": "".join(parts)}
+
+
+def as_http(error: Exception) -> HttpError:
+    """What an error is over HTTP."""
+    if isinstance(error, HttpError):
+        return error
+    if isinstance(error, Busy):
+        return HttpError(429, str(error), "rate_limit_error", error.retry_s)
+    if isinstance(error, RequestError):
+        return HttpError(400, str(error))
+    if isinstance(error, EngineGone):
+        return HttpError(503, str(error), "server_error", 2)
+    if isinstance(error, asyncio.TimeoutError):
+        return HttpError(503, "the request waited too long for its first token; send it again in a while", "server_error", 5)
+    if isinstance(error, PolydraftError):
+        return HttpError(503, str(error), "server_error", 5)
+    return HttpError(500, f"unexpected {type(error).__name__}; this is a bug of the server, see its log", "server_error")

@@ -1,0 +1,57 @@
+"""Owns what a server may be told: one frozen record of addresses, limits, keys and what it shows.
+
+The command line builds it, routes read it. It never changes, and nothing in it configures an engine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from polydraft.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """Settings of one server. Seconds, bytes and counts are positive."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on; anything else than loopback makes the server reachable from outside."""
+    port: int = 8000
+    served_model: str = ""
+    """Name under which the model is served; "" is its directory's."""
+    max_requests: int = 256
+    """Requests in the engine at most, running and waiting; further ones are answered 429."""
+    queue_s: float = 60.0
+    """Seconds that a request may wait for its first token; then it is answered 503."""
+    stall_s: float = 60.0
+    """Seconds that a client may take to accept a piece of a stream, or to send its request's body."""
+    drain_s: float = 30.0
+    """Seconds that running requests have to end when the server is told to stop."""
+    max_body_bytes: int = 4 << 20
+    max_choices: int = 64
+    """Texts that one request may ask for: prompts times n."""
+    max_new_tokens: int = 0
+    """Tokens that one text may have; 0: as many as the model's length allows."""
+    api_keys: tuple[str, ...] = ()
+    """Keys of which a request needs one; () asks for none."""
+    admin_key: str = ""
+    """Key of the administrative routes; "" closes them."""
+    cors_origins: tuple[str, ...] = ()
+    """Origins whose pages may call the server; () allows none."""
+    chat_template: str = ""
+    """File with a Jinja template in the place of the checkpoint's."""
+    log_file: str = ""
+    """Where events are written, one JSON object a line; "" is standard error."""
+    log_prompts: bool = False
+    """Write prompts and texts to the log, too."""
+    playground: bool = True
+    """Serve the playground page at /."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_requests", "max_body_bytes", "max_choices", "queue_s", "stall_s", "drain_s"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"{name} is {getattr(self, name)}, wanted a number above 0; correct it")
+        if not 0 <= self.port < 1 << 16:
+            raise ConfigError(f"port is {self.port}, wanted 0 (any free one) to 65535; correct it")
+        if any(not key for key in self.api_keys):
+            raise ConfigError("an API key is empty; give it at least one character, or leave it out")

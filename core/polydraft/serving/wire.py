@@ -1,0 +1,149 @@
+"""Owns what the two processes of the server say to each other: commands down and events up, typed and without pickles.
+
+The client of the engine encodes commands, the worker answers with events; both are msgpack of tagged records that msgspec checks
+field by field. The news of a step are one packed record (`polydraft.runtime.news`) inside an event. It never opens a socket.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from polydraft.errors import RecordError
+
+VERSION = 1
+
+
+class Start(msgspec.Struct, tag=True, frozen=True):
+    """The first command: build this engine. `config`: fields of `EngineConfig`."""
+
+    config: dict[str, Any]
+    version: int = VERSION
+
+
+class Add(msgspec.Struct, tag=True, frozen=True):
+    """Queue a request. `handle` names it from now on; `params`: fields of `SamplingParams`; `grammar`: what binds its output."""
+
+    handle: int
+    prompt_ids: list[int]
+    params: dict[str, Any]
+
+
+class Abort(msgspec.Struct, tag=True, frozen=True):
+    """End a request; one that has ended already is left alone."""
+
+    handle: int
+
+
+class UpdateWeights(msgspec.Struct, tag=True, frozen=True):
+    """Replace the weights. Answered by `Done` with this number."""
+
+    number: int
+    path: str
+    running: str
+
+
+class AskStats(msgspec.Struct, tag=True, frozen=True):
+    """Answered by `Stats`."""
+
+
+class Stop(msgspec.Struct, tag=True, frozen=True):
+    """End everything and leave."""
+
+
+class Ready(msgspec.Struct, tag=True, frozen=True):
+    """The engine stands. `decisions`: name to value."""
+
+    model: str
+    model_dir: str
+    backend: str
+    max_model_len: int
+    max_num_seqs: int
+    max_logprobs: int
+    vocab_size: int
+    decisions: dict[str, Any]
+    version: int = VERSION
+
+
+class Unready(msgspec.Struct, tag=True, frozen=True):
+    """The engine could not be built, and why."""
+
+    error: str
+
+
+class News(msgspec.Struct, tag=True, frozen=True):
+    """What a step brought: a record of `polydraft.runtime.news`, how long it took on the host, and the time since the last."""
+
+    record: bytes
+    step_ms: float = 0.0
+    host_gap_ms: float = 0.0
+
+
+class Refused(msgspec.Struct, tag=True, frozen=True):
+    """A request was not taken: it was wrong (`fault` "client"), or the engine serves no more ("engine")."""
+
+    handle: int
+    error: str
+    fault: str
+
+
+class Done(msgspec.Struct, tag=True, frozen=True):
+    """An administrative command has ended; `error` "" where it succeeded."""
+
+    number: int
+    error: str
+
+
+class Stats(msgspec.Struct, tag=True, frozen=True):
+    """Counts of the engine since it was built; seconds are wall time of the worker."""
+
+    running: int
+    waiting: int
+    kv_blocks: int
+    kv_blocks_free: int
+    steps: int
+    new_tokens: int
+    rounds: int
+    drafted: int
+    accepted: int
+    drafted_at: list[int]
+    accepted_at: list[int]
+    preemptions: int
+    step_s: float
+    """In `Engine.step`."""
+    host_gap_s: float
+    """Between two steps while there was work: what the host did besides."""
+    idle_s: float
+    """Without any work, and so without anything for the device."""
+    uptime_s: float
+    failure: str
+
+
+Command = Start | Add | Abort | UpdateWeights | AskStats | Stop
+Event = Ready | Unready | News | Refused | Done | Stats
+_encoder = msgspec.msgpack.Encoder()
+_commands, _events = msgspec.msgpack.Decoder(Command), msgspec.msgpack.Decoder(Event)
+
+
+def encode(message: Command | Event) -> bytes:
+    """One message."""
+    return _encoder.encode(message)
+
+
+def decode_command(data: bytes) -> Command:
+    """Raises `RecordError` for anything that is no command."""
+    try:
+        command: Command = _commands.decode(data)
+    except msgspec.MsgspecError as error:
+        raise RecordError(f"a command to the engine cannot be read: {error}; both processes must be of one version") from error
+    return command
+
+
+def decode_event(data: bytes) -> Event:
+    """Raises `RecordError` for anything that is no event."""
+    try:
+        event: Event = _events.decode(data)
+    except msgspec.MsgspecError as error:
+        raise RecordError(f"an event of the engine cannot be read: {error}; both processes must be of one version") from error
+    return event

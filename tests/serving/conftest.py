@@ -1,0 +1,75 @@
+"""Servers for the tests of serving: started as users start them, on a free port, and stopped behind the tests.
+
+Owns the fixture `server` (one a module) and `Served`, which starts others with options of their own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support import tiny
+
+for needed in ("starlette", "uvicorn", "msgspec", "zmq", "prometheus_client", "httpx"):
+    pytest.importorskip(needed, reason=f"the extra `serve` is not installed: no {needed}")
+
+TEMPLATE = "{% for m in messages %}{{ m.content }} {% endfor %}"
+MODEL = "narrow"
+
+
+class Served:
+    """A server in a process of its own, on the tiny model; `url` is where it listens."""
+
+    def __init__(self, folder: Path, *options: str, model: str | None = None, stdout: Any = subprocess.PIPE) -> None:
+        template = folder / "template.jinja"
+        template.write_text(TEMPLATE)
+        self.log = folder / "server.log"
+        command = [
+            sys.executable, "-c", "from polydraft.cli import main; main()", "serve", "--port", "0", "--json",
+            "--backend", "reference", "--invariant",
+            "--model", model or str(tiny.checkpoint(MODEL)), "--max-num-seqs", "4", "--chat-template", str(template),
+            "--log-file", str(self.log), *options,
+        ]  # fmt: skip
+        environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
+        self.process = subprocess.Popen(command, stdout=stdout, stderr=subprocess.PIPE, env=environment, text=True)
+        assert self.process.stdout is not None
+        said = self.process.stdout.readline()
+        assert said, f"the server did not start: {self.process.stderr.read() if self.process.stderr else ''}"
+        self.url = str(json.loads(said)["url"])
+
+    def get(self, path: str) -> Any:
+        with urllib.request.urlopen(self.url + path, timeout=20) as answer:
+            return json.load(answer)
+
+    def events(self) -> list[dict[str, Any]]:
+        """What the log says so far."""
+        return [json.loads(line) for line in self.log.read_text(encoding="utf-8").splitlines()]
+
+    def stop(self) -> int:
+        """End it as an init system does; returns its status."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        try:
+            status = self.process.wait(20)
+        finally:
+            self.process.kill()
+            for pipe in (self.process.stdout, self.process.stderr):
+                if pipe is not None:
+                    pipe.close()
+        return status
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    served = Served(tmp_path_factory.mktemp("served"))
+    yield served
+    assert served.stop() == 0

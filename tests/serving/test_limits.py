@@ -1,0 +1,335 @@
+"""What clients may do wrong, and what may go wrong beneath: each ends in a clear answer, and the server serves on."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from polydraft import LLM, SamplingParams
+from polydraft.cli.serve import NEEDED
+from polydraft.serving.logs import Log
+from tests.serving.conftest import MODEL, Served
+from tests.support import tiny
+
+LONG = {"prompt": "w2", "max_tokens": 90, "temperature": 0, "ignore_eos": True}
+SHORT = {"prompt": "w5 w9", "max_tokens": 4, "temperature": 0}
+
+
+@pytest.fixture
+def serve(tmp_path: Path) -> Iterator[Callable[..., Served]]:
+    """Start servers with options; they are stopped behind the test."""
+    started: list[Served] = []
+
+    def start(*options: str, **more: Any) -> Served:
+        folder = tmp_path / str(len(started))
+        folder.mkdir()
+        started.append(Served(folder, *options, **more))
+        return started[-1]
+
+    yield start
+    for served in started:
+        served.stop()
+
+
+def post(served: Served, route: str = "/v1/completions", /, *, headers: Any = None, **body: Any) -> httpx.Response:
+    return httpx.post(served.url + route, json=body, headers=headers, timeout=30)
+
+
+def slow_down(pid: int) -> None:
+    """Stop the engine's process for good."""
+    os.kill(pid, signal.SIGSTOP)
+
+
+def worker(served: Served) -> int:
+    """The engine's process of a server."""
+    found = subprocess.run(
+        ["ps", "-o", "pid=,args=", "--ppid", str(served.process.pid)], capture_output=True, text=True, check=True
+    )
+    return int(next(line.split()[0] for line in found.stdout.splitlines() if "polydraft.serving.worker" in line))
+
+
+# -- requests that are wrong --------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("path", "data", "status"),
+    [
+        ("/v1/completions", b"", 400),
+        ("/v1/completions", b"\xff\xfe", 400),
+        ("/v1/completions", b"[" * 100_000, 400),
+        ("/v1/completions", b'{"prompt": "w1", "max_tokens": 1e400}', 400),
+        ("/v1/completions", b'{"prompt": "\\ud800"}', 400),
+        ("/v1/completions", b'{"prompt": 5}', 400),
+        ("/v1/completions", json.dumps({"prompt": "w1", "logit_bias": {"x": 1}}).encode(), 400),
+        ("/v1/completions", json.dumps({"prompt": "w1", "stop": [""]}).encode(), 400),
+        ("/v1/chat/completions", b'{"messages": []}', 400),
+        ("/v1/chat/completions", b'{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}', 400),
+        ("/v1/chat/completions", b'{"messages": [{"role": "user", "content": "x"}], "tools": [{}]}', 400),
+        ("/v1/chat/completions", b'{"messages": [{"role": "user", "content": "x"}], "top_logprobs": 2}', 400),
+        ("/tokenize", b"{}", 400),
+        ("/detokenize", b'{"tokens": [1, 99999]}', 400),
+        ("/admin/update_weights", b'{"path": "/"}', 403),
+        ("/v1/nothing", b"{}", 404),
+        ("/health", b"{}", 405),
+    ],
+)
+def test_wrong_requests_are_answered(server: Served, path: str, data: bytes, status: int) -> None:
+    answer = httpx.post(server.url + path, content=data, timeout=20)
+    assert answer.status_code == status
+    assert answer.json()["error"]["message"]
+    assert post(server, **SHORT).status_code == 200
+
+
+def test_a_body_that_is_too_large_or_lies_about_its_length(serve: Callable[..., Served]) -> None:
+    served = serve("--max-body-bytes", "2000", "--stall-timeout", "1")
+    assert post(served, prompt="w1 " * 1000).status_code == 413
+    chunks = (b" " * 500 for _ in range(10))
+    assert httpx.post(f"{served.url}/v1/completions", content=chunks, timeout=20).status_code == 413
+    with contextlib.closing(http.client.HTTPConnection(served.url.removeprefix("http://"), timeout=20)) as connection:
+        connection.putrequest("POST", "/v1/completions")
+        connection.putheader("Content-Length", "100")
+        connection.endheaders(b'{"prompt"')
+        assert connection.getresponse().status == 408
+    assert post(served, **SHORT).status_code == 200
+
+
+def test_garbage_on_the_socket_does_no_harm(server: Served) -> None:
+    host, _, port = server.url.removeprefix("http://").partition(":")
+    for data in (
+        b"\x00" * 4000,
+        b"GET / HTTP/9.9\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nContent-Length: -5\r\n\r\n",
+        b"A" * 200_000,
+    ):
+        with socket.create_connection((host, int(port)), timeout=10) as raw, contextlib.suppress(OSError):
+            raw.sendall(data)
+            raw.recv(1000)
+    assert post(server, **SHORT).status_code == 200
+
+
+# -- clients that vanish or stall ---------------------------------------------------------------------------------------
+def running(served: Served) -> int:
+    return int(served.get("/stats")["running"])
+
+
+def comes_to_rest(served: Served) -> bool:
+    deadline = time.monotonic() + 15
+    while time.monotonic() < deadline:
+        if served.get("/health")["requests"] == 0 and running(served) == 0:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_a_client_that_vanishes_without_streaming_ends_its_text(server: Served) -> None:
+    host, _, port = server.url.removeprefix("http://").partition(":")
+    body = json.dumps({**LONG, "n": 8}).encode()
+    raw = socket.create_connection((host, int(port)), timeout=10)
+    raw.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+    time.sleep(0.05)
+    raw.close()
+    assert comes_to_rest(server)
+
+
+def test_a_client_that_does_not_read_loses_its_stream_alone(serve: Callable[..., Served]) -> None:
+    served = serve("--stall-timeout", "1")
+    host, _, port = served.url.removeprefix("http://").partition(":")
+    body = json.dumps({**LONG, "n": 64, "stream": True, "provenance": True, "logprobs": 20}).encode()
+    raw = socket.socket()
+    raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    raw.connect((host, int(port)))
+    raw.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+    assert post(served, **SHORT).status_code == 200, "the others are served meanwhile"
+    assert comes_to_rest(served)
+    raw.close()
+
+
+# -- limits -------------------------------------------------------------------------------------------------------------
+def test_more_requests_than_are_admitted_are_told_when_to_come_back(serve: Callable[..., Served]) -> None:
+    served = serve("--max-requests", "2")
+    pid = worker(served)
+    slow_down(pid)
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        two = [pool.submit(post, served, **SHORT) for _ in range(2)]
+        while served.get("/health")["requests"] < 2:
+            time.sleep(0.02)
+        refused = post(served, **SHORT)
+        assert refused.status_code == 429
+        assert int(refused.headers["retry-after"]) >= 1
+        assert refused.json()["error"]["type"] == "rate_limit_error"
+        os.kill(pid, signal.SIGCONT)
+        assert [answer.result().status_code for answer in two] == [200, 200]
+    assert post(served, **SHORT).status_code == 200
+
+
+def test_a_request_that_waits_too_long_is_told_so(serve: Callable[..., Served]) -> None:
+    served = serve("--queue-timeout", "0.5")
+    pid = worker(served)
+    slow_down(pid)
+    for streaming in (False, True):
+        answer = post(served, **SHORT, stream=streaming)
+        assert answer.status_code == 503
+        assert "waited too long" in answer.json()["error"]["message"]
+        assert answer.headers["retry-after"]
+    os.kill(pid, signal.SIGCONT)
+    assert comes_to_rest(served)
+    assert post(served, **SHORT).status_code == 200
+
+
+def test_keys_and_origins(serve: Callable[..., Served], tmp_path: Path) -> None:
+    keys, admin = tmp_path / "keys", tmp_path / "admin"
+    keys.write_text("first\nsecond\n")
+    admin.write_text("third\n")
+    served = serve("--api-key-file", str(keys), "--admin-key-file", str(admin), "--cors-origin", "https://page.example")
+    assert served.get("/health")["status"] == "ok"
+    for key, status in ((None, 401), ("wrong", 401), ("third", 401), ("first", 200), ("second", 200)):
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        answer = post(served, **SHORT, headers=headers)
+        assert answer.status_code == status
+        assert ("www-authenticate" in answer.headers) == (status == 401)
+    for key, status in (("first", 401), ("third", 400)):
+        answer = post(served, "/admin/update_weights", path="/nowhere", headers={"Authorization": f"Bearer {key}"})
+        assert answer.status_code == status
+    for origin, allowed in (("https://page.example", "https://page.example"), ("https://other.example", None)):
+        answer = httpx.options(
+            f"{served.url}/v1/completions", headers={"Origin": origin, "Access-Control-Request-Method": "POST"}, timeout=20
+        )
+        assert answer.headers.get("access-control-allow-origin") == allowed
+    assert httpx.get(f"{served.url}/metrics", timeout=20).status_code == 401
+
+
+def test_no_origin_may_call_by_default(server: Served) -> None:
+    answer = httpx.post(f"{server.url}/v1/completions", json=SHORT, headers={"Origin": "https://page.example"}, timeout=20)
+    assert "access-control-allow-origin" not in answer.headers
+
+
+def test_weights_are_replaced_while_texts_run(serve: Callable[..., Served], tmp_path: Path) -> None:
+    admin = tmp_path / "admin"
+    admin.write_text("key\n")
+    served = serve("--admin-key-file", str(admin))
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        text = pool.submit(post, served, **LONG)
+        answer = post(served, "/admin/update_weights", path=str(tiny.checkpoint(MODEL)), headers={"Authorization": "Bearer key"})
+        assert answer.status_code == 200
+        assert text.result().json()["choices"][0]["text"] == offline(LONG["max_tokens"])
+
+
+def offline(length: Any) -> str:
+    llm = LLM(model=str(tiny.checkpoint(MODEL)), backend="reference", invariant=True)
+    return llm.generate("w2", SamplingParams(max_new_tokens=length, ignore_eos=True))[0].text
+
+
+# -- what goes wrong beneath --------------------------------------------------------------------------------------------
+def test_an_engine_that_dies_is_told_to_everybody_and_replaced(serve: Callable[..., Served]) -> None:
+    served = serve()
+    pid = worker(served)
+    slow_down(pid)
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        waiting = [pool.submit(post, served, **LONG, stream=streaming) for streaming in (False, True, False)]
+        while served.get("/health")["requests"] < 3:
+            time.sleep(0.02)
+        os.kill(pid, signal.SIGKILL)
+        for answer in waiting:
+            assert answer.result().status_code == 503
+            assert "process ended" in answer.result().json()["error"]["message"]
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline and httpx.get(f"{served.url}/health", timeout=5).status_code != 200:
+        time.sleep(0.1)
+    assert served.get("/health")["restarts"] == 1
+    assert post(served, **LONG).json()["choices"][0]["text"] == offline(LONG["max_tokens"])
+    assert [event["state"] for event in served.events() if event["event"] == "engine"] == ["ready", "restarting", "ready"]
+
+
+def test_a_stream_whose_engine_dies_ends_with_an_error(serve: Callable[..., Served]) -> None:
+    served = serve()
+    with httpx.stream("POST", f"{served.url}/v1/completions", json={**LONG, "n": 60, "stream": True}, timeout=20) as answer:
+        lines = answer.iter_lines()
+        assert next(lines).startswith("data: {")
+        os.kill(worker(served), signal.SIGKILL)
+        rest = [line for line in lines if line]
+    assert "process ended" in json.loads(rest[-2].removeprefix("data: "))["error"]["message"]
+    assert rest[-1] == "data: [DONE]"
+
+
+def test_sigterm_lets_texts_end_and_refuses_new_ones(serve: Callable[..., Served]) -> None:
+    served = serve()
+    texts: list[Any] = []
+    with httpx.stream("POST", f"{served.url}/v1/completions", json={**LONG, "stream": True}, timeout=20) as answer:
+        lines = answer.iter_lines()
+        texts.append(next(lines))
+        served.process.send_signal(signal.SIGTERM)
+        texts += [line for line in lines if line]
+    assert texts[-1] == "data: [DONE]"
+    pieces = [json.loads(line.removeprefix("data: ")) for line in texts if line.startswith("data: {")]
+    assert "".join(piece["choices"][0]["text"] for piece in pieces) == offline(LONG["max_tokens"])
+    assert served.process.wait(20) == 0
+    assert served.events()[-1]["event"] == "stopped"
+
+
+def test_a_log_that_cannot_be_written_stops_nothing(tmp_path: Path) -> None:
+    full = Path("/dev/full")
+    if not full.exists():
+        pytest.skip("no device that is always full")
+    log = Log(str(full))
+    for _ in range(3):
+        log.tell("request", id="x")
+    assert log.lost == 3
+    log.close()
+
+
+def test_a_server_with_a_full_log_and_a_closed_output_serves_on(serve: Callable[..., Served]) -> None:
+    if not Path("/dev/full").exists():
+        pytest.skip("no device that is always full")
+    served = serve("--log-file", "/dev/full")
+    assert served.process.stdout is not None
+    served.process.stdout.close()
+    for _ in range(3):
+        assert post(served, **SHORT).status_code == 200
+    with urllib.request.urlopen(f"{served.url}/metrics", timeout=20) as answer:
+        lost = next(line for line in answer.read().decode().splitlines() if line.startswith("polydraft:log_lines_lost"))
+    assert float(lost.rpartition(" ")[2]) > 0
+
+
+def test_a_model_that_cannot_be_loaded_is_told_at_once(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", "from polydraft.cli import main; main()", "serve", "--port", "0", "--model", str(tmp_path)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 1
+    assert "config.json" in result.stderr.splitlines()[-1]
+    assert "Traceback" not in result.stderr
+    assert result.stdout == ""
+
+
+def test_several_clients_at_once_have_the_texts_of_one(server: Served) -> None:
+    """A small version of the load that `tests/serving/test_load.py` puts on a server."""
+    wanted = post(server, **LONG).json()["choices"][0]["text"]
+    found: list[str] = []
+
+    def stream() -> None:
+        with httpx.stream("POST", f"{server.url}/v1/completions", json={**LONG, "stream": True}, timeout=60) as answer:
+            lines = [json.loads(line[6:]) for line in answer.iter_lines() if line.startswith("data: {")]
+        found.append("".join(line["choices"][0]["text"] for line in lines))
+
+    threads = [threading.Thread(target=stream) for _ in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert found == [wanted] * 12
+
+
+def test_the_extra_names_what_is_needed() -> None:
+    assert set(NEEDED) == {"starlette", "uvicorn", "msgspec", "zmq", "prometheus_client"}

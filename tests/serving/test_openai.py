@@ -1,0 +1,210 @@
+"""The official client against a started server: completions, chat, streams, log probabilities, errors, cancellation.
+
+Every text is the one that the offline interface gives for the same seed, on row-invariant arithmetic.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from typing import Any
+
+import pytest
+
+openai = pytest.importorskip("openai")
+
+from polydraft import LLM, RequestOutput, SamplingParams  # noqa: E402  behind the check for the client
+from tests.serving.conftest import MODEL, Served  # noqa: E402
+from tests.support import tiny  # noqa: E402
+
+PROMPT = "w5 w9 w33"
+
+
+@pytest.fixture(scope="module")
+def client(server: Served) -> Any:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+
+@functools.cache
+def llm() -> LLM:
+    return LLM(model=str(tiny.checkpoint(MODEL)), backend="reference", invariant=True, logprobs=20)
+
+
+@functools.cache
+def offline(prompt: str = PROMPT, **params: Any) -> RequestOutput:
+    return llm().generate(prompt, SamplingParams(**params))[0]
+
+
+def complete(client: Any, **options: Any) -> Any:
+    given = {"model": MODEL, "prompt": PROMPT, "max_tokens": 12, "temperature": 0, **options}
+    return client.completions.create(**given)
+
+
+def test_models(client: Any) -> None:
+    (model,) = client.models.list().data
+    assert model.id == MODEL
+
+
+def test_a_completion_is_the_offline_text_and_counts_its_drafts(client: Any) -> None:
+    answer, wanted = complete(client), offline(max_new_tokens=12)
+    assert answer.object == "text_completion"
+    assert answer.choices[0].text == wanted.text
+    assert answer.choices[0].finish_reason == wanted.finish_reason
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (3, len(wanted.token_ids))
+    details = answer.usage.completion_tokens_details
+    assert details.accepted_prediction_tokens == wanted.accepted
+    assert details.rejected_prediction_tokens == wanted.drafted - wanted.accepted
+
+
+def test_a_stream_is_the_same_text_in_pieces(client: Any) -> None:
+    stream = complete(client, stream=True, stream_options={"include_usage": True}, max_tokens=20)
+    events = list(stream)
+    wanted = offline(max_new_tokens=20)
+    assert "".join(e.choices[0].text for e in events if e.choices) == wanted.text
+    assert [e.choices[0].finish_reason for e in events if e.choices][-1] == wanted.finish_reason
+    assert len([e for e in events if e.choices]) > 3, "a stream comes in pieces"
+    assert events[-1].usage.completion_tokens == len(wanted.token_ids)
+    assert events[-1].usage.completion_tokens_details.accepted_prediction_tokens == wanted.accepted
+
+
+def test_sampling_by_seed_and_several_choices(client: Any) -> None:
+    answer = complete(client, n=3, temperature=0.9, seed=7, top_p=0.95)
+    wanted = [offline(max_new_tokens=12, temperature=0.9, seed=7 + i, top_p=0.95).text for i in range(3)]
+    assert [choice.text for choice in answer.choices] == wanted
+    assert [choice.index for choice in answer.choices] == [0, 1, 2]
+    assert answer.usage.prompt_tokens == 3
+    several = complete(client, prompt=[PROMPT, "w7 w1"], n=2, seed=3, temperature=0.8)
+    assert len(several.choices) == 4
+    assert several.choices[2].text == offline("w7 w1", max_new_tokens=12, temperature=0.8, seed=3).text
+    assert several.usage.prompt_tokens == 5
+
+
+def test_prompts_as_token_ids(client: Any) -> None:
+    assert complete(client, prompt=[5, 9, 33]).choices[0].text == offline(max_new_tokens=12).text
+
+
+def test_stop_texts(client: Any) -> None:
+    whole = offline(max_new_tokens=20).text.split()
+    answer = complete(client, stop=[whole[4]], max_tokens=20)
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.choices[0].text.split() == whole[: whole.index(whole[4])]
+
+
+def test_processing_reaches_the_engine(client: Any) -> None:
+    wanted = offline(max_new_tokens=12, frequency_penalty=1.5, logit_bias=((4, -100),)).text
+    assert complete(client, frequency_penalty=1.5, logit_bias={"4": -100}).choices[0].text == wanted
+
+
+def test_completion_logprobs(client: Any) -> None:
+    answer, wanted = complete(client, logprobs=3).choices[0].logprobs, offline(max_new_tokens=12, logprobs=3)
+    assert answer.tokens == [f"w{t.token_id}" for t in wanted.tokens]
+    assert answer.token_logprobs == pytest.approx([t.logprob for t in wanted.tokens])
+    for got, token in zip(answer.top_logprobs, wanted.tokens, strict=True):
+        assert got == pytest.approx({f"w{t}": value for t, value in token.top})
+
+
+def test_echo_with_logprobs_tells_the_prompts_too(client: Any) -> None:
+    choice = complete(client, logprobs=1, echo=True, max_tokens=2).choices[0]
+    wanted = offline(max_new_tokens=2, logprobs=1, prompt_logprobs=1)
+    assert wanted.prompt_logprobs is not None
+    assert choice.text.startswith(PROMPT)
+    assert choice.logprobs.tokens == ["w5", "w9", "w33", *(f"w{t}" for t in wanted.token_ids)]
+    assert choice.logprobs.token_logprobs[0] is None
+    assert choice.logprobs.token_logprobs[1:3] == pytest.approx([p.logprob for p in wanted.prompt_logprobs[1:] if p])
+
+
+def chat(client: Any, **options: Any) -> Any:
+    given: dict[str, Any] = {"model": MODEL, "max_tokens": 10, "temperature": 0, **options}
+    return client.chat.completions.create(messages=[{"role": "user", "content": PROMPT}], **given)
+
+
+def test_chat_whole_and_streamed(client: Any) -> None:
+    wanted = offline(f"{PROMPT} ", max_new_tokens=10)
+    answer = chat(client)
+    assert answer.object == "chat.completion"
+    assert (answer.choices[0].message.role, answer.choices[0].message.content) == ("assistant", wanted.text)
+    events = list(chat(client, stream=True, max_tokens=None, max_completion_tokens=10))
+    assert events[0].object == "chat.completion.chunk"
+    assert events[0].choices[0].delta.role == "assistant"
+    assert "".join(e.choices[0].delta.content or "" for e in events) == wanted.text
+
+
+def test_chat_logprobs(client: Any) -> None:
+    content = chat(client, logprobs=True, top_logprobs=2).choices[0].logprobs.content
+    wanted = offline(f"{PROMPT} ", max_new_tokens=10, logprobs=2).tokens
+    assert [c.token for c in content] == [f"w{t.token_id}" for t in wanted]
+    assert [c.logprob for c in content] == pytest.approx([t.logprob for t in wanted])
+    assert [[top.token for top in c.top_logprobs] for c in content] == [[f"w{t}" for t, _ in w.top] for w in wanted]
+    assert bytes(content[0].bytes).decode() == content[0].token
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_provenance_is_an_extra_that_is_asked_for(client: Any, streaming: bool) -> None:
+    wanted = offline(max_new_tokens=12, logprobs=0).tokens
+    answer = complete(client, extra_body={"provenance": True}, stream=streaming)
+    events = list(answer) if streaming else [answer]
+    told = [token for event in events for token in event.choices[0].provenance]
+    assert [(t["token_id"], t["source"]) for t in told] == [(t.token_id, t.source) for t in wanted]
+    assert [t["draft_position"] or 0 for t in told] == [t.draft_position for t in wanted]
+    assert not hasattr(complete(client).choices[0], "provenance")
+
+
+def test_a_client_that_goes_away_ends_its_text(client: Any, server: Served) -> None:
+    stream = complete(client, stream=True, max_tokens=80, extra_body={"ignore_eos": True}, prompt="w2")
+    next(iter(stream))
+    stream.close()
+    deadline = time.monotonic() + 10
+    while (server.get("/health")["requests"] or server.get("/stats")["running"]) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert server.get("/health")["requests"] == 0
+    assert server.get("/stats")["running"] == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"model": "other"}, "NotFoundError", "model 'other' is not served here"),
+        ({"temperature": -1}, "BadRequestError", "temperature is -1"),
+        ({"max_tokens": 0}, "BadRequestError", "max_tokens"),
+        ({"extra_body": {"max_token": 3}}, "BadRequestError", "did you mean 'max_tokens'"),
+        ({"best_of": 4}, "BadRequestError", "best_of is 4"),
+        ({"prompt": []}, "BadRequestError", "empty list"),
+        ({"prompt": [[1, 2], "x"]}, "BadRequestError", "neither texts nor token ids"),
+        ({"prompt": [64]}, "BadRequestError", "wanted an id from 0 to 63"),
+        ({"prompt": "w1 " * 96}, "BadRequestError", "wanted fewer than 96"),
+        ({"logprobs": 21}, "BadRequestError", "wanted at most 20"),
+        ({"n": 65}, "BadRequestError", "wanted at most 64"),
+    ],
+)
+def test_errors_are_the_clients_and_say_what_to_do(client: Any, options: Any, error: str, message: str) -> None:
+    with pytest.raises(getattr(openai, error)) as raised:
+        complete(client, **options)
+    assert message in raised.value.body["message"]
+
+
+def test_metrics_have_vllms_names_and_count(client: Any, server: Served) -> None:
+    import urllib.request
+
+    complete(client)
+    with urllib.request.urlopen(f"{server.url}/metrics", timeout=20) as answer:
+        lines = answer.read().decode().splitlines()
+    values = {line.rpartition(" ")[0].partition("{")[0]: float(line.rpartition(" ")[2]) for line in lines if line[:1] != "#"}
+    for name in (
+        "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc", "vllm:prompt_tokens_total",
+        "vllm:generation_tokens_total", "vllm:request_success_total", "vllm:time_to_first_token_seconds_count",
+        "vllm:inter_token_latency_seconds_count", "vllm:e2e_request_latency_seconds_count",
+        "vllm:spec_decode_num_drafts_total", "vllm:spec_decode_num_draft_tokens_total",
+        "vllm:spec_decode_num_accepted_tokens_total", "vllm:spec_decode_num_accepted_tokens_per_pos_total",
+        "polydraft:acceptance_per_position", "polydraft:tokens_per_round", "polydraft:host_gap_seconds",
+        "polydraft:device_idle_ratio",
+    ):  # fmt: skip
+        assert name in values, name
+    assert values["vllm:generation_tokens_total"] >= 12
+    assert 0 <= values["polydraft:device_idle_ratio"] <= 1.01
+
+
+def test_the_log_has_no_text_of_anybody(client: Any, server: Served) -> None:
+    complete(client, prompt="w11 w12 w13 w14")
+    text = server.log.read_text(encoding="utf-8")
+    assert "w11" not in text
+    assert any(event["event"] == "request" and event["completion_tokens"] for event in server.events())

@@ -15,9 +15,9 @@ import pytest
 from polydraft import LLM, Engine, SamplingParams
 from polydraft.cli import main
 from polydraft.errors import HazardError
-from polydraft.reference.device import ReferenceDevice
 from polydraft.runtime.runner import Runner
 from polydraft.sanitize import HAZARDS, WatchedPlugins
+from polydraft.sanitize.device import WatchedDevice
 from tests.support import tiny
 from tests.support.emulator import Emulator
 from tests.support.planted import ASKS, MODEL, PLANTED, Planted, watched
@@ -272,8 +272,8 @@ def test_the_command_tells_hazards_and_fails(monkeypatch: pytest.MonkeyPatch, ca
 
 # -- cost and scope ------------------------------------------------------------------------------------
 def test_nothing_is_wrapped_without_it() -> None:
-    engine = watched(None, sanitize=False)
-    assert type(engine.device) is ReferenceDevice
+    engine = watched(None, sanitize=False, backend="reference")
+    assert not isinstance(engine.device, WatchedDevice)
     assert not isinstance(engine.plugins, WatchedPlugins)
     assert engine.hazards == ()
     assert not {"launch", "collect"} & set(vars(engine.runner))

@@ -24,8 +24,8 @@ from polydraft.trace_file import read, write
 from polydraft.trace_page import write_html
 from polydraft.trace_view import middle, picture, write_png
 from tests.support import tiny
+from tests.support.emulator import Emulator
 from tests.support.runs import engine
-from tests.support.timed_emulator import TimedEmulator
 
 SLOW = "latency=kernel:2000,upload:100,download:100,op:50,issue:1"
 """Modelled microseconds: so long that no host is slower than the device."""
@@ -39,7 +39,7 @@ def made(kind: str, **options: Any) -> Engine:
         return engine("narrow", device=kind, **options)
     if kind.endswith("eager"):
         options["graph"] = "off"
-    plugin = TimedEmulator(f"emulator:0?seed=3&{SLOW}")
+    plugin = Emulator(f"emulator:0?seed=3&{SLOW}")
     options |= {"model": str(tiny.checkpoint("narrow")), "plugins": tiny.PLUGINS, "overlap": int(kind.split("-")[1])}
     return LLM(plugin=plugin, invariant=True, **options).engine
 
@@ -156,7 +156,7 @@ def test_a_graph_is_one_span_around_its_work(kind: str) -> None:
 
 def test_an_asynchronous_device_without_timeline_shows_steps_alone() -> None:
     running = LLM(
-        plugin=TimedEmulator("emulator:0?seed=3"), model=str(tiny.checkpoint("narrow")), plugins=tiny.PLUGINS, invariant=True
+        plugin=Emulator("emulator:0?seed=3"), model=str(tiny.checkpoint("narrow")), plugins=tiny.PLUGINS, invariant=True
     ).engine
     held = served(running, Recorder(running))
     assert held.device_times == BOUND

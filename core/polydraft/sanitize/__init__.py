@@ -84,6 +84,8 @@ def watch(engine: Engine, checker: Checker) -> None:
             labelled[:] = [runner.programs]
             _label(runner.programs)
         in_flight[plan.step_id] = plan.slots
+        if checker.observations is not None:
+            checker.observations.step_holds(plan.step_id, ledger.table[plan.slots].ravel().tolist())
         with checker.within("launch", plan.step_id):
             return launch(plan)
 

@@ -35,6 +35,7 @@ HAZARDS: Mapping[str, str] = MappingProxyType(
         "negative-length": "a launch or copy counted a negative number of rows",
         "undeclared-read": "an operation read memory, or rows, that its contract does not say it reads",
         "undeclared-write": "an operation wrote memory, or rows, that its contract does not say it writes",
+        "foreign-block": "an operation wrote a KV block that no slot of its step holds",
         "slot-released-in-flight": "a slot and its blocks were released while a step that holds the slot was in flight",
     }
 )

@@ -117,11 +117,11 @@ class WatchedFactories:
         return weight
 
     def allocate_cache(self, spec: CacheSpec) -> Cache:
-        """A cache: one region."""
+        """A cache: a region for each block where the device tells which were written, one region elsewhere."""
         name = f"KV cache {sum(memory.name.startswith('KV cache') for memory in self.checker.memories)}"
         trace = self.checker.allocates(name)
         cache = self.inner.allocate_cache(spec)
-        self.checker.memories.add(Memory(cache, name, 1, made=trace))
+        self.checker.memories.add(Memory(cache, name, spec.num_blocks, made=trace, paged=True))
         return cache
 
 

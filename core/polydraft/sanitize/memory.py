@@ -58,6 +58,8 @@ class Memory:
     """The address at which it was found last when that was none that a launch is bound to."""
     bound: bool = False
     """Whether a launch is bound to it."""
+    paged: bool = False
+    """Its rows are KV blocks: devices that see what is written say which, contracts declare all of them."""
     uploaded: Copied | None = None
     """The last upload, as long as nothing else has written since."""
 

@@ -5,7 +5,7 @@ Emulators implement it; on other devices the checker believes the contracts. It 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
 from polydraft.sanitize.accesses import Touch
@@ -14,6 +14,8 @@ from polydraft.sanitize.site import Trace
 
 MOST_OPEN = 20_000
 """Operations outside of graphs that are remembered; far more than can be in flight."""
+MOST_STEPS = 16
+"""Steps whose blocks are remembered; more than can be in flight."""
 
 
 class Observed(NamedTuple):
@@ -23,7 +25,7 @@ class Observed(NamedTuple):
     memory: Any
     access: Literal["read", "write"]
     rows: tuple[int, int] | None = None
-    """[low, high), or None where the device cannot tell."""
+    """[low, high), or None where the device cannot tell; of a cache these are blocks, one at a time."""
 
 
 class ObservesAccesses(Protocol):
@@ -51,6 +53,13 @@ class Observations:
         self._number = 0
         self._open: dict[int, tuple[Trace, list[Touch]]] = {}
         self._captured: dict[int, tuple[Trace, list[Touch]]] = {}
+        self._held: dict[int, frozenset[int]] = {}
+
+    def step_holds(self, step: int, blocks: Iterable[int]) -> None:
+        """A step is launched, whose slots hold these KV blocks."""
+        self._held[step] = frozenset(blocks)
+        if len(self._held) > MOST_STEPS:
+            del self._held[next(iter(self._held))]
 
     def begin(self, trace: Trace, touches: list[Touch], *, captured: bool) -> None:
         """Number the next operation."""
@@ -61,7 +70,8 @@ class Observations:
             del self._open[next(iter(self._open))]
 
     def undeclared(self, memories: Memories) -> Iterator[tuple[str, str, Trace, str]]:
-        """(hazard, memory, operation, what is missing) of each access seen since the last call that nobody declared."""
+        """(hazard, memory, operation, what is missing) of each access seen since the last call that nobody declared,
+        and of each write into a KV block that no slot of the step holds."""
         for operation, thing, access, rows in self._device.observed_accesses():
             known = self._open.get(operation) or self._captured.get(operation)
             if known is None:
@@ -69,9 +79,16 @@ class Observations:
             trace, touches = known
             memory = memories[thing]
             low, high = rows or (0, 0)
+            if memory.paged and access == "write" and rows and not self._may_write(operation, trace.step, low):
+                yield "foreign-block", memory.named(low, high), trace, "a grant of that block to a slot of the step"
             mine = [t for t in touches if t.memory is memory and (t.reads if access == "read" else t.writes)]
             if any(rows is None or (t.low <= low and high <= t.high) for t in mine):
                 continue
             about = memory.named(low, high) if rows else memory.name
             declared = f"it declares rows {mine[0].low} to {mine[0].high}" if mine else f"it declares no {access} of it"
             yield f"undeclared-{access}", about, trace, f"an argument with that access in the contract's record; {declared}"
+
+    def _may_write(self, operation: int, step: int | None, block: int) -> bool:
+        """Whether some slot of the operation's step holds a block; of what a graph does, some slot of a step in flight."""
+        known = step is not None and operation not in self._captured
+        return any(block in held for number, held in self._held.items() if not known or number == step)

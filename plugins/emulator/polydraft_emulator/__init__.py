@@ -5,7 +5,7 @@ poison until it is written; cache rows lie in a permuted layout; captures forbid
 are held back or fail where the device string says so. It computes in the reference's row-invariant arithmetic.
 
     LLM(backend="emulator", device="emulator:0?seed=7&policy=reversed")
-    LLM(plugin=Emulator("emulator:0?seed=7&rows=seeded&fault=copy@12"))
+    LLM(plugin=Emulator("emulator:0?seed=7"), device="emulator:0?rows=seeded&fault=copy@12")
 
 `options.py` has the table of options. An error names the device string that brings it about again.
 """
@@ -42,19 +42,21 @@ class Emulator:
         return f"Emulator({str(self.options)!r})"
 
     @hookimpl
-    def polydraft_backend_info(self) -> BackendInfo:
-        """Identity; always available, since NumPy is a dependency of core."""
+    def polydraft_backend_info(self, spec: str) -> BackendInfo:
+        """Identity; always available, since NumPy is a dependency of core. The device string decides row order and what cannot be
+        captured. Raises `ConfigError` for an unknown option."""
         from polydraft.contracts import COMPOSITES, REGISTRY
         from polydraft.reference.table import kernel_names
-        from polydraft_emulator.options import ROWS
+        from polydraft_emulator.options import ROWS, parse
 
+        options = parse(spec, self.options)
         capabilities = Capabilities(
             dtypes=("f32",),
             asynchronous=True,
             graph_capture=True,
-            uncapturable=self.options.refused_names,
+            uncapturable=options.refused_names,
             row_invariant=True,
-            row_order=ROWS[self.options.rows],
+            row_order=ROWS[options.rows],
             pool_temporaries=True,
         )
         return BackendInfo(
@@ -63,7 +65,7 @@ class Emulator:
             package="polydraft-emulator",
             device_pattern="emulator:<index>?option=value&...",
             summary="the worst legal accelerator, in NumPy on the CPU: lazy, reordered, poisoned and replayable by seed",
-            devices=(str(self.options),),
+            devices=(str(options),),
             capabilities=capabilities,
             contract_versions=MappingProxyType(
                 {name: 1 if name in COMPOSITES else REGISTRY[name].version for name in kernel_names()}
@@ -73,19 +75,11 @@ class Emulator:
 
     @hookimpl
     def polydraft_open_device(self, spec: str, options: DeviceOptions) -> EmulatorDevice:
-        """Open a fresh device. Raises `ConfigError` for an unknown option, and for a capability in the device string."""
-        from polydraft.errors import ConfigError
+        """Open a fresh device. Raises `ConfigError` for an unknown option."""
         from polydraft_emulator.device import EmulatorDevice
-        from polydraft_emulator.options import DECLARED, parse
+        from polydraft_emulator.options import parse
 
-        chosen = parse(spec, self.options)
-        for name in DECLARED:
-            if getattr(chosen, name) != getattr(self.options, name):
-                raise ConfigError(
-                    f"emulator option {name} in device {spec!r} is a capability, which is asked before a device is opened; "
-                    f"use LLM(plugin=Emulator({spec!r}))"
-                )
-        return EmulatorDevice(chosen, dtype=options.dtype)
+        return EmulatorDevice(parse(spec, self.options), dtype=options.dtype)
 
     @hookimpl
     def polydraft_kernels(self, device: EmulatorDevice) -> KernelTable:
@@ -99,7 +93,7 @@ class Emulator:
         """Capture and replay with its rules."""
         from polydraft_emulator.graph import EmulatorCapture
 
-        return EmulatorCapture(device, frozenset(self.options.refused_names))  # type: ignore[return-value]
+        return EmulatorCapture(device, frozenset(device.options.refused_names))  # type: ignore[return-value]
 
     @hookimpl
     def polydraft_init_forward_meta(self, device: EmulatorDevice, buffers: PassBuffers, limits: Limits) -> ForwardMeta:

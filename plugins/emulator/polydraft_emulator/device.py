@@ -16,6 +16,7 @@ import numpy as np
 from polydraft.device import DTYPES, Array, DeviceCounters
 from polydraft.errors import DeviceError
 from polydraft.reference.device import poison_array
+from polydraft.sanitize import Observed
 from polydraft_emulator.execution import Executor
 from polydraft_emulator.memory import EmulatorBuffer, EmulatorCache, EmulatorStaging, Memory, row_map
 from polydraft_emulator.options import Options
@@ -141,7 +142,9 @@ class EmulatorDevice:
             for cache in caches:
                 cache.discard(chosen)
 
+        number, self.operation = self.operation, 0  # the tests' own doing
         self.executor.issue(self.stream, Work("kernel", "discard", len(chosen), run))
+        self.operation = number
 
     def memory(self) -> int:
         """Peak of bytes held, captured graphs included."""
@@ -191,6 +194,20 @@ class EmulatorDevice:
     def enqueue(self, stream: EmulatorStream, work: Callable[[], None], name: str = "host function") -> None:
         """Queue any function as one kernel; device memory is open to it."""
         self.executor.issue(stream, Work("kernel", name, 0, work))
+
+    # -- what a checker asks ---------------------------------------------------------------------------
+    @property
+    def operation(self) -> int:
+        """The number under which work is observed that is issued from now on; 0 for none."""
+        return self.executor.eyes.operation
+
+    @operation.setter
+    def operation(self, number: int) -> None:
+        self.executor.eyes.operation = number
+
+    def observed_accesses(self) -> list[Observed]:
+        """What work that has run since the last call has touched: see `observe.py`."""
+        return self.executor.eyes.observed()
 
     @property
     def outstanding(self) -> int:

@@ -21,6 +21,7 @@ from polydraft.errors import DeviceError
 from polydraft.reference.device import poison_array
 from polydraft_emulator.faults import HOW, Faults, Trigger
 from polydraft_emulator.memory import Guard
+from polydraft_emulator.observe import Eyes
 from polydraft_emulator.options import Options, launch_names
 from polydraft_emulator.schedule import DONE, DROPPED, QUEUED, Operation, Schedule
 from polydraft_emulator.timeline import Clock
@@ -42,12 +43,14 @@ class Executor:
         self.faults = Faults(options.fault, options.delay, names)
         self.clock = Clock(options.latency, names) if options.latency else None
         self.recording: Recording | None = None
+        self.eyes = Eyes(self.guard)
         self._error: DeviceError | None = None
         self._lost = ""
 
     # -- issuing -----------------------------------------------------------------------------------
     def issue(self, stream: EmulatorStream, work: Work) -> None:
         """Queue work, or record it while a graph is captured."""
+        work.operation = self.eyes.operation
         if self.recording is not None:
             self.recording.add(stream, work)
             return
@@ -101,7 +104,7 @@ class Executor:
                         self._fail(work, fault, f"as fault={fault.text} asks")
                         return
                     try:
-                        work.run()
+                        self.eyes.run(work) if work.operation else work.run()
                     except Exception as error:  # noqa: BLE001  whatever a kernel stumbles over, the host learns at its next wait
                         self._fail(work, None, f"{type(error).__name__}: {error}", error)
                         return

@@ -74,7 +74,8 @@ class Binding:
             return SimpleNamespace(kv=view) if spec.kind == "cache" else SimpleNamespace(array=view)
         if spec.access == "out":
             counted = "N" if contract.unit == "any" else CAPACITY[contract.unit]
-            self.outputs.append((array, spec.symbols[0] != counted))
+            if spec.symbols[0] == counted or spec.pad != "any":  # a record may end before its memory does
+                self.outputs.append((array, spec.symbols[0] != counted))
         return view
 
     def _array(self, memory: Memory) -> Array:

@@ -19,12 +19,14 @@ from polydraft.reference.device import poison_array
 
 
 class Guard:
-    """Counts how deep the device is in work of its own; only then may its memory be opened. Also a context manager."""
+    """Counts how deep the device is in work of its own; only then may its memory be opened. Also a context manager. `opened`
+    notes what is opened, while somebody wants to know."""
 
-    __slots__ = ("depth",)
+    __slots__ = ("depth", "opened")
 
     def __init__(self) -> None:
         self.depth = 0
+        self.opened: list[Memory] | None = None
 
     def __enter__(self) -> None:
         self.depth += 1
@@ -60,6 +62,8 @@ class Memory:
                 f"the host looked into device memory {self.name}, which it cannot read; download it and wait for an event behind "
                 "the copy"
             )
+        if self._guard.opened is not None:
+            self._guard.opened.append(self)
         return self._array
 
     def belongs_to(self, guard: Guard) -> bool:

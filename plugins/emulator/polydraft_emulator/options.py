@@ -17,7 +17,7 @@ never reads the environment and never changes an option.
 | `fault`        | copy@12,op@40:lost; none     | single operations that fail (`faults.py`)                                    |
 | `memory`       | MiB; unlimited               | device memory; more than that raises `DeviceError`                           |
 
-`rows` and `uncapturable` are capabilities, which core asks for before it opens a device: give them to `Emulator(...)`.
+`rows` and `uncapturable` are capabilities of the device that the string names.
 """
 
 from __future__ import annotations
@@ -35,8 +35,6 @@ POLICIES = ("random", "lazy", "fifo", "reversed", "eager")
 LAYOUTS = ("blocked", "plain")
 ROWS: dict[str, RowOrder] = {"slot": "slot", "prefill-first": "prefill_first", "seeded": "seeded"}
 """Row orders as they are written in a device string, and as `Capabilities.row_order` calls them."""
-DECLARED = ("rows", "uncapturable")
-"""Options that change what the backend declares of itself."""
 
 _DEVICE = re.compile(r"(?:emulator(?::\d+)?)?")
 

@@ -19,9 +19,10 @@ if TYPE_CHECKING:
 
 class Work:
     """What one operation does. `kind` and `name` are what triggers and costs match; `rows` its launch length; `uses`, memory and
-    the arrays it was bound to; `spoils`, arrays that a failure poisons; `issued` runs on the host whenever this is issued."""
+    the arrays it was bound to; `spoils`, arrays that a failure poisons; `issued` runs on the host whenever this is issued.
+    `operation`: the number under which it is observed, 0 for none."""
 
-    __slots__ = ("issued", "kind", "name", "rows", "run", "spoils", "uses")
+    __slots__ = ("issued", "kind", "name", "operation", "rows", "run", "spoils", "uses")
 
     def __init__(
         self,
@@ -36,6 +37,7 @@ class Work:
     ) -> None:
         self.kind, self.name, self.rows, self.run = kind, name, rows, run
         self.uses, self.spoils, self.issued = uses, spoils, issued
+        self.operation = 0
 
 
 class EmulatorStream:

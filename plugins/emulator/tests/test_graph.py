@@ -180,9 +180,9 @@ def test_what_is_declared_uncapturable_is_refused():
     adder = Adder("uncapturable=rms_norm,forward_meta")
     with pytest.raises(DeviceError, match="rms_norm cannot be captured"):
         adder.graph()
-    info = Emulator("?uncapturable=rms_norm,forward_meta").polydraft_backend_info()
+    info = Emulator("?uncapturable=rms_norm,forward_meta").polydraft_backend_info("")
     assert info.capabilities.uncapturable == ("rms_norm", "forward_meta")
-    assert Emulator().polydraft_backend_info().capabilities.uncapturable == ()
+    assert Emulator().polydraft_backend_info("").capabilities.uncapturable == ()
 
 
 # -- addresses ------------------------------------------------------------------------------------------------

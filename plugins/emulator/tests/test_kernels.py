@@ -43,4 +43,4 @@ def test_the_table_is_what_the_reference_owns():
     plugin = Emulator()
     table = plugin.polydraft_kernels(plugin.polydraft_open_device("", DeviceOptions()))
     assert sorted(table.providers) == kernel_names()
-    assert dict(table.versions) == dict(plugin.polydraft_backend_info().contract_versions)
+    assert dict(table.versions) == dict(plugin.polydraft_backend_info("").contract_versions)

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 import polydraft_emulator
+from polydraft import LLM, SamplingParams
 from polydraft.backend import DeviceOptions
 from polydraft.errors import ConfigError
 from polydraft.plugins import Plugins
@@ -79,14 +80,27 @@ def test_row_order_is_declared(rows: str, declared: str):
     assert (info.name, info.evidence) == ("emulator", "emulator")
 
 
-@pytest.mark.parametrize("option", ["rows=seeded", "uncapturable=linear"])
-def test_capabilities_cannot_come_with_the_device_string(option: str):
-    with pytest.raises(ConfigError, match=r"is a capability, which is asked before a device is opened; use LLM\(plugin=Emulator"):
-        polydraft_emulator.polydraft_open_device(f"?{option}", DeviceOptions())
+def test_the_device_string_decides_what_the_backend_declares():
+    info = Plugins.load(polydraft_emulator, device="emulator:0?rows=seeded&uncapturable=linear,argmax").info()
+    assert info.capabilities.row_order == "seeded"
+    assert info.capabilities.uncapturable == ("linear", "argmax")
+    over = Plugins.load(Emulator("?rows=seeded&seed=4"), device="?rows=slot").info()
+    assert (over.capabilities.row_order, over.devices) == ("slot", ("emulator:0?seed=4",))
+    with pytest.raises(ConfigError, match="unknown emulator option 'row'"):
+        Plugins.load(polydraft_emulator, device="?row=slot")
+
+
+@pytest.mark.parametrize("rows", ["slot", "prefill-first", "seeded"])
+def test_the_row_order_of_the_device_string_holds_in_a_run(rows: str):
+    llm = LLM(plugin=polydraft_emulator, device=f"emulator:0?rows={rows}", backend="emulator", graph="off", max_num_seqs=2)
+    assert llm.engine.scheduler.row_order == rows.replace("-", "_")
+    outputs = llm.generate([[5, 6, 7], [8]], SamplingParams(max_new_tokens=3, ignore_eos=True))
+    assert [output.error for output in outputs] == ["", ""]
+    llm.close()
 
 
 def test_the_module_is_a_plugin_and_its_entry_point():
-    assert Plugins.load(polydraft_emulator).info() == Emulator().polydraft_backend_info()
+    assert Plugins.load(polydraft_emulator).info() == Emulator().polydraft_backend_info("")
     pyproject = (Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8")
     assert '[project.entry-points."polydraft.backends"]\nemulator = "polydraft_emulator"\n' in pyproject
     assert 'dependencies = ["polydraft"]' in pyproject

@@ -155,8 +155,6 @@ RECORDS = [
 FOR_OTHERS = {
     "StepPlan.version": "a plan may come from another process, which checks it",
     "StepOutcome.version": "likewise",
-    "StepOutcome.step_id": "observers tell steps apart by it",
-    "StepOutcome.phase": "observers see who was paused",
 }
 """Fields that core keeps for those who read its records, with the reason."""
 

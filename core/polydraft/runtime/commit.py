@@ -17,6 +17,7 @@ from polydraft.runtime.slots import SlotTable
 from polydraft.runtime.totals import EngineTotals
 from polydraft.sentinels import Finish, Phase
 
+_PAUSED = int(Phase.PAUSED)
 REASONS = {finish: finish.name.lower() for finish in Finish}
 _PLACES = np.arange(256)
 """Places of a window; rounds are kept as bytes, so there are never more."""
@@ -28,6 +29,7 @@ def apply(
 ) -> list[Request]:
     """Fold one outcome in and count it; returns the requests that ended. Sequences whose request left meanwhile are only counted
     down."""
+    assert outcome.step_id == plan.step_id, "an outcome is folded in with the plan of its own step"
     t, ids = slots, outcome.slots
     t.in_flight[ids] -= 1
     t.in_flight_decode[ids] -= plan.decode
@@ -53,6 +55,8 @@ def _fold(
 
     rounds, with_round, accepted = drafted >= 0, ids, outcome.accepted[keep]
     if not rounds.all():
+        if totals is not None:
+            totals.paused += int((outcome.phase[keep] == _PAUSED).sum())
         with_round, accepted, drafted = ids[rounds], accepted[rounds], drafted[rounds]
     number = t.num_rounds[with_round]
     t.rounds[with_round, number], t.round_drafts[with_round, number] = accepted, drafted

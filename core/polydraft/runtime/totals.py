@@ -28,6 +28,8 @@ class EngineTotals:
     """By draft position: rounds in which that draft became output."""
     drafted_at: list[int] = field(default_factory=list)
     """By draft position: rounds that verified a draft there."""
+    paused: int = 0
+    """Rounds that a sequence missed because it had no blocks for them."""
 
     def add(self, num_tokens: int, accepted: Array, drafted: Array) -> None:
         """A step was applied: tokens of its live sequences, and drafts of those that had a round, int32 [rounds]."""

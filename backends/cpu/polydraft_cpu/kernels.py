@@ -26,11 +26,12 @@ VERSIONS: Final[Mapping[str, int]] = dict.fromkeys(
     (
         "update_slots", "update_tokens", "update_blocks", "update_biases", "update_bad_words", "reserve_blocks", "pack_rows",
         "pack_logit_rows", "embed", "rms_norm", "residual_add", "linear", "rope_kv_write", "paged_attention", "swiglu",
-        "gather_rows", "process_logits", "penalise_logits", "bias_logits", "forbid_tokens", "argmax", "gumbel_noise", "sample",
-        "uniform_noise", "filter_probs", "draw_draft", "force_choices", "verify_match", "verify_rejection", "commit_window",
-        "snapshot_output", "pack_draft_rows", "begin_draft", "combine_draft_inputs", "select_last_rows", "advance_draft",
-        "draft_ngram", "align_drafts", "keep_logits", "top_logprobs", "pack_logprobs", "pack_prompt_rows", "draft_logprobs",
-        "residual_add+rms_norm", "gumbel_noise+sample", "verify_match+commit_window", "pack_rows+pack_logit_rows",
+        "gather_rows", "process_logits", "penalise_logits", "bias_logits", "forbid_tokens", "mask_logits", "argmax",
+        "gumbel_noise", "sample", "uniform_noise", "filter_probs", "draw_draft", "force_choices", "verify_match",
+        "verify_rejection", "commit_window", "snapshot_output", "pack_draft_rows", "begin_draft", "combine_draft_inputs",
+        "select_last_rows", "advance_draft", "draft_ngram", "align_drafts", "keep_logits", "top_logprobs", "pack_logprobs",
+        "pack_prompt_rows", "draft_logprobs", "residual_add+rms_norm", "gumbel_noise+sample", "verify_match+commit_window",
+        "pack_rows+pack_logit_rows",
     ), 1
 )  # fmt: skip
 """Contract or composite to the version that the compiled kernels are written for."""
@@ -151,10 +152,10 @@ def _sampling(logits: str, rows: int) -> Scratch:
 
 
 def _attention(parts: Any, limits: Limits, threads: int) -> int:
-    """Scores and queries of four heads a thread."""
+    """Scores and eight queries a thread."""
     del limits
     a: PagedAttentionV1 = parts[0]
-    return threads * 4 * (up(a.block_table.shape[1] * a.block_size) + a.head_dim) * 4
+    return threads * 8 * (up(a.block_table.shape[1] * a.block_size) + a.head_dim) * 4
 
 
 SCRATCH: Final[Mapping[str, Scratch]] = {

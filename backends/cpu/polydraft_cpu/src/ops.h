@@ -78,6 +78,7 @@ struct Table {
   const Kernel* kernels;
   int64_t count;
   Primitives primitives;
+  const Table* rest;  // where the kernels are that this table does not have; null: it has all
 };
 
 extern const Table portable_table;

@@ -10,6 +10,10 @@
 #include <string>
 #include <vector>
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
 #include "ops.h"
 #include "pool.h"
 
@@ -75,11 +79,20 @@ const Kernel* find(const Kernel* kernels, int64_t count, const char* name, int a
 }
 
 const Kernel* find(const Table& table, const char* name, int act) {
-  if (const Kernel* k = find(table.kernels, table.count, name, act)) return k;
+  for (const Table* t = &table; t; t = t->rest)
+    if (const Kernel* k = find(t->kernels, t->count, name, act)) return k;
   if (const Kernel* k = find(state_kernels, num_state_kernels, name, act)) return k;
   if (const Kernel* k = find(sampling_kernels, num_sampling_kernels, name, act)) return k;
   return find(logprob_kernels, num_logprob_kernels, name, act);
 }
+
+#if defined(__x86_64__)
+// CPUID leaf 7, subleaf 1, EAX bit 5: older compilers have no name for it.
+bool has_bf16_products() {
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  return __get_cpuid_count(7, 1, &a, &b, &c, &d) != 0 && (a & (1u << 5)) != 0;
+}
+#endif
 
 // Levels of this processor, best last.
 std::vector<const Table*> levels() {
@@ -89,8 +102,10 @@ std::vector<const Table*> levels() {
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
     found.push_back(&avx2_table);
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-        __builtin_cpu_supports("avx512vl"))
+        __builtin_cpu_supports("avx512vl")) {
       found.push_back(&avx512_table);
+      if (avx512bf16_table.name && has_bf16_products()) found.push_back(&avx512bf16_table);
+    }
   }
 #endif
   return found;

@@ -420,6 +420,19 @@ void forbid_tokens(const ForbidTokens& a, int64_t n) {
   }
 }
 
+struct MaskLogits { Ints slot_order, logit_start, logit_len, masked; Words masks; Floats logits; };
+void mask_logits(const MaskLogits& a, int64_t n) {
+  for (int64_t i = 0; i < n; i++) {
+    const int32_t places = a.slot_order[i] < 0 ? 0 : a.masked[i] < a.logit_len[i] ? a.masked[i] : a.logit_len[i];
+    for (int32_t j = 0; j < places; j++) {
+      const uint32_t* mask = a.masks.p + (i * a.masks.d[1] + j) * a.masks.d[2];
+      float* logits = a.logits.row(a.logit_start[i] + j);
+      for (int64_t v = 0; v < a.logits.d[1]; v++)
+        if (!(mask[v / 32] >> (v % 32) & 1)) logits[v] = -__builtin_inff();
+    }
+  }
+}
+
 }  // namespace
 
 const Kernel state_kernels[] = {
@@ -443,6 +456,7 @@ const Kernel state_kernels[] = {
     PD_STATE("draft_ngram", DraftNgram, draft_ngram),
     PD_STATE("align_drafts", AlignDrafts, align_drafts),
     PD_STATE("process_logits", ProcessLogits, process_logits),
+    PD_STATE("mask_logits", MaskLogits, mask_logits),
     PD_STATE("bias_logits", BiasLogits, bias_logits),
     PD_STATE("forbid_tokens", ForbidTokens, forbid_tokens),
 };

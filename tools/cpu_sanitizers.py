@@ -1,0 +1,162 @@
+"""Run the CPU backend's kernels under a sanitizer of the compiler: addresses and undefined behaviour, or threads.
+
+Compiles the library with the sanitizer into a temporary folder, then runs a child process with it: every contract of the kit's
+named and generated cases at every instruction level, ragged products and attention of random shapes, and engines with graphs.
+Exits with 1 when the sanitizer reported anything. Needs g++ (its sanitizer libraries are found through it) on Linux.
+
+    python tools/cpu_sanitizers.py address,undefined
+    python tools/cpu_sanitizers.py thread
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCE = ROOT / "backends" / "cpu" / "polydraft_cpu" / "src"
+FLAGS = [
+    "-std=c++17",
+    "-O1",
+    "-g",
+    "-fno-omit-frame-pointer",
+    "-ffp-contract=off",
+    "-fvisibility=hidden",
+    "-fPIC",
+    "-Wall",
+    "-Wextra",
+]
+PRELOAD = {"address,undefined": ["libasan.so", "libubsan.so"], "thread": ["libtsan.so"]}
+
+
+def build(kind: str, folder: Path) -> Path:
+    """Compile every source by itself, then link."""
+    objects = []
+    for source in sorted(SOURCE.glob("*.cpp")):
+        objects.append(folder / f"{source.stem}.o")
+        extra = ["-fno-sanitize-recover=undefined"] if "undefined" in kind else []
+        subprocess.run(["g++", *FLAGS, f"-fsanitize={kind}", *extra, "-c", str(source), "-o", str(objects[-1])], check=True)
+    library = folder / "_kernels.so"
+    subprocess.run(["g++", "-shared", f"-fsanitize={kind}", "-pthread", "-o", str(library), *map(str, objects)], check=True)
+    return library
+
+
+def preloaded(kind: str) -> str:
+    """Paths of the sanitizer's libraries, which must be loaded before Python."""
+    found = [subprocess.run(["g++", f"-print-file-name={n}"], capture_output=True, text=True, check=True) for n in PRELOAD[kind]]
+    return " ".join(str(Path(one.stdout.strip()).resolve()) for one in found)
+
+
+# -- the child -------------------------------------------------------------------------------------
+def contracts() -> int:
+    """Every kernel on its cases at every level, alone and with threads; returns how many comparisons there were."""
+    from polydraft.contracts import COMPOSITES, REGISTRY
+    from polydraft.contracts.harness import check_kernel
+    from polydraft.contracts.inputs import contract_of, generated
+    from polydraft_cpu import library
+    from polydraft_cpu.kernels import VERSIONS
+    from tests.support.cpu import opened
+
+    count = 0
+    for level in library.levels():
+        for dtype in ("f32", "bf16"):
+            device, table = opened(f"cpu?isa={level}&threads=3", dtype)
+            for name in VERSIONS:
+                kernel = COMPOSITES[name] if name in COMPOSITES else REGISTRY[name]
+                for case in (*contract_of(kernel).cases(), *(generated(kernel, seed) for seed in range(8))):
+                    comparison = check_kernel(kernel, case, device, table, act=dtype)
+                    assert comparison.ok, comparison.describe()
+                    count += 1
+            device.close()
+        print(f"{level}: every contract", flush=True)
+    return count
+
+
+def shapes(rounds: int) -> int:
+    """Products of random shapes, large enough for threads, in every form of weights."""
+    import numpy as np
+
+    from polydraft.contracts import LinearV1
+    from polydraft_cpu import library
+    from tests.support.cpu import bound, loaded, opened
+
+    rng = np.random.default_rng(0)
+    for number in range(rounds):
+        level, weights = rng.choice(library.levels()), rng.choice(["exact", "bf16", "int8", "f32"])
+        dtype, (n, o, i) = str(rng.choice(["f32", "bf16"])), (int(v) for v in rng.integers(1, (40, 700, 300)))
+        device, table = opened(f"cpu?isa={level}&weights={weights}&threads={number % 4 + 1}", dtype)
+        x, w = rng.standard_normal((n, i)), rng.standard_normal((o, i)).astype(np.float32)
+        weight, out = table.prepare_weight("linear", w, dtype), device.empty("out", (n, o), "f32")
+        run = bound(device, table, "linear", LinearV1(x=loaded(device, "x", x), weight=weight, bias=None, out=out))
+        for _ in range(5):
+            run(n)
+        assert np.abs(out.host_array - x @ w.T).max() < 3.0
+        device.close()
+    print(f"{rounds} shapes of products", flush=True)
+    return rounds
+
+
+def engines() -> int:
+    """The demo model: greedy and sampled requests that come and go, with graphs and without, on more threads than processors."""
+    from polydraft import LLM, SamplingParams
+
+    tokens = 0
+    for options in ({}, {"graph": "off"}, {"device": "cpu?threads=4&pin=0", "dtype": "bf16"}, {"verify": "rejection"}):
+        llm = LLM(backend="cpu", max_num_seqs=4, **options)
+        for temperature in (0.0, 0.8):
+            params = SamplingParams(max_new_tokens=24, temperature=temperature, top_p=0.9, seed=3)
+            tokens += sum(len(out.token_ids) for out in llm.generate(["def f(x):\n", "class A:\n", "import os\n"] * 2, params))
+        llm.close()
+        print(f"engine {options}: served", flush=True)
+    return tokens
+
+
+def child(library_path: str, rounds: int) -> None:
+    """Everything, on the library at this path."""
+    sys.path[:0] = [str(ROOT)]
+    from polydraft_cpu import library
+
+    library.PATH = Path(library_path)
+    print(f"{contracts()} cases, {shapes(rounds)} products, {engines()} tokens", flush=True)
+
+
+def main() -> int:
+    """Build, run, tell."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kind", choices=sorted(PRELOAD))
+    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.child:
+        child(args.child, args.rounds)
+        return 0
+    with tempfile.TemporaryDirectory() as folder:
+        library = build(args.kind, Path(folder))
+        log = Path(folder) / "report"
+        options = f"log_path={log}:halt_on_error=0:exitcode=66"
+        env = {
+            **os.environ,
+            "LD_PRELOAD": preloaded(args.kind),
+            "ASAN_OPTIONS": f"detect_leaks=0:{options}",
+            "UBSAN_OPTIONS": f"print_stacktrace=1:{options}",
+            "TSAN_OPTIONS": f"report_signal_unsafe=0:{options}",
+            "OPENBLAS_NUM_THREADS": "1",
+        }
+        command = [sys.executable, __file__, args.kind, "--child", str(library), "--rounds", str(args.rounds)]
+        done = subprocess.run(command, env=env, check=False)
+        reports = sorted(Path(folder).glob("report*"))
+        for report in reports:
+            print(report.read_text(errors="replace")[:8000])
+        verdict = (
+            "clean" if done.returncode == 0 and not reports else f"NOT clean: exit {done.returncode}, {len(reports)} reports"
+        )
+        print(f"{args.kind}: {verdict}")
+        return 0 if verdict == "clean" else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

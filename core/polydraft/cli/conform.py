@@ -105,7 +105,7 @@ def command(
         return _matrix(matrix, selection, plugins=plugins, kernels=kernels, limit_s=limit, out=out, as_json=as_json)
     if backend is None:
         raise click.UsageError("there is no BACKEND, wanted a name (polydraft doctor lists them) or --matrix NAME,NAME")
-    _check_backend(backend, plugins, kernels)
+    _check_backend(backend, plugins, kernels, limit)
     if prove and kernels:
         raise click.UsageError("the zoo is run around a backend alone; leave --kernels or --prove out")
     if prove:
@@ -129,10 +129,12 @@ def _check_names(contract: str) -> None:
         raise click.UsageError(f"no contract is called {contract!r}; {hint}polydraft contracts lists them all")
 
 
-def _check_backend(backend: str, plugins: tuple[str, ...], kernels: tuple[str, ...]) -> None:
-    """A backend or pack that cannot be loaded is bad usage: there is nothing to judge."""
+def _check_backend(backend: str, plugins: tuple[str, ...], kernels: tuple[str, ...], limit_s: float) -> None:
+    """A backend or pack that cannot be loaded is bad usage: there is nothing to judge. One that kills who loads it fails."""
+    from polydraft.conformance.isolation import refuse_deadly
     from polydraft.plugins import Plugins
 
+    refuse_deadly(backend, files=plugins, packs=kernels, limit_s=limit_s)
     try:
         Plugins.load(backend, files=plugins, packs=kernels)
     except PluginError as error:
@@ -187,7 +189,7 @@ def _matrix(
 
     for one in backends:
         name = one.partition("=")[0]
-        _check_backend(name, files(name), kernels)
+        _check_backend(name, files(name), kernels, limit_s)
     content = run(
         backends,
         lambda name, device: conform(

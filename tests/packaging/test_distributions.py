@@ -127,3 +127,15 @@ from polydraft.conformance.outcomes import PROFILES, frozen_list
 print(all(frozen_list(kind, profile) for kind in ("mustpass", "mustown") for profile in PROFILES))
 """
     assert installed.python(code).split() == ["0", "True"]
+
+
+def test_installed_command_writes_a_package_that_runs(installed: Installation):
+    answer = json.loads(run(installed.scripts / "polydraft", "new-backend", "mychip", "--json", cwd=installed.folder))
+    template = ROOT / "core" / "polydraft" / "template"
+    kept = {path.relative_to(template).as_posix() for path in template.rglob("*") if path.suffix in {".md", ".py", ".toml"}}
+    assert set(answer["files"]) == kept
+    name = installed.python(
+        f"import sys; sys.path.insert(0, {answer['folder']!r})\n"
+        "import polydraft_mychip; print(polydraft_mychip.polydraft_backend_info().name)"
+    )
+    assert name.strip() == "mychip"

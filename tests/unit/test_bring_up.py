@@ -23,6 +23,7 @@ from polydraft.bring_up import (
 )
 from polydraft.conformance import conform
 from polydraft.conformance.kernel_checks import named_cases
+from polydraft.conformance.needs import device_functions
 from polydraft.conformance.report import Selection
 from polydraft.contracts import REGISTRY, harness
 from polydraft.demo import demo_model_path
@@ -55,6 +56,8 @@ def test_a_device_is_four_functions_and_basic_asks_for_few_kernels():
     assert len(DEVICE_FUNCTIONS) <= 12
     assert len(frozen_list("mustown", "basic")) <= 12, "kernels that count as own in the profile basic"
     assert lacks(BytesDevice("bytes"), Device) == ""
+    whole = [function for function in device_functions("graph") if not function.startswith("GraphCapture.")]
+    assert len(whole) <= 12, "a device that leaves bring-up"
 
 
 def test_four_functions_and_one_kernel_conform():

@@ -23,7 +23,7 @@ def polydraft_backend_info() -> BackendInfo:
         devices=("mychip",),
         capabilities=Capabilities(bring_up=True, pool_temporaries=True),
         contract_versions=contract_versions(KERNELS),
-        evidence="double only",  # "silicon" once its results were seen on the chip
+        evidence="double only",  # "silicon" once results were seen on the chip, and evidence_on="which chip, which day"
     )
 
 

@@ -32,8 +32,11 @@ CONTRACTS = (
     "align_drafts", "keep_logits", "top_logprobs", "draft_logprobs", "pack_logprobs", "pack_prompt_rows",
 )  # fmt: skip
 """What `table.py` serves, listed here because identity may not import Paddle."""
-EVIDENCE: dict[str, Literal["silicon", "custom device"]] = {"cpu": "silicon", "polyemu": "custom device"}
-"""What each kind of place was seen on; the others were never run by us."""
+EVIDENCE: dict[str, tuple[Literal["silicon", "custom device"], str]] = {
+    "cpu": ("silicon", "AMD EPYC CPU, 2026-11-21"),
+    "polyemu": ("custom device", "plugins/paddle-emu-device, 2026-11-21"),
+}
+"""What each kind of place was seen on, and when; the others were never run by us."""
 
 
 @hookimpl
@@ -48,6 +51,7 @@ def describe(name: str, summary: str, spec: str) -> BackendInfo:
     from polydraft_paddle.installation import unusable
 
     reason = unusable()
+    evidence, evidence_on = EVIDENCE.get(spec.partition(":")[0], ("double only", ""))
     return BackendInfo(
         name=name,
         version=__version__,
@@ -58,7 +62,8 @@ def describe(name: str, summary: str, spec: str) -> BackendInfo:
         reason=reason,
         devices=() if reason else ("cpu",),
         capabilities=HOST if spec == "cpu" else QUEUED,
-        evidence=EVIDENCE.get(spec.partition(":")[0], "double only"),
+        evidence=evidence,
+        evidence_on=evidence_on,
         contract_versions=MappingProxyType({name: REGISTRY[name].version for name in CONTRACTS}),
     )
 

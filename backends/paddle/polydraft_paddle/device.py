@@ -17,6 +17,7 @@ from polydraft.device import DTYPES, Array, Buffer, DeviceCounters, Event, Stagi
 from polydraft.errors import DeviceError
 from polydraft.reference.device import ImmediateEvent, ImmediateStream
 from polydraft_paddle.ops import Tensor
+from polydraft_paddle.provider import device_error
 from polydraft_paddle.table import PADDLE_DTYPES
 
 
@@ -163,16 +164,22 @@ class PaddleDevice:
         del stream
         self.counters.uploads += 1
         self.counters.bytes_uploaded += source.array[:rows].nbytes
-        if rows:
-            target.tensor[:rows].copy_(source.tensor[:rows], False)  # type: ignore[attr-defined]
+        self._copy(target.tensor, source.tensor, rows)  # type: ignore[attr-defined]
 
     def download(self, stream: Stream, target: Staging, source: Buffer, rows: int) -> None:
         """Queue a copy of the first `rows` of a buffer into staging."""
         del stream
         self.counters.downloads += 1
         self.counters.bytes_downloaded += target.array[:rows].nbytes
-        if rows:
-            target.tensor[:rows].copy_(source.tensor[:rows], False)  # type: ignore[attr-defined]
+        self._copy(target.tensor, source.tensor, rows)  # type: ignore[attr-defined]
+
+    def _copy(self, target: Tensor, source: Tensor, rows: int) -> None:
+        if not rows:
+            return
+        try:
+            target[:rows].copy_(source[:rows], False)
+        except (OSError, RuntimeError) as error:
+            raise device_error(self.spec, error) from error
 
     # -- the rest ----------------------------------------------------------------------------------
     def memory(self) -> int:

@@ -16,7 +16,8 @@ from polydraft.backend import PassBuffers, StepMeta
 from polydraft.contracts.base import Limits
 from polydraft.device import Array, Stream
 from polydraft.reference.forward_meta import build_layout
-from polydraft_paddle.ops import Tensor
+from polydraft.sentinels import PAD_SLOT
+from polydraft_paddle.ops import Tensor, choose, numbers, owners
 
 
 @dataclass(frozen=True)
@@ -55,36 +56,64 @@ def _tensor(index: Array) -> Tensor:
     return paddle.to_tensor(index.astype(np.int32))
 
 
+@dataclass(frozen=True)
+class Windows:
+    """The rows of a pass without prefill, sequence by sequence, in shapes that the host knows: `shape` is (S, W), `rows` [S * W]
+    int32 the packed row of each place, -1 where there is none."""
+
+    shape: tuple[int, int]
+    rows: Tensor
+
+
+def windows(row_slot: Tensor, sequences: int, width: int) -> Windows:
+    """Number the runs of equal slots and the places in them, on the device; a run has at most `width` rows."""
+    n = row_slot.shape[0]
+    index = numbers(n, row_slot)
+    before = paddle.concat([paddle.full_like(row_slot[:1], PAD_SLOT), row_slot[:-1]])
+    starts = (row_slot >= 0) & (row_slot != before)
+    sequence = paddle.cumsum(starts.astype("int32"), dtype="int32") - 1
+    first = paddle.cummax(choose(starts, index, 0), axis=0)[0]
+    place = choose(row_slot >= 0, sequence * width + index - first, -1)
+    named, row = owners(place, sequences * width)
+    return Windows((sequences, width), choose(named, row.astype("int32"), -1))
+
+
 class PaddleForwardMeta:
-    """The `ForwardMeta` of a place; `segments` is None where the host cannot see the rows."""
+    """The `ForwardMeta` of a place. Where the host sees the rows they are grouped there (`segments`); elsewhere a pass without
+    prefill is laid out in windows on the device, and one with prefill not at all."""
 
     def __init__(self, device: Any, buffers: PassBuffers, limits: Limits) -> None:
         self._device, self._limits = device, limits
         self._tensors = tuple(b.tensor for b in (buffers.row_slot, buffers.positions, buffers.block_table))  # type: ignore[attr-defined]
-        self.segments: tuple[Segment, ...] | None = () if device.host_visible else None
+        self._host_visible = device.host_visible
+        self.layout: tuple[Segment, ...] | Windows | None = None
 
     def fill(self, stream: Stream, step: StepMeta) -> None:
-        """Group the rows now in the pass's buffers, where that costs no synchronisation."""
+        """Lay out the rows now in the pass's buffers; nothing waits, and on the host only host memory is read."""
         del stream
-        if self.segments is None:
-            return
         n = step.launch_rows
-        self._device.counters.launches += 1
-        row_slot, positions, block_table = (np.from_dlpack(t) for t in self._tensors)
-        self.segments = grouped(
-            row_slot=row_slot[:n],
-            positions=positions[:n],
-            block_table=block_table,
-            block_size=self._limits.block_size,
-            window=self._limits.window,
-        )
+        self.layout = None
+        if self._host_visible:
+            self._device.counters.launches += 1
+            row_slot, positions, block_table = (np.from_dlpack(t) for t in self._tensors)
+            self.layout = grouped(
+                row_slot=row_slot[:n],
+                positions=positions[:n],
+                block_table=block_table,
+                block_size=self._limits.block_size,
+                window=self._limits.window,
+            )
+        elif n and not step.has_prefill:
+            self._device.counters.launches += 1
+            sequences = min(n, step.real_slots or self._limits.max_seqs)
+            self.layout = windows(self._tensors[0][:n], sequences, min(n, self._limits.window))
 
 
-def segments_of(a: Any, n: int, limits: Limits) -> tuple[Segment, ...] | None:
-    """The pass's segments from its metadata, or built here when the kernel is run without any on host memory."""
+def layout_of(a: Any, n: int, limits: Limits) -> tuple[Segment, ...] | Windows | None:
+    """The pass's layout from its metadata, or segments built here when the kernel is run without any on host memory."""
     if a.meta is not None:
-        segments: tuple[Segment, ...] | None = a.meta.segments
-        return segments
+        layout: tuple[Segment, ...] | Windows | None = a.meta.layout
+        return layout
     if not a.q.place.is_cpu_place():
         return None
     return grouped(

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from polydraft.device import Graph, Stream
 from polydraft.errors import DeviceError
+from polydraft_paddle.provider import device_error
 
 if TYPE_CHECKING:
     from polydraft_paddle.device import PaddleDevice
@@ -37,7 +38,10 @@ class PaddleGraph:
         del stream
         self._device.check_open("a graph")
         self._device.counters.graph_replays += 1
-        self._graph.replay()
+        try:
+            self._graph.replay()
+        except (OSError, RuntimeError) as error:
+            raise device_error(self._device.spec, error) from error
 
     def release(self) -> None:
         """Give the graph back; Paddle does so too late when the process ends."""

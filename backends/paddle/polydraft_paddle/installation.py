@@ -13,6 +13,7 @@ import logging
 import re
 import warnings
 
+from polydraft.environment import suggest
 from polydraft.errors import DeviceError
 
 DISTRIBUTIONS = ("paddlepaddle", "paddlepaddle-gpu", "paddlepaddle-xpu")
@@ -60,6 +61,7 @@ def import_paddle() -> None:
     reason = unusable()
     if reason:
         raise DeviceError(reason)
+    suggest("GLOG_minloglevel", "2")  # which libraries of custom devices were found is no news
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:

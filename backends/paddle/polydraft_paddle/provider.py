@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from typing import Any
 from polydraft.contracts.base import Args, Limits, Workspace
 from polydraft.contracts.composite import CompositeArgs
 from polydraft.device import DeviceCounters, Launch, Stream
+from polydraft.errors import DeviceError
 
 Run = Callable[[int], None]
 """A kernel bound to its tensors: does the work for a launch length."""
@@ -45,22 +47,40 @@ def tensors_of(args: Args | CompositeArgs) -> SimpleNamespace:
     return SimpleNamespace(**{name: getattr(value, "tensor", value) for name, value in values.items()})
 
 
+def device_error(spec: str, error: BaseException) -> DeviceError:
+    """What Paddle raised in the course of its work, in one sentence: an operation without a kernel on this place is named."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    missing = re.search(r"The kernel with key .* of kernel `(\w+)` is not registered", " ".join(lines))
+    if missing:
+        return DeviceError(
+            f"Paddle has no kernel of {missing[1]!r} for device {spec}, and falling back to the CPU is off; register one in the "
+            "device's plugin, or choose --device cpu"
+        )
+    reason = lines[0][:200] if lines else type(error).__name__
+    return DeviceError(f"device {spec} answered with an error ({reason}); check the device and its driver, then start again")
+
+
 @dataclass(frozen=True)
 class PaddleProvider:
     """A `Provider` over a Paddle kernel; launches are counted in `counters`."""
 
     kernel: Kernel
     counters: DeviceCounters
+    spec: str
+    """The device as the user names it."""
 
     def bind(self, args: Any, limits: Limits, workspace: Workspace | None) -> Launch:
         """Resolve the tensors once and return the launch."""
         del workspace
-        run, counters = self.kernel(tensors_of(args), limits), self.counters
+        run, counters, spec = self.kernel(tensors_of(args), limits), self.counters, self.spec
 
         def launch(stream: Stream, n: int) -> None:
             del stream  # the device has one compute stream, and made it current when it was opened
             counters.launches += 1
-            run(n)
+            try:
+                run(n)
+            except (OSError, RuntimeError) as error:
+                raise device_error(spec, error) from error
 
         return launch
 

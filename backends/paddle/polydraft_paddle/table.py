@@ -78,7 +78,9 @@ class PaddleTable:
         from polydraft.contracts import REGISTRY
 
         chosen = kernels()
-        self.providers: Mapping[str, Provider] = {name: PaddleProvider(k, device.counters) for name, k in chosen.items()}
+        self.providers: Mapping[str, Provider] = {
+            name: PaddleProvider(k, device.counters, device.spec) for name, k in chosen.items()
+        }
         self.versions: Mapping[str, int] = {name: REGISTRY[name].version for name in chosen}
         self._device = device
 

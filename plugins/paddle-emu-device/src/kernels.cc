@@ -34,7 +34,8 @@ const CPUContext& cpu() {
   return *static_cast<const CPUContext*>(phi::DeviceContextPool::Instance().Get(phi::CPUPlace()));
 }
 
-// Device memory as the CPU kernel sees it. It keeps the device's allocation alive: a captured graph runs again and again.
+// Device memory as the CPU kernel sees it. It keeps the device's allocation alive: a captured graph runs again and again, and
+// Paddle gives custom devices no memory pool of a graph's own. So a graph here holds every temporary of its step.
 class Borrowed : public phi::Allocation {
  public:
   explicit Borrowed(std::shared_ptr<phi::Allocation> owner)

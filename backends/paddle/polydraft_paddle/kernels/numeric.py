@@ -11,7 +11,7 @@ import numpy as np
 import paddle
 
 from polydraft.contracts.base import Limits
-from polydraft_paddle.forward_meta import Segment, segments_of
+from polydraft_paddle.forward_meta import Segment, Windows, layout_of
 from polydraft_paddle.kernels.sampling import argmax, gumbel_noise, process_logits, sample
 from polydraft_paddle.ops import Tensor, at, choose, numbers, pick, put, scatter
 from polydraft_paddle.provider import Kernel, Run, plain
@@ -102,21 +102,61 @@ def rope_kv_write(a: Any, limits: Limits) -> Run:
 
 
 def paged_attention(a: Any, limits: Limits) -> Run:
-    """Where the host can see the layout, windows of all slots in one padded product and long runs one by one; elsewhere row by
-    row over a context of fixed length."""
+    """Where the host can see the layout, windows of all slots in one padded product and long runs one by one; elsewhere windows
+    over a context of fixed length, or row by row in a pass with prefill."""
 
     def run(n: int) -> None:
         if not n:
             return
-        segments = segments_of(a, n, limits)
-        if segments is None:
+        layout = layout_of(a, n, limits)
+        if layout is None:
             put(a.out[:n], attend_rows(a, numbers(n, a.row_slot), n))
             return
         a.out[:n].zero_()
-        for segment in segments:
+        if isinstance(layout, Windows):
+            attend_windows(a, layout)
+            return
+        for segment in layout:
             attend(a, segment)
 
     return run
+
+
+def attend_windows(a: Any, layout: Windows) -> None:
+    """Attention of all windows, each over its slot's whole table, read once a slot. A NaN among the values reaches the rows that
+    may see it and no others."""
+    sequences, width = layout.shape
+    kv_heads, dim = a.num_kv_heads, a.head_dim
+    groups = a.num_heads // kv_heads
+    there = layout.rows >= 0
+    rows = paddle.clip(layout.rows, min=0)
+    positions = choose(there, paddle.gather(a.positions, rows), -1).reshape([sequences, width])
+    slots = paddle.gather(a.row_slot, rows.reshape([sequences, width])[:, 0])
+    table = paddle.clip(at(a.block_table, slots), min=0)
+    context = table.shape[1] * a.block_size
+    places = (table.unsqueeze(2) * a.block_size + numbers(a.block_size, rows)).reshape([sequences * context])
+    k, v = (
+        paddle.gather(t, places).reshape([sequences, context, kv_heads, dim]).transpose([0, 2, 1, 3]).astype("float32")
+        for t in (a.cache.k, a.cache.v)
+    )
+    q = paddle.gather(a.q, rows).reshape([sequences, width, kv_heads, groups, dim]).astype("float32") * a.softmax_scale
+    q = q.transpose([0, 2, 1, 3, 4]).reshape([sequences, kv_heads, width * groups, dim])
+    key = numbers(context, rows)
+    visible = (key <= positions.unsqueeze(2)).reshape([sequences, 1, width, 1, context])
+    scores = paddle.matmul(q, k, transpose_y=True).reshape([sequences, kv_heads, width, groups, context])
+    # Places without a row see nothing: finite scores keep their softmax finite, and their result goes nowhere.
+    scores = choose(visible.expand_as(scores), scores, -1e30)
+    weights = softmax(scores).reshape([sequences, kv_heads, width * groups, context])
+    broken = paddle.isnan(v)
+    mixed = paddle.matmul(weights, choose(broken, paddle.zeros_like(v), v)).reshape([sequences, kv_heads, width, groups, dim])
+    first = (
+        choose(broken, key.reshape([1, 1, context, 1]).expand_as(v), context)
+        .min(axis=2)
+        .reshape([sequences, kv_heads, 1, 1, dim])
+    )
+    seen = first <= positions.reshape([sequences, 1, width, 1, 1])
+    mixed = choose(seen.expand_as(mixed), paddle.full_like(mixed, float("nan")), mixed).transpose([0, 2, 1, 3, 4])
+    scatter(a.out, layout.rows, mixed.reshape([sequences * width, -1]).astype(a.out.dtype), there)
 
 
 def attend(a: Any, segment: Segment) -> None:

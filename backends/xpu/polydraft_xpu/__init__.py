@@ -1,0 +1,56 @@
+"""The Kunlun XPU backend: the Paddle backend, and what is different there.
+
+Two things are: the chip's attention wants all prefill slots packed before all decode slots, and its eagle kernels pick hidden
+rows from phase and lengths. Everything else is inherited; what could not be run on silicon here says so in its evidence.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from polydraft_paddle import describe, open_place, polydraft_graph_capture, polydraft_init_forward_meta
+
+from polydraft.backend import BackendInfo
+from polydraft.hooks import hookimpl
+
+if TYPE_CHECKING:
+    from polydraft_paddle.device import PaddleDevice
+
+    from polydraft.backend import DeviceOptions, KernelTable
+
+__all__ = [
+    "polydraft_backend_info",
+    "polydraft_graph_capture",
+    "polydraft_init_forward_meta",
+    "polydraft_kernels",
+    "polydraft_open_device",
+]
+
+DEFAULT_DEVICE = "xpu:0"
+
+
+@hookimpl
+def polydraft_backend_info(spec: str) -> BackendInfo:
+    """Identity; rows are packed prefill first."""
+    info = describe("xpu", "Kunlun XPU through Paddle: prefill slots are packed before decode slots", spec or DEFAULT_DEVICE)
+    return dataclasses.replace(
+        info,
+        device_pattern="xpu:<index>; cpu or a custom device to try it without the chip",
+        devices=(),
+        capabilities=dataclasses.replace(info.capabilities, row_order="prefill_first"),
+    )
+
+
+@hookimpl
+def polydraft_open_device(spec: str, options: DeviceOptions) -> PaddleDevice:
+    """Import Paddle and open the place; `DeviceError` names the places there are where no XPU is one of them."""
+    return open_place(spec or DEFAULT_DEVICE, options)
+
+
+@hookimpl
+def polydraft_kernels(device: PaddleDevice) -> KernelTable:
+    """The Paddle backend's table with the kernels that are different on the chip."""
+    from polydraft_xpu.kernels import XpuTable
+
+    return XpuTable(device)

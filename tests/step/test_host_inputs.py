@@ -156,6 +156,21 @@ def test_halves_are_captured_in_pieces_where_they_must_be(uncapturable: str) -> 
     assert counters.replayed_steps > 10
 
 
+@each_depth
+@pytest.mark.parametrize("proposer", ["mtp", "host-suffix"])
+def test_texts_survive_preemption(proposer: str, depth: int) -> None:
+    """Blocks run out, and requests queue again. A guess is made from before a step, and a request that comes back has a better
+    one: its rounds may differ, its text does not."""
+    crowd = [replace(ask, arrival=min(ask.arrival, 2)) for ask in asks() if ask.abort is None]
+    engine = served(
+        f"seed={depth}", (NoRepeats,), proposer=proposer, overlap=depth, block_size=2, num_blocks=32, max_batched_tokens=12
+    )
+    found = drive(engine, crowd, each_step=poison_free_blocks)
+    assert engine.scheduler.num_preemptions > 0
+    assert [output.token_ids for output in found] == [one["token_ids"] for one in masked_plainly()]
+    engine.close()
+
+
 # -- what it costs -------------------------------------------------------------------------------------------------------
 def test_a_step_in_two_halves_still_waits_once_and_the_device_runs_ahead() -> None:
     engine = served("seed=1", (NoRepeats,), overlap=1, block_size=96)

@@ -44,8 +44,9 @@ class Program:
         return emulated("&".join(filter(None, (self.query, query))), self.model, **options)
 
     def serve(self, served_by: Engine) -> list[RequestOutput]:
-        """Run all of it; results in order. Free blocks are poisoned in every step, and the ledger is audited."""
-        return drive(served_by, self.asks, each_step=poison_free_blocks)
+        """Run all of it; results in order. The ledger is audited in every step, and free blocks are poisoned unless somebody
+        watches who writes them."""
+        return drive(served_by, self.asks, each_step=None if served_by.config.sanitize else poison_free_blocks)
 
     def _buckets(self) -> tuple[int, ...]:
         """The batch, and one smaller; sometimes only smaller ones, so that a full batch runs eagerly."""
@@ -54,20 +55,24 @@ class Program:
 
     def differences(self, outputs: list[RequestOutput]) -> list[str]:
         """What differs from each request alone, in words; of a request that was aborted only its beginning is looked at."""
+        drafts = self.options["verify"] != "rejection"
         return [
             f"request {i}: {word}"
             for i, (ask, output) in enumerate(zip(self.asks, outputs, strict=True))
-            for word in unlike(output, alone(self.model, self.num_drafts, ask.prompt_ids, ask.params, self._logprobs))
+            for word in unlike(output, self._alone(ask), drafts=drafts)
         ]
 
-    @property
-    def _logprobs(self) -> int | None:
-        found: int | None = self.options["logprobs"]
-        return found
+    def _alone(self, ask: Ask) -> RequestOutput:
+        """The request alone, under the options that a result does depend on."""
+        rules = tuple((name, self.options[name]) for name in ("logprobs", "proposer", "verify"))
+        return alone(self.model, self.num_drafts, ask.prompt_ids, ask.params, rules)
 
 
-def unlike(output: RequestOutput, wanted: RequestOutput) -> Iterator[str]:
-    """In which fields two results differ. This is the one place that says what is compared."""
+def unlike(output: RequestOutput, wanted: RequestOutput, *, drafts: bool) -> Iterator[str]:
+    """In which fields two results differ. This is the one place that says what is compared.
+
+    `drafts`: log probabilities of drafts, too. Under rejection a greedy request's draft is certain beside one that samples, and
+    alone it has the model's own number."""
     if output.finish_reason in ("abort", "error"):
         count, rounds = len(output.token_ids), len(output.rounds)
         pairs = {
@@ -78,7 +83,9 @@ def unlike(output: RequestOutput, wanted: RequestOutput) -> Iterator[str]:
     else:
         mine, theirs = essence(output), essence(wanted)
         pairs = {name: (mine[name], theirs[name]) for name in mine}
-        pairs |= {"logprobs": (bits(output), bits(wanted)), "logprobs of drafts": (of_drafts(output), of_drafts(wanted))}
+        pairs["logprobs"] = (bits(output), bits(wanted))
+        if drafts:
+            pairs["logprobs of drafts"] = (of_drafts(output), of_drafts(wanted))
     for name, (got, right) in pairs.items():
         if got != right:
             yield f"{name} {got}, wanted {right}"
@@ -94,17 +101,17 @@ def of_drafts(output: RequestOutput) -> list[Any]:
     return [step.draft_tokens() for step in output.logprobs]
 
 
-@functools.lru_cache(maxsize=64)
-def _alone(model: str, num_drafts: int, logprobs: int | None) -> Engine:
-    return engine(model, draft_tokens=num_drafts, max_num_seqs=1, prefix_cache=False, logprobs=logprobs)
+@functools.lru_cache(maxsize=128)
+def _alone(model: str, num_drafts: int, rules: tuple[tuple[str, Any], ...]) -> Engine:
+    return engine(model, draft_tokens=num_drafts, max_num_seqs=1, prefix_cache=False, **dict(rules))
 
 
 @functools.lru_cache(maxsize=4096)
 def alone(
-    model: str, num_drafts: int, prompt_ids: tuple[int, ...], params: SamplingParams, logprobs: int | None
+    model: str, num_drafts: int, prompt_ids: tuple[int, ...], params: SamplingParams, rules: tuple[tuple[str, Any], ...]
 ) -> RequestOutput:
     """A request alone on the reference: synchronous, eager, nothing shared."""
-    return drive(_alone(model, num_drafts, logprobs), [Ask(prompt_ids, params)])[0]
+    return drive(_alone(model, num_drafts, rules), [Ask(prompt_ids, params)])[0]
 
 
 # -- the generator ------------------------------------------------------------------------------------------------------
@@ -126,7 +133,10 @@ def program(seed: int) -> Program:
     if crowded:
         most = max(min(len(ask.prompt_ids) + ask.params.max_new_tokens, MODEL_LEN) for ask in asks)
         options["num_blocks"] = -(-most // block_size) + rng.randint(0, 3)
-    return Program(seed, model, num_drafts, f"seed={seed}&{rng.choice(SCHEDULES)}", options, tuple(asks))
+    query = f"seed={seed}&{rng.choice(SCHEDULES)}"
+    options["proposer"] = rng.choice(("auto", "auto", "ngram")) if num_drafts else "auto"
+    options["verify"] = rng.choice(("auto", "auto", "rejection"))
+    return Program(seed, model, num_drafts, query, options, tuple(asks))
 
 
 def _asks(rng: random.Random, vocab_size: int, logprobs: int | None, *, crowded: bool) -> list[Ask]:

@@ -5,7 +5,8 @@ change of the machine's speed meets everybody. The peers are transformers' `gene
 interpreter that has it. A second part reads a model that fits into no cache (random weights of a real shape) and holds the
 bytes it reads each second against a copy by the same threads, measured between the runs. Prints tables; --out writes a file.
 
-    python bench/cpu_vs_transformers.py --repeats 5 --vllm path/to/python --out bench/results/cpu.json
+    python bench/cpu_vs_transformers.py --vllm path/to/python --out bench/results/cpu.json --page docs/backends/cpu.md
+    python bench/cpu_vs_transformers.py --read bench/results/cpu.json --page docs/backends/cpu.md
 """
 
 from __future__ import annotations
@@ -224,6 +225,112 @@ def print_large(row: dict[str, Any]) -> None:
     )
 
 
+# -- products by themselves --------------------------------------------------------------------------
+PRODUCTS = ((1, "a token"), (4, "a window of K = 3"), (32, "eight windows"), (256, "a prefill"))
+"""Rows of a product, and what has as many."""
+SHAPE = (9728, 896)
+"""Outputs and inputs: gate and up of the large model."""
+
+
+def products(repeats: int) -> list[dict[str, Any]]:
+    """One thread's products at every instruction level: floating-point operations a second."""
+    from polydraft.backend import DeviceOptions
+    from polydraft.contracts import LinearV1
+    from polydraft.contracts.base import Limits
+    from polydraft.kernel_table import DeviceWorkspace
+    from polydraft_cpu import library
+
+    rng, rows = np.random.default_rng(0), []
+    values = (rng.standard_normal(SHAPE, np.float32).view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
+    for level in library.levels():
+        for dtype, weights in (("f32", "f32"), ("f32", "bf16"), ("f32", "int8"), ("bf16", "bf16")):
+            device = polydraft_cpu.polydraft_open_device(f"cpu?threads=1&isa={level}&weights={weights}", DeviceOptions(dtype))
+            table = polydraft_cpu.polydraft_kernels(device)
+            weight = table.prepare_weight("linear", values, dtype)
+            for n, what in PRODUCTS:
+                x, out = device.empty("x", (n, SHAPE[1]), dtype), device.empty("out", (n, SHAPE[0]), "f32")
+                args = LinearV1(x=x, weight=weight, bias=None, out=out)
+                provider, limits = table.providers["linear"], Limits(1, 0, n, n, 2, 1, 1, 1, 1, 1)
+                nbytes = provider.workspace_bytes(args, limits)
+                workspace = DeviceWorkspace(device.empty("scratch", (nbytes,), "u8"), nbytes) if nbytes else None
+                launch = provider.bind(args, limits, workspace)
+                took = min(timed(lambda launch=launch, n=n, device=device: launch(device.stream, n)) for _ in range(repeats + 1))
+                rows.append(
+                    {
+                        "shape": f"product {SHAPE[0]} x {SHAPE[1]}",
+                        "backend": "cpu",
+                        "name": level,
+                        "draft_tokens": 0,
+                        "batch": n,
+                        "rows_are": what,
+                        "dtype": dtype,
+                        "weights": weights,
+                        "us": took * 1e6,
+                        "gflops": 2 * n * SHAPE[0] * SHAPE[1] / took / 1e9,
+                        "weight_bytes_per_s": weight.nbytes / took,
+                        "repeats": repeats,
+                    }
+                )
+            device.close()
+    return rows
+
+
+def timed(call: Callable[[], object]) -> float:
+    """Seconds of one of a few calls in a row."""
+    start = time.perf_counter()
+    for _ in range(5):
+        call()
+    return (time.perf_counter() - start) / 5
+
+
+# -- the page ----------------------------------------------------------------------------------------
+MARKERS = {"demo": "<!-- figures: demo -->", "large": "<!-- figures: large -->", "product": "<!-- figures: products -->"}
+
+
+def markdown(head: list[str], lines: list[list[str]]) -> str:
+    """A table."""
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in [head, ["---"] * len(head), *lines])
+
+
+def tables(rows: list[dict[str, Any]]) -> dict[str, str]:
+    """The tables of the page, by marker."""
+    demo = [r for r in rows if r["shape"] == "demo"]
+    rates = {(r["name"], r["batch"]): r for r in demo}
+    batches = sorted({r["batch"] for r in demo})
+    lines = [[f"`{n}`", *(_rate(rates.get((n, b))) for b in batches)] for n in dict.fromkeys(r["name"] for r in demo)]
+    found = {MARKERS["demo"]: markdown(["", *(f"tokens/s, batch {b}" for b in batches)], lines)}
+    big = [r for r in rows if "copy_rate_share" in r]
+    lines = [
+        [r["name"], f"{r['ms_per_round']:.1f}", f"{r['bytes_per_s'] / 1e9:.1f}", f"{r['copy_bytes_per_s'] / 1e9:.1f}",
+         f"{r['copy_rate_share']:.0%}"]
+        for r in big
+    ]  # fmt: skip
+    head = ["0.5 B Qwen2, batch 1, K = 0", "ms a token", "GB/s of weights", "GB/s of a copy", "share"]
+    found[MARKERS["large"]] = markdown(head, lines)
+    own_rows = [r for r in rows if r["shape"].startswith("product")]
+    speed = {(r["name"], r["dtype"], r["weights"], r["batch"]): r["gflops"] for r in own_rows}
+    kinds = dict.fromkeys((r["name"], r["dtype"], r["weights"]) for r in own_rows)
+    head = ["level", "activations", "weights", *(f"{n} row{'s' if n > 1 else ''}" for n, _ in PRODUCTS)]
+    found[MARKERS["product"]] = markdown(head, [[*kind, *(f"{speed[(*kind, n)]:.0f}" for n, _ in PRODUCTS)] for kind in kinds])
+    return found
+
+
+def _rate(row: dict[str, Any] | None) -> str:
+    if row is None:
+        return ""
+    return f"{row['tokens_per_s']:,.0f} ({row['spread'][0]:,.0f} to {row['spread'][1]:,.0f})"
+
+
+def write_page(page: Path, rows: list[dict[str, Any]]) -> None:
+    """Put each table behind its marker, in place of the one that stands there."""
+    text = page.read_text(encoding="utf-8")
+    for marker, table in tables(rows).items():
+        before, _, behind = text.partition(f"{marker}\n\n")
+        _, _, rest = behind.partition("\n\n")
+        text = f"{before}{marker}\n\n{table}\n{rest}"
+    page.write_text(text, encoding="utf-8")
+
+
 # -- all of it ---------------------------------------------------------------------------------------
 def main() -> None:
     """Run and print."""
@@ -238,7 +345,12 @@ def main() -> None:
     parser.add_argument("--large", type=Path, default=ROOT / "shapes" / "qwen2-0.5b.json", help="shape of the large model")
     parser.add_argument("--large-weights", nargs="*", default=["bf16", "int8"], help="none: leave the large model out")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--page", type=Path, help="write the tables into this page, behind their markers")
+    parser.add_argument("--read", type=Path, help="measure nothing: take the rows of this result")
     args = parser.parse_args()
+    if args.read:
+        write_page(args.page, json.loads(args.read.read_text())["rows"])
+        return
     warnings.simplefilter("ignore")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     versions = {"polydraft": __version__, "numpy": np.__version__, "python": platform.python_version()}
@@ -269,6 +381,9 @@ def main() -> None:
     for weights in args.large_weights:
         rows.append(large(args.large, weights, new_tokens=32, repeats=args.repeats))
         print_large(rows[-1])
+    rows += products(args.repeats)
+    if args.page:
+        write_page(args.page, rows)
     if args.out:
         args.out.write_text(json.dumps(report(rows, versions), indent=1) + "\n")
 

@@ -11,7 +11,8 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
 CORE   := $(VENV)/.installed-core
 TEST   := $(VENV)/.installed-test
 DEV    := $(VENV)/.installed-dev
-SOURCE := pyproject.toml core/polydraft/_version.py
+SOURCE := pyproject.toml setup.py core/polydraft/_version.py $(wildcard backends/cpu/polydraft_cpu/src/*)
+EMULATED := $(wildcard plugins/paddle-emu-device/src/* plugins/paddle-emu-device/setup.py)
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:  # two targets would install into the same .venv at once
@@ -50,6 +51,7 @@ format: $(DEV)  ## apply the fixes and the formatting that `make check` asks for
 
 clean:  ## remove .venv, build products and caches
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage htmlcov
+	rm -f backends/cpu/polydraft_cpu/_kernels.so backends/cpu/polydraft_cpu/_build_failure.txt
 	find core backends plugins tests \( -name __pycache__ -o -name '*.egg-info' \) -prune -exec rm -rf {} + 2>/dev/null || true
 
 $(CORE): $(SOURCE) | $(BIN)/python
@@ -57,10 +59,14 @@ $(CORE): $(SOURCE) | $(BIN)/python
 	@$(PIP) install --editable .
 	@touch $@
 
-$(TEST): $(SOURCE) | $(BIN)/python
+$(TEST): $(SOURCE) $(EMULATED) | $(BIN)/python
 	@echo "installing polydraft with its test extra into $(VENV); PyTorch is a large download" >&2
 	@$(PIP) install --editable '.[test]'
 	@$(PIP) install --no-deps --editable plugins/emulator
+	@$(PIP) install --editable '.[paddle]' 'setuptools>=77' wheel \
+	    && $(PIP) install --no-deps --no-build-isolation plugins/paddle-emu-device >/dev/null 2>&1 \
+	    || echo "Paddle or its emulated device (which needs a C++ compiler) could not be installed; their tests will be skipped" >&2
+	@rm -rf plugins/paddle-emu-device/build
 	@touch $(CORE) $@
 
 $(DEV): $(SOURCE) | $(BIN)/python

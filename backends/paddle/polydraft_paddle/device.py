@@ -161,23 +161,25 @@ class PaddleDevice:
     # -- copies ------------------------------------------------------------------------------------
     def upload(self, stream: Stream, target: Buffer, source: Staging, rows: int) -> None:
         """Queue a copy of the first `rows` of staging into a buffer."""
-        del stream
         self.counters.uploads += 1
         self.counters.bytes_uploaded += source.array[:rows].nbytes
-        self._copy(target.tensor, source.tensor, rows)  # type: ignore[attr-defined]
+        self._copy(stream, target.tensor, source.tensor, rows)  # type: ignore[attr-defined]
 
     def download(self, stream: Stream, target: Staging, source: Buffer, rows: int) -> None:
         """Queue a copy of the first `rows` of a buffer into staging."""
-        del stream
         self.counters.downloads += 1
         self.counters.bytes_downloaded += target.array[:rows].nbytes
-        self._copy(target.tensor, source.tensor, rows)  # type: ignore[attr-defined]
+        self._copy(stream, target.tensor, source.tensor, rows)  # type: ignore[attr-defined]
 
-    def _copy(self, target: Tensor, source: Tensor, rows: int) -> None:
+    def _copy(self, stream: Stream, target: Tensor, source: Tensor, rows: int) -> None:
         if not rows:
             return
         try:
-            target[:rows].copy_(source[:rows], False)
+            if self.host_visible or stream is self.stream:
+                target[:rows].copy_(source[:rows], False)
+            else:
+                with paddle.device.stream_guard(stream.stream):  # type: ignore[attr-defined]
+                    target[:rows].copy_(source[:rows], False)
         except (OSError, RuntimeError) as error:
             raise device_error(self.spec, error) from error
 

@@ -1,0 +1,174 @@
+"""The Paddle and XPU backends: conformance, the reference's text and rounds, nothing on the CPU in secret, one sentence each."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.paddle import answer, needs_device, needs_paddle, polydraft, script
+
+PROMPT = "def fibonacci(n):"
+SMALL = ("--max-new-tokens", "12", "--max-num-seqs", "1", "--max-model-len", "64", "--block-size", "16")
+
+
+def conforms(folder: Path, backend: str, device: str, *selection: str) -> dict[str, Any]:
+    run = polydraft("conform", backend, "--device", device, *selection, "--out", str(folder), timeout=580)
+    report: dict[str, Any] = json.loads((folder / "report.json").read_text())
+    checks = report["results"]
+    assert [c for c in checks if c["outcome"] in ("fail", "error")] == [], run.stdout[-3000:]
+    assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-2000:]
+    return report
+
+
+@needs_paddle
+@pytest.mark.timeout(300)
+def test_basic_holds_on_the_cpu(tmp_path: Path):
+    report = conforms(tmp_path, "paddle", "cpu", "--profile", "basic")
+    assert set(report["owners"].values()) == {"own"}
+
+
+@needs_device
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("backend", "level"), [("paddle", "L1"), ("xpu", "L0")])
+def test_a_level_holds_on_a_custom_device(tmp_path: Path, backend: str, level: str):
+    conforms(tmp_path, backend, "polyemu:0", "--level", level)
+
+
+@pytest.mark.deep
+@needs_device
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("backend", ["paddle", "xpu"])
+def test_full_holds_on_a_custom_device(tmp_path: Path, backend: str):
+    """Every operation of every check has a kernel on the device: falling back is off, so one that has none is an error."""
+    report = conforms(tmp_path, backend, "polyemu:0", "--profile", "full")
+    assert report["verdict"]["counts"]["waived"] == 0
+
+
+@pytest.fixture(scope="module")
+def wanted() -> dict[str, Any]:
+    return answer("generate", PROMPT, "--backend", "reference", *SMALL)["requests"][0]
+
+
+def same(got: dict[str, Any], wanted: dict[str, Any]) -> None:
+    """Text and rounds; no near-tie was met, so none is tolerated."""
+    request = got["requests"][0]
+    assert (request["token_ids"], request["rounds"]) == (wanted["token_ids"], wanted["rounds"])
+
+
+@needs_paddle
+def test_the_cpu_says_what_the_reference_says(wanted: dict[str, Any]):
+    same(answer("generate", PROMPT, "--backend", "paddle", "--device", "cpu", *SMALL), wanted)
+
+
+@needs_device
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("backend", "overlap", "graph"),
+    [("paddle", "0", "off"), ("paddle", "1", "decode"), ("xpu", "1", "off"), ("xpu", "0", "decode")],
+)
+def test_a_custom_device_says_what_the_reference_says(wanted: dict[str, Any], backend: str, overlap: str, graph: str):
+    options = ("--backend", backend, "--device", "polyemu:0", "--overlap", overlap, "--graph", graph)
+    got = answer("generate", PROMPT, *options, *SMALL)
+    same(got, wanted)
+    assert (got["totals"]["graph_replays"] > 0) == (graph == "decode")
+
+
+# -- nothing runs on the CPU in secret ---------------------------------------------------------------
+STEPS = """
+import sys
+import polydraft_paddle_emu as device
+from polydraft import LLM, SamplingParams
+llm = LLM(backend="paddle", device="polyemu:0", draft_tokens=3, max_num_seqs=1, max_model_len=64, graph="decode", overlap=1)
+llm.generate(["def f(x):"], SamplingParams(max_new_tokens=6, ignore_eos=True))
+import paddle
+assert paddle.get_flags(["FLAGS_enable_api_kernel_fallback"]) == {"FLAGS_enable_api_kernel_fallback": False}
+before = {name: device.counter(name) for name in device.COUNTERS}
+out = llm.generate(["def f(x):"], SamplingParams(max_new_tokens=16, ignore_eos=True))[0]
+after = {name: device.counter(name) - before[name] for name in device.COUNTERS}
+print(len(out.token_ids), after["synchronous_copies"], after["graph_launches"])
+llm.engine.device.close()
+"""
+
+
+@needs_device
+def test_a_step_of_the_custom_device_waits_for_no_copy():
+    """A fallback would copy inputs and outputs between host and device, synchronously."""
+    run = script(STEPS)
+    assert run.returncode == 0, run.stderr[-2000:]
+    tokens, waits, graphs = map(int, run.stdout.split()[-3:])
+    assert (tokens, waits) == (16, 0)
+    assert graphs > 0
+
+
+PLANTED = """
+import paddle
+from polydraft.hooks import hookimpl
+from polydraft_paddle.provider import PaddleProvider, plain
+from types import SimpleNamespace
+
+def swiglu(a, n):
+    half = a.out.shape[1]
+    a.out[:n].copy_(paddle.erfinv(a.gate_up[:n, :half]), False)
+
+@hookimpl
+def polydraft_kernels(device):
+    provider = PaddleProvider(plain(swiglu), device.counters, device.spec)
+    return SimpleNamespace(providers={"swiglu": provider}, versions={"swiglu": 1})
+"""
+
+
+@needs_device
+def test_an_operation_without_a_kernel_is_refused_by_name(tmp_path: Path):
+    pack = tmp_path / "planted.py"
+    pack.write_text(PLANTED)
+    run = polydraft("generate", PROMPT, "--backend", "paddle", "--device", "polyemu:0", "--plugin", str(pack), *SMALL)
+    assert run.returncode == 1
+    assert "Paddle has no kernel of 'erfinv' for device polyemu:0, and falling back to the CPU is off" in run.stderr
+
+
+# -- what can be wrong -------------------------------------------------------------------------------
+@needs_paddle
+@pytest.mark.parametrize("backend", ["paddle", "xpu"])
+def test_a_place_that_there_is_not_is_one_sentence(backend: str):
+    run = polydraft("generate", PROMPT, "--backend", backend, "--device", "xpu:7", "--max-new-tokens", "1")
+    assert run.returncode == 1
+    (line,) = run.stderr.strip().splitlines()[-1:]
+    assert "Paddle has no device 'xpu:7'; it offers cpu" in line
+
+
+LOST = """
+import polydraft_paddle_emu as device
+from polydraft import LLM, SamplingParams
+llm = LLM(backend="paddle", device="polyemu:0", draft_tokens=1, max_num_seqs=1, max_model_len=64, graph="off")
+print(llm.generate(["x"], SamplingParams(max_new_tokens=2))[0].finish_reason)
+device.set_knob("lost", 1)
+print(llm.generate(["x"], SamplingParams(max_new_tokens=2))[0].error)
+device.set_knob("lost", 0)
+llm.engine.device.close()
+"""
+
+
+@needs_device
+def test_a_lost_device_is_one_sentence():
+    run = script(LOST)
+    before, error = run.stdout.strip().splitlines()
+    assert before == "length", run.stderr[-2000:]
+    assert error.startswith("device polyemu:0 answered with an error (")
+    assert error.endswith("check the device and its driver, then start again")
+
+
+@needs_paddle
+def test_paddle_is_imported_only_when_it_is_chosen():
+    code = "import sys; from polydraft import LLM; LLM(backend='reference').generate(['x']); print('paddle' in sys.modules)"
+    run = script(code)
+    assert run.stdout.split()[-1] == "False", run.stderr[-1000:]
+
+
+@needs_paddle
+def test_its_noise_is_kept_out_of_the_way():
+    run = polydraft("generate", PROMPT, "--backend", "paddle", "--json", *SMALL)
+    assert "ccache" not in run.stderr
+    assert "init.cc" not in run.stderr

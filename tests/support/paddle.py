@@ -1,0 +1,51 @@
+"""What tests of the Paddle backends need: whether Paddle and the emulated Paddle device are installed, and runs of the command.
+
+Tests of `tests/paddle` call it. Paddle is imported in processes of its own alone: it and PyTorch in one process get in each
+other's way.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SITE = importlib.util.find_spec("paddle")
+HAS_PADDLE = SITE is not None
+HAS_DEVICE = SITE is not None and (Path(str(SITE.origin)).parents[1] / "paddle_custom_device" / "libpaddle-polyemu.so").exists()
+needs_paddle = pytest.mark.skipif(not HAS_PADDLE, reason="Paddle is not installed: pip install 'polydraft[paddle]'")
+needs_device = pytest.mark.skipif(
+    not HAS_DEVICE,
+    reason="the emulated Paddle device is not installed: pip install --no-build-isolation plugins/paddle-emu-device",
+)
+
+
+def polydraft(*arguments: str, timeout: float = 110) -> subprocess.CompletedProcess[str]:
+    """Run the command in a process of its own, on one thread."""
+    code = "import sys; from polydraft.cli import main; sys.exit(main(sys.argv[1:]))"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=timeout, env=environment, check=False
+    )
+
+
+def answer(*arguments: str) -> dict[str, Any]:
+    """The JSON object that a successful run prints."""
+    run = polydraft(*arguments, "--json")
+    assert run.returncode == 0, run.stderr[-2000:] + run.stdout[-500:]
+    result: dict[str, Any] = json.loads(run.stdout)
+    return result
+
+
+def script(code: str, *arguments: str, timeout: float = 110) -> subprocess.CompletedProcess[str]:
+    """Run Python code in a process of its own, on one thread."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=timeout, env=environment, check=False
+    )

@@ -13,6 +13,14 @@ from tests.packaging.conftest import Installation, create_environment, run
 
 pytestmark = pytest.mark.timeout(600)  # building and installing wait for an index
 
+
+@pytest.fixture(autouse=True)
+def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where packages lie has nothing to do with compiled kernels, and compiling them takes the longest of all."""
+    for name in ("CC", "CXX"):
+        monkeypatch.setenv(name, "no-such-compiler")
+
+
 ORIGINS = """
 import importlib.util, json
 names = ["polydraft", "polydraft_second"]

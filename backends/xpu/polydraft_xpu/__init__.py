@@ -1,7 +1,7 @@
 """The Kunlun XPU backend: the Paddle backend, and what is different there.
 
-Two things are: the chip's attention wants all prefill slots packed before all decode slots, and its eagle kernels pick hidden
-rows from phase and lengths. Everything else is inherited; what could not be run on silicon here says so in its evidence.
+The chip's attention wants all prefill slots packed before all decode slots: that order is declared, and core lays steps out in it.
+Kernels, graphs and copies are inherited; what could not be run on silicon here says so in its evidence.
 """
 
 from __future__ import annotations
@@ -9,7 +9,13 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from polydraft_paddle import describe, open_place, polydraft_graph_capture, polydraft_init_forward_meta
+from polydraft_paddle import (
+    describe,
+    open_place,
+    polydraft_graph_capture,
+    polydraft_init_forward_meta,
+    polydraft_kernels,
+)
 
 from polydraft.backend import BackendInfo
 from polydraft.hooks import hookimpl
@@ -17,7 +23,7 @@ from polydraft.hooks import hookimpl
 if TYPE_CHECKING:
     from polydraft_paddle.device import PaddleDevice
 
-    from polydraft.backend import DeviceOptions, KernelTable
+    from polydraft.backend import DeviceOptions
 
 __all__ = [
     "polydraft_backend_info",
@@ -46,11 +52,3 @@ def polydraft_backend_info(spec: str) -> BackendInfo:
 def polydraft_open_device(spec: str, options: DeviceOptions) -> PaddleDevice:
     """Import Paddle and open the place; `DeviceError` names the places there are where no XPU is one of them."""
     return open_place(spec or DEFAULT_DEVICE, options)
-
-
-@hookimpl
-def polydraft_kernels(device: PaddleDevice) -> KernelTable:
-    """The Paddle backend's table with the kernels that are different on the chip."""
-    from polydraft_xpu.kernels import XpuTable
-
-    return XpuTable(device)

@@ -1,6 +1,6 @@
 """The Kunlun XPU backend: the Paddle backend, and what is different there.
 
-The chip's attention wants all prefill slots packed before all decode slots: that order is declared, and core lays steps out in it.
+The chip's attention wants all prefill slots packed before all decode slots: that order is declared, and core lays steps out so.
 Kernels, graphs and copies are inherited; what could not be run on silicon here says so in its evidence.
 """
 

@@ -182,6 +182,8 @@ class DeviceOptions:
     num_threads: int | None = None
     block_size: int = 16
     """Tokens of a KV block."""
+    allow_cpu_fallback: bool = False
+    """What the device has no kernel for may run on the CPU; otherwise the backend refuses it by name."""
     extra: Mapping[str, str] = field(default_factory=dict)
 
 

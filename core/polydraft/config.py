@@ -68,8 +68,17 @@ class EngineConfig:
     engine reports no log probabilities, and keeps no buffers for them."""
     logprobs_mode: str = "raw"
     """Of which logits: raw (the model's), or processed (behind penalties, biases, forbidden tokens and temperature)."""
+    constraints: bool = False
+    """Serve requests whose output is bound: grammars, the length of thinking. Every step is then launched in two halves, see
+    `runtime/host_inputs.py`."""
+    think_start_ids: tuple[int, ...] = ()
+    """Token ids that begin thinking; () where a text thinks from its beginning on."""
+    think_end_ids: tuple[int, ...] = ()
+    """Token ids that end thinking; () for models that do not think."""
     seed: int = 0
     """Base of the seeds of requests that bring none."""
+    allow_cpu_fallback: bool = False
+    """Let a backend whose framework can do so run on the CPU what its device has no kernel for; off, that is an error."""
     sanitize: bool = False
     """Wrap the device in the hazard checker."""
     accept_schedule: tuple[float, ...] = ()
@@ -77,7 +86,7 @@ class EngineConfig:
     it were. The text then means nothing. () verifies drafts."""
 
     def __post_init__(self) -> None:
-        for name in ("kernels", "plugins", "graph_sizes", "accept_schedule"):
+        for name in ("kernels", "plugins", "graph_sizes", "accept_schedule", "think_start_ids", "think_end_ids"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
         for name in ("draft_tokens", "max_num_seqs", "max_model_len", "block_size", "num_blocks", "max_batched_tokens"):
             self._whole(name, minimum=0 if name == "draft_tokens" else 1)

@@ -101,7 +101,10 @@ class Engine:
                 end=self.config.think_end_ids,
             )  # fmt: skip
             features = (*features, self._constraints)
-        options = DeviceOptions(self.resolved.dtype, self.resolved.invariant, block_size=self.resolved.limits.block_size)
+        options = DeviceOptions(
+            self.resolved.dtype, self.resolved.invariant, block_size=self.resolved.limits.block_size,
+            allow_cpu_fallback=self.config.allow_cpu_fallback,
+        )  # fmt: skip
         self.device = self.plugins.open_device(self.config.device, options)
         self.table = self.plugins.kernels(self.device)
         canonical = load_weights(self._checkpoint, self.model, table)

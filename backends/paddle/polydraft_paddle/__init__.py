@@ -76,11 +76,11 @@ def polydraft_open_device(spec: str, options: DeviceOptions) -> PaddleDevice:
 
 def open_place(spec: str, options: DeviceOptions) -> PaddleDevice:
     """Open the place `spec` for a backend of this family."""
-    from polydraft_paddle.installation import forbid_fallback, import_paddle, refuse_unknown_place
+    from polydraft_paddle.installation import import_paddle, refuse_unknown_place, set_fallback
 
     import_paddle()
     refuse_unknown_place(spec)
-    forbid_fallback()
+    set_fallback(allowed=options.allow_cpu_fallback)
     from polydraft_paddle.device import PaddleDevice
 
     return PaddleDevice(spec, dtype=options.dtype)

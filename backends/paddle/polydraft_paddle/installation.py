@@ -71,11 +71,11 @@ def import_paddle() -> None:
     logging.getLogger("paddle").setLevel(logging.ERROR)
 
 
-def forbid_fallback() -> None:
-    """Have Paddle refuse an operation that a place has no kernel for, instead of quietly copying it to the CPU and back."""
+def set_fallback(*, allowed: bool) -> None:
+    """Say whether Paddle may copy an operation without a kernel on its place to the CPU and back, or has to refuse it."""
     import paddle
 
-    paddle.set_flags({"FLAGS_enable_api_kernel_fallback": False})
+    paddle.set_flags({"FLAGS_enable_api_kernel_fallback": allowed})
 
 
 def places() -> tuple[str, ...]:

@@ -54,7 +54,7 @@ def device_error(spec: str, error: BaseException) -> DeviceError:
     if missing:
         return DeviceError(
             f"Paddle has no kernel of {missing[1]!r} for device {spec}, and falling back to the CPU is off; register one in the "
-            "device's plugin, or choose --device cpu"
+            "device's plugin, or allow it with --allow-cpu-fallback"
         )
     reason = lines[0][:200] if lines else type(error).__name__
     return DeviceError(f"device {spec} answered with an error ({reason}); check the device and its driver, then start again")

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from polydraft.cli.options import FAILED, INTERRUPTED, common, names, token_bias, whole_or_auto
+from polydraft.cli.options import FAILED, INTERRUPTED, common, names, token_bias, token_ids, whole_or_auto
 from polydraft.errors import HazardError
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ parameter by its name, such as "max_new_tokens", "temperature", "seed", "stop", 
 SAMPLING = (
     "max_new_tokens", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
     "logit_bias", "bad_words", "min_tokens", "stop", "ignore_eos", "logprobs", "prompt_logprobs",
+    "thinking_limit", "reply_budget", "constraint",
 )  # fmt: skip
 """Options that belong to each request; the others configure the engine."""
 
@@ -69,6 +71,12 @@ SAMPLING = (
 @click.option("--logprobs", type=int, metavar="N", help="Log probabilities: each token's, and the N most likely beside it.")
 @click.option("--prompt-logprobs", type=int, metavar="N", help="Likewise of the prompt's tokens; with --json.")
 @click.option("--logprobs-mode", metavar="raw|processed", help="Before or behind penalties and temperature.  [default: raw]")
+@click.option("--regex", metavar="RE", help="Bind the text to a regular expression; needs the extra grammar.")
+@click.option("--json-schema", metavar="FILE", help="Bind the text to a JSON schema; needs the extra grammar.")
+@click.option("--thinking-limit", type=int, metavar="N", help="Tokens of thinking at most; needs --think-end-ids.")
+@click.option("--reply-budget", type=int, metavar="N", help="Tokens behind thinking at most; needs --think-end-ids.")
+@click.option("--think-start-ids", type=token_ids, metavar="ID,...", help="Token ids that begin thinking.  [default: at once]")
+@click.option("--think-end-ids", type=token_ids, metavar="ID,...", help="Token ids that end thinking.")
 @click.option("--provenance", is_flag=True, help="Say of each token who proposed it; with --json, or --logprobs.")
 @click.option("--max-num-seqs", type=int, metavar="B", help="Prompts decoded together.  [default: 8]")
 @click.option("--max-model-len", type=whole_or_auto, metavar="N", help="Most tokens of prompt and text.  [default: auto]")
@@ -81,6 +89,7 @@ SAMPLING = (
 @click.option("--invariant", is_flag=True, default=None, help="Arithmetic that gives equal bits for every K, batch and chunk.")
 @click.option("--kernels", type=names, metavar="PACK,...", help="Kernel packs to enable, first wins.")
 @click.option("--plugin", "plugins", multiple=True, metavar="FILE.py|MODULE", help="Load a plugin; may be repeated.")
+@click.option("--allow-cpu-fallback", is_flag=True, default=None, help="Run on the CPU what the device has no kernel for.")
 @click.option("--sanitize", is_flag=True, default=None, help="Check what runs for hazards, see docs/sanitize.md; slower.")
 @click.option("--trace", metavar="FILE", help="Write the timeline of the run, for polydraft trace and Perfetto.")
 @click.option("--record", metavar="FILE", help="Record the kernel calls of some steps, for polydraft replay.")
@@ -101,11 +110,13 @@ def command(
     from polydraft.cli.trace import claim, recorded
 
     given = {name: value for name, value in options.items() if value is not None and value != ()}
+    given |= _constraint(given)
     sampling = {name: given.pop(name) for name in SAMPLING if name in given}
     trace = given.pop("trace", None)
     record = _recording(given, trace)
     jobs = _jobs(prompt, prompts, sampling)
     given |= _most_logprobs(jobs)
+    given |= {"constraints": True} if any(job.params.constrained for job in jobs) else {}
     if trace:
         claim(trace)
     if record["file"]:
@@ -194,6 +205,21 @@ def _jobs(prompt: str | None, prompts: str | None, sampling: Mapping[str, Any]) 
         return read_jobs(prompts, sampling)
     assert prompt is not None
     return [Job(read_text() if prompt == "-" else prompt, SamplingParams.from_mapping(sampling))]
+
+
+def _constraint(given: dict[str, Any]) -> dict[str, Any]:
+    """Take the options that bind text out of `given`; what they bind it to."""
+    regex, file = given.pop("regex", None), given.pop("json_schema", None)
+    if regex is not None and file is not None:
+        raise click.UsageError("got both --regex and --json-schema, wanted one of them; drop the other")
+    if regex is not None:
+        return {"constraint": {"regex": regex}}
+    if file is None:
+        return {}
+    try:
+        return {"constraint": {"json_schema": json.loads(Path(file).read_text(encoding="utf-8"))}}
+    except (OSError, ValueError) as error:
+        raise click.UsageError(f"--json-schema {file} cannot be read: {error}; give a file with one JSON schema") from error
 
 
 def _most_logprobs(jobs: Sequence[Job]) -> dict[str, int]:

@@ -342,9 +342,19 @@ def _rest(n: _Negotiation) -> None:
         "requests share the KV blocks of a common beginning" if config.prefix_cache else "off",
     )
     _logprobs(n)
+    for name, what in (("think_start_ids", "begin thinking"), ("think_end_ids", "end thinking")):
+        ids = getattr(config, name)
+        wrong = [token for token in ids if not 0 <= token < n.model.vocab_size]
+        if wrong:
+            n.refuse(f"{name} has {wrong[0]}, which is no token of model {n.model.name}; correct it")
+        n.choose(name, ids, f"tokens that {what}" if ids else "none")
+    bound = "grammars and the length of thinking bind output where requests ask for it"
+    n.choose("constraints", config.constraints, bound if config.constraints else "no output is bound")
     n.choose("seed", config.seed, "requests without a seed use it plus their number")
     n.choose("kernels", config.kernels, "kernel packs, first wins" if config.kernels else "the backend's own kernels")
     n.choose("plugins", config.plugins, "loaded by name, in order" if config.plugins else "none were named")
+    fallback = "what the device has no kernel for may run on the CPU, slowly" if config.allow_cpu_fallback else "never in secret"
+    n.choose("allow_cpu_fallback", config.allow_cpu_fallback, fallback)
     n.choose("sanitize", config.sanitize, "every access is checked, slowly" if config.sanitize else "no hazard checker watches")
 
 

@@ -5,6 +5,7 @@ Every check gets one `Target`; the zoo gives it a wrapped plugin instead of the 
 
 from __future__ import annotations
 
+import shlex
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -65,7 +66,7 @@ class Target:
     def command(self) -> str:
         """The command that runs the kit on it again, to which a selection can be added."""
         options = {"--device": (self.device_spec,), "--plugin": self.files, "--kernels": (",".join(self.packs),)}
-        given = [f"{option} {value}" for option, values in options.items() for value in values if value]
+        given = [f"{option} {shlex.quote(value)}" for option, values in options.items() for value in values if value]
         return " ".join(["polydraft conform", self.info.name, *given])
 
     @cached_property

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -61,6 +62,13 @@ class SamplingParams:
     """Report the log probability of each token and of this many most likely ones beside it; None: report nothing."""
     prompt_logprobs: int | None = None
     """Likewise of the tokens of the prompt, each given those before it."""
+    constraint: Mapping[str, Any] | tuple[str, str] | None = None
+    """What the output must be: {"json_schema": SCHEMA}, {"json_object": true}, {"regex": TEXT} or {"lark": GRAMMAR}; kept as its
+    kind and a text. The engine must have been built for constraints."""
+    thinking_limit: int | None = None
+    """Tokens of thinking at most; then the end of thinking is spelt out."""
+    reply_budget: int | None = None
+    """Tokens behind the end of thinking at most; then the text ends."""
 
     def __post_init__(self) -> None:
         for name in ("stop", "bad_words"):
@@ -73,6 +81,7 @@ class SamplingParams:
         lists: tuple[Any, ...] = self.bad_words
         object.__setattr__(self, "bad_words", tuple(tuple(word) if isinstance(word, list) else word for word in lists))
         object.__setattr__(self, "logit_bias", _pairs(self.logit_bias))
+        object.__setattr__(self, "constraint", _constraint(self.constraint))
         for name, ok, wanted in self._rules():
             if not ok:
                 raise RequestError(f"{name} is {getattr(self, name)!r}, wanted {wanted}; correct the request")
@@ -125,7 +134,12 @@ class SamplingParams:
             ),
             *(
                 (name, count is None or (whole(count) and count >= 0), "a whole number of at least 0, or nothing at all")
-                for name, count in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs))
+                for name, count in (
+                    ("logprobs", self.logprobs),
+                    ("prompt_logprobs", self.prompt_logprobs),
+                    ("thinking_limit", self.thinking_limit),
+                    ("reply_budget", self.reply_budget),
+                )
             ),
         )
 
@@ -140,6 +154,11 @@ class SamplingParams:
         penalised = self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
         return bool(penalised or self.logit_bias or self.bad_words or self.min_tokens)
 
+    @property
+    def constrained(self) -> bool:
+        """Whether something binds the output beyond its length and stops."""
+        return self.constraint is not None or self.thinking_limit is not None or self.reply_budget is not None
+
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> SamplingParams:
         """Build from a mapping; an unknown key is an error that names the nearest known one."""
@@ -150,6 +169,25 @@ class SamplingParams:
                 hint = f"did you mean {near[0]!r}? " if near else ""
                 raise RequestError(f"unknown sampling parameter {key!r}; {hint}known: {', '.join(known)}")
         return cls(**values)
+
+
+CONSTRAINTS = ("json_schema", "json_object", "regex", "lark")
+"""Kinds of constraints."""
+
+
+def _constraint(given: Any) -> tuple[str, str] | None:
+    """A constraint as its kind and a text."""
+    if given is None:
+        return None
+    pairs = list(given.items()) if isinstance(given, Mapping) else [given]
+    if len(pairs) != 1 or not isinstance(pairs[0], (tuple, list)) or len(pairs[0]) != 2 or pairs[0][0] not in CONSTRAINTS:
+        raise RequestError(f"constraint is {given!r}, wanted an object with one of {', '.join(CONSTRAINTS)}; correct the request")
+    kind, value = pairs[0]
+    if isinstance(value, str):
+        return kind, value
+    if (kind == "json_schema" and isinstance(value, Mapping)) or (kind == "json_object" and value is True):
+        return kind, json.dumps(value if kind == "json_schema" else {"type": "object"}, sort_keys=True)
+    raise RequestError(f"the {kind} of constraint is {value!r}, wanted a text, or a schema as an object; correct the request")
 
 
 _LISTS = {

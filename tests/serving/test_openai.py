@@ -6,6 +6,8 @@ Every text is the one that the offline interface gives for the same seed, on row
 from __future__ import annotations
 
 import functools
+import json
+import re
 import time
 from typing import Any
 
@@ -16,6 +18,7 @@ openai = pytest.importorskip("openai")
 from polydraft import LLM, RequestOutput, SamplingParams  # noqa: E402  behind the check for the client
 from tests.serving.conftest import MODEL, Served  # noqa: E402
 from tests.support import tiny  # noqa: E402
+from tests.support.letters import checkpoint as letters  # noqa: E402
 
 PROMPT = "w5 w9 w33"
 
@@ -208,3 +211,46 @@ def test_the_log_has_no_text_of_anybody(client: Any, server: Served) -> None:
     text = server.log.read_text(encoding="utf-8")
     assert "w11" not in text
     assert any(event["event"] == "request" and event["completion_tokens"] for event in server.events())
+
+
+# -- bound output -------------------------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def bound(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    pytest.importorskip("llguidance", reason="the extra `grammar` is not installed")
+    served = Served(tmp_path_factory.mktemp("bound"), "--constraints", model=letters())
+    yield openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0)
+    assert served.stop() == 0
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"enum": ["b", "c"]}}, "required": ["a"], "additionalProperties": False}
+
+
+@pytest.mark.parametrize("temperature", [0, 1.0])
+def test_a_chat_keeps_to_a_json_schema(bound: Any, temperature: float) -> None:
+    form = {
+        "type": "json_schema",
+        "json_schema": {"name": "x", "schema": {**SCHEMA, "x-guidance": {"whitespace_flexible": False}}},
+    }
+    messages = [{"role": "user", "content": "abc"}]
+    for seed in range(4):
+        answer = bound.chat.completions.create(
+            model="letters", messages=messages, temperature=temperature, seed=seed, max_tokens=40, response_format=form
+        )
+        assert json.loads(answer.choices[0].message.content)["a"] in ("b", "c")
+
+
+def test_a_completion_keeps_to_a_regular_expression(bound: Any) -> None:
+    answer = bound.completions.create(
+        model="letters", prompt="a", temperature=1.0, seed=3,
+        extra_body={"structured_outputs": {"regex": "[0-9]{4}"}, "provenance": True},
+    )  # fmt: skip
+    assert re.fullmatch("[0-9]{4}", answer.choices[0].text)
+    assert answer.choices[0].provenance[-1]["source"] == "forced", "the end is all that may come"
+
+
+def test_what_is_no_grammar_is_the_clients_error(bound: Any, client: Any) -> None:
+    for body in ({"regex": "(["}, {"nothing": "x"}, {"regex": "a", "json": {}}):
+        with pytest.raises(openai.BadRequestError):
+            bound.completions.create(model="letters", prompt="a", extra_body={"structured_outputs": body})
+    with pytest.raises(openai.BadRequestError, match="constraints=True"):
+        complete(client, extra_body={"structured_outputs": {"regex": "a"}})

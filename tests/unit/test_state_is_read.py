@@ -44,6 +44,7 @@ ENGINES: list[dict[str, Any]] = [
     {"proposer": "ngram", "draft_tokens": 2},
     {"proposer": "host-suffix", "draft_tokens": 2, "backend": "reference", "plugins": ("tests.support.host_features",)},
     {"draft_tokens": 2, "logprobs": 1},
+    {"draft_tokens": 2, "constraints": True},
 ]
 """Engines whose programs together launch every contract that the runtime knows."""
 DOWNLOADED = {"record"}

@@ -51,3 +51,13 @@ def names(value: str | tuple[str, ...]) -> tuple[str, ...]:
     if not all(each):
         raise click.BadParameter(f"{value!r} has an empty name")
     return each
+
+
+def token_ids(value: str | tuple[int, ...]) -> tuple[int, ...]:
+    """Token ids between commas."""
+    if isinstance(value, tuple):
+        return value
+    try:
+        return tuple(int(part) for part in value.split(","))
+    except ValueError:
+        raise click.BadParameter(f"{value!r} is no list of token ids, such as 17,4") from None

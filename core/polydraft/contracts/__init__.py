@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from polydraft.contracts.gumbel_noise import GumbelNoiseV1
     from polydraft.contracts.keep_logits import KeepLogitsV1
     from polydraft.contracts.linear import LinearV1
+    from polydraft.contracts.mask_logits import MaskLogitsV1
     from polydraft.contracts.pack_draft_rows import PackDraftRowsV1
     from polydraft.contracts.pack_logit_rows import PackLogitRowsV1
     from polydraft.contracts.pack_logprobs import PackLogprobsV1
@@ -60,8 +61,8 @@ if TYPE_CHECKING:
 ORDER: Final = (
     "update_slots", "update_tokens", "update_blocks", "update_biases", "update_bad_words", "reserve_blocks", "pack_rows",
     "pack_logit_rows", "embed", "rms_norm", "residual_add", "linear", "rope_kv_write", "paged_attention", "swiglu",
-    "gather_rows", "process_logits", "keep_logits", "penalise_logits", "bias_logits", "forbid_tokens", "argmax",
-    "gumbel_noise", "sample", "uniform_noise", "filter_probs", "draw_draft", "force_choices", "verify_match",
+    "gather_rows", "process_logits", "keep_logits", "penalise_logits", "bias_logits", "forbid_tokens", "mask_logits",
+    "argmax", "gumbel_noise", "sample", "uniform_noise", "filter_probs", "draw_draft", "force_choices", "verify_match",
     "verify_rejection", "commit_window", "snapshot_output", "top_logprobs", "pack_logprobs", "pack_prompt_rows",
     "draft_logprobs", "pack_draft_rows", "begin_draft", "combine_draft_inputs", "select_last_rows", "advance_draft",
     "draft_ngram", "align_drafts",
@@ -72,11 +73,11 @@ __all__ = [
     "COMPOSITES", "REGISTRY", "AdvanceDraftV1", "AlignDraftsV1", "ArgmaxV1", "BeginDraftV1", "BiasLogitsV1",
     "CombineDraftInputsV1", "CommitWindowV1", "Composite", "CompositeArgs", "DraftLogprobsV1", "DraftNgramV1",
     "DrawDraftV1", "EmbedV1", "FilterProbsV1", "ForbidTokensV1", "ForceChoicesV1", "GatherRowsV1", "GumbelNoiseV1",
-    "KeepLogitsV1", "LinearV1", "PackDraftRowsV1", "PackLogitRowsV1", "PackLogprobsV1", "PackPromptRowsV1", "PackRowsV1",
-    "PagedAttentionV1", "PenaliseLogitsV1", "ProcessLogitsV1", "ReserveBlocksV1", "ResidualAddV1", "RmsNormV1",
-    "RopeKvWriteV1", "SampleV1", "SelectLastRowsV1", "SnapshotOutputV1", "SwigluV1", "TopLogprobsV1", "UniformNoiseV1",
-    "UpdateBadWordsV1", "UpdateBiasesV1", "UpdateBlocksV1", "UpdateSlotsV1", "UpdateTokensV1", "VerifyMatchV1",
-    "VerifyRejectionV1",
+    "KeepLogitsV1", "LinearV1", "MaskLogitsV1", "PackDraftRowsV1", "PackLogitRowsV1", "PackLogprobsV1",
+    "PackPromptRowsV1", "PackRowsV1", "PagedAttentionV1", "PenaliseLogitsV1", "ProcessLogitsV1", "ReserveBlocksV1",
+    "ResidualAddV1", "RmsNormV1", "RopeKvWriteV1", "SampleV1", "SelectLastRowsV1", "SnapshotOutputV1", "SwigluV1",
+    "TopLogprobsV1", "UniformNoiseV1", "UpdateBadWordsV1", "UpdateBiasesV1", "UpdateBlocksV1", "UpdateSlotsV1",
+    "UpdateTokensV1", "VerifyMatchV1", "VerifyRejectionV1",
 ]  # fmt: skip
 
 

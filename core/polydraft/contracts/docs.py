@@ -49,6 +49,7 @@ SYMBOL_MEANING: Final[Mapping[str, str]] = {
     "C": "columns of a snapshot record",
     "E": "columns of log probabilities: an emitted token, then the most likely ones",
     "Z": "words of a packed record",
+    "WM": "words of a token mask",
     "V": "tokens of the vocabulary",
     "H": "features of a hidden row",
     "D": "features of a normalised row or head",

@@ -58,9 +58,18 @@ class NumpyCache:
 
 def kernels(row_invariant: bool) -> dict[str, Kernel]:
     """Contract (or composite) name to kernel; `row_invariant` chooses fixed-tile arithmetic where it matters."""
-    from polydraft.reference import invariant_kernels, logprobs, numeric_kernels, processing, rejection, state_kernels
+    from polydraft.reference import (
+        constraints,
+        invariant_kernels,
+        logprobs,
+        numeric_kernels,
+        processing,
+        rejection,
+        state_kernels,
+    )
 
     table = {**state_kernels.KERNELS, **numeric_kernels.KERNELS, **processing.KERNELS, **rejection.KERNELS, **logprobs.KERNELS}
+    table.update(constraints.KERNELS)
     if row_invariant:
         table.update(invariant_kernels.KERNELS)
     return table

@@ -16,6 +16,7 @@ from polydraft.errors import RequestError
 from polydraft.models.description import ModelDescription
 from polydraft.models.tokenizer import Tokenizer
 from polydraft.runtime import processing
+from polydraft.runtime.constraints import Constraints
 from polydraft.runtime.request import Request
 from polydraft.sampling_params import MAX_STOP_TOKENS, SamplingParams
 
@@ -32,12 +33,18 @@ class Gate:
     """Base of the seeds of requests that bring none."""
     lacking: Sequence[str]
     """Contracts that the backend does not own: what needs them is refused."""
+    constraints: Constraints | None = None
+    """Makes the automata of requests; None in an engine that was not built for constraints."""
 
     def make_request(
         self, prompt: str | Sequence[int], params: SamplingParams, *, request_id: str, number: int, stream: bool
     ) -> Request:
         """Check everything and build the request. Raises `RequestError`."""
         self._check_logprobs(params)
+        if params.constrained and self.constraints is None:
+            raise RequestError(
+                "the request binds its output, but this engine was not built for it; build it with constraints=True"
+            )
         prompt_ids = tuple(self.tokenizer.encode(prompt)) if isinstance(prompt, str) else self._checked_ids(prompt)
         return Request(
             id=request_id,
@@ -48,6 +55,7 @@ class Gate:
             stop_token_ids=self._stop_token_ids(params),
             max_total=self._max_total(prompt_ids, params),
             bad_words=processing.check(params, self.tokenizer, self.limits, self.lacking),
+            automaton=self.constraints.automaton(params, prompt_ids) if self.constraints is not None else None,
             stream=stream,
             arrival_s=time.perf_counter(),
         )

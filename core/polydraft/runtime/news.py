@@ -4,8 +4,9 @@ The engine's process packs what `poll` returned, once a step; the other side unp
 objects of them only for whoever asks. Neither side trusts the other: what does not fit its own lengths is refused whole.
 
 Layout, all int32 in the machine's order (both processes run on it): the header; one row of counts a request; then of all
-requests one after the other their tokens, rounds, drafts verified by round, forced places, and of those with log probabilities the ranks,
-the drafts' numbers, the token ids and numbers of exactly the columns that somebody asked for; last the texts in UTF-8.
+requests one after the other their tokens, rounds, drafts verified by round, forced places, and of those with log probabilities
+the ranks, the drafts' numbers, the token ids and numbers of exactly the columns that somebody asked for; last the texts in
+UTF-8.
 """
 
 from __future__ import annotations
@@ -55,8 +56,9 @@ class Count(IntEnum):
 
 
 class News(NamedTuple):
-    """What is new of one request. Arrays are int32 [t], [r] or (places in the text that a constraint `forced`) [f], `logprobs` float32 [rows, C], `draft_logprobs` float32 [rows], NaN
-    where the token was no draft. The first `len(token_ids)` rows belong to the tokens, the others to the prompt."""
+    """What is new of one request. Arrays are int32 [t], [r] or [f] (places of the text that a constraint forced), `logprobs`
+    float32 [rows, C], `draft_logprobs` float32 [rows], NaN where the token was no draft. The first `len(token_ids)` rows belong
+    to the tokens, the others to the prompt."""
 
     handle: int
     finish: str
@@ -83,7 +85,8 @@ def news_of(handle: int, output: RequestOutput) -> News:
     ranks, drafts, ids, logprobs = _rows(output, len(output.token_ids) - new)
     return News(
         handle, output.finish_reason or "", _ints(output.new_token_ids), _ints(output.new_rounds), _ints(drafted),
-        _ints([place for place in output.forced if place >= len(output.token_ids) - new]), ranks, drafts, ids, logprobs, output.text_delta, output.error,
+        _ints([place for place in output.forced if place >= len(output.token_ids) - new]), ranks, drafts, ids, logprobs,
+        output.text_delta, output.error,
     )  # fmt: skip
 
 
@@ -222,6 +225,6 @@ def _one(reader: _Reader, row: list[int], columns: int) -> News:
     shape = rows, columns
     finish = Finish(row[Count.FINISH])
     return News(
-        row[Count.HANDLE], "" if finish is Finish.NONE else finish.name.lower(), tokens, rounds, drafts, forced, ranks, draft_logprobs,
-        ids.reshape(shape), logprobs.reshape(shape), "", "",
+        row[Count.HANDLE], "" if finish is Finish.NONE else finish.name.lower(), tokens, rounds, drafts, forced, ranks,
+        draft_logprobs, ids.reshape(shape), logprobs.reshape(shape), "", "",
     )  # fmt: skip

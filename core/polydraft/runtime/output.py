@@ -40,6 +40,8 @@ class RequestOutput:
     """Seconds from its arrival to its end; None before."""
     round_drafts: tuple[int, ...] = ()
     """Drafts that each round verified."""
+    forced: tuple[int, ...] = ()
+    """Places of tokens that a constraint left no choice for, ascending."""
     logprobs: tuple[StepLogprobs, ...] = ()
     """Of every step so far that emitted tokens; () where none were asked for. `tokens` has them by token."""
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
@@ -53,13 +55,13 @@ class RequestOutput:
     @property
     def tokens(self) -> tuple[TokenRecord, ...]:
         """All tokens so far with who proposed them and what is known of their probability; made when asked for."""
-        return token_records(self.token_ids, self.rounds, self.round_drafts, self.logprobs)
+        return token_records(self.token_ids, self.rounds, self.round_drafts, self.logprobs, self.forced)
 
     @property
     def new_tokens(self) -> tuple[TokenRecord, ...]:
         """Likewise of `new_token_ids`."""
         start = len(self.token_ids) - len(self.new_token_ids)
-        return token_records(self.token_ids, self.rounds, self.round_drafts, self.logprobs, start)
+        return token_records(self.token_ids, self.rounds, self.round_drafts, self.logprobs, self.forced, start)
 
 
 @dataclass
@@ -181,6 +183,7 @@ class OutputTracker:
             ttft_s=None if r.first_token_s is None else r.first_token_s - r.arrival_s,
             latency_s=None if r.finish_s is None else r.finish_s - r.arrival_s,
             round_drafts=tuple(r.round_drafts),
+            forced=tuple(sorted(place for place in r.forced if place < len(r.token_ids))),
             logprobs=tuple(r.logprobs),
             prompt_logprobs=_of_prompt(r),
         )

@@ -6,7 +6,7 @@ step's path. It never looks at the device and never changes a token.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Literal, NamedTuple
 
 from polydraft.device import Array
@@ -80,8 +80,16 @@ class TokenRecord(NamedTuple):
     draft_logprob: float | None = None
 
 
-def origins(num_tokens: int, rounds: Sequence[int], drafted: Sequence[int]) -> Iterator[tuple[Source, int, int]]:
-    """(source, draft position, round) of each of a request's tokens, from the drafts that its rounds accepted and verified."""
+def origins(
+    num_tokens: int, rounds: Sequence[int], drafted: Sequence[int], forced: Collection[int] = ()
+) -> Iterator[tuple[Source, int, int]]:
+    """(source, draft position, round) of each of a request's tokens, from the drafts that its rounds accepted and verified, and
+    the places that a constraint `forced`."""
+    for place, (source, position, number) in enumerate(_by_round(num_tokens, rounds, drafted)):
+        yield ("forced" if place in forced else source), position, number
+
+
+def _by_round(num_tokens: int, rounds: Sequence[int], drafted: Sequence[int]) -> Iterator[tuple[Source, int, int]]:
     if num_tokens:
         yield "target", 0, -1
     left = num_tokens - 1
@@ -95,12 +103,13 @@ def origins(num_tokens: int, rounds: Sequence[int], drafted: Sequence[int]) -> I
 
 
 def token_records(
-    token_ids: Sequence[int], rounds: Sequence[int], drafted: Sequence[int], logprobs: Sequence[StepLogprobs], start: int = 0
-) -> tuple[TokenRecord, ...]:
+    token_ids: Sequence[int], rounds: Sequence[int], drafted: Sequence[int], logprobs: Sequence[StepLogprobs],
+    forced: Collection[int] = (), start: int = 0,
+) -> tuple[TokenRecord, ...]:  # fmt: skip
     """Records of the tokens from `start` on; `logprobs` are those of all steps so far, empty where none were asked for."""
     places = [(step, row) for step in logprobs for row in range(len(step.ranks))]
     records = []
-    for index, (source, position, number) in enumerate(origins(len(token_ids), rounds, drafted)):
+    for index, (source, position, number) in enumerate(origins(len(token_ids), rounds, drafted, forced)):
         if index < start:
             continue
         record = TokenRecord(token_ids[index], source, position, number)

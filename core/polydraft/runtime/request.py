@@ -7,9 +7,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TYPE_CHECKING
 
 from polydraft.runtime.provenance import StepLogprobs, TokenLogprobs
 from polydraft.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from polydraft.runtime.constraints import Automaton
 
 
 class Status(Enum):
@@ -54,6 +58,10 @@ class Request:
     """Drafts that each of them verified."""
     logprobs: list[StepLogprobs] = field(default_factory=list)
     """Of each step that emitted tokens, where they were asked for."""
+    automaton: Automaton | None = None
+    """What binds its output."""
+    forced: set[int] = field(default_factory=set)
+    """Places of output tokens that a constraint left no choice for; those behind the text so far are guesses."""
     prompt_logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     """By position in the prompt, where they were asked for."""
     drafted: int = 0

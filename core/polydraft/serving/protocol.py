@@ -164,8 +164,8 @@ def _constraint(body: Sampling) -> dict[str, Any] | None:
     if body.structured_outputs is not None:
         if bound or len(body.structured_outputs) != 1 or not set(body.structured_outputs) <= set(STRUCTURED):
             raise RequestError(
-                f"structured_outputs is {body.structured_outputs!r}, wanted an object with one of {', '.join(STRUCTURED)}, and no "
-                "response_format beside it; correct the request"
+                f"structured_outputs is {body.structured_outputs!r}, wanted an object with one of {', '.join(STRUCTURED)}, and "
+                "no response_format beside it; correct the request"
             )
         ((kind, value),) = body.structured_outputs.items()
         return {STRUCTURED[kind]: value}

@@ -1,0 +1,274 @@
+"""Owns constraints on output: grammars and the length of thinking, as masks over the rows of every window.
+
+A request that brings one gets an automaton; the host feature here asks it, in the middle of each step, what each place of the
+window allows given the drafts before it, and uploads bits. Text is never repaired afterwards: what a mask forbids is never
+chosen, with drafts or without.
+
+An automaton follows committed tokens only. For the places of a window it tries the drafts one after the other and takes them
+back, so that a rejected draft leaves no trace. A draft that its own place forbids ends the trying: the target cannot choose it,
+so no row behind it counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import numpy as np
+
+from polydraft.contracts.mask_logits import MaskLogitsV1
+from polydraft.device import Array, Buffer
+from polydraft.errors import CapabilityError, RequestError
+from polydraft.models.tokenizer import Tokenizer
+from polydraft.runtime.host_inputs import HostView, Needs
+from polydraft.runtime.program import ProgramBuilder
+from polydraft.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from polydraft.proposers.base import ProposerContext
+    from polydraft.runtime.request import Request
+
+MOST_GRAMMARS: Final = 64
+"""Compiled grammars that are kept for further requests."""
+ALL: Final = np.uint32(0xFFFFFFFF)
+
+
+class Phase(NamedTuple):
+    """Where a text stands: `thinking` or not, tokens of it, how far the end of thinking is spelt, and tokens of the reply."""
+
+    thinking: bool
+    spent: int
+    spelt: int
+    replied: int
+
+
+@dataclass(frozen=True)
+class Thinking:
+    """The length of thinking and of the reply behind it. `start`, `end`: token ids that begin and end thinking; without `start`
+    a text thinks from its beginning on. Behind `limit` thinking tokens the end is spelt out, behind `reply` tokens the text
+    ends."""
+
+    start: tuple[int, ...]
+    end: tuple[int, ...]
+    limit: int | None
+    reply: int | None
+    eos: int
+
+    def first(self, prompt: Sequence[int]) -> Phase:
+        """The phase behind a prompt."""
+        begun = not self.start or _last(prompt, self.start) > _last(prompt, self.end)
+        return Phase(begun, 0, 0, 0)
+
+    def forced(self, phase: Phase) -> int | None:
+        """The only token that may come, or None where the phase leaves the choice."""
+        if phase.thinking and self.limit is not None and phase.spent >= self.limit:
+            return self.end[phase.spelt]
+        if not phase.thinking and self.reply is not None and phase.replied >= self.reply:
+            return self.eos
+        return None
+
+    def behind(self, phase: Phase, token: int) -> Phase:
+        """The phase behind one more token."""
+        if not phase.thinking:
+            return phase._replace(replied=phase.replied + 1)
+        over = self.limit is not None and phase.spent >= self.limit
+        spelt = phase.spelt + 1 if token == self.end[phase.spelt] else int(token == self.end[0])
+        if spelt == len(self.end):
+            return Phase(False, phase.spent, 0, 0)
+        return phase._replace(spent=phase.spent + (not over), spelt=spelt)
+
+
+def _last(text: Sequence[int], part: Sequence[int]) -> int:
+    """Where `part` begins in `text` for the last time; -1 where it does not."""
+    places = (i for i in range(len(text) - len(part), -1, -1) if part and tuple(text[i : i + len(part)]) == tuple(part))
+    return next(places, -1)
+
+
+class Automaton:
+    """What a text allows next. `matcher`: of the grammar (`llguidance.LLMatcher`), None without one."""
+
+    def __init__(self, matcher: Any, thinking: Thinking | None, prompt: Sequence[int], eos: Sequence[int]) -> None:
+        self._matcher, self._thinking, self._eos = matcher, thinking, tuple(eos)
+        self._phase = thinking.first(prompt) if thinking is not None else Phase(False, 0, 0, 0)
+        self.consumed = 0
+        """Committed tokens that it has followed."""
+
+    def follow(self, tokens: Sequence[int]) -> None:
+        """Committed tokens."""
+        for token in tokens:
+            self._step(token)
+        self.consumed += len(tokens)
+
+    def _step(self, token: int) -> int:
+        """One token; returns how many the matcher took."""
+        in_reply = not self._phase.thinking
+        if self._thinking is not None:
+            self._phase = self._thinking.behind(self._phase, token)
+        if self._matcher is None or not in_reply or self._matcher.is_stopped() or token in self._eos:
+            return 0
+        return int(self._matcher.consume_token(token))
+
+    def fill(self, drafts: Sequence[int], rows: Array) -> list[bool]:
+        """Write the masks of the places 0 to len(drafts) into `rows` [W, words]; returns of each place whether one token alone
+        may come there. Leaves the automaton as it was."""
+        before, taken, single = self._phase, 0, []
+        for place in range(len(drafts) + 1):
+            single.append(self._row(rows[place]))
+            if place == len(drafts) or not _allows(rows[place], drafts[place]):
+                rows[place + 1 :] = ALL
+                break
+            taken += self._step(drafts[place])
+        if taken:
+            self._matcher.rollback(taken)
+        self._phase = before
+        return single
+
+    def _row(self, row: Array) -> bool:
+        forced = self._thinking.forced(self._phase) if self._thinking is not None else None
+        if forced is not None:
+            _only(row, (forced,))
+            return True
+        if self._matcher is None or self._phase.thinking:
+            row[:] = ALL
+            return False
+        from llguidance.numpy import fill_next_token_bitmask
+
+        if self._matcher.is_stopped():
+            _only(row, self._eos)
+        else:
+            fill_next_token_bitmask(self._matcher, row.view(np.int32)[None], 0)
+            if self._matcher.is_error() or not row.any():
+                _only(row, self._eos)
+            elif any(_allows(row, token) for token in self._eos):
+                for token in self._eos:
+                    row[token // 32] |= np.uint32(1 << token % 32)
+        return int(np.bitwise_count(row).sum() if hasattr(np, "bitwise_count") else np.unpackbits(row.view(np.uint8)).sum()) == 1
+
+
+def _allows(row: Array, token: int) -> bool:
+    return bool(int(row[token // 32]) >> (token % 32) & 1)
+
+
+def _only(row: Array, tokens: Sequence[int]) -> None:
+    row[:] = 0
+    for token in tokens:
+        row[token // 32] |= np.uint32(1 << token % 32)
+
+
+class Constraints:
+    """Makes automata of requests, and the host feature that asks them. One an engine; raises `CapabilityError` where the library
+    for grammars is not installed when a grammar is first asked for."""
+
+    name = "constraints"
+    needs: Needs = "previous_tokens"
+
+    def __init__(self, tokenizer: Tokenizer, *, vocab: int, eos: Sequence[int], start: Sequence[int], end: Sequence[int]) -> None:
+        self._tokenizer, self._vocab, self._eos = tokenizer, vocab, tuple(eos)
+        self._start, self._end = tuple(start), tuple(end)
+        self._ll: Any = None
+        self._grammars: dict[tuple[str, str], Any] = {}
+
+    def __call__(self, context: ProposerContext) -> ConstraintFeature:
+        """The feature, for an engine's runner."""
+        return ConstraintFeature(context)
+
+    def automaton(self, params: SamplingParams, prompt_ids: Sequence[int]) -> Automaton | None:
+        """The automaton of a request, None where it asks for nothing. Raises `RequestError` for a constraint that is none."""
+        if not params.constrained:
+            return None
+        if (params.thinking_limit is not None or params.reply_budget is not None) and not self._end:
+            raise RequestError(
+                "thinking_limit or reply_budget was given, but the engine does not know what ends thinking; give it think_end_ids"
+            )
+        thinking = None
+        if self._end:
+            eos = self._eos[0] if self._eos else 0
+            thinking = Thinking(self._start, self._end, params.thinking_limit, params.reply_budget, eos)
+        matcher = self._matcher(*params.constraint) if isinstance(params.constraint, tuple) else None
+        return Automaton(matcher, thinking, prompt_ids, self._eos)
+
+    def _matcher(self, kind: str, text: str) -> Any:
+        if (kind, text) not in self._grammars:
+            if len(self._grammars) >= MOST_GRAMMARS:
+                self._grammars.clear()
+            self._grammars[kind, text] = self._compile(kind, text)
+        return self._grammars[kind, text].deep_copy()
+
+    def _compile(self, kind: str, text: str) -> Any:
+        try:
+            import llguidance
+        except ImportError as error:
+            raise CapabilityError("grammars need the package llguidance; install it: pip install 'polydraft[grammar]'") from error
+        if self._ll is None:
+            file = self._tokenizer.directory / "tokenizer.json"
+            try:
+                self._ll = llguidance.LLTokenizer(str(file), n_vocab=self._vocab, eos_token=self._eos[0] if self._eos else None)
+            except ValueError as error:
+                raise RequestError(
+                    f"grammars cannot be used with the tokenizer of this model: {error}; leave them out"
+                ) from error
+        make = llguidance.LLMatcher
+        grammars = {"regex": make.grammar_from_regex, "lark": make.grammar_from_lark}
+        try:
+            matcher = make(self._ll, grammars.get(kind, make.grammar_from_json_schema)(text))
+        except Exception as error:
+            raise RequestError(f"the {kind} of the request cannot be used: {error}; correct it") from error
+        if matcher.is_error():
+            reason = " ".join(matcher.get_error().split())
+            raise RequestError(f"the {kind} of the request cannot be used: {reason}; correct it")
+        return matcher
+
+
+class ConstraintFeature:
+    """Masks of every window row, uploaded in the middle of a step; a sequence without a constraint costs a zero."""
+
+    name = Constraints.name
+    needs: Needs = Constraints.needs
+    reads_drafts = True
+
+    def __init__(self, context: ProposerContext) -> None:
+        limits, device = context.limits, context.device
+        words = -(-limits.vocab_size // 32)
+        self._step = context.step
+        self._masks = device.empty("constraints.masks", (limits.max_seqs, limits.window, words), "u32")
+        self._masked = device.empty("constraints.masked", (limits.max_seqs,), "i32")
+        device.load(self._masks, np.zeros(self._masks.shape, np.uint32))
+        device.load(self._masked, np.zeros(self._masked.shape, np.int32))
+        self.inputs: Mapping[str, Buffer] = {"masks": self._masks, "masked": self._masked}
+        self._uploaded = False
+
+    def fill(self, view: HostView, arrays: Mapping[str, Array]) -> int:
+        """Masks of the constrained sequences of this step; nothing where there is none and the device knows."""
+        masked, some = arrays["masked"], False
+        masked[:] = 0
+        for i, slot in enumerate(view.plan.slots.tolist()):
+            request = view.slots.request[slot]
+            if request is None or request.automaton is None or view.slots.leaving[slot] or not view.plan.emits[i]:
+                continue
+            some = True
+            drafts = view.drafts[slot, : view.draft_len[slot]].tolist() if view.plan.decode[i] else []
+            masked[i] = self._fill(view, slot, request, drafts, arrays["masks"][i])
+        upload, self._uploaded = some or self._uploaded, some
+        return len(masked) if upload else 0
+
+    @staticmethod
+    def _fill(view: HostView, slot: int, request: Request, drafts: list[int], rows: Array) -> int:
+        t, automaton = view.slots, request.automaton
+        assert automaton is not None, "only constrained requests come here"
+        begin = int(t.prompt_len[slot])
+        known = int(t.num_known[slot]) - begin
+        automaton.follow(t.tokens[slot, begin + automaton.consumed : begin + known].tolist())
+        single = automaton.fill(drafts, rows)
+        request.forced = {place for place in request.forced if place < known}
+        request.forced |= {known + place for place, alone in enumerate(single) if alone}
+        return len(drafts) + 1
+
+    def append(self, program: ProgramBuilder) -> None:
+        """One launch behind the processing of the target's logits."""
+        t = self._step
+        mask = MaskLogitsV1(
+            slot_order=t.slot_order, logit_start=t.logit_start, logit_len=t.logit_len, masked=self._masked, masks=self._masks,
+            logits=t.logits,
+        )  # fmt: skip
+        program.add("mask_logits", mask, "seqs", "verify")

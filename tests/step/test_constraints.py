@@ -1,0 +1,272 @@
+"""Constraints: what they forbid never comes, and with drafts the text is the one without, whatever serves it.
+
+Grammars need the package llguidance; the length of thinking needs nothing. Texts are compared in row-invariant arithmetic with
+plain decoding under the same constraint.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from polydraft import LLM, Engine, RequestOutput, SamplingParams
+from polydraft.errors import CapabilityError, RequestError
+from polydraft.runtime.constraints import Automaton, Constraints, Thinking, _allows
+from tests.support.emulator import Emulator
+from tests.support.letters import checkpoint
+from tests.support.plugin_doubles import backend_without
+from tests.support.runs import DEVICES, ORDERS, Ask, drive, engine
+
+pytest.importorskip("llguidance", reason="the extra `grammar` is not installed")
+
+SCHEMA = {
+    "type": "object", "additionalProperties": False, "required": ["name", "n", "more"],
+    "x-guidance": {"whitespace_flexible": False},
+    "properties": {
+        "name": {"type": "string", "pattern": "^[a-z]{1,6}$"}, "n": {"type": "integer", "minimum": 0, "maximum": 99},
+        "more": {"type": "array", "items": {"type": "boolean"}, "minItems": 1, "maxItems": 3},
+    },
+}  # fmt: skip
+REGEX = r"return [a-z]{2,9}\([0-9]{2}\)"
+LARK = 'start: "yes" | "no" | "maybe " /[a-c]{3}/'
+CASES: dict[str, dict[str, Any]] = {
+    "schema": {"constraint": {"json_schema": SCHEMA}},
+    "regex": {"constraint": {"regex": REGEX}},
+    "lark": {"constraint": {"lark": LARK}},
+    "sampled schema": {"constraint": {"json_schema": SCHEMA}, "temperature": 0.9, "seed": 4},
+    "processed regex": {"constraint": {"regex": REGEX}, "repetition_penalty": 1.2},
+}
+PROMPTS = ((5, 9, 33), (7, 7, 12), (1, 30), (44, 2, 2, 8), (21,))
+
+
+def prompt_of(name: str) -> tuple[int, ...]:
+    return PROMPTS[list(CASES).index(name)]
+
+
+def params(name: str, **more: Any) -> SamplingParams:
+    return SamplingParams(**{"max_new_tokens": 64, **CASES[name], **more})
+
+
+def letters(device: str = "reference", **options: Any) -> Engine:
+    """An engine on that model."""
+    return LLM(**{**(DEVICES | ORDERS)[device], "model": checkpoint(), "invariant": True, **options}).engine
+
+
+def emulated(query: str, **options: Any) -> Engine:
+    plugin = Emulator(f"emulator:0?{query}")
+    return LLM(**{"plugin": plugin, "model": checkpoint(), "invariant": True, "graph": "off", **options}).engine
+
+
+@functools.cache
+def plain(name: str) -> RequestOutput:
+    """Plain decoding under the same constraint."""
+    served = letters(draft_tokens=0, constraints=True, max_num_seqs=1)
+    return drive(served, [Ask(prompt_of(name), params(name))])[0]
+
+
+def holds(name: str, text: str) -> bool:
+    """Whether a text is what its constraint says, by another judge than the grammar."""
+    if "regex" in name:
+        return re.fullmatch(REGEX, text) is not None
+    if name == "lark":
+        return re.fullmatch("yes|no|maybe [a-c]{3}", text) is not None
+    import jsonschema
+
+    jsonschema.validate(json.loads(text), SCHEMA)
+    return True
+
+
+SERVED = {
+    "reference": letters,
+    "lazy-1": lambda **o: letters(device="lazy-1", **o),
+    "lazy-2": lambda **o: letters(device="lazy-2", **o),
+    "lazy-seeded": lambda **o: letters(device="lazy-seeded", **o),
+    "emulator": lambda **o: emulated("seed=5&policy=reversed", overlap=1, **o),
+    "graphs": lambda **o: emulated("seed=6", overlap=1, graph="decode", graph_sizes=(4,), **o),
+}
+
+
+@pytest.mark.parametrize("served_by", SERVED)
+def test_the_text_is_the_one_of_plain_decoding_and_what_was_asked_for(served_by: str) -> None:
+    """All constraints at once, beside a request without any."""
+    running: Engine = SERVED[served_by](draft_tokens=3, constraints=True, max_num_seqs=4)
+    free = SamplingParams(max_new_tokens=20)
+    asks = [Ask(prompt_of(name), params(name), arrival=i) for i, name in enumerate(CASES)]
+    outputs = drive(running, [*asks, Ask(PROMPTS[0], free)])
+    for name, output in zip(CASES, outputs, strict=False):
+        assert output.text == plain(name).text, name
+        assert output.finish_reason == "stop"
+        assert holds(name, output.text)
+    unbound = letters(draft_tokens=3, max_num_seqs=1)
+    assert outputs[-1].token_ids == drive(unbound, [Ask(PROMPTS[0], free)])[0].token_ids
+    assert sum(output.accepted for output in outputs[:-1]) > 0, "drafts are accepted within constraints"
+
+
+def test_rejection_verification_keeps_constraints_too() -> None:
+    served = letters(draft_tokens=3, constraints=True, verify="rejection")
+    for seed in range(3):
+        output = drive(served, [Ask(PROMPTS[0], params("sampled schema", seed=seed))])[0]
+        assert holds("schema", output.text)
+
+
+def test_forced_tokens_say_so_with_drafts_and_without() -> None:
+    output = drive(letters(draft_tokens=3, constraints=True), [Ask(prompt_of("regex"), params("regex"))])[0]
+    assert {t.source for t in output.tokens} >= {"forced", "draft"}
+    assert output.forced == plain("regex").forced
+
+
+def test_a_preempted_request_goes_on_where_it_was() -> None:
+    asks = [Ask(prompt_of(name), params(name)) for name in CASES]
+    asks += [Ask(prompt, SamplingParams(max_new_tokens=80, ignore_eos=True)) for prompt in PROMPTS[:2]]
+    roomy = letters(draft_tokens=2, constraints=True, max_num_seqs=7)
+    tight = letters(draft_tokens=2, constraints=True, max_num_seqs=7, block_size=4, num_blocks=24, prefix_cache=False)
+    wanted = [output.text for output in drive(roomy, asks)]
+    assert [output.text for output in drive(tight, asks)] == wanted
+    assert tight.scheduler.num_preemptions > 0
+
+
+# -- thinking -----------------------------------------------------------------------------------------------------------
+START, END = (7,), (11, 12)
+
+
+def thinking(limit: int | None, reply: int | None = None, **options: Any) -> Engine:
+    del limit, reply
+    return engine("narrow", constraints=True, think_start_ids=START, think_end_ids=END, **options)
+
+
+@pytest.mark.parametrize("num_drafts", [0, 3])
+@pytest.mark.parametrize("limit", [0, 1, 5])
+def test_thinking_ends_behind_its_limit_and_the_reply_behind_its_own(num_drafts: int, limit: int) -> None:
+    served = thinking(limit, draft_tokens=num_drafts)
+    never = ((0, -100.0),)  # the text would end of its own accord
+    ask = Ask((5, *START, 9), SamplingParams(max_new_tokens=40, thinking_limit=limit, reply_budget=4, logit_bias=never))
+    output = drive(served, [ask])[0]
+    ids = list(output.token_ids)
+    assert ids[limit : limit + 2] == list(END), "the end is spelt out behind the limit"
+    assert output.finish_reason == "stop"
+    assert len(ids) <= limit + 2 + 4 + 1
+    assert all(tuple(ids[i : i + 2]) != END for i in range(limit))
+
+
+def test_a_prompt_that_does_not_think_is_not_bound_by_the_limit() -> None:
+    free = drive(engine("narrow", draft_tokens=3), [Ask((5, 9), SamplingParams(max_new_tokens=12, ignore_eos=True))])[0]
+    ask = Ask((5, 9), SamplingParams(max_new_tokens=12, ignore_eos=True, thinking_limit=2))
+    assert drive(thinking(2, draft_tokens=3), [ask])[0].token_ids == free.token_ids
+
+
+class _Digits:
+    """A matcher that allows tokens 0 to 9, three times."""
+
+    def __init__(self) -> None:
+        self.taken: list[int] = []
+
+    def consume_token(self, token: int) -> bool:
+        assert token < 10
+        self.taken.append(token)
+        return True
+
+    def rollback(self, count: int) -> None:
+        del self.taken[len(self.taken) - count :]
+
+    def is_stopped(self) -> bool:
+        return len(self.taken) == 3
+
+    def is_error(self) -> bool:
+        return False
+
+
+def masks(automaton: Automaton, drafts: Sequence[int], width: int = 5) -> list[list[int]]:
+    rows = np.zeros((width, 2), np.uint32)
+    automaton.fill(drafts, rows)
+    return [[t for t in range(64) if _allows(row, t)] for row in rows[: len(drafts) + 1]]
+
+
+def test_an_automaton_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    import llguidance.numpy
+
+    def digits(matcher: Any, mask: Any, index: int) -> None:
+        mask[index] = 0
+        mask[index, 0] = 0x3FF
+
+    monkeypatch.setattr(llguidance.numpy, "fill_next_token_bitmask", digits)
+    matcher = _Digits()
+    automaton = Automaton(matcher, None, (), eos=(60,))
+    automaton.follow([4])
+    everything = list(range(64))
+    assert masks(automaton, [5, 6, 9]) == [list(range(10)), list(range(10)), [60], everything]
+    assert matcher.taken == [4]
+    assert masks(automaton, [5, 33, 2]) == [list(range(10)), list(range(10)), everything, everything], "behind a forbidden draft"
+    assert matcher.taken == [4]
+    automaton.follow([1, 2])
+    assert masks(automaton, []) == [[60]]
+
+
+def test_thinking_counts_spelt_and_broken_ends() -> None:
+    t = Thinking(start=(1,), end=(8, 9), limit=3, reply=2, eos=0)
+    assert t.first((5, 1, 4)).thinking
+    assert not t.first((5, 4)).thinking
+    assert not t.first((1, 8, 9)).thinking
+    phase = t.first((1,))
+    for token, forced in ((5, None), (8, None), (5, None), (5, 8)):
+        assert t.forced(phase) == forced
+        if forced is None:
+            phase = t.behind(phase, token)
+    phase = t.behind(t.behind(phase, 8), 9)
+    assert (phase.thinking, phase.replied) == (False, 0)
+    assert [t.forced(phase), t.forced(t.behind(t.behind(phase, 3), 3))] == [None, 0]
+
+
+# -- refusals -----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("wish", "message"),
+    [
+        ({"constraint": {"regex": "(["}}, "the regex of the request cannot be used"),
+        ({"constraint": {"json_schema": {"type": "nonsense"}}}, "the json_schema of the request cannot be used"),
+        ({"constraint": {"lark": "start: )"}}, "the lark of the request cannot be used"),
+        ({"thinking_limit": 3}, "does not know what ends thinking"),
+    ],
+)
+def test_a_constraint_that_is_none_is_refused(wish: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError, match=re.escape(message)):
+        letters(constraints=True).add((1, 2), SamplingParams(**wish))
+
+
+def test_a_tokenizer_that_grammars_do_not_know_is_told() -> None:
+    with pytest.raises(RequestError, match="grammars cannot be used with the tokenizer"):
+        engine("narrow", constraints=True).add((1, 2), SamplingParams(constraint={"regex": "a"}))
+
+
+@pytest.mark.parametrize(
+    "wish", [{"constraint": "x"}, {"constraint": {"bnf": "x"}}, {"constraint": {"regex": 5}}, {"thinking_limit": -1}]
+)
+def test_a_malformed_wish_is_refused(wish: dict[str, Any]) -> None:
+    with pytest.raises(RequestError, match="correct the request"):
+        SamplingParams(**wish)
+
+
+def test_an_engine_that_was_not_built_for_it_says_so() -> None:
+    with pytest.raises(RequestError, match="build it with constraints=True"):
+        engine("narrow").add((1, 2), SamplingParams(constraint={"regex": "a"}))
+    with pytest.raises(CapabilityError, match="mask_logits"):
+        engine("narrow", constraints=True, plugin=backend_without("mask_logits"))
+    with pytest.raises(CapabilityError, match="think_end_ids has 64"):
+        engine("narrow", think_end_ids=(64,))
+    reasons = {d.name: d.reason for d in engine("narrow", device="lazy-1", constraints=True).resolved.decisions}
+    assert "two halves" in reasons["overlap"]
+    assert Constraints.needs == "previous_tokens"
+
+
+def test_steps_without_constrained_requests_upload_nothing() -> None:
+    served = engine("narrow", draft_tokens=2, constraints=True)
+    served.add((3, 4), SamplingParams(max_new_tokens=30, ignore_eos=True))
+    for _ in range(4):
+        served.step()
+    before = served.device.counters.copy()
+    served.step()
+    assert served.device.counters.uploads == before.uploads

@@ -1,0 +1,36 @@
+"""A tiny model of single characters, for tests that bind text to grammars.
+
+Owns `checkpoint`: the weights are those of the tiny model "narrow", each token is a letter, a digit or a sign of JSON.
+Called by tests of the step and of the server.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import json
+import shutil
+import string
+import tempfile
+from pathlib import Path
+
+from polydraft.conformance.probe import tokenizer_json
+from tests.support import tiny
+
+CHARACTERS = '{}[]":,()' + string.digits + string.ascii_lowercase + " \n"
+
+
+@functools.cache
+def checkpoint() -> str:
+    """The directory, written at the first call of a process and removed at its end."""
+    directory = Path(tempfile.mkdtemp(prefix="polydraft-letters-")) / "letters"
+    atexit.register(shutil.rmtree, directory.parent, ignore_errors=True)
+    shutil.copytree(tiny.checkpoint("narrow"), directory)
+    tokenizer = tokenizer_json(64)
+    letters = CHARACTERS.translate({ord(" "): "\u0120", ord("\n"): "\u010a"})
+    vocab = {"<eos>": 0, **{letter: i for i, letter in enumerate(letters, 1)}}
+    tokenizer["model"] = {"type": "BPE", "vocab": vocab, "merges": []}
+    by_byte = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+    tokenizer["pre_tokenizer"] = tokenizer["decoder"] = by_byte
+    (directory / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
+    return str(directory)

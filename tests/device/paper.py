@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from polydraft.backend import CacheSpec, PassBuffers
-from polydraft.contracts import COMPOSITES, REGISTRY, LinearV1, PagedAttentionV1
+from polydraft.contracts import COMPOSITES, REGISTRY, LinearV1, PagedAttentionV1, SwigluV1
 from polydraft.contracts.base import Case, Limits, LogicalCache, ParamSpec, TensorSpec
 from polydraft.contracts.composite import CompositeArgs
 from polydraft.contracts.harness import weight_role
@@ -62,6 +62,7 @@ class PaperDevice:
     index: int = 0
     num_sms: int = 132
     shared_bytes: int = 232448
+    capturing: bool = False
     bound: list[Bound] = field(default_factory=list)
     next: int = 1 << 20
 
@@ -163,6 +164,8 @@ def bind_shape(shape: Shape, act: str, **options: Any) -> list[Bound]:
         weight = CudaWeight("linear", device.empty("weight", (outputs, inputs), act))
         x, y = device.empty("x", (n, inputs), act), device.empty("y", (n, outputs), out)
         _bind(device, "linear", LinearV1(x=x, weight=weight, bias=None, out=y), shape)
+        if outputs == 2 * shape.ffn:
+            _bind(device, "swiglu", SwigluV1(gate_up=y, out=device.empty("gated", (n, shape.ffn), act)), shape)
     attention = {
         "row_slot": device.empty("row_slot", (n,), "i32"), "positions": device.empty("positions", (n,), "i32"),
         "block_table": device.empty("block_table", (8, 64), "i32"),

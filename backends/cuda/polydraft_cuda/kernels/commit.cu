@@ -57,7 +57,7 @@ __device__ __forceinline__ void commit(
 }
 
 extern "C" __global__ void commit_window(
-    Commit c, const int* __restrict__ window, const int* __restrict__ window_len, const int* __restrict__ accepted, int num_stops,
+    Commit c, const int* window, const int* window_len, const int* accepted, int num_stops,
     int max_len, int width, int n
 ) {
     enter();

@@ -14,6 +14,9 @@ constexpr int PHASE_IDLE = 0, PHASE_PREFILL = 1, PHASE_DECODE = 2, PHASE_PAUSED 
 constexpr int FINISH_NONE = 0, FINISH_STOP = 1, FINISH_LENGTH = 2, FINISH_ABORT = 3, FINISH_ERROR = 4;
 constexpr unsigned FULL = 0xffffffffu;
 #define INFINITY_F __int_as_float(0x7f800000)
+// A kernel is on the device while the one before it still writes (`enter`), so that nothing may be read through the read-only
+// cache, which `const T* __restrict__` allows: such a load may come early or find an old line. Weights are read so on purpose.
+#define __restrict__
 
 // -- dtypes: bits in memory, float in registers ---------------------------------------------------
 struct bf16 { uint16_t bits; };

@@ -2,8 +2,8 @@
 #include "common.cuh"
 
 extern "C" __global__ void pack_draft_rows(
-    const int* __restrict__ row_slot, const int* __restrict__ positions, const int* __restrict__ phase,
-    const int* __restrict__ prompt_len, const int* __restrict__ num_generated, const int* __restrict__ tokens, int max_len,
+    const int* row_slot, const int* positions, const int* phase,
+    const int* prompt_len, const int* num_generated, const int* tokens, int max_len,
     int* draft_ids, int* draft_row_slot, int n
 ) {
     enter();
@@ -19,9 +19,9 @@ extern "C" __global__ void pack_draft_rows(
 }
 
 extern "C" __global__ void begin_draft(
-    const int* __restrict__ slot_order, const int* __restrict__ seq_len, const int* __restrict__ phase,
-    const int* __restrict__ kv_len, const int* __restrict__ prompt_len, const int* __restrict__ num_generated,
-    const int* __restrict__ max_total, int* drafts, int num_drafts, int* draft_len, int* draft_slot, int* draft_position,
+    const int* slot_order, const int* seq_len, const int* phase,
+    const int* kv_len, const int* prompt_len, const int* num_generated,
+    const int* max_total, int* drafts, int num_drafts, int* draft_len, int* draft_slot, int* draft_position,
     int* draft_budget, int n
 ) {
     enter();
@@ -39,7 +39,7 @@ extern "C" __global__ void begin_draft(
 }
 
 extern "C" __global__ void advance_draft(
-    const int* __restrict__ chosen, const int* __restrict__ draft_budget, int* draft_slot, int* draft_position, int* drafts,
+    const int* chosen, const int* draft_budget, int* draft_slot, int* draft_position, int* drafts,
     int num_drafts, int* draft_len, int* next_ids, int pass_index, int n
 ) {
     enter();
@@ -57,8 +57,8 @@ extern "C" __global__ void advance_draft(
 
 // A block a sequence: the longest run first; of its places, searched in parallel, the latest.
 extern "C" __global__ void draft_ngram(
-    const int* __restrict__ draft_slot, const int* __restrict__ draft_budget, const int* __restrict__ prompt_len,
-    const int* __restrict__ num_generated, const int* __restrict__ tokens, int max_len, int* drafts, int num_drafts,
+    const int* draft_slot, const int* draft_budget, const int* prompt_len,
+    const int* num_generated, const int* tokens, int max_len, int* drafts, int num_drafts,
     int* draft_len, int max_ngram, int min_ngram
 ) {
     enter();
@@ -87,9 +87,9 @@ extern "C" __global__ void draft_ngram(
 
 // Where the guess has foretold what became known since, what follows in it are the drafts.
 extern "C" __global__ void align_drafts(
-    const int* __restrict__ draft_slot, const int* __restrict__ draft_budget, const int* __restrict__ prompt_len,
-    const int* __restrict__ num_generated, const int* __restrict__ tokens, int max_len, const int* __restrict__ guess, int width,
-    const int* __restrict__ guess_start, const int* __restrict__ guess_len, int* drafts, int num_drafts, int* draft_len, int n
+    const int* draft_slot, const int* draft_budget, const int* prompt_len,
+    const int* num_generated, const int* tokens, int max_len, const int* guess, int width,
+    const int* guess_start, const int* guess_len, int* drafts, int num_drafts, int* draft_len, int n
 ) {
     enter();
     const int i = blockIdx.x * blockDim.x + threadIdx.x;

@@ -6,7 +6,7 @@ __device__ __forceinline__ bool continues(const int* row_slot, const int* positi
 }
 
 extern "C" __global__ void __launch_bounds__(1024) fill_tiles(
-    const int* __restrict__ row_slot, const int* __restrict__ positions, int4* __restrict__ tiles, int* __restrict__ num_tiles,
+    const int* row_slot, const int* positions, int4* tiles, int* num_tiles,
     int tile_rows, int n
 ) {
     enter();

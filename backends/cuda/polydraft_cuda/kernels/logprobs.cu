@@ -2,7 +2,7 @@
 #include "sampling.cuh"
 
 extern "C" __global__ void keep_logits(
-    const float* __restrict__ logits, const int* __restrict__ row_slot, const int* __restrict__ num_top, float* kept, int vocab
+    const float* logits, const int* row_slot, const int* num_top, float* kept, int vocab
 ) {
     enter();
     const int r = blockIdx.x, slot = row_slot[r];
@@ -31,8 +31,8 @@ __device__ __forceinline__ uint64_t highest(const float* row, int vocab, uint64_
 
 // A block a place of a window. Of the most likely tokens the border is found as top-k finds it; then they are put in order.
 extern "C" __global__ void __launch_bounds__(THREADS) top_logprobs(
-    const float* __restrict__ logits, const int* __restrict__ slot_order, const int* __restrict__ logit_start,
-    const int* __restrict__ out_tokens, const int* __restrict__ num_top, const float* __restrict__ temperatures, int* ids,
+    const float* logits, const int* slot_order, const int* logit_start,
+    const int* out_tokens, const int* num_top, const float* temperatures, int* ids,
     float* logprobs, int* ranks, int vocab, int columns
 ) {
     enter();
@@ -91,8 +91,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) top_logprobs(
 
 // A block a row.
 extern "C" __global__ void __launch_bounds__(THREADS) draft_logprobs(
-    const float* __restrict__ logits, const int* __restrict__ row_slot, const int* __restrict__ tokens,
-    const int* __restrict__ draft_len, const int* __restrict__ num_top, float* filed, int num_drafts, int vocab, int are_probs
+    const float* logits, const int* row_slot, const int* tokens,
+    const int* draft_len, const int* num_top, float* filed, int num_drafts, int vocab, int are_probs
 ) {
     enter();
     __shared__ uint64_t scratch[33];
@@ -112,9 +112,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) draft_logprobs(
 
 // A block a sequence, which counts the entries before its own.
 extern "C" __global__ void pack_logprobs(
-    const int* __restrict__ slot_order, const int* __restrict__ num_top, const int* __restrict__ ids,
-    const int* __restrict__ logprob_bits, const int* __restrict__ ranks, const int* __restrict__ extra,
-    const int* __restrict__ drafts, const int* __restrict__ draft_logprob_bits, int num_drafts, int* record, int flag, int width,
+    const int* slot_order, const int* num_top, const int* ids,
+    const int* logprob_bits, const int* ranks, const int* extra,
+    const int* drafts, const int* draft_logprob_bits, int num_drafts, int* record, int flag, int width,
     int capacity, int n
 ) {
     enter();

@@ -2,8 +2,8 @@
 #include "common.cuh"
 
 extern "C" __global__ void reserve_blocks(
-    const int* __restrict__ slot_order, int* phase, const int* __restrict__ kv_len, const int* __restrict__ draft_len,
-    const int* __restrict__ max_total, const int* __restrict__ block_table, int max_blocks, int block_size, int lookahead, int n
+    const int* slot_order, int* phase, const int* kv_len, const int* draft_len,
+    const int* max_total, const int* block_table, int max_blocks, int block_size, int lookahead, int n
 ) {
     enter();
     const int i = (blockIdx.x * blockDim.x + threadIdx.x) >> 5, lane = threadIdx.x & 31;

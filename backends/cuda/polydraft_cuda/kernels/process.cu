@@ -1,7 +1,7 @@
-// Processing of logits, in place: contracts process_logits, penalise_logits, bias_logits, forbid_tokens.
+// Processing of logits, in place: contracts process_logits, penalise_logits, bias_logits, forbid_tokens, mask_logits.
 #include "common.cuh"
 
-extern "C" __global__ void process_logits(float* logits, const int* __restrict__ row_slot, int num_valid, int vocab) {
+extern "C" __global__ void process_logits(float* logits, const int* row_slot, int num_valid, int vocab) {
     enter();
     if (row_slot[blockIdx.x] < 0) return;
     float* row = logits + int64_t(blockIdx.x) * vocab;
@@ -22,8 +22,8 @@ constexpr int SEEN = 1 << 30;  // in a count: the token occurs in the prompt
 
 // Blocks take rows in turn. Each has counts [vocab] of its own, of which it clears, fills and empties what the text touches.
 extern "C" __global__ void penalise_logits(
-    float* logits, const int* __restrict__ row_slot, const int* __restrict__ positions, Text t,
-    const float* __restrict__ repetition, const float* __restrict__ presence, const float* __restrict__ frequency, int* workspace,
+    float* logits, const int* row_slot, const int* positions, Text t,
+    const float* repetition, const float* presence, const float* frequency, int* workspace,
     int vocab, int n
 ) {
     enter();
@@ -54,8 +54,8 @@ extern "C" __global__ void penalise_logits(
 }
 
 extern "C" __global__ void bias_logits(
-    float* logits, const int* __restrict__ row_slot, const int* __restrict__ num_biases, const int* __restrict__ bias_ids,
-    const float* __restrict__ biases, int width, int vocab
+    float* logits, const int* row_slot, const int* num_biases, const int* bias_ids,
+    const float* biases, int width, int vocab
 ) {
     enter();
     const int slot = row_slot[blockIdx.x];
@@ -65,9 +65,9 @@ extern "C" __global__ void bias_logits(
 }
 
 extern "C" __global__ void forbid_tokens(
-    float* logits, const int* __restrict__ row_slot, const int* __restrict__ positions, Text t, const int* __restrict__ min_tokens,
-    const int* __restrict__ stop_tokens, int num_stops, const int* __restrict__ bad_words, int width,
-    const int* __restrict__ bad_len, int vocab
+    float* logits, const int* row_slot, const int* positions, Text t, const int* min_tokens,
+    const int* stop_tokens, int num_stops, const int* bad_words, int width,
+    const int* bad_len, int vocab
 ) {
     enter();
     const int r = blockIdx.x, slot = row_slot[r];
@@ -88,4 +88,18 @@ extern "C" __global__ void forbid_tokens(
         for (int w = end - 2; fits && w >= 0 && words[w] != NO_TOKEN; w--, i--) fits = i >= prompt && token_at(t, slot, known, i) == words[w];
         if (fits) row[words[end - 1]] = -INFINITY_F;
     }
+}
+
+// Blocks (sequence, place, part of the vocabulary); a warp reads one word of the mask for its 32 tokens.
+extern "C" __global__ void mask_logits(
+    const int* slot_order, const int* logit_start, const int* logit_len,
+    const int* masked, const uint32_t* masks, int words, float* logits, int vocab
+) {
+    enter();
+    const int i = blockIdx.x, j = blockIdx.y;
+    if (slot_order[i] < 0 || j >= min(masked[i], logit_len[i])) return;
+    const uint32_t* mask = masks + (int64_t(i) * gridDim.y + j) * words;
+    float* row = logits + int64_t(logit_start[i] + j) * vocab;
+    for (int v = blockIdx.z * blockDim.x + threadIdx.x; v < vocab; v += gridDim.z * blockDim.x)
+        if (!(mask[v >> 5] >> (v & 31) & 1)) row[v] = -INFINITY_F;
 }

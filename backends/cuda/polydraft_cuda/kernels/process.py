@@ -90,9 +90,21 @@ def forbid_tokens(device: CudaDevice, a: Any, limits: Any, workspace: Any) -> La
     )  # fmt: skip
 
 
+def mask_logits(device: CudaDevice, a: Any, limits: Any, workspace: Any) -> Launch:
+    """Blocks share a row, a place of a window each."""
+    del limits, workspace
+    width, words, vocab = a.masks.shape[1], a.masks.shape[2], a.logits.shape[1]
+    blocks = min(-(-vocab // 2048), 64)
+    return device.function(source("process.cu"), "mask_logits").bind(
+        lambda n: (n, width, blocks), 256, a.slot_order, a.logit_start, a.logit_len, a.masked, a.masks, words, a.logits, vocab,
+        dependent=True,
+    )  # fmt: skip
+
+
 KERNELS = {
     "process_logits": Kernel(process_logits),
     "penalise_logits": Kernel(penalise_logits, penalise_workspace),
     "bias_logits": Kernel(bias_logits),
     "forbid_tokens": Kernel(forbid_tokens),
+    "mask_logits": Kernel(mask_logits),
 }

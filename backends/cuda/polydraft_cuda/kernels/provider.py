@@ -49,8 +49,11 @@ class CudaProvider:
     device: CudaDevice
 
     def bind(self, args: Any, limits: Limits, workspace: Workspace | None) -> Launch:
-        """Compile, load and pack; nothing runs yet."""
-        return self.kernel.bind(self.device, args, limits, workspace)
+        """Compile, load and pack; nothing runs yet. The launch keeps alive what it was bound to: a kernel may know a buffer by
+        its address alone."""
+        launch = self.kernel.bind(self.device, args, limits, workspace)
+        launch.__dict__["bound"] = args, workspace
+        return launch
 
     def workspace_bytes(self, args: Any, limits: Limits) -> int:
         """Bytes of scratch that this kernel wants for these arguments."""

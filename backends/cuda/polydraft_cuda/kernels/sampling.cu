@@ -5,7 +5,7 @@
 // Blocks share a row. The best key is gathered by an atomic maximum, whose order does not matter; the last block of a row takes
 // it out, so that `best` and `tickets` are zero again for the next launch.
 extern "C" __global__ void __launch_bounds__(256) argmax(
-    const float* __restrict__ logits, const int* __restrict__ row_slot, int* tokens, int vocab, uint64_t* best, int* tickets
+    const float* logits, const int* row_slot, int* tokens, int vocab, uint64_t* best, int* tickets
 ) {
     enter();
     __shared__ uint64_t scratch[33];
@@ -36,8 +36,8 @@ __device__ __forceinline__ Noise noise_of(const uint32_t* seed, int slot, int po
 }
 
 extern "C" __global__ void gumbel_noise(
-    const int* __restrict__ row_slot, const int* __restrict__ positions, const uint32_t* __restrict__ seed,
-    const float* __restrict__ temperature, float* noise, int vocab, int ahead, int draw
+    const int* row_slot, const int* positions, const uint32_t* seed,
+    const float* temperature, float* noise, int vocab, int ahead, int draw
 ) {
     enter();
     const int r = blockIdx.x, slot = row_slot[r];
@@ -53,7 +53,7 @@ extern "C" __global__ void gumbel_noise(
 }
 
 extern "C" __global__ void uniform_noise(
-    const int* __restrict__ row_slot, const int* __restrict__ positions, const uint32_t* __restrict__ seed, float* uniforms,
+    const int* row_slot, const int* positions, const uint32_t* seed, float* uniforms,
     int ahead, int draw, int n
 ) {
     enter();
@@ -78,8 +78,8 @@ __device__ __noinline__ uint64_t score(float x, int v, float gumbel, const Filte
 
 // A block a row. `noise` null: made here from `seed` (composite gumbel_noise+sample).
 extern "C" __global__ void __launch_bounds__(THREADS) sample(
-    const float* __restrict__ logits, const float* __restrict__ noise, const int* __restrict__ row_slot,
-    const int* __restrict__ positions, const uint32_t* __restrict__ seed, Sampling by_slot, int* tokens, int vocab, int ahead,
+    const float* logits, const float* noise, const int* row_slot,
+    const int* positions, const uint32_t* seed, Sampling by_slot, int* tokens, int vocab, int ahead,
     int draw
 ) {
     enter();
@@ -111,7 +111,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) sample(
 
 // A block a row, in place.
 extern "C" __global__ void __launch_bounds__(THREADS) filter_probs(
-    float* logits, const int* __restrict__ row_slot, Sampling by_slot, int vocab
+    float* logits, const int* row_slot, Sampling by_slot, int vocab
 ) {
     enter();
     __shared__ FilterSpace space;
@@ -156,8 +156,8 @@ template <typename Weight> __device__ uint64_t drawn(Weight weight, const float*
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) draw_draft(
-    const float* __restrict__ probs, const float* __restrict__ noise, const int* __restrict__ row_slot,
-    const int* __restrict__ draft_len, int* tokens, float* draft_probs, int num_drafts, int vocab
+    const float* probs, const float* noise, const int* row_slot,
+    const int* draft_len, int* tokens, float* draft_probs, int num_drafts, int vocab
 ) {
     enter();
     __shared__ uint64_t scratch[33];
@@ -176,9 +176,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) draw_draft(
 
 // A block a sequence: walk its window until a draft is rejected, then draw the token that ends it.
 extern "C" __global__ void __launch_bounds__(THREADS) verify_rejection(
-    const float* __restrict__ probs, const float* __restrict__ draft_probs, const float* __restrict__ uniforms,
-    const float* __restrict__ noise, const int* __restrict__ slot_order, const int* __restrict__ phase,
-    const int* __restrict__ logit_start, const int* __restrict__ logit_len, const int* __restrict__ drafts, int num_drafts,
+    const float* probs, const float* draft_probs, const float* uniforms,
+    const float* noise, const int* slot_order, const int* phase,
+    const int* logit_start, const int* logit_len, const int* drafts, int num_drafts,
     int* window, int* window_len, int* accepted_out, int* drafted_out, int vocab
 ) {
     enter();

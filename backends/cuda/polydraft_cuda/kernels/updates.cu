@@ -10,7 +10,7 @@ struct Columns {  // where each field lies in a row, and where it goes
 };
 
 extern "C" __global__ void update_slots(
-    const int* __restrict__ updates, int width, int first_stop, Columns fields, int* finish, int* draft_len, uint32_t* seed,
+    const int* updates, int width, int first_stop, Columns fields, int* finish, int* draft_len, uint32_t* seed,
     int* stop_tokens, int num_stops, int* drafts, int num_drafts, int* block_table, int max_blocks
 ) {
     enter();
@@ -27,14 +27,14 @@ extern "C" __global__ void update_slots(
 }
 
 // Rows (slot, place, value): tokens, blocks and bad words alike.
-extern "C" __global__ void update_places(const int* __restrict__ updates, int* target, int width, int n) {
+extern "C" __global__ void update_places(const int* updates, int* target, int width, int n) {
     enter();
     const int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= n || updates[3 * i] < 0) return;
     target[int64_t(updates[3 * i]) * width + updates[3 * i + 1]] = updates[3 * i + 2];
 }
 
-extern "C" __global__ void update_biases(const int4* __restrict__ updates, int* bias_ids, float* biases, int width, int n) {
+extern "C" __global__ void update_biases(const int4* updates, int* bias_ids, float* biases, int width, int n) {
     enter();
     const int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= n || updates[i].x < 0) return;

@@ -17,8 +17,8 @@ extern "C" __global__ void verify_match(
 }
 
 extern "C" __global__ void force_choices(
-    const int* __restrict__ slot_order, const int* __restrict__ logit_start, const int* __restrict__ logit_len,
-    const int* __restrict__ drafts, int num_drafts, const float* __restrict__ uniforms, const float* __restrict__ chances,
+    const int* slot_order, const int* logit_start, const int* logit_len,
+    const int* drafts, int num_drafts, const float* uniforms, const float* chances,
     int* choices, int num_valid, int n
 ) {
     enter();

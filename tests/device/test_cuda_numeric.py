@@ -1,0 +1,346 @@
+"""The numeric part of the CUDA backend without a GPU: storage, which kernel runs for how many rows, cuBLASLt's plans."""
+
+import ctypes
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bench.gpu_rounds import floor_bytes
+from polydraft.backend import CacheSpec, StepMeta
+from polydraft.bench.shapes import RandomCheckpoint
+from polydraft.contracts import LinearV1, PagedAttentionV1, SwigluV1
+from polydraft.contracts.base import Limits
+from polydraft.contracts.compare import to_host
+from polydraft.errors import ContractError
+from polydraft.models.families import FamilyRegistry
+from polydraft_cuda import cublaslt, storage
+from polydraft_cuda.kernels import attention, linear, mlp
+from tests.device.paper import PaperDevice
+from tools.wgmma_header import HEADER, header
+
+ROOT = Path(__file__).resolve().parents[2]
+LIMITS = Limits(64, 3, 512, 64, 1024, 16, 64, 64, 4, 32000)
+
+
+@dataclass(eq=False)
+class Recorder(PaperDevice):
+    """A paper device with memory whose launches are noted as (source, defines, rows)."""
+
+    launched: list[tuple[str, dict[str, Any], int]] = field(default_factory=list)
+    memory: dict[int, Any] = field(default_factory=dict)
+
+    def function(self, source: Path, name: str, **defines: Any) -> Any:
+        def bind(grid: Any, block: Any, *arguments: Any, **options: Any) -> Callable[[Any, int], None]:
+            return lambda stream, n: self.launched.append((source.name, defines, n))
+
+        return SimpleNamespace(bind=bind, name=name)
+
+    def synchronize(self) -> None:
+        pass
+
+    def write(self, pointer: int, value: Any) -> None:
+        self.memory[pointer] = value.copy()
+
+    def load(self, target: Any, value: Any) -> None:
+        self.memory[target.pointer] = value.copy()
+
+    def read(self, pointer: int, shape: Any, dtype: str) -> Any:
+        return self.memory[pointer].reshape(shape)
+
+
+# -- storage ------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("dtype", ["f32", "bf16", "f16"])
+def test_weights_are_rounded_and_refilled_in_place(dtype: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(storage, "CHUNK", 5)
+    device: Any = Recorder(dtype=dtype)
+    first, second = np.random.default_rng(0).standard_normal((2, 3, 4), np.float32)
+    weight = storage.prepare_weight(device, "linear", first, dtype)
+    assert (weight.shape, weight.dtype, weight.nbytes) == ((3, 4), dtype, 12 * (4 if dtype == "f32" else 2))
+    for value in (first, second):
+        assert storage.prepare_weight(device, "linear", value, dtype, weight) is weight
+        size = weight.nbytes // 12
+        stored = np.concatenate([device.memory[weight.pointer + at * size] for at in (0, 5, 10)])
+        assert np.array_equal(stored, to_host(value, dtype).reshape(-1))
+    for other in (first[:2], first.reshape(4, 3)):
+        with pytest.raises(ContractError, match="weight update"):
+            storage.prepare_weight(device, "linear", other, dtype, weight)
+    with pytest.raises(ContractError, match="bf16 or f16, got 'f64'"):
+        storage.prepare_weight(device, "linear", first, "f64")
+
+
+def test_rows_that_overlap_travel_as_the_memory_they_span():
+    device: Any = Recorder(dtype="bf16")
+    pool = np.arange(40, dtype=np.float32)
+    view = np.lib.stride_tricks.as_strided(pool, (5, 12), (28, 4), writeable=False)
+    weight = storage.prepare_weight(device, "linear", view, "bf16")
+    (source, defines, _) = device.launched[0]
+    assert (source, defines["ACT"], weight.shape) == ("rows.cu", 1, (5, 12))
+    (sent,) = device.memory.values()
+    assert np.array_equal(sent, to_host(pool, "bf16"))
+
+
+@pytest.mark.parametrize("head_dim", [32, 64, 96, 128])
+def test_tiles_of_a_cache_hold_every_element_where_a_lane_wants_it(head_dim: int):
+    keys, values = storage.tile_orders(head_dim)
+    for order in (keys, values):
+        assert sorted(order) == list(range(16 * head_dim))
+    place = keys.reshape(16, head_dim)
+    row, d = 11, head_dim - 32 + 9  # second eight of keys, lane (3, 1), its second element
+    assert place[row, d] == ((head_dim // 32 + (head_dim // 32 - 1)) * 32 + 3 * 4 + 1) * 8 + 1
+    pairs = values.reshape(16, head_dim)
+    assert (pairs[4, 5], pairs[5, 5]) == (pairs[4, 5], pairs[4, 5] + 1), "neighbouring keys share a word"
+    assert pairs[12, 5] == pairs[4, 5] + 2, "eight keys on lies the next word"
+    assert pairs[4, 13] == pairs[4, 5] + 4, "eight elements on lie the two words after"
+
+
+@pytest.mark.parametrize(("dtype", "head_dim", "block_size", "tiled"), [
+    ("bf16", 64, 32, True), ("f16", 32, 16, True), ("f32", 64, 16, False), ("bf16", 24, 16, False), ("bf16", 64, 8, False),
+])  # fmt: skip
+def test_a_cache_gives_back_what_was_written(dtype: str, head_dim: int, block_size: int, tiled: bool):
+    device: Any = Recorder(dtype=dtype)
+    cache = storage.allocate_cache(device, CacheSpec(3, block_size, 2, head_dim, dtype))
+    k, v = np.random.default_rng(1).integers(-8, 8, (2, 3, block_size, 2, head_dim)).astype(np.float32)
+    cache.write_logical(k, v)
+    assert cache.tiled is tiled
+    assert all(np.array_equal(a, b) for a, b in zip(cache.read_logical(), (k, v), strict=True))
+    assert cache.values.pointer - cache.keys.pointer == cache.nbytes // 2
+
+
+# -- projections --------------------------------------------------------------------------------------
+@pytest.fixture(params=[True, False], ids=["with cuBLASLt", "without"])
+def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    def bind(device: Any, *arguments: Any) -> Any:
+        return (lambda stream, n: device.launched.append(("cuBLASLt", {}, n))) if request.param else None
+
+    monkeypatch.setattr(cublaslt, "library", lambda: request.param or None)
+    monkeypatch.setattr(cublaslt, "bind", bind)
+    return bool(request.param)
+
+
+def projection(device: Any, outputs: int, inputs: int, rows: int = 512) -> tuple[LinearV1, Any]:
+    x, out = device.empty("x", (rows, inputs), device.dtype), device.empty("out", (rows, outputs), device.dtype)
+    weight = storage.CudaWeight("linear", device.empty("w", (outputs, inputs), device.dtype))
+    a = LinearV1(x=x, weight=weight, bias=None, out=out)
+    nbytes = linear.workspace_bytes(device, a, LIMITS)
+    workspace = SimpleNamespace(buffer=device.empty("workspace", (max(nbytes, 1),), "u8"), nbytes=nbytes)
+    return a, linear.linear(device, a, LIMITS, workspace)
+
+
+def chosen(device: Any, launch: Any, n: int) -> list[str]:
+    """Sources launched for n rows, with the size where there are several."""
+    device.launched.clear()
+    launch(None, n)
+    return [f"{source} {defines['TOKENS']}" if "TOKENS" in defines else source for source, defines, _ in device.launched]
+
+
+def test_large_matrices_stream_and_many_rows_go_to_the_library(library: bool):
+    device: Any = Recorder(dtype="bf16")
+    _, wide = projection(device, 22016, 4096)
+    assert [chosen(device, wide, n) for n in (1, 8, 9, 17, 32)] == [[f"linear_tile.cu {t}"] for t in (8, 8, 16, 32, 32)]
+    _, narrow = projection(device, 4096, 11008)
+    assert [chosen(device, narrow, n) for n in (1, 16, 32)] == [[f"linear_pair.cu {t}"] for t in (8, 16, 32)]
+    _, between = projection(device, 6144, 4096)
+    assert [chosen(device, between, n) for n in (8, 9)] == [["linear_pair.cu 8"], ["linear_tile.cu 16"]]
+    for launch in (wide, narrow, between):
+        many = ["linear_tile.cu 256"] * 2 if not library else ["cuBLASLt"]
+        assert chosen(device, launch, 300) == many
+    assert chosen(device, wide, 0) == []
+
+
+def test_small_matrices_and_other_architectures(library: bool):
+    device: Any = Recorder(dtype="bf16")
+    _, small = projection(device, 512, 256)
+    assert [chosen(device, small, n) for n in (3, 9)] == [["linear_stream.cu 8"], ["linear_stream.cu 16"]]
+    assert chosen(device, small, 17) == ["linear_pair.cu 32"]
+    older: Any = Recorder(dtype="f16", arch="sm_80")
+    _, large = projection(older, 4096, 4096)
+    assert chosen(older, large, 5) == ["linear_stream.cu 8"]
+    assert chosen(older, large, 64) == (["cuBLASLt"] if library else ["linear_plain.cu"])
+    exact: Any = Recorder(dtype="f32")
+    assert chosen(exact, projection(exact, 4096, 4096)[1], 5) == ["linear_plain.cu"]
+    assert chosen(device, projection(device, 7, 30)[1], 5) == ["linear_plain.cu"]
+
+
+def test_row_invariant_projections_have_one_order_of_sums():
+    device: Any = Recorder(dtype="bf16", row_invariant=True)
+    _, launch = projection(device, 4096, 4096, rows=600)
+    assert chosen(device, launch, 1) == ["linear_tile.cu 8"]
+    assert chosen(device, launch, 65) == ["linear_tile.cu 256"]
+    assert chosen(device, launch, 600) == ["linear_tile.cu 256"] * 3
+
+
+def test_a_captured_activation_is_one_launch_with_its_projection(library: bool):
+    device: Any = Recorder(dtype="bf16")
+    up, project = projection(device, 22016, 4096)
+    gated = SwigluV1(gate_up=up.out, out=device.empty("gated", (512, 11008), "bf16"))
+    activate = mlp.swiglu(device, gated, LIMITS, None)
+
+    def both(n: int) -> list[tuple[str, int | None]]:
+        device.launched.clear()
+        project(None, n)
+        activate(None, n)
+        return [(source, defines.get("GATED")) for source, defines, _ in device.launched]
+
+    assert both(4) == [("linear_tile.cu", 0), ("mlp.cu", None)]
+    device.capturing = True
+    assert both(4) == [("linear_tile.cu", 1)]
+    assert both(64)[-1] == ("mlp.cu", None)
+    assert len(both(64)) == 2
+    other = SwigluV1(gate_up=device.empty("elsewhere", (512, 22016), "bf16"), out=gated.out)
+    alone = mlp.swiglu(device, other, LIMITS, None)
+    device.launched.clear()
+    alone(None, 4)
+    assert [source for source, _, _ in device.launched] == ["mlp.cu"]
+
+
+def test_an_activation_stays_alone_where_rows_have_to_be_invariant():
+    device: Any = Recorder(dtype="bf16", row_invariant=True, capturing=True)
+    up, project = projection(device, 22016, 4096)
+    activate = mlp.swiglu(device, SwigluV1(gate_up=up.out, out=device.empty("gated", (512, 11008), "bf16")), LIMITS, None)
+    device.launched.clear()
+    project(None, 4)
+    activate(None, 4)
+    assert [source for source, _, _ in device.launched] == ["linear_tile.cu", "mlp.cu"]
+
+
+# -- attention ----------------------------------------------------------------------------------------
+def attend(device: Any, *, head_dim: int = 128, block_size: int = 16) -> tuple[Any, Any]:
+    def ints(*shape: int) -> Any:
+        return device.empty("ints", shape, "i32")
+
+    meta = SimpleNamespace(
+        tiles=ints(512, 4), num_tiles=ints(1), step=StepMeta("target", 0, 4, 1, has_prefill=False), max_tiles=lambda n: n // 4
+    )
+    cache = storage.allocate_cache(device, CacheSpec(64, block_size, 8, head_dim, device.dtype))
+    q, out = device.empty("q", (512, 32 * head_dim), device.dtype), device.empty("out", (512, 32 * head_dim), device.dtype)
+    a = PagedAttentionV1(
+        q=q, row_slot=ints(512), positions=ints(512), block_table=ints(64, 64), cache=cache, meta=meta, out=out, num_heads=32,
+        num_kv_heads=8, head_dim=head_dim, block_size=block_size, softmax_scale=0.1,
+    )  # fmt: skip
+    return meta, attention.paged_attention(device, a, LIMITS, None)
+
+
+def test_attention_splits_long_contexts_over_as_many_blocks_as_there_is_room_for():
+    device: Any = Recorder(dtype="bf16")
+    meta, launch = attend(device)
+    splits = []
+    for seqs in (1, 2, 8, 32, 64):
+        launch(None, 4 * seqs)
+        splits.append(device.launched[-1][1]["SPLITS"])
+    assert splits == [8, 8, 2, 2, 1]
+    meta.step = StepMeta("target", 0, 400, 2, has_prefill=True)
+    launch(None, 400)
+    assert device.launched[-1][0] == "attention_prefill.cu"
+
+
+@pytest.mark.parametrize("options", [{"row_invariant": True}, {"arch": "sm_80"}])
+def test_attention_has_one_shape_where_rows_are_invariant_or_clusters_missing(options: dict):
+    device: Any = Recorder(dtype="bf16", **options)
+    meta, launch = attend(device)
+    for n in (4, 256):
+        launch(None, n)
+    meta.step = StepMeta("target", 0, 400, 2, has_prefill=True)
+    launch(None, 400)
+    assert len({defines["SPLITS"] for source, defines, _ in device.launched if source == "attention_decode.cu"}) == 1
+    assert device.launched[-1][0] == ("attention_decode.cu" if "row_invariant" in options else "attention_prefill.cu")
+
+
+@pytest.mark.parametrize("options", [{"head_dim": 256}, {"head_dim": 24}, {"block_size": 8}])
+def test_other_sizes_of_attention_take_the_plain_kernel(options: dict):
+    device: Any = Recorder(dtype="bf16")
+    _, launch = attend(device, **options)
+    launch(None, 4)
+    assert device.launched[-1][0] == "attention_plain.cu"
+
+
+# -- cuBLASLt -----------------------------------------------------------------------------------------
+class Library:
+    """Stands for the library: notes calls, gives handles, finds an algorithm unless told otherwise."""
+
+    def __init__(self, status: int = 0, found: int = 1) -> None:
+        self.calls: list[tuple[str, tuple[Any, ...]]] = []
+        self._status, self._found = status, found
+
+    def __getattr__(self, name: str) -> Callable[..., int]:
+        def call(*arguments: Any) -> int:
+            self.calls.append((name, arguments))
+            if name == "cublasLtMatmulAlgoGetHeuristic":
+                arguments[-1]._obj.value = self._found
+            return self._status if name == "cublasLtMatmul" else 0
+
+        return call
+
+    def count(self, name: str) -> int:
+        return sum(called == name for called, _ in self.calls)
+
+
+def product(monkeypatch: pytest.MonkeyPatch, library: Library) -> Any:
+    monkeypatch.setattr(cublaslt, "library", lambda: library)
+    cublaslt._handle.cache_clear()
+    device: Any = Recorder(dtype="bf16")
+    weight = storage.CudaWeight("linear", device.empty("w", (24, 16), "bf16"))
+    x, out, bias = (device.empty(n, s, "bf16") for n, s in (("x", (512, 16)), ("out", (512, 24)), ("bias", (24,))))
+    return cublaslt.bind(device, x, weight, bias, out, 4096)
+
+
+def test_a_product_plans_once_for_a_number_of_rows(monkeypatch: pytest.MonkeyPatch):
+    library = Library()
+    launch, stream = product(monkeypatch, library), SimpleNamespace(handle=7)
+    for n in (100, 100, 200, 0):
+        launch(stream, n)
+    assert library.count("cublasLtMatmulAlgoGetHeuristic") == 2
+    products = [arguments for name, arguments in library.calls if name == "cublasLtMatmul"]
+    assert len(products) == 3
+    assert [argument.value for argument in products[0][13:]] == [4096, cublaslt.WORKSPACE, 7]
+    layouts = [tuple(getattr(v, "value", v) for v in a[1:]) for name, a in library.calls if name == "cublasLtMatrixLayoutCreate"]
+    assert layouts[:3] == [(14, 16, 24, 16), (14, 16, 100, 16), (14, 24, 100, 24)], "column-major views of row-major matrices"
+
+
+@pytest.mark.parametrize("library", [Library(status=13), Library(found=0)], ids=["fails", "knows no way"])
+def test_a_product_that_fails_is_one_sentence(library: Library, monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(Exception, match=r"^cuBLASLt failed in .*100 rows \(status 1[35]\); update nvidia-cublas"):
+        product(monkeypatch, library)(SimpleNamespace(handle=1), 100)
+
+
+def test_the_result_of_a_choice_has_the_size_of_the_library_s():
+    assert ctypes.sizeof(cublaslt._Choice) == 96
+
+
+# -- tools and results --------------------------------------------------------------------------------
+def test_the_header_of_products_is_what_its_tool_writes():
+    assert HEADER.read_text(encoding="utf-8") == header()
+
+
+def test_the_bytes_of_a_round():
+    checkpoint = RandomCheckpoint(ROOT / "bench" / "shapes" / "tiny.json")
+    model, _ = FamilyRegistry().describe(checkpoint)
+    block = 256 * (256 + 2 * 128) + 256 * 256 + 3 * 256 * 768
+    for drafts, passes in ((0, 0), (3, 3)):
+        resolved = SimpleNamespace(dtype="bf16", limits=SimpleNamespace(num_drafts=drafts))
+        engine: Any = SimpleNamespace(model=model, resolved=resolved)
+        weights = 8 * block + 256 * 4096 + passes * (block + 2 * 256 * 256 + 256 * 4096)
+        cached = (8 + passes) * 2 * 128 * 5 * 600
+        assert floor_bytes(engine, 5, 600) == 2 * (weights + cached)
+    checkpoint.close()
+
+
+def test_the_committed_rounds_are_whole_and_say_that_they_are_synthetic():
+    result = json.loads((ROOT / "bench" / "results" / "cuda.json").read_text(encoding="utf-8"))
+    assert (result["schema"], result["device"]) == ("polydraft.bench/1", "NVIDIA H200")
+    cells = [(row["shape"], row["draft_tokens"], row["batch"]) for row in result["rows"]]
+    assert cells == [
+        (shape, drafts, batch)
+        for shape, drafts in (("mimo-7b", 0), ("mimo-7b", 3), ("small", 3), ("tiny", 3))
+        for batch in (1, 8, 32, 64)
+    ]
+    for row in result["rows"]:
+        assert row["weights"] == "random"
+        assert row["acceptance"] == ("synthetic" if row["draft_tokens"] else "measured")
+        share = row["floor_bytes"] / result["copy_bytes_per_s"] / (1e-3 * row["ms_per_round"])
+        assert row["copy_rate_share"] == pytest.approx(share, rel=0.01)

@@ -133,12 +133,18 @@ def test_an_operation_without_a_kernel_is_refused_by_name(tmp_path: Path):
 
 # -- what can be wrong -------------------------------------------------------------------------------
 @needs_paddle
-@pytest.mark.parametrize("backend", ["paddle", "xpu"])
-def test_a_place_that_there_is_not_is_one_sentence(backend: str):
-    run = polydraft("generate", PROMPT, "--backend", backend, "--device", "xpu:7", "--max-new-tokens", "1")
+@pytest.mark.parametrize(
+    ("backend", "device", "sentence"),
+    [
+        ("paddle", "xpu:7", "Paddle has no device 'xpu:7'; it offers cpu"),
+        ("xpu", "xpu:0", "the installed Paddle is not the one for Kunlun XPU; install paddlepaddle-xpu"),
+        ("xpu", "elsewhere:0", "Paddle has no device 'elsewhere:0'; it offers cpu"),
+    ],
+)
+def test_a_place_that_there_is_not_is_one_sentence(backend: str, device: str, sentence: str):
+    run = polydraft("generate", PROMPT, "--backend", backend, "--device", device, "--max-new-tokens", "1")
     assert run.returncode == 1
-    (line,) = run.stderr.strip().splitlines()[-1:]
-    assert "Paddle has no device 'xpu:7'; it offers cpu" in line
+    assert sentence in run.stderr.strip().splitlines()[-1]
 
 
 LOST = """

@@ -16,6 +16,7 @@ from polydraft_paddle import (
     polydraft_init_forward_meta,
     polydraft_kernels,
 )
+from polydraft_paddle.installation import installed
 
 from polydraft.backend import BackendInfo
 from polydraft.hooks import hookimpl
@@ -40,8 +41,15 @@ DEFAULT_DEVICE = "xpu:0"
 def polydraft_backend_info(spec: str) -> BackendInfo:
     """Identity; rows are packed prefill first."""
     info = describe("xpu", "Kunlun XPU through Paddle: prefill slots are packed before decode slots", spec or DEFAULT_DEVICE)
+    reason = info.reason
+    if not reason and (spec or DEFAULT_DEVICE).startswith("xpu") and "paddlepaddle-xpu" not in installed():
+        reason = (
+            "the installed Paddle is not the one for Kunlun XPU; install paddlepaddle-xpu from Paddle's own index in its place"
+        )
     return dataclasses.replace(
         info,
+        available=not reason,
+        reason=reason,
         device_pattern="xpu:<index>; cpu or a custom device to try it without the chip",
         devices=(),
         capabilities=dataclasses.replace(info.capabilities, row_order="prefill_first"),

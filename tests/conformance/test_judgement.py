@@ -1,4 +1,4 @@
-"""The kit's own judgement, without running a check: selections, verdicts, reports, waivers, texts of few bits.
+"""The kit's own judgement, without running a check: selections, verdicts, reports, waivers.
 
 These tests are quick, since `tools/mutate_kit.py` runs them against every small change of the code that they are about.
 """
@@ -18,9 +18,8 @@ import pytest
 
 from polydraft import __version__, reference
 from polydraft.backend import BackendInfo
-from polydraft.conformance import isolation, serving
+from polydraft.conformance import isolation
 from polydraft.conformance import report as reporting
-from polydraft.conformance.check import Tally
 from polydraft.conformance.outcomes import (
     FAILS,
     HOLDS,
@@ -38,11 +37,9 @@ from polydraft.conformance.outcomes import (
     judge,
 )
 from polydraft.conformance.report import Selection, conform, digest_of, lists_digest, make, verify, with_causes
-from polydraft.conformance.serving import Ask, as_expected
 from polydraft.conformance.target import Target, wrap
 from polydraft.conformance.waivers import Waiver, apply, load
 from polydraft.errors import ConfigError
-from polydraft.runtime.output import RequestOutput
 
 OWN = dict.fromkeys(frozen_list("mustown", "basic"), "own")
 PASSED = tuple(Result(id_, "pass", 1) for id_ in frozen_list("mustpass", "basic"))
@@ -146,8 +143,10 @@ def test_owners_decide_what_is_claimed():
         nothing = f"no compute kernel is the backend's own; implement at least one of {', '.join(OWN)}"
         assert verdict == Verdict(4, f"nothing was proved: {nothing}", (nothing,))
     broken = judge(other(0, "fail", message="no"), dict.fromkeys(OWN, "delegated"), profile="basic")
-    assert broken.status == 1
-    assert "1 checks failed" in broken.sentence
+    claim = f"polydraft-conformance 1.0 / basic (0 own, {len(OWN)} delegated)"
+    nothing = f"no compute kernel is the backend's own; implement at least one of {', '.join(OWN)}"
+    sentence = f"{claim} fails: 1 checks failed, {len(OWN)} compute kernels are not its own"
+    assert broken == Verdict(1, sentence, (f"{PASSED[0].id}: no", nothing))
     missing = judge(PASSED[1:], dict.fromkeys(OWN, "delegated"), profile="basic")
     assert (missing.status, len(missing.problems)) == (4, 2)
 
@@ -190,6 +189,7 @@ def test_selections(selection: Selection, complete: bool, described: str):
 
 def test_what_a_selection_names():
     assert {check.level for check in Selection().checks()} == {"L0", "L1", "L2", "L5"}
+    assert {"", "linear"} < {check.kernel for check in Selection().checks()}
     assert {check.level for check in Selection("graph").checks()} == {"L0", "L1", "L2", "L3", "L5"}
     assert {check.level for check in Selection(level="L1").checks()} == {"L1"}
     assert {check.level for check in Selection(level="L6").checks()} == {"L6"}, "a level beyond the profile is run as well"
@@ -575,94 +575,3 @@ def test_files_of_waivers(tmp_path: Path):
             load(file)
     with pytest.raises(ConfigError, match="cannot be read"):
         load(tmp_path / "none")
-
-
-# -- texts ---------------------------------------------------------------------------------------------
-PROMPT = (3, 5, 9)
-
-
-@dataclasses.dataclass
-class Expected:
-    token_ids: list[int]
-    rounds: list[int]
-
-
-def output(tokens: Any, rounds: Any, finish_reason: str = "length", error: str = "") -> RequestOutput:
-    fields: dict[str, Any] = {field.name: None for field in dataclasses.fields(RequestOutput)}
-    given = {"prompt_ids": PROMPT, "token_ids": tuple(tokens), "rounds": tuple(rounds)}
-    return RequestOutput(**{**fields, **given, "finish_reason": finish_reason, "error": error})
-
-
-@pytest.fixture
-def tell(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Tally]:
-    """Compare an output with an expected text of ten tokens in the rounds 2, 0, 3, 1, all of it certain for `sure` tokens."""
-    text, rounds = list(range(10, 20)), [2, 0, 3, 1]
-    monkeypatch.setattr(serving, "_expected", lambda prompt, drafts, max_new, stop: Expected(text, rounds))
-
-    def call(out: RequestOutput, *, dtype: str = "f32", sure: int = 99) -> Tally:
-        monkeypatch.setattr(serving, "certain", lambda prompt, kind: sure)
-        tally = Tally()
-        as_expected(tally, [Ask(PROMPT)], [out], 3, dtype)
-        return tally
-
-    return call
-
-
-TEXT, ROUNDS = tuple(range(10, 20)), (2, 0, 3, 1)
-WHO = "request 0 (prompt of 3, K=3)"
-
-
-def test_a_text_is_compared_to_its_end(tell: Callable[..., Tally]):
-    right = tell(output(TEXT, ROUNDS))
-    assert (right.failures, right.comparisons, right.near_ties) == ([], 14, 0)
-    assert tell(output((*TEXT[:9], 99), ROUNDS)).failures == [f"tokens of {WHO}[9] is 99, wanted 19"]
-    assert tell(output(TEXT, (2, 0, 3, 0))).failures == [f"acceptance trace of {WHO}[3] is 0, wanted 1"]
-    assert len(tell(output(TEXT[:9], ROUNDS)).failures) == 1
-    assert len(tell(output((*TEXT, 20), ROUNDS)).failures) == 1
-    f32 = tell(output((*TEXT[:9], 99), ROUNDS), sure=3)
-    assert (len(f32.failures), f32.near_ties) == (1, 0), "in float32 no choice is too close"
-
-
-def test_an_error_is_told_and_nothing_else(tell: Callable[..., Tally]):
-    assert tell(output((), (), "error", "lost")).failures == [f"error of {WHO} is lost, wanted "]
-
-
-def test_an_aborted_text_is_a_beginning(tell: Callable[..., Tally]):
-    assert tell(output(TEXT[:4], ROUNDS[:1], "abort")).failures == []
-    assert tell(output(TEXT[:4], ROUNDS[:1], "length")).failures != []
-    assert tell(output((10, 11, 99), ROUNDS[:1], "abort")).failures == [f"tokens of {WHO}[2] is 99, wanted 12"]
-    assert tell(output(TEXT[:4], (1,), "abort")).failures == [f"acceptance trace of {WHO}[0] is 1, wanted 2"]
-
-
-@pytest.mark.parametrize(
-    ("sure", "whole"), [(1, 0), (3, 0), (4, 1), (5, 2), (8, 2), (9, 3), (10, 3)]
-)  # the prefill's token, then 3, 1, 4 and 2 tokens a round: rounds end behind 4, 5, 9 and 11 tokens
-def test_rounds_within_the_certain_part(tell: Callable[..., Tally], sure: int, whole: int):
-    """Only rounds that end within the certain tokens are compared, and every one of those is."""
-    tokens = (*TEXT[:sure], *(99 for _ in TEXT[sure:]))
-    wrong_behind = (*ROUNDS[:whole], *(9 for _ in ROUNDS[whole:]))
-    seen = tell(output(tokens, wrong_behind), dtype="bf16", sure=sure)
-    if sure < len(TEXT):
-        assert (seen.failures, seen.near_ties) == ([], 1)
-        assert seen.comparisons == sure + max(whole, 1)
-    if 0 < whole and sure < len(TEXT):
-        wrong = (*ROUNDS[: whole - 1], 9, *ROUNDS[whole:])
-        assert tell(output(tokens, wrong), dtype="bf16", sure=sure).failures != []
-    assert tell(output((99, *TEXT[1:]), ROUNDS), dtype="bf16", sure=sure).failures != []
-
-
-def test_a_certain_text_in_few_bits_has_no_near_tie(tell: Callable[..., Tally]):
-    assert tell(output(TEXT, ROUNDS), dtype="bf16", sure=10).near_ties == 0
-    assert tell(output(TEXT, ROUNDS), dtype="bf16", sure=4).near_ties == 0
-    assert serving._rounds_within((), 5) == 0
-    assert serving._rounds_within((0, 0, 0), 3) == 2
-    assert serving._rounds_within((0, 0), 99) == 2
-
-
-def test_every_request_is_compared(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(serving, "_expected", lambda prompt, drafts, max_new, stop: Expected([1], []))
-    tally = Tally()
-    as_expected(tally, [Ask(PROMPT), Ask((1,))], [output((1,), ()), output((2,), ())], 0, "f32")
-    assert tally.failures == ["tokens of request 1 (prompt of 1, K=0)[0] is 2, wanted 1"]
-    with pytest.raises(ValueError, match="zip"):
-        as_expected(Tally(), [Ask(PROMPT)], [], 0, "f32")

@@ -79,9 +79,10 @@ def test_every_launch_of_the_chosen_steps_is_recorded_and_nothing_changes(record
     assert record.steps == tuple(STEPS)
 
 
-@pytest.mark.parametrize("graph", ["off", "decode"])
-def test_a_recorded_run_has_the_same_text(graph: str):
-    options = {"graph": graph, "overlap": 1, "invariant": True}
+@pytest.mark.parametrize("more", [{"graph": "off"}, {"graph": "decode"}, {"constraints": True}], ids=str)
+def test_a_recorded_run_has_the_same_text(more: dict[str, Any]):
+    """Eager, with graphs, and in two halves that meet host inputs in the middle."""
+    options = {"overlap": 1, "invariant": True, **more}
     record, texts = serve(BACKENDS["emulator"], range(3, 6), **options)
     assert record is not None
     assert record.about["backend"]["evidence"] == "emulator"

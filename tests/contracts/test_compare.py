@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from polydraft.contracts.compare import EPS, Comparison, Expected, compare, from_host, to_host
+from polydraft.contracts.compare import EPS, Comparison, Expected, Mismatch, compare, from_host, to_host
 from polydraft.device import DTYPES
 from tests.contracts import toy
 
@@ -210,3 +210,71 @@ def test_bf16_nan_stays_nan():
 def test_host_form_and_back_loses_nothing_that_the_dtype_holds(dtype: str):
     numbers = np.array([0.0, 1.0, -1.5, 2.0**-14, 24576.0, np.inf, -np.inf, np.nan])
     np.testing.assert_array_equal(from_host(to_host(numbers, dtype), dtype), numbers)
+
+
+# -- what the report says, word for word ---------------------------------------------------------------
+def test_numbers_come_back_in_canonical_form():
+    """Floats in float64, whole numbers in their own dtype; bf16 NaN has one form."""
+    assert from_host(np.ones(2, np.float16), "f16").dtype == np.float64
+    assert from_host(np.ones(2, np.float32), "f32").dtype == np.float64
+    assert from_host(np.ones(2, np.int32), "i32").dtype == np.int32
+    assert to_host(np.array([np.nan]), "bf16").tolist() == [0x7FC0]
+
+
+def test_a_mismatch_counts_nothing_by_itself():
+    alone = Mismatch("blend/1", "table", "y", "type", "a list", "a NumPy array")
+    assert (alone.count, alone.total) == (0, 0)
+    assert alone.describe() == "blend/1, case 'table': y is a list, wanted a NumPy array"
+
+
+def test_structure_is_told_in_words():
+    got = {"ids": [3], "z": RIGHT["y"]}
+    assert verdict(got, {"y": FLOATS, "ids": INTS}).describe() == (
+        "blend/1, case 'table': y is missing, wanted an array of shape (2, 3)\n"
+        "blend/1, case 'table': ids is a list, wanted a NumPy array\n"
+        "blend/1, case 'table': z is delivered, wanted no such argument"
+    )
+    assert verdict({"y": RIGHT["y"].ravel()}, {"y": FLOATS}).describe() == (
+        "blend/1, case 'table': y is of shape (6,), wanted shape (2, 3)"
+    )
+    assert verdict({"y": np.zeros((2, 3), np.int32)}, {"y": expected(np.zeros((2, 3)), "bf16")}).describe() == (
+        "blend/1, case 'table': y is of dtype int32, wanted uint16 (the host form of bf16)"
+    )
+
+
+def test_nothing_compared_is_said_once():
+    """Where an argument is wrong anyway, that is what is said."""
+    assert verdict({}, {}).describe() == (
+        "blend/1, case 'table': the comparison is without a single element, wanted at least one"
+    )
+    only = verdict({"z": RIGHT["y"]}, {"y": expected(np.zeros((0, 3)))})
+    assert [mismatch.kind for mismatch in only.mismatches] == ["missing", "extra"]
+
+
+def test_the_nearest_argument_is_named():
+    """The largest headroom of all arguments; the first of equals."""
+
+    def off(*eps: float) -> Comparison:
+        want = {f"y{i}": expected([1.0]) for i in range(len(eps))}
+        return verdict({f"y{i}": np.array([1.0 + one * EPS["f32"]], np.float32) for i, one in enumerate(eps)}, want)
+
+    for eps, argument in (((1, 3, 2), "y1"), ((3, 1), "y0"), ((1, 3), "y1"), ((2, 2), "y0")):
+        near = off(*eps).headroom
+        assert near is not None
+        assert near.argument == argument
+    assert off(1).describe().endswith("; y0[0] used 25% of its tolerance")
+
+
+def test_an_element_that_is_not_open_is_a_wrong_value():
+    want = {"y": dataclasses.replace(expected([1.0, 5.0]), loose=np.array([False, True]))}
+    (wrong,) = verdict({"y": np.array([1.5, 123.0], np.float32)}, want).mismatches
+    assert (wrong.kind, wrong.wanted) == ("value", f"1 within {C * EPS['f32']:.3g}")
+    (left_open,) = verdict({"y": np.array([1.0, np.nan], np.float32)}, want).mismatches
+    assert left_open.wanted == "any finite number (the row carries nothing)"
+
+
+@pytest.mark.parametrize(("allowed", "wanted"), [(np.inf, "exactly 1"), (0.0, "exactly 1"), (0.25, "1 within 0.25")])
+def test_a_tolerance_is_told_where_there_is_one(allowed: float, wanted: str):
+    want = {"y": dataclasses.replace(expected([1.0]), allowed=np.array([allowed]))}
+    (wrong,) = verdict({"y": np.array([2.0], np.float32)}, want).mismatches
+    assert wrong.wanted == wanted

@@ -68,8 +68,8 @@ class Selection:
             raise ConfigError(f"level is {self.level!r}, wanted one of {', '.join(LEVELS)}; choose one of those")
         if (self.case or self.seed is not None) and not self.contract:
             raise ConfigError("a case or a seed belongs to a contract; add --contract NAME")
-        narrowed = not self.complete and not self.profile_levels_contain()
-        pool = of_profile("full" if narrowed else self.profile, Options(self.seed, self.case, self.deep))
+        beyond = not self.profile_levels_contain()
+        pool = of_profile("full" if beyond else self.profile, Options(self.seed, self.case, self.deep))
         found = [
             check
             for check in pool

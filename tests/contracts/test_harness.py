@@ -332,6 +332,22 @@ def test_default_scale_is_what_the_golden_wrote_in_the_row():
     np.testing.assert_array_equal(want.allowed, np.array([[2.0], [0.0], [0.0]]) * 3.0 * EPS["f32"])
 
 
+def test_a_tolerance_does_not_shrink_below_the_distance_of_subnormal_numbers():
+    class SmallV1(Args):
+        """A row of tiny numbers and a row of zeros."""
+
+        out: Any = tensor("N H", "act", "Output.", access="out")
+
+    def golden(a: Any, n: int) -> None:
+        a.out[:n] = [[5e-8, 1e-7], [0.0, 0.0]]
+
+    case = Case("small", {}, {}, 2, {"out": ((2, 2), "act")})
+    contract = contract_over(SmallV1, golden, case, tolerance={"out": 1.0})
+    allowed = run_golden(contract, case, "f16")["out"].allowed
+    np.testing.assert_array_equal(allowed, [[2.0**-24], [0.0]])  # neighbours of f16 below 2**-14; zeros stay exact
+    np.testing.assert_array_equal(run_golden(contract, case)["out"].allowed, np.array([[1e-7], [0.0]]) * EPS["f32"])
+
+
 def test_rows_that_carry_nothing_may_be_declared_open():
     class OpenV1(Args):
         """Padding rows hold anything."""

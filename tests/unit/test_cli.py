@@ -257,7 +257,8 @@ def test_biases_and_bad_words_reach_every_request(generate: Callable[..., Result
     file = lines({"prompt": PROMPT}, {"prompt": PROMPT, **own}, {"prompt": PROMPT, "logit_bias": {}, "bad_words": []})
     requests = generate("--prompts", file, *flags, "--json").json["requests"]
     given = {"logit_bias": {unwanted: -100.0, wanted: 1.5}, "bad_words": (word, "zebra")}
-    for request, mine in zip(requests, (given, own, {}), strict=True):
+    each: tuple[dict[str, Any], ...] = (given, own, {})
+    for request, mine in zip(requests, each, strict=True):
         assert request["token_ids"] == list(direct([PROMPT], params(**mine))[0].token_ids)
     changed, pinned, untouched = (request["token_ids"] for request in requests)
     assert unwanted not in changed
@@ -438,7 +439,7 @@ def test_no_prompt(generate: Callable[..., Result], arguments: tuple[str, ...], 
         (("--logprobs", "65"), 2, "CapabilityError", "--logprobs 65: model narrow has 64 tokens"),
         (("--logprobs-mode", "cooked"), 2, "ConfigError", "logprobs_mode is 'cooked', wanted one of raw, processed"),
         # Of features that are not built there is no option, so that none is ignored.
-        (("--record", "x"), 2, "UsageError", "--record"),
+        (("--recording", "x"), 2, "UsageError", "--recording"),
     ],
 )
 def test_errors(generate: Callable[..., Result], arguments: tuple[str, ...], status: int, kind: str, message: str):
@@ -882,18 +883,43 @@ def test_doctor_shows_what_is_broken_or_missing(run: Callable[..., Result], inst
     assert re.search(r"^  contracts +1 of \d+, lacks update_slots, .*; 0 composites$", result.out, re.MULTILINE)
 
 
-def test_doctor_shows_what_a_pack_replaces(run: Callable[..., Result], install: Callable[..., None]):
-    pack = """
-        from types import SimpleNamespace
-        from polydraft import hookimpl
-        from polydraft.reference.table import NumpyTable
+PACK = """
+from types import SimpleNamespace
+from polydraft import hookimpl
+from polydraft.reference.table import NumpyTable
 
-        @hookimpl
-        def polydraft_kernels(device):
-            table = NumpyTable(device)
-            return SimpleNamespace(providers={"swiglu": table.providers["swiglu"]}, versions={"swiglu": table.versions["swiglu"]})
-    """
-    install("quick", textwrap.dedent(pack), group="kernels")
+@hookimpl
+def polydraft_kernels(device):
+    table = NumpyTable(device)
+    return SimpleNamespace(providers={"swiglu": table.providers["swiglu"]}, versions={"swiglu": table.versions["swiglu"]})
+"""
+STUCK = """
+import dataclasses
+from polydraft import hookimpl, reference
+from polydraft.errors import DeviceError
+from polydraft.reference import polydraft_init_forward_meta, polydraft_kernels
+
+@hookimpl
+def polydraft_backend_info():
+    return dataclasses.replace(reference.polydraft_backend_info(), name="stuck")
+
+@hookimpl
+def polydraft_open_device(spec, options):
+    raise DeviceError("the chip has no power; plug it in")
+"""
+
+
+def test_a_device_that_does_not_open_hides_no_other_backend(run: Callable[..., Result], install: Callable[..., None]):
+    install("quick", PACK, group="kernels")
+    install("stuck", STUCK, group="backends")
+    report = run("doctor", "--kernels", "quick", "--json").json
+    found = {backend["name"]: backend for backend in report["backends"]}
+    assert (found["stuck"]["misfit"], found["stuck"]["overrides"]) == ("the chip has no power; plug it in", [])
+    assert [override["contract"] for override in found["reference"]["overrides"]] == ["swiglu"]
+
+
+def test_doctor_shows_what_a_pack_replaces(run: Callable[..., Result], install: Callable[..., None]):
+    install("quick", PACK, group="kernels")
     assert run("doctor", "--json").json["packs"] == ["quick"]
     report = run("doctor", "--kernels", "quick", "--json").json
     (reference,) = [backend for backend in report["backends"] if backend["name"] == "reference"]

@@ -101,11 +101,14 @@ def _backend(found: Found, packs: Sequence[str]) -> dict[str, Any]:
 def _overrides(backend: str, packs: Sequence[str]) -> tuple[list[dict[str, str]], str]:
     """What the packs replace in this backend, or why they do not fit it; this needs its device."""
     from polydraft.backend import DeviceOptions
-    from polydraft.errors import PluginError
+    from polydraft.errors import DeviceError, PluginError
     from polydraft.plugins import Plugins
 
     plugins = Plugins.load(backend, packs=packs)
-    device = plugins.open_device("", DeviceOptions())
+    try:
+        device = plugins.open_device("", DeviceOptions())
+    except DeviceError as error:  # one device that does not open must not hide the other backends
+        return [], str(error)
     try:
         table = plugins.kernels(device)
         return [{"contract": o.contract, "pack": o.pack, "digest": o.digest} for o in table.overrides], ""

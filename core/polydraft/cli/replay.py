@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 MOST_SHOWN = 8
 EXAMPLES = """\b
 Examples:
-  polydraft generate "def f(x):" --record run.safetensors    (make one)
   polydraft replay run.safetensors --backend mychip
   polydraft replay run.safetensors --backend mychip --against reference --json
   polydraft replay run.safetensors --backend mychip --call 41
+  polydraft generate "def f(x):" --record run.safetensors    (makes the file)
 
 Every call runs alone from its recorded inputs. The status is 0 where nothing
 differs, 1 where a call differs or nothing could be compared.

@@ -44,7 +44,7 @@ def polydraft_backend_info(spec: str) -> BackendInfo:
     reason = info.reason
     if not reason and (spec or DEFAULT_DEVICE).startswith("xpu") and "paddlepaddle-xpu" not in installed():
         reason = (
-            "the installed Paddle is not the one for Kunlun XPU; install paddlepaddle-xpu from Paddle's own index in its place"
+            "the installed Paddle is not that for Kunlun XPU; install paddlepaddle-xpu from Paddle's own index in its place"
         )
     return dataclasses.replace(
         info,

@@ -3,7 +3,7 @@
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -230,10 +230,12 @@ def test_a_closed_device_has_given_everything_back():
 
 
 # -- engines ---------------------------------------------------------------------------------------------
-def texts(backend: str, drafts: int, params: dict[str, Any] | None = None, **options: Any) -> list[tuple]:
-    llm = LLM(backend=backend, draft_tokens=drafts, max_num_seqs=4, dtype="f32", **options)
-    asked = [SamplingParams(max_new_tokens=40, ignore_eos=True, seed=i, **(params or {})) for i in range(len(PROMPTS))]
-    found = [(out.token_ids, out.rounds) for out in llm.generate(PROMPTS, asked)]
+def texts(
+    backend: str, drafts: int, params: dict[str, Any] | None = None, prompts: Sequence[str] = PROMPTS, **options: Any
+) -> list[tuple]:
+    llm = LLM(backend=backend, draft_tokens=drafts, **{"max_num_seqs": 4, "dtype": "f32", **options})
+    asked = [SamplingParams(max_new_tokens=40, ignore_eos=True, seed=i, **(params or {})) for i in range(len(prompts))]
+    found = [(out.token_ids, out.rounds) for out in llm.generate(prompts, asked)]
     llm.engine.close()
     return found
 
@@ -247,3 +249,26 @@ def test_the_demo_model_writes_the_text_of_the_reference(drafts: int, mode: dict
 @pytest.mark.parametrize("params", [{"temperature": 0.8, "top_p": 0.95}, {"temperature": 1.0, "top_k": 20}], ids=str)
 def test_sampled_texts_are_those_of_the_reference(params: dict):
     assert texts("cuda", 3, params=params) == texts("reference", 3, params=params)
+
+
+VERBS = ["get", "set", "find", "make", "load", "sort", "read", "move", "copy", "drop"]
+NOUNS = [
+    "item", "list", "name", "file", "node", "path", "user", "data", "line", "key", "row", "word", "page", "tree", "map", "set",
+    "graph", "time", "code", "value",
+]  # fmt: skip
+MANY = [f"def {verb}_{noun}(" for verb in VERBS for noun in NOUNS]
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "f16"])
+@pytest.mark.parametrize("params", [{}, {"temperature": 0.9, "top_p": 0.95}], ids=["greedy", "coupled"])
+def test_invariant_texts_do_not_depend_on_drafts_or_batch(params: dict, dtype: str):
+    """200 prompts, in batches of 4 without drafts and of 32 with three, bit for bit."""
+    assert len(MANY) == 200
+    alone = texts("cuda", 0, params, MANY, dtype=dtype, invariant=True)
+    drafted = texts("cuda", 3, params, MANY, dtype=dtype, invariant=True, max_num_seqs=32)
+    assert [ids for ids, _ in drafted] == [ids for ids, _ in alone]
+    assert sum(sum(rounds) for _, rounds in drafted) > 0
+
+
+def test_sanitized_steps_have_no_hazard():
+    assert texts("cuda", 3, overlap=1, graph="decode", sanitize=True) == texts("reference", 3)

@@ -50,3 +50,24 @@ def test_every_marked_result_and_picture_exists():
         assert (ROOT / path).is_file(), path
     for path in re.findall(r"!\[[^\]]+\]\(([^)]+)\)", page):
         assert (PAGE.parent / path).is_file(), path
+
+
+def test_rounds_on_a_gpu_are_those_of_the_result():
+    bench = script("gpu_rounds")
+    result = json.loads((ROOT / "bench" / "results" / "cuda.json").read_text(encoding="utf-8"))
+    page = read(PAGE)
+    assert bench.put_into(page, result) == page
+    assert bench.markdown(result) in section(page, "Decode rounds on an NVIDIA GPU")
+    assert all(row["ms_per_round"] <= 0.26 * other for row, other in beside(bench, result, "small", "tiny"))
+    assert all(0.81 <= round(row["ms_per_round"] / other, 2) <= 0.96 for row, other in beside(bench, result, "mimo-7b"))
+
+
+def beside(bench: Any, result: dict[str, Any], *shapes: str) -> list[tuple[dict[str, Any], float]]:
+    """Rows of these shapes, each with what the other engine takes."""
+    found = [
+        (row, bench.VLLM[row["shape"], row["draft_tokens"]][bench.BATCHES.index(row["batch"])])
+        for row in result["rows"]
+        if row["shape"] in shapes
+    ]
+    assert found
+    return found

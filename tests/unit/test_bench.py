@@ -239,7 +239,7 @@ def test_a_suite_measures_every_combination_in_turn(shape: Path) -> None:
 
 def test_an_engine_holds_its_whole_load(shape: Path) -> None:
     suite = Suite(EngineConfig(backend="reference"), shape, prompt_tokens=20, new_tokens=13)
-    engine = suite._engine(Load(3, 20, 13), 2, {})
+    engine = suite.engine(Load(3, 20, 13), 2, {})
     limits = engine.resolved.limits
     assert (limits.max_seqs, limits.max_len, limits.num_blocks) == (3, 33, 9)
     engine.close()

@@ -49,7 +49,7 @@ class Suite:
         for batch in self.batches:
             load = Load(batch, self.prompt_tokens, self.new_tokens)
             cells = [
-                Contender(self._engine(load, drafts, variant), load)
+                Contender(self.engine(load, drafts, variant), load)
                 for drafts, variant in itertools.product(self.draft_tokens, VARIANTS[self.compare])
             ]
             try:
@@ -61,7 +61,7 @@ class Suite:
                 for cell in cells:
                     cell.engine.close()
 
-    def _engine(self, load: Load, drafts: int, variant: dict[str, Any]) -> Engine:
+    def engine(self, load: Load, drafts: int, variant: dict[str, Any]) -> Engine:
         """An engine that holds the whole load, so that nobody waits, is preempted, or finds a prefix."""
         length = load.prompt_tokens + load.new_tokens
         block = 16 if self.config.block_size == "auto" else int(self.config.block_size)

@@ -82,6 +82,11 @@ class Checkpoint:
         """Write tensor `name` into the C-contiguous float32 array `out` of its shape. Errors: as for `tensor`."""
         self._find(name).read_into(name, out)
 
+    def whole(self, name: str, shape: tuple[int, ...]) -> NDArray[np.float32] | None:
+        """The canonical tensor `name` where the checkpoint has it in one piece already, finite; None to read its parts."""
+        del name, shape
+        return None
+
     def same_bytes(self, name: str, other: str) -> bool:
         """Return whether two tensors agree in dtype, shape and every stored byte. Errors: as for `tensor`."""
         return self._find(name).same_bytes(name, self._find(other), other)
@@ -152,7 +157,8 @@ def _no_weights(directory: Path, found: list[Path]) -> CheckpointError:
 
 
 class Weights(Mapping[str, NDArray[np.float32]]):
-    """Canonical name to a fresh, C-contiguous, finite float32 array, converted when it is asked for and never kept.
+    """Canonical name to a fresh, C-contiguous, finite float32 array, converted when it is asked for and never kept (or to what
+    the checkpoint has of it as a whole).
 
     Iteration follows the table's order. Looking a tensor up is synchronous host work and raises `CheckpointError`
     naming file, tensor and index of the first NaN or infinite element. `shape` tells a shape without reading.
@@ -177,6 +183,9 @@ class Weights(Mapping[str, NDArray[np.float32]]):
         return (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
 
     def __getitem__(self, name: str) -> NDArray[np.float32]:
+        whole = self._checkpoint.whole(name, self.shape(name))
+        if whole is not None:
+            return whole
         out = np.empty(self.shape(name), np.float32)
         begin = 0
         for part in self._table.parts[name]:

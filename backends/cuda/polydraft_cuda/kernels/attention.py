@@ -17,7 +17,9 @@ MOST_HEAD_DIM = 128
 PREFILL_KEYS = 64
 Shape = tuple[int, int, int]
 """Blocks of a cluster, warps that keys are dealt to in each, and groups of keys that a warp has room for."""
-SHAPES: tuple[tuple[int, Shape], ...] = ((16, (8, 2, 3)), (128, (2, 4, 2)), (1 << 30, (1, 4, 3)))
+SHAPES: tuple[tuple[int, Shape], ...] = (
+    (16, (8, 2, 2)), (128, (2, 8, 2)), (264, (2, 2, 3)), (1 << 30, (1, 2, 3)),
+)  # fmt: skip
 """Tiles times key heads at most, to the shape that was fastest there on an H200 (8 key heads of 128, 640 keys)."""
 INVARIANT: tuple[tuple[int, Shape], ...] = ((1 << 30, (4, 4, 2)),)
 NARROW: tuple[tuple[int, Shape], ...] = ((1 << 30, (1, 4, 3)),)
@@ -53,6 +55,8 @@ def decode(device: CudaDevice, a: Any, limits: Limits, shape: Shape) -> Launch:
     splits, key_warps, stages = shape
     group = a.num_heads // a.num_kv_heads
     tiles = 1 if device.row_invariant or limits.window * group <= 16 else 2
+    if tiles > 1:  # each tile has warps of its own
+        key_warps = max(key_warps // tiles, 1)
     function = device.function(
         source("attention_decode.cu"), "attention_decode", HEAD_DIM=int(a.head_dim), GROUP=int(group), TILES=tiles,
         KEY_WARPS=key_warps, SPLITS=splits, STAGES=stages, BLOCK_GROUPS=int(a.block_size) // 16, **act(a.q.dtype),
@@ -71,8 +75,9 @@ def prefill_tiles(device: CudaDevice, a: Any) -> Launch:
     """A block a tile of rows and two query heads of one key head."""
     heads = 2 if a.num_heads // a.num_kv_heads % 2 == 0 else 1
     function = device.function(
-        source("attention_prefill.cu"), "attention_prefill", HEAD_DIM=int(a.head_dim), HEADS=heads, **act(a.q.dtype)
-    )
+        source("attention_prefill.cu"), "attention_prefill", HEAD_DIM=int(a.head_dim), HEADS=heads,
+        BLOCK_GROUPS=int(a.block_size) // 16, **act(a.q.dtype),
+    )  # fmt: skip
     meta, across = a.meta, int(a.num_heads) // heads
     return function.bind(
         lambda n: (across, meta.max_tiles(n), 1), 128 * heads, a.q, a.cache.keys, a.cache.values, meta.tiles, meta.num_tiles,

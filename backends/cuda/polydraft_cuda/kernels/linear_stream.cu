@@ -4,8 +4,8 @@
 // chunks of weights in flight, and their sums are added in the order of the warps. Inputs are permuted within a chunk, for weights
 // and rows alike, so that every load is 16 bytes of one row. No row touches another: a row's bits are the same in every launch.
 //
-// Defines: ACT (1, 2), TOKENS (8, 16, 32), TILES, DEPTH, WARPS, OUT_F32, BIAS, ADD, GATED. O is a multiple of 16, I of 64. With
-// GATED, w is [gate rows | up rows], out is [n, O / 2] and holds silu(gate) * up.
+// Defines: ACT (1, 2), TOKENS (8, 16, 32), TILES, DEPTH, WARPS, MIN_BLOCKS (blocks a multiprocessor), OUT_F32, BIAS.
+// O is a multiple of 16, I of 64.
 #include "tensor.cuh"
 
 constexpr int ROWS = 16 * TILES, PARTS = TOKENS / 8;
@@ -39,17 +39,12 @@ linear_stream(const act_t* __restrict__ x, const act_t* __restrict__ w, const ac
     const int count = mine * ((tiles - (int)blockIdx.x + (int)gridDim.x - 1) / (int)gridDim.x);
     launch_dependents();
 
-    [[maybe_unused]] const int half = outputs >> 1;
     auto fetch = [&](Weights& to, int tile, int chunk) {
 #pragma unroll
         for (int m = 0; m < TILES; m++)
 #pragma unroll
             for (int h = 0; h < 2; h++) {
-#if GATED
-                const int row = min(tile * ROWS / 2 + m * 8 + g, half - 1) + h * half;
-#else
                 const int row = min(tile * ROWS + m * 16 + h * 8 + g, outputs - 1);
-#endif
                 const act_t* p = w + (int64_t)row * inputs + chunk * 64 + t * 8;
                 to.part[m][h][0] = load_stream(p);
                 to.part[m][h][1] = load_stream(p + 32);
@@ -110,33 +105,14 @@ linear_stream(const act_t* __restrict__ x, const act_t* __restrict__ w, const ac
                         for (int c = 0; c < 4; c++)  // [token][output]
                             share[(p * 8 + t * 2 + (c & 1)) * ROWS + m * 16 + (c >> 1) * 8 + g] = sums[m][p][c], sums[m][p][c] = 0.f;
                 __syncthreads();
-#if GATED
-                for (int e = threadIdx.x; e < PARTS * 8 * ROWS / 2; e += WARPS * 32) {
-                    const int token = e / (ROWS / 2), local = e % (ROWS / 2), row = tile * ROWS / 2 + local;
-                    if (token >= n || row >= half) continue;
-                    const int place = token * ROWS + local / 8 * 16 + local % 8;
-                    float gate = 0.f, up = 0.f;
-#pragma unroll
-                    for (int k = 0; k < WARPS; k++) gate += shares[turn & 1][k][place], up += shares[turn & 1][k][place + 8];
-                    gate = to_float(from_float<act_t>(gate)), up = to_float(from_float<act_t>(up));
-                    out[(int64_t)token * half + row] = from_float<out_t>(gate / (1.f + __expf(-gate)) * up);
-                }
-#else
                 for (int e = threadIdx.x; e < PARTS * 8 * ROWS; e += WARPS * 32) {
                     const int token = e / ROWS, row = tile * ROWS + e % ROWS;
                     if (token >= n || row >= outputs) continue;
-                    float value = BIAS ? to_float(bias[row]) : 0.f;
                     float sum = 0.f;
 #pragma unroll
                     for (int k = 0; k < WARPS; k++) sum += shares[turn & 1][k][e];
-                    value += sum;
-                    out_t* o = out + (int64_t)token * outputs + row;
-#if ADD
-                    value = to_float(*o) + to_float(from_float<act_t>(value));
-#endif
-                    *o = from_float<out_t>(value);
+                    out[(int64_t)token * outputs + row] = from_float<out_t>((BIAS ? to_float(bias[row]) : 0.f) + sum);
                 }
-#endif
                 turn++;
                 tile += gridDim.x;
                 chunk = warp;

@@ -1,0 +1,184 @@
+"""Decode rounds of three shapes on an NVIDIA GPU, beside what its memory allows; writes bench/results/cuda.json.
+
+Weights are random, made on the device; acceptance is synthetic, by a schedule, and labelled so in every row. `floor_bytes` of a
+row counts what a round cannot do without reading: every weight of the target once, of the draft layer once a pass, the head once
+for the target and once a pass, and the keys and values of the mean context. `copy_rate_share` is the time of those bytes at the
+measured rate of a device-to-device copy (bytes read and written), over the time of a round.
+
+    python bench/gpu_rounds.py --out bench/results/cuda.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from polydraft.bench.measure import Load
+from polydraft.bench.report import METHOD, document
+from polydraft.bench.suite import Contender, Suite
+from polydraft.config import EngineConfig
+from polydraft.engine import Engine
+
+ROOT = Path(__file__).resolve().parent
+SCHEDULE = (0.8, 0.75, 0.75)
+"""Chance of a draft whose predecessors were accepted: 0.8, 0.6, 0.45 of all rounds accept one, two, three."""
+BATCHED_TOKENS = 8192
+"""Rows of a prefill step."""
+GIB = 1 << 30
+MARKER = "<!-- figures: bench/results/cuda.json -->\n\n"
+VLLM = {
+    ("mimo-7b", 0): (5.03, 5.23, 5.92, 6.87),
+    ("mimo-7b", 3): (6.89, 7.63, 9.08, 12.19),
+    ("small", 3): (2.44, 2.72, 3.22, 3.94),
+    ("tiny", 3): (2.23, 2.15, 3.01, 3.36),
+}
+"""Milliseconds a round of vLLM 0.26.0 on one H200 for batches of 1, 8, 32 and 64: the same shapes in bf16 with dummy weights, the
+same lengths and synthetic acceptance, full graphs and asynchronous scheduling, best of three."""
+BATCHES = (1, 8, 32, 64)
+
+
+def copy_rate(nbytes: int = 4 * GIB, repeats: int = 10) -> float:
+    """Bytes read and written by a device-to-device copy, a second: the median of `repeats`."""
+    from polydraft_cuda.device import CudaDevice
+
+    device, times = CudaDevice(0), []
+    source, target = device.empty("copy.from", (nbytes,), "u8"), device.empty("copy.to", (nbytes,), "u8")
+    for _ in range(repeats + 2):
+        begin, end = device.timer(), device.timer()
+        begin.record(device.stream)
+        device.call("cuMemcpyDtoDAsync", target.pointer, source.pointer, nbytes, device.stream.handle)
+        end.record(device.stream)
+        end.synchronize()
+        times.append(1e-3 * end.since(begin))
+    device.close()
+    return 2 * nbytes / statistics.median(times[2:])
+
+
+def floor_bytes(engine: Engine, batch: int, context: float) -> int:
+    """Bytes that a round has to read."""
+    model, drafts = engine.model, engine.resolved.limits.num_drafts
+    size = 4 if engine.resolved.dtype == "f32" else 2
+
+    def block(b: Any) -> int:
+        a, f, h = b.attention, b.feed_forward, model.hidden_size
+        return int(h * (2 * a.q_size + 2 * a.kv_size) + 3 * h * f.intermediate_size)
+
+    def cached(b: Any) -> float:
+        return float(2 * b.attention.kv_size * batch * context)
+
+    head = model.vocab_size * model.hidden_size
+    total = sum(block(b) + cached(b) for b in model.blocks) + head
+    if drafts and model.mtp is not None:
+        total += drafts * (block(model.mtp.block) + cached(model.mtp.block) + 2 * model.hidden_size**2 + head)
+    return int(size * total)
+
+
+def measure(shape: Path, batch: int, drafts: int, options: argparse.Namespace, rate: float) -> dict[str, Any]:
+    """One row."""
+    config = EngineConfig.from_mapping(
+        {
+            "backend": "cuda",
+            "dtype": options.dtype,
+            "prefix_cache": False,
+            "accept_schedule": SCHEDULE[:drafts],
+            "max_batched_tokens": BATCHED_TOKENS,
+            "invariant": options.invariant,
+        }
+    )
+    suite = Suite(
+        config,
+        shape,
+        (batch,),
+        (drafts,),
+        prompt_tokens=options.prompt_tokens,
+        new_tokens=options.new_tokens,
+        repeats=options.repeats,
+    )
+    load, told = Load(batch, options.prompt_tokens, options.new_tokens), time.monotonic()
+    cell = Contender(suite.engine(load, drafts, {}), load)
+    try:
+        for turn in range(options.repeats + 1):
+            cell.measure(keep=turn > 0)
+        row = cell.row(shape)
+        floor = floor_bytes(cell.engine, batch, options.prompt_tokens + options.new_tokens / 2)
+    finally:
+        cell.engine.close()
+    row |= {"floor_bytes": floor, "copy_bytes_per_s": rate, "copy_rate_share": floor / rate / (1e-3 * row["ms_per_round"])}
+    share = f"{row['copy_rate_share']:.0%} of the copy rate"
+    figures = f"{row['ms_per_round']:.3f} ms a round, {share}, {row['tokens_per_round']:.2f} tokens"
+    print(f"{shape.stem} K={drafts} batch {batch}: {figures}; {time.monotonic() - told:.0f} s", file=sys.stderr, flush=True)
+    return row
+
+
+def main() -> int:
+    """Measure every cell; each engine is closed before the next is built."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", default=str(ROOT / "results" / "cuda.json"))
+    parser.add_argument("--cells", default="mimo-7b:0,3;small:3;tiny:3", help="shape:K,...;shape:K,...")
+    parser.add_argument("--batch", default="1,8,32,64")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--prompt-tokens", type=int, default=512)
+    parser.add_argument("--new-tokens", type=int, default=256)
+    parser.add_argument("--dtype", default="bf16")
+    parser.add_argument("--invariant", action="store_true")
+    parser.add_argument("--page", help="only renew the table of this page from --out")
+    parser.add_argument("--seconds", type=float, default=1e9, help="start no further cell after this time")
+    options = parser.parse_args()
+    if options.page:
+        result, page = json.loads(Path(options.out).read_text(encoding="utf-8")), Path(options.page)
+        page.write_text(put_into(page.read_text(encoding="utf-8"), result), encoding="utf-8")
+        return 0
+    rows: list[dict[str, Any]] = []
+    rate, begin = copy_rate(), time.monotonic()
+    print(f"copy rate {1e-12 * rate:.2f} TB/s", file=sys.stderr, flush=True)
+    for part in options.cells.split(";"):
+        name, _, drafts = part.partition(":")
+        for k in drafts.split(","):
+            for batch in options.batch.split(","):
+                if time.monotonic() - begin > options.seconds:
+                    continue
+                rows.append(measure(ROOT / "shapes" / f"{name}.json", int(batch), int(k), options, rate))
+                write(rows, options.out)
+    return 0
+
+
+def put_into(page: str, result: dict[str, Any]) -> str:
+    """The page with the table of `result` behind its marker."""
+    before, _, after = page.partition(MARKER)
+    rest = after[after.index("\n\n") :]
+    return before + MARKER + markdown(result) + rest
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """One line a cell: milliseconds of a round, what they are of the floor and of vLLM's, and what comes out of them."""
+    lines = [
+        "| shape | drafts | batch | ms a round | share of the copy rate | vLLM, ms | ratio | tokens a round | tokens/s |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in result["rows"]:
+        key = row["shape"], row["draft_tokens"]
+        other = VLLM[key][BATCHES.index(row["batch"])] if key in VLLM and row["batch"] in BATCHES else None
+        beside = f"{other:.2f} | {row['ms_per_round'] / other:.2f}" if other else "- | -"
+        lines.append(
+            f"| {row['shape']} | {row['draft_tokens']} | {row['batch']} | {row['ms_per_round']:.3f} | {row['copy_rate_share']:.0%} | "
+            f"{beside} | {row['tokens_per_round']:.2f} | {row['tokens_per_s']:,.0f} |"
+        )
+    return "\n".join(lines)
+
+
+def write(rows: list[dict[str, Any]], out: str) -> None:
+    """The result so far: a run that is cut short leaves what it has."""
+    from polydraft_cuda.device import device_name, driver_version
+
+    method = f"{METHOD}; weights random, acceptance synthetic by {SCHEDULE}; floor_bytes as bench/gpu_rounds.py defines them"
+    result = document(rows, device=device_name(0), driver=str(driver_version()), method=method)
+    Path(out).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -31,6 +31,7 @@ from polydraft import LLM, Engine, SamplingParams, __version__
 from polydraft.bench.shapes import RandomCheckpoint
 from polydraft.config import EngineConfig
 from polydraft.demo import demo_model_path
+from polydraft_cpu.options import usable_processors
 
 ROOT = Path(__file__).resolve().parent
 PROMPTS = (
@@ -95,7 +96,12 @@ class VllmPeer:
 
     def __init__(self, python: str, drafts: int) -> None:
         command = [python, str(ROOT / "vllm_peer.py"), str(demo_model_path()), str(drafts)]
-        env = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+        env = {
+            **os.environ,
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": f"0-{usable_processors() - 1}",  # or it keeps one processor for itself
+            "VLLM_LOGGING_LEVEL": "ERROR",
+        }
         pipe = subprocess.PIPE
         self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True, env=env)
         self.version = str(self._answer()["version"])

@@ -240,6 +240,6 @@ def _engine(options: Mapping[str, Any]) -> Engine:
 
 def _decisions(engine: Engine) -> list[tuple[str, str, str, str]]:
     def show(value: Any) -> str:
-        return ", ".join(value) if isinstance(value, (list, tuple)) else str(value)
+        return ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
 
     return [(d.name, show(d.asked), show(d.chosen), d.reason) for d in engine.resolved.decisions]

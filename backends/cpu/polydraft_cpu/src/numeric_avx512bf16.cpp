@@ -29,37 +29,48 @@ PD_INLINE __m512bh pair_of(const uint16_t* x) {
   return (__m512bh)_mm512_set1_epi32(int32_t(u));
 }
 
-// R rows times P panels: one chain of pair products over the columns in order, whatever R and P are.
+// R rows times P panels: sums of pair products over the columns in order, in blocks, whatever R and P are.
 template <int R, int P>
 void tile(const Shape& s, int64_t row, int64_t panel) {
+  constexpr int64_t BLOCK_PAIRS = 32;
   const Linear& a = s.a;
   const uint16_t* x[R];
   for (int r = 0; r < R; r++) x[r] = reinterpret_cast<const uint16_t*>(a.x.p) + (row + r) * a.x.d[1];
   const uint32_t* base = s.weights + panel * s.stride;
-  __m512 acc[R][P];
-#pragma GCC unroll 16
+  vf sums[R][P];
   for (int r = 0; r < R; r++)
+    for (int p = 0; p < P; p++) sums[r][p] = splat(0.0f);
+  for (int64_t first = 0; first < s.whole; first += BLOCK_PAIRS) {
+    const int64_t last = first + BLOCK_PAIRS < s.whole ? first + BLOCK_PAIRS : s.whole;
+    __m512 acc[R][P];
 #pragma GCC unroll 16
-    for (int p = 0; p < P; p++) acc[r][p] = _mm512_setzero_ps();
-  for (int64_t k = 0; k < s.whole; k++) {
-    __m512bh w[P];
+    for (int r = 0; r < R; r++)
 #pragma GCC unroll 16
-    for (int p = 0; p < P; p++) w[p] = pairs_at(base + p * s.stride + k * PANEL);
+      for (int p = 0; p < P; p++) acc[r][p] = _mm512_setzero_ps();
+    for (int64_t k = first; k < last; k++) {
+      __m512bh w[P];
 #pragma GCC unroll 16
-    for (int r = 0; r < R; r++) {
-      const __m512bh b = pair_of(x[r] + 2 * k);
+      for (int p = 0; p < P; p++) w[p] = pairs_at(base + p * s.stride + k * PANEL);
 #pragma GCC unroll 16
-      for (int p = 0; p < P; p++) acc[r][p] = _mm512_dpbf16_ps(acc[r][p], w[p], b);
+      for (int r = 0; r < R; r++) {
+        const __m512bh b = pair_of(x[r] + 2 * k);
+#pragma GCC unroll 16
+        for (int p = 0; p < P; p++) acc[r][p] = _mm512_dpbf16_ps(acc[r][p], w[p], b);
+      }
     }
+#pragma GCC unroll 16
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 16
+      for (int p = 0; p < P; p++) sums[r][p] = sums[r][p] + (vf)acc[r][p];
   }
   for (int r = 0; r < R; r++)
     for (int p = 0; p < P; p++) {
+      vf y = sums[r][p];
       if (s.odd) {
         const __m512bh b = (__m512bh)_mm512_set1_epi32(int32_t(x[r][2 * s.whole]));
-        acc[r][p] = _mm512_dpbf16_ps(acc[r][p], pairs_at(base + p * s.stride + s.whole * PANEL), b);
+        y = (vf)_mm512_dpbf16_ps((__m512)y, pairs_at(base + p * s.stride + s.whole * PANEL), b);
       }
       const int64_t o = (panel + p) * PANEL, count = a.weight->rows - o;
-      vf y = (vf)acc[r][p];
       if (a.bias) y = y + load(static_cast<const float*>(a.bias->data) + o, count);
       if (a.out.dtype == BF16) store(reinterpret_cast<bf16*>(a.out.p) + (row + r) * a.out.d[1] + o, y, count);
       else store(reinterpret_cast<float*>(a.out.p) + (row + r) * a.out.d[1] + o, y, count);

@@ -64,7 +64,7 @@ def test_readme_table_has_the_options_of_generate():
 
 
 @pytest.mark.parametrize(
-    "line", ["polydraft generate --draft-token 3 x", "polydraft serve", "polydraft generate --seed one x", "polydraft doctor x"]
+    "line", ["polydraft generate --draft-token 3 x", "polydraft search", "polydraft generate --seed one x", "polydraft doctor x"]
 )
 def test_parser_sees(line: str):
     with pytest.raises(click.UsageError):

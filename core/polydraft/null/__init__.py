@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 ACCEPTED_TOKEN = 5
 """What every place of every window holds: no stop token of the demo model."""
-COUNTED = ("update_slots", "pack_rows", "verify_match", "commit_window", "snapshot_output")
+COUNTED = ("update_slots", "pack_rows", "verify_match", "commit_window", "snapshot_output", "pack_logprobs", "pack_prompt_rows")
 """The contracts that do something here."""
 
 
@@ -149,10 +149,11 @@ class NullTable:
 
     def __init__(self, device: ReferenceDevice) -> None:
         from polydraft.contracts import REGISTRY
-        from polydraft.reference import state_kernels
+        from polydraft.reference import logprobs, state_kernels
 
         real = {
             **state_kernels.KERNELS,
+            **logprobs.KERNELS,
             "pack_rows": count_rows,
             "verify_match": verify_everything,
             "commit_window": accept_everything,

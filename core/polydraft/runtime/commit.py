@@ -75,15 +75,16 @@ def _fold(
 
 
 def _file_logprobs(t: SlotTable, plan: StepPlan, outcome: StepOutcome, live: Array) -> None:
-    """Hand each live request the rows that belong to it: views of the step's arrays, in the order of its tokens."""
+    """Tell each live request where the rows that belong to it are; what they say is looked at when somebody asks."""
     block, wishes = outcome.logprobs, plan.num_top
     if block is not None and wishes is not None:
-        sequences = (wishes[plan.slots] >= 0).nonzero()[0].tolist()
-        for entry, i in enumerate(sequences):
-            request = t.request[plan.slots[i]]
-            count = int(outcome.num_tokens[i])
-            if live[i] and count and request is not None:
-                request.logprobs.append(StepLogprobs.of(block, entry, count, int(wishes[plan.slots[i]])))
+        wanted = wishes[plan.slots] >= 0
+        slots = plan.slots[wanted]
+        counts = (outcome.num_tokens[wanted] * live[wanted]).tolist()
+        for entry, (slot, count, top) in enumerate(zip(slots.tolist(), counts, wishes[slots].tolist(), strict=True)):
+            request = t.request[slot]
+            if count and request is not None:
+                request.logprobs.append((block, entry, count, top))
     block = outcome.prompt_logprobs
     for entry, slot in enumerate(block.slots.tolist() if block is not None else ()):
         request = t.request[slot]

@@ -240,17 +240,24 @@ class ConstraintFeature:
 
     def fill(self, view: HostView, arrays: Mapping[str, Array]) -> int:
         """Masks of the constrained sequences of this step; nothing where there is none and the device knows."""
-        masked, some = arrays["masked"], False
-        masked[:] = 0
-        for i, slot in enumerate(view.plan.slots.tolist()):
-            request = view.slots.request[slot]
-            if request is None or request.automaton is None or view.slots.leaving[slot] or not view.plan.emits[i]:
-                continue
-            some = True
-            drafts = view.drafts[slot, : view.draft_len[slot]].tolist() if view.plan.decode[i] else []
-            masked[i] = self._fill(view, slot, request, drafts, arrays["masks"][i])
-        upload, self._uploaded = some or self._uploaded, some
-        return len(masked) if upload else 0
+        t, plan = view.slots, view.plan
+        bound = [
+            (i, slot, request)
+            for i, slot in enumerate(plan.slots.tolist())
+            if (request := t.request[slot]) is not None
+            and request.automaton is not None
+            and plan.emits[i]
+            and not t.leaving[slot]
+        ]
+        before, self._uploaded = self._uploaded, bool(bound)
+        if not bound and not before:
+            return 0
+        masked, masks = arrays["masked"], arrays["masks"]
+        masked[:], masks[:] = 0, ALL
+        for i, slot, request in bound:
+            drafts = view.drafts[slot, : view.draft_len[slot]].tolist() if plan.decode[i] else []
+            masked[i] = self._fill(view, slot, request, drafts, masks[i])
+        return len(masked)
 
     @staticmethod
     def _fill(view: HostView, slot: int, request: Request, drafts: list[int], rows: Array) -> int:

@@ -78,6 +78,12 @@ class _Stream:
     reported_rounds: int = 0
     reported_text: int = 0
     stopped: bool = False
+    logprobs: list[StepLogprobs] = field(default_factory=list)
+
+    def steps(self) -> tuple[StepLogprobs, ...]:
+        """Log probabilities of the steps so far; each is looked at once."""
+        self.logprobs += [StepLogprobs.of(*one) for one in self.request.logprobs[len(self.logprobs) :]]
+        return tuple(self.logprobs)
 
 
 @dataclass
@@ -184,7 +190,7 @@ class OutputTracker:
             latency_s=None if r.finish_s is None else r.finish_s - r.arrival_s,
             round_drafts=tuple(r.round_drafts),
             forced=tuple(sorted(place for place in r.forced if place < len(r.token_ids))),
-            logprobs=tuple(r.logprobs),
+            logprobs=stream.steps(),
             prompt_logprobs=_of_prompt(r),
         )
         stream.reported_text, stream.reported_tokens = len(stream.text), len(r.token_ids)

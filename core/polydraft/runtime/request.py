@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from polydraft.runtime.provenance import StepLogprobs, TokenLogprobs
+from polydraft.runtime.packed import LogprobBlock
+from polydraft.runtime.provenance import TokenLogprobs
 from polydraft.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -56,8 +57,9 @@ class Request:
     """Accepted drafts of each decode round."""
     round_drafts: list[int] = field(default_factory=list)
     """Drafts that each of them verified."""
-    logprobs: list[StepLogprobs] = field(default_factory=list)
-    """Of each step that emitted tokens, where they were asked for."""
+    logprobs: list[tuple[LogprobBlock, int, int, int]] = field(default_factory=list)
+    """Of each step that emitted tokens, where they were asked for: the step's block, this request's entry, its tokens, and the
+    most likely ones wanted beside each. Arguments of `StepLogprobs.of`."""
     automaton: Automaton | None = None
     """What binds its output."""
     forced: set[int] = field(default_factory=set)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.docs.pages import read, section
-from tests.support import emulator  # the script needs the plugin, which need not be installed
+from tests.support.emulator import Emulator  # the script needs the plugin, which need not be installed
 from tests.support.project import ROOT
 
 PAGE = read(ROOT / "docs" / "overlap.md")
@@ -21,7 +21,7 @@ COMMAND = f"python bench/overlap_idle.py --out {RESULT} --plot docs/images/overl
 @pytest.fixture(scope="module")
 def script() -> Any:
     """The script that measures and writes the page."""
-    assert emulator
+    assert Emulator.__module__ == "polydraft_emulator"
     spec = importlib.util.spec_from_file_location("overlap_idle", ROOT / "bench" / "overlap_idle.py")
     assert spec is not None
     assert spec.loader is not None

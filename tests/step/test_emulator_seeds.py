@@ -29,7 +29,7 @@ def is_lossless(of: Program, depth: int, graph: str) -> Counter[str]:
     outputs = of.serve(served_by)
     assert of.differences(outputs) == [], f"seed {of.seed}, overlap {depth}, graphs {graph}, {served_by.device.spec}"
     graphs = served_by.runner.graphs
-    happened = Counter(output.finish_reason for output in outputs)
+    happened = Counter(str(output.finish_reason) for output in outputs)
     happened += Counter(
         preempted=served_by.scheduler.num_preemptions,
         shared=served_by.ledger.num_hits,

@@ -14,6 +14,7 @@ import pytest
 
 from polydraft import Engine, SamplingParams
 from polydraft.contracts.layout import SNAPSHOT_TOKENS
+from polydraft.runtime import program as program_module
 from polydraft.runtime import runner as runner_module
 from polydraft.runtime.program import Node, lengths
 from tests.support import host_features, tiny
@@ -35,7 +36,8 @@ def launched(engine: Engine, asks: list[Ask]) -> Mapping[int, set[Launches]]:
     """Kernels with their launch lengths, in order, of each step of pure decode without staged writes; by running sequences, or by
     bucket where steps are replayed."""
     found: dict[int, set[Launches]] = defaultdict(set)
-    executor, runner, issued = engine.device.executor, engine.runner, []  # type: ignore[attr-defined]
+    device: Any = engine.device
+    executor, runner, issued = device.executor, engine.runner, list[tuple[str, int]]()
     put, launch = executor._put, runner.launch
 
     def noted(stream: Any, units: Any, **options: Any) -> None:
@@ -49,7 +51,8 @@ def launched(engine: Engine, asks: list[Ask]) -> Mapping[int, set[Launches]]:
             found[plan.num_seqs if ticket.bucket is None else ticket.bucket].add(tuple(issued))
         return ticket
 
-    executor._put, runner.launch = noted, launch_noted
+    executor._put = noted
+    runner.launch = launch_noted  # type: ignore[method-assign]
     drive(engine, asks)
     engine.close()
     return found
@@ -137,7 +140,7 @@ def test_the_number_of_drafts_reaches_every_place_and_is_nowhere_a_hard_coded_ze
 ) -> None:
     """One caller that leaves it out (or at 0) makes drafting silently cheaper and worse, and changes no text."""
     nodes: list[Node] = []
-    build = runner_module.build
+    build = program_module.build
 
     def noted(builders: Any) -> Any:
         nodes.extend(node for builder in builders for node in builder.nodes if isinstance(node, Node))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -33,7 +33,7 @@ SLOTS, DRAFTS = 3, 3
 
 def served(query: str | None, features: Sequence[FeatureFactory] = (), **options: Any) -> Engine:
     """An engine on an emulator with the options of `query`, or on the reference."""
-    config = {
+    config: dict[str, Any] = {
         "model": str(tiny.checkpoint("narrow")), "plugins": (*tiny.PLUGINS, host_features.__name__), "draft_tokens": DRAFTS,
         "max_num_seqs": SLOTS, "max_batched_tokens": 30, "invariant": True, "graph": "off", "backend": "reference", **options,
     }  # fmt: skip
@@ -95,7 +95,7 @@ def test_drafts_of_the_host_change_no_text_and_some_are_accepted(proposer: str) 
 @pytest.mark.parametrize("seed", range(3))
 def test_drafts_behind_the_launch_are_the_same_at_every_depth(seed: int, graph: str, depth: int) -> None:
     schedule = SCHEDULES[(7 * seed + depth) % len(SCHEDULES)]
-    sizes = {"graph": graph, "graph_sizes": (1, 2, 3)} if graph != "off" else {}
+    sizes: dict[str, Any] = {"graph": graph, "graph_sizes": (1, 2, 3)} if graph != "off" else {}
     engine = served(f"seed={seed}&{schedule}", proposer="host-suffix", overlap=depth, **sizes)
     assert essences(engine, asks()) == synchronous("host-suffix"), engine.device.spec
 
@@ -141,19 +141,19 @@ def test_a_mask_is_lossless_behind_drafts(proposer: str) -> None:
 @pytest.mark.parametrize(("proposer", "seed"), [("mtp", 1), ("mtp", 2), ("host-suffix", 3)])
 def test_a_mask_is_the_same_at_every_depth(proposer: str, seed: int, graph: str, depth: int) -> None:
     schedule = SCHEDULES[(5 * seed + depth) % len(SCHEDULES)]
-    sizes = {"graph": graph, "graph_sizes": (1, 2, 3)} if graph != "off" else {}
+    sizes: dict[str, Any] = {"graph": graph, "graph_sizes": (1, 2, 3)} if graph != "off" else {}
     engine = served(f"seed={seed}&{schedule}", (NoRepeats,), proposer=proposer, overlap=depth, **sizes)
     assert essences(engine, asks()) == masked_synchronously(proposer), engine.device.spec
 
 
 @pytest.mark.parametrize("uncapturable", ["forward_meta", "align_drafts", "residual_add,argmax"])
 def test_halves_are_captured_in_pieces_where_they_must_be(uncapturable: str) -> None:
-    options = {"graph": "decode", "graph_sizes": (3,), "overlap": 1}
+    options: dict[str, Any] = {"graph": "decode", "graph_sizes": (3,), "overlap": 1}
     engine = served(f"seed=8&uncapturable={uncapturable}", (NoRepeats,), proposer="host-suffix", **options)
-    counters = engine.runner.graphs and engine.runner.graphs.counters
+    graphs = engine.runner.graphs
+    assert graphs is not None
     assert essences(engine, asks()) == masked_synchronously("host-suffix")
-    assert counters is not None
-    assert counters.replayed_steps > 10
+    assert graphs.counters.replayed_steps > 10
 
 
 @each_depth
@@ -192,12 +192,18 @@ def test_a_step_in_two_halves_still_waits_once_and_the_device_runs_ahead() -> No
 
 def test_the_target_runs_while_the_host_fills_its_inputs() -> None:
     """The order of the host's calls: the first half of a step, then the wait for the step before, then the second half."""
-    engine, calls = served("policy=lazy", (NoRepeats,), overlap=1), []
+    engine, calls = served("policy=lazy", (NoRepeats,), overlap=1), list[tuple[str, int]]()
     runner = engine.runner
+
+    def noted(name: str, inner: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def call(x: Any) -> Any:
+            calls.append((name, x.step_id if name == "launch" else x.plan.step_id))
+            return inner(x)
+
+        return call
+
     for name in ("launch", "collect", "resume"):
-        inner = getattr(runner, name)
-        step_of = (lambda plan: plan.step_id) if name == "launch" else (lambda ticket: ticket.plan.step_id)
-        setattr(runner, name, lambda x, inner=inner, name=name, of=step_of: (calls.append((name, of(x))), inner(x))[1])
+        setattr(runner, name, noted(name, getattr(runner, name)))
     drive(engine, [Ask((1, 2, 3), replace(GREEDY, max_new_tokens=9))])
     engine.close()
     steps = [step for name, step in calls if name == "launch"]
@@ -300,7 +306,7 @@ def test_a_lost_device_ends_every_request() -> None:
 
 @each_depth
 def test_the_hazard_checker_has_nothing_to_say(depth: int) -> None:
-    options = {"graph": "decode", "graph_sizes": (1, 3)} if depth == 1 else {}
+    options: dict[str, Any] = {"graph": "decode", "graph_sizes": (1, 3)} if depth == 1 else {}
     engine = served("seed=6&policy=lazy", (NoRepeats,), proposer="host-suffix", overlap=depth, sanitize=True, **options)
     drive(engine, asks())
     assert engine.hazards == ()
@@ -313,7 +319,7 @@ def test_the_hazard_checker_misses_no_edge_of_the_inputs(removed: str) -> None:
     engine = served("seed=6&policy=lazy", proposer="host-suffix", overlap=1, sanitize=True)
     inputs: Any = engine.runner.inputs
     event = inputs._uploaded if removed == "uploaded" else inputs._consumed
-    waiting = engine.device.stream if removed == "uploaded" else inputs._stream
+    waiting: Any = engine.device.stream if removed == "uploaded" else inputs._stream
     wait = waiting.wait
     waiting.wait = lambda one: None if one is event else wait(one)
     drive(engine, [ask for ask in asks() if ask.abort is None])

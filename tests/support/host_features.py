@@ -9,7 +9,7 @@ Never compares: what a run must show is in its test.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -35,7 +35,7 @@ CORPUS: list[tuple[int, ...]] = []
 def run_on(text: Sequence[int], size: int) -> list[int]:
     """What follows the end of the text where that occurs in the corpus or earlier in the text, again and again; as far as it
     does."""
-    known, found = list(text), []
+    known, found = list(text), list[int]()
     while len(found) < size:
         places = (
             (length, source, start + length)
@@ -154,8 +154,9 @@ class NoRepeats:
     """A rule for texts, as a grammar is one: behind a token t only tokens of another remainder by 3 may follow. What it adds to
     logits goes by logit row, so it has to know every draft of the step and every request that has ended."""
 
-    name, reads_drafts = "no repeats", True
-    needs: Needs = "previous_tokens"
+    name: ClassVar[str] = "no repeats"
+    needs: ClassVar[Needs] = "previous_tokens"
+    reads_drafts = True
 
     def __init__(self, context: ProposerContext) -> None:
         self._step, shape = context.step, context.step.logits.shape

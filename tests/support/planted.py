@@ -490,7 +490,7 @@ def slot_released_while_a_step_is_in_flight(engine: Engine) -> None:
 # -- what kernels really touch -------------------------------------------------------------------------
 @planted("foreign-block", harmless=True, observing=True, about="KV cache")
 def block_table_with_a_block_that_was_not_granted(engine: Engine) -> None:
-    launch, ledger, done = engine.runner.launch, engine.ledger, []
+    launch, ledger, done = engine.runner.launch, engine.ledger, list[Any]()
 
     def planted_launch(plan: Any) -> Any:
         if len(plan.block_updates) and not done:

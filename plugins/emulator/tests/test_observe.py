@@ -23,6 +23,16 @@ def filled(device: EmulatorDevice, name: str, *shape: int, dtype: str = "i32") -
     return buffer
 
 
+def issue(device: EmulatorDevice, buffer: Any) -> None:
+    """A kernel that adds 1 to all of a buffer."""
+    use = device.bound(buffer)
+
+    def work() -> None:
+        use[1][...] += 1
+
+    device.executor.issue(device.stream, Work("kernel", "k", 4, work, uses=(use,)))
+
+
 def seen(device: EmulatorDevice) -> list[tuple[int, str, str, Any]]:
     device.synchronize()
     return [(operation, memory.name, access, rows) for operation, memory, access, rows in device.observed_accesses()]
@@ -45,16 +55,13 @@ def test_work_is_its_operations_whenever_it_runs_and_in_every_replay() -> None:
     x, y = filled(device, "x", 4), filled(device, "y", 2)
     for number, buffer in ((1, x), (2, y)):
         device.operation = number
-        array = device.bound(buffer)[1]
-        uses = (device.bound(buffer),)
-        device.executor.issue(device.stream, Work("kernel", "k", 4, lambda a=array: a.__iadd__(1), uses=uses))
+        issue(device, buffer)
     device.operation = 3
     assert [(operation, name) for operation, name, _, _ in seen(device)] == [(1, "x"), (2, "y")]
-    array, uses = device.bound(x)[1], (device.bound(x),)
 
     def launches() -> None:
         device.operation = 4
-        device.executor.issue(device.stream, Work("kernel", "k", 4, lambda: array.__iadd__(1), uses=uses))
+        issue(device, x)
 
     graph = EmulatorCapture(device, frozenset()).capture(device.stream, launches)
     device.operation = 5
@@ -111,5 +118,6 @@ def test_a_kernel_writes_what_its_contract_says() -> None:
     launch = provider.bind(ArgmaxV1(logits=logits, row_slot=slots, tokens=tokens), LIMITS, None)
     device.load(tokens, np.full(4, 5, np.int32))
     device.operation = 9
-    launch(device.stream, 3)
+    stream: Any = device.stream
+    launch(stream, 3)
     assert seen(device) == [(9, "tokens", "write", (0, 3))]

@@ -44,6 +44,8 @@ coverage: $(TEST)  ## run the tests with branch coverage of core, which must not
 pages: $(CORE)  ## write the lists of the kit and the pages that are made from the code
 	$(BIN)/python -m polydraft.conformance.catalogue
 	$(BIN)/python tools/make_reference.py
+	$(BIN)/python -m polydraft.conformance.surface tests/compat/surface-1.0.txt
+	$(BIN)/python tools/make_evidence_page.py
 
 format: $(DEV)  ## apply the fixes and the formatting that `make check` asks for
 	$(BIN)/ruff check --fix .

@@ -165,8 +165,8 @@ def markdown(result: dict[str, Any]) -> str:
         other = VLLM[key][BATCHES.index(row["batch"])] if key in VLLM and row["batch"] in BATCHES else None
         beside = f"{other:.2f} | {row['ms_per_round'] / other:.2f}" if other else "- | -"
         lines.append(
-            f"| {row['shape']} | {row['draft_tokens']} | {row['batch']} | {row['ms_per_round']:.3f} | {row['copy_rate_share']:.0%} | "
-            f"{beside} | {row['tokens_per_round']:.2f} | {row['tokens_per_s']:,.0f} |"
+            f"| {row['shape']} | {row['draft_tokens']} | {row['batch']} | {row['ms_per_round']:.3f} | "
+            f"{row['copy_rate_share']:.0%} | {beside} | {row['tokens_per_round']:.2f} | {row['tokens_per_s']:,.0f} |"
         )
     return "\n".join(lines)
 

@@ -7,7 +7,7 @@ Never influences numerics: what decides tokens is configuration, which is frozen
 | variable          | effect                                                                               |
 |-------------------|--------------------------------------------------------------------------------------|
 | `POLYDRAFT_DEBUG` | true: a failing command prints its traceback, like `--debug` on every command        |
-| `POLYDRAFT_CACHE_DIR` | folder for what is kept between runs, such as compiled kernels; default: `polydraft` in the user's cache folder |
+| `POLYDRAFT_CACHE_DIR` | folder for what is kept between runs; default: `polydraft` in the user's cache folder  |
 | `XDG_CACHE_HOME`  | the user's cache folder (the XDG convention); default: `~/.cache`                    |
 | `NO_COLOR`        | not empty: no colour on the terminal (the no-color.org convention)                   |
 | `CI`              | true: no progress display and no prompt for input, since nobody watches              |
@@ -26,9 +26,7 @@ __all__ = ["VARIABLES", "cache_folder", "check_environment", "is_ci", "no_color"
 VARIABLES: Mapping[str, str] = MappingProxyType(
     {
         "POLYDRAFT_DEBUG": "true: a failing command prints its traceback, like `--debug` on every command",
-        "POLYDRAFT_CACHE_DIR": (
-            "folder for what is kept between runs, such as compiled kernels; default: `polydraft` in the user's cache folder"
-        ),
+        "POLYDRAFT_CACHE_DIR": "folder for what is kept between runs; default: `polydraft` in the user's cache folder",
         "XDG_CACHE_HOME": "the user's cache folder (the XDG convention); default: `~/.cache`",
         "NO_COLOR": "not empty: no colour on the terminal (the no-color.org convention)",
         "CI": "true: no progress display and no prompt for input, since nobody watches",

@@ -24,6 +24,9 @@ from polydraft_cuda.kernels import attention, linear, mlp
 from tests.device.paper import PaperDevice
 from tools.wgmma_header import HEADER, header
 
+NO_STREAM: Any = None
+"""Recorded launches go nowhere."""
+
 ROOT = Path(__file__).resolve().parents[2]
 LIMITS = Limits(64, 3, 512, 64, 1024, 16, 64, 64, 4, 32000)
 
@@ -183,8 +186,8 @@ def test_a_captured_activation_is_one_launch_with_its_projection(library: bool):
 
     def both(n: int) -> list[tuple[str, int | None]]:
         device.launched.clear()
-        project(None, n)
-        activate(None, n)
+        project(NO_STREAM, n)
+        activate(NO_STREAM, n)
         return [(source, defines.get("GATED")) for source, defines, _ in device.launched]
 
     assert both(4) == [("linear_tile.cu", 0), ("mlp.cu", None)]
@@ -195,7 +198,7 @@ def test_a_captured_activation_is_one_launch_with_its_projection(library: bool):
     other = SwigluV1(gate_up=device.empty("elsewhere", (512, 22016), "bf16"), out=gated.out)
     alone = mlp.swiglu(device, other, LIMITS, None)
     device.launched.clear()
-    alone(None, 4)
+    alone(NO_STREAM, 4)
     assert [source for source, _, _ in device.launched] == ["mlp.cu"]
 
 
@@ -204,8 +207,8 @@ def test_an_activation_stays_alone_where_rows_have_to_be_invariant():
     up, project = projection(device, 22016, 4096)
     activate = mlp.swiglu(device, SwigluV1(gate_up=up.out, out=device.empty("gated", (512, 11008), "bf16")), LIMITS, None)
     device.launched.clear()
-    project(None, 4)
-    activate(None, 4)
+    project(NO_STREAM, 4)
+    activate(NO_STREAM, 4)
     assert [source for source, _, _ in device.launched] == ["linear_tile.cu", "mlp.cu"]
 
 

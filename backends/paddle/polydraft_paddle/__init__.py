@@ -32,7 +32,8 @@ CONTRACTS = (
     "align_drafts", "keep_logits", "top_logprobs", "draft_logprobs", "pack_logprobs", "pack_prompt_rows",
 )  # fmt: skip
 """What `table.py` serves, listed here because identity may not import Paddle."""
-EVIDENCE: dict[str, tuple[Literal["silicon", "custom device"], str]] = {
+Evidence = Literal["silicon", "custom device", "double only"]
+EVIDENCE: dict[str, tuple[Evidence, str]] = {
     "cpu": ("silicon", "AMD EPYC CPU, 2026-11-21"),
     "polyemu": ("custom device", "plugins/paddle-emu-device, 2026-11-21"),
 }
@@ -51,7 +52,8 @@ def describe(name: str, summary: str, spec: str) -> BackendInfo:
     from polydraft_paddle.installation import unusable
 
     reason = unusable()
-    evidence, evidence_on = EVIDENCE.get(spec.partition(":")[0], ("double only", ""))
+    nothing: tuple[Evidence, str] = "double only", ""
+    evidence, evidence_on = EVIDENCE.get(spec.partition(":")[0], nothing)
     return BackendInfo(
         name=name,
         version=__version__,

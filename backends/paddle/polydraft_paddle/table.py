@@ -55,7 +55,8 @@ class PaddleCache:
         """(k, v) as [num_blocks, block_size, num_kv_heads, head_dim]; tests only."""
         s = self.spec
         shape = (s.num_blocks, s.block_size, s.num_kv_heads, s.head_dim)
-        return tuple(t.astype("float32").numpy().reshape(shape).copy() for t in (self.k, self.v))  # type: ignore[return-value]
+        k, v = (t.astype("float32").numpy().reshape(shape).copy() for t in (self.k, self.v))
+        return k, v
 
     def write_logical(self, k: Array, v: Array) -> None:
         """Overwrite all rows; tests only."""

@@ -43,9 +43,7 @@ def polydraft_backend_info(spec: str) -> BackendInfo:
     info = describe("xpu", "Kunlun XPU through Paddle: prefill slots are packed before decode slots", spec or DEFAULT_DEVICE)
     reason = info.reason
     if not reason and (spec or DEFAULT_DEVICE).startswith("xpu") and "paddlepaddle-xpu" not in installed():
-        reason = (
-            "the installed Paddle is not that for Kunlun XPU; install paddlepaddle-xpu from Paddle's own index in its place"
-        )
+        reason = "the installed Paddle is not that for Kunlun XPU; install paddlepaddle-xpu from Paddle's own index in its place"
     return dataclasses.replace(
         info,
         available=not reason,

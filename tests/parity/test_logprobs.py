@@ -32,11 +32,14 @@ BACKENDS: dict[str, Any] = {
 
 def llm(backend: str, **options: Any) -> LLM:
     """An engine on a backend that is installed, available and reports log probabilities; skips the test elsewhere."""
-    given = BACKENDS[backend]
+    given, info, problem = BACKENDS[backend], None, ""
     try:
         info = Plugins.load(given).info()
     except Exception as error:  # noqa: BLE001  whatever keeps a backend from being here
-        pytest.skip(f"{backend} cannot be loaded: {error}")
+        problem = str(error)
+    if info is None:
+        pytest.skip(f"{backend} cannot be loaded: {problem}")
+    assert info is not None  # a skip does not return
     lacking = [name for name in CONTRACTS if name not in info.contract_versions]
     if not info.available or lacking:
         pytest.skip(f"{backend}: {info.reason or f'it has no {lacking[0]}'}")

@@ -261,7 +261,7 @@ class Engine:
         """Void every step in flight. Nothing on the device is trusted afterwards: no slot goes on and no block is shared; a
         request that is admitted later brings everything anew, since its slot's whole state is staged then."""
         self._in_flight.clear()
-        self.runner.inputs.void()
+        self.runner.void()
         try:
             self.device.synchronize()
         except DeviceError as last:

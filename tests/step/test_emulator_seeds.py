@@ -114,6 +114,11 @@ def test_a_program_with_a_fault(seed: int) -> None:
     ends_well_or_says_why(program(seed + 500), *WAYS[seed % len(WAYS)])
 
 
+def test_what_a_failed_device_was_sent_is_sent_again() -> None:
+    """Wishes for log probabilities went up with the step that failed, and the next request has the same ones."""
+    assert ends_well_or_says_why(program(1222), 2, "off") == "served on"
+
+
 @pytest.mark.deep
 def test_thousands_of_programs_with_a_fault() -> None:
     mine = DEEP[::3]

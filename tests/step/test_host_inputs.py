@@ -295,6 +295,17 @@ def test_a_fault_around_host_inputs_voids_what_is_in_flight_alone(fault: str, de
     engine.close()
 
 
+@each_depth
+@pytest.mark.parametrize("needs", ["upper_bound_lengths", "previous_tokens"])
+def test_a_feature_hears_that_what_it_sent_may_be_lost(needs: Needs, depth: int) -> None:
+    engine = served("seed=2&fault=op@700", (Watching(needs),), overlap=depth)
+    drive(engine, [ask for ask in asks() if ask.abort is None])
+    (watcher,) = engine.runner.inputs.features
+    assert isinstance(watcher, host_features.Watcher)
+    assert watcher.voided == 1
+    engine.close()
+
+
 def test_a_lost_device_ends_every_request() -> None:
     engine = served("seed=2&fault=op@300:lost", (NoRepeats,), proposer="host-suffix", overlap=1)
     outputs = drive(engine, [replace(ask, arrival=0) for ask in asks() if ask.abort is None])

@@ -60,6 +60,9 @@ class _Feature:
     def append(self, program: ProgramBuilder) -> None:
         del program
 
+    def void(self) -> None:
+        """Every step fills all of it anyway."""
+
 
 class Guesses(_Feature):
     """What the text may go on with behind the tokens known before the step: a window, and the drafts behind it."""
@@ -150,7 +153,7 @@ class HostFixedProposer:
         del program, sampling
 
 
-class NoRepeats:
+class NoRepeats(_Feature):
     """A rule for texts, as a grammar is one: behind a token t only tokens of another remainder by 3 may follow. What it adds to
     logits goes by logit row, so it has to know every draft of the step and every request that has ended."""
 
@@ -194,7 +197,7 @@ class Watcher(_Feature):
     """Brings nothing; writes down what it was told, by step."""
 
     def __init__(self, needs: Needs, seen: list[Any], context: ProposerContext) -> None:
-        self.name, self.needs, self._seen = f"watcher of {needs}", needs, seen
+        self.name, self.needs, self._seen, self.voided = f"watcher of {needs}", needs, seen, 0
         self.inputs: Mapping[str, Buffer] = {"known": _ints(context, f"host.{needs}", context.limits.max_seqs)}
 
     def fill(self, view: HostView, arrays: Mapping[str, Array]) -> int:
@@ -202,6 +205,9 @@ class Watcher(_Feature):
         self._seen.append((view.plan.step_id, ids.copy(), view.slots.num_known[ids].copy(), view.most_known.copy()))
         arrays["known"][:] = 0
         return len(arrays["known"])
+
+    def void(self) -> None:
+        self.voided += 1
 
 
 class Watching:

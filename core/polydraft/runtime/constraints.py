@@ -259,6 +259,10 @@ class ConstraintFeature:
             masked[i] = self._fill(view, slot, request, drafts, masks[i])
         return len(masked)
 
+    def void(self) -> None:
+        """The device has failed: masks that it was sent may be lost, and so may their being taken back."""
+        self._uploaded = True
+
     @staticmethod
     def _fill(view: HostView, slot: int, request: Request, drafts: list[int], rows: Array) -> int:
         t, automaton = view.slots, request.automaton

@@ -94,6 +94,9 @@ class HostFeature(Protocol):
         kind of step. A feature whose buffers are read elsewhere (a proposer's) appends nothing. With `exact_lengths`, `none`
         and `upper_bound_lengths` any launch of the step may read the buffers, with `previous_tokens` those from here on."""
 
+    def void(self) -> None:
+        """The device has failed and serves on: what it was sent may be lost, so nothing that it had counts as there."""
+
 
 class FeatureFactory(Protocol):
     """Builds a feature for an engine. What it says of itself is asked before anything is built, and holds for the feature."""
@@ -171,6 +174,8 @@ class HostInputs:
     def void(self) -> None:
         """Everything in flight is void, and the device is idle: there is nothing left to wait for."""
         self._in_use = False
+        for feature in self.features:
+            feature.void()
 
     # -- up ----------------------------------------------------------------------------------------
     def download_drafts(self, stream: Stream, step_id: int) -> None:

@@ -180,6 +180,10 @@ class Logprobs:
             landing.wishes[place].array[:] = self._sent[place] = wishes
             self._device.upload(stream, buffer, landing.wishes[place], len(wishes))
 
+    def void(self) -> None:
+        """The device has failed: the wishes that it was sent may be lost."""
+        self._sent = [None, None]
+
     def download(self, stream: Stream, plan: StepPlan) -> None:
         """Enqueue the copies of the records, as long as they can be."""
         landing = self._ring[plan.step_id % len(self._ring)]

@@ -194,6 +194,13 @@ class Runner:
             prompt_logprobs=prompt_logprobs,
         )
 
+    def void(self) -> None:
+        """The device has failed: no step is in flight, and nothing that it was sent counts as there."""
+        self.stage.void()
+        self.inputs.void()
+        if self._logprobs is not None:
+            self._logprobs.void()
+
     def _kind(self, plan: StepPlan) -> StepKind:
         """The kind of step that serves a plan; prompts are reported by steps that report tokens, too."""
         prompt = plan.prompt_top is not None

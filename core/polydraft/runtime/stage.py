@@ -75,6 +75,10 @@ class Stage:
         self._device.synchronize()
         self._sent = None
 
+    def void(self) -> None:
+        """The device has failed: the launch order that it was sent may be lost."""
+        self._sent = None
+
     def _send(self, stream: Stream, name: str, staging: StagingSet, values: Array, rows: int) -> None:
         pinned: Staging = getattr(staging, name)
         pinned.array[:rows] = values

@@ -214,10 +214,10 @@ def in_version(contract: Contract, case: Case) -> Case:
     present = {**case.arrays, **case.params, **case.outputs}
     unknown = sorted(name for name, value in present.items() if name not in fields and value is not None)
     absent = sorted(f.name for f in dataclasses.fields(contract.args) if f.name not in present and f.default is not None)  # type: ignore[arg-type]
-    if unknown or (absent := [name for name in absent if isinstance(fields[name], TensorSpec) or name not in case.arrays]):
+    if unknown or absent:
+        why = f"has {', '.join(unknown)}" if unknown else f"lacks {', '.join(absent)}"
         raise ConfigError(
-            f"{case.name} cannot be expressed in {contract.key}: it {'has ' + ', '.join(unknown) if unknown else ''}"
-            f"{'lacks ' + ', '.join(absent) if not unknown else ''}; replay it on a backend of the recorded version"
+            f"{case.name} cannot be expressed in {contract.key}: it {why}; replay it on a backend of the recorded version"
         )
     return dataclasses.replace(
         case,

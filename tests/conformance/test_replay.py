@@ -16,6 +16,7 @@ from safetensors import safe_open
 
 from polydraft import LLM, SamplingParams, reference
 from polydraft.cli import main
+from polydraft.cli.replay import text
 from polydraft.conformance.probe import checkpoint, prompts
 from polydraft.conformance.target import TableProxy, Target, wrap
 from polydraft.conformance.zoo import MUTANTS
@@ -242,8 +243,11 @@ def test_what_a_backend_lacks_is_left_out_and_said(record: Record):
     assert all(call.contract.split("+")[0] not in {"swiglu", "residual_add"} for call, _ in answer.skipped)
     assert answer.compared + len(answer.skipped) == len(record.calls)
     assert "reference does not offer" in answer.skipped[0][1]
+    assert f"left out {len(answer.skipped)} calls" not in text(record, answer), "each reason has a line of its own"
+    assert "calls: reference does not offer update_slots" in text(record, answer)
     nothing = replay(record, Target(thin("draft_ngram")))
     assert (nothing.compared, nothing.status) == (0, 1)
+    assert "nothing was compared: 0 calls, 0 elements, on reference against recorded" in text(record, nothing)
 
 
 def test_weights_have_to_be_the_recorded_ones(record: Record):
@@ -270,6 +274,12 @@ def test_another_version_of_a_contract():
     assert in_version(newer, scaled) == scaled
     with pytest.raises(ConfigError, match="it has scale; replay it on a backend of the recorded version"):
         in_version(REGISTRY["residual_add/1"], scaled)
+
+    class ResidualAddV3(ResidualAddV1):
+        bias: Buffer = tensor("N", "act", "Added to each row.")
+
+    with pytest.raises(ConfigError, match="it lacks bias; replay it"):
+        in_version(dataclasses.replace(newer, version=3, args=ResidualAddV3), case)
 
 
 # -- the command -------------------------------------------------------------------------------------

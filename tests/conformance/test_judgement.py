@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import hashlib
 import json
 import sys
 from collections.abc import Callable
@@ -279,7 +280,9 @@ def test_a_device_that_was_asked_for_is_named():
 
 
 def test_a_report_begins_now_unless_it_says_so():
-    begun = datetime.fromisoformat(make(Target("reference"), Selection(), list(PASSED)).content["begun"])
+    content = make(Target("reference"), Selection(), list(PASSED)).content
+    begun = datetime.fromisoformat(content["begun"])
+    assert (content["seconds"], content["command"]) == (0.0, [])
     assert abs((datetime.now(timezone.utc) - begun).total_seconds()) < 60
 
 
@@ -349,6 +352,19 @@ def test_a_run_here():
     assert abs((datetime.now(timezone.utc) - begun).total_seconds()) < 60
     assert conform(reference, selection=one_case(), limit_s=1e-9).status == 0, "an object runs here"
     assert conform("reference", selection=one_case()).results[0].seconds < 60
+
+
+def test_a_run_gives_its_device_back(monkeypatch: pytest.MonkeyPatch):
+    closed: list[bool] = []
+    close = Target.close
+
+    def noted(self: Target) -> None:
+        closed.append(self._kept is not None)
+        close(self)
+
+    monkeypatch.setattr(Target, "close", noted)
+    conform("reference", selection=one_case())
+    assert closed[-1], "the last device was open until then"
 
 
 def test_a_run_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch):
@@ -452,6 +468,9 @@ def test_digests(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(reporting, "frozen_list", lambda k, p, spec, lists=lists: lists.get((k, p), ()))
         digests.add(lists_digest("1.0"))
     assert len(digests) == 2
+    monkeypatch.setattr(reporting, "frozen_list", lambda kind, profile, spec: ("a", "b"))
+    whole = "".join(f"{kind}\n{profile}\na\nb" for profile in PROFILES for kind in ("mustpass", "mustown"))
+    assert lists_digest("1.0") == hashlib.sha256(whole.encode()).hexdigest()[:16], "two kits agree on it"
 
 
 def test_a_right_report_is_believed():

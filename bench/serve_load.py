@@ -59,7 +59,7 @@ class Load:
                 await self.text(session, PROMPTS[number % len(PROMPTS)])
                 number += 1
 
-    async def text(self, session, prompt: str) -> None:
+    async def text(self, session: Any, prompt: str) -> None:
         import httpx
 
         body = {"prompt": prompt, "max_tokens": self.tokens, "temperature": 0, "stream": True}
@@ -88,7 +88,7 @@ class Load:
     async def watch(self, pids: tuple[int, int], until: float) -> None:
         begin = time.monotonic()
         while time.monotonic() < until:
-            self.memory.append((time.monotonic() - begin, *(rss_mib(pid) for pid in pids)))
+            self.memory.append((time.monotonic() - begin, rss_mib(pids[0]), rss_mib(pids[1])))
             await asyncio.sleep(1)
 
     async def run(self, clients: int, seconds: float, pids: tuple[int, int]) -> None:

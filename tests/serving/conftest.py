@@ -43,7 +43,9 @@ class Served:
         self.process = subprocess.Popen(command, stdout=stdout, stderr=subprocess.PIPE, env=environment, text=True)
         assert self.process.stdout is not None
         said = self.process.stdout.readline()
-        assert said, f"the server did not start: {self.process.stderr.read() if self.process.stderr else ''}"
+        if not said:
+            _, told = self.process.communicate()
+            raise AssertionError(f"the server did not start: {told}")
         self.url = str(json.loads(said)["url"])
 
     def get(self, path: str) -> Any:
@@ -59,9 +61,10 @@ class Served:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
         try:
-            status = self.process.wait(20)
+            status = self.process.wait(30)
         finally:
             self.process.kill()
+            self.process.wait()
             for pipe in (self.process.stdout, self.process.stderr):
                 if pipe is not None:
                     pipe.close()

@@ -145,6 +145,7 @@ def test_a_client_that_vanishes_without_streaming_ends_its_text(server: Served) 
     assert comes_to_rest(server)
 
 
+@pytest.mark.deep
 def test_a_client_that_does_not_read_loses_its_stream_alone(serve: Callable[..., Served]) -> None:
     served = serve("--stall-timeout", "1")
     host, _, port = served.url.removeprefix("http://").partition(":")
@@ -263,6 +264,17 @@ def test_a_stream_whose_engine_dies_ends_with_an_error(serve: Callable[..., Serv
         rest = [line for line in lines if line]
     assert "process ended" in json.loads(rest[-2].removeprefix("data: "))["error"]["message"]
     assert rest[-1] == "data: [DONE]"
+
+
+@pytest.mark.deep
+def test_a_server_that_is_stopped_while_its_engine_starts_anew_ends(serve: Callable[..., Served]) -> None:
+    served = serve()
+    os.kill(worker(served), signal.SIGKILL)
+    assert served.stop() == 0
+    again = serve()
+    os.kill(worker(again), signal.SIGKILL)
+    time.sleep(0.3)
+    assert again.stop() == 0
 
 
 def test_sigterm_lets_texts_end_and_refuses_new_ones(serve: Callable[..., Served]) -> None:

@@ -113,19 +113,27 @@ class EngineClient:
             socket.setsockopt(zmq.SNDHWM, 0)  # bounded by admission
             endpoint = f"ipc://{Path(folder) / 'engine'}"
             socket.bind(endpoint)
-            self._process = await asyncio.to_thread(self._spawn, endpoint)
-            death = asyncio.create_task(asyncio.to_thread(self._process.wait))
-            await socket.send(wire.encode(wire.Start(self._config)))
-            reader = asyncio.create_task(self._read(socket))
-            await asyncio.wait((death, reader), return_when=asyncio.FIRST_COMPLETED)
-            if not death.done():  # what the process said could not be read
-                self._process.kill()
-            status = await death
-            with contextlib.suppress(Exception):
-                await asyncio.wait_for(reader, 0.2)  # what it said before it died
-            self._socket = None
-            socket.close(linger=0)
+            self._process = process = self._spawn(endpoint)
+            try:
+                status = await self._attend(process, socket)
+            finally:
+                process.kill()  # nothing where it has ended; else whoever waits for it in a thread would wait for ever
+                self._socket = None
+                socket.close(linger=0)
             self._after(status)
+
+    async def _attend(self, process: subprocess.Popen[bytes], socket: zmq.asyncio.Socket) -> int:
+        """Talk to a process until it ends; returns its status."""
+        death = asyncio.create_task(asyncio.to_thread(process.wait))
+        reader = asyncio.create_task(self._read(socket))
+        await socket.send(wire.encode(wire.Start(self._config)))
+        await asyncio.wait((death, reader), return_when=asyncio.FIRST_COMPLETED)
+        if not death.done():  # what the process said could not be read
+            process.kill()
+        status = await death
+        with contextlib.suppress(asyncio.TimeoutError, asyncio.CancelledError, zmq.ZMQError):
+            await asyncio.wait_for(reader, 0.2)  # what it said before it died
+        return status
 
     def _spawn(self, endpoint: str) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "polydraft.serving.worker", endpoint]
@@ -197,8 +205,8 @@ class EngineClient:
         process = self._process
         if self.state not in ("failed", "stopped"):
             self._become("stopped")
-        with contextlib.suppress(EngineGone, zmq.ZMQError):
-            await self._send(wire.Stop())
+        with contextlib.suppress(EngineGone, zmq.ZMQError, asyncio.TimeoutError):
+            await asyncio.wait_for(self._send(wire.Stop()), STOP_S)
         if process is not None:
             try:
                 await asyncio.to_thread(process.wait, STOP_S)

@@ -9,8 +9,6 @@ from tests.support.project import ROOT
 
 # A path of this repository begins with one of these, or is a file of the root.
 FOLDERS = ("core", "backends", "plugins", "tests", "docs", "bench", "tools", ".ci")
-# CONTRIBUTING.md describes them before they have a test; a line leaves this list when its folder comes.
-PLANNED = frozenset({"tests/device"})
 
 
 def repository_paths(text: str) -> set[str]:
@@ -26,7 +24,7 @@ def repository_paths(text: str) -> set[str]:
 
 def missing_paths(text: str, root: Path = ROOT) -> set[str]:
     """Paths that `text` names and that are not there."""
-    return {path for path in repository_paths(text) - PLANNED if not (root / path).exists()}
+    return {path for path in repository_paths(text) if not (root / path).exists()}
 
 
 def broken_links(text: str, page: Path) -> list[str]:
@@ -62,10 +60,6 @@ def test_every_page_is_on_the_map():
     maps = (ROOT / "docs" / "index.md", ROOT / "docs" / "backends" / "reference.md")
     mapped = {(page.parent / link.partition("#")[0]).resolve() for page in maps for link in links(read(page))}
     assert set(PAGES) - mapped - {ROOT / "docs" / "index.md"} == set()
-
-
-def test_planned_folders_are_not_there_yet():
-    assert [path for path in PLANNED if (ROOT / path).exists()] == []
 
 
 def test_checks_see_what_is_wrong():

@@ -103,7 +103,7 @@ def test_the_device_pauses_what_the_host_could_not_foresee(device: str) -> None:
     """With steps in flight the host counts on the fewest tokens; a slot that ran ahead waits on the device."""
     asks = equals(5, 4, 40)
     running, outputs, counts = serve("shared", device, 3, asks, max_num_seqs=5, block_size=1, num_blocks=120)
-    assert counts["paused"] == running.totals.paused > 0
+    assert 0 < running.totals.paused <= counts["paused"]  # rounds of requests that ended meanwhile are nobody's
     check("shared", 3, asks, outputs)
 
 

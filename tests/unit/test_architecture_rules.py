@@ -73,7 +73,8 @@ def mutable_records(tree: ast.AST, path: Path) -> list[str]:
 
 def unfreezing(tree: ast.AST, path: Path) -> list[str]:
     """Return places that write into a frozen record from outside of its own `__post_init__`."""
-    del path
+    if path.name in {"zoo.py", "sabotage.py"}:  # they break what they are given, whatever it is made of
+        return []
     own = {
         inner
         for node in ast.walk(tree)

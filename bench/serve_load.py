@@ -122,7 +122,8 @@ def load(clients: int, seconds: float) -> dict[str, Any]:
         server.wait(60)
     middle, end = run.memory[len(run.memory) // 2], run.memory[-1]
     return {
-        "what": "load", "clients": clients, "seconds": round(took, 1), "backend": "reference", "invariant": True,
+        "what": "load", "shape": "demo", "draft_tokens": 3, "batch": 32,
+        "clients": clients, "seconds": round(took, 1), "backend": "reference", "invariant": True,
         "new_tokens": TOKENS, "texts": run.texts, "errors": run.errors, "texts_that_differ": run.wrong,
         "tokens_per_s": round(run.texts * TOKENS / took, 1), "ttft_ms": round(1e3 * percentile(run.ttft, 0.5), 1),
         "ttft_p99_ms": round(1e3 * percentile(run.ttft, 0.99), 1), "itl_p50_ms": round(1e3 * percentile(run.gaps, 0.5), 1),
@@ -161,7 +162,7 @@ def logprob_cost(batch: int = 64, steps: int = 150, repeats: int = 7) -> list[di
 
     return [
         {
-            "what": "log probabilities", "batch": batch, "draft_tokens": 3, "asked": name, "backend": "null",
+            "what": "log probabilities", "shape": "demo", "batch": batch, "draft_tokens": 3, "asked": name, "backend": "null",
             "host_us_per_step": round(statistics.median(values), 1),
             "spread": [round(min(values), 1), round(max(values), 1)], "bytes_per_step": bytes_of[name],
             "bytes_of_a_fixed_21_columns": 4 * record_words(batch, 4, 21), "repeats": repeats,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from polydraft.device import Graph, Stream
 from polydraft.errors import DeviceError
+from polydraft_paddle.installation import first_line
 from polydraft_paddle.provider import device_error
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ class PaddleGraphCapture:
                 graph.capture_end()
         except (RuntimeError, OSError, ValueError) as error:
             raise DeviceError(
-                f"device {self._device.spec} could not capture a step: {_first_line(error)}; use --graph off"
+                f"device {self._device.spec} could not capture a step: {first_line(error)}; use --graph off"
             ) from error
         captured = PaddleGraph(graph, self._device)
         self._device.graphs.append(captured)
@@ -81,8 +82,3 @@ class PaddleGraphCapture:
     def memory(self) -> int:
         """Bytes that Paddle's pools hold for graphs are not told apart from its other memory."""
         return 0
-
-
-def _first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0][:200] if lines else type(error).__name__

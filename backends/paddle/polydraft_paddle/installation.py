@@ -67,7 +67,7 @@ def import_paddle() -> None:
         try:
             importlib.import_module("paddle")
         except (ImportError, OSError, RuntimeError) as error:
-            raise DeviceError(f"the installed Paddle does not load ({_first_line(error)}); reinstall it: {INSTALL}") from error
+            raise DeviceError(f"the installed Paddle does not load ({first_line(error)}); reinstall it: {INSTALL}") from error
     logging.getLogger("paddle").setLevel(logging.ERROR)
 
 
@@ -92,6 +92,7 @@ def refuse_unknown_place(spec: str) -> None:
         raise DeviceError(f"Paddle has no device {spec!r}; it offers {', '.join(known)}; name one of these with --device")
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """What an error says first, for a sentence; its type where it says nothing."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0][:200] if lines else type(error).__name__

@@ -16,6 +16,7 @@ from polydraft.contracts.base import Args, Limits, Workspace
 from polydraft.contracts.composite import CompositeArgs
 from polydraft.device import DeviceCounters, Launch, Stream
 from polydraft.errors import DeviceError
+from polydraft_paddle.installation import first_line
 
 Run = Callable[[int], None]
 """A kernel bound to its tensors: does the work for a launch length."""
@@ -49,15 +50,15 @@ def tensors_of(args: Args | CompositeArgs) -> SimpleNamespace:
 
 def device_error(spec: str, error: BaseException) -> DeviceError:
     """What Paddle raised in the course of its work, in one sentence: an operation without a kernel on this place is named."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    missing = re.search(r"The kernel with key .* of kernel `(\w+)` is not registered", " ".join(lines))
+    missing = re.search(r"The kernel with key .* of kernel `(\w+)` is not registered", " ".join(str(error).split()))
     if missing:
         return DeviceError(
             f"Paddle has no kernel of {missing[1]!r} for device {spec}, and falling back to the CPU is off; register one in the "
             "device's plugin, or allow it with --allow-cpu-fallback"
         )
-    reason = lines[0][:200] if lines else type(error).__name__
-    return DeviceError(f"device {spec} answered with an error ({reason}); check the device and its driver, then start again")
+    return DeviceError(
+        f"device {spec} answered with an error ({first_line(error)}); check the device and its driver, then start again"
+    )
 
 
 @dataclass(frozen=True)

@@ -137,10 +137,10 @@ class Recorder:
         return call
 
     def _replayed(self, replay: Callable[..., None]) -> Callable[..., None]:
-        def call(kind: str, part: str, bucket: int) -> None:
+        def call(kind: str, piece: str, bucket: int) -> None:
             start = self.now()
-            replay(kind, part, bucket)
-            self.file("call", f"graph {part}", start, room=part, rows=bucket)
+            replay(kind, piece, bucket)
+            self.file("call", f"graph {piece}", start, room=piece, rows=bucket)
 
         return call
 
@@ -159,6 +159,11 @@ class Recorder:
         return call
 
     # -- the recording -----------------------------------------------------------------------------
+    def drain(self) -> list[Span]:
+        """Host spans that have ended since the last time, in order of their end; they are forgotten here."""
+        ended, self._ended = self._ended, []
+        return [Span(HOST, "host", *values) for values in ended]
+
     def finish(self) -> Recording:
         """What was recorded so far, with the device's side of it. Steps in flight are not waited for."""
         host = sorted((Span(HOST, "host", *values) for values in self._ended), key=order)

@@ -18,7 +18,7 @@ from polydraft.trace_file import unwritable
 COLOURS = {
     "plan": "#4e79a7", "upload": "#86bcb6", "launch": "#a0cbe8", "wait": "#d7d7d7", "collect": "#8c6d8f", "commit": "#e15759",
     "inputs": "#9c755f", "output": "#ffbe7d", "pack": "#79706e", "target": "#59a14f", "verify": "#f1a340", "snapshot": "#b07aa1",
-    "draft": "#edc948",
+    "draft": "#edc948", "step": "#76b7b2",
 }  # fmt: skip
 """By room; host rooms first."""
 STEPS = ("#f2f2f2", "#dfe6ee")

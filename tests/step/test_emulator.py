@@ -126,7 +126,7 @@ def test_graphs_whole_and_in_pieces(uncapturable: str, depth: int) -> None:
         check(served_by, "narrow", 2, asks)
         assert served_by.runner.graphs is not None
         assert served_by.runner.graphs.counters.replayed_steps > 10
-        assert served_by.device.counters.graph_replays >= 2 * served_by.runner.graphs.counters.replayed_steps
+        assert served_by.device.counters.graph_replays >= (1 if depth else 2) * served_by.runner.graphs.counters.replayed_steps
         assert served_by.runner.graphs.capture.memory() > 0
         served_by.close()
 

@@ -76,22 +76,24 @@ def test_a_step_launches_the_same_whether_all_drafts_are_accepted_or_none(graph:
         assert rows == {size, size * (DRAFTS + 1)}, "full windows for the target and the first pass, one row a sequence behind"
 
 
+@pytest.mark.parametrize(("overlap", "pieces"), [(0, ("target", "draft")), (1, ("step",)), (2, ("step",))])
 @pytest.mark.parametrize("schedule", [ALWAYS, NEVER], ids=["all", "none"])
-def test_every_captured_bucket_is_replayed(schedule: tuple[float, ...]) -> None:
-    """With verification that accepts everything a request of this length has (K + 1) x 2 tokens and more in every batch size."""
-    engine = served("decode", accept_schedule=schedule)
+def test_every_captured_bucket_is_replayed(schedule: tuple[float, ...], overlap: int, pieces: tuple[str, ...]) -> None:
+    """With verification that accepts everything a request of this length has (K + 1) x 2 tokens and more in every batch size.
+    With overlap a step is one graph; without it the snapshot's copy stands in front of the draft passes."""
+    engine = served("decode", accept_schedule=schedule, overlap=overlap)
     graphs, replayed = engine.runner.graphs, set()
     assert graphs is not None
-    replay, captured = graphs.replay, {(part, bucket) for _, part, bucket in graphs._calls}
+    replay, captured = graphs.replay, {(piece, bucket) for _, piece, bucket in graphs._calls}
 
-    def noted(kind: str, part: Any, bucket: int) -> None:
-        replayed.add((part, bucket))
-        replay(kind, part, bucket)
+    def noted(kind: str, piece: Any, bucket: int) -> None:
+        replayed.add((piece, bucket))
+        replay(kind, piece, bucket)
 
     graphs.replay = noted  # type: ignore[method-assign]
     outputs = drive(engine, draining())
     engine.close()
-    assert replayed == captured == {(part, bucket) for part in ("target", "draft") for bucket in BUCKETS}
+    assert replayed == captured == {(piece, bucket) for piece in pieces for bucket in BUCKETS}
     assert graphs.counters.eager_steps <= 2, "nothing but prefill runs eagerly"
     assert {output.accepted for output in outputs} == {0} or schedule is ALWAYS
     assert all(len(output.token_ids) >= 2 * (DRAFTS + 1) for output in outputs)
@@ -102,7 +104,7 @@ def test_capturing_asks_for_no_request() -> None:
     engine = served("decode")
     assert engine.totals.steps == 0
     assert engine.runner.graphs is not None
-    assert engine.runner.graphs.counters.captured == 2 * len(BUCKETS) * len(engine.runner.programs)
+    assert engine.runner.graphs.counters.captured == len(BUCKETS) * len(engine.runner.programs)
     drive(engine, [Ask((1, 2, 3), SamplingParams(max_new_tokens=9, ignore_eos=True))])
     assert engine.runner.graphs.counters.eager_steps == 1
     engine.close()

@@ -348,7 +348,7 @@ def draft_passes_on_a_side_stream(engine: Engine) -> None:
     detour_drafts(engine, lambda drafts: drafts(side))
 
 
-@planted("unordered-access", harmless=True, graph=True, about="scratch.")
+@planted("unordered-access", harmless=True, graph=True, overlap=0, about="scratch.")
 def target_and_draft_graphs_share_scratch(engine: Engine) -> None:
     """The draft graph comes after its target's, on a stream of its own; the next target graph does not wait for it."""
     device = device_of(engine)

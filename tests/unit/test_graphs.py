@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from polydraft.contracts.base import UNITS, Limits
-from polydraft.runtime.graphs import CapturedSteps, GraphPolicy, default_buckets, pieces
+from polydraft.runtime.graphs import CapturedSteps, GraphPolicy, default_buckets
 from polydraft.runtime.plan import StepPlan
 from polydraft.runtime.program import Bound, Program, StepContext
 
@@ -114,12 +114,31 @@ def test_buckets_are_captured_largest_first_after_two_eager_runs() -> None:
     assert log.events == [e.format(2) for e in one] + [e.format(1) for e in one]
 
 
+def test_the_parts_of_a_whole_step_are_one_graph_but_for_its_updates() -> None:
+    log = Log()
+    parts = {"update": log.program("u"), "target": log.program("a"), "draft": log.program("b")}
+    captured = CapturedSteps(log, log, GraphPolicy("decode", (2,)), LIMITS, StepContext(), whole=True)  # type: ignore[arg-type]
+    captured.capture_all({"greedy": parts})  # type: ignore[dict-item]
+    assert log.events == ["a:2", "b:2"] * 2 + ["sync", "capture", "+a:2", "+b:2"]
+    captured.replay("greedy", "step", 2)
+    assert log.events[-1] == "replay"
+    assert captured.counters.captured == 1
+
+
+def test_what_cannot_be_captured_at_the_end_of_one_part_splits_a_whole_step_once() -> None:
+    log = Log()
+    parts = {"target": log.program("a", "meta"), "draft": log.program("meta", "b")}
+    captured = steps(log, GraphPolicy("decode", (1,)), frozenset({"meta"}))
+    captured.whole = True
+    captured.capture_all({"greedy": parts})  # type: ignore[dict-item]
+    log.events.clear()
+    captured.replay("greedy", "step", 1)
+    assert log.events == ["replay", "meta:1", "meta:1", "replay"]
+
+
 def test_a_program_is_split_at_contracts_that_cannot_be_captured() -> None:
     log = Log()
     program = log.program("a", "meta", "b", "c", "meta", "d")
-    assert [(capturable, len(run)) for capturable, run in pieces(program, frozenset({"meta"}))] == [
-        (True, 1), (False, 1), (True, 2), (False, 1), (True, 1),
-    ]  # fmt: skip
     captured = steps(log, GraphPolicy("decode", (2,)), frozenset({"meta"}))
     captured.capture_all({"greedy": {"target": program, "draft": log.program()}})
     log.events.clear()

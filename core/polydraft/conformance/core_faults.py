@@ -102,13 +102,13 @@ def tail_never_released() -> Iterator[None]:
 
 @contextmanager
 def draft_replays_another_bucket() -> Iterator[None]:
-    """Target and draft do not follow one decision: the draft's passes are replayed in the smallest bucket."""
-    replay = CapturedSteps.replay
+    """Target and draft do not follow one decision: the draft's passes are captured as for the smallest bucket."""
+    lengths = CapturedSteps.lengths
 
-    def other(self: CapturedSteps, kind: str, part: Any, bucket: int) -> None:
-        replay(self, kind, part, self.policy.buckets[0] if part == "draft" else bucket)
+    def other(self: CapturedSteps, part: Any, bucket: int) -> Any:
+        return lengths(self, part, self.policy.buckets[0] if part == "draft" else bucket)
 
-    with mock.patch.object(CapturedSteps, "replay", other):
+    with mock.patch.object(CapturedSteps, "lengths", other):
         yield
 
 

@@ -262,7 +262,7 @@ def _prefill(target: Target, tally: Tally) -> None:
 
 
 def _is_replayed(target: Target, tally: Tally) -> None:
-    """Graphs that are asked for are used: replays are counted, two for every replayed step and more where it is captured in
+    """Graphs that are asked for are used: replays are counted, one for every replayed step and more where it is captured in
     pieces."""
     engine = run(target, tally, [Ask(prompt) for prompt in prompts(2)], max_num_seqs=2, graph="decode", graph_sizes=(1, 2))
     _was_replayed(engine, tally)
@@ -274,7 +274,7 @@ def _was_replayed(engine: Engine, tally: Tally) -> None:
     if graphs is not None:
         steps = graphs.counters.replayed_steps
         tally.true(f"steps were replayed, got {steps}", steps > 0)
-        tally.true(f"the device counts two replays or more a replayed step, got {replays} in {steps}", replays >= 2 * steps)
+        tally.true(f"the device counts a replay or more a replayed step, got {replays} in {steps}", replays >= steps)
 
 
 def _nothing_allocated(target: Target, tally: Tally) -> None:

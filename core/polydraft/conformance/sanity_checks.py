@@ -123,4 +123,4 @@ def _tokens(target: Target, tally: Tally) -> None:
 def _replays(target: Target, tally: Tally) -> None:
     """With graphs, steady steps are replayed, each of them."""
     steps = _steady(target, tally, lambda engine: engine.device.counters.graph_replays, graph="decode", graph_sizes=(BATCH,))
-    tally.true(f"two replays or more in each steady step, got {sorted(set(steps))}", bool(steps) and min(steps) >= 2)
+    tally.true(f"a replay or more in each steady step, got {sorted(set(steps))}", bool(steps) and min(steps) >= 1)

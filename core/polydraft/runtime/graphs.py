@@ -7,16 +7,23 @@ A captured step is a pure function of fixed buffers. Its launch lengths are thos
 negative slots, which every kernel skips, so nothing has to be padded or truncated besides the launch order. Shapes do not
 depend on how many drafts are accepted (the draft's first pass runs over the target's rows), so the warm-up needs no
 requests: it runs the very launches that are captured, over an empty launch order.
+
+A decode step is one graph, from packing to the last draft pass, with its snapshot's copy behind it, wherever the host reads a
+snapshot a step late anyway. It is captured in parts where something stands between them: host inputs, or, without overlap, a
+host that waits for the snapshot while the drafts are still being made.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+import itertools
+import operator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
 from polydraft.contracts.base import Limits
-from polydraft.device import Device, Graph, GraphCapture, Stream
+from polydraft.device import Device, GraphCapture, Launch, Stream
 from polydraft.runtime.plan import StepPlan
 from polydraft.runtime.program import Lengths, Program, StepContext, lengths
 
@@ -24,6 +31,8 @@ Mode = Literal["off", "decode", "prefill"]
 Part = Literal["update", "target", "verify", "draft"]
 """What a step's programs are called, in their order; staged writes ("update") are never captured. Only a step that meets host
 inputs in its middle has a part "verify": elsewhere it is one with "target"."""
+Piece = Part | Literal["step"]
+"""What is captured by itself: a part, or all parts of a step together."""
 WARM_UPS = 2
 """Eager runs of a bucket before it is captured: run-time compilers and library handles settle there."""
 
@@ -74,7 +83,7 @@ class GraphCounters:
 
 @dataclass
 class CapturedSteps:
-    """Captured programs by (kind, part, bucket), each a list of calls: graph replays, and eager launches between them where
+    """Captured programs by (kind, piece, bucket), each a list of calls: graph replays, and eager launches between them where
     a backend declares contracts that cannot be captured."""
 
     device: Device
@@ -83,8 +92,10 @@ class CapturedSteps:
     limits: Limits
     context: StepContext
     uncapturable: frozenset[str] = frozenset()
+    whole: bool = False
+    """Whether the parts of a step are captured together, as piece "step"."""
     counters: GraphCounters = field(default_factory=GraphCounters)
-    _calls: dict[tuple[str, Part, int], tuple[Callable[[Stream], None], ...]] = field(default_factory=dict)
+    _calls: dict[tuple[str, Piece, int], tuple[Callable[[Stream], None], ...]] = field(default_factory=dict)
 
     def capture_all(self, programs: dict[str, dict[Part, Program]], progress: Callable[[int, int], None] | None = None) -> None:
         """Capture every bucket of every kind, largest first, so that later ones fit into the pool of the first.
@@ -94,35 +105,51 @@ class CapturedSteps:
         self._calls.clear()
         self.counters.captured = 0
         todo = [
-            (bucket, kind, part)
+            (bucket, kind, piece, captured)
             for bucket in reversed(self.policy.buckets)
             for kind, parts in programs.items()
-            for part in parts
-            if part != "update"
+            for piece, captured in self._pieces(parts).items()
         ]
         self.context.use_graph, self.context.dummy = True, True
         try:
-            for done, (bucket, kind, part) in enumerate(todo):
-                self._calls[kind, part, bucket] = self._capture(programs[kind][part], bucket)
+            for done, (bucket, kind, piece, captured) in enumerate(todo):
+                self._calls[kind, piece, bucket] = self._capture(captured, bucket)
                 if progress:
                     progress(done + 1, len(todo))
         finally:
             self.context.use_graph, self.context.dummy = False, False
 
-    def _capture(self, program: Program, bucket: int) -> tuple[Callable[[Stream], None], ...]:
-        size, stream = self.policy.lengths(bucket, self.limits), self.device.stream
+    def _pieces(self, parts: dict[Part, Program]) -> dict[Piece, dict[Part, Program]]:
+        """What is captured by itself of one kind of step, and the parts it is made of."""
+        captured: dict[Part, Program] = {part: program for part, program in parts.items() if part != "update"}
+        if self.whole:
+            return {"step": captured}
+        return {part: {part: program} for part, program in captured.items()}
+
+    def lengths(self, part: Part, bucket: int) -> Lengths:
+        """Launch lengths of a part in a bucket: those of the bucket, for every part of a step alike."""
+        del part
+        return self.policy.lengths(bucket, self.limits)
+
+    def _capture(self, parts: dict[Part, Program], bucket: int) -> tuple[Callable[[Stream], None], ...]:
+        stream = self.device.stream
         self.context.real_slots = bucket
+        calls = [
+            (entry.contract not in self.uncapturable, _at(launch, self.lengths(part, bucket)[unit]))
+            for part, program in parts.items()
+            for entry, (launch, unit) in zip(program.entries, program.calls, strict=True)
+        ]
         for _ in range(WARM_UPS):
-            program.run(stream, size)
+            _run((call for _, call in calls), stream)
         self.device.synchronize()
-        calls: list[Callable[[Stream], None]] = []
-        for captured, run in pieces(program, self.uncapturable):
-            if captured:
-                calls.append(_replay(self.capture.capture(stream, _runner(run, stream, size))))
+        replayed: list[Callable[[Stream], None]] = []
+        for capturable, run in runs(calls):
+            if capturable:
+                replayed.append(self.capture.capture(stream, functools.partial(_run, run, stream)).replay)
                 self.counters.captured += 1
             else:
-                calls.extend(_eager(call, size) for call in run)
-        return tuple(calls)
+                replayed += run
+        return tuple(replayed)
 
     def choose(self, plan: StepPlan) -> int | None:
         """The bucket to replay this step with, or None for an eager step; counted. The one decision of a step."""
@@ -135,40 +162,25 @@ class CapturedSteps:
             self.counters.too_large += 1
         return None
 
-    def replay(self, kind: str, part: Part, bucket: int) -> None:
-        """Enqueue a captured part of the step."""
+    def replay(self, kind: str, piece: Piece, bucket: int) -> None:
+        """Enqueue a captured piece of the step."""
         stream = self.device.stream
-        for call in self._calls[kind, part, bucket]:
+        for call in self._calls[kind, piece, bucket]:
             call(stream)
 
 
-Calls = Sequence[tuple[Callable[[Stream, int], None], int]]
+Call = Callable[[Stream], None]
 
 
-def pieces(program: Program, uncapturable: frozenset[str]) -> list[tuple[bool, Calls]]:
-    """Split a program at contracts that cannot be captured: (capturable, calls) runs in order; whole when there are none."""
-    runs: list[tuple[bool, list[tuple[Callable[[Stream, int], None], int]]]] = []
-    for entry, call in zip(program.entries, program.calls, strict=True):
-        capturable = entry.contract not in uncapturable
-        if not runs or runs[-1][0] != capturable:
-            runs.append((capturable, []))
-        runs[-1][1].append(call)
-    return [(capturable, tuple(calls)) for capturable, calls in runs]
+def runs(calls: Iterable[tuple[bool, Call]]) -> list[tuple[bool, tuple[Call, ...]]]:
+    """Split calls, each with whether it can be captured, where that changes; whole when all can."""
+    return [(able, tuple(call for _, call in run)) for able, run in itertools.groupby(calls, key=operator.itemgetter(0))]
 
 
-def _runner(calls: Calls, stream: Stream, size: Lengths) -> Callable[[], None]:
-    def run() -> None:
-        for launch, unit in calls:
-            launch(stream, size[unit])
-
-    return run
-
-
-def _replay(graph: Graph) -> Callable[[Stream], None]:
-    return graph.replay
-
-
-def _eager(call: tuple[Callable[[Stream, int], None], int], size: Lengths) -> Callable[[Stream], None]:
-    launch, unit = call
-    n = size[unit]
+def _at(launch: Launch, n: int) -> Call:
     return lambda stream: launch(stream, n)
+
+
+def _run(calls: Iterable[Call], stream: Stream) -> None:
+    for call in calls:
+        call(stream)

@@ -31,7 +31,7 @@ from polydraft.models.description import ModelDescription
 from polydraft.plugins import BoundTable, Plugins
 from polydraft.proposers.base import Factory, ProposerContext
 from polydraft.runtime.buffers import Scratch, SlotState, StepBuffers
-from polydraft.runtime.graphs import CapturedSteps, GraphPolicy, Part
+from polydraft.runtime.graphs import CapturedSteps, GraphPolicy, Part, Piece
 from polydraft.runtime.host_inputs import FeatureFactory, HostInputs
 from polydraft.runtime.logprobs import Logprobs, refuse_lacking
 from polydraft.runtime.plan import StepOutcome, StepPlan
@@ -90,7 +90,7 @@ class Runner:
         features: Sequence[FeatureFactory] = (),
     ) -> None:
         self.device, self.limits, self.model, self.weights = device, limits, model, weights
-        self._plugins, self._table, self._dtype = plugins, table, dtype
+        self._plugins, self._table, self._dtype, self._depth = plugins, table, dtype, depth
         self.state = SlotState.allocate(device, limits)
         self._stores_noise = verify == "rejection" or "gumbel_noise+sample" not in table.providers
         self.step = StepBuffers.allocate(device, limits, sampling=self._stores_noise)
@@ -137,7 +137,7 @@ class Runner:
         self.inputs.upload_first(stream, plan.step_id)
         if has_updates(plan):
             self.programs[kind]["update"].run(stream, n)
-        self._run(kind, "target", n, bucket)
+        self._run(kind, "step" if self._is_whole(bucket) else "target", n, bucket)
         ticket = Ticket(plan, *self._outputs[plan.step_id % len(self._outputs)], kind, n, bucket)
         if not self.inputs.splits:
             self._finish(ticket)
@@ -151,25 +151,31 @@ class Runner:
 
     def _finish(self, ticket: Ticket) -> None:
         """Snapshot and drafts. The snapshot's copy stands before the draft passes, so results do not wait for them, unless
-        somebody reads the drafts, too."""
+        somebody reads the drafts, too, or the whole step is one graph, which it is only where results are read a step late."""
         stream, step_id = self.device.stream, ticket.plan.step_id
         self.device.download(stream, ticket.staging, self.step.record, ticket.plan.num_seqs)
         if self._logprobs is not None:
             self._logprobs.download(stream, ticket.plan)
         if not self.inputs.reads_drafts:
             ticket.event.record(stream)
-        self._run(ticket.kind, "draft", ticket.lengths, ticket.bucket)
+        if not self._is_whole(ticket.bucket):
+            self._run(ticket.kind, "draft", ticket.lengths, ticket.bucket)
         if self.inputs.reads_drafts:
             self.inputs.download_drafts(stream, step_id)
             ticket.event.record(stream)
         self.inputs.consumed(stream)
 
-    def _run(self, kind: str, part: Part, n: Lengths, bucket: int | None) -> None:
-        """Replay a part of the step in its bucket, or enqueue its launches one by one."""
+    def _is_whole(self, bucket: int | None) -> bool:
+        """Whether a step is replayed as one graph."""
+        return bucket is not None and self.graphs is not None and self.graphs.whole
+
+    def _run(self, kind: str, piece: Piece, n: Lengths, bucket: int | None) -> None:
+        """Replay a piece of the step in its bucket, or enqueue its launches one by one."""
         if bucket is None or self.graphs is None:
-            self.programs[kind][part].run(self.device.stream, n)
+            assert piece != "step", "only a step that is replayed is whole"
+            self.programs[kind][piece].run(self.device.stream, n)
         else:
-            self.graphs.replay(kind, part, bucket)
+            self.graphs.replay(kind, piece, bucket)
 
     def collect(self, ticket: Ticket) -> StepOutcome:
         """Wait for a step's snapshot and decode it: the only host wait of a step."""
@@ -286,7 +292,8 @@ class Runner:
     def capture(self, policy: GraphPolicy, capture: GraphCapture, uncapturable: frozenset[str]) -> None:
         """Capture every step that `policy` replays. Called before the first step, and again when an address has changed."""
         self.stage.clear(self.device.stream)
-        self.graphs = CapturedSteps(self.device, capture, policy, self.limits, self.context, uncapturable)
+        whole = policy.mode == "decode" and self._depth > 0 and not self.inputs.splits
+        self.graphs = CapturedSteps(self.device, capture, policy, self.limits, self.context, uncapturable, whole)
         prompts = {kind.name for kind in self._kinds.values() if kind.prompt}  # such steps are never replayed
         self.graphs.capture_all({name: programs for name, programs in self.programs.items() if name not in prompts})
 

@@ -15,10 +15,12 @@ import polydraft_cuda
 from polydraft import LLM, SamplingParams
 from polydraft.backend import DeviceOptions
 from polydraft.conformance.device_checks import checks as device_checks
+from polydraft.conformance.oracle import OracleModel
 from polydraft.conformance.target import Target
 from polydraft.contracts import COMPOSITES, REGISTRY
 from polydraft.contracts.harness import check_kernel
 from polydraft.contracts.inputs import default_cases
+from polydraft.demo import demo_model_path
 from polydraft.device import Launch
 from polydraft.errors import DeviceError
 from polydraft_cuda.compiler import ROWS
@@ -26,6 +28,7 @@ from polydraft_cuda.device import CudaBuffer, CudaDevice
 from polydraft_cuda.interop import adopt
 from polydraft_cuda.kernels import kernels
 from polydraft_cuda.kernels.provider import source
+from tests.support.near_ties import divergences
 
 pytestmark = [pytest.mark.device("cuda"), pytest.mark.timeout(300)]
 PROMPTS = ["def fibonacci(n):", "class Stack:", "import os\n", "for i in range(10):\n", "while True:\n    try:"]
@@ -268,6 +271,24 @@ def test_invariant_texts_do_not_depend_on_drafts_or_batch(params: dict, dtype: s
     drafted = texts("cuda", 3, params, MANY, dtype=dtype, invariant=True, max_num_seqs=32)
     assert [ids for ids, _ in drafted] == [ids for ids, _ in alone]
     assert sum(sum(rounds) for _, rounds in drafted) > 0
+
+
+CLOSE = {"bf16": 0.2, "f16": 0.03}
+"""Logits between choices that rounding to a dtype, of the weights as well, may decide."""
+
+
+@pytest.mark.parametrize("dtype", CLOSE)
+def test_in_few_bits_texts_part_from_the_exact_ones_at_near_ties_alone(dtype: str, record_property: Callable[..., None]):
+    """Every divergence is looked at: how far apart the recomputing oracle has the two choices."""
+    model, prompts = OracleModel.from_dir(demo_model_path()), MANY[::8]
+    llm = LLM(backend="cuda", dtype=dtype, draft_tokens=3, max_num_seqs=8)
+    outputs = llm.generate(prompts, [SamplingParams(max_new_tokens=40, ignore_eos=True)] * len(prompts))
+    llm.engine.close()
+    found = [part for o in outputs for part in divergences(model, o.prompt_ids, o.token_ids, o.rounds, 3)]
+    gaps = {what: sorted(round(part.gap, 4) for part in found if part.what == what) for what in ("token", "draft")}
+    record_property("near_ties", f"{dtype}: {len(outputs)} texts, gaps {gaps}")
+    assert all(part.gap < CLOSE[dtype] for part in found), gaps
+    assert len(found) < len(outputs), "few texts part at all"
 
 
 def test_sanitized_steps_have_no_hazard():

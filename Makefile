@@ -12,7 +12,8 @@ CORE   := $(VENV)/.installed-core
 TEST   := $(VENV)/.installed-test
 DEV    := $(VENV)/.installed-dev
 SOURCE := pyproject.toml setup.py core/polydraft/_version.py $(wildcard backends/cpu/polydraft_cpu/src/*)
-EMULATED := $(wildcard plugins/paddle-emu-device/src/* plugins/paddle-emu-device/setup.py)
+EMULATED := $(wildcard plugins/paddle-emu-device/src/* plugins/paddle-emu-device/setup.py plugins/paddle-device-skeleton/*.py \
+    plugins/paddle-device-skeleton/include/paddle_device/*)
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:  # two targets would install into the same .venv at once

@@ -13,14 +13,11 @@
 
 #include "paddle/phi/backends/context_pool.h"
 #include "paddle/phi/backends/cpu/cpu_context.h"
-#include "paddle/phi/backends/custom/custom_context.h"
 #include "paddle/phi/common/int_array.h"
 #include "paddle/phi/common/scalar.h"
-#include "paddle/phi/core/custom_kernel.h"
 #include "paddle/phi/core/dense_tensor.h"
 #include "paddle/phi/core/device_context.h"
-#include "paddle/phi/core/kernel_factory.h"
-#include "operations.h"
+#include "paddle_device/registration.h"
 #include "queue.h"
 
 namespace polyemu {
@@ -135,27 +132,12 @@ struct DeviceKernel<Operation, Element, void (*)(const CPUContext&, A...)> {
 
 template <typename Operation, typename Element>
 void register_one(phi::DataType dtype) {
-  using Device = DeviceKernel<Operation, Element, decltype(Operation::template signature<Element>())>;
-  auto& all = phi::KernelFactory::Instance().kernels();
-  const auto of_operation = all.find(Operation::name);
-  if (of_operation == all.end()) return;
-  for (const auto layout : {phi::DataLayout::ALL_LAYOUT, phi::DataLayout::NCHW}) {
-    const auto found = of_operation->second.find(phi::KernelKey(phi::Backend::CPU, layout, dtype));
-    if (found == of_operation->second.end()) continue;
-    Device::on_cpu = found->second.template GetVariadicKernelFn<typename Device::Function>();
-    const auto backend = phi::TransToPhiBackend(phi::CustomPlace("polyemu", 0));
-    phi::Kernel kernel(nullptr, reinterpret_cast<void*>(&Device::launch));
-    *kernel.mutable_args_def() = found->second.args_def();
-    for (auto& input : kernel.mutable_args_def()->input_defs()) {
-      if (input.backend == phi::Backend::CPU) input.backend = backend;
-    }
-    for (auto& output : kernel.mutable_args_def()->output_defs()) {
-      if (output.backend == phi::Backend::CPU) output.backend = backend;
-    }
-    phi::CustomKernelMap::Instance().RegisterCustomKernel(
-        Operation::name, phi::KernelKey(backend, phi::DataLayout::ALL_LAYOUT, dtype), kernel);
-    return;
-  }
+  using Device = DeviceKernel<Operation, Element, typename paddle_device::LaunchOf<Operation, Element>::OnCpu>;
+  const phi::Kernel* found = paddle_device::cpu_kernel(Operation::name, dtype);
+  if (found == nullptr) return;
+  Device::on_cpu = found->template GetVariadicKernelFn<typename Device::Function>();
+  paddle_device::register_kernel(PADDLE_DEVICE_TYPE, Operation::name, dtype, *found, dtype,
+                                 reinterpret_cast<void*>(&Device::launch));
 }
 
 template <typename Operation>
@@ -174,7 +156,6 @@ void register_all(std::tuple<Operations...>*) {
 }
 
 }  // namespace
-
-void register_kernels() { register_all(static_cast<AllOperations*>(nullptr)); }
-
 }  // namespace polyemu
+
+void paddle_device::register_kernels() { polyemu::register_all(static_cast<AllOperations*>(nullptr)); }

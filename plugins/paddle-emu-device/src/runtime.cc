@@ -8,10 +8,10 @@
 #include <cstring>
 #include <set>
 
-#include "paddle/phi/backends/device_ext.h"
+#include "paddle_device/table.h"
 #include "queue.h"
 
-namespace polyemu {
+namespace paddle_device {
 void register_kernels();
 }
 
@@ -28,136 +28,7 @@ std::set<polyemu::Stream*> streams;
 
 polyemu::Stream* as_stream(C_Stream stream) { return reinterpret_cast<polyemu::Stream*>(stream); }
 polyemu::Event* as_event(C_Event event) { return reinterpret_cast<polyemu::Event*>(event); }
-
-C_Status initialize() { return C_SUCCESS; }
-C_Status finalize() { return C_SUCCESS; }
-C_Status init_device(const C_Device) { return C_SUCCESS; }
-C_Status deinit_device(const C_Device) { return C_SUCCESS; }
-
-C_Status set_device(const C_Device device) {
-  current_device = device->id;
-  return C_SUCCESS;
-}
-
-C_Status get_device(const C_Device device) {
-  device->id = current_device;
-  return C_SUCCESS;
-}
-
-// -- streams and events ---------------------------------------------------------------------------
-C_Status create_stream(const C_Device, C_Stream* stream) {
-  auto* made = new polyemu::Stream;
-  {
-    std::lock_guard<std::mutex> lock(streams_mutex);
-    streams.insert(made);
-  }
-  *stream = reinterpret_cast<C_Stream>(made);
-  return C_SUCCESS;
-}
-
-C_Status destroy_stream(const C_Device, C_Stream stream) {
-  {
-    std::lock_guard<std::mutex> lock(streams_mutex);
-    streams.erase(as_stream(stream));
-  }
-  delete as_stream(stream);
-  return C_SUCCESS;
-}
-
-C_Status query_stream(const C_Device, C_Stream stream) { return as_stream(stream)->is_idle() ? C_SUCCESS : C_FAILED; }
-
-struct Callback {
-  C_Callback function;
-  void* data;
-};
-
-C_Status stream_add_callback(const C_Device device, C_Stream stream, C_Callback function, void* data) {
-  const int id = device->id;
-  as_stream(stream)->submit([=] {
-    C_Device_st where{id};
-    C_Status status = C_SUCCESS;
-    function(&where, stream, data, &status);
-  });
-  return C_SUCCESS;
-}
-
-C_Status create_event(const C_Device, C_Event* event) {
-  *event = reinterpret_cast<C_Event>(new polyemu::Event);
-  return C_SUCCESS;
-}
-
-C_Status destroy_event(const C_Device, C_Event event) {
-  delete as_event(event);
-  return C_SUCCESS;
-}
-
-C_Status record_event(const C_Device, C_Stream stream, C_Event event) {
-  auto flag = std::make_shared<polyemu::Flag>();
-  as_event(event)->move_to(flag);
-  as_stream(stream)->submit([flag] { flag->set(); });
-  return C_SUCCESS;
-}
-
-C_Status query_event(const C_Device, C_Event event) {
-  auto flag = as_event(event)->flag();
-  return flag == nullptr || flag->is_set() ? C_SUCCESS : C_FAILED;
-}
-
-C_Status synchronize_event(const C_Device, C_Event event) {
-  if (auto flag = as_event(event)->flag()) flag->wait();
-  return C_SUCCESS;
-}
-
-C_Status stream_wait_event(const C_Device, C_Stream stream, C_Event event) {
-  if (auto flag = as_event(event)->flag()) as_stream(stream)->submit([flag] { flag->wait(); });
-  return C_SUCCESS;
-}
-
-C_Status synchronize_stream(const C_Device, C_Stream stream) {
-  if (as_stream(stream)->capturing()) return C_ERROR;
-  as_stream(stream)->synchronize();
-  return C_SUCCESS;
-}
-
-C_Status synchronize_device(const C_Device) {
-  std::lock_guard<std::mutex> lock(streams_mutex);
-  for (auto* stream : streams) stream->synchronize();
-  return C_SUCCESS;
-}
-
-// -- memory ---------------------------------------------------------------------------------------
-C_Status allocate(const C_Device, void** pointer, size_t size) {
-  if (knobs().lost.load() != 0) return C_ERROR;
-  if (counters().bytes_in_use.load() + static_cast<int64_t>(size) > knobs().bytes_limit.load()) return C_FAILED;
-  *pointer = std::aligned_alloc(256, (size + 255) / 256 * 256);
-  if (*pointer == nullptr) return C_FAILED;
-  std::memset(*pointer, kPoison, size);
-  const int64_t now = counters().bytes_in_use += static_cast<int64_t>(size);
-  counters().peak_bytes.store(std::max(now, counters().peak_bytes.load()));
-  return C_SUCCESS;
-}
-
-C_Status release(const C_Device, void* pointer, size_t size) {
-  std::memset(pointer, kPoison, size);
-  std::free(pointer);
-  counters().bytes_in_use -= static_cast<int64_t>(size);
-  return C_SUCCESS;
-}
-
-C_Status allocate_host(const C_Device, void** pointer, size_t size) {
-  *pointer = std::aligned_alloc(256, (size + 255) / 256 * 256);
-  return *pointer == nullptr ? C_FAILED : C_SUCCESS;
-}
-
-C_Status release_host(const C_Device, void* pointer, size_t) {
-  std::free(pointer);
-  return C_SUCCESS;
-}
-
-C_Status memory_set(const C_Device, void* pointer, unsigned char value, size_t size) {
-  std::memset(pointer, value, size);
-  return C_SUCCESS;
-}
+polyemu::Graph* as_graph(void* graph) { return static_cast<polyemu::Graph*>(graph); }
 
 bool copy_fails() {
   if (knobs().lost.load() != 0) return true;
@@ -165,225 +36,233 @@ bool copy_fails() {
   return knobs().copies_until_failure.fetch_sub(1) == 0;
 }
 
-// What is queued elsewhere must have run before the host sees a synchronous copy, as with a driver's null stream.
-C_Status copy_now(const C_Device device, void* to, const void* from, size_t size) {
-  if (copy_fails()) return C_ERROR;
-  synchronize_device(device);
-  std::memcpy(to, from, size);
-  ++counters().synchronous_copies;
-  return C_SUCCESS;
-}
+struct Runtime : paddle_device::Plain {
+  static C_Status initialize() { return C_SUCCESS; }
+  static C_Status finalize() { return C_SUCCESS; }
+  static C_Status init_device(const C_Device) { return C_SUCCESS; }
+  static C_Status deinit_device(const C_Device) { return C_SUCCESS; }
 
-C_Status copy_queued(const C_Device, C_Stream stream, void* to, const void* from, size_t size) {
-  if (copy_fails()) return C_ERROR;
-  ++counters().copies;
-  as_stream(stream)->submit([=] { std::memcpy(to, from, size); });
-  return C_SUCCESS;
-}
+  static C_Status set_device(const C_Device device) {
+    current_device = device->id;
+    return C_SUCCESS;
+  }
 
-C_Status copy_peer(const C_Device device, const C_Device, void* to, const void* from, size_t size) {
-  return copy_now(device, to, from, size);
-}
+  static C_Status get_device(const C_Device device) {
+    device->id = current_device;
+    return C_SUCCESS;
+  }
 
-C_Status copy_peer_queued(const C_Device device, const C_Device, C_Stream stream, void* to, const void* from, size_t size) {
-  return copy_queued(device, stream, to, from, size);
-}
+  // -- streams and events -------------------------------------------------------------------------
+  static C_Status create_stream(const C_Device, C_Stream* stream) {
+    auto* made = new polyemu::Stream;
+    {
+      std::lock_guard<std::mutex> lock(streams_mutex);
+      streams.insert(made);
+    }
+    *stream = reinterpret_cast<C_Stream>(made);
+    return C_SUCCESS;
+  }
 
-// -- what there is --------------------------------------------------------------------------------
-C_Status device_count(size_t* count) {
-  *count = 1;
-  return C_SUCCESS;
-}
+  static C_Status destroy_stream(const C_Device, C_Stream stream) {
+    {
+      std::lock_guard<std::mutex> lock(streams_mutex);
+      streams.erase(as_stream(stream));
+    }
+    delete as_stream(stream);
+    return C_SUCCESS;
+  }
 
-C_Status device_list(size_t* devices) {
-  devices[0] = 0;
-  return C_SUCCESS;
-}
+  static C_Status query_stream(const C_Device, C_Stream stream) { return as_stream(stream)->is_idle() ? C_SUCCESS : C_FAILED; }
 
-C_Status memory_stats(const C_Device, size_t* total, size_t* free) {
-  *total = static_cast<size_t>(knobs().bytes_limit.load());
-  *free = *total - static_cast<size_t>(std::min(counters().bytes_in_use.load(), knobs().bytes_limit.load()));
-  return C_SUCCESS;
-}
+  static C_Status stream_add_callback(const C_Device device, C_Stream stream, C_Callback function, void* data) {
+    const int id = device->id;
+    as_stream(stream)->submit([=] {
+      C_Device_st where{id};
+      C_Status status = C_SUCCESS;
+      function(&where, stream, data, &status);
+    });
+    return C_SUCCESS;
+  }
 
-C_Status smallest_chunk(const C_Device, size_t* size) {
-  *size = 256;
-  return C_SUCCESS;
-}
+  static C_Status create_event(const C_Device, C_Event* event) {
+    *event = reinterpret_cast<C_Event>(new polyemu::Event);
+    return C_SUCCESS;
+  }
 
-template <size_t kValue>
-C_Status number(const C_Device, size_t* value) {
-  *value = kValue;
-  return C_SUCCESS;
-}
+  static C_Status destroy_event(const C_Device, C_Event event) {
+    delete as_event(event);
+    return C_SUCCESS;
+  }
 
-C_Status grid_limit(const C_Device, std::array<unsigned int, 3>* size) {
-  *size = {1, 1, 1};
-  return C_SUCCESS;
-}
+  static C_Status record_event(const C_Device, C_Stream stream, C_Event event) {
+    auto flag = std::make_shared<polyemu::Flag>();
+    as_event(event)->move_to(flag);
+    as_stream(stream)->submit([flag] { flag->set(); });
+    return C_SUCCESS;
+  }
 
-C_Status yes(const C_Device, bool* supported) {
-  *supported = true;
-  return C_SUCCESS;
-}
+  static C_Status query_event(const C_Device, C_Event event) {
+    auto flag = as_event(event)->flag();
+    return flag == nullptr || flag->is_set() ? C_SUCCESS : C_FAILED;
+  }
 
-C_Status no(const C_Device, bool* supported) {
-  *supported = false;
-  return C_SUCCESS;
-}
+  static C_Status synchronize_event(const C_Device, C_Event event) {
+    if (auto flag = as_event(event)->flag()) flag->wait();
+    return C_SUCCESS;
+  }
 
-// -- handles of libraries that Paddle wants before it offers graphs; nothing here computes with them ----
-C_Status make_blas_handle(const C_Device, C_BLASHandle* handle, C_Stream stream) {
-  *handle = reinterpret_cast<C_BLASHandle>(stream);
-  return C_SUCCESS;
-}
-C_Status set_math_mode(const C_Device, C_BLASHandle, int) { return C_SUCCESS; }
-C_Status make_blaslt_handle(const C_Device device, C_BLASLtHandle* handle) {
-  *handle = reinterpret_cast<C_BLASLtHandle>(device);
-  return C_SUCCESS;
-}
-C_Status drop_blas_handle(const C_Device, C_BLASHandle) { return C_SUCCESS; }
-C_Status drop_blaslt_handle(const C_Device, C_BLASLtHandle) { return C_SUCCESS; }
+  static C_Status stream_wait_event(const C_Device, C_Stream stream, C_Event event) {
+    if (auto flag = as_event(event)->flag()) as_stream(stream)->submit([flag] { flag->wait(); });
+    return C_SUCCESS;
+  }
 
-// -- graphs ---------------------------------------------------------------------------------------
-polyemu::Graph* as_graph(void* graph) { return static_cast<polyemu::Graph*>(graph); }
+  static C_Status synchronize_stream(const C_Device, C_Stream stream) {
+    if (as_stream(stream)->capturing()) return C_ERROR;
+    as_stream(stream)->synchronize();
+    return C_SUCCESS;
+  }
 
-C_Status begin_capture(const C_Device, C_Stream stream, C_StreamCaptureMode) {
-  if (as_stream(stream)->capturing()) return C_ERROR;
-  as_stream(stream)->begin_capture();
-  return C_SUCCESS;
-}
+  static C_Status synchronize_device(const C_Device) {
+    std::lock_guard<std::mutex> lock(streams_mutex);
+    for (auto* stream : streams) stream->synchronize();
+    return C_SUCCESS;
+  }
 
-C_Status end_capture(const C_Device, C_Stream stream, C_CudaGraph* graph) {
-  *graph = reinterpret_cast<C_CudaGraph>(as_stream(stream)->end_capture().release());
-  return *graph == nullptr ? C_ERROR : C_SUCCESS;
-}
+  // -- memory -------------------------------------------------------------------------------------
+  static C_Status allocate(const C_Device, void** pointer, size_t size) {
+    if (knobs().lost.load() != 0) return C_ERROR;
+    if (counters().bytes_in_use.load() + static_cast<int64_t>(size) > knobs().bytes_limit.load()) return C_FAILED;
+    *pointer = std::aligned_alloc(256, (size + 255) / 256 * 256);
+    if (*pointer == nullptr) return C_FAILED;
+    std::memset(*pointer, kPoison, size);
+    const int64_t now = counters().bytes_in_use += static_cast<int64_t>(size);
+    counters().peak_bytes.store(std::max(now, counters().peak_bytes.load()));
+    return C_SUCCESS;
+  }
 
-C_Status capture_info(const C_Device, C_Stream stream, C_StreamCaptureStatus* status, unsigned long long* id,  // NOLINT
-                      C_CudaGraph* graph, C_CudaGraphNode* dependencies, void** edges, size_t* count) {
-  const bool active = as_stream(stream)->capturing();
-  if (status != nullptr) *status = active ? C_StreamCaptureStatusActive : C_StreamCaptureStatusNone;
-  if (id != nullptr) *id = active ? reinterpret_cast<unsigned long long>(stream) : 0;  // NOLINT
-  if (graph != nullptr) *graph = nullptr;
-  if (dependencies != nullptr) *dependencies = nullptr;
-  if (edges != nullptr) *edges = nullptr;
-  if (count != nullptr) *count = 0;
-  return C_SUCCESS;
-}
+  static C_Status release(const C_Device, void* pointer, size_t size) {
+    std::memset(pointer, kPoison, size);
+    std::free(pointer);
+    counters().bytes_in_use -= static_cast<int64_t>(size);
+    return C_SUCCESS;
+  }
 
-C_Status graph_nodes(C_CudaGraph graph, C_CudaGraphNode* nodes, size_t* count) {
-  if (nodes != nullptr) std::fill(nodes, nodes + *count, nullptr);
-  *count = as_graph(graph)->work.size();
-  return C_SUCCESS;
-}
+  static C_Status allocate_host(const C_Device, void** pointer, size_t size) {
+    *pointer = std::aligned_alloc(256, (size + 255) / 256 * 256);
+    return *pointer == nullptr ? C_FAILED : C_SUCCESS;
+  }
 
-C_Status instantiate(C_GraphExec* exec, C_CudaGraph* graph, void**, char*, size_t) {
-  *exec = reinterpret_cast<C_GraphExec>(new polyemu::Graph(*as_graph(*graph)));
-  return C_SUCCESS;
-}
+  static C_Status release_host(const C_Device, void* pointer, size_t) {
+    std::free(pointer);
+    return C_SUCCESS;
+  }
 
-C_Status launch_graph(const C_Device, C_GraphExec exec, C_Stream stream) {
-  if (knobs().lost.load() != 0) return C_ERROR;
-  ++counters().graph_launches;
-  for (const auto& work : as_graph(exec)->work) as_stream(stream)->submit(work);
-  return C_SUCCESS;
-}
+  static C_Status memory_set(const C_Device, void* pointer, unsigned char value, size_t size) {
+    std::memset(pointer, value, size);
+    return C_SUCCESS;
+  }
 
-C_Status destroy_graph(C_CudaGraph graph) {
-  delete as_graph(graph);
-  return C_SUCCESS;
-}
+  // What is queued elsewhere must have run before the host sees a synchronous copy, as with a driver's null stream.
+  static C_Status copy_now(const C_Device device, void* to, const void* from, size_t size) {
+    if (copy_fails()) return C_ERROR;
+    synchronize_device(device);
+    std::memcpy(to, from, size);
+    ++counters().synchronous_copies;
+    return C_SUCCESS;
+  }
 
-C_Status destroy_exec(C_GraphExec exec) {
-  delete as_graph(exec);
-  return C_SUCCESS;
-}
+  static C_Status copy_queued(const C_Device, C_Stream stream, void* to, const void* from, size_t size) {
+    if (copy_fails()) return C_ERROR;
+    ++counters().copies;
+    as_stream(stream)->submit([=] { std::memcpy(to, from, size); });
+    return C_SUCCESS;
+  }
 
-C_Status parameter_setter(C_CudaGraph, C_GraphHookManager* hooks) {
-  hooks->size = 0;
-  hooks->hooks = nullptr;
-  hooks->user_data = nullptr;
-  return C_SUCCESS;
-}
+  static C_Status copy_peer(const C_Device device, const C_Device, void* to, const void* from, size_t size) {
+    return copy_now(device, to, from, size);
+  }
 
-C_Status print_graph(C_CudaGraph, const char*, unsigned int) { return C_SUCCESS; }
-C_Status exchange_mode(C_StreamCaptureMode*) { return C_SUCCESS; }
+  static C_Status copy_peer_queued(const C_Device device, const C_Device, C_Stream stream, void* to, const void* from,
+                                   size_t size) {
+    return copy_queued(device, stream, to, from, size);
+  }
+
+  // -- what there is ------------------------------------------------------------------------------
+  static C_Status device_count(size_t* count) {
+    *count = 1;
+    return C_SUCCESS;
+  }
+
+  static C_Status device_list(size_t* devices) {
+    devices[0] = 0;
+    return C_SUCCESS;
+  }
+
+  static C_Status memory_stats(const C_Device, size_t* total, size_t* free) {
+    *total = static_cast<size_t>(knobs().bytes_limit.load());
+    *free = *total - static_cast<size_t>(std::min(counters().bytes_in_use.load(), knobs().bytes_limit.load()));
+    return C_SUCCESS;
+  }
+
+  // -- graphs -------------------------------------------------------------------------------------
+  static C_Status begin_capture(const C_Device, C_Stream stream, C_StreamCaptureMode) {
+    if (as_stream(stream)->capturing()) return C_ERROR;
+    as_stream(stream)->begin_capture();
+    return C_SUCCESS;
+  }
+
+  static C_Status end_capture(const C_Device, C_Stream stream, C_CudaGraph* graph) {
+    *graph = reinterpret_cast<C_CudaGraph>(as_stream(stream)->end_capture().release());
+    return *graph == nullptr ? C_ERROR : C_SUCCESS;
+  }
+
+  static C_Status capture_info(const C_Device, C_Stream stream, C_StreamCaptureStatus* status, unsigned long long* id,  // NOLINT
+                               C_CudaGraph* graph, C_CudaGraphNode* dependencies, void** edges, size_t* count) {
+    const bool active = as_stream(stream)->capturing();
+    if (status != nullptr) *status = active ? C_StreamCaptureStatusActive : C_StreamCaptureStatusNone;
+    if (id != nullptr) *id = active ? reinterpret_cast<unsigned long long>(stream) : 0;  // NOLINT
+    if (graph != nullptr) *graph = nullptr;
+    if (dependencies != nullptr) *dependencies = nullptr;
+    if (edges != nullptr) *edges = nullptr;
+    if (count != nullptr) *count = 0;
+    return C_SUCCESS;
+  }
+
+  static C_Status graph_nodes(C_CudaGraph graph, C_CudaGraphNode* nodes, size_t* count) {
+    if (nodes != nullptr) std::fill(nodes, nodes + *count, nullptr);
+    *count = as_graph(graph)->work.size();
+    return C_SUCCESS;
+  }
+
+  static C_Status instantiate(C_GraphExec* exec, C_CudaGraph* graph, void**, char*, size_t) {
+    *exec = reinterpret_cast<C_GraphExec>(new polyemu::Graph(*as_graph(*graph)));
+    return C_SUCCESS;
+  }
+
+  static C_Status launch_graph(const C_Device, C_GraphExec exec, C_Stream stream) {
+    if (knobs().lost.load() != 0) return C_ERROR;
+    ++counters().graph_launches;
+    for (const auto& work : as_graph(exec)->work) as_stream(stream)->submit(work);
+    return C_SUCCESS;
+  }
+
+  static C_Status destroy_graph(C_CudaGraph graph) {
+    delete as_graph(graph);
+    return C_SUCCESS;
+  }
+
+  static C_Status destroy_exec(C_GraphExec exec) {
+    delete as_graph(exec);
+    return C_SUCCESS;
+  }
+};
 
 }  // namespace
 
 extern "C" void InitPlugin(CustomRuntimeParams* params) {
   PADDLE_CUSTOM_RUNTIME_CHECK_VERSION(params);
-  params->device_type = const_cast<char*>("polyemu");
-  params->sub_device_type = const_cast<char*>("v1");
-  C_DeviceInterface& table = *params->interface;
-  table.initialize = initialize;
-  table.finalize = finalize;
-  table.init_device = init_device;
-  table.set_device = set_device;
-  table.get_device = get_device;
-  table.deinit_device = deinit_device;
-
-  table.create_stream = create_stream;
-  table.destroy_stream = destroy_stream;
-  table.query_stream = query_stream;
-  table.stream_add_callback = stream_add_callback;
-  table.create_event = create_event;
-  table.record_event = record_event;
-  table.destroy_event = destroy_event;
-  table.query_event = query_event;
-  table.synchronize_device = synchronize_device;
-  table.synchronize_stream = synchronize_stream;
-  table.synchronize_event = synchronize_event;
-  table.stream_wait_event = stream_wait_event;
-
-  table.device_memory_allocate = allocate;
-  table.device_memory_deallocate = release;
-  table.device_memory_set = memory_set;
-  table.host_memory_allocate = allocate_host;
-  table.host_memory_deallocate = release_host;
-  table.unified_memory_allocate = allocate_host;
-  table.unified_memory_deallocate = release_host;
-  table.memory_copy_h2d = copy_now;
-  table.memory_copy_d2h = copy_now;
-  table.memory_copy_d2d = copy_now;
-  table.memory_copy_p2p = copy_peer;
-  table.async_memory_copy_h2d = copy_queued;
-  table.async_memory_copy_d2h = copy_queued;
-  table.async_memory_copy_d2d = copy_queued;
-  table.async_memory_copy_p2p = copy_peer_queued;
-
-  table.get_device_count = device_count;
-  table.get_device_list = device_list;
-  table.device_memory_stats = memory_stats;
-  table.device_min_chunk_size = smallest_chunk;
-  table.get_compute_capability = number<10>;
-  table.get_runtime_version = number<1>;
-  table.get_driver_version = number<1>;
-  table.get_multi_process = number<1>;
-  table.get_max_threads_per_mp = number<1>;
-  table.get_max_threads_per_block = number<1>;
-  table.get_max_grid_dim_size = grid_limit;
-  table.is_float16_supported = no;
-  table.is_bfloat16_supported = yes;
-
-  table.init_blas_handle = make_blas_handle;
-  table.blas_set_math_mode = set_math_mode;
-  table.init_blaslt_handle = make_blaslt_handle;
-  table.destroy_blas_handle = drop_blas_handle;
-  table.destroy_blaslt_handle = drop_blaslt_handle;
-  table.cuda_stream_begin_capture = begin_capture;
-  table.cuda_stream_end_captrue = end_capture;
-  table.cuda_stream_capture_info = capture_info;
-  table.cuda_graph_get_nodes = graph_nodes;
-  table.cuda_graph_instantiate = instantiate;
-  table.cuda_graph_launch = launch_graph;
-  table.cuda_graph_destroy = destroy_graph;
-  table.cuda_graph_exec_destroy = destroy_exec;
-  table.get_parameter_setter_for_exec_graph = parameter_setter;
-  table.cuda_graph_debug_dot_print = print_graph;
-  table.cuda_thread_exchange_stream_capthure_mode = exchange_mode;
-
-  polyemu::register_kernels();
+  paddle_device::fill<Runtime>(params, PADDLE_DEVICE_TYPE);
+  paddle_device::register_kernels();
 }
 
 // What the Python side of this package sets and reads, by name; -1 for a name that there is not.

@@ -1,4 +1,4 @@
-// The operations this device has kernels for, each with the signature that Paddle's own header declares: everything that the
+// The operations a device here has kernels for, each with the signature that Paddle's own header declares: everything that the
 // Paddle backend's step is made of. What is missing here falls back to the CPU, or is refused.
 
 #pragma once
@@ -49,78 +49,78 @@
 #include "paddle/phi/kernels/transpose_kernel.h"
 #include "paddle/phi/kernels/where_kernel.h"
 
-namespace polyemu {
+namespace paddle_device {
 
-#define POLYEMU_OPERATION(NAME, FUNCTION)                                      \
+#define PADDLE_DEVICE_OPERATION(NAME, FUNCTION)                                      \
   struct operation_##NAME {                                                    \
     static constexpr const char* name = #NAME;                                 \
     template <typename T>                                                      \
     static auto signature() -> decltype(&phi::FUNCTION<T, phi::CPUContext>);   \
   };
 
-POLYEMU_OPERATION(add, AddKernel)
-POLYEMU_OPERATION(all, AllKernel)
-POLYEMU_OPERATION(any, AnyKernel)
-POLYEMU_OPERATION(argmax, ArgMaxKernel)
-POLYEMU_OPERATION(argsort, ArgsortKernel)
-POLYEMU_OPERATION(bitwise_and, BitwiseAndKernel)
-POLYEMU_OPERATION(bitwise_left_shift, BitwiseLeftShiftKernel)
-POLYEMU_OPERATION(bitwise_not, BitwiseNotKernel)
-POLYEMU_OPERATION(bitwise_or, BitwiseOrKernel)
-POLYEMU_OPERATION(bitwise_right_shift, BitwiseRightShiftKernel)
-POLYEMU_OPERATION(bitwise_xor, BitwiseXorKernel)
-POLYEMU_OPERATION(cast, CastKernel)
-POLYEMU_OPERATION(clip, ClipKernel)
-POLYEMU_OPERATION(concat, ConcatKernel)
-POLYEMU_OPERATION(contiguous, ContiguousKernel)
-POLYEMU_OPERATION(cummax, CummaxKernel)
-POLYEMU_OPERATION(cummin, CumminKernel)
-POLYEMU_OPERATION(cumprod, CumprodKernel)
-POLYEMU_OPERATION(cumsum, CumsumKernel)
-POLYEMU_OPERATION(divide, DivideKernel)
-POLYEMU_OPERATION(equal, EqualKernel)
-POLYEMU_OPERATION(exp, ExpKernel)
-POLYEMU_OPERATION(expand, ExpandKernel)
-POLYEMU_OPERATION(expand_as, ExpandAsKernel)
-POLYEMU_OPERATION(fill, FillKernel)
-POLYEMU_OPERATION(flip, FlipKernel)
-POLYEMU_OPERATION(floor_divide, FloorDivideKernel)
-POLYEMU_OPERATION(full, FullKernel)
-POLYEMU_OPERATION(full_like, FullLikeKernel)
-POLYEMU_OPERATION(gather, GatherKernel)
-POLYEMU_OPERATION(greater_equal, GreaterEqualKernel)
-POLYEMU_OPERATION(greater_than, GreaterThanKernel)
-POLYEMU_OPERATION(index_select, IndexSelectKernel)
-POLYEMU_OPERATION(isfinite, IsfiniteKernel)
-POLYEMU_OPERATION(isnan, IsnanKernel)
-POLYEMU_OPERATION(less_equal, LessEqualKernel)
-POLYEMU_OPERATION(less_than, LessThanKernel)
-POLYEMU_OPERATION(log, LogKernel)
-POLYEMU_OPERATION(log1p, Log1pKernel)
-POLYEMU_OPERATION(matmul, MatmulKernel)
-POLYEMU_OPERATION(max, MaxKernel)
-POLYEMU_OPERATION(maximum, MaximumKernel)
-POLYEMU_OPERATION(mean, MeanKernel)
-POLYEMU_OPERATION(min, MinKernel)
-POLYEMU_OPERATION(minimum, MinimumKernel)
-POLYEMU_OPERATION(multiply, MultiplyKernel)
-POLYEMU_OPERATION(not_equal, NotEqualKernel)
-POLYEMU_OPERATION(put_along_axis, PutAlongAxisKernel)
-POLYEMU_OPERATION(remainder, RemainderKernel)
-POLYEMU_OPERATION(rsqrt, RsqrtKernel)
-POLYEMU_OPERATION(scale, ScaleKernel)
-POLYEMU_OPERATION(scatter, ScatterKernel)
-POLYEMU_OPERATION(searchsorted, SearchsortedKernel)
-POLYEMU_OPERATION(silu, SiluKernel)
-POLYEMU_OPERATION(stack, StackKernel)
-POLYEMU_OPERATION(strided_copy, StridedCopyKernel)
-POLYEMU_OPERATION(subtract, SubtractKernel)
-POLYEMU_OPERATION(sum, SumKernel)
-POLYEMU_OPERATION(take_along_axis, TakeAlongAxisKernel)
-POLYEMU_OPERATION(transpose, TransposeKernel)
-POLYEMU_OPERATION(where, WhereKernel)
+PADDLE_DEVICE_OPERATION(add, AddKernel)
+PADDLE_DEVICE_OPERATION(all, AllKernel)
+PADDLE_DEVICE_OPERATION(any, AnyKernel)
+PADDLE_DEVICE_OPERATION(argmax, ArgMaxKernel)
+PADDLE_DEVICE_OPERATION(argsort, ArgsortKernel)
+PADDLE_DEVICE_OPERATION(bitwise_and, BitwiseAndKernel)
+PADDLE_DEVICE_OPERATION(bitwise_left_shift, BitwiseLeftShiftKernel)
+PADDLE_DEVICE_OPERATION(bitwise_not, BitwiseNotKernel)
+PADDLE_DEVICE_OPERATION(bitwise_or, BitwiseOrKernel)
+PADDLE_DEVICE_OPERATION(bitwise_right_shift, BitwiseRightShiftKernel)
+PADDLE_DEVICE_OPERATION(bitwise_xor, BitwiseXorKernel)
+PADDLE_DEVICE_OPERATION(cast, CastKernel)
+PADDLE_DEVICE_OPERATION(clip, ClipKernel)
+PADDLE_DEVICE_OPERATION(concat, ConcatKernel)
+PADDLE_DEVICE_OPERATION(contiguous, ContiguousKernel)
+PADDLE_DEVICE_OPERATION(cummax, CummaxKernel)
+PADDLE_DEVICE_OPERATION(cummin, CumminKernel)
+PADDLE_DEVICE_OPERATION(cumprod, CumprodKernel)
+PADDLE_DEVICE_OPERATION(cumsum, CumsumKernel)
+PADDLE_DEVICE_OPERATION(divide, DivideKernel)
+PADDLE_DEVICE_OPERATION(equal, EqualKernel)
+PADDLE_DEVICE_OPERATION(exp, ExpKernel)
+PADDLE_DEVICE_OPERATION(expand, ExpandKernel)
+PADDLE_DEVICE_OPERATION(expand_as, ExpandAsKernel)
+PADDLE_DEVICE_OPERATION(fill, FillKernel)
+PADDLE_DEVICE_OPERATION(flip, FlipKernel)
+PADDLE_DEVICE_OPERATION(floor_divide, FloorDivideKernel)
+PADDLE_DEVICE_OPERATION(full, FullKernel)
+PADDLE_DEVICE_OPERATION(full_like, FullLikeKernel)
+PADDLE_DEVICE_OPERATION(gather, GatherKernel)
+PADDLE_DEVICE_OPERATION(greater_equal, GreaterEqualKernel)
+PADDLE_DEVICE_OPERATION(greater_than, GreaterThanKernel)
+PADDLE_DEVICE_OPERATION(index_select, IndexSelectKernel)
+PADDLE_DEVICE_OPERATION(isfinite, IsfiniteKernel)
+PADDLE_DEVICE_OPERATION(isnan, IsnanKernel)
+PADDLE_DEVICE_OPERATION(less_equal, LessEqualKernel)
+PADDLE_DEVICE_OPERATION(less_than, LessThanKernel)
+PADDLE_DEVICE_OPERATION(log, LogKernel)
+PADDLE_DEVICE_OPERATION(log1p, Log1pKernel)
+PADDLE_DEVICE_OPERATION(matmul, MatmulKernel)
+PADDLE_DEVICE_OPERATION(max, MaxKernel)
+PADDLE_DEVICE_OPERATION(maximum, MaximumKernel)
+PADDLE_DEVICE_OPERATION(mean, MeanKernel)
+PADDLE_DEVICE_OPERATION(min, MinKernel)
+PADDLE_DEVICE_OPERATION(minimum, MinimumKernel)
+PADDLE_DEVICE_OPERATION(multiply, MultiplyKernel)
+PADDLE_DEVICE_OPERATION(not_equal, NotEqualKernel)
+PADDLE_DEVICE_OPERATION(put_along_axis, PutAlongAxisKernel)
+PADDLE_DEVICE_OPERATION(remainder, RemainderKernel)
+PADDLE_DEVICE_OPERATION(rsqrt, RsqrtKernel)
+PADDLE_DEVICE_OPERATION(scale, ScaleKernel)
+PADDLE_DEVICE_OPERATION(scatter, ScatterKernel)
+PADDLE_DEVICE_OPERATION(searchsorted, SearchsortedKernel)
+PADDLE_DEVICE_OPERATION(silu, SiluKernel)
+PADDLE_DEVICE_OPERATION(stack, StackKernel)
+PADDLE_DEVICE_OPERATION(strided_copy, StridedCopyKernel)
+PADDLE_DEVICE_OPERATION(subtract, SubtractKernel)
+PADDLE_DEVICE_OPERATION(sum, SumKernel)
+PADDLE_DEVICE_OPERATION(take_along_axis, TakeAlongAxisKernel)
+PADDLE_DEVICE_OPERATION(transpose, TransposeKernel)
+PADDLE_DEVICE_OPERATION(where, WhereKernel)
 
-#undef POLYEMU_OPERATION
+#undef PADDLE_DEVICE_OPERATION
 
 struct operation_assign {  // its function has an overload for optional tensors
   static constexpr const char* name = "assign";
@@ -142,4 +142,4 @@ using AllOperations = std::tuple<
     operation_strided_copy, operation_subtract, operation_sum, operation_take_along_axis, operation_transpose,
     operation_where>;
 
-}  // namespace polyemu
+}  // namespace paddle_device

@@ -12,32 +12,44 @@ from polydraft.errors import PluginError
 from polydraft.plugin_checks import BACKEND
 from polydraft.plugins import Loaded, find
 
-PREFERRED = ("cpu", "reference")
-"""Best first; the last one is part of core and always there."""
+ACCELERATORS = ("cuda",)
+"""Used where their device is, best first; that it is not there is nothing to warn of."""
+EVERYWHERE = ("cpu", "reference")
+"""What follows; meant to work on any machine. The last one is part of core and always there."""
 
 
 @dataclass(frozen=True)
 class Default:
-    """The backend that is used when none is named. `passed_over`: one sentence for each better one that cannot be used."""
+    """The backend that is used when none is named. `absent`: one sentence for each accelerator that cannot be used here,
+    `broken`: one for each better backend that should work on any machine and does not."""
 
     name: str
-    passed_over: tuple[str, ...] = ()
+    absent: tuple[str, ...] = ()
+    broken: tuple[str, ...] = ()
+
+    @property
+    def passed_over(self) -> tuple[str, ...]:
+        """All better ones."""
+        return (*self.absent, *self.broken)
 
     @property
     def reason(self) -> str:
         """Why it is this one, for `--explain` and `doctor`."""
-        return "; ".join(("the embedded default", *self.passed_over))
+        first = "the embedded default" if self.name in EVERYWHERE else "its device is there"
+        return "; ".join((first, *self.passed_over))
 
 
 def default_backend() -> Default:
     """Choose it."""
-    passed_over: list[str] = []
-    for name in PREFERRED[:-1]:
-        problem = unusable(name)
-        if not problem:
-            return Default(name, tuple(passed_over))
-        passed_over.append(f"{name} is not used: {problem}")
-    return Default(PREFERRED[-1], tuple(passed_over))
+    absent: list[str] = []
+    broken: list[str] = []
+    for names, passed_over in ((ACCELERATORS, absent), (EVERYWHERE[:-1], broken)):
+        for name in names:
+            problem = unusable(name)
+            if not problem:
+                return Default(name, tuple(absent), tuple(broken))
+            passed_over.append(f"{name} is not used: {problem}")
+    return Default(EVERYWHERE[-1], tuple(absent), tuple(broken))
 
 
 def unusable(name: str) -> str:

@@ -24,6 +24,7 @@ NAMES = frozenset({*BACKENDS, "cuda", "paddle", "xpu", "emulator"})
 
 ALLOWED = {
     ("default_backend.py", "'cpu'"): "what `auto` means",
+    ("default_backend.py", "'cuda'"): "likewise",
     ("default_backend.py", "'reference'"): "likewise",
     ("backend.py", "'emulator'"): "a word for evidence",
     ("plugins.py", "info.name != name"): "an entry point must carry the name that its backend gives itself",

@@ -15,7 +15,7 @@ import pytest
 import polydraft_cpu
 from polydraft import LLM, SamplingParams
 from polydraft.contracts import COMPOSITES, REGISTRY, LinearV1, ResidualAddV1
-from polydraft.default_backend import PREFERRED, default_backend
+from polydraft.default_backend import EVERYWHERE, default_backend, unusable
 from polydraft.errors import ContractError, DeviceError, PluginError
 from polydraft_cpu import library
 from polydraft_cpu.graph import CpuCapture
@@ -167,14 +167,36 @@ def test_a_forked_child_computes_on_its_own_thread():
 
 
 # -- the default -----------------------------------------------------------------------------------
+@pytest.fixture
+def no_accelerator(monkeypatch: pytest.MonkeyPatch):
+    """Whatever this machine has."""
+
+    def asked(name: str) -> str:
+        return "no device is there" if name == "cuda" else unusable(name)
+
+    monkeypatch.setattr("polydraft.default_backend.unusable", asked)
+
+
+ABSENT = "cuda is not used: no device is there"
+
+
 @needs_kernels
+@pytest.mark.usefixtures("no_accelerator")
 def test_the_default_is_the_best_that_can_be_used():
     chosen = default_backend()
-    assert (chosen.name, chosen.passed_over, chosen.reason) == ("cpu", (), "the embedded default")
+    assert (chosen.name, chosen.absent, chosen.broken) == ("cpu", (ABSENT,), ())
+    assert chosen.reason == f"the embedded default; {ABSENT}"
     engine = LLM(model=str(tiny.checkpoint("narrow"))).engine
     assert (engine.resolved.backend, engine.default) == ("cpu", chosen)
 
 
+def test_a_device_that_is_there_comes_first(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("polydraft.default_backend.unusable", lambda name: "")
+    chosen = default_backend()
+    assert (chosen.name, chosen.passed_over, chosen.reason) == ("cuda", (), "its device is there")
+
+
+@pytest.mark.usefixtures("no_accelerator")
 @pytest.mark.parametrize("note", ["the build failed with 'no g++'", ""], ids=["failed", "never run"])
 def test_without_the_kernels_the_reference_takes_over_and_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, note: str):
     monkeypatch.setattr(library, "PATH", tmp_path / "_kernels.so")
@@ -182,15 +204,15 @@ def test_without_the_kernels_the_reference_takes_over_and_says_so(monkeypatch: p
     if note:
         library.NOTE.write_text(note)
     chosen = default_backend()
-    assert chosen.name == "reference" == PREFERRED[-1]
-    (sentence,) = chosen.passed_over
+    assert chosen.name == "reference" == EVERYWHERE[-1]
+    (sentence,) = chosen.broken
     assert sentence.startswith(
         f"cpu is not used: the compiled kernels are missing: {note or 'its build was never run'}; install a C++17"
     )
     llm = LLM(model=str(tiny.checkpoint("narrow")), draft_tokens=1)
     assert llm.engine.resolved.backend == "reference"
     (decision,) = (d for d in llm.engine.resolved.decisions if d.name == "backend")
-    assert decision.reason == f"the embedded default; {sentence}"
+    assert decision.reason == f"the embedded default; {ABSENT}; {sentence}"
     assert len(llm.generate([[1, 2, 3]], SamplingParams(max_new_tokens=4, ignore_eos=True))[0].token_ids) == 4
     assert not polydraft_cpu.polydraft_backend_info().available
 
@@ -210,9 +232,9 @@ def test_a_backend_that_does_not_import_is_passed_over(monkeypatch: pytest.Monke
         raise PluginError(f"plugin {name!r} failed to import")
 
     monkeypatch.setattr("polydraft.default_backend.Loaded.from_entry", broken)
-    assert default_backend().passed_over == ("cpu is not used: plugin 'cpu' failed to import",)
+    assert default_backend().broken == ("cpu is not used: plugin 'cpu' failed to import",)
 
 
 def test_a_backend_that_is_not_installed_is_passed_over(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("polydraft.default_backend.find", lambda group: {})
-    assert default_backend().passed_over == ("cpu is not used: it is not installed; reinstall polydraft",)
+    assert default_backend().broken == ("cpu is not used: it is not installed; reinstall polydraft",)

@@ -51,6 +51,7 @@ SAMPLING = (
 @click.option("--device", metavar="SPEC", help="A device of that backend.")
 @click.option("--draft-tokens", type=whole_or_auto, metavar="K", help="Drafts per round; 0 decodes plainly.  [default: auto]")
 @click.option("--proposer", metavar="mtp|none|NAME", help="Where drafts come from.  [default: auto]")
+@click.option("--draft-vocab", metavar="FILE[:N]", help="Draft only the N tokens that FILE counts most often.")
 @click.option("--verify", metavar="greedy|coupled|rejection", help="How drafts are verified.  [default: auto]")
 @click.option("--max-new-tokens", type=int, metavar="N", help="Most tokens to generate for a prompt.  [default: 128]")
 @click.option("--temperature", type=float, metavar="T", help="0 is greedy.  [default: 0]")
@@ -88,6 +89,7 @@ SAMPLING = (
 @click.option("--dtype", metavar="f32|bf16|f16", help="Precision of activations.  [default: auto]")
 @click.option("--invariant", is_flag=True, default=None, help="Arithmetic that gives equal bits for every K, batch and chunk.")
 @click.option("--kernels", type=names, metavar="PACK,...", help="Kernel packs to enable, first wins.")
+@click.option("--variants", metavar="auto|off", help="Variants of its kernels that have passed here.  [default: auto]")
 @click.option("--plugin", "plugins", multiple=True, metavar="FILE.py|MODULE", help="Load a plugin; may be repeated.")
 @click.option("--allow-cpu-fallback", is_flag=True, default=None, help="Run on the CPU what the device has no kernel for.")
 @click.option("--sanitize", is_flag=True, default=None, help="Check what runs for hazards, see docs/sanitize.md; slower.")
@@ -189,7 +191,7 @@ def _show(run: Run, jobs: Sequence[Job], *, explain: bool, color: bool) -> None:
             screen.line()
             show(screen, Tokens(engine.tokenizer), output)
     screen.line(f"\n{figures(run.answer(explain=False))}")
-    for note in engine.default.passed_over if engine.default else ():
+    for note in engine.default.broken if engine.default else ():
         screen.line(note)
 
 

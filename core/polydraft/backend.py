@@ -55,6 +55,19 @@ class Capabilities:
 
 
 @dataclass(frozen=True)
+class Variant:
+    """A kernel pack that a backend brings along for a place, and that nobody has seen right there: off unless it is named with
+    `--kernels`, or `polydraft conform BACKEND --enable-variants` has found it right on this very device, driver and library."""
+
+    name: str
+    """Of the pack, in the entry-point group `polydraft.kernels`."""
+    contracts: tuple[str, ...]
+    """Contracts and composites that it serves."""
+    summary: str
+    """What it is, in a phrase."""
+
+
+@dataclass(frozen=True)
 class BackendInfo:
     """Identity of a backend: what `polydraft_backend_info` returns without opening a device or importing a heavy library."""
 
@@ -76,6 +89,11 @@ class BackendInfo:
     evidence_on: str = ""
     """The device and day of the latest run that the class rests on, such as `NVIDIA H200, 2026-11-21`; with "silicon" and "custom
     device" there has to be one."""
+
+    variants: tuple[Variant, ...] = ()
+    """Kernel packs written for the device that was asked about, in order of precedence; none of them is in use by itself."""
+    runs_with: Mapping[str, str] = field(default_factory=dict)
+    """What a variant's result holds for: "device", "driver" and "library" as far as they are known without opening the device."""
 
     @property
     def claim(self) -> str:
@@ -190,5 +208,5 @@ class DeviceOptions:
 __all__: Sequence[str] = [
     "Backend",
     "BackendInfo", "Cache", "CacheSpec", "Capabilities", "Device", "DeviceOptions", "ForwardMeta", "KernelTable",
-    "PassBuffers", "RowOrder", "StepMeta", "Weight",
+    "PassBuffers", "RowOrder", "StepMeta", "Variant", "Weight",
 ]  # fmt: skip

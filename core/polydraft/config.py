@@ -35,6 +35,8 @@ class EngineConfig:
     """K, drafts per round; 0 decodes plainly."""
     proposer: str = AUTO
     """mtp, ngram, none, or a name that a plugin registers."""
+    draft_vocab: str = ""
+    """FILE[:N]: the MTP head drafts among the N most frequent tokens that this file of counts names; "": among all of them."""
     verify: str = AUTO
     """greedy, coupled or rejection."""
     max_num_seqs: int = 8
@@ -59,6 +61,8 @@ class EngineConfig:
     """Ask for row-invariant arithmetic: text bit-equal for every K, batch, chunk and bucket."""
     kernels: tuple[str, ...] = ()
     """Kernel packs by name, first wins."""
+    variants: str = AUTO
+    """Variants of the backend's own kernels: auto adds those that the kit has passed on this device, off none."""
     plugins: tuple[str, ...] = ()
     """Plugin files or modules to load."""
     prefix_cache: bool = True
@@ -99,6 +103,7 @@ class EngineConfig:
             given: object = chance
             if isinstance(given, bool) or not isinstance(given, (int, float)) or not 0 <= given <= 1:
                 raise ConfigError(f"accept_schedule has {chance!r}, wanted chances from 0 to 1, one for each draft; correct it")
+        self._one_of("variants", (AUTO, "off"))
         self._one_of("verify", (AUTO, *VERIFIERS))
         self._one_of("graph", (AUTO, *GRAPH_MODES))
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from polydraft import sanitize
+from polydraft import draft_vocab, sanitize
 from polydraft.backend import DeviceOptions
 from polydraft.config import AUTO, EngineConfig
 from polydraft.default_backend import default_backend
@@ -31,21 +31,23 @@ from polydraft.runtime.constraints import Constraints
 from polydraft.runtime.graphs import GraphPolicy
 from polydraft.runtime.host_inputs import FeatureFactory, HostView
 from polydraft.runtime.kv_blocks import BlockLedger
-from polydraft.runtime.output import OutputTracker, RequestOutput
+from polydraft.runtime.output import Converter, RequestOutput
 from polydraft.runtime.plan import StepOutcome, StepPlan
 from polydraft.runtime.request import Request, Status
 from polydraft.runtime.resolve import Resolved, resolve
 from polydraft.runtime.runner import Runner, Ticket
 from polydraft.runtime.scheduler import Scheduler
 from polydraft.runtime.slots import SlotTable
+from polydraft.runtime.taken import Results, Taken
 from polydraft.runtime.totals import EngineTotals
-from polydraft.runtime.weights import check_same_model, prepare, refill, wanted
+from polydraft.runtime.weights import WithDraftHead, check_same_model, prepare, refill, wanted
 from polydraft.sampling_params import SamplingParams
 from polydraft.sentinels import Phase
 
 if TYPE_CHECKING:
     from polydraft.hooks import StepObserver
     from polydraft.models.description import ModelDescription
+    from polydraft.models.tensor_table import TensorTable
 
 Running = Literal["finish", "recompute"]
 """What becomes of running requests when weights are replaced."""
@@ -75,8 +77,9 @@ class Engine:
         """What `auto` meant; None where a backend was named."""
         name = self.default.name if self.default else self.config.backend
         self.plugins = Plugins.load(
-            backend or name, packs=self.config.kernels, files=self.config.plugins, device=self.config.device
-        )
+            backend or name, packs=self.config.kernels, files=self.config.plugins, device=self.config.device,
+            variants=self.config.variants == AUTO,
+        )  # fmt: skip
         if self.config.sanitize:
             self.plugins = sanitize.WatchedPlugins.over(self.plugins)
         self.families, self.proposers = FamilyRegistry(), built_in()
@@ -85,6 +88,8 @@ class Engine:
         self._checkpoint = checkpoint or Checkpoint(self._model_dir())
         self.model, table = self.families.describe(self._checkpoint)
         self.info = self.plugins.info()
+        narrow = self.config.draft_vocab
+        self._draft_ids = draft_vocab.read(narrow, self.model.vocab_size, self.model.eos_token_ids) if narrow else None
         self.resolved: Resolved = resolve(
             self.config,
             self.info,
@@ -92,6 +97,9 @@ class Engine:
             proposers=self.proposers.needs(),
             features={f.name: f.needs for f in (*features, *((Constraints,) if self.config.constraints else ()))},
             default=self.default.reason if self.default else "",
+            draft_vocab=None if self._draft_ids is None else len(self._draft_ids),
+            variants=[one.name for one in self.plugins.variants],
+            unused_variants=self.plugins.unused_variants,
         )
         self.tokenizer = Tokenizer.from_dir(self._checkpoint.path)
         self._constraints: Constraints | None = None
@@ -107,7 +115,7 @@ class Engine:
         )  # fmt: skip
         self.device = self.plugins.open_device(self.config.device, options)
         self.table = self.plugins.kernels(self.device)
-        canonical = load_weights(self._checkpoint, self.model, table)
+        canonical = self._canonical(self._checkpoint, self.model, table)
         names = wanted(canonical, drafts_with_mtp=self.resolved.proposer == "mtp")
         self._weights = prepare(self.table, canonical, names, dtype=self.resolved.dtype)
         self.runner = Runner(
@@ -115,6 +123,7 @@ class Engine:
             limits=self.resolved.limits, proposer=self.proposers.factory(self.resolved.proposer),
             verify=self.resolved.verify, depth=self.resolved.overlap, dtype=self.resolved.dtype,
             accept_schedule=self.resolved.accept_schedule, raw_logprobs=self.config.logprobs_mode == "raw", features=features,
+            draft_ids=self._draft_ids,
         )  # fmt: skip
         if self.resolved.graph != "off":
             policy = GraphPolicy(self.resolved.graph, self.resolved.graph_sizes)
@@ -122,6 +131,11 @@ class Engine:
         self._build_host()
         if isinstance(self.plugins, sanitize.WatchedPlugins):
             sanitize.watch(self, self.plugins.checker)
+
+    def _canonical(self, checkpoint: Checkpoint, model: ModelDescription, table: TensorTable) -> Mapping[str, Array]:
+        """What is put onto the device: a checkpoint's tensors, and the head of a reduced draft vocabulary."""
+        tensors = load_weights(checkpoint, model, table)
+        return tensors if self._draft_ids is None else WithDraftHead(tensors, self._draft_ids)
 
     def _model_dir(self) -> Path:
         if self.config.model:
@@ -152,7 +166,8 @@ class Engine:
         self.failure = ""
         """Why nothing is served any more; "" while the device answers."""
         self._in_flight: deque[Ticket] = deque()
-        self._outputs = OutputTracker(self.slots, self.tokenizer)
+        self._results = Results(self.slots, self.tokenizer)
+        self._converter = Converter(self.tokenizer)
         self._number = 0
         self._observers: list[StepObserver] = self.plugins.observers()
 
@@ -177,7 +192,7 @@ class Engine:
         self._number += 1
         self.requests[request_id] = request
         self.scheduler.waiting.append(request)
-        self._outputs.track(request)
+        self._results.track(request)
         return request_id
 
     def _free_id(self) -> str:
@@ -294,7 +309,7 @@ class Engine:
     def apply(self, plan: StepPlan, outcome: StepOutcome) -> None:
         """Fold the outcome of a step into slots, requests and totals; tell observers."""
         ended = apply(self.slots, self.ledger, plan, outcome, self.totals)
-        for request in self._outputs.advance(outcome):
+        for request in self._results.advance(outcome):
             end(self.slots, request.slot, "stop")
             ended.append(request)
         for request in ended:
@@ -305,17 +320,30 @@ class Engine:
     def _finished(self, request: Request) -> None:
         request.finish_s = time.perf_counter()
         num_tokens, rounds = len(request.token_ids), request.rounds
-        self._outputs.finish(request)
+        self._results.finish(request)
         self.totals.take_back(num_tokens - len(request.token_ids), rounds, request.rounds)
 
     # -- results -----------------------------------------------------------------------------------
     def poll(self) -> list[RequestOutput]:
         """What has happened since the last poll: new text of streaming requests, and every request that ended."""
-        outputs = self._outputs.collect()
-        for output in outputs:
-            if output.finished:
-                self.requests.pop(output.id, None)
+        outputs = [piece.output() for piece in self._converter.pieces(self.take())]
+        error, self._converter.error = self._converter.error, None
+        if error is not None:
+            self.fail(error)
+            outputs += [piece.output() for piece in self._converter.pieces(self.take())]
         return outputs
+
+    def take(self) -> Taken:
+        """The same as arrays, for a `Converter` that makes results of it on another thread; an engine is asked either by `poll`
+        or by `take`, and what was taken in one order is converted in it. Costs a step next to nothing."""
+        taken = self._results.take()
+        for ended in taken.ended:
+            self.requests.pop(ended.request.id, None)
+        return taken
+
+    def fail(self, error: DeviceError) -> None:
+        """What came from the device cannot be believed: end the running requests as `step` does where the device fails."""
+        self._recover(error)
 
     # -- weights -----------------------------------------------------------------------------------
     def update_weights(self, source: str | Path, *, running: Running = "finish") -> None:
@@ -328,7 +356,7 @@ class Engine:
         with Checkpoint(source) as checkpoint:
             model, table = self.families.describe(checkpoint)
             check_same_model(self.model, model)
-            canonical = load_weights(checkpoint, model, table)
+            canonical = self._canonical(checkpoint, model, table)
             try:
                 self._quiesce(running)
                 moved = refill(self.table, canonical, self._weights, dtype=self.resolved.dtype)

@@ -21,7 +21,7 @@ from types import MappingProxyType
 
 from polydraft.errors import ConfigError
 
-__all__ = ["VARIABLES", "cache_folder", "check_environment", "is_ci", "no_color", "suggest", "wants_debug"]
+__all__ = ["VARIABLES", "cache_folder", "check_environment", "dictate", "given", "is_ci", "no_color", "suggest", "wants_debug"]
 
 VARIABLES: Mapping[str, str] = MappingProxyType(
     {
@@ -78,6 +78,16 @@ def cache_folder() -> Path:
 def suggest(name: str, value: str) -> None:
     """Set a variable that a library reads when it is imported, unless the user has set it."""
     os.environ.setdefault(name, value)
+
+
+def dictate(name: str, value: str) -> None:
+    """Set a variable that a library reads when it is imported, whatever the user has set; for processes of their own."""
+    os.environ[name] = value
+
+
+def given(name: str) -> str:
+    """Return a variable that a library reads, "" where it is not set: to refuse what it would do in secret, never to decide."""
+    return os.environ.get(name, "")
 
 
 def check_environment() -> None:

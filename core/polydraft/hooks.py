@@ -10,7 +10,7 @@ observer hooks surround them. `docs/plugins.md` has a section for each.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import pluggy
@@ -99,6 +99,16 @@ def polydraft_init_forward_meta(device: Device, buffers: PassBuffers, limits: Li
     """
 
 
+@hookspec(firstresult=True)
+def polydraft_off_device(spec: str) -> Mapping[str, Sequence[str]]:  # type: ignore[empty-body]
+    """Say which operations of a framework leave the device `spec` for the CPU: their names, by the contract that uses them.
+
+    Optional, for backends on a framework that may run elsewhere what the device has no kernel for. Called by the conformance
+    kit for a profile and by `doctor --probe`, never by an engine: it may take seconds, and should try every operation in a
+    process of its own, with such runs allowed. {} when everything stays. Raise `DeviceError` when it cannot be found out.
+    """
+
+
 @hookspec
 def polydraft_proposers(register: RegisterProposer) -> None:
     """Add proposers: call `register(name, factory)` for each; `factory(context)` returns a `Proposer`.
@@ -129,6 +139,7 @@ HOOKS: tuple[str, ...] = (
     "polydraft_kernels",
     "polydraft_graph_capture",
     "polydraft_init_forward_meta",
+    "polydraft_off_device",
     "polydraft_proposers",
     "polydraft_models",
     "polydraft_step_observers",

@@ -11,8 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from polydraft.backend import Cache, CacheSpec, KernelTable, Weight
-from polydraft.contracts.base import Provider, Workspace
-from polydraft.device import Array, Buffer, Device
+from polydraft.contracts.arguments import check_record
+from polydraft.contracts.base import Args, Limits, Provider, Workspace
+from polydraft.contracts.composite import CompositeArgs
+from polydraft.device import Array, Buffer, Device, Launch
 from polydraft.errors import PluginError
 from polydraft.plugin_checks import PartialTable
 
@@ -73,6 +75,14 @@ class BoundTable:
         """As `KernelTable.allocate_cache`, by the backend."""
         return self.backend.allocate_cache(spec)
 
+    def bind(self, name: str, args: Args | CompositeArgs, limits: Limits) -> Launch:
+        """Bind the provider of `name` to `args`, a record in the version that the provider has, with workspace as it wants.
+
+        Raises `ContractError` where the record is not what the contract declares; the provider then sees nothing of it."""
+        check_record(name, self.versions[name], args)
+        provider = self.providers[name]
+        return provider.bind(args, limits, self.workspace(provider.workspace_bytes(args, limits)))
+
     def workspace(self, nbytes: int) -> Workspace | None:
         """Scratch of at least `nbytes` bytes, None for 0; programs are built from it, a step never asks.
 
@@ -99,8 +109,10 @@ def parts_of(name: str) -> frozenset[str]:
     return frozenset(COMPOSITES[name].parts if name in COMPOSITES else (name,))
 
 
-def lay_over(backend: str, table: KernelTable, device: Device, packs: Sequence[PackTable]) -> BoundTable:
-    """Lay `packs`, first wins, over the table of the backend called `backend`.
+def lay_over(
+    backend: str, table: KernelTable, device: Device, packs: Sequence[PackTable], variants: Sequence[PackTable] = ()
+) -> BoundTable:
+    """Lay `packs`, first wins, over the table of the backend called `backend`; its own `variants` give way to all of them.
 
     A composite is left out where an earlier pack claims one of its parts: fusing there would pass by the kernel that was
     asked for. Errors: `PluginError` when two packs claim one contract and at least one of them has no place in the order."""
@@ -111,7 +123,7 @@ def lay_over(backend: str, table: KernelTable, device: Device, packs: Sequence[P
     versions: dict[str, int] = {}
     overrides: list[Override] = []
     shadowed: list[Shadowed] = []
-    for source in (*packs, PackTable(backend, "", table, ordered=True)):
+    for source in (*packs, *variants, PackTable(backend, "", table, ordered=True)):
         for contract, provider in sorted(source.table.providers.items()):
             parts = parts_of(contract)
             by = owner.get(contract) if len(parts) == 1 else next((claimed[p] for p in sorted(parts) if p in claimed), None)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from polydraft import hooks
 from polydraft.backend import BackendInfo, DeviceOptions, ForwardMeta, KernelTable, PassBuffers
 from polydraft.contracts.base import Limits
 from polydraft.device import Device, GraphCapture
-from polydraft.errors import PluginError, PolydraftError
+from polydraft.errors import DeviceError, PluginError, PolydraftError
 from polydraft.kernel_table import BoundTable, Override, PackTable, Shadowed, lay_over
 from polydraft.plugin_checks import (
     BACKEND,
@@ -38,6 +38,7 @@ from polydraft.plugin_checks import (
     implemented,
 )
 from polydraft.plugin_loading import digest, find, load_entry, load_file, origin
+from polydraft.variants import verdicts
 
 __all__ = [
     "BACKENDS",
@@ -120,6 +121,10 @@ class Plugins:
     packs: tuple[Loaded, ...] = ()
     extensions: tuple[Loaded, ...] = ()
     num_ordered: int = 0
+    variants: tuple[Loaded, ...] = ()
+    """Those of the backend's variants that are in use, in its order, which give way to every pack."""
+    unused_variants: Mapping[str, str] = field(default_factory=dict)
+    """The others, each with the reason."""
 
     @classmethod
     def load(
@@ -130,12 +135,14 @@ class Plugins:
         extensions: Sequence[str] = (),
         files: Sequence[str] = (),
         device: str = "",
+        variants: bool = True,
     ) -> Plugins:
         """Load what was named and validate it.
 
         `backend` is an entry-point name, the name of a backend in `files`, or a plugin object; it is asked what it can do on
         `device` ("": its default). `packs` are named likewise, in order of precedence; a pack in `files` that they leave out is
-        enabled too, without a place in the order. Raises `PluginError`."""
+        enabled too, without a place in the order. Of the backend's variants those are added that the kit has passed on this
+        device, unless `variants` is off. Raises `PluginError`."""
         given = [Loaded.from_option(where, device) for where in files]
         chosen = _pick(BACKEND, backend, given, device) if isinstance(backend, str) else Loaded.from_object(backend, device)
         ordered = [_pick(PACK, name, given) for name in packs]
@@ -147,11 +154,13 @@ class Plugins:
                     f"--plugin {one.origin} brings the backend {one.name!r}, but {chosen.name!r} is selected; "
                     f"add --backend {one.name}, or leave the plugin out"
                 )
+        packs_ = (*ordered, *unordered)
+        mine, unused = _variants(chosen, packs_, device, wanted=variants)
         manager = pluggy.PluginManager(hooks.PROJECT)
         manager.add_hookspecs(hooks)
-        for one in (chosen, *ordered, *unordered, *others):
+        for one in (chosen, *packs_, *mine, *others):
             _register(manager, one)
-        return cls(manager, chosen, (*ordered, *unordered), tuple(others), len(ordered))
+        return cls(manager, chosen, packs_, tuple(others), len(ordered), mine, unused)
 
     @property
     def backend_name(self) -> str:
@@ -160,8 +169,8 @@ class Plugins:
 
     @property
     def loaded(self) -> tuple[Loaded, ...]:
-        """Backend, packs and extensions, in order of registration."""
-        return (self.backend, *self.packs, *self.extensions)
+        """Backend, packs, variants and extensions, in order of registration."""
+        return (self.backend, *self.packs, *self.variants, *self.extensions)
 
     @property
     def digests(self) -> dict[str, str]:
@@ -177,25 +186,30 @@ class Plugins:
         assert self.backend.info is not None, "a backend has said who it is before it is chosen"
         return self.backend.info
 
+    def info_on(self, spec: str) -> BackendInfo:
+        """Its identity on another device, which is not opened."""
+        return _identity(self.backend.name, self.backend.plugin, spec)
+
     def open_device(self, spec: str, options: DeviceOptions) -> Device:
         """Open the backend's device."""
         device: Device = self._ask(self.backend, "polydraft_open_device", Device, spec=spec, options=options)
         return device
 
     def kernels(self, device: Device) -> BoundTable:
-        """The backend's table with the packs laid over it, first wins. Raises `PluginError` for a table that does not fit, and
-        for two packs that claim one contract without an order."""
+        """The backend's table with the packs laid over it, first wins, and beneath them the variants that are used. Raises
+        `PluginError` for a table that does not fit, and for two packs that claim one contract without an order."""
         hook = "polydraft_kernels"
         table: KernelTable = self._ask(self.backend, hook, KernelTable, device=device)
         check_table(self.backend.name, table)
         check_claims(self.backend.name, self.info(), table)
         check_bring_up(self.backend.name, self.info(), table)
         packs = []
-        for place, pack in enumerate(self.packs):
+        for place, pack in enumerate((*self.packs, *self.variants)):
             extra: PartialTable = self._ask(pack, hook, PartialTable, device=device)
             check_table(pack.name, extra)
-            packs.append(PackTable(pack.name, pack.digest, extra, place < self.num_ordered))
-        return lay_over(self.backend.name, table, device, packs)
+            packs.append(PackTable(pack.name, pack.digest, extra, not len(self.packs) > place >= self.num_ordered))
+        count = len(self.packs)
+        return lay_over(self.backend.name, table, device, packs[:count], packs[count:])
 
     def graph_capture(self, device: Device) -> GraphCapture:
         """The backend's capture facility; asked for only when the capability is declared."""
@@ -207,6 +221,19 @@ class Plugins:
         hook = "polydraft_init_forward_meta"
         meta: ForwardMeta = self._ask(self.backend, hook, ForwardMeta, device=device, buffers=buffers, limits=limits)
         return meta
+
+    def off_device(self, spec: str) -> dict[str, Any]:
+        """Which operations of a framework leave the device: `asked` whether the backend can say, `operations` their names by
+        contract, `problem` why it could not be found out."""
+        hook, answer = "polydraft_off_device", {"asked": False, "operations": {}, "problem": ""}
+        if hook not in implemented(self.backend.plugin) or not self.info().available:
+            return answer
+        try:
+            found: Mapping[str, Sequence[str]] = self._ask(self.backend, hook, Mapping, spec=spec)
+        except DeviceError as error:
+            return {**answer, "asked": True, "problem": str(error)}
+        with _named(self.backend.name, hook):
+            return {**answer, "asked": True, "operations": {str(name): list(map(str, names)) for name, names in found.items()}}
 
     def collect(self, hook: str, register: Callable[..., None]) -> None:
         """Run an extension hook of every loaded plugin, in order; `register` learns the plugin's name as `plugin=`."""
@@ -286,6 +313,27 @@ def _register(manager: pluggy.PluginManager, one: Loaded) -> None:
         raise PluginError(
             f"plugin {one.name!r} does not fit a hook's signature: {' '.join(str(error).split())}; fix its arguments"
         ) from error
+
+
+def _variants(
+    backend: Loaded, packs: Sequence[Loaded], device: str, *, wanted: bool
+) -> tuple[tuple[Loaded, ...], dict[str, str]]:
+    """The backend's variants that are in use besides the packs that were named, and why the others are not."""
+    assert backend.info is not None, "a backend has said who it is before it is chosen"
+    names = [one.name for one in backend.info.variants]
+    if not names or not wanted:
+        return (), dict.fromkeys(names, "variants are off")
+    named = {one.name for one in packs}
+    reasons = verdicts(backend.info, functools.partial(variant_digests, backend), device)
+    used = tuple(Loaded.from_entry(PACK, name) for name, reason in reasons.items() if not reason and name not in named)
+    return used, {name: reason for name, reason in reasons.items() if reason and name not in named}
+
+
+def variant_digests(backend: Loaded, name: str) -> dict[str, str] | None:
+    """Digests of the code that a judgement of the backend's variant `name` stands for; None where its pack is not installed."""
+    if name not in find(KERNELS):
+        return None
+    return {"backend": backend.digest, "variant": Loaded.from_entry(PACK, name).digest}
 
 
 # -- what is installed -----------------------------------------------------------------------------

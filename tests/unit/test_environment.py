@@ -48,3 +48,13 @@ def test_a_misspelt_variable_is_an_error_that_names_the_right_one(monkeypatch: p
 def test_the_documented_table_is_the_table_in_force():
     rows = re.findall(r"^\| `(\w+)` +\| (.+?) +\|$", environment.__doc__ or "", flags=re.MULTILINE)
     assert dict(rows) == dict(environment.VARIABLES)
+
+
+def test_variables_of_libraries_are_suggested_dictated_and_read(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("GLOG_v", "3")
+    environment.suggest("GLOG_v", "0")
+    assert environment.given("GLOG_v") == "3"
+    environment.dictate("GLOG_v", "1")
+    assert environment.given("GLOG_v") == "1"
+    monkeypatch.delenv("GLOG_v")
+    assert environment.given("GLOG_v") == ""

@@ -12,7 +12,7 @@ import pytest
 
 from polydraft import LLM, SamplingParams, reference
 from polydraft.backend import DeviceOptions, StepMeta
-from polydraft.errors import CapabilityError, CheckpointError, ConfigError, PluginError
+from polydraft.errors import CapabilityError, CheckpointError, ConfigError, DeviceError, PluginError
 from polydraft.models.families import Family
 from polydraft.plugins import Plugins
 from polydraft.proposers.none import NoProposer
@@ -128,7 +128,7 @@ def test_polydraft_backend_info():
 
 def test_unavailable_backend_is_refused_with_its_reason_before_a_device_is_opened():
     calls: list[Call] = []
-    info = dataclasses.replace(reference.polydraft_backend_info(), available=False, reason="no chip; plug one in")
+    info = dataclasses.replace(reference.polydraft_backend_info(""), available=False, reason="no chip; plug one in")
     with pytest.raises(CapabilityError, match="backend reference is not available: no chip; plug one in"):
         engine(calls, hooks={"polydraft_backend_info": lambda: info})
     assert not given(calls, "polydraft_open_device")
@@ -193,6 +193,26 @@ def test_forward_meta_is_told_the_row_order_that_the_backend_declared(row_order:
     double = backend(changes={"row_order": row_order}, polydraft_init_forward_meta=noting_fills(steps))
     assert generate(LLM(model=MODEL, backend="reference", plugin=double)) == generate(LLM(model=MODEL, backend="reference"))
     assert {step.row_order for step in steps} == {row_order}
+
+
+def test_polydraft_off_device():
+    asked: list[str] = []
+
+    def polydraft_off_device(spec: str) -> dict[str, tuple[str, ...]]:
+        asked.append(spec)
+        if spec == "cpu:1":
+            raise DeviceError("cpu:1 is not there; name another")
+        return {"sample": ("argsort", "cumsum")}
+
+    loaded = Plugins.load(backend(polydraft_off_device=polydraft_off_device))
+    assert loaded.off_device("cpu:0") == {"asked": True, "operations": {"sample": ["argsort", "cumsum"]}, "problem": ""}
+    assert loaded.off_device("cpu:1") == {"asked": True, "operations": {}, "problem": "cpu:1 is not there; name another"}
+    assert asked == ["cpu:0", "cpu:1"]
+    assert Plugins.load(backend()).off_device("cpu:0")["asked"] is False
+    away = Plugins.load(backend(polydraft_off_device=polydraft_off_device, changes={"available": False, "reason": "gone"}))
+    assert away.off_device("cpu:0")["asked"] is False
+    with pytest.raises(PluginError, match="polydraft_off_device returned a list, wanted a Mapping"):
+        Plugins.load(backend(polydraft_off_device=lambda spec: ["argsort"])).off_device("")
 
 
 def test_polydraft_proposers(tmp_path: Path):

@@ -26,12 +26,14 @@ QUEUED = Capabilities(dtypes=("f32",), asynchronous=True, graph_capture=True, po
 CONTRACTS = (
     "update_slots", "update_tokens", "update_blocks", "update_biases", "update_bad_words", "reserve_blocks", "pack_rows",
     "pack_logit_rows", "embed", "rms_norm", "residual_add", "linear", "rope_kv_write", "paged_attention", "swiglu", "gather_rows",
-    "process_logits", "argmax", "penalise_logits", "bias_logits", "forbid_tokens", "gumbel_noise", "sample", "uniform_noise",
+    "process_logits", "argmax", "penalise_logits", "bias_logits", "forbid_tokens", "mask_logits", "gumbel_noise", "sample", "uniform_noise",
     "filter_probs", "draw_draft", "force_choices", "verify_match", "verify_rejection", "commit_window", "snapshot_output",
     "pack_draft_rows", "begin_draft", "combine_draft_inputs", "select_last_rows", "advance_draft", "draft_ngram",
     "align_drafts", "keep_logits", "top_logprobs", "draft_logprobs", "pack_logprobs", "pack_prompt_rows",
 )  # fmt: skip
 """What `table.py` serves, listed here because identity may not import Paddle."""
+HOST_COMPOSITES = ("residual_add+rms_norm",)
+"""What it serves on the CPU place besides."""
 Evidence = Literal["silicon", "custom device", "double only"]
 EVIDENCE: dict[str, tuple[Evidence, str]] = {
     "cpu": ("silicon", "AMD EPYC CPU, 2026-11-21"),
@@ -54,6 +56,9 @@ def describe(name: str, summary: str, spec: str) -> BackendInfo:
     reason = unusable()
     nothing: tuple[Evidence, str] = "double only", ""
     evidence, evidence_on = EVIDENCE.get(spec.partition(":")[0], nothing)
+    contracts = {name: REGISTRY[name].version for name in CONTRACTS} | (
+        dict.fromkeys(HOST_COMPOSITES, 1) if spec == "cpu" else {}
+    )
     return BackendInfo(
         name=name,
         version=__version__,
@@ -66,7 +71,7 @@ def describe(name: str, summary: str, spec: str) -> BackendInfo:
         capabilities=HOST if spec == "cpu" else QUEUED,
         evidence=evidence,
         evidence_on=evidence_on,
-        contract_versions=MappingProxyType({name: REGISTRY[name].version for name in CONTRACTS}),
+        contract_versions=MappingProxyType(contracts),
     )
 
 
@@ -78,14 +83,24 @@ def polydraft_open_device(spec: str, options: DeviceOptions) -> PaddleDevice:
 
 def open_place(spec: str, options: DeviceOptions) -> PaddleDevice:
     """Open the place `spec` for a backend of this family."""
-    from polydraft_paddle.installation import import_paddle, refuse_unknown_place, set_fallback
+    from polydraft_paddle.installation import import_paddle, refuse_black_list, refuse_unknown_place, set_fallback
 
     import_paddle()
     refuse_unknown_place(spec)
+    if not options.allow_cpu_fallback:
+        refuse_black_list(spec)
     set_fallback(allowed=options.allow_cpu_fallback)
     from polydraft_paddle.device import PaddleDevice
 
     return PaddleDevice(spec, dtype=options.dtype)
+
+
+@hookimpl
+def polydraft_off_device(spec: str) -> dict[str, tuple[str, ...]]:
+    """What Paddle runs on the CPU instead of on the place, found by trying every kernel in a process of its own."""
+    from polydraft_paddle.probe import leaving
+
+    return leaving(spec or "cpu")
 
 
 @hookimpl

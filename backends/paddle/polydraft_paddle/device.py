@@ -1,7 +1,7 @@
 """Owns the Paddle device: tensors on one place as device memory, Paddle's streams and events, copies to and from staging.
 
 The plugin opens it. On the CPU place everything has happened when a call returns; on any other place work is queued on one
-compute stream, which is made Paddle's current stream when the device is opened.
+compute stream, which all devices of the place share and which `place.py` makes Paddle's current one.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from polydraft.device import DTYPES, Array, Buffer, DeviceCounters, Event, Stagi
 from polydraft.errors import DeviceError
 from polydraft.reference.device import ImmediateEvent, ImmediateStream
 from polydraft_paddle.ops import Tensor
+from polydraft_paddle.place import compute_stream, use
 from polydraft_paddle.provider import device_error
 from polydraft_paddle.table import PADDLE_DTYPES
 
@@ -83,7 +84,7 @@ class PaddleDevice:
         self.spec, self.dtype = spec, dtype
         self.host_visible = spec == "cpu"
         """Device memory is host memory, and work has happened when a call returns."""
-        paddle.set_device(spec)
+        use(spec)
         self.place = paddle.framework._current_expected_place()
         self.counters = DeviceCounters()
         self.graphs: list[Any] = []
@@ -93,16 +94,17 @@ class PaddleDevice:
         if self.host_visible:
             self.stream: Any = ImmediateStream()
         else:
-            self.stream = PaddleStream(paddle.device.Stream(spec))
-            paddle.device.set_stream(self.stream.stream)
+            self.stream = PaddleStream(compute_stream(spec))
 
     def make_stream(self, name: str) -> Any:
         """Another stream of this place."""
         del name
+        use(self.spec)
         return ImmediateStream() if self.host_visible else PaddleStream(paddle.device.Stream(self.spec))
 
     def event(self) -> Event:
         """A fresh event."""
+        use(self.spec)
         return ImmediateEvent(self.counters) if self.host_visible else PaddleEvent(self)
 
     # -- memory ------------------------------------------------------------------------------------
@@ -110,6 +112,7 @@ class PaddleDevice:
         """Allocate a buffer; `DeviceError` when memory is short or the device is closed."""
         self.check_open(name)
         size = math.prod(shape) * DTYPES[dtype].itemsize
+        use(self.spec)
         try:
             tensor = paddle.empty(list(shape), dtype=PADDLE_DTYPES[dtype])
         except (MemoryError, RuntimeError, OSError) as error:
@@ -156,6 +159,7 @@ class PaddleDevice:
             host = host.view(np.int32)
         if host.dtype == np.uint16:
             host = (host.astype(np.uint32) << 16).view(np.float32)
+        use(self.spec)
         tensor.copy_(paddle.to_tensor(host, place=self.place).astype(tensor.dtype), True)
 
     # -- copies ------------------------------------------------------------------------------------
@@ -174,6 +178,7 @@ class PaddleDevice:
     def _copy(self, stream: Stream, target: Tensor, source: Tensor, rows: int) -> None:
         if not rows:
             return
+        use(self.spec)
         try:
             if self.host_visible or stream is self.stream:
                 target[:rows].copy_(source[:rows], False)

@@ -1,7 +1,7 @@
 """Owns graph capture through Paddle's own `CUDAGraph`, which custom devices offer as well when their runtime has the calls.
 
 `polydraft_graph_capture` returns it on places that have streams. What is captured is whatever Paddle queues on the device's
-compute stream meanwhile; an operation that falls back to the CPU in there is refused by Paddle or by the device.
+compute stream meanwhile. It never captures a step of which a part runs on the CPU: that part would not be replayed.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from polydraft.device import Graph, Stream
 from polydraft.errors import DeviceError
-from polydraft_paddle.installation import first_line
-from polydraft_paddle.provider import device_error
+from polydraft_paddle.installation import black_list, first_line, set_fallback
+from polydraft_paddle.place import use
+from polydraft_paddle.provider import device_error, missing_kernel
 
 if TYPE_CHECKING:
     from polydraft_paddle.device import PaddleDevice
@@ -39,6 +40,7 @@ class PaddleGraph:
         del stream
         self._device.check_open("a graph")
         self._device.counters.graph_replays += 1
+        use(self._device.spec)
         try:
             self._graph.replay()
         except (OSError, RuntimeError) as error:
@@ -59,10 +61,17 @@ class PaddleGraphCapture:
         """Run `fn` once, recording what it queues; `DeviceError` with Paddle's reason when something in it cannot be captured."""
         from paddle.device.cuda.graphs import CUDAGraph
 
+        spec = self._device.spec
         if stream is not self._device.stream:
-            raise DeviceError(f"device {self._device.spec} captures its compute stream alone; issue the launches there")
+            raise DeviceError(f"device {spec} captures its compute stream alone; issue the launches there")
+        if secret := black_list(spec):
+            raise DeviceError(
+                f"{secret} runs operations of {spec} on the CPU, which no graph replays; unset it or use --graph off"
+            )
         self._device.synchronize()
+        use(spec)
         graph = CUDAGraph(self._device.place)
+        allowed = set_fallback(allowed=False)
         try:
             graph.capture_begin()
             self._device.capturing = True
@@ -71,10 +80,18 @@ class PaddleGraphCapture:
             finally:
                 self._device.capturing = False
                 graph.capture_end()
-        except (RuntimeError, OSError, ValueError) as error:
+        except DeviceError as error:
+            operation = missing_kernel(error.__cause__)
+            if not operation or not allowed:
+                raise
             raise DeviceError(
-                f"device {self._device.spec} could not capture a step: {first_line(error)}; use --graph off"
+                f"Paddle has no kernel of {operation!r} for device {spec}, and what runs on the CPU instead is not captured; "
+                "register one in the device's plugin, or use --graph off"
             ) from error
+        except (RuntimeError, OSError, ValueError) as error:
+            raise DeviceError(f"device {spec} could not capture a step: {first_line(error)}; use --graph off") from error
+        finally:
+            set_fallback(allowed=allowed)
         captured = PaddleGraph(graph, self._device)
         self._device.graphs.append(captured)
         return captured

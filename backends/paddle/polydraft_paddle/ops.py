@@ -1,11 +1,13 @@
 """Owns the few array idioms that every Paddle kernel here is made of: masked gathers, scatters without races, row numbers.
 
 The kernels call them. No shape here depends on data and nothing is read back to the host, so that a kernel made of them can be
-queued on a stream and captured in a graph.
+queued on a stream and captured in a graph. Where Paddle's functions check more than they compute, its operations are called
+directly.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,12 @@ import paddle
 
 Tensor = Any
 """A `paddle.Tensor`; the wheel has no types to check against."""
+direct = paddle._C_ops
+"""Paddle's operations without the functions around them, which cost twice as much as a small operation itself. Only those are
+called here whose arguments have been the same in every supported Paddle: it ends the process where they differ."""
+LARGEST = 2**31 - 1
+KEPT = 1 << 16
+"""Constants of at most this many elements are made once."""
 
 
 def numbers(count: int, like: Tensor) -> Tensor:
@@ -26,9 +34,33 @@ def numbers(count: int, like: Tensor) -> Tensor:
 _NUMBERS: dict[tuple[int, str], Tensor] = {}
 
 
+def constant(value: float, like: Tensor) -> Tensor:
+    """A tensor of the shape, dtype and place of `like`, filled with `value`; not to be written to."""
+    key = value, tuple(like.shape), like.dtype, str(like.place)
+    found = _CONSTANTS.get(key)
+    if found is None:
+        found = paddle.full_like(like, value)
+        if math.prod(key[1]) <= KEPT:
+            _CONSTANTS[key] = found
+    return found
+
+
+_CONSTANTS: dict[tuple[float, tuple[int, ...], Any, str], Tensor] = {}
+
+
+def clamp(index: Tensor) -> Tensor:
+    """`index` with 0 for what is negative."""
+    return direct.clip(index, 0, LARGEST)
+
+
+def take(table: Tensor, index: Tensor) -> Tensor:
+    """Rows of `table` at `index`, none of which is negative."""
+    return direct.gather(table, index, 0)
+
+
 def at(table: Tensor, index: Tensor) -> Tensor:
     """Rows of `table` at `index`; a negative index reads row 0, which the caller masks."""
-    return paddle.gather(table, paddle.clip(index, min=0))
+    return take(table, clamp(index))
 
 
 def pick(table: Tensor, row: Tensor, column: Tensor) -> Tensor:
@@ -36,46 +68,77 @@ def pick(table: Tensor, row: Tensor, column: Tensor) -> Tensor:
     rows, columns = table.shape
     if not columns:
         return paddle.zeros_like(row + column).astype(table.dtype)
-    flat = paddle.clip(row, 0, rows - 1) * columns + paddle.clip(column, 0, columns - 1)
-    return paddle.gather(table.reshape([-1]), flat.reshape([-1])).reshape(flat.shape)
+    flat = direct.clip(row, 0, rows - 1) * columns + direct.clip(column, 0, columns - 1)
+    shape = flat.shape
+    if len(shape) == 1:
+        return take(direct.reshape(table, [-1]), flat)
+    return direct.reshape(take(direct.reshape(table, [-1]), direct.reshape(flat, [-1])), shape)
 
 
 def choose(condition: Tensor, yes: Tensor, no: Tensor | float) -> Tensor:
     """`paddle.where` with a number as the second choice."""
-    return paddle.where(condition, yes, no if isinstance(no, paddle.Tensor) else paddle.full_like(yes, no))
+    other = no if isinstance(no, paddle.Tensor) else constant(no, yes)
+    shape = yes.shape
+    if condition.shape == shape and other.shape == shape:
+        return direct.where(condition, yes, other)
+    return paddle.where(condition, yes, other)
+
+
+def both(first: Tensor, second: Tensor) -> Tensor:
+    """Where both hold, broadcast."""
+    return direct.bitwise_and(first, second)
+
+
+def either(first: Tensor, second: Tensor) -> Tensor:
+    """Where one of them holds, broadcast."""
+    return direct.bitwise_or(first, second)
+
+
+def masked(value: Tensor, condition: Tensor) -> Tensor:
+    """`value`, int32, with 0 where the condition does not hold, broadcast."""
+    return value * as_int(condition)
+
+
+def as_int(condition: Tensor) -> Tensor:
+    """1 where it holds, else 0; int32."""
+    return direct.cast(condition, paddle.int32)
 
 
 def owners(slots: Tensor, num_slots: int) -> tuple[Tensor, Tensor]:
-    """For each slot: whether some entry of `slots` [n] names it, and the first that does, int64 [num_slots].
+    """For each slot: whether some entry of `slots` [n] names it, and the first that does, int32 [num_slots].
 
     A slot is named at most once, so writing by slot becomes a gather: no scatter, no race."""
-    same = slots.unsqueeze(0) == numbers(num_slots, slots).unsqueeze(1)
-    return same.any(axis=1), same.astype("int32").argmax(axis=1)
+    same = direct.equal(direct.unsqueeze(slots, [0]), direct.unsqueeze(numbers(num_slots, slots), [1]))
+    return direct.any(same, [1], False), as_int(same).argmax(axis=1, dtype="int32")
 
 
 def write_where(target: Tensor, condition: Tensor, value: Tensor | float) -> None:
     """Overwrite `target` in place where `condition` holds, which is broadcast over the trailing axes."""
-    while condition.ndim < target.ndim:
-        condition = condition.unsqueeze(-1)
-    target.copy_(choose(condition.expand_as(target), _filled(target, value), target), False)
-
-
-def _filled(target: Tensor, value: Tensor | float) -> Tensor:
-    return value.astype(target.dtype) if isinstance(value, paddle.Tensor) else paddle.full_like(target, value)
+    if condition.ndim < target.ndim:
+        condition = condition.reshape([*condition.shape, *[1] * (target.ndim - condition.ndim)])
+    if condition.shape != target.shape:
+        condition = condition.expand_as(target)
+    chosen = value.astype(target.dtype) if isinstance(value, paddle.Tensor) else constant(value, target)
+    target.copy_(choose(condition, chosen, target), False)
 
 
 def scatter(table: Tensor, index: Tensor, value: Tensor, valid: Tensor) -> None:
     """`table[index[i]] = value[i]` where `valid[i]`; table [R, ...] in place, index and valid [n], n > 0.
 
     An entry that is not valid repeats the first valid one; when there is none, row 0 is written with what it holds."""
-    first = valid.astype("int32").argmax(axis=0, keepdim=True)
-    some = paddle.gather(valid, first)
-    spare_index = paddle.where(some, paddle.gather(index, first), paddle.zeros_like(index[:1]))
+    first = as_int(valid).argmax(axis=0, keepdim=True, dtype="int32")
+    some = take(valid, first)
+    spare_index = direct.where(some, take(index, first), constant(0, first))
+    repeated = constant(0, index)
+    index = direct.where(valid, index, take(spare_index, repeated))
+    if value.ndim == 1:
+        spare = direct.where(some, take(value, first), table[:1])
+        paddle.scatter_(table, index, direct.where(valid, value, take(spare, repeated)))
+        return
     wide = some.reshape([1] * value.ndim).expand([1, *value.shape[1:]])
-    spare_value = paddle.where(wide, paddle.gather(value, first), table[:1])
+    spare = paddle.where(wide, take(value, first), table[:1])
     mask = valid.reshape([-1] + [1] * (value.ndim - 1)).expand_as(value)
-    index = paddle.where(valid, index, spare_index.expand_as(index))
-    paddle.scatter_(table, index, paddle.where(mask, value, spare_value.expand_as(value)))
+    paddle.scatter_(table, index, paddle.where(mask, value, take(spare, repeated)))
 
 
 def put(out: Tensor, value: Tensor) -> None:

@@ -17,6 +17,7 @@ from polydraft.contracts.composite import CompositeArgs
 from polydraft.device import DeviceCounters, Launch, Stream
 from polydraft.errors import DeviceError
 from polydraft_paddle.installation import first_line
+from polydraft_paddle.place import use
 
 Run = Callable[[int], None]
 """A kernel bound to its tensors: does the work for a launch length."""
@@ -48,12 +49,18 @@ def tensors_of(args: Args | CompositeArgs) -> SimpleNamespace:
     return SimpleNamespace(**{name: getattr(value, "tensor", value) for name, value in values.items()})
 
 
+def missing_kernel(error: BaseException | None) -> str:
+    """The operation that Paddle had no kernel of on the place, when that is what it complains of; else ""."""
+    missing = re.search(r"The kernel with key .* of kernel `(\w+)` is not registered", " ".join(str(error).split()))
+    return missing[1] if missing else ""
+
+
 def device_error(spec: str, error: BaseException) -> DeviceError:
     """What Paddle raised in the course of its work, in one sentence: an operation without a kernel on this place is named."""
-    missing = re.search(r"The kernel with key .* of kernel `(\w+)` is not registered", " ".join(str(error).split()))
-    if missing:
+    operation = missing_kernel(error)
+    if operation:
         return DeviceError(
-            f"Paddle has no kernel of {missing[1]!r} for device {spec}, and falling back to the CPU is off; register one in the "
+            f"Paddle has no kernel of {operation!r} for device {spec}, and falling back to the CPU is off; register one in the "
             "device's plugin, or allow it with --allow-cpu-fallback"
         )
     return DeviceError(
@@ -76,8 +83,9 @@ class PaddleProvider:
         run, counters, spec = self.kernel(tensors_of(args), limits), self.counters, self.spec
 
         def launch(stream: Stream, n: int) -> None:
-            del stream  # the device has one compute stream, and made it current when it was opened
+            del stream  # the place has one compute stream
             counters.launches += 1
+            use(spec)
             try:
                 run(n)
             except (OSError, RuntimeError) as error:

@@ -27,7 +27,7 @@ def _size(tensor: Tensor) -> int:
 
 
 class PaddleWeight:
-    """A weight in its canonical shape."""
+    """A weight in its canonical shape, whatever its strides."""
 
     __slots__ = ("role", "tensor")
 
@@ -65,32 +65,35 @@ class PaddleCache:
             tensor.copy_(paddle.to_tensor(rows, place=tensor.place).astype(tensor.dtype), True)
 
 
-def kernels() -> dict[str, Kernel]:
-    """Contract name to kernel."""
-    from polydraft_paddle.kernels import logprobs, numeric, processing, rejection, state
+def kernels(*, host_visible: bool) -> dict[str, Kernel]:
+    """Contract (or composite) name to kernel; those of `host` where the host sees the device's memory."""
+    from polydraft_paddle.kernels import host, logprobs, numeric, processing, rejection, state
 
-    return {**state.KERNELS, **numeric.KERNELS, **processing.KERNELS, **rejection.KERNELS, **logprobs.KERNELS}
+    portable = {**state.KERNELS, **numeric.KERNELS, **processing.KERNELS, **rejection.KERNELS, **logprobs.KERNELS}
+    return {**portable, **host.KERNELS} if host_visible else portable
 
 
 class PaddleTable:
     """The `KernelTable` of every Paddle place."""
 
     def __init__(self, device: Any) -> None:
-        from polydraft.contracts import REGISTRY
+        from polydraft.contracts import COMPOSITES, REGISTRY
 
-        chosen = kernels()
+        chosen = kernels(host_visible=device.host_visible)
         self.providers: Mapping[str, Provider] = {
             name: PaddleProvider(k, device.counters, device.spec) for name, k in chosen.items()
         }
-        self.versions: Mapping[str, int] = {name: REGISTRY[name].version for name in chosen}
+        self.versions: Mapping[str, int] = {n: 1 if n in COMPOSITES else REGISTRY[n].version for n in chosen}
         self._device = device
 
     def prepare_weight(self, role: str, value: Array, dtype: str, previous: Weight | None = None) -> Weight:
         """Keep the canonical array on the device, in the activation dtype; `previous` is refilled at its address."""
         if previous is None:
-            buffer = self._device.empty(role, value.shape, dtype)
-            self._device.load(buffer, value)
-            return PaddleWeight(role, buffer.tensor)
+            by_column = role == "linear" and self._device.host_visible  # as the host's product reads it
+            buffer = self._device.empty(role, value.shape[::-1] if by_column else value.shape, dtype)
+            tensor = buffer.tensor.t() if by_column else buffer.tensor
+            self._device.fill(tensor, value)
+            return PaddleWeight(role, tensor)
         target = previous.tensor  # type: ignore[attr-defined]
         if tuple(target.shape) != value.shape:
             raise ContractError(

@@ -31,6 +31,7 @@ __all__ = [
     "polydraft_graph_capture",
     "polydraft_init_forward_meta",
     "polydraft_kernels",
+    "polydraft_off_device",
     "polydraft_open_device",
 ]
 
@@ -58,3 +59,12 @@ def polydraft_backend_info(spec: str) -> BackendInfo:
 def polydraft_open_device(spec: str, options: DeviceOptions) -> PaddleDevice:
     """Import Paddle and open the place; `DeviceError` names the places there are where no XPU is one of them."""
     return open_place(spec or DEFAULT_DEVICE, options)
+
+
+@hookimpl
+def polydraft_off_device(spec: str) -> dict[str, tuple[str, ...]]:
+    """What Paddle runs on the CPU instead of on the chip. Its list of operations that an XPU must not run counts for more than
+    the flag of falling back, so only a run shows it."""
+    from polydraft_paddle.probe import leaving
+
+    return leaving(spec or DEFAULT_DEVICE)

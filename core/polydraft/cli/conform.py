@@ -31,6 +31,7 @@ Examples:
   polydraft conform mychip --contract verify_match --seed 7
   polydraft conform --plugin mychip.py mychip --level L1
   polydraft conform mychip --prove
+  polydraft conform mychip --enable-variants
   polydraft conform verify report/report.json
   polydraft conform --matrix reference,emulator --out table
 
@@ -43,14 +44,18 @@ Exit statuses: 0 the claim holds, 1 it fails, 2 bad usage, 3 the kit failed,
 @click.command("conform", epilog=EXAMPLES)
 @click.argument("backend", required=False)
 @click.argument("report", required=False)
-@click.option("--device", default="", metavar="SPEC", help="Device of the backend; its default otherwise.")
+@click.option(
+    "--device", default="", metavar="SPEC", help="Device; otherwise the default one, or the first that can show what is claimed."
+)
 @click.option("--profile", type=click.Choice(PROFILES), default="basic", show_default=True, help="What is claimed.")
 @click.option("--level", type=click.Choice(LEVELS), default=None, help="Run this level alone; no profile is claimed.")
 @click.option("--contract", default="", metavar="NAME", help="Run this contract or composite alone.")
 @click.option("--case", default="", metavar="NAME", help="Of that contract, this named case alone.")
 @click.option("--seed", type=click.IntRange(0), default=None, metavar="N", help="Of that contract, this generated case alone.")
+@click.option("--check", default="", metavar="ID", help="Run this one check alone, as a failure names it.")
 @click.option("--deep", is_flag=True, help="Hundreds of seeds a contract; minutes instead of seconds.")
 @click.option("--prove", is_flag=True, help="Run the zoo of broken backends around BACKEND: the kit has to kill each.")
+@click.option("--enable-variants", is_flag=True, help="Try BACKEND's variants on this device; those that pass are in use then.")
 @click.option(
     "--matrix", type=names, default=(), metavar="NAME,NAME=DEVICE,...", help="Run on each of these; one table, no BACKEND."
 )
@@ -77,8 +82,10 @@ def command(
     contract: str,
     case: str,
     seed: int | None,
+    check: str,
     deep: bool,
     prove: bool,
+    enable_variants: bool,
     matrix: tuple[str, ...],
     plugins: tuple[str, ...],
     kernels: tuple[str, ...],
@@ -96,18 +103,24 @@ def command(
         raise click.UsageError(f"{report!r} is one argument too many; `conform verify {report}` judges a report")
     from polydraft.conformance.report import Selection
 
-    selection = Selection(profile, level or "", contract, case, seed, deep)
+    selection = Selection(profile, level or "", contract, case, seed, deep, check)
     limit = timeout or (DEEP_LIMIT_S if deep else LIMIT_S)
     _check_names(contract)
     if matrix:
-        if backend or device or prove or waivers:
-            raise click.UsageError("--matrix names the backends; leave BACKEND, --device, --prove and --waivers out")
+        if backend or device or prove or waivers or enable_variants:
+            raise click.UsageError(
+                "--matrix names the backends; leave BACKEND, --device, --prove, --enable-variants and --waivers out"
+            )
         return _matrix(matrix, selection, plugins=plugins, kernels=kernels, limit_s=limit, out=out, as_json=as_json)
     if backend is None:
         raise click.UsageError("there is no BACKEND, wanted a name (polydraft doctor lists them) or --matrix NAME,NAME")
+    if enable_variants and (prove or kernels or plugins or waivers or not selection.complete):
+        raise click.UsageError("--enable-variants runs what each variant needs; name BACKEND and --device alone beside it")
     _check_backend(backend, plugins, kernels, limit)
     if prove and kernels:
         raise click.UsageError("the zoo is run around a backend alone; leave --kernels or --prove out")
+    if enable_variants:
+        return _enable(backend, device=device, limit_s=limit, out=out, as_json=as_json)
     if prove:
         return _prove(backend, device=device, plugins=plugins, as_json=as_json)
     return _run(
@@ -236,3 +249,14 @@ def _prove(backend: str, *, device: str, plugins: tuple[str, ...], as_json: bool
     proof = prove(backend, device=device, files=plugins)
     click.echo(json.dumps(proof.content) if as_json else matrix(proof), nl=as_json)
     return proof.status
+
+
+def _enable(backend: str, *, device: str, limit_s: float, out: Path | None, as_json: bool) -> int:
+    from polydraft.conformance.enabling import enable
+
+    trials = enable(backend, device=device, limit_s=limit_s, listen=_progress())
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "variants.json").write_text(json.dumps(trials.content, indent=1) + "\n", encoding="utf-8")
+    click.echo(json.dumps(trials.content) if as_json else trials.page(), nl=as_json)
+    return trials.status

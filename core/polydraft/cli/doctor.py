@@ -1,11 +1,12 @@
 """Owns `polydraft doctor`: what is installed, what each backend can do, and what stands in its way.
 
-It asks identities only, so it loads no framework and opens no device unless kernel packs are named. It never fails because
-a plugin is broken: that is what it shows.
+It asks identities only, so it loads no framework and opens no device unless kernel packs or a probe are named. It never fails
+because a plugin is broken: that is what it shows.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import platform
 from collections.abc import Sequence
@@ -23,20 +24,22 @@ EXAMPLES = """\b
 Examples:
   polydraft doctor
   polydraft doctor --kernels my-pack    (show what that pack replaces)
+  polydraft doctor --probe xpu=xpu:0    (try every operation: which leave the device?)
   polydraft doctor --json
 """
 
 
 @click.command("doctor", epilog=EXAMPLES)
 @click.option("--kernels", type=names, default=(), metavar="PACK,...", help="Show what these kernel packs replace, first wins.")
+@click.option("--probe", default="", metavar="NAME[=DEVICE]", help="Try which operations of this backend leave its device.")
 @click.option("--no-color", is_flag=True, help="Plain text on a terminal too.")
 @common
-def command(kernels: tuple[str, ...], no_color: bool, as_json: bool) -> int:
+def command(kernels: tuple[str, ...], probe: str, no_color: bool, as_json: bool) -> int:
     """Show every installed backend: what it is, whether it can run here, and which contracts it implements.
 
     The status is 0 also when a backend is broken or not available.
     """
-    report = examine(kernels)
+    report = examine(kernels, probe)
     if as_json:
         click.echo(json.dumps(report))
     else:
@@ -44,8 +47,8 @@ def command(kernels: tuple[str, ...], no_color: bool, as_json: bool) -> int:
     return 0
 
 
-def examine(packs: Sequence[str] = ()) -> dict[str, Any]:
-    """The report, of schema polydraft.doctor/1. Raises `PluginError` where a pack that was named cannot be used."""
+def examine(packs: Sequence[str] = (), probe: str = "") -> dict[str, Any]:
+    """The report, of schema polydraft.doctor/1. Raises `PluginError` where a pack or a backend to probe cannot be used."""
     from polydraft._version import __version__
     from polydraft.cli.clashes import clashes
     from polydraft.default_backend import default_backend
@@ -65,6 +68,7 @@ def examine(packs: Sequence[str] = ()) -> dict[str, Any]:
         "packs": list(find(KERNELS)),
         "extensions": list(find(EXTENSIONS)),
         "clashes": clashes(),
+        "probe": _probe(probe) if probe else None,
     }
 
 
@@ -91,6 +95,7 @@ def _backend(found: Found, packs: Sequence[str]) -> dict[str, Any]:
             "missing": [name for name in every if name not in have],
             "composites": [name for name in COMPOSITES if name in have],
         },
+        "variants": _variants(found) if info else [],
         "overrides": overrides,
         "misfit": misfit,
         "evidence": info.evidence if info else None,
@@ -118,6 +123,42 @@ def _overrides(backend: str, packs: Sequence[str]) -> tuple[list[dict[str, str]]
         device.close()
 
 
+def _variants(found: Found) -> list[dict[str, Any]]:
+    """The backend's variants on its default device, and on every other one on which some were tried: in use, or why not."""
+    from polydraft.errors import ConfigError
+    from polydraft.plugin_checks import BACKEND
+    from polydraft.plugins import Loaded, variant_digests
+    from polydraft.variants import filed, verdicts
+
+    rows = []
+    try:
+        for spec in sorted({"", *(one.spec for one in filed() if one.backend == found.name)}):
+            loaded = Loaded.from_entry(BACKEND, found.name, spec)
+            assert loaded.info is not None, "a backend says who it is"
+            reasons = verdicts(loaded.info, functools.partial(variant_digests, loaded), spec)
+            rows += [
+                {"name": one.name, "device": spec, "contracts": list(one.contracts), "summary": one.summary,
+                 "used": not reasons[one.name], "reason": reasons[one.name]}
+                for one in loaded.info.variants
+            ]  # fmt: skip
+    except ConfigError as error:
+        return [{"name": "", "device": "", "contracts": [], "summary": "", "used": False, "reason": str(error)}]
+    return rows
+
+
+def _probe(wanted: str) -> dict[str, Any]:
+    """Which operations of a backend leave a device. Raises `PluginError` for one that cannot be loaded; a device that cannot be
+    tried is what is shown."""
+    from polydraft.plugins import Plugins
+
+    name, _, device = wanted.partition("=")
+    plugins = Plugins.load(name, device=device)
+    found, info = plugins.off_device(device), plugins.info()
+    return {
+        "backend": name, "device": device or next(iter(info.devices), ""), **found, "problem": found["problem"] or info.reason,
+    }  # fmt: skip
+
+
 def _show(report: dict[str, Any], *, color: bool) -> None:
     from polydraft.show import Screen
 
@@ -132,6 +173,22 @@ def _show(report: dict[str, Any], *, color: bool) -> None:
             screen.line(f"\n{kind} installed, used only where named: {', '.join(installed)}")
     for clash in report["clashes"]:
         screen.line(f"\nclash: {clash}", "red")
+    if report["probe"]:
+        _show_probe(screen, report["probe"])
+
+
+def _show_probe(screen: Any, probe: dict[str, Any]) -> None:
+    where = f"{probe['backend']} on {probe['device'] or 'its default device'}"
+    if probe["problem"]:
+        screen.line(f"\n{where} could not be tried: {probe['problem']}", "red")
+    elif not probe["asked"]:
+        screen.line(f"\n{where}: the backend uses no framework that could run an operation elsewhere")
+    elif not probe["operations"]:
+        screen.line(f"\n{where}: every operation of every kernel stays on the device", "green")
+    else:
+        screen.line(f"\n{where}: these operations leave the device for the CPU", "red")
+        for contract, operations in probe["operations"].items():
+            screen.line(f"  {contract or 'loading and copies':<24}{', '.join(operations)}")
 
 
 def _show_backend(screen: Any, backend: dict[str, Any]) -> None:
@@ -157,6 +214,7 @@ def _show_backend(screen: Any, backend: dict[str, Any]) -> None:
             or backend["misfit"]
             or "none",
         ),
+        *(("variant", _variant(one)) for one in backend["variants"]),
         ("evidence", claim),
     ]
     if backend["version"] is None:
@@ -164,6 +222,15 @@ def _show_backend(screen: Any, backend: dict[str, Any]) -> None:
     for name, value in rows:
         if value:
             screen.line(f"  {name:<13}{value}")
+
+
+def _variant(row: dict[str, Any]) -> str:
+    """A variant in one line: what it serves, and whether it is in use."""
+    if not row["name"]:
+        return str(row["reason"])
+    where = f" on {row['device']}" if row["device"] else ""
+    state = "in use" if row["used"] else f"off: {row['reason']}"
+    return f"{row['name']} ({', '.join(row['contracts'])}){where}: {state}"
 
 
 def capabilities(values: dict[str, Any]) -> str:

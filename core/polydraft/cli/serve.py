@@ -26,8 +26,8 @@ The playground is at http://127.0.0.1:8000/, figures for Prometheus are at /metr
 """
 NEEDED = ("starlette", "uvicorn", "msgspec", "zmq", "prometheus_client")
 ENGINE = (
-    "model", "backend", "device", "draft_tokens", "proposer", "verify", "max_num_seqs", "max_model_len", "block_size",
-    "num_blocks", "max_batched_tokens", "overlap", "graph", "dtype", "invariant", "kernels", "plugins", "logprobs",
+    "model", "backend", "device", "draft_tokens", "proposer", "draft_vocab", "verify", "max_num_seqs", "max_model_len",
+    "block_size", "num_blocks", "max_batched_tokens", "overlap", "graph", "dtype", "invariant", "kernels", "plugins", "logprobs",
     "logprobs_mode", "seed", "constraints", "think_start_ids", "think_end_ids",
 )  # fmt: skip
 """Options that configure the engine; the others configure the server."""
@@ -43,6 +43,7 @@ MOST_LOGPROBS = 20
 @click.option("--device", metavar="SPEC", help="A device of that backend.")
 @click.option("--draft-tokens", type=whole_or_auto, metavar="K", help="Drafts per round; 0 decodes plainly.  [default: auto]")
 @click.option("--proposer", metavar="mtp|none|NAME", help="Where drafts come from.  [default: auto]")
+@click.option("--draft-vocab", metavar="FILE[:N]", help="Draft only the N tokens that FILE counts most often.")
 @click.option("--verify", metavar="greedy|coupled|rejection", help="How drafts are verified.  [default: auto]")
 @click.option("--max-num-seqs", type=int, metavar="B", help="Requests decoded together.  [default: 32]")
 @click.option("--max-model-len", type=whole_or_auto, metavar="N", help="Most tokens of prompt and text.  [default: auto]")
@@ -54,6 +55,7 @@ MOST_LOGPROBS = 20
 @click.option("--dtype", metavar="f32|bf16|f16", help="Precision of activations.  [default: auto]")
 @click.option("--invariant", is_flag=True, default=None, help="Arithmetic that gives equal bits for every K, batch and chunk.")
 @click.option("--kernels", type=names, metavar="PACK,...", help="Kernel packs to enable, first wins.")
+@click.option("--variants", metavar="auto|off", help="Variants of its kernels that have passed here.  [default: auto]")
 @click.option("--plugin", "plugins", multiple=True, metavar="FILE.py|MODULE", help="Load a plugin; may be repeated.")
 @click.option("--logprobs", type=int, metavar="N", help="Log probabilities beside a token at most; -1: none.  [default: 20]")
 @click.option("--logprobs-mode", metavar="raw|processed", help="Before or behind penalties and temperature.  [default: raw]")

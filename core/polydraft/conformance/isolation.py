@@ -72,20 +72,23 @@ def run(
     device: str,
     files: Sequence[str],
     packs: Sequence[str] = (),
+    variants: bool = True,
     selection: Selection,
     limit_s: float,
     listen: Callable[[Result], None] | None = None,
+    most_deaths: int = MOST_DEATHS,
 ) -> tuple[list[Result], dict[str, str]]:
-    """Run the selection in children; returns results in order, and owners. `limit_s`: seconds that one check may take."""
+    """Run the selection in children; returns results in order, and owners. `variants`: whether those of the backend that have
+    passed are in use; `limit_s`: seconds that one check may take."""
     watched = Watched()
     with tempfile.TemporaryDirectory(prefix="polydraft-conform-") as folder:
-        for number in range(MOST_DEATHS):
+        for number in range(most_deaths):
             lines = Path(folder) / f"lines-{number}.jsonl"
             lines.touch()
             done = [result.id for result in watched.results]
             job = {
                 "backend": backend, "device": device, "files": list(files), "packs": list(packs), "selection": asdict(selection),
-                "done": done,
+                "done": done, "variants": variants,
             }  # fmt: skip
             command = [sys.executable, "-m", "polydraft.conformance.isolation", str(lines), json.dumps(job)]
             with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL) as child:  # noqa: S603
@@ -151,7 +154,8 @@ def _child(out: TextIO, job: Mapping[str, Any]) -> None:
         out.write(json.dumps(line) + "\n")
         out.flush()
 
-    target = Target(job["backend"], device=job["device"], files=job["files"], packs=job["packs"])
+    taken = ("backend", "device", "files", "packs", "variants")
+    target = Target(**{name: job[name] for name in taken})
     for check in Selection(**job["selection"]).checks():
         if check.id not in job["done"]:
             tell({"begin": check.id})

@@ -24,6 +24,7 @@ def page(report: Report) -> str:
     content = report.content
     backend, verdict = content["backend"], content["verdict"]
     kit, device = content["kit"], backend["device"] or "its default"
+    device += f" ({backend['device_reason']})" if backend.get("device_reason") else ""
     lines = [
         f"{backend['name']} {backend['version']} ({backend['package']}, digest {backend['digest']}) on {device}",
         f"evidence: {claim_of(backend)}; kit {kit['version']}, lists {kit['lists']}, {content['seconds']:.1f} s",
@@ -39,6 +40,9 @@ def page(report: Report) -> str:
     lines += ["", *_headroom(report.results)]
     near = sum(result.near_ties for result in report.results)
     lines += ["", f"tolerated near-ties: {near} (texts that differ behind a choice closer than their dtype can tell)"]
+    if content.get("off_device", {}).get("asked"):
+        count = sum(map(len, content["off_device"]["operations"].values()))
+        lines += ["", f"operations that leave the device for the CPU: {count or 'none'}"]
     if content["not_claimed"]:
         lines += ["", f"not claimed: {', '.join(content['not_claimed'])}"]
     if verdict["problems"]:
@@ -47,8 +51,14 @@ def page(report: Report) -> str:
         lines += ["", *(f"- {problem}" for problem in problems[:MOST_PROBLEMS])]
         lines += [f"- and {rest} more in report.json"] if rest > 0 else []
     lines += ["", verdict["sentence"], "self-certified: this is its author's evidence; run it again with"]
-    lines += [f"  {' '.join(content['command']) or 'polydraft conform ' + backend['name']}"]
+    lines += [f"  {' '.join(content['command']) or _command(content)}"]
     return "\n".join(lines) + "\n"
+
+
+def _command(content: Mapping[str, Any]) -> str:
+    """What makes such a report, where nobody typed a command."""
+    device = f" --device {content['backend']['device']}" if content["backend"]["device"] else ""
+    return f"polydraft conform {content['backend']['name']}{device} --profile {content['claim']['profile']}"
 
 
 def _told_once(problems: Sequence[str]) -> list[str]:

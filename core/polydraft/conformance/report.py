@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from polydraft._version import __version__
-from polydraft.conformance.catalogue import of_profile
+from polydraft.conformance.catalogue import CLAIMED, of_profile
 from polydraft.conformance.check import Check
 from polydraft.conformance.kernel_checks import Options
 from polydraft.conformance.outcomes import (
@@ -55,10 +55,19 @@ class Selection:
     case: str = ""
     seed: int | None = None
     deep: bool = False
+    check: str = ""
+    """Id of one check."""
 
     @property
     def complete(self) -> bool:
-        return not (self.level or self.contract or self.case or self.seed is not None)
+        return not (self.level or self.contract or self.case or self.seed is not None or self.check)
+
+    @property
+    def wants(self) -> tuple[str, ...]:
+        """Capabilities without which what was asked for cannot be shown."""
+        narrow = self.level or self.check
+        needed = {check.needs for check in self.checks()} if narrow else set(CLAIMED.get(self.profile, ()))
+        return tuple(name for name in CLAIMED["full"] if name in needed)
 
     def checks(self) -> list[Check]:
         """The checks it names. Raises `ConfigError` where it names none."""
@@ -68,6 +77,8 @@ class Selection:
             raise ConfigError(f"level is {self.level!r}, wanted one of {', '.join(LEVELS)}; choose one of those")
         if (self.case or self.seed is not None) and not self.contract:
             raise ConfigError("a case or a seed belongs to a contract; add --contract NAME")
+        if self.check:
+            return [self._one()]
         beyond = not self.profile_levels_contain()
         pool = of_profile("full" if beyond else self.profile, Options(self.seed, self.case, self.deep))
         found = [
@@ -79,13 +90,24 @@ class Selection:
             raise ConfigError(f"no check fits {self.describe()}; `polydraft contracts` lists contracts, and each page its cases")
         return found
 
+    def _one(self) -> Check:
+        """The check that was named. Raises `ConfigError` where there is none."""
+        pool = {check.id: check for check in of_profile("full")}
+        if self.check not in pool:
+            from difflib import get_close_matches
+
+            near = get_close_matches(self.check, pool, 1)
+            hint = f"did you mean {near[0]}? " if near else ""
+            raise ConfigError(f"no check is called {self.check!r}; {hint}report.json of a run has them all")
+        return pool[self.check]
+
     def profile_levels_contain(self) -> bool:
         """Whether the level that was asked for belongs to the profile."""
         return not self.level or self.level in PROFILES[self.profile]  # type: ignore[index]
 
     def describe(self) -> str:
         """The selection as options."""
-        given = {"level": self.level, "contract": self.contract, "case": self.case, "seed": self.seed}
+        given = {"level": self.level, "contract": self.contract, "case": self.case, "seed": self.seed, "check": self.check}
         return (
             " ".join(f"--{name} {value}" for name, value in given.items() if value not in ("", None))
             or f"--profile {self.profile}"
@@ -138,14 +160,14 @@ def conform(
     a crash or a hang is then a failed check. Otherwise checks run here."""
     selection = selection or Selection()
     checks = selection.checks()
-    target = Target(backend, device=device, files=files, packs=packs)
+    target = Target(backend, device=device, files=files, packs=packs, wants=selection.wants)
     start, begun = time.perf_counter(), datetime.now(timezone.utc)
     results: list[Result] = []
     if target.info.available and limit_s is not None and isinstance(backend, str):
         from polydraft.conformance import isolation
 
         results, target.owners = isolation.run(
-            backend, device=device, files=files, packs=packs, selection=selection, limit_s=limit_s, listen=listen
+            backend, device=target.device_spec, files=files, packs=packs, selection=selection, limit_s=limit_s, listen=listen
         )
     elif target.info.available:
         for check in checks:
@@ -153,6 +175,7 @@ def conform(
             if listen is not None:
                 listen(results[-1])
         target.close()
+    left = target.plugins.off_device(device) if selection.complete else None
     results, unfit = apply(waivers, results, version=target.info.version, today=date.today())  # noqa: DTZ011  expiry is a local date
     return make(
         target,
@@ -163,6 +186,7 @@ def conform(
         command=command,
         begun=begun,
         seconds=time.perf_counter() - start,
+        off_device=left,
     )
 
 
@@ -172,9 +196,9 @@ def with_causes(result: Result, target: Target) -> Result:
         return result
     from polydraft.conformance.causes import causes
 
-    again = f"--contract {result.kernel}" if result.kernel else f"--level {result.level}"
     case = result.id.rpartition("/")[2]
-    again += f" --case {case}" if result.level == "L2" and "-" not in case and case not in NO_CASES else ""
+    named = result.level == "L2" and "-" not in case and case not in NO_CASES
+    again = f"--contract {result.kernel} --case {case}" if named else f"--check {result.id}"
     rerun = "" if "(rerun: " in result.message else f" (rerun: {target.command} {again})"
     looks = causes(result.id, result.kernel, result.message)
     return replace(result, message=f"{result.message}{rerun}" + (f"; looks like {looks}" if looks else ""))
@@ -190,8 +214,9 @@ def make(
     command: Sequence[str] = (),
     begun: datetime | None = None,
     seconds: float = 0.0,
+    off_device: Mapping[str, Any] | None = None,
 ) -> Report:
-    """Put a report together and judge it."""
+    """Put a report together and judge it. `off_device`: what `Plugins.off_device` said, of a run that claims a profile."""
     begun = begun or datetime.now(timezone.utc)
     info, loaded = target.info, target.plugins.backend
     declared = info.capabilities.describe()
@@ -208,9 +233,9 @@ def make(
             "digest": loaded.digest, "evidence": info.evidence, "evidence_on": info.evidence_on,
             "available": info.available, "reason": info.reason,
             "device": target.device_spec or (info.devices[0] if info.devices else ""), "capabilities": declared,
-            "contracts": dict(info.contract_versions),
+            "contracts": dict(info.contract_versions), "device_reason": target.device_reason,
         },
-        "packs": [pack.report() for pack in target.plugins.packs],
+        "packs": [pack.report() for pack in (*target.plugins.packs, *target.plugins.variants)],
         "machine": {"python": platform.python_version(), "platform": platform.platform(), "numpy": np.__version__},
         "owners": dict(target.owners),
         "not_claimed": [name for name, value in declared.items() if value is False and name != "bring_up"],
@@ -218,6 +243,7 @@ def make(
         "unfit_waivers": list(unfit),
         "results": [asdict(result) for result in results],
     }  # fmt: skip
+    content |= {"off_device": off_device} if off_device is not None else {}
     content = json.loads(json.dumps(content))  # what is judged is what is written
     content["verdict"] = _verdict(content)
     content["digest"] = digest_of(content)
@@ -231,7 +257,7 @@ def _verdict(content: Mapping[str, Any]) -> dict[str, Any]:
     verdict = judge(results, content["owners"], profile=claim["profile"], spec=content["spec"], complete=claim["complete"])
     if content["unfit_waivers"] and verdict.status == 0:
         verdict = Verdict(FAILS, "a waiver does not fit what was seen", tuple(content["unfit_waivers"]))
-    verdict = _bounded(content, verdict)
+    verdict = _staying(content, _bounded(content, verdict))
     if not content["backend"]["available"]:
         verdict = Verdict(verdict.status, f"nothing was proved: the backend is not available: {content['backend']['reason']}", ())
     counts = {outcome: sum(r.outcome == outcome for r in results) for outcome in OUTCOMES}
@@ -244,6 +270,16 @@ def _bounded(content: Mapping[str, Any], verdict: Verdict) -> Verdict:
     if not content["backend"]["capabilities"].get("bring_up") or not claim["complete"] or claim["profile"] == "basic":
         return verdict
     problem = f"it declares bring_up, with which basic is the most that can be claimed, not {claim['profile']}"
+    return Verdict(verdict.status or FAILS, f"{verdict.sentence}; {problem}", (problem, *verdict.problems))
+
+
+def _staying(content: Mapping[str, Any], verdict: Verdict) -> Verdict:
+    """A backend whose operations leave the device claims nothing for the device."""
+    left = content.get("off_device", {"operations": {}, "problem": ""})
+    names = [f"{operation} ({contract or 'loading'})" for contract, found in left["operations"].items() for operation in found]
+    problem = left["problem"] or (f"operations leave the device for the CPU: {', '.join(names)}" if names else "")
+    if not problem:
+        return verdict
     return Verdict(verdict.status or FAILS, f"{verdict.sentence}; {problem}", (problem, *verdict.problems))
 
 

@@ -40,14 +40,30 @@ class Opened:
 
 
 class Target:
-    """A backend under test. `device` is what `--device` says ("": the default), `files` what `--plugin` names, `packs` what
-    `--kernels` does.
+    """A backend under test. `device` is what `--device` says, `files` what `--plugin` names, `packs` what `--kernels` does.
+    Variants of the backend that have passed on this device are in use, as for a user, unless `variants` is off.
+
+    Where no device is named it is the backend's default, or, if that does not declare the capabilities that a test `wants`, the
+    first of the backend's devices that does; `device_reason` then says so.
 
     Raises `PluginError` for a backend or pack that cannot be loaded."""
 
-    def __init__(self, backend: str | object, *, device: str = "", files: Sequence[str] = (), packs: Sequence[str] = ()) -> None:
-        self.plugins = Plugins.load(backend, files=files, packs=packs, device=device)
-        self.device_spec, self.files, self.packs = device, tuple(files), tuple(packs)
+    def __init__(
+        self,
+        backend: str | object,
+        *,
+        device: str = "",
+        files: Sequence[str] = (),
+        packs: Sequence[str] = (),
+        variants: bool = True,
+        wants: Sequence[str] = (),
+    ) -> None:
+        self.plugins = Plugins.load(backend, files=files, packs=packs, device=device, variants=variants)
+        self.device_reason = ""
+        if not device and (device := _device_with(wants, self.plugins)):
+            self.device_reason = f"none was named, and it is the first that declares {' and '.join(wants)}"
+            self.plugins = Plugins.load(backend, files=files, packs=packs, device=device, variants=variants)
+        self.device_spec, self.files, self.packs, self.uses_variants = device, tuple(files), tuple(packs), variants
         self.owners: dict[str, str] = {}
         """Whose code each offered kernel runs in (`outcomes.Ownership`); filled by level L0."""
         self._kept: tuple[object, Opened] | None = None
@@ -72,7 +88,7 @@ class Target:
     @cached_property
     def offered(self) -> Mapping[str, int]:
         """Name to version of what can be bound: the backend's kernels with the packs laid over them."""
-        if not self.plugins.packs:
+        if not self.plugins.packs and not self.plugins.variants:
             return self.info.contract_versions
         opened = self.open()
         opened.device.close()
@@ -105,18 +121,30 @@ class Target:
         self._kept = None
 
     @contextmanager
-    def engine(self, *, plugin: object | None = None, **options: Any) -> Iterator[Engine]:
+    def engine(self, *, plugin: object | None = None, features: Sequence[Any] = (), **options: Any) -> Iterator[Engine]:
         """An engine on the probe model, closed behind the block. Row-invariant arithmetic where the backend declares it."""
         files = tuple(pack.origin for pack in self.plugins.packs if pack.origin in self.files)
         given = {"invariant": self.info.capabilities.row_invariant, "device": self.device_spec, "kernels": self.packs, **options}
         given.setdefault("plugins", files)
+        given.setdefault("variants", "auto" if self.uses_variants else "off")
         config = EngineConfig(model=str(checkpoint()), **given)
-        engine = Engine(config, backend=self.plugin if plugin is None else plugin)
+        engine = Engine(config, backend=self.plugin if plugin is None else plugin, features=features)
         try:
             yield engine
         finally:
             with suppress(PolydraftError):
                 engine.close()
+
+
+def _device_with(wants: Sequence[str], plugins: Plugins) -> str:
+    """The first device of a backend that declares all of `wants`; "" where the default one does, or none."""
+
+    def declares(info: BackendInfo) -> bool:
+        return info.available and all(getattr(info.capabilities, name) for name in wants)
+
+    if declares(plugins.info()):
+        return ""
+    return next((spec for spec in plugins.info().devices if declares(plugins.info_on(spec))), "")
 
 
 # -- whose code runs -------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ downgrades nothing that was asked for by name, and when it refuses it gives ever
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, cast
@@ -95,10 +95,14 @@ def resolve(
     proposers: Mapping[str, Needs],
     features: Mapping[str, Needs] = MappingProxyType({}),
     default: str = "",
+    variants: Sequence[str] = (),
+    unused_variants: Mapping[str, str] = MappingProxyType({}),
+    draft_vocab: int | None = None,
 ) -> Resolved:
     """Decide everything. `proposers` are those registered, `features` those in use, each with what it needs to know of the step
-    before; `default` says why this backend was taken where none was named. Raises `CapabilityError` with every reason why the
-    wishes cannot be met."""
+    before; `default` says why this backend was taken where none was named; `variants` of it are in use, `unused_variants` are
+    not, for a reason each; `draft_vocab`: tokens that drafts are chosen among, None: all. Raises `CapabilityError` with every
+    reason why the wishes cannot be met."""
     n = _Negotiation(config, info, model)
     if not info.available:
         n.refuse(f"backend {info.name} is not available: {info.reason}")
@@ -110,12 +114,16 @@ def resolve(
     dtype = _dtype(n)
     length = _length(n)
     proposer, drafts = _drafts(n, length, tuple(proposers))
+    _draft_vocab(n, proposer, draft_vocab)
     verify = _verify(n)
     schedule = _schedule(n, drafts)
     limits = _limits(n, length, drafts, _block_bytes(n, dtype, proposer))
     overlap = _overlap(n, {f"proposer {proposer}": proposers.get(proposer, "none"), **features})
     graph, sizes = _graph(n, limits)
     _rest(n)
+    why = [f"{name} has passed on this device" for name in variants]
+    why += [f"{name}: {reason}" for name, reason in unused_variants.items()]
+    n.choose("variants", tuple(variants), "; ".join(why) or "the backend brings none for this device")
     if n.refusals:
         raise CapabilityError(f"this engine cannot be built: {'; '.join(n.refusals)}")
     return Resolved(
@@ -165,6 +173,15 @@ def _drafts(n: _Negotiation, length: int, proposers: tuple[str, ...]) -> tuple[s
     few = f", fewer than {DEFAULT_DRAFTS} because {limit}" if asked == AUTO and 0 < drafts < DEFAULT_DRAFTS else ""
     n.choose("draft_tokens", drafts, f"drafts a round{few}" if drafts else "plain decoding, one token a round")
     return name, drafts
+
+
+def _draft_vocab(n: _Negotiation, proposer: str, few: int | None) -> None:
+    """How many tokens drafts are chosen among."""
+    vocab = n.model.vocab_size
+    if few is not None and proposer != "mtp":
+        n.refuse(f"--draft-vocab narrows the head of an MTP model, got proposer {proposer}; leave it out or use --proposer mtp")
+    reason = f"drafts are chosen among {few} of {vocab} tokens and verified over all of them: the text is the same"
+    n.choose("draft_vocab", vocab if few is None else few, reason if few is not None else "drafts are chosen among all tokens")
 
 
 def _refuse_proposer(n: _Negotiation, proposers: tuple[str, ...], no_mtp: str, most: int, limit: str) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import paddle
 
 from polydraft.contracts.base import Limits
-from polydraft_paddle.forward_meta import Segment, Windows, layout_of
+from polydraft_paddle.forward_meta import Windows
 from polydraft_paddle.kernels.sampling import argmax, gumbel_noise, process_logits, sample
 from polydraft_paddle.ops import Tensor, at, choose, numbers, pick, put, scatter
 from polydraft_paddle.provider import Kernel, Run, plain
@@ -70,14 +70,19 @@ def _pairs(rope_dims: int, style: str) -> tuple[Any, Any]:
     return (half, half + rope_dims // 2) if style == "half" else (2 * half, 2 * half + 1)
 
 
+def swap_columns(a: Any) -> Tensor:
+    """Column of each element's partner in its rotation pair, its own where it does not rotate; int32 [head_dim]."""
+    first, second = _pairs(a.rope_dims, a.style)
+    swap = np.arange(a.head_dim, dtype=np.int32)
+    swap[first], swap[second] = second, first
+    return paddle.to_tensor(swap, place=a.qkv.place)
+
+
 def rope_kv_write(a: Any, limits: Limits) -> Run:
     """Rotate q and k, keep q, write k and v to the paged cache."""
     heads, kv_heads, dim = a.num_heads, a.num_kv_heads, a.head_dim
     own, partner = rope_tables(a, limits.max_len, a.qkv)
-    first, second = _pairs(a.rope_dims, a.style)
-    swap = np.arange(dim)
-    swap[first], swap[second] = second, first
-    swap_columns = paddle.to_tensor(swap.astype(np.int32), place=a.qkv.place)
+    swap = swap_columns(a)
 
     def run(n: int) -> None:
         if not n:
@@ -88,7 +93,7 @@ def rope_kv_write(a: Any, limits: Limits) -> Run:
         if a.q_norm is not None:
             q = normalized(qk[:, :heads], a.q_norm, a.eps, False)
             qk = paddle.concat([q, normalized(qk[:, heads:], a.k_norm, a.eps, False)], axis=1)
-        swapped = paddle.index_select(qk, swap_columns, axis=2)
+        swapped = paddle.index_select(qk, swap, axis=2)
         at_row = paddle.clip(positions, 0, limits.max_len - 1)
         qk = qk * paddle.gather(own, at_row).unsqueeze(1) + swapped * paddle.gather(partner, at_row).unsqueeze(1)
         put(a.q_out[:n], _masked_rows(qk[:, :heads].reshape([n, heads * dim]), row_slot >= 0))
@@ -102,22 +107,18 @@ def rope_kv_write(a: Any, limits: Limits) -> Run:
 
 
 def paged_attention(a: Any, limits: Limits) -> Run:
-    """Where the host can see the layout, windows of all slots in one padded product and long runs one by one; elsewhere windows
-    over a context of fixed length, or row by row in a pass with prefill."""
+    """Windows over a context of fixed length, or row by row in a pass with prefill."""
+    del limits
 
     def run(n: int) -> None:
         if not n:
             return
-        layout = layout_of(a, n, limits)
+        layout = None if a.meta is None else a.meta.layout
         if layout is None:
             put(a.out[:n], attend_rows(a, numbers(n, a.row_slot), n))
             return
         a.out[:n].zero_()
-        if isinstance(layout, Windows):
-            attend_windows(a, layout)
-            return
-        for segment in layout:
-            attend(a, segment)
+        attend_windows(a, layout)
 
     return run
 
@@ -157,28 +158,6 @@ def attend_windows(a: Any, layout: Windows) -> None:
     seen = first <= positions.reshape([sequences, 1, width, 1, 1])
     mixed = choose(seen.expand_as(mixed), paddle.full_like(mixed, float("nan")), mixed).transpose([0, 2, 1, 3, 4])
     scatter(a.out, layout.rows, mixed.reshape([sequences * width, -1]).astype(a.out.dtype), there)
-
-
-def attend(a: Any, segment: Segment) -> None:
-    """Softmax attention of one segment; rows that met a NaN are redone over exactly their own keys."""
-    kv_heads, dim = a.num_kv_heads, a.head_dim
-    groups = a.num_heads // kv_heads
-    runs, width = segment.shape
-    context = segment.keys.shape[0] // runs
-    q = paddle.gather(a.q, segment.rows).reshape([runs, width, kv_heads, groups, dim])
-    q = q.transpose([0, 2, 1, 3, 4]).reshape([runs, kv_heads, width * groups, dim]).astype("float32") * a.softmax_scale
-    k, v = (
-        paddle.gather(t, segment.keys).reshape([runs, context, kv_heads, dim]).transpose([0, 2, 1, 3]).astype("float32")
-        for t in (a.cache.k, a.cache.v)
-    )
-    scores = paddle.matmul(q, k, transpose_y=True).reshape([runs, kv_heads, width, groups, context])
-    scores = choose(segment.visible.expand_as(scores), scores, float("-inf"))
-    weights = softmax(scores).reshape([runs, kv_heads, width * groups, context])
-    mixed = paddle.matmul(weights, v).reshape([runs, kv_heads, width, groups, dim]).transpose([0, 2, 1, 3, 4])
-    result = paddle.gather(mixed.reshape([runs * width, kv_heads * groups * dim]), segment.places)
-    if bool(paddle.isnan(result).any()):
-        result = attend_rows(a, segment.filled, segment.filled.shape[0])
-    paddle.scatter_(a.out, segment.filled, result.astype(a.out.dtype))
 
 
 def softmax(scores: Tensor) -> Tensor:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import paddle
 
-from polydraft.sentinels import NO_TOKEN
+from polydraft.contracts.base import Limits
+from polydraft.sentinels import NO_ROW, NO_TOKEN
 from polydraft_paddle.kernels.sampling import FORBIDDEN
-from polydraft_paddle.ops import Tensor, at, choose, numbers, pick
-from polydraft_paddle.provider import Kernel, plain
+from polydraft_paddle.ops import Tensor, at, choose, numbers, owners, pick
+from polydraft_paddle.provider import Kernel, Run, plain
 
 
 def _marks(ids: Tensor, counted: Tensor, vocab: int) -> Tensor:
@@ -96,5 +98,33 @@ def _completed(a: Any, slots: Tensor, size: Tensor, words: Tensor, length: Tenso
     return last & (total == before)
 
 
-KERNELS: dict[str, Kernel] = {f.__name__: plain(f) for f in (penalise_logits, bias_logits, forbid_tokens)}
+def mask_logits(a: Any, limits: Limits) -> Run:
+    """Each logit row looks for the window place that it is, and takes that place's mask apart."""
+    del limits
+    rows, vocab = a.logits.shape
+    width, words = a.masks.shape[1:]
+    place = a.logits.place
+    columns = np.arange(vocab, dtype=np.int32)
+    word_of, bit_of = (paddle.to_tensor(c, place=place) for c in (columns // 32, columns % 32))
+
+    def run(n: int) -> None:
+        if not n:
+            return
+        slots, start = a.slot_order[:n], a.logit_start[:n]
+        places = numbers(width, slots).unsqueeze(0)
+        masked = choose(slots >= 0, paddle.minimum(a.masked[:n], a.logit_len[:n]), 0)
+        named = choose(places < masked.unsqueeze(1), start.unsqueeze(1) + places, NO_ROW).reshape([-1])
+        bound, which = owners(named, rows)
+        mask = paddle.gather(a.masks[:n].reshape([n * width, words]), which)
+        bits = paddle.bitwise_right_shift(paddle.index_select(mask, word_of, axis=1), bit_of.unsqueeze(0).expand([rows, vocab]))
+        allowed = paddle.bitwise_and(bits, paddle.full_like(bits, 1)) > 0
+        a.logits.copy_(choose(allowed | ~bound.unsqueeze(1), a.logits, FORBIDDEN), False)
+
+    return run
+
+
+KERNELS: dict[str, Kernel] = {
+    "mask_logits": mask_logits,
+    **{f.__name__: plain(f) for f in (penalise_logits, bias_logits, forbid_tokens)},
+}
 """Contract name to kernel."""

@@ -13,7 +13,25 @@ import paddle
 from polydraft.contracts.base import Limits
 from polydraft.contracts.layout import SLOT_UPDATE_STOP_TOKENS, SlotUpdate
 from polydraft.sentinels import NO_BLOCK, NO_ROW, NO_TOKEN, PAD_SLOT, Finish, Phase
-from polydraft_paddle.ops import Tensor, at, choose, numbers, owners, pick, put, scatter, write_where
+from polydraft_paddle.ops import (
+    Tensor,
+    as_int,
+    at,
+    both,
+    choose,
+    clamp,
+    constant,
+    direct,
+    either,
+    masked,
+    numbers,
+    owners,
+    pick,
+    put,
+    scatter,
+    take,
+    write_where,
+)  # fmt: skip
 from polydraft_paddle.provider import Kernel, Run, plain
 
 PREFILL, DECODE, PAUSED, FINISHED = (int(p) for p in (Phase.PREFILL, Phase.DECODE, Phase.PAUSED, Phase.FINISHED))
@@ -77,15 +95,17 @@ def update_bad_words(a: Any, n: int) -> None:
 def reserve_blocks(a: Any, n: int) -> None:
     """A slot is covered when no entry that it needs is a hole."""
     slots = a.slot_order[:n]
-    phase = at(a.phase, slots)
-    need = paddle.minimum(at(a.kv_len, slots) + at(a.draft_len, slots) + (1 + a.lookahead), at(a.max_total, slots))
-    table = at(a.block_table, slots)
-    starts = numbers(table.shape[1], slots) * a.block_size
-    holes = (table < 0) & (starts.unsqueeze(0) < need.unsqueeze(1))
-    settled = choose(holes.any(axis=1), paddle.full_like(phase, PAUSED), DECODE)
-    decided = (slots >= 0) & ((phase == DECODE) | (phase == PAUSED))
+    safe = clamp(slots)
+    phase = take(a.phase, safe)
+    need = take(a.kv_len, safe) + take(a.draft_len, safe) + (1 + a.lookahead)
+    need = direct.unsqueeze(direct.minimum(need, take(a.max_total, safe)), [1])
+    table = take(a.block_table, safe)
+    starts = direct.unsqueeze(numbers(table.shape[1], slots) * a.block_size, [0])
+    holes = both(table < 0, direct.less_than(starts, need))
+    settled = choose(holes.any(axis=1), constant(PAUSED, phase), DECODE)
+    decided = both(slots >= 0, either(phase == DECODE, phase == PAUSED))
     named, row = owners(choose(decided, slots, PAD_SLOT), a.phase.shape[0])
-    write_where(a.phase, named, paddle.gather(settled, row))
+    write_where(a.phase, named, take(settled, row))
 
 
 def offsets(lengths: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -93,8 +113,9 @@ def offsets(lengths: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor
     ends = paddle.cumsum(lengths, dtype="int32")
     start = ends - lengths
     rows = numbers(count, lengths)
-    sequence = paddle.clip(paddle.searchsorted(ends, rows, out_int32=True, right=True), max=lengths.shape[0] - 1)
-    return rows < ends[-1:], sequence, rows - paddle.gather(start, sequence), start
+    sequence = paddle.searchsorted(ends, rows, out_int32=True, right=True)
+    sequence = direct.clip(sequence, 0, lengths.shape[0] - 1)
+    return direct.less_than(rows, ends[-1:]), sequence, rows - take(start, sequence), start
 
 
 def pack_rows(a: Any, limits: Limits) -> Run:
@@ -103,19 +124,20 @@ def pack_rows(a: Any, limits: Limits) -> Run:
 
     def run(n: int) -> None:
         slots = a.slot_order
-        phase, kv_len = at(a.phase, slots), at(a.kv_len, slots)
-        decode, prefill = (phase == DECODE) & (slots >= 0), (phase == PREFILL) & (slots >= 0)
-        wanted = choose(decode, at(a.draft_len, slots) + 1, 0) + choose(prefill, at(a.prefill_len, slots) - kv_len, 0)
-        put(a.seq_len, paddle.minimum(wanted, choose(slots >= 0, a.seq_rows, 0)))
+        safe, there = clamp(slots), slots >= 0
+        phase, kv_len = take(a.phase, safe), take(a.kv_len, safe)
+        decode, prefill = both(phase == DECODE, there), both(phase == PREFILL, there)
+        wanted = masked(take(a.draft_len, safe) + 1, decode) + masked(take(a.prefill_len, safe) - kv_len, prefill)
+        put(a.seq_len, direct.minimum(wanted, masked(a.seq_rows, there)))
         valid, sequence, offset, start = offsets(a.seq_len, max(n, 1))
         put(a.seq_start, start)
         if not n:
             return
-        slot, decoding = paddle.gather(slots, sequence), paddle.gather(decode, sequence)
-        newest = paddle.gather(at(a.prompt_len, slots) + at(a.num_generated, slots) - 1, sequence)
-        position = paddle.gather(kv_len, sequence) + offset
-        history = pick(a.tokens, slot, choose(decoding, newest, 0) + choose(decoding, paddle.zeros_like(position), position))
-        ids = paddle.where(decoding & (offset > 0), pick(a.drafts, slot, offset - 1), history)
+        slot, decoding = take(slots, sequence), take(decode, sequence)
+        newest = take(take(a.prompt_len, safe) + take(a.num_generated, safe) - 1, sequence)
+        position = take(kv_len, sequence) + offset
+        history = pick(a.tokens, slot, direct.where(decoding, newest, position))
+        ids = direct.where(both(decoding, offset > 0), pick(a.drafts, slot, offset - 1), history)
         put(a.ids[:n], choose(valid, ids, NO_TOKEN))
         put(a.row_slot[:n], choose(valid, slot, PAD_SLOT))
         put(a.positions[:n], choose(valid, position, 0))
@@ -129,20 +151,21 @@ def pack_logit_rows(a: Any, limits: Limits) -> Run:
 
     def run(n: int) -> None:
         slots, seq_len = a.slot_order, a.seq_len
-        phase, kv_len, prefill_len = at(a.phase, slots), at(a.kv_len, slots), at(a.prefill_len, slots)
-        last = (phase == PREFILL) & (seq_len > 0) & (kv_len + seq_len == prefill_len)
-        last = last & (prefill_len == at(a.prompt_len, slots) + at(a.num_generated, slots))
-        length = paddle.where(phase == DECODE, seq_len, last.astype("int32"))
-        put(a.logit_len, choose(slots >= 0, length, 0))
+        safe = clamp(slots)
+        phase, kv_len, prefill_len = take(a.phase, safe), take(a.kv_len, safe), take(a.prefill_len, safe)
+        last = both(both(phase == PREFILL, seq_len > 0), direct.equal(kv_len + seq_len, prefill_len))
+        last = both(last, direct.equal(prefill_len, take(a.prompt_len, safe) + take(a.num_generated, safe)))
+        length = direct.where(phase == DECODE, seq_len, as_int(last))
+        put(a.logit_len, masked(length, slots >= 0))
         valid, sequence, offset, start = offsets(a.logit_len, max(n, 1))
         put(a.logit_start, start)
         if not n:
             return
         # Offset of a logit row within its sequence's rows: a prefill's single one is the last.
-        offset = offset + paddle.gather(seq_len - a.logit_len, sequence)
-        put(a.logit_row[:n], choose(valid, paddle.gather(a.seq_start, sequence) + offset, NO_ROW))
-        put(a.logit_slot[:n], choose(valid, paddle.gather(slots, sequence), PAD_SLOT))
-        put(a.logit_position[:n], choose(valid, paddle.gather(kv_len, sequence) + offset + 1, 0))
+        offset = offset + take(seq_len - a.logit_len, sequence)
+        put(a.logit_row[:n], choose(valid, take(a.seq_start, sequence) + offset, NO_ROW))
+        put(a.logit_slot[:n], choose(valid, take(slots, sequence), PAD_SLOT))
+        put(a.logit_position[:n], choose(valid, take(kv_len, sequence) + offset + 1, 0))
 
     return run
 
@@ -166,17 +189,24 @@ def force_choices(a: Any, n: int) -> None:
 def verify_match(a: Any, n: int) -> None:
     """Compare whole windows; a running product finds the first mismatch."""
     slots = a.slot_order[:n]
+    safe = clamp(slots)
     width = a.window.shape[1]
-    length = choose(slots >= 0, a.logit_len[:n], 0)
+    length = masked(a.logit_len[:n], slots >= 0)
     active = length > 0
-    drafted = choose((at(a.phase, slots) == DECODE) & active, length - 1, -1)
-    columns = numbers(width, slots).unsqueeze(0)
-    places = paddle.clip(a.logit_start[:n].unsqueeze(1) + columns, max=a.choices.shape[0] - 1)
-    choices = paddle.gather(a.choices, places.reshape([-1])).reshape([n, width])
-    match = (choices[:, :-1] == at(a.drafts, slots)) & (columns[:, :-1] < drafted.unsqueeze(1))
-    accepted = paddle.cumprod(match.astype("int32"), dim=1).sum(axis=1, dtype="int32")
-    size = choose(active, accepted + 1, 0)
-    put(a.window[:n], choose(columns < size.unsqueeze(1), choices, NO_TOKEN))
+    drafted = choose(both(take(a.phase, safe) == DECODE, active), length - 1, -1)
+    columns = direct.unsqueeze(numbers(width, slots), [0])
+    places = direct.unsqueeze(a.logit_start[:n], [1]) + columns
+    places = direct.reshape(direct.clip(places, 0, a.choices.shape[0] - 1), [-1])
+    choices = direct.reshape(take(a.choices, places), [n, width])
+    accepted = constant(0, drafted)
+    if width > 1:
+        match = both(
+            direct.equal(choices[:, :-1], take(a.drafts, safe)),
+            direct.less_than(columns[:, :-1], direct.unsqueeze(drafted, [1])),
+        )
+        accepted = paddle.cumprod(as_int(match), dim=1).sum(axis=1, dtype="int32")
+    size = masked(accepted + 1, active)
+    put(a.window[:n], choose(direct.less_than(columns, direct.unsqueeze(size, [1])), choices, NO_TOKEN))
     put(a.window_len[:n], size)
     put(a.accepted[:n], accepted)
     put(a.drafted[:n], drafted)
@@ -185,98 +215,103 @@ def verify_match(a: Any, n: int) -> None:
 def commit_window(a: Any, n: int) -> None:
     """Find where each window ends, file the tokens before it, then move every length and phase by slot."""
     slots, seq_len, window = a.slot_order[:n], a.seq_len[:n], a.window[:n]
-    running = (slots >= 0) & (seq_len > 0)
-    phase = at(a.phase, slots)
-    decode, prefill = running & (phase == DECODE), running & (phase == PREFILL)
-    kv_len = at(a.kv_len, slots) + choose(prefill, seq_len, 0)
-    completed = prefill & (kv_len == at(a.prefill_len, slots))
-    known = at(a.prompt_len, slots) + at(a.num_generated, slots)
-    size = choose(decode | completed, a.window_len[:n], 0)
-    emitted, reason = _cut(window, size, at(a.max_total, slots) - known, at(a.stop_tokens, slots))
+    safe = clamp(slots)
+    running = both(slots >= 0, seq_len > 0)
+    phase = take(a.phase, safe)
+    decode, prefill = both(running, phase == DECODE), both(running, phase == PREFILL)
+    kv_len = take(a.kv_len, safe) + masked(seq_len, prefill)
+    committed = either(decode, both(prefill, direct.equal(kv_len, take(a.prefill_len, safe))))
+    known = take(a.prompt_len, safe) + take(a.num_generated, safe)
+    size = masked(a.window_len[:n], committed)
+    emitted, reason = _cut(window, size, take(a.max_total, safe) - known, take(a.stop_tokens, safe))
 
-    columns = numbers(window.shape[1], slots).unsqueeze(0)
-    kept = columns < emitted.unsqueeze(1)
-    history = a.tokens.shape[1]
-    places = (paddle.clip(slots, min=0) * history + known).unsqueeze(1) + columns
-    scatter(a.tokens.view([-1]), places.reshape([-1]), window.reshape([-1]), kept.reshape([-1]))
+    columns = direct.unsqueeze(numbers(window.shape[1], slots), [0])
+    kept = direct.less_than(columns, direct.unsqueeze(emitted, [1]))
+    places = direct.unsqueeze(safe * a.tokens.shape[1] + known, [1]) + columns
+    flat = (direct.reshape(t, [-1]) for t in (places, window, kept))
+    scatter(a.tokens.view([-1]), *flat)
     put(a.out_tokens[:n], choose(kept, window, NO_TOKEN))
     put(a.out_len[:n], emitted)
-    put(a.out_accepted[:n], choose(decode, paddle.minimum(a.accepted[:n], emitted), 0))
+    put(a.out_accepted[:n], masked(direct.minimum(a.accepted[:n], emitted), decode))
 
-    committed = decode | completed
-    ended = committed & (reason != int(Finish.NONE))
+    ended = both(committed, reason != int(Finish.NONE))
     named, row = owners(choose(running, slots, PAD_SLOT), a.phase.shape[0])
-    settled = choose(ended, paddle.full_like(phase, FINISHED), DECODE)
-    write_where(a.num_generated, named, a.num_generated + paddle.gather(emitted, row))
-    write_where(a.kv_len, named, paddle.gather(kv_len + choose(decode, emitted, 0), row))
-    write_where(a.phase, named & paddle.gather(committed, row), paddle.gather(settled, row))
-    write_where(a.finish, named & paddle.gather(ended, row), paddle.gather(reason, row))
+    settled = choose(ended, constant(FINISHED, phase), DECODE)
+    write_where(a.num_generated, named, a.num_generated + take(emitted, row))
+    write_where(a.kv_len, named, take(kv_len + masked(emitted, decode), row))
+    write_where(a.phase, both(named, take(committed, row)), take(settled, row))
+    write_where(a.finish, both(named, take(ended, row)), take(reason, row))
 
 
 def _cut(window: Tensor, size: Tensor, room: Tensor, stop_tokens: Tensor) -> tuple[Tensor, Tensor]:
     """How many tokens of each window count, and why a request ends with them (`Finish`)."""
-    limit = paddle.minimum(size, room)
-    failed = window == NO_TOKEN
-    ends = (window.unsqueeze(2) == stop_tokens.unsqueeze(1)).any(axis=2) | failed
-    ends = ends & (numbers(window.shape[1], window).unsqueeze(0) < limit.unsqueeze(1))
-    first = ends.astype("int32").argmax(axis=1, keepdim=True)
+    limit = direct.minimum(size, room)
+    stops = direct.equal(direct.unsqueeze(window, [2]), direct.unsqueeze(stop_tokens, [1])).any(axis=2)
+    columns = direct.unsqueeze(numbers(window.shape[1], window), [0])
+    ends = both(either(stops, window == NO_TOKEN), direct.less_than(columns, direct.unsqueeze(limit, [1])))
+    first = as_int(ends).argmax(axis=1, dtype="int32")
     ended = ends.any(axis=1)
-    error = (pick(window, numbers(window.shape[0], size), first.squeeze(1).astype("int32")) == NO_TOKEN) & ended
-    emitted = paddle.where(ended, first.squeeze(1).astype("int32") + (~error).astype("int32"), limit)
-    full = (limit == room) & (size > 0)
-    reason = choose(full, paddle.full_like(size, int(Finish.LENGTH)), int(Finish.NONE))
-    reason = choose(~ended, reason, int(Finish.STOP))
-    return emitted, choose(~error, reason, int(Finish.ERROR))
+    error = both(pick(window, numbers(window.shape[0], size), first) == NO_TOKEN, ended)
+    emitted = direct.where(ended, first + 1 - as_int(error), limit)
+    full = both(direct.equal(limit, room), size > 0)
+    reason = choose(full, constant(int(Finish.LENGTH), size), int(Finish.NONE))
+    reason = direct.where(ended, constant(int(Finish.STOP), size), reason)
+    return emitted, direct.where(error, constant(int(Finish.ERROR), size), reason)
 
 
 def snapshot_output(a: Any, n: int) -> None:
     """Stack the columns; records past the end become the empty one."""
     slots = a.slot_order[:n]
-    live = slots >= 0
-    by_slot = {name: choose(live, at(getattr(a, name), slots), 0) for name in ("epoch", "finish", "phase", "kv_len")}
+    safe, live = clamp(slots), slots >= 0
+    by_slot = {name: masked(take(getattr(a, name), safe), live) for name in ("epoch", "finish", "phase", "kv_len")}
     columns = [
-        choose(live, slots, PAD_SLOT), by_slot["epoch"], choose(live, a.out_len[:n], 0), choose(live, a.out_accepted[:n], 0),
+        choose(live, slots, PAD_SLOT), by_slot["epoch"], masked(a.out_len[:n], live), masked(a.out_accepted[:n], live),
         choose(live, a.drafted[:n], -1), by_slot["finish"], by_slot["phase"], by_slot["kv_len"],
     ]  # fmt: skip
-    tokens = choose(live.unsqueeze(1).expand_as(a.out_tokens[:n]), a.out_tokens[:n], NO_TOKEN)
-    put(a.record[:n], paddle.concat([paddle.stack(columns, axis=1), tokens], axis=1))
+    # NO_TOKEN is -1: one more than a token is 0 exactly where there is none.
+    tokens = masked(a.out_tokens[:n] + 1, direct.unsqueeze(live, [1])) - 1
+    put(a.record[:n], direct.concat([direct.stack(columns, 1), tokens], 1))
 
 
 def pack_draft_rows(a: Any, n: int) -> None:
     """Shift the rows by one token; what is not known by then drops out."""
     row_slot, following = a.row_slot[:n], a.positions[:n] + 1
-    phase = at(a.phase, row_slot)
-    known = at(a.prompt_len, row_slot) + at(a.num_generated, row_slot)
-    keep = (row_slot >= 0) & ((phase == PREFILL) | (phase == DECODE)) & (following < known)
-    put(a.draft_ids[:n], choose(keep, pick(a.tokens, row_slot, following), NO_TOKEN))
+    safe = clamp(row_slot)
+    phase = take(a.phase, safe)
+    known = take(a.prompt_len, safe) + take(a.num_generated, safe)
+    running = either(phase == PREFILL, phase == DECODE)
+    keep = both(both(row_slot >= 0, running), direct.less_than(following, known))
+    put(a.draft_ids[:n], choose(keep, pick(a.tokens, safe, following), NO_TOKEN))
     put(a.draft_row_slot[:n], choose(keep, row_slot, PAD_SLOT))
 
 
 def begin_draft(a: Any, n: int) -> None:
     """Empty the drafts of slots that had rows; say who drafts, from where and how far."""
     slots = a.slot_order[:n]
-    ran = (slots >= 0) & (a.seq_len[:n] > 0)
+    safe = clamp(slots)
+    ran = both(slots >= 0, a.seq_len[:n] > 0)
     named, _ = owners(choose(ran, slots, PAD_SLOT), a.draft_len.shape[0])
     write_where(a.drafts, named, NO_TOKEN)
     write_where(a.draft_len, named, 0)
-    room = at(a.max_total, slots) - at(a.prompt_len, slots) - at(a.num_generated, slots) - 1
-    budget = paddle.clip(room, max=a.drafts.shape[1])
-    active = ran & (at(a.phase, slots) == DECODE) & (budget > 0)
+    room = take(a.max_total, safe) - take(a.prompt_len, safe) - take(a.num_generated, safe) - 1
+    budget = direct.minimum(room, constant(a.drafts.shape[1], room))
+    active = both(both(ran, take(a.phase, safe) == DECODE), budget > 0)
     put(a.draft_slot[:n], choose(active, slots, PAD_SLOT))
-    put(a.draft_position[:n], choose(active, at(a.kv_len, slots) - 1, 0))
-    put(a.draft_budget[:n], choose(active, budget, 0))
+    put(a.draft_position[:n], masked(take(a.kv_len, safe) - 1, active))
+    put(a.draft_budget[:n], masked(budget, active))
 
 
 def advance_draft(a: Any, n: int) -> None:
     """File what was chosen, then retire what is done."""
     slots, chosen = a.draft_slot[:n], a.chosen[:n]
-    filed = (slots >= 0) & (chosen >= 0)
+    filed = both(slots >= 0, chosen >= 0)
     named, row = owners(choose(filed, slots, PAD_SLOT), a.draft_len.shape[0])
-    column = (numbers(a.drafts.shape[1], slots) == a.pass_index).unsqueeze(0)
-    write_where(a.drafts, named.unsqueeze(1) & column, paddle.gather(chosen, row).unsqueeze(1).expand_as(a.drafts))
+    column = direct.unsqueeze(numbers(a.drafts.shape[1], slots) == a.pass_index, [0])
+    written = both(direct.unsqueeze(named, [1]), column)
+    write_where(a.drafts, written, masked(direct.unsqueeze(take(chosen, row), [1]), written))
     write_where(a.draft_len, named, a.pass_index + 1)
-    goes_on = filed & (a.draft_budget[:n] > a.pass_index + 1)
-    put(a.draft_position[:n], a.draft_position[:n] + goes_on.astype("int32"))
+    goes_on = both(filed, a.draft_budget[:n] > a.pass_index + 1)
+    put(a.draft_position[:n], a.draft_position[:n] + as_int(goes_on))
     put(a.next_ids[:n], choose(goes_on, chosen, NO_TOKEN))
     put(slots, choose(goes_on, slots, PAD_SLOT))
 

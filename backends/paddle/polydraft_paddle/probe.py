@@ -1,0 +1,111 @@
+"""Owns the question which operations leave a place: every kernel runs once in a process of its own, and Paddle says where.
+
+`polydraft_off_device` asks `leaving`; the process runs this module. Nothing else can tell: a black list in the environment moves
+operations to the CPU also where falling back is off, so Paddle's own log of chosen kernels is read, not its flags.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterable
+from typing import Any, Final
+
+from polydraft.environment import dictate
+from polydraft.errors import DeviceError, PolydraftError
+from polydraft_paddle.installation import first_line
+
+MARK: Final = "polydraft-probe:"
+"""Begins the lines on standard error that say whose operations follow; behind it a contract, or nothing for those of nobody."""
+FALLEN: Final = re.compile(r"missing \S+ kernel: (\w+), .*fallbacking to CPU one")
+"""What Paddle's `kernel_factory` logs at level 3 when it takes the CPU's kernel for another place."""
+LIMIT_S: Final = 300.0
+
+
+def leaving(spec: str) -> dict[str, tuple[str, ...]]:
+    """Operations that leave the place `spec`, by contract, in the order in which they were met; {} for the CPU itself. Raises
+    `DeviceError` where a kernel does not run at all, or the process dies."""
+    if spec in ("", "cpu"):
+        return {}
+    command = [sys.executable, "-m", "polydraft_paddle.probe", spec]
+    try:
+        done = subprocess.run(  # noqa: S603  this interpreter, this module
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=LIMIT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise DeviceError(f"trying every operation on {spec} did not end within {LIMIT_S:g} s; look at the device") from None
+    if done.returncode:
+        said = (done.stdout or done.stderr).strip().splitlines()
+        raise DeviceError(f"trying every operation on {spec} failed: {said[-1] if said else f'exit status {done.returncode}'}")
+    return read(done.stderr.splitlines())
+
+
+def read(lines: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    """The operations that the lines of a run name, by the contract that was running."""
+    found: dict[str, dict[str, None]] = {}
+    contract = ""
+    for line in lines:
+        if line.startswith(MARK):
+            contract = line[len(MARK) :].strip()
+        elif fallen := FALLEN.search(line):
+            found.setdefault(contract, {})[fallen[1]] = None
+    return {name: tuple(operations) for name, operations in found.items()}
+
+
+class Marking:
+    """A provider that says on standard error when its launch begins and ends."""
+
+    def __init__(self, contract: str, provider: Any) -> None:
+        self._contract, self._provider = contract, provider
+
+    def bind(self, args: Any, limits: Any, workspace: Any) -> Any:
+        """Bind, and mark each launch."""
+        launch = self._provider.bind(args, limits, workspace)
+
+        def marked(stream: Any, n: int) -> None:
+            mark(self._contract)
+            launch(stream, n)
+            mark("")
+
+        return marked
+
+    def workspace_bytes(self, args: Any, limits: Any) -> int:
+        """As the provider says."""
+        return int(self._provider.workspace_bytes(args, limits))
+
+
+def mark(contract: str) -> None:
+    """Say whose operations follow."""
+    sys.stderr.write(f"{MARK} {contract}\n")
+    sys.stderr.flush()
+
+
+def run_every_kernel(spec: str) -> None:
+    """Open the place with falling back allowed, and launch every kernel on each of its contract's named cases."""
+    from polydraft.backend import DeviceOptions
+    from polydraft.contracts import REGISTRY
+    from polydraft.contracts.harness import run_kernel
+    from polydraft_paddle import open_place, polydraft_init_forward_meta, polydraft_kernels
+
+    device = open_place(spec, DeviceOptions(allow_cpu_fallback=True))
+    table: Any = polydraft_kernels(device)
+    init_meta: Any = polydraft_init_forward_meta
+    table.providers = {name: Marking(name, provider) for name, provider in table.providers.items()}
+    for name, version in table.versions.items():
+        contract = REGISTRY[f"{name}/{version}"]
+        for case in contract.cases():
+            run_kernel(contract, case, device, table, init_meta=init_meta)
+    device.close()
+
+
+if __name__ == "__main__":
+    dictate("GLOG_vmodule", "kernel_factory=3")
+    dictate("GLOG_minloglevel", "0")
+    dictate("GLOG_logtostderr", "1")
+    try:
+        run_every_kernel(sys.argv[1])
+    except PolydraftError as error:
+        sys.exit(f"{error}")
+    except Exception as error:  # noqa: BLE001  whatever a framework raises becomes one line
+        sys.exit(f"{type(error).__name__}: {first_line(error)}")

@@ -48,6 +48,10 @@ void tile(const Shape& s, int64_t row, int64_t panel) {
 #pragma GCC unroll 16
       for (int p = 0; p < P; p++) acc[r][p] = _mm512_setzero_ps();
     for (int64_t k = first; k < last; k++) {
+      if constexpr (R >= 8) {  // fewer rows are bound by memory as it is
+#pragma GCC unroll 16
+        for (int p = 0; p < P; p++) __builtin_prefetch(base + (P + p) * s.stride + k * PANEL, 0, 2);
+      }
       __m512bh w[P];
 #pragma GCC unroll 16
       for (int p = 0; p < P; p++) w[p] = pairs_at(base + p * s.stride + k * PANEL);
@@ -56,6 +60,7 @@ void tile(const Shape& s, int64_t row, int64_t panel) {
         const __m512bh b = pair_of(x[r] + 2 * k);
 #pragma GCC unroll 16
         for (int p = 0; p < P; p++) acc[r][p] = _mm512_dpbf16_ps(acc[r][p], w[p], b);
+        PD_IN_TURN;
       }
     }
 #pragma GCC unroll 16
@@ -79,8 +84,8 @@ void tile(const Shape& s, int64_t row, int64_t panel) {
 
 template <int R, int P>
 void panels(const Shape& s, int64_t row, int64_t first, int64_t last) {
-  for (; first + P <= last; first += P) tile<R, P>(s, row, first);
-  if constexpr (P > 1) { if (first < last) panels<R, P / 2>(s, row, first, last); }
+  for (; first + P <= last && !(P == 3 && last - first == 4); first += P) tile<R, P>(s, row, first);  // 2 + 2, not 3 + 1
+  if constexpr (P > 1) { if (first < last) panels<R, P == 3 ? 2 : P / 2>(s, row, first, last); }
 }
 
 void strip(const Shape& s, int64_t n, int64_t first, int64_t last) {

@@ -14,6 +14,9 @@ struct bf16 { uint16_t bits; };
 #define PD_INLINE static inline __attribute__((always_inline, unused))
 #define PD_MEMBER static inline __attribute__((always_inline))
 
+// Keep the compiler from moving loads across: with as many sums as there are registers, a load made early costs a spill.
+#define PD_IN_TURN asm volatile("" ::: "memory")
+
 PD_INLINE vf splat(float x) { return x - vf{}; }
 PD_INLINE vi splat_i(int32_t x) { return x + vi{}; }
 PD_INLINE vu splat_u(uint32_t x) { return x + vu{}; }

@@ -88,6 +88,7 @@ def test_the_surface_is_committed():
         {"deterministic": "none"},
         {"golden": lambda a, n: a.x.__setitem__(slice(0, n), a.x[:n] - a.y[:n])},
         {"version": 2},
+        {"constraints": ("H >= 1",)},
     ],
     ids=lambda change: next(iter(change)),
 )

@@ -12,8 +12,9 @@ from xml.etree import ElementTree as ET
 import jsonschema
 import pytest
 
+from polydraft import reference
 from polydraft.conformance import overlap_checks, sanity_checks
-from polydraft.conformance.catalogue import every_check, must_own, must_pass, write_lists
+from polydraft.conformance.catalogue import CLAIMED, every_check, must_own, must_pass, write_lists
 from polydraft.conformance.check import Check, Tally
 from polydraft.conformance.graph_checks import checks as graph_checks
 from polydraft.conformance.kernel_checks import OPTIONAL
@@ -24,7 +25,7 @@ from polydraft.conformance.report import Selection, conform, verify
 from polydraft.conformance.target import Target
 from polydraft.contracts import COMPOSITES, REGISTRY
 from polydraft.errors import ContractError
-from tests.conformance.doubles import BACKENDS, basic, installed, kernels, raising, unavailable
+from tests.conformance.doubles import BACKENDS, basic, installed, kernels, named, raising, unavailable
 from tests.support.project import ROOT
 
 
@@ -43,10 +44,56 @@ def test_basic_holds(name: str):
 
 
 @pytest.mark.parametrize("checks", [graph_checks, overlap_checks.checks, sanity_checks.checks], ids=["L3", "L4", "L6"])
-def test_the_emulator_passes_the_other_levels(checks: Any):
-    target = Target(BACKENDS["emulator"])
+@pytest.mark.parametrize("name", BACKENDS)
+def test_both_pass_the_other_levels(name: str, checks: Any):
+    """With these and `basic` both hold `full`; the reference on the device that has queues and graphs."""
+    target = Target(BACKENDS[name], wants=CLAIMED["full"])
     results = [check.result(target) for check in checks()]
     assert [(r.id, r.outcome, r.message) for r in results if r.outcome != "pass"] == []
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("name", BACKENDS)
+def test_full_holds(name: str):
+    report = conform(BACKENDS[name], selection=Selection("full"))
+    assert report.status == 0, page(report)
+    assert report.content["backend"]["evidence"] == "emulator"
+
+
+@pytest.mark.parametrize(
+    ("selection", "device", "reason"),
+    [
+        (Selection("basic"), "", ""),
+        (Selection("graph"), "queued", "none was named, and it is the first that declares graph_capture"),
+        (Selection("full"), "queued", "none was named, and it is the first that declares graph_capture and asynchronous"),
+        (Selection(level="L3"), "queued", "none was named, and it is the first that declares graph_capture"),
+        (Selection(level="L0"), "", ""),
+        (Selection(check="L4/slow-host"), "queued", "none was named, and it is the first that declares asynchronous"),
+        (Selection("full", contract="swiglu"), "queued", "graph_capture and asynchronous"),
+    ],
+    ids=lambda given: given.describe() if isinstance(given, Selection) else None,
+)
+def test_the_device_is_one_that_can_show_what_is_claimed(selection: Selection, device: str, reason: str):
+    target = Target("reference", wants=selection.wants)
+    assert target.device_spec == device
+    assert reason in target.device_reason
+    assert bool(reason) == bool(target.device_reason)
+    named = Target("reference", device="cpu", wants=selection.wants)
+    assert (named.device_spec, named.device_reason) == ("cpu", "")
+    assert not named.info.capabilities.asynchronous
+
+
+def test_the_device_that_was_taken_is_told():
+    report = conform("reference", selection=Selection(check="L3/capture/runs-nothing"))
+    assert (report.status, report.content["backend"]["device"]) == (0, "queued")
+    assert "on queued (none was named, and it is the first that declares graph_capture)" in page(report)
+    assert "polydraft conform reference --device queued" in page(report)
+    jsonschema.validate(report.content, json.loads((ROOT / "core/polydraft/schemas/conform-1.json").read_text()))
+    assert verify(report.content) == []
+
+
+def test_a_backend_that_has_no_such_device_is_tested_on_its_default():
+    assert Target(named(reference, "plain", devices=("cpu",)), wants=CLAIMED["full"]).device_spec == ""
 
 
 def test_a_synchronous_backend_without_graphs_claims_neither():
@@ -109,7 +156,7 @@ def test_a_backend_that_is_not_there_proves_nothing():
 
 
 def test_a_higher_profile_needs_its_capabilities():
-    report = conform("reference", selection=Selection("graph", "L3"))
+    report = conform("reference", device="cpu", selection=Selection("graph", "L3"))
     assert (report.status, {r.outcome for r in report.results}) == (4, {"unsupported"})
 
 

@@ -44,6 +44,15 @@ def conform(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch)
     return call
 
 
+def test_one_check_by_its_id(conform: Callable[..., Answer]):
+    answer = conform("reference", "--check", "L1/closed-device-refuses", "--json")
+    assert (answer.status, [result["id"] for result in answer.json["results"]]) == (0, ["L1/closed-device-refuses"])
+    assert answer.json["claim"]["complete"] is False
+    wrong = conform("reference", "--check", "L1/closed-device-refuse")
+    assert wrong.status == 2
+    assert "no check is called 'L1/closed-device-refuse'; did you mean L1/closed-device-refuses? report.json" in wrong.err
+
+
 SWAPPED = """
 import dataclasses
 from polydraft import reference
@@ -182,7 +191,7 @@ class Doomed:
 
 @hookimpl
 def polydraft_backend_info():
-    return dataclasses.replace(reference.polydraft_backend_info(), name="doomed")
+    return dataclasses.replace(reference.polydraft_backend_info(""), name="doomed")
 
 
 @hookimpl

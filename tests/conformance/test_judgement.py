@@ -250,7 +250,7 @@ def test_what_a_report_holds():
     assert content["schema"] == "polydraft.conform/1"
     assert (content["spec"], content["kit"]) == ("1.0", {"version": __version__, "lists": lists_digest("1.0")})
     assert content["claim"] == {
-        "profile": "basic", "level": "", "contract": "", "case": "", "seed": None, "deep": False, "complete": True,
+        "profile": "basic", "level": "", "contract": "", "case": "", "seed": None, "deep": False, "check": "", "complete": True,
     }  # fmt: skip
     assert (content["command"], content["begun"]) == (["polydraft", "conform", "reference"], "2026-11-21T12:30:05+00:00")
     assert content["seconds"] == 1.235
@@ -415,12 +415,12 @@ class Named:
     ("result", "rerun"),
     [
         (Result("L2/swiglu/one_row", "fail", 1, kernel="swiglu", message="x"), "--contract swiglu --case one_row"),
-        (Result("L2/swiglu/new-contents", "fail", 1, kernel="swiglu", message="x"), "--contract swiglu"),
-        (Result("L2/swiglu/seeds", "fail", 1, kernel="swiglu", message="x"), "--contract swiglu"),
-        (Result("L2/swiglu/repeat", "fail", 1, kernel="swiglu", message="x"), "--contract swiglu"),
-        (Result("L2/a+b/expansion", "fail", 1, kernel="a+b", message="x"), "--contract a+b"),
-        (Result("L3/kernel/swiglu", "fail", 1, kernel="swiglu", message="x"), "--contract swiglu"),
-        (Result("L5/greedy/K3-B3", "fail", 1, message="x"), "--level L5"),
+        (Result("L2/swiglu/new-contents", "fail", 1, kernel="swiglu", message="x"), "--check L2/swiglu/new-contents"),
+        (Result("L2/swiglu/seeds", "fail", 1, kernel="swiglu", message="x"), "--check L2/swiglu/seeds"),
+        (Result("L2/swiglu/repeat", "fail", 1, kernel="swiglu", message="x"), "--check L2/swiglu/repeat"),
+        (Result("L2/a+b/expansion", "fail", 1, kernel="a+b", message="x"), "--check L2/a+b/expansion"),
+        (Result("L3/kernel/swiglu", "fail", 1, kernel="swiglu", message="x"), "--check L3/kernel/swiglu"),
+        (Result("L5/greedy/K3-B3", "fail", 1, message="x"), "--check L5/greedy/K3-B3"),
     ],
 )
 def test_a_failure_says_how_to_see_it_again(result: Result, rerun: str):

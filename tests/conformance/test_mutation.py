@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import importlib.util
 import json
@@ -103,8 +104,8 @@ def test_a_fault_that_no_test_sees_lives(tool: ModuleType, tmp_path: Path, monke
 
 
 def test_survivors_are_judged(tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    found = {"compare": ["compare::a", "compare::b"], "report": []}
-    monkeypatch.setattr(tool, "survivors", lambda name, told: (found[name], 9))
+    found, tried = {"compare": ["compare::a", "compare::b"], "report": []}, [f"compare::{c}" for c in "abdefghij"]
+    monkeypatch.setattr(tool, "survivors", lambda name, told, part: (found[name], tried))
     monkeypatch.setattr(tool, "EXPLAINED", tmp_path / "e.json")
     (tmp_path / "e.json").write_text(json.dumps({"compare::a": "why", "report::c": "why"}))
     said: list[str] = []
@@ -112,6 +113,10 @@ def test_survivors_are_judged(tool: ModuleType, tmp_path: Path, monkeypatch: pyt
         "no test notices compare::b", "explained, and noticed or gone: report::c"
     ]  # fmt: skip
     assert said[0] == "compare: 9 changes, 7 noticed, 1 explained"
+    assert tool.judged(["report"], said.append, (1, 2)) == [], "what a part has not tried is not missed"
+    assert tool._part("2/4") == (2, 4)
+    with pytest.raises(argparse.ArgumentTypeError, match="wanted I/N"):
+        tool._part("5/4")
 
 
 def test_explanations_are_of_changes_that_there_are(tool: ModuleType):

@@ -55,6 +55,7 @@ def test_a_text_is_compared_to_its_end(tell: Callable[..., Tally]):
     assert (right.failures, right.comparisons, right.near_ties) == ([], 14, 0)
     assert tell(output((*TEXT[:9], 99), ROUNDS)).failures == [f"tokens of {WHO}[9] is 99, wanted 19"]
     assert tell(output(TEXT, (2, 0, 3, 0))).failures == [f"acceptance trace of {WHO}[3] is 0, wanted 1"]
+    assert tell(output((10, 12), ROUNDS)).failures == [f"tokens of {WHO}[1] is 12, wanted 11 (2 entries, wanted 10)"]
     assert len(tell(output(TEXT[:9], ROUNDS)).failures) == 1
     assert len(tell(output((*TEXT, 20), ROUNDS)).failures) == 1
     f32 = tell(output((*TEXT[:9], 99), ROUNDS), sure=3)

@@ -385,7 +385,7 @@ def polydraft_kernels(device):
 
 @hookimpl
 def polydraft_backend_info():
-    return dataclasses.replace(reference.polydraft_backend_info(), name="bad", CLAIM)
+    return dataclasses.replace(reference.polydraft_backend_info(""), name="bad", CLAIM)
 """
 
 
@@ -437,6 +437,12 @@ def test_symptoms_are_read():
     assert causes("L2/swiglu/one_column", "swiglu", "out[0, 0] is -24576, wanted 1").startswith("M43 ")
     assert causes("L2/swiglu/one_column", "swiglu", "PluginError: plugin 'x' is broken (raised in x.py:3)") == ""
     assert causes("L2/linear/one_row", "linear", "ContractError: the launch synchronised (raised in x.py:3)").startswith("M24 ")
+    lost = "AssertionError: a block is lost, or free and held at once (raised in kv_blocks.py:3)"
+    assert causes("L4/overlap-1/stop-in-flight", "", lost) == (
+        "M33 (a request freed twice under overlap) or M35 (the tail of a rejected window never released)"
+    )
+    assert causes("L6/one-wait-a-step", "", "waits in each steady step[0] is 2, wanted 1").startswith("M24 ")
+    assert causes("L6/no-allocation-after-warm-up", "", "allocations in each steady step[0] is 2, wanted 0").startswith("M22 ")
 
 
 # -- the page ----------------------------------------------------------------------------------------

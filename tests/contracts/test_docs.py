@@ -53,6 +53,12 @@ Arguments of `blend`: every row is scaled and shifted by numbers of its slot, an
 | H | features of a hidden row |
 | B | slots; sequences of a launch |
 
+A record that does not fit is refused with a `ContractError` before a provider sees it: another dtype or rank, sizes that share \
+a symbol and differ, something missing, a buffer in two places of which one is written. Sizes called N are each buffer's own, \
+and the launch length lies within all of them. Nor does a record fit that breaks one of these:
+
+- `times >= 0`
+
 ## Launch
 
 The launch length counts rows, of whatever pass launches it. It is an upper bound known to the host; what lies at or \
@@ -100,7 +106,10 @@ Faults that no case can show:
 
 def test_whole_page():
     contract = dataclasses.replace(
-        toy.CONTRACT, scale=toy.scale, equivalent_mutants={"zero(nothing)": "there is no such argument"}
+        toy.CONTRACT,
+        scale=toy.scale,
+        constraints=("times >= 0",),
+        equivalent_mutants={"zero(nothing)": "there is no such argument"},
     )
     assert render(contract) == PAGE
 
@@ -119,7 +128,7 @@ def test_what_differs_between_contracts():
 
 def test_signatures():
     assert signature(REGISTRY["select_last_rows"]) == (
-        "select_last_rows/1(hidden[R,H] act, positions[R] i32, seq_start[B] i32, draft_slot[B] i32, draft_position[B] i32)"
+        "select_last_rows/1(hidden[R,H] act, positions[N] i32, seq_start[B] i32, draft_slot[B] i32, draft_position[B] i32)"
         " -> out[B,H] act"
     )
     assert signature(REGISTRY["update_blocks"]) == "update_blocks/1(updates[M,3] i32, inout block_table[B,MB] i32)"

@@ -54,7 +54,7 @@ ENGINES: dict[str, dict[str, Any]] = {
 def test_rounds_follow_the_schedule(name: str) -> None:
     """Whatever the model, the proposer, the batch or the device: seed and position decide. (A proposer that finds fewer drafts
     has fewer to accept.)"""
-    llm = LLM(**NARROW, draft_tokens=3, accept_schedule=SCHEDULE, max_num_seqs=2, **ENGINES[name])
+    llm = LLM(**{**NARROW, "draft_tokens": 3, "accept_schedule": SCHEDULE, "max_num_seqs": 2, **ENGINES[name]})
     params = [SamplingParams(max_new_tokens=40, ignore_eos=True, seed=i) for i in range(3)]
     outputs = llm.generate([[1, 2, 3 + i] for i in range(3)], params)
     for seed, output in enumerate(outputs):

@@ -15,7 +15,6 @@ from polydraft import LLM, Engine, EngineConfig, RequestOutput, SamplingParams
 from polydraft.device import Array
 from polydraft.errors import CapabilityError, ConfigError, RequestError
 from tests.support import runs, tiny
-from tests.support.lazy_device import LazyPlugin
 from tests.support.meddling import Meddle, MeddlingPlugin
 from tests.support.runs import Ask, drive, essence, solo
 
@@ -278,7 +277,7 @@ def poison_from(run: int, *, role: str = "target", row: int = 0) -> Meddle:
 def meddled(meddle: Meddle, device: str, own: SamplingParams) -> list[RequestOutput]:
     """All prompts at once on a backend whose logits are meddled with."""
     options = dict(runs.DEVICES[device])
-    plugin = MeddlingPlugin(meddle, *([LazyPlugin()] if options.pop("plugin", None) else []))
+    plugin = MeddlingPlugin(meddle)
     options |= {"model": str(tiny.checkpoint(MODEL)), "plugins": tiny.PLUGINS}
     engine = LLM(plugin=plugin, **options, invariant=True, max_num_seqs=4, draft_tokens=K).engine
     return drive(engine, [Ask(prompt, own) for prompt in PROMPTS])

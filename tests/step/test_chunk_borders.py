@@ -12,8 +12,8 @@ import pytest
 
 from polydraft import Engine, SamplingParams
 from polydraft.reference import state_kernels
+from polydraft.reference.queued import QueuedDevice
 from polydraft.sentinels import NO_TOKEN, PAD_SLOT, Phase
-from tests.support.lazy_device import LazyDevice
 from tests.support.runs import DEVICES, Ask, drive, engine, essence, solo
 
 PROMPT = tuple((17 * i * i + 5 * i + 3) % 64 for i in range(25))
@@ -71,7 +71,7 @@ def draft_cache(running: Engine, prompt: tuple[int, ...]) -> Any:
     running.add(prompt, SamplingParams(max_new_tokens=8, ignore_eos=True))
     while running.slots.phase[0] != Phase.DECODE or running.slots.in_flight[0]:
         running.step()
-    if isinstance(running.device, LazyDevice):
+    if isinstance(running.device, QueuedDevice):
         running.device.synchronize()
     positions = np.arange(len(prompt))
     size = running.ledger.block_size

@@ -79,7 +79,7 @@ def check_clean(engine: Engine) -> None:
 @pytest.mark.parametrize("device", [*DEVICES, *ORDERS])
 def test_own_runner_is_clean(device: str) -> None:
     options = dict((DEVICES | ORDERS)[device])
-    check_clean(busy(options.pop("plugin", None), sanitize=True, graph="off", **options))
+    check_clean(busy(options.pop("plugin", None), sanitize=True, **options))
 
 
 @pytest.mark.parametrize("graph", ["off", "decode"])

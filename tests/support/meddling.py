@@ -1,7 +1,7 @@
 """A backend double: another backend's device and kernels, with logits that a test may spoil before a token is chosen.
 
 Owns the plugin object `LLM(plugin=...)` takes, and the checkpoint whose tokens are single bytes.
-Called by the tests of bad input, on the synchronous reference and on the lazy device alike.
+Called by the tests of bad input, on both devices of the reference alike.
 Never changes anything but logits: what was chosen, verified and committed is the wrapped backend's work.
 """
 
@@ -18,7 +18,7 @@ from typing import Any
 from polydraft import hookimpl, reference
 from polydraft.backend import BackendInfo, DeviceOptions, ForwardMeta, KernelTable, PassBuffers
 from polydraft.contracts.base import Limits
-from polydraft.device import Array, Device
+from polydraft.device import Array, Device, GraphCapture
 from polydraft.reference.table import kernels
 from tests.support import tiny
 
@@ -34,8 +34,8 @@ class MeddlingPlugin:
         self._num_runs = {"target": 0, "draft": 0}
 
     @hookimpl
-    def polydraft_backend_info(self) -> BackendInfo:
-        info: BackendInfo = self._inner.polydraft_backend_info()
+    def polydraft_backend_info(self, spec: str) -> BackendInfo:
+        info: BackendInfo = self._inner.polydraft_backend_info(spec)
         return info
 
     @hookimpl
@@ -48,6 +48,11 @@ class MeddlingPlugin:
         table = self._inner.polydraft_kernels(device=device)
         table.providers = {**table.providers, "process_logits": device.bind_kernel(self._kernel(device.row_invariant))}
         return table  # type: ignore[no-any-return]
+
+    @hookimpl
+    def polydraft_graph_capture(self, device: Any) -> GraphCapture:
+        capture: GraphCapture = self._inner.polydraft_graph_capture(device=device)
+        return capture
 
     @hookimpl
     def polydraft_init_forward_meta(self, device: Any, buffers: PassBuffers, limits: Limits) -> ForwardMeta:

@@ -22,7 +22,7 @@ from polydraft.reference.table import NumpyTable
 
 def contract_versions() -> dict[str, int]:
     """Name to version of what the table offers. This backend fuses nothing, so it offers no composite."""
-    offered = reference.polydraft_backend_info().contract_versions
+    offered = reference.polydraft_backend_info("").contract_versions
     return {name: version for name, version in offered.items() if name not in COMPOSITES}
 
 

@@ -156,7 +156,7 @@ class PlantedPlugin:
 
     @hookimpl
     def polydraft_backend_info(self) -> BackendInfo:
-        info = reference.polydraft_backend_info()
+        info = reference.polydraft_backend_info("")
         capabilities = dataclasses.replace(info.capabilities, graph_capture=True)
         return dataclasses.replace(info, name="planted", devices=("planted",), capabilities=capabilities, evidence="double only")
 

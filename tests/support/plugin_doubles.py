@@ -36,16 +36,17 @@ def plugin(name: str, **hooks: Any) -> ModuleType:
 
 def info(name: str = "double", **changes: Any) -> BackendInfo:
     """The reference's identity under another name; `changes` are fields of it or of its capabilities."""
-    base = reference.polydraft_backend_info()
+    base = reference.polydraft_backend_info("")
     fields = {f.name for f in dataclasses.fields(BackendInfo)}
     caps = dataclasses.replace(base.capabilities, **{k: v for k, v in changes.items() if k not in fields})
     return dataclasses.replace(base, name=name, capabilities=caps, **{k: v for k, v in changes.items() if k in fields})
 
 
 def backend(name: str = "double", /, *, changes: Any = None, **hooks: Any) -> ModuleType:
-    """A backend that computes like the reference. `changes` (a mapping) go to its identity, `hooks` replace or, with None,
-    remove hooks."""
+    """A backend that computes like the reference, on the CPU at once. `changes` (a mapping) go to its identity, `hooks` replace
+    or, with None, remove hooks."""
     inherited = {hook: value for hook, value in vars(reference).items() if hook.startswith("polydraft_")}
+    inherited.pop("polydraft_graph_capture")
     identity = {"polydraft_backend_info": lambda: info(name, **(changes or {}))}
     return plugin(name, **{**inherited, **identity, **hooks})
 

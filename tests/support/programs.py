@@ -55,24 +55,20 @@ class Program:
 
     def differences(self, outputs: list[RequestOutput]) -> list[str]:
         """What differs from each request alone, in words; of a request that was aborted only its beginning is looked at."""
-        drafts = self.options["verify"] != "rejection"
         return [
             f"request {i}: {word}"
             for i, (ask, output) in enumerate(zip(self.asks, outputs, strict=True))
-            for word in unlike(output, self._alone(ask), drafts=drafts)
+            for word in unlike(output, self._alone(ask))
         ]
 
     def _alone(self, ask: Ask) -> RequestOutput:
         """The request alone, under the options that a result does depend on."""
-        rules = tuple((name, self.options[name]) for name in ("logprobs", "proposer", "verify"))
+        rules = tuple((name, self.options[name]) for name in ("logprobs", "proposer", "verify", "draft_vocab"))
         return alone(self.model, self.num_drafts, ask.prompt_ids, ask.params, rules)
 
 
-def unlike(output: RequestOutput, wanted: RequestOutput, *, drafts: bool) -> Iterator[str]:
-    """In which fields two results differ. This is the one place that says what is compared.
-
-    `drafts`: log probabilities of drafts, too. Under rejection a greedy request's draft is certain beside one that samples, and
-    alone it has the model's own number."""
+def unlike(output: RequestOutput, wanted: RequestOutput) -> Iterator[str]:
+    """In which fields two results differ. This is the one place that says what is compared."""
     if output.finish_reason in ("abort", "error"):
         count, rounds = len(output.token_ids), len(output.rounds)
         pairs = {
@@ -84,8 +80,7 @@ def unlike(output: RequestOutput, wanted: RequestOutput, *, drafts: bool) -> Ite
         mine, theirs = essence(output), essence(wanted)
         pairs = {name: (mine[name], theirs[name]) for name in mine}
         pairs["logprobs"] = (bits(output), bits(wanted))
-        if drafts:
-            pairs["logprobs of drafts"] = (of_drafts(output), of_drafts(wanted))
+        pairs["logprobs of drafts"] = (of_drafts(output), of_drafts(wanted))
     for name, (got, right) in pairs.items():
         if got != right:
             yield f"{name} {got}, wanted {right}"
@@ -136,6 +131,9 @@ def program(seed: int) -> Program:
     query = f"seed={seed}&{rng.choice(SCHEDULES)}"
     options["proposer"] = rng.choice(("auto", "auto", "ngram")) if num_drafts else "auto"
     options["verify"] = rng.choice(("auto", "auto", "rejection"))
+    vocab = tiny.CONFIGS[model]["vocab_size"]
+    narrow = rng.random() < 0.3 and num_drafts > 0 and options["proposer"] == "auto"
+    options["draft_vocab"] = f"{tiny.token_counts(vocab)}:{rng.choice((1, vocab // 4, vocab // 2, vocab))}" if narrow else ""
     return Program(seed, model, num_drafts, query, options, tuple(asks))
 
 

@@ -9,34 +9,49 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from polydraft import LLM, Engine, RequestOutput, SamplingParams
+from polydraft import LLM, Engine, RequestOutput, SamplingParams, reference
+from polydraft.backend import RowOrder
 from polydraft.conformance.oracle.coupled import CoupledRounds, Sampling, coupled_rounds
 from polydraft.conformance.oracle.model import OracleModel
+from polydraft.conformance.target import wrap
 from polydraft.demo import demo_model_path
 from polydraft.models import Tokenizer
+from polydraft.reference.queued import QueuedDevice
 from polydraft.runtime.request import Status
 from polydraft.sentinels import Phase
 from tests.oracle.processing import processed
 from tests.support import tiny
-from tests.support.lazy_device import LazyDevice, LazyPlugin
 
+LAZY: dict[str, Any] = {"backend": "reference", "device": "queued", "graph": "off"}
+"""Options of `LLM` for the reference's queued device, on which nothing runs until somebody waits; without graphs."""
 DEVICES: dict[str, dict[str, Any]] = {
     "reference": {"backend": "reference"},
-    "lazy-0": {"plugin": LazyPlugin(), "overlap": 0},
-    "lazy-1": {"plugin": LazyPlugin(), "overlap": 1},
-    "lazy-2": {"plugin": LazyPlugin(), "overlap": 2},
+    "lazy-0": {**LAZY, "overlap": 0},
+    "lazy-1": {**LAZY, "overlap": 1},
+    "lazy-2": {**LAZY, "overlap": 2},
 }
-"""Options of `LLM` by kind of device: the synchronous reference, and the lazy device at every overlap depth."""
+"""Options of `LLM` by kind of device: the synchronous reference, and the queued device at every overlap depth."""
+
+
+def packing(order: RowOrder) -> Any:
+    """The reference, declaring another order of rows: the NumPy kernels follow the launch order and do not mind."""
+
+    def declared(info: Any) -> Any:
+        return replace(info, capabilities=replace(info.capabilities, row_order=order))
+
+    return wrap(reference, polydraft_backend_info=declared)
+
+
 ORDERS: dict[str, dict[str, Any]] = {
-    "lazy-seeded": {"plugin": LazyPlugin("seeded"), "overlap": 1},
-    "lazy-prefill-first": {"plugin": LazyPlugin("prefill_first"), "overlap": 2},
+    "lazy-seeded": {**LAZY, "plugin": packing("seeded"), "overlap": 1},
+    "lazy-prefill-first": {**LAZY, "plugin": packing("prefill_first"), "overlap": 2},
 }
-"""Lazy devices that pack rows in another order than slots."""
+"""Queued devices that pack rows in another order than slots."""
 
 
 def engine(model: str = "", *, device: str = "reference", invariant: bool = True, **options: Any) -> Engine:
@@ -118,7 +133,7 @@ def come_to_rest(engine: Engine) -> None:
     assert not engine.slots.in_flight.any(), "a drained engine counts steps in flight"
     assert engine.ledger.num_free == engine.ledger.num_blocks, "a drained engine holds blocks"
     assert not engine.requests, "a drained engine knows requests"
-    if isinstance(engine.device, LazyDevice):
+    if isinstance(engine.device, QueuedDevice):
         engine.device.synchronize()
 
 

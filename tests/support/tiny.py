@@ -103,6 +103,15 @@ def checkpoint(name: str) -> Path:
 
 
 @functools.cache
+def token_counts(vocab_size: int) -> Path:
+    """A file of counts for `--draft-vocab`: tokens of no meaning have no order worth having, so any will do."""
+    file = _root() / f"counts-{vocab_size}.json"
+    counts = np.random.default_rng(vocab_size).permutation(vocab_size)
+    file.write_text(json.dumps({str(token): int(count) for token, count in enumerate(counts)}))
+    return file
+
+
+@functools.cache
 def oracle(name: str) -> OracleModel:
     """The float64 oracle of the model `name`."""
     registry = FamilyRegistry()

@@ -510,8 +510,8 @@ import numpy as np
 from tests.support.meddling import MeddlingPlugin
 
 class Spoilt(MeddlingPlugin):
-    def polydraft_backend_info(self):
-        return dataclasses.replace(super().polydraft_backend_info(), name="spoilt")
+    def polydraft_backend_info(self, spec):
+        return dataclasses.replace(super().polydraft_backend_info(spec), name="spoilt")
     polydraft_backend_info.polydraft_impl = MeddlingPlugin.polydraft_backend_info.polydraft_impl
 
 def spoil(role, num_runs, logits, slots):
@@ -823,7 +823,7 @@ def test_doctor_json(run: Callable[..., Result]):
     report = run("doctor", "--json").json
     (reference,) = [backend for backend in report["backends"] if backend["name"] == "reference"]
     assert reference["available"]
-    assert (reference["version"], reference["package"], reference["devices"]) == (__version__, "polydraft", ["cpu"])
+    assert (reference["version"], reference["package"], reference["devices"]) == (__version__, "polydraft", ["cpu", "queued"])
     assert reference["capabilities"]["row_invariant"] is True
     assert reference["contracts"]["implemented"] == REGISTRY.names()
     assert reference["contracts"]["missing"] == reference["overrides"] == []
@@ -864,7 +864,7 @@ def test_doctor_shows_what_is_broken_or_missing(run: Callable[..., Result], inst
 
         @hookimpl
         def polydraft_backend_info():
-            info = reference.polydraft_backend_info()
+            info = reference.polydraft_backend_info("")
             return dataclasses.replace(info, name="away", available=False, reason="there is no such chip; buy one", devices=(),
                                        contract_versions={"embed": 1})
     """
@@ -901,7 +901,7 @@ from polydraft.reference import polydraft_init_forward_meta, polydraft_kernels
 
 @hookimpl
 def polydraft_backend_info():
-    return dataclasses.replace(reference.polydraft_backend_info(), name="stuck")
+    return dataclasses.replace(reference.polydraft_backend_info(""), name="stuck")
 
 @hookimpl
 def polydraft_open_device(spec, options):

@@ -308,8 +308,8 @@ def test_forward_meta_and_graphs_are_checked_too():
 
 
 def test_graph_capture_without_the_hook():
-    plugins = Plugins.load("reference")
-    with pytest.raises(PluginError, match=r"plugin 'reference' lacks the hook polydraft_graph_capture; implement it"):
+    plugins = Plugins.load(backend())
+    with pytest.raises(PluginError, match=r"plugin 'double' lacks the hook polydraft_graph_capture; implement it"):
         plugins.graph_capture(plugins.open_device("", DeviceOptions()))
 
 

@@ -7,24 +7,24 @@ import numpy as np
 import pytest
 
 from polydraft import LLM, SamplingParams
+from polydraft.reference.queued import QueuedDevice
 from polydraft.runtime.buffers import StepBuffers
 from polydraft.runtime.plan import StepPlan
 from polydraft.runtime.stage import Stage, StagingSet
 from polydraft.sentinels import PAD_SLOT
 from tests.support import tiny
 from tests.support.host_loop import HostLoop, limits, request
-from tests.support.lazy_device import LazyDevice, LazyPlugin
 
 LIMITS = limits()
 
 
 @pytest.fixture
-def device() -> LazyDevice:
-    return LazyDevice()
+def device() -> QueuedDevice:
+    return QueuedDevice()
 
 
 @pytest.fixture
-def buffers(device: LazyDevice) -> Any:
+def buffers(device: QueuedDevice) -> Any:
     return StepBuffers.allocate(device, LIMITS, sampling=False)
 
 
@@ -40,17 +40,17 @@ def plan(step_id: int, slots: list[int], rows: list[int], **updates: Any) -> Ste
 
 def staged_columns() -> dict[str, int]:
     """Staged writes of a plan and the columns of each."""
-    device = LazyDevice()
+    device = QueuedDevice()
     allocated: Any = StepBuffers.allocate(device, LIMITS, sampling=False)
     names = [f.name for f in dataclasses.fields(StepPlan) if f.name.endswith("_updates")]
     return {name: getattr(allocated, name).shape[1] for name in names}
 
 
-def uploads(device: LazyDevice) -> int:
+def uploads(device: QueuedDevice) -> int:
     return device.counters.uploads
 
 
-def test_launch_order_is_padded_to_its_whole_capacity(device: LazyDevice, buffers: Any):
+def test_launch_order_is_padded_to_its_whole_capacity(device: QueuedDevice, buffers: Any):
     stage = Stage(device, LIMITS, buffers, depth=1)
     stage.upload(device.stream, plan(1, [2, 0], [3, 5]))
     device.synchronize()
@@ -62,7 +62,7 @@ def test_launch_order_is_padded_to_its_whole_capacity(device: LazyDevice, buffer
     assert buffers.seq_rows.array.tolist() == [3, 0, 0]
 
 
-def test_order_that_the_device_has_is_not_sent_again(device: LazyDevice, buffers: Any):
+def test_order_that_the_device_has_is_not_sent_again(device: QueuedDevice, buffers: Any):
     stage = Stage(device, LIMITS, buffers, depth=1)
     first = plan(1, [0, 1], [3, 3])
     stage.upload(device.stream, first)
@@ -73,7 +73,7 @@ def test_order_that_the_device_has_is_not_sent_again(device: LazyDevice, buffers
     assert uploads(device) == sent + 2, "equal is not the same: only the very same array is known to be down"
 
 
-def test_staged_writes_are_sent_as_far_as_they_reach(device: LazyDevice, buffers: Any):
+def test_staged_writes_are_sent_as_far_as_they_reach(device: QueuedDevice, buffers: Any):
     stage = Stage(device, LIMITS, buffers, depth=0)
     writes = {name: np.arange(2 * width, dtype=np.int32).reshape(2, width) for name, width in staged_columns().items()}
     before = device.counters.copy()
@@ -87,7 +87,7 @@ def test_staged_writes_are_sent_as_far_as_they_reach(device: LazyDevice, buffers
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
-def test_staging_is_rewritten_only_after_as_many_steps_as_can_be_in_flight(device: LazyDevice, buffers: Any, depth: int):
+def test_staging_is_rewritten_only_after_as_many_steps_as_can_be_in_flight(device: QueuedDevice, buffers: Any, depth: int):
     """Nothing runs until it is waited for: each of `depth` + 1 steps must still find what was staged for it."""
     stage = Stage(device, LIMITS, buffers, depth=depth)
     seen: list[list[int]] = []
@@ -98,7 +98,7 @@ def test_staging_is_rewritten_only_after_as_many_steps_as_can_be_in_flight(devic
     assert seen == [[step, step + 1] for step in range(depth + 1)]
 
 
-def test_one_step_more_would_have_been_too_many(device: LazyDevice, buffers: Any):
+def test_one_step_more_would_have_been_too_many(device: QueuedDevice, buffers: Any):
     stage = Stage(device, LIMITS, buffers, depth=0)
     seen: list[int] = []
     for step in range(2):
@@ -110,7 +110,8 @@ def test_one_step_more_would_have_been_too_many(device: LazyDevice, buffers: Any
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
 def test_engine_collects_a_step_before_its_staging_is_used_again(monkeypatch: pytest.MonkeyPatch, depth: int):
-    llm = LLM(model=str(tiny.checkpoint("narrow")), plugin=LazyPlugin(), overlap=depth, max_num_seqs=2)
+    queued = {"backend": "reference", "device": "queued", "graph": "off"}
+    llm = LLM(model=str(tiny.checkpoint("narrow")), **queued, overlap=depth, max_num_seqs=2)
     used: list[StagingSet] = []
     collected: list[int] = []
     upload, collect = Stage.upload, llm.engine.runner.collect
@@ -133,7 +134,7 @@ def test_engine_collects_a_step_before_its_staging_is_used_again(monkeypatch: py
     assert len(used) > 3 * (depth + 1)
 
 
-def test_every_plan_of_a_run_fits_its_staging(device: LazyDevice, buffers: Any):
+def test_every_plan_of_a_run_fits_its_staging(device: QueuedDevice, buffers: Any):
     capacities = limits(num_blocks=11)
     allocated: Any = StepBuffers.allocate(device, capacities, sampling=False)
     loop = HostLoop(capacities, depth=1)
@@ -147,13 +148,13 @@ def test_every_plan_of_a_run_fits_its_staging(device: LazyDevice, buffers: Any):
             assert values.shape[1] == buffer.shape[1]
 
 
-def test_staging_has_the_shapes_of_what_it_feeds(device: LazyDevice, buffers: Any):
+def test_staging_has_the_shapes_of_what_it_feeds(device: QueuedDevice, buffers: Any):
     staging = StagingSet.allocate(device, LIMITS, buffers, 0)
     for field in dataclasses.fields(StagingSet):
         assert getattr(staging, field.name).array.shape == getattr(buffers, field.name).shape, field.name
 
 
-def test_cleared_order_is_sent_again(device: LazyDevice, buffers: Any):
+def test_cleared_order_is_sent_again(device: QueuedDevice, buffers: Any):
     stage = Stage(device, LIMITS, buffers, depth=1)
     first = plan(1, [0, 1], [3, 3])
     stage.upload(device.stream, first)

@@ -186,8 +186,8 @@ def _distribution(target: Target, tally: Tally) -> None:
     if dtype != "f32":
         raise Unsupported("no f32 is declared, and in fewer bits the candidates differ")
     seen: Counter[tuple[int, ...]] = Counter()
-    options = {"draft_tokens": 2, "verify": "rejection", "max_num_seqs": 64, "block_size": 4, "graph": "off", "dtype": dtype}
-    with target.engine(**options) as engine:
+    options: dict[str, Any] = {"draft_tokens": 2, "verify": "rejection", "max_num_seqs": 64, "block_size": 4, "graph": "off"}
+    with target.engine(dtype=dtype, **options) as engine:
         for seed in range(size):
             engine.add(prompt, SamplingParams(LENGTH, temperature=TEMPERATURE, top_k=TOP_K, seed=seed, ignore_eos=True))
         while engine.has_work:

@@ -15,6 +15,7 @@ from polydraft.conformance import (
     cache_checks,
     device_checks,
     graph_checks,
+    host_checks,
     kernel_checks,
     load_checks,
     lossless_checks,
@@ -56,6 +57,7 @@ def every_check(options: Options | None = None) -> Iterator[Check]:
     yield from overlap_checks.checks()
     yield from lossless_checks.checks()
     yield from cache_checks.checks()
+    yield from host_checks.checks()
     yield from sanity_checks.checks()
 
 

@@ -20,10 +20,18 @@ SYMPTOMS: Final = {
     "does not end": ("M31", "M52"),
     "hangs": ("M31", "M24"),
     "acceptance trace": ("M18", "M38"),
+    "a block is lost": ("M33", "M35"),
+    "free blocks of an engine at rest": ("M35", "M33"),
+    "allocations in each": ("M22", "M24"),
+    "waits in each": ("M24", "M22"),
+    "replays or more": ("M20", "M52"),
 }
 """Words of a failure's sentence, and the mutants that leave them."""
-TELLTALE: Final = {"M22": "allocated", "M24": "synchronised", "M44": "may not be written", "M15": "may not be written"}
-"""Mutants that always leave these words; without them, something else is behind the failure."""
+TELLTALE: Final = {
+    "M22": ("allocated", "allocations in"), "M24": ("synchronised", "waits in"), "M44": ("may not be written",),
+    "M15": ("may not be written",), "M60": ("a refusal that names",),
+}  # fmt: skip
+"""Mutants that always leave one of these words; without them, something else is behind the failure."""
 LEVELS: Final = {
     "L0": ("M46", "M42"), "L1": ("M30", "M31"), "L2": ("M51", "M02"), "L3": ("M21", "M26"), "L4": ("M29", "M28"),
     "L5": ("M18", "M38"), "L6": ("M18", "M20"),
@@ -41,9 +49,13 @@ def causes(check_id: str, kernel: str = "", message: str = "") -> str:
         return ""
 
     titles = {mutant.id: mutant.title for mutant in MUTANTS}
-    fits = (id_ for id_ in _ranked(check_id, kernel, message) if not message or TELLTALE.get(id_, "") in message)
+    fits = (id_ for id_ in _ranked(check_id, kernel, message) if not message or _may_be(id_, message))
     found = list(dict.fromkeys(id_ for id_ in fits if id_ in titles and id_ not in CORES))
     return " or ".join(f"{id_} ({titles[id_]})" for id_ in found[:MOST])
+
+
+def _may_be(id_: str, message: str) -> bool:
+    return id_ not in TELLTALE or any(words in message for words in TELLTALE[id_])
 
 
 def _ranked(check_id: str, kernel: str, message: str) -> Iterator[str]:

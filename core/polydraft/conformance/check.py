@@ -49,7 +49,7 @@ class Tally:
         got_a, wanted_a = np.asarray(got), np.asarray(wanted)
         self.comparisons += max(int(wanted_a.size), 1)
         if got_a.shape != wanted_a.shape:
-            self.failures.append(f"{what} has {_brief(got)}, wanted {_brief(wanted)}")
+            self.failures.append(_of_another_shape(what, got_a, wanted_a))
             return
         nan = wanted_a.dtype.kind == "f" and got_a.dtype.kind == "f"
         same = (got_a == wanted_a) | (np.isnan(got_a) & np.isnan(wanted_a) if nan else False)
@@ -83,6 +83,17 @@ class Tally:
             self.failures.append(f"{what} raised {type(error).__name__}: {error}, wanted {kind.__name__}")
             return
         self.failures.append(f"{what} raised nothing, wanted {kind.__name__}")
+
+
+def _of_another_shape(what: str, got: Any, wanted: Any) -> str:
+    """Where two lists part, or both whole."""
+    if got.ndim == wanted.ndim == 1:
+        common = min(len(got), len(wanted))
+        parted = np.flatnonzero(got[:common] != wanted[:common])
+        if len(parted):
+            at = int(parted[0])
+            return f"{what}[{at}] is {got[at]}, wanted {wanted[at]} ({len(got)} entries, wanted {len(wanted)})"
+    return f"{what} has {_brief(got)}, wanted {_brief(wanted)}"
 
 
 def _brief(value: Any) -> str:

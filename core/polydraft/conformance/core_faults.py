@@ -14,10 +14,11 @@ from unittest import mock
 
 import numpy as np
 
-from polydraft import engine
+from polydraft import engine, kernel_table
 from polydraft.engine import Engine
 from polydraft.runtime import commit
 from polydraft.runtime.graphs import CapturedSteps, GraphPolicy
+from polydraft.runtime.host_inputs import HostInputs
 from polydraft.runtime.kv_blocks import BlockLedger
 from polydraft.runtime.plan import StepOutcome, StepPlan
 from polydraft.runtime.resolve import resolve
@@ -109,6 +110,40 @@ def draft_replays_another_bucket() -> Iterator[None]:
         return lengths(self, part, self.policy.buckets[0] if part == "draft" else bucket)
 
     with mock.patch.object(CapturedSteps, "lengths", other):
+        yield
+
+
+@contextmanager
+def arguments_unchecked() -> Iterator[None]:
+    """Records go to providers as they are."""
+    with mock.patch.object(kernel_table, "check_record", return_value=None):
+        yield
+
+
+@contextmanager
+def host_inputs_go_up_once() -> Iterator[None]:
+    """What the host works out in the middle of a step reaches the device in the first step alone."""
+    upload, done = HostInputs.upload_middle, set[int]()
+
+    def first(self: HostInputs, stream: Any, step_id: int) -> None:
+        if id(self) not in done:
+            done.add(id(self))
+            upload(self, stream, step_id)
+
+    with mock.patch.object(HostInputs, "upload_middle", first):
+        yield
+
+
+@contextmanager
+def preempted_go_on_with_new_weights() -> Iterator[None]:
+    """Before weights are replaced, only those requests end that hold a slot."""
+    quiesce = Engine._quiesce
+
+    def hasty(self: Engine, running: Any) -> None:
+        with mock.patch.object(Scheduler, "admissible", return_value=False):
+            quiesce(self, running)
+
+    with mock.patch.object(Engine, "_quiesce", hasty):
         yield
 
 

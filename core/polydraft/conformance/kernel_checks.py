@@ -17,11 +17,13 @@ from polydraft.backend import RowOrder
 from polydraft.conformance.check import Check, Tally, Unsupported
 from polydraft.conformance.target import Opened, Target
 from polydraft.contracts import COMPOSITES, REGISTRY
+from polydraft.contracts.arguments import misfits
 from polydraft.contracts.base import Case, Contract, OpaqueSpec, ParamSpec, TensorSpec
 from polydraft.contracts.composite import Composite, Expansion
-from polydraft.contracts.harness import check_kernel, run_kernel
-from polydraft.contracts.inputs import FLEXIBLE, SEEDS, Kernel, contract_of
+from polydraft.contracts.harness import check_kernel, record_of, run_kernel
+from polydraft.contracts.inputs import FLEXIBLE, SEEDS, Kernel, contract_of, limits_of
 from polydraft.contracts.inputs import generated as random_case
+from polydraft.errors import ContractError
 from polydraft.sentinels import Phase
 
 OPTIONAL: Final = frozenset(
@@ -29,10 +31,17 @@ OPTIONAL: Final = frozenset(
         "update_biases", "update_bad_words", "penalise_logits", "bias_logits", "forbid_tokens", "uniform_noise", "filter_probs",
         "draw_draft", "verify_rejection", "draft_ngram", "align_drafts", "force_choices",
         "keep_logits", "top_logprobs", "draft_logprobs", "pack_logprobs", "pack_prompt_rows", "mask_logits",
+        "spread_logits",
     }
 )  # fmt: skip
 """Contracts that only some requests or options need: a backend may leave them out, and an engine then refuses those."""
 DEEP_SEEDS: Final = 500
+COUNTED: Final = {"any": "N", "rows": "R", "logit_rows": "NL", "prompt_rows": "NL"}
+"""Units whose buffers can grow by rows that carry nothing, and the symbol of their capacity."""
+MARKS: Final = ("row_slot", "slot_order", "index", "ids", "draft_slot")
+"""Inputs that say, by a negative number, that a row carries nothing."""
+SPARE: Final = 3
+"""Rows by which a bucket is larger."""
 BY_SEQUENCE: Final = ("slot_order", "seq_rows")
 """Inputs of the packing contracts that count sequences; their other inputs of that size count slots."""
 
@@ -83,6 +92,10 @@ def _of_kernel(kernel: Kernel, options: Options, optional: bool) -> Iterator[Che
     yield check("new-contents", _new_contents)
     yield check("repeat", _repeat)
     yield check("guard-bands", _guard_bands)
+    yield check("refused-arguments", _refused)
+    yield check("bound-again", _bound_again)
+    if kernel.unit in COUNTED:
+        yield check("larger-bucket", _larger_bucket)
     if _has_free_rows(kernel):
         yield check("permuted-rows", _permuted)
     if _is_float(kernel):
@@ -313,6 +326,87 @@ def _read(device: Any, buffer: Any) -> Any:
     event.record(device.stream)
     event.synchronize()
     return staging.array.copy()
+
+
+def _refused(kernel: Contract, target: Target, tally: Tally) -> None:
+    """Every record that breaks the contract in one place is refused by a sentence that names it, and the provider works on as if
+    nothing had been. What is refused follows from the contract's declaration (`contracts/arguments.py`)."""
+    opened, act = _opened(target, kernel)
+    case = max((_case(kernel, one.name, target) for one in named_cases(kernel) if one.n), key=lambda one: len(one.arrays))
+    run = partial(run_kernel, kernel, case, opened.device, opened.table, act=act, init_meta=opened.init_meta)
+    before = run()
+    args: Any = record_of(kernel, case, opened.device, opened.table, act)
+    limits = limits_of(kernel, case)
+    opened.table.bind(kernel.name, args, limits)
+    for misfit in misfits(kernel, args, lambda name, shape, dtype: opened.device.empty(f"conform.{name}", shape, dtype)):
+        said = "nothing"
+        try:
+            opened.table.bind(kernel.name, misfit.args, limits)
+        except ContractError as refusal:
+            said = str(refusal)
+        except Exception as error:  # noqa: BLE001  the provider has seen what it never should
+            said = f"{type(error).__name__}: {error}"
+        named = kernel.key in said and misfit.names in said
+        wanted = f"a refusal that names {kernel.key} and {misfit.names or 'what does not fit'}"
+        tally.true(f"{wanted}, when it is bound to {misfit.what}; binding says {said!r}", named)
+    if kernel.deterministic != "none":
+        for name, array in run().items():
+            tally.equal(f"{name} behind what was refused", bits(array), bits(before[name]))
+
+
+@dataclass(frozen=True)
+class BoundAgain:
+    """A provider that is bound once more, to the memory of the case `other`, before its first launch is used."""
+
+    provider: Any
+    kernel: Contract
+    other: Case
+    opened: Opened
+    act: str
+
+    def bind(self, args: Any, limits: Any, workspace: Any) -> Any:
+        """The launch of the first binding; the other is never used."""
+        launch, table = self.provider.bind(args, limits, workspace), self.opened.table
+        other: Any = record_of(self.kernel, self.other, self.opened.device, table, self.act)
+        fitting = limits_of(self.kernel, self.other)
+        self.provider.bind(other, fitting, table.workspace(self.workspace_bytes(other, fitting)))
+        return launch
+
+    def workspace_bytes(self, args: Any, limits: Any) -> int:
+        """The provider's."""
+        return int(self.provider.workspace_bytes(args, limits))
+
+
+def _bound_again(kernel: Contract, target: Target, tally: Tally) -> None:
+    """Each binding is for itself: one of them does not take another's place."""
+    opened, act = _opened(target, kernel)
+    provider = opened.table.providers[kernel.name]
+    one, other = pairs(kernel.key, target.info.capabilities.row_order)[0]
+    twice = Table(opened.table, {kernel.name: BoundAgain(provider, kernel, one, opened, act)})
+    tally.compared(check_kernel(kernel, other, opened.device, twice, act=act, init_meta=opened.init_meta))
+
+
+def larger(contract: Contract, case: Case) -> Case:
+    """The same work launched for `SPARE` more rows or sequences, which carry nothing: what a bucket does to a step."""
+    symbol, specs = COUNTED[contract.unit], contract.args.specs()
+    arrays, outputs = dict(case.arrays), dict(case.outputs)
+    for name, spec in specs.items():
+        if not isinstance(spec, TensorSpec) or spec.symbols[0] != symbol:
+            continue
+        if name in outputs:
+            shape, dtype = outputs[name]
+            outputs[name] = (shape[0] + SPARE, *shape[1:]), dtype
+        elif arrays[name] is not None:
+            empty = np.full((SPARE, *arrays[name].shape[1:]), -1 if name in MARKS else 0, arrays[name].dtype)
+            arrays[name] = np.concatenate((arrays[name][: case.n], empty, arrays[name][case.n :]))
+    return replace(case, name=f"{case.name} in a larger bucket", arrays=arrays, outputs=outputs, n=case.n + SPARE)
+
+
+def _larger_bucket(kernel: Contract, target: Target, tally: Tally) -> None:
+    """Rows and sequences that carry nothing, behind those that do, change nothing about them."""
+    opened, act = _opened(target, kernel)
+    for seed in (4, 5):
+        _run(kernel, larger(kernel, _generated(kernel, seed, target)), opened, tally, act=act, command=target.command)
 
 
 def _is_float(kernel: Contract) -> bool:

@@ -12,6 +12,7 @@ from typing import Any, Final
 import numpy as np
 
 from polydraft.conformance.check import Check, Tally
+from polydraft.conformance.host_checks import OtherRemainder
 from polydraft.conformance.kernel_checks import all_cases, offered
 from polydraft.conformance.outcomes import Ownership
 from polydraft.conformance.probe import VOCAB
@@ -137,6 +138,7 @@ def _undeclared(target: Target, tally: Tally) -> None:
     wishes += [(f"dtype {d}", {"dtype": d}) for d in ACTIVATION_DTYPES if d not in caps.dtypes]
     wishes += [] if caps.graph_capture else [("graphs", {"graph": "decode"})]
     wishes += [] if caps.row_invariant else [("invariant mode", {"invariant": True})]
+    wishes += [] if caps.host_inputs else [("host inputs in the middle of a step", {"features": (OtherRemainder,)})]
 
     for what, options in wishes:
 

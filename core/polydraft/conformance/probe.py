@@ -72,9 +72,9 @@ def imitate_target(tensors: Tensors, config: Mapping[str, Any], rng: np.random.G
     tensors[head + "input_proj.weight"] = np.concatenate(halves, axis=1).astype(np.float32)
 
 
-def weights() -> Tensors:
-    """The probe's tensors, exact in bfloat16, so that every dtype holds the same ones."""
-    rng = np.random.default_rng(0)
+def weights(seed: int = 0) -> Tensors:
+    """The probe's tensors, exact in bfloat16, so that every dtype holds the same ones; other seeds are for other weights."""
+    rng = np.random.default_rng(seed)
     tensors = {tensor: random_tensor(tensor, shape, rng) for tensor, shape in tensor_shapes(CONFIG).items()}
     imitate_target(tensors, CONFIG, rng, embedding_first=False)
     return {name: _short(array) for name, array in tensors.items()}
@@ -99,19 +99,19 @@ def tokenizer_json(vocab_size: int) -> dict[str, Any]:
 
 
 @functools.cache
-def checkpoint() -> Path:
-    """The probe's directory, written at the first call of a process and removed at its end."""
+def checkpoint(seed: int = 0) -> Path:
+    """The probe's directory, written at the first call of a process and removed at its end. Margins are of seed 0 alone."""
     root = Path(tempfile.mkdtemp(prefix="polydraft-probe-"))
     atexit.register(shutil.rmtree, root, ignore_errors=True)
-    directory = write_checkpoint(root / "probe", CONFIG, weights())
+    directory = write_checkpoint(root / "probe", CONFIG, weights(seed))
     (directory / "tokenizer.json").write_text(json.dumps(tokenizer_json(VOCAB)))
     return directory
 
 
 @functools.cache
-def oracle() -> OracleModel:
+def oracle(seed: int = 0) -> OracleModel:
     """The probe recomputed naively in float64; it remembers the texts it has worked out."""
-    return OracleModel.from_dir(checkpoint())
+    return OracleModel.from_dir(checkpoint(seed))
 
 
 @functools.cache

@@ -11,7 +11,7 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from polydraft.conformance.catalogue import every_check
+from polydraft.conformance.catalogue import CLAIMED, every_check
 from polydraft.conformance.check import Check
 from polydraft.conformance.outcomes import FAILS, HOLDS, NOTHING, Result, judge
 from polydraft.conformance.target import Target
@@ -76,7 +76,7 @@ def prove(
 ) -> Proof:
     """Run each mutant's killer and each variant's checks, with and without the change."""
     checks = {check.id: check for check in every_check()}
-    target = Target(backend, device=device, files=files)
+    target = Target(backend, device=device, files=files, wants=CLAIMED["full"])
     unbroken: dict[str, Result] = {}
     trials = [_mutant(mutant, target, checks, unbroken) for mutant in mutants]
     for variant in shelf:

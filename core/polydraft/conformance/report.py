@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import date, datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -42,6 +42,8 @@ from polydraft.errors import ConfigError
 SCHEMA = "polydraft.conform/1"
 NO_CASES = ("expansion", "repeat", "seeds")
 """Checks of L2 whose names could be those of cases; the names of the others have hyphens."""
+RESTS_ON: Final = {"L3": ("graph_capture",), "L4": ("asynchronous",)}
+"""Capabilities without which a level has nothing to show."""
 Listen = Callable[[Result], None]
 
 
@@ -65,9 +67,10 @@ class Selection:
     @property
     def wants(self) -> tuple[str, ...]:
         """Capabilities without which what was asked for cannot be shown."""
-        narrow = self.level or self.check
-        needed = {check.needs for check in self.checks()} if narrow else set(CLAIMED.get(self.profile, ()))
-        return tuple(name for name in CLAIMED["full"] if name in needed)
+        if self.check:
+            needs = self._one().needs
+            return (needs,) if needs in CLAIMED["full"] else ()
+        return RESTS_ON.get(self.level, ()) if self.level else CLAIMED.get(self.profile, ())
 
     def checks(self) -> list[Check]:
         """The checks it names. Raises `ConfigError` where it names none."""
@@ -199,6 +202,7 @@ def with_causes(result: Result, target: Target) -> Result:
     case = result.id.rpartition("/")[2]
     named = result.level == "L2" and "-" not in case and case not in NO_CASES
     again = f"--contract {result.kernel} --case {case}" if named else f"--check {result.id}"
+    again = f"--level {result.level}" if case.startswith("process-") else again  # lost outside of any check
     rerun = "" if "(rerun: " in result.message else f" (rerun: {target.command} {again})"
     looks = causes(result.id, result.kernel, result.message)
     return replace(result, message=f"{result.message}{rerun}" + (f"; looks like {looks}" if looks else ""))

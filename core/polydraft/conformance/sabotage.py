@@ -111,6 +111,22 @@ class _Rebound(Proxy):
         return int(self._inner.workspace_bytes(self._change(args), limits))
 
 
+class BoundLast(Proxy):
+    """A provider with one place for what it is bound to: every launch works on what was bound last."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__(inner)
+        self._last: list[Any] = [None]
+
+    def bind(self, args: Any, limits: Any, workspace: Any) -> Any:
+        self._last[0] = self._inner.bind(args, limits, workspace)
+
+        def launch(stream: Any, n: int) -> None:
+            self._last[0](stream, n)  # whatever that is by then
+
+        return launch
+
+
 def with_table(providers: Callable[[Any, Any], dict[str, Any]], *, without: str = "") -> Break:
     """A backend with some providers replaced, and without the composites that contain the contract `without`."""
 

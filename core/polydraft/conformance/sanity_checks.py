@@ -90,7 +90,14 @@ def _launches(target: Target, tally: Tally) -> None:
         steps.append((last is not None and not last.has_prefill and not len(last.block_updates), counts[0]))
 
     plugin = wrap(target.plugin, polydraft_kernels=table)
-    options = {"draft_tokens": K, "max_num_seqs": BATCH, "block_size": 16, "overlap": 0, "graph": "off", "dtype": dtype}
+    options: dict[str, Any] = {
+        "draft_tokens": K,
+        "max_num_seqs": BATCH,
+        "block_size": 16,
+        "overlap": 0,
+        "graph": "off",
+        "dtype": dtype,
+    }
     with target.engine(plugin=plugin, **options) as engine:
         outputs = serve(engine, _asks(), tally, each_step=note)
         program = engine.runner.programs["greedy"]

@@ -82,6 +82,7 @@ def _contract(contract: Contract) -> Iterator[str]:
         else:
             what = "parameter"
         yield f"  {name}: {what}{', may be absent' if name in absent else ''}"
+    yield from (f"  where {constraint}" for constraint in contract.constraints)
     yield f"  means {meaning(contract)}"
 
 

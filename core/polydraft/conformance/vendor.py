@@ -69,7 +69,8 @@ class Conformance:
     def target(cls) -> Target:
         """The backend under test, loaded once a class."""
         if cls._target is None:
-            cls._target = Target(cls.backend, device=cls.device, files=cls.plugins, packs=cls.kernels)
+            wants = Selection(cls.profile).wants
+            cls._target = Target(cls.backend, device=cls.device, files=cls.plugins, packs=cls.kernels, wants=wants)
         return cls._target
 
     def _judge(self) -> None:

@@ -685,6 +685,36 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         by.with_capture(lambda facility, device: by.NeverCaptures(facility)),
         "graph_capture",
     ),
+    Mutant(
+        "M59",
+        "a later binding takes the place of an earlier one",
+        "one static parameter block for all layers",
+        "L2/swiglu/bound-again",
+        by.with_table(lambda table, device: {"swiglu": by.BoundLast(table.providers["swiglu"])}, without="swiglu"),
+    ),
+    _core(
+        "M60",
+        "nobody looks at what a kernel is bound to",
+        "FastDeploy, ops that take any tensor",
+        "L2/linear/refused-arguments",
+        core_faults.arguments_unchecked,
+    ),
+    _core(
+        "M61",
+        "data from the host of an earlier step",
+        "grammar masks that came too late",
+        "L5/host-inputs/eager",
+        core_faults.host_inputs_go_up_once,
+        "host_inputs",
+    ),
+    _core(
+        "M62",
+        "preempted requests go on with weights that they did not begin with",
+        "met while building weight updates",
+        "L5/weights/begun-requests-keep-the-old-ones",
+        core_faults.preempted_go_on_with_new_weights,
+        "update_weights",
+    ),
 )
 """Every mutant of this version, by the numbers of the design's table; a number that is missing is in `CORES`."""
 

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from polydraft.contracts.sample import SampleV1
     from polydraft.contracts.select_last_rows import SelectLastRowsV1
     from polydraft.contracts.snapshot_output import SnapshotOutputV1
+    from polydraft.contracts.spread_logits import SpreadLogitsV1
     from polydraft.contracts.swiglu import SwigluV1
     from polydraft.contracts.top_logprobs import TopLogprobsV1
     from polydraft.contracts.uniform_noise import UniformNoiseV1
@@ -64,8 +65,8 @@ ORDER: Final = (
     "gather_rows", "process_logits", "keep_logits", "penalise_logits", "bias_logits", "forbid_tokens", "mask_logits",
     "argmax", "gumbel_noise", "sample", "uniform_noise", "filter_probs", "draw_draft", "force_choices", "verify_match",
     "verify_rejection", "commit_window", "snapshot_output", "top_logprobs", "pack_logprobs", "pack_prompt_rows",
-    "draft_logprobs", "pack_draft_rows", "begin_draft", "combine_draft_inputs", "select_last_rows", "advance_draft",
-    "draft_ngram", "align_drafts",
+    "draft_logprobs", "pack_draft_rows", "begin_draft", "combine_draft_inputs", "select_last_rows", "spread_logits",
+    "advance_draft", "draft_ngram", "align_drafts",
 )  # fmt: skip
 """Every contract module, in the order of a step; each registers one contract and owns its record, `<CamelCase>V1`."""
 
@@ -75,7 +76,8 @@ __all__ = [
     "DrawDraftV1", "EmbedV1", "FilterProbsV1", "ForbidTokensV1", "ForceChoicesV1", "GatherRowsV1", "GumbelNoiseV1",
     "KeepLogitsV1", "LinearV1", "MaskLogitsV1", "PackDraftRowsV1", "PackLogitRowsV1", "PackLogprobsV1",
     "PackPromptRowsV1", "PackRowsV1", "PagedAttentionV1", "PenaliseLogitsV1", "ProcessLogitsV1", "ReserveBlocksV1",
-    "ResidualAddV1", "RmsNormV1", "RopeKvWriteV1", "SampleV1", "SelectLastRowsV1", "SnapshotOutputV1", "SwigluV1",
+    "ResidualAddV1", "RmsNormV1", "RopeKvWriteV1", "SampleV1", "SelectLastRowsV1", "SnapshotOutputV1", "SpreadLogitsV1",
+    "SwigluV1",
     "TopLogprobsV1", "UniformNoiseV1", "UpdateBadWordsV1", "UpdateBiasesV1", "UpdateBlocksV1", "UpdateSlotsV1",
     "UpdateTokensV1", "VerifyMatchV1", "VerifyRejectionV1",
 ]  # fmt: skip

@@ -107,5 +107,6 @@ CONTRACT = REGISTRY.add(
         generate=generate,
         doc="File the draft just chosen; go on to the next, or stop.",
         source="FastDeploy draft_model_update, with the budget decided once a round.",
+        constraints=("0 <= pass_index < K",),
     )
 )

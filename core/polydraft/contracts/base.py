@@ -156,7 +156,8 @@ class Provider(Protocol):
     """A backend's implementation of one contract (or composite): binds once to buffers, launches many times."""
 
     def bind(self, args: Any, limits: Limits, workspace: Workspace | None) -> Launch:
-        """Check and capture `args`; return the launch. Called before the first step, never during one."""
+        """Capture `args` and return the launch. Called before the first step, never during one, and any number of times: each
+        binding is for itself. `args` fits its contract, which core has checked (`contracts/arguments.py`)."""
 
     def workspace_bytes(self, args: Any, limits: Limits) -> int:
         """Bytes of scratch wanted for these arguments; 0 when none."""
@@ -201,6 +202,8 @@ class Contract:
     `tolerance` maps an output to `c`: the error allowed is `c * eps(dtype) * scale`, with `scale(a, n)[output]` (default: the
     largest magnitude of the golden's output row). Outputs without an entry are compared bit for bit.
     `equivalent_mutants` maps the id of an automatic mutant that cannot be told apart to a one-line proof.
+    `constraints` are comparisons between sizes (by their shape symbols) and static parameters, as expressions; core refuses a
+    record that breaks one before a provider sees it (`contracts/arguments.py`).
     """
 
     name: str
@@ -217,6 +220,7 @@ class Contract:
     equivalent_mutants: Mapping[str, str] = field(default_factory=dict)
     deterministic: Literal["bitwise", "run-to-run", "none"] = "bitwise"
     pool_temporaries: bool = False
+    constraints: tuple[str, ...] = ()
 
     @property
     def key(self) -> str:

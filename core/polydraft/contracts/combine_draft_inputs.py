@@ -113,5 +113,6 @@ CONTRACT = REGISTRY.add(
         tolerance={"out": 4.0},
         scale=scale,
         deterministic="run-to-run",
+        constraints=("D == 2 * H", 'order in ("hidden_first", "embedding_first")', "eps > 0"),
     )
 )

@@ -51,6 +51,7 @@ SYMBOL_MEANING: Final[Mapping[str, str]] = {
     "Z": "words of a packed record",
     "WM": "words of a token mask",
     "V": "tokens of the vocabulary",
+    "VD": "tokens of a reduced vocabulary",
     "H": "features of a hidden row",
     "D": "features of a normalised row or head",
     "I": "features that go in",
@@ -105,10 +106,23 @@ def _parts(contract: Contract) -> Iterator[str]:
         yield _table(("parameter", "type", "meaning"), rows)
     yield "## Shapes"
     yield _table(("symbol", "counts"), ((symbol, SYMBOL_MEANING.get(symbol, "")) for symbol in _symbols(contract)))
+    yield from _promises(contract)
     yield from _launch(contract)
     yield from _definition(contract)
     yield f"## Source\n\n{contract.source}"
     yield from _proof(contract)
+
+
+def _promises(contract: Contract) -> Iterator[str]:
+    """What a provider may rely on when it is bound."""
+    free = " Sizes called N are each buffer's own, and the launch length lies within all of them." * ("N" in _symbols(contract))
+    yield (
+        "A record that does not fit is refused with a `ContractError` before a provider sees it: another dtype or rank, sizes "
+        "that share a symbol and differ, something missing, a buffer in two places of which one is written."
+        f"{free}" + (" Nor does a record fit that breaks one of these:" if contract.constraints else "")
+    )
+    if contract.constraints:
+        yield "\n".join(f"- `{constraint}`" for constraint in contract.constraints)
 
 
 def _launch(contract: Contract) -> Iterator[str]:

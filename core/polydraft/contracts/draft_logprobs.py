@@ -119,5 +119,6 @@ CONTRACT = REGISTRY.add(
             "plus(num_top)": "only its sign is read, and this leaves every sign as it is",
             "reverse-all(N)": "a row is filed by its slot, so the order of rows is free",
         },
+        constraints=('given in ("logits", "probs")',),
     )
 )

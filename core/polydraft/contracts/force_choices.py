@@ -117,5 +117,6 @@ CONTRACT = REGISTRY.add(
             "unpad(slot_order)": "a sequence past the end has no logit rows",
             "unpad(drafts)": "drafts below draft_len are tokens, the rest are not read",
         },
+        constraints=("num_valid >= 2",),
     )
 )

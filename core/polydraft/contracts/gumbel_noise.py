@@ -147,5 +147,6 @@ CONTRACT = REGISTRY.add(
         source="Salmon et al. 2011, Parallel Random Numbers: As Easy as 1, 2, 3; Gumbel 1954.",
         tolerance={"noise": 2.0},
         scale=scale,
+        constraints=("draw >= 0",),
     )
 )

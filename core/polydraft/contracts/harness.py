@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from polydraft.backend import CacheSpec, ForwardMeta, KernelTable, PassBuffers, StepMeta
+from polydraft.contracts.arguments import check_arguments
 from polydraft.contracts.base import Args, Case, Contract, Limits, LogicalCache, OpaqueSpec, ParamSpec, TensorSpec
 from polydraft.contracts.compare import EPS, NORMAL, Comparison, Expected, compare, to_host
 from polydraft.contracts.composite import Composite, CompositeArgs
@@ -141,12 +142,18 @@ def run_kernel(
     if init_meta is not None:
         values |= _metadata(contract, case, device, values, init_meta=init_meta, limits=limits, stream=stream, step=step)
     args = _args(kernel, values)
+    check_arguments(kernel, args)
     nbytes = provider.workspace_bytes(args, limits)
     workspace = DeviceWorkspace(device.empty(f"{kernel.name}.workspace", (nbytes,), "u8"), nbytes) if nbytes else None
     launch = provider.bind(args, limits, workspace)
     device.synchronize()
     _launch(contract, case, device, stream, launch)
     return _live(kernel, _read_back(contract, device, stream, values))
+
+
+def record_of(kernel: Kernel, case: Case, device: Device, table: KernelTable, act: str = "f32") -> Args | CompositeArgs:
+    """The record of one case, on fresh buffers of the device and without forward metadata; nothing is bound."""
+    return _args(kernel, _buffers(contract_of(kernel), case, device, table, act))
 
 
 def weight_role(name: str, spec: OpaqueSpec) -> str:

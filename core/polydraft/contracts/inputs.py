@@ -18,6 +18,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from polydraft.contracts.arguments import constraint_fails
 from polydraft.contracts.base import Case, Contract, Limits, LogicalCache, OpaqueSpec, ParamSpec, TensorSpec
 from polydraft.contracts.compare import EPS, from_host, to_host
 from polydraft.contracts.composite import Composite, as_contract
@@ -98,6 +99,9 @@ def symbols(contract: Contract, case: Case) -> dict[str, int]:
         wanted = [int(s) if s.isdigit() else sizes.setdefault(s, size) for s, size in zip(axes, shape, strict=False)]
         if len(axes) != len(shape) or wanted != list(shape):
             raise _unusable(contract, case, name, f"shape {shape}", f"[{spec.shape}], here {wanted}")
+    broken = constraint_fails(contract, sizes, case.params)
+    if broken:
+        raise _unusable(contract, case, "the whole", f"{sizes | dict(case.params)}", broken)
     return sizes
 
 

@@ -96,14 +96,20 @@ class Flag(IntEnum):
     """Log probabilities of prompt tokens."""
 
 
+HEADER_WORDS: Final = len(LogprobHeader)
+ENTRY_WORDS: Final = len(LogprobEntry)
+ROW_WORDS: Final = len(LogprobRow)
+"""Fixed words of the parts of a record; the columns of a row follow its own."""
+
+
 def entry_words(width: int, columns: int) -> int:
     """Words of an entry."""
-    return len(LogprobEntry) + width * (len(LogprobRow) + 2 * columns)
+    return ENTRY_WORDS + width * (ROW_WORDS + 2 * columns)
 
 
 def record_words(entries: int, width: int, columns: int) -> int:
     """Words of a record of log probabilities."""
-    return len(LogprobHeader) + entries * entry_words(width, columns)
+    return HEADER_WORDS + entries * entry_words(width, columns)
 
 
 SLOT_UPDATE_COLUMNS: Final = tuple(column.name.lower() for column in SlotUpdate)

@@ -103,5 +103,6 @@ CONTRACT = REGISTRY.add(
             "swap(logit_len,masked)": "only the smaller of the two is used",
             "reverse-all(B)": "a sequence names its own rows, so the order of sequences is free",
         },
+        constraints=("32 * WM >= V",),
     )
 )

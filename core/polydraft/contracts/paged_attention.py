@@ -164,5 +164,6 @@ CONTRACT = REGISTRY.add(
         equivalent_mutants={"unpad(block_table)": "entries of keys in reach are granted, and no other entry is read"},
         scale=scale,
         deterministic="run-to-run",
+        constraints=("num_heads % num_kv_heads == 0", "P == num_heads * head_dim", "block_size >= 1"),
     )
 )

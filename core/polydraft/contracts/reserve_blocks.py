@@ -102,5 +102,6 @@ CONTRACT = REGISTRY.add(
             "swap(kv_len,draft_len)": "only their sum is used",
             "reverse(slot_order)": "slots do not depend on each other",
         },
+        constraints=("block_size >= 1", "lookahead >= 0"),
     )
 )

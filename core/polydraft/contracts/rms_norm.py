@@ -90,5 +90,6 @@ CONTRACT = REGISTRY.add(
         tolerance={"out": 4.0},
         scale=scale,
         deterministic="run-to-run",
+        constraints=("eps > 0",),
     )
 )

@@ -218,5 +218,14 @@ CONTRACT = REGISTRY.add(
         tolerance={"q_out": 6.0, "cache.k": 6.0},
         scale=scale,
         deterministic="run-to-run",
+        constraints=(
+            "num_heads % num_kv_heads == 0",
+            "Q == (num_heads + 2 * num_kv_heads) * head_dim",
+            "P == num_heads * head_dim",
+            "rope_dims % 2 == 0",
+            "0 <= rope_dims <= head_dim",
+            "block_size >= 1",
+            'style in ("half", "interleaved")',
+        ),
     )
 )

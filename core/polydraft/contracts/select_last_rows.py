@@ -7,6 +7,7 @@ never guesses from counters which row that is: position and row offset are expli
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,11 +21,12 @@ class SelectLastRowsV1(Args):
     """Arguments of `select_last_rows`. Precondition: the row of an active sequence lies among its packed rows.
 
     A sequence packed from row `seq_start` holds consecutive positions, so the wanted row is
-    seq_start + draft_position - positions[seq_start]; rows of rejected drafts may follow it.
+    seq_start + draft_position - positions[seq_start]; rows of rejected drafts may follow it. The draft's first pass has the
+    target's rows and their positions; behind each later one there is one row and one position a sequence.
     """
 
     hidden: Buffer = tensor("R H", "act", "Hidden rows of the packed pass.")
-    positions: Buffer = tensor("R", "i32", "Absolute position of each packed row.")
+    positions: Buffer = tensor("N", "i32", "Absolute position of each packed row; there may be fewer than hidden rows.")
     seq_start: Buffer = tensor("B", "i32", "First packed row of each sequence, in launch order.")
     draft_slot: Buffer = tensor("B", "i32", "Slot of each sequence that drafts; negative: the sequence does not.")
     draft_position: Buffer = tensor("B", "i32", "Position of each drafting sequence's newest committed row.")
@@ -73,6 +75,13 @@ def cases() -> Iterator[Case]:
     yield _case("every_sequence_idle", [(-1, 0, 2, 0), (-1, 0, 2, 0)], 2)
     yield _case("later_sequences_stay", [(1, 4, 3, 1), (0, 6, 3, 3), (2, 8, 3, 2)], 1)
     yield _case("nothing_to_do", [(1, 4, 3, 1)], 0)
+    yield _later_pass()
+
+
+def _later_pass() -> Case:
+    """As behind the first pass: one row a sequence, in a buffer that has more of them than there are positions."""
+    case = _case("one_row_a_sequence", [(2, 7, 1, 1), (-1, 0, 1, 0), (0, 5, 1, 1)], 3, capacity=1)
+    return replace(case, arrays={**case.arrays, "positions": case.arrays["positions"][:4]})
 
 
 def generate(rng: np.random.Generator) -> Case:

@@ -86,5 +86,6 @@ CONTRACT = REGISTRY.add(
         source="Shazeer 2020, GLU Variants Improve Transformer.",
         tolerance={"out": 3.0},
         scale=scale,
+        constraints=("G == 2 * I",),
     )
 )

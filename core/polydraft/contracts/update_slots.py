@@ -145,5 +145,6 @@ CONTRACT = REGISTRY.add(
             "reverse(updates)": "no two rows name the same slot, so their order is free",
             "swap(finish,draft_len)": "both are set to 0",
         },
+        constraints=(f"F == S + {SLOT_UPDATE_STOP_TOKENS}",),
     )
 )

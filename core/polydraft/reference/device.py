@@ -1,6 +1,6 @@
 """Owns the reference device: NumPy arrays as device memory, every launch and copy done before the call returns.
 
-The reference plugin opens it; lazy devices derive from it and only change *when* work happens. It never promises more
+The reference plugin opens it; the queued device derives from it and only changes *when* work happens. It never promises more
 than the protocol in `polydraft.device`, so core may not notice that it is synchronous.
 """
 
@@ -72,7 +72,7 @@ class ReferenceDevice:
         self.stream: Any = self.make_stream("compute")
         self._open = True
 
-    # -- what lazy devices change ------------------------------------------------------------------
+    # -- what the queued device changes ------------------------------------------------------------
     def make_stream(self, name: str) -> Any:
         """A stream of this device's kind."""
         del name
@@ -86,6 +86,14 @@ class ReferenceDevice:
         """Make `work` happen on `stream`; at once here."""
         del stream
         work()
+
+    def settle(self) -> None:
+        """Let everything happen that was enqueued; nothing is outstanding here. Not counted: never on the step path."""
+
+    def memory_of(self, buffer: Buffer) -> Array:
+        """The memory that a copy reads or writes."""
+        array: Array = buffer.host_array  # type: ignore[attr-defined]
+        return array
 
     # -- memory ------------------------------------------------------------------------------------
     def empty(self, name: str, shape: Sequence[int], dtype: str) -> NumpyBuffer:
@@ -126,14 +134,14 @@ class ReferenceDevice:
     # -- copies ------------------------------------------------------------------------------------
     def upload(self, stream: Stream, target: Buffer, source: Staging, rows: int) -> None:
         """Copy the first `rows` of staging into a buffer."""
-        to, frm = target.host_array[:rows], source.array[:rows]  # type: ignore[attr-defined]
+        to, frm = self.memory_of(target)[:rows], source.array[:rows]
         self.counters.uploads += 1
         self.counters.bytes_uploaded += frm.nbytes
         self.enqueue(stream, lambda: np.copyto(to, frm))
 
     def download(self, stream: Stream, target: Staging, source: Buffer, rows: int) -> None:
         """Copy the first `rows` of a buffer into staging."""
-        to, frm = target.array[:rows], source.host_array[:rows]  # type: ignore[attr-defined]
+        to, frm = target.array[:rows], self.memory_of(source)[:rows]
         self.counters.downloads += 1
         self.counters.bytes_downloaded += frm.nbytes
         self.enqueue(stream, lambda: np.copyto(to, frm))

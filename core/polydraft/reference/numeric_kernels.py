@@ -259,6 +259,12 @@ def combine_draft_inputs(a: Any, n: int) -> None:
     norm_rows(embedding, a.emb_norm.array, a.eps, a.plus_one, a.out[:n, embedding_at : embedding_at + size])
 
 
+def spread_logits(a: Any, n: int) -> None:
+    """Columns where they belong, -inf elsewhere."""
+    np.take(a.x[:n], a.places, axis=1, mode="clip", out=a.out[:n])
+    a.out[:n, a.places < 0] = -np.inf
+
+
 KERNELS: dict[str, Kernel] = {
     "embed": plain(embed),
     "rms_norm": plain(rms_norm),
@@ -271,6 +277,7 @@ KERNELS: dict[str, Kernel] = {
     "gather_rows": plain(gather_rows),
     "select_last_rows": plain(select_last_rows),
     "combine_draft_inputs": plain(combine_draft_inputs),
+    "spread_logits": plain(spread_logits),
     "process_logits": plain(process_logits),
     "argmax": plain(argmax),
     "gumbel_noise": plain(gumbel_noise),

@@ -1,6 +1,6 @@
 """Owns the adapter between contract records and plain NumPy kernels.
 
-The reference backend lists its kernels through it, and devices that compute in NumPy (the reference, lazy test devices,
+The reference backend lists its kernels through it, and devices that compute in NumPy (the reference, eager or queued,
 the emulator) bind through it. It never schedules anything: when a launch runs is the device's business.
 """
 
@@ -21,7 +21,7 @@ Run = Callable[[int], None]
 Kernel = Callable[[Any, Limits], Run]
 """Binds a namespace of arrays (named like the contract's fields; weights, caches, metadata and parameters as they are)."""
 Enqueue = Callable[[Stream, Callable[[], None]], None]
-"""How a device makes work happen: the reference calls it at once, a lazy device queues it."""
+"""How a device makes work happen: the reference calls it at once, a queued device later."""
 
 
 def plain(function: Callable[[Any, int], None]) -> Kernel:

@@ -1,11 +1,11 @@
 """Owns the reference backend's kernel table: which NumPy kernel serves which contract, weights, caches and scratch.
 
-`polydraft_kernels` returns it; lazy devices reuse it unchanged through `device.bind_kernel`. It never computes.
+`polydraft_kernels` returns it; the queued device reuses it unchanged through `device.bind_kernel`. It never computes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -34,10 +34,10 @@ class NumpyCache:
     """One layer's KV rows as `kv` [2, num_kv_heads, num_blocks * block_size, head_dim]: keys, then values, heads outermost so
     that one gather serves a whole head. Fresh rows hold NaN: reading one that was never written shows."""
 
-    __slots__ = ("kv", "spec")
+    __slots__ = ("_settle", "kv", "spec")
 
-    def __init__(self, spec: CacheSpec, rows: Array) -> None:
-        self.spec, self.kv = spec, rows
+    def __init__(self, spec: CacheSpec, rows: Array, settle: Callable[[], object] = lambda: None) -> None:
+        self.spec, self.kv, self._settle = spec, rows, settle
         rows.fill(np.nan)
 
     @property
@@ -46,12 +46,14 @@ class NumpyCache:
 
     def read_logical(self) -> tuple[Array, Array]:
         """(k, v) as [num_blocks, block_size, num_kv_heads, head_dim]; tests only."""
+        self._settle()
         s = self.spec
         logical = self.kv.reshape(2, s.num_kv_heads, s.num_blocks, s.block_size, s.head_dim).transpose(0, 2, 3, 1, 4)
         return logical[0].copy(), logical[1].copy()
 
     def write_logical(self, k: Array, v: Array) -> None:
         """Overwrite all rows; tests only."""
+        self._settle()
         for index, value in enumerate((k, v)):
             self.kv[index] = value.transpose(2, 0, 1, 3).reshape(self.kv.shape[1:])
 
@@ -100,10 +102,13 @@ class NumpyTable:
         target: Array = previous.array  # type: ignore[attr-defined]
         if target.shape != value.shape:
             raise ContractError(f"weight update: got shape {value.shape}, wanted {target.shape}; load the same architecture")
+        self._device.settle()
         np.copyto(target, value)
         return previous
 
     def allocate_cache(self, spec: CacheSpec) -> NumpyCache:
         """A fresh cache, counted as one allocation; `DeviceError` when memory is short."""
         shape = (2, spec.num_kv_heads, spec.num_blocks * spec.block_size, spec.head_dim)
-        return NumpyCache(spec, self._device.empty("cache", shape, "f32").host_array)
+        rows = self._device.empty("cache", shape, "f32")
+        self._device.settle()
+        return NumpyCache(spec, rows.host_array, self._device.settle)

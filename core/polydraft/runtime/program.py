@@ -145,10 +145,9 @@ class ProgramBuilder:
         unit = UNITS.index(node.unit)
         if isinstance(node, Fill):
             return Bound(_fill_launch(node, self.context), unit, "forward_meta", node.room, node)
-        provider, version = self.table.providers[node.contract], self.table.versions[node.contract]
+        version = self.table.versions[node.contract]
         args = node.args if isinstance(node.args, CompositeArgs) else as_version(node.contract, node.args, version)
-        workspace = self.table.workspace(provider.workspace_bytes(args, self.limits))
-        return Bound(provider.bind(args, self.limits, workspace), unit, node.contract, node.room, args, version)
+        return Bound(self.table.bind(node.contract, args, self.limits), unit, node.contract, node.room, args, version)
 
 
 def build(builders: Sequence[ProgramBuilder]) -> tuple[Program, ...]:

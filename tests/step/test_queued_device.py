@@ -1,19 +1,23 @@
-"""The lazy device itself: nothing runs before somebody waits, and each mistake that a synchronous device hides shows."""
+"""The reference's queued device: nothing runs before somebody waits, and each mistake that a synchronous device hides shows."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
-from polydraft import Engine, SamplingParams
-from polydraft.errors import DeviceError
+from polydraft import Engine, SamplingParams, reference
+from polydraft.contracts import ResidualAddV1
+from polydraft.contracts.base import Limits
+from polydraft.errors import DeviceError, GraphBufferError
+from polydraft.reference.queued import QueuedCapture, QueuedDevice, QueuedEvent
 from polydraft.runtime.stage import Stage
-from tests.support.lazy_device import LazyDevice, LazyEvent
 from tests.support.runs import Ask, drive, engine, essence, solo
 
 ASKS = [Ask((3, 1, 4, 1, 5), SamplingParams(max_new_tokens=16, ignore_eos=True), i) for i in range(3)]
+LIMITS = Limits(1, 1, 8, 8, 16, 4, 4, 4, 1, 8)
 POISON = np.int32(-0x5A5A5A5B)  # 0xA5 in every byte
 
 
@@ -24,7 +28,7 @@ def is_lossless(served_by: Engine) -> None:
 
 
 def test_an_upload_reads_its_staging_when_it_runs() -> None:
-    device = LazyDevice()
+    device = QueuedDevice()
     buffer, staging, event = device.empty("b", (4,), "i32"), device.staging("s", (4,), "i32"), device.event()
     assert (buffer.host_array == POISON).all()
     staging.array[:] = 1
@@ -36,7 +40,7 @@ def test_an_upload_reads_its_staging_when_it_runs() -> None:
 
 
 def test_a_download_is_poison_until_it_has_run() -> None:
-    device = LazyDevice()
+    device = QueuedDevice()
     buffer, staging, event = device.empty("b", (3,), "f32"), device.staging("s", (3,), "f32"), device.event()
     device.load(buffer, np.arange(3, dtype=np.float32))
     staging.array[:] = 7
@@ -49,7 +53,7 @@ def test_a_download_is_poison_until_it_has_run() -> None:
 
 
 def test_only_what_stands_before_an_event_runs() -> None:
-    device, ran = LazyDevice(), []
+    device, ran = QueuedDevice(), []
     first, second, never = device.event(), device.event(), device.event()
     assert never.query()
     device.enqueue(device.stream, lambda: ran.append(1))
@@ -67,7 +71,7 @@ def test_only_what_stands_before_an_event_runs() -> None:
 
 
 def test_streams_are_ordered_by_events_alone() -> None:
-    device, ran = LazyDevice(), []
+    device, ran = QueuedDevice(), []
     copies, both, done = device.make_stream("copies"), device.event(), device.event()
     device.enqueue(device.stream, lambda: ran.append("compute"))
     both.record(device.stream)
@@ -82,7 +86,7 @@ def test_streams_are_ordered_by_events_alone() -> None:
 
 
 def test_the_host_cannot_look_at_device_memory_while_work_is_outstanding() -> None:
-    device = LazyDevice()
+    device = QueuedDevice()
     buffer, seen = device.empty("b", (2,), "i32"), []
     device.enqueue(device.stream, lambda: seen.append(buffer.host_array.shape))
     with pytest.raises(DeviceError, match="the host looked at device buffer b"):
@@ -96,7 +100,7 @@ def test_overlap_is_one_by_default_and_steps_return_before_they_have_run() -> No
     assert engine("deep", device="lazy-1", draft_tokens=2, overlap="auto").resolved.overlap == 1
     lazy.add(ASKS[0].prompt_ids, ASKS[0].params)
     lazy.step()
-    assert isinstance(lazy.device, LazyDevice)
+    assert isinstance(lazy.device, QueuedDevice)
     assert lazy.device.outstanding
     assert lazy.device.counters.host_syncs == 0
     is_lossless(engine("deep", device="lazy-1", draft_tokens=2))
@@ -114,6 +118,90 @@ def test_staging_rewritten_while_an_upload_waits_is_caught(monkeypatch: pytest.M
 
 def test_a_snapshot_read_before_its_event_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     lazy = engine("deep", device="lazy-1", draft_tokens=2)
-    monkeypatch.setattr(LazyEvent, "synchronize", lambda self: None)
+    monkeypatch.setattr(QueuedEvent, "synchronize", lambda self: None)
     with pytest.raises(IndexError):  # poison for a slot
         is_lossless(lazy)
+
+
+# -- graphs --------------------------------------------------------------------------------------------
+def adding(device: QueuedDevice) -> tuple[Any, Callable[[], None]]:
+    """A buffer of ones, and a launch that adds ones to it."""
+    x, y = device.empty("x", (1, 2), "f32"), device.empty("y", (1, 2), "f32")
+    for buffer in (x, y):
+        device.load(buffer, np.ones((1, 2), np.float32))
+    provider = reference.polydraft_kernels(device).providers["residual_add"]
+    launch = provider.bind(ResidualAddV1(x=x, y=y), LIMITS, None)
+    return x, lambda: launch(device.stream, 1)
+
+
+def test_a_capture_records_and_a_replay_is_queued() -> None:
+    device = QueuedDevice()
+    x, run = adding(device)
+    graph = QueuedCapture(device).capture(device.stream, run)
+    assert not device.outstanding
+    graph.replay(device.stream)  # type: ignore[arg-type]
+    graph.replay(device.stream)  # type: ignore[arg-type]
+    assert device.outstanding
+    device.synchronize()
+    assert (x.host_array == 3).all()
+    assert device.counters.graph_replays == 2
+
+
+CALLS: dict[str, Callable[[QueuedDevice], object]] = {
+    "device.synchronize": lambda device: device.synchronize(),
+    "allocating late": lambda device: device.empty("late", (1,), "i32"),
+    "event.record": lambda device: device.event().record(device.stream),
+    "event.query": lambda device: device.event().query(),
+    "event.synchronize": lambda device: device.event().synchronize(),
+    "stream.wait": lambda device: device.stream.wait(device.event()),
+    "a second capture": lambda device: QueuedCapture(device).capture(device.stream, lambda: None),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_what_a_capture_forbids(call: str) -> None:
+    device = QueuedDevice()
+    with pytest.raises(DeviceError, match=f"{call} is not allowed while a graph is captured"):
+        QueuedCapture(device).capture(device.stream, lambda: None if CALLS[call](device) else None)
+    device.synchronize()  # and goes on
+
+
+def test_memory_that_has_moved_is_refused() -> None:
+    device = QueuedDevice()
+    x, run = adding(device)
+    graph = QueuedCapture(device).capture(device.stream, run)
+    device.move(x)
+    with pytest.raises(GraphBufferError, match="x lies at another address"):
+        graph.replay(device.stream)  # type: ignore[arg-type]
+    device.synchronize()
+    assert (x.host_array == 1).all()
+
+
+def test_one_stream_is_captured() -> None:
+    device = QueuedDevice()
+    other = device.make_stream("other")
+    with pytest.raises(DeviceError, match="another stream than the one that is captured"):
+        QueuedCapture(device).capture(device.stream, lambda: device.enqueue(other, lambda: None))  # type: ignore[arg-type]
+
+
+def test_what_a_launch_raises_is_raised_by_who_waits_and_voids_the_rest() -> None:
+    device, ran = QueuedDevice(), []
+    event = device.event()
+    device.enqueue(device.stream, lambda: ran.append(1 // 0))
+    device.enqueue(device.stream, lambda: ran.append(2))
+    event.record(device.stream)
+    with pytest.raises(DeviceError, match=r"failed \(ZeroDivisionError: .*\); every step in flight is void") as caught:
+        event.synchronize()
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+    assert not device.outstanding
+    with pytest.raises(DeviceError, match="somebody waits for it"):
+        event.synchronize()
+    device.enqueue(device.stream, lambda: ran.append(3))
+    device.synchronize()
+    assert ran == [3]
+
+
+def test_an_engine_replays_its_steps() -> None:
+    captured = engine("deep", device="lazy-1", draft_tokens=2, graph="decode", graph_sizes=(1, 3), max_num_seqs=3)
+    is_lossless(captured)
+    assert captured.device.counters.graph_replays > 0

@@ -1,0 +1,135 @@
+"""Owns what L5 asks about data that comes from the host while requests run: inputs in the middle of a step, and new weights.
+
+Both are compared with recomputing oracles, token by token. It never looks at how a backend moves data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, ClassVar, Final
+
+import numpy as np
+
+from polydraft.conformance.check import Check, Tally, Unsupported
+from polydraft.conformance.lossless_checks import K, working_dtype
+from polydraft.conformance.oracle import greedy_rounds
+from polydraft.conformance.oracle.coupled import Sampling, coupled_rounds
+from polydraft.conformance.probe import MARGIN, NUM_TOKENS, VOCAB, checkpoint, oracle, prompts
+from polydraft.conformance.serving import Ask, serve
+from polydraft.conformance.target import Target
+from polydraft.contracts import BiasLogitsV1
+from polydraft.device import Array, Buffer
+from polydraft.engine import Engine
+from polydraft.runtime.host_inputs import HostView, Needs
+from polydraft.runtime.program import ProgramBuilder
+
+KINDS: Final = 3
+"""Remainders into which the rule below parts the vocabulary."""
+BIAS: Final = np.float32(-1000.0)
+OTHER: Final = 1
+"""Seed of the weights that replace the probe's."""
+
+
+def checks() -> Iterator[Check]:
+    """Both."""
+    for graph in ("off", "decode"):
+        name, needs = f"L5/host-inputs/{'replayed' if graph == 'decode' else 'eager'}", "host_inputs"
+        yield Check(name, partial(_host_inputs, graph), needs, kernel="bias_logits", optional=True)
+    yield Check("L5/weights/begun-requests-keep-the-old-ones", _weights, "update_weights")
+
+
+# -- inputs in the middle of a step ----------------------------------------------------------------------
+class OtherRemainder:
+    """A rule for texts, as a grammar is one: behind token t only tokens of another remainder may follow. The step learns of t
+    while its target pass runs. Without drafts, so that one rule holds for all rows of a slot."""
+
+    name: ClassVar[str] = "another remainder"
+    needs: ClassVar[Needs] = "previous_tokens"
+    reads_drafts = False
+
+    def __init__(self, context: Any) -> None:
+        slots, table = context.limits.max_seqs, -(-VOCAB // KINDS)
+        self._step = context.step
+        self._count, self._ids = (self._new(context, name, shape) for name, shape in (("n", (slots,)), ("ids", (slots, table))))
+        self._biases = context.device.empty("conform.biases", (slots, table), "f32")
+        context.device.load(self._biases, np.full((slots, table), BIAS))
+        self.inputs: Mapping[str, Buffer] = {"count": self._count, "ids": self._ids}
+
+    @staticmethod
+    def _new(context: Any, name: str, shape: tuple[int, ...]) -> Buffer:
+        buffer: Buffer = context.device.empty(f"conform.{name}", shape, "i32")
+        context.device.load(buffer, np.zeros(shape, np.int32))
+        return buffer
+
+    def fill(self, view: HostView, arrays: Mapping[str, Array]) -> int:
+        """For every scheduled slot the tokens that may not follow."""
+        arrays["count"][:], arrays["ids"][:] = 0, 0
+        for slot in view.plan.slots.tolist():
+            last = int(view.slots.tokens[slot, view.slots.num_known[slot] - 1])
+            ids = np.flatnonzero(np.arange(VOCAB) % KINDS == last % KINDS)
+            arrays["count"][slot], arrays["ids"][slot, : len(ids)] = len(ids), ids
+        return len(arrays["count"])
+
+    def append(self, program: ProgramBuilder) -> None:
+        """Behind the processing of the target's logits."""
+        step = self._step
+        args = BiasLogitsV1(
+            logits=step.logits, row_slot=step.logit_slot, num_biases=self._count, bias_ids=self._ids, biases=self._biases
+        )
+        program.add("bias_logits", args, "logit_rows", "verify")
+
+    def void(self) -> None:
+        """Every step fills all of it anyway."""
+
+
+def _ruled(logits: Array, known: Sequence[int]) -> Array:
+    """The same rule, for the oracle."""
+    return np.where(np.arange(len(logits)) % KINDS == known[-1] % KINDS, logits + BIAS, logits)
+
+
+def _host_inputs(graph: str, target: Target, tally: Tally) -> None:
+    """Texts that obey a rule about the token before, which the host works out behind the launch of each target pass."""
+    asks = [Ask(prompt, max_new=12, arrival=i) for i, prompt in enumerate(prompts(5))]
+    given: dict[str, Any] = {"graph": graph, "dtype": working_dtype(target), "max_num_seqs": 3}
+    if graph != "off":
+        if not target.info.capabilities.graph_capture:
+            raise Unsupported("capability graph_capture is not declared")
+        given["graph_sizes"] = (1, 3)
+    for depth in (0, "auto"):
+        with target.engine(draft_tokens=0, overlap=depth, features=(OtherRemainder,), **given) as engine:
+            outputs = serve(engine, asks, tally)
+        for number, (ask, output) in enumerate(zip(asks, outputs, strict=True)):
+            wanted = coupled_rounds(oracle(), ask.prompt, Sampling(), 0, ask.max_new, (), _ruled)
+            tally.equal(f"error of request {number}", output.error, "")
+            if wanted.clear and given["dtype"] == "f32":
+                tally.equal(f"tokens of request {number} under the rule", output.token_ids, tuple(wanted.token_ids))
+
+
+# -- new weights -----------------------------------------------------------------------------------------
+def _weights(target: Target, tally: Tally) -> None:
+    """Weights are replaced as soon as a request has been preempted: whoever had begun, that one too, ends on the old ones, and
+    whoever had not sees the new ones alone."""
+    asks = [Ask(prompt, arrival=i) for i, prompt in enumerate(prompts(10)[4:])]
+    asks.append(Ask(prompts(4)[3], arrival=40))
+    before: dict[tuple[int, ...], bool] = {}
+
+    def note(engine: Engine, step: int) -> None:
+        del step
+        if not before and engine.scheduler.num_preemptions:
+            before.update({one.prompt_ids: one.begun or one.slot >= 0 for one in engine.requests.values()})
+            engine.update_weights(checkpoint(OTHER), running="finish")
+
+    dtype = working_dtype(target)
+    options: dict[str, Any] = {"max_num_seqs": 4, "num_blocks": 26, "block_size": 4, "prefix_cache": False, "graph": "off"}
+    with target.engine(draft_tokens=K, dtype=dtype, **options) as engine:
+        outputs = serve(engine, asks, tally, each_step=note)
+    tally.true("weights were replaced while a preempted request waited", bool(before))
+    for number, (ask, output) in enumerate(zip(asks, outputs, strict=True)):
+        # Whoever is not known at the change has ended by then, on the old weights, or comes later.
+        old = before.get(ask.prompt, ask.arrival < 40)
+        wanted = greedy_rounds(oracle() if old else oracle(OTHER), ask.prompt, 0, NUM_TOKENS, ())
+        sure = next((i for i, gap in enumerate(wanted.margins) if gap < MARGIN[dtype]), NUM_TOKENS)
+        who = f"request {number}, on the {'old' if old else 'new'} weights"
+        tally.equal(f"error of {who}", output.error, "")
+        tally.equal(f"tokens of {who}", output.token_ids[:sure], tuple(wanted.token_ids[:sure]))

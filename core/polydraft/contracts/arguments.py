@@ -1,0 +1,272 @@
+"""Owns the check of what a kernel is bound to: whether a record fits its contract, said before any backend sees it.
+
+Core checks every record once, when a program is bound (`BoundTable.bind`), so a provider may rely on it; the conformance kit
+binds the records of `misfits`, none of which may get through. It never looks at contents, and nothing of it is in a step.
+
+What a record promises follows from its declaration alone: every buffer is there unless it may be left out, has the declared dtype
+("act" is one dtype throughout the record) and rank, sizes that share a symbol are equal, the contract's `constraints` hold, and
+no buffer that is written stands in two places. N alone, the rows of a launch, is a capacity of each buffer for itself: buffers of
+several kinds of pass meet in one launch, and the launch length lies within all of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from types import CodeType
+from typing import Any, Final
+
+from polydraft.contracts.base import REGISTRY, Args, Contract, OpaqueSpec, ParamSpec, TensorSpec
+from polydraft.contracts.composite import COMPOSITES, Composite, CompositeArgs
+from polydraft.device import Buffer
+from polydraft.errors import ContractError
+
+FREE: Final = "N"
+"""The symbol whose sizes need not be equal."""
+ACTIVATIONS: Final = ("f32", "bf16", "f16")
+"""What "act" may stand for."""
+_DTYPES: Final[Mapping[str, tuple[str, ...]]] = {"act": ACTIVATIONS, "float": ACTIVATIONS}
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    """One buffer argument, as the check wants it."""
+
+    name: str
+    spec: TensorSpec
+    axes: tuple[str | int, ...]
+    dtypes: tuple[str, ...]
+    is_act: bool
+
+
+@dataclass(frozen=True)
+class _Rules:
+    """What there is to check in the records of a contract."""
+
+    tensors: tuple[_Tensor, ...]
+    fixed: Mapping[str | int, int]
+    """Sizes that are numbers."""
+    opaque: tuple[str, ...]
+    """Weights and caches that have to be there; metadata is the backend's business."""
+    may_be_absent: frozenset[str]
+    params: tuple[str, ...]
+    constraints: tuple[tuple[str, CodeType], ...]
+
+
+@functools.cache
+def _rules(record: Any, constraints: tuple[str, ...]) -> _Rules:
+    specs: Mapping[str, Any] = record.specs()
+    absent = frozenset(f.name for f in dataclasses.fields(record) if f.default is None)
+    tensors = tuple(_tensor(name, spec) for name, spec in specs.items() if isinstance(spec, TensorSpec))
+    fixed: dict[str | int, int] = {axis: axis for one in tensors for axis in one.axes if isinstance(axis, int)}
+    opaque = tuple(n for n, s in specs.items() if isinstance(s, OpaqueSpec) and s.kind != "meta" and n not in absent)
+    params = tuple(name for name, spec in specs.items() if isinstance(spec, ParamSpec))
+    compiled = tuple((text, compile(text, "<constraint>", "eval")) for text in constraints)
+    return _Rules(tensors, fixed, opaque, absent, params, compiled)
+
+
+def _rules_of(contract: Contract) -> _Rules:
+    return _rules(contract.args, contract.constraints)  # type: ignore[arg-type]  # a class is hashable
+
+
+def _tensor(name: str, spec: TensorSpec) -> _Tensor:
+    axes = tuple(int(symbol) if symbol.isdigit() else symbol for symbol in spec.symbols)
+    return _Tensor(name, spec, axes, _DTYPES.get(spec.dtype, (spec.dtype,)), spec.dtype == "act")
+
+
+def check_arguments(kernel: Contract | Composite, args: Args | CompositeArgs) -> None:
+    """Raise `ContractError` where `args` is no record of `kernel` or is not what the contract declares; the sentence names the
+    argument, what it is and what was wanted. A composite's record is checked part by part. Some microseconds, since building an
+    engine asks hundreds of times."""
+    if isinstance(kernel, Composite):
+        for contract, part in zip(kernel.contracts, getattr(args, "parts", ()), strict=True):
+            _check(contract, part)
+    elif type(args) is not kernel.args:
+        raise ContractError(
+            f"{kernel.key}: got a record of {type(args).__name__}, wanted {kernel.args.__name__}; pass that record"
+        )
+    else:
+        _check(kernel, args)
+
+
+def check_record(name: str, version: int, args: Args | CompositeArgs) -> None:
+    """As `check_arguments`, for what a provider of `name` in `version` is bound to."""
+    check_arguments(COMPOSITES[name] if name in COMPOSITES else REGISTRY[f"{name}/{version}"], args)
+
+
+def _check(contract: Contract, args: Any) -> None:
+    rules = _rules_of(contract)
+    sizes: dict[str | int, Any] = dict(rules.fixed)
+    owners: dict[int, _Tensor] = {}
+    act = ""
+    for one in rules.tensors:
+        buffer = getattr(args, one.name)
+        if buffer is None:
+            if one.name not in rules.may_be_absent:
+                raise _misfit(contract, one.name, "missing", "a buffer")
+            continue
+        shape, axes, other = buffer.shape, one.axes, owners.setdefault(id(buffer), one)
+        if buffer.dtype not in one.dtypes or (one.is_act and buffer.dtype != (act := act or buffer.dtype)):
+            wanted = " or ".join((act,) if one.is_act and act else one.dtypes)
+            raise _misfit(contract, one.name, f"of dtype {buffer.dtype}", wanted)
+        if len(shape) != len(axes):
+            raise _misfit(contract, one.name, f"of shape {tuple(shape)}", f"[{one.spec.shape}]")
+        for axis, size in zip(axes, shape, strict=True):
+            if sizes.setdefault(axis, size) != size and axis != FREE:
+                wanted = f"{axis} = {sizes[axis]} in [{one.spec.shape}]"
+                raise _misfit(contract, one.name, f"of shape {tuple(shape)}", wanted)
+        if other is not one and _is_written(one, other):
+            raise _misfit(
+                contract, one.name, f"the buffer of {other.name}, too", "one of its own, since one of the two is written"
+            )
+    for name in rules.opaque:
+        if getattr(args, name) is None:
+            raise _misfit(contract, name, "missing", "what the backend made for it")
+    if rules.constraints:
+        _check_constraints(contract, rules, sizes, args)
+
+
+def _is_written(*tensors: _Tensor) -> bool:
+    return any(one.spec.access != "in" for one in tensors)
+
+
+def constraint_fails(contract: Contract, sizes: Mapping[Any, Any], params: Mapping[str, Any]) -> str:
+    """The first constraint of `contract` that does not hold, "" where all do. One that names a symbol without a size (of a buffer
+    that was left out) says nothing."""
+    rules = _rules_of(contract)
+    known = {**{name: value for name, value in sizes.items() if isinstance(name, str)}, **params}
+    for text, code in rules.constraints:
+        if all(name in known for name in code.co_names) and not _holds(code, known):
+            return text
+    return ""
+
+
+def _holds(code: CodeType, known: Mapping[str, Any]) -> bool:
+    try:
+        return bool(eval(code, {"__builtins__": {}}, dict(known)))  # noqa: S307  expressions of this package's own records
+    except (TypeError, ArithmeticError):  # such as a text where a number is wanted
+        return False
+
+
+def _check_constraints(contract: Contract, rules: _Rules, sizes: Mapping[Any, Any], args: Args) -> None:
+    params = {name: getattr(args, name) for name in rules.params}
+    broken = constraint_fails(contract, sizes, params)
+    if broken:
+        known = {**sizes, **params}
+        code = next(code for text, code in rules.constraints if text == broken)
+        got = ", ".join(f"{name} = {known[name]!r}" for name in code.co_names)
+        raise ContractError(f"{contract.key}: got {got}, wanted {broken}; bind it to sizes and parameters that fit")
+
+
+def _misfit(contract: Contract, name: str, got: str, wanted: str) -> ContractError:
+    return ContractError(f"{contract.key}: argument {name} is {got}, wanted {wanted}; bind it to what the contract declares")
+
+
+# -- records that do not fit ---------------------------------------------------------------------------
+Make = Callable[[str, tuple[int, ...], str], Buffer]
+"""Allocates a buffer by name, shape and dtype."""
+
+
+@dataclass(frozen=True)
+class Misfit:
+    """A record that must be refused: the argument (or constraint) that the refusal has to name, what is wrong, the record."""
+
+    names: str
+    what: str
+    args: Args
+
+
+def misfits(contract: Contract, args: Args, make: Make) -> Iterator[Misfit]:
+    """Every way in which a record that fits can be spoiled by one change, made from the contract's declaration: each buffer in
+    another dtype, with an axis more, with another size where that is bound, left out, or in the place of another; each
+    constraint broken."""
+    rules = _rules_of(contract)
+    bound = _bound_symbols(rules, args)
+    for one in rules.tensors:
+        buffer = getattr(args, one.name)
+        if buffer is None:
+            continue
+        shape, name = tuple(buffer.shape), one.name
+
+        def spoiled(what: str, value: Any, name: str = name) -> Misfit:
+            return Misfit(name, what, _changed(args, {name: value}))
+
+        other = "u8" if buffer.dtype != "u8" else "i32"
+        yield spoiled(f"{name} in {other}", make(name, shape, other))
+        yield spoiled(f"{name} with an axis more", make(name, (*shape, 1), buffer.dtype))
+        for axis, symbol in enumerate(one.axes):
+            if symbol in bound:
+                grown = (*shape[:axis], shape[axis] + 1, *shape[axis + 1 :])
+                wrong = Misfit("", f"{name} with another size of {symbol}", spoiled("", make(name, grown, buffer.dtype)).args)
+                yield wrong
+        if name not in rules.may_be_absent:
+            yield spoiled(f"no {name}", None)
+        twin = _twin(rules, args, one)
+        if twin is not None:
+            yield Misfit("", f"{name} and {twin} in one buffer", spoiled("", getattr(args, twin)).args)
+    for text, code in rules.constraints:
+        yield from _broken(contract, args, make, text, code)
+
+
+def _bound_symbols(rules: _Rules, args: Args) -> set[str | int]:
+    """Sizes that more than one axis has, and those that the record fixes."""
+    axes = [axis for one in rules.tensors if getattr(args, one.name) is not None for axis in one.axes]
+    return {axis for axis in axes if isinstance(axis, int) or axes.count(axis) > 1} - {FREE}
+
+
+def _twin(rules: _Rules, args: Args, one: _Tensor) -> str | None:
+    """Another argument of the same form, where one of the two is written."""
+    mine = getattr(args, one.name)
+    for other in rules.tensors:
+        its = getattr(args, other.name)
+        alike = other is not one and its is not None and one.axes == other.axes and its.dtype == mine.dtype
+        if alike and _is_written(one, other):
+            return other.name
+    return None
+
+
+def _broken(contract: Contract, args: Args, make: Make, text: str, code: CodeType) -> Iterator[Misfit]:
+    """The record with one constraint broken, by the first parameter or size of it that can break it alone."""
+    rules = _rules_of(contract)
+    for name in code.co_names:
+        if name in rules.params:
+            others = _others(getattr(args, name))
+            spoiled: dict[str, Args | None] = {f"{name} = {value!r}": _changed(args, {name: value}) for value in others}
+        else:
+            spoiled = {f"{more} more of {name}": _resized(rules, args, make, name, more) for more in (1, 2, 64, 1 << 16)}
+        for what, found in spoiled.items():
+            if found is not None and _first_broken(contract, found) == text:
+                yield Misfit(text, f"{what}, against {text}", found)
+                return
+
+
+def _others(value: Any) -> tuple[Any, ...]:
+    return ("neither",) if isinstance(value, str) else (value + 1, 0, -1, 2 * value + 1, 1 << 30)
+
+
+def _first_broken(contract: Contract, args: Args) -> str:
+    rules = _rules_of(contract)
+    sizes: dict[Any, Any] = {}
+    for one in rules.tensors:
+        buffer = getattr(args, one.name)
+        if buffer is not None:
+            sizes |= dict(zip(one.axes, buffer.shape, strict=True))
+    return constraint_fails(contract, sizes, {name: getattr(args, name) for name in rules.params})
+
+
+def _resized(rules: _Rules, args: Args, make: Make, symbol: str, more: int) -> Args | None:
+    """The record with every axis called `symbol` longer by `more`."""
+    changed: dict[str, Any] = {}
+    for one in rules.tensors:
+        buffer = getattr(args, one.name)
+        if buffer is not None and symbol in one.axes:
+            shape = tuple(size + more * (axis == symbol) for axis, size in zip(one.axes, buffer.shape, strict=True))
+            changed[one.name] = make(one.name, shape, buffer.dtype)
+    return _changed(args, changed) if changed else None
+
+
+def _changed(args: Args, fields: Mapping[str, Any]) -> Args:
+    changed: Args = dataclasses.replace(args, **fields)  # type: ignore[type-var]  # every subclass of Args is a dataclass
+    return changed

@@ -62,8 +62,12 @@ class SamplingParams:
     """Report the log probability of each token and of this many most likely ones beside it; None: report nothing."""
     prompt_logprobs: int | None = None
     """Likewise of the tokens of the prompt, each given those before it."""
+    max_drafts: int | None = None
+    """Drafts that a round of this request verifies at most: 0 is plain decoding; None: as many as the engine makes. The text does
+    not depend on it, unless the engine verifies by rejection."""
     constraint: Mapping[str, Any] | tuple[str, str] | None = None
-    """What the output must be: {"json_schema": SCHEMA}, {"json_object": true}, {"regex": TEXT} or {"lark": GRAMMAR}; kept as its
+    """What the output must be: {"json_schema": SCHEMA}, {"json_object": true}, {"regex": TEXT}, {"lark": GRAMMAR}, {"ebnf":
+    GRAMMAR} as llama.cpp and xgrammar write it, from its rule `root` on, or {"grammar": GRAMMAR} in either notation; kept as its
     kind and a text. The engine must have been built for constraints."""
     thinking_limit: int | None = None
     """Tokens of thinking at most; then the end of thinking is spelt out."""
@@ -137,6 +141,7 @@ class SamplingParams:
                 for name, count in (
                     ("logprobs", self.logprobs),
                     ("prompt_logprobs", self.prompt_logprobs),
+                    ("max_drafts", self.max_drafts),
                     ("thinking_limit", self.thinking_limit),
                     ("reply_budget", self.reply_budget),
                 )
@@ -155,6 +160,11 @@ class SamplingParams:
         return bool(penalised or self.logit_bias or self.bad_words or self.min_tokens)
 
     @property
+    def reported(self) -> bool:
+        """Whether log probabilities were asked for, of the text or of the prompt."""
+        return self.logprobs is not None or self.prompt_logprobs is not None
+
+    @property
     def constrained(self) -> bool:
         """Whether something binds the output beyond its length and stops."""
         return self.constraint is not None or self.thinking_limit is not None or self.reply_budget is not None
@@ -171,7 +181,7 @@ class SamplingParams:
         return cls(**values)
 
 
-CONSTRAINTS = ("json_schema", "json_object", "regex", "lark")
+CONSTRAINTS = ("json_schema", "json_object", "regex", "lark", "ebnf", "grammar")
 """Kinds of constraints."""
 
 

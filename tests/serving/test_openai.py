@@ -248,6 +248,14 @@ def test_a_completion_keeps_to_a_regular_expression(bound: Any) -> None:
     assert answer.choices[0].provenance[-1]["source"] == "forced", "the end is all that may come"
 
 
+@pytest.mark.parametrize("grammar", ['root ::= "ab" [0-9]', 'start: "ab" /[0-9]/'])
+def test_a_completion_keeps_to_a_grammar(bound: Any, grammar: str) -> None:
+    answer = bound.completions.create(
+        model="letters", prompt="a", temperature=0, extra_body={"structured_outputs": {"grammar": grammar}}
+    )
+    assert re.fullmatch("ab[0-9]", answer.choices[0].text)
+
+
 def test_what_is_no_grammar_is_the_clients_error(bound: Any, client: Any) -> None:
     for body in ({"regex": "(["}, {"nothing": "x"}, {"regex": "a", "json": {}}):
         with pytest.raises(openai.BadRequestError):

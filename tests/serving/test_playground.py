@@ -60,6 +60,7 @@ def test_a_person_at_the_playground(browser: Any, tmp_path: Path) -> None:
         page.focus("#prompt")
         page.keyboard.press("Control+Enter")
         page.wait_for_function("() => document.querySelectorAll('#out .t').length > 3")
+        page.wait_for_function("() => document.querySelectorAll('#out-plain .t').length > 3")
         page.wait_for_function("() => !document.getElementById('run').disabled", timeout=60_000)
         tokens = page.locator("#out .t")
         assert tokens.count() == 64
@@ -75,20 +76,31 @@ def test_a_person_at_the_playground(browser: Any, tmp_path: Path) -> None:
         page.keyboard.press("End")
         page.keyboard.press("ArrowLeft")
         assert page.inner_text("#info") != info
-        for chart, shape in (("#acceptance", "rect"), ("#rounds", "polyline"), ("#speed", "polyline"), ("#timeline", "rect")):
+        for chart, shape in (("#acceptance", "rect"), ("#rounds", "polyline"), ("#speed", "polyline")):
             assert page.locator(f"{chart} svg {shape}").count() > 0, chart
-        assert page.locator("#timeline rect").count() > 20
-        page.screenshot(path=tmp_path / "playground-light.png")
+        for lanes, least in (("#timeline", 15), ("#timeline-plain", 60)):
+            for side in ("host", "device"):
+                assert page.locator(f"{lanes} rect.{side}").count() > least, (lanes, side)
+        assert "synchronous" in page.inner_text("#device-times") or "upper bound" in page.inner_text("#device-times")
+        plain = page.locator("#out-plain .t")
+        assert plain.count() == 64
+        assert {plain.nth(i).get_attribute("class") for i in range(64)} == {"t target"}
+        assert page.inner_text("#out-plain") == page.inner_text("#out"), "the same text without drafts"
+        assert "64 tokens, 63 rounds" in page.inner_text("#figures-plain")
+        assert "The same text, token by token" in page.inner_text("#verdict")
+        page.screenshot(path=tmp_path / "playground-light.png", full_page=True)
         light = page.evaluate("getComputedStyle(document.body).backgroundColor")
         page.click("#theme")
         assert page.evaluate("getComputedStyle(document.body).backgroundColor") != light
-        page.screenshot(path=tmp_path / "playground-dark.png")
+        page.screenshot(path=tmp_path / "playground-dark.png", full_page=True)
+        page.uncheck("#compare")
         page.fill("#tokens", "600")
         page.keyboard.press("Control+Enter")
         page.wait_for_function("() => document.querySelectorAll('#out .t').length > 3")
         page.keyboard.press("Escape")
         page.wait_for_function("() => !document.getElementById('run').disabled")
         assert page.locator("#out .t").count() < 600
+        assert page.locator("#out-plain .t").count() == 0
         page.fill("#tokens", "0")
         page.keyboard.press("Control+Enter")
         page.wait_for_function("() => document.getElementById('figures').classList.contains('bad')")

@@ -222,6 +222,21 @@ def test_draft_numbers_are_the_heads_own() -> None:
         known += [next(records).token_id for _ in range(min(accepted + 1, len(output.prompt_ids) + 14 - len(known)))]
 
 
+@pytest.mark.parametrize("num_drafts", [1, 3])
+def test_under_rejection_no_draft_has_a_number_of_its_neighbours(num_drafts: int) -> None:
+    """A greedy request's is the head's own beside whoever samples; one that samples has that of the distribution it drew from."""
+    greedy, sampled = ASKS[0], Ask(PROMPTS[3], replace(GREEDY, temperature=0.8, top_k=5, seed=4, max_new_tokens=24))
+    options: dict[str, Any] = {"draft_tokens": num_drafts, "logprobs": TOP, "verify": "rejection"}
+    beside = drive(engine(MODEL, **options), [greedy, sampled])
+    apart = [drive(engine(MODEL, **options), [ask])[0] for ask in (greedy, sampled)]
+    coupled = drive(engine(MODEL, **{**options, "verify": "coupled"}), [greedy])[0]
+    assert [of_drafts(output) for output in beside] == [of_drafts(output) for output in apart]
+    assert of_drafts(beside[0]) == of_drafts(coupled)
+    numbers = [value for step in of_drafts(beside[1]) for _, value in step]
+    assert any(value < 0 for value in numbers)
+    assert all(value > math.log(1e-6) for value in numbers), "what the filters dropped is not drawn"
+
+
 def test_what_no_model_drew_is_certain() -> None:
     output = alone(Ask((5, 9, 5, 9, 5, 9), GREEDY), proposer="ngram")
     assert output.drafted > 0

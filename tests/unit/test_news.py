@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from polydraft import RequestOutput, SamplingParams
 from polydraft.errors import RecordError
 from polydraft.runtime.news import REASONS, Count, Head, News, news_of, pack, unpack
+from polydraft.runtime.output import Converter
 from tests.support.runs import engine
 
 
@@ -129,12 +130,13 @@ def test_the_news_of_an_engine_add_up_to_its_outputs() -> None:
         running.add((5, 9 + i, 33), SamplingParams(max_new_tokens=13, ignore_eos=True, **wish), id=str(i), stream=True)
     news: dict[int, list[News]] = {i: [] for i in range(3)}
     last: dict[int, RequestOutput] = {}
+    converter = Converter(running.tokenizer)
     while running.has_work:
         running.step()
-        outputs = running.poll()
-        for found in unpack(pack([news_of(int(o.id), o) for o in outputs])):
+        pieces = converter.pieces(running.take())
+        for found in unpack(pack([news_of(int(p.request.id), p) for p in pieces])):
             news[found.handle].append(found)
-        last |= {int(o.id): o for o in outputs if o.finished}
+        last |= {int(p.request.id): p.output() for p in pieces if p.finished}
     for i, output in last.items():
         mine = news[i]
         assert [t for n in mine for t in n.token_ids.tolist()] == list(output.token_ids)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from polydraft import SamplingParams
-from polydraft.runtime.output import cut
 from polydraft.runtime.request import Request
+from polydraft.runtime.taken import cut
 
 ROUNDS = [2, 0, 3]
 """After the prefill's token: tokens 2 to 4, token 5, tokens 6 to 9."""

@@ -14,10 +14,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polydraft.contracts.layout import MAX_COLUMNS, LogprobHeader, record_words
+from polydraft.contracts.base import Limits
+from polydraft.contracts.layout import MAX_COLUMNS, LogprobHeader, Snapshot, record_words
 from polydraft.errors import RecordError
 from polydraft.reference.logprobs import KERNELS
-from polydraft.runtime.packed import LogprobBlock, decode_logprobs, pack_word, unpack_word
+from polydraft.reference.state_kernels import KERNELS as STATE_KERNELS
+from polydraft.runtime.packed import LogprobBlock, Snapshots, decode_logprobs, pack_word, unpack_word
 from polydraft.sentinels import NO_TOKEN
 
 VOCAB = 50
@@ -185,3 +187,109 @@ def test_minus_infinity_is_a_log_probability() -> None:
     p.a.logprobs[p.wanting[0], 0, 0] = -np.inf
     KERNELS["pack_logprobs"](p.a, None)(5)  # type: ignore[arg-type]
     assert p.decode().logprobs[0, 0, 0] == -np.inf
+
+
+# -- snapshots ----------------------------------------------------------------------------------------------------------
+def limits(size: int, drafts: int) -> Limits:
+    return Limits(
+        max_seqs=size, num_drafts=drafts, max_rows=64, max_logit_rows=64, max_len=40, block_size=4, num_blocks=64, max_blocks=10,
+        vocab_size=VOCAB, max_stop_tokens=4,
+    )  # fmt: skip
+
+
+class Snap:
+    """A snapshot that the reference writes of a batch, the batch's slots in launch order, and who reads it."""
+
+    def __init__(self, seed: int, *, size: int = 5, drafts: int = 3, capacity: int | None = None) -> None:
+        rng = np.random.default_rng(seed)
+        most = capacity or size
+        self.slots = rng.permutation(most)[:size].astype(np.int32)
+        window = drafts + 1
+        self.a = SimpleNamespace(
+            slot_order=self.slots, epoch=rng.integers(0, 1 << 30, most).astype(np.int32),
+            out_len=rng.integers(0, window + 1, size).astype(np.int32),
+            out_accepted=rng.integers(0, drafts + 1, size).astype(np.int32),
+            drafted=rng.integers(-1, drafts + 1, size).astype(np.int32), finish=rng.integers(0, 5, most).astype(np.int32),
+            phase=rng.integers(0, 5, most).astype(np.int32), kv_len=rng.integers(0, 41, most).astype(np.int32),
+            out_tokens=rng.integers(-1, VOCAB, (size, window)).astype(np.int32),
+            record=np.full((most, len(Snapshot) + window), 0x5A5A5A5A, np.int32),
+        )  # fmt: skip
+        STATE_KERNELS["snapshot_output"](self.a, None)(size)  # type: ignore[arg-type]
+        self.reader = Snapshots(limits(most, drafts))
+
+    def read(self) -> Any:
+        return self.reader.read(self.a.record, self.slots)
+
+
+@given(
+    seed=st.integers(0, 2**32 - 1), capacity=st.sampled_from([1, 2, 9, 256, 257, 513]), drafts=st.integers(0, 9), data=st.data()
+)
+def test_a_snapshot_comes_back(seed: int, capacity: int, drafts: int, data: st.DataObject) -> None:
+    """Batches of one to as many as there is room for, and windows longer than six tokens."""
+    size = data.draw(st.sampled_from(sorted({1, max(capacity - 1, 1), capacity})))
+    s = Snap(seed, size=size, drafts=drafts, capacity=capacity)
+    record = s.read()
+    assert record[:, Snapshot.SLOT].tolist() == s.slots.tolist()
+    for column, values in (("EPOCH", s.a.epoch), ("FINISH", s.a.finish), ("PHASE", s.a.phase), ("KV_LEN", s.a.kv_len)):
+        np.testing.assert_array_equal(record[:, Snapshot[column]], values[s.slots])
+    np.testing.assert_array_equal(record[:, Snapshot.DRAFTED], s.a.drafted)
+    np.testing.assert_array_equal(record[:, len(Snapshot) :], s.a.out_tokens)
+    s.a.record[:] = 0
+    assert record[:, Snapshot.SLOT].tolist() == s.slots.tolist(), "it is a copy"
+
+
+@given(seed=st.integers(0, 50), place=st.integers(0, 59), value=st.integers(-(1 << 31), (1 << 31) - 1))
+def test_a_damaged_snapshot_is_refused_or_within_bounds(seed: int, place: int, value: int) -> None:
+    s = Snap(seed)
+    s.a.record.reshape(-1)[place] = value
+    try:
+        record = s.read()
+    except RecordError:
+        return
+    assert record[:, Snapshot.SLOT].tolist() == s.slots.tolist()
+    assert ((record[:, Snapshot.NUM_TOKENS] >= 0) & (record[:, Snapshot.NUM_TOKENS] <= 4)).all()
+    assert ((record[:, len(Snapshot) :] >= NO_TOKEN) & (record[:, len(Snapshot) :] < VOCAB)).all()
+
+
+@pytest.mark.parametrize("value", [-1, 1 << 30, -(1 << 31), (1 << 31) - 1])
+@pytest.mark.parametrize("column", [c for c in range(len(Snapshot) + 4) if c != Snapshot.EPOCH])
+def test_no_column_of_a_snapshot_takes_anything(column: int, value: int) -> None:
+    if value == -1 and (column >= len(Snapshot) or column == Snapshot.DRAFTED):
+        return  # no token, and no round
+    s = Snap(1)
+    s.a.record[2, column] = value
+    with pytest.raises(RecordError, match=f"row 2 of a snapshot has .* {value}, wanted"):
+        s.read()
+
+
+def test_more_rows_than_there_is_room_for_are_refused() -> None:
+    s = Snap(2)
+    with pytest.raises(RecordError, match="at least 6 rows"):
+        s.reader.read(s.a.record, np.append(s.slots, np.int32(5)))
+    other = Snap(2, size=6)
+    with pytest.raises(RecordError, match="has slot 5, wanted"):
+        s.reader.read(other.a.record, other.slots)
+    for words in (s.a.record.astype(np.int64), s.a.record[:, :-1], s.a.record.ravel()):
+        with pytest.raises(RecordError, match="wanted int32"):
+            s.reader.read(words, s.slots)
+
+
+# -- batches and columns at their borders ---------------------------------------------------------------------------------
+@given(flag=st.sampled_from([0, 255, 256]), columns=st.sampled_from([0, 1, 65535, 65536]))
+def test_the_borders_of_the_first_word(flag: int, columns: int) -> None:
+    if flag > 255 or columns > 65535:
+        with pytest.raises(RecordError, match="wanted 0 to"):
+            pack_word(flag, columns)
+    else:
+        assert unpack_word(pack_word(flag, columns)) == (flag, columns)
+
+
+@given(seed=st.integers(0, 99), size=st.integers(2, 40))
+def test_a_record_of_more_entries_than_asked_for_is_refused(seed: int, size: int) -> None:
+    """At capacity it is read, and one over it is not."""
+    p = Packed(seed, size=size)
+    if not p.wanting:
+        return
+    assert len(p.decode(most=len(p.wanting)).slots) == len(p.wanting)
+    with pytest.raises(RecordError, match="wanted at most"):
+        p.decode(most=len(p.wanting) - 1)

@@ -11,7 +11,7 @@ import numpy as np
 from polydraft.device import Array
 from polydraft.runtime.kv_blocks import BlockLedger
 from polydraft.runtime.plan import StepOutcome, StepPlan
-from polydraft.runtime.provenance import StepLogprobs
+from polydraft.runtime.provenance import Report
 from polydraft.runtime.request import Request, Status
 from polydraft.runtime.slots import SlotTable
 from polydraft.runtime.totals import EngineTotals
@@ -37,7 +37,7 @@ def apply(
     live = (t.epoch[ids] == outcome.epochs) & ~t.leaving[ids]
     keep: Array | slice = slice(None) if live.all() else np.flatnonzero(live)
     if outcome.logprobs is not None or outcome.prompt_logprobs is not None:
-        _file_logprobs(t, plan, outcome, live)
+        t.reports.append(Report(plan, outcome, live, t.occupants()))
     return _fold(t, ledger, ids[keep], outcome, keep, totals)
 
 
@@ -72,25 +72,6 @@ def _fold(
     goes_on, ends = finish == 0, finish.nonzero()[0]  # of a request that ended, the draft has not seen the last window
     ledger.remember(ids[goes_on], t.tokens, kv_len[goes_on])
     return [end(t, slot, REASONS[Finish(reason)]) for slot, reason in zip(ids[ends].tolist(), finish[ends].tolist(), strict=True)]
-
-
-def _file_logprobs(t: SlotTable, plan: StepPlan, outcome: StepOutcome, live: Array) -> None:
-    """Tell each live request where the rows that belong to it are; what they say is looked at when somebody asks."""
-    block, wishes = outcome.logprobs, plan.num_top
-    if block is not None and wishes is not None:
-        wanted = wishes[plan.slots] >= 0
-        slots = plan.slots[wanted]
-        counts = (outcome.num_tokens[wanted] * live[wanted]).tolist()
-        for entry, (slot, count, top) in enumerate(zip(slots.tolist(), counts, wishes[slots].tolist(), strict=True)):
-            request = t.request[slot]
-            if count and request is not None:
-                request.logprobs.append((block, entry, count, top))
-    block = outcome.prompt_logprobs
-    for entry, slot in enumerate(block.slots.tolist() if block is not None else ()):
-        request = t.request[slot]
-        if request is not None and live[plan.slots == slot].all() and plan.prompt_top is not None and block is not None:
-            rows = StepLogprobs.of(block, entry, 1, int(plan.prompt_top[slot]))
-            request.prompt_logprobs[int(block.extra[entry])] = rows.token(0)
 
 
 def end(t: SlotTable, slot: int, reason: str) -> Request:

@@ -209,15 +209,27 @@ class Constraints:
                     f"grammars cannot be used with the tokenizer of this model: {error}; leave them out"
                 ) from error
         make = llguidance.LLMatcher
-        grammars = {"regex": make.grammar_from_regex, "lark": make.grammar_from_lark}
         try:
-            matcher = make(self._ll, grammars.get(kind, make.grammar_from_json_schema)(text))
+            matcher = make(self._ll, _grammar(kind, text))
         except Exception as error:
             raise RequestError(f"the {kind} of the request cannot be used: {error}; correct it") from error
         if matcher.is_error():
             reason = " ".join(matcher.get_error().split())
             raise RequestError(f"the {kind} of the request cannot be used: {reason}; correct it")
         return matcher
+
+
+def _grammar(kind: str, text: str) -> str:
+    """A constraint in the library's own form; its converter reads EBNF as llama.cpp (GBNF) and xgrammar write it."""
+    from llguidance import LLMatcher
+    from llguidance.gbnf_to_lark import any_to_lark, gbnf_to_lark
+
+    if kind == "regex":
+        return str(LLMatcher.grammar_from_regex(text))
+    if kind in ("lark", "ebnf", "grammar"):
+        convert = {"ebnf": gbnf_to_lark, "grammar": any_to_lark}.get(kind, str)
+        return str(LLMatcher.grammar_from_lark(convert(text)))
+    return str(LLMatcher.grammar_from_json_schema(text))
 
 
 class ConstraintFeature:
@@ -236,7 +248,8 @@ class ConstraintFeature:
         device.load(self._masks, np.zeros(self._masks.shape, np.uint32))
         device.load(self._masked, np.zeros(self._masked.shape, np.int32))
         self.inputs: Mapping[str, Buffer] = {"masks": self._masks, "masked": self._masked}
-        self._uploaded = False
+        self._masked_rows = 0
+        """Sequences, from the first on, that the device may hold masks for."""
 
     def fill(self, view: HostView, arrays: Mapping[str, Array]) -> int:
         """Masks of the constrained sequences of this step; nothing where there is none and the device knows."""
@@ -249,19 +262,18 @@ class ConstraintFeature:
             and plan.emits[i]
             and not t.leaving[slot]
         ]
-        before, self._uploaded = self._uploaded, bool(bound)
-        if not bound and not before:
-            return 0
+        used = bound[-1][0] + 1 if bound else 0
+        rows, self._masked_rows = max(used, self._masked_rows), used
         masked, masks = arrays["masked"], arrays["masks"]
-        masked[:], masks[:] = 0, ALL
+        masked[:rows] = 0  # and what the masks of such rows hold is not looked at
         for i, slot, request in bound:
-            drafts = view.drafts[slot, : view.draft_len[slot]].tolist() if plan.decode[i] else []
+            drafts = view.drafts[slot, : min(view.draft_len[slot], plan.rows[i] - 1)].tolist() if plan.decode[i] else []
             masked[i] = self._fill(view, slot, request, drafts, masks[i])
-        return len(masked)
+        return rows
 
     def void(self) -> None:
         """The device has failed: masks that it was sent may be lost, and so may their being taken back."""
-        self._uploaded = True
+        self._masked_rows = self._masked.shape[0]
 
     @staticmethod
     def _fill(view: HostView, slot: int, request: Request, drafts: list[int], rows: Array) -> int:

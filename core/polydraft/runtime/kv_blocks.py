@@ -146,6 +146,10 @@ class BlockLedger:
                     self._block_of[key], self._keys[block] = block, key
             self._num_keyed[slot] = count
 
+    def keep_private(self, slot: int) -> None:
+        """Key none of a slot's further blocks: some of their rows may be missing."""
+        self._num_keyed[slot] = self.table.shape[1] + 1
+
     def forget_all(self) -> None:
         """Drop every key: rows computed with other weights must not be shared. Blocks in use stay with their slots, whose text
         is never keyed again."""

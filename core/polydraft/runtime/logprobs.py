@@ -24,7 +24,7 @@ from polydraft.contracts.top_logprobs import TopLogprobsV1
 from polydraft.device import Array, Buffer, Device, Staging, Stream
 from polydraft.errors import CapabilityError
 from polydraft.runtime.buffers import SlotState, StepBuffers
-from polydraft.runtime.packed import LogprobBlock, decode_logprobs
+from polydraft.runtime.packed import PackedLogprobs, Wanted
 from polydraft.runtime.plan import StepPlan
 from polydraft.runtime.program import ProgramBuilder
 
@@ -67,7 +67,7 @@ class _Results:
 class _Landing:
     """Pinned memory of one step in flight: wishes on their way down, records on their way up."""
 
-    wishes: tuple[Staging, Staging]
+    wishes: Mapping[str, Staging]
     records: tuple[Staging, Staging]
 
 
@@ -83,6 +83,7 @@ class Logprobs:
         self._window = _Results.allocate(device, "logprobs.window", b, limits.window, columns)
         self._prompt = _Results.allocate(device, "logprobs.prompt", nl, 1, columns)
         self._num_top, self._prompt_top = (self._by_slot(name) for name in ("num_top", "prompt_top"))
+        self._drawn_top = self._by_slot("drawn_top") if verify == "rejection" else self._num_top
         self._draft_logprobs = device.empty("logprobs.drafts", (b, limits.num_drafts), "f32")
         device.load(self._draft_logprobs, np.zeros((b, limits.num_drafts), np.float32))  # what no model drew is certain
         keeps = raw or verify == "rejection"
@@ -94,7 +95,10 @@ class Logprobs:
         self._row_of_seq = device.empty("logprobs.prompt.start", (nl,), "i32")  # prompt row i is logit row i
         device.load(self._row_of_seq, np.arange(nl, dtype=np.int32))
         self._ring = [self._landing(i) for i in range(depth + 1)]
-        self._sent: list[Array | None] = [None, None]
+        self._sent: dict[str, Array] = {}
+        self._of: tuple[Array | None, Array | None] = None, None
+        self._last: tuple[Wanted | None, None] = None, None
+        """What the records of the last plan without prompt rows have to be, and the arrays that say so."""
 
     def _by_slot(self, name: str) -> Buffer:
         buffer = self._device.empty(f"logprobs.{name}", (self._limits.max_seqs,), "i32")
@@ -105,7 +109,8 @@ class Logprobs:
         def like(buffer: Buffer) -> Staging:
             return self._device.staging(f"landing{index}.{buffer.name}", buffer.shape, "i32")
 
-        return _Landing((like(self._num_top), like(self._prompt_top)), (like(self._window.record), like(self._prompt.record)))
+        wishes = {buffer.name: like(buffer) for buffer in (self._num_top, self._prompt_top, self._drawn_top)}
+        return _Landing(wishes, (like(self._window.record), like(self._prompt.record)))
 
     # -- launches ----------------------------------------------------------------------------------
     def keep(self, program: ProgramBuilder, logits: Buffer, row_slot: Buffer, *, raw: bool) -> None:
@@ -162,9 +167,11 @@ class Logprobs:
     def append_drafts(
         self, program: ProgramBuilder, logits: Buffer, row_slot: Buffer, tokens: Buffer, *, drawn: bool, unit: Unit, room: str
     ) -> None:
-        """Append, behind the choice of drafts, the filing of their log probabilities; `drawn`: `logits` holds probabilities."""
+        """Append, behind the choice of drafts, the filing of their log probabilities; `drawn`: of slots that sample, and `logits`
+        holds the probabilities that their drafts were drawn with."""
         file = DraftLogprobsV1(
-            logits=logits, row_slot=row_slot, tokens=tokens, draft_len=self._state.draft_len, num_top=self._num_top,
+            logits=logits, row_slot=row_slot, tokens=tokens, draft_len=self._state.draft_len,
+            num_top=self._drawn_top if drawn else self._num_top,
             draft_logprobs=self._draft_logprobs, given="probs" if drawn else "logits",
         )  # fmt: skip
         program.add("draft_logprobs", file, unit, room)
@@ -173,54 +180,56 @@ class Logprobs:
     def upload(self, stream: Stream, plan: StepPlan) -> None:
         """Enqueue the wishes of a plan, unless the device has them."""
         landing = self._ring[plan.step_id % len(self._ring)]
-        for place, (wishes, buffer) in enumerate(((plan.num_top, self._num_top), (plan.prompt_top, self._prompt_top))):
-            sent = self._sent[place]
-            if wishes is None or (sent is not None and np.array_equal(wishes, sent)):
-                continue
-            landing.wishes[place].array[:] = self._sent[place] = wishes
-            self._device.upload(stream, buffer, landing.wishes[place], len(wishes))
+        self._upload(stream, landing, plan.num_top, self._num_top)
+        self._upload(stream, landing, plan.prompt_top, self._prompt_top)
+        if self._drawn_top is not self._num_top:
+            self._upload(stream, landing, plan.drawn_top, self._drawn_top)
+
+    def _upload(self, stream: Stream, landing: _Landing, wishes: Array | None, buffer: Buffer) -> None:
+        sent = self._sent.get(buffer.name)
+        if wishes is None or wishes is sent:
+            return
+        self._sent[buffer.name] = wishes
+        if sent is None or not np.array_equal(wishes, sent):
+            landing.wishes[buffer.name].array[:] = wishes
+            self._device.upload(stream, buffer, landing.wishes[buffer.name], len(wishes))
 
     def void(self) -> None:
         """The device has failed: the wishes that it was sent may be lost."""
-        self._sent = [None, None]
+        self._sent.clear()
 
     def download(self, stream: Stream, plan: StepPlan) -> None:
         """Enqueue the copies of the records, as long as they can be."""
-        landing = self._ring[plan.step_id % len(self._ring)]
-        for place, (size, record) in enumerate(((_window(plan), self._window), (_prompt(plan), self._prompt))):
-            if size is not None:
-                words = record_words(size[0], self._limits.window if place == 0 else 1, size[1])
-                self._device.download(stream, landing.records[place], record.record, words)
+        tokens, prompt = self._wanted(plan)
+        landing = self._ring[plan.step_id % len(self._ring)].records
+        if tokens is not None:
+            self._device.download(stream, landing[0], self._window.record, tokens.words)
+        if prompt is not None:
+            self._device.download(stream, landing[1], self._prompt.record, prompt.words)
 
-    def collect(self, plan: StepPlan) -> tuple[LogprobBlock | None, LogprobBlock | None]:
-        """Decode the records of a step whose event has completed: of its tokens, and of prompt tokens. Raises `RecordError`."""
-        landing, limits = self._ring[plan.step_id % len(self._ring)], self._limits
-        blocks: list[LogprobBlock | None] = []
-        kinds = ((_window(plan), Flag.TARGET, limits.window), (_prompt(plan), Flag.PROMPT, 1))
-        for staging, (size, flag, width) in zip(landing.records, kinds, strict=True):
-            if size is None:
-                blocks.append(None)
-                continue
-            words = staging.array[: record_words(size[0], width, size[1])]
-            blocks.append(
-                decode_logprobs(
-                    words, flag=flag, columns=size[1], width=width, most=size[0], max_seqs=limits.max_seqs,
-                    vocab=limits.vocab_size,
-                )
-            )  # fmt: skip
-        return blocks[0], blocks[1]
+    def collect(self, plan: StepPlan) -> tuple[PackedLogprobs | None, PackedLogprobs | None]:
+        """The records of a step whose event has completed: of its tokens, and of prompt tokens. Raises `RecordError` where a
+        header is not what was asked for."""
+        tokens, prompt = self._wanted(plan)
+        landing = self._ring[plan.step_id % len(self._ring)].records
+        return (
+            None if tokens is None else PackedLogprobs(landing[0].array, tokens),
+            None if prompt is None else PackedLogprobs(landing[1].array, prompt),
+        )
 
-
-def _window(plan: StepPlan) -> tuple[int, int] | None:
-    """Entries and columns of the record of a step's tokens."""
-    if plan.num_top is None:
-        return None
-    wanted = plan.num_top[plan.slots]
-    return int((wanted >= 0).sum()), int(wanted.max()) + 1
-
-
-def _prompt(plan: StepPlan) -> tuple[int, int] | None:
-    """Entries at most, and columns, of the record of prompt tokens."""
-    if plan.prompt_top is None:
-        return None
-    return plan.num_prompt_rows, int(plan.prompt_top[plan.slots].max()) + 1
+    def _wanted(self, plan: StepPlan) -> tuple[Wanted | None, Wanted | None]:
+        """What the records of a step have to be; in the steady state a plan has the very arrays of the one before."""
+        if plan.prompt_top is None and plan.num_top is self._of[0] and plan.slots is self._of[1]:
+            return self._last
+        top, prompt_top, limits = plan.num_top, plan.prompt_top, self._limits
+        tokens = prompt = None
+        if top is not None:
+            wishes = top[plan.slots]
+            count, columns = int((wishes >= 0).sum()), int(wishes.max()) + 1
+            tokens = Wanted(int(Flag.TARGET), columns, limits.window, count, limits.max_seqs, limits.vocab_size)
+        if prompt_top is not None:
+            columns = int(prompt_top[plan.slots].max()) + 1
+            prompt = Wanted(int(Flag.PROMPT), columns, 1, plan.num_prompt_rows, limits.max_seqs, limits.vocab_size)
+        else:
+            self._of, self._last = (top, plan.slots), (tokens, None)
+        return tokens, prompt

@@ -1,6 +1,6 @@
 """Owns the record in which a step's news of all requests cross to another process: one packed, versioned run of bytes.
 
-The engine's process packs what `poll` returned, once a step; the other side unpacks it into plain arrays and makes Python
+The engine's process packs what a `Converter` made, once a batch; the other side unpacks it into plain arrays and makes Python
 objects of them only for whoever asks. Neither side trusts the other: what does not fit its own lengths is refused whole.
 
 Layout, all int32 in the machine's order (both processes run on it): the header; one row of counts a request; then of all
@@ -20,7 +20,7 @@ import numpy as np
 from polydraft.contracts.layout import Flag
 from polydraft.device import Array
 from polydraft.errors import RecordError
-from polydraft.runtime.output import RequestOutput
+from polydraft.runtime.output import Piece, of_prompt
 from polydraft.runtime.packed import pack_word, unpack_word
 from polydraft.sentinels import NO_TOKEN, Finish
 
@@ -75,89 +75,80 @@ class News(NamedTuple):
     error: str
 
 
-REASONS = {finish.name.lower(): finish for finish in Finish}
+REASONS = {finish.name.lower(): int(finish) for finish in Finish}
 
 
-def news_of(handle: int, output: RequestOutput) -> News:
-    """What an output of `Engine.poll` brings, without making an object of any token."""
-    new, rounds = len(output.new_token_ids), len(output.new_rounds)
-    drafted = output.round_drafts[len(output.round_drafts) - rounds :] if rounds else ()
-    ranks, drafts, ids, logprobs = _rows(output, len(output.token_ids) - new)
+def news_of(handle: int, piece: Piece) -> News:
+    """What a piece brings: its arrays as they are, and no object of any token."""
+    request, told = piece.request, piece.told
+    first = len(told.token_ids) - len(piece.tokens)
+    ranks, drafts, ids, logprobs = _rows(piece)
+    finish, error = (request.finish_reason or "", request.error) if piece.finished else ("", "")
+    forced = np.array([place for place in piece.forced if first <= place < len(told.token_ids)], np.int32)
     return News(
-        handle, output.finish_reason or "", _ints(output.new_token_ids), _ints(output.new_rounds), _ints(drafted),
-        _ints([place for place in output.forced if place >= len(output.token_ids) - new]), ranks, drafts, ids, logprobs,
-        output.text_delta, output.error,
+        handle, finish, piece.tokens, piece.rounds, piece.round_drafts, forced, ranks, drafts, ids, logprobs, piece.new_text,
+        error,
     )  # fmt: skip
 
 
-def _ints(values: Sequence[int]) -> Array:
-    return np.array(values, np.int32)
-
-
-def _rows(output: RequestOutput, start: int) -> tuple[Array, Array, Array, Array]:
+def _rows(piece: Piece) -> tuple[Array, Array, Array, Array]:
     """Ranks, numbers of drafts, ids and numbers of the new tokens, and of the prompt's with the last news."""
-    steps = output.logprobs
-    ranks = [step.ranks for step in steps]
-    ids, logprobs = [step.ids for step in steps], [step.logprobs for step in steps]
-    drafts = []
-    for step in steps:
-        own = np.full(len(step.ranks), np.nan, np.float32)
-        count = min(len(own), len(step.drafts))
-        same = step.drafts[:count] == step.ids[:count, 0]
-        own[:count][same] = step.draft_logprobs[:count][same]
-        drafts.append(own)
-    parts = [np.concatenate(p)[start : len(output.token_ids)] if p else None for p in (ranks, drafts, ids, logprobs)]
-    prompt = [one for one in output.prompt_logprobs or () if one is not None] if output.finished else []
-    width = max(len(one.top) for one in prompt) + 1 if prompt else parts[2].shape[1] if parts[2] is not None else 0
-    columns = max(width, parts[2].shape[1] if parts[2] is not None else 0)
-    rows = (0 if parts[0] is None else len(parts[0])) + len(prompt)
-    out_ranks, out_drafts = np.zeros(rows, np.int32), np.full(rows, np.nan, np.float32)
-    out_ids, out_logprobs = np.full((rows, columns), NO_TOKEN, np.int32), np.zeros((rows, columns), np.float32)
-    of_tokens = [part for part in parts if part is not None]
-    if of_tokens:
-        n, c = of_tokens[2].shape
-        for whole, part in zip((out_ranks, out_drafts), of_tokens[:2], strict=True):
-            whole[:n] = part
-        out_ids[:n, :c], out_logprobs[:n, :c] = of_tokens[2], of_tokens[3]
-    for row, one in enumerate(prompt, rows - len(prompt)):
+    prompt = [one for one in of_prompt(piece.request) or () if one is not None] if piece.finished else []
+    if not prompt and len(piece.steps) == 1 and piece.steps[0].count == len(piece.tokens):
+        (step,) = piece.steps
+        return step.ranks, step.drawn, step.ids, step.logprobs
+    ids, values = [step.ids for step in piece.steps], [step.logprobs for step in piece.steps]
+    count = len(piece.tokens) if piece.steps else 0
+    of_tokens = ids[0].shape[1] if ids else 0
+    columns = max([of_tokens, *(len(one.top) + 1 for one in prompt)])
+    shape = count + len(prompt), columns
+    out_ranks, out_drafts = np.zeros(shape[0], np.int32), np.full(shape[0], np.nan, np.float32)
+    out_ids, out_values = np.full(shape, NO_TOKEN, np.int32), np.zeros(shape, np.float32)
+    if count:  # a stop string may have cut the last tokens
+        out_ranks[:count] = np.concatenate([step.ranks for step in piece.steps])[:count]
+        out_drafts[:count] = np.concatenate([step.drawn for step in piece.steps])[:count]
+        out_ids[:count, :of_tokens] = np.concatenate(ids)[:count]
+        out_values[:count, :of_tokens] = np.concatenate(values)[:count]
+    for row, one in enumerate(prompt, count):
         out_ranks[row] = one.rank
         for column, (token, value) in enumerate([(one.token_id, one.logprob), *one.top]):
-            out_ids[row, column], out_logprobs[row, column] = token, value
-    return out_ranks, out_drafts, out_ids, out_logprobs
+            out_ids[row, column], out_values[row, column] = token, value
+    return out_ranks, out_drafts, out_ids, out_values
 
 
 def pack(news: Sequence[News]) -> bytes:
     """One record. Raises `RecordError` for more columns than a record can have."""
     columns = max((one.ids.shape[1] for one in news if len(one.ranks)), default=0)
+    word = pack_word(int(Flag.STEP), columns)
     texts = [(one.text.encode(), one.error.encode()) for one in news]
-    rows = np.array(
-        [
-            (
-                n.handle,
-                REASONS.get(n.finish, Finish.NONE),
-                len(n.token_ids),
-                len(n.rounds),
-                len(n.forced),
-                len(n.ranks),
-                len(t),
-                len(e),
-            )
-            for n, (t, e) in zip(news, texts, strict=True)
-        ],
-        np.int32,
-    ).reshape(len(news), len(Count))
-    parts = [rows.ravel()]
+    counts = [
+        (n.handle, REASONS.get(n.finish, 0), len(n.token_ids), len(n.rounds), len(n.forced), len(n.ranks), len(text), len(error))
+        for n, (text, error) in zip(news, texts, strict=True)
+    ]
+    parts = [np.array(counts, np.int32).ravel()]
     for one in news:
         parts += [one.token_ids, one.rounds, one.round_drafts, one.forced]
         if len(one.ranks):
-            fill = ((0, 0), (0, columns - one.ids.shape[1]))
-            ids, logprobs = np.pad(one.ids, fill, constant_values=NO_TOKEN), np.pad(one.logprobs, fill)
-            parts += [one.ranks, one.draft_logprobs.view(np.int32), ids.ravel(), logprobs.ravel().view(np.int32)]
-    body = np.concatenate(parts).astype(np.int32)
+            parts += [one.ranks, _words(one.draft_logprobs)]
+            parts += [_wide(one.ids, columns, NO_TOKEN).ravel(), _words(_wide(one.logprobs, columns, 0)).ravel()]
+    body = np.concatenate(parts, dtype=np.int32, casting="unsafe")
     blob = b"".join(part for pair in texts for part in pair)
-    word = pack_word(int(Flag.STEP), columns)
     header = np.array([word, VERSION, len(news), len(Head) + len(body), len(blob)], np.int32)
     return header.tobytes() + body.tobytes() + blob
+
+
+def _words(numbers: Array) -> Array:
+    """The bits of float32 numbers."""
+    return np.ascontiguousarray(numbers).view(np.int32)
+
+
+def _wide(rows: Array, columns: int, fill: int) -> Array:
+    """Rows of so many columns."""
+    if rows.shape[1] == columns:
+        return rows
+    wide = np.full((len(rows), columns), fill, rows.dtype)
+    wide[:, : rows.shape[1]] = rows
+    return wide
 
 
 class _Reader:

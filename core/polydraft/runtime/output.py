@@ -1,19 +1,22 @@
-"""Owns what a caller sees: text of streaming requests in whole characters, stop strings, and finished results.
+"""Owns what a caller sees: results of requests, with their text in whole characters, made of what the engine hands over.
 
-The engine tells it of requests and outcomes and hands its records out on `poll`. It never looks at the device and never
-holds a request back for a slow reader.
+A `Converter` makes them once a batch, on any one thread but never in a step: numbers stay in the arrays they came in, and become
+Python objects where somebody looks at them. It never looks at the device, and never changes a request that still runs.
 """
 
 from __future__ import annotations
 
-import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from polydraft.models.tokenizer import IncrementalDecoder, Tokenizer
-from polydraft.runtime.plan import StepOutcome
+import numpy as np
+
+from polydraft.device import Array
+from polydraft.errors import RecordError
+from polydraft.models.tokenizer import Tokenizer
 from polydraft.runtime.provenance import StepLogprobs, TokenLogprobs, TokenRecord, token_records
-from polydraft.runtime.request import Request, Status
-from polydraft.runtime.slots import SlotTable
+from polydraft.runtime.request import Request
+from polydraft.runtime.taken import Ended, Taken, Text
 
 
 @dataclass(frozen=True)
@@ -64,164 +67,139 @@ class RequestOutput:
         return token_records(self.token_ids, self.rounds, self.round_drafts, self.logprobs, self.forced, start)
 
 
-@dataclass
-class _Stream:
-    """Text state of one request."""
+@dataclass(slots=True)
+class Told:
+    """What was told of a request so far."""
+
+    text: Text
+    token_ids: list[int] = field(default_factory=list)
+    rounds: list[int] = field(default_factory=list)
+    round_drafts: list[int] = field(default_factory=list)
+    steps: list[StepLogprobs] = field(default_factory=list)
+    length: int = 0
+    """Characters."""
+
+
+@dataclass(slots=True)
+class Piece:
+    """What is new of one request, for whoever makes a result or a record of it, at once: `told` goes on with the next piece.
+
+    Arrays are [t] and [r]; `forced`: places among all tokens, ascending; `steps`: log probabilities of the steps that brought
+    the new tokens."""
 
     request: Request
-    decoder: IncrementalDecoder
-    text: str = ""
-    held: str = ""
-    """End of the text that may be the beginning of a stop string."""
-    decoded: int = 0
-    reported_tokens: int = 0
-    reported_rounds: int = 0
-    reported_text: int = 0
-    stopped: bool = False
-    logprobs: list[StepLogprobs] = field(default_factory=list)
+    told: Told
+    tokens: Array
+    rounds: Array
+    round_drafts: Array
+    forced: tuple[int, ...]
+    text: str
+    new_text: str
+    steps: Sequence[StepLogprobs]
+    finished: bool
 
-    def steps(self) -> tuple[StepLogprobs, ...]:
-        """Log probabilities of the steps so far; each is looked at once."""
-        self.logprobs += [StepLogprobs.of(*one) for one in self.request.logprobs[len(self.logprobs) :]]
-        return tuple(self.logprobs)
-
-
-@dataclass
-class OutputTracker:
-    """Text and news of every request in the engine."""
-
-    slots: SlotTable
-    tokenizer: Tokenizer
-    _streams: dict[str, _Stream] = field(default_factory=dict)
-    _finished: list[Request] = field(default_factory=list)
-
-    def track(self, request: Request) -> None:
-        """A request entered the engine."""
-        self._streams[request.id] = _Stream(request, IncrementalDecoder(self.tokenizer))
-
-    def advance(self, outcome: StepOutcome) -> list[Request]:
-        """Note first tokens, and decode the new ones of requests that watch for stop strings; returns those that one ended."""
-        t = self.slots
-        slots = outcome.slots[outcome.num_tokens > 0]
-        waited_for = slots[(t.fresh[slots] | t.watched[slots]) & ~t.leaving[slots]]
-        return [t.request[slot] for slot in waited_for.tolist() if self._advance(slot)]
-
-    def _advance(self, slot: int) -> bool:
-        """Whether a stop string ended the request in a slot."""
-        request = self.slots.request[slot]
-        assert request is not None, "a live slot has a request"
-        if request.first_token_s is None:
-            request.first_token_s = time.perf_counter()
-            self.slots.fresh[slot] = False
-        if not request.params.stop:
-            return False
-        self.slots.sync(request)
-        return self._decode(self._streams[request.id])
-
-    def _decode(self, stream: _Stream, *, last: bool = False) -> bool:
-        """Bring the text up to the request's tokens, one at a time where a stop string may cut; True when one did."""
-        request = stream.request
-        while stream.decoded < len(request.token_ids) and not stream.stopped:
-            step = 1 if request.params.stop else len(request.token_ids) - stream.decoded
-            piece = stream.decoder.push(request.token_ids[stream.decoded : stream.decoded + step])
-            stream.decoded += step
-            self._append(stream, piece)
-        if last and not stream.stopped:
-            self._append(stream, stream.decoder.flush())
-            stream.text, stream.held = stream.text + stream.held, ""
-        return stream.stopped
-
-    def _append(self, stream: _Stream, piece: str) -> None:
-        stops = stream.request.params.stop
-        text = stream.held + piece
-        # A match must end in the piece: what is held may contain one that came before the tokens that have to be generated.
-        found = [(text.find(stop, max(len(stream.held) - len(stop) + 1, 0)), stop) for stop in stops]
-        hits = [hit for hit in found if hit[0] >= 0]
-        if hits and stream.decoded > stream.request.params.min_tokens:
-            stream.text, stream.held, stream.stopped = stream.text + text[: min(hits)[0]], "", True
-            return
-        keep = _held_back(text, stops)
-        stream.text, stream.held = stream.text + text[: len(text) - keep], text[len(text) - keep :]
-
-    def finish(self, request: Request) -> None:
-        """A request ended, for whatever reason; a stop string cuts its tokens where the text ended."""
-        stream = self._streams[request.id]
-        if request.token_ids and request.first_token_s is None:
-            request.first_token_s = request.finish_s
-        self._decode(stream, last=True)
-        if stream.stopped and stream.decoded < len(request.token_ids):
-            cut(request, stream.decoded)
-        if stream.stopped:  # whatever the device met behind the stop string does not count: without drafts it had not come
-            request.finish_reason, request.error = "stop", ""
-        self._finished.append(request)
-
-    def collect(self) -> list[RequestOutput]:
-        """Records of streaming requests with news, then of those that ended."""
-        t, records = self.slots, []
-        for slot in (t.news & t.streaming & ~t.leaving).nonzero()[0].tolist():
-            request = t.request[slot]
-            assert request is not None, "a live slot has a request"
-            stream, t.news[slot] = self._streams[request.id], False
-            t.sync(request)
-            if len(request.token_ids) > stream.reported_tokens:
-                self._decode(stream)
-                records.append(self._record(stream))
-        records += [self._record(self._streams.pop(request.id)) for request in self._finished]
-        self._finished.clear()
-        return records
-
-    @staticmethod
-    def _record(stream: _Stream) -> RequestOutput:
-        r = stream.request
-        record = RequestOutput(
+    def output(self) -> RequestOutput:
+        """As the offline interface gives it."""
+        r, told = self.request, self.told
+        return RequestOutput(
             id=r.id,
             prompt_ids=r.prompt_ids,
-            token_ids=tuple(r.token_ids),
-            text=stream.text,
-            text_delta=stream.text[stream.reported_text :],
-            new_token_ids=tuple(r.token_ids[stream.reported_tokens :]),
-            rounds=tuple(r.rounds),
-            new_rounds=tuple(r.rounds[stream.reported_rounds :]),
-            drafted=r.drafted,
-            finished=r.status is Status.FINISHED,
-            finish_reason=r.finish_reason,
-            error=r.error,
+            token_ids=tuple(told.token_ids),
+            text=self.text,
+            text_delta=self.new_text,
+            new_token_ids=tuple(self.tokens.tolist()),
+            rounds=tuple(told.rounds),
+            new_rounds=tuple(self.rounds.tolist()),
+            drafted=r.drafted if self.finished else sum(told.round_drafts),
+            finished=self.finished,
+            finish_reason=r.finish_reason if self.finished else None,
+            error=r.error if self.finished else "",
             ttft_s=None if r.first_token_s is None else r.first_token_s - r.arrival_s,
-            latency_s=None if r.finish_s is None else r.finish_s - r.arrival_s,
-            round_drafts=tuple(r.round_drafts),
-            forced=tuple(sorted(place for place in r.forced if place < len(r.token_ids))),
-            logprobs=stream.steps(),
-            prompt_logprobs=_of_prompt(r),
+            latency_s=r.finish_s - r.arrival_s if self.finished and r.finish_s is not None else None,
+            round_drafts=tuple(told.round_drafts),
+            forced=tuple(place for place in self.forced if place < len(told.token_ids)),
+            logprobs=tuple(told.steps),
+            prompt_logprobs=of_prompt(r),
         )
-        stream.reported_text, stream.reported_tokens = len(stream.text), len(r.token_ids)
-        stream.reported_rounds = len(r.rounds)
-        return record
 
 
-def _held_back(text: str, stops: tuple[str, ...]) -> int:
-    """Characters at the end of `text` that could still become a stop string."""
-    longest = max((len(stop) for stop in stops), default=0)
-    for size in range(min(longest - 1, len(text)), 0, -1):
-        if any(stop.startswith(text[-size:]) for stop in stops):
-            return size
-    return 0
+class Converter:
+    """Makes pieces of what was taken, in that order, on one thread."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._told: dict[int, Told] = {}
+        self.error: RecordError | None = None
+        """A record that could not be read, until somebody takes note: the engine then has to end its requests (`Engine.fail`)."""
+
+    def pieces(self, taken: Taken) -> list[Piece]:
+        """News of streaming requests, then of those that ended."""
+        for report in taken.reports:
+            try:
+                report.file()
+            except RecordError as error:
+                self.error = self.error or error
+                report.lose(str(error))
+        return [*self._going(taken), *(self._ended(ended) for ended in taken.ended)]
+
+    def _going(self, taken: Taken) -> Iterator[Piece]:
+        begin, first = 0, 0
+        ends = zip(taken.token_ends.tolist(), taken.round_ends.tolist(), strict=True)
+        for request, whole, forced, (end, last) in zip(taken.requests, taken.texts, taken.forced, ends, strict=True):
+            tokens, rounds = taken.tokens[begin:end], taken.rounds[first:last]
+            drafts, begin, first = taken.round_drafts[first:last], end, last
+            if not request.unreadable:  # it is about to end with that error
+                yield self._piece(request, tokens, rounds, drafts, forced, whole, finished=False)
+
+    def _ended(self, ended: Ended) -> Piece:
+        request = ended.request
+        told = self._of(request)
+        if request.unreadable:
+            request.finish_reason, request.error = "error", request.unreadable
+            told.steps.clear()
+        tokens = np.array(request.token_ids[len(told.token_ids) :], np.int32)
+        rounds = np.array(request.rounds[len(told.rounds) :], np.int32)
+        drafts = np.array(request.round_drafts[len(told.rounds) :], np.int32)
+        forced = tuple(sorted(request.forced)) if request.forced else ()
+        piece = self._piece(request, tokens, rounds, drafts, forced, ended.text, finished=True)
+        del self._told[request.number]
+        return piece
+
+    def _piece(
+        self, request: Request, tokens: Array, rounds: Array, drafts: Array, forced: tuple[int, ...], whole: str | None, *,
+        finished: bool,
+    ) -> Piece:  # fmt: skip
+        told = self._of(request)
+        new = tokens.tolist()
+        told.token_ids += new
+        told.rounds += rounds.tolist()
+        told.round_drafts += drafts.tolist()
+        text = self._text(told, new, whole, finished=finished)
+        fresh = request.logprobs[len(told.steps) :] if not request.unreadable else []
+        told.steps += fresh
+        piece = Piece(request, told, tokens, rounds, drafts, forced, text, text[told.length :], fresh, finished)
+        told.length = len(text)
+        return piece
+
+    @staticmethod
+    def _text(told: Told, new: list[int], whole: str | None, *, finished: bool) -> str:
+        """The whole text: decoded here, unless the engine had to."""
+        if whole is not None:
+            return whole
+        told.text.push(new)
+        if finished:
+            told.text.end()
+        return told.text.text
+
+    def _of(self, request: Request) -> Told:
+        if request.number not in self._told:
+            self._told[request.number] = Told(Text(self._tokenizer))
+        return self._told[request.number]
 
 
-def cut(request: Request, num_tokens: int) -> None:
-    """Drop tokens behind a stop string, and the rounds that only produced such tokens."""
-    request.token_ids = request.token_ids[:num_tokens]
-    produced, rounds = 1, []
-    for accepted in request.rounds:
-        if produced >= num_tokens:
-            break
-        rounds.append(min(accepted, num_tokens - produced))
-        produced += accepted + 1
-    request.rounds, request.round_drafts = rounds, request.round_drafts[: len(rounds)]
-
-
-def _of_prompt(request: Request) -> tuple[TokenLogprobs | None, ...] | None:
+def of_prompt(request: Request) -> tuple[TokenLogprobs | None, ...] | None:
     """By position, once every token of the prompt has been predicted."""
     found = request.prompt_logprobs
-    if request.params.prompt_logprobs is None or len(found) < len(request.prompt_ids) - 1:
+    if request.params.prompt_logprobs is None or request.unreadable or len(found) < len(request.prompt_ids) - 1:
         return None
     return (None, *(found[position] for position in range(1, len(request.prompt_ids))))

@@ -1,28 +1,34 @@
-"""Owns the reading of packed records: the word that says what a record is, and log probabilities out of int32 words.
+"""Owns the reading of packed records: snapshots, the word that says what a record is, and log probabilities out of int32 words.
 
-The runner decodes with it what a step brought back, and the wire between processes begins its records with the same word. It
-never guesses: a record that does not fit its own header, or what was asked for, is refused whole.
+The runner keeps with it what a step brought back, and the wire between processes begins its records with the same word. It
+never guesses: a record that does not fit its own header, or what was asked for, is refused whole. On the step's path only the
+header is looked at; the body is split and checked when somebody wants its numbers.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
+from polydraft.contracts.base import Limits
 from polydraft.contracts.layout import (
+    ENTRY_WORDS,
+    HEADER_WORDS,
     LOGPROB_VERSION,
     MAX_COLUMNS,
     MAX_FLAG,
+    ROW_WORDS,
     LogprobEntry,
-    LogprobHeader,
     LogprobRow,
+    Snapshot,
     entry_words,
     record_words,
 )
 from polydraft.device import Array
 from polydraft.errors import RecordError
-from polydraft.sentinels import NO_TOKEN
+from polydraft.sentinels import NO_TOKEN, Finish, Phase
 
 
 def pack_word(flag: int, columns: int) -> int:
@@ -40,6 +46,47 @@ def unpack_word(word: int) -> tuple[int, int]:
     if not 0 <= word < 1 << 24:
         raise RecordError(f"the first word of a record is {word:#x}, wanted at most 24 bits; sender and reader disagree")
     return word & MAX_FLAG, word >> 8
+
+
+class Snapshots:
+    """Reads the snapshot record of a step, one row a sequence: columns `Snapshot`, then the window's tokens.
+
+    Its shape is the engine's, so it has no header to disagree with; every word is held against what it can be instead."""
+
+    def __init__(self, limits: Limits) -> None:
+        drafts, most = limits.num_drafts, np.iinfo(np.int32).max
+        bounds = {
+            Snapshot.SLOT: (0, limits.max_seqs - 1), Snapshot.EPOCH: (0, most), Snapshot.NUM_TOKENS: (0, limits.window),
+            Snapshot.ACCEPTED: (0, drafts), Snapshot.DRAFTED: (-1, drafts), Snapshot.FINISH: (0, max(Finish)),
+            Snapshot.PHASE: (0, max(Phase)), Snapshot.KV_LEN: (0, limits.max_len),
+        }  # fmt: skip
+        pairs = [*(bounds[column] for column in Snapshot), *[(NO_TOKEN, limits.vocab_size - 1)] * limits.window]
+        self._low = np.array([low for low, _ in pairs], np.int32)
+        self._span = np.array([high - low for low, high in pairs], np.uint32)
+
+    def read(self, words: Array, slots: Array) -> Array:
+        """A copy of the rows of `slots`, the plan's, from int32 `words` [>= n, C]. Raises `RecordError` for another shape,
+        another slot, or a word that cannot be."""
+        if words.ndim != 2 or words.dtype != np.int32 or words.shape[1] != len(self._low) or len(words) < len(slots):
+            raise RecordError(
+                f"a snapshot has {words.dtype} words {words.shape}, wanted int32 of at least {len(slots)} rows of "
+                f"{len(self._low)}; the engine was built for other limits"
+            )
+        record: Array = words[: len(slots)].copy()
+        wrong = (record - self._low).view(np.uint32) > self._span
+        if wrong.any() or (record[:, Snapshot.SLOT] != slots).any():
+            self._refuse(record, wrong, slots)
+        return record
+
+    def _refuse(self, record: Array, wrong: Array, slots: Array) -> None:
+        wrong[:, Snapshot.SLOT] |= record[:, Snapshot.SLOT] != slots
+        row, column = (int(place) for place in np.argwhere(wrong)[0])
+        name = Snapshot(column).name.lower() if column in list(Snapshot) else f"token {column - len(Snapshot)}"
+        low, high = int(self._low[column]), int(self._low[column]) + int(self._span[column])
+        what = f"{low} to {high}" if column != Snapshot.SLOT else str(int(slots[row]))
+        raise RecordError(
+            f"row {row} of a snapshot has {name} {record[row, column]}, wanted {what}; it was overwritten, or packed wrong"
+        )
 
 
 @dataclass(frozen=True)
@@ -60,45 +107,101 @@ class LogprobBlock:
     ids: Array
     logprobs: Array
 
+    @cached_property
+    def num_drafts(self) -> list[int]:
+        """Drafts of each entry."""
+        counts: list[int] = (self.drafts != NO_TOKEN).sum(axis=1).tolist()
+        return counts
+
+    @cached_property
+    def drawn(self) -> Array:
+        """[m, W] float32: of each emitted token the log probability with which it was drawn as a draft; NaN where it was none."""
+        accepted = (self.drafts == self.ids[..., 0]) & (self.drafts != NO_TOKEN)
+        return np.where(accepted, self.draft_logprobs, np.float32(np.nan))
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a record of log probabilities has to be: its flag, columns, rows of an entry, and `most` entries; slots below
+    `max_seqs` and tokens below `vocab`."""
+
+    flag: int
+    columns: int
+    width: int
+    most: int
+    max_seqs: int
+    vocab: int
+
+    @cached_property
+    def words(self) -> int:
+        """Words of the record at most."""
+        return record_words(self.most, self.width, self.columns)
+
+    @cached_property
+    def header(self) -> bytes:
+        """The words in front of a record of as many entries as there may be, which is nearly every one."""
+        columns = self.columns if self.most else 0
+        size = record_words(self.most, self.width, columns)
+        words = self.flag | columns << 8, LOGPROB_VERSION, self.most, self.width, size
+        return np.array(words, np.int32).tobytes()
+
+
+class PackedLogprobs:
+    """A record as it came, its header checked: what it holds is split and checked on the first look at `block`, by whoever
+    looks. Raises `RecordError` for a header that does not fit what was `wanted` or the words that there are; so does `block`
+    for a slot, token, rank or number that cannot be."""
+
+    def __init__(self, words: Array, wanted: Wanted) -> None:
+        """Keep a copy of the record in int32 `words`, which may be longer."""
+        size = wanted.words
+        usual = words[:HEADER_WORDS].tobytes() == wanted.header and words.ndim == 1 and size <= len(words)
+        self.wanted, self._words = wanted, words[: size if usual else _check_header(words, wanted)].copy()
+
+    @cached_property
+    def block(self) -> LogprobBlock:
+        """What the record says."""
+        w = self.wanted
+        block = _split(self._words[HEADER_WORDS:], w.width, w.columns)
+        _check(block, max_seqs=w.max_seqs, vocab=w.vocab)
+        return block
+
 
 def decode_logprobs(words: Array, *, flag: int, columns: int, width: int, most: int, max_seqs: int, vocab: int) -> LogprobBlock:
-    """Read a record of log probabilities from int32 `words`, which may be longer. `most`: entries that were asked for at most.
+    """Read a record of log probabilities from int32 `words`, which may be longer: `PackedLogprobs` and its block at once."""
+    return PackedLogprobs(words, Wanted(flag, columns, width, most, max_seqs, vocab)).block
 
-    Copies what it returns. Raises `RecordError` for a header that does not fit what was asked for or the words that there are,
-    and for a slot, token, rank or number that cannot be."""
-    if words.ndim != 1 or words.dtype != np.int32 or len(words) < len(LogprobHeader):
-        raise RecordError(f"a record has {words.size} words of {words.dtype}, wanted at least {len(LogprobHeader)} of int32")
-    head = {part.name.lower(): int(words[part]) for part in LogprobHeader}
-    found = unpack_word(head["flag_and_columns"])
-    entries, size = head["num_entries"], head["num_words"]
-    if found[0] != flag or head["version"] != LOGPROB_VERSION:
+
+def _check_header(words: Array, wanted: Wanted) -> int:
+    """Words of a record whose header fits."""
+    flag, columns, width, most = wanted.flag, wanted.columns, wanted.width, wanted.most
+    if words.ndim != 1 or words.dtype != np.int32 or len(words) < HEADER_WORDS:
+        raise RecordError(f"a record has {words.size} words of {words.dtype}, wanted at least {HEADER_WORDS} of int32")
+    word, version, entries, rows, size = words[:HEADER_WORDS].tolist()
+    found = unpack_word(word)
+    if found[0] != flag or version != LOGPROB_VERSION:
         raise RecordError(
-            f"a record of log probabilities has flag {found[0]} and version {head['version']}, wanted {flag} and "
-            f"{LOGPROB_VERSION}; the backend packs something else"
+            f"a record of log probabilities has flag {found[0]} and version {version}, wanted {flag} and {LOGPROB_VERSION}; the "
+            "backend packs something else"
         )
-    if not 0 <= entries <= most or head["width"] != width or found[1] != (columns if entries else 0):
+    if not 0 <= entries <= most or rows != width or found[1] != (columns if entries else 0):
         raise RecordError(
-            f"a record of log probabilities has {entries} entries of {head['width']} rows and {found[1]} columns, wanted at most "
-            f"{most} of {width} and {columns}; the backend packs something else"
+            f"a record of log probabilities has {entries} entries of {rows} rows and {found[1]} columns, wanted at most {most} "
+            f"of {width} and {columns}; the backend packs something else"
         )
-    wanted = record_words(entries, width, found[1])
-    if size != wanted or size > len(words):
+    total = record_words(entries, width, found[1])
+    if size != total or size > len(words):
         raise RecordError(
-            f"a record of log probabilities says {size} words for {entries} entries, wanted {wanted} of the {len(words)} that "
+            f"a record of log probabilities says {size} words for {entries} entries, wanted {total} of the {len(words)} that "
             "there are; it was cut, or packed wrong"
         )
-    body = words[len(LogprobHeader) : size].reshape(entries, entry_words(width, found[1]) if entries else 0).copy()
-    block = _split(body, width, columns)
-    _check(block, max_seqs=max_seqs, vocab=vocab)
-    return block
+    return total
 
 
-def _split(body: Array, width: int, columns: int) -> LogprobBlock:
+def _split(words: Array, width: int, columns: int) -> LogprobBlock:
     """Views of the parts of the entries."""
-    if not len(body):
-        body = np.empty((0, entry_words(width, columns)), np.int32)
-    rows = body[:, len(LogprobEntry) :].reshape(len(body), width, len(LogprobRow) + 2 * columns)
-    ids = rows[..., len(LogprobRow) :]
+    body = words.reshape(-1, entry_words(width, columns))
+    rows = body[:, ENTRY_WORDS:].reshape(len(body), width, ROW_WORDS + 2 * columns)
+    ids = rows[..., ROW_WORDS:]
     return LogprobBlock(
         slots=body[:, LogprobEntry.SLOT],
         extra=body[:, LogprobEntry.EXTRA],

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from polydraft.device import Array
-from polydraft.runtime.packed import LogprobBlock
+from polydraft.runtime.packed import PackedLogprobs
 
 PLAN_VERSION = 1
 
@@ -41,12 +41,16 @@ class StepPlan:
     has_prefill: bool
     sampling: bool
     """Some scheduled slot samples (temperature above 0)."""
+    drafting: bool = True
+    """Some scheduled slot has drafts verified; else nobody needs those that the step would make."""
     processed: bool = False
     """Some scheduled slot has its logits processed; only such a step may bring updates of biases and bad words."""
     bias_updates: Array = field(default_factory=lambda: np.empty((0, 4), np.int32))
     bad_word_updates: Array = field(default_factory=lambda: np.empty((0, 3), np.int32))
     num_top: Array | None = None
     """[B] by slot: most likely tokens wanted beside each emitted one, -1 for none at all; None: no scheduled slot wants any."""
+    drawn_top: Array | None = None
+    """The same of slots that sample, -1 for the others."""
     prompt_top: Array | None = None
     """Likewise of prompt tokens, of slots that have prompt rows in this step."""
     num_prompt_rows: int = 0
@@ -76,8 +80,8 @@ class StepOutcome:
     phase: Array
     kv_len: Array
     tokens: Array
-    logprobs: LogprobBlock | None = None
+    logprobs: PackedLogprobs | None = None
     """Of the tokens, for the sequences whose slot wants them."""
-    prompt_logprobs: LogprobBlock | None = None
+    prompt_logprobs: PackedLogprobs | None = None
     """Of prompt tokens, an entry each."""
     version: int = PLAN_VERSION

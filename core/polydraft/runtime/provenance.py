@@ -7,11 +7,16 @@ step's path. It never looks at the device and never changes a token.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from typing import Literal, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from polydraft.device import Array
 from polydraft.runtime.packed import LogprobBlock
 from polydraft.sentinels import NO_TOKEN
+
+if TYPE_CHECKING:
+    from polydraft.runtime.plan import StepOutcome, StepPlan
+    from polydraft.runtime.request import Request
 
 Source = Literal["target", "draft", "corrected", "forced"]
 """Who chose a token. `target`: the target with no draft to hold it against (the prefill's token, or the one behind a window
@@ -29,31 +34,47 @@ class TokenLogprobs(NamedTuple):
     top: tuple[tuple[int, float], ...]
 
 
-class StepLogprobs(NamedTuple):
-    """Log probabilities of the tokens that one step emitted for one request; row j is token j, or draft j of the round.
+@dataclass(frozen=True, slots=True)
+class StepLogprobs:
+    """Log probabilities of the tokens that one step emitted for one request: where they are in the step's block, of which its
+    arrays are views, made when somebody looks. Row j is token j, or draft j of the round."""
 
-    `ids`, `logprobs` [n, C]: the token, then the C - 1 most likely ones (NO_TOKEN where the vocabulary ends). `ranks` [n].
-    `drafts`, `draft_logprobs` [d]: every draft that the round verified, accepted or not, and the log probability with which it
-    was drawn (0 where no model drew it)."""
+    block: LogprobBlock
+    entry: int
+    count: int
+    """Tokens."""
+    num_top: int
+    """Most likely ones that were wanted beside each."""
 
-    ids: Array
-    logprobs: Array
-    ranks: Array
-    drafts: Array
-    draft_logprobs: Array
+    @property
+    def ids(self) -> Array:
+        """[n, C]: the token, then the C - 1 most likely ones (NO_TOKEN where the vocabulary ends)."""
+        return self.block.ids[self.entry, : self.count, : self.num_top + 1]
 
-    @classmethod
-    def of(cls, block: LogprobBlock, entry: int, count: int, num_top: int) -> StepLogprobs:
-        """The first `count` rows of an entry, with the columns that this request wants: views, nothing is copied."""
-        columns = slice(0, num_top + 1)
-        drafted = int((block.drafts[entry] != NO_TOKEN).sum())
-        return cls(
-            block.ids[entry, :count, columns],
-            block.logprobs[entry, :count, columns],
-            block.ranks[entry, :count],
-            block.drafts[entry, :drafted],
-            block.draft_logprobs[entry, :drafted],
-        )
+    @property
+    def logprobs(self) -> Array:
+        """[n, C]: theirs."""
+        return self.block.logprobs[self.entry, : self.count, : self.num_top + 1]
+
+    @property
+    def ranks(self) -> Array:
+        """[n]: of the token, 1 for the most likely one."""
+        return self.block.ranks[self.entry, : self.count]
+
+    @property
+    def drawn(self) -> Array:
+        """[n]: with which the token was drawn as a draft; NaN where it was none."""
+        return self.block.drawn[self.entry, : self.count]
+
+    @property
+    def drafts(self) -> Array:
+        """[d]: every draft that the round verified, accepted or not."""
+        return self.block.drafts[self.entry, : self.block.num_drafts[self.entry]]
+
+    @property
+    def draft_logprobs(self) -> Array:
+        """[d]: with which each was drawn (0 where no model drew it)."""
+        return self.block.draft_logprobs[self.entry, : self.block.num_drafts[self.entry]]
 
     def token(self, row: int) -> TokenLogprobs:
         """One row as plain Python."""
@@ -64,6 +85,54 @@ class StepLogprobs(NamedTuple):
     def draft_tokens(self) -> tuple[tuple[int, float], ...]:
         """The drafts of the round and their log probabilities."""
         return tuple(zip(self.drafts.tolist(), self.draft_logprobs.tolist(), strict=True))
+
+
+class Report(NamedTuple):
+    """Log probabilities that a step brought, as they came: its plan and outcome, which of its sequences counted ([n] bool), and
+    the request in each slot then."""
+
+    plan: StepPlan
+    outcome: StepOutcome
+    live: Array
+    occupants: tuple[Request | None, ...]
+
+    def file(self) -> None:
+        """Split the records and tell each request where the rows that belong to it are. Raises `RecordError` for a record that
+        cannot be read; nothing is filed then."""
+        plan, outcome = self.plan, self.outcome
+        tokens = outcome.logprobs.block if outcome.logprobs is not None else None
+        prompt = outcome.prompt_logprobs.block if outcome.prompt_logprobs is not None else None
+        if tokens is not None:
+            for entry, (request, count, top) in enumerate(self._wanting()):
+                if count and request is not None:
+                    request.logprobs.append(StepLogprobs(tokens, entry, count, top))
+        if prompt is None or plan.prompt_top is None:
+            return
+        live = dict(zip(plan.slots.tolist(), self.live.tolist(), strict=True))
+        for entry, (slot, position) in enumerate(zip(prompt.slots.tolist(), prompt.extra.tolist(), strict=True)):
+            request = self.occupants[slot]
+            if request is not None and live.get(slot):
+                rows = StepLogprobs(prompt, entry, 1, int(plan.prompt_top[slot]))
+                request.prompt_logprobs[position] = rows.token(0)
+
+    def lose(self, why: str) -> None:
+        """The records cannot be read: whoever they held something for is told so, and keeps no log probabilities."""
+        for slot in self.plan.slots[self.live].tolist():
+            request = self.occupants[slot]
+            if request is not None and request.params.reported:
+                request.unreadable = request.unreadable or why
+                request.logprobs.clear()
+
+    def _wanting(self) -> list[tuple[Request | None, int, int]]:
+        """Request, tokens and wish of each entry."""
+        plan, wishes = self.plan, self.plan.num_top
+        if wishes is None:
+            return []
+        wanted = wishes[plan.slots] >= 0
+        slots = plan.slots[wanted]
+        counts = (self.outcome.num_tokens[wanted] * self.live[wanted]).tolist()
+        found = zip(slots.tolist(), counts, wishes[slots].tolist(), strict=True)
+        return [(self.occupants[slot], count, top) for slot, count, top in found]
 
 
 class TokenRecord(NamedTuple):
@@ -107,7 +176,7 @@ def token_records(
     forced: Collection[int] = (), start: int = 0,
 ) -> tuple[TokenRecord, ...]:  # fmt: skip
     """Records of the tokens from `start` on; `logprobs` are those of all steps so far, empty where none were asked for."""
-    places = [(step, row) for step in logprobs for row in range(len(step.ranks))]
+    places = [(step, row) for step in logprobs for row in range(step.count)]
     records = []
     for index, (source, position, number) in enumerate(origins(len(token_ids), rounds, drafted, forced)):
         if index < start:

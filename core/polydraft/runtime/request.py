@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from polydraft.runtime.packed import LogprobBlock
-from polydraft.runtime.provenance import TokenLogprobs
+from polydraft.runtime.provenance import StepLogprobs, TokenLogprobs
 from polydraft.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -57,17 +56,20 @@ class Request:
     """Accepted drafts of each decode round."""
     round_drafts: list[int] = field(default_factory=list)
     """Drafts that each of them verified."""
-    logprobs: list[tuple[LogprobBlock, int, int, int]] = field(default_factory=list)
-    """Of each step that emitted tokens, where they were asked for: the step's block, this request's entry, its tokens, and the
-    most likely ones wanted beside each. Arguments of `StepLogprobs.of`."""
+    logprobs: list[StepLogprobs] = field(default_factory=list)
+    """Of each step that emitted tokens, where they were asked for."""
     automaton: Automaton | None = None
     """What binds its output."""
     forced: set[int] = field(default_factory=set)
     """Places of output tokens that a constraint left no choice for; those behind the text so far are guesses."""
     prompt_logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     """By position in the prompt, where they were asked for."""
+    unreadable: str = ""
+    """Why its log probabilities are lost: a record that held some could not be read. It ends with this error."""
     drafted: int = 0
     """Drafts verified."""
+    told: tuple[int, int] = (0, 0)
+    """Tokens and rounds that were reported so far; while it is in a slot the slot table has them."""
     finish_reason: str | None = None
     error: str = ""
     num_preemptions: int = 0

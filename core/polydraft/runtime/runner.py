@@ -25,7 +25,7 @@ from polydraft.contracts.update_biases import UpdateBiasesV1
 from polydraft.contracts.update_blocks import UpdateBlocksV1
 from polydraft.contracts.update_slots import UpdateSlotsV1
 from polydraft.contracts.update_tokens import UpdateTokensV1
-from polydraft.device import Buffer, Device, Event, GraphCapture, Staging
+from polydraft.device import Array, Buffer, Device, Event, GraphCapture, Staging
 from polydraft.models.decoder import Norm, PassRows, emit_block, emit_embed, emit_linear, emit_norm
 from polydraft.models.description import ModelDescription
 from polydraft.plugins import BoundTable, Plugins
@@ -34,6 +34,7 @@ from polydraft.runtime.buffers import Scratch, SlotState, StepBuffers
 from polydraft.runtime.graphs import CapturedSteps, GraphPolicy, Part, Piece
 from polydraft.runtime.host_inputs import FeatureFactory, HostInputs
 from polydraft.runtime.logprobs import Logprobs, refuse_lacking
+from polydraft.runtime.packed import Snapshots
 from polydraft.runtime.plan import StepOutcome, StepPlan
 from polydraft.runtime.program import Lengths, Program, ProgramBuilder, StepContext, StepKind, build, lengths
 from polydraft.runtime.stage import Stage
@@ -88,9 +89,10 @@ class Runner:
         accept_schedule: tuple[float, ...] = (),
         raw_logprobs: bool = True,
         features: Sequence[FeatureFactory] = (),
+        draft_ids: Array | None = None,
     ) -> None:
         self.device, self.limits, self.model, self.weights = device, limits, model, weights
-        self._plugins, self._table, self._dtype, self._depth = plugins, table, dtype, depth
+        self._plugins, self._table, self._dtype, self._depth, self._draft_ids = plugins, table, dtype, depth, draft_ids
         self.state = SlotState.allocate(device, limits)
         self._stores_noise = verify == "rejection" or "gumbel_noise+sample" not in table.providers
         self.step = StepBuffers.allocate(device, limits, sampling=self._stores_noise)
@@ -119,6 +121,7 @@ class Runner:
         }
         self.programs: dict[str, Programs] = {kind.name: self._build(kind) for kind in self._kinds.values()}
         self.graphs: CapturedSteps | None = None
+        self._snapshots = Snapshots(limits)
         self.stage = Stage(device, limits, self.step, depth)
         self._outputs = [
             (device.staging(f"snapshot{i}", self.step.record.shape, "i32"), device.event()) for i in range(depth + 1)
@@ -158,7 +161,7 @@ class Runner:
             self._logprobs.download(stream, ticket.plan)
         if not self.inputs.reads_drafts:
             ticket.event.record(stream)
-        if not self._is_whole(ticket.bucket):
+        if not self._is_whole(ticket.bucket) and ticket.plan.drafting:
             self._run(ticket.kind, "draft", ticket.lengths, ticket.bucket)
         if self.inputs.reads_drafts:
             self.inputs.download_drafts(stream, step_id)
@@ -183,7 +186,7 @@ class Runner:
         if self.inputs.reads_drafts:
             self.inputs.collect_drafts(ticket.plan.step_id)
         logprobs, prompt_logprobs = self._logprobs.collect(ticket.plan) if self._logprobs is not None else (None, None)
-        record = ticket.staging.array[: ticket.plan.num_seqs].copy()
+        record = self._snapshots.read(ticket.staging.array, ticket.plan.slots)
         column = record.T
         return StepOutcome(
             step_id=ticket.plan.step_id,
@@ -259,6 +262,7 @@ class Runner:
             choose=self._choose,
             sampling=self._stores_noise,
             dtype=self._dtype,
+            draft_ids=self._draft_ids,
         )
 
     def _choose(self, program: ProgramBuilder, **rows: Any) -> None:

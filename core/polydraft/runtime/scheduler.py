@@ -57,12 +57,12 @@ class Scheduler:
         self.release_drained()
         decode = self._decoding()
         decode, blocks, short = self._grant_windows(decode)
-        budget = self.limits.max_rows - len(decode) * self.limits.window
-        chunks, slot_updates, grants = self._plan_prefill(budget, admit=not short)
+        windows = int(self.slots.window[decode].sum())
+        chunks, slot_updates, grants = self._plan_prefill(self.limits.max_rows - windows, admit=not short)
         if not len(decode) and not chunks:
             # What was preempted just now and has nothing in flight makes room at once: no step goes by for it.
             return self.plan() if self._drained().size else None
-        plan = self._assemble(decode, chunks, slot_updates, [blocks, *grants])
+        plan = self._assemble(decode, windows, chunks, slot_updates, [blocks, *grants])
         self._advance(plan)
         return plan
 
@@ -167,6 +167,8 @@ class Scheduler:
             return False
         self.slots.occupy(slot, request, known=known, prefill_len=prefill_len, num_cached=len(shared) * limits.block_size)
         grants.append(ledger.adopt(slot, shared, known))
+        if request.params.max_drafts == 0:
+            ledger.keep_private(slot)  # steps without drafts leave the proposer's rows unwritten
         grants.append(ledger.grant(np.array([slot]), np.array([rest])))
         return True
 
@@ -179,8 +181,10 @@ class Scheduler:
         return chunk
 
     # -- assembling --------------------------------------------------------------------------------
-    def _assemble(self, decode: Array, chunks: list[tuple[int, int]], slot_updates: list[Array], grants: list[Array]) -> StepPlan:
-        t, limits, last = self.slots, self.limits, self._last
+    def _assemble(
+        self, decode: Array, windows: int, chunks: list[tuple[int, int]], slot_updates: list[Array], grants: list[Array]
+    ) -> StepPlan:
+        t, last = self.slots, self._last
         decode = np.sort(decode).astype(np.int32)
         self._step_id += 1
         blocks = np.concatenate(grants) if len(grants) > 1 else grants[0]
@@ -189,11 +193,14 @@ class Scheduler:
             # The steady state: the very same arrays again, so that staging need not send them.
             slots, rows, runs_window, emits = last.slots, last.rows, last.decode, last.emits
             epochs, sampling, processed = last.epochs, last.sampling, last.processed
+            num_top, drawn_top, drafting = last.num_top, last.drawn_top, last.drafting
         else:
             slots, rows = self._launch_order(decode, chunks)
             epochs, sampling, processed = t.epoch[slots], bool(t.sampling[slots].any()), bool(t.processed[slots].any())
             runs_window = t.phase[slots] == _DECODE
             emits = runs_window | (t.prefill_planned[slots] + rows == t.num_known[slots])
+            num_top, drafting = self._num_top(slots), bool((t.window[slots] > 1).any())
+            drawn_top = None if num_top is None else np.where(t.sampling, num_top, np.int32(-1))
         prompt_top, num_prompt_rows = self._prompt_top(chunks)
         self._last = plan = StepPlan(
             step_id=self._step_id,
@@ -205,14 +212,16 @@ class Scheduler:
             slot_updates=np.stack(slot_updates) if slot_updates else self._no_slot_updates,
             token_updates=self._token_updates(admitted) if admitted else _NO_TRIPLES,
             block_updates=blocks,
-            num_rows=len(decode) * limits.window + sum(c for _, c in chunks),
-            num_logit_rows=len(decode) * limits.window + sum(self._is_last(s, c) for s, c in chunks),
+            num_rows=windows + sum(c for _, c in chunks),
+            num_logit_rows=windows + sum(self._is_last(s, c) for s, c in chunks),
             has_prefill=bool(chunks),
+            drafting=drafting,
             sampling=sampling,
             processed=processed,
             bias_updates=bias_updates(t.request, admitted) if admitted else _NO_BIASES,
             bad_word_updates=bad_word_updates(t.request, admitted) if admitted else _NO_TRIPLES,
-            num_top=self._num_top(slots) if self.limits.max_logprobs >= 0 else None,
+            num_top=num_top,
+            drawn_top=drawn_top,
             prompt_top=prompt_top,
             num_prompt_rows=num_prompt_rows,
         )
@@ -222,7 +231,7 @@ class Scheduler:
         """Slots and planned rows in the order the backend packs them."""
         prefill = np.array([s for s, _ in chunks], np.int32)
         slots = np.concatenate((prefill, decode)).astype(np.int32)
-        rows = np.concatenate((np.array([c for _, c in chunks], np.int32), np.full(len(decode), self.limits.window, np.int32)))
+        rows = np.concatenate((np.array([c for _, c in chunks], np.int32), self.slots.window[decode]))
         if self.row_order == "slot":
             order = np.argsort(slots, kind="stable")
         elif self.row_order == "seeded":
@@ -238,7 +247,8 @@ class Scheduler:
 
     def _num_top(self, slots: Array) -> Array | None:
         """Log probabilities that scheduled slots want, by slot."""
-        return self.slots.num_top.copy() if (self.slots.num_top[slots] >= 0).any() else None
+        wanted = self.limits.max_logprobs >= 0 and (self.slots.num_top[slots] >= 0).any()
+        return self.slots.num_top.copy() if wanted else None
 
     def _prompt_top(self, chunks: list[tuple[int, int]]) -> tuple[Array | None, int]:
         """Those of prompt tokens that these chunks predict, by slot, and how many rows predict one."""

@@ -10,6 +10,7 @@ import numpy as np
 
 from polydraft.contracts.base import Limits
 from polydraft.device import Array
+from polydraft.runtime.provenance import Report
 from polydraft.runtime.request import Request, Status
 from polydraft.sentinels import NO_TOKEN, Phase
 
@@ -20,16 +21,20 @@ class SlotTable:
     Applied (from snapshots): `num_known`, `kv_len`, `num_rounds`, `drafted`, `tokens` [B, L], `rounds` [B, L] (drafts accepted)
     and `round_drafts` [B, L] (drafts verified).
     Wished for: `num_top`, `prompt_top`: most likely tokens reported beside each, -1 for no log probabilities.
+    `window`: rows of a round at most, the drafts that the request lets be verified and one.
     Planned: `phase` (PREFILL until its last chunk is planned), `prefill_planned` rows.
     In flight: `in_flight` steps that hold the slot, `in_flight_decode` those that run a window, `in_flight_tokens` those that
     emit at least one token unless paused. `leaving`: not scheduled any more, released once nothing is in flight.
-    For output: `news` (tokens came since the request was last reported), and whether somebody waits for them: `streaming`,
-    `watched` (a stop string may end it), `fresh` (no token yet).
+    For output: `news` (tokens came since the request was last reported), `told`, `told_rounds` (what was reported), and whether
+    somebody waits for them: `streaming`, `watched` (a stop string may end it), `fresh` (no token yet). `reports`: log
+    probabilities that steps brought, for whoever makes results.
     """
 
     def __init__(self, limits: Limits) -> None:
-        b = limits.max_seqs
+        b, self._num_drafts = limits.max_seqs, limits.num_drafts
         self.request: list[Request | None] = [None] * b
+        self._occupants: tuple[Request | None, ...] | None = None
+        self.reports: list[Report] = []
         self.phase = np.full(b, Phase.IDLE, np.int32)
         self.epoch = np.zeros(b, np.int32)
         self.number = np.zeros(b, np.int64)
@@ -39,10 +44,13 @@ class SlotTable:
         self.prefill_len = np.zeros(b, np.int64)
         self.prefill_planned = np.zeros(b, np.int64)
         self.max_total = np.zeros(b, np.int64)
+        self.window = np.full(b, limits.window, np.int32)
         self.sampling = np.zeros(b, bool)
         self.processed = np.zeros(b, bool)
         self.leaving = np.zeros(b, bool)
         self.news = np.zeros(b, bool)
+        self.told = np.zeros(b, np.int64)
+        self.told_rounds = np.zeros(b, np.int64)
         self.streaming = np.zeros(b, bool)
         self.watched = np.zeros(b, bool)
         self.fresh = np.zeros(b, bool)
@@ -62,11 +70,17 @@ class SlotTable:
         idle = np.flatnonzero(self.phase == Phase.IDLE)
         return int(idle[0]) if idle.size else None
 
+    def occupants(self) -> tuple[Request | None, ...]:
+        """The request in each slot now; the very same record until one comes or goes."""
+        if self._occupants is None:
+            self._occupants = tuple(self.request)
+        return self._occupants
+
     def occupy(self, slot: int, request: Request, *, known: Array, prefill_len: int, num_cached: int) -> None:
         """Place a request: its known tokens become the slot's, of which the rows of the first `num_cached` exist already; the
         slot's epoch moves on."""
         request.slot, request.status = slot, Status.RUNNING
-        self.request[slot] = request
+        self.request[slot], self._occupants = request, None
         self.epoch[slot] += 1
         self.number[slot] = request.number
         self.phase[slot] = Phase.PREFILL
@@ -75,9 +89,11 @@ class SlotTable:
         self.prefill_len[slot] = prefill_len
         self.kv_len[slot] = self.prefill_planned[slot] = num_cached
         self.max_total[slot] = request.max_total
+        self.window[slot] = self._most_rows(request.params.max_drafts)
         self.sampling[slot] = request.params.temperature > 0
         self.processed[slot] = request.params.processed
         self.news[slot] = bool(request.token_ids)
+        self.told[slot], self.told_rounds[slot] = request.told
         self.streaming[slot], self.watched[slot] = request.stream, bool(request.params.stop)
         self.fresh[slot] = request.first_token_s is None
         self.tokens[slot, : len(known)] = known
@@ -90,6 +106,9 @@ class SlotTable:
             counter[slot] = 0
         self.leaving[slot] = False
 
+    def _most_rows(self, max_drafts: int | None) -> int:
+        return self._num_drafts + 1 if max_drafts is None else min(max_drafts, self._num_drafts) + 1
+
     def sync(self, request: Request) -> None:
         """Copy what a running request has produced so far out of its slot."""
         slot = request.slot
@@ -97,11 +116,12 @@ class SlotTable:
         request.rounds = self.rounds[slot, : self.num_rounds[slot]].tolist()
         request.round_drafts = self.round_drafts[slot, : self.num_rounds[slot]].tolist()
         request.drafted = int(self.drafted[slot])
+        request.told = int(self.told[slot]), int(self.told_rounds[slot])
 
     def vacate(self, slot: int) -> None:
         """Make the slot idle. Nothing may be in flight for it."""
         assert self.in_flight[slot] == 0, "a slot was released while a step that holds it is in flight"
-        self.request[slot] = None
+        self.request[slot] = self._occupants = None
         self.phase[slot] = Phase.IDLE
         self.leaving[slot] = self.news[slot] = False
         self.num_top[slot] = self.prompt_top[slot] = -1

@@ -95,21 +95,25 @@ class Verifier:
         """One draft a row, and at most one row a slot; drafts chosen before in this round are in `drafts` and `draft_len`."""
         rows: dict[str, Any] = {"row_slot": row_slot, "positions": positions, "ahead": ahead}
         self._process(program, logits, rows, unit, room)
-        if program.kind.rule != "rejection":
-            self._choose(program, logits, rows, tokens, noise, Draw.TARGET, unit, room)
-        elif self._draft_probs is None:
-            self._choose(program, logits, rows, tokens, noise, Draw.DRAFT, unit, room)
-        else:
-            self._filter(program, logits, row_slot, unit, room)
-            self._noise(program, rows, noise, Draw.DRAFT, unit, room)
-            draw = DrawDraftV1(
-                probs=logits, noise=noise, row_slot=row_slot, draft_len=self._state.draft_len, tokens=tokens,
-                draft_probs=self._draft_probs,
-            )  # fmt: skip
-            program.add("draw_draft", draw, unit, room)
-        if self._logprobs is not None and program.kind.logprobs:
-            drawn = program.kind.rule == "rejection" and self._draft_probs is not None
-            self._logprobs.append_drafts(program, logits, row_slot, tokens, drawn=drawn, unit=unit, room=room)
+        report = self._logprobs if program.kind.logprobs else None
+        if program.kind.rule != "rejection" or self._draft_probs is None:
+            draw = Draw.TARGET if program.kind.rule != "rejection" else Draw.DRAFT
+            self._choose(program, logits, rows, tokens, noise, draw, unit, room)
+            if report is not None:
+                report.append_drafts(program, logits, row_slot, tokens, drawn=False, unit=unit, room=room)
+            return
+        if report is not None:  # of greedy slots, whose drafts are certain below; a slot that samples files over it
+            program.add("argmax", ArgmaxV1(logits=logits, row_slot=row_slot, tokens=tokens), unit, room)
+            report.append_drafts(program, logits, row_slot, tokens, drawn=False, unit=unit, room=room)
+        self._filter(program, logits, row_slot, unit, room)
+        self._noise(program, rows, noise, Draw.DRAFT, unit, room)
+        draw_draft = DrawDraftV1(
+            probs=logits, noise=noise, row_slot=row_slot, draft_len=self._state.draft_len, tokens=tokens,
+            draft_probs=self._draft_probs,
+        )  # fmt: skip
+        program.add("draw_draft", draw_draft, unit, room)
+        if report is not None:
+            report.append_drafts(program, logits, row_slot, tokens, drawn=True, unit=unit, room=room)
 
     def _process(
         self, program: ProgramBuilder, logits: Buffer, rows: dict[str, Any], unit: Unit, room: str, *,

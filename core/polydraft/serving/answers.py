@@ -14,6 +14,7 @@ from polydraft.models.tokenizer import Tokenizer
 from polydraft.runtime.news import News
 from polydraft.runtime.provenance import origins
 from polydraft.sentinels import NO_TOKEN
+from polydraft.serving.wire import Span
 
 FINISH = {"stop": "stop", "length": "length", "abort": "stop", "error": "stop"}
 IMPOSSIBLE = -9999.0
@@ -48,8 +49,7 @@ class Choice:
         self.forced: set[int] = set()
         self.finish = ""
         self.error = ""
-        self.timing: dict[str, float] = {}
-        """Of the step that brought the last news, in milliseconds."""
+        self._timing: dict[str, Any] = {"step_ms": 0.0, "host_gap_ms": 0.0, "spans": []}
         self._rows: list[tuple[News, int]] = []
         self._prompt_rows: tuple[News, int] | None = None
         self._told = 0
@@ -71,6 +71,16 @@ class Choice:
         return news.text
 
     # -- what was asked for ------------------------------------------------------------------------
+    def time(self, step_ms: float, host_gap_ms: float, spans: Sequence[Span]) -> None:
+        """How long the step that brought the last news took, and what went on where since the news before."""
+        self._timing["step_ms"], self._timing["host_gap_ms"] = round(step_ms, 3), round(host_gap_ms, 3)
+        self._timing["spans"] += spans
+
+    def take_timing(self) -> dict[str, Any]:
+        """All that was noted since the last time."""
+        timing, self._timing = self._timing, {**self._timing, "spans": []}
+        return timing
+
     def new_tokens(self) -> range:
         """Places of the tokens that were not told yet; they count as told."""
         new = range(self._told, len(self.token_ids))

@@ -43,11 +43,13 @@ class Busy(PolydraftError):  # noqa: N818  likewise
 
 
 class Delivery(NamedTuple):
-    """News of one request, with how long their step took on the host and how long the host took since the one before, in ms."""
+    """News of one request, with how long their step took on the host, how long the host took since the one before, in ms, and
+    what went on where."""
 
     news: News
     step_ms: float
     host_gap_ms: float
+    spans: list[wire.Span]
 
 
 class EngineClient:
@@ -109,24 +111,27 @@ class EngineClient:
 
     async def _one_life(self, context: zmq.asyncio.Context) -> None:
         with tempfile.TemporaryDirectory(prefix="polydraft-") as folder:  # its mode keeps other users out
-            socket = self._socket = context.socket(zmq.PAIR)
-            socket.setsockopt(zmq.SNDHWM, 0)  # bounded by admission
-            endpoint = f"ipc://{Path(folder) / 'engine'}"
-            socket.bind(endpoint)
-            self._process = process = self._spawn(endpoint)
+            endpoints = [f"ipc://{Path(folder) / name}" for name in ("commands", "events")]
+            commands, events = (context.socket(zmq.PAIR) for _ in endpoints)
+            commands.setsockopt(zmq.SNDHWM, 0)  # bounded by admission
+            commands.bind(endpoints[0])
+            events.bind(endpoints[1])
+            self._socket = commands
+            self._process = process = self._spawn(endpoints)
             try:
-                status = await self._attend(process, socket)
+                status = await self._attend(process, commands, events)
             finally:
                 process.kill()  # nothing where it has ended; else whoever waits for it in a thread would wait for ever
                 self._socket = None
-                socket.close(linger=0)
+                commands.close(linger=0)
+                events.close(linger=0)
             self._after(status)
 
-    async def _attend(self, process: subprocess.Popen[bytes], socket: zmq.asyncio.Socket) -> int:
+    async def _attend(self, process: subprocess.Popen[bytes], commands: zmq.asyncio.Socket, events: zmq.asyncio.Socket) -> int:
         """Talk to a process until it ends; returns its status."""
         death = asyncio.create_task(asyncio.to_thread(process.wait))
-        reader = asyncio.create_task(self._read(socket))
-        await socket.send(wire.encode(wire.Start(self._config)))
+        reader = asyncio.create_task(self._read(events))
+        await commands.send(wire.encode(wire.Start(self._config)))
         await asyncio.wait((death, reader), return_when=asyncio.FIRST_COMPLETED)
         if not death.done():  # what the process said could not be read
             process.kill()
@@ -135,8 +140,8 @@ class EngineClient:
             await asyncio.wait_for(reader, 0.2)  # what it said before it died
         return status
 
-    def _spawn(self, endpoint: str) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "polydraft.serving.worker", endpoint]
+    def _spawn(self, endpoints: Sequence[str]) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "polydraft.serving.worker", *endpoints]
         return subprocess.Popen(command, stdin=subprocess.DEVNULL, close_fds=True)  # noqa: S603  this very interpreter
 
     def _after(self, status: int) -> None:
@@ -198,7 +203,7 @@ class EngineClient:
         """News to their queues; those of requests that nobody waits for any more are dropped."""
         for news in unpack(event.record):
             if news.handle in self._waiting:
-                self._waiting[news.handle].put_nowait(Delivery(news, event.step_ms, event.host_gap_ms))
+                self._waiting[news.handle].put_nowait(Delivery(news, event.step_ms, event.host_gap_ms, event.spans))
 
     async def stop(self) -> None:
         """Ask the process to leave, and end it where it does not."""

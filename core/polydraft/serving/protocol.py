@@ -48,9 +48,11 @@ class Sampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     stop_token_ids: TokenIds | None = None
     bad_words: list[str] | None = None
     structured_outputs: dict[str, Any] | None = None
-    """vLLM's: an object with json, regex or grammar (in Lark's notation)."""
+    """vLLM's: an object with json, regex or grammar (EBNF or Lark)."""
     thinking_limit: Whole | None = None
     reply_budget: Whole | None = None
+    max_drafts: Whole | None = None
+    """Drafts verified in a round at most; 0: plain decoding."""
     provenance: bool | None = None
     """Say of each token who proposed it."""
 
@@ -142,7 +144,8 @@ def sampling_params(body: Sampling, *, default_max: int, most: int) -> dict[str,
     params: dict[str, Any] = {"max_new_tokens": asked, "temperature": 1.0 if body.temperature is None else body.temperature}
     for name in (
         "top_p", "presence_penalty", "frequency_penalty", "logit_bias", "top_k", "min_p", "repetition_penalty", "min_tokens",
-        "ignore_eos", "stop_token_ids", "bad_words", "thinking_limit", "reply_budget",
+        "ignore_eos", "stop_token_ids", "bad_words", "max_drafts", "thinking_limit",
+        "reply_budget",
     ):  # fmt: skip
         value = getattr(body, name)
         if value is not None:
@@ -153,7 +156,7 @@ def sampling_params(body: Sampling, *, default_max: int, most: int) -> dict[str,
     return params | ({"constraint": constraint} if constraint else {})
 
 
-STRUCTURED = {"json": "json_schema", "regex": "regex", "grammar": "lark"}
+STRUCTURED = {"json": "json_schema", "regex": "regex", "grammar": "grammar"}
 """Keys of `structured_outputs` to kinds of constraints."""
 
 

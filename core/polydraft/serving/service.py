@@ -62,6 +62,7 @@ class Service:
         await self.client.start()
         ready = self.client.ready
         assert ready is not None, "a started engine has told of itself"
+        self.device_times = ready.device_times
         self._tokenizer = await asyncio.to_thread(Tokenizer.from_dir, ready.model_dir)
         self.name = self.settings.served_model or ready.model
         self.metrics = Metrics(self.name)
@@ -144,7 +145,8 @@ class Service:
         async with contextlib.aclosing(self.client.generate(job.asks, first_s=self.settings.queue_s)) as stream:
             async for index, delivery in stream:
                 news, choice, now = delivery.news, job.choices[index], time.monotonic()
-                choice.timing = {"step_ms": round(delivery.step_ms, 3), "host_gap_ms": round(delivery.host_gap_ms, 3)}
+                if job.body.provenance:
+                    choice.time(delivery.step_ms, delivery.host_gap_ms, delivery.spans)
                 fresh, count = not choice.token_ids, len(news.token_ids)
                 text = choice.feed(news)
                 if count:
@@ -222,7 +224,7 @@ class Service:
                     told["text"] = (self._echo(job, choice) if first else "") + text
                 told |= self._extras(job, choice, places, first=first)
                 if job.body.provenance:
-                    told["timing"] = choice.timing
+                    told["timing"] = {**choice.take_timing(), "device_times": self.device_times}
                 yield {**head, "choices": [told], **rest}
         if with_usage:
             yield {**head, "choices": [], "usage": self._usage(job)}

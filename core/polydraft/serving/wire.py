@@ -12,7 +12,9 @@ import msgspec
 
 from polydraft.errors import RecordError
 
-VERSION = 1
+VERSION = 2
+Span = tuple[str, str, float, float]
+"""Of a step's timeline: "host" or "device", what it was, its start and length in milliseconds of the engine's clock."""
 
 
 class Start(msgspec.Struct, tag=True, frozen=True):
@@ -62,6 +64,8 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
     max_num_seqs: int
     max_logprobs: int
     vocab_size: int
+    device_times: str
+    """Where the device's spans come from."""
     decisions: dict[str, Any]
     version: int = VERSION
 
@@ -73,11 +77,13 @@ class Unready(msgspec.Struct, tag=True, frozen=True):
 
 
 class News(msgspec.Struct, tag=True, frozen=True):
-    """What a step brought: a record of `polydraft.runtime.news`, how long it took on the host, and the time since the last."""
+    """What a step brought: a record of `polydraft.runtime.news`, how long it took on the host, the time since the last, and what
+    went on where since the last news."""
 
     record: bytes
     step_ms: float = 0.0
     host_gap_ms: float = 0.0
+    spans: list[Span] = []
 
 
 class Refused(msgspec.Struct, tag=True, frozen=True):

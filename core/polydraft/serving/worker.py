@@ -1,67 +1,158 @@
-"""Owns the engine's process: one engine on one thread, commands in, the news of each step out.
+"""Owns the engine's process: one engine on one thread, commands in, the news of its steps out on another.
 
-`python -m polydraft.serving.worker ENDPOINT` is started by the server's engine client and connects to its socket. What cannot
-be sent at once waits here, a record a step, so that a slow reader never holds a step up; it never opens a port and never
-looks at HTTP.
+`python -m polydraft.serving.worker COMMANDS EVENTS` is started by the server's engine client and connects to its two sockets.
+The engine's thread takes commands and steps; what is new it hands over as arrays. The other thread makes texts and records of
+them and sends those. A slow reader never holds a step up: what nobody has made room for stays in the engine, where the news of
+further steps join it. It never opens a port and never looks at HTTP.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
+import queue
 import signal
 import sys
+import threading
 import time
-from collections import deque
-from typing import Any
+import traceback
+from typing import Any, NamedTuple
 
 import zmq
 
 from polydraft.config import EngineConfig
 from polydraft.engine import Engine
 from polydraft.errors import DeviceError, PolydraftError, RequestError
+from polydraft.models.tokenizer import Tokenizer
 from polydraft.runtime.news import news_of, pack
+from polydraft.runtime.output import Converter
+from polydraft.runtime.taken import Taken
 from polydraft.sampling_params import SamplingParams
 from polydraft.sentinels import Phase
 from polydraft.serving import wire
+from polydraft.serving.lanes import Lanes
 
 IDLE_MS = 200
 """How long the worker sleeps at most without work; a command wakes it."""
+FULL_MS = 20
+"""Likewise while news wait for room."""
 ORPHANED_S = 10
 """Seconds after the server's process vanished within which the worker ends."""
+MOST_BATCHES = 32
+"""Batches of news on their way out; while there are as many, further ones stay in the engine and become one."""
+SWITCH_S = 5e-4
+"""How long a thread may keep the interpreter from the other one."""
 
 
-class Worker:
-    """The loop: take commands, step, send. `socket` is connected."""
+class Batch(NamedTuple):
+    """News of one or more steps, with how long the last took on the host and how long the host took before it, in ms, and what
+    went on where."""
+
+    taken: Taken
+    step_ms: float
+    host_gap_ms: float
+    spans: list[wire.Span]
+
+
+class Sender:
+    """The thread that makes records of news and sends them, and every other event in its turn. `failure`: what it ended of."""
 
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
         self._socket = socket
-        self._backlog: deque[bytes] = deque()
-        """Events that the reader has not made room for yet, in order; bounded by what the engine's requests can still say."""
+        self._queue: queue.Queue[Batch | wire.Event | Tokenizer | None] = queue.Queue()
+        self._converter: Converter | None = None
+        self._thread = threading.Thread(target=self._run, name="sender", daemon=True)
+        self.failure: BaseException | None = None
+        self._thread.start()
+
+    @property
+    def full(self) -> bool:
+        """Whether news should stay where they are for now."""
+        return self._queue.qsize() >= MOST_BATCHES
+
+    @property
+    def error(self) -> DeviceError | None:
+        """A record that could not be read, told once."""
+        if self._converter is None or self._converter.error is None:
+            return None
+        error, self._converter.error = self._converter.error, None
+        return error
+
+    def put(self, what: Batch | wire.Event | Tokenizer) -> None:
+        """Send this behind what was put before. The first thing is the tokenizer, once there is an engine. Never waits."""
+        self._queue.put(what)
+
+    def end(self, timeout_s: float) -> bool:
+        """Send what there is, and leave; False where it gave up on a reader that takes nothing."""
+        self._queue.put(None)
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            while (what := self._queue.get()) is not None:
+                self._handle(what)
+        except BaseException as error:  # noqa: BLE001  the engine's thread raises it
+            self.failure = error
+
+    def _handle(self, what: Batch | wire.Event | Tokenizer) -> None:
+        if isinstance(what, Tokenizer):
+            self._converter = Converter(what)
+        elif not isinstance(what, Batch):
+            self._socket.send(wire.encode(what))
+        elif self._converter is not None:
+            pieces = self._converter.pieces(what.taken)
+            if pieces:
+                record = pack([news_of(int(piece.request.id), piece) for piece in pieces])
+                self._socket.send(wire.encode(wire.News(record, *what[1:])))
+
+
+class Worker:
+    """The loop: take commands, step, hand over. `commands` and `events` are connected."""
+
+    def __init__(self, commands: zmq.Socket[bytes], events: zmq.Socket[bytes]) -> None:
+        self._socket, self._sender = commands, Sender(events)
         self._engine: Engine | None = None
         self._begin = self._last = time.monotonic()
         self._step_s = self._gap_s = self._idle_s = 0.0
         self._parent = os.getppid()
-        self._stopping = False
+        self._stopping = self._pending = False
+        """Whether news wait in the engine for room."""
+        self._timing: tuple[float, float] = 0.0, 0.0
+        self._lanes: Lanes | None = None
 
-    def run(self) -> None:
-        """Serve until told to stop, or until nobody is there any more."""
+    def run(self) -> bool:
+        """Serve until told to stop, or until nobody is there any more; whether all was sent."""
         while not self._stopping:
             busy = self._engine is not None and self._engine.has_work
-            self._take(0 if busy else IDLE_MS)
-            if self._engine is not None and self._engine.has_work:
-                self._step(self._engine)
-            self._flush()
+            self._take(0 if busy else FULL_MS if self._pending else IDLE_MS)
+            if not busy and self._lanes is not None:
+                self._lanes.drain()  # what was left over of the last work belongs to nobody
+            if self._engine is not None:
+                self._serve(self._engine)
+            if self._sender.failure is not None:
+                raise self._sender.failure
             if os.getppid() != self._parent:
-                return  # the server is gone
+                return False  # the server is gone
         if self._engine is not None:
             self._engine.close()
+        return self._sender.end(ORPHANED_S)
+
+    def _serve(self, engine: Engine) -> None:
+        """One step where there is one, and what it brought."""
+        error = self._sender.error
+        if error is not None:
+            engine.fail(error)
+            self._tell(engine)
+        if engine.has_work:
+            self._step(engine)
+        elif self._pending:
+            self._tell(engine)
 
     # -- commands ----------------------------------------------------------------------------------
     def _take(self, wait_ms: int) -> None:
         """Handle every command that is there; wait for the first one at most so long."""
         start = time.monotonic()
-        if wait_ms and not self._socket.poll(min(wait_ms, 20) if self._backlog else wait_ms):
+        if wait_ms and not self._socket.poll(wait_ms):
             self._idle_s += time.monotonic() - start
             self._last = time.monotonic()
             return
@@ -87,25 +178,26 @@ class Worker:
         elif isinstance(command, wire.Abort):
             if str(command.handle) in self._engine.requests:
                 self._engine.abort(str(command.handle))
-                self._send_news(self._engine)
+                self._tell(self._engine)
         elif isinstance(command, wire.UpdateWeights):
             self._update(self._engine, command)
         else:
-            self._send(self._stats(self._engine))
+            self._sender.put(self._stats(self._engine))
 
     def _start(self, command: wire.Start) -> None:
         try:
             self._engine = engine = Engine(EngineConfig.from_mapping(command.config))
         except PolydraftError as error:
-            self._send(wire.Unready(str(error)))
+            self._sender.put(wire.Unready(str(error)))
             self._stopping = True
             return
-        limits, resolved = engine.resolved.limits, engine.resolved
-        self._send(
+        limits, resolved, self._lanes = engine.resolved.limits, engine.resolved, Lanes(engine)
+        self._sender.put(engine.tokenizer)
+        self._sender.put(
             wire.Ready(
                 model=engine.model.name, model_dir=str(engine.model_path), backend=resolved.backend, max_model_len=limits.max_len,
                 max_num_seqs=limits.max_seqs, max_logprobs=limits.max_logprobs, vocab_size=limits.vocab_size,
-                decisions={name: _plain(value) for name, value in resolved.describe().items()},
+                device_times=self._lanes.said, decisions={name: _plain(value) for name, value in resolved.describe().items()},
             )
         )  # fmt: skip
         self._begin = self._last = time.monotonic()
@@ -115,18 +207,18 @@ class Worker:
         try:
             engine.add(command.prompt_ids, SamplingParams.from_mapping(command.params), id=str(command.handle), stream=True)
         except RequestError as error:
-            self._send(wire.Refused(command.handle, str(error), "client"))
+            self._sender.put(wire.Refused(command.handle, str(error), "client"))
         except DeviceError as error:
-            self._send(wire.Refused(command.handle, str(error), "engine"))
+            self._sender.put(wire.Refused(command.handle, str(error), "engine"))
 
     def _update(self, engine: Engine, command: wire.UpdateWeights) -> None:
         try:
             engine.update_weights(command.path, running="recompute" if command.running == "recompute" else "finish")
         except PolydraftError as error:
-            self._send(wire.Done(command.number, str(error)))
+            self._sender.put(wire.Done(command.number, str(error)))
         else:
-            self._send(wire.Done(command.number, ""))
-        self._send_news(engine)
+            self._sender.put(wire.Done(command.number, ""))
+        self._tell(engine)
 
     # -- steps -------------------------------------------------------------------------------------
     def _step(self, engine: Engine) -> None:
@@ -136,12 +228,16 @@ class Worker:
         engine.step()
         self._last = time.monotonic()
         self._step_s += self._last - start
-        self._send_news(engine, 1000 * (self._last - start), 1000 * gap)
+        self._timing = 1000 * (self._last - start), 1000 * gap
+        self._tell(engine)
 
-    def _send_news(self, engine: Engine, step_ms: float = 0.0, host_gap_ms: float = 0.0) -> None:
-        outputs = engine.poll()
-        if outputs:
-            self._send(wire.News(pack([news_of(int(output.id), output) for output in outputs]), step_ms, host_gap_ms))
+    def _tell(self, engine: Engine) -> None:
+        """Hand over what is new, unless as much as may is on its way already."""
+        self._pending = self._sender.full
+        if not self._pending and (taken := engine.take()):
+            self._sender.put(Batch(taken, *self._timing, self._lanes.drain() if self._lanes is not None else []))
+        elif self._lanes is not None:
+            self._lanes.note()
 
     def _stats(self, engine: Engine) -> wire.Stats:
         totals, slots, ledger = engine.totals, engine.slots, engine.ledger
@@ -153,20 +249,6 @@ class Worker:
             host_gap_s=self._gap_s, idle_s=self._idle_s, uptime_s=time.monotonic() - self._begin, failure=engine.failure,
         )  # fmt: skip
 
-    # -- sending -----------------------------------------------------------------------------------
-    def _send(self, event: wire.Event) -> None:
-        self._backlog.append(wire.encode(event))
-        self._flush()
-
-    def _flush(self) -> None:
-        """Hand over what there is room for."""
-        while self._backlog:
-            try:
-                self._socket.send(self._backlog[0], zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            self._backlog.popleft()
-
 
 def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
@@ -176,13 +258,22 @@ def main() -> None:
     """Connect and serve. Interrupts are the server's business: it says when to stop."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sys.setswitchinterval(SWITCH_S)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    socket = context.socket(zmq.PAIR)
-    socket.setsockopt(zmq.LINGER, 1000 * ORPHANED_S)
-    socket.connect(sys.argv[1])
-    with contextlib.suppress(KeyboardInterrupt):
-        Worker(socket).run()
-    socket.close()
+    commands, events = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
+    for socket, endpoint in zip((commands, events), sys.argv[1:], strict=True):
+        socket.setsockopt(zmq.LINGER, 1000 * ORPHANED_S)
+        socket.connect(endpoint)
+    try:
+        sent = Worker(commands, events).run()
+    except Exception:  # noqa: BLE001  the process ends of it, whatever its other thread waits for
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+    if not sent:
+        os._exit(0)  # nobody reads: a socket would wait for that to change
+    for socket in (commands, events):
+        socket.close()
     context.term()
 
 

@@ -1,0 +1,174 @@
+"""What log probabilities cost the host of a step, and how long their record is, on the backend whose kernels cost nothing.
+
+64 streaming requests, K = 3, every draft accepted; five engines, whose requests want different things, take turns of five steps.
+`host`: what the engine's own thread spends on a step and on handing its news over (`Engine.step`, `Engine.take`), without the
+null backend's kernels. `ratio`: of a turn to the turn of the engine that may report log probabilities and whose requests want
+none; median and quartiles over the turns. `convert`: what another thread spends to make one record of the news (`Converter`, `pack`).
+`pack`: the reference's kernel that packs the record. The fixed record has 21 columns for every place of every window, as a
+record of fixed size would have, asked for or not: it is computed, copied and kept as if every request had asked for 20.
+
+    python bench/logprob_cost.py --out bench/results/logprobs.json --page docs/serving.md
+    python bench/logprob_cost.py --read bench/results/logprobs.json --page docs/serving.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import platform
+import statistics
+import subprocess
+import time
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+MARKER = "<!-- figures: bench/results/logprobs.json -->\n\n"
+WISHES = {"no engine option": None, "nothing": None, "top 0": 0, "top 5": 5, "fixed 21 columns": 20}
+BASE = "nothing"
+BATCH, DRAFTS, TURN, NEW_TOKENS = 64, 3, 5, 2000
+
+
+class Engine:
+    """One engine of the comparison, in the middle of long texts."""
+
+    def __init__(self, name: str) -> None:
+        from polydraft import LLM, SamplingParams
+        from polydraft.runtime.output import Converter
+
+        most = None if name == "no engine option" else 20
+        options: Any = {"max_num_seqs": BATCH, "draft_tokens": DRAFTS, "max_model_len": 2048, "logprobs": most}
+        self.engine = LLM(backend="null", **options).engine
+        self.converter = Converter(self.engine.tokenizer)
+        params = SamplingParams(max_new_tokens=NEW_TOKENS, ignore_eos=True, logprobs=WISHES[name])
+        for i in range(BATCH):
+            self.engine.add((5, i + 1), params, id=str(i), stream=True)
+        for _ in range(4):
+            self.turn()
+        self.host: list[float] = []
+        self.convert: list[float] = []
+        self.words: list[int] = []
+        self.pack = self._timed_pack()
+
+    def turn(self) -> tuple[float, float, int]:
+        """Five steps: host and converting microseconds a step, and bytes that came back in each."""
+        from polydraft.runtime.news import news_of, pack
+
+        counters, host, convert = self.engine.device.counters, 0, 0
+        before = counters.bytes_downloaded
+        for _ in range(TURN):
+            kernels, start = counters.extra["kernel_ns"], time.perf_counter_ns()
+            self.engine.step()
+            taken = self.engine.take()
+            host += time.perf_counter_ns() - start - (counters.extra["kernel_ns"] - kernels)
+            start = time.perf_counter_ns()
+            pack([news_of(int(piece.request.id), piece) for piece in self.converter.pieces(taken)])
+            convert += time.perf_counter_ns() - start
+        return host / TURN / 1e3, convert / TURN / 1e3, (counters.bytes_downloaded - before) // TURN
+
+    def note(self) -> None:
+        host, convert, words = self.turn()
+        self.host.append(host)
+        self.convert.append(convert)
+        self.words.append(words)
+
+    def _timed_pack(self) -> float:
+        """Microseconds of the packing kernel, median of some launches; 0 where nobody wants a record."""
+        times = []
+        programs = self.engine.runner.programs
+        if "greedy.logprobs" not in programs or self.engine.slots.num_top.max() < 0:
+            return 0.0
+        entries = [e for e in programs["greedy.logprobs"]["target"].entries if e.contract == "pack_logprobs"]
+        for _ in range(50):
+            start = time.perf_counter_ns()
+            entries[0].launch(self.engine.device.stream, BATCH)
+            times.append((time.perf_counter_ns() - start) / 1e3)
+        return statistics.median(times)
+
+
+def measure(turns: int) -> list[dict[str, Any]]:
+    engines = {name: Engine(name) for name in WISHES}
+    names = list(engines)
+    gc.collect()
+    gc.freeze()
+    for number in range(turns):
+        for name in (*names[number % len(names) :], *names[: number % len(names)]):
+            engines[name].note()
+    return [_row(name, engine, engines[BASE]) for name, engine in engines.items()]
+
+
+def _row(name: str, engine: Engine, base: Engine) -> dict[str, Any]:
+    ratios = sorted(own / other for own, other in zip(engine.host, base.host, strict=True))
+    return {
+        "what": "log probabilities", "shape": "demo", "backend": "null", "batch": BATCH, "draft_tokens": DRAFTS, "asked": name,
+        "host_us_per_step": round(statistics.median(engine.host), 1),
+        "spread": [round(v, 1) for v in _quartiles(engine.host)],
+        "ratio": round(statistics.median(ratios), 4), "ratio_spread": [round(v, 4) for v in _quartiles(ratios)],
+        "convert_us_per_step": round(statistics.median(engine.convert), 1), "pack_us": round(engine.pack, 1),
+        "bytes_per_step": engine.words[-1], "repeats": len(engine.host),
+    }  # fmt: skip
+
+
+def _quartiles(values: list[float]) -> tuple[float, float]:
+    first, _, third = statistics.quantiles(values, n=4)
+    return first, third
+
+
+def markdown(rows: list[dict[str, Any]]) -> str:
+    lines = [
+        "| each of 64 asks for | host, us a step | ratio | its quartiles | packing kernel, us | other thread, us | bytes up |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        low, high = row["ratio_spread"]
+        lines.append(
+            f"| {row['asked']} | {row['host_us_per_step']:.0f} | {row['ratio']:.3f} | {low:.3f} to {high:.3f} | "
+            f"{row['pack_us']:.0f} | {row['convert_us_per_step']:.0f} | {row['bytes_per_step']:,} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def put_into(page: Path, marker: str, table: str) -> None:
+    """Replace the table behind a marker."""
+    before, found, behind = page.read_text(encoding="utf-8").partition(marker)
+    if not found:
+        raise SystemExit(f"{page} has no line {marker.strip()}; put it where the table shall stand")
+    rest = behind.partition("\n\n")[2]
+    page.write_text(f"{before}{marker}{table}\n{rest}", encoding="utf-8")
+
+
+def result(rows: list[dict[str, Any]], method: str) -> dict[str, Any]:
+    """The rows with where and when they were measured."""
+    import numpy as np
+
+    from polydraft import __version__
+
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    return {
+        "schema": "polydraft.bench/1", "date": datetime.now(timezone.utc).date().isoformat(), "commit": commit,
+        "device": f"CPU, {os.cpu_count()} cores", "driver": "none",
+        "versions": {"polydraft": __version__, "numpy": np.__version__, "python": platform.python_version()},
+        "method": method.strip(), "rows": rows,
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--turns", type=int, default=90)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--read", type=Path)
+    parser.add_argument("--page", type=Path)
+    options = parser.parse_args()
+    found = json.loads(options.read.read_text()) if options.read else result(measure(options.turns), __doc__ or "")
+    if options.out:
+        options.out.write_text(json.dumps(found, indent=1) + "\n")
+    if options.page:
+        put_into(options.page, MARKER, markdown(found["rows"]))
+    print(markdown(found["rows"]))
+
+
+if __name__ == "__main__":
+    main()

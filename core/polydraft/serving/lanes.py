@@ -1,0 +1,56 @@
+"""Owns the timeline of a serving engine, step by step: what the host did when, and when the device was at work.
+
+The worker drains it into the news of each step. It times the rooms of a step and no launch, and never keeps what was drained.
+"""
+
+from __future__ import annotations
+
+from polydraft.engine import Engine
+from polydraft.serving import wire
+from polydraft.timeline import BOUND, EXACT, ROOMS
+from polydraft.trace import Recorder
+
+MOST_SPANS = 4096
+"""Spans that wait to be told at most; the oldest go first."""
+SHOWN = frozenset(ROOMS) - {"launch", "collect"}
+"""Rooms of the host's lane that enclose no other one. Where launches run at once, `launch` is the device's."""
+
+
+class Lanes:
+    """The spans of an engine's steps since the last look, in milliseconds of its clock.
+
+    A synchronous device works while the host launches, which is exact; of any other one the host knows that it works from a
+    step's launch to the end of the wait for its snapshot, which is an upper bound. `said` says which of them it is."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._recorder = Recorder(engine, calls=False)
+        self._exact = not engine.info.capabilities.asynchronous
+        self._launched: dict[int, float] = {}
+        self._spans: list[wire.Span] = []
+        self.said = EXACT if self._exact else BOUND
+
+    def drain(self) -> list[wire.Span]:
+        """What has ended since the last time, in order of its end."""
+        self.note()
+        spans, self._spans = self._spans, []
+        return spans
+
+    def note(self) -> None:
+        """Take over what the recorder has, so that it does not grow while nobody drains."""
+        uploaded: dict[int, float] = {}
+        for span in self._recorder.drain():
+            if span.name in SHOWN:
+                self._add("host", span.name, span.start_s, span.end_s)
+            if span.name == "upload":
+                uploaded[span.step] = span.end_s
+            elif span.name == "launch" and self._exact:
+                self._add("device", f"step {span.step}", uploaded.get(span.step, span.start_s), span.end_s)
+            elif span.name == "launch":
+                self._add("host", "launch", uploaded.get(span.step, span.start_s), span.end_s)
+                self._launched[span.step] = span.start_s
+            elif span.name == "wait" and span.step in self._launched:
+                self._add("device", f"step {span.step}", self._launched.pop(span.step), span.end_s)
+        del self._spans[:-MOST_SPANS]
+
+    def _add(self, side: str, name: str, start_s: float, end_s: float) -> None:
+        self._spans.append((side, name, round(1e3 * start_s, 3), round(1e3 * (end_s - start_s), 3)))

@@ -1,0 +1,127 @@
+"""The engine's end of the wire with a reader that stalls or is gone: no step waits, nothing is lost, and the end comes."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import zmq
+
+from polydraft import LLM, SamplingParams
+from polydraft.runtime.news import unpack
+from polydraft.serving import wire
+from polydraft.serving import worker as module
+from polydraft.serving.worker import Worker
+from tests.serving.conftest import MODEL
+from tests.support import tiny
+
+CONFIG: dict[str, Any] = {
+    "model": str(tiny.checkpoint(MODEL)), "backend": "reference", "invariant": True, "logprobs": 2, "max_num_seqs": 3,
+}  # fmt: skip
+PARAMS: dict[str, Any] = {"max_new_tokens": 60, "ignore_eos": True, "logprobs": 1}
+
+
+class Wire:
+    """A worker on a thread of this process, and the other ends of its sockets, which take one message each."""
+
+    def __init__(self) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        sockets = [self._context.socket(zmq.PAIR) for _ in range(4)]
+        for socket in sockets:
+            socket.setsockopt(zmq.SNDHWM, 1)
+            socket.setsockopt(zmq.RCVHWM, 1)
+            socket.setsockopt(zmq.LINGER, 0)
+        self.commands, self.events, *ends = sockets
+        for name, here, there in zip(("commands", "events"), sockets[:2], ends, strict=True):
+            here.bind(f"inproc://{name}")
+            there.connect(f"inproc://{name}")
+        self.worker = Worker(*ends)
+        self.sent: list[bool] = []
+        self.thread = threading.Thread(target=lambda: self.sent.append(self.worker.run()))
+        self.thread.start()
+
+    def tell(self, command: wire.Command) -> None:
+        assert self.commands.poll(20_000, zmq.POLLOUT)
+        self.commands.send(wire.encode(command))
+
+    def read(self) -> wire.Event:
+        assert self.events.poll(20_000), "the worker says nothing"
+        return wire.decode_event(self.events.recv())
+
+    def close(self) -> None:
+        self.thread.join(20)
+        self._context.destroy(linger=0)
+
+
+@pytest.fixture
+def other_end(monkeypatch: pytest.MonkeyPatch) -> Iterator[Wire]:
+    monkeypatch.setattr(module, "MOST_BATCHES", 2)
+    monkeypatch.setattr(module, "ORPHANED_S", 0.3)
+    made = Wire()
+    made.tell(wire.Start(CONFIG))
+    assert isinstance(made.read(), wire.Ready)
+    yield made
+    made.close()
+
+
+def rests(worker: Worker) -> None:
+    deadline = time.monotonic() + 20
+    engine = worker._engine
+    assert engine is not None
+    while (engine.has_work or not engine.totals.new_tokens) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not engine.has_work, "the engine waits for its reader"
+
+
+def test_a_reader_that_stalls_holds_no_step_up_and_misses_nothing(other_end: Wire) -> None:
+    for handle in range(3):
+        other_end.tell(wire.Add(handle, [5, 9 + handle], {**PARAMS, "seed": handle, "temperature": 0.8}))
+    rests(other_end.worker)
+    assert other_end.worker._sender._queue.qsize() <= 2, "what there is no room for stays in the engine"
+    tokens: dict[int, list[int]] = {handle: [] for handle in range(3)}
+    numbers: dict[int, list[float]] = {handle: [] for handle in range(3)}
+    ended: set[int] = set()
+    batches = 0
+    while len(ended) < 3:
+        event = other_end.read()
+        assert isinstance(event, wire.News)
+        batches += 1
+        for news in unpack(event.record):
+            tokens[news.handle] += news.token_ids.tolist()
+            numbers[news.handle] += news.logprobs[:, 0].tolist()
+            if news.finish:
+                ended.add(news.handle)
+    assert batches < 12, "what came meanwhile is one batch"
+    llm = LLM(**CONFIG)
+    for handle in range(3):
+        params = SamplingParams(**{**PARAMS, "seed": handle, "temperature": 0.8})
+        (wanted,) = llm.generate([[5, 9 + handle]], params)
+        assert tokens[handle] == list(wanted.token_ids)
+        assert numbers[handle] == [token.logprob for token in wanted.tokens]
+    other_end.tell(wire.Stop())
+    other_end.thread.join(20)
+    assert other_end.sent == [True]
+
+
+def test_a_worker_whose_reader_takes_nothing_ends_all_the_same(other_end: Wire) -> None:
+    for handle in range(3):
+        other_end.tell(wire.Add(handle, [5, 9 + handle], PARAMS))
+    rests(other_end.worker)
+    other_end.tell(wire.Stop())
+    other_end.thread.join(20)
+    assert other_end.sent == [False], "it says that not all was sent"
+    while other_end.worker._sender._thread.is_alive():  # so that this process gets its thread back
+        with contextlib.suppress(zmq.Again):
+            other_end.events.recv(zmq.NOBLOCK)
+
+
+def test_a_command_that_is_none_ends_the_worker(other_end: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
+    failed: list[Any] = []
+    monkeypatch.setattr(threading, "excepthook", lambda given: failed.append(given.exc_value))
+    other_end.commands.send(b"\x00")
+    other_end.thread.join(20)
+    assert "command to the engine cannot be read" in str(failed[0])

@@ -6,6 +6,7 @@ compute stream, which all devices of the place share and which `place.py` makes 
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -16,6 +17,7 @@ import paddle
 from polydraft.device import DTYPES, Array, Buffer, DeviceCounters, Event, Staging, Stream
 from polydraft.errors import DeviceError
 from polydraft.reference.device import ImmediateEvent, ImmediateStream
+from polydraft_paddle.companions import host_memory
 from polydraft_paddle.ops import Tensor
 from polydraft_paddle.place import compute_stream, use
 from polydraft_paddle.provider import device_error
@@ -90,6 +92,9 @@ class PaddleDevice:
         self.graphs: list[Any] = []
         """Captured graphs, given back on `close`."""
         self.capturing = False
+        self.guest: Any = None
+        """What a kernel pack that serves all kernels of caches puts in place of the caches and metadata here: something with
+        `allocate_cache` as of a kernel table and `init_forward_meta(buffers, limits)`."""
         self._open = True
         if self.host_visible:
             self.stream: Any = ImmediateStream()
@@ -125,9 +130,13 @@ class PaddleDevice:
         return PaddleBuffer(name, tensor, dtype)
 
     def staging(self, name: str, shape: Sequence[int], dtype: str) -> PaddleStaging:
-        """Allocate host memory that Paddle and NumPy both see."""
+        """Allocate host memory that Paddle and NumPy both see, page-locked where the place's package offers that."""
         self.check_open(name)
         array = np.zeros(tuple(shape), DTYPES[dtype])
+        pinned = host_memory(self.spec, array.nbytes) if array.nbytes else None
+        if pinned is not None:
+            array = np.frombuffer(pinned, array.dtype, array.size).reshape(array.shape)
+            array[...] = 0
         self.counters.allocations += 1
         self.counters.bytes_allocated += array.nbytes
         return PaddleStaging(name, array, _shared(array, dtype))
@@ -201,9 +210,12 @@ class PaddleDevice:
             paddle.device.synchronize(self.spec)
 
     def close(self) -> None:
-        """Give the graphs back and refuse further use."""
+        """Wait for what is queued, which must not run on while the process ends; give the graphs back and refuse further use."""
         if self._open:
             self._open = False
+            if not self.host_visible:
+                with contextlib.suppress(OSError, RuntimeError):  # of a lost device: whoever asked it for results has been told
+                    paddle.device.synchronize(self.spec)
             for graph in self.graphs:
                 graph.release()
 

@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import paddle
 
+from polydraft.errors import ContractError
+
 Tensor = Any
 """A `paddle.Tensor`; the wheel has no types to check against."""
 direct = paddle._C_ops
@@ -142,5 +144,10 @@ def scatter(table: Tensor, index: Tensor, value: Tensor, valid: Tensor) -> None:
 
 
 def put(out: Tensor, value: Tensor) -> None:
-    """Copy `value` over `out` in place, converted to its dtype; queued, never waited for."""
+    """Copy `value` over `out` in place, converted to its dtype; queued, never waited for. Raises `ContractError` for another
+    shape: Paddle's own copy would take on the source's shape and write past the end of the target's memory."""
+    if out.shape != value.shape:
+        raise ContractError(
+            f"a kernel's result has shape {tuple(value.shape)}, wanted {tuple(out.shape)}; bind buffers of the launch's capacity"
+        )
     out.copy_(value if value.dtype == out.dtype else value.astype(out.dtype), False)

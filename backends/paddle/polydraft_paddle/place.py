@@ -11,17 +11,16 @@ from typing import Any
 import paddle
 
 _STREAMS: dict[str, Any] = {}
-_current = ""
+_CURRENT = [""]
 
 
 def use(spec: str) -> None:
     """Make `spec` Paddle's current place, and the compute stream of that place its current stream, unless they are."""
-    global _current
-    if spec != _current:
+    if spec != _CURRENT[0]:
         paddle.set_device(spec)
         if spec != "cpu":
             paddle.device.set_stream(compute_stream(spec))
-        _current = spec
+        _CURRENT[0] = spec
 
 
 def compute_stream(spec: str) -> Any:

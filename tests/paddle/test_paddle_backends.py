@@ -1,4 +1,4 @@
-"""The Paddle and XPU backends: conformance, the reference's text and rounds, nothing on the CPU in secret, one sentence each."""
+"""The Paddle and XPU backends: conformance, the reference's text and rounds, one sentence for whatever is wrong."""
 
 from __future__ import annotations
 
@@ -74,61 +74,6 @@ def test_a_custom_device_says_what_the_reference_says(wanted: dict[str, Any], ba
     got = answer("generate", PROMPT, *options, *SMALL)
     same(got, wanted)
     assert (got["totals"]["graph_replays"] > 0) == (graph == "decode")
-
-
-# -- nothing runs on the CPU in secret ---------------------------------------------------------------
-STEPS = """
-import sys
-import polydraft_paddle_emu as device
-from polydraft import LLM, SamplingParams
-llm = LLM(backend="paddle", device="polyemu:0", draft_tokens=3, max_num_seqs=1, max_model_len=64, graph="decode", overlap=1)
-llm.generate(["def f(x):"], SamplingParams(max_new_tokens=6, ignore_eos=True))
-import paddle
-assert paddle.get_flags(["FLAGS_enable_api_kernel_fallback"]) == {"FLAGS_enable_api_kernel_fallback": False}
-before = {name: device.counter(name) for name in device.COUNTERS}
-out = llm.generate(["def f(x):"], SamplingParams(max_new_tokens=16, ignore_eos=True))[0]
-after = {name: device.counter(name) - before[name] for name in device.COUNTERS}
-print(len(out.token_ids), after["synchronous_copies"], after["graph_launches"])
-llm.engine.device.close()
-"""
-
-
-@needs_device
-def test_a_step_of_the_custom_device_waits_for_no_copy():
-    """A fallback would copy inputs and outputs between host and device, synchronously."""
-    run = script(STEPS)
-    assert run.returncode == 0, run.stderr[-2000:]
-    tokens, waits, graphs = map(int, run.stdout.split()[-3:])
-    assert (tokens, waits) == (16, 0)
-    assert graphs > 0
-
-
-PLANTED = """
-import paddle
-from polydraft.hooks import hookimpl
-from polydraft_paddle.provider import PaddleProvider, plain
-from types import SimpleNamespace
-
-def swiglu(a, n):
-    half = a.out.shape[1]
-    a.out[:n].copy_(paddle.erfinv(a.gate_up[:n, :half] * 0.0), False)
-
-@hookimpl
-def polydraft_kernels(device):
-    provider = PaddleProvider(plain(swiglu), device.counters, device.spec)
-    return SimpleNamespace(providers={"swiglu": provider}, versions={"swiglu": 1})
-"""
-
-
-@needs_device
-def test_an_operation_without_a_kernel_is_refused_by_name(tmp_path: Path):
-    pack = tmp_path / "planted.py"
-    pack.write_text(PLANTED)
-    arguments = ("generate", PROMPT, "--backend", "paddle", "--device", "polyemu:0", "--graph", "off", "--plugin", str(pack))
-    run = polydraft(*arguments, *SMALL)
-    assert run.returncode == 1
-    assert "Paddle has no kernel of 'erfinv' for device polyemu:0, and falling back to the CPU is off" in run.stderr
-    assert polydraft(*arguments, "--allow-cpu-fallback", *SMALL).returncode == 0
 
 
 # -- what can be wrong -------------------------------------------------------------------------------

@@ -46,6 +46,20 @@ def test_tokens_per_round_are_those_of_the_result():
     assert rows(text) == wanted
 
 
+def test_what_a_reduced_draft_vocabulary_accepts_is_that_of_the_result():
+    measured, text = result(section(read(ROOT / "docs" / "verification.md"), "Drafts from a part of the vocabulary"))
+    assert rows(text) == [
+        [
+            f"{row['draft_vocab']} of {row['vocab']}",
+            f"{row['temperature']:g}",
+            f"{row['tokens_per_round']:.2f}",
+            " ".join(f"{share:.0%}" for share in row["acceptance_per_position"]),
+        ]
+        for row in measured["rows"]
+    ]
+    assert all(row["accept_schedule"] is None for row in measured["rows"])
+
+
 def test_the_result_says_what_a_figure_must_say():
     measured, text = result(section(README, "Figures"))
     assert measured["schema"] == "polydraft.bench/1"

@@ -29,9 +29,9 @@ VERSIONS: Final[Mapping[str, int]] = dict.fromkeys(
         "gather_rows", "process_logits", "penalise_logits", "bias_logits", "forbid_tokens", "mask_logits", "argmax",
         "gumbel_noise", "sample", "uniform_noise", "filter_probs", "draw_draft", "force_choices", "verify_match",
         "verify_rejection", "commit_window", "snapshot_output", "pack_draft_rows", "begin_draft", "combine_draft_inputs",
-        "select_last_rows", "advance_draft", "draft_ngram", "align_drafts", "keep_logits", "top_logprobs", "pack_logprobs",
-        "pack_prompt_rows", "draft_logprobs", "residual_add+rms_norm", "gumbel_noise+sample", "verify_match+commit_window",
-        "pack_rows+pack_logit_rows",
+        "select_last_rows", "spread_logits", "advance_draft", "draft_ngram", "align_drafts", "keep_logits", "top_logprobs",
+        "pack_logprobs", "pack_prompt_rows", "draft_logprobs", "residual_add+rms_norm", "gumbel_noise+sample",
+        "verify_match+commit_window", "pack_rows+pack_logit_rows",
     ), 1
 )  # fmt: skip
 """Contract or composite to the version that the compiled kernels are written for."""
@@ -66,7 +66,8 @@ class CpuWeight:
         return int(self._struct.format)
 
     def fill(self, value: Array) -> None:
-        """Pack `value`, in place where the format stays the same."""
+        """Pack `value`, in place where the format stays the same, behind everything that was issued."""
+        self._device.settle()
         value = np.ascontiguousarray(value, np.float32)
         chosen = self._format(value)
         rows, cols = (1, value.size) if value.ndim == 1 else value.shape
@@ -126,6 +127,7 @@ class CpuCache:
 
     def read_logical(self) -> tuple[Array, Array]:
         """(k, v) as [num_blocks, block_size, num_kv_heads, head_dim]; tests only."""
+        self._device.settle()
         s = self.spec
         shape = (s.num_blocks, s.block_size, s.num_kv_heads, s.head_dim)
         k, v = np.empty(shape, np.float32), np.empty(shape, np.float32)
@@ -134,6 +136,7 @@ class CpuCache:
 
     def write_logical(self, k: Array, v: Array) -> None:
         """Overwrite all rows; tests only."""
+        self._device.settle()
         self._copy(np.ascontiguousarray(k, np.float32), np.ascontiguousarray(v, np.float32), back=0)
 
     def _copy(self, k: Array, v: Array, *, back: int) -> None:
@@ -194,7 +197,7 @@ class CpuProvider:
             if device.gate is not None:
                 device.gate(alive)
             counters.launches += 1
-            run(op, n)
+            device.issued(run(op, n), alive)
 
         return launch
 

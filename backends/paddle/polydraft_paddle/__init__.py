@@ -6,6 +6,7 @@ imported when a device is opened, not before.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
 
@@ -23,12 +24,15 @@ HOST = Capabilities(dtypes=("f32",), pool_temporaries=True)
 """What the CPU place can do: everything has happened when a call returns."""
 QUEUED = Capabilities(dtypes=("f32",), asynchronous=True, graph_capture=True, pool_temporaries=True)
 """What a place with streams can do. Whether its runtime offers graphs is seen when it is opened: `--graph off` does without."""
+DTYPES = {"polycuda": ("f32", "bf16")}
+"""Activation dtypes of kinds of place that were tried in more than float32."""
 CONTRACTS = (
     "update_slots", "update_tokens", "update_blocks", "update_biases", "update_bad_words", "reserve_blocks", "pack_rows",
     "pack_logit_rows", "embed", "rms_norm", "residual_add", "linear", "rope_kv_write", "paged_attention", "swiglu", "gather_rows",
-    "process_logits", "argmax", "penalise_logits", "bias_logits", "forbid_tokens", "mask_logits", "gumbel_noise", "sample", "uniform_noise",
+    "process_logits", "argmax", "penalise_logits", "bias_logits", "forbid_tokens", "mask_logits",
+    "gumbel_noise", "sample", "uniform_noise",
     "filter_probs", "draw_draft", "force_choices", "verify_match", "verify_rejection", "commit_window", "snapshot_output",
-    "pack_draft_rows", "begin_draft", "combine_draft_inputs", "select_last_rows", "advance_draft", "draft_ngram",
+    "pack_draft_rows", "begin_draft", "combine_draft_inputs", "select_last_rows", "spread_logits", "advance_draft", "draft_ngram",
     "align_drafts", "keep_logits", "top_logprobs", "draft_logprobs", "pack_logprobs", "pack_prompt_rows",
 )  # fmt: skip
 """What `table.py` serves, listed here because identity may not import Paddle."""
@@ -68,7 +72,7 @@ def describe(name: str, summary: str, spec: str) -> BackendInfo:
         available=not reason,
         reason=reason,
         devices=() if reason else ("cpu",),
-        capabilities=HOST if spec == "cpu" else QUEUED,
+        capabilities=HOST if spec == "cpu" else replace(QUEUED, dtypes=DTYPES.get(spec.partition(":")[0], QUEUED.dtypes)),
         evidence=evidence,
         evidence_on=evidence_on,
         contract_versions=MappingProxyType(contracts),
@@ -121,7 +125,10 @@ def polydraft_graph_capture(device: PaddleDevice) -> GraphCapture:
 
 @hookimpl
 def polydraft_init_forward_meta(device: PaddleDevice, buffers: PassBuffers, limits: Limits) -> ForwardMeta:
-    """Groups of rows where the host can see them."""
+    """Groups of rows where the host can see them; a kernel pack's own metadata where one serves attention."""
     from polydraft_paddle.forward_meta import PaddleForwardMeta
 
+    if device.guest is not None:
+        meta: ForwardMeta = device.guest.init_forward_meta(buffers, limits)
+        return meta
     return PaddleForwardMeta(device, buffers, limits)

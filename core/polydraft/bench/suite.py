@@ -127,6 +127,7 @@ class Contender:
             "invariant": r.invariant,
             "prefix_cache": self.engine.config.prefix_cache,
             "proposer": r.proposer,
+            "draft_vocab": r.describe()["draft_vocab"],
             "verify": r.verify,
             "graph": r.graph,
             "overlap": r.overlap,

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from polydraft.cli.options import FAILED, INTERRUPTED, common, names, token_bias, token_ids, whole_or_auto
+from polydraft.cli.options import FAILED, INTERRUPTED, common, token_bias
+from polydraft.cli.options import engine as engine_options
 from polydraft.errors import HazardError
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ parameter by its name, such as "max_new_tokens", "temperature", "seed", "stop", 
 SAMPLING = (
     "max_new_tokens", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
     "logit_bias", "bad_words", "min_tokens", "stop", "ignore_eos", "logprobs", "prompt_logprobs",
-    "thinking_limit", "reply_budget", "constraint",
+    "max_drafts", "thinking_limit", "reply_budget", "constraint",
 )  # fmt: skip
 """Options that belong to each request; the others configure the engine."""
 
@@ -44,15 +45,7 @@ SAMPLING = (
 @click.command("generate", epilog=EXAMPLES)
 @click.argument("prompt", required=False)
 @click.option("--prompts", metavar="FILE.jsonl", help="Read prompts, one JSON object a line; - is standard input.")
-@click.option(
-    "--model", metavar="DIR", help="Checkpoint with config.json, *.safetensors, tokenizer.json.  [default: the demo model]"
-)
-@click.option("--backend", metavar="NAME", help="An installed backend, see polydraft doctor.  [default: auto]")
-@click.option("--device", metavar="SPEC", help="A device of that backend.")
-@click.option("--draft-tokens", type=whole_or_auto, metavar="K", help="Drafts per round; 0 decodes plainly.  [default: auto]")
-@click.option("--proposer", metavar="mtp|none|NAME", help="Where drafts come from.  [default: auto]")
-@click.option("--draft-vocab", metavar="FILE[:N]", help="Draft only the N tokens that FILE counts most often.")
-@click.option("--verify", metavar="greedy|coupled|rejection", help="How drafts are verified.  [default: auto]")
+@engine_options(max_num_seqs=8)
 @click.option("--max-new-tokens", type=int, metavar="N", help="Most tokens to generate for a prompt.  [default: 128]")
 @click.option("--temperature", type=float, metavar="T", help="0 is greedy.  [default: 0]")
 @click.option("--top-p", type=float, metavar="P", help="Sample from this probability mass.  [default: 1]")
@@ -66,32 +59,18 @@ SAMPLING = (
 )
 @click.option("--bad-word", "bad_words", multiple=True, metavar="STR", help="Never write this; may be repeated.")
 @click.option("--min-tokens", type=int, metavar="N", help="No end of any kind before N tokens.  [default: 0]")
+@click.option("--max-drafts", type=int, metavar="N", help="Drafts verified in a round at most; 0: none.  [default: all]")
 @click.option("--seed", type=int, metavar="S", help="Seed of the first prompt; the next ones count up from it.  [default: 0]")
 @click.option("--stop", multiple=True, metavar="STR", help="End the text before this; may be repeated.")
 @click.option("--ignore-eos", is_flag=True, default=None, help="Go on behind the model's own end of text.")
 @click.option("--logprobs", type=int, metavar="N", help="Log probabilities: each token's, and the N most likely beside it.")
 @click.option("--prompt-logprobs", type=int, metavar="N", help="Likewise of the prompt's tokens; with --json.")
-@click.option("--logprobs-mode", metavar="raw|processed", help="Before or behind penalties and temperature.  [default: raw]")
 @click.option("--regex", metavar="RE", help="Bind the text to a regular expression; needs the extra grammar.")
 @click.option("--json-schema", metavar="FILE", help="Bind the text to a JSON schema; needs the extra grammar.")
+@click.option("--grammar", metavar="FILE", help="Bind the text to a grammar in EBNF or Lark; needs the extra grammar.")
 @click.option("--thinking-limit", type=int, metavar="N", help="Tokens of thinking at most; needs --think-end-ids.")
 @click.option("--reply-budget", type=int, metavar="N", help="Tokens behind thinking at most; needs --think-end-ids.")
-@click.option("--think-start-ids", type=token_ids, metavar="ID,...", help="Token ids that begin thinking.  [default: at once]")
-@click.option("--think-end-ids", type=token_ids, metavar="ID,...", help="Token ids that end thinking.")
 @click.option("--provenance", is_flag=True, help="Say of each token who proposed it; with --json, or --logprobs.")
-@click.option("--max-num-seqs", type=int, metavar="B", help="Prompts decoded together.  [default: 8]")
-@click.option("--max-model-len", type=whole_or_auto, metavar="N", help="Most tokens of prompt and text.  [default: auto]")
-@click.option("--block-size", type=whole_or_auto, metavar="N", help="Tokens of a KV block.  [default: auto]")
-@click.option("--num-blocks", type=whole_or_auto, metavar="N", help="KV blocks in all.  [default: auto]")
-@click.option("--max-batched-tokens", type=whole_or_auto, metavar="N", help="Rows of one step.  [default: auto]")
-@click.option("--overlap", type=whole_or_auto, metavar="auto|0|1|2", help="Steps launched ahead of results.  [default: auto]")
-@click.option("--graph", metavar="auto|off|decode|prefill", help="Steps captured as device graphs.  [default: auto]")
-@click.option("--dtype", metavar="f32|bf16|f16", help="Precision of activations.  [default: auto]")
-@click.option("--invariant", is_flag=True, default=None, help="Arithmetic that gives equal bits for every K, batch and chunk.")
-@click.option("--kernels", type=names, metavar="PACK,...", help="Kernel packs to enable, first wins.")
-@click.option("--variants", metavar="auto|off", help="Variants of its kernels that have passed here.  [default: auto]")
-@click.option("--plugin", "plugins", multiple=True, metavar="FILE.py|MODULE", help="Load a plugin; may be repeated.")
-@click.option("--allow-cpu-fallback", is_flag=True, default=None, help="Run on the CPU what the device has no kernel for.")
 @click.option("--sanitize", is_flag=True, default=None, help="Check what runs for hazards, see docs/sanitize.md; slower.")
 @click.option("--trace", metavar="FILE", help="Write the timeline of the run, for polydraft trace and Perfetto.")
 @click.option("--record", metavar="FILE", help="Record the kernel calls of some steps, for polydraft replay.")
@@ -211,17 +190,19 @@ def _jobs(prompt: str | None, prompts: str | None, sampling: Mapping[str, Any]) 
 
 def _constraint(given: dict[str, Any]) -> dict[str, Any]:
     """Take the options that bind text out of `given`; what they bind it to."""
-    regex, file = given.pop("regex", None), given.pop("json_schema", None)
-    if regex is not None and file is not None:
-        raise click.UsageError("got both --regex and --json-schema, wanted one of them; drop the other")
-    if regex is not None:
-        return {"constraint": {"regex": regex}}
-    if file is None:
-        return {}
+    asked = {name: given.pop(name) for name in ("regex", "json_schema", "grammar") if name in given}
+    if len(asked) > 1:
+        both = " and ".join(f"--{name.replace('_', '-')}" for name in asked)
+        raise click.UsageError(f"got both {both}, wanted one of them; drop the other")
+    if "regex" in asked or not asked:
+        return {"constraint": asked} if asked else {}
+    ((kind, file),) = asked.items()
     try:
-        return {"constraint": {"json_schema": json.loads(Path(file).read_text(encoding="utf-8"))}}
+        text = Path(file).read_text(encoding="utf-8")
+        return {"constraint": {kind: json.loads(text) if kind == "json_schema" else text}}
     except (OSError, ValueError) as error:
-        raise click.UsageError(f"--json-schema {file} cannot be read: {error}; give a file with one JSON schema") from error
+        option, wanted = f"--{kind.replace('_', '-')}", {"json_schema": "one JSON schema", "grammar": "a grammar"}[kind]
+        raise click.UsageError(f"{option} {file} cannot be read: {error}; give a file with {wanted}") from error
 
 
 def _most_logprobs(jobs: Sequence[Job]) -> dict[str, int]:

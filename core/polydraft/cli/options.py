@@ -14,6 +14,12 @@ FAILED, USAGE, INTERRUPTED = 1, 2, 130
 """Exit statuses besides 0: the thing asked for failed; bad usage; Ctrl-C."""
 
 Command = TypeVar("Command", bound=Callable[..., Any])
+ENGINE = (
+    "model", "backend", "device", "draft_tokens", "proposer", "draft_vocab", "verify", "max_num_seqs", "max_model_len",
+    "block_size", "num_blocks", "max_batched_tokens", "overlap", "graph", "dtype", "invariant", "kernels", "variants", "plugins",
+    "allow_cpu_fallback", "logprobs_mode", "think_start_ids", "think_end_ids",
+)  # fmt: skip
+"""Fields of `EngineConfig` that `engine` gives a command options for."""
 
 
 def common(command: Command) -> Command:
@@ -61,3 +67,43 @@ def token_ids(value: str | tuple[int, ...]) -> tuple[int, ...]:
         return tuple(int(part) for part in value.split(","))
     except ValueError:
         raise click.BadParameter(f"{value!r} is no list of token ids, such as 17,4") from None
+
+
+def engine(*, max_num_seqs: int) -> Callable[[Command], Command]:
+    """Give a command the options that configure an engine, as arguments named in `ENGINE`, None or () where they are not given.
+    `max_num_seqs`: what the command takes where it is not told."""
+    auto: Any = {"type": whole_or_auto}
+    flag: Any = {"is_flag": True, "default": None}
+    ids: Any = {"type": token_ids, "metavar": "ID,..."}
+    options = (
+        click.option("--model", metavar="DIR", help="Checkpoint directory, see docs/checkpoints.md.  [default: the demo model]"),
+        click.option("--backend", metavar="NAME", help="An installed backend, see polydraft doctor.  [default: auto]"),
+        click.option("--device", metavar="SPEC", help="A device of that backend."),
+        click.option("--draft-tokens", **auto, metavar="K", help="Drafts per round; 0 decodes plainly.  [default: auto]"),
+        click.option("--proposer", metavar="mtp|ngram|none|NAME", help="Where drafts come from.  [default: auto]"),
+        click.option("--draft-vocab", metavar="FILE[:N]", help="Draft only the N tokens that FILE counts most often."),
+        click.option("--verify", metavar="greedy|coupled|rejection", help="How drafts are verified.  [default: auto]"),
+        click.option("--max-num-seqs", type=int, metavar="B", help=f"Texts decoded together.  [default: {max_num_seqs}]"),
+        click.option("--max-model-len", **auto, metavar="N", help="Most tokens of prompt and text.  [default: auto]"),
+        click.option("--block-size", **auto, metavar="N", help="Tokens of a KV block.  [default: auto]"),
+        click.option("--num-blocks", **auto, metavar="N", help="KV blocks in all.  [default: auto]"),
+        click.option("--max-batched-tokens", **auto, metavar="N", help="Rows of one step.  [default: auto]"),
+        click.option("--overlap", **auto, metavar="auto|0|1|2", help="Steps launched ahead of results.  [default: auto]"),
+        click.option("--graph", metavar="auto|off|decode|prefill", help="Steps captured as device graphs.  [default: auto]"),
+        click.option("--dtype", metavar="f32|bf16|f16", help="Precision of activations.  [default: auto]"),
+        click.option("--invariant", **flag, help="Arithmetic that gives equal bits for every K, batch and chunk."),
+        click.option("--kernels", type=names, metavar="PACK,...", help="Kernel packs to enable, first wins."),
+        click.option("--variants", metavar="auto|off", help="Variants of its kernels that have passed here.  [default: auto]"),
+        click.option("--plugin", "plugins", multiple=True, metavar="FILE.py|MODULE", help="Load a plugin; may be repeated."),
+        click.option("--allow-cpu-fallback", **flag, help="Run on the CPU what the device has no kernel for."),
+        click.option("--logprobs-mode", metavar="raw|processed", help="Before or behind penalties, temperature.  [default: raw]"),
+        click.option("--think-start-ids", **ids, help="Token ids that begin thinking.  [default: at once]"),
+        click.option("--think-end-ids", **ids, help="Token ids that end thinking."),
+    )
+
+    def decorate(command: Command) -> Command:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate

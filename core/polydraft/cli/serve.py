@@ -13,7 +13,8 @@ from typing import Any
 
 import click
 
-from polydraft.cli.options import common, names, token_ids, whole_or_auto
+from polydraft.cli.options import ENGINE, common
+from polydraft.cli.options import engine as engine_options
 from polydraft.errors import ConfigError
 
 EXAMPLES = """\b
@@ -25,43 +26,19 @@ Examples:
 The playground is at http://127.0.0.1:8000/, figures for Prometheus are at /metrics; docs/serving.md has the rest.
 """
 NEEDED = ("starlette", "uvicorn", "msgspec", "zmq", "prometheus_client")
-ENGINE = (
-    "model", "backend", "device", "draft_tokens", "proposer", "draft_vocab", "verify", "max_num_seqs", "max_model_len",
-    "block_size", "num_blocks", "max_batched_tokens", "overlap", "graph", "dtype", "invariant", "kernels", "plugins", "logprobs",
-    "logprobs_mode", "seed", "constraints", "think_start_ids", "think_end_ids",
-)  # fmt: skip
-"""Options that configure the engine; the others configure the server."""
+OWN = ("logprobs", "seed", "constraints")
+"""Options that configure the engine besides those that it shares with other commands; what is left configures the server."""
+MAX_NUM_SEQS = 32
 MOST_LOGPROBS = 20
 
 
 @click.command("serve", epilog=EXAMPLES)
 @click.option("--host", metavar="ADDRESS", help="Where to listen.  [default: 127.0.0.1]")
 @click.option("--port", type=int, metavar="N", help="Port to listen on; 0 takes a free one.  [default: 8000]")
-@click.option("--model", metavar="DIR", help="Checkpoint directory.  [default: the demo model]")
+@engine_options(max_num_seqs=MAX_NUM_SEQS)
 @click.option("--served-model", metavar="NAME", help="Name under which the model is served.  [default: its directory's]")
-@click.option("--backend", metavar="NAME", help="An installed backend, see polydraft doctor.")
-@click.option("--device", metavar="SPEC", help="A device of that backend.")
-@click.option("--draft-tokens", type=whole_or_auto, metavar="K", help="Drafts per round; 0 decodes plainly.  [default: auto]")
-@click.option("--proposer", metavar="mtp|none|NAME", help="Where drafts come from.  [default: auto]")
-@click.option("--draft-vocab", metavar="FILE[:N]", help="Draft only the N tokens that FILE counts most often.")
-@click.option("--verify", metavar="greedy|coupled|rejection", help="How drafts are verified.  [default: auto]")
-@click.option("--max-num-seqs", type=int, metavar="B", help="Requests decoded together.  [default: 32]")
-@click.option("--max-model-len", type=whole_or_auto, metavar="N", help="Most tokens of prompt and text.  [default: auto]")
-@click.option("--block-size", type=whole_or_auto, metavar="N", help="Tokens of a KV block.  [default: auto]")
-@click.option("--num-blocks", type=whole_or_auto, metavar="N", help="KV blocks in all.  [default: auto]")
-@click.option("--max-batched-tokens", type=whole_or_auto, metavar="N", help="Rows of one step.  [default: auto]")
-@click.option("--overlap", type=whole_or_auto, metavar="auto|0|1|2", help="Steps launched ahead of results.  [default: auto]")
-@click.option("--graph", metavar="auto|off|decode|prefill", help="Steps captured as device graphs.  [default: auto]")
-@click.option("--dtype", metavar="f32|bf16|f16", help="Precision of activations.  [default: auto]")
-@click.option("--invariant", is_flag=True, default=None, help="Arithmetic that gives equal bits for every K, batch and chunk.")
-@click.option("--kernels", type=names, metavar="PACK,...", help="Kernel packs to enable, first wins.")
-@click.option("--variants", metavar="auto|off", help="Variants of its kernels that have passed here.  [default: auto]")
-@click.option("--plugin", "plugins", multiple=True, metavar="FILE.py|MODULE", help="Load a plugin; may be repeated.")
 @click.option("--logprobs", type=int, metavar="N", help="Log probabilities beside a token at most; -1: none.  [default: 20]")
-@click.option("--logprobs-mode", metavar="raw|processed", help="Before or behind penalties and temperature.  [default: raw]")
 @click.option("--constraints", is_flag=True, default=None, help="Serve grammars and thinking limits; splits every step in two.")
-@click.option("--think-start-ids", type=token_ids, metavar="ID,...", help="Token ids that begin thinking.")
-@click.option("--think-end-ids", type=token_ids, metavar="ID,...", help="Token ids that end thinking.")
 @click.option("--seed", type=int, metavar="S", help="Base of the seeds of requests that bring none.  [default: 0]")
 @click.option("--max-requests", type=int, metavar="N", help="Running and waiting at most; then 429.  [default: 256]")
 @click.option("--queue-timeout", "queue_s", type=float, metavar="S", help="Seconds to the first token at most.  [default: 60]")
@@ -89,8 +66,8 @@ def command(as_json: bool, no_playground: bool, **options: Any) -> int:
     from polydraft.serving.settings import ServerSettings
 
     given = {name: value for name, value in options.items() if value is not None and value != ()}
-    engine = {name: given.pop(name) for name in ENGINE if name in given}
-    engine.setdefault("max_num_seqs", 32)
+    engine = {name: given.pop(name) for name in (*ENGINE, *OWN) if name in given}
+    engine.setdefault("max_num_seqs", MAX_NUM_SEQS)
     most = engine.pop("logprobs", MOST_LOGPROBS)
     engine |= {"logprobs": most} if most >= 0 else {}
     EngineConfig.from_mapping(engine)

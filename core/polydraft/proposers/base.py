@@ -13,7 +13,7 @@ from typing import Protocol
 
 from polydraft.backend import Cache, CacheSpec, ForwardMeta, PassBuffers, Weight
 from polydraft.contracts.base import Limits, Unit
-from polydraft.device import Buffer, Device
+from polydraft.device import Array, Buffer, Device
 from polydraft.errors import ConfigError
 from polydraft.models.description import ModelDescription
 from polydraft.runtime.buffers import Scratch, SlotState, StepBuffers
@@ -48,6 +48,8 @@ class ProposerContext:
     sampling: bool
     """Whether noise is stored: what a proposer gives to `choose` as `noise` then has a row for each row of logits, else one."""
     dtype: str
+    draft_ids: Array | None = None
+    """[M] int32, ascending: the tokens that may be drafted, whose logits `weights[DRAFT_HEAD]` gives; None: all, by `lm_head`."""
 
 
 @dataclass(frozen=True)

@@ -20,12 +20,15 @@ from polydraft.contracts.begin_draft import BeginDraftV1
 from polydraft.contracts.combine_draft_inputs import CombineDraftInputsV1
 from polydraft.contracts.pack_draft_rows import PackDraftRowsV1
 from polydraft.contracts.select_last_rows import SelectLastRowsV1
+from polydraft.contracts.spread_logits import SpreadLogitsV1
 from polydraft.device import Buffer
+from polydraft.draft_vocab import places_of
 from polydraft.errors import CapabilityError
 from polydraft.models.decoder import Norm, PassRows, emit_block, emit_embed, emit_linear, emit_norm
 from polydraft.proposers.base import ProposerContext, ProposerShape
 from polydraft.runtime.buffers import Scratch
 from polydraft.runtime.program import ProgramBuilder
+from polydraft.runtime.weights import DRAFT_HEAD
 
 LAYER = "mtp.0"
 
@@ -71,6 +74,7 @@ class MtpProposer:
         self._fed = act("fed", r, hidden) if model.mtp.feed == "post" else context.target_hidden
         self._last, self._last_normed = act("last", b, hidden), act("last_normed", b, hidden)
         self._logits = device.empty("draft.logits", (b, limits.vocab_size), "f32")
+        self._narrow(context)
         self._noise = device.empty("draft.noise", (b if context.sampling else 1, limits.vocab_size), "f32")
         self._row_of_seq = ints("row_of_seq", b)  # in a pass of one row a sequence, sequence i is row i
         device.load(self._row_of_seq, np.arange(b, dtype=np.int32))
@@ -79,6 +83,16 @@ class MtpProposer:
         advance = PassBuffers("draft", self._slot, self._position, table)
         self._extend_rows = self._rows("rows", extend)
         self._advance_rows = self._rows("seqs", advance)
+
+    def _narrow(self, context: ProposerContext) -> None:
+        """What a reduced vocabulary takes: logits over it, and the place of each token in it."""
+        ids, limits, device = context.draft_ids, context.limits, context.device
+        self._few: tuple[Buffer, Buffer] | None = None
+        if ids is not None:
+            logits = device.empty("draft.few_logits", (limits.max_seqs, len(ids)), "f32")
+            places = device.empty("draft.places", (limits.vocab_size,), "i32")
+            device.load(places, places_of(ids, limits.vocab_size))
+            self._few = logits, places
 
     def _rows(self, unit: Unit, buffers: PassBuffers) -> PassRows:
         meta = self._c.init_forward_meta(buffers)
@@ -160,7 +174,7 @@ class MtpProposer:
     def _choose(self, program: ProgramBuilder, index: int, room: str) -> None:
         """Logits, one token a sequence by the target's own rules and noise, and the step to the next pass."""
         c, s = self._c, self._c.state
-        emit_linear(program, c.weights["lm_head"], x=self._last_normed, out=self._logits, unit="seqs", room=room)
+        self._score(program, room)
         c.choose(
             program, logits=self._logits, row_slot=self._slot, positions=self._position, ahead=2,
             tokens=self._chosen, noise=self._noise, unit="seqs", room=room,
@@ -170,3 +184,13 @@ class MtpProposer:
             draft_position=self._position, drafts=s.drafts, draft_len=s.draft_len, next_ids=self._next_ids,
         )  # fmt: skip
         program.add("advance_draft", advance, "seqs", room)
+
+    def _score(self, program: ProgramBuilder, room: str) -> None:
+        """Logits of the whole vocabulary; those of tokens that may not be drafted are -inf."""
+        weights, x = self._c.weights, self._last_normed
+        if self._few is None:
+            emit_linear(program, weights["lm_head"], x=x, out=self._logits, unit="seqs", room=room)
+            return
+        few, places = self._few
+        emit_linear(program, weights[DRAFT_HEAD], x=x, out=few, unit="seqs", room=room)
+        program.add("spread_logits", SpreadLogitsV1(x=few, places=places, out=self._logits), "seqs", room)

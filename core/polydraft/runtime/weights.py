@@ -5,8 +5,10 @@ The engine loads with it at start-up and for `update_weights`. It never keeps a 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+
+import numpy as np
 
 from polydraft.backend import Weight
 from polydraft.device import Array
@@ -22,6 +24,30 @@ def role_of(name: str) -> str:
     """Role of a canonical tensor: embedding, norm, bias or linear."""
     last = name.rsplit(".", 1)[-1]
     return ROLES.get(name) or ("norm" if last.endswith("norm") else "bias" if last.endswith("bias") else "linear")
+
+
+DRAFT_HEAD = "mtp.0.draft_head"
+"""The rows of `lm_head` that score a reduced draft vocabulary."""
+
+
+class WithDraftHead(Mapping[str, Array]):
+    """Canonical tensors, and those rows of `lm_head` that drafts are chosen by as one more."""
+
+    def __init__(self, canonical: Mapping[str, Array], ids: Array) -> None:
+        self._canonical, self._ids = canonical, ids
+
+    def __getitem__(self, name: str) -> Array:
+        if name != DRAFT_HEAD:
+            return self._canonical[name]
+        rows: Array = np.ascontiguousarray(self._canonical["lm_head"][self._ids])
+        return rows
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self._canonical
+        yield DRAFT_HEAD
+
+    def __len__(self) -> int:
+        return len(self._canonical) + 1
 
 
 def wanted(canonical: Mapping[str, Array], *, drafts_with_mtp: bool) -> list[str]:

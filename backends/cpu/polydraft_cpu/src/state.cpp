@@ -2,6 +2,7 @@
 //
 // They run on one thread: there are a handful of sequences, and a loop over them takes less time than waking another thread.
 #include <cstring>
+#include <limits>
 
 #include "ops.h"
 
@@ -178,6 +179,17 @@ void force_choices(const ForceChoices& a, int64_t n) {
       if (a.uniforms[row] < a.chances[j]) a.choices[row] = draft;
       else if (a.choices[row] == draft) a.choices[row] = int32_t((int64_t(draft) + 1) % a.num_valid);
     }
+  }
+}
+
+struct SpreadLogits { Floats x; Ints places; Floats out; };
+// Logits over a reduced vocabulary at their places in the whole one, -inf elsewhere.
+void spread_logits(const SpreadLogits& a, int64_t n) {
+  const int64_t vocab = a.out.d[1];
+  for (int64_t r = 0; r < n; r++) {
+    const float* from = a.x.row(r);
+    float* to = a.out.row(r);
+    for (int64_t v = 0; v < vocab; v++) to[v] = a.places[v] < 0 ? -std::numeric_limits<float>::infinity() : from[a.places[v]];
   }
 }
 
@@ -452,6 +464,7 @@ const Kernel state_kernels[] = {
     PD_STATE("snapshot_output", SnapshotOutput, snapshot_output),
     PD_STATE("pack_draft_rows", PackDraftRows, pack_draft_rows),
     PD_STATE("begin_draft", BeginDraft, begin_draft),
+    PD_STATE("spread_logits", SpreadLogits, spread_logits),
     PD_STATE("advance_draft", AdvanceDraft, advance_draft),
     PD_STATE("draft_ngram", DraftNgram, draft_ngram),
     PD_STATE("align_drafts", AlignDrafts, align_drafts),

@@ -1,4 +1,4 @@
-// The round of a proposer: contracts pack_draft_rows, begin_draft, advance_draft, draft_ngram.
+// The round of a proposer: contracts pack_draft_rows, begin_draft, spread_logits, advance_draft, draft_ngram, align_drafts.
 #include "common.cuh"
 
 extern "C" __global__ void pack_draft_rows(
@@ -83,6 +83,20 @@ extern "C" __global__ void draft_ngram(
     const int found = follows ? min(draft_budget[i], known - follows) : 0;
     for (int j = threadIdx.x; j < found; j += blockDim.x) drafts[int64_t(slot) * num_drafts + j] = text[follows + j];
     if (threadIdx.x == 0) draft_len[slot] = found;
+}
+
+// Logits over a reduced vocabulary at their places in the whole one, -inf elsewhere.
+extern "C" __global__ void spread_logits(const float* x, int columns, const int* places, float* out, int vocab) {
+    enter();
+    const float* from = x + int64_t(blockIdx.y) * columns;
+    float* to = out + int64_t(blockIdx.y) * vocab;
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+        const int v = (blockIdx.x * 4 + k) * blockDim.x + threadIdx.x;
+        if (v >= vocab) return;
+        const int place = places[v];
+        to[v] = place >= 0 ? from[place] : -INFINITY_F;
+    }
 }
 
 // Where the guess has foretold what became known since, what follows in it are the drafts.

@@ -1,4 +1,5 @@
-"""Owns the launches around a proposer's passes: the shifted rows, the round's beginning, each draft filed, and n-gram lookup.
+"""Owns the launches around a proposer's passes: the shifted rows, the round's beginning, each draft filed,
+logits over a reduced vocabulary spread over the whole one, and n-gram lookup.
 
 They follow the commit, and see the text as it is then. The passes themselves are launches of the model.
 """
@@ -43,6 +44,15 @@ def advance_draft(device: CudaDevice, a: Any, limits: Any, workspace: Any) -> La
     )  # fmt: skip
 
 
+def spread_logits(device: CudaDevice, a: Any, limits: Any, workspace: Any) -> Launch:
+    """Blocks of four columns a thread for each row."""
+    del limits, workspace
+    vocab = int(a.out.shape[1])
+    return device.function(source("draft.cu"), "spread_logits").bind(
+        lambda n: (-(-vocab // (4 * SEARCHERS)), n, 1), SEARCHERS, a.x, int(a.x.shape[1]), a.places, a.out, vocab, dependent=True,
+    )  # fmt: skip
+
+
 def draft_ngram(device: CudaDevice, a: Any, limits: Any, workspace: Any) -> Launch:
     """A block a sequence."""
     del limits, workspace
@@ -64,6 +74,7 @@ def align_drafts(device: CudaDevice, a: Any, limits: Any, workspace: Any) -> Lau
 KERNELS = {
     "pack_draft_rows": Kernel(pack_draft_rows),
     "begin_draft": Kernel(begin_draft),
+    "spread_logits": Kernel(spread_logits),
     "advance_draft": Kernel(advance_draft),
     "draft_ngram": Kernel(draft_ngram),
     "align_drafts": Kernel(align_drafts),

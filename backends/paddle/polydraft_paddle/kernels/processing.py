@@ -14,7 +14,7 @@ import paddle
 from polydraft.contracts.base import Limits
 from polydraft.sentinels import NO_ROW, NO_TOKEN
 from polydraft_paddle.kernels.sampling import FORBIDDEN
-from polydraft_paddle.ops import Tensor, at, choose, numbers, owners, pick
+from polydraft_paddle.ops import Tensor, at, choose, numbers, owners, pick, put
 from polydraft_paddle.provider import Kernel, Run, plain
 
 
@@ -123,8 +123,16 @@ def mask_logits(a: Any, limits: Limits) -> Run:
     return run
 
 
+def spread_logits(a: Any, n: int) -> None:
+    """Every token's column, and -inf where it has none."""
+    if not n:
+        return
+    spread = paddle.index_select(a.x[:n], paddle.clip(a.places, 0, a.x.shape[1] - 1), axis=1)
+    put(a.out[:n], choose((a.places >= 0).unsqueeze(0).expand_as(spread), spread, FORBIDDEN))
+
+
 KERNELS: dict[str, Kernel] = {
     "mask_logits": mask_logits,
-    **{f.__name__: plain(f) for f in (penalise_logits, bias_logits, forbid_tokens)},
+    **{f.__name__: plain(f) for f in (penalise_logits, bias_logits, forbid_tokens, spread_logits)},
 }
 """Contract name to kernel."""

@@ -148,6 +148,19 @@ def preempted_go_on_with_new_weights() -> Iterator[None]:
 
 
 @contextmanager
+def another_launch_order() -> Iterator[None]:
+    """Steps are laid out in an order that the backend does not declare."""
+    create = Scheduler.__init__
+
+    def misled(self: Scheduler, *args: Any, **options: Any) -> None:
+        create(self, *args, **options)
+        self.row_order = "prefill_first" if self.row_order == "slot" else "slot"
+
+    with mock.patch.object(Scheduler, "__init__", misled):
+        yield
+
+
+@contextmanager
 def blocks_in_another_order() -> Iterator[None]:
     """No fault: blocks are handed out in an order of no meaning, as any ledger may."""
     create = BlockLedger.__init__

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, Final
 
+from polydraft.backend import RowOrder
 from polydraft.conformance.check import Check, Tally
 from polydraft.conformance.oracle.coupled import Sampling, coupled_rounds
 from polydraft.conformance.probe import NUM_TOKENS, oracle, prompts
@@ -17,6 +18,7 @@ from polydraft.conformance.serving import Ask, as_expected, serve
 from polydraft.conformance.target import Target
 from polydraft.engine import Engine
 from polydraft.runtime.output import RequestOutput
+from polydraft.runtime.plan import StepOutcome, StepPlan
 from polydraft.sampling_params import SamplingParams
 
 DRAFTS: Final = (0, 1, 2, 3, 5)
@@ -52,9 +54,27 @@ def run(target: Target, tally: Tally, asks: Sequence[Ask], *, drafts: int = K, e
     dtype = working_dtype(target)
     options = {"max_num_seqs": 4, "block_size": 4, "graph": "off", **options}
     with target.engine(draft_tokens=drafts, dtype=dtype, **options) as engine:
+        engine._observers.append(LaunchOrder(engine.info.capabilities.row_order, tally))
         outputs = serve(engine, asks, tally, each_step=each_step)
     as_expected(tally, asks, outputs, drafts, dtype)
     return engine
+
+
+class LaunchOrder:
+    """A step observer that holds every plan to the order in which the backend declares to pack sequences. Kernels that follow
+    whatever order they are given do not notice another one; a chip's attention does."""
+
+    def __init__(self, row_order: RowOrder, tally: Tally) -> None:
+        self._row_order, self._tally = row_order, tally
+
+    def step_finished(self, plan: StepPlan, outcome: StepOutcome) -> None:
+        """Look at the slots of one step."""
+        del outcome
+        slots, decode = plan.slots.tolist(), plan.decode.astype(int).tolist()
+        if self._row_order == "slot":
+            self._tally.equal("launch order, which is declared to be that of slots", slots, sorted(slots))
+        elif self._row_order == "prefill_first":
+            self._tally.equal("decode behind prefill in the launch order, as declared", decode, sorted(decode))
 
 
 def working_dtype(target: Target) -> str:

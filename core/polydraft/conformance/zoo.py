@@ -715,6 +715,13 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         core_faults.preempted_go_on_with_new_weights,
         "update_weights",
     ),
+    _core(
+        "M63",
+        "sequences in another order than the declared one",
+        "FastDeploy XPU, adjust_batch",
+        "L5/chunked-prefill",
+        core_faults.another_launch_order,
+    ),
 )
 """Every mutant of this version, by the numbers of the design's table; a number that is missing is in `CORES`."""
 

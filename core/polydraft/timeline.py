@@ -4,7 +4,8 @@ The recorder of `trace` fills it; files, figures and pictures read it. It never 
 
 Where the device's times come from is said wherever they are shown (`Recording.device_times`):
 
-* a device with a timeline of its own (`TimedDevice`) tells when each operation ran, on its own clock;
+* a device with a timeline of its own (`TimedDevice`) tells when each operation ran, on its own clock, always or while it is
+  asked to (`keeping`);
 * a synchronous device runs what it is given before the call returns, so the call is the execution;
 * of any other device the host only knows that a step is over when the wait for its snapshot returns: its lanes show each
   step from its launch to that moment, which is an upper bound of what it took.
@@ -13,7 +14,8 @@ Where the device's times come from is said wherever they are shown (`Recording.d
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -117,6 +119,14 @@ def clock_of(device: object) -> Callable[[], float]:
 def order(span: Span) -> tuple[float, float]:
     """Sorts spans by their start, enclosing ones first."""
     return span.start_s, -span.end_s
+
+
+@contextmanager
+def keeping(device: object) -> Iterator[None]:
+    """Have a device that keeps a timeline when it is asked to (`keep_timeline`) do so meanwhile."""
+    keep: Callable[[], AbstractContextManager[None]] = getattr(device, "keep_timeline", nullcontext)
+    with keep():
+        yield
 
 
 # -- the device's side -----------------------------------------------------------------------------

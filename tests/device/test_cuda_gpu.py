@@ -1,8 +1,10 @@
 """The CUDA backend on a GPU: every kernel against its golden, the device, graphs, exchange of memory, whole engines."""
 
+import json
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -14,6 +16,8 @@ import pytest
 import polydraft_cuda
 from polydraft import LLM, SamplingParams
 from polydraft.backend import DeviceOptions
+from polydraft.bench.measure import Load, profiled, timed
+from polydraft.config import EngineConfig
 from polydraft.conformance.device_checks import checks as device_checks
 from polydraft.conformance.oracle import OracleModel
 from polydraft.conformance.target import Target
@@ -22,6 +26,7 @@ from polydraft.contracts.harness import check_kernel
 from polydraft.contracts.inputs import default_cases
 from polydraft.demo import demo_model_path
 from polydraft.device import Launch
+from polydraft.engine import Engine
 from polydraft.errors import DeviceError
 from polydraft_cuda.compiler import ROWS
 from polydraft_cuda.device import CudaBuffer, CudaDevice
@@ -141,6 +146,38 @@ def test_streams_are_ordered_by_events(device: CudaDevice):
         assert down.array.min() == down.array.max() == value
 
 
+def test_a_timeline_says_when_graphs_and_copies_ran_while_it_is_kept(device: CudaDevice):
+    launch, table = scatter(device)
+    graph = polydraft_cuda.polydraft_graph_capture(device).capture(device.stream, lambda: launch(device.stream, 1))
+    down = device.staging("down", (4, 16), "i32")
+    with pytest.raises(DeviceError, match="keeps no timeline"):
+        device.now_s()
+    with device.keep_timeline():
+        before = device.now_s()
+        for _ in range(3):
+            graph.replay(device.stream)
+            device.download(device.stream, down, table, 4)
+        spans, after = device.timeline().spans, device.now_s()
+    assert [span.kind for span in spans] == ["replay", "download"] * 3
+    times = [moment for span in spans for moment in (span.start_s, span.end_s)]
+    assert times == sorted(times)
+    assert before < times[0] < times[-1] < after
+    graph.replay(device.stream)
+    with pytest.raises(DeviceError, match="keeps no timeline"):
+        device.timeline()
+
+
+def test_a_benchmark_knows_how_long_the_device_was_idle():
+    config = EngineConfig(backend="cuda", dtype="bf16", draft_tokens=3, max_num_seqs=2, prefix_cache=False)
+    engine, load = Engine(config), Load(2, 16, 64)
+    timed(engine, load)
+    figures, _ = profiled(engine, load)
+    engine.close()
+    idle = figures["idle_share"]
+    assert idle is not None
+    assert 0.0 <= idle < 0.9
+
+
 # -- other libraries -------------------------------------------------------------------------------------
 @pytest.mark.parametrize("dtype", ["f32", "f16", "bf16", "i32", "u8"])
 def test_memory_goes_to_torch_and_comes_back_without_a_copy(device: CudaDevice, dtype: str):
@@ -216,6 +253,37 @@ def test_a_lost_device_is_one_sentence(tmp_path: Path):
     assert found.stdout.count("\n") == 1
 
 
+KILLED = """
+import os, signal, sys
+from polydraft import LLM, SamplingParams
+llm = LLM(backend="cuda", draft_tokens=3, num_blocks=200000)
+llm.engine.add("def f(", SamplingParams(max_new_tokens=64, ignore_eos=True))
+for _ in range(8):
+    llm.engine.step()
+print("running", flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_killed_process_leaves_nothing_behind(device: CudaDevice, cache: Path):
+    before = device.free_memory()
+    found = subprocess.run([sys.executable, "-c", KILLED], capture_output=True, text=True, check=False, timeout=120)
+    assert (found.returncode, found.stdout) == (-9, "running\n")
+    for _ in range(50):  # others may be at work on the device, too
+        if before - device.free_memory() < 1 << 28:
+            break
+        time.sleep(0.1)
+    assert before - device.free_memory() < 1 << 28
+    assert texts("cuda", 1, prompts=PROMPTS[:1])
+    assert not list(cache.glob("*/*.part"))
+
+
+def test_blocks_that_there_is_no_memory_for_are_refused_with_what_would_fit(device: CudaDevice):
+    with pytest.raises(DeviceError, match=r"free behind the weights, and .* KV blocks take .*; (\d+) would fit: --num-blocks \1"):
+        LLM(backend="cuda", draft_tokens=3, num_blocks=1 << 26)
+    assert device.free_memory() > 1 << 30
+
+
 def test_memory_that_there_is_not(device: CudaDevice):
     with pytest.raises(DeviceError, match=r"has no .* GiB for cache.*would fit with --num-blocks at \d+%"):
         device.empty("cache", (1 << 42,), "u8")
@@ -247,6 +315,18 @@ def texts(
 @pytest.mark.parametrize("drafts", [0, 1, 3])
 def test_the_demo_model_writes_the_text_of_the_reference(drafts: int, mode: dict):
     assert texts("cuda", drafts, **mode) == texts("reference", drafts)
+
+
+@pytest.mark.parametrize("params", [{}, {"temperature": 0.8, "top_p": 0.95, "repetition_penalty": 1.2}], ids=str)
+@pytest.mark.parametrize("verify", ["coupled", "rejection"])
+def test_a_reduced_draft_vocabulary_does_what_it_does_on_the_reference(params: dict, verify: str, tmp_path: Path):
+    counts = tmp_path / "counts.json"
+    counts.write_text(json.dumps({str(token): 4096 - token for token in range(0, 4096, 3)}), encoding="utf-8")
+    own = {"draft_vocab": str(counts), "verify": verify}
+    found = texts("cuda", 3, params, **own)
+    assert found == texts("reference", 3, params, **own)
+    if verify == "coupled":
+        assert [ids for ids, _ in found] == [ids for ids, _ in texts("reference", 3, params)]
 
 
 @pytest.mark.parametrize("params", [{"temperature": 0.8, "top_p": 0.95}, {"temperature": 1.0, "top_k": 20}], ids=str)

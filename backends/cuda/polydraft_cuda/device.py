@@ -10,8 +10,9 @@ import contextlib
 import ctypes
 import functools
 import math
+import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,10 @@ from polydraft.device import DTYPES, Array, Buffer, DeviceCounters, Event, Stagi
 from polydraft.errors import DeviceError
 from polydraft_cuda import driver
 from polydraft_cuda.compiler import Function, Module, compile_source
+from polydraft_cuda.timeline import KINDS, CudaTimeline
 
+SPARE = 1 << 28
+"""Bytes that the driver should find free for what it needs itself."""
 ALIGNMENT = 256
 """Bytes to which an allocation is rounded up: nothing shares a line, and an empty buffer has an address."""
 
@@ -124,6 +128,8 @@ class CudaDevice:
         self.cuda: Any = driver.module()
         self.counters = DeviceCounters()
         self.capturing = False
+        self.kept: CudaTimeline | None = None
+        """Where operations are noted while somebody wants a timeline."""
         self._open = True
         self._held = self._peak = 0
         self._memory: dict[int, tuple[str, int]] = {}
@@ -202,17 +208,10 @@ class CudaDevice:
 
     def _shortage(self, name: str, nbytes: int) -> str:
         """What was wanted, what is free, what holds the rest, and what would fit."""
-        free, total = driver.check(self.cuda.cuMemGetInfo(), "asking for free memory")
-        kinds: dict[str, int] = {}
-        for held, size in self._memory.values():
-            kind = held.partition(".")[0]
-            kinds[kind] = kinds.get(kind, 0) + size
-        largest = sorted(kinds.items(), key=lambda item: -item[1])[:4]
-        parts = ", ".join(f"{kind} {_gib(size)}" for kind, size in largest)
-        others = max(int(total) - int(free) - self._held, 0)
+        free, state, kinds = self._holdings()
         caches = kinds.get("cache", 0)
         if name.partition(".")[0] == "cache":
-            share = (caches + int(free)) / (caches + nbytes)
+            share = (caches + free) / (caches + nbytes)
             plan = (
                 f"the caches so far and this one would fit with --num-blocks at {share:.0%} of what it is, more layers with less"
             )
@@ -222,10 +221,32 @@ class CudaDevice:
                 if caches > nbytes
                 else "lower --max-num-seqs or --max-batched-tokens, or choose a smaller model"
             )
-        return (
-            f"device {self.spec} has no {_gib(nbytes)} for {name}: {_gib(int(free))} of {_gib(int(total))} are free, this engine "
-            f"holds {_gib(self._held)} ({parts or 'nothing'}), others {_gib(others)}; {plan}"
-        )
+        return f"device {self.spec} has no {_gib(nbytes)} for {name}: {state}; {plan}"
+
+    def _holdings(self) -> tuple[int, str, dict[str, int]]:
+        """Bytes that are free, who holds the others in words, and what this engine holds by kind."""
+        free, total = (int(size) for size in driver.check(self.cuda.cuMemGetInfo(), "asking for free memory"))
+        kinds: dict[str, int] = {}
+        for held, size in self._memory.values():
+            kind = held.partition(".")[0]
+            kinds[kind] = kinds.get(kind, 0) + size
+        largest = sorted(kinds.items(), key=lambda item: -item[1])[:4]
+        parts = ", ".join(f"{kind} {_gib(size)}" for kind, size in largest)
+        others = max(total - free - self._held, 0)
+        state = f"{_gib(free)} of {_gib(total)} are free, this engine holds {_gib(self._held)} ({parts or 'nothing'}), "
+        return free, f"{state}others {_gib(others)}", kinds
+
+    def failure(self, code: int, doing: str) -> DeviceError:
+        """The error of a failed call in a step. What runs allocates nothing, so where memory is short it is the driver's own."""
+        if code != driver.OUT_OF_MEMORY:
+            return driver.failure(code, doing)
+        try:
+            _, state, kinds = self._holdings()
+        except DeviceError:
+            return driver.failure(code, doing)
+        caches = kinds.get("cache", 0)
+        plan = f"--num-blocks at {1 - SPARE / caches:.0%} of what it is" if caches > 2 * SPARE else "a smaller --max-num-seqs"
+        return DeviceError(f"{doing}: the driver has no memory left for itself: {state}; {plan} would leave it {_gib(SPARE)}")
 
     def free(self, pointer: int) -> None:
         """Give memory back; what was freed already stays so."""
@@ -298,12 +319,15 @@ class CudaDevice:
 
     def _copy(self, name: str, target: int, source: int, nbytes: int, stream: Stream) -> None:
         call, handle = getattr(self.cuda, name), stream.handle  # type: ignore[attr-defined]
+        last = self.kept.begin(KINDS[name], stream) if self.kept is not None else None
         (code,) = call(target, source, nbytes, handle)
         if code in driver.CONTEXT and self._open:
             self.make_current()
             (code,) = call(target, source, nbytes, handle)
         if code:
-            raise driver.failure(int(code), "a copy")
+            raise self.failure(int(code), "a copy")
+        if last is not None:
+            last.record(stream)
 
     # -- kernels -----------------------------------------------------------------------------------
     def function(self, source: Path, name: str, **defines: str | float) -> Function:
@@ -312,7 +336,7 @@ class CudaDevice:
         self.make_current()
         features = str(defines.pop("arch_features", ""))
         module = _module(self.index, source, self.arch + features, tuple(sorted(defines.items())))
-        return Function(module.function(name), name, self.counters, self.make_current, self.dependent)
+        return Function(module.function(name), name, self.counters, self.make_current, self.dependent, self.failure)
 
     # -- the rest ----------------------------------------------------------------------------------
     def event(self) -> CudaEvent:
@@ -332,6 +356,35 @@ class CudaDevice:
     def memory(self) -> int:
         """Bytes of device memory that this engine held at its peak, graphs excluded."""
         return self._peak
+
+    @contextlib.contextmanager
+    def keep_timeline(self) -> Iterator[None]:
+        """Note when graphs and copies run, for `timeline`, as long as the context lasts; waits once."""
+        self.kept = CudaTimeline(self)
+        try:
+            yield
+        finally:
+            self.kept = None
+
+    def now_s(self) -> float:
+        """Seconds of the host's clock, which a timeline is on. Raises `DeviceError` while none is kept."""
+        self.timeline()
+        return time.perf_counter()
+
+    def timeline(self) -> CudaTimeline:
+        """What ran since `keep_timeline` began. Raises `DeviceError` while none is kept."""
+        if self.kept is None:
+            raise DeviceError(f"device {self.spec} keeps no timeline; ask it to with keep_timeline()")
+        return self.kept
+
+    def free_memory(self) -> int:
+        """Bytes of device memory that nobody holds."""
+        return int(self.call("cuMemGetInfo", doing="asking for free memory")[0])
+
+    def memory_taken(self) -> int:
+        """Bytes of device memory that are not free, whoever took them. For tests and tools."""
+        free, total = self.call("cuMemGetInfo", doing="asking for free memory")
+        return int(total) - int(free)
 
     def synchronize(self) -> None:
         """Wait for everything in the context; counted."""

@@ -27,12 +27,16 @@ class CudaGraph:
         """Enqueue all of it by one call; never blocks."""
         handle = stream.handle  # type: ignore[attr-defined]
         self._counters.graph_replays += 1
+        kept = self._device.kept
+        last = kept.begin("replay", stream) if kept is not None else None
         (code,) = self._launch(self._executable, handle)
         if code in driver.CONTEXT:
             self._device.make_current()
             (code,) = self._launch(self._executable, handle)
         if code:
-            raise driver.failure(int(code), "replaying a graph")
+            raise self._device.failure(int(code), "replaying a graph")
+        if last is not None:
+            last.record(stream)
 
 
 class CudaCapture:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,7 @@ from polydraft.engine import Engine
 from polydraft.errors import DeviceError, RequestError
 from polydraft.runtime.output import RequestOutput
 from polydraft.sampling_params import SamplingParams
-from polydraft.timeline import EXACT, HOST, ROOMS, Recording, clock_of
+from polydraft.timeline import EXACT, HOST, ROOMS, Recording, clock_of, keeping
 from polydraft.trace import Recorder
 from polydraft.trace_figures import OTHER, busy_host, by_room, host_seconds, idle_share
 
@@ -112,12 +113,15 @@ def profiled(engine: Engine, load: Load) -> tuple[dict[str, float | None], dict[
     at the clock a dozen times a step."""
     synchronous = not engine.info.capabilities.asynchronous
     own = OWN_TIME in engine.device.counters.extra
-    recorder = Recorder(engine, calls=synchronous and not own)
-    try:
-        steps, _ = run(engine, load)
-    finally:
-        recorder.remove()
-    recording, full = recorder.finish(), {step.number: step for step in full_steps(steps, load)}
+    replayed = engine.runner.graphs is not None  # what runs outside of graphs has a place on the device's clock only elsewhere
+    with keeping(engine.device) if replayed else nullcontext():
+        recorder = Recorder(engine, calls=synchronous and not own)
+        try:
+            steps, _ = run(engine, load)
+        finally:
+            recorder.remove()
+        recording = recorder.finish()
+    full = {step.number: step for step in full_steps(steps, load)}
     rooms = {number: dict(found) for number, found in host_seconds(recording).items() if number in full}
     for number, found in rooms.items():
         found["launch"] -= full[number].kernel_seconds

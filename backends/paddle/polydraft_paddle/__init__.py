@@ -55,9 +55,11 @@ def polydraft_backend_info(spec: str) -> BackendInfo:
 def describe(name: str, summary: str, spec: str) -> BackendInfo:
     """The identity of a backend of this family called `name` on the place `spec`."""
     from polydraft.contracts import REGISTRY
-    from polydraft_paddle.installation import unusable
+    from polydraft_paddle.installation import installed, unusable
+    from polydraft_paddle.runtimes import misfits
 
-    reason = unusable()
+    misfit = misfits(next(iter(installed().values()), ""))
+    reason = unusable() or misfit.get(spec.partition(":")[0], "")
     nothing: tuple[Evidence, str] = "double only", ""
     evidence, evidence_on = EVIDENCE.get(spec.partition(":")[0], nothing)
     contracts = {name: REGISTRY[name].version for name in CONTRACTS} | (
@@ -76,6 +78,7 @@ def describe(name: str, summary: str, spec: str) -> BackendInfo:
         evidence=evidence,
         evidence_on=evidence_on,
         contract_versions=MappingProxyType(contracts),
+        notes=tuple(misfit.values()) if not reason else (),
     )
 
 

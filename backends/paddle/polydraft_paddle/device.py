@@ -19,7 +19,7 @@ from polydraft.errors import DeviceError
 from polydraft.reference.device import ImmediateEvent, ImmediateStream
 from polydraft_paddle.companions import host_memory
 from polydraft_paddle.ops import Tensor
-from polydraft_paddle.place import compute_stream, use
+from polydraft_paddle.place import compute_stream, place_of, use
 from polydraft_paddle.provider import device_error
 from polydraft_paddle.table import PADDLE_DTYPES
 
@@ -105,7 +105,7 @@ class PaddleDevice:
         """Another stream of this place."""
         del name
         use(self.spec)
-        return ImmediateStream() if self.host_visible else PaddleStream(paddle.device.Stream(self.spec))
+        return ImmediateStream() if self.host_visible else PaddleStream(paddle.device.Stream(place_of(self.spec)))
 
     def event(self) -> Event:
         """A fresh event."""
@@ -207,7 +207,7 @@ class PaddleDevice:
         self.refuse_in_capture("synchronize")
         self.counters.host_syncs += 1
         if not self.host_visible:
-            paddle.device.synchronize(self.spec)
+            paddle.device.synchronize(place_of(self.spec))
 
     def close(self) -> None:
         """Wait for what is queued, which must not run on while the process ends; give the graphs back and refuse further use."""
@@ -215,7 +215,7 @@ class PaddleDevice:
             self._open = False
             if not self.host_visible:
                 with contextlib.suppress(OSError, RuntimeError):  # of a lost device: whoever asked it for results has been told
-                    paddle.device.synchronize(self.spec)
+                    paddle.device.synchronize(place_of(self.spec))
             for graph in self.graphs:
                 graph.release()
 

@@ -103,7 +103,7 @@ class HostLayout:
         if not segment.visible.all():
             hidden = np.where(segment.visible, np.float32(0), np.float32(-np.inf))[:, None, :, None, :]
             shape = runs, kv_heads, width, heads // kv_heads, keys.shape[2]
-            mask = paddle.from_dlpack(np.broadcast_to(hidden, shape).reshape(runs, kv_heads, -1, keys.shape[2]))
+            mask = paddle.from_dlpack(np.broadcast_to(hidden, shape).copy().reshape(runs, kv_heads, -1, keys.shape[2]))
         whole = self.complete and len(segment.flat_rows) == len(self._rows)
         return SegmentHeads(runs, q, _tensor(keys.ravel()), mask, out, rows, whole)
 

@@ -16,11 +16,13 @@ from pathlib import Path
 
 from polydraft.environment import given, suggest
 from polydraft.errors import DeviceError
+from polydraft_paddle import companions, runtimes
 
 DISTRIBUTIONS = ("paddlepaddle", "paddlepaddle-gpu", "paddlepaddle-xpu")
 """Distributions that own the import package `paddle`."""
-OLDEST = (3, 2)
-"""Oldest Paddle whose operations the kernels use; `pyproject.toml` asks pip for the same."""
+OLDEST, NEWEST = (3, 2), (3, 3)
+"""The Paddles that the suite runs on; `pyproject.toml` asks pip for the same. Before 3.2 a copy into a strided view writes beside
+it. Behind the newest nothing is known, and an operation whose arguments have changed would end the process."""
 INSTALL = "pip install 'polydraft[paddle]'"
 
 
@@ -46,10 +48,12 @@ def unusable() -> str:
     if name == "paddlepaddle-gpu" and _numbers(version) < (3,):
         return (
             f"paddlepaddle-gpu {version} has no machine code for GPUs of compute capability 9.0 or newer; "
-            "install 3.0 or newer from Paddle's own index"
+            "install 3.2 or 3.3 from Paddle's own index"
         )
     if _numbers(version) < OLDEST:
         return f"{name} {version} is older than {'.'.join(map(str, OLDEST))}; {INSTALL}"
+    if _numbers(version) > NEWEST:
+        return f"{name} {version} is newer than {'.'.join(map(str, NEWEST))}, the newest that was tried; {INSTALL}"
     return ""
 
 
@@ -70,7 +74,9 @@ def import_paddle() -> None:
         warnings.simplefilter("ignore")
         try:
             importlib.import_module("paddle")
-        except (ImportError, OSError, RuntimeError) as error:
+        except (ImportError, OSError, RuntimeError, ValueError) as error:
+            if problem := runtimes.load_problem(error):
+                raise DeviceError(problem) from error
             raise DeviceError(f"the installed Paddle does not load ({first_line(error)}); reinstall it: {INSTALL}") from error
     logging.getLogger("paddle").setLevel(logging.ERROR)
 
@@ -133,6 +139,8 @@ def refuse_unknown_place(spec: str) -> None:
     """`DeviceError` when the imported Paddle has no such place."""
     known = places()  # a kind with one device is listed without its number
     if spec not in known and f"{spec}:0" not in known and not (spec.endswith(":0") and spec[:-2] in known):
+        if problem := companions.reason(spec):
+            raise DeviceError(f"Paddle has no device {spec!r}: {problem}")
         raise DeviceError(f"Paddle has no device {spec!r}; it offers {', '.join(known)}; name one of these with --device")
 
 

@@ -17,14 +17,21 @@ _CURRENT = [""]
 def use(spec: str) -> None:
     """Make `spec` Paddle's current place, and the compute stream of that place its current stream, unless they are."""
     if spec != _CURRENT[0]:
-        paddle.set_device(spec)
+        paddle.set_device(place_of(spec))
         if spec != "cpu":
             paddle.device.set_stream(compute_stream(spec))
         _CURRENT[0] = spec
 
 
+def place_of(spec: str) -> Any:
+    """What Paddle's functions take for `spec`: of a custom device the place itself, since Paddle reads "cuda:" within a name as
+    "gpu:"; else the text."""
+    kind, _, index = spec.partition(":")
+    return paddle.CustomPlace(kind, int(index or 0)) if kind in paddle.device.get_all_custom_device_type() else spec
+
+
 def compute_stream(spec: str) -> Any:
     """The one Paddle stream on which every device of the place computes."""
     if spec not in _STREAMS:
-        _STREAMS[spec] = paddle.device.Stream(spec)
+        _STREAMS[spec] = paddle.device.Stream(place_of(spec))
     return _STREAMS[spec]

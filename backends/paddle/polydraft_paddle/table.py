@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import paddle
 
-from polydraft.backend import CacheSpec, Weight
+from polydraft.backend import Cache, CacheSpec, Weight
 from polydraft.contracts.base import Provider
 from polydraft.device import Array
 from polydraft.errors import ContractError
@@ -102,8 +102,11 @@ class PaddleTable:
         self._device.fill(target, value)
         return previous
 
-    def allocate_cache(self, spec: CacheSpec) -> PaddleCache:
+    def allocate_cache(self, spec: CacheSpec) -> Cache:
         """A fresh cache, counted as one allocation; `DeviceError` when memory is short."""
+        if self._device.guest is not None:
+            cache: Cache = self._device.guest.allocate_cache(spec)
+            return cache
         shape = (2, spec.num_blocks * spec.block_size, spec.num_kv_heads * spec.head_dim)
         rows = self._device.empty("cache", shape, spec.dtype).tensor
         paddle.divide_(rows.zero_(), paddle.zeros_like(rows))  # 0 / 0: Paddle's fill operations refuse NaN

@@ -47,8 +47,9 @@ def residual_add(a: Any, n: int) -> None:
 
 
 def linear(a: Any, n: int) -> None:
-    """x @ W.T + b."""
-    product = paddle.matmul(a.x[:n], a.weight, transpose_y=True)
+    """x @ W.T + b, in the wider of the dtypes of x and the result: sums are rounded once."""
+    wide = a.out.dtype  # logits are float32 whatever the activations are
+    product = paddle.matmul(*(t if t.dtype == wide else t.astype(wide) for t in (a.x[:n], a.weight)), transpose_y=True)
     put(a.out[:n], product if a.bias is None else product + a.bias)
 
 

@@ -1,0 +1,67 @@
+"""Owns the question whether installed runtimes of custom devices fit the installed Paddle, which loads every one it finds.
+
+Identity and the import of Paddle ask it: a single runtime built for another Paddle ends `import paddle` for every place, the
+CPU included. It reads files and metadata, and loads nothing.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import re
+from pathlib import Path
+
+from polydraft.environment import given
+
+FOLDER = "paddle_custom_device"
+"""Beside the packages: where Paddle looks, unless CUSTOM_DEVICE_ROOT names another folder."""
+BUILT_FOR = ".paddle-version"
+"""Beside a library of ours, in place of `.so`: the Paddle it was built against. Vendors' wheels carry it in their version."""
+BROKEN = re.compile(r"Fail to open library: (\S+) with error: (.+?)(?:\[Hint|\n|$)")
+"""What Paddle says when it could not load a runtime."""
+
+
+def folders() -> tuple[Path, ...]:
+    """Where Paddle looks for runtimes."""
+    root = given("CUSTOM_DEVICE_ROOT")
+    if root:
+        return (Path(root),)
+    site = importlib.util.find_spec("paddle")
+    beside = Path(site.origin).parents[1] / FOLDER if site is not None and site.origin else None
+    return (beside,) if beside is not None and beside.is_dir() else ()
+
+
+def misfits(paddle: str) -> dict[str, str]:
+    """Kinds of custom devices whose runtime was built for another Paddle than the installed version `paddle`, each with a
+    sentence."""
+    found = {}
+    for library in (library for folder in folders() for library in sorted(folder.glob("libpaddle-*.so"))):
+        kind, built = library.stem.removeprefix("libpaddle-"), _built_for(library)
+        if built and built != paddle and not (built.count(".") < 2 and paddle.startswith(f"{built}.")):
+            found[kind] = (
+                f"the runtime of device {kind} was built for Paddle {built}, but {paddle} is installed; build or install the runtime "
+                f"for {paddle}, or remove {library}"
+            )
+    return found
+
+
+def _built_for(library: Path) -> str:
+    """The Paddle version, as far as it is known, that a runtime was built for; "" where nobody says."""
+    note = library.with_suffix(BUILT_FOR)
+    if note.is_file():
+        return note.read_text(encoding="utf-8").strip()
+    name = f"{FOLDER}/{library.name}"
+    for distribution in importlib.metadata.distributions():
+        vendors = (distribution.metadata["Name"] or "").lower().replace("_", "-").startswith("paddle-custom")
+        if vendors and name in (distribution.read_text("RECORD") or ""):
+            return ".".join(distribution.version.split(".")[:2])
+    return ""
+
+
+def load_problem(error: BaseException) -> str:
+    """What Paddle's complaint about a runtime means, in one sentence; "" when it complains of something else."""
+    broken = BROKEN.search(str(error))
+    if not broken:
+        return ""
+    why = broken[2].strip().removeprefix(f"{broken[1]}: ")
+    return f"the runtime {broken[1]} does not load with the installed Paddle ({why}); build it for this Paddle, or remove it"

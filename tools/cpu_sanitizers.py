@@ -1,7 +1,8 @@
 """Run the CPU backend's kernels under a sanitizer of the compiler: addresses and undefined behaviour, or threads.
 
 Compiles the library with the sanitizer into a temporary folder, then runs a child process with it: every contract of the kit's
-named and generated cases at every instruction level, ragged products and attention of random shapes, and engines with graphs.
+named and generated cases at every instruction level, ragged products and attention of random shapes, commands that are issued
+and waited for by several threads, and engines with graphs, with a queue and without.
 Exits with 1 when the sanitizer reported anything. Needs g++ (its sanitizer libraries are found through it) on Linux.
 
     python tools/cpu_sanitizers.py address,undefined
@@ -88,7 +89,7 @@ def shapes(rounds: int) -> int:
     for number in range(rounds):
         level, weights = rng.choice(library.levels()), rng.choice(["exact", "bf16", "int8", "f32"])
         dtype, (n, o, i) = str(rng.choice(["f32", "bf16"])), (int(v) for v in rng.integers(1, (40, 700, 300)))
-        device, table = opened(f"cpu?isa={level}&weights={weights}&threads={number % 4 + 1}", dtype)
+        device, table = opened(f"cpu?isa={level}&weights={weights}&threads={number % 4 + 1}&queue={number % 3 and 1}", dtype)
         x, w = rng.standard_normal((n, i)), rng.standard_normal((o, i)).astype(np.float32)
         weight, out = table.prepare_weight("linear", w, dtype), device.empty("out", (n, o), "f32")
         run = bound(device, table, "linear", LinearV1(x=loaded(device, "x", x), weight=weight, bias=None, out=out))
@@ -100,12 +101,67 @@ def shapes(rounds: int) -> int:
     return rounds
 
 
+def attention(rounds: int) -> int:
+    """Rotation, cache and attention of random shapes, more of them than the kit generates."""
+    from polydraft.contracts import REGISTRY
+    from polydraft.contracts.harness import check_kernel
+    from polydraft.contracts.inputs import generated
+    from polydraft_cpu import library
+    from tests.support.cpu import opened
+
+    for number in range(rounds):
+        level, dtype = library.levels()[number % len(library.levels())], ("f32", "bf16")[number % 2]
+        device, table = opened(f"cpu?isa={level}&threads={number % 3 + 2}", dtype)
+        for name in ("rope_kv_write", "paged_attention"):
+            comparison = check_kernel(REGISTRY[name], generated(REGISTRY[name], 100 + number), device, table, act=dtype)
+            assert comparison.ok, comparison.describe()
+        device.close()
+    print(f"{rounds} shapes of attention", flush=True)
+    return 2 * rounds
+
+
+def queue(rounds: int) -> int:
+    """Launches and copies behind one another, waited for by several threads while more are issued."""
+    import threading
+
+    import numpy as np
+
+    from polydraft.contracts import LinearV1
+    from tests.support.cpu import bound, loaded, opened
+
+    rng = np.random.default_rng(1)
+    x, w = rng.standard_normal((24, 128)), rng.standard_normal((512, 128)).astype(np.float32)
+    issued = 0
+    for number in range(rounds):
+        device, table = opened(f"cpu?threads={number % 4 + 1}")
+        weight, out = table.prepare_weight("linear", w, "f32"), device.empty("out", (24, 512), "f32")
+        run = bound(device, table, "linear", LinearV1(x=loaded(device, "x", x), weight=weight, bias=None, out=out))
+        down, waiters = device.staging("down", (24, 512), "f32"), []
+        for turn in range(8):
+            run(24)
+            device.download(device.stream, down, out, 24)
+            waiters.append(threading.Thread(target=device.library.pd_wait, args=(device.context, device.last)))
+            waiters[-1].start()
+            if turn % 4 == 3:
+                device.synchronize()
+        for waiter in waiters:
+            waiter.join()
+        assert np.abs(down.array - x @ w.T).max() < 1e-3
+        issued += device.last
+        device.close()
+    print(f"{issued} commands", flush=True)
+    return issued
+
+
 def engines() -> int:
     """The demo model: greedy and sampled requests that come and go, with graphs and without, on more threads than processors."""
     from polydraft import LLM, SamplingParams
 
     tokens = 0
-    for options in ({}, {"graph": "off"}, {"device": "cpu?threads=4&pin=0", "dtype": "bf16"}, {"verify": "rejection"}):
+    for options in (
+        {}, {"graph": "off", "overlap": 2}, {"device": "cpu?queue=0"}, {"device": "cpu?threads=4&pin=0", "dtype": "bf16"},
+        {"verify": "rejection"},
+    ):  # fmt: skip
         llm = LLM(backend="cpu", max_num_seqs=4, **options)
         for temperature in (0.0, 0.8):
             params = SamplingParams(max_new_tokens=24, temperature=temperature, top_p=0.9, seed=3)
@@ -125,7 +181,8 @@ def child(library_path: str, rounds: int) -> None:
     library.PATH = Path(library_path)
     for module in (device, kernels):  # no slack behind an array: the byte behind its last one is forbidden
         module.aligned = np.zeros  # type: ignore[attr-defined]
-    print(f"{contracts()} cases, {shapes(rounds)} products, {engines()} tokens", flush=True)
+    counts = contracts(), shapes(rounds), attention(rounds), queue(rounds // 4), engines()
+    print("{} cases, {} products, {} attentions, {} commands, {} tokens".format(*counts), flush=True)
 
 
 def main() -> int:

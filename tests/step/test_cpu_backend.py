@@ -77,9 +77,14 @@ def test_text_and_rounds_do_not_depend_on_how_a_request_is_served_deep(scene: Sc
     is_lossless(replace(scene, update=None), invariant=False)
 
 
-@pytest.mark.parametrize("options", [{}, {"graph": "off"}, {"graph": "prefill"}, {"overlap": 2}, {"dtype": "bf16"}], ids=str)
+MODES: tuple[dict[str, Any], ...] = (
+    {}, {"graph": "off"}, {"overlap": 2}, {"device": "cpu?queue=0"}, {"graph": "prefill"}, {"dtype": "bf16"},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("options", MODES, ids=str)
 @pytest.mark.parametrize("num_drafts", KS)
-def test_every_k_in_every_mode(num_drafts: int, options: dict[str, str]) -> None:
+def test_every_k_in_every_mode(num_drafts: int, options: dict[str, Any]) -> None:
     model = sorted(tiny.CONFIGS)[num_drafts % len(tiny.CONFIGS)]
     scene = Scene(model, "reference", num_drafts, {"max_num_seqs": 5, "block_size": 4}, mixed_asks(model, 6))
     if options.get("dtype"):

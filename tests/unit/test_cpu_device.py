@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,16 +30,16 @@ from tests.support.cpu import bound, loaded, needs_kernels, opened
 # -- options ---------------------------------------------------------------------------------------
 def test_options_of_a_device_string():
     assert parse("") == parse("cpu") == CpuOptions()
-    assert parse("cpu?threads=3&weights=int8&isa=avx2&pin=0") == CpuOptions(3, "int8", "avx2", 0)
+    assert parse("cpu?threads=3&weights=int8&isa=avx2&pin=0&queue=0") == CpuOptions(3, "int8", "avx2", 0, 0)
     assert CpuOptions().num_threads == usable_processors()
 
 
 @pytest.mark.parametrize(
     ("spec", "said"),
     [
-        ("gpu", "runs on 'cpu', got 'gpu'"), ("cpu?speed=9", "the option 'speed', known: threads, weights, isa, pin"),
+        ("gpu", "runs on 'cpu', got 'gpu'"), ("cpu?speed=9", "the option 'speed', known: threads, weights, isa, pin, queue"),
         ("cpu?threads=two", "threads is 'two', wanted a number"), ("cpu?weights=int4", "weights is 'int4', wanted one of exact"),
-        ("cpu?pin=2", "pin is '2', wanted 0 or 1"),
+        ("cpu?pin=2", "pin is '2', wanted 0 or 1"), ("cpu?queue=yes", "queue is 'yes', wanted 0 or 1"),
     ],
 )  # fmt: skip
 def test_wrong_device_strings(spec: str, said: str):
@@ -162,8 +164,107 @@ def test_a_forked_child_computes_on_its_own_thread():
     if child == 0:
         out.host_array[:] = 0
         run(4)
-        os._exit(0 if (out.host_array == 512).all() else 1)
+        right = (out.host_array == 512).all()
+        device.close()
+        os._exit(0 if right else 1)
     assert os.waitpid(child, 0)[1] == 0
+
+
+# -- the queue -------------------------------------------------------------------------------------
+def adding(spec: str) -> tuple[Any, Any, Any, Callable[[int], None]]:
+    """A device, x of zeros, y of ones, and the launch that adds y to x."""
+    device, table = opened(spec)
+    x, y = loaded(device, "x", np.zeros((4, 8))), loaded(device, "y", np.ones((4, 8)))
+    return device, x, y, bound(device, table, "residual_add", ResidualAddV1(x=x, y=y))
+
+
+SPECS = pytest.mark.parametrize("spec", ["cpu?threads=1", "cpu?threads=2", "cpu?threads=4", "cpu?queue=0"])
+
+
+@needs_kernels
+@pytest.mark.parametrize(("spec", "queued"), [("", True), ("cpu?threads=2", True), ("cpu?threads=2&queue=0", False)])
+def test_what_the_device_string_says_is_what_is_declared(spec: str, queued: bool):
+    assert polydraft_cpu.polydraft_backend_info(spec).capabilities.asynchronous is queued
+    engine = LLM(model=str(tiny.checkpoint("narrow")), backend="cpu", device=spec).engine
+    assert engine.resolved.overlap == queued
+    engine.close()
+
+
+@needs_kernels
+@SPECS
+def test_more_launches_than_the_queue_has_room_for(spec: str):
+    device, x, _, run = adding(spec)
+    for _ in range(3000):
+        run(4)
+    assert (x.host_array == 3000).all()
+    device.close()
+
+
+@needs_kernels
+@SPECS
+def test_launches_and_copies_keep_their_order(spec: str):
+    """Nobody waits in between, and each download has memory of its own."""
+    device, x, y, run = adding(spec)
+    up, event = device.staging("up", (4, 8), "f32"), device.event()
+    up.array[...] = 2
+    downs = [device.staging(f"down{i}", (4, 8), "f32") for i in range(20)]
+    for i, down in enumerate(downs):
+        run(4)
+        if i == 9:
+            device.upload(device.stream, y, up, 4)
+        device.download(device.stream, down, x, 4)
+    assert event.query(), "it stands behind nothing"
+    event.record(device.stream)
+    event.synchronize()
+    assert event.query()
+    assert [down.array[3, 7] for down in downs] == [*range(1, 11), *range(12, 32, 2)]
+    assert device.counters.host_syncs == 1
+    device.close()
+
+
+@needs_kernels
+@SPECS
+def test_what_a_launch_works_on_lives_until_it_has_run(spec: str):
+    device, x, y, run = adding(spec)
+    memory = weakref.ref(y)
+    run(4)
+    del x, y, run
+    gc.collect()
+    assert memory() is not None, "the launch may still be waiting"
+    device.synchronize()
+    gc.collect()
+    assert memory() is None
+    device.close()
+
+
+@needs_kernels
+@SPECS
+def test_closing_lets_run_what_was_issued(spec: str):
+    device, x, _, run = adding(spec)
+    for _ in range(100):
+        run(4)
+    device.close()
+    assert (x.host_array == 100).all()
+
+
+@needs_kernels
+def test_several_threads_wait_for_one_device():
+    """One of them works along, the others wait."""
+    device, table = opened("cpu?threads=2")
+    rng = np.random.default_rng(3)
+    x, w = rng.standard_normal((32, 256)), rng.standard_normal((768, 256)).astype(np.float32)
+    weight, out = table.prepare_weight("linear", w, "f32"), device.empty("out", (32, 768), "f32")
+    run = bound(device, table, "linear", LinearV1(x=loaded(device, "x", x), weight=weight, bias=None, out=out))
+    for _ in range(20):
+        run(32)
+    waiters = [threading.Thread(target=device.library.pd_wait, args=(device.context, device.last)) for _ in range(4)]
+    for waiter in waiters:
+        waiter.start()
+    for waiter in waiters:
+        waiter.join(60)
+    assert device.reached(device.last)
+    assert np.abs(out.host_array - x @ w.T).max() < 1e-3
+    device.close()
 
 
 # -- the default -----------------------------------------------------------------------------------
@@ -214,7 +315,7 @@ def test_without_the_kernels_the_reference_takes_over_and_says_so(monkeypatch: p
     (decision,) = (d for d in llm.engine.resolved.decisions if d.name == "backend")
     assert decision.reason == f"the embedded default; {ABSENT}; {sentence}"
     assert len(llm.generate([[1, 2, 3]], SamplingParams(max_new_tokens=4, ignore_eos=True))[0].token_ids) == 4
-    assert not polydraft_cpu.polydraft_backend_info().available
+    assert not polydraft_cpu.polydraft_backend_info("").available
 
 
 def test_a_library_that_does_not_load_is_a_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

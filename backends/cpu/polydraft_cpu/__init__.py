@@ -1,8 +1,8 @@
 """The CPU backend: C++ kernels behind every contract, the default where the package's build found a compiler.
 
 Weights stay in bfloat16 where that changes no number, sums are in float32 and in one order, so that texts are bit-equal for
-every number of drafts, batch and chunk; decode steps are captured and replayed in one call. `docs/backends/cpu.md` tells how
-it came about.
+every number of drafts, batch and chunk; launches wait in a queue, and decode steps are replayed in one call.
+`docs/backends/cpu.md` tells how it came about.
 """
 
 from __future__ import annotations
@@ -20,15 +20,17 @@ if TYPE_CHECKING:
     from polydraft.device import GraphCapture
     from polydraft_cpu.device import CpuDevice
 
-CAPABILITIES = Capabilities(dtypes=("f32", "bf16"), graph_capture=True, row_invariant=True)
+CAPABILITIES = Capabilities(dtypes=("f32", "bf16"), asynchronous=True, graph_capture=True, row_invariant=True)
 
 
 @hookimpl
-def polydraft_backend_info() -> BackendInfo:
-    """Identity; not available where the compiled kernels are missing."""
+def polydraft_backend_info(spec: str) -> BackendInfo:
+    """Identity; not available where the compiled kernels are missing. Without a queue, work is done when a call returns."""
+    from dataclasses import replace
+
     from polydraft_cpu.kernels import VERSIONS
     from polydraft_cpu.library import levels, missing
-    from polydraft_cpu.options import PATTERN, usable_processors
+    from polydraft_cpu.options import PATTERN, says_no_queue, usable_processors
 
     reason = missing()
     how = "" if reason else f" ({levels()[-1]}, {usable_processors()} threads)"
@@ -41,7 +43,7 @@ def polydraft_backend_info() -> BackendInfo:
         available=not reason,
         reason=reason,
         devices=("cpu",),
-        capabilities=CAPABILITIES,
+        capabilities=replace(CAPABILITIES, asynchronous=False) if says_no_queue(spec) else CAPABILITIES,
         contract_versions=MappingProxyType(dict(VERSIONS)),
         evidence="silicon",
         evidence_on="AMD EPYC CPU, 2026-11-21",

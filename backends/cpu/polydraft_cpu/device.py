@@ -1,13 +1,14 @@
-"""Owns the CPU as a device: aligned arrays as device memory, a context of the compiled library with its threads, captures.
+"""Owns the CPU as a device: aligned arrays as device memory, one stream with its events, a context of the compiled library.
 
-`polydraft_open_device` makes one an engine. Launches and copies are done when they return; everything else is the protocol
-of `polydraft.device`, in the way of the reference device.
+`polydraft_open_device` makes one an engine. Launches and copies return at once and are carried out in order by a thread of the
+library, unless the device string says `queue=0`; it never looks at memory for the host before what was issued has run.
 """
 
 from __future__ import annotations
 
 import math
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -15,12 +16,14 @@ import numpy as np
 
 from polydraft.device import DTYPES, Array, Buffer, Staging, Stream
 from polydraft.errors import DeviceError
-from polydraft.reference.device import NumpyBuffer, ReferenceDevice
+from polydraft.reference.device import NumpyStaging, ReferenceDevice
 from polydraft_cpu import library
 from polydraft_cpu.options import CpuOptions
 
 ALIGNMENT = 64
 """Bytes: a cache line and the widest vector."""
+TURN = 64
+"""Commands after which somebody looks which of them have run."""
 
 
 def aligned(shape: Sequence[int], dtype: Any) -> Array:
@@ -32,6 +35,71 @@ def aligned(shape: Sequence[int], dtype: Any) -> Array:
     return array
 
 
+def rows_of(array: Array) -> tuple[int, int]:
+    """The address of an array, and the bytes of a row."""
+    return array.ctypes.data, array.nbytes // max(len(array), 1)
+
+
+class CpuBuffer:
+    """Device memory: an array that the host sees once everything that was issued has run."""
+
+    __slots__ = ("__weakref__", "_array", "_device", "dtype", "name", "rows", "shape")
+
+    def __init__(self, name: str, array: Array, dtype: str, device: CpuDevice) -> None:
+        self.name, self.dtype, self._array, self._device = name, dtype, array, device
+        self.shape: tuple[int, ...] = array.shape
+        self.rows = rows_of(array)
+
+    @property
+    def host_array(self) -> Array:
+        """The memory itself, for binding and for tests; waits."""
+        self._device.settle()
+        return self._array
+
+
+class CpuStaging(NumpyStaging):
+    """Host memory that copies start from or end in."""
+
+    __slots__ = ("rows",)
+
+    def __init__(self, name: str, array: Array) -> None:
+        super().__init__(name, array)
+        self.rows = rows_of(array)
+
+
+class CpuStream:
+    """The one queue of a device: whatever was recorded before stands before."""
+
+    def wait(self, event: CpuEvent) -> None:
+        """An event of this device lies on this stream, ahead of what follows."""
+        event.device.refuse_in_capture("waiting for an event")
+
+
+class CpuEvent:
+    """A point in the stream: the number of the command issued last."""
+
+    __slots__ = ("_number", "device")
+
+    def __init__(self, device: CpuDevice) -> None:
+        self.device, self._number = device, 0
+
+    def record(self, stream: Stream) -> None:
+        """Move the event behind what was issued."""
+        del stream
+        self.device.refuse_in_capture("recording an event")
+        self._number = self.device.last
+
+    def query(self) -> bool:
+        """Whether all of that has run."""
+        return self.device.reached(self._number)
+
+    def synchronize(self) -> None:
+        """Wait until all of that has run, and work along meanwhile."""
+        self.device.refuse_in_capture("waiting for an event")
+        self.device.counters.host_syncs += 1
+        self.device.wait_for(self._number)
+
+
 class CpuDevice(ReferenceDevice):
     """The CPU. `gate` is None while launches simply run; in a capture, and on a closed device, it is called first by each."""
 
@@ -39,13 +107,16 @@ class CpuDevice(ReferenceDevice):
         super().__init__("cpu", dtype=dtype, row_invariant=row_invariant)
         self.options, self.library = options, library.load()
         level = options.isa or library.levels()[-1]
-        self.context = self.library.pd_open(level.encode(), options.num_threads, options.pin)
+        self.context = self.library.pd_open(level.encode(), options.num_threads, options.queue, options.pin)
         if not self.context:
             raise DeviceError(f"device option isa={level}: {library.last_error()}; choose one of those or leave it out")
         self.level = level
         self.gate: Callable[[object], None] | None = None
         self.kept: list[Any] | None = None
         """What the launches of the capture in progress are bound to."""
+        self.last = 0
+        """The number of the command issued last."""
+        self._outstanding: deque[tuple[int, tuple[object, ...]]] = deque()
         self.rope_tables: dict[tuple[float, int, int], Array] = {}
         self._finalizer = weakref.finalize(self, self.library.pd_close, self.context)
 
@@ -53,6 +124,49 @@ class CpuDevice(ReferenceDevice):
     def act_code(self) -> int:
         """Number of the activation dtype in the library."""
         return library.DTYPE_CODES[self.dtype]
+
+    # -- order -------------------------------------------------------------------------------------
+    def make_stream(self, name: str) -> Any:
+        """The one stream there is."""
+        del name
+        return getattr(self, "stream", None) or CpuStream()
+
+    def event(self) -> CpuEvent:
+        """A fresh event, which stands behind nothing."""
+        return CpuEvent(self)
+
+    def issued(self, number: int, *memory: object) -> None:
+        """Note a command, and keep what it works on until it has run."""
+        self.last = number
+        self._outstanding.append((number, memory))
+        if number % TURN == 0:
+            self._release()
+
+    def reached(self, number: int) -> bool:
+        """Whether the command of this number has run; does not wait."""
+        return bool(self.library.pd_reached(self.context, number))
+
+    def wait_for(self, number: int) -> None:
+        """Wait until the command of this number has run."""
+        self.library.pd_wait(self.context, number)
+        self._release(number)
+
+    def settle(self) -> None:
+        """Wait until everything has run; not counted."""
+        if self._outstanding:
+            self.wait_for(self.last)
+
+    def _release(self, number: int = 0) -> None:
+        """Let go of what commands up to this number worked on, and of others that have run."""
+        outstanding = self._outstanding
+        while outstanding and (outstanding[0][0] <= number or self.reached(outstanding[0][0])):
+            outstanding.popleft()
+
+    def synchronize(self) -> None:
+        """Wait until everything has run; refused in a capture."""
+        self.refuse_in_capture("waiting for the device")
+        super().synchronize()
+        self.settle()
 
     # -- memory ------------------------------------------------------------------------------------
     def _allocate(self, name: str, shape: Sequence[int], dtype: str) -> Array:
@@ -71,30 +185,43 @@ class CpuDevice(ReferenceDevice):
         self.counters.bytes_allocated += array.nbytes
         return array
 
-    def empty(self, name: str, shape: Sequence[int], dtype: str) -> NumpyBuffer:
+    def empty(self, name: str, shape: Sequence[int], dtype: str) -> Any:
         """Allocate a buffer; `DeviceError` when memory is short, in a capture, and on a closed device."""
-        return NumpyBuffer(name, self._allocate(name, tuple(shape), dtype), dtype)
+        return CpuBuffer(name, self._allocate(name, tuple(shape), dtype), dtype, self)
+
+    def staging(self, name: str, shape: Sequence[int], dtype: str) -> CpuStaging:
+        """Allocate host memory, likewise."""
+        return CpuStaging(name, self._allocate(name, tuple(shape), dtype))
 
     def load(self, target: Buffer, value: Array) -> None:
-        """Overwrite a buffer from the host, outside the step path."""
+        """Overwrite a buffer from the host behind everything that was issued, outside the step path."""
         self.refuse_in_capture(f"loading {target.name}")
         super().load(target, value)
 
-    # -- copies and waits --------------------------------------------------------------------------
+    # -- copies ------------------------------------------------------------------------------------
     def upload(self, stream: Stream, target: Buffer, source: Staging, rows: int) -> None:
-        """Copy the first `rows` of staging into a buffer."""
+        """Issue a copy of the first `rows` of staging into a buffer."""
+        del stream
         self.refuse_in_capture("an upload")
-        super().upload(stream, target, source, rows)
+        self.counters.uploads += 1
+        self.counters.bytes_uploaded += self._move(target, source, rows)
 
     def download(self, stream: Stream, target: Staging, source: Buffer, rows: int) -> None:
-        """Copy the first `rows` of a buffer into staging."""
+        """Issue a copy of the first `rows` of a buffer into staging."""
+        del stream
         self.refuse_in_capture("a download")
-        super().download(stream, target, source, rows)
+        self.counters.downloads += 1
+        self.counters.bytes_downloaded += self._move(target, source, rows)
 
-    def synchronize(self) -> None:
-        """Everything has run already; refused in a capture."""
-        self.refuse_in_capture("waiting for the device")
-        super().synchronize()
+    def _move(self, target: Any, source: Any, rows: int) -> int:
+        """Bytes that a copy takes between memory of equal rows."""
+        if self.gate is not None:
+            self.gate(target)
+        (to, size), (start, same) = target.rows, source.rows
+        assert size == same, "staging has the rows of its buffer"
+        nbytes: int = rows * size
+        self.issued(self.library.pd_move(self.context, to, start, nbytes), target, source)
+        return nbytes
 
     def refuse_in_capture(self, what: str) -> None:
         """Raise `DeviceError` while a capture records launches."""
@@ -117,9 +244,10 @@ class CpuDevice(ReferenceDevice):
         return program, kept
 
     def close(self) -> None:
-        """End the threads; a launch, copy or allocation after this raises `DeviceError`."""
+        """Let run what was issued and end the threads; a launch, copy or allocation after this raises `DeviceError`."""
         if self._open:
             self.library.pd_stop(self.context)
+            self._outstanding.clear()
         self.gate = _closed
         super().close()
 

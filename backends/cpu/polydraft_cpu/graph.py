@@ -13,7 +13,7 @@ from polydraft_cpu.device import CpuDevice
 
 
 class CpuGraph:
-    """Recorded launches; `replay` runs them on the addresses and with the launch lengths of the capture."""
+    """Recorded launches; `replay` issues them on the addresses and with the launch lengths of the capture."""
 
     def __init__(self, device: CpuDevice, program: int, kept: list[object]) -> None:
         self._device, self._program, self._kept = device, program, kept
@@ -22,14 +22,14 @@ class CpuGraph:
         weakref.finalize(self, device.library.pd_forget, program)
 
     def replay(self, stream: Stream) -> None:
-        """Run the launches again, all of them in one call."""
+        """Issue the launches again, all of them in one call."""
         del stream
         device = self._device
         if device.gate is not None:
             device.refuse_in_capture("a replay")
             device.gate(self)
         device.counters.graph_replays += 1
-        self._replay(device.context, self._program)
+        device.issued(self._replay(device.context, self._program), self)
 
 
 class CpuCapture:

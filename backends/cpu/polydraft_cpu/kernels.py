@@ -114,8 +114,8 @@ class CpuCache:
     def __init__(self, device: CpuDevice, spec: CacheSpec) -> None:
         self._device, self.spec = device, spec
         n, g, d, size = spec.num_blocks, spec.num_kv_heads, spec.head_dim, spec.block_size
-        self._k = device.empty("cache.k", (n, g, d, up(size)), spec.dtype).host_array
-        self._v = device.empty("cache.v", (n, g, size, up(d)), spec.dtype).host_array
+        self._k: Array = device.empty("cache.k", (n, g, d, up(size)), spec.dtype).host_array
+        self._v: Array = device.empty("cache.v", (n, g, size, up(d)), spec.dtype).host_array
         for array in (self._k, self._v):
             array.fill(np.nan if spec.dtype == "f32" else 0x7FC0)
         self._struct = CacheStruct(self._k.ctypes.data, self._v.ctypes.data, n, size, g, d, up(size), up(d))

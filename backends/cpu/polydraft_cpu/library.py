@@ -23,7 +23,7 @@ PATH = Path(__file__).with_name("_kernels.so")
 """The shared library that the package's build makes where there is a C++ compiler."""
 NOTE = Path(__file__).with_name("_build_failure.txt")
 """What the build wrote where it could not make it."""
-ABI = 1
+ABI = 2
 DTYPE_CODES = {"f32": 0, "bf16": 1, "i32": 2, "u32": 3, "u8": 4, "f16": 5}
 NAMED_PARAMS = {"half": 0, "interleaved": 1, "hidden_first": 0, "embedding_first": 1, "logits": 0, "probs": 1}
 """Parameters that are words in Python and numbers in C++."""
@@ -32,16 +32,19 @@ FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "pd_abi": (c_int64, ()),
     "pd_error": (c_char_p, ()),
     "pd_levels": (c_char_p, ()),
-    "pd_open": (c_void_p, (c_char_p, c_int64, c_int64)),
+    "pd_open": (c_void_p, (c_char_p, c_int64, c_int64, c_int64)),
     "pd_stop": (None, (c_void_p,)),
     "pd_close": (None, (c_void_p,)),
     "pd_words": (c_int64, (c_void_p, c_char_p, c_int64)),
     "pd_bind": (c_void_p, (c_void_p, c_char_p, c_int64, _WORDS, c_int64, c_void_p)),
-    "pd_launch": (None, (c_void_p, c_int64)),
+    "pd_launch": (c_int64, (c_void_p, c_int64)),
     "pd_record": (None, (c_void_p,)),
     "pd_recorded": (c_void_p, (c_void_p,)),
     "pd_program_bytes": (c_int64, (c_void_p,)),
-    "pd_replay": (None, (c_void_p, c_void_p)),
+    "pd_replay": (c_int64, (c_void_p, c_void_p)),
+    "pd_move": (c_int64, (c_void_p, c_void_p, c_void_p, c_int64)),
+    "pd_reached": (c_int64, (c_void_p, c_int64)),
+    "pd_wait": (None, (c_void_p, c_int64)),
     "pd_forget": (None, (c_void_p,)),
     "pd_is_bf16": (c_int64, (c_void_p, c_int64)),
     "pd_pack_rows_bf16": (None, (c_void_p, c_int64, c_void_p)),

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from polydraft.errors import DeviceError
 
 WEIGHTS = ("exact", "bf16", "int8", "f32")
-PATTERN = "cpu[?threads=N&weights=exact|bf16|int8|f32&isa=NAME&pin=0|1]"
+PATTERN = "cpu[?threads=N&weights=exact|bf16|int8|f32&isa=NAME&pin=0|1&queue=0|1]"
+SWITCHES = ("pin", "queue")
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,8 @@ class CpuOptions:
     """Instruction level, see `doctor`; "": the best that the processor has."""
     pin: int = 1
     """Whether each further thread stays on one processor."""
+    queue: int = 1
+    """Whether launches and copies return before they have run; 0: they are done when they return."""
 
     @property
     def num_threads(self) -> int:
@@ -40,6 +43,11 @@ def usable_processors() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def says_no_queue(spec: str) -> bool:
+    """Whether a device string, right or wrong, asks for launches that are done when they return."""
+    return "queue=0" in spec.partition("?")[2].split("&")
 
 
 def parse(spec: str) -> CpuOptions:
@@ -55,8 +63,8 @@ def parse(spec: str) -> CpuOptions:
             raise DeviceError(f"device {spec!r} has the option {key!r}, known: {', '.join(fields)}; correct it")
         if key == "weights" and value not in WEIGHTS:
             raise DeviceError(f"device {spec!r}: weights is {value!r}, wanted one of {', '.join(WEIGHTS)}; correct it")
-        if key in ("threads", "pin") and not (value.isdecimal() and int(value) <= (1024 if key == "threads" else 1)):
+        if key in ("threads", *SWITCHES) and not (value.isdecimal() and int(value) <= (1024 if key == "threads" else 1)):
             wanted = "a number from 0 to 1024" if key == "threads" else "0 or 1"
             raise DeviceError(f"device {spec!r}: {key} is {value!r}, wanted {wanted}; correct it")
-        values[key] = int(value) if key in ("threads", "pin") else value
+        values[key] = int(value) if key in ("threads", *SWITCHES) else value
     return CpuOptions(**values)  # type: ignore[arg-type]

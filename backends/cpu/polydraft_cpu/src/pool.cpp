@@ -15,22 +15,6 @@ namespace {
 constexpr std::chrono::microseconds SPIN{300};  // the host's part of a step lies between two jobs
 constexpr int64_t PATIENCE = 2000;              // looks at the last part before the processor is offered to others
 
-inline void relax() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
-#endif
-}
-
-int64_t process_id() {
-#if defined(__unix__) || defined(__APPLE__)
-  return getpid();
-#else
-  return 0;
-#endif
-}
-
 // Keep a worker on one processor: the thread-th of those that this process may use.
 void pin(int64_t thread) {
 #if defined(__linux__)
@@ -51,17 +35,25 @@ void pin(int64_t thread) {
 
 }  // namespace
 
+int64_t process_id() {
+#if defined(__unix__) || defined(__APPLE__)
+  return getpid();
+#else
+  return 0;
+#endif
+}
+
 bool Team::usable() const {
-  return threads_ > 1 && !stopping_.load(std::memory_order_relaxed) && (helpers_.empty() || process_ == process_id());
+  return threads_ > 1 && !stopping_.load(std::memory_order_relaxed) && !lost();
 }
 
 void Team::start() {
   process_ = process_id();
-  for (int64_t t = 1; t < threads_; t++) helpers_.emplace_back([this, t] { help(t); });
+  for (int64_t t = 1; t <= helpers_wanted_; t++) helpers_.emplace_back([this, t] { help(t); });
 }
 
 void Team::wake() {
-  if (helpers_.empty()) start();
+  if (helpers_.empty() && helpers_wanted_ > 0) start();
   calls_.fetch_add(1, std::memory_order_seq_cst);
   if (sleepers_.load(std::memory_order_seq_cst) == 0) return;
   std::lock_guard<std::mutex> hold(mutex_);
@@ -118,11 +110,7 @@ void Team::sleep(uint32_t seen) {
 
 void Team::stop() {
   if (stopping_.exchange(true)) return;
-  if (helpers_.empty()) return;
-  if (process_ != process_id()) {
-    for (auto& helper : helpers_) helper.detach();  // they do not exist in this process
-    return;
-  }
+  if (helpers_.empty() || lost()) return;
   wake();
   for (auto& helper : helpers_) helper.join();
 }

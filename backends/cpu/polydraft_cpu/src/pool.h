@@ -13,12 +13,22 @@
 
 namespace pd {
 
+int64_t process_id();
+inline void relax() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
 class Team {
  public:
   // One part of a job; `thread` tells whose scratch memory it may use.
   using Part = void (*)(const void* job, int64_t part, int64_t parts, int64_t thread);
 
-  Team(int64_t threads, bool pinned) : threads_(threads), pinned_(pinned) {}
+  // `guests` of the threads are not the team's own: they come and claim parts as they like.
+  Team(int64_t threads, int64_t guests, bool pinned) : threads_(threads), helpers_wanted_(threads - 1 - guests), pinned_(pinned) {}
   ~Team() { stop(); }
   int64_t size() const { return threads_; }
   // Whether there are helpers: not after `stop`, and not in a forked child, which has none of its parent's threads.
@@ -27,15 +37,18 @@ class Team {
   void wake();
   // Run a job; returns when all its parts have ended. `parts` is at most 65535.
   void run(Part part, const void* job, int64_t parts);
+  // Do one part of the job in progress; whether there was one.
+  bool claim(int64_t thread);
   void stop();
+  // Whether the helpers are those of the parent process.
+  bool lost() const { return !helpers_.empty() && process_ != process_id(); }
 
  private:
   void start();
   void help(int64_t thread);
-  bool claim(int64_t thread);
   void sleep(uint32_t seen);
 
-  const int64_t threads_;
+  const int64_t threads_, helpers_wanted_;
   const bool pinned_;
   std::vector<std::thread> helpers_;
   int64_t process_ = 0;

@@ -1,7 +1,7 @@
 // The C interface: a context with a team of threads, kernels bound to arguments, programs of launches, packed weights.
 //
 // Python (`library.py`) is its only caller. Nothing throws out of it: what fails returns null or a negative number, and
-// `pd_error` says why. A context serves one thread at a time.
+// `pd_error` says why. One thread at a time issues to a context; any may wait.
 #include <algorithm>
 #include <cstring>
 #include <memory>
@@ -16,6 +16,7 @@
 
 #include "ops.h"
 #include "pool.h"
+#include "queue.h"
 
 #if defined(_WIN32)
 #define PD_EXPORT extern "C" __declspec(dllexport)
@@ -26,7 +27,7 @@
 namespace pd {
 namespace {
 
-constexpr int64_t ABI = 1;
+constexpr int64_t ABI = 2;
 constexpr int64_t PARTS = 2;  // a thread: a few more than one, so that a late thread leaves little undone
 thread_local std::string error;
 
@@ -45,12 +46,17 @@ struct Launch {
 };
 using Program = std::vector<Launch>;
 
+void perform(void* context, const Command& command);
+
+// A context with a queue has one guest in its team: who waits for the queue.
 struct Context {
   const Table* table;
   Team team;
   std::vector<std::unique_ptr<Op>> ops;
   std::unique_ptr<Program> recording;
-  Context(const Table* t, int64_t threads, bool pinned) : table(t), team(threads, pinned) {}
+  Queue queue;  // ends first
+  Context(const Table* t, int64_t threads, bool queued, bool pinned)
+      : table(t), team(threads, queued && threads > 1, pinned), queue(perform, this, team, queued) {}
 };
 
 bool worth(const Launch& l) { return l.op->kernel->worth && l.op->kernel->worth(l.op->words.data(), l.n); }
@@ -69,6 +75,28 @@ void run(Context& context, const Launch* launches, int64_t count) {
   for (const Launch* l = launches; l != launches + count; l++) {
     if (shared && worth(*l)) team.run(run_part, l, team.size() * PARTS);
     else run_part(l, 0, 1, 0);
+  }
+}
+
+void copy_part(const void* job, int64_t number, int64_t parts, int64_t) {
+  const Command& c = *static_cast<const Command*>(job);
+  const int64_t first = c.n * number / parts, last = c.n * (number + 1) / parts;
+  std::memcpy(static_cast<char*>(c.to) + first, static_cast<const char*>(c.what) + first, size_t(last - first));
+}
+
+void perform(void* context, const Command& c) {
+  Context& own = *static_cast<Context*>(context);
+  if (c.kind == Command::COPY || (c.kind == Command::SHARED_COPY && !own.team.usable())) {
+    copy_part(&c, 0, 1, 0);
+  } else if (c.kind == Command::SHARED_COPY) {
+    own.team.wake();
+    own.team.run(copy_part, &c, own.team.size() * 8);
+  } else if (c.kind == Command::REPLAY) {
+    const Program& program = *static_cast<const Program*>(c.what);
+    run(own, program.data(), int64_t(program.size()));
+  } else {
+    const Launch launch{static_cast<const Op*>(c.what), c.n};
+    run(own, &launch, 1);
   }
 }
 
@@ -133,16 +161,23 @@ PD_EXPORT const char* pd_levels() {
   return names.c_str();
 }
 
-PD_EXPORT Context* pd_open(const char* level, int64_t threads, int64_t pinned) {
+PD_EXPORT Context* pd_open(const char* level, int64_t threads, int64_t queued, int64_t pinned) {
   for (const Table* table : levels())
-    if (std::strcmp(table->name, level) == 0) return new (std::nothrow) Context(table, threads < 1 ? 1 : threads, pinned != 0);
+    if (std::strcmp(table->name, level) == 0)
+      return new (std::nothrow) Context(table, threads < 1 ? 1 : threads, queued != 0, pinned != 0);
   error = std::string("this processor has no ") + level + "; it has " + pd_levels();
   return nullptr;
 }
 
-// End the threads; launches still work, on the caller's thread alone.
-PD_EXPORT void pd_stop(Context* context) { context->team.stop(); }
-PD_EXPORT void pd_close(Context* context) { delete context; }
+// Carry out what was issued and end the threads; launches still work, on the caller's thread alone.
+PD_EXPORT void pd_stop(Context* context) {
+  context->queue.stop();
+  context->team.stop();
+}
+// A forked child keeps what it got: it cannot end threads that it does not have.
+PD_EXPORT void pd_close(Context* context) {
+  if (!context->queue.lost() && !context->team.lost()) delete context;
+}
 
 // The size of a kernel's argument record in words; -1 for a kernel that does not exist.
 PD_EXPORT int64_t pd_words(Context* context, const char* name, int64_t act) {
@@ -165,19 +200,27 @@ PD_EXPORT const Op* pd_bind(Context* context, const char* name, int64_t act, con
   return context->ops.back().get();
 }
 
-PD_EXPORT void pd_launch(const Op* op, int64_t n) {
+// Issuing: each returns the number of the command issued last, to be waited for.
+PD_EXPORT int64_t pd_launch(const Op* op, int64_t n) {
   Context& context = *op->context;
-  const Launch launch{op, n};
-  if (context.recording) context.recording->push_back(launch);
-  else if (n > 0 || op->kernel->act < 0) run(context, &launch, 1);  // some state kernels write their tails whatever n is
+  if (context.recording) context.recording->push_back(Launch{op, n});
+  else if (n > 0 || op->kernel->act < 0) context.queue.add({Command::LAUNCH, op, nullptr, n});  // some state kernels write tails
+  return context.queue.issued();
 }
+PD_EXPORT int64_t pd_replay(Context* context, const Program* program) {
+  return context->queue.add({Command::REPLAY, program, nullptr, 0});
+}
+PD_EXPORT int64_t pd_move(Context* context, void* to, const void* from, int64_t bytes) {
+  return context->queue.add({Command::COPY, from, to, bytes});
+}
+PD_EXPORT int64_t pd_reached(Context* context, int64_t number) { return context->queue.reached(number); }
+PD_EXPORT void pd_wait(Context* context, int64_t number) { context->queue.wait(number); }
 
 PD_EXPORT void pd_record(Context* context) { context->recording = std::make_unique<Program>(); }
 
 // End a recording; null where there was none.
 PD_EXPORT Program* pd_recorded(Context* context) { return context->recording.release(); }
 PD_EXPORT int64_t pd_program_bytes(const Program* program) { return int64_t(program->capacity() * sizeof(Launch)); }
-PD_EXPORT void pd_replay(Context* context, const Program* program) { run(*context, program->data(), int64_t(program->size())); }
 PD_EXPORT void pd_forget(Program* program) { delete program; }
 
 // -- weights ----------------------------------------------------------------------------------------------------------
@@ -240,25 +283,9 @@ PD_EXPORT void pd_cache_logical(const Cache* c, int64_t act, float* k, float* v,
         }
 }
 
-// Copy `bytes` with every thread, to know what the machine's memory allows.
-struct Copy {
-  char* to;
-  const char* from;
-  int64_t bytes;
-};
+// Copy `bytes` with every thread, behind everything that was issued, to know what the machine's memory allows.
 PD_EXPORT void pd_copy(Context* context, void* to, const void* from, int64_t bytes) {
-  const Copy copy{static_cast<char*>(to), static_cast<const char*>(from), bytes};
-  auto part = [](const void* job, int64_t number, int64_t parts, int64_t) {
-    const Copy& c = *static_cast<const Copy*>(job);
-    const int64_t first = c.bytes * number / parts, last = c.bytes * (number + 1) / parts;
-    std::memcpy(c.to + first, c.from + first, size_t(last - first));
-  };
-  if (!context->team.usable()) {
-    part(&copy, 0, 1, 0);
-    return;
-  }
-  context->team.wake();
-  context->team.run(part, &copy, context->team.size() * 8);
+  context->queue.wait(context->queue.add({Command::SHARED_COPY, from, to, bytes}));
 }
 
 }  // namespace pd

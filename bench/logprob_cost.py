@@ -1,11 +1,12 @@
 """What log probabilities cost the host of a step, and how long their record is, on the backend whose kernels cost nothing.
 
-64 streaming requests, K = 3, every draft accepted; five engines, whose requests want different things, take turns of five steps.
-`host`: what the engine's own thread spends on a step and on handing its news over (`Engine.step`, `Engine.take`), without the
-null backend's kernels. `ratio`: of a turn to the turn of the engine that may report log probabilities and whose requests want
-none; median and quartiles over the turns. `convert`: what another thread spends to make one record of the news (`Converter`, `pack`).
-`pack`: the reference's kernel that packs the record. The fixed record has 21 columns for every place of every window, as a
-record of fixed size would have, asked for or not: it is computed, copied and kept as if every request had asked for 20.
+64 streaming requests, K = 3, every draft accepted; five engines, whose requests want different things, take turns of eight
+steps. `host`: what the engine's own thread spends on a step and on handing its news over (`Engine.step`, `Engine.take`),
+without what the null device's kernels and copies take. `ratio`: of a turn to the turn of the engine that may report log
+probabilities and whose requests want none, each turn by the median of its steps; median and quartiles over the turns.
+`convert`: what another thread spends to make one record of the news (`Converter`, `pack`). `pack`: the reference's kernel
+that packs the record. The fixed record has 21 columns for every place of every window, as a record of fixed size would have,
+asked for or not: it is computed, copied and kept as if every request had asked for 20.
 
     python bench/logprob_cost.py --out bench/results/logprobs.json --page docs/serving.md
     python bench/logprob_cost.py --read bench/results/logprobs.json --page docs/serving.md
@@ -29,7 +30,7 @@ ROOT = Path(__file__).resolve().parent.parent
 MARKER = "<!-- figures: bench/results/logprobs.json -->\n\n"
 WISHES = {"no engine option": None, "nothing": None, "top 0": 0, "top 5": 5, "fixed 21 columns": 20}
 BASE = "nothing"
-BATCH, DRAFTS, TURN, NEW_TOKENS = 64, 3, 5, 2000
+BATCH, DRAFTS, TURN, NEW_TOKENS = 64, 3, 8, 2000
 
 
 class Engine:
@@ -54,20 +55,21 @@ class Engine:
         self.pack = self._timed_pack()
 
     def turn(self) -> tuple[float, float, int]:
-        """Five steps: host and converting microseconds a step, and bytes that came back in each."""
+        """Some steps: median host and mean converting microseconds of a step, and bytes that came back in each."""
         from polydraft.runtime.news import news_of, pack
 
-        counters, host, convert = self.engine.device.counters, 0, 0
-        before = counters.bytes_downloaded
+        counters, taken = self.engine.device.counters, []
+        before, host = counters.bytes_downloaded, []
         for _ in range(TURN):
             kernels, start = counters.extra["kernel_ns"], time.perf_counter_ns()
             self.engine.step()
-            taken = self.engine.take()
-            host += time.perf_counter_ns() - start - (counters.extra["kernel_ns"] - kernels)
-            start = time.perf_counter_ns()
-            pack([news_of(int(piece.request.id), piece) for piece in self.converter.pieces(taken)])
-            convert += time.perf_counter_ns() - start
-        return host / TURN / 1e3, convert / TURN / 1e3, (counters.bytes_downloaded - before) // TURN
+            taken.append(self.engine.take())
+            host.append(time.perf_counter_ns() - start - (counters.extra["kernel_ns"] - kernels))
+        start = time.perf_counter_ns()
+        for one in taken:
+            pack([news_of(int(piece.request.id), piece) for piece in self.converter.pieces(one)])
+        convert = time.perf_counter_ns() - start
+        return statistics.median(host) / 1e3, convert / TURN / 1e3, (counters.bytes_downloaded - before) // TURN
 
     def note(self) -> None:
         host, convert, words = self.turn()
@@ -157,7 +159,7 @@ def result(rows: list[dict[str, Any]], method: str) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--turns", type=int, default=90)
+    parser.add_argument("--turns", type=int, default=50)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--read", type=Path)
     parser.add_argument("--page", type=Path)

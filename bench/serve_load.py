@@ -1,10 +1,11 @@
-"""Load on a started server: many clients that stream, each held against the offline text; and what log probabilities cost.
+"""Load on a started server: many clients that stream, each held against the offline text.
 
-    python bench/serve_load.py --clients 200 --seconds 60            # writes bench/results/serving.json
-    python bench/serve_load.py --logprob-cost                        # adds the rows of log probabilities
+    python bench/serve_load.py --clients 200 --seconds 60 --page docs/serving.md
+    python bench/serve_load.py --clients 200 --seconds 60 --page docs/serving.md --backend cpu
 
-The clients are coroutines of one process beside the server's two. Reported: errors, texts that differ from the offline run, the
-time to the first token, the time between pieces, tokens a second, and the memory of both processes in the middle and at the end.
+Writes the row of a backend into bench/results/serving.json. The clients are coroutines of one process beside the server's two.
+Reported: errors, texts that differ from the offline run (on row-invariant arithmetic, so that none may), the time to the first
+token, the time between pieces, tokens a second, and the memory of both processes in the middle and at the end.
 """
 
 from __future__ import annotations
@@ -13,19 +14,20 @@ import argparse
 import asyncio
 import json
 import os
-import platform
-import statistics
 import subprocess
 import sys
 import time
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
+
+from logprob_cost import put_into, result
 
 ROOT = Path(__file__).resolve().parent.parent
 TARGET = ROOT / "bench" / "results" / "serving.json"
 PROMPTS = [f"def function_{i}(x):\n    " for i in range(16)]
 TOKENS = 24
+MARKER = "<!-- figures: bench/results/serving.json -->\n\n"
+ORDER = ("cpu", "reference")
 
 
 def rss_mib(pid: int) -> float:
@@ -35,10 +37,10 @@ def rss_mib(pid: int) -> float:
     return 0.0
 
 
-def offline(tokens: int) -> dict[str, str]:
+def offline(tokens: int, backend: str) -> dict[str, str]:
     from polydraft import LLM, SamplingParams
 
-    llm = LLM(backend="reference", invariant=True, max_num_seqs=16)
+    llm = LLM(backend=backend, invariant=True, max_num_seqs=16)
     outputs = llm.generate(PROMPTS, SamplingParams(max_new_tokens=tokens))
     return {prompt: output.text for prompt, output in zip(PROMPTS, outputs, strict=True)}
 
@@ -100,11 +102,11 @@ def percentile(values: list[float], share: float) -> float:
     return sorted(values)[min(int(len(values) * share), len(values) - 1)] if values else float("nan")
 
 
-def load(clients: int, seconds: float) -> dict[str, Any]:
-    wanted = offline(TOKENS)
+def load(clients: int, seconds: float, backend: str) -> dict[str, Any]:
+    wanted = offline(TOKENS, backend)
     command = [
         sys.executable, "-c", "from polydraft.cli import main; main()", "serve", "--port", "0", "--json",
-        "--backend", "reference", "--invariant", "--max-num-seqs", "32", "--max-requests", str(2 * clients),
+        "--backend", backend, "--invariant", "--max-num-seqs", "32", "--max-requests", str(2 * clients),
         "--queue-timeout", "300", "--log-file", os.devnull,
     ]  # fmt: skip
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
@@ -123,7 +125,7 @@ def load(clients: int, seconds: float) -> dict[str, Any]:
     middle, end = run.memory[len(run.memory) // 2], run.memory[-1]
     return {
         "what": "load", "shape": "demo", "draft_tokens": 3, "batch": 32,
-        "clients": clients, "seconds": round(took, 1), "backend": "reference", "invariant": True,
+        "clients": clients, "seconds": round(took, 1), "backend": backend, "invariant": True,
         "new_tokens": TOKENS, "texts": run.texts, "errors": run.errors, "texts_that_differ": run.wrong,
         "tokens_per_s": round(run.texts * TOKENS / took, 1), "ttft_ms": round(1e3 * percentile(run.ttft, 0.5), 1),
         "ttft_p99_ms": round(1e3 * percentile(run.ttft, 0.99), 1), "itl_p50_ms": round(1e3 * percentile(run.gaps, 0.5), 1),
@@ -132,68 +134,42 @@ def load(clients: int, seconds: float) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def logprob_cost(batch: int = 64, steps: int = 150, repeats: int = 7) -> list[dict[str, Any]]:
-    """Host time of a step on the null backend, and bytes that come back, by what every request of the batch asks for. The
-    variants take turns, so that a slow minute hits all of them."""
-    from polydraft import LLM, SamplingParams
+COLUMNS = (
+    "backend", "clients", "seconds", "texts", "errors", "texts that differ", "tokens/s", "first token, ms", "p99",
+    "between pieces, ms", "p99", "HTTP, MiB", "engine, MiB",
+)  # fmt: skip
 
-    wishes = {"engine without": None, "none": None, "emitted only": 0, "5": 5, "20": 20}
-    engines = {}
-    for name, wish in wishes.items():
-        most = None if name == "engine without" else 20
-        engine = LLM(backend="null", max_num_seqs=batch, draft_tokens=3, max_model_len=2048, logprobs=most).engine
-        for i in range(batch):
-            engine.add((5, i + 1), SamplingParams(max_new_tokens=2000, ignore_eos=True, logprobs=wish))
-        for _ in range(20):
-            engine.step()
-        engines[name] = engine
-    times: dict[str, list[float]] = {name: [] for name in wishes}
-    bytes_of = {}
-    for _ in range(repeats):
-        for name, engine in engines.items():
-            before, kernel = engine.device.counters.bytes_downloaded, engine.device.counters.extra["kernel_ns"]
-            start = time.perf_counter()
-            for _ in range(steps // 10):
-                engine.step()
-            took = time.perf_counter() - start - (engine.device.counters.extra["kernel_ns"] - kernel) / 1e9
-            times[name].append(1e6 * took / (steps // 10))
-            bytes_of[name] = (engine.device.counters.bytes_downloaded - before) // (steps // 10)
-    from polydraft.contracts.layout import record_words
 
-    return [
-        {
-            "what": "log probabilities", "shape": "demo", "batch": batch, "draft_tokens": 3, "asked": name, "backend": "null",
-            "host_us_per_step": round(statistics.median(values), 1),
-            "spread": [round(min(values), 1), round(max(values), 1)], "bytes_per_step": bytes_of[name],
-            "bytes_of_a_fixed_21_columns": 4 * record_words(batch, 4, 21), "repeats": repeats,
-        }
-        for name, values in times.items()
-    ]  # fmt: skip
+def markdown(rows: list[dict[str, Any]]) -> str:
+    """One line a backend."""
+    lines = [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
+    for row in rows:
+        rates = (f"{row[name]:,.0f}" for name in ("tokens_per_s", "ttft_ms", "ttft_p99_ms", "itl_p50_ms", "itl_p99_ms"))
+        memory = (f"{row[name][0]:.0f}, {row[name][1]:.0f}" for name in ("http_rss_mib", "engine_rss_mib"))
+        counts = (f"{row[name]:,}" for name in ("texts", "errors", "texts_that_differ"))
+        seconds = f"{row['seconds']:.0f}"
+        name = f"{row['backend']}{', invariant' if row['invariant'] else ''}"
+        lines.append(f"| {' | '.join((name, str(row['clients']), seconds, *counts, *rates, *memory))} |")
+    return "\n".join(lines) + "\n"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--clients", type=int, default=200)
     parser.add_argument("--seconds", type=float, default=60)
-    parser.add_argument("--logprob-cost", action="store_true")
+    parser.add_argument("--backend", default="reference")
     parser.add_argument("--out", type=Path, default=TARGET)
+    parser.add_argument("--page", type=Path)
     options = parser.parse_args()
-    rows = logprob_cost() if options.logprob_cost else [load(options.clients, options.seconds)]
+    row = load(options.clients, options.seconds, options.backend)
     kept = json.loads(options.out.read_text())["rows"] if options.out.exists() else []
-    rows = [row for row in kept if row["what"] != rows[0]["what"]] + rows
-    import numpy as np
-
-    from polydraft import __version__
-
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
-    content = {
-        "schema": "polydraft.bench/1", "date": datetime.now(timezone.utc).date().isoformat(), "commit": commit,
-        "device": f"CPU, {os.cpu_count()} cores", "driver": "none",
-        "versions": {"polydraft": __version__, "numpy": np.__version__, "python": platform.python_version()},
-        "method": (__doc__ or "").strip(), "rows": rows,
-    }  # fmt: skip
-    options.out.write_text(json.dumps(content, indent=1) + "\n")
-    print(json.dumps(rows, indent=1))
+    rows = [old for old in kept if old["what"] == "load" and old["backend"] != row["backend"]] + [row]
+    options.out.write_text(
+        json.dumps(result(sorted(rows, key=lambda r: -ORDER.index(r["backend"])), __doc__ or ""), indent=1) + "\n"
+    )
+    if options.page:
+        put_into(options.page, MARKER, markdown(json.loads(options.out.read_text())["rows"]))
+    print(json.dumps(row, indent=1))
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ Every text is the one that the offline interface gives for the same seed, on row
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import re
 import time
@@ -141,6 +142,28 @@ def test_chat_logprobs(client: Any) -> None:
     assert bytes(content[0].bytes).decode() == content[0].token
 
 
+def test_a_request_may_do_without_drafts(client: Any) -> None:
+    """The text is the same, and it says that none were verified."""
+    plain = complete(client, max_tokens=20, extra_body={"max_drafts": 0, "provenance": True})
+    assert plain.choices[0].text == offline(max_new_tokens=20).text
+    details = plain.usage.completion_tokens_details
+    assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (0, 0)
+    assert {token["source"] for token in plain.choices[0].provenance} == {"target"}
+
+
+def test_a_stream_with_provenance_tells_what_went_on_where(client: Any) -> None:
+    events = list(complete(client, stream=True, max_tokens=20, extra_body={"provenance": True}))
+    spans = [span for event in events for span in event.choices[0].timing["spans"]]
+    assert {side for side, *_ in spans} == {"host", "device"}
+    assert {"plan", "commit"} <= {name for side, name, *_ in spans if side == "host"}
+    steps = [(name, start, ms) for side, name, start, ms in spans if side == "device"]
+    assert len(steps) >= len(events) - 1
+    for (name, start, ms), (other, after, _) in itertools.pairwise(steps):
+        assert name != other
+        assert start + ms <= after + 0.01, "a synchronous device does one step after the other"
+    assert "synchronous" in events[0].choices[0].timing["device_times"]
+
+
 @pytest.mark.parametrize("streaming", [False, True])
 def test_provenance_is_an_extra_that_is_asked_for(client: Any, streaming: bool) -> None:
     wanted = offline(max_new_tokens=12, logprobs=0).tokens
@@ -199,17 +222,23 @@ def test_metrics_have_vllms_names_and_count(client: Any, server: Served) -> None
         "vllm:spec_decode_num_drafts_total", "vllm:spec_decode_num_draft_tokens_total",
         "vllm:spec_decode_num_accepted_tokens_total", "vllm:spec_decode_num_accepted_tokens_per_pos_total",
         "polydraft:acceptance_per_position", "polydraft:tokens_per_round", "polydraft:host_gap_seconds",
-        "polydraft:device_idle_ratio",
+        "polydraft:device_idle_ratio", "vllm:prefix_cache_queries_total", "vllm:prefix_cache_hits_total",
+        "vllm:num_preemptions_total", "vllm:request_prompt_tokens_count", "vllm:request_generation_tokens_sum",
     ):  # fmt: skip
         assert name in values, name
     assert values["vllm:generation_tokens_total"] >= 12
-    assert 0 <= values["polydraft:device_idle_ratio"] <= 1.01
+    assert 0 <= values["polydraft:device_idle_ratio"] < 1, "the device has worked"
+    assert values["vllm:prefix_cache_queries_total"] >= values["vllm:prefix_cache_hits_total"]
+    assert 12 <= values["vllm:request_generation_tokens_sum"] <= values["vllm:generation_tokens_total"], "cancelled ones apart"
 
 
 def test_the_log_has_no_text_of_anybody(client: Any, server: Served) -> None:
     complete(client, prompt="w11 w12 w13 w14")
+    for wrong in ({"stop": ["w11", ""]}, {"extra_body": {"bad_words": ["w11", 5]}}, {"logit_bias": {"w11": 1}}):
+        with pytest.raises(openai.BadRequestError):
+            complete(client, **wrong)
     text = server.log.read_text(encoding="utf-8")
-    assert "w11" not in text
+    assert "w11" not in text, "nor what an error repeats of a request"
     assert any(event["event"] == "request" and event["completion_tokens"] for event in server.events())
 
 

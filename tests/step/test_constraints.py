@@ -35,14 +35,16 @@ SCHEMA = {
 }  # fmt: skip
 REGEX = r"return [a-z]{2,9}\([0-9]{2}\)"
 LARK = 'start: "yes" | "no" | "maybe " /[a-c]{3}/'
+EBNF = 'root ::= answer | "maybe " letter letter letter\nanswer ::= "yes" | "no"\nletter ::= [a-c]'
 CASES: dict[str, dict[str, Any]] = {
     "schema": {"constraint": {"json_schema": SCHEMA}},
     "regex": {"constraint": {"regex": REGEX}},
     "lark": {"constraint": {"lark": LARK}},
+    "ebnf": {"constraint": {"ebnf": EBNF}},
     "sampled schema": {"constraint": {"json_schema": SCHEMA}, "temperature": 0.9, "seed": 4},
     "processed regex": {"constraint": {"regex": REGEX}, "repetition_penalty": 1.2},
 }
-PROMPTS = ((5, 9, 33), (7, 7, 12), (1, 30), (44, 2, 2, 8), (21,))
+PROMPTS = ((5, 9, 33), (7, 7, 12), (1, 30), (1, 30), (44, 2, 2, 8), (21,))
 
 
 def prompt_of(name: str) -> tuple[int, ...]:
@@ -74,7 +76,7 @@ def holds(name: str, text: str) -> bool:
     """Whether a text is what its constraint says, by another judge than the grammar."""
     if "regex" in name:
         return re.fullmatch(REGEX, text) is not None
-    if name == "lark":
+    if name in ("lark", "ebnf"):
         return re.fullmatch("yes|no|maybe [a-c]{3}", text) is not None
     import jsonschema
 
@@ -229,6 +231,8 @@ def test_thinking_counts_spelt_and_broken_ends() -> None:
         ({"constraint": {"regex": "(["}}, "the regex of the request cannot be used"),
         ({"constraint": {"json_schema": {"type": "nonsense"}}}, "the json_schema of the request cannot be used"),
         ({"constraint": {"lark": "start: )"}}, "the lark of the request cannot be used"),
+        ({"constraint": {"ebnf": "root ::= ("}}, "the ebnf of the request cannot be used"),
+        ({"constraint": {"grammar": "neither"}}, "the grammar of the request cannot be used"),
         ({"thinking_limit": 3}, "does not know what ends thinking"),
     ],
 )
@@ -270,3 +274,9 @@ def test_steps_without_constrained_requests_upload_nothing() -> None:
     before = served.device.counters.copy()
     served.step()
     assert served.device.counters.uploads == before.uploads
+
+
+def test_a_grammar_is_taken_in_either_notation() -> None:
+    served = letters(draft_tokens=3, constraints=True)
+    asks = [Ask(prompt_of("lark"), params("lark", constraint={"grammar": text})) for text in (LARK, EBNF)]
+    assert [output.text for output in drive(served, asks)] == [plain("lark").text, plain("ebnf").text]

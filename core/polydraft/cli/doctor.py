@@ -89,6 +89,7 @@ def _backend(found: Found, packs: Sequence[str]) -> dict[str, Any]:
         "reason": info.reason if info else found.problem,
         "device_pattern": info.device_pattern if info else None,
         "devices": list(info.devices) if info else [],
+        "notes": list(info.notes) if info else [],
         "capabilities": info.capabilities.describe() if info else None,
         "contracts": {
             "implemented": [name for name in every if name in have],
@@ -203,6 +204,7 @@ def _show_backend(screen: Any, backend: dict[str, Any]) -> None:
     claim = f"{backend['evidence']} ({backend['evidence_on']})" if backend["evidence_on"] else backend["evidence"]
     rows = [
         ("reason", backend["reason"]),
+        *(("note", note) for note in backend["notes"]),
         ("summary", backend["summary"]),
         ("plugin", f"{backend['package'] or 'unknown'}, {backend['origin']}, digest {backend['digest'] or 'unknown'}"),
         ("devices", ", ".join(backend["devices"]) or f"none found, wanted {pattern}"),

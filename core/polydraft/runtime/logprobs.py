@@ -96,6 +96,8 @@ class Logprobs:
         device.load(self._row_of_seq, np.arange(nl, dtype=np.int32))
         self._ring = [self._landing(i) for i in range(depth + 1)]
         self._sent: dict[str, Array] = {}
+        self._coming: list[tuple[Wanted | None, Wanted | None]] = [(None, None)] * len(self._ring)
+        """What the records of each step in flight have to be."""
         self._of: tuple[Array | None, Array | None] = None, None
         self._last: tuple[Wanted | None, None] = None, None
         """What the records of the last plan without prompt rows have to be, and the arrays that say so."""
@@ -200,8 +202,9 @@ class Logprobs:
 
     def download(self, stream: Stream, plan: StepPlan) -> None:
         """Enqueue the copies of the records, as long as they can be."""
-        tokens, prompt = self._wanted(plan)
-        landing = self._ring[plan.step_id % len(self._ring)].records
+        place = plan.step_id % len(self._ring)
+        tokens, prompt = self._coming[place] = self._wanted(plan)
+        landing = self._ring[place].records
         if tokens is not None:
             self._device.download(stream, landing[0], self._window.record, tokens.words)
         if prompt is not None:
@@ -210,8 +213,8 @@ class Logprobs:
     def collect(self, plan: StepPlan) -> tuple[PackedLogprobs | None, PackedLogprobs | None]:
         """The records of a step whose event has completed: of its tokens, and of prompt tokens. Raises `RecordError` where a
         header is not what was asked for."""
-        tokens, prompt = self._wanted(plan)
-        landing = self._ring[plan.step_id % len(self._ring)].records
+        place = plan.step_id % len(self._ring)
+        (tokens, prompt), landing = self._coming[place], self._ring[place].records
         return (
             None if tokens is None else PackedLogprobs(landing[0].array, tokens),
             None if prompt is None else PackedLogprobs(landing[1].array, prompt),

@@ -44,6 +44,8 @@ class Scheduler:
         self.share_prefixes = share_prefixes
         self.waiting: deque[Request] = deque()
         self.num_preemptions = 0
+        self.num_looked_up = 0
+        """Tokens that were looked for in the prefix cache."""
         self.admits: Admission = "all"
         """Of those that wait everybody, those that have been in a slot already, or nobody."""
         self._step_id = 0
@@ -167,6 +169,7 @@ class Scheduler:
             return False
         self.slots.occupy(slot, request, known=known, prefill_len=prefill_len, num_cached=len(shared) * limits.block_size)
         grants.append(ledger.adopt(slot, shared, known))
+        self.num_looked_up += prefill_len * share
         if request.params.max_drafts == 0:
             ledger.keep_private(slot)  # steps without drafts leave the proposer's rows unwritten
         grants.append(ledger.grant(np.array([slot]), np.array([rest])))

@@ -169,10 +169,7 @@ def usage(choices: Sequence[Choice], num_prompts: int) -> dict[str, Any]:
         "completion_tokens_details": {
             "accepted_prediction_tokens": accepted,
             "rejected_prediction_tokens": drafted - accepted,
-            "reasoning_tokens": 0,
-            "audio_tokens": 0,
         },
-        "prompt_tokens_details": {"cached_tokens": 0, "audio_tokens": 0},
     }
 
 

@@ -63,7 +63,8 @@ class Routes:
                 self._service.metrics.refused(told.status)
                 unexpected = told.status == 500 and not isinstance(error, HttpError)
                 where = {"traceback": traceback.format_exception(error)} if unexpected else {}
-                self._log.tell("refused", path=request.url.path, status=told.status, error=str(told), **where)
+                error_text = self._log.sentence(str(told), told.kind, told.status)
+                self._log.tell("refused", path=request.url.path, status=told.status, error=error_text, **where)
                 return told.response()
 
         return call

@@ -28,6 +28,9 @@ class Lanes:
         self._launched: dict[int, float] = {}
         self._spans: list[wire.Span] = []
         self.said = EXACT if self._exact else BOUND
+        self.busy_s = 0.0
+        """Time in which the device was at work, as far as the lanes know."""
+        self._until = 0.0
 
     def drain(self) -> list[wire.Span]:
         """What has ended since the last time, in order of its end."""
@@ -53,4 +56,7 @@ class Lanes:
         del self._spans[:-MOST_SPANS]
 
     def _add(self, side: str, name: str, start_s: float, end_s: float) -> None:
+        if side == "device":  # steps in flight overlap
+            self.busy_s += max(end_s - max(start_s, self._until), 0.0)
+            self._until = max(self._until, end_s)
         self._spans.append((side, name, round(1e3 * start_s, 3), round(1e3 * (end_s - start_s), 3)))

@@ -39,6 +39,10 @@ class Log:
         """Fields that hold text: themselves where that was asked for, else nothing."""
         return fields if self.prompts else {}
 
+    def sentence(self, error: str, kind: str, status: int) -> str:
+        """An error as it may be written: what a client is told of its own mistake may repeat what it sent."""
+        return error if self.prompts or status not in (400, 404) else kind
+
     def close(self) -> None:
         """Close the file."""
         if self._out is not None:

@@ -15,6 +15,7 @@ from prometheus_client.registry import Collector
 from polydraft.serving.wire import Stats
 
 SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96)
+TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
 LABELS = ("model_name",)
 
 
@@ -31,17 +32,20 @@ class _Engine(Collector):
 
     def _families(self, s: Stats) -> Iterator[Metric]:
         rounds, share = max(s.rounds, 1), (s.kv_blocks - s.kv_blocks_free) / max(s.kv_blocks, 1)
+        idle = max(1 - s.device_busy_s / max(s.uptime_s, 1e-9), 0.0)
         for name, text, value in (
             ("vllm:num_requests_running", "Requests that hold a slot.", s.running),
             ("vllm:num_requests_waiting", "Requests that wait for one.", s.waiting),
             ("vllm:kv_cache_usage_perc", "Share of the KV blocks in use, from 0 to 1.", share),
             ("polydraft:tokens_per_round", "Tokens that a decode round put out, on average.", 1 + s.accepted / rounds),
             ("polydraft:host_gap_seconds", "Host time between two steps, on average.", s.host_gap_s / max(s.steps, 1)),
-            ("polydraft:device_idle_ratio", "Share of time in which there was no work.", s.idle_s / max(s.uptime_s, 1e-9)),
+            ("polydraft:device_idle_ratio", "Share of time in which the device had nothing to do, at least.", idle),
         ):
             yield self._one(GaugeMetricFamily, name, text, value)
         for name, text, value in (
             ("vllm:num_preemptions", "Requests that had to make room.", s.preemptions),
+            ("vllm:prefix_cache_queries", "Tokens looked up in the prefix cache.", s.prefix_queries),
+            ("vllm:prefix_cache_hits", "Tokens found there.", s.prefix_hits),
             ("vllm:spec_decode_num_drafts", "Decode rounds with drafts to verify.", s.rounds),
             ("vllm:spec_decode_num_draft_tokens", "Drafts that the target verified.", s.drafted),
             ("vllm:spec_decode_num_accepted_tokens", "Drafts that became output.", s.accepted),
@@ -96,10 +100,14 @@ class Metrics:
         ).labels(model)
         self.ttft = histogram("vllm:time_to_first_token_seconds", "From the request to its first token.")
         self.itl = histogram("vllm:inter_token_latency_seconds", "Between two pieces of a text, by token.")
+        self.prompt_length = histogram("vllm:request_prompt_tokens", "Tokens of the prompt, by request.", TOKENS)
+        self.text_length = histogram("vllm:request_generation_tokens", "Tokens of the text, by request.", TOKENS)
         self.e2e = histogram("vllm:e2e_request_latency_seconds", "From the request to the end of its text.")
 
-    def ended(self, reason: str) -> None:
+    def ended(self, reason: str, prompt_tokens: int, new_tokens: int) -> None:
         """A text ended."""
+        self.prompt_length.observe(prompt_tokens)
+        self.text_length.observe(new_tokens)
         self._success.labels(self._model, reason).inc()
 
     def refused(self, status: int) -> None:

@@ -158,7 +158,7 @@ class Service:
                     last[index] = now
                 if news.finish:
                     self.metrics.e2e.observe(now - job.begin)
-                    self.metrics.ended(news.finish)
+                    self.metrics.ended(news.finish, len(choice.prompt_ids), len(choice.token_ids))
                 if news.finish == "error":
                     raise HttpError(500, f"the text ended with an error: {news.error}", "server_error")
                 yield choice, text
@@ -256,7 +256,7 @@ class Service:
     def _describe(self, job: Job, error: Exception) -> dict[str, Any]:
         """The last event of a stream that broke."""
         told = as_http(error)
-        self._ended(job, told.status, str(told))
+        self._ended(job, told.status, self.log.sentence(str(told), told.kind, told.status))
         return error_body(str(told), told.kind, told.status)
 
 

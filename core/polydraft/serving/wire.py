@@ -124,6 +124,12 @@ class Stats(msgspec.Struct, tag=True, frozen=True):
     """Without any work, and so without anything for the device."""
     uptime_s: float
     failure: str
+    device_busy_s: float
+    """In which the device was at work; an upper bound where its times are."""
+    prefix_queries: int
+    """Tokens of admitted prompts that were looked up in the prefix cache."""
+    prefix_hits: int
+    """Of which so many were there."""
 
 
 Command = Start | Add | Abort | UpdateWeights | AskStats | Stop

@@ -240,13 +240,17 @@ class Worker:
             self._lanes.note()
 
     def _stats(self, engine: Engine) -> wire.Stats:
-        totals, slots, ledger = engine.totals, engine.slots, engine.ledger
+        totals, slots, ledger, lanes = engine.totals, engine.slots, engine.ledger, self._lanes
+        if lanes is not None:
+            lanes.note()
         return wire.Stats(
             running=int((slots.phase != Phase.IDLE).sum()), waiting=len(engine.scheduler.waiting), kv_blocks=ledger.num_blocks,
             kv_blocks_free=ledger.num_free, steps=totals.steps, new_tokens=totals.new_tokens, rounds=totals.rounds,
             drafted=totals.drafted, accepted=totals.accepted, drafted_at=list(totals.drafted_at),
             accepted_at=list(totals.accepted_at), preemptions=engine.scheduler.num_preemptions, step_s=self._step_s,
             host_gap_s=self._gap_s, idle_s=self._idle_s, uptime_s=time.monotonic() - self._begin, failure=engine.failure,
+            device_busy_s=lanes.busy_s if lanes is not None else 0.0, prefix_queries=engine.scheduler.num_looked_up,
+            prefix_hits=ledger.num_hits,
         )  # fmt: skip
 
 

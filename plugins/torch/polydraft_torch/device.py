@@ -81,10 +81,10 @@ class TorchDevice(ReferenceDevice):
 
     def load(self, target: Buffer, value: Array) -> None:
         """As `Device.load`: behind all work, for the host writes here itself."""
-        self.finish()
+        self.settle()
         super().load(target, value)
 
-    def finish(self) -> None:
+    def settle(self) -> None:
         """Block until the queue is empty."""
         if self._open:
             done = threading.Event()
@@ -94,7 +94,7 @@ class TorchDevice(ReferenceDevice):
     def synchronize(self) -> None:
         """As `Device.synchronize`."""
         self.counters.host_syncs += 1
-        self.finish()
+        self.settle()
         self.raise_failure()
 
     def close(self) -> None:

@@ -14,7 +14,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from polydraft.backend import CacheSpec, Weight
+from polydraft.backend import CacheSpec
 from polydraft.bring_up import contract_versions
 from polydraft.contracts.base import Limits, Provider, Workspace
 from polydraft.device import Array, Launch, Stream
@@ -171,12 +171,12 @@ class TorchCache:
 
     def read_logical(self) -> tuple[Array, Array]:
         """As `Cache.read_logical`."""
-        self._device.finish()
+        self._device.settle()
         return self.array[0].copy(), self.array[1].copy()
 
     def write_logical(self, k: Array, v: Array) -> None:
         """As `Cache.write_logical`."""
-        self._device.finish()
+        self._device.settle()
         self.array[...] = np.stack((k, v))
 
 
@@ -214,11 +214,6 @@ class TorchTable(NumpyTable):
         self.versions: Mapping[str, int] = contract_versions()
         own = {name: TorchProvider(device, kernel) for name, kernel in OWN.items()}
         self.providers: Mapping[str, Provider] = {name: own.get(name, self.providers[name]) for name in self.versions}
-
-    def prepare_weight(self, role: str, value: Array, dtype: str, previous: Weight | None = None) -> Weight:
-        """As `KernelTable.prepare_weight`."""
-        self._torch.finish()
-        return super().prepare_weight(role, value, dtype, previous)
 
     def allocate_cache(self, spec: CacheSpec) -> TorchCache:  # type: ignore[override]  # own attention reads it
         """As `KernelTable.allocate_cache`."""

@@ -267,14 +267,14 @@ def test_a_stream_whose_engine_dies_ends_with_an_error(serve: Callable[..., Serv
 
 
 @pytest.mark.deep
-def test_a_server_that_is_stopped_while_its_engine_starts_anew_ends(serve: Callable[..., Served]) -> None:
+@pytest.mark.parametrize("gap", [0, 0.05, 0.3, 1.0])
+def test_a_server_that_is_stopped_while_its_engine_starts_anew_ends(serve: Callable[..., Served], gap: float) -> None:
     served = serve()
     os.kill(worker(served), signal.SIGKILL)
+    time.sleep(gap)
     assert served.stop() == 0
-    again = serve()
-    os.kill(worker(again), signal.SIGKILL)
-    time.sleep(0.3)
-    assert again.stop() == 0
+    assert served.events()[-1]["event"] == "stopped"
+    assert not [event for event in served.events() if event["event"] == "http"], "and quietly"
 
 
 def test_sigterm_lets_texts_end_and_refuses_new_ones(serve: Callable[..., Served]) -> None:

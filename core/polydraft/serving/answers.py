@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+from polydraft.device import Array
 from polydraft.models.tokenizer import Tokenizer
 from polydraft.runtime.news import News
 from polydraft.runtime.provenance import origins
@@ -37,6 +38,14 @@ class TokenTexts:
         return self._known[token]
 
 
+class Rows(NamedTuple):
+    """Log probabilities of some tokens, [n, C] and [n], copied out of the record that brought them."""
+
+    ids: Array
+    logprobs: Array
+    draft_logprobs: Array
+
+
 class Choice:
     """One text on its way to a client."""
 
@@ -50,8 +59,8 @@ class Choice:
         self.finish = ""
         self.error = ""
         self._timing: dict[str, Any] = {"step_ms": 0.0, "host_gap_ms": 0.0, "spans": []}
-        self._rows: list[tuple[News, int]] = []
-        self._prompt_rows: tuple[News, int] | None = None
+        self._rows: list[tuple[Rows, int]] = []
+        self._prompt_rows: tuple[Rows, int] | None = None
         self._told = 0
         self._offset = 0
 
@@ -63,9 +72,10 @@ class Choice:
         self.round_drafts += news.round_drafts.tolist()
         self.forced.update(news.forced.tolist())
         if len(news.ranks):
-            self._rows += [(news, row) for row in range(len(self.token_ids) - start)]
+            rows = Rows(news.ids.copy(), news.logprobs.copy(), news.draft_logprobs.copy())
+            self._rows += [(rows, row) for row in range(len(self.token_ids) - start)]
             if len(news.ranks) > len(news.token_ids):
-                self._prompt_rows = news, len(news.token_ids)
+                self._prompt_rows = rows, len(news.token_ids)
         self.text += news.text
         self.finish, self.error = news.finish, news.error
         return news.text
@@ -98,9 +108,9 @@ class Choice:
                 record |= {"draft_position": position or None, "round": number if number >= 0 else None}
                 record["round_drafts"] = self.round_drafts[number] if number >= 0 else None
                 if place < len(self._rows):
-                    news, row = self._rows[place]
-                    record["probability"] = math.exp(float(news.logprobs[row, 0]))
-                    drawn = float(news.draft_logprobs[row])
+                    rows, row = self._rows[place]
+                    record["probability"] = math.exp(float(rows.logprobs[row, 0]))
+                    drawn = float(rows.draft_logprobs[row])
                     record["draft_probability"] = None if math.isnan(drawn) else math.exp(drawn)
                 told.append(record)
         return told
@@ -109,8 +119,7 @@ class Choice:
         """`logprobs` of a chat's choice."""
         content = []
         for place in places:
-            news, row = self._rows[place]
-            pairs = self._pairs(news, row)
+            pairs = self._pairs(*self._rows[place])
             one = self._chat_token(*pairs[0])
             content.append({**one, "top_logprobs": [self._chat_token(*pair) for pair in pairs[1 : top + 1]]})
         return {"content": content, "refusal": None}
@@ -130,13 +139,13 @@ class Choice:
             told[part].append(value)
         self._offset = len(first)
         if self._prompt_rows is not None:
-            news, start = self._prompt_rows
-            for row in range(start, len(news.ranks)):
-                self._add_row(told, news, row, top)
+            rows, start = self._prompt_rows
+            for row in range(start, len(rows.ids)):
+                self._add_row(told, rows, row, top)
         return told
 
-    def _add_row(self, told: dict[str, list[Any]], news: News, row: int, top: int) -> None:
-        pairs = self._pairs(news, row)
+    def _add_row(self, told: dict[str, list[Any]], rows: Rows, row: int, top: int) -> None:
+        pairs = self._pairs(rows, row)
         text = self._texts.of(pairs[0][0])
         told["tokens"].append(text)
         told["token_logprobs"].append(pairs[0][1])
@@ -145,8 +154,8 @@ class Choice:
         self._offset += len(text)
 
     @staticmethod
-    def _pairs(news: News, row: int) -> list[tuple[int, float]]:
-        ids, values = news.ids[row].tolist(), news.logprobs[row].tolist()
+    def _pairs(rows: Rows, row: int) -> list[tuple[int, float]]:
+        ids, values = rows.ids[row].tolist(), rows.logprobs[row].tolist()
         return [(t, v if math.isfinite(v) else IMPOSSIBLE) for t, v in zip(ids, values, strict=True) if t != NO_TOKEN]
 
     def _chat_token(self, token: int, value: float) -> dict[str, Any]:

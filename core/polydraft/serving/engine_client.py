@@ -26,6 +26,8 @@ from polydraft.serving import wire
 
 MOST_RESTARTS, RESTART_WINDOW_S = 5, 120.0
 """More deaths than this within the window, and the server gives up on its engine."""
+MOST_WAITING = 4096
+"""Pieces of news that may wait for one client."""
 STOP_S = 5.0
 """Seconds that a worker has to leave when it is asked to."""
 
@@ -40,6 +42,10 @@ class Busy(PolydraftError):  # noqa: N818  likewise
     def __init__(self, message: str, retry_s: int) -> None:
         super().__init__(message)
         self.retry_s = retry_s
+
+
+class Overrun(PolydraftError):  # noqa: N818  likewise
+    """A client takes its text so slowly that it is given up."""
 
 
 class Delivery(NamedTuple):
@@ -65,6 +71,7 @@ class EngineClient:
         self._handles, self._numbers = itertools.count(1), itertools.count(1)
         self._done: dict[int, asyncio.Future[str]] = {}
         self._stats: list[asyncio.Future[wire.Stats]] = []
+        self._aborts: set[asyncio.Future[None]] = set()
         self._changed = asyncio.Event()
         self._deaths: list[float] = []
         self.restarts = 0
@@ -131,8 +138,9 @@ class EngineClient:
         """Talk to a process until it ends; returns its status."""
         death = asyncio.create_task(asyncio.to_thread(process.wait))
         reader = asyncio.create_task(self._read(events))
-        await commands.send(wire.encode(wire.Start(self._config)))
+        start = asyncio.ensure_future(commands.send(wire.encode(wire.Start(self._config))))  # sent once it has connected
         await asyncio.wait((death, reader), return_when=asyncio.FIRST_COMPLETED)
+        start.cancel()
         if not death.done():  # what the process said could not be read
             process.kill()
         status = await death
@@ -202,16 +210,33 @@ class EngineClient:
     def _deliver(self, event: wire.News) -> None:
         """News to their queues; those of requests that nobody waits for any more are dropped."""
         for news in unpack(event.record):
-            if news.handle in self._waiting:
-                self._waiting[news.handle].put_nowait(Delivery(news, event.step_ms, event.host_gap_ms, event.spans))
+            queue = self._waiting.get(news.handle)
+            if queue is None:
+                continue
+            if queue.qsize() < MOST_WAITING:
+                queue.put_nowait(Delivery(news, event.step_ms, event.host_gap_ms, event.spans))
+            else:
+                self._drop(queue)
+
+    def _drop(self, queue: asyncio.Queue[Delivery | PolydraftError]) -> None:
+        """Nobody takes what comes for some requests: end them. Whoever looks at last gets what there was, and then the error."""
+        handles = [handle for handle, other in self._waiting.items() if other is queue]
+        for handle in handles:
+            del self._waiting[handle]
+        task = asyncio.ensure_future(self._abort(handles))
+        self._aborts.add(task)
+        task.add_done_callback(self._aborts.discard)
+        queue.put_nowait(Overrun(f"{MOST_WAITING} pieces of the text wait for the client, which takes none; read faster"))
 
     async def stop(self) -> None:
         """Ask the process to leave, and end it where it does not."""
-        process = self._process
-        if self.state not in ("failed", "stopped"):
+        process, before = self._process, self.state
+        if before not in ("failed", "stopped"):
             self._become("stopped")
-        with contextlib.suppress(EngineGone, zmq.ZMQError, asyncio.TimeoutError):
-            await asyncio.wait_for(self._send(wire.Stop()), STOP_S)
+        if process is not None and before in ("starting", "restarting"):
+            process.kill()  # it has nothing to end
+        with contextlib.suppress(EngineGone, zmq.ZMQError, asyncio.TimeoutError, asyncio.CancelledError):
+            await asyncio.wait_for(self._send(wire.Stop()), STOP_S)  # cancelled where the socket is closed meanwhile
         if process is not None:
             try:
                 await asyncio.to_thread(process.wait, STOP_S)
@@ -257,10 +282,13 @@ class EngineClient:
                     self._waiting.pop(news.handle, None)
                 yield handles[news.handle], delivery
         finally:
-            for handle in left:
-                self._waiting.pop(handle, None)
-                with contextlib.suppress(EngineGone, zmq.ZMQError):
-                    await asyncio.shield(self._send(wire.Abort(handle)))
+            await asyncio.shield(self._abort([handle for handle in left if self._waiting.pop(handle, None) is not None]))
+
+    async def _abort(self, handles: Sequence[int]) -> None:
+        """End requests that nobody waits for any more."""
+        for handle in handles:
+            with contextlib.suppress(EngineGone, zmq.ZMQError):
+                await self._send(wire.Abort(handle))
 
     async def stats(self, timeout_s: float = 2.0) -> wire.Stats:
         """Counts of the engine now. Raises `EngineGone`, or `TimeoutError` where it does not answer in time."""

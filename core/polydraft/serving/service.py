@@ -24,7 +24,7 @@ from polydraft.models.chat_template import ChatTemplate
 from polydraft.models.tokenizer import Tokenizer
 from polydraft.serving import protocol
 from polydraft.serving.answers import FINISH, Choice, TokenTexts, error_body, usage
-from polydraft.serving.engine_client import Busy, EngineClient, EngineGone
+from polydraft.serving.engine_client import Busy, EngineClient, EngineGone, Overrun
 from polydraft.serving.http import EventStream, HttpError, until_gone
 from polydraft.serving.logs import Log
 from polydraft.serving.metrics import Metrics
@@ -290,6 +290,8 @@ def as_http(error: Exception) -> HttpError:
         return HttpError(429, str(error), "rate_limit_error", error.retry_s)
     if isinstance(error, RequestError):
         return HttpError(400, str(error))
+    if isinstance(error, Overrun):
+        return HttpError(408, str(error), "timeout_error")
     if isinstance(error, EngineGone):
         return HttpError(503, str(error), "server_error", 2)
     if isinstance(error, asyncio.TimeoutError):

@@ -17,7 +17,7 @@ EMULATED := $(wildcard plugins/paddle-emu-device/src/* plugins/paddle-emu-device
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:  # two targets would install into the same .venv at once
-.PHONY: help demo test check deep coverage pages format clean
+.PHONY: help demo test check conform matrix deep paddle-oldest coverage pages format clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' Makefile
@@ -26,7 +26,7 @@ demo: $(CORE)  ## generate text with the embedded demo model on the default back
 	$(BIN)/polydraft generate "$(PROMPT)" --draft-tokens 3
 
 # One BLAS thread: the tests use tiny matrices, and threads that spin for each other are slow on a busy machine.
-test deep coverage: export OPENBLAS_NUM_THREADS := 1
+test conform matrix deep paddle-oldest coverage: export OPENBLAS_NUM_THREADS := 1
 test: $(TEST)  ## run every test that needs no accelerator
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
@@ -36,8 +36,20 @@ check: $(DEV)  ## lint, formatting and types
 	$(BIN)/mypy
 	$(BIN)/pre-commit validate-config
 
+conform: $(TEST)  ## claim `basic` of every backend that needs no accelerator, and the most of one in turn
+	$(BIN)/python tools/conform_in_turn.py
+
+matrix: $(TEST)  ## run the kit on those backends and write the table of docs/backends/matrix.md
+	$(BIN)/python tools/make_matrix.py
+
 deep: $(TEST)  ## run the tests that take minutes each
 	$(BIN)/python -m pytest -n 2 --dist load -v -m deep --timeout=1800 --hypothesis-profile=deep
+
+# Nearly a gigabyte, so it is neither part of `test` nor of `deep`.
+paddle-oldest:  ## run the tests of the Paddle backends on the oldest Paddle they support, in .venv-paddle-oldest
+	$(PYTHON) -m venv .venv-paddle-oldest
+	.venv-paddle-oldest/bin/python -m pip --disable-pip-version-check --quiet install --editable '.[test,paddle]' 'paddlepaddle==3.2.0'
+	.venv-paddle-oldest/bin/python -m pytest -n 2 --dist loadfile tests/paddle
 
 coverage: $(TEST)  ## run the tests with branch coverage of core, which must not fall below 95 %
 	$(BIN)/python -m pytest -n 2 --dist loadfile --cov --cov-report=term-missing:skip-covered
@@ -53,7 +65,7 @@ format: $(DEV)  ## apply the fixes and the formatting that `make check` asks for
 	$(BIN)/ruff format .
 
 clean:  ## remove .venv, build products and caches
-	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage htmlcov
+	rm -rf $(VENV) .venv-paddle-oldest build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage htmlcov
 	rm -f backends/cpu/polydraft_cpu/_kernels.so backends/cpu/polydraft_cpu/_build_failure.txt
 	find core backends plugins tests \( -name __pycache__ -o -name '*.egg-info' \) -prune -exec rm -rf {} + 2>/dev/null || true
 

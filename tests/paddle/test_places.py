@@ -53,4 +53,4 @@ def test_a_result_of_another_shape_is_refused_and_not_copied():
     lines = script(TOO_LONG).stdout.strip().splitlines()
     assert lines[0] == ("ContractError a kernel's result has shape (8,), wanted (4,); bind buffers of the launch's capacity")
     assert len(lines) == 4
-    assert lines[3].endswith("[4]) 0.0")
+    assert lines[3].endswith(("[4]) 0.0", "[4] 0.0"))  # Paddle 3.2 has lists of sizes

@@ -56,7 +56,9 @@ def describe(name: str, summary: str, spec: str) -> BackendInfo:
     """The identity of a backend of this family called `name` on the place `spec`."""
     from polydraft.contracts import REGISTRY
     from polydraft_paddle.installation import installed, unusable
+    from polydraft_paddle.machine import runs_with
     from polydraft_paddle.runtimes import misfits
+    from polydraft_paddle.variants import variants_of
 
     misfit = misfits(next(iter(installed().values()), ""))
     reason = unusable() or misfit.get(spec.partition(":")[0], "")
@@ -79,6 +81,8 @@ def describe(name: str, summary: str, spec: str) -> BackendInfo:
         evidence_on=evidence_on,
         contract_versions=MappingProxyType(contracts),
         notes=tuple(misfit.values()) if not reason else (),
+        variants=variants_of(spec),
+        runs_with=MappingProxyType(runs_with(spec)),
     )
 
 

@@ -51,7 +51,7 @@ def tensors_of(args: Args | CompositeArgs) -> SimpleNamespace:
 
 def missing_kernel(error: BaseException | None) -> str:
     """The operation that Paddle had no kernel of on the place, when that is what it complains of; else ""."""
-    missing = re.search(r"The kernel with key .* of kernel `(\w+)` is not registered", " ".join(str(error).split()))
+    missing = re.search(r"The kernel (?:with key .* of kernel )?`(\w+)` is not registered", " ".join(str(error).split()))
     return missing[1] if missing else ""
 
 

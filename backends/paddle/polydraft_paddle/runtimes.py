@@ -39,8 +39,8 @@ def misfits(paddle: str) -> dict[str, str]:
         kind, built = library.stem.removeprefix("libpaddle-"), _built_for(library)
         if built and built != paddle and not (built.count(".") < 2 and paddle.startswith(f"{built}.")):
             found[kind] = (
-                f"the runtime of device {kind} was built for Paddle {built}, but {paddle} is installed; build or install the runtime "
-                f"for {paddle}, or remove {library}"
+                f"the runtime of device {kind} was built for Paddle {built}, but {paddle} is installed; build or install the "
+                f"runtime for {paddle}, or remove {library}"
             )
     return found
 

@@ -16,7 +16,7 @@ from polydraft.contracts.base import Limits
 from polydraft.device import Array
 from polydraft.sentinels import NO_TOKEN
 from polydraft_paddle.host_layout import HeadRows, HostLayout, SegmentHeads
-from polydraft_paddle.kernels.numeric import attend_rows, rope_tables, swap_columns
+from polydraft_paddle.kernels.numeric import Mix, attend_rows, rope_tables, swap_columns
 from polydraft_paddle.ops import Tensor, both, choose, clamp, direct, numbers, take
 from polydraft_paddle.provider import Kernel, Run
 
@@ -241,7 +241,18 @@ def rope_kv_write(a: Any, limits: Limits) -> Run:
     return run
 
 
-def paged_attention(a: Any, limits: Limits) -> Run:
+def mix(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """Softmax attention of q [S, G, M, D], whose scale is in it, over k and v [S, G, C, D], with `mask` [S, G, M, C] added.
+    Broken scores make the whole result NaN: Paddle's softmax hides a NaN among them."""
+    scores = direct.matmul(q, k, False, True)
+    sound = scores.sum()
+    if mask is not None:
+        scores = direct.add_(scores, mask)
+    mixed = direct.matmul(direct.softmax(scores, -1), v, False, False)
+    return mixed if bool(direct.isfinite(sound)) else paddle.full_like(mixed, float("nan"))
+
+
+def paged_attention(a: Any, limits: Limits, mix: Mix = mix) -> Run:
     """Windows of all slots in one padded product, long prefill runs one by one."""
     flat = tuple(t.reshape([-1, a.head_dim]) for t in (a.q, a.cache.k, a.cache.v))
     first = First(a.out)
@@ -253,7 +264,7 @@ def paged_attention(a: Any, limits: Limits) -> Run:
         if not layout.complete:
             out.zero_()
         for segment in layout.segments(a.num_heads, a.num_kv_heads):
-            result = attend(a, flat, segment)
+            result = attend(a, flat, segment, mix)
             if segment.whole:
                 out.copy_(result, False)
             else:
@@ -262,18 +273,14 @@ def paged_attention(a: Any, limits: Limits) -> Run:
     return run
 
 
-def attend(a: Any, flat: tuple[Tensor, ...], at: SegmentHeads) -> Tensor:
-    """Softmax attention of one segment over q, keys and values as one head a row; returns its rows one behind the other. Rows
-    that met a NaN are redone over exactly their own keys."""
+def attend(a: Any, flat: tuple[Tensor, ...], at: SegmentHeads, mix: Mix) -> Tensor:
+    """Attention of one segment over q, keys and values as one head a row; returns its rows one behind the other. Rows that met a
+    NaN are redone over exactly their own keys."""
     shape = [at.runs, a.num_kv_heads, -1, a.head_dim]
     q, k, v = (direct.reshape(take(t, heads), shape) for t, heads in zip(flat, (at.q, at.keys, at.keys), strict=True))
-    scores = direct.matmul(direct.scale(q, a.softmax_scale, 0.0, True), k, False, True)
-    sound = scores.sum()  # Paddle's softmax hides a NaN among the scores
-    if at.mask is not None:
-        scores = direct.add_(scores, at.mask)
-    mixed = direct.matmul(direct.softmax(scores, -1), v, False, False)
+    mixed = mix(direct.scale(q, a.softmax_scale, 0.0, True), k, v, at.mask)
     result = direct.reshape(take(direct.reshape(mixed, [-1, a.head_dim]), at.out), [-1, a.num_heads * a.head_dim])
-    if not bool(direct.isfinite(sound + result.sum())):
+    if not bool(direct.isfinite(result.sum())):
         result = attend_rows(a, at.rows, at.rows.shape[0])
     return result
 

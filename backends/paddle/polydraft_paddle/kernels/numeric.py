@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -81,9 +82,20 @@ def swap_columns(a: Any) -> Tensor:
 
 def rope_kv_write(a: Any, limits: Limits) -> Run:
     """Rotate q and k, keep q, write k and v to the paged cache."""
-    heads, kv_heads, dim = a.num_heads, a.num_kv_heads, a.head_dim
     own, partner = rope_tables(a, limits.max_len, a.qkv)
     swap = swap_columns(a)
+
+    def rotate(qk: Tensor, positions: Tensor) -> Tensor:
+        swapped = paddle.index_select(qk, swap, axis=2)
+        at_row = paddle.clip(positions, 0, limits.max_len - 1)
+        return qk * paddle.gather(own, at_row).unsqueeze(1) + swapped * paddle.gather(partner, at_row).unsqueeze(1)
+
+    return rotate_and_keep(a, rotate)
+
+
+def rotate_and_keep(a: Any, rotate: Callable[[Tensor, Tensor], Tensor]) -> Run:
+    """Norm heads where the layer wants it, turn them by `rotate(qk [n, heads, head_dim], positions [n])`, and file them all."""
+    heads, kv_heads, dim = a.num_heads, a.num_kv_heads, a.head_dim
 
     def run(n: int) -> None:
         if not n:
@@ -94,9 +106,7 @@ def rope_kv_write(a: Any, limits: Limits) -> Run:
         if a.q_norm is not None:
             q = normalized(qk[:, :heads], a.q_norm, a.eps, False)
             qk = paddle.concat([q, normalized(qk[:, heads:], a.k_norm, a.eps, False)], axis=1)
-        swapped = paddle.index_select(qk, swap, axis=2)
-        at_row = paddle.clip(positions, 0, limits.max_len - 1)
-        qk = qk * paddle.gather(own, at_row).unsqueeze(1) + swapped * paddle.gather(partner, at_row).unsqueeze(1)
+        qk = rotate(qk, positions)
         put(a.q_out[:n], _masked_rows(qk[:, :heads].reshape([n, heads * dim]), row_slot >= 0))
         block = pick(at(a.block_table, row_slot), numbers(n, row_slot), positions // a.block_size)
         granted = (row_slot >= 0) & (block >= 0)
@@ -107,7 +117,17 @@ def rope_kv_write(a: Any, limits: Limits) -> Run:
     return run
 
 
-def paged_attention(a: Any, limits: Limits) -> Run:
+def mix(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
+    """Softmax attention of q [S, G, M, D], whose scale is in it, over the keys and values [S, G, C, D] that are `visible`
+    [S, G, M, C]; what is not may be NaN among the keys. Places that see nothing get finite numbers."""
+    return paddle.matmul(softmax(choose(visible, paddle.matmul(q, k, transpose_y=True), -1e30)), v)
+
+
+Mix = Callable[[Any, Any, Any, Any], Any]
+"""What `mix` is one of."""
+
+
+def paged_attention(a: Any, limits: Limits, mix: Mix = mix) -> Run:
     """Windows over a context of fixed length, or row by row in a pass with prefill."""
     del limits
 
@@ -119,12 +139,12 @@ def paged_attention(a: Any, limits: Limits) -> Run:
             put(a.out[:n], attend_rows(a, numbers(n, a.row_slot), n))
             return
         a.out[:n].zero_()
-        attend_windows(a, layout)
+        attend_windows(a, layout, mix)
 
     return run
 
 
-def attend_windows(a: Any, layout: Windows) -> None:
+def attend_windows(a: Any, layout: Windows, mix: Mix = mix) -> None:
     """Attention of all windows, each over its slot's whole table, read once a slot. A NaN among the values reaches the rows that
     may see it and no others."""
     sequences, width = layout.shape
@@ -145,12 +165,9 @@ def attend_windows(a: Any, layout: Windows) -> None:
     q = q.transpose([0, 2, 1, 3, 4]).reshape([sequences, kv_heads, width * groups, dim])
     key = numbers(context, rows)
     visible = (key <= positions.unsqueeze(2)).reshape([sequences, 1, width, 1, context])
-    scores = paddle.matmul(q, k, transpose_y=True).reshape([sequences, kv_heads, width, groups, context])
-    # Places without a row see nothing: finite scores keep their softmax finite, and their result goes nowhere.
-    scores = choose(visible.expand_as(scores), scores, -1e30)
-    weights = softmax(scores).reshape([sequences, kv_heads, width * groups, context])
+    visible = visible.expand([sequences, kv_heads, width, groups, context]).reshape([sequences, kv_heads, -1, context])
     broken = paddle.isnan(v)
-    mixed = paddle.matmul(weights, choose(broken, paddle.zeros_like(v), v)).reshape([sequences, kv_heads, width, groups, dim])
+    mixed = mix(q, k, choose(broken, paddle.zeros_like(v), v), visible).reshape([sequences, kv_heads, width, groups, dim])
     first = (
         choose(broken, key.reshape([1, 1, context, 1]).expand_as(v), context)
         .min(axis=2)

@@ -36,7 +36,7 @@ def variants_of(spec: str) -> tuple[Variant, ...]:
 
 
 def pack(name: str, device: Any, kernels: Mapping[str, Any]) -> SimpleNamespace:
-    """The table of the pack `name`: kernels by contract on an open Paddle device; `PluginError` for a device of another family."""
+    """The table of the pack `name`: kernels by contract on an open Paddle device; `PluginError` for another family's device."""
     from polydraft.contracts import COMPOSITES, REGISTRY
     from polydraft_paddle.device import PaddleDevice
     from polydraft_paddle.provider import PaddleProvider

@@ -1,6 +1,6 @@
-"""The kernel pack `paddle/fused-rope`: queries and keys rotated by Paddle's fused operation, then kept as the portable kernel does.
+"""The kernel pack `paddle/fused-rope`: queries and keys rotated by Paddle's fused operation, then filed as without it.
 
-Enabled by name or by a record of the kit. Heads that rotate in part are left to the portable kernel: the operation turns whole ones.
+Enabled by name or by a record of the kit. Heads that rotate in part are the portable kernel's: the operation turns whole ones.
 """
 
 from __future__ import annotations
@@ -26,16 +26,13 @@ def rope_kv_write(a: Any, limits: Limits) -> Run:
     half = np.arange(a.head_dim // 2)
     pair = np.concatenate([half, half]) if a.style == "half" else half.repeat(2)
     angle = np.arange(limits.max_len)[:, None] * (float(a.theta) ** (-2.0 * pair / a.head_dim))
-    sin, cos = (
-        paddle.to_tensor(f(angle).astype(np.float32)[None, :, None], place=a.qkv.place) for f in (np.sin, np.cos)
-    )
+    sin, cos = (paddle.to_tensor(f(angle).astype(np.float32)[None, :, None], place=a.qkv.place) for f in (np.sin, np.cos))
 
-    def rotate(q: Any, k: Any, positions: Any) -> tuple[Any, Any]:
+    def rotate(qk: Any, positions: Any) -> Any:
         ids = paddle.clip(positions, 0, limits.max_len - 1).astype("int64").unsqueeze(0)
-        turned = paddle.incubate.nn.functional.fused_rotary_position_embedding(
-            q.unsqueeze(0), k.unsqueeze(0), None, sin=sin, cos=cos, position_ids=ids, use_neox_rotary_style=a.style != "half"
-        )
-        return turned[0].squeeze(0), turned[1].squeeze(0)
+        fused = paddle.incubate.nn.functional.fused_rotary_position_embedding
+        turned = fused(qk.unsqueeze(0), sin=sin, cos=cos, position_ids=ids, use_neox_rotary_style=a.style != "half")
+        return turned[0].squeeze(0)
 
     return numeric.rotate_and_keep(a, rotate)
 

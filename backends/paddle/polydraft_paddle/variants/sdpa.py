@@ -1,8 +1,7 @@
-"""The kernel pack `paddle/sdpa`: attention of windows by Paddle's `scaled_dot_product_attention`, which picks a fused kernel of the
-place where there is one.
+"""The kernel pack `paddle/sdpa`: attention of windows by Paddle's `scaled_dot_product_attention`.
 
-Enabled by name or by a record of the kit. Keys and values are gathered as without it; passes with prefill on a device of its own
-are left to the portable kernel.
+Enabled by name or by a record of the kit; Paddle picks a fused kernel of the place where there is one. Keys and values are
+gathered as without it; passes with prefill on a device of its own are the portable kernel's.
 """
 
 from __future__ import annotations
@@ -20,19 +19,33 @@ def paged_attention(a: Any, limits: Limits) -> Run:
     """Windows of all slots in one call."""
     from polydraft_paddle.kernels import host, numeric
 
-    kernels = host if a.q.place.is_cpu_place() else numeric
-    run: Run = kernels.paged_attention(a, limits, mix)
-    return run
+    if a.q.place.is_cpu_place():
+        return host.paged_attention(a, limits, attend)
+    return numeric.paged_attention(a, limits, attend_visible)
 
 
-def mix(q: Any, k: Any, v: Any, mask: Any) -> Any:
+def attend(q: Any, k: Any, v: Any, mask: Any) -> Any:
     """Softmax attention of q [S, G, M, D], whose scale is in it, over k and v [S, G, C, D], with `mask` [S, G, M, C] added."""
     import paddle
 
-    places = [t.transpose([0, 2, 1, 3]) for t in (q, k, v)]  # Paddle wants heads behind places
-    scale = q.shape[-1] ** 0.5  # which it divides scores by
-    attend = paddle.nn.functional.scaled_dot_product_attention
-    return attend(places[0] * scale, *places[1:], attn_mask=mask, training=False).transpose([0, 2, 1, 3])
+    q = q * q.shape[-1] ** 0.5  # which Paddle divides scores by
+    call = paddle.nn.functional.scaled_dot_product_attention
+    places = (t.transpose([0, 2, 1, 3]) for t in (q, k, v))  # Paddle wants heads behind places
+    mixed = call(*places, attn_mask=mask, training=False).transpose([0, 2, 1, 3])
+    broken = paddle.isnan(k).any(axis=[2, 3]).unsqueeze([2, 3])  # which a softmax may hide
+    return paddle.where(broken.expand_as(mixed), paddle.full_like(mixed, float("nan")), mixed)
+
+
+def attend_visible(q: Any, k: Any, v: Any, visible: Any) -> Any:
+    """The same over the keys that are `visible` [S, G, M, C]; a NaN among these keys makes the row NaN, one among the others does
+    not."""
+    import paddle
+
+    broken = paddle.isnan(k)
+    mask = paddle.where(visible, paddle.zeros_like(visible, dtype="float32"), paddle.full(visible.shape, -1e30))
+    mixed = attend(q, paddle.where(broken, paddle.zeros_like(k), k), v, mask)
+    seen = (visible & broken.any(axis=3).unsqueeze(2)).any(axis=3, keepdim=True)
+    return paddle.where(seen.expand_as(mixed), paddle.full_like(mixed, float("nan")), mixed)
 
 
 @hookimpl

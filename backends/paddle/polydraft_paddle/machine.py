@@ -1,0 +1,55 @@
+"""Owns what a variant's result holds for, as far as it can be read without opening a device: chip, driver, library.
+
+Identity asks it (`BackendInfo.runs_with`). It reads files and metadata, and loads nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+from polydraft_paddle.installation import installed
+from polydraft_paddle.runtimes import folders
+
+VENDORS = {"gpu": ("0x10de", "nvidia"), "xpu": ("0x1d22", "kunlun")}
+"""Of a kind of place that Paddle knows by itself: PCI vendor of its chips, kernel module of its driver."""
+
+
+def runs_with(spec: str, system: Path = Path("/sys")) -> dict[str, str]:
+    """Device, driver and library of the place `spec`; what cannot be told is empty. A custom device's driver is its runtime
+    library, by digest."""
+    kind = spec.partition(":")[0]
+    library = " and ".join(f"{name} {version}" for name, version in sorted(installed().items()))
+    if kind in VENDORS:
+        vendor, module = VENDORS[kind]
+        return {
+            "device": _chips(kind, vendor, system),
+            "driver": _read(system / "module" / module / "version"),
+            "library": library,
+        }
+    return {"device": kind, "driver": "" if kind == "cpu" else _runtime(kind), "library": library}
+
+
+def _chips(kind: str, vendor: str, system: Path) -> str:
+    """The kind with the PCI ids of the chips of that vendor, each once."""
+    ids = {
+        _read(device / "device")
+        for device in (system / "bus" / "pci" / "devices").glob("*")
+        if _read(device / "vendor") == vendor
+    }
+    return " ".join([kind, *(f"{vendor[2:]}:{one[2:]}" for one in sorted(ids))])
+
+
+def _runtime(kind: str) -> str:
+    for folder in folders():
+        library = folder / f"libpaddle-{kind}.so"
+        if library.is_file():
+            return f"{library.name} {hashlib.sha256(library.read_bytes()).hexdigest()[:16]}"
+    return ""
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8").strip()
+    except OSError:
+        return ""

@@ -31,6 +31,7 @@ from polydraft.runtime.constraints import Constraints
 from polydraft.runtime.graphs import GraphPolicy
 from polydraft.runtime.host_inputs import FeatureFactory, HostView
 from polydraft.runtime.kv_blocks import BlockLedger
+from polydraft.runtime.memory import check_fits
 from polydraft.runtime.output import Converter, RequestOutput
 from polydraft.runtime.plan import StepOutcome, StepPlan
 from polydraft.runtime.request import Request, Status
@@ -116,10 +117,12 @@ class Engine:
         self.device = self.plugins.open_device(self.config.device, options)
         self.table = self.plugins.kernels(self.device)
         canonical = self._canonical(self._checkpoint, self.model, table)
-        names = wanted(canonical, drafts_with_mtp=self.resolved.proposer == "mtp")
+        self._own_blocks = self._checkpoint.own_blocks()
+        names = wanted(canonical, drafts_with_mtp=self.resolved.proposer == "mtp", own=tuple(self._own_blocks))
         self._weights = prepare(self.table, canonical, names, dtype=self.resolved.dtype)
+        check_fits(self.device, self.resolved)
         self.runner = Runner(
-            device=self.device, plugins=self.plugins, table=self.table, model=self.model, weights=self._weights,
+            device=self.device, plugins=self.plugins, table=self.table, model=self.model, weights=ChainMap(self._weights, dict(self._own_blocks)),
             limits=self.resolved.limits, proposer=self.proposers.factory(self.resolved.proposer),
             verify=self.resolved.verify, depth=self.resolved.overlap, dtype=self.resolved.dtype,
             accept_schedule=self.resolved.accept_schedule, raw_logprobs=self.config.logprobs_mode == "raw", features=features,
@@ -353,6 +356,11 @@ class Engine:
         "recompute": they keep their tokens, are prefilled again and go on with the new ones. Requests that wait for their first
         slot see the new weights alone, and the prefix cache is dropped. Raises `CheckpointError` before anything changes when
         `source` is broken or another model."""
+        if self._own_blocks:
+            raise CapabilityError(
+                f"{', '.join(self._own_blocks)} of this model compute themselves and keep their own weights; change these, or start "
+                "another engine"
+            )
         with Checkpoint(source) as checkpoint:
             model, table = self.families.describe(checkpoint)
             check_same_model(self.model, model)

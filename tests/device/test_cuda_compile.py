@@ -1,6 +1,7 @@
 """Every CUDA kernel compiles for every architecture that is named, without a GPU; those that never ran are compiled only."""
 
 import ctypes
+import os
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,8 @@ def compile_all(arch: str, found: tuple[Variant, ...]) -> None:
 
 @pytest.mark.parametrize("arch", compiler.ARCHITECTURES)
 def test_every_source_is_bound(arch: str):
-    ours = {"linear_tile.cu", "linear_pair.cu"} if arch != "sm_90" else set()  # their instructions exist on sm_90a alone
+    hopper = {"linear_tile.cu", "linear_pair.cu", "linear_rows.cu"}  # their instructions exist on sm_90a alone
+    ours = hopper if arch != "sm_90" else set()
     assert {source.name for source, _ in variants(arch, ("bf16", "f32"))} == {
         source.name for source in compiler.all_sources()
     } - ours
@@ -123,6 +125,18 @@ def test_a_damaged_file_is_compiled_again(folder: Path, damage):
     file.write_bytes(damage(file.read_bytes()))
     assert compiler.compile_source(TEXT, defines={"VALUE": 1}, arch="sm_90") == wanted
     assert file.read_bytes()[32:] == wanted
+
+
+@needs_compiler
+def test_what_a_killed_process_left_is_swept_and_what_one_writes_is_not(folder: Path):
+    folder.mkdir(parents=True)
+    old, fresh = folder / "old.part", folder / "fresh.part"
+    for file in (old, fresh):
+        file.write_bytes(b"half a ker")
+    os.utime(old, (0, 0))
+    compiler.compile_source(TEXT, defines={"VALUE": 1}, arch="sm_90")
+    assert sorted(file.suffix for file in folder.glob("*")) == [".cubin", ".part"]
+    assert fresh.exists()
 
 
 @needs_compiler

@@ -132,6 +132,22 @@ def test_out_of_memory_says_what_is_held_and_what_would_fit(full: CudaDevice):
     assert full._held == 0
 
 
+def test_memory_that_the_driver_lacks_in_a_step_says_what_would_leave_it_some(full: CudaDevice):
+    kept = full.empty("cache.0", (2 << 30,), "u8")
+    message = str(full.failure(2, "replaying a graph"))
+    assert message.startswith("replaying a graph: the driver has no memory left for itself: 3.00 GiB of 80.00 GiB are free, ")
+    assert message.endswith("; --num-blocks at 88% of what it is would leave it 0.25 GiB")
+    assert "\n" not in message
+    del kept
+    assert str(full.failure(2, "a copy")).endswith("; a smaller --max-num-seqs would leave it 0.25 GiB")
+    assert str(full.failure(719, "a copy")).startswith("a copy: the device was lost to a failed launch")
+
+
+def test_a_device_that_does_not_answer_any_more_still_has_a_sentence(full: CudaDevice):
+    full.cuda.cuMemGetInfo = lambda: (719, 0, 0)
+    assert "the device is out of memory; lower --num-blocks" in str(full.failure(2, "a copy"))
+
+
 def test_nothing_is_allocated_in_a_capture_or_on_a_closed_device(full: CudaDevice):
     full.capturing = True
     with pytest.raises(DeviceError, match="allocating late is not allowed while a graph is captured"):

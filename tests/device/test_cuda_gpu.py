@@ -256,7 +256,8 @@ def test_a_lost_device_is_one_sentence(tmp_path: Path):
 KILLED = """
 import os, signal, sys
 from polydraft import LLM, SamplingParams
-llm = LLM(backend="cuda", draft_tokens=3, num_blocks=200000)
+llm = LLM(backend="cuda", draft_tokens=3)
+ballast = llm.engine.device.empty("ballast", (16 << 30,), "u8")
 llm.engine.add("def f(", SamplingParams(max_new_tokens=64, ignore_eos=True))
 for _ in range(8):
     llm.engine.step()
@@ -266,14 +267,15 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_a_killed_process_leaves_nothing_behind(device: CudaDevice, cache: Path):
+    """It held 16 GiB and more; what others take or give back on the device meanwhile is less."""
     before = device.free_memory()
     found = subprocess.run([sys.executable, "-c", KILLED], capture_output=True, text=True, check=False, timeout=120)
     assert (found.returncode, found.stdout) == (-9, "running\n")
-    for _ in range(50):  # others may be at work on the device, too
-        if before - device.free_memory() < 1 << 28:
+    for _ in range(50):
+        if before - device.free_memory() < 8 << 30:
             break
         time.sleep(0.1)
-    assert before - device.free_memory() < 1 << 28
+    assert before - device.free_memory() < 8 << 30
     assert texts("cuda", 1, prompts=PROMPTS[:1])
     assert not list(cache.glob("*/*.part"))
 

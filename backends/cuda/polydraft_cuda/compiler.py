@@ -15,6 +15,7 @@ import hashlib
 import json
 import os
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -29,6 +30,8 @@ ARCHITECTURES: Final = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 """What every kernel is compiled for; only those in `EVIDENCE` of the package were run."""
 OPTIONS: Final = ("-std=c++17", "-default-device", "-diag-suppress=177")
 """177: a variable that one set of defines leaves unused."""
+STALE_S: Final = 600.0
+"""Seconds after which nobody writes a file any more that is not whole yet."""
 HEADERS: Final = Path(__file__).parent / "kernels"
 """Where `#include` looks first."""
 
@@ -165,12 +168,19 @@ class _Cache:
         """In one step, so that a process that is killed, or two at once, leave a whole file or none."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
+            self._sweep()
             handle, name = tempfile.mkstemp(dir=self.folder, suffix=".part")
             with os.fdopen(handle, "wb") as file:
                 file.write(hashlib.sha256(cubin).digest() + cubin)
             Path(name).replace(self.folder / f"{key}.cubin")
         except OSError:
             return
+
+    def _sweep(self) -> None:
+        """Remove what processes that were killed while they wrote have left."""
+        for part in self.folder.glob("*.part"):
+            if time.time() - part.stat().st_mtime > STALE_S:
+                part.unlink(missing_ok=True)
 
 
 # -- launching -------------------------------------------------------------------------------------
@@ -194,8 +204,17 @@ class Module:
 class Function:
     """One kernel of a device, to be bound to its arguments."""
 
-    def __init__(self, handle: Any, name: str, counters: DeviceCounters, recover: Callable[[], None], dependent: bool) -> None:
+    def __init__(
+        self,
+        handle: Any,
+        name: str,
+        counters: DeviceCounters,
+        recover: Callable[[], None],
+        dependent: bool,
+        failure: Callable[[int, str], DeviceError] = driver.failure,
+    ) -> None:
         self._handle, self.name, self._counters, self._recover, self._dependent = handle, name, counters, recover, dependent
+        self._failure = failure
         self._driver = driver.module()
 
     def bind(
@@ -219,10 +238,22 @@ class Function:
             assert all(size), "a grid that is always empty launches nothing"
         return self._launch(grid, config, rows, packed, (values, arguments))
 
+    def most_clusters(self, block: Size, shared: int, cluster: int) -> int:
+        """Clusters of `cluster` such blocks that the device can hold at once."""
+        kind = self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        driver.check(self._driver.cuFuncSetAttribute(self._handle, kind, shared), f"kernel {self.name}")
+        config, found = _configuration(_size(block), shared, cluster, False), ctypes.c_int()
+        config.x = cluster
+        call = ctypes.CDLL(DRIVER).cuOccupancyMaxActiveClusters
+        code = call(ctypes.byref(found), ctypes.c_void_p(int(self._handle)), ctypes.byref(config))
+        if code:
+            raise driver.failure(code, f"asking for clusters of {self.name}")
+        return found.value
+
     def _launch(self, grid: Grid, config: _Config, rows: ctypes.c_int32, packed: Any, keep: Any) -> Launch:
         counters, name, recover, function = self._counters, self.name, self._recover, ctypes.c_void_p(int(self._handle))
         call, parameters, record = _launcher(), ctypes.cast(packed, ctypes.c_void_p), ctypes.byref(config)
-        varies = grid if callable(grid) else None
+        varies, failure = grid if callable(grid) else None, self._failure
 
         def launch(stream: Stream, n: int) -> None:
             if varies is not None:
@@ -243,7 +274,7 @@ class Function:
                 recover()
                 code = call(record, function, parameters, None)
             if code:
-                raise driver.failure(code, f"launch of {name}")
+                raise failure(code, f"launch of {name}")
 
         launch.__dict__["keep"] = keep
         return launch

@@ -19,7 +19,7 @@ from polydraft.runtime.logprobs import CONTRACTS
 from tests.support.emulator import Emulator
 
 BASELINE = json.loads(Path(__file__).with_name("logprobs.json").read_text(encoding="utf-8"))
-TOLERANCE = {"f32": 2e-4, "f16": 5e-2, "bf16": 3e-1}
+TOLERANCE = {"f32": 2e-4, "f16": 5e-2, "bf16": 4e-1}
 TOP = 5
 BACKENDS: dict[str, Any] = {
     "reference": "reference",

@@ -1,0 +1,40 @@
+"""The committed results of the CUDA backend's own benchmarks against the page that shows them."""
+
+import json
+
+import pytest
+
+from bench.invariant_cost import MARKER, table
+from tests.support.project import ROOT
+
+RESULTS = ROOT / "bench" / "results"
+
+
+def result(name: str) -> dict:
+    return json.loads((RESULTS / name).read_text(encoding="utf-8"))
+
+
+def test_the_cost_of_invariance_is_that_of_the_result():
+    measured = result("cuda_invariant.json")
+    assert (measured["schema"], measured["device"]) == ("polydraft.bench/1", "NVIDIA H200")
+    page = (ROOT / "docs" / "backends" / "cuda.md").read_text(encoding="utf-8")
+    assert page.partition(MARKER)[2].startswith(table(measured["rows"]) + "\n\n")
+    for row in measured["rows"]:
+        ms = row["ms_by_engine"]
+        assert row["cost"] == pytest.approx(ms["invariant"] / ms["default"] - 1)
+        assert (row["acceptance"], row["weights"]) == ("synthetic", "random")
+
+
+def test_a_committed_soak_found_nothing_and_says_how_long_it_ran():
+    page = (ROOT / "docs" / "backends" / "cuda.md").read_text(encoding="utf-8")
+    rows = {row["backend"]: row for row in result("soak.json")["rows"]}
+    for row in rows.values():
+        assert row["problems"] == []
+        assert row.get("error", 0) == 0
+        assert row["compared"] > 1000
+        assert all(end <= 1.01 * before for before, end in row["memory_bytes"].values())
+    cuda = rows["cuda"]
+    said = f"A soak of {cuda['seconds']:.0f} seconds"
+    assert said in page
+    for name in ("steps", "requests", "abort", "preemptions", "compared"):
+        assert f"{cuda[name]:,}" in page, name

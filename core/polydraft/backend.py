@@ -90,6 +90,8 @@ class BackendInfo:
     """The device and day of the latest run that the class rests on, such as `NVIDIA H200, 2026-11-21`; with "silicon" and "custom
     device" there has to be one."""
 
+    notes: tuple[str, ...] = ()
+    """What is wrong on this machine with devices other than the one asked about, a sentence each; `doctor` shows them."""
     variants: tuple[Variant, ...] = ()
     """Kernel packs written for the device that was asked about, in order of precedence; none of them is in use by itself."""
     runs_with: Mapping[str, str] = field(default_factory=dict)

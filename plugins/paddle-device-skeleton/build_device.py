@@ -4,6 +4,7 @@ The `setup.py` of a device beside this folder imports it. It never imports Paddl
 """
 
 import importlib.util
+import re
 from pathlib import Path
 
 from setuptools import Extension
@@ -23,6 +24,12 @@ class BuildDevice(build_ext):
         """The file of the one extension there is."""
         return f"libpaddle-{fullname.rpartition('.')[2]}.so"
 
+    def run(self):
+        """Build, and leave beside each library a note of the Paddle that it was built against."""
+        super().run()
+        for output in self.get_outputs():
+            Path(output).with_suffix(".paddle-version").write_text(f"{paddle_version()}\n", encoding="utf-8")
+
     def get_export_symbols(self, ext):
         """No module initialiser: functions are exported in the source."""
         del ext
@@ -38,6 +45,12 @@ def paddle():
             "pip install --no-build-isolation on this folder"
         )
     return Path(spec.origin).parent
+
+
+def paddle_version():
+    """Version of the installed Paddle, whichever distribution it came with."""
+    text = (paddle() / "version" / "__init__.py").read_text(encoding="utf-8")
+    return re.search(r"^full_version\s*=\s*'([^']+)'", text, flags=re.MULTILINE)[1]
 
 
 def device_library(device_type, sources, *, depends=(), link=(), include_dirs=()):

@@ -237,7 +237,7 @@ def make(
             "digest": loaded.digest, "evidence": info.evidence, "evidence_on": info.evidence_on,
             "available": info.available, "reason": info.reason,
             "device": target.device_spec or (info.devices[0] if info.devices else ""), "capabilities": declared,
-            "contracts": dict(info.contract_versions), "device_reason": target.device_reason,
+            "contracts": dict(info.contract_versions), "runs_with": dict(info.runs_with), "device_reason": target.device_reason,
         },
         "packs": [pack.report() for pack in (*target.plugins.packs, *target.plugins.variants)],
         "machine": {"python": platform.python_version(), "platform": platform.platform(), "numpy": np.__version__},

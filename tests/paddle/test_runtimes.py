@@ -1,0 +1,99 @@
+"""Runtimes of custom devices that do not fit the installed Paddle: recognised before anything is loaded, and named when one
+breaks the import."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from polydraft_paddle import polydraft_backend_info, runtimes
+
+from polydraft.cli.doctor import examine
+from tests.support.paddle import needs_paddle, polydraft
+
+PADDLE = "3.3.1"
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder in which Paddle looks for runtimes instead of its own, with one for `mychip`."""
+    folder = tmp_path / "paddle_custom_device"
+    folder.mkdir()
+    (folder / "libpaddle-mychip.so").write_bytes(b"not a library")
+    monkeypatch.setenv("CUSTOM_DEVICE_ROOT", str(folder))
+    return folder
+
+
+def built_for(root: Path, version: str) -> None:
+    (root / "libpaddle-mychip.paddle-version").write_text(f"{version}\n")
+
+
+def test_one_that_nobody_says_anything_about_is_taken_to_fit(root: Path):
+    assert runtimes.folders() == (root,)
+    assert runtimes.misfits(PADDLE) == {}
+
+
+@pytest.mark.parametrize(("built", "fits"), [("3.3.1", True), ("3.3.0", False), ("3.2.2", False), ("3.3", True), ("3.2", False)])
+def test_one_of_ours_says_what_it_was_built_for(root: Path, built: str, fits: bool):
+    built_for(root, built)
+    sentence = (
+        f"the runtime of device mychip was built for Paddle {built}, but 3.3.1 is installed; build or install the runtime for "
+        f"3.3.1, or remove {root / 'libpaddle-mychip.so'}"
+    )
+    assert runtimes.misfits(PADDLE) == ({} if fits else {"mychip": sentence})
+
+
+@pytest.mark.parametrize(("version", "fits"), [("3.3.0.post1", True), ("3.0.0", False)])
+def test_a_vendors_wheel_is_judged_by_its_version(root: Path, monkeypatch: pytest.MonkeyPatch, version: str, fits: bool):
+    def read_text(name: str) -> str:
+        return "paddle_custom_device/libpaddle-mychip.so,sha256=x,9\n" if name == "RECORD" else ""
+
+    wheel: Any = SimpleNamespace(metadata={"Name": "paddle_custom_mychip"}, read_text=read_text, version=version)
+    monkeypatch.setattr(importlib.metadata, "distributions", lambda: [wheel])
+    assert (runtimes.misfits(PADDLE) == {}) == fits
+
+
+def test_without_a_folder_there_is_nothing_to_judge(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("CUSTOM_DEVICE_ROOT", raising=False)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert runtimes.misfits(PADDLE) == {}
+
+
+@needs_paddle
+def test_doctor_shows_it_and_that_device_alone_is_not_available(root: Path):
+    built_for(root, "2.6.0")
+    row = next(one for one in examine()["backends"] if one["name"] == "paddle")
+    assert row["available"]
+    assert "the runtime of device mychip was built for Paddle 2.6.0" in row["notes"][0]
+    assert not polydraft_backend_info(spec="mychip:0").available
+    assert "built for Paddle 2.6.0" in polydraft_backend_info(spec="mychip:0").reason
+
+
+def test_what_paddle_says_of_one_that_does_not_load():
+    library = "/x/libpaddle-npu.so"
+    error = (
+        f"(InvalidArgument) Fail to open library: {library} with error: {library}: undefined symbol: _ZN3phi\n  [Hint: not null.]"
+    )
+    assert runtimes.load_problem(ValueError(error)) == (
+        "the runtime /x/libpaddle-npu.so does not load with the installed Paddle (undefined symbol: _ZN3phi); "
+        "build it for this Paddle, or remove it"
+    )
+    assert runtimes.load_problem(ValueError("something else")) == ""
+
+
+@needs_paddle
+def test_one_that_breaks_the_import_is_one_sentence(root: Path):
+    """Every place is lost with it, the CPU included: Paddle refuses to be imported."""
+    run: subprocess.CompletedProcess[str] = polydraft("generate", "x", "--backend", "paddle", "--json")
+    assert run.returncode == 1
+    library = root / "libpaddle-mychip.so"
+    message = json.loads(run.stdout)["error"]["message"]
+    assert message == (
+        f"the runtime {library} does not load with the installed Paddle (file too short); build it for this Paddle, or remove it"
+    )

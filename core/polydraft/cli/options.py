@@ -16,8 +16,8 @@ FAILED, USAGE, INTERRUPTED = 1, 2, 130
 Command = TypeVar("Command", bound=Callable[..., Any])
 ENGINE = (
     "model", "backend", "device", "draft_tokens", "proposer", "draft_vocab", "verify", "max_num_seqs", "max_model_len",
-    "block_size", "num_blocks", "max_batched_tokens", "overlap", "graph", "dtype", "invariant", "kernels", "variants", "plugins",
-    "allow_cpu_fallback", "logprobs_mode", "think_start_ids", "think_end_ids",
+    "block_size", "num_blocks", "max_batched_tokens", "overlap", "graph", "graph_sizes", "dtype", "invariant", "kernels",
+    "variants", "plugins", "allow_cpu_fallback", "logprobs_mode", "think_start_ids", "think_end_ids",
 )  # fmt: skip
 """Fields of `EngineConfig` that `engine` gives a command options for."""
 
@@ -59,6 +59,16 @@ def names(value: str | tuple[str, ...]) -> tuple[str, ...]:
     return each
 
 
+def sizes(value: str | tuple[int, ...]) -> tuple[int, ...]:
+    """Whole numbers between commas."""
+    if isinstance(value, tuple):
+        return value
+    try:
+        return tuple(int(part) for part in value.split(","))
+    except ValueError:
+        raise click.BadParameter(f"{value!r} is no list of sizes, such as 1,2,4") from None
+
+
 def token_ids(value: str | tuple[int, ...]) -> tuple[int, ...]:
     """Token ids between commas."""
     if isinstance(value, tuple):
@@ -90,6 +100,7 @@ def engine(*, max_num_seqs: int) -> Callable[[Command], Command]:
         click.option("--max-batched-tokens", **auto, metavar="N", help="Rows of one step.  [default: auto]"),
         click.option("--overlap", **auto, metavar="auto|0|1|2", help="Steps launched ahead of results.  [default: auto]"),
         click.option("--graph", metavar="auto|off|decode|prefill", help="Steps captured as device graphs.  [default: auto]"),
+        click.option("--graph-sizes", type=sizes, metavar="N,...", help="Sequences (decode) or rows (prefill) of those graphs."),
         click.option("--dtype", metavar="f32|bf16|f16", help="Precision of activations.  [default: auto]"),
         click.option("--invariant", **flag, help="Arithmetic that gives equal bits for every K, batch and chunk."),
         click.option("--kernels", type=names, metavar="PACK,...", help="Kernel packs to enable, first wins."),

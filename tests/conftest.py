@@ -33,7 +33,9 @@ def interrupts_as_in_a_terminal() -> None:
 
 
 @pytest.fixture(autouse=True)
-def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hide the variables that polydraft reads, so that neither a developer's shell nor a CI system changes a result."""
+def plain_environment(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Hide the variables that polydraft reads, and what the user's cache knows of variants, so that neither a developer's shell
+    nor a CI system changes a result."""
     for name in [name for name in os.environ if name.startswith("POLYDRAFT_")] + ["NO_COLOR", "CI"]:
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("POLYDRAFT_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "cache"))

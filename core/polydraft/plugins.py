@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pluggy
@@ -330,10 +332,13 @@ def _variants(
 
 
 def variant_digests(backend: Loaded, name: str) -> dict[str, str] | None:
-    """Digests of the code that a judgement of the backend's variant `name` stands for; None where its pack is not installed."""
+    """Digests of the code that a judgement of the backend's variant `name` stands for: of the backend, and of the whole package
+    that the variant's pack is a part of. None where that is not installed."""
     if name not in find(KERNELS):
         return None
-    return {"backend": backend.digest, "variant": Loaded.from_entry(PACK, name).digest}
+    pack = Loaded.from_entry(PACK, name).plugin
+    module = getattr(pack, "__name__", "") if isinstance(pack, ModuleType) else type(pack).__module__
+    return {"backend": backend.digest, "variant": digest(sys.modules.get(module.partition(".")[0], pack))}
 
 
 # -- what is installed -----------------------------------------------------------------------------

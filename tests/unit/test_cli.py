@@ -920,7 +920,7 @@ def test_a_device_that_does_not_open_hides_no_other_backend(run: Callable[..., R
 
 def test_doctor_shows_what_a_pack_replaces(run: Callable[..., Result], install: Callable[..., None]):
     install("quick", PACK, group="kernels")
-    assert run("doctor", "--json").json["packs"] == ["quick"]
+    assert "quick" in run("doctor", "--json").json["packs"]
     report = run("doctor", "--kernels", "quick", "--json").json
     (reference,) = [backend for backend in report["backends"] if backend["name"] == "reference"]
     assert [(o["contract"], o["pack"]) for o in reference["overrides"]] == [("swiglu", "quick")]

@@ -103,7 +103,7 @@ class PaperDevice:
             self.bound.append(Bound(source, name, defines, grid, arguments))
             return lambda stream, n: None
 
-        return SimpleNamespace(bind=bind, name=name)
+        return SimpleNamespace(bind=bind, name=name, most_clusters=lambda block, shared, cluster: self.num_sms // cluster)
 
 
 def bind_on_paper(name: str, case: Case, act: str = "f32", **options: Any) -> list[Bound]:

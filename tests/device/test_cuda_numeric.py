@@ -14,13 +14,13 @@ import pytest
 from bench.gpu_rounds import floor_bytes
 from polydraft.backend import CacheSpec, StepMeta
 from polydraft.bench.shapes import RandomCheckpoint
-from polydraft.contracts import LinearV1, PagedAttentionV1, SwigluV1
+from polydraft.contracts import LinearV1, PagedAttentionV1, RopeKvWriteV1, SwigluV1
 from polydraft.contracts.base import Limits
 from polydraft.contracts.compare import to_host
 from polydraft.errors import ContractError
 from polydraft.models.families import FamilyRegistry
 from polydraft_cuda import cublaslt, storage
-from polydraft_cuda.kernels import attention, linear, mlp
+from polydraft_cuda.kernels import attention, linear, mlp, rope
 from tests.device.paper import PaperDevice
 from tools.wgmma_header import HEADER, header
 
@@ -37,12 +37,14 @@ class Recorder(PaperDevice):
 
     launched: list[tuple[str, dict[str, Any], int]] = field(default_factory=list)
     memory: dict[int, Any] = field(default_factory=dict)
+    at_once: int = 66
+    """Clusters that run at once."""
 
     def function(self, source: Path, name: str, **defines: Any) -> Any:
         def bind(grid: Any, block: Any, *arguments: Any, **options: Any) -> Callable[[Any, int], None]:
             return lambda stream, n: self.launched.append((source.name, defines, n))
 
-        return SimpleNamespace(bind=bind, name=name)
+        return SimpleNamespace(bind=bind, name=name, most_clusters=lambda block, shared, cluster: self.at_once)
 
     def synchronize(self) -> None:
         pass
@@ -145,12 +147,18 @@ def chosen(device: Any, launch: Any, n: int) -> list[str]:
 def test_large_matrices_stream_and_many_rows_go_to_the_library(library: bool):
     device: Any = Recorder(dtype="bf16")
     _, wide = projection(device, 22016, 4096)
-    assert [chosen(device, wide, n) for n in (1, 8, 9, 17, 32)] == [[f"linear_tile.cu {t}"] for t in (8, 8, 16, 32, 32)]
+    rows = {1: 8, 8: 8, 9: 16, 17: 32, 33: 64, 128: 128}
+    assert [chosen(device, wide, n) for n in rows] == [[f"linear_rows.cu {t}"] for t in rows.values()]
     _, narrow = projection(device, 4096, 11008)
-    assert [chosen(device, narrow, n) for n in (1, 16, 32)] == [[f"linear_pair.cu {t}"] for t in (8, 16, 32)]
+    expected = [["linear_pair.cu 8"], ["linear_pair.cu 16"], ["linear_rows.cu 32"], ["linear_tile.cu 64"]]
+    assert [chosen(device, narrow, n) for n in (1, 16, 17, 33)] == expected
     _, between = projection(device, 6144, 4096)
-    assert [chosen(device, between, n) for n in (8, 9)] == [["linear_pair.cu 8"], ["linear_tile.cu 16"]]
-    for launch in (wide, narrow, between):
+    expected = [["linear_rows.cu 8"], ["linear_rows.cu 32"], ["linear_tile.cu 64"]]
+    assert [chosen(device, between, n) for n in (8, 9, 64)] == expected
+    _, head = projection(device, 151680, 4096)
+    expected = [[f"linear_tile.cu {t}"] for t in (8, 32, 64, 128, 256)]
+    assert [chosen(device, head, n) for n in (1, 32, 64, 65, 256)] == expected, "blocks have whole tiles of so many outputs"
+    for launch in (wide, narrow, between, head):
         many = ["linear_tile.cu 256"] * 2 if not library else ["cuBLASLt"]
         assert chosen(device, launch, 300) == many
     assert chosen(device, wide, 0) == []
@@ -190,11 +198,11 @@ def test_a_captured_activation_is_one_launch_with_its_projection(library: bool):
         activate(NO_STREAM, n)
         return [(source, defines.get("GATED")) for source, defines, _ in device.launched]
 
-    assert both(4) == [("linear_tile.cu", 0), ("mlp.cu", None)]
+    assert both(4) == [("linear_rows.cu", 0), ("mlp.cu", None)]
     device.capturing = True
-    assert both(4) == [("linear_tile.cu", 1)]
-    assert both(64)[-1] == ("mlp.cu", None)
-    assert len(both(64)) == 2
+    assert both(4) == both(128) == [("linear_rows.cu", 1)]
+    assert both(129)[-1] == ("mlp.cu", None)
+    assert len(both(129)) == 2
     other = SwigluV1(gate_up=device.empty("elsewhere", (512, 22016), "bf16"), out=gated.out)
     alone = mlp.swiglu(device, other, LIMITS, None)
     device.launched.clear()
@@ -210,6 +218,15 @@ def test_an_activation_stays_alone_where_rows_have_to_be_invariant():
     project(NO_STREAM, 4)
     activate(NO_STREAM, 4)
     assert [source for source, _, _ in device.launched] == ["linear_tile.cu", "mlp.cu"]
+
+
+def test_clusters_that_do_not_run_at_once_are_not_used(library: bool):
+    device: Any = Recorder(dtype="bf16", at_once=4)
+    _, narrow = projection(device, 4096, 11008)
+    assert chosen(device, narrow, 17) == ["linear_pair.cu 32"]
+    _, wide = projection(device, 22016, 4096)
+    assert chosen(device, wide, 9) == ["linear_rows.cu 16"]
+    assert chosen(device, wide, 17) == ["linear_tile.cu 32"]
 
 
 # -- attention ----------------------------------------------------------------------------------------
@@ -252,6 +269,61 @@ def test_attention_has_one_shape_where_rows_are_invariant_or_clusters_missing(op
     launch(None, 400)
     assert len({defines["SPLITS"] for source, defines, _ in device.launched if source == "attention_decode.cu"}) == 1
     assert device.launched[-1][0] == ("attention_decode.cu" if "row_invariant" in options else "attention_prefill.cu")
+
+
+def layer(device: Any, **changes: Any) -> tuple[Any, Any]:
+    """The launches between the projection into an attention and the one out of it; `changes` of the turn's arguments."""
+    x, qkv, attended = (device.empty("x", (512, width), device.dtype) for width in (4096, 6144, 4096))
+    weight = storage.CudaWeight("linear", device.empty("w", (6144, 4096), device.dtype))
+    linear.linear(device, LinearV1(x=x, weight=weight, bias=None, out=qkv), LIMITS, SimpleNamespace(buffer=x))
+
+    def ints(*shape: int) -> Any:
+        return device.empty("ints", shape, "i32")
+
+    step = StepMeta("target", 0, 4, 1, has_prefill=False)
+    meta = SimpleNamespace(tiles=ints(512, 4), num_tiles=ints(1), step=step, max_tiles=lambda n: n // 4)
+    shared: dict[str, Any] = {
+        "row_slot": ints(512), "positions": ints(512), "block_table": ints(64, 64), "meta": meta, "num_heads": 32,
+        "num_kv_heads": 8, "head_dim": 128, "block_size": 16,
+        "cache": storage.allocate_cache(device, CacheSpec(64, 16, 8, 128, device.dtype)),
+    }  # fmt: skip
+    own = {"q_norm": None, "k_norm": None, "rope_dims": 128, "theta": 1e4, "style": "half", "eps": 1e-6} | changes
+    q = device.empty("q", (512, 4096), device.dtype)
+    turn = rope.rope_kv_write(device, RopeKvWriteV1(qkv=qkv, q_out=q, **own, **shared), LIMITS, None)
+    attend = attention.paged_attention(device, PagedAttentionV1(q=q, out=attended, softmax_scale=0.1, **shared), LIMITS, None)
+
+    def both(n: int) -> list[tuple[str, int | None]]:
+        device.launched.clear()
+        turn(NO_STREAM, n)
+        attend(NO_STREAM, n)
+        return [(source, defines.get("ROPE")) for source, defines, _ in device.launched]
+
+    return meta, both
+
+
+def test_captured_attention_turns_and_stores_its_rows_itself():
+    device: Any = Recorder(dtype="bf16")
+    meta, both = layer(device)
+    apart = [("rope.cu", None), ("attention_decode.cu", 0)]
+    assert both(4) == apart
+    device.capturing = True
+    assert both(4) == both(256) == [("attention_decode.cu", LIMITS.window)]
+    meta.step = StepMeta("target", 0, 400, 2, has_prefill=True)
+    assert both(400) == [("rope.cu", None), ("attention_prefill.cu", None)], "rows of a prompt lie in several tiles"
+
+
+@pytest.mark.parametrize("changes", [{"style": "interleaved"}, {"rope_dims": 64}, {"q_norm": SimpleNamespace(pointer=0)}])
+def test_other_turns_stay_a_launch_of_their_own(changes: dict):
+    device: Any = Recorder(dtype="bf16", capturing=True)
+    _, both = layer(device, **changes)
+    assert both(4) == [("rope.cu", None), ("attention_decode.cu", 0)]
+
+
+@pytest.mark.parametrize("options", [{"row_invariant": True}, {"arch": "sm_80"}])
+def test_so_they_do_where_rows_are_invariant_or_launches_do_not_overlap(options: dict):
+    device: Any = Recorder(dtype="bf16", capturing=True, **options)
+    _, both = layer(device)
+    assert both(4) == [("rope.cu", None), ("attention_decode.cu", 0)]
 
 
 @pytest.mark.parametrize("options", [{"head_dim": 256}, {"head_dim": 24}, {"block_size": 8}])

@@ -9,7 +9,7 @@ import pytest
 
 import polydraft_cuda
 from polydraft.backend import CacheSpec, DeviceOptions, PassBuffers, StepMeta
-from polydraft.contracts import LinearV1, PagedAttentionV1
+from polydraft.contracts import LinearV1, PagedAttentionV1, RopeKvWriteV1
 from polydraft.contracts.base import Limits
 from polydraft.contracts.compare import EPS, from_host, to_host
 from polydraft.device import Array
@@ -135,6 +135,7 @@ class Attention:
             q=filled(device, "q", q, act), cache=cache, meta=meta, out=self.out, num_heads=shape.heads,
             num_kv_heads=shape.kv_heads, head_dim=shape.head_dim, block_size=size, softmax_scale=scale, **described,
         )  # fmt: skip
+        self.args, self.slot = args, slot
         self.launch = launch_of(device, "paged_attention", args, own)
         self.fill = lambda: meta.fill(device.stream, StepMeta("target", 0, n, len(seqs), has_prefill=prefill))
         rounded = (from_host(to_host(x, act), act).astype(np.float32) for x in (q, k, v))
@@ -172,6 +173,69 @@ def windows(count: int, width: int) -> list[tuple[int, int]]:
 def test_windows_attend_to_what_is_before_them(opened: CudaDevice, shape: Shape, count: int):
     attention = Attention(opened, shape, windows(count, shape.window), prefill=False)
     assert np.abs(attention.run() - attention.wanted).max() <= 4 * EPS[opened.dtype]
+
+
+class Turned:
+    """The launches of an attention behind its projection: what they leave when each is by itself, and when they are captured."""
+
+    def __init__(self, device: CudaDevice, shape: Shape, seqs: list[tuple[int, int]], holes: int = 2) -> None:
+        act, width = device.dtype, (shape.heads + 2 * shape.kv_heads) * shape.head_dim
+        self.plain = Attention(device, shape, seqs, prefill=False, holes=holes)
+        a, self.device = self.plain.args, device
+        rng = np.random.default_rng(1)
+        x, weight = rng.standard_normal((self.plain.n, 256), np.float32), rng.standard_normal((width, 256), np.float32) / 16
+        table = polydraft_cuda.polydraft_kernels(device)
+        self.qkv = device.empty("qkv", (self.plain.n, width), act)
+        packed = table.prepare_weight("linear", weight, act)
+        args = LinearV1(x=filled(device, "x", x, act), weight=packed, bias=None, out=self.qkv)
+        own = limits(self.plain.n, shape.window, shape.block_size)
+        self.launches = [launch_of(device, "linear", args, own)]
+        shared = ("row_slot", "positions", "block_table", "cache", "meta", "num_heads", "num_kv_heads", "head_dim", "block_size")
+        turn = RopeKvWriteV1(
+            qkv=self.qkv, q_out=a.q, q_norm=None, k_norm=None, rope_dims=shape.head_dim, theta=1e4, style="half", eps=1e-6,
+            **{name: getattr(a, name) for name in shared},
+        )  # fmt: skip
+        self.launches += [launch_of(device, "rope_kv_write", turn, own), launch_of(device, "paged_attention", a, own)]
+        self.cache, self.pristine = a.cache, device.read(a.cache.keys.pointer, a.cache.buffer.shape, act)
+
+    def run(self, *, captured: bool) -> tuple[Array, Array, Array, int]:
+        """What lies in `out`, in `q` and in the cache afterwards, and how many launches it took."""
+        device, plain = self.device, self.plain
+        device.write(self.cache.keys.pointer, self.pristine)
+        for buffer in (plain.out, plain.args.q):
+            device.fill_bytes(buffer, 0xFF)
+        plain.fill()
+
+        def step() -> None:
+            for launch in self.launches:
+                launch(device.stream, plain.n)
+
+        before = device.counters.launches
+        if captured:
+            polydraft_cuda.polydraft_graph_capture(device).capture(device.stream, step).replay(device.stream)
+        else:
+            step()
+        launches = device.counters.launches - before
+        found = [from_host(device.read(b.pointer, b.shape, device.dtype), device.dtype) for b in (plain.out, plain.args.q)]
+        return found[0], found[1], device.read(self.cache.keys.pointer, self.pristine.shape, device.dtype), launches
+
+
+@pytest.mark.parametrize("count", [1, 3, 8, 32, 64])
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"hidden{shape.hidden}")
+def test_captured_windows_are_turned_stored_and_attended_in_one_launch(opened: CudaDevice, shape: Shape, count: int):
+    if shape.window * shape.heads // shape.kv_heads > 16:
+        pytest.skip("the rows of a window are more than one tile")
+    turned = Turned(opened, shape, windows(count, shape.window))
+    (out, q, cache, apart), (joined, turned_q, stored, once) = (turned.run(captured=captured) for captured in (False, True))
+    assert (apart, once) == (3, 2)
+    real = turned.plain.slot >= 0
+    keys, found = from_host(cache, opened.dtype), from_host(stored, opened.dtype)
+    written = np.isfinite(keys)
+    assert np.array_equal(written, np.isfinite(found)), "keys and values lie where the launch of their own puts them"
+    assert np.abs(found[written] - keys[written]).max() <= 2 * EPS[opened.dtype] * np.abs(keys[written]).max()
+    assert np.abs(turned_q[real] - q[real]).max() <= 2 * EPS[opened.dtype] * np.abs(q[real]).max()
+    assert np.abs(joined - out).max() <= 4 * EPS[opened.dtype] * max(np.abs(out).max(), 1)
+    assert not joined[~real].any()
 
 
 CHUNKS = [(0, 1), (0, 64), (0, 130), (100, 65), (1000, 200), (37, 3), (16, 16), (15, 1)]

@@ -114,6 +114,18 @@ def test_buckets_are_captured_largest_first_after_two_eager_runs() -> None:
     assert log.events == [e.format(2) for e in one] + [e.format(1) for e in one]
 
 
+@pytest.mark.parametrize("mode", ["decode", "prefill"])
+def test_a_backend_is_told_what_kind_of_step_it_captures(mode: Any) -> None:
+    """A kernel that takes every slot's new rows for one window may be captured into a decode step alone."""
+    log, seen = Log(), []
+    captured = steps(log, GraphPolicy(mode, (2,)))
+    program = log.program("a")
+    look = lambda stream, n: seen.append((captured.context.use_graph, captured.context.has_prefill))  # noqa: E731
+    captured.capture_all({"greedy": {"target": Program("p", program.entries, ((look, program.calls[0][1]),))}})
+    assert set(seen) == {(True, mode == "prefill")}
+    assert (captured.context.use_graph, captured.context.has_prefill) == (False, False)
+
+
 def test_the_parts_of_a_whole_step_are_one_graph_but_for_its_updates() -> None:
     log = Log()
     parts = {"update": log.program("u"), "target": log.program("a"), "draft": log.program("b")}

@@ -48,6 +48,6 @@ class CudaForwardMeta:
         return PREFILL_TILE if self.step.has_prefill else self._limits.window
 
     def max_tiles(self, n: int) -> int:
-        """Upper bound of `num_tiles` for a launch of `n` rows; a slot has one run of rows."""
+        """Upper bound of `num_tiles` for a launch of `n` rows; a slot has one run of rows, and a window is one tile."""
         slots = self.step.real_slots or self._limits.max_seqs
-        return min(n, slots + n // self.tile_rows)
+        return min(n, slots + (n // PREFILL_TILE if self.step.has_prefill else 0))

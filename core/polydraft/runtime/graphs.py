@@ -110,14 +110,14 @@ class CapturedSteps:
             for kind, parts in programs.items()
             for piece, captured in self._pieces(parts).items()
         ]
-        self.context.use_graph, self.context.dummy = True, True
+        self.context.use_graph, self.context.dummy, self.context.has_prefill = True, True, self.policy.mode == "prefill"
         try:
             for done, (bucket, kind, piece, captured) in enumerate(todo):
                 self._calls[kind, piece, bucket] = self._capture(captured, bucket)
                 if progress:
                     progress(done + 1, len(todo))
         finally:
-            self.context.use_graph, self.context.dummy = False, False
+            self.context.use_graph, self.context.dummy, self.context.has_prefill = False, False, False
 
     def _pieces(self, parts: dict[Part, Program]) -> dict[Piece, dict[Part, Program]]:
         """What is captured by itself of one kind of step, and the parts it is made of."""

@@ -12,6 +12,7 @@ from polydraft.device import Launch, Stream
 from polydraft_cuda.compiler import ROWS, act
 from polydraft_cuda.device import CudaDevice
 from polydraft_cuda.kernels.provider import Kernel, source
+from polydraft_cuda.kernels.rope import Turning, turning_of
 
 MOST_HEAD_DIM = 128
 PREFILL_KEYS = 64
@@ -21,6 +22,10 @@ SHAPES: tuple[tuple[int, Shape], ...] = (
     (16, (8, 2, 2)), (128, (2, 8, 2)), (264, (2, 2, 3)), (1 << 30, (1, 2, 3)),
 )  # fmt: skip
 """Tiles times key heads at most, to the shape that was fastest there on an H200 (8 key heads of 128, 640 keys)."""
+JOINED: tuple[tuple[int, Shape], ...] = (
+    (16, (8, 2, 2)), (128, (2, 4, 3)), (264, (2, 2, 3)), (1 << 30, (1, 2, 3)),
+)  # fmt: skip
+"""The same with the turn of the rows in the launch."""
 INVARIANT: tuple[tuple[int, Shape], ...] = ((1 << 30, (4, 4, 2)),)
 NARROW: tuple[tuple[int, Shape], ...] = ((1 << 30, (1, 4, 3)),)
 """Where there are no clusters."""
@@ -32,8 +37,10 @@ def paged_attention(device: CudaDevice, a: Any, limits: Limits, workspace: Any) 
     fast = a.meta is not None and a.cache.tiled and a.head_dim <= MOST_HEAD_DIM
     if not fast:
         return plain(device, a)
+    turning = turning_to_join(device, a, limits)
     shapes = NARROW if device.arch != "sm_90" else INVARIANT if device.row_invariant else SHAPES
     windows = [(most, decode(device, a, limits, shape)) for most, shape in shapes]
+    joined = [(most, decode(device, a, limits, shape, turning)) for most, shape in JOINED] if turning else []
     prefill = None if device.row_invariant else prefill_tiles(device, a)
     meta, heads = a.meta, a.num_kv_heads
 
@@ -42,7 +49,7 @@ def paged_attention(device: CudaDevice, a: Any, limits: Limits, workspace: Any) 
             prefill(stream, n)
             return
         clusters = meta.max_tiles(n) * heads
-        for most, window in windows:
+        for most, window in joined if turning is not None and turning.takes() else windows:
             if clusters <= most:
                 window(stream, n)
                 return
@@ -50,8 +57,19 @@ def paged_attention(device: CudaDevice, a: Any, limits: Limits, workspace: Any) 
     return launch
 
 
-def decode(device: CudaDevice, a: Any, limits: Limits, shape: Shape) -> Launch:
-    """A cluster a tile of rows and key head."""
+def turning_to_join(device: CudaDevice, a: Any, limits: Limits) -> Turning | None:
+    """The turn in front, if one launch can do its work as well: then a tile holds all new rows of a slot."""
+    found = turning_of(device, a.q)
+    if found is None or device.arch != "sm_90" or device.row_invariant or not found.plain:
+        return None
+    if a.head_dim % 64 or limits.window * (a.num_heads // a.num_kv_heads) > 16:
+        return None
+    found.joined = True
+    return found
+
+
+def decode(device: CudaDevice, a: Any, limits: Limits, shape: Shape, turning: Turning | None = None) -> Launch:
+    """A cluster a tile of rows and key head; with `turning` from the rows of the projection in front."""
     splits, key_warps, stages = shape
     group = a.num_heads // a.num_kv_heads
     tiles = 1 if device.row_invariant or limits.window * group <= 16 else 2
@@ -59,15 +77,17 @@ def decode(device: CudaDevice, a: Any, limits: Limits, shape: Shape) -> Launch:
         key_warps = max(key_warps // tiles, 1)
     function = device.function(
         source("attention_decode.cu"), "attention_decode", HEAD_DIM=int(a.head_dim), GROUP=int(group), TILES=tiles,
-        KEY_WARPS=key_warps, SPLITS=splits, STAGES=stages, BLOCK_GROUPS=int(a.block_size) // 16, **act(a.q.dtype),
+        KEY_WARPS=key_warps, SPLITS=splits, STAGES=stages, BLOCK_GROUPS=int(a.block_size) // 16,
+        ROPE=limits.window if turning else 0, **act(a.q.dtype),
     )  # fmt: skip
     sums = key_warps * 16 * tiles * (a.head_dim + 6) * 4
     ring = key_warps * tiles * stages * a.head_dim * 64
     meta, heads = a.meta, int(a.num_kv_heads)
     return function.bind(
         lambda n: (splits, heads, meta.max_tiles(n)), 32 * key_warps * tiles, a.q, a.cache.keys, a.cache.values, meta.tiles,
-        meta.num_tiles, a.row_slot, a.block_table, a.out, ROWS, a.block_table.shape[1], int(a.num_heads), heads,
-        float(a.softmax_scale), shared=max(sums, ring) + 1024, cluster=splits if splits > 1 else None, dependent=True,
+        meta.num_tiles, a.row_slot, a.block_table, a.out, turning.a.qkv if turning else None, turning.table if turning else None,
+        ROWS, a.block_table.shape[1], int(a.num_heads), heads, float(a.softmax_scale), shared=max(sums, ring) + 1024,
+        cluster=splits if splits > 1 else None, dependent=True,
     )  # fmt: skip
 
 

@@ -4,8 +4,13 @@
 // blocks by their absolute position, and the parts are joined in one fixed order: what a row gets depends on that row alone. A warp
 // fetches its groups ahead into shared memory of its own, in the order in which its lanes read them: nobody else has to be waited for.
 //
-// Defines: ACT (1, 2), HEAD_DIM (a multiple of 32, up to 128), GROUP (query heads a key head), TILES (tiles of 16 packed rows),
-// KEY_WARPS, SPLITS, STAGES (groups a warp has room for), BLOCK_GROUPS (groups of 16 positions a block).
+// With ROPE the launch takes the projection's rows instead: it turns queries and keys and stores keys and values as rope.cu does, and
+// lays them over what the cache has at their places. Then the old context is fetched before the projection in front has ended, which
+// lets its dependents come only once it has seen what was before it itself; all of a slot's new rows must be in one tile.
+//
+// Defines: ACT (1, 2), HEAD_DIM (a multiple of 32, up to 128; of 64 with ROPE), GROUP (query heads a key head), TILES (tiles of 16
+// packed rows), KEY_WARPS, SPLITS, STAGES (groups a warp has room for), BLOCK_GROUPS (groups of 16 positions a block), ROPE (0, or the
+// rows of a tile at most).
 #include "attention.cuh"
 
 constexpr int PACKED = 16 * TILES, WARPS = TILES * KEY_WARPS, OWN = PACKED / SPLITS, PITCH = HEAD_DIM + 4, STAGE_BYTES = 2 * GROUP_BYTES;
@@ -14,6 +19,13 @@ static_assert(PACKED % SPLITS == 0, "a block joins whole rows");
 __device__ __forceinline__ void cluster_barrier() {
 #if SPLITS > 1
     asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+#else
+    __syncthreads();
+#endif
+}
+__device__ __forceinline__ void cluster_end() {
+#if SPLITS > 1
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 #else
     __syncthreads();
 #endif
@@ -43,10 +55,26 @@ __device__ __forceinline__ float4 load_quad(unsigned a) {
     return v;
 }
 
+#if ROPE
+constexpr int HALF = HEAD_DIM / 2;
+static_assert(HEAD_DIM % 64 == 0 && ROPE * GROUP <= PACKED, "a lane holds both elements of a turn, and a tile all rows");
+
+// Two elements and the two they turn with, by (cosine, sine) of each.
+__device__ __forceinline__ void turn(unsigned& a, unsigned& b, float4 by) {
+    const float x0 = low(a), x1 = high(a), y0 = low(b), y1 = high(b);
+    a = pack(x0 * by.x - y0 * by.y, x1 * by.z - y1 * by.w);
+    b = pack(y0 * by.x + x0 * by.y, y1 * by.z + x1 * by.w);
+}
+// A new row of a key head, shared by the lanes of a warp: two keys and the two they turn with, four values.
+struct NewRow { unsigned a, b; vec2 v; };
+template <typename T> __device__ __forceinline__ void store_shared(unsigned at, T value);
+template <> __device__ __forceinline__ void store_shared(unsigned at, unsigned value) { asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(value) : "memory"); }
+template <> __device__ __forceinline__ void store_shared(unsigned at, unsigned short value) { asm volatile("st.shared.u16 [%0], %1;" ::"r"(at), "h"(value) : "memory"); }
+#endif
+
 extern "C" __global__ void __launch_bounds__(WARPS * 32)
-attention_decode(const act_t* __restrict__ q, const act_t* keys, const act_t* values, const int4* __restrict__ tiles, const int* __restrict__ num_tiles,
-                 const int* __restrict__ row_slot, const int* __restrict__ block_table, act_t* __restrict__ out, int n, int max_blocks,
-                 int num_heads, int num_kv_heads, float scale) {
+attention_decode(act_t* q, act_t* keys, act_t* values, const int4* tiles, const int* num_tiles, const int* row_slot, const int* block_table,
+                 act_t* out, const act_t* qkv, const float2* turns, int n, int max_blocks, int num_heads, int num_kv_heads, float scale) {
     extern __shared__ float shared[];  // the ring of every warp; then sums [KEY_WARPS][PACKED][PITCH] and (top, total) [KEY_WARPS][PACKED]
     __shared__ float plain[PLAIN_KEYS];
     __shared__ int broken[OWN];
@@ -54,65 +82,147 @@ attention_decode(const act_t* __restrict__ q, const act_t* keys, const act_t* va
     float2* stats_shared = (float2*)(shared + KEY_WARPS * PACKED * PITCH);
     const int split = blockIdx.x, kv_head = blockIdx.y, lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
     const int tile_of_warp = warp % TILES, part = warp / TILES, width = num_heads * HEAD_DIM, columns = GROUP * HEAD_DIM;
-    begin_dependent();
-    const int4 tile = tiles[blockIdx.z];
-    const bool real = (int)blockIdx.z < *num_tiles;
-    if (split == 0)
-        for (int r = blockIdx.z; r < n; r += gridDim.z)
-            if (row_slot[r] < 0)
-                for (int i = threadIdx.x; i < columns; i += WARPS * 32) out[(int64_t)r * width + kv_head * columns + i] = from_float<act_t>(0.f);
-    if (!real) return;  // the whole cluster
-    const int first = tile.x, rows = tile.y, position = tile.w;
+    launch_dependents();
+    if (!ROPE) wait_for_previous();
+    const int4 tile = __ldcg(tiles + blockIdx.z);
+    const bool real = (int)blockIdx.z < __ldcg(num_tiles);
+    const int first = tile.x, rows = real ? tile.y : 0, position = tile.w;
     const int* table = block_table + (int64_t)tile.z * max_blocks;
     const float scale2 = scale * 1.4426950408889634f;
-    for (int from = 0; from < rows * GROUP; from += PACKED) {
+    const int step = gridDim.z * WARPS * 32, row_of_thread = blockIdx.z + threadIdx.x * gridDim.z;  // rows that may have no slot
+    const bool padding = split == 0 && row_of_thread < n && __ldcg(row_slot + row_of_thread) < 0;
+    for (int from = 0; from < max(rows * GROUP, 1); from += PACKED) {
         const int base = from + tile_of_warp * 16, last = position + min(rows - 1, (from + PACKED - 1) / GROUP);
-        const int stride = SPLITS * KEY_WARPS, start = split * KEY_WARPS + part, groups = last / 16 + 1;
+        const int stride = SPLITS * KEY_WARPS, start = split * KEY_WARPS + part, groups = real ? last / 16 + 1 : 0;
         const unsigned ring = shared_address(shared) + warp * STAGES * STAGE_BYTES + lane * 16;
-        auto fetch = [&](int group, int stage) {
+        int entry = 0;  // lane i: block of this warp's group i of 32
+        auto place_of = [&](int block, int group) { return (((int64_t)block * num_kv_heads + kv_head) * BLOCK_GROUPS + group % BLOCK_GROUPS) * 16 * HEAD_DIM; };
+        auto fetch = [&](int i, int stage) {  // in order
+            if ((i & 31) == 0) {
+                const int group = start + (i + lane) * stride;
+                entry = group < groups ? __ldcg(table + group / BLOCK_GROUPS) : 0;
+            }
+            const int block = __shfl_sync(FULL, entry, i & 31), group = start + i * stride;
             if (group < groups) {
-                const int64_t place = (((int64_t)table[group / BLOCK_GROUPS] * num_kv_heads + kv_head) * BLOCK_GROUPS + group % BLOCK_GROUPS) * 16 * HEAD_DIM;
+                const int64_t place = place_of(block, group);
                 const act_t *k = keys + place + lane * 8, *v = values + place + lane * 8;
                 const unsigned to = ring + stage * STAGE_BYTES;
 #pragma unroll
-                for (int i = 0; i < GROUP_BYTES / 512; i++) copy_async(to + i * 512, k + i * 256, true);
+                for (int p = 0; p < GROUP_BYTES / 512; p++) copy_async(to + p * 512, k + p * 256, true);
 #pragma unroll
-                for (int i = 0; i < GROUP_BYTES / 512; i++) copy_async(to + GROUP_BYTES + i * 512, v + i * 256, true);
+                for (int p = 0; p < GROUP_BYTES / 512; p++) copy_async(to + GROUP_BYTES + p * 512, v + p * 256, true);
             }
             copy_commit();
         };
 #pragma unroll
-        for (int s = 0; s < STAGES - 1; s++) fetch(start + s * stride, s);
+        for (int s = 0; s < STAGES; s++) fetch(s, s);
+        if (ROPE) wait_for_previous();
+        if (!real) break;
         int limit[2];
         Queries queries;
+#if ROPE
+        const int64_t pitch = (num_heads + 2 * num_kv_heads) * HEAD_DIM;
+        const int fresh_block = __ldcg(table + position / 16 / BLOCK_GROUPS), newest_block = __ldcg(table + last / 16 / BLOCK_GROUPS);
+        const int fresh = position / 16, newest = last / 16;  // groups with new rows
+        const bool mine = newest >= start && (newest - start) / stride * stride + start >= fresh;
+        NewRow added[ROPE];
+        if (mine) {
+#pragma unroll
+            for (int r = 0; r < ROPE; r++)
+                if (r < rows && lane * 2 < HALF) {
+                    const act_t* key = qkv + (first + r) * pitch + (num_heads + kv_head) * HEAD_DIM + lane * 2;
+                    added[r].a = *(const unsigned*)key, added[r].b = *(const unsigned*)(key + HALF);
+                }
+#pragma unroll
+            for (int r = 0; r < ROPE; r++)
+                if (r < rows && lane * 4 < HEAD_DIM) added[r].v = *(const vec2*)(qkv + (first + r) * pitch + (num_heads + num_kv_heads + kv_head) * HEAD_DIM + lane * 4);
+        }
+#endif
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             const int packed = base + g + h * 8, row = packed / GROUP, head = packed % GROUP;
             limit[h] = row < rows ? position + row : -1;
+#if ROPE
+            const act_t* source = qkv + (first + row) * pitch + (kv_head * GROUP + head) * HEAD_DIM + t * 8;
+#else
+            const act_t* source = q + (int64_t)(first + row) * width + (kv_head * GROUP + head) * HEAD_DIM + t * 8;
+#endif
 #pragma unroll
-            for (int j = 0; j < QUADS; j++)
-                queries.part[j][h] = row < rows ? load4(q + (int64_t)(first + row) * width + (kv_head * GROUP + head) * HEAD_DIM + j * 32 + t * 8)
-                                                : vec4{0, 0, 0, 0};
+            for (int j = 0; j < QUADS; j++) queries.part[j][h] = row < rows ? load4(source + j * 32) : vec4{0, 0, 0, 0};
         }
+#if ROPE
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            if (limit[h] < 0) continue;
+            const int packed = base + g + h * 8;
+            const float4* by = (const float4*)(turns + (int64_t)limit[h] * HALF);
+#pragma unroll
+            for (int j = 0; j < QUADS / 2; j++) {
+                vec4 &a = queries.part[j][h], &b = queries.part[j + QUADS / 2][h];
+                const float4* w = by + (j * 32 + t * 8) / 2;
+                turn(a.x, b.x, w[0]), turn(a.y, b.y, w[1]), turn(a.z, b.z, w[2]), turn(a.w, b.w, w[3]);
+            }
+            if (part == 0) {
+                act_t* to = q + (int64_t)(first + packed / GROUP) * width + (kv_head * GROUP + packed % GROUP) * HEAD_DIM + t * 8;
+#pragma unroll
+                for (int j = 0; j < QUADS; j++) *(vec4*)(to + j * 32) = queries.part[j][h];
+            }
+        }
+        if (mine) {
+#pragma unroll
+            for (int r = 0; r < ROPE; r++)
+                if (r < rows && lane * 2 < HALF) turn(added[r].a, added[r].b, ((const float4*)(turns + (int64_t)(position + r) * HALF))[lane]);
+        }
+        // The new rows of a group that has come, over what the cache had there; and into the cache.
+        auto lay = [&](int group, unsigned at) {
+            const int block = tile_of_warp ? -1 : group == fresh ? fresh_block : newest_block;
+            const int64_t place = place_of(block, group);
+            __syncwarp();
+#pragma unroll
+            for (int r = 0; r < ROPE; r++) {
+                const int k = position + r - group * 16;
+                if (r >= rows || k < 0 || k > 15) continue;
+                if (lane * 2 < HALF) {
+                    const int a = key_offset<true>(k, lane * 2, HEAD_DIM), b = key_offset<true>(k, lane * 2 + HALF, HEAD_DIM);
+                    store_shared(at + a * 2, added[r].a), store_shared(at + b * 2, added[r].b);
+                    if (block >= 0) *(unsigned*)(keys + place + a) = added[r].a, *(unsigned*)(keys + place + b) = added[r].b;
+                }
+                if (lane * 4 < HEAD_DIM) {
+#pragma unroll
+                    for (int i = 0; i < 4; i++) {
+                        const int o = value_offset<true>(k, lane * 4 + i, HEAD_DIM);
+                        const unsigned short bits = (i < 2 ? added[r].v.x : added[r].v.y) >> (i & 1) * 16;
+                        store_shared(at + GROUP_BYTES + o * 2, bits);
+                        if (block >= 0) ((unsigned short*)values)[place + o] = bits;
+                    }
+                }
+            }
+            __syncwarp();
+        };
+#endif
         float sums[PAIRS * 2][4] = {};
         Softmax softmax = {{-INFINITY_F, -INFINITY_F}, {0.f, 0.f}};
         int stage = 0;
-        for (int group = start; group < groups; group += stride) {
-            fetch(group + (STAGES - 1) * stride, stage == 0 ? STAGES - 1 : stage - 1);
+        for (int group = start, i = 0; group < groups; group += stride, i++) {
             copy_wait<STAGES - 1>();
             const unsigned at = ring + stage * STAGE_BYTES;
-            stage = stage + 1 == STAGES ? 0 : stage + 1;
             const int key0 = group * 16;
+#if ROPE
+            if (group >= fresh) lay(group, at - lane * 16);
+#endif
             float scores[1][2][4] = {}, keep[2];
             score_group(scores[0], queries, at);
 #pragma unroll
-            for (int i = 0; i < 2; i++)
+            for (int k = 0; k < 2; k++)
 #pragma unroll
                 for (int c = 0; c < 4; c++)
-                    scores[0][i][c] = key0 + i * 8 + t * 2 + (c & 1) <= limit[c >> 1] ? scores[0][i][c] * scale2 : -INFINITY_F;
+                    scores[0][k][c] = key0 + k * 8 + t * 2 + (c & 1) <= limit[c >> 1] ? scores[0][k][c] * scale2 : -INFINITY_F;
             soften(scores, softmax, keep);
             rescale(sums, keep);
             mix_group(sums, scores[0], at + GROUP_BYTES, key0 + 15 > last, reach_of(key0, t, last));
+            __syncwarp();
+            fetch(i + STAGES, stage);
+            stage = stage + 1 == STAGES ? 0 : stage + 1;
         }
         copy_wait<0>();
         __syncthreads();  // the sums take the place of the ring
@@ -156,7 +266,7 @@ attention_decode(const act_t* __restrict__ q, const act_t* keys, const act_t* va
             *(vec2*)(out + (int64_t)(first + row) * width + (kv_head * GROUP + head) * HEAD_DIM + d) = packed_out;
             if (!(mixed.x == mixed.x && mixed.y == mixed.y && mixed.z == mixed.z && mixed.w == mixed.w)) broken[own] = 1;
         }
-        cluster_barrier();
+        __syncthreads();
         for (int own = 0; own < OWN; own++) {
             const int packed = from + split * OWN + own, row = packed / GROUP, head = packed % GROUP;
             if (!broken[own] || row >= rows) continue;
@@ -164,6 +274,11 @@ attention_decode(const act_t* __restrict__ q, const act_t* keys, const act_t* va
             const Pages<true> pages = {keys, values, table, num_kv_heads, BLOCK_GROUPS * 16, HEAD_DIM};
             attend_row<true>(q + at, pages, kv_head, position + row, scale, out + at, plain);
         }
-        __syncthreads();
+        cluster_end();  // nobody leaves, or goes on, while his parts are read
     }
+    if (!__syncthreads_or(padding) && step >= n) return;
+    if (split == 0)
+        for (int r = blockIdx.z; r < n; r += gridDim.z)
+            if (row_slot[r] < 0)
+                for (int i = threadIdx.x; i < columns; i += WARPS * 32) out[(int64_t)r * width + kv_head * columns + i] = from_float<act_t>(0.f);
 }

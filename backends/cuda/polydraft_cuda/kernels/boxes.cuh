@@ -16,11 +16,37 @@ __device__ __forceinline__ void load_box(unsigned target, const Map* map, int co
                  "r"(column), "r"(row), "r"(barrier)
                  : "memory");
 }
+// The same box for the blocks of a cluster that `whom` has a bit for.
+__device__ __forceinline__ void load_shared_box(unsigned target, const Map* map, int column, int row, unsigned barrier, int whom) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(target), "l"(map),
+        "r"(column), "r"(row), "r"(barrier), "h"((unsigned short)whom)
+        : "memory");
+}
 // Rows of gate and up in turn, 8 of each: [inputs, 8 rows, gate or up, eights of rows].
 __device__ __forceinline__ void load_pairs(unsigned target, const Map* map, int column, int row, unsigned barrier) {
     asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %3, %4}], [%5];" ::"r"(target), "l"(map),
                  "r"(column), "r"(0), "r"(row / 16), "r"(barrier)
                  : "memory");
+}
+// Several chunks of 64 inputs at once, one behind the other; of rows, or of rows of gate and up in turn.
+__device__ __forceinline__ void load_chunks(unsigned target, const Map* map, int row, int chunk, unsigned barrier) {
+    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(target), "l"(map),
+                 "r"(0), "r"(row), "r"(chunk), "r"(barrier)
+                 : "memory");
+}
+__device__ __forceinline__ void load_pair_chunks(unsigned target, const Map* map, int row, int chunk, unsigned barrier) {
+    asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %2, %2, %3, %4}], [%5];" ::"r"(target), "l"(map),
+                 "r"(0), "r"(row / 16), "r"(chunk), "r"(barrier)
+                 : "memory");
+}
+// -- clusters of two blocks ---------------------------------------------------------------------------
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+__device__ __forceinline__ void cluster_arrive_relaxed() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+// What was read before is not written again before; nothing is published (a fence of the device here would take longer than a chunk).
+__device__ __forceinline__ void barrier_arrive_at(unsigned b, int rank) {
+    asm volatile("{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\nmbarrier.arrive.shared::cluster.b64 _, [there];\n}" ::"r"(b), "r"(rank) : "memory");
 }
 // K-major operand in 128-byte swizzled rows, groups of 8 rows 1024 bytes apart.
 __device__ __forceinline__ uint64_t descriptor(unsigned address) {

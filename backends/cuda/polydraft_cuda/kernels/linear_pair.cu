@@ -17,8 +17,6 @@ typedef float out_t;
 typedef act_t out_t;
 #endif
 
-__device__ __forceinline__ void cluster_barrier() { asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory"); }
-
 extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, 1)
 linear_pair(const __grid_constant__ Map w_map, const __grid_constant__ Map x_map, out_t* __restrict__ out, const act_t* __restrict__ bias, int n,
             int outputs, int inputs) {
@@ -28,7 +26,6 @@ linear_pair(const __grid_constant__ Map w_map, const __grid_constant__ Map x_map
     const unsigned base = (shared_address(raw) + 1023) & ~1023u;
     const int rank = blockIdx.x & 1, row0 = (blockIdx.x >> 1) * ROWS, doubles = inputs / 128;
     const int begin = rank * doubles / 2, count = (rank + 1) * doubles / 2 - begin;
-    launch_dependents();
     if (threadIdx.x == 0) {
         for (int s = 0; s < STAGES; s++) barrier_init(shared_address(&full[s]), 1), barrier_init(shared_address(&empty[s]), 2);
         asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::: "memory");
@@ -59,11 +56,12 @@ linear_pair(const __grid_constant__ Map w_map, const __grid_constant__ Map x_map
         } else
             wait_for_previous();
         __syncwarp();
-        cluster_barrier();
-        cluster_barrier();
+        cluster_arrive(), cluster_wait();
+        cluster_arrive_relaxed(), cluster_wait();
         return;
     }
     wait_for_previous();
+    launch_dependents();  // not before: who follows may rely on what lies two launches back
     const int group = threadIdx.x >> 7, thread = threadIdx.x & 127, lane = threadIdx.x & 31, warp = thread >> 5;
     float sums[ACCUMULATORS] = {};
     for (int i = 0; i < count; i++) {
@@ -80,7 +78,7 @@ linear_pair(const __grid_constant__ Map w_map, const __grid_constant__ Map x_map
     }
 #pragma unroll
     for (int j = 0; j < ACCUMULATORS; j++) shares[group][j][thread] = sums[j];
-    cluster_barrier();
+    cluster_arrive(), cluster_wait();
 #pragma unroll
     for (int k = 0; k < ACCUMULATORS / 4; k++) {  // each warp group of each block finishes a quarter
         const int j = (k * 2 + rank) * 2 + group;
@@ -98,5 +96,5 @@ linear_pair(const __grid_constant__ Map w_map, const __grid_constant__ Map x_map
         const int row = row0 + warp * 16 + (j >> 1 & 1) * 8 + (lane >> 2), token = (j >> 2) * 8 + (lane & 3) * 2 + (j & 1);
         if (row < outputs && token < n) out[(int64_t)token * outputs + row] = from_float<out_t>(sum + (BIAS ? to_float(bias[row]) : 0.f));
     }
-    cluster_barrier();
+    cluster_arrive_relaxed(), cluster_wait();  // nobody leaves while his sums are read
 }

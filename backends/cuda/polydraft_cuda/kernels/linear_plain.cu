@@ -10,7 +10,8 @@ typedef act_t out_t;
 #endif
 
 extern "C" __global__ void linear_plain(const act_t* x, const act_t* w, const act_t* bias, out_t* out, int n, int outputs, int inputs) {
-    begin_dependent();
+    wait_for_previous();
+    launch_dependents();  // not before: who follows may rely on what lies two launches back
     const int lane = threadIdx.x & 31, o = blockIdx.x * (blockDim.x >> 5) + (threadIdx.x >> 5);
     if (o >= outputs) return;
     const act_t* weights = w + (int64_t)o * inputs;

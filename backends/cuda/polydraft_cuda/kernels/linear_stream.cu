@@ -37,7 +37,6 @@ linear_stream(const act_t* __restrict__ x, const act_t* __restrict__ w, const ac
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
     const int chunks = inputs >> 6, mine = (chunks - warp + WARPS - 1) / WARPS, tiles = (outputs + ROWS - 1) / ROWS;
     const int count = mine * ((tiles - (int)blockIdx.x + (int)gridDim.x - 1) / (int)gridDim.x);
-    launch_dependents();
 
     auto fetch = [&](Weights& to, int tile, int chunk) {
 #pragma unroll
@@ -76,6 +75,7 @@ linear_stream(const act_t* __restrict__ x, const act_t* __restrict__ w, const ac
             advance(next_tile, next_chunk);
         }
     wait_for_previous();
+    launch_dependents();  // not before: who follows may rely on what lies two launches back
 
     float sums[TILES][PARTS][4] = {};
     int tile = blockIdx.x, chunk = warp, turn = 0;

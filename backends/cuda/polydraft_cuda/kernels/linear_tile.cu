@@ -3,16 +3,18 @@
 // The work is tiles of ROWS outputs by chunks of 64 inputs, laid one after the other and dealt to the blocks in equal runs, so that
 // all blocks end together whatever the matrix. A tile that two or more blocks share is summed by the one that has its beginning, in
 // the order of the inputs: the sum of an element depends on the matrix and the number of blocks alone, not on the rows of x.
-// The first weights are fetched before the kernel in front has ended.
+// The first weights are fetched before the kernel in front has ended. With CLUSTER 2 the runs are those of pairs of blocks, whose
+// tiles lie one below the other: each brings half of the rows of x for both.
 //
 // Defines: ACT (1 bf16, 2 f16), TOKENS (rows of x in a launch at most: 8..256), STAGES (chunks in flight), OUT_F32, BIAS,
-// GATED (w is [gate rows | up rows], out is [n, O / 2] and gets silu(gate) * up).
+// CLUSTER (1, 2), GATED (w is [gate rows | up rows], out is [n, O / 2] and gets silu(gate) * up).
 #include "tensor.cuh"
 #include "wgmma.cuh"
 #include "boxes.cuh"
 
 constexpr int GROUPS = 2, ROWS = 64 * GROUPS, W_BYTES = ROWS * 128, X_BYTES = TOKENS * 128, STAGE = W_BYTES + X_BYTES;
-constexpr int CONSUMERS = GROUPS * 128, ACCUMULATORS = TOKENS / 2;
+constexpr int CONSUMERS = GROUPS * 128, ACCUMULATORS = TOKENS / 2, X_PART = TOKENS / CLUSTER;
+constexpr int AHEAD = TOKENS >= 64;  // a chunk is multiplied while the one before it ends
 constexpr int BATCH = TOKENS <= 16 ? 4 : TOKENS <= 64 ? 2 : 1;  // shares of a tile that are read at once
 #if OUT_F32
 typedef float out_t;
@@ -32,30 +34,34 @@ struct Share {
     int chunks, begin, end;
     int64_t total;
     __device__ __forceinline__ Share(int outputs, int inputs) : chunks(inputs / 64) {
-        total = (int64_t)((outputs + ROWS - 1) / ROWS) * chunks;
-        begin = first(blockIdx.x), end = first(blockIdx.x + 1);
+        total = (int64_t)((outputs + ROWS * CLUSTER - 1) / (ROWS * CLUSTER)) * chunks;
+        begin = first(blockIdx.x / CLUSTER), end = first(blockIdx.x / CLUSTER + 1);
     }
-    __device__ __forceinline__ int first(int block) const { return (int)(total * block / (int)gridDim.x); }
+    __device__ __forceinline__ int first(int run) const { return (int)(total * run / (int)(gridDim.x / CLUSTER)); }
 };
 
 // What blocks behind this one have of tile `tile`, which this block began, added in the order of the inputs.
 __device__ __forceinline__ void add_shares(float (&sums)[ACCUMULATORS], const Share& share, int last, const float* partial, unsigned* flags) {
     const int block = blockIdx.x;
     int partners = 0;
-    while (share.first(block + 1 + partners) < last) partners++;
+    while (share.first(block / CLUSTER + 1 + partners) < last) partners++;
     if (!partners) return;
     if (threadIdx.x < partners) {
-        while (!load_acquire(flags + block + 1 + threadIdx.x)) {}
-        flags[block + 1 + threadIdx.x] = 0;
+        unsigned* flag = flags + block + (1 + threadIdx.x) * CLUSTER;
+        while (!load_acquire(flag)) {}
+        *flag = 0;
     }
     consumers_meet();
     for (int first = 0; first < partners; first += BATCH) {
         float more[BATCH][ACCUMULATORS];
 #pragma unroll
         for (int b = 0; b < BATCH; b++) {
-            const float* p = partial + (int64_t)(block + 1 + min(first + b, partners - 1)) * ROWS * TOKENS + threadIdx.x;
+            const float* p = partial + (int64_t)(block + (1 + min(first + b, partners - 1)) * CLUSTER) * ROWS * TOKENS + threadIdx.x * 4;
 #pragma unroll
-            for (int j = 0; j < ACCUMULATORS; j++) more[b][j] = __ldcg(p + j * CONSUMERS);
+            for (int j = 0; j < ACCUMULATORS; j += 4) {
+                const float4 four = __ldcg((const float4*)p + j / 4 * CONSUMERS);
+                more[b][j] = four.x, more[b][j + 1] = four.y, more[b][j + 2] = four.z, more[b][j + 3] = four.w;
+            }
         }
 #pragma unroll
         for (int b = 0; b < BATCH; b++)
@@ -75,9 +81,7 @@ __device__ __forceinline__ void store_tile(const float (&sums)[ACCUMULATORS], ou
     for (int j = 0; j < ACCUMULATORS / 2; j++) {
         const int token = first_token + (j >> 1) * 8 + (lane & 3) * 2 + (j & 1), at = (j >> 1) * 4 + (j & 1);
         if (token >= n) continue;
-        const float gate = to_float(from_float<act_t>(sums[at])), up = to_float(from_float<act_t>(sums[at + 2]));
-        const float silu = gate >= 0.f ? gate / (1.f + expf(-gate)) : gate * expf(gate) / (1.f + expf(gate));
-        out[(int64_t)token * width + row] = from_float<out_t>(silu * up);
+        out[(int64_t)token * width + row] = from_float<out_t>(gated(sums[at], sums[at + 2]));
     }
 #else
 #pragma unroll
@@ -95,71 +99,99 @@ __device__ __forceinline__ void store_tile(const float (&sums)[ACCUMULATORS], ou
 }
 
 extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, 1)
-linear_tile(const __grid_constant__ Map w_map, const __grid_constant__ Map x_map, out_t* __restrict__ out, const act_t* __restrict__ bias,
-            float* __restrict__ partial, unsigned* __restrict__ flags, int n, int first_token, int outputs, int inputs) {
+linear_tile(const __grid_constant__ Map w_map, const __grid_constant__ Map x_map, out_t* __restrict__ out,
+            const act_t* __restrict__ bias, float* __restrict__ partial, unsigned* __restrict__ flags, int n, int first_token, int outputs, int inputs) {
     extern __shared__ unsigned char raw[];
     __shared__ alignas(8) uint64_t full[STAGES], empty[STAGES];
     const unsigned base = (shared_address(raw) + 1023) & ~1023u;
-    launch_dependents();
+    const int rank = CLUSTER > 1 ? blockIdx.x % CLUSTER : 0;
     if (threadIdx.x == 0) {
-        for (int s = 0; s < STAGES; s++) barrier_init(shared_address(&full[s]), 1), barrier_init(shared_address(&empty[s]), GROUPS);
+        for (int s = 0; s < STAGES; s++) barrier_init(shared_address(&full[s]), 1), barrier_init(shared_address(&empty[s]), GROUPS * CLUSTER);
         asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::: "memory");
     }
     __syncthreads();
+    if (CLUSTER > 1) cluster_arrive_relaxed();
     const Share share(outputs, inputs);
     const int begin = share.begin, count = share.end - share.begin, chunks = share.chunks;
     if (threadIdx.x >= CONSUMERS) {  // the warp that fetches
-        if (threadIdx.x != CONSUMERS) { wait_for_previous(); return; }
+        const bool fetches = threadIdx.x == CONSUMERS;
         auto weights = [&](int i, int s) {
-            const int column = (begin + i) % chunks * 64, row = (begin + i) / chunks * ROWS;
+            const int column = (begin + i) % chunks * 64, row = ((begin + i) / chunks * CLUSTER + rank) * ROWS;
             barrier_expect(shared_address(&full[s]), STAGE);
             if (GATED) load_pairs(base + s * STAGE, &w_map, column, row, shared_address(&full[s]));
             else load_box(base + s * STAGE, &w_map, column, row, shared_address(&full[s]));
         };
-        auto rows = [&](int i, int s) { load_box(base + s * STAGE + W_BYTES, &x_map, (begin + i) % chunks * 64, first_token, shared_address(&full[s])); };
+        auto rows = [&](int i, int s) {
+            const unsigned to = base + s * STAGE + W_BYTES + rank * X_PART * 128, f = shared_address(&full[s]);
+            const int column = (begin + i) % chunks * 64, row = first_token + rank * X_PART;
+            if (CLUSTER > 1) load_shared_box(to, &x_map, column, row, f, 3);
+            else load_box(to, &x_map, column, row, f);
+        };
         const int early = min(STAGES, count);
-        for (int i = 0; i < early; i++) weights(i, i);  // they depend on nobody
+        if (fetches)
+            for (int i = 0; i < early; i++) weights(i, i);  // they depend on nobody
+        if (CLUSTER > 1) {
+            __syncwarp();
+            cluster_wait();
+        }
         wait_for_previous();
-        for (int i = 0; i < early; i++) rows(i, i);
-        for (int i = STAGES; i < count; i++) {
-            const int s = i % STAGES;
-            barrier_wait(shared_address(&empty[s]), (i / STAGES - 1) & 1);
-            weights(i, s), rows(i, s);
+        launch_dependents();  // not before: who follows may rely on what lies two launches back
+        if (fetches) {
+            for (int i = 0; i < early; i++) rows(i, i);
+            for (int i = STAGES; i < count; i++) {
+                const int s = i % STAGES;
+                barrier_wait(shared_address(&empty[s]), (i / STAGES - 1) & 1);
+                weights(i, s), rows(i, s);
+            }
+        }
+        if (CLUSTER > 1) {
+            __syncwarp();
+            cluster_arrive_relaxed(), cluster_wait();  // the other block may still write here
         }
         return;
     }
+    if (CLUSTER > 1) cluster_wait();
     wait_for_previous();
     const int group = threadIdx.x >> 7;
-    float sums[ACCUMULATORS];
-    for (int i = 0; i < count; i++) {
-        const int s = i % STAGES, chunk = (begin + i) % chunks;
-        if (i == 0 || chunk == 0) {
-#pragma unroll
-            for (int j = 0; j < ACCUMULATORS; j++) sums[j] = 0.f;
+    auto release = [&](int s) {
+        if ((threadIdx.x & 127) == 0) {
+            if (CLUSTER > 1)
+                for (int to = 0; to < CLUSTER; to++) barrier_arrive_at(shared_address(&empty[s]), to);
+            else barrier_arrive(shared_address(&empty[s]));
         }
-        barrier_wait(shared_address(&full[s]), i / STAGES & 1);
-        const unsigned w = base + s * STAGE + group * 8192, x = base + s * STAGE + W_BYTES;
-        accumulators_fence(sums);
-        asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+    };
+    for (int i = 0; i < count;) {  // one tile, or this block's part of it
+        const int tile = (begin + i) / chunks, end = min(i + chunks - (begin + i) % chunks, count);
+        float sums[ACCUMULATORS] = {};
+        for (int from = i; i < end; i++) {
+            const int s = i % STAGES;
+            barrier_wait(shared_address(&full[s]), i / STAGES & 1);
+            const unsigned w = base + s * STAGE + group * 8192, x = base + s * STAGE + W_BYTES;
+            accumulators_fence(sums);
+            asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
-        for (int k = 0; k < 4; k++) wgmma(sums, descriptor(w + k * 32), descriptor(x + k * 32));
-        asm volatile("wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 0;" ::: "memory");
-        accumulators_fence(sums);
-        if ((threadIdx.x & 127) == 0) barrier_arrive(shared_address(&empty[s]));
-        if (chunk != chunks - 1 && i != count - 1) continue;
-        const int tile = (begin + i) / chunks;
+            for (int k = 0; k < 4; k++) wgmma(sums, descriptor(w + k * 32), descriptor(x + k * 32));
+            asm volatile("wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned %0;" ::"n"(AHEAD) : "memory");
+            accumulators_fence(sums);
+            if (!AHEAD) release(s);
+            else if (i > from) release((i - 1) % STAGES);
+        }
+        if (AHEAD) {
+            asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+            accumulators_fence(sums);
+            release((end - 1) % STAGES);
+        }
         if (begin > tile * chunks) {  // the beginning is another block's: leave the sums to it
-            float* mine = partial + (int64_t)blockIdx.x * ROWS * TOKENS + threadIdx.x;
+            float4* mine = (float4*)(partial + (int64_t)blockIdx.x * ROWS * TOKENS) + threadIdx.x;
 #pragma unroll
-            for (int j = 0; j < ACCUMULATORS; j++) __stcg(mine + j * CONSUMERS, sums[j]);
+            for (int j = 0; j < ACCUMULATORS; j += 4) __stcg(mine + j / 4 * CONSUMERS, make_float4(sums[j], sums[j + 1], sums[j + 2], sums[j + 3]));
             consumers_meet();
-            if (threadIdx.x == 0) {  // what the others wrote before the meeting is published with the flag
-                __threadfence();
+            if (threadIdx.x == 0)  // what the others wrote before the meeting is published with the flag
                 asm volatile("st.release.gpu.global.u32 [%0], 1;" ::"l"(flags + blockIdx.x) : "memory");
-            }
             continue;
         }
         add_shares(sums, share, (tile + 1) * chunks, partial, flags);
-        store_tile(sums, out, bias, tile, n, first_token, outputs);
+        store_tile(sums, out, bias, tile * CLUSTER + rank, n, first_token, outputs);
     }
+    if (CLUSTER > 1) cluster_arrive_relaxed(), cluster_wait();
 }

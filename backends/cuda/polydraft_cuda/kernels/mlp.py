@@ -22,7 +22,7 @@ def swiglu(device: CudaDevice, a: Any, limits: Any, workspace: Any) -> Launch:
     function = device.function(source("mlp.cu"), "swiglu", VECTOR=vector, **act(a.out.dtype))
     alone = function.bind(lambda n: (blocks, n, 1), THREADS, a.gate_up, a.out, width, dependent=True)
     projection = projection_of(device, a.gate_up)
-    if projection is None or not projection.join(device, a.out):
+    if projection is None or not projection.join(a.out):
         return alone
     takes = projection.takes
 

@@ -20,15 +20,21 @@ __device__ __forceinline__ void norm_row(act_t* x, const act_t* y, const act_t* 
         if (at < width) gains[v] = *(const Vector*)(weight + at);
     }
     wait_for_previous();
+    Vector more[VECTORS];
+#pragma unroll
+    for (int v = 0; v < VECTORS; v++) {  // all of them before the first is stored: x and y may be the same to the compiler
+        const int at = (v * blockDim.x + threadIdx.x) * LANES;
+        if (at >= width) continue;
+        kept[v] = *(const Vector*)(x + at);
+        if (y) more[v] = *(const Vector*)(y + at);
+    }
 #pragma unroll
     for (int v = 0; v < VECTORS; v++) {
         const int at = (v * blockDim.x + threadIdx.x) * LANES;
         if (at >= width) continue;
-        kept[v] = *(const Vector*)(x + at);
         if (y) {
-            const Vector more = *(const Vector*)(y + at);
 #pragma unroll
-            for (int i = 0; i < LANES; i++) kept[v].e[i] = from_float<act_t>(to_float(kept[v].e[i]) + to_float(more.e[i]));
+            for (int i = 0; i < LANES; i++) kept[v].e[i] = from_float<act_t>(to_float(kept[v].e[i]) + to_float(more[v].e[i]));
             *(Vector*)(x + at) = kept[v];
         }
 #pragma unroll

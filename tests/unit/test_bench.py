@@ -253,6 +253,14 @@ def test_graphs_can_be_compared() -> None:
     assert rows[0]["idle_share"] is None, "nobody knows when this device works"
 
 
+def test_graphs_and_overlap_can_be_compared_together() -> None:
+    config = EngineConfig(model=NARROW, backend="emulator", device="emulator:0?seed=1")
+    rows = list(Suite(config, None, (2,), (1,), "all", prompt_tokens=3, new_tokens=8, repeats=1).run(lambda text: None))
+    assert [(row["graph"], row["overlap"]) for row in rows] == [("off", 0), ("decode", 0), ("off", 1), ("decode", 1)]
+    tokens = [row["tokens_per_round"] for row in rows]
+    assert (tokens[0], tokens[2]) == (tokens[1], tokens[3]), "a graph changes no token"
+
+
 # -- the command --------------------------------------------------------------------------------------------------------
 def test_bench_for_people(bench: Callable[..., Result]) -> None:
     result = bench("--batch", "1,2", "--draft-tokens", "2", "--accept-schedule", "0.5,0.5")
@@ -297,6 +305,7 @@ def test_bench_as_json_and_into_a_file(bench: Callable[..., Result], tmp_path: P
         (("--accept-schedule", "0.5"), "--draft-tokens 3: the synthetic acceptance schedule has 1 chances"),
         (("--shape", "x.json"), "got both --model and --shape"),
         (("--compare", "overlap", "--overlap", "1"), "got both --compare overlap and --overlap"),
+        (("--compare", "all", "--graph", "off"), "got both --compare all and --graph"),
         (("--compare", "graph"), "backend reference does not declare graph_capture"),
         (("--out", "no/folder/result.json"), "no/folder/result.json cannot be written"),
         (("--prompt-tokens", "90", "--new-tokens", "50"), "model narrow was trained for 96"),

@@ -20,11 +20,12 @@ from polydraft.config import EngineConfig
 from polydraft.engine import Engine
 from polydraft.timeline import keeps_timeline
 
-Compare = Literal["off", "graph", "overlap"]
+Compare = Literal["off", "graph", "overlap", "all"]
 VARIANTS: dict[Compare, tuple[dict[str, Any], ...]] = {
     "off": ({},),
     "graph": ({"graph": "off"}, {"graph": "decode"}),
     "overlap": ({"overlap": 0}, {"overlap": 1}),
+    "all": tuple({"graph": graph, "overlap": overlap} for overlap in (0, 1) for graph in ("off", "decode")),
 }
 """Options of the contenders that a comparison sets side by side."""
 Progress = Callable[[str], None]

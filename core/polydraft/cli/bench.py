@@ -59,7 +59,9 @@ def chances(value: str | tuple[float, ...]) -> tuple[float, ...]:
 @click.option(
     "--accept-schedule", type=chances, metavar="P,...", help="SYNTHETIC: accept the draft at each place by this chance."
 )
-@click.option("--compare", type=click.Choice(["off", "graph", "overlap"]), default="off", help="Run with and without, in turn.")
+@click.option(
+    "--compare", type=click.Choice(["off", "graph", "overlap", "all"]), default="off", help="Run with and without, in turn."
+)
 @click.option(
     "--prompt-tokens", type=click.IntRange(min=1), default=32, show_default=True, metavar="N", help="Tokens of a prompt."
 )
@@ -112,9 +114,10 @@ def _suite(options: dict[str, Any]) -> Suite:
             f"got --batch {own['batch']} and --draft-tokens {own['draft_tokens']}, wanted whole numbers from 1 and from 0 on; "
             "correct them"
         )
-    fixed = {"graph": "graph", "overlap": "overlap"}.get(own["compare"])
-    if fixed in given:
-        raise click.UsageError(f"got both --compare {fixed} and --{fixed}, which sets what is compared; leave one out")
+    compared = {"graph": ("graph",), "overlap": ("overlap",), "all": ("graph", "overlap")}.get(own["compare"], ())
+    fixed = next((name for name in compared if name in given), None)
+    if fixed:
+        raise click.UsageError(f"got both --compare {own['compare']} and --{fixed}, which sets what is compared; leave one out")
     shape = own.pop("shape")
     return Suite(
         EngineConfig.from_mapping({**given, "prefix_cache": False}), Path(shape) if shape else None, own.pop("batch"), **own

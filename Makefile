@@ -17,7 +17,7 @@ EMULATED := $(wildcard plugins/paddle-emu-device/src/* plugins/paddle-emu-device
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:  # two targets would install into the same .venv at once
-.PHONY: help demo test check conform matrix deep paddle-oldest coverage pages format clean
+.PHONY: help demo test check conform matrix deep oldest coverage pages format clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' Makefile
@@ -26,7 +26,7 @@ demo: $(CORE)  ## generate text with the embedded demo model on the default back
 	$(BIN)/polydraft generate "$(PROMPT)" --draft-tokens 3
 
 # One BLAS thread: the tests use tiny matrices, and threads that spin for each other are slow on a busy machine.
-test conform matrix deep paddle-oldest coverage: export OPENBLAS_NUM_THREADS := 1
+test conform matrix deep oldest coverage: export OPENBLAS_NUM_THREADS := 1
 test: $(TEST)  ## run every test that needs no accelerator
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
@@ -39,16 +39,17 @@ check: $(DEV)  ## lint, formatting and types
 conform: $(TEST)  ## claim `basic` of every backend that needs no accelerator, and the most of one in turn
 	$(BIN)/python tools/conform_in_turn.py
 
-matrix: $(TEST)  ## run the kit on those backends and write the table of docs/backends/matrix.md
+matrix: $(TEST)  ## run the kit and its zoo on those backends and write docs/backends/matrix.md and mutants.md
 	$(BIN)/python tools/make_matrix.py
+	$(BIN)/python tools/make_mutants.py
 
 deep: $(TEST)  ## run the tests that take minutes each
 	$(BIN)/python -m pytest -n 2 --dist load -v -m deep --timeout=1800 --hypothesis-profile=deep
 
 # Nearly a gigabyte, so it is neither part of `test` nor of `deep`.
-paddle-oldest:  ## run the tests of the Paddle backends on the oldest Paddle they support, in .venv-paddle-oldest
+oldest:  ## run the tests of the Paddle backends on the oldest Paddle they support, in .venv-paddle-oldest
 	$(PYTHON) -m venv .venv-paddle-oldest
-	.venv-paddle-oldest/bin/python -m pip --disable-pip-version-check --quiet install --editable '.[test,paddle]' 'paddlepaddle==3.2.0'
+	.venv-paddle-oldest/bin/python -m pip --disable-pip-version-check --quiet install --editable '.[conform,grammar,paddle]' 'paddlepaddle==3.2.0' pytest-xdist jsonschema
 	.venv-paddle-oldest/bin/python -m pytest -n 2 --dist loadfile tests/paddle
 
 coverage: $(TEST)  ## run the tests with branch coverage of core, which must not fall below 95 %

@@ -19,7 +19,7 @@ from polydraft.backend import DeviceOptions
 from polydraft.config import AUTO, EngineConfig
 from polydraft.default_backend import default_backend
 from polydraft.device import Array
-from polydraft.errors import DeviceError, PolydraftError, RequestError
+from polydraft.errors import CapabilityError, DeviceError, PolydraftError, RequestError
 from polydraft.models.checkpoint import Checkpoint, load_weights
 from polydraft.models.families import FamilyRegistry
 from polydraft.models.tokenizer import Tokenizer
@@ -120,9 +120,10 @@ class Engine:
         self._own_blocks = self._checkpoint.own_blocks()
         names = wanted(canonical, drafts_with_mtp=self.resolved.proposer == "mtp", own=tuple(self._own_blocks))
         self._weights = prepare(self.table, canonical, names, dtype=self.resolved.dtype)
+        weights = {**self._weights, **self._own_blocks} if self._own_blocks else self._weights
         check_fits(self.device, self.resolved)
         self.runner = Runner(
-            device=self.device, plugins=self.plugins, table=self.table, model=self.model, weights=ChainMap(self._weights, dict(self._own_blocks)),
+            device=self.device, plugins=self.plugins, table=self.table, model=self.model, weights=weights,
             limits=self.resolved.limits, proposer=self.proposers.factory(self.resolved.proposer),
             verify=self.resolved.verify, depth=self.resolved.overlap, dtype=self.resolved.dtype,
             accept_schedule=self.resolved.accept_schedule, raw_logprobs=self.config.logprobs_mode == "raw", features=features,
@@ -358,8 +359,8 @@ class Engine:
         `source` is broken or another model."""
         if self._own_blocks:
             raise CapabilityError(
-                f"{', '.join(self._own_blocks)} of this model compute themselves and keep their own weights; change these, or start "
-                "another engine"
+                f"{', '.join(self._own_blocks)} of this model compute themselves and keep their own weights; change these there, "
+                "or start another engine"
             )
         with Checkpoint(source) as checkpoint:
             model, table = self.families.describe(checkpoint)

@@ -14,6 +14,7 @@ from polydraft.config import EngineConfig
 from polydraft.engine import Engine, Running
 from polydraft.errors import ConfigError, RequestError
 from polydraft.interrupt import noted_interrupts
+from polydraft.models.checkpoint import Checkpoint
 from polydraft.runtime.output import RequestOutput
 from polydraft.sampling_params import SamplingParams
 
@@ -21,20 +22,28 @@ Prompt = str | Sequence[int]
 
 
 class LLM:
-    """A model on a device. Keyword arguments are the fields of `EngineConfig`; an unknown one is an error.
+    """A model on a device. Keyword arguments are the fields of `EngineConfig`; an unknown one is an error. `checkpoint` stands in
+    for a directory where a model is something else, such as a layer of a framework.
 
     >>> llm = LLM(draft_tokens=3)
     >>> [out.finish_reason for out in llm.generate(["def f(x):"], SamplingParams(max_new_tokens=4))]
     ['length']
     """
 
-    def __init__(self, config: EngineConfig | None = None, *, plugin: object | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        config: EngineConfig | None = None,
+        *,
+        plugin: object | None = None,
+        checkpoint: Checkpoint | None = None,
+        **options: Any,
+    ) -> None:
         if config is not None and (options or not isinstance(config, EngineConfig)):
             raise ConfigError(
                 f"LLM got {type(config).__name__} and options {sorted(options)}, wanted an EngineConfig or keyword options; "
                 "give one of the two, a directory as model="
             )
-        self.engine = Engine(config or EngineConfig.from_mapping(options), backend=plugin)
+        self.engine = Engine(config or EngineConfig.from_mapping(options), backend=plugin, checkpoint=checkpoint)
 
     def generate(
         self,

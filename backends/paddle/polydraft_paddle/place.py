@@ -6,6 +6,8 @@ the first one's work to another stream, where its events say nothing about it.
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 from typing import Any
 
 import paddle

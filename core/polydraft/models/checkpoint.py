@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +20,9 @@ from polydraft.models.config_file import read_json_object
 from polydraft.models.description import ModelDescription
 from polydraft.models.safetensors_file import SafetensorsFile
 from polydraft.models.tensor_table import Part, TensorTable
+
+if TYPE_CHECKING:
+    from polydraft.models.decoder import OwnBlock
 
 __all__ = ["Checkpoint", "Weights", "load_weights"]
 
@@ -86,6 +90,10 @@ class Checkpoint:
         """The canonical tensor `name` where the checkpoint has it in one piece already, finite; None to read its parts."""
         del name, shape
         return None
+
+    def own_blocks(self) -> dict[str, OwnBlock]:
+        """Decoder blocks that compute themselves, by prefix ("layers.0", "mtp.0"); their tensors are not loaded."""
+        return {}
 
     def same_bytes(self, name: str, other: str) -> bool:
         """Return whether two tensors agree in dtype, shape and every stored byte. Errors: as for `tensor`."""

@@ -62,6 +62,20 @@ class Fill:
     room: str
 
 
+@dataclass(frozen=True)
+class Call:
+    """A launch that is bound already and that no contract describes: a block which computes itself. Nothing is fused over it."""
+
+    name: str
+    launch: Launch
+    unit: Unit
+    room: str
+
+
+Entry = Node | Fill | Call
+"""What programs are built from."""
+
+
 @dataclass
 class StepContext:
     """What the host knows of the step being launched; set once per step (`row_order` once per engine), read by metadata
@@ -78,8 +92,8 @@ class StepContext:
 class Bound:
     """One entry of a program: the launch, the index of its launch length in `Lengths`, and its names for people.
 
-    `args`: what it was bound to (of a metadata fill, its node), in contract version `version`; whoever walks a program to look
-    at memory needs it, running it does not."""
+    `args`: what it was bound to (of a metadata fill, its node; None of a launch that no contract describes), in contract version
+    `version`; whoever walks a program to look at memory needs it, running it does not."""
 
     launch: Launch
     unit: int
@@ -116,7 +130,7 @@ class ProgramBuilder:
 
     def __init__(self, name: str, table: BoundTable, limits: Limits, context: StepContext, kind: StepKind = GREEDY) -> None:
         self.name, self.table, self.limits, self.context, self.kind = name, table, limits, context, kind
-        self.nodes: list[Node | Fill] = []
+        self.nodes: list[Entry] = []
 
     def add(self, contract: str, args: Args, unit: Unit, room: str) -> None:
         """Append a launch of `contract`. Raises `ContractError` for a name nobody registered, a record that is not the newest
@@ -136,13 +150,19 @@ class ProgramBuilder:
         """Append the filling of a pass's metadata."""
         self.nodes.append(Fill(meta, role, pass_index, unit, room))
 
+    def call(self, name: str, launch: Launch, unit: Unit, room: str) -> None:
+        """Append a launch that no contract describes."""
+        self.nodes.append(Call(name, launch, unit, room))
+
     def build(self) -> Program:
         """Build this program as if it were the whole step."""
         return build((self,))[0]
 
-    def bind(self, node: Node | Fill) -> Bound:
+    def bind(self, node: Entry) -> Bound:
         """Bind one node to the provider that the table has for it, in the version that the provider was written for."""
         unit = UNITS.index(node.unit)
+        if isinstance(node, Call):
+            return Bound(node.launch, unit, node.name, node.room)
         if isinstance(node, Fill):
             return Bound(_fill_launch(node, self.context), unit, "forward_meta", node.room, node)
         version = self.table.versions[node.contract]
@@ -192,13 +212,13 @@ def step_meta(node: Fill, c: StepContext, n: int) -> StepMeta:
 
 
 # -- fusion ----------------------------------------------------------------------------------------
-def fuse(nodes: Sequence[Node | Fill], table: BoundTable, others: Sequence[Sequence[Node | Fill]] = ()) -> list[Node | Fill]:
+def fuse(nodes: Sequence[Entry], table: BoundTable, others: Sequence[Sequence[Entry]] = ()) -> list[Entry]:
     """Replace each run of nodes that a registered composite describes by the largest such composite the table owns.
 
     A run stays as it is where somebody reads what the composite would not write: a later node, a node of the `other`
     programs of the step, or an earlier node in the next step."""
     owned = sorted((c for c in COMPOSITES.values() if c.name in table.providers), key=lambda c: -len(c.parts))
-    result: list[Node | Fill] = []
+    result: list[Entry] = []
     index = 0
     while index < len(nodes):
         for composite in owned:
@@ -215,7 +235,7 @@ def fuse(nodes: Sequence[Node | Fill], table: BoundTable, others: Sequence[Seque
     return result
 
 
-def matches(composite: Composite, nodes: Iterable[Node | Fill]) -> list[Node]:
+def matches(composite: Composite, nodes: Iterable[Entry]) -> list[Node]:
     """The nodes as a run of the composite's parts, or an empty list: the same contracts in the same order, launch lengths that
     count the same (or, where the parts are defined over different ones, what their contracts say), and fields of one name
     that are the same buffer or the same parameter."""
@@ -236,14 +256,14 @@ def matches(composite: Composite, nodes: Iterable[Node | Fill]) -> list[Node]:
     return run
 
 
-def _reads_dead(composite: Composite, run: Sequence[Node], elsewhere: Iterable[Sequence[Node | Fill]]) -> bool:
+def _reads_dead(composite: Composite, run: Sequence[Node], elsewhere: Iterable[Sequence[Entry]]) -> bool:
     """Whether a program piece in `elsewhere` reads a dead buffer of the run before it has written it anew. Metadata fills read
     only what describes rows, which no composite declares dead."""
     dead = [next(getattr(n.args, name) for n in run if hasattr(n.args, name)) for name in composite.dead]
     return any(_is_read(buffer, piece) for buffer in dead for piece in elsewhere)
 
 
-def _is_read(buffer: Any, nodes: Sequence[Node | Fill]) -> bool:
+def _is_read(buffer: Any, nodes: Sequence[Entry]) -> bool:
     for node in nodes:
         touched = {access for value, access in _accesses(node) if value is buffer}
         if touched:
@@ -251,7 +271,7 @@ def _is_read(buffer: Any, nodes: Sequence[Node | Fill]) -> bool:
     return False
 
 
-def _accesses(node: Node | Fill) -> Iterator[tuple[Any, str]]:
+def _accesses(node: Entry) -> Iterator[tuple[Any, str]]:
     """Buffers that a node is bound to, with the access that its contract declares."""
     if isinstance(node, Node) and isinstance(node.args, Args):
         for name, spec in node.args.specs().items():

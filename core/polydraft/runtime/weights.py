@@ -50,9 +50,16 @@ class WithDraftHead(Mapping[str, Array]):
         return len(self._canonical) + 1
 
 
-def wanted(canonical: Mapping[str, Array], *, drafts_with_mtp: bool) -> list[str]:
-    """The tensors an engine needs: those of the MTP head only when it drafts with it."""
-    return [name for name in canonical if drafts_with_mtp or not name.startswith("mtp.")]
+BLOCK = ("input_norm", "qkv", "qkv_bias", "q_norm", "k_norm", "o", "post_norm", "gate_up", "down")
+"""Last parts of the names of a block's tensors; an MTP layer has others besides."""
+
+
+def wanted(canonical: Mapping[str, Array], *, drafts_with_mtp: bool, own: tuple[str, ...] = ()) -> list[str]:
+    """The tensors an engine needs: those of the MTP head only when it drafts with it, and none of the blocks in `own`, given by
+    prefix, which compute themselves."""
+    names = [name for name in canonical if drafts_with_mtp or not name.startswith("mtp.")]
+    left_out = {f"{prefix}.{part}" for prefix in own for part in BLOCK}
+    return [name for name in names if name not in left_out]
 
 
 def prepare(table: BoundTable, canonical: Mapping[str, Array], names: list[str], *, dtype: str) -> dict[str, Weight]:

@@ -14,6 +14,7 @@ from polydraft.contracts import COMPOSITES, REGISTRY, EmbedV1, LinearV1, Residua
 from polydraft.contracts.arguments import check_arguments, check_record, misfits
 from polydraft.contracts.base import Contract, OpaqueSpec, TensorSpec
 from polydraft.contracts.composite import CompositeArgs
+from polydraft.contracts.constraints import Constraint
 from polydraft.contracts.harness import record_of
 from polydraft.contracts.inputs import default_cases, symbols
 from polydraft.errors import ContractError
@@ -88,6 +89,33 @@ def test_constraints():
     assert refusal("verify_match", window(3)) == (
         "verify_match/1: got W = 3, K = 3, wanted W == K + 1; bind it to sizes and parameters that fit"
     )
+
+
+@pytest.mark.parametrize(
+    ("text", "names", "holds", "breaks"),
+    [
+        ("W == K + 1", ("W", "K"), {"W": 4, "K": 3}, {"W": 4, "K": 4}),
+        ("RP <= R", ("RP", "R"), {"RP": 2, "R": 2}, {"RP": 3, "R": 2}),
+        ("0 <= a <= b", ("a", "b"), {"a": 0, "b": 0}, {"a": 1, "b": 0}),
+        ("q == (h + 2 * k) * d", ("q", "h", "k", "d"), {"q": 12, "h": 2, "k": 2, "d": 2}, {"q": 8, "h": 2, "k": 2, "d": 2}),
+        ("a % b == 0", ("a", "b"), {"a": 6, "b": 3}, {"a": 7, "b": 3}),
+        ("a // 2 - 1 > 0", ("a",), {"a": 4}, {"a": 3}),
+        ("a >= 1", ("a",), {"a": 1}, {"a": "one"}),
+        ("a < 1", ("a",), {"a": 0}, {"a": 1}),
+        ('a in ("x", "y")', ("a",), {"a": "y"}, {"a": "z"}),
+        ("a % b == 1", ("a", "b"), {"a": 3, "b": 2}, {"a": 3, "b": 0}),
+    ],
+)
+def test_constraints_are_read(text: str, names: tuple[str, ...], holds: dict[str, Any], breaks: dict[str, Any]):
+    constraint = Constraint.read(text)
+    assert (constraint.text, constraint.names) == (text, names)
+    assert (constraint.holds(holds), constraint.holds(breaks)) == (True, False)
+
+
+@pytest.mark.parametrize("text", ["a", "a + 1", "f(a) == 1", "a is b", "a.b == 1", "a == b ** 2", "a == (b if c else d)", "a =="])
+def test_what_is_no_constraint(text: str):
+    with pytest.raises(SyntaxError):
+        Constraint.read(text)
 
 
 def test_a_record_of_another_contract():

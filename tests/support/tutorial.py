@@ -1,7 +1,7 @@
 """The tutorial as steps: what `docs/backends/tutorial.md` has a reader write, run and try, in the order of the page.
 
 Owns the reading of its blocks, and a walk that does all of it in the current folder.
-Called by `tests/mission.sh`, as a program of the environment to walk in, and by `tests/docs/test_tutorial.py`.
+Called by `tests/mission.sh`, as a program of the environment to walk in, and by `tests/docs/test_reference.py`.
 Never installs polydraft: whoever walks has it.
 """
 

@@ -25,6 +25,16 @@ LIMITS = Limits(
 )  # fmt: skip
 
 
+def buffer(dtype: str = "f32", *shape: int) -> Any:
+    """What a record takes for a buffer."""
+    return SimpleNamespace(dtype=dtype, shape=shape or (4, 8))
+
+
+def fitting(spec: Any) -> Any:
+    """A buffer of that form, with 2 of everything."""
+    return buffer(spec.dtype, *(2 for _ in spec.symbols))
+
+
 class AddV1(Args):
     """x := x + y."""
 
@@ -97,7 +107,7 @@ def contracts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def buffers() -> Any:
-    return SimpleNamespace(**{name: object() for name in ("x", "y", "out", "z")})
+    return SimpleNamespace(**{name: buffer() for name in ("x", "y", "out", "z")})
 
 
 def node(contract: str, unit: Unit = "rows", **fields: Any) -> Node:
@@ -148,8 +158,8 @@ def test_launch_lengths_must_count_the_same(buffers: Any):
 
 
 def test_parts_defined_over_different_lengths_fuse_where_each_counts_its_own(buffers: Any):
-    rows: Any = {field: object() for field in REGISTRY["pack_rows"].args.specs()}
-    logit_rows: Any = {field: rows.get(field, object()) for field in REGISTRY["pack_logit_rows"].args.specs()}
+    rows: Any = {field: fitting(spec) for field, spec in REGISTRY["pack_rows"].args.specs().items()}
+    logit_rows: Any = {field: rows.get(field, fitting(spec)) for field, spec in REGISTRY["pack_logit_rows"].args.specs().items()}
     pack = Node("pack_rows", REGISTRY["pack_rows"].args(**rows), "rows", "pack")
     table = Table("pack_rows", "pack_logit_rows", "pack_rows+pack_logit_rows").bound
     for unit, wanted in {"logit_rows": ["pack_rows+pack_logit_rows"], "seqs": ["pack_rows", "pack_logit_rows"]}.items():
@@ -161,7 +171,7 @@ def test_parts_defined_over_different_lengths_fuse_where_each_counts_its_own(buf
 
 def test_parameters_of_one_name_must_be_equal(monkeypatch: pytest.MonkeyPatch):
     weight: Any = object()
-    x, out = object(), object()
+    x, out = buffer(), buffer()
     monkeypatch.setitem(COMPOSITES, "rms_norm+rms_norm", Composite("rms_norm+rms_norm", ("rms_norm", "rms_norm"), "A toy."))
     table = Table("rms_norm", "rms_norm+rms_norm").bound
 

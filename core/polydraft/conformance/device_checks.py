@@ -186,6 +186,7 @@ def _event_not_early(target: Target, tally: Tally) -> None:
         last = int(down.array[-1])  # looked at first: most copies come to it last
         found = last, int(down.array.min()), int(down.array.max())
         tally.equal("a download behind its event", found, (attempt,) * 3)
+    device.synchronize()  # a device that is wrong still copies, and the memory must outlive that
 
 
 def _event_moves(target: Target, tally: Tally) -> None:
@@ -317,6 +318,7 @@ def _two_streams(target: Target, tally: Tally) -> None:
             done.synchronize()
             found = int(down.array.min()), int(down.array.max())
             tally.equal("what a stream sees of one that it waited for", found, (10 * attempt + 2,) * 2)
+            device.synchronize()  # a device that is wrong still copies, and the memory must outlive that
 
 
 def _other_streams_event(target: Target, tally: Tally) -> None:

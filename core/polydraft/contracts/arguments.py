@@ -15,11 +15,11 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from types import CodeType
 from typing import Any, Final
 
 from polydraft.contracts.base import REGISTRY, Args, Contract, OpaqueSpec, ParamSpec, TensorSpec
 from polydraft.contracts.composite import COMPOSITES, Composite, CompositeArgs
+from polydraft.contracts.constraints import Constraint
 from polydraft.device import Buffer
 from polydraft.errors import ContractError
 
@@ -52,7 +52,7 @@ class _Rules:
     """Weights and caches that have to be there; metadata is the backend's business."""
     may_be_absent: frozenset[str]
     params: tuple[str, ...]
-    constraints: tuple[tuple[str, CodeType], ...]
+    constraints: tuple[Constraint, ...]
 
 
 @functools.cache
@@ -63,8 +63,7 @@ def _rules(record: Any, constraints: tuple[str, ...]) -> _Rules:
     fixed: dict[str | int, int] = {axis: axis for one in tensors for axis in one.axes if isinstance(axis, int)}
     opaque = tuple(n for n, s in specs.items() if isinstance(s, OpaqueSpec) and s.kind != "meta" and n not in absent)
     params = tuple(name for name, spec in specs.items() if isinstance(spec, ParamSpec))
-    compiled = tuple((text, compile(text, "<constraint>", "eval")) for text in constraints)
-    return _Rules(tensors, fixed, opaque, absent, params, compiled)
+    return _Rules(tensors, fixed, opaque, absent, params, tuple(Constraint.read(text) for text in constraints))
 
 
 def _rules_of(contract: Contract) -> _Rules:
@@ -137,17 +136,7 @@ def constraint_fails(contract: Contract, sizes: Mapping[Any, Any], params: Mappi
     that was left out) says nothing."""
     rules = _rules_of(contract)
     known = {**{name: value for name, value in sizes.items() if isinstance(name, str)}, **params}
-    for text, code in rules.constraints:
-        if all(name in known for name in code.co_names) and not _holds(code, known):
-            return text
-    return ""
-
-
-def _holds(code: CodeType, known: Mapping[str, Any]) -> bool:
-    try:
-        return bool(eval(code, {"__builtins__": {}}, dict(known)))  # noqa: S307  expressions of this package's own records
-    except (TypeError, ArithmeticError):  # such as a text where a number is wanted
-        return False
+    return next((one.text for one in rules.constraints if set(one.names) <= known.keys() and not one.holds(known)), "")
 
 
 def _check_constraints(contract: Contract, rules: _Rules, sizes: Mapping[Any, Any], args: Args) -> None:
@@ -155,8 +144,8 @@ def _check_constraints(contract: Contract, rules: _Rules, sizes: Mapping[Any, An
     broken = constraint_fails(contract, sizes, params)
     if broken:
         known = {**sizes, **params}
-        code = next(code for text, code in rules.constraints if text == broken)
-        got = ", ".join(f"{name} = {known[name]!r}" for name in code.co_names)
+        names = next(one.names for one in rules.constraints if one.text == broken)
+        got = ", ".join(f"{name} = {known[name]!r}" for name in names)
         raise ContractError(f"{contract.key}: got {got}, wanted {broken}; bind it to sizes and parameters that fit")
 
 
@@ -190,24 +179,23 @@ def misfits(contract: Contract, args: Args, make: Make) -> Iterator[Misfit]:
             continue
         shape, name = tuple(buffer.shape), one.name
 
-        def spoiled(what: str, value: Any, name: str = name) -> Misfit:
-            return Misfit(name, what, _changed(args, {name: value}))
+        def spoiled(what: str, value: Any, names: str = name, name: str = name) -> Misfit:
+            return Misfit(names, what, _changed(args, {name: value}))
 
         other = "u8" if buffer.dtype != "u8" else "i32"
         yield spoiled(f"{name} in {other}", make(name, shape, other))
         yield spoiled(f"{name} with an axis more", make(name, (*shape, 1), buffer.dtype))
         for axis, symbol in enumerate(one.axes):
-            if symbol in bound:
+            if symbol in bound:  # whichever of the buffers that share it is named
                 grown = (*shape[:axis], shape[axis] + 1, *shape[axis + 1 :])
-                wrong = Misfit("", f"{name} with another size of {symbol}", spoiled("", make(name, grown, buffer.dtype)).args)
-                yield wrong
+                yield spoiled(f"{name} with another size of {symbol}", make(name, grown, buffer.dtype), "")
         if name not in rules.may_be_absent:
             yield spoiled(f"no {name}", None)
         twin = _twin(rules, args, one)
         if twin is not None:
-            yield Misfit("", f"{name} and {twin} in one buffer", spoiled("", getattr(args, twin)).args)
-    for text, code in rules.constraints:
-        yield from _broken(contract, args, make, text, code)
+            yield spoiled(f"{name} and {twin} in one buffer", getattr(args, twin), "")
+    for constraint in rules.constraints:
+        yield from _broken(contract, args, make, constraint)
 
 
 def _bound_symbols(rules: _Rules, args: Args) -> set[str | int]:
@@ -227,19 +215,24 @@ def _twin(rules: _Rules, args: Args, one: _Tensor) -> str | None:
     return None
 
 
-def _broken(contract: Contract, args: Args, make: Make, text: str, code: CodeType) -> Iterator[Misfit]:
+def _broken(contract: Contract, args: Args, make: Make, constraint: Constraint) -> Iterator[Misfit]:
     """The record with one constraint broken, by the first parameter or size of it that can break it alone."""
-    rules = _rules_of(contract)
-    for name in code.co_names:
-        if name in rules.params:
-            others = _others(getattr(args, name))
-            spoiled: dict[str, Args | None] = {f"{name} = {value!r}": _changed(args, {name: value}) for value in others}
-        else:
-            spoiled = {f"{more} more of {name}": _resized(rules, args, make, name, more) for more in (1, 2, 64, 1 << 16)}
-        for what, found in spoiled.items():
-            if found is not None and _first_broken(contract, found) == text:
+    rules, text = _rules_of(contract), constraint.text
+    for name in constraint.names:
+        for what, found in _varied(rules, args, make, name):
+            if _first_broken(contract, found) == text:
                 yield Misfit(text, f"{what}, against {text}", found)
                 return
+
+
+def _varied(rules: _Rules, args: Args, make: Make, name: str) -> Iterator[tuple[str, Args]]:
+    """The record with other values of the parameter, or larger sizes of the symbol, called `name`."""
+    if name in rules.params:
+        for value in _others(getattr(args, name)):
+            yield f"{name} = {value!r}", _changed(args, {name: value})
+    elif any(name in one.axes and getattr(args, one.name) is not None for one in rules.tensors):
+        for more in (1, 2, 64, 1 << 16):  # the last for what has to fit into 16 bits
+            yield f"{more} more of {name}", _resized(rules, args, make, name, more)
 
 
 def _others(value: Any) -> tuple[Any, ...]:
@@ -256,7 +249,7 @@ def _first_broken(contract: Contract, args: Args) -> str:
     return constraint_fails(contract, sizes, {name: getattr(args, name) for name in rules.params})
 
 
-def _resized(rules: _Rules, args: Args, make: Make, symbol: str, more: int) -> Args | None:
+def _resized(rules: _Rules, args: Args, make: Make, symbol: str, more: int) -> Args:
     """The record with every axis called `symbol` longer by `more`."""
     changed: dict[str, Any] = {}
     for one in rules.tensors:
@@ -264,7 +257,7 @@ def _resized(rules: _Rules, args: Args, make: Make, symbol: str, more: int) -> A
         if buffer is not None and symbol in one.axes:
             shape = tuple(size + more * (axis == symbol) for axis, size in zip(one.axes, buffer.shape, strict=True))
             changed[one.name] = make(one.name, shape, buffer.dtype)
-    return _changed(args, changed) if changed else None
+    return _changed(args, changed)
 
 
 def _changed(args: Args, fields: Mapping[str, Any]) -> Args:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -103,13 +104,19 @@ class OracleModel:
 def _rotate(x: Array, rope: Rope) -> Array:
     """[n, heads, d]: turn the pairs of each head of row p by p * theta^(-2i / dims)."""
     i = np.arange(rope.dims // 2)
-    angle = np.arange(len(x))[:, None] * rope.theta ** (-2.0 * i / rope.dims)
-    cos, sin = (f(angle).astype(x.dtype)[:, None, :] for f in (np.cos, np.sin))
+    cos, sin = _turns(len(x), rope, x.dtype)
     first, second = (i, i + rope.dims // 2) if rope.style == "half" else (2 * i, 2 * i + 1)
     out = x.copy()
     out[..., first] = x[..., first] * cos - x[..., second] * sin
     out[..., second] = x[..., first] * sin + x[..., second] * cos
     return out
+
+
+@cache
+def _turns(n: int, rope: Rope, dtype: np.dtype[Any]) -> tuple[Array, Array]:
+    """Cosine and sine of the angles of n rows, [n, 1, dims / 2] each."""
+    angle = np.arange(n)[:, None] * rope.theta ** (-2.0 * np.arange(rope.dims // 2) / rope.dims)
+    return np.cos(angle).astype(dtype)[:, None, :], np.sin(angle).astype(dtype)[:, None, :]
 
 
 def _attention(q: Array, k: Array, v: Array) -> Array:

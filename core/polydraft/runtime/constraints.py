@@ -248,8 +248,7 @@ class ConstraintFeature:
         device.load(self._masks, np.zeros(self._masks.shape, np.uint32))
         device.load(self._masked, np.zeros(self._masked.shape, np.int32))
         self.inputs: Mapping[str, Buffer] = {"masks": self._masks, "masked": self._masked}
-        self._masked_rows = 0
-        """Sequences, from the first on, that the device may hold masks for."""
+        self._uploaded = False
 
     def fill(self, view: HostView, arrays: Mapping[str, Array]) -> int:
         """Masks of the constrained sequences of this step; nothing where there is none and the device knows."""
@@ -262,18 +261,19 @@ class ConstraintFeature:
             and plan.emits[i]
             and not t.leaving[slot]
         ]
-        used = bound[-1][0] + 1 if bound else 0
-        rows, self._masked_rows = max(used, self._masked_rows), used
+        before, self._uploaded = self._uploaded, bool(bound)
+        if not bound and not before:
+            return 0
         masked, masks = arrays["masked"], arrays["masks"]
-        masked[:rows] = 0  # and what the masks of such rows hold is not looked at
+        masked[:], masks[:] = 0, ALL  # whole arrays: a launch may read as many rows as there are slots
         for i, slot, request in bound:
             drafts = view.drafts[slot, : min(view.draft_len[slot], plan.rows[i] - 1)].tolist() if plan.decode[i] else []
             masked[i] = self._fill(view, slot, request, drafts, masks[i])
-        return rows
+        return len(masked)
 
     def void(self) -> None:
         """The device has failed: masks that it was sent may be lost, and so may their being taken back."""
-        self._masked_rows = self._masked.shape[0]
+        self._uploaded = True
 
     @staticmethod
     def _fill(view: HostView, slot: int, request: Request, drafts: list[int], rows: Array) -> int:

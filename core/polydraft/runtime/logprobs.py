@@ -73,17 +73,27 @@ class _Landing:
 
 class Logprobs:
     """Everything between the wishes of a plan and its records. `raw`: of the logits before penalties, biases, forbidden tokens
-    and temperature; else behind them, before top-k, top-p and min-p. Prompt tokens are always reported raw."""
+    and temperature; else behind them, before top-k, top-p and min-p. Prompt tokens are always reported raw.
+    `draws`: drafts of slots that sample are drawn from distributions that are kept."""
 
     def __init__(
-        self, device: Device, limits: Limits, state: SlotState, step: StepBuffers, *, raw: bool, verify: str, depth: int
+        self,
+        device: Device,
+        limits: Limits,
+        state: SlotState,
+        step: StepBuffers,
+        *,
+        raw: bool,
+        verify: str,
+        draws: bool,
+        depth: int,
     ) -> None:
         self._device, self._limits, self._state, self._step, self._raw = device, limits, state, step, raw
         b, nl, columns = limits.max_seqs, limits.max_logit_rows, limits.max_logprobs + 1
         self._window = _Results.allocate(device, "logprobs.window", b, limits.window, columns)
         self._prompt = _Results.allocate(device, "logprobs.prompt", nl, 1, columns)
         self._num_top, self._prompt_top = (self._by_slot(name) for name in ("num_top", "prompt_top"))
-        self._drawn_top = self._by_slot("drawn_top") if verify == "rejection" else self._num_top
+        self._drawn_top = self._by_slot("drawn_top") if draws else self._num_top
         self._draft_logprobs = device.empty("logprobs.drafts", (b, limits.num_drafts), "f32")
         device.load(self._draft_logprobs, np.zeros((b, limits.num_drafts), np.float32))  # what no model drew is certain
         keeps = raw or verify == "rejection"

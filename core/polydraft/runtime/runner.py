@@ -107,7 +107,9 @@ class Runner:
         self._logprobs: Logprobs | None = None
         if limits.max_logprobs >= 0:
             refuse_lacking(table.providers)
-            self._logprobs = Logprobs(device, limits, self.state, self.step, raw=raw_logprobs, verify=verify, depth=depth)
+            self._logprobs = Logprobs(
+                device, limits, self.state, self.step, raw=raw_logprobs, verify=verify, draws=keep_drafts, depth=depth
+            )
         self._verifier = Verifier(
             device, limits, self.state, self.step,
             num_valid=model.vocab_size, keep_drafts=keep_drafts, schedule=accept_schedule, logprobs=self._logprobs,

@@ -1,7 +1,8 @@
 // The runtime that Paddle asks of a custom device: devices, streams, events, memory, copies and graphs, through its C interface.
 //
 // Paddle calls InitPlugin when the library is loaded and everything else through the table filled there. Device memory is heap
-// memory apart, poisoned when it is given out and when it is taken back; work runs on the stream's own thread, never on the caller's.
+// memory apart, poisoned when it is given out and when it is taken back; work runs on the stream's own thread, never on the
+// caller's.
 
 #include <algorithm>
 #include <cstdlib>

@@ -1,0 +1,24 @@
+// What a graph that is being captured has to keep alive, and products by a library: asked of whatever drives the device.
+
+#pragma once
+
+#include <memory>
+
+#include "operators.h"
+
+namespace polycuda {
+
+// Keep `memory` at least until what is queued now has run; within a capture, until the graph is given back.
+void hold(Queue queue, std::shared_ptr<void> memory);
+
+// Memory for a result of the work that is captured on the queue; null where nothing is captured, and Paddle's pool is as good.
+//
+// Paddle gives custom devices no memory pool of a graph's own, and its pool would hand a graph's temporaries out again while the
+// graph is replayed. This memory is handed out to captured work alone: again as soon as it was given back, since a graph runs in
+// order, and to every graph of the device, since they are replayed on one stream.
+std::shared_ptr<void> graph_memory(Queue queue, size_t bytes);
+
+// Queue a product by the vendor's library; false where there is none, or it does not take these operands.
+bool library_product(Queue queue, const View& out, const View& x, const View& y);
+
+}  // namespace polycuda

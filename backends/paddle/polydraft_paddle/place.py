@@ -35,5 +35,14 @@ def place_of(spec: str) -> Any:
 def compute_stream(spec: str) -> Any:
     """The one Paddle stream on which every device of the place computes."""
     if spec not in _STREAMS:
+        if not _STREAMS:
+            atexit.register(_settle)
         _STREAMS[spec] = paddle.device.Stream(place_of(spec))
     return _STREAMS[spec]
+
+
+def _settle() -> None:
+    """Wait for what is still queued when the process ends: it must not run on while memory is being given back."""
+    for spec in _STREAMS:
+        with contextlib.suppress(OSError, RuntimeError):  # of a lost device
+            paddle.device.synchronize(place_of(spec))

@@ -208,22 +208,23 @@ def _event_moves(target: Target, tally: Tally) -> None:
 def _query(target: Target, tally: Tally) -> None:
     """`query()` says True only when the work before the event is done: then, and only then, the host looks at the copy."""
     device = _device(target)
-    buffer, down = device.empty("conform.b", (HUGE,), "i32"), device.staging("conform.d", (HUGE,), "i32")
-    ups = [device.staging(f"conform.up{i}", (HUGE,), "i32") for i in range(2)]
-    for attempt in range(LONG_ATTEMPTS):
-        event = device.event()
-        ups[0].array[...], ups[1].array[...], down.array[...] = -2, attempt, -1
-        for up in ups:
-            device.upload(device.stream, buffer, up, HUGE)
-        device.download(device.stream, down, buffer, HUGE)
-        event.record(device.stream)
-        for _ in range(3):
-            if event.query():
-                found = int(down.array.min()), int(down.array.max())
-                tally.equal("what lies in staging once query() said True", found, (attempt, attempt))
-                break
-        event.synchronize()
-        tally.true("query() is True behind synchronize()", event.query())
+    for size, attempts in ((LARGE, ATTEMPTS), (HUGE, LONG_ATTEMPTS)):
+        buffer, down = device.empty("conform.b", (size,), "i32"), device.staging("conform.d", (size,), "i32")
+        ups = [device.staging(f"conform.up{i}", (size,), "i32") for i in range(2)]
+        for attempt in range(attempts):
+            event = device.event()
+            ups[0].array[...], ups[1].array[...], down.array[...] = -2, attempt, -1
+            for up in ups:
+                device.upload(device.stream, buffer, up, size)
+            device.download(device.stream, down, buffer, size)
+            event.record(device.stream)
+            for _ in range(3):
+                if event.query():
+                    found = int(down.array.min()), int(down.array.max())
+                    tally.equal("what lies in staging once query() said True", found, (attempt, attempt))
+                    break
+            event.synchronize()
+            tally.true("query() is True behind synchronize()", event.query())
 
 
 def _ping_pong(target: Target, tally: Tally) -> None:

@@ -155,7 +155,9 @@ def put_into(page: str, result: dict[str, Any]) -> str:
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """One line a cell: milliseconds of a round, what they are of the floor and of vLLM's, and what comes out of them."""
+    """One line a cell: milliseconds of a round, what they are of the floor and of vLLM's, and what comes out of them. Where some
+    rows tell the commit that they were measured with, a dagger marks the others: they are older."""
+    later = any("commit" in row for row in result["rows"])
     lines = [
         "| shape | drafts | batch | ms a round | share of the copy rate | vLLM, ms | ratio | tokens a round | tokens/s |",
         "|---|---|---|---|---|---|---|---|---|",
@@ -164,9 +166,12 @@ def markdown(result: dict[str, Any]) -> str:
         key = row["shape"], row["draft_tokens"]
         other = VLLM[key][BATCHES.index(row["batch"])] if key in VLLM and row["batch"] in BATCHES else None
         beside = f"{other:.2f} | {row['ms_per_round'] / other:.2f}" if other else "- | -"
+        time = f"{row['ms_per_round']:.3f}" + (" †" if later and "commit" not in row else "")
+        tokens, speed = row["tokens_per_round"], row["tokens_per_s"]
+        outcome = "- | -" if tokens is None else f"{tokens:.2f} | {speed:,.0f}"
         lines.append(
-            f"| {row['shape']} | {row['draft_tokens']} | {row['batch']} | {row['ms_per_round']:.3f} | "
-            f"{row['copy_rate_share']:.0%} | {beside} | {row['tokens_per_round']:.2f} | {row['tokens_per_s']:,.0f} |"
+            f"| {row['shape']} | {row['draft_tokens']} | {row['batch']} | {time} | "
+            f"{row['copy_rate_share']:.0%} | {beside} | {outcome} |"
         )
     return "\n".join(lines)
 

@@ -3,7 +3,11 @@
 import importlib.util
 import json
 import re
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+
+import pytest
 
 from tests.docs.pages import read, section
 from tests.support.project import ROOT
@@ -59,7 +63,76 @@ def test_rounds_on_a_gpu_are_those_of_the_result():
     assert bench.put_into(page, result) == page
     assert bench.markdown(result) in section(page, "Decode rounds on an NVIDIA GPU")
     assert all(row["ms_per_round"] <= 0.26 * other for row, other in beside(bench, result, "small", "tiny"))
-    assert all(0.81 <= round(row["ms_per_round"] / other, 2) <= 0.96 for row, other in beside(bench, result, "mimo-7b"))
+    ratios: dict[bool, list[float]] = {True: [], False: []}
+    for row, other in beside(bench, result, "mimo-7b"):
+        ratios["commit" in row].append(round(row["ms_per_round"] / other, 2))
+    assert sorted(ratios[True]) == [0.76, 0.77, 0.89], "what the text says of the cells that were measured last"
+    assert all(0.84 <= ratio <= 0.96 for ratio in ratios[False])
+    assert bench.markdown(result).count("†") == len(result["rows"]) - sum("commit" in row for row in result["rows"])
+
+
+def test_regions_on_a_gpu_are_those_of_the_result():
+    bench = script("gpu_regions")
+    result = json.loads((ROOT / "bench" / "results" / "cuda_regions.json").read_text(encoding="utf-8"))
+    page = read(PAGE)
+    assert bench.put_into(page, result) == page
+    found = bench.cells(result)
+    assert list(found) == [(drafts, batch) for drafts in (0, 3) for batch in (1, 8, 32, 64)]
+    for rows in found.values():
+        assert set(bench.SHOWN) <= set(rows)
+        for row in rows.values():
+            floor = row["floor_bytes"]
+            assert (floor is None) == (row["region"] == "norms")
+            if floor is not None:
+                assert row["copy_rate_share"] == pytest.approx(floor / row["copy_bytes_per_s"] / (1e-6 * row["us"]))
+    assert round(found[0, 1]["target pass"]["copy_rate_share"], 2) == 0.84
+    (prompts,) = [row for row in result["rows"] if row["region"] == "prefill"]
+    assert prompts["matrix_rate_share"] == pytest.approx(prompts["operations_per_s"] / prompts["matrix_operations_per_s"])
+    assert round(prompts["matrix_rate_share"], 2) == 0.69
+
+
+@pytest.mark.deep
+def test_regions_on_a_gpu_can_be_drawn(tmp_path: Path):
+    result = json.loads((ROOT / "bench" / "results" / "cuda_regions.json").read_text(encoding="utf-8"))
+    script("gpu_regions").draw(result, str(tmp_path / "regions.png"))
+    assert (tmp_path / "regions.png").stat().st_size > 10_000
+
+
+def test_a_region_has_the_launches_and_the_bytes_of_its_name():
+    bench = script("gpu_regions")
+
+    def entries(room: str, *contracts: str) -> list[Any]:
+        return [SimpleNamespace(room=room, contract=contract) for contract in contracts]
+
+    layer = (
+        "rms_norm", "linear", "rope_kv_write", "paged_attention", "linear", "residual_add+rms_norm", "linear", "swiglu", "linear",
+    )  # fmt: skip
+    target = [
+        *entries("pack", "pack_rows"),
+        *entries("target", "embed", "forward_meta", *layer, *layer, "gather_rows", "rms_norm", "linear"),
+        *entries("verify", "argmax"),
+    ]
+    draft = [*entries("begin_draft", "begin_draft"), *entries("draft 0", "embed", "linear"), *entries("draft 1", "linear")]
+    found = bench.regions(target, draft)
+    names = {name: [entry.contract for entry in of] for name, of in found.items()}
+    assert len(names["target pass"]) == 2 + 2 * len(layer) + 3
+    assert (names["projections"].count("linear"), names["projections"].count("swiglu")) == (8, 2)
+    assert names["attention"] == ["rope_kv_write", "paged_attention"] * 2
+    assert names["norms"] == ["rms_norm", "residual_add+rms_norm"] * 2
+    assert names["head"] == ["gather_rows", "rms_norm", "linear"]
+    assert (names["gate and up"], names["qkv"], names["down"]) == (["linear", "swiglu"] * 2, ["linear"] * 2, ["linear"] * 2)
+    assert found["qkv"][0] is target[4]
+    assert (names["draft pass 0"], names["draft pass 1"]) == (["embed", "linear"], ["linear"])
+
+    attention = SimpleNamespace(q_size=16, kv_size=8)
+    block = SimpleNamespace(attention=attention, feed_forward=SimpleNamespace(intermediate_size=20))
+    model = SimpleNamespace(hidden_size=12, vocab_size=100, blocks=(block, block))
+    bytes_of = bench.floors(model, 3, 50)
+    weights = 12 * 32 + 12 * 16 + 3 * 12 * 20
+    assert bytes_of["projections"] == 2 * 2 * weights
+    assert bytes_of["attention"] == 2 * 2 * 2 * 8 * 3 * 50
+    assert bytes_of["target pass"] == bytes_of["projections"] + bytes_of["attention"] + 2 * 1200
+    assert bytes_of["draft pass"] == 2 * (weights + 2 * 144 + 2 * 8 * 150 + 1200)
 
 
 def beside(bench: Any, result: dict[str, Any], *shapes: str) -> list[tuple[dict[str, Any], float]]:

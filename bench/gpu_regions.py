@@ -1,0 +1,299 @@
+"""Device time of a decode round by region of its graph, beside what memory allows; writes bench/results/cuda_regions.json.
+
+An engine of random weights is built, its row buffers are set to `batch` slots that all stand at the same position, and the
+launches of one region of the step, of all layers, are captured and replayed by themselves: the target pass, its projections,
+attention (with the turn and the store of new rows), norms and head, and the draft passes. Regions overlap in a step, so they add
+up to more than the pass. `floor_bytes` is what a region cannot do without reading: weights once, keys and values of the context;
+`copy_rate_share` is the time of those bytes at the measured rate of a device-to-device copy over the time of the region. Prompts
+are timed as the launches of one prefill step, and the rate of their arithmetic is set beside that of one large product.
+
+    python bench/gpu_regions.py --out bench/results/cuda_regions.json
+    python bench/gpu_regions.py --read RESULT --plot docs/images/cuda_regions.png --page docs/performance.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from polydraft.bench.measure import Load
+from polydraft.bench.report import document
+from polydraft.bench.suite import Suite
+from polydraft.config import EngineConfig
+from polydraft.engine import Engine
+from polydraft.runtime.program import Bound, Lengths, lengths
+
+sys.path.append(str(Path(__file__).resolve().parent.parent))
+from bench.gpu_rounds import BATCHED_TOKENS, BATCHES, ROOT, SCHEDULE, copy_rate
+
+METHOD = (
+    "launches of a region of all layers, captured and replayed by themselves; all slots at the same position, caches filled with "
+    "small numbers; the median of the replays, by events; weights random; floor_bytes as bench/gpu_regions.py defines them"
+)
+MARKER = "<!-- figures: bench/results/cuda_regions.json -->\n\n"
+SHOWN = ("target pass", "projections", "attention", "norms", "head")
+"""Regions of the picture and the table, besides draft passes."""
+PROJECTIONS = ("qkv", "o", "gate and up", "down")
+
+
+# -- what is run -----------------------------------------------------------------------------------
+def stand(engine: Engine, batch: int, width: int, context: int) -> None:
+    """Set the rows of a pass: `width` rows of each of `batch` slots, the last at position `context`; blocks in no order."""
+    runner, load = engine.runner, engine.device.load  # type: ignore[attr-defined]
+    state, step, size = runner.state, runner.step, runner.limits.block_size
+    slots, positions = np.repeat(np.arange(batch), width), np.tile(np.arange(width), batch) + context + 1 - width
+
+    def padded(buffer: Any, values: Any, rest: int) -> None:
+        whole = np.full(buffer.shape, rest, np.int32)
+        whole[tuple(slice(n) for n in np.shape(values))] = values
+        load(buffer, whole)
+
+    needed = context // size + 2
+    ids = np.random.default_rng(1).integers(0, engine.model.vocab_size, batch * width)
+    padded(step.row_slot, slots, -1)
+    padded(step.positions, positions, 0)
+    padded(step.ids, ids, 0)
+    padded(step.logit_row, np.arange(min(batch * width, step.logit_row.shape[0])), -1)
+    padded(state.block_table, np.random.default_rng(0).permutation(needed * batch).reshape(batch, needed), -1)
+    drafts: Any = runner.proposer
+    if runner.limits.num_drafts:
+        for buffer, values, rest in (
+            (drafts._row_slot, slots, -1), (drafts._ids, ids, 0), (drafts._slot, np.arange(batch), -1),
+            (drafts._position, np.full(batch, context + 1), 0), (drafts._next_ids, np.ones(batch, np.int32), 0),
+        ):  # fmt: skip
+            padded(buffer, values, rest)
+
+
+def regions(target: Sequence[Bound], draft: Sequence[Bound]) -> dict[str, list[Bound]]:
+    """Entries of the programs by region; the projections of a block also one by one."""
+    passed = [entry for entry in target if entry.room == "target"]
+    head = next(i for i, entry in enumerate(passed) if entry.contract == "gather_rows")
+    body = [entry for entry in passed[:head] if entry.contract not in ("embed", "forward_meta")]
+    products = [entry for entry in body if entry.contract == "linear"]
+    found = {
+        "target pass": passed,
+        "projections": [entry for entry in body if entry.contract in ("linear", "swiglu")],
+        "attention": [entry for entry in body if entry.contract in ("rope_kv_write", "paged_attention")],
+        "norms": [entry for entry in body if "norm" in entry.contract],
+        "head": passed[head:],
+    }
+    for place, name in enumerate(PROJECTIONS):
+        found[name] = products[place::4]
+    gate_up = {id(entry) for entry in found["gate and up"]}
+    found["gate and up"] = [entry for entry in body if id(entry) in gate_up or entry.contract == "swiglu"]
+    rooms = dict.fromkeys(entry.room for entry in draft if entry.room.startswith("draft "))
+    for room in rooms:
+        found[room.replace("draft", "draft pass")] = [entry for entry in draft if entry.room == room]
+    return found
+
+
+def floors(model: Any, batch: int, context: int, size: int = 2) -> dict[str, int]:
+    """Bytes that each region has to read, elements of `size` bytes; none for norms."""
+    hidden, block = model.hidden_size, model.blocks[0]
+    attention, wide, layers = block.attention, block.feed_forward.intermediate_size, len(model.blocks)
+    weights = {
+        "qkv": hidden * (attention.q_size + 2 * attention.kv_size),
+        "o": hidden * attention.q_size,
+        "gate and up": 2 * hidden * wide,
+        "down": hidden * wide,
+    }
+    cached, head = 2 * attention.kv_size * batch * context, model.vocab_size * hidden
+    found = {name: layers * count for name, count in weights.items()}
+    found |= {"projections": layers * sum(weights.values()), "attention": layers * cached, "head": head}
+    found["target pass"] = found["projections"] + found["attention"] + head
+    found["draft pass"] = sum(weights.values()) + 2 * hidden * hidden + cached + head
+    return {name: size * count for name, count in found.items()}
+
+
+def replayed(engine: Engine, capture: Any, entries: Sequence[Bound], size: Lengths, repeats: int) -> float:
+    """Microseconds of these launches as a graph: the median of `repeats` replays."""
+    device: Any = engine.device
+
+    def run() -> None:
+        for entry in entries:
+            entry.launch(device.stream, size[entry.unit])
+
+    run()
+    device.synchronize()
+    graph = capture.capture(device.stream, run)
+    return timed(device, lambda: graph.replay(device.stream), repeats)
+
+
+def timed(device: Any, run: Callable[[], None], repeats: int) -> float:
+    """Microseconds of what `run` enqueues, by events."""
+    run()
+    times = []
+    for _ in range(repeats):
+        begin, end = device.timer(), device.timer()
+        begin.record(device.stream)
+        run()
+        end.record(device.stream)
+        end.synchronize()
+        times.append(1e3 * end.since(begin))
+    return statistics.median(times)
+
+
+def measure(options: argparse.Namespace, rate: float) -> list[dict[str, Any]]:
+    """Rows of all regions of every batch, with no draft and with K of them, and of a prefill step."""
+    import polydraft_cuda
+
+    own = {"backend": "cuda", "dtype": "bf16", "prefix_cache": False, "graph": "off", "max_batched_tokens": BATCHED_TOKENS}
+    config = EngineConfig.from_mapping({**own, "accept_schedule": SCHEDULE})
+    drafts, context = len(SCHEDULE), options.context
+    suite = Suite(config, ROOT / "shapes" / f"{options.shape}.json", prompt_tokens=options.prompt)
+    engine = suite.engine(Load(max(options.batches), options.prompt, 100), drafts, {})
+    runner, device = engine.runner, engine.device
+    for cache in (*runner.caches, runner.proposer._cache):  # type: ignore[attr-defined]
+        device.fill_bytes(cache.buffer, 0x3C)  # type: ignore[attr-defined]
+    capture = polydraft_cuda.polydraft_graph_capture(device)  # type: ignore[arg-type]
+    programs, rows = runner.programs["greedy"], []
+    parts = regions(programs["target"].entries, programs["draft"].entries)
+    state = runner.context
+    common = {"shape": options.shape, "weights": "random", "backend": "cuda", "dtype": "bf16", "repeats": options.repeats}
+    for width in (1, 1 + drafts):
+        for batch in options.batches:
+            size = lengths(rows=batch * width, logit_rows=batch * width, seqs=batch)
+            state.real_slots, state.has_prefill, state.use_graph = batch, False, True
+            stand(engine, batch, width, context)
+            for name, entries in parts.items():
+                if name.startswith("draft") and width == 1:
+                    continue
+                us = replayed(engine, capture, entries, size, options.repeats)
+                floor = floors(engine.model, batch, context).get(name.rstrip(" 0123456789"))
+                place = {**common, "draft_tokens": width - 1, "batch": batch, "context": context}
+                rows.append(place | figures(name, us, floor, rate))
+                print(f"batch {batch} K={width - 1} {name}: {us:.1f} us", file=sys.stderr, flush=True)
+    rows += [{**common, "draft_tokens": 0, **row} for row in prefill(engine, parts, options.prompt, options.repeats)]
+    engine.close()
+    return rows
+
+
+def figures(name: str, us: float, floor: int | None, rate: float) -> dict[str, Any]:
+    """A region's time beside its floor."""
+    share = None if floor is None else floor / rate / (1e-6 * us)
+    return {"region": name, "us": us, "floor_bytes": floor, "copy_bytes_per_s": rate, "copy_rate_share": share}
+
+
+def prefill(engine: Engine, parts: dict[str, list[Bound]], prompt: int, repeats: int) -> list[dict[str, Any]]:
+    """One row: the blocks of a step of whole prompts, `BATCHED_TOKENS` rows, and the rate of their arithmetic beside that of the
+    largest product in them."""
+    runner, device, model = engine.runner, engine.device, engine.model
+    batch = BATCHED_TOKENS // prompt
+    size, state = lengths(rows=batch * prompt, logit_rows=batch, seqs=batch), runner.context
+    state.real_slots, state.has_prefill, state.use_graph = batch, True, False
+    stand(engine, batch, prompt, prompt - 1)
+
+    def run(entries: Sequence[Bound]) -> Callable[[], None]:
+        return lambda: [entry.launch(device.stream, size[entry.unit]) for entry in entries] and None
+
+    body = [entry for entry in parts["target pass"] if entry.room == "target"][: -len(parts["head"])]
+    us, product = timed(device, run(body), repeats), timed(device, run(parts["gate and up"][::2]), repeats)
+    block, layers = model.blocks[0], len(model.blocks)
+    weights = floors(model, 1, 0, 1)
+    attended = 2 * batch * prompt**2 * block.attention.q_size * layers
+    operations = 2 * batch * prompt * weights["projections"] + attended
+    matrix = 2 * batch * prompt * weights["gate and up"] / (1e-6 * product)
+    achieved = operations / (1e-6 * us)
+    return [{
+        "batch": batch, "context": prompt, "region": "prefill", "us": us, "operations_per_s": achieved,
+        "matrix_operations_per_s": matrix, "matrix_rate_share": achieved / matrix,
+    }]  # fmt: skip
+
+
+# -- what is shown ---------------------------------------------------------------------------------
+def cells(result: dict[str, Any]) -> dict[tuple[int, int], dict[str, dict[str, Any]]]:
+    """(drafts, batch) to region to row."""
+    found: dict[tuple[int, int], dict[str, dict[str, Any]]] = {}
+    for row in result["rows"]:
+        if row["region"] != "prefill":
+            found.setdefault((row["draft_tokens"], row["batch"]), {})[row["region"]] = row
+    return found
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """One line a batch and number of drafts: milliseconds of each region, with the share of the copy rate."""
+    names = (*SHOWN, "a draft pass")
+    lines = ["| drafts | batch | " + " | ".join(names) + " |", "|---|---|" + "---|" * len(names)]
+    for (drafts, batch), found in cells(result).items():
+        passes = [row for name, row in found.items() if name.startswith("draft pass")]
+        shown = [_cell(found[name]) for name in SHOWN]
+        shown.append(_cell(min(passes, key=lambda row: float(row["us"]))) if passes else "-")
+        lines.append(f"| {drafts} | {batch} | " + " | ".join(shown) + " |")
+    return "\n".join(lines)
+
+
+def _cell(row: dict[str, Any]) -> str:
+    share = "" if row["copy_rate_share"] is None else f" ({row['copy_rate_share']:.0%})"
+    return f"{1e-3 * row['us']:.2f}{share}"
+
+
+def put_into(page: str, result: dict[str, Any]) -> str:
+    """The page with the table of `result` behind its marker."""
+    before, _, after = page.partition(MARKER)
+    return before + MARKER + markdown(result) + after[after.index("\n\n") :]
+
+
+def draw(result: dict[str, Any], path: str) -> None:
+    """Bars of the regions of a target pass, each with its floor."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    found = cells(result)
+    figure, every = plt.subplots(1, len(found), figsize=(1.9 * len(found), 3.6), sharey=True, layout="constrained")
+    for axes, ((drafts, batch), rows) in zip(np.atleast_1d(every), found.items(), strict=True):
+        names = [name for name in SHOWN if name in rows]
+        axes.bar(names, [1e-3 * rows[name]["us"] for name in names], color="#3572a5", label="measured")
+        floor = [1e3 * (rows[name]["floor_bytes"] or 0) / rows[name]["copy_bytes_per_s"] for name in names]
+        axes.bar(names, floor, color="#f2b134", width=0.5, label="its bytes at the copy rate")
+        axes.set_title(f"K = {drafts}, batch {batch}", fontsize=9)
+        axes.tick_params(axis="x", rotation=90, labelsize=8)
+        axes.spines[["top", "right"]].set_visible(False)
+    first = np.atleast_1d(every)[0]
+    first.set_ylabel("milliseconds")
+    first.legend(fontsize=7, frameon=False)
+    figure.suptitle(f"Device time by region, {result['rows'][0]['shape']}, {result['device']}, {result['date']}", fontsize=10)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def main() -> int:
+    """Measure or read, then write what is asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--read", type=Path, help="show this result instead of measuring")
+    parser.add_argument("--plot", help="draw a picture into this file")
+    parser.add_argument("--page", type=Path, help="renew the table of this page")
+    parser.add_argument("--shape", default="mimo-7b")
+    parser.add_argument("--batches", type=lambda text: tuple(int(part) for part in text.split(",")), default=BATCHES)
+    parser.add_argument("--context", type=int, default=639)
+    parser.add_argument("--prompt", type=int, default=4096, help="tokens of each prompt of the prefill step")
+    parser.add_argument("--repeats", type=int, default=7)
+    options = parser.parse_args()
+    if options.read:
+        result = json.loads(options.read.read_text(encoding="utf-8"))
+    else:
+        from polydraft_cuda.device import device_name, driver_version
+
+        rows = measure(options, copy_rate())
+        result = document(rows, device=device_name(0), driver=str(driver_version()), method=METHOD)
+    print(markdown(result))
+    if options.out:
+        options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    if options.plot:
+        draw(result, options.plot)
+    if options.page:
+        options.page.write_text(put_into(options.page.read_text(encoding="utf-8"), result), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

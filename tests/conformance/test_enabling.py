@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from polydraft import variants
-from polydraft.conformance.enabling import enable
+from polydraft.conformance import isolation
+from polydraft.conformance.enabling import Trial, enable
 from polydraft.errors import ContractError
 from polydraft.plugins import Plugins
 from tests.conformance.test_command import conform  # noqa: F401  a fixture
@@ -74,10 +75,8 @@ def test_it_stands_alone(conform, beside: tuple[str, ...]):  # noqa: F811
 
 def test_variants_that_fail_together_are_all_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     Chip(tmp_path, monkeypatch, ("good", "other"), "polydraft.reference")
-    from polydraft.conformance.enabling import Trial
-
-    run = Trial.run
-    monkeypatch.setattr(Trial, "run", lambda self, packs, s: ("L5: they differ", 0) if len(packs) > 1 else run(self, packs, s))
+    monkeypatch.setattr(isolation, "refuse_deadly", lambda *args, **options: None)
+    monkeypatch.setattr(Trial, "run", lambda self, packs, selections: ("L5: they differ", 0) if len(packs) > 1 else ("", 9))
     trials = enable("chip", limit_s=60, levels=())
     assert [one.sentence for one in trials.judgements] == ["together with chip-good, chip-other: L5: they differ"] * 2
     assert used() == []

@@ -128,7 +128,7 @@ def test_verdicts(results: Any, status: int, sentence: str, problems: tuple[str,
 
 def test_a_failure_without_a_pass_is_a_failure():
     verdict = judge([Result("L1/x", "fail", 1, message="no")], {}, profile="basic", complete=False)
-    assert verdict == Verdict(1, "the checks that were asked for fails: 1 checks failed", ("L1/x: no",))
+    assert verdict == Verdict(1, "what was asked for fails: 1 checks failed", ("L1/x: no",))
 
 
 def test_owners_decide_what_is_claimed():
@@ -167,7 +167,7 @@ def test_higher_profiles_want_every_kernel():
 
 def test_without_a_claim_neither_lists_nor_owners_matter():
     verdict = judge(PASSED[:3], {}, profile="basic", complete=False)
-    assert verdict == Verdict(0, "the checks that were asked for holds: 3 checks passed, 0 not claimed", ())
+    assert verdict == Verdict(0, "what was asked for holds: 3 checks passed, 0 not claimed", ())
 
 
 # -- selections ----------------------------------------------------------------------------------------

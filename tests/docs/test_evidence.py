@@ -72,7 +72,7 @@ def test_reports_become_claims(tool: ModuleType, tmp_path: Path, monkeypatch: py
         "silicon",
         Target("reference").info.evidence_on,
     )
-    assert "the checks that were asked for holds" in tool.page()
+    assert "what was asked for holds" in tool.page()
     with pytest.raises(ValueError, match="is not consistent"):
         tool.taken({**report.content, "seconds": -1})
 

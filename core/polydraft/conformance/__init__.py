@@ -7,10 +7,10 @@ a report is its author's evidence: self-certified, with the command to run it ag
 |---|---|---|
 | L0 | it is really you | `load_checks.py` |
 | L1 | time and memory | `device_checks.py` |
-| L2 | each kernel against its golden | `kernel_checks.py` |
+| L2 | each kernel against its golden | `kernel_checks.py`, `binding_checks.py` |
 | L3 | captured graphs replay what eager runs do | `graph_checks.py` |
 | L4 | overlap is safe | `overlap_checks.py` |
-| L5 | the product promise: the same tokens, and the same rounds as a recomputing oracle | `lossless_checks.py` |
+| L5 | the product promise: the same tokens, and the same rounds as a recomputing oracle | `lossless_checks.py` and two more |
 | L6 | speculation is on and not silly | `sanity_checks.py` |
 """
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from polydraft.conformance import (
+    binding_checks,
     cache_checks,
     device_checks,
     graph_checks,
@@ -53,6 +54,7 @@ def every_check(options: Options | None = None) -> Iterator[Check]:
     yield from load_checks.checks()
     yield from device_checks.checks()
     yield from kernel_checks.checks(options or Options())
+    yield from binding_checks.checks(options or Options())
     yield from graph_checks.checks()
     yield from overlap_checks.checks()
     yield from lossless_checks.checks()

@@ -17,13 +17,11 @@ from polydraft.backend import RowOrder
 from polydraft.conformance.check import Check, Tally, Unsupported
 from polydraft.conformance.target import Opened, Target
 from polydraft.contracts import COMPOSITES, REGISTRY
-from polydraft.contracts.arguments import misfits
 from polydraft.contracts.base import Case, Contract, OpaqueSpec, ParamSpec, TensorSpec
 from polydraft.contracts.composite import Composite, Expansion
-from polydraft.contracts.harness import check_kernel, record_of, run_kernel
-from polydraft.contracts.inputs import FLEXIBLE, SEEDS, Kernel, contract_of, limits_of
+from polydraft.contracts.harness import check_kernel, run_kernel
+from polydraft.contracts.inputs import FLEXIBLE, SEEDS, Kernel, contract_of
 from polydraft.contracts.inputs import generated as random_case
-from polydraft.errors import ContractError
 from polydraft.sentinels import Phase
 
 OPTIONAL: Final = frozenset(
@@ -92,8 +90,6 @@ def _of_kernel(kernel: Kernel, options: Options, optional: bool) -> Iterator[Che
     yield check("new-contents", _new_contents)
     yield check("repeat", _repeat)
     yield check("guard-bands", _guard_bands)
-    yield check("refused-arguments", _refused)
-    yield check("bound-again", _bound_again)
     if kernel.unit in COUNTED:
         yield check("larger-bucket", _larger_bucket)
     if _has_free_rows(kernel):
@@ -127,7 +123,8 @@ def named_cases(kernel: Kernel) -> tuple[Case, ...]:
     return _cases(kernel.key if isinstance(kernel, Contract) else kernel.name)
 
 
-def _case(kernel: Kernel, name: str, target: Target) -> Case:
+def case_of(kernel: Kernel, name: str, target: Target) -> Case:
+    """A named case, in an order that the backend declares. Raises `Unsupported` where an older version has none of that name."""
     found = next((case for case in named_cases(kernel) if case.name == name), None)
     if found is None:
         raise Unsupported(f"{contract_of(kernel).key} is offered, which has no such case")
@@ -180,27 +177,28 @@ def _rerun(kernel: Kernel, case: Case, command: str) -> str:
 
 
 # -- checks --------------------------------------------------------------------------------------------
-def _opened(target: Target, kernel: Kernel, dtype: str = "", *, row_invariant: bool = False) -> tuple[Opened, str]:
+def opened_for(target: Target, kernel: Kernel, dtype: str = "", *, row_invariant: bool = False) -> tuple[Opened, str]:
+    """The device on which a kernel is checked, and its activation dtype; one device a kernel."""
     act = dtype or target.info.capabilities.dtypes[0]
     return target.opened(dtype=act, row_invariant=row_invariant, key=kernel.name), act
 
 
 def _named(kernel: Kernel, name: str, target: Target, tally: Tally) -> None:
     """One named case on poisoned outputs: values, inputs unchanged, rows beyond the launch untouched."""
-    opened, act = _opened(target, kernel)
-    _run(kernel, _case(kernel, name, target), opened, tally, act=act, command=target.command)
+    opened, act = opened_for(target, kernel)
+    _run(kernel, case_of(kernel, name, target), opened, tally, act=act, command=target.command)
 
 
 def _seeds(kernel: Kernel, options: Options, target: Target, tally: Tally) -> None:
     """Generated cases; a failure names its seed."""
-    opened, act = _opened(target, kernel)
+    opened, act = opened_for(target, kernel)
     for seed in options.seeds:
         _run(kernel, _generated(kernel, seed, target), opened, tally, act=act, command=target.command)
 
 
 def _expansion(composite: Composite, target: Target, tally: Tally) -> None:
     """The composite's parts one after the other give what the composite's golden gives."""
-    opened, act = _opened(target, composite)
+    opened, act = opened_for(target, composite)
     lacking = [part for part in composite.parts if part not in opened.table.providers]
     if lacking:
         raise Unsupported(f"{', '.join(lacking)} is not offered")
@@ -222,7 +220,7 @@ def _repeat(kernel: Contract, target: Target, tally: Tally) -> None:
     """What the contract calls deterministic gives the same bits again, in other memory."""
     if kernel.deterministic == "none":
         raise Unsupported("the contract promises no determinism")
-    opened, act = _opened(target, kernel)
+    opened, act = opened_for(target, kernel)
     case = _generated(kernel, 1, target)
     first, second = (run_kernel(kernel, case, opened.device, opened.table, act=act, init_meta=opened.init_meta) for _ in range(2))
     for name in first:
@@ -233,7 +231,7 @@ def _guard_bands(kernel: Contract, target: Target, tally: Tally) -> None:
     """Memory in front of and behind every buffer of the launch keeps what it held."""
     from polydraft.conformance.guards import GuardedDevice
 
-    opened, act = _opened(target, kernel)
+    opened, act = opened_for(target, kernel)
     for seed in (2, 3):
         device: Any = GuardedDevice(opened.device)
         case = _generated(kernel, seed, target)
@@ -249,7 +247,7 @@ def bits(array: Any) -> Any:
 
 def _new_contents(kernel: Contract, target: Target, tally: Tally) -> None:
     """Bound once, launched on one case, then on other contents at the same addresses: nothing may be remembered."""
-    opened, act = _opened(target, kernel)
+    opened, act = opened_for(target, kernel)
     provider = opened.table.providers[kernel.name]
     for one, other in pairs(kernel.key, target.info.capabilities.row_order):
         rebinding = Table(opened.table, {kernel.name: UsedBefore(provider, kernel, one, opened, act)})
@@ -328,64 +326,6 @@ def _read(device: Any, buffer: Any) -> Any:
     return staging.array.copy()
 
 
-def _refused(kernel: Contract, target: Target, tally: Tally) -> None:
-    """Every record that breaks the contract in one place is refused by a sentence that names it, and the provider works on as if
-    nothing had been. What is refused follows from the contract's declaration (`contracts/arguments.py`)."""
-    opened, act = _opened(target, kernel)
-    case = max((_case(kernel, one.name, target) for one in named_cases(kernel) if one.n), key=lambda one: len(one.arrays))
-    run = partial(run_kernel, kernel, case, opened.device, opened.table, act=act, init_meta=opened.init_meta)
-    before = run()
-    args: Any = record_of(kernel, case, opened.device, opened.table, act)
-    limits = limits_of(kernel, case)
-    opened.table.bind(kernel.name, args, limits)
-    for misfit in misfits(kernel, args, lambda name, shape, dtype: opened.device.empty(f"conform.{name}", shape, dtype)):
-        said = "nothing"
-        try:
-            opened.table.bind(kernel.name, misfit.args, limits)
-        except ContractError as refusal:
-            said = str(refusal)
-        except Exception as error:  # noqa: BLE001  the provider has seen what it never should
-            said = f"{type(error).__name__}: {error}"
-        named = kernel.key in said and misfit.names in said
-        wanted = f"a refusal that names {kernel.key} and {misfit.names or 'what does not fit'}"
-        tally.true(f"{wanted}, when it is bound to {misfit.what}; binding says {said!r}", named)
-    if kernel.deterministic != "none":
-        for name, array in run().items():
-            tally.equal(f"{name} behind what was refused", bits(array), bits(before[name]))
-
-
-@dataclass(frozen=True)
-class BoundAgain:
-    """A provider that is bound once more, to the memory of the case `other`, before its first launch is used."""
-
-    provider: Any
-    kernel: Contract
-    other: Case
-    opened: Opened
-    act: str
-
-    def bind(self, args: Any, limits: Any, workspace: Any) -> Any:
-        """The launch of the first binding; the other is never used."""
-        launch, table = self.provider.bind(args, limits, workspace), self.opened.table
-        other: Any = record_of(self.kernel, self.other, self.opened.device, table, self.act)
-        fitting = limits_of(self.kernel, self.other)
-        self.provider.bind(other, fitting, table.workspace(self.workspace_bytes(other, fitting)))
-        return launch
-
-    def workspace_bytes(self, args: Any, limits: Any) -> int:
-        """The provider's."""
-        return int(self.provider.workspace_bytes(args, limits))
-
-
-def _bound_again(kernel: Contract, target: Target, tally: Tally) -> None:
-    """Each binding is for itself: one of them does not take another's place."""
-    opened, act = _opened(target, kernel)
-    provider = opened.table.providers[kernel.name]
-    one, other = pairs(kernel.key, target.info.capabilities.row_order)[0]
-    twice = Table(opened.table, {kernel.name: BoundAgain(provider, kernel, one, opened, act)})
-    tally.compared(check_kernel(kernel, other, opened.device, twice, act=act, init_meta=opened.init_meta))
-
-
 def larger(contract: Contract, case: Case) -> Case:
     """The same work launched for `SPARE` more rows or sequences, which carry nothing: what a bucket does to a step."""
     symbol, specs = COUNTED[contract.unit], contract.args.specs()
@@ -404,7 +344,7 @@ def larger(contract: Contract, case: Case) -> Case:
 
 def _larger_bucket(kernel: Contract, target: Target, tally: Tally) -> None:
     """Rows and sequences that carry nothing, behind those that do, change nothing about them."""
-    opened, act = _opened(target, kernel)
+    opened, act = opened_for(target, kernel)
     for seed in (4, 5):
         _run(kernel, larger(kernel, _generated(kernel, seed, target)), opened, tally, act=act, command=target.command)
 
@@ -422,14 +362,14 @@ def _other_dtypes(kernel: Contract, options: Options, target: Target, tally: Tal
         raise Unsupported(f"no dtype besides {target.info.capabilities.dtypes[0]} is declared")
     cases = all_cases(kernel, target, SEEDS if options.deep else 3)
     for dtype in others:
-        opened, act = _opened(target, kernel, dtype)
+        opened, act = opened_for(target, kernel, dtype)
         for case in cases:
             _run(kernel, case, opened, tally, act=act, command=target.command)
 
 
 def _invariant_mode(kernel: Contract, target: Target, tally: Tally) -> None:
     """The kernels that a row-invariant engine uses are the same contracts."""
-    opened, act = _opened(target, kernel, row_invariant=True)
+    opened, act = opened_for(target, kernel, row_invariant=True)
     for case in all_cases(kernel, target, 5):
         _run(kernel, case, opened, tally, act=act, command=target.command)
 
@@ -443,7 +383,7 @@ def _has_free_rows(kernel: Contract) -> bool:
 
 def _permuted(kernel: Contract, target: Target, tally: Tally) -> None:
     """The launched rows in another order: each result belongs to its row, whoever stands beside it."""
-    opened, act = _opened(target, kernel)
+    opened, act = opened_for(target, kernel)
     by_row = [n for n, s in kernel.args.specs().items() if isinstance(s, TensorSpec) and s.symbols[0] == "N"]
     for seed in range(6):
         case = random_case(kernel, seed)
@@ -464,7 +404,7 @@ def _is_rowwise(kernel: Contract) -> bool:
 
 def _row_alone(kernel: Contract, target: Target, tally: Tally) -> None:
     """A row's bits do not depend on how many rows are launched, nor on its place: the claim `row_invariant`."""
-    opened, act = _opened(target, kernel, row_invariant=True)
+    opened, act = opened_for(target, kernel, row_invariant=True)
     table = opened.table
     cases = [random_case(kernel, seed) for seed in range(SEEDS)]
     for case in [case for case in cases if case.n > 1][:4]:

@@ -98,7 +98,7 @@ def judge(
     failed = [r for r in results if r.outcome == "fail"]
     if not count["pass"] and not failed:
         return Verdict(NOTHING, "nothing was proved: no check passed", ())
-    claim = f"polydraft-conformance {spec} / {profile} ({_counts(owners)})" if complete else "the checks that were asked for"
+    claim = f"polydraft-conformance {spec} / {profile} ({_counts(owners)})" if complete else "what was asked for"
     claim += f" / {count['waived']} waivers" if count["waived"] else ""
     problems = [f"{r.id}: {r.message}" for r in failed]
     missing = _missing(results, profile, spec) if complete else []

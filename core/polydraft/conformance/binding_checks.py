@@ -1,0 +1,103 @@
+"""Owns what L2 asks of binding: records that do not fit are refused, and each binding is for itself.
+
+Both follow from the contract records alone, like everything at this level. It never looks at values that others compare.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from polydraft.conformance.check import Check, Tally
+from polydraft.conformance.kernel_checks import (
+    OPTIONAL,
+    Options,
+    Table,
+    bits,
+    case_of,
+    named_cases,
+    offered,
+    opened_for,
+    pairs,
+)
+from polydraft.conformance.target import Opened, Target
+from polydraft.contracts import REGISTRY
+from polydraft.contracts.arguments import misfits
+from polydraft.contracts.base import Case, Contract
+from polydraft.contracts.harness import check_kernel, record_of, run_kernel
+from polydraft.contracts.inputs import limits_of
+from polydraft.errors import ContractError
+
+
+def checks(options: Options) -> Iterator[Check]:
+    """Two checks a contract; none where a case or a seed was asked for."""
+    if options.case or options.seed is not None:
+        return
+    for contract in REGISTRY.newest():
+        for name, function in (("refused-arguments", _refused), ("bound-again", _bound_again)):
+            run = partial(_as_offered, contract, function)
+            yield Check(f"L2/{contract.name}/{name}", run, kernel=contract.name, optional=contract.name in OPTIONAL)
+
+
+def _as_offered(newest: Contract, function: Any, target: Target, tally: Tally) -> None:
+    function(offered(newest, target), target, tally)
+
+
+def _refused(kernel: Contract, target: Target, tally: Tally) -> None:
+    """Every record that breaks the contract in one place is refused by a sentence that names it, and the provider works on as if
+    nothing had been. What is refused follows from the contract's declaration (`contracts/arguments.py`)."""
+    opened, act = opened_for(target, kernel)
+    case = max((case_of(kernel, one.name, target) for one in named_cases(kernel) if one.n), key=lambda one: len(one.arrays))
+    run = partial(run_kernel, kernel, case, opened.device, opened.table, act=act, init_meta=opened.init_meta)
+    before = run()
+    args: Any = record_of(kernel, case, opened.device, opened.table, act)
+    limits = limits_of(kernel, case)
+    opened.table.bind(kernel.name, args, limits)
+    for misfit in misfits(kernel, args, lambda name, shape, dtype: opened.device.empty(f"conform.{name}", shape, dtype)):
+        said = "nothing"
+        try:
+            opened.table.bind(kernel.name, misfit.args, limits)
+        except ContractError as refusal:
+            said = str(refusal)
+        except Exception as error:  # noqa: BLE001  the provider has seen what it never should
+            said = f"{type(error).__name__}: {error}"
+        named = kernel.key in said and misfit.names in said
+        wanted = f"a refusal that names {kernel.key} and {misfit.names or 'what does not fit'}"
+        tally.true(f"{wanted}, when it is bound to {misfit.what}; binding says {said!r}", named)
+    if kernel.deterministic != "none":
+        for name, array in run().items():
+            tally.equal(f"{name} behind what was refused", bits(array), bits(before[name]))
+
+
+@dataclass(frozen=True)
+class BoundAgain:
+    """A provider that is bound once more, to the memory of the case `other`, before its first launch is used."""
+
+    provider: Any
+    kernel: Contract
+    other: Case
+    opened: Opened
+    act: str
+
+    def bind(self, args: Any, limits: Any, workspace: Any) -> Any:
+        """The launch of the first binding; the other is never used."""
+        launch, table = self.provider.bind(args, limits, workspace), self.opened.table
+        other: Any = record_of(self.kernel, self.other, self.opened.device, table, self.act)
+        fitting = limits_of(self.kernel, self.other)
+        self.provider.bind(other, fitting, table.workspace(self.workspace_bytes(other, fitting)))
+        return launch
+
+    def workspace_bytes(self, args: Any, limits: Any) -> int:
+        """The provider's."""
+        return int(self.provider.workspace_bytes(args, limits))
+
+
+def _bound_again(kernel: Contract, target: Target, tally: Tally) -> None:
+    """Each binding is for itself: one of them does not take another's place."""
+    opened, act = opened_for(target, kernel)
+    provider = opened.table.providers[kernel.name]
+    one, other = pairs(kernel.key, target.info.capabilities.row_order)[0]
+    twice = Table(opened.table, {kernel.name: BoundAgain(provider, kernel, one, opened, act)})
+    tally.compared(check_kernel(kernel, other, opened.device, twice, act=act, init_meta=opened.init_meta))

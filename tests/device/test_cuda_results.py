@@ -1,7 +1,9 @@
 """The committed results of the CUDA backend's own benchmarks against the page that shows them."""
 
 import json
+from collections import Counter
 
+import jsonschema
 import pytest
 
 from bench.invariant_cost import MARKER, table
@@ -23,6 +25,21 @@ def test_the_cost_of_invariance_is_that_of_the_result():
         ms = row["ms_by_engine"]
         assert row["cost"] == pytest.approx(ms["invariant"] / ms["default"] - 1)
         assert (row["acceptance"], row["weights"]) == ("synthetic", "random")
+
+
+def test_the_committed_zoo_is_dead_and_counted():
+    zoo = json.loads((ROOT / "docs" / "backends" / "cuda-zoo.json").read_text(encoding="utf-8"))
+    schema = json.loads((ROOT / "core" / "polydraft" / "schemas" / "prove-1.json").read_text(encoding="utf-8"))
+    jsonschema.validate(zoo, schema)
+    trials = zoo["trials"]
+    assert zoo["backend"] == "cuda"
+    assert all(trial["ok"] for trial in trials)
+    found = Counter((trial["kind"], trial["broken"]) for trial in trials)
+    page = " ".join((ROOT / "docs" / "backends" / "cuda.md").read_text(encoding="utf-8").split())
+    dead, moot, left = (found["mutant", outcome] for outcome in ("fail", "pass", "not run"))
+    assert f"in all {len(trials)} trials" in page
+    assert f"{dead} mutants die, {moot} make no difference to it, {left} needs what it does not offer" in page
+    assert f"the {found['variant', 'pass']} checks of harmless variants pass" in page
 
 
 def test_a_committed_soak_found_nothing_and_says_how_long_it_ran():

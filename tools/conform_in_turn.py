@@ -1,0 +1,90 @@
+"""Claims of the five backends that need no accelerator, for every change: `basic` of all, and the most of one in turn.
+
+    python tools/conform_in_turn.py [TURN]
+
+TURN is the number of commits unless it is given. The tests of this repository claim `basic` of the reference, the emulator and
+Paddle on the CPU themselves, so those are claimed here only when it is their turn. A backend that is not installed is named and
+passed over.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Final, NamedTuple
+
+ROOT = Path(__file__).parents[1]
+
+
+class Backend(NamedTuple):
+    """A backend on a device, the most that it claims there, and whether the tests claim its `basic`."""
+
+    name: str
+    device: str
+    most: str
+    tested: bool
+
+
+BACKENDS: Final = (
+    Backend("reference", "queued", "full", tested=True),
+    Backend("emulator", "emulator:0", "full", tested=True),
+    Backend("paddle", "cpu", "basic", tested=True),
+    Backend("paddle", "polyemu:0", "full", tested=False),
+    Backend("xpu", "polyemu:0", "full", tested=False),
+)
+
+
+def turn_of(commits: int) -> Backend:
+    """Whose turn it is."""
+    return BACKENDS[commits % len(BACKENDS)]
+
+
+def claims(commits: int) -> list[tuple[Backend, str]]:
+    """What is claimed, each with its profile: the backend whose turn it is first."""
+    mine = turn_of(commits)
+    return [(mine, mine.most), *((one, "basic") for one in BACKENDS if one is not mine and not one.tested)]
+
+
+def missing(backend: Backend) -> str:
+    """What is not installed of what a backend needs; "" where nothing is."""
+    site = importlib.util.find_spec("paddle") if backend.name in ("paddle", "xpu") else None
+    if backend.name in ("paddle", "xpu") and site is None:
+        return "Paddle"
+    if backend.device.startswith("polyemu"):
+        library = Path(str(site and site.origin)).parents[1] / "paddle_custom_device" / "libpaddle-polyemu.so"
+        return "" if library.exists() else "the emulated Paddle device"
+    return "the emulator" if backend.name == "emulator" and importlib.util.find_spec("polydraft_emulator") is None else ""
+
+
+def commits() -> int:
+    """How many commits this checkout is made of; 0 where git does not say."""
+    command = ["git", "rev-list", "--count", "HEAD"]
+    counted = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    return int(counted.stdout) if counted.returncode == 0 else 0
+
+
+def main() -> int:
+    number = int(sys.argv[1]) if sys.argv[1:] else commits()
+    mine, status = turn_of(number), 0
+    print(f"turn {number % len(BACKENDS)} of {len(BACKENDS)} ({number} commits): {mine.most} of {mine.name} on {mine.device}")
+    for backend, profile in claims(number):
+        if lacking := missing(backend):
+            print(f"{backend.name} on {backend.device}: passed over, {lacking} is not installed")
+            continue
+        start = time.perf_counter()
+        polydraft = str(Path(sys.executable).with_name("polydraft"))
+        command = [polydraft, "conform", backend.name, "--device", backend.device, "--profile", profile]
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+        said = [line for line in done.stdout.splitlines() if line.startswith("polydraft-conformance")] or [done.stderr.strip()]
+        print(f"{backend.name} on {backend.device}: {said[0]} ({time.perf_counter() - start:.0f} s)", flush=True)
+        if done.returncode:
+            print(done.stdout, flush=True)
+            status = 1
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -326,7 +326,7 @@ def test_a_model_that_cannot_be_loaded_is_told_at_once(tmp_path: Path) -> None:
 
 
 def test_several_clients_at_once_have_the_texts_of_one(server: Served) -> None:
-    """A small version of the load that `tests/serving/test_load.py` puts on a server."""
+    """A small version of the load that `bench/serve_load.py` puts on a server."""
     wanted = post(server, **LONG).json()["choices"][0]["text"]
     found: list[str] = []
 

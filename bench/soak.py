@@ -18,7 +18,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -89,12 +89,12 @@ def prompts(engine: Engine) -> list[list[int]]:
     return found
 
 
-def soak(engine: Engine, seconds: float, *, exact: bool) -> Watch:
+def soak(engine: Engine, seconds: float, *, exact: bool, clock: Callable[[], float] = time.monotonic) -> Watch:
     """Serve for so long, then let everything end."""
     watch, rng, all_ = Watch(), np.random.default_rng(1), prompts(engine)
     alive: dict[str, tuple[int, int]] = {}
-    begin = noted = time.monotonic()
-    while (now := time.monotonic()) < begin + seconds or alive:
+    begin = noted = clock()
+    while (now := clock()) < begin + seconds or alive:
         if now < begin + seconds:
             for _ in range(int(rng.poisson(0.15 if len(alive) < 3 * SLOTS else 0.0))):
                 which, way = int(rng.integers(PROMPTS)), int(rng.integers(len(WAYS)))

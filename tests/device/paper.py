@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from polydraft.backend import CacheSpec, PassBuffers
-from polydraft.contracts import COMPOSITES, REGISTRY, LinearV1, PagedAttentionV1, SwigluV1
+from polydraft.contracts import COMPOSITES, REGISTRY, LinearV1, PagedAttentionV1, RopeKvWriteV1, SwigluV1
 from polydraft.contracts.base import Case, Limits, LogicalCache, ParamSpec, TensorSpec
 from polydraft.contracts.composite import CompositeArgs
 from polydraft.contracts.harness import weight_role
@@ -170,12 +170,23 @@ def bind_shape(shape: Shape, act: str, **options: Any) -> list[Bound]:
         "row_slot": device.empty("row_slot", (n,), "i32"), "positions": device.empty("positions", (n,), "i32"),
         "block_table": device.empty("block_table", (8, 64), "i32"),
     }  # fmt: skip
+    joined = device.empty("qkv", (n, q + 2 * kv), act), device.empty("q", (n, q), act)
+    weight = CudaWeight("linear", device.empty("weight", (q + 2 * kv, shape.hidden), act))
+    x = device.empty("x", (n, shape.hidden), act)
+    _bind(device, "linear", LinearV1(x=x, weight=weight, bias=None, out=joined[0]), shape)
     meta = CudaForwardMeta(device, PassBuffers("target", **attention), _limits(shape))
     cache = allocate_cache(device, CacheSpec(8, shape.block_size, shape.kv_heads, shape.head_dim, act))
-    record = PagedAttentionV1(
-        q=device.empty("q", (n, q), act), cache=cache, meta=meta, out=device.empty("out", (n, q), act), num_heads=shape.heads,
-        num_kv_heads=shape.kv_heads, head_dim=shape.head_dim, block_size=shape.block_size, softmax_scale=0.1, **attention,
+    shared = {
+        "num_heads": shape.heads, "num_kv_heads": shape.kv_heads, "head_dim": shape.head_dim, "block_size": shape.block_size,
+        "cache": cache, "meta": meta, **attention,
+    }  # fmt: skip
+    turn = RopeKvWriteV1(
+        qkv=joined[0], q_out=joined[1], q_norm=None, k_norm=None, rope_dims=shape.head_dim, theta=1e4, style="half", eps=1e-6,
+        **shared,
     )  # fmt: skip
+    if shape is SHAPES[0] or act != "bf16":  # then attention has a second set of kernels; in bfloat16 one of each is enough
+        _bind(device, "rope_kv_write", turn, shape)
+    record = PagedAttentionV1(q=joined[1], out=device.empty("out", (n, q), act), softmax_scale=0.1, **shared)
     _bind(device, "paged_attention", record, shape)
     return device.bound  # type: ignore[no-any-return]
 

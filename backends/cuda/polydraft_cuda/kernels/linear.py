@@ -216,8 +216,10 @@ def choose(device: CudaDevice, a: Any, workspace: Any) -> Launch:
     steps += [(tokens, pair(device, a, tokens)) for tokens in pair_sizes(device, a)]
     many = cublaslt.bind(device, a.x, a.weight, a.bias, a.out, scratch) if uses_library(a) else None
     if is_tiled(device, a):
-        most = tile_rows(device, a) if many else 1 << 30
-        steps.append((most, tiles(device, a, workspace, SIZES, most=most)))
+        most, taken = tile_rows(device, a) if many else 1 << 30, max((tokens for tokens, _ in steps), default=0)
+        left = tuple(size for size in SIZES if size.rows > taken)
+        if taken < most:
+            steps.append((most, tiles(device, a, workspace, left or SIZES[-1:], most=most)))
     steps.append((1 << 30, many or plain(device, a)))
     return by_rows(sorted(steps, key=lambda step: step[0]))
 

@@ -78,8 +78,10 @@ def floor_bytes(engine: Engine, batch: int, context: float) -> int:
     return int(size * total)
 
 
-def measure(shape: Path, batch: int, drafts: int, options: argparse.Namespace, rate: float) -> dict[str, Any]:
-    """One row."""
+def measure(
+    shape: Path, batch: int, drafts: int, options: argparse.Namespace, rate: float, asked: int | None = None
+) -> dict[str, Any]:
+    """One row; `asked`: log probabilities that every request wants."""
     config = EngineConfig.from_mapping(
         {
             "backend": "cuda",
@@ -88,6 +90,7 @@ def measure(shape: Path, batch: int, drafts: int, options: argparse.Namespace, r
             "accept_schedule": SCHEDULE[:drafts],
             "max_batched_tokens": BATCHED_TOKENS,
             "invariant": options.invariant,
+            **({} if asked is None else {"logprobs": asked}),
         }
     )
     suite = Suite(
@@ -99,7 +102,7 @@ def measure(shape: Path, batch: int, drafts: int, options: argparse.Namespace, r
         new_tokens=options.new_tokens,
         repeats=options.repeats,
     )
-    load, told = Load(batch, options.prompt_tokens, options.new_tokens), time.monotonic()
+    load, told = Load(batch, options.prompt_tokens, options.new_tokens, asked), time.monotonic()
     cell = Contender(suite.engine(load, drafts, {}), load)
     try:
         for turn in range(options.repeats + 1):
@@ -108,7 +111,12 @@ def measure(shape: Path, batch: int, drafts: int, options: argparse.Namespace, r
         floor = floor_bytes(cell.engine, batch, options.prompt_tokens + options.new_tokens / 2)
     finally:
         cell.engine.close()
-    row |= {"floor_bytes": floor, "copy_bytes_per_s": rate, "copy_rate_share": floor / rate / (1e-3 * row["ms_per_round"])}
+    row |= {
+        "logprobs": asked,
+        "floor_bytes": floor,
+        "copy_bytes_per_s": rate,
+        "copy_rate_share": floor / rate / (1e-3 * row["ms_per_round"]),
+    }
     share = f"{row['copy_rate_share']:.0%} of the copy rate"
     figures = f"{row['ms_per_round']:.3f} ms a round, {share}, {row['tokens_per_round']:.2f} tokens"
     print(f"{shape.stem} K={drafts} batch {batch}: {figures}; {time.monotonic() - told:.0f} s", file=sys.stderr, flush=True)
@@ -124,6 +132,7 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--prompt-tokens", type=int, default=512)
     parser.add_argument("--new-tokens", type=int, default=256)
+    parser.add_argument("--logprobs", default="off", help="what requests ask for, each in turn: off,0,5,20")
     parser.add_argument("--dtype", default="bf16")
     parser.add_argument("--invariant", action="store_true")
     parser.add_argument("--page", help="only renew the table of this page from --out")
@@ -140,10 +149,12 @@ def main() -> int:
         name, _, drafts = part.partition(":")
         for k in drafts.split(","):
             for batch in options.batch.split(","):
-                if time.monotonic() - begin > options.seconds:
-                    continue
-                rows.append(measure(ROOT / "shapes" / f"{name}.json", int(batch), int(k), options, rate))
-                write(rows, options.out)
+                for asked in options.logprobs.split(","):
+                    if time.monotonic() - begin > options.seconds:
+                        continue
+                    wish = None if asked == "off" else int(asked)
+                    rows.append(measure(ROOT / "shapes" / f"{name}.json", int(batch), int(k), options, rate, wish))
+                    write(rows, options.out)
     return 0
 
 

@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jsonschema
@@ -243,6 +244,14 @@ def test_an_engine_holds_its_whole_load(shape: Path) -> None:
     limits = engine.resolved.limits
     assert (limits.max_seqs, limits.max_len, limits.num_blocks) == (3, 33, 9)
     engine.close()
+
+
+@pytest.mark.parametrize("asked", [None, 0, 5])
+def test_a_load_asks_for_log_probabilities(asked: int | None) -> None:
+    added: list[Any] = []
+    engine: Any = SimpleNamespace(model=SimpleNamespace(vocab_size=50), add=lambda prompt, params: added.append((prompt, params)))
+    Load(3, 7, 5, asked).add(engine)
+    assert [(len(prompt), params.logprobs, params.seed) for prompt, params in added] == [(7, asked, i) for i in range(3)]
 
 
 def test_graphs_can_be_compared() -> None:

@@ -36,13 +36,16 @@ class Load:
     batch: int
     prompt_tokens: int
     new_tokens: int
+    logprobs: int | None = None
+    """Log probabilities that each request asks for; the engine has to allow as many."""
 
     def add(self, engine: Engine) -> None:
         """Queue the requests; their seeds, and so synthetic acceptance, are the same in every run."""
         vocab = engine.model.vocab_size
         for i in range(self.batch):
             prompt = np.random.default_rng(i).integers(1, vocab, self.prompt_tokens).tolist()
-            engine.add(prompt, SamplingParams(max_new_tokens=self.new_tokens, ignore_eos=True, seed=i))
+            params = SamplingParams(max_new_tokens=self.new_tokens, ignore_eos=True, seed=i, logprobs=self.logprobs)
+            engine.add(prompt, params)
 
 
 @dataclass(frozen=True)

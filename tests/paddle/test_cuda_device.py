@@ -47,6 +47,10 @@ class Package:
         return "no driver is installed; install one"
 
     @staticmethod
+    def graph_memory() -> int:
+        return 77
+
+    @staticmethod
     def pinned_memory(index: int, nbytes: int) -> bytearray:
         if nbytes > 100:
             raise MemoryError(f"no {nbytes} bytes of page-locked memory")
@@ -59,6 +63,7 @@ def test_a_companion_is_asked_for_its_kind_of_place_alone(monkeypatch: pytest.Mo
     monkeypatch.setattr("importlib.import_module", lambda name: Package)
     assert companions.reason("mychip:0") == "no driver is installed; install one"
     assert companions.reason("cpu") == ""
+    assert (companions.graph_memory("mychip:1"), companions.graph_memory("cpu")) == (77, 0)
     assert companions.host_memory("other:0", 8) is None
     assert len(companions.host_memory("mychip:3", 8)) == 11
     with pytest.raises(DeviceError, match=r"device mychip:3: no 101 bytes.*lower --max-num-seqs"):
@@ -218,6 +223,54 @@ def test_the_device_says_what_the_reference_says(double: dict[str, str], overlap
     got = answer("--backend", "paddle", "--device", "polycuda:0", "--overlap", overlap, "--graph", graph)
     wanted = answer("--backend", "reference")
     assert (got["token_ids"], got["rounds"]) == (wanted["token_ids"], wanted["rounds"])
+
+
+MEMORY = """
+import paddle
+import polydraft_paddle_cuda as cuda
+place = paddle.CustomPlace("polycuda", 0)
+paddle.set_device(place)
+stream = paddle.device.Stream(place)
+paddle.device.set_stream(stream)
+from paddle.device.cuda.graphs import CUDAGraph
+x = paddle.ones([1024, 256])
+out = paddle.zeros([1024, 256])
+def long_chain():
+    y = x
+    for _ in range(50):
+        y = y + 1.0
+    out.copy_(y, False)
+graphs = []
+for _ in range(3):
+    paddle.device.synchronize(place)
+    graph = CUDAGraph(place)
+    graph.capture_begin()
+    long_chain()
+    graph.capture_end()
+    graphs.append(graph)
+held = cuda.graph_memory()
+others = [paddle.full([1024, 256], 7.0) for _ in range(60)]  # what Paddle's pool hands out meanwhile
+for graph in graphs:
+    out.zero_()
+    graph.replay()
+    paddle.device.synchronize(place)
+    assert float(out.min()) == float(out.max()) == 51.0
+assert all(float(other.min()) == float(other.max()) == 7.0 for other in others), "a graph wrote over memory of others"
+assert cuda.counter("graph_launches") == 3
+print(held // (1024 * 256 * 4))
+for graph in graphs:
+    graph.reset()
+"""
+
+
+@pytest.mark.deep
+@needs_paddle
+@pytest.mark.timeout(300)
+def test_graphs_share_memory_of_their_own(double: dict[str, str]):
+    """Fifty results of a graph need room for two, three graphs no more, and nobody else is ever given it."""
+    run = python(double, "-c", MEMORY)
+    assert run.returncode == 0, run.stderr[-2000:]
+    assert int(run.stdout.split()[-1]) <= 3
 
 
 @pytest.mark.deep

@@ -87,10 +87,11 @@ def test_each_holds_its_contracts():
 
 def test_variants_are_those_of_the_place():
     assert [v.name for v in variants.variants_of("cpu")] == ["paddle/sdpa"]
-    assert [v.name for v in variants.variants_of("gpu:1")] == list(EVERY)
+    assert [v.name for v in variants.variants_of("gpu:1")] == ["paddle/cuda", *EVERY]
     others = [name for name in EVERY if name != "paddle/fused-linear"]
     assert [v.name for v in variants.variants_of("xpu:0")] == others
     assert [v.name for v in variants.variants_of("mychip:3")] == others
+    assert [v.name for v in variants.variants_of("polycuda:0")] == ["paddle/cuda", *others]
 
 
 # -- what a result holds for ---------------------------------------------------------------------------

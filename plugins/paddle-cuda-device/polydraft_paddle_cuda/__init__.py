@@ -14,8 +14,9 @@ from typing import Any, Final
 
 DEVICE: Final = "polycuda:0"
 """What `paddle.set_device` and `--device` call the first GPU."""
-COUNTERS: Final = ("copies", "synchronous_copies", "graph_launches", "bytes_in_use")
-"""What `counter` knows: copies queued, copies that the host waited for, graphs launched, and bytes of device memory."""
+COUNTERS: Final = ("copies", "synchronous_copies", "graph_launches", "bytes_in_use", "graph_bytes")
+"""What `counter` knows: copies queued, copies that the host waited for, graphs launched, bytes of device memory in Paddle's
+hands, and bytes that captured work was given, which all graphs share."""
 
 
 def library() -> Path:
@@ -46,6 +47,11 @@ def counter(name: str) -> int:
     if name not in COUNTERS:
         raise KeyError(f"the device counts {', '.join(COUNTERS)}, got {name!r}; name one of these")
     return int(_loaded().polycuda_counter(name.encode()))
+
+
+def graph_memory() -> int:
+    """Bytes of device memory that graphs hold for what their work computes on the way, all graphs of the process together."""
+    return counter("graph_bytes")
 
 
 def pinned_memory(index: int, nbytes: int) -> Any:

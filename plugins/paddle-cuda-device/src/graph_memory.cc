@@ -1,5 +1,6 @@
 // Memory of captured work: blocks that were given back are handed out again, to captured work of the same device alone.
 
+#include <atomic>
 #include <map>
 #include <mutex>
 #include <new>
@@ -15,6 +16,8 @@ struct Blocks {
   std::mutex mutex;
   std::multimap<std::pair<CUcontext, size_t>, CUdeviceptr> free;
 };
+
+std::atomic<int64_t> allocated{0};
 
 Blocks& blocks() {
   static auto* instance = new Blocks;  // outlives what is destroyed at the end of the process
@@ -43,6 +46,8 @@ CUdeviceptr take(CUcontext context, size_t& size) {
 
 }  // namespace
 
+int64_t graph_bytes() { return allocated; }
+
 std::shared_ptr<void> graph_memory(Queue queue, size_t bytes) {
   if (!is_captured(queue)) return nullptr;
   CUcontext context = nullptr;
@@ -52,6 +57,7 @@ std::shared_ptr<void> graph_memory(Queue queue, size_t bytes) {
   if (address == 0) {
     Relaxed relaxed;
     if (driver().cuMemAlloc_(&address, size) != CUDA_SUCCESS) throw std::bad_alloc();
+    allocated += static_cast<int64_t>(size);
   }
   const auto give_back = [context, size](void* memory) {
     std::lock_guard<std::mutex> lock(blocks().mutex);

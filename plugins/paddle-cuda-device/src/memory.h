@@ -18,6 +18,9 @@ void hold(Queue queue, std::shared_ptr<void> memory);
 // order, and to every graph of the device, since they are replayed on one stream.
 std::shared_ptr<void> graph_memory(Queue queue, size_t bytes);
 
+// Bytes of device memory that captured work was ever given; none of it goes back before the process ends.
+int64_t graph_bytes();
+
 // Queue a product by the vendor's library; false where there is none, or it does not take these operands.
 bool library_product(Queue queue, const View& out, const View& x, const View& y);
 

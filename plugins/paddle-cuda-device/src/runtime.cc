@@ -377,6 +377,7 @@ extern "C" int64_t polycuda_counter(const char* name) {
   if (wanted == "copies") return copies;
   if (wanted == "synchronous_copies") return synchronous_copies;
   if (wanted == "bytes_in_use") return bytes_in_use;
+  if (wanted == "graph_bytes") return polycuda::graph_bytes();
   return -1;
 }
 

@@ -18,7 +18,7 @@ from polydraft.backend import Variant
 from polydraft.errors import PluginError
 
 ELSEWHERE = "elsewhere"
-"""Every place but the CPU, whose default kernels use these operations already."""
+"""Every place but the CPU, whose own kernels use these operations already or are quicker."""
 LIST: tuple[tuple[str, Variant], ...] = (
     (ELSEWHERE, Variant("paddle/fused-rms-norm", ("rms_norm", "residual_add+rms_norm"), "Paddle's fused_rms_norm")),
     (ELSEWHERE, Variant("paddle/swiglu", ("swiglu",), "Paddle's swiglu")),
@@ -30,9 +30,17 @@ LIST: tuple[tuple[str, Variant], ...] = (
 
 
 def variants_of(spec: str) -> tuple[Variant, ...]:
-    """The variants written for the place `spec`."""
+    """The variants written for the place `spec`. Where memory and streams are CUDA's, the CUDA backend's kernels come first."""
     kind = spec.partition(":")[0]
-    return tuple(v for where, v in LIST if where in ("", kind) or (where == ELSEWHERE and kind != "cpu"))
+    own = tuple(v for where, v in LIST if where in ("", kind) or (where == ELSEWHERE and kind != "cpu"))
+    return (of_cuda(), *own) if kind in ("gpu", "polycuda") else own
+
+
+def of_cuda() -> Variant:
+    """The kernels of the CUDA backend on Paddle's tensors and stream: every contract that they serve there."""
+    from polydraft_cuda.kernels import versions
+
+    return Variant("paddle/cuda", tuple(versions()), "the CUDA backend's kernels on Paddle's tensors and stream")
 
 
 def pack(name: str, device: Any, kernels: Mapping[str, Any]) -> SimpleNamespace:

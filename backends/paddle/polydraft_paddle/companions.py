@@ -27,6 +27,12 @@ def reason(spec: str) -> str:
     return str(package.reason()) if package is not None else ""
 
 
+def graph_memory(spec: str) -> int:
+    """Bytes that captured graphs hold on the place, as far as its package tells them apart from other memory; else 0."""
+    package = companion(spec)
+    return int(package.graph_memory()) if package is not None else 0
+
+
 def host_memory(spec: str, nbytes: int) -> Any:
     """Page-locked memory of `nbytes` bytes for copies to and from the place, as something with the buffer protocol; None where
     nobody offers any. Raises `DeviceError` when it is short."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from polydraft.device import Graph, Stream
 from polydraft.errors import DeviceError
+from polydraft_paddle.companions import graph_memory
 from polydraft_paddle.installation import black_list, first_line, set_fallback
 from polydraft_paddle.place import use
 from polydraft_paddle.provider import device_error, missing_kernel
@@ -97,5 +98,5 @@ class PaddleGraphCapture:
         return captured
 
     def memory(self) -> int:
-        """Bytes that Paddle's pools hold for graphs are not told apart from its other memory."""
-        return 0
+        """Bytes that graphs hold, where the place's package tells; Paddle's own pools do not tell them from other memory."""
+        return graph_memory(self._device.spec)

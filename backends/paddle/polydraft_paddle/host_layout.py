@@ -7,7 +7,7 @@ groups them; nothing here touches keys or values.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ import paddle
 from polydraft.contracts.base import Limits
 from polydraft.device import Array
 from polydraft.reference.forward_meta import Segment, build_layout
-from polydraft_paddle.ops import Tensor
+from polydraft_paddle.ops import Tensor, take
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,15 @@ class HeadRows:
     positions: Tensor
     destinations: Tensor
     granted: Tensor | None
+    turns: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    """Rotation factors of each head in `qk`, by the table that they were taken from."""
+
+    def factors(self, own: Tensor, partner: Tensor) -> tuple[Tensor, Tensor]:
+        """Of the tables `own` and `partner` the rows of `positions`, taken once a pass."""
+        found = self.turns.get(id(own))
+        if found is None:
+            found = self.turns[id(own)] = take(own, self.positions), take(partner, self.positions)
+        return found
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,8 @@ into their buffer, and a fused norm takes the place of five operations.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,12 +18,12 @@ from polydraft.contracts.base import Limits
 from polydraft.device import Array
 from polydraft.sentinels import NO_TOKEN
 from polydraft_paddle.host_layout import HeadRows, HostLayout, SegmentHeads
-from polydraft_paddle.kernels.numeric import Mix, attend_rows, rope_tables, swap_columns
+from polydraft_paddle.kernels.numeric import attend_rows, rope_tables, swap_columns
 from polydraft_paddle.ops import Tensor, both, choose, clamp, direct, numbers, take
 from polydraft_paddle.provider import Kernel, Run
 
 fused_rms_norm = paddle.incubate.nn.functional.fused_rms_norm
-fused_swiglu = getattr(paddle.nn.functional, "swiglu", None) or paddle.incubate.nn.functional.swiglu  # moved in 3.3
+swiglu_operation = getattr(paddle.nn.functional, "swiglu", None) or paddle.incubate.nn.functional.swiglu  # moved in 3.3
 
 
 class First:
@@ -113,7 +115,7 @@ def add_and_norm(a: Any, limits: Limits) -> Run:
     return run
 
 
-def swiglu(a: Any, limits: Limits) -> Run:
+def fused_swiglu(a: Any, limits: Limits) -> Run:
     """silu(gate) * up, by Paddle's fused operation."""
     del limits
     first = First(a.out, a.gate_up)
@@ -121,9 +123,33 @@ def swiglu(a: Any, limits: Limits) -> Run:
     def run(n: int) -> None:
         if n:
             out, gate_up = first.rows(n)
-            out.copy_(fused_swiglu(gate_up), False)
+            out.copy_(swiglu_operation(gate_up), False)
 
     return run
+
+
+def swiglu(a: Any, limits: Limits) -> Run:
+    """silu(gate) * up, on halves that are moved as rows: on the CPU this is quicker than the fused operation."""
+    del limits
+    first, halves = First(a.out), a.gate_up.reshape([-1, a.out.shape[1]])
+
+    def run(n: int) -> None:
+        if n:
+            gates = _evens(n)
+            gate, up = take(halves, gates), take(halves, gates + 1)
+            first.rows(n)[0].copy_(direct.multiply_(direct.silu(gate), up), False)
+
+    return run
+
+
+def _evens(count: int) -> Tensor:
+    """The first `count` even numbers, int32."""
+    if count not in _EVENS:
+        _EVENS[count] = paddle.arange(0, 2 * count, 2, dtype="int32")
+    return _EVENS[count]
+
+
+_EVENS: dict[int, Tensor] = {}
 
 
 def embed(a: Any, limits: Limits) -> Run:
@@ -223,8 +249,9 @@ def rope_kv_write(a: Any, limits: Limits) -> Run:
         if a.q_norm is not None:
             parts = [normalized(qk[:split], a.q_norm, a.eps, False), normalized(qk[split:], a.k_norm, a.eps, False)]
             qk = direct.concat(parts, 0)
-        turned = direct.multiply_(swapped(qk), take(partner, at.positions))
-        qk = direct.add_(direct.multiply_(qk, take(own, at.positions)), turned)
+        of_itself, of_partner = at.factors(own, partner)
+        turned = direct.multiply_(swapped(qk), of_partner)
+        qk = direct.add_(direct.multiply_(qk, of_itself), turned)
         q = direct.reshape(qk[:split], [at.count, heads * dim])
         if at.count == n:
             q_out.copy_(q, False)
@@ -241,15 +268,24 @@ def rope_kv_write(a: Any, limits: Limits) -> Run:
     return run
 
 
-def mix(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """Softmax attention of q [S, G, M, D], whose scale is in it, over k and v [S, G, C, D], with `mask` [S, G, M, C] added.
-    Broken scores make the whole result NaN: Paddle's softmax hides a NaN among them."""
+def mix(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, float]:
+    """Softmax attention of q [S, G, M, D], whose scale is in it, over k and v [S, G, C, D], with `mask` [S, G, M, C] added; and a
+    number that is not finite where the scores were broken: Paddle's softmax hides a NaN among them."""
     scores = direct.matmul(q, k, False, True)
-    sound = scores.sum()
+    sound = total(scores)
     if mask is not None:
         scores = direct.add_(scores, mask)
-    mixed = direct.matmul(direct.softmax(scores, -1), v, False, False)
-    return mixed if bool(direct.isfinite(sound)) else paddle.full_like(mixed, float("nan"))
+    return direct.matmul(direct.softmax(scores, -1), v, False, False), sound
+
+
+def total(tensor: Tensor) -> float:
+    """The sum of all elements: not finite where one is not, or where they overflow."""
+    with np.errstate(all="ignore"):
+        return float(np.from_dlpack(tensor).sum())
+
+
+Mix = Callable[[Any, Any, Any, Any], tuple[Any, float]]
+"""What `mix` is one of."""
 
 
 def paged_attention(a: Any, limits: Limits, mix: Mix = mix) -> Run:
@@ -278,9 +314,9 @@ def attend(a: Any, flat: tuple[Tensor, ...], at: SegmentHeads, mix: Mix) -> Tens
     NaN are redone over exactly their own keys."""
     shape = [at.runs, a.num_kv_heads, -1, a.head_dim]
     q, k, v = (direct.reshape(take(t, heads), shape) for t, heads in zip(flat, (at.q, at.keys, at.keys), strict=True))
-    mixed = mix(direct.scale(q, a.softmax_scale, 0.0, True), k, v, at.mask)
+    mixed, sound = mix(direct.scale(q, a.softmax_scale, 0.0, True), k, v, at.mask)
     result = direct.reshape(take(direct.reshape(mixed, [-1, a.head_dim]), at.out), [-1, a.num_heads * a.head_dim])
-    if not bool(direct.isfinite(result.sum())):
+    if not math.isfinite(sound + total(result)):
         result = attend_rows(a, at.rows, at.rows.shape[0])
     return result
 

@@ -56,14 +56,26 @@ def linear(a: Any, n: int) -> None:
 
 def rope_tables(a: Any, max_len: int, like: Tensor) -> tuple[Tensor, Tensor]:
     """Factors [max_len, head_dim] float32 of an element and of its partner in the pair; elements that do not rotate have factors
-    1 and 0. Angles in float64."""
+    1 and 0. Angles in float64. Layers of one shape on one place share them."""
+    key = float(a.theta), a.rope_dims, a.style, a.head_dim, max_len, str(like.place)
+    found = _TABLES.get(key)
+    if found is None:
+        host = _rope_factors(a, max_len)
+        found = _TABLES[key] = paddle.to_tensor(host[0], place=like.place), paddle.to_tensor(host[1], place=like.place)
+    return found
+
+
+_TABLES: dict[tuple[object, ...], tuple[Tensor, Tensor]] = {}
+
+
+def _rope_factors(a: Any, max_len: int) -> tuple[Any, Any]:
     frequency = float(a.theta) ** (-np.arange(0, a.rope_dims, 2) / a.rope_dims)
     angle = np.arange(max_len)[:, None] * frequency
     own, partner = np.ones((max_len, a.head_dim), np.float32), np.zeros((max_len, a.head_dim), np.float32)
     first, second = _pairs(a.rope_dims, a.style)
     own[:, first] = own[:, second] = np.cos(angle)
     partner[:, first], partner[:, second] = -np.sin(angle), np.sin(angle)
-    return paddle.to_tensor(own, place=like.place), paddle.to_tensor(partner, place=like.place)
+    return own, partner
 
 
 def _pairs(rope_dims: int, style: str) -> tuple[Any, Any]:

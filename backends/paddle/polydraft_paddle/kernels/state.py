@@ -23,6 +23,8 @@ from polydraft_paddle.ops import (
     constant,
     direct,
     either,
+    file_by_slot,
+    file_in_column,
     masked,
     numbers,
     owners,
@@ -103,9 +105,7 @@ def reserve_blocks(a: Any, n: int) -> None:
     starts = direct.unsqueeze(numbers(table.shape[1], slots) * a.block_size, [0])
     holes = both(table < 0, direct.less_than(starts, need))
     settled = choose(holes.any(axis=1), constant(PAUSED, phase), DECODE)
-    decided = both(slots >= 0, either(phase == DECODE, phase == PAUSED))
-    named, row = owners(choose(decided, slots, PAD_SLOT), a.phase.shape[0])
-    write_where(a.phase, named, take(settled, row))
+    file_by_slot(slots, both(slots >= 0, either(phase == DECODE, phase == PAUSED)), (a.phase, settled, None))
 
 
 def offsets(lengths: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -235,12 +235,15 @@ def commit_window(a: Any, n: int) -> None:
     put(a.out_accepted[:n], masked(direct.minimum(a.accepted[:n], emitted), decode))
 
     ended = both(committed, reason != int(Finish.NONE))
-    named, row = owners(choose(running, slots, PAD_SLOT), a.phase.shape[0])
     settled = choose(ended, constant(FINISHED, phase), DECODE)
-    write_where(a.num_generated, named, a.num_generated + take(emitted, row))
-    write_where(a.kv_len, named, take(kv_len + masked(emitted, decode), row))
-    write_where(a.phase, both(named, take(committed, row)), take(settled, row))
-    write_where(a.finish, both(named, take(ended, row)), take(reason, row))
+    file_by_slot(
+        slots,
+        running,
+        (a.num_generated, take(a.num_generated, safe) + emitted, None),
+        (a.kv_len, kv_len + masked(emitted, decode), None),
+        (a.phase, settled, committed),
+        (a.finish, reason, ended),
+    )
 
 
 def _cut(window: Tensor, size: Tensor, room: Tensor, stop_tokens: Tensor) -> tuple[Tensor, Tensor]:
@@ -290,9 +293,7 @@ def begin_draft(a: Any, n: int) -> None:
     slots = a.slot_order[:n]
     safe = clamp(slots)
     ran = both(slots >= 0, a.seq_len[:n] > 0)
-    named, _ = owners(choose(ran, slots, PAD_SLOT), a.draft_len.shape[0])
-    write_where(a.drafts, named, NO_TOKEN)
-    write_where(a.draft_len, named, 0)
+    file_by_slot(slots, ran, (a.draft_len, 0, None), (a.drafts, NO_TOKEN, None))
     room = take(a.max_total, safe) - take(a.prompt_len, safe) - take(a.num_generated, safe) - 1
     budget = direct.minimum(room, constant(a.drafts.shape[1], room))
     active = both(both(ran, take(a.phase, safe) == DECODE), budget > 0)
@@ -305,11 +306,8 @@ def advance_draft(a: Any, n: int) -> None:
     """File what was chosen, then retire what is done."""
     slots, chosen = a.draft_slot[:n], a.chosen[:n]
     filed = both(slots >= 0, chosen >= 0)
-    named, row = owners(choose(filed, slots, PAD_SLOT), a.draft_len.shape[0])
-    column = direct.unsqueeze(numbers(a.drafts.shape[1], slots) == a.pass_index, [0])
-    written = both(direct.unsqueeze(named, [1]), column)
-    write_where(a.drafts, written, masked(direct.unsqueeze(take(chosen, row), [1]), written))
-    write_where(a.draft_len, named, a.pass_index + 1)
+    file_in_column(a.drafts, a.pass_index, slots, chosen, filed)
+    file_by_slot(slots, filed, (a.draft_len, a.pass_index + 1, None))
     goes_on = both(filed, a.draft_budget[:n] > a.pass_index + 1)
     put(a.draft_position[:n], a.draft_position[:n] + as_int(goes_on))
     put(a.next_ids[:n], choose(goes_on, chosen, NO_TOKEN))

@@ -20,7 +20,7 @@ def paged_attention(a: Any, limits: Limits) -> Run:
     from polydraft_paddle.kernels import host, numeric
 
     if a.q.place.is_cpu_place():
-        return host.paged_attention(a, limits, attend)
+        return host.paged_attention(a, limits, attend_masked)
     return numeric.paged_attention(a, limits, attend_visible)
 
 
@@ -31,9 +31,14 @@ def attend(q: Any, k: Any, v: Any, mask: Any) -> Any:
     q = q * q.shape[-1] ** 0.5  # which Paddle divides scores by
     call = paddle.nn.functional.scaled_dot_product_attention
     places = (t.transpose([0, 2, 1, 3]) for t in (q, k, v))  # Paddle wants heads behind places
-    mixed = call(*places, attn_mask=mask, training=False).transpose([0, 2, 1, 3])
-    broken = paddle.isnan(k).any(axis=[2, 3]).unsqueeze([2, 3])  # which a softmax may hide
-    return paddle.where(broken.expand_as(mixed), paddle.full_like(mixed, float("nan")), mixed)
+    return call(*places, attn_mask=mask, training=False).transpose([0, 2, 1, 3])
+
+
+def attend_masked(q: Any, k: Any, v: Any, mask: Any) -> tuple[Any, float]:
+    """The same, and a number that is not finite where a key was broken."""
+    from polydraft_paddle.kernels.host import total
+
+    return attend(q, k, v, mask), total(k)
 
 
 def attend_visible(q: Any, k: Any, v: Any, visible: Any) -> Any:

@@ -13,7 +13,7 @@ from polydraft.hooks import hookimpl
 @hookimpl
 def polydraft_kernels(device: Any) -> Any:
     """`swiglu`."""
-    from polydraft_paddle.kernels.host import swiglu
+    from polydraft_paddle.kernels.host import fused_swiglu
     from polydraft_paddle.variants import pack
 
-    return pack("paddle/swiglu", device, {"swiglu": swiglu})
+    return pack("paddle/swiglu", device, {"swiglu": fused_swiglu})

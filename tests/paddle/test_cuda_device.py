@@ -149,6 +149,14 @@ for name, kernel in kernels().items():
                 given.add(argument.pointer)
     assert paper.bound and (given & addresses or name.startswith(("pack_", "update_"))), name
     launch(None, 1)
+copies = []
+paper.copy = lambda call, stream, to, source, nbytes: copies.append((call, stream, to, source, nbytes))
+buffer, staging = host.empty("b", (6, 4), "i32"), host.staging("s", (6, 4), "i32")
+there, here = buffer.tensor.data_ptr(), staging.array.ctypes.data
+host.upload("one", buffer, staging, 2)
+host.download("two", staging, buffer, 3)
+host.upload("none", buffer, staging, 0)
+assert copies == [("cuMemcpyHtoDAsync", "one", there, here, 32), ("cuMemcpyDtoHAsync", "two", here, there, 48)]
 print(len(kernels()), "bound")
 """
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -60,9 +61,20 @@ class GuestDevice(CudaDevice):
         self._host = host
         super().__init__(index, dtype=host.dtype)
         self.cuda.cuStreamDestroy(self.stream.handle)
-        base = host.stream.stream.stream_base
-        self.stream = GuestStream(self.cuda, int(base.raw_stream if hasattr(base, "raw_stream") else base.cuda_stream))
+        self.stream = self.stream_of(host.stream)
         self.counters = host.counters
+        self._streams: weakref.WeakKeyDictionary[Any, GuestStream] = weakref.WeakKeyDictionary({host.stream: self.stream})
+
+    def stream_of(self, stream: Any) -> GuestStream:
+        """A stream of the Paddle backend by the driver's handle."""
+        base = stream.stream.stream_base
+        return GuestStream(self.cuda, int(base.raw_stream if hasattr(base, "raw_stream") else base.cuda_stream))
+
+    def copy(self, call: str, stream: Any, to: int, source: int, nbytes: int) -> None:
+        """Enqueue one of the driver's copies on a stream of the Paddle backend."""
+        if stream not in self._streams:
+            self._streams[stream] = self.stream_of(stream)
+        self._copy(call, to, source, nbytes, self._streams[stream])  # type: ignore[arg-type]
 
     @property
     def capturing(self) -> bool:
@@ -128,7 +140,8 @@ class GuestMeta:
 
 @dataclass(frozen=True)
 class Guest:
-    """What takes the place of the Paddle backend's own caches and metadata while the pack is enabled (`PaddleDevice.guest`)."""
+    """What takes the place of the Paddle backend's own caches, metadata and copies while the pack is enabled
+    (`PaddleDevice.guest`): a copy costs a call of the driver instead of three of Paddle."""
 
     device: GuestDevice
     allocate: Any
@@ -144,6 +157,14 @@ class Guest:
     def init_forward_meta(self, buffers: PassBuffers, limits: Limits) -> GuestMeta:
         """Tiles of rows that attend together."""
         return GuestMeta(self.device, buffers, limits)
+
+    def upload(self, stream: Stream, to: int, source: int, nbytes: int) -> None:
+        """Enqueue a copy to the device, by addresses."""
+        self.device.copy("cuMemcpyHtoDAsync", stream, to, source, nbytes)
+
+    def download(self, stream: Stream, to: int, source: int, nbytes: int) -> None:
+        """Enqueue a copy to the host, by addresses."""
+        self.device.copy("cuMemcpyDtoHAsync", stream, to, source, nbytes)
 
 
 def lend(args: Any) -> Any:

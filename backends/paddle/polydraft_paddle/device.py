@@ -93,8 +93,8 @@ class PaddleDevice:
         """Captured graphs, given back on `close`."""
         self.capturing = False
         self.guest: Any = None
-        """What a kernel pack that serves all kernels of caches puts in place of the caches and metadata here: something with
-        `allocate_cache` as of a kernel table and `init_forward_meta(buffers, limits)`."""
+        """What a kernel pack that serves every kernel puts in place of what is done here: something with `allocate_cache` as of a
+        kernel table, `init_forward_meta(buffers, limits)`, and `upload` and `download(stream, to, source, nbytes)` by address."""
         self._open = True
         if self.host_visible:
             self.stream: Any = ImmediateStream()
@@ -181,14 +181,22 @@ class PaddleDevice:
     # -- copies ------------------------------------------------------------------------------------
     def upload(self, stream: Stream, target: Buffer, source: Staging, rows: int) -> None:
         """Queue a copy of the first `rows` of staging into a buffer."""
+        nbytes = source.array[:rows].nbytes
         self.counters.uploads += 1
-        self.counters.bytes_uploaded += source.array[:rows].nbytes
+        self.counters.bytes_uploaded += nbytes
+        if self.guest is not None and nbytes:
+            self.guest.upload(stream, target.tensor.data_ptr(), source.array.ctypes.data, nbytes)  # type: ignore[attr-defined]
+            return
         self._copy(stream, target.tensor, source.tensor, rows)  # type: ignore[attr-defined]
 
     def download(self, stream: Stream, target: Staging, source: Buffer, rows: int) -> None:
         """Queue a copy of the first `rows` of a buffer into staging."""
+        nbytes = target.array[:rows].nbytes
         self.counters.downloads += 1
-        self.counters.bytes_downloaded += target.array[:rows].nbytes
+        self.counters.bytes_downloaded += nbytes
+        if self.guest is not None and nbytes:
+            self.guest.download(stream, target.array.ctypes.data, source.tensor.data_ptr(), nbytes)  # type: ignore[attr-defined]
+            return
         self._copy(stream, target.tensor, source.tensor, rows)  # type: ignore[attr-defined]
 
     def _copy(self, stream: Stream, target: Tensor, source: Tensor, rows: int) -> None:

@@ -19,6 +19,8 @@ from polydraft import LLM, SamplingParams
 from polydraft.contracts import COMPOSITES, REGISTRY, LinearV1, ResidualAddV1
 from polydraft.default_backend import EVERYWHERE, default_backend, unusable
 from polydraft.errors import ContractError, DeviceError, PluginError
+from polydraft.timeline import DEVICE, keeping
+from polydraft.trace import Recorder
 from polydraft_cpu import library
 from polydraft_cpu.graph import CpuCapture
 from polydraft_cpu.kernels import VERSIONS
@@ -265,6 +267,56 @@ def test_several_threads_wait_for_one_device():
     assert device.reached(device.last)
     assert np.abs(out.host_array - x @ w.T).max() < 1e-3
     device.close()
+
+
+# -- times -----------------------------------------------------------------------------------------
+@needs_kernels
+@SPECS
+def test_a_timeline_says_when_launches_and_copies_ran_while_it_is_kept(spec: str):
+    device, x, _, run = adding(spec)
+
+    def step() -> None:
+        run(4)
+        run(2)
+
+    graph = CpuCapture(device).capture(device.stream, step)
+    down = device.staging("down", (4, 8), "f32")
+    with pytest.raises(DeviceError, match="keeps no timeline"):
+        device.now_s()
+    run(4)
+    with device.keep_timeline():
+        before = device.now_s()
+        for _ in range(3):
+            graph.replay(device.stream)
+            run(0)  # nothing is issued
+            run(3)
+            device.download(device.stream, down, x, 4)
+        spans, after = device.timeline().spans, device.now_s()
+    turn = [("replay", "graph", 0), *(("kernel", "residual_add", n) for n in (4, 2, 3)), ("download", "copy down", 4)]
+    assert [(span.kind, span.name, span.rows) for span in spans] == turn * 3
+    times = [moment for span in spans for moment in (span.start_s, span.end_s)]
+    assert times == sorted(times)
+    assert before < times[0] < times[-1] < after
+    assert all(before < span.issued_s <= span.start_s for span in spans)
+    run(4)
+    with pytest.raises(DeviceError, match="keeps no timeline"):
+        device.timeline()
+    device.close()
+
+
+@needs_kernels
+def test_a_recording_shows_what_the_device_did(tmp_path: Path):
+    llm = LLM(model=str(tiny.checkpoint("narrow")), backend="cpu", draft_tokens=2)
+    with keeping(llm.engine.device):
+        recorder = Recorder(llm.engine)
+        llm.generate([[1, 2, 3]], SamplingParams(max_new_tokens=12, ignore_eos=True))
+        recorder.remove()
+        recording = recorder.finish()
+    llm.engine.close()
+    assert recording.device_times == "measured: the clock of the device's own thread"
+    works = [span for span in recording.spans if span.side == DEVICE and span.kind == "work"]
+    assert {"linear", "paged_attention", "copy snapshot0", "start of the graph"} <= {span.name for span in works}
+    assert all(span.step > 0 for span in works), "each belongs to the step that issued it"
 
 
 # -- the default -----------------------------------------------------------------------------------

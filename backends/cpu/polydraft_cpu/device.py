@@ -6,10 +6,12 @@ library, unless the device string says `queue=0`; it never looks at memory for t
 
 from __future__ import annotations
 
+import contextlib
 import math
+import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
@@ -19,6 +21,7 @@ from polydraft.errors import DeviceError
 from polydraft.reference.device import NumpyStaging, ReferenceDevice
 from polydraft_cpu import library
 from polydraft_cpu.options import CpuOptions
+from polydraft_cpu.timeline import CpuTimeline
 
 ALIGNMENT = 64
 """Bytes: a cache line and the widest vector."""
@@ -116,6 +119,8 @@ class CpuDevice(ReferenceDevice):
         """What the launches of the capture in progress are bound to."""
         self.last = 0
         """The number of the command issued last."""
+        self.clocked: CpuTimeline | None = None
+        """Where commands are noted while somebody wants a timeline."""
         self._outstanding: deque[tuple[int, tuple[object, ...]]] = deque()
         self.rope_tables: dict[tuple[float, int, int], Array] = {}
         self._finalizer = weakref.finalize(self, self.library.pd_close, self.context)
@@ -137,6 +142,8 @@ class CpuDevice(ReferenceDevice):
 
     def issued(self, number: int, *memory: object) -> None:
         """Note a command, and keep what it works on until it has run."""
+        if self.clocked is not None and number > self.last:
+            self.clocked.issued(number)
         self.last = number
         self._outstanding.append((number, memory))
         if number % TURN == 0:
@@ -204,22 +211,24 @@ class CpuDevice(ReferenceDevice):
         del stream
         self.refuse_in_capture("an upload")
         self.counters.uploads += 1
-        self.counters.bytes_uploaded += self._move(target, source, rows)
+        self.counters.bytes_uploaded += self._move("upload", target, source, rows)
 
     def download(self, stream: Stream, target: Staging, source: Buffer, rows: int) -> None:
         """Issue a copy of the first `rows` of a buffer into staging."""
         del stream
         self.refuse_in_capture("a download")
         self.counters.downloads += 1
-        self.counters.bytes_downloaded += self._move(target, source, rows)
+        self.counters.bytes_downloaded += self._move("download", target, source, rows)
 
-    def _move(self, target: Any, source: Any, rows: int) -> int:
+    def _move(self, kind: str, target: Any, source: Any, rows: int) -> int:
         """Bytes that a copy takes between memory of equal rows."""
         if self.gate is not None:
             self.gate(target)
         (to, size), (start, same) = target.rows, source.rows
         assert size == same, "staging has the rows of its buffer"
         nbytes: int = rows * size
+        if self.clocked is not None:
+            self.clocked.issuing(kind, f"copy {target.name}", rows)
         self.issued(self.library.pd_move(self.context, to, start, nbytes), target, source)
         return nbytes
 
@@ -227,6 +236,29 @@ class CpuDevice(ReferenceDevice):
         """Raise `DeviceError` while a capture records launches."""
         if self.kept is not None:
             raise DeviceError(f"{what} while a graph is captured; do it before the capture begins")
+
+    # -- times -------------------------------------------------------------------------------------
+    @contextlib.contextmanager
+    def keep_timeline(self) -> Iterator[None]:
+        """Note when launches and copies run, for `timeline`, as long as the context lasts; waits at both ends."""
+        self.clocked = CpuTimeline(self)
+        try:
+            yield
+        finally:
+            self.settle()
+            self.library.pd_time(self.context, 0)
+            self.clocked = None
+
+    def now_s(self) -> float:
+        """Seconds of the host's clock, which a timeline is on. Raises `DeviceError` while none is kept."""
+        self.timeline()
+        return time.perf_counter()
+
+    def timeline(self) -> CpuTimeline:
+        """What ran since `keep_timeline` began. Raises `DeviceError` while none is kept."""
+        if self.clocked is None:
+            raise DeviceError(f"device {self.spec} keeps no timeline; ask it to with keep_timeline()")
+        return self.clocked
 
     # -- captures ----------------------------------------------------------------------------------
     def begin_capture(self) -> None:

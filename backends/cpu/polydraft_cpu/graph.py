@@ -29,6 +29,8 @@ class CpuGraph:
             device.refuse_in_capture("a replay")
             device.gate(self)
         device.counters.graph_replays += 1
+        if device.clocked is not None:
+            device.clocked.issuing("replay", "graph", 0)
         device.issued(self._replay(device.context, self._program), self)
 
 

@@ -190,13 +190,15 @@ class CpuProvider:
         op = device.library.pd_bind(device.context, self.name.encode(), device.act_code, array, len(words), scratch)
         if not op:
             raise ContractError(f"cpu backend: {last_error()}; reinstall polydraft so that its kernels are built again")
-        run, counters, alive = device.library.pd_launch, device.counters, (args, memory)
+        run, counters, alive, name = device.library.pd_launch, device.counters, (args, memory), self.name
 
         def launch(stream: Stream, n: int) -> None:
             del stream
             if device.gate is not None:
                 device.gate(alive)
             counters.launches += 1
+            if device.clocked is not None:
+                device.clocked.issuing("kernel", name, n)
             device.issued(run(op, n), alive)
 
         return launch

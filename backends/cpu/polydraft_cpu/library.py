@@ -23,7 +23,7 @@ PATH = Path(__file__).with_name("_kernels.so")
 """The shared library that the package's build makes where there is a C++ compiler."""
 NOTE = Path(__file__).with_name("_build_failure.txt")
 """What the build wrote where it could not make it."""
-ABI = 2
+ABI = 3
 DTYPE_CODES = {"f32": 0, "bf16": 1, "i32": 2, "u32": 3, "u8": 4, "f16": 5}
 NAMED_PARAMS = {"half": 0, "interleaved": 1, "hidden_first": 0, "embedding_first": 1, "logits": 0, "probs": 1}
 """Parameters that are words in Python and numbers in C++."""
@@ -45,6 +45,9 @@ FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "pd_move": (c_int64, (c_void_p, c_void_p, c_void_p, c_int64)),
     "pd_reached": (c_int64, (c_void_p, c_int64)),
     "pd_wait": (None, (c_void_p, c_int64)),
+    "pd_time": (c_int64, (c_void_p, c_int64)),
+    "pd_num_spans": (c_int64, (c_void_p,)),
+    "pd_spans": (None, (c_void_p, c_void_p)),
     "pd_forget": (None, (c_void_p,)),
     "pd_is_bf16": (c_int64, (c_void_p, c_int64)),
     "pd_pack_rows_bf16": (None, (c_void_p, c_int64, c_void_p)),

@@ -102,12 +102,14 @@ def recorded(engine: Engine, file: str | None) -> Iterator[None]:
     if file is None:
         yield
         return
+    from polydraft.timeline import keeping
     from polydraft.trace import Recorder
     from polydraft.trace_file import write
 
-    recorder = Recorder(engine)
-    try:
-        yield
-    finally:
-        recorder.remove()
-        write(file, recorder.finish())
+    with keeping(engine.device):
+        recorder = Recorder(engine)
+        try:
+            yield
+        finally:
+            recorder.remove()
+            write(file, recorder.finish())

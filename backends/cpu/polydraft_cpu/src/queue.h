@@ -32,6 +32,8 @@ class Queue {
   int64_t add(const Command& command);
   // The number of the command issued last.
   int64_t issued() const { return int64_t(tail_.load(std::memory_order_relaxed)); }
+  // The number of the command that is being carried out; for who carries it out.
+  int64_t current() const { return int64_t(head_.load(std::memory_order_relaxed)) + 1; }
   bool reached(int64_t number) const { return int64_t(head_.load(std::memory_order_acquire)) >= number; }
   // Return once the command of this number, and all before it, have been carried out.
   void wait(int64_t number);

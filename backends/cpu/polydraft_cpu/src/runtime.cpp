@@ -3,6 +3,7 @@
 // Python (`library.py`) is its only caller. Nothing throws out of it: what fails returns null or a negative number, and
 // `pd_error` says why. One thread at a time issues to a context; any may wait.
 #include <algorithm>
+#include <chrono>
 #include <cstring>
 #include <memory>
 #include <mutex>
@@ -27,7 +28,7 @@
 namespace pd {
 namespace {
 
-constexpr int64_t ABI = 2;
+constexpr int64_t ABI = 3;
 constexpr int64_t PARTS = 2;  // a thread: a few more than one, so that a late thread leaves little undone
 thread_local std::string error;
 
@@ -48,12 +49,24 @@ using Program = std::vector<Launch>;
 
 void perform(void* context, const Command& command);
 
+// When a launch or copy of a command ran, on the library's clock.
+struct Span {
+  int64_t number, rows, start_ns, end_ns;
+  const char* name;
+};
+
+int64_t now_ns() {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
 // A context with a queue has one guest in its team: who waits for the queue.
 struct Context {
   const Table* table;
   Team team;
   std::vector<std::unique_ptr<Op>> ops;
   std::unique_ptr<Program> recording;
+  bool timing = false;  // changed and read while nothing is outstanding, as `spans` is
+  std::vector<Span> spans;
   Queue queue;  // ends first
   Context(const Table* t, int64_t threads, bool queued, bool pinned)
       : table(t), team(threads, queued && threads > 1, pinned), queue(perform, this, team, queued) {}
@@ -73,8 +86,10 @@ void run(Context& context, const Launch* launches, int64_t count) {
   const bool shared = team.usable() && std::any_of(launches, launches + count, worth);
   if (shared) team.wake();
   for (const Launch* l = launches; l != launches + count; l++) {
+    const int64_t start = context.timing ? now_ns() : 0;
     if (shared && worth(*l)) team.run(run_part, l, team.size() * PARTS);
     else run_part(l, 0, 1, 0);
+    if (context.timing) context.spans.push_back({context.queue.current(), l->n, start, now_ns(), l->op->kernel->name});
   }
 }
 
@@ -86,6 +101,7 @@ void copy_part(const void* job, int64_t number, int64_t parts, int64_t) {
 
 void perform(void* context, const Command& c) {
   Context& own = *static_cast<Context*>(context);
+  const int64_t start = own.timing ? now_ns() : 0;
   if (c.kind == Command::COPY || (c.kind == Command::SHARED_COPY && !own.team.usable())) {
     copy_part(&c, 0, 1, 0);
   } else if (c.kind == Command::SHARED_COPY) {
@@ -98,6 +114,7 @@ void perform(void* context, const Command& c) {
     const Launch launch{static_cast<const Op*>(c.what), c.n};
     run(own, &launch, 1);
   }
+  if (own.timing && c.kind >= Command::COPY) own.spans.push_back({own.queue.current(), c.n, start, now_ns(), "copy"});
 }
 
 const Kernel* find(const Kernel* kernels, int64_t count, const char* name, int act) {
@@ -222,6 +239,18 @@ PD_EXPORT void pd_record(Context* context) { context->recording = std::make_uniq
 PD_EXPORT Program* pd_recorded(Context* context) { return context->recording.release(); }
 PD_EXPORT int64_t pd_program_bytes(const Program* program) { return int64_t(program->capacity() * sizeof(Launch)); }
 PD_EXPORT void pd_forget(Program* program) { delete program; }
+
+// Begin or end noting when commands run; returns the library's clock. Called while nothing is outstanding.
+PD_EXPORT int64_t pd_time(Context* context, int64_t on) {
+  context->spans.clear();
+  context->timing = on != 0;
+  return now_ns();
+}
+PD_EXPORT int64_t pd_num_spans(Context* context) { return int64_t(context->spans.size()); }
+// All of them, five words each, in the order of issue.
+PD_EXPORT void pd_spans(Context* context, void* out) {
+  std::memcpy(out, context->spans.data(), context->spans.size() * sizeof(Span));
+}
 
 // -- weights ----------------------------------------------------------------------------------------------------------
 // Whether every value is one of bfloat16: rounding would change nothing.

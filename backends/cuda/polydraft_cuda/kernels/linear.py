@@ -1,41 +1,34 @@
 """Owns the choice of a kernel for a projection, by its shape and the number of rows.
 
-Few rows are a matter of reading the weights at the speed of memory: `linear_tile` streams them into warp-group products on
-sm_90, `linear_pair` does so for matrices of few outputs, `linear_stream` into registers for small matrices and on other
-architectures. Many rows go to cuBLASLt. What none of them takes (float32, odd sizes) goes to `linear_plain`. In row-invariant
-mode every number of rows takes the same sums.
+Few rows are a matter of reading the weights at the speed of memory. On sm_90 they stream into warp-group products: by
+`linear_rows` where outputs can be dealt to the multiprocessors evenly, by `linear_pair` where they are few, by `linear_tile`
+else; `linear_stream` takes small matrices and other architectures. Many rows go to cuBLASLt. What none of them takes (float32,
+odd sizes) goes to `linear_plain`. In row-invariant mode every number of rows takes the same sums.
 """
 
 from __future__ import annotations
 
-import ctypes
 import weakref
-from collections.abc import Callable
-from typing import Any, Final, NamedTuple
-
-import numpy as np
+from typing import Any, Final
 
 from polydraft.contracts.base import Limits
 from polydraft.device import Launch, Stream
 from polydraft_cuda import cublaslt
-from polydraft_cuda.compiler import ROWS, act
 from polydraft_cuda.device import CudaDevice
-from polydraft_cuda.kernels.provider import Kernel, source
-
-TILE_ROWS: Final = 128
-"""Outputs of a tile of `linear_tile`: two warp groups."""
-PAIR_ROWS: Final = 64
-"""Outputs of a tile of `linear_pair`."""
-
-
-class Size(NamedTuple):
-    """A size of `linear_tile`: rows of a launch at most, blocks that bring them together, and chunks that are in flight: so many
-    that one block fills a multiprocessor's share of bandwidth, and with few rows so few that attention fits beside it."""
-
-    rows: int
-    cluster: int
-    stages: int
-
+from polydraft_cuda.kernels.projections import (
+    PAIR_ROWS,
+    PAIR_STAGES,
+    TILE_ROWS,
+    Size,
+    num_blocks,
+    pair,
+    plain,
+    rows,
+    rows_of,
+    stream,
+    tile,
+)
+from polydraft_cuda.kernels.provider import Kernel
 
 SIZES: tuple[Size, ...] = (Size(8, 1, 7), Size(16, 1, 7), Size(32, 2, 6), Size(64, 2, 8), Size(128, 2, 6), Size(256, 2, 4))
 INVARIANT: tuple[Size, ...] = (Size(8, 1, 7), Size(16, 1, 7), Size(32, 1, 6), Size(64, 1, 5), Size(256, 1, 4))
@@ -45,57 +38,10 @@ MOST_TILE_ROWS = 64
 WIDE_SHARE: tuple[tuple[int, int], ...] = ((8, 1), (16, 1), (32, 2), (64, 2), (128, 2))
 NARROW_SHARE: tuple[tuple[int, int], ...] = ((8, 1), (32, 2))
 """Sizes of `linear_rows` where a block has many outputs, and where it has few: rows of a launch at most, blocks of a cluster."""
-ROWS_BYTES = 190 << 10
-"""Bytes of `linear_rows` in flight."""
-PAIR_STAGES: Final = {8: 7, 16: 6, 32: 5}
-"""The same of `linear_pair`, in double chunks."""
 STREAM_TOKENS: Final = (8, 16)
 SMALL: Final = 12 << 20
 """Bytes of a matrix up to which `linear_stream` is faster: nothing has to be summed over blocks."""
-_FLAGS: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 _LAST: weakref.WeakKeyDictionary[Any, Projection] = weakref.WeakKeyDictionary()
-
-
-class TensorMap(ctypes.Structure):
-    """CUtensorMap: how the copy engine reads a matrix."""
-
-    _fields_ = (("words", ctypes.c_uint64 * 16),)
-
-
-def tensor_map(device: Any, matrix: Any, rows: int, *, paired: bool = False, chunks: int = 0) -> TensorMap:
-    """Boxes of `rows` by 64 elements of a row-major 16-bit matrix, in 128-byte swizzled rows; zeros beyond its end. `paired`: of
-    the upper and the lower half of the matrix, eight rows of each in turn. `chunks`: so many of these side by side."""
-    height, width = matrix.shape
-    sizes: tuple[int, ...] = (width, 8, 2, height // 16) if paired else (width, height)
-    strides: tuple[int, ...] = (2 * width, height * width, 16 * width) if paired else (2 * width,)
-    box: tuple[int, ...] = (64, 8, 2, rows // 16) if paired else (64, rows)
-    if chunks:
-        sizes, strides, box = (64, *sizes[1:], width // 64), (*strides, 128), (*box, chunks)
-    encoded = device.call("cuTensorMapEncodeTiled", *_described(matrix, sizes, strides, box), doing="describing a matrix")
-    return TensorMap((ctypes.c_uint64 * 16)(*(int(word) for word in encoded.opaque)))
-
-
-def _described(matrix: Any, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]) -> tuple[Any, ...]:
-    from cuda.bindings import driver
-
-    number, word = driver.cuuint64_t, driver.cuuint32_t
-    kinds = driver.CUtensorMapDataType
-    return (
-        kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 if matrix.dtype == "bf16" else kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
-        len(sizes), matrix.pointer, [number(s) for s in sizes], [number(s) for s in strides], [word(s) for s in box],
-        [word(1) for _ in box], driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-        driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B, driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
-    )  # fmt: skip
-
-
-def flags(device: Any) -> Any:
-    """One word a block, zero between launches: blocks tell each other through it that their share of a tile is there."""
-    found = _FLAGS.get(device)
-    if found is None:
-        found = _FLAGS[device] = device.empty("linear.flags", (1024,), "u32")
-        device.load(found, np.zeros(1024, np.uint32))
-    return found
 
 
 def is_tiled(device: CudaDevice, a: Any) -> bool:
@@ -116,13 +62,6 @@ def pair_sizes(device: CudaDevice, a: Any) -> tuple[int, ...]:
     if not is_tiled(device, a) or inputs % 128 or 2 * blocks > 3 * device.num_sms:
         return ()
     return tuple(PAIR_STAGES) if blocks <= device.num_sms else (min(PAIR_STAGES),)
-
-
-def num_blocks(device: CudaDevice, a: Any, cluster: int = 1, at_once: int = 1 << 30) -> int:
-    """Blocks of `linear_tile`: as many clusters as run at once, or fewer where each would get less than four chunks."""
-    outputs, inputs = a.weight.shape
-    chunks = -(-outputs // (TILE_ROWS * cluster)) * (inputs // 64)
-    return cluster * max(1, min(int(device.num_sms) // cluster, int(chunks) // 4, at_once))
 
 
 def workspace_bytes(device: CudaDevice, a: Any, limits: Limits) -> int:
@@ -150,11 +89,6 @@ def uses_library(a: Any) -> bool:
     """Whether cuBLASLt may take this projection: it wants 16-byte rows."""
     outputs, inputs = a.weight.shape
     return a.x.dtype != "f32" and inputs % 8 == 0 and outputs % 8 == 0 and cublaslt.library() is not None
-
-
-def defines(a: Any) -> dict[str, int]:
-    """What every kernel of a projection is told."""
-    return {"OUT_F32": int(a.out.dtype == "f32"), "BIAS": int(a.bias is not None), **act(a.x.dtype)}
 
 
 def linear(device: CudaDevice, a: Any, limits: Limits, workspace: Any) -> Launch:
@@ -258,87 +192,12 @@ def tiles(
     return launch
 
 
-def tile(device: CudaDevice, a: Any, workspace: Any, size: Size, first: int, gated: Any = None) -> Launch:
-    """`linear_tile` for rows `first` to `first + size.rows`. Where `gated` is given, silu(gate) * up goes there alone."""
-    outputs, inputs = a.weight.shape
-    tokens, cluster, stages = size
-    function = device.function(
-        source("linear_tile.cu"), "linear_tile", arch_features="a", TOKENS=tokens, STAGES=stages, CLUSTER=cluster,
-        GATED=int(gated is not None), **defines(a),
-    )  # fmt: skip
-    shared, threads = stages * (TILE_ROWS + tokens) * 128 + 1024, 2 * 128 + 32
-    at_once = function.most_clusters(threads, shared, cluster) if cluster > 1 else device.num_sms
-    return function.bind(
-        num_blocks(device, a, cluster, at_once), threads, tensor_map(device, a.weight, TILE_ROWS, paired=gated is not None),
-        tensor_map(device, a.x, tokens // cluster), gated or a.out, a.bias, workspace.buffer, flags(device), ROWS, first,
-        outputs, inputs, shared=shared, cluster=cluster if cluster > 1 else None, dependent=True,
-    )  # fmt: skip
-
-
-def rows_of(device: CudaDevice, a: Any) -> int:
-    """Outputs of a block of `linear_rows`: an even share of them, in sixteens."""
-    return -(-int(a.weight.shape[0]) // (16 * int(device.num_sms))) * 16
-
-
 def rows_sizes(device: CudaDevice, a: Any) -> tuple[tuple[int, int], ...]:
     """Sizes in which `linear_rows` takes this projection."""
     share = rows_of(device, a)
     if not is_tiled(device, a) or a.weight.nbytes <= SMALL or not 32 <= share <= 192:
         return ()
     return WIDE_SHARE if share >= 128 else NARROW_SHARE if share >= 40 else NARROW_SHARE[1:]
-
-
-def rows(device: CudaDevice, a: Any, tokens: int, cluster: int, gated: Any = None) -> Launch | None:
-    """`linear_rows` for up to `tokens` rows; None where its blocks would not run all at once."""
-    outputs, inputs = a.weight.shape
-    share = rows_of(device, a)
-    chunks, groups = (1, -(-share // 64)) if share > 64 else (4 if tokens < 64 else 2, 2)
-    stages = ROWS_BYTES // (chunks * (share + tokens) * 128)
-    stages -= stages % 2 if groups == 2 and share <= 64 else 0
-    function = device.function(
-        source("linear_rows.cu"), "linear_rows", arch_features="a", TOKENS=tokens, OUTPUTS=share, CHUNKS=chunks, STAGES=stages,
-        CLUSTER=cluster, GATED=int(gated is not None), **defines(a),
-    )  # fmt: skip
-    clusters, threads = -(-outputs // (share * cluster)), groups * 128 + 32
-    shared = stages * chunks * (share + tokens) * 128 + (-share % 64) * 128 + 1024
-    if cluster > 1 and function.most_clusters(threads, shared, cluster) < clusters:
-        return None
-    return function.bind(
-        clusters * cluster, threads, tensor_map(device, a.weight, share, paired=gated is not None, chunks=chunks),
-        tensor_map(device, a.x, tokens // cluster), gated or a.out, a.bias, ROWS, outputs, inputs, shared=shared,
-        cluster=cluster if cluster > 1 else None, dependent=True,
-    )  # fmt: skip
-
-
-def pair(device: CudaDevice, a: Any, tokens: int) -> Launch:
-    """`linear_pair` for up to `tokens` rows."""
-    outputs, inputs = a.weight.shape
-    stages = PAIR_STAGES[tokens]
-    function = device.function(
-        source("linear_pair.cu"), "linear_pair", arch_features="a", TOKENS=tokens, STAGES=stages, **defines(a)
-    )
-    return function.bind(
-        2 * -(-outputs // PAIR_ROWS), 2 * 128 + 32, tensor_map(device, a.weight, PAIR_ROWS), tensor_map(device, a.x, tokens),
-        a.out, a.bias, ROWS, outputs, inputs, shared=stages * 2 * (PAIR_ROWS + tokens) * 128 + 1024, cluster=2, dependent=True,
-    )  # fmt: skip
-
-
-def stream(device: CudaDevice, a: Any, tokens: int) -> Launch:
-    """`linear_stream` for up to `tokens` rows."""
-    outputs, inputs = a.weight.shape
-    function = device.function(
-        source("linear_stream.cu"), "linear_stream", TOKENS=tokens, TILES=1, DEPTH=4, WARPS=8, MIN_BLOCKS=2, **defines(a),
-    )  # fmt: skip
-    blocks = min(outputs // 16, 2 * device.num_sms)
-    return function.bind(blocks, 256, a.x, a.weight, a.bias, a.out, ROWS, outputs, inputs, dependent=True)
-
-
-def plain(device: CudaDevice, a: Any) -> Launch:
-    """`linear_plain` for any number of rows."""
-    outputs, inputs = a.weight.shape
-    function = device.function(source("linear_plain.cu"), "linear_plain", **defines(a))
-    grid: Callable[[int], tuple[int, int, int]] = lambda n: (-(-outputs // 4), min(-(-n // 8), 1024), 1)  # noqa: E731
-    return function.bind(grid, 128, a.x, a.weight, a.bias, a.out, ROWS, outputs, inputs, dependent=True)
 
 
 KERNELS: dict[str, Kernel] = {"linear": Kernel(linear, workspace_bytes)}

@@ -13,6 +13,7 @@ import importlib.util
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -66,23 +67,29 @@ def commits() -> int:
     return int(counted.stdout) if counted.returncode == 0 else 0
 
 
+def claimed(backend: Backend, profile: str) -> tuple[int, str]:
+    """Run one claim: its exit status, and what to print."""
+    where = f"{backend.name} on {backend.device}"
+    if lacking := missing(backend):
+        return 0, f"{where}: passed over, {lacking} is not installed"
+    start = time.perf_counter()
+    polydraft = str(Path(sys.executable).with_name("polydraft"))
+    command = [polydraft, "conform", backend.name, "--device", backend.device, "--profile", profile]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    said = [line for line in done.stdout.splitlines() if line.startswith("polydraft-conformance")] or [done.stderr.strip()]
+    text = f"{where}: {said[0]} ({time.perf_counter() - start:.0f} s)"
+    return done.returncode, f"{text}\n{done.stdout}" if done.returncode else text
+
+
 def main() -> int:
     number = int(sys.argv[1]) if sys.argv[1:] else commits()
     mine, status = turn_of(number), 0
-    print(f"turn {number % len(BACKENDS)} of {len(BACKENDS)} ({number} commits): {mine.most} of {mine.name} on {mine.device}")
-    for backend, profile in claims(number):
-        if lacking := missing(backend):
-            print(f"{backend.name} on {backend.device}: passed over, {lacking} is not installed")
-            continue
-        start = time.perf_counter()
-        polydraft = str(Path(sys.executable).with_name("polydraft"))
-        command = [polydraft, "conform", backend.name, "--device", backend.device, "--profile", profile]
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
-        said = [line for line in done.stdout.splitlines() if line.startswith("polydraft-conformance")] or [done.stderr.strip()]
-        print(f"{backend.name} on {backend.device}: {said[0]} ({time.perf_counter() - start:.0f} s)", flush=True)
-        if done.returncode:
-            print(done.stdout, flush=True)
-            status = 1
+    turn = f"turn {number % len(BACKENDS)} of {len(BACKENDS)} ({number} commits)"
+    print(f"{turn}: {mine.most} of {mine.name} on {mine.device}", flush=True)
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        for one, text in pool.map(lambda claim: claimed(*claim), claims(number)):
+            print(text, flush=True)
+            status = 1 if one else status
     return status
 
 

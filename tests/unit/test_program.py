@@ -15,7 +15,7 @@ from polydraft.device import Buffer
 from polydraft.errors import CapabilityError, ContractError
 from polydraft.kernel_table import BoundTable
 from polydraft.reference.device import ReferenceDevice
-from polydraft.runtime.program import Fill, Node, ProgramBuilder, StepContext, as_version, build, fuse, lengths
+from polydraft.runtime.program import Call, Entry, Fill, Node, ProgramBuilder, StepContext, as_version, build, fuse, lengths
 from tests.support import tiny
 from tests.support.plugin_doubles import backend_without
 
@@ -114,11 +114,11 @@ def node(contract: str, unit: Unit = "rows", **fields: Any) -> Node:
     return Node(contract, CONTRACTS[contract][0](**fields), unit, "room")
 
 
-def run_of_three(b: Any) -> list[Node | Fill]:
+def run_of_three(b: Any) -> list[Entry]:
     return [node("add", x=b.x, y=b.y), node("scale", x=b.x, out=b.out), node("read", out=b.out, y=b.y)]
 
 
-def names(nodes: list[Node | Fill]) -> list[str]:
+def names(nodes: list[Entry]) -> list[str]:
     return [n.contract if isinstance(n, Node) else "fill" for n in nodes]
 
 
@@ -149,6 +149,14 @@ def test_same_contracts_over_other_buffers_are_no_run(buffers: Any):
     b = buffers
     nodes = [node("add", x=b.x, y=b.y), node("scale", x=b.z, out=b.out)]
     assert names(fuse(nodes, Table(*EVERYTHING).bound)) == ["add", "scale"]
+
+
+def test_nothing_is_fused_over_what_no_contract_describes(buffers: Any):
+    first, *rest = run_of_three(buffers)
+    own = Call("own_block", lambda stream, n: None, "rows", "room")
+    fused = fuse([first, own, *rest], Table(*EVERYTHING).bound)
+    assert names(fused) == ["add", "fill", "scale+read"]
+    assert fused[1] is own
 
 
 def test_launch_lengths_must_count_the_same(buffers: Any):

@@ -110,7 +110,7 @@ def test_one_step_more_would_have_been_too_many(device: QueuedDevice, buffers: A
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
 def test_engine_collects_a_step_before_its_staging_is_used_again(monkeypatch: pytest.MonkeyPatch, depth: int):
-    queued = {"backend": "reference", "device": "queued", "graph": "off"}
+    queued: dict[str, Any] = {"backend": "reference", "device": "queued", "graph": "off"}
     llm = LLM(model=str(tiny.checkpoint("narrow")), **queued, overlap=depth, max_num_seqs=2)
     used: list[StagingSet] = []
     collected: list[int] = []

@@ -70,8 +70,8 @@ def watched(plugin: object, **options: Any) -> Engine:
 
 
 PLANTED: list[Planted] = []
-CHAOS = frozenset({"slot-released-in-flight", "stale-host-read"})
-"""What a host that works with somebody else's snapshot may do next."""
+CHAOS = frozenset({"slot-released-in-flight", "stale-host-read", "snapshot-overwritten"})
+"""What a host that works with somebody else's snapshot, or refuses it and voids the steps in flight, may do next."""
 
 
 def planted(hazard: str, *also: str, **options: Any) -> Callable[[Plant], Plant]:
@@ -277,7 +277,7 @@ def send_into(engine: Engine, **buffers: Any) -> None:
     engine.runner.stage._buffers = dataclasses.replace(engine.runner.stage._buffers, **buffers)
 
 
-@planted("captured-buffer-rebound", "unbound-buffer", graph=True, about="step.slot_order")
+@planted("captured-buffer-rebound", "unbound-buffer", graph=True, about="step.slot_order", consequences=CHAOS)
 def graph_input_assigned_anew(engine: Engine) -> None:
     send_into(engine, slot_order=engine.device.empty("step.slot_order", (SLOTS,), "i32"))
 

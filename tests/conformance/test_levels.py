@@ -180,3 +180,14 @@ def test_near_ties_are_tolerated_in_few_bits_and_counted(monkeypatch: pytest.Mon
         tally = Tally()
         as_expected(tally, [ask], [output(ask, tokens, rounds)], 0, dtype)
         assert (len(tally.failures), tally.near_ties) == (failures, ties), (dtype, tokens)
+
+
+# -- data from the host --------------------------------------------------------------------------------
+def test_who_takes_no_data_in_the_middle_of_a_step_refuses_it_and_is_not_asked_more():
+    def without(info: Any) -> Any:
+        return dataclasses.replace(info, capabilities=dataclasses.replace(info.capabilities, host_inputs=False))
+
+    plain = wrap(reference, polydraft_backend_info=without)
+    assert outcome("L0/undeclared-is-refused", plain).outcome == "pass"
+    result = outcome("L5/host-inputs/eager", plain)
+    assert (result.outcome, result.message) == ("unsupported", "capability host_inputs is not declared")

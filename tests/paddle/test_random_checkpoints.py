@@ -60,7 +60,11 @@ def test_texts_and_rounds(
     assert run.returncode == 0, run.stderr[-2000:]
     texts = json.loads(run.stdout.strip().splitlines()[-1])
     assert len(texts) == len(MODELS) * len(PROMPTS) * len(settings)
-    parted = [(name, one) for name, *text in texts for one in divergences(tiny.oracle(name), *text, DRAFTS)]
+    parted = [
+        (name, one)
+        for name, prompt, tokens, rounds in texts
+        for one in divergences(tiny.oracle(name), prompt, tokens, rounds, DRAFTS)
+    ]
     record_property("near_ties", len(parted))
     with capsys.disabled():
         sys.stdout.write(f"\n{backend} on {device}: {len(texts)} texts, {len(parted)} parted at a near-tie\n")

@@ -14,7 +14,10 @@ from typing import Any
 import pytest
 from polydraft_paddle import polydraft_backend_info, runtimes
 
+from polydraft.cli import doctor
 from polydraft.cli.doctor import examine
+from polydraft.plugin_checks import BACKEND
+from polydraft.plugins import Found, Loaded
 from tests.support.paddle import needs_paddle, polydraft
 
 PADDLE = "3.3.1"
@@ -97,3 +100,30 @@ def test_one_that_breaks_the_import_is_one_sentence(root: Path):
     assert message == (
         f"the runtime {library} does not load with the installed Paddle (file too short); build it for this Paddle, or remove it"
     )
+
+
+@pytest.mark.parametrize(
+    ("versions", "sentence"),
+    [
+        ({"paddlepaddle-gpu": "2.6.2"}, "paddlepaddle-gpu 2.6.2 has no machine code for GPUs of compute capability 9.0 or newer"),
+        ({"paddlepaddle": "3.3.1", "paddlepaddle-xpu": "3.3.0"}, "paddlepaddle and paddlepaddle-xpu own the same import package"),
+        ({"paddlepaddle": "3.1.1"}, "paddlepaddle 3.1.1 is older than 3.2"),
+        ({"paddlepaddle": "3.9.0"}, "paddlepaddle 3.9.0 is newer than 3.3"),
+    ],
+)
+@pytest.mark.parametrize("backend", ["paddle", "xpu"])
+def test_doctor_shows_what_cannot_be_used(monkeypatch: pytest.MonkeyPatch, backend: str, versions: dict[str, str], sentence: str):
+    real = importlib.metadata.version
+
+    def version(name: str) -> str:
+        if name.startswith("paddlepaddle"):
+            if name not in versions:
+                raise importlib.metadata.PackageNotFoundError(name)
+            return versions[name]
+        return real(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    loaded = Loaded.from_entry(BACKEND, backend)
+    shown = doctor._backend(Found(backend, loaded.origin, loaded.info, digest=loaded.digest), ())
+    assert not shown["available"]
+    assert sentence in shown["reason"]

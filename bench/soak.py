@@ -154,7 +154,7 @@ def row(engine: Engine, watch: Watch, seconds: float) -> dict[str, Any]:
         "draft_tokens": r.limits.num_drafts, "batch": SLOTS, "accept_schedule": None, "dtype": r.dtype, "invariant": r.invariant,
         "graph": r.graph, "overlap": r.overlap, "seconds": round(seconds, 1), **watch.counts,
         "preemptions": engine.scheduler.num_preemptions, "shared_blocks": engine.ledger.num_hits,
-        "memory_bytes": held, "problems": watch.problems,
+        "memory_bytes": engine.device.memory(), "memory_held": held, "problems": watch.problems,
     }  # fmt: skip
 
 

@@ -49,7 +49,7 @@ def test_a_committed_soak_found_nothing_and_says_how_long_it_ran():
         assert row["problems"] == []
         assert row.get("error", 0) == 0
         assert row["compared"] > 1000
-        assert all(end <= 1.01 * before for before, end in row["memory_bytes"].values())
+        assert all(end <= 1.01 * before for before, end in row["memory_held"].values())
     cuda = rows["cuda"]
     said = f"A soak of {cuda['seconds']:.0f} seconds"
     assert said in page

@@ -46,7 +46,7 @@ PROJECTIONS = ("qkv", "o", "gate and up", "down")
 # -- what is run -----------------------------------------------------------------------------------
 def stand(engine: Engine, batch: int, width: int, context: int) -> None:
     """Set the rows of a pass: `width` rows of each of `batch` slots, the last at position `context`; blocks in no order."""
-    runner, load = engine.runner, engine.device.load  # type: ignore[attr-defined]
+    runner, load = engine.runner, engine.device.load
     state, step, size = runner.state, runner.step, runner.limits.block_size
     slots, positions = np.repeat(np.arange(batch), width), np.tile(np.arange(width), batch) + context + 1 - width
 
@@ -137,7 +137,7 @@ def timed(device: Any, run: Callable[[], None], repeats: int) -> float:
         end.record(device.stream)
         end.synchronize()
         times.append(1e3 * end.since(begin))
-    return statistics.median(times)
+    return float(statistics.median(times))
 
 
 def measure(options: argparse.Namespace, rate: float) -> list[dict[str, Any]]:
@@ -191,7 +191,11 @@ def prefill(engine: Engine, parts: dict[str, list[Bound]], prompt: int, repeats:
     stand(engine, batch, prompt, prompt - 1)
 
     def run(entries: Sequence[Bound]) -> Callable[[], None]:
-        return lambda: [entry.launch(device.stream, size[entry.unit]) for entry in entries] and None
+        def enqueue() -> None:
+            for entry in entries:
+                entry.launch(device.stream, size[entry.unit])
+
+        return enqueue
 
     body = [entry for entry in parts["target pass"] if entry.room == "target"][: -len(parts["head"])]
     us, product = timed(device, run(body), repeats), timed(device, run(parts["gate and up"][::2]), repeats)

@@ -150,7 +150,8 @@ def row(engine: Engine, watch: Watch, seconds: float) -> dict[str, Any]:
     parts = (watch.memory[quarter:-quarter], watch.memory[-quarter:])
     held = {kind: [max(m[kind] for m in part) for part in parts] for kind in watch.memory[0]} if all(parts) else {}
     return {
-        "shape": engine.model.name, "backend": r.backend, "device": engine.device.spec, "evidence": engine.info.claim,
+        "shape": engine.model.name, "backend": r.backend, "device": engine.device.spec,
+        "evidence": engine.info.evidence, "evidence_on": engine.info.evidence_on,
         "draft_tokens": r.limits.num_drafts, "batch": SLOTS, "accept_schedule": None, "dtype": r.dtype, "invariant": r.invariant,
         "graph": r.graph, "overlap": r.overlap, "seconds": round(seconds, 1), **watch.counts,
         "preemptions": engine.scheduler.num_preemptions, "shared_blocks": engine.ledger.num_hits,
@@ -193,7 +194,7 @@ def main() -> int:
     watch = soak(engine, args.seconds, exact=args.invariant)
     found = row(engine, watch, time.monotonic() - begin)
     llm.close()
-    print(json.dumps({name: value for name, value in found.items() if name != "evidence"}))
+    print(json.dumps({name: value for name, value in found.items() if not name.startswith("evidence")}))
     if args.out:
         save(args.out, found)
     return 1 if watch.problems else 0

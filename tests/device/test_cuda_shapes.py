@@ -216,7 +216,8 @@ class Turned:
         else:
             step()
         launches = device.counters.launches - before
-        found = [from_host(device.read(b.pointer, b.shape, device.dtype), device.dtype) for b in (plain.out, plain.args.q)]
+        buffers: tuple[Any, Any] = (plain.out, plain.args.q)
+        found = [from_host(device.read(b.pointer, b.shape, device.dtype), device.dtype) for b in buffers]
         return found[0], found[1], device.read(self.cache.keys.pointer, self.pristine.shape, device.dtype), launches
 
 

@@ -34,7 +34,7 @@ def uploads(llm, params):
     return sorted(found)
 
 reference = LLM(backend="reference", **options)
-xpu = LLM(backend="xpu", device="polyemu:0", graph="prefill", graph_sizes=(16,), overlap=1, **options)
+xpu = LLM(backend="xpu", device="polyemu:0", graph="prefill", graph_sizes=(32,), overlap=1, **options)
 said = [answer(reference), answer(xpu)]
 replays = xpu.engine.runner.graphs.counters.replayed_steps
 print(json.dumps({"said": said, "replays": replays, "uploads": [uploads(xpu, greedy), uploads(xpu, sampled)]}))

@@ -12,7 +12,10 @@ import pytest
 import zmq
 
 from polydraft import LLM, SamplingParams
+from polydraft.errors import RecordError
 from polydraft.runtime.news import unpack
+from polydraft.runtime.output import Piece
+from polydraft.runtime.taken import Taken
 from polydraft.serving import wire
 from polydraft.serving import worker as module
 from polydraft.serving.worker import Worker
@@ -117,6 +120,40 @@ def test_a_worker_whose_reader_takes_nothing_ends_all_the_same(other_end: Wire) 
     while other_end.worker._sender._thread.is_alive():  # so that this process gets its thread back
         with contextlib.suppress(zmq.Again):
             other_end.events.recv(zmq.NOBLOCK)
+
+
+def test_a_record_that_cannot_be_read_ends_what_runs_and_nothing_else(other_end: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sender finds it, and the engine's thread ends what it came from."""
+    converter, engine = other_end.worker._sender._converter, other_end.worker._engine
+    assert converter is not None
+    assert engine is not None
+    pieces, step, errors = converter.pieces, engine.step, [RecordError("a record says nonsense")]
+
+    def lying(taken: Taken) -> list[Piece]:
+        if errors:
+            converter.error = errors.pop()
+        return pieces(taken)
+
+    def slowly() -> bool:
+        time.sleep(0.01)  # so that the sender has its turn long before the text ends
+        return step()
+
+    monkeypatch.setattr(converter, "pieces", lying)
+    monkeypatch.setattr(engine, "step", slowly)
+    other_end.tell(wire.Add(1, [5, 9], {"max_new_tokens": 90, "ignore_eos": True}))
+    ends: dict[int, tuple[str, str]] = {}
+    while 1 not in ends:
+        event = other_end.read()
+        assert isinstance(event, wire.News)
+        ends |= {news.handle: (news.finish, news.error) for news in unpack(event.record) if news.finish}
+    assert ends == {1: ("error", "a record says nonsense")}
+    other_end.tell(wire.Add(3, [5, 9], PARAMS))
+    while 3 not in ends:
+        event = other_end.read()
+        assert isinstance(event, wire.News)
+        ends |= {news.handle: (news.finish, news.error) for news in unpack(event.record) if news.finish}
+    assert ends[3] == ("length", "")
+    other_end.tell(wire.Stop())
 
 
 def test_a_command_that_is_none_ends_the_worker(other_end: Wire, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ MODEL, DRAFTS, SLOTS = "narrow", 3, 3
 VOCAB = tiny.CONFIGS[MODEL]["vocab_size"]
 SAMPLED = {"temperature": 0.9, "top_p": 0.95}
 BOUND = {"repetition_penalty": 1.2, "bad_words": ((7,),), "min_tokens": 9}
-PARAMS = {"greedy": {}, "sampled": SAMPLED, "processed": {**SAMPLED, **BOUND}}
+PARAMS: dict[str, dict[str, Any]] = {"greedy": {}, "sampled": SAMPLED, "processed": {**SAMPLED, **BOUND}}
 
 
 def option(number: int | None) -> str:

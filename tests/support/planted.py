@@ -328,16 +328,16 @@ def detour_drafts(engine: Engine, around: Callable[[Callable[[Any], None]], None
     runner, device = engine.runner, device_of(engine)
     run, main = runner._run, device.stream
 
-    def detoured(kind: str, part: Any, n: Any, bucket: int | None) -> None:
+    def detoured(kind: str, piece: Any, n: Any, bucket: int | None) -> None:
         def drafts(stream: Any) -> None:
             device.stream = stream
-            run(kind, part, n, bucket)
+            run(kind, piece, n, bucket)
             device.stream = main
 
-        if part == "draft":
+        if piece == "draft":
             around(drafts)
         else:
-            run(kind, part, n, bucket)
+            run(kind, piece, n, bucket)
 
     runner._run = detoured  # type: ignore[method-assign]
 

@@ -17,8 +17,8 @@ from polydraft.serving.settings import ServerSettings
 
 ELSEWHERE = {
     "generate": {
-        "prompt", "prompts", "regex", "json_schema", "grammar", "provenance", "sanitize", "seed", "trace", "record", "record_steps",
-        "record_weights", "explain", "no_color", "as_json",
+        "prompt", "prompts", "regex", "json_schema", "grammar", "provenance", "sanitize", "seed", "trace", "record",
+        "record_steps", "record_weights", "explain", "no_color", "as_json",
     },
     "serve": {"api_key_file", "admin_key_file", "no_playground", "as_json"},
 }  # fmt: skip
@@ -53,7 +53,7 @@ def test_every_other_option_of_generate_belongs_to_its_requests() -> None:
 
 def test_the_engine_is_what_each_command_says(monkeypatch: pytest.MonkeyPatch) -> None:
     """`serve` hands over exactly what it was given, and its own default for slots."""
-    import polydraft.serving.main as main
+    from polydraft.serving import main
 
     seen: dict[str, Any] = {}
     monkeypatch.setattr(main, "run", lambda engine, settings, ready: seen.update(engine))

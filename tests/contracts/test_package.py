@@ -44,3 +44,8 @@ def test_a_wrong_name_is_an_attribute_error() -> None:
 
     with pytest.raises(AttributeError, match="PackRowsV9"):
         contracts.PackRowsV9  # noqa: B018
+
+
+def test_the_order_does_not_depend_on_which_module_is_imported_first():
+    first = "import polydraft.contracts.spread_logits; from polydraft.contracts import ORDER, REGISTRY"
+    assert python(f"{first}; print(tuple(REGISTRY.names()) == ORDER)") == "True"

@@ -92,6 +92,7 @@ def _load() -> dict[str, Any]:
     composite = import_module("polydraft.contracts.composite")
     names.update({name: getattr(composite, name) for name in ("COMPOSITES", "Composite", "CompositeArgs")})
     names["REGISTRY"] = import_module("polydraft.contracts.base").REGISTRY
+    names["REGISTRY"].arrange(ORDER)
     return names
 
 

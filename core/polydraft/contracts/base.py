@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -247,6 +247,12 @@ class Registry:
         if not versions:
             raise ContractError(f"no contract is named {name!r}; known: {', '.join(self.names())}")
         return max(versions, key=lambda c: c.version)
+
+    def arrange(self, order: Sequence[str]) -> None:
+        """Put contracts into the order of their names in `order`, whichever module was imported first; others stay behind."""
+        place = {name: index for index, name in enumerate(order)}
+        ordered = sorted(self._contracts.items(), key=lambda item: place.get(item[1].name, len(place)))
+        self._contracts = dict(ordered)
 
     def newest(self) -> Iterator[Contract]:
         """Every contract in its newest version."""

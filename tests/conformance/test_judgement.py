@@ -41,6 +41,7 @@ from polydraft.conformance.report import Selection, conform, digest_of, lists_di
 from polydraft.conformance.target import Target, wrap
 from polydraft.conformance.waivers import Waiver, apply, load
 from polydraft.errors import ConfigError
+from polydraft.plugins import Plugins
 
 OWN = dict.fromkeys(frozen_list("mustown", "basic"), "own")
 PASSED = tuple(Result(id_, "pass", 1) for id_ in frozen_list("mustpass", "basic"))
@@ -437,6 +438,85 @@ def test_no_cause_is_made_up(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("polydraft.conformance.causes.causes", lambda *given: "")
     told = with_causes(Result("L0/process-0", "fail", 1, message="PluginError: broken"), Named())  # type: ignore[arg-type]
     assert told.message == "PluginError: broken (rerun: polydraft conform mychip --level L0)"
+
+
+# -- one check, and what asks for a device ---------------------------------------------------------------
+def test_a_check_by_its_id():
+    one = Selection(check="L4/slow-host")
+    assert ([check.id for check in one.checks()], one.complete, one.describe()) == (
+        ["L4/slow-host"],
+        False,
+        "--check L4/slow-host",
+    )
+    with pytest.raises(
+        ConfigError,
+        match=r"^no check is called 'L1/empty-copy'; did you mean L1/empty-copies\? report\.json of a run has them all$",
+    ):
+        Selection(check="L1/empty-copy").checks()
+    with pytest.raises(ConfigError, match=r"^no check is called 'zzz'; report\.json of a run has them all$"):
+        Selection(check="zzz").checks()
+
+
+@pytest.mark.parametrize(
+    ("selection", "wants"),
+    [
+        (Selection(), ()),
+        (Selection("graph"), ("graph_capture",)),
+        (Selection("full"), ("graph_capture", "asynchronous")),
+        (Selection("full", level="L0"), ()),
+        (Selection(level="L3"), ("graph_capture",)),
+        (Selection(level="L4"), ("asynchronous",)),
+        (Selection(check="L4/slow-host"), ("asynchronous",)),
+        (Selection(check="L3/replay/two-graphs"), ("graph_capture",)),
+        (Selection(check="L5/host-inputs/eager"), ()),
+        (Selection("full", check="L1/empty-copies"), ()),
+    ],
+    ids=lambda given: given.describe() if isinstance(given, Selection) else None,
+)
+def test_what_a_device_has_to_declare(selection: Selection, wants: tuple[str, ...]):
+    assert selection.wants == wants
+
+
+# -- operations that leave the device --------------------------------------------------------------------
+def leaving(operations: dict[str, list[str]] | None, problem: str = "", results: Any = PASSED) -> Any:
+    """The report of a backend that says this of its operations."""
+    target = Target("reference")
+    target.owners = dict(OWN)
+    left = None if operations is None else {"operations": operations, "problem": problem}
+    return make(target, Selection(), list(results), off_device=left).content
+
+
+def test_operations_that_leave_the_device_fail_the_claim():
+    content = leaving({"linear": ["matmul", "cast"], "": ["copy"], "embed": []})
+    said = "operations leave the device for the CPU: matmul (linear), cast (linear), copy (loading)"
+    assert (content["verdict"]["status"], content["verdict"]["problems"]) == (1, [said])
+    assert content["verdict"]["sentence"].endswith(f"checks passed, 0 not claimed; {said}")
+    assert content["off_device"] == {"operations": {"linear": ["matmul", "cast"], "": ["copy"], "embed": []}, "problem": ""}
+    untold = leaving({"linear": ["matmul"]}, "the device cannot be opened")["verdict"]
+    assert (untold["status"], untold["problems"]) == (1, ["the device cannot be opened"])
+    nothing = leaving({"linear": ["matmul"]}, results=())["verdict"]
+    assert nothing["status"] == 4, "what else is wrong counts first"
+
+
+def test_nothing_leaves_or_nobody_says():
+    assert (leaving({})["verdict"]["status"], leaving({})["off_device"]["problem"]) == (0, "")
+    assert (leaving(None)["verdict"]["status"], "off_device" in leaving(None)) == (0, False)
+
+
+def test_a_whole_run_asks_what_leaves_its_device(monkeypatch: pytest.MonkeyPatch):
+    asked: list[str] = []
+
+    def off_device(self: Plugins, spec: str) -> Any:
+        asked.append(spec)
+        return {"operations": {"linear": ["matmul"]}, "problem": ""}
+
+    monkeypatch.setattr(Plugins, "off_device", off_device)
+    monkeypatch.setattr(isolation, "run", lambda *given, **options: (list(PASSED), dict(OWN)))
+    assert conform("reference", limit_s=1.0).status == 1
+    assert conform("reference", limit_s=1.0, selection=Selection("full")).status == 1
+    assert asked == ["", "queued"], "of the device that was tested"
+    assert conform("reference", limit_s=1.0, selection=Selection(level="L0")).status == 0
+    assert len(asked) == 2
 
 
 def test_the_command_line(monkeypatch: pytest.MonkeyPatch):

@@ -178,7 +178,7 @@ def conform(
             if listen is not None:
                 listen(results[-1])
         target.close()
-    left = target.plugins.off_device(device) if selection.complete else None
+    left = target.plugins.off_device(target.device_spec) if selection.complete else None
     results, unfit = apply(waivers, results, version=target.info.version, today=date.today())  # noqa: DTZ011  expiry is a local date
     return make(
         target,

@@ -260,6 +260,7 @@ def test_what_a_report_holds():
     assert (backend["evidence"], backend["evidence_on"], backend["available"]) == (info.evidence, info.evidence_on, True)
     assert (backend["origin"], backend["digest"]) == (target.plugins.backend.origin, target.plugins.backend.digest)
     assert (backend["device"], backend["reason"], backend["contracts"]) == ("cpu", "", dict(info.contract_versions))
+    assert (backend["device_reason"], backend["runs_with"]) == ("", dict(info.runs_with))
     assert set(content["machine"]) == {"python", "platform", "numpy"}
     assert (content["owners"], content["packs"], content["waivers"], content["unfit_waivers"]) == (OWN, [], [], [])
     assert "graph_capture" in content["not_claimed"]

@@ -28,6 +28,7 @@ ALLOWED = {
     ("default_backend.py", "'reference'"): "likewise",
     ("backend.py", "'emulator'"): "a word for evidence",
     ("plugins.py", "info.name != name"): "an entry point must carry the name that its backend gives itself",
+    ("variants.py", "one.backend == info.name"): "which records of a file are the backend's own",
 }
 """(module, literal or comparison) that is no question about the backend, with the reason."""
 

@@ -18,7 +18,7 @@ SMALL = ("--max-new-tokens", "4", "--max-num-seqs", "1", "--max-model-len", "64"
 STEPS = """
 import json, sys
 from polydraft.environment import dictate
-from polydraft_paddle.probe import mark
+from polydraft_paddle.probe import leave, mark
 for name, value in (("vmodule", "kernel_factory=3"), ("minloglevel", "0"), ("logtostderr", "1")):
     dictate(f"GLOG_{name}", value)
 from polydraft import LLM, SamplingParams
@@ -35,6 +35,7 @@ mark("end")
 after = {name: device.counter(name) - before[name] for name in device.COUNTERS}
 print(json.dumps([len(out.token_ids), after["synchronous_copies"], after["graph_launches"]]))
 llm.engine.device.close()
+leave()
 """
 PLANTED = """
 import paddle

@@ -19,14 +19,16 @@ from tests.oracle import CODE_PROMPTS, greedy_rounds
 from tests.step.test_lossless import KS, Scene, mixed_asks, scenes
 from tests.support import tiny
 from tests.support.cpu import needs_kernels
-from tests.support.runs import Ask, demo_prompt, drive, engine, essence, oracle
+from tests.support.runs import Ask, demo_prompt, drive, essence, oracle
 
 pytestmark = needs_kernels
 BF16_NAN = 0x7FC0
 
 
-def cpu_engine(model: str, num_drafts: int, **options: Any) -> Engine:
-    return engine(model, backend="cpu", draft_tokens=num_drafts, **options)
+def cpu_engine(model: str, num_drafts: int, spec: str = "", **options: Any) -> Engine:
+    """An engine on the device `spec` of the backend."""
+    given = {"model": str(tiny.checkpoint(model)), "plugins": tiny.PLUGINS, "backend": "cpu", "device": spec, "invariant": True}
+    return LLM(**{**given, "draft_tokens": num_drafts, **options}).engine
 
 
 @functools.cache
@@ -78,7 +80,7 @@ def test_text_and_rounds_do_not_depend_on_how_a_request_is_served_deep(scene: Sc
 
 
 MODES: tuple[dict[str, Any], ...] = (
-    {}, {"graph": "off"}, {"overlap": 2}, {"device": "cpu?queue=0"}, {"graph": "prefill"}, {"dtype": "bf16"},
+    {}, {"graph": "off"}, {"overlap": 2}, {"spec": "cpu?queue=0"}, {"graph": "prefill"}, {"dtype": "bf16"},
 )  # fmt: skip
 
 

@@ -45,6 +45,7 @@ ENGINES: list[dict[str, Any]] = [
     {"proposer": "host-suffix", "draft_tokens": 2, "backend": "reference", "plugins": ("tests.support.host_features",)},
     {"draft_tokens": 2, "logprobs": 1},
     {"draft_tokens": 2, "constraints": True},
+    {"draft_tokens": 2, "draft_vocab": f"{tiny.token_counts(64)}:16"},
 ]
 """Engines whose programs together launch every contract that the runtime knows."""
 DOWNLOADED = {"record"}

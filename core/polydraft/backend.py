@@ -48,6 +48,8 @@ class Capabilities:
     bring_up: bool = False
     """Kernels that are not written yet are the reference's, run on host copies (`polydraft.bring_up`): f32, synchronous, no
     graphs, no overlap, and no claim beyond the profile `basic`."""
+    kv_dtypes: tuple[str, ...] = ()
+    """Quantised forms of KV rows (`CacheSpec.kv`) that `allocate_cache`, `rope_kv_write` and `paged_attention` take."""
 
     def describe(self) -> dict[str, Any]:
         """Name to value, for `doctor` and reports."""
@@ -136,6 +138,8 @@ class CacheSpec:
     head_dim: int
     dtype: str
     kind: Literal["paged"] = "paged"
+    kv: Literal["", "int8"] = ""
+    """How rows are kept: "" in `dtype`, "int8" as `contracts/kv_quant.py` defines. Asked only of who declares `kv_dtypes`."""
 
 
 class KernelTable(Protocol):

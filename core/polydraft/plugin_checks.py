@@ -15,6 +15,7 @@ from typing import Any, Final, Protocol, get_args
 from polydraft import hooks
 from polydraft.backend import BackendInfo, KernelTable, RowOrder
 from polydraft.contracts.base import Provider
+from polydraft.contracts.kv_quant import KV_DTYPES
 from polydraft.errors import PluginError
 
 ACTIVATION_DTYPES: Final = ("f32", "bf16", "f16")
@@ -228,6 +229,9 @@ def check_info(name: str, plugin: object, info: object) -> BackendInfo:
         "available=False without a reason, wanted one sentence with the next step; give it": info.available or info.reason,
         f"dtypes {caps.dtypes!r}, wanted one or more of {', '.join(ACTIVATION_DTYPES)}; name those that its kernels compute in": (
             caps.dtypes and all(dtype in ACTIVATION_DTYPES for dtype in caps.dtypes)
+        ),
+        f"kv_dtypes {caps.kv_dtypes!r}, wanted some of {', '.join(KV_DTYPES)} or none; name those that its caches take": (
+            all(kv in KV_DTYPES for kv in caps.kv_dtypes)
         ),
         f"row_order {caps.row_order!r}, wanted one of {', '.join(get_args(RowOrder))}; correct it": (
             caps.row_order in get_args(RowOrder)

@@ -7,8 +7,8 @@ The tests of contracts and of the reference, the adequacy gate and the conforman
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, Final, TypeVar
 
 import numpy as np
 
@@ -18,10 +18,13 @@ from polydraft.contracts.base import Args, Case, Contract, Limits, LogicalCache,
 from polydraft.contracts.compare import EPS, NORMAL, Comparison, Expected, compare, to_host
 from polydraft.contracts.composite import Composite, CompositeArgs
 from polydraft.contracts.inputs import POISON, Kernel, Poison, arrays, contract_of, dtype_of, limits_of, namespace
+from polydraft.contracts.kv_quant import Kv, quanta, quantise
 from polydraft.device import Array, Buffer, Device, Launch, Stream
 from polydraft.errors import ContractError
 
 T = TypeVar("T")
+TIPPED: Final = 1.5
+"""Quanta by which a stored key may be off: where its row's exponent is one higher, half a quantum there and half one here."""
 
 InitMeta = Callable[[Device, PassBuffers, Limits], ForwardMeta]
 """The hook `polydraft_init_forward_meta` of a backend."""
@@ -40,17 +43,18 @@ def deliver(contract: Contract, case: Case, found: Mapping[str, Array], act: str
     return {name: to_host(array, dtype_of(contract, case, name, act)) for name, array in found.items()}
 
 
-def run_golden(kernel: Kernel, case: Case, act: str = "f32", poison: Poison = POISON) -> dict[str, Expected]:
-    """Run the golden on fresh, poisoned arguments; return what it left in every array, with the error allowed there.
+def run_golden(kernel: Kernel, case: Case, act: str = "f32", poison: Poison = POISON, *, kv: Kv = "") -> dict[str, Expected]:
+    """Run the golden on fresh, poisoned arguments; return what it left in every array, with the error allowed there. With `kv`,
+    caches hold quantised rows before and afterwards: arithmetic is compared, not quantisation.
 
     Buffers that a composite declares dead are left out. Floating-point exceptions are not reported: infinities and NaN
     are ordinary inputs.
     """
     contract = contract_of(kernel)
-    a = namespace(contract, case, act, poison)
+    a = namespace(contract, case, act, poison, kv)
     before = {name: array.copy() for name, array in arrays(contract, a).items()}
     with np.errstate(all="ignore"):
-        scales = contract.scale(namespace(contract, case, act, poison), case.n) if contract.scale else {}
+        scales = contract.scale(namespace(contract, case, act, poison, kv), case.n) if contract.scale else {}
         contract.golden(a, case.n)
     finite = all(np.isfinite(array).all() for array in before.values() if array.dtype.kind == "f")
     expected = {}
@@ -59,7 +63,22 @@ def run_golden(kernel: Kernel, case: Case, act: str = "f32", poison: Poison = PO
         allowed = _allowed(contract, name, value, before[name], scales, act if "." in name else dtype)
         loose = _loose(contract, name, value, case.n, poison.of(dtype))
         expected[name] = Expected(value, before[name], dtype, allowed, loose, loose_finite=finite)
+        if kv and "." in name:
+            expected[name] = _quantised(expected[name])
     return _live(kernel, expected)
+
+
+def _quantised(want: Expected) -> Expected:
+    """What a cache of quantised rows holds in the place of `want`. A row of which some element may be off by rounding may lie on
+    either side of every border; one that is only moved is exact. What was written counts as such even where it has become equal
+    to what was there before."""
+    written = ~((want.value == want.before) | (np.isnan(want.value) & np.isnan(want.before)))
+    value, before, allowed = quantise(want.value), np.where(written, np.nan, want.before), want.allowed
+    if allowed is not None:
+        allowed = np.broadcast_to(allowed, value.shape)
+        off = (allowed > 0.0).any(axis=-1, keepdims=True)
+        allowed = allowed + np.where(off, TIPPED * np.nan_to_num(quanta(want.value)), 0.0)
+    return replace(want, value=value, before=before, allowed=allowed)
 
 
 def _live(kernel: Kernel, found: dict[str, T]) -> dict[str, T]:
@@ -106,10 +125,12 @@ def check_kernel(
     act: str = "f32",
     init_meta: InitMeta | None = None,
     want: Mapping[str, Expected] | None = None,
+    kv: Kv = "",
 ) -> Comparison:
-    """Compare a kernel with the golden on one case; `want` spares the golden's run. Raises as `run_kernel` does."""
-    want = run_golden(kernel, case, act) if want is None else want
-    got = run_kernel(kernel, case, device, table, act=act, init_meta=init_meta)
+    """Compare a kernel with the golden on one case, its caches kept as `kv` says; `want` spares the golden's run. Raises as
+    `run_kernel` does."""
+    want = run_golden(kernel, case, act, kv=kv) if want is None else want
+    got = run_kernel(kernel, case, device, table, act=act, init_meta=init_meta, kv=kv)
     return compare(contract_of(kernel), case, got, want)
 
 
@@ -123,6 +144,7 @@ def run_kernel(
     init_meta: InitMeta | None = None,
     step: StepMeta | None = None,
     stream: Stream | None = None,
+    kv: Kv = "",
 ) -> dict[str, Array]:
     """Bind a backend's kernel to fresh poisoned buffers, launch it once and read every array back.
 
@@ -138,7 +160,7 @@ def run_kernel(
         raise ContractError(f"{contract.key} has no provider, got {known or 'none'}; add it to the backend's kernels")
     stream = device.stream if stream is None else stream
     limits = limits_of(contract, case)
-    values = _buffers(contract, case, device, table, act)
+    values = _buffers(contract, case, device, table, act, kv)
     if init_meta is not None:
         values |= _metadata(contract, case, device, values, init_meta=init_meta, limits=limits, stream=stream, step=step)
     args = _args(kernel, values)
@@ -163,9 +185,9 @@ def weight_role(name: str, spec: OpaqueSpec) -> str:
     return "bias" if name == "bias" else "norm"
 
 
-def _buffers(contract: Contract, case: Case, device: Device, table: KernelTable, act: str) -> dict[str, Any]:
+def _buffers(contract: Contract, case: Case, device: Device, table: KernelTable, act: str, kv: Kv = "") -> dict[str, Any]:
     """Fields of the `Args` record, loaded; metadata and absent arguments are None."""
-    a = namespace(contract, case, act)
+    a = namespace(contract, case, act, kv=kv)
     values: dict[str, Any] = {}
     for name, spec in contract.args.specs().items():
         value = values[name] = getattr(a, name)
@@ -177,7 +199,7 @@ def _buffers(contract: Contract, case: Case, device: Device, table: KernelTable,
             device.load(values[name], to_host(value, dtype))
         elif isinstance(value, LogicalCache):
             blocks, block_size, heads, head_dim = value.k.shape
-            values[name] = table.allocate_cache(CacheSpec(blocks, block_size, heads, head_dim, act))
+            values[name] = table.allocate_cache(CacheSpec(blocks, block_size, heads, head_dim, act, kv=kv))
             values[name].write_logical(value.k.astype(np.float32), value.v.astype(np.float32))
         else:
             values[name] = table.prepare_weight(weight_role(name, spec), value.astype(np.float32), act)

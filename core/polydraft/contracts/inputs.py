@@ -22,6 +22,7 @@ from polydraft.contracts.arguments import constraint_fails
 from polydraft.contracts.base import Case, Contract, Limits, LogicalCache, OpaqueSpec, ParamSpec, TensorSpec
 from polydraft.contracts.compare import EPS, from_host, to_host
 from polydraft.contracts.composite import Composite, as_contract
+from polydraft.contracts.kv_quant import quantise
 from polydraft.device import DTYPES, Array
 from polydraft.errors import ContractError
 
@@ -165,9 +166,9 @@ def dtype_of(contract: Contract, case: Case, name: str, act: str) -> str:
     return act if declared in FLEXIBLE else declared
 
 
-def namespace(contract: Contract, case: Case, act: str = "f32", poison: Poison = POISON) -> SimpleNamespace:
+def namespace(contract: Contract, case: Case, act: str = "f32", poison: Poison = POISON, kv: str = "") -> SimpleNamespace:
     """Return fresh arguments for a golden: floats rounded to their dtype and widened to float64, integers as they are,
-    outputs poisoned, caches as `LogicalCache`, metadata and absent arguments None."""
+    outputs poisoned, caches as `LogicalCache`, quantised where `kv` says so, metadata and absent arguments None."""
     a = SimpleNamespace(**case.params)
     for name, spec in contract.args.specs().items():
         value = case.arrays.get(name)
@@ -180,7 +181,8 @@ def namespace(contract: Contract, case: Case, act: str = "f32", poison: Poison =
             elif value is not None:
                 value = _rounded(value, dtype)
         elif isinstance(value, LogicalCache):
-            value = LogicalCache(_rounded(value.k, act), _rounded(value.v, act))
+            k, v = _rounded(value.k, act), _rounded(value.v, act)
+            value = LogicalCache(quantise(k), quantise(v)) if kv else LogicalCache(k, v)
         elif value is not None:
             value = _rounded(value, act)
         setattr(a, name, value)

@@ -190,6 +190,21 @@ def cases() -> Iterator[Case]:
     yield _case("nothing_to_do", [(0, 1, 2)], beyond=2)
 
 
+def border_case() -> Case:
+    """Values at the borders of quantisation, for caches of quantised rows alone: ties, the largest number of an exponent and the
+    next one, zeros, numbers beyond the range of exponents, and rows with a NaN or an infinity, of which nothing else is left."""
+    case = _case("values_at_borders", [(0, 0, 4), (2, 3, 5)], beyond=0)
+    heads = case.arrays["qkv"].reshape(9, 8, 8)
+    k, v = heads[:, 4:6], heads[:, 6:]
+    ties = np.array([127.0, 0.5, 1.5, 2.5, -0.5, -1.5, 126.5, 63.5], np.float32)
+    v[0] = ties, ties * np.float32(2.0**-40)
+    v[1, 0], v[1, 1] = np.nextafter(ties, np.float32(np.inf)), ties * np.float32(1.0 + 2.0**-7)
+    v[2], k[2, 1] = 0.0, 0.0
+    v[3] = ties * np.float32(2.0**-105), ties * np.float32(2.0**105)
+    v[4, 0, 5], v[5, 1, 0], k[6, 1, 2], k[7, 0, 7] = np.nan, -np.inf, np.nan, np.inf
+    return case
+
+
 def generate(rng: np.random.Generator) -> Case:
     """Random runs of distinct slots, some of them padding, and random switches."""
     size = int(rng.integers(1, 5))

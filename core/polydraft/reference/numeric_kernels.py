@@ -13,6 +13,7 @@ import numpy as np
 from polydraft.contracts.base import Limits
 from polydraft.device import Array
 from polydraft.reference.forward_meta import Layout, Segment, build_layout
+from polydraft.reference.kv_grid import to_grid
 from polydraft.reference.provider import Kernel, Run, plain
 from polydraft.reference.sampling import argmax, gumbel_noise, noise_and_sample, process_logits, sample
 
@@ -106,6 +107,7 @@ def rope_kv_write(a: Any, limits: Limits) -> Run:
     heads, kv_heads, dim = a.num_heads, a.num_kv_heads, a.head_dim
     own, partner = rope_tables(a, limits.max_len)
     first, second = pair_slices(a.rope_dims, a.style)
+    quantised = bool(a.cache.spec.kv)
 
     def run(n: int) -> None:
         qkv = a.qkv[:n].reshape(n, heads + 2 * kv_heads, dim)
@@ -127,6 +129,8 @@ def rope_kv_write(a: Any, limits: Limits) -> Run:
             a.q_out[:n][a.row_slot[:n] < 0] = 0.0
             k, v = k[layout.valid], v[layout.valid]
         kv = a.cache.kv
+        if quantised:
+            k, v = to_grid(k), to_grid(v)
         kv[0][:, layout.destinations] = k.swapaxes(0, 1)
         kv[1][:, layout.destinations] = v.swapaxes(0, 1)
 

@@ -14,6 +14,7 @@ from polydraft.backend import CacheSpec, Weight
 from polydraft.contracts.base import Provider
 from polydraft.device import Array
 from polydraft.errors import ContractError
+from polydraft.reference.kv_grid import to_grid
 from polydraft.reference.provider import Kernel
 
 
@@ -32,7 +33,8 @@ class NumpyWeight:
 
 class NumpyCache:
     """One layer's KV rows as `kv` [2, num_kv_heads, num_blocks * block_size, head_dim]: keys, then values, heads outermost so
-    that one gather serves a whole head. Fresh rows hold NaN: reading one that was never written shows."""
+    that one gather serves a whole head. Fresh rows hold NaN: reading one that was never written shows. Quantised rows are float32
+    numbers on their grid, which takes as much memory as others."""
 
     __slots__ = ("_settle", "kv", "spec")
 
@@ -55,6 +57,7 @@ class NumpyCache:
         """Overwrite all rows; tests only."""
         self._settle()
         for index, value in enumerate((k, v)):
+            value = to_grid(value) if self.spec.kv else value  # noqa: PLW2901  as it is kept
             self.kv[index] = value.transpose(2, 0, 1, 3).reshape(self.kv.shape[1:])
 
 

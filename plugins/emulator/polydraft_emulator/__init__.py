@@ -46,6 +46,7 @@ class Emulator:
         """Identity; always available, since NumPy is a dependency of core. The device string decides row order and what cannot be
         captured. Raises `ConfigError` for an unknown option."""
         from polydraft.contracts import COMPOSITES, REGISTRY
+        from polydraft.contracts.kv_quant import KV_DTYPES
         from polydraft.reference.table import kernel_names
         from polydraft_emulator.options import ROWS, parse
 
@@ -58,6 +59,7 @@ class Emulator:
             row_invariant=True,
             row_order=ROWS[options.rows],
             pool_temporaries=True,
+            kv_dtypes=KV_DTYPES,
         )
         return BackendInfo(
             name="emulator",

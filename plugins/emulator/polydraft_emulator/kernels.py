@@ -71,7 +71,9 @@ class Binding:
         if spec.access != "in":
             self.writes.append(array)
         if isinstance(spec, OpaqueSpec):
-            return SimpleNamespace(kv=view) if spec.kind == "cache" else SimpleNamespace(array=view)
+            if spec.kind == "cache":
+                return SimpleNamespace(kv=view, spec=memory.spec)  # type: ignore[attr-defined]  # a cache has one
+            return SimpleNamespace(array=view)
         if spec.access == "out":
             counted = "N" if contract.unit == "any" else CAPACITY[contract.unit]
             if spec.symbols[0] == counted or spec.pad != "any":  # a record may end before its memory does

@@ -1,0 +1,137 @@
+"""Quantised KV rows: the definition against exact arithmetic, the reference's own arithmetic against the definition, and what the
+harness lets a kernel be off by."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+
+from polydraft.contracts import REGISTRY
+from polydraft.contracts.harness import check_kernel, run_golden
+from polydraft.contracts.kv_quant import BROKEN, exponents, quanta, quantise
+from polydraft.contracts.rope_kv_write import border_case
+from polydraft.reference.device import ReferenceDevice
+from polydraft.reference.kv_grid import to_grid
+from polydraft.reference.table import NumpyTable
+
+Array = Any
+
+
+def rows(count: int = 3000) -> Array:
+    """Rows of every magnitude that float32 has, and those at the borders."""
+    rng = np.random.default_rng(3)
+    some = rng.standard_normal((count, 8)) * np.exp2(rng.integers(-140, 125, (count, 1)))
+    ties = np.array([127.0, 0.5, 1.5, 2.5, -0.5, -1.5, 126.5, 63.5])
+    special = [ties, ties * 1.0000001, ties * 0.9999999, np.zeros(8), ties * 2.0**105, ties * 2.0**-105]
+    return np.concatenate([some, special]).astype(np.float32)
+
+
+def exact(row: Array) -> list[Fraction]:
+    """By the sentence of the definition, in fractions."""
+    x = [Fraction(float(one)) for one in row]
+    largest = max(map(abs, x))
+    e = next((e for e in range(-100, 101) if largest <= 127 * Fraction(2) ** e), 100)
+    quantum = Fraction(2) ** e
+    return [max(-127, min(127, round(one / quantum))) * quantum for one in x]  # round() of a fraction is half to even
+
+
+def test_what_is_kept_is_what_the_sentence_says():
+    some = rows(60)
+    assert [[Fraction(float(one)) for one in row] for row in quantise(some)] == [exact(row) for row in some]
+
+
+def test_what_is_on_the_grid_stays():
+    kept = quantise(rows())
+    np.testing.assert_array_equal(quantise(kept), kept)
+    np.testing.assert_array_equal(exponents(kept), exponents(rows()))
+    assert (np.abs(kept - np.clip(rows(), -127 * 2.0**100, 127 * 2.0**100)) <= quanta(rows()) / 2).all()
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_broken_row_reads_as_nan_and_no_other_does(bad: float):
+    some = rows(4)
+    some[2, 5] = bad
+    assert [i for i, row in enumerate(quantise(some)) if np.isnan(row).all()] == [2]
+    assert np.isfinite(quantise(some)[[0, 1, 3]]).all()
+    assert exponents(some)[2] == BROKEN
+    np.testing.assert_array_equal(to_grid(some), quantise(some))
+
+
+def test_the_references_arithmetic_is_the_definitions():
+    np.testing.assert_array_equal(to_grid(rows()), quantise(rows()))
+    assert to_grid(rows()).dtype == np.float32
+
+
+# -- the harness ---------------------------------------------------------------------------------------
+def stored_otherwise(change: Any) -> Any:
+    """The verdict over a reference whose stored rows are changed behind the launch: `change(k, v)`, of all rows."""
+    device = ReferenceDevice()
+    table = NumpyTable(device)
+    inner = table.providers["rope_kv_write"]
+
+    class Provider:
+        def bind(self, args: Any, limits: Any, workspace: Any) -> Any:
+            launch = inner.bind(args, limits, workspace)
+
+            def run(stream: Any, n: int) -> None:
+                launch(stream, n)
+                change(*args.cache.kv)
+
+            return run
+
+        def workspace_bytes(self, args: Any, limits: Any) -> int:
+            return 0
+
+    table.providers = {**table.providers, "rope_kv_write": Provider()}
+    return check_kernel(REGISTRY["rope_kv_write"], border_case(), device, table, kv="int8")
+
+
+def test_the_right_kernel_passes():
+    assert stored_otherwise(lambda k, v: None).ok
+
+
+def written() -> tuple[int, int]:
+    """Head and flat row of a stored row that turns and is sound: the second of the case."""
+    case = border_case()
+    return 0, int(case.arrays["block_table"][0, 0]) * 4 + 1
+
+
+def test_keys_may_be_a_quantum_off_and_values_may_not():
+    head, row = written()
+    want = run_golden(REGISTRY["rope_kv_write"], border_case(), kv="int8")
+    k = want["cache.k"].value.reshape(-1, 2, 8)[row, head]
+    quantum = float(quanta(k)[0])
+
+    def moved(quanta_off: float, half: int) -> Any:
+        def change(k: Array, v: Array) -> None:
+            (k, v)[half][head, row, 3] += np.float32(quanta_off * quantum)
+
+        return stored_otherwise(change)
+
+    assert moved(1.0, 0).ok
+    assert [one.argument for one in moved(2.0, 0).mismatches] == ["cache.k"]
+    assert [one.argument for one in moved(1.0, 1).mismatches] == ["cache.v"]
+
+
+def test_a_row_that_is_left_as_it_was_shows():
+    """Also where quantisation makes old and new numbers alike."""
+    head, row = written()
+    want = run_golden(REGISTRY["rope_kv_write"], border_case(), kv="int8")["cache.k"]
+    before = run_golden(REGISTRY["rope_kv_write"], border_case())["cache.k"].before.reshape(-1, 2, 8)[row, head]
+
+    def change(k: Array, v: Array) -> None:
+        k[head, row] = quantise(before)
+
+    assert not stored_otherwise(change).ok
+    assert np.isnan(want.before.reshape(-1, 2, 8)[row, head]).all(), "no element of a written row counts as kept"
+
+
+def test_values_outside_what_was_written_are_kept():
+    def change(k: Array, v: Array) -> None:
+        v[0, -1, 0] = np.nan if np.isfinite(v[0, -1, 0]) else 0.0
+
+    verdict = stored_otherwise(change)
+    assert [one.argument for one in verdict.mismatches] == ["cache.v"]

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from polydraft.contracts.kv_quant import KV_DTYPES
 from polydraft.contracts.layout import MAX_COLUMNS
 from polydraft.errors import ConfigError
 
@@ -57,6 +58,8 @@ class EngineConfig:
     """Buckets to capture: running sequences (decode) or rows (prefill); () takes the default spacing up to the largest."""
     dtype: str = AUTO
     """Activation dtype: f32, bf16 or f16."""
+    kv_dtype: str = AUTO
+    """How rows of keys and values are kept: auto in the activation dtype, or int8 with a scale for each row of a head."""
     invariant: bool = False
     """Ask for row-invariant arithmetic: text bit-equal for every K, batch, chunk and bucket."""
     kernels: tuple[str, ...] = ()
@@ -104,6 +107,7 @@ class EngineConfig:
             if isinstance(given, bool) or not isinstance(given, (int, float)) or not 0 <= given <= 1:
                 raise ConfigError(f"accept_schedule has {chance!r}, wanted chances from 0 to 1, one for each draft; correct it")
         self._one_of("variants", (AUTO, "off"))
+        self._one_of("kv_dtype", (AUTO, *KV_DTYPES))
         self._one_of("verify", (AUTO, *VERIFIERS))
         self._one_of("graph", (AUTO, *GRAPH_MODES))
 

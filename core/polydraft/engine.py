@@ -20,6 +20,7 @@ from polydraft.config import AUTO, EngineConfig
 from polydraft.default_backend import default_backend
 from polydraft.device import Array
 from polydraft.errors import CapabilityError, DeviceError, PolydraftError, RequestError
+from polydraft.kernel_table import refuse_strangers
 from polydraft.models.checkpoint import Checkpoint, load_weights
 from polydraft.models.families import FamilyRegistry
 from polydraft.models.tokenizer import Tokenizer
@@ -116,6 +117,8 @@ class Engine:
         )  # fmt: skip
         self.device = self.plugins.open_device(self.config.device, options)
         self.table = self.plugins.kernels(self.device)
+        if self.resolved.kv:
+            refuse_strangers(self.table, self.info, self.resolved.kv)
         canonical = self._canonical(self._checkpoint, self.model, table)
         self._own_blocks = self._checkpoint.own_blocks()
         names = wanted(canonical, drafts_with_mtp=self.resolved.proposer == "mtp", own=tuple(self._own_blocks))
@@ -127,7 +130,7 @@ class Engine:
             limits=self.resolved.limits, proposer=self.proposers.factory(self.resolved.proposer),
             verify=self.resolved.verify, depth=self.resolved.overlap, dtype=self.resolved.dtype,
             accept_schedule=self.resolved.accept_schedule, raw_logprobs=self.config.logprobs_mode == "raw", features=features,
-            draft_ids=self._draft_ids,
+            draft_ids=self._draft_ids, kv=self.resolved.kv,
         )  # fmt: skip
         if self.resolved.graph != "off":
             policy = GraphPolicy(self.resolved.graph, self.resolved.graph_sizes)

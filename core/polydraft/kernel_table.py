@@ -10,12 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from polydraft.backend import Cache, CacheSpec, KernelTable, Weight
+from polydraft.backend import BackendInfo, Cache, CacheSpec, KernelTable, Weight
 from polydraft.contracts.arguments import check_record
 from polydraft.contracts.base import Args, Limits, Provider, Workspace
 from polydraft.contracts.composite import CompositeArgs
 from polydraft.device import Array, Buffer, Device, Launch
-from polydraft.errors import PluginError
+from polydraft.errors import CapabilityError, PluginError
 from polydraft.plugin_checks import PartialTable
 
 
@@ -149,6 +149,19 @@ def refuse_unordered(packs: Sequence[PackTable]) -> None:
                     f"kernel packs {first.name!r} and {second.name!r} both claim {', '.join(shared)} in polydraft_kernels; "
                     f"say which one wins: --kernels {first.name},{second.name}"
                 )
+
+
+def refuse_strangers(table: BoundTable, info: BackendInfo, kv: str) -> None:
+    """Raises `CapabilityError` where a pack that is no variant of the backend serves rows of keys and values, and these are
+    quantised: what the backend declares (`kv_dtypes`) says nothing about other kernels."""
+    own = {variant.name for variant in info.variants}
+    for one in table.overrides:
+        touched = sorted(parts_of(one.contract) & {"rope_kv_write", "paged_attention"})
+        if touched and one.pack not in own:
+            raise CapabilityError(
+                f"--kv-dtype {kv}: kernel pack {one.pack!r} serves {', '.join(touched)}, and only kernels of backend {info.name} "
+                "itself are known to take such rows; leave out one of the two"
+            )
 
 
 def _claims(pack: PackTable) -> frozenset[str]:

@@ -23,6 +23,7 @@ from polydraft.contracts.compare import Comparison, Expected, Mismatch, compare,
 from polydraft.contracts.composite import Composite, Expansion
 from polydraft.contracts.harness import run_golden, run_kernel
 from polydraft.contracts.inputs import FLEXIBLE, POISON, Kernel, contract_of
+from polydraft.contracts.kv_quant import KV_DTYPES, Kv
 from polydraft.device import Array
 from polydraft.errors import ConfigError, PolydraftError
 from polydraft.record import kernel_of
@@ -98,7 +99,8 @@ def replay(
     for call in chosen:
         if listen is not None:
             listen(call)
-        reason = _lacking(call, target) or (_lacking(call, against) if isinstance(against, Target) else "")
+        targets = (target, against) if isinstance(against, Target) else (target,)
+        reason = next((why for one in targets for why in [_lacking(call, one, _kv(record))] if why), "")
         if reason:
             skipped.append((call, reason))
             continue
@@ -125,8 +127,10 @@ def _nowhere(name: str) -> Array:
     )
 
 
-def _lacking(call: Call, target: Target) -> str:
+def _lacking(call: Call, target: Target, kv: Kv) -> str:
     """Why this backend cannot run the call, "" where it can: alone, or a composite as its parts."""
+    if kv and call.caches and kv not in target.info.capabilities.kv_dtypes:
+        return f"{target.info.name} does not declare KV rows in {kv}"
     offered = target.offered
     parts = COMPOSITES[call.contract].parts if call.contract in COMPOSITES else (call.contract,)
     absent = [part for part in parts if part not in offered] if call.contract not in offered else []
@@ -148,7 +152,7 @@ def _causes(contract: str, argument: str) -> str:
 def _compared(record: Record, call: Call, target: Target, against: str | Target, weights: Weights) -> Comparison:
     kernel, act = kernel_of(call.contract, call.version), record.about["dtype"]
     case = case_of(record, call, weights)
-    want = run_golden(kernel, case, act)
+    want = run_golden(kernel, case, act, kv=_kv(record))
     try:
         got = _run(record, call, case, target)
     except PolydraftError as error:
@@ -201,7 +205,14 @@ def _run(record: Record, call: Call, case: Case, target: Target) -> dict[str, Ar
         case = in_version(kernel, case)
     meta = next(iter(call.metas.values()), None)
     init_meta, step = (opened.init_meta, StepMeta(**meta)) if meta else (None, None)
-    return run_kernel(kernel, case, opened.device, table, act=record.about["dtype"], init_meta=init_meta, step=step)
+    act, kv = record.about["dtype"], _kv(record)
+    return run_kernel(kernel, case, opened.device, table, act=act, init_meta=init_meta, step=step, kv=kv)
+
+
+def _kv(record: Record) -> Kv:
+    """How the engine that was recorded kept KV rows."""
+    asked = record.about.get("config", {}).get("kv_dtype")
+    return next((kv for kv in KV_DTYPES if kv == asked), "")
 
 
 def _invariant(record: Record, target: Target) -> bool:

@@ -91,6 +91,18 @@ def test_a_recorded_run_has_the_same_text(more: dict[str, Any]):
     assert replay(record, Target(BACKENDS["emulator"])).status == 0
 
 
+def test_quantised_rows_are_replayed_as_such():
+    """Also on another backend; one that does not declare them leaves those calls out."""
+    record, _ = serve(reference, range(2, 4), kv_dtype="int8")
+    assert record is not None
+    assert replay(record, Target(BACKENDS["emulator"])).status == 0
+    bare = wrap(reference, polydraft_backend_info=lambda info: dataclasses.replace(
+        info, name="bare", capabilities=dataclasses.replace(info.capabilities, kv_dtypes=())))  # fmt: skip
+    left_out = replay(record, Target(bare)).skipped
+    assert {call.contract for call, _ in left_out} == {"rope_kv_write", "paged_attention"}
+    assert {why for _, why in left_out} == {"bare does not declare KV rows in int8"}
+
+
 def test_steps():
     assert steps_of("3") == {3}
     assert steps_of("1-3, 7") == {1, 2, 3, 7}

@@ -16,8 +16,8 @@ FAILED, USAGE, INTERRUPTED = 1, 2, 130
 Command = TypeVar("Command", bound=Callable[..., Any])
 ENGINE = (
     "model", "backend", "device", "draft_tokens", "proposer", "draft_vocab", "verify", "max_num_seqs", "max_model_len",
-    "block_size", "num_blocks", "max_batched_tokens", "overlap", "graph", "graph_sizes", "dtype", "invariant", "kernels",
-    "variants", "plugins", "allow_cpu_fallback", "logprobs_mode", "think_start_ids", "think_end_ids",
+    "block_size", "num_blocks", "max_batched_tokens", "overlap", "graph", "graph_sizes", "dtype", "kv_dtype", "invariant",
+    "kernels", "variants", "plugins", "allow_cpu_fallback", "logprobs_mode", "think_start_ids", "think_end_ids",
 )  # fmt: skip
 """Fields of `EngineConfig` that `engine` gives a command options for."""
 
@@ -102,6 +102,7 @@ def engine(*, max_num_seqs: int) -> Callable[[Command], Command]:
         click.option("--graph", metavar="auto|off|decode|prefill", help="Steps captured as device graphs.  [default: auto]"),
         click.option("--graph-sizes", type=sizes, metavar="N,...", help="Sequences (decode) or rows (prefill) of those graphs."),
         click.option("--dtype", metavar="f32|bf16|f16", help="Precision of activations.  [default: auto]"),
+        click.option("--kv-dtype", metavar="auto|int8", help="How KV rows are kept.  [default: auto, in that precision]"),
         click.option("--invariant", **flag, help="Arithmetic that gives equal bits for every K, batch and chunk."),
         click.option("--kernels", type=names, metavar="PACK,...", help="Kernel packs to enable, first wins."),
         click.option("--variants", metavar="auto|off", help="Variants of its kernels that have passed here.  [default: auto]"),

@@ -13,6 +13,7 @@ from typing import Protocol
 
 from polydraft.backend import Cache, CacheSpec, ForwardMeta, PassBuffers, Weight
 from polydraft.contracts.base import Limits, Unit
+from polydraft.contracts.kv_quant import Kv
 from polydraft.device import Array, Buffer, Device
 from polydraft.errors import ConfigError
 from polydraft.models.description import ModelDescription
@@ -50,6 +51,8 @@ class ProposerContext:
     dtype: str
     draft_ids: Array | None = None
     """[M] int32, ascending: the tokens that may be drafted, whose logits `weights[DRAFT_HEAD]` gives; None: all, by `lm_head`."""
+    kv: Kv = ""
+    """How KV rows are kept, for a `CacheSpec`."""
 
 
 @dataclass(frozen=True)

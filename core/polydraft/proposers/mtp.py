@@ -47,7 +47,8 @@ class MtpProposer:
         self.shape = ProposerShape(max_width=limits.num_drafts, fixed=True, one_call=False)
         self._norm = Norm(model.eps, model.norm_plus_one)
         attention, hidden = model.mtp.block.attention, model.hidden_size
-        spec = CacheSpec(limits.num_blocks, limits.block_size, attention.num_kv_heads, attention.head_dim, context.dtype)
+        heads, dim = attention.num_kv_heads, attention.head_dim
+        spec = CacheSpec(limits.num_blocks, limits.block_size, heads, dim, context.dtype, kv=context.kv)
         self._cache = context.allocate_cache(spec)
         same = model.mtp.block == model.blocks[0]
         self._scratch = (

@@ -15,6 +15,7 @@ from typing import Any, cast
 from polydraft.backend import BackendInfo
 from polydraft.config import AUTO, EngineConfig
 from polydraft.contracts.base import Limits
+from polydraft.contracts.kv_quant import Kv
 from polydraft.errors import CapabilityError
 from polydraft.models.description import ModelDescription
 from polydraft.runtime.graphs import Mode, default_buckets
@@ -61,6 +62,8 @@ class Resolved:
     decisions: tuple[Decision, ...]
     accept_schedule: tuple[float, ...] = ()
     """Synthetic acceptance: K chances, or () where drafts are verified."""
+    kv: Kv = ""
+    """How KV rows are kept: `CacheSpec.kv`."""
 
     def describe(self) -> dict[str, Any]:
         """Name to chosen value, for the `config` of JSON answers."""
@@ -112,12 +115,13 @@ def resolve(
     default = info.devices[0] if info.devices else ""
     device = n.choose("device", config.device or default, f"{info.name} opens {info.device_pattern}")
     dtype = _dtype(n)
+    kv = _kv(n, dtype)
     length = _length(n)
     proposer, drafts = _drafts(n, length, tuple(proposers))
     _draft_vocab(n, proposer, draft_vocab)
     verify = _verify(n)
     schedule = _schedule(n, drafts)
-    limits = _limits(n, length, drafts, _block_bytes(n, dtype, proposer))
+    limits = _limits(n, length, drafts, _block_bytes(n, dtype, kv, proposer))
     overlap = _overlap(n, {f"proposer {proposer}": proposers.get(proposer, "none"), **features})
     graph, sizes = _graph(n, limits)
     _rest(n)
@@ -127,8 +131,9 @@ def resolve(
     if n.refusals:
         raise CapabilityError(f"this engine cannot be built: {'; '.join(n.refusals)}")
     return Resolved(
-        info.name, device, dtype, proposer, verify, overlap, graph, sizes, config.invariant, limits, tuple(n.decisions), schedule
-    )
+        info.name, device, dtype, proposer, verify, overlap, graph, sizes, config.invariant, limits, tuple(n.decisions), schedule,
+        kv,
+    )  # fmt: skip
 
 
 def _dtype(n: _Negotiation) -> str:
@@ -138,6 +143,19 @@ def _dtype(n: _Negotiation) -> str:
     if asked not in allowed:
         n.refuse(f"--dtype {asked}: backend {n.info.name} computes in {', '.join(allowed)}; choose one of those or auto")
     return str(n.choose("dtype", asked, f"{n.info.name} computes in {', '.join(allowed)}"))
+
+
+def _kv(n: _Negotiation, dtype: str) -> Kv:
+    """How rows of keys and values are kept, in the target's caches and the draft's."""
+    asked = n.config.kv_dtype
+    if asked == AUTO:
+        n.choose("kv_dtype", dtype, "keys and values are kept in the dtype of activations")
+        return ""
+    if asked not in n.caps.kv_dtypes:
+        undeclared = f"backend {n.info.name} does not declare it (kv_dtypes)"
+        n.refuse(f"--kv-dtype {asked}: {undeclared}; leave it out or use another --backend")
+    reason = "each row of a KV head has a scale of its own; texts are those of another model, and drafts leave them as they are"
+    return cast("Kv", n.choose("kv_dtype", asked, reason))
 
 
 def _length(n: _Negotiation) -> int:
@@ -292,9 +310,11 @@ def _num_blocks(n: _Negotiation, per_slot: int, size: int) -> int:
     return chosen
 
 
-def _block_bytes(n: _Negotiation, dtype: str, proposer: str) -> int:
-    """Bytes of one token's keys and values in all caches of the engine."""
+def _block_bytes(n: _Negotiation, dtype: str, kv: Kv, proposer: str) -> int:
+    """Bytes of one token's keys and values in all caches of the engine; of quantised ones with their exponents."""
     blocks = [*n.model.blocks, *([n.model.mtp.block] if n.model.mtp and proposer == "mtp" else [])]
+    if kv:
+        return sum(2 * (block.attention.kv_size + block.attention.num_kv_heads) for block in blocks)
     return sum(2 * block.attention.kv_size for block in blocks) * ITEM_BYTES.get(dtype, 4)
 
 

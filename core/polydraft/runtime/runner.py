@@ -15,6 +15,7 @@ from polydraft.backend import CacheSpec, PassBuffers, Weight
 from polydraft.contracts.base import Limits, Unit
 from polydraft.contracts.commit_window import CommitWindowV1
 from polydraft.contracts.gather_rows import GatherRowsV1
+from polydraft.contracts.kv_quant import Kv
 from polydraft.contracts.layout import SNAPSHOT_TOKENS, Snapshot
 from polydraft.contracts.pack_logit_rows import PackLogitRowsV1
 from polydraft.contracts.pack_rows import PackRowsV1
@@ -90,9 +91,11 @@ class Runner:
         raw_logprobs: bool = True,
         features: Sequence[FeatureFactory] = (),
         draft_ids: Array | None = None,
+        kv: Kv = "",
     ) -> None:
         self.device, self.limits, self.model, self.weights = device, limits, model, weights
         self._plugins, self._table, self._dtype, self._depth, self._draft_ids = plugins, table, dtype, depth, draft_ids
+        self._kv: Kv = kv
         self.state = SlotState.allocate(device, limits)
         self._stores_noise = verify == "rejection" or "gumbel_noise+sample" not in table.providers
         self.step = StepBuffers.allocate(device, limits, sampling=self._stores_noise)
@@ -247,7 +250,9 @@ class Runner:
 
     def _cache_spec(self, attention: Any) -> CacheSpec:
         limits = self.limits
-        return CacheSpec(limits.num_blocks, limits.block_size, attention.num_kv_heads, attention.head_dim, self._dtype)
+        return CacheSpec(
+            limits.num_blocks, limits.block_size, attention.num_kv_heads, attention.head_dim, self._dtype, kv=self._kv
+        )
 
     def _proposer_context(self) -> ProposerContext:
         return ProposerContext(
@@ -265,6 +270,7 @@ class Runner:
             sampling=self._stores_noise,
             dtype=self._dtype,
             draft_ids=self._draft_ids,
+            kv=self._kv,
         )
 
     def _choose(self, program: ProgramBuilder, **rows: Any) -> None:

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from polydraft.backend import RowOrder
+from polydraft.backend import CacheSpec, RowOrder
 from polydraft.conformance.check import Check, Tally, Unsupported
 from polydraft.conformance.target import Opened, Target
 from polydraft.contracts import COMPOSITES, REGISTRY
@@ -22,6 +22,8 @@ from polydraft.contracts.composite import Composite, Expansion
 from polydraft.contracts.harness import check_kernel, run_kernel
 from polydraft.contracts.inputs import FLEXIBLE, SEEDS, Kernel, contract_of
 from polydraft.contracts.inputs import generated as random_case
+from polydraft.contracts.kv_quant import KV_DTYPES, Kv
+from polydraft.contracts.rope_kv_write import border_case
 from polydraft.sentinels import Phase
 
 OPTIONAL: Final = frozenset(
@@ -97,6 +99,7 @@ def _of_kernel(kernel: Kernel, options: Options, optional: bool) -> Iterator[Che
     if _is_float(kernel):
         yield check("other-dtypes", _other_dtypes, options)
         yield check("invariant-mode", _invariant_mode, needs="row_invariant")
+    yield from (check(f"kv-{kv}", _quantised, kv, needs="kv_dtypes") for kv in (KV_DTYPES if _has_cache(kernel) else ()))
     if _is_rowwise(kernel):
         yield check("row-alone", _row_alone, needs="row_invariant")
 
@@ -391,6 +394,29 @@ def _permuted(kernel: Contract, target: Target, tally: Tally) -> None:
         order[: case.n] = np.random.default_rng(seed).permutation(case.n)
         moved = {n: v[order] if n in by_row and v is not None else v for n, v in case.arrays.items()}
         _run(kernel, replace(case, arrays=moved, name=f"permuted seed {seed}"), opened, tally, act=act, command=target.command)
+
+
+def _has_cache(kernel: Kernel) -> bool:
+    """Whether it reads or writes KV rows."""
+    return any(isinstance(s, OpaqueSpec) and s.kind == "cache" for s in contract_of(kernel).args.specs().values())
+
+
+def _quantised(kernel: Kernel, kv: Kv, target: Target, tally: Tally) -> None:
+    """The same cases over a cache of quantised rows, in every dtype that is declared, and by the kernels of a row-invariant
+    engine; fresh rows read as NaN."""
+    capabilities = target.info.capabilities
+    if kv not in capabilities.kv_dtypes:
+        raise Unsupported(f"KV rows in {kv} are not declared")
+    for dtype, invariant in dict.fromkeys([*((d, False) for d in capabilities.dtypes),
+                                           (capabilities.dtypes[0], capabilities.row_invariant)]):  # fmt: skip
+        opened, act = opened_for(target, kernel, dtype, row_invariant=invariant)
+        borders = [border_case()] if kernel.name == "rope_kv_write" else []
+        for case in [*all_cases(kernel, target, SEEDS if dtype == capabilities.dtypes[0] else 3), *borders]:
+            comparison = check_kernel(kernel, case, opened.device, opened.table, act=act, init_meta=opened.init_meta, kv=kv)
+            tally.compared(comparison, f" (rows in {kv}, activations in {act})")
+        fresh = opened.table.allocate_cache(CacheSpec(3, 2, 2, 4, act, kv=kv))
+        for half, rows in zip(("keys", "values"), fresh.read_logical(), strict=True):
+            tally.true(f"fresh {half} read as NaN", bool(np.isnan(rows).all()))
 
 
 def _is_rowwise(kernel: Contract) -> bool:

@@ -20,6 +20,7 @@ from polydraft.conformance.target import Opened, Target, Witness, belongs_to_ref
 from polydraft.contracts import COMPOSITES, REGISTRY
 from polydraft.contracts.harness import run_kernel
 from polydraft.contracts.inputs import Kernel
+from polydraft.contracts.kv_quant import KV_DTYPES
 from polydraft.device import GraphCapture
 from polydraft.errors import CapabilityError, PolydraftError
 from polydraft.plugin_checks import ACTIVATION_DTYPES, implemented, lacks
@@ -138,6 +139,7 @@ def _undeclared(target: Target, tally: Tally) -> None:
     wishes += [(f"dtype {d}", {"dtype": d}) for d in ACTIVATION_DTYPES if d not in caps.dtypes]
     wishes += [] if caps.graph_capture else [("graphs", {"graph": "decode"})]
     wishes += [] if caps.row_invariant else [("invariant mode", {"invariant": True})]
+    wishes += [] if caps.kv_dtypes else [("quantised KV rows", {"kv_dtype": KV_DTYPES[0]})]
     wishes += [] if caps.host_inputs else [("host inputs in the middle of a step", {"features": (OtherRemainder,)})]
 
     for what, options in wishes:

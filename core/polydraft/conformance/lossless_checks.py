@@ -7,15 +7,17 @@ trace of every request and round as well. It never averages.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
 from polydraft.backend import RowOrder
-from polydraft.conformance.check import Check, Tally
+from polydraft.conformance.check import Check, Tally, Unsupported
 from polydraft.conformance.oracle.coupled import Sampling, coupled_rounds
 from polydraft.conformance.probe import NUM_TOKENS, oracle, prompts
 from polydraft.conformance.serving import Ask, as_expected, serve
 from polydraft.conformance.target import Target
+from polydraft.contracts.kv_quant import KV_DTYPES, Kv
 from polydraft.engine import Engine
 from polydraft.runtime.output import RequestOutput
 from polydraft.runtime.plan import StepOutcome, StepPlan
@@ -45,6 +47,8 @@ def checks() -> Iterator[Check]:
     yield Check("L5/preempt-and-resume", _preempt)
     yield Check("L5/full-batch", _full_batch)
     yield Check("L5/late-arrivals", _late)
+    for kv in KV_DTYPES:
+        yield Check(f"L5/kv-{kv}/with-and-without-drafts", partial(_quantised, kv), needs="kv_dtypes")
     for number, options in enumerate(SAMPLINGS):
         yield Check(f"L5/sampled/{number}", partial(_sampled, options), profiles=("full",))
 
@@ -163,6 +167,18 @@ def _full_batch(target: Target, tally: Tally) -> None:
 def _late(target: Target, tally: Tally) -> None:
     """More requests than slots, one by one, so that slots are used again."""
     run(target, tally, [Ask(prompt, max_new=6 + 3 * i, arrival=2 * i) for i, prompt in enumerate(prompts(8))], max_num_seqs=2)
+
+
+def _quantised(kv: Kv, target: Target, tally: Tally) -> None:
+    """Over quantised KV rows texts are those of the oracle with such rows, whatever is drafted, shared or prefilled in chunks."""
+    if kv not in target.info.capabilities.kv_dtypes:
+        raise Unsupported(f"KV rows in {kv} are not declared")
+    asks = [Ask(prompt, kv=kv) for prompt in prompts(5, kv)[1:]]
+    run(target, tally, asks, drafts=0, kv_dtype=kv)
+    engine = run(target, tally, asks, kv_dtype=kv)
+    tally.true("drafts were accepted", bool(engine.totals.accepted))
+    again = [*asks[-2:], *(replace(ask, arrival=4) for ask in asks[-2:])]
+    run(target, tally, again, kv_dtype=kv, max_num_seqs=2, max_batched_tokens=2 * (K + 1) + 1)
 
 
 def _sampled(options: dict[str, Any], target: Target, tally: Tally) -> None:

@@ -30,6 +30,8 @@ NUM_TOKENS: Final = 28
 MOST_DRAFTS: Final = 5
 MARGIN: Final[Mapping[str, float]] = {"f32": 0.02, "f16": 0.12, "bf16": 0.35}
 """Least distance of the best two logits by activation dtype, in logits (which spread over some ten)."""
+KV_MARGIN: Final = 0.05
+"""Added where KV rows are quantised: rounding may put a key on the other side of a border, a whole quantum away."""
 CONFIG: Final[dict[str, Any]] = {
     "architectures": ["MiMoForCausalLM"], "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 48, "vocab_size": VOCAB, "num_nextn_predict_layers": 1,
@@ -109,28 +111,28 @@ def checkpoint(seed: int = 0) -> Path:
 
 
 @functools.cache
-def oracle(seed: int = 0) -> OracleModel:
-    """The probe recomputed naively in float64; it remembers the texts it has worked out."""
-    return OracleModel.from_dir(checkpoint(seed))
+def oracle(seed: int = 0, kv: str = "") -> OracleModel:
+    """The probe recomputed naively in float64, its KV rows as `kv` says; it remembers the texts it has worked out."""
+    return OracleModel.from_dir(checkpoint(seed), kv=kv)
 
 
 @functools.cache
-def prompts(count: int) -> tuple[tuple[int, ...], ...]:
+def prompts(count: int, kv: str = "") -> tuple[tuple[int, ...], ...]:
     """The first `count` prompts along whose text every choice has the margin of f32, of the lengths `LENGTHS` in turn."""
     rng = np.random.default_rng(1)
     found: list[tuple[int, ...]] = []
     while len(found) < count:
         prompt = tuple(rng.integers(1, VOCAB, LENGTHS[len(found) % len(LENGTHS)]).tolist())
-        if certain(prompt) == NUM_TOKENS:
+        if certain(prompt, kv=kv) == NUM_TOKENS:
             found.append(prompt)
     return tuple(found)
 
 
 @functools.lru_cache(maxsize=4096)
-def certain(prompt: tuple[int, ...], dtype: str = "f32") -> int:
+def certain(prompt: tuple[int, ...], dtype: str = "f32", kv: str = "") -> int:
     """Tokens of a prompt's text before the first close choice: of the target's at any place, of the drafts up to the first
     wrong one behind any place, which are all that rounds depend on. At most `NUM_TOKENS`."""
-    model, margin, begin = oracle(), MARGIN[dtype], len(prompt)
+    model, margin, begin = oracle(kv=kv), MARGIN[dtype] + (KV_MARGIN if kv else 0.0), len(prompt)
     text = greedy_rounds(model, prompt, 0, NUM_TOKENS, ())
     close = next((i for i, gap in enumerate(text.margins) if gap < margin), NUM_TOKENS)
     known = [*prompt, *text.token_ids[:close]]

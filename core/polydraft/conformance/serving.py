@@ -31,6 +31,8 @@ class Ask:
     stop: tuple[int, ...] = ()
     arrival: int = 0
     abort: int | None = None
+    kv: str = ""
+    """How the engine keeps KV rows, which makes another model of it."""
 
     @property
     def params(self) -> SamplingParams:
@@ -39,12 +41,12 @@ class Ask:
 
     def expected(self, num_drafts: int) -> GreedyRounds:
         """Tokens and rounds by full recomputation."""
-        return _expected(self.prompt, num_drafts, self.max_new, self.stop)
+        return _expected(self.prompt, num_drafts, self.max_new, self.stop, self.kv)
 
 
 @lru_cache(maxsize=8192)
-def _expected(prompt: tuple[int, ...], num_drafts: int, max_new: int, stop: tuple[int, ...]) -> GreedyRounds:
-    return greedy_rounds(oracle(), prompt, num_drafts, max_new, stop)
+def _expected(prompt: tuple[int, ...], num_drafts: int, max_new: int, stop: tuple[int, ...], kv: str) -> GreedyRounds:
+    return greedy_rounds(oracle(kv=kv), prompt, num_drafts, max_new, stop)
 
 
 def serve(
@@ -91,7 +93,7 @@ def as_expected(tally: Tally, asks: Sequence[Ask], outputs: Sequence[RequestOutp
             continue
         if output.finish_reason == "abort":
             tokens, rounds = tokens[: len(got)], rounds[: len(got_rounds)]
-        sure = len(tokens) if dtype == "f32" else certain(ask.prompt, dtype)
+        sure = len(tokens) if dtype == "f32" else certain(ask.prompt, dtype, ask.kv)
         if sure < len(tokens):
             tally.near_ties += got[sure:] != tokens[sure:]
             tokens, got = tokens[:sure], got[:sure]

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from polydraft.conformance import core_faults
+from polydraft.conformance import core_faults, kv_faults
 from polydraft.conformance import sabotage as by
 from polydraft.conformance.core_faults import Fault
 from polydraft.conformance.target import Proxy, TableProxy, wrap
@@ -281,6 +281,11 @@ def _declares_nothing(info: Any) -> Any:
 def _core(id_: str, title: str, source: str, killer: str, fault: Fault, needs: str = "") -> Mutant:
     """A mutant whose fault is core's, around a backend that is as it is."""
     return Mutant(id_, title, source, killer, lambda plugin: plugin, needs, fault)
+
+
+def _kept(id_: str, title: str, source: str, change: kv_faults.Change) -> Mutant:
+    """A mutant that stores quantised rows in a wrong way."""
+    return Mutant(id_, title, source, "L2/rope_kv_write/kv-int8", kv_faults.stores(change), "kv_dtypes")
 
 
 C = by.computed
@@ -722,6 +727,12 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         "L5/chunked-prefill",
         core_faults.another_launch_order,
     ),
+    _kept("M64", "exponents of the next head", "strides of two arrays mixed up", kv_faults.of_the_next_head),
+    _kept("M65", "exponents of the next row", "off by one", kv_faults.of_the_next_row),
+    _kept("M66", "the exponents of keys for values", "one scale for both halves", kv_faults.of_the_keys),
+    _kept("M67", "exponents not written", "a cache that was zeroed once", kv_faults.not_written),
+    _kept("M68", "exponents one too small", "rounding a logarithm down", kv_faults.too_small),
+    _kept("M69", "numbers cut instead of rounded", "a cast to int8", kv_faults.truncated),
 )
 """Every mutant of this version, by the numbers of the design's table; a number that is missing is in `CORES`."""
 

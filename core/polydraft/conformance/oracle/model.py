@@ -1,13 +1,13 @@
 """Target and MTP head by full recomputation: every call starts from token ids and computes all rows of all layers.
 
 Follows the equations in `polydraft.models.description` literally. From polydraft it takes only the description and the
-canonical weights; it shares no arithmetic with the reference backend or the goldens.
+canonical weights; it shares no arithmetic with the reference backend or the goldens, save what a quantised KV row is.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from polydraft.contracts.kv_quant import quantise
 from polydraft.models import Block, Checkpoint, FamilyRegistry, ModelDescription, Rope, load_weights
 
 Array = NDArray[Any]
@@ -23,14 +24,18 @@ Array = NDArray[Any]
 class OracleModel:
     """One model, weights held in `dtype` (float64 unless told otherwise). Rows are positions: row p is token p."""
 
-    def __init__(self, description: ModelDescription, weights: Mapping[str, Array], dtype: Any = np.float64) -> None:
+    def __init__(
+        self, description: ModelDescription, weights: Mapping[str, Array], dtype: Any = np.float64, *, kv: str = ""
+    ) -> None:
         self.description = description
+        self.kept: Callable[[Array], Array] = quantise if kv else lambda rows: rows
+        """What attention reads of rows of keys or values."""
         self.w = {name: weights[name].astype(dtype) for name in weights}
         self.dtype = dtype
         self.texts: dict[tuple[int, ...], Any] = {}  # memo of `rounds.py`, by prompt
 
     @classmethod
-    def from_dir(cls, path: str | Path, dtype: Any = np.float64, **switches: Any) -> OracleModel:
+    def from_dir(cls, path: str | Path, dtype: Any = np.float64, *, kv: str = "", **switches: Any) -> OracleModel:
         """Load the checkpoint `path`; `switches` replace fields of its `Mtp` record, e.g. recycle="post"."""
         with Checkpoint(path) as checkpoint:
             description, table = FamilyRegistry().describe(checkpoint)
@@ -38,7 +43,7 @@ class OracleModel:
         if switches:
             assert description.mtp is not None
             description = dataclasses.replace(description, mtp=dataclasses.replace(description.mtp, **switches))
-        return cls(description, weights, dtype)
+        return cls(description, weights, dtype, kv=kv)
 
     def target_states(self, token_ids: Sequence[int]) -> Array:
         """[n, H]: the residual stream behind the last block, before the final norm, of each of n tokens."""
@@ -94,7 +99,7 @@ class OracleModel:
         q, k, v = (part.reshape(len(x), -1, a.head_dim) for part in np.split(qkv, [a.q_size, a.q_size + a.kv_size], axis=1))
         if a.qk_norm:
             q, k = self._norm(q, prefix + "q_norm"), self._norm(k, prefix + "k_norm")
-        mixed = _attention(_rotate(q, a.rope), _rotate(k, a.rope), v)
+        mixed = _attention(_rotate(q, a.rope), self.kept(_rotate(k, a.rope)), self.kept(v))
         x = x + self._linear(mixed, prefix + "o", prefix + "o_bias")
         h = self._linear(self._norm(x, prefix + "post_norm"), prefix + "gate_up", prefix + "gate_up_bias")
         gate, up = np.split(h, 2, axis=1)

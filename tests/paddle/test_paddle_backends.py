@@ -37,6 +37,19 @@ def test_a_level_holds_on_a_custom_device(tmp_path: Path, backend: str, level: s
     conforms(tmp_path, backend, "polyemu:0", "--level", level)
 
 
+@needs_device
+def test_quantised_rows_are_kept_right_on_a_custom_device(tmp_path: Path):
+    conforms(tmp_path, "xpu", "polyemu:0", "--check", "L2/rope_kv_write/kv-int8")
+
+
+@needs_paddle
+def test_quantised_rows_are_declared_where_they_were_tried():
+    from polydraft_paddle import describe
+
+    found = {spec: describe("paddle", "", spec).capabilities.kv_dtypes for spec in ("cpu", "polyemu:0", "gpu:0", "xpu:0")}
+    assert found == {"cpu": ("int8",), "polyemu:0": ("int8",), "gpu:0": (), "xpu:0": ()}
+
+
 @pytest.mark.deep
 @needs_device
 @pytest.mark.timeout(900)

@@ -26,6 +26,8 @@ QUEUED = Capabilities(dtypes=("f32",), asynchronous=True, graph_capture=True, po
 """What a place with streams can do. Whether its runtime offers graphs is seen when it is opened: `--graph off` does without."""
 DTYPES = {"polycuda": ("f32", "bf16")}
 """Activation dtypes of kinds of place that were tried in more than float32."""
+KV_DTYPES = {"cpu": ("int8",), "polyemu": ("int8",)}
+"""Quantised forms of KV rows, of kinds of place where they were tried; their kernels are portable."""
 CONTRACTS = (
     "update_slots", "update_tokens", "update_blocks", "update_biases", "update_bad_words", "reserve_blocks", "pack_rows",
     "pack_logit_rows", "embed", "rms_norm", "residual_add", "linear", "rope_kv_write", "paged_attention", "swiglu", "gather_rows",
@@ -63,7 +65,8 @@ def describe(name: str, summary: str, spec: str) -> BackendInfo:
     misfit = misfits(next(iter(installed().values()), ""))
     reason = unusable() or misfit.get(spec.partition(":")[0], "")
     nothing: tuple[Evidence, str] = "double only", ""
-    evidence, evidence_on = EVIDENCE.get(spec.partition(":")[0], nothing)
+    kind = spec.partition(":")[0]
+    evidence, evidence_on = EVIDENCE.get(kind, nothing)
     contracts = {name: REGISTRY[name].version for name in CONTRACTS} | (
         dict.fromkeys(HOST_COMPOSITES, 1) if spec == "cpu" else {}
     )
@@ -76,7 +79,9 @@ def describe(name: str, summary: str, spec: str) -> BackendInfo:
         available=not reason,
         reason=reason,
         devices=() if reason else ("cpu",),
-        capabilities=HOST if spec == "cpu" else replace(QUEUED, dtypes=DTYPES.get(spec.partition(":")[0], QUEUED.dtypes)),
+        capabilities=replace(
+            HOST if spec == "cpu" else QUEUED, dtypes=DTYPES.get(kind, QUEUED.dtypes), kv_dtypes=KV_DTYPES.get(kind, ())
+        ),
         evidence=evidence,
         evidence_on=evidence_on,
         contract_versions=MappingProxyType(contracts),

@@ -15,6 +15,7 @@ from polydraft.backend import Cache, CacheSpec, Weight
 from polydraft.contracts.base import Provider
 from polydraft.device import Array
 from polydraft.errors import ContractError
+from polydraft_paddle.kernels.kv_quant import QuantisedCache, words
 from polydraft_paddle.ops import Tensor
 from polydraft_paddle.provider import Kernel, PaddleProvider
 
@@ -107,6 +108,10 @@ class PaddleTable:
         if self._device.guest is not None:
             cache: Cache = self._device.guest.allocate_cache(spec)
             return cache
+        if spec.kv:
+            packed = (2, spec.num_blocks * spec.block_size, words(spec))
+            both = self._device.empty("cache", packed, "i32").tensor
+            return QuantisedCache(spec, both[0], both[1])
         shape = (2, spec.num_blocks * spec.block_size, spec.num_kv_heads * spec.head_dim)
         rows = self._device.empty("cache", shape, spec.dtype).tensor
         paddle.divide_(rows.zero_(), paddle.zeros_like(rows))  # 0 / 0: Paddle's fill operations refuse NaN

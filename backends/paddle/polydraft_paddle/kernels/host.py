@@ -18,6 +18,8 @@ from polydraft.contracts.base import Limits
 from polydraft.device import Array
 from polydraft.sentinels import NO_TOKEN
 from polydraft_paddle.host_layout import HeadRows, HostLayout, SegmentHeads
+from polydraft_paddle.kernels import numeric
+from polydraft_paddle.kernels.kv_quant import QuantisedCache
 from polydraft_paddle.kernels.numeric import attend_rows, rope_tables, swap_columns
 from polydraft_paddle.ops import Tensor, both, choose, clamp, direct, numbers, take
 from polydraft_paddle.provider import Kernel, Run
@@ -224,6 +226,8 @@ def combine_draft_inputs(a: Any, limits: Limits) -> Run:
 
 def rope_kv_write(a: Any, limits: Limits) -> Run:
     """Rotate q and k, keep q, write k and v to the paged cache; rows that carry nothing are left out."""
+    if isinstance(a.cache, QuantisedCache):
+        return numeric.rope_kv_write(a, limits)
     heads, kv_heads, dim = a.num_heads, a.num_kv_heads, a.head_dim
     own, partner = rope_tables(a, limits.max_len, a.qkv)
     halves = a.style == "half" and a.rope_dims == dim
@@ -289,7 +293,9 @@ Mix = Callable[[Any, Any, Any, Any], tuple[Any, float]]
 
 
 def paged_attention(a: Any, limits: Limits, mix: Mix = mix) -> Run:
-    """Windows of all slots in one padded product, long prefill runs one by one."""
+    """Windows of all slots in one padded product, long prefill runs one by one; row by row over a quantised cache."""
+    if isinstance(a.cache, QuantisedCache):
+        return numeric.attend_each(a)
     flat = tuple(t.reshape([-1, a.head_dim]) for t in (a.q, a.cache.k, a.cache.v))
     first = First(a.out)
 

@@ -13,6 +13,7 @@ import paddle
 
 from polydraft.contracts.base import Limits
 from polydraft_paddle.forward_meta import Windows
+from polydraft_paddle.kernels.kv_quant import rows_at, rows_for
 from polydraft_paddle.kernels.sampling import argmax, gumbel_noise, process_logits, sample
 from polydraft_paddle.ops import Tensor, at, choose, numbers, pick, put, scatter
 from polydraft_paddle.provider import Kernel, Run, plain
@@ -123,8 +124,8 @@ def rotate_and_keep(a: Any, rotate: Callable[[Tensor, Tensor], Tensor]) -> Run:
         block = pick(at(a.block_table, row_slot), numbers(n, row_slot), positions // a.block_size)
         granted = (row_slot >= 0) & (block >= 0)
         place = block * a.block_size + positions % a.block_size
-        scatter(a.cache.k, place, qk[:, heads:].reshape([n, -1]).astype(a.cache.k.dtype), granted)
-        scatter(a.cache.v, place, qkv[:, heads + kv_heads :].reshape([n, -1]).astype(a.cache.v.dtype), granted)
+        scatter(a.cache.k, place, rows_for(a.cache, a.cache.k, qk[:, heads:].reshape([n, -1])), granted)
+        scatter(a.cache.v, place, rows_for(a.cache, a.cache.v, qkv[:, heads + kv_heads :].reshape([n, -1])), granted)
 
     return run
 
@@ -170,7 +171,7 @@ def attend_windows(a: Any, layout: Windows, mix: Mix = mix) -> None:
     context = table.shape[1] * a.block_size
     places = (table.unsqueeze(2) * a.block_size + numbers(a.block_size, rows)).reshape([sequences * context])
     k, v = (
-        paddle.gather(t, places).reshape([sequences, context, kv_heads, dim]).transpose([0, 2, 1, 3]).astype("float32")
+        rows_at(a.cache, t, places).reshape([sequences, context, kv_heads, dim]).transpose([0, 2, 1, 3]).astype("float32")
         for t in (a.cache.k, a.cache.v)
     )
     q = paddle.gather(a.q, rows).reshape([sequences, width, kv_heads, groups, dim]).astype("float32") * a.softmax_scale
@@ -196,6 +197,16 @@ def softmax(scores: Tensor) -> Tensor:
     return weights / weights.sum(axis=-1, keepdim=True)
 
 
+def attend_each(a: Any) -> Run:
+    """Attention row by row, whatever the metadata says."""
+
+    def run(n: int) -> None:
+        if n:
+            put(a.out[:n], attend_rows(a, numbers(n, a.row_slot), n))
+
+    return run
+
+
 def attend_rows(a: Any, rows: Tensor, count: int) -> Tensor:
     """Attention of packed `rows` [count], each over its slot's whole table: what lies beyond its position is masked out of scores
     and values alike, so that poison there stays there. Returns [count, P] float32."""
@@ -207,7 +218,9 @@ def attend_rows(a: Any, rows: Tensor, count: int) -> Tensor:
     places = paddle.clip(table, min=0).unsqueeze(2) * a.block_size + numbers(a.block_size, rows)
     places = places.reshape([count * context])
     visible = (numbers(context, rows).unsqueeze(0) <= positions.unsqueeze(1)) & (slots >= 0).unsqueeze(1)
-    k, v = (paddle.gather(t, places).reshape([count, context, kv_heads, dim]).astype("float32") for t in (a.cache.k, a.cache.v))
+    k, v = (
+        rows_at(a.cache, t, places).reshape([count, context, kv_heads, dim]).astype("float32") for t in (a.cache.k, a.cache.v)
+    )
     seen = visible.reshape([count, context, 1, 1])
     v = choose(seen.expand_as(v), v, 0.0).transpose([0, 2, 1, 3])
     q = paddle.gather(a.q, rows).reshape([count, kv_heads, groups, dim]).astype("float32") * a.softmax_scale

@@ -1,0 +1,118 @@
+"""Owns quantised KV rows in portable Paddle operations: how they lie in memory, how they are written and read.
+
+`table.py` allocates such caches, the kernels of `numeric` write and read through it. It never chooses to quantise, and nothing
+here is read back to the host.
+
+A row is `heads * dim` bytes q + 128, then a byte e + 128 for each head, in whole words: few places scatter bytes. Powers of two
+and their bounds come from tables, since not every place's `pow` and `log` are exact; sums with 1.5 * 2**23 round half to even
+whatever `round` does. The numbers are those of `polydraft.contracts.kv_quant`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import paddle
+
+from polydraft.backend import CacheSpec
+from polydraft.contracts.kv_quant import BROKEN, LARGEST, LEAST_EXPONENT, MOST_EXPONENT
+from polydraft.device import Array
+from polydraft_paddle.ops import Tensor, choose, take
+
+ZERO = 128
+"""The byte that stands for 0."""
+ROUNDER = 1.5 * 2.0**23
+"""Added to a float32 below 2**22 and taken away again: leaves a whole number, ties to even."""
+
+
+class QuantisedCache:
+    """One layer's KV rows, `k` and `v` [num_blocks * block_size, words] int32. Fresh rows read as NaN."""
+
+    __slots__ = ("k", "spec", "v")
+
+    def __init__(self, spec: CacheSpec, k: Tensor, v: Tensor) -> None:
+        self.spec, self.k, self.v = spec, k, v
+        for half in (k, v):
+            half.copy_(paddle.full_like(half, -1), True)  # every byte 255, the exponents' too
+
+    @property
+    def nbytes(self) -> int:
+        return 4 * (int(self.k.size) + int(self.v.size))
+
+    def read_logical(self) -> tuple[Array, Array]:
+        """(k, v) as [num_blocks, block_size, num_kv_heads, head_dim]; tests only."""
+        s = self.spec
+        shape = (s.num_blocks, s.block_size, s.num_kv_heads, s.head_dim)
+        k, v = (self.read(half + 0).numpy().reshape(shape).copy() for half in (self.k, self.v))
+        return k, v
+
+    def write_logical(self, k: Array, v: Array) -> None:
+        """Overwrite all rows, quantised; tests only."""
+        for half, value in ((self.k, k), (self.v, v)):
+            rows = np.ascontiguousarray(value.reshape(half.shape[0], -1), np.float32)
+            half.copy_(self.rows_of(paddle.to_tensor(rows, place=half.place)), True)
+
+    def rows_of(self, values: Tensor) -> Tensor:
+        """Rows of words that hold `values` [n, heads * dim]."""
+        n, heads, dim = values.shape[0], self.spec.num_kv_heads, self.spec.head_dim
+        x = values.reshape([n, heads, dim]).astype("float32")
+        broken = paddle.isnan((x * 0.0).sum(axis=-1, keepdim=True))
+        x = choose(broken.expand_as(x), paddle.zeros_like(x), x)
+        e = exponents(paddle.maximum(x, -x).max(axis=-1, keepdim=True))
+        finer = power(ZERO - e).reshape([n, heads, 1])
+        q = paddle.clip(x * finer, -LARGEST, LARGEST) + ROUNDER - ROUNDER
+        e = choose(broken, paddle.full_like(e, BROKEN), e)
+        parts = [(part + ZERO).reshape([n, -1]) for part in (q.astype("int32"), e)]
+        spare = -(heads * (dim + 1)) % 4
+        if spare:
+            parts.append(paddle.zeros_like(parts[0][:, :spare]))
+        return paddle.concat(parts, axis=1).astype("uint8").view("int32")
+
+    def read(self, rows: Tensor) -> Tensor:
+        """[n, heads * dim] float32, from rows of words that begin where their memory does: Paddle's views as another dtype lose
+        an offset."""
+        n, heads, dim = rows.shape[0], self.spec.num_kv_heads, self.spec.head_dim
+        wide = rows.view("uint8").astype("int32")
+        q = (wide[:, : heads * dim] - ZERO).astype("float32").reshape([n, heads, dim])
+        return (q * power(wide[:, heads * dim : heads * (dim + 1)]).reshape([n, heads, 1])).reshape([n, heads * dim])
+
+
+def exponents(amax: Tensor) -> Tensor:
+    """The least e with amax <= 127 * 2**e, int32, within the range of exponents: how many such bounds lie below."""
+    bounds = _table("bounds", amax, LARGEST * np.exp2(np.arange(LEAST_EXPONENT, MOST_EXPONENT, dtype=np.float64)))
+    return paddle.searchsorted(bounds, amax, out_int32=True) + LEAST_EXPONENT
+
+
+def power(exponent: Tensor) -> Tensor:
+    """2**(exponent - 128) float32 in one dimension, NaN for that of a broken row; `exponent` int32 from 0 to 255."""
+    numbers = np.exp2(np.arange(256, dtype=np.float64) - ZERO)
+    numbers[ZERO + BROKEN] = np.nan
+    return take(_table("powers", exponent, numbers), exponent.reshape([-1]))
+
+
+def _table(name: str, like: Tensor, numbers: Array) -> Tensor:
+    """`numbers` as float32 where `like` lies; made once for each place."""
+    key = name, str(like.place)
+    if key not in _TABLES:
+        _TABLES[key] = paddle.to_tensor(numbers.astype(np.float32), place=like.place)
+    return _TABLES[key]
+
+
+_TABLES: dict[tuple[str, str], Tensor] = {}
+
+
+def words(spec: CacheSpec) -> int:
+    """int32 words of a row."""
+    return -(-spec.num_kv_heads * (spec.head_dim + 1) // 4)
+
+
+def rows_for(cache: Any, half: Tensor, values: Tensor) -> Tensor:
+    """`values` [n, heads * dim] as rows of `half` of the cache."""
+    return cache.rows_of(values) if isinstance(cache, QuantisedCache) else values.astype(half.dtype)
+
+
+def rows_at(cache: Any, half: Tensor, places: Tensor) -> Tensor:
+    """Rows of `half` of the cache at `places`, [n, heads * dim] in a float dtype."""
+    rows = paddle.gather(half, places)
+    return cache.read(rows) if isinstance(cache, QuantisedCache) else rows

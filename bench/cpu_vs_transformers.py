@@ -112,6 +112,11 @@ class VllmPeer:
         )
         atexit.register(self.close)
         self.version = str(self._answer()["version"])
+        self._signal(signal.SIGSTOP)
+
+    def _signal(self, number: signal.Signals) -> None:
+        """Its worker looks for work all the time, which would take a processor from whoever's turn it is: it sleeps in between."""
+        os.killpg(self._process.pid, number)
 
     def _answer(self) -> dict[str, Any]:
         assert self._process.stdout is not None
@@ -122,9 +127,12 @@ class VllmPeer:
 
     def __call__(self, prompts: Prompts, new_tokens: int) -> tuple[float, Any]:
         assert self._process.stdin is not None
+        self._signal(signal.SIGCONT)
         self._process.stdin.write(json.dumps({"prompts": prompts, "new_tokens": new_tokens}) + "\n")
         self._process.stdin.flush()
-        return float(self._answer()["seconds"]), None
+        seconds = float(self._answer()["seconds"])
+        self._signal(signal.SIGSTOP)
+        return seconds, None
 
     def close(self) -> None:
         """End the process and those that it has started."""

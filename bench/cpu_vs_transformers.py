@@ -115,7 +115,7 @@ class VllmPeer:
         self._signal(signal.SIGSTOP)
 
     def _signal(self, number: signal.Signals) -> None:
-        """Its worker looks for work all the time, which would take a processor from whoever's turn it is: it sleeps in between."""
+        """Its worker always looks for work, which takes a processor from whoever has the turn: it sleeps in between."""
         os.killpg(self._process.pid, number)
 
     def _answer(self) -> dict[str, Any]:

@@ -52,3 +52,31 @@ __device__ __forceinline__ void barrier_arrive_at(unsigned b, int rank) {
 __device__ __forceinline__ uint64_t descriptor(unsigned address) {
     return (uint64_t)((address & 0x3ffff) >> 4) | (1ull << 16) | (64ull << 32) | (1ull << 62);
 }
+
+// The warp that fetches: fills a ring of stages, `count` times in all, in a cluster of BLOCKS. The first ones get their weights before
+// the launch ahead has ended and their rows of x behind it, the others as they are given back. All 32 threads come here, one fetches.
+template <int RING, int BLOCKS, class Weights, class Rows>
+__device__ __forceinline__ void fetch_stages(bool fetches, int count, uint64_t* empty, const Weights& weights,
+                                             const Rows& rows) {
+    const int early = min(RING, count);
+    if (fetches)
+        for (int i = 0; i < early; i++) weights(i, i);  // they depend on nobody
+    if (BLOCKS > 1) {
+        __syncwarp();
+        cluster_wait();
+    }
+    wait_for_previous();
+    launch_dependents();  // not before: who follows may rely on what lies two launches back
+    if (fetches) {
+        for (int i = 0; i < early; i++) rows(i, i);
+        for (int i = RING; i < count; i++) {
+            const int s = i % RING;
+            barrier_wait(shared_address(&empty[s]), (i / RING - 1) & 1);
+            weights(i, s), rows(i, s);
+        }
+    }
+    if (BLOCKS > 1) {
+        __syncwarp();
+        cluster_arrive_relaxed(), cluster_wait();  // the others may still write here
+    }
+}

@@ -76,28 +76,7 @@ linear_rows(const __grid_constant__ Map w_map, const __grid_constant__ Map x_map
                 else load_box(to + c * X_BYTES, &x_map, (i * CHUNKS + c) * 64, 0, f);
             }
         };
-        const int early = min(STAGES, count);
-        if (fetches)
-            for (int i = 0; i < early; i++) weights(i, i);  // they depend on nobody
-        if (CLUSTER > 1) {
-            __syncwarp();
-            cluster_wait();
-        }
-        wait_for_previous();
-        launch_dependents();  // not before: who follows may rely on what lies two launches back
-        if (fetches) {
-            for (int i = 0; i < early; i++) rows(i, i);
-            for (int i = STAGES; i < count; i++) {
-                const int s = i % STAGES;
-                barrier_wait(shared_address(&empty[s]), (i / STAGES - 1) & 1);
-                weights(i, s), rows(i, s);
-            }
-        }
-        if (CLUSTER > 1) {
-            __syncwarp();
-            cluster_arrive_relaxed(), cluster_wait();  // the others may still write here
-        }
-        return;
+        return fetch_stages<STAGES, CLUSTER>(fetches, count, empty, weights, rows);
     }
     if (CLUSTER > 1) cluster_wait();
     wait_for_previous();

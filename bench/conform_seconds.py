@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from polydraft.bench.report import document
+from polydraft.bench import report
 
 COMMANDS: dict[tuple[str, ...], float] = {
     ("reference", "--profile", "basic"): 60.0,
@@ -29,7 +29,7 @@ METHOD = "wall seconds of the command, one process a run; of the repeats the med
 
 def measure(arguments: tuple[str, ...], limit_s: float, repeats: int) -> dict[str, Any]:
     """One row. Ends the program where a claim does not hold: a run that fails is no figure."""
-    seconds, report = [], {}
+    seconds, found = [], {}
     for _ in range(repeats):
         start = time.perf_counter()
         command = [Path(sys.executable).with_name("polydraft"), "conform", *arguments, "--json"]
@@ -37,16 +37,16 @@ def measure(arguments: tuple[str, ...], limit_s: float, repeats: int) -> dict[st
         seconds.append(time.perf_counter() - start)
         if done.returncode:
             sys.exit(f"conform {' '.join(arguments)} ended with {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
-        report = json.loads(done.stdout)
+        found = json.loads(done.stdout)
     return {
         "command": f"polydraft conform {' '.join(arguments)}",
         "seconds": statistics.median(seconds),
         "spread": [min(seconds), max(seconds)],
         "repeats": repeats,
         "limit_s": limit_s,
-        "checks": len(report["results"]),
-        "compared": sum(result["comparisons"] for result in report["results"]),
-        "verdict": report["verdict"]["sentence"],
+        "checks": len(found["results"]),
+        "compared": sum(result["comparisons"] for result in found["results"]),
+        "verdict": found["verdict"]["sentence"],
     }
 
 
@@ -61,7 +61,7 @@ def main() -> None:
         rows.append(row)
         print(f"{row['seconds']:8.1f} s of {limit_s:g}  {row['command']}  ({row['checks']} checks, {row['compared']:,} compared)")
     if options.out:
-        options.out.write_text(json.dumps(document(rows, method=METHOD), indent=1) + "\n", encoding="utf-8")
+        report.write(options.out, report.document(rows, method=METHOD))
 
 
 if __name__ == "__main__":

@@ -14,11 +14,9 @@ from __future__ import annotations
 import argparse
 import atexit
 import contextlib
-import datetime
 import functools
 import json
 import os
-import platform
 import signal
 import statistics
 import subprocess
@@ -31,13 +29,20 @@ from typing import Any
 import numpy as np
 
 import polydraft_cpu
-from polydraft import LLM, Engine, SamplingParams, __version__
+from polydraft import LLM, Engine, SamplingParams
+from polydraft.bench import report
 from polydraft.bench.shapes import RandomCheckpoint
 from polydraft.config import EngineConfig
 from polydraft.demo import demo_model_path
 from polydraft_cpu.options import usable_processors
 
 ROOT = Path(__file__).resolve().parent
+METHOD = (
+    "median of runs that take turns in one process (vLLM in one of its own) after one warm-up each, with a pause before each, so "
+    "that nobody's threads still spin; tokens/s with prefill; spread is the slowest and the fastest run; the cpu backend "
+    "captures every number of running sequences. The large model: milliseconds of a decode step; copy_rate_share is the weights "
+    "read a second over the bytes that a copy by the same threads reads and writes a second."
+)
 PROMPTS = (
     "def fibonacci(n):\n",
     "class Stack:\n    def __init__(self):\n",
@@ -325,21 +330,18 @@ def timed(call: Callable[[], object]) -> float:
 
 
 # -- the page ----------------------------------------------------------------------------------------
-MARKERS = {"demo": "<!-- figures: demo -->", "large": "<!-- figures: large -->", "product": "<!-- figures: products -->"}
-
-
 def markdown(head: list[str], lines: list[list[str]]) -> str:
     """A table."""
     return "".join(f"| {' | '.join(cells)} |\n" for cells in [head, ["---"] * len(head), *lines])
 
 
 def tables(rows: list[dict[str, Any]]) -> dict[str, str]:
-    """The tables of the page, by marker."""
+    """The tables of the page, by the name in their marker."""
     demo = [r for r in rows if r["shape"] == "demo"]
     rates = {(r["name"], r["batch"]): r for r in demo}
     batches = sorted({r["batch"] for r in demo})
     lines = [[f"`{n}`", *(_rate(rates.get((n, b))) for b in batches)] for n in dict.fromkeys(r["name"] for r in demo)]
-    found = {MARKERS["demo"]: markdown(["", *(f"tokens/s, batch {b}" for b in batches)], lines)}
+    found = {"demo": markdown(["", *(f"tokens/s, batch {b}" for b in batches)], lines)}
     big = [r for r in rows if "copy_rate_share" in r]
     lines = [
         ["demo model, which fits" if r["shape"] == "demo" else f"0.5 B Qwen2: {r['name']}", f"{1e3 / r['tokens_per_s']:.2f}",
@@ -347,12 +349,12 @@ def tables(rows: list[dict[str, Any]]) -> dict[str, str]:
         for r in big
     ]  # fmt: skip
     head = ["batch 1, K = 0", "ms a token", "GB/s of weights", "GB/s of a copy", "share"]
-    found[MARKERS["large"]] = markdown(head, lines)
+    found["large"] = markdown(head, lines)
     own_rows = [r for r in rows if r["shape"].startswith("product")]
     speed = {(r["name"], r["dtype"], r["weights_kept"], r["batch"]): r["gflops"] for r in own_rows}
     kinds = dict.fromkeys((r["name"], r["dtype"], r["weights_kept"]) for r in own_rows)
     head = ["level", "activations", "weights", *(f"{n} row{'s' if n > 1 else ''}" for n, _ in PRODUCTS)]
-    found[MARKERS["product"]] = markdown(head, [[*kind, *(f"{speed[(*kind, n)]:.0f}" for n, _ in PRODUCTS)] for kind in kinds])
+    found["products"] = markdown(head, [[*kind, *(f"{speed[(*kind, n)]:.0f}" for n, _ in PRODUCTS)] for kind in kinds])
     return found
 
 
@@ -362,14 +364,10 @@ def _rate(row: dict[str, Any] | None) -> str:
     return f"{row['tokens_per_s']:,.0f} ({row['spread'][0]:,.0f} to {row['spread'][1]:,.0f})"
 
 
-def write_page(page: Path, rows: list[dict[str, Any]]) -> None:
-    """Put each table behind its marker, in place of the one that stands there."""
-    text = page.read_text(encoding="utf-8")
-    for marker, table in tables(rows).items():
-        before, _, behind = text.partition(f"{marker}\n\n")
-        _, _, rest = behind.partition("\n\n")
-        text = f"{before}{marker}\n\n{table}\n{rest}"
-    page.write_text(text, encoding="utf-8")
+def renew_page(page: Path, rows: list[dict[str, Any]]) -> None:
+    """Put each table into its place."""
+    for name, table in tables(rows).items():
+        report.renew(page, name, table)
 
 
 # -- all of it ---------------------------------------------------------------------------------------
@@ -390,11 +388,11 @@ def main() -> None:
     parser.add_argument("--read", type=Path, help="measure nothing: take the rows of this result")
     args = parser.parse_args()
     if args.read:
-        write_page(args.page, json.loads(args.read.read_text())["rows"])
+        renew_page(args.page, json.loads(args.read.read_text())["rows"])
         return
     warnings.simplefilter("ignore")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    versions = {"polydraft": __version__, "numpy": np.__version__, "python": platform.python_version()}
+    versions: dict[str, str] = {}
     contenders: dict[str, Timed] = {}
     if not args.no_transformers:
         import torch
@@ -429,36 +427,17 @@ def main() -> None:
         print_large(rows[-1])
     rows += products(args.repeats)
     if args.page:
-        write_page(args.page, rows)
+        renew_page(args.page, rows)
     if args.out:
-        args.out.write_text(json.dumps(report(rows, versions, load), indent=1) + "\n")
+        report.write(args.out, result(rows, versions, load))
 
 
-def report(rows: list[dict[str, Any]], versions: dict[str, str], load: float) -> dict[str, Any]:
-    """The committed form; `load` is what else the machine was doing when it began."""
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
-    how = polydraft_cpu.polydraft_backend_info("").summary
-    return {
-        "schema": "polydraft.bench/1",
-        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
-        "commit": commit,
-        "device": f"{processor()}, {os.cpu_count()} cores; {how}",
-        "driver": "",
-        "versions": versions,
-        "method": "median of runs that take turns in one process (vLLM in one of its own) after one warm-up each, with a pause "
-        "before each, so that nobody's threads still spin; tokens/s with prefill; spread is the slowest and the fastest run; the "
-        "cpu backend captures every number of running sequences. The large model: milliseconds of a decode step; "
-        "copy_rate_share is the weights read a second over the bytes that a copy by the same threads reads and writes a second. "
-        f"Load average of the machine before the first run: {load:.2f}",
-        "rows": rows,
-    }
-
-
-def processor() -> str:
-    """Its name, where the system tells."""
-    file = Path("/proc/cpuinfo")
-    lines = file.read_text().splitlines() if file.is_file() else []
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine()) + " CPU"
+def result(rows: list[dict[str, Any]], versions: dict[str, str], load: float) -> dict[str, Any]:
+    """The committed form; `versions` are those of the peers, `load` is what else the machine was doing when it began."""
+    device = f"{report.processor()}; {polydraft_cpu.polydraft_backend_info('').summary}"
+    found = report.document(rows, device=device, method=f"{METHOD} Load average of the machine before the first run: {load:.2f}")
+    found["versions"] |= versions
+    return found
 
 
 if __name__ == "__main__":

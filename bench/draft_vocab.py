@@ -10,10 +10,7 @@ machine's speed. Writes a `polydraft.bench/1` JSON file and renews the table of 
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import os
-import platform
 import subprocess
 import sys
 import sysconfig
@@ -21,17 +18,19 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from polydraft import LLM, SamplingParams, __version__
+from polydraft import LLM, SamplingParams
+from polydraft.bench import report
 from polydraft.demo import demo_model_path
 
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT))
 from tests.oracle.prompts import CODE_PROMPTS  # noqa: E402  as for bench/tokens_per_round.py
 
-PAGE, RESULT = ROOT / "docs" / "verification.md", ROOT / "bench" / "results" / "draft_vocab.json"
-MARKER = "<!-- figures: bench/results/draft_vocab.json -->\n\n"
+PAGE, FIGURES = ROOT / "docs" / "verification.md", "bench/results/draft_vocab.json"
+METHOD = (
+    "five code prompts of tests/oracle/prompts.py in one batch, 128 new tokens each; tokens ranked by their counts in Python's "
+    "standard library; texts are equal in all rows of a way of sampling; ends of text come on top of the number"
+)
 DRAFTS, NEW_TOKENS = 3, 128
 SHARES = (1, 2, 4, 8, 16, 64)
 """The vocabulary is divided by them."""
@@ -60,22 +59,6 @@ def measure(number: int, counts: Path, sampling: dict[str, float], wanted: list[
     return row
 
 
-def report(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """The committed form."""
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
-    return {
-        "schema": "polydraft.bench/1",
-        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
-        "commit": commit,
-        "device": f"{platform.machine()} CPU, {os.cpu_count()} cores",
-        "driver": "",
-        "versions": {"polydraft": __version__, "numpy": np.__version__, "python": platform.python_version()},
-        "method": "five code prompts of tests/oracle/prompts.py in one batch, 128 new tokens each; tokens ranked by their counts "
-        "in Python's standard library; texts are equal in all rows of a way of sampling; ends of text come on top of the number",
-        "rows": rows,
-    }
-
-
 def table(rows: list[dict[str, Any]]) -> str:
     """For people."""
     lines = ["| tokens that may be drafted | temperature | tokens per round | accepted by position |", "|---|---|---|---|"]
@@ -97,9 +80,8 @@ def main() -> None:
         for sampling in WAYS:
             wanted: list[tuple[int, ...]] = []
             rows += [measure(vocab // share, counts, sampling, wanted) for share in SHARES]
-    RESULT.write_text(json.dumps(report(rows), indent=1) + "\n", encoding="utf-8")
-    before, _, after = PAGE.read_text(encoding="utf-8").partition(MARKER)
-    PAGE.write_text(before + MARKER + table(rows) + after[after.index("\n\n") :], encoding="utf-8")
+    report.write(ROOT / FIGURES, report.document(rows, method=METHOD))
+    report.renew(PAGE, FIGURES, table(rows))
 
 
 if __name__ == "__main__":

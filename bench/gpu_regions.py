@@ -23,8 +23,8 @@ from typing import Any
 
 import numpy as np
 
+from polydraft.bench import report
 from polydraft.bench.measure import Load
-from polydraft.bench.report import document
 from polydraft.bench.suite import Suite
 from polydraft.config import EngineConfig
 from polydraft.engine import Engine
@@ -37,7 +37,7 @@ METHOD = (
     "launches of a region of all layers, captured and replayed by themselves; all slots at the same position, caches filled with "
     "small numbers; the median of the replays, by events; weights random; floor_bytes as bench/gpu_regions.py defines them"
 )
-MARKER = "<!-- figures: bench/results/cuda_regions.json -->\n\n"
+FIGURES = "bench/results/cuda_regions.json"
 SHOWN = ("target pass", "projections", "attention", "norms", "head")
 """Regions of the picture and the table, besides draft passes."""
 PROJECTIONS = ("qkv", "o", "gate and up", "down")
@@ -238,12 +238,6 @@ def _cell(row: dict[str, Any]) -> str:
     return f"{1e-3 * row['us']:.2f}{share}"
 
 
-def put_into(page: str, result: dict[str, Any]) -> str:
-    """The page with the table of `result` behind its marker."""
-    before, _, after = page.partition(MARKER)
-    return before + MARKER + markdown(result) + after[after.index("\n\n") :]
-
-
 def draw(result: dict[str, Any], path: str) -> None:
     """Bars of the regions of a target pass, each with its floor."""
     import matplotlib as mpl
@@ -288,14 +282,14 @@ def main() -> int:
         from polydraft_cuda.device import device_name, driver_version
 
         rows = measure(options, copy_rate())
-        result = document(rows, device=device_name(0), driver=str(driver_version()), method=METHOD)
+        result = report.document(rows, device=device_name(0), driver=str(driver_version()), method=METHOD)
     print(markdown(result))
     if options.out:
-        options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        report.write(options.out, result)
     if options.plot:
         draw(result, options.plot)
     if options.page:
-        options.page.write_text(put_into(options.page.read_text(encoding="utf-8"), result), encoding="utf-8")
+        report.renew(options.page, FIGURES, markdown(result))
     return 0
 
 

@@ -18,8 +18,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from polydraft.bench import report
 from polydraft.bench.measure import Load
-from polydraft.bench.report import METHOD, document
 from polydraft.bench.suite import Contender, Suite
 from polydraft.config import EngineConfig
 from polydraft.engine import Engine
@@ -30,7 +30,7 @@ SCHEDULE = (0.8, 0.75, 0.75)
 BATCHED_TOKENS = 8192
 """Rows of a prefill step."""
 GIB = 1 << 30
-MARKER = "<!-- figures: bench/results/cuda.json -->\n\n"
+FIGURES = "bench/results/cuda.json"
 VLLM = {
     ("mimo-7b", 0): (5.03, 5.23, 5.92, 6.87),
     ("mimo-7b", 3): (6.89, 7.63, 9.08, 12.19),
@@ -139,8 +139,8 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=1e9, help="start no further cell after this time")
     options = parser.parse_args()
     if options.page:
-        result, page = json.loads(Path(options.out).read_text(encoding="utf-8")), Path(options.page)
-        page.write_text(put_into(page.read_text(encoding="utf-8"), result), encoding="utf-8")
+        result = json.loads(Path(options.out).read_text(encoding="utf-8"))
+        report.renew(Path(options.page), FIGURES, markdown(result))
         return 0
     rows: list[dict[str, Any]] = []
     rate, begin = copy_rate(), time.monotonic()
@@ -156,13 +156,6 @@ def main() -> int:
                     rows.append(measure(ROOT / "shapes" / f"{name}.json", int(batch), int(k), options, rate, wish))
                     write(rows, options.out)
     return 0
-
-
-def put_into(page: str, result: dict[str, Any]) -> str:
-    """The page with the table of `result` behind its marker."""
-    before, _, after = page.partition(MARKER)
-    rest = after[after.index("\n\n") :]
-    return before + MARKER + markdown(result) + rest
 
 
 def markdown(result: dict[str, Any]) -> str:
@@ -191,9 +184,9 @@ def write(rows: list[dict[str, Any]], out: str) -> None:
     """The result so far: a run that is cut short leaves what it has."""
     from polydraft_cuda.device import device_name, driver_version
 
-    method = f"{METHOD}; weights random, acceptance synthetic by {SCHEDULE}; floor_bytes as bench/gpu_rounds.py defines them"
-    result = document(rows, device=device_name(0), driver=str(driver_version()), method=method)
-    Path(out).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    how = f"weights random, acceptance synthetic by {SCHEDULE}; floor_bytes as bench/gpu_rounds.py defines them"
+    result = report.document(rows, device=device_name(0), driver=str(driver_version()), method=f"{report.METHOD}; {how}")
+    report.write(out, result)
 
 
 if __name__ == "__main__":

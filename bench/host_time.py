@@ -24,7 +24,7 @@ from polydraft.config import EngineConfig
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 WANTED = {1: 150, 64: 250, 256: 400}
 """Microseconds that a step may take at most."""
-MARKER = "<!-- figures: bench/results/host_time.json -->"
+FIGURES = "bench/results/host_time.json"
 METHOD = (
     "the null backend, K = 3, all drafts accepted; Engine.step and poll without the time of the null kernels; median over the "
     "steps in which every request has a round, of that the median over the repeats, as spread the smallest and the largest; by "
@@ -58,15 +58,10 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def put_into(page: str, result: dict[str, Any]) -> str:
-    """The page with the table behind its marker, up to the next empty line, made anew."""
-    before, marker, behind = page.partition(MARKER)
-    if not marker:
-        sys.exit(f"the page has no line {MARKER}; put it where the table shall stand")
+def paragraphs(result: dict[str, Any]) -> tuple[str, str]:
+    """What the page says: when and where, and the table."""
     versions = f"Python {result['versions']['python']}, NumPy {result['versions']['numpy']}"
-    said = f"Measured on {result['date']} on {result['device']}, {versions}:"
-    rest = behind.lstrip("\n").partition("\n\n")[2].partition("\n\n")[2]
-    return f"{before}{marker}\n{said}\n\n{table(result['rows'])}\n\n{rest}"
+    return f"Measured on {result['date']} on {result['device']}, {versions}:", table(result["rows"])
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
@@ -129,11 +124,11 @@ def main() -> None:
         result = report.document(measure(args.repeats, args.new_tokens), method=METHOD)
     print(table(result["rows"]))
     if args.out:
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
+        report.write(args.out, result)
     if args.plot:
         draw(result, args.plot)
     if args.page:
-        args.page.write_text(put_into(args.page.read_text(encoding="utf-8"), result), encoding="utf-8")
+        report.renew(args.page, FIGURES, *paragraphs(result))
     late = [row for row in result["rows"] if row["host_us_per_step"] > WANTED.get(row["batch"], float("inf"))]
     if late:
         sys.exit("too slow: " + ", ".join(f"batch {row['batch']} with {row['host_us_per_step']:.0f} us" for row in late))

@@ -18,15 +18,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from polydraft.bench import report
 from polydraft.bench.measure import Load, profiled, timed
-from polydraft.bench.report import METHOD, document
 from polydraft.bench.shapes import RandomCheckpoint
 from polydraft.config import EngineConfig
 from polydraft.engine import Engine
 
 ROOT = Path(__file__).resolve().parent
 SCHEDULE, DRAFTS, BLOCK = (0.8, 0.75, 0.75), 3, 16
-MARKER = "<!-- figures: bench/results/cuda_invariant.json -->\n\n"
+FIGURES = "bench/results/cuda_invariant.json"
 
 
 def engine(shape: Path, load: Load, **own: Any) -> Engine:
@@ -116,8 +116,7 @@ def main() -> int:
                 rows.append(cell(ROOT / "shapes" / f"{name}.json", int(batch), options))
                 write(rows, options.out)
     if options.page:
-        before, _, after = options.page.read_text(encoding="utf-8").partition(MARKER)
-        options.page.write_text(before + MARKER + table(rows) + after[after.index("\n\n") :], encoding="utf-8")
+        report.renew(options.page, FIGURES, table(rows))
     return 0
 
 
@@ -125,9 +124,9 @@ def write(rows: list[dict[str, Any]], out: Path) -> None:
     """The result so far."""
     from polydraft_cuda.device import device_name, driver_version
 
-    method = f"{METHOD}; weights random, acceptance synthetic by {SCHEDULE}; the engines of a row take turns"
-    result = document(rows, device=device_name(0), driver=str(driver_version()), method=method)
-    out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    method = f"{report.METHOD}; weights random, acceptance synthetic by {SCHEDULE}; the engines of a row take turns"
+    result = report.document(rows, device=device_name(0), driver=str(driver_version()), method=method)
+    report.write(out, result)
 
 
 if __name__ == "__main__":

@@ -17,17 +17,14 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
-import platform
 import statistics
-import subprocess
 import time
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-MARKER = "<!-- figures: bench/results/logprobs.json -->\n\n"
+from polydraft.bench import report
+
+FIGURES = "bench/results/logprobs.json"
 WISHES = {"no engine option": None, "nothing": None, "top 0": 0, "top 5": 5, "fixed 21 columns": 20}
 BASE = "nothing"
 BATCH, DRAFTS, TURN, NEW_TOKENS = 64, 3, 8, 2000
@@ -133,30 +130,6 @@ def markdown(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def put_into(page: Path, marker: str, table: str) -> None:
-    """Replace the table behind a marker."""
-    before, found, behind = page.read_text(encoding="utf-8").partition(marker)
-    if not found:
-        raise SystemExit(f"{page} has no line {marker.strip()}; put it where the table shall stand")
-    rest = behind.partition("\n\n")[2]
-    page.write_text(f"{before}{marker}{table}\n{rest}", encoding="utf-8")
-
-
-def result(rows: list[dict[str, Any]], method: str) -> dict[str, Any]:
-    """The rows with where and when they were measured."""
-    import numpy as np
-
-    from polydraft import __version__
-
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
-    return {
-        "schema": "polydraft.bench/1", "date": datetime.now(timezone.utc).date().isoformat(), "commit": commit,
-        "device": f"CPU, {os.cpu_count()} cores", "driver": "none",
-        "versions": {"polydraft": __version__, "numpy": np.__version__, "python": platform.python_version()},
-        "method": method.strip(), "rows": rows,
-    }  # fmt: skip
-
-
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--turns", type=int, default=50)
@@ -164,11 +137,14 @@ def main() -> None:
     parser.add_argument("--read", type=Path)
     parser.add_argument("--page", type=Path)
     options = parser.parse_args()
-    found = json.loads(options.read.read_text()) if options.read else result(measure(options.turns), __doc__ or "")
+    if options.read:
+        found = json.loads(options.read.read_text(encoding="utf-8"))
+    else:
+        found = report.document(measure(options.turns), method=(__doc__ or "").strip())
     if options.out:
-        options.out.write_text(json.dumps(found, indent=1) + "\n")
+        report.write(options.out, found)
     if options.page:
-        put_into(options.page, MARKER, markdown(found["rows"]))
+        report.renew(options.page, FIGURES, markdown(found["rows"]))
     print(markdown(found["rows"]))
 
 

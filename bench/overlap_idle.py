@@ -28,6 +28,7 @@ from polydraft.bench import report
 
 Row = dict[str, Any]
 
+FIGURES = "bench/results/overlap_idle.json"
 WORKLOADS = ("decode", "mixed")
 GRAPHS = ("off", "decode")
 KERNEL_US = (10, 20, 40)
@@ -157,14 +158,6 @@ def markdown(rows: Sequence[Row]) -> str:
     return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
 
-def write_page(page: Path, source: str, rows: Sequence[Row]) -> None:
-    """Put the table behind the marker that names the result `source`, in place of the one that stands there."""
-    text, marker = page.read_text(encoding="utf-8"), f"<!-- figures: {source} -->\n\n"
-    before, _, behind = text.partition(marker)
-    _, _, rest = behind.partition("\n\n")
-    page.write_text(f"{before}{marker}{markdown(rows)}\n{rest}", encoding="utf-8")
-
-
 def too_idle(rows: Sequence[Row]) -> list[str]:
     """Rows at depth 1 whose device waits longer than it may, in words."""
     return [
@@ -216,11 +209,11 @@ def main() -> None:
         result = report.document(list(measure(args.repeats)), device=device, method=METHOD)
     print(markdown(result["rows"]), end="")
     if args.out:
-        args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        report.write(args.out, result)
     if args.plot:
         plot(result, args.plot)
     if args.page:
-        write_page(args.page, (args.out or args.read).as_posix(), result["rows"])
+        report.renew(args.page, FIGURES, markdown(result["rows"]))
     late = too_idle(result["rows"])
     if late:
         sys.exit("the device waits too long: " + "; ".join(late))

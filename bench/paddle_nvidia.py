@@ -20,8 +20,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from polydraft.bench import report
 from polydraft.bench.measure import Load
-from polydraft.bench.report import METHOD, document
 from polydraft.bench.suite import Contender, Suite
 from polydraft.config import EngineConfig
 
@@ -32,7 +32,7 @@ CONTENDERS: dict[str, dict[str, Any]] = {
     "paddle, pack": {"backend": "paddle", "device": "polycuda:0", "kernels": ("paddle/cuda",)},
     "paddle": {"backend": "paddle", "device": "polycuda:0"},
 }
-MARKER = "<!-- figures: bench/results/paddle_nvidia.json -->\n\n"
+FIGURES = "bench/results/paddle_nvidia.json"
 
 
 def rows_of(contender: str, options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -80,8 +80,8 @@ def main() -> int:
     parser.add_argument("--page", help="only renew the table of this page from --out")
     options = parser.parse_args()
     if options.page:
-        result, page = json.loads(Path(options.out).read_text(encoding="utf-8")), Path(options.page)
-        page.write_text(put_into(page.read_text(encoding="utf-8"), result), encoding="utf-8")
+        result = json.loads(Path(options.out).read_text(encoding="utf-8"))
+        report.renew(Path(options.page), FIGURES, markdown(result))
     elif options.only:
         print(json.dumps(rows_of(options.only, options)))
     else:
@@ -102,16 +102,9 @@ def measure_all(options: argparse.Namespace) -> None:
             print(f"{contender}: {error}", file=sys.stderr, flush=True)
             continue
         rows += json.loads(done.stdout.splitlines()[-1])
-        method = f"{METHOD}; weights random, acceptance synthetic by {SCHEDULE}; bench/paddle_nvidia.py says what a contender is"
-        result = document(rows, device=device_name(0), driver=str(driver_version()), method=method)
-        Path(options.out).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-
-
-def put_into(page: str, result: dict[str, Any]) -> str:
-    """The page with the table of `result` behind its marker."""
-    before, _, after = page.partition(MARKER)
-    rest = after[after.index("\n\n") :]
-    return before + MARKER + markdown(result) + rest
+        how = f"weights random, acceptance synthetic by {SCHEDULE}; bench/paddle_nvidia.py says what a contender is"
+        result = report.document(rows, device=device_name(0), driver=str(driver_version()), method=f"{report.METHOD}; {how}")
+        report.write(options.out, result)
 
 
 def markdown(result: dict[str, Any]) -> str:

@@ -19,7 +19,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-MARKER = "<!-- figures: bench/results/paddle_vs_reference.json -->"
+FIGURES = "bench/results/paddle_vs_reference.json"
 BACKENDS = ("reference", "paddle")
 ASKED = 8
 """From this batch on the Paddle backend is to be no slower."""
@@ -85,17 +85,10 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def put_into(page: str, result: dict[str, Any]) -> str:
-    """The page with the table behind its marker, up to the next empty line, made anew."""
-    before, marker, behind = page.partition(MARKER)
-    if not marker:
-        sys.exit(f"the page has no line {MARKER}; put it where the table shall stand")
-    versions = (
-        f"Python {result['versions']['python']}, NumPy {result['versions']['numpy']}, Paddle {result['versions']['paddle']}"
-    )
-    said = f"Measured on {result['date']} on {result['device']}, {versions}:"
-    rest = behind.lstrip("\n").partition("\n\n")[2].partition("\n\n")[2]
-    return f"{before}{marker}\n{said}\n\n{table(result['rows'])}\n\n{rest}"
+def paragraphs(result: dict[str, Any]) -> tuple[str, str]:
+    """What the page says: when and where, and the table."""
+    versions = ", ".join(f"{name} {result['versions'][name.lower()]}" for name in ("Python", "NumPy", "Paddle"))
+    return f"Measured on {result['date']} on {result['device']}, {versions}:", table(result["rows"])
 
 
 def main() -> None:
@@ -126,9 +119,9 @@ def main() -> None:
         result["versions"]["paddle"] = version("paddlepaddle")
     print(table(result["rows"]))
     if args.out:
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
+        report.write(args.out, result)
     if args.page:
-        args.page.write_text(put_into(args.page.read_text(encoding="utf-8"), result), encoding="utf-8")
+        report.renew(args.page, FIGURES, *paragraphs(result))
     slow = [row for row in result["rows"] if row["batch"] >= ASKED and row.get("ratio", 1.0) < 1.0]
     if slow:
         sys.exit("slower than the reference: " + ", ".join(f"batch {r['batch']} with {r['threads']} threads" for r in slow))

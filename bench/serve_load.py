@@ -20,13 +20,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-from logprob_cost import put_into, result
+from polydraft.bench import report
 
 ROOT = Path(__file__).resolve().parent.parent
 TARGET = ROOT / "bench" / "results" / "serving.json"
 PROMPTS = [f"def function_{i}(x):\n    " for i in range(16)]
 TOKENS = 24
-MARKER = "<!-- figures: bench/results/serving.json -->\n\n"
+FIGURES = "bench/results/serving.json"
 ORDER = ("cpu", "reference")
 
 
@@ -164,11 +164,10 @@ def main() -> None:
     row = load(options.clients, options.seconds, options.backend)
     kept = json.loads(options.out.read_text())["rows"] if options.out.exists() else []
     rows = [old for old in kept if old["what"] == "load" and old["backend"] != row["backend"]] + [row]
-    options.out.write_text(
-        json.dumps(result(sorted(rows, key=lambda r: -ORDER.index(r["backend"])), __doc__ or ""), indent=1) + "\n"
-    )
+    rows.sort(key=lambda r: -ORDER.index(r["backend"]))
+    report.write(options.out, report.document(rows, method=(__doc__ or "").strip()))
     if options.page:
-        put_into(options.page, MARKER, markdown(json.loads(options.out.read_text())["rows"]))
+        report.renew(options.page, FIGURES, markdown(rows))
     print(json.dumps(row, indent=1))
 
 

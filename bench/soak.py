@@ -11,10 +11,8 @@ Prints one line of figures, adds a row to `--out`, and ends with status 1 where 
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import platform
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -25,7 +23,8 @@ from typing import Any
 
 import numpy as np
 
-from polydraft import LLM, Engine, SamplingParams, __version__
+from polydraft import LLM, Engine, SamplingParams
+from polydraft.bench import report
 from polydraft.runtime.output import RequestOutput
 
 ROOT = Path(__file__).parents[1]
@@ -164,15 +163,10 @@ def save(path: Path, new: dict[str, Any]) -> None:
     rows = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
     key = ("backend", "dtype", "invariant")
     rows = [old for old in rows if any(old[name] != new[name] for name in key)]
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
-    new |= {"date": datetime.datetime.now(datetime.timezone.utc).date().isoformat()}
-    document = {
-        "schema": "polydraft.bench/1", "date": new["date"], "commit": commit,
-        "device": f"{platform.machine()}, rows name their own", "driver": "",
-        "versions": {"polydraft": __version__, "numpy": np.__version__, "python": platform.python_version()},
-        "method": " ".join((__doc__ or "").split("\n\n")[1].split()), "rows": [*rows, new],
-    }  # fmt: skip
-    path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    method = " ".join((__doc__ or "").split("\n\n")[1].split())
+    result = report.document(rows, device=f"{platform.machine()}, rows name their own", method=method)
+    result["rows"].append({**new, "date": result["date"]})
+    report.write(path, result)
 
 
 def main() -> int:

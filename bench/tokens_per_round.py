@@ -10,23 +10,21 @@ of the README and, with --out, writes a `polydraft.bench/1` JSON file.
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
-import os
-import platform
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from polydraft import LLM, SamplingParams, __version__
+from polydraft import LLM, SamplingParams
+from polydraft.bench import report
 
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT))
 from tests.oracle.prompts import CODE_PROMPTS  # noqa: E402  the prompts live with the tests that know their exact counts
 
+METHOD = (
+    "five code prompts of tests/oracle/prompts.py in one batch, 128 new tokens each; tokens of decode rounds over decode rounds, "
+    "all texts together; spread is the lowest and highest of the seeds"
+)
 NEW_TOKENS = 128
 DRAFT_TOKENS = (1, 2, 3, 5)
 SEEDS = (1, 2, 3, 4)
@@ -76,22 +74,6 @@ def measure(num_drafts: int, verify: str, sampling: dict[str, float], seeds: tup
     return row
 
 
-def report(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """The committed form."""
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
-    return {
-        "schema": "polydraft.bench/1",
-        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
-        "commit": commit,
-        "device": f"{platform.machine()} CPU, {os.cpu_count()} cores",
-        "driver": "",
-        "versions": {"polydraft": __version__, "numpy": np.__version__, "python": platform.python_version()},
-        "method": "five code prompts of tests/oracle/prompts.py in one batch, 128 new tokens each; tokens of decode rounds over "
-        "decode rounds, all texts together; spread is the lowest and highest of the seeds",
-        "rows": rows,
-    }
-
-
 def main() -> None:
     """Run and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -105,7 +87,7 @@ def main() -> None:
         settings = f"| {r['draft_tokens']} | `{r['verify']}` | {r['temperature']:g} | {r['top_p']:g}"
         print(f"{settings} | {r['tokens_per_round']:.2f} | {shares} |")
     if args.out:
-        args.out.write_text(json.dumps(report(rows), indent=1) + "\n")
+        report.write(args.out, report.document(rows, method=METHOD))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,8 @@ from collections import Counter
 import jsonschema
 import pytest
 
-from bench.invariant_cost import MARKER, table
+from bench.invariant_cost import FIGURES, table
+from polydraft.bench.report import renewed
 from tests.support.project import ROOT
 
 RESULTS = ROOT / "bench" / "results"
@@ -20,7 +21,7 @@ def test_the_cost_of_invariance_is_that_of_the_result():
     measured = result("cuda_invariant.json")
     assert (measured["schema"], measured["device"]) == ("polydraft.bench/1", "NVIDIA H200")
     page = (ROOT / "docs" / "backends" / "cuda.md").read_text(encoding="utf-8")
-    assert page.partition(MARKER)[2].startswith(table(measured["rows"]) + "\n\n")
+    assert renewed(page, FIGURES, table(measured["rows"])) == page
     for row in measured["rows"]:
         ms = row["ms_by_engine"]
         assert row["cost"] == pytest.approx(ms["invariant"] / ms["default"] - 1)

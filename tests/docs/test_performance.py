@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from polydraft.bench.report import renewed
 from tests.docs.pages import read, section
 from tests.support.project import ROOT
 
@@ -30,8 +31,8 @@ def test_host_time_is_that_of_the_result():
     bench = script("host_time")
     result = json.loads((ROOT / "bench" / "results" / "host_time.json").read_text(encoding="utf-8"))
     page = read(PAGE)
-    assert bench.put_into(page, result) == page
-    assert bench.put_into(page, {**result, "date": "1999-01-01"}) != page
+    assert renewed(page, bench.FIGURES, *bench.paragraphs(result)) == page
+    assert renewed(page, bench.FIGURES, *bench.paragraphs({**result, "date": "1999-01-01"})) != page
 
 
 def test_host_time_is_what_is_wanted():
@@ -60,7 +61,7 @@ def test_rounds_on_a_gpu_are_those_of_the_result():
     bench = script("gpu_rounds")
     result = json.loads((ROOT / "bench" / "results" / "cuda.json").read_text(encoding="utf-8"))
     page = read(PAGE)
-    assert bench.put_into(page, result) == page
+    assert renewed(page, bench.FIGURES, bench.markdown(result)) == page
     assert bench.markdown(result) in section(page, "Decode rounds on an NVIDIA GPU")
     assert all(row["ms_per_round"] <= 0.26 * other for row, other in beside(bench, result, "small", "tiny"))
     ratios: dict[bool, list[float]] = {True: [], False: []}
@@ -75,7 +76,7 @@ def test_regions_on_a_gpu_are_those_of_the_result():
     bench = script("gpu_regions")
     result = json.loads((ROOT / "bench" / "results" / "cuda_regions.json").read_text(encoding="utf-8"))
     page = read(PAGE)
-    assert bench.put_into(page, result) == page
+    assert renewed(page, bench.FIGURES, bench.markdown(result)) == page
     found = bench.cells(result)
     assert list(found) == [(drafts, batch) for drafts in (0, 3) for batch in (1, 8, 32, 64)]
     for rows in found.values():

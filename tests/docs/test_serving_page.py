@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from polydraft.bench.report import renewed
 from tests.support.project import ROOT
 
 PAGE = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
@@ -29,7 +30,7 @@ def script(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_a_table_is_made_of_its_result(name: str, file: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module = script(name, monkeypatch)
     rows = json.loads((ROOT / "bench" / "results" / f"{file}.json").read_text(encoding="utf-8"))["rows"]
-    assert module.MARKER + module.markdown(rows) in PAGE
+    assert renewed(PAGE, module.FIGURES, module.markdown(rows)) == PAGE
 
 
 def test_the_load_lost_nothing() -> None:

@@ -24,7 +24,7 @@ from polydraft.bench.shapes import RandomCheckpoint
 from polydraft.bench.suite import Suite
 from polydraft.cli import main
 from polydraft.config import EngineConfig
-from polydraft.errors import CheckpointError, DeviceError, RequestError
+from polydraft.errors import CheckpointError, ConfigError, DeviceError, RequestError
 from polydraft.models.families import FamilyRegistry
 from polydraft.timeline import ROOMS
 from tests.support import tiny
@@ -378,3 +378,15 @@ def test_a_result_says_where_it_comes_from() -> None:
     document = report.document([{"shape": "x", "backend": "y", "draft_tokens": 1, "batch": 1}])
     assert all(document[key] for key in ("schema", "date", "device", "versions", "method"))
     assert set(document["versions"]) == {"polydraft", "numpy", "python"}
+
+
+def test_a_page_has_the_new_table_and_keeps_the_rest(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("before\n\n<!-- figures: a.json -->\n\nMeasured once:\n\n| old |\n|---|\n\nbehind\n\nend\n", encoding="utf-8")
+    wanted = "before\n\n<!-- figures: a.json -->\n\nMeasured again:\n\n| new |\n|---|\n\nbehind\n\nend\n"
+    for _ in range(2):
+        report.renew(page, "a.json", "Measured again:", "| new |\n|---|\n")
+        assert page.read_text(encoding="utf-8") == wanted
+    assert report.renewed("<!-- figures: a -->\n\n| old |\n", "a", "| new |") == "<!-- figures: a -->\n\n| new |\n"
+    with pytest.raises(ConfigError, match="no line <!-- figures: b"):
+        report.renew(page, "b.json", "| new |")

@@ -1,10 +1,12 @@
 """Owns the committed form of benchmark results: schema polydraft.bench/1, with machine, versions and method.
 
-`polydraft bench` and the scripts in `bench/` write it. It never holds a figure without what is needed to read it.
+`polydraft bench` and the scripts in `bench/` write it, and renew the tables of pages with it. It never holds a figure without
+what is needed to read it.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import subprocess
@@ -16,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from polydraft._version import __version__
+from polydraft.errors import ConfigError
 
 SCHEMA = "polydraft.bench/1"
 METHOD = (
@@ -40,6 +43,28 @@ def document(
         **more,
         "rows": list(rows),
     }
+
+
+def write(path: str | Path, result: Mapping[str, Any]) -> None:
+    """The file of a result."""
+    Path(path).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+def renewed(page: str, name: str, *paragraphs: str) -> str:
+    """The text of a page with these paragraphs behind its line `<!-- figures: NAME -->`, in place of as many that stand there.
+    A page without that line is a ConfigError."""
+    marker = f"<!-- figures: {name} -->\n\n"
+    before, found, behind = page.partition(marker)
+    if not found:
+        said = f"the page has no line {marker.strip()} with an empty one behind it"
+        raise ConfigError(f"{said}; put both where the table shall stand")
+    kept = behind.split("\n\n", len(paragraphs))[len(paragraphs) :]
+    return before + marker + "\n\n".join([*(paragraph.strip("\n") for paragraph in paragraphs), *kept]) + ("" if kept else "\n")
+
+
+def renew(path: Path, name: str, *paragraphs: str) -> None:
+    """`renewed` for the page in a file."""
+    path.write_text(renewed(path.read_text(encoding="utf-8"), name, *paragraphs), encoding="utf-8")
 
 
 def processor() -> str:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from polydraft.cli.options import common, names, whole_or_auto
+from polydraft.cli.options import common, listed, names, whole_or_auto
 
 if TYPE_CHECKING:
     from polydraft.bench.suite import Suite
@@ -29,24 +29,8 @@ OWN = ("shape", "batch", "draft_tokens", "compare", "prompt_tokens", "new_tokens
 """Options of the suite; the others configure the engines."""
 
 
-def wholes(value: str | tuple[int, ...]) -> tuple[int, ...]:
-    """Whole numbers between commas."""
-    if isinstance(value, tuple):  # a default, which click converts too
-        return value
-    try:
-        return tuple(int(part) for part in value.split(","))
-    except ValueError:
-        raise click.BadParameter(f"{value!r} is no list of whole numbers between commas") from None
-
-
-def chances(value: str | tuple[float, ...]) -> tuple[float, ...]:
-    """Numbers between commas."""
-    if isinstance(value, tuple):
-        return value
-    try:
-        return tuple(float(part) for part in value.split(","))
-    except ValueError:
-        raise click.BadParameter(f"{value!r} is no list of numbers between commas") from None
+wholes = listed(int, "whole numbers between commas")
+chances = listed(float, "numbers between commas")
 
 
 @click.command("bench", epilog=EXAMPLES)
@@ -85,15 +69,15 @@ def command(out: str | None, no_color: bool, as_json: bool, **options: Any) -> i
     With --accept-schedule the drafts are accepted by chance, to time shapes without trained weights: such a result is
     synthetic and says so. On the backend null every draft is accepted, so that it shows what the host takes alone.
     """
-    from polydraft.bench.report import document
+    from polydraft.bench import report
 
     suite = _suite(options)
     if out:
         _claim(out)
     with _progress() as progress:
-        result = document(list(suite.run(progress)))
+        result = report.document(list(suite.run(progress)))
     if out:
-        Path(out).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        report.write(out, result)
     if as_json:
         click.echo(json.dumps(result))
     else:

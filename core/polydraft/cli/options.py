@@ -13,6 +13,7 @@ import click
 FAILED, USAGE, INTERRUPTED = 1, 2, 130
 """Exit statuses besides 0: the thing asked for failed; bad usage; Ctrl-C."""
 
+Number = TypeVar("Number", int, float)
 Command = TypeVar("Command", bound=Callable[..., Any])
 ENGINE = (
     "model", "backend", "device", "draft_tokens", "proposer", "draft_vocab", "verify", "max_num_seqs", "max_model_len",
@@ -59,24 +60,18 @@ def names(value: str | tuple[str, ...]) -> tuple[str, ...]:
     return each
 
 
-def sizes(value: str | tuple[int, ...]) -> tuple[int, ...]:
-    """Whole numbers between commas."""
-    if isinstance(value, tuple):
-        return value
-    try:
-        return tuple(int(part) for part in value.split(","))
-    except ValueError:
-        raise click.BadParameter(f"{value!r} is no list of sizes, such as 1,2,4") from None
+def listed(number: Callable[[str], Number], what: str) -> Callable[[str | tuple[Number, ...]], tuple[Number, ...]]:
+    """The type of an option that takes numbers between commas; `what` they are is said to whoever gives others."""
 
+    def numbers(value: str | tuple[Number, ...]) -> tuple[Number, ...]:
+        if isinstance(value, tuple):  # a default, which click converts too
+            return value
+        try:
+            return tuple(number(part) for part in value.split(","))
+        except ValueError:
+            raise click.BadParameter(f"{value!r} is no list of {what}") from None
 
-def token_ids(value: str | tuple[int, ...]) -> tuple[int, ...]:
-    """Token ids between commas."""
-    if isinstance(value, tuple):
-        return value
-    try:
-        return tuple(int(part) for part in value.split(","))
-    except ValueError:
-        raise click.BadParameter(f"{value!r} is no list of token ids, such as 17,4") from None
+    return numbers
 
 
 def engine(*, max_num_seqs: int) -> Callable[[Command], Command]:
@@ -84,7 +79,8 @@ def engine(*, max_num_seqs: int) -> Callable[[Command], Command]:
     `max_num_seqs`: what the command takes where it is not told."""
     auto: Any = {"type": whole_or_auto}
     flag: Any = {"is_flag": True, "default": None}
-    ids: Any = {"type": token_ids, "metavar": "ID,..."}
+    sizes: Any = {"type": listed(int, "sizes, such as 1,2,4"), "metavar": "N,..."}
+    ids: Any = {"type": listed(int, "token ids, such as 17,4"), "metavar": "ID,..."}
     options = (
         click.option("--model", metavar="DIR", help="Checkpoint directory, see docs/checkpoints.md.  [default: the demo model]"),
         click.option("--backend", metavar="NAME", help="An installed backend, see polydraft doctor.  [default: auto]"),
@@ -100,9 +96,9 @@ def engine(*, max_num_seqs: int) -> Callable[[Command], Command]:
         click.option("--max-batched-tokens", **auto, metavar="N", help="Rows of one step.  [default: auto]"),
         click.option("--overlap", **auto, metavar="auto|0|1|2", help="Steps launched ahead of results.  [default: auto]"),
         click.option("--graph", metavar="auto|off|decode|prefill", help="Steps captured as device graphs.  [default: auto]"),
-        click.option("--graph-sizes", type=sizes, metavar="N,...", help="Sequences (decode) or rows (prefill) of those graphs."),
+        click.option("--graph-sizes", **sizes, help="Sequences (decode) or rows (prefill) of those graphs."),
         click.option("--dtype", metavar="f32|bf16|f16", help="Precision of activations.  [default: auto]"),
-        click.option("--kv-dtype", metavar="auto|int8", help="How KV rows are kept.  [default: auto, in that precision]"),
+        click.option("--kv-dtype", metavar="auto|int8|fp8", help="How KV rows are kept.  [default: auto, in that precision]"),
         click.option("--invariant", **flag, help="Arithmetic that gives equal bits for every K, batch and chunk."),
         click.option("--kernels", type=names, metavar="PACK,...", help="Kernel packs to enable, first wins."),
         click.option("--variants", metavar="auto|off", help="Variants of its kernels that have passed here.  [default: auto]"),

@@ -34,7 +34,8 @@ TOLERANCE_S = 1e-9
 """Two readings of one clock that are nearer than this count as equal."""
 
 
-class Operation(Protocol):
+@dataclass(frozen=True)
+class Operation:
     """One operation of a device's own timeline, in seconds of its clock. `kind` is kernel, upload, download or replay: the
     cost of starting a graph, whose kernels follow with the same `issued_s`. `rows`: launch length, or rows copied."""
 

@@ -8,26 +8,14 @@ from __future__ import annotations
 import ctypes
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from polydraft.timeline import Operation
+
 if TYPE_CHECKING:
     from polydraft_cpu.device import CpuDevice
-
-
-@dataclass(frozen=True)
-class Operation:
-    """A launch, a copy, or the start of a graph; seconds of the host's clock, see `polydraft.timeline.Operation`."""
-
-    stream: str
-    kind: str
-    name: str
-    rows: int
-    issued_s: float
-    start_s: float
-    end_s: float
 
 
 class CpuTimeline:

@@ -9,29 +9,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from polydraft.device import Stream
+from polydraft.timeline import Operation
 
 if TYPE_CHECKING:
     from polydraft_cuda.device import CudaDevice, CudaEvent
 
 KINDS: Final = {"cuMemcpyHtoDAsync": "upload", "cuMemcpyDtoHAsync": "download"}
 """What a copy is called in a timeline, by the driver's name of it."""
-
-
-@dataclass(frozen=True)
-class Operation:
-    """One graph or copy; seconds of the host's clock, see `polydraft.timeline.Operation`."""
-
-    stream: str
-    kind: str
-    name: str
-    rows: int
-    issued_s: float
-    start_s: float
-    end_s: float
 
 
 class CudaTimeline:

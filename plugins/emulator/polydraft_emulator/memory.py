@@ -149,7 +149,7 @@ class EmulatorCache(Memory):
         """Overwrite all rows; synchronises; tests only."""
         self._settle()
         for index, value in enumerate((k, v)):
-            value = to_grid(value) if self.spec.kv else value  # noqa: PLW2901  as it is kept
+            value = to_grid(value, self.spec.kv) if self.spec.kv else value  # noqa: PLW2901  as it is kept
             self._array[index][:, self.row_map] = value.transpose(2, 0, 1, 3).reshape(self._array.shape[1:])
 
     def discard(self, blocks: Array) -> None:

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from types import TracebackType
 
 from polydraft.errors import ConfigError
+from polydraft.timeline import Operation
 
 ENGINES = {"kernel": "kernel", "replay": "kernel", "upload": "upload", "download": "download"}
 """Which engine an operation of a kind occupies."""
@@ -30,24 +31,11 @@ _COST = re.compile(r"([a-z_+]+):(\d+(?:\.\d+)?)(?:\+(\d+(?:\.\d+)?))?")
 
 
 @dataclass(frozen=True)
-class Span:
-    """One operation of the timeline. Times in seconds of modelled time since the device was opened: when the host issued it,
-    and from when to when it ran. `rows` is its launch length, or the rows copied."""
-
-    stream: str
-    kind: str
-    name: str
-    rows: int
-    issued_s: float
-    start_s: float
-    end_s: float
-
-
-@dataclass(frozen=True)
 class Timeline:
-    """Spans in issue order. `label` goes wherever a figure of it is shown."""
+    """Operations in issue order, in seconds of modelled time since the device was opened. `label` goes wherever a figure of it is
+    shown."""
 
-    spans: tuple[Span, ...]
+    spans: tuple[Operation, ...]
     label: str = "modelled"
     blocked_s: float = 0.0
     """Seconds that the host has spent waiting for the device."""
@@ -89,7 +77,7 @@ class Clock:
         self._excluded = self._waited = self._blocked = self._entered = 0.0
         self._depth = 0
         self._free = dict.fromkeys(ENGINES.values(), 0.0)
-        self._spans: list[Span] = []
+        self._spans: list[Operation] = []
 
     def __enter__(self) -> None:
         if not self._depth:
@@ -128,7 +116,7 @@ class Clock:
             start = max(issued, end, self._free[engine])
             fixed, each = self._costs.get(name) or self._costs.get(kind) or self._costs.get("op") or (0.0, 0.0)
             end = self._free[engine] = start + fixed + each * rows
-            self._spans.append(Span(stream, kind, name, rows, issued, start, end))
+            self._spans.append(Operation(stream, kind, name, rows, issued, start, end))
         return end
 
     def timeline(self) -> Timeline:

@@ -5,11 +5,11 @@ from types import SimpleNamespace
 import pytest
 
 from polydraft.errors import ConfigError, DeviceError
+from polydraft.timeline import Operation
 from polydraft_emulator import timeline
 from polydraft_emulator.device import EmulatorDevice
 from polydraft_emulator.options import POLICIES
 from polydraft_emulator.testing import Log, open_device
-from polydraft_emulator.timeline import Span
 
 US = 1e-6
 
@@ -108,7 +108,7 @@ def test_costs_by_contract_kind_and_row_and_of_a_call(host: Host):
     assert host.at == 1000
     assert spans(device) == [("linear", 3, 3, 21), ("embed", 6, 21, 26), ("b", 9, 26, 27)]
     first = device.timeline().spans[0]
-    assert first == Span("compute", "kernel", "linear", 4, first.issued_s, first.start_s, first.end_s)
+    assert first == Operation("compute", "kernel", "linear", 4, first.issued_s, first.start_s, first.end_s)
 
 
 @pytest.mark.parametrize("seed", range(6))

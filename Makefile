@@ -49,7 +49,9 @@ deep: $(TEST)  ## run the tests that take minutes each
 # Nearly a gigabyte, so it is neither part of `test` nor of `deep`.
 oldest:  ## run the tests of the Paddle backends on the oldest Paddle they support, in .venv-paddle-oldest
 	$(PYTHON) -m venv .venv-paddle-oldest
-	.venv-paddle-oldest/bin/python -m pip --disable-pip-version-check --quiet install --editable '.[conform,grammar,paddle]' 'paddlepaddle==3.2.0' pytest-xdist jsonschema
+	.venv-paddle-oldest/bin/python -m pip --disable-pip-version-check --quiet install --editable '.[conform,grammar,paddle]' 'paddlepaddle==3.2.0' pytest-xdist jsonschema 'setuptools>=77' wheel
+	.venv-paddle-oldest/bin/python -m pip --disable-pip-version-check --quiet install --no-deps --no-build-isolation plugins/paddle-emu-device
+	@rm -rf plugins/paddle-emu-device/build
 	.venv-paddle-oldest/bin/python -m pytest -n 2 --dist loadfile tests/paddle
 
 coverage: $(TEST)  ## run the tests with branch coverage of core, which must not fall below 95 %

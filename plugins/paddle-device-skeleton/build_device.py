@@ -7,8 +7,15 @@ import importlib.util
 import re
 from pathlib import Path
 
+import setuptools
 from setuptools import Extension
 from setuptools.command.build_ext import build_ext
+
+if int(setuptools.__version__.partition(".")[0]) < 77:  # without build isolation nobody sees to what pyproject.toml requires
+    raise SystemExit(
+        f"building the Paddle device needs setuptools 77 or newer, got {setuptools.__version__}; "
+        "pip install 'setuptools>=77' wheel"
+    )
 
 FOLDER = "paddle_custom_device"
 """Beside the packages: Paddle loads every library in this folder when it is imported."""
@@ -25,10 +32,15 @@ class BuildDevice(build_ext):
         return f"libpaddle-{fullname.rpartition('.')[2]}.so"
 
     def run(self):
-        """Build, and leave beside each library a note of the Paddle that it was built against."""
+        """Build, and leave beside each library a note of the Paddle that it was built against. What an earlier build against
+        another Paddle has left is built again, which its age alone would not bring about."""
+        version = paddle_version()
+        notes = [Path(output).with_suffix(".paddle-version") for output in self.get_outputs()]
+        if any(not note.is_file() or note.read_text(encoding="utf-8").strip() != version for note in notes):
+            self.force = True
         super().run()
-        for output in self.get_outputs():
-            Path(output).with_suffix(".paddle-version").write_text(f"{paddle_version()}\n", encoding="utf-8")
+        for note in notes:
+            note.write_text(f"{version}\n", encoding="utf-8")
 
     def get_export_symbols(self, ext):
         """No module initialiser: functions are exported in the source."""
@@ -53,6 +65,12 @@ def paddle_version():
     return re.search(r"^full_version\s*=\s*'([^']+)'", text, flags=re.MULTILINE)[1]
 
 
+def has_graphs():
+    """Whether the installed Paddle has the calls of graphs in a device's table, which came with 3.3."""
+    table = paddle() / "include" / "paddle" / "phi" / "backends" / "device_ext.h"
+    return "cuda_stream_begin_capture" in table.read_text(encoding="utf-8")
+
+
 def device_library(device_type, sources, *, depends=(), link=(), include_dirs=()):
     """The extension of one device type: its C++ sources, the skeleton's headers, Paddle's headers and libraries."""
     home = paddle()
@@ -62,7 +80,11 @@ def device_library(device_type, sources, *, depends=(), link=(), include_dirs=()
         sources=list(sources),
         depends=[*depends, *(str(path) for path in sorted(INCLUDE.rglob("*.h")))],
         include_dirs=[str(folder) for folder in includes],
-        define_macros=[("PADDLE_WITH_CUSTOM_DEVICE", None), ("PADDLE_DEVICE_TYPE", f'"{device_type}"')],
+        define_macros=[
+            ("PADDLE_WITH_CUSTOM_DEVICE", None),
+            ("PADDLE_DEVICE_TYPE", f'"{device_type}"'),
+            ("PADDLE_DEVICE_GRAPHS", str(int(has_graphs()))),
+        ],
         library_dirs=[str(home / "libs"), str(home / "base")],
         extra_compile_args=COMPILE,
         extra_link_args=[*link, "-l:libphi_core.so", "-l:libcommon.so", "-lpthread"],

@@ -6,10 +6,14 @@ import importlib.metadata
 import importlib.util
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "backends" / "paddle"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "backends" / "xpu"))
+import polydraft_paddle
+import polydraft_xpu
 from polydraft_paddle import installation
 
 from polydraft.errors import DeviceError
@@ -61,6 +65,18 @@ def test_one_that_nobody_has_tried(monkeypatch: pytest.MonkeyPatch, version: str
     pretend(monkeypatch, paddlepaddle=version)
     wanted = f"paddlepaddle {version} is newer than 3.3, the newest that was tried; pip install 'polydraft[paddle]'"
     assert installation.unusable() == wanted
+
+
+@pytest.mark.parametrize(("version", "on"), [("3.2.2", {"gpu"}), ("3.3.0", {"gpu", "xpu", "mychip"})])
+def test_graphs_are_declared_where_the_installed_paddle_has_them(monkeypatch: pytest.MonkeyPatch, version: str, on: set[str]):
+    pretend(monkeypatch, paddlepaddle=version)
+    for backend in (polydraft_paddle, polydraft_xpu):
+        found = {kind for kind in ("cpu", "gpu", "xpu", "mychip") if _captures(backend, "cpu" if kind == "cpu" else f"{kind}:0")}
+        assert found == on
+
+
+def _captures(backend: Any, spec: str) -> bool:
+    return bool(backend.polydraft_backend_info(spec=spec).capabilities.graph_capture)
 
 
 def test_pip_is_asked_for_the_same_range():

@@ -8,7 +8,7 @@ import pytest
 
 from polydraft.conformance.oracle.checkpoints import write_checkpoint
 from polydraft.demo import demo_model_path
-from tests.support.paddle import needs_device, needs_paddle, script
+from tests.support.paddle import needs_graphs, needs_paddle, script
 
 LAYER = """
 import json, sys
@@ -150,6 +150,6 @@ def test_layers_say_what_the_reference_says(folder: Path):
 
 
 @pytest.mark.deep
-@needs_device
+@needs_graphs
 def test_layers_are_captured_in_a_graph(folder: Path):
     assert lines(folder, "polyemu:0", "decode", "both")[0] == "both 5 True"

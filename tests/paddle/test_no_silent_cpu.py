@@ -10,7 +10,7 @@ from typing import NamedTuple
 import pytest
 
 from polydraft.conformance.report import Selection, conform
-from tests.support.paddle import needs_device, polydraft, script
+from tests.support.paddle import needs_device, needs_graphs, polydraft, script
 from tests.support.plugin_doubles import backend as double
 
 PROMPT = "def fibonacci(n):"
@@ -83,7 +83,7 @@ def planted(tmp_path: Path) -> Path:
 
 
 # -- the decode step -----------------------------------------------------------------------------------
-@needs_device
+@needs_graphs
 @pytest.mark.parametrize("backend", ["paddle", "xpu"])
 def test_a_decode_step_in_graph_mode_has_no_fallback_at_all(backend: str):
     assert ran(backend, "decode")._replace(replays=1) == Steps({}, tokens=16, waits=0, replays=1)
@@ -98,7 +98,7 @@ def test_an_operation_without_a_kernel_is_counted(planted: Path):
     assert steps.waits > 0
 
 
-@needs_device
+@needs_graphs
 def test_a_step_with_an_operation_on_the_cpu_is_not_captured(planted: Path):
     """Falling back is allowed here; a replay would leave the operation out."""
     with pytest.raises(subprocess.CalledProcessError) as refused:

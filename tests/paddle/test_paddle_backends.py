@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.paddle import answer, needs_device, needs_paddle, polydraft, script
+from tests.support.paddle import HAS_GRAPHS, answer, needs_device, needs_graphs, needs_paddle, polydraft, script
 
 PROMPT = "def fibonacci(n):"
 SMALL = ("--max-new-tokens", "12", "--max-num-seqs", "1", "--max-model-len", "64", "--block-size", "16")
@@ -51,7 +51,7 @@ def test_quantised_rows_are_declared_where_they_were_tried():
 
 
 @pytest.mark.deep
-@needs_device
+@needs_graphs
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("backend", ["paddle", "xpu"])
 def test_full_holds_on_a_custom_device(tmp_path: Path, backend: str):
@@ -80,13 +80,17 @@ def test_the_cpu_says_what_the_reference_says(wanted: dict[str, Any]):
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("backend", "overlap", "graph"),
-    [("paddle", "0", "off"), ("paddle", "1", "decode"), ("xpu", "0", "decode")],  # xpu at overlap 1: test_xpu_extras.py
+    [
+        ("paddle", "0", "off"),
+        ("paddle", "1", "auto"),  # graphs where the installed Paddle has them
+        pytest.param("xpu", "0", "decode", marks=needs_graphs),  # xpu at overlap 1: test_xpu_extras.py
+    ],
 )
 def test_a_custom_device_says_what_the_reference_says(wanted: dict[str, Any], backend: str, overlap: str, graph: str):
     options = ("--backend", backend, "--device", "polyemu:0", "--overlap", overlap, "--graph", graph)
     got = answer("generate", PROMPT, *options, *SMALL)
     same(got, wanted)
-    assert (got["totals"]["graph_replays"] > 0) == (graph == "decode")
+    assert (got["totals"]["graph_replays"] > 0) == (HAS_GRAPHS and graph != "off")
 
 
 # -- what can be wrong -------------------------------------------------------------------------------
@@ -135,6 +139,5 @@ def test_paddle_is_imported_only_when_it_is_chosen():
 
 @needs_paddle
 def test_its_noise_is_kept_out_of_the_way():
-    run = polydraft("generate", PROMPT, "--backend", "paddle", "--json", *SMALL)
-    assert "ccache" not in run.stderr
-    assert "init.cc" not in run.stderr
+    """`answer` refuses a run that says anything on standard error; so do the tests of custom devices, which use it too."""
+    answer("generate", PROMPT, "--backend", "paddle", "--temperature", "0.8", "--logprobs", "2", *SMALL)

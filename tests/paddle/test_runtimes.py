@@ -3,6 +3,7 @@ breaks the import."""
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import importlib.util
 import json
@@ -19,6 +20,7 @@ from polydraft.cli.doctor import examine
 from polydraft.plugin_checks import BACKEND
 from polydraft.plugins import Found, Loaded
 from tests.support.paddle import needs_paddle, polydraft
+from tests.support.project import ROOT
 
 PADDLE = "3.3.1"
 
@@ -50,6 +52,24 @@ def test_one_of_ours_says_what_it_was_built_for(root: Path, built: str, fits: bo
         f"3.3.1, or remove {root / 'libpaddle-mychip.so'}"
     )
     assert runtimes.misfits(PADDLE) == ({} if fits else {"mychip": sentence})
+
+
+@pytest.mark.parametrize(("built", "again"), [("", True), ("3.2.0", True), (PADDLE, False)])
+def test_what_was_built_for_another_paddle_is_built_again(root: Path, monkeypatch: pytest.MonkeyPatch, built: str, again: bool):
+    """A checkout that builds for one Paddle and then for another: by their age the files of the first build are good."""
+    setuptools: Any = pytest.importorskip("setuptools")
+    monkeypatch.syspath_prepend(str(ROOT / "plugins" / "paddle-device-skeleton"))
+    build_device: Any = importlib.import_module("build_device")
+    monkeypatch.setattr(build_device, "paddle_version", lambda: PADDLE)
+    forced: list[bool] = []
+    monkeypatch.setattr(build_device.build_ext, "run", lambda self: forced.append(bool(self.force)))
+    command = build_device.BuildDevice(setuptools.Distribution())
+    command.get_outputs = lambda: [str(root / "libpaddle-mychip.so")]
+    if built:
+        built_for(root, built)
+    command.run()
+    assert forced == [again]
+    assert runtimes.misfits(PADDLE) == {}, "the note says what it was built for"
 
 
 @pytest.mark.parametrize(("version", "fits"), [("3.3.0.post1", True), ("3.0.0", False)])

@@ -7,7 +7,7 @@ import json
 
 import numpy as np
 
-from tests.support.paddle import needs_device, script
+from tests.support.paddle import needs_graphs, script
 
 RUN = """
 import json
@@ -42,7 +42,7 @@ xpu.engine.close()
 """
 
 
-@needs_device
+@needs_graphs
 def test_prefill_graphs_overlap_log_probabilities_and_sampling_on_the_device():
     run = script(RUN)
     assert run.returncode == 0, run.stderr[-2000:]

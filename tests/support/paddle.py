@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from polydraft_paddle.installation import has_graphs
 
 SITE = importlib.util.find_spec("paddle")
 HAS_PADDLE = SITE is not None
@@ -24,6 +25,8 @@ needs_device = pytest.mark.skipif(
     not HAS_DEVICE,
     reason="the emulated Paddle device is not installed: pip install --no-build-isolation plugins/paddle-emu-device",
 )
+HAS_GRAPHS = HAS_DEVICE and has_graphs("polyemu")
+needs_graphs = pytest.mark.skipif(not HAS_GRAPHS, reason="no graphs: Paddle 3.3 or the emulated Paddle device is missing")
 
 
 def polydraft(*arguments: str, timeout: float = 110) -> subprocess.CompletedProcess[str]:
@@ -36,9 +39,9 @@ def polydraft(*arguments: str, timeout: float = 110) -> subprocess.CompletedProc
 
 
 def answer(*arguments: str) -> dict[str, Any]:
-    """The JSON object that a successful run prints."""
+    """The JSON object that a successful run prints. It says nothing else, and Paddle neither."""
     run = polydraft(*arguments, "--json")
-    assert run.returncode == 0, run.stderr[-2000:] + run.stdout[-500:]
+    assert (run.returncode, run.stderr) == (0, ""), run.stderr[-2000:] + run.stdout[-500:]
     result: dict[str, Any] = json.loads(run.stdout)
     return result
 

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 HOST = Capabilities(dtypes=("f32",), pool_temporaries=True)
 """What the CPU place can do: everything has happened when a call returns."""
 QUEUED = Capabilities(dtypes=("f32",), asynchronous=True, graph_capture=True, pool_temporaries=True)
-"""What a place with streams can do. Whether its runtime offers graphs is seen when it is opened: `--graph off` does without."""
+"""What a place with streams can do, graphs where the installed Paddle has them. Whether its runtime offers them as well is seen
+when it is opened: `--graph off` does without."""
 DTYPES = {"polycuda": ("f32", "bf16")}
 """Activation dtypes of kinds of place that were tried in more than float32."""
 KV_DTYPES = {"cpu": ("int8",), "polyemu": ("int8",)}
@@ -44,6 +45,7 @@ Evidence = Literal["silicon", "custom device", "double only"]
 EVIDENCE: dict[str, tuple[Evidence, str]] = {
     "cpu": ("silicon", "AMD EPYC CPU, 2026-11-21"),
     "polyemu": ("custom device", "plugins/paddle-emu-device, 2026-11-21"),
+    "polycuda": ("silicon", "NVIDIA H200, 2026-11-21"),
 }
 """What each kind of place was seen on, and when; the others were never run by us."""
 
@@ -57,7 +59,7 @@ def polydraft_backend_info(spec: str) -> BackendInfo:
 def describe(name: str, summary: str, spec: str) -> BackendInfo:
     """The identity of a backend of this family called `name` on the place `spec`."""
     from polydraft.contracts import REGISTRY
-    from polydraft_paddle.installation import installed, unusable
+    from polydraft_paddle.installation import has_graphs, installed, unusable
     from polydraft_paddle.machine import runs_with
     from polydraft_paddle.runtimes import misfits
     from polydraft_paddle.variants import variants_of
@@ -80,7 +82,10 @@ def describe(name: str, summary: str, spec: str) -> BackendInfo:
         reason=reason,
         devices=() if reason else ("cpu",),
         capabilities=replace(
-            HOST if spec == "cpu" else QUEUED, dtypes=DTYPES.get(kind, QUEUED.dtypes), kv_dtypes=KV_DTYPES.get(kind, ())
+            HOST if spec == "cpu" else QUEUED,
+            dtypes=DTYPES.get(kind, QUEUED.dtypes),
+            graph_capture=spec != "cpu" and has_graphs(kind),
+            kv_dtypes=KV_DTYPES.get(kind, ()),
         ),
         evidence=evidence,
         evidence_on=evidence_on,

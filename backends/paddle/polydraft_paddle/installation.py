@@ -57,6 +57,11 @@ def unusable() -> str:
     return ""
 
 
+def has_graphs(kind: str) -> bool:
+    """Whether the installed Paddle captures graphs on a kind of place that has streams: before 3.3 it does on `gpu` alone."""
+    return kind == "gpu" or all(_numbers(version) >= (3, 3) for version in installed().values())
+
+
 def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", version)[:2])
 
@@ -78,6 +83,7 @@ def import_paddle() -> None:
             if problem := runtimes.load_problem(error):
                 raise DeviceError(problem) from error
             raise DeviceError(f"the installed Paddle does not load ({first_line(error)}); reinstall it: {INSTALL}") from error
+    warnings.filterwarnings("ignore", r"\s*Non compatible API")  # 3.2 compares itself with PyTorch, once for each operation
     logging.getLogger("paddle").setLevel(logging.ERROR)
 
 

@@ -205,6 +205,7 @@ struct Runtime : paddle_device::Plain {
     return C_SUCCESS;
   }
 
+#if PADDLE_DEVICE_GRAPHS
   // -- graphs -------------------------------------------------------------------------------------
   static C_Status begin_capture(const C_Device, C_Stream stream, C_StreamCaptureMode) {
     if (as_stream(stream)->capturing()) return C_ERROR;
@@ -256,6 +257,7 @@ struct Runtime : paddle_device::Plain {
     delete as_graph(exec);
     return C_SUCCESS;
   }
+#endif
 };
 
 }  // namespace

@@ -1,7 +1,8 @@
 // The table of calls that Paddle wants from a custom device, filled from a class with a static function for each of them.
 //
 // `Plain` has what a device need not think about: numbers that nothing asks for, handles of libraries that nothing computes with,
-// and no parameters of captured kernels to set anew.
+// and no parameters of captured kernels to set anew. Paddle has the calls of graphs since 3.3: `PADDLE_DEVICE_GRAPHS` is 0 where
+// the installed one has not, and a device is built without.
 
 #pragma once
 
@@ -54,6 +55,7 @@ struct Plain {
   static C_Status drop_blas_handle(const C_Device, C_BLASHandle) { return C_SUCCESS; }
   static C_Status drop_blaslt_handle(const C_Device, C_BLASLtHandle) { return C_SUCCESS; }
 
+#if PADDLE_DEVICE_GRAPHS
   // -- graphs -------------------------------------------------------------------------------------
   static C_Status parameter_setter(C_CudaGraph, C_GraphHookManager* hooks) {
     hooks->size = 0;
@@ -63,6 +65,7 @@ struct Plain {
   }
   static C_Status print_graph(C_CudaGraph, const char*, unsigned int) { return C_SUCCESS; }
   static C_Status exchange_mode(C_StreamCaptureMode*) { return C_SUCCESS; }
+#endif
 };
 
 // Fill what InitPlugin was handed for the device type `type`.
@@ -126,6 +129,7 @@ void fill(CustomRuntimeParams* params, const char* type) {
   table.init_blaslt_handle = Runtime::make_blaslt_handle;
   table.destroy_blas_handle = Runtime::drop_blas_handle;
   table.destroy_blaslt_handle = Runtime::drop_blaslt_handle;
+#if PADDLE_DEVICE_GRAPHS
   table.cuda_stream_begin_capture = Runtime::begin_capture;
   table.cuda_stream_end_captrue = Runtime::end_capture;
   table.cuda_stream_capture_info = Runtime::capture_info;
@@ -137,6 +141,7 @@ void fill(CustomRuntimeParams* params, const char* type) {
   table.get_parameter_setter_for_exec_graph = Runtime::parameter_setter;
   table.cuda_graph_debug_dot_print = Runtime::print_graph;
   table.cuda_thread_exchange_stream_capthure_mode = Runtime::exchange_mode;
+#endif
 }
 
 }  // namespace paddle_device

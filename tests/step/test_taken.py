@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from polydraft import Engine, SamplingParams
-from polydraft.contracts.layout import HEADER_WORDS, LogprobEntry
+from polydraft.contracts.layout import HEADER_WORDS, LogprobEntry, LogprobHeader
 from polydraft.runtime.output import Converter, Piece
 from polydraft.runtime.taken import MOST_REPORTS, Taken
 from tests.support.kernel_doubles import backend_with
@@ -142,16 +142,25 @@ def test_a_step_makes_no_object_of_any_request(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("streaming", [True, False])
-def test_a_record_that_lies_in_its_body_ends_its_requests_and_nothing_else(streaming: bool) -> None:
-    """The header fits, so no step minds; who makes results of it does, and the engine ends what it came from."""
+@pytest.mark.parametrize(
+    ("word", "value", "said"),
+    [
+        (HEADER_WORDS + len(LogprobEntry), -7, "rank between -7"),
+        (LogprobHeader.VERSION, 9, "version 9"),
+        (LogprobHeader.NUM_ENTRIES, 2, "2 entries"),
+    ],
+    ids=("body", "version", "entries"),
+)
+def test_a_record_that_lies_ends_its_requests_and_nothing_else(word: int, value: int, said: str, streaming: bool) -> None:
+    """No step minds; who makes results of it does, and the engine ends what it came from."""
 
-    def wrong_rank(a: Any, n: int) -> None:
+    def lies(a: Any, n: int) -> None:
         from polydraft.reference import logprobs
 
         logprobs.pack_logprobs(a, n)
-        a.record[HEADER_WORDS + len(LogprobEntry)] = np.int32(-7)
+        a.record[word] = np.int32(value)
 
-    running = engine(MODEL, draft_tokens=2, logprobs=2, plugin=backend_with(pack_logprobs=wrong_rank))
+    running = engine(MODEL, draft_tokens=2, logprobs=2, plugin=backend_with(pack_logprobs=lies))
     running.add((5, 9), replace(LONG, logprobs=1), id="refused", stream=streaming)
     outputs = []
     while running.has_work:
@@ -159,7 +168,7 @@ def test_a_record_that_lies_in_its_body_ends_its_requests_and_nothing_else(strea
         outputs += running.poll()
     (output,) = (o for o in outputs if o.finished)
     assert output.finish_reason == "error"
-    assert "rank between -7" in output.error
+    assert said in output.error
     assert (output.logprobs, len(output.tokens)) == ((), len(output.token_ids))
     assert all(not o.new_token_ids for o in outputs if not o.finished), "no token is told without its number"
     quiet = replace(LONG, logprobs=None)

@@ -19,7 +19,7 @@ from polydraft.contracts.layout import MAX_COLUMNS, LogprobHeader, Snapshot, rec
 from polydraft.errors import RecordError
 from polydraft.reference.logprobs import KERNELS
 from polydraft.reference.state_kernels import KERNELS as STATE_KERNELS
-from polydraft.runtime.packed import LogprobBlock, Snapshots, decode_logprobs, pack_word, unpack_word
+from polydraft.runtime.packed import LogprobBlock, Snapshots, Wanted, decode_logprobs, pack_word, unpack_word
 from polydraft.sentinels import NO_TOKEN
 
 VOCAB = 50
@@ -79,7 +79,7 @@ class Packed:
         }  # fmt: skip
 
     def decode(self, **changes: Any) -> LogprobBlock:
-        return decode_logprobs(self.a.record, **{**self.read, **changes})
+        return decode_logprobs(self.a.record, Wanted(**{**self.read, **changes}))
 
 
 @given(
@@ -163,14 +163,14 @@ def test_a_cut_record_is_refused(length: int) -> None:
     if length >= size:
         return
     with pytest.raises(RecordError):
-        decode_logprobs(p.a.record[:length], **p.read)
+        decode_logprobs(p.a.record[:length], Wanted(**p.read))
 
 
 def test_a_record_of_other_numbers_is_refused() -> None:
     p = Packed(5)
     for words in (p.a.record.astype(np.int64), p.a.record.reshape(1, -1)):
         with pytest.raises(RecordError, match="wanted at least"):
-            decode_logprobs(words, **p.read)
+            decode_logprobs(words, Wanted(**p.read))
 
 
 @pytest.mark.parametrize("value", [np.nan, 0.5, np.inf])

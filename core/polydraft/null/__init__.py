@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ import numpy as np
 
 from polydraft._version import __version__
 from polydraft.backend import BackendInfo, CacheSpec, Capabilities
-from polydraft.device import Array, Stream
+from polydraft.device import Array, Buffer, Staging, Stream
 from polydraft.hooks import hookimpl
 from polydraft.sentinels import NO_TOKEN, Finish, Phase
 
@@ -55,7 +56,22 @@ def polydraft_open_device(spec: str, options: DeviceOptions) -> ReferenceDevice:
     from polydraft.reference.device import ReferenceDevice
 
     class NullDevice(ReferenceDevice):
-        """Copies are the device's work, too: what they take is counted with the kernels."""
+        """Copies are the device's work, too: what they take is counted with the kernels. Those that come back from a step are
+        the same in every one, so their ends are looked up once."""
+
+        def __init__(self, spec: str) -> None:
+            super().__init__(spec)
+            self._copies: dict[tuple[Staging, Buffer, int], tuple[Callable[[], None], int]] = {}
+
+        def download(self, stream: Stream, target: Staging, source: Buffer, rows: int) -> None:
+            found = self._copies.get((target, source, rows))
+            if found is None:
+                to, frm = target.array[:rows], self.memory_of(source)[:rows]
+                found = self._copies[target, source, rows] = partial(np.copyto, to, frm), frm.nbytes
+            copy, nbytes = found
+            self.counters.downloads += 1
+            self.counters.bytes_downloaded += nbytes
+            self.enqueue(stream, copy)
 
         def enqueue(self, stream: Stream, work: Callable[[], None]) -> None:
             del stream
@@ -163,6 +179,7 @@ class NullTable:
         real = {
             **state_kernels.KERNELS,
             **logprobs.KERNELS,
+            "pack_logprobs": pack_header,
             "pack_rows": count_rows,
             "verify_match": verify_everything,
             "commit_window": accept_everything,
@@ -201,6 +218,26 @@ def verify_everything(a: Any, limits: Limits) -> Any:
 
     def run(n: int) -> None:
         a.drafted[:n] = np.where(a.phase[a.slot_order[:n]] == Phase.DECODE, limits.num_drafts, -1)
+
+    return run
+
+
+def pack_header(a: Any, limits: Limits) -> Any:
+    """`pack_logprobs` as far as the host could notice it: of prompt rows all, since they say which; of tokens, whose numbers
+    were never computed, the header in front of zeros."""
+    from polydraft.contracts.layout import LOGPROB_VERSION, record_words
+    from polydraft.reference.logprobs import KERNELS
+
+    if a.drafts is None:
+        return KERNELS["pack_logprobs"](a, limits)
+    width = a.ids.shape[1]
+
+    def run(n: int) -> None:
+        slots = a.slot_order[:n]
+        wishes = a.num_top[slots[slots >= 0]]
+        entries, columns = int((wishes >= 0).sum()), int(wishes.max(initial=-1)) + 1
+        words = a.flag | columns << 8, LOGPROB_VERSION, entries, width, record_words(entries, width, columns)
+        a.record[: len(words)] = words
 
     return run
 

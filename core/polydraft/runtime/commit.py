@@ -36,8 +36,8 @@ def apply(
     t.in_flight_tokens[ids] -= plan.emits
     live = (t.epoch[ids] == outcome.epochs) & ~t.leaving[ids]
     keep: Array | slice = slice(None) if live.all() else np.flatnonzero(live)
-    if outcome.logprobs is not None or outcome.prompt_logprobs is not None:
-        t.reports.append(Report(plan, outcome, live, t.occupants()))
+    if outcome.logprobs is not None:  # counts are copied: a view would keep the whole snapshot
+        t.reports.append(Report(outcome.logprobs, outcome.num_tokens.copy(), live, t.occupants()))
     return _fold(t, ledger, ids[keep], outcome, keep, totals)
 
 

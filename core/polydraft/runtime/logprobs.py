@@ -24,7 +24,7 @@ from polydraft.contracts.top_logprobs import TopLogprobsV1
 from polydraft.device import Array, Buffer, Device, Staging, Stream
 from polydraft.errors import CapabilityError
 from polydraft.runtime.buffers import SlotState, StepBuffers
-from polydraft.runtime.packed import PackedLogprobs, Wanted
+from polydraft.runtime.packed import Expected, PackedLogprobs, Wanted
 from polydraft.runtime.plan import StepPlan
 from polydraft.runtime.program import ProgramBuilder
 
@@ -106,11 +106,10 @@ class Logprobs:
         device.load(self._row_of_seq, np.arange(nl, dtype=np.int32))
         self._ring = [self._landing(i) for i in range(depth + 1)]
         self._sent: dict[str, Array] = {}
-        self._coming: list[tuple[Wanted | None, Wanted | None]] = [(None, None)] * len(self._ring)
-        """What the records of each step in flight have to be."""
-        self._of: tuple[Array | None, Array | None] = None, None
-        self._last: tuple[Wanted | None, None] = None, None
-        """What the records of the last plan without prompt rows have to be, and the arrays that say so."""
+        self._in_flight: list[PackedLogprobs | None] = [None] * len(self._ring)
+        self._of: StepPlan | None = None
+        self._coming: tuple[PackedLogprobs | None, ...] = ()
+        """What steps composed like that plan bring, as views of each landing: a step only copies."""
 
     def _by_slot(self, name: str) -> Buffer:
         buffer = self._device.empty(f"logprobs.{name}", (self._limits.max_seqs,), "i32")
@@ -212,28 +211,29 @@ class Logprobs:
 
     def download(self, stream: Stream, plan: StepPlan) -> None:
         """Enqueue the copies of the records, as long as they can be."""
-        place = plan.step_id % len(self._ring)
-        tokens, prompt = self._coming[place] = self._wanted(plan)
+        place, of = plan.step_id % len(self._ring), self._of
+        # In the steady state a plan has the very arrays of the one before.
+        if of is None or plan.slots is not of.slots or plan.num_top is not of.num_top or plan.prompt_top is not of.prompt_top:
+            self._of, self._coming = plan, self._expect(plan)
+        coming = self._in_flight[place] = self._coming[place]
+        if coming is None:
+            return
         landing = self._ring[place].records
-        if tokens is not None:
-            self._device.download(stream, landing[0], self._window.record, tokens.words)
-        if prompt is not None:
-            self._device.download(stream, landing[1], self._prompt.record, prompt.words)
+        if coming.tokens is not None:
+            self._device.download(stream, landing[0], self._window.record, len(coming.tokens))
+        if coming.prompt is not None:
+            self._device.download(stream, landing[1], self._prompt.record, len(coming.prompt))
 
-    def collect(self, plan: StepPlan) -> tuple[PackedLogprobs | None, PackedLogprobs | None]:
-        """The records of a step whose event has completed: of its tokens, and of prompt tokens. Raises `RecordError` where a
-        header is not what was asked for."""
-        place = plan.step_id % len(self._ring)
-        (tokens, prompt), landing = self._coming[place], self._ring[place].records
-        return (
-            None if tokens is None else PackedLogprobs(landing[0].array, tokens),
-            None if prompt is None else PackedLogprobs(landing[1].array, prompt),
-        )
+    def collect(self, plan: StepPlan) -> PackedLogprobs | None:
+        """The records of a step whose event has completed, unread."""
+        landed = self._in_flight[plan.step_id % len(self._ring)]
+        if landed is None:
+            return None
+        expected, tokens, prompt = landed
+        return PackedLogprobs(expected, None if tokens is None else tokens.copy(), None if prompt is None else prompt.copy())
 
-    def _wanted(self, plan: StepPlan) -> tuple[Wanted | None, Wanted | None]:
-        """What the records of a step have to be; in the steady state a plan has the very arrays of the one before."""
-        if plan.prompt_top is None and plan.num_top is self._of[0] and plan.slots is self._of[1]:
-            return self._last
+    def _expect(self, plan: StepPlan) -> tuple[PackedLogprobs | None, ...]:
+        """What a plan's step brings, as views of each landing: as long as the records can be."""
         top, prompt_top, limits = plan.num_top, plan.prompt_top, self._limits
         tokens = prompt = None
         if top is not None:
@@ -243,6 +243,12 @@ class Logprobs:
         if prompt_top is not None:
             columns = int(prompt_top[plan.slots].max()) + 1
             prompt = Wanted(int(Flag.PROMPT), columns, 1, plan.num_prompt_rows, limits.max_seqs, limits.vocab_size)
-        else:
-            self._of, self._last = (top, plan.slots), (tokens, None)
-        return tokens, prompt
+        if tokens is None and prompt is None:
+            return (None,) * len(self._ring)
+        expected = Expected(tokens, prompt, plan.slots, top, prompt_top)
+
+        def view(landing: Staging, wanted: Wanted | None) -> Array | None:
+            return None if wanted is None else landing.array[: wanted.words]
+
+        pairs = [landing.records for landing in self._ring]
+        return tuple(PackedLogprobs(expected, view(own, tokens), view(prompts, prompt)) for own, prompts in pairs)

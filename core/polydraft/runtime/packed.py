@@ -1,14 +1,15 @@
 """Owns the reading of packed records: snapshots, the word that says what a record is, and log probabilities out of int32 words.
 
 The runner keeps with it what a step brought back, and the wire between processes begins its records with the same word. It
-never guesses: a record that does not fit its own header, or what was asked for, is refused whole. On the step's path only the
-header is looked at; the body is split and checked when somebody wants its numbers.
+never guesses: a record that does not fit its own header, or what was asked for, is refused whole. On the step's path log
+probabilities are only copied: header and body are checked and split when somebody wants the numbers.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -132,43 +133,48 @@ class Wanted:
     max_seqs: int
     vocab: int
 
-    @cached_property
+    @property
     def words(self) -> int:
         """Words of the record at most."""
         return record_words(self.most, self.width, self.columns)
 
-    @cached_property
-    def header(self) -> bytes:
-        """The words in front of a record of as many entries as there may be, which is nearly every one."""
-        columns = self.columns if self.most else 0
-        size = record_words(self.most, self.width, columns)
-        words = self.flag | columns << 8, LOGPROB_VERSION, self.most, self.width, size
-        return np.array(words, np.int32).tobytes()
+
+class Expected(NamedTuple):
+    """What steps of one composition bring: the records of their tokens and of prompt tokens, None where there is none, and whose
+    they are, as in the plan: `slots` [n] in launch order, `num_top` and `prompt_top` [B]."""
+
+    tokens: Wanted | None
+    prompt: Wanted | None
+    slots: Array
+    num_top: Array | None
+    prompt_top: Array | None
 
 
-class PackedLogprobs:
-    """A record as it came, its header checked: what it holds is split and checked on the first look at `block`, by whoever
-    looks. Raises `RecordError` for a header that does not fit what was `wanted` or the words that there are; so does `block`
-    for a slot, token, rank or number that cannot be."""
+class PackedLogprobs(NamedTuple):
+    """The records of one step as they came, int32 words at which nobody has looked yet, and what they have to be."""
 
-    def __init__(self, words: Array, wanted: Wanted) -> None:
-        """Keep a copy of the record in int32 `words`, which may be longer."""
-        size = wanted.words
-        usual = words[:HEADER_WORDS].tobytes() == wanted.header and words.ndim == 1 and size <= len(words)
-        self.wanted, self._words = wanted, words[: size if usual else _check_header(words, wanted)].copy()
+    expected: Expected
+    tokens: Array | None
+    prompt: Array | None
 
-    @cached_property
-    def block(self) -> LogprobBlock:
-        """What the record says."""
-        w = self.wanted
-        block = _split(self._words[HEADER_WORDS:], w.width, w.columns)
-        _check(block, max_seqs=w.max_seqs, vocab=w.vocab)
-        return block
+    def blocks(self) -> tuple[LogprobBlock | None, LogprobBlock | None]:
+        """What they say, of tokens and of prompt tokens. Raises as `decode_logprobs` does."""
+        tokens, prompt, *_ = self.expected
+        return (
+            None if tokens is None or self.tokens is None else decode_logprobs(self.tokens, tokens),
+            None if prompt is None or self.prompt is None else decode_logprobs(self.prompt, prompt),
+        )
 
 
-def decode_logprobs(words: Array, *, flag: int, columns: int, width: int, most: int, max_seqs: int, vocab: int) -> LogprobBlock:
-    """Read a record of log probabilities from int32 `words`, which may be longer: `PackedLogprobs` and its block at once."""
-    return PackedLogprobs(words, Wanted(flag, columns, width, most, max_seqs, vocab)).block
+def decode_logprobs(words: Array, wanted: Wanted) -> LogprobBlock:
+    """Read a record of log probabilities from int32 `words`, which may be longer; the block holds copies of them.
+
+    Raises `RecordError` for a header that does not fit what was wanted or the words that there are, and for a slot, token, rank
+    or number that cannot be."""
+    size = _check_header(words, wanted)
+    block = _split(words[HEADER_WORDS:size], wanted.width, wanted.columns)
+    _check(block, max_seqs=wanted.max_seqs, vocab=wanted.vocab)
+    return block
 
 
 def _check_header(words: Array, wanted: Wanted) -> int:
@@ -198,17 +204,17 @@ def _check_header(words: Array, wanted: Wanted) -> int:
 
 
 def _split(words: Array, width: int, columns: int) -> LogprobBlock:
-    """Views of the parts of the entries."""
+    """Copies of the parts of the entries: requests keep them, and the record's memory goes back to the step's thread."""
     body = words.reshape(-1, entry_words(width, columns))
     rows = body[:, ENTRY_WORDS:].reshape(len(body), width, ROW_WORDS + 2 * columns)
     ids = rows[..., ROW_WORDS:]
     return LogprobBlock(
-        slots=body[:, LogprobEntry.SLOT],
-        extra=body[:, LogprobEntry.EXTRA],
-        ranks=rows[..., LogprobRow.RANK],
-        drafts=rows[..., LogprobRow.DRAFT],
+        slots=body[:, LogprobEntry.SLOT].copy(),
+        extra=body[:, LogprobEntry.EXTRA].copy(),
+        ranks=rows[..., LogprobRow.RANK].copy(),
+        drafts=rows[..., LogprobRow.DRAFT].copy(),
         draft_logprobs=rows[..., LogprobRow.DRAFT_LOGPROB].copy().view(np.float32),
-        ids=ids[..., :columns],
+        ids=ids[..., :columns].copy(),
         logprobs=ids[..., columns:].copy().view(np.float32),
     )
 

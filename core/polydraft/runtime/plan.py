@@ -81,7 +81,5 @@ class StepOutcome:
     kv_len: Array
     tokens: Array
     logprobs: PackedLogprobs | None = None
-    """Of the tokens, for the sequences whose slot wants them."""
-    prompt_logprobs: PackedLogprobs | None = None
-    """Of prompt tokens, an entry each."""
+    """Of the tokens, for the sequences whose slot wants them, and of prompt tokens; None where nobody wants any."""
     version: int = PLAN_VERSION

@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from polydraft.device import Array
-from polydraft.runtime.packed import LogprobBlock
+from polydraft.runtime.packed import LogprobBlock, PackedLogprobs
 from polydraft.sentinels import NO_TOKEN
 
 if TYPE_CHECKING:
-    from polydraft.runtime.plan import StepOutcome, StepPlan
     from polydraft.runtime.request import Request
 
 Source = Literal["target", "draft", "corrected", "forced"]
@@ -88,36 +87,37 @@ class StepLogprobs:
 
 
 class Report(NamedTuple):
-    """Log probabilities that a step brought, as they came: its plan and outcome, which of its sequences counted ([n] bool), and
-    the request in each slot then."""
+    """Log probabilities that a step brought, as they came, and no more of the step than it takes to tell whose they are: nothing
+    else of it is kept alive.
 
-    plan: StepPlan
-    outcome: StepOutcome
+    `num_tokens`, `live` [n]: tokens of each sequence, and whether it counted. `occupants`: the request in each slot then."""
+
+    records: PackedLogprobs
+    num_tokens: Array
     live: Array
     occupants: tuple[Request | None, ...]
 
     def file(self) -> None:
         """Split the records and tell each request where the rows that belong to it are. Raises `RecordError` for a record that
         cannot be read; nothing is filed then."""
-        plan, outcome = self.plan, self.outcome
-        tokens = outcome.logprobs.block if outcome.logprobs is not None else None
-        prompt = outcome.prompt_logprobs.block if outcome.prompt_logprobs is not None else None
+        expected = self.records.expected
+        tokens, prompt = self.records.blocks()
         if tokens is not None:
             for entry, (request, count, top) in enumerate(self._wanting()):
                 if count and request is not None:
                     request.logprobs.append(StepLogprobs(tokens, entry, count, top))
-        if prompt is None or plan.prompt_top is None:
+        if prompt is None or expected.prompt_top is None:
             return
-        live = dict(zip(plan.slots.tolist(), self.live.tolist(), strict=True))
+        live = dict(zip(expected.slots.tolist(), self.live.tolist(), strict=True))
         for entry, (slot, position) in enumerate(zip(prompt.slots.tolist(), prompt.extra.tolist(), strict=True)):
             request = self.occupants[slot]
             if request is not None and live.get(slot):
-                rows = StepLogprobs(prompt, entry, 1, int(plan.prompt_top[slot]))
+                rows = StepLogprobs(prompt, entry, 1, int(expected.prompt_top[slot]))
                 request.prompt_logprobs[position] = rows.token(0)
 
     def lose(self, why: str) -> None:
         """The records cannot be read: whoever they held something for is told so, and keeps no log probabilities."""
-        for slot in self.plan.slots[self.live].tolist():
+        for slot in self.records.expected.slots[self.live].tolist():
             request = self.occupants[slot]
             if request is not None and request.params.reported:
                 request.unreadable = request.unreadable or why
@@ -125,12 +125,12 @@ class Report(NamedTuple):
 
     def _wanting(self) -> list[tuple[Request | None, int, int]]:
         """Request, tokens and wish of each entry."""
-        plan, wishes = self.plan, self.plan.num_top
+        slots, wishes = self.records.expected.slots, self.records.expected.num_top
         if wishes is None:
             return []
-        wanted = wishes[plan.slots] >= 0
-        slots = plan.slots[wanted]
-        counts = (self.outcome.num_tokens[wanted] * self.live[wanted]).tolist()
+        wanted = wishes[slots] >= 0
+        slots = slots[wanted]
+        counts = (self.num_tokens[wanted] * self.live[wanted]).tolist()
         found = zip(slots.tolist(), counts, wishes[slots].tolist(), strict=True)
         return [(self.occupants[slot], count, top) for slot, count, top in found]
 

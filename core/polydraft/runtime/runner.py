@@ -16,7 +16,7 @@ from polydraft.contracts.base import Limits, Unit
 from polydraft.contracts.commit_window import CommitWindowV1
 from polydraft.contracts.gather_rows import GatherRowsV1
 from polydraft.contracts.kv_quant import Kv
-from polydraft.contracts.layout import SNAPSHOT_TOKENS, Snapshot
+from polydraft.contracts.layout import SNAPSHOT_TOKENS
 from polydraft.contracts.pack_logit_rows import PackLogitRowsV1
 from polydraft.contracts.pack_rows import PackRowsV1
 from polydraft.contracts.reserve_blocks import ReserveBlocksV1
@@ -124,6 +124,7 @@ class Runner:
             for sampling, rule in enumerate(RULES[verify])
             for logprobs, prompt in WISHES[: 1 if self._logprobs is None else len(WISHES)]
         }
+        self._names = {wishes: kind.name for wishes, kind in self._kinds.items()}
         self.programs: dict[str, Programs] = {kind.name: self._build(kind) for kind in self._kinds.values()}
         self.graphs: CapturedSteps | None = None
         self._snapshots = Snapshots(limits)
@@ -135,7 +136,7 @@ class Runner:
     # -- one step ----------------------------------------------------------------------------------
     def launch(self, plan: StepPlan) -> Ticket:
         """Enqueue a whole step, or its first half where steps meet host inputs in their middle; never blocks."""
-        stream, kind, n = self.device.stream, self._kind(plan).name, self._lengths(plan)
+        stream, kind, n = self.device.stream, self._kind(plan), self._lengths(plan)
         bucket = self.graphs.choose(plan) if self.graphs and plan.prompt_top is None else None
         context = self.context
         context.real_slots, context.has_prefill, context.use_graph = plan.num_seqs, plan.has_prefill, bucket is not None
@@ -190,23 +191,13 @@ class Runner:
         ticket.event.synchronize()
         if self.inputs.reads_drafts:
             self.inputs.collect_drafts(ticket.plan.step_id)
-        logprobs, prompt_logprobs = self._logprobs.collect(ticket.plan) if self._logprobs is not None else (None, None)
         record = self._snapshots.read(ticket.staging.array, ticket.plan.slots)
-        column = record.T
+        logprobs = None if self._logprobs is None else self._logprobs.collect(ticket.plan)
+        slots, epochs, num_tokens, accepted, drafted, finish, phase, kv_len = record.T[:SNAPSHOT_TOKENS]  # as `Snapshot` says
         return StepOutcome(
-            step_id=ticket.plan.step_id,
-            slots=column[Snapshot.SLOT],
-            epochs=column[Snapshot.EPOCH],
-            num_tokens=column[Snapshot.NUM_TOKENS],
-            accepted=column[Snapshot.ACCEPTED],
-            drafted=column[Snapshot.DRAFTED],
-            finish=column[Snapshot.FINISH],
-            phase=column[Snapshot.PHASE],
-            kv_len=column[Snapshot.KV_LEN],
-            tokens=record[:, SNAPSHOT_TOKENS:],
-            logprobs=logprobs,
-            prompt_logprobs=prompt_logprobs,
-        )
+            ticket.plan.step_id, slots, epochs, num_tokens, accepted, drafted, finish, phase, kv_len, record[:, SNAPSHOT_TOKENS:],
+            logprobs,
+        )  # fmt: skip
 
     def void(self) -> None:
         """The device has failed: no step is in flight, and nothing that it was sent counts as there."""
@@ -215,10 +206,10 @@ class Runner:
         if self._logprobs is not None:
             self._logprobs.void()
 
-    def _kind(self, plan: StepPlan) -> StepKind:
-        """The kind of step that serves a plan; prompts are reported by steps that report tokens, too."""
+    def _kind(self, plan: StepPlan) -> str:
+        """Name of the kind of step that serves a plan; prompts are reported by steps that report tokens, too."""
         prompt = plan.prompt_top is not None
-        return self._kinds[plan.sampling, plan.processed, prompt or plan.num_top is not None, prompt]
+        return self._names[plan.sampling, plan.processed, prompt or plan.num_top is not None, prompt]
 
     @staticmethod
     def _lengths(plan: StepPlan) -> Lengths:

@@ -2,10 +2,12 @@
 
 An engine of random weights is built, its row buffers are set to `batch` slots that all stand at the same position, and the
 launches of one region of the step, of all layers, are captured and replayed by themselves: the target pass, its projections,
-attention (with the turn and the store of new rows), norms and head, and the draft passes. Regions overlap in a step, so they add
-up to more than the pass. `floor_bytes` is what a region cannot do without reading: weights once, keys and values of the context;
-`copy_rate_share` is the time of those bytes at the measured rate of a device-to-device copy over the time of the region. Prompts
-are timed as the launches of one prefill step, and the rate of their arithmetic is set beside that of one large product.
+attention (with the turn and the store of new rows), norms and head, the draft passes, the choice of tokens, and the launches
+that only keep books (of slots that stand still). Regions overlap in a step, so they add up to more than the pass. "a round" is
+everything but the bookkeeping as one graph; "sustained" is the same behind a second of it, when the board may have reached its
+power limit and lowered its clock. `floor_bytes` is what a region cannot do without reading: weights once, keys and values of the
+context; `copy_rate_share` is the time of those bytes at the measured rate of a device-to-device copy over the time of the region.
+Prompts are timed as the launches of one prefill step, and the rate of their arithmetic is set beside that of one large product.
 
     python bench/gpu_regions.py --out bench/results/cuda_regions.json
     python bench/gpu_regions.py --read RESULT --plot docs/images/cuda_regions.png --page docs/performance.md
@@ -14,9 +16,13 @@ are timed as the launches of one prefill step, and the rate of their arithmetic 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import shutil
 import statistics
+import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -40,6 +46,13 @@ METHOD = (
 FIGURES = "bench/results/cuda_regions.json"
 SHOWN = ("target pass", "projections", "attention", "norms", "head")
 """Regions of the picture and the table, besides draft passes."""
+WHOLE = ("choosing", "bookkeeping", "a round", "sustained")
+"""Regions of the table behind them; no picture, and no floor of their own."""
+KEEPS_BOOKS = frozenset({
+    "reserve_blocks", "pack_rows", "pack_logit_rows", "commit_window", "snapshot_output", "pack_draft_rows", "begin_draft",
+    "advance_draft",
+})  # fmt: skip
+"""Contracts that move the state of slots on: replayed, they would not find the same rows again."""
 PROJECTIONS = ("qkv", "o", "gate and up", "down")
 
 
@@ -59,6 +72,8 @@ def stand(engine: Engine, batch: int, width: int, context: int) -> None:
     ids = np.random.default_rng(1).integers(0, engine.model.vocab_size, batch * width)
     padded(step.row_slot, slots, -1)
     padded(step.positions, positions, 0)
+    padded(step.logit_slot, slots[: step.logit_slot.shape[0]], -1)
+    padded(step.logit_position, positions[: step.logit_position.shape[0]], 0)
     padded(step.ids, ids, 0)
     padded(step.logit_row, np.arange(min(batch * width, step.logit_row.shape[0])), -1)
     padded(state.block_table, np.random.default_rng(0).permutation(needed * batch).reshape(batch, needed), -1)
@@ -91,6 +106,12 @@ def regions(target: Sequence[Bound], draft: Sequence[Bound]) -> dict[str, list[B
     rooms = dict.fromkeys(entry.room for entry in draft if entry.room.startswith("draft "))
     for room in rooms:
         found[room.replace("draft", "draft pass")] = [entry for entry in draft if entry.room == room]
+    every = (*target, *draft)
+    books = [entry for entry in every if not KEEPS_BOOKS.isdisjoint(entry.contract.split("+"))]
+    kept = {id(entry) for entry in books}
+    found["choosing"] = [entry for entry in every if entry.room == "verify" and id(entry) not in kept]
+    found["a round"] = [entry for entry in every if id(entry) not in kept]
+    found["bookkeeping"] = books  # last: rows are others behind it
     return found
 
 
@@ -112,8 +133,8 @@ def floors(model: Any, batch: int, context: int, size: int = 2) -> dict[str, int
     return {name: size * count for name, count in found.items()}
 
 
-def replayed(engine: Engine, capture: Any, entries: Sequence[Bound], size: Lengths, repeats: int) -> float:
-    """Microseconds of these launches as a graph: the median of `repeats` replays."""
+def captured(engine: Engine, capture: Any, entries: Sequence[Bound], size: Lengths) -> Callable[[], None]:
+    """These launches as a graph; what enqueues it."""
     device: Any = engine.device
 
     def run() -> None:
@@ -123,7 +144,33 @@ def replayed(engine: Engine, capture: Any, entries: Sequence[Bound], size: Lengt
     run()
     device.synchronize()
     graph = capture.capture(device.stream, run)
-    return timed(device, lambda: graph.replay(device.stream), repeats)
+    return lambda: graph.replay(device.stream)
+
+
+def sustained(device: Any, run: Callable[[], None], us: float, seconds: float) -> dict[str, Any]:
+    """Microseconds of a replay at the end of `seconds` of them, and the clock and the power that the driver's tool tells then."""
+    replays = int(1e6 * seconds / us) + 2
+    marks = [device.timer() for _ in range(replays + 1)]
+    marks[0].record(device.stream)
+    for mark in marks[1:]:
+        run()
+        mark.record(device.stream)
+    time.sleep(seconds / 2)
+    told = clocks()
+    marks[-1].synchronize()
+    times = [1e3 * after.since(before) for before, after in itertools.pairwise(marks)]
+    return {"us": float(statistics.median(times[-max(replays // 3, 1) :])), "replays": replays, **told}
+
+
+def clocks() -> dict[str, float]:
+    """Clock in MHz and power in watts of the device at work; empty where nvidia-smi does not say."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return {}
+    command = [tool, "--query-gpu=clocks.sm,power.draw", "--format=csv,noheader,nounits"]
+    told = subprocess.run(command, capture_output=True, text=True, check=False).stdout.splitlines()
+    values = [part.strip() for part in told[0].split(",")] if told else []
+    return {"clock_mhz": float(values[0]), "power_w": float(values[1])} if len(values) == 2 else {}
 
 
 def timed(device: Any, run: Callable[[], None], repeats: int) -> float:
@@ -163,13 +210,19 @@ def measure(options: argparse.Namespace, rate: float) -> list[dict[str, Any]]:
             state.real_slots, state.has_prefill, state.use_graph = batch, False, True
             stand(engine, batch, width, context)
             for name, entries in parts.items():
-                if name.startswith("draft") and width == 1:
+                used = [entry for entry in entries if width > 1 or "draft" not in entry.room]
+                if not used:
                     continue
-                us = replayed(engine, capture, entries, size, options.repeats)
+                run = captured(engine, capture, used, size)
+                us = timed(device, run, options.repeats)
                 floor = floors(engine.model, batch, context).get(name.rstrip(" 0123456789"))
                 place = {**common, "draft_tokens": width - 1, "batch": batch, "context": context}
                 rows.append(place | figures(name, us, floor, rate))
                 print(f"batch {batch} K={width - 1} {name}: {us:.1f} us", file=sys.stderr, flush=True)
+                if name == "a round" and options.sustain:
+                    long = sustained(device, run, us, options.sustain)
+                    rows.append(place | figures("sustained", long["us"], None, rate) | long)
+                    print(f"batch {batch} K={width - 1} sustained: {long}", file=sys.stderr, flush=True)
     rows += [{**common, "draft_tokens": 0, **row} for row in prefill(engine, parts, options.prompt, options.repeats)]
     engine.close()
     return rows
@@ -223,18 +276,22 @@ def cells(result: dict[str, Any]) -> dict[tuple[int, int], dict[str, dict[str, A
 
 def markdown(result: dict[str, Any]) -> str:
     """One line a batch and number of drafts: milliseconds of each region, with the share of the copy rate."""
-    names = (*SHOWN, "a draft pass")
+    measured = {row["region"] for row in result["rows"]}
+    whole = [name for name in WHOLE if name in measured]
+    names = (*SHOWN, "a draft pass", *whole)
     lines = ["| drafts | batch | " + " | ".join(names) + " |", "|---|---|" + "---|" * len(names)]
     for (drafts, batch), found in cells(result).items():
         passes = [row for name, row in found.items() if name.startswith("draft pass")]
         shown = [_cell(found[name]) for name in SHOWN]
         shown.append(_cell(min(passes, key=lambda row: float(row["us"]))) if passes else "-")
+        shown += [_cell(found[name]) for name in whole]
         lines.append(f"| {drafts} | {batch} | " + " | ".join(shown) + " |")
     return "\n".join(lines)
 
 
 def _cell(row: dict[str, Any]) -> str:
     share = "" if row["copy_rate_share"] is None else f" ({row['copy_rate_share']:.0%})"
+    share += f" at {row['clock_mhz']:.0f} MHz, {row['power_w']:.0f} W" if "clock_mhz" in row else ""
     return f"{1e-3 * row['us']:.2f}{share}"
 
 
@@ -275,6 +332,7 @@ def main() -> int:
     parser.add_argument("--context", type=int, default=639)
     parser.add_argument("--prompt", type=int, default=4096, help="tokens of each prompt of the prefill step")
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--sustain", type=float, default=1.5, help="seconds of rounds behind which one is timed; 0: none")
     options = parser.parse_args()
     if options.read:
         result = json.loads(options.read.read_text(encoding="utf-8"))

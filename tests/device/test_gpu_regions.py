@@ -49,11 +49,11 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("stand_in")
 def test_every_region_of_every_batch_has_a_row():
-    options = argparse.Namespace(shape="tiny", batches=(1, 2), context=60, prompt=32, repeats=1)
+    options = argparse.Namespace(shape="tiny", batches=(1, 2), context=60, prompt=32, repeats=1, sustain=0.001)
     rows = gpu_regions.measure(options, 4e12)
     found = gpu_regions.cells({"rows": rows})
     assert list(found) == [(drafts, batch) for drafts in (0, 3) for batch in (1, 2)]
-    always = {*gpu_regions.SHOWN, *gpu_regions.PROJECTIONS}
+    always = {*gpu_regions.SHOWN, *gpu_regions.PROJECTIONS, *gpu_regions.WHOLE}
     for (drafts, _), regions in found.items():
         assert set(regions) == always | ({f"draft pass {i}" for i in range(3)} if drafts else set())
         assert all(row["us"] > 0 for row in regions.values())

@@ -17,12 +17,12 @@ from polydraft.bench.shapes import RandomCheckpoint
 from polydraft.contracts import LinearV1, PagedAttentionV1, RopeKvWriteV1, SwigluV1
 from polydraft.contracts.base import Limits
 from polydraft.contracts.compare import to_host
+from polydraft.contracts.kv_quant import KV_DTYPES, LARGEST, exponents, quantise
 from polydraft.errors import ContractError
 from polydraft.models.families import FamilyRegistry
 from polydraft_cuda import cublaslt, storage
 from polydraft_cuda.kernels import attention, linear, mlp, rope
 from tests.device.paper import PaperDevice
-from tools.wgmma_header import HEADER, header
 
 NO_STREAM: Any = None
 """Recorded launches go nowhere."""
@@ -229,15 +229,82 @@ def test_clusters_that_do_not_run_at_once_are_not_used(library: bool):
     assert chosen(device, wide, 17) == ["linear_tile.cu 32"]
 
 
+# -- quantised rows -----------------------------------------------------------------------------------
+SPECS = [("bf16", 64, 32, True), ("bf16", 8, 16, False), ("f16", 128, 16, True), ("f32", 64, 16, False), ("bf16", 32, 4, False)]
+
+
+@pytest.mark.parametrize("kv", KV_DTYPES)
+@pytest.mark.parametrize(("dtype", "head_dim", "block_size", "tiled"), SPECS)
+def test_a_cache_of_quantised_rows_holds_what_it_is_given(dtype: str, head_dim: int, block_size: int, tiled: bool, kv: Any):
+    device: Any = Recorder(dtype=dtype)
+    cache = storage.allocate_cache(device, CacheSpec(3, block_size, 2, head_dim, dtype, kv=kv))
+    assert (cache.tiled, cache.nbytes) == (tiled, 2 * 3 * block_size * 2 * (head_dim + 1))
+    rng = np.random.default_rng(0)
+    k, v = rng.standard_normal((2, 3, block_size, 2, head_dim)) * np.exp2(rng.integers(-30, 30, (2, 3, block_size, 2, 1)))
+    k[0, 1], v[2, 0, 1], v[1, 1, 0, 3] = 0.0, 2.0**-149, np.nan
+    cache.write_logical(k, v)
+    for found, wanted in zip(cache.read_logical(), (k, v), strict=True):
+        assert np.array_equal(found, quantise(wanted, kv).astype(np.float32), equal_nan=True)
+    (stored,) = device.memory.values()
+    rows = 16 if tiled else block_size
+    of_first_head = stored[0, 0, 0].reshape(-1, rows * (head_dim + 1))[:, -rows:].view(np.int8)
+    assert np.array_equal(of_first_head.reshape(-1), exponents(k[0, :, 0], kv)), (
+        "exponents stand behind the numbers of their group"
+    )
+
+
+@pytest.mark.parametrize("kv", KV_DTYPES)
+def test_bytes_stand_for_the_numbers_that_they_should(kv: str):
+    codes = np.array([c for c in range(256) if kv == "int8" or c & 127 != 127], np.uint8)
+    numbers = storage.decode(codes, kv)
+    assert np.array_equal(storage.encode(numbers, kv), codes)
+    assert numbers.max() == -numbers.min() == LARGEST[kv]
+    magnitudes = numbers[codes < 128]
+    assert (np.diff(magnitudes) > 0).all()
+    wanted = np.linspace(-LARGEST[kv], LARGEST[kv], 999)
+    wanted[0] = LARGEST[kv]  # so that the exponent is 0
+    assert set(quantise(wanted, kv).tolist()) <= set(numbers.tolist())
+
+
+def test_quantised_rows_have_kernels_of_their_own():
+    device: Any = Recorder(dtype="bf16", capturing=True)
+    meta, both = layer(device, kv="fp8")
+    assert both(4) == both(256) == [("rope_quant.cu", None), ("attention_quant.cu", None)]
+    assert {defines["KV"] for _, defines, _ in device.launched} == {2}
+    meta.step = StepMeta("target", 0, 400, 2, has_prefill=True)
+    assert both(400) == [("rope_quant.cu", None), ("attention_quant_prefill.cu", None)]
+
+
+@pytest.mark.parametrize("options", [{"row_invariant": True}, {"arch": "sm_80"}])
+def test_quantised_rows_have_one_shape_where_rows_are_invariant_or_clusters_missing(options: dict):
+    device: Any = Recorder(dtype="bf16", **options)
+    meta, both = layer(device, kv="int8")
+    found = []
+    for n in (4, 256):
+        both(n)
+        found.append(device.launched[-1][1]["SPLITS"])
+    assert len(set(found)) == 1
+    meta.step = StepMeta("target", 0, 400, 2, has_prefill=True)
+    assert both(400)[1][0] == ("attention_quant.cu" if "row_invariant" in options else "attention_quant_prefill.cu")
+
+
+@pytest.mark.parametrize("options", [{"head_dim": 256}, {"head_dim": 24}, {"block_size": 8}])
+def test_quantised_rows_of_other_sizes_take_the_plain_kernel(options: dict):
+    device: Any = Recorder(dtype="bf16")
+    _, launch = attend(device, kv="fp8", **options)
+    launch(None, 4)
+    assert (device.launched[-1][0], device.launched[-1][1]["KV"]) == ("attention_plain.cu", 2)
+
+
 # -- attention ----------------------------------------------------------------------------------------
-def attend(device: Any, *, head_dim: int = 128, block_size: int = 16) -> tuple[Any, Any]:
+def attend(device: Any, *, head_dim: int = 128, block_size: int = 16, kv: Any = "") -> tuple[Any, Any]:
     def ints(*shape: int) -> Any:
         return device.empty("ints", shape, "i32")
 
     meta = SimpleNamespace(
         tiles=ints(512, 4), num_tiles=ints(1), step=StepMeta("target", 0, 4, 1, has_prefill=False), max_tiles=lambda n: n // 4
     )
-    cache = storage.allocate_cache(device, CacheSpec(64, block_size, 8, head_dim, device.dtype))
+    cache = storage.allocate_cache(device, CacheSpec(64, block_size, 8, head_dim, device.dtype, kv=kv))
     q, out = device.empty("q", (512, 32 * head_dim), device.dtype), device.empty("out", (512, 32 * head_dim), device.dtype)
     a = PagedAttentionV1(
         q=q, row_slot=ints(512), positions=ints(512), block_table=ints(64, 64), cache=cache, meta=meta, out=out, num_heads=32,
@@ -253,7 +320,7 @@ def test_attention_splits_long_contexts_over_as_many_blocks_as_there_is_room_for
     for seqs in (1, 2, 8, 32, 64):
         launch(None, 4 * seqs)
         splits.append(device.launched[-1][1]["SPLITS"])
-    assert splits == [8, 8, 2, 2, 1]
+    assert splits == [8, 8, 2, 1, 1]
     meta.step = StepMeta("target", 0, 400, 2, has_prefill=True)
     launch(None, 400)
     assert device.launched[-1][0] == "attention_prefill.cu"
@@ -271,7 +338,7 @@ def test_attention_has_one_shape_where_rows_are_invariant_or_clusters_missing(op
     assert device.launched[-1][0] == ("attention_decode.cu" if "row_invariant" in options else "attention_prefill.cu")
 
 
-def layer(device: Any, **changes: Any) -> tuple[Any, Any]:
+def layer(device: Any, kv: Any = "", **changes: Any) -> tuple[Any, Any]:
     """The launches between the projection into an attention and the one out of it; `changes` of the turn's arguments."""
     x, qkv, attended = (device.empty("x", (512, width), device.dtype) for width in (4096, 6144, 4096))
     weight = storage.CudaWeight("linear", device.empty("w", (6144, 4096), device.dtype))
@@ -285,7 +352,7 @@ def layer(device: Any, **changes: Any) -> tuple[Any, Any]:
     shared: dict[str, Any] = {
         "row_slot": ints(512), "positions": ints(512), "block_table": ints(64, 64), "meta": meta, "num_heads": 32,
         "num_kv_heads": 8, "head_dim": 128, "block_size": 16,
-        "cache": storage.allocate_cache(device, CacheSpec(64, 16, 8, 128, device.dtype)),
+        "cache": storage.allocate_cache(device, CacheSpec(64, 16, 8, 128, device.dtype, kv=kv)),
     }  # fmt: skip
     own = {"q_norm": None, "k_norm": None, "rope_dims": 128, "theta": 1e4, "style": "half", "eps": 1e-6} | changes
     q = device.empty("q", (512, 4096), device.dtype)
@@ -388,20 +455,18 @@ def test_the_result_of_a_choice_has_the_size_of_the_library_s():
 
 
 # -- tools and results --------------------------------------------------------------------------------
-def test_the_header_of_products_is_what_its_tool_writes():
-    assert HEADER.read_text(encoding="utf-8") == header()
-
-
 def test_the_bytes_of_a_round():
     checkpoint = RandomCheckpoint(ROOT / "bench" / "shapes" / "tiny.json")
     model, _ = FamilyRegistry().describe(checkpoint)
     block = 256 * (256 + 2 * 128) + 256 * 256 + 3 * 256 * 768
     for drafts, passes in ((0, 0), (3, 3)):
-        resolved = SimpleNamespace(dtype="bf16", limits=SimpleNamespace(num_drafts=drafts))
-        engine: Any = SimpleNamespace(model=model, resolved=resolved)
-        weights = 8 * block + 256 * 4096 + passes * (block + 2 * 256 * 256 + 256 * 4096)
-        cached = (8 + passes) * 2 * 128 * 5 * 600
-        assert floor_bytes(engine, 5, 600) == 2 * (weights + cached)
+        for vocab, kv, row in ((4096, "", 2 * 128), (1024, "", 2 * 128), (4096, "fp8", 2 * (64 + 1))):
+            chosen = {"draft_vocab": vocab}
+            resolved = SimpleNamespace(dtype="bf16", kv=kv, limits=SimpleNamespace(num_drafts=drafts), describe=chosen.copy)
+            engine: Any = SimpleNamespace(model=model, resolved=resolved)
+            weights = 8 * block + 256 * 4096 + passes * (block + 2 * 256 * 256 + 256 * vocab)
+            cached = (8 + passes) * 2 * row * 5 * 600
+            assert floor_bytes(engine, 5, 600) == 2 * weights + cached
     checkpoint.close()
 
 

@@ -12,6 +12,7 @@ from polydraft.backend import CacheSpec, DeviceOptions, PassBuffers, StepMeta
 from polydraft.contracts import LinearV1, PagedAttentionV1, RopeKvWriteV1
 from polydraft.contracts.base import Limits
 from polydraft.contracts.compare import EPS, from_host, to_host
+from polydraft.contracts.kv_quant import quantise
 from polydraft.device import Array
 from polydraft_cuda.device import CudaDevice
 from tests.device.paper import SHAPES, Shape
@@ -101,7 +102,9 @@ def test_a_row_of_an_invariant_projection_has_its_bits_whatever_the_others(invar
 class Attention:
     """Paged attention over random keys and values. `seqs`: (positions before, rows) of each slot."""
 
-    def __init__(self, device: CudaDevice, shape: Shape, seqs: list[tuple[int, int]], *, prefill: bool, holes: int = 2) -> None:
+    def __init__(
+        self, device: CudaDevice, shape: Shape, seqs: list[tuple[int, int]], *, prefill: bool, holes: int = 2, kv: Any = ""
+    ) -> None:
         rng, act, size = np.random.default_rng(len(seqs)), device.dtype, shape.block_size
         order = rng.permutation(len(seqs))
         slots = [np.full(seqs[s][1], s) for s in order]
@@ -116,7 +119,7 @@ class Attention:
             table[s, :count] = pool[taken : taken + count]
             taken += count
         cache = polydraft_cuda.polydraft_kernels(device).allocate_cache(
-            CacheSpec(len(pool), size, shape.kv_heads, shape.head_dim, act)
+            CacheSpec(len(pool), size, shape.kv_heads, shape.head_dim, act, kv=kv)
         )
         k, v = (rng.standard_normal((len(pool), size, shape.kv_heads, shape.head_dim), np.float32) for _ in range(2))
         for s, (before, rows) in enumerate(seqs):  # what nobody has written must not be read
@@ -138,6 +141,8 @@ class Attention:
         self.args, self.slot = args, slot
         self.launch = launch_of(device, "paged_attention", args, own)
         self.fill = lambda: meta.fill(device.stream, StepMeta("target", 0, n, len(seqs), has_prefill=prefill))
+        if kv:
+            k, v = (quantise(x, kv).astype(np.float32) for x in (k, v))
         rounded = (from_host(to_host(x, act), act).astype(np.float32) for x in (q, k, v))
         self.wanted = self._naive(shape, scale, slot, position, table, *rounded)
 
@@ -187,7 +192,8 @@ class Turned:
         table = polydraft_cuda.polydraft_kernels(device)
         self.qkv = device.empty("qkv", (self.plain.n, width), act)
         packed = table.prepare_weight("linear", weight, act)
-        args = LinearV1(x=filled(device, "x", x, act), weight=packed, bias=None, out=self.qkv)
+        self.x, self.numbers = filled(device, "x", x, act), x
+        args = LinearV1(x=self.x, weight=packed, bias=None, out=self.qkv)
         own = limits(self.plain.n, shape.window, shape.block_size)
         self.launches = [launch_of(device, "linear", args, own)]
         shared = ("row_slot", "positions", "block_table", "cache", "meta", "num_heads", "num_kv_heads", "head_dim", "block_size")
@@ -198,8 +204,8 @@ class Turned:
         self.launches += [launch_of(device, "rope_kv_write", turn, own), launch_of(device, "paged_attention", a, own)]
         self.cache, self.pristine = a.cache, device.read(a.cache.keys.pointer, a.cache.buffer.shape, act)
 
-    def run(self, *, captured: bool) -> tuple[Array, Array, Array, int]:
-        """What lies in `out`, in `q` and in the cache afterwards, and how many launches it took."""
+    def run(self, *, captured: bool) -> tuple[Array, Array, int]:
+        """What lies in `out` and in the cache afterwards, and how many launches it took."""
         device, plain = self.device, self.plain
         device.write(self.cache.keys.pointer, self.pristine)
         for buffer in (plain.out, plain.args.q):
@@ -216,9 +222,8 @@ class Turned:
         else:
             step()
         launches = device.counters.launches - before
-        buffers: tuple[Any, Any] = (plain.out, plain.args.q)
-        found = [from_host(device.read(b.pointer, b.shape, device.dtype), device.dtype) for b in buffers]
-        return found[0], found[1], device.read(self.cache.keys.pointer, self.pristine.shape, device.dtype), launches
+        out = from_host(device.read(plain.out.pointer, plain.out.shape, device.dtype), device.dtype)
+        return out, device.read(self.cache.keys.pointer, self.pristine.shape, device.dtype), launches
 
 
 @pytest.mark.parametrize("count", [1, 3, 8, 32, 64])
@@ -227,16 +232,31 @@ def test_captured_windows_are_turned_stored_and_attended_in_one_launch(opened: C
     if shape.window * shape.heads // shape.kv_heads > 16:
         pytest.skip("the rows of a window are more than one tile")
     turned = Turned(opened, shape, windows(count, shape.window))
-    (out, q, cache, apart), (joined, turned_q, stored, once) = (turned.run(captured=captured) for captured in (False, True))
+    (out, cache, apart), (joined, stored, once) = (turned.run(captured=captured) for captured in (False, True))
     assert (apart, once) == (3, 2)
     real = turned.plain.slot >= 0
     keys, found = from_host(cache, opened.dtype), from_host(stored, opened.dtype)
     written = np.isfinite(keys)
     assert np.array_equal(written, np.isfinite(found)), "keys and values lie where the launch of their own puts them"
     assert np.abs(found[written] - keys[written]).max() <= 2 * EPS[opened.dtype] * np.abs(keys[written]).max()
-    assert np.abs(turned_q[real] - q[real]).max() <= 2 * EPS[opened.dtype] * np.abs(q[real]).max()
     assert np.abs(joined - out).max() <= 4 * EPS[opened.dtype] * max(np.abs(out).max(), 1)
     assert not joined[~real].any()
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"hidden{shape.hidden}")
+def test_a_captured_row_without_a_number_spoils_none_before_it(opened: CudaDevice, shape: Shape):
+    """Its keys and values have a weight of zero in the rows before it, which are computed again: 0 * NaN is NaN."""
+    if shape.window * shape.heads // shape.kv_heads > 16 or shape.window < 2:
+        pytest.skip("windows of one tile and several rows are joined")
+    turned = Turned(opened, shape, [(before, shape.window) for before in (0, 15, 700)])
+    last = np.arange(3) * shape.window + shape.window - 1
+    turned.numbers[last] = np.nan
+    opened.load(turned.x, to_host(turned.numbers, opened.dtype))
+    (out, _, _), (joined, _, _) = (turned.run(captured=captured) for captured in (False, True))
+    spoilt = np.isin(np.arange(len(out)), last)
+    assert np.isnan(joined[spoilt]).all()
+    assert np.isfinite(joined[~spoilt]).all()
+    assert np.abs(joined[~spoilt] - out[~spoilt]).max() <= 4 * EPS[opened.dtype] * np.abs(out[~spoilt]).max()
 
 
 CHUNKS = [(0, 1), (0, 64), (0, 130), (100, 65), (1000, 200), (37, 3), (16, 16), (15, 1)]

@@ -53,7 +53,9 @@ class CudaCapture:
         device.refuse_in_capture("a second capture")
         handle = stream.handle  # type: ignore[attr-defined]
         free = self._free()
-        mode = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+        # Relaxed: memory or a graph of an engine that is gone may be freed meanwhile, by the collector, on this thread; waits and
+        # allocations of ours are refused as it is.
+        mode = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
         device.call("cuStreamBeginCapture", handle, mode, doing="beginning a capture")
         device.capturing = True
         try:

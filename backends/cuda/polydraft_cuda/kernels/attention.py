@@ -11,6 +11,7 @@ from polydraft.contracts.base import Limits
 from polydraft.device import Launch, Stream
 from polydraft_cuda.compiler import ROWS, act
 from polydraft_cuda.device import CudaDevice
+from polydraft_cuda.kernels import quantised
 from polydraft_cuda.kernels.provider import Kernel, source
 from polydraft_cuda.kernels.rope import Turning, turning_of
 
@@ -19,13 +20,9 @@ PREFILL_KEYS = 64
 Shape = tuple[int, int, int]
 """Blocks of a cluster, warps that keys are dealt to in each, and groups of keys that a warp has room for."""
 SHAPES: tuple[tuple[int, Shape], ...] = (
-    (16, (8, 2, 2)), (128, (2, 8, 2)), (264, (2, 2, 3)), (1 << 30, (1, 2, 3)),
+    (16, (8, 2, 2)), (64, (2, 8, 2)), (128, (2, 4, 2)), (264, (1, 4, 2)), (1 << 30, (1, 2, 3)),
 )  # fmt: skip
-"""Tiles times key heads at most, to the shape that was fastest there on an H200 (8 key heads of 128, 640 keys)."""
-JOINED: tuple[tuple[int, Shape], ...] = (
-    (16, (8, 2, 2)), (128, (2, 4, 3)), (264, (2, 2, 3)), (1 << 30, (1, 2, 3)),
-)  # fmt: skip
-"""The same with the turn of the rows in the launch."""
+"""Tiles times key heads at most, to the shape with which a pass was fastest there on an H200 (8 key heads of 128, 640 keys)."""
 INVARIANT: tuple[tuple[int, Shape], ...] = ((1 << 30, (4, 4, 2)),)
 NARROW: tuple[tuple[int, Shape], ...] = ((1 << 30, (1, 4, 3)),)
 """Where there are no clusters."""
@@ -34,13 +31,15 @@ NARROW: tuple[tuple[int, Shape], ...] = ((1 << 30, (1, 4, 3)),)
 def paged_attention(device: CudaDevice, a: Any, limits: Limits, workspace: Any) -> Launch:
     """Bind what this shape can use; which of it runs is chosen by the pass's metadata at each launch."""
     del workspace
+    if a.cache.spec.kv:
+        return quantised.paged_attention(device, a, limits)
     fast = a.meta is not None and a.cache.tiled and a.head_dim <= MOST_HEAD_DIM
     if not fast:
         return plain(device, a)
     turning = turning_to_join(device, a, limits)
     shapes = NARROW if device.arch != "sm_90" else INVARIANT if device.row_invariant else SHAPES
     windows = [(most, decode(device, a, limits, shape)) for most, shape in shapes]
-    joined = [(most, decode(device, a, limits, shape, turning)) for most, shape in JOINED] if turning else []
+    joined = [(most, decode(device, a, limits, shape, turning)) for most, shape in shapes] if turning else []
     prefill = None if device.row_invariant else prefill_tiles(device, a)
     meta, heads = a.meta, a.num_kv_heads
 
@@ -80,7 +79,7 @@ def decode(device: CudaDevice, a: Any, limits: Limits, shape: Shape, turning: Tu
         KEY_WARPS=key_warps, SPLITS=splits, STAGES=stages, BLOCK_GROUPS=int(a.block_size) // 16,
         ROPE=limits.window if turning else 0, **act(a.q.dtype),
     )  # fmt: skip
-    sums = key_warps * 16 * tiles * (a.head_dim + 6) * 4
+    sums = key_warps * 16 * tiles * (a.head_dim + 10) * 4
     ring = key_warps * tiles * stages * a.head_dim * 64
     meta, heads = a.meta, int(a.num_kv_heads)
     return function.bind(

@@ -3,18 +3,28 @@
 // A cluster of SPLITS blocks serves one tile of rows and one key head. Keys are dealt in groups of 16 to the KEY_WARPS warps of its
 // blocks by their absolute position, and the parts are joined in one fixed order: what a row gets depends on that row alone. A warp
 // fetches its groups ahead into shared memory of its own, in the order in which its lanes read them: nobody else has to be waited for.
+// From sm_90 on the copy engine brings them, whole. (The ring is aligned to 128 bytes: elsewhere copies take a quarter longer.)
 //
 // With ROPE the launch takes the projection's rows instead: it turns queries and keys and stores keys and values as rope.cu does, and
 // lays them over what the cache has at their places. Then the old context is fetched before the projection in front has ended, which
-// lets its dependents come only once it has seen what was before it itself; all of a slot's new rows must be in one tile.
+// lets its dependents come only once it has seen what was before it itself; all of a slot's new rows must be in one tile. Turned
+// queries are stored only for a row that is computed again.
 //
 // Defines: ACT (1, 2), HEAD_DIM (a multiple of 32, up to 128; of 64 with ROPE), GROUP (query heads a key head), TILES (tiles of 16
 // packed rows), KEY_WARPS, SPLITS, STAGES (groups a warp has room for), BLOCK_GROUPS (groups of 16 positions a block), ROPE (0, or the
 // rows of a tile at most).
 #include "attention.cuh"
+#include "boxes.cuh"
 
-constexpr int PACKED = 16 * TILES, WARPS = TILES * KEY_WARPS, OWN = PACKED / SPLITS, PITCH = HEAD_DIM + 4, STAGE_BYTES = 2 * GROUP_BYTES;
+constexpr int PACKED = 16 * TILES, WARPS = TILES * KEY_WARPS, OWN = PACKED / SPLITS, PITCH = HEAD_DIM + 8, STAGE_BYTES = 2 * GROUP_BYTES;
+constexpr int PARTS = SPLITS * KEY_WARPS, OWN_TURNS = (OWN + WARPS - 1) / WARPS;
+static_assert((PARTS & (PARTS - 1)) == 0 && OWN_TURNS * PARTS <= 32, "a lane weighs one part of one row");
 static_assert(PACKED % SPLITS == 0, "a block joins whole rows");
+#if __CUDA_ARCH__ >= 900
+#define BULK 1
+#else
+#define BULK 0
+#endif
 
 __device__ __forceinline__ void cluster_barrier() {
 #if SPLITS > 1
@@ -23,13 +33,16 @@ __device__ __forceinline__ void cluster_barrier() {
     __syncthreads();
 #endif
 }
-__device__ __forceinline__ void cluster_end() {
-#if SPLITS > 1
-    asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-#else
-    __syncthreads();
-#endif
+#if BULK
+// A stretch of memory that is read once: it leaves the second cache first.
+__device__ __forceinline__ void bring(unsigned target, const void* source, int bytes, unsigned barrier) {
+    uint64_t once;
+    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(once));
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(target), "l"(source),
+                 "r"(bytes), "r"(barrier), "l"(once)
+                 : "memory");
 }
+#endif
 __device__ __forceinline__ unsigned of_rank(unsigned address, int rank) {
 #if SPLITS > 1
     unsigned there;
@@ -75,14 +88,24 @@ template <> __device__ __forceinline__ void store_shared(unsigned at, unsigned s
 extern "C" __global__ void __launch_bounds__(WARPS * 32)
 attention_decode(act_t* q, act_t* keys, act_t* values, const int4* tiles, const int* num_tiles, const int* row_slot, const int* block_table,
                  act_t* out, const act_t* qkv, const float2* turns, int n, int max_blocks, int num_heads, int num_kv_heads, float scale) {
-    extern __shared__ float shared[];  // the ring of every warp; then sums [KEY_WARPS][PACKED][PITCH] and (top, total) [KEY_WARPS][PACKED]
+    extern __shared__ __align__(128) float shared[];  // the ring of every warp; then sums [KEY_WARPS][PACKED][PITCH] and (top, total) [KEY_WARPS][PACKED]
     __shared__ float plain[PLAIN_KEYS];
     __shared__ int broken[OWN];
+#if BULK
+    __shared__ alignas(8) uint64_t full[WARPS][STAGES];
+#endif
     float* sums_shared = shared;
     float2* stats_shared = (float2*)(shared + KEY_WARPS * PACKED * PITCH);
     const int split = blockIdx.x, kv_head = blockIdx.y, lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
     const int tile_of_warp = warp % TILES, part = warp / TILES, width = num_heads * HEAD_DIM, columns = GROUP * HEAD_DIM;
     launch_dependents();
+#if BULK
+    if (lane < STAGES) {
+        barrier_init(shared_address(&full[warp][lane]), 1);
+        asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::: "memory");
+    }
+    __syncwarp();
+#endif
     if (!ROPE) wait_for_previous();
     const int4 tile = __ldcg(tiles + blockIdx.z);
     const bool real = (int)blockIdx.z < __ldcg(num_tiles);
@@ -91,13 +114,14 @@ attention_decode(act_t* q, act_t* keys, act_t* values, const int4* tiles, const 
     const float scale2 = scale * 1.4426950408889634f;
     const int step = gridDim.z * WARPS * 32, row_of_thread = blockIdx.z + threadIdx.x * gridDim.z;  // rows that may have no slot
     const bool padding = split == 0 && row_of_thread < n && __ldcg(row_slot + row_of_thread) < 0;
+    int fetched = 0, used = 0;  // groups of this warp so far: which place in the ring, and which turn of its barrier
     for (int from = 0; from < max(rows * GROUP, 1); from += PACKED) {
         const int base = from + tile_of_warp * 16, last = position + min(rows - 1, (from + PACKED - 1) / GROUP);
         const int stride = SPLITS * KEY_WARPS, start = split * KEY_WARPS + part, groups = real ? last / 16 + 1 : 0;
-        const unsigned ring = shared_address(shared) + warp * STAGES * STAGE_BYTES + lane * 16;
+        const unsigned ring = shared_address(shared) + warp * STAGES * STAGE_BYTES;
         int entry = 0;  // lane i: block of this warp's group i of 32
         auto place_of = [&](int block, int group) { return (((int64_t)block * num_kv_heads + kv_head) * BLOCK_GROUPS + group % BLOCK_GROUPS) * 16 * HEAD_DIM; };
-        auto fetch = [&](int i, int stage) {  // in order
+        auto fetch = [&](int i) {  // in order
             if ((i & 31) == 0) {
                 const int group = start + (i + lane) * stride;
                 entry = group < groups ? __ldcg(table + group / BLOCK_GROUPS) : 0;
@@ -105,26 +129,56 @@ attention_decode(act_t* q, act_t* keys, act_t* values, const int4* tiles, const 
             const int block = __shfl_sync(FULL, entry, i & 31), group = start + i * stride;
             if (group < groups) {
                 const int64_t place = place_of(block, group);
-                const act_t *k = keys + place + lane * 8, *v = values + place + lane * 8;
-                const unsigned to = ring + stage * STAGE_BYTES;
+                const int s = fetched++ % STAGES;
+                const unsigned to = ring + s * STAGE_BYTES;
+#if BULK
+                if (lane == 0) {
+                    const unsigned f = shared_address(&full[warp][s]);
+                    barrier_expect(f, STAGE_BYTES);
+                    bring(to, keys + place, GROUP_BYTES, f), bring(to + GROUP_BYTES, values + place, GROUP_BYTES, f);
+                }
+#else
 #pragma unroll
-                for (int p = 0; p < GROUP_BYTES / 512; p++) copy_async(to + p * 512, k + p * 256, true);
+                for (int p = 0; p < GROUP_BYTES / 512; p++) copy_async(to + lane * 16 + p * 512, keys + place + lane * 8 + p * 256, true);
 #pragma unroll
-                for (int p = 0; p < GROUP_BYTES / 512; p++) copy_async(to + GROUP_BYTES + p * 512, v + p * 256, true);
+                for (int p = 0; p < GROUP_BYTES / 512; p++) copy_async(to + lane * 16 + GROUP_BYTES + p * 512, values + place + lane * 8 + p * 256, true);
+#endif
             }
-            copy_commit();
+            if (!BULK) copy_commit();
         };
+#pragma unroll 1
+        for (int i = 0; i < STAGES; i++) fetch(i);
+        int limit[2];  // last position that the lane's rows see
 #pragma unroll
-        for (int s = 0; s < STAGES; s++) fetch(s, s);
-        if (ROPE) wait_for_previous();
+        for (int h = 0; h < 2; h++) {
+            const int row = (base + g + h * 8) / GROUP;
+            limit[h] = row < rows ? position + row : -1;
+        }
+#if ROPE
+        const int fresh = position / 16, newest = last / 16;  // groups with new rows
+        const bool mine = real && newest >= start && (newest - start) / stride * stride + start >= fresh;
+        const int fresh_block = mine ? __ldcg(table + fresh / BLOCK_GROUPS) : 0, newest_block = mine ? __ldcg(table + newest / BLOCK_GROUPS) : 0;
+        float4 by_query[2][QUADS / 2][4], by_row[ROPE];  // what they turn by
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            if (limit[h] < 0) continue;
+            const float4* by = (const float4*)(turns + (int64_t)limit[h] * HALF);
+#pragma unroll
+            for (int j = 0; j < QUADS / 2; j++)
+#pragma unroll
+                for (int i = 0; i < 4; i++) by_query[h][j][i] = by[(j * 32 + t * 8) / 2 + i];
+        }
+        if (mine) {
+#pragma unroll
+            for (int r = 0; r < ROPE; r++)
+                if (r < rows && lane * 2 < HALF) by_row[r] = ((const float4*)(turns + (int64_t)(position + r) * HALF))[lane];
+        }
+        wait_for_previous();
+#endif
         if (!real) break;
-        int limit[2];
         Queries queries;
 #if ROPE
         const int64_t pitch = (num_heads + 2 * num_kv_heads) * HEAD_DIM;
-        const int fresh_block = __ldcg(table + position / 16 / BLOCK_GROUPS), newest_block = __ldcg(table + last / 16 / BLOCK_GROUPS);
-        const int fresh = position / 16, newest = last / 16;  // groups with new rows
-        const bool mine = newest >= start && (newest - start) / stride * stride + start >= fresh;
         NewRow added[ROPE];
         if (mine) {
 #pragma unroll
@@ -141,7 +195,6 @@ attention_decode(act_t* q, act_t* keys, act_t* values, const int4* tiles, const 
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             const int packed = base + g + h * 8, row = packed / GROUP, head = packed % GROUP;
-            limit[h] = row < rows ? position + row : -1;
 #if ROPE
             const act_t* source = qkv + (first + row) * pitch + (kv_head * GROUP + head) * HEAD_DIM + t * 8;
 #else
@@ -154,29 +207,22 @@ attention_decode(act_t* q, act_t* keys, act_t* values, const int4* tiles, const 
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             if (limit[h] < 0) continue;
-            const int packed = base + g + h * 8;
-            const float4* by = (const float4*)(turns + (int64_t)limit[h] * HALF);
 #pragma unroll
             for (int j = 0; j < QUADS / 2; j++) {
                 vec4 &a = queries.part[j][h], &b = queries.part[j + QUADS / 2][h];
-                const float4* w = by + (j * 32 + t * 8) / 2;
+                const float4(&w)[4] = by_query[h][j];
                 turn(a.x, b.x, w[0]), turn(a.y, b.y, w[1]), turn(a.z, b.z, w[2]), turn(a.w, b.w, w[3]);
-            }
-            if (part == 0) {
-                act_t* to = q + (int64_t)(first + packed / GROUP) * width + (kv_head * GROUP + packed % GROUP) * HEAD_DIM + t * 8;
-#pragma unroll
-                for (int j = 0; j < QUADS; j++) *(vec4*)(to + j * 32) = queries.part[j][h];
             }
         }
         if (mine) {
 #pragma unroll
             for (int r = 0; r < ROPE; r++)
-                if (r < rows && lane * 2 < HALF) turn(added[r].a, added[r].b, ((const float4*)(turns + (int64_t)(position + r) * HALF))[lane]);
+                if (r < rows && lane * 2 < HALF) turn(added[r].a, added[r].b, by_row[r]);
         }
-        // The new rows of a group that has come, over what the cache had there; and into the cache.
+        // The new rows of a group that has come, over what the cache had there; and into the cache. An element of a value has two
+        // bytes of each 16 of its group: the group is stored whole, nobody else writes to it.
         auto lay = [&](int group, unsigned at) {
-            const int block = tile_of_warp ? -1 : group == fresh ? fresh_block : newest_block;
-            const int64_t place = place_of(block, group);
+            const int64_t place = place_of(group == fresh ? fresh_block : newest_block, group);
             __syncwarp();
 #pragma unroll
             for (int r = 0; r < ROPE; r++) {
@@ -185,30 +231,36 @@ attention_decode(act_t* q, act_t* keys, act_t* values, const int4* tiles, const 
                 if (lane * 2 < HALF) {
                     const int a = key_offset<true>(k, lane * 2, HEAD_DIM), b = key_offset<true>(k, lane * 2 + HALF, HEAD_DIM);
                     store_shared(at + a * 2, added[r].a), store_shared(at + b * 2, added[r].b);
-                    if (block >= 0) *(unsigned*)(keys + place + a) = added[r].a, *(unsigned*)(keys + place + b) = added[r].b;
+                    if (tile_of_warp == 0) *(unsigned*)(keys + place + a) = added[r].a, *(unsigned*)(keys + place + b) = added[r].b;
                 }
                 if (lane * 4 < HEAD_DIM) {
 #pragma unroll
                     for (int i = 0; i < 4; i++) {
-                        const int o = value_offset<true>(k, lane * 4 + i, HEAD_DIM);
                         const unsigned short bits = (i < 2 ? added[r].v.x : added[r].v.y) >> (i & 1) * 16;
-                        store_shared(at + GROUP_BYTES + o * 2, bits);
-                        if (block >= 0) ((unsigned short*)values)[place + o] = bits;
+                        store_shared(at + GROUP_BYTES + value_offset<true>(k, lane * 4 + i, HEAD_DIM) * 2, bits);
                     }
                 }
             }
             __syncwarp();
+            if (tile_of_warp == 0) {
+#pragma unroll
+                for (int p = 0; p < GROUP_BYTES / 512; p++) *(vec4*)(values + place + p * 256 + lane * 8) = load_shared(at + GROUP_BYTES + p * 512 + lane * 16);
+            }
         };
 #endif
         float sums[PAIRS * 2][4] = {};
         Softmax softmax = {{-INFINITY_F, -INFINITY_F}, {0.f, 0.f}};
-        int stage = 0;
         for (int group = start, i = 0; group < groups; group += stride, i++) {
+            const int s = used % STAGES, key0 = group * 16;
+            const unsigned to = ring + s * STAGE_BYTES, at = to + lane * 16;
+#if BULK
+            barrier_wait(shared_address(&full[warp][s]), used / STAGES & 1);
+#else
             copy_wait<STAGES - 1>();
-            const unsigned at = ring + stage * STAGE_BYTES;
-            const int key0 = group * 16;
+#endif
+            used++;
 #if ROPE
-            if (group >= fresh) lay(group, at - lane * 16);
+            if (group >= fresh) lay(group, to);
 #endif
             float scores[1][2][4] = {}, keep[2];
             score_group(scores[0], queries, at);
@@ -221,10 +273,9 @@ attention_decode(act_t* q, act_t* keys, act_t* values, const int4* tiles, const 
             rescale(sums, keep);
             mix_group(sums, scores[0], at + GROUP_BYTES, key0 + 15 > last, reach_of(key0, t, last));
             __syncwarp();
-            fetch(i + STAGES, stage);
-            stage = stage + 1 == STAGES ? 0 : stage + 1;
+            fetch(i + STAGES);
         }
-        copy_wait<0>();
+        if (!BULK) copy_wait<0>();
         __syncthreads();  // the sums take the place of the ring
 #pragma unroll
         for (int h = 0; h < 2; h++) {  // totals of the four lanes that share a row
@@ -239,42 +290,70 @@ attention_decode(act_t* q, act_t* keys, act_t* values, const int4* tiles, const 
         }
         if (threadIdx.x < OWN) broken[threadIdx.x] = 0;
         cluster_barrier();
-        for (int e = threadIdx.x; e < OWN * HEAD_DIM / 4; e += WARPS * 32) {  // this block joins the parts of its own rows
-            const int own = e / (HEAD_DIM / 4), d = e % (HEAD_DIM / 4) * 4, packed = split * OWN + own;
-            const int row = (from + packed) / GROUP, head = (from + packed) % GROUP;
-            if (row >= rows) continue;
-            const unsigned stats = shared_address(stats_shared + packed), values_at = shared_address(sums_shared + packed * PITCH + d);
-            constexpr int PARTS = SPLITS * KEY_WARPS;
-            float high = -INFINITY_F, all = 0.f;
-            float2 stat[PARTS];
+        // This block joins the parts of its own rows, a warp one row after the other. First each lane weighs one part of one of them.
+        const int weighed = lane % PARTS, weighed_row = split * OWN + min(warp + lane / PARTS * WARPS, OWN - 1);
+        const float2 stat = load_pair(of_rank(shared_address(stats_shared + weighed % KEY_WARPS * PACKED + weighed_row), weighed / KEY_WARPS));
+        float high = stat.x;
+#pragma unroll
+        for (int d = 1; d < PARTS; d <<= 1) high = fmaxf(high, __shfl_xor_sync(FULL, high, d));
+        const float weight = exp2_fast(stat.x - high);
+        const bool none = !(weight > 0.f) && stat.y == stat.y;  // saw no key of this row
+        float all = none ? 0.f : stat.y * weight;
+#pragma unroll
+        for (int d = 1; d < PARTS; d <<= 1) all += __shfl_xor_sync(FULL, all, d);
+        const float share = none ? -1.f : weight / all;
+        bool wrong = false;
+#pragma unroll 2
+        for (int turn = 0; turn < OWN_TURNS; turn++) {
+            const int own = warp + turn * WARPS, packed = split * OWN + own, row = (from + packed) / GROUP, head = (from + packed) % GROUP;
+            if (own >= OWN || row >= rows) break;
+            const int d = min(lane * 4, HEAD_DIM - 4);
             float4 mixed = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll
-            for (int i = 0; i < PARTS; i++) stat[i] = load_pair(of_rank(stats, i / KEY_WARPS) + i % KEY_WARPS * PACKED * 8);
-#pragma unroll
-            for (int i = 0; i < PARTS; i++) high = fmaxf(high, stat[i].x);
-#pragma unroll
             for (int i = 0; i < PARTS; i++) {
-                const float4 s = load_quad(of_rank(values_at, i / KEY_WARPS) + i % KEY_WARPS * PACKED * PITCH * 4);
-                const float weight = exp2_fast(stat[i].x - high);
-                if (!(weight > 0.f) && stat[i].y == stat[i].y) continue;  // saw no key of this row
-                all += stat[i].y * weight;
-                mixed.x += s.x * weight, mixed.y += s.y * weight, mixed.z += s.z * weight, mixed.w += s.w * weight;
+                const float by = __shfl_sync(FULL, share, turn * PARTS + i);
+                float4 s = load_quad(of_rank(shared_address(sums_shared + (i % KEY_WARPS * PACKED + packed) * PITCH + d), i / KEY_WARPS));
+                if (by < 0.f) s = make_float4(0.f, 0.f, 0.f, 0.f);
+                mixed.x += s.x * by, mixed.y += s.y * by, mixed.z += s.z * by, mixed.w += s.w * by;
             }
-            const float rest = 1.f / all;
-            mixed.x *= rest, mixed.y *= rest, mixed.z *= rest, mixed.w *= rest;
-            vec2 packed_out = {pack(mixed.x, mixed.y), pack(mixed.z, mixed.w)};
-            *(vec2*)(out + (int64_t)(first + row) * width + (kv_head * GROUP + head) * HEAD_DIM + d) = packed_out;
-            if (!(mixed.x == mixed.x && mixed.y == mixed.y && mixed.z == mixed.z && mixed.w == mixed.w)) broken[own] = 1;
+            if (lane * 4 < HEAD_DIM)
+                *(vec2*)(out + (int64_t)(first + row) * width + (kv_head * GROUP + head) * HEAD_DIM + d) = {pack(mixed.x, mixed.y), pack(mixed.z, mixed.w)};
+            if (!(mixed.x == mixed.x && mixed.y == mixed.y && mixed.z == mixed.z && mixed.w == mixed.w)) broken[own] = 1, wrong = true;
         }
+        if (SPLITS > 1) {
+            __syncwarp();
+            cluster_arrive_relaxed();  // the others' parts have been read
+        }
+        if (__syncthreads_or(wrong)) {
+#if ROPE
+            if (part == 0) {
+#pragma unroll
+                for (int h = 0; h < 2; h++) {
+                    const int packed = base + g + h * 8;
+                    if (limit[h] < 0) continue;
+                    act_t* to = q + (int64_t)(first + packed / GROUP) * width + (kv_head * GROUP + packed % GROUP) * HEAD_DIM + t * 8;
+#pragma unroll
+                    for (int j = 0; j < QUADS; j++) *(vec4*)(to + j * 32) = queries.part[j][h];
+                }
+            }
+            __syncthreads();
+#endif
+            for (int own = 0; own < OWN; own++) {
+                const int packed = from + split * OWN + own, row = packed / GROUP, head = packed % GROUP;
+                if (!broken[own] || row >= rows) continue;
+                const int64_t at = (int64_t)(first + row) * width + (kv_head * GROUP + head) * HEAD_DIM;
+                const Pages<true> pages = {keys, values, table, num_kv_heads, BLOCK_GROUPS * 16, HEAD_DIM};
+                attend_row<true>(q + at, pages, kv_head, position + row, scale, out + at, plain);
+            }
+        }
+#if BULK
+        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // the ring takes its place again
+#endif
+#if SPLITS > 1
+        cluster_wait();  // nobody leaves, or goes on, while his parts are read
+#else
         __syncthreads();
-        for (int own = 0; own < OWN; own++) {
-            const int packed = from + split * OWN + own, row = packed / GROUP, head = packed % GROUP;
-            if (!broken[own] || row >= rows) continue;
-            const int64_t at = (int64_t)(first + row) * width + (kv_head * GROUP + head) * HEAD_DIM;
-            const Pages<true> pages = {keys, values, table, num_kv_heads, BLOCK_GROUPS * 16, HEAD_DIM};
-            attend_row<true>(q + at, pages, kv_head, position + row, scale, out + at, plain);
-        }
-        cluster_end();  // nobody leaves, or goes on, while his parts are read
+#endif
     }
     if (!__syncthreads_or(padding) && step >= n) return;
     if (split == 0)

@@ -12,7 +12,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 attention_prefill(const act_t* __restrict__ q, const act_t* keys, const act_t* values, const int4* __restrict__ tiles, const int* __restrict__ num_tiles,
                   const int* __restrict__ row_slot, const int* __restrict__ block_table, act_t* __restrict__ out, int n, int max_blocks,
                   int num_heads, int num_kv_heads, float scale) {
-    extern __shared__ float shared[];  // two steps of keys, then values, by groups
+    extern __shared__ __align__(128) float shared[];  // two steps of keys, then values, by groups
     __shared__ float plain[PLAIN_KEYS];
     __shared__ int broken[64 * HEADS];
     const unsigned base = shared_address(shared);

@@ -9,6 +9,15 @@ struct alignas(16) Vector { act_t e[LANES]; };
 
 __device__ __forceinline__ float gain(act_t weight) { return PLUS_ONE ? 1.f + to_float(weight) : to_float(weight); }
 
+// Sum over the block, for every thread: each warp adds up what all warps have found. `scratch`: 32 floats, used once.
+__device__ __forceinline__ float total(float x, float* scratch) {
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = (blockDim.x + 31) >> 5;
+    x = warp_sum(x);
+    if (lane == 0) scratch[warp] = x;
+    __syncthreads();
+    return warp_sum(lane < warps ? scratch[lane] : 0.f);
+}
+
 // `x` is replaced by x + y, rounded, where `y` is given; `out` gets the norm of what then is in x. `hide`: take zeros for x.
 __device__ __forceinline__ void norm_row(act_t* x, const act_t* y, const act_t* weight, act_t* out, int width, float eps, bool hide, float* scratch) {
 #if VECTORS
@@ -43,7 +52,7 @@ __device__ __forceinline__ void norm_row(act_t* x, const act_t* y, const act_t* 
             squares += to_float(kept[v].e[i]) * to_float(kept[v].e[i]);
         }
     }
-    const float factor = 1.f / sqrtf(block_sum(squares, scratch) / width + eps);
+    const float factor = 1.f / sqrtf(total(squares, scratch) / width + eps);
 #pragma unroll
     for (int v = 0; v < VECTORS; v++) {
         const int at = (v * blockDim.x + threadIdx.x) * LANES;
@@ -60,7 +69,7 @@ __device__ __forceinline__ void norm_row(act_t* x, const act_t* y, const act_t* 
         const float value = hide ? 0.f : to_float(x[i]);
         squares += value * value;
     }
-    const float factor = 1.f / sqrtf(block_sum(squares, scratch) / width + eps);
+    const float factor = 1.f / sqrtf(total(squares, scratch) / width + eps);
     for (int i = threadIdx.x; i < width; i += blockDim.x) {
         const float value = hide ? 0.f : to_float(x[i]);
         out[i] = from_float<act_t>(value * factor * gain(weight[i]));
@@ -69,7 +78,7 @@ __device__ __forceinline__ void norm_row(act_t* x, const act_t* y, const act_t* 
 }
 
 extern "C" __global__ void rms_norm(act_t* x, const act_t* y, const act_t* weight, act_t* out, int width, float eps) {
-    __shared__ float scratch[33];
+    __shared__ float scratch[32];
     launch_dependents();
     const int64_t row = (int64_t)blockIdx.x * width;
     norm_row(x + row, y ? y + row : nullptr, weight, out + row, width, eps, false, scratch);
@@ -78,7 +87,7 @@ extern "C" __global__ void rms_norm(act_t* x, const act_t* y, const act_t* weigh
 // Two halves of a row: the hidden state and the embedding, in the order given by the columns at which they start.
 extern "C" __global__ void combine_draft_inputs(act_t* embedding, act_t* hidden, const act_t* emb_norm, const act_t* hid_norm, const int* positions,
                                                 act_t* out, int width, int embedding_at, int hidden_at, int mask_first, float eps) {
-    __shared__ float scratch[33];
+    __shared__ float scratch[32];
     launch_dependents();
     const int row = blockIdx.x;
     if (mask_first) wait_for_previous();

@@ -22,7 +22,7 @@ def shape_of(dtype: str, width: int, pointers: tuple[Any, ...]) -> tuple[dict[st
     if width % lanes or any(p.pointer % 16 for p in pointers):
         return {"VECTORS": 0, **act(dtype)}, 128
     count = width // lanes
-    threads = min(256, max(32, -(-count // 32) * 32))
+    threads = min(512, max(32, -(-count // 32) * 32))
     vectors = -(-count // threads)
     if vectors > MOST_VECTORS:
         threads, vectors = 1024, -(-count // 1024)

@@ -139,7 +139,8 @@ class CacheSpec:
     dtype: str
     kind: Literal["paged"] = "paged"
     kv: Literal["", "int8"] = ""
-    """How rows are kept: "" in `dtype`, "int8" as `contracts/kv_quant.py` defines. Asked only of who declares `kv_dtypes`."""
+    """How rows are kept: "" in `dtype`, "int8" and "fp8" as `contracts/kv_quant.py` defines. Asked only of who declares it in
+    `kv_dtypes`."""
 
 
 class KernelTable(Protocol):

@@ -17,6 +17,7 @@ SAID = {
     "M52": "acceptance trace", "M55": "cache.k[", "M56": "logit_start", "M57": "a stream sees",
     "M58": "raised nothing", "M59": "out[", "M60": "a refusal that names linear/1 and x", "M61": "under the rule[",
     "M62": "on the old weights[", **dict.fromkeys(("M64", "M65", "M66", "M67", "M68", "M69"), "rows in int8"),
+    "M70": "rows in fp8", "M71": "rows in fp8",
 }  # fmt: skip
 """Words that must be in what some killers say: that the mutant died of its fault and not of an accident."""
 

@@ -12,6 +12,7 @@ import pytest
 from polydraft import LLM, SamplingParams, reference
 from polydraft.conformance.probe import checkpoint, prompts
 from polydraft.conformance.target import wrap
+from polydraft.contracts.kv_quant import KV_DTYPES
 from polydraft.errors import CapabilityError, ConfigError, PluginError
 from tests.conformance.doubles import BACKENDS
 
@@ -26,17 +27,22 @@ def texts(**options: Any) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     return [(one.token_ids, one.rounds) for one in found]
 
 
-def test_drafts_batches_chunks_and_devices_change_nothing():
+each_kv = pytest.mark.parametrize("kv", KV_DTYPES)
+
+
+@each_kv
+def test_drafts_batches_chunks_and_devices_change_nothing(kv: str):
     """The emulator keeps rows in another order and runs launches late; the reference's other arithmetic is row-invariant, too."""
-    plain = [tokens for tokens, _ in texts(backend="reference", draft_tokens=0, invariant=True)]
-    drafted = texts(backend="reference", draft_tokens=3, invariant=True)
+    plain = [tokens for tokens, _ in texts(backend="reference", draft_tokens=0, invariant=True, kv_dtype=kv)]
+    drafted = texts(backend="reference", draft_tokens=3, invariant=True, kv_dtype=kv)
     assert [tokens for tokens, _ in drafted] == plain
     assert any(sum(rounds) for _, rounds in drafted)
-    assert texts(backend="reference", draft_tokens=3, invariant=True, max_batched_tokens=13) == drafted
-    assert texts(backend=BACKENDS["emulator"], draft_tokens=3, overlap=1, invariant=True, sanitize=True) == drafted
+    assert texts(backend="reference", draft_tokens=3, invariant=True, max_batched_tokens=13, kv_dtype=kv) == drafted
+    assert texts(backend=BACKENDS["emulator"], draft_tokens=3, overlap=1, invariant=True, sanitize=True, kv_dtype=kv) == drafted
 
 
-def test_a_block_takes_a_byte_a_number_and_one_a_row():
+@each_kv
+def test_a_block_takes_a_byte_a_number_and_one_a_row(kv: str):
     def planned(**options: Any) -> tuple[Any, ...]:
         with closing(LLM(**{**OPTIONS, "backend": "reference", "num_blocks": 32, **options})) as llm:
             chosen = llm.engine.resolved.describe()
@@ -44,12 +50,12 @@ def test_a_block_takes_a_byte_a_number_and_one_a_row():
             return chosen["kv_cache_bytes"], chosen["kv_dtype"], reasons["kv_dtype"], llm.engine.resolved.kv
 
     rows = 2 * 2 * 32 * 4 * 2  # keys and values, target and MTP, blocks, places, heads
-    size, chosen, reason, kv = planned()
-    assert (size, chosen, kv) == (rows * (8 + 1), "int8", "int8")
+    size, chosen, reason, kept = planned(kv_dtype=kv)
+    assert (size, chosen, kept) == (rows * (8 + 1), kv, kv)
     assert "asked for" in reason
     assert "another model" in reason
-    size, chosen, reason, kv = planned(kv_dtype="auto")
-    assert (size, chosen, kv) == (rows * 8 * 4, "f32", "")
+    size, chosen, reason, kept = planned(kv_dtype="auto")
+    assert (size, chosen, kept) == (rows * 8 * 4, "f32", "")
     assert "asked for" not in reason
 
 
@@ -65,14 +71,14 @@ def test_who_does_not_declare_it_refuses():
 
 
 def test_another_form_is_a_config_error():
-    with pytest.raises(ConfigError, match=r"^kv_dtype is 'int4', wanted one of auto, int8; correct it or leave it out$"):
+    with pytest.raises(ConfigError, match=r"^kv_dtype is 'int4', wanted one of auto, int8, fp8; correct it or leave it out$"):
         LLM(**{**OPTIONS, "kv_dtype": "int4"}, backend="reference")
 
 
 def test_a_form_that_core_does_not_know_is_no_capability():
     odd = wrap(reference, polydraft_backend_info=lambda info: dataclasses.replace(
         info, capabilities=dataclasses.replace(info.capabilities, kv_dtypes=("int4",))))  # fmt: skip
-    with pytest.raises(PluginError, match=r"kv_dtypes \('int4',\), wanted some of int8 or none"):
+    with pytest.raises(PluginError, match=r"kv_dtypes \('int4',\), wanted some of int8, fp8 or none"):
         LLM(model=PROBE, plugin=odd)
 
 

@@ -139,7 +139,7 @@ def _undeclared(target: Target, tally: Tally) -> None:
     wishes += [(f"dtype {d}", {"dtype": d}) for d in ACTIVATION_DTYPES if d not in caps.dtypes]
     wishes += [] if caps.graph_capture else [("graphs", {"graph": "decode"})]
     wishes += [] if caps.row_invariant else [("invariant mode", {"invariant": True})]
-    wishes += [] if caps.kv_dtypes else [("quantised KV rows", {"kv_dtype": KV_DTYPES[0]})]
+    wishes += [(f"KV rows in {kv}", {"kv_dtype": kv}) for kv in KV_DTYPES if kv not in caps.kv_dtypes]
     wishes += [] if caps.host_inputs else [("host inputs in the middle of a step", {"features": (OtherRemainder,)})]
 
     for what, options in wishes:

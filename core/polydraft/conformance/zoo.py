@@ -283,9 +283,9 @@ def _core(id_: str, title: str, source: str, killer: str, fault: Fault, needs: s
     return Mutant(id_, title, source, killer, lambda plugin: plugin, needs, fault)
 
 
-def _kept(id_: str, title: str, source: str, change: kv_faults.Change) -> Mutant:
+def _kept(id_: str, title: str, source: str, change: kv_faults.Change, kv: str = "int8") -> Mutant:
     """A mutant that stores quantised rows in a wrong way."""
-    return Mutant(id_, title, source, "L2/rope_kv_write/kv-int8", kv_faults.stores(change), "kv_dtypes")
+    return Mutant(id_, title, source, f"L2/rope_kv_write/kv-{kv}", kv_faults.stores(change), "kv_dtypes")
 
 
 C = by.computed
@@ -733,6 +733,8 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
     _kept("M67", "exponents not written", "a cache that was zeroed once", kv_faults.not_written),
     _kept("M68", "exponents one too small", "rounding a logarithm down", kv_faults.too_small),
     _kept("M69", "numbers cut instead of rounded", "a cast to int8", kv_faults.truncated),
+    _kept("M70", "numbers below the normal ones of fp8 lost", "conversions that flush", kv_faults.flushed, "fp8"),
+    _kept("M71", "exponents of fp8 rows one too small", "448 taken for 512", kv_faults.too_small, "fp8"),
 )
 """Every mutant of this version, by the numbers of the design's table; a number that is missing is in `CORES`."""
 

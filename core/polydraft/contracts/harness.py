@@ -64,20 +64,20 @@ def run_golden(kernel: Kernel, case: Case, act: str = "f32", poison: Poison = PO
         loose = _loose(contract, name, value, case.n, poison.of(dtype))
         expected[name] = Expected(value, before[name], dtype, allowed, loose, loose_finite=finite)
         if kv and "." in name:
-            expected[name] = _quantised(expected[name])
+            expected[name] = _quantised(expected[name], kv)
     return _live(kernel, expected)
 
 
-def _quantised(want: Expected) -> Expected:
+def _quantised(want: Expected, kv: Kv) -> Expected:
     """What a cache of quantised rows holds in the place of `want`. A row of which some element may be off by rounding may lie on
     either side of every border; one that is only moved is exact. What was written counts as such even where it has become equal
     to what was there before."""
     written = ~((want.value == want.before) | (np.isnan(want.value) & np.isnan(want.before)))
-    value, before, allowed = quantise(want.value), np.where(written, np.nan, want.before), want.allowed
+    value, before, allowed = quantise(want.value, kv), np.where(written, np.nan, want.before), want.allowed
     if allowed is not None:
         allowed = np.broadcast_to(allowed, value.shape)
         off = (allowed > 0.0).any(axis=-1, keepdims=True)
-        allowed = allowed + np.where(off, TIPPED * np.nan_to_num(quanta(want.value)), 0.0)
+        allowed = allowed + np.where(off, TIPPED * np.nan_to_num(quanta(want.value, kv)), 0.0)
     return replace(want, value=value, before=before, allowed=allowed)
 
 

@@ -182,7 +182,7 @@ def namespace(contract: Contract, case: Case, act: str = "f32", poison: Poison =
                 value = _rounded(value, dtype)
         elif isinstance(value, LogicalCache):
             k, v = _rounded(value.k, act), _rounded(value.v, act)
-            value = LogicalCache(quantise(k), quantise(v)) if kv else LogicalCache(k, v)
+            value = LogicalCache(quantise(k, kv), quantise(v, kv)) if kv else LogicalCache(k, v)
         elif value is not None:
             value = _rounded(value, act)
         setattr(a, name, value)

@@ -192,7 +192,8 @@ def cases() -> Iterator[Case]:
 
 def border_case() -> Case:
     """Values at the borders of quantisation, for caches of quantised rows alone: ties, the largest number of an exponent and the
-    next one, zeros, numbers beyond the range of exponents, and rows with a NaN or an infinity, of which nothing else is left."""
+    next one, zeros, numbers beyond the range of exponents, numbers far below the largest of their row, and rows with a NaN or an
+    infinity, of which nothing else is left."""
     case = _case("values_at_borders", [(0, 0, 4), (2, 3, 5)], beyond=0)
     heads = case.arrays["qkv"].reshape(9, 8, 8)
     k, v = heads[:, 4:6], heads[:, 6:]
@@ -201,6 +202,7 @@ def border_case() -> Case:
     v[1, 0], v[1, 1] = np.nextafter(ties, np.float32(np.inf)), ties * np.float32(1.0 + 2.0**-7)
     v[2], k[2, 1] = 0.0, 0.0
     v[3] = ties * np.float32(2.0**-105), ties * np.float32(2.0**105)
+    v[8, 0] = np.ldexp([1.0, 2.0, 1.5, 0.5, 0.25, 0.75, 3.96, -1.0], [0, *[-16] * 7])
     v[4, 0, 5], v[5, 1, 0], k[6, 1, 2], k[7, 0, 7] = np.nan, -np.inf, np.nan, np.inf
     return case
 

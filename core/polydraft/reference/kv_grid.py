@@ -12,15 +12,24 @@ from polydraft.device import Array
 
 LEAST, MOST = -100, 100
 """Exponents of a scale."""
+LARGEST = {"int8": (127 / 128, 7), "fp8": (7 / 8, 9)}
+"""The largest number q, 127 and 448, as a fraction and the exponent of its power of two."""
 
 
-def to_grid(rows: Array) -> Array:
-    """The nearest numbers q * 2**e, q from -127 to 127, of each row [..., head_dim] float32; a row with a NaN or an infinity
-    becomes NaN. Returns a fresh array."""
+def to_grid(rows: Array, kv: str) -> Array:
+    """The nearest numbers q * 2**e of each row [..., head_dim] float32, q as `kv` says; a row with a NaN or an infinity becomes
+    NaN. Returns a fresh array."""
+    most, whole = LARGEST[kv]
     amax = np.abs(rows).max(axis=-1, keepdims=True, initial=0.0)
     fraction, exponent = np.frexp(amax)
-    exponent = np.where(fraction > np.float32(127 / 128), exponent - 6, exponent - 7)
+    exponent = exponent - np.where(fraction > np.float32(most), whole - 1, whole)
     exponent = np.clip(np.where(amax > 0.0, exponent, LEAST), LEAST, MOST)
     with np.errstate(all="ignore"):  # of broken rows, and of numbers far below or above the range of exponents
-        q = np.clip(np.rint(np.ldexp(rows, -exponent)), -127.0, 127.0)
+        q = np.ldexp(rows, -exponent)
+        if kv == "fp8":  # to whole eighths of the power of two below, which is 2**-6 at least
+            place = np.maximum(np.frexp(q)[1] - 1, -6) - 3
+            q = np.ldexp(np.rint(np.ldexp(q, -place)), place)
+        else:
+            q = np.rint(q)
+        q = np.clip(q, -np.ldexp(most, whole), np.ldexp(most, whole))
     return np.where(np.isfinite(amax), np.ldexp(q, exponent), np.float32(np.nan)).astype(np.float32, copy=False)

@@ -107,7 +107,7 @@ def rope_kv_write(a: Any, limits: Limits) -> Run:
     heads, kv_heads, dim = a.num_heads, a.num_kv_heads, a.head_dim
     own, partner = rope_tables(a, limits.max_len)
     first, second = pair_slices(a.rope_dims, a.style)
-    quantised = bool(a.cache.spec.kv)
+    quantised = a.cache.spec.kv
 
     def run(n: int) -> None:
         qkv = a.qkv[:n].reshape(n, heads + 2 * kv_heads, dim)
@@ -130,7 +130,7 @@ def rope_kv_write(a: Any, limits: Limits) -> Run:
             k, v = k[layout.valid], v[layout.valid]
         kv = a.cache.kv
         if quantised:
-            k, v = to_grid(k), to_grid(v)
+            k, v = to_grid(k, quantised), to_grid(v, quantised)
         kv[0][:, layout.destinations] = k.swapaxes(0, 1)
         kv[1][:, layout.destinations] = v.swapaxes(0, 1)
 

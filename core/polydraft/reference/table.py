@@ -57,7 +57,7 @@ class NumpyCache:
         """Overwrite all rows; tests only."""
         self._settle()
         for index, value in enumerate((k, v)):
-            value = to_grid(value) if self.spec.kv else value  # noqa: PLW2901  as it is kept
+            value = to_grid(value, self.spec.kv) if self.spec.kv else value  # noqa: PLW2901  as it is kept
             self.kv[index] = value.transpose(2, 0, 1, 3).reshape(self.kv.shape[1:])
 
 

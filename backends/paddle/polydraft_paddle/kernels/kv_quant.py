@@ -22,6 +22,7 @@ from polydraft_paddle.ops import Tensor, choose, take
 
 ZERO = 128
 """The byte that stands for 0."""
+MOST = LARGEST["int8"]
 ROUNDER = 1.5 * 2.0**23
 """Added to a float32 below 2**22 and taken away again: leaves a whole number, ties to even."""
 
@@ -61,7 +62,7 @@ class QuantisedCache:
         x = choose(broken.expand_as(x), paddle.zeros_like(x), x)
         e = exponents(paddle.maximum(x, -x).max(axis=-1, keepdim=True))
         finer = power(ZERO - e).reshape([n, heads, 1])
-        q = paddle.clip(x * finer, -LARGEST, LARGEST) + ROUNDER - ROUNDER
+        q = paddle.clip(x * finer, -MOST, MOST) + ROUNDER - ROUNDER
         e = choose(broken, paddle.full_like(e, BROKEN), e)
         parts = [(part + ZERO).reshape([n, -1]) for part in (q.astype("int32"), e)]
         spare = -(heads * (dim + 1)) % 4
@@ -80,7 +81,7 @@ class QuantisedCache:
 
 def exponents(amax: Tensor) -> Tensor:
     """The least e with amax <= 127 * 2**e, int32, within the range of exponents: how many such bounds lie below."""
-    bounds = _table("bounds", amax, LARGEST * np.exp2(np.arange(LEAST_EXPONENT, MOST_EXPONENT, dtype=np.float64)))
+    bounds = _table("bounds", amax, MOST * np.exp2(np.arange(LEAST_EXPONENT, MOST_EXPONENT, dtype=np.float64)))
     return paddle.searchsorted(bounds, amax, out_int32=True) + LEAST_EXPONENT
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ class OracleModel:
         self, description: ModelDescription, weights: Mapping[str, Array], dtype: Any = np.float64, *, kv: str = ""
     ) -> None:
         self.description = description
-        self.kept: Callable[[Array], Array] = quantise if kv else lambda rows: rows
+        self.kept: Callable[[Array], Array] = partial(quantise, kv=kv) if kv else lambda rows: rows
         """What attention reads of rows of keys or values."""
         self.w = {name: weights[name].astype(dtype) for name in weights}
         self.dtype = dtype

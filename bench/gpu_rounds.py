@@ -11,16 +11,20 @@ measured rate of a device-to-device copy (bytes read and written), over the time
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import sys
 import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from polydraft.bench import report
 from polydraft.bench.measure import Load
-from polydraft.bench.suite import Contender, Suite
+from polydraft.bench.suite import VARIANTS, Contender, Suite
 from polydraft.config import EngineConfig
 from polydraft.engine import Engine
 
@@ -61,27 +65,59 @@ def copy_rate(nbytes: int = 4 * GIB, repeats: int = 10) -> float:
 
 def floor_bytes(engine: Engine, batch: int, context: float) -> int:
     """Bytes that a round has to read."""
-    model, drafts = engine.model, engine.resolved.limits.num_drafts
-    size = 4 if engine.resolved.dtype == "f32" else 2
+    model, resolved = engine.model, engine.resolved
+    drafts, size = resolved.limits.num_drafts, 4 if resolved.dtype == "f32" else 2
 
     def block(b: Any) -> int:
         a, f, h = b.attention, b.feed_forward, model.hidden_size
-        return int(h * (2 * a.q_size + 2 * a.kv_size) + 3 * h * f.intermediate_size)
+        return size * int(h * (2 * a.q_size + 2 * a.kv_size) + 3 * h * f.intermediate_size)
 
     def cached(b: Any) -> float:
-        return float(2 * b.attention.kv_size * batch * context)
+        a = b.attention
+        return float(2 * batch * context * (a.num_kv_heads * (a.head_dim + 1) if resolved.kv else size * a.kv_size))
 
-    head = model.vocab_size * model.hidden_size
-    total = sum(block(b) + cached(b) for b in model.blocks) + head
+    def head(tokens: int) -> int:
+        return size * tokens * model.hidden_size
+
+    total = sum(block(b) + cached(b) for b in model.blocks) + head(model.vocab_size)
     if drafts and model.mtp is not None:
-        total += drafts * (block(model.mtp.block) + cached(model.mtp.block) + 2 * model.hidden_size**2 + head)
-    return int(size * total)
+        joined = size * 2 * model.hidden_size**2
+        total += drafts * (block(model.mtp.block) + cached(model.mtp.block) + joined + head(resolved.describe()["draft_vocab"]))
+    return int(total)
 
 
-def measure(
-    shape: Path, batch: int, drafts: int, options: argparse.Namespace, rate: float, asked: int | None = None
-) -> dict[str, Any]:
-    """One row; `asked`: log probabilities that every request wants."""
+@dataclass(frozen=True)
+class Cell:
+    """What a row is about. `asked`: log probabilities that every request wants, None for no such engine; `kv`: how keys and values
+    are kept; `vocab`: the option of a reduced draft vocabulary; `variant`: graph and overlap."""
+
+    shape: Path
+    batch: int
+    drafts: int
+    asked: int | None = None
+    kv: str = "auto"
+    vocab: str = ""
+    variant: Mapping[str, Any] = MappingProxyType({})
+
+
+def cells(options: argparse.Namespace) -> Iterator[Cell]:
+    """Every one that is asked for, in order."""
+    for part in options.cells.split(";"):
+        name, _, drafts = part.partition(":")
+        shape = ROOT / "shapes" / f"{name}.json"
+        for k, batch in itertools.product(map(int, drafts.split(",")), map(int, options.batch.split(","))):
+            for asked, kv, vocab, variant in itertools.product(
+                options.logprobs.split(","),
+                options.kv_dtype.split(","),
+                options.draft_vocab.split(","),
+                VARIANTS[options.compare],
+            ):
+                yield Cell(shape, batch, k, None if asked == "off" else int(asked), kv, "" if vocab == "all" else vocab, variant)
+
+
+def measure(what: Cell, options: argparse.Namespace, rate: float) -> dict[str, Any]:
+    """One row."""
+    shape, batch, drafts, asked = what.shape, what.batch, what.drafts, what.asked
     config = EngineConfig.from_mapping(
         {
             "backend": "cuda",
@@ -90,6 +126,8 @@ def measure(
             "accept_schedule": SCHEDULE[:drafts],
             "max_batched_tokens": BATCHED_TOKENS,
             "invariant": options.invariant,
+            "kv_dtype": what.kv,
+            **({"draft_vocab": what.vocab} if drafts and what.vocab else {}),
             **({} if asked is None else {"logprobs": asked}),
         }
     )
@@ -103,7 +141,7 @@ def measure(
         repeats=options.repeats,
     )
     load, told = Load(batch, options.prompt_tokens, options.new_tokens, asked), time.monotonic()
-    cell = Contender(suite.engine(load, drafts, {}), load)
+    cell = Contender(suite.engine(load, drafts, dict(what.variant)), load)
     try:
         for turn in range(options.repeats + 1):
             cell.measure(keep=turn > 0)
@@ -113,13 +151,17 @@ def measure(
         cell.engine.close()
     row |= {
         "logprobs": asked,
+        "kv_dtype": cell.engine.resolved.kv or row["dtype"],
         "floor_bytes": floor,
         "copy_bytes_per_s": rate,
         "copy_rate_share": floor / rate / (1e-3 * row["ms_per_round"]),
     }
     share = f"{row['copy_rate_share']:.0%} of the copy rate"
-    figures = f"{row['ms_per_round']:.3f} ms a round, {share}, {row['tokens_per_round']:.2f} tokens"
-    print(f"{shape.stem} K={drafts} batch {batch}: {figures}; {time.monotonic() - told:.0f} s", file=sys.stderr, flush=True)
+    figures = f"{row['ms_per_round']:.3f} ms a round, {share}, {row['tokens_per_round']:.2f} tokens, rows in {row['kv_dtype']}"
+    name = " ".join(
+        [f"{shape.stem} K={drafts} batch {batch}", *map(str, what.variant.values()), *([what.vocab] if what.vocab else [])]
+    )
+    print(f"{name}: {figures}; {time.monotonic() - told:.0f} s", file=sys.stderr, flush=True)
     return row
 
 
@@ -134,6 +176,9 @@ def main() -> int:
     parser.add_argument("--new-tokens", type=int, default=256)
     parser.add_argument("--logprobs", default="off", help="what requests ask for, each in turn: off,0,5,20")
     parser.add_argument("--dtype", default="bf16")
+    parser.add_argument("--kv-dtype", default="auto", help="how keys and values are kept, each in turn: auto,fp8,int8")
+    parser.add_argument("--draft-vocab", default="all", help="tokens that may be drafted, each in turn: all,FILE:N,...")
+    parser.add_argument("--compare", choices=list(VARIANTS), default="off", help="every cell with and without, in turn")
     parser.add_argument("--invariant", action="store_true")
     parser.add_argument("--page", help="only renew the table of this page from --out")
     parser.add_argument("--seconds", type=float, default=1e9, help="start no further cell after this time")
@@ -145,16 +190,10 @@ def main() -> int:
     rows: list[dict[str, Any]] = []
     rate, begin = copy_rate(), time.monotonic()
     print(f"copy rate {1e-12 * rate:.2f} TB/s", file=sys.stderr, flush=True)
-    for part in options.cells.split(";"):
-        name, _, drafts = part.partition(":")
-        for k in drafts.split(","):
-            for batch in options.batch.split(","):
-                for asked in options.logprobs.split(","):
-                    if time.monotonic() - begin > options.seconds:
-                        continue
-                    wish = None if asked == "off" else int(asked)
-                    rows.append(measure(ROOT / "shapes" / f"{name}.json", int(batch), int(k), options, rate, wish))
-                    write(rows, options.out)
+    for cell in cells(options):
+        if time.monotonic() - begin <= options.seconds:
+            rows.append(measure(cell, options, rate))
+            write(rows, options.out)
     return 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +18,7 @@ from polydraft.contracts.base import Case, Limits, LogicalCache, ParamSpec, Tens
 from polydraft.contracts.composite import CompositeArgs
 from polydraft.contracts.harness import weight_role
 from polydraft.contracts.inputs import contract_of, dtype_of, limits_of
+from polydraft.contracts.kv_quant import KV_DTYPES
 from polydraft.device import DTYPES, DeviceCounters
 from polydraft_cuda.compiler import ROWS, _value
 from polydraft_cuda.forward_meta import CudaForwardMeta
@@ -188,6 +190,12 @@ def bind_shape(shape: Shape, act: str, **options: Any) -> list[Bound]:
         _bind(device, "rope_kv_write", turn, shape)
     record = PagedAttentionV1(q=joined[1], out=device.empty("out", (n, q), act), softmax_scale=0.1, **shared)
     _bind(device, "paged_attention", record, shape)
+    if shape is SHAPES[0]:
+        for kv in KV_DTYPES:
+            rows = allocate_cache(device, CacheSpec(8, shape.block_size, shape.kv_heads, shape.head_dim, act, kv=kv))
+            _bind(device, "rope_kv_write", dataclasses.replace(turn, cache=rows), shape)
+            _bind(device, "paged_attention", dataclasses.replace(record, cache=rows), shape)
+            _bind(device, "paged_attention", dataclasses.replace(record, cache=rows, meta=None), shape)
     return device.bound  # type: ignore[no-any-return]
 
 

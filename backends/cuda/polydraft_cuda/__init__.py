@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from polydraft.device import GraphCapture
     from polydraft_cuda.device import CudaDevice
 
-CAPABILITIES = Capabilities(dtypes=("bf16", "f16", "f32"), asynchronous=True, graph_capture=True, row_invariant=True)
+CAPABILITIES = Capabilities(
+    dtypes=("bf16", "f16", "f32"), asynchronous=True, graph_capture=True, row_invariant=True, kv_dtypes=("int8", "fp8")
+)
 EVIDENCE = MappingProxyType({"sm_90": "silicon"})
 """Architectures that the kernels ran on; those of `compiler.ARCHITECTURES` beside them are compiled only."""
 

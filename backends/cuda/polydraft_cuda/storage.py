@@ -12,6 +12,7 @@ import numpy as np
 
 from polydraft.backend import CacheSpec, Weight
 from polydraft.contracts.compare import from_host, to_host
+from polydraft.contracts.kv_quant import BROKEN, exponents, quantise
 from polydraft.device import DTYPES, Array
 from polydraft.errors import ContractError
 from polydraft_cuda.device import CudaBuffer, CudaDevice
@@ -94,6 +95,10 @@ def _spread(device: CudaDevice, weight: CudaWeight, value: Array) -> None:
     device.synchronize()
 
 
+def _tiled(spec: CacheSpec) -> bool:
+    return spec.dtype != "f32" and spec.head_dim % 32 == 0 and spec.block_size % 16 == 0
+
+
 @dataclass(frozen=True)
 class CudaCache:
     """One layer's keys and values: [2, num_blocks, num_kv_heads, block_size, head_dim], so that a head's rows of a block lie
@@ -107,7 +112,7 @@ class CudaCache:
     @property
     def tiled(self) -> bool:
         """Whether groups of 16 rows are permuted: 16-bit elements, heads of whole 32s, blocks of whole groups."""
-        return self.spec.dtype != "f32" and self.spec.head_dim % 32 == 0 and self.spec.block_size % 16 == 0
+        return _tiled(self.spec)
 
     @property
     def nbytes(self) -> int:
@@ -158,14 +163,111 @@ def tile_orders(head_dim: int) -> tuple[Array, Array]:
 
 
 @dataclass(frozen=True)
+class QuantisedCache:
+    """One layer's quantised keys and values: [2, num_blocks, num_kv_heads, groups, rows * (head_dim + 1)] bytes, of each group of
+    rows the numbers and then the exponents (`kernels/quant.cuh`). A tiled group has 16 rows, another is the whole block. Fresh
+    memory has the exponent that reads as NaN."""
+
+    device: CudaDevice
+    spec: CacheSpec
+    buffer: CudaBuffer
+
+    @property
+    def tiled(self) -> bool:
+        """As of other caches."""
+        return _tiled(self.spec)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of device memory."""
+        return self.buffer.nbytes
+
+    @property
+    def keys(self) -> Address:
+        """Where the keys begin."""
+        return Address(self.buffer.pointer)
+
+    @property
+    def values(self) -> Address:
+        """Where the values begin."""
+        return Address(self.buffer.pointer + self.buffer.nbytes // 2)
+
+    def _parts(self, stored: Array) -> tuple[Array, Array]:
+        """Views of numbers [2, groups, rows * dim] and exponents [2, groups, rows]."""
+        rows = 16 if self.tiled else self.spec.block_size
+        groups = stored.reshape(2, -1, rows * (self.spec.head_dim + 1))
+        return groups[..., :-rows], groups[..., -rows:]
+
+    def _orders(self) -> tuple[Array, Array]:
+        """Places of the elements of a group, row by row, for keys and for values."""
+        if self.tiled:
+            keys, values = ((order & ~3) | ((order & 1) << 1) | (order >> 1 & 1) for order in tile_orders(self.spec.head_dim))
+            return keys, values
+        plain = np.arange(self.spec.block_size * self.spec.head_dim)
+        return plain, plain
+
+    def read_logical(self) -> tuple[Array, Array]:
+        """(k, v) as [num_blocks, block_size, num_kv_heads, head_dim] float32; waits; tests only."""
+        s = self.spec
+        codes, e = self._parts(self.device.read(self.buffer.pointer, self.buffer.shape, "u8"))
+        numbers = np.stack([codes[i][:, order] for i, order in enumerate(self._orders())])
+        values = decode(numbers.reshape(*e.shape, s.head_dim), s.kv) * powers(e.view(np.int8))[..., None]
+        shape = (2, s.num_blocks, s.num_kv_heads, s.block_size, s.head_dim)
+        logical = values.astype(np.float32).reshape(shape).transpose(0, 1, 3, 2, 4)
+        return logical[0].copy(), logical[1].copy()
+
+    def write_logical(self, k: Array, v: Array) -> None:
+        """Overwrite all of it, quantised; waits; tests only."""
+        stored = np.empty(self.buffer.shape, np.uint8)
+        codes, e = self._parts(stored)
+        rows = np.stack([k, v]).transpose(0, 1, 3, 2, 4).reshape(*e.shape, self.spec.head_dim)
+        e[...] = exponents(rows, self.spec.kv).astype(np.int8).view(np.uint8)
+        numbers = np.nan_to_num(quantise(rows, self.spec.kv) / powers(e.view(np.int8))[..., None])
+        found = encode(numbers, self.spec.kv).reshape(codes.shape)
+        for i, order in enumerate(self._orders()):
+            codes[i][:, order] = found[i]
+        self.device.load(self.buffer, stored)
+
+
+def powers(e: Array) -> Array:
+    """2**e float64 of int8 exponents, NaN for that of a broken row."""
+    return np.where(e == BROKEN, np.nan, np.exp2(e.astype(np.float64)))
+
+
+def decode(codes: Array, kv: str) -> Array:
+    """The numbers q, float64, that bytes stand for: sign and magnitude, or E4M3."""
+    sign, magnitude = np.where(codes & 128, -1.0, 1.0), (codes & 127).astype(np.int64)
+    if kv == "int8":
+        return np.asarray(sign * magnitude)
+    exponent, mantissa = magnitude >> 3, magnitude & 7
+    normal = exponent > 0
+    return np.asarray(sign * np.ldexp(np.where(normal, 8.0, 0.0) + mantissa, np.where(normal, exponent, 1) - 10))
+
+
+def encode(numbers: Array, kv: str) -> Array:
+    """The bytes that stand for numbers q."""
+    sign, magnitude = np.where(np.signbit(numbers), 128, 0), np.abs(numbers)
+    if kv == "int8":
+        return np.asarray(sign + magnitude, np.uint8)
+    exponent = np.maximum(np.frexp(np.maximum(magnitude, 2.0**-6))[1] - 1, -6)  # of the leading digit; 2**-6 where there is none
+    eighths = np.ldexp(magnitude, 3 - exponent)  # from 8 to 15, less where there is none
+    return np.asarray(sign + 8 * (exponent + 6) + eighths, np.uint8)
+
+
+@dataclass(frozen=True)
 class Address:
     """A place within a buffer, as an argument of a kernel."""
 
     pointer: int
 
 
-def allocate_cache(device: CudaDevice, spec: CacheSpec) -> CudaCache:
+def allocate_cache(device: CudaDevice, spec: CacheSpec) -> CudaCache | QuantisedCache:
     """A fresh cache of one layer. Raises `DeviceError` with what would fit."""
+    if spec.kv:
+        numbers = (2, spec.num_blocks, spec.num_kv_heads, spec.block_size * (spec.head_dim + 1))
+        quantised = QuantisedCache(device, spec, device.empty("cache", numbers, "u8"))
+        device.fill_bytes(quantised.buffer, BROKEN)
+        return quantised
     shape = (2, spec.num_blocks, spec.num_kv_heads, spec.block_size, spec.head_dim)
     cache = CudaCache(device, spec, device.empty("cache", shape, spec.dtype))
     device.fill_bytes(cache.buffer, 0xFF)  # NaN in every float dtype

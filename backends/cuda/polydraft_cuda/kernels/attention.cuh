@@ -1,8 +1,12 @@
 // Attention of one row and head by a whole block, for any head size and dtype: the plain kernel, and the second try of the fast ones
 // for a row that met NaN, since a weight of zero times NaN is NaN there. Keys beyond the row's position are never read.
 #pragma once
+#ifdef KV
+#include "quant.cuh"
+#else
 #include "cache.cuh"
 
+typedef act_t kv_t;
 template <bool TILED_>
 struct Pages {  // one layer's cache as one slot sees it
     const act_t* keys;
@@ -19,6 +23,7 @@ struct Pages {  // one layer's cache as one slot sees it
         return to_float(values[block(position, head) + value_offset<TILED_>(position % block_size, d, head_dim)]);
     }
 };
+#endif
 
 constexpr int PLAIN_KEYS = 128, PLAIN_DIMS = 8;
 

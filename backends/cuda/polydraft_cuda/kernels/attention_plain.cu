@@ -1,8 +1,8 @@
 // Attention of any shape and dtype, one block a row and head: for float32, and for head or block sizes that the fast kernels lack.
-// Defines: ACT, TILED (1: the cache is in tiles).
+// Defines: ACT, TILED (1: the cache is in tiles), KV where its rows are quantised.
 #include "attention.cuh"
 
-extern "C" __global__ void attention_plain(const act_t* q, const act_t* keys, const act_t* values, const int* row_slot, const int* positions,
+extern "C" __global__ void attention_plain(const act_t* q, const kv_t* keys, const kv_t* values, const int* row_slot, const int* positions,
                                            const int* block_table, act_t* out, int max_blocks, int num_heads, int num_kv_heads, int head_dim,
                                            int block_size, float scale) {
     __shared__ float plain[PLAIN_KEYS];

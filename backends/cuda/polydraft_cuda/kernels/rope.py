@@ -14,6 +14,7 @@ from polydraft.contracts.base import Limits
 from polydraft.device import Launch, Stream
 from polydraft_cuda.compiler import act
 from polydraft_cuda.device import CudaDevice
+from polydraft_cuda.kernels import quantised
 from polydraft_cuda.kernels.linear import projection_of
 from polydraft_cuda.kernels.provider import Kernel, source
 
@@ -71,6 +72,8 @@ def rope_kv_write(device: CudaDevice, a: Any, limits: Limits, workspace: Any) ->
     del workspace
     length = max(limits.max_len, a.block_table.shape[1] * a.block_size)
     table = turns(device, float(a.theta), int(a.rope_dims), length)
+    if a.cache.spec.kv:
+        return quantised.rope_kv_write(device, a, table)
     heads = a.num_heads + 2 * a.num_kv_heads
     function = device.function(
         source("rope.cu"), "rope_kv_write", NORMS=int(a.q_norm is not None), INTERLEAVED=int(a.style == "interleaved"),

@@ -9,6 +9,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "paddle-device-s
 from build_device import BuildDevice, device_library  # beside this folder: what devices share
 
 setup(
-    ext_modules=[device_library("polyemu", ["src/runtime.cc", "src/kernels.cc"], depends=["src/queue.h"])],
+    ext_modules=[device_library("polyemu", ["src/runtime.cc", "src/kernels.cc"], depends=["src/queue.h", "src/memory.h"])],
     cmdclass={"build_ext": BuildDevice},
 )

@@ -127,7 +127,7 @@ def test_a_lost_device_is_one_sentence():
     before, error = run.stdout.strip().splitlines()
     assert before == "length", run.stderr[-2000:]
     assert error.startswith("device polyemu:0 answered with an error (")
-    assert error.endswith("check the device and its driver, then start again")
+    assert error.endswith("check the device, its free memory and its driver, then start again")
 
 
 @needs_paddle

@@ -17,10 +17,11 @@ import paddle
 from polydraft.device import DTYPES, Array, Buffer, DeviceCounters, Event, Staging, Stream
 from polydraft.errors import DeviceError
 from polydraft.reference.device import ImmediateEvent, ImmediateStream
+from polydraft_paddle import threads
 from polydraft_paddle.companions import host_memory
 from polydraft_paddle.ops import Tensor
 from polydraft_paddle.place import compute_stream, place_of, use
-from polydraft_paddle.provider import device_error
+from polydraft_paddle.provider import FAILURES, device_error
 from polydraft_paddle.table import PADDLE_DTYPES
 
 
@@ -94,9 +95,11 @@ class PaddleDevice:
         self.capturing = False
         self.guest: Any = None
         """What a kernel pack that serves every kernel puts in place of what is done here: something with `allocate_cache` as of a
-        kernel table, `init_forward_meta(buffers, limits)`, and `upload` and `download(stream, to, source, nbytes)` by address."""
+        kernel table, `init_forward_meta(buffers, limits)`, `upload` and `download(stream, to, source, nbytes)` by address, and
+        `close()`."""
         self._open = True
         if self.host_visible:
+            threads.one()
             self.stream: Any = ImmediateStream()
         else:
             self.stream = PaddleStream(compute_stream(spec))
@@ -120,7 +123,7 @@ class PaddleDevice:
         use(self.spec)
         try:
             tensor = paddle.empty(list(shape), dtype=PADDLE_DTYPES[dtype])
-        except (MemoryError, RuntimeError, OSError) as error:
+        except FAILURES as error:
             raise DeviceError(
                 f"device {self.spec} could not allocate {size:,} bytes for {name}; lower --num-blocks, --max-num-seqs or "
                 "--max-batched-tokens"
@@ -209,7 +212,7 @@ class PaddleDevice:
             else:
                 with paddle.device.stream_guard(stream.stream):  # type: ignore[attr-defined]
                     target[:rows].copy_(source[:rows], False)
-        except (OSError, RuntimeError) as error:
+        except FAILURES as error:
             raise device_error(self.spec, error) from error
 
     # -- the rest ----------------------------------------------------------------------------------
@@ -233,6 +236,8 @@ class PaddleDevice:
                     paddle.device.synchronize(place_of(self.spec))
             for graph in self.graphs:
                 graph.release()
+            if self.guest is not None:
+                self.guest.close()
 
 
 def _shared(array: Array, dtype: str) -> Tensor:

@@ -6,6 +6,7 @@ compute stream meanwhile. It never captures a step of which a part runs on the C
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ from polydraft.errors import DeviceError
 from polydraft_paddle.companions import graph_memory
 from polydraft_paddle.installation import black_list, first_line, set_fallback
 from polydraft_paddle.place import use
-from polydraft_paddle.provider import device_error, missing_kernel
+from polydraft_paddle.provider import FAILURES, device_error, missing_kernel
 
 if TYPE_CHECKING:
     from polydraft_paddle.device import PaddleDevice
@@ -35,6 +36,9 @@ class PaddleGraph:
 
     def __init__(self, graph: Any, device: PaddleDevice) -> None:
         self._graph, self._device = graph, device
+        self.release = weakref.finalize(self, graph.reset)
+        """Gives the graph back, once: when it is called, and at the latest when the process ends. Paddle itself would do so
+        behind its devices, and die of it."""
 
     def replay(self, stream: Stream) -> None:
         """Queue the captured work again on the compute stream."""
@@ -44,12 +48,8 @@ class PaddleGraph:
         use(self._device.spec)
         try:
             self._graph.replay()
-        except (OSError, RuntimeError) as error:
+        except FAILURES as error:
             raise device_error(self._device.spec, error) from error
-
-    def release(self) -> None:
-        """Give the graph back; Paddle does so too late when the process ends."""
-        self._graph.reset()
 
 
 class PaddleGraphCapture:
@@ -72,6 +72,7 @@ class PaddleGraphCapture:
         self._device.synchronize()
         use(spec)
         graph = CUDAGraph(self._device.place)
+        captured = PaddleGraph(graph, self._device)
         allowed = set_fallback(allowed=False)
         try:
             graph.capture_begin()
@@ -89,11 +90,10 @@ class PaddleGraphCapture:
                 f"Paddle has no kernel of {operation!r} for device {spec}, and what runs on the CPU instead is not captured; "
                 "register one in the device's plugin, or use --graph off"
             ) from error
-        except (RuntimeError, OSError, ValueError) as error:
+        except (*FAILURES, ValueError) as error:
             raise DeviceError(f"device {spec} could not capture a step: {first_line(error)}; use --graph off") from error
         finally:
             set_fallback(allowed=allowed)
-        captured = PaddleGraph(graph, self._device)
         self._device.graphs.append(captured)
         return captured
 

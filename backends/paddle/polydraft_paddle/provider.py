@@ -19,6 +19,8 @@ from polydraft.errors import DeviceError
 from polydraft_paddle.installation import first_line
 from polydraft_paddle.place import use
 
+FAILURES = (OSError, RuntimeError, MemoryError)
+"""What Paddle raises where a place, its driver or its memory fails."""
 Run = Callable[[int], None]
 """A kernel bound to its tensors: does the work for a launch length."""
 Kernel = Callable[[Any, Limits], Run]
@@ -63,8 +65,14 @@ def device_error(spec: str, error: BaseException) -> DeviceError:
             f"Paddle has no kernel of {operation!r} for device {spec}, and falling back to the CPU is off; register one in the "
             "device's plugin, or allow it with --allow-cpu-fallback"
         )
+    if isinstance(error, MemoryError):
+        return DeviceError(
+            f"device {spec} ran out of memory in the course of its work ({first_line(error)}); lower --num-blocks, "
+            "--max-num-seqs or --max-batched-tokens, or use --graph off"
+        )
     return DeviceError(
-        f"device {spec} answered with an error ({first_line(error)}); check the device and its driver, then start again"
+        f"device {spec} answered with an error ({first_line(error)}); check the device, its free memory and its driver, "
+        "then start again"
     )
 
 
@@ -88,7 +96,7 @@ class PaddleProvider:
             use(spec)
             try:
                 run(n)
-            except (OSError, RuntimeError) as error:
+            except FAILURES as error:
                 raise device_error(spec, error) from error
 
         return launch

@@ -12,8 +12,9 @@ from typing import Final
 
 DEVICE: Final = "polyemu:0"
 """What `paddle.set_device` and `--device` call it."""
-COUNTERS: Final = ("kernels", "copies", "synchronous_copies", "graph_launches", "bytes_in_use", "peak_bytes")
-"""What `counter` knows: device kernels queued, copies queued, copies that the host waited for, graphs launched, and bytes."""
+COUNTERS: Final = ("kernels", "copies", "synchronous_copies", "graph_launches", "bytes_in_use", "peak_bytes", "graph_bytes")
+"""What `counter` knows: device kernels queued, copies queued, copies that the host waited for, graphs launched, bytes in use and
+their peak, and bytes among them that captured work was given, which all graphs share."""
 KNOBS: Final = ("latency_us", "copies_until_failure", "bytes_limit", "lost")
 """What `set_knob` knows: microseconds that every piece of work takes at least; copies until one fails (-1: none does); bytes of
 device memory; and, not 0, a device that answers nothing any more."""

@@ -17,6 +17,7 @@
 #include "paddle/phi/common/scalar.h"
 #include "paddle/phi/core/dense_tensor.h"
 #include "paddle/phi/core/device_context.h"
+#include "memory.h"
 #include "paddle_device/registration.h"
 #include "queue.h"
 
@@ -31,12 +32,23 @@ const CPUContext& cpu() {
   return *static_cast<const CPUContext*>(phi::DeviceContextPool::Instance().Get(phi::CPUPlace()));
 }
 
-// Device memory as the CPU kernel sees it. It keeps the device's allocation alive: a captured graph runs again and again, and
-// Paddle gives custom devices no memory pool of a graph's own. So a graph here holds every temporary of its step.
+// Memory of captured work, which goes back to the blocks of graphs when Paddle lets go of it.
+class GraphMemory : public phi::Allocation {
+ public:
+  GraphMemory(std::shared_ptr<void> memory, size_t bytes, const phi::Place& place)
+      : phi::Allocation(memory.get(), bytes, place), memory_(std::move(memory)) {}
+
+ private:
+  std::shared_ptr<void> memory_;
+};
+
+// Device memory as the CPU kernel sees it. It keeps the allocation alive until the work has run, in a graph for as long as there is
+// the graph. Memory of graphs is not kept: what it is given to next runs behind this work.
 class Borrowed : public phi::Allocation {
  public:
-  explicit Borrowed(std::shared_ptr<phi::Allocation> owner)
-      : phi::Allocation(owner->ptr(), owner->size(), phi::CPUPlace()), owner_(std::move(owner)) {}
+  explicit Borrowed(std::shared_ptr<phi::Allocation> owner) : phi::Allocation(owner->ptr(), owner->size(), phi::CPUPlace()) {
+    if (dynamic_cast<GraphMemory*>(owner.get()) == nullptr) owner_ = std::move(owner);
+  }
 
  private:
   std::shared_ptr<phi::Allocation> owner_;
@@ -92,19 +104,33 @@ struct Argument<const std::vector<const DenseTensor*>&> {
   }
 };
 
-// Outputs get their memory when the work is queued, from the device: shapes are known by then, and nothing waits.
+// Outputs get their memory when the work is queued, from the device: shapes are known by then, and nothing waits. That of captured
+// work is poisoned in every launch, as fresh memory is.
 template <>
 struct Argument<DenseTensor*> {
   struct Held {
     DenseTensor tensor;
     bool wanted;
+    size_t fresh = 0;
   };
   static Held hold(const CustomContext& context, DenseTensor* tensor) {
     if (tensor == nullptr) return {DenseTensor(), false};
+    size_t fresh = 0;
+    if (static_cast<Stream*>(context.stream())->capturing() && !tensor->initialized() && tensor->numel() > 0) {
+      fresh = static_cast<size_t>(tensor->numel()) * phi::SizeOf(tensor->dtype());
+      auto memory = graph_blocks().take_block(fresh);
+      if (memory == nullptr) {
+        PADDLE_THROW(common::errors::ResourceExhausted("no %d bytes of device memory are left for a graph", fresh));
+      }
+      tensor->ResetHolder(std::make_shared<GraphMemory>(std::move(memory), fresh, context.GetPlace()));
+    }
     context.Alloc(tensor, tensor->dtype());
-    return {borrow(*tensor), true};
+    return {borrow(*tensor), true, fresh};
   }
-  static DenseTensor* give(Held& held) { return held.wanted ? &held.tensor : nullptr; }
+  static DenseTensor* give(Held& held) {
+    if (held.fresh > 0) poison(held.tensor.data(), held.fresh);
+    return held.wanted ? &held.tensor : nullptr;
+  }
 };
 
 // One device kernel for each (operation, data type): the index says which CPU kernel it runs.

@@ -82,6 +82,7 @@ struct Counters {
   std::atomic<int64_t> graph_launches{0};
   std::atomic<int64_t> bytes_in_use{0};
   std::atomic<int64_t> peak_bytes{0};
+  std::atomic<int64_t> graph_bytes{0};
 };
 
 inline Knobs& knobs() {

@@ -9,6 +9,7 @@
 #include <cstring>
 #include <set>
 
+#include "memory.h"
 #include "paddle_device/table.h"
 #include "queue.h"
 
@@ -21,7 +22,6 @@ namespace {
 using polyemu::counters;
 using polyemu::knobs;
 
-constexpr unsigned char kPoison = 0xA5;
 thread_local int current_device = 0;
 
 std::mutex streams_mutex;
@@ -132,19 +132,12 @@ struct Runtime : paddle_device::Plain {
   // -- memory -------------------------------------------------------------------------------------
   static C_Status allocate(const C_Device, void** pointer, size_t size) {
     if (knobs().lost.load() != 0) return C_ERROR;
-    if (counters().bytes_in_use.load() + static_cast<int64_t>(size) > knobs().bytes_limit.load()) return C_FAILED;
-    *pointer = std::aligned_alloc(256, (size + 255) / 256 * 256);
-    if (*pointer == nullptr) return C_FAILED;
-    std::memset(*pointer, kPoison, size);
-    const int64_t now = counters().bytes_in_use += static_cast<int64_t>(size);
-    counters().peak_bytes.store(std::max(now, counters().peak_bytes.load()));
-    return C_SUCCESS;
+    *pointer = polyemu::take(size);
+    return *pointer == nullptr ? C_FAILED : C_SUCCESS;
   }
 
   static C_Status release(const C_Device, void* pointer, size_t size) {
-    std::memset(pointer, kPoison, size);
-    std::free(pointer);
-    counters().bytes_in_use -= static_cast<int64_t>(size);
+    polyemu::give_back(pointer, size);
     return C_SUCCESS;
   }
 
@@ -277,6 +270,7 @@ extern "C" int64_t polyemu_counter(const char* name) {
   if (wanted == "graph_launches") return counters().graph_launches;
   if (wanted == "bytes_in_use") return counters().bytes_in_use;
   if (wanted == "peak_bytes") return counters().peak_bytes;
+  if (wanted == "graph_bytes") return counters().graph_bytes;
   return -1;
 }
 

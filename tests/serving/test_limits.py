@@ -22,6 +22,7 @@ import httpx
 import pytest
 
 from polydraft import LLM, SamplingParams
+from polydraft.cli import main
 from polydraft.cli.serve import NEEDED
 from polydraft.serving.logs import Log
 from tests.serving.conftest import MODEL, Served
@@ -323,6 +324,30 @@ def test_a_model_that_cannot_be_loaded_is_told_at_once(tmp_path: Path) -> None:
     assert "config.json" in result.stderr.splitlines()[-1]
     assert "Traceback" not in result.stderr
     assert result.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        (("--log-file", "/no/such/place/log"), "--log-file /no/such/place/log cannot be written: No such file or directory"),
+        (("--chat-template", "/no/template"), "--chat-template /no/template cannot be read"),
+        (("--drain-timeout", "0"), "--drain-timeout is 0.0, wanted a number above 0"),
+        (("--queue-timeout", "nan"), "--queue-timeout is nan, wanted a number above 0"),
+        (("--max-new-tokens", "-3"), "--max-new-tokens is -3, wanted 0 (no bound) or more"),
+        (("--port", "80000"), "--port is 80000, wanted 0 (any free one) to 65535"),
+        (("--host", "192.0.2.1"), "192.0.2.1 port 0 cannot be listened on"),
+    ],
+    ids=lambda value: value[0].lstrip("-") if isinstance(value, tuple) else "",
+)
+def test_what_a_server_cannot_do_is_told_before_anything_starts(
+    option: tuple[str, str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["serve", "--port", "0", *option])
+    told = capsys.readouterr()
+    assert ended.value.code == 2
+    assert said in told.err.splitlines()[-1]
+    assert told.out == ""
 
 
 def test_several_clients_at_once_have_the_texts_of_one(server: Served) -> None:

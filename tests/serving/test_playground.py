@@ -76,6 +76,8 @@ def test_a_person_at_the_playground(browser: Any, tmp_path: Path) -> None:
         page.keyboard.press("End")
         page.keyboard.press("ArrowLeft")
         assert page.inner_text("#info") != info
+        assert page.locator("#out .t[data-picked]").count() == 1
+        assert page.locator("#out .t[data-mate]").count() > 1, "the tokens of its round are shown with it"
         for chart, shape in (("#acceptance", "rect"), ("#rounds", "polyline"), ("#speed", "polyline")):
             assert page.locator(f"{chart} svg {shape}").count() > 0, chart
         for lanes, least in (("#timeline", 15), ("#timeline-plain", 60)):
@@ -88,6 +90,10 @@ def test_a_person_at_the_playground(browser: Any, tmp_path: Path) -> None:
         assert page.inner_text("#out-plain") == page.inner_text("#out"), "the same text without drafts"
         assert "64 tokens, 63 rounds" in page.inner_text("#figures-plain")
         assert "The same text, token by token" in page.inner_text("#verdict")
+        assert page.inner_text("#tile-rounds") in page.inner_text("#figures")
+        assert float(page.inner_text("#tile-speed")[:-1]) > 0, "times the speed"
+        for chart in ("#rounds", "#speed"):
+            assert {page.locator(f"{chart} polyline.{name}").count() for name in ("main", "plain")} == {1}, chart
         page.screenshot(path=tmp_path / "playground-light.png", full_page=True)
         light = page.evaluate("getComputedStyle(document.body).backgroundColor")
         page.click("#theme")

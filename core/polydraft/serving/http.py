@@ -54,7 +54,7 @@ def check_key(request: Request, keys: Sequence[str]) -> None:
 async def read_body(request: Request, *, most: int, within_s: float) -> bytes:
     """The whole body. Raises `HttpError` 413 above `most` bytes, 408 where it takes longer than `within_s`."""
     declared = request.headers.get("content-length", "")
-    if declared.isdigit() and int(declared) > most:
+    if declared.isdecimal() and int(declared) > most:
         raise _too_large(most)
     parts: list[bytes] = []
 

@@ -12,16 +12,23 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, TextIO
 
+from polydraft.errors import ConfigError
+
 
 class Log:
-    """Events as lines. `file` "" is standard error. `lost`: lines that could not be written."""
+    """Events as lines. `file` "" is standard error. `lost`: lines that could not be written. Raises `ConfigError` for a file
+    that cannot be opened."""
 
     def __init__(self, file: str = "", *, prompts: bool = False) -> None:
         self.prompts = prompts
         """Whether texts may be written."""
         self.lost = 0
         self._lock = threading.Lock()
-        self._out: TextIO | None = Path(file).open("a", encoding="utf-8", buffering=1) if file else None  # noqa: SIM115
+        self._out: TextIO | None = None
+        try:
+            self._out = Path(file).open("a", encoding="utf-8", buffering=1) if file else None  # noqa: SIM115
+        except OSError as error:
+            raise ConfigError(f"--log-file {file} cannot be written: {error.strerror}; choose another file") from error
 
     def tell(self, event: str, **fields: Any) -> None:
         """Write one line. Never raises."""

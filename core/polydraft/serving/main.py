@@ -62,16 +62,17 @@ class _Uvicorn(uvicorn.Server):
 
 def run(engine: Mapping[str, Any], settings: ServerSettings, *, ready: Callable[[str], None]) -> int:
     """Serve until SIGTERM or SIGINT; `ready(url)` is called once requests are served. Returns 0, or 1 where the engine could not
-    be started. Raises `ConfigError` for an address that cannot be listened on."""
+    be started. Raises `ConfigError` for an address that cannot be listened on, and for a file that cannot be opened."""
     log = Log(settings.log_file, prompts=settings.log_prompts)
     client = EngineClient(engine, most=settings.max_requests, tell=log.tell)
+    application = build(settings, client, log)
     listener = _listen(settings)
     logging.getLogger("uvicorn.error").addHandler(_ToLog(log))
     logging.getLogger("uvicorn.error").propagate = False
     host, port = listener.getsockname()[:2]
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     config = uvicorn.Config(
-        build(settings, client, log), log_config=None, access_log=False, lifespan="on", server_header=False, date_header=False,
+        application, log_config=None, access_log=False, lifespan="on", server_header=False, date_header=False,
         timeout_graceful_shutdown=int(settings.drain_s) or 1, timeout_keep_alive=30, h11_max_incomplete_event_size=1 << 16,
     )  # fmt: skip
 

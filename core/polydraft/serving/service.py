@@ -19,7 +19,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 
 from polydraft._version import __version__
-from polydraft.errors import PolydraftError, RequestError
+from polydraft.errors import ConfigError, PolydraftError, RequestError
 from polydraft.models.chat_template import ChatTemplate
 from polydraft.models.tokenizer import Tokenizer
 from polydraft.serving import protocol
@@ -55,7 +55,7 @@ class Service:
         self.settings, self.client, self.log = settings, client, log
         self.draining = False
         self._tokenizer: Tokenizer | None = None
-        self._template: ChatTemplate | None = None
+        self._template = _template(settings.chat_template)
 
     async def open(self) -> None:
         """Start the engine and read what the HTTP side needs of the model."""
@@ -67,10 +67,7 @@ class Service:
         self.name = self.settings.served_model or ready.model
         self.metrics = Metrics(self.name)
         self.texts = TokenTexts(self._tokenizer)
-        self._template = self._tokenizer.chat_template
-        if self.settings.chat_template:
-            file = Path(self.settings.chat_template)
-            self._template = ChatTemplate(await asyncio.to_thread(file.read_text, "utf-8"), file, {})
+        self._template = self._template or self._tokenizer.chat_template
         self.log.tell("ready", model=self.name, backend=ready.backend, host=self.settings.host)
 
     @property
@@ -267,6 +264,16 @@ async def _chained(first: dict[str, Any], rest: AsyncGenerator[dict[str, Any], N
             yield event
     finally:
         await rest.aclose()
+
+
+def _template(file: str) -> ChatTemplate | None:
+    """The template that the settings name. Raises `ConfigError` where it cannot be read, before anything is started."""
+    if not file:
+        return None
+    try:
+        return ChatTemplate(Path(file).read_text("utf-8"), Path(file), {})
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--chat-template {file} cannot be read: {error}; give a file in UTF-8") from error
 
 
 def _plain_message(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -49,9 +49,17 @@ class ServerSettings:
 
     def __post_init__(self) -> None:
         for name in ("max_requests", "max_body_bytes", "max_choices", "queue_s", "stall_s", "drain_s"):
-            if getattr(self, name) <= 0:
-                raise ConfigError(f"{name} is {getattr(self, name)}, wanted a number above 0; correct it")
+            if not 0 < getattr(self, name) < float("inf"):
+                raise ConfigError(f"{_option(name)} is {getattr(self, name)}, wanted a number above 0; correct it")
+        if self.max_new_tokens < 0:
+            raise ConfigError(f"--max-new-tokens is {self.max_new_tokens}, wanted 0 (no bound) or more; correct it")
         if not 0 <= self.port < 1 << 16:
-            raise ConfigError(f"port is {self.port}, wanted 0 (any free one) to 65535; correct it")
+            raise ConfigError(f"--port is {self.port}, wanted 0 (any free one) to 65535; correct it")
         if any(not key for key in self.api_keys):
             raise ConfigError("an API key is empty; give it at least one character, or leave it out")
+
+
+def _option(name: str) -> str:
+    """A setting as the command line calls it."""
+    seconds = {"queue_s": "queue-timeout", "stall_s": "stall-timeout", "drain_s": "drain-timeout"}
+    return "--" + seconds.get(name, name.replace("_", "-"))

@@ -1,12 +1,13 @@
 """What log probabilities cost the host of a step, and how long their record is, on the backend whose kernels cost nothing.
 
 64 streaming requests, K = 3, every draft accepted; five engines, whose requests want different things, take turns of eight
-steps. `host`: what the engine's own thread spends on a step and on handing its news over (`Engine.step`, `Engine.take`),
-without what the null device's kernels and copies take. `ratio`: of a turn to the turn of the engine that may report log
-probabilities and whose requests want none, each turn by the median of its steps; median and quartiles over the turns.
-`convert`: what another thread spends to make one record of the news (`Converter`, `pack`). `pack`: the reference's kernel
-that packs the record. The fixed record has 21 columns for every place of every window, as a record of fixed size would have,
-asked for or not: it is computed, copied and kept as if every request had asked for 20.
+steps; texts that are nearly as long as the model allows are begun anew, which is not measured. `host`: what the engine's own
+thread spends on a step and on handing its news over (`Engine.step`, `Engine.take`), without what the null device's kernels and
+copies take. `ratio`: of a turn to the turn of the engine that may report log probabilities and whose requests want none, each
+turn by the median of its steps; median and quartiles over the turns. `convert`: what another thread spends to make one record
+of the news (`Converter`, `pack`). `pack`: the reference's kernel that packs the record, by itself: the null device packs
+headers alone. The fixed record has 21 columns for every place of every window, as a record of fixed size would have, asked for
+or not: it is computed, copied and kept as if every request had asked for 20.
 
     python bench/logprob_cost.py --out bench/results/logprobs.json --page docs/serving.md
     python bench/logprob_cost.py --read bench/results/logprobs.json --page docs/serving.md
@@ -27,7 +28,7 @@ from polydraft.bench import report
 FIGURES = "bench/results/logprobs.json"
 WISHES = {"no engine option": None, "nothing": None, "top 0": 0, "top 5": 5, "fixed 21 columns": 20}
 BASE = "nothing"
-BATCH, DRAFTS, TURN, NEW_TOKENS = 64, 3, 8, 2000
+BATCH, DRAFTS, TURN, WARM_UP, NEW_TOKENS = 64, 3, 8, 4, 2000
 
 
 class Engine:
@@ -41,20 +42,35 @@ class Engine:
         options: Any = {"max_num_seqs": BATCH, "draft_tokens": DRAFTS, "max_model_len": 2048, "logprobs": most}
         self.engine = LLM(backend="null", **options).engine
         self.converter = Converter(self.engine.tokenizer)
-        params = SamplingParams(max_new_tokens=NEW_TOKENS, ignore_eos=True, logprobs=WISHES[name])
-        for i in range(BATCH):
-            self.engine.add((5, i + 1), params, id=str(i), stream=True)
-        for _ in range(4):
-            self.turn()
+        self.params = SamplingParams(max_new_tokens=NEW_TOKENS, ignore_eos=True, logprobs=WISHES[name])
+        self.begin()
         self.host: list[float] = []
         self.convert: list[float] = []
         self.words: list[int] = []
         self.pack = self._timed_pack()
 
+    def begin(self) -> None:
+        """Begin the texts, and come to the middle of them."""
+        for i in range(BATCH):
+            self.engine.add((5, i + 1), self.params, id=str(i), stream=True)
+        self.turns_left = (NEW_TOKENS - 1) // (DRAFTS + 1) // TURN - 1  # the first steps prefill
+        for _ in range(WARM_UP):
+            self.turn()
+
+    def renew(self) -> None:
+        """Give up the texts and begin others."""
+        for i in range(BATCH):
+            self.engine.abort(str(i))
+        while self.engine.has_work:
+            self.engine.step()
+        self.converter.pieces(self.engine.take())
+        self.begin()
+
     def turn(self) -> tuple[float, float, int]:
         """Some steps: median host and mean converting microseconds of a step, and bytes that came back in each."""
         from polydraft.runtime.news import news_of, pack
 
+        self.turns_left -= 1
         counters, taken = self.engine.device.counters, []
         before, host = counters.bytes_downloaded, []
         for _ in range(TURN):
@@ -69,6 +85,8 @@ class Engine:
         return statistics.median(host) / 1e3, convert / TURN / 1e3, (counters.bytes_downloaded - before) // TURN
 
     def note(self) -> None:
+        if self.turns_left < 1:
+            self.renew()
         host, convert, words = self.turn()
         self.host.append(host)
         self.convert.append(convert)
@@ -76,14 +94,18 @@ class Engine:
 
     def _timed_pack(self) -> float:
         """Microseconds of the packing kernel, median of some launches; 0 where nobody wants a record."""
+        from polydraft.reference.logprobs import KERNELS
+        from polydraft.reference.provider import arrays_of
+
         times = []
         programs = self.engine.runner.programs
         if "greedy.logprobs" not in programs or self.engine.slots.num_top.max() < 0:
             return 0.0
-        entries = [e for e in programs["greedy.logprobs"]["target"].entries if e.contract == "pack_logprobs"]
+        args: Any = next(e.args for e in programs["greedy.logprobs"]["target"].entries if e.contract == "pack_logprobs")
+        kernel = KERNELS["pack_logprobs"](arrays_of(args), self.engine.resolved.limits)
         for _ in range(50):
             start = time.perf_counter_ns()
-            entries[0].launch(self.engine.device.stream, BATCH)
+            kernel(BATCH)
             times.append((time.perf_counter_ns() - start) / 1e3)
         return statistics.median(times)
 
@@ -132,7 +154,7 @@ def markdown(rows: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--turns", type=int, default=50)
+    parser.add_argument("--turns", type=int, default=400)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--read", type=Path)
     parser.add_argument("--page", type=Path)

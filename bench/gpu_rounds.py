@@ -19,7 +19,6 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from polydraft.bench import report
@@ -88,16 +87,16 @@ def floor_bytes(engine: Engine, batch: int, context: float) -> int:
 
 @dataclass(frozen=True)
 class Cell:
-    """What a row is about. `asked`: log probabilities that every request wants, None for no such engine; `kv`: how keys and values
-    are kept; `vocab`: the option of a reduced draft vocabulary; `variant`: graph and overlap."""
+    """What a row is about. `asked`: log probabilities that every request wants, None for an engine that reports none; `kv`: how
+    keys and values are kept; `vocab`: the option of a reduced draft vocabulary; `variant`: graph and overlap."""
 
     shape: Path
     batch: int
     drafts: int
-    asked: int | None = None
-    kv: str = "auto"
-    vocab: str = ""
-    variant: Mapping[str, Any] = MappingProxyType({})
+    asked: int | None
+    kv: str
+    vocab: str
+    variant: Mapping[str, Any]
 
 
 def cells(options: argparse.Namespace) -> Iterator[Cell]:
@@ -106,12 +105,8 @@ def cells(options: argparse.Namespace) -> Iterator[Cell]:
         name, _, drafts = part.partition(":")
         shape = ROOT / "shapes" / f"{name}.json"
         for k, batch in itertools.product(map(int, drafts.split(",")), map(int, options.batch.split(","))):
-            for asked, kv, vocab, variant in itertools.product(
-                options.logprobs.split(","),
-                options.kv_dtype.split(","),
-                options.draft_vocab.split(","),
-                VARIANTS[options.compare],
-            ):
+            lists = (options.logprobs.split(","), options.kv_dtype.split(","), options.draft_vocab.split(","))
+            for asked, kv, vocab, variant in itertools.product(*lists, VARIANTS[options.compare]):
                 yield Cell(shape, batch, k, None if asked == "off" else int(asked), kv, "" if vocab == "all" else vocab, variant)
 
 

@@ -138,7 +138,7 @@ class CacheSpec:
     head_dim: int
     dtype: str
     kind: Literal["paged"] = "paged"
-    kv: Literal["", "int8"] = ""
+    kv: Literal["", "int8", "fp8"] = ""
     """How rows are kept: "" in `dtype`, "int8" and "fp8" as `contracts/kv_quant.py` defines. Asked only of who declares it in
     `kv_dtypes`."""
 

@@ -191,8 +191,8 @@ def bind_shape(shape: Shape, act: str, **options: Any) -> list[Bound]:
     record = PagedAttentionV1(q=joined[1], out=device.empty("out", (n, q), act), softmax_scale=0.1, **shared)
     _bind(device, "paged_attention", record, shape)
     if shape is SHAPES[0]:
-        for kv in KV_DTYPES:
-            rows = allocate_cache(device, CacheSpec(8, shape.block_size, shape.kv_heads, shape.head_dim, act, kv=kv))
+        for form in KV_DTYPES:
+            rows = allocate_cache(device, CacheSpec(8, shape.block_size, shape.kv_heads, shape.head_dim, act, kv=form))
             _bind(device, "rope_kv_write", dataclasses.replace(turn, cache=rows), shape)
             _bind(device, "paged_attention", dataclasses.replace(record, cache=rows), shape)
             _bind(device, "paged_attention", dataclasses.replace(record, cache=rows, meta=None), shape)

@@ -84,7 +84,7 @@ def test_windows_and_chunks_attend_to_quantised_rows(opened: CudaDevice, kv: str
 
 
 def test_invariant_texts_over_quantised_rows_do_not_depend_on_drafts_or_batch(kv: str):
-    own = {"dtype": "bf16", "invariant": True, "kv_dtype": kv}
+    own: dict[str, Any] = {"dtype": "bf16", "invariant": True, "kv_dtype": kv}
     alone = texts("cuda", 0, {}, MANY[:24], **own)
     drafted = texts("cuda", 3, {}, MANY[:24], max_num_seqs=32, **own)
     assert [ids for ids, _ in drafted] == [ids for ids, _ in alone]
@@ -92,7 +92,7 @@ def test_invariant_texts_over_quantised_rows_do_not_depend_on_drafts_or_batch(kv
 
 
 def test_graphs_and_overlap_leave_the_text_as_it_is(kv: str):
-    own = {"dtype": "f16", "kv_dtype": kv, "invariant": True}
+    own: dict[str, Any] = {"dtype": "f16", "kv_dtype": kv, "invariant": True}
     wanted = texts("cuda", 3, overlap=1, graph="decode", **own)
     assert texts("cuda", 3, overlap=0, graph="off", **own) == wanted
     assert texts("cuda", 3, sanitize=True, **own) == wanted

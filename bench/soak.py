@@ -73,9 +73,10 @@ def resident() -> int:
     return pages * 4096
 
 
-def memory(engine: Engine) -> dict[str, int]:
-    """Bytes of host and device; the latter by the engine's own count, and by what the device says that is taken."""
-    taken = getattr(engine.device, "memory_taken", None)
+def memory(engine: Engine, *, alone: bool = True) -> dict[str, int]:
+    """Bytes of host and device; the latter by the engine's own count and, where nobody else is on it, by what the device says is
+    taken."""
+    taken = getattr(engine.device, "memory_taken", None) if alone else None
     return {"host": resident(), "device": engine.device.memory(), **({"device in use": taken()} if taken else {})}
 
 
@@ -88,8 +89,10 @@ def prompts(engine: Engine) -> list[list[int]]:
     return found
 
 
-def soak(engine: Engine, seconds: float, *, exact: bool, clock: Callable[[], float] = time.monotonic) -> Watch:
-    """Serve for so long, then let everything end."""
+def soak(
+    engine: Engine, seconds: float, *, exact: bool, alone: bool = True, clock: Callable[[], float] = time.monotonic
+) -> Watch:
+    """Serve for so long, then let everything end; `alone`: no other process uses the device."""
     watch, rng, all_ = Watch(), np.random.default_rng(1), prompts(engine)
     alive: dict[str, tuple[int, int]] = {}
     begin = noted = clock()
@@ -108,7 +111,7 @@ def soak(engine: Engine, seconds: float, *, exact: bool, clock: Callable[[], flo
         for output in ended(engine):
             _judge(watch, output, alive.pop(output.id), exact=exact)
         if now >= noted + 1:
-            watch.memory.append(memory(engine))
+            watch.memory.append(memory(engine, alone=alone))
             noted = now
     while engine.has_work:
         engine.step()
@@ -178,15 +181,20 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=480.0)
     parser.add_argument("--invariant", action="store_true")
     parser.add_argument("--overlap", type=int)
+    parser.add_argument("--kv-dtype", default="auto")
+    parser.add_argument("--beside-others", action="store_true", help="leave the memory of other processes on the device out")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     llm = LLM(
         backend=args.backend, model=args.model, dtype=args.dtype, invariant=args.invariant, draft_tokens=3, max_num_seqs=SLOTS,
-        max_model_len=MODEL_LEN, num_blocks=BLOCKS, logprobs=3, **({} if args.overlap is None else {"overlap": args.overlap}),
+        max_model_len=MODEL_LEN, num_blocks=BLOCKS, logprobs=3, kv_dtype=args.kv_dtype,
+        **({} if args.overlap is None else {"overlap": args.overlap}),
     )  # fmt: skip
     engine, begin = llm.engine, time.monotonic()
-    watch = soak(engine, args.seconds, exact=args.invariant)
+    watch = soak(engine, args.seconds, exact=args.invariant, alone=not args.beside_others)
     found = row(engine, watch, time.monotonic() - begin)
+    if args.beside_others:
+        found["note"] = "beside other processes on the same device, whose memory is left out"
     llm.close()
     print(json.dumps({name: value for name, value in found.items() if not name.startswith("evidence")}))
     if args.out:

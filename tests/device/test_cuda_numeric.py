@@ -1,7 +1,9 @@
 """The numeric part of the CUDA backend without a GPU: storage, which kernel runs for how many rows, cuBLASLt's plans."""
 
 import ctypes
+import gc
 import json
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -150,11 +152,12 @@ def test_large_matrices_stream_and_many_rows_go_to_the_library(library: bool):
     rows = {1: 8, 8: 8, 9: 16, 17: 32, 33: 64, 128: 128}
     assert [chosen(device, wide, n) for n in rows] == [[f"linear_rows.cu {t}"] for t in rows.values()]
     _, narrow = projection(device, 4096, 11008)
-    expected = [["linear_pair.cu 8"], ["linear_pair.cu 16"], ["linear_rows.cu 32"], ["linear_tile.cu 64"]]
-    assert [chosen(device, narrow, n) for n in (1, 16, 17, 33)] == expected
+    expected = [["linear_pair.cu 8"], ["linear_pair.cu 16"], *([f"linear_split.cu {t}"] for t in (32, 64, 128))]
+    assert [chosen(device, narrow, n) for n in (1, 16, 17, 33, 65)] == expected
     _, between = projection(device, 6144, 4096)
-    expected = [["linear_rows.cu 8"], ["linear_rows.cu 32"], ["linear_tile.cu 64"]]
+    expected = [["linear_rows.cu 8"], ["linear_rows.cu 32"], ["linear_split.cu 64"]]
     assert [chosen(device, between, n) for n in (8, 9, 64)] == expected
+    assert chosen(device, between, 65) == (["cuBLASLt"] if library else ["linear_tile.cu 128"]), "its tiles are too wide"
     _, head = projection(device, 151680, 4096)
     expected = [[f"linear_tile.cu {t}"] for t in (8, 32, 64, 128, 256)]
     assert [chosen(device, head, n) for n in (1, 32, 64, 65, 256)] == expected, "blocks have whole tiles of so many outputs"
@@ -162,6 +165,15 @@ def test_large_matrices_stream_and_many_rows_go_to_the_library(library: bool):
         many = ["linear_tile.cu 256"] * 2 if not library else ["cuBLASLt"]
         assert chosen(device, launch, 300) == many
     assert chosen(device, wide, 0) == []
+
+
+def test_a_device_whose_projections_are_gone_is_freed():
+    device: Any = Recorder(dtype="bf16")
+    bound, seen = projection(device, 22016, 4096), weakref.ref(device)
+    assert linear.projection_of(device, bound[0].out) is bound[1]
+    del bound, device
+    gc.collect()
+    assert seen() is None
 
 
 def test_small_matrices_and_other_architectures(library: bool):
@@ -201,8 +213,9 @@ def test_a_captured_activation_is_one_launch_with_its_projection(library: bool):
     assert both(4) == [("linear_rows.cu", 0), ("mlp.cu", None)]
     device.capturing = True
     assert both(4) == both(128) == [("linear_rows.cu", 1)]
-    assert both(129)[-1] == ("mlp.cu", None)
-    assert len(both(129)) == 2
+    assert both(129) == both(256) == [("linear_split.cu", 1)]
+    assert both(257)[-1] == ("mlp.cu", None)
+    assert len(both(257)) == (2 if library else 3)
     other = SwigluV1(gate_up=device.empty("elsewhere", (512, 22016), "bf16"), out=gated.out)
     alone = mlp.swiglu(device, other, LIMITS, None)
     device.launched.clear()
@@ -342,13 +355,13 @@ def layer(device: Any, kv: Any = "", **changes: Any) -> tuple[Any, Any]:
     """The launches between the projection into an attention and the one out of it; `changes` of the turn's arguments."""
     x, qkv, attended = (device.empty("x", (512, width), device.dtype) for width in (4096, 6144, 4096))
     weight = storage.CudaWeight("linear", device.empty("w", (6144, 4096), device.dtype))
-    linear.linear(device, LinearV1(x=x, weight=weight, bias=None, out=qkv), LIMITS, SimpleNamespace(buffer=x))
+    project = linear.linear(device, LinearV1(x=x, weight=weight, bias=None, out=qkv), LIMITS, SimpleNamespace(buffer=x))
 
     def ints(*shape: int) -> Any:
         return device.empty("ints", shape, "i32")
 
     step = StepMeta("target", 0, 4, 1, has_prefill=False)
-    meta = SimpleNamespace(tiles=ints(512, 4), num_tiles=ints(1), step=step, max_tiles=lambda n: n // 4)
+    meta = SimpleNamespace(tiles=ints(512, 4), num_tiles=ints(1), step=step, max_tiles=lambda n: n // 4, kept=project)
     shared: dict[str, Any] = {
         "row_slot": ints(512), "positions": ints(512), "block_table": ints(64, 64), "meta": meta, "num_heads": 32,
         "num_kv_heads": 8, "head_dim": 128, "block_size": 16,

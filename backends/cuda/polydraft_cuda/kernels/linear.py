@@ -1,9 +1,10 @@
 """Owns the choice of a kernel for a projection, by its shape and the number of rows.
 
 Few rows are a matter of reading the weights at the speed of memory. On sm_90 they stream into warp-group products: by
-`linear_rows` where outputs can be dealt to the multiprocessors evenly, by `linear_pair` where they are few, by `linear_tile`
-else; `linear_stream` takes small matrices and other architectures. Many rows go to cuBLASLt. What none of them takes (float32,
-odd sizes) goes to `linear_plain`. In row-invariant mode every number of rows takes the same sums.
+`linear_rows` where outputs can be dealt to the multiprocessors evenly, by `linear_pair` where they are few, by `linear_split`
+where rows are more, by `linear_tile` else; `linear_stream` takes small matrices and other architectures. Many rows go to
+cuBLASLt. What none of them takes (float32, odd sizes) goes to `linear_plain`. In row-invariant mode every number of rows takes
+the same sums.
 """
 
 from __future__ import annotations
@@ -20,11 +21,13 @@ from polydraft_cuda.kernels.projections import (
     PAIR_STAGES,
     TILE_ROWS,
     Size,
+    Split,
     num_blocks,
     pair,
     plain,
     rows,
     rows_of,
+    split,
     stream,
     tile,
 )
@@ -38,10 +41,17 @@ MOST_TILE_ROWS = 64
 WIDE_SHARE: tuple[tuple[int, int], ...] = ((8, 1), (16, 1), (32, 2), (64, 2), (128, 2))
 NARROW_SHARE: tuple[tuple[int, int], ...] = ((8, 1), (32, 2))
 """Sizes of `linear_rows` where a block has many outputs, and where it has few: rows of a launch at most, blocks of a cluster."""
+SPLIT_SIZES: tuple[tuple[int, int, int], ...] = ((32, 2, 128), (64, 2, 128), (128, 1, 64))
+"""Sizes of `linear_split` for two blocks a tile: rows of a launch at most, chunks of a stage, outputs of a tile at most."""
+SPLIT_BYTES = 205 << 10
+"""Bytes of such a block in flight at most."""
+GATED = Split(256, 0, 1, 4, 1)
+"""The size of `linear_split` for gate and up with more rows than `linear_rows` takes; its width is a block's even share."""
 STREAM_TOKENS: Final = (8, 16)
 SMALL: Final = 12 << 20
 """Bytes of a matrix up to which `linear_stream` is faster: nothing has to be summed over blocks."""
-_LAST: weakref.WeakKeyDictionary[Any, Projection] = weakref.WeakKeyDictionary()
+_LAST: weakref.WeakKeyDictionary[Any, weakref.ref[Projection]] = weakref.WeakKeyDictionary()
+"""What was bound last on a device. Whoever launches it keeps it alive, and with it the device: nothing here does."""
 
 
 def is_tiled(device: CudaDevice, a: Any) -> bool:
@@ -62,6 +72,15 @@ def pair_sizes(device: CudaDevice, a: Any) -> tuple[int, ...]:
     if not is_tiled(device, a) or inputs % 128 or 2 * blocks > 3 * device.num_sms:
         return ()
     return tuple(PAIR_STAGES) if blocks <= device.num_sms else (min(PAIR_STAGES),)
+
+
+def split_sizes(device: CudaDevice, a: Any) -> tuple[Split, ...]:
+    """Sizes in which `linear_split` takes this projection: where two blocks can have an even share of the outputs."""
+    width = -(-int(a.weight.shape[0]) // (16 * (int(device.num_sms) // 2))) * 16
+    if not is_tiled(device, a) or a.weight.nbytes <= SMALL or a.weight.shape[0] % 8 or width < 32:
+        return ()
+    fitting = [(tokens, chunks) for tokens, chunks, widest in SPLIT_SIZES if width <= widest]
+    return tuple(Split(n, width, chunks, SPLIT_BYTES // (chunks * (width + n) * 128), 2) for n, chunks in fitting)
 
 
 def workspace_bytes(device: CudaDevice, a: Any, limits: Limits) -> int:
@@ -94,8 +113,9 @@ def uses_library(a: Any) -> bool:
 def linear(device: CudaDevice, a: Any, limits: Limits, workspace: Any) -> Launch:
     """Bind the kernels that this shape can use, and choose among them by the number of rows."""
     del limits
-    found = _LAST[device] = Projection(device, a, workspace)
-    return found.launch
+    found = Projection(device, a, workspace)
+    _LAST[device] = weakref.ref(found)
+    return found
 
 
 class Projection:
@@ -108,7 +128,7 @@ class Projection:
         self._gated: Launch | None = None
         self._most = 0
 
-    def launch(self, stream: Stream, n: int) -> None:
+    def __call__(self, stream: Stream, n: int) -> None:
         """Enqueue the projection, or both where `takes` says so."""
         if self._gated is not None and self.takes(n):
             self._gated(stream, n)
@@ -126,6 +146,8 @@ class Projection:
         if device.row_invariant or not big:
             return False
         steps = [(tokens, one) for tokens, cluster in rows_sizes(device, a) if (one := rows(device, a, tokens, cluster, out))]
+        if steps and rows_of(device, a) >= 128 and (many := split(device, a, GATED._replace(width=rows_of(device, a)), out)):
+            steps.append((GATED.rows, many))
         if not steps:
             steps = [(most := tile_rows(device, a), tiles(device, a, self._workspace, SIZES, most=most, gated=out))]
         self._gated, self._most = by_rows(steps), max(tokens for tokens, _ in steps)
@@ -134,7 +156,8 @@ class Projection:
 
 def projection_of(device: CudaDevice, gate_up: Any) -> Projection | None:
     """The projection that was bound last on this device, if it writes `gate_up`."""
-    found = _LAST.get(device)
+    last = _LAST.get(device)
+    found = last() if last is not None else None
     return found if found is not None and found.a.out is gate_up else None
 
 
@@ -147,7 +170,10 @@ def choose(device: CudaDevice, a: Any, workspace: Any) -> Launch:
     if is_streamed(a) and (a.weight.nbytes <= SMALL or not is_tiled(device, a)):
         steps += [(tokens, stream(device, a, tokens)) for tokens in STREAM_TOKENS]
     steps += [(tokens, one) for tokens, cluster in rows_sizes(device, a) if (one := rows(device, a, tokens, cluster))]
-    steps += [(tokens, pair(device, a, tokens)) for tokens in pair_sizes(device, a)]
+    evenly = max((tokens for tokens, _ in steps), default=0)
+    splits = [size for size in split_sizes(device, a) if size.rows > evenly]
+    steps += [(size.rows, one) for size in splits if (one := split(device, a, size))]
+    steps += [(tokens, pair(device, a, tokens)) for tokens in pair_sizes(device, a) if tokens not in dict(steps)]
     many = cublaslt.bind(device, a.x, a.weight, a.bias, a.out, scratch) if uses_library(a) else None
     if is_tiled(device, a):
         most, taken = tile_rows(device, a) if many else 1 << 30, max((tokens for tokens, _ in steps), default=0)
@@ -197,7 +223,7 @@ def rows_sizes(device: CudaDevice, a: Any) -> tuple[tuple[int, int], ...]:
     share = rows_of(device, a)
     if not is_tiled(device, a) or a.weight.nbytes <= SMALL or not 32 <= share <= 192:
         return ()
-    return WIDE_SHARE if share >= 128 else NARROW_SHARE if share >= 40 else NARROW_SHARE[1:]
+    return WIDE_SHARE if share >= 128 else NARROW_SHARE if share >= 40 else ()
 
 
 KERNELS: dict[str, Kernel] = {"linear": Kernel(linear, workspace_bytes)}

@@ -6,6 +6,7 @@
 // Defines: ACT (1 bf16, 2 f16), TOKENS (rows of x in a launch at most: 8..32), STAGES (double chunks in flight), OUT_F32, BIAS.
 // I is a multiple of 128.
 #include "tensor.cuh"
+#define WIDTH TOKENS
 #include "wgmma.cuh"
 #include "boxes.cuh"
 

@@ -7,6 +7,7 @@
 // Defines: ACT (1 bf16, 2 f16), TOKENS (rows of x in a launch at most: 8..128), OUTPUTS (a multiple of 16), CHUNKS (of 64 inputs in a
 // stage), STAGES (in flight), CLUSTER (1, 2, 4), OUT_F32, BIAS, GATED (as in linear_tile.cu).
 #include "tensor.cuh"
+#define WIDTH TOKENS
 #include "wgmma.cuh"
 #include "boxes.cuh"
 

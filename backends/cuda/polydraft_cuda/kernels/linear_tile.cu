@@ -9,6 +9,7 @@
 // Defines: ACT (1 bf16, 2 f16), TOKENS (rows of x in a launch at most: 8..256), STAGES (chunks in flight), OUT_F32, BIAS,
 // CLUSTER (1, 2), GATED (w is [gate rows | up rows], out is [n, O / 2] and gets silu(gate) * up).
 #include "tensor.cuh"
+#define WIDTH TOKENS
 #include "wgmma.cuh"
 #include "boxes.cuh"
 

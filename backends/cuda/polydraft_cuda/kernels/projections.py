@@ -33,11 +33,23 @@ class Size(NamedTuple):
     stages: int
 
 
+class Split(NamedTuple):
+    """A size of `linear_split`: rows of a launch at most, outputs of a block or of two, chunks of a stage, stages in flight, and
+    blocks that split the inputs."""
+
+    rows: int
+    width: int
+    chunks: int
+    stages: int
+    blocks: int
+
+
 ROWS_BYTES = 190 << 10
 """Bytes of `linear_rows` in flight."""
 PAIR_STAGES: Final = {8: 7, 16: 6, 32: 5}
 """Rows of a launch of `linear_pair` at most, to the double chunks in flight."""
-_FLAGS: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+_FLAGS: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
+"""The flags of each device; the launches that use them keep them alive, and with them the device."""
 
 
 class TensorMap(ctypes.Structure):
@@ -75,10 +87,12 @@ def _described(matrix: Any, sizes: tuple[int, ...], strides: tuple[int, ...], bo
 
 def flags(device: Any) -> Any:
     """One word a block, zero between launches: blocks tell each other through it that their share of a tile is there."""
-    found = _FLAGS.get(device)
+    last = _FLAGS.get(device)
+    found = last() if last is not None else None
     if found is None:
-        found = _FLAGS[device] = device.empty("linear.flags", (1024,), "u32")
+        found = device.empty("linear.flags", (1024,), "u32")
         device.load(found, np.zeros(1024, np.uint32))
+        _FLAGS[device] = weakref.ref(found)
     return found
 
 
@@ -148,6 +162,27 @@ def pair(device: CudaDevice, a: Any, tokens: int) -> Launch:
     return function.bind(
         2 * -(-outputs // PAIR_ROWS), 2 * 128 + 32, tensor_map(device, a.weight, PAIR_ROWS), tensor_map(device, a.x, tokens),
         a.out, a.bias, ROWS, outputs, inputs, shared=stages * 2 * (PAIR_ROWS + tokens) * 128 + 1024, cluster=2, dependent=True,
+    )  # fmt: skip
+
+
+def split(device: CudaDevice, a: Any, size: Split, gated: Any = None) -> Launch | None:
+    """`linear_split` for up to `size.rows` rows; None where its blocks would not run all at once."""
+    outputs, inputs = a.weight.shape
+    tokens, width, chunks, stages, blocks = size
+    function = device.function(
+        source("linear_split.cu"), "linear_split", arch_features="a", TOKENS=tokens, WIDTH=width, CHUNKS=chunks, STAGES=stages,
+        SPLIT=blocks, GATED=int(gated is not None), **defines(a),
+    )  # fmt: skip
+    tiles, band = -(-outputs // width), max(tokens, 64)  # a warp group reads 64 rows, whatever lies behind those of x
+    threads = 3 * 128 if tokens > 128 else 2 * band + 32
+    given = 2 * width * band if blocks > 1 else 0
+    shared = stages * chunks * (width + tokens) * 128 + (band - tokens) * 128 + given + 1024
+    if blocks > 1 and function.most_clusters(threads, shared, blocks) < tiles:
+        return None
+    return function.bind(
+        tiles * blocks, threads, tensor_map(device, a.weight, width, paired=gated is not None, chunks=chunks),
+        tensor_map(device, a.x, tokens), gated or a.out, a.bias, ROWS, outputs, inputs, shared=shared,
+        cluster=blocks if blocks > 1 else None, dependent=True,
     )  # fmt: skip
 
 

@@ -1,6 +1,7 @@
-// One warp-group product: sums[64 x TOKENS] += a[64 x 16] b[TOKENS x 16].T, both operands in shared memory, K-major (sm_90a).
+// One warp-group product: sums[64 x WIDTH] += a[64 x 16] b[WIDTH x 16].T, both operands in shared memory, K-major (sm_90a).
 //
-// The instruction names all its registers, so each TOKENS has its own text; tools/wgmma_header.py writes this file.
+// WIDTH, defined before this file is included, is a multiple of 8 up to 256. The instruction names all its registers: the descriptors
+// come first, so that what follows can be put together from eights of columns.
 #pragma once
 #include "common.cuh"
 
@@ -16,107 +17,81 @@ __device__ __forceinline__ void accumulators_fence(float (&r)[N]) {
 #define WGMMA_TYPES "f32.f16.f16"
 #endif
 
-#if TOKENS == 8
-__device__ __forceinline__ void wgmma(float (&r)[4], uint64_t a, uint64_t b) {
+#define WGMMA_FOUR(i) "+f"(r[i]), "+f"(r[i + 1]), "+f"(r[i + 2]), "+f"(r[i + 3])
+#define WGMMA_NAMES_8 "%2, %3, %4, %5"
+#define WGMMA_NAMES_16 WGMMA_NAMES_8 ", %6, %7, %8, %9"
+#define WGMMA_NAMES_24 WGMMA_NAMES_16 ", %10, %11, %12, %13"
+#define WGMMA_NAMES_32 WGMMA_NAMES_24 ", %14, %15, %16, %17"
+#define WGMMA_NAMES_40 WGMMA_NAMES_32 ", %18, %19, %20, %21"
+#define WGMMA_NAMES_48 WGMMA_NAMES_40 ", %22, %23, %24, %25"
+#define WGMMA_NAMES_56 WGMMA_NAMES_48 ", %26, %27, %28, %29"
+#define WGMMA_NAMES_64 WGMMA_NAMES_56 ", %30, %31, %32, %33"
+#define WGMMA_NAMES_72 WGMMA_NAMES_64 ", %34, %35, %36, %37"
+#define WGMMA_NAMES_80 WGMMA_NAMES_72 ", %38, %39, %40, %41"
+#define WGMMA_NAMES_88 WGMMA_NAMES_80 ", %42, %43, %44, %45"
+#define WGMMA_NAMES_96 WGMMA_NAMES_88 ", %46, %47, %48, %49"
+#define WGMMA_NAMES_104 WGMMA_NAMES_96 ", %50, %51, %52, %53"
+#define WGMMA_NAMES_112 WGMMA_NAMES_104 ", %54, %55, %56, %57"
+#define WGMMA_NAMES_120 WGMMA_NAMES_112 ", %58, %59, %60, %61"
+#define WGMMA_NAMES_128 WGMMA_NAMES_120 ", %62, %63, %64, %65"
+#define WGMMA_NAMES_136 WGMMA_NAMES_128 ", %66, %67, %68, %69"
+#define WGMMA_NAMES_144 WGMMA_NAMES_136 ", %70, %71, %72, %73"
+#define WGMMA_NAMES_152 WGMMA_NAMES_144 ", %74, %75, %76, %77"
+#define WGMMA_NAMES_160 WGMMA_NAMES_152 ", %78, %79, %80, %81"
+#define WGMMA_NAMES_168 WGMMA_NAMES_160 ", %82, %83, %84, %85"
+#define WGMMA_NAMES_176 WGMMA_NAMES_168 ", %86, %87, %88, %89"
+#define WGMMA_NAMES_184 WGMMA_NAMES_176 ", %90, %91, %92, %93"
+#define WGMMA_NAMES_192 WGMMA_NAMES_184 ", %94, %95, %96, %97"
+#define WGMMA_NAMES_200 WGMMA_NAMES_192 ", %98, %99, %100, %101"
+#define WGMMA_NAMES_208 WGMMA_NAMES_200 ", %102, %103, %104, %105"
+#define WGMMA_NAMES_216 WGMMA_NAMES_208 ", %106, %107, %108, %109"
+#define WGMMA_NAMES_224 WGMMA_NAMES_216 ", %110, %111, %112, %113"
+#define WGMMA_NAMES_232 WGMMA_NAMES_224 ", %114, %115, %116, %117"
+#define WGMMA_NAMES_240 WGMMA_NAMES_232 ", %118, %119, %120, %121"
+#define WGMMA_NAMES_248 WGMMA_NAMES_240 ", %122, %123, %124, %125"
+#define WGMMA_NAMES_256 WGMMA_NAMES_248 ", %126, %127, %128, %129"
+#define WGMMA_SUMS_8 WGMMA_FOUR(0)
+#define WGMMA_SUMS_16 WGMMA_SUMS_8, WGMMA_FOUR(4)
+#define WGMMA_SUMS_24 WGMMA_SUMS_16, WGMMA_FOUR(8)
+#define WGMMA_SUMS_32 WGMMA_SUMS_24, WGMMA_FOUR(12)
+#define WGMMA_SUMS_40 WGMMA_SUMS_32, WGMMA_FOUR(16)
+#define WGMMA_SUMS_48 WGMMA_SUMS_40, WGMMA_FOUR(20)
+#define WGMMA_SUMS_56 WGMMA_SUMS_48, WGMMA_FOUR(24)
+#define WGMMA_SUMS_64 WGMMA_SUMS_56, WGMMA_FOUR(28)
+#define WGMMA_SUMS_72 WGMMA_SUMS_64, WGMMA_FOUR(32)
+#define WGMMA_SUMS_80 WGMMA_SUMS_72, WGMMA_FOUR(36)
+#define WGMMA_SUMS_88 WGMMA_SUMS_80, WGMMA_FOUR(40)
+#define WGMMA_SUMS_96 WGMMA_SUMS_88, WGMMA_FOUR(44)
+#define WGMMA_SUMS_104 WGMMA_SUMS_96, WGMMA_FOUR(48)
+#define WGMMA_SUMS_112 WGMMA_SUMS_104, WGMMA_FOUR(52)
+#define WGMMA_SUMS_120 WGMMA_SUMS_112, WGMMA_FOUR(56)
+#define WGMMA_SUMS_128 WGMMA_SUMS_120, WGMMA_FOUR(60)
+#define WGMMA_SUMS_136 WGMMA_SUMS_128, WGMMA_FOUR(64)
+#define WGMMA_SUMS_144 WGMMA_SUMS_136, WGMMA_FOUR(68)
+#define WGMMA_SUMS_152 WGMMA_SUMS_144, WGMMA_FOUR(72)
+#define WGMMA_SUMS_160 WGMMA_SUMS_152, WGMMA_FOUR(76)
+#define WGMMA_SUMS_168 WGMMA_SUMS_160, WGMMA_FOUR(80)
+#define WGMMA_SUMS_176 WGMMA_SUMS_168, WGMMA_FOUR(84)
+#define WGMMA_SUMS_184 WGMMA_SUMS_176, WGMMA_FOUR(88)
+#define WGMMA_SUMS_192 WGMMA_SUMS_184, WGMMA_FOUR(92)
+#define WGMMA_SUMS_200 WGMMA_SUMS_192, WGMMA_FOUR(96)
+#define WGMMA_SUMS_208 WGMMA_SUMS_200, WGMMA_FOUR(100)
+#define WGMMA_SUMS_216 WGMMA_SUMS_208, WGMMA_FOUR(104)
+#define WGMMA_SUMS_224 WGMMA_SUMS_216, WGMMA_FOUR(108)
+#define WGMMA_SUMS_232 WGMMA_SUMS_224, WGMMA_FOUR(112)
+#define WGMMA_SUMS_240 WGMMA_SUMS_232, WGMMA_FOUR(116)
+#define WGMMA_SUMS_248 WGMMA_SUMS_240, WGMMA_FOUR(120)
+#define WGMMA_SUMS_256 WGMMA_SUMS_248, WGMMA_FOUR(124)
+#define WGMMA_JOIN_(a, b) a##b
+#define WGMMA_JOIN(a, b) WGMMA_JOIN_(a, b)
+#define WGMMA_TEXT_(a) #a
+#define WGMMA_TEXT(a) WGMMA_TEXT_(a)
+
+__device__ __forceinline__ void wgmma(float (&r)[WIDTH / 2], uint64_t a, uint64_t b) {
     asm volatile(
         "{\n.reg .pred p;\nsetp.ne.b32 p, 1, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n8k16." WGMMA_TYPES " {"
-        "%0, %1, %2, %3"
-        "}, %4, %5, p, 1, 1, 0, 0;\n}"
-        : "+f"(r[0]), "+f"(r[1]), "+f"(r[2]), "+f"(r[3])
-        : "l"(a), "l"(b)
+        "wgmma.mma_async.sync.aligned.m64n" WGMMA_TEXT(WIDTH) "k16." WGMMA_TYPES " {" WGMMA_JOIN(WGMMA_NAMES_, WIDTH) "}, %0, %1, p, 1, 1, 0, 0;\n}"
+        : "+l"(a), "+l"(b), WGMMA_JOIN(WGMMA_SUMS_, WIDTH)
+        :
         : "memory");
 }
-#elif TOKENS == 16
-__device__ __forceinline__ void wgmma(float (&r)[8], uint64_t a, uint64_t b) {
-    asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.b32 p, 1, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n16k16." WGMMA_TYPES " {"
-        "%0, %1, %2, %3, %4, %5, %6, %7"
-        "}, %8, %9, p, 1, 1, 0, 0;\n}"
-        : "+f"(r[0]), "+f"(r[1]), "+f"(r[2]), "+f"(r[3]), "+f"(r[4]), "+f"(r[5]), "+f"(r[6]), "+f"(r[7])
-        : "l"(a), "l"(b)
-        : "memory");
-}
-#elif TOKENS == 32
-__device__ __forceinline__ void wgmma(float (&r)[16], uint64_t a, uint64_t b) {
-    asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.b32 p, 1, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n32k16." WGMMA_TYPES " {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
-        "}, %16, %17, p, 1, 1, 0, 0;\n}"
-        : "+f"(r[0]), "+f"(r[1]), "+f"(r[2]), "+f"(r[3]), "+f"(r[4]), "+f"(r[5]), "+f"(r[6]), "+f"(r[7]),
-          "+f"(r[8]), "+f"(r[9]), "+f"(r[10]), "+f"(r[11]), "+f"(r[12]), "+f"(r[13]), "+f"(r[14]), "+f"(r[15])
-        : "l"(a), "l"(b)
-        : "memory");
-}
-#elif TOKENS == 64
-__device__ __forceinline__ void wgmma(float (&r)[32], uint64_t a, uint64_t b) {
-    asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.b32 p, 1, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n64k16." WGMMA_TYPES " {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-        "}, %32, %33, p, 1, 1, 0, 0;\n}"
-        : "+f"(r[0]), "+f"(r[1]), "+f"(r[2]), "+f"(r[3]), "+f"(r[4]), "+f"(r[5]), "+f"(r[6]), "+f"(r[7]),
-          "+f"(r[8]), "+f"(r[9]), "+f"(r[10]), "+f"(r[11]), "+f"(r[12]), "+f"(r[13]), "+f"(r[14]), "+f"(r[15]),
-          "+f"(r[16]), "+f"(r[17]), "+f"(r[18]), "+f"(r[19]), "+f"(r[20]), "+f"(r[21]), "+f"(r[22]), "+f"(r[23]),
-          "+f"(r[24]), "+f"(r[25]), "+f"(r[26]), "+f"(r[27]), "+f"(r[28]), "+f"(r[29]), "+f"(r[30]), "+f"(r[31])
-        : "l"(a), "l"(b)
-        : "memory");
-}
-#elif TOKENS == 128
-__device__ __forceinline__ void wgmma(float (&r)[64], uint64_t a, uint64_t b) {
-    asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.b32 p, 1, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n128k16." WGMMA_TYPES " {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-        "}, %64, %65, p, 1, 1, 0, 0;\n}"
-        : "+f"(r[0]), "+f"(r[1]), "+f"(r[2]), "+f"(r[3]), "+f"(r[4]), "+f"(r[5]), "+f"(r[6]), "+f"(r[7]),
-          "+f"(r[8]), "+f"(r[9]), "+f"(r[10]), "+f"(r[11]), "+f"(r[12]), "+f"(r[13]), "+f"(r[14]), "+f"(r[15]),
-          "+f"(r[16]), "+f"(r[17]), "+f"(r[18]), "+f"(r[19]), "+f"(r[20]), "+f"(r[21]), "+f"(r[22]), "+f"(r[23]),
-          "+f"(r[24]), "+f"(r[25]), "+f"(r[26]), "+f"(r[27]), "+f"(r[28]), "+f"(r[29]), "+f"(r[30]), "+f"(r[31]),
-          "+f"(r[32]), "+f"(r[33]), "+f"(r[34]), "+f"(r[35]), "+f"(r[36]), "+f"(r[37]), "+f"(r[38]), "+f"(r[39]),
-          "+f"(r[40]), "+f"(r[41]), "+f"(r[42]), "+f"(r[43]), "+f"(r[44]), "+f"(r[45]), "+f"(r[46]), "+f"(r[47]),
-          "+f"(r[48]), "+f"(r[49]), "+f"(r[50]), "+f"(r[51]), "+f"(r[52]), "+f"(r[53]), "+f"(r[54]), "+f"(r[55]),
-          "+f"(r[56]), "+f"(r[57]), "+f"(r[58]), "+f"(r[59]), "+f"(r[60]), "+f"(r[61]), "+f"(r[62]), "+f"(r[63])
-        : "l"(a), "l"(b)
-        : "memory");
-}
-#elif TOKENS == 256
-__device__ __forceinline__ void wgmma(float (&r)[128], uint64_t a, uint64_t b) {
-    asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.b32 p, 1, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n256k16." WGMMA_TYPES " {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
-        "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "
-        "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
-        "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "
-        "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
-        "}, %128, %129, p, 1, 1, 0, 0;\n}"
-        : "+f"(r[0]), "+f"(r[1]), "+f"(r[2]), "+f"(r[3]), "+f"(r[4]), "+f"(r[5]), "+f"(r[6]), "+f"(r[7]),
-          "+f"(r[8]), "+f"(r[9]), "+f"(r[10]), "+f"(r[11]), "+f"(r[12]), "+f"(r[13]), "+f"(r[14]), "+f"(r[15]),
-          "+f"(r[16]), "+f"(r[17]), "+f"(r[18]), "+f"(r[19]), "+f"(r[20]), "+f"(r[21]), "+f"(r[22]), "+f"(r[23]),
-          "+f"(r[24]), "+f"(r[25]), "+f"(r[26]), "+f"(r[27]), "+f"(r[28]), "+f"(r[29]), "+f"(r[30]), "+f"(r[31]),
-          "+f"(r[32]), "+f"(r[33]), "+f"(r[34]), "+f"(r[35]), "+f"(r[36]), "+f"(r[37]), "+f"(r[38]), "+f"(r[39]),
-          "+f"(r[40]), "+f"(r[41]), "+f"(r[42]), "+f"(r[43]), "+f"(r[44]), "+f"(r[45]), "+f"(r[46]), "+f"(r[47]),
-          "+f"(r[48]), "+f"(r[49]), "+f"(r[50]), "+f"(r[51]), "+f"(r[52]), "+f"(r[53]), "+f"(r[54]), "+f"(r[55]),
-          "+f"(r[56]), "+f"(r[57]), "+f"(r[58]), "+f"(r[59]), "+f"(r[60]), "+f"(r[61]), "+f"(r[62]), "+f"(r[63]),
-          "+f"(r[64]), "+f"(r[65]), "+f"(r[66]), "+f"(r[67]), "+f"(r[68]), "+f"(r[69]), "+f"(r[70]), "+f"(r[71]),
-          "+f"(r[72]), "+f"(r[73]), "+f"(r[74]), "+f"(r[75]), "+f"(r[76]), "+f"(r[77]), "+f"(r[78]), "+f"(r[79]),
-          "+f"(r[80]), "+f"(r[81]), "+f"(r[82]), "+f"(r[83]), "+f"(r[84]), "+f"(r[85]), "+f"(r[86]), "+f"(r[87]),
-          "+f"(r[88]), "+f"(r[89]), "+f"(r[90]), "+f"(r[91]), "+f"(r[92]), "+f"(r[93]), "+f"(r[94]), "+f"(r[95]),
-          "+f"(r[96]), "+f"(r[97]), "+f"(r[98]), "+f"(r[99]), "+f"(r[100]), "+f"(r[101]), "+f"(r[102]), "+f"(r[103]),
-          "+f"(r[104]), "+f"(r[105]), "+f"(r[106]), "+f"(r[107]), "+f"(r[108]), "+f"(r[109]), "+f"(r[110]), "+f"(r[111]),
-          "+f"(r[112]), "+f"(r[113]), "+f"(r[114]), "+f"(r[115]), "+f"(r[116]), "+f"(r[117]), "+f"(r[118]), "+f"(r[119]),
-          "+f"(r[120]), "+f"(r[121]), "+f"(r[122]), "+f"(r[123]), "+f"(r[124]), "+f"(r[125]), "+f"(r[126]), "+f"(r[127])
-        : "l"(a), "l"(b)
-        : "memory");
-}
-#endif

@@ -1,0 +1,150 @@
+// out[n, O] = x[n, I] @ w[O, I].T (+ bias) where a block, or two of them, have outputs for themselves (sm_90a).
+//
+// Rows of x are the first operand of a product, 64 of them to a warp group, and outputs the second, so that a block may have any
+// multiple of 16 of them. SPLIT 2: two blocks take half of the inputs each for the same outputs, so that half of x comes to each;
+// each finishes half of the outputs, and is given the other's sums of them through shared memory.
+//
+// Defines: ACT (1 bf16, 2 f16), TOKENS (rows of x in a launch at most: 32, 64, 128, 256), WIDTH (outputs of a block, or of two), CHUNKS
+// (of 64 inputs in a stage), STAGES (in flight), SPLIT (1, 2), OUT_F32, BIAS, GATED (as in linear_tile.cu; SPLIT 1). O is a multiple
+// of 8.
+#include "tensor.cuh"
+#include "wgmma.cuh"
+#include "boxes.cuh"
+
+constexpr int PRODUCTS = TOKENS > 128 ? 2 : 1, GROUPS = (TOKENS + 63) / 64 / PRODUCTS, CONSUMERS = GROUPS * 128;
+constexpr int FETCHERS = PRODUCTS > 1 ? 128 : 32;  // a warp group where registers pass from it to the others
+constexpr int W_BYTES = WIDTH * 128, X_BYTES = TOKENS * 128, STAGE = CHUNKS * (W_BYTES + X_BYTES);
+constexpr int EIGHTS = WIDTH / 8, HALF = EIGHTS / 2, GIVEN = STAGES * STAGE + (TOKENS < 64 ? (64 - TOKENS) * 128 : 0);  // where the other's sums lie
+static_assert(SPLIT == 1 || PRODUCTS == 1 && !GATED, "what two blocks may share");
+#if OUT_F32
+typedef float out_t;
+struct alignas(8) Two { float a, b; };
+__device__ __forceinline__ void store_two(out_t* to, float a, float b) { *(Two*)to = {a, b}; }
+#else
+typedef act_t out_t;
+__device__ __forceinline__ void store_two(out_t* to, float a, float b) { *(unsigned*)to = pack(a, b); }
+#endif
+
+// Where a thread's sums belong: two outputs next to each other in each eight, of rows `token` and `token + 8` of x.
+struct Place {
+    out_t* out;
+    const act_t* bias;
+    int token, column, n, outputs;
+    __device__ __forceinline__ void store(float a, float b, float c, float d, int p, int eight) const {
+        const int row = token + p * 64, at = column + eight * 8;
+        if (at >= outputs) return;
+        const float add[2] = {BIAS ? to_float(bias[at]) : 0.f, BIAS ? to_float(bias[at + 1]) : 0.f};
+        if (row < n) store_two(out + (int64_t)row * outputs + at, a + add[0], b + add[1]);
+        if (row + 8 < n) store_two(out + (int64_t)(row + 8) * outputs + at, c + add[0], d + add[1]);
+    }
+};
+// Sums of the eights from FIRST on, for the other block.
+template <int FIRST>
+__device__ __forceinline__ void give(const float (&sums)[WIDTH / 2], unsigned mine, int other) {
+    unsigned there;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(mine), "r"(other));
+#pragma unroll
+    for (int j = 0; j < HALF; j++) {
+        const float* s = sums + (FIRST + j) * 4;
+        asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(there + j * CONSUMERS * 16), "f"(s[0]), "f"(s[1]), "f"(s[2]), "f"(s[3]) : "memory");
+    }
+}
+template <int FIRST>
+__device__ __forceinline__ void finish(const float (&sums)[WIDTH / 2], unsigned mine, const Place& place) {
+#pragma unroll
+    for (int j = 0; j < HALF; j++) {
+        const vec4 more = load_shared(mine + j * CONSUMERS * 16);
+        const float* s = sums + (FIRST + j) * 4;
+        place.store(s[0] + __uint_as_float(more.x), s[1] + __uint_as_float(more.y), s[2] + __uint_as_float(more.z), s[3] + __uint_as_float(more.w), 0, FIRST + j);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(CONSUMERS + FETCHERS, 1)
+linear_split(const __grid_constant__ Map w_map, const __grid_constant__ Map x_map, out_t* __restrict__ out, const act_t* __restrict__ bias, int n,
+             int outputs, int inputs) {
+    extern __shared__ unsigned char raw[];
+    __shared__ alignas(8) uint64_t full[STAGES], empty[STAGES];
+    const unsigned base = (shared_address(raw) + 1023) & ~1023u;
+    const int rank = blockIdx.x % SPLIT, tile = blockIdx.x / SPLIT;
+    const int units = (inputs / 64 + CHUNKS - 1) / CHUNKS, begin = units * rank / SPLIT, count = units * (rank + 1) / SPLIT - begin;
+    if (threadIdx.x == 0) {
+        for (int s = 0; s < STAGES; s++) barrier_init(shared_address(&full[s]), 1), barrier_init(shared_address(&empty[s]), GROUPS);
+        asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::: "memory");
+    }
+    __syncthreads();
+    if (SPLIT > 1) cluster_arrive_relaxed();
+    if (threadIdx.x >= CONSUMERS) {  // the warp that fetches
+        if (PRODUCTS > 1) asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+        if (threadIdx.x >= CONSUMERS + 32) return;
+        auto weights = [&](int i, int s) {
+            const unsigned f = shared_address(&full[s]);
+            barrier_expect(f, STAGE);
+            if (GATED) load_pair_chunks(base + s * STAGE, &w_map, tile * WIDTH, (begin + i) * CHUNKS, f);
+            else load_chunks(base + s * STAGE, &w_map, tile * WIDTH, (begin + i) * CHUNKS, f);
+        };
+        auto rows = [&](int i, int s) {
+            const unsigned to = base + s * STAGE + CHUNKS * W_BYTES, f = shared_address(&full[s]);
+#pragma unroll
+            for (int c = 0; c < CHUNKS; c++) load_box(to + c * X_BYTES, &x_map, ((begin + i) * CHUNKS + c) * 64, 0, f);
+        };
+        fetch_stages<STAGES, 1>(threadIdx.x == CONSUMERS, count, empty, weights, rows);
+        if (SPLIT > 1) {
+            __syncwarp();
+            cluster_wait();
+            cluster_arrive_relaxed(), cluster_wait();
+        }
+        return;
+    }
+    if (PRODUCTS > 1) asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+    wait_for_previous();
+    const int group = threadIdx.x >> 7, lane = threadIdx.x & 31;
+    float sums[PRODUCTS][WIDTH / 2] = {};
+#pragma unroll 1
+    for (int i = 0; i < count; i++) {
+        const int s = i % STAGES;
+        barrier_wait(shared_address(&full[s]), i / STAGES & 1);
+        const unsigned w = base + s * STAGE, x = w + CHUNKS * W_BYTES + group * PRODUCTS * 8192;
+#pragma unroll
+        for (int p = 0; p < PRODUCTS; p++) accumulators_fence(sums[p]);
+        asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#pragma unroll
+        for (int c = 0; c < CHUNKS; c++)
+#pragma unroll
+            for (int k = 0; k < 4; k++)
+#pragma unroll
+                for (int p = 0; p < PRODUCTS; p++) wgmma(sums[p], descriptor(x + c * X_BYTES + p * 8192 + k * 32), descriptor(w + c * W_BYTES + k * 32));
+        asm volatile("wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 1;" ::: "memory");  // while the stage before it ends
+#pragma unroll
+        for (int p = 0; p < PRODUCTS; p++) accumulators_fence(sums[p]);
+        if (i > 0 && (threadIdx.x & 127) == 0) barrier_arrive(shared_address(&empty[(i - 1) % STAGES]));  // nobody waits for the last one
+    }
+    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+#pragma unroll
+    for (int p = 0; p < PRODUCTS; p++) accumulators_fence(sums[p]);
+    const int column = (lane & 3) * 2, token = group * PRODUCTS * 64 + (threadIdx.x >> 5 & 3) * 16 + (lane >> 2);
+#if GATED  // eights of gate and up in turn; both are rounded, as if they were stored
+    const Place place{out, nullptr, token, tile * (WIDTH / 2) + column, n, outputs / 2};
+#pragma unroll
+    for (int p = 0; p < PRODUCTS; p++)
+#pragma unroll
+        for (int j = 0; j < EIGHTS; j += 2) {
+            const float *g = sums[p] + j * 4, *u = g + 4;
+            place.store(gated(g[0], u[0]), gated(g[1], u[1]), gated(g[2], u[2]), gated(g[3], u[3]), p, j / 2);
+        }
+#else
+    const Place place{out, bias, token, tile * WIDTH + column, n, outputs};
+    if (SPLIT > 1) {
+        const unsigned mine = base + GIVEN + threadIdx.x * 16;
+        cluster_wait();  // the other one has begun
+        if (rank) give<0>(sums[0], mine, 0);
+        else give<HALF>(sums[0], mine, 1);
+        cluster_arrive(), cluster_wait();
+        if (rank) finish<HALF>(sums[0], mine, place);
+        else finish<0>(sums[0], mine, place);
+    } else
+#pragma unroll
+        for (int p = 0; p < PRODUCTS; p++)
+#pragma unroll
+            for (int j = 0; j < EIGHTS; j++) place.store(sums[p][j * 4], sums[p][j * 4 + 1], sums[p][j * 4 + 2], sums[p][j * 4 + 3], p, j);
+#endif
+}

@@ -70,6 +70,19 @@ class GuestDevice(CudaDevice):
         base = stream.stream.stream_base
         return GuestStream(self.cuda, int(base.raw_stream if hasattr(base, "raw_stream") else base.cuda_stream))
 
+    def free(self, pointer: int) -> None:
+        """Give memory back. That is no part of a graph which Paddle may be capturing just then, on this thread."""
+        cuda = self.cuda
+        _, before = cuda.cuThreadExchangeStreamCaptureMode(cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
+        super().free(pointer)
+        cuda.cuThreadExchangeStreamCaptureMode(before)
+
+    def close(self) -> None:
+        """Give back what kernels kept to themselves; nothing is queued any more, and the stream is Paddle's."""
+        self._open = False
+        for pointer in list(self._memory):
+            self.free(pointer)
+
     def copy(self, call: str, stream: Any, to: int, source: int, nbytes: int) -> None:
         """Enqueue one of the driver's copies on a stream of the Paddle backend."""
         if stream not in self._streams:
@@ -86,9 +99,10 @@ class GuestDevice(CudaDevice):
         del value  # Paddle begins and ends captures
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Borrowed:
-    """A Paddle tensor by its address, as kernels want a buffer; it keeps the tensor alive."""
+    """A Paddle tensor by its address, as kernels want a buffer; it keeps the tensor alive. There is one of each tensor at a time
+    (`borrow`): a kernel knows by it what the kernel before has written, and may become one launch with that."""
 
     tensor: Any
     name: str
@@ -102,15 +116,24 @@ class Borrowed:
         return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
 
+_BORROWED: weakref.WeakValueDictionary[int, Borrowed] = weakref.WeakValueDictionary()
+"""Those alive, by the identity of their tensor, which lives as long."""
+
+
 def borrow(value: Any) -> Borrowed:
-    """A buffer or weight of the Paddle backend."""
+    """A buffer or weight of the Paddle backend: the same one as long as somebody holds it."""
     tensor = value.tensor
+    found = _BORROWED.get(id(tensor))
+    if found is not None:
+        return found
     dtype = getattr(value, "dtype", None) or NAMES[str(tensor.dtype).rpartition(".")[2]]
     if not tensor.is_contiguous():
         raise DeviceError("kernel pack paddle/cuda: a buffer is not contiguous; report it")
     shape = tuple(int(size) for size in tensor.shape)
     pointer = int(tensor.data_ptr()) if math.prod(shape) else 0
-    return Borrowed(tensor, getattr(value, "name", getattr(value, "role", "")), dtype, pointer, shape)
+    name = getattr(value, "name", getattr(value, "role", ""))
+    fresh = _BORROWED[id(tensor)] = Borrowed(tensor, name, dtype, pointer, shape)
+    return fresh
 
 
 class GuestCache(CudaCache):
@@ -157,6 +180,10 @@ class Guest:
     def init_forward_meta(self, buffers: PassBuffers, limits: Limits) -> GuestMeta:
         """Tiles of rows that attend together."""
         return GuestMeta(self.device, buffers, limits)
+
+    def close(self) -> None:
+        """The Paddle device is closed, and waited for."""
+        self.device.close()
 
     def upload(self, stream: Stream, to: int, source: int, nbytes: int) -> None:
         """Enqueue a copy to the device, by addresses."""

@@ -1,0 +1,89 @@
+"""The kernel pack `paddle/cuda` and the CUDA backend launch the same: kernel for kernel, in the same sizes, joined alike."""
+
+from __future__ import annotations
+
+import json
+
+from tests.support.paddle import needs_paddle, script
+
+TRACE = """
+import json, sys
+from types import SimpleNamespace
+import polydraft_cuda.device, polydraft_cuda.probe, polydraft_paddle
+from polydraft.bench.shapes import RandomCheckpoint
+from polydraft.config import EngineConfig
+from polydraft.engine import Engine
+from polydraft.reference.device import ImmediateEvent, ReferenceDevice
+from polydraft.runtime.program import lengths
+from polydraft_cuda import paddle_pack
+from tests.device.paper import PaperDevice
+
+class Traced(PaperDevice):
+    "A GPU on paper that notes what is launched; whatever else an engine asks goes to `host`."
+    def __init__(self, host):
+        super().__init__()
+        self.host, self.spec, self.trace = host, "cuda:0", []
+    def __getattr__(self, name):
+        return getattr(self.__dict__["host"], name)
+    def free_memory(self):
+        return 1 << 40
+    def function(self, source, name, **defines):
+        def bind(grid, block, *arguments, **options):
+            def launch(stream, n):
+                size = grid(n) if callable(grid) else grid
+                if all(size) if isinstance(size, tuple) else size:
+                    self.trace.append((source.name, name, sorted(defines.items()), size, block, sorted(options.items())))
+            return launch
+        return SimpleNamespace(bind=bind, name=name, most_clusters=lambda block, shared, cluster: self.num_sms // cluster)
+
+made = []
+def alone(index, dtype, row_invariant):
+    made.append(Traced(ReferenceDevice("cpu")))
+    return made[-1]
+def guest(host, index):
+    host.host_visible, host.event = False, lambda: ImmediateEvent(host.counters)
+    made.append(Traced(host))
+    return made[-1]
+polydraft_cuda.probe.look = lambda: SimpleNamespace(reason="", devices=("cuda:0",))
+polydraft_cuda.device.CudaDevice = alone
+paddle_pack.GuestDevice, paddle_pack.index_of = guest, lambda spec: 0
+polydraft_paddle.DTYPES["cpu"] = ("bf16",)
+found = {}
+for own in ({"backend": "cuda"}, {"backend": "paddle", "device": "cpu", "kernels": ("paddle/cuda",)}):
+    options = {"graph": "off", "overlap": 0, "dtype": "bf16", "max_num_seqs": 32, "max_model_len": 64, "draft_tokens": 3}
+    engine = Engine(EngineConfig.from_mapping({**options, **own}), checkpoint=RandomCheckpoint(sys.argv[1]))
+    device, runner = made[-1], engine.runner
+    for capturing in (False, True):
+        device.__dict__["capturing"] = capturing
+        for seqs in (1, 8, 32):
+            runner.context.real_slots = seqs
+            for kind, parts in runner.programs.items():
+                for part, program in parts.items():
+                    device.trace.clear()
+                    program.run(device.stream, lengths(rows=4 * seqs, logit_rows=4 * seqs, seqs=seqs, slot_updates=1))
+                    found.setdefault((capturing, seqs, kind, part), []).append(list(device.trace))
+for key, (wanted, got) in found.items():
+    assert wanted and wanted == got, (key, [(a[1], b[1]) for a, b in zip(wanted, got) if a != b][:4], len(wanted), len(got))
+eager, captured = ([each[1] for each in found[capturing, 1, "greedy", "target"][1]] for capturing in (False, True))
+print(json.dumps([len(found), eager, captured]))
+"""
+SHAPE = {
+    "architectures": ["MiMoForCausalLM"], "hidden_size": 1024, "num_hidden_layers": 1, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "head_dim": 128, "intermediate_size": 8192, "vocab_size": 512, "max_position_embeddings": 4096,
+    "rope_theta": 640000, "rms_norm_eps": 1e-05, "num_nextn_predict_layers": 1, "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}  # fmt: skip
+"""One block that is wide enough for every way in which kernels become one launch."""
+
+
+@needs_paddle
+def test_every_program_launches_what_the_cuda_backend_launches(tmp_path):
+    """A kernel that writes for the one behind it knows that by the buffer: an address alone would keep the two apart."""
+    shape = tmp_path / "block.json"
+    shape.write_text(json.dumps(SHAPE))
+    run = script(TRACE, str(shape))
+    assert run.returncode == 0, run.stderr[-3000:]
+    programs, eager, captured = json.loads(run.stdout.splitlines()[-1])
+    assert programs == 72
+    assert {"rope_kv_write", "swiglu"} <= set(eager)
+    assert not {"rope_kv_write", "swiglu"} & set(captured)

@@ -157,6 +157,11 @@ host.upload("one", buffer, staging, 2)
 host.download("two", staging, buffer, 3)
 host.upload("none", buffer, staging, 0)
 assert copies == [("cuMemcpyHtoDAsync", "one", there, here, 32), ("cuMemcpyDtoHAsync", "two", here, there, 48)]
+closed = []
+paper.close = lambda: closed.append(paper)
+host.close()
+host.close()
+assert closed == [paper]
 print(len(kernels()), "bound")
 """
 
@@ -279,6 +284,55 @@ def test_graphs_share_memory_of_their_own(double: dict[str, str]):
     run = python(double, "-c", MEMORY)
     assert run.returncode == 0, run.stderr[-2000:]
     assert int(run.stdout.split()[-1]) <= 3
+
+
+CAPTURE = """
+import gc, paddle
+place = paddle.CustomPlace("polycuda", 0)
+paddle.set_device(place)
+stream = paddle.device.Stream(place)
+paddle.device.set_stream(stream)
+from paddle.device.cuda.graphs import CUDAGraph
+x, out = paddle.ones([64, 32]), paddle.zeros([64, 32])
+def captured(work):
+    paddle.device.synchronize(place)
+    graph = CUDAGraph(place)
+    graph.capture_begin()
+    try:
+        work()
+    finally:
+        graph.capture_end()
+    return graph
+old = [captured(lambda: out.copy_(x + 1.0, False))]
+event = paddle.device.Event()
+event.record(stream)
+def work():
+    out.copy_(x + 2.0, False)
+    old.pop().reset()
+    gc.collect()
+    event.query()
+    out.copy_(out + 3.0, False)
+graph = captured(work)
+graph.replay()
+paddle.device.synchronize(place)
+assert float(out.min()) == float(out.max()) == 6.0 and not old
+try:
+    captured(lambda: x[0, 0].expand([1 << 31]))
+except MemoryError as error:
+    print(error)
+graph.reset()
+"""
+
+
+@pytest.mark.deep
+@needs_paddle
+@pytest.mark.timeout(300)
+def test_a_capture_outlives_a_graph_that_is_given_back_meanwhile(double: dict[str, str]):
+    """Python's collector gives back what it finds when it likes, and the driver drops a capture for less; memory that is short
+    is an error of Python's, and not the end of the process."""
+    run = python(double, "-c", CAPTURE)
+    assert run.returncode == 0, run.stderr[-2000:]
+    assert "The device polycuda is out of memory in a capture." in run.stdout
 
 
 @pytest.mark.deep

@@ -14,9 +14,12 @@ from typing import Any, Final
 
 DEVICE: Final = "polycuda:0"
 """What `paddle.set_device` and `--device` call the first GPU."""
-COUNTERS: Final = ("copies", "synchronous_copies", "graph_launches", "bytes_in_use", "graph_bytes")
+COUNTERS: Final = (
+    "copies", "synchronous_copies", "graph_launches", "bytes_in_use", "graph_bytes", "library_products", "own_products",
+)  # fmt: skip
 """What `counter` knows: copies queued, copies that the host waited for, graphs launched, bytes of device memory in Paddle's
-hands, and bytes that captured work was given, which all graphs share."""
+hands, bytes that captured work was given, which all graphs share, and products queued by cuBLASLt and by the device's own
+kernel (those of a replayed graph are not counted again)."""
 
 
 def library() -> Path:

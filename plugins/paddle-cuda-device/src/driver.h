@@ -35,7 +35,8 @@ bool is_captured(void* stream);
 // Make the primary context of a device current on this thread; what it answers is what the driver does.
 CUresult enter(int device);
 
-// While it lives, this thread may allocate although it captures a graph: an allocation is no part of what is captured.
+// While it lives, this thread may do what is no part of a captured graph although it captures one: allocate, ask how far others
+// are, and give back what Python's collector finds just then. The driver takes such calls for mistakes, and drops the capture.
 class Relaxed {
  public:
   Relaxed() { driver().cuThreadExchangeStreamCaptureMode_(&mode_); }

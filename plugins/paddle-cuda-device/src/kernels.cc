@@ -4,8 +4,11 @@
 // allocated here, from Paddle's pool.
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <memory>
+#include <new>
+#include <stdexcept>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -20,6 +23,9 @@
 #include "paddle_device/registration.h"
 
 namespace polycuda {
+
+std::atomic<int64_t> library_products{0}, own_products{0};
+
 namespace {
 
 using Context = phi::CustomContext;
@@ -399,13 +405,34 @@ void matmul(const Context& context, const DenseTensor& x, const DenseTensor& y, 
             DenseTensor* out) {
   const View left = matrix(view_of(context, x), transpose_x, true), right = matrix(view_of(context, y), transpose_y, false);
   const View to = product_of(result(context, out), left, right);
-  if (to.size() > 0 && !library_product(queue_of(context), to, left, right)) product(queue_of(context), to, left, right);
+  if (to.size() == 0) return;
+  const bool taken = library_product(queue_of(context), to, left, right);
+  if (!taken) product(queue_of(context), to, left, right);
+  ++(taken ? library_products : own_products);
 }
 
 // -- the list -------------------------------------------------------------------------------------
+// A kernel as Paddle calls it. Of what is thrown, Paddle hands its own errors to Python; any other would end the process.
+template <typename Function, Function kLaunch>
+struct Guarded;
+
+template <typename... A, void (*kLaunch)(A...)>
+struct Guarded<void (*)(A...), kLaunch> {
+  static void launch(A... arguments) {
+    try {
+      kLaunch(std::forward<A>(arguments)...);
+    } catch (const std::bad_alloc&) {
+      PADDLE_THROW(common::errors::ResourceExhausted("The device " PADDLE_DEVICE_TYPE " is out of memory in a capture."));
+    } catch (const std::runtime_error& error) {
+      PADDLE_THROW(common::errors::External("The device " PADDLE_DEVICE_TYPE ": %s.", error.what()));
+    }
+  }
+};
+
 template <typename Operation, typename known::LaunchOf<Operation, float>::Function kLaunch>
 struct Kernel {
   using Of = Operation;
+  using Function = typename known::LaunchOf<Operation, float>::Function;
 
   static void add() {
     for (const auto dtype : {phi::DataType::FLOAT32, phi::DataType::FLOAT64, phi::DataType::INT32, phi::DataType::INT64,
@@ -417,7 +444,8 @@ struct Kernel {
         on_cpu = known::cpu_kernel(Operation::name, like);
       }
       if (on_cpu == nullptr) continue;
-      known::register_kernel(PADDLE_DEVICE_TYPE, Operation::name, dtype, *on_cpu, like, reinterpret_cast<void*>(kLaunch));
+      known::register_kernel(PADDLE_DEVICE_TYPE, Operation::name, dtype, *on_cpu, like,
+                             reinterpret_cast<void*>(&Guarded<Function, kLaunch>::launch));
     }
   }
 };

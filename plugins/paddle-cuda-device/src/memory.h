@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include <atomic>
 #include <memory>
 
 #include "operators.h"
@@ -23,5 +24,8 @@ int64_t graph_bytes();
 
 // Queue a product by the vendor's library; false where there is none, or it does not take these operands.
 bool library_product(Queue queue, const View& out, const View& x, const View& y);
+
+// Products that were queued: by the library, and by the device's own kernel.
+extern std::atomic<int64_t> library_products, own_products;
 
 }  // namespace polycuda

@@ -133,7 +133,10 @@ struct Runtime : paddle_device::Plain {
     return C_SUCCESS;
   }
 
-  static C_Status query_stream(const C_Device, C_Stream stream) { return status(driver().cuStreamQuery_(as_stream(stream))); }
+  static C_Status query_stream(const C_Device, C_Stream stream) {
+    polycuda::Relaxed relaxed;
+    return status(driver().cuStreamQuery_(as_stream(stream)));
+  }
 
   struct Callback {
     C_Callback function;
@@ -169,7 +172,11 @@ struct Runtime : paddle_device::Plain {
     return status(driver().cuEventRecord_(as_event(event), as_stream(stream)));
   }
 
-  static C_Status query_event(const C_Device, C_Event event) { return status(driver().cuEventQuery_(as_event(event))); }
+  static C_Status query_event(const C_Device, C_Event event) {
+    polycuda::Relaxed relaxed;
+    return status(driver().cuEventQuery_(as_event(event)));
+  }
+
   static C_Status synchronize_event(const C_Device, C_Event event) {
     return status(driver().cuEventSynchronize_(as_event(event)));
   }
@@ -257,6 +264,7 @@ struct Runtime : paddle_device::Plain {
     return now != CU_STREAM_CAPTURE_STATUS_NONE;
   }
 
+#if PADDLE_DEVICE_GRAPHS
   static C_Status begin_capture(const C_Device device, C_Stream stream, C_StreamCaptureMode mode) {
     if (enter(device->id) != CUDA_SUCCESS) return C_ERROR;
     const auto wanted = mode == C_StreamCaptureModeGlobal        ? CU_STREAM_CAPTURE_MODE_GLOBAL
@@ -331,6 +339,7 @@ struct Runtime : paddle_device::Plain {
 
   static C_Status destroy_exec(C_GraphExec exec) {
     std::unique_ptr<Executable> gone(reinterpret_cast<Executable*>(exec));
+    polycuda::Relaxed relaxed;
     driver().cuGraphExecDestroy_(gone->executable);
     return C_SUCCESS;
   }
@@ -345,6 +354,7 @@ struct Runtime : paddle_device::Plain {
     *mode = static_cast<C_StreamCaptureMode>(native);
     return status(code);
   }
+#endif
 };
 
 }  // namespace
@@ -378,6 +388,8 @@ extern "C" int64_t polycuda_counter(const char* name) {
   if (wanted == "synchronous_copies") return synchronous_copies;
   if (wanted == "bytes_in_use") return bytes_in_use;
   if (wanted == "graph_bytes") return polycuda::graph_bytes();
+  if (wanted == "library_products") return polycuda::library_products;
+  if (wanted == "own_products") return polycuda::own_products;
   return -1;
 }
 

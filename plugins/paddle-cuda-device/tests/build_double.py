@@ -16,7 +16,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 PLUGINS = HERE.parent.parent
 sys.path.insert(0, str(PLUGINS / "paddle-device-skeleton"))
-from build_device import COMPILE, INCLUDE, paddle  # noqa: E402  beside the plugin: what devices share
+from build_device import COMPILE, INCLUDE, has_graphs, paddle  # noqa: E402  beside the plugin: what devices share
 
 SOURCES = ("runtime.cc", "driver.cc", "graph_memory.cc", "kernels.cc", "elementwise.cu", "along.cu", "moves.cu")
 
@@ -38,9 +38,10 @@ def main(folder):
     objects, library, driver = folder / "objects", folder / "site" / "paddle_custom_device", folder / "driver"
     for made in (objects, library, driver):
         made.mkdir(parents=True, exist_ok=True)
-    includes = (INCLUDE, PLUGINS / "paddle-emu-device" / "src", HERE.parent / "src", home / "include",
+    includes = (INCLUDE, HERE.parent / "src", PLUGINS / "paddle-emu-device" / "src", home / "include",
                 home / "include" / "third_party", cuda_headers())  # fmt: skip
-    flags = [*COMPILE, "-fPIC", "-DPADDLE_WITH_CUSTOM_DEVICE", '-DPADDLE_DEVICE_TYPE="polycuda"', *(f"-I{i}" for i in includes)]
+    defines = ("-DPADDLE_WITH_CUSTOM_DEVICE", '-DPADDLE_DEVICE_TYPE="polycuda"', f"-DPADDLE_DEVICE_GRAPHS={int(has_graphs())}")
+    flags = [*COMPILE, "-fPIC", *defines, *(f"-I{i}" for i in includes)]
     compiled = []
     for source in [*(HERE.parent / "src" / name for name in SOURCES), HERE / "host.cc"]:
         compiled.append(str(objects / f"{source.stem}.o"))

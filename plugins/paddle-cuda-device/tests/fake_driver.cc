@@ -3,7 +3,8 @@
 //
 // Streams run on threads of their own. The null stream is one of them: nothing orders it with the others, and it is slow. A copy
 // returns when its source may be reused, not when it has happened, unless it ends in host memory. Memory that is not pinned is
-// copied aside, or waited for. While a thread captures, it may neither wait nor allocate, except in relaxed mode.
+// copied aside, or waited for. A thread that captures may not wait for the device; and neither allocate, give back memory or
+// executable graphs, nor ask how far others are, except in relaxed mode. A refused call ends the capture, as it does on an H200.
 
 #include <cuda.h>
 
@@ -25,6 +26,7 @@ using polyemu::Stream;
 
 constexpr auto kSlow = std::chrono::microseconds(300);
 constexpr unsigned char kPoison = 0xA5;
+constexpr size_t kMemory = size_t{4} << 30;
 
 struct World {
   std::mutex mutex;
@@ -40,9 +42,14 @@ World& world() {
 
 thread_local CUcontext current = nullptr;
 thread_local int captures = 0;
+thread_local bool invalidated = false;
 thread_local CUstreamCaptureMode mode = CU_STREAM_CAPTURE_MODE_GLOBAL;
 
-bool refused() { return captures > 0 && mode != CU_STREAM_CAPTURE_MODE_RELAXED; }
+bool refused(bool also_relaxed = false) {
+  const bool refuses = captures > 0 && (also_relaxed || mode != CU_STREAM_CAPTURE_MODE_RELAXED);
+  invalidated = invalidated || refuses;
+  return refuses;
+}
 Stream* stream_of(CUstream stream) {
   return stream == nullptr ? &world().null_stream : reinterpret_cast<Stream*>(stream);
 }
@@ -58,6 +65,7 @@ bool lies_in(const std::map<uintptr_t, size_t>& memory, CUdeviceptr address) {
 CUresult allocate(std::map<uintptr_t, size_t>& memory, void** pointer, size_t size) {
   if (refused()) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
   if (current == nullptr) return CUDA_ERROR_INVALID_CONTEXT;
+  if (size > kMemory) return CUDA_ERROR_OUT_OF_MEMORY;
   *pointer = std::aligned_alloc(256, (size + 255) / 256 * 256);
   if (*pointer == nullptr) return CUDA_ERROR_OUT_OF_MEMORY;
   std::memset(*pointer, kPoison, size);
@@ -67,6 +75,7 @@ CUresult allocate(std::map<uintptr_t, size_t>& memory, void** pointer, size_t si
 }
 
 CUresult release(std::map<uintptr_t, size_t>& memory, void* pointer) {
+  if (refused()) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
   std::lock_guard<std::mutex> lock(world().mutex);
   const auto found = memory.find(reinterpret_cast<uintptr_t>(pointer));
   if (found == memory.end()) return CUDA_ERROR_INVALID_VALUE;
@@ -84,7 +93,7 @@ CUresult copy(CUdeviceptr to, CUdeviceptr from, size_t size, Stream* stream, boo
   const bool on_device = lies_in(world().device_memory, from), to_device = lies_in(world().device_memory, to);
   const bool pinned_source = lies_in(world().pinned_memory, from), pinned_target = lies_in(world().pinned_memory, to);
   if (!on_device && !pinned_source) {
-    if (stream->capturing()) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
+    if (stream->capturing() && refused(true)) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
     auto aside = std::make_shared<std::vector<char>>(static_cast<char*>(source), static_cast<char*>(source) + size);
     stream->submit([=] { std::memcpy(target, aside->data(), size); });
   } else {
@@ -112,7 +121,7 @@ CUresult cuCtxGetCurrent(CUcontext* context) { return *context = current, CUDA_S
 CUresult cuCtxSetCurrent(CUcontext context) { return current = context, CUDA_SUCCESS; }
 
 CUresult cuCtxSynchronize() {
-  if (refused()) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
+  if (refused(true)) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
   std::set<Stream*> all;
   {
     std::lock_guard<std::mutex> lock(world().mutex);
@@ -170,6 +179,7 @@ CUresult cuEventRecord(CUevent event, CUstream stream) {
 }
 
 CUresult cuEventQuery(CUevent event) {
+  if (refused()) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
   auto flag = reinterpret_cast<Event*>(event)->flag();
   return flag == nullptr || flag->is_set() ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY;
 }
@@ -197,7 +207,7 @@ CUresult cuMemAlloc(CUdeviceptr* address, size_t size) {
 CUresult cuMemFree(CUdeviceptr address) { return release(world().device_memory, reinterpret_cast<void*>(address)); }
 CUresult cuMemAllocHost(void** pointer, size_t size) { return allocate(world().pinned_memory, pointer, size); }
 CUresult cuMemFreeHost(void* pointer) { return release(world().pinned_memory, pointer); }
-CUresult cuMemGetInfo(size_t* free, size_t* total) { return *free = *total = size_t{4} << 30, CUDA_SUCCESS; }
+CUresult cuMemGetInfo(size_t* free, size_t* total) { return *free = *total = kMemory, CUDA_SUCCESS; }
 
 CUresult cuMemsetD8(CUdeviceptr address, unsigned char value, size_t size) {
   world().null_stream.submit([=] {
@@ -222,6 +232,7 @@ CUresult cuStreamBeginCapture(CUstream stream, CUstreamCaptureMode wanted) {
   if (stream_of(stream)->capturing()) return CUDA_ERROR_ILLEGAL_STATE;
   stream_of(stream)->begin_capture();
   ++captures;
+  invalidated = false;
   mode = wanted;
   return CUDA_SUCCESS;
 }
@@ -229,11 +240,18 @@ CUresult cuStreamBeginCapture(CUstream stream, CUstreamCaptureMode wanted) {
 CUresult cuStreamEndCapture(CUstream stream, CUgraph* graph) {
   *graph = reinterpret_cast<CUgraph>(stream_of(stream)->end_capture().release());
   --captures;
+  if (invalidated && *graph != nullptr) {
+    delete reinterpret_cast<Graph*>(*graph);
+    *graph = nullptr;
+    return CUDA_ERROR_STREAM_CAPTURE_INVALIDATED;
+  }
   return *graph == nullptr ? CUDA_ERROR_ILLEGAL_STATE : CUDA_SUCCESS;
 }
 
 CUresult cuStreamIsCapturing(CUstream stream, CUstreamCaptureStatus* status) {
-  *status = stream_of(stream)->capturing() ? CU_STREAM_CAPTURE_STATUS_ACTIVE : CU_STREAM_CAPTURE_STATUS_NONE;
+  *status = !stream_of(stream)->capturing() ? CU_STREAM_CAPTURE_STATUS_NONE
+            : invalidated                   ? CU_STREAM_CAPTURE_STATUS_INVALIDATED
+                                            : CU_STREAM_CAPTURE_STATUS_ACTIVE;
   return CUDA_SUCCESS;
 }
 
@@ -264,6 +282,7 @@ CUresult cuGraphDestroy(CUgraph graph) {
 }
 
 CUresult cuGraphExecDestroy(CUgraphExec executable) {
+  if (refused()) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
   delete reinterpret_cast<Graph*>(executable);
   return CUDA_SUCCESS;
 }

@@ -218,6 +218,14 @@ def test_a_device_with_a_timeline_is_timed_by_its_own_clock() -> None:
     assert host["idle_share"] == pytest.approx(0, abs=0.01)
 
 
+def test_a_recorded_run_leaves_no_step_to_the_next_one() -> None:
+    """The event behind a step that was launched ahead looks at a clock which is gone with the recording."""
+    engine = Engine(EngineConfig(model=NARROW, draft_tokens=3, max_num_seqs=1, overlap=1), backend=Emulator("emulator:0"))
+    profiled(engine, Load(1, 5, 14))
+    assert not engine.has_work
+    assert timed(engine, Load(1, 5, 14))["tokens_per_round"] >= 1
+
+
 # -- the suite ----------------------------------------------------------------------------------------------------------
 def test_a_suite_measures_every_combination_in_turn(shape: Path) -> None:
     told: list[str] = []

@@ -121,6 +121,8 @@ def profiled(engine: Engine, load: Load) -> tuple[dict[str, float | None], dict[
         recorder = Recorder(engine, calls=synchronous and not own)
         try:
             steps, _ = run(engine, load)
+            while engine.has_work:  # a step that was launched ahead: the event behind it is the recorder's
+                engine.step()
         finally:
             recorder.remove()
         recording = recorder.finish()

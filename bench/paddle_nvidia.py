@@ -3,7 +3,8 @@
 Writes bench/results/paddle_nvidia.json. Weights are random, made on the device; acceptance is synthetic, by the schedule of
 bench/gpu_rounds.py. Each contender runs in a process of its own, one after the other; within one, the engine of a shape and K
 serves both batch sizes. Paddle alone computes attention of prompt rows one by one, so prompts are short and all contenders take
-the same.
+the same. A cell that has taken --cell-seconds is not repeated again (its row has the number of repeats), and one that a
+contender does not reach within --seconds has a row without a figure.
 
     python bench/paddle_nvidia.py --out bench/results/paddle_nvidia.json
     python bench/paddle_nvidia.py --page docs/backends/paddle-nvidia.md
@@ -13,10 +14,13 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +28,7 @@ from polydraft.bench import report
 from polydraft.bench.measure import Load
 from polydraft.bench.suite import Contender, Suite
 from polydraft.config import EngineConfig
+from polydraft.engine import Engine
 
 ROOT = Path(__file__).resolve().parent
 SCHEDULE = (0.8, 0.75, 0.75)
@@ -35,33 +40,48 @@ CONTENDERS: dict[str, dict[str, Any]] = {
 FIGURES = "bench/results/paddle_nvidia.json"
 
 
-def rows_of(contender: str, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Measure one contender: a row a shape, K and batch size."""
-    rows, batches = [], [int(batch) for batch in options.batch.split(",")]
-    for name in options.shapes.split(","):
-        for drafts in (int(k) for k in options.draft_tokens.split(",")):
-            shape, told = ROOT / "shapes" / f"{name}.json", time.monotonic()
-            config = EngineConfig.from_mapping(
-                {
-                    "dtype": options.dtype, "prefix_cache": False, "accept_schedule": SCHEDULE[:drafts],
-                    "max_batched_tokens": 512, "graph_sizes": batches, **CONTENDERS[contender],
-                }
-            )  # fmt: skip
-            suite = Suite(config, shape, prompt_tokens=options.prompt_tokens, new_tokens=options.new_tokens)
-            engine = suite.engine(Load(max(batches), options.prompt_tokens, options.new_tokens), drafts, {})
-            built = time.monotonic() - told
-            for batch in batches:
-                cell = Contender(engine, Load(batch, options.prompt_tokens, options.new_tokens))
-                for turn in range(options.repeats + 1):
-                    cell.measure(keep=turn > 0)
-                rows.append({**cell.row(shape), "contender": contender})
-                figures = f"{rows[-1]['ms_per_round']:.3f} ms a round, {rows[-1]['tokens_per_round']:.2f} tokens"
-                print(f"{contender}: {name} K={drafts} batch {batch}: {figures}", file=sys.stderr, flush=True)
-            engine.close()
-            print(f"  built in {built:.1f} s, all in {time.monotonic() - told:.1f} s", file=sys.stderr, flush=True)
-            del engine, cell
-            gc.collect()  # Paddle's tensors go with their last reference
-    return rows
+Cell = tuple[str, int, int]
+"""Shape, K and batch size."""
+
+
+def cells_of(options: argparse.Namespace) -> list[Cell]:
+    """In the order in which every contender takes them."""
+    drafts, batches = ([int(number) for number in text.split(",")] for text in (options.draft_tokens, options.batch))
+    return [(shape, k, batch) for shape in options.shapes.split(",") for k in drafts for batch in batches]
+
+
+def rows_of(contender: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Measure one contender: a row a cell, as soon as there is one."""
+    for (name, drafts), cells in itertools.groupby(cells_of(options), key=lambda cell: cell[:2]):
+        batches = [batch for _, _, batch in cells]
+        shape, began = ROOT / "shapes" / f"{name}.json", time.monotonic()
+        engine = engine_of(contender, shape, drafts, batches, options)
+        print(f"{contender}: {name} K={drafts} built in {time.monotonic() - began:.1f} s", file=sys.stderr, flush=True)
+        for batch in batches:
+            cell, began = Contender(engine, Load(batch, options.prompt_tokens, options.new_tokens)), time.monotonic()
+            for turn in range(options.repeats + 1):
+                cell.measure(keep=turn > 0)
+                if turn and time.monotonic() - began > options.cell_seconds:
+                    break
+            row = {**cell.row(shape), "contender": contender}
+            figures = f"{row['ms_per_round']:.3f} ms a round, {row['tokens_per_round']:.2f} tokens"
+            print(f"  batch {batch}: {figures}, {time.monotonic() - began:.1f} s", file=sys.stderr, flush=True)
+            yield row
+        engine.close()
+        del engine, cell
+        gc.collect()  # Paddle's tensors go with their last reference
+
+
+def engine_of(contender: str, shape: Path, drafts: int, batches: list[int], options: argparse.Namespace) -> Engine:
+    """The engine of a contender that serves these batch sizes, each from a graph of its own."""
+    config = EngineConfig.from_mapping(
+        {
+            "dtype": options.dtype, "prefix_cache": False, "accept_schedule": SCHEDULE[:drafts], "max_batched_tokens": 512,
+            "graph_sizes": batches, **CONTENDERS[contender],
+        }
+    )  # fmt: skip
+    suite = Suite(config, shape, prompt_tokens=options.prompt_tokens, new_tokens=options.new_tokens)
+    return suite.engine(Load(max(batches), options.prompt_tokens, options.new_tokens), drafts, {})
 
 
 def main() -> int:
@@ -71,40 +91,63 @@ def main() -> int:
     parser.add_argument("--shapes", default="mimo-7b,small")
     parser.add_argument("--draft-tokens", default="0,3")
     parser.add_argument("--batch", default="1,32")
-    parser.add_argument("--prompt-tokens", type=int, default=128)
+    parser.add_argument("--prompt-tokens", type=int, default=32)
     parser.add_argument("--new-tokens", type=int, default=96)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--dtype", default="bf16")
-    parser.add_argument("--only", help=f"one of {'; '.join(CONTENDERS)}, printed as JSON")
+    parser.add_argument("--only", help=f"one of {'; '.join(CONTENDERS)}, its rows printed as JSON")
     parser.add_argument("--seconds", type=float, default=600, help="that one contender may take")
+    parser.add_argument("--cell-seconds", type=float, default=60, help="after which a cell is not repeated again")
     parser.add_argument("--page", help="only renew the table of this page from --out")
     options = parser.parse_args()
     if options.page:
         result = json.loads(Path(options.out).read_text(encoding="utf-8"))
         report.renew(Path(options.page), FIGURES, markdown(result))
     elif options.only:
-        print(json.dumps(rows_of(options.only, options)))
+        for row in rows_of(options.only, options):
+            print(json.dumps(row), flush=True)
     else:
         measure_all(options)
     return 0
 
 
 def measure_all(options: argparse.Namespace) -> None:
-    """Every contender in a process of its own."""
+    """Every contender in a process of its own; what is measured is written after each."""
     from polydraft_cuda.device import device_name, driver_version
 
     rows: list[dict[str, Any]] = []
     for contender in CONTENDERS:
-        command = [sys.executable, __file__, *sys.argv[1:], "--only", contender]
-        try:
-            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=options.seconds)
-        except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
-            print(f"{contender}: {error}", file=sys.stderr, flush=True)
-            continue
-        rows += json.loads(done.stdout.splitlines()[-1])
+        rows += measured_apart(contender, options)
         how = f"weights random, acceptance synthetic by {SCHEDULE}; bench/paddle_nvidia.py says what a contender is"
         result = report.document(rows, device=device_name(0), driver=str(driver_version()), method=f"{report.METHOD}; {how}")
         report.write(options.out, result)
+
+
+def measured_apart(contender: str, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Rows of one contender: those that it measured in time, and for the others why there is no figure."""
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as printed:
+        command = [sys.executable, __file__, *sys.argv[1:], "--only", contender]
+        try:
+            subprocess.run(command, stdout=printed, check=True, timeout=options.seconds)
+            why = ""
+        except subprocess.TimeoutExpired:
+            why = f"not reached within {options.seconds:g} s"
+        except subprocess.CalledProcessError as error:
+            why = f"failed with status {error.returncode}"
+        printed.seek(0)
+        rows = [json.loads(line) for line in printed if line.startswith("{")]
+    cells = cells_of(options)
+    if why:
+        print(f"{contender}: {len(rows)} of {len(cells)} cells, {why}", file=sys.stderr, flush=True)
+    for shape, drafts, batch in cells[len(rows) :]:
+        backend = CONTENDERS[contender]["backend"]
+        rows.append(
+            {
+                "shape": shape, "backend": backend, "draft_tokens": drafts, "batch": batch, "ms_per_round": None,
+                "contender": contender, "cut": why,
+            }
+        )  # fmt: skip
+    return rows
 
 
 def markdown(result: dict[str, Any]) -> str:
@@ -117,8 +160,8 @@ def markdown(result: dict[str, Any]) -> str:
         "|---|---|---|---|---|---|---|",
     ]
     for (shape, drafts, batch), found in cells.items():
-        text = [f"{found[name]:.3f}" if name in found else "-" for name in ("paddle", "paddle, pack", "cuda")]
-        ratio = f"{found['paddle, pack'] / found['cuda']:.3f}" if {"paddle, pack", "cuda"} <= set(found) else "-"
+        text = [f"{found[name]:.3f}" if found.get(name) else "-" for name in ("paddle", "paddle, pack", "cuda")]
+        ratio = f"{found['paddle, pack'] / found['cuda']:.3f}" if found.get("paddle, pack") and found.get("cuda") else "-"
         lines.append(f"| {shape} | {drafts} | {batch} | {' | '.join(text)} | {ratio} |")
     return "\n".join(lines)
 

@@ -71,6 +71,13 @@ def test_copies_have_happened_when_their_call_returns(pack: tuple[str, ...]):
         assert done.returncode == 0, done.stdout[-3000:]
 
 
+def test_no_operation_leaves_the_place():
+    """Falling back allowed, every kernel on every case: Paddle's log of chosen kernels names none of the CPU's."""
+    done = run("-c", "from polydraft_paddle.probe import leaving; print(leaving('polycuda:0'))")
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.split() == ["{}"]
+
+
 @pytest.mark.deep
 @pytest.mark.parametrize("pack", [(), PACK], ids=["alone", "pack"])
 def test_the_profile_with_graphs_holds(pack: tuple[str, ...], tmp_path: Path):

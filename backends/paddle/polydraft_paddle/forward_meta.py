@@ -15,7 +15,7 @@ from polydraft.backend import PassBuffers, StepMeta
 from polydraft.contracts.base import Limits
 from polydraft.device import Stream
 from polydraft.sentinels import PAD_SLOT
-from polydraft_paddle.host_layout import HostLayout
+from polydraft_paddle.host_layout import HostLayout, Kept
 from polydraft_paddle.ops import Tensor, choose, numbers, owners
 from polydraft_paddle.place import use
 
@@ -50,6 +50,7 @@ class PaddleForwardMeta:
         self._device, self._limits = device, limits
         self._tensors = tuple(b.tensor for b in (buffers.row_slot, buffers.positions, buffers.block_table))  # type: ignore[attr-defined]
         self._arrays = tuple(np.from_dlpack(t) for t in self._tensors) if device.host_visible else ()
+        self._kept = Kept()
         self.layout: HostLayout | Windows | None = None
 
     def fill(self, stream: Stream, step: StepMeta) -> None:
@@ -62,6 +63,7 @@ class PaddleForwardMeta:
             self._device.counters.launches += 1
             row_slot, positions, block_table = self._arrays
             self.layout = HostLayout(
+                self._kept,
                 row_slot=row_slot[:n],
                 positions=positions[:n],
                 block_table=block_table,

@@ -9,6 +9,7 @@ import contextlib
 import importlib
 import importlib.metadata
 import importlib.util
+import io
 import logging
 import re
 import warnings
@@ -16,7 +17,7 @@ from pathlib import Path
 
 from polydraft.environment import given, suggest
 from polydraft.errors import DeviceError
-from polydraft_paddle import companions, runtimes
+from polydraft_paddle import companions, runtimes, threads
 
 DISTRIBUTIONS = ("paddlepaddle", "paddlepaddle-gpu", "paddlepaddle-xpu")
 """Distributions that own the import package `paddle`."""
@@ -67,7 +68,8 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def import_paddle() -> None:
-    """Import Paddle with its remarks about compilers and caches kept off stderr; `DeviceError` when it does not load."""
+    """Import Paddle with its remarks about compilers, caches and OMP_NUM_THREADS kept off stderr; `DeviceError` when it does not
+    load."""
     reason = unusable()
     if reason:
         raise DeviceError(reason)
@@ -75,7 +77,8 @@ def import_paddle() -> None:
     kind = mkl_type()
     if kind:
         suggest("MKL_DEBUG_CPU_TYPE", kind)
-    with warnings.catch_warnings():
+    threads.note_wanted()
+    with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
         warnings.simplefilter("ignore")
         try:
             importlib.import_module("paddle")

@@ -27,18 +27,19 @@ KEPT = 1 << 16
 
 def numbers(count: int, like: Tensor) -> Tensor:
     """0 to count - 1, int32, where `like` lies. Made once for each length and place: a launch does not upload constants."""
-    key = count, str(like.place)
-    if key not in _NUMBERS:
-        _NUMBERS[key] = paddle.to_tensor(np.arange(count, dtype=np.int32), place=like.place)
-    return _NUMBERS[key]
+    key = count, like.place
+    found = _NUMBERS.get(key)
+    if found is None:
+        found = _NUMBERS[key] = paddle.to_tensor(np.arange(count, dtype=np.int32), place=key[1])
+    return found
 
 
-_NUMBERS: dict[tuple[int, str], Tensor] = {}
+_NUMBERS: dict[tuple[int, Any], Tensor] = {}
 
 
 def constant(value: float, like: Tensor) -> Tensor:
     """A tensor of the shape, dtype and place of `like`, filled with `value`; not to be written to."""
-    key = value, tuple(like.shape), like.dtype, str(like.place)
+    key = value, tuple(like.shape), like.dtype, like.place
     found = _CONSTANTS.get(key)
     if found is None:
         found = paddle.full_like(like, value)
@@ -47,7 +48,7 @@ def constant(value: float, like: Tensor) -> Tensor:
     return found
 
 
-_CONSTANTS: dict[tuple[float, tuple[int, ...], Any, str], Tensor] = {}
+_CONSTANTS: dict[tuple[float, tuple[int, ...], Any, Any], Tensor] = {}
 
 
 def clamp(index: Tensor) -> Tensor:
@@ -133,9 +134,9 @@ def file_by_slot(slots: Tensor, valid: Tensor, *writes: Write) -> None:
 
     Where the host sees the memory, entries are told apart there and scattered; elsewhere each slot looks for its entry."""
     if slots.place.is_cpu_place():
-        entries: Any = np.from_dlpack(valid)
+        entries: Any = valid.numpy()
         for target, value, where in writes:
-            chosen = entries if where is None else entries & np.from_dlpack(where)
+            chosen = entries if where is None else entries & where.numpy()
             _scatter_chosen(target, slots, value, chosen)
         return
     named, row = owners(choose(valid, slots, -1), writes[0][0].shape[0])
@@ -164,7 +165,7 @@ def _scatter_chosen(target: Tensor, slots: Tensor, value: Tensor | float, chosen
         value = take(value, entries) if isinstance(value, paddle.Tensor) else value
     if not isinstance(value, paddle.Tensor):
         value = constant(value, slots if target.ndim == 1 else target[: slots.shape[0]])
-    paddle.scatter_(target, slots, value)
+    direct.scatter_(target, slots, value, True)
 
 
 def scatter(table: Tensor, index: Tensor, value: Tensor, valid: Tensor) -> None:
@@ -173,7 +174,7 @@ def scatter(table: Tensor, index: Tensor, value: Tensor, valid: Tensor) -> None:
     Where the host sees the memory, valid entries are picked there. Elsewhere one that is not valid repeats the first valid one;
     when there is none, row 0 is written with what it holds."""
     if table.place.is_cpu_place():
-        _scatter_chosen(table, index, value, np.from_dlpack(valid))
+        _scatter_chosen(table, index, value, valid.numpy())
         return
     first = as_int(valid).argmax(axis=0, keepdim=True, dtype="int32")
     some = take(valid, first)

@@ -41,12 +41,14 @@ class PaddleWeight:
 
 
 class PaddleCache:
-    """One layer's KV rows as `k` and `v` [num_blocks * block_size, num_kv_heads * head_dim]. Fresh rows hold NaN."""
+    """One layer's KV rows as `k` and `v` [num_blocks * block_size, num_kv_heads * head_dim], which lie one behind the other in
+    `rows`; its last one is a spare row, where the host's kernels put what goes nowhere. Fresh rows hold NaN."""
 
-    __slots__ = ("k", "spec", "v")
+    __slots__ = ("k", "rows", "spec", "v")
 
-    def __init__(self, spec: CacheSpec, k: Tensor, v: Tensor) -> None:
-        self.spec, self.k, self.v = spec, k, v
+    def __init__(self, spec: CacheSpec, rows: Tensor) -> None:
+        half = rows.shape[0] // 2
+        self.spec, self.rows, self.k, self.v = spec, rows, rows[:half], rows[half : 2 * half]
 
     @property
     def nbytes(self) -> int:
@@ -68,10 +70,10 @@ class PaddleCache:
 
 def kernels(*, host_visible: bool) -> dict[str, Kernel]:
     """Contract (or composite) name to kernel; those of `host` where the host sees the device's memory."""
-    from polydraft_paddle.kernels import host, logprobs, numeric, processing, rejection, state
+    from polydraft_paddle.kernels import host, host_attention, logprobs, numeric, processing, rejection, state
 
     portable = {**state.KERNELS, **numeric.KERNELS, **processing.KERNELS, **rejection.KERNELS, **logprobs.KERNELS}
-    return {**portable, **host.KERNELS} if host_visible else portable
+    return {**portable, **host.KERNELS, **host_attention.KERNELS} if host_visible else portable
 
 
 class PaddleTable:
@@ -112,7 +114,7 @@ class PaddleTable:
             packed = (2, spec.num_blocks * spec.block_size, words(spec))
             both = self._device.empty("cache", packed, "i32").tensor
             return QuantisedCache(spec, both[0], both[1])
-        shape = (2, spec.num_blocks * spec.block_size, spec.num_kv_heads * spec.head_dim)
+        shape = (2 * spec.num_blocks * spec.block_size + 1, spec.num_kv_heads * spec.head_dim)
         rows = self._device.empty("cache", shape, spec.dtype).tensor
         paddle.divide_(rows.zero_(), paddle.zeros_like(rows))  # 0 / 0: Paddle's fill operations refuse NaN
-        return PaddleCache(spec, rows[0], rows[1])
+        return PaddleCache(spec, rows)

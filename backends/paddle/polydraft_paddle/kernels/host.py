@@ -1,14 +1,14 @@
 """Owns the float kernels of the place whose memory the host sees: the same contracts, in the operations that are quick there.
 
 `table.py` lays them over the portable ones on the CPU place. On it Paddle copies strided views and broadcasts element by element,
-so heads are moved by gathering whole heads with indices that the pass's metadata made once for all layers, products go straight
-into their buffer, and a fused norm takes the place of five operations.
+so rows are moved by gathering, products go straight into their buffer, and a fused norm takes the place of five operations.
+Rotation and attention are in `host_attention.py`.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -17,31 +17,35 @@ import paddle
 from polydraft.contracts.base import Limits
 from polydraft.device import Array
 from polydraft.sentinels import NO_TOKEN
-from polydraft_paddle.host_layout import HeadRows, HostLayout, SegmentHeads
-from polydraft_paddle.kernels import numeric
-from polydraft_paddle.kernels.kv_quant import QuantisedCache
-from polydraft_paddle.kernels.numeric import attend_rows, rope_tables, swap_columns
-from polydraft_paddle.ops import Tensor, both, choose, clamp, direct, numbers, take
+from polydraft_paddle.ops import Tensor, both, choose, clamp, constant, direct, numbers, take
 from polydraft_paddle.provider import Kernel, Run
+from polydraft_paddle.threads import spread
 
 fused_rms_norm = paddle.incubate.nn.functional.fused_rms_norm
 swiglu_operation = getattr(paddle.nn.functional, "swiglu", None) or paddle.incubate.nn.functional.swiglu  # moved in 3.3
 
 
 class First:
-    """The first rows of some tensors, as views that are kept as long as the launch length stays the same."""
+    """The first rows of some tensors, as views that are kept for the launch lengths met last."""
 
-    __slots__ = ("_length", "_tensors", "_views")
+    __slots__ = ("_found", "_tensors")
 
     def __init__(self, *tensors: Tensor) -> None:
-        self._tensors, self._length, self._views = tensors, 0, ()
+        self._tensors: tuple[Tensor, ...] = tensors
+        self._found: dict[int, tuple[Tensor, ...]] = {}
 
     def rows(self, n: int) -> tuple[Tensor, ...]:
         """Views of the first `n` rows."""
-        if n != self._length:
-            self._views = tuple(tensor[:n] for tensor in self._tensors)
-            self._length = n
-        return self._views
+        found = self._found.get(n)
+        if found is None:
+            if len(self._found) == LENGTHS:
+                self._found.clear()
+            found = self._found[n] = tuple(tensor[:n] for tensor in self._tensors)
+        return found
+
+
+LENGTHS = 16
+"""So many launch lengths are remembered for each kernel."""
 
 
 def linear(a: Any, limits: Limits) -> Run:
@@ -50,7 +54,7 @@ def linear(a: Any, limits: Limits) -> Run:
     by_column = a.weight.t()
     if not by_column.is_contiguous():  # an embedding that is the head as well
         return _linear_by_row(a)
-    bias, first = None if a.bias is None else a.bias.reshape([1, -1]), First(a.out, a.x)
+    bias, first, size = None if a.bias is None else a.bias.reshape([1, -1]), First(a.out, a.x), math.prod(by_column.shape)
 
     def run(n: int) -> None:
         if not n:
@@ -58,31 +62,27 @@ def linear(a: Any, limits: Limits) -> Run:
         out, x = first.rows(n)
         if bias is not None:
             out.copy_(take(bias, _zeros(n)), False)
-        direct.addmm_(out, x, by_column, 0.0 if bias is None else 1.0, 1.0)
+        spread(n * size, direct.addmm_, out, x, by_column, 0.0 if bias is None else 1.0, 1.0)
 
     return run
 
 
 def _linear_by_row(a: Any) -> Run:
-    first = First(a.out, a.x)
+    first, size = First(a.out, a.x), math.prod(a.weight.shape)
 
     def run(n: int) -> None:
         if n:
             out, x = first.rows(n)
-            product = direct.matmul(x, a.weight, False, True)
+            product = spread(n * size, direct.matmul, x, a.weight, False, True)
             out.copy_(product if a.bias is None else product + a.bias, False)
 
     return run
 
 
+@functools.lru_cache(maxsize=64)
 def _zeros(count: int) -> Tensor:
     """`count` zeros, int32: an index that repeats the first row."""
-    if count not in _ZEROS:
-        _ZEROS[count] = paddle.zeros([count], "int32")
-    return _ZEROS[count]
-
-
-_ZEROS: dict[int, Tensor] = {}
+    return paddle.zeros([count], "int32")
 
 
 def normalized(x: Tensor, weight: Tensor, eps: float, plus_one: bool) -> Tensor:
@@ -137,21 +137,17 @@ def swiglu(a: Any, limits: Limits) -> Run:
 
     def run(n: int) -> None:
         if n:
-            gates = _evens(n)
-            gate, up = take(halves, gates), take(halves, gates + 1)
+            gates, ups = _alternate(n)
+            gate, up = take(halves, gates), take(halves, ups)
             first.rows(n)[0].copy_(direct.multiply_(direct.silu(gate), up), False)
 
     return run
 
 
-def _evens(count: int) -> Tensor:
-    """The first `count` even numbers, int32."""
-    if count not in _EVENS:
-        _EVENS[count] = paddle.arange(0, 2 * count, 2, dtype="int32")
-    return _EVENS[count]
-
-
-_EVENS: dict[int, Tensor] = {}
+@functools.lru_cache(maxsize=64)
+def _alternate(count: int) -> tuple[Tensor, Tensor]:
+    """The first `count` even and odd numbers, int32."""
+    return paddle.arange(0, 2 * count, 2, dtype="int32"), paddle.arange(1, 2 * count, 2, dtype="int32")
 
 
 def embed(a: Any, limits: Limits) -> Run:
@@ -181,8 +177,12 @@ def _put_rows(out: Tensor, rows: Tensor, carries: Array) -> None:
     """Copy `rows` to `out`, and zeros for those that carry nothing."""
     out.copy_(rows, False)
     if not carries.all():
-        empty = paddle.to_tensor(np.flatnonzero(~carries).astype(np.int32))
-        paddle.scatter_(out, empty, paddle.zeros([empty.shape[0], out.shape[1]], out.dtype))
+        empty_rows(out, paddle.from_dlpack(np.flatnonzero(~carries).astype(np.int32)))
+
+
+def empty_rows(out: Tensor, rows: Tensor) -> None:
+    """Zero these rows [n] int32 of `out`."""
+    direct.scatter_(out, rows, constant(0.0, out[: rows.shape[0]]), True)
 
 
 def select_last_rows(a: Any, limits: Limits) -> Run:
@@ -224,124 +224,25 @@ def combine_draft_inputs(a: Any, limits: Limits) -> Run:
     return run
 
 
-def rope_kv_write(a: Any, limits: Limits) -> Run:
-    """Rotate q and k, keep q, write k and v to the paged cache; rows that carry nothing are left out."""
-    if isinstance(a.cache, QuantisedCache):
-        return numeric.rope_kv_write(a, limits)
-    heads, kv_heads, dim = a.num_heads, a.num_kv_heads, a.head_dim
-    own, partner = rope_tables(a, limits.max_len, a.qkv)
-    halves = a.style == "half" and a.rope_dims == dim
-    swap = paddle.to_tensor([1, 0], dtype="int32") if halves else swap_columns(a)
-
-    def swapped(rows: Tensor) -> Tensor:
-        if halves:
-            return direct.reshape(direct.gather(direct.reshape(rows, [-1, 2, dim // 2]), swap, 1), [-1, dim])
-        return direct.gather(rows, swap, 1)
-
-    first = First(a.q_out, a.qkv)
-
-    def run(n: int) -> None:
-        if not n:
-            return
-        at: HeadRows = HostLayout.of(a, n, limits).head_rows(heads, kv_heads)
-        q_out, qkv = first.rows(n)
-        if not at.count:
-            q_out.zero_()
-            return
-        split, qkv = at.count * heads, direct.reshape(qkv, [n * (heads + 2 * kv_heads), dim])
-        qk = take(qkv, at.qk)
-        if a.q_norm is not None:
-            parts = [normalized(qk[:split], a.q_norm, a.eps, False), normalized(qk[split:], a.k_norm, a.eps, False)]
-            qk = direct.concat(parts, 0)
-        of_itself, of_partner = at.factors(own, partner)
-        turned = direct.multiply_(swapped(qk), of_partner)
-        qk = direct.add_(direct.multiply_(qk, of_itself), turned)
-        q = direct.reshape(qk[:split], [at.count, heads * dim])
-        if at.count == n:
-            q_out.copy_(q, False)
-        else:
-            q_out.zero_()
-            paddle.scatter_(a.q_out, at.rows, q)
-        k, v = (direct.reshape(t, [at.count, kv_heads * dim]) for t in (qk[split:], take(qkv, at.v)))
-        if at.granted is not None:
-            k, v = take(k, at.granted), take(v, at.granted)
-        if at.destinations.shape[0]:
-            paddle.scatter_(a.cache.k, at.destinations, k)
-            paddle.scatter_(a.cache.v, at.destinations, v)
-
-    return run
-
-
-def mix(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, float]:
-    """Softmax attention of q [S, G, M, D], whose scale is in it, over k and v [S, G, C, D], with `mask` [S, G, M, C] added; and a
-    number that is not finite where the scores were broken: Paddle's softmax hides a NaN among them."""
-    scores = direct.matmul(q, k, False, True)
-    sound = total(scores)
-    if mask is not None:
-        scores = direct.add_(scores, mask)
-    return direct.matmul(direct.softmax(scores, -1), v, False, False), sound
-
-
-def total(tensor: Tensor) -> float:
-    """The sum of all elements: not finite where one is not, or where they overflow."""
-    with np.errstate(all="ignore"):
-        return float(np.from_dlpack(tensor).sum())
-
-
-Mix = Callable[[Any, Any, Any, Any], tuple[Any, float]]
-"""What `mix` is one of."""
-
-
-def paged_attention(a: Any, limits: Limits, mix: Mix = mix) -> Run:
-    """Windows of all slots in one padded product, long prefill runs one by one; row by row over a quantised cache."""
-    if isinstance(a.cache, QuantisedCache):
-        return numeric.attend_each(a)
-    flat = tuple(t.reshape([-1, a.head_dim]) for t in (a.q, a.cache.k, a.cache.v))
-    first = First(a.out)
-
-    def run(n: int) -> None:
-        if not n:
-            return
-        layout, (out,) = HostLayout.of(a, n, limits), first.rows(n)
-        if not layout.complete:
-            out.zero_()
-        for segment in layout.segments(a.num_heads, a.num_kv_heads):
-            result = attend(a, flat, segment, mix)
-            if segment.whole:
-                out.copy_(result, False)
-            else:
-                paddle.scatter_(a.out, segment.rows, result)
-
-    return run
-
-
-def attend(a: Any, flat: tuple[Tensor, ...], at: SegmentHeads, mix: Mix) -> Tensor:
-    """Attention of one segment over q, keys and values as one head a row; returns its rows one behind the other. Rows that met a
-    NaN are redone over exactly their own keys."""
-    shape = [at.runs, a.num_kv_heads, -1, a.head_dim]
-    q, k, v = (direct.reshape(take(t, heads), shape) for t, heads in zip(flat, (at.q, at.keys, at.keys), strict=True))
-    mixed, sound = mix(direct.scale(q, a.softmax_scale, 0.0, True), k, v, at.mask)
-    result = direct.reshape(take(direct.reshape(mixed, [-1, a.head_dim]), at.out), [-1, a.num_heads * a.head_dim])
-    if not math.isfinite(sound + total(result)):
-        result = attend_rows(a, at.rows, at.rows.shape[0])
-    return result
-
-
 def argmax(a: Any, limits: Limits) -> Run:
-    """Highest logit, lowest id among equals. A sum of tiny shares is NaN where a row has NaN, or both infinities, and is nothing
-    else by accident."""
+    """Highest logit, lowest id among equals. A sum of tiny shares of a row tells whether all of it is finite; NaN, or both
+    infinities, make it NaN, and nothing else does by accident."""
     del limits
     columns = a.logits.shape[1]
     shares, flat, first = paddle.full([columns, 1], 1e-8), a.logits.reshape([-1]), First(a.tokens, a.logits, a.row_slot)
+    slots_h = np.from_dlpack(a.row_slot)
 
     def run(n: int) -> None:
         if not n:
             return
         out, logits, row_slot = first.rows(n)
         tokens = logits.argmax(axis=1, dtype="int32")
-        top = take(flat, numbers(n, tokens) * columns + tokens)
-        whole = both(direct.isfinite(top), ~direct.isnan(direct.reshape(direct.matmul(logits, shares, False, False), [n])))
-        out.copy_(choose(both(whole, row_slot >= 0), tokens, NO_TOKEN), False)
+        sums = direct.matmul(logits, shares, False, False)
+        if not (np.isfinite(sums.numpy()).all() and slots_h[:n].min() >= 0):
+            top = take(flat, numbers(n, tokens) * columns + tokens)
+            whole = both(direct.isfinite(top), ~direct.isnan(direct.reshape(sums, [n])))
+            tokens = choose(both(whole, row_slot >= 0), tokens, NO_TOKEN)
+        out.copy_(tokens, False)
 
     return run
 
@@ -349,8 +250,7 @@ def argmax(a: Any, limits: Limits) -> Run:
 KERNELS: dict[str, Kernel] = {
     "residual_add+rms_norm": add_and_norm,
     **{function.__name__: function for function in (
-        embed, rms_norm, linear, rope_kv_write, paged_attention, swiglu, gather_rows, argmax, select_last_rows,
-        combine_draft_inputs,
+        embed, rms_norm, linear, swiglu, gather_rows, argmax, select_last_rows, combine_draft_inputs,
     )},
 }  # fmt: skip
 """Contract or composite to kernel."""

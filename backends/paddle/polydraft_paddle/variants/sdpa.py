@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 def paged_attention(a: Any, limits: Limits) -> Run:
     """Windows of all slots in one call."""
-    from polydraft_paddle.kernels import host, numeric
+    from polydraft_paddle.kernels import host_attention, numeric
 
     if a.q.place.is_cpu_place():
-        return host.paged_attention(a, limits, attend_masked)
+        return host_attention.paged_attention(a, limits, attend_masked)
     return numeric.paged_attention(a, limits, attend_visible)
 
 
@@ -36,7 +36,7 @@ def attend(q: Any, k: Any, v: Any, mask: Any) -> Any:
 
 def attend_masked(q: Any, k: Any, v: Any, mask: Any) -> tuple[Any, float]:
     """The same, and a number that is not finite where a key was broken."""
-    from polydraft_paddle.kernels.host import total
+    from polydraft_paddle.kernels.host_attention import total
 
     return attend(q, k, v, mask), total(k)
 

@@ -1,0 +1,122 @@
+"""Owns rotation, cache writes and attention of the place whose memory the host sees, in the operations that are quick there.
+
+`table.py` lays them over the portable ones on the CPU place. Heads are moved by gathering whole heads with indices that the
+pass's layout made once for all layers; nothing here decides who sees what.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from polydraft.contracts.base import Limits
+from polydraft_paddle.host_layout import HeadRows, HostLayout, SegmentHeads
+from polydraft_paddle.kernels import numeric
+from polydraft_paddle.kernels.host import First, empty_rows, normalized
+from polydraft_paddle.kernels.kv_quant import QuantisedCache
+from polydraft_paddle.kernels.numeric import attend_rows, rope_tables, swap_columns
+from polydraft_paddle.ops import Tensor, direct, numbers, take
+from polydraft_paddle.provider import Kernel, Run
+from polydraft_paddle.threads import spread
+
+
+def rope_kv_write(a: Any, limits: Limits) -> Run:
+    """Rotate q and k, keep q, write k and v to the paged cache; rows that carry nothing are left out."""
+    if isinstance(a.cache, QuantisedCache):
+        return numeric.rope_kv_write(a, limits)
+    heads, kv_heads, dim = a.num_heads, a.num_kv_heads, a.head_dim
+    own, partner = rope_tables(a, limits.max_len, a.qkv)
+    by_half = a.q_norm is None and a.style == "half" and a.rope_dims == dim
+    columns = None if by_half else swap_columns(a)
+    in_heads, in_halves = a.qkv.reshape([-1, dim]), a.qkv.reshape([-1, dim // 2])
+    cache, q_heads = a.cache.rows, First(a.q_out, a.q_out.reshape([-1, heads, dim]))
+    kv_rows = cache.reshape([-1, kv_heads, dim])
+
+    def run(n: int) -> None:
+        if not n:
+            return
+        layout, (out, q_out) = HostLayout.of(a, n, limits), q_heads.rows(n)
+        if not layout.some:
+            out.zero_()
+            return
+        at: HeadRows = layout.head_rows(heads, kv_heads, cache.shape[0])
+        moved, num_q, num_qk = take(in_heads, at.heads), n * heads, n * (heads + kv_heads)
+        qk = moved[:num_qk]
+        if a.q_norm is not None:
+            parts = [normalized(qk[:num_q], a.q_norm, a.eps, False), normalized(qk[num_q:], a.k_norm, a.eps, False)]
+            qk.copy_(direct.concat(parts, 0), False)
+        swapped = direct.gather(qk, columns, 1) if columns is not None else direct.reshape(take(in_halves, at.halves), qk.shape)
+        of_itself, of_partner = at.factors(own, partner)
+        direct.add_(direct.multiply_(qk, of_itself), direct.multiply_(swapped, of_partner))
+        q_out.copy_(direct.reshape(moved[:num_q], [n, heads, dim]), False)
+        if not layout.complete:
+            empty_rows(out, layout.empty)
+        direct.scatter_(kv_rows, at.destinations, direct.reshape(moved[num_q:], [2 * n, kv_heads, dim]), True)
+
+    return run
+
+
+def mix(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, float]:
+    """Softmax attention of q [S, G, M, D], whose scale is in it, over k and v [S, G, C, D], with `mask` [S, G, M, C] added; and a
+    number that is not finite where the scores were broken: Paddle's softmax hides a NaN among them."""
+    work = q.size * k.shape[2]
+    scores = spread(work, direct.matmul, q, k, False, True)
+    sound = total(scores)
+    if mask is not None:
+        direct.add_(scores, mask)
+    return spread(work, direct.matmul, direct.softmax_(scores, -1), v, False, False), sound
+
+
+def total(tensor: Tensor) -> float:
+    """The sum of all elements: not finite where one is not, or where they overflow."""
+    with np.errstate(all="ignore"):
+        return float(tensor.numpy().sum())
+
+
+Mix = Callable[[Any, Any, Any, Any], tuple[Any, float]]
+"""What `mix` is one of."""
+
+
+def paged_attention(a: Any, limits: Limits, mix: Mix = mix) -> Run:
+    """Windows of all slots in one padded product, long prefill runs one by one; row by row over a quantised cache."""
+    if isinstance(a.cache, QuantisedCache):
+        return numeric.attend_each(a)
+    shape = [-1, a.num_kv_heads, a.num_heads // a.num_kv_heads, a.head_dim]
+    q, k, v = (t.reshape([-1, a.head_dim]) for t in (a.q, a.cache.k, a.cache.v))
+    first = First(a.out, a.out.reshape(shape), a.q.reshape(shape))
+
+    def attend(at: SegmentHeads, rows: Tensor) -> Tensor:
+        """Attention of one segment, as rows of heads one behind the other. Rows that met a NaN are redone over exactly their own
+        keys."""
+        wanted = direct.scale(rows if at.q is None else direct.gather_nd(q, at.q), a.softmax_scale, 0.0, True)
+        mixed, sound = mix(wanted, direct.gather_nd(k, at.keys), direct.gather_nd(v, at.keys), at.mask)
+        result = mixed if at.out is None else direct.gather_nd(direct.reshape(mixed, [-1, a.head_dim]), at.out)
+        if not math.isfinite(sound + total(result)):
+            packed = numbers(rows.shape[0], rows) if at.rows is None else at.rows
+            result = direct.reshape(attend_rows(a, packed, packed.shape[0]), shape)
+        return result
+
+    def run(n: int) -> None:
+        if not n:
+            return
+        layout, (out, heads_out, rows) = HostLayout.of(a, n, limits), first.rows(n)
+        if not layout.some:
+            out.zero_()
+            return
+        for segment in layout.segments(a.num_heads, a.num_kv_heads):
+            result = attend(segment, rows)
+            if segment.rows is None:
+                heads_out.copy_(result, False)
+            else:
+                direct.scatter_(heads_out, segment.rows, result, True)
+        if not layout.complete:
+            empty_rows(out, layout.empty)
+
+    return run
+
+
+KERNELS: dict[str, Kernel] = {"rope_kv_write": rope_kv_write, "paged_attention": paged_attention}
+"""Contract to kernel."""

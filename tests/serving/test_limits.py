@@ -203,6 +203,8 @@ def test_keys_and_origins(serve: Callable[..., Served], tmp_path: Path) -> None:
         answer = post(served, **SHORT, headers=headers)
         assert answer.status_code == status
         assert ("www-authenticate" in answer.headers) == (status == 401)
+    for header, status in (("bearer first", 200), ("first", 401), ("Basic first", 401), ("Bearer firs", 401), ("Bearer", 401)):
+        assert post(served, **SHORT, headers={"Authorization": header}).status_code == status, header
     for key, status in (("first", 401), ("third", 400)):
         answer = post(served, "/admin/update_weights", path="/nowhere", headers={"Authorization": f"Bearer {key}"})
         assert answer.status_code == status

@@ -149,7 +149,8 @@ class Choice:
         text = self._texts.of(pairs[0][0])
         told["tokens"].append(text)
         told["token_logprobs"].append(pairs[0][1])
-        told["top_logprobs"].append({self._texts.of(token): value for token, value in reversed(pairs[1 : top + 1])} or None)
+        likely = {self._texts.of(token): value for token, value in reversed(pairs[1 : top + 1])}
+        told["top_logprobs"].append({text: pairs[0][1]} | likely if likely else None)  # OpenAI's has the token that came, too
         told["text_offset"].append(self._offset)
         self._offset += len(text)
 

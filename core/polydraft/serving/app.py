@@ -165,7 +165,7 @@ class Routes:
         """`/`."""
         del request
         page = await asyncio.to_thread(PLAYGROUND.read_text, "utf-8")
-        return HTMLResponse(page, headers={"Content-Security-Policy": POLICY})
+        return HTMLResponse(page, headers={"Content-Security-Policy": POLICY, "X-Content-Type-Options": "nosniff"})
 
     def all(self) -> list[Route]:
         """Every route; only health, the playground's page and administration (which has a key of its own) take no API key."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import hmac
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -42,13 +43,19 @@ class Gone(Exception):  # noqa: N818  what has happened, not a mistake
 
 
 def check_key(request: Request, keys: Sequence[str]) -> None:
-    """Raises `HttpError` 401 where the request has none of `keys`; every key is compared, in constant time."""
+    """Raises `HttpError` 401 where the request has none of `keys`; every key is compared, in constant time. Digests are, so
+    that not even a key's length shows."""
     if not keys:
         return
-    given = request.headers.get("authorization", "").removeprefix("Bearer ").strip().encode()
-    matches = [hmac.compare_digest(given, key.encode()) for key in keys]
-    if not any(matches):
+    scheme, _, given = request.headers.get("authorization", "").partition(" ")
+    digest = _digest(given.strip())
+    matches = [hmac.compare_digest(digest, _digest(key)) for key in keys]
+    if scheme.lower() != "bearer" or not any(matches):
         raise HttpError(401, "the API key is missing or wrong; send it as `Authorization: Bearer KEY`", "authentication_error")
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode()).digest()
 
 
 async def read_body(request: Request, *, most: int, within_s: float) -> bytes:

@@ -24,6 +24,13 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_usage: bool = False
 
 
+class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
+    """`response_format`."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: dict[str, Any] | None = None
+
+
 class Sampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """What completions and chat have in common; names and defaults are OpenAI's, the last group is vLLM's and ours."""
 
@@ -47,6 +54,7 @@ class Sampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     ignore_eos: bool | None = None
     stop_token_ids: TokenIds | None = None
     bad_words: list[str] | None = None
+    response_format: ResponseFormat | None = None
     structured_outputs: dict[str, Any] | None = None
     """vLLM's: an object with json, regex or grammar (EBNF or Lark)."""
     thinking_limit: Whole | None = None
@@ -55,13 +63,6 @@ class Sampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Drafts verified in a round at most; 0: plain decoding."""
     provenance: bool | None = None
     """Say of each token who proposed it."""
-
-
-class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
-    """`response_format`."""
-
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: dict[str, Any] | None = None
 
 
 class CompletionRequest(Sampling, kw_only=True, forbid_unknown_fields=True):
@@ -82,7 +83,6 @@ class ChatRequest(Sampling, kw_only=True, forbid_unknown_fields=True):
     max_completion_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Whole | None = None
-    response_format: ResponseFormat | None = None
     tools: list[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     metadata: dict[str, Any] | None = None
@@ -162,7 +162,7 @@ STRUCTURED = {"json": "json_schema", "regex": "regex", "grammar": "grammar"}
 
 def _constraint(body: Sampling) -> dict[str, Any] | None:
     """What `response_format` or `structured_outputs` binds the output to."""
-    form: ResponseFormat | None = getattr(body, "response_format", None)
+    form = body.response_format
     bound = form is not None and form.type != "text"
     if body.structured_outputs is not None:
         if bound or len(body.structured_outputs) != 1 or not set(body.structured_outputs) <= set(STRUCTURED):

@@ -1,9 +1,10 @@
-"""Writes docs/backends/matrix.md and matrix.json: every backend that runs without silicon of its own, level by level.
+"""Writes docs/backends/matrix.md and matrix.json: every backend that runs without silicon of its own, level by level; and takes
+its claims into docs/backends/evidence.md.
 
     python tools/make_matrix.py [FOLDER]
 
-Runs `polydraft conform --matrix` on all of `WANTED`, which takes minutes, or takes the table that such a run has left in
-FOLDER. A test compares the page with the table; the table itself is what the kit has seen.
+Runs `polydraft conform --matrix` on all of `WANTED`, which takes minutes, or takes the table and the reports that such a run has
+left in FOLDER. A test compares the page with the table; the table itself is what the kit has seen.
 """
 
 from __future__ import annotations
@@ -68,6 +69,8 @@ def main() -> None:
             command = [polydraft, "conform", "--matrix", ",".join(WANTED), "--out", str(folder)]
             subprocess.run(command, check=False)
         content = taken(folder)
+        reports = [str(path) for path in sorted(folder.glob("*/report.json"))]
+        subprocess.run([sys.executable, str(ROOT / "tools" / "make_evidence_page.py"), *reports], check=True)
     TABLE.write_text(compact(content), encoding="utf-8")
     PAGE.write_text(page(content), encoding="utf-8")
 

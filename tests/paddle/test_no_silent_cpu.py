@@ -164,6 +164,30 @@ def test_the_log_is_read_by_contract():
     assert read(lines) == {"": ("full",), "sample": ("argsort", "cumsum")}
 
 
+@pytest.mark.parametrize(
+    ("status", "said", "sentence"),
+    [
+        (
+            -11,
+            "",
+            "trying every operation on mychip:0 ended the process (SIGSEGV); see that its runtime was built for the installed",
+        ),
+        (1, "one thing\nPaddle has no device 'mychip:0'\n", "on mychip:0 failed: Paddle has no device 'mychip:0'"),
+        (3, "", "on mychip:0 failed: exit status 3"),
+    ],
+)
+def test_asking_that_ends_badly_is_one_sentence(monkeypatch: pytest.MonkeyPatch, status: int, said: str, sentence: str):
+    """A runtime that was built for another Paddle, and says so nowhere, ends the process with its first kernel."""
+    from polydraft_paddle.probe import leaving
+
+    from polydraft.errors import DeviceError
+
+    monkeypatch.setattr(subprocess, "run", lambda command, **options: subprocess.CompletedProcess(command, status, said, ""))
+    with pytest.raises(DeviceError) as seen:
+        leaving("mychip:0")
+    assert sentence in str(seen.value)
+
+
 def test_the_cpu_itself_is_not_asked():
     from polydraft_paddle.probe import leaving
 

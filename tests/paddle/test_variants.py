@@ -98,7 +98,7 @@ def test_variants_are_those_of_the_place():
 @pytest.fixture
 def system(tmp_path: Path) -> Path:
     for number, (vendor, device) in enumerate(
-        [("0x1d22", "0x3684"), ("0x10de", "0x2335"), ("0x1d22", "0x3684"), ("0x1d22", "0x3685")]
+        [("0x1d22", "0x3684"), ("0x10de", "0x2335"), ("0x1d22", "0x3684"), ("0x2057", "0x3686")]
     ):
         folder = tmp_path / "bus" / "pci" / "devices" / f"0000:0{number}:00.0"
         folder.mkdir(parents=True)
@@ -113,7 +113,7 @@ def system(tmp_path: Path) -> Path:
 def test_chips_and_drivers_are_read_from_the_system(system: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(machine, "installed", lambda: {"paddlepaddle-xpu": "3.2.1"})
     library = "paddlepaddle-xpu 3.2.1"
-    assert machine.runs_with("xpu:0", system) == {"device": "xpu 1d22:3684 1d22:3685", "driver": "5.0.21", "library": library}
+    assert machine.runs_with("xpu:0", system) == {"device": "xpu 1d22:3684 2057:3686", "driver": "5.0.21", "library": library}
     assert machine.runs_with("gpu:0", system) == {"device": "gpu 10de:2335", "driver": "", "library": library}
     assert machine.runs_with("cpu", system) == {"device": "cpu", "driver": "", "library": library}
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from polydraft_paddle.installation import installed
 from polydraft_paddle.runtimes import folders
 
-VENDORS = {"gpu": ("0x10de", "nvidia"), "xpu": ("0x1d22", "kunlun")}
-"""Of a kind of place that Paddle knows by itself: PCI vendor of its chips, kernel module of its driver."""
+VENDORS = {"gpu": (("0x10de",), "nvidia"), "xpu": (("0x1d22", "0x2057"), "kunlun")}
+"""Of a kind of place that Paddle knows by itself: PCI vendors of its chips, kernel module of its driver."""
 
 
 def runs_with(spec: str, system: Path = Path("/sys")) -> dict[str, str]:
@@ -21,23 +21,20 @@ def runs_with(spec: str, system: Path = Path("/sys")) -> dict[str, str]:
     kind = spec.partition(":")[0]
     library = " and ".join(f"{name} {version}" for name, version in sorted(installed().items()))
     if kind in VENDORS:
-        vendor, module = VENDORS[kind]
+        vendors, module = VENDORS[kind]
         return {
-            "device": _chips(kind, vendor, system),
+            "device": _chips(kind, vendors, system),
             "driver": _read(system / "module" / module / "version"),
             "library": library,
         }
     return {"device": kind, "driver": "" if kind == "cpu" else _runtime(kind), "library": library}
 
 
-def _chips(kind: str, vendor: str, system: Path) -> str:
-    """The kind with the PCI ids of the chips of that vendor, each once."""
-    ids = {
-        _read(device / "device")
-        for device in (system / "bus" / "pci" / "devices").glob("*")
-        if _read(device / "vendor") == vendor
-    }
-    return " ".join([kind, *(f"{vendor[2:]}:{one[2:]}" for one in sorted(ids))])
+def _chips(kind: str, vendors: tuple[str, ...], system: Path) -> str:
+    """The kind with the PCI ids of the chips of those vendors, each once."""
+    devices = (system / "bus" / "pci" / "devices").glob("*")
+    ids = {(_read(device / "vendor"), _read(device / "device")) for device in devices}
+    return " ".join([kind, *(f"{vendor[2:]}:{one[2:]}" for vendor, one in sorted(ids) if vendor in vendors)])
 
 
 def _runtime(kind: str) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -36,6 +37,12 @@ def leaving(spec: str) -> dict[str, tuple[str, ...]]:
         )
     except subprocess.TimeoutExpired:
         raise DeviceError(f"trying every operation on {spec} did not end within {LIMIT_S:g} s; look at the device") from None
+    if done.returncode < 0:
+        died = signal.Signals(-done.returncode).name
+        raise DeviceError(
+            f"trying every operation on {spec} ended the process ({died}); see that its runtime was built for the installed "
+            "Paddle, then run polydraft conform --level L2 to find the kernel"
+        )
     if done.returncode:
         said = (done.stdout or done.stderr).strip().splitlines()
         raise DeviceError(f"trying every operation on {spec} failed: {said[-1] if said else f'exit status {done.returncode}'}")

@@ -23,7 +23,7 @@ from polydraft.contracts.kv_quant import KV_DTYPES, LARGEST, exponents, quantise
 from polydraft.errors import ContractError
 from polydraft.models.families import FamilyRegistry
 from polydraft_cuda import cublaslt, storage
-from polydraft_cuda.kernels import attention, linear, mlp, rope
+from polydraft_cuda.kernels import attention, linear, mlp, norms, rope
 from tests.device.paper import PaperDevice
 
 NO_STREAM: Any = None
@@ -349,6 +349,22 @@ def test_attention_has_one_shape_where_rows_are_invariant_or_clusters_missing(op
     launch(None, 400)
     assert len({defines["SPLITS"] for source, defines, _ in device.launched if source == "attention_decode.cu"}) == 1
     assert device.launched[-1][0] == ("attention_decode.cu" if "row_invariant" in options else "attention_prefill.cu")
+
+
+def test_a_norm_reads_its_stream_ahead_only_behind_the_projection_that_it_adds():
+    device: Any = Recorder(dtype="bf16")
+    x, y, out = (device.empty(name, (512, 4096), "bf16") for name in ("x", "y", "out"))
+    weight = storage.CudaWeight("linear", device.empty("w", (4096, 4096), "bf16"))
+    gain = storage.CudaWeight("norm", device.empty("g", (4096,), "bf16"))
+    parts = SimpleNamespace(x=x, y=y), SimpleNamespace(x=x, weight=gain, out=out, eps=1e-6, plus_one=False)
+    early = []
+    for target in (out, y):
+        project = linear.linear(device, LinearV1(x=x, weight=weight, bias=None, out=target), LIMITS, SimpleNamespace(buffer=x))
+        norms.add_and_norm(device, SimpleNamespace(parts=parts), LIMITS, None)(NO_STREAM, 4)
+        early.append(device.launched[-1][1]["EARLY"])
+        del project
+    norms.rms_norm(device, parts[1], LIMITS, None)(NO_STREAM, 4)
+    assert [*early, device.launched[-1][1]["EARLY"]] == [0, 1, 0]
 
 
 def layer(device: Any, kv: Any = "", **changes: Any) -> tuple[Any, Any]:

@@ -1,6 +1,6 @@
 """Projections, attention and filters on a GPU in the shapes of real models, which take other kernels than small cases do."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,9 +9,10 @@ import pytest
 
 import polydraft_cuda
 from polydraft.backend import CacheSpec, DeviceOptions, PassBuffers, StepMeta
-from polydraft.contracts import LinearV1, PagedAttentionV1, RopeKvWriteV1
+from polydraft.contracts import LinearV1, PagedAttentionV1, ResidualAddV1, RmsNormV1, RopeKvWriteV1
 from polydraft.contracts.base import Limits
 from polydraft.contracts.compare import EPS, from_host, to_host
+from polydraft.contracts.composite import CompositeArgs
 from polydraft.contracts.kv_quant import quantise
 from polydraft.device import Array
 from polydraft_cuda.device import CudaDevice
@@ -97,6 +98,41 @@ def test_a_row_of_an_invariant_projection_has_its_bits_whatever_the_others(invar
         all_rows = projection.run(max(ROWS))
         for n in ROWS:
             assert np.array_equal(projection.run(n), all_rows[:n]), (inputs, outputs, n)
+
+
+@pytest.mark.parametrize("n", [1, 8, 64])
+def test_a_captured_norm_adds_to_the_newest_stream(opened: CudaDevice, n: int):
+    """It reads the stream while the projection in front still runs: rounds of both give what they do launch by launch."""
+    rng, act, hidden, rounds = np.random.default_rng(n), opened.dtype, 4096, 40
+    table = polydraft_cuda.polydraft_kernels(opened)
+    weight = table.prepare_weight("linear", rng.standard_normal((hidden, hidden), np.float32) / 64, act)
+    gain = table.prepare_weight("norm", np.ones(hidden, np.float32), act)
+    start = rng.standard_normal((n, hidden), np.float32)
+    x, normed, branch = (filled(opened, name, start, act) for name in ("x", "normed", "branch"))
+    launches = [launch_of(opened, "linear", LinearV1(x=normed, weight=weight, bias=None, out=branch), limits(n))]
+    parts = ResidualAddV1(x=x, y=branch), RmsNormV1(x=x, weight=gain, out=normed, eps=1e-6, plus_one=False)
+    launches.append(launch_of(opened, "residual_add+rms_norm", CompositeArgs(parts), limits(n)))
+
+    def run(after: Callable[[], None]) -> Array:
+        for buffer in (x, normed, branch):
+            opened.load(buffer, to_host(start, act))
+
+        def step() -> None:
+            for _ in range(rounds):
+                for launch in launches:
+                    launch(opened.stream, n)
+                    after()
+
+        if after is opened.synchronize:
+            step()
+        else:
+            polydraft_cuda.polydraft_graph_capture(opened).capture(opened.stream, step).replay(opened.stream)
+        return opened.read(x.pointer, x.shape, act)
+
+    one_by_one = run(opened.synchronize)
+    assert np.isfinite(from_host(one_by_one, act)).all()
+    for _ in range(3):
+        assert np.array_equal(run(lambda: None), one_by_one)
 
 
 class Attention:

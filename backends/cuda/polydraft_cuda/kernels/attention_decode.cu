@@ -17,8 +17,7 @@
 #include "boxes.cuh"
 
 constexpr int PACKED = 16 * TILES, WARPS = TILES * KEY_WARPS, OWN = PACKED / SPLITS, PITCH = HEAD_DIM + 8, STAGE_BYTES = 2 * GROUP_BYTES;
-constexpr int PARTS = SPLITS * KEY_WARPS, OWN_TURNS = (OWN + WARPS - 1) / WARPS;
-static_assert((PARTS & (PARTS - 1)) == 0 && OWN_TURNS * PARTS <= 32, "a lane weighs one part of one row");
+constexpr int PARTS = SPLITS * KEY_WARPS;
 static_assert(PACKED % SPLITS == 0, "a block joins whole rows");
 #if __CUDA_ARCH__ >= 900
 #define BULK 1
@@ -290,34 +289,36 @@ attention_decode(act_t* q, act_t* keys, act_t* values, const int4* tiles, const 
         }
         if (threadIdx.x < OWN) broken[threadIdx.x] = 0;
         cluster_barrier();
-        // This block joins the parts of its own rows, a warp one row after the other. First each lane weighs one part of one of them.
-        const int weighed = lane % PARTS, weighed_row = split * OWN + min(warp + lane / PARTS * WARPS, OWN - 1);
-        const float2 stat = load_pair(of_rank(shared_address(stats_shared + weighed % KEY_WARPS * PACKED + weighed_row), weighed / KEY_WARPS));
-        float high = stat.x;
-#pragma unroll
-        for (int d = 1; d < PARTS; d <<= 1) high = fmaxf(high, __shfl_xor_sync(FULL, high, d));
-        const float weight = exp2_fast(stat.x - high);
-        const bool none = !(weight > 0.f) && stat.y == stat.y;  // saw no key of this row
-        float all = none ? 0.f : stat.y * weight;
-#pragma unroll
-        for (int d = 1; d < PARTS; d <<= 1) all += __shfl_xor_sync(FULL, all, d);
-        const float share = none ? -1.f : weight / all;
         bool wrong = false;
 #pragma unroll 2
-        for (int turn = 0; turn < OWN_TURNS; turn++) {
-            const int own = warp + turn * WARPS, packed = split * OWN + own, row = (from + packed) / GROUP, head = (from + packed) % GROUP;
-            if (own >= OWN || row >= rows) break;
-            const int d = min(lane * 4, HEAD_DIM - 4);
-            float4 mixed = make_float4(0.f, 0.f, 0.f, 0.f);
+        for (int own = warp; own < OWN; own += WARPS) {  // this block joins the parts of its own rows
+            const int packed = split * OWN + own, row = (from + packed) / GROUP, head = (from + packed) % GROUP;
+            if (row >= rows || lane * 4 >= HEAD_DIM) break;
+            float high = -INFINITY_F, all = 0.f;
+            float2 stats[PARTS];
+            float4 parts[PARTS], mixed = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll
             for (int i = 0; i < PARTS; i++) {
-                const float by = __shfl_sync(FULL, share, turn * PARTS + i);
-                float4 s = load_quad(of_rank(shared_address(sums_shared + (i % KEY_WARPS * PACKED + packed) * PITCH + d), i / KEY_WARPS));
-                if (by < 0.f) s = make_float4(0.f, 0.f, 0.f, 0.f);
-                mixed.x += s.x * by, mixed.y += s.y * by, mixed.z += s.z * by, mixed.w += s.w * by;
+                const int at = i % KEY_WARPS * PACKED + packed;
+#if SPLITS > 1
+                stats[i] = load_pair(of_rank(shared_address(stats_shared + at), i / KEY_WARPS));
+                parts[i] = load_quad(of_rank(shared_address(sums_shared + at * PITCH + lane * 4), i / KEY_WARPS));
+#else
+                stats[i] = stats_shared[at], parts[i] = *(const float4*)(sums_shared + at * PITCH + lane * 4);
+#endif
+                high = fmaxf(high, stats[i].x);
             }
-            if (lane * 4 < HEAD_DIM)
-                *(vec2*)(out + (int64_t)(first + row) * width + (kv_head * GROUP + head) * HEAD_DIM + d) = {pack(mixed.x, mixed.y), pack(mixed.z, mixed.w)};
+#pragma unroll
+            for (int i = 0; i < PARTS; i++) {
+                const float weight = exp2_fast(stats[i].x - high);
+                const bool none = !(weight > 0.f) && stats[i].y == stats[i].y;  // saw no key of this row
+                const float by = none ? 0.f : weight;
+                const float4 s = none ? make_float4(0.f, 0.f, 0.f, 0.f) : parts[i];
+                all += stats[i].y * by, mixed.x += s.x * by, mixed.y += s.y * by, mixed.z += s.z * by, mixed.w += s.w * by;
+            }
+            const float rest = 1.f / all;
+            mixed.x *= rest, mixed.y *= rest, mixed.z *= rest, mixed.w *= rest;
+            *(vec2*)(out + (int64_t)(first + row) * width + (kv_head * GROUP + head) * HEAD_DIM + lane * 4) = {pack(mixed.x, mixed.y), pack(mixed.z, mixed.w)};
             if (!(mixed.x == mixed.x && mixed.y == mixed.y && mixed.z == mixed.z && mixed.w == mixed.w)) broken[own] = 1, wrong = true;
         }
         if (SPLITS > 1) {

@@ -1,7 +1,8 @@
 // RMS norm of rows, with the residual addition before it or two of them side by side; and the residual addition alone.
 //
 // One block a row. A row is read once, 16 bytes a thread, and kept in registers; widths that do not fit that are read twice.
-// Defines: ACT, VECTORS (16-byte vectors of a row that one thread keeps; 0 for any width), ADD (x += y first), PLUS_ONE.
+// Defines: ACT, VECTORS (16-byte vectors of a row that one thread keeps; 0 for any width), PLUS_ONE, EARLY (x is read before the launch
+// in front has ended: it is a projection, which lets this one come only once it has seen what was before it, x among that).
 #include "tensor.cuh"
 
 constexpr int LANES = 16 / sizeof(act_t);
@@ -18,6 +19,18 @@ __device__ __forceinline__ float total(float x, float* scratch) {
     return warp_sum(lane < warps ? scratch[lane] : 0.f);
 }
 
+#if VECTORS
+__device__ __forceinline__ void load_row(Vector (&kept)[VECTORS], const act_t* row, int width) {
+#pragma unroll
+    for (int v = 0; v < VECTORS; v++) {
+        const int at = (v * blockDim.x + threadIdx.x) * LANES;
+        if (at >= width) continue;
+        const float4 bits = __ldcg((const float4*)(row + at));
+        kept[v] = *(const Vector*)&bits;
+    }
+}
+#endif
+
 // `x` is replaced by x + y, rounded, where `y` is given; `out` gets the norm of what then is in x. `hide`: take zeros for x.
 __device__ __forceinline__ void norm_row(act_t* x, const act_t* y, const act_t* weight, act_t* out, int width, float eps, bool hide, float* scratch) {
 #if VECTORS
@@ -28,15 +41,11 @@ __device__ __forceinline__ void norm_row(act_t* x, const act_t* y, const act_t* 
         const int at = (v * blockDim.x + threadIdx.x) * LANES;
         if (at < width) gains[v] = *(const Vector*)(weight + at);
     }
-    wait_for_previous();
     Vector more[VECTORS];
-#pragma unroll
-    for (int v = 0; v < VECTORS; v++) {  // all of them before the first is stored: x and y may be the same to the compiler
-        const int at = (v * blockDim.x + threadIdx.x) * LANES;
-        if (at >= width) continue;
-        kept[v] = *(const Vector*)(x + at);
-        if (y) more[v] = *(const Vector*)(y + at);
-    }
+    if (EARLY) load_row(kept, x, width);
+    wait_for_previous();
+    if (!EARLY) load_row(kept, x, width);
+    if (y) load_row(more, y, width);  // all of both before the first is stored: x and y may be the same to the compiler
 #pragma unroll
     for (int v = 0; v < VECTORS; v++) {
         const int at = (v * blockDim.x + threadIdx.x) * LANES;

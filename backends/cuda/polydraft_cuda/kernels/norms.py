@@ -10,6 +10,7 @@ from typing import Any
 from polydraft.device import Launch
 from polydraft_cuda.compiler import ROWS, act
 from polydraft_cuda.device import CudaDevice
+from polydraft_cuda.kernels.linear import projection_of
 from polydraft_cuda.kernels.provider import Kernel, source
 
 MOST_VECTORS = 4
@@ -30,10 +31,11 @@ def shape_of(dtype: str, width: int, pointers: tuple[Any, ...]) -> tuple[dict[st
 
 
 def norm(device: CudaDevice, a: Any, x: Any, y: Any) -> Launch:
-    """rms_norm of x, or of x + y."""
+    """rms_norm of x, or of x + y. Where y comes from the projection in front, x is read while that still runs."""
     width = x.shape[1]
     defines, threads = shape_of(x.dtype, width, (x, a.weight, a.out))
-    function = device.function(source("norms.cu"), "rms_norm", PLUS_ONE=int(a.plus_one), **defines)
+    early = int(y is not None and projection_of(device, y) is not None)
+    function = device.function(source("norms.cu"), "rms_norm", PLUS_ONE=int(a.plus_one), EARLY=early, **defines)
     return function.bind(lambda n: n, threads, x, y, a.weight, a.out, width, float(a.eps), dependent=True)
 
 
@@ -54,7 +56,7 @@ def residual_add(device: CudaDevice, a: Any, limits: Any, workspace: Any) -> Lau
     """Element by element."""
     del limits, workspace
     width, lanes = a.x.shape[1], 4 if a.x.dtype == "f32" else 8
-    function = device.function(source("norms.cu"), "residual_add", VECTORS=0, PLUS_ONE=0, **act(a.x.dtype))
+    function = device.function(source("norms.cu"), "residual_add", VECTORS=0, PLUS_ONE=0, EARLY=0, **act(a.x.dtype))
     return function.bind(
         lambda n: min(-(-n * width // (lanes * 256)), 4 * device.num_sms), 256, a.x, a.y, width, ROWS, dependent=True
     )
@@ -66,7 +68,7 @@ def combine_draft_inputs(device: CudaDevice, a: Any, limits: Any, workspace: Any
     width = a.hidden.shape[1]
     defines, threads = shape_of(a.out.dtype, width, (a.embedding, a.hidden, a.emb_norm, a.hid_norm, a.out))
     embedding_at, hidden_at = (width, 0) if a.order == "hidden_first" else (0, width)
-    function = device.function(source("norms.cu"), "combine_draft_inputs", PLUS_ONE=int(a.plus_one), **defines)
+    function = device.function(source("norms.cu"), "combine_draft_inputs", PLUS_ONE=int(a.plus_one), EARLY=0, **defines)
     return function.bind(
         lambda n: (n, 2, 1), threads, a.embedding, a.hidden, a.emb_norm, a.hid_norm, a.positions, a.out, width, embedding_at,
         hidden_at, int(a.mask_first_position), float(a.eps), dependent=True,

@@ -19,7 +19,7 @@ from polydraft_cuda.kernels.linear import projection_of
 from polydraft_cuda.kernels.provider import Kernel, source
 
 WARPS = 4
-_LAST: weakref.WeakKeyDictionary[Any, Turning] = weakref.WeakKeyDictionary()
+_LAST: weakref.WeakKeyDictionary[Any, weakref.ref[Turning]] = weakref.WeakKeyDictionary()
 _TABLES: weakref.WeakKeyDictionary[Any, dict[tuple[float, int], Any]] = weakref.WeakKeyDictionary()
 
 
@@ -37,7 +37,7 @@ def turns(device: CudaDevice, theta: float, dims: int, length: int) -> Any:
 
 class Turning:
     """A bound turn of rows with their store. Where attention was bound behind it, the two become one launch while a graph of
-    decode steps is captured; what is launched by itself always writes what its contract says."""
+    decode steps is captured; what is launched by itself always writes what its contract says. Its launcher keeps it alive."""
 
     def __init__(self, device: CudaDevice, a: Any, table: Any, alone: Launch) -> None:
         self.a, self.table, self.joined = a, table, False
@@ -55,7 +55,7 @@ class Turning:
         """Whether a launch now is one with the attention behind it."""
         return bool(self.joined and self._device.capturing and not self.a.meta.step.has_prefill)
 
-    def launch(self, stream: Stream, n: int) -> None:
+    def __call__(self, stream: Stream, n: int) -> None:
         """Enqueue it, unless attention does its work."""
         if not self.takes():
             self._alone(stream, n)
@@ -63,7 +63,8 @@ class Turning:
 
 def turning_of(device: CudaDevice, q: Any) -> Turning | None:
     """The turn that was bound last on this device, if it writes `q`."""
-    found = _LAST.get(device)
+    last = _LAST.get(device)
+    found = last() if last is not None else None
     return found if found is not None and found.a.q_out is q else None
 
 
@@ -84,8 +85,9 @@ def rope_kv_write(device: CudaDevice, a: Any, limits: Limits, workspace: Any) ->
         a.cache.values, a.q_norm, a.k_norm, table, a.q_out, a.block_table.shape[1], int(a.num_heads), int(a.num_kv_heads),
         int(a.head_dim), int(a.rope_dims), int(a.block_size), float(a.eps), dependent=True,
     )  # fmt: skip
-    found = _LAST[device] = Turning(device, a, table, alone)
-    return found.launch
+    found = Turning(device, a, table, alone)
+    _LAST[device] = weakref.ref(found)
+    return found
 
 
 KERNELS: dict[str, Kernel] = {"rope_kv_write": Kernel(rope_kv_write)}

@@ -93,15 +93,16 @@ class Contender:
         return f"batch {self.load.batch}, K = {r.limits.num_drafts}, graph {r.graph}, overlap {r.overlap}"
 
     def measure(self, *, keep: bool) -> None:
-        """A bare run, then a recorded one."""
+        """A bare run, then a recorded one; to warm up, a bare one alone."""
         figures: dict[str, float | None] = dict(timed(self.engine, self.load))
+        if not keep:
+            return
         host, rooms = profiled(self.engine, self.load)
-        if keep:
-            for name, value in {**figures, **host}.items():
-                if value is not None:
-                    self.figures.setdefault(name, []).append(value)
-            for name, value in rooms.items():
-                self.rooms.setdefault(name, []).append(value)
+        for name, value in {**figures, **host}.items():
+            if value is not None:
+                self.figures.setdefault(name, []).append(value)
+        for name, value in rooms.items():
+            self.rooms.setdefault(name, []).append(value)
 
     def row(self, shape: Path | None) -> dict[str, Any]:
         """The medians, with the smallest and largest value of each as its spread."""
@@ -125,6 +126,7 @@ class Contender:
             "prompt_tokens": self.load.prompt_tokens,
             "new_tokens": self.load.new_tokens,
             "dtype": r.dtype,
+            "kv_dtype": r.kv or r.dtype,
             "invariant": r.invariant,
             "prefix_cache": self.engine.config.prefix_cache,
             "proposer": r.proposer,

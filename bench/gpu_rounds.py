@@ -146,7 +146,6 @@ def measure(what: Cell, options: argparse.Namespace, rate: float) -> dict[str, A
         cell.engine.close()
     row |= {
         "logprobs": asked,
-        "kv_dtype": cell.engine.resolved.kv or row["dtype"],
         "floor_bytes": floor,
         "copy_bytes_per_s": rate,
         "copy_rate_share": floor / rate / (1e-3 * row["ms_per_round"]),

@@ -56,6 +56,7 @@ chances = listed(float, "numbers between commas")
 @click.option("--overlap", type=whole_or_auto, metavar="auto|0|1|2", help="Steps launched ahead of results.  [default: auto]")
 @click.option("--graph", metavar="auto|off|decode|prefill", help="Steps captured as device graphs.  [default: auto]")
 @click.option("--dtype", metavar="f32|bf16|f16", help="Precision of activations.  [default: auto]")
+@click.option("--kv-dtype", metavar="auto|int8|fp8", help="How KV rows are kept.  [default: auto, in that precision]")
 @click.option("--invariant", is_flag=True, default=None, help="Row-invariant arithmetic.")
 @click.option("--kernels", type=names, metavar="PACK,...", help="Kernel packs to enable, first wins.")
 @click.option("--variants", metavar="auto|off", help="Variants of its kernels that have passed here.  [default: auto]")
@@ -148,7 +149,7 @@ def _show(result: dict[str, Any], *, color: bool) -> None:
         screen.line(f"SYNTHETIC acceptance, {rule}, in the rows that say so: their tokens mean nothing", "yellow")
     screen.line()
     shown = [_name(row, rows) for row in rows]
-    head = ("run", "ms/round", "tok/round", "tok/s", "host us", "idle", "MiB")
+    head = ("run", "ms/round", "tok/round", "tok/s", "ttft ms", "host us", "idle", "MiB")
     screen.table(head, [(name, *_cells(row)) for name, row in zip(shown, rows, strict=True)])
     screen.line()
     rooms = [room for room in first["host_us_by_room"] if room != "wait"]
@@ -175,4 +176,5 @@ def _cells(row: dict[str, Any]) -> Sequence[str]:
 
     idle = "unknown" if row["idle_share"] is None else f"{row['idle_share']:.1%}"
     rounds, tokens, host = figure("ms_per_round", ".2f"), figure("tokens_per_s", ".0f"), figure("host_us_per_step", ".0f")
-    return rounds, f"{row['tokens_per_round']:.2f}", tokens, host, idle, f"{row['memory_bytes'] / 2**20:.0f}"
+    first = "unknown" if row["ttft_ms"] is None else figure("ttft_ms", ".1f")
+    return rounds, f"{row['tokens_per_round']:.2f}", tokens, first, host, idle, f"{row['memory_bytes'] / 2**20:.0f}"

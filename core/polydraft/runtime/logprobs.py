@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -71,6 +71,16 @@ class _Landing:
     records: tuple[Staging, Staging]
 
 
+class _Coming(NamedTuple):
+    """What a step brings where it lands: views as long as the records can be, and the copies that fill them."""
+
+    landing: PackedLogprobs | None
+    copies: tuple[tuple[Staging, Buffer, int], ...]
+
+
+_NOTHING = _Coming(None, ())
+
+
 class Logprobs:
     """Everything between the wishes of a plan and its records. `raw`: of the logits before penalties, biases, forbidden tokens
     and temperature; else behind them, before top-k, top-p and min-p. Prompt tokens are always reported raw.
@@ -106,10 +116,10 @@ class Logprobs:
         device.load(self._row_of_seq, np.arange(nl, dtype=np.int32))
         self._ring = [self._landing(i) for i in range(depth + 1)]
         self._sent: dict[str, Array] = {}
-        self._in_flight: list[PackedLogprobs | None] = [None] * len(self._ring)
-        self._of: StepPlan | None = None
-        self._coming: tuple[PackedLogprobs | None, ...] = ()
-        """What steps composed like that plan bring, as views of each landing: a step only copies."""
+        self._in_flight = [_NOTHING] * len(self._ring)
+        self._slots: Array | None = None
+        self._coming: tuple[_Coming, ...] = ()
+        """What steps with these slots bring, by place in the ring: a step only copies."""
 
     def _by_slot(self, name: str) -> Buffer:
         buffer = self._device.empty(f"logprobs.{name}", (self._limits.max_seqs,), "i32")
@@ -211,29 +221,23 @@ class Logprobs:
 
     def download(self, stream: Stream, plan: StepPlan) -> None:
         """Enqueue the copies of the records, as long as they can be."""
-        place, of = plan.step_id % len(self._ring), self._of
-        # In the steady state a plan has the very arrays of the one before.
-        if of is None or plan.slots is not of.slots or plan.num_top is not of.num_top or plan.prompt_top is not of.prompt_top:
-            self._of, self._coming = plan, self._expect(plan)
+        if plan.slots is not self._slots:
+            self._slots, self._coming = plan.slots, self._expect(plan)
+        place = plan.step_id % len(self._ring)
         coming = self._in_flight[place] = self._coming[place]
-        if coming is None:
-            return
-        landing = self._ring[place].records
-        if coming.tokens is not None:
-            self._device.download(stream, landing[0], self._window.record, len(coming.tokens))
-        if coming.prompt is not None:
-            self._device.download(stream, landing[1], self._prompt.record, len(coming.prompt))
+        for landing, record, words in coming.copies:
+            self._device.download(stream, landing, record, words)
 
     def collect(self, plan: StepPlan) -> PackedLogprobs | None:
         """The records of a step whose event has completed, unread."""
-        landed = self._in_flight[plan.step_id % len(self._ring)]
-        if landed is None:
+        landing = self._in_flight[plan.step_id % len(self._ring)].landing
+        if landing is None:
             return None
-        expected, tokens, prompt = landed
+        expected, tokens, prompt = landing
         return PackedLogprobs(expected, None if tokens is None else tokens.copy(), None if prompt is None else prompt.copy())
 
-    def _expect(self, plan: StepPlan) -> tuple[PackedLogprobs | None, ...]:
-        """What a plan's step brings, as views of each landing: as long as the records can be."""
+    def _expect(self, plan: StepPlan) -> tuple[_Coming, ...]:
+        """What the step of a plan brings, by place in the ring."""
         top, prompt_top, limits = plan.num_top, plan.prompt_top, self._limits
         tokens = prompt = None
         if top is not None:
@@ -244,11 +248,15 @@ class Logprobs:
             columns = int(prompt_top[plan.slots].max()) + 1
             prompt = Wanted(int(Flag.PROMPT), columns, 1, plan.num_prompt_rows, limits.max_seqs, limits.vocab_size)
         if tokens is None and prompt is None:
-            return (None,) * len(self._ring)
+            return (_NOTHING,) * len(self._ring)
         expected = Expected(tokens, prompt, plan.slots, top, prompt_top)
+        return tuple(self._land(place, expected) for place in self._ring)
 
-        def view(landing: Staging, wanted: Wanted | None) -> Array | None:
-            return None if wanted is None else landing.array[: wanted.words]
-
-        pairs = [landing.records for landing in self._ring]
-        return tuple(PackedLogprobs(expected, view(own, tokens), view(prompts, prompt)) for own, prompts in pairs)
+    def _land(self, place: _Landing, expected: Expected) -> _Coming:
+        views: list[Array | None] = [None, None]
+        copies = []
+        for i, (wanted, record) in enumerate(zip(expected[:2], (self._window.record, self._prompt.record), strict=True)):
+            if wanted is not None:
+                views[i] = place.records[i].array[: wanted.words]
+                copies.append((place.records[i], record, wanted.words))
+        return _Coming(PackedLogprobs(expected, *views), tuple(copies))

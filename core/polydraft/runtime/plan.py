@@ -24,7 +24,8 @@ class StepPlan:
     the epoch of the request in it. `decode`, `emits` [n] bool: runs a window; puts out at least one token unless paused.
     `slot_updates` [U, F], `token_updates` [T, 3], `block_updates` [M, 3], `bias_updates` [J, 4], `bad_word_updates` [Y, 3]:
     staged writes.
-    `num_rows`, `num_logit_rows`: upper bounds of what the device will pack.
+    `num_rows`, `num_logit_rows`: upper bounds of what the device will pack. A plan with the very `slots` of the one before has
+    all else that follows from who runs, too, wishes for log probabilities among it.
     """
 
     step_id: int

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from tests.support.paddle import needs_device, needs_paddle, script
 
 INTERLEAVED = """
@@ -32,6 +34,41 @@ def test_engines_of_one_process_take_turns():
     texts = json.loads(run.stdout.strip().splitlines()[-1])
     assert texts == [texts[0]] * 3
     assert len(texts[0]) == 4
+
+
+SHARED = """
+import ctypes, sys
+import numpy as np
+from polydraft.backend import DeviceOptions
+from polydraft_paddle import open_place
+
+device = open_place(sys.argv[1], DeviceOptions())
+buffer = device.empty("b", (2, 3), "f32")
+device.load(buffer, np.full((2, 3), 7.0, np.float32))
+device.synchronize()
+address = buffer.tensor.data_ptr()
+assert np.frombuffer(ctypes.string_at(address, 24), np.float32).tolist() == [7.0] * 6
+if sys.argv[1] == "cpu":
+    theirs = np.from_dlpack(buffer.tensor)
+    assert theirs.ctypes.data == address
+    device.load(buffer, np.full((2, 3), 8.0, np.float32))
+    assert theirs.tolist() == [[8.0] * 3] * 2
+else:
+    assert device.stream.stream.stream_base.raw_stream
+    try:
+        buffer.tensor.__dlpack__()
+    except (RuntimeError, NotImplementedError):
+        print("no DLPack")
+device.close()
+"""
+
+
+@needs_device
+@pytest.mark.parametrize(("spec", "said"), [("cpu", ""), ("polyemu:0", "no DLPack")])
+def test_memory_is_exchanged_without_a_copy_as_the_page_says(spec: str, said: str):
+    run = script(SHARED, spec)
+    assert run.returncode == 0, run.stderr[-2000:]
+    assert run.stdout.strip() == said
 
 
 TOO_LONG = """

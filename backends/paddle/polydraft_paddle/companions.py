@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from polydraft.errors import DeviceError
 
-PACKAGES: Final = {"polycuda": "polydraft_paddle_cuda"}
+PACKAGES: Final = {"polycuda": "polydraft_paddle_cuda", "polyemu": "polydraft_paddle_emu"}
 """Kind of place to the package that comes with its runtime."""
 
 

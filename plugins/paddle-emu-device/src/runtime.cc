@@ -142,12 +142,12 @@ struct Runtime : paddle_device::Plain {
   }
 
   static C_Status allocate_host(const C_Device, void** pointer, size_t size) {
-    *pointer = std::aligned_alloc(256, (size + 255) / 256 * 256);
+    *pointer = polyemu::pin(size);
     return *pointer == nullptr ? C_FAILED : C_SUCCESS;
   }
 
   static C_Status release_host(const C_Device, void* pointer, size_t) {
-    std::free(pointer);
+    polyemu::unpin(pointer);
     return C_SUCCESS;
   }
 
@@ -168,6 +168,7 @@ struct Runtime : paddle_device::Plain {
   static C_Status copy_queued(const C_Device, C_Stream stream, void* to, const void* from, size_t size) {
     if (copy_fails()) return C_ERROR;
     ++counters().copies;
+    if (polyemu::is_pageable(to) || polyemu::is_pageable(from)) ++counters().pageable_copies;
     as_stream(stream)->submit([=] { std::memcpy(to, from, size); });
     return C_SUCCESS;
   }
@@ -261,12 +262,17 @@ extern "C" void InitPlugin(CustomRuntimeParams* params) {
   paddle_device::register_kernels();
 }
 
+// Pinned memory for the Python side of this package.
+extern "C" void* polyemu_pinned(size_t bytes) { return polyemu::pin(bytes); }
+extern "C" void polyemu_unpinned(void* memory) { polyemu::unpin(memory); }
+
 // What the Python side of this package sets and reads, by name; -1 for a name that there is not.
 extern "C" int64_t polyemu_counter(const char* name) {
   const std::string wanted = name;
   if (wanted == "kernels") return counters().kernels;
   if (wanted == "copies") return counters().copies;
   if (wanted == "synchronous_copies") return counters().synchronous_copies;
+  if (wanted == "pageable_copies") return counters().pageable_copies;
   if (wanted == "graph_launches") return counters().graph_launches;
   if (wanted == "bytes_in_use") return counters().bytes_in_use;
   if (wanted == "peak_bytes") return counters().peak_bytes;

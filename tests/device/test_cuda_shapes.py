@@ -1,5 +1,6 @@
 """Projections, attention and filters on a GPU in the shapes of real models, which take other kernels than small cases do."""
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +10,7 @@ import pytest
 
 import polydraft_cuda
 from polydraft.backend import CacheSpec, DeviceOptions, PassBuffers, StepMeta
-from polydraft.contracts import LinearV1, PagedAttentionV1, ResidualAddV1, RmsNormV1, RopeKvWriteV1
+from polydraft.contracts import LinearV1, PagedAttentionV1, ResidualAddV1, RmsNormV1, RopeKvWriteV1, SwigluV1
 from polydraft.contracts.base import Limits
 from polydraft.contracts.compare import EPS, from_host, to_host
 from polydraft.contracts.composite import CompositeArgs
@@ -91,6 +92,33 @@ def test_a_projection_is_right_for_every_number_of_rows(opened: CudaDevice, shap
             assert (np.abs(found - wanted) <= allowed).all(), (inputs, outputs, n, float(np.abs(found - wanted).max()))
 
 
+def test_a_captured_activation_leaves_what_two_launches_leave(opened: CudaDevice):
+    rows, width = 257, SHAPES[0].ffn
+    projection, gated = Projection(opened, 512, 2 * width, rows=rows), opened.empty("gated", (rows, width), opened.dtype)
+    activate = launch_of(opened, "swiglu", SwigluV1(gate_up=projection.out, out=gated), limits(rows))
+
+    def run(n: int, *, captured: bool) -> tuple[Array, int]:
+        def both() -> None:
+            projection.launch(opened.stream, n)
+            activate(opened.stream, n)
+
+        opened.fill_bytes(gated, 0xFF)
+        before = opened.counters.launches
+        if captured:
+            polydraft_cuda.polydraft_graph_capture(opened).capture(opened.stream, both).replay(opened.stream)
+        else:
+            both()
+        launches = opened.counters.launches - before
+        found = from_host(opened.read(gated.pointer, gated.shape, opened.dtype), opened.dtype)
+        assert np.isnan(found[n:]).all(), "nothing behind the launch length is written"
+        return found[:n], launches
+
+    for n in (1, 9, 17, 33, 64, 65, 128, 129, 192, 193, 256, 257):
+        (wanted, apart), (found, once) = (run(n, captured=captured) for captured in (False, True))
+        assert (apart, once) == (2, 1 if n <= 256 else 2)
+        assert np.abs(found - wanted).max() <= 4 * EPS[opened.dtype] * max(float(np.abs(wanted).max()), 1.0), n
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"hidden{shape.hidden}")
 def test_a_row_of_an_invariant_projection_has_its_bits_whatever_the_others(invariant: CudaDevice, shape: Shape):
     for inputs, outputs, to_f32 in projections(shape):
@@ -113,26 +141,26 @@ def test_a_captured_norm_adds_to_the_newest_stream(opened: CudaDevice, n: int):
     parts = ResidualAddV1(x=x, y=branch), RmsNormV1(x=x, weight=gain, out=normed, eps=1e-6, plus_one=False)
     launches.append(launch_of(opened, "residual_add+rms_norm", CompositeArgs(parts), limits(n)))
 
-    def run(after: Callable[[], None]) -> Array:
+    def step(after: Callable[[], None]) -> None:
+        for _ in range(rounds):
+            for launch in launches:
+                launch(opened.stream, n)
+                after()
+
+    def run(*, captured: bool) -> Array:
         for buffer in (x, normed, branch):
             opened.load(buffer, to_host(start, act))
-
-        def step() -> None:
-            for _ in range(rounds):
-                for launch in launches:
-                    launch(opened.stream, n)
-                    after()
-
-        if after is opened.synchronize:
-            step()
+        if captured:
+            capture = polydraft_cuda.polydraft_graph_capture(opened)
+            capture.capture(opened.stream, lambda: step(lambda: None)).replay(opened.stream)
         else:
-            polydraft_cuda.polydraft_graph_capture(opened).capture(opened.stream, step).replay(opened.stream)
+            step(opened.synchronize)
         return opened.read(x.pointer, x.shape, act)
 
-    one_by_one = run(opened.synchronize)
+    one_by_one = run(captured=False)
     assert np.isfinite(from_host(one_by_one, act)).all()
     for _ in range(3):
-        assert np.array_equal(run(lambda: None), one_by_one)
+        assert np.array_equal(run(captured=True), one_by_one)
 
 
 class Attention:
@@ -212,8 +240,9 @@ def windows(count: int, width: int) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("count", [1, 3, 8, 32, 64])
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"hidden{shape.hidden}")
 def test_windows_attend_to_what_is_before_them(opened: CudaDevice, shape: Shape, count: int):
-    attention = Attention(opened, shape, windows(count, shape.window), prefill=False)
-    assert np.abs(attention.run() - attention.wanted).max() <= 4 * EPS[opened.dtype]
+    for one in (shape, dataclasses.replace(shape, window=1)):
+        attention = Attention(opened, one, windows(count, one.window), prefill=False)
+        assert np.abs(attention.run() - attention.wanted).max() <= 4 * EPS[opened.dtype]
 
 
 class Turned:

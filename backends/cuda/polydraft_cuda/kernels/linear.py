@@ -41,8 +41,8 @@ MOST_TILE_ROWS = 64
 WIDE_SHARE: tuple[tuple[int, int], ...] = ((8, 1), (16, 1), (32, 2), (64, 2), (128, 2))
 NARROW_SHARE: tuple[tuple[int, int], ...] = ((8, 1), (32, 2))
 """Sizes of `linear_rows` where a block has many outputs, and where it has few: rows of a launch at most, blocks of a cluster."""
-SPLIT_SIZES: tuple[tuple[int, int, int], ...] = ((32, 2, 128), (64, 2, 128), (128, 1, 64))
-"""Sizes of `linear_split` for two blocks a tile: rows of a launch at most, chunks of a stage, outputs of a tile at most."""
+SPLIT_SIZES: tuple[tuple[int, int], ...] = ((32, 2), (64, 2), (128, 1))
+"""Sizes of `linear_split` for two blocks a tile: rows of a launch at most, and chunks of a stage."""
 SPLIT_BYTES = 205 << 10
 """Bytes of such a block in flight at most."""
 GATED = Split(256, 0, 1, 4, 1)
@@ -77,10 +77,9 @@ def pair_sizes(device: CudaDevice, a: Any) -> tuple[int, ...]:
 def split_sizes(device: CudaDevice, a: Any) -> tuple[Split, ...]:
     """Sizes in which `linear_split` takes this projection: where two blocks can have an even share of the outputs."""
     width = -(-int(a.weight.shape[0]) // (16 * (int(device.num_sms) // 2))) * 16
-    if not is_tiled(device, a) or a.weight.nbytes <= SMALL or a.weight.shape[0] % 8 or width < 32:
+    if not is_tiled(device, a) or a.weight.nbytes <= SMALL or a.weight.shape[0] % 8 or not 32 <= width <= 128:
         return ()
-    fitting = [(tokens, chunks) for tokens, chunks, widest in SPLIT_SIZES if width <= widest]
-    return tuple(Split(n, width, chunks, SPLIT_BYTES // (chunks * (width + n) * 128), 2) for n, chunks in fitting)
+    return tuple(Split(n, width, chunks, SPLIT_BYTES // (chunks * (width + n) * 128), 2) for n, chunks in SPLIT_SIZES)
 
 
 def workspace_bytes(device: CudaDevice, a: Any, limits: Limits) -> int:

@@ -55,6 +55,7 @@ linear_rows(const __grid_constant__ Map w_map, const __grid_constant__ Map x_map
     __shared__ float shares[TURNS > 1 ? ACCUMULATORS : 1][128];
     const unsigned base = (shared_address(raw) + 1023) & ~1023u;
     const int count = (inputs / 64 + CHUNKS - 1) / CHUNKS, rank = CLUSTER > 1 ? blockIdx.x % CLUSTER : 0;
+    const int shift = blockIdx.x / CLUSTER * (CLUSTER > 1 ? 13 : 5) % count;  // blocks begin with different inputs
     if (threadIdx.x == 0) {
         for (int s = 0; s < STAGES; s++) barrier_init(shared_address(&full[s]), 1), barrier_init(shared_address(&empty[s]), GROUPS / TURNS * CLUSTER);
         asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::: "memory");
@@ -66,15 +67,15 @@ linear_rows(const __grid_constant__ Map w_map, const __grid_constant__ Map x_map
         auto weights = [&](int i, int s) {
             const unsigned f = shared_address(&full[s]);
             barrier_expect(f, STAGE);
-            if (GATED) load_pair_chunks(base + s * STAGE, &w_map, blockIdx.x * OUTPUTS, i * CHUNKS, f);
-            else load_chunks(base + s * STAGE, &w_map, blockIdx.x * OUTPUTS, i * CHUNKS, f);
+            if (GATED) load_pair_chunks(base + s * STAGE, &w_map, blockIdx.x * OUTPUTS, (i + shift) % count * CHUNKS, f);
+            else load_chunks(base + s * STAGE, &w_map, blockIdx.x * OUTPUTS, (i + shift) % count * CHUNKS, f);
         };
         auto rows = [&](int i, int s) {
             const unsigned to = base + s * STAGE + CHUNKS * W_BYTES + rank * X_PART * 128, f = shared_address(&full[s]);
 #pragma unroll
             for (int c = 0; c < CHUNKS; c++) {
-                if (CLUSTER > 1) load_shared_box(to + c * X_BYTES, &x_map, (i * CHUNKS + c) * 64, rank * X_PART, f, (1 << CLUSTER) - 1);
-                else load_box(to + c * X_BYTES, &x_map, (i * CHUNKS + c) * 64, 0, f);
+                if (CLUSTER > 1) load_shared_box(to + c * X_BYTES, &x_map, ((i + shift) % count * CHUNKS + c) * 64, rank * X_PART, f, (1 << CLUSTER) - 1);
+                else load_box(to + c * X_BYTES, &x_map, ((i + shift) % count * CHUNKS + c) * 64, 0, f);
             }
         };
         return fetch_stages<STAGES, CLUSTER>(fetches, count, empty, weights, rows);

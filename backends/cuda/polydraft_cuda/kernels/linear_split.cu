@@ -19,23 +19,35 @@ static_assert(SPLIT == 1 || PRODUCTS == 1 && !GATED, "what two blocks may share"
 #if OUT_F32
 typedef float out_t;
 struct alignas(8) Two { float a, b; };
-__device__ __forceinline__ void store_two(out_t* to, float a, float b) { *(Two*)to = {a, b}; }
+__device__ __forceinline__ void put_two(out_t* to, float a, float b) { *(Two*)to = {a, b}; }
 #else
 typedef act_t out_t;
-__device__ __forceinline__ void store_two(out_t* to, float a, float b) { *(unsigned*)to = pack(a, b); }
+__device__ __forceinline__ void put_two(out_t* to, float a, float b) { *(unsigned*)to = pack(a, b); }
 #endif
+struct alignas(16) Eight { out_t e[8]; };
+constexpr int OWN = SPLIT > 1 ? HALF : GATED ? HALF : EIGHTS, PITCH = OWN * 8 + 16 / sizeof(out_t);  // eights of outputs that a thread finishes
 
-// Where a thread's sums belong: two outputs next to each other in each eight, of rows `token` and `token + 8` of x.
-struct Place {
-    out_t* out;
+// 16 rows of a warp on their way out: lanes put two outputs of a row, and store eight of them next to each other.
+struct Rows {
+    out_t *stage, *out;
     const act_t* bias;
-    int token, column, n, outputs;
-    __device__ __forceinline__ void store(float a, float b, float c, float d, int p, int eight) const {
-        const int row = token + p * 64, at = column + eight * 8;
-        if (at >= outputs) return;
-        const float add[2] = {BIAS ? to_float(bias[at]) : 0.f, BIAS ? to_float(bias[at + 1]) : 0.f};
-        if (row < n) store_two(out + (int64_t)row * outputs + at, a + add[0], b + add[1]);
-        if (row + 8 < n) store_two(out + (int64_t)(row + 8) * outputs + at, c + add[0], d + add[1]);
+    int token, column, n, outputs;  // where they belong
+    __device__ __forceinline__ void put(int eight, float a, float b, float c, float d) const {  // of rows g and g + 8
+        const int lane = threadIdx.x & 31, at = eight * 8 + (lane & 3) * 2;
+        if (BIAS && column + at < outputs) {
+            const float add[2] = {to_float(bias[column + at]), to_float(bias[column + at + 1])};
+            a += add[0], b += add[1], c += add[0], d += add[1];
+        }
+        put_two(stage + (lane >> 2) * PITCH + at, a, b);
+        put_two(stage + ((lane >> 2) + 8) * PITCH + at, c, d);
+    }
+    __device__ __forceinline__ void store() const {
+        __syncwarp();
+        for (int i = threadIdx.x & 31; i < 16 * OWN; i += 32) {
+            const int row = i / OWN, at = i % OWN * 8;
+            if (token + row < n && column + at < outputs) *(Eight*)(out + (int64_t)(token + row) * outputs + column + at) = *(const Eight*)(stage + row * PITCH + at);
+        }
+        __syncwarp();
     }
 };
 // Sums of the eights from FIRST on, for the other block.
@@ -50,13 +62,14 @@ __device__ __forceinline__ void give(const float (&sums)[WIDTH / 2], unsigned mi
     }
 }
 template <int FIRST>
-__device__ __forceinline__ void finish(const float (&sums)[WIDTH / 2], unsigned mine, const Place& place) {
+__device__ __forceinline__ void finish(const float (&sums)[WIDTH / 2], unsigned mine, const Rows& rows) {
 #pragma unroll
     for (int j = 0; j < HALF; j++) {
         const vec4 more = load_shared(mine + j * CONSUMERS * 16);
         const float* s = sums + (FIRST + j) * 4;
-        place.store(s[0] + __uint_as_float(more.x), s[1] + __uint_as_float(more.y), s[2] + __uint_as_float(more.z), s[3] + __uint_as_float(more.w), 0, FIRST + j);
+        rows.put(j, s[0] + __uint_as_float(more.x), s[1] + __uint_as_float(more.y), s[2] + __uint_as_float(more.z), s[3] + __uint_as_float(more.w));
     }
+    rows.store();
 }
 
 extern "C" __global__ void __launch_bounds__(CONSUMERS + FETCHERS, 1)
@@ -67,6 +80,7 @@ linear_split(const __grid_constant__ Map w_map, const __grid_constant__ Map x_ma
     const unsigned base = (shared_address(raw) + 1023) & ~1023u;
     const int rank = blockIdx.x % SPLIT, tile = blockIdx.x / SPLIT;
     const int units = (inputs / 64 + CHUNKS - 1) / CHUNKS, begin = units * rank / SPLIT, count = units * (rank + 1) / SPLIT - begin;
+    const int shift = TOKENS <= 64 ? tile * 5 % count : 0;  // blocks begin with different inputs
     if (threadIdx.x == 0) {
         for (int s = 0; s < STAGES; s++) barrier_init(shared_address(&full[s]), 1), barrier_init(shared_address(&empty[s]), GROUPS);
         asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::: "memory");
@@ -79,13 +93,13 @@ linear_split(const __grid_constant__ Map w_map, const __grid_constant__ Map x_ma
         auto weights = [&](int i, int s) {
             const unsigned f = shared_address(&full[s]);
             barrier_expect(f, STAGE);
-            if (GATED) load_pair_chunks(base + s * STAGE, &w_map, tile * WIDTH, (begin + i) * CHUNKS, f);
-            else load_chunks(base + s * STAGE, &w_map, tile * WIDTH, (begin + i) * CHUNKS, f);
+            if (GATED) load_pair_chunks(base + s * STAGE, &w_map, tile * WIDTH, (begin + (i + shift) % count) * CHUNKS, f);
+            else load_chunks(base + s * STAGE, &w_map, tile * WIDTH, (begin + (i + shift) % count) * CHUNKS, f);
         };
         auto rows = [&](int i, int s) {
             const unsigned to = base + s * STAGE + CHUNKS * W_BYTES, f = shared_address(&full[s]);
 #pragma unroll
-            for (int c = 0; c < CHUNKS; c++) load_box(to + c * X_BYTES, &x_map, ((begin + i) * CHUNKS + c) * 64, 0, f);
+            for (int c = 0; c < CHUNKS; c++) load_box(to + c * X_BYTES, &x_map, ((begin + (i + shift) % count) * CHUNKS + c) * 64, 0, f);
         };
         fetch_stages<STAGES, 1>(threadIdx.x == CONSUMERS, count, empty, weights, rows);
         if (SPLIT > 1) {
@@ -97,7 +111,7 @@ linear_split(const __grid_constant__ Map w_map, const __grid_constant__ Map x_ma
     }
     if (PRODUCTS > 1) asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
     wait_for_previous();
-    const int group = threadIdx.x >> 7, lane = threadIdx.x & 31;
+    const int group = threadIdx.x >> 7;
     float sums[PRODUCTS][WIDTH / 2] = {};
 #pragma unroll 1
     for (int i = 0; i < count; i++) {
@@ -121,30 +135,32 @@ linear_split(const __grid_constant__ Map w_map, const __grid_constant__ Map x_ma
     asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
 #pragma unroll
     for (int p = 0; p < PRODUCTS; p++) accumulators_fence(sums[p]);
-    const int column = (lane & 3) * 2, token = group * PRODUCTS * 64 + (threadIdx.x >> 5 & 3) * 16 + (lane >> 2);
-#if GATED  // eights of gate and up in turn; both are rounded, as if they were stored
-    const Place place{out, nullptr, token, tile * (WIDTH / 2) + column, n, outputs / 2};
-#pragma unroll
-    for (int p = 0; p < PRODUCTS; p++)
-#pragma unroll
-        for (int j = 0; j < EIGHTS; j += 2) {
-            const float *g = sums[p] + j * 4, *u = g + 4;
-            place.store(gated(g[0], u[0]), gated(g[1], u[1]), gated(g[2], u[2]), gated(g[3], u[3]), p, j / 2);
-        }
-#else
-    const Place place{out, bias, token, tile * WIDTH + column, n, outputs};
+    const int warp = threadIdx.x >> 5 & 3, token = group * PRODUCTS * 64 + warp * 16;
+    out_t* stage = (out_t*)(raw + (base - shared_address(raw))) + (threadIdx.x >> 5) * 16 * PITCH;
     if (SPLIT > 1) {
         const unsigned mine = base + GIVEN + threadIdx.x * 16;
+        const Rows rows{stage, out, bias, token, tile * WIDTH + rank * HALF * 8, n, outputs};
         cluster_wait();  // the other one has begun
         if (rank) give<0>(sums[0], mine, 0);
         else give<HALF>(sums[0], mine, 1);
         cluster_arrive(), cluster_wait();
-        if (rank) finish<HALF>(sums[0], mine, place);
-        else finish<0>(sums[0], mine, place);
-    } else
+        if (rank) finish<HALF>(sums[0], mine, rows);
+        else finish<0>(sums[0], mine, rows);
+        return;
+    }
+    asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory");  // nobody reads a stage any more
 #pragma unroll
-        for (int p = 0; p < PRODUCTS; p++)
+    for (int p = 0; p < PRODUCTS; p++) {
+        const float* s = sums[p];
+#if GATED  // eights of gate and up in turn; both are rounded, as if they were stored
+        const Rows rows{stage, out, nullptr, token + p * 64, tile * (WIDTH / 2), n, outputs / 2};
 #pragma unroll
-            for (int j = 0; j < EIGHTS; j++) place.store(sums[p][j * 4], sums[p][j * 4 + 1], sums[p][j * 4 + 2], sums[p][j * 4 + 3], p, j);
+        for (int j = 0; j < HALF; j++, s += 8) rows.put(j, gated(s[0], s[4]), gated(s[1], s[5]), gated(s[2], s[6]), gated(s[3], s[7]));
+#else
+        const Rows rows{stage, out, bias, token + p * 64, tile * WIDTH, n, outputs};
+#pragma unroll
+        for (int j = 0; j < EIGHTS; j++, s += 4) rows.put(j, s[0], s[1], s[2], s[3]);
 #endif
+        rows.store();
+    }
 }

@@ -20,9 +20,11 @@ PREFILL_KEYS = 64
 Shape = tuple[int, int, int]
 """Blocks of a cluster, warps that keys are dealt to in each, and groups of keys that a warp has room for."""
 SHAPES: tuple[tuple[int, Shape], ...] = (
-    (16, (8, 2, 2)), (64, (2, 8, 2)), (128, (1, 8, 2)), (264, (1, 4, 2)), (1 << 30, (1, 2, 2)),
+    (16, (8, 2, 2)), (64, (2, 8, 2)), (128, (1, 8, 2)), (264, (1, 4, 2)), (1 << 30, (1, 2, 3)),
 )  # fmt: skip
 """Tiles times key heads at most, to the shape with which a pass was fastest there on an H200 (8 key heads of 128, 640 keys)."""
+SINGLE: tuple[tuple[int, Shape], ...] = ((16, (8, 3, 2)), *SHAPES[1:-1], (1 << 30, (1, 2, 2)))
+"""The same where a window is one row."""
 INVARIANT: tuple[tuple[int, Shape], ...] = ((1 << 30, (4, 4, 2)),)
 NARROW: tuple[tuple[int, Shape], ...] = ((1 << 30, (1, 4, 3)),)
 """Where there are no clusters."""
@@ -37,7 +39,7 @@ def paged_attention(device: CudaDevice, a: Any, limits: Limits, workspace: Any) 
     if not fast:
         return plain(device, a)
     turning = turning_to_join(device, a, limits)
-    shapes = NARROW if device.arch != "sm_90" else INVARIANT if device.row_invariant else SHAPES
+    shapes = shapes_of(device, limits)
     windows = [(most, decode(device, a, limits, shape)) for most, shape in shapes]
     joined = [(most, decode(device, a, limits, shape, turning)) for most, shape in shapes] if turning else []
     prefill = None if device.row_invariant else prefill_tiles(device, a)
@@ -54,6 +56,15 @@ def paged_attention(device: CudaDevice, a: Any, limits: Limits, workspace: Any) 
                 return
 
     return launch
+
+
+def shapes_of(device: CudaDevice, limits: Limits) -> tuple[tuple[int, Shape], ...]:
+    """Shapes of `attention_decode` by the number of clusters."""
+    if device.arch != "sm_90":
+        return NARROW
+    if device.row_invariant:
+        return INVARIANT
+    return SINGLE if limits.window == 1 else SHAPES
 
 
 def turning_to_join(device: CudaDevice, a: Any, limits: Limits) -> Turning | None:

@@ -86,8 +86,8 @@ def dictate(name: str, value: str) -> None:
 
 
 def given(name: str) -> str:
-    """Return a variable that a library reads, "" where it is not set: to refuse what it would do in secret, or to count the threads
-    that the user gave it; never to decide what is computed."""
+    """Return a variable that a library reads, "" where it is not set: to refuse what it would do in secret, or to count the
+    threads that the user gave it; never to decide what is computed."""
     return os.environ.get(name, "")
 
 

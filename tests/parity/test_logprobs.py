@@ -26,15 +26,19 @@ BACKENDS: dict[str, Any] = {
     "emulator": Emulator("emulator:0?seed=3"),
     "cpu": "cpu",
     "paddle": "paddle",
+    "xpu": "xpu",
     "cuda": "cuda",
 }
+ELSEWHERE = {"xpu": "cpu"}
+"""Where a backend is opened whose own chip is not at hand."""
 
 
 def llm(backend: str, **options: Any) -> LLM:
     """An engine on a backend that is installed, available and reports log probabilities; skips the test elsewhere."""
     given, info, problem = BACKENDS[backend], None, ""
+    device = ELSEWHERE.get(backend, "")
     try:
-        info = Plugins.load(given).info()
+        info = Plugins.load(given, device=device).info()
     except Exception as error:  # noqa: BLE001  whatever keeps a backend from being here
         problem = str(error)
     if info is None:
@@ -43,7 +47,7 @@ def llm(backend: str, **options: Any) -> LLM:
     lacking = [name for name in CONTRACTS if name not in info.contract_versions]
     if not info.available or lacking:
         pytest.skip(f"{backend}: {info.reason or f'it has no {lacking[0]}'}")
-    where = {"backend": given} if isinstance(given, str) else {"plugin": given}
+    where = {"backend": given, "device": device} if isinstance(given, str) else {"plugin": given}
     return LLM(**where, logprobs=TOP, draft_tokens=3, **options)
 
 

@@ -30,8 +30,8 @@ class Kept:
         """A tensor of this shape and the array over the same bytes, holding anything."""
         found = self._found.get(name)
         if found is None or found[1].shape != shape:
-            tensor = paddle.empty(list(shape), dtype)
-            found = self._found[name] = tensor, np.from_dlpack(tensor)
+            array = np.empty(shape, dtype)
+            found = self._found[name] = paddle.from_dlpack(array), array  # the other way round Paddle 3.2 gives a read-only array
         return found
 
     def put(self, name: str, values: Array) -> Tensor:

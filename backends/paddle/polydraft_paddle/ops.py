@@ -25,6 +25,29 @@ KEPT = 1 << 16
 """Constants of at most this many elements are made once."""
 
 
+class First:
+    """The first rows of some tensors, as views that are kept for the launch lengths met last."""
+
+    __slots__ = ("_found", "_tensors")
+
+    def __init__(self, *tensors: Tensor) -> None:
+        self._tensors: tuple[Tensor, ...] = tensors
+        self._found: dict[int, tuple[Tensor, ...]] = {}
+
+    def rows(self, n: int) -> tuple[Tensor, ...]:
+        """Views of the first `n` rows."""
+        found = self._found.get(n)
+        if found is None:
+            if len(self._found) == LENGTHS:
+                self._found.clear()
+            found = self._found[n] = tuple(tensor[:n] for tensor in self._tensors)
+        return found
+
+
+LENGTHS = 16
+"""So many launch lengths are remembered for each kernel."""
+
+
 def numbers(count: int, like: Tensor) -> Tensor:
     """0 to count - 1, int32, where `like` lies. Made once for each length and place: a launch does not upload constants."""
     key = count, like.place
@@ -61,6 +84,11 @@ def take(table: Tensor, index: Tensor) -> Tensor:
     return direct.gather(table, index, 0)
 
 
+def flat(table: Tensor) -> Tensor:
+    """The elements of a table that lies in one piece, as a view."""
+    return direct.view_shape(table, [-1])
+
+
 def at(table: Tensor, index: Tensor) -> Tensor:
     """Rows of `table` at `index`; a negative index reads row 0, which the caller masks."""
     return take(table, clamp(index))
@@ -80,9 +108,12 @@ def pick(table: Tensor, row: Tensor, column: Tensor) -> Tensor:
 
 def choose(condition: Tensor, yes: Tensor, no: Tensor | float) -> Tensor:
     """`paddle.where` with a number as the second choice."""
-    other = no if isinstance(no, paddle.Tensor) else constant(no, yes)
     shape = yes.shape
-    if condition.shape == shape and other.shape == shape:
+    if isinstance(no, paddle.Tensor):
+        other, same = no, no.shape == shape
+    else:
+        other, same = constant(no, yes), True
+    if same and condition.shape == shape:
         return direct.where(condition, yes, other)
     return paddle.where(condition, yes, other)
 
@@ -149,7 +180,7 @@ def file_in_column(table: Tensor, column: int, slots: Tensor, value: Tensor, val
     """`table[slots[i], column] = value[i]` where `valid[i]`; table [B, K] int32 in place."""
     rows, columns = table.shape
     if table.place.is_cpu_place():
-        scatter(table.view([-1]), slots * columns + column, value, valid)
+        scatter(flat(table), slots * columns + column, value, valid)
         return
     named, row = owners(choose(valid, slots, -1), rows)
     written = both(direct.unsqueeze(named, [1]), direct.unsqueeze(numbers(columns, slots) == column, [0]))

@@ -17,35 +17,12 @@ import paddle
 from polydraft.contracts.base import Limits
 from polydraft.device import Array
 from polydraft.sentinels import NO_TOKEN
-from polydraft_paddle.ops import Tensor, both, choose, clamp, constant, direct, numbers, take
+from polydraft_paddle.ops import First, Tensor, both, choose, clamp, constant, direct, numbers, take
 from polydraft_paddle.provider import Kernel, Run
 from polydraft_paddle.threads import spread
 
 fused_rms_norm = paddle.incubate.nn.functional.fused_rms_norm
 swiglu_operation = getattr(paddle.nn.functional, "swiglu", None) or paddle.incubate.nn.functional.swiglu  # moved in 3.3
-
-
-class First:
-    """The first rows of some tensors, as views that are kept for the launch lengths met last."""
-
-    __slots__ = ("_found", "_tensors")
-
-    def __init__(self, *tensors: Tensor) -> None:
-        self._tensors: tuple[Tensor, ...] = tensors
-        self._found: dict[int, tuple[Tensor, ...]] = {}
-
-    def rows(self, n: int) -> tuple[Tensor, ...]:
-        """Views of the first `n` rows."""
-        found = self._found.get(n)
-        if found is None:
-            if len(self._found) == LENGTHS:
-                self._found.clear()
-            found = self._found[n] = tuple(tensor[:n] for tensor in self._tensors)
-        return found
-
-
-LENGTHS = 16
-"""So many launch lengths are remembered for each kernel."""
 
 
 def linear(a: Any, limits: Limits) -> Run:
@@ -110,8 +87,7 @@ def add_and_norm(a: Any, limits: Limits) -> Run:
 
     def run(n: int) -> None:
         if n:
-            x, y = first.rows(n)
-            x.add_(y)
+            direct.add_(*first.rows(n))
             normalize(n)
 
     return run
@@ -168,7 +144,8 @@ def _gather(table: Tensor, index: Tensor, out: Tensor) -> Run:
     def run(n: int) -> None:
         if n:
             out, index = first.rows(n)
-            _put_rows(out, take(table, clamp(index)), index_h[:n] >= 0)
+            carries = index_h[:n] >= 0
+            _put_rows(out, take(table, index if carries.all() else clamp(index)), carries)
 
     return run
 

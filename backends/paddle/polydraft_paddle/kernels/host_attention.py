@@ -15,10 +15,10 @@ import numpy as np
 from polydraft.contracts.base import Limits
 from polydraft_paddle.host_layout import HeadRows, HostLayout, SegmentHeads
 from polydraft_paddle.kernels import numeric
-from polydraft_paddle.kernels.host import First, empty_rows, normalized
+from polydraft_paddle.kernels.host import empty_rows, normalized
 from polydraft_paddle.kernels.kv_quant import QuantisedCache
 from polydraft_paddle.kernels.numeric import attend_rows, rope_tables, swap_columns
-from polydraft_paddle.ops import Tensor, direct, numbers, take
+from polydraft_paddle.ops import First, Tensor, direct, numbers, take
 from polydraft_paddle.provider import Kernel, Run
 from polydraft_paddle.threads import spread
 
@@ -31,14 +31,14 @@ def rope_kv_write(a: Any, limits: Limits) -> Run:
     own, partner = rope_tables(a, limits.max_len, a.qkv)
     by_half = a.q_norm is None and a.style == "half" and a.rope_dims == dim
     columns = None if by_half else swap_columns(a)
-    in_heads, in_halves = a.qkv.reshape([-1, dim]), a.qkv.reshape([-1, dim // 2])
-    cache, q_heads = a.cache.rows, First(a.q_out, a.q_out.reshape([-1, heads, dim]))
+    in_heads, in_halves = a.qkv.reshape([-1, dim]), a.qkv.reshape([-1, dim // 2]) if by_half else None
+    cache, first, q_heads = a.cache.rows, First(a.q_out), First(a.q_out.reshape([-1, dim]))
     kv_rows = cache.reshape([-1, kv_heads, dim])
 
     def run(n: int) -> None:
         if not n:
             return
-        layout, (out, q_out) = HostLayout.of(a, n, limits), q_heads.rows(n)
+        layout, (out,) = HostLayout.of(a, n, limits), first.rows(n)
         if not layout.some:
             out.zero_()
             return
@@ -51,7 +51,7 @@ def rope_kv_write(a: Any, limits: Limits) -> Run:
         swapped = direct.gather(qk, columns, 1) if columns is not None else direct.reshape(take(in_halves, at.halves), qk.shape)
         of_itself, of_partner = at.factors(own, partner)
         direct.add_(direct.multiply_(qk, of_itself), direct.multiply_(swapped, of_partner))
-        q_out.copy_(direct.reshape(moved[:num_q], [n, heads, dim]), False)
+        q_heads.rows(num_q)[0].copy_(moved[:num_q], False)
         if not layout.complete:
             empty_rows(out, layout.empty)
         direct.scatter_(kv_rows, at.destinations, direct.reshape(moved[num_q:], [2 * n, kv_heads, dim]), True)

@@ -14,6 +14,7 @@ from polydraft.contracts.base import Limits
 from polydraft.contracts.layout import SLOT_UPDATE_STOP_TOKENS, SlotUpdate
 from polydraft.sentinels import NO_BLOCK, NO_ROW, NO_TOKEN, PAD_SLOT, Finish, Phase
 from polydraft_paddle.ops import (
+    First,
     Tensor,
     as_int,
     at,
@@ -25,6 +26,7 @@ from polydraft_paddle.ops import (
     either,
     file_by_slot,
     file_in_column,
+    flat,
     masked,
     numbers,
     owners,
@@ -66,7 +68,7 @@ def update_slots(a: Any, n: int) -> None:
 def _scatter_entries(table: Tensor, updates: Tensor, values: Tensor) -> None:
     """table[updates[:, 0], updates[:, 1]] = values, where the slot is not negative."""
     slot = updates[:, 0]
-    scatter(table.view([-1]), slot * table.shape[1] + updates[:, 1], values, slot >= 0)
+    scatter(flat(table), slot * table.shape[1] + updates[:, 1], values, slot >= 0)
 
 
 def update_tokens(a: Any, n: int) -> None:
@@ -186,64 +188,81 @@ def force_choices(a: Any, n: int) -> None:
     scatter(a.choices, flat, wanted.reshape([-1]), valid.reshape([-1]))
 
 
-def verify_match(a: Any, n: int) -> None:
+def verify_match(a: Any, limits: Limits) -> Run:
     """Compare whole windows; a running product finds the first mismatch."""
-    slots = a.slot_order[:n]
-    safe = clamp(slots)
-    width = a.window.shape[1]
-    length = masked(a.logit_len[:n], slots >= 0)
-    active = length > 0
-    drafted = choose(both(take(a.phase, safe) == DECODE, active), length - 1, -1)
-    columns = direct.unsqueeze(numbers(width, slots), [0])
-    places = direct.unsqueeze(a.logit_start[:n], [1]) + columns
-    places = direct.reshape(direct.clip(places, 0, a.choices.shape[0] - 1), [-1])
-    choices = direct.reshape(take(a.choices, places), [n, width])
-    accepted = constant(0, drafted)
-    if width > 1:
-        match = both(
-            direct.equal(choices[:, :-1], take(a.drafts, safe)),
-            direct.less_than(columns[:, :-1], direct.unsqueeze(drafted, [1])),
-        )
-        accepted = paddle.cumprod(as_int(match), dim=1).sum(axis=1, dtype="int32")
-    size = masked(accepted + 1, active)
-    put(a.window[:n], choose(direct.less_than(columns, direct.unsqueeze(size, [1])), choices, NO_TOKEN))
-    put(a.window_len[:n], size)
-    put(a.accepted[:n], accepted)
-    put(a.drafted[:n], drafted)
+    del limits
+    first = First(a.slot_order, a.logit_len, a.logit_start, a.window, a.window_len, a.accepted, a.drafted)
+
+    def run(n: int) -> None:
+        if not n:
+            return
+        slots, logit_len, starts, window, window_len, accepted_out, drafted_out = first.rows(n)
+        safe = clamp(slots)
+        width = a.window.shape[1]
+        length = masked(logit_len, slots >= 0)
+        active = length > 0
+        drafted = choose(both(take(a.phase, safe) == DECODE, active), length - 1, -1)
+        columns = direct.unsqueeze(numbers(width, slots), [0])
+        places = direct.unsqueeze(starts, [1]) + columns
+        places = direct.reshape(direct.clip(places, 0, a.choices.shape[0] - 1), [-1])
+        choices = direct.reshape(take(a.choices, places), [n, width])
+        accepted = constant(0, drafted)
+        if width > 1:
+            match = both(
+                direct.equal(choices[:, :-1], take(a.drafts, safe)),
+                direct.less_than(columns[:, :-1], direct.unsqueeze(drafted, [1])),
+            )
+            accepted = paddle.cumprod(as_int(match), dim=1).sum(axis=1, dtype="int32")
+        size = masked(accepted + 1, active)
+        put(window, choose(direct.less_than(columns, direct.unsqueeze(size, [1])), choices, NO_TOKEN))
+        put(window_len, size)
+        put(accepted_out, accepted)
+        put(drafted_out, drafted)
+
+    return run
 
 
-def commit_window(a: Any, n: int) -> None:
+def commit_window(a: Any, limits: Limits) -> Run:
     """Find where each window ends, file the tokens before it, then move every length and phase by slot."""
-    slots, seq_len, window = a.slot_order[:n], a.seq_len[:n], a.window[:n]
-    safe = clamp(slots)
-    running = both(slots >= 0, seq_len > 0)
-    phase = take(a.phase, safe)
-    decode, prefill = both(running, phase == DECODE), both(running, phase == PREFILL)
-    kv_len = take(a.kv_len, safe) + masked(seq_len, prefill)
-    committed = either(decode, both(prefill, direct.equal(kv_len, take(a.prefill_len, safe))))
-    known = take(a.prompt_len, safe) + take(a.num_generated, safe)
-    size = masked(a.window_len[:n], committed)
-    emitted, reason = _cut(window, size, take(a.max_total, safe) - known, take(a.stop_tokens, safe))
+    del limits
+    first = First(a.slot_order, a.seq_len, a.window, a.window_len, a.accepted, a.out_tokens, a.out_len, a.out_accepted)
+    tokens, room = flat(a.tokens), a.tokens.shape[1]
 
-    columns = direct.unsqueeze(numbers(window.shape[1], slots), [0])
-    kept = direct.less_than(columns, direct.unsqueeze(emitted, [1]))
-    places = direct.unsqueeze(safe * a.tokens.shape[1] + known, [1]) + columns
-    flat = (direct.reshape(t, [-1]) for t in (places, window, kept))
-    scatter(a.tokens.view([-1]), *flat)
-    put(a.out_tokens[:n], choose(kept, window, NO_TOKEN))
-    put(a.out_len[:n], emitted)
-    put(a.out_accepted[:n], masked(direct.minimum(a.accepted[:n], emitted), decode))
+    def run(n: int) -> None:
+        if not n:
+            return
+        slots, seq_len, window, window_len, accepted, out_tokens, out_len, out_accepted = first.rows(n)
+        safe = clamp(slots)
+        running = both(slots >= 0, seq_len > 0)
+        phase = take(a.phase, safe)
+        decode, prefill = both(running, phase == DECODE), both(running, phase == PREFILL)
+        kv_len = take(a.kv_len, safe) + masked(seq_len, prefill)
+        committed = either(decode, both(prefill, direct.equal(kv_len, take(a.prefill_len, safe))))
+        generated = take(a.num_generated, safe)
+        known = take(a.prompt_len, safe) + generated
+        size = masked(window_len, committed)
+        emitted, reason = _cut(window, size, take(a.max_total, safe) - known, take(a.stop_tokens, safe))
 
-    ended = both(committed, reason != int(Finish.NONE))
-    settled = choose(ended, constant(FINISHED, phase), DECODE)
-    file_by_slot(
-        slots,
-        running,
-        (a.num_generated, take(a.num_generated, safe) + emitted, None),
-        (a.kv_len, kv_len + masked(emitted, decode), None),
-        (a.phase, settled, committed),
-        (a.finish, reason, ended),
-    )
+        columns = direct.unsqueeze(numbers(window.shape[1], slots), [0])
+        kept = direct.less_than(columns, direct.unsqueeze(emitted, [1]))
+        places = direct.unsqueeze(safe * room + known, [1]) + columns
+        scatter(tokens, *(direct.reshape(t, [-1]) for t in (places, window, kept)))
+        put(out_tokens, choose(kept, window, NO_TOKEN))
+        put(out_len, emitted)
+        put(out_accepted, masked(direct.minimum(accepted, emitted), decode))
+
+        ended = both(committed, reason != int(Finish.NONE))
+        settled = choose(ended, constant(FINISHED, phase), DECODE)
+        file_by_slot(
+            slots,
+            running,
+            (a.num_generated, generated + emitted, None),
+            (a.kv_len, kv_len + masked(emitted, decode), None),
+            (a.phase, settled, committed),
+            (a.finish, reason, ended),
+        )
+
+    return run
 
 
 def _cut(window: Tensor, size: Tensor, room: Tensor, stop_tokens: Tensor) -> tuple[Tensor, Tensor]:
@@ -302,16 +321,24 @@ def begin_draft(a: Any, n: int) -> None:
     put(a.draft_budget[:n], masked(budget, active))
 
 
-def advance_draft(a: Any, n: int) -> None:
+def advance_draft(a: Any, limits: Limits) -> Run:
     """File what was chosen, then retire what is done."""
-    slots, chosen = a.draft_slot[:n], a.chosen[:n]
-    filed = both(slots >= 0, chosen >= 0)
-    file_in_column(a.drafts, a.pass_index, slots, chosen, filed)
-    file_by_slot(slots, filed, (a.draft_len, a.pass_index + 1, None))
-    goes_on = both(filed, a.draft_budget[:n] > a.pass_index + 1)
-    put(a.draft_position[:n], a.draft_position[:n] + as_int(goes_on))
-    put(a.next_ids[:n], choose(goes_on, chosen, NO_TOKEN))
-    put(slots, choose(goes_on, slots, PAD_SLOT))
+    del limits
+    first = First(a.draft_slot, a.chosen, a.draft_budget, a.draft_position, a.next_ids)
+
+    def run(n: int) -> None:
+        if not n:
+            return
+        slots, chosen, budget, position, next_ids = first.rows(n)
+        filed = both(slots >= 0, chosen >= 0)
+        file_in_column(a.drafts, a.pass_index, slots, chosen, filed)
+        file_by_slot(slots, filed, (a.draft_len, a.pass_index + 1, None))
+        goes_on = both(filed, budget > a.pass_index + 1)
+        put(position, position + as_int(goes_on))
+        put(next_ids, choose(goes_on, chosen, NO_TOKEN))
+        put(slots, choose(goes_on, slots, PAD_SLOT))
+
+    return run
 
 
 def draft_ngram(a: Any, n: int) -> None:
@@ -365,12 +392,10 @@ def _file_drafts(a: Any, slots: Tensor, drafts: Tensor, found: Tensor) -> None:
 
 
 KERNELS: dict[str, Kernel] = {
-    "pack_rows": pack_rows,
-    "pack_logit_rows": pack_logit_rows,
+    **{function.__name__: function for function in (pack_rows, pack_logit_rows, verify_match, commit_window, advance_draft)},
     **{function.__name__: plain(function) for function in (
-        update_slots, update_tokens, update_blocks, update_biases, update_bad_words, reserve_blocks, force_choices, verify_match,
-        commit_window, snapshot_output, pack_draft_rows, begin_draft, advance_draft, draft_ngram,
-        align_drafts,
+        update_slots, update_tokens, update_blocks, update_biases, update_bad_words, reserve_blocks, force_choices,
+        snapshot_output, pack_draft_rows, begin_draft, draft_ngram, align_drafts,
     )},
 }  # fmt: skip
 """Contract name to kernel."""

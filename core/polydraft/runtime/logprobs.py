@@ -7,9 +7,10 @@ never knows a request.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -63,22 +64,32 @@ class _Results:
         )
 
 
-@dataclass(frozen=True)
 class _Landing:
-    """Pinned memory of one step in flight: wishes on their way down, records on their way up."""
+    """Pinned memory for the records of one step on their way up: views of it as long as those can be, and the copies that fill
+    them, made anew when what is `expected` changes."""
 
-    wishes: Mapping[str, Staging]
-    records: tuple[Staging, Staging]
+    def __init__(self, tokens: Staging, prompt: Staging) -> None:
+        self._pair = tokens, prompt
+        self.expected: Expected | None = None
+        self.tokens: Array | None = None
+        self.prompt: Array | None = None
+        self.copies: tuple[tuple[Staging, Buffer, int], ...] = ()
+
+    def expect(self, expected: Expected, sources: tuple[Buffer, Buffer]) -> None:
+        """The next records are these."""
+        self.expected = expected
+        views = [
+            None if wanted is None else staging.array[: wanted.words]
+            for wanted, staging in zip(expected[:2], self._pair, strict=True)
+        ]
+        self.tokens, self.prompt = views
+        parts = zip(self._pair, sources, views, strict=True)
+        self.copies = tuple((staging, source, len(view)) for staging, source, view in parts if view is not None)
 
 
-class _Coming(NamedTuple):
-    """What a step brings where it lands: views as long as the records can be, and the copies that fill them."""
-
-    landing: PackedLogprobs | None
-    copies: tuple[tuple[Staging, Buffer, int], ...]
-
-
-_NOTHING = _Coming(None, ())
+SPARE = 8
+"""Landings besides those of steps in flight: the records of so many steps may wait unread where they came; further ones are
+copied."""
 
 
 class Logprobs:
@@ -114,24 +125,25 @@ class Logprobs:
         self._token = device.empty("logprobs.prompt.token", (nl, 1), "i32")
         self._row_of_seq = device.empty("logprobs.prompt.start", (nl,), "i32")  # prompt row i is logit row i
         device.load(self._row_of_seq, np.arange(nl, dtype=np.int32))
-        self._ring = [self._landing(i) for i in range(depth + 1)]
+        wishes = self._num_top, self._prompt_top, self._drawn_top
+        self._ring = [{b.name: self._like(b, i) for b in wishes} for i in range(depth + 1)]
+        """Wishes on their way down, by place."""
         self._sent: dict[str, Array] = {}
-        self._in_flight = [_NOTHING] * len(self._ring)
+        self._sources = self._window.record, self._prompt.record
+        places = range(depth + 1 + SPARE)
+        self._free = deque(_Landing(*(self._like(source, i) for source in self._sources)) for i in places)
+        self._in_flight: list[_Landing | None] = [None] * (depth + 1)
         self._slots: Array | None = None
-        self._coming: tuple[_Coming, ...] = ()
-        """What steps with these slots bring, by place in the ring: a step only copies."""
+        self._expected: Expected | None = None
+        """What steps with these slots bring."""
 
     def _by_slot(self, name: str) -> Buffer:
         buffer = self._device.empty(f"logprobs.{name}", (self._limits.max_seqs,), "i32")
         self._device.load(buffer, np.full(buffer.shape, -1, np.int32))
         return buffer
 
-    def _landing(self, index: int) -> _Landing:
-        def like(buffer: Buffer) -> Staging:
-            return self._device.staging(f"landing{index}.{buffer.name}", buffer.shape, "i32")
-
-        wishes = {buffer.name: like(buffer) for buffer in (self._num_top, self._prompt_top, self._drawn_top)}
-        return _Landing(wishes, (like(self._window.record), like(self._prompt.record)))
+    def _like(self, buffer: Buffer, index: int) -> Staging:
+        return self._device.staging(f"landing{index}.{buffer.name}", buffer.shape, "i32")
 
     # -- launches ----------------------------------------------------------------------------------
     def keep(self, program: ProgramBuilder, logits: Buffer, row_slot: Buffer, *, raw: bool) -> None:
@@ -206,38 +218,49 @@ class Logprobs:
         if self._drawn_top is not self._num_top:
             self._upload(stream, landing, plan.drawn_top, self._drawn_top)
 
-    def _upload(self, stream: Stream, landing: _Landing, wishes: Array | None, buffer: Buffer) -> None:
+    def _upload(self, stream: Stream, landing: Mapping[str, Staging], wishes: Array | None, buffer: Buffer) -> None:
         sent = self._sent.get(buffer.name)
         if wishes is None or wishes is sent:
             return
         self._sent[buffer.name] = wishes
         if sent is None or not np.array_equal(wishes, sent):
-            landing.wishes[buffer.name].array[:] = wishes
-            self._device.upload(stream, buffer, landing.wishes[buffer.name], len(wishes))
+            landing[buffer.name].array[:] = wishes
+            self._device.upload(stream, buffer, landing[buffer.name], len(wishes))
 
     def void(self) -> None:
-        """The device has failed: the wishes that it was sent may be lost."""
+        """The device has failed: the wishes that it was sent may be lost, and no record is on its way."""
         self._sent.clear()
+        self._free.extend(landing for landing in self._in_flight if landing is not None)
+        self._in_flight = [None] * len(self._in_flight)
 
     def download(self, stream: Stream, plan: StepPlan) -> None:
         """Enqueue the copies of the records, as long as they can be."""
         if plan.slots is not self._slots:
-            self._slots, self._coming = plan.slots, self._expect(plan)
-        place = plan.step_id % len(self._ring)
-        coming = self._in_flight[place] = self._coming[place]
-        for landing, record, words in coming.copies:
-            self._device.download(stream, landing, record, words)
+            self._slots, self._expected = plan.slots, self._expect(plan)
+        expected = self._expected
+        if expected is None:
+            return
+        landing = self._in_flight[plan.step_id % len(self._in_flight)] = self._free.popleft()
+        if landing.expected is not expected:
+            landing.expect(expected, self._sources)
+        for target, record, words in landing.copies:
+            self._device.download(stream, target, record, words)
 
     def collect(self, plan: StepPlan) -> PackedLogprobs | None:
-        """The records of a step whose event has completed, unread."""
-        landing = self._in_flight[plan.step_id % len(self._ring)].landing
-        if landing is None:
+        """The records of a step whose event has completed, unread, where they landed; copies of them where too few landings
+        would be left for the steps to come."""
+        place = plan.step_id % len(self._in_flight)
+        landing, self._in_flight[place] = self._in_flight[place], None
+        if landing is None or landing.expected is None:
             return None
-        expected, tokens, prompt = landing
-        return PackedLogprobs(expected, None if tokens is None else tokens.copy(), None if prompt is None else prompt.copy())
+        if len(self._free) >= len(self._in_flight):
+            return PackedLogprobs(landing.expected, landing.tokens, landing.prompt, self._free, landing)
+        tokens, prompt = (None if view is None else view.copy() for view in (landing.tokens, landing.prompt))
+        self._free.append(landing)
+        return PackedLogprobs(landing.expected, tokens, prompt)
 
-    def _expect(self, plan: StepPlan) -> tuple[_Coming, ...]:
-        """What the step of a plan brings, by place in the ring."""
+    def _expect(self, plan: StepPlan) -> Expected | None:
+        """The records of a plan's step; None where it brings none."""
         top, prompt_top, limits = plan.num_top, plan.prompt_top, self._limits
         tokens = prompt = None
         if top is not None:
@@ -248,15 +271,5 @@ class Logprobs:
             columns = int(prompt_top[plan.slots].max()) + 1
             prompt = Wanted(int(Flag.PROMPT), columns, 1, plan.num_prompt_rows, limits.max_seqs, limits.vocab_size)
         if tokens is None and prompt is None:
-            return (_NOTHING,) * len(self._ring)
-        expected = Expected(tokens, prompt, plan.slots, top, prompt_top)
-        return tuple(self._land(place, expected) for place in self._ring)
-
-    def _land(self, place: _Landing, expected: Expected) -> _Coming:
-        views: list[Array | None] = [None, None]
-        copies = []
-        for i, (wanted, record) in enumerate(zip(expected[:2], (self._window.record, self._prompt.record), strict=True)):
-            if wanted is not None:
-                views[i] = place.records[i].array[: wanted.words]
-                copies.append((place.records[i], record, wanted.words))
-        return _Coming(PackedLogprobs(expected, *views), tuple(copies))
+            return None
+        return Expected(tokens, prompt, plan.slots, top, prompt_top)

@@ -7,9 +7,10 @@ probabilities are only copied: header and body are checked and split when somebo
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -150,20 +151,29 @@ class Expected(NamedTuple):
     prompt_top: Array | None
 
 
-class PackedLogprobs(NamedTuple):
+@dataclass(slots=True)  # not frozen: that costs a step more than the rest of it
+class PackedLogprobs:
     """The records of one step as they came, int32 words at which nobody has looked yet, and what they have to be."""
 
     expected: Expected
     tokens: Array | None
     prompt: Array | None
+    lender: deque[Any] | None = None
+    """Whom the memory goes back to when the words have been read, from whatever thread; None: it is nobody else's."""
+    loan: Any = None
 
     def blocks(self) -> tuple[LogprobBlock | None, LogprobBlock | None]:
-        """What they say, of tokens and of prompt tokens. Raises as `decode_logprobs` does."""
+        """What they say, of tokens and of prompt tokens; they may be asked once. Raises as `decode_logprobs` does."""
         tokens, prompt, *_ = self.expected
-        return (
-            None if tokens is None or self.tokens is None else decode_logprobs(self.tokens, tokens),
-            None if prompt is None or self.prompt is None else decode_logprobs(self.prompt, prompt),
-        )
+        try:
+            return (
+                None if tokens is None or self.tokens is None else decode_logprobs(self.tokens, tokens),
+                None if prompt is None or self.prompt is None else decode_logprobs(self.prompt, prompt),
+            )
+        finally:
+            self.tokens = self.prompt = None
+            if self.lender is not None:
+                self.lender.append(self.loan)
 
 
 def decode_logprobs(words: Array, wanted: Wanted) -> LogprobBlock:

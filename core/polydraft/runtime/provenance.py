@@ -86,7 +86,8 @@ class StepLogprobs:
         return tuple(zip(self.drafts.tolist(), self.draft_logprobs.tolist(), strict=True))
 
 
-class Report(NamedTuple):
+@dataclass(slots=True)
+class Report:
     """Log probabilities that a step brought, as they came, and no more of the step than it takes to tell whose they are: nothing
     else of it is kept alive.
 

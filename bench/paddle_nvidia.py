@@ -4,7 +4,8 @@ Writes bench/results/paddle_nvidia.json. Weights are random, made on the device;
 bench/gpu_rounds.py. Each contender runs in a process of its own, one after the other; within one, the engine of a shape and K
 serves both batch sizes. Paddle alone computes attention of prompt rows one by one, so prompts are short and all contenders take
 the same. A cell that has taken --cell-seconds is not repeated again (its row has the number of repeats), and one that a
-contender does not reach within --seconds has a row without a figure.
+contender does not reach within --seconds has a row without a figure. Cells that --out has and that are not measured this time
+are kept, each with its own day and commit.
 
     python bench/paddle_nvidia.py --out bench/results/paddle_nvidia.json
     python bench/paddle_nvidia.py --page docs/backends/paddle-nvidia.md
@@ -38,6 +39,12 @@ CONTENDERS: dict[str, dict[str, Any]] = {
     "paddle": {"backend": "paddle", "device": "polycuda:0"},
 }
 FIGURES = "bench/results/paddle_nvidia.json"
+METHOD = (
+    "requests of equal length, greedy, end of text ignored; one process a contender, one after the other; in each one engine a "
+    "shape and K, one warm-up run a batch size; a round's figures are medians over the steps in which every request has a round, "
+    "of each figure the median over the repeats, as spread the smallest and the largest; weights random, acceptance synthetic by "
+    f"{SCHEDULE}; bench/paddle_nvidia.py says what a contender is"
+)
 
 
 Cell = tuple[str, int, int]
@@ -95,6 +102,7 @@ def main() -> int:
     parser.add_argument("--new-tokens", type=int, default=96)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--dtype", default="bf16")
+    parser.add_argument("--contenders", default=";".join(CONTENDERS), help="which to measure")
     parser.add_argument("--only", help=f"one of {'; '.join(CONTENDERS)}, its rows printed as JSON")
     parser.add_argument("--seconds", type=float, default=600, help="that one contender may take")
     parser.add_argument("--cell-seconds", type=float, default=60, help="after which a cell is not repeated again")
@@ -116,11 +124,32 @@ def measure_all(options: argparse.Namespace) -> None:
     from polydraft_cuda.device import device_name, driver_version
 
     rows: list[dict[str, Any]] = []
-    for contender in CONTENDERS:
+    before = kept(Path(options.out))
+    for contender in options.contenders.split(";"):
         rows += measured_apart(contender, options)
-        how = f"weights random, acceptance synthetic by {SCHEDULE}; bench/paddle_nvidia.py says what a contender is"
-        result = report.document(rows, device=device_name(0), driver=str(driver_version()), method=f"{report.METHOD}; {how}")
-        report.write(options.out, result)
+        again = {key_of(row) for row in rows}
+        every = sorted([*rows, *(row for key, row in before.items() if key not in again)], key=place_of)
+        report.write(options.out, report.document(every, device=device_name(0), driver=str(driver_version()), method=METHOD))
+
+
+def key_of(row: dict[str, Any]) -> tuple[str, Cell]:
+    """Contender and cell of a row."""
+    return row["contender"], (row["shape"], row["draft_tokens"], row["batch"])
+
+
+def place_of(row: dict[str, Any]) -> tuple[Any, ...]:
+    """Where a row stands: by contender, large shapes first."""
+    return list(CONTENDERS).index(row["contender"]), row["shape"] != "mimo-7b", *key_of(row)[1]
+
+
+def kept(path: Path) -> dict[tuple[str, Cell], dict[str, Any]]:
+    """Rows with figures of an earlier result; those of another day or commit tell both."""
+    if not path.is_file():
+        return {}
+    result, now = json.loads(path.read_text(encoding="utf-8")), report.document([])
+    told = {key: result[key] for key in ("date", "commit")}
+    told = {} if told == {key: now[key] for key in told} else told
+    return {key_of(row): {**told, **row} for row in result["rows"] if row["ms_per_round"] is not None}
 
 
 def measured_apart(contender: str, options: argparse.Namespace) -> list[dict[str, Any]]:

@@ -78,6 +78,25 @@ def test_no_operation_leaves_the_place():
     assert done.stdout.split() == ["{}"]
 
 
+PRODUCTS = """
+import paddle, polydraft_paddle_cuda as cuda
+from polydraft import LLM, SamplingParams
+llm = LLM(backend="paddle", device="polycuda:0", draft_tokens=3, max_num_seqs=2, max_model_len=64, dtype="bf16")
+llm.generate(["def f(", "import"], [SamplingParams(max_new_tokens=12, temperature=t) for t in (0, 1)])
+print(cuda.counter("library_products"), cuda.counter("own_products"))
+llm.engine.close()
+"""
+
+
+def test_products_go_to_the_library():
+    """Where cuBLASLt is installed none is left to the device's own kernel, which is right and slow."""
+    done = run("-c", PRODUCTS)
+    assert done.returncode == 0, done.stderr[-2000:]
+    library, own = (int(count) for count in done.stdout.split()[-2:])
+    assert library > 0
+    assert own == 0
+
+
 @pytest.mark.deep
 @pytest.mark.parametrize("pack", [(), PACK], ids=["alone", "pack"])
 def test_the_profile_with_graphs_holds(pack: tuple[str, ...], tmp_path: Path):

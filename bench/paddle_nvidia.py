@@ -65,18 +65,23 @@ def rows_of(contender: str, options: argparse.Namespace) -> Iterator[dict[str, A
         engine = engine_of(contender, shape, drafts, batches, options)
         print(f"{contender}: {name} K={drafts} built in {time.monotonic() - began:.1f} s", file=sys.stderr, flush=True)
         for batch in batches:
-            cell, began = Contender(engine, Load(batch, options.prompt_tokens, options.new_tokens)), time.monotonic()
-            for turn in range(options.repeats + 1):
-                cell.measure(keep=turn > 0)
-                if turn and time.monotonic() - began > options.cell_seconds:
-                    break
-            row = {**cell.row(shape), "contender": contender}
-            figures = f"{row['ms_per_round']:.3f} ms a round, {row['tokens_per_round']:.2f} tokens"
-            print(f"  batch {batch}: {figures}, {time.monotonic() - began:.1f} s", file=sys.stderr, flush=True)
-            yield row
+            yield {**row_of(engine, shape, batch, options), "contender": contender}
         engine.close()
-        del engine, cell
+        del engine
         gc.collect()  # Paddle's tensors go with their last reference
+
+
+def row_of(engine: Engine, shape: Path, batch: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Measure one cell."""
+    cell, began = Contender(engine, Load(batch, options.prompt_tokens, options.new_tokens)), time.monotonic()
+    for turn in range(options.repeats + 1):
+        cell.measure(keep=turn > 0)
+        if turn and time.monotonic() - began > options.cell_seconds:
+            break
+    row = cell.row(shape)
+    figures = f"{row['ms_per_round']:.3f} ms a round, {row['tokens_per_round']:.2f} tokens"
+    print(f"  batch {batch}: {figures}, {time.monotonic() - began:.1f} s", file=sys.stderr, flush=True)
+    return row
 
 
 def engine_of(contender: str, shape: Path, drafts: int, batches: list[int], options: argparse.Namespace) -> Engine:

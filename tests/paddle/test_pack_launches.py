@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from tests.support.paddle import needs_paddle, script
 
 TRACE = """
@@ -79,6 +81,7 @@ SHAPE = {
 @needs_paddle
 def test_every_program_launches_what_the_cuda_backend_launches(tmp_path):
     """A kernel that writes for the one behind it knows that by the buffer: an address alone would keep the two apart."""
+    pytest.importorskip("cuda.bindings", reason="cuda-bindings are not installed: pip install 'polydraft[cuda]'")
     shape = tmp_path / "block.json"
     shape.write_text(json.dumps(SHAPE))
     run = script(TRACE, str(shape))

@@ -10,7 +10,7 @@ context; `copy_rate_share` is the time of those bytes at the measured rate of a 
 Prompts are timed as the launches of one prefill step, and the rate of their arithmetic is set beside that of one large product.
 
     python bench/gpu_regions.py --out bench/results/cuda_regions.json
-    python bench/gpu_regions.py --read RESULT --plot docs/images/cuda_regions.png --page docs/performance.md
+    python bench/gpu_page.py
 """
 
 from __future__ import annotations
@@ -43,7 +43,6 @@ METHOD = (
     "launches of a region of all layers, captured and replayed by themselves; all slots at the same position, caches filled with "
     "small numbers; the median of the replays, by events; weights random; floor_bytes as bench/gpu_regions.py defines them"
 )
-FIGURES = "bench/results/cuda_regions.json"
 SHOWN = ("target pass", "projections", "attention", "norms", "head")
 """Regions of the picture and the table, besides draft passes."""
 WHOLE = ("choosing", "bookkeeping", "a round", "sustained")
@@ -326,7 +325,6 @@ def main() -> int:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--read", type=Path, help="show this result instead of measuring")
     parser.add_argument("--plot", help="draw a picture into this file")
-    parser.add_argument("--page", type=Path, help="renew the table of this page")
     parser.add_argument("--shape", default="mimo-7b")
     parser.add_argument("--batches", type=lambda text: tuple(int(part) for part in text.split(",")), default=BATCHES)
     parser.add_argument("--context", type=int, default=639)
@@ -346,8 +344,6 @@ def main() -> int:
         report.write(options.out, result)
     if options.plot:
         draw(result, options.plot)
-    if options.page:
-        report.renew(options.page, FIGURES, markdown(result))
     return 0
 
 

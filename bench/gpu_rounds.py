@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import statistics
 import sys
 import time
@@ -33,7 +32,6 @@ SCHEDULE = (0.8, 0.75, 0.75)
 BATCHED_TOKENS = 8192
 """Rows of a prefill step."""
 GIB = 1 << 30
-FIGURES = "bench/results/cuda.json"
 VLLM = {
     ("mimo-7b", 0): (5.03, 5.23, 5.92, 6.87),
     ("mimo-7b", 3): (6.89, 7.63, 9.08, 12.19),
@@ -174,13 +172,8 @@ def main() -> int:
     parser.add_argument("--draft-vocab", default="all", help="tokens that may be drafted, each in turn: all,FILE:N,...")
     parser.add_argument("--compare", choices=list(VARIANTS), default="off", help="every cell with and without, in turn")
     parser.add_argument("--invariant", action="store_true")
-    parser.add_argument("--page", help="only renew the table of this page from --out")
     parser.add_argument("--seconds", type=float, default=1e9, help="start no further cell after this time")
     options = parser.parse_args()
-    if options.page:
-        result = json.loads(Path(options.out).read_text(encoding="utf-8"))
-        report.renew(Path(options.page), FIGURES, markdown(result))
-        return 0
     rows: list[dict[str, Any]] = []
     rate, begin = copy_rate(), time.monotonic()
     print(f"copy rate {1e-12 * rate:.2f} TB/s", file=sys.stderr, flush=True)
@@ -189,28 +182,6 @@ def main() -> int:
             rows.append(measure(cell, options, rate))
             write(rows, options.out)
     return 0
-
-
-def markdown(result: dict[str, Any]) -> str:
-    """One line a cell: milliseconds of a round, what they are of the floor and of vLLM's, and what comes out of them. Where some
-    rows tell the commit that they were measured with, a dagger marks the others: they are older."""
-    later = any("commit" in row for row in result["rows"])
-    lines = [
-        "| shape | drafts | batch | ms a round | share of the copy rate | vLLM, ms | ratio | tokens a round | tokens/s |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    for row in result["rows"]:
-        key = row["shape"], row["draft_tokens"]
-        other = VLLM[key][BATCHES.index(row["batch"])] if key in VLLM and row["batch"] in BATCHES else None
-        beside = f"{other:.2f} | {row['ms_per_round'] / other:.2f}" if other else "- | -"
-        time = f"{row['ms_per_round']:.3f}" + (" †" if later and "commit" not in row else "")
-        tokens, speed = row["tokens_per_round"], row["tokens_per_s"]
-        outcome = "- | -" if tokens is None else f"{tokens:.2f} | {speed:,.0f}"
-        lines.append(
-            f"| {row['shape']} | {row['draft_tokens']} | {row['batch']} | {time} | "
-            f"{row['copy_rate_share']:.0%} | {beside} | {outcome} |"
-        )
-    return "\n".join(lines)
 
 
 def write(rows: list[dict[str, Any]], out: str) -> None:

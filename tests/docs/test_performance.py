@@ -57,41 +57,6 @@ def test_every_marked_result_and_picture_exists():
         assert (PAGE.parent / path).is_file(), path
 
 
-def test_rounds_on_a_gpu_are_those_of_the_result():
-    bench = script("gpu_rounds")
-    result = json.loads((ROOT / "bench" / "results" / "cuda.json").read_text(encoding="utf-8"))
-    page = read(PAGE)
-    assert renewed(page, bench.FIGURES, bench.markdown(result)) == page
-    assert bench.markdown(result) in section(page, "Decode rounds on an NVIDIA GPU")
-    assert all(row["ms_per_round"] <= 0.26 * other for row, other in beside(bench, result, "small", "tiny"))
-    ratios: dict[bool, list[float]] = {True: [], False: []}
-    for row, other in beside(bench, result, "mimo-7b"):
-        ratios["commit" in row].append(round(row["ms_per_round"] / other, 2))
-    assert sorted(ratios[True]) == [0.76, 0.77, 0.89], "what the text says of the cells that were measured last"
-    assert all(0.84 <= ratio <= 0.96 for ratio in ratios[False])
-    assert bench.markdown(result).count("†") == len(result["rows"]) - sum("commit" in row for row in result["rows"])
-
-
-def test_regions_on_a_gpu_are_those_of_the_result():
-    bench = script("gpu_regions")
-    result = json.loads((ROOT / "bench" / "results" / "cuda_regions.json").read_text(encoding="utf-8"))
-    page = read(PAGE)
-    assert renewed(page, bench.FIGURES, bench.markdown(result)) == page
-    found = bench.cells(result)
-    assert list(found) == [(drafts, batch) for drafts in (0, 3) for batch in (1, 8, 32, 64)]
-    for rows in found.values():
-        assert set(bench.SHOWN) <= set(rows)
-        for row in rows.values():
-            floor = row["floor_bytes"]
-            assert (floor is None) == (row["region"] in {"norms", *bench.WHOLE})
-            if floor is not None:
-                assert row["copy_rate_share"] == pytest.approx(floor / row["copy_bytes_per_s"] / (1e-6 * row["us"]))
-    assert round(found[0, 1]["target pass"]["copy_rate_share"], 2) == 0.84
-    (prompts,) = [row for row in result["rows"] if row["region"] == "prefill"]
-    assert prompts["matrix_rate_share"] == pytest.approx(prompts["operations_per_s"] / prompts["matrix_operations_per_s"])
-    assert round(prompts["matrix_rate_share"], 2) == 0.69
-
-
 @pytest.mark.deep
 def test_regions_on_a_gpu_can_be_drawn(tmp_path: Path):
     result = json.loads((ROOT / "bench" / "results" / "cuda_regions.json").read_text(encoding="utf-8"))
@@ -136,14 +101,3 @@ def test_a_region_has_the_launches_and_the_bytes_of_its_name():
     assert bytes_of["attention"] == 2 * 2 * 2 * 8 * 3 * 50
     assert bytes_of["target pass"] == bytes_of["projections"] + bytes_of["attention"] + 2 * 1200
     assert bytes_of["draft pass"] == 2 * (weights + 2 * 144 + 2 * 8 * 150 + 1200)
-
-
-def beside(bench: Any, result: dict[str, Any], *shapes: str) -> list[tuple[dict[str, Any], float]]:
-    """Rows of these shapes, each with what the other engine takes."""
-    found = [
-        (row, bench.VLLM[row["shape"], row["draft_tokens"]][bench.BATCHES.index(row["batch"])])
-        for row in result["rows"]
-        if row["shape"] in shapes
-    ]
-    assert found
-    return found

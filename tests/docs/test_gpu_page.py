@@ -1,0 +1,111 @@
+"""What docs/performance.md shows of results measured on a GPU against those results."""
+
+import copy
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench import gpu_page, gpu_prompts, gpu_regions, gpu_rounds
+from polydraft.bench.shapes import RandomCheckpoint
+from polydraft.models.families import FamilyRegistry
+from tests.docs.pages import read
+from tests.support.project import ROOT
+
+PAGE = ROOT / "docs" / "performance.md"
+THERE = [name for name in gpu_page.SHOWN if (gpu_page.RESULTS / name).is_file()]
+
+
+def result(name: str) -> dict[str, Any]:
+    found = gpu_page.read(name)
+    assert found is not None
+    return found
+
+
+def test_the_page_is_what_the_script_would_make_of_the_results():
+    page = read(PAGE)
+    assert gpu_page.renewed(page) == page
+
+
+def test_every_result_that_is_there_is_shown_and_no_other():
+    shown = re.findall(r"<!-- figures: bench/results/(cuda[a-z_]*\.json) -->", read(PAGE))
+    assert sorted(shown) == sorted(THERE)
+    assert {"cuda.json", "cuda_regions.json"} <= set(THERE)
+
+
+@pytest.mark.parametrize("name", THERE)
+def test_a_table_follows_its_result(name: str):
+    found = result(name)
+    assert (found["schema"], found["device"]) == ("polydraft.bench/1", "NVIDIA H200")
+    changed = copy.deepcopy(found)
+    for row in changed["rows"]:
+        for field in ("ms_per_round", "us", "ttft_ms"):
+            if row.get(field):
+                row[field] *= 1.5
+    before, after = gpu_page.SHOWN[name](found), gpu_page.SHOWN[name](changed)
+    assert len(before) == len(after)
+    assert before != after
+    assert all(paragraph in read(PAGE) for paragraph in before)
+
+
+@pytest.mark.parametrize("name", [name for name in THERE if name not in ("cuda_regions.json", "cuda_prompts.json")])
+def test_rows_say_what_is_synthetic_and_what_their_floor_is(name: str):
+    for row in result(name)["rows"]:
+        assert row["weights"] == "random"
+        assert row["acceptance"] == ("synthetic" if row["draft_tokens"] else "measured")
+        share = row["floor_bytes"] / row["copy_bytes_per_s"] / (1e-3 * row["ms_per_round"])
+        assert row["copy_rate_share"] == pytest.approx(share)
+
+
+def test_every_cell_of_the_comparison_is_there_and_measured_alike():
+    rows = result("cuda.json")["rows"]
+    cells = [(row["shape"], row["draft_tokens"], row["batch"]) for row in rows]
+    assert cells == [(*key, batch) for key in gpu_rounds.VLLM for batch in gpu_rounds.BATCHES]
+    assert {(row["prompt_tokens"], row["new_tokens"], row["dtype"], row["graph"], row["overlap"]) for row in rows} == {
+        (512, 256, "bf16", "decode", 1)
+    }
+    ratios = gpu_page.ratios(result("cuda.json"))
+    assert list(ratios) == cells
+    for row in rows:
+        other = gpu_rounds.VLLM[row["shape"], row["draft_tokens"]][gpu_rounds.BATCHES.index(row["batch"])]
+        assert ratios[row["shape"], row["draft_tokens"], row["batch"]] == pytest.approx(row["ms_per_round"] / other)
+
+
+def test_regions_on_a_gpu_are_those_of_the_result():
+    found = gpu_regions.cells(result("cuda_regions.json"))
+    assert list(found) == [(drafts, batch) for drafts in (0, 3) for batch in (1, 8, 32, 64)]
+    for rows in found.values():
+        assert set(gpu_regions.SHOWN) <= set(rows)
+        for row in rows.values():
+            floor = row["floor_bytes"]
+            assert (floor is None) == (row["region"] in {"norms", *gpu_regions.WHOLE})
+            if floor is not None:
+                assert row["copy_rate_share"] == pytest.approx(floor / row["copy_bytes_per_s"] / (1e-6 * row["us"]))
+    (prompts,) = [row for row in result("cuda_regions.json")["rows"] if row["region"] == "prefill"]
+    assert prompts["matrix_rate_share"] == pytest.approx(prompts["operations_per_s"] / prompts["matrix_operations_per_s"])
+
+
+def test_operations_of_a_prompt_are_those_of_weights_and_of_causal_attention():
+    checkpoint = RandomCheckpoint(ROOT / "bench" / "shapes" / "tiny.json")
+    model, _ = FamilyRegistry().describe(checkpoint)
+    checkpoint.close()
+    weights = 256 * (256 + 2 * 128) + 256 * 256 + 3 * 256 * 768
+    keys = sum(range(1, 101))
+    wanted = 8 * (2 * 100 * weights + 2 * 2 * 256 * keys)
+    assert gpu_prompts.operations(model, 100) == pytest.approx(wanted, rel=0.01)
+
+
+@pytest.mark.deep
+def test_rounds_can_be_drawn(tmp_path: Path):
+    gpu_page.draw_rounds(result("cuda.json"), tmp_path / "rounds.png")
+    assert (tmp_path / "rounds.png").stat().st_size > 10_000
+
+
+def test_acceptance_of_a_reduced_vocabulary_is_that_of_the_demo_checkpoint():
+    if "cuda_draft_vocab.json" not in THERE:
+        pytest.skip("no such result is committed")
+    rows = json.loads((gpu_page.RESULTS / "draft_vocab.json").read_text(encoding="utf-8"))["rows"]
+    said = gpu_page.vocabularies(result("cuda_draft_vocab.json"))[2]
+    assert f"{rows[1]['tokens_per_round']:.2f} with {rows[1]['draft_vocab']:,}" in said

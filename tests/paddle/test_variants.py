@@ -31,6 +31,7 @@ from polydraft.backend import DeviceOptions
 from polydraft.contracts import COMPOSITES, REGISTRY
 from polydraft.contracts.harness import check_kernel, contract_of
 from polydraft_paddle import open_place, polydraft_init_forward_meta, polydraft_kernels
+from polydraft_paddle.provider import missing_kernel
 
 def fused_rotary_position_embedding(q, k=None, v=None, sin=None, cos=None, position_ids=None, use_neox_rotary_style=True):
     sin, cos = (paddle.gather(t.reshape([-1, t.shape[-1]]), position_ids.reshape([-1])).unsqueeze([0, 2]) for t in (sin, cos))
@@ -47,6 +48,16 @@ def fused_linear(x, weight, bias=None, transpose_weight=False, name=None):
     return paddle.matmul(x, weight, transpose_y=transpose_weight) + bias
 
 fused = paddle.incubate.nn.functional
+paddle.set_device("cpu")
+x, table = paddle.ones([1, 2, 2, 8]), paddle.ones([1, 4, 1, 8])
+turn = lambda: fused.fused_rotary_position_embedding(x, sin=table, cos=table, position_ids=paddle.to_tensor([[0, 1]]))
+for operation in (turn, lambda: fused.fused_linear(x[0, 0], paddle.ones([3, 8]), paddle.ones([3]), transpose_weight=True)):
+    try:
+        operation()
+    except RuntimeError as error:
+        assert missing_kernel(error), error
+    else:
+        raise SystemExit("the CPU place has this operation by now: run it there, and say so in docs/backends/paddle.md")
 fused.fused_rotary_position_embedding, fused.fused_linear = fused_rotary_position_embedding, fused_linear
 device = open_place("cpu", DeviceOptions())
 backend = polydraft_kernels(device)

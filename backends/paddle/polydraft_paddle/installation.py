@@ -77,6 +77,7 @@ def import_paddle() -> None:
     kind = mkl_type()
     if kind:
         suggest("MKL_DEBUG_CPU_TYPE", kind)
+    suggest("KMP_BLOCKTIME", "10")  # milliseconds that an idle thread of Paddle spins; by itself 200, in everybody's way
     threads.note_wanted()
     with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
         warnings.simplefilter("ignore")

@@ -2,9 +2,9 @@
 
 An engine of random weights is built, its row buffers are set to `batch` slots that all stand at the same position, and the
 launches of one region of the step, of all layers, are captured and replayed by themselves: the target pass, its projections,
-attention (with the turn and the store of new rows), norms and head, the draft passes, the choice of tokens, and the launches
-that only keep books (of slots that stand still). Regions overlap in a step, so they add up to more than the pass. "a round" is
-everything but the bookkeeping as one graph; "sustained" is the same behind a second of it, when the board may have reached its
+attention (with the turn and the store of new rows), norms and head, the draft passes and the choice of tokens. Launches that
+only keep books are left out: they need slots that move on. Regions overlap in a step, so they add up to more than the pass. "a
+round" is everything else as one graph; "sustained" is the same behind a second of it, when the board may have reached its
 power limit and lowered its clock. `floor_bytes` is what a region cannot do without reading: weights once, keys and values of the
 context; `copy_rate_share` is the time of those bytes at the measured rate of a device-to-device copy over the time of the region.
 Prompts are timed as the launches of one prefill step, and the rate of their arithmetic is set beside that of one large product.
@@ -45,7 +45,7 @@ METHOD = (
 )
 SHOWN = ("target pass", "projections", "attention", "norms", "head")
 """Regions of the picture and the table, besides draft passes."""
-WHOLE = ("choosing", "bookkeeping", "a round", "sustained")
+WHOLE = ("choosing", "a round", "sustained")
 """Regions of the table behind them; no picture, and no floor of their own."""
 KEEPS_BOOKS = frozenset({
     "reserve_blocks", "pack_rows", "pack_logit_rows", "commit_window", "snapshot_output", "pack_draft_rows", "begin_draft",
@@ -106,11 +106,9 @@ def regions(target: Sequence[Bound], draft: Sequence[Bound]) -> dict[str, list[B
     for room in rooms:
         found[room.replace("draft", "draft pass")] = [entry for entry in draft if entry.room == room]
     every = (*target, *draft)
-    books = [entry for entry in every if not KEEPS_BOOKS.isdisjoint(entry.contract.split("+"))]
-    kept = {id(entry) for entry in books}
+    kept = {id(entry) for entry in every if not KEEPS_BOOKS.isdisjoint(entry.contract.split("+"))}
     found["choosing"] = [entry for entry in every if entry.room == "verify" and id(entry) not in kept]
     found["a round"] = [entry for entry in every if id(entry) not in kept]
-    found["bookkeeping"] = books  # last: rows are others behind it
     return found
 
 

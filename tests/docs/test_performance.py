@@ -89,7 +89,10 @@ def test_a_region_has_the_launches_and_the_bytes_of_its_name():
     assert (names["gate and up"], names["qkv"], names["down"]) == (["linear", "swiglu"] * 2, ["linear"] * 2, ["linear"] * 2)
     assert found["qkv"][0] is target[4]
     assert (names["draft pass 0"], names["draft pass 1"]) == (["embed", "linear"], ["linear"])
-    assert (names["choosing"], names["bookkeeping"]) == (["argmax"], ["pack_rows", "begin_draft"])
+    assert names["choosing"] == ["argmax"]
+    assert not {"pack_rows", "begin_draft"} & {contract for of in names.values() for contract in of}, (
+        "they need slots that move on"
+    )
     assert len(names["a round"]) == len(target) + len(draft) - 2
 
     attention = SimpleNamespace(q_size=16, kv_size=8)

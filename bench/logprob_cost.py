@@ -1,13 +1,14 @@
 """What log probabilities cost the host of a step, and how long their record is, on the backend whose kernels cost nothing.
 
-64 streaming requests, K = 3, every draft accepted; five engines, whose requests want different things, take turns of eight
-steps; texts that are nearly as long as the model allows are begun anew, which is not measured. `host`: what the engine's own
-thread spends on a step and on handing its news over (`Engine.step`, `Engine.take`), without what the null device's kernels and
-copies take. `ratio`: of a turn to the turn of the engine that may report log probabilities and whose requests want none, each
-turn by the median of its steps; median and quartiles over the turns. `convert`: what another thread spends to make one record
-of the news (`Converter`, `pack`). `pack`: the reference's kernel that packs the record, by itself: the null device packs
-headers alone. The fixed record has 21 columns for every place of every window, as a record of fixed size would have, asked for
-or not: it is computed, copied and kept as if every request had asked for 20.
+64 streaming requests, K = 3, every draft accepted; engines whose requests want different things take turns of eight steps,
+three of each kind, since where one's memory lies is worth a few per cent; texts that are nearly as long as the model allows
+are begun anew, which is not measured. `host`: what the engine's own thread spends on a step and on handing its news over
+(`Engine.step`, `Engine.take`), without what the null device's kernels and copies take. `ratio`: of a turn to the turn of the
+engine that may report log probabilities and whose requests want none, each turn by the median of its steps; median and
+quartiles over the turns. `convert`: what another thread spends to make one record of the news (`Converter`, `pack`). `pack`:
+the reference's kernel that packs the record, by itself: the null device packs headers alone. The fixed record has 21 columns
+for every place of every window, as a record of fixed size would have, asked for or not: it is computed, copied and kept as if
+every request had asked for 20.
 
     python bench/logprob_cost.py --out bench/results/logprobs.json --page docs/serving.md
     python bench/logprob_cost.py --read bench/results/logprobs.json --page docs/serving.md
@@ -28,7 +29,7 @@ from polydraft.bench import report
 FIGURES = "bench/results/logprobs.json"
 WISHES = {"no engine option": None, "nothing": None, "top 0": 0, "top 5": 5, "fixed 21 columns": 20}
 BASE = "nothing"
-BATCH, DRAFTS, TURN, WARM_UP, NEW_TOKENS = 64, 3, 8, 4, 2000
+BATCH, DRAFTS, TURN, WARM_UP, NEW_TOKENS, INSTANCES = 64, 3, 8, 4, 2000, 3
 
 
 class Engine:
@@ -111,25 +112,27 @@ class Engine:
 
 
 def measure(turns: int) -> list[dict[str, Any]]:
-    engines = {name: Engine(name) for name in WISHES}
+    engines = {name: [Engine(name) for _ in range(INSTANCES)] for name in WISHES}
     names = list(engines)
     gc.collect()
     gc.freeze()
     for number in range(turns):
-        for name in (*names[number % len(names) :], *names[: number % len(names)]):
-            engines[name].note()
-    return [_row(name, engine, engines[BASE]) for name, engine in engines.items()]
+        for instance in range(INSTANCES):
+            for name in (*names[number % len(names) :], *names[: number % len(names)]):
+                engines[name][instance].note()
+    return [_row(name, same, engines[BASE]) for name, same in engines.items()]
 
 
-def _row(name: str, engine: Engine, base: Engine) -> dict[str, Any]:
-    ratios = sorted(own / other for own, other in zip(engine.host, base.host, strict=True))
+def _row(name: str, same: list[Engine], bases: list[Engine]) -> dict[str, Any]:
+    host, base = ([statistics.mean(turn) for turn in zip(*(one.host for one in some), strict=True)] for some in (same, bases))
+    ratios = sorted(own / other for own, other in zip(host, base, strict=True))
     return {
         "what": "log probabilities", "shape": "demo", "backend": "null", "batch": BATCH, "draft_tokens": DRAFTS, "asked": name,
-        "host_us_per_step": round(statistics.median(engine.host), 1),
-        "spread": [round(v, 1) for v in _quartiles(engine.host)],
+        "host_us_per_step": round(statistics.median(host), 1), "spread": [round(v, 1) for v in _quartiles(host)],
         "ratio": round(statistics.median(ratios), 4), "ratio_spread": [round(v, 4) for v in _quartiles(ratios)],
-        "convert_us_per_step": round(statistics.median(engine.convert), 1), "pack_us": round(engine.pack, 1),
-        "bytes_per_step": engine.words[-1], "repeats": len(engine.host),
+        "convert_us_per_step": round(statistics.median(v for one in same for v in one.convert), 1),
+        "pack_us": round(statistics.median(one.pack for one in same), 1),
+        "bytes_per_step": same[0].words[-1], "repeats": len(host),
     }  # fmt: skip
 
 
@@ -154,7 +157,7 @@ def markdown(rows: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--turns", type=int, default=400)
+    parser.add_argument("--turns", type=int, default=200)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--read", type=Path)
     parser.add_argument("--page", type=Path)

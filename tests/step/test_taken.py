@@ -15,6 +15,7 @@ import pytest
 
 from polydraft import Engine, SamplingParams
 from polydraft.contracts.layout import HEADER_WORDS, LogprobEntry, LogprobHeader
+from polydraft.runtime.logprobs import SPARE
 from polydraft.runtime.output import Converter, Piece
 from polydraft.runtime.taken import MOST_REPORTS, Taken
 from tests.support.kernel_doubles import backend_with
@@ -113,6 +114,30 @@ def test_log_probabilities_alone_are_handed_over_now_and_then() -> None:
     running.slots.reports *= MOST_REPORTS // 40 + 1
     assert running.take()
     assert not running.slots.reports
+
+
+def test_records_wait_where_they_landed_and_the_memory_comes_back() -> None:
+    """Of more than there is room for copies are made, so that no step lacks a place to land."""
+
+    def running(*, polled: bool) -> tuple[Engine, list[Any]]:
+        made = engine(MODEL, draft_tokens=0, logprobs=2, max_num_seqs=1)
+        made.add((5, 9), LONG, stream=True)
+        outputs = []
+        while made.has_work:
+            made.step()
+            outputs += made.poll() if polled else []
+        return made, outputs
+
+    late, _ = running(polled=False)
+    lent = [report.records.lender is not None for report in late.slots.reports]
+    assert len(lent) > SPARE
+    assert lent == [place < SPARE for place in range(len(lent))]
+    assert late.runner._logprobs is not None
+    free = late.runner._logprobs._free
+    assert len(free) == late.resolved.overlap + 1
+    (output,) = late.poll()
+    assert len(free) == len(set(free)) == late.resolved.overlap + 1 + SPARE
+    assert output.tokens == running(polled=True)[1][-1].tokens
 
 
 def test_a_step_makes_no_object_of_any_request(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,8 @@
 """Owns the reading of packed records: snapshots, the word that says what a record is, and log probabilities out of int32 words.
 
 The runner keeps with it what a step brought back, and the wire between processes begins its records with the same word. It
-never guesses: a record that does not fit its own header, or what was asked for, is refused whole. On the step's path log
-probabilities are only copied: header and body are checked and split when somebody wants the numbers.
+never guesses: a record that does not fit its own header, or what was asked for, is refused whole. The step's path never
+looks at log probabilities: header and body are checked and split when somebody wants the numbers.
 """
 
 from __future__ import annotations

@@ -25,8 +25,9 @@ help:  ## list the targets
 demo: $(CORE)  ## generate text with the embedded demo model on the default backend
 	$(BIN)/polydraft generate "$(PROMPT)" --draft-tokens 3
 
-# One BLAS thread: the tests use tiny matrices, and threads that spin for each other are slow on a busy machine.
+# One thread a product: the tests use tiny matrices, and threads that spin for each other are slow on a busy machine.
 test conform matrix deep oldest coverage: export OPENBLAS_NUM_THREADS := 1
+test conform matrix deep oldest coverage: export OMP_NUM_THREADS := 1
 test: $(TEST)  ## run every test that needs no accelerator
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 

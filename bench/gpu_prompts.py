@@ -68,7 +68,7 @@ def matrix_rate(shape: Path, rows: int = BATCHED_TOKENS, repeats: int = 9) -> fl
         end.synchronize()
         times.append(1e-3 * end.since(begin))
     device.close()
-    return 2 * rows * sizes[0] * sizes[1] / statistics.median(times[2:])
+    return float(2 * rows * sizes[0] * sizes[1] / statistics.median(times[2:]))
 
 
 def _workspace(device: Any, nbytes: int) -> Any:
@@ -111,10 +111,14 @@ def measure(shape: Path, drafts: int, options: argparse.Namespace, matrix: float
     return rows
 
 
+def numbers(text: str) -> tuple[int, ...]:
+    """What stands between commas."""
+    return tuple(int(part) for part in text.split(","))
+
+
 def main() -> int:
     """Measure every shape, an engine each for every number of drafts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    numbers = lambda text: tuple(int(part) for part in text.split(","))  # noqa: E731  a type of argparse
     parser.add_argument("--out", default=str(ROOT / "results" / "cuda_prompts.json"))
     parser.add_argument("--cells", default="mimo-7b:0,3;small:3;tiny:3", help="shape:K,...;shape:K,...")
     parser.add_argument("--prompt-tokens", type=numbers, default=(512, 4096))

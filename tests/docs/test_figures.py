@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from bench.gpu_rounds import BATCHES, VLLM
 from polydraft import LLM, RequestOutput
 from polydraft.config import EngineConfig
 from polydraft.demo import demo_model_path
@@ -67,6 +68,21 @@ def test_the_result_says_what_a_figure_must_say():
     assert measured["date"] in text
     assert f"NumPy {measured['versions']['numpy']}" in text
     assert all(row["accept_schedule"] is None for row in measured["rows"]), "a synthetic schedule is called so in the text"
+
+
+def test_what_is_said_of_speed_is_that_of_the_results():
+    shown = rows(section(README, "Figures").partition("How fast that is")[2])
+    cpu = json.loads((ROOT / "bench" / "results" / "cpu.json").read_text(encoding="utf-8"))["rows"]
+    speed = {(row["name"], row["batch"]): f"{row['tokens_per_s']:,.0f}" for row in cpu if row["shape"] == "demo"}
+    wanted = [
+        [speed["cpu K=3", n], f"transformers {speed['transformers', n]}, vLLM's CPU build {speed['vllm K=3', n]}"] for n in (1, 8)
+    ]
+    gpu = json.loads((ROOT / "bench" / "results" / "cuda.json").read_text(encoding="utf-8"))["rows"]
+    rounds = {row["batch"]: row for row in gpu if (row["shape"], row["draft_tokens"]) == ("mimo-7b", 3)}
+    others = dict(zip(BATCHES, VLLM["mimo-7b", 3], strict=True))
+    wanted += [[f"{rounds[n]['ms_per_round']:.2f}", f"vLLM 0.26.0 {others[n]:.2f}"] for n in (1, 8, 64)]
+    assert [row[2:] for row in shown] == wanted
+    assert all(f"batch {n}" in row[1] for n, row in zip((1, 8, 1, 8, 64), shown, strict=True))
 
 
 # -- the picture and the diagram show a run that anybody can repeat -------------------------------------------------------

@@ -24,6 +24,7 @@ def conforms(folder: Path, backend: str, device: str, *selection: str) -> dict[s
 
 
 @needs_paddle
+@pytest.mark.deep  # `make conform` claims it, too
 @pytest.mark.timeout(300)
 def test_basic_holds_on_the_cpu(tmp_path: Path):
     report = conforms(tmp_path, "paddle", "cpu", "--profile", "basic")

@@ -136,4 +136,58 @@ __device__ __forceinline__ void rescale(float (&sums)[PAIRS * 2][4], const float
 #pragma unroll
     for (int n = 0; n < PAIRS * 2; n++) sums[n][0] *= keep[0], sums[n][1] *= keep[0], sums[n][2] *= keep[1], sums[n][3] *= keep[1];
 }
+#ifdef SPLITS
+// -- the blocks that share a tile ---------------------------------------------------------------------
+__device__ __forceinline__ void cluster_barrier() {
+#if SPLITS > 1
+    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+#else
+    __syncthreads();
+#endif
+}
+// The same place in the shared memory of block `rank` of the cluster, which `load_pair` and `load_quad` read.
+__device__ __forceinline__ unsigned of_rank(unsigned address, int rank) {
+#if SPLITS > 1
+    unsigned there;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
+    return there;
+#else
+    return address;
+#endif
+}
+#if SPLITS > 1
+#define SPACE "shared::cluster"
+#else
+#define SPACE "shared"
+#endif
+__device__ __forceinline__ float2 load_pair(unsigned a) {
+    float2 v;
+    asm volatile("ld." SPACE ".v2.f32 {%0,%1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(a) : "memory");
+    return v;
+}
+__device__ __forceinline__ float4 load_quad(unsigned a) {
+    float4 v;
+    asm volatile("ld." SPACE ".v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(a) : "memory");
+    return v;
+}
+#endif
+
+#ifdef HEADS
+// -- prefill tiles: what they do alike over any form of the cache ----------------------------------------
+// Zeros in the block's heads, from `head0` on, for rows of nobody.
+template <int THREADS>
+__device__ __forceinline__ void clear_padding(act_t* out, const int* row_slot, int n, int width, int head0) {
+    for (int r = blockIdx.y; r < n; r += gridDim.y)
+        if (row_slot[r] < 0)
+            for (int i = threadIdx.x; i < HEADS * HEAD_DIM; i += THREADS) out[(int64_t)r * width + head0 * HEAD_DIM + i] = from_float<act_t>(0.f);
+}
+// A lane's elements of rows `row` and `row + 8` of a head, in a tile of `rows` that begins at row `first`; zeros behind its end.
+__device__ __forceinline__ void load_queries(Queries& queries, const act_t* q, int first, int row, int rows, int width, int head, int t) {
+#pragma unroll
+    for (int h = 0; h < 2; h++)
+#pragma unroll
+        for (int j = 0; j < QUADS; j++)
+            queries.part[j][h] = row + h * 8 < rows ? load4(q + (int64_t)(first + row + h * 8) * width + head * HEAD_DIM + j * 32 + t * 8) : vec4{0, 0, 0, 0};
+}
+#endif
 #endif

@@ -25,13 +25,6 @@ static_assert(PACKED % SPLITS == 0, "a block joins whole rows");
 #define BULK 0
 #endif
 
-__device__ __forceinline__ void cluster_barrier() {
-#if SPLITS > 1
-    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-#else
-    __syncthreads();
-#endif
-}
 #if BULK
 // A stretch of memory that is read once: it leaves the second cache first.
 __device__ __forceinline__ void bring(unsigned target, const void* source, int bytes, unsigned barrier) {
@@ -42,31 +35,6 @@ __device__ __forceinline__ void bring(unsigned target, const void* source, int b
                  : "memory");
 }
 #endif
-__device__ __forceinline__ unsigned of_rank(unsigned address, int rank) {
-#if SPLITS > 1
-    unsigned there;
-    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
-    return there;
-#else
-    return address;
-#endif
-}
-#if SPLITS > 1
-#define SPACE "shared::cluster"
-#else
-#define SPACE "shared"
-#endif
-__device__ __forceinline__ float2 load_pair(unsigned a) {
-    float2 v;
-    asm volatile("ld." SPACE ".v2.f32 {%0,%1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(a) : "memory");
-    return v;
-}
-__device__ __forceinline__ float4 load_quad(unsigned a) {
-    float4 v;
-    asm volatile("ld." SPACE ".v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(a) : "memory");
-    return v;
-}
-
 #if ROPE
 constexpr int HALF = HEAD_DIM / 2;
 static_assert(HEAD_DIM % 64 == 0 && ROPE * GROUP <= PACKED, "a lane holds both elements of a turn, and a tile all rows");

@@ -19,9 +19,7 @@ attention_prefill(const act_t* __restrict__ q, const act_t* keys, const act_t* v
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
     const int head0 = blockIdx.x * HEADS, kv_head = head0 / (num_heads / num_kv_heads), width = num_heads * HEAD_DIM;
     begin_dependent();
-    for (int r = blockIdx.y; r < n; r += gridDim.y)
-        if (row_slot[r] < 0)
-            for (int i = threadIdx.x; i < HEADS * HEAD_DIM; i += THREADS) out[(int64_t)r * width + head0 * HEAD_DIM + i] = from_float<act_t>(0.f);
+    clear_padding<THREADS>(out, row_slot, n, width, head0);
     const int index = *num_tiles - 1 - (int)blockIdx.y;
     if (index < 0) return;
     const int4 tile = tiles[index];
@@ -42,11 +40,7 @@ attention_prefill(const act_t* __restrict__ q, const act_t* keys, const act_t* v
         copy_commit();
     };
     Queries queries;
-#pragma unroll
-    for (int h = 0; h < 2; h++)
-#pragma unroll
-        for (int j = 0; j < QUADS; j++)
-            queries.part[j][h] = row0 + h * 8 < rows ? load4(q + (int64_t)(first + row0 + h * 8) * width + head * HEAD_DIM + j * 32 + t * 8) : vec4{0, 0, 0, 0};
+    load_queries(queries, q, first, row0, rows, width, head, t);
     float sums[PAIRS * 2][4] = {};
     Softmax softmax = {{-INFINITY_F, -INFINITY_F}, {0.f, 0.f}};
     const int limit[2] = {row0 < rows ? position + row0 : -1, row0 + 8 < rows ? position + row0 + 8 : -1};

@@ -26,25 +26,6 @@ __device__ __forceinline__ void load_exponents(signed char (&e)[4], unsigned a, 
     e[0] = near & 255, e[1] = near >> 8, e[2] = far & 255, e[3] = far >> 8;
 }
 
-__device__ __forceinline__ void cluster_barrier() {
-#if SPLITS > 1
-    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-#else
-    __syncthreads();
-#endif
-}
-// A value of the same place in the shared memory of block `rank` of the cluster.
-__device__ __forceinline__ float4 load_there(unsigned address, int rank) {
-    float4 v;
-#if SPLITS > 1
-    asm("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(address) : "r"(rank));
-    asm volatile("ld.shared::cluster.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(address) : "memory");
-#else
-    asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(address) : "memory");
-#endif
-    return v;
-}
-
 extern "C" __global__ void __launch_bounds__(WARPS * 32, WARPS > 4 ? 2 : 16 / WARPS)
 attention_quant(const act_t* q, const kv_t* keys, const kv_t* values, const int4* tiles, const int* num_tiles, const int* row_slot,
                 const int* block_table, act_t* out, int n, int max_blocks, int num_heads, int num_kv_heads, float scale) {
@@ -173,7 +154,7 @@ attention_quant(const act_t* q, const kv_t* keys, const kv_t* values, const int4
             float4 mixed = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll
             for (int i = 0; i < PARTS; i++) {
-                const float4 found = load_there(part_at(i) + HEAD_DIM * 4, i / KEY_WARPS);
+                const float4 found = load_quad(of_rank(part_at(i) + HEAD_DIM * 4, i / KEY_WARPS));
                 stat[i] = make_float2(found.x, found.y);
                 high = fmaxf(high, found.x);
             }
@@ -181,7 +162,7 @@ attention_quant(const act_t* q, const kv_t* keys, const kv_t* values, const int4
             for (int i = 0; i < PARTS; i++) {
                 const float weight = exp2_fast(stat[i].x - high);
                 if (!(weight > 0.f) && stat[i].y == stat[i].y) continue;  // saw no key of this row
-                const float4 s = load_there(part_at(i) + d * 4, i / KEY_WARPS);
+                const float4 s = load_quad(of_rank(part_at(i) + d * 4, i / KEY_WARPS));
                 all += stat[i].y * weight;
                 mixed.x += s.x * weight, mixed.y += s.y * weight, mixed.z += s.z * weight, mixed.w += s.w * weight;
             }

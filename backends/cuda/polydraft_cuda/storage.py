@@ -100,10 +100,8 @@ def _tiled(spec: CacheSpec) -> bool:
 
 
 @dataclass(frozen=True)
-class CudaCache:
-    """One layer's keys and values: [2, num_blocks, num_kv_heads, block_size, head_dim], so that a head's rows of a block lie
-    together; `tiled` ones in the order of tensor-core operands (`kernels/cache.cuh`). Fresh memory is set to NaN: reading a row
-    that was never written shows."""
+class _Rows:
+    """Keys, then values of one layer in one buffer: what caches of every form have alike."""
 
     device: CudaDevice
     spec: CacheSpec
@@ -111,7 +109,7 @@ class CudaCache:
 
     @property
     def tiled(self) -> bool:
-        """Whether groups of 16 rows are permuted: 16-bit elements, heads of whole 32s, blocks of whole groups."""
+        """Whether groups of 16 rows are permuted: 16-bit activations, heads of whole 32s, blocks of whole groups."""
         return _tiled(self.spec)
 
     @property
@@ -128,6 +126,12 @@ class CudaCache:
     def values(self) -> Address:
         """Where the values begin."""
         return Address(self.buffer.pointer + self.buffer.nbytes // 2)
+
+
+class CudaCache(_Rows):
+    """One layer's keys and values: [2, num_blocks, num_kv_heads, block_size, head_dim], so that a head's rows of a block lie
+    together; `tiled` ones in the order of tensor-core operands (`kernels/cache.cuh`). Fresh memory is set to NaN: reading a row
+    that was never written shows."""
 
     def read_logical(self) -> tuple[Array, Array]:
         """(k, v) as [num_blocks, block_size, num_kv_heads, head_dim] float32; waits; tests only."""
@@ -162,35 +166,10 @@ def tile_orders(head_dim: int) -> tuple[Array, Array]:
     return keys.reshape(-1), values.reshape(-1)
 
 
-@dataclass(frozen=True)
-class QuantisedCache:
+class QuantisedCache(_Rows):
     """One layer's quantised keys and values: [2, num_blocks, num_kv_heads, groups, rows * (head_dim + 1)] bytes, of each group of
     rows the numbers and then the exponents (`kernels/quant.cuh`). A tiled group has 16 rows, another is the whole block. Fresh
     memory has the exponent that reads as NaN."""
-
-    device: CudaDevice
-    spec: CacheSpec
-    buffer: CudaBuffer
-
-    @property
-    def tiled(self) -> bool:
-        """As of other caches."""
-        return _tiled(self.spec)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of device memory."""
-        return self.buffer.nbytes
-
-    @property
-    def keys(self) -> Address:
-        """Where the keys begin."""
-        return Address(self.buffer.pointer)
-
-    @property
-    def values(self) -> Address:
-        """Where the values begin."""
-        return Address(self.buffer.pointer + self.buffer.nbytes // 2)
 
     def _parts(self, stored: Array) -> tuple[Array, Array]:
         """Views of numbers [2, groups, rows * dim] and exponents [2, groups, rows]."""

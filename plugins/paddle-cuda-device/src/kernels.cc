@@ -20,6 +20,7 @@
 #include "paddle/phi/common/scalar.h"
 #include "paddle/phi/core/dense_tensor.h"
 #include "paddle/phi/core/enforce.h"
+#include "paddle_device/graph_memory.h"
 #include "paddle_device/registration.h"
 
 namespace polycuda {
@@ -28,6 +29,7 @@ std::atomic<int64_t> library_products{0}, own_products{0};
 
 namespace {
 
+using paddle_device::GraphMemory;
 using Context = phi::CustomContext;
 using phi::DenseTensor;
 using phi::IntArray;
@@ -58,16 +60,6 @@ Kind kind_of(phi::DataType dtype) {
       PADDLE_THROW(common::errors::Unimplemented("The device " PADDLE_DEVICE_TYPE " has no kernel for %s.", dtype));
   }
 }
-
-// A result of captured work, in memory that captured work alone is given.
-class GraphMemory : public phi::Allocation {
- public:
-  GraphMemory(std::shared_ptr<void> memory, size_t bytes, const phi::Place& place)
-      : phi::Allocation(memory.get(), bytes, place), memory_(std::move(memory)) {}
-
- private:
-  std::shared_ptr<void> memory_;
-};
 
 View view_of(const Context& context, const DenseTensor& tensor) {
   View view{};

@@ -18,12 +18,14 @@
 #include "paddle/phi/core/dense_tensor.h"
 #include "paddle/phi/core/device_context.h"
 #include "memory.h"
+#include "paddle_device/graph_memory.h"
 #include "paddle_device/registration.h"
 #include "queue.h"
 
 namespace polyemu {
 namespace {
 
+using paddle_device::GraphMemory;
 using phi::CPUContext;
 using phi::CustomContext;
 using phi::DenseTensor;
@@ -31,16 +33,6 @@ using phi::DenseTensor;
 const CPUContext& cpu() {
   return *static_cast<const CPUContext*>(phi::DeviceContextPool::Instance().Get(phi::CPUPlace()));
 }
-
-// Memory of captured work, which goes back to the blocks of graphs when Paddle lets go of it.
-class GraphMemory : public phi::Allocation {
- public:
-  GraphMemory(std::shared_ptr<void> memory, size_t bytes, const phi::Place& place)
-      : phi::Allocation(memory.get(), bytes, place), memory_(std::move(memory)) {}
-
- private:
-  std::shared_ptr<void> memory_;
-};
 
 // Device memory as the CPU kernel sees it. It keeps the allocation alive until the work has run, in a graph for as long as there is
 // the graph. Memory of graphs is not kept: what it is given to next runs behind this work.

@@ -451,10 +451,13 @@ def test_errors(generate: Callable[..., Result], arguments: tuple[str, ...], sta
     assert (told.status, told.err) == (status, result.err)
 
 
-def test_an_unknown_command(run: Callable[..., Result]):
-    result = run("generat", "--json")
+@pytest.mark.parametrize(
+    ("name", "told"), [("generat", "did you mean generate;"), ("x", "wanted one of generate, serve, doctor, contracts, conform,")]
+)
+def test_an_unknown_command(run: Callable[..., Result], name: str, told: str):
+    result = run(name, "--json")
     assert (result.status, result.json["error"]["exit_code"]) == (2, 2)
-    assert "generat" in result.error
+    assert f"there is no command {name!r}, {told}" in result.error
 
 
 def broken(error: BaseException) -> Callable[..., Any]:

@@ -13,6 +13,7 @@ import json
 import sys
 import traceback
 from collections.abc import Sequence
+from difflib import get_close_matches
 from importlib import import_module
 from typing import Any
 
@@ -52,11 +53,13 @@ class Program(click.Group):
         del ctx
         return list(COMMANDS)
 
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import one command."""
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command:
+        """Import one command. Raises `click.UsageError` for one that there is not, naming what may have been meant."""
         del ctx
         if cmd_name not in COMMANDS:
-            return None
+            near = get_close_matches(cmd_name, COMMANDS, n=1)
+            wanted = f"did you mean {near[0]}" if near else f"wanted one of {', '.join(COMMANDS)}"
+            raise click.UsageError(f"there is no command {cmd_name!r}, {wanted}")
         command: click.Command = import_module(f"polydraft.cli.{cmd_name.replace('-', '_')}").command
         return command
 

@@ -1,8 +1,7 @@
 """What `--invariant` costs on an NVIDIA GPU: decode rounds of three shapes with and without it, in turn, in one process.
 
 Weights are random, acceptance is synthetic by the schedule of bench/gpu_rounds.py and labelled so. Both engines of a cell are
-alive together and take turns. With --one-graph each cell also has an engine whose step is two graphs, with the snapshot's copy
-between them, and every cell says how long the device was idle. Writes a JSON file and the table of the page.
+alive together and take turns, and every cell says how long the device was idle. Writes a JSON file and the table of the page.
 
     python bench/invariant_cost.py --out bench/results/cuda_invariant.json --page docs/backends/cuda.md
 """
@@ -10,6 +9,7 @@ between them, and every cell says how long the device was idle. Writes a JSON fi
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import statistics
 import sys
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from polydraft.bench import report
-from polydraft.bench.measure import Load, profiled, timed
+from polydraft.bench.measure import Load, timed
 from polydraft.bench.shapes import RandomCheckpoint
 from polydraft.config import EngineConfig
 from polydraft.engine import Engine
@@ -40,16 +40,6 @@ def engine(shape: Path, load: Load, **own: Any) -> Engine:
     return Engine(config, checkpoint=RandomCheckpoint(shape))
 
 
-def in_parts(running: Engine) -> Engine:
-    """Capture its steps anew as two graphs."""
-    graphs = running.runner.graphs
-    assert graphs is not None
-    graphs.whole = False
-    running.runner.stage.clear(running.device.stream)
-    graphs.capture_all(running.runner.programs)
-    return running
-
-
 def cell(shape: Path, batch: int, options: argparse.Namespace) -> dict[str, Any]:
     """One row: medians of the repeats' medians, milliseconds a round."""
     load = Load(batch, options.prompt_tokens, options.new_tokens)
@@ -57,30 +47,29 @@ def cell(shape: Path, batch: int, options: argparse.Namespace) -> dict[str, Any]
         "default": lambda: engine(shape, load),
         "invariant": lambda: engine(shape, load, invariant=True),
     }
-    if options.one_graph:
-        makers["two graphs"] = lambda: in_parts(engine(shape, load))
     engines = {name: make() for name, make in makers.items()}
-    found: dict[str, list[float]] = {name: [] for name in engines}
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in engines}
     try:
         for turn in range(options.repeats + 1):
             for name, running in engines.items():
-                ms = timed(running, load)["ms_per_round"]
-                found[name] += [ms] if turn else []
-        idle = {name: profiled(running, load)[0].get("idle_share") for name, running in engines.items()}
+                figures = timed(running, load)
+                found[name] += [figures] if turn else []
     finally:
         for running in engines.values():
             running.close()
-    medians = {name: statistics.median(values) for name, values in found.items()}
+    rounds = {name: [figures["ms_per_round"] for figures in values] for name, values in found.items()}
+    medians = {name: statistics.median(values) for name, values in rounds.items()}
+    idle = {name: statistics.median(figures["idle_share"] for figures in values) for name, values in found.items()}
     row = {
         "shape": shape.stem, "weights": "random", "backend": "cuda", "draft_tokens": DRAFTS, "batch": batch,
         "acceptance": "synthetic", "accept_schedule": list(SCHEDULE), "dtype": "bf16", "ms_per_round": medians["default"],
         "ms_by_engine": medians, "idle_share_by_engine": idle, "cost": medians["invariant"] / medians["default"] - 1,
         "prompt_tokens": load.prompt_tokens, "new_tokens": load.new_tokens, "repeats": options.repeats,
-        "spread": {name: [min(values), max(values)] for name, values in found.items()},
+        "spread": {name: [min(values), max(values)] for name, values in rounds.items()},
     }  # fmt: skip
-    figures = ", ".join(f"{name} {ms:.4f} ms" for name, ms in medians.items())
-    shares = ", ".join(f"{name} {share:.2%}" for name, share in idle.items() if share is not None)
-    print(f"{shape.stem} batch {batch}: {figures}; idle {shares}", file=sys.stderr, flush=True)
+    told = ", ".join(f"{name} {ms:.4f} ms" for name, ms in medians.items())
+    shares = ", ".join(f"{name} {share:.2%}" for name, share in idle.items())
+    print(f"{shape.stem} batch {batch}: {told}; idle {shares}", file=sys.stderr, flush=True)
     return row
 
 
@@ -101,7 +90,6 @@ def main() -> int:
     parser.add_argument("--page", type=Path)
     parser.add_argument("--measured", action="store_true", help="only renew the page from --out")
     parser.add_argument("--cells", default="tiny:1,8,64;small:1,8,64;mimo-7b:1,8,64", help="shape:batch,...;shape:batch,...")
-    parser.add_argument("--one-graph", action="store_true")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--prompt-tokens", type=int, default=512)
     parser.add_argument("--new-tokens", type=int, default=128)
@@ -114,6 +102,7 @@ def main() -> int:
         for batch in batches.split(","):
             if time.monotonic() - begin < options.seconds:
                 rows.append(cell(ROOT / "shapes" / f"{name}.json", int(batch), options))
+                gc.collect()  # graphs of engines that are gone would be freed in the middle of the next ones' rounds
                 write(rows, options.out)
     if options.page:
         report.renew(options.page, FIGURES, table(rows))

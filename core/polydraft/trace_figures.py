@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from polydraft.timeline import DEVICE, EXACT, HOST, INPUTS, ROOMS, Recording, Span
 
@@ -34,23 +34,36 @@ class Quantiles:
         return cls(statistics.median(ordered), ordered[round(0.1 * last)], ordered[round(0.9 * last)])
 
 
-def busy_seconds(spans: Iterable[Span]) -> float:
-    """Length of the union of some spans."""
+class Stretch(Protocol):
+    """Whatever has a beginning and an end in seconds: a span, an operation of a device."""
+
+    @property
+    def start_s(self) -> float: ...
+    @property
+    def end_s(self) -> float: ...
+
+
+def busy_seconds(stretches: Iterable[Stretch]) -> float:
+    """Length of the union of some stretches of time."""
     total, end = 0.0, float("-inf")
-    for span in sorted(spans, key=lambda s: s.start_s):
-        total += max(span.end_s - max(span.start_s, end), 0.0)
-        end = max(end, span.end_s)
+    for one in sorted(stretches, key=lambda s: s.start_s):
+        total += max(one.end_s - max(one.start_s, end), 0.0)
+        end = max(end, one.end_s)
     return total
+
+
+def idle_among(stretches: Sequence[Stretch]) -> float | None:
+    """Share of the time between the first and the last of them that none covers; None without any."""
+    if not stretches:
+        return None
+    whole = max(s.end_s for s in stretches) - min(s.start_s for s in stretches)
+    return max(1.0 - busy_seconds(stretches) / whole, 0.0) if whole else 0.0
 
 
 def idle_share(spans: Iterable[Span]) -> float | None:
     """Share of the time between the first and the last device span among `spans` in which the device did nothing; None
     without any."""
-    device = [s for s in spans if s.side == DEVICE]
-    if not device:
-        return None
-    whole = max(s.end_s for s in device) - min(s.start_s for s in device)
-    return max(1.0 - busy_seconds(device) / whole, 0.0) if whole else 0.0
+    return idle_among([s for s in spans if s.side == DEVICE])
 
 
 def host_seconds(recording: Recording) -> dict[int, dict[str, float]]:

@@ -26,14 +26,30 @@ class Event:
 
 
 def test_operations_lie_between_their_events_on_the_clock_of_the_host(monkeypatch: pytest.MonkeyPatch):
-    now, waited, stream = iter((100.0, 100.2, 100.3)), list[str](), SimpleNamespace(name="compute")
+    now, waited, made, stream = (
+        iter((100.0, 100.2, 100.3, 200.0, 200.1)),
+        list[str](),
+        list[Event](),
+        SimpleNamespace(name="compute"),
+    )
     clock = [0.0]
     monkeypatch.setattr("polydraft_cuda.timeline.time.perf_counter", lambda: next(now))
-    device: Any = SimpleNamespace(timer=lambda: Event(clock), stream=stream, call=lambda name, doing="": waited.append(name))
+
+    def timer() -> Event:
+        made.append(Event(clock))
+        return made[-1]
+
+    device: Any = SimpleNamespace(timer=timer, stream=stream, call=lambda name, doing="": waited.append(name))
     timeline = CudaTimeline(device)
+    timeline.restart()
     for kind in ("replay", "download"):
         timeline.begin(kind, stream).record(stream)  # type: ignore[arg-type]
     spans = timeline.spans
     assert waited == ["cuCtxSynchronize"]
     assert [(s.kind, s.stream, s.issued_s) for s in spans] == [("replay", "compute", 100.2), ("download", "compute", 100.3)]
     assert [(round(s.start_s, 6), round(s.end_s, 6)) for s in spans] == [(100.0015, 100.003), (100.0045, 100.006)]
+    timeline.restart()
+    timeline.begin("upload", stream).record(stream)  # type: ignore[arg-type]
+    (span,) = timeline.spans
+    assert (span.kind, span.issued_s, round(span.start_s, 6), round(span.end_s, 6)) == ("upload", 200.1, 200.0015, 200.003)
+    assert len(made) == 5, "events are recorded again, not made again"

@@ -19,6 +19,7 @@ import pytest
 
 from polydraft import Engine
 from polydraft.bench import report
+from polydraft.bench.idle import watching
 from polydraft.bench.measure import Load, full_steps, profiled, run, timed
 from polydraft.bench.shapes import RandomCheckpoint
 from polydraft.bench.suite import Suite
@@ -214,16 +215,94 @@ def test_a_device_with_a_timeline_is_timed_by_its_own_clock() -> None:
     launches = sum(len(engine.runner.programs["greedy"][part].calls) for part in ("target", "draft"))
     assert figures["ms_per_round"] == pytest.approx(1e3 * launches, rel=0.2)
     assert "ttft_ms" not in figures
-    host, _ = profiled(engine, Load(1, 3, 6))
-    assert host["idle_share"] == pytest.approx(0, abs=0.01)
+    assert figures["idle_share"] == pytest.approx(0, abs=0.01)
+    assert "idle_share" not in profiled(engine, Load(1, 3, 6))[0], "the run that is timed knows it"
 
 
-def test_a_recorded_run_leaves_no_step_to_the_next_one() -> None:
-    """The event behind a step that was launched ahead looks at a clock which is gone with the recording."""
-    engine = Engine(EngineConfig(model=NARROW, draft_tokens=3, max_num_seqs=1, overlap=1), backend=Emulator("emulator:0"))
-    profiled(engine, Load(1, 5, 14))
-    assert not engine.has_work
-    assert timed(engine, Load(1, 5, 14))["tokens_per_round"] >= 1
+@pytest.mark.parametrize("overlap", [0, 1, 2])
+def test_a_device_that_tells_of_graphs_and_copies_alone_is_not_called_idle_while_it_prefills(overlap: int) -> None:
+    """Prompts go through launch by launch, the draft passes of the last ones behind the snapshot that full steps follow."""
+    plugin = Emulator("emulator:0?latency=kernel:1000000")
+    config = EngineConfig(
+        model=NARROW, draft_tokens=3, max_num_seqs=2, max_batched_tokens=24, block_size=64, overlap=overlap, graph="decode"
+    )
+    engine, load = Engine(config, backend=plugin), Load(2, 20, 12)
+    timed(engine, load)
+    device: Any = engine.device
+    whole = device.timeline
+
+    def told() -> Any:
+        spans = whole().spans
+        replays = {span.issued_s for span in spans if span.kind == "replay"}
+        return SimpleNamespace(spans=[span for span in spans if span.kind != "kernel" or span.issued_s in replays])
+
+    device.timeline = told
+    assert timed(engine, load)["idle_share"] == pytest.approx(0, abs=0.01)
+
+
+class ModelledTimer:
+    """A timer of the emulator: reached when all that was issued before it has run."""
+
+    def __init__(self, device: Any) -> None:
+        self._device, self._event = device, device.event()
+
+    def record(self, stream: Any) -> None:
+        self._event.record(stream)
+        self._behind, self._now_s = len(self._device.timeline().spans), self._device.now_s()
+
+    def synchronize(self) -> None:
+        self._event.synchronize()
+
+    def query(self) -> bool:
+        return bool(self._event.query())
+
+    def at_s(self) -> float:
+        return max([self._now_s, *(span.end_s for span in self._device.timeline().spans[: self._behind])])
+
+    def since(self, earlier: ModelledTimer) -> float:
+        return 1e3 * (self.at_s() - earlier.at_s())
+
+
+@pytest.mark.parametrize(("plan_us", "starves"), [(1000, True), (10, False)])
+def test_one_timed_event_a_step_knows_what_the_operations_know(
+    plan_us: float, starves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a device whose times are exact, with a host that spends its time on plans alone."""
+    host = [0.0]
+    monkeypatch.setattr("polydraft_emulator.timeline.time", SimpleNamespace(thread_time=lambda: host[0]))
+    plugin = Emulator("emulator:0?latency=kernel:2,upload:1,download:1")
+    config = EngineConfig(model=NARROW, draft_tokens=3, max_num_seqs=2, block_size=64, overlap=1, graph="decode")
+    engine, load = Engine(config, backend=plugin), Load(2, 20, 40)
+    device: Any = engine.device
+    graphs: Any = engine.runner.graphs
+    plan, outputs, replay = engine.scheduler.plan, engine.runner._outputs, graphs.replay
+
+    def planned() -> Any:
+        host[0] += 1e-6 * plan_us
+        return plan()
+
+    def by_operations(begin: float, end: float) -> float:
+        """From the end of the first step replayed in between to the end of the last."""
+        spans = device.timeline().spans
+        replays = [span.issued_s for span in spans if span.kind == "replay" and begin <= span.issued_s <= end]
+        ends = [max(span.end_s for span in spans if span.kind == "kernel" and span.issued_s == issued) for issued in replays]
+        inside = sorted((span for span in spans if ends[0] <= span.start_s < ends[-1]), key=lambda span: span.start_s)
+        gaps = [max(b.start_s - a.end_s, 0) for a, b in itertools.pairwise(inside)]
+        return float(sum(gaps) / (ends[-1] - ends[0]))
+
+    device.timer = lambda: ModelledTimer(device)
+    engine.scheduler.plan = planned  # type: ignore[method-assign]
+    with watching(engine, device.now_s, about=4) as idle_between:
+        steps, _ = run(engine, load)
+        full = full_steps(steps, load)
+        begin, end = full[2].start_s, full[-2].start_s
+        share = idle_between(begin, end)
+    assert share is not None
+    assert share == pytest.approx(by_operations(begin, end), abs=0.01)
+    assert (share > 0.5) if starves else (share < 0.01)
+    assert engine.runner._outputs is outputs
+    assert graphs.replay == replay
+    assert idle_between(0.0, 0.0) is None, "nothing was launched then"
 
 
 # -- the suite ----------------------------------------------------------------------------------------------------------

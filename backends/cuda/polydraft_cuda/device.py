@@ -130,6 +130,7 @@ class CudaDevice:
         self.capturing = False
         self.kept: CudaTimeline | None = None
         """Where operations are noted while somebody wants a timeline."""
+        self._timeline: CudaTimeline | None = None
         self._open = True
         self._held = self._peak = 0
         self._memory: dict[int, tuple[str, int]] = {}
@@ -360,7 +361,9 @@ class CudaDevice:
     @contextlib.contextmanager
     def keep_timeline(self) -> Iterator[None]:
         """Note when graphs and copies run, for `timeline`, as long as the context lasts; waits once."""
-        self.kept = CudaTimeline(self)
+        self._timeline = self._timeline or CudaTimeline(self)
+        self._timeline.restart()
+        self.kept = self._timeline
         try:
             yield
         finally:

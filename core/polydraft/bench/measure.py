@@ -1,7 +1,7 @@
 """Owns one timed run: requests of one length through an engine, and what a round of all of them took.
 
-A run is measured bare; what the host spends by room comes from a second run with its rooms recorded. It never chooses what to
-compare, and it never mixes prefill into the figures of a round.
+A run is measured bare but for the device's own account of when it worked; what the host spends by room comes from a second
+run with its rooms recorded. It never chooses what to compare, and it never mixes prefill into the figures of a round.
 
 A *full* step is one in which every request has a decode round. Figures of rounds are those of full steps.
 """
@@ -10,18 +10,18 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from polydraft.bench.idle import watching
 from polydraft.engine import Engine
 from polydraft.errors import DeviceError, RequestError
 from polydraft.runtime.output import RequestOutput
 from polydraft.sampling_params import SamplingParams
-from polydraft.timeline import EXACT, HOST, ROOMS, Recording, clock_of, keeping
+from polydraft.timeline import EXACT, HOST, ROOMS, Recording, clock_of
 from polydraft.trace import Recorder
 from polydraft.trace_figures import OTHER, busy_host, by_room, host_seconds, idle_share
 
@@ -50,10 +50,11 @@ class Load:
 
 @dataclass(frozen=True)
 class Step:
-    """One call of the engine: seconds on the device's clock where it keeps one and on the wall elsewhere, seconds that its
-    device measured itself, and what was applied in it."""
+    """One call of the engine: when it began and how long it took, seconds on the device's clock where it keeps one and on the
+    wall elsewhere, seconds that its device measured itself, and what was applied in it."""
 
     number: int
+    start_s: float
     seconds: float
     kernel_seconds: float
     rounds: int
@@ -72,7 +73,7 @@ def run(engine: Engine, load: Load) -> tuple[list[Step], list[RequestOutput]]:
         engine.step()
         outputs += engine.poll()
         seconds, own_s = now() - start, 1e-9 * (extra.get(OWN_TIME, 0) - own)
-        steps.append(Step(totals.steps, seconds, own_s, totals.rounds - rounds, totals.new_tokens - tokens))
+        steps.append(Step(totals.steps, start, seconds, own_s, totals.rounds - rounds, totals.new_tokens - tokens))
     for output in outputs:
         if output.finish_reason == "error":
             raise DeviceError(f"request {output.id} of the benchmark failed: {output.error}")
@@ -91,22 +92,34 @@ def full_steps(steps: list[Step], load: Load) -> list[Step]:
 
 
 def timed(engine: Engine, load: Load) -> dict[str, float]:
-    """Figures of one bare run."""
+    """Figures of one bare run. `idle_share`: of the device in its full steps, where the device says when it worked."""
     now = clock_of(engine.device)
-    start = now()
-    steps, outputs = run(engine, load)
-    seconds = now() - start
-    full = full_steps(steps, load)
+    with watching(engine, now, about=load.new_tokens) as idle_between:
+        start = now()
+        steps, outputs = run(engine, load)
+        seconds = now() - start
+        full = full_steps(steps, load)
+        idle = idle_between(*_launched(steps, full, ahead=engine.resolved.overlap))
     figures = {
         "ms_per_round": 1e3 * statistics.median(step.seconds for step in full),
         "tokens_per_round": sum(step.new_tokens for step in full) / sum(step.rounds for step in full),
         "tokens_per_s": load.batch * load.new_tokens / seconds,
     }
+    if idle is not None:
+        figures["idle_share"] = idle
     if OWN_TIME in engine.device.counters.extra:
         figures["host_us_per_step"] = 1e6 * statistics.median(step.seconds - step.kernel_seconds for step in full)
     if now is time.perf_counter:  # the clock by which requests know when they came
         figures["ttft_ms"] = 1e3 * statistics.median(output.ttft_s or 0.0 for output in outputs)
     return figures
+
+
+def _launched(steps: Sequence[Step], full: Sequence[Step], *, ahead: int) -> tuple[float, float]:
+    """When the first of the full steps was about to be launched, and when the last one had been: a call applies one step and
+    launches the one that is so many later. Prefill runs on behind the launch of the first."""
+    numbers = {step.number - ahead for step in full}
+    calls = [step for step in steps if step.number in numbers]
+    return calls[0].start_s, calls[-1].start_s + calls[-1].seconds
 
 
 def profiled(engine: Engine, load: Load) -> tuple[dict[str, float | None], dict[str, float]]:
@@ -116,16 +129,14 @@ def profiled(engine: Engine, load: Load) -> tuple[dict[str, float | None], dict[
     at the clock a dozen times a step."""
     synchronous = not engine.info.capabilities.asynchronous
     own = OWN_TIME in engine.device.counters.extra
-    replayed = engine.runner.graphs is not None  # what runs outside of graphs has a place on the device's clock only elsewhere
-    with keeping(engine.device) if replayed else nullcontext():
-        recorder = Recorder(engine, calls=synchronous and not own)
-        try:
-            steps, _ = run(engine, load)
-            while engine.has_work:  # a step that was launched ahead: the event behind it is the recorder's
-                engine.step()
-        finally:
-            recorder.remove()
-        recording = recorder.finish()
+    recorder = Recorder(engine, calls=synchronous and not own)
+    try:
+        steps, _ = run(engine, load)
+        while engine.has_work:  # a step that was launched ahead: the event behind it is the recorder's
+            engine.step()
+    finally:
+        recorder.remove()
+    recording = recorder.finish()
     full = {step.number: step for step in full_steps(steps, load)}
     rooms = {number: dict(found) for number, found in host_seconds(recording).items() if number in full}
     for number, found in rooms.items():
@@ -134,15 +145,14 @@ def profiled(engine: Engine, load: Load) -> tuple[dict[str, float | None], dict[
     figures: dict[str, float | None] = {}
     if not own:  # otherwise the bare run knows it, without the recorder's own time
         figures["host_us_per_step"] = 1e6 * statistics.median(busy_host(found) for found in rooms.values())
-        figures["idle_share"] = _idle(recording, rooms)
+    if recording.device_times == EXACT and not own:
+        figures["idle_share"] = _idle_by_calls(recording, rooms)
     return figures, {room: by_name.get(room, 0.0) for room in (*ROOMS, OTHER)}
 
 
-def _idle(recording: Recording, steps: Mapping[int, Any]) -> float | None:
-    """Idle share of the device between the first launch and the last commit of `steps`; None where nobody knows when it
-    worked."""
-    if recording.device_times != EXACT and not any(s.kind == "work" for s in recording.spans):
-        return None
+def _idle_by_calls(recording: Recording, steps: Mapping[int, Any]) -> float | None:
+    """Idle share of a device that runs what it is given inside the calls, between the first launch and the last commit of
+    `steps`."""
     host = [s for s in recording.spans if s.side == HOST and s.step in steps and s.name in {"launch", "commit"}]
     start, end = min(s.start_s for s in host), max(s.end_s for s in host)
     return idle_share(s for s in recording.spans if s.start_s >= start and s.end_s <= end)

@@ -71,15 +71,16 @@ class BlockLedger:
             return np.empty((0, 3), np.int32)
         while self._num_free < total:
             self._push(self._forget(next(iter(self._idle))))
-        slot = np.repeat(slots, counts)
-        first = np.repeat(self.num_granted[slots] - (np.cumsum(counts) - counts), counts)
-        index = first + np.arange(total)
+        held, slot = self.num_granted[slots], slots.repeat(counts)
+        index = (held - (counts.cumsum() - counts)).repeat(counts) + np.arange(total)
         blocks = self._free[self._num_free - total : self._num_free][::-1]
         self._num_free -= total
         self.table[slot, index] = blocks
         self._holders[blocks] = 1
-        self.num_granted[slots] += counts
-        return np.stack((slot, index, blocks), axis=1).astype(np.int32)
+        self.num_granted[slots] = held + counts
+        updates: Array = np.empty((total, 3), np.int32)  # in half the time of stacking them: with drafts most steps grant some
+        updates[:, 0], updates[:, 1], updates[:, 2] = slot, index, blocks
+        return updates
 
     def release(self, slot: int) -> None:
         """Take back everything a slot holds. The caller has applied the last snapshot in flight for it."""

@@ -1,9 +1,11 @@
 """Time to the first token on an NVIDIA GPU, and the rate of a prefill's arithmetic; writes bench/results/cuda_prompts.json.
 
 `ttft_ms` is the median over the requests of a batch that come at once, `prefill_ms` the time until the last of them has its
-first token: prompts go through in steps of 8192 tokens, with the draft layer's own prefill where drafts are made. `operations`
-are those of the target's blocks, two a weight and token, and causal attention; the head is left out. Weights are random, made on
-the device. `matrix_operations_per_s` is the rate of one large product (8192 rows through gate and up of the first shape).
+first token: prompts go through in steps of 8192 tokens, with the draft layer's own prefill behind each where drafts are made.
+`operations` are those of the target's blocks, two a weight and token, and causal attention, and among them `draft_operations`,
+those of the draft layer over prompts, but for the last step's, which come behind the time; heads and windows are left out.
+Weights are random, made on the device. `matrix_operations_per_s` is the rate of one large product (8192 rows through gate and up
+of the first shape).
 
     python bench/gpu_prompts.py --out bench/results/cuda_prompts.json
 """
@@ -27,14 +29,35 @@ FIGURES = "bench/results/cuda_prompts.json"
 BATCHED_TOKENS, NEW_TOKENS = 8192, 8
 
 
-def operations(model: Any, tokens: int) -> int:
-    """Of one prompt through the target's blocks."""
-    total = 0
-    for block in model.blocks:
-        a, h = block.attention, model.hidden_size
-        weights = h * (2 * a.q_size + 2 * a.kv_size) + 3 * h * block.feed_forward.intermediate_size
-        total += 2 * tokens * weights + 2 * tokens**2 * a.q_size
-    return int(total)
+def block_operations(block: Any, hidden: int, rows: int, tokens: int) -> int:
+    """Of the first `rows` of prompts of `tokens` each, one prompt after the other, through a decoder block."""
+    a = block.attention
+    weights = hidden * (2 * a.q_size + 2 * a.kv_size) + 3 * hidden * block.feed_forward.intermediate_size
+    prompts, rest = divmod(rows, tokens)
+    return int(2 * rows * weights + 2 * (prompts * tokens**2 + rest**2) * a.q_size)
+
+
+def target_operations(model: Any, batch: int, tokens: int) -> int:
+    """Of the prompts through the target's blocks."""
+    return sum(block_operations(block, model.hidden_size, batch * tokens, tokens) for block in model.blocks)
+
+
+def draft_operations(model: Any, batch: int, tokens: int, drafts: int) -> int:
+    """Of the prompts through the draft layer until the last of them has its first token, which comes before the last step's."""
+    if not drafts or model.mtp is None:
+        return 0
+    h, rows = model.hidden_size, sum(prefill_rows(batch, tokens, drafts)[:-1])
+    return int(block_operations(model.mtp.block, h, rows, tokens) + 2 * rows * 2 * h * h)
+
+
+def prefill_rows(batch: int, tokens: int, drafts: int) -> list[int]:
+    """Rows of the prompts in each step: requests that have their first token decode meanwhile, which takes a window of each."""
+    left, steps = batch * tokens, list[int]()
+    while left:
+        begun = (batch * tokens - left) // tokens
+        steps.append(min(left, BATCHED_TOKENS - begun * (drafts + 1)))
+        left -= steps[-1]
+    return steps
 
 
 def matrix_rate(shape: Path, rows: int = BATCHED_TOKENS, repeats: int = 9) -> float:
@@ -94,13 +117,15 @@ def measure(shape: Path, drafts: int, options: argparse.Namespace, matrix: float
                 if turn:
                     first.append(statistics.median(waited))
                     last.append(max(waited))
-            total = batch * operations(engine.model, tokens)
+            drafting = draft_operations(engine.model, batch, tokens, drafts)
+            total = target_operations(engine.model, batch, tokens) + drafting
             rate = total / (1e-3 * statistics.median(last))
             rows.append({
                 "shape": shape.stem, "weights": "random", "backend": "cuda", "dtype": "bf16", "draft_tokens": drafts,
                 "batch": batch, "acceptance": "measured", "accept_schedule": None, "prompt_tokens": tokens,
                 "new_tokens": NEW_TOKENS,
                 "ttft_ms": statistics.median(first), "prefill_ms": statistics.median(last), "operations": total,
+                "draft_operations": drafting,
                 "operations_per_s": rate, "matrix_operations_per_s": matrix, "matrix_rate_share": rate / matrix,
                 "memory_bytes": engine.device.memory(), "repeats": options.repeats,
                 "spread": {"ttft_ms": [min(first), max(first)], "prefill_ms": [min(last), max(last)]},

@@ -9,9 +9,13 @@ from typing import Any
 import pytest
 
 from bench import gpu_page, gpu_prompts, gpu_regions, gpu_rounds
+from polydraft import Engine
+from polydraft.bench.measure import Load, run
 from polydraft.bench.shapes import RandomCheckpoint
+from polydraft.config import EngineConfig
 from polydraft.models.families import FamilyRegistry
 from tests.docs.pages import read
+from tests.support import tiny
 from tests.support.project import ROOT
 
 PAGE = ROOT / "docs" / "performance.md"
@@ -94,7 +98,34 @@ def test_operations_of_a_prompt_are_those_of_weights_and_of_causal_attention():
     weights = 256 * (256 + 2 * 128) + 256 * 256 + 3 * 256 * 768
     keys = sum(range(1, 101))
     wanted = 8 * (2 * 100 * weights + 2 * 2 * 256 * keys)
-    assert gpu_prompts.operations(model, 100) == pytest.approx(wanted, rel=0.01)
+    assert gpu_prompts.target_operations(model, 1, 100) == pytest.approx(wanted, rel=0.01)
+    assert gpu_prompts.target_operations(model, 3, 100) == 3 * gpu_prompts.target_operations(model, 1, 100)
+    assert gpu_prompts.draft_operations(model, 1, 100, 3) == 0, "the only step's draft pass is behind the first token"
+    assert gpu_prompts.draft_operations(model, 2, 8192, 0) == 0
+    prompt = gpu_prompts.target_operations(model, 1, 8192) / 8 + 2 * 8192 * 2 * 256**2  # one of eight layers, and the joint
+    assert gpu_prompts.draft_operations(model, 2, 8192, 3) == pytest.approx(2 * prompt, rel=0.001), "all but the last rows"
+
+
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_prompts_go_through_in_the_steps_that_the_scheduler_plans(overlap: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(gpu_prompts, "BATCHED_TOKENS", 24)
+    config = EngineConfig(
+        model=str(tiny.checkpoint("narrow")), backend="reference", draft_tokens=2, max_num_seqs=5, max_batched_tokens=24,
+        prefix_cache=False, overlap=overlap,
+    )  # fmt: skip
+    engine, planned = Engine(config), list[int]()
+    plan = engine.scheduler.plan
+
+    def told() -> Any:
+        made = plan()
+        if made is not None and made.has_prefill:
+            planned.append(int(made.rows[~made.decode].sum()))
+        return made
+
+    engine.scheduler.plan = told  # type: ignore[method-assign]
+    run(engine, Load(5, 11, 12))
+    assert planned == gpu_prompts.prefill_rows(5, 11, 2)
+    assert len(planned) > 2
 
 
 @pytest.mark.deep

@@ -1,10 +1,12 @@
 """What holds for every test: the same examples in every run, and nothing of the caller's environment.
 
-Owns the hypothesis profiles, the cleared environment and the way interrupts arrive; tells `tests.support.progress` the session.
+Owns the hypothesis profiles, the cleared environment, the way interrupts arrive and what the garbage collector leaves alone;
+tells `tests.support.progress` the session.
 Loaded by pytest; markers and warnings are strict by pyproject.toml.
 Never selects or skips a test.
 """
 
+import gc
 import os
 import signal
 
@@ -23,6 +25,13 @@ settings.load_profile("default")
 def pytest_configure(config: pytest.Config) -> None:
     """Let long tests say how far they are."""
     progress.session = config
+
+
+def pytest_collection_finish() -> None:
+    """Modules and tests live as long as the session: half a million objects that the collector would look at each time it has
+    to find the few of the tests before, which took a tenth of the run."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import ast
 import copy
+import gc
 import importlib
 import importlib.abc
 import importlib.util
@@ -222,6 +223,7 @@ def noticed(subject: Subject, change: Change, *, show: bool = False) -> bool:
 def _tested(subject: Subject, change: Change, *, show: bool) -> int:
     import pytest
 
+    gc.freeze()  # pytest collects garbage at its end, and all that came by the fork would be looked at, and so be copied
     file = str(importlib.util.find_spec(subject.module).origin)  # type: ignore[union-attr]
     again = "polydraft.conformance" if subject.module.startswith("polydraft.conformance") else "polydraft"
     for name in list(sys.modules):  # whatever may have taken something from the right module

@@ -13,13 +13,14 @@ from types import ModuleType
 from typing import Any
 
 from polydraft import reference
+from polydraft.conformance.matrix import table
 from polydraft.conformance.report import Report, Selection, conform
 from polydraft.conformance.target import TableProxy, wrap
 from polydraft.plugins import survey
 from tests.support import emulator  # finds the plugin in this checkout
 from tests.support.emulator import Emulator
 
-__all__ = ["BACKENDS", "basic", "emulator", "installed", "kernels", "named", "raising", "unavailable"]
+__all__ = ["BACKENDS", "alone", "basic", "emulator", "installed", "kernels", "named", "raising", "unavailable"]
 
 BACKENDS: dict[str, Any] = {"reference": reference, "emulator": Emulator("emulator:0?seed=3")}
 
@@ -41,6 +42,12 @@ def installed() -> tuple[str, ...]:
 def kernels(name: str) -> Report:
     """A backend's report that has its kernels: of the whole profile where tests want that anyway."""
     return basic(name) if name in BACKENDS else conform(name, selection=Selection(level="L2"))
+
+
+@functools.cache
+def alone(name: str) -> dict[str, Any]:
+    """The table of one backend, made once for the tests of each contract."""
+    return table([kernels(name)])
 
 
 def named(plugin: Any, name: str, **changes: Any) -> ModuleType:

@@ -25,7 +25,7 @@ from polydraft.conformance.report import Selection, conform, verify
 from polydraft.conformance.target import Target
 from polydraft.contracts import COMPOSITES, REGISTRY
 from polydraft.errors import ContractError
-from tests.conformance.doubles import BACKENDS, basic, installed, kernels, named, raising, unavailable
+from tests.conformance.doubles import BACKENDS, alone, basic, installed, kernels, named, raising, unavailable
 from tests.support.project import ROOT
 
 
@@ -106,7 +106,7 @@ def test_a_synchronous_backend_without_graphs_claims_neither():
 @pytest.mark.parametrize("contract", [*REGISTRY.names(), *COMPOSITES])
 def test_every_backend_keeps_every_contract_that_it_offers(name: str, contract: str):
     """The project's cross-backend tests are the kit's own checks, seen contract by contract."""
-    content = table([kernels(name)])
+    content = alone(name)
     cell = next(row for row in content["rows"] if (row["level"], row["contract"]) == ("L2", contract))["cells"][name]
     failed = [r.message for r in kernels(name).results if r.kernel == contract and r.outcome not in ("pass", "unsupported")]
     assert failed == []

@@ -1,6 +1,11 @@
-"""The wheel and the source distribution: complete, without leftovers, and small enough when installed."""
+"""The wheel and the source distribution: complete, with the compiled kernels, without leftovers, and small enough when installed.
+
+All tests that need no further environment are in this file, because files go to different processes, and each
+process builds and installs for itself.
+"""
 
 import json
+import shutil
 import tarfile
 import zipfile
 from configparser import ConfigParser
@@ -9,6 +14,7 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 
+from polydraft_cpu import library
 from tests.packaging.conftest import Distributions, Installation, run
 from tests.support.project import ROOT, pyproject
 
@@ -18,6 +24,10 @@ MEGABYTE = 1_000_000
 CORE_LIMIT = 180 * MEGABYTE
 DEMO = "polydraft/demo/mimo-tiny-python"
 LAZY = {"click", "jinja2", "rich", "tokenizers"}
+KERNELS = "polydraft_cpu"
+needs_cpp = pytest.mark.skipif(
+    not (shutil.which("g++") or shutil.which("c++")), reason="there is no C++ compiler (g++ or c++) here"
+)
 
 
 @pytest.fixture
@@ -82,6 +92,16 @@ def test_source_distribution_has_what_make_needs(distributions: Distributions):
     assert not [name for name in names if "__pycache__" in name]
 
 
+@needs_cpp
+def test_a_wheel_holds_the_library_and_fits_every_python(distributions: Distributions, wheel: zipfile.ZipFile):
+    assert "-py3-none-" in distributions.wheel.name
+    assert not distributions.wheel.name.endswith("-any.whl")
+    names = set(wheel.namelist())
+    assert f"{KERNELS}/{library.PATH.name}" in names
+    assert f"{KERNELS}/{library.NOTE.name}" not in names
+    assert wheel.getinfo(f"{KERNELS}/{library.PATH.name}").file_size < 2 * MEGABYTE
+
+
 def test_installed_core_is_small(installed: Installation):
     sizes = {path: path.stat().st_size for path in installed.packages.rglob("*") if path.is_file()}
     folders: dict[str, int] = {}
@@ -108,6 +128,12 @@ def test_installed_entry_point_loads(installed: Installation):
     load = "entry_points(group='polydraft.backends')['reference'].load()"
     loaded = installed.python(f"from importlib.metadata import entry_points; print({load}.__name__)")
     assert loaded.strip() == "polydraft.reference"
+
+
+@needs_cpp
+def test_an_installed_wheel_computes_on_its_library(installed: Installation):
+    code = "from polydraft import LLM; print(LLM(max_num_seqs=1).engine.resolved.backend)"
+    assert installed.python(code).strip() == "cpu"
 
 
 def test_installed_command_generates_without_extras(installed: Installation):

@@ -100,6 +100,55 @@ print("seen")
 '''
 
 
+SOFTMAX = """
+import numpy as np
+from polydraft_paddle.installation import import_paddle
+import_paddle()
+import paddle
+paddle.set_device("cpu")
+from polydraft_paddle.kernels.host_attention import mix
+
+random = np.random.default_rng(0)
+q, k, v = (random.standard_normal(shape, np.float32) for shape in ((2, 3, 4, 8), (2, 3, 20, 8), (2, 3, 20, 8)))
+hidden = np.zeros((2, 3, 4, 20), np.float32)
+hidden[..., :2, 15:] = -np.inf
+
+def mixed(q, k, v, mask=None):
+    result, sound = mix(*(paddle.to_tensor(t) for t in (q, k, v)), None if mask is None else paddle.to_tensor(mask))
+    return result.numpy(), np.isfinite(sound)
+
+def wanted(q, k, v, mask=0.0):
+    scores = np.float64(q) @ np.float64(k).swapaxes(2, 3) + mask
+    weights = np.exp(scores - scores.max(axis=3, keepdims=True))
+    return weights / weights.sum(axis=3, keepdims=True) @ v
+
+def near(q, k, *rest):
+    got, sound = mixed(q, k, *rest)
+    assert sound and np.abs(got - wanted(q, k, *rest)).max() < 1e-5
+
+near(q, k, v)
+near(q, k, v, hidden)
+for scale in (8.0, 100.0):  # with the higher, exponentials overflow
+    near(scale * q, k, v, hidden)
+low = np.concatenate([q, np.full((2, 3, 4, 1), -1, np.float32)], 3)
+for depth in (60.0, 84.0, 200.0):  # all scores of a row far below 0: some exponentials vanish, then all
+    deep = np.concatenate([k, np.full((2, 3, 20, 1), depth, np.float32)], 3)
+    near(low, deep, v, hidden)
+for place in range(2):
+    broken = [k.copy(), v.copy()]
+    broken[place][1, 2, 3, 4] = np.nan
+    assert not mixed(q, *broken)[1]
+    assert not mixed(100 * q, *broken)[1]
+print("seen")
+"""
+
+
+@needs_paddle
+def test_attention_is_softmax_however_high_or_low_the_scores_are():
+    run = script(SOFTMAX)
+    assert run.stdout == "seen\n", run.stderr[-3000:]
+
+
 @needs_paddle
 def test_every_row_sees_its_own_keys_and_no_others():
     run = script(LAYOUTS)

@@ -8,6 +8,7 @@ directly.
 from __future__ import annotations
 
 import math
+import threading
 from typing import Any
 
 import numpy as np
@@ -74,6 +75,31 @@ def constant(value: float, like: Tensor) -> Tensor:
 _CONSTANTS: dict[tuple[float, tuple[int, ...], Any, Any], Tensor] = {}
 
 
+class _Indices(threading.local):
+    """Index tensors over memory that is written anew, by their length."""
+
+    def __init__(self) -> None:
+        self.found: dict[int, tuple[Tensor, Any]] = {}
+
+
+def index_of(values: Any) -> Tensor:
+    """The integers `values` [n], an array, as an int32 tensor on the host, which holds them until this thread asks for as many
+    again: making a tensor takes longer than what is done with it."""
+    found = _INDICES.found.get(len(values))
+    if found is None:
+        if len(_INDICES.found) == INDICES:
+            _INDICES.found.clear()
+        array = np.empty(len(values), np.int32)
+        found = _INDICES.found[len(values)] = paddle.from_dlpack(array), array
+    found[1][...] = values
+    return found[0]
+
+
+_INDICES = _Indices()
+INDICES = 256
+"""So many lengths are remembered."""
+
+
 def clamp(index: Tensor) -> Tensor:
     """`index` with 0 for what is negative."""
     return direct.clip(index, 0, LARGEST)
@@ -82,6 +108,11 @@ def clamp(index: Tensor) -> Tensor:
 def take(table: Tensor, index: Tensor) -> Tensor:
     """Rows of `table` at `index`, none of which is negative."""
     return direct.gather(table, index, 0)
+
+
+def part(table: Tensor, begin: int, end: int) -> Tensor:
+    """Rows `begin` to `end` of a table that lies in one piece, as a view."""
+    return direct.view_slice(table, begin, end)
 
 
 def flat(table: Tensor) -> Tensor:
@@ -189,9 +220,9 @@ def file_in_column(table: Tensor, column: int, slots: Tensor, value: Tensor, val
 
 def _scatter_chosen(target: Tensor, slots: Tensor, value: Tensor | float, chosen: Any) -> None:
     if not chosen.all():
-        entries = paddle.from_dlpack(np.flatnonzero(chosen).astype(np.int32)) if chosen.any() else None
-        if entries is None:
+        if not chosen.any():
             return
+        entries = index_of(np.flatnonzero(chosen))
         slots = take(slots, entries)
         value = take(value, entries) if isinstance(value, paddle.Tensor) else value
     if not isinstance(value, paddle.Tensor):

@@ -17,7 +17,7 @@ import paddle
 from polydraft.contracts.base import Limits
 from polydraft.device import Array
 from polydraft.sentinels import NO_TOKEN
-from polydraft_paddle.ops import First, Tensor, both, choose, clamp, constant, direct, numbers, take
+from polydraft_paddle.ops import First, Tensor, choose, clamp, constant, direct, index_of, part, take
 from polydraft_paddle.provider import Kernel, Run
 from polydraft_paddle.threads import spread
 
@@ -83,12 +83,23 @@ def rms_norm(a: Any, limits: Limits) -> Run:
 def add_and_norm(a: Any, limits: Limits) -> Run:
     """Composite `residual_add+rms_norm`."""
     add, norm = a.parts
-    first, normalize = First(add.x, add.y), rms_norm(norm, limits)
+    summed, normalize = residual_add(add, limits), rms_norm(norm, limits)
+
+    def run(n: int) -> None:
+        summed(n)
+        normalize(n)
+
+    return run
+
+
+def residual_add(a: Any, limits: Limits) -> Run:
+    """x += y."""
+    del limits
+    first = First(a.x, a.y)
 
     def run(n: int) -> None:
         if n:
             direct.add_(*first.rows(n))
-            normalize(n)
 
     return run
 
@@ -113,17 +124,17 @@ def swiglu(a: Any, limits: Limits) -> Run:
 
     def run(n: int) -> None:
         if n:
-            gates, ups = _alternate(n)
-            gate, up = take(halves, gates), take(halves, ups)
-            first.rows(n)[0].copy_(direct.multiply_(direct.silu(gate), up), False)
+            moved = take(halves, _alternate(n))
+            gated = direct.silu(part(moved, 0, n))
+            first.rows(n)[0].copy_(direct.multiply_(gated, part(moved, n, 2 * n)), False)
 
     return run
 
 
 @functools.lru_cache(maxsize=64)
-def _alternate(count: int) -> tuple[Tensor, Tensor]:
-    """The first `count` even and odd numbers, int32."""
-    return paddle.arange(0, 2 * count, 2, dtype="int32"), paddle.arange(1, 2 * count, 2, dtype="int32")
+def _alternate(count: int) -> Tensor:
+    """The first `count` even numbers, then the odd ones; int32."""
+    return paddle.arange(2 * count, dtype="int32").reshape([count, 2]).t().reshape([-1])
 
 
 def embed(a: Any, limits: Limits) -> Run:
@@ -154,7 +165,7 @@ def _put_rows(out: Tensor, rows: Tensor, carries: Array) -> None:
     """Copy `rows` to `out`, and zeros for those that carry nothing."""
     out.copy_(rows, False)
     if not carries.all():
-        empty_rows(out, paddle.from_dlpack(np.flatnonzero(~carries).astype(np.int32)))
+        empty_rows(out, index_of(np.flatnonzero(~carries)))
 
 
 def empty_rows(out: Tensor, rows: Tensor) -> None:
@@ -165,20 +176,17 @@ def empty_rows(out: Tensor, rows: Tensor) -> None:
 def select_last_rows(a: Any, limits: Limits) -> Run:
     """Each drafting sequence's newest committed row; zero rows elsewhere."""
     del limits
-    first, slot_h = First(a.out, a.seq_start, a.draft_position), np.from_dlpack(a.draft_slot)
+    first = First(a.out)
+    arrays: list[Array] = [np.from_dlpack(t) for t in (a.draft_slot, a.seq_start, a.draft_position, a.positions)]
+    slot_h, start_h, wanted_h, positions_h = arrays
 
     def run(n: int) -> None:
         if not n:
             return
-        out, seq_start, position = first.rows(n)
         carries = slot_h[:n] >= 0
-        if not carries.all():
-            keep = paddle.to_tensor(carries)
-            seq_start = choose(keep, seq_start, 0)
-            row = choose(keep, seq_start + position - take(a.positions, seq_start), 0)
-        else:
-            row = seq_start + position - take(a.positions, seq_start)
-        _put_rows(out, take(a.hidden, row), carries)
+        start = start_h[:n] * carries
+        rows = start + wanted_h[:n] - positions_h[start]
+        _put_rows(first.rows(n)[0], take(a.hidden, index_of(rows * carries)), carries)
 
     return run
 
@@ -202,24 +210,17 @@ def combine_draft_inputs(a: Any, limits: Limits) -> Run:
 
 
 def argmax(a: Any, limits: Limits) -> Run:
-    """Highest logit, lowest id among equals. A sum of tiny shares of a row tells whether all of it is finite; NaN, or both
-    infinities, make it NaN, and nothing else does by accident."""
+    """Highest logit, lowest id among equals, read where it lies: Paddle's own operation looks at one element after the other."""
     del limits
-    columns = a.logits.shape[1]
-    shares, flat, first = paddle.full([columns, 1], 1e-8), a.logits.reshape([-1]), First(a.tokens, a.logits, a.row_slot)
-    slots_h = np.from_dlpack(a.row_slot)
+    first, logits_h, slots_h = First(a.tokens), np.from_dlpack(a.logits), np.from_dlpack(a.row_slot)
 
     def run(n: int) -> None:
         if not n:
             return
-        out, logits, row_slot = first.rows(n)
-        tokens = logits.argmax(axis=1, dtype="int32")
-        sums = direct.matmul(logits, shares, False, False)
-        if not (np.isfinite(sums.numpy()).all() and slots_h[:n].min() >= 0):
-            top = take(flat, numbers(n, tokens) * columns + tokens)
-            whole = both(direct.isfinite(top), ~direct.isnan(direct.reshape(sums, [n])))
-            tokens = choose(both(whole, row_slot >= 0), tokens, NO_TOKEN)
-        out.copy_(tokens, False)
+        tokens = logits_h[:n].argmax(axis=1)  # of the first NaN where there is one
+        top = logits_h[np.arange(n), tokens]
+        tokens[~np.isfinite(top) | (slots_h[:n] < 0)] = NO_TOKEN
+        first.rows(n)[0].copy_(index_of(tokens), False)
 
     return run
 
@@ -227,7 +228,7 @@ def argmax(a: Any, limits: Limits) -> Run:
 KERNELS: dict[str, Kernel] = {
     "residual_add+rms_norm": add_and_norm,
     **{function.__name__: function for function in (
-        embed, rms_norm, linear, swiglu, gather_rows, argmax, select_last_rows, combine_draft_inputs,
+        embed, rms_norm, residual_add, linear, swiglu, gather_rows, argmax, select_last_rows, combine_draft_inputs,
     )},
 }  # fmt: skip
 """Contract or composite to kernel."""

@@ -6,11 +6,13 @@ pass's layout made once for all layers; nothing here decides who sees what.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import paddle
 
 from polydraft.contracts.base import Limits
 from polydraft_paddle.host_layout import HeadRows, HostLayout, SegmentHeads
@@ -18,7 +20,7 @@ from polydraft_paddle.kernels import numeric
 from polydraft_paddle.kernels.host import empty_rows, normalized
 from polydraft_paddle.kernels.kv_quant import QuantisedCache
 from polydraft_paddle.kernels.numeric import attend_rows, rope_tables, swap_columns
-from polydraft_paddle.ops import First, Tensor, direct, numbers, take
+from polydraft_paddle.ops import First, Tensor, direct, numbers, part, take
 from polydraft_paddle.provider import Kernel, Run
 from polydraft_paddle.threads import spread
 
@@ -43,31 +45,58 @@ def rope_kv_write(a: Any, limits: Limits) -> Run:
             out.zero_()
             return
         at: HeadRows = layout.head_rows(heads, kv_heads, cache.shape[0])
-        moved, num_q, num_qk = take(in_heads, at.heads), n * heads, n * (heads + kv_heads)
-        qk = moved[:num_qk]
+        moved, num_q, num_qk, num_rows = take(in_heads, at.heads), n * heads, n * (heads + kv_heads), len(at.heads)
+        qk = part(moved, 0, num_qk)
         if a.q_norm is not None:
-            parts = [normalized(qk[:num_q], a.q_norm, a.eps, False), normalized(qk[num_q:], a.k_norm, a.eps, False)]
+            parts = [
+                normalized(part(qk, 0, num_q), a.q_norm, a.eps, False),
+                normalized(part(qk, num_q, num_qk), a.k_norm, a.eps, False),
+            ]
             qk.copy_(direct.concat(parts, 0), False)
-        swapped = direct.gather(qk, columns, 1) if columns is not None else direct.reshape(take(in_halves, at.halves), qk.shape)
+        if columns is None:
+            swapped = direct.view_shape(take(in_halves, at.halves), [num_qk, dim])
+        else:
+            swapped = direct.gather(qk, columns, 1)
         of_itself, of_partner = at.factors(own, partner)
         direct.add_(direct.multiply_(qk, of_itself), direct.multiply_(swapped, of_partner))
-        q_heads.rows(num_q)[0].copy_(moved[:num_q], False)
+        q_heads.rows(num_q)[0].copy_(part(moved, 0, num_q), False)
         if not layout.complete:
             empty_rows(out, layout.empty)
-        direct.scatter_(kv_rows, at.destinations, direct.reshape(moved[num_q:], [2 * n, kv_heads, dim]), True)
+        direct.scatter_(kv_rows, at.destinations, direct.view_shape(part(moved, num_q, num_rows), [2 * n, kv_heads, dim]), True)
 
     return run
 
 
 def mix(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, float]:
     """Softmax attention of q [S, G, M, D], whose scale is in it, over k and v [S, G, C, D], with `mask` [S, G, M, C] added; and a
-    number that is not finite where the scores were broken: Paddle's softmax hides a NaN among them."""
-    work = q.size * k.shape[2]
+    number that is not finite where scores or values were broken.
+
+    The softmax is divided by its sum behind the product with v, and not shifted by the highest score, which takes Paddle as long
+    as the exponentials do: whether that was needed, or a score was NaN, sums and result tell."""
+    context = k.shape[2]
+    work = q.size * context
     scores = spread(work, direct.matmul, q, k, False, True)
-    sound = total(scores)
     if mask is not None:
         direct.add_(scores, mask)
-    return spread(work, direct.matmul, direct.softmax_(scores, -1), v, False, False), sound
+    weights = direct.exp(scores)
+    sums = direct.matmul(weights, ones(context), False, False)
+    mixed = direct.divide_(spread(work, direct.matmul, weights, v, False, False), sums)
+    sound = total(mixed)
+    if math.isfinite(sound) and sums.numpy().min() > FAINT:
+        return mixed, sound
+    broken = math.nan if np.isnan(scores.numpy()).any() else 0.0  # Paddle's softmax hides a NaN
+    mixed = spread(work, direct.matmul, direct.softmax_(scores, -1), v, False, False)
+    return mixed, broken + total(mixed)
+
+
+FAINT = 1e-28
+"""A sum of exponentials below which some that count may have vanished."""
+
+
+@functools.lru_cache(maxsize=64)
+def ones(count: int) -> Tensor:
+    """A column [count, 1] float32 of ones: a product with it is a sum."""
+    return paddle.ones([count, 1], "float32")
 
 
 def total(tensor: Tensor) -> float:
@@ -93,8 +122,8 @@ def paged_attention(a: Any, limits: Limits, mix: Mix = mix) -> Run:
         keys."""
         wanted = direct.scale(rows if at.q is None else direct.gather_nd(q, at.q), a.softmax_scale, 0.0, True)
         mixed, sound = mix(wanted, direct.gather_nd(k, at.keys), direct.gather_nd(v, at.keys), at.mask)
-        result = mixed if at.out is None else direct.gather_nd(direct.reshape(mixed, [-1, a.head_dim]), at.out)
-        if not math.isfinite(sound + total(result)):
+        result = mixed if at.out is None else direct.gather_nd(direct.view_shape(mixed, [-1, a.head_dim]), at.out)
+        if not math.isfinite(sound):
             packed = numbers(rows.shape[0], rows) if at.rows is None else at.rows
             result = direct.reshape(attend_rows(a, packed, packed.shape[0]), shape)
         return result

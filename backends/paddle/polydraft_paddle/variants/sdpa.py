@@ -35,10 +35,11 @@ def attend(q: Any, k: Any, v: Any, mask: Any) -> Any:
 
 
 def attend_masked(q: Any, k: Any, v: Any, mask: Any) -> tuple[Any, float]:
-    """The same, and a number that is not finite where a key was broken."""
+    """The same, and a number that is not finite where a key or a value was broken."""
     from polydraft_paddle.kernels.host_attention import total
 
-    return attend(q, k, v, mask), total(k)
+    mixed = attend(q, k, v, mask)
+    return mixed, total(k) + total(mixed)
 
 
 def attend_visible(q: Any, k: Any, v: Any, visible: Any) -> Any:

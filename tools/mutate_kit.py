@@ -188,6 +188,11 @@ def _constants(node: ast.Constant) -> Iterator[tuple[str, ast.AST]]:
 
 
 # -- trials --------------------------------------------------------------------------------------------
+TRIAL = ("-x", "-q", "-n", "0", "-p", "no:cacheprovider", "-p", "no:randomly", "--durations=0")
+QUICKLY = ("--assert=plain", "--tb=no")
+"""Nobody reads why a test failed; to be able to say so takes as long as many of the tests."""
+
+
 class _Instead(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Imports the broken source in the place of one module."""
 
@@ -233,9 +238,7 @@ def _tested(subject: Subject, change: Change, *, show: bool) -> int:
     quiet: Callable[[], Any] = io.StringIO
     out = sys.stdout if show else quiet()
     with redirect_stdout(out), redirect_stderr(out):
-        status = pytest.main(
-            ["-x", "-q", "-n", "0", "-p", "no:cacheprovider", "-p", "no:randomly", "--durations=0", *subject.tests]
-        )
+        status = pytest.main([*TRIAL, *(() if show else QUICKLY), *subject.tests])
     return int(status != 0)
 
 

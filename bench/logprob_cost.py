@@ -1,14 +1,15 @@
 """What log probabilities cost the host of a step, and how long their record is, on the backend whose kernels cost nothing.
 
 64 streaming requests, K = 3, every draft accepted; engines whose requests want different things take turns of eight steps,
-three of each kind, since where one's memory lies is worth a few per cent; texts that are nearly as long as the model allows
-are begun anew, which is not measured. `host`: what the engine's own thread spends on a step and on handing its news over
-(`Engine.step`, `Engine.take`), without what the null device's kernels and copies take. `ratio`: of a turn to the turn of the
-engine that may report log probabilities and whose requests want none, each turn by the median of its steps; median and
-quartiles over the turns. `convert`: what another thread spends to make one record of the news (`Converter`, `pack`). `pack`:
-the reference's kernel that packs the record, by itself: the null device packs headers alone. The fixed record has 21 columns
-for every place of every window, as a record of fixed size would have, asked for or not: it is computed, copied and kept as if
-every request had asked for 20.
+three of each kind, since where one's memory lies is worth a few per cent, and each time in another order, drawn by chance,
+since each leaves the caches to the next; texts that are nearly as long as the model allows are begun anew, which is not
+measured. `host`: what the engine's own thread spends on a step and on handing its news over (`Engine.step`, `Engine.take`),
+without what the null device's kernels and copies take. `ratio`: of the turns of a kind to those of the engines that may report
+log probabilities and whose requests want none, each turn by the median of its steps; median and quartiles over the turns.
+`convert`: what another thread spends to make one record of the news (`Converter`, `pack`). `pack`: the reference's kernel that
+packs the record, by itself: the null device leaves a record that would be the same where it is, and copies it whole. The fixed
+record has 21 columns for every place of every window, as a record of fixed size would have, asked for or not: it is computed,
+copied and kept as if every request had asked for 20.
 
     python bench/logprob_cost.py --out bench/results/logprobs.json --page docs/serving.md
     python bench/logprob_cost.py --read bench/results/logprobs.json --page docs/serving.md
@@ -19,6 +20,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import random
 import statistics
 import time
 from pathlib import Path
@@ -113,13 +115,13 @@ class Engine:
 
 def measure(turns: int) -> list[dict[str, Any]]:
     engines = {name: [Engine(name) for _ in range(INSTANCES)] for name in WISHES}
-    names = list(engines)
+    order, chance = [engine for same in engines.values() for engine in same], random.Random(0)
     gc.collect()
     gc.freeze()
-    for number in range(turns):
-        for instance in range(INSTANCES):
-            for name in (*names[number % len(names) :], *names[: number % len(names)]):
-                engines[name][instance].note()
+    for _ in range(turns):
+        chance.shuffle(order)
+        for engine in order:
+            engine.note()
     return [_row(name, same, engines[BASE]) for name, same in engines.items()]
 
 
@@ -157,7 +159,7 @@ def markdown(rows: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--turns", type=int, default=200)
+    parser.add_argument("--turns", type=int, default=400)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--read", type=Path)
     parser.add_argument("--page", type=Path)

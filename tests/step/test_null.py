@@ -42,6 +42,18 @@ def test_what_its_kernels_take_is_counted() -> None:
     assert extra["kernel_ns"] > 0
 
 
+def test_its_records_are_those_of_whoever_is_scheduled() -> None:
+    """They are packed anew only where others want them, and programs of several kinds share one record."""
+    llm = LLM(backend="null", draft_tokens=3, max_num_seqs=3, logprobs=5)
+    asked = [(0, 9, 0.0), (None, 40, 0.0), (5, 21, 1.0), (2, 33, 0.0), (None, 17, 0.0), (1, 26, 1.0)]  # both kinds, in turns
+    wishes = [SamplingParams(max_new_tokens=n, ignore_eos=True, logprobs=top, temperature=warm) for top, n, warm in asked]
+    outputs = llm.generate([[1, 2 + i] for i in range(len(wishes))], wishes)
+    for output, (top, count, _) in zip(outputs, asked, strict=True):
+        assert sum(step.count for step in output.logprobs) == (0 if top is None else count)
+        assert {step.num_top for step in output.logprobs} == (set() if top is None else {top})
+        assert len(output.token_ids) == count
+
+
 def test_it_keeps_neither_weights_nor_caches() -> None:
     llm = LLM(backend="null", draft_tokens=3)
     assert all(weight.nbytes == 0 for weight in llm.engine.runner.weights.values())

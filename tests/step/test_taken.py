@@ -129,7 +129,7 @@ def test_records_wait_where_they_landed_and_the_memory_comes_back() -> None:
         return made, outputs
 
     late, _ = running(polled=False)
-    lent = [report.records.lender is not None for report in late.slots.reports]
+    lent = [records.home is not None for records in late.slots.reports]
     assert len(lent) > SPARE
     assert lent == [place < SPARE for place in range(len(lent))]
     assert late.runner._logprobs is not None
@@ -137,7 +137,23 @@ def test_records_wait_where_they_landed_and_the_memory_comes_back() -> None:
     assert len(free) == late.resolved.overlap + 1
     (output,) = late.poll()
     assert len(free) == len(set(free)) == late.resolved.overlap + 1 + SPARE
+    assert not any(landing.occupants for landing in free), "nobody's request is kept"
     assert output.tokens == running(polled=True)[1][-1].tokens
+
+
+def test_a_step_in_flight_reports_nothing_of_a_request_that_left() -> None:
+    running = engine(MODEL, draft_tokens=2, logprobs=2, max_num_seqs=2, overlap=1)
+    for name in ("leaves", "stays"):
+        running.add((5, 9), LONG, id=name)
+    for _ in range(6):
+        running.step()
+    running.abort("leaves")
+    while running.has_work:
+        running.step()
+    outputs = {output.id: output for output in running.poll()}
+    for output in outputs.values():
+        assert sum(step.count for step in output.logprobs) == len(output.token_ids)
+    assert 0 < len(outputs["leaves"].token_ids) < len(outputs["stays"].token_ids)
 
 
 def test_a_step_makes_no_object_of_any_request(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -167,7 +167,7 @@ class NullTable:
         real = {
             **state_kernels.KERNELS,
             **logprobs.KERNELS,
-            "pack_logprobs": pack_header,
+            "pack_logprobs": PackAgain(),
             "pack_rows": count_rows,
             "verify_match": verify_everything,
             "commit_window": accept_everything,
@@ -210,24 +210,26 @@ def verify_everything(a: Any, limits: Limits) -> Any:
     return run
 
 
-def pack_header(a: Any, limits: Limits) -> Any:
-    """`pack_logprobs` as far as the host could notice it: of prompt rows all, since they say which; of tokens, whose numbers
-    were never computed, the header in front of zeros."""
-    from polydraft.contracts.layout import LOGPROB_VERSION, record_words
-    from polydraft.reference.logprobs import KERNELS
+class PackAgain:
+    """`pack_logprobs` as far as the host could notice it: of prompt rows always, since they say which; of tokens, whose numbers
+    were never computed, only where others want them than those of whom the record is."""
 
-    if a.drafts is None:
-        return KERNELS["pack_logprobs"](a, limits)
-    width = a.ids.shape[1]
+    def __init__(self) -> None:
+        self._packed = b"", b""
 
-    def run(n: int) -> None:
-        slots = a.slot_order[:n]
-        wishes = a.num_top[slots[slots >= 0]]
-        entries, columns = int((wishes >= 0).sum()), int(wishes.max(initial=-1)) + 1
-        words = a.flag | columns << 8, LOGPROB_VERSION, entries, width, record_words(entries, width, columns)
-        a.record[: len(words)] = words
+    def __call__(self, a: Any, limits: Limits) -> Any:
+        """The kernel, which every program that packs shares the record with."""
+        from polydraft.reference.logprobs import KERNELS
 
-    return run
+        pack = KERNELS["pack_logprobs"](a, limits)
+
+        def run(n: int) -> None:
+            wanted = a.slot_order[:n].tobytes(), a.num_top.tobytes()
+            if wanted != self._packed:
+                pack(n)
+                self._packed = wanted
+
+        return pack if a.drafts is None else run
 
 
 def accept_everything(a: Any, limits: Limits) -> Any:

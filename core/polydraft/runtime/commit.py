@@ -11,7 +11,6 @@ import numpy as np
 from polydraft.device import Array
 from polydraft.runtime.kv_blocks import BlockLedger
 from polydraft.runtime.plan import StepOutcome, StepPlan
-from polydraft.runtime.provenance import Report
 from polydraft.runtime.request import Request, Status
 from polydraft.runtime.slots import SlotTable
 from polydraft.runtime.totals import EngineTotals
@@ -35,9 +34,11 @@ def apply(
     t.in_flight_decode[ids] -= plan.decode
     t.in_flight_tokens[ids] -= plan.emits
     live = (t.epoch[ids] == outcome.epochs) & ~t.leaving[ids]
-    keep: Array | slice = slice(None) if live.all() else np.flatnonzero(live)
-    if outcome.logprobs is not None:  # counts are copied: a view would keep the whole snapshot
-        t.reports.append(Report(outcome.logprobs, outcome.num_tokens.copy(), live, t.occupants()))
+    every = bool(live.all())
+    keep: Array | slice = slice(None) if every else np.flatnonzero(live)
+    if outcome.logprobs is not None:
+        outcome.logprobs.belong(outcome.num_tokens, None if every else live, t.occupants())
+        t.reports.append(outcome.logprobs)
     return _fold(t, ledger, ids[keep], outcome, keep, totals)
 
 

@@ -64,15 +64,15 @@ class _Results:
         )
 
 
-class _Landing:
-    """Pinned memory for the records of one step on their way up: views of it as long as those can be, and the copies that fill
-    them, made anew when what is `expected` changes."""
+class _Landing(PackedLogprobs):
+    """Pinned memory for the records of one step, which is handed on with them: views of it as long as those can be, and the
+    copies that fill them, made anew when what is `expected` changes."""
 
-    def __init__(self, tokens: Staging, prompt: Staging) -> None:
-        self._pair = tokens, prompt
-        self.expected: Expected | None = None
-        self.tokens: Array | None = None
-        self.prompt: Array | None = None
+    __slots__ = ("_pair", "copies")
+
+    def __init__(self, pair: tuple[Staging, Staging], max_seqs: int, home: deque[_Landing]) -> None:
+        super().__init__(_NOTHING, None, None, np.empty(max_seqs, np.int32), home)
+        self._pair = pair
         self.copies: tuple[tuple[Staging, Buffer, int], ...] = ()
 
     def expect(self, expected: Expected, sources: tuple[Buffer, Buffer]) -> None:
@@ -87,6 +87,7 @@ class _Landing:
         self.copies = tuple((staging, source, len(view)) for staging, source, view in parts if view is not None)
 
 
+_NOTHING = Expected(None, None, np.empty(0, np.int32), None, None)
 SPARE = 8
 """Landings besides those of steps in flight: the records of so many steps may wait unread where they came; further ones are
 copied."""
@@ -110,6 +111,7 @@ class Logprobs:
         depth: int,
     ) -> None:
         self._device, self._limits, self._state, self._step, self._raw = device, limits, state, step, raw
+        self._depth = depth
         b, nl, columns = limits.max_seqs, limits.max_logit_rows, limits.max_logprobs + 1
         self._window = _Results.allocate(device, "logprobs.window", b, limits.window, columns)
         self._prompt = _Results.allocate(device, "logprobs.prompt", nl, 1, columns)
@@ -130,9 +132,12 @@ class Logprobs:
         """Wishes on their way down, by place."""
         self._sent: dict[str, Array] = {}
         self._sources = self._window.record, self._prompt.record
-        places = range(depth + 1 + SPARE)
-        self._free = deque(_Landing(*(self._like(source, i) for source in self._sources)) for i in places)
-        self._in_flight: list[_Landing | None] = [None] * (depth + 1)
+        self._free: deque[_Landing] = deque()
+        for i in range(depth + 1 + SPARE):
+            pair = self._like(self._sources[0], i), self._like(self._sources[1], i)
+            self._free.append(_Landing(pair, b, self._free))
+        self._in_flight: deque[_Landing | None] = deque()
+        """Of every step in flight, oldest first."""
         self._slots: Array | None = None
         self._expected: Expected | None = None
         """What steps with these slots bring."""
@@ -231,7 +236,7 @@ class Logprobs:
         """The device has failed: the wishes that it was sent may be lost, and no record is on its way."""
         self._sent.clear()
         self._free.extend(landing for landing in self._in_flight if landing is not None)
-        self._in_flight = [None] * len(self._in_flight)
+        self._in_flight.clear()
 
     def download(self, stream: Stream, plan: StepPlan) -> None:
         """Enqueue the copies of the records, as long as they can be."""
@@ -239,25 +244,24 @@ class Logprobs:
             self._slots, self._expected = plan.slots, self._expect(plan)
         expected = self._expected
         if expected is None:
+            self._in_flight.append(None)
             return
-        landing = self._in_flight[plan.step_id % len(self._in_flight)] = self._free.popleft()
+        landing = self._free.pop()  # the one that was read last: its memory is warm
+        self._in_flight.append(landing)
         if landing.expected is not expected:
             landing.expect(expected, self._sources)
         for target, record, words in landing.copies:
             self._device.download(stream, target, record, words)
 
-    def collect(self, plan: StepPlan) -> PackedLogprobs | None:
-        """The records of a step whose event has completed, unread, where they landed; copies of them where too few landings
-        would be left for the steps to come."""
-        place = plan.step_id % len(self._in_flight)
-        landing, self._in_flight[place] = self._in_flight[place], None
-        if landing is None or landing.expected is None:
-            return None
-        if len(self._free) >= len(self._in_flight):
-            return PackedLogprobs(landing.expected, landing.tokens, landing.prompt, self._free, landing)
+    def collect(self) -> PackedLogprobs | None:
+        """The records of the oldest step in flight, whose event has completed, unread, where they landed; copies of them where
+        too few landings would be left for the steps to come."""
+        landing = self._in_flight.popleft()
+        if landing is None or len(self._free) >= self._depth + 1:
+            return landing
         tokens, prompt = (None if view is None else view.copy() for view in (landing.tokens, landing.prompt))
-        self._free.append(landing)
-        return PackedLogprobs(landing.expected, tokens, prompt)
+        landing.give_back()
+        return PackedLogprobs(landing.expected, tokens, prompt, landing.counts.copy())
 
     def _expect(self, plan: StepPlan) -> Expected | None:
         """The records of a plan's step; None where it brings none."""

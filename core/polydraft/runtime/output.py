@@ -14,7 +14,7 @@ import numpy as np
 from polydraft.device import Array
 from polydraft.errors import RecordError
 from polydraft.models.tokenizer import Tokenizer
-from polydraft.runtime.provenance import StepLogprobs, TokenLogprobs, TokenRecord, token_records
+from polydraft.runtime.provenance import StepLogprobs, TokenLogprobs, TokenRecord, file, lose, token_records
 from polydraft.runtime.request import Request
 from polydraft.runtime.taken import Ended, Taken, Text
 
@@ -134,12 +134,14 @@ class Converter:
 
     def pieces(self, taken: Taken) -> list[Piece]:
         """News of streaming requests, then of those that ended."""
-        for report in taken.reports:
+        for records in taken.reports:
             try:
-                report.file()
+                file(records)
             except RecordError as error:
                 self.error = self.error or error
-                report.lose(str(error))
+                lose(records, str(error))
+            finally:
+                records.give_back()
         return [*self._going(taken), *(self._ended(ended) for ended in taken.ended)]
 
     def _going(self, taken: Taken) -> Iterator[Piece]:

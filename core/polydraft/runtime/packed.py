@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -31,6 +31,9 @@ from polydraft.contracts.layout import (
 from polydraft.device import Array
 from polydraft.errors import RecordError
 from polydraft.sentinels import NO_TOKEN, Finish, Phase
+
+if TYPE_CHECKING:
+    from polydraft.runtime.request import Request
 
 
 def pack_word(flag: int, columns: int) -> int:
@@ -151,29 +154,42 @@ class Expected(NamedTuple):
     prompt_top: Array | None
 
 
-@dataclass(slots=True)  # not frozen: that costs a step more than the rest of it
 class PackedLogprobs:
-    """The records of one step as they came, int32 words at which nobody has looked yet, and what they have to be."""
+    """The records of one step where they came, int32 words at which nobody has looked yet; what they have to be; and, once the
+    step was applied, whose they are. It keeps nothing else of the step alive: that would cost the next ones their warm memory.
 
-    expected: Expected
-    tokens: Array | None
-    prompt: Array | None
-    lender: deque[Any] | None = None
-    """Whom the memory goes back to when the words have been read, from whatever thread; None: it is nobody else's."""
-    loan: Any = None
+    `counts` [>= n]: tokens of each sequence, -1 where its request had left. `occupants`: the request in each slot then. `home`:
+    where it waits for a later step once all has been read; None: there will be none."""
+
+    __slots__ = ("counts", "expected", "home", "occupants", "prompt", "tokens")
+
+    def __init__(
+        self, expected: Expected, tokens: Array | None, prompt: Array | None, counts: Array, home: deque[Any] | None = None
+    ) -> None:
+        self.expected, self.tokens, self.prompt, self.counts, self.home = expected, tokens, prompt, counts, home
+        self.occupants: tuple[Request | None, ...] = ()
+
+    def belong(self, num_tokens: Array, live: Array | None, occupants: tuple[Request | None, ...]) -> None:
+        """To these: `num_tokens` of each sequence, those that are `live` (None: all), and the requests by slot."""
+        counts = self.counts[: len(num_tokens)]
+        counts[:] = num_tokens
+        if live is not None:
+            counts[~live] = -1
+        self.occupants = occupants
 
     def blocks(self) -> tuple[LogprobBlock | None, LogprobBlock | None]:
-        """What they say, of tokens and of prompt tokens; they may be asked once. Raises as `decode_logprobs` does."""
+        """What they say, of tokens and of prompt tokens. Raises as `decode_logprobs` does."""
         tokens, prompt, *_ = self.expected
-        try:
-            return (
-                None if tokens is None or self.tokens is None else decode_logprobs(self.tokens, tokens),
-                None if prompt is None or self.prompt is None else decode_logprobs(self.prompt, prompt),
-            )
-        finally:
-            self.tokens = self.prompt = None
-            if self.lender is not None:
-                self.lender.append(self.loan)
+        return (
+            None if tokens is None or self.tokens is None else decode_logprobs(self.tokens, tokens),
+            None if prompt is None or self.prompt is None else decode_logprobs(self.prompt, prompt),
+        )
+
+    def give_back(self) -> None:
+        """Everything has been read, by whatever thread; called once."""
+        self.occupants = ()
+        if self.home is not None:
+            self.home.append(self)
 
 
 def decode_logprobs(words: Array, wanted: Wanted) -> LogprobBlock:

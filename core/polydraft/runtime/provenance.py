@@ -86,54 +86,45 @@ class StepLogprobs:
         return tuple(zip(self.drafts.tolist(), self.draft_logprobs.tolist(), strict=True))
 
 
-@dataclass(slots=True)
-class Report:
-    """Log probabilities that a step brought, as they came, and no more of the step than it takes to tell whose they are: nothing
-    else of it is kept alive.
+def file(records: PackedLogprobs) -> None:
+    """Split the records of a step and tell each request where the rows that belong to it are. Raises `RecordError` for a record
+    that cannot be read; nothing is filed then."""
+    expected = records.expected
+    tokens, prompt = records.blocks()
+    if tokens is not None:
+        for entry, (request, count, top) in enumerate(_wanting(records)):
+            if count > 0 and request is not None:
+                request.logprobs.append(StepLogprobs(tokens, entry, count, top))
+    if prompt is None or expected.prompt_top is None:
+        return
+    counts = dict(zip(expected.slots.tolist(), records.counts.tolist(), strict=False))
+    for entry, (slot, position) in enumerate(zip(prompt.slots.tolist(), prompt.extra.tolist(), strict=True)):
+        request = records.occupants[slot]
+        if request is not None and counts.get(slot, -1) >= 0:
+            rows = StepLogprobs(prompt, entry, 1, int(expected.prompt_top[slot]))
+            request.prompt_logprobs[position] = rows.token(0)
 
-    `num_tokens`, `live` [n]: tokens of each sequence, and whether it counted. `occupants`: the request in each slot then."""
 
-    records: PackedLogprobs
-    num_tokens: Array
-    live: Array
-    occupants: tuple[Request | None, ...]
+def lose(records: PackedLogprobs, why: str) -> None:
+    """The records cannot be read: whoever they held something for is told so, and keeps no log probabilities."""
+    slots = records.expected.slots
+    for slot in slots[records.counts[: len(slots)] >= 0].tolist():
+        request = records.occupants[slot]
+        if request is not None and request.params.reported:
+            request.unreadable = request.unreadable or why
+            request.logprobs.clear()
 
-    def file(self) -> None:
-        """Split the records and tell each request where the rows that belong to it are. Raises `RecordError` for a record that
-        cannot be read; nothing is filed then."""
-        expected = self.records.expected
-        tokens, prompt = self.records.blocks()
-        if tokens is not None:
-            for entry, (request, count, top) in enumerate(self._wanting()):
-                if count and request is not None:
-                    request.logprobs.append(StepLogprobs(tokens, entry, count, top))
-        if prompt is None or expected.prompt_top is None:
-            return
-        live = dict(zip(expected.slots.tolist(), self.live.tolist(), strict=True))
-        for entry, (slot, position) in enumerate(zip(prompt.slots.tolist(), prompt.extra.tolist(), strict=True)):
-            request = self.occupants[slot]
-            if request is not None and live.get(slot):
-                rows = StepLogprobs(prompt, entry, 1, int(expected.prompt_top[slot]))
-                request.prompt_logprobs[position] = rows.token(0)
 
-    def lose(self, why: str) -> None:
-        """The records cannot be read: whoever they held something for is told so, and keeps no log probabilities."""
-        for slot in self.records.expected.slots[self.live].tolist():
-            request = self.occupants[slot]
-            if request is not None and request.params.reported:
-                request.unreadable = request.unreadable or why
-                request.logprobs.clear()
-
-    def _wanting(self) -> list[tuple[Request | None, int, int]]:
-        """Request, tokens and wish of each entry."""
-        slots, wishes = self.records.expected.slots, self.records.expected.num_top
-        if wishes is None:
-            return []
-        wanted = wishes[slots] >= 0
-        slots = slots[wanted]
-        counts = (self.num_tokens[wanted] * self.live[wanted]).tolist()
-        found = zip(slots.tolist(), counts, wishes[slots].tolist(), strict=True)
-        return [(self.occupants[slot], count, top) for slot, count, top in found]
+def _wanting(records: PackedLogprobs) -> list[tuple[Request | None, int, int]]:
+    """Request, tokens and wish of each entry."""
+    slots, wishes = records.expected.slots, records.expected.num_top
+    if wishes is None:
+        return []
+    wanted = wishes[slots] >= 0
+    counts = records.counts[: len(slots)][wanted].tolist()
+    slots = slots[wanted]
+    found = zip(slots.tolist(), counts, wishes[slots].tolist(), strict=True)
+    return [(records.occupants[slot], count, top) for slot, count, top in found]
 
 
 class TokenRecord(NamedTuple):

@@ -192,7 +192,7 @@ class Runner:
         if self.inputs.reads_drafts:
             self.inputs.collect_drafts(ticket.plan.step_id)
         record = self._snapshots.read(ticket.staging.array, ticket.plan.slots)
-        logprobs = None if self._logprobs is None else self._logprobs.collect(ticket.plan)
+        logprobs = None if self._logprobs is None else self._logprobs.collect()
         slots, epochs, num_tokens, accepted, drafted, finish, phase, kv_len = record.T[:SNAPSHOT_TOKENS]  # as `Snapshot` says
         return StepOutcome(
             ticket.plan.step_id, slots, epochs, num_tokens, accepted, drafted, finish, phase, kv_len, record[:, SNAPSHOT_TOKENS:],

@@ -10,7 +10,7 @@ import numpy as np
 
 from polydraft.contracts.base import Limits
 from polydraft.device import Array
-from polydraft.runtime.provenance import Report
+from polydraft.runtime.packed import PackedLogprobs
 from polydraft.runtime.request import Request, Status
 from polydraft.sentinels import NO_TOKEN, Phase
 
@@ -34,7 +34,7 @@ class SlotTable:
         b, self._num_drafts = limits.max_seqs, limits.num_drafts
         self.request: list[Request | None] = [None] * b
         self._occupants: tuple[Request | None, ...] | None = None
-        self.reports: list[Report] = []
+        self.reports: list[PackedLogprobs] = []
         self.phase = np.full(b, Phase.IDLE, np.int32)
         self.epoch = np.zeros(b, np.int32)
         self.number = np.zeros(b, np.int64)

@@ -15,8 +15,8 @@ import numpy as np
 
 from polydraft.device import Array
 from polydraft.models.tokenizer import IncrementalDecoder, Tokenizer
+from polydraft.runtime.packed import PackedLogprobs
 from polydraft.runtime.plan import StepOutcome
-from polydraft.runtime.provenance import Report
 from polydraft.runtime.request import Request
 from polydraft.runtime.slots import SlotTable
 
@@ -40,7 +40,7 @@ class Taken:
     `forced`: all places so far that a constraint left no choice for. `tokens` int32, `rounds`, `round_drafts` uint8: of one
     request after the other; request i has those before `token_ends[i]`, `round_ends[i]`, from the ends of i - 1 on."""
 
-    reports: tuple[Report, ...] = ()
+    reports: tuple[PackedLogprobs, ...] = ()
     requests: tuple[Request, ...] = ()
     texts: tuple[str | None, ...] = ()
     forced: tuple[tuple[int, ...], ...] = ()

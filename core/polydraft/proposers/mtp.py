@@ -11,6 +11,8 @@ state back ("recycled") with the token just drafted.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from polydraft.backend import CacheSpec, PassBuffers
@@ -24,7 +26,16 @@ from polydraft.contracts.spread_logits import SpreadLogitsV1
 from polydraft.device import Buffer
 from polydraft.draft_vocab import places_of
 from polydraft.errors import CapabilityError
-from polydraft.models.decoder import Norm, PassRows, emit_block, emit_embed, emit_linear, emit_norm
+from polydraft.models.decoder import (
+    Norm,
+    PassRows,
+    emit_attention,
+    emit_block,
+    emit_embed,
+    emit_feed_forward,
+    emit_linear,
+    emit_norm,
+)
 from polydraft.proposers.base import ProposerContext, ProposerShape
 from polydraft.runtime.buffers import Scratch
 from polydraft.runtime.program import ProgramBuilder
@@ -74,6 +85,7 @@ class MtpProposer:
         )
         self._fed = act("fed", r, hidden) if model.mtp.feed == "post" else context.target_hidden
         self._last, self._last_normed = act("last", b, hidden), act("last_normed", b, hidden)
+        self._last_attended = act("last_attended", b, attention.q_size)
         self._logits = device.empty("draft.logits", (b, limits.vocab_size), "f32")
         self._narrow(context)
         self._noise = device.empty("draft.noise", (b if context.sampling else 1, limits.vocab_size), "f32")
@@ -106,8 +118,8 @@ class MtpProposer:
         for index in range(self._c.limits.num_drafts):
             room = f"draft {index}"
             rows = self._extend_rows if index == 0 else self._advance_rows
-            self._layer(program, index, rows, room)
-            self._select(program, index, room)
+            self._combine(program, index, rows, room)
+            self._block(program, index, rows, room)
             self._choose(program, index, room)
 
     def _begin(self, program: ProgramBuilder) -> None:
@@ -134,8 +146,8 @@ class MtpProposer:
                 room="begin_draft",
             )
 
-    def _layer(self, program: ProgramBuilder, index: int, rows: PassRows, room: str) -> None:
-        """Embed, combine with the state, project, one decoder block; leaves the block's output in `_x`."""
+    def _combine(self, program: ProgramBuilder, index: int, rows: PassRows, room: str) -> None:
+        """Embed, combine with the state and project: what the decoder block works on."""
         c, mtp, unit = self._c, self._mtp, rows.unit
         ids, state = (self._ids, self._fed) if index == 0 else (self._next_ids, self._recycled())
         program.fill(rows.meta, "draft", index, unit, room)
@@ -147,30 +159,42 @@ class MtpProposer:
         )  # fmt: skip
         program.add("combine_draft_inputs", combine, unit, room)
         emit_linear(program, c.weights[f"{LAYER}.proj"], x=self._combined, out=self._x, unit=unit, room=room)
-        emit_block(
-            program, mtp.block, self._norm, c.weights, LAYER,
+
+    def _block(self, program: ProgramBuilder, index: int, rows: PassRows, room: str) -> None:
+        """The decoder block; leaves the newest row of each drafting sequence in `_last`, and its norm. Of the first pass only
+        these rows go behind attention, since the others are there for their keys and values. Later passes have one row a
+        sequence, which moves all the same: the next pass overwrites `_x` while reading the recycled state."""
+        weights = self._c.weights
+        whole = index > 0 or LAYER in weights  # a block that computes itself takes all rows
+        emit = emit_block if whole else emit_attention
+        emit(
+            program, self._mtp.block, self._norm, weights, LAYER,
             x=self._x, rows=rows, cache=self._cache, scratch=self._scratch, room=room,
         )  # fmt: skip
+        self._select(program, index, self._x, self._last, room)
+        if not whole:
+            self._select(program, index, self._scratch.attended, self._last_attended, room)
+            last = replace(self._scratch, attended=self._last_attended)
+            emit_feed_forward(program, self._norm, weights, LAYER, x=self._last, scratch=last, unit="seqs", room=room)
+        weight = weights[f"{LAYER}.final_norm" if self._mtp.final_norm == "own" else "norm"]
+        emit_norm(program, self._norm, weight, x=self._last, out=self._last_normed, unit="seqs", room=room)
 
     def _recycled(self) -> Buffer:
         return self._last if self._mtp.recycle == "pre" else self._last_normed
 
-    def _select(self, program: ProgramBuilder, index: int, room: str) -> None:
-        """The newest row of each drafting sequence, and its norm. After the first pass there is one row a sequence already,
-        but it still moves to `_last`, since the next pass overwrites `_x` while reading the recycled state."""
+    def _select(self, program: ProgramBuilder, index: int, rows: Buffer, out: Buffer, room: str) -> None:
+        """The newest row of each drafting sequence."""
         t = self._c.step
         first = index == 0
         select = SelectLastRowsV1(
-            hidden=self._x,
+            hidden=rows,
             positions=t.positions if first else self._position,
             seq_start=t.seq_start if first else self._row_of_seq,
             draft_slot=self._slot,
             draft_position=self._position,
-            out=self._last,
+            out=out,
         )
         program.add("select_last_rows", select, "seqs", room)
-        weight = self._c.weights[f"{LAYER}.final_norm" if self._mtp.final_norm == "own" else "norm"]
-        emit_norm(program, self._norm, weight, x=self._last, out=self._last_normed, unit="seqs", room=room)
 
     def _choose(self, program: ProgramBuilder, index: int, room: str) -> None:
         """Logits, one token a sequence by the target's own rules and noise, and the step to the next pass."""

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from polydraft.backend import CacheSpec, PassBuffers
-from polydraft.contracts import COMPOSITES, REGISTRY, LinearV1, PagedAttentionV1, RopeKvWriteV1, SwigluV1
+from polydraft.contracts import COMPOSITES, REGISTRY, ArgmaxV1, LinearV1, PagedAttentionV1, RopeKvWriteV1, SwigluV1
 from polydraft.contracts.base import Case, Limits, LogicalCache, ParamSpec, TensorSpec
 from polydraft.contracts.composite import CompositeArgs
 from polydraft.contracts.harness import weight_role
@@ -65,8 +65,12 @@ class PaperDevice:
     num_sms: int = 132
     shared_bytes: int = 232448
     capturing: bool = False
+    mixed: bool = False
+    trusting: bool = False
+    owed: int = 0
     bound: list[Bound] = field(default_factory=list)
     next: int = 1 << 20
+    kept: list[Any] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.counters = DeviceCounters()
@@ -152,6 +156,8 @@ class Shape:
     block_size: int = 16
 
 
+HEAD = 151680
+"""Outputs of a head whose blocks have whole tiles."""
 SHAPES = (Shape(4096, 32, 8, 128, 11008, 1024), Shape(1024, 8, 4, 128, 2816, 64, 8), Shape(256, 4, 2, 64, 768, 16, 1))
 
 
@@ -168,6 +174,12 @@ def bind_shape(shape: Shape, act: str, **options: Any) -> list[Bound]:
         _bind(device, "linear", LinearV1(x=x, weight=weight, bias=None, out=y), shape)
         if outputs == 2 * shape.ffn:
             _bind(device, "swiglu", SwigluV1(gate_up=y, out=device.empty("gated", (n, shape.ffn), act)), shape)
+    if shape is SHAPES[0]:
+        x, y = device.empty("x", (n, shape.hidden), act), device.empty("logits", (n, HEAD), "f32")
+        weight = CudaWeight("linear", device.empty("weight", (HEAD, shape.hidden), act))
+        _bind(device, "linear", LinearV1(x=x, weight=weight, bias=None, out=y), shape)
+        chosen = {name: device.empty(name, (n,), "i32") for name in ("row_slot", "tokens")}
+        _bind(device, "argmax", ArgmaxV1(logits=y, **chosen), shape)
     attention = {
         "row_slot": device.empty("row_slot", (n,), "i32"), "positions": device.empty("positions", (n,), "i32"),
         "block_table": device.empty("block_table", (8, 64), "i32"),
@@ -207,7 +219,7 @@ def _bind(device: Any, name: str, args: Any, shape: Shape) -> None:
     provider = CudaProvider(kernels()[name], device)
     nbytes = provider.workspace_bytes(args, _limits(shape))
     workspace = SimpleNamespace(buffer=device.empty("workspace", (nbytes,), "u8"), nbytes=nbytes) if nbytes else None
-    provider.bind(args, _limits(shape), workspace)
+    device.kept.append(provider.bind(args, _limits(shape), workspace))  # what is bound behind it may join a launch that lives
 
 
 def parameters(source: Path, name: str) -> list[str]:

@@ -16,14 +16,15 @@ import pytest
 from bench.gpu_rounds import floor_bytes
 from polydraft.backend import CacheSpec, StepMeta
 from polydraft.bench.shapes import RandomCheckpoint
-from polydraft.contracts import LinearV1, PagedAttentionV1, RopeKvWriteV1, SwigluV1
+from polydraft.contracts import ArgmaxV1, LinearV1, PagedAttentionV1, ProcessLogitsV1, RopeKvWriteV1, SwigluV1
 from polydraft.contracts.base import Limits
 from polydraft.contracts.compare import to_host
 from polydraft.contracts.kv_quant import KV_DTYPES, LARGEST, exponents, quantise
 from polydraft.errors import ContractError
 from polydraft.models.families import FamilyRegistry
 from polydraft_cuda import cublaslt, storage
-from polydraft_cuda.kernels import attention, linear, mlp, norms, rope
+from polydraft_cuda.kernels import attention, joins, kernels, linear, mlp, norms, rope
+from polydraft_cuda.kernels.provider import CudaProvider
 from tests.device.paper import PaperDevice
 
 NO_STREAM: Any = None
@@ -130,8 +131,8 @@ def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     return bool(request.param)
 
 
-def projection(device: Any, outputs: int, inputs: int, rows: int = 512) -> tuple[LinearV1, Any]:
-    x, out = device.empty("x", (rows, inputs), device.dtype), device.empty("out", (rows, outputs), device.dtype)
+def projection(device: Any, outputs: int, inputs: int, rows: int = 512, to: str = "") -> tuple[LinearV1, Any]:
+    x, out = device.empty("x", (rows, inputs), device.dtype), device.empty("out", (rows, outputs), to or device.dtype)
     weight = storage.CudaWeight("linear", device.empty("w", (outputs, inputs), device.dtype))
     a = LinearV1(x=x, weight=weight, bias=None, out=out)
     nbytes = linear.workspace_bytes(device, a, LIMITS)
@@ -169,7 +170,7 @@ def test_large_matrices_stream_and_many_rows_go_to_the_library(library: bool):
 def test_a_device_whose_projections_are_gone_is_freed():
     device: Any = Recorder(dtype="bf16")
     bound, seen = projection(device, 22016, 4096), weakref.ref(device)
-    assert linear.projection_of(device, bound[0].out) is bound[1]
+    assert joins.projection_of(device, bound[0].out) is bound[1]
     del bound, device
     gc.collect()
     assert seen() is None
@@ -220,6 +221,46 @@ def test_a_captured_activation_is_one_launch_with_its_projection(library: bool):
     device.launched.clear()
     alone(NO_STREAM, 4)
     assert [source for source, _, _ in device.launched] == ["mlp.cu"]
+
+
+def test_a_captured_choice_looks_at_what_the_head_kept_unless_somebody_uses_the_logits():
+    def head(**options: Any) -> tuple[Any, Any, Callable[[int], list[tuple[str, int | None]]]]:
+        device: Any = Recorder(dtype="bf16", **options)
+        a, project = projection(device, 151680, 256, to="f32")
+        rows = {name: device.empty(name, (512,), "i32") for name in ("row_slot", "tokens")}
+        table = {name: CudaProvider(kernel, device) for name, kernel in kernels().items()}
+        choose = table["argmax"].bind(ArgmaxV1(logits=a.out, **rows), LIMITS, None)
+
+        def both(n: int) -> list[tuple[str, int | None]]:
+            device.launched.clear()
+            project(NO_STREAM, n)
+            choose(NO_STREAM, n)
+            return [(source, defines.get("BEST")) for source, defines, _ in device.launched]
+
+        def process(num_valid: int) -> None:
+            args = ProcessLogitsV1(logits=a.out, row_slot=rows["row_slot"], num_valid=num_valid)
+            table["process_logits"].bind(args, LIMITS, None)
+
+        return device, process, both
+
+    apart, joined = [("linear_tile.cu", 0), ("sampling.cu", None)], [("linear_tile.cu", 1), ("sampling.cu", None)]
+    device, process, both = head()
+    assert both(4) == apart
+    device.capturing = True
+    assert both(4) == both(256) == joined
+    assert both(257)[-1] == ("sampling.cu", None)
+    assert ("linear_tile.cu", 1) not in both(257)
+    assert (device.trusting, device.owed) == (True, 0)
+    device.mixed = True
+    assert both(4) == apart, "somebody else's kernels are in the graph"
+    device.mixed = False
+    process(151680)
+    assert both(4) == joined, "nothing is padded"
+    process(151000)
+    assert both(4) == apart
+    device, _, both = head(row_invariant=True)
+    device.capturing = True
+    assert both(4) == apart
 
 
 def test_an_activation_stays_alone_where_rows_have_to_be_invariant():

@@ -10,7 +10,7 @@ import pytest
 
 import polydraft_cuda
 from polydraft.backend import CacheSpec, DeviceOptions, PassBuffers, StepMeta
-from polydraft.contracts import LinearV1, PagedAttentionV1, ResidualAddV1, RmsNormV1, RopeKvWriteV1, SwigluV1
+from polydraft.contracts import ArgmaxV1, LinearV1, PagedAttentionV1, ResidualAddV1, RmsNormV1, RopeKvWriteV1, SwigluV1
 from polydraft.contracts.base import Limits
 from polydraft.contracts.compare import EPS, from_host, to_host
 from polydraft.contracts.composite import CompositeArgs
@@ -62,9 +62,10 @@ class Projection:
         x = rng.standard_normal((rows, inputs), np.float32)
         w = rng.standard_normal((outputs, inputs), np.float32) / np.float32(np.sqrt(inputs))
         self.device, self.dtype = device, "f32" if to_f32 else act
-        weight = polydraft_cuda.polydraft_kernels(device).prepare_weight("linear", w, act)
+        weight: Any = polydraft_cuda.polydraft_kernels(device).prepare_weight("linear", w, act)
         self.out = device.empty("out", (rows, outputs), self.dtype)
-        args = LinearV1(x=filled(device, "x", x, act), weight=weight, bias=None, out=self.out)
+        self.x, self.weight = filled(device, "x", x, act), weight.buffer
+        args = LinearV1(x=self.x, weight=weight, bias=None, out=self.out)
         self.launch = launch_of(device, "linear", args, limits(rows))
         self.wanted = from_host(to_host(x, act), act).astype(np.float32) @ from_host(to_host(w, act), act).astype(np.float32).T
 
@@ -117,6 +118,55 @@ def test_a_captured_activation_leaves_what_two_launches_leave(opened: CudaDevice
         (wanted, apart), (found, once) = (run(n, captured=captured) for captured in (False, True))
         assert (apart, once) == (2, 1 if n <= 256 else 2)
         assert np.abs(found - wanted).max() <= 4 * EPS[opened.dtype] * max(float(np.abs(wanted).max()), 1.0), n
+
+
+def test_a_captured_head_leaves_the_choice_and_not_the_logits(opened: CudaDevice):
+    rows, vocab, stream = 257, 4 * 128 * opened.num_sms + 16, opened.stream
+    head = Projection(opened, 256, vocab, to_f32=True, rows=rows)
+    weight, broken = from_host(opened.read(head.weight.pointer, head.weight.shape, opened.dtype), opened.dtype), 5
+    weight[vocab - 1], weight[777] = weight[4], weight[vocab - 16]  # equals: the lowest wins
+    opened.load(head.weight, to_host(weight, opened.dtype))
+    x = from_host(opened.read(head.x.pointer, head.x.shape, opened.dtype), opened.dtype)
+    x[0], x[1], x[broken] = weight[4], weight[777], np.nan
+    opened.load(head.x, to_host(x, opened.dtype))
+    slots, tokens = np.where(np.arange(rows) % 7 == 3, -1, 0).astype(np.int32), opened.empty("tokens", (rows,), "i32")
+    args = ArgmaxV1(logits=head.out, row_slot=opened.empty("row_slot", (rows,), "i32"), tokens=tokens)
+    opened.load(args.row_slot, slots)
+    choose, capture = launch_of(opened, "argmax", args, limits(rows)), polydraft_cuda.polydraft_graph_capture(opened)
+
+    def run(n: int, *, captured: bool, also: bool = False) -> tuple[Array, bool]:
+        """The tokens, and whether logits were left as they were."""
+
+        def both() -> None:
+            head.launch(stream, n)
+            if also:  # no kernel of this package
+                opened.call("cuMemsetD8Async", spare.pointer, 0, 4, stream.handle)
+            choose(stream, n)
+
+        opened.fill_bytes(head.out, 0xFF)
+        opened.fill_bytes(tokens, 0x55)
+        if captured:
+            capture.capture(stream, both).replay(stream)
+        else:
+            both()
+        found = opened.read(tokens.pointer, (rows,), "i32").copy()
+        return found[:n], bool(np.isnan(opened.read(head.out.pointer, (1, vocab), "f32")).all())
+
+    spare = opened.empty("spare", (4,), "u8")
+    for n in (1, 8, 9, 17, 33, 64, 65, 128, 129, 256, 257):
+        (wanted, lost_apart), (found, lost) = run(n, captured=False), run(n, captured=True)
+        assert (lost_apart, lost) == (False, n <= 256)
+        assert np.array_equal(found, wanted), n
+        assert wanted[0] == 4
+        assert n <= broken or (wanted[1] == 777 and wanted[3] == wanted[broken] == -1)
+    assert run(8, captured=True, also=True)[1] is False, "what others capture may look for the logits"
+    opened.fill_bytes(head.out, 0xFF)
+    halves = [capture.capture(stream, lambda one=one: one(stream, 8)) for one in (head.launch, choose)]  # type: ignore[misc]
+    for half in halves:
+        half.replay(stream)
+    assert np.array_equal(opened.read(tokens.pointer, (8,), "i32"), run(8, captured=False)[0]), (
+        "in a capture of its own a head writes"
+    )
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"hidden{shape.hidden}")

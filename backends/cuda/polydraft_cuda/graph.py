@@ -53,19 +53,14 @@ class CudaCapture:
         device.refuse_in_capture("a second capture")
         handle = stream.handle  # type: ignore[attr-defined]
         free = self._free()
-        # Relaxed: memory or a graph of an engine that is gone may be freed meanwhile, by the collector, on this thread; waits and
-        # allocations of ours are refused as it is.
-        mode = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
-        device.call("cuStreamBeginCapture", handle, mode, doing="beginning a capture")
-        device.capturing = True
-        try:
-            fn()
-        except BaseException:
-            self._discard(handle)
-            raise
-        finally:
-            device.capturing = False
-        graph = device.call("cuStreamEndCapture", handle, doing="ending a capture")
+        device.mixed, launches = False, device.counters.launches
+        graph = self._recorded(handle, fn)
+        launches = device.counters.launches - launches
+        nodes = device.call("cuGraphGetNodes", graph, doing="counting launches")[1] if device.trusting else launches
+        if device.owed or nodes != launches:  # somebody else's kernels may look for what launches have not written
+            cuda.cuGraphDestroy(graph)
+            device.mixed = True
+            graph = self._recorded(handle, fn)
         try:
             executable = device.call("cuGraphInstantiate", graph, 0, doing="building a graph")
         finally:
@@ -75,6 +70,23 @@ class CudaCapture:
         captured = CudaGraph(device, executable, max(free - self._free(), 0))
         self._graphs.add(captured)
         return captured
+
+    def _recorded(self, handle: Any, fn: Callable[[], None]) -> Any:
+        """What `fn` enqueues, as the driver's graph."""
+        device = self._device
+        # Relaxed: memory or a graph of an engine that is gone may be freed meanwhile, by the collector, on this thread; waits and
+        # allocations of ours are refused as it is.
+        mode = device.cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+        device.call("cuStreamBeginCapture", handle, mode, doing="beginning a capture")
+        device.capturing, device.trusting, device.owed = True, False, 0
+        try:
+            fn()
+        except BaseException:
+            self._discard(handle)
+            raise
+        finally:
+            device.capturing = False
+        return device.call("cuStreamEndCapture", handle, doing="ending a capture")
 
     def _discard(self, handle: Any) -> None:
         """End a capture that failed."""

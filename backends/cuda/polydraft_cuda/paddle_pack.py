@@ -60,6 +60,7 @@ class GuestDevice(CudaDevice):
     def __init__(self, host: Any, index: int) -> None:
         self._host = host
         super().__init__(index, dtype=host.dtype)
+        self.mixed = True  # what Paddle captures is not looked through
         self.cuda.cuStreamDestroy(self.stream.handle)
         self.stream = self.stream_of(host.stream)
         self.counters = host.counters

@@ -29,15 +29,15 @@ __device__ __forceinline__ void load_pairs(unsigned target, const Map* map, int 
                  "r"(column), "r"(0), "r"(row / 16), "r"(barrier)
                  : "memory");
 }
-// Several chunks of 64 inputs at once, one behind the other; of rows, or of rows of gate and up in turn.
+// Several chunks of 64 inputs at once, one behind the other; of rows, or of rows of gate and up in turn from turn `turn` on.
 __device__ __forceinline__ void load_chunks(unsigned target, const Map* map, int row, int chunk, unsigned barrier) {
     asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(target), "l"(map),
                  "r"(0), "r"(row), "r"(chunk), "r"(barrier)
                  : "memory");
 }
-__device__ __forceinline__ void load_pair_chunks(unsigned target, const Map* map, int row, int chunk, unsigned barrier) {
+__device__ __forceinline__ void load_pair_chunks(unsigned target, const Map* map, int turn, int chunk, unsigned barrier) {
     asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %2, %2, %3, %4}], [%5];" ::"r"(target), "l"(map),
-                 "r"(0), "r"(row / 16), "r"(chunk), "r"(barrier)
+                 "r"(0), "r"(turn), "r"(chunk), "r"(barrier)
                  : "memory");
 }
 // -- clusters of two blocks ---------------------------------------------------------------------------

@@ -9,17 +9,21 @@ the same sums.
 
 from __future__ import annotations
 
-import weakref
+from collections.abc import Callable
 from typing import Any, Final
+
+import numpy as np
 
 from polydraft.contracts.base import Limits
 from polydraft.device import Launch, Stream
 from polydraft_cuda import cublaslt
 from polydraft_cuda.device import CudaDevice
+from polydraft_cuda.kernels.joins import note
 from polydraft_cuda.kernels.projections import (
     PAIR_ROWS,
     PAIR_STAGES,
     TILE_ROWS,
+    TILE_WARPS,
     Size,
     Split,
     num_blocks,
@@ -50,8 +54,6 @@ GATED = Split(256, 0, 1, 4, 1)
 STREAM_TOKENS: Final = (8, 16)
 SMALL: Final = 12 << 20
 """Bytes of a matrix up to which `linear_stream` is faster: nothing has to be summed over blocks."""
-_LAST: weakref.WeakKeyDictionary[Any, weakref.ref[Projection]] = weakref.WeakKeyDictionary()
-"""What was bound last on a device. Whoever launches it keeps it alive, and with it the device: nothing here does."""
 
 
 def is_tiled(device: CudaDevice, a: Any) -> bool:
@@ -113,30 +115,35 @@ def linear(device: CudaDevice, a: Any, limits: Limits, workspace: Any) -> Launch
     """Bind the kernels that this shape can use, and choose among them by the number of rows."""
     del limits
     found = Projection(device, a, workspace)
-    _LAST[device] = weakref.ref(found)
+    note(device, found)
     return found
 
 
 class Projection:
-    """A bound projection. Where a gated activation was bound behind it, the two become one launch while a graph is captured; what
-    is launched by itself always writes what its contract says."""
+    """A bound projection. What was bound behind it may become one with it while a graph is captured: a gated activation, or the
+    choice of each row's highest output, which then are not written. What is launched by itself always writes what its contract
+    says. `shared`: somebody else was bound to the outputs; `kept`: what was captured last leaves the best of them instead."""
 
     def __init__(self, device: CudaDevice, a: Any, workspace: Any) -> None:
-        self.a, self._workspace, self._device = a, workspace, device
+        self.a, self.shared, self._workspace, self._device = a, False, workspace, device
         self._alone = choose(device, a, workspace)
-        self._gated: Launch | None = None
-        self._most = 0
+        self._joined: Launch | None = None
+        self._most, self._loses, self.kept = 0, False, False
 
     def __call__(self, stream: Stream, n: int) -> None:
         """Enqueue the projection, or both where `takes` says so."""
-        if self._gated is not None and self.takes(n):
-            self._gated(stream, n)
-        else:
-            self._alone(stream, n)
+        taken = self._joined is not None and self.takes(n)
+        self.kept = taken and self._loses
+        if self.kept:
+            self._device.trusting, self._device.owed = True, self._device.owed + 1
+        (self._joined if self._joined is not None and taken else self._alone)(stream, n)
 
     def takes(self, n: int) -> bool:
-        """Whether a launch of `n` rows is one with the activation behind it."""
-        return self._gated is not None and n <= self._most and bool(self._device.capturing)
+        """Whether a launch of `n` rows does, or prepares, the work of the launch behind it. Outputs that anybody might look for
+        are lost only where nobody does, and nothing but kernels of this package is captured."""
+        if self._joined is None or n > self._most or not self._device.capturing:
+            return False
+        return not self._loses or not (self.shared or self._device.mixed)
 
     def join(self, out: Any) -> bool:
         """Join the activation that writes to `out`; whether that can be done. Few rows only: then the launch is what it costs."""
@@ -145,19 +152,34 @@ class Projection:
         if device.row_invariant or not big:
             return False
         steps = [(tokens, one) for tokens, cluster in rows_sizes(device, a) if (one := rows(device, a, tokens, cluster, out))]
-        if steps and rows_of(device, a) >= 128 and (many := split(device, a, GATED._replace(width=rows_of(device, a)), out)):
+        if steps and rows_of(device, a) >= 128 and (many := split(device, a, GATED._replace(width=rows_of(device, a, 8)), out)):
             steps.append((GATED.rows, many))
         if not steps:
             steps = [(most := tile_rows(device, a), tiles(device, a, self._workspace, SIZES, most=most, gated=out))]
-        self._gated, self._most = by_rows(steps), max(tokens for tokens, _ in steps)
+        self._joined, self._most = by_rows(steps), max(tokens for tokens, _ in steps)
         return True
 
+    def join_choice(self, bind: Callable[[Any], Launch]) -> Launch | None:
+        """Join the choice of each row's highest output: every warp keeps the best of its own (value and id, [warps, rows, 2]),
+        and `bind(those)` gives what chooses among them. None where matrices are small or rows have to be invariant."""
+        device, a = self._device, self.a
+        most = min(int(a.x.shape[0]), tile_rows(device, a))
+        if device.row_invariant or not is_tiled(device, a) or a.out.dtype != "f32" or tile_rows(device, a) <= MOST_TILE_ROWS:
+            return None
+        kept, choices = [], []
+        for size in (size for i, size in enumerate(SIZES) if i == 0 or SIZES[i - 1].rows < most):
+            best = device.empty("linear.best", (device.num_sms * TILE_WARPS, size.rows, 2), "f32")
+            device.load(best, np.full(best.shape, -np.inf, np.float32))  # warps of blocks that are not launched
+            kept.append((size.rows, tile(device, a, self._workspace, size, 0, best=best)))
+            choices.append((size.rows, bind(best)))
+        self._joined, self._most, self._loses = by_rows(kept), most, True
+        return by_rows(choices)
 
-def projection_of(device: CudaDevice, gate_up: Any) -> Projection | None:
-    """The projection that was bound last on this device, if it writes `gate_up`."""
-    last = _LAST.get(device)
-    found = last() if last is not None else None
-    return found if found is not None and found.a.out is gate_up else None
+    def give(self) -> bool:
+        """Whether the best of each row lie ready for the choice in this capture, which takes them once."""
+        given, self.kept = self.kept, False
+        self._device.owed -= given
+        return given
 
 
 def choose(device: CudaDevice, a: Any, workspace: Any) -> Launch:
@@ -225,4 +247,4 @@ def rows_sizes(device: CudaDevice, a: Any) -> tuple[tuple[int, int], ...]:
     return WIDE_SHARE if share >= 128 else NARROW_SHARE if share >= 40 else ()
 
 
-KERNELS: dict[str, Kernel] = {"linear": Kernel(linear, workspace_bytes)}
+KERNELS: dict[str, Kernel] = {"linear": Kernel(linear, workspace_bytes, joins=True)}

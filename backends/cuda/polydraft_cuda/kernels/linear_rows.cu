@@ -67,7 +67,7 @@ linear_rows(const __grid_constant__ Map w_map, const __grid_constant__ Map x_map
         auto weights = [&](int i, int s) {
             const unsigned f = shared_address(&full[s]);
             barrier_expect(f, STAGE);
-            if (GATED) load_pair_chunks(base + s * STAGE, &w_map, blockIdx.x * OUTPUTS, (i + shift) % count * CHUNKS, f);
+            if (GATED) load_pair_chunks(base + s * STAGE, &w_map, blockIdx.x * (OUTPUTS / 16), (i + shift) % count * CHUNKS, f);
             else load_chunks(base + s * STAGE, &w_map, blockIdx.x * OUTPUTS, (i + shift) % count * CHUNKS, f);
         };
         auto rows = [&](int i, int s) {

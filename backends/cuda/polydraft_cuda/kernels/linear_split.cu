@@ -1,12 +1,12 @@
 // out[n, O] = x[n, I] @ w[O, I].T (+ bias) where a block, or two of them, have outputs for themselves (sm_90a).
 //
 // Rows of x are the first operand of a product, 64 of them to a warp group, and outputs the second, so that a block may have any
-// multiple of 16 of them. SPLIT 2: two blocks take half of the inputs each for the same outputs, so that half of x comes to each;
-// each finishes half of the outputs, and is given the other's sums of them through shared memory.
+// multiple of 8 of them (of 16 with SPLIT 2). SPLIT 2: two blocks take half of the inputs each for the same outputs, so that half of x
+// comes to each; each finishes half of the outputs, and is given the other's sums of them through shared memory.
 //
 // Defines: ACT (1 bf16, 2 f16), TOKENS (rows of x in a launch at most: 32, 64, 128, 256), WIDTH (outputs of a block, or of two), CHUNKS
-// (of 64 inputs in a stage), STAGES (in flight), SPLIT (1, 2), OUT_F32, BIAS, GATED (as in linear_tile.cu; SPLIT 1). O is a multiple
-// of 8.
+// (of 64 inputs in a stage), STAGES (in flight), SPLIT (1, 2), OUT_F32, BIAS, GATED (as in linear_tile.cu; SPLIT 1; rows of gate and up
+// come one by one). O is a multiple of 8.
 #include "tensor.cuh"
 #include "wgmma.cuh"
 #include "boxes.cuh"
@@ -15,7 +15,7 @@ constexpr int PRODUCTS = TOKENS > 128 ? 2 : 1, GROUPS = (TOKENS + 63) / 64 / PRO
 constexpr int FETCHERS = PRODUCTS > 1 ? 128 : 32;  // a warp group where registers pass from it to the others
 constexpr int W_BYTES = WIDTH * 128, X_BYTES = TOKENS * 128, STAGE = CHUNKS * (W_BYTES + X_BYTES);
 constexpr int EIGHTS = WIDTH / 8, HALF = EIGHTS / 2, GIVEN = STAGES * STAGE + (TOKENS < 64 ? (64 - TOKENS) * 128 : 0);  // where the other's sums lie
-static_assert(SPLIT == 1 || PRODUCTS == 1 && !GATED, "what two blocks may share");
+static_assert(SPLIT == 1 || PRODUCTS == 1 && !GATED && EIGHTS % 2 == 0, "what two blocks may share");
 #if OUT_F32
 typedef float out_t;
 struct alignas(8) Two { float a, b; };
@@ -24,10 +24,11 @@ __device__ __forceinline__ void put_two(out_t* to, float a, float b) { *(Two*)to
 typedef act_t out_t;
 __device__ __forceinline__ void put_two(out_t* to, float a, float b) { *(unsigned*)to = pack(a, b); }
 #endif
-struct alignas(16) Eight { out_t e[8]; };
-constexpr int OWN = SPLIT > 1 ? HALF : GATED ? HALF : EIGHTS, PITCH = OWN * 8 + 16 / sizeof(out_t);  // eights of outputs that a thread finishes
+constexpr int OWN = SPLIT > 1 || GATED ? WIDTH / 2 : WIDTH, PITCH = OWN + 16 / sizeof(out_t);  // outputs that a block finishes
+constexpr int UNIT = OWN % 8 ? 4 : 8;
+struct alignas(UNIT * 2) Unit { out_t e[UNIT]; };
 
-// 16 rows of a warp on their way out: lanes put two outputs of a row, and store eight of them next to each other.
+// 16 rows of a warp on their way out: lanes put one or two outputs of a row, and store several of them next to each other.
 struct Rows {
     out_t *stage, *out;
     const act_t* bias;
@@ -41,11 +42,15 @@ struct Rows {
         put_two(stage + (lane >> 2) * PITCH + at, a, b);
         put_two(stage + ((lane >> 2) + 8) * PITCH + at, c, d);
     }
+    __device__ __forceinline__ void put_one(int four, float a, float b) const {
+        const int lane = threadIdx.x & 31, at = four * 4 + (lane & 3);
+        stage[(lane >> 2) * PITCH + at] = from_float<out_t>(a), stage[((lane >> 2) + 8) * PITCH + at] = from_float<out_t>(b);
+    }
     __device__ __forceinline__ void store() const {
         __syncwarp();
-        for (int i = threadIdx.x & 31; i < 16 * OWN; i += 32) {
-            const int row = i / OWN, at = i % OWN * 8;
-            if (token + row < n && column + at < outputs) *(Eight*)(out + (int64_t)(token + row) * outputs + column + at) = *(const Eight*)(stage + row * PITCH + at);
+        for (int i = threadIdx.x & 31; i < 16 * OWN / UNIT; i += 32) {
+            const int row = i / (OWN / UNIT), at = i % (OWN / UNIT) * UNIT;
+            if (token + row < n && column + at < outputs) *(Unit*)(out + (int64_t)(token + row) * outputs + column + at) = *(const Unit*)(stage + row * PITCH + at);
         }
         __syncwarp();
     }
@@ -93,7 +98,7 @@ linear_split(const __grid_constant__ Map w_map, const __grid_constant__ Map x_ma
         auto weights = [&](int i, int s) {
             const unsigned f = shared_address(&full[s]);
             barrier_expect(f, STAGE);
-            if (GATED) load_pair_chunks(base + s * STAGE, &w_map, tile * WIDTH, (begin + (i + shift) % count) * CHUNKS, f);
+            if (GATED) load_pair_chunks(base + s * STAGE, &w_map, tile * (WIDTH / 2), (begin + (i + shift) % count) * CHUNKS, f);
             else load_chunks(base + s * STAGE, &w_map, tile * WIDTH, (begin + (i + shift) % count) * CHUNKS, f);
         };
         auto rows = [&](int i, int s) {
@@ -152,10 +157,10 @@ linear_split(const __grid_constant__ Map w_map, const __grid_constant__ Map x_ma
 #pragma unroll
     for (int p = 0; p < PRODUCTS; p++) {
         const float* s = sums[p];
-#if GATED  // eights of gate and up in turn; both are rounded, as if they were stored
+#if GATED  // gate and up in turn; both are rounded, as if they were stored
         const Rows rows{stage, out, nullptr, token + p * 64, tile * (WIDTH / 2), n, outputs / 2};
 #pragma unroll
-        for (int j = 0; j < HALF; j++, s += 8) rows.put(j, gated(s[0], s[4]), gated(s[1], s[5]), gated(s[2], s[6]), gated(s[3], s[7]));
+        for (int j = 0; j < EIGHTS; j++, s += 4) rows.put_one(j, gated(s[0], s[1]), gated(s[2], s[3]));
 #else
         const Rows rows{stage, out, bias, token + p * 64, tile * WIDTH, n, outputs};
 #pragma unroll

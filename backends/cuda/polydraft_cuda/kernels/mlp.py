@@ -7,7 +7,7 @@ from typing import Any
 from polydraft.device import Launch, Stream
 from polydraft_cuda.compiler import act
 from polydraft_cuda.device import CudaDevice
-from polydraft_cuda.kernels.linear import projection_of
+from polydraft_cuda.kernels.joins import projection_of
 from polydraft_cuda.kernels.provider import Kernel, source
 
 THREADS = 128
@@ -33,4 +33,4 @@ def swiglu(device: CudaDevice, a: Any, limits: Any, workspace: Any) -> Launch:
     return launch
 
 
-KERNELS: dict[str, Kernel] = {"swiglu": Kernel(swiglu)}
+KERNELS: dict[str, Kernel] = {"swiglu": Kernel(swiglu, joins=True)}

@@ -10,7 +10,7 @@ from typing import Any
 from polydraft.device import Launch
 from polydraft_cuda.compiler import ROWS, act
 from polydraft_cuda.device import CudaDevice
-from polydraft_cuda.kernels.linear import projection_of
+from polydraft_cuda.kernels.joins import projection_of
 from polydraft_cuda.kernels.provider import Kernel, source
 
 MOST_VECTORS = 4

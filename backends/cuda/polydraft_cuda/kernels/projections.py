@@ -20,6 +20,8 @@ from polydraft_cuda.kernels.provider import source
 
 TILE_ROWS: Final = 128
 """Outputs of a tile of `linear_tile`: two warp groups."""
+TILE_WARPS: Final = 8
+"""Warps that have sums of `linear_tile`."""
 PAIR_ROWS: Final = 64
 """Outputs of a tile of `linear_pair`."""
 
@@ -58,13 +60,13 @@ class TensorMap(ctypes.Structure):
     _fields_ = (("words", ctypes.c_uint64 * 16),)
 
 
-def tensor_map(device: Any, matrix: Any, rows: int, *, paired: bool = False, chunks: int = 0) -> TensorMap:
+def tensor_map(device: Any, matrix: Any, rows: int, *, paired: int = 0, chunks: int = 0) -> TensorMap:
     """Boxes of `rows` by 64 elements of a row-major 16-bit matrix, in 128-byte swizzled rows; zeros beyond its end. `paired`: of
-    the upper and the lower half of the matrix, eight rows of each in turn. `chunks`: so many of these side by side."""
+    the upper and the lower half of the matrix, so many rows of each in turn. `chunks`: so many of these side by side."""
     height, width = matrix.shape
-    sizes: tuple[int, ...] = (width, 8, 2, height // 16) if paired else (width, height)
-    strides: tuple[int, ...] = (2 * width, height * width, 16 * width) if paired else (2 * width,)
-    box: tuple[int, ...] = (64, 8, 2, rows // 16) if paired else (64, rows)
+    sizes: tuple[int, ...] = (width, paired, 2, height // (2 * paired)) if paired else (width, height)
+    strides: tuple[int, ...] = (2 * width, height * width, 2 * paired * width) if paired else (2 * width,)
+    box: tuple[int, ...] = (64, paired, 2, rows // (2 * paired)) if paired else (64, rows)
     if chunks:
         sizes, strides, box = (64, *sizes[1:], width // 64), (*strides, 128), (*box, chunks)
     encoded = device.call("cuTensorMapEncodeTiled", *_described(matrix, sizes, strides, box), doing="describing a matrix")
@@ -108,26 +110,27 @@ def defines(a: Any) -> dict[str, int]:
     return {"OUT_F32": int(a.out.dtype == "f32"), "BIAS": int(a.bias is not None), **act(a.x.dtype)}
 
 
-def tile(device: CudaDevice, a: Any, workspace: Any, size: Size, first: int, gated: Any = None) -> Launch:
-    """`linear_tile` for rows `first` to `first + size.rows`. Where `gated` is given, silu(gate) * up goes there alone."""
+def tile(device: CudaDevice, a: Any, workspace: Any, size: Size, first: int, gated: Any = None, best: Any = None) -> Launch:
+    """`linear_tile` for rows `first` to `first + size.rows`. Where `gated` is given, silu(gate) * up goes there alone; where
+    `best` is, the best outputs of each row."""
     outputs, inputs = a.weight.shape
     tokens, cluster, stages = size
     function = device.function(
         source("linear_tile.cu"), "linear_tile", arch_features="a", TOKENS=tokens, STAGES=stages, CLUSTER=cluster,
-        GATED=int(gated is not None), **defines(a),
+        GATED=int(gated is not None), BEST=int(best is not None), **defines(a),
     )  # fmt: skip
     shared, threads = stages * (TILE_ROWS + tokens) * 128 + 1024, 2 * 128 + 32
     at_once = function.most_clusters(threads, shared, cluster) if cluster > 1 else device.num_sms
     return function.bind(
-        num_blocks(device, a, cluster, at_once), threads, tensor_map(device, a.weight, TILE_ROWS, paired=gated is not None),
-        tensor_map(device, a.x, tokens // cluster), gated or a.out, a.bias, workspace.buffer, flags(device), ROWS, first,
+        num_blocks(device, a, cluster, at_once), threads, tensor_map(device, a.weight, TILE_ROWS, paired=8 * (gated is not None)),
+        tensor_map(device, a.x, tokens // cluster), best or gated or a.out, a.bias, workspace.buffer, flags(device), ROWS, first,
         outputs, inputs, shared=shared, cluster=cluster if cluster > 1 else None, dependent=True,
     )  # fmt: skip
 
 
-def rows_of(device: CudaDevice, a: Any) -> int:
-    """Outputs of a block of `linear_rows`: an even share of them, in sixteens."""
-    return -(-int(a.weight.shape[0]) // (16 * int(device.num_sms))) * 16
+def rows_of(device: CudaDevice, a: Any, unit: int = 16) -> int:
+    """Outputs of a block that has some for itself: an even share of them, in sixteens."""
+    return -(-int(a.weight.shape[0]) // (unit * int(device.num_sms))) * unit
 
 
 def rows(device: CudaDevice, a: Any, tokens: int, cluster: int, gated: Any = None) -> Launch | None:
@@ -146,7 +149,7 @@ def rows(device: CudaDevice, a: Any, tokens: int, cluster: int, gated: Any = Non
     if cluster > 1 and function.most_clusters(threads, shared, cluster) < clusters:
         return None
     return function.bind(
-        clusters * cluster, threads, tensor_map(device, a.weight, share, paired=gated is not None, chunks=chunks),
+        clusters * cluster, threads, tensor_map(device, a.weight, share, paired=8 * (gated is not None), chunks=chunks),
         tensor_map(device, a.x, tokens // cluster), gated or a.out, a.bias, ROWS, outputs, inputs, shared=shared,
         cluster=cluster if cluster > 1 else None, dependent=True,
     )  # fmt: skip
@@ -180,7 +183,7 @@ def split(device: CudaDevice, a: Any, size: Split, gated: Any = None) -> Launch 
     if blocks > 1 and function.most_clusters(threads, shared, blocks) < tiles:
         return None
     return function.bind(
-        tiles * blocks, threads, tensor_map(device, a.weight, width, paired=gated is not None, chunks=chunks),
+        tiles * blocks, threads, tensor_map(device, a.weight, width, paired=int(gated is not None), chunks=chunks),
         tensor_map(device, a.x, tokens), gated or a.out, a.bias, ROWS, outputs, inputs, shared=shared,
         cluster=blocks if blocks > 1 else None, dependent=True,
     )  # fmt: skip

@@ -15,7 +15,7 @@ from polydraft.device import Launch, Stream
 from polydraft_cuda.compiler import act
 from polydraft_cuda.device import CudaDevice
 from polydraft_cuda.kernels import quantised
-from polydraft_cuda.kernels.linear import projection_of
+from polydraft_cuda.kernels.joins import projection_of
 from polydraft_cuda.kernels.provider import Kernel, source
 
 WARPS = 4

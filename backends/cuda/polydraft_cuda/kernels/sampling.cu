@@ -31,6 +31,34 @@ extern "C" __global__ void __launch_bounds__(256) argmax(
     tokens[r] = chosen(atomicExch(best + r, 0ull));
 }
 
+// Eight rows a block: the best of what `linear_tile` kept of each (value and id by warp and row).
+extern "C" __global__ void __launch_bounds__(256) argmax_among(
+    const float2* kept, const int* row_slot, int* tokens, int warps, int pitch, int n
+) {
+    enter();
+    __shared__ uint64_t best[8][8];
+    const int r = blockIdx.x * 8 + (threadIdx.x & 7), warp = threadIdx.x >> 5;
+    uint64_t mine = 0;
+    if (r < n) {
+#pragma unroll 8
+        for (int i = threadIdx.x >> 3; i < warps; i += 32) {
+            const float2 one = kept[i * pitch + r];
+            const uint64_t key = logit_key(one.x, __float_as_int(one.y));
+            mine = key > mine ? key : mine;
+        }
+    }
+#pragma unroll
+    for (int d = 8; d < 32; d <<= 1) {
+        const uint64_t other = __shfl_xor_sync(FULL, mine, d);
+        mine = other > mine ? other : mine;
+    }
+    best[warp][threadIdx.x & 7] = mine;  // four lanes write the same
+    __syncthreads();
+    if (threadIdx.x >= 8 || r >= n) return;
+    for (int w = 1; w < 8; w++) mine = best[w][threadIdx.x] > mine ? best[w][threadIdx.x] : mine;
+    tokens[r] = row_slot[r] < 0 ? NO_TOKEN : chosen(mine);
+}
+
 __device__ __forceinline__ Noise noise_of(const uint32_t* seed, int slot, int position, int draw) {
     return {seed[2 * slot], seed[2 * slot + 1], uint32_t(position), uint32_t(draw) << 20};
 }

@@ -31,7 +31,9 @@ from polydraft.backend import DeviceOptions
 from polydraft.contracts import COMPOSITES, REGISTRY
 from polydraft.contracts.harness import check_kernel, contract_of
 from polydraft_paddle import open_place, polydraft_init_forward_meta, polydraft_kernels
+from polydraft_paddle.kernels import state
 from polydraft_paddle.provider import missing_kernel
+from polydraft_paddle.variants import pack
 
 def fused_rotary_position_embedding(q, k=None, v=None, sin=None, cos=None, position_ids=None, use_neox_rotary_style=True):
     sin, cos = (paddle.gather(t.reshape([-1, t.shape[-1]]), position_ids.reshape([-1])).unsqueeze([0, 2]) for t in (sin, cos))
@@ -61,8 +63,9 @@ for operation in (turn, lambda: fused.fused_linear(x[0, 0], paddle.ones([3, 8]),
 fused.fused_rotary_position_embedding, fused.fused_linear = fused_rotary_position_embedding, fused_linear
 device = open_place("cpu", DeviceOptions())
 backend = polydraft_kernels(device)
-for name, module in json.loads(sys.argv[1]).items():
-    table = importlib.import_module(module).polydraft_kernels(device)
+tables = {name: importlib.import_module(module).polydraft_kernels(device) for name, module in json.loads(sys.argv[1]).items()}
+tables["state"] = pack("state", device, state.KERNELS)
+for name, table in tables.items():
     table.prepare_weight, table.allocate_cache = backend.prepare_weight, backend.allocate_cache
     for contract in table.providers:
         kernel = COMPOSITES[contract] if contract in COMPOSITES else REGISTRY[contract]
@@ -93,6 +96,7 @@ def test_each_holds_its_contracts():
         name, contract, count = line.rsplit(" ", 2)
         served.setdefault(name, set()).add(contract)
         assert int(count) > 4
+    assert len(served.pop("state")) > 10, "the portable state kernels, which other places get, hold there as well"
     assert served == {name: set(variant.contracts) for name, variant in EVERY.items()}
 
 

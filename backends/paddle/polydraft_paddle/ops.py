@@ -192,15 +192,8 @@ Write = tuple[Any, Any, Any]
 
 
 def file_by_slot(slots: Tensor, valid: Tensor, *writes: Write) -> None:
-    """Write values of entries [n] to the slots that they name, where the entry is `valid`; a slot is named at most once.
-
-    Where the host sees the memory, entries are told apart there and scattered; elsewhere each slot looks for its entry."""
-    if slots.place.is_cpu_place():
-        entries: Any = valid.numpy()
-        for target, value, where in writes:
-            chosen = entries if where is None else entries & where.numpy()
-            _scatter_chosen(target, slots, value, chosen)
-        return
+    """Write values of entries [n] to the slots that they name, where the entry is `valid`. A slot is named at most once, and
+    looks for its entry."""
     named, row = owners(choose(valid, slots, -1), writes[0][0].shape[0])
     for target, value, where in writes:
         condition = named if where is None else both(named, take(where, row))
@@ -210,34 +203,15 @@ def file_by_slot(slots: Tensor, valid: Tensor, *writes: Write) -> None:
 def file_in_column(table: Tensor, column: int, slots: Tensor, value: Tensor, valid: Tensor) -> None:
     """`table[slots[i], column] = value[i]` where `valid[i]`; table [B, K] int32 in place."""
     rows, columns = table.shape
-    if table.place.is_cpu_place():
-        scatter(flat(table), slots * columns + column, value, valid)
-        return
     named, row = owners(choose(valid, slots, -1), rows)
     written = both(direct.unsqueeze(named, [1]), direct.unsqueeze(numbers(columns, slots) == column, [0]))
     write_where(table, written, masked(direct.unsqueeze(take(value, row), [1]), written))
 
 
-def _scatter_chosen(target: Tensor, slots: Tensor, value: Tensor | float, chosen: Any) -> None:
-    if not chosen.all():
-        if not chosen.any():
-            return
-        entries = index_of(np.flatnonzero(chosen))
-        slots = take(slots, entries)
-        value = take(value, entries) if isinstance(value, paddle.Tensor) else value
-    if not isinstance(value, paddle.Tensor):
-        value = constant(value, slots if target.ndim == 1 else target[: slots.shape[0]])
-    direct.scatter_(target, slots, value, True)
-
-
 def scatter(table: Tensor, index: Tensor, value: Tensor, valid: Tensor) -> None:
     """`table[index[i]] = value[i]` where `valid[i]`; table [R, ...] in place, index and valid [n], n > 0.
 
-    Where the host sees the memory, valid entries are picked there. Elsewhere one that is not valid repeats the first valid one;
-    when there is none, row 0 is written with what it holds."""
-    if table.place.is_cpu_place():
-        _scatter_chosen(table, index, value, valid.numpy())
-        return
+    An entry that is not valid repeats the first valid one; when there is none, row 0 is written with what it holds."""
     first = as_int(valid).argmax(axis=0, keepdim=True, dtype="int32")
     some = take(valid, first)
     spare_index = direct.where(some, take(index, first), constant(0, first))

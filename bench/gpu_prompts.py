@@ -29,25 +29,29 @@ FIGURES = "bench/results/cuda_prompts.json"
 BATCHED_TOKENS, NEW_TOKENS = 8192, 8
 
 
-def block_operations(block: Any, hidden: int, rows: int, tokens: int) -> int:
-    """Of the first `rows` of prompts of `tokens` each, one prompt after the other, through a decoder block."""
-    a = block.attention
-    weights = hidden * (2 * a.q_size + 2 * a.kv_size) + 3 * hidden * block.feed_forward.intermediate_size
+def operations(weights: int, attention: Any, rows: int, tokens: int) -> int:
+    """Of the first `rows` of prompts of `tokens` each, one after the other, through so many weights and causal attention."""
     prompts, rest = divmod(rows, tokens)
-    return int(2 * rows * weights + 2 * (prompts * tokens**2 + rest**2) * a.q_size)
+    return int(2 * rows * weights + 2 * (prompts * tokens**2 + rest**2) * attention.q_size)
 
 
 def target_operations(model: Any, batch: int, tokens: int) -> int:
     """Of the prompts through the target's blocks."""
-    return sum(block_operations(block, model.hidden_size, batch * tokens, tokens) for block in model.blocks)
+    total, h = 0, model.hidden_size
+    for block in model.blocks:
+        a = block.attention
+        weights = h * (2 * a.q_size + 2 * a.kv_size) + 3 * h * block.feed_forward.intermediate_size
+        total += operations(weights, a, batch * tokens, tokens)
+    return total
 
 
 def draft_operations(model: Any, batch: int, tokens: int, drafts: int) -> int:
-    """Of the prompts through the draft layer until the last of them has its first token, which comes before the last step's."""
+    """Of the prompts through the draft layer until the last of them has its first token, which comes before the last step's: up
+    to its attention, behind which only the last row of each prompt goes on."""
     if not drafts or model.mtp is None:
         return 0
-    h, rows = model.hidden_size, sum(prefill_rows(batch, tokens, drafts)[:-1])
-    return int(block_operations(model.mtp.block, h, rows, tokens) + 2 * rows * 2 * h * h)
+    h, a = model.hidden_size, model.mtp.block.attention
+    return operations(2 * h * h + h * (a.q_size + 2 * a.kv_size), a, sum(prefill_rows(batch, tokens, drafts)[:-1]), tokens)
 
 
 def prefill_rows(batch: int, tokens: int, drafts: int) -> list[int]:

@@ -102,7 +102,8 @@ def test_operations_of_a_prompt_are_those_of_weights_and_of_causal_attention():
     assert gpu_prompts.target_operations(model, 3, 100) == 3 * gpu_prompts.target_operations(model, 1, 100)
     assert gpu_prompts.draft_operations(model, 1, 100, 3) == 0, "the only step's draft pass is behind the first token"
     assert gpu_prompts.draft_operations(model, 2, 8192, 0) == 0
-    prompt = gpu_prompts.target_operations(model, 1, 8192) / 8 + 2 * 8192 * 2 * 256**2  # one of eight layers, and the joint
+    weights = 256 * 2 * 256 + 256 * (256 + 2 * 128)  # what joins state and token, and QKV
+    prompt = 2 * 8192 * weights + 2 * 2 * 256 * sum(range(1, 8193))
     assert gpu_prompts.draft_operations(model, 2, 8192, 3) == pytest.approx(2 * prompt, rel=0.001), "all but the last rows"
 
 

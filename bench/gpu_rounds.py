@@ -138,7 +138,7 @@ def measure(what: Cell, options: argparse.Namespace, rate: float) -> dict[str, A
     cell = Contender(suite.engine(load, drafts, dict(what.variant)), load)
     try:
         for turn in range(options.repeats + 1):
-            cell.measure(keep=turn > 0)
+            cell.measure(keep=turn > 0, host=not options.bare)
         row = cell.row(shape)
         floor = floor_bytes(cell.engine, batch, options.prompt_tokens + options.new_tokens / 2)
     finally:
@@ -173,6 +173,7 @@ def main() -> int:
     parser.add_argument("--draft-vocab", default="all", help="tokens that may be drafted, each in turn: all,FILE:N,...")
     parser.add_argument("--compare", choices=list(VARIANTS), default="off", help="every cell with and without, in turn")
     parser.add_argument("--invariant", action="store_true")
+    parser.add_argument("--bare", action="store_true", help="do not record what the host spends by room")
     parser.add_argument("--seconds", type=float, default=1e9, help="start no further cell after this time")
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []

@@ -92,13 +92,13 @@ class Contender:
         r = self.engine.resolved
         return f"batch {self.load.batch}, K = {r.limits.num_drafts}, graph {r.graph}, overlap {r.overlap}"
 
-    def measure(self, *, keep: bool) -> None:
-        """A bare run, then a recorded one; to warm up, a bare one alone."""
+    def measure(self, *, keep: bool, host: bool = True) -> None:
+        """A bare run, then a recorded one unless nobody asks what the host spends; to warm up, a bare one alone."""
         figures: dict[str, float | None] = dict(timed(self.engine, self.load))
         if not keep:
             return
-        host, rooms = profiled(self.engine, self.load)
-        for name, value in {**figures, **host}.items():
+        host_figures, rooms = profiled(self.engine, self.load) if host else ({}, {})
+        for name, value in {**figures, **host_figures}.items():
             if value is not None:
                 self.figures.setdefault(name, []).append(value)
         for name, value in rooms.items():

@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.serving.conftest import Served
+from tests.serving.conftest import MODEL, Served
 
 
 def test_the_description_names_every_route(server: Served) -> None:
@@ -24,7 +24,8 @@ def test_the_description_names_every_route(server: Served) -> None:
     for path, methods in document["paths"].items():
         for method in methods:
             data = b"{}" if method == "post" else None
-            assert httpx.request(method.upper(), server.url + path, content=data, timeout=20).status_code in (200, 400), path
+            url = server.url + path.format(model=MODEL)
+            assert httpx.request(method.upper(), url, content=data, timeout=20).status_code in (200, 400), path
 
 
 @pytest.mark.deep

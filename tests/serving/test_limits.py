@@ -92,6 +92,7 @@ def test_wrong_requests_are_answered(server: Served, path: str, data: bytes, sta
     answer = httpx.post(server.url + path, content=data, timeout=20)
     assert answer.status_code == status
     assert answer.json()["error"]["message"]
+    assert ("allow" in answer.headers) == (status == 405)
     assert post(server, **SHORT).status_code == 200
 
 
@@ -295,6 +296,35 @@ def test_sigterm_lets_texts_end_and_refuses_new_ones(serve: Callable[..., Served
     assert served.events()[-1]["event"] == "stopped"
 
 
+@pytest.mark.parametrize("how", ["too long", "another signal"])
+def test_whoever_is_served_when_a_server_stops_for_good_is_told_so(serve: Callable[..., Served], how: str) -> None:
+    served = serve("--drain-timeout", "0.3" if how == "too long" else "30")
+    pid, ask = worker(served), {**LONG, "n": 60, "stream": True}
+    with (
+        concurrent.futures.ThreadPoolExecutor() as pool,
+        httpx.stream("POST", f"{served.url}/v1/completions", json=ask, timeout=20) as answer,
+    ):
+        lines = answer.iter_lines()
+        assert next(lines).startswith("data: {")
+        slow_down(pid)
+        streaming = served.get("/health")["requests"]
+        whole = pool.submit(post, served, **LONG)
+        while served.get("/health")["requests"] == streaming:
+            time.sleep(0.02)
+        served.process.send_signal(signal.SIGINT)
+        if how == "another signal":
+            while served.events()[-1]["event"] != "draining":
+                time.sleep(0.02)
+            served.process.send_signal(signal.SIGINT)
+        rest = [line for line in lines if line]
+    assert "server stops" in json.loads(rest[-2].removeprefix("data: "))["error"]["message"]
+    assert rest[-1] == "data: [DONE]"
+    assert (whole.result().status_code, whole.result().json()["error"]["code"]) == (503, 503)
+    os.kill(pid, signal.SIGCONT)
+    assert served.process.wait(20) == 0
+    assert not [event for event in served.events() if event["event"] == "http"], "and quietly"
+
+
 def test_a_log_that_cannot_be_written_stops_nothing(tmp_path: Path) -> None:
     full = Path("/dev/full")
     if not full.exists():
@@ -325,6 +355,7 @@ def test_a_model_that_cannot_be_loaded_is_told_at_once(tmp_path: Path) -> None:
     assert result.returncode == 1
     assert "config.json" in result.stderr.splitlines()[-1]
     assert "Traceback" not in result.stderr
+    assert [json.loads(line)["event"] for line in result.stderr.splitlines()[:-1]] == ["engine", "stopped"], "said once"
     assert result.stdout == ""
 
 

@@ -47,6 +47,9 @@ def complete(client: Any, **options: Any) -> Any:
 def test_models(client: Any) -> None:
     (model,) = client.models.list().data
     assert model.id == MODEL
+    assert client.models.retrieve(MODEL) == model
+    with pytest.raises(openai.NotFoundError, match=f"'org/other' is not served here, wanted '{MODEL}'"):
+        client.models.retrieve("org/other")
 
 
 def test_a_completion_is_the_offline_text_and_counts_its_drafts(client: Any) -> None:

@@ -43,7 +43,8 @@ class Gate:
         self._check_logprobs(params)
         if params.constrained and self.constraints is None:
             raise RequestError(
-                "the request binds its output, but this engine was not built for it; build it with constraints=True"
+                "the request binds its output, but this engine was not built for it; build it with constraints=True, or serve "
+                "with --constraints"
             )
         prompt_ids = tuple(self.tokenizer.encode(prompt)) if isinstance(prompt, str) else self._checked_ids(prompt)
         return Request(

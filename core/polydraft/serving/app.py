@@ -91,8 +91,16 @@ class Routes:
     async def models(self, request: Request) -> Any:
         """`/v1/models`."""
         del request
+        return JSONResponse({"object": "list", "data": [self._model()]})
+
+    async def model(self, request: Request) -> Any:
+        """`/v1/models/NAME`."""
+        self._service.check_model(request.path_params["model"])
+        return JSONResponse(self._model())
+
+    def _model(self) -> dict[str, Any]:
         entry = {"id": self._service.name, "object": "model", "created": self._started, "owned_by": "polydraft"}
-        return JSONResponse({"object": "list", "data": [{**entry, "max_model_len": self._ready.max_model_len}]})
+        return {**entry, "max_model_len": self._ready.max_model_len}
 
     async def health(self, request: Request) -> Any:
         """`/health`: 200 while requests are served, 503 otherwise."""
@@ -178,7 +186,8 @@ class Routes:
             free.append(("/", self.playground, get))
         keyed: list[tuple[str, Handler, list[str]]] = [
             ("/v1/completions", self.completions, post), ("/v1/chat/completions", self.chat, post),
-            ("/v1/models", self.models, get), ("/metrics", self.metrics, get), ("/stats", self.stats, get),
+            ("/v1/models", self.models, get), ("/v1/models/{model:path}", self.model, get),
+            ("/metrics", self.metrics, get), ("/stats", self.stats, get),
             ("/tokenize", self.tokenize, post), ("/detokenize", self.detokenize, post), ("/openapi.json", self.openapi, get),
         ]  # fmt: skip
         return [
@@ -189,9 +198,11 @@ class Routes:
 
 async def no_route(request: Request, error: Exception) -> Any:
     """The answer for paths and methods that there are none of."""
-    status = getattr(error, "status_code", 404)
-    sentence = f"{request.method} {request.url.path} is no route of this server; see /openapi.json"
-    return HttpError(status, sentence, "not_found_error").response()
+    path = request.url.path
+    allow = (getattr(error, "headers", None) or {}).get("Allow", "")
+    if allow:
+        return HttpError(405, f"{path} takes {allow}, got {request.method}; see /openapi.json", allow=allow).response()
+    return HttpError(404, f"{path} is no route of this server; see /openapi.json", "not_found_error").response()
 
 
 def build(settings: ServerSettings, client: EngineClient, log: Log) -> Starlette:

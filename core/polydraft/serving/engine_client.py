@@ -154,15 +154,7 @@ class EngineClient:
 
     def _after(self, status: int) -> None:
         """The process has ended: tell everybody who waits, and say what comes next."""
-        gone = EngineGone(f"the engine's process ended (status {status}) while the request was served; send it again")
-        for queue in self._waiting.values():
-            queue.put_nowait(gone)
-        futures: list[asyncio.Future[Any]] = [*self._done.values(), *self._stats]
-        for future in futures:
-            if not future.done():
-                future.set_exception(gone)
-        self._stats.clear()
-        self._done.clear()
+        self.dismiss(f"the engine's process ended (status {status}) while the request was served; send it again")
         if self.state in ("stopped", "failed"):
             return
         if self.ready is None:
@@ -175,6 +167,18 @@ class EngineClient:
             return
         self.restarts += 1
         self._become("restarting", f"its process ended with status {status}")
+
+    def dismiss(self, why: str) -> None:
+        """Tell everybody who waits that nothing more will come."""
+        gone = EngineGone(why)
+        for queue in self._waiting.values():
+            queue.put_nowait(gone)
+        futures: list[asyncio.Future[Any]] = [*self._done.values(), *self._stats]
+        for future in futures:
+            if not future.done():
+                future.set_exception(gone)
+        self._stats.clear()
+        self._done.clear()
 
     async def _read(self, socket: zmq.asyncio.Socket) -> None:
         while True:

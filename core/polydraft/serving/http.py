@@ -26,15 +26,19 @@ DONE = b"data: [DONE]\n\n"
 class HttpError(Exception):
     """An answer with an error: a status, OpenAI's kind of error, one sentence."""
 
-    def __init__(self, status: int, message: str, kind: str = "invalid_request_error", retry_s: int | None = None) -> None:
+    def __init__(
+        self, status: int, message: str, kind: str = "invalid_request_error", retry_s: int | None = None, allow: str = ""
+    ) -> None:
         super().__init__(message)
-        self.status, self.kind, self.retry_s = status, kind, retry_s
+        self.status, self.kind, self.retry_s, self.allow = status, kind, retry_s, allow
 
     def response(self) -> JSONResponse:
         """As it is sent."""
         headers = {} if self.retry_s is None else {"Retry-After": str(self.retry_s)}
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
+        if self.allow:
+            headers["Allow"] = self.allow
         return JSONResponse(error_body(str(self), self.kind, self.status), self.status, headers)
 
 

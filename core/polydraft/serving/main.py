@@ -8,9 +8,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import signal
 import socket
 from collections.abc import Callable, Iterator, Mapping
+from types import FrameType
 from typing import Any
 
 import uvicorn
@@ -37,11 +39,17 @@ class _ToLog(logging.Handler):
 
 
 class _Uvicorn(uvicorn.Server):
-    """Says when it listens, and tells streams to end before it is stopped for good."""
+    """Says when it listens, and lets texts end before it is stopped for good: for `drain_s`, or until a second signal comes.
+    Then `dismiss` tells whoever still waits."""
 
-    def __init__(self, config: uvicorn.Config, ready: Callable[[], None]) -> None:
+    def __init__(
+        self, config: uvicorn.Config, *, ready: Callable[[], None], leaving: Callable[[], None], dismiss: Callable[[], None],
+        drain_s: float,
+    ) -> None:  # fmt: skip
         super().__init__(config)
-        self._ready = ready
+        self._ready, self._leaving, self._dismiss, self._drain_s = ready, leaving, dismiss, drain_s
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._hurry = asyncio.Event()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -55,9 +63,35 @@ class _Uvicorn(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """As uvicorn's; the engine stands behind it."""
+        self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
         if self.started:
             self._ready()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """The first signal lets texts end, the second ends them, a third one does not wait for anything."""
+        if self.should_exit and self._loop is not None and not self._hurry.is_set():
+            self._loop.call_soon_threadsafe(self._hurry.set)
+        else:
+            super().handle_exit(sig, frame)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """As uvicorn's, which would cut off whoever is still served instead of telling them."""
+        self._leaving()
+        patience = asyncio.create_task(self._lose_patience())
+        try:
+            await super().shutdown(sockets)
+        finally:
+            patience.cancel()
+
+    async def _lose_patience(self) -> None:
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._hurry.wait(), self._drain_s)
+        self._dismiss()
+
+
+TELL_S = 5
+"""Seconds for the last answers of a server that stops to be taken."""
 
 
 def run(engine: Mapping[str, Any], settings: ServerSettings, *, ready: Callable[[str], None]) -> int:
@@ -67,20 +101,27 @@ def run(engine: Mapping[str, Any], settings: ServerSettings, *, ready: Callable[
     client = EngineClient(engine, most=settings.max_requests, tell=log.tell)
     application = build(settings, client, log)
     listener = _listen(settings)
-    logging.getLogger("uvicorn.error").addHandler(_ToLog(log))
-    logging.getLogger("uvicorn.error").propagate = False
     host, port = listener.getsockname()[:2]
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     config = uvicorn.Config(
         application, log_config=None, access_log=False, lifespan="on", server_header=False, date_header=False,
-        timeout_graceful_shutdown=int(settings.drain_s) or 1, timeout_keep_alive=30, h11_max_incomplete_event_size=1 << 16,
+        timeout_graceful_shutdown=math.ceil(settings.drain_s) + TELL_S, timeout_keep_alive=30,
+        h11_max_incomplete_event_size=1 << 16,
     )  # fmt: skip
 
     def say() -> None:
         with contextlib.suppress(OSError, ValueError):  # nobody has to listen
             ready(url)
 
-    server = _Uvicorn(config, say)
+    server = _Uvicorn(
+        config, ready=say, leaving=lambda: log.tell("draining", requests=client.num_requests, seconds=settings.drain_s),
+        dismiss=lambda: client.dismiss("the server stops before the text has ended; send the request to another one"),
+        drain_s=settings.drain_s,
+    )  # fmt: skip
+    handler = _ToLog(log)
+    handler.addFilter(lambda _: server.started or not client.reason)  # why an engine could not start has been told
+    logging.getLogger("uvicorn.error").addHandler(handler)
+    logging.getLogger("uvicorn.error").propagate = False
     with contextlib.suppress(KeyboardInterrupt, SystemExit):  # uvicorn leaves by it where a start fails
         asyncio.run(server.serve([listener]))
     if not server.started:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from string import Formatter
 from typing import Any
 
 import msgspec
@@ -20,6 +21,7 @@ BODIES: dict[str, tuple[type[Any], str]] = {
 }
 PLAIN = {
     "/v1/models": "The model that is served.",
+    "/v1/models/{model}": "The same, by its name.",
     "/health": "Whether requests are served.",
     "/metrics": "Figures for Prometheus.",
     "/stats": "Counts of the engine.",
@@ -42,7 +44,9 @@ def document(model: str) -> dict[str, Any]:
         body = {"required": True, "content": {"application/json": {"schema": schema}}}
         paths[path] = {"post": {"summary": text, "requestBody": body, "responses": _responses()}}
     for path, text in PLAIN.items():
-        paths[path] = {"get": {"summary": text, "responses": _responses()}}
+        named = [name for _, name, _, _ in Formatter().parse(path) if name]
+        given = [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in named]
+        paths[path] = {"get": {"summary": text, "parameters": given, "responses": _responses()}}
     info = {"title": f"polydraft: {model}", "version": __version__}
     return {"openapi": "3.1.0", "info": info, "paths": paths, "components": {"schemas": components}}
 

@@ -1,9 +1,9 @@
 """Host time of one decode step: how it grows with the batch, on the backend whose kernels cost nothing.
 
 K = 3 and every draft accepted, so each request gains four tokens a step. The times are those of `Engine.step` and `poll`
-together, without what the null backend's few kernels take; the split by room comes from a second, recorded run. Prints a table
-and, where asked, writes a `polydraft.bench/1` JSON file, draws it (needs matplotlib), and puts the table into a page, behind the
-comment that names the result.
+together, without what the null backend's few kernels and its copies take; the split by room comes from a second, recorded run.
+Prints a table and, where asked, writes a `polydraft.bench/1` JSON file, draws it (needs matplotlib), and puts the table into a
+page, behind the comment that names the result.
 
     python bench/host_time.py --out bench/results/host_time.json --plot docs/images/host_time.png --page docs/performance.md
     python bench/host_time.py --read bench/results/host_time.json --plot docs/images/host_time.png --page docs/performance.md
@@ -26,9 +26,9 @@ WANTED = {1: 150, 64: 250, 256: 400}
 """Microseconds that a step may take at most."""
 FIGURES = "bench/results/host_time.json"
 METHOD = (
-    "the null backend, K = 3, all drafts accepted; Engine.step and poll without the time of the null kernels; median over the "
-    "steps in which every request has a round, of that the median over the repeats, as spread the smallest and the largest; by "
-    "room: median over the steps of a second, recorded run, whose clock reading is part of it; one warm-up run"
+    "the null backend, K = 3, all drafts accepted; Engine.step and poll without the time of the null kernels and copies; median "
+    "over the steps in which every request has a round, of that the median over the repeats, as spread the smallest and the "
+    "largest; by room: median over the steps of a second, recorded run, whose clock reading is part of it; one warm-up run"
 )
 
 

@@ -16,6 +16,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -57,12 +58,12 @@ def slow_down(pid: int) -> None:
     os.kill(pid, signal.SIGSTOP)
 
 
-def worker(served: Served) -> int:
-    """The engine's process of a server."""
+def worker(served: Served | SimpleNamespace) -> int:
+    """The engine's process of a server; 0 before there is one."""
     found = subprocess.run(
-        ["ps", "-o", "pid=,args=", "--ppid", str(served.process.pid)], capture_output=True, text=True, check=True
+        ["ps", "-o", "pid=,args=", "--ppid", str(served.process.pid)], capture_output=True, text=True, check=False
     )
-    return int(next(line.split()[0] for line in found.stdout.splitlines() if "polydraft.serving.worker" in line))
+    return int(next((line.split()[0] for line in found.stdout.splitlines() if "polydraft.serving.worker" in line), 0))
 
 
 # -- requests that are wrong --------------------------------------------------------------------------------------------
@@ -294,6 +295,21 @@ def test_sigterm_lets_texts_end_and_refuses_new_ones(serve: Callable[..., Served
     assert "".join(piece["choices"][0]["text"] for piece in pieces) == offline(LONG["max_tokens"])
     assert served.process.wait(20) == 0
     assert served.events()[-1]["event"] == "stopped"
+
+
+def test_a_server_that_is_stopped_while_its_engine_starts_does_not_wait_for_it() -> None:
+    command = [sys.executable, "-c", "from polydraft.cli import main; main()", "serve", "--port", "0", "--backend", "reference"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        served = SimpleNamespace(process=process)
+        while not (pid := worker(served)):
+            time.sleep(0.02)
+        slow_down(pid)
+        process.send_signal(signal.SIGTERM)
+        out, told = process.communicate(timeout=20)
+    assert (process.returncode, out) == (0, "")
+    events = [json.loads(line) for line in told.splitlines()]
+    assert [event["event"] for event in events] == ["engine", "stopped"]
+    assert "stopped while" in events[0]["reason"]
 
 
 @pytest.mark.parametrize("how", ["too long", "another signal"])

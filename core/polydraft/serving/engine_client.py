@@ -98,6 +98,11 @@ class EngineClient:
         if self.state == "failed":
             raise DeviceError(self.reason)
 
+    def abandon(self) -> None:
+        """Give up a start: nobody wants the engine any more."""
+        if self.state == "starting":
+            self._become("failed", "the server was stopped while its engine was being started")
+
     async def _next_state(self) -> None:
         self._changed.clear()
         await self._changed.wait()
@@ -237,7 +242,7 @@ class EngineClient:
         process, before = self._process, self.state
         if before not in ("failed", "stopped"):
             self._become("stopped")
-        if process is not None and before in ("starting", "restarting"):
+        if process is not None and (self.ready is None or before == "restarting"):
             process.kill()  # it has nothing to end
         with contextlib.suppress(EngineGone, zmq.ZMQError, asyncio.TimeoutError, asyncio.CancelledError):
             await asyncio.wait_for(self._send(wire.Stop()), STOP_S)  # cancelled where the socket is closed meanwhile

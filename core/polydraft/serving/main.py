@@ -39,17 +39,22 @@ class _ToLog(logging.Handler):
 
 
 class _Uvicorn(uvicorn.Server):
-    """Says when it listens, and lets texts end before it is stopped for good: for `drain_s`, or until a second signal comes.
-    Then `dismiss` tells whoever still waits."""
+    """Says when it listens, gives up a start that it is told to, and lets texts end before it is stopped for good: for
+    `drain_s`, or until a second signal comes; then it tells whoever still waits."""
 
     def __init__(
-        self, config: uvicorn.Config, *, ready: Callable[[], None], leaving: Callable[[], None], dismiss: Callable[[], None],
-        drain_s: float,
-    ) -> None:  # fmt: skip
+        self, config: uvicorn.Config, client: EngineClient, log: Log, *, ready: Callable[[], None], drain_s: float
+    ) -> None:
         super().__init__(config)
-        self._ready, self._leaving, self._dismiss, self._drain_s = ready, leaving, dismiss, drain_s
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._client, self._log, self._ready, self._drain_s = client, log, ready, drain_s
         self._hurry = asyncio.Event()
+        self.asked = False
+        """A signal has come."""
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        """As uvicorn's."""
+        self._loop = asyncio.get_running_loop()
+        await super().serve(sockets)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -61,23 +66,25 @@ class _Uvicorn(uvicorn.Server):
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """As uvicorn's; the engine stands behind it."""
-        self._loop = asyncio.get_running_loop()
-        await super().startup(sockets)
-        if self.started:
-            self._ready()
-
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """The first signal lets texts end, the second ends them, a third one does not wait for anything."""
-        if self.should_exit and self._loop is not None and not self._hurry.is_set():
+        again, self.asked = self.asked, True
+        if not self.started:
+            self._loop.call_soon_threadsafe(self._client.abandon)
+        if again and not self._hurry.is_set():
             self._loop.call_soon_threadsafe(self._hurry.set)
         else:
             super().handle_exit(sig, frame)
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """As uvicorn's; the engine stands behind it."""
+        await super().startup(sockets)
+        if self.started:
+            self._ready()
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """As uvicorn's, which would cut off whoever is still served instead of telling them."""
-        self._leaving()
+        self._log.tell("draining", requests=self._client.num_requests, seconds=self._drain_s)
         patience = asyncio.create_task(self._lose_patience())
         try:
             await super().shutdown(sockets)
@@ -87,7 +94,7 @@ class _Uvicorn(uvicorn.Server):
     async def _lose_patience(self) -> None:
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._hurry.wait(), self._drain_s)
-        self._dismiss()
+        self._client.dismiss("the server stops before the text has ended; send the request to another one")
 
 
 TELL_S = 5
@@ -113,18 +120,14 @@ def run(engine: Mapping[str, Any], settings: ServerSettings, *, ready: Callable[
         with contextlib.suppress(OSError, ValueError):  # nobody has to listen
             ready(url)
 
-    server = _Uvicorn(
-        config, ready=say, leaving=lambda: log.tell("draining", requests=client.num_requests, seconds=settings.drain_s),
-        dismiss=lambda: client.dismiss("the server stops before the text has ended; send the request to another one"),
-        drain_s=settings.drain_s,
-    )  # fmt: skip
+    server = _Uvicorn(config, client, log, ready=say, drain_s=settings.drain_s)
     handler = _ToLog(log)
     handler.addFilter(lambda _: server.started or not client.reason)  # why an engine could not start has been told
     logging.getLogger("uvicorn.error").addHandler(handler)
     logging.getLogger("uvicorn.error").propagate = False
     with contextlib.suppress(KeyboardInterrupt, SystemExit):  # uvicorn leaves by it where a start fails
         asyncio.run(server.serve([listener]))
-    if not server.started:
+    if not server.started and not server.asked:
         raise DeviceError(client.reason or "the server could not be started; see the messages above")
     return 0
 

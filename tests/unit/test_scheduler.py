@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from polydraft.contracts.layout import SLOT_UPDATE_STOP_TOKENS, SlotUpdate
 from polydraft.runtime.buffers import max_token_updates
 from polydraft.runtime.request import Status
-from polydraft.runtime.scheduler import Admission
+from polydraft.runtime.scheduler import COMPANY, Admission
 from polydraft.runtime.slots import SlotTable
 from polydraft.sampling_params import SamplingParams
 from polydraft.sentinels import NO_TOKEN, Phase
@@ -247,11 +247,34 @@ def test_blocks_reach_as_far_as_steps_in_flight_may_write_and_no_further(depth: 
     while loop.scheduler.waiting or loop.in_flight or (t.phase != Phase.IDLE).any():
         loop.step()
         decode = np.flatnonzero((t.phase == Phase.DECODE) & (t.in_flight_decode > 0) & ~t.leaving)
-        ahead = t.in_flight_decode[decode] * k.window + 2 * k.num_drafts
+        ahead = (COMPANY + t.in_flight_decode[decode]) * k.window + 2 * k.num_drafts
         most = np.minimum(np.maximum(t.kv_len[decode], t.prefill_len[decode]) + ahead, t.max_total[decode])
         assert (loop.ledger.num_granted[decode] <= most).all()
     assert loop.device.num_pauses == 0, "a slot was paused although there were blocks for everybody"
     complete(loop, [])
+
+
+@pytest.mark.parametrize(("num_blocks", "waits", "company"), [(400, False, True), (400, True, False), (80, False, False)])
+def test_who_lacks_a_block_brings_some_to_all_while_they_are_plenty(num_blocks: int, waits: bool, company: bool):
+    """Blocks of one token, and one to three tokens a round, so that somebody lacks blocks in every round."""
+    loop = HostLoop(limits(block_size=1, num_blocks=num_blocks, num_drafts=3, max_len=120), depth=1)
+    loop.device.accept = min  # type: ignore[method-assign, assignment]
+    loop.add(*[request(n, prompt=3, new=100) for n in range(3)])
+    loop.step()
+    loop.step()
+    if waits:
+        loop.scheduler.admits = "none"
+        loop.add(request(3))
+    granted = []
+    for _ in range(2 * COMPANY):
+        loop.step()
+        granted.append(len({*loop.plans[-1].block_updates[:, 0].tolist()}))
+    if company:
+        assert {*granted} == {0, 3}, "nobody or all"
+        assert sum(count > 0 for count in granted) <= 3
+        assert loop.device.num_pauses == 0
+    else:
+        assert sum(count > 0 for count in granted) > COMPANY, "each round what it needs"
 
 
 def test_host_that_knows_everything_leaves_out_what_the_device_would_pause():

@@ -51,6 +51,11 @@ class BlockLedger:
         """Blocks that could be granted now: free ones and idle ones."""
         return self._num_free + len(self._idle)
 
+    @property
+    def num_spare(self) -> int:
+        """Those of them whose rows nobody could share."""
+        return self._num_free
+
     def blocks_for(self, tokens: Array | int) -> Array | int:
         """Blocks that hold this many tokens."""
         return -(-tokens // self.block_size)

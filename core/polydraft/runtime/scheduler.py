@@ -28,6 +28,9 @@ from polydraft.runtime.slots import SlotTable
 from polydraft.sentinels import NO_TOKEN, Phase
 
 Admission = Literal["all", "begun", "none"]
+COMPANY = 8
+"""Steps for which all decoding slots are granted blocks as soon as one of them lacks some, while blocks are plenty (nobody waits
+for any, and as many are left): a step that grants costs the host a third more, and the device a copy and a launch."""
 _NO_TRIPLES: Array = np.empty((0, 3), np.int32)
 _NO_BIASES: Array = np.empty((0, 4), np.int32)
 _PREFILL, _DECODE = int(Phase.PREFILL), int(Phase.DECODE)
@@ -69,35 +72,42 @@ class Scheduler:
         return plan
 
     def _decoding(self) -> Array:
-        """Decoding slots, oldest request first, without those that the steps in flight end by length."""
+        """Decoding slots, without those that the steps in flight end by length."""
         t = self.slots
         running = (t.phase == _DECODE) & ~t.leaving & (t.num_known + t.in_flight_tokens < t.max_total)
         slots: Array = running.nonzero()[0]
-        return slots[np.argsort(t.number[slots], kind="stable")] if len(slots) > 1 else slots
+        return slots
 
     def _grant_windows(self, decode: Array) -> tuple[Array, Array, bool]:
-        """Grant what the next window and its drafts may need, oldest first when blocks run short.
-
-        Returns the slots that can run, block updates, and whether blocks ran short: then nobody is admitted into what is left.
-        A slot without blocks for the window that follows its applied state is left out; once nothing is in flight for it, it
-        is stuck, and the youngest request must make room."""
+        """Grant what the next window and its drafts may need. Returns the slots that can run, block updates, and whether blocks
+        ran short: then nobody is admitted into what is left."""
         if not len(decode):
             return decode, _NO_TRIPLES, False
         t, limits, ledger = self.slots, self.limits, self.ledger
-        base = np.maximum(t.kv_len[decode], t.prefill_planned[decode])
-        ahead = (t.in_flight_decode[decode] + 1) * limits.window + 2 * limits.num_drafts
-        lacking = ledger.lacking(decode, np.minimum(base + ahead, t.max_total[decode]))
+        base, most = np.maximum(t.kv_len[decode], t.prefill_planned[decode]), t.max_total[decode]
+        ahead = base + (t.in_flight_decode[decode] + 1) * limits.window + 2 * limits.num_drafts
+        lacking = ledger.lacking(decode, np.minimum(ahead, most))
         if not lacking.any():
             return decode, _NO_TRIPLES, False
-        if lacking.sum() <= ledger.num_free:
-            return decode, ledger.grant(decode, lacking), False
-        lacking = np.where(np.cumsum(lacking) <= ledger.num_free, lacking, 0)
-        updates = ledger.grant(decode, lacking)
+        if lacking.sum() > ledger.num_free:
+            return self._grant_scarce(decode, base, lacking)
+        more = ledger.lacking(decode, np.minimum(ahead + COMPANY * limits.window, most))
+        plenty = not self.waiting and 2 * more.sum() <= ledger.num_spare
+        return decode, ledger.grant(decode, more if plenty else lacking), False
+
+    def _grant_scarce(self, decode: Array, base: Array, lacking: Array) -> tuple[Array, Array, bool]:
+        """Grant `lacking` as far as blocks go, oldest request first. A slot without blocks for the window that follows its
+        applied state, `base` rows, is left out; once nothing is in flight for it, it is stuck, and the youngest request must
+        make room."""
+        t, limits, ledger = self.slots, self.limits, self.ledger
+        age = np.argsort(t.number[decode], kind="stable")
+        decode, base, lacking = decode[age], base[age], lacking[age]
+        updates = ledger.grant(decode, np.where(np.cumsum(lacking) <= ledger.num_free, lacking, 0))
         need = np.minimum(base + 1 + 2 * limits.num_drafts, t.max_total[decode])
         starved = need > ledger.num_granted[decode] * limits.block_size
         if (starved & (t.in_flight[decode] == 0)).any() and not self._preempting():
             self._preempt_youngest()
-        return decode[~starved & ~t.leaving[decode]], updates, True
+        return np.sort(decode[~starved & ~t.leaving[decode]]), updates, True
 
     def _preempt_youngest(self) -> None:
         """Take the youngest running request out of the steps to come; it queues again when it has drained."""
@@ -188,7 +198,7 @@ class Scheduler:
         self, decode: Array, windows: int, chunks: list[tuple[int, int]], slot_updates: list[Array], grants: list[Array]
     ) -> StepPlan:
         t, last = self.slots, self._last
-        decode = np.sort(decode).astype(np.int32)
+        decode = decode.astype(np.int32)
         self._step_id += 1
         blocks = np.concatenate(grants) if len(grants) > 1 else grants[0]
         admitted = [int(update[SlotUpdate.SLOT]) for update in slot_updates]

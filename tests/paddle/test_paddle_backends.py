@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -51,14 +52,22 @@ def test_quantised_rows_are_declared_where_they_were_tried():
     assert found == {"cpu": ("int8",), "polyemu:0": ("int8",), "gpu:0": (), "xpu:0": ()}
 
 
+ALL = (("--profile", "full"),) if HAS_GRAPHS else (("--profile", "basic"), ("--level", "L4"), ("--level", "L6"))
+"""What a custom device can show: `full`, or all of it that needs no graphs, which Paddle has there since 3.3."""
+
+
 @pytest.mark.deep
-@needs_graphs
+@needs_device
 @pytest.mark.timeout(900)
+@pytest.mark.parametrize("selection", ALL, ids=lambda selection: selection[1])
 @pytest.mark.parametrize("backend", ["paddle", "xpu"])
-def test_full_holds_on_a_custom_device(tmp_path: Path, backend: str):
-    """Every operation of every check has a kernel on the device: falling back is off, so one that has none is an error."""
-    report = conforms(tmp_path, backend, "polyemu:0", "--profile", "full")
+def test_all_that_there_is_holds_on_a_custom_device(tmp_path: Path, backend: str, selection: tuple[str, ...]):
+    """Every operation of every check has a kernel on the device: falling back is off, so one that has none is an error. What was
+    not tried lacks graphs, rows whose bits do not depend on the launch, another dtype, or a pair of kernels in one."""
+    report = conforms(tmp_path, backend, "polyemu:0", *selection)
     assert report["verdict"]["counts"]["waived"] == 0
+    lacks = r"capability (graph_capture|row_invariant) is not declared|no dtype besides|KV rows in fp8|\+\w+ is not offered"
+    assert [c for c in report["results"] if c["outcome"] != "pass" and not re.search(lacks, c["message"])] == []
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ function. It never holds activations of its own: every buffer is handed in.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
@@ -150,36 +150,19 @@ def emit_block(
     cache: Cache,
     scratch: Scratch,
     room: str,
+    narrow: Callable[[], tuple[Buffer, Scratch, Unit]] | None = None,
 ) -> None:
     """One decoder block over `x` in place: x += attention(norm(x)); x += feed_forward(norm(x)).
 
     Each add stands directly before the norm that follows it, so that `residual_add+rms_norm` can take both. A block that lies
-    among the weights under its prefix computes itself.
+    among the weights under its prefix computes itself, all of it. `narrow` is called behind attention, the last part that needs
+    all rows: it picks those that go on, and says where they and what they attended to lie, and their unit.
     """
     own = weights.get(prefix)
     if own is not None:
         call = BlockCall(program.table, program.limits, block, norm, x, rows, cache, scratch)
         program.call("own_block", cast("OwnBlock", own).bind(call), rows.unit, room)
         return
-    emit_attention(program, block, norm, weights, prefix, x=x, rows=rows, cache=cache, scratch=scratch, room=room)
-    emit_feed_forward(program, norm, weights, prefix, x=x, scratch=scratch, unit=rows.unit, room=room)
-
-
-def emit_attention(
-    program: ProgramBuilder,
-    block: Block,
-    norm: Norm,
-    weights: Weights,
-    prefix: str,
-    *,
-    x: Buffer,
-    rows: PassRows,
-    cache: Cache,
-    scratch: Scratch,
-    room: str,
-) -> None:
-    """The part of a block that needs all rows: their keys and values go to the cache, and what they attend to is left in
-    `scratch.attended`. `x` stays as it is."""
     unit = rows.unit
     emit_norm(program, norm, weights[f"{prefix}.input_norm"], x=x, out=scratch.normed, unit=unit, room=room)
     emit_linear(
@@ -195,12 +178,8 @@ def emit_attention(
     rope, attend = attention_args(block, norm, rows, cache, scratch, q_norm=q_norm, k_norm=k_norm)
     program.add("rope_kv_write", rope, unit, room)
     program.add("paged_attention", attend, unit, room)
-
-
-def emit_feed_forward(
-    program: ProgramBuilder, norm: Norm, weights: Weights, prefix: str, *, x: Buffer, scratch: Scratch, unit: Unit, room: str
-) -> None:
-    """The part of a block in which rows know nothing of each other: x += o(attended); x += feed_forward(norm(x))."""
+    if narrow is not None:
+        x, scratch, unit = narrow()
     emit_linear(program, weights[f"{prefix}.o"], x=scratch.attended, out=scratch.branch, unit=unit, room=room)
     program.add("residual_add", ResidualAddV1(x=x, y=scratch.branch), unit, room)
     emit_norm(program, norm, weights[f"{prefix}.post_norm"], x=x, out=scratch.normed, unit=unit, room=room)

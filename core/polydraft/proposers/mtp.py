@@ -26,16 +26,7 @@ from polydraft.contracts.spread_logits import SpreadLogitsV1
 from polydraft.device import Buffer
 from polydraft.draft_vocab import places_of
 from polydraft.errors import CapabilityError
-from polydraft.models.decoder import (
-    Norm,
-    PassRows,
-    emit_attention,
-    emit_block,
-    emit_embed,
-    emit_feed_forward,
-    emit_linear,
-    emit_norm,
-)
+from polydraft.models.decoder import Norm, PassRows, emit_block, emit_embed, emit_linear, emit_norm
 from polydraft.proposers.base import ProposerContext, ProposerShape
 from polydraft.runtime.buffers import Scratch
 from polydraft.runtime.program import ProgramBuilder
@@ -165,17 +156,19 @@ class MtpProposer:
         these rows go behind attention, since the others are there for their keys and values. Later passes have one row a
         sequence, which moves all the same: the next pass overwrites `_x` while reading the recycled state."""
         weights = self._c.weights
-        whole = index > 0 or LAYER in weights  # a block that computes itself takes all rows
-        emit = emit_block if whole else emit_attention
-        emit(
-            program, self._mtp.block, self._norm, weights, LAYER,
-            x=self._x, rows=rows, cache=self._cache, scratch=self._scratch, room=room,
-        )  # fmt: skip
-        self._select(program, index, self._x, self._last, room)
-        if not whole:
+
+        def narrow() -> tuple[Buffer, Scratch, Unit]:
+            self._select(program, index, self._x, self._last, room)
             self._select(program, index, self._scratch.attended, self._last_attended, room)
-            last = replace(self._scratch, attended=self._last_attended)
-            emit_feed_forward(program, self._norm, weights, LAYER, x=self._last, scratch=last, unit="seqs", room=room)
+            return self._last, replace(self._scratch, attended=self._last_attended), "seqs"
+
+        whole = index > 0 or LAYER in weights  # a block that computes itself takes all rows
+        emit_block(
+            program, self._mtp.block, self._norm, weights, LAYER,
+            x=self._x, rows=rows, cache=self._cache, scratch=self._scratch, room=room, narrow=None if whole else narrow,
+        )  # fmt: skip
+        if whole:
+            self._select(program, index, self._x, self._last, room)
         weight = weights[f"{LAYER}.final_norm" if self._mtp.final_norm == "own" else "norm"]
         emit_norm(program, self._norm, weight, x=self._last, out=self._last_normed, unit="seqs", room=room)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from polydraft._version import __version__
@@ -31,6 +32,14 @@ from polydraft.timeline import (
 if TYPE_CHECKING:
     from polydraft.engine import Engine
     from polydraft.runtime.program import Bound, Program
+
+
+def put_in_place(owner: object, name: str, value: object) -> Callable[[], None]:
+    """Set an attribute of one object; what is returned puts back what was there."""
+    own = vars(owner)
+    undo = partial(setattr, owner, name, own[name]) if name in own else partial(delattr, owner, name)
+    setattr(owner, name, value)
+    return undo
 
 
 class Recorder:
@@ -90,13 +99,7 @@ class Recorder:
         self._replace(owner, name, wrap(getattr(owner, name)))
 
     def _replace(self, owner: object, name: str, value: object) -> None:
-        """Set an attribute of one object, and remember how to put back what was there."""
-        if name in vars(owner):
-            before = vars(owner)[name]
-            self._undo.append(lambda: setattr(owner, name, before))
-        else:
-            self._undo.append(lambda: delattr(owner, name))
-        setattr(owner, name, value)
+        self._undo.append(put_in_place(owner, name, value))
 
     def _rebound(self, rebind: Callable[[], None]) -> Callable[[], None]:
         """New programs, and new graphs of them, are as bare as the first ones were."""

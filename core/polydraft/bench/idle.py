@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from polydraft.device import Event, Stream
 from polydraft.timeline import keeping, keeps_timeline
+from polydraft.trace import put_in_place
 from polydraft.trace_figures import idle_among
 
 if TYPE_CHECKING:
@@ -41,10 +42,9 @@ def watching(engine: Engine, now: Callable[[], float], *, about: int) -> Iterato
     with ExitStack() as stack:
         if graphs is not None and graphs.whole and hasattr(engine.device, "timer"):
             ends = StepEnds(engine.device.timer, engine.device.stream, now, about)
-            stack.callback(setattr, engine.runner, "_outputs", engine.runner._outputs)
-            engine.runner._outputs = [(staging, ends.event()) for staging, _ in engine.runner._outputs]
-            stack.callback(delattr, graphs, "replay")
-            graphs.replay = partial(ends.replay, graphs.replay)  # type: ignore[method-assign]
+            outputs = [(staging, ends.event()) for staging, _ in engine.runner._outputs]
+            stack.callback(put_in_place(engine.runner, "_outputs", outputs))
+            stack.callback(put_in_place(graphs, "replay", partial(ends.replay, graphs.replay)))
             yield ends.idle
         else:
             # Launches by themselves are left alone: telling of each would take longer than the launch.

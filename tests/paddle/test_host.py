@@ -20,7 +20,8 @@ from polydraft_paddle.installation import import_paddle
 import_paddle()
 import paddle
 paddle.set_device("cpu")
-from polydraft_paddle.host_layout import HostLayout, Kept
+from polydraft_paddle.host_layout import HostLayout
+from polydraft_paddle.ops import Kept
 
 SIZE, WINDOW, HEADS, KV, ROWS = 4, 3, 4, 2, 8 * 5 * 4  # of a block; block table: 8 slots of 5 blocks
 random = np.random.default_rng(0)

@@ -15,8 +15,8 @@ from polydraft.backend import PassBuffers, StepMeta
 from polydraft.contracts.base import Limits
 from polydraft.device import Stream
 from polydraft.sentinels import PAD_SLOT
-from polydraft_paddle.host_layout import HostLayout, Kept
-from polydraft_paddle.ops import Tensor, choose, numbers, owners
+from polydraft_paddle.host_layout import HostLayout
+from polydraft_paddle.ops import Kept, Tensor, choose, numbers, owners
 from polydraft_paddle.place import use
 
 

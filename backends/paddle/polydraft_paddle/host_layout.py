@@ -16,36 +16,7 @@ import paddle
 
 from polydraft.contracts.base import Limits
 from polydraft.device import Array
-from polydraft_paddle.ops import Tensor, take
-
-
-class Kept:
-    """Tensors by name, overwritten in place where their shape is one of those met last: passes of a few shapes follow one
-    another."""
-
-    def __init__(self) -> None:
-        self._found: dict[str, dict[tuple[int, ...], tuple[Tensor, Array]]] = {}
-
-    def get(self, name: str, shape: tuple[int, ...], dtype: str = "int32") -> tuple[Tensor, Array]:
-        """A tensor of this shape and the array over the same bytes, holding anything."""
-        shapes = self._found.setdefault(name, {})
-        found = shapes.get(shape)
-        if found is None:
-            if len(shapes) == SHAPES:
-                del shapes[next(iter(shapes))]
-            array = np.empty(shape, dtype)
-            found = shapes[shape] = paddle.from_dlpack(array), array  # the other way round Paddle 3.2 gives a read-only array
-        return found
-
-    def put(self, name: str, values: Array) -> Tensor:
-        """`values` as an int32 tensor."""
-        tensor, array = self.get(name, values.shape)
-        array[...] = values
-        return tensor
-
-
-SHAPES = 4
-"""So many shapes of a tensor are kept: those of the target's pass and the draft passes, on both sides of a block's border."""
+from polydraft_paddle.ops import Kept, Tensor, take
 
 
 @dataclass(frozen=True)

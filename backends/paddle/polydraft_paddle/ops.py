@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import paddle
 
+from polydraft.device import Array
 from polydraft.errors import ContractError
 
 Tensor = Any
@@ -75,29 +76,47 @@ def constant(value: float, like: Tensor) -> Tensor:
 _CONSTANTS: dict[tuple[float, tuple[int, ...], Any, Any], Tensor] = {}
 
 
+SHAPES = 4
+"""So many shapes of a tensor are kept: those of the target's pass and the draft passes, on both sides of a block's border."""
+
+
+class Kept:
+    """Tensors on the host by name, overwritten in place where their shape is one of the `most` met last: passes of a few shapes
+    follow one another, and making a tensor takes longer than what is done with it."""
+
+    def __init__(self, most: int = SHAPES) -> None:
+        self._found: dict[str, dict[tuple[int, ...], tuple[Tensor, Array]]] = {}
+        self._most = most
+
+    def get(self, name: str, shape: tuple[int, ...], dtype: str = "int32") -> tuple[Tensor, Array]:
+        """A tensor of this shape and the array over the same bytes, holding anything."""
+        shapes = self._found.setdefault(name, {})
+        found = shapes.get(shape)
+        if found is None:
+            if len(shapes) == self._most:
+                del shapes[next(iter(shapes))]
+            array = np.empty(shape, dtype)
+            found = shapes[shape] = paddle.from_dlpack(array), array  # the other way round Paddle 3.2 gives a read-only array
+        return found
+
+    def put(self, name: str, values: Array) -> Tensor:
+        """`values` as an int32 tensor."""
+        tensor, array = self.get(name, values.shape)
+        array[...] = values
+        return tensor
+
+
 class _Indices(threading.local):
-    """Index tensors over memory that is written anew, by their length."""
-
     def __init__(self) -> None:
-        self.found: dict[int, tuple[Tensor, Any]] = {}
+        self.kept = Kept(256)
 
 
-def index_of(values: Any) -> Tensor:
-    """The integers `values` [n], an array, as an int32 tensor on the host, which holds them until this thread asks for as many
-    again: making a tensor takes longer than what is done with it."""
-    found = _INDICES.found.get(len(values))
-    if found is None:
-        if len(_INDICES.found) == INDICES:
-            _INDICES.found.clear()
-        array = np.empty(len(values), np.int32)
-        found = _INDICES.found[len(values)] = paddle.from_dlpack(array), array
-    found[1][...] = values
-    return found[0]
+def index_of(values: Array) -> Tensor:
+    """The integers `values` [n] as an int32 tensor on the host, which holds them until this thread asks for as many again."""
+    return _INDICES.kept.put("index", values)
 
 
 _INDICES = _Indices()
-INDICES = 256
-"""So many lengths are remembered."""
 
 
 def clamp(index: Tensor) -> Tensor:

@@ -94,11 +94,8 @@ def idle_of(row: Row) -> str:
 def prompts(result: Result) -> tuple[str, ...]:
     """Method and table."""
     rate = 1e-12 * result["rows"][0]["matrix_operations_per_s"]
-    drafts = (
-        " and of the draft layer over prompts, as far as they lie in the time" if "draft_operations" in result["rows"][0] else ""
-    )
-    said = f"{where(result)}; operations are those of the target's blocks{drafts}; one large product runs at {rate:.0f} TFLOP/s."
-    return said, gpu_prompts.markdown(result)
+    counted = "operations are those of the target's blocks and of the draft layer over prompts, as far as they lie in the time"
+    return f"{where(result)}; {counted}; one large product runs at {rate:.0f} TFLOP/s.", gpu_prompts.markdown(result)
 
 
 def regions(result: Result) -> tuple[str, ...]:

@@ -132,11 +132,11 @@ class Projection:
 
     def __call__(self, stream: Stream, n: int) -> None:
         """Enqueue the projection, or both where `takes` says so."""
-        taken = self._joined is not None and self.takes(n)
-        self.kept = taken and self._loses
+        joined = self._joined if self.takes(n) else None
+        self.kept = joined is not None and self._loses
         if self.kept:
             self._device.trusting, self._device.owed = True, self._device.owed + 1
-        (self._joined if self._joined is not None and taken else self._alone)(stream, n)
+        (joined or self._alone)(stream, n)
 
     def takes(self, n: int) -> bool:
         """Whether a launch of `n` rows does, or prepares, the work of the launch behind it. Outputs that anybody might look for

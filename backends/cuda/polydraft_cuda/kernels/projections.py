@@ -129,7 +129,7 @@ def tile(device: CudaDevice, a: Any, workspace: Any, size: Size, first: int, gat
 
 
 def rows_of(device: CudaDevice, a: Any, unit: int = 16) -> int:
-    """Outputs of a block that has some for itself: an even share of them, in sixteens."""
+    """Outputs of a block that has some for itself: an even share of them, in `unit`s."""
     return -(-int(a.weight.shape[0]) // (unit * int(device.num_sms))) * unit
 
 

@@ -1,7 +1,7 @@
 """Renews what docs/performance.md shows of results measured on an NVIDIA GPU, and draws the pictures beside it.
 
-Every result that is there and that the page has a line for is shown: rounds, prompts, graphs and overlap, log probabilities,
-quantised rows, draft vocabularies. Sentences with figures are made of the result as tables are.
+Every result that is there and that the page has a line for is shown: rounds, prompts, graphs and overlap, heads, log
+probabilities, quantised rows, draft vocabularies. Sentences with figures are made of the result as tables are.
 
     python bench/gpu_page.py
 """
@@ -172,11 +172,17 @@ def vocabularies(result: Result) -> tuple[str, ...]:
     return f"{where(result)}.", table, said
 
 
+def heads(result: Result) -> tuple[str, ...]:
+    """What a first look at heads by their bytes saves."""
+    return f"{where(result)}.", beside_first(result, "head", lambda row: str(row["head"]), "heads")
+
+
 SHOWN: dict[str, Callable[[Result], tuple[str, ...]]] = {
     "cuda.json": rounds,
     "cuda_regions.json": regions,
     "cuda_prompts.json": prompts,
     "cuda_compare.json": compared,
+    "cuda_heads.json": heads,
     "cuda_logprobs.json": logprobs,
     "cuda_kv.json": rows_kept,
     "cuda_draft_vocab.json": vocabularies,

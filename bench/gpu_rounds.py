@@ -2,8 +2,9 @@
 
 Weights are random, made on the device; acceptance is synthetic, by a schedule, and labelled so in every row. `floor_bytes` of a
 row counts what a round cannot do without reading: every weight of the target once, of the draft layer once a pass, the head once
-for the target and once a pass, and the keys and values of the mean context. `copy_rate_share` is the time of those bytes at the
-measured rate of a device-to-device copy (bytes read and written), over the time of a round.
+for the target and once a pass (a byte a weight where its outputs are looked at by bytes first), and the keys and values of the
+mean context. `copy_rate_share` is the time of those bytes at the measured rate of a device-to-device copy (bytes read and
+written), over the time of a round.
 
     python bench/gpu_rounds.py --out bench/results/cuda.json
 """
@@ -11,6 +12,7 @@ measured rate of a device-to-device copy (bytes read and written), over the time
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import itertools
 import statistics
@@ -26,6 +28,7 @@ from polydraft.bench.measure import Load
 from polydraft.bench.suite import VARIANTS, Contender, Suite
 from polydraft.config import EngineConfig
 from polydraft.engine import Engine
+from polydraft.runtime.weights import DRAFT_HEAD
 
 ROOT = Path(__file__).resolve().parent
 SCHEDULE = (0.8, 0.75, 0.75)
@@ -61,8 +64,34 @@ def copy_rate(nbytes: int = 4 * GIB, repeats: int = 10) -> float:
     return 2 * nbytes / statistics.median(times[2:])
 
 
-def floor_bytes(engine: Engine, batch: int, context: float) -> int:
-    """Bytes that a round has to read."""
+def byte_heads(engine: Engine, batch: int) -> tuple[bool, bool]:
+    """Whether the greedy choices of the target's rows, and of the drafts', look at their head by its bytes first."""
+    from polydraft_cuda.kernels import screen
+
+    weights: Mapping[str, Any] = engine.runner.weights
+    heads = weights["lm_head"], weights.get(DRAFT_HEAD, weights["lm_head"])
+    rows = batch * engine.resolved.limits.window, batch
+    target, drafts = (
+        getattr(head, "screen", None) is not None and n <= screen.MOST_ROWS for head, n in zip(heads, rows, strict=True)
+    )
+    return target, drafts
+
+
+@contextlib.contextmanager
+def heads_read(way: str) -> Iterator[None]:
+    """Heads of engines that are built meanwhile: looked at by their "bytes" first, or read "whole" as if they had none."""
+    from polydraft_cuda.kernels import screen
+
+    most = screen.MOST_ROWS
+    screen.MOST_ROWS = {"bytes": most, "whole": 0}[way]
+    try:
+        yield
+    finally:
+        screen.MOST_ROWS = most
+
+
+def floor_bytes(engine: Engine, batch: int, context: float, looked: tuple[bool, bool] = (False, False)) -> int:
+    """Bytes that a round has to read. `looked`: `byte_heads`."""
     model, resolved = engine.model, engine.resolved
     drafts, size = resolved.limits.num_drafts, 4 if resolved.dtype == "f32" else 2
 
@@ -74,20 +103,22 @@ def floor_bytes(engine: Engine, batch: int, context: float) -> int:
         a = b.attention
         return float(2 * batch * context * (a.num_kv_heads * (a.head_dim + 1) if resolved.kv else size * a.kv_size))
 
-    def head(tokens: int) -> int:
-        return size * tokens * model.hidden_size
+    def head(tokens: int, by_bytes: bool) -> int:
+        return (1 if by_bytes else size) * tokens * model.hidden_size
 
-    total = sum(block(b) + cached(b) for b in model.blocks) + head(model.vocab_size)
+    total = sum(block(b) + cached(b) for b in model.blocks) + head(model.vocab_size, looked[0])
     if drafts and model.mtp is not None:
         joined = size * 2 * model.hidden_size**2
-        total += drafts * (block(model.mtp.block) + cached(model.mtp.block) + joined + head(resolved.describe()["draft_vocab"]))
+        scored = head(resolved.describe()["draft_vocab"], looked[1])
+        total += drafts * (block(model.mtp.block) + cached(model.mtp.block) + joined + scored)
     return int(total)
 
 
 @dataclass(frozen=True)
 class Cell:
     """What a row is about. `asked`: log probabilities that every request wants, None for an engine that reports none; `kv`: how
-    keys and values are kept; `vocab`: the option of a reduced draft vocabulary; `variant`: graph and overlap."""
+    keys and values are kept; `vocab`: the option of a reduced draft vocabulary; `head`: "bytes" where heads are looked at by
+    their bytes first, "whole" where they are read as if there were none; `variant`: graph and overlap."""
 
     shape: Path
     batch: int
@@ -95,6 +126,7 @@ class Cell:
     asked: int | None
     kv: str
     vocab: str
+    head: str
     variant: Mapping[str, Any]
 
 
@@ -104,9 +136,10 @@ def cells(options: argparse.Namespace) -> Iterator[Cell]:
         name, _, drafts = part.partition(":")
         shape = ROOT / "shapes" / f"{name}.json"
         for k, batch in itertools.product(map(int, drafts.split(",")), map(int, options.batch.split(","))):
-            lists = (options.logprobs.split(","), options.kv_dtype.split(","), options.draft_vocab.split(","))
-            for asked, kv, vocab, variant in itertools.product(*lists, VARIANTS[options.compare]):
-                yield Cell(shape, batch, k, None if asked == "off" else int(asked), kv, "" if vocab == "all" else vocab, variant)
+            lists = (part.split(",") for part in (options.logprobs, options.kv_dtype, options.draft_vocab, options.head))
+            for asked, kv, vocab, head, variant in itertools.product(*lists, VARIANTS[options.compare]):
+                asks, few = None if asked == "off" else int(asked), "" if vocab == "all" else vocab
+                yield Cell(shape, batch, k, asks, kv, few, head, variant)
 
 
 def measure(what: Cell, options: argparse.Namespace, rate: float) -> dict[str, Any]:
@@ -140,20 +173,21 @@ def measure(what: Cell, options: argparse.Namespace, rate: float) -> dict[str, A
         for turn in range(options.repeats + 1):
             cell.measure(keep=turn > 0, host=not options.bare)
         row = cell.row(shape)
-        floor = floor_bytes(cell.engine, batch, options.prompt_tokens + options.new_tokens / 2)
+        context = options.prompt_tokens + options.new_tokens / 2
+        floor = floor_bytes(cell.engine, batch, context, byte_heads(cell.engine, batch))
     finally:
         cell.engine.close()
     row |= {
         "logprobs": asked,
+        "head": what.head,
         "floor_bytes": floor,
         "copy_bytes_per_s": rate,
         "copy_rate_share": floor / rate / (1e-3 * row["ms_per_round"]),
     }
     share = f"{row['copy_rate_share']:.0%} of the copy rate"
     figures = f"{row['ms_per_round']:.3f} ms a round, {share}, {row['tokens_per_round']:.2f} tokens, rows in {row['kv_dtype']}"
-    name = " ".join(
-        [f"{shape.stem} K={drafts} batch {batch}", *map(str, what.variant.values()), *([what.vocab] if what.vocab else [])]
-    )
+    ways = *map(str, what.variant.values()), what.vocab, "heads whole" if what.head == "whole" else ""
+    name = " ".join(filter(None, (f"{shape.stem} K={drafts} batch {batch}", *ways)))
     print(f"{name}: {figures}; {time.monotonic() - told:.0f} s", file=sys.stderr, flush=True)
     return row
 
@@ -171,6 +205,7 @@ def main() -> int:
     parser.add_argument("--dtype", default="bf16")
     parser.add_argument("--kv-dtype", default="auto", help="how keys and values are kept, each in turn: auto,fp8,int8")
     parser.add_argument("--draft-vocab", default="all", help="tokens that may be drafted, each in turn: all,FILE:N,...")
+    parser.add_argument("--head", default="bytes", help="how heads are read, each in turn: bytes,whole")
     parser.add_argument("--compare", choices=list(VARIANTS), default="off", help="every cell with and without, in turn")
     parser.add_argument("--invariant", action="store_true")
     parser.add_argument("--bare", action="store_true", help="do not record what the host spends by room")
@@ -181,7 +216,8 @@ def main() -> int:
     print(f"copy rate {1e-12 * rate:.2f} TB/s", file=sys.stderr, flush=True)
     for cell in cells(options):
         if time.monotonic() - begin <= options.seconds:
-            rows.append(measure(cell, options, rate))
+            with heads_read(cell.head):
+                rows.append(measure(cell, options, rate))
             gc.collect()  # graphs of an engine that is gone would be freed in the middle of the next one's rounds
             write(rows, options.out)
     return 0

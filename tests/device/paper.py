@@ -103,6 +103,9 @@ class PaperDevice:
     def free(self, pointer: int) -> None:
         pass
 
+    def synchronize(self) -> None:
+        pass
+
     def function(self, source: Path, name: str, **defines: Any) -> Any:
         def bind(grid: Any, block: Any, *arguments: Any, **options: Any) -> Any:
             del block, options
@@ -162,7 +165,8 @@ SHAPES = (Shape(4096, 32, 8, 128, 11008, 1024), Shape(1024, 8, 4, 128, 2816, 64,
 
 
 def bind_shape(shape: Shape, act: str, **options: Any) -> list[Bound]:
-    """Bind every projection of a decoder block and its attention, with metadata; what was bound."""
+    """Bind every projection of a decoder block and its attention, with metadata, and a large head, of an own weight and of
+    somebody else's; what was bound."""
     device: Any = PaperDevice(dtype=act, **options)
     q, kv, n = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim, shape.rows
     for inputs, outputs, out in (
@@ -175,11 +179,13 @@ def bind_shape(shape: Shape, act: str, **options: Any) -> list[Bound]:
         if outputs == 2 * shape.ffn:
             _bind(device, "swiglu", SwigluV1(gate_up=y, out=device.empty("gated", (n, shape.ffn), act)), shape)
     if shape is SHAPES[0]:
-        x, y = device.empty("x", (n, shape.hidden), act), device.empty("logits", (n, HEAD), "f32")
-        weight = CudaWeight("linear", device.empty("weight", (HEAD, shape.hidden), act))
-        _bind(device, "linear", LinearV1(x=x, weight=weight, bias=None, out=y), shape)
-        chosen = {name: device.empty(name, (n,), "i32") for name in ("row_slot", "tokens")}
-        _bind(device, "argmax", ArgmaxV1(logits=y, **chosen), shape)
+        own = CudaWeight("linear", device.empty("weight", (HEAD, shape.hidden), act))
+        other = SimpleNamespace(pointer=own.pointer, shape=own.shape, dtype=act, nbytes=own.nbytes)
+        for head in (own, other):
+            x, y = device.empty("x", (n, shape.hidden), act), device.empty("logits", (n, HEAD), "f32")
+            _bind(device, "linear", LinearV1(x=x, weight=head, bias=None, out=y), shape)
+            chosen = {name: device.empty(name, (n,), "i32") for name in ("row_slot", "tokens")}
+            _bind(device, "argmax", ArgmaxV1(logits=y, **chosen), shape)
     attention = {
         "row_slot": device.empty("row_slot", (n,), "i32"), "positions": device.empty("positions", (n,), "i32"),
         "block_table": device.empty("block_table", (8, 64), "i32"),

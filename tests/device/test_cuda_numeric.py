@@ -25,7 +25,8 @@ from polydraft.models.families import FamilyRegistry
 from polydraft_cuda import cublaslt, storage
 from polydraft_cuda.kernels import attention, joins, kernels, linear, mlp, norms, rope
 from polydraft_cuda.kernels.provider import CudaProvider
-from tests.device.paper import PaperDevice
+from polydraft_cuda.kernels.screen import screen_of
+from tests.device.paper import Bound, PaperDevice
 
 NO_STREAM: Any = None
 """Recorded launches go nowhere."""
@@ -39,18 +40,23 @@ class Recorder(PaperDevice):
     """A paper device with memory whose launches are noted as (source, defines, rows)."""
 
     launched: list[tuple[str, dict[str, Any], int]] = field(default_factory=list)
+    called: list[str] = field(default_factory=list)
+    """Names of the kernels of these."""
     memory: dict[int, Any] = field(default_factory=dict)
     at_once: int = 66
     """Clusters that run at once."""
 
     def function(self, source: Path, name: str, **defines: Any) -> Any:
         def bind(grid: Any, block: Any, *arguments: Any, **options: Any) -> Callable[[Any, int], None]:
-            return lambda stream, n: self.launched.append((source.name, defines, n))
+            self.bound.append(Bound(source, name, defines, grid, arguments))
+
+            def launch(stream: Any, n: int) -> None:
+                self.launched.append((source.name, defines, n))
+                self.called.append(name)
+
+            return launch
 
         return SimpleNamespace(bind=bind, name=name, most_clusters=lambda block, shared, cluster: self.at_once)
-
-    def synchronize(self) -> None:
-        pass
 
     def write(self, pointer: int, value: Any) -> None:
         self.memory[pointer] = value.copy()
@@ -93,6 +99,58 @@ def test_rows_that_overlap_travel_as_the_memory_they_span():
     assert np.array_equal(sent, to_host(pool, "bf16"))
 
 
+def head_of(weight: Any, bias: Any = None) -> Any:
+    return SimpleNamespace(weight=weight, bias=bias)
+
+
+def test_the_bytes_of_a_large_head_are_made_when_they_are_wanted_and_anew_with_an_update():
+    device: Any = Recorder(dtype="bf16", num_sms=1)
+    order = device.called
+
+    def noted(name: str) -> Callable[..., None]:
+        return lambda *arguments: order.append(name)
+
+    device.write, device.synchronize = noted("write"), noted("synchronize")
+    value = np.ones((520, 128), np.float32)
+    weight = storage.prepare_weight(device, "linear", value, "bf16")
+    assert (weight.screen, order) == (None, ["write"])
+    screen: Any = screen_of(device, head_of(weight))
+    assert weight.screen is screen
+    made = {name: getattr(screen, name) for name in ("bytes", "scales", "slacks")}
+    assert {name: (buffer.shape, buffer.dtype) for name, buffer in made.items()} == {
+        "bytes": ((768, 128), "u8"), "scales": ((520,), "f32"), "slacks": ((520,), "f32"),
+    }  # fmt: skip
+    assert order == ["write", "screen_weights", "synchronize"]
+    (packing,) = device.bound
+    assert packing.defines == {"ACT": 1}
+    assert (packing.grid, packing.arguments) == (520, (weight, *made.values(), 128))
+    assert screen_of(device, head_of(weight)) is screen, "draft passes and target share them"
+    assert storage.prepare_weight(device, "linear", 2 * value, "bf16", weight) is weight
+    assert order == ["write", "screen_weights", "synchronize"] * 2, "what reads the numbers is enqueued behind them"
+    assert weight.screen is screen
+    assert [one.arguments[1:4] for one in device.bound] == [tuple(made.values())] * 2, "over the bytes that there are"
+    with pytest.raises(ContractError, match="weight update"):
+        storage.prepare_weight(device, "linear", value[:512], "bf16", weight)
+
+
+def test_what_bytes_fill_up_to_whole_tiles_is_zero():
+    device: Any = Recorder(dtype="f16", num_sms=1)
+    filled: list[tuple[Any, int]] = []
+    device.fill_bytes = lambda buffer, byte: filled.append((buffer, byte))
+    weight = storage.prepare_weight(device, "linear", np.ones((513, 128), np.float32), "f16")
+    screen: Any = screen_of(device, head_of(weight))
+    assert filled == [(screen.bytes, 0)]
+
+
+def test_a_weight_that_is_another_s_or_of_broken_chunks_has_no_bytes():
+    device: Any = Recorder(dtype="bf16")
+    weight = storage.CudaWeight("linear", device.empty("w", (768, 128), "bf16"))
+    assert screen_of(device, head_of(borrowed(device, (768, 128)))) is None
+    assert screen_of(device, head_of(weight, bias=device.empty("bias", (768,), "bf16"))) is None
+    assert screen_of(device, head_of(storage.CudaWeight("linear", device.empty("w", (768, 192), "bf16")))) is None
+    assert weight.screen is None
+
+
 @pytest.mark.parametrize("head_dim", [32, 64, 96, 128])
 def test_tiles_of_a_cache_hold_every_element_where_a_lane_wants_it(head_dim: int):
     keys, values = storage.tile_orders(head_dim)
@@ -131,9 +189,18 @@ def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     return bool(request.param)
 
 
-def projection(device: Any, outputs: int, inputs: int, rows: int = 512, to: str = "") -> tuple[LinearV1, Any]:
+def borrowed(device: Any, shape: tuple[int, ...]) -> Any:
+    """A weight of somebody else, who does not tell of updates."""
+    memory = device.empty("w", shape, device.dtype)
+    return SimpleNamespace(pointer=memory.pointer, shape=shape, dtype=memory.dtype, nbytes=memory.nbytes)
+
+
+def projection(
+    device: Any, outputs: int, inputs: int, rows: int = 512, to: str = "", *, own: bool = True
+) -> tuple[LinearV1, Any]:
     x, out = device.empty("x", (rows, inputs), device.dtype), device.empty("out", (rows, outputs), to or device.dtype)
-    weight = storage.CudaWeight("linear", device.empty("w", (outputs, inputs), device.dtype))
+    shape = outputs, inputs
+    weight = storage.CudaWeight("linear", device.empty("w", shape, device.dtype)) if own else borrowed(device, shape)
     a = LinearV1(x=x, weight=weight, bias=None, out=out)
     nbytes = linear.workspace_bytes(device, a, LIMITS)
     workspace = SimpleNamespace(buffer=device.empty("workspace", (max(nbytes, 1),), "u8"), nbytes=nbytes)
@@ -226,7 +293,7 @@ def test_a_captured_activation_is_one_launch_with_its_projection(library: bool):
 def test_a_captured_choice_looks_at_what_the_head_kept_unless_somebody_uses_the_logits():
     def head(**options: Any) -> tuple[Any, Any, Callable[[int], list[tuple[str, int | None]]]]:
         device: Any = Recorder(dtype="bf16", **options)
-        a, project = projection(device, 151680, 256, to="f32")
+        a, project = projection(device, 151680, 256, to="f32", own=False)
         rows = {name: device.empty(name, (512,), "i32") for name in ("row_slot", "tokens")}
         table = {name: CudaProvider(kernel, device) for name, kernel in kernels().items()}
         choose = table["argmax"].bind(ArgmaxV1(logits=a.out, **rows), LIMITS, None)
@@ -261,6 +328,108 @@ def test_a_captured_choice_looks_at_what_the_head_kept_unless_somebody_uses_the_
     device, _, both = head(row_invariant=True)
     device.capturing = True
     assert both(4) == apart
+
+
+SCREENED = 151680
+"""Outputs of a head of an odd number of tiles."""
+
+
+class Choice:
+    """A head of an own weight, and the choice behind it."""
+
+    def __init__(self, device: Any, *, rows: int = 512, bias: bool = False, own: bool = True) -> None:
+        shape, dtype = (SCREENED, 256), device.dtype
+        weight = storage.CudaWeight("linear", device.empty("w", shape, dtype)) if own else borrowed(device, shape)
+        logits = device.empty("logits", (rows, SCREENED), "f32")
+        added = device.empty("bias", (SCREENED,), dtype) if bias else None
+        self.device, self.bias = device, added
+        a = LinearV1(x=device.empty("x", (rows, 256), dtype), weight=weight, bias=added, out=logits)
+        self.project = linear.linear(device, a, LIMITS, SimpleNamespace(buffer=device.empty("workspace", (1,), "u8")))
+        rows_of = {name: device.empty(name, (rows,), "i32") for name in ("row_slot", "tokens")}
+        self.choose = CudaProvider(kernels()["argmax"], device).bind(ArgmaxV1(logits=logits, **rows_of), LIMITS, None)
+
+    def __call__(self, n: int) -> list[tuple[str, int | None]]:
+        """Kernels launched for n rows, with the size where there are several."""
+        self.device.launched.clear()
+        self.device.called.clear()
+        self.project(NO_STREAM, n)
+        self.choose(NO_STREAM, n)
+        found = zip(self.device.called, self.device.launched, strict=True)
+        return [(name, defines.get("TOKENS")) for name, (_, defines, _) in found]
+
+    def best(self, n: int) -> list[int | None]:
+        """Whether each of these kernels leaves the best only."""
+        self(n)
+        return [defines.get("BEST") for _, defines, _ in self.device.launched]
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "f16"])
+def test_a_captured_head_with_bytes_looks_at_them_first(dtype: str):
+    choice = Choice(Recorder(dtype=dtype))
+    apart, device = {n: choice(n) for n in (1, 8, 128, 256, 300)}, choice.device
+    assert apart[8] == [("linear_tile", 8), ("argmax", None)]
+    assert choice.best(8) == [0, None], "logits are written"
+    device.capturing = True
+    for n, tokens in {1: 8, 8: 8, 9: 16, 17: 32, 33: 64, 64: 64, 65: 128, 128: 128}.items():
+        assert choice(n) == [("linear_screen", tokens), ("screen_settle", tokens), ("screen_choose", tokens)], n
+        assert [source for source, _, _ in device.launched] == ["linear_screen.cu", "screen.cu", "screen.cu"]
+        assert {defines["ACT"] for _, defines, _ in device.launched} == {1 if dtype == "bf16" else 2}
+    for n in (129, 256):
+        assert choice(n) == [("linear_tile", 256), ("argmax_among", None)]
+        assert choice.best(n) == [1, None], "more rows take all numbers of the weight"
+    assert choice(300) == apart[300]
+    device.mixed = True
+    assert choice(8) == apart[8], "somebody else's kernels are in the graph"
+    device.mixed = device.capturing = False
+    assert {n: choice(n) for n in apart} == apart
+    assert device.owed == 0
+
+
+@pytest.mark.parametrize("given", [{"bias": True}, {"own": False}])
+def test_without_bytes_or_with_a_bias_every_output_of_a_captured_head_is_summed(given: dict):
+    choice = Choice(Recorder(dtype="bf16", capturing=True), **given)
+    for n in (1, 8, 128, 256):
+        assert [name for name, _ in choice(n)] == ["linear_tile", "argmax_among"]
+        assert choice.best(n) == [1, None]
+    assert not [one.name for one in choice.device.bound if "screen" in one.name]
+
+
+@pytest.mark.parametrize("options", [{"row_invariant": True}, {"arch": "sm_80"}, {"dtype": "f32"}])
+def test_where_rows_are_invariant_or_the_device_is_another_no_head_is_looked_at(options: dict):
+    choice = Choice(Recorder(**{"dtype": "bf16", "capturing": True} | options))
+    names = [name for n in (1, 128) for name, _ in choice(n)]
+    assert names[1::2] == ["argmax"] * 2
+    assert not [one.name for one in choice.device.bound if "screen" in one.name]
+
+
+@pytest.mark.parametrize("at_once", [66, 60])
+@pytest.mark.parametrize("rows", [5, 40, 128, 512])
+def test_a_first_look_has_room_for_what_it_reads_and_writes(rows: int, at_once: int):
+    bound = Choice(Recorder(dtype="bf16", at_once=at_once), rows=rows).device.bound
+    looks = [one for one in bound if one.name == "linear_screen"]
+    assert max(one.defines["TOKENS"] for one in looks) >= min(rows, 128)
+    for one in looks:
+        tokens, cluster = one.defines["TOKENS"], one.defines["CLUSTER"]
+        _, weight, scales, pairs, best, outputs, inputs = one.arguments
+        assert (outputs, inputs, scales.shape) == (SCREENED, 256, (SCREENED,))
+        tiles = -(-SCREENED // (128 * cluster)) * cluster
+        assert weight.shape[0] >= 128 * tiles
+        assert weight.shape[1] == inputs
+        assert pairs.nbytes >= tiles * 64 * tokens * 2
+        assert pairs is looks[0].arguments[3], "one after the other"
+        assert best.shape == (8 * one.grid, tokens, 2), "every warp of every block has its own"
+        assert one.grid % cluster == 0
+        assert one.grid <= (cluster * at_once if cluster > 1 else 132)
+    for name in ("screen_settle", "screen_choose"):
+        behind = [one for one in bound if one.name == name]
+        assert [one.defines["TOKENS"] for one in behind] == [one.defines["TOKENS"] for one in looks]
+        for one, look in zip(behind, looks, strict=True):
+            if name == "screen_settle":
+                assert one.arguments[0] is look.arguments[4]
+                assert one.arguments[6:] == (8 * look.grid, one.defines["TOKENS"], 256)
+            else:
+                assert one.arguments[0] is look.arguments[3]
+                assert one.arguments[-2:] == (SCREENED, 256)
 
 
 def test_an_activation_stays_alone_where_rows_have_to_be_invariant():

@@ -120,53 +120,110 @@ def test_a_captured_activation_leaves_what_two_launches_leave(opened: CudaDevice
         assert np.abs(found - wanted).max() <= 4 * EPS[opened.dtype] * max(float(np.abs(wanted).max()), 1.0), n
 
 
-def test_a_captured_head_leaves_the_choice_and_not_the_logits(opened: CudaDevice):
-    rows, vocab, stream = 257, 4 * 128 * opened.num_sms + 16, opened.stream
-    head = Projection(opened, 256, vocab, to_f32=True, rows=rows)
-    weight, broken = from_host(opened.read(head.weight.pointer, head.weight.shape, opened.dtype), opened.dtype), 5
-    weight[vocab - 1], weight[777] = weight[4], weight[vocab - 16]  # equals: the lowest wins
-    opened.load(head.weight, to_host(weight, opened.dtype))
-    x = from_host(opened.read(head.x.pointer, head.x.shape, opened.dtype), opened.dtype)
-    x[0], x[1], x[broken] = weight[4], weight[777], np.nan
-    opened.load(head.x, to_host(x, opened.dtype))
-    slots, tokens = np.where(np.arange(rows) % 7 == 3, -1, 0).astype(np.int32), opened.empty("tokens", (rows,), "i32")
-    args = ArgmaxV1(logits=head.out, row_slot=opened.empty("row_slot", (rows,), "i32"), tokens=tokens)
-    opened.load(args.row_slot, slots)
-    choose, capture = launch_of(opened, "argmax", args, limits(rows)), polydraft_cuda.polydraft_graph_capture(opened)
+class Head:
+    """A head so large that a captured choice joins it, and that choice. `run` gives its tokens, and whether logits were left as
+    they were."""
 
-    def run(n: int, *, captured: bool, also: bool = False) -> tuple[Array, bool]:
-        """The tokens, and whether logits were left as they were."""
+    def __init__(self, device: CudaDevice, x: Array, weight: Array, slots: Array) -> None:
+        rows, act = len(x), device.dtype
+        self.device, self.table = device, polydraft_cuda.polydraft_kernels(device)
+        self.weight: Any = self.table.prepare_weight("linear", weight, act)
+        self.x, self.out = filled(device, "x", x, act), device.empty("logits", (rows, len(weight)), "f32")
+        self.tokens, row_slot = device.empty("tokens", (rows,), "i32"), device.empty("row_slot", (rows,), "i32")
+        device.load(row_slot, slots)
+        self.scratch = device.empty("spare", (4,), "u8")
+        self.bind, self.args = limits(rows), ArgmaxV1(logits=self.out, row_slot=row_slot, tokens=self.tokens)
+
+    def bound(self, *, screened: bool = True) -> "Head":
+        """Bind both launches; as with somebody else's weight, which has no bytes, unless `screened`."""
+        w = self.weight
+        other: Any = SimpleNamespace(pointer=w.pointer, shape=w.shape, dtype=w.dtype, nbytes=w.nbytes)
+        args = LinearV1(x=self.x, weight=w if screened else other, bias=None, out=self.out)
+        self.launch = launch_of(self.device, "linear", args, self.bind)
+        self.choose = launch_of(self.device, "argmax", self.args, self.bind)
+        self.capture = polydraft_cuda.polydraft_graph_capture(self.device)
+        return self
+
+    def run(self, n: int, *, captured: bool, also: bool = False) -> tuple[Array, bool]:
+        device, stream = self.device, self.device.stream
 
         def both() -> None:
-            head.launch(stream, n)
+            self.launch(stream, n)
             if also:  # no kernel of this package
-                opened.call("cuMemsetD8Async", spare.pointer, 0, 4, stream.handle)
-            choose(stream, n)
+                device.call("cuMemsetD8Async", self.scratch.pointer, 0, 4, stream.handle)
+            self.choose(stream, n)
 
-        opened.fill_bytes(head.out, 0xFF)
-        opened.fill_bytes(tokens, 0x55)
+        device.fill_bytes(self.out, 0xFF)
+        device.fill_bytes(self.tokens, 0x55)
         if captured:
-            capture.capture(stream, both).replay(stream)
+            self.capture.capture(stream, both).replay(stream)
         else:
             both()
-        found = opened.read(tokens.pointer, (rows,), "i32").copy()
-        return found[:n], bool(np.isnan(opened.read(head.out.pointer, (1, vocab), "f32")).all())
+        found = device.read(self.tokens.pointer, self.tokens.shape, "i32").copy()
+        return found[:n], bool(np.isnan(device.read(self.out.pointer, (1, self.out.shape[1]), "f32")).all())
 
-    spare = opened.empty("spare", (4,), "u8")
+
+def head_numbers(rows: int, vocab: int, hidden: int) -> tuple[Array, Array]:
+    """Rows of x, and weights with equals in them."""
+    rng = np.random.default_rng(hidden)
+    x, weight = rng.standard_normal((rows, hidden), np.float32), rng.standard_normal((vocab, hidden), np.float32)
+    weight[vocab - 1], weight[777] = weight[4], weight[vocab - 16]  # the lowest wins
+    x[0], x[1] = weight[4], weight[777]
+    return x, weight / np.float32(np.sqrt(hidden))
+
+
+@pytest.mark.parametrize("screened", [True, False])
+def test_a_captured_head_leaves_the_choice_and_not_the_logits(opened: CudaDevice, screened: bool):
+    rows, vocab, broken = 257, 4 * 128 * opened.num_sms + 16, 5
+    x, weight = head_numbers(rows, vocab, 256)
+    x[broken] = np.nan
+    slots = np.where(np.arange(rows) % 7 == 3, -1, 0).astype(np.int32)
+    head = Head(opened, x, weight, slots).bound(screened=screened)
     for n in (1, 8, 9, 17, 33, 64, 65, 128, 129, 256, 257):
-        (wanted, lost_apart), (found, lost) = run(n, captured=False), run(n, captured=True)
+        (wanted, lost_apart), (found, lost) = head.run(n, captured=False), head.run(n, captured=True)
         assert (lost_apart, lost) == (False, n <= 256)
         assert np.array_equal(found, wanted), n
         assert wanted[0] == 4
         assert n <= broken or (wanted[1] == 777 and wanted[3] == wanted[broken] == -1)
-    assert run(8, captured=True, also=True)[1] is False, "what others capture may look for the logits"
+    assert head.run(8, captured=True, also=True)[1] is False, "what others capture may look for the logits"
     opened.fill_bytes(head.out, 0xFF)
-    halves = [capture.capture(stream, lambda one=one: one(stream, 8)) for one in (head.launch, choose)]  # type: ignore[misc]
+    halves = [head.capture.capture(opened.stream, lambda one=one: one(opened.stream, 8)) for one in (head.launch, head.choose)]  # type: ignore[misc]
     for half in halves:
-        half.replay(stream)
-    assert np.array_equal(opened.read(tokens.pointer, (8,), "i32"), run(8, captured=False)[0]), (
+        half.replay(opened.stream)
+    assert np.array_equal(opened.read(head.tokens.pointer, (8,), "i32"), head.run(8, captured=False)[0]), (
         "in a capture of its own a head writes"
     )
+
+
+def test_a_first_look_by_bytes_chooses_what_all_logits_would(opened: CudaDevice):
+    """Where bytes tell little: outliers among inputs and weights, rows of many near ties, weights that are no numbers."""
+    rows, vocab = 64, 4 * 128 * opened.num_sms + 208
+    x, weight = head_numbers(rows, vocab, 1024)
+    x[2] *= 1e-3
+    x[3, 7] = 300.0  # what a few channels of real models look like
+    weight[1000:1100] = weight[1000] * np.float32(1 + 2**-9) ** np.arange(-50, 50, dtype=np.float32)[:, None]  # nearly equal
+    x[4] = weight[1000]
+    weight[2000, 5] = 8.0  # one weight takes the scale
+    x[5] = weight[2000]
+    x[6] = 0
+    weight[3000] = 0
+    weight[3001:3010] = weight[3001:3010] * 2.0 ** np.arange(-120, 0, 14, dtype=np.float32)[:9, None]  # whose squares vanish
+    head = Head(opened, x, weight, np.zeros(rows, np.int32)).bound()
+    (wanted, _), (found, lost) = head.run(rows, captured=False), head.run(rows, captured=True)
+    assert lost
+    assert np.array_equal(found, wanted)
+    assert found[6] == 0
+    weight[10] = -np.inf  # never the highest where x is positive, no number elsewhere
+    x[7:] = np.abs(x[7:])
+    opened.load(head.x, to_host(x, opened.dtype))
+    head.table.prepare_weight("linear", weight, opened.dtype, previous=head.weight)
+    (wanted, _), (found, _) = head.run(rows, captured=False), head.run(rows, captured=True)
+    assert np.array_equal(found, wanted)
+    assert found[0] == -1
+    assert (found[7:] >= 0).all()
+    weight[10], weight[vocab - 3] = 0, x[9] * 5
+    head.table.prepare_weight("linear", weight, opened.dtype, previous=head.weight)
+    assert head.run(rows, captured=True)[0][9] == vocab - 3, "an update makes the bytes anew"
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"hidden{shape.hidden}")

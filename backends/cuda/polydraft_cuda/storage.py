@@ -1,12 +1,13 @@
 """Owns weights and caches on the device: matrices row by row in the activation dtype, keys and values in blocks.
 
 The kernel table makes them, kernels read their addresses. A weight is packed so that every kernel can read it: there is one
-copy of it, and an update is written over it.
+copy of it, and an update is written over it. Only a large head lies there once more, in bytes for a first look at its outputs.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -17,17 +18,22 @@ from polydraft.device import DTYPES, Array
 from polydraft.errors import ContractError
 from polydraft_cuda.device import CudaBuffer, CudaDevice
 
+if TYPE_CHECKING:
+    from polydraft_cuda.kernels.screen import Screen
+
 CHUNK = 1 << 24
 """Elements rounded at a time on the host."""
 
 
 class CudaWeight:
-    """A weight in its canonical shape, row by row, in the activation dtype."""
+    """A weight in its canonical shape, row by row, in the activation dtype. `screen`: the same once more in a byte each, made
+    when a greedy choice is bound behind a large head."""
 
-    __slots__ = ("buffer", "role")
+    __slots__ = ("buffer", "role", "screen")
 
     def __init__(self, role: str, buffer: CudaBuffer) -> None:
         self.role, self.buffer = role, buffer
+        self.screen: Screen | None = None
 
     @property
     def pointer(self) -> int:
@@ -70,6 +76,8 @@ def prepare_weight(device: CudaDevice, role: str, value: Array, dtype: str, prev
         _spread(device, weight, value)
     else:
         _copy(device, weight, value)
+    if weight.screen is not None:
+        weight.screen.pack(weight)
     return weight
 
 

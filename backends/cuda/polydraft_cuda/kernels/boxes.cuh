@@ -23,6 +23,11 @@ __device__ __forceinline__ void load_shared_box(unsigned target, const Map* map,
         "r"(column), "r"(row), "r"(barrier), "h"((unsigned short)whom)
         : "memory");
 }
+// A stretch of memory.
+__device__ __forceinline__ void load_stretch(unsigned target, const void* source, int bytes, unsigned barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(target), "l"(source), "r"(bytes), "r"(barrier)
+                 : "memory");
+}
 // Rows of gate and up in turn, 8 of each: [inputs, 8 rows, gate or up, eights of rows].
 __device__ __forceinline__ void load_pairs(unsigned target, const Map* map, int column, int row, unsigned barrier) {
     asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %3, %4}], [%5];" ::"r"(target), "l"(map),

@@ -18,6 +18,7 @@ from polydraft.contracts.base import Limits
 from polydraft.device import Launch, Stream
 from polydraft_cuda import cublaslt
 from polydraft_cuda.device import CudaDevice
+from polydraft_cuda.kernels import screen
 from polydraft_cuda.kernels.joins import note
 from polydraft_cuda.kernels.projections import (
     PAIR_ROWS,
@@ -160,20 +161,29 @@ class Projection:
         return True
 
     def join_choice(self, bind: Callable[[Any], Launch]) -> Launch | None:
-        """Join the choice of each row's highest output: every warp keeps the best of its own (value and id, [warps, rows, 2]),
-        and `bind(those)` gives what chooses among them. None where matrices are small or rows have to be invariant."""
+        """Join the choice of each row's highest output. Where the weight has bytes a first look by them is taken; else every warp
+        keeps the best of its own (value and id, [warps, rows, 2]). `bind` gives what chooses among what is left of either. None
+        where matrices are small, rows have to be invariant, or somebody else wants the logits."""
         device, a = self._device, self.a
         most = min(int(a.x.shape[0]), tile_rows(device, a))
-        if device.row_invariant or not is_tiled(device, a) or a.out.dtype != "f32" or tile_rows(device, a) <= MOST_TILE_ROWS:
+        if device.row_invariant or self.shared or not is_tiled(device, a) or a.out.dtype != "f32":
             return None
+        if tile_rows(device, a) <= MOST_TILE_ROWS:
+            return None
+        looks = screen.MOST_ROWS if screen.screen_of(device, a) is not None else 0
         kept, choices = [], []
         for size in (size for i, size in enumerate(SIZES) if i == 0 or SIZES[i - 1].rows < most):
-            best = device.empty("linear.best", (device.num_sms * TILE_WARPS, size.rows, 2), "f32")
-            device.load(best, np.full(best.shape, -np.inf, np.float32))  # warps of blocks that are not launched
-            kept.append((size.rows, tile(device, a, self._workspace, size, 0, best=best)))
-            choices.append((size.rows, bind(best)))
+            launch, left = screen.look(device, a, size) if size.rows <= looks else self._keep(size)
+            kept.append((size.rows, launch))
+            choices.append((size.rows, bind(left)))
         self._joined, self._most, self._loses = by_rows(kept), most, True
         return by_rows(choices)
+
+    def _keep(self, size: Size) -> tuple[Launch, Any]:
+        """`linear_tile` that keeps the best of each row, and where."""
+        best = self._device.empty("linear.best", (self._device.num_sms * TILE_WARPS, size.rows, 2), "f32")
+        self._device.load(best, np.full(best.shape, -np.inf, np.float32))  # warps of blocks that are not launched
+        return tile(self._device, self.a, self._workspace, size, 0, best=best), best
 
     def give(self) -> bool:
         """Whether the best of each row lie ready for the choice in this capture, which takes them once."""

@@ -13,6 +13,7 @@
 #define WIDTH TOKENS
 #include "wgmma.cuh"
 #include "boxes.cuh"
+#include "best.cuh"
 
 constexpr int GROUPS = 2, ROWS = 64 * GROUPS, W_BYTES = ROWS * 128, X_BYTES = TOKENS * 128, STAGE = W_BYTES + X_BYTES;
 constexpr int CONSUMERS = GROUPS * 128, ACCUMULATORS = TOKENS / 2, X_PART = TOKENS / CLUSTER;
@@ -100,50 +101,6 @@ __device__ __forceinline__ void store_tile(const float (&sums)[ACCUMULATORS], ou
 #endif
 }
 
-#if BEST
-struct Best { float value; int id; };
-constexpr int COLUMNS = TOKENS < 32 ? TOKENS / 4 : 8, HELD = TOKENS < 32 ? 1 : TOKENS / 32;  // tokens that lanes deal out, and keep
-__device__ __forceinline__ Best better(Best a, Best b) { return b.value > a.value || b.value == a.value && b.id < a.id ? b : a; }
-__device__ __forceinline__ Best of_lane(Best a, int d) { return {__shfl_xor_sync(FULL, a.value, d), __shfl_xor_sync(FULL, a.id, d)}; }
-
-// The tokens that four lanes have sums of are dealt to the eight lanes that share them, while the outputs of these are compared.
-__device__ __forceinline__ void keep_best(Best (&held)[HELD], const float (&sums)[ACCUMULATORS], const act_t* bias, int tile, int outputs) {
-    const int lane = threadIdx.x & 31, first = tile * ROWS + (threadIdx.x >> 5) * 16 + (lane >> 2);
-    const bool real[2] = {first < outputs, first + 8 < outputs};
-    const float add[2] = {BIAS && real[0] ? to_float(bias[first]) : 0.f, BIAS && real[1] ? to_float(bias[first + 8]) : 0.f};
-    auto of = [&](float sum, int half) {
-        const float x = sum + add[half];
-        return Best{!real[half] ? -INFINITY_F : x < INFINITY_F ? x : INFINITY_F, first + half * 8};
-    };
-#pragma unroll
-    for (int k = 0; k < HELD; k++) {
-        Best best[COLUMNS];
-#pragma unroll
-        for (int c = 0; c < COLUMNS; c++) {
-            const int at = (k * 4 + c / 2) * 4 + c % 2;
-            best[c] = better(of(sums[at], 0), of(sums[at + 2], 1));
-        }
-#pragma unroll
-        for (int step = 0; step < 3; step++) {
-            const int d = 16 >> step, half = COLUMNS >> (step + 1);
-            if (half == 0) best[0] = better(best[0], of_lane(best[0], d));
-#pragma unroll
-            for (int i = 0; i < half; i++) {
-                const bool upper = lane & d;
-                best[i] = better(upper ? best[i + half] : best[i], of_lane(upper ? best[i] : best[i + half], d));
-            }
-        }
-        held[k] = better(held[k], best[0]);
-    }
-}
-__device__ __forceinline__ void store_best(const Best (&held)[HELD], float* out) {
-    const int lane = threadIdx.x & 31, column = (lane >> 2) * COLUMNS / 8;
-    float2* row = (float2*)out + ((int64_t)blockIdx.x * (CONSUMERS / 32) + (threadIdx.x >> 5)) * TOKENS;
-#pragma unroll
-    for (int k = 0; k < HELD; k++) row[(k * 4 + column / 2) * 8 + (lane & 3) * 2 + column % 2] = make_float2(held[k].value, __int_as_float(held[k].id));
-}
-#endif
-
 extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, 1)
 linear_tile(const __grid_constant__ Map w_map, const __grid_constant__ Map x_map, out_t* __restrict__ out,
             const act_t* __restrict__ bias, float* __restrict__ partial, unsigned* __restrict__ flags, int n, int first_token, int outputs, int inputs) {
@@ -187,8 +144,7 @@ linear_tile(const __grid_constant__ Map w_map, const __grid_constant__ Map x_map
     };
 #if BEST
     Best held[HELD];
-#pragma unroll
-    for (int k = 0; k < HELD; k++) held[k] = {-INFINITY_F, 0};
+    begin_best(held);
 #endif
     for (int i = 0; i < count;) {  // one tile, or this block's part of it
         const int tile = (begin + i) / chunks, end = min(i + chunks - (begin + i) % chunks, count);
@@ -222,13 +178,16 @@ linear_tile(const __grid_constant__ Map w_map, const __grid_constant__ Map x_map
         }
         add_shares(sums, share, (tile + 1) * chunks, partial, flags);
 #if BEST
-        keep_best(held, sums, bias, tile * CLUSTER + rank, outputs);
+        const int row = (tile * CLUSTER + rank) * ROWS + (threadIdx.x >> 5) * 16 + ((threadIdx.x & 31) >> 2);
+        const bool real[2] = {row < outputs, row + 8 < outputs};
+        const float add[2] = {BIAS && real[0] ? to_float(bias[row]) : 0.f, BIAS && real[1] ? to_float(bias[row + 8]) : 0.f};
+        keep_best(held, row, [&](int at) { return real[at >> 1 & 1] ? sums[at] + add[at >> 1 & 1] : -INFINITY_F; });
 #else
         store_tile(sums, out, bias, tile * CLUSTER + rank, n, first_token, outputs);
 #endif
     }
 #if BEST
-    store_best(held, out);
+    store_best(held, (float2*)out + ((int64_t)blockIdx.x * (CONSUMERS / 32) + (threadIdx.x >> 5)) * TOKENS);
 #endif
     if (CLUSTER > 1) cluster_arrive_relaxed(), cluster_wait();
 }

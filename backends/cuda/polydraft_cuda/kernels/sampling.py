@@ -14,6 +14,7 @@ from polydraft_cuda.device import CudaDevice
 from polydraft_cuda.kernels.joins import projection_of
 from polydraft_cuda.kernels.pack import pointers
 from polydraft_cuda.kernels.provider import Kernel, source
+from polydraft_cuda.kernels.screen import Looked, choose
 
 THREADS = 1024
 """`THREADS` of sampling.cuh."""
@@ -27,7 +28,7 @@ def _rows(n: int) -> int:
 
 def argmax(device: CudaDevice, a: Any, limits: Any, workspace: Any) -> Launch:
     """Blocks share a row. What they gather lies in memory of this kernel's own, which is zero between launches. Behind a head
-    that has kept the best of each row only these are looked at."""
+    that has kept the best of each row, or looked at all outputs by their bytes, only what it has found is looked at."""
     del limits, workspace
     rows, vocab = a.logits.shape
     blocks = min(-(-vocab // 4096), 32)
@@ -38,6 +39,8 @@ def argmax(device: CudaDevice, a: Any, limits: Any, workspace: Any) -> Launch:
     )  # fmt: skip
 
     def among(kept: Any) -> Launch:
+        if isinstance(kept, Looked):
+            return choose(device, a, kept)
         warps, pitch, _ = kept.shape
         function = device.function(source("sampling.cu"), "argmax_among")
         return function.bind(lambda n: -(-n // 8), 256, kept, a.row_slot, a.tokens, warps, pitch, ROWS, dependent=True)

@@ -1,7 +1,8 @@
-// One warp-group product: sums[64 x WIDTH] += a[64 x 16] b[WIDTH x 16].T, both operands in shared memory, K-major (sm_90a).
+// One warp-group product: sums[64 x WIDTH] += a[64 x 16] b[WIDTH x 16].T, operands in shared memory, K-major (sm_90a).
 //
 // WIDTH, defined before this file is included, is a multiple of 8 up to 256. The instruction names all its registers: the descriptors
-// come first, so that what follows can be put together from eights of columns.
+// come first, so that what follows can be put together from eights of columns. With REGISTERS the first operand lies in registers, as
+// that of `mma` does in each of the four warps; then WIDTH is a power of two.
 #pragma once
 #include "common.cuh"
 
@@ -95,3 +96,22 @@ __device__ __forceinline__ void wgmma(float (&r)[WIDTH / 2], uint64_t a, uint64_
         :
         : "memory");
 }
+
+#ifdef REGISTERS  // they are named behind the sums
+#define WGMMA_A_8 "%6, %7, %8, %9"
+#define WGMMA_A_16 "%10, %11, %12, %13"
+#define WGMMA_A_32 "%18, %19, %20, %21"
+#define WGMMA_A_64 "%34, %35, %36, %37"
+#define WGMMA_A_128 "%66, %67, %68, %69"
+#define WGMMA_A_256 "%130, %131, %132, %133"
+// `a` is not to be touched before the product has been waited for.
+__device__ __forceinline__ void wgmma(float (&r)[WIDTH / 2], const unsigned* a, uint64_t b) {
+    uint64_t unused = 0;
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, 1, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n" WGMMA_TEXT(WIDTH) "k16." WGMMA_TYPES " {" WGMMA_JOIN(WGMMA_NAMES_, WIDTH) "}, {" WGMMA_JOIN(WGMMA_A_, WIDTH) "}, %0, p, 1, 1, 0;\n}"
+        : "+l"(b), "+l"(unused), WGMMA_JOIN(WGMMA_SUMS_, WIDTH)
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3])
+        : "memory");
+}
+#endif

@@ -1,0 +1,79 @@
+// Weights in a byte each, for a first look at scores: w is about scale * (f - MIDDLE), where f is the activation type's number whose
+// lower byte is the weight's and whose upper byte is HIGH. In bfloat16 these are 256 numbers from 1/2 to nearly 2, by 1/256 up to 1 and
+// by 1/128 beyond; in float16 those from 1024 to 1279. Less MIDDLE, they are exact in the type: widening takes one permutation of bytes
+// and one subtraction for two weights.
+//
+// Bytes lie as the warps of a product read them: tiles of 128 outputs, in each chunks of 64 inputs, in each the 16 outputs of 8 warps:
+// [2 halves of the chunk][32 lanes][16 bytes]. A lane's four bytes of a word are rows g (bytes 0 and 2) and g + 8 (1 and 3).
+#pragma once
+#include "common.cuh"
+
+#if ACT == 1
+constexpr unsigned HIGH = 0x3f;
+constexpr float MIDDLE = 1.25f, LEAST = 0.5f, MOST = 1.9921875f;
+#define MIDDLES "0x3fa03fa0"
+#define SUBTRACT "sub.rn.bf16x2"
+#else
+constexpr unsigned HIGH = 0x64;
+constexpr float MIDDLE = 1152.f, LEAST = 1024.f, MOST = 1279.f;
+#define MIDDLES "0x64806480"
+#define SUBTRACT "sub.rn.f16x2"
+#endif
+constexpr int SCREEN_TILE = 128;
+// The byte whose number is next to `t`, from LEAST to MOST; and the number of a byte.
+__device__ __forceinline__ int byte_of(float t) {
+#if ACT == 1
+    return int(t < 1.f ? rintf((t - 0.5f) * 256.f) : 128.f + rintf((t - 1.f) * 128.f));
+#else
+    return int(rintf(t - LEAST));
+#endif
+}
+__device__ __forceinline__ float number_of(int byte) { return to_float(act_t{uint16_t(HIGH << 8 | byte)}); }
+__device__ __forceinline__ int64_t place_of_byte(int output, int input, int inputs) {
+    const int within = input % 64, row = output % 16, k = within % 16;
+    const int lane = (row & 7) * 4 + (k & 7) / 2, byte = within / 16 % 2 * 8 + k / 8 * 4 + (k & 1) * 2 + row / 8;
+    return (((int64_t)(output / SCREEN_TILE) * (inputs / 64) + input / 64) * 8 + output % SCREEN_TILE / 16) * 1024 + within / 32 * 512 + lane * 16 + byte;
+}
+// The token at place `p` of a row of `pairs`: four lanes have a quarter of them each, in eights.
+__device__ __forceinline__ int token_at(int p, int tokens) {
+    const int quarter = tokens / 4, rest = p % quarter;
+    return rest / 2 * 8 + p / quarter * 2 + (rest & 1);
+}
+
+#if defined(REGISTERS)
+// Two operands of a product from bytes 0 and 2, or 1 and 3, of a word.
+template <int FIRST>
+__device__ __forceinline__ unsigned widen_two(unsigned bytes) {
+    unsigned r;
+    const unsigned numbers = __byte_perm(bytes, HIGH, FIRST ? 0x4341 : 0x4240);
+    asm("{\n.reg .b32 middles;\nmov.b32 middles, " MIDDLES ";\n" SUBTRACT " %0, %1, middles;\n}" : "=r"(r) : "r"(numbers));
+    return r;
+}
+__device__ __forceinline__ void widen(unsigned* a, vec4 bytes) {
+    const unsigned words[4] = {bytes.x, bytes.y, bytes.z, bytes.w};
+#pragma unroll
+    for (int i = 0; i < 4; i++) a[i * 2] = widen_two<0>(words[i]), a[i * 2 + 1] = widen_two<1>(words[i]);
+}
+// Operands are made up to here and not behind it, and stay what they are.
+__device__ __forceinline__ void operands_fence(unsigned (&a)[16]) {
+#pragma unroll
+    for (int i = 0; i < 16; i++) asm volatile("" : "+r"(a[i])::"memory");
+}
+// The higher of outputs r and r + 8 of every token that a lane has sums of.
+__device__ __forceinline__ void store_pairs(const float (&sums)[TOKENS / 2], uint16_t* to) {
+    constexpr int WORDS = TOKENS / 8;
+    unsigned words[WORDS];
+#pragma unroll
+    for (int e = 0; e < WORDS; e++) {
+        const float a = fmaxf(sums[e * 4], sums[e * 4 + 2]), b = fmaxf(sums[e * 4 + 1], sums[e * 4 + 3]);
+        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(words[e]) : "f"(b), "f"(a));
+    }
+    if constexpr (WORDS >= 4) {
+#pragma unroll
+        for (int e = 0; e < WORDS; e += 4) *(vec4*)(to + e * 2) = {words[e], words[e + 1], words[e + 2], words[e + 3]};
+    } else {
+#pragma unroll
+        for (int e = 0; e < WORDS; e++) ((unsigned*)to)[e] = words[e];
+    }
+}
+#endif

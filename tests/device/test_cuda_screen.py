@@ -1,0 +1,249 @@
+"""The first look at a head by bytes, in NumPy: what a byte stands for, where it lies, and how far a score may be off.
+
+Constants and short functions are read from the kernels' sources and translated, so that what is shown here is shown of them.
+"""
+
+import re
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from polydraft.contracts.compare import from_host, to_host
+from polydraft_cuda.compiler import HEADERS
+
+ACTS = ("bf16", "f16")
+FUNCTION = r"\b{name}\([^)]*\) \{{(.*?)\n?\}}\n"
+SINGLE = np.float32
+
+
+@cache
+def source(name: str, act: str) -> str:
+    """Its text for one activation dtype, without comments."""
+    text = re.sub(r"//[^\n]*", "", (HEADERS / name).read_text(encoding="utf-8"))
+    chosen = {"bf16": r"\1", "f16": r"\2"}[act]
+    return re.sub(r"#if ACT == 1\n(.*?)#else\n(.*?)#endif\n", chosen, text, flags=re.DOTALL)
+
+
+def numbered(text: str) -> str:
+    """With C++ literals as Python's."""
+    text = re.sub(r"0x1p(-\d+)f", r"2.0**\1", text)
+    return re.sub(r"\b(\d+\.\d*)f\b", r"\1", text)
+
+
+@cache
+def constant(name: str, act: str, file: str = "screen.cuh") -> float:
+    """A constant of a source."""
+    found = re.search(rf"\b{name} = ([^,;]*)[,;]", source(file, act))
+    assert found, name
+    return float(eval(numbered(found[1])))
+
+
+@cache
+def function(name: str, act: str, *arguments: str) -> Any:
+    """A function of screen.cuh, of arrays."""
+    found = re.search(FUNCTION.format(name=name), source("screen.cuh", act), flags=re.DOTALL)
+    assert found, name
+    body = numbered(found[1]).replace("rintf", "np.rint").replace("(int64_t)", "").replace("return int(", "return (")
+    body = re.sub(r"return \((.*?) \? (.*?) : (.*)\);", r"return np.where(\1, \2, \3);", body)
+    if "float" not in found[0]:
+        body = body.replace("/", "//")
+    declared = re.sub(r"const int |,(?= \w+ = )", ";", body)
+    lines = "".join(f"    {line.strip()}\n" for line in declared.split(";") if line.strip())
+    space: dict[str, Any] = {"np": np, "LEAST": SINGLE(constant("LEAST", act)), "SCREEN_TILE": int(constant("SCREEN_TILE", act))}
+    exec(f"def {name}({', '.join(arguments)}):\n{lines}", space)
+    return space[name]
+
+
+def high(act: str) -> int:
+    """The upper byte of all numbers."""
+    found = re.search(r"HIGH = 0x([\da-f]+)", source("screen.cuh", act))
+    assert found
+    return int(found[1], 16)
+
+
+def number_of(byte: Any, act: str) -> Any:
+    """The numbers of bytes, float32."""
+    bits = (high(act) << 8 | np.asarray(byte, np.int64)).astype(np.uint16)
+    return from_host(bits if act == "bf16" else bits.view(np.float16), act).astype(SINGLE)
+
+
+def rounded(value: Any, act: str) -> Any:
+    """What is left of numbers in the dtype, float32."""
+    return from_host(to_host(value, act), act).astype(SINGLE)
+
+
+def packed(w: Any, act: str) -> tuple[Any, Any, Any]:
+    """Weights less their middle, scales and slacks of rows, as `screen_weights` finds them."""
+    least, middle, most = (SINGLE(constant(name, act)) for name in ("LEAST", "MIDDLE", "MOST"))
+    top, length = np.abs(w).max(1), (w * w).sum(1, dtype=SINGLE)
+    scale = (top / (most - middle)).astype(SINGLE)
+    with np.errstate(over="ignore", invalid="ignore"):  # no number is the least one
+        by = np.divide(most - middle, top, out=np.zeros_like(top), where=top > 0)
+        t = np.fmin(np.fmax(w * by[:, None] + middle, least), most)
+    byte = function("byte_of", act, "t")(t).astype(np.int64)
+    assert ((byte >= 0) & (byte <= 255)).all()
+    number = number_of(byte, act) - middle
+    rest = w - scale[:, None] * number
+    found = re.search(
+        r"slacks\[output\] = sound \? \(sqrtf\(rest\) \+ sqrtf\(all\) \* ROUNDING \* inputs\) \* ([\d.]+)f \+ ([\de.-]+)f",
+        source("screen.cu", act),
+    )
+    assert found, "screen_weights has changed, and this test has to"
+    sums = np.sqrt(length) * SINGLE(constant("ROUNDING", act, "screen.cu")) * SINGLE(w.shape[1])
+    slack = (np.sqrt((rest * rest).sum(1, dtype=SINGLE)) + sums) * SINGLE(float(found[1])) + SINGLE(float(found[2]))
+    return number, scale, slack
+
+
+def summed(a: Any, b: Any) -> Any:
+    """Products of rows, one number after the other in float32."""
+    return np.cumsum(a * b, axis=-1, dtype=SINGLE)[..., -1]
+
+
+def off(w: Any, x: Any, act: str) -> tuple[Any, Any]:
+    """How far scores [outputs, rows] are from the products, and how far they may be."""
+    number, scale, slack = packed(w, act)
+    scores = summed(number[:, None], x[None]) * scale[:, None]
+    exact = w.astype(np.float64) @ x.T.astype(np.float64)
+    return np.abs(scores - exact), slack[:, None] * np.linalg.norm(x.astype(np.float64), axis=1)
+
+
+# -- bytes --------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("act", ACTS)
+def test_a_byte_is_a_number_of_its_own_that_is_exact_without_its_middle(act: str):
+    numbers, middle = number_of(np.arange(256), act), constant("MIDDLE", act)
+    assert (numbers[0], numbers[255]) == (constant("LEAST", act), constant("MOST", act))
+    assert (np.diff(numbers) > 0).all()
+    assert np.array_equal(rounded(numbers - SINGLE(middle), act), numbers.astype(np.float64) - middle)
+    assert np.array_equal(function("byte_of", act, "t")(numbers), np.arange(256))
+    words = re.search(r'MIDDLES "0x(\w\w)(\w\w)(\w\w)(\w\w)"', source("screen.cuh", act))
+    assert words
+    first, second, *others = (int(word, 16) for word in words.groups())
+    assert (first, number_of(second, act)) == (high(act), middle), "what is subtracted is such a number"
+    assert others == [first, second]
+
+
+@pytest.mark.parametrize("act", ACTS)
+def test_a_number_gets_the_byte_next_to_it(act: str):
+    least, most = constant("LEAST", act), constant("MOST", act)
+    t = np.random.default_rng(0).uniform(least, most, 4096).astype(SINGLE)
+    numbers = number_of(np.arange(256), act)
+    nearest = np.abs(numbers - t[:, None]).min(1)
+    assert np.array_equal(np.abs(number_of(function("byte_of", act, "t")(t), act) - t), nearest)
+
+
+def test_a_byte_lies_where_a_lane_widens_it_into_its_operand():
+    inputs, k = 256, np.arange(256)[None]
+    row = np.arange(384)[:, None]
+    place = function("place_of_byte", "bf16", "output", "input", "inputs")(row, k, inputs)
+    assert sorted(place.reshape(-1)) == list(range(384 * inputs))
+    chunk, rest = place // 8192, place % 8192
+    assert (chunk == row // 128 * 4 + k // 64).all(), "a chunk of a tile is one stretch"
+    warp, half, lane, word, byte = rest // 1024, rest // 512 % 2, rest // 16 % 32, rest // 4 % 4, rest % 4
+    operand = 8 * half + 2 * word + byte % 2  # what `widen` makes of it, and of bytes 0 and 2, or 1 and 3, which part
+    step, register, part = operand // 4, operand % 4, byte // 2
+    # the first operand of a product of 16: registers of rows g, g + 8, then the same eight inputs on; a lane's are two in turn
+    assert (row % 128 == warp * 16 + register % 2 * 8 + lane // 4).all()
+    assert (k % 64 == step * 16 + register // 2 * 8 + lane % 4 * 2 + part).all()
+
+
+@pytest.mark.parametrize("tokens", [8, 16, 32, 64, 128])
+def test_a_score_is_of_the_token_whose_sum_a_lane_stored(tokens: int):
+    place = np.arange(tokens)
+    token = function("token_at", "bf16", "p", "tokens")(place, tokens)
+    assert sorted(token) == list(range(tokens))
+    for lane in range(4):
+        sums = [at for at in range(tokens // 2) if not at & 2]  # and those with the bit are of the output eight on
+        stored = [at // 4 * 8 + lane * 2 + at % 2 for at in sums]
+        assert list(token[lane * tokens // 4 :][: tokens // 4]) == stored
+
+
+# -- how far scores may be off ------------------------------------------------------------------------
+def rows(seed: int, act: str, kind: str, inputs: int = 256) -> Any:
+    """Rows of numbers of the dtype."""
+    rng = np.random.default_rng(seed)
+    value = rng.standard_normal((24, inputs))
+    if kind == "outliers":
+        value[:, rng.integers(0, inputs, 3)] *= 300
+    elif kind == "sparse":
+        value *= rng.random(value.shape) < 0.02
+    elif kind == "wide":
+        value *= np.exp2(rng.uniform(-12, 0, value.shape))
+    elif kind == "alike":
+        value = np.sign(value) * rng.uniform(0.99, 1, value.shape)
+    elif kind == "one sign":
+        value = np.abs(value)
+    return rounded(value, act)
+
+
+KINDS = ("normal", "outliers", "sparse", "wide", "alike", "one sign")
+
+
+@pytest.mark.parametrize("act", ACTS)
+@given(
+    seed=st.integers(0, 1 << 30), of_w=st.sampled_from(KINDS), of_x=st.sampled_from(KINDS), power=st.integers(-140, 6),
+    inputs=st.sampled_from([128, 512]),
+)  # fmt: skip
+def test_no_score_is_off_by_more_than_its_slack(act: str, seed: int, of_w: str, of_x: str, power: int, inputs: int):
+    w = rounded(rows(seed, act, of_w, inputs) * 2.0 ** (power if act == "bf16" else max(power, -10)), act)
+    error, allowed = off(w, rows(seed + 1, act, of_x, inputs), act)
+    assert (error <= allowed).all()
+
+
+@pytest.mark.parametrize("act", ACTS)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "sparse"])
+def test_a_row_along_the_rest_is_off_by_nearly_as_much(act: str, kind: str):
+    """The most that is possible: so a slack is no larger than it has to be."""
+    w = rows(7, act, kind)
+    number, scale, _ = packed(w, act)
+    rest = w.astype(np.float64) - scale[:, None].astype(np.float64) * number
+    x = rounded(rest / np.abs(rest).max(1, keepdims=True).clip(1e-30), act)
+    error, allowed = (np.diagonal(each) for each in off(w, x, act))
+    assert (error <= allowed).all()
+    assert (error >= 0.95 * allowed).all()
+
+
+@pytest.mark.parametrize("act", ACTS)
+def test_weights_of_zero_are_exact(act: str):
+    number, scale, slack = packed(np.zeros((2, 128), SINGLE), act)
+    assert not number.any()
+    assert not scale.any()
+    assert (slack < 1e-19).all()
+
+
+@pytest.mark.parametrize("act", ACTS)
+def test_a_stored_score_is_off_by_no_more_than_what_is_added(act: str):
+    s = np.random.default_rng(1).uniform(-4, 4, 1 << 16).astype(SINGLE)
+    stored, share = rounded(s, "bf16"), SINGLE(constant("STORED", act, "screen.cu"))
+    assert (stored + np.abs(stored) * share >= s).all()
+    assert 0.99 < (np.abs(s - stored) / np.abs(stored)).max() / share <= 1
+
+
+# -- the choice ---------------------------------------------------------------------------------------
+@pytest.mark.parametrize("act", ACTS)
+@pytest.mark.parametrize("kind", ["normal", "outliers", "near ties"])
+def test_what_reaches_the_product_of_the_best_score_has_the_highest_in_it(act: str, kind: str):
+    rng = np.random.default_rng(3)
+    w = rounded(rng.standard_normal((4096, 512)) / 16, act)
+    x = rounded(rng.standard_normal((16, 512)) * 2, act)
+    if kind == "outliers":
+        x[:, 5] *= 100
+    elif kind == "near ties":
+        w[1000:1400] = rounded(w[1000] + rng.standard_normal((400, 512)) * 2e-3, act)
+        x[:] = rounded(w[1000] * 16 + rng.standard_normal(x.shape), act)
+    number, scale, slack = packed(w, act)
+    scores = (number @ x.T) * scale[:, None]
+    products = w.astype(np.float64) @ x.T.astype(np.float64)
+    length = np.linalg.norm(x, axis=1)
+    bound = products[scores.argmax(0), np.arange(len(x))]
+    pairs = rounded(scores.reshape(-1, 2, 8, len(x)).max(1), "bf16")
+    slacks = slack.reshape(-1, 2, 8).max(1)[..., None]
+    reached = pairs + np.abs(pairs) * SINGLE(constant("STORED", act, "screen.cu")) + slacks * length >= bound
+    highest = products.argmax(0)
+    pair = highest // 16, highest % 8
+    assert reached[(*pair, np.arange(len(x)))].all()
+    assert (scores.argmax(0) != highest).any() == (kind == "near ties"), "by scores alone it would be another"
+    assert reached.mean() < 0.2, "few are computed"

@@ -6,6 +6,10 @@ for the target and once a pass (a byte a weight where its outputs are looked at 
 mean context. `copy_rate_share` is the time of those bytes at the measured rate of a device-to-device copy (bytes read and
 written), over the time of a round.
 
+A round's time is the best of the repeats, as that of the engine that it is set beside; `spread` has the others. With `--cool` the
+device is left alone before each cell until it is as cool as when an engine has just been started: a board at its power limit is
+slower by some percent when minutes of other cells have warmed it. `temperature_c` is what it had then.
+
     python bench/gpu_rounds.py --out bench/results/cuda.json
 """
 
@@ -15,7 +19,9 @@ import argparse
 import contextlib
 import gc
 import itertools
+import shutil
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -62,6 +68,25 @@ def copy_rate(nbytes: int = 4 * GIB, repeats: int = 10) -> float:
         times.append(1e-3 * end.since(begin))
     device.close()
     return 2 * nbytes / statistics.median(times[2:])
+
+
+def temperature() -> float | None:
+    """Degrees Celsius of the device; None where the driver's tool does not say."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return None
+    command = [tool, "--query-gpu=temperature.gpu", "--format=csv,noheader,nounits"]
+    told = subprocess.run(command, capture_output=True, text=True, check=False).stdout.splitlines()
+    return float(told[0]) if told and told[0].strip().isdecimal() else None
+
+
+def cooled(most: float, patience_s: float = 20.0) -> float | None:
+    """The temperature, once it is at most `most` or nobody waits any longer."""
+    start, found = time.monotonic(), temperature()
+    while found is not None and found > most and time.monotonic() - start < patience_s:
+        time.sleep(1.0)
+        found = temperature()
+    return found
 
 
 def byte_heads(engine: Engine, batch: int) -> tuple[bool, bool]:
@@ -169,10 +194,12 @@ def measure(what: Cell, options: argparse.Namespace, rate: float) -> dict[str, A
     )
     load, told = Load(batch, options.prompt_tokens, options.new_tokens, asked), time.monotonic()
     cell = Contender(suite.engine(load, drafts, dict(what.variant)), load)
+    begun_at = cooled(options.cool) if options.cool else temperature()
     try:
         for turn in range(options.repeats + 1):
             cell.measure(keep=turn > 0, host=not options.bare)
         row = cell.row(shape)
+        row["ms_per_round"] = min(cell.figures["ms_per_round"])
         context = options.prompt_tokens + options.new_tokens / 2
         floor = floor_bytes(cell.engine, batch, context, byte_heads(cell.engine, batch))
     finally:
@@ -180,6 +207,7 @@ def measure(what: Cell, options: argparse.Namespace, rate: float) -> dict[str, A
     row |= {
         "logprobs": asked,
         "head": what.head,
+        "temperature_c": begun_at,
         "floor_bytes": floor,
         "copy_bytes_per_s": rate,
         "copy_rate_share": floor / rate / (1e-3 * row["ms_per_round"]),
@@ -209,6 +237,9 @@ def main() -> int:
     parser.add_argument("--compare", choices=list(VARIANTS), default="off", help="every cell with and without, in turn")
     parser.add_argument("--invariant", action="store_true")
     parser.add_argument("--bare", action="store_true", help="do not record what the host spends by room")
+    parser.add_argument(
+        "--cool", type=float, default=0.0, help="wait before each cell until the device has at most so many degrees Celsius"
+    )
     parser.add_argument("--seconds", type=float, default=1e9, help="start no further cell after this time")
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []

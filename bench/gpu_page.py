@@ -45,7 +45,7 @@ def rounds(result: Result) -> tuple[str, ...]:
     said = (
         f"{where(result)}, {first['dtype']}, prompts of {first['prompt_tokens']} tokens, {first['new_tokens']} new tokens, "
         f"whole-step graphs, overlap {first['overlap']}, wall clock of full steps; copies at "
-        f"{1e-12 * first['copy_bytes_per_s']:.2f} TB/s."
+        f"{1e-12 * first['copy_bytes_per_s']:.2f} TB/s. A round's time is the best of the repeats, as vLLM's is{warmth(result)}."
     )
     fit = sum(ratio <= MOST for ratio in beside.values())
     worst = max(beside, key=lambda cell: beside[cell])
@@ -56,17 +56,26 @@ def rounds(result: Result) -> tuple[str, ...]:
     return said, table_of_rounds(result), summary
 
 
+def warmth(result: Result) -> str:
+    """How warm the device was when cells of the large shape began, where the result tells."""
+    found = [row["temperature_c"] for row in result["rows"] if row.get("temperature_c") and row["shape"] == "mimo-7b"]
+    return (
+        f"; the device had {min(found):.0f} to {max(found):.0f} degrees Celsius when cells of the 7B shape began" if found else ""
+    )
+
+
 def table_of_rounds(result: Result) -> str:
     """One line a cell."""
-    head = "shape", "drafts", "batch", "ms a round", "share of the copy rate", "vLLM, ms", "ratio"
+    head = "shape", "drafts", "batch", "ms a round", "of the repeats", "share of the copy rate", "vLLM, ms", "ratio"
     more = "device idle", "host, us", "memory, GiB", "tokens a round", "tokens/s"
     lines = ["| " + " | ".join((*head, *more)) + " |", "|" + "---|" * len((*head, *more))]
     beside = ratios(result)
     for row in result["rows"]:
-        cell = row["shape"], row["draft_tokens"], row["batch"]
+        cell, (low, high) = (row["shape"], row["draft_tokens"], row["batch"]), row["spread"]["ms_per_round"]
         other = f"{row['ms_per_round'] / beside[cell]:.2f} | {beside[cell]:.2f}" if cell in beside else "- | -"
         lines.append(
-            f"| {cell[0]} | {cell[1]} | {cell[2]} | {row['ms_per_round']:.3f} | {row['copy_rate_share']:.0%} | {other} | "
+            f"| {cell[0]} | {cell[1]} | {cell[2]} | {row['ms_per_round']:.3f} | {low:.3f}-{high:.3f} | "
+            f"{row['copy_rate_share']:.0%} | {other} | "
             f"{idle_of(row)} | {row['host_us_per_step']:.0f} | {row['memory_bytes'] / 2**30:.1f} | "
             f"{row['tokens_per_round']:.2f} | {row['tokens_per_s']:,.0f} |"
         )

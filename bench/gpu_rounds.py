@@ -259,6 +259,7 @@ def write(rows: list[dict[str, Any]], out: str) -> None:
     from polydraft_cuda.device import device_name, driver_version
 
     how = f"weights random, acceptance synthetic by {SCHEDULE}; floor_bytes as bench/gpu_rounds.py defines them"
+    how += "; ms_per_round is the best of the repeats"
     result = report.document(rows, device=device_name(0), driver=str(driver_version()), method=f"{report.METHOD}; {how}")
     report.write(out, result)
 

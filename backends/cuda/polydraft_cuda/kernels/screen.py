@@ -2,7 +2,8 @@
 
 A greedy choice needs no logits but the highest. Scores by the bytes tell which outputs can be that, since how far each score may
 be off is known, and only those few are computed by the weights themselves: what is chosen is what all products would have given,
-for half of what a round reads of a head. The bytes are packed with the weight, and again with every update of it.
+for half of what a round reads of a head. The bytes are made when a choice is bound behind a head, and anew with every update of
+its weight.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from polydraft_cuda.kernels.provider import source
 from polydraft_cuda.storage import CudaWeight
 
 BYTES: Final = 200 << 10
-"""Bytes of `linear_screen` in flight at most, or chunks where rows are few."""
+"""Bytes of `linear_screen` in flight at most."""
 MOST_STAGES: Final = 16
+"""Chunks of it in flight, where rows are few."""
 BLOCKS: Final = 2
 """Blocks of `screen_choose` on a multiprocessor."""
 MOST_ROWS = 128
@@ -84,9 +86,8 @@ def look(device: CudaDevice, a: Any, size: Size) -> tuple[Launch, Looked]:
     blocks = cluster * min(at_once, -(-outputs // (TILE_ROWS * cluster)))
     screen, best = a.weight.screen, device.empty("screen.best", (blocks * TILE_WARPS, tokens, 2), "f32")
     launch = function.bind(
-        blocks, threads, tensor_map(device, a.x, tokens // cluster), screen.bytes, screen.scales, screen.pairs, best, outputs,
-        inputs,
-        shared=shared, cluster=cluster if cluster > 1 else None, dependent=True,
+        blocks, threads, tensor_map(device, a.x, tokens // cluster), screen.bytes, screen.scales, screen.pairs, best,
+        outputs, inputs, shared=shared, cluster=cluster if cluster > 1 else None, dependent=True,
     )  # fmt: skip
     return launch, Looked(best, a, size)
 

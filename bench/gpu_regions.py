@@ -18,9 +18,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import shutil
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -37,7 +35,7 @@ from polydraft.engine import Engine
 from polydraft.runtime.program import Bound, Lengths, lengths
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
-from bench.gpu_rounds import BATCHED_TOKENS, BATCHES, ROOT, SCHEDULE, byte_heads, copy_rate
+from bench.gpu_rounds import BATCHED_TOKENS, BATCHES, ROOT, SCHEDULE, byte_heads, copy_rate, device_says
 
 METHOD = (
     "launches of a region of all layers, captured and replayed by themselves; all slots at the same position, caches filled with "
@@ -161,13 +159,7 @@ def sustained(device: Any, run: Callable[[], None], us: float, seconds: float) -
 
 def clocks() -> dict[str, float]:
     """Clock in MHz and power in watts of the device at work; empty where nvidia-smi does not say."""
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return {}
-    command = [tool, "--query-gpu=clocks.sm,power.draw", "--format=csv,noheader,nounits"]
-    told = subprocess.run(command, capture_output=True, text=True, check=False).stdout.splitlines()
-    values = [part.strip() for part in told[0].split(",")] if told else []
-    return {"clock_mhz": float(values[0]), "power_w": float(values[1])} if len(values) == 2 else {}
+    return dict(zip(("clock_mhz", "power_w"), device_says("clocks.sm", "power.draw"), strict=False))
 
 
 def timed(device: Any, run: Callable[[], None], repeats: int) -> float:

@@ -70,14 +70,22 @@ def copy_rate(nbytes: int = 4 * GIB, repeats: int = 10) -> float:
     return 2 * nbytes / statistics.median(times[2:])
 
 
-def temperature() -> float | None:
-    """Degrees Celsius of the device; None where the driver's tool does not say."""
+def device_says(*questions: str) -> list[float]:
+    """What the driver's tool says of the device, a number a question; empty where it does not say."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
-        return None
-    command = [tool, "--query-gpu=temperature.gpu", "--format=csv,noheader,nounits"]
-    told = subprocess.run(command, capture_output=True, text=True, check=False).stdout.splitlines()
-    return float(told[0]) if told and told[0].strip().isdecimal() else None
+        return []
+    command = [tool, f"--query-gpu={','.join(questions)}", "--format=csv,noheader,nounits"]
+    lines = subprocess.run(command, capture_output=True, text=True, check=False).stdout.splitlines()
+    values = lines[0].split(",") if lines else []
+    with contextlib.suppress(ValueError):  # a word in place of a number
+        return [float(value) for value in values] if len(values) == len(questions) else []
+    return []
+
+
+def temperature() -> float | None:
+    """Degrees Celsius of the device; None where the driver's tool does not say."""
+    return next(iter(device_says("temperature.gpu")), None)
 
 
 def cooled(most: float, patience_s: float = 20.0) -> float | None:
@@ -90,16 +98,18 @@ def cooled(most: float, patience_s: float = 20.0) -> float | None:
 
 
 def byte_heads(engine: Engine, batch: int) -> tuple[bool, bool]:
-    """Whether the greedy choices of the target's rows, and of the drafts', look at their head by its bytes first."""
+    """Whether the greedy choices of the target's rows, and of the drafts', look at their head by its bytes first while they
+    are captured: the target's do where nobody wants its logits."""
     from polydraft_cuda.kernels import screen
 
+    limits = engine.resolved.limits
     weights: Mapping[str, Any] = engine.runner.weights
     heads = weights["lm_head"], weights.get(DRAFT_HEAD, weights["lm_head"])
-    rows = batch * engine.resolved.limits.window, batch
+    rows = batch * limits.window, batch
     target, drafts = (
         getattr(head, "screen", None) is not None and n <= screen.MOST_ROWS for head, n in zip(heads, rows, strict=True)
     )
-    return target, drafts
+    return target and limits.max_logprobs < 0, drafts
 
 
 @contextlib.contextmanager
@@ -201,7 +211,8 @@ def measure(what: Cell, options: argparse.Namespace, rate: float) -> dict[str, A
         row = cell.row(shape)
         row["ms_per_round"] = min(cell.figures["ms_per_round"])
         context = options.prompt_tokens + options.new_tokens / 2
-        floor = floor_bytes(cell.engine, batch, context, byte_heads(cell.engine, batch))
+        looked = byte_heads(cell.engine, batch) if cell.engine.resolved.graph != "off" else (False, False)
+        floor = floor_bytes(cell.engine, batch, context, looked)
     finally:
         cell.engine.close()
     row |= {

@@ -165,11 +165,10 @@ class Projection:
         keeps the best of its own (value and id, [warps, rows, 2]). `bind` gives what chooses among what is left of either. None
         where matrices are small, rows have to be invariant, or somebody else wants the logits."""
         device, a = self._device, self.a
-        most = min(int(a.x.shape[0]), tile_rows(device, a))
-        if device.row_invariant or self.shared or not is_tiled(device, a) or a.out.dtype != "f32":
+        most, refused = tile_rows(device, a), device.row_invariant or self.shared or a.out.dtype != "f32"
+        if refused or not is_tiled(device, a) or most <= MOST_TILE_ROWS:
             return None
-        if tile_rows(device, a) <= MOST_TILE_ROWS:
-            return None
+        most = min(int(a.x.shape[0]), most)
         looks = screen.MOST_ROWS if screen.screen_of(device, a) is not None else 0
         kept, choices = [], []
         for size in (size for i, size in enumerate(SIZES) if i == 0 or SIZES[i - 1].rows < most):

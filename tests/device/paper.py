@@ -52,6 +52,8 @@ class Bound:
     defines: dict[str, Any]
     grid: Any
     arguments: tuple[Any, ...]
+    threads: int = 0
+    shared: int = 0
 
 
 @dataclass(eq=False)
@@ -108,8 +110,7 @@ class PaperDevice:
 
     def function(self, source: Path, name: str, **defines: Any) -> Any:
         def bind(grid: Any, block: Any, *arguments: Any, **options: Any) -> Any:
-            del block, options
-            self.bound.append(Bound(source, name, defines, grid, arguments))
+            self.bound.append(Bound(source, name, defines, grid, arguments, block, options.get("shared", 0)))
             return lambda stream, n: None
 
         return SimpleNamespace(bind=bind, name=name, most_clusters=lambda block, shared, cluster: self.num_sms // cluster)

@@ -5,7 +5,7 @@ import gc
 import json
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -48,7 +48,7 @@ class Recorder(PaperDevice):
 
     def function(self, source: Path, name: str, **defines: Any) -> Any:
         def bind(grid: Any, block: Any, *arguments: Any, **options: Any) -> Callable[[Any, int], None]:
-            self.bound.append(Bound(source, name, defines, grid, arguments))
+            self.bound.append(Bound(source, name, defines, grid, arguments, block, options.get("shared", 0)))
 
             def launch(stream: Any, n: int) -> None:
                 self.launched.append((source.name, defines, n))
@@ -519,7 +519,7 @@ def test_quantised_rows_of_other_sizes_take_the_plain_kernel(options: dict):
 
 
 # -- attention ----------------------------------------------------------------------------------------
-def attend(device: Any, *, head_dim: int = 128, block_size: int = 16, kv: Any = "") -> tuple[Any, Any]:
+def attend(device: Any, own: Limits = LIMITS, *, head_dim: int = 128, block_size: int = 16, kv: Any = "") -> tuple[Any, Any]:
     def ints(*shape: int) -> Any:
         return device.empty("ints", shape, "i32")
 
@@ -532,7 +532,7 @@ def attend(device: Any, *, head_dim: int = 128, block_size: int = 16, kv: Any = 
         q=q, row_slot=ints(512), positions=ints(512), block_table=ints(64, 64), cache=cache, meta=meta, out=out, num_heads=32,
         num_kv_heads=8, head_dim=head_dim, block_size=block_size, softmax_scale=0.1,
     )  # fmt: skip
-    return meta, attention.paged_attention(device, a, LIMITS, None)
+    return meta, attention.paged_attention(device, a, own, None)
 
 
 def test_attention_splits_long_contexts_over_as_many_blocks_as_there_is_room_for():
@@ -546,6 +546,18 @@ def test_attention_splits_long_contexts_over_as_many_blocks_as_there_is_room_for
     meta.step = StepMeta("target", 0, 400, 2, has_prefill=True)
     launch(None, 400)
     assert device.launched[-1][0] == "attention_prefill.cu"
+
+
+@pytest.mark.parametrize("window", [1, 4])
+def test_no_multiprocessor_has_room_for_more_blocks_of_attention_than_its_share(window: int):
+    """It would get them where it is free before others, and they would have none."""
+    device: Any = Recorder(dtype="bf16")
+    attend(device, replace(LIMITS, num_drafts=window - 1))
+    alone = [b for b in device.bound if b.name == "attention_decode" and b.defines["SPLITS"] == 1]
+    assert len(alone) == 3
+    for bound in alone:
+        blocks = (device.shared_bytes + 1024) // (bound.shared + 1024)  # a multiprocessor keeps 1024 bytes a block
+        assert blocks == max(8 // (bound.threads // 32), 1)
 
 
 @pytest.mark.parametrize("options", [{"row_invariant": True}, {"arch": "sm_80"}])

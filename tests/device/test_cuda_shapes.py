@@ -271,11 +271,13 @@ def test_a_captured_norm_adds_to_the_newest_stream(opened: CudaDevice, n: int):
 
 
 class Attention:
-    """Paged attention over random keys and values. `seqs`: (positions before, rows) of each slot."""
+    """Paged attention over random keys and values. `seqs`: (positions before, rows) of each slot. Keys are longer by `steep` of
+    their length with every 256 positions, and so are scores."""
 
     def __init__(
-        self, device: CudaDevice, shape: Shape, seqs: list[tuple[int, int]], *, prefill: bool, holes: int = 2, kv: Any = ""
-    ) -> None:
+        self, device: CudaDevice, shape: Shape, seqs: list[tuple[int, int]], *, prefill: bool, holes: int = 2, kv: Any = "",
+        steep: float = 0.0,
+    ) -> None:  # fmt: skip
         rng, act, size = np.random.default_rng(len(seqs)), device.dtype, shape.block_size
         order = rng.permutation(len(seqs))
         slots = [np.full(seqs[s][1], s) for s in order]
@@ -293,9 +295,10 @@ class Attention:
             CacheSpec(len(pool), size, shape.kv_heads, shape.head_dim, act, kv=kv)
         )
         k, v = (rng.standard_normal((len(pool), size, shape.kv_heads, shape.head_dim), np.float32) for _ in range(2))
-        for s, (before, rows) in enumerate(seqs):  # what nobody has written must not be read
-            end = before + rows
-            if end % size:
+        for s, (before, rows) in enumerate(seqs):
+            end, blocks = before + rows, table[s, : needed[s]]
+            k[blocks] *= (1 + steep / 256 * np.arange(blocks.size * size)).reshape(-1, size, 1, 1)
+            if end % size:  # what nobody has written must not be read
                 k[table[s, needed[s] - 1], end % size :] = v[table[s, needed[s] - 1], end % size :] = np.nan
         cache.write_logical(k, v)
         q = rng.standard_normal((n, shape.heads * shape.head_dim), np.float32)
@@ -338,6 +341,9 @@ class Attention:
         return from_host(self.device.read(self.out.pointer, self.out.shape, self.device.dtype), self.device.dtype)
 
 
+CHUNKS = [(0, 1), (0, 64), (0, 130), (100, 65), (1000, 200), (37, 3), (16, 16), (15, 1)]
+
+
 def windows(count: int, width: int) -> list[tuple[int, int]]:
     """Sequences in decode: contexts from nothing to thousands, windows of up to `width` rows."""
     rng = np.random.default_rng(count)
@@ -350,6 +356,16 @@ def test_windows_attend_to_what_is_before_them(opened: CudaDevice, shape: Shape,
     for one in (shape, dataclasses.replace(shape, window=1)):
         attention = Attention(opened, one, windows(count, one.window), prefill=False)
         assert np.abs(attention.run() - attention.wanted).max() <= 4 * EPS[opened.dtype]
+
+
+@pytest.mark.parametrize("kv", ["", "fp8", "int8"])
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"hidden{shape.hidden}")
+def test_scores_may_outgrow_those_before_them(opened: CudaDevice, shape: Shape, kv: str):
+    """By less than what weights have room for, where older sums stay as they are, and by more, where they do not."""
+    for steep in (0.5, 8.0):
+        for seqs, prefill in ((windows(8, shape.window), False), (windows(64, shape.window), False), (CHUNKS, True)):
+            attention = Attention(opened, shape, seqs, prefill=prefill, kv=kv, steep=steep)
+            assert np.abs(attention.run() - attention.wanted).max() <= 4 * EPS[opened.dtype], (steep, len(seqs), prefill)
 
 
 class Turned:
@@ -429,9 +445,6 @@ def test_a_captured_row_without_a_number_spoils_none_before_it(opened: CudaDevic
     assert np.isnan(joined[spoilt]).all()
     assert np.isfinite(joined[~spoilt]).all()
     assert np.abs(joined[~spoilt] - out[~spoilt]).max() <= 4 * EPS[opened.dtype] * np.abs(out[~spoilt]).max()
-
-
-CHUNKS = [(0, 1), (0, 64), (0, 130), (100, 65), (1000, 200), (37, 3), (16, 16), (15, 1)]
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"hidden{shape.hidden}")

@@ -66,8 +66,26 @@ __device__ __noinline__ void attend_row(const act_t* q, const Pages<TILED_>& pag
 // -- one group of 16 keys against 16 packed rows ------------------------------------------------------
 constexpr int QUADS = HEAD_DIM / 32, PAIRS = HEAD_DIM / 16, GROUP_BYTES = 16 * HEAD_DIM * 2;
 
-struct Queries { vec4 part[QUADS][2]; };  // [32 elements][rows g, g + 8]
-struct Softmax { float top[2], total[2]; };
+// Rows g and g + 8 of a tile, as `mma` wants them: in fours of registers, where they have to stay. What one instruction has loaded lies
+// in fours of its own, and would be put together anew for each product, which takes twice as many instructions as the products.
+struct Queries {
+    vec4 part[QUADS][2];
+    __device__ __forceinline__ void set(int j, vec4 near, vec4 far) {  // elements 32 j + 8 t .. 8 t + 7 of both rows
+        part[j][0] = {near.x, far.x, near.y, far.y}, part[j][1] = {near.z, far.z, near.w, far.w};
+    }
+    __device__ __forceinline__ vec4 row(int j, int h) const {
+        const vec4 &a = part[j][0], &b = part[j][1];
+        return h ? vec4{a.y, a.w, b.y, b.w} : vec4{a.x, a.z, b.x, b.z};
+    }
+};
+struct Softmax { float top[2], total[2]; };  // what is taken off scores, in powers of two; of the weights so far, this lane's part
+constexpr float LOWEST = -3.402823466e+38f, SLACK = 8.f;  // a top before any key; how far scores may lie beyond one
+
+__device__ __forceinline__ vec4 load_apart(const act_t* p) {  // as load4, by an instruction a word
+    vec4 v;
+    asm volatile("ld.global.u32 %0, [%4];\nld.global.u32 %1, [%4 + 4];\nld.global.u32 %2, [%4 + 8];\nld.global.u32 %3, [%4 + 12];" : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=r"(v.w) : "l"(p) : "memory");
+    return v;
+}
 
 // Scores of the keys at `at` (shared memory, lane's own place): [keys 0..7, 8..15][4].
 __device__ __forceinline__ void score_group(float (&scores)[2][4], const Queries& q, unsigned at) {
@@ -76,8 +94,8 @@ __device__ __forceinline__ void score_group(float (&scores)[2][4], const Queries
 #pragma unroll
         for (int j = 0; j < QUADS; j++) {
             const vec4 a = q.part[j][0], b = q.part[j][1], c = load_shared(at + (i * QUADS + j) * 512);
-            mma(scores[i], a.x, b.x, a.y, b.y, c.x, c.y);
-            mma(scores[i], a.z, b.z, a.w, b.w, c.z, c.w);
+            mma(scores[i], a.x, a.y, a.z, a.w, c.x, c.y);
+            mma(scores[i], b.x, b.y, b.z, b.w, c.z, c.w);
         }
 }
 
@@ -88,36 +106,44 @@ __device__ __forceinline__ Reach reach_of(int key0, int t, int last) {
     return {(k <= last ? 0xffffu : 0u) | (k + 1 <= last ? 0xffff0000u : 0u), (k + 8 <= last ? 0xffffu : 0u) | (k + 9 <= last ? 0xffff0000u : 0u)};
 }
 
-// sums[n] += weights of one group times its values; weights are the group's scores after exp.
-__device__ __forceinline__ void mix_group(float (&sums)[PAIRS * 2][4], const float (&w)[2][4], unsigned at, bool border, Reach reach) {
+// sums[n] += weights of one group times its values; weights are the group's scores after exp. With BORDER values reach to `reach`.
+template <bool BORDER>
+__device__ __forceinline__ void mix_group(float (&sums)[PAIRS * 2][4], const float (&w)[2][4], unsigned at, Reach reach = {}) {
     const unsigned a0 = pack(w[0][0], w[0][1]), a1 = pack(w[0][2], w[0][3]), a2 = pack(w[1][0], w[1][1]), a3 = pack(w[1][2], w[1][3]);
 #pragma unroll
     for (int p = 0; p < PAIRS; p++) {
         vec4 v = load_shared(at + p * 512);
-        if (border) v.x &= reach.near, v.y &= reach.far, v.z &= reach.near, v.w &= reach.far;
+        if (BORDER) v.x &= reach.near, v.y &= reach.far, v.z &= reach.near, v.w &= reach.far;
         mma(sums[p * 2], a0, a1, a2, a3, v.x, v.y);
         mma(sums[p * 2 + 1], a0, a1, a2, a3, v.z, v.w);
     }
 }
 
-// One step of the running softmax over COUNT groups: scores become weights, `keep` what older sums have to be multiplied by.
+// One step of the running softmax over COUNT groups: scores times `scale` become weights, powers of two. A row's top follows its highest
+// score only where that is beyond it by more than SLACK (as in FlashAttention-4): weights stay below 2**SLACK, and most steps have
+// nothing to take to a new top. A row's weights depend on that row alone.
 template <int COUNT>
-__device__ __forceinline__ void soften(float (&scores)[COUNT][2][4], Softmax& s, float (&keep)[2]) {
-    float high[2] = {s.top[0], s.top[1]}, sum[2] = {0.f, 0.f};
+__device__ __forceinline__ void soften(float (&scores)[COUNT][2][4], float scale, Softmax& s, float (&sums)[PAIRS * 2][4]) {
+    float high[2] = {-INFINITY_F, -INFINITY_F}, sum[2] = {0.f, 0.f};
 #pragma unroll
     for (int n = 0; n < COUNT; n++)
 #pragma unroll
         for (int i = 0; i < 2; i++)
 #pragma unroll
             for (int c = 0; c < 4; c++) high[c >> 1] = fmaxf(high[c >> 1], scores[n][i][c]);
+    high[0] *= scale, high[1] *= scale;
+    if (__any_sync(FULL, high[0] > s.top[0] + SLACK || high[1] > s.top[1] + SLACK)) {
+        float keep[2];
 #pragma unroll
-    for (int h = 0; h < 2; h++) {
-        high[h] = fmaxf(high[h], __shfl_xor_sync(FULL, high[h], 1));
-        high[h] = fmaxf(high[h], __shfl_xor_sync(FULL, high[h], 2));
-        const float shift = high[h] == -INFINITY_F ? 0.f : high[h];
-        keep[h] = exp2_fast(s.top[h] - shift);
-        s.top[h] = high[h];
-        high[h] = shift;
+        for (int h = 0; h < 2; h++) {
+            high[h] = fmaxf(high[h], __shfl_xor_sync(FULL, high[h], 1));
+            high[h] = fmaxf(high[h], __shfl_xor_sync(FULL, high[h], 2));
+            const float top = high[h] > s.top[h] + SLACK ? high[h] : s.top[h];
+            keep[h] = exp2_fast(s.top[h] - top);
+            s.total[h] *= keep[h], s.top[h] = top;
+        }
+#pragma unroll
+        for (int n = 0; n < PAIRS * 2; n++) sums[n][0] *= keep[0], sums[n][1] *= keep[0], sums[n][2] *= keep[1], sums[n][3] *= keep[1];
     }
 #pragma unroll
     for (int n = 0; n < COUNT; n++)
@@ -125,16 +151,10 @@ __device__ __forceinline__ void soften(float (&scores)[COUNT][2][4], Softmax& s,
         for (int i = 0; i < 2; i++)
 #pragma unroll
             for (int c = 0; c < 4; c++) {
-                scores[n][i][c] = exp2_fast(scores[n][i][c] - high[c >> 1]);
+                scores[n][i][c] = exp2_fast(scores[n][i][c] * scale - s.top[c >> 1]);
                 sum[c >> 1] += scores[n][i][c];
             }
-    s.total[0] = s.total[0] * keep[0] + sum[0], s.total[1] = s.total[1] * keep[1] + sum[1];
-}
-
-__device__ __forceinline__ void rescale(float (&sums)[PAIRS * 2][4], const float (&keep)[2]) {
-    if (__all_sync(FULL, keep[0] == 1.f && keep[1] == 1.f)) return;  // no row met a higher score
-#pragma unroll
-    for (int n = 0; n < PAIRS * 2; n++) sums[n][0] *= keep[0], sums[n][1] *= keep[0], sums[n][2] *= keep[1], sums[n][3] *= keep[1];
+    s.total[0] += sum[0], s.total[1] += sum[1];
 }
 #ifdef SPLITS
 // -- the blocks that share a tile ---------------------------------------------------------------------
@@ -183,11 +203,14 @@ __device__ __forceinline__ void clear_padding(act_t* out, const int* row_slot, i
 }
 // A lane's elements of rows `row` and `row + 8` of a head, in a tile of `rows` that begins at row `first`; zeros behind its end.
 __device__ __forceinline__ void load_queries(Queries& queries, const act_t* q, int first, int row, int rows, int width, int head, int t) {
+    vec4 loaded[2][QUADS];
 #pragma unroll
     for (int h = 0; h < 2; h++)
 #pragma unroll
         for (int j = 0; j < QUADS; j++)
-            queries.part[j][h] = row + h * 8 < rows ? load4(q + (int64_t)(first + row + h * 8) * width + head * HEAD_DIM + j * 32 + t * 8) : vec4{0, 0, 0, 0};
+            loaded[h][j] = row + h * 8 < rows ? load4(q + (int64_t)(first + row + h * 8) * width + head * HEAD_DIM + j * 32 + t * 8) : vec4{0, 0, 0, 0};
+#pragma unroll
+    for (int j = 0; j < QUADS; j++) queries.set(j, loaded[0][j], loaded[1][j]);
 }
 #endif
 #endif

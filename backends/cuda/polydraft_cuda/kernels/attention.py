@@ -17,6 +17,9 @@ from polydraft_cuda.kernels.rope import Turning, turning_of
 
 MOST_HEAD_DIM = 128
 PREFILL_KEYS = 64
+WARPS_AT_ONCE = 8
+"""Of `attention_decode` on a multiprocessor, where a block has a tile to itself. Blocks are given out as the projection in front
+ends: if more of them fitted, multiprocessors that are free first would get more than their share of the work."""
 Shape = tuple[int, int, int]
 """Blocks of a cluster, warps that keys are dealt to in each, and groups of keys that a warp has room for."""
 SHAPES: tuple[tuple[int, Shape], ...] = (
@@ -92,11 +95,13 @@ def decode(device: CudaDevice, a: Any, limits: Limits, shape: Shape, turning: Tu
     )  # fmt: skip
     sums = key_warps * 16 * tiles * (a.head_dim + 10) * 4
     ring = key_warps * tiles * stages * a.head_dim * 64
+    at_once = max(WARPS_AT_ONCE // (key_warps * tiles), 1)
+    share = int(device.shared_bytes) // (at_once + 1) if splits == 1 else 0  # one block more does not fit
     meta, heads = a.meta, int(a.num_kv_heads)
     return function.bind(
         lambda n: (splits, heads, meta.max_tiles(n)), 32 * key_warps * tiles, a.q, a.cache.keys, a.cache.values, meta.tiles,
         meta.num_tiles, a.row_slot, a.block_table, a.out, turning.a.qkv if turning else None, turning.table if turning else None,
-        ROWS, a.block_table.shape[1], int(a.num_heads), heads, float(a.softmax_scale), shared=max(sums, ring) + 1024,
+        ROWS, a.block_table.shape[1], int(a.num_heads), heads, float(a.softmax_scale), shared=max(sums, ring, share) + 1024,
         cluster=splits if splits > 1 else None, dependent=True,
     )  # fmt: skip
 

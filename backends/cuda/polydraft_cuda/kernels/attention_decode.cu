@@ -26,10 +26,12 @@ static_assert(PACKED % SPLITS == 0, "a block joins whole rows");
 #endif
 
 #if BULK
-// A stretch of memory that is read once: it leaves the second cache first.
-__device__ __forceinline__ void bring(unsigned target, const void* source, int bytes, unsigned barrier) {
-    uint64_t once;
-    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(once));
+__device__ __forceinline__ uint64_t read_once() {  // it leaves the second cache first
+    uint64_t policy;
+    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+__device__ __forceinline__ void bring(unsigned target, const void* source, int bytes, unsigned barrier, uint64_t once) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(target), "l"(source),
                  "r"(bytes), "r"(barrier), "l"(once)
                  : "memory");
@@ -79,6 +81,9 @@ attention_decode(act_t* q, act_t* keys, act_t* values, const int4* tiles, const 
     const int first = tile.x, rows = real ? tile.y : 0, position = tile.w;
     const int* table = block_table + (int64_t)tile.z * max_blocks;
     const float scale2 = scale * 1.4426950408889634f;
+#if BULK
+    const uint64_t once = read_once();
+#endif
     const int step = gridDim.z * WARPS * 32, row_of_thread = blockIdx.z + threadIdx.x * gridDim.z;  // rows that may have no slot
     const bool padding = split == 0 && row_of_thread < n && __ldcg(row_slot + row_of_thread) < 0;
     int fetched = 0, used = 0;  // groups of this warp so far: which place in the ring, and which turn of its barrier
@@ -102,7 +107,7 @@ attention_decode(act_t* q, act_t* keys, act_t* values, const int4* tiles, const 
                 if (lane == 0) {
                     const unsigned f = shared_address(&full[warp][s]);
                     barrier_expect(f, STAGE_BYTES);
-                    bring(to, keys + place, GROUP_BYTES, f), bring(to + GROUP_BYTES, values + place, GROUP_BYTES, f);
+                    bring(to, keys + place, GROUP_BYTES, f, once), bring(to + GROUP_BYTES, values + place, GROUP_BYTES, f, once);
                 }
 #else
 #pragma unroll
@@ -128,8 +133,7 @@ attention_decode(act_t* q, act_t* keys, act_t* values, const int4* tiles, const 
         float4 by_query[2][QUADS / 2][4], by_row[ROPE];  // what they turn by
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            if (limit[h] < 0) continue;
-            const float4* by = (const float4*)(turns + (int64_t)limit[h] * HALF);
+            const float4* by = (const float4*)(turns + (int64_t)max(limit[h], 0) * HALF);
 #pragma unroll
             for (int j = 0; j < QUADS / 2; j++)
 #pragma unroll
@@ -144,6 +148,7 @@ attention_decode(act_t* q, act_t* keys, act_t* values, const int4* tiles, const 
 #endif
         if (!real) break;
         Queries queries;
+        vec4 loaded[2][QUADS];
 #if ROPE
         const int64_t pitch = (num_heads + 2 * num_kv_heads) * HEAD_DIM;
         NewRow added[ROPE];
@@ -164,19 +169,20 @@ attention_decode(act_t* q, act_t* keys, act_t* values, const int4* tiles, const 
             const int packed = base + g + h * 8, row = packed / GROUP, head = packed % GROUP;
 #if ROPE
             const act_t* source = qkv + (first + row) * pitch + (kv_head * GROUP + head) * HEAD_DIM + t * 8;
+#pragma unroll
+            for (int j = 0; j < QUADS; j++) loaded[h][j] = row < rows ? load4(source + j * 32) : vec4{0, 0, 0, 0};
 #else
             const act_t* source = q + (int64_t)(first + row) * width + (kv_head * GROUP + head) * HEAD_DIM + t * 8;
-#endif
 #pragma unroll
-            for (int j = 0; j < QUADS; j++) queries.part[j][h] = row < rows ? load4(source + j * 32) : vec4{0, 0, 0, 0};
+            for (int j = 0; j < QUADS; j++) loaded[h][j] = row < rows ? load_apart(source + j * 32) : vec4{0, 0, 0, 0};
+#endif
         }
 #if ROPE
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            if (limit[h] < 0) continue;
 #pragma unroll
             for (int j = 0; j < QUADS / 2; j++) {
-                vec4 &a = queries.part[j][h], &b = queries.part[j + QUADS / 2][h];
+                vec4 &a = loaded[h][j], &b = loaded[h][j + QUADS / 2];
                 const float4(&w)[4] = by_query[h][j];
                 turn(a.x, b.x, w[0]), turn(a.y, b.y, w[1]), turn(a.z, b.z, w[2]), turn(a.w, b.w, w[3]);
             }
@@ -215,8 +221,10 @@ attention_decode(act_t* q, act_t* keys, act_t* values, const int4* tiles, const 
             }
         };
 #endif
+#pragma unroll
+        for (int j = 0; j < QUADS; j++) queries.set(j, loaded[0][j], loaded[1][j]);
         float sums[PAIRS * 2][4] = {};
-        Softmax softmax = {{-INFINITY_F, -INFINITY_F}, {0.f, 0.f}};
+        Softmax softmax = {{LOWEST, LOWEST}, {0.f, 0.f}};
         for (int group = start, i = 0; group < groups; group += stride, i++) {
             const int s = used % STAGES, key0 = group * 16;
             const unsigned to = ring + s * STAGE_BYTES, at = to + lane * 16;
@@ -229,16 +237,18 @@ attention_decode(act_t* q, act_t* keys, act_t* values, const int4* tiles, const 
 #if ROPE
             if (group >= fresh) lay(group, to);
 #endif
-            float scores[1][2][4] = {}, keep[2];
+            float scores[1][2][4] = {};
             score_group(scores[0], queries, at);
+            if (key0 + 15 > position) {  // not seen by all rows
 #pragma unroll
-            for (int k = 0; k < 2; k++)
+                for (int k = 0; k < 2; k++)
 #pragma unroll
-                for (int c = 0; c < 4; c++)
-                    scores[0][k][c] = key0 + k * 8 + t * 2 + (c & 1) <= limit[c >> 1] ? scores[0][k][c] * scale2 : -INFINITY_F;
-            soften(scores, softmax, keep);
-            rescale(sums, keep);
-            mix_group(sums, scores[0], at + GROUP_BYTES, key0 + 15 > last, reach_of(key0, t, last));
+                    for (int c = 0; c < 4; c++)
+                        if (key0 + k * 8 + t * 2 + (c & 1) > limit[c >> 1]) scores[0][k][c] = -INFINITY_F;
+            }
+            soften(scores, scale2, softmax, sums);
+            if (key0 + 15 > last) mix_group<true>(sums, scores[0], at + GROUP_BYTES, reach_of(key0, t, last));
+            else mix_group<false>(sums, scores[0], at + GROUP_BYTES);
             __syncwarp();
             fetch(i + STAGES);
         }
@@ -302,7 +312,7 @@ attention_decode(act_t* q, act_t* keys, act_t* values, const int4* tiles, const 
                     if (limit[h] < 0) continue;
                     act_t* to = q + (int64_t)(first + packed / GROUP) * width + (kv_head * GROUP + packed % GROUP) * HEAD_DIM + t * 8;
 #pragma unroll
-                    for (int j = 0; j < QUADS; j++) *(vec4*)(to + j * 32) = queries.part[j][h];
+                    for (int j = 0; j < QUADS; j++) *(vec4*)(to + j * 32) = queries.row(j, h);
                 }
             }
             __syncthreads();

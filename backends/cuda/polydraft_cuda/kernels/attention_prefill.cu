@@ -42,7 +42,7 @@ attention_prefill(const act_t* __restrict__ q, const act_t* keys, const act_t* v
     Queries queries;
     load_queries(queries, q, first, row0, rows, width, head, t);
     float sums[PAIRS * 2][4] = {};
-    Softmax softmax = {{-INFINITY_F, -INFINITY_F}, {0.f, 0.f}};
+    Softmax softmax = {{LOWEST, LOWEST}, {0.f, 0.f}};
     const int limit[2] = {row0 < rows ? position + row0 : -1, row0 + 8 < rows ? position + row0 + 8 : -1};
     const int steps = last / 64 + 1;
     fetch(0, 0);
@@ -55,25 +55,26 @@ attention_prefill(const act_t* __restrict__ q, const act_t* keys, const act_t* v
             copy_wait<0>();
         __syncthreads();
         const unsigned k = base + stage * STEP_BYTES + lane * 16, v = k + GROUPS * GROUP_BYTES;
-        float scores[GROUPS][2][4] = {}, keep[2];
+        float scores[GROUPS][2][4] = {};
 #pragma unroll
         for (int group = 0; group < GROUPS; group++) score_group(scores[group], queries, k + group * GROUP_BYTES);
-        const bool border = key0 + 63 > position || rows < 64;
+        if (key0 + 63 > position || rows < 64) {
 #pragma unroll
-        for (int group = 0; group < GROUPS; group++)
+            for (int group = 0; group < GROUPS; group++)
 #pragma unroll
-            for (int i = 0; i < 2; i++)
+                for (int i = 0; i < 2; i++)
 #pragma unroll
-                for (int c = 0; c < 4; c++) {
-                    float& score = scores[group][i][c];
-                    score *= scale2;
-                    if (border && key0 + group * 16 + i * 8 + t * 2 + (c & 1) > limit[c >> 1]) score = -INFINITY_F;
-                }
-        soften(scores, softmax, keep);
-        rescale(sums, keep);
+                    for (int c = 0; c < 4; c++)
+                        if (key0 + group * 16 + i * 8 + t * 2 + (c & 1) > limit[c >> 1]) scores[group][i][c] = -INFINITY_F;
+        }
+        soften(scores, scale2, softmax, sums);
+        if (key0 + 63 > last) {
 #pragma unroll
-        for (int group = 0; group < GROUPS; group++)
-            mix_group(sums, scores[group], v + group * GROUP_BYTES, key0 + 63 > last, reach_of(key0 + group * 16, t, last));
+            for (int group = 0; group < GROUPS; group++) mix_group<true>(sums, scores[group], v + group * GROUP_BYTES, reach_of(key0 + group * 16, t, last));
+        } else {
+#pragma unroll
+            for (int group = 0; group < GROUPS; group++) mix_group<false>(sums, scores[group], v + group * GROUP_BYTES);
+        }
         __syncthreads();
     }
 #pragma unroll

@@ -31,7 +31,7 @@ attention_quant(const act_t* q, const kv_t* keys, const kv_t* values, const int4
                 const int* block_table, act_t* out, int n, int max_blocks, int num_heads, int num_kv_heads, float scale) {
     // The ring of every warp; then sums [KEY_WARPS][PACKED][PITCH], whose rows end with (top, total, 0, 0).
     extern __shared__ float shared[];
-    __shared__ vec4 queries[TILES][QUADS][2][32];  // as lanes hold them: registers would leave room for fewer warps
+    __shared__ vec4 queries[TILES][QUADS][2][32];  // operands by lane: in registers they would leave room for fewer warps
     begin_dependent();
     const int split = blockIdx.x, kv_head = blockIdx.y, lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
     const int tile_of_warp = warp % TILES, part = warp / TILES, width = num_heads * HEAD_DIM, columns = GROUP * HEAD_DIM;
@@ -66,16 +66,20 @@ attention_quant(const act_t* q, const kv_t* keys, const kv_t* values, const int4
 #pragma unroll
         for (int s = 0; s < STAGES; s++) fetch(s, s);
         int limit[2];
+        const act_t* source[2];
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             const int packed = base + g + h * 8, row = packed / GROUP, head = packed % GROUP;
-            const act_t* source = q + (int64_t)(first + row) * width + (kv_head * GROUP + head) * HEAD_DIM + t * 8;
+            source[h] = q + (int64_t)(first + row) * width + (kv_head * GROUP + head) * HEAD_DIM + t * 8;
             limit[h] = row < rows ? position + row : -1;
-            for (int j = part; j < QUADS; j += KEY_WARPS) queries[tile_of_warp][j][h][lane] = row < rows ? load4(source + j * 32) : vec4{0, 0, 0, 0};
+        }
+        for (int j = part; j < QUADS; j += KEY_WARPS) {
+            const vec4 near = limit[0] < 0 ? vec4{0, 0, 0, 0} : load4(source[0] + j * 32), far = limit[1] < 0 ? vec4{0, 0, 0, 0} : load4(source[1] + j * 32);
+            queries[tile_of_warp][j][0][lane] = {near.x, far.x, near.y, far.y}, queries[tile_of_warp][j][1][lane] = {near.z, far.z, near.w, far.w};
         }
         __syncthreads();
         float sums[PAIRS * 2][4] = {};
-        Softmax softmax = {{-INFINITY_F, -INFINITY_F}, {0.f, 0.f}};
+        Softmax softmax = {{LOWEST, LOWEST}, {0.f, 0.f}};
         int stage = 0;
         for (int group = start, i = 0; group < groups; group += stride, i++) {
             copy_wait<STAGES - 1>();
@@ -83,7 +87,7 @@ attention_quant(const act_t* q, const kv_t* keys, const kv_t* values, const int4
             const unsigned at = ring + stage * STAGE_BYTES;
             const int key0 = group * 16;
             const bool border = key0 + 15 > seen_by_all;
-            float scores[1][2][4] = {}, keep[2];
+            float scores[1][2][4] = {};
             signed char of_keys[4], of_values[4];
             load_exponents(of_keys, at + ROWS_BYTES, t);
             load_exponents(of_values, at + QUANT_BYTES + ROWS_BYTES, t);
@@ -94,8 +98,8 @@ attention_quant(const act_t* q, const kv_t* keys, const kv_t* values, const int4
 #pragma unroll
                 for (int k = 0; k < 2; k++) {
                     const vec2 word = load_words(at + lane * 8 + (k * QUADS + j) * 256), c = pairs_of(word.x), d = pairs_of(word.y);
-                    mma(scores[0][k], a.x, b.x, a.y, b.y, c.x, c.y);
-                    mma(others[k], a.z, b.z, a.w, b.w, d.x, d.y);
+                    mma(scores[0][k], a.x, a.y, a.z, a.w, c.x, c.y);
+                    mma(others[k], b.x, b.y, b.z, b.w, d.x, d.y);
                 }
             }
             auto each = [&](auto change) {  // of the scores, by half and place
@@ -110,8 +114,7 @@ attention_quant(const act_t* q, const kv_t* keys, const kv_t* values, const int4
             for (int i = 0; i < 4; i++) by[i] = scale2 * quantum_of(of_keys[i]);
             each([&](float& score, int k, int c) { score = (score + others[k][c]) * by[k * 2 + (c & 1)]; });
             if (border) each([&](float& score, int k, int c) { score = within(k, c) ? score : -INFINITY_F; });
-            soften(scores, softmax, keep);
-            rescale(sums, keep);
+            soften(scores, 1.f, softmax, sums);
 #pragma unroll
             for (int i = 0; i < 4; i++) by[i] = factor_of(of_values[i]);
             each([&](float& weight, int k, int c) { weight *= by[k * 2 + (c & 1)]; });

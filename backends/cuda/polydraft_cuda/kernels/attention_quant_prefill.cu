@@ -63,7 +63,7 @@ attention_quant_prefill(const act_t* q, const kv_t* keys, const kv_t* values, co
     Queries queries;
     load_queries(queries, q, first, row0, rows, width, head, t);
     float sums[PAIRS * 2][4] = {};
-    Softmax softmax = {{-INFINITY_F, -INFINITY_F}, {0.f, 0.f}};
+    Softmax softmax = {{LOWEST, LOWEST}, {0.f, 0.f}};
     const int limit[2] = {row0 < rows ? position + row0 : -1, row0 + 8 < rows ? position + row0 + 8 : -1};
     const int steps = last / 64 + 1;
     fetch(0, 0);
@@ -78,7 +78,7 @@ attention_quant_prefill(const act_t* q, const kv_t* keys, const kv_t* values, co
         convert(stage);
         __syncthreads();
         const unsigned k = shared_address(pairs) + lane * 16, v = k + GROUPS * GROUP_BYTES;
-        float scores[GROUPS][2][4] = {}, keep[2];
+        float scores[GROUPS][2][4] = {};
 #pragma unroll
         for (int group = 0; group < GROUPS; group++) score_group(scores[group], queries, k + group * GROUP_BYTES);
         const bool border = key0 + 63 > position || rows < 64;
@@ -95,8 +95,7 @@ attention_quant_prefill(const act_t* q, const kv_t* keys, const kv_t* values, co
                     if (border && key0 + key + (c & 1) > limit[c >> 1]) score = -INFINITY_F;
                 }
             }
-        soften(scores, softmax, keep);
-        rescale(sums, keep);
+        soften(scores, 1.f, softmax, sums);
 #pragma unroll
         for (int group = 0; group < GROUPS; group++) {
 #pragma unroll
@@ -110,7 +109,7 @@ attention_quant_prefill(const act_t* q, const kv_t* keys, const kv_t* values, co
                     if (border && key0 + key + (c & 1) > limit[c >> 1]) weight = 0.f;
                 }
             }
-            mix_group(sums, scores[group], v + group * GROUP_BYTES, false, Reach{0, 0});
+            mix_group<false>(sums, scores[group], v + group * GROUP_BYTES);
         }
         __syncthreads();
     }

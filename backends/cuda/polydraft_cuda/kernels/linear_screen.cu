@@ -26,7 +26,7 @@ linear_screen(const __grid_constant__ Map x_map, const unsigned char* bytes, con
     const unsigned base = (shared_address(raw) + 1023) & ~1023u;
     const int rank = CLUSTER > 1 ? blockIdx.x % CLUSTER : 0;
     if (threadIdx.x == 0) {
-        for (int s = 0; s < STAGES; s++) barrier_init(shared_address(&full[s]), 1), barrier_init(shared_address(&empty[s]), CONSUMERS / 32 * CLUSTER);
+        for (int s = 0; s < STAGES; s++) barrier_init(shared_address(&full[s]), 1), barrier_init(shared_address(&empty[s]), CONSUMERS * CLUSTER);
         asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::: "memory");
     }
     __syncthreads();
@@ -51,11 +51,10 @@ linear_screen(const __grid_constant__ Map x_map, const unsigned char* bytes, con
     if (CLUSTER > 1) cluster_wait();
     wait_for_previous();
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-    auto release = [&](int s) {  // each warp for itself: it has read bytes of the stage
-        __syncwarp();
-        if (lane >= CLUSTER) return;
-        if (CLUSTER > 1) barrier_arrive_at(shared_address(&empty[s]), lane);
-        else barrier_arrive(shared_address(&empty[s]));
+    auto release = [&](int s) {  // each thread for itself, as each has read bytes of the stage; faster than one of a warp behind its others
+        if (CLUSTER == 1) return barrier_arrive(shared_address(&empty[s]));
+#pragma unroll
+        for (int r = 0; r < CLUSTER; r++) barrier_arrive_at(shared_address(&empty[s]), r);
     };
     Best held[HELD];
     begin_best(held);

@@ -20,8 +20,9 @@ PLAN_VERSION = 1
 class StepPlan:
     """One step as the host knows it. Arrays are int32 and belong to the plan (never rewritten).
 
-    `slots`, `rows`, `epochs` [n]: scheduled slots in launch order, the rows each may fill (chunk length, or the window), and
-    the epoch of the request in it. `decode`, `emits` [n] bool: runs a window; puts out at least one token unless paused.
+    `slots` [n] intp: scheduled slots in launch order, as an index: with int32 NumPy takes three times as long. `rows`, `epochs`
+    [n]: the rows each may fill (chunk length, or the window), and the epoch of the request in it. `decode`, `emits` [n] bool:
+    runs a window; puts out at least one token unless paused.
     `slot_updates` [U, F], `token_updates` [T, 3], `block_updates` [M, 3], `bias_updates` [J, 4], `bad_word_updates` [Y, 3]:
     staged writes.
     `num_rows`, `num_logit_rows`: upper bounds of what the device will pack. A plan with the very `slots` of the one before has
@@ -66,6 +67,7 @@ class StepPlan:
 @dataclass(frozen=True)
 class StepOutcome:
     """What one step did, by sequence in launch order; int32 arrays [n] and `tokens` [n, W] (NO_TOKEN beyond `num_tokens`).
+    `slots` are those of the plan.
 
     `accepted`: drafts of this round that became output. `drafted`: drafts that were verified, -1 where the sequence had no
     decode round (a prefill chunk, a finished or paused slot).

@@ -188,14 +188,15 @@ class Runner:
 
     def collect(self, ticket: Ticket) -> StepOutcome:
         """Wait for a step's snapshot and decode it: the only host wait of a step."""
+        plan = ticket.plan
         ticket.event.synchronize()
         if self.inputs.reads_drafts:
-            self.inputs.collect_drafts(ticket.plan.step_id)
-        record = self._snapshots.read(ticket.staging.array, ticket.plan.slots)
+            self.inputs.collect_drafts(plan.step_id)
+        record = self._snapshots.read(ticket.staging.array, plan.slots)
         logprobs = None if self._logprobs is None else self._logprobs.collect()
-        slots, epochs, num_tokens, accepted, drafted, finish, phase, kv_len = record.T[:SNAPSHOT_TOKENS]  # as `Snapshot` says
+        _, epochs, num_tokens, accepted, drafted, finish, phase, kv_len = record.T[:SNAPSHOT_TOKENS]  # as `Snapshot` says
         return StepOutcome(
-            ticket.plan.step_id, slots, epochs, num_tokens, accepted, drafted, finish, phase, kv_len, record[:, SNAPSHOT_TOKENS:],
+            plan.step_id, plan.slots, epochs, num_tokens, accepted, drafted, finish, phase, kv_len, record[:, SNAPSHOT_TOKENS:],
             logprobs,
         )  # fmt: skip
 

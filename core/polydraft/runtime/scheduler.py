@@ -62,14 +62,20 @@ class Scheduler:
         self.release_drained()
         decode = self._decoding()
         decode, blocks, short = self._grant_windows(decode)
-        windows = int(self.slots.window[decode].sum())
+        last = self._last_of(decode)
+        windows = int(self.slots.window[decode].sum()) if last is None else last.num_rows
         chunks, slot_updates, grants = self._plan_prefill(self.limits.max_rows - windows, admit=not short)
         if not len(decode) and not chunks:
             # What was preempted just now and has nothing in flight makes room at once: no step goes by for it.
             return self.plan() if self._drained().size else None
-        plan = self._assemble(decode, windows, chunks, slot_updates, [blocks, *grants])
+        plan = self._assemble(decode, windows, None if chunks else last, chunks, slot_updates, [blocks, *grants])
         self._advance(plan)
         return plan
+
+    def _last_of(self, decode: Array) -> StepPlan | None:
+        """The last plan, where it ran windows of just these slots: what follows from who runs is as it was."""
+        last = self._last
+        return last if last is not None and not last.has_prefill and last.slots.tobytes() == decode.tobytes() else None
 
     def _decoding(self) -> Array:
         """Decoding slots, without those that the steps in flight end by length."""
@@ -195,15 +201,14 @@ class Scheduler:
 
     # -- assembling --------------------------------------------------------------------------------
     def _assemble(
-        self, decode: Array, windows: int, chunks: list[tuple[int, int]], slot_updates: list[Array], grants: list[Array]
-    ) -> StepPlan:
-        t, last = self.slots, self._last
-        decode = decode.astype(np.int32)
+        self, decode: Array, windows: int, last: StepPlan | None, chunks: list[tuple[int, int]], slot_updates: list[Array],
+        grants: list[Array],
+    ) -> StepPlan:  # fmt: skip
+        t = self.slots
         self._step_id += 1
         blocks = np.concatenate(grants) if len(grants) > 1 else grants[0]
         admitted = [int(update[SlotUpdate.SLOT]) for update in slot_updates]
-        if not chunks and last is not None and not last.has_prefill and _same(last.slots, decode):
-            # The steady state: the very same arrays again, so that staging need not send them.
+        if last is not None:  # the steady state: the very same arrays again, so that staging need not send them
             slots, rows, runs_window, emits = last.slots, last.rows, last.decode, last.emits
             epochs, sampling, processed = last.epochs, last.sampling, last.processed
             num_top, drawn_top, drafting = last.num_top, last.drawn_top, last.drafting
@@ -242,8 +247,7 @@ class Scheduler:
 
     def _launch_order(self, decode: Array, chunks: list[tuple[int, int]]) -> tuple[Array, Array]:
         """Slots and planned rows in the order the backend packs them."""
-        prefill = np.array([s for s, _ in chunks], np.int32)
-        slots = np.concatenate((prefill, decode)).astype(np.int32)
+        slots = np.concatenate((np.array([s for s, _ in chunks], np.intp), decode))
         rows = np.concatenate((np.array([c for _, c in chunks], np.int32), self.slots.window[decode]))
         if self.row_order == "slot":
             order = np.argsort(slots, kind="stable")
@@ -344,8 +348,3 @@ class Scheduler:
     def _queue_place(self, request: Request) -> int:
         """Where a preempted request joins the queue: by arrival, which is at the head unless older ones wait too."""
         return next((i for i, other in enumerate(self.waiting) if other.number > request.number), len(self.waiting))
-
-
-def _same(some: Array, others: Array) -> bool:
-    """Whether two arrays of slots are equal."""
-    return len(some) == len(others) and bool((some == others).all())

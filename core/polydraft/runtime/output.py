@@ -134,6 +134,8 @@ class Converter:
 
     def pieces(self, taken: Taken) -> list[Piece]:
         """News of streaming requests, then of those that ended."""
+        if not taken:
+            return []
         for records in taken.reports:
             try:
                 file(records)

@@ -79,7 +79,7 @@ class Snapshots:
             )
         record: Array = words[: len(slots)].copy()
         wrong = (record - self._low).view(np.uint32) > self._span
-        if wrong.any() or (record[:, Snapshot.SLOT] != slots).any():
+        if np.count_nonzero(wrong) or np.count_nonzero(record[:, Snapshot.SLOT] != slots):
             self._refuse(record, wrong, slots)
         return record
 

@@ -37,7 +37,7 @@ from polydraft.runtime.host_inputs import FeatureFactory, HostInputs
 from polydraft.runtime.logprobs import Logprobs, refuse_lacking
 from polydraft.runtime.packed import Snapshots
 from polydraft.runtime.plan import StepOutcome, StepPlan
-from polydraft.runtime.program import Lengths, Program, ProgramBuilder, StepContext, StepKind, build, lengths
+from polydraft.runtime.program import Lengths, Program, ProgramBuilder, StepContext, StepKind, build
 from polydraft.runtime.stage import Stage
 from polydraft.runtime.verify import PROCESSING, RULES, Verifier
 
@@ -214,17 +214,11 @@ class Runner:
 
     @staticmethod
     def _lengths(plan: StepPlan) -> Lengths:
-        return lengths(
-            rows=plan.num_rows,
-            logit_rows=plan.num_logit_rows,
-            seqs=plan.num_seqs,
-            slot_updates=len(plan.slot_updates),
-            token_updates=len(plan.token_updates),
-            block_updates=len(plan.block_updates),
-            bias_updates=len(plan.bias_updates),
-            bad_word_updates=len(plan.bad_word_updates),
-            prompt_rows=plan.num_prompt_rows,
-        )
+        """In the order of `UNITS`."""
+        return (
+            plan.num_rows, plan.num_logit_rows, plan.num_seqs, len(plan.slot_updates), len(plan.token_updates),
+            len(plan.block_updates), len(plan.bias_updates), len(plan.bad_word_updates), plan.num_prompt_rows,
+        )  # fmt: skip
 
     # -- building ----------------------------------------------------------------------------------
     def _allocate_target(self) -> None:

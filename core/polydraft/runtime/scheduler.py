@@ -91,10 +91,10 @@ class Scheduler:
             return decode, _NO_TRIPLES, False
         t, limits, ledger = self.slots, self.limits, self.ledger
         base, most = np.maximum(t.kv_len[decode], t.prefill_planned[decode]), t.max_total[decode]
-        ahead = base + (t.in_flight_decode[decode] + 1) * limits.window + 2 * limits.num_drafts
-        lacking = ledger.lacking(decode, np.minimum(ahead, most))
-        if not lacking.any():
+        ahead = base + t.in_flight_decode[decode] * limits.window + (limits.window + 2 * limits.num_drafts)
+        if ledger.cover(decode, np.minimum(ahead, most)):
             return decode, _NO_TRIPLES, False
+        lacking = ledger.lacking(decode, np.minimum(ahead, most))
         if lacking.sum() > ledger.num_free:
             return self._grant_scarce(decode, base, lacking)
         more = ledger.lacking(decode, np.minimum(ahead + COMPANY * limits.window, most))
@@ -212,6 +212,7 @@ class Scheduler:
             slots, rows, runs_window, emits = last.slots, last.rows, last.decode, last.emits
             epochs, sampling, processed = last.epochs, last.sampling, last.processed
             num_top, drawn_top, drafting = last.num_top, last.drawn_top, last.drafting
+            num_logit_rows, prompt_top, num_prompt_rows = last.num_logit_rows, last.prompt_top, last.num_prompt_rows
         else:
             slots, rows = self._launch_order(decode, chunks)
             epochs, sampling, processed = t.epoch[slots], bool(t.sampling[slots].any()), bool(t.processed[slots].any())
@@ -219,7 +220,8 @@ class Scheduler:
             emits = runs_window | (t.prefill_planned[slots] + rows == t.num_known[slots])
             num_top, drafting = self._num_top(slots), bool((t.window[slots] > 1).any())
             drawn_top = None if num_top is None else np.where(t.sampling, num_top, np.int32(-1))
-        prompt_top, num_prompt_rows = self._prompt_top(chunks)
+            num_logit_rows = windows + sum(self._is_last(s, c) for s, c in chunks)
+            prompt_top, num_prompt_rows = self._prompt_top(chunks)
         self._last = plan = StepPlan(
             step_id=self._step_id,
             slots=slots,
@@ -230,8 +232,8 @@ class Scheduler:
             slot_updates=np.stack(slot_updates) if slot_updates else self._no_slot_updates,
             token_updates=self._token_updates(admitted) if admitted else _NO_TRIPLES,
             block_updates=blocks,
-            num_rows=windows + sum(c for _, c in chunks),
-            num_logit_rows=windows + sum(self._is_last(s, c) for s, c in chunks),
+            num_rows=windows + sum([c for _, c in chunks]),
+            num_logit_rows=num_logit_rows,
             has_prefill=bool(chunks),
             drafting=drafting,
             sampling=sampling,
@@ -342,8 +344,8 @@ class Scheduler:
 
     def _drained(self) -> Array:
         """Leaving slots that no step in flight holds."""
-        drained: Array = (self.slots.leaving & (self.slots.in_flight == 0)).nonzero()[0]
-        return drained
+        leaving: Array = self.slots.leaving.nonzero()[0]
+        return leaving[self.slots.in_flight[leaving] == 0] if leaving.size else leaving
 
     def _queue_place(self, request: Request) -> int:
         """Where a preempted request joins the queue: by arrival, which is at the head unless older ones wait too."""

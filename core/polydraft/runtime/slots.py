@@ -18,16 +18,16 @@ from polydraft.sentinels import NO_TOKEN, Phase
 class SlotTable:
     """Per-slot arrays, indexed by slot [B].
 
-    Applied (from snapshots): `num_known`, `kv_len`, `num_rounds`, `drafted`, `tokens` [B, L], `rounds` [B, L] (drafts accepted)
-    and `round_drafts` [B, L] (drafts verified).
+    Applied (from snapshots): `num_known`, `kv_len`, `num_rounds`, `tokens` [B, L + W] (with room for the window that is longer
+    than what it brought), `rounds` [B, L] (drafts accepted) and `round_drafts` [B, L] (drafts verified).
     Wished for: `num_top`, `prompt_top`: most likely tokens reported beside each, -1 for no log probabilities.
     `window`: rows of a round at most, the drafts that the request lets be verified and one.
     Planned: `phase` (PREFILL until its last chunk is planned), `prefill_planned` rows.
     In flight: `in_flight` steps that hold the slot, `in_flight_decode` those that run a window, `in_flight_tokens` those that
     emit at least one token unless paused. `leaving`: not scheduled any more, released once nothing is in flight.
-    For output: `news` (tokens came since the request was last reported), `told`, `told_rounds` (what was reported), and whether
-    somebody waits for them: `streaming`, `watched` (a stop string may end it), `fresh` (no token yet). `reports`: log
-    probabilities that steps brought, for whoever makes results.
+    For output: `told`, `told_rounds` (tokens and rounds that were reported), and whether somebody waits for more: `streaming`,
+    `watched` (a stop string may end it), `fresh` (no token yet). `reports`: log probabilities that steps brought, for whoever
+    makes results.
     """
 
     def __init__(self, limits: Limits) -> None:
@@ -48,7 +48,6 @@ class SlotTable:
         self.sampling = np.zeros(b, bool)
         self.processed = np.zeros(b, bool)
         self.leaving = np.zeros(b, bool)
-        self.news = np.zeros(b, bool)
         self.told = np.zeros(b, np.int64)
         self.told_rounds = np.zeros(b, np.int64)
         self.streaming = np.zeros(b, bool)
@@ -57,13 +56,12 @@ class SlotTable:
         self.in_flight = np.zeros(b, np.int64)
         self.in_flight_decode = np.zeros(b, np.int64)
         self.in_flight_tokens = np.zeros(b, np.int64)
-        self.tokens = np.full((b, limits.max_len), NO_TOKEN, np.int32)
+        self.tokens = np.full((b, limits.max_len + limits.window), NO_TOKEN, np.int32)
         self.rounds = np.zeros((b, limits.max_len), np.uint8)
         self.round_drafts = np.zeros((b, limits.max_len), np.uint8)
         self.num_rounds = np.zeros(b, np.int64)
         self.num_top = np.full(b, -1, np.int32)
         self.prompt_top = np.full(b, -1, np.int32)
-        self.drafted = np.zeros(b, np.int64)
 
     def free_slot(self) -> int | None:
         """The lowest idle slot."""
@@ -92,7 +90,6 @@ class SlotTable:
         self.window[slot] = self._most_rows(request.params.max_drafts)
         self.sampling[slot] = request.params.temperature > 0
         self.processed[slot] = request.params.processed
-        self.news[slot] = bool(request.token_ids)
         self.told[slot], self.told_rounds[slot] = request.told
         self.streaming[slot], self.watched[slot] = request.stream, bool(request.params.stop)
         self.fresh[slot] = request.first_token_s is None
@@ -101,7 +98,6 @@ class SlotTable:
         self.round_drafts[slot, : len(request.rounds)] = request.round_drafts
         self.num_rounds[slot] = len(request.rounds)
         self.num_top[slot], self.prompt_top[slot] = _wish(request.params.logprobs), _wish(request.params.prompt_logprobs)
-        self.drafted[slot] = request.drafted
         for counter in (self.in_flight, self.in_flight_decode, self.in_flight_tokens):
             counter[slot] = 0
         self.leaving[slot] = False
@@ -115,7 +111,7 @@ class SlotTable:
         request.token_ids = self.tokens[slot, self.prompt_len[slot] : self.num_known[slot]].tolist()
         request.rounds = self.rounds[slot, : self.num_rounds[slot]].tolist()
         request.round_drafts = self.round_drafts[slot, : self.num_rounds[slot]].tolist()
-        request.drafted = int(self.drafted[slot])
+        request.drafted = sum(request.round_drafts)
         request.told = int(self.told[slot]), int(self.told_rounds[slot])
 
     def vacate(self, slot: int) -> None:
@@ -123,7 +119,7 @@ class SlotTable:
         assert self.in_flight[slot] == 0, "a slot was released while a step that holds it is in flight"
         self.request[slot] = self._occupants = None
         self.phase[slot] = Phase.IDLE
-        self.leaving[slot] = self.news[slot] = False
+        self.leaving[slot] = self.streaming[slot] = False
         self.num_top[slot] = self.prompt_top[slot] = -1
 
 

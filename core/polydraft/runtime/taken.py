@@ -128,8 +128,8 @@ class Results:
     def advance(self, outcome: StepOutcome) -> list[Request]:
         """Note first tokens, and decode the new ones of requests that watch for stop strings; returns those that one ended."""
         t = self.slots
-        slots = outcome.slots[outcome.num_tokens > 0]
-        waited_for = slots[(t.fresh[slots] | t.watched[slots]) & ~t.leaving[slots]]
+        slots = outcome.slots
+        waited_for = slots[(t.fresh[slots] | t.watched[slots]) & (outcome.num_tokens > 0) & ~t.leaving[slots]]
         return [t.request[slot] for slot in waited_for.tolist() if self._advance(slot)]
 
     def _advance(self, slot: int) -> bool:
@@ -162,17 +162,16 @@ class Results:
     def take(self) -> Taken:
         """What is new: a handful of whole-array operations, however many requests there are."""
         t = self.slots
-        slots: Array = (t.news & t.streaming & ~t.leaving).nonzero()[0]
+        slots: Array = (t.streaming & ~t.leaving).nonzero()[0]
+        if slots.size:  # of a request that was preempted all may have been told
+            slots = slots[t.num_known[slots] - t.prompt_len[slots] > t.told[slots]]
         reports = t.reports
         if not slots.size and not self._ended and len(reports) < MOST_REPORTS:
             return _NOTHING
         t.reports, ended, self._ended = [], tuple(self._ended), []
         if not slots.size:
             return Taken(reports=tuple(reports), ended=ended)
-        t.news[slots] = False
         generated, num_rounds = t.num_known[slots] - t.prompt_len[slots], t.num_rounds[slots]
-        fresh = generated > t.told[slots]  # of a request that was preempted all may have been told
-        slots, generated, num_rounds = slots[fresh], generated[fresh], num_rounds[fresh]
         places, token_ends = _places(slots, t.prompt_len[slots] + t.told[slots], generated - t.told[slots], t.tokens.shape[1])
         of_rounds, round_ends = _places(slots, t.told_rounds[slots], num_rounds - t.told_rounds[slots], t.rounds.shape[1])
         t.told[slots], t.told_rounds[slots] = generated, num_rounds

@@ -291,8 +291,7 @@ class Engine:
         t = self.slots
         for slot in np.flatnonzero((t.phase != Phase.IDLE) & ~t.leaving).tolist():
             self._fail(t.request[slot], str(error))
-        for counter in (t.in_flight, t.in_flight_decode, t.in_flight_tokens):
-            counter[:] = 0
+        t.flights[:] = 0
         self.scheduler.release_drained()  # preempted requests queue again here
         self.ledger.forget_all()
         for request in list(self.scheduler.waiting) if self.failure else ():

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from polydraft.device import Array
 from polydraft.runtime.kv_blocks import BlockLedger
 from polydraft.runtime.plan import StepOutcome, StepPlan
 from polydraft.runtime.request import Request, Status
@@ -30,32 +29,26 @@ def apply(
     down."""
     assert outcome.step_id == plan.step_id, "an outcome is folded in with the plan of its own step"
     t, ids = slots, outcome.slots
-    t.in_flight[ids] -= 1
-    t.in_flight_decode[ids] -= plan.decode
-    t.in_flight_tokens[ids] -= plan.emits
+    t.flights -= plan.flights
     live = (t.epoch[ids] == outcome.epochs) & ~t.leaving[ids]
     every = np.count_nonzero(live) == len(live)  # four times as fast as `all`, and so with `any`
-    keep: Array | slice = slice(None) if every else np.flatnonzero(live)
     if outcome.logprobs is not None:
         outcome.logprobs.belong(outcome.num_tokens, None if every else live, t.occupants())
         t.reports.append(outcome.logprobs)
-    return _fold(t, ledger, ids[keep], outcome, keep, totals)
+    return _fold(t, ledger, outcome if every else outcome.of(live), totals)
 
 
-def _fold(
-    t: SlotTable, ledger: BlockLedger, ids: Array, outcome: StepOutcome, keep: Array | slice, totals: EngineTotals | None
-) -> list[Request]:
-    num_tokens, drafted = outcome.num_tokens[keep], outcome.drafted[keep]
+def _fold(t: SlotTable, ledger: BlockLedger, outcome: StepOutcome, totals: EngineTotals | None) -> list[Request]:
+    ids, num_tokens, drafted, kv_len = outcome.slots, outcome.num_tokens, outcome.drafted, outcome.kv_len
     known = t.num_known[ids]
     # Whole windows: what stands behind the known tokens is nobody's.
-    t.tokens[ids[:, None], known[:, None] + _PLACES[: outcome.tokens.shape[1]]] = outcome.tokens[keep]
-    t.num_known[ids] = known + num_tokens
-    kv_len = t.kv_len[ids] = outcome.kv_len[keep]
+    t.tokens[ids[:, None], known[:, None] + _PLACES[: outcome.tokens.shape[1]]] = outcome.tokens
+    t.num_known[ids], t.kv_len[ids] = known + num_tokens, kv_len
 
-    rounds, with_round, accepted = drafted >= 0, ids, outcome.accepted[keep]
+    rounds, with_round, accepted = drafted >= 0, ids, outcome.accepted
     if np.count_nonzero(rounds) < len(rounds):
         if totals is not None:
-            totals.paused += int((outcome.phase[keep] == _PAUSED).sum())
+            totals.paused += int((outcome.phase == _PAUSED).sum())
         with_round, accepted, drafted = ids[rounds], accepted[rounds], drafted[rounds]
     number = t.num_rounds[with_round]
     t.rounds[with_round, number], t.round_drafts[with_round, number] = accepted, drafted
@@ -63,7 +56,7 @@ def _fold(
     if totals is not None:
         totals.add(int(num_tokens.sum()), accepted, drafted)
 
-    finish = outcome.finish[keep]
+    finish = outcome.finish
     if not np.count_nonzero(finish):
         ledger.remember(ids, t.tokens, kv_len)
         return []

@@ -6,7 +6,7 @@ plain, frozen and versioned; neither refers to a request object, so a plan could
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -22,7 +22,8 @@ class StepPlan:
 
     `slots` [n] intp: scheduled slots in launch order, as an index: with int32 NumPy takes three times as long. `rows`, `epochs`
     [n]: the rows each may fill (chunk length, or the window), and the epoch of the request in it. `decode`, `emits` [n] bool:
-    runs a window; puts out at least one token unless paused.
+    runs a window; puts out at least one token unless paused. `flights` [3, B] int64: by slot, what the step adds to those of
+    the slot table while it is in flight.
     `slot_updates` [U, F], `token_updates` [T, 3], `block_updates` [M, 3], `bias_updates` [J, 4], `bad_word_updates` [Y, 3]:
     staged writes.
     `num_rows`, `num_logit_rows`: upper bounds of what the device will pack. A plan with the very `slots` of the one before has
@@ -35,6 +36,7 @@ class StepPlan:
     epochs: Array
     decode: Array
     emits: Array
+    flights: Array
     slot_updates: Array
     token_updates: Array
     block_updates: Array
@@ -86,3 +88,8 @@ class StepOutcome:
     logprobs: PackedLogprobs | None = None
     """Of the tokens, for the sequences whose slot wants them, and of prompt tokens; None where nobody wants any."""
     version: int = PLAN_VERSION
+
+    def of(self, some: Array) -> StepOutcome:
+        """What it did to these sequences, [n] bool; log probabilities are those of all."""
+        by_sequence = ("slots", "epochs", "num_tokens", "accepted", "drafted", "finish", "phase", "kv_len", "tokens")
+        return replace(self, **{name: getattr(self, name)[some] for name in by_sequence})

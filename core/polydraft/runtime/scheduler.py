@@ -210,7 +210,7 @@ class Scheduler:
         admitted = [int(update[SlotUpdate.SLOT]) for update in slot_updates]
         if last is not None:  # the steady state: the very same arrays again, so that staging need not send them
             slots, rows, runs_window, emits = last.slots, last.rows, last.decode, last.emits
-            epochs, sampling, processed = last.epochs, last.sampling, last.processed
+            flights, epochs, sampling, processed = last.flights, last.epochs, last.sampling, last.processed
             num_top, drawn_top, drafting = last.num_top, last.drawn_top, last.drafting
             num_logit_rows, prompt_top, num_prompt_rows = last.num_logit_rows, last.prompt_top, last.num_prompt_rows
         else:
@@ -218,6 +218,8 @@ class Scheduler:
             epochs, sampling, processed = t.epoch[slots], bool(t.sampling[slots].any()), bool(t.processed[slots].any())
             runs_window = t.phase[slots] == _DECODE
             emits = runs_window | (t.prefill_planned[slots] + rows == t.num_known[slots])
+            flights = np.zeros_like(t.flights)
+            flights[:, slots] = np.ones(len(slots), bool), runs_window, emits
             num_top, drafting = self._num_top(slots), bool((t.window[slots] > 1).any())
             drawn_top = None if num_top is None else np.where(t.sampling, num_top, np.int32(-1))
             num_logit_rows = windows + sum(self._is_last(s, c) for s, c in chunks)
@@ -229,6 +231,7 @@ class Scheduler:
             epochs=epochs,
             decode=runs_window,
             emits=emits,
+            flights=flights,
             slot_updates=np.stack(slot_updates) if slot_updates else self._no_slot_updates,
             token_updates=self._token_updates(admitted) if admitted else _NO_TRIPLES,
             block_updates=blocks,
@@ -320,9 +323,7 @@ class Scheduler:
     def _advance(self, plan: StepPlan) -> None:
         """Move the planned state behind this step."""
         t, slots = self.slots, plan.slots
-        t.in_flight[slots] += 1
-        t.in_flight_decode[slots] += plan.decode
-        t.in_flight_tokens[slots] += plan.emits
+        t.flights += plan.flights
         if plan.has_prefill:
             t.prefill_planned[slots] += np.where(plan.decode, 0, plan.rows)
             ends = ~plan.decode & (t.prefill_planned[slots] == t.prefill_len[slots])

@@ -24,7 +24,8 @@ class SlotTable:
     `window`: rows of a round at most, the drafts that the request lets be verified and one.
     Planned: `phase` (PREFILL until its last chunk is planned), `prefill_planned` rows.
     In flight: `in_flight` steps that hold the slot, `in_flight_decode` those that run a window, `in_flight_tokens` those that
-    emit at least one token unless paused. `leaving`: not scheduled any more, released once nothing is in flight.
+    emit at least one token unless paused; `flights` [3, B] is the three of them. `leaving`: not scheduled any more, released
+    once nothing is in flight.
     For output: `told`, `told_rounds` (tokens and rounds that were reported), and whether somebody waits for more: `streaming`,
     `watched` (a stop string may end it), `fresh` (no token yet). `reports`: log probabilities that steps brought, for whoever
     makes results.
@@ -53,9 +54,8 @@ class SlotTable:
         self.streaming = np.zeros(b, bool)
         self.watched = np.zeros(b, bool)
         self.fresh = np.zeros(b, bool)
-        self.in_flight = np.zeros(b, np.int64)
-        self.in_flight_decode = np.zeros(b, np.int64)
-        self.in_flight_tokens = np.zeros(b, np.int64)
+        self.flights = np.zeros((3, b), np.int64)
+        self.in_flight, self.in_flight_decode, self.in_flight_tokens = self.flights
         self.tokens = np.full((b, limits.max_len + limits.window), NO_TOKEN, np.int32)
         self.rounds = np.zeros((b, limits.max_len), np.uint8)
         self.round_drafts = np.zeros((b, limits.max_len), np.uint8)
@@ -98,8 +98,7 @@ class SlotTable:
         self.round_drafts[slot, : len(request.rounds)] = request.round_drafts
         self.num_rounds[slot] = len(request.rounds)
         self.num_top[slot], self.prompt_top[slot] = _wish(request.params.logprobs), _wish(request.params.prompt_logprobs)
-        for counter in (self.in_flight, self.in_flight_decode, self.in_flight_tokens):
-            counter[slot] = 0
+        self.flights[:, slot] = 0
         self.leaving[slot] = False
 
     def _most_rows(self, max_drafts: int | None) -> int:
@@ -119,7 +118,7 @@ class SlotTable:
         assert self.in_flight[slot] == 0, "a slot was released while a step that holds it is in flight"
         self.request[slot] = self._occupants = None
         self.phase[slot] = Phase.IDLE
-        self.leaving[slot] = self.streaming[slot] = False
+        self.leaving[slot] = self.streaming[slot] = self.watched[slot] = self.fresh[slot] = False
         self.num_top[slot] = self.prompt_top[slot] = -1
 
 

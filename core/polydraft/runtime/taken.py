@@ -128,8 +128,11 @@ class Results:
     def advance(self, outcome: StepOutcome) -> list[Request]:
         """Note first tokens, and decode the new ones of requests that watch for stop strings; returns those that one ended."""
         t = self.slots
-        slots = outcome.slots
-        waited_for = slots[(t.fresh[slots] | t.watched[slots]) & (outcome.num_tokens > 0) & ~t.leaving[slots]]
+        awaited = t.fresh | t.watched
+        if not np.count_nonzero(awaited):
+            return []
+        slots = outcome.slots[outcome.num_tokens > 0]
+        waited_for = slots[awaited[slots] & ~t.leaving[slots]]
         return [t.request[slot] for slot in waited_for.tolist() if self._advance(slot)]
 
     def _advance(self, slot: int) -> bool:

@@ -32,7 +32,7 @@ def plan(step_id: int, slots: list[int], rows: list[int], **updates: Any) -> Ste
     n, columns = len(slots), staged_columns()
     empty = {name: np.empty((0, width), np.int32) for name, width in columns.items()}
     return StepPlan(
-        step_id=step_id, slots=np.array(slots, np.int32), rows=np.array(rows, np.int32), epochs=np.ones(n, np.int32),
+        step_id=step_id, slots=np.array(slots, np.intp), rows=np.array(rows, np.int32), epochs=np.ones(n, np.int32),
         decode=np.ones(n, bool), emits=np.ones(n, bool), flights=np.ones((3, n), np.int64), num_rows=sum(rows),
         num_logit_rows=sum(rows), has_prefill=False, sampling=False, processed=bool(updates), **{**empty, **updates},
     )  # fmt: skip

@@ -155,6 +155,7 @@ RECORDS = [
     Record(StepOutcome, r"(^|\.)outcome$"),
 ]
 FOR_OTHERS = {
+    "StepPlan.epochs": "whoever runs a plan can see that it has the requests that are meant, as the tests' device does",
     "StepPlan.version": "a plan may come from another process, which checks it",
     "StepOutcome.version": "likewise",
 }

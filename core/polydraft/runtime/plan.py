@@ -65,6 +65,13 @@ class StepPlan:
     def num_seqs(self) -> int:
         return len(self.slots)
 
+    def again(self, step_id: int, block_updates: Array) -> StepPlan:
+        """The plan of a step after one without prefill, for the very same slots: all arrays are the same ones, so that staging
+        need not send them, and only blocks may be new. Unlike `replace` it costs next to nothing, and most plans are made so."""
+        plan = object.__new__(StepPlan)
+        vars(plan).update(vars(self), step_id=step_id, block_updates=block_updates)
+        return plan
+
 
 @dataclass(frozen=True)
 class StepOutcome:

@@ -68,12 +68,17 @@ class Scheduler:
         if not len(decode) and not chunks:
             # What was preempted just now and has nothing in flight makes room at once: no step goes by for it.
             return self.plan() if self._drained().size else None
-        plan = self._assemble(decode, windows, None if chunks else last, chunks, slot_updates, [blocks, *grants])
+        self._step_id += 1
+        if last is None or chunks:
+            plan = self._assemble(decode, windows, chunks, slot_updates, [blocks, *grants])
+        else:
+            plan = last.again(self._step_id, blocks)
+        self._last = plan
         self._advance(plan)
         return plan
 
     def _last_of(self, decode: Array) -> StepPlan | None:
-        """The last plan, where it ran windows of just these slots: what follows from who runs is as it was."""
+        """The last plan, where it ran windows of these very slots and nothing else."""
         last = self._last
         return last if last is not None and not last.has_prefill and last.slots.tobytes() == decode.tobytes() else None
 
@@ -92,9 +97,10 @@ class Scheduler:
         t, limits, ledger = self.slots, self.limits, self.ledger
         base, most = np.maximum(t.kv_len[decode], t.prefill_planned[decode]), t.max_total[decode]
         ahead = base + t.in_flight_decode[decode] * limits.window + (limits.window + 2 * limits.num_drafts)
-        if ledger.cover(decode, np.minimum(ahead, most)):
+        ahead = np.minimum(ahead, most)
+        if ledger.cover(decode, ahead):
             return decode, _NO_TRIPLES, False
-        lacking = ledger.lacking(decode, np.minimum(ahead, most))
+        lacking = ledger.lacking(decode, ahead)
         if lacking.sum() > ledger.num_free:
             return self._grant_scarce(decode, base, lacking)
         more = ledger.lacking(decode, np.minimum(ahead + COMPANY * limits.window, most))
@@ -201,54 +207,41 @@ class Scheduler:
 
     # -- assembling --------------------------------------------------------------------------------
     def _assemble(
-        self, decode: Array, windows: int, last: StepPlan | None, chunks: list[tuple[int, int]], slot_updates: list[Array],
-        grants: list[Array],
-    ) -> StepPlan:  # fmt: skip
+        self, decode: Array, windows: int, chunks: list[tuple[int, int]], slot_updates: list[Array], grants: list[Array]
+    ) -> StepPlan:
         t = self.slots
-        self._step_id += 1
-        blocks = np.concatenate(grants) if len(grants) > 1 else grants[0]
+        slots, rows = self._launch_order(decode, chunks)
+        runs_window = t.phase[slots] == _DECODE
+        emits = runs_window | (t.prefill_planned[slots] + rows == t.num_known[slots])
+        flights = np.zeros_like(t.flights)
+        flights[:, slots] = np.ones(len(slots), bool), runs_window, emits
         admitted = [int(update[SlotUpdate.SLOT]) for update in slot_updates]
-        if last is not None:  # the steady state: the very same arrays again, so that staging need not send them
-            slots, rows, runs_window, emits = last.slots, last.rows, last.decode, last.emits
-            flights, epochs, sampling, processed = last.flights, last.epochs, last.sampling, last.processed
-            num_top, drawn_top, drafting = last.num_top, last.drawn_top, last.drafting
-            num_logit_rows, prompt_top, num_prompt_rows = last.num_logit_rows, last.prompt_top, last.num_prompt_rows
-        else:
-            slots, rows = self._launch_order(decode, chunks)
-            epochs, sampling, processed = t.epoch[slots], bool(t.sampling[slots].any()), bool(t.processed[slots].any())
-            runs_window = t.phase[slots] == _DECODE
-            emits = runs_window | (t.prefill_planned[slots] + rows == t.num_known[slots])
-            flights = np.zeros_like(t.flights)
-            flights[:, slots] = np.ones(len(slots), bool), runs_window, emits
-            num_top, drafting = self._num_top(slots), bool((t.window[slots] > 1).any())
-            drawn_top = None if num_top is None else np.where(t.sampling, num_top, np.int32(-1))
-            num_logit_rows = windows + sum(self._is_last(s, c) for s, c in chunks)
-            prompt_top, num_prompt_rows = self._prompt_top(chunks)
-        self._last = plan = StepPlan(
+        num_top = self._num_top(slots)
+        prompt_top, num_prompt_rows = self._prompt_top(chunks)
+        return StepPlan(
             step_id=self._step_id,
             slots=slots,
             rows=rows,
-            epochs=epochs,
+            epochs=t.epoch[slots],
             decode=runs_window,
             emits=emits,
             flights=flights,
             slot_updates=np.stack(slot_updates) if slot_updates else self._no_slot_updates,
             token_updates=self._token_updates(admitted) if admitted else _NO_TRIPLES,
-            block_updates=blocks,
-            num_rows=windows + sum([c for _, c in chunks]),
-            num_logit_rows=num_logit_rows,
+            block_updates=np.concatenate(grants) if len(grants) > 1 else grants[0],
+            num_rows=windows + sum(c for _, c in chunks),
+            num_logit_rows=windows + sum(self._is_last(s, c) for s, c in chunks),
             has_prefill=bool(chunks),
-            drafting=drafting,
-            sampling=sampling,
-            processed=processed,
+            drafting=bool((t.window[slots] > 1).any()),
+            sampling=bool(t.sampling[slots].any()),
+            processed=bool(t.processed[slots].any()),
             bias_updates=bias_updates(t.request, admitted) if admitted else _NO_BIASES,
             bad_word_updates=bad_word_updates(t.request, admitted) if admitted else _NO_TRIPLES,
             num_top=num_top,
-            drawn_top=drawn_top,
+            drawn_top=None if num_top is None else np.where(t.sampling, num_top, np.int32(-1)),
             prompt_top=prompt_top,
             num_prompt_rows=num_prompt_rows,
         )
-        return plan
 
     def _launch_order(self, decode: Array, chunks: list[tuple[int, int]]) -> tuple[Array, Array]:
         """Slots and planned rows in the order the backend packs them."""

@@ -56,6 +56,16 @@ def test_lacking_is_what_is_missing_and_never_negative():
     assert book.lacking(ids(0, 0, 1), ids(3, 5, 3)).tolist() == [0, 1, 2]
 
 
+def test_room_is_negative_where_something_is_lacking():
+    book = ledger()
+    book.grant(ids(0), ids(2))
+    tokens = np.arange(40)
+    for slot in (0, 1):
+        slots = np.full(40, slot)
+        assert ((book.room(slots, tokens) < 0) == (book.lacking(slots, tokens) > 0)).all()
+    assert book.room(ids(0, 1), ids(3, 0)).tolist() == [2 * book.block_size - 3, 0]
+
+
 def test_release_gives_back_everything_and_may_be_repeated():
     book = ledger()
     book.grant(ids(0, 1), ids(3, 2))

@@ -60,9 +60,10 @@ class BlockLedger:
         """Blocks that hold this many tokens."""
         return -(-tokens // self.block_size)
 
-    def cover(self, slots: Array, tokens: Array) -> bool:
-        """Whether what each slot holds is enough for its count of tokens: that nothing is lacking, in a third of the time."""
-        return not np.count_nonzero(tokens > self.num_granted[slots] * self.block_size)
+    def room(self, slots: Array, tokens: Array) -> Array:
+        """Tokens that each slot's blocks hold beyond its count of them; below 0 where it lacks some."""
+        room: Array = self.num_granted[slots] * self.block_size - tokens
+        return room
 
     def lacking(self, slots: Array, tokens: Array) -> Array:
         """Blocks each slot still needs to hold its count of tokens."""

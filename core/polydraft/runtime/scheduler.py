@@ -53,6 +53,8 @@ class Scheduler:
         """Of those that wait everybody, those that have been in a slot already, or nobody."""
         self._step_id = 0
         self._last: StepPlan | None = None
+        self._windows_ahead = 0
+        """Further steps of the last one's slots in which none can lack a block: what each may need grows by a window a step."""
         self._shuffle = np.random.default_rng(0)
         self._no_slot_updates = np.empty((0, SLOT_UPDATE_STOP_TOKENS + limits.max_stop_tokens), np.int32)
 
@@ -94,11 +96,16 @@ class Scheduler:
         ran short: then nobody is admitted into what is left."""
         if not len(decode):
             return decode, _NO_TRIPLES, False
+        if self._windows_ahead and self._last_of(decode) is not None:
+            self._windows_ahead -= 1
+            return decode, _NO_TRIPLES, False
         t, limits, ledger = self.slots, self.limits, self.ledger
         base, most = np.maximum(t.kv_len[decode], t.prefill_planned[decode]), t.max_total[decode]
         ahead = base + t.in_flight_decode[decode] * limits.window + (limits.window + 2 * limits.num_drafts)
         ahead = np.minimum(ahead, most)
-        if ledger.cover(decode, ahead):
+        room = int(ledger.room(decode, ahead).min())
+        self._windows_ahead = max(room, 0) // limits.window
+        if room >= 0:
             return decode, _NO_TRIPLES, False
         lacking = ledger.lacking(decode, ahead)
         if lacking.sum() > ledger.num_free:

@@ -18,8 +18,8 @@ from polydraft.sentinels import NO_TOKEN, Phase
 class SlotTable:
     """Per-slot arrays, indexed by slot [B].
 
-    Applied (from snapshots): `num_known`, `kv_len`, `num_rounds`, `tokens` [B, L + W] (with room for the window that is longer
-    than what it brought), `rounds` [B, L] (drafts accepted) and `round_drafts` [B, L] (drafts verified).
+    Applied (from snapshots): `num_known`, `kv_len`, `num_rounds`, `tokens` [B, L + W] (windows are written whole), `rounds`
+    [B, L] (drafts accepted) and `round_drafts` [B, L] (drafts verified).
     Wished for: `num_top`, `prompt_top`: most likely tokens reported beside each, -1 for no log probabilities.
     `window`: rows of a round at most, the drafts that the request lets be verified and one.
     Planned: `phase` (PREFILL until its last chunk is planned), `prefill_planned` rows.

@@ -24,6 +24,7 @@ from polydraft.bench.measure import Load, full_steps, profiled, run, timed
 from polydraft.bench.shapes import RandomCheckpoint
 from polydraft.bench.suite import Suite
 from polydraft.cli import main
+from polydraft.cli.bench import EXAMPLES
 from polydraft.config import EngineConfig
 from polydraft.errors import CheckpointError, ConfigError, DeviceError, RequestError
 from polydraft.models.families import FamilyRegistry
@@ -388,6 +389,49 @@ def test_bench_as_json_and_into_a_file(bench: Callable[..., Result], tmp_path: P
     assert json.loads(out.read_text()) == result.json
     assert [row["draft_tokens"] for row in result.json["rows"]] == [0, 1]
     assert {row["shape"] for row in result.json["rows"]} == {"narrow"}
+
+
+@pytest.mark.parametrize("example", [line.split()[2:] for line in EXAMPLES.splitlines() if "polydraft bench" in line], ids=" ".join)
+def test_every_example_of_the_help_runs(
+    command: Callable[..., Result], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, example: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bench").symlink_to(ROOT / "bench")
+    # Texts may be short where no example asks for their length: what an example names is run as it stands.
+    result = command("bench", "--new-tokens", 24, *example, "--repeats", 1)
+    assert result.status == 0, result.err
+
+
+def test_an_error_leaves_the_rows_that_were_finished(bench: Callable[..., Result], tmp_path: Path) -> None:
+    """Requests end before the last of them begins."""
+    out, short = tmp_path / "result.json", ("--draft-tokens", "0", "--prompt-tokens", 40, "--new-tokens", 2)
+    for batch, batches in (("60", []), ("1,60", [1])):
+        result = bench(*short, "--batch", batch, "--out", out, "--json")
+        assert (result.status, "no step had a round of all 60 requests" in result.err) == (2, True)
+        if batches:
+            assert [row["batch"] for row in result.json["rows"]] == batches
+            assert json.loads(out.read_text()) == result.json
+        else:
+            assert json.loads(result.out)["schema"] == "polydraft.error/1"
+
+
+@pytest.mark.parametrize("more", [(), ("--json",)], ids=["people", "json"])
+def test_ctrl_c_leaves_the_rows_that_were_finished(
+    bench: Callable[..., Result], monkeypatch: pytest.MonkeyPatch, more: tuple[str, ...]
+) -> None:
+    def interrupted(engine: Engine, load: Load) -> dict[str, float]:
+        if load.batch == 2:
+            raise KeyboardInterrupt
+        return timed(engine, load)
+
+    monkeypatch.setattr("polydraft.bench.suite.timed", interrupted)
+    result = bench("--batch", "1,2", "--draft-tokens", "1", *more)
+    assert (result.status, result.err.splitlines()[-1]) == (
+        130, "polydraft: interrupted; the answer holds what was finished by then",
+    )  # fmt: skip
+    assert [row["batch"] for row in result.json["rows"]] == [1] if more else "B=1 K=1" in result.out
+    nothing = bench("--batch", "2", *more)
+    assert (nothing.status, nothing.err.splitlines()[-1]) == (130, "polydraft: interrupted before there was a result")
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ import click
 
 from polydraft import environment
 from polydraft._version import __version__
-from polydraft.cli.options import FAILED, INTERRUPTED, USAGE
+from polydraft.cli.options import FAILED, INTERRUPTED, USAGE, Answered
 from polydraft.errors import CapabilityError, ConfigError, PolydraftError, RequestError, UnknownPluginError
 
 COMMANDS = {
@@ -93,23 +93,26 @@ class Program(click.Group):
 
 
 def tell(error: BaseException, args: Sequence[str]) -> int:
-    """Print `error` as one sentence on standard error, and with --json as one object on standard output; return the status."""
+    """Print `error` as one sentence on standard error, and with --json as one object on standard output, unless the command has
+    answered there; return the status."""
+    answered = isinstance(error, Answered)
+    error = error.reason if isinstance(error, Answered) else error
     options = args[: args.index("--")] if "--" in args else args
     if "--debug" in options or _debug_by_environment():
         traceback.print_exception(error)
-    message, status = sentence(error), status_of(error)
+    message, status = sentence(error, answered=answered), status_of(error)
     click.echo(f"polydraft: {message}", err=True)
-    if "--json" in options:
+    if "--json" in options and not answered:
         kind = "UsageError" if isinstance(error, click.ClickException) else type(error).__name__
         answer = {"schema": "polydraft.error/1", "error": {"type": kind, "message": message, "exit_code": status}}
         click.echo(json.dumps(answer))
     return status
 
 
-def sentence(error: BaseException) -> str:
-    """What went wrong, as one sentence."""
+def sentence(error: BaseException, *, answered: bool = False) -> str:
+    """What went wrong, as one sentence. `answered`: behind what the command had by then."""
     if status_of(error) == INTERRUPTED:
-        return "interrupted before there was a result"
+        return "interrupted; the answer holds what was finished by then" if answered else "interrupted before there was a result"
     if isinstance(error, click.UsageError):
         where = error.ctx.command_path if error.ctx else "polydraft"
         return f"{error.format_message().rstrip('.')}; see {where} --help"

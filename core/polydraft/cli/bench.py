@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from polydraft.cli.options import common, listed, names, whole_or_auto
+from polydraft.cli.options import Answered, common, listed, names, whole_or_auto
+from polydraft.errors import PolydraftError
 
 if TYPE_CHECKING:
     from polydraft.bench.suite import Suite
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 EXAMPLES = """\b
 Examples:
   polydraft bench
-  polydraft bench --backend null --batch 1,64,256 --draft-tokens 3
+  polydraft bench --backend null --batch 1,64,256 --draft-tokens 3 --new-tokens 256
   polydraft bench --shape bench/shapes/tiny.json --draft-tokens 0,3 --accept-schedule 0.9,0.7,0.5
   polydraft bench --compare overlap --batch 8 --json --out result.json
 """
@@ -69,20 +70,32 @@ def command(out: str | None, no_color: bool, as_json: bool, **options: Any) -> i
 
     With --accept-schedule the drafts are accepted by chance, to time shapes without trained weights: such a result is
     synthetic and says so. On the backend null every draft is accepted, so that it shows what the host takes alone.
+
+    A run that breaks off, by Ctrl-C or by an error, shows the batch sizes that it has finished.
     """
     from polydraft.bench import report
 
     suite = _suite(options)
     if out:
         _claim(out)
-    with _progress() as progress:
-        result = report.document(list(suite.run(progress)))
+    rows: list[dict[str, Any]] = []
+    broken_off: BaseException | None = None
+    try:
+        with _progress() as progress:
+            rows.extend(suite.run(progress))
+    except (PolydraftError, KeyboardInterrupt) as error:
+        if not rows:
+            raise
+        broken_off = error
+    result = report.document(rows)
     if out:
         report.write(out, result)
     if as_json:
         click.echo(json.dumps(result))
     else:
         _show(result, color=not no_color)
+    if broken_off is not None:
+        raise Answered(broken_off)
     return 0
 
 

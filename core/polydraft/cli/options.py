@@ -23,6 +23,15 @@ ENGINE = (
 """Fields of `EngineConfig` that `engine` gives a command options for."""
 
 
+class Answered(Exception):  # noqa: N818  it carries the error that it stands for
+    """Raised by a command that broke off and has printed what it had: `reason` is told on standard error alone, and sets the
+    status, since standard output has its answer."""
+
+    def __init__(self, reason: BaseException) -> None:
+        super().__init__(str(reason))
+        self.reason = reason
+
+
 def common(command: Command) -> Command:
     """Give a command `--json` (as the argument `as_json`) and `--debug` (read where errors are told)."""
     command = click.option("--debug", is_flag=True, expose_value=False, help="Show the traceback of an error.")(command)

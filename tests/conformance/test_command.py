@@ -151,6 +151,19 @@ def test_bad_usage(conform: Callable[..., Answer], args: tuple[str, ...], said: 
     assert answer.err.count("\n") == 1
 
 
+@pytest.mark.parametrize("what", [("reference",), ("--matrix", "reference,emulator"), ("reference", "--enable-variants")])
+def test_reports_that_cannot_be_written_are_refused_before_anything_runs(
+    conform: Callable[..., Answer], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, what: tuple[str, ...]
+):
+    (tmp_path / "file").touch()
+    monkeypatch.setattr("polydraft.conformance.report.conform", lambda *given, **named: pytest.fail("it ran"))
+    monkeypatch.setattr("polydraft.conformance.enabling.enable", lambda *given, **named: pytest.fail("it ran"))
+    for out in ("file", "file/below"):
+        answer = conform(*what, "--out", str(tmp_path / out))
+        assert (answer.status, answer.out, answer.err.count("\n")) == (2, "", 1)
+        assert f"nothing can be written into {tmp_path / 'file'}" in answer.err
+
+
 def test_the_schemas_refuse_what_does_not_fit(conform: Callable[..., Answer]):
     report = conform("reference", "--level", "L1", "--json").json
     schema = json.loads((ROOT / "core/polydraft/schemas/conform-1.json").read_text())

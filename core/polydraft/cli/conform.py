@@ -172,9 +172,11 @@ def _run(
     as_json: bool,
 ) -> int:
     from polydraft.conformance.pages import page
-    from polydraft.conformance.report import command_line, conform
+    from polydraft.conformance.report import command_line, conform, make_folder
     from polydraft.conformance.waivers import load
 
+    if out is not None:
+        make_folder(out)
     report = conform(
         backend, device=device, selection=selection, files=plugins, packs=kernels,
         waivers=load(waivers) if waivers else (), command=command_line(), listen=_progress(), limit_s=limit_s,
@@ -260,10 +262,12 @@ def _prove(backend: str, *, device: str, plugins: tuple[str, ...], as_json: bool
 
 def _enable(backend: str, *, device: str, limit_s: float, out: Path | None, as_json: bool) -> int:
     from polydraft.conformance.enabling import enable
+    from polydraft.conformance.report import make_folder
 
+    if out is not None:
+        make_folder(out)
     trials = enable(backend, device=device, limit_s=limit_s, listen=_progress())
     if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
         (out / "variants.json").write_text(json.dumps(trials.content, indent=1) + "\n", encoding="utf-8")
     click.echo(json.dumps(trials.content) if as_json else trials.page(), nl=as_json)
     return trials.status

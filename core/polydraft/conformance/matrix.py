@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple
 
 from polydraft.conformance.outcomes import LEVELS, OUTCOMES, PROFILES, SPEC
 from polydraft.conformance.pages import claim_of
-from polydraft.conformance.report import Report
+from polydraft.conformance.report import Report, make_folder
 
 SCHEMA: Final = "polydraft.matrix/1"
 NOT_RUN: Final = "not run"
@@ -108,7 +108,7 @@ def plain(content: Mapping[str, Any]) -> str:
 
 def write(content: Mapping[str, Any], directory: Path) -> None:
     """Write matrix.json and matrix.md into `directory`, which is made where it is missing."""
-    directory.mkdir(parents=True, exist_ok=True)
+    make_folder(directory)
     (directory / "matrix.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     (directory / "matrix.md").write_text(markdown(content), encoding="utf-8")
 
@@ -131,7 +131,11 @@ def wanted(text: str) -> Wanted:
 
 def run(backends: Sequence[str], conform: Callable[[str, str, str], Report], directory: Path | None = None) -> dict[str, Any]:
     """Run `conform(name, device, profile)` on each of `backends` (see `wanted`), and make the table of the reports; with
-    `directory`, each report is written into a folder of its own beside the table."""
+    `directory`, each report is written into a folder of its own beside the table. Raises `ConfigError`, before anything is run,
+    where one of these folders cannot be."""
+    if directory is not None:
+        for text in backends:
+            make_folder(directory / _folder(text))
     reports: list[Report] = []
     for text in backends:
         reports.append(conform(*wanted(text)))

@@ -10,6 +10,7 @@ import hashlib
 import json
 import platform
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -137,10 +138,24 @@ class Report:
         """Write report.json, junit.xml and report.txt into `directory`, which is made where it is missing."""
         from polydraft.conformance.pages import junit, page
 
-        directory.mkdir(parents=True, exist_ok=True)
+        make_folder(directory)
         (directory / "report.json").write_text(json.dumps(self.content, indent=1) + "\n", encoding="utf-8")
         (directory / "junit.xml").write_text(junit(self), encoding="utf-8")
         (directory / "report.txt").write_text(page(self), encoding="utf-8")
+
+
+def make_folder(directory: Path) -> None:
+    """Make the folder that a report will be written into, where it is missing. Raises `ConfigError` where nothing can be written
+    there; asked before a run, that costs no result."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"nothing can be written into {directory}, got {error.strerror or error}, wanted a folder of yours, or a name for "
+            "a new one; choose another"
+        ) from error
 
 
 def conform(

@@ -8,6 +8,7 @@ be. It never runs an engine and needs no model where the weights are in the file
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -16,7 +17,7 @@ import numpy as np
 
 from polydraft.backend import StepMeta
 from polydraft.conformance.kernel_checks import Table
-from polydraft.conformance.target import Target
+from polydraft.conformance.target import Opened, Target
 from polydraft.contracts import COMPOSITES, REGISTRY
 from polydraft.contracts.base import Case, Contract, LogicalCache, TensorSpec
 from polydraft.contracts.compare import Comparison, Expected, Mismatch, compare, from_host
@@ -91,15 +92,18 @@ def replay(
     """Run the recorded calls (those numbered in `calls`; all where it is empty) on `target` and compare.
 
     `against`: "recorded", "golden", or another target that runs the same call. `weights` is asked for those that the file only
-    names. Raises `ConfigError` for what does not fit the record; an error that a kernel raises is a difference."""
+    names. Raises `ConfigError` for what does not fit the record, and what opening a device raises; an error that a kernel raises
+    is a difference."""
     chosen = [record.calls[number] for number in _numbers(record, calls)]
+    targets = (target, against) if isinstance(against, Target) else (target,)
+    for call, one in itertools.product(chosen[:1], targets):
+        _opened(record, call, one)  # what opens no device says nothing of any kernel
     differences: list[Difference] = []
     skipped: list[tuple[Call, str]] = []
     compared = elements = 0
     for call in chosen:
         if listen is not None:
             listen(call)
-        targets = (target, against) if isinstance(against, Target) else (target,)
         reason = next((why for one in targets for why in [_lacking(call, one, _kv(record))] if why), "")
         if reason:
             skipped.append((call, reason))
@@ -193,9 +197,14 @@ def _recorded(record: Record, call: Call) -> Iterator[tuple[str, tuple[Array, bo
             yield f"{name}.{half}", (_blocks(record, cache, key, record.about["dtype"]), True)
 
 
+def _opened(record: Record, call: Call, target: Target) -> Opened:
+    """A device for a call, which calls of one step share."""
+    return target.opened(dtype=record.about["dtype"], row_invariant=_invariant(record, target), key=call.step)
+
+
 def _run(record: Record, call: Call, case: Case, target: Target) -> dict[str, Array]:
     """Run a call on a backend, in the contract version that it offers."""
-    opened = target.opened(dtype=record.about["dtype"], row_invariant=_invariant(record, target), key=call.step)
+    opened = _opened(record, call, target)
     offered = target.offered
     kernel: Kernel = kernel_of(call.contract, offered.get(call.contract, call.version))
     table: Any = opened.table

@@ -12,6 +12,9 @@ import jsonschema
 import pytest
 
 from polydraft.cli import main
+from polydraft.conformance.report import Selection
+from polydraft.conformance.report import conform as run_kit
+from polydraft.errors import DeviceError
 from tests.support import minimal_backend
 from tests.support.project import ROOT
 
@@ -149,6 +152,15 @@ def test_bad_usage(conform: Callable[..., Answer], args: tuple[str, ...], said: 
     assert (answer.status, answer.out) == (2, "")
     assert said in answer.err
     assert answer.err.count("\n") == 1
+
+
+def test_a_device_that_cannot_be_opened_proves_nothing(conform: Callable[..., Answer]):
+    for given in (("reference", "--device", "foo"), ("--matrix", "reference=foo")):
+        answer = conform(*given, "--level", "L1")
+        assert (answer.status, answer.out) == (1, "")
+        assert answer.err.startswith("polydraft: the reference backend runs on 'cpu' or 'queued', got 'foo'")
+    with pytest.raises(DeviceError, match="got 'foo'"):
+        run_kit("reference", device="foo", selection=Selection(level="L1"))
 
 
 @pytest.mark.parametrize("what", [("reference",), ("--matrix", "reference,emulator"), ("reference", "--enable-variants")])

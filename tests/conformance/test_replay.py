@@ -24,7 +24,7 @@ from polydraft.contracts import REGISTRY
 from polydraft.contracts.base import Case, tensor
 from polydraft.contracts.residual_add import ResidualAddV1
 from polydraft.device import Buffer
-from polydraft.errors import ConfigError
+from polydraft.errors import ConfigError, DeviceError
 from polydraft.record import CallRecorder, steps_of
 from polydraft.record_file import Record, Tensors, read, write
 from polydraft.replay import in_version, replay
@@ -232,6 +232,13 @@ def test_a_kernel_that_raises_differs(record: Record):
     answer = replay(record, Target(raising("swiglu", ZeroDivisionError)))
     assert {difference.call.contract for difference in answer.differences} == {"swiglu"}
     assert "an error: ZeroDivisionError: swiglu is not ready" in answer.differences[0].sentence
+
+
+def test_a_device_that_cannot_be_opened_is_no_difference(record: Record):
+    nowhere, somewhere = Target("reference", device="foo"), Target("reference")
+    for target, against in ((nowhere, "recorded"), (somewhere, nowhere)):
+        with pytest.raises(DeviceError, match="runs on 'cpu' or 'queued', got 'foo'"):
+            replay(record, target, against=against)
 
 
 def thin(*kept: str) -> Any:

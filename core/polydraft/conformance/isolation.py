@@ -49,9 +49,11 @@ class Watched:
     finished: bool = False
 
     def take(self, line: Mapping[str, Any], listen: Callable[[Result], None] | None) -> None:
-        """File one line of a child."""
+        """File one line of a child. Raises `DeviceError` where it could not open the device that was named."""
         if "begin" in line:
             self.running = line["begin"]
+        elif "refused" in line:
+            raise DeviceError(line["refused"])
         elif "result" in line:
             self.running = ""
             self.results.append(as_result(line["result"]))
@@ -79,7 +81,8 @@ def run(
     most_deaths: int = MOST_DEATHS,
 ) -> tuple[list[Result], dict[str, str]]:
     """Run the selection in children; returns results in order, and owners. `variants`: whether those of the backend that have
-    passed are in use; `limit_s`: seconds that one check may take."""
+    passed are in use; `limit_s`: seconds that one check may take. Raises `DeviceError` where a device was named that cannot be
+    opened."""
     watched = Watched()
     with tempfile.TemporaryDirectory(prefix="polydraft-conform-") as folder:
         for number in range(most_deaths):
@@ -156,6 +159,12 @@ def _child(out: TextIO, job: Mapping[str, Any]) -> None:
 
     taken = ("backend", "device", "files", "packs", "variants")
     target = Target(**{name: job[name] for name in taken})
+    if not job["done"]:  # a device that a check has lost fails the checks behind it
+        try:
+            target.refuse_unopenable()
+        except DeviceError as error:
+            tell({"refused": str(error)})
+            return
     for check in Selection(**job["selection"]).checks():
         if check.id not in job["done"]:
             tell({"begin": check.id})

@@ -25,7 +25,7 @@ from polydraft.contracts.base import Limits
 from polydraft.contracts.inputs import contract_of
 from polydraft.device import Device
 from polydraft.engine import Engine
-from polydraft.errors import PolydraftError
+from polydraft.errors import ConfigError, DeviceError, PolydraftError
 from polydraft.kernel_table import BoundTable
 from polydraft.plugins import Plugins
 
@@ -104,6 +104,16 @@ class Target:
         options = DeviceOptions(dtype or self.info.capabilities.dtypes[0], row_invariant)
         device = self.plugins.open_device(self.device_spec, options)
         return Opened(device, self.plugins.kernels(device), self.plugins.init_forward_meta)
+
+    def refuse_unopenable(self) -> None:
+        """Raise `DeviceError` where a device was named that cannot be opened: no check could say anything of the backend then. A
+        default that cannot be opened, and a plugin that fails in opening, are found by the checks."""
+        if not self.device_spec:
+            return
+        try:
+            self.plugins.open_device(self.device_spec, DeviceOptions(self.info.capabilities.dtypes[0])).close()
+        except (DeviceError, ConfigError) as error:
+            raise DeviceError(str(error)) from error
 
     def opened(self, *, dtype: str = "", row_invariant: bool = False, key: object = None) -> Opened:
         """A device that lives as long as consecutive callers agree on the arguments; `key` bounds what it piles up."""

@@ -15,6 +15,7 @@ from typing import Any
 from polydraft.contracts.kv_quant import KV_DTYPES
 from polydraft.contracts.layout import MAX_COLUMNS
 from polydraft.errors import ConfigError
+from polydraft.sampling_params import MAX_SEED
 
 AUTO = "auto"
 VERIFIERS = ("greedy", "coupled", "rejection")
@@ -98,7 +99,7 @@ class EngineConfig:
         for name in ("draft_tokens", "max_num_seqs", "max_model_len", "block_size", "num_blocks", "max_batched_tokens"):
             self._whole(name, minimum=0 if name == "draft_tokens" else 1)
         self._whole("overlap", minimum=0, maximum=2)
-        self._whole("seed", minimum=0)
+        self._whole("seed", minimum=0, maximum=MAX_SEED)
         if self.logprobs is not None:
             self._whole("logprobs", minimum=0, maximum=MAX_COLUMNS - 1)
         self._one_of("logprobs_mode", LOGPROBS_MODES)

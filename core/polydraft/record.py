@@ -50,6 +50,14 @@ def steps_of(text: str) -> frozenset[int]:
     return frozenset(found)
 
 
+def text_of(steps: Collection[int]) -> str:
+    """The shortest text that `steps_of` reads as these."""
+    ordered = sorted(steps)
+    first = [step for step in ordered if step - 1 not in steps]
+    last = [step for step in ordered if step + 1 not in steps]
+    return ",".join(f"{a}" if a == b else f"{a}-{b}" for a, b in zip(first, last, strict=True))
+
+
 def kernel_of(contract: str, version: int) -> Kernel:
     """The contract (in that version) or composite of this name. Raises `ContractError` for one that is not known here."""
     return COMPOSITES[contract] if contract in COMPOSITES else REGISTRY[f"{contract}/{version}"]

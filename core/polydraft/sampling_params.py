@@ -15,6 +15,8 @@ from typing import Any
 
 from polydraft.errors import RequestError
 
+MAX_SEED = 2**64 - 1
+"""Seeds have 64 bits."""
 MAX_STOP_TOKENS = 16
 """Stop token ids of one request, those of the model included."""
 MAX_BIASES = 300
@@ -114,7 +116,7 @@ class SamplingParams:
             ("top_p", number(self.top_p) and 0 < self.top_p <= 1, "a number above 0 and at most 1"),
             ("top_k", whole(self.top_k) and 0 <= self.top_k < 2**31, "a whole number from 0 (all tokens) to 2**31 - 1"),
             ("min_p", number(self.min_p) and 0 <= self.min_p <= 1, "a number from 0 to 1"),
-            ("seed", self.seed is None or (whole(self.seed) and 0 <= self.seed < 2**64), "a whole number of 64 bits"),
+            ("seed", self.seed is None or (whole(self.seed) and 0 <= self.seed <= MAX_SEED), "a whole number of 64 bits"),
             ("stop", all(map(text, self.stop)), "texts that are not empty"),
             ("ignore_eos", isinstance(self.ignore_eos, bool), "true or false"),
             ("stop_token_ids", all(whole(t) and t >= 0 for t in self.stop_token_ids), "token ids of at least 0"),

@@ -25,7 +25,7 @@ from polydraft.contracts.base import Case, tensor
 from polydraft.contracts.residual_add import ResidualAddV1
 from polydraft.device import Buffer
 from polydraft.errors import ConfigError, DeviceError
-from polydraft.record import CallRecorder, steps_of
+from polydraft.record import CallRecorder, steps_of, text_of
 from polydraft.record_file import Record, Tensors, read, write
 from polydraft.replay import in_version, replay
 from tests.conformance.doubles import BACKENDS, raising
@@ -101,6 +101,11 @@ def test_quantised_rows_are_replayed_as_such():
     left_out = replay(record, Target(bare)).skipped
     assert {call.contract for call, _ in left_out} == {"rope_kv_write", "paged_attention"}
     assert {why for _, why in left_out} == {"bare does not declare KV rows in int8"}
+
+
+@pytest.mark.parametrize("text", ["1-4,9", "7", "1,3-4,90-95", "2-3"])
+def test_steps_are_said_as_they_are_asked_for(text: str):
+    assert text_of(steps_of(text)) == text
 
 
 def test_steps():
@@ -320,6 +325,11 @@ def test_the_commands(polydraft: Callable[..., tuple[int, str, str]], tmp_path: 
     assert (status, f"calls of 2 steps in {file}" in err) == (0, True)
     status, out, _ = polydraft("replay", file, "--backend", "reference", "--model", model)
     assert (status, "no difference: " in out) == (0, True)
+    status, out, err = polydraft(*ask, "--record-steps", "2,90,92-99", "--json")
+    assert (status, len(json.loads(out)["requests"])) == (1, 1)
+    assert "calls of 1 steps" in err
+    assert "polydraft: steps 90,92-99 never came, the run had " in err
+    polydraft(*ask)
     status, out, _ = polydraft("replay", file, "--backend", "reference", "--against", "reference", "--model", model, "--json")
     schema = json.loads((ROOT / "core/polydraft/schemas/replay-1.json").read_text())
     jsonschema.validate(json.loads(out), schema)

@@ -283,6 +283,18 @@ def test_bad_biases_and_bad_words(generate: Callable[..., Result], flags: list[s
     assert message in result.err
 
 
+@pytest.mark.parametrize("flags", [("--prompt-logprobs", "1"), ("--provenance",)], ids=" ".join)
+def test_what_only_the_json_shows_is_refused_without_it(generate: Callable[..., Result], flags: tuple[str, ...]):
+    result = generate(PROMPT, *flags)
+    assert (result.status, result.out) == (2, "")
+    assert f"{flags[0]} " in result.error
+    assert generate(PROMPT, *flags, "--json").status == 0
+
+
+def test_the_table_of_log_probabilities_shows_provenance(generate: Callable[..., Result]):
+    assert "draft 1" in generate(PROMPT, "--logprobs", "0", "--provenance").out
+
+
 def test_stop_may_be_repeated(generate: Callable[..., Result]):
     (free,) = direct([PROMPT], params())
     words = free.text.split()
@@ -425,6 +437,7 @@ def test_no_prompt(generate: Callable[..., Result], arguments: tuple[str, ...], 
         (("--kernels", "a,,b"), 2, "UsageError", "'a,,b' has an empty name"),
         (("--temperature", "warm"), 2, "UsageError", "'warm' is not a valid float"),
         (("--draft-tokens", "-1"), 2, "ConfigError", "draft_tokens is -1, wanted a whole number of at least 0"),
+        (("--seed", str(2**64)), 2, "ConfigError", f"seed is {2**64}, wanted a whole number of at least 0 and at most {2**64 - 1}"),
         (("--temperature", "-1"), 2, "RequestError", "temperature is -1.0, wanted 0 or a number"),
         (("--proposer", "suffix"), 2, "CapabilityError", "--proposer suffix"),
         (("--proposer", "hybrid"), 2, "CapabilityError", "--proposer hybrid"),

@@ -96,6 +96,8 @@ def command(
     trace = given.pop("trace", None)
     record = _recording(given, trace)
     jobs = _jobs(prompt, prompts, sampling)
+    if not as_json:
+        _check_shown(jobs, provenance=provenance)
     given |= _most_logprobs(jobs)
     given |= {"constraints": True} if any(job.params.constrained for job in jobs) else {}
     if trace:
@@ -104,7 +106,7 @@ def command(
         replay.claim(record["file"])
     engine = _engine(given)
     try:
-        with recorded(engine, trace), replay.recorded(engine, **record, tell=lambda text: click.echo(text, err=True)):
+        with recorded(engine, trace), replay.recorded(engine, **record, tell=lambda text: click.echo(text, err=True)) as never:
             run = Run(engine, jobs)
             if as_json:
                 run.to_the_end(lambda output: None)
@@ -118,7 +120,7 @@ def command(
             click.echo(f"polydraft: request {output.id!r}: {output.error}", err=True)
     if run.interrupted:
         return INTERRUPTED
-    return FAILED if hazards or any(output.finish_reason == "error" for output in run.outputs.values()) else 0
+    return FAILED if hazards or never or any(output.finish_reason == "error" for output in run.outputs.values()) else 0
 
 
 def _recording(given: dict[str, Any], trace: str | None) -> dict[str, Any]:
@@ -186,6 +188,14 @@ def _jobs(prompt: str | None, prompts: str | None, sampling: Mapping[str, Any]) 
         return read_jobs(prompts, sampling)
     assert prompt is not None
     return [Job(read_text() if prompt == "-" else prompt, SamplingParams.from_mapping(sampling))]
+
+
+def _check_shown(jobs: Sequence[Job], *, provenance: bool) -> None:
+    """Refuse what only the JSON would show."""
+    if any(job.params.prompt_logprobs is not None for job in jobs):
+        raise click.UsageError("log probabilities of a prompt are shown by --json alone; add it, or leave --prompt-logprobs out")
+    if provenance and all(job.params.logprobs is None for job in jobs):
+        raise click.UsageError("--provenance is shown by --json, or in the table of --logprobs N; add one of them")
 
 
 def _constraint(given: dict[str, Any]) -> dict[str, Any]:

@@ -155,20 +155,25 @@ def claim(file: str) -> None:
 @contextmanager
 def recorded(
     engine: Engine, file: str | None, steps: str | None, *, weights: bool, tell: Callable[[str], None]
-) -> Iterator[None]:
+) -> Iterator[set[int]]:
     """Record the kernel calls of what the engine does inside, and write them to `file`, also when it ends by an error; None
-    records nothing."""
+    records nothing. Yields a set which holds, behind the block, those of the `steps` that were asked for and never came."""
+    never: set[int] = set()
     if file is None:
-        yield
+        yield never
         return
-    from polydraft.record import DEFAULT_STEPS, CallRecorder, steps_of
+    from polydraft.record import DEFAULT_STEPS, CallRecorder, steps_of, text_of
     from polydraft.record_file import write
 
-    recorder = CallRecorder(engine, steps_of(steps) if steps else DEFAULT_STEPS, include_weights=weights)
+    asked = steps_of(steps) if steps else frozenset()
+    recorder = CallRecorder(engine, asked or DEFAULT_STEPS, include_weights=weights)
     try:
-        yield
+        yield never
     finally:
         recorder.remove()
         record = recorder.finish()
         write(file, record)
         tell(f"recorded {len(record.calls)} calls of {len(record.steps)} steps in {file}")
+        never |= asked - set(record.steps)
+        if never:
+            tell(f"polydraft: steps {text_of(never)} never came, the run had {engine.totals.steps}; lower --record-steps")

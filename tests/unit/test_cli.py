@@ -118,6 +118,11 @@ def test_version(run: Callable[..., Result]):
     assert run("--version") == (0, f"polydraft {__version__}\n", "")
 
 
+def test_the_package_is_the_command():
+    done = subprocess.run([sys.executable, "-m", "polydraft", "--version"], capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == (f"polydraft {__version__}\n", "")
+
+
 @pytest.mark.parametrize("command", [(), *((name,) for name in COMMANDS)], ids=" ".join)
 def test_help_has_examples(run: Callable[..., Result], command: tuple[str, ...]):
     result = run(*command, "--help")

@@ -1,0 +1,6 @@
+"""Owns `python -m polydraft`, which is the command `polydraft`."""
+
+from polydraft.cli import main
+
+if __name__ == "__main__":
+    main()

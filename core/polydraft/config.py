@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Mapping
+import os
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,7 +96,11 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         for name in ("kernels", "plugins", "graph_sizes", "accept_schedule", "think_start_ids", "think_end_ids"):
+            if isinstance(getattr(self, name), str) or not isinstance(getattr(self, name), Iterable):
+                raise ConfigError(f"{name} is {getattr(self, name)!r}, wanted a list; correct it or leave it out")
             object.__setattr__(self, name, tuple(getattr(self, name)))
+        for name in ("model", "backend", "device", "proposer", "draft_vocab", "dtype"):
+            object.__setattr__(self, name, self._text(name))
         for name in ("draft_tokens", "max_num_seqs", "max_model_len", "block_size", "num_blocks", "max_batched_tokens"):
             self._whole(name, minimum=0 if name == "draft_tokens" else 1)
         self._whole("overlap", minimum=0, maximum=2)
@@ -111,6 +116,14 @@ class EngineConfig:
         self._one_of("kv_dtype", (AUTO, *KV_DTYPES))
         self._one_of("verify", (AUTO, *VERIFIERS))
         self._one_of("graph", (AUTO, *GRAPH_MODES))
+
+    def _text(self, name: str) -> str:
+        """A text; of a path its text, and the default for None."""
+        given = getattr(self, name)
+        value = getattr(type(self), name) if given is None else os.fspath(given) if isinstance(given, os.PathLike) else given
+        if not isinstance(value, str):
+            raise ConfigError(f"{name} is {value!r}, wanted a text; correct it or leave it out")
+        return value
 
     def _whole(self, name: str, *, minimum: int, maximum: int | None = None) -> None:
         value = getattr(self, name)

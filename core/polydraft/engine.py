@@ -188,10 +188,10 @@ class Engine:
         stream: bool = False,
     ) -> str:
         """Queue a request and return its id. Raises `RequestError`; other requests are not affected. Raises `DeviceError` once
-        the device has failed for good."""
+        the device has failed for good, or was given back."""
         if self.failure:
             raise DeviceError(self.failure)
-        params = params or SamplingParams()
+        params = SamplingParams() if params is None else params
         request_id = id if id is not None else self._free_id()
         if request_id in self.requests:
             raise RequestError(f"request id {request_id!r} is in use; choose another, or wait until that request has ended")
@@ -393,6 +393,7 @@ class Engine:
 
     def close(self) -> None:
         """Give the device back. Raises `HazardError`, when all is given back, for what the hazard checker has found."""
+        self.failure = self.failure or "this engine is closed, wanted an open one; make a new one"
         self.device.close()
         self._checkpoint.close()
         if isinstance(self.plugins, sanitize.WatchedPlugins):

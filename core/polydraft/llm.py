@@ -7,8 +7,11 @@ finished requests and never hides an error of the engine.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from numbers import Integral
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from polydraft.config import EngineConfig
 from polydraft.engine import Engine, Running
@@ -75,7 +78,7 @@ class LLM:
     def _add_all(
         self, prompts: list[Prompt], params: SamplingParams | Sequence[SamplingParams] | None, *, stream: bool
     ) -> list[str]:
-        each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(prompts)
+        each = list(params) if isinstance(params, Sequence) else [SamplingParams() if params is None else params] * len(prompts)
         if len(each) != len(prompts):
             raise RequestError(
                 f"{len(each)} sampling parameters for {len(prompts)} prompts, wanted one for all or one each; correct the call"
@@ -128,11 +131,22 @@ class LLM:
         self.engine.update_weights(source, running=running)
 
     def close(self) -> None:
-        """Give the device back."""
+        """Give the device back; a later call of `generate` or `stream` raises `DeviceError`."""
         self.engine.close()
+
+    def __enter__(self) -> LLM:  # noqa: PYI034  typing.Self needs Python 3.11
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        """Close it."""
+        self.close()
 
 
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
+    if not isinstance(prompts, (Sequence, np.ndarray)):
+        raise RequestError(
+            f"prompts are {type(prompts).__name__}, wanted a text, a list of token ids, or a list of either; correct the call"
+        )
+    if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], Integral)):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]

@@ -5,14 +5,16 @@ What a request must give is taken from the same request served alone (`runs.solo
 
 from __future__ import annotations
 
+import re
 import signal
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from polydraft import LLM, Engine, EngineConfig, RequestOutput, SamplingParams
-from polydraft.errors import ConfigError, RequestError
+from polydraft.errors import ConfigError, DeviceError, RequestError
 from polydraft.runtime.request import Status
 from tests.support import runs
 from tests.support.meddling import byte_checkpoint
@@ -389,6 +391,37 @@ def test_parameters_go_to_their_prompts():
     assert seen == [(1, 3), (2, 3), (3, 3)]
     with pytest.raises(RequestError, match="2 sampling parameters for 3 prompts"):
         client.generate(PROMPTS[:3], own[:2])
+
+
+@pytest.mark.parametrize(
+    ("prompts", "own", "said"),
+    [
+        (None, None, "prompts are NoneType, wanted a text, a list of token ids, or a list of either"),
+        (5, None, "prompts are int"),
+        ({"prompt": "w1"}, None, "prompts are dict"),
+        (["w1"], {"max_new_tokens": 2}, "are {'max_new_tokens': 2}, wanted SamplingParams"),
+        (["w1"], {}, "are {}, wanted SamplingParams"),
+        (["w1"], [{"max_new_tokens": 2}], "wanted SamplingParams"),
+    ],
+)
+def test_calls_of_another_kind_are_refused(prompts: Any, own: Any, said: str):
+    client = llm()
+    with pytest.raises(RequestError, match=re.escape(said)):
+        client.generate(prompts, own)
+    assert not client.engine.requests
+
+
+def test_ids_may_be_an_array():
+    ids: Any = np.array(PROMPTS[0])
+    assert llm().generate(ids, params())[0].prompt_ids == tuple(PROMPTS[0])
+
+
+def test_a_closed_llm_says_so():
+    with llm() as client:
+        assert client.generate(PROMPTS[0], params(max_new_tokens=1))[0].finish_reason == "length"
+    client.close()
+    with pytest.raises(DeviceError, match="this engine is closed, wanted an open one; make a new one"):
+        client.generate(PROMPTS[0])
 
 
 @pytest.mark.parametrize(

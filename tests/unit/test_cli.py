@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import jsonschema
 import pytest
 
+import polydraft
 from polydraft import LLM, SamplingParams, __version__
 from polydraft.cli import COMMANDS, main
 from polydraft.cli.clashes import clashes
@@ -121,6 +122,10 @@ def test_version(run: Callable[..., Result]):
 def test_the_package_is_the_command():
     done = subprocess.run([sys.executable, "-m", "polydraft", "--version"], capture_output=True, text=True, check=True)
     assert (done.stdout, done.stderr) == (f"polydraft {__version__}\n", "")
+
+
+def test_the_package_lists_its_names():
+    assert set(polydraft.__all__) <= set(dir(polydraft))
 
 
 @pytest.mark.parametrize("command", [(), *((name,) for name in COMMANDS)], ids=" ".join)
@@ -442,7 +447,7 @@ def test_no_prompt(generate: Callable[..., Result], arguments: tuple[str, ...], 
         (("--kernels", "a,,b"), 2, "UsageError", "'a,,b' has an empty name"),
         (("--temperature", "warm"), 2, "UsageError", "'warm' is not a valid float"),
         (("--draft-tokens", "-1"), 2, "ConfigError", "draft_tokens is -1, wanted a whole number of at least 0"),
-        (("--seed", str(2**64)), 2, "ConfigError", f"seed is {2**64}, wanted a whole number of at least 0 and at most {2**64 - 1}"),
+        (("--seed", str(2**64)), 2, "ConfigError", f"of at least 0 and at most {2**64 - 1}"),
         (("--temperature", "-1"), 2, "RequestError", "temperature is -1.0, wanted 0 or a number"),
         (("--proposer", "suffix"), 2, "CapabilityError", "--proposer suffix"),
         (("--proposer", "hybrid"), 2, "CapabilityError", "--proposer hybrid"),

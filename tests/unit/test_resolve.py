@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from polydraft import LLM
 from polydraft.backend import BackendInfo
 from polydraft.config import EngineConfig
-from polydraft.errors import CapabilityError
+from polydraft.errors import CapabilityError, ConfigError
 from polydraft.models.description import Attention, Block, FeedForward, ModelDescription, Mtp, Rope
 from polydraft.runtime.host_inputs import Needs
 from polydraft.runtime.resolve import CACHE_BUDGET, MAX_DRAFTS, Resolved, resolve
@@ -71,6 +72,14 @@ def test_what_was_asked_for_is_marked_and_taken():
     assert (limits.num_drafts, limits.max_seqs, limits.max_len, limits.block_size) == (5, 3, 100, 8)
     assert (limits.num_blocks, limits.max_blocks, limits.max_rows) == (20, 13, 40)
     assert (resolved.device, resolved.dtype, resolved.overlap, resolved.invariant) == ("cpu:1", "f16", 2, True)
+
+
+def test_wishes_of_another_kind_are_refused():
+    wishes: dict[str, Any] = {"model": 5, "backend": object, "device": 0, "kernels": "fast", "plugins": 5}
+    for name, value in wishes.items():
+        with pytest.raises(ConfigError, match=f"{name} is .*, wanted a (text|list); correct it or leave it out"):
+            EngineConfig(**{name: value})
+    assert EngineConfig(model=Path("a") / "b", backend=None) == EngineConfig(model="a/b")  # type: ignore[arg-type]
 
 
 def test_auto_follows_the_capabilities():

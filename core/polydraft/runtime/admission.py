@@ -40,6 +40,11 @@ class Gate:
         self, prompt: str | Sequence[int], params: SamplingParams, *, request_id: str, number: int, stream: bool
     ) -> Request:
         """Check everything and build the request. Raises `RequestError`."""
+        if not isinstance(params, SamplingParams):
+            raise RequestError(
+                f"the parameters of a request are {params!r}, wanted SamplingParams; write SamplingParams(max_new_tokens=...), "
+                "or SamplingParams.from_mapping(...) of a dictionary"
+            )
         self._check_logprobs(params)
         if params.constrained and self.constraints is None:
             raise RequestError(

@@ -673,5 +673,10 @@ def test_files_of_waivers(tmp_path: Path):
         file.write_text(wrong)
         with pytest.raises(ConfigError, match=r"^waivers .*w\.json cannot be read \(\w+: .*wanted a JSON list of objects"):
             load(file)
+    file.write_text(json.dumps([record, without]))
+    with pytest.raises(
+        ConfigError, match=r"entry 1 has id, reason, url, expires\), wanted .* expires \(YYYY-MM-DD\) and versions;"
+    ):
+        load(file)
     with pytest.raises(ConfigError, match="cannot be read"):
         load(tmp_path / "none")

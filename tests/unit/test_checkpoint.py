@@ -205,6 +205,7 @@ def test_truncated_shard(tmp_path: Path, cut: int) -> None:
         (b"", "is truncated, got 0 bytes"),
         (b"1234", "is truncated, got 4 bytes"),
         (struct.pack("<Q", 1 << 40) + b"{}", "is truncated or corrupt"),
+        (b'{"schema": "polydraft.error/1"}', "is no safetensors file, got b'{\"schema' at its beginning"),
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "git lfs pull"),
         (struct.pack("<Q", 4) + b"{{}}", "corrupt header"),
         (struct.pack("<Q", 2) + b"[]", "corrupt header"),

@@ -36,7 +36,7 @@ class RandomCheckpoint(Checkpoint):
     def __init__(self, shape: str | Path) -> None:
         """Read the shape file. Raises `CheckpointError` for what no family of this version describes."""
         file = Path(shape)
-        values = read_json_object(file)
+        values = read_json_object(file, missing="name another, such as one of bench/shapes", spoilt="correct the file")
         folder = Path(tempfile.mkdtemp(prefix="polydraft-shape-")) / file.stem
         self._remove = weakref.finalize(self, shutil.rmtree, folder.parent, ignore_errors=True)
         folder.mkdir()

@@ -18,6 +18,7 @@ from polydraft.bench.measure import Load, profiled, timed
 from polydraft.bench.shapes import RandomCheckpoint
 from polydraft.config import EngineConfig
 from polydraft.engine import Engine
+from polydraft.errors import CapabilityError
 from polydraft.timeline import keeps_timeline
 
 Compare = Literal["off", "graph", "overlap", "all"]
@@ -74,7 +75,11 @@ class Suite:
             "accept_schedule": self.config.accept_schedule if drafts else (),
         }
         config = dataclasses.replace(self.config, **own, **variant)
-        return Engine(config, checkpoint=RandomCheckpoint(self.shape) if self.shape else None)
+        try:
+            return Engine(config, checkpoint=RandomCheckpoint(self.shape) if self.shape else None)
+        except CapabilityError as error:  # nobody gave that length: it follows from the load
+            asked = f"--prompt-tokens {load.prompt_tokens} --new-tokens {load.new_tokens}"
+            raise CapabilityError(str(error).replace(f"--max-model-len {length}", asked)) from error
 
 
 @dataclass

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from datetime import date
 from pathlib import Path
 
@@ -31,10 +31,13 @@ def load(path: Path) -> list[Waiver]:
     """Waivers of a JSON file, a list of objects with every field. Raises `ConfigError` for anything else."""
     try:
         records = json.loads(path.read_text(encoding="utf-8"))
+        for number, record in enumerate(records):
+            if set(record) != {field.name for field in fields(Waiver)}:
+                raise ValueError(f"entry {number} has {', '.join(record)}")
         waivers = [Waiver(**{**record, "versions": tuple(record["versions"])}) for record in records]
         for waiver in waivers:
             date.fromisoformat(waiver.expires)
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, TypeError) as error:
         raise ConfigError(
             f"waivers {path} cannot be read ({type(error).__name__}: {error}), wanted a JSON list of objects with id, reason, "
             "url, expires (YYYY-MM-DD) and versions; correct the file"

@@ -18,23 +18,27 @@ from polydraft.errors import CheckpointError
 __all__ = ["ConfigFile", "eos_token_ids", "read_json_object"]
 
 
-def read_json_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object stored in the UTF-8 file `path`; reads the host's file system only.
+def read_json_object(
+    path: Path,
+    *,
+    missing: str = "complete the model directory or name another one",
+    spoilt: str = "download the file again",
+) -> dict[str, Any]:
+    """Return the JSON object stored in the UTF-8 file `path`; reads the host's file system only. `missing`, `spoilt`: what to do
+    where the file is not there, or holds something else.
 
     Errors: `CheckpointError` naming the file when it is missing, unreadable, no valid JSON, or no object.
     """
     try:
         value = json.loads(path.read_bytes())
     except FileNotFoundError:
-        raise CheckpointError(
-            f"{path} is missing, wanted a JSON file; complete the model directory or name another one"
-        ) from None
+        raise CheckpointError(f"{path} is missing, wanted a JSON file; {missing}") from None
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read, got {error.strerror}, wanted a readable file") from error
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is no valid JSON, got {error}, wanted a JSON object; download the file again") from error
+        raise CheckpointError(f"{path} is no valid JSON, got {error}, wanted a JSON object; {spoilt}") from error
     if not isinstance(value, dict):
-        raise CheckpointError(f"{path} holds a JSON {type(value).__name__}, wanted a JSON object; download the file again")
+        raise CheckpointError(f"{path} holds a JSON {type(value).__name__}, wanted a JSON object; {spoilt}")
     return value
 
 

@@ -135,6 +135,10 @@ def _parse_header(path: Path, data: bytes | mmap.mmap) -> tuple[dict[str, Stored
     if len(data) < 8:
         raise CheckpointError(f"{path} is truncated, got {len(data)} bytes, wanted a safetensors header; {_AGAIN}")
     length = int.from_bytes(data[:8], "little")
+    if length > len(data) - 8 and data[8:9] not in (b"", b"{"):
+        raise CheckpointError(
+            f"{path} is no safetensors file, got {data[:8]!r} at its beginning, wanted the length of a JSON header; name another"
+        )
     if length > len(data) - 8:
         raise CheckpointError(
             f"{path} is truncated or corrupt, got {len(data)} bytes, wanted a header of {length} bytes; {_AGAIN}"

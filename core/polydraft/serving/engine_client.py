@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import zmq
 import zmq.asyncio
@@ -58,6 +58,15 @@ class Delivery(NamedTuple):
     spans: list[wire.Span]
 
 
+_Queue: TypeAlias = "asyncio.Queue[Delivery | PolydraftError | asyncio.TimeoutError]"
+
+
+def _late(queue: _Queue) -> None:
+    """End a wait in which nothing has come."""
+    if queue.empty():
+        queue.put_nowait(asyncio.TimeoutError())
+
+
 class EngineClient:
     """One engine in a process of its own. `state`: starting, ready, restarting, failed or stopped.
 
@@ -67,7 +76,7 @@ class EngineClient:
         self._config, self._most, self._tell = dict(config), most, tell
         self.state, self.reason = "starting", ""
         self.ready: wire.Ready | None = None
-        self._waiting: dict[int, asyncio.Queue[Delivery | PolydraftError]] = {}
+        self._waiting: dict[int, _Queue] = {}
         self._handles, self._numbers = itertools.count(1), itertools.count(1)
         self._done: dict[int, asyncio.Future[str]] = {}
         self._stats: list[asyncio.Future[wire.Stats]] = []
@@ -227,7 +236,7 @@ class EngineClient:
             else:
                 self._drop(queue)
 
-    def _drop(self, queue: asyncio.Queue[Delivery | PolydraftError]) -> None:
+    def _drop(self, queue: _Queue) -> None:
         """Nobody takes what comes for some requests: end them. Whoever looks at last gets what there was, and then the error."""
         handles = [handle for handle, other in self._waiting.items() if other is queue]
         for handle in handles:
@@ -274,23 +283,26 @@ class EngineClient:
         if len(self._waiting) + len(prompts) > self._most:
             raise Busy(f"{len(self._waiting)} requests are being served, which is all the server admits; try again", 1)
         handles = {next(self._handles): index for index in range(len(prompts))}
-        queue: asyncio.Queue[Delivery | PolydraftError] = asyncio.Queue()
+        queue: _Queue = asyncio.Queue()
         left = set(handles)
         self._waiting |= dict.fromkeys(handles, queue)
+        # Not `wait_for`: before Python 3.12 it loses a cancellation that comes together with the news.
+        late = asyncio.get_running_loop().call_later(first_s, _late, queue)
         try:
             for handle, (prompt, params) in zip(handles, prompts, strict=True):
                 await self._send(wire.Add(handle, list(prompt), dict(params)))
-            limit: float | None = first_s
             while left:
-                delivery = await asyncio.wait_for(queue.get(), limit)
-                if isinstance(delivery, PolydraftError):
+                delivery = await queue.get()
+                late.cancel()
+                if isinstance(delivery, Exception):
                     raise delivery
-                limit, news = None, delivery.news
+                news = delivery.news
                 if news.finish:
                     left.discard(news.handle)
                     self._waiting.pop(news.handle, None)
                 yield handles[news.handle], delivery
         finally:
+            late.cancel()
             await asyncio.shield(self._abort([handle for handle in left if self._waiting.pop(handle, None) is not None]))
 
     async def _abort(self, handles: Sequence[int]) -> None:

@@ -141,15 +141,23 @@ class EventStream:
                 await asyncio.shield(close())
 
     async def _send(self, send: Send) -> None:
+        sender, loop = asyncio.current_task(), asyncio.get_running_loop()
+        assert sender is not None, "the stream is sent by a task"
+
         async def piece(body: bytes, *, more: bool = True) -> None:
-            message = {"type": "http.response.body", "body": body, "more_body": more}
-            await asyncio.wait_for(send(message), self._stall_s)
+            # Not `wait_for`: before Python 3.12 it loses a cancellation that comes when the piece has just gone.
+            stalled = loop.call_later(self._stall_s, sender.cancel)
+            try:
+                await send({"type": "http.response.body", "body": body, "more_body": more})
+            finally:
+                stalled.cancel()
+            await asyncio.sleep(0)  # where much waits for one client, the others have their turn all the same
 
         try:
             async for event in self._events:
                 await piece(b"data: " + json.dumps(event, ensure_ascii=False, allow_nan=False).encode() + b"\n\n")
-        except (asyncio.TimeoutError, OSError):
-            return  # the client does not read: nothing can be told to it
+        except OSError:
+            return  # nothing can be told to the client
         except Exception as error:  # noqa: BLE001  told to the client, which waits
             await piece(b"data: " + json.dumps(self._describe(error)).encode() + b"\n\n")
         await piece(DONE, more=False)

@@ -1,0 +1,109 @@
+"""The manners of HTTP by themselves: a client that leaves is noticed, whatever else happens at that moment."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from starlette.requests import Request
+
+from polydraft.runtime.news import pack
+from polydraft.serving import wire
+from polydraft.serving.engine_client import EngineClient
+from polydraft.serving.http import EventStream, Gone, until_gone
+from tests.serving.test_engine_client import news
+
+TICKS = range(6)
+"""Turns of the event loop between two things that happen together: in some of them a cancellation meets what it ends when that has
+just ended."""
+
+
+class Leaving:
+    """A client that leaves when it is told to."""
+
+    def __init__(self) -> None:
+        self.left = asyncio.Event()
+
+    async def receive(self) -> Any:
+        await self.left.wait()
+        return {"type": "http.disconnect"}
+
+    async def leave(self, ticks: int) -> None:
+        self.left.set()
+        for _ in range(ticks):
+            await asyncio.sleep(0)
+
+
+async def numbers(taken: list[int]) -> AsyncIterator[dict[str, Any]]:
+    """A text that does not end by itself."""
+    for number in range(1000):
+        taken.append(number)
+        yield {"number": number}
+
+
+@pytest.mark.parametrize("ticks", TICKS)
+def test_a_stream_ends_when_its_client_leaves_while_a_piece_goes(ticks: int) -> None:
+    """A socket that is closed is free as well: uvicorn's `send` returns."""
+    taken: list[int] = []
+
+    async def scene() -> None:
+        client, free = Leaving(), asyncio.Event()
+
+        async def send(message: Any) -> None:
+            if message["type"] == "http.response.body":
+                await free.wait()
+
+        stream = EventStream(numbers(taken), stall_s=20, describe=lambda error: {"error": str(error)})
+        running = asyncio.ensure_future(stream({}, client.receive, send))
+        await asyncio.sleep(0.001)
+        await client.leave(ticks)
+        free.set()
+        await running
+
+    asyncio.run(scene())
+    assert 1 <= len(taken) < 20
+
+
+def test_a_stream_ends_when_its_client_takes_nothing() -> None:
+    taken: list[int] = []
+
+    async def scene() -> None:
+        async def send(message: Any) -> None:
+            if message["type"] == "http.response.body":
+                await asyncio.Event().wait()
+
+        await EventStream(numbers(taken), stall_s=0.01, describe=lambda error: {})({}, Leaving().receive, send)
+
+    asyncio.run(scene())
+    assert taken == [0]
+
+
+@pytest.mark.parametrize("ticks", TICKS)
+def test_a_client_that_leaves_when_the_first_news_come_is_not_served_on(ticks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[wire.Command] = []
+
+    async def send(command: wire.Command) -> None:
+        sent.append(command)
+
+    async def scene() -> None:
+        engine, client = EngineClient({}, most=8, tell=lambda *given, **more: None), Leaving()
+        monkeypatch.setattr(engine, "_send", send)
+        engine.state = "ready"
+
+        async def whole() -> None:
+            async for _ in engine.generate([([1], {})], first_s=20):
+                pass
+
+        running = asyncio.ensure_future(until_gone(Request({"type": "http"}, client.receive), whole()))
+        await asyncio.sleep(0.001)
+        await client.leave(ticks)
+        engine._take(wire.News(pack([news(1, 5)])))
+        await asyncio.wait((running,), timeout=1)
+        assert running.done(), "the text is waited for, though nobody wants it"
+        with pytest.raises(Gone):
+            await running
+
+    asyncio.run(scene())
+    assert [command.handle for command in sent if isinstance(command, wire.Abort)] == [1]

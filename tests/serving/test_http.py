@@ -16,8 +16,8 @@ from polydraft.serving.http import EventStream, Gone, until_gone
 from tests.serving.test_engine_client import news
 
 TICKS = range(6)
-"""Turns of the event loop between two things that happen together: in some of them a cancellation meets what it ends when that has
-just ended."""
+"""Turns of the event loop between two things that happen together: in some of them a cancellation meets what
+it ends when that has just ended."""
 
 
 class Leaving:
@@ -47,6 +47,7 @@ async def numbers(taken: list[int]) -> AsyncIterator[dict[str, Any]]:
 def test_a_stream_ends_when_its_client_leaves_while_a_piece_goes(ticks: int) -> None:
     """A socket that is closed is free as well: uvicorn's `send` returns."""
     taken: list[int] = []
+    told: list[str] = []
 
     async def scene() -> None:
         client, free = Leaving(), asyncio.Event()
@@ -55,7 +56,7 @@ def test_a_stream_ends_when_its_client_leaves_while_a_piece_goes(ticks: int) -> 
             if message["type"] == "http.response.body":
                 await free.wait()
 
-        stream = EventStream(numbers(taken), stall_s=20, describe=lambda error: {"error": str(error)})
+        stream = EventStream(numbers(taken), stall_s=20, describe=lambda error: {}, gone=lambda: told.append("gone"))
         running = asyncio.ensure_future(stream({}, client.receive, send))
         await asyncio.sleep(0.001)
         await client.leave(ticks)
@@ -64,20 +65,39 @@ def test_a_stream_ends_when_its_client_leaves_while_a_piece_goes(ticks: int) -> 
 
     asyncio.run(scene())
     assert 1 <= len(taken) < 20
+    assert told == ["gone"]
 
 
 def test_a_stream_ends_when_its_client_takes_nothing() -> None:
     taken: list[int] = []
+    told: list[str] = []
 
     async def scene() -> None:
         async def send(message: Any) -> None:
             if message["type"] == "http.response.body":
                 await asyncio.Event().wait()
 
-        await EventStream(numbers(taken), stall_s=0.01, describe=lambda error: {})({}, Leaving().receive, send)
+        stream = EventStream(numbers(taken), stall_s=0.01, describe=lambda error: {}, gone=lambda: told.append("gone"))
+        await stream({}, Leaving().receive, send)
 
     asyncio.run(scene())
-    assert taken == [0]
+    assert (taken, told) == ([0], ["gone"])
+
+
+def test_a_stream_that_is_taken_to_its_end_lost_nobody() -> None:
+    taken: list[int] = []
+    told: list[str] = []
+    sent: list[bytes] = []
+
+    async def scene() -> None:
+        async def send(message: Any) -> None:
+            sent.append(message.get("body", b""))
+
+        stream = EventStream(numbers(taken), stall_s=20, describe=lambda error: {}, gone=lambda: told.append("gone"))
+        await stream({}, Leaving().receive, send)
+
+    asyncio.run(scene())
+    assert (len(taken), len(sent), sent[-1], told) == (1000, 1002, b"data: [DONE]\n\n", [])
 
 
 @pytest.mark.parametrize("ticks", TICKS)

@@ -148,6 +148,32 @@ def test_a_client_that_vanishes_without_streaming_ends_its_text(server: Served) 
     assert comes_to_rest(server)
 
 
+def aborted(served: Served) -> float:
+    """Texts that ended because nobody wanted them any more."""
+    with urllib.request.urlopen(served.url + "/metrics", timeout=20) as answer:
+        counts = [line for line in answer.read().decode().splitlines() if line.startswith("vllm:request_success_total")]
+    return sum(float(line.rpartition(" ")[2]) for line in counts if '"abort"' in line)
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+def test_whoever_goes_away_leaves_a_trace(server: Served, streaming: bool) -> None:
+    before, told, host = aborted(server), len(server.events()), server.url.removeprefix("http://")
+    body = json.dumps({**LONG, "n": 60, "stream": streaming})
+    with contextlib.closing(http.client.HTTPConnection(host, timeout=20)) as connection:
+        connection.request("POST", "/v1/completions", body)
+        while running(server) == 0:
+            time.sleep(0.01)
+        if streaming:
+            connection.getresponse().read(10)
+    assert comes_to_rest(server)
+    (gone,) = [event for event in server.events()[told:] if event["event"] == "client_gone"]
+    assert gone["path"] == "/v1/completions"
+    assert gone["id"].startswith("cmpl-")
+    assert 0 < gone["completion_tokens"] < 60 * 90
+    assert 1 <= aborted(server) - before <= 60
+    assert not [event for event in server.events()[told:] if event["event"] == "request"]
+
+
 @pytest.mark.deep
 def test_a_client_that_does_not_read_loses_its_stream_alone(serve: Callable[..., Served]) -> None:
     served = serve("--stall-timeout", "1")

@@ -55,8 +55,8 @@ class Routes:
             try:
                 check_key(request, keys)
                 return await handler(request)
-            except Gone:
-                self._log.tell("client_gone", path=request.url.path)
+            except Gone as gone:
+                self._log.tell("client_gone", path=request.url.path, **gone.told)
                 return Response(status_code=CLIENT_GONE)
             except Exception as error:  # noqa: BLE001  every failure has an answer
                 told = as_http(error)

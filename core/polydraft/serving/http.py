@@ -43,7 +43,11 @@ class HttpError(Exception):
 
 
 class Gone(Exception):  # noqa: N818  what has happened, not a mistake
-    """The client went away."""
+    """The client went away; `told` is what the log says of its request."""
+
+    def __init__(self, **told: Any) -> None:
+        super().__init__("the client went away")
+        self.told = told
 
 
 def check_key(request: Request, keys: Sequence[str]) -> None:
@@ -115,13 +119,15 @@ async def _gone(request: Request) -> None:
 class EventStream:
     """Server-sent events from an iterator of JSON objects; ends with OpenAI's [DONE].
 
-    A client that goes away, or does not take a piece within `stall_s`, ends the iterator. An error of the iterator becomes the
-    last event: `describe` makes its object."""
+    A client that goes away, or does not take a piece within `stall_s`, ends the iterator, and `gone` is called. An error of the
+    iterator becomes the last event: `describe` makes its object."""
 
     def __init__(
-        self, events: AsyncIterator[dict[str, Any]], *, stall_s: float, describe: Callable[[Exception], dict[str, Any]]
-    ) -> None:
-        self._events, self._stall_s, self._describe = events, stall_s, describe
+        self, events: AsyncIterator[dict[str, Any]], *, stall_s: float, describe: Callable[[Exception], dict[str, Any]],
+        gone: Callable[[], None],
+    ) -> None:  # fmt: skip
+        self._events, self._stall_s, self._describe, self._gone = events, stall_s, describe, gone
+        self._complete = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send it all, watching for the client to leave."""
@@ -139,6 +145,8 @@ class EventStream:
             close = getattr(self._events, "aclose", None)
             if close is not None:
                 await asyncio.shield(close())
+            if not self._complete:
+                self._gone()
 
     async def _send(self, send: Send) -> None:
         sender, loop = asyncio.current_task(), asyncio.get_running_loop()
@@ -161,6 +169,7 @@ class EventStream:
         except Exception as error:  # noqa: BLE001  told to the client, which waits
             await piece(b"data: " + json.dumps(self._describe(error)).encode() + b"\n\n")
         await piece(DONE, more=False)
+        self._complete = True
 
 
 async def _disconnected(receive: Receive) -> None:

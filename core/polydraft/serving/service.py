@@ -9,11 +9,11 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse
@@ -25,10 +25,12 @@ from polydraft.models.tokenizer import Tokenizer
 from polydraft.serving import protocol
 from polydraft.serving.answers import FINISH, Choice, TokenTexts, error_body, usage
 from polydraft.serving.engine_client import Busy, EngineClient, EngineGone, Overrun
-from polydraft.serving.http import EventStream, HttpError, until_gone
+from polydraft.serving.http import EventStream, Gone, HttpError, until_gone
 from polydraft.serving.logs import Log
 from polydraft.serving.metrics import Metrics
 from polydraft.serving.settings import ServerSettings
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -230,16 +232,33 @@ class Service:
     async def answer(self, request: Request, job: Job) -> Any:
         """Serve a job; the first news (or error) is waited for, so that what goes wrong before it has its own status."""
         if not job.body.stream:
-            answer = await until_gone(request, self.whole(job))
+            answer = await self._while_wanted(request, job, self.whole(job))
             self._ended(job, 200)
             return JSONResponse(answer)
         events = self.chunks(job)
         try:
-            first = await until_gone(request, anext(events))
+            first = await self._while_wanted(request, job, anext(events))
         except BaseException:
             await events.aclose()
             raise
-        return EventStream(_chained(first, events), stall_s=self.settings.stall_s, describe=partial(self._describe, job))
+        return EventStream(
+            _chained(first, events), stall_s=self.settings.stall_s, describe=partial(self._describe, job),
+            gone=lambda: self.log.tell("client_gone", path=request.url.path, **self._abandoned(job)),
+        )  # fmt: skip
+
+    async def _while_wanted(self, request: Request, job: Job, work: Awaitable[T]) -> T:
+        """The result of work for a job, unless the client goes away."""
+        try:
+            return await until_gone(request, work)
+        except Gone as gone:
+            raise Gone(**self._abandoned(job)) from gone
+
+    def _abandoned(self, job: Job) -> dict[str, Any]:
+        """Count the texts that ended because their client went away; returns what the log says of the request."""
+        for choice in job.choices:
+            if not choice.finish:
+                self.metrics.ended("abort", len(choice.prompt_ids), len(choice.token_ids))
+        return {"id": job.id, "completion_tokens": sum(len(choice.token_ids) for choice in job.choices)}
 
     def _ended(self, job: Job, status: int, error: str = "") -> None:
         told = usage(job.choices, job.num_prompts)

@@ -97,6 +97,33 @@ def test_wrong_requests_are_answered(server: Served, path: str, data: bytes, sta
     assert post(server, **SHORT).status_code == 200
 
 
+HUGE = 10**30
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        {"max_tokens": HUGE}, {"n": HUGE}, {"top_k": HUGE}, {"top_k": -HUGE}, {"min_tokens": HUGE}, {"logprobs": HUGE},
+        {"thinking_limit": HUGE}, {"reply_budget": HUGE}, {"max_drafts": HUGE}, {"seed": HUGE}, {"seed": -HUGE},
+        {"seed": 2**64}, {"seed": -(2**63) - 1}, {"structured_outputs": {"json": {"const": HUGE}}},
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {"const": HUGE}}}},
+        {"structured_outputs": {"json": HUGE}}, {"structured_outputs": {"regex": HUGE}},
+        {"structured_outputs": {"grammar": HUGE}},
+    ],
+    ids="-".join,
+)  # fmt: skip
+def test_numbers_beyond_all_bounds_are_the_clients_error(server: Served, ask: dict[str, Any]) -> None:
+    answer = post(server, **{**SHORT, **ask})
+    assert answer.status_code == 400, answer.text
+    assert "; " in answer.json()["error"]["message"]
+
+
+def test_a_negative_seed_is_the_one_with_the_same_64_bits(server: Served) -> None:
+    asks = [{**SHORT, "max_tokens": 12, "temperature": 1, "seed": seed} for seed in (-5, 2**64 - 5, -(2**63), 2**63)]
+    texts = [post(server, **ask).json()["choices"][0]["text"] for ask in asks]
+    assert texts[0] == texts[1] != texts[2] == texts[3]
+
+
 def test_a_body_that_is_too_large_or_lies_about_its_length(serve: Callable[..., Served]) -> None:
     served = serve("--max-body-bytes", "2000", "--stall-timeout", "1")
     assert post(served, prompt="w1 " * 1000).status_code == 413

@@ -7,6 +7,7 @@ asked for is left out silently. It never talks to the engine.
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -14,8 +15,11 @@ import msgspec
 
 from polydraft.errors import RequestError
 
-Whole = Annotated[int, msgspec.Meta(ge=0)]
-TokenIds = list[Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]]
+MOST = 2**31 - 1
+"""Numbers of the engine have 32 bits; what is sent to it must at least fit into 64."""
+Whole = Annotated[int, msgspec.Meta(ge=0, le=MOST)]
+Count = Annotated[int, msgspec.Meta(ge=1, le=MOST)]
+TokenIds = list[Whole]
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
@@ -35,10 +39,10 @@ class Sampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """What completions and chat have in common; names and defaults are OpenAI's, the last group is vLLM's and ours."""
 
     model: str = ""
-    max_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    max_tokens: Count | None = None
     temperature: float | None = None
     top_p: float | None = None
-    n: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    n: Count | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     stop: str | list[str] | None = None
@@ -47,7 +51,8 @@ class Sampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     logit_bias: dict[str, float] | None = None
     seed: int | None = None
     user: str | None = None
-    top_k: int | None = None
+    top_k: Annotated[int, msgspec.Meta(ge=-MOST, le=MOST)] | None = None
+    """Below 0 is wrong, too; the engine's sentence says what 0 means."""
     min_p: float | None = None
     repetition_penalty: float | None = None
     min_tokens: Whole | None = None
@@ -80,7 +85,7 @@ class ChatRequest(Sampling, kw_only=True, forbid_unknown_fields=True):
     """The body of `/v1/chat/completions`."""
 
     messages: list[dict[str, Any]]
-    max_completion_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Whole | None = None
     tools: list[dict[str, Any]] | None = None
@@ -171,6 +176,11 @@ def _constraint(body: Sampling) -> dict[str, Any] | None:
                 "no response_format beside it; correct the request"
             )
         ((kind, value),) = body.structured_outputs.items()
+        if kind == "json" and isinstance(value, dict):
+            return {"json_schema": _text(value)}
+        if not isinstance(value, str):
+            wanted = "a schema as an object or a text" if kind == "json" else "a text"
+            raise RequestError(f"the {kind} of structured_outputs is {value!r}, wanted {wanted}; correct the request")
         return {STRUCTURED[kind]: value}
     if form is None or not bound:
         return None
@@ -179,7 +189,12 @@ def _constraint(body: Sampling) -> dict[str, Any] | None:
     schema = (form.json_schema or {}).get("schema")
     if not isinstance(schema, dict):
         raise RequestError("response_format is json_schema without a schema, wanted json_schema.schema; add it")
-    return {"json_schema": schema}
+    return {"json_schema": _text(schema)}
+
+
+def _text(schema: dict[str, Any]) -> str:
+    """A schema as it goes to the engine: its numbers may be larger than any that the wire has."""
+    return json.dumps(schema, sort_keys=True)
 
 
 def refuse_unsupported(body: CompletionRequest | ChatRequest) -> None:
@@ -207,7 +222,10 @@ def prompts_of(prompt: str | list[Any]) -> list[str | list[int]]:
 
 
 def with_seeds(params: Mapping[str, Any], seed: int | None, count: int) -> list[dict[str, Any]]:
-    """The parameters of `count` texts of one prompt: their seeds count up from the given one."""
+    """The parameters of `count` texts of one prompt: their seeds count up from the given one. The engine's seeds are the numbers
+    of 64 bits from 0 on; OpenAI's interface has those with a sign, and a negative one is taken for the one with the same bits."""
     if seed is None:
         return [dict(params) for _ in range(count)]
+    if not -(2**63) <= seed < 2**64:
+        raise RequestError(f"seed is {seed}, wanted a whole number from -2**63 to 2**64 - 1; correct the request")
     return [{**params, "seed": (seed + i) % 2**64} for i in range(count)]

@@ -21,10 +21,12 @@ from typing import Any
 
 import httpx
 import pytest
+from starlette.requests import Request
 
 from polydraft import LLM, SamplingParams
 from polydraft.cli import main
 from polydraft.cli.serve import NEEDED
+from polydraft.serving.http import HttpError, check_origin
 from polydraft.serving.logs import Log
 from tests.serving.conftest import MODEL, Served
 from tests.support import tiny
@@ -268,12 +270,45 @@ def test_keys_and_origins(serve: Callable[..., Served], tmp_path: Path) -> None:
             f"{served.url}/v1/completions", headers={"Origin": origin, "Access-Control-Request-Method": "POST"}, timeout=20
         )
         assert answer.headers.get("access-control-allow-origin") == allowed
+        headers = {"Origin": origin, "Authorization": "Bearer first"}
+        assert post(served, **SHORT, headers=headers).status_code == (200 if allowed else 403)
     assert httpx.get(f"{served.url}/metrics", timeout=20).status_code == 401
 
 
-def test_no_origin_may_call_by_default(server: Served) -> None:
-    answer = httpx.post(f"{server.url}/v1/completions", json=SHORT, headers={"Origin": "https://page.example"}, timeout=20)
+@pytest.mark.parametrize("origin", ["https://page.example", "http://127.0.0.1:1", "http://127.0.0.1", "null", "http://[", ""])
+def test_no_page_of_another_origin_may_call_by_default(server: Served, origin: str) -> None:
+    headers = {"Origin": origin, "Content-Type": "text/plain"}  # a browser asks nobody before it sends this
+    answer = post(server, **SHORT, headers=headers)
+    assert answer.status_code == 403
+    assert "--cors-origin" in answer.json()["error"]["message"]
     assert "access-control-allow-origin" not in answer.headers
+
+
+def test_pages_of_the_server_itself_may_call(server: Served) -> None:
+    port = server.url.rpartition(":")[2]
+    for host in (f"127.0.0.1:{port}", f"localhost:{port}", "LOCALHOST:9", "[::1]:9"):  # the last ones through a tunnel
+        assert post(server, **SHORT, headers={"Origin": f"http://{host.lower()}", "Host": host}).status_code == 200
+    rebound = post(server, **SHORT, headers={"Origin": f"http://evil.example:{port}", "Host": f"evil.example:{port}"})
+    assert rebound.status_code == 403, "its name has come to mean this machine"
+
+
+@pytest.mark.parametrize(
+    ("host", "allowed", "origin", "served"),
+    [
+        ("0.0.0.0", (), "http://box.example:8000", True),
+        ("0.0.0.0", (), "https://box.example:8000", True),
+        ("0.0.0.0", (), "http://box.example", False),
+        ("127.0.0.1", (), "http://box.example:8000", False),
+        ("localhost", (), "http://box.example:8000", False),
+        ("127.0.0.1", ("http://box.example:8000",), "http://box.example:8000", True),
+        ("127.0.0.1", ("*",), "null", True),
+    ],
+)  # fmt: skip
+def test_whose_pages_may_call(host: str, allowed: tuple[str, ...], origin: str, served: bool) -> None:
+    headers = [(b"host", b"box.example:8000"), (b"origin", origin.encode())]
+    request = Request({"type": "http", "method": "POST", "headers": headers})
+    with contextlib.nullcontext() if served else pytest.raises(HttpError, match="wanted a page of this server itself"):
+        check_origin(request, allowed, host)
 
 
 def test_weights_are_replaced_while_texts_run(serve: Callable[..., Served], tmp_path: Path) -> None:

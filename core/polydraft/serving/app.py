@@ -25,7 +25,7 @@ from starlette.routing import Route
 from polydraft.errors import RequestError
 from polydraft.serving import protocol, wire
 from polydraft.serving.engine_client import EngineClient, EngineGone
-from polydraft.serving.http import Gone, HttpError, check_key, read_body
+from polydraft.serving.http import Gone, HttpError, check_key, check_origin, read_body
 from polydraft.serving.logs import Log
 from polydraft.serving.openapi import document
 from polydraft.serving.service import Service, as_http
@@ -49,10 +49,12 @@ class Routes:
         self._started = int(time.time())
 
     def guarded(self, handler: Handler, keys: tuple[str, ...]) -> Handler:
-        """The handler behind a check of keys, with an answer for every failure."""
+        """The handler behind checks of origin and keys, with an answer for every failure."""
 
         async def call(request: Request) -> Any:
             try:
+                if request.method == "POST":
+                    check_origin(request, self._settings.cors_origins, self._settings.host)
                 check_key(request, keys)
                 return await handler(request)
             except Gone as gone:

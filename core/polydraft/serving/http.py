@@ -9,9 +9,11 @@ import asyncio
 import contextlib
 import hashlib
 import hmac
+import ipaddress
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
@@ -64,6 +66,34 @@ def check_key(request: Request, keys: Sequence[str]) -> None:
 
 def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode()).digest()
+
+
+def check_origin(request: Request, allowed: Sequence[str], host: str) -> None:
+    """Raises `HttpError` 403 for what a page of another origin has sent, where that is none of `allowed`: browsers send simple
+    requests without asking. The origin of the server's own pages is where the request was sent to; where `host`, which the server
+    listens on, is loopback, that must be loopback's name as well: any other may have come to mean this machine afterwards."""
+    origin = request.headers.get("origin")
+    if origin is None or origin in allowed or "*" in allowed:
+        return
+    own = origin.partition("://")[2] == request.headers.get("host", "").lower()
+    if not own or (_is_loopback(host) and not _is_loopback(_name(origin))):
+        raise HttpError(
+            403, f"the request comes from a page of {origin!r}, wanted a page of this server itself; allow it with --cors-origin",
+            "permission_error",
+        )  # fmt: skip
+
+
+def _name(origin: str) -> str:
+    """The host of an origin without its port; "" where there is none."""
+    with contextlib.suppress(ValueError):
+        return urlsplit(origin).hostname or ""
+    return ""
+
+
+def _is_loopback(host: str) -> bool:
+    with contextlib.suppress(ValueError):
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    return False
 
 
 async def read_body(request: Request, *, most: int, within_s: float) -> bytes:

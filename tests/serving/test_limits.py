@@ -233,6 +233,11 @@ def test_more_requests_than_are_admitted_are_told_when_to_come_back(serve: Calla
         os.kill(pid, signal.SIGCONT)
         assert [answer.result().status_code for answer in two] == [200, 200]
     assert post(served, **SHORT).status_code == 200
+    for ask in ({"n": 3}, {"prompt": ["w1", "w2", "w3"]}):
+        answer = post(served, **{**SHORT, **ask})
+        assert answer.status_code == 400, "it would never be admitted"
+        assert "asks for 3 texts, wanted at most 2 (--max-requests)" in answer.json()["error"]["message"]
+        assert "retry-after" not in answer.headers
 
 
 def test_a_request_that_waits_too_long_is_told_so(serve: Callable[..., Served]) -> None:

@@ -122,10 +122,11 @@ class Service:
         params: dict[str, Any], top: int | None,
     ) -> Job:  # fmt: skip
         n = body.n or 1
-        if len(prompts) * n > self.settings.max_choices:
-            raise RequestError(
-                f"the request asks for {len(prompts) * n} texts, wanted at most {self.settings.max_choices}; send several"
-            )
+        count, most, admitted = len(prompts) * n, self.settings.max_choices, self.settings.max_requests
+        if count > most:
+            raise RequestError(f"the request asks for {count} texts, wanted at most {most}; send several")
+        if count > admitted:  # `Busy` would say to try again, for ever
+            raise RequestError(f"the request asks for {count} texts, wanted at most {admitted} (--max-requests); send several")
         asks = [(prompt, own) for prompt in prompts for own in protocol.with_seeds(params, body.seed, n)]
         choices = [Choice(index, prompt, self.texts) for index, (prompt, _) in enumerate(asks)]
         return Job(f"{prefix}-{uuid.uuid4().hex}", kind, body, choices, asks, len(prompts), top)

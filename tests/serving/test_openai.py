@@ -138,6 +138,18 @@ def test_chat_whole_and_streamed(client: Any) -> None:
     assert "".join(e.choices[0].delta.content or "" for e in events) == wanted.text
 
 
+def test_a_chat_may_name_its_length_twice_but_not_two_lengths(client: Any) -> None:
+    assert chat(client, max_tokens=3, max_completion_tokens=3).usage.completion_tokens == 3
+    with pytest.raises(openai.BadRequestError, match="is 3 and max_completion_tokens is 4, wanted one length"):
+        chat(client, max_tokens=3, max_completion_tokens=4)
+
+
+def test_an_answer_that_called_tools_needs_no_content(client: Any) -> None:
+    called = {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f"}}]}
+    answer = client.chat.completions.create(model=MODEL, messages=[called, {"role": "user", "content": "w1"}], max_tokens=2)
+    assert answer.choices[0].finish_reason
+
+
 def test_chat_logprobs(client: Any) -> None:
     content = chat(client, logprobs=True, top_logprobs=2).choices[0].logprobs.content
     wanted = offline(f"{PROMPT} ", max_new_tokens=10, logprobs=2).tokens

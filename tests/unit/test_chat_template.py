@@ -161,7 +161,10 @@ def test_malformed_files(tmp_path: Path) -> None:
 # --- requests ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("messages", [[], [{"content": "x"}], ["user"], [{"role": "user"}, 3]])
+NO_CONTENT: list[list[Any]] = [[{"role": "user"}], [{"role": "user", "content": None}], [{"role": "assistant", "tool_calls": []}]]
+
+
+@pytest.mark.parametrize("messages", [[], [{"content": "x"}], ["user"], [{"role": "user", "content": "x"}, 3], *NO_CONTENT])
 def test_malformed_conversation(messages: list[Any]) -> None:
     with pytest.raises(RequestError, match=r"messages is .*, wanted one or more objects with a role"):
         template(CHATML).render(messages)
@@ -169,7 +172,7 @@ def test_malformed_conversation(messages: list[Any]) -> None:
 
 def test_refusals_of_the_template_are_errors_of_the_request() -> None:
     with pytest.raises(RequestError, match=r"chat_template\.jinja refuses the conversation: no content from tool"):
-        template(CHATML).render([{"role": "tool"}])
+        template(CHATML).render([{"role": "tool", "content": 5}])
     with pytest.raises(RequestError, match="refuses the conversation"):
         template("{{ messages[0].absent.field }}").render(CHATS[0])
     with pytest.raises(RequestError, match=r"chat_template\.jinja fails with TypeError"):

@@ -105,7 +105,8 @@ class ChatTemplate:
 
 
 def _is_message(value: object) -> bool:
-    return isinstance(value, Mapping) and "role" in value
+    """An answer that called tools may have nothing else to say."""
+    return isinstance(value, Mapping) and "role" in value and (value.get("content") is not None or bool(value.get("tool_calls")))
 
 
 def _configured_template(file: Path, value: object) -> str | None:

@@ -143,7 +143,13 @@ def _sentence(message: str, kind: type[Any]) -> str:
 def sampling_params(body: Sampling, *, default_max: int, most: int) -> dict[str, Any]:
     """Fields of `SamplingParams` for a body. `default_max`: tokens where it names none; `most`: what the server allows, 0 for
     no limit of its own. OpenAI's default temperature is 1."""
-    asked = getattr(body, "max_completion_tokens", None) or body.max_tokens or default_max
+    newer = getattr(body, "max_completion_tokens", None)
+    if newer and body.max_tokens and newer != body.max_tokens:
+        raise RequestError(
+            f"max_tokens is {body.max_tokens} and max_completion_tokens is {newer}, wanted one length; leave out max_tokens, "
+            "which is the older name"
+        )
+    asked = newer or body.max_tokens or default_max
     if most and asked > most:
         raise RequestError(f"max_tokens is {asked}, wanted at most {most} on this server; ask for fewer")
     params: dict[str, Any] = {"max_new_tokens": asked, "temperature": 1.0 if body.temperature is None else body.temperature}

@@ -297,12 +297,12 @@ def _template(file: str) -> ChatTemplate | None:
 
 
 def _plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message whose content is a list of texts as one text; anything else in it is refused."""
+    """A message whose content is a list of texts as one text; anything else in it is refused. Rendering asks for one."""
     content = message.get("content")
-    if not isinstance(content, list):
+    if content is None or isinstance(content, str):
         return dict(message)
     parts = []
-    for part in content:
+    for part in content if isinstance(content, list) else [content]:
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             raise RequestError("a message has content that is no text, and this server reads nothing else; send text")
         parts.append(part["text"])

@@ -257,6 +257,14 @@ def test_a_request_that_waits_too_long_is_told_so(serve: Callable[..., Served]) 
     assert post(served, **SHORT).status_code == 200
 
 
+def test_a_request_that_names_no_length_has_one_that_the_server_allows(serve: Callable[..., Served]) -> None:
+    served = serve("--max-new-tokens", "8")
+    messages = [{"role": "user", "content": "w2"}]
+    for route, ask in (("/v1/completions", {"prompt": "w2"}), ("/v1/chat/completions", {"messages": messages})):
+        answer = post(served, route, **ask, ignore_eos=True)
+        assert answer.json()["usage"]["completion_tokens"] == 8, answer.text
+
+
 def test_keys_and_origins(serve: Callable[..., Served], tmp_path: Path) -> None:
     keys, admin = tmp_path / "keys", tmp_path / "admin"
     keys.write_text("first\nsecond\n")

@@ -32,6 +32,9 @@ from polydraft.serving.settings import ServerSettings
 
 T = TypeVar("T")
 
+COMPLETION_TOKENS = 16
+"""Of a completion that names no length, as OpenAI has it."""
+
 
 @dataclass
 class Job:
@@ -83,7 +86,8 @@ class Service:
         """The job of a completion."""
         protocol.refuse_unsupported(body)
         self.check_model(body.model)
-        params = protocol.sampling_params(body, default_max=16, most=self.settings.max_new_tokens)
+        most = self.settings.max_new_tokens
+        params = protocol.sampling_params(body, default_max=min(COMPLETION_TOKENS, most or COMPLETION_TOKENS), most=most)
         if body.logprobs is not None or body.provenance:
             params["logprobs"] = body.logprobs or 0
         if body.echo and body.logprobs is not None:

@@ -21,6 +21,7 @@ def test_the_description_names_every_route(server: Served) -> None:
     assert {"/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/health", "/metrics"} <= set(
         document["paths"]
     )
+    assert "/admin/update_weights" not in document["paths"], "it is closed"
     for path, methods in document["paths"].items():
         for method in methods:
             data = b"{}" if method == "post" else None

@@ -331,6 +331,7 @@ def test_weights_are_replaced_while_texts_run(serve: Callable[..., Served], tmp_
     admin = tmp_path / "admin"
     admin.write_text("key\n")
     served = serve("--admin-key-file", str(admin))
+    assert served.get("/openapi.json")["paths"]["/admin/update_weights"]["post"]["requestBody"]
     with concurrent.futures.ThreadPoolExecutor() as pool:
         text = pool.submit(post, served, **LONG)
         answer = post(served, "/admin/update_weights", path=str(tiny.checkpoint(MODEL)), headers={"Authorization": "Bearer key"})

@@ -169,7 +169,7 @@ class Routes:
     async def openapi(self, request: Request) -> Any:
         """`/openapi.json`."""
         del request
-        return JSONResponse(document(self._service.name))
+        return JSONResponse(document(self._service.name, admin=bool(self._settings.admin_key)))
 
     async def playground(self, request: Request) -> Any:
         """`/`."""

@@ -19,6 +19,7 @@ BODIES: dict[str, tuple[type[Any], str]] = {
     "/tokenize": (protocol.TokenizeRequest, "Token ids of a text or conversation."),
     "/detokenize": (protocol.DetokenizeRequest, "Text of token ids."),
 }
+ADMIN: dict[str, tuple[type[Any], str]] = {"/admin/update_weights": (protocol.UpdateWeightsRequest, "Replace the weights.")}
 PLAIN = {
     "/v1/models": "The model that is served.",
     "/v1/models/{model}": "The same, by its name.",
@@ -35,13 +36,14 @@ STATUSES = {
 }  # fmt: skip
 
 
-def document(model: str) -> dict[str, Any]:
-    """The document of this server."""
+def document(model: str, *, admin: bool) -> dict[str, Any]:
+    """The document of this server; `admin`: whether the administrative routes are open."""
+    bodies = BODIES | (ADMIN if admin else {})
     schemas, components = msgspec.json.schema_components(
-        [kind for kind, _ in BODIES.values()], ref_template="#/components/schemas/{name}"
+        [kind for kind, _ in bodies.values()], ref_template="#/components/schemas/{name}"
     )
     paths: dict[str, Any] = {}
-    for (path, (_, text)), schema in zip(BODIES.items(), schemas, strict=True):
+    for (path, (_, text)), schema in zip(bodies.items(), schemas, strict=True):
         body = {"required": True, "content": {"application/json": {"schema": schema}}}
         paths[path] = {"post": {"summary": text, "requestBody": body, "responses": _responses()}}
     for path, text in PLAIN.items():

@@ -31,7 +31,7 @@ class EngineConfig:
     model: str = ""
     """Directory of the checkpoint; "" is the embedded demo model."""
     backend: str = AUTO
-    """Name of an installed backend."""
+    """Name of an installed backend; a plugin object, as tests have them, is taken as it is."""
     device: str = ""
     """Device of that backend, e.g. `cpu` or `cuda:0`; "" is its default."""
     draft_tokens: int | str = AUTO
@@ -99,7 +99,7 @@ class EngineConfig:
             if isinstance(getattr(self, name), str) or not isinstance(getattr(self, name), Iterable):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}, wanted a list; correct it or leave it out")
             object.__setattr__(self, name, tuple(getattr(self, name)))
-        for name in ("model", "backend", "device", "proposer", "draft_vocab", "dtype"):
+        for name in ("model", "device", "proposer", "draft_vocab", "dtype"):
             object.__setattr__(self, name, self._text(name))
         for name in ("draft_tokens", "max_num_seqs", "max_model_len", "block_size", "num_blocks", "max_batched_tokens"):
             self._whole(name, minimum=0 if name == "draft_tokens" else 1)

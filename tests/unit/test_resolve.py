@@ -75,11 +75,13 @@ def test_what_was_asked_for_is_marked_and_taken():
 
 
 def test_wishes_of_another_kind_are_refused():
-    wishes: dict[str, Any] = {"model": 5, "backend": object, "device": 0, "kernels": "fast", "plugins": 5}
+    wishes: dict[str, Any] = {"model": 5, "device": 0, "kernels": "fast", "plugins": 5}
     for name, value in wishes.items():
         with pytest.raises(ConfigError, match=f"{name} is .*, wanted a (text|list); correct it or leave it out"):
             EngineConfig(**{name: value})
-    assert EngineConfig(model=Path("a") / "b", backend=None) == EngineConfig(model="a/b")  # type: ignore[arg-type]
+    assert EngineConfig(model=Path("a") / "b", device=None) == EngineConfig(model="a/b")  # type: ignore[arg-type]
+    plugin: Any = object()
+    assert EngineConfig(backend=plugin).backend is plugin, "a plugin that is no installed one, which choosing looks at"
 
 
 def test_auto_follows_the_capabilities():

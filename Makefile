@@ -15,6 +15,9 @@ SOURCE := pyproject.toml setup.py core/polydraft/_version.py $(wildcard backends
 EMULATED := $(wildcard plugins/paddle-emu-device/src/* plugins/paddle-emu-device/setup.py plugins/paddle-device-skeleton/*.py \
     plugins/paddle-device-skeleton/include/paddle_device/*)
 
+# Commands are run hundreds of times by the tests and the kit; none of them should compile every module again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .NOTPARALLEL:  # two targets would install into the same .venv at once
 .PHONY: help demo test check conform matrix deep oldest coverage pages format clean
@@ -58,10 +61,8 @@ oldest:  ## run the tests of the Paddle backends on the oldest Paddle they suppo
 coverage: $(TEST)  ## run the tests with branch coverage of core, which must not fall below 95 %
 	$(BIN)/python -m pytest -n 2 --dist loadfile --cov --cov-report=term-missing:skip-covered
 
-pages: $(CORE)  ## write the lists of the kit and the pages that are made from the code
-	$(BIN)/python -m polydraft.conformance.catalogue
-	$(BIN)/python tools/make_reference.py
-	$(BIN)/python -m polydraft.conformance.surface tests/compat/surface-1.0.txt
+pages: $(CORE)  ## write the pages that are made from the code
+	$(BIN)/python tools/make_commands.py
 	$(BIN)/python tools/make_evidence_page.py
 
 format: $(DEV)  ## apply the fixes and the formatting that `make check` asks for

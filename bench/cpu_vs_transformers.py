@@ -208,7 +208,7 @@ def copy_rate(device: Any, *, nbytes: int = 1 << 28, repeats: int = 3) -> float:
 
 def bytes_read(engine: Engine) -> int:
     """Bytes of weights that one pass of the target reads: every matrix; of the embedding only a few rows."""
-    return sum(weight.nbytes for name, weight in engine.runner.weights.items() if name != "embed")
+    return sum(weight.nbytes for name, weight in engine.runner.memory.weights.items() if name != "embed")
 
 
 def beside_copy(row: dict[str, Any], engine: Engine) -> None:
@@ -279,8 +279,8 @@ SHAPE = (9728, 896)
 def products(repeats: int) -> list[dict[str, Any]]:
     """One thread's products at every instruction level: floating-point operations a second."""
     from polydraft.backend import DeviceOptions
-    from polydraft.contracts import LinearV1
     from polydraft.contracts.base import Limits
+    from polydraft.contracts.kernels.linear import LinearV1
     from polydraft.kernel_table import DeviceWorkspace
     from polydraft_cpu import library
 

@@ -39,7 +39,7 @@ def target_operations(model: Any, batch: int, tokens: int) -> int:
     """Of the prompts through the target's blocks."""
     total, h = 0, model.hidden_size
     for block in model.blocks:
-        a = block.attention
+        a = block.mixer
         weights = h * (2 * a.q_size + 2 * a.kv_size) + 3 * h * block.feed_forward.intermediate_size
         total += operations(weights, a, batch * tokens, tokens)
     return total
@@ -50,7 +50,7 @@ def draft_operations(model: Any, batch: int, tokens: int, drafts: int) -> int:
     to its attention, behind which only the last row of each prompt goes on."""
     if not drafts or model.mtp is None:
         return 0
-    h, a = model.hidden_size, model.mtp.block.attention
+    h, a = model.hidden_size, model.mtp.blocks[0].mixer
     return operations(2 * h * h + h * (a.q_size + 2 * a.kv_size), a, sum(prefill_rows(batch, tokens, drafts)[:-1]), tokens)
 
 
@@ -70,9 +70,9 @@ def matrix_rate(shape: Path, rows: int = BATCHED_TOKENS, repeats: int = 9) -> fl
 
     import polydraft_cuda
     from polydraft.backend import DeviceOptions
-    from polydraft.contracts import LinearV1
     from polydraft.contracts.base import Limits
     from polydraft.contracts.compare import to_host
+    from polydraft.contracts.kernels.linear import LinearV1
 
     checkpoint = RandomCheckpoint(shape)
     sizes = checkpoint.config["hidden_size"], 2 * checkpoint.config["intermediate_size"]

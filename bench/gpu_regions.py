@@ -32,7 +32,8 @@ from polydraft.bench.measure import Load
 from polydraft.bench.suite import Suite
 from polydraft.config import EngineConfig
 from polydraft.engine import Engine
-from polydraft.runtime.program import Bound, Lengths, lengths
+from polydraft.models import Attention
+from polydraft.runtime.program import Bound, Lengths, Program, lengths
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 from bench.gpu_rounds import BATCHED_TOKENS, BATCHES, ROOT, SCHEDULE, byte_heads, copy_rate, device_says
@@ -57,30 +58,30 @@ PROJECTIONS = ("qkv", "o", "gate and up", "down")
 def stand(engine: Engine, batch: int, width: int, context: int) -> None:
     """Set the rows of a pass: `width` rows of each of `batch` slots, the last at position `context`; blocks in no order."""
     runner, load = engine.runner, engine.device.load
-    state, step, size = runner.state, runner.step, runner.limits.block_size
+    buffers, size = runner.memory.buffers, runner.limits.block_size
     slots, positions = np.repeat(np.arange(batch), width), np.tile(np.arange(width), batch) + context + 1 - width
 
-    def padded(buffer: Any, values: Any, rest: int) -> None:
+    def padded(name: str, values: Any, rest: int) -> None:
+        buffer = buffers[name]
         whole = np.full(buffer.shape, rest, np.int32)
         whole[tuple(slice(n) for n in np.shape(values))] = values
         load(buffer, whole)
 
     needed = context // size + 2
     ids = np.random.default_rng(1).integers(0, engine.model.vocab_size, batch * width)
-    padded(step.row_slot, slots, -1)
-    padded(step.positions, positions, 0)
-    padded(step.logit_slot, slots[: step.logit_slot.shape[0]], -1)
-    padded(step.logit_position, positions[: step.logit_position.shape[0]], 0)
-    padded(step.ids, ids, 0)
-    padded(step.logit_row, np.arange(min(batch * width, step.logit_row.shape[0])), -1)
-    padded(state.block_table, np.random.default_rng(0).permutation(needed * batch).reshape(batch, needed), -1)
-    drafts: Any = runner.proposer
+    padded("row_slot", slots, -1)
+    padded("positions", positions, 0)
+    padded("logit_slot", slots[: buffers["logit_slot"].shape[0]], -1)
+    padded("logit_position", positions[: buffers["logit_position"].shape[0]], 0)
+    padded("ids", ids, 0)
+    padded("logit_row", np.arange(min(batch * width, buffers["logit_row"].shape[0])), -1)
+    padded("block_table", np.random.default_rng(0).permutation(needed * batch).reshape(batch, needed), -1)
     if runner.limits.num_drafts:
-        for buffer, values, rest in (
-            (drafts._row_slot, slots, -1), (drafts._ids, ids, 0), (drafts._slot, np.arange(batch), -1),
-            (drafts._position, np.full(batch, context + 1), 0), (drafts._next_ids, np.ones(batch, np.int32), 0),
+        for name, values, rest in (
+            ("draft_row_slot", slots, -1), ("draft_ids", ids, 0), ("draft_slot", np.arange(batch), -1),
+            ("draft_position", np.full(batch, context + 1), 0), ("next_ids", np.ones(batch, np.int32), 0),
         ):  # fmt: skip
-            padded(buffer, values, rest)
+            padded(name, values, rest)
 
 
 def regions(target: Sequence[Bound], draft: Sequence[Bound]) -> dict[str, list[Bound]]:
@@ -113,7 +114,7 @@ def regions(target: Sequence[Bound], draft: Sequence[Bound]) -> dict[str, list[B
 def floors(model: Any, batch: int, context: int, size: int = 2) -> dict[str, int]:
     """Bytes that each region has to read, elements of `size` bytes; none for norms."""
     hidden, block = model.hidden_size, model.blocks[0]
-    attention, wide, layers = block.attention, block.feed_forward.intermediate_size, len(model.blocks)
+    attention, wide, layers = block.mixer, block.feed_forward.intermediate_size, len(model.blocks)
     weights = {
         "qkv": hidden * (attention.q_size + 2 * attention.kv_size),
         "o": hidden * attention.q_size,
@@ -128,12 +129,27 @@ def floors(model: Any, batch: int, context: int, size: int = 2) -> dict[str, int
     return {name: size * count for name, count in found.items()}
 
 
+def together(programs: Sequence[Program], entries: Sequence[Bound]) -> list[Bound]:
+    """These launches of programs as graphs have them: joined where all that becomes one launch is among them."""
+    wanted = {id(entry) for entry in entries}
+    found: list[Bound] = []
+    for program in programs:
+        apart = iter(program.entries)
+        for entry in program.captured or program.entries:
+            parts = list(itertools.islice(apart, entry.spans if program.captured else 1))
+            mine = [part for part in parts if id(part) in wanted]
+            found += [entry] if len(mine) == len(parts) else mine
+    return found
+
+
 def captured(engine: Engine, capture: Any, entries: Sequence[Bound], size: Lengths) -> Callable[[], None]:
-    """These launches as a graph; what enqueues it."""
+    """These launches of the greedy programs as a graph; what enqueues it."""
     device: Any = engine.device
+    programs = engine.runner.programs["greedy"]
+    joined = together((programs["target"], programs["draft"]), entries)
 
     def run() -> None:
-        for entry in entries:
+        for entry in joined:
             entry.launch(device.stream, size[entry.unit])
 
     run()
@@ -186,7 +202,7 @@ def measure(options: argparse.Namespace, rate: float) -> list[dict[str, Any]]:
     suite = Suite(config, ROOT / "shapes" / f"{options.shape}.json", prompt_tokens=options.prompt)
     engine = suite.engine(Load(max(options.batches), options.prompt, 100), drafts, {})
     runner, device = engine.runner, engine.device
-    for cache in (*runner.caches, runner.proposer._cache):  # type: ignore[attr-defined]
+    for cache in runner.memory.caches.values():
         device.fill_bytes(cache.buffer, 0x3C)  # type: ignore[attr-defined]
     capture = polydraft_cuda.polydraft_graph_capture(device)  # type: ignore[arg-type]
     programs, rows = runner.programs["greedy"], []
@@ -196,7 +212,7 @@ def measure(options: argparse.Namespace, rate: float) -> list[dict[str, Any]]:
     for width in (1, 1 + drafts):
         for batch in options.batches:
             size = lengths(rows=batch * width, logit_rows=batch * width, seqs=batch)
-            state.real_slots, state.has_prefill, state.use_graph = batch, False, True
+            state.real_slots, state.has_prefill = batch, False
             stand(engine, batch, width, context)
             for name, entries in parts.items():
                 used = [entry for entry in entries if width > 1 or "draft" not in entry.room]
@@ -231,7 +247,7 @@ def prefill(engine: Engine, parts: dict[str, list[Bound]], prompt: int, repeats:
     runner, device, model = engine.runner, engine.device, engine.model
     batch = BATCHED_TOKENS // prompt
     size, state = lengths(rows=batch * prompt, logit_rows=batch, seqs=batch), runner.context
-    state.real_slots, state.has_prefill, state.use_graph = batch, True, False
+    state.real_slots, state.has_prefill = batch, True
     stand(engine, batch, prompt, prompt - 1)
 
     def run(entries: Sequence[Bound]) -> Callable[[], None]:
@@ -243,9 +259,10 @@ def prefill(engine: Engine, parts: dict[str, list[Bound]], prompt: int, repeats:
 
     body = [entry for entry in parts["target pass"] if entry.room == "target"][: -len(parts["head"])]
     us, product = timed(device, run(body), repeats), timed(device, run(parts["gate and up"][::2]), repeats)
-    block, layers = model.blocks[0], len(model.blocks)
+    mixer, layers = model.blocks[0].mixer, len(model.blocks)
+    assert isinstance(mixer, Attention)
     weights = floors(model, 1, 0, 1)
-    attended = 2 * batch * prompt**2 * block.attention.q_size * layers
+    attended = 2 * batch * prompt**2 * mixer.q_size * layers
     operations = 2 * batch * prompt * weights["projections"] + attended
     matrix = 2 * batch * prompt * weights["gate and up"] / (1e-6 * product)
     achieved = operations / (1e-6 * us)

@@ -103,7 +103,7 @@ def byte_heads(engine: Engine, batch: int) -> tuple[bool, bool]:
     from polydraft_cuda.kernels import screen
 
     limits = engine.resolved.limits
-    weights: Mapping[str, Any] = engine.runner.weights
+    weights: Mapping[str, Any] = engine.runner.memory.weights
     heads = weights["lm_head"], weights.get(DRAFT_HEAD, weights["lm_head"])
     rows = batch * limits.window, batch
     target, drafts = (
@@ -131,11 +131,11 @@ def floor_bytes(engine: Engine, batch: int, context: float, looked: tuple[bool, 
     drafts, size = resolved.limits.num_drafts, 4 if resolved.dtype == "f32" else 2
 
     def block(b: Any) -> int:
-        a, f, h = b.attention, b.feed_forward, model.hidden_size
+        a, f, h = b.mixer, b.feed_forward, model.hidden_size
         return size * int(h * (2 * a.q_size + 2 * a.kv_size) + 3 * h * f.intermediate_size)
 
     def cached(b: Any) -> float:
-        a = b.attention
+        a = b.mixer
         return float(2 * batch * context * (a.num_kv_heads * (a.head_dim + 1) if resolved.kv else size * a.kv_size))
 
     def head(tokens: int, by_bytes: bool) -> int:
@@ -145,7 +145,7 @@ def floor_bytes(engine: Engine, batch: int, context: float, looked: tuple[bool, 
     if drafts and model.mtp is not None:
         joined = size * 2 * model.hidden_size**2
         scored = head(resolved.describe()["draft_vocab"], looked[1])
-        total += drafts * (block(model.mtp.block) + cached(model.mtp.block) + joined + scored)
+        total += drafts * (block(model.mtp.blocks[0]) + cached(model.mtp.blocks[0]) + joined + scored)
     return int(total)
 
 

@@ -68,7 +68,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
     """Stacked rooms with the prefix cache, the bare totals, and what is asked."""
     from matplotlib.figure import Figure
 
-    from polydraft.trace_view import COLOURS
+    from polydraft.instruments.trace_view import COLOURS
 
     rows = [row for row in result["rows"] if row["prefix_cache"]]
     figure = Figure(figsize=(9, 5), layout="constrained")

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from polydraft.bench import report
-from polydraft.bench.measure import Load, timed
+from polydraft.bench.measure import Load, instruments, timed
 from polydraft.bench.shapes import RandomCheckpoint
 from polydraft.config import EngineConfig
 from polydraft.engine import Engine
@@ -37,7 +37,7 @@ def engine(shape: Path, load: Load, **own: Any) -> Engine:
         max_num_seqs=load.batch, max_model_len=length, num_blocks=load.batch * -(-length // BLOCK), graph_sizes=(load.batch,),
         **own,
     )  # fmt: skip
-    return Engine(config, checkpoint=RandomCheckpoint(shape))
+    return Engine(config, checkpoint=RandomCheckpoint(shape), instruments=instruments())
 
 
 def cell(shape: Path, batch: int, options: argparse.Namespace) -> dict[str, Any]:

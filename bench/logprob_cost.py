@@ -3,13 +3,13 @@
 64 streaming requests, K = 3, every draft accepted; engines whose requests want different things take turns of eight steps,
 three of each kind, since where one's memory lies is worth a few per cent, and each time in another order, drawn by chance,
 since each leaves the caches to the next; texts that are nearly as long as the model allows are begun anew, which is not
-measured. `host`: what the engine's own thread spends on a step and on handing its news over (`Engine.step`, `Engine.take`),
+measured. `host`: what the engine's own thread spends on a step and on handing its outputs over (`Engine.step`, `Engine.take`),
 without what the null device's kernels and copies take. `ratio`: of the turns of a kind to those of the engines that may report
 log probabilities and whose requests want none, each turn by the median of its steps; median and quartiles over the turns.
-`convert`: what another thread spends to make one record of the news (`Converter`, `pack`). `pack`: the reference's kernel that
-packs the record, by itself: the null device leaves a record that would be the same where it is, and copies it whole. The fixed
-record has 21 columns for every place of every window, as a record of fixed size would have, asked for or not: it is computed,
-copied and kept as if every request had asked for 20.
+`convert`: what another thread spends to make one message of the outputs (`OutputProcessor`, `pack`). `pack`: the reference's
+kernel that packs the record, by itself: the null device leaves a record that would be the same where it is, and copies it whole.
+The fixed record has 21 columns for every place of every window, as a record of fixed size would have, asked for or not: it is
+computed, copied and kept as if every request had asked for 20.
 
     python bench/logprob_cost.py --out bench/results/logprobs.json --page docs/serving.md
     python bench/logprob_cost.py --read bench/results/logprobs.json --page docs/serving.md
@@ -39,12 +39,12 @@ class Engine:
 
     def __init__(self, name: str) -> None:
         from polydraft import LLM, SamplingParams
-        from polydraft.runtime.output import Converter
+        from polydraft.output.output_processor import OutputProcessor
 
         most = None if name == "no engine option" else 20
         options: Any = {"max_num_seqs": BATCH, "draft_tokens": DRAFTS, "max_model_len": 2048, "logprobs": most}
         self.engine = LLM(backend="null", **options).engine
-        self.converter = Converter(self.engine.tokenizer)
+        self.processor = OutputProcessor(self.engine.tokenizer)
         self.params = SamplingParams(max_new_tokens=NEW_TOKENS, ignore_eos=True, logprobs=WISHES[name])
         self.begin()
         self.host: list[float] = []
@@ -66,12 +66,12 @@ class Engine:
             self.engine.abort(str(i))
         while self.engine.has_work:
             self.engine.step()
-        self.converter.pieces(self.engine.take())
+        self.processor.deltas(self.engine.take())
         self.begin()
 
     def turn(self) -> tuple[float, float, int]:
         """Some steps: median host and mean converting microseconds of a step, and bytes that came back in each."""
-        from polydraft.runtime.news import news_of, pack
+        from polydraft.output.request_delta import pack
 
         self.turns_left -= 1
         counters, taken = self.engine.device.counters, []
@@ -83,7 +83,7 @@ class Engine:
             host.append(time.perf_counter_ns() - start - (counters.extra["kernel_ns"] - kernels))
         start = time.perf_counter_ns()
         for one in taken:
-            pack([news_of(int(piece.request.id), piece) for piece in self.converter.pieces(one)])
+            pack(self.processor.deltas(one))
         convert = time.perf_counter_ns() - start
         return statistics.median(host) / 1e3, convert / TURN / 1e3, (counters.bytes_downloaded - before) // TURN
 

@@ -25,7 +25,7 @@ import numpy as np
 
 from polydraft import LLM, Engine, SamplingParams
 from polydraft.bench import report
-from polydraft.runtime.output import RequestOutput
+from polydraft.output.request_output import RequestOutput
 
 ROOT = Path(__file__).parents[1]
 SLOTS, MODEL_LEN, BLOCKS, PROMPTS = 12, 384, 64, 64

@@ -59,14 +59,14 @@ def contracts() -> int:
     from polydraft.contracts.harness import check_kernel
     from polydraft.contracts.inputs import contract_of, generated
     from polydraft_cpu import library
-    from polydraft_cpu.kernels import VERSIONS
+    from polydraft_cpu.kernels import versions
     from tests.support.cpu import opened
 
     count = 0
     for level in library.levels():
         for dtype in ("f32", "bf16"):
             device, table = opened(f"cpu?isa={level}&threads=3", dtype)
-            for name in VERSIONS:
+            for name in versions():
                 kernel = COMPOSITES[name] if name in COMPOSITES else REGISTRY[name]
                 for case in (*contract_of(kernel).cases(), *(generated(kernel, seed) for seed in range(8))):
                     comparison = check_kernel(kernel, case, device, table, act=dtype)
@@ -81,7 +81,7 @@ def shapes(rounds: int) -> int:
     """Products of random shapes, large enough for threads, in every form of weights."""
     import numpy as np
 
-    from polydraft.contracts import LinearV1
+    from polydraft.contracts.kernels.linear import LinearV1
     from polydraft_cpu import library
     from tests.support.cpu import bound, loaded, opened
 
@@ -126,7 +126,7 @@ def queue(rounds: int) -> int:
 
     import numpy as np
 
-    from polydraft.contracts import LinearV1
+    from polydraft.contracts.kernels.linear import LinearV1
     from tests.support.cpu import bound, loaded, opened
 
     rng = np.random.default_rng(1)

@@ -53,12 +53,11 @@ def backends() -> list[dict[str, Any]]:
 
 
 def _identity(name: str, entry: str) -> dict[str, Any]:
-    from polydraft.plugins import Loaded
+    from polydraft.plugins import Loaded, identify
 
     module, _, attribute = entry.partition(":")
     plugin = importlib.import_module(module)
-    info = Loaded.from_object(getattr(plugin, attribute) if attribute else plugin).info
-    assert info is not None
+    info = identify(Loaded.from_object(getattr(plugin, attribute) if attribute else plugin))
     return {"name": name, "package": info.package, "evidence": info.evidence, "on": info.evidence_on}
 
 

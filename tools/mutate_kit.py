@@ -51,6 +51,7 @@ class Subject:
 SUBJECTS = {
     "compare": Subject("polydraft.contracts.compare", ("tests/contracts/test_compare.py",)),
     "outcomes": Subject("polydraft.conformance.outcomes", ("tests/conformance/test_judgement.py",)),
+    "verdict": Subject("polydraft.conformance.verdict", ("tests/conformance/test_judgement.py",)),
     "report": Subject("polydraft.conformance.report", ("tests/conformance/test_judgement.py",)),
     "waivers": Subject("polydraft.conformance.waivers", ("tests/conformance/test_judgement.py",)),
     "serving": Subject("polydraft.conformance.serving", ("tests/conformance/test_texts.py",), ("as_expected", "_rounds_within")),

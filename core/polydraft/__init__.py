@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from polydraft.engine import Engine
     from polydraft.hooks import hookimpl
     from polydraft.llm import LLM
-    from polydraft.runtime.output import RequestOutput
+    from polydraft.output.request_output import RequestOutput
     from polydraft.sampling_params import SamplingParams
 
 _HOME = {
@@ -27,7 +27,7 @@ _HOME = {
     "Engine": "polydraft.engine",
     "EngineConfig": "polydraft.config",
     "LLM": "polydraft.llm",
-    "RequestOutput": "polydraft.runtime.output",
+    "RequestOutput": "polydraft.output.request_output",
     "SamplingParams": "polydraft.sampling_params",
     "hookimpl": "polydraft.hooks",
 }

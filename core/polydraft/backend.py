@@ -137,7 +137,6 @@ class CacheSpec:
     num_kv_heads: int
     head_dim: int
     dtype: str
-    kind: Literal["paged"] = "paged"
     kv: Literal["", "int8", "fp8"] = ""
     """How rows are kept: "" in `dtype`, "int8" and "fp8" as `contracts/kv_quant.py` defines. Asked only of who declares it in
     `kv_dtypes`."""
@@ -161,21 +160,16 @@ class KernelTable(Protocol):
 class StepMeta:
     """What the host knows of one pass when its metadata is filled. Frozen; one per pass kind and step.
 
-    Upstream names in brackets: `pass_index` [substep], `use_graph` [step_use_cudagraph], `dummy` [is_dummy_run],
-    `real_slots` [real_bsz], `has_prefill` [exist_prefill_flag].
+    Upstream names in brackets: `pass_index` [substep], `real_slots` [real_bsz], `has_prefill` [exist_prefill_flag].
     """
 
-    role: Literal["target", "draft"]
     pass_index: int
+    """Of the draft's passes; 0 for the target."""
     launch_rows: int
     """Rows launched: an upper bound of the valid rows."""
     real_slots: int
     """Scheduled sequences of this step."""
     has_prefill: bool
-    use_graph: bool = False
-    dummy: bool = False
-    row_order: RowOrder = "slot"
-    moe_phase: Literal["decode", "prefill"] = "decode"
 
 
 @dataclass(frozen=True)
@@ -204,12 +198,8 @@ class DeviceOptions:
 
     dtype: str = "f32"
     row_invariant: bool = False
-    num_threads: int | None = None
-    block_size: int = 16
-    """Tokens of a KV block."""
     allow_cpu_fallback: bool = False
     """What the device has no kernel for may run on the CPU; otherwise the backend refuses it by name."""
-    extra: Mapping[str, str] = field(default_factory=dict)
 
 
 __all__: Sequence[str] = [

@@ -20,7 +20,7 @@ from typing import Any, Final, Literal
 import numpy as np
 
 from polydraft.backend import CacheSpec, PassBuffers, StepMeta, Weight
-from polydraft.contracts.base import Limits, OpaqueSpec, Provider, TensorSpec, Workspace
+from polydraft.contracts.base import Limits, OpaqueSpec, Provider, Workspace
 from polydraft.contracts.composite import CompositeArgs
 from polydraft.device import DTYPES, Array, Buffer, DeviceCounters, Launch, Staging, Stream
 from polydraft.errors import ContractError, DeviceError, PluginError
@@ -285,7 +285,12 @@ def _opened(args: Any, attribute: Literal["memory", "mirror"]) -> SimpleNamespac
     if isinstance(args, CompositeArgs):
         return SimpleNamespace(parts=tuple(_opened(part, attribute) for part in args.parts))
     values = {field.name: getattr(args, field.name) for field in fields(args)}
-    return SimpleNamespace(**{name: getattr(value, attribute, value) for name, value in values.items()})
+    return SimpleNamespace(**{name: _inside(value, attribute) for name, value in values.items()})
+
+
+def _inside(value: Any, attribute: str) -> Any:
+    """What a kernel needs in the place of an argument, and of each of a tuple of slot columns."""
+    return tuple(_inside(one, attribute) for one in value) if isinstance(value, tuple) else getattr(value, attribute, value)
 
 
 class Delegated:
@@ -297,14 +302,12 @@ class Delegated:
     def bind(self, args: Any, limits: Limits, workspace: Workspace | None) -> Launch:
         """Bind the reference's kernel to the mirrors."""
         del workspace
-        specs = args.specs()
-        buffers = {name: getattr(args, name) for name, spec in specs.items() if isinstance(spec, TensorSpec)}
-        there = {name: buffer for name, buffer in buffers.items() if buffer is not None}
-        written = [buffer for name, buffer in there.items() if specs[name].access != "in"]
-        for name, spec in specs.items():
+        there = list(args.buffers().values())
+        for name, spec in args.specs().items():
             _refuse_foreign(name, spec, getattr(args, name))
         run = self._kernel(_opened(args, "mirror"), limits)
-        return partial(_launch_delegated, self._device, run, tuple(there.values()), tuple(written))
+        written = tuple(buffer for buffer, access in there if access != "in")
+        return partial(_launch_delegated, self._device, run, tuple(buffer for buffer, _ in there), written)
 
     def workspace_bytes(self, args: Any, limits: Limits) -> int:
         """None: the work is done on the host."""

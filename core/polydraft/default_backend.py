@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from polydraft.errors import PluginError
 from polydraft.plugin_checks import BACKEND
-from polydraft.plugins import Loaded, find
+from polydraft.plugins import Loaded, find, identify
 
 ACCELERATORS = ("cuda",)
 """Used where their device is, best first; that it is not there is nothing to warn of."""
@@ -57,8 +57,7 @@ def unusable(name: str) -> str:
     if name not in find(BACKEND.group):
         return "it is not installed; reinstall polydraft"
     try:
-        info = Loaded.from_entry(BACKEND, name).info
+        info = identify(Loaded.from_entry(BACKEND, name))
     except PluginError as error:
         return str(error)
-    assert info is not None, "a backend says who it is when it is loaded"
     return "" if info.available else info.reason

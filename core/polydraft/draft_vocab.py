@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from polydraft.contracts.spread_logits import NO_PLACE
+from polydraft.contracts.kernels.spread_logits import NO_PLACE
 from polydraft.device import Array
 from polydraft.errors import ConfigError
 

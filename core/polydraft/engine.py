@@ -7,42 +7,48 @@ what they decide.
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import ChainMap, deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from polydraft import draft_vocab, sanitize
-from polydraft.backend import DeviceOptions
+from polydraft import draft_vocab
+from polydraft.backend import DeviceOptions, Weight
 from polydraft.config import AUTO, EngineConfig
 from polydraft.default_backend import default_backend
 from polydraft.device import Array
 from polydraft.errors import CapabilityError, DeviceError, PolydraftError, RequestError
+from polydraft.instruments.base import Instrument, Instruments, Setting
+from polydraft.instruments.sanitize import Hazard, Sanitizer
 from polydraft.kernel_table import refuse_strangers
+from polydraft.models.block import lacking
 from polydraft.models.checkpoint import Checkpoint, load_weights
 from polydraft.models.families import FamilyRegistry
 from polydraft.models.tokenizer import Tokenizer
+from polydraft.output.engine_outputs import EngineOutputs, OutputCollector
+from polydraft.output.output_processor import OutputProcessor
+from polydraft.output.request_output import RequestOutput
 from polydraft.plugins import Plugins
 from polydraft.proposers.base import built_in
 from polydraft.runtime.admission import Gate
 from polydraft.runtime.commit import apply, end
 from polydraft.runtime.constraints import Constraints
+from polydraft.runtime.draft_policy import DraftPolicy, check_policy
 from polydraft.runtime.graphs import GraphPolicy
 from polydraft.runtime.host_inputs import FeatureFactory, HostView
 from polydraft.runtime.kv_blocks import BlockLedger
 from polydraft.runtime.memory import check_fits
-from polydraft.runtime.output import Converter, RequestOutput
 from polydraft.runtime.plan import StepOutcome, StepPlan
+from polydraft.runtime.points import Points
 from polydraft.runtime.request import Request, Status
 from polydraft.runtime.resolve import Resolved, resolve
 from polydraft.runtime.runner import Runner, Ticket
 from polydraft.runtime.scheduler import Scheduler
 from polydraft.runtime.slots import SlotTable
-from polydraft.runtime.taken import Results, Taken
 from polydraft.runtime.totals import EngineTotals
-from polydraft.runtime.weights import WithDraftHead, check_same_model, prepare, refill, wanted
+from polydraft.runtime.weights import WithDraftHead, check_same_model, prepare, refill, roles, wanted
 from polydraft.sampling_params import SamplingParams
 from polydraft.sentinels import Phase
 
@@ -69,12 +75,18 @@ class Engine:
         backend: object | None = None,
         checkpoint: Checkpoint | None = None,
         features: Sequence[FeatureFactory] = (),
+        instruments: Sequence[Instrument] = (),
+        draft_policy: DraftPolicy | None = None,
     ) -> None:
         """Build everything; errors come in this order: plugin, checkpoint header, negotiation, device, weights.
 
         `backend` is a plugin object that stands in for the one named in `config` (tests), `checkpoint` an open checkpoint for
-        its `model` (benchmarks); the engine closes it. `features` bring data from the host into every step."""
+        its `model` (benchmarks); the engine closes it. `features` bring data from the host into every step. `draft_policy`
+        chooses how many drafts each step makes, the most in every one where none is given. `instruments` look at the run; the
+        hazard checker is added to them where the configuration asks for it."""
         self.config = config or EngineConfig()
+        checked = self.config.sanitize and not any(isinstance(one, Sanitizer) for one in instruments)
+        self.instruments = Instruments((*instruments, Sanitizer()) if checked else instruments)
         self.default = default_backend() if self.config.backend == AUTO and backend is None else None
         """What `auto` meant; None where a backend was named."""
         name = self.default.name if self.default else self.config.backend
@@ -82,11 +94,11 @@ class Engine:
             backend or name, packs=self.config.kernels, files=self.config.plugins, device=self.config.device,
             variants=self.config.variants == AUTO,
         )  # fmt: skip
-        if self.config.sanitize:
-            self.plugins = sanitize.WatchedPlugins.over(self.plugins)
         self.families, self.proposers = FamilyRegistry(), built_in()
-        self.plugins.collect("polydraft_models", self.families.register)
-        self.plugins.collect("polydraft_proposers", self.proposers.register)
+        for plugin, family in self.plugins.gather("polydraft_models"):
+            self.families.register(family, plugin=plugin)
+        for plugin, (proposer, factory) in self.plugins.gather("polydraft_proposers"):
+            self.proposers.register(proposer, factory, plugin=plugin)
         self._checkpoint = checkpoint or Checkpoint(self._model_dir())
         self.model, table = self.families.describe(self._checkpoint)
         self.info = self.plugins.info()
@@ -97,12 +109,16 @@ class Engine:
             self.info,
             self.model,
             proposers=self.proposers.needs(),
+            layers=self.proposers.layers,
             features={f.name: f.needs for f in (*features, *((Constraints,) if self.config.constraints else ()))},
             default=self.default.reason if self.default else "",
             draft_vocab=None if self._draft_ids is None else len(self._draft_ids),
             variants=[one.name for one in self.plugins.variants],
             unused_variants=self.plugins.unused_variants,
         )
+        self._draft_policy = check_policy(draft_policy, self.resolved.limits)
+        self.instruments.check(Setting(self.resolved, self.info))
+        self.plugins = self.instruments.over(self.plugins)
         self.tokenizer = Tokenizer.from_dir(self._checkpoint.path)
         self._constraints: Constraints | None = None
         if self.config.constraints:
@@ -111,33 +127,49 @@ class Engine:
                 end=self.config.think_end_ids,
             )  # fmt: skip
             features = (*features, self._constraints)
-        options = DeviceOptions(
-            self.resolved.dtype, self.resolved.invariant, block_size=self.resolved.limits.block_size,
-            allow_cpu_fallback=self.config.allow_cpu_fallback,
-        )  # fmt: skip
+        options = DeviceOptions(self.resolved.dtype, self.resolved.invariant, allow_cpu_fallback=self.config.allow_cpu_fallback)
         self.device = self.plugins.open_device(self.config.device, options)
         self.table = self.plugins.kernels(self.device)
         if self.resolved.kv:
             refuse_strangers(self.table, self.info, self.resolved.kv)
         canonical = self._canonical(self._checkpoint, self.model, table)
         self._own_blocks = self._checkpoint.own_blocks()
-        names = wanted(canonical, drafts_with_mtp=self.resolved.proposer == "mtp", own=tuple(self._own_blocks))
-        self._weights = prepare(self.table, canonical, names, dtype=self.resolved.dtype)
-        weights = {**self._weights, **self._own_blocks} if self._own_blocks else self._weights
+        self._refuse_lacking_kinds()
+        names = wanted(
+            canonical, self.model, drafting=self.proposers.layers(self.resolved.proposer, self.model), own=self._own_blocks
+        )
+        self._weights = prepare(self.table, canonical, names, roles(self.model), dtype=self.resolved.dtype)
+        brought = self.proposers.weights(self.resolved.proposer, self.model)
+        own = brought.prepare(self.table, self.model, dtype=self.resolved.dtype) if brought else {}
+        whole: dict[str, Weight] = {**self._own_blocks}
+        weights = ChainMap(self._weights, whole, own)  # a view: weights that move are found where they are
         check_fits(self.device, self.resolved)
         self.runner = Runner(
             device=self.device, plugins=self.plugins, table=self.table, model=self.model, weights=weights,
             limits=self.resolved.limits, proposer=self.proposers.factory(self.resolved.proposer),
             verify=self.resolved.verify, depth=self.resolved.overlap, dtype=self.resolved.dtype,
             accept_schedule=self.resolved.accept_schedule, raw_logprobs=self.config.logprobs_mode == "raw", features=features,
-            draft_ids=self._draft_ids, kv=self.resolved.kv,
+            stages=[stage for _, stage in self.plugins.gather("polydraft_parameters")], draft_ids=self._draft_ids,
+            kv=self.resolved.kv, points=self.points,
+            rungs=self._draft_policy.rungs,
         )  # fmt: skip
         if self.resolved.graph != "off":
             policy = GraphPolicy(self.resolved.graph, self.resolved.graph_sizes)
             self.runner.capture(policy, self.plugins.graph_capture(self.device), frozenset(self.info.capabilities.uncapturable))
         self._build_host()
-        if isinstance(self.plugins, sanitize.WatchedPlugins):
-            sanitize.watch(self, self.plugins.checker)
+        self.instruments.built(self)
+
+    def _refuse_lacking_kinds(self) -> None:
+        """Refuse, before weights are read, blocks whose kinds launch what nobody on this device can do."""
+        blocks = {**self.model.layers, **self.proposers.layers(self.resolved.proposer, self.model)}
+        computed = {prefix: block for prefix, block in blocks.items() if prefix not in self._own_blocks}
+        missing = lacking(computed, self.table.providers)
+        if missing:
+            needed = ", ".join(f"{contract} (in {missing[contract]})" for contract in sorted(missing))
+            raise CapabilityError(
+                f"model {self.model.name} has blocks that launch what backend {self.info.name} does not own: {needed}; implement "
+                "it, or enable a kernel pack that does (see `polydraft contracts`)"
+            )
 
     def _canonical(self, checkpoint: Checkpoint, model: ModelDescription, table: TensorTable) -> Mapping[str, Array]:
         """What is put onto the device: a checkpoint's tensors, and the head of a reduced draft vocabulary."""
@@ -159,22 +191,30 @@ class Engine:
             block_size=limits.block_size,
             max_seqs=limits.max_seqs,
             max_blocks=limits.max_blocks,
-            shares=self.config.prefix_cache,
+            shares=self.resolved.prefix_cache,
         )
         self.scheduler = Scheduler(
-            limits, self.slots, self.ledger, self.info.capabilities.row_order, share_prefixes=self.config.prefix_cache
+            limits,
+            self.slots,
+            self.ledger,
+            self.runner.columns,
+            self.info.capabilities.row_order,
+            share_prefixes=self.resolved.prefix_cache,
+            policy=self._draft_policy,
         )
         self._gate = Gate(
             model=self.model, tokenizer=self.tokenizer, limits=limits, verify=self.resolved.verify, seed=self.config.seed,
-            lacking=self.runner.lacking, constraints=self._constraints,
+            processing=self.runner.processing, constraints=self._constraints,
         )  # fmt: skip
         self.requests: dict[str, Request] = {}
-        self.totals = EngineTotals(accepted_at=[0] * limits.num_drafts, drafted_at=[0] * limits.num_drafts)
+        self.totals = EngineTotals(
+            accepted_at=[0] * limits.num_drafts, drafted_at=[0] * limits.num_drafts, drafts_per_step=[0] * limits.window
+        )
         self.failure = ""
         """Why nothing is served any more; "" while the device answers."""
         self._in_flight: deque[Ticket] = deque()
-        self._results = Results(self.slots, self.tokenizer)
-        self._converter = Converter(self.tokenizer)
+        self._outputs = OutputCollector(self.slots, self.tokenizer)
+        self._processor = OutputProcessor(self.tokenizer)
         self._number = 0
         self._observers: list[StepObserver] = self.plugins.observers()
 
@@ -199,7 +239,7 @@ class Engine:
         self._number += 1
         self.requests[request_id] = request
         self.scheduler.waiting.append(request)
-        self._results.track(request)
+        self._outputs.track(request)
         return request_id
 
     def _free_id(self) -> str:
@@ -232,20 +272,27 @@ class Engine:
         """Whether a step could still change something: waiting or running requests, or steps in flight."""
         return bool(self._in_flight or self.scheduler.waiting or (self.slots.phase != 0).any())
 
+    @property
+    def points(self) -> Points:
+        """Where instruments listen to a step."""
+        return self.instruments.points
+
     def step(self) -> bool:
         """Launch one step if there is one, and collect what is due. Returns False when there was nothing to do.
 
         A `DeviceError` ends requests instead of the engine: those that were running carry its sentence, waiting ones are served
         if the device still answers, and otherwise end likewise (`failure`)."""
+        points = self.instruments.points
         try:
-            return self._step()
+            return points.told("step", None, self._step) if points.step else self._step()
         except DeviceError as error:
             self._recover(error)
             return True
 
     def _step(self) -> bool:
         start = time.perf_counter()
-        plan = self.scheduler.plan()
+        points = self.instruments.points
+        plan = points.told("plan", None, self.scheduler.plan) if points.plan else self.scheduler.plan()
         if plan is not None:
             self._launch(plan)
         if not self._in_flight:
@@ -264,16 +311,24 @@ class Engine:
         inputs = self.runner.inputs
         if inputs.features:
             inputs.fill(self._view(plan), middle=False)
-        self._in_flight.append(self.runner.launch(plan))
-        if inputs.splits:
-            self.supply(self._in_flight[-1])
+        points, launch = self.instruments.points, self.runner.launch
+        ticket = points.told("launch", plan, launch, plan) if points.launch else launch(plan)
+        self._in_flight.append(ticket)
+        if inputs.splits and points.inputs:
+            points.told("inputs", ticket, self.supply, ticket)
+        elif inputs.splits:
+            self.supply(ticket)
 
     def supply(self, ticket: Ticket) -> None:
         """The middle of a step: apply every step before it while its target pass runs, fill its host inputs, launch the rest."""
         while self._in_flight[0] is not ticket:
             self._collect()
         self.runner.inputs.fill(self._view(ticket.plan), middle=True)
-        self.runner.resume(ticket)
+        points = self.instruments.points
+        if points.resume:
+            points.told("resume", ticket, self.runner.resume, ticket)
+        else:
+            self.runner.resume(ticket)
 
     def _view(self, plan: StepPlan) -> HostView:
         inputs = self.runner.inputs
@@ -310,12 +365,17 @@ class Engine:
     def _collect(self) -> None:
         """Wait for the oldest step in flight and fold it in."""
         ticket = self._in_flight.popleft()
-        self.apply(ticket.plan, self.runner.collect(ticket))
+        points, plan, collect = self.instruments.points, ticket.plan, self.runner.collect
+        outcome = points.told("collect", ticket, collect, ticket) if points.collect else collect(ticket)
+        if points.commit:
+            points.told("commit", plan, self.apply, plan, outcome)
+        else:
+            self.apply(plan, outcome)
 
     def apply(self, plan: StepPlan, outcome: StepOutcome) -> None:
         """Fold the outcome of a step into slots, requests and totals; tell observers."""
         ended = apply(self.slots, self.ledger, plan, outcome, self.totals)
-        for request in self._results.advance(outcome):
+        for request in self._outputs.advance(outcome):
             end(self.slots, request.slot, "stop")
             ended.append(request)
         for request in ended:
@@ -326,25 +386,29 @@ class Engine:
     def _finished(self, request: Request) -> None:
         request.finish_s = time.perf_counter()
         num_tokens, rounds = len(request.token_ids), request.rounds
-        self._results.finish(request)
+        self._outputs.finish(request)
         self.totals.take_back(num_tokens - len(request.token_ids), rounds, request.rounds)
 
     # -- results -----------------------------------------------------------------------------------
     def poll(self) -> list[RequestOutput]:
         """What has happened since the last poll: new text of streaming requests, and every request that ended."""
-        outputs = [piece.output() for piece in self._converter.pieces(self.take())]
-        error, self._converter.error = self._converter.error, None
+        points = self.instruments.points
+        return points.told("output", None, self._poll) if points.output else self._poll()
+
+    def _poll(self) -> list[RequestOutput]:
+        outputs = self._processor.outputs(self.take())
+        error, self._processor.error = self._processor.error, None
         if error is not None:
             self.fail(error)
-            outputs += [piece.output() for piece in self._converter.pieces(self.take())]
+            outputs += self._processor.outputs(self.take())
         return outputs
 
-    def take(self) -> Taken:
-        """The same as arrays, for a `Converter` that makes results of it on another thread; an engine is asked either by `poll`
-        or by `take`, and what was taken in one order is converted in it. Costs a step next to nothing."""
-        taken = self._results.take()
-        for ended in taken.ended:
-            self.requests.pop(ended.request.id, None)
+    def take(self) -> EngineOutputs:
+        """The same as arrays, for an `OutputProcessor` that makes results of it on another thread; an engine is asked either by
+        `poll` or by `take`, and what was taken in one order is processed in it. Costs a step next to nothing."""
+        taken = self._outputs.take()
+        for request in taken.ended:
+            self.requests.pop(request.id, None)
         return taken
 
     def fail(self, error: DeviceError) -> None:
@@ -370,7 +434,7 @@ class Engine:
             canonical = self._canonical(checkpoint, model, table)
             try:
                 self._quiesce(running)
-                moved = refill(self.table, canonical, self._weights, dtype=self.resolved.dtype)
+                moved = refill(self.table, canonical, self._weights, roles(self.model), dtype=self.resolved.dtype)
             finally:
                 self.scheduler.admits = "all"
         self.ledger.forget_all()
@@ -387,17 +451,19 @@ class Engine:
         self.device.synchronize()  # the last step's draft passes stand behind the snapshot that was waited for
 
     @property
-    def hazards(self) -> tuple[sanitize.Hazard, ...]:
+    def hazards(self) -> tuple[Hazard, ...]:
         """What the hazard checker has found so far; nothing without `sanitize`."""
-        return self.plugins.checker.report.hazards if isinstance(self.plugins, sanitize.WatchedPlugins) else ()
+        checking = self.instruments.find(Sanitizer)
+        return checking.report.hazards if checking else ()
 
     def close(self) -> None:
-        """Give the device back. Raises `HazardError`, when all is given back, for what the hazard checker has found."""
+        """Give the device back. Raises, when all is given back, what an instrument has to say of the run: `HazardError` for what
+        the hazard checker has found."""
         self.failure = self.failure or "this engine is closed, wanted an open one; make a new one"
+        self.instruments.closing()
         self.device.close()
         self._checkpoint.close()
-        if isinstance(self.plugins, sanitize.WatchedPlugins):
-            self.plugins.checker.report.check()
+        self.instruments.close()
 
     def canonical_weights(self) -> Mapping[str, Array]:
         """The model's weights as the checkpoint has them, by canonical name, read one at a time when asked for; float32."""

@@ -73,7 +73,7 @@ class RecordError(DeviceError):
 
 
 class HazardError(PolydraftError):
-    """The hazard checker (`sanitize`) found something; `hazards` holds its findings (`polydraft.sanitize.Hazard`)."""
+    """The hazard checker (`sanitize`) found something; `hazards` holds its findings (`polydraft.instruments.sanitize.Hazard`)."""
 
     def __init__(self, message: str, hazards: Sequence[object] = ()) -> None:
         super().__init__(message)

@@ -1,11 +1,12 @@
-"""Owns the whole plugin surface: every hook a backend, kernel pack or extension may implement, typed and documented.
+"""The hooks that a backend, kernel pack or extension may implement: one pluggy hook specification each, typed and documented.
 
-`plugins.py` resolves these once per engine into bound callables; a step makes no hook call. Nothing here has behaviour:
-an unimplemented hook means that the plugin does not offer that thing.
+They are the whole plugin surface. An engine calls them through its own plugin manager while it is built; a step calls none.
+A hook that a plugin leaves out means that it does not offer that thing.
 
-Three families carry what really differs between platforms: *kernel launch* (`polydraft_kernels`), *graph capture*
-(`polydraft_graph_capture`) and *forward-metadata init* (`polydraft_init_forward_meta`); identity, device, extension and
-observer hooks surround them. `docs/plugins.md` has a section for each.
+Hooks marked `firstresult` are questions to the backend, of which an engine has one. The others may be answered by every plugin
+that was named, and all answers count. Any plugin may wrap any hook. Three carry what really differs between platforms:
+*kernel launch* (`polydraft_kernels`), *graph capture* (`polydraft_graph_capture`) and *forward-metadata init*
+(`polydraft_init_forward_meta`). `docs/plugins.md` has a section for each.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from polydraft.device import Device, GraphCapture
     from polydraft.models.families import Family
     from polydraft.proposers.base import Factory
+    from polydraft.runtime.declare import LogitsStage
     from polydraft.runtime.plan import StepOutcome, StepPlan
 
 PROJECT = "polydraft"
@@ -33,20 +35,6 @@ class StepObserver(Protocol):
 
     def step_finished(self, plan: StepPlan, outcome: StepOutcome) -> None:
         """Both records are frozen and safe to keep; the host waits while this runs."""
-
-
-class RegisterProposer(Protocol):
-    """What `polydraft_proposers` is handed: `register(name, factory)`."""
-
-    def __call__(self, name: str, factory: Factory) -> None:
-        """Add a proposer under `name`; `ConfigError` when the name is taken."""
-
-
-class RegisterFamily(Protocol):
-    """What `polydraft_models` is handed: `register(family)`."""
-
-    def __call__(self, family: Family) -> None:
-        """Add a model family; `PluginError` when its architecture is taken."""
 
 
 @hookspec(firstresult=True)
@@ -71,13 +59,15 @@ def polydraft_open_device(spec: str, options: DeviceOptions) -> Device:  # type:
     """
 
 
-@hookspec(firstresult=True)
+@hookspec
 def polydraft_kernels(device: Device) -> KernelTable:  # type: ignore[empty-body]
     """Return providers by contract (or composite) name, and the factories for weights and caches.
 
-    Called once per engine, for the backend first and then for each kernel pack enabled by name, which may return a table
-    with only the providers it replaces. A provider is bound once to its buffers and then launched with a stream and a
-    launch length; it returns nothing, allocates nothing and never synchronises.
+    Called once per engine, of the backend and of each kernel pack enabled by name, which may return a table with only the
+    providers it replaces. Which pack wins is the user's order (`--kernels`), not the order of calls. A provider is bound once
+    to its buffers and then launched with a stream and a launch length; it returns nothing, allocates nothing and never
+    synchronises. It knows nothing of what else was bound: launches that become one are composites, or the business of the
+    table's `program_pass`, if it brings one (`polydraft.runtime.fusion.ProgramPass`).
     """
 
 
@@ -110,18 +100,38 @@ def polydraft_off_device(spec: str) -> Mapping[str, Sequence[str]]:  # type: ign
 
 
 @hookspec
-def polydraft_proposers(register: RegisterProposer) -> None:
-    """Add proposers: call `register(name, factory)` for each; `factory(context)` returns a `Proposer`.
+def polydraft_proposers() -> Iterable[tuple[str, Factory]]:  # type: ignore[empty-body]
+    """Return proposers as pairs of a name and a factory; `factory(context)` returns a `Proposer`.
 
-    Called once per engine, before negotiation. The factory runs only when its proposer is chosen.
+    Called once per engine, before negotiation. The factory runs only when its proposer is chosen. A name that is taken is a
+    `ConfigError` naming both plugins.
     """
 
 
 @hookspec
-def polydraft_models(register: RegisterFamily) -> None:
-    """Add model families: call `register(family)` with a `polydraft.models.families.Family` for each architecture.
+def polydraft_models() -> Iterable[Family]:  # type: ignore[empty-body]
+    """Return model families, one `polydraft.models.families.Family` for each architecture.
 
-    Called once per engine, before the checkpoint is opened.
+    Called once per engine, before the checkpoint is opened. An architecture that is taken is a `PluginError` naming both
+    plugins.
+    """
+
+
+@hookspec
+def polydraft_parameters() -> Iterable[LogitsStage]:  # type: ignore[empty-body]
+    """Return stages of logits processing (`polydraft.runtime.declare.LogitsStage`), with the request parameters that they bring.
+
+    Requests give such a parameter in `SamplingParams.extra`. A stage declares the slot columns it reads and the contracts it
+    launches, behind core's own stages; a kernel pack of the same plugin may own these contracts. Called once per engine, when
+    all else is decided.
+    """
+
+
+@hookspec
+def polydraft_instruments() -> Iterable[object]:  # type: ignore[empty-body]
+    """Return instruments, which watch what an engine binds, launches and steps through.
+
+    Called once per engine, before the device is opened.
     """
 
 
@@ -133,15 +143,7 @@ def polydraft_step_observers() -> Iterable[StepObserver]:  # type: ignore[empty-
     """
 
 
-HOOKS: tuple[str, ...] = (
-    "polydraft_backend_info",
-    "polydraft_open_device",
-    "polydraft_kernels",
-    "polydraft_graph_capture",
-    "polydraft_init_forward_meta",
-    "polydraft_off_device",
-    "polydraft_proposers",
-    "polydraft_models",
-    "polydraft_step_observers",
-)
+HOOKS: tuple[str, ...] = tuple(name for name, value in list(globals().items()) if hasattr(value, f"{PROJECT}_spec"))
 """Every hook, in the order of this page."""
+FIRST_RESULT: frozenset[str] = frozenset(name for name in HOOKS if getattr(globals()[name], f"{PROJECT}_spec")["firstresult"])
+"""Those that one plugin answers: the backend."""

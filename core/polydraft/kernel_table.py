@@ -6,17 +6,20 @@ out. It never changes a kernel and never chooses between packs that nobody has p
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from polydraft.backend import BackendInfo, Cache, CacheSpec, KernelTable, Weight
-from polydraft.contracts.arguments import check_record
+from polydraft.contracts.arguments import check_record, check_records
 from polydraft.contracts.base import Args, Limits, Provider, Workspace
 from polydraft.contracts.composite import CompositeArgs
 from polydraft.device import Array, Buffer, Device, Launch
 from polydraft.errors import CapabilityError, PluginError
 from polydraft.plugin_checks import PartialTable
+
+if TYPE_CHECKING:
+    from polydraft.runtime.fusion import Fill, ProgramPass
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,16 @@ class PackTable:
 
 
 @dataclass(frozen=True)
+class TablePass:
+    """The pass over programs that the backend or a pack called `source` brings, and the contracts and composites that it may give
+    to kernels of its own: those that are served by its table, in the newest version."""
+
+    source: str
+    served: frozenset[str]
+    program_pass: ProgramPass
+
+
+@dataclass(frozen=True)
 class DeviceWorkspace:
     """Scratch memory of an engine: `nbytes` bytes of device memory that every launch may overwrite."""
 
@@ -56,8 +69,31 @@ class DeviceWorkspace:
 
 
 @dataclass(frozen=True)
+class Binding:
+    """What a launch was bound to, for whoever looks at launches: the contract (or composite) and its record in that version;
+    the node of a metadata fill ("forward_meta"); nothing of a launch that no contract describes. `program` and `room` say where
+    in the step it stands."""
+
+    contract: str
+    version: int = 1
+    args: Args | CompositeArgs | Fill | None = None
+    workspace: Workspace | None = None
+    program: str = ""
+    room: str = ""
+
+
+class Binder(Protocol):
+    """Somebody who looks at launches."""
+
+    def bind(self, binding: Binding, launch: Launch) -> Launch:
+        """The launch, or what is enqueued in its place: it has to enqueue the launch once."""
+
+
+@dataclass(frozen=True)
 class BoundTable:
-    """Providers and versions by contract or composite name, and the backend's factories for weights and caches."""
+    """Providers and versions by contract or composite name, and the backend's factories for weights and caches.
+
+    `instruments` wrap every launch that is bound here, the innermost first."""
 
     backend: KernelTable
     device: Device
@@ -65,6 +101,10 @@ class BoundTable:
     versions: Mapping[str, int]
     overrides: tuple[Override, ...] = ()
     shadowed: tuple[Shadowed, ...] = ()
+    owners: Mapping[str, str] = field(default_factory=dict)
+    """Contract or composite name to the backend or pack that serves it."""
+    passes: tuple[TablePass, ...] = ()
+    instruments: tuple[Binder, ...] = ()
     _workspaces: list[DeviceWorkspace] = field(default_factory=list, repr=False)
 
     def prepare_weight(self, role: str, value: Array, dtype: str, previous: Weight | None = None) -> Weight:
@@ -75,13 +115,30 @@ class BoundTable:
         """As `KernelTable.allocate_cache`, by the backend."""
         return self.backend.allocate_cache(spec)
 
-    def bind(self, name: str, args: Args | CompositeArgs, limits: Limits) -> Launch:
-        """Bind the provider of `name` to `args`, a record in the version that the provider has, with workspace as it wants.
+    def bind(
+        self, name: str, args: Args | CompositeArgs, limits: Limits, *, provider: Provider | None = None, program: str = "",
+        room: str = "",
+    ) -> Launch:  # fmt: skip
+        """Bind the provider of `name` to `args`, a record in the version that the provider has, with workspace as it wants. With
+        `provider` bind that instead, a kernel of a pass for the contracts that `name` spells. `program` and `room` are for
+        people.
 
         Raises `ContractError` where the record is not what the contract declares; the provider then sees nothing of it."""
-        check_record(name, self.versions[name], args)
-        provider = self.providers[name]
-        return provider.bind(args, limits, self.workspace(provider.workspace_bytes(args, limits)))
+        version = self.versions.get(name, 1)
+        if provider is None:
+            check_record(name, version, args)
+            provider = self.providers[name]
+        else:
+            check_records(name, args)
+        workspace = self.workspace(provider.workspace_bytes(args, limits))
+        launch = provider.bind(args, limits, workspace)
+        return self.instrumented(launch, Binding(name, version, args, workspace, program, room))
+
+    def instrumented(self, launch: Launch, binding: Binding) -> Launch:
+        """A bound launch, within all instruments: the launch itself where there are none."""
+        for one in self.instruments:
+            launch = one.bind(binding, launch)
+        return launch
 
     def workspace(self, nbytes: int) -> Workspace | None:
         """Scratch of at least `nbytes` bytes, None for 0; programs are built from it, a step never asks.
@@ -136,7 +193,20 @@ def lay_over(
                 overrides.append(Override(contract, source.name, source.digest))
         for part in _claims(source):
             claimed.setdefault(part, source.name)
-    return BoundTable(table, device, providers, versions, tuple(overrides), tuple(shadowed))
+    passes = tuple(_passes((*packs, *variants, PackTable(backend, "", table, ordered=True)), owner, versions))
+    return BoundTable(table, device, providers, versions, tuple(overrides), tuple(shadowed), owner, passes)
+
+
+def _passes(sources: Sequence[PackTable], owners: Mapping[str, str], versions: Mapping[str, int]) -> Iterator[TablePass]:
+    """The passes that tables bring, each over what its own table serves."""
+    from polydraft.contracts import COMPOSITES, REGISTRY
+
+    for source in sources:
+        brought = getattr(source.table, "program_pass", None)
+        if brought is not None:
+            mine = (name for name, owner in owners.items() if owner == source.name)
+            newest = (name for name in mine if name in COMPOSITES or versions[name] == REGISTRY[name].version)
+            yield TablePass(source.name, frozenset(newest), brought)
 
 
 def refuse_unordered(packs: Sequence[PackTable]) -> None:

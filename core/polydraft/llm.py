@@ -16,9 +16,10 @@ import numpy as np
 from polydraft.config import EngineConfig
 from polydraft.engine import Engine, Running
 from polydraft.errors import ConfigError, RequestError
+from polydraft.instruments.base import Instrument
 from polydraft.interrupt import noted_interrupts
 from polydraft.models.checkpoint import Checkpoint
-from polydraft.runtime.output import RequestOutput
+from polydraft.output.request_output import RequestOutput
 from polydraft.sampling_params import SamplingParams
 
 Prompt = str | Sequence[int]
@@ -26,7 +27,7 @@ Prompt = str | Sequence[int]
 
 class LLM:
     """A model on a device. Keyword arguments are the fields of `EngineConfig`; an unknown one is an error. `checkpoint` stands in
-    for a directory where a model is something else, such as a layer of a framework.
+    for a directory where a model is something else, such as a layer of a framework; `instruments` look at what it runs.
 
     >>> llm = LLM(draft_tokens=3)
     >>> [out.finish_reason for out in llm.generate(["def f(x):"], SamplingParams(max_new_tokens=4))]
@@ -39,6 +40,7 @@ class LLM:
         *,
         plugin: object | None = None,
         checkpoint: Checkpoint | None = None,
+        instruments: Sequence[Instrument] = (),
         **options: Any,
     ) -> None:
         if config is not None and (options or not isinstance(config, EngineConfig)):
@@ -46,7 +48,9 @@ class LLM:
                 f"LLM got {type(config).__name__} and options {sorted(options)}, wanted an EngineConfig or keyword options; "
                 "give one of the two, a directory as model="
             )
-        self.engine = Engine(config or EngineConfig.from_mapping(options), backend=plugin, checkpoint=checkpoint)
+        self.engine = Engine(
+            config or EngineConfig.from_mapping(options), backend=plugin, checkpoint=checkpoint, instruments=instruments
+        )
 
     def generate(
         self,
@@ -71,7 +75,7 @@ class LLM:
     def stream(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> Iterator[RequestOutput]:
-        """Yield news as it comes: records of whole characters, the last one of each request with `finished`."""
+        """Yield outputs as they come, in whole characters; the last one of each request is `finished`."""
         ids = self._add_all(_as_prompts(prompts), params, stream=True)
         yield from self._run(set(ids))
 

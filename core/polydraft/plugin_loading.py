@@ -1,7 +1,6 @@
-"""Owns the way from a name to an imported plugin: entry points, files, modules, and the digest of what was imported.
+"""The way from a name to an imported plugin whose hooks are in order: entry points, files, modules, and digests of their code.
 
-`plugins.py` calls it for what somebody named, and for nothing else. It never looks at a hook and never imports a plugin to
-find out about it.
+Only what somebody named is imported, and no hook is called here.
 """
 
 from __future__ import annotations
@@ -10,12 +9,64 @@ import hashlib
 import importlib
 import importlib.util
 import sys
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.machinery import SourceFileLoader
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 from polydraft.errors import PluginError, UnknownPluginError
+from polydraft.plugin_checks import BACKEND, EXTENSION, PACK, Role, answered, check_hooks
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A plugin that was named, imported and checked: what errors call it, what it is for, where it came from."""
+
+    name: str
+    role: Role
+    origin: str
+    plugin: object
+    digest: str
+    entry: str = ""
+    """Name of the entry point that it was loaded from, "" for any other."""
+
+    @classmethod
+    def from_entry(cls, role: Role, name: str) -> Loaded:
+        """Import the entry point `name` of the role's group."""
+        plugin = load_entry(role.group, name)
+        check_hooks(name, plugin, role)
+        return cls(name, role, origin(find(role.group)[name][0]), plugin, digest(plugin), name)
+
+    @classmethod
+    def from_option(cls, where: str) -> Loaded:
+        """What `--plugin` names: a file, an installed extension, or a module. The hooks that it answers tell what it is for."""
+        if where in find(EXTENSION.group):
+            return cls.from_entry(EXTENSION, where)
+        module = load_file(where)
+        have = answered(module)
+        role = BACKEND if "polydraft_backend_info" in have else PACK if "polydraft_kernels" in have else EXTENSION
+        name = Path(where).stem if where.endswith(".py") else where
+        check_hooks(name, module, role)
+        return cls(name, role, where, module, digest(module))
+
+    @classmethod
+    def from_object(cls, plugin: object) -> Loaded:
+        """Take a backend that is at hand already."""
+        name = getattr(plugin, "__name__", type(plugin).__name__)
+        check_hooks(name, plugin, BACKEND)
+        return cls(name, BACKEND, name, plugin, digest(plugin))
+
+    @property
+    def label(self) -> str:
+        """What a plugin manager knows it by: kind and name."""
+        return f"{self.role.noun} {self.name}"
+
+    def report(self) -> dict[str, str]:
+        """Name, role, origin and digest, for `doctor` and every report."""
+        return {"name": self.name, "role": self.role.noun, "origin": self.origin, "digest": self.digest}
 
 
 def find(group: str) -> dict[str, tuple[EntryPoint, ...]]:
@@ -67,12 +118,26 @@ def load_file(where: str) -> ModuleType:
         ) from error
 
 
+@lru_cache(maxsize=64)
+def _compiled(path: str, source: bytes) -> CodeType:
+    return compile(source, path, "exec", dont_inherit=True)
+
+
+class _AsItIsNow(SourceFileLoader):
+    """Runs what the file says now. Python's own would run byte code of before where a file was edited twice within a second and
+    has kept its length."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        path = self.get_filename(fullname)
+        return _compiled(path, self.get_data(path))
+
+
 def _run_file(path: Path) -> ModuleType:
     if not path.is_file():
         raise PluginError(f"--plugin {path}: no such Python file; give a path to a file or an importable module")
     # A name of its own, so that a file called like an installed module takes nothing's place.
     name = f"polydraft_file_plugin_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:8]}_{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path)
+    spec = importlib.util.spec_from_file_location(name, path, loader=_AsItIsNow(name, str(path)))
     assert spec is not None, "a file that ends in .py has a spec"
     assert spec.loader is not None, "and a loader"
     module = importlib.util.module_from_spec(spec)

@@ -10,7 +10,7 @@ import difflib
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from polydraft.errors import RequestError
@@ -75,6 +75,8 @@ class SamplingParams:
     """Tokens of thinking at most; then the end of thinking is spelt out."""
     reply_budget: int | None = None
     """Tokens behind the end of thinking at most; then the text ends."""
+    extra: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """Parameters that plugins bring, by name; each is checked by the engine, which knows its plugins."""
 
     def __post_init__(self) -> None:
         for name in ("stop", "bad_words"):
@@ -118,6 +120,7 @@ class SamplingParams:
             ("min_p", number(self.min_p) and 0 <= self.min_p <= 1, "a number from 0 to 1"),
             ("seed", self.seed is None or (whole(self.seed) and 0 <= self.seed <= MAX_SEED), "a whole number of 64 bits"),
             ("stop", all(map(text, self.stop)), "texts that are not empty"),
+            ("extra", _is_mapping(self.extra), "a mapping of names to values"),
             ("ignore_eos", isinstance(self.ignore_eos, bool), "true or false"),
             ("stop_token_ids", all(whole(t) and t >= 0 for t in self.stop_token_ids), "token ids of at least 0"),
             (
@@ -156,12 +159,6 @@ class SamplingParams:
         return tuple(self.logit_bias.items()) if isinstance(self.logit_bias, Mapping) else self.logit_bias
 
     @property
-    def processed(self) -> bool:
-        """Whether the request's logits change before a token is chosen."""
-        penalised = self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
-        return bool(penalised or self.logit_bias or self.bad_words or self.min_tokens)
-
-    @property
     def reported(self) -> bool:
         """Whether log probabilities were asked for, of the text or of the prompt."""
         return self.logprobs is not None or self.prompt_logprobs is not None
@@ -181,6 +178,10 @@ class SamplingParams:
                 hint = f"did you mean {near[0]!r}? " if near else ""
                 raise RequestError(f"unknown sampling parameter {key!r}; {hint}known: {', '.join(known)}")
         return cls(**values)
+
+
+def _is_mapping(value: Any) -> bool:
+    return isinstance(value, Mapping) and all(isinstance(name, str) and name for name in value)
 
 
 CONSTRAINTS = ("json_schema", "json_object", "regex", "lark", "ebnf", "grammar")

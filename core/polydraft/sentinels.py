@@ -25,7 +25,7 @@ class Phase(IntEnum):
 
     ::
 
-                 update_slots              last prompt row committed
+                 scatter                   last prompt row committed
         IDLE ------------------> PREFILL ----------------------------> DECODE <---+
          ^                          |                                 |  |  |     | blocks granted
          |                          | stop, length, error             |  |  |     | (reserve_blocks)

@@ -13,7 +13,7 @@ from polydraft.models.tokenizer import IncrementalDecoder, Tokenizer
 from polydraft.show import Progress, Screen
 
 if TYPE_CHECKING:
-    from polydraft.runtime.output import RequestOutput
+    from polydraft.output.request_output import RequestOutput
 
 ACCEPTED, PROMPT, TITLE = "bold green", "dim", "bold"
 """Styles: an accepted draft, the prompt before its text, a header. The target's own tokens have none."""
@@ -29,7 +29,6 @@ class Typewriter:
     def __init__(self, screen: Screen, tokenizer: Tokenizer) -> None:
         self._screen = screen
         self._decoder = IncrementalDecoder(tokenizer)
-        self._num_tokens = 0
         self._runs: deque[tuple[int, str]] = deque()
         """(characters, style) of text that has been decoded here and not been written yet; what is written beyond it (the end
         of an unfinished character) has no style."""
@@ -37,20 +36,11 @@ class Typewriter:
 
     def feed(self, output: RequestOutput) -> None:
         """Write what is new in `output`; a finished text ends its line."""
-        for token, style in zip(output.new_token_ids, self._styles(output), strict=True):
-            self._add(self._decoder.push((token,)), style)
+        for token in output.new_tokens:
+            self._add(self._decoder.push((token.token_id,)), ACCEPTED if token.draft_position else "")
         self._write(output.text_delta)
         if output.finished and self._last != "\n":
             self._screen.line()
-
-    def _styles(self, output: RequestOutput) -> list[str]:
-        """One style a token: the prefill's, then of each round its accepted drafts and the target's own."""
-        styles = [] if self._num_tokens else [""]
-        for accepted in output.new_rounds:
-            styles += [ACCEPTED] * accepted + [""]
-        num_new = len(output.new_token_ids)
-        self._num_tokens += num_new
-        return (styles + [""] * num_new)[:num_new]
 
     def _add(self, piece: str, style: str) -> None:
         if piece:

@@ -14,12 +14,11 @@ import pytest
 
 from polydraft import reference
 from polydraft.conformance import overlap_checks, sanity_checks
-from polydraft.conformance.catalogue import CLAIMED, every_check, must_own, must_pass, write_lists
+from polydraft.conformance.catalogue import CLAIMED, every_check, must_own, must_pass
 from polydraft.conformance.check import Check, Tally
 from polydraft.conformance.graph_checks import checks as graph_checks
-from polydraft.conformance.kernel_checks import OPTIONAL
 from polydraft.conformance.matrix import in_words, markdown, plain, table
-from polydraft.conformance.outcomes import PROFILES, SPEC, frozen_list
+from polydraft.conformance.outcomes import PROFILES
 from polydraft.conformance.pages import claim_of, junit, page
 from polydraft.conformance.report import Selection, conform, verify
 from polydraft.conformance.target import Target
@@ -110,7 +109,7 @@ def test_every_backend_keeps_every_contract_that_it_offers(name: str, contract: 
     cell = next(row for row in content["rows"] if (row["level"], row["contract"]) == ("L2", contract))["cells"][name]
     failed = [r.message for r in kernels(name).results if r.kernel == contract and r.outcome not in ("pass", "unsupported")]
     assert failed == []
-    assert cell["outcome"] == "pass" or contract not in content["backends"][0] or contract in OPTIONAL
+    assert cell["outcome"] == "pass" or contract not in content["backends"][0] or REGISTRY[contract].need == "optional"
 
 
 def test_one_table_of_all():
@@ -189,16 +188,17 @@ def test_ids_are_unique():
     assert len(set(ids)) == len(ids)
 
 
-def test_lists_are_frozen(tmp_path: Path):
-    """A check that comes or goes is a diff: `python -m polydraft.conformance.catalogue` writes the lists anew."""
-    write_lists(tmp_path)
-    for profile in PROFILES:
-        for kind in ("mustpass", "mustown"):
-            name = f"{kind}-{profile}-{SPEC}.txt"
-            shipped = ROOT / "core" / "polydraft" / "conformance" / "lists" / name
-            assert shipped.read_text() == (tmp_path / name).read_text(), name
-        assert frozen_list("mustpass", profile) == tuple(must_pass(profile))
-        assert frozen_list("mustown", profile) == tuple(must_own(profile))
+@pytest.mark.parametrize("profile", PROFILES)
+def test_lists_follow_from_the_contracts(profile: str):
+    """What has to be there is checked with every case; what may be left out is in no list."""
+    passing, owning = must_pass(profile), must_own(profile)
+    for contract in REGISTRY.newest():
+        needed = contract.need != "optional"
+        for case in contract.cases():
+            assert (f"L2/{contract.name}/{case.name}" in passing) == needed, contract.key
+    assert {REGISTRY[name].need for name in owning} == ({"compute"} if profile == "basic" else {"compute", "step"})
+    assert len(owning) == (10 if profile == "basic" else 21)
+    assert not any(id_.startswith("L2/") and "+" in id_ for id_ in passing), "composites may be left out"
 
 
 def test_profiles_contain_each_other():

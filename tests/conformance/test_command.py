@@ -47,6 +47,7 @@ def conform(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch)
     return call
 
 
+@pytest.mark.usefixtures("one_process")
 def test_one_check_by_its_id(conform: Callable[..., Answer]):
     answer = conform("reference", "--check", "L1/closed-device-refuses", "--json")
     assert (answer.status, [result["id"] for result in answer.json["results"]]) == (0, ["L1/closed-device-refuses"])
@@ -89,6 +90,7 @@ def test_one_contract_in_an_instant(conform: Callable[..., Answer]):
     assert "run it again with\n  polydraft conform reference --contract verify_match --seed 7" in answer.out
 
 
+@pytest.mark.usefixtures("one_process")
 def test_one_case_and_one_level(conform: Callable[..., Answer]):
     case = conform("reference", "--contract", "linear", "--case", "one_row", "--json").json
     assert [result["id"] for result in case["results"]] == ["L2/linear/one_row"]
@@ -97,6 +99,7 @@ def test_one_case_and_one_level(conform: Callable[..., Answer]):
     assert level["claim"]["complete"] is False
 
 
+@pytest.mark.usefixtures("one_process")
 @pytest.mark.parametrize(
     ("mutant", "contract", "said"),
     [("M01", "select_last_rows", "L2/select_last_rows/resumed_prefill_is_no_special_case: select_last_rows/1, case "),
@@ -113,18 +116,20 @@ def test_a_failure_says_what_where_and_how_to_see_it_again(
     assert "wanted" in answer.out
 
 
+@pytest.mark.usefixtures("one_process")
 def test_a_thin_backend_has_its_kernels_counted(conform: Callable[..., Answer], tmp_path: Path):
     answer = conform("minimal", "--plugin", MINIMAL, "--json", "--out", str(tmp_path))
     owners, sentence = answer.json["owners"], answer.json["verdict"]["sentence"]
     assert owners["residual_add"] == "own"
     assert set(owners.values()) == {"own", "delegated"}
     assert answer.status == 4, "one addition is no compute kernel"
-    assert sentence.startswith("nothing was proved: no compute kernel is the backend's own; implement at least one of embed")
+    assert sentence.startswith("nothing was proved: no compute kernel is the backend's own; implement at least one of argmax")
     assert "self-certified" in (tmp_path / "report.txt").read_text()
     again = conform("verify", str(tmp_path / "report.json"), "--json")
     assert (again.status, again.json["consistent"]) == (4, True)
 
 
+@pytest.mark.usefixtures("one_process")
 def test_verify_refuses_what_was_changed(conform: Callable[..., Answer], tmp_path: Path):
     assert conform("reference", "--level", "L0", "--out", str(tmp_path)).status == 0
     file = tmp_path / "report.json"
@@ -133,6 +138,7 @@ def test_verify_refuses_what_was_changed(conform: Callable[..., Answer], tmp_pat
     assert conform("verify", str(file)).status == 1
 
 
+@pytest.mark.usefixtures("one_process")
 @pytest.mark.parametrize(
     ("args", "said"),
     [
@@ -154,6 +160,7 @@ def test_bad_usage(conform: Callable[..., Answer], args: tuple[str, ...], said: 
     assert answer.err.count("\n") == 1
 
 
+@pytest.mark.usefixtures("one_process")
 def test_a_device_that_cannot_be_opened_proves_nothing(conform: Callable[..., Answer]):
     for given in (("reference", "--device", "foo"), ("--matrix", "reference=foo")):
         answer = conform(*given, "--level", "L1")
@@ -163,6 +170,7 @@ def test_a_device_that_cannot_be_opened_proves_nothing(conform: Callable[..., An
         run_kit("reference", device="foo", selection=Selection(level="L1"))
 
 
+@pytest.mark.usefixtures("one_process")
 @pytest.mark.parametrize("what", [("reference",), ("--matrix", "reference,emulator"), ("reference", "--enable-variants")])
 def test_reports_that_cannot_be_written_are_refused_before_anything_runs(
     conform: Callable[..., Answer], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, what: tuple[str, ...]
@@ -176,6 +184,7 @@ def test_reports_that_cannot_be_written_are_refused_before_anything_runs(
         assert f"nothing can be written into {tmp_path / 'file'}" in answer.err
 
 
+@pytest.mark.usefixtures("one_process")
 def test_the_schemas_refuse_what_does_not_fit(conform: Callable[..., Answer]):
     report = conform("reference", "--level", "L1", "--json").json
     schema = json.loads((ROOT / "core/polydraft/schemas/conform-1.json").read_text())
@@ -184,6 +193,7 @@ def test_the_schemas_refuse_what_does_not_fit(conform: Callable[..., Answer]):
         assert not jsonschema.Draft202012Validator(schema).is_valid({**report, **change})
 
 
+@pytest.mark.usefixtures("one_process")
 def test_a_table_of_backends(conform: Callable[..., Answer], broken: Callable[[str], str], tmp_path: Path):
     given = ("--matrix", "reference,emulator=emulator:0?seed=4", "--contract", "argmax", "--case", "lowest_id_of_equals")
     answer = conform(*given, "--out", str(tmp_path / "out"), "--json")

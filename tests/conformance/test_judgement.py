@@ -19,8 +19,9 @@ import pytest
 
 from polydraft import __version__, reference
 from polydraft.backend import BackendInfo
-from polydraft.conformance import isolation
+from polydraft.conformance import catalogue, isolation
 from polydraft.conformance import report as reporting
+from polydraft.conformance.catalogue import lists_digest, must_own, must_pass
 from polydraft.conformance.outcomes import (
     FAILS,
     HOLDS,
@@ -32,20 +33,18 @@ from polydraft.conformance.outcomes import (
     SPEC,
     USAGE,
     Result,
-    Verdict,
     as_result,
-    frozen_list,
-    judge,
 )
-from polydraft.conformance.report import Selection, conform, digest_of, lists_digest, make, verify, with_causes
+from polydraft.conformance.report import Selection, conform, digest_of, make, verify, with_causes
 from polydraft.conformance.target import Target, wrap
+from polydraft.conformance.verdict import Verdict, judge
 from polydraft.conformance.waivers import Waiver, apply, load
 from polydraft.errors import ConfigError
 from polydraft.plugins import Plugins
 
-OWN = dict.fromkeys(frozen_list("mustown", "basic"), "own")
-PASSED = tuple(Result(id_, "pass", 1) for id_ in frozen_list("mustpass", "basic"))
-ALL_OWN = dict.fromkeys(frozen_list("mustown", "full"), "own")
+OWN = dict.fromkeys(must_own("basic"), "own")
+PASSED = tuple(Result(id_, "pass", 1) for id_ in must_pass("basic"))
+ALL_OWN = dict.fromkeys(must_own("full"), "own")
 
 
 def other(index: int, outcome: Any, **fields: Any) -> list[Result]:
@@ -72,17 +71,6 @@ def test_numbers_and_names():
     result = Result("L2/x/y", "pass")
     assert (result.comparisons, result.seconds, result.headroom, result.near_ties, result.level) == (0, 0.0, None, 0, "L2")
     assert as_result(dataclasses.asdict(result)) == result
-
-
-def test_lists_are_read_without_comments():
-    for profile in PROFILES:
-        for kind in ("mustpass", "mustown"):
-            lines = frozen_list(kind, profile)  # type: ignore[arg-type]
-            assert lines
-            assert not any(line.startswith("#") or not line for line in lines)
-            assert frozen_list(kind, profile) is lines  # type: ignore[arg-type]
-    with pytest.raises(FileNotFoundError):
-        frozen_list("mustpass", "basic", "9.9")
 
 
 HOLD = f"polydraft-conformance 1.0 / basic ({len(OWN)} own, 0 delegated)"
@@ -154,7 +142,7 @@ def test_owners_decide_what_is_claimed():
 
 
 def test_higher_profiles_want_every_kernel():
-    passed = [Result(id_, "pass", 1) for id_ in frozen_list("mustpass", "graph")]
+    passed = [Result(id_, "pass", 1) for id_ in must_pass("graph")]
     assert judge(passed, ALL_OWN, profile="graph").status == 0
     foreign = {**ALL_OWN, "embed": "delegated", "argmax": "unknown"}
     verdict = judge(passed, foreign, profile="graph")
@@ -249,7 +237,7 @@ def test_what_a_report_holds():
     target = Target("reference")
     info, content = target.info, report(target=target).content
     assert content["schema"] == "polydraft.conform/1"
-    assert (content["spec"], content["kit"]) == ("1.0", {"version": __version__, "lists": lists_digest("1.0")})
+    assert (content["spec"], content["kit"]) == ("1.0", {"version": __version__, "lists": lists_digest()})
     assert content["claim"] == {
         "profile": "basic", "level": "", "contract": "", "case": "", "seed": None, "deep": False, "check": "", "complete": True,
     }  # fmt: skip
@@ -313,7 +301,7 @@ def test_an_unfit_waiver_fails_what_would_hold():
 def test_bring_up_claims_basic_at_most():
     target = Target(other_backend(bring_up=True))
     assert report(target=target).status == 0
-    passed = [Result(id_, "pass", 1) for id_ in frozen_list("mustpass", "graph")]
+    passed = [Result(id_, "pass", 1) for id_ in must_pass("graph")]
     verdict = report(passed, target, Selection("graph"), owners=ALL_OWN).content["verdict"]
     problem = "it declares bring_up, with which basic is the most that can be claimed, not graph"
     assert verdict["status"] == 1
@@ -527,31 +515,30 @@ def test_the_command_line(monkeypatch: pytest.MonkeyPatch):
 
 # -- digests and judging again -------------------------------------------------------------------------
 def test_digests(monkeypatch: pytest.MonkeyPatch):
-    digest = lists_digest("1.0")
+    digest = lists_digest()
     assert len(digest) == 16
     assert digest_of({"a": 1, "digest": "x"}) == digest_of({"digest": "y", "a": 1}) != digest_of({"a": 2})
     assert digest_of({"a": 1, "b": 2}) == digest_of({"b": 2, "a": 1})
-    with pytest.raises(FileNotFoundError):
-        lists_digest("9.9")
-    for kind in ("mustpass", "mustown"):
+    for kind in ("must_pass", "must_own"):
         for profile in PROFILES:
+            whole = getattr(catalogue, kind)
 
-            def changed(k: str, p: str, spec: str, kind: str = kind, profile: str = profile) -> tuple[str, ...]:
-                lines = frozen_list(k, p, spec)  # type: ignore[arg-type]
-                return lines[1:] if (k, p) == (kind, profile) else lines
+            def shorter(asked: str, whole: Any = whole, profile: str = profile) -> tuple[str, ...]:
+                return whole(asked)[1:] if asked == profile else whole(asked)
 
-            monkeypatch.setattr(reporting, "frozen_list", changed)
-            assert lists_digest("1.0") != digest
-    moved = {("mustpass", "basic"): ("a", "b"), ("mustown", "basic"): ("c",)}
-    swapped = {("mustpass", "basic"): ("a",), ("mustown", "basic"): ("b", "c")}
+            with monkeypatch.context() as patched:
+                patched.setattr(catalogue, kind, shorter)
+                assert lists_digest() != digest
     digests = set()
-    for lists in (moved, swapped):
-        monkeypatch.setattr(reporting, "frozen_list", lambda k, p, spec, lists=lists: lists.get((k, p), ()))
-        digests.add(lists_digest("1.0"))
+    for passing, owning in ((("a", "b"), ("c",)), (("a",), ("b", "c"))):
+        monkeypatch.setattr(catalogue, "must_pass", lambda profile, names=passing: names)
+        monkeypatch.setattr(catalogue, "must_own", lambda profile, names=owning: names)
+        digests.add(lists_digest())
     assert len(digests) == 2
-    monkeypatch.setattr(reporting, "frozen_list", lambda kind, profile, spec: ("a", "b"))
+    monkeypatch.setattr(catalogue, "must_pass", lambda profile: ("a", "b"))
+    monkeypatch.setattr(catalogue, "must_own", lambda profile: ("a", "b"))
     whole = "".join(f"{kind}\n{profile}\na\nb" for profile in PROFILES for kind in ("mustpass", "mustown"))
-    assert lists_digest("1.0") == hashlib.sha256(whole.encode()).hexdigest()[:16], "two kits agree on it"
+    assert lists_digest() == hashlib.sha256(whole.encode()).hexdigest()[:16], "two kits agree on it"
 
 
 def test_a_right_report_is_believed():
@@ -586,11 +573,11 @@ def test_edits_are_found_one_by_one():
     assert changed(content, lambda c: c["backend"].update(version="2.0"), careful=False) == [edited]
     assert changed(content, lambda c: c["backend"].update(version="2.0")) == []
     assert changed(content, lambda c: c.update(spec="9.9")) == [
-        "this kit does not know specification 9.9; use the kit of that version"
+        "this kit knows specification 1.0, the report is of 9.9; use the kit of that version"
     ]
     assert changed(content, lambda c: c.update(spec="9.9"), careful=False)[0] == edited
     assert changed(content, lambda c: c["kit"].update(lists="0")) == [
-        f"the lists of specification 1.0 are 0 there and {lists_digest('1.0')} here"
+        f"the lists of specification 1.0 are 0 there and {lists_digest()} here"
     ]
     strange = changed(content, lambda c: c["results"][0].update(mood="good"))
     assert len(strange) == 1

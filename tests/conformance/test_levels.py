@@ -21,8 +21,8 @@ from polydraft.conformance.serving import Ask, as_expected
 from polydraft.conformance.target import Target, wrap
 from polydraft.conformance.zoo import MUTANTS
 from polydraft.device import DTYPES
+from polydraft.output.request_output import RequestOutput
 from polydraft.reference.device import NumpyBuffer
-from polydraft.runtime.output import RequestOutput
 from tests.support.kernel_doubles import backend_with
 from tests.support.wrong_samplers import NAMES, wrong_kernels
 

@@ -18,16 +18,17 @@ from polydraft import LLM, SamplingParams, reference
 from polydraft.cli import main
 from polydraft.cli.replay import text
 from polydraft.conformance.probe import checkpoint, prompts
+from polydraft.conformance.replay import in_version, replay
 from polydraft.conformance.target import TableProxy, Target, wrap
 from polydraft.conformance.zoo import MUTANTS
 from polydraft.contracts import REGISTRY
 from polydraft.contracts.base import Case, tensor
-from polydraft.contracts.residual_add import ResidualAddV1
+from polydraft.contracts.kernels.residual_add import ResidualAddV1
 from polydraft.device import Buffer
 from polydraft.errors import ConfigError, DeviceError
-from polydraft.record import CallRecorder, steps_of, text_of
-from polydraft.record_file import Record, Tensors, read, write
-from polydraft.replay import in_version, replay
+from polydraft.instruments.record import CallRecorder, steps_of, text_of
+from polydraft.instruments.record_file import Record, Tensors, read, write
+from polydraft.instruments.trace_file import read as read_recording
 from tests.conformance.doubles import BACKENDS, raising
 from tests.support.project import ROOT
 
@@ -41,14 +42,10 @@ STEPS = range(1, 7)
 def serve(plugin: Any, steps: Any = STEPS, **options: Any) -> tuple[Record | None, list[Any]]:
     """Two requests, the second sampled and processed, prefilled in chunks; and the record of some steps."""
     given = {"max_num_seqs": 2, "max_batched_tokens": 12, "block_size": 4, "draft_tokens": 3, "graph": "off", **options}
-    llm = LLM(plugin=plugin, model=str(checkpoint()), **given)
-    recorder = CallRecorder(llm.engine, steps, include_weights=True) if steps else None
+    recorder = CallRecorder(steps, include_weights=True) if steps else None
+    llm = LLM(plugin=plugin, model=str(checkpoint()), instruments=(recorder,) if recorder else (), **given)
     texts = [out.token_ids for out in llm.generate([list(p) for p in prompts(10)[-2:]], list(PARAMS))]
-    record = None
-    if recorder is not None:
-        recorder.remove()
-        assert "launch" not in vars(llm.engine.runner)
-        record = recorder.finish()
+    record = recorder.finish() if recorder is not None else None
     llm.close()
     return record, texts
 
@@ -63,17 +60,15 @@ def record() -> Record:
 
 # -- recording ---------------------------------------------------------------------------------------
 def test_every_launch_of_the_chosen_steps_is_recorded_and_nothing_changes(record: Record):
-    engine = LLM(plugin=reference, model=str(checkpoint()), max_num_seqs=2, draft_tokens=3, block_size=4).engine
-    programs = dict(engine.runner.programs)
-    recorder = CallRecorder(engine, [2])
+    recorder = CallRecorder([2])
+    llm = LLM(plugin=reference, model=str(checkpoint()), instruments=(recorder,), max_num_seqs=2, draft_tokens=3, block_size=4)
+    engine = llm.engine
     engine.add(list(prompts(1)[0]), PARAMS[0])
     for _ in range(3):
         engine.step()
-    recorder.remove()
     found = recorder.finish()
-    assert engine.runner.programs == programs
+    parts = engine.runner.programs["greedy"]
     engine.close()
-    parts = programs["greedy"]
     wanted = [e.contract for part in ("target", "draft") for e in parts[part].entries if e.contract != "forward_meta"]
     assert [call.contract for call in found.calls] == wanted
     assert found.steps == (2,)
@@ -182,10 +177,8 @@ def test_right_kernels_differ_nowhere(record: Record, backend: str, against: str
 def test_the_whole_step_is_covered(record: Record):
     """Staged writes, sampling, processing, caches, metadata of target and draft passes."""
     contracts = {part for call in record.calls for part in call.contract.split("+")}
-    assert {"update_slots", "update_biases", "penalise_logits", "gumbel_noise", "sample", "paged_attention"} <= contracts
-    assert {(meta["role"], meta["pass_index"]) for call in record.calls for meta in call.metas.values()} >= {
-        ("target", 0), ("draft", 0), ("draft", 1)
-    }  # fmt: skip
+    assert {"scatter", "bias_logits", "penalise_logits", "gumbel_noise", "sample", "paged_attention"} <= contracts
+    assert {meta["pass_index"] for call in record.calls for meta in call.metas.values()} >= {0, 1}
     assert any(len(record.tensors[cache.blocks].array) > 4 for call in record.calls for cache in call.caches.values())
 
 
@@ -268,7 +261,7 @@ def test_what_a_backend_lacks_is_left_out_and_said(record: Record):
     assert answer.compared + len(answer.skipped) == len(record.calls)
     assert "reference does not offer" in answer.skipped[0][1]
     assert f"left out {len(answer.skipped)} calls" not in text(record, answer), "each reason has a line of its own"
-    assert "calls: reference does not offer update_slots" in text(record, answer)
+    assert "calls: reference does not offer scatter" in text(record, answer)
     nothing = replay(record, Target(thin("draft_ngram")))
     assert (nothing.compared, nothing.status) == (0, 1)
     assert "nothing was compared: 0 calls, 0 elements, on reference against recorded" in text(record, nothing)
@@ -335,8 +328,11 @@ def test_the_commands(polydraft: Callable[..., tuple[int, str, str]], tmp_path: 
     jsonschema.validate(json.loads(out), schema)
     assert polydraft("replay", file, "--backend", "reference")[0] == 2, "the weights are only referred to"
     assert polydraft("replay", file, "--backend", "nonesuch")[0] == 2
-    for more in (("--trace", str(tmp_path / "t")), ("--sanitize",), ("--record-steps", "none")):
-        assert polydraft(*ask, *more)[0] == 2
+    assert polydraft(*ask, "--record-steps", "none")[0] == 2
+    together = polydraft(*ask, "--trace", str(tmp_path / "steps.json"), "--sanitize")
+    assert (together[0], "hazard" in together[2]) == (0, False)
+    assert read_recording(tmp_path / "steps.json").spans
+    assert polydraft("replay", file, "--backend", "reference", "--model", model)[0] == 0
     assert polydraft("generate", "w5", "--record-weights")[0] == 2
 
 

@@ -14,7 +14,7 @@ import pytest
 from polydraft.conformance import serving
 from polydraft.conformance.check import Tally
 from polydraft.conformance.serving import Ask, as_expected
-from polydraft.runtime.output import RequestOutput
+from polydraft.output.request_output import RequestOutput
 
 PROMPT = (3, 5, 9)
 

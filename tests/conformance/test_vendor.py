@@ -336,6 +336,7 @@ def test_a_pack_is_tested_over_its_backend(tmp_path: Path, fault: str, status: i
             assert [override.contract for override in engine.table.overrides] == ["swiglu"]
 
 
+@pytest.mark.usefixtures("one_process")
 def test_conform_takes_packs(capsys: pytest.CaptureFixture[str], tmp_path: Path):
     file = tmp_path / "fast.py"
     file.write_text(PACK.format(fault=""))

@@ -12,17 +12,19 @@ from typing import Any
 
 import pytest
 
-from polydraft.conformance.outcomes import Result, frozen_list, judge
+from polydraft.conformance.catalogue import must_own, must_pass
+from polydraft.conformance.outcomes import Result
 from polydraft.conformance.report import Selection, digest_of, make, verify
 from polydraft.conformance.target import Target
+from polydraft.conformance.verdict import judge
 from polydraft.conformance.waivers import Waiver, apply, load
 from polydraft.errors import ConfigError
 
-OWN = dict.fromkeys(frozen_list("mustown", "basic"), "own")
+OWN = dict.fromkeys(must_own("basic"), "own")
 
 
 def passed(profile: str = "basic") -> list[Result]:
-    return [Result(id_, "pass", 1) for id_ in frozen_list("mustpass", profile)]
+    return [Result(id_, "pass", 1) for id_ in must_pass(profile)]
 
 
 @functools.cache

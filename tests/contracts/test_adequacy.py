@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from polydraft.contracts.adequacy import audit
-from polydraft.contracts.base import Args, Case, Contract, LogicalCache, opaque, param, tensor
+from polydraft.contracts.base import Args, Case, Contract, LogicalCache, columns, opaque, param, tensor
 from polydraft.contracts.inputs import namespace
 from polydraft.contracts.mutants import Shown, mutants
 from polydraft.errors import ContractError
@@ -182,6 +182,7 @@ class EverythingV1(Args):
     gain: Any = opaque("weight", "Weight.", shape="H", optional=True)
     cache: Any = opaque("cache", "Cache.", access="inout")
     meta: Any = opaque("meta", "Metadata.", optional=True)
+    held: Any = columns("Slot columns.")
     left: Any = tensor("B", "i32", "Output.", access="out")
     right: Any = tensor("B", "i32", "Output.", access="out")
     size: int = param("Integer.")
@@ -199,6 +200,7 @@ EVERYTHING = Case(
         "first": np.ones((3, 2), np.float32), "second": np.full((3, 2), 2, np.float32),
         "flags": np.array([1, 2, 3], np.int32), "state": np.array([3, -1, 0], np.int32),
         "weight": np.ones(2, np.float32), "gain": None,
+        "held": (np.array([7, 8, 9], np.int32), np.ones((3, 2), np.float32)),
         "cache": LogicalCache(np.ones((1, 1, 1, 2), np.float32), np.full((1, 1, 1, 2), 2, np.float32)),
     },
     {"size": 1, "width": 2, "eps": 0.5, "none": 0.0, "on": True, "style": "half"},
@@ -208,9 +210,7 @@ EVERYTHING = Case(
 
 
 def everything(golden: Any) -> Contract:
-    return Contract(
-        "all", 1, "token_updates", EverythingV1, golden, lambda: iter([EVERYTHING]), lambda rng: EVERYTHING, "All.", "None."
-    )
+    return Contract("all", 1, "runs", EverythingV1, golden, lambda: iter([EVERYTHING]), lambda rng: EVERYTHING, "All.", "None.")
 
 
 def test_mutants_follow_from_the_record():
@@ -227,6 +227,7 @@ def test_mutants_follow_from_the_record():
         "zero(weight)", "zero(gain)", "absent(gain)",
         "unwritten(cache.k)", "zero(cache.k)", "unwritten(cache.v)", "zero(cache.v)",
         "unwritten(left)", "unwritten(right)",
+        "unwritten(held[0])", "unwritten(held[1])", "misplaced(held)",
         "swap(first,second)", "swap(flags,state)", "swap(weight,gain)", "swap(cache.k,cache.v)", "swap(left,right)",
         "reverse(updates)", "reverse(bits)", "reverse(first)", "reverse(second)", "reverse(flags)", "reverse-all(B)",
         "plus(size)", "minus(size)", "swap(size,width)", "plus(width)", "minus(width)",
@@ -257,6 +258,7 @@ def test_mutants_follow_from_the_record():
         ("swap(cache.k,cache.v)", "cache.v", [[[[1.0, 1.0]]]]),
         ("zero(cache.v)", "cache.k", [[[[1.0, 1.0]]]]),
         ("zero(cache.v)", "cache.v", [[[[0.0, 0.0]]]]),
+        ("misplaced(held)", "held", [[[1.0, 1.0]] * 3, [7, 8, 9]]),
         ("zero(weight)", "weight", [0.0, 0.0]),
         ("swap(weight,gain)", "weight", None),
         ("absent(gain)", "gain", None),
@@ -279,12 +281,27 @@ def test_what_the_golden_of_a_mutant_sees(mutant: str, argument: str, seen: Any)
     def golden(a: Any, n: int) -> None:
         name, _, half = argument.partition(".")
         value = n if name == "n" else getattr(getattr(a, name), half) if half else getattr(a, name)
+        value = [column.tolist() for column in value] if isinstance(value, tuple) else value
         views.append(value.tolist() if isinstance(value, np.ndarray) else value)
 
     contract = everything(golden)
     run = {one.id: one.run for one in mutants(contract, [EVERYTHING])}[mutant]
     run(golden, namespace(contract, EVERYTHING), EVERYTHING.n)
     assert views == [seen]
+
+
+def test_a_column_that_is_not_written_keeps_what_it_held():
+    def golden(a: Any, n: int) -> None:
+        for column in a.held:
+            column[:n] = 3
+
+    contract, found = everything(golden), []
+    for mutant in mutants(contract, [EVERYTHING]):
+        if mutant.id.startswith("unwritten(held"):
+            a = namespace(contract, EVERYTHING)
+            mutant.run(golden, a, EVERYTHING.n)
+            found.append([column.tolist() for column in a.held])
+    assert found == [[[7, 8, 9], [[3.0, 3.0], [3.0, 3.0], [1.0, 1.0]]], [[3, 3, 9], [[1.0, 1.0]] * 3]]
 
 
 def test_no_rows_cannot_be_fewer():

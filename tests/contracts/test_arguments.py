@@ -10,13 +10,19 @@ import pytest
 
 from polydraft import LLM
 from polydraft.conformance.probe import checkpoint
-from polydraft.contracts import COMPOSITES, REGISTRY, EmbedV1, LinearV1, ResidualAddV1, RmsNormV1, SelectLastRowsV1, VerifyMatchV1
+from polydraft.contracts import COMPOSITES, REGISTRY
 from polydraft.contracts.arguments import check_arguments, check_record, misfits
 from polydraft.contracts.base import Contract, OpaqueSpec, TensorSpec
 from polydraft.contracts.composite import CompositeArgs
 from polydraft.contracts.constraints import Constraint
 from polydraft.contracts.harness import record_of
 from polydraft.contracts.inputs import default_cases, symbols
+from polydraft.contracts.kernels.embed import EmbedV1
+from polydraft.contracts.kernels.linear import LinearV1
+from polydraft.contracts.kernels.residual_add import ResidualAddV1
+from polydraft.contracts.kernels.rms_norm import RmsNormV1
+from polydraft.contracts.kernels.select_last_rows import SelectLastRowsV1
+from polydraft.contracts.kernels.verify_match import VerifyMatchV1
 from polydraft.errors import ContractError
 from polydraft.reference.device import ReferenceDevice
 from polydraft.reference.table import NumpyTable
@@ -178,6 +184,7 @@ def test_core_binds_through_the_check(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(kernel_table, "check_record", noting)
     for options in ({"logprobs": 3}, {"proposer": "ngram"}, {"verify": "rejection"}, {"accept_schedule": (0.9, 0.5)}):
         engine = LLM(model=str(checkpoint()), backend="reference", draft_tokens=2, max_num_seqs=2, **options).engine  # type: ignore[arg-type]
-        bound = [e.contract for parts in engine.runner.programs.values() for p in parts.values() for e in p.entries]
+        programs = [program for parts in engine.runner.programs.values() for program in parts.values()]
+        bound = [entry.contract for program in (*engine.runner.writes.values(), *programs) for entry in program.entries]
         assert [name for name in bound if name != "forward_meta"] == seen
         seen.clear()

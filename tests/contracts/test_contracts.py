@@ -20,11 +20,11 @@ from polydraft.backend import DeviceOptions
 from polydraft.conformance.kernel_checks import COUNTED, SPARE, larger
 from polydraft.contracts import REGISTRY
 from polydraft.contracts.adequacy import audit
-from polydraft.contracts.base import UNITS, Case, Contract, LogicalCache, OpaqueSpec, ParamSpec, TensorSpec
+from polydraft.contracts.base import UNITS, Case, ColumnsSpec, Contract, LogicalCache, OpaqueSpec, ParamSpec, TensorSpec
 from polydraft.contracts.compare import EPS
 from polydraft.contracts.docs import SYMBOL_MEANING
 from polydraft.contracts.harness import check_kernel, run_golden
-from polydraft.contracts.inputs import FLEXIBLE, SEEDS, Poison, default_cases, generated, namespace, symbols
+from polydraft.contracts.inputs import FLEXIBLE, SEEDS, Poison, default_cases, field_of, generated, namespace, symbols
 from polydraft.device import DTYPES, Buffer
 
 CONTRACTS = list(REGISTRY)
@@ -40,7 +40,7 @@ each_seed = pytest.mark.parametrize("seed", range(SEEDS), ids=lambda seed: f"see
 
 def arrays_of(contract: Contract) -> Iterator[tuple[str, TensorSpec | OpaqueSpec]]:
     for name, spec in contract.args.specs().items():
-        if not isinstance(spec, ParamSpec):
+        if not isinstance(spec, (ParamSpec, ColumnsSpec)):
             yield name, spec
 
 
@@ -55,7 +55,7 @@ def test_there_are_contracts():
 @each
 def test_names_agree(contract: Contract):
     module = importlib.import_module(contract.golden.__module__)
-    assert module.__name__ == f"polydraft.contracts.{contract.name}"
+    assert module.__name__ == f"polydraft.contracts.kernels.{contract.name}"
     assert module.CONTRACT is contract
     assert contract.args.__name__ == f"{contract.name.title().replace('_', '')}V{contract.version}"
     assert getattr(module, contract.args.__name__) is contract.args
@@ -106,7 +106,8 @@ def test_fields_are_annotated(contract: Contract):
 @each
 def test_symbols_have_a_meaning(contract: Contract):
     used = {symbol for _, spec in arrays_of(contract) for symbol in spec.shape.split() if not symbol.isdigit()}
-    assert used <= set(SYMBOL_MEANING)
+    assert used <= {*SYMBOL_MEANING, *contract.symbols}
+    assert set(contract.symbols) <= used
 
 
 @each
@@ -163,7 +164,7 @@ def test_golden(contract: Contract, case: Case):
     assert symbols(contract, case)
     want, other = run_golden(contract, case), run_golden(contract, case, poison=Poison(real=1536.0, integer=0x3C3C3C3C))
     for name, one in want.items():
-        spec = contract.args.specs()[name.partition(".")[0]]
+        spec = contract.args.specs()[field_of(name)]
         assert not isinstance(spec, ParamSpec)
         kept = (one.value == one.before) | ((one.value != one.value) & (one.before != one.before))
         if spec.access == "in":

@@ -8,8 +8,8 @@ import re
 import pytest
 
 from polydraft.contracts import REGISTRY
-from polydraft.contracts.base import Contract, ParamSpec
-from polydraft.contracts.docs import SYMBOL_MEANING, UNIT_MEANING, render, signature
+from polydraft.contracts.base import UNIT_MEANING, ColumnsSpec, Contract, ParamSpec
+from polydraft.contracts.docs import SYMBOL_MEANING, render, signature
 from tests.contracts import toy
 
 each = pytest.mark.parametrize("contract", list(REGISTRY), ids=lambda contract: contract.name)
@@ -131,7 +131,7 @@ def test_signatures():
         "select_last_rows/1(hidden[R,H] act, positions[RP] i32, seq_start[B] i32, draft_slot[B] i32, draft_position[B] i32)"
         " -> out[B,H] act"
     )
-    assert signature(REGISTRY["update_blocks"]) == "update_blocks/1(updates[M,3] i32, inout block_table[B,MB] i32)"
+    assert signature(REGISTRY["scatter"]) == "scatter/1(runs[U,5] i32, payload[T] i32, inout columns[B,...] tuple)"
     assert signature(REGISTRY["linear"]) == ("linear/1(x[N,I] act, weight[O,I] <weight>, bias?[O] <weight>) -> out[N,O] float")
 
 
@@ -142,7 +142,9 @@ def test_signature_is_one_line_with_every_field(contract: Contract):
     assert line.startswith(f"{contract.key}(")
     for name, spec in contract.args.specs().items():
         assert re.search(rf"\b{name}(\?|\[|:| )", line), name
-        if not isinstance(spec, ParamSpec) and spec.shape:
+        if isinstance(spec, ColumnsSpec):
+            assert f"{name}[B,...] tuple" in line
+        elif not isinstance(spec, ParamSpec) and spec.shape:
             assert f"[{','.join(spec.shape.split())}]" in line
 
 
@@ -177,6 +179,8 @@ def test_tables_are_rectangular(contract: Contract):
 def test_symbols_on_the_page_are_explained(contract: Contract):
     section = render(contract).split("## Shapes")[1].split("## Launch")[0]
     explained = dict(re.findall(r"^\| (\w+) \| (.+) \|$", section, re.MULTILINE))
-    shapes = [spec.shape.split() for spec in contract.args.specs().values() if not isinstance(spec, ParamSpec)]
+    specs = [spec for spec in contract.args.specs().values() if not isinstance(spec, ParamSpec)]
+    shapes = [["B"] if isinstance(spec, ColumnsSpec) else spec.shape.split() for spec in specs]
     for symbol in {symbol for shape in shapes for symbol in shape if not symbol.isdigit()}:
-        assert explained[symbol] == SYMBOL_MEANING[symbol]
+        assert explained[symbol] == {**SYMBOL_MEANING, **contract.symbols}[symbol]
+    assert not set(contract.symbols) & set(SYMBOL_MEANING), "a shared symbol is explained once"

@@ -284,7 +284,7 @@ def test_weights_caches_and_metadata_come_from_the_backend():
     assert asked[2][0] is None
     assert asked[2][1] is not None
     assert asked[2][2:] == (2, 3, 6, 6)
-    assert filled == [StepMeta("target", 0, launch_rows=4, real_slots=2, has_prefill=True)]
+    assert filled == [StepMeta(0, launch_rows=4, real_slots=2, has_prefill=True)]
     assert set(run_golden(contract, case)) == {"row_slot", "positions", "block_table", "cache.k", "cache.v"}
 
 

@@ -11,8 +11,8 @@ import pytest
 
 from polydraft.contracts import REGISTRY
 from polydraft.contracts.harness import check_kernel, run_golden
+from polydraft.contracts.kernels.rope_kv_write import border_case
 from polydraft.contracts.kv_quant import BROKEN, KV_DTYPES, LARGEST, exponents, quanta, quantise
-from polydraft.contracts.rope_kv_write import border_case
 from polydraft.reference.device import ReferenceDevice
 from polydraft.reference.kv_grid import to_grid
 from polydraft.reference.table import NumpyTable

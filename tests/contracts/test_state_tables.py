@@ -15,7 +15,9 @@ import pytest
 
 from polydraft.contracts import REGISTRY
 from polydraft.contracts.base import Limits
-from polydraft.contracts.layout import SLOT_UPDATE_COLUMNS, SNAPSHOT_COLUMNS
+from polydraft.contracts.kernels.scatter import CONTRACT as SCATTER
+from polydraft.contracts.kernels.scatter import Run
+from polydraft.contracts.layout import SNAPSHOT_COLUMNS
 from polydraft.reference.state_kernels import KERNELS
 from polydraft.sentinels import Finish, Phase
 
@@ -57,11 +59,8 @@ def same(a: Any, **wanted: Any) -> None:
 
 
 def test_layout_is_what_the_host_writes_and_reads() -> None:
-    assert SLOT_UPDATE_COLUMNS == (
-        "slot", "phase", "prompt_len", "num_generated", "kv_len", "prefill_len", "max_total", "epoch", "top_k",
-        "seed_low", "seed_high", "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty",
-        "frequency_penalty", "min_tokens", "num_biases", "bad_len",
-    )  # fmt: skip
+    assert [run.name for run in Run] == ["COLUMN", "SLOT", "START", "COUNT", "OFFSET"]
+    assert list(Run) == [0, 1, 2, 3, 4]
     assert SNAPSHOT_COLUMNS == ("slot", "epoch", "num_tokens", "accepted", "drafted", "finish", "phase", "kv_len")
 
 
@@ -88,6 +87,7 @@ def test_two_drafts_a_round_from_prompt_to_first_verified_window(launch: Launch)
         chosen=ints(16, 0),
         block_size=4,
         lookahead=2,
+        num_drafts=2,
         **outputs(ids=8, row_slot=8, positions=8, draft_ids=8, draft_row_slot=8),
         **outputs(logit_row=4, logit_slot=4, logit_position=4),
         **outputs(seq_start=2, seq_len=2, logit_start=2, logit_len=2, window_len=2, accepted=2, drafted=2, out_len=2),
@@ -150,43 +150,68 @@ def test_two_drafts_a_round_from_prompt_to_first_verified_window(launch: Launch)
     same(a, draft_slot=[1, 77], draft_position=[6, 77], draft_budget=[2, 77], drafts=[[-1, -1], [-1, -1]], draft_len=[0, 0])
 
 
-def test_update_slots_reads_floats_and_seeds_as_bits(launch: Launch) -> None:
-    lines = ("phase", "prompt_len", "num_generated", "kv_len", "prefill_len", "max_total", "epoch", "top_k", "finish")
-    tables = ("min_tokens", "num_biases", "bad_len")
-    floats = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
-    penalties = 0x3FC00000, 0x3E800000, -(2**30)  # 1.5, 0.25 and -2 as the bits of a float32
+def slot_columns() -> tuple[Any, ...]:
+    """Two slots: a number, a float, a row of three numbers and a row of four floats, all of them old."""
+    return tuple(np.full(shape, POISON, dtype) for shape, dtype in (
+        (2, np.int32), (2, np.float32), ((2, 3), np.int32), ((2, 4), np.float32)
+    ))  # fmt: skip
+
+
+def test_scatter_writes_a_slot_whole_and_floats_and_seeds_as_bits(launch: Launch) -> None:
+    """Slot 1 is filled from payload words 2 to 11; what is behind them, and a run of no slot, goes nowhere. 1056964608 is 0.5,
+    0x3FC00000 is 1.5, -(2**30) is -2 and -(2**31) is -0 as the bits of a float32; -1 stays -1 in a column of numbers."""
     a = SimpleNamespace(
-        updates=ints(
-            [1, PREFILL, 5, 0, 2, 5, 20, 4, 40, -1, 7, 1056964608, 1065353216, 0, *penalties, 6, 2, 3, 9, -1],
-            [-1, PREFILL, 6, 1, 3, 6, 21, 5, 41, 8, 8, 0, 0, 0, 0, 0, 0, 7, 3, 4, 1, 1],
-        ),
-        seed=np.full((2, 2), POISON, np.uint32),
-        **{name: np.full(2, POISON, np.float32) for name in floats},
-        **outputs(**dict.fromkeys((*lines, *tables), 2), draft_len=2, stop_tokens=(2, 2), drafts=(2, 3), block_table=(2, 4)),
+        runs=ints([0, 1, 0, 1, 2], [1, 1, 0, 1, 3], [2, 1, 0, 3, 4], [3, 1, 0, 4, 7], [2, -1, 0, 3, 11], [0, 0, 0, 1, 11]),
+        payload=np.array([8, 8, -(2**30), 1056964608, -1, 2**31 - 1, 9, 0x3FC00000, -(2**30), 0, -(2**31), 5, 5, 5], np.int32),
+        columns=slot_columns(),
     )
-    launch("update_slots", a, 2)
-    same(a, phase=[77, PREFILL], prompt_len=[77, 5], num_generated=[77, 0], kv_len=[77, 2], prefill_len=[77, 5])
-    same(a, max_total=[77, 20], epoch=[77, 4], top_k=[77, 40], finish=[77, NONE], draft_len=[77, 0])
-    same(a, seed=[[77, 77], [2**32 - 1, 7]], temperature=[77.0, 0.5], top_p=[77.0, 1.0], min_p=[77.0, 0.0])
-    same(a, stop_tokens=[[77, 77], [9, -1]], drafts=[[77] * 3, [-1] * 3], block_table=[[77] * 4, [-1] * 4])
-    same(a, repetition_penalty=[77.0, 1.5], presence_penalty=[77.0, 0.25], frequency_penalty=[77.0, -2.0])
-    same(a, min_tokens=[77, 6], num_biases=[77, 2], bad_len=[77, 3])
+    launch("scatter", a, 5)
+    numbers, floats, rows, wide = a.columns
+    assert numbers.tolist() == [77, -(2**30)]
+    assert floats.tolist() == [77.0, 0.5]
+    assert rows.tolist() == [[77] * 3, [-1, 2**31 - 1, 9]]
+    assert wide.view(np.int32).tolist() == [[0x429A0000] * 4, [0x3FC00000, -(2**30), 0, -(2**31)]], "bit for bit"
+    assert wide[1].tolist() == [1.5, -2.0, 0.0, 0.0]
 
 
-def test_a_bias_is_bits_too(launch: Launch) -> None:
-    a = SimpleNamespace(updates=ints([1, 2, 5, -(2**30)], [-1, 0, 6, 0], [0, 0, 9, 0x3FC00000]), **outputs(bias_ids=(2, 3)))
-    a.biases = np.full((2, 3), POISON, np.float32)
-    launch("update_biases", a, 3)
-    same(a, bias_ids=[[9, 77, 77], [77, 77, 5]], biases=[[1.5, 77.0, 77.0], [77.0, 77.0, -2.0]])
+def test_scatter_writes_single_places_and_leaves_those_beside_them(launch: Launch) -> None:
+    """A token behind the others of a history, the last entry of a table, one bias; a run of no words; two runs of one text lie
+    in any order in the payload."""
+    a = SimpleNamespace(
+        runs=ints([2, 1, 2, 1, 3], [2, 0, 0, 1, 0], [3, 1, 1, 2, 1], [2, -1, 0, 3, 0], [3, 0, 2, 0, 1], [0, 1, 0, 1, 3]),
+        payload=np.array([-1, -(2**30), 0x3FC00000, 5], np.int32),
+        columns=slot_columns(),
+    )
+    launch("scatter", a, 6)
+    numbers, floats, rows, wide = a.columns
+    assert (numbers.tolist(), floats.tolist()) == ([77, 5], [77.0, 77.0])
+    assert rows.tolist() == [[-1, 77, 77], [77, 77, 5]]
+    assert wide.tolist() == [[77.0] * 4, [77.0, -2.0, 1.5, 77.0]]
 
 
-@pytest.mark.parametrize(
-    ("name", "field"), [("update_tokens", "tokens"), ("update_blocks", "block_table"), ("update_bad_words", "bad_words")]
-)
-def test_single_entries(launch: Launch, name: str, field: str) -> None:
-    a = SimpleNamespace(updates=ints([1, 2, 5], [-1, 0, 6], [0, 0, -1], [1, 0, 8]), **outputs(**{field: (2, 3)}))
-    launch(name, a, 3)
-    same(a, **{field: [[-1, 77, 77], [77, 77, 5]]})
+def scattered(runs: Any, payload: Any, columns: tuple[Any, ...]) -> tuple[Any, ...]:
+    """A second opinion: every column as a list of bytes of words, written one word after the other."""
+    flat = [bytearray(column.tobytes()) for column in columns]
+    words = payload.tobytes()
+    for column, slot, start, count, offset in runs.tolist():
+        width = columns[column].size // len(columns[column])
+        for i in range(count):
+            if slot >= 0:
+                place = 4 * (slot * width + start + i)
+                flat[column][place : place + 4] = words[4 * (offset + i) : 4 * (offset + i) + 4]
+    return tuple(np.frombuffer(bytes(one), column.dtype).reshape(column.shape) for one, column in zip(flat, columns, strict=True))
+
+
+def test_scatter_is_what_a_naive_loop_makes_of_it(launch: Launch) -> None:
+    cases = [*SCATTER.cases(), *(SCATTER.generate(np.random.default_rng(seed)) for seed in range(200))]
+    assert any(case.n < len(case.arrays["runs"]) for case in cases)
+    for case in cases:
+        arrays = case.arrays
+        wanted = scattered(arrays["runs"][: case.n], arrays["payload"], arrays["columns"])
+        a = SimpleNamespace(runs=arrays["runs"], payload=arrays["payload"], columns=tuple(c.copy() for c in arrays["columns"]))
+        launch("scatter", a, case.n)
+        for mine, its in zip(a.columns, wanted, strict=True):
+            assert mine.tobytes() == its.tobytes(), case.name
 
 
 @pytest.mark.parametrize(
@@ -344,19 +369,22 @@ def test_verify_match(
 
 
 @pytest.mark.parametrize(
-    ("known", "max_total", "phase", "seq_len", "slot", "position", "budget"),
+    ("known", "max_total", "phase", "num_drafts", "slot", "position", "budget"),
     [
-        (6, 20, DECODE, 1, 1, 4, 2),
-        (6, 8, DECODE, 1, 1, 4, 1),  # two tokens left: a draft and the target's
-        (6, 7, DECODE, 1, -1, 0, 0),
-        (6, 20, FINISHED, 1, -1, 0, 0),
-        (6, 20, PREFILL, 1, -1, 0, 0),
+        (6, 20, DECODE, 2, 1, 4, 2),
+        (6, 20, DECODE, 1, 1, 4, 1),  # the step makes one
+        (6, 20, DECODE, 0, -1, 0, 0),  # none, but what was drafted before is used up
+        (6, 8, DECODE, 2, 1, 4, 1),  # two tokens left: a draft and the target's
+        (6, 7, DECODE, 2, -1, 0, 0),
+        (6, 20, FINISHED, 2, -1, 0, 0),
+        (6, 20, PREFILL, 2, -1, 0, 0),
     ],
 )
 def test_begin_draft(
-    launch: Launch, known: int, max_total: int, phase: int, seq_len: int, slot: int, position: int, budget: int
+    launch: Launch, known: int, max_total: int, phase: int, num_drafts: int, slot: int, position: int, budget: int
 ) -> None:
-    a = SimpleNamespace(slot_order=ints(1, 0), seq_len=ints(seq_len, 0), phase=ints(DECODE, phase), kv_len=ints(3, known - 1))
+    a = SimpleNamespace(slot_order=ints(1, 0), seq_len=ints(1, 0), phase=ints(DECODE, phase), kv_len=ints(3, known - 1))
+    a.num_drafts = num_drafts
     a.prompt_len, a.num_generated, a.max_total = ints(2, 4), ints(2, known - 4), ints(20, max_total)
     a.drafts, a.draft_len = ints([8, 9], [5, 6]), ints(2, 2)
     vars(a).update(outputs(draft_slot=2, draft_position=2, draft_budget=2))

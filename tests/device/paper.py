@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,17 +14,30 @@ from typing import Any
 import numpy as np
 
 from polydraft.backend import CacheSpec, PassBuffers
-from polydraft.contracts import COMPOSITES, REGISTRY, ArgmaxV1, LinearV1, PagedAttentionV1, RopeKvWriteV1, SwigluV1
-from polydraft.contracts.base import Case, Limits, LogicalCache, ParamSpec, TensorSpec
+from polydraft.contracts import (
+    COMPOSITES,
+    REGISTRY,
+    ArgmaxV1,
+    LinearV1,
+    PagedAttentionV1,
+    ProcessLogitsV1,
+    ResidualAddV1,
+    RmsNormV1,
+    RopeKvWriteV1,
+    SwigluV1,
+)
+from polydraft.contracts.base import Case, ColumnsSpec, Limits, LogicalCache, ParamSpec, TensorSpec
 from polydraft.contracts.composite import CompositeArgs
 from polydraft.contracts.harness import weight_role
 from polydraft.contracts.inputs import contract_of, dtype_of, limits_of
 from polydraft.contracts.kv_quant import KV_DTYPES
 from polydraft.device import DTYPES, DeviceCounters
+from polydraft.runtime.fusion import Node, Rewritten, UnboundProgram
 from polydraft_cuda.compiler import ROWS, _value
 from polydraft_cuda.forward_meta import CudaForwardMeta
 from polydraft_cuda.kernels import kernels
 from polydraft_cuda.kernels.provider import CudaProvider
+from polydraft_cuda.program_pass import CudaPass
 from polydraft_cuda.storage import CudaWeight, allocate_cache, prepare_weight
 
 SIGNATURE = r'extern\s+"C"\s+__global__\s+void\s+(?:__launch_bounds__\s*\([^)]*\)\s+)?{name}\s*\(([^)]*)\)'
@@ -67,9 +81,6 @@ class PaperDevice:
     num_sms: int = 132
     shared_bytes: int = 232448
     capturing: bool = False
-    mixed: bool = False
-    trusting: bool = False
-    owed: int = 0
     bound: list[Bound] = field(default_factory=list)
     next: int = 1 << 20
     kept: list[Any] = field(default_factory=list)
@@ -80,8 +91,8 @@ class PaperDevice:
 
     def allocate(self, name: str, nbytes: int) -> int:
         del name
-        self.next += -(-max(nbytes, 1) // 256) * 256
-        return self.next
+        start, self.next = self.next, self.next + -(-max(nbytes, 1) // 256) * 256
+        return start
 
     def empty(self, name: str, shape: Any, dtype: str) -> Buffer:
         shape = tuple(shape)
@@ -124,7 +135,9 @@ def bind_on_paper(name: str, case: Case, act: str = "f32", **options: Any) -> li
     values: dict[str, Any] = {}
     for key, spec in contract.args.specs().items():
         value = case.params.get(key) if isinstance(spec, ParamSpec) else case.arrays.get(key)
-        if isinstance(spec, TensorSpec):
+        if isinstance(spec, ColumnsSpec):
+            value = tuple(device.empty(key, c.shape, "f32" if c.dtype.kind == "f" else "i32") for c in value or ())
+        elif isinstance(spec, TensorSpec):
             shape = case.outputs[key][0] if key in case.outputs else None if value is None else value.shape
             value = None if shape is None else device.empty(key, shape, dtype_of(contract, case, key, act))
         elif isinstance(value, LogicalCache):
@@ -176,17 +189,24 @@ def bind_shape(shape: Shape, act: str, **options: Any) -> list[Bound]:
     ):  # fmt: skip
         weight = CudaWeight("linear", device.empty("weight", (outputs, inputs), act))
         x, y = device.empty("x", (n, inputs), act), device.empty("y", (n, outputs), out)
-        _bind(device, "linear", LinearV1(x=x, weight=weight, bias=None, out=y), shape)
+        launches: list[tuple[str, Any]] = [("linear", LinearV1(x=x, weight=weight, bias=None, out=y))]
         if outputs == 2 * shape.ffn:
-            _bind(device, "swiglu", SwigluV1(gate_up=y, out=device.empty("gated", (n, shape.ffn), act)), shape)
+            launches.append(("swiglu", SwigluV1(gate_up=y, out=device.empty("gated", (n, shape.ffn), act))))
+        if inputs == shape.ffn:
+            stream, normed, gain = (device.empty(name, (n, shape.hidden), act) for name in ("stream", "normed", "gain"))
+            norm = RmsNormV1(x=stream, weight=gain, out=normed, eps=1e-6, plus_one=False)
+            launches.append(("residual_add+rms_norm", CompositeArgs((ResidualAddV1(x=stream, y=y), norm))))
+        _bind(device, launches, shape)
     if shape is SHAPES[0]:
         own = CudaWeight("linear", device.empty("weight", (HEAD, shape.hidden), act))
         other = SimpleNamespace(pointer=own.pointer, shape=own.shape, dtype=act, nbytes=own.nbytes)
         for head in (own, other):
             x, y = device.empty("x", (n, shape.hidden), act), device.empty("logits", (n, HEAD), "f32")
-            _bind(device, "linear", LinearV1(x=x, weight=head, bias=None, out=y), shape)
             chosen = {name: device.empty(name, (n,), "i32") for name in ("row_slot", "tokens")}
-            _bind(device, "argmax", ArgmaxV1(logits=y, **chosen), shape)
+            process = ProcessLogitsV1(logits=y, row_slot=chosen["row_slot"], num_valid=HEAD)
+            project = LinearV1(x=x, weight=head, bias=None, out=y)
+            choice = ArgmaxV1(logits=y, **chosen)
+            _bind(device, [("linear", project), ("process_logits", process), ("argmax", choice)], shape)
     attention = {
         "row_slot": device.empty("row_slot", (n,), "i32"), "positions": device.empty("positions", (n,), "i32"),
         "block_table": device.empty("block_table", (8, 64), "i32"),
@@ -194,7 +214,7 @@ def bind_shape(shape: Shape, act: str, **options: Any) -> list[Bound]:
     joined = device.empty("qkv", (n, q + 2 * kv), act), device.empty("q", (n, q), act)
     weight = CudaWeight("linear", device.empty("weight", (q + 2 * kv, shape.hidden), act))
     x = device.empty("x", (n, shape.hidden), act)
-    _bind(device, "linear", LinearV1(x=x, weight=weight, bias=None, out=joined[0]), shape)
+    project = LinearV1(x=x, weight=weight, bias=None, out=joined[0])
     meta = CudaForwardMeta(device, PassBuffers("target", **attention), _limits(shape))
     cache = allocate_cache(device, CacheSpec(8, shape.block_size, shape.kv_heads, shape.head_dim, act))
     shared = {
@@ -205,16 +225,17 @@ def bind_shape(shape: Shape, act: str, **options: Any) -> list[Bound]:
         qkv=joined[0], q_out=joined[1], q_norm=None, k_norm=None, rope_dims=shape.head_dim, theta=1e4, style="half", eps=1e-6,
         **shared,
     )  # fmt: skip
-    if shape is SHAPES[0] or act != "bf16":  # then attention has a second set of kernels; in bfloat16 one of each is enough
-        _bind(device, "rope_kv_write", turn, shape)
     record = PagedAttentionV1(q=joined[1], out=device.empty("out", (n, q), act), softmax_scale=0.1, **shared)
-    _bind(device, "paged_attention", record, shape)
+    if shape is SHAPES[0] or act != "bf16":  # then attention has a second set of kernels; in bfloat16 one of each is enough
+        _bind(device, [("linear", project), ("rope_kv_write", turn), ("paged_attention", record)], shape)
+    else:
+        _bind(device, [("linear", project), ("paged_attention", record)], shape)
     if shape is SHAPES[0]:
         for form in KV_DTYPES:
             rows = allocate_cache(device, CacheSpec(8, shape.block_size, shape.kv_heads, shape.head_dim, act, kv=form))
-            _bind(device, "rope_kv_write", dataclasses.replace(turn, cache=rows), shape)
-            _bind(device, "paged_attention", dataclasses.replace(record, cache=rows), shape)
-            _bind(device, "paged_attention", dataclasses.replace(record, cache=rows, meta=None), shape)
+            _bind(device, [("rope_kv_write", dataclasses.replace(turn, cache=rows))], shape)
+            _bind(device, [("paged_attention", dataclasses.replace(record, cache=rows))], shape)
+            _bind(device, [("paged_attention", dataclasses.replace(record, cache=rows, meta=None))], shape)
     return device.bound  # type: ignore[no-any-return]
 
 
@@ -222,11 +243,19 @@ def _limits(shape: Shape) -> Limits:
     return Limits(8, shape.window - 1, shape.rows, shape.rows, 1024, shape.block_size, 64, 64, 4, 32000)
 
 
-def _bind(device: Any, name: str, args: Any, shape: Shape) -> None:
-    provider = CudaProvider(kernels()[name], device)
-    nbytes = provider.workspace_bytes(args, _limits(shape))
-    workspace = SimpleNamespace(buffer=device.empty("workspace", (nbytes,), "u8"), nbytes=nbytes) if nbytes else None
-    device.kept.append(provider.bind(args, _limits(shape), workspace))  # what is bound behind it may join a launch that lives
+def _bind(device: Any, launches: Sequence[tuple[str, Any]], shape: Shape) -> None:
+    """Bind these launches one by one, and what the pass makes of them."""
+    limits, nodes = _limits(shape), [Node(name, args, "rows", "room") for name, args in launches]
+    brought = CudaPass(device, lambda kernel: CudaProvider(kernel, device))
+    found = brought.rewrite(UnboundProgram("shape", tuple(nodes), frozenset(kernels()), limits))
+    providers: list[tuple[Any, Any]] = [(CudaProvider(kernels()[name], device), args) for name, args in launches]
+    providers += [
+        (brought.kernels[one.kernel].provider, CompositeArgs(one.records)) for one in found if isinstance(one, Rewritten)
+    ]
+    for provider, args in providers:
+        nbytes = provider.workspace_bytes(args, limits)
+        workspace = SimpleNamespace(buffer=device.empty("workspace", (nbytes,), "u8"), nbytes=nbytes) if nbytes else None
+        device.kept.append(provider.bind(args, limits, workspace))
 
 
 def parameters(source: Path, name: str) -> list[str]:

@@ -16,7 +16,7 @@ import pytest
 import polydraft_cuda
 from polydraft import LLM, SamplingParams
 from polydraft.backend import DeviceOptions
-from polydraft.bench.measure import Load, profiled, timed
+from polydraft.bench.measure import Load, instruments, profiled, timed
 from polydraft.config import EngineConfig
 from polydraft.conformance.device_checks import checks as device_checks
 from polydraft.conformance.oracle import OracleModel
@@ -28,7 +28,6 @@ from polydraft.demo import demo_model_path
 from polydraft.device import Launch
 from polydraft.engine import Engine
 from polydraft.errors import DeviceError
-from polydraft_cuda.compiler import ROWS
 from polydraft_cuda.device import CudaBuffer, CudaDevice
 from polydraft_cuda.interop import adopt
 from polydraft_cuda.kernels import kernels
@@ -69,10 +68,13 @@ def test_the_device_keeps_the_promises_of_its_protocol(check):
 
 def scatter(device: CudaDevice, **options: bool) -> tuple[Launch, CudaBuffer]:
     """A launch that writes 7 at [1, 2] of a table [4, 16] of zeros."""
-    updates, table = device.zeros("updates", (1, 3), "i32"), device.zeros("table", (4, 16), "i32")
-    device.load(updates, np.array([[1, 2, 7]], np.int32))
-    kernel = device.function(source("updates.cu"), "update_places")
-    return kernel.bind(lambda n: n, 32, updates, table, 16, ROWS, **options), table
+    shapes = {"runs": (1, 5), "payload": (1,), "columns": (1, 4), "table": (4, 16)}
+    runs, payload, columns, table = (device.zeros(name, shape, "i32") for name, shape in shapes.items())
+    device.load(runs, np.array([[0, 1, 2, 1, 0]], np.int32))
+    device.load(payload, np.array([7], np.int32))
+    device.load(columns, np.array([[table.pointer, 16]], np.int64).view(np.int32))
+    kernel = device.function(source("scatter.cu"), "scatter")
+    return kernel.bind(lambda n: n, 32, runs, payload, columns, **options), table
 
 
 def test_a_graph_runs_when_it_is_replayed_and_not_before(device: CudaDevice):
@@ -169,7 +171,7 @@ def test_a_timeline_says_when_graphs_and_copies_ran_while_it_is_kept(device: Cud
 
 def test_a_benchmark_knows_how_long_the_device_was_idle():
     config = EngineConfig(backend="cuda", dtype="bf16", draft_tokens=3, max_num_seqs=2, prefix_cache=False)
-    engine, load = Engine(config), Load(2, 16, 64)
+    engine, load = Engine(config, instruments=instruments()), Load(2, 16, 64)
     timed(engine, load)
     idle = timed(engine, load)["idle_share"]
     host, _ = profiled(engine, load)

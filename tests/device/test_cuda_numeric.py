@@ -16,16 +16,28 @@ import pytest
 from bench.gpu_rounds import floor_bytes
 from polydraft.backend import CacheSpec, StepMeta
 from polydraft.bench.shapes import RandomCheckpoint
-from polydraft.contracts import ArgmaxV1, LinearV1, PagedAttentionV1, ProcessLogitsV1, RopeKvWriteV1, SwigluV1
+from polydraft.contracts import (
+    ArgmaxV1,
+    LinearV1,
+    PagedAttentionV1,
+    ProcessLogitsV1,
+    ResidualAddV1,
+    RmsNormV1,
+    RopeKvWriteV1,
+    SwigluV1,
+)
 from polydraft.contracts.base import Limits
 from polydraft.contracts.compare import to_host
+from polydraft.contracts.composite import CompositeArgs
 from polydraft.contracts.kv_quant import KV_DTYPES, LARGEST, exponents, quantise
 from polydraft.errors import ContractError
 from polydraft.models.families import FamilyRegistry
+from polydraft.runtime.fusion import Entry, Node, Rewritten, UnboundProgram
 from polydraft_cuda import cublaslt, storage
-from polydraft_cuda.kernels import attention, joins, kernels, linear, mlp, norms, rope
+from polydraft_cuda.kernels import attention, kernels, linear
 from polydraft_cuda.kernels.provider import CudaProvider
 from polydraft_cuda.kernels.screen import screen_of
+from polydraft_cuda.program_pass import CudaPass
 from tests.device.paper import Bound, PaperDevice
 
 NO_STREAM: Any = None
@@ -182,7 +194,11 @@ def test_a_cache_gives_back_what_was_written(dtype: str, head_dim: int, block_si
 @pytest.fixture(params=[True, False], ids=["with cuBLASLt", "without"])
 def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     def bind(device: Any, *arguments: Any) -> Any:
-        return (lambda stream, n: device.launched.append(("cuBLASLt", {}, n))) if request.param else None
+        def launch(stream: Any, n: int) -> None:
+            device.launched.append(("cuBLASLt", {}, n))
+            device.called.append("product")
+
+        return launch if request.param else None
 
     monkeypatch.setattr(cublaslt, "library", lambda: request.param or None)
     monkeypatch.setattr(cublaslt, "bind", bind)
@@ -237,7 +253,6 @@ def test_large_matrices_stream_and_many_rows_go_to_the_library(library: bool):
 def test_a_device_whose_projections_are_gone_is_freed():
     device: Any = Recorder(dtype="bf16")
     bound, seen = projection(device, 22016, 4096), weakref.ref(device)
-    assert joins.projection_of(device, bound[0].out) is bound[1]
     del bound, device
     gc.collect()
     assert seen() is None
@@ -265,69 +280,107 @@ def test_row_invariant_projections_have_one_order_of_sums():
     assert chosen(device, launch, 600) == ["linear_tile.cu 256"] * 3
 
 
-def test_a_captured_activation_is_one_launch_with_its_projection(library: bool):
-    device: Any = Recorder(dtype="bf16")
-    up, project = projection(device, 22016, 4096)
-    gated = SwigluV1(gate_up=up.out, out=device.empty("gated", (512, 11008), "bf16"))
-    activate = mlp.swiglu(device, gated, LIMITS, None)
+Named = tuple[str, Any]
+"""A contract with its argument record."""
 
-    def both(n: int) -> list[tuple[str, int | None]]:
+
+def rewritten(device: Any, *launches: Named, own: Limits = LIMITS, readers: tuple[Named, ...] = ()) -> list[Entry]:
+    """What the pass makes of these launches of a program, with `readers` in the other program of the step."""
+    nodes, others = ([Node(name, args, "rows", "room") for name, args in each] for each in (launches, readers))
+    served = frozenset(kernels())
+    brought = CudaPass(device, lambda kernel: CudaProvider(kernel, device))
+    return list(brought.rewrite(UnboundProgram("a program", tuple(nodes), served, own, (others,))))
+
+
+def shown(device: Any, *launches: Named, **options: Any) -> list[str]:
+    """The same, by name: of a contract, or of the kernel that launches were given to."""
+    return [one.kernel if isinstance(one, Rewritten) else one.contract for one in rewritten(device, *launches, **options)]  # type: ignore[union-attr]
+
+
+def bound(device: Any, *launches: Named, **options: Any) -> Callable[[int], list[tuple[str, str, dict[str, Any]]]]:
+    """Launches of the program that the pass makes of these: source, kernel and defines of each."""
+    brought = CudaPass(device, lambda kernel: CudaProvider(kernel, device))
+    calls = []
+    for one in rewritten(device, *launches, **options):
+        provider: Any = brought.kernels[one.kernel].provider if isinstance(one, Rewritten) else None
+        if isinstance(one, Node):
+            provider = CudaProvider(kernels()[one.contract], device)
+        args: Any = one.args if isinstance(one, Node) else CompositeArgs(one.records)  # type: ignore[union-attr]
+        nbytes = provider.workspace_bytes(args, LIMITS)
+        workspace = SimpleNamespace(buffer=device.empty("workspace", (max(nbytes, 1),), "u8"), nbytes=nbytes)
+        calls.append(provider.bind(args, options.get("own", LIMITS), workspace))
+
+    def launched(n: int) -> list[tuple[str, str, dict[str, Any]]]:
         device.launched.clear()
-        project(NO_STREAM, n)
-        activate(NO_STREAM, n)
-        return [(source, defines.get("GATED")) for source, defines, _ in device.launched]
+        device.called.clear()
+        for call in calls:
+            call(NO_STREAM, n)
+        return [(source, name, defines) for name, (source, defines, _) in zip(device.called, device.launched, strict=True)]
 
-    assert both(4) == [("linear_rows.cu", 0), ("mlp.cu", None)]
-    device.capturing = True
-    assert both(4) == both(128) == [("linear_rows.cu", 1)]
-    assert both(129) == both(256) == [("linear_split.cu", 1)]
-    assert both(257)[-1] == ("mlp.cu", None)
+    return launched
+
+
+def sources(found: list[tuple[str, str, dict[str, Any]]], define: str) -> list[tuple[str, int | None]]:
+    return [(source, defines.get(define)) for source, _, defines in found]
+
+
+def gate_and_up(device: Any) -> tuple[Named, Named]:
+    """A projection large enough to be one launch with its activation, and that."""
+    up, _ = projection(device, 22016, 4096)
+    return ("linear", up), ("swiglu", SwigluV1(gate_up=up.out, out=device.empty("gated", (512, 11008), device.dtype)))
+
+
+def test_an_activation_is_one_launch_with_its_projection(library: bool):
+    device: Any = Recorder(dtype="bf16")
+    project, activate = gate_and_up(device)
+    assert shown(device, project, activate) == ["gated"]
+    both = bound(device, project, activate)
+    assert sources(both(4), "GATED") == sources(both(128), "GATED") == [("linear_rows.cu", 1)]
+    assert sources(both(129), "GATED") == sources(both(256), "GATED") == [("linear_split.cu", 1)]
+    assert sources(both(257), "GATED")[-1] == ("mlp.cu", None)
     assert len(both(257)) == (2 if library else 3)
-    other = SwigluV1(gate_up=device.empty("elsewhere", (512, 22016), "bf16"), out=gated.out)
-    alone = mlp.swiglu(device, other, LIMITS, None)
-    device.launched.clear()
-    alone(NO_STREAM, 4)
-    assert [source for source, _, _ in device.launched] == ["mlp.cu"]
+    elsewhere = SwigluV1(gate_up=device.empty("elsewhere", (512, 22016), "bf16"), out=activate[1].out)
+    assert shown(device, project, ("swiglu", elsewhere)) == ["linear", "swiglu"]
 
 
-def test_a_captured_choice_looks_at_what_the_head_kept_unless_somebody_uses_the_logits():
-    def head(**options: Any) -> tuple[Any, Any, Callable[[int], list[tuple[str, int | None]]]]:
-        device: Any = Recorder(dtype="bf16", **options)
-        a, project = projection(device, 151680, 256, to="f32", own=False)
-        rows = {name: device.empty(name, (512,), "i32") for name in ("row_slot", "tokens")}
-        table = {name: CudaProvider(kernel, device) for name, kernel in kernels().items()}
-        choose = table["argmax"].bind(ArgmaxV1(logits=a.out, **rows), LIMITS, None)
+def test_an_activation_stays_alone_where_somebody_reads_gate_and_up():
+    device: Any = Recorder(dtype="bf16")
+    project, activate = gate_and_up(device)
+    reader = "swiglu", SwigluV1(gate_up=project[1].out, out=device.empty("other", (512, 11008), "bf16"))
+    assert shown(device, project, activate, reader) == ["linear", "swiglu", "swiglu"]
+    assert shown(device, project, activate, readers=(reader,)) == ["linear", "swiglu"]
+    assert shown(device, reader, project, activate) == ["swiglu", "linear", "swiglu"], "in the next step"
+    assert shown(device, project, activate, readers=(project, reader)) == ["gated"], "what is read has been written anew"
 
-        def both(n: int) -> list[tuple[str, int | None]]:
-            device.launched.clear()
-            project(NO_STREAM, n)
-            choose(NO_STREAM, n)
-            return [(source, defines.get("BEST")) for source, defines, _ in device.launched]
 
-        def process(num_valid: int) -> None:
-            args = ProcessLogitsV1(logits=a.out, row_slot=rows["row_slot"], num_valid=num_valid)
-            table["process_logits"].bind(args, LIMITS, None)
+def head_of_program(device: Any, *, rows: int = 512, bias: bool = False, own: bool = True, valid: int = 0) -> tuple[Named, ...]:
+    """A large head, the processing of its logits, and the choice behind it."""
+    shape, dtype = (SCREENED, 256), device.dtype
+    weight = storage.CudaWeight("linear", device.empty("w", shape, dtype)) if own else borrowed(device, shape)
+    logits = device.empty("logits", (rows, SCREENED), "f32")
+    added = device.empty("bias", (SCREENED,), dtype) if bias else None
+    rows_of = {name: device.empty(name, (rows,), "i32") for name in ("row_slot", "tokens")}
+    process = ProcessLogitsV1(logits=logits, row_slot=rows_of["row_slot"], num_valid=valid or SCREENED)
+    a = LinearV1(x=device.empty("x", (rows, 256), dtype), weight=weight, bias=added, out=logits)
+    return ("linear", a), ("process_logits", process), ("argmax", ArgmaxV1(logits=logits, **rows_of))
 
-        return device, process, both
 
-    apart, joined = [("linear_tile.cu", 0), ("sampling.cu", None)], [("linear_tile.cu", 1), ("sampling.cu", None)]
-    device, process, both = head()
-    assert both(4) == apart
-    device.capturing = True
-    assert both(4) == both(256) == joined
-    assert both(257)[-1] == ("sampling.cu", None)
-    assert ("linear_tile.cu", 1) not in both(257)
-    assert (device.trusting, device.owed) == (True, 0)
-    device.mixed = True
-    assert both(4) == apart, "somebody else's kernels are in the graph"
-    device.mixed = False
-    process(151680)
-    assert both(4) == joined, "nothing is padded"
-    process(151000)
-    assert both(4) == apart
-    device, _, both = head(row_invariant=True)
-    device.capturing = True
-    assert both(4) == apart
+APART = ["linear", "process_logits", "argmax"]
+
+
+def test_a_choice_is_one_with_its_head_unless_somebody_reads_the_logits():
+    device: Any = Recorder(dtype="bf16")
+    head = head_of_program(device, own=False)
+    assert shown(device, *head) == ["chosen"]
+    both = bound(device, *head)
+    assert sources(both(4), "BEST") == sources(both(256), "BEST") == [("linear_tile.cu", 1), ("sampling.cu", None)]
+    assert sources(both(257), "BEST")[-1] == ("sampling.cu", None)
+    assert ("linear_tile.cu", 1) not in sources(both(257), "BEST")
+    assert shown(device, *head, head[2]) == [*APART, "argmax"], "a later launch"
+    assert shown(device, *head, readers=head[2:]) == APART, "another program of the step"
+    assert shown(device, *head[::2], head[1]) == ["linear", "argmax", "process_logits"], "another order"
+    assert shown(device, *head_of_program(device, valid=SCREENED - 80)) == APART, "the vocabulary is padded"
+    assert shown(device, head[0], *head_of_program(device)[1:]) == APART, "other logits"
 
 
 SCREENED = 151680
@@ -335,41 +388,24 @@ SCREENED = 151680
 
 
 class Choice:
-    """A head of an own weight, and the choice behind it."""
+    """A head of an own weight and the choice behind it, as the pass has them launched."""
 
-    def __init__(self, device: Any, *, rows: int = 512, bias: bool = False, own: bool = True) -> None:
-        shape, dtype = (SCREENED, 256), device.dtype
-        weight = storage.CudaWeight("linear", device.empty("w", shape, dtype)) if own else borrowed(device, shape)
-        logits = device.empty("logits", (rows, SCREENED), "f32")
-        added = device.empty("bias", (SCREENED,), dtype) if bias else None
-        self.device, self.bias = device, added
-        a = LinearV1(x=device.empty("x", (rows, 256), dtype), weight=weight, bias=added, out=logits)
-        self.project = linear.linear(device, a, LIMITS, SimpleNamespace(buffer=device.empty("workspace", (1,), "u8")))
-        rows_of = {name: device.empty(name, (rows,), "i32") for name in ("row_slot", "tokens")}
-        self.choose = CudaProvider(kernels()["argmax"], device).bind(ArgmaxV1(logits=logits, **rows_of), LIMITS, None)
+    def __init__(self, device: Any, **options: Any) -> None:
+        self.device, self._launched = device, bound(device, *head_of_program(device, **options))
 
     def __call__(self, n: int) -> list[tuple[str, int | None]]:
         """Kernels launched for n rows, with the size where there are several."""
-        self.device.launched.clear()
-        self.device.called.clear()
-        self.project(NO_STREAM, n)
-        self.choose(NO_STREAM, n)
-        found = zip(self.device.called, self.device.launched, strict=True)
-        return [(name, defines.get("TOKENS")) for name, (_, defines, _) in found]
+        return [(name, defines.get("TOKENS")) for _, name, defines in self._launched(n)]
 
     def best(self, n: int) -> list[int | None]:
         """Whether each of these kernels leaves the best only."""
-        self(n)
-        return [defines.get("BEST") for _, defines, _ in self.device.launched]
+        return [defines.get("BEST") for _, _, defines in self._launched(n)]
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "f16"])
-def test_a_captured_head_with_bytes_looks_at_them_first(dtype: str):
+def test_a_head_with_bytes_looks_at_them_first(dtype: str):
     choice = Choice(Recorder(dtype=dtype))
-    apart, device = {n: choice(n) for n in (1, 8, 128, 256, 300)}, choice.device
-    assert apart[8] == [("linear_tile", 8), ("argmax", None)]
-    assert choice.best(8) == [0, None], "logits are written"
-    device.capturing = True
+    device = choice.device
     for n, tokens in {1: 8, 8: 8, 9: 16, 17: 32, 33: 64, 64: 64, 65: 128, 128: 128}.items():
         assert choice(n) == [("linear_screen", tokens), ("screen_settle", tokens), ("screen_choose", tokens)], n
         assert [source for source, _, _ in device.launched] == ["linear_screen.cu", "screen.cu", "screen.cu"]
@@ -377,17 +413,13 @@ def test_a_captured_head_with_bytes_looks_at_them_first(dtype: str):
     for n in (129, 256):
         assert choice(n) == [("linear_tile", 256), ("argmax_among", None)]
         assert choice.best(n) == [1, None], "more rows take all numbers of the weight"
-    assert choice(300) == apart[300]
-    device.mixed = True
-    assert choice(8) == apart[8], "somebody else's kernels are in the graph"
-    device.mixed = device.capturing = False
-    assert {n: choice(n) for n in apart} == apart
-    assert device.owed == 0
+    assert choice(300)[-1] == ("argmax", None)
+    assert not any(choice.best(300)), "logits are written"
 
 
 @pytest.mark.parametrize("given", [{"bias": True}, {"own": False}])
-def test_without_bytes_or_with_a_bias_every_output_of_a_captured_head_is_summed(given: dict):
-    choice = Choice(Recorder(dtype="bf16", capturing=True), **given)
+def test_without_bytes_or_with_a_bias_every_output_of_a_head_is_summed(given: dict):
+    choice = Choice(Recorder(dtype="bf16"), **given)
     for n in (1, 8, 128, 256):
         assert [name for name, _ in choice(n)] == ["linear_tile", "argmax_among"]
         assert choice.best(n) == [1, None]
@@ -396,17 +428,18 @@ def test_without_bytes_or_with_a_bias_every_output_of_a_captured_head_is_summed(
 
 @pytest.mark.parametrize("options", [{"row_invariant": True}, {"arch": "sm_80"}, {"dtype": "f32"}])
 def test_where_rows_are_invariant_or_the_device_is_another_no_head_is_looked_at(options: dict):
-    choice = Choice(Recorder(**{"dtype": "bf16", "capturing": True} | options))
-    names = [name for n in (1, 128) for name, _ in choice(n)]
-    assert names[1::2] == ["argmax"] * 2
-    assert not [one.name for one in choice.device.bound if "screen" in one.name]
+    device: Any = Recorder(**{"dtype": "bf16"} | options)
+    assert shown(device, *head_of_program(device)) == APART
+    names = [name for n in (1, 128) for name, _ in Choice(device)(n)]
+    assert names[2::3] == ["argmax"] * 2
+    assert not [one.name for one in device.bound if "screen" in one.name]
 
 
 @pytest.mark.parametrize("at_once", [66, 60])
 @pytest.mark.parametrize("rows", [5, 40, 128, 512])
 def test_a_first_look_has_room_for_what_it_reads_and_writes(rows: int, at_once: int):
-    bound = Choice(Recorder(dtype="bf16", at_once=at_once), rows=rows).device.bound
-    looks = [one for one in bound if one.name == "linear_screen"]
+    noted = Choice(Recorder(dtype="bf16", at_once=at_once), rows=rows).device.bound
+    looks = [one for one in noted if one.name == "linear_screen"]
     assert max(one.defines["TOKENS"] for one in looks) >= min(rows, 128)
     for one in looks:
         tokens, cluster = one.defines["TOKENS"], one.defines["CLUSTER"]
@@ -421,7 +454,7 @@ def test_a_first_look_has_room_for_what_it_reads_and_writes(rows: int, at_once: 
         assert one.grid % cluster == 0
         assert one.grid <= (cluster * at_once if cluster > 1 else 132)
     for name in ("screen_settle", "screen_choose"):
-        behind = [one for one in bound if one.name == name]
+        behind = [one for one in noted if one.name == name]
         assert [one.defines["TOKENS"] for one in behind] == [one.defines["TOKENS"] for one in looks]
         for one, look in zip(behind, looks, strict=True):
             if name == "screen_settle":
@@ -433,13 +466,10 @@ def test_a_first_look_has_room_for_what_it_reads_and_writes(rows: int, at_once: 
 
 
 def test_an_activation_stays_alone_where_rows_have_to_be_invariant():
-    device: Any = Recorder(dtype="bf16", row_invariant=True, capturing=True)
-    up, project = projection(device, 22016, 4096)
-    activate = mlp.swiglu(device, SwigluV1(gate_up=up.out, out=device.empty("gated", (512, 11008), "bf16")), LIMITS, None)
-    device.launched.clear()
-    project(NO_STREAM, 4)
-    activate(NO_STREAM, 4)
-    assert [source for source, _, _ in device.launched] == ["linear_tile.cu", "mlp.cu"]
+    device: Any = Recorder(dtype="bf16", row_invariant=True)
+    launches = gate_and_up(device)
+    assert shown(device, *launches) == ["linear", "swiglu"]
+    assert [source for source, _, _ in bound(device, *launches)(4)] == ["linear_tile.cu", "mlp.cu"]
 
 
 def test_clusters_that_do_not_run_at_once_are_not_used(library: bool):
@@ -489,11 +519,11 @@ def test_bytes_stand_for_the_numbers_that_they_should(kv: str):
 
 
 def test_quantised_rows_have_kernels_of_their_own():
-    device: Any = Recorder(dtype="bf16", capturing=True)
+    device: Any = Recorder(dtype="bf16")
     meta, both = layer(device, kv="fp8")
     assert both(4) == both(256) == [("rope_quant.cu", None), ("attention_quant.cu", None)]
-    assert {defines["KV"] for _, defines, _ in device.launched} == {2}
-    meta.step = StepMeta("target", 0, 400, 2, has_prefill=True)
+    assert {defines["KV"] for _, defines, _ in device.launched[-2:]} == {2}
+    meta.step = StepMeta(0, 400, 2, has_prefill=True)
     assert both(400) == [("rope_quant.cu", None), ("attention_quant_prefill.cu", None)]
 
 
@@ -506,7 +536,7 @@ def test_quantised_rows_have_one_shape_where_rows_are_invariant_or_clusters_miss
         both(n)
         found.append(device.launched[-1][1]["SPLITS"])
     assert len(set(found)) == 1
-    meta.step = StepMeta("target", 0, 400, 2, has_prefill=True)
+    meta.step = StepMeta(0, 400, 2, has_prefill=True)
     assert both(400)[1][0] == ("attention_quant.cu" if "row_invariant" in options else "attention_quant_prefill.cu")
 
 
@@ -524,7 +554,7 @@ def attend(device: Any, own: Limits = LIMITS, *, head_dim: int = 128, block_size
         return device.empty("ints", shape, "i32")
 
     meta = SimpleNamespace(
-        tiles=ints(512, 4), num_tiles=ints(1), step=StepMeta("target", 0, 4, 1, has_prefill=False), max_tiles=lambda n: n // 4
+        tiles=ints(512, 4), num_tiles=ints(1), step=StepMeta(0, 4, 1, has_prefill=False), max_tiles=lambda n: n // 4
     )
     cache = storage.allocate_cache(device, CacheSpec(64, block_size, 8, head_dim, device.dtype, kv=kv))
     q, out = device.empty("q", (512, 32 * head_dim), device.dtype), device.empty("out", (512, 32 * head_dim), device.dtype)
@@ -543,7 +573,7 @@ def test_attention_splits_long_contexts_over_as_many_blocks_as_there_is_room_for
         launch(None, 4 * seqs)
         splits.append(device.launched[-1][1]["SPLITS"])
     assert splits == [8, 8, 2, 1, 1]
-    meta.step = StepMeta("target", 0, 400, 2, has_prefill=True)
+    meta.step = StepMeta(0, 400, 2, has_prefill=True)
     launch(None, 400)
     assert device.launched[-1][0] == "attention_prefill.cu"
 
@@ -566,7 +596,7 @@ def test_attention_has_one_shape_where_rows_are_invariant_or_clusters_missing(op
     meta, launch = attend(device)
     for n in (4, 256):
         launch(None, n)
-    meta.step = StepMeta("target", 0, 400, 2, has_prefill=True)
+    meta.step = StepMeta(0, 400, 2, has_prefill=True)
     launch(None, 400)
     assert len({defines["SPLITS"] for source, defines, _ in device.launched if source == "attention_decode.cu"}) == 1
     assert device.launched[-1][0] == ("attention_decode.cu" if "row_invariant" in options else "attention_prefill.cu")
@@ -577,28 +607,27 @@ def test_a_norm_reads_its_stream_ahead_only_behind_the_projection_that_it_adds()
     x, y, out = (device.empty(name, (512, 4096), "bf16") for name in ("x", "y", "out"))
     weight = storage.CudaWeight("linear", device.empty("w", (4096, 4096), "bf16"))
     gain = storage.CudaWeight("norm", device.empty("g", (4096,), "bf16"))
-    parts = SimpleNamespace(x=x, y=y), SimpleNamespace(x=x, weight=gain, out=out, eps=1e-6, plus_one=False)
-    early = []
-    for target in (out, y):
-        project = linear.linear(device, LinearV1(x=x, weight=weight, bias=None, out=target), LIMITS, SimpleNamespace(buffer=x))
-        norms.add_and_norm(device, SimpleNamespace(parts=parts), LIMITS, None)(NO_STREAM, 4)
-        early.append(device.launched[-1][1]["EARLY"])
-        del project
-    norms.rms_norm(device, parts[1], LIMITS, None)(NO_STREAM, 4)
-    assert [*early, device.launched[-1][1]["EARLY"]] == [0, 1, 0]
+    normed = RmsNormV1(x=x, weight=gain, out=out, eps=1e-6, plus_one=False)  # type: ignore[arg-type]
+    add: Named = "residual_add+rms_norm", CompositeArgs((ResidualAddV1(x=x, y=y), normed))
+    there, elsewhere = (("linear", LinearV1(x=x, weight=weight, bias=None, out=target)) for target in (y, out))  # type: ignore[arg-type]
+    assert shown(device, there, add) == ["linear", "early_norm"]
+    for launches in ((elsewhere, add), (add,), (there, elsewhere, add), (there, ("rms_norm", normed), add)):
+        assert "early_norm" not in shown(device, *launches), "another launch stands in front"
+    early = [bound(device, one, add)(4)[-1][2]["EARLY"] for one in (there, elsewhere)]
+    assert [*early, bound(device, ("rms_norm", normed))(4)[-1][2]["EARLY"]] == [1, 0, 0]
 
 
-def layer(device: Any, kv: Any = "", **changes: Any) -> tuple[Any, Any]:
-    """The launches between the projection into an attention and the one out of it; `changes` of the turn's arguments."""
+def layer(device: Any, kv: Any = "", *, behind: bool = True, **changes: Any) -> tuple[Any, Any]:
+    """The launches between the projection into an attention and the one out of it, `behind` that projection or not; `changes` of
+    the turn's arguments."""
     x, qkv, attended = (device.empty("x", (512, width), device.dtype) for width in (4096, 6144, 4096))
-    weight = storage.CudaWeight("linear", device.empty("w", (6144, 4096), device.dtype))
-    project = linear.linear(device, LinearV1(x=x, weight=weight, bias=None, out=qkv), LIMITS, SimpleNamespace(buffer=x))
+    weight: Any = storage.CudaWeight("linear", device.empty("w", (6144, 4096), device.dtype))
 
     def ints(*shape: int) -> Any:
         return device.empty("ints", shape, "i32")
 
-    step = StepMeta("target", 0, 4, 1, has_prefill=False)
-    meta = SimpleNamespace(tiles=ints(512, 4), num_tiles=ints(1), step=step, max_tiles=lambda n: n // 4, kept=project)
+    step = StepMeta(0, 4, 1, has_prefill=False)
+    meta = SimpleNamespace(tiles=ints(512, 4), num_tiles=ints(1), step=step, max_tiles=lambda n: n // 4)
     shared: dict[str, Any] = {
         "row_slot": ints(512), "positions": ints(512), "block_table": ints(64, 64), "meta": meta, "num_heads": 32,
         "num_kv_heads": 8, "head_dim": 128, "block_size": 16,
@@ -606,39 +635,37 @@ def layer(device: Any, kv: Any = "", **changes: Any) -> tuple[Any, Any]:
     }  # fmt: skip
     own = {"q_norm": None, "k_norm": None, "rope_dims": 128, "theta": 1e4, "style": "half", "eps": 1e-6} | changes
     q = device.empty("q", (512, 4096), device.dtype)
-    turn = rope.rope_kv_write(device, RopeKvWriteV1(qkv=qkv, q_out=q, **own, **shared), LIMITS, None)
-    attend = attention.paged_attention(device, PagedAttentionV1(q=q, out=attended, softmax_scale=0.1, **shared), LIMITS, None)
+    turn = RopeKvWriteV1(qkv=qkv, q_out=q, **own, **shared)
+    attended_by = PagedAttentionV1(q=q, out=attended, softmax_scale=0.1, **shared)
+    project = LinearV1(x=x, weight=weight, bias=None, out=qkv if behind else device.empty("other", (512, 6144), device.dtype))
+    launched = bound(device, ("linear", project), ("rope_kv_write", turn), ("paged_attention", attended_by))
 
     def both(n: int) -> list[tuple[str, int | None]]:
-        device.launched.clear()
-        turn(NO_STREAM, n)
-        attend(NO_STREAM, n)
-        return [(source, defines.get("ROPE")) for source, defines, _ in device.launched]
+        return [one for one in sources(launched(n), "ROPE") if not one[0].startswith(("linear", "cuBLASLt"))]
 
     return meta, both
 
 
-def test_captured_attention_turns_and_stores_its_rows_itself():
+def test_attention_turns_and_stores_its_rows_itself():
     device: Any = Recorder(dtype="bf16")
     meta, both = layer(device)
-    apart = [("rope.cu", None), ("attention_decode.cu", 0)]
-    assert both(4) == apart
-    device.capturing = True
     assert both(4) == both(256) == [("attention_decode.cu", LIMITS.window)]
-    meta.step = StepMeta("target", 0, 400, 2, has_prefill=True)
+    meta.step = StepMeta(0, 400, 2, has_prefill=True)
     assert both(400) == [("rope.cu", None), ("attention_prefill.cu", None)], "rows of a prompt lie in several tiles"
 
 
-@pytest.mark.parametrize("changes", [{"style": "interleaved"}, {"rope_dims": 64}, {"q_norm": SimpleNamespace(pointer=0)}])
+@pytest.mark.parametrize(
+    "changes", [{"style": "interleaved"}, {"rope_dims": 64}, {"q_norm": SimpleNamespace(pointer=0)}, {"behind": False}]
+)
 def test_other_turns_stay_a_launch_of_their_own(changes: dict):
-    device: Any = Recorder(dtype="bf16", capturing=True)
+    device: Any = Recorder(dtype="bf16")
     _, both = layer(device, **changes)
     assert both(4) == [("rope.cu", None), ("attention_decode.cu", 0)]
 
 
 @pytest.mark.parametrize("options", [{"row_invariant": True}, {"arch": "sm_80"}])
 def test_so_they_do_where_rows_are_invariant_or_launches_do_not_overlap(options: dict):
-    device: Any = Recorder(dtype="bf16", capturing=True, **options)
+    device: Any = Recorder(dtype="bf16", **options)
     _, both = layer(device)
     assert both(4) == [("rope.cu", None), ("attention_decode.cu", 0)]
 

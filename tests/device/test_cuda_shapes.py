@@ -10,10 +10,17 @@ import pytest
 
 import polydraft_cuda
 from polydraft.backend import CacheSpec, DeviceOptions, PassBuffers, StepMeta
-from polydraft.contracts import ArgmaxV1, LinearV1, PagedAttentionV1, ResidualAddV1, RmsNormV1, RopeKvWriteV1, SwigluV1
 from polydraft.contracts.base import Limits
 from polydraft.contracts.compare import EPS, from_host, to_host
 from polydraft.contracts.composite import CompositeArgs
+from polydraft.contracts.kernels.argmax import ArgmaxV1
+from polydraft.contracts.kernels.linear import LinearV1
+from polydraft.contracts.kernels.paged_attention import PagedAttentionV1
+from polydraft.contracts.kernels.process_logits import ProcessLogitsV1
+from polydraft.contracts.kernels.residual_add import ResidualAddV1
+from polydraft.contracts.kernels.rms_norm import RmsNormV1
+from polydraft.contracts.kernels.rope_kv_write import RopeKvWriteV1
+from polydraft.contracts.kernels.swiglu import SwigluV1
 from polydraft.contracts.kv_quant import quantise
 from polydraft.device import Array
 from polydraft_cuda.device import CudaDevice
@@ -48,7 +55,10 @@ def filled(device: CudaDevice, name: str, value: Array, dtype: str) -> Any:
 
 
 def launch_of(device: CudaDevice, name: str, args: Any, own: Limits) -> Any:
-    provider = polydraft_cuda.polydraft_kernels(device).providers[name]
+    """Bind the kernel of a contract, or one of the pass."""
+    table: Any = polydraft_cuda.polydraft_kernels(device)
+    own_kernels = table.program_pass.kernels
+    provider = own_kernels[name].provider if name in own_kernels else table.providers[name]
     nbytes = provider.workspace_bytes(args, own)
     workspace = SimpleNamespace(buffer=device.empty("workspace", (max(nbytes, 1),), "u8"), nbytes=nbytes)
     return provider.bind(args, own, workspace)
@@ -65,8 +75,8 @@ class Projection:
         weight: Any = polydraft_cuda.polydraft_kernels(device).prepare_weight("linear", w, act)
         self.out = device.empty("out", (rows, outputs), self.dtype)
         self.x, self.weight = filled(device, "x", x, act), weight.buffer
-        args = LinearV1(x=self.x, weight=weight, bias=None, out=self.out)
-        self.launch = launch_of(device, "linear", args, limits(rows))
+        self.args = LinearV1(x=self.x, weight=weight, bias=None, out=self.out)
+        self.launch = launch_of(device, "linear", self.args, limits(rows))
         self.wanted = from_host(to_host(x, act), act).astype(np.float32) @ from_host(to_host(w, act), act).astype(np.float32).T
 
     def run(self, n: int) -> Array:
@@ -96,19 +106,19 @@ def test_a_projection_is_right_for_every_number_of_rows(opened: CudaDevice, shap
 def test_a_captured_activation_leaves_what_two_launches_leave(opened: CudaDevice):
     rows, width = 257, SHAPES[0].ffn
     projection, gated = Projection(opened, 512, 2 * width, rows=rows), opened.empty("gated", (rows, width), opened.dtype)
-    activate = launch_of(opened, "swiglu", SwigluV1(gate_up=projection.out, out=gated), limits(rows))
+    activation = SwigluV1(gate_up=projection.out, out=gated)
+    activate = launch_of(opened, "swiglu", activation, limits(rows))
+    together = launch_of(opened, "gated", CompositeArgs((projection.args, activation)), limits(rows))
 
     def run(n: int, *, captured: bool) -> tuple[Array, int]:
-        def both() -> None:
-            projection.launch(opened.stream, n)
-            activate(opened.stream, n)
-
         opened.fill_bytes(gated, 0xFF)
         before = opened.counters.launches
         if captured:
-            polydraft_cuda.polydraft_graph_capture(opened).capture(opened.stream, both).replay(opened.stream)
+            capture = polydraft_cuda.polydraft_graph_capture(opened)
+            capture.capture(opened.stream, lambda: together(opened.stream, n)).replay(opened.stream)
         else:
-            both()
+            projection.launch(opened.stream, n)
+            activate(opened.stream, n)
         launches = opened.counters.launches - before
         found = from_host(opened.read(gated.pointer, gated.shape, opened.dtype), opened.dtype)
         assert np.isnan(found[n:]).all(), "nothing behind the launch length is written"
@@ -121,8 +131,8 @@ def test_a_captured_activation_leaves_what_two_launches_leave(opened: CudaDevice
 
 
 class Head:
-    """A head so large that a captured choice joins it, and that choice. `run` gives its tokens, and whether logits were left as
-    they were."""
+    """A head so large that a captured choice is one with it, and that choice. `run` gives its tokens, and whether logits were
+    left as they were."""
 
     def __init__(self, device: CudaDevice, x: Array, weight: Array, slots: Array) -> None:
         rows, act = len(x), device.dtype
@@ -131,34 +141,30 @@ class Head:
         self.x, self.out = filled(device, "x", x, act), device.empty("logits", (rows, len(weight)), "f32")
         self.tokens, row_slot = device.empty("tokens", (rows,), "i32"), device.empty("row_slot", (rows,), "i32")
         device.load(row_slot, slots)
-        self.scratch = device.empty("spare", (4,), "u8")
         self.bind, self.args = limits(rows), ArgmaxV1(logits=self.out, row_slot=row_slot, tokens=self.tokens)
+        self.process = ProcessLogitsV1(logits=self.out, row_slot=row_slot, num_valid=len(weight))
 
     def bound(self, *, screened: bool = True) -> "Head":
-        """Bind both launches; as with somebody else's weight, which has no bytes, unless `screened`."""
+        """Bind both launches, and what is one launch of them; as with somebody else's weight, which has no bytes, unless
+        `screened`."""
         w = self.weight
         other: Any = SimpleNamespace(pointer=w.pointer, shape=w.shape, dtype=w.dtype, nbytes=w.nbytes)
         args = LinearV1(x=self.x, weight=w if screened else other, bias=None, out=self.out)
         self.launch = launch_of(self.device, "linear", args, self.bind)
         self.choose = launch_of(self.device, "argmax", self.args, self.bind)
+        self.together = launch_of(self.device, "chosen", CompositeArgs((args, self.process, self.args)), self.bind)
         self.capture = polydraft_cuda.polydraft_graph_capture(self.device)
         return self
 
-    def run(self, n: int, *, captured: bool, also: bool = False) -> tuple[Array, bool]:
+    def run(self, n: int, *, captured: bool) -> tuple[Array, bool]:
         device, stream = self.device, self.device.stream
-
-        def both() -> None:
-            self.launch(stream, n)
-            if also:  # no kernel of this package
-                device.call("cuMemsetD8Async", self.scratch.pointer, 0, 4, stream.handle)
-            self.choose(stream, n)
-
         device.fill_bytes(self.out, 0xFF)
         device.fill_bytes(self.tokens, 0x55)
         if captured:
-            self.capture.capture(stream, both).replay(stream)
+            self.capture.capture(stream, lambda: self.together(stream, n)).replay(stream)
         else:
-            both()
+            self.launch(stream, n)
+            self.choose(stream, n)
         found = device.read(self.tokens.pointer, self.tokens.shape, "i32").copy()
         return found[:n], bool(np.isnan(device.read(self.out.pointer, (1, self.out.shape[1]), "f32")).all())
 
@@ -185,14 +191,6 @@ def test_a_captured_head_leaves_the_choice_and_not_the_logits(opened: CudaDevice
         assert np.array_equal(found, wanted), n
         assert wanted[0] == 4
         assert n <= broken or (wanted[1] == 777 and wanted[3] == wanted[broken] == -1)
-    assert head.run(8, captured=True, also=True)[1] is False, "what others capture may look for the logits"
-    opened.fill_bytes(head.out, 0xFF)
-    halves = [head.capture.capture(opened.stream, lambda one=one: one(opened.stream, 8)) for one in (head.launch, head.choose)]  # type: ignore[misc]
-    for half in halves:
-        half.replay(opened.stream)
-    assert np.array_equal(opened.read(head.tokens.pointer, (8,), "i32"), head.run(8, captured=False)[0]), (
-        "in a capture of its own a head writes"
-    )
 
 
 def test_a_first_look_by_bytes_chooses_what_all_logits_would(opened: CudaDevice):
@@ -246,7 +244,7 @@ def test_a_captured_norm_adds_to_the_newest_stream(opened: CudaDevice, n: int):
     x, normed, branch = (filled(opened, name, start, act) for name in ("x", "normed", "branch"))
     launches = [launch_of(opened, "linear", LinearV1(x=normed, weight=weight, bias=None, out=branch), limits(n))]
     parts = ResidualAddV1(x=x, y=branch), RmsNormV1(x=x, weight=gain, out=normed, eps=1e-6, plus_one=False)
-    launches.append(launch_of(opened, "residual_add+rms_norm", CompositeArgs(parts), limits(n)))
+    launches.append(launch_of(opened, "early_norm", CompositeArgs(parts), limits(n)))
 
     def step(after: Callable[[], None]) -> None:
         for _ in range(rounds):
@@ -314,7 +312,7 @@ class Attention:
         )  # fmt: skip
         self.args, self.slot = args, slot
         self.launch = launch_of(device, "paged_attention", args, own)
-        self.fill = lambda: meta.fill(device.stream, StepMeta("target", 0, n, len(seqs), has_prefill=prefill))
+        self.fill = lambda: meta.fill(device.stream, StepMeta(0, n, len(seqs), has_prefill=prefill))
         if kv:
             k, v = (quantise(x, kv).astype(np.float32) for x in (k, v))
         rounded = (from_host(to_host(x, act), act).astype(np.float32) for x in (q, k, v))
@@ -389,6 +387,8 @@ class Turned:
             qkv=self.qkv, q_out=a.q, q_norm=None, k_norm=None, rope_dims=shape.head_dim, theta=1e4, style="half", eps=1e-6,
             **{name: getattr(a, name) for name in shared},
         )  # fmt: skip
+        together = launch_of(device, "turned_attention", CompositeArgs((turn, a)), own)
+        self.together = [self.launches[0], together]
         self.launches += [launch_of(device, "rope_kv_write", turn, own), launch_of(device, "paged_attention", a, own)]
         self.cache, self.pristine = a.cache, device.read(a.cache.keys.pointer, a.cache.buffer.shape, act)
 
@@ -401,7 +401,7 @@ class Turned:
         plain.fill()
 
         def step() -> None:
-            for launch in self.launches:
+            for launch in self.together if captured else self.launches:
                 launch(device.stream, plain.n)
 
         before = device.counters.launches
@@ -463,7 +463,7 @@ def test_invariant_attention_is_right_in_both_kinds_of_pass(invariant: CudaDevic
 @pytest.mark.parametrize("act", ["bf16", "f16"])
 def test_a_sort_free_filter_keeps_what_a_sort_keeps(act: str):
     """A row as long as a real vocabulary, peaked and flat, under every kind of filter, against NumPy."""
-    from polydraft.contracts import FilterProbsV1
+    from polydraft.contracts.kernels.filter_probs import FilterProbsV1
     from polydraft.reference.rejection import filter_probs
 
     device = polydraft_cuda.polydraft_open_device("", DeviceOptions(act))

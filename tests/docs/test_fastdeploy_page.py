@@ -12,7 +12,6 @@ from polydraft.cli import bench, generate, serve
 from polydraft.contracts import REGISTRY
 from polydraft.proposers.base import built_in
 from polydraft.runtime import graphs
-from polydraft.runtime.resolve import RESERVED_PROPOSERS
 from tests.support.project import ROOT
 
 PAGE = (ROOT / "docs" / "fastdeploy.md").read_text(encoding="utf-8")
@@ -68,8 +67,7 @@ def test_every_other_name_of_the_page_exists():
     fields = {one.name for record in (EngineConfig, SamplingParams, Capabilities) for one in dataclasses.fields(record)}
     upstream = {key for keys in KEYS.values() for key in keys.split()}
     words = {"coupled", "rejection", "decode", "prefill", "off", "raw", "processed", "generate", "serve", "bench"}
-    proposers = {*built_in().needs(), *RESERVED_PROPOSERS}
-    known = fields | upstream | words | proposers | set(REGISTRY.names()) | set(options())
+    known = fields | upstream | words | set(built_in().needs()) | set(REGISTRY.names()) | set(options())
     known |= {"speculative_config", "graph_optimization_config", "EngineConfig", "SamplingParams", "WARM_UPS", "0,0,0"}
     for name in re.findall(r"`([^`/ ]+)`", PAGE):
         assert name in known, f"docs/fastdeploy.md names {name!r}, which nothing here is called"

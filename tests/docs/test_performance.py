@@ -96,7 +96,7 @@ def test_a_region_has_the_launches_and_the_bytes_of_its_name():
     assert len(names["a round"]) == len(target) + len(draft) - 2
 
     attention = SimpleNamespace(q_size=16, kv_size=8)
-    block = SimpleNamespace(attention=attention, feed_forward=SimpleNamespace(intermediate_size=20))
+    block = SimpleNamespace(mixer=attention, feed_forward=SimpleNamespace(intermediate_size=20))
     model = SimpleNamespace(hidden_size=12, vocab_size=100, blocks=(block, block))
     bytes_of = bench.floors(model, 3, 50)
     weights = 12 * 32 + 12 * 16 + 3 * 12 * 20

@@ -25,7 +25,7 @@ from polydraft.plugin_checks import ROLES
 from tests.docs.pages import code_spans, fences, read, rows, section
 from tests.support import tutorial
 from tests.support.project import ROOT
-from tools import make_reference
+from tools import contract_pages, make_commands
 
 BACKENDS = ROOT / "docs" / "backends"
 GROUPS = {role.group for role in ROLES}
@@ -34,13 +34,14 @@ INTERFACE = json.loads((Path(__file__).parent / "interface.json").read_text(enco
 
 
 # -- made pages --------------------------------------------------------------------------------------
-def test_made_pages_are_up_to_date():
-    assert make_reference.stale() == [], "run `python tools/make_reference.py`"
+def test_the_page_of_commands_is_up_to_date():
+    assert not make_commands.stale(), "run `make pages`"
 
 
 @pytest.mark.parametrize("name", REGISTRY.names())
 def test_a_contracts_page_has_everything(name: str):
-    contract, text = REGISTRY[name], read(BACKENDS / "contracts" / f"{name}.md")
+    contract = REGISTRY[name]
+    text = contract_pages.contract_page(contract, contract_pages.upstream())
     for heading in ("Arguments", "Shapes", "Launch", "Definition", "Source", "Cases", "In a backend"):
         assert section(text, heading).strip(), heading
     described = {
@@ -56,10 +57,18 @@ def test_a_contracts_page_has_everything(name: str):
 
 
 def test_names_of_fastdeploy_are_found():
-    found = make_reference.upstream()
+    found = contract_pages.upstream()
     assert "eagle_get_self_hidden_states" in "".join(found["select_last_rows"])
     assert set(found) <= {*REGISTRY.names(), "adjust_batch"} | set(COMPOSITES) | set(found) - set(REGISTRY.names())
     assert len(set(found) & set(REGISTRY.names())) >= 20
+
+
+def test_the_reference_has_a_row_for_every_contract_and_composite():
+    text = contract_pages.with_tables(read(BACKENDS / "reference.md"))
+    assert [row[0] for row in rows(text)] == [f"[`{REGISTRY[name].key}`](contracts/{name}.md)" for name in REGISTRY.names()]
+    assert [row[0] for row in rows(section(text, "Composites"))] == [f"`{name}`" for name in COMPOSITES]
+    with pytest.raises(ValueError, match="wants <!-- table of contracts --> once"):
+        contract_pages.with_tables("# A page without a place")
 
 
 # -- commands ------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from polydraft.contracts import REGISTRY
 from tests.support.project import ROOT
 
 DOCS = ROOT / "docs"
@@ -34,6 +35,23 @@ def test_every_page_is_there(site: Path) -> None:
         inside = page.relative_to(DOCS).with_suffix("")
         target = site / inside.parent / "index.html" if inside.name == "index" else site / inside / "index.html"
         assert target.is_file(), page
+
+
+def test_every_contract_has_its_page_and_the_reference_leads_to_it(site: Path) -> None:
+    reference = (site / "backends" / "reference" / "index.html").read_text(encoding="utf-8")
+    for name in REGISTRY.names():
+        page = (site / "backends" / "contracts" / name / "index.html").read_text(encoding="utf-8")
+        assert f'href="../contracts/{name}/"' in reference, name
+        assert re.search(rf"<h1[^>]*>{name}, version", page), name
+
+
+def test_links_between_pages_lead_somewhere(site: Path) -> None:
+    """Also those of made pages, which no file of the repository has."""
+    for page in site.rglob("index.html"):
+        for target in re.findall(r'<a[^>]* href="([^":#?]+/)["#]', page.read_text(encoding="utf-8")):
+            assert (page.parent / target / "index.html").is_file() or not (page.parent / target).resolve().is_relative_to(site), (
+                f"{page.relative_to(site)} links to {target}"
+            )
 
 
 def test_every_picture_is_there_and_shown(site: Path) -> None:

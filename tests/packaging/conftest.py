@@ -4,6 +4,8 @@ Owns copies of the checkout in temporary folders, so that no build leaves anythi
 left behind there gets into a build. Uses pip as it is configured; expects to be able to install from an index.
 """
 
+import importlib.metadata
+import importlib.util
 import os
 import re
 import shutil
@@ -17,6 +19,8 @@ import pytest
 
 from tests.support.project import ROOT
 
+SETUPTOOLS = 77
+"""The oldest that pyproject.toml builds with."""
 BUILD_FOLDERS = ("core", "backends", "bench", "docs", "tests", "tools", ".ci")
 
 
@@ -41,9 +45,10 @@ class Installation:
         return run(self.scripts / "python", "-c", code, cwd=self.folder)
 
     def install(self, *arguments: str | Path) -> None:
-        """Install by this session's pip, which also works where the environment's own Python came with an old one."""
+        """Install by this session's pip, which also works where the environment's own Python came with an old one. Without
+        byte code: compiling all of NumPy takes longer than the few modules that are then imported."""
         pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", self.scripts / "python")
-        run(*pip, "install", "--quiet", *arguments, cwd=self.folder)
+        run(*pip, "install", "--quiet", "--no-compile", *arguments, cwd=self.folder)
 
 
 def run(*command: str | Path, cwd: Path) -> str:
@@ -75,12 +80,28 @@ def create_environment(folder: Path) -> Installation:
     return Installation(folder, scripts, Path(where.strip()))
 
 
+def build(*arguments: str | Path, cwd: Path) -> None:
+    """Build without an environment of its own where the session's setuptools will do: an environment takes longer than what is
+    built in it. That pyproject.toml names all that a build needs is shown by those that are built in one all the same."""
+    newest = importlib.metadata.version("setuptools") if importlib.util.find_spec("setuptools") else "0"
+    here = ("--no-isolation",) if int(newest.partition(".")[0]) >= SETUPTOOLS else ()
+    run(sys.executable, "-m", "build", *here, *arguments, cwd=cwd)
+
+
 @pytest.fixture(scope="session")
 def distributions(tmp_path_factory: pytest.TempPathFactory) -> Distributions:
+    """The wheel is built from the source distribution, in an environment of its own, and its kernels are not optimised: which
+    takes half the time. The installation that runs these tests has optimised ones."""
     base = tmp_path_factory.mktemp("distributions")
     source = copy_project(base / "source")
-    run(sys.executable, "-m", "build", "--outdir", base / "dist", source, cwd=base)
+    text, changes = re.subn('"-O2"', '"-O0"', (source / "setup.py").read_text(encoding="utf-8"))
+    assert changes == 1, "setup.py no longer has the compiler optimise as this fixture expects"
+    (source / "setup.py").write_text(text, encoding="utf-8")
+    build("--sdist", "--outdir", base / "dist", source, cwd=base)
     (sdist,) = (base / "dist").glob("*.tar.gz")
+    shutil.unpack_archive(sdist, base / "unpacked")
+    (unpacked,) = (base / "unpacked").iterdir()
+    run(sys.executable, "-m", "build", "--wheel", "--outdir", base / "dist", unpacked, cwd=base)
     (wheel,) = (base / "dist").glob("*.whl")
     return Distributions(sdist, wheel)
 

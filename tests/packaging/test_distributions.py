@@ -150,8 +150,9 @@ from pathlib import Path
 command = [str(Path(sys.executable).with_name("polydraft")), "conform", "reference", "--json"]
 done = subprocess.run([*command, "--contract", "swiglu"], capture_output=True, text=True, check=True)
 print(json.loads(done.stdout)["verdict"]["status"])
-from polydraft.conformance.outcomes import PROFILES, frozen_list
-print(all(frozen_list(kind, profile) for kind in ("mustpass", "mustown") for profile in PROFILES))
+from polydraft.conformance.catalogue import must_own, must_pass
+from polydraft.conformance.outcomes import PROFILES
+print(all(names(profile) for names in (must_pass, must_own) for profile in PROFILES))
 """
     assert installed.python(code).split() == ["0", "True"]
 

@@ -4,12 +4,11 @@ A second root is added to a copy of the project in the way that pyproject.toml a
 """
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.packaging.conftest import Installation, create_environment, run
+from tests.packaging.conftest import Installation, build, create_environment
 
 pytestmark = pytest.mark.timeout(600)  # building and installing wait for an index
 
@@ -34,7 +33,7 @@ def origins(environment: Installation) -> list[Path]:
 
 
 def test_wheel_of_two_roots(two_roots: Path, tmp_path: Path):
-    run(sys.executable, "-m", "build", "--wheel", "--outdir", tmp_path, two_roots, cwd=tmp_path)
+    build("--wheel", "--outdir", tmp_path, two_roots, cwd=tmp_path)
     (wheel,) = tmp_path.glob("*.whl")
     environment = create_environment(tmp_path / "venv")
     environment.install("--no-deps", wheel)

@@ -18,7 +18,7 @@ from polydraft_paddle import polydraft_backend_info, runtimes
 from polydraft.cli import doctor
 from polydraft.cli.doctor import examine
 from polydraft.plugin_checks import BACKEND
-from polydraft.plugins import Found, Loaded
+from polydraft.plugins import Found, Loaded, identify
 from tests.support.paddle import needs_paddle, polydraft
 from tests.support.project import ROOT
 
@@ -144,6 +144,6 @@ def test_doctor_shows_what_cannot_be_used(monkeypatch: pytest.MonkeyPatch, backe
 
     monkeypatch.setattr(importlib.metadata, "version", version)
     loaded = Loaded.from_entry(BACKEND, backend)
-    shown = doctor._backend(Found(backend, loaded.origin, loaded.info, digest=loaded.digest), ())
+    shown = doctor._backend(Found(backend, loaded.origin, identify(loaded), digest=loaded.digest), ())
     assert not shown["available"]
     assert sentence in shown["reason"]

@@ -11,17 +11,17 @@ import numpy as np
 import pytest
 
 from polydraft.errors import DeviceError, PolydraftError
-from polydraft.runtime.news import News, pack
+from polydraft.output.request_delta import RequestDelta, pack
+from polydraft.runtime.packed import NO_ROWS
 from polydraft.serving import engine_client as module
 from polydraft.serving import wire
-from polydraft.serving.engine_client import Delivery, EngineClient, Overrun
+from polydraft.serving.engine_client import EngineClient, Overrun
 from polydraft.serving.service import as_http
 
 
-def news(handle: int, token: int, finish: str = "") -> News:
-    none, floats = np.empty(0, np.int32), np.empty(0, np.float32)
-    ids = np.empty((0, 0), np.int32)
-    return News(handle, finish, np.array([token], np.int32), none, none, none, none, floats, ids, ids.astype(np.float32), "x", "")
+def delta(handle: int, token: int, finish: str = "") -> RequestDelta:
+    none, origins = np.empty(0, np.int32), np.zeros(1, np.int32)
+    return RequestDelta(handle, finish, np.array([token], np.int32), origins, none, none, NO_ROWS, NO_ROWS, "x", "")
 
 
 def test_a_client_that_takes_nothing_is_given_up_and_its_requests_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -31,30 +31,30 @@ def test_a_client_that_takes_nothing_is_given_up_and_its_requests_aborted(monkey
     async def send(command: wire.Command) -> None:
         sent.append(command)
 
-    async def scene() -> tuple[list[Delivery], PolydraftError, list[Delivery]]:
+    async def scene() -> tuple[list[RequestDelta], PolydraftError, list[RequestDelta]]:
         client = EngineClient({}, most=8, tell=lambda *given, **more: None)
         monkeypatch.setattr(client, "_send", send)
         client.state = "ready"
         slow, other = client.generate([([1], {}), ([2], {})], first_s=5), client.generate([([3], {})], first_s=5)
         waiting, quick = asyncio.ensure_future(anext(slow)), asyncio.ensure_future(anext(other))
         await asyncio.sleep(0)
-        got: list[Delivery] = []
-        kept: list[Delivery] = []
+        got: list[RequestDelta] = []
+        kept: list[RequestDelta] = []
         for token in range(9):
-            client._take(wire.News(pack([news(1, token), news(2, token), news(3, token)])))
+            client._take(wire.Outputs(pack([delta(1, token), delta(2, token), delta(3, token)])))
             if token == 0:
                 got.append((await waiting)[1])
             kept.append((await quick)[1])
             quick = asyncio.ensure_future(anext(other))
             await asyncio.sleep(0)
-        client._take(wire.News(pack([news(3, 9, "stop")])))
+        client._take(wire.Outputs(pack([delta(3, 9, "stop")])))
         kept.append((await quick)[1])
         aborted = [command.handle for command in sent if isinstance(command, wire.Abort)]
         assert aborted == [1, 2], "at once, and not when somebody looks"
 
         async def rest() -> None:
-            async for _, delivery in slow:
-                got.append(delivery)
+            async for _, brought, _ in slow:
+                got.append(brought)
 
         with pytest.raises(Overrun, match="5 pieces of the text wait") as raised:
             await rest()
@@ -65,12 +65,12 @@ def test_a_client_that_takes_nothing_is_given_up_and_its_requests_aborted(monkey
 
     got, error, kept = asyncio.run(scene())
     tokens: dict[int, list[Any]] = {1: [], 2: []}
-    for delivery in got:
-        tokens[delivery.news.handle] += delivery.news.token_ids.tolist()
+    for one in got:
+        tokens[one.handle] += one.token_ids.tolist()
     assert all(part == list(range(len(part))) for part in tokens.values()), "what was there comes, in order, and then the error"
     assert 5 <= len(got) <= 7
     assert as_http(error).status == 408
-    assert [d.news.token_ids.tolist() for d in kept] == [[i] for i in range(10)], "nobody else minds"
+    assert [one.token_ids.tolist() for one in kept] == [[i] for i in range(10)], "nobody else minds"
     assert [command.handle for command in sent if isinstance(command, wire.Abort)] == [1, 2]
 
 

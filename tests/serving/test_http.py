@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from starlette.requests import Request
 
-from polydraft.runtime.news import pack
+from polydraft.output.request_delta import pack
 from polydraft.serving import wire
 from polydraft.serving.engine_client import EngineClient
 from polydraft.serving.http import EventStream, Gone, until_gone
-from tests.serving.test_engine_client import news
+from tests.serving.test_engine_client import delta
 
 TICKS = range(6)
 """Turns of the event loop between two things that happen together: in some of them a cancellation meets what
@@ -119,7 +119,7 @@ def test_a_client_that_leaves_when_the_first_news_come_is_not_served_on(ticks: i
         running = asyncio.ensure_future(until_gone(Request({"type": "http"}, client.receive), whole()))
         await asyncio.sleep(0.001)
         await client.leave(ticks)
-        engine._take(wire.News(pack([news(1, 5)])))
+        engine._take(wire.Outputs(pack([delta(1, 5)])))
         await asyncio.wait((running,), timeout=1)
         assert running.done(), "the text is waited for, though nobody wants it"
         with pytest.raises(Gone):

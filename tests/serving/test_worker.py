@@ -13,9 +13,8 @@ import zmq
 
 from polydraft import LLM, SamplingParams
 from polydraft.errors import RecordError
-from polydraft.runtime.news import unpack
-from polydraft.runtime.output import Piece
-from polydraft.runtime.taken import Taken
+from polydraft.output.engine_outputs import EngineOutputs
+from polydraft.output.request_delta import RequestDelta, unpack
 from polydraft.serving import wire
 from polydraft.serving import worker as module
 from polydraft.serving.worker import Worker
@@ -99,13 +98,13 @@ def test_a_reader_that_stalls_holds_no_step_up_and_misses_nothing(other_end: Wir
     batches = 0
     while len(ended) < 3:
         event = other_end.read()
-        assert isinstance(event, wire.News)
+        assert isinstance(event, wire.Outputs)
         batches += 1
-        for news in unpack(event.record):
-            tokens[news.handle] += news.token_ids.tolist()
-            numbers[news.handle] += news.logprobs[:, 0].tolist()
-            if news.finish:
-                ended.add(news.handle)
+        for delta in unpack(event.deltas):
+            tokens[delta.handle] += delta.token_ids.tolist()
+            numbers[delta.handle] += delta.logprobs["logprobs"][:, 0].tolist()
+            if delta.finish:
+                ended.add(delta.handle)
     assert batches < 12, "what came meanwhile is one batch"
     llm = LLM(**CONFIG)
     for handle in range(3):
@@ -129,34 +128,34 @@ def test_a_worker_whose_reader_takes_nothing_ends_all_the_same(other_end: Wire) 
 
 def test_a_record_that_cannot_be_read_ends_what_runs_and_nothing_else(other_end: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
     """The sender finds it, and the engine's thread ends what it came from."""
-    converter, engine = other_end.worker._sender._converter, other_end.worker._engine
-    assert converter is not None
+    processor, engine = other_end.worker._sender._processor, other_end.worker._engine
+    assert processor is not None
     assert engine is not None
-    pieces, step, errors = converter.pieces, engine.step, [RecordError("a record says nonsense")]
+    deltas, step, errors = processor.deltas, engine.step, [RecordError("a record says nonsense")]
 
-    def lying(taken: Taken) -> list[Piece]:
+    def lying(outputs: EngineOutputs) -> list[RequestDelta]:
         if errors:
-            converter.error = errors.pop()
-        return pieces(taken)
+            processor.error = errors.pop()
+        return deltas(outputs)
 
     def slowly() -> bool:
         time.sleep(0.01)  # so that the sender has its turn long before the text ends
         return step()
 
-    monkeypatch.setattr(converter, "pieces", lying)
+    monkeypatch.setattr(processor, "deltas", lying)
     monkeypatch.setattr(engine, "step", slowly)
     other_end.tell(wire.Add(1, [5, 9], {"max_new_tokens": 90, "ignore_eos": True}))
     ends: dict[int, tuple[str, str]] = {}
     while 1 not in ends:
         event = other_end.read()
-        assert isinstance(event, wire.News)
-        ends |= {news.handle: (news.finish, news.error) for news in unpack(event.record) if news.finish}
+        assert isinstance(event, wire.Outputs)
+        ends |= {delta.handle: (delta.finish, delta.error) for delta in unpack(event.deltas) if delta.finish}
     assert ends == {1: ("error", "a record says nonsense")}
     other_end.tell(wire.Add(3, [5, 9], PARAMS))
     while 3 not in ends:
         event = other_end.read()
-        assert isinstance(event, wire.News)
-        ends |= {news.handle: (news.finish, news.error) for news in unpack(event.record) if news.finish}
+        assert isinstance(event, wire.Outputs)
+        ends |= {delta.handle: (delta.finish, delta.error) for delta in unpack(event.deltas) if delta.finish}
     assert ends[3] == ("length", "")
     other_end.tell(wire.Stop())
 

@@ -76,7 +76,7 @@ def draft_cache(running: Engine, prompt: tuple[int, ...]) -> Any:
     positions = np.arange(len(prompt))
     size = running.ledger.block_size
     rows = running.ledger.table[0, positions // size] * size + positions % size
-    return running.runner.proposer._cache.kv[:, :, rows]  # type: ignore[attr-defined]
+    return running.runner.memory.caches["mtp.0"].kv[:, :, rows]  # type: ignore[attr-defined]
 
 
 def finish(running: Engine) -> None:

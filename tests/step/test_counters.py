@@ -114,7 +114,9 @@ WASTES: dict[str, tuple[Callable[[Runner], object], set[str]]] = {
     "a launch": (launch_twice, {"launches"}),
     "a wait": (lambda runner: runner.device.synchronize(), {"host_syncs"}),
     "a copy": (
-        lambda runner: runner.device.upload(runner.device.stream, runner.step.slot_order, runner.stage._ring[0].slot_order, 3),
+        lambda runner: runner.device.upload(
+            runner.device.stream, runner.memory.buffers["slot_order"], runner.stage._ring[0].slot_order, 3
+        ),
         {"uploads", "bytes_uploaded"},
     ),
     "an allocation": (lambda runner: runner.device.empty("temporary", (2,), "i32"), {"allocations", "bytes_allocated"}),

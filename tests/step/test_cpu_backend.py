@@ -43,7 +43,7 @@ def solo(model: str, num_drafts: int, prompt_ids: tuple[int, ...], params: Sampl
 
 def poison_free_blocks(served_by: Engine) -> None:
     free = served_by.ledger._free[: served_by.ledger._num_free]
-    for cache in (*served_by.runner.caches, *filter(None, [getattr(served_by.runner.proposer, "_cache", None)])):
+    for cache in served_by.runner.memory.caches.values():
         for rows in (cache._k, cache._v):  # type: ignore[attr-defined]
             rows[free] = np.nan if rows.dtype == np.float32 else BF16_NAN
 

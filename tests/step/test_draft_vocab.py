@@ -72,8 +72,8 @@ def test_only_tokens_of_the_vocabulary_are_drafted(params: str, verify: str) -> 
         running.add(ask.prompt_ids, ask.params)
     while running.has_work:
         running.step()
-        state = running.runner.state
-        drafts, lens = state.drafts.host_array, state.draft_len.host_array  # type: ignore[attr-defined]
+        buffers: Any = running.runner.memory.buffers
+        drafts, lens = buffers["drafts"].host_array, buffers["draft_len"].host_array
         for slot, length in enumerate(lens):
             seen |= set(drafts[slot, :length].tolist())
     running.close()

@@ -68,11 +68,10 @@ def test_the_demo_seeds_meet_every_schedule() -> None:
 @each_depth
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_schedule_at_every_depth(schedule: str, depth: int) -> None:
-    for seed in (1, 2):
-        served_by = narrow(f"seed={seed}&{schedule}", depth)
-        prompts = ((5, 7, 9, 11), (3, 1, 4, 1, 5, 9, 2, 6))
-        check(served_by, "narrow", 3, [Ask(ids, replace(GREEDY, max_new_tokens=24, ignore_eos=True)) for ids in prompts])
-        served_by.close()
+    served_by = narrow(f"seed={1 + (SCHEDULES.index(schedule) + depth) % 2}&{schedule}", depth)
+    prompts = ((5, 7, 9, 11), (3, 1, 4, 1, 5, 9, 2, 6))
+    check(served_by, "narrow", 3, [Ask(ids, replace(GREEDY, max_new_tokens=24, ignore_eos=True)) for ids in prompts])
+    served_by.close()
 
 
 def test_few_blocks_long_texts_and_equal_beginnings() -> None:
@@ -135,15 +134,15 @@ def rng_params(index: int) -> SamplingParams:
     return SAMPLED if index % 3 == 2 else GREEDY
 
 
-@pytest.mark.parametrize("name", ["step.ids", "state.kv_len", "scratch.qkv", "draft.x"])
+@pytest.mark.parametrize("name", ["ids", "kv_len", "scratch.qkv", "draft.x"])
 def test_a_captured_buffer_that_moves_ends_requests_with_its_name(name: str) -> None:
     served_by = emulated("policy=lazy", "narrow", draft_tokens=2, max_num_seqs=2, graph="decode", graph_sizes=(2,))
     device: Any = served_by.device
     check(served_by, "narrow", 2, [Ask((1, 2, 3), GREEDY)])
-    device.move(next(memory for memory in device._memories if memory.name == name))
+    device.move(moved := next(memory for memory in device._memories if memory.name.rstrip("0123456789") == name))
     (output,) = drive(served_by, [Ask((1, 2, 3), GREEDY)])
     assert output.finish_reason == "error"
-    assert f"{name} lies at another address since this graph was captured" in output.error
+    assert f"{moved.name} lies at another address since this graph was captured" in output.error
     served_by.close()
 
 
@@ -220,7 +219,7 @@ def test_a_row_that_was_never_written_shows() -> None:
 def test_the_host_cannot_read_the_state_of_a_slot() -> None:
     served_by = narrow("policy=eager", 0)
     drive(served_by, [Ask((1, 2, 3), GREEDY)])
-    state: Any = served_by.runner.state
-    with pytest.raises(DeviceError, match=r"state\.kv_len, which it cannot read"):
-        np.asarray(state.kv_len.host_array)
+    kv_len: Any = served_by.runner.memory.buffers["kv_len"]
+    with pytest.raises(DeviceError, match=r"\bkv_len, which it cannot read"):
+        np.asarray(kv_len.host_array)
     served_by.close()

@@ -59,7 +59,7 @@ def serve(query: str, depth: int, **options: Any) -> tuple[Engine, int, int]:
 
 
 # -- one fault -------------------------------------------------------------------------------------
-FAULTS = ("upload@9", "download@4", "kernel@300", "linear@60", "rope_kv_write@9", "forward_meta@7", "update_slots@2",
+FAULTS = ("upload@9", "download@4", "kernel@300", "linear@60", "rope_kv_write@9", "forward_meta@7", "scatter@2",
           "verify_match+commit_window@5")  # fmt: skip
 
 
@@ -76,9 +76,20 @@ def test_requests_that_were_running_end_with_the_sentence_and_the_others_are_ser
 @each_depth
 @pytest.mark.parametrize("how", ["fail", "oom", "lost"])
 def test_a_fault_anywhere(how: str, depth: int) -> None:
-    """The n-th operation of a run, for many n, in changing schedules."""
+    """The n-th operation of a run, for many n, in changing schedules; every depth takes operations of its own."""
+    anywhere(how, depth, range(1 + 87 * depth, 1400, 262), least=4)
+
+
+@pytest.mark.deep
+@each_depth
+@pytest.mark.parametrize("how", ["fail", "oom", "lost"])
+def test_a_fault_anywhere_deep(how: str, depth: int) -> None:
+    anywhere(how, depth, range(1, 1400, 43), least=20)
+
+
+def anywhere(how: str, depth: int, operations: range, least: int) -> None:
     reached = 0
-    for seed, n in enumerate(range(1, 1400, 131)):
+    for seed, n in enumerate(operations):
         schedule = SCHEDULES[seed % len(SCHEDULES)]
         served_by, good, failed = serve(f"seed={seed}&{schedule}&fault=op@{n}:{how}", depth)
         reached += failed > 0 or bool(served_by.failure)
@@ -88,7 +99,7 @@ def test_a_fault_anywhere(how: str, depth: int) -> None:
             assert good > 0
             assert not served_by.failure
         served_by.close()
-    assert reached > 6
+    assert reached >= least
 
 
 @each_depth

@@ -14,7 +14,7 @@ import pytest
 from tests.support.programs import WAYS, Program, program
 from tests.support.progress import Progress
 
-SEEDS = range(200)
+SEEDS = range(102)
 FAULTY = range(60)
 DEEP = range(1000, 4000)
 HOW = ("fail", "fail", "oom", "lost")

@@ -16,7 +16,9 @@ from polydraft import Engine, SamplingParams
 from polydraft.contracts.layout import SNAPSHOT_TOKENS
 from polydraft.runtime import program as program_module
 from polydraft.runtime import runner as runner_module
-from polydraft.runtime.program import Node, lengths
+from polydraft.runtime.fusion import Node
+from polydraft.runtime.graphs import Shape
+from polydraft.runtime.program import lengths
 from tests.support import host_features, tiny
 from tests.support.emulator import emulated
 from tests.support.runs import Ask, drive
@@ -47,8 +49,8 @@ def launched(engine: Engine, asks: list[Ask]) -> Mapping[int, set[Launches]]:
     def launch_noted(plan: Any) -> Any:
         issued.clear()
         ticket = launch(plan)
-        if not plan.has_prefill and not runner_module.has_updates(plan):
-            found[plan.num_seqs if ticket.bucket is None else ticket.bucket].add(tuple(issued))
+        if not plan.has_prefill and not plan.writes:
+            found[plan.num_seqs if ticket.shape is None else ticket.shape.bucket].add(tuple(issued))
         return ticket
 
     executor._put = noted
@@ -84,16 +86,16 @@ def test_every_captured_bucket_is_replayed(schedule: tuple[float, ...], overlap:
     engine = served("decode", accept_schedule=schedule, overlap=overlap)
     graphs, replayed = engine.runner.graphs, set()
     assert graphs is not None
-    replay, captured = graphs.replay, {(piece, bucket) for _, piece, bucket in graphs._calls}
+    replay, captured = graphs.replay, {(piece, shape) for _, piece, shape in graphs._calls}
 
-    def noted(kind: str, piece: Any, bucket: int) -> None:
-        replayed.add((piece, bucket))
-        replay(kind, piece, bucket)
+    def noted(kind: str, piece: Any, shape: Shape) -> None:
+        replayed.add((piece, shape))
+        replay(kind, piece, shape)
 
     graphs.replay = noted  # type: ignore[method-assign]
     outputs = drive(engine, draining())
     engine.close()
-    assert replayed == captured == {(piece, bucket) for piece in pieces for bucket in BUCKETS}
+    assert replayed == captured == {(piece, Shape(bucket, DRAFTS)) for piece in pieces for bucket in BUCKETS}
     assert graphs.counters.eager_steps <= 2, "nothing but prefill runs eagerly"
     assert {output.accepted for output in outputs} == {0} or schedule is ALWAYS
     assert all(len(output.token_ids) >= 2 * (DRAFTS + 1) for output in outputs)
@@ -110,29 +112,30 @@ def test_capturing_asks_for_no_request() -> None:
     engine.close()
 
 
-# -- what a proposer declares ----------------------------------------------------------------------------------------------
-PROPOSERS = ["mtp", "ngram", "host-suffix", "host-fixed", "none"]
+# -- what a proposer launches ----------------------------------------------------------------------------------------------
+PROPOSERS = [
+    ("mtp", True, False), ("ngram", False, True), ("host-suffix", False, True), ("host-fixed", True, True), ("none", True, True),
+]  # fmt: skip
+"""Name, whether every round is full, and whether all drafts come from one call or from a pass each."""
 
 
 @pytest.mark.parametrize("graph", ["off", "decode"])
-@pytest.mark.parametrize("proposer", PROPOSERS)
-def test_launches_have_the_shape_that_the_proposer_declares(proposer: str, graph: str) -> None:
-    """Maximum width, fixed or not, all drafts in one call or one pass a draft."""
+@pytest.mark.parametrize(("proposer", "fixed", "one_call"), PROPOSERS)
+def test_launches_have_the_shape_of_the_proposer(proposer: str, fixed: bool, one_call: bool, graph: str) -> None:
     drafts = {"draft_tokens": 0 if proposer == "none" else DRAFTS}
     plugins = (*tiny.PLUGINS, host_features.__name__)
     depth = {"overlap": 0 if proposer == "host-fixed" else 1}
     engine = served(graph, proposer=proposer, plugins=plugins, **drafts, **depth)
-    shape, names = engine.runner.proposer.shape, engine.runner.programs["greedy"]["draft"].describe()
+    most, names = engine.resolved.limits.num_drafts, engine.runner.programs["greedy"]["draft"].describe()
     outputs = drive(engine, draining())
     engine.close()
-    assert shape.max_width == engine.resolved.limits.num_drafts
-    if shape.one_call:
+    if one_call:
         assert len(names) == len(set(names)) <= 2, "no launch is made for each draft"
     else:
-        assert sum("advance_draft" in name for name in names) == shape.max_width
-    assert all(output.drafted <= shape.max_width * len(output.rounds) for output in outputs)
-    full = [output.drafted >= shape.max_width * (len(output.rounds) - 3) for output in outputs]  # but for the end of a text
-    assert all(full) == shape.fixed, "of fixed width means that every round is full"
+        assert sum("advance_draft" in name for name in names) == most
+    assert all(output.drafted <= most * len(output.rounds) for output in outputs)
+    full = [output.drafted >= most * (len(output.rounds) - 3) for output in outputs]  # but for the end of a text
+    assert all(full) == fixed, "of fixed width means that every round is full"
 
 
 # -- the number of drafts --------------------------------------------------------------------------------------------------
@@ -152,10 +155,10 @@ def test_the_number_of_drafts_reaches_every_place_and_is_nowhere_a_hard_coded_ze
     engine = served("decode", draft_tokens=num_drafts)
     window, limits = num_drafts + 1, engine.resolved.limits
     assert (limits.num_drafts, limits.window, limits.max_logit_rows) == (num_drafts, window, SLOTS * window)
-    state, step = engine.runner.state, engine.runner.step
-    assert state.drafts.shape == (SLOTS, num_drafts)
-    assert step.window.shape == step.out_tokens.shape == (SLOTS, window)
-    assert step.record.shape == (SLOTS, SNAPSHOT_TOKENS + window)
+    buffers = engine.runner.memory.buffers
+    assert buffers["drafts"].shape == (SLOTS, num_drafts)
+    assert buffers["window"].shape == buffers["out_tokens"].shape == (SLOTS, window)
+    assert buffers["record"].shape == (SLOTS, SNAPSHOT_TOKENS + window)
     lookaheads = {node.args.lookahead for node in nodes if node.contract == "reserve_blocks"}  # type: ignore[union-attr]
     assert lookaheads == {num_drafts}
     passes = [node.args.pass_index for node in nodes if node.contract == "advance_draft"]  # type: ignore[union-attr]

@@ -55,7 +55,7 @@ def bits(output: RequestOutput) -> list[Any]:
 
 
 def of_drafts(output: RequestOutput) -> list[Any]:
-    return [step.draft_tokens() for step in output.logprobs]
+    return list(output.drafts)
 
 
 @functools.cache
@@ -214,11 +214,11 @@ def test_draft_numbers_are_the_heads_own() -> None:
     model, known = oracle(MODEL), [*output.prompt_ids]
     records = iter(output.tokens)
     known.append(next(records).token_id)
-    for step, accepted in zip(output.logprobs[1:], output.rounds, strict=True):
-        drafts, logits = model.draft(known, model.target_states(known)[:-1], len(step.drafts))
-        assert step.drafts.tolist() == drafts
+    for step, accepted in zip(output.drafts, output.rounds, strict=True):
+        drafts, logits = model.draft(known, model.target_states(known)[:-1], len(step))
+        assert [token for token, _ in step] == drafts
         wanted = [log_softmax(row)[token] for row, token in zip(logits, drafts, strict=True)]
-        assert step.draft_logprobs.tolist() == pytest.approx(wanted, abs=1e-4)
+        assert [value for _, value in step] == pytest.approx(wanted, abs=1e-4)
         known += [next(records).token_id for _ in range(min(accepted + 1, len(output.prompt_ids) + 14 - len(known)))]
 
 
@@ -240,7 +240,7 @@ def test_under_rejection_no_draft_has_a_number_of_its_neighbours(num_drafts: int
 def test_what_no_model_drew_is_certain() -> None:
     output = alone(Ask((5, 9, 5, 9, 5, 9), GREEDY), proposer="ngram")
     assert output.drafted > 0
-    assert all(value == 0.0 for step in output.logprobs for _, value in step.draft_tokens())
+    assert all(value == 0.0 for step in output.drafts for _, value in step)
 
 
 def test_provenance_says_who_chose_each_token() -> None:

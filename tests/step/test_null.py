@@ -49,15 +49,15 @@ def test_its_records_are_those_of_whoever_is_scheduled() -> None:
     wishes = [SamplingParams(max_new_tokens=n, ignore_eos=True, logprobs=top, temperature=warm) for top, n, warm in asked]
     outputs = llm.generate([[1, 2 + i] for i in range(len(wishes))], wishes)
     for output, (top, count, _) in zip(outputs, asked, strict=True):
-        assert sum(step.count for step in output.logprobs) == (0 if top is None else count)
-        assert {step.num_top for step in output.logprobs} == (set() if top is None else {top})
+        assert sum(record.logprob is not None for record in output.tokens) == (0 if top is None else count)
+        assert {rows["ids"].shape[1] - 1 for rows in output.logprobs} == (set() if top is None else {top})
         assert len(output.token_ids) == count
 
 
 def test_it_keeps_neither_weights_nor_caches() -> None:
     llm = LLM(backend="null", draft_tokens=3)
-    assert all(weight.nbytes == 0 for weight in llm.engine.runner.weights.values())
-    assert all(cache.nbytes == 0 for cache in llm.engine.runner.caches)
+    assert all(weight.nbytes == 0 for weight in llm.engine.runner.memory.weights.values())
+    assert all(cache.nbytes == 0 for cache in llm.engine.runner.memory.caches.values())
 
 
 def test_it_says_what_it_is() -> None:

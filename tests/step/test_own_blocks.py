@@ -13,7 +13,7 @@ from polydraft import LLM, SamplingParams
 from polydraft.device import Array
 from polydraft.errors import CapabilityError
 from polydraft.models import Checkpoint
-from polydraft.models.decoder import BlockCall
+from polydraft.models.block import BlockCall
 from tests.support import tiny
 
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2], list(range(1, 21))]
@@ -83,7 +83,7 @@ def test_tokens_and_rounds_are_the_same(prefixes: dict[str, str]):
     got = llm.generate(PROMPTS, params)
     assert [(g.token_ids, g.rounds) for g in got] == [(w.token_ids, w.rounds) for w in wanted]
     assert all(block.calls for block in model.blocks.values())
-    loaded = set(llm.engine.runner.weights)
+    loaded = set(llm.engine.runner.memory.weights)
     assert set(prefixes) <= loaded
     assert not [name for name in loaded for prefix in prefixes if name.startswith(f"{prefix}.") and name.endswith("qkv")]
     assert {"mtp.0.proj", "mtp.0.hid_norm"} <= loaded, "what stands around an MTP block"

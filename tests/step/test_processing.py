@@ -18,8 +18,8 @@ from polydraft import Engine, RequestOutput, SamplingParams
 from polydraft.errors import RequestError
 from polydraft.reference.processing import forbid_tokens, penalise_logits
 from polydraft.runtime.plan import StepPlan
+from polydraft.runtime.processing import STAGES
 from polydraft.runtime.runner import Ticket
-from polydraft.runtime.verify import PROCESSING
 from polydraft.sampling_params import MAX_BAD_WORDS, MAX_BIASES
 from tests.oracle.processing import processed
 from tests.support.kernel_doubles import backend_with
@@ -195,14 +195,14 @@ def test_drafts_that_go_unprocessed_cost_acceptance_but_no_token() -> None:
 
 def test_a_step_without_processing_launches_nothing_of_it() -> None:
     served_by = engine("narrow", draft_tokens=2, max_num_seqs=2)
-    programs = served_by.runner.programs
+    programs, processing = served_by.runner.programs, {contract for stage in STAGES for contract in stage.contracts}
     assert list(programs) == ["greedy", "sampling", "greedy.processed", "sampling.processed"]
     for name in ("greedy", "sampling"):
         extra = {part: programs[f"{name}.processed"][part].describe() for part in programs[name]}
         for part, program in programs[name].items():
-            rest = [contract for contract in extra[part] if contract not in PROCESSING]
+            rest = [contract for contract in extra[part] if contract not in processing]
             assert rest == program.describe()
-            assert len(extra[part]) - len(rest) == {"update": 2, "target": 3, "draft": 6}[part]
+            assert len(extra[part]) - len(rest) == {"target": 3, "draft": 6}[part]
 
 
 def test_the_processed_program_runs_while_some_slot_asks_for_it() -> None:
@@ -279,10 +279,18 @@ def test_what_does_not_fit_a_slot_is_refused(given: dict[str, Any], message: str
     assert not served_by.requests
 
 
-@pytest.mark.parametrize("name", ["penalise_logits", "update_bad_words"])
-def test_a_backend_without_the_contracts_serves_everybody_else(name: str) -> None:
-    served_by = engine("narrow", draft_tokens=2, plugin=backend_without(name))
-    with pytest.raises(RequestError, match=f"this backend has no {name}; leave penalties"):
-        served_by.add(PROMPTS[0], params("bias"))
-    (got,) = drive(served_by, [Ask(PROMPTS[0], params("nothing"))])
-    assert got.token_ids == solo("narrow", 0, PROMPTS[0], params("nothing")).token_ids
+WANTING = {"penalise_logits": "presence", "bias_logits": "bias", "forbid_tokens": "late stop"}
+"""Contract to what nobody is served without it."""
+
+
+@pytest.mark.parametrize("lacking", [("penalise_logits",), ("bias_logits",), ("forbid_tokens",), tuple(WANTING)], ids="+".join)
+def test_a_backend_without_the_contracts_serves_everybody_else(lacking: tuple[str, ...]) -> None:
+    served_by = engine("narrow", draft_tokens=2, plugin=backend_without(*lacking))
+    for name in lacking:
+        for feature in (WANTING[name], "everything"):
+            with pytest.raises(RequestError, match=rf"this backend has no ({'|'.join(lacking)}); leave it out"):
+                served_by.add(PROMPTS[0], params(feature))
+    assert not served_by.requests
+    wanted = ["nothing", *(feature for name, feature in WANTING.items() if name not in lacking)]
+    for feature, got in zip(wanted, drive(served_by, [Ask(PROMPTS[0], params(feature)) for feature in wanted]), strict=True):
+        assert got.token_ids == solo("narrow", 0, PROMPTS[0], params(feature)).token_ids, feature

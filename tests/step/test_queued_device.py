@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from polydraft import Engine, SamplingParams, reference
-from polydraft.contracts import ResidualAddV1
 from polydraft.contracts.base import Limits
+from polydraft.contracts.kernels.residual_add import ResidualAddV1
 from polydraft.errors import DeviceError, GraphBufferError
 from polydraft.reference.queued import QueuedCapture, QueuedDevice, QueuedEvent
 from polydraft.runtime.stage import Stage

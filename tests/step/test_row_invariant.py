@@ -179,8 +179,8 @@ def contents(running: Engine, buffer: Any) -> NDArray[Any]:
 
 def logits(running: Engine, slot: int, known: int) -> Bits:
     """Logits of the tokens that the last step committed, by their positions; nothing of a step that committed none."""
-    step, now = running.runner.step, int(running.slots.num_known[slot])
-    slots, positions, values = (contents(running, b) for b in (step.logit_slot, step.logit_position, step.logits))
+    buffers, now = running.runner.memory.buffers, int(running.slots.num_known[slot])
+    slots, positions, values = (contents(running, buffers[name]) for name in ("logit_slot", "logit_position", "logits"))
     if now == known:
         return {}
     rows = np.flatnonzero((slots == slot) & (positions >= max(known, len(PROBE))) & (positions < min(now, LENGTH)))
@@ -189,15 +189,11 @@ def logits(running: Engine, slot: int, known: int) -> Bits:
 
 def cache_rows(running: Engine, slot: int) -> Bits:
     """The probe's first `LENGTH` rows of every cache: [LENGTH, heads, dim] each."""
-    drafts = [cache for cache in [getattr(running.runner.proposer, "_cache", None)] if cache is not None]
-    caches = {f"layer {i}": c for i, c in enumerate(running.runner.caches)} | dict.fromkeys(
-        ("draft layer",)[: len(drafts)], *drafts
-    )
     positions, size = np.arange(LENGTH), running.ledger.block_size
     blocks = running.ledger.table[slot, positions // size]
     return {
         f"{kind} of {name}": array[blocks, positions % size].view(np.uint32)
-        for name, cache in caches.items()
+        for name, cache in running.runner.memory.caches.items()
         for kind, array in zip(("keys", "values"), cache.read_logical(), strict=True)
     }
 
@@ -235,7 +231,7 @@ def test_bits_do_not_depend_on(backend: str, axis: str, name: str) -> None:
 
 @pytest.mark.parametrize("backend", [pytest.param(name, marks=marks) for name, marks in BACKENDS.items()])
 def test_everything_is_compared(backend: str) -> None:
-    names = [*(f"{kind} of {layer}" for layer in ("layer 0", "layer 1", "draft layer") for kind in ("keys", "values"))]
+    names = [*(f"{kind} of {layer}" for layer in ("layers.0", "layers.1", "mtp.0") for kind in ("keys", "values"))]
     assert set(alone(backend)) == {*names, *(f"logits of token {p}" for p in range(len(PROBE), LENGTH))}
     for bits in alone(backend).values():
         assert np.isfinite(bits.view(np.float32)).all()

@@ -17,12 +17,13 @@ import pytest
 
 from polydraft import LLM, Engine, SamplingParams
 from polydraft.errors import ConfigError
-from polydraft.timeline import BOUND, DEVICE, EXACT, HOST, ROOMS, Recording, Span
-from polydraft.trace import Recorder
-from polydraft.trace_figures import busy_seconds, by_room, host_seconds, idle_share, operations, summary
-from polydraft.trace_file import read, write
-from polydraft.trace_page import write_html
-from polydraft.trace_view import middle, picture, write_png
+from polydraft.instruments.base import bare
+from polydraft.instruments.timeline import BOUND, DEVICE, EXACT, HOST, ROOMS, Recording, Span
+from polydraft.instruments.trace import Trace
+from polydraft.instruments.trace_figures import busy_seconds, by_room, host_seconds, idle_share, operations, summary
+from polydraft.instruments.trace_file import read, write
+from polydraft.instruments.trace_page import write_html
+from polydraft.instruments.trace_view import middle, picture, write_png
 from tests.support import tiny
 from tests.support.emulator import Emulator
 from tests.support.runs import engine
@@ -32,9 +33,9 @@ SLOW = "latency=kernel:2000,upload:100,download:100,op:50,issue:1"
 KINDS = ("reference", "lazy-0", "lazy-1", "lazy-2", "emulator-0", "emulator-1", "emulator-1-eager")
 
 
-def made(kind: str, **options: Any) -> Engine:
+def made(kind: str, trace: Trace | None = None, **options: Any) -> Engine:
     """An engine of three drafts and two slots."""
-    options = {"draft_tokens": 3, "max_num_seqs": 2, **options}
+    options = {"draft_tokens": 3, "max_num_seqs": 2, "instruments": (trace,) if trace else (), **options}
     if not kind.startswith("emulator"):
         return engine("narrow", device=kind, **options)
     if kind.endswith("eager"):
@@ -44,21 +45,20 @@ def made(kind: str, **options: Any) -> Engine:
     return LLM(plugin=plugin, invariant=True, **options).engine
 
 
-def served(running: Engine, recorder: Recorder) -> Recording:
+def served(running: Engine) -> Recording:
     """Three requests to their ends, one of which waits for a slot."""
     for i in range(3):
         running.add((i + 1, 5, 9), SamplingParams(max_new_tokens=20, ignore_eos=True, seed=i, temperature=i % 2))
     while running.has_work:
         running.step()
         running.poll()
-    recorder.remove()
-    return recorder.finish()
+    return running.instruments[Trace].finish()
 
 
 @pytest.fixture(scope="module", params=KINDS)
 def recording(request: pytest.FixtureRequest) -> Iterator[tuple[str, Recording]]:
-    running = made(request.param)
-    yield request.param, served(running, Recorder(running))
+    running = made(request.param, Trace())
+    yield request.param, served(running)
     running.close()
 
 
@@ -141,8 +141,8 @@ def test_overlap_is_seen(recording: tuple[str, Recording]) -> None:
 
 @pytest.mark.parametrize("kind", ["emulator-0", "emulator-1"])
 def test_a_graph_is_one_span_around_its_work(kind: str) -> None:
-    running = made(kind)
-    held = served(running, Recorder(running))
+    running = made(kind, Trace())
+    held = served(running)
     graphs = [s for s in held.spans if s.kind == "graph"]
     calls = {flow: s for s in held.spans if s.side == HOST and s.kind == "call" for flow in s.flows}
     assert {s.name for s in graphs} == ({"graph step"} if kind == "emulator-1" else {"graph target", "graph draft"})
@@ -156,89 +156,79 @@ def test_a_graph_is_one_span_around_its_work(kind: str) -> None:
 
 def test_an_asynchronous_device_without_timeline_shows_steps_alone() -> None:
     running = LLM(
-        plugin=Emulator("emulator:0?seed=3"), model=str(tiny.checkpoint("narrow")), plugins=tiny.PLUGINS, invariant=True
-    ).engine
-    held = served(running, Recorder(running))
+        plugin=Emulator("emulator:0?seed=3"), model=str(tiny.checkpoint("narrow")), plugins=tiny.PLUGINS, invariant=True,
+        instruments=(Trace(),),
+    ).engine  # fmt: skip
+    held = served(running)
     assert held.device_times == BOUND
     assert {s.kind for s in held.spans if s.side == DEVICE} == {"step"}
 
 
 def test_work_of_building_the_engine_is_left_out() -> None:
     """Graphs were captured, and warmed up, before the recording began."""
-    running = made("emulator-0")
+    running = made("emulator-0", Trace())
     built = len(running.device.timeline().spans)  # type: ignore[attr-defined]
-    held = served(running, Recorder(running))
+    held = served(running)
     assert built > 0
     assert all(s.step > 0 for s in held.spans if s.side == DEVICE)
 
 
 @pytest.mark.parametrize("kind", ["reference", "emulator-1"])
-def test_programs_that_are_bound_anew_are_recorded_and_stay(kind: str) -> None:
-    """As after a weight update that moved an address; behind the recorder it is the new ones that run."""
-    running = made(kind)
+def test_programs_that_are_bound_anew_are_recorded(kind: str) -> None:
+    """As after a weight update that moved an address; binding and capturing them is no part of any step."""
+    running = made(kind, Trace())
     old = running.runner.programs["greedy"]["target"]
-    recorder = Recorder(running)
     running.runner.rebind()
-    held = served(running, recorder)
+    assert running.instruments[Trace].finish().spans == ()
+    held = served(running)
     assert {"argmax", "linear"} <= {s.name for s in held.spans if s.kind == "call"}
     assert ("graph step" in {s.name for s in held.spans}) == (running.runner.graphs is not None)
-    new = running.runner.programs["greedy"]["target"]
-    assert new.entries[0].launch is not old.entries[0].launch
-    assert new.calls == tuple((entry.launch, entry.unit) for entry in new.entries)
-    assert running.runner.graphs is None or "replay" not in vars(running.runner.graphs)
+    assert running.runner.programs["greedy"]["target"].entries[0].launch is not old.entries[0].launch
 
 
 # -- nothing is paid when it is off -------------------------------------------------------------------------------------
-def parts(running: Engine) -> list[object]:
-    runner = running.runner
-    return [o for o in (running, running.scheduler, runner, runner.stage, runner.graphs) if o is not None]
-
-
 @pytest.mark.parametrize("kind", ["reference", "lazy-1", "emulator-1"])
-def test_a_recorder_leaves_nothing_behind(kind: str) -> None:
-    running = made(kind)
-    before = [dict(vars(part)) for part in parts(running)]
-    recorder = Recorder(running)
-    assert [dict(vars(part)) for part in parts(running)] != before
-    recorder.remove()
-    after = [dict(vars(part)) for part in parts(running)]
-    assert [set(each) for each in after] == [set(each) for each in before]
-    for old, new in zip(before, after, strict=True):
-        assert all(new[name] is old[name] for name in old)
+def test_a_trace_that_is_off_records_nothing_and_can_be_turned_on(kind: str) -> None:
+    running = made(kind, Trace(on=False))
+    trace = running.instruments[Trace]
+    assert not any(vars(running.points).values())
+    assert served(running).spans == ()
+    trace.start()
+    held = served(running)
+    trace.stop()
+    assert not any(vars(running.points).values())
+    assert {"step", "room", "call"} <= {s.kind for s in held.spans}
+    served(running)
+    assert trace.finish() == held, "what is served behind it is not recorded"
+    trace.start()
+    again = served(running)
+    assert Counter(s.name for s in again.spans if s.side == HOST) == Counter(s.name for s in held.spans if s.side == HOST)
 
 
-def test_without_a_recorder_nothing_is_wrapped() -> None:
-    running = made("reference")
-    assert not {"step", "poll", "apply"} & set(vars(running))
-    assert "plan" not in vars(running.scheduler)
-    assert not {"launch", "collect", "rebind"} & set(vars(running.runner))
-    assert "upload" not in vars(running.runner.stage)
-    assert running.runner.device is running.device
-    for programs in running.runner.programs.values():
-        for program in programs.values():
-            assert program.calls == tuple((entry.launch, entry.unit) for entry in program.entries)
+def test_a_trace_of_rooms_alone_leaves_device_and_launches() -> None:
+    running = made("reference", Trace(calls="none"))
+    assert running.runner.device is bare(running.device)
+    programs = [program for parts in running.runner.programs.values() for program in parts.values()]
+    bound = [e.launch for program in (*programs, *running.runner.writes.values()) for e in program.entries]
+    assert not any("instruments" in launch.__module__ for launch in bound)
+    assert {s.kind for s in served(running).spans} == {"step", "room"}
 
 
-def test_a_recorder_without_calls_wraps_rooms_alone() -> None:
-    running = made("reference")
-    programs = running.runner.programs
-    recorder = Recorder(running, calls=False)
-    assert running.runner.programs is programs
-    assert running.runner.device is running.device
-    held = served(running, recorder)
-    assert {s.kind for s in held.spans} == {"step", "room"}
+@pytest.mark.parametrize(("kind", "recorded"), [("reference", True), ("lazy-1", False), ("emulator-1", False)])
+def test_immediate_calls_are_those_of_a_device_that_computes_in_them(kind: str, recorded: bool) -> None:
+    held = served(made(kind, Trace(calls="immediate")))
+    assert any(s.kind == "call" for s in held.spans) == recorded
 
 
 def test_recording_changes_no_text() -> None:
     texts = []
-    for record in (False, True):
-        running = made("reference")
-        recorder = Recorder(running) if record else None
+    for trace in (None, Trace()):
+        running = made("reference", trace)
         running.add((1, 2, 3), SamplingParams(max_new_tokens=30, temperature=0.8, seed=5))
         while running.has_work:
             running.step()
         texts.append([(o.token_ids, o.rounds) for o in running.poll()])
-        assert recorder is None or recorder.finish().spans
+        assert trace is None or trace.finish().spans
     assert texts[0] == texts[1]
 
 

@@ -22,8 +22,8 @@ from polydraft.contracts.base import UNITS
 from polydraft.errors import CapabilityError, ConfigError
 from polydraft.runtime import program as program_module
 from polydraft.runtime import resolve as resolve_module
+from polydraft.runtime.fusion import Fill
 from polydraft.runtime.graphs import CapturedSteps, GraphPolicy, Part
-from polydraft.runtime.program import Fill
 from tests.support import tiny
 from tests.support.emulator import Emulator, emulated
 from tests.support.project import ROOT
@@ -122,7 +122,7 @@ def buckets_count_sequences() -> None:
     engine = served()
     graphs = engine.runner.graphs
     assert graphs is not None
-    captured = {bucket for _, _, bucket in graphs._calls}
+    captured = {shape.bucket for _, _, shape in graphs._calls}
     drive(engine, ASKS)
     engine.close()
     assert captured == set(BUCKETS), "every size that was asked for, and no other"
@@ -135,8 +135,8 @@ def test_capture_sizes_are_not_divided_by_the_window():
     buckets_count_sequences()
     lengths = GraphPolicy.lengths
 
-    def divided(self: GraphPolicy, bucket: int, limits: Any) -> Any:
-        return lengths(self, max(bucket // limits.window, 1), limits)
+    def divided(self: GraphPolicy, bucket: int, limits: Any, num_drafts: int | None = None) -> Any:
+        return lengths(self, max(bucket // limits.window, 1), limits, num_drafts)
 
     with mock.patch.object(GraphPolicy, "lengths", divided):
         fails(buckets_count_sequences)
@@ -256,9 +256,9 @@ def test_a_captured_buffer_that_is_assigned_anew_is_named():
 
     def reassigned(engine: Engine, asks: list[Ask]) -> Any:
         device: Any = engine.device
-        device.move(next(memory for memory in device._memories if memory.name == "state.kv_len"))
+        device.move(next(memory for memory in device._memories if memory.name == "kv_len"))
         return drive_(engine, asks)
 
     with mock.patch(f"{__name__}.drive", reassigned), pytest.raises(AssertionError) as seen:
         replays_read_what_was_captured()
-    assert "state.kv_len lies at another address since this graph was captured" in str(seen.value)
+    assert "kv_len lies at another address since this graph was captured" in str(seen.value)

@@ -8,25 +8,19 @@ Never compares: what a run must show is in its test.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
 
 from polydraft import hookimpl
-from polydraft.contracts import AlignDraftsV1, BeginDraftV1, ResidualAddV1
-from polydraft.device import Array, Buffer
-from polydraft.proposers import ProposerContext, ProposerShape
+from polydraft.device import Array
+from polydraft.proposers import ProposerContext
+from polydraft.proposers.base import Drafting, Factory
+from polydraft.runtime.declare import StepBuffer
 from polydraft.runtime.host_inputs import HostView, Needs
 from polydraft.runtime.program import ProgramBuilder
 from polydraft.sentinels import Finish
-
-
-def _ints(context: ProposerContext, name: str, *shape: int) -> Buffer:
-    buffer = context.device.empty(name, shape, "i32")
-    context.device.load(buffer, np.zeros(shape, np.int32))
-    return buffer
-
 
 CORPUS: list[tuple[int, ...]] = []
 """Texts of earlier requests, in which both proposers look as well; tests put some there."""
@@ -56,6 +50,8 @@ class _Feature:
     """What all of them share: nothing is done to logits."""
 
     reads_drafts = False
+    buffers: Sequence[StepBuffer] = ()
+    inputs: Sequence[str] = ()
 
     def append(self, program: ProgramBuilder) -> None:
         del program
@@ -71,20 +67,21 @@ class Guesses(_Feature):
     needs: Needs = "previous_tokens"
 
     def __init__(self, context: ProposerContext) -> None:
-        b, size = context.limits.max_seqs, context.limits.window + context.limits.num_drafts
-        self.inputs: Mapping[str, Buffer] = {
-            "guess": _ints(context, "host.guess", b, size),
-            "start": _ints(context, "host.guess_start", b),
-            "len": _ints(context, "host.guess_len", b),
-        }
+        self.buffers = (
+            StepBuffer("guess", f"B {context.limits.window + context.limits.num_drafts}", initial=0),
+            StepBuffer("guess_start", "B", initial=0),
+            StepBuffer("guess_len", "B", initial=0),
+        )
+        self.inputs = ("guess", "guess_start", "guess_len")
 
     def fill(self, view: HostView, arrays: Mapping[str, Array]) -> int:
-        arrays["guess"][:], arrays["start"][:], arrays["len"][:] = 0, 0, 0
+        for array in arrays.values():
+            array[:] = 0
         for i, slot in enumerate(view.plan.slots.tolist()):
             known = int(view.slots.num_known[slot])
             guess = run_on(view.slots.tokens[slot, :known].tolist(), arrays["guess"].shape[1])
-            arrays["guess"][i, : len(guess)], arrays["start"][i], arrays["len"][i] = guess, known, len(guess)
-        return len(arrays["start"])
+            arrays["guess"][i, : len(guess)], arrays["guess_start"][i], arrays["guess_len"][i] = guess, known, len(guess)
+        return len(arrays["guess_start"])
 
 
 class HostSuffixProposer:
@@ -92,30 +89,15 @@ class HostSuffixProposer:
 
     name = "host-suffix"
     needs: Needs = "previous_tokens"
+    buffers = Drafting.buffers
 
     def __init__(self, context: ProposerContext) -> None:
-        self.shape = ProposerShape(max_width=context.limits.num_drafts, fixed=False, one_call=True)
-        self._state, self._step = context.state, context.step
-        self._guesses = Guesses(context)
-        self.features = (self._guesses,)
-        b = context.limits.max_seqs
-        self._slot, self._position, self._budget = (_ints(context, f"host.{n}", b) for n in ("slot", "position", "budget"))
+        self.features = (Guesses(context),)
 
-    def append(self, program: ProgramBuilder, *, sampling: bool) -> None:
-        del sampling
-        s, t, guess = self._state, self._step, self._guesses.inputs
-        begin = BeginDraftV1(
-            slot_order=t.slot_order, seq_len=t.seq_len, phase=s.phase, kv_len=s.kv_len, prompt_len=s.prompt_len,
-            num_generated=s.num_generated, max_total=s.max_total, drafts=s.drafts, draft_len=s.draft_len,
-            draft_slot=self._slot, draft_position=self._position, draft_budget=self._budget,
-        )  # fmt: skip
-        program.add("begin_draft", begin, "seqs", "begin_draft")
-        align = AlignDraftsV1(
-            draft_slot=self._slot, draft_budget=self._budget, prompt_len=s.prompt_len, num_generated=s.num_generated,
-            tokens=s.tokens, guess=guess["guess"], guess_start=guess["start"], guess_len=guess["len"], drafts=s.drafts,
-            draft_len=s.draft_len,
-        )  # fmt: skip
-        program.add("align_drafts", align, "seqs", "draft 0")
+    def append(self, program: ProgramBuilder, num_drafts: int) -> None:
+        program.add("begin_draft", "seqs", "begin_draft", num_drafts=num_drafts)
+        if num_drafts:
+            program.add("align_drafts", "seqs", "draft 0")
 
 
 class Exact(_Feature):
@@ -123,9 +105,7 @@ class Exact(_Feature):
 
     name = "exact drafts"
     needs: Needs = "exact_lengths"
-
-    def __init__(self, context: ProposerContext) -> None:
-        self.inputs: Mapping[str, Buffer] = {"drafts": context.state.drafts, "draft_len": context.state.draft_len}
+    inputs = ("drafts", "draft_len")
 
     def fill(self, view: HostView, arrays: Mapping[str, Array]) -> int:
         t, width = view.slots, arrays["drafts"].shape[1]
@@ -146,11 +126,10 @@ class HostFixedProposer:
     needs: Needs = "exact_lengths"
 
     def __init__(self, context: ProposerContext) -> None:
-        self.shape = ProposerShape(max_width=context.limits.num_drafts, fixed=True, one_call=True)
-        self.features = (Exact(context),)
+        self.features = (Exact(),)
 
-    def append(self, program: ProgramBuilder, *, sampling: bool) -> None:
-        del program, sampling
+    def append(self, program: ProgramBuilder, num_drafts: int) -> None:
+        del program
 
 
 class NoRepeats(_Feature):
@@ -160,15 +139,14 @@ class NoRepeats(_Feature):
     name: ClassVar[str] = "no repeats"
     needs: ClassVar[Needs] = "previous_tokens"
     reads_drafts = True
+    buffers = (StepBuffer("mask", "NL V", "f32", initial=0),)
+    inputs = ("mask",)
 
     def __init__(self, context: ProposerContext) -> None:
-        self._step, shape = context.step, context.step.logits.shape
-        self._mask = context.device.empty("host.mask", shape, "f32")
-        context.device.load(self._mask, np.zeros(shape, np.float32))
-        self.inputs: Mapping[str, Buffer] = {"mask": self._mask}
+        del context
 
     def append(self, program: ProgramBuilder) -> None:
-        program.add("residual_add", ResidualAddV1(x=self._step.logits, y=self._mask), "logit_rows", "verify")
+        program.add("residual_add", "logit_rows", "verify", x="logits", y="mask")
 
     def fill(self, view: HostView, arrays: Mapping[str, Array]) -> int:
         mask = arrays["mask"]
@@ -187,7 +165,7 @@ def _last_tokens(view: HostView) -> list[int]:
         if t.leaving[slot] and not (request and request.finish_reason == Finish.STOP.name.lower() and request.params.stop):
             continue  # the device knows as well: no rows
         if plan.decode[i]:
-            found += [int(t.tokens[slot, known - 1]), *view.drafts[slot, : view.draft_len[slot]].tolist()]
+            found += [int(t.tokens[slot, known - 1]), *view.drafts[slot, : min(view.draft_len[slot], plan.rows[i] - 1)].tolist()]
         elif plan.emits[i]:
             found.append(int(t.tokens[slot, known - 1]))
     return found
@@ -196,15 +174,17 @@ def _last_tokens(view: HostView) -> list[int]:
 class Watcher(_Feature):
     """Brings nothing; writes down what it was told, by step."""
 
-    def __init__(self, needs: Needs, seen: list[Any], context: ProposerContext) -> None:
+    def __init__(self, needs: Needs, seen: list[Any]) -> None:
         self.name, self.needs, self._seen, self.voided = f"watcher of {needs}", needs, seen, 0
-        self.inputs: Mapping[str, Buffer] = {"known": _ints(context, f"host.{needs}", context.limits.max_seqs)}
+        self.buffers = (StepBuffer(f"known.{needs}", "B", initial=0),)
+        self.inputs = (f"known.{needs}",)
 
     def fill(self, view: HostView, arrays: Mapping[str, Array]) -> int:
         ids = view.plan.slots
         self._seen.append((view.plan.step_id, ids.copy(), view.slots.num_known[ids].copy(), view.most_known.copy()))
-        arrays["known"][:] = 0
-        return len(arrays["known"])
+        (known,) = arrays.values()
+        known[:] = 0
+        return len(known)
 
     def void(self) -> None:
         self.voided += 1
@@ -218,11 +198,11 @@ class Watching:
         self.seen: list[Any] = []
 
     def __call__(self, context: ProposerContext) -> Watcher:
-        return Watcher(self.needs, self.seen, context)
+        del context
+        return Watcher(self.needs, self.seen)
 
 
 @hookimpl
-def polydraft_proposers(register: Callable[..., None]) -> None:
+def polydraft_proposers() -> list[tuple[str, Factory]]:
     """Add both proposers."""
-    register("host-suffix", HostSuffixProposer)
-    register("host-fixed", HostFixedProposer)
+    return [("host-suffix", HostSuffixProposer), ("host-fixed", HostFixedProposer)]

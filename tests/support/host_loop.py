@@ -16,17 +16,23 @@ from typing import Any
 import numpy as np
 
 from polydraft.contracts.base import Limits
-from polydraft.contracts.layout import SlotUpdate
+from polydraft.contracts.kernels.scatter import Run
+from polydraft.runtime.batch import Batch
+from polydraft.runtime.columns import BLOCK_TABLE, HISTORY, collect
 from polydraft.runtime.commit import apply, end
 from polydraft.runtime.kv_blocks import BlockLedger
 from polydraft.runtime.plan import StepOutcome, StepPlan
+from polydraft.runtime.processing import STAGES
 from polydraft.runtime.request import Request, Status
 from polydraft.runtime.scheduler import Scheduler
 from polydraft.runtime.slots import SlotTable
+from polydraft.runtime.verify import Verifier
 from polydraft.sampling_params import SamplingParams
 from polydraft.sentinels import NO_BLOCK, NO_TOKEN, Finish, Phase
 
 VOCABULARY = 1000
+COLUMNS = collect((*Batch.columns, *Verifier.columns, *(column for stage in STAGES for column in stage.columns)))
+"""Those of an engine without plugins and log probabilities."""
 
 
 def limits(**changes: int) -> Limits:
@@ -74,6 +80,25 @@ class FakeSlot:
     uploads: int = 0
     """Tokens staged since the slot was occupied."""
     blocks: dict[int, int] = field(default_factory=dict)
+
+
+def staged(plan: StepPlan, capacities: Limits) -> dict[int, dict[str, dict[int, int]]]:
+    """What a plan stages: by slot in the order of runs, by column, by place, the word; block tables without unused places. Checks
+    what `scatter` relies on."""
+    names = [column.name for column in COLUMNS] if plan.writes.admits else [BLOCK_TABLE]
+    width = {column.name: column.width(capacities) for column in COLUMNS if column.name not in {HISTORY, BLOCK_TABLE}}
+    found: dict[int, dict[str, dict[int, int]]] = {}
+    for run in plan.writes.runs.tolist():
+        slot, name, start, count, offset = (run[word] for word in (Run.SLOT, Run.COLUMN, Run.START, Run.COUNT, Run.OFFSET))
+        column = found.setdefault(slot, {})
+        name = names[name]
+        assert slot >= 0, "a run names no slot"
+        assert name not in column, "two runs name a column of a slot"
+        assert 0 <= start <= start + count <= width.get(name, start + count), "a run lies beyond its column"
+        assert 0 <= offset <= offset + count <= len(plan.writes.payload), "a run lies beyond the payload"
+        words = plan.writes.payload[offset : offset + count].tolist()
+        column[name] = {start + i: word for i, word in enumerate(words) if name != BLOCK_TABLE or word != NO_BLOCK}
+    return found
 
 
 class FakeDevice:
@@ -125,20 +150,18 @@ class FakeDevice:
         return StepOutcome(step_id=plan.step_id, slots=plan.slots, epochs=plan.epochs, drafted=drafted, tokens=tokens, **columns)
 
     def _write(self, plan: StepPlan, numbers: dict[int, int]) -> None:
-        for row in plan.slot_updates:
-            known = int(row[SlotUpdate.PROMPT_LEN] + row[SlotUpdate.NUM_GENERATED])
-            slot = int(row[SlotUpdate.SLOT])
-            assert self.slots[slot].phase in {Phase.IDLE, Phase.FINISHED, Phase.DECODE, Phase.PAUSED, Phase.PREFILL}
-            self.slots[slot] = FakeSlot(
-                number=numbers[slot], phase=int(row[SlotUpdate.PHASE]), kv_len=int(row[SlotUpdate.KV_LEN]), known=known,
-                prefill_len=int(row[SlotUpdate.PREFILL_LEN]), max_total=int(row[SlotUpdate.MAX_TOTAL]),
-                epoch=int(row[SlotUpdate.EPOCH]),
-            )  # fmt: skip
-        for slot, position, token in plan.token_updates.tolist():
-            self.slots[slot].tokens[position] = token
-            self.slots[slot].uploads += 1
-        for slot, index, block in plan.block_updates.tolist():
-            self.slots[slot].blocks[index] = block
+        for slot, words in staged(plan, self.limits).items():
+            if "epoch" in words:  # an admission, which fills everything
+                one = {name: values[0] for name, values in words.items() if 0 in values}
+                self.slots[slot] = FakeSlot(
+                    number=numbers[slot], phase=one["phase"], kv_len=one["kv_len"],
+                    known=one["prompt_len"] + one["num_generated"], prefill_len=one["prefill_len"], max_total=one["max_total"],
+                    epoch=one["epoch"],
+                )  # fmt: skip
+            tokens = words.get(HISTORY, {})
+            self.slots[slot].tokens.update(tokens)
+            self.slots[slot].uploads += len(tokens)
+            self.slots[slot].blocks.update(words.get(BLOCK_TABLE, {}))
 
     def _reserve(self, s: FakeSlot) -> None:
         """Pause a decoding slot whose window is not covered, wake one that is."""
@@ -200,7 +223,7 @@ class HostLoop:
         self.ledger = BlockLedger(
             num_blocks=limits.num_blocks, block_size=limits.block_size, max_seqs=limits.max_seqs, max_blocks=limits.max_blocks
         )
-        self.scheduler = Scheduler(limits, self.slots, self.ledger, **scheduler)
+        self.scheduler = Scheduler(limits, self.slots, self.ledger, COLUMNS, **scheduler)
         self.device = FakeDevice(limits, seed)
         self.in_flight: deque[tuple[StepPlan, StepOutcome]] = deque()
         self.plans: list[StepPlan] = []
@@ -226,7 +249,7 @@ class HostLoop:
         if plan is not None:
             numbers = {slot: one.number for slot, one in enumerate(self.slots.request) if one is not None}
             self._check(plan)
-            self.admitted += [numbers[int(row[SlotUpdate.SLOT])] for row in plan.slot_updates]
+            self.admitted += [numbers[slot] for slot, words in staged(plan, self.device.limits).items() if "epoch" in words]
             self.plans.append(plan)
             self.in_flight.append((plan, self.device.step(plan, numbers)))
         self.ledger.audit()

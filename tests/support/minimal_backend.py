@@ -12,7 +12,7 @@ from polydraft import BackendInfo, Capabilities, hookimpl, reference
 from polydraft.backend import Cache, CacheSpec, DeviceOptions, ForwardMeta, PassBuffers, Weight
 from polydraft.contracts import COMPOSITES
 from polydraft.contracts.base import Limits, Workspace
-from polydraft.contracts.residual_add import ResidualAddV1
+from polydraft.contracts.kernels.residual_add import ResidualAddV1
 from polydraft.device import Array, Launch, Stream
 from polydraft.errors import DeviceError
 from polydraft.reference.device import NumpyBuffer, ReferenceDevice

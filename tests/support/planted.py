@@ -16,9 +16,13 @@ import numpy as np
 
 from polydraft import LLM, Engine, SamplingParams
 from polydraft.contracts.base import UNITS, Unit
+from polydraft.contracts.kernels.scatter import Run
+from polydraft.instruments.sanitize import Sanitizer
+from polydraft.instruments.sanitize.staging import WatchedStaging
+from polydraft.runtime.columns import BLOCK_TABLE
 from polydraft.runtime.graphs import GraphPolicy
 from polydraft.runtime.program import Program
-from polydraft.sanitize.staging import WatchedStaging
+from polydraft.runtime.stage import StagingSet
 from tests.support import tiny
 from tests.support.planted_device import KernelOf, PlantedPlugin
 from tests.support.runs import Ask
@@ -175,7 +179,7 @@ def too_few_rows_downloaded(engine: Engine) -> None:
     device_of(engine).download = lambda stream, target, source, rows: download(stream, target, source, rows - 1)
 
 
-@planted("above-capacity", harmless=True, about="step.record")
+@planted("above-capacity", harmless=True, about=r"^record\b")
 def too_many_rows_downloaded(engine: Engine) -> None:
     download = device_of(engine).download
     device_of(engine).download = lambda stream, target, source, rows: download(stream, target, source, rows + SLOTS)
@@ -227,22 +231,30 @@ class _NoTail:
             self._view[key] = value
 
 
-@planted("stale-padding", harmless=True, about="step.slot_order")
+@planted("stale-padding", harmless=True, about=r"^slot_order\b")
 def padding_of_the_launch_order_not_sent(engine: Engine) -> None:
     def upload(original: Any, stream: Any, target: Any, source: Any, rows: int) -> None:
-        real = np.count_nonzero(np.asarray(source.inner.array) >= 0) if target.name == "step.slot_order" else rows
+        real = np.count_nonzero(np.asarray(source.inner.array) >= 0) if target.name == "slot_order" else rows
         original(stream, target, source, real)
 
     detour_uploads(engine, upload)
 
 
-@planted("unordered-access", "staging-rewritten", harmless=True, about="step.slot_order")
+@planted("stale-padding", about=r"^payload\b")
+def payload_not_sent_to_its_end(engine: Engine) -> None:
+    def upload(original: Any, stream: Any, target: Any, source: Any, rows: int) -> None:
+        original(stream, target, source, rows - (target.name == "payload"))
+
+    detour_uploads(engine, upload)
+
+
+@planted("unordered-access", "staging-rewritten", harmless=True, about=r"^slot_order\b")
 def uploads_on_a_side_stream(engine: Engine) -> None:
     side = device_of(engine).make_stream("side")
     detour_uploads(engine, lambda original, stream, target, source, rows: original(side, target, source, rows))
 
 
-@planted("unordered-access", harmless=True, about="step.slot_order")
+@planted("unordered-access", harmless=True, about=r"^slot_order\b")
 def uploads_on_a_side_stream_joined_too_early(engine: Engine) -> None:
     """The compute stream waits for the uploads, but for an event in front of each; the host waits properly."""
     device = device_of(engine)
@@ -274,12 +286,13 @@ def uploads_joined_by_an_event_that_nobody_records(engine: Engine) -> None:
 
 # -- buffers -------------------------------------------------------------------------------------------
 def send_into(engine: Engine, **buffers: Any) -> None:
-    engine.runner.stage._buffers = dataclasses.replace(engine.runner.stage._buffers, **buffers)
+    stage = engine.runner.stage
+    stage._buffers = [buffers.get(name, buffer) for name, buffer in zip(StagingSet._fields, stage._buffers, strict=True)]
 
 
-@planted("captured-buffer-rebound", "unbound-buffer", graph=True, about="step.slot_order", consequences=CHAOS)
+@planted("captured-buffer-rebound", "unbound-buffer", graph=True, about=r"^slot_order\b", consequences=CHAOS)
 def graph_input_assigned_anew(engine: Engine) -> None:
-    send_into(engine, slot_order=engine.device.empty("step.slot_order", (SLOTS,), "i32"))
+    send_into(engine, slot_order=engine.device.empty("slot_order", (SLOTS,), "i32"))
 
 
 @planted("unbound-buffer", about="spare")
@@ -287,25 +300,25 @@ def input_sent_into_a_spare_buffer(engine: Engine) -> None:
     send_into(engine, seq_rows=engine.device.empty("spare", (SLOTS,), "i32"))
 
 
-@planted("captured-buffer-rebound", "rebound-buffer", harmless=True, graph=True, about="step.choices")
+@planted("captured-buffer-rebound", "rebound-buffer", harmless=True, graph=True, about=r"^choices\b")
 def captured_buffer_moved(engine: Engine) -> None:
-    device_of(engine).move(engine.runner.step.choices)
+    device_of(engine).move(engine.runner.memory.buffers["choices"])
 
 
-@planted("rebound-buffer", harmless=True, about="state.temperature")
+@planted("rebound-buffer", harmless=True, about=r"^temperature\b")
 def buffer_moved(engine: Engine) -> None:
-    device_of(engine).move(engine.runner.state.temperature)
+    device_of(engine).move(engine.runner.memory.buffers["temperature"])
 
 
 @planted("freed-memory", harmless=True, about="target.hidden")
 def buffer_freed_while_it_is_used(engine: Engine) -> None:
-    at_step(engine, 4, lambda: device_of(engine).free(engine.runner.hidden))
+    at_step(engine, 4, lambda: device_of(engine).free(engine.runner.memory.buffers["target.hidden"]))
 
 
 @planted("unordered-access", harmless=True, about="weight")
 def weights_refilled_under_the_draft_passes(engine: Engine) -> None:
     """The snapshot of a step says nothing of the draft passes behind it."""
-    weight = engine.runner.weights["lm_head"]
+    weight = engine.runner.memory.weights["lm_head"]
     value = tiny.weights(MODEL)["lm_head.weight"]
     at_step(engine, 4, lambda: engine.table.prepare_weight("linear", value, "f32", weight))
 
@@ -328,27 +341,27 @@ def detour_drafts(engine: Engine, around: Callable[[Callable[[Any], None]], None
     runner, device = engine.runner, device_of(engine)
     run, main = runner._run, device.stream
 
-    def detoured(kind: str, piece: Any, n: Any, bucket: int | None) -> None:
+    def detoured(piece: Any, ticket: Any) -> None:
         def drafts(stream: Any) -> None:
             device.stream = stream
-            run(kind, piece, n, bucket)
+            run(piece, ticket)
             device.stream = main
 
         if piece == "draft":
             around(drafts)
         else:
-            run(kind, piece, n, bucket)
+            run(piece, ticket)
 
     runner._run = detoured  # type: ignore[method-assign]
 
 
-@planted("unordered-access", harmless=True, about="state.drafts")
+@planted("unordered-access", harmless=True, about=r"^drafts\b")
 def draft_passes_on_a_side_stream(engine: Engine) -> None:
     side = device_of(engine).make_stream("side")
     detour_drafts(engine, lambda drafts: drafts(side))
 
 
-@planted("unordered-access", harmless=True, graph=True, overlap=0, about="scratch.")
+@planted("unordered-access", harmless=True, graph=True, overlap=0, about=r"^scratch\.")
 def target_and_draft_graphs_share_scratch(engine: Engine) -> None:
     """The draft graph comes after its target's, on a stream of its own; the next target graph does not wait for it."""
     device = device_of(engine)
@@ -421,7 +434,7 @@ def in_first_launch(engine: Engine, act: Callable[[], object]) -> None:
 def capture_with(engine: Engine, act: Callable[[], object]) -> None:
     """Capture programs of which one calls `act` while it is captured."""
     runner, done = engine.runner, engine.runner.programs["greedy"]["target"]
-    checker: Any = engine.plugins.checker  # type: ignore[attr-defined]
+    checker = engine.instruments[Sanitizer].checker
 
     def acting(stream: Any, n: int) -> None:
         if checker.recording is not None:
@@ -466,14 +479,14 @@ def detour_lengths(engine: Engine, unit: Unit, change: Callable[[int], int]) -> 
     engine.runner._lengths = changed  # type: ignore[method-assign]
 
 
-@planted("above-capacity", about="step.ids")
+@planted("above-capacity", about=r"^ids\b")
 def launch_longer_than_its_buffers(engine: Engine) -> None:
     detour_lengths(engine, "rows", lambda rows: rows + 32)
 
 
 @planted("negative-length", harmless=True)
 def launch_of_negative_length(engine: Engine) -> None:
-    detour_lengths(engine, "block_updates", lambda updates: -1)
+    detour_lengths(engine, "runs", lambda runs: -1)
 
 
 @planted("slot-released-in-flight", about="slot ")
@@ -491,12 +504,14 @@ def slot_released_while_a_step_is_in_flight(engine: Engine) -> None:
 @planted("foreign-block", harmless=True, observing=True, about="KV cache")
 def block_table_with_a_block_that_was_not_granted(engine: Engine) -> None:
     launch, ledger, done = engine.runner.launch, engine.ledger, list[Any]()
+    table = next(i for i, column in enumerate(engine.runner.columns) if column.name == BLOCK_TABLE)
 
     def planted_launch(plan: Any) -> Any:
-        if len(plan.block_updates) and not done:
-            updates = plan.block_updates.copy()
-            updates[0, 2] = ledger._free[0]  # the last that would be granted: nobody else comes to use it
-            plan = dataclasses.replace(plan, block_updates=updates)
+        if plan.writes and not done:
+            runs, payload = plan.writes.runs, plan.writes.payload.copy()
+            first = runs[runs[:, Run.COLUMN] == table][0] if plan.writes.admits else runs[0]
+            payload[first[Run.OFFSET]] = ledger._free[0]  # the last that would be granted: nobody else comes to use it
+            plan = dataclasses.replace(plan, writes=dataclasses.replace(plan.writes, payload=payload))
             done.append(plan)
         return launch(plan)
 
@@ -517,7 +532,7 @@ def kernel_writes_its_input(device: Any, genuine: Any) -> Any:
     return bind
 
 
-@planted_kernel("argmax", "undeclared-write", harmless=True, about="step.choices")
+@planted_kernel("argmax", "undeclared-write", harmless=True, about=r"^choices\b")
 def kernel_writes_behind_its_length(device: Any, genuine: Any) -> Any:
     def bind(a: Any, limits: Any) -> Any:
         run = genuine(a, limits)

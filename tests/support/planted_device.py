@@ -17,10 +17,10 @@ from polydraft import hookimpl, reference
 from polydraft.backend import BackendInfo, CacheSpec, DeviceOptions, ForwardMeta, KernelTable, PassBuffers
 from polydraft.contracts.base import Limits
 from polydraft.device import Array, Stream
+from polydraft.instruments.sanitize import Observed
 from polydraft.reference.device import NumpyBuffer, ReferenceDevice
 from polydraft.reference.provider import Kernel, NumpyProvider
 from polydraft.reference.table import NumpyCache, kernels
-from polydraft.sanitize import Observed
 
 Work = Callable[[], None]
 KernelOf = Callable[["PlantedDevice", Kernel], Kernel]

@@ -30,7 +30,8 @@ def plugin(name: str, **hooks: Any) -> ModuleType:
     module = ModuleType(name)
     for hook, value in hooks.items():
         if value is not None:
-            setattr(module, hook, hookimpl(value) if isinstance(value, types.FunctionType) else value)
+            bare = isinstance(value, types.FunctionType) and not hasattr(value, "polydraft_impl")
+            setattr(module, hook, hookimpl(value) if bare else value)
     return module
 
 

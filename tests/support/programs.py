@@ -93,7 +93,7 @@ def bits(output: RequestOutput) -> list[Any]:
 
 def of_drafts(output: RequestOutput) -> list[Any]:
     """Log probabilities of drafts by step."""
-    return [step.draft_tokens() for step in output.logprobs]
+    return list(output.drafts)
 
 
 @functools.lru_cache(maxsize=128)

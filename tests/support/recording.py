@@ -70,7 +70,14 @@ def engine_logits(
     def switched(self: FamilyRegistry, checkpoint: Any) -> Any:
         description, table = describe(self, checkpoint)
         if switches and description.mtp is not None:
-            description = replace(description, mtp=replace(description.mtp, **switches))
+            mtp = replace(description.mtp, **switches)
+            description = replace(description, mtp=mtp)
+            declared = [tensor.name for tensor in mtp.own_weights(description.hidden_size)]
+            if "final_norm" not in declared:  # the checkpoint keeps it all the same
+                spare = {name: parts for name, parts in table.parts.items() if name.endswith(".final_norm")}
+                unread = tuple(part.name for parts in spare.values() for part in parts)
+                kept = {name: parts for name, parts in table.parts.items() if name not in spare}
+                table = replace(table, parts=kept, unread=(*table.unread, *unread))
         return description, table
 
     backend = RecordingBackend()

@@ -196,7 +196,7 @@ def poison_free_blocks(engine: Engine) -> None:
     ledger, device = engine.ledger, engine.device
     blocks = ledger._free[: ledger._num_free]
     rows = (blocks[:, None] * ledger.block_size + np.arange(ledger.block_size)).ravel()
-    for cache in (*engine.runner.caches, *filter(None, [getattr(engine.runner.proposer, "_cache", None)])):
+    for cache in engine.runner.memory.caches.values():
         device.enqueue(device.stream, functools.partial(_fill, cache.kv, rows))  # type: ignore[attr-defined]
 
 

@@ -115,7 +115,8 @@ def token_counts(vocab_size: int) -> Path:
 def oracle(name: str) -> OracleModel:
     """The float64 oracle of the model `name`."""
     registry = FamilyRegistry()
-    tiny_families.polydraft_models(registry.register)
+    for family in tiny_families.polydraft_models():
+        registry.register(family, plugin="tiny_families")
     with Checkpoint(checkpoint(name)) as opened:
         description, table = registry.describe(opened)
         return OracleModel(description, dict(load_weights(opened, description, table)))

@@ -1,13 +1,12 @@
 """Two model families that only tests have, so that every switch of an MTP head is exercised by some tiny checkpoint.
 
-Owns the families and the hook that registers them; engines load this file with `plugins=(tiny_families.__file__,)`.
+Owns the families and the hook that returns them; engines load this file with `plugins=(tiny_families.__file__,)`.
 Called by polydraft's plugin manager, and by `tiny.py` for the oracle's registry.
 Never does more than describe: weights come from `tiny.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from polydraft import hookimpl
@@ -39,6 +38,5 @@ SHARED = Family(
 
 
 @hookimpl
-def polydraft_models(register: Callable[..., None]) -> None:
-    for family in (MIRRORED, SHARED):
-        register(family, plugin="tiny_families")
+def polydraft_models() -> tuple[Family, ...]:
+    return MIRRORED, SHARED

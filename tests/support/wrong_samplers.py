@@ -14,7 +14,7 @@ from unittest import mock
 
 import numpy as np
 
-from polydraft.contracts import verify_rejection
+from polydraft.contracts.kernels import verify_rejection
 from polydraft.reference import rejection
 from polydraft.sentinels import Phase
 

@@ -27,15 +27,15 @@ ALLOWED = {
     ("default_backend.py", "'cuda'"): "likewise",
     ("default_backend.py", "'reference'"): "likewise",
     ("backend.py", "'emulator'"): "a word for evidence",
-    ("plugins.py", "info.name != name"): "an entry point must carry the name that its backend gives itself",
+    ("plugin_manager.py", "info.name != backend.entry"): "an entry point must carry the name that its backend gives itself",
     ("variants.py", "one.backend == info.name"): "which records of a file are the backend's own",
 }
 """(module, literal or comparison) that is no question about the backend, with the reason."""
 
 RECORDS = (
-    "backend.py", "config.py", "kernel_table.py", "plugin_checks.py", "plugins.py", "sampling_params.py", "contracts/base.py",
-    "contracts/composite.py", "models/description.py", "models/families.py", "proposers/base.py", "runtime/plan.py",
-    "runtime/resolve.py",
+    "backend.py", "config.py", "kernel_table.py", "plugin_checks.py", "plugin_loading.py", "plugins.py", "sampling_params.py",
+    "contracts/base.py", "contracts/composite.py", "models/description.py", "models/families.py", "proposers/base.py",
+    "runtime/plan.py", "runtime/resolve.py",
 )  # fmt: skip
 """Modules whose dataclasses are configuration, or cross a seam: all of them are frozen."""
 
@@ -108,8 +108,8 @@ def _public(node: ast.AST) -> Iterator[ast.ClassDef | ast.FunctionDef | ast.Asyn
 
 
 def pluggy_in_the_step(tree: ast.AST, path: Path) -> list[str]:
-    """Return imports of pluggy outside of the two modules that resolve plugins: whoever has no manager makes no hook call."""
-    if path.name in {"hooks.py", "plugins.py"}:
+    """Return imports of pluggy outside of the two modules that have to: whoever has no manager makes no hook call."""
+    if path.name in {"hooks.py", "plugin_manager.py"}:
         return []
     return [
         f"{node.lineno}: pluggy" for node in ast.walk(tree) if isinstance(node, ast.Import) and node.names[0].name == "pluggy"

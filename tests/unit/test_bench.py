@@ -19,16 +19,16 @@ import pytest
 
 from polydraft import Engine
 from polydraft.bench import report
-from polydraft.bench.idle import watching
-from polydraft.bench.measure import Load, full_steps, profiled, run, timed
+from polydraft.bench.measure import Load, full_steps, instruments, profiled, run, timed
 from polydraft.bench.shapes import RandomCheckpoint
 from polydraft.bench.suite import Suite
 from polydraft.cli import main
 from polydraft.cli.bench import EXAMPLES
 from polydraft.config import EngineConfig
 from polydraft.errors import CheckpointError, ConfigError, DeviceError, RequestError
+from polydraft.instruments.idle import Idle
+from polydraft.instruments.timeline import ROOMS
 from polydraft.models.families import FamilyRegistry
-from polydraft.timeline import ROOMS
 from tests.support import tiny
 from tests.support.emulator import Emulator
 from tests.support.project import ROOT
@@ -120,7 +120,6 @@ def test_shapes_of_the_repository_are_described(file: Path) -> None:
     checkpoint = RandomCheckpoint(file)
     model, table = FamilyRegistry().describe(checkpoint)
     assert (model.mtp is None) == (file.stem == "qwen2-0.5b")
-    assert not model.unsupported()
     parts = [part for each in table.parts.values() for part in each]
     size = sum(int(np.prod(part.shape)) for part in parts)
     assert round(size / 1e6) == {"tiny": 9, "small": 174, "mimo-7b": 7833, "qwen2-0.5b": 630}[file.stem]
@@ -151,7 +150,8 @@ def narrow(**options: Any) -> Engine:
     return Engine(
         EngineConfig(
             **{"model": NARROW, "backend": "reference", "draft_tokens": 2, "max_num_seqs": 2, "prefix_cache": False, **options}
-        )
+        ),
+        instruments=instruments(),
     )
 
 
@@ -185,7 +185,9 @@ def test_requests_that_never_meet_are_refused() -> None:
 
 def test_a_failing_request_ends_the_benchmark() -> None:
     plugin = Emulator("emulator:0?fault=op@400")
-    engine = Engine(EngineConfig(model=NARROW, draft_tokens=2, max_num_seqs=2, graph="off"), backend=plugin)
+    engine = Engine(
+        EngineConfig(model=NARROW, draft_tokens=2, max_num_seqs=2, graph="off"), backend=plugin, instruments=instruments()
+    )
     with pytest.raises(DeviceError, match="of the benchmark failed"):
         timed(engine, Load(2, 5, 40))
 
@@ -197,11 +199,11 @@ def test_host_time_by_room_on_the_reference() -> None:
     assert figures["host_us_per_step"] and figures["host_us_per_step"] > 0  # noqa: PT018
     assert figures["idle_share"] is not None
     assert 0 <= figures["idle_share"] < 1
-    assert not {"step", "poll", "apply"} & set(vars(engine)), "the recorder is gone"
+    assert not any(vars(engine.points).values()), "nobody listens any more"
 
 
 def test_the_null_backend_knows_the_time_of_its_kernels_itself() -> None:
-    engine = Engine(EngineConfig(backend="null", draft_tokens=3, max_num_seqs=2))
+    engine = Engine(EngineConfig(backend="null", draft_tokens=3, max_num_seqs=2), instruments=instruments())
     load = Load(2, 5, 30)
     figures, rooms = profiled(engine, load)
     assert figures == {}
@@ -214,7 +216,9 @@ def test_the_null_backend_knows_the_time_of_its_kernels_itself() -> None:
 def test_a_device_with_a_timeline_is_timed_by_its_own_clock() -> None:
     """A modelled launch of a second would take minutes by the wall."""
     plugin = Emulator("emulator:0?latency=kernel:1000000")
-    engine = Engine(EngineConfig(model=NARROW, draft_tokens=1, max_num_seqs=1, graph="off"), backend=plugin)
+    engine = Engine(
+        EngineConfig(model=NARROW, draft_tokens=1, max_num_seqs=1, graph="off"), backend=plugin, instruments=instruments()
+    )
     figures = timed(engine, Load(1, 3, 6))
     launches = sum(len(engine.runner.programs["greedy"][part].calls) for part in ("target", "draft"))
     assert figures["ms_per_round"] == pytest.approx(1e3 * launches, rel=0.2)
@@ -230,7 +234,7 @@ def test_a_device_that_tells_of_graphs_and_copies_alone_is_not_called_idle_while
     config = EngineConfig(
         model=NARROW, draft_tokens=3, max_num_seqs=2, max_batched_tokens=24, block_size=64, overlap=overlap, graph="decode"
     )
-    engine, load = Engine(config, backend=plugin), Load(2, 20, 12)
+    engine, load = Engine(config, backend=plugin, instruments=instruments()), Load(2, 20, 12)
     timed(engine, load)
     device: Any = engine.device
     whole = device.timeline
@@ -276,10 +280,9 @@ def test_one_timed_event_a_step_knows_what_the_operations_know(
     monkeypatch.setattr("polydraft_emulator.timeline.time", SimpleNamespace(thread_time=lambda: host[0]))
     plugin = Emulator("emulator:0?latency=kernel:2,upload:1,download:1")
     config = EngineConfig(model=NARROW, draft_tokens=3, max_num_seqs=2, block_size=64, overlap=1, graph="decode")
-    engine, load = Engine(config, backend=plugin), Load(2, 20, 40)
+    engine, load = Engine(config, backend=plugin, instruments=instruments()), Load(2, 20, 40)
     device: Any = engine.device
-    graphs: Any = engine.runner.graphs
-    plan, outputs, replay = engine.scheduler.plan, engine.runner._outputs, graphs.replay
+    plan = engine.scheduler.plan
 
     def planned() -> Any:
         host[0] += 1e-6 * plan_us
@@ -296,7 +299,7 @@ def test_one_timed_event_a_step_knows_what_the_operations_know(
 
     device.timer = lambda: ModelledTimer(device)
     engine.scheduler.plan = planned  # type: ignore[method-assign]
-    with watching(engine, device.now_s, about=4) as idle_between:
+    with engine.instruments[Idle].watching(device.now_s, about=4) as idle_between:
         steps, _ = run(engine, load)
         full = full_steps(steps, load)
         begin, end = full[2].start_s, full[-2].start_s
@@ -304,8 +307,7 @@ def test_one_timed_event_a_step_knows_what_the_operations_know(
     assert share is not None
     assert share == pytest.approx(by_operations(begin, end), abs=0.01)
     assert (share > 0.5) if starves else (share < 0.01)
-    assert engine.runner._outputs is outputs
-    assert graphs.replay == replay
+    assert not any(vars(engine.points).values()), "nobody listens any more"
     assert idle_between(0.0, 0.0) is None, "nothing was launched then"
 
 

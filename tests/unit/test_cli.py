@@ -32,7 +32,7 @@ from polydraft.cli.prompts import Job
 from polydraft.cli.run import Run
 from polydraft.contracts import COMPOSITES, REGISTRY
 from polydraft.contracts.docs import render
-from polydraft.runtime.output import RequestOutput
+from polydraft.output.request_output import RequestOutput
 from polydraft.typewriter import ACCEPTED, Typewriter, figures
 from tests.support import tiny
 from tests.support.meddling import byte_checkpoint
@@ -347,10 +347,24 @@ def test_logprobs_as_a_table(generate: Callable[..., Result]):
 
 def test_explain_in_json(generate: Callable[..., Result]):
     config = generate(PROMPT, "--draft-tokens", "2", "--explain", "--json").json["config"]
+    assert config.pop("captured") == []
     decisions = {decision["name"]: decision for decision in config.pop("decisions")}
+    joined = {one["contracts"]: one for one in config.pop("joined")}
+    assert joined["residual_add+rms_norm"]["launches"]["greedy.target"] >= 1
+    assert {(one["by"], one["captured"]) for one in joined.values()} == {("reference", False)}
     assert {name: decision["chosen"] for name, decision in decisions.items()} == config
     assert (decisions["draft_tokens"]["asked"], decisions["proposer"]["asked"]) == (2, "auto")
     assert all(decision["reason"] for decision in decisions.values())
+
+
+def test_drafts_of_steps_and_graphs_are_told(generate: Callable[..., Result]):
+    graphs = ("--device", "queued", "--graph", "decode", "--max-num-seqs", "2")
+    answer = generate(PROMPT, "--draft-tokens", "2", *graphs, "--explain", "--json").json
+    assert answer["config"]["captured"] == [{"draft_tokens": 2, "buckets": [1, 2], "left_out": [], "graphs": 8, "bytes": 0}]
+    assert answer["totals"]["drafts_per_step"] == [0, 0, answer["totals"]["steps"]]
+    told = " ".join(generate(PROMPT, "--draft-tokens", "2", *graphs, "--explain").out.split())
+    assert "drafts captured left out graphs bytes" in told
+    assert "2 1, 2 none 8 not told" in told
 
 
 # -- generate: prompts ---------------------------------------------------------------------------------
@@ -581,6 +595,7 @@ def test_explained_text(generate: Callable[..., Result]):
     assert head.split() == ["decision", "asked", "chosen", "why"]
     assert any(row.split()[:3] == ["draft_tokens", "2", "2"] for row in rows)
     assert any(row.split()[:3] == ["proposer", "auto", "mtp"] for row in rows)
+    assert any(row.split()[:4] == ["residual_add+rms_norm", "reference", "8", "programs"] for row in rows)
     assert result.out.endswith("K = 2\n")
 
 
@@ -906,7 +921,7 @@ def test_doctor_shows_what_is_broken_or_missing(run: Callable[..., Result], inst
     assert found["away"]["contracts"]["implemented"] == ["embed"]
     assert re.search(r"^shattered  not available\n  reason +plugin 'shattered'", result.out, re.MULTILINE)
     assert re.search(r"^away \S+  not available\n  reason +there is no such chip; buy one$", result.out, re.MULTILINE)
-    assert re.search(r"^  contracts +1 of \d+, lacks update_slots, .*; 0 composites$", result.out, re.MULTILINE)
+    assert re.search(r"^  contracts +1 of \d+, lacks \w+, .*; 0 composites$", result.out, re.MULTILINE)
 
 
 PACK = """
@@ -982,10 +997,10 @@ def test_contracts(run: Callable[..., Result]):
 
 @pytest.mark.parametrize("profile", ["basic", "graph", "async", "full"])
 def test_contracts_of_a_profile(run: Callable[..., Result], profile: str):
-    from polydraft.conformance.outcomes import frozen_list
+    from polydraft.conformance.catalogue import must_own
 
     found = run("contracts", "--profile", profile, "--json").json["profile"]
-    assert found["own"] == [name for name in REGISTRY.names() if name in frozen_list("mustown", profile)]
+    assert found["own"] == list(must_own(profile))
     assert sorted(found["own"] + found["offered"] + found["optional"]) == sorted(REGISTRY.names())
     assert (found["how_many_own"] == "one or more") == (profile == "basic")
     if profile == "basic":

@@ -14,9 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polydraft.backend import CacheSpec
-from polydraft.contracts import COMPOSITES, REGISTRY, LinearV1, PagedAttentionV1, RmsNormV1
+from polydraft.contracts import COMPOSITES, REGISTRY
 from polydraft.contracts.harness import check_kernel
 from polydraft.contracts.inputs import generated
+from polydraft.contracts.kernels.linear import LinearV1
+from polydraft.contracts.kernels.paged_attention import PagedAttentionV1
+from polydraft.contracts.kernels.rms_norm import RmsNormV1
 from tests.support.cpu import LEVELS, bound, loaded, needs_kernels, opened
 
 pytestmark = needs_kernels

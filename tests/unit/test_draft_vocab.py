@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from polydraft.contracts.spread_logits import NO_PLACE
+from polydraft.contracts.kernels.spread_logits import NO_PLACE
 from polydraft.draft_vocab import places_of, read
 from polydraft.errors import ConfigError
 from polydraft.models.tokenizer import Tokenizer

@@ -15,7 +15,7 @@ from polydraft.models import (
     Checkpoint,
     Family,
     FamilyRegistry,
-    FeedForward,
+    GatedMlp,
     ModelDescription,
     Mtp,
     MtpLayout,
@@ -58,7 +58,7 @@ def refusal(directory: Path, kind: type[PolydraftError], config: dict[str, Any],
 def test_mimo(tmp_path: Path) -> None:
     block = Block(
         Attention(num_heads=4, num_kv_heads=2, head_dim=6, rope=Rope(6, 10000.0, "half"), qkv_bias=True),
-        FeedForward(24),
+        GatedMlp(24),
     )
     assert described(tmp_path / "a-model", TINY_MIMO) == ModelDescription(
         name="a-model",
@@ -69,7 +69,7 @@ def test_mimo(tmp_path: Path) -> None:
         blocks=(block, block),
         max_model_len=128,
         eos_token_ids=(0,),
-        mtp=Mtp(block, order="hidden_first", feed="pre", final_norm="own", recycle="pre", mask_first_position=False),
+        mtp=Mtp((block,), order="hidden_first", feed="pre", final_norm="own", recycle="pre", mask_first_position=False),
     )
 
 
@@ -82,11 +82,10 @@ def test_qwen2_is_mimo_without_drafts(tmp_path: Path) -> None:
 
 def test_qwen3_norms_queries_and_keys(tmp_path: Path) -> None:
     description = described(tmp_path, {**LLAMA, "architectures": ["Qwen3ForCausalLM"]})
-    attention = description.blocks[1].attention
+    attention: Any = description.blocks[1].mixer
     assert (attention.qk_norm, attention.qkv_bias, attention.output_bias) == (True, False, False)
     table = describe(tmp_path)[1]
     assert [part.shape for part in table.parts["layers.1.q_norm"] + table.parts["layers.1.k_norm"]] == [(6,), (6,)]
-    assert description.unsupported() == ()
 
 
 @pytest.mark.parametrize("attention_bias", [False, True])
@@ -94,8 +93,8 @@ def test_qwen3_norms_queries_and_keys(tmp_path: Path) -> None:
 def test_llama_biases(tmp_path: Path, attention_bias: bool, mlp_bias: bool) -> None:
     config = {**LLAMA, "attention_bias": attention_bias, "mlp_bias": mlp_bias}
     description = described(tmp_path, config)
-    block = description.blocks[0]
-    assert (block.attention.qkv_bias, block.attention.output_bias) == (attention_bias, attention_bias)
+    block: Any = description.blocks[0]
+    assert (block.mixer.qkv_bias, block.mixer.output_bias) == (attention_bias, attention_bias)
     assert block.feed_forward.bias == mlp_bias
     biases = {key for key in describe(tmp_path)[1].parts if key.endswith("_bias") and key.startswith("layers.0.")}
     assert biases == {
@@ -104,8 +103,6 @@ def test_llama_biases(tmp_path: Path, attention_bias: bool, mlp_bias: bool) -> N
         if present
         for name in [f"{name}_bias"]
     }
-    reasons = " ".join(description.unsupported())
-    assert ("output projection" in reasons, "feed-forward" in reasons) == (attention_bias, mlp_bias)
 
 
 def test_defaults_where_a_key_is_absent_or_null(tmp_path: Path) -> None:
@@ -113,7 +110,7 @@ def test_defaults_where_a_key_is_absent_or_null(tmp_path: Path) -> None:
     config |= {"num_key_value_heads": None, "hidden_act": None, "rope_scaling": None, "tie_word_embeddings": None}
     shapes = {**config, "head_dim": 4, "num_key_value_heads": 4}
     description = describe(write_checkpoint(tmp_path, config, random_tensors(shapes)))[0]
-    attention = description.blocks[0].attention
+    attention: Any = description.blocks[0].mixer
     assert (attention.num_kv_heads, attention.head_dim, attention.rope) == (4, 4, Rope(4, 10000.0, "half"))
     assert (description.eos_token_ids, description.bos_token_id, description.tie_embeddings) == ((), None, False)
 
@@ -126,7 +123,8 @@ def test_rotary_base_in_every_spelling(tmp_path: Path, spelling: str) -> None:
         "rope_parameters": {"rope_parameters": {"rope_type": "default", "rope_theta": 640000.0}},
         "rope_scaling and rope_theta": {"rope_theta": 640000, "rope_scaling": {"type": "default"}},
     }
-    assert described(tmp_path, config | spellings[spelling]).blocks[0].attention.rope.theta == 640000.0
+    attention: Any = described(tmp_path, config | spellings[spelling]).blocks[0].mixer
+    assert attention.rope.theta == 640000.0
 
 
 @pytest.mark.parametrize(("dtype", "name"), [("F32", "float32"), ("F16", "float16"), ("BF16", "bfloat16")])
@@ -190,9 +188,8 @@ def test_the_newer_spelling_of_the_count(tmp_path: Path) -> None:
 def test_several_mtp_layers_are_described_and_refused_by_name(tmp_path: Path) -> None:
     description = described(tmp_path, {**TINY_MIMO, "num_nextn_predict_layers": 3})
     assert description.mtp is not None
-    assert description.mtp.num_layers == 3
+    assert list(description.mtp.layers) == ["mtp.0", "mtp.1", "mtp.2"]
     assert "3 distinct MTP layers" in description.mtp.unsupported()[0]
-    assert description.unsupported() == ()
     assert sum(name.startswith("mtp.2.") for name in describe(tmp_path)[1].parts) == 11
 
 
@@ -272,14 +269,6 @@ def test_sliding_window_that_is_not_in_use(tmp_path: Path, change: dict[str, Any
     assert described(tmp_path, {**TINY_MIMO, **change}).num_layers == 2
 
 
-def test_reserved_kinds_are_reasons() -> None:
-    attention = Attention(num_heads=1, num_kv_heads=1, head_dim=2, rope=Rope(2, 1e4), kind="mla")
-    block = Block(attention, FeedForward(4, kind="moe"))
-    assert [reason.split()[0] for reason in block.unsupported()] == ["mla", "moe"]
-    mtp = Mtp(block, "hidden_first", "pre", "own", "pre")
-    assert mtp.unsupported() == block.unsupported()
-
-
 # --- plugins ----------------------------------------------------------------------------------------------------------
 
 
@@ -313,7 +302,7 @@ def test_plugin_family_is_data(tmp_path: Path) -> None:
     registry = FamilyRegistry()
     registry.register(renamed_family(), plugin="other")
     description, table = describe(tmp_path, registry)
-    assert description.mtp == Mtp(description.blocks[0], "embedding_first", "post", "target", "post", mask_first_position=True)
+    assert description.mtp == Mtp(description.blocks[:1], "embedding_first", "post", "target", "post", mask_first_position=True)
     assert description.norm_plus_one
     with Checkpoint(tmp_path) as checkpoint:
         weights = load_weights(checkpoint, description, table)

@@ -18,7 +18,7 @@ from polydraft.plugins import Plugins
 from polydraft.proposers.none import NoProposer
 from polydraft.runtime.plan import StepOutcome, StepPlan
 from tests.support import tiny
-from tests.support.plugin_doubles import backend, pack_kernels, plugin
+from tests.support.plugin_doubles import backend, pack_kernels
 
 MODEL = str(tiny.checkpoint("narrow"))
 PROMPTS = [[3, 5, 7], [11, 2]]
@@ -138,7 +138,7 @@ def test_polydraft_open_device():
     calls: list[Call] = []
     llm = engine(calls, device="cpu", invariant=True, block_size=8)
     (arguments,) = given(calls, "polydraft_open_device")
-    assert arguments == {"spec": "cpu", "options": DeviceOptions(dtype="f32", row_invariant=True, block_size=8)}
+    assert arguments == {"spec": "cpu", "options": DeviceOptions(dtype="f32", row_invariant=True)}
     assert llm.engine.device.spec == "cpu"
     assert llm.engine.device.row_invariant  # type: ignore[attr-defined]
 
@@ -179,20 +179,17 @@ def test_polydraft_init_forward_meta():
     assert all(p["limits"] == llm.engine.resolved.limits and p["device"] is llm.engine.device for p in passes)
     generate(llm)
     first = steps[:4]
-    assert [(s.role, s.pass_index) for s in first] == [("target", 0), ("draft", 0), ("draft", 1), ("draft", 2)]
-    assert {(s.has_prefill, s.moe_phase) for s in first} == {(True, "prefill")}
+    assert [s.pass_index for s in first] == [0, 0, 1, 2]
+    assert {s.has_prefill for s in first} == {True}
     assert [s.launch_rows for s in first] == [5, 5, 2, 2]
     assert {s.real_slots for s in steps} <= {1, 2}
-    assert steps[-1].moe_phase == "decode"
-    assert {s.row_order for s in steps} == {"slot"}
+    assert not steps[-1].has_prefill
 
 
 @pytest.mark.parametrize("row_order", ["slot", "prefill_first", "seeded"])
-def test_forward_meta_is_told_the_row_order_that_the_backend_declared(row_order: str):
-    steps: list[StepMeta] = []
-    double = backend(changes={"row_order": row_order}, polydraft_init_forward_meta=noting_fills(steps))
+def test_text_does_not_depend_on_the_row_order_that_the_backend_declared(row_order: str):
+    double = backend(changes={"row_order": row_order})
     assert generate(LLM(model=MODEL, backend="reference", plugin=double)) == generate(LLM(model=MODEL, backend="reference"))
-    assert {step.row_order for step in steps} == {row_order}
 
 
 def test_polydraft_off_device():
@@ -219,7 +216,7 @@ def test_polydraft_proposers(tmp_path: Path):
     path = tmp_path / "shy.py"
     path.write_text(
         "from polydraft import hookimpl\nfrom polydraft.proposers.none import NoProposer\n"
-        "@hookimpl\ndef polydraft_proposers(register):\n    register('shy', NoProposer)\n"
+        "@hookimpl\ndef polydraft_proposers():\n    return [('shy', NoProposer)]\n"
     )
     llm = LLM(model=MODEL, backend="reference", plugins=(str(path),), proposer="shy", draft_tokens=2)
     assert isinstance(llm.engine.runner.proposer, NoProposer)
@@ -228,7 +225,7 @@ def test_polydraft_proposers(tmp_path: Path):
 
 
 def test_proposer_whose_name_is_taken_names_both_plugins():
-    taken = backend("chip", polydraft_proposers=lambda register: register("mtp", NoProposer))
+    taken = backend("chip", polydraft_proposers=lambda: [("mtp", NoProposer)])
     with pytest.raises(ConfigError, match="proposer 'mtp' is registered by polydraft and by chip; rename one"):
         LLM(model=MODEL, backend="reference", plugin=taken)
 
@@ -238,9 +235,19 @@ def test_polydraft_models():
     with pytest.raises(CheckpointError, match="TinyShared"):
         LLM(model=str(path), backend="reference")
     assert LLM(model=str(path), backend="reference", plugins=tiny.PLUGINS).engine.model.architecture == "TinyShared"
-    taken = backend("chip", polydraft_models=lambda register: register(Family(architecture="MiMoForCausalLM")))
+    taken = backend("chip", polydraft_models=lambda: [Family(architecture="MiMoForCausalLM")])
     with pytest.raises(PluginError, match="plugin chip registers model family MiMoForCausalLM"):
         LLM(model=MODEL, backend="reference", plugin=taken)
+
+
+def test_polydraft_parameters():
+    double = backend("chip", polydraft_parameters=lambda: ["mine"])
+    assert Plugins.load(double).gather("polydraft_parameters") == [("chip", "mine")]
+
+
+def test_polydraft_instruments():
+    double = backend("chip", polydraft_instruments=lambda: ["watch"])
+    assert Plugins.load(double).gather("polydraft_instruments") == [("chip", "watch")]
 
 
 def test_polydraft_step_observers():
@@ -277,7 +284,132 @@ def test_observers_stand_in_the_order_of_their_plugins(tmp_path: Path):
     assert [type(observer).__module__.rpartition("_")[2] for observer in observers] == ["beta", "alpha"]
 
 
-def test_no_other_plugin_answers_for_the_backend():
-    loaded = Plugins.load(backend("chip"))
-    loaded.manager.register(plugin("intruder", polydraft_open_device=lambda spec, options: "mine"), "intruder")
-    assert loaded.open_device("", DeviceOptions()).spec == "cpu"
+# -- pluggy's own ------------------------------------------------------------------------------------
+HEAD = "from polydraft import hookimpl\n"
+
+
+def with_files(tmp_path: Path, sources: dict[str, str], **hooks: Any) -> Plugins:
+    """A double of a backend with plugins from files, by name."""
+    for name, source in sources.items():
+        (tmp_path / f"{name}.py").write_text(HEAD + source)
+    return Plugins.load(backend("chip", **hooks), files=[str(tmp_path / f"{name}.py") for name in sources])
+
+
+def test_manager_holds_what_was_named_and_nothing_else(tmp_path: Path):
+    source = "@hookimpl\ndef polydraft_models():\n    return ()\n"
+    manager = with_files(tmp_path, {"one": source, "two": source}).manager
+    assert {name for name, _ in manager.list_name_plugin()} == {"extension one", "extension two", "backend chip"}
+    assert [one.name for one in manager.answering("polydraft_models")] == ["one", "two"]
+    assert [one.name for one in manager.answering("polydraft_open_device")] == ["chip"]
+
+
+def test_plugin_may_wrap_what_the_backend_answers(tmp_path: Path):
+    opening = (
+        "@hookimpl(wrapper=True)\ndef polydraft_open_device(spec):\n"
+        "    asked.append(spec)\n    device = yield\n    asked.append(device)\n    return device\nasked = []\n"
+    )
+    who = (
+        "import dataclasses\n@hookimpl(wrapper=True, specname='polydraft_backend_info')\ndef told():\n"
+        "    info = yield\n    return dataclasses.replace(info, summary='seen by a wrapper')\n"
+    )
+    plugins = with_files(tmp_path, {"log": opening, "who": who})
+    device = plugins.open_device("cpu", DeviceOptions())
+    asked: Any = plugins.extensions[0].plugin
+    assert asked.asked == ["cpu", device]
+    assert plugins.info().summary == plugins.info_on("").summary == "seen by a wrapper"
+    assert plugins.info().name == "chip"
+
+
+def test_engine_with_wrappers_writes_the_same(tmp_path: Path):
+    path = tmp_path / "log.py"
+    path.write_text(
+        HEAD + "seen = []\n" + "".join(
+            f"@hookimpl(wrapper=True)\ndef {hook}():\n    answer = yield\n    seen.append({hook!r})\n    return answer\n"
+            for hook in ("polydraft_open_device", "polydraft_kernels", "polydraft_init_forward_meta", "polydraft_models")
+        )
+    )  # fmt: skip
+    llm = LLM(model=MODEL, backend="reference", plugins=(str(path),))
+    assert generate(llm) == generate(LLM(model=MODEL, backend="reference"))
+    module: Any = llm.engine.plugins.extensions[0].plugin
+    assert module.seen == [
+        "polydraft_models", "polydraft_open_device", "polydraft_kernels", *["polydraft_init_forward_meta"] * 3
+    ]  # fmt: skip
+
+
+WRONG_WRAPPERS = {
+    "forgets to return": ("yield", "polydraft_open_device returned None, wanted a Device; return it"),
+    "returns something else": ("yield\n    return 7", "polydraft_open_device returned an int, wanted a Device"),
+    "fails before": ("1 / 0\n    yield", "polydraft_open_device raised ZeroDivisionError"),
+    "fails behind": ("yield\n    1 / 0", "polydraft_open_device raised ZeroDivisionError"),
+    "does not yield": ("if spec:\n        yield", "polydraft_open_device has wrapper=True and did not yield"),
+    "yields twice": ("yield\n    yield", "polydraft_open_device has wrapper=True and yielded twice"),
+}
+
+
+@pytest.mark.parametrize(("body", "message"), WRONG_WRAPPERS.values(), ids=list(WRONG_WRAPPERS))
+def test_wrong_wrapper_is_named_and_not_the_backend(tmp_path: Path, body: str, message: str):
+    source = f"@hookimpl(wrapper=True)\ndef polydraft_open_device(spec):\n    {body}\n"
+    with pytest.raises(PluginError, match=f"plugin 'log': {message}"):
+        with_files(tmp_path, {"log": source}).open_device("", DeviceOptions())
+
+
+def test_error_below_a_wrapper_is_the_backends(tmp_path: Path):
+    def polydraft_open_device(spec: str) -> Any:
+        raise KeyError("driver")
+
+    source = "@hookimpl(wrapper=True)\ndef polydraft_open_device():\n    return (yield)\n"
+    plugins = with_files(tmp_path, {"log": source}, polydraft_open_device=polydraft_open_device)
+    with pytest.raises(PluginError, match="plugin 'chip': polydraft_open_device raised KeyError"):
+        plugins.open_device("", DeviceOptions())
+
+
+def items(source: str) -> str:
+    return f"def polydraft_parameters():\n    return [{source}]\n"
+
+
+def test_order_of_plugins_and_what_may_change_it(tmp_path: Path):
+    def polydraft_parameters() -> list[str]:
+        return ["chip"]
+
+    sources = {
+        "last": "@hookimpl(trylast=True)\n" + items("'last'"),
+        "one": "@hookimpl\n" + items("'one', 1"),
+        "two": "@hookimpl\n" + items("'two'"),
+        "first": "@hookimpl(tryfirst=True)\n" + items("'first'"),
+    }
+    gathered = with_files(tmp_path, sources, polydraft_parameters=polydraft_parameters).gather("polydraft_parameters")
+    assert gathered == [("first", "first"), ("one", "one"), ("one", 1), ("two", "two"), ("chip", "chip"), ("last", "last")]
+
+
+def test_wrapper_of_a_hook_that_many_answer(tmp_path: Path):
+    replace = (
+        "@hookimpl(wrapper=True)\ndef polydraft_parameters():\n"
+        "    answers = yield\n    return [[f'my {item}' for item in answer] for answer in answers]\n"
+    )
+    sources = {"one": "@hookimpl\n" + items("'a'"), "two": "@hookimpl\n" + items("'b'"), "mine": replace}
+    assert with_files(tmp_path, sources).gather("polydraft_parameters") == [("one", "my a"), ("two", "my b")]
+    more = replace.replace("for answer in answers]", "for answer in (*answers, ())]")
+    with pytest.raises(PluginError, match="plugin 'mine': polydraft_parameters made 3 answers of the 2 that it wraps; replace"):
+        with_files(tmp_path, {**sources, "mine": more}).gather("polydraft_parameters")
+
+
+def test_nothing_is_said_with_an_empty_tuple(tmp_path: Path):
+    assert with_files(tmp_path, {"mute": "@hookimpl\ndef polydraft_instruments():\n    return ()\n"}).gather(
+        "polydraft_instruments"
+    ) == []  # fmt: skip
+    with pytest.raises(PluginError, match="plugin 'mute': polydraft_instruments returned None, wanted an Iterable; return it"):
+        with_files(tmp_path, {"mute": "@hookimpl\ndef polydraft_instruments(): ...\n"}).gather("polydraft_instruments")
+
+
+def test_kernels_go_by_the_order_of_packs_and_not_of_calls(tmp_path: Path):
+    kernels = (
+        "from tests.support.plugin_doubles import pack_kernels\npolydraft_kernels = hookimpl{}(pack_kernels({!r}, 'swiglu'))\n"
+    )
+    for name, options in (("one", "(trylast=True)"), ("two", "(tryfirst=True)")):
+        (tmp_path / f"{name}.py").write_text(HEAD + kernels.format(options, name))
+    files = [str(tmp_path / f"{name}.py") for name in ("one", "two")]
+    plugins = Plugins.load("reference", packs=("one", "two"), files=files)
+    assert [one.name for one in plugins.manager.answering("polydraft_kernels")] == ["two", "reference", "one"]
+    table = plugins.kernels(plugins.open_device("", DeviceOptions()))
+    assert [(one.contract, one.pack) for one in table.overrides] == [("swiglu", "one")]
+    assert [(one.contract, one.owner, one.by) for one in table.shadowed if one.owner == "two"] == [("swiglu", "two", "one")]

@@ -21,7 +21,7 @@ MODULES = sorted(CORE.rglob("*.py"))
 # tensor framework and no vendor's package is among them. A room that has an extra of its own adds a line to ROOMS.
 DEPENDENCIES = frozenset({"numpy", "pluggy", "tokenizers", "jinja2", "rich", "click"})
 ROOMS: dict[str, frozenset[str]] = {
-    "polydraft/trace_view.py": frozenset({"matplotlib"}),  # imported only to draw a PNG
+    "polydraft/instruments/trace_view.py": frozenset({"matplotlib"}),  # imported only to draw a PNG
     "polydraft/conformance/vendor.py": frozenset({"pytest"}),  # the base of a test class
     "polydraft/runtime/constraints.py": frozenset({"llguidance"}),  # the extra `grammar`; imported where a grammar is asked for
     "polydraft/serving": frozenset({"starlette", "uvicorn", "msgspec", "zmq", "prometheus_client"}),  # the extra `serve`

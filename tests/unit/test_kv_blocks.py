@@ -26,11 +26,13 @@ def ids(*values: int) -> Any:
 
 def test_blocks_are_granted_in_order_of_position_and_reported():
     book = ledger()
-    assert book.grant(ids(2, 0), ids(2, 1)).tolist() == [[2, 0, 0], [2, 1, 1], [0, 0, 2]]
-    assert book.grant(ids(2), ids(1)).tolist() == [[2, 2, 3]]
+    both, more = book.grant(ids(2, 0), ids(2, 1)), book.grant(ids(2), ids(1))
+    assert [part.tolist() for part in both] == [[2, 0], [0, 0], [2, 1], [0, 1, 2]]
+    assert [part.tolist() for part in more] == [[2], [2], [1], [3]]
     assert book.table.tolist() == [[2, -1, -1, -1, -1], [-1] * 5, [0, 1, 3, -1, -1]]
-    assert book.grant(ids(0), ids(0)).shape == (0, 3)
-    assert book.grant(ids(1), ids(1)).dtype == np.int32
+    assert book.granted(2).tolist() == [0, 1, 3]
+    assert [len(part) for part in book.grant(ids(0), ids(0))] == [0] * 4
+    assert book.grant(ids(1), ids(1)).blocks.dtype == np.int32
     book.audit()
 
 
@@ -113,7 +115,8 @@ def test_shared_blocks_outlive_the_first_holder_and_are_evicted_only_for_room():
     remembered(book, 0, tokens, 4)
     shared = book.match(tokens, 2)
     assert book.room_beside(shared) == 4
-    assert book.adopt(1, shared, tokens).tolist() == [[1, 0, shared[0]], [1, 1, shared[1]]]
+    book.adopt(1, shared, tokens)
+    assert book.granted(1).tolist() == shared
     book.audit()
     book.release(0)
     book.audit()
@@ -142,7 +145,7 @@ def test_idle_block_that_is_shared_again_is_held_and_not_evicted():
     book.adopt(1, shared, tokens)
     book.audit()
     assert (book.num_free, book.num_hits) == (4, 6)
-    assert not set(shared) & set(book.grant(ids(2), ids(4))[:, 2].tolist())
+    assert not set(shared) & set(book.grant(ids(2), ids(4)).blocks.tolist())
     book.audit()
 
 
@@ -236,10 +239,11 @@ class Ledger(RuleBasedStateMachine):
             assert self.rows[block] == tuple(tokens[: (index + 1) * SIZE + 1]), "a shared block holds another text's rows"
         if need > self.book.room_beside(shared):
             return
-        updates = [self.book.adopt(slot, shared, known), self.book.grant(ids(slot), ids(need))]
-        granted = np.concatenate(updates)
-        assert granted[:, 1].tolist() == list(range(len(granted)))
-        assert granted[:, 2].tolist() == self.book.table[slot, : len(granted)].tolist()
+        self.book.adopt(slot, shared, known)
+        grant = self.book.grant(ids(slot), ids(need))
+        granted = self.book.granted(slot).tolist()
+        assert granted == [*shared, *grant.blocks.tolist()]
+        assert granted == self.book.table[slot, : len(granted)].tolist()
         self.texts[slot], self.committed[slot] = known, len(shared) * SIZE
 
     @precondition(lambda self: self.texts)

@@ -1,6 +1,6 @@
 """The oracle itself: its rounds on a scripted model worked out by hand, and its figures on the demo model."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from types import SimpleNamespace
 from typing import Any, cast
@@ -22,9 +22,8 @@ class Scripted:
 
     def __init__(self, wrong: Sequence[int] = (), max_model_len: int = 100) -> None:
         self.wrong = frozenset(wrong)
-        self.description = SimpleNamespace(max_model_len=max_model_len, mtp=object())
+        self.description = SimpleNamespace(max_model_len=max_model_len, mtp=object(), blocks=[object()] * 8)
         self.texts: dict[tuple[int, ...], Any] = {}
-        self.asked: list[tuple[int, int]] = []
 
     def target_states(self, token_ids: Sequence[int]) -> Any:
         return np.arange(len(token_ids))[:, None]
@@ -37,10 +36,14 @@ class Scripted:
         return logits
 
     def draft(self, token_ids: Sequence[int], states: Any, num_drafts: int) -> tuple[list[int], None]:
+        return [token for token, _ in self.drafting(token_ids, states, num_drafts)], None
+
+    def drafting(self, token_ids: Sequence[int], states: Any, num_drafts: int) -> Iterator[tuple[int, Any]]:
         assert len(states) == len(token_ids) - 1
-        self.asked.append((len(token_ids), num_drafts))
-        truth = [TEXT[(len(token_ids) + k) % len(TEXT)] for k in range(num_drafts)]
-        return [0 if token in self.wrong else token for token in truth], None
+        for k in range(num_drafts):
+            token = TEXT[(len(token_ids) + k) % len(TEXT)]
+            said = 0 if token in self.wrong else token
+            yield said, 2.0 * (np.arange(V) == said)
 
 
 def play(K: int, max_new: int, eos: Sequence[int] = (), **script: Any) -> tuple[list[int], list[int]]:

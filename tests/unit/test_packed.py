@@ -19,7 +19,7 @@ from polydraft.contracts.layout import MAX_COLUMNS, LogprobHeader, Snapshot, rec
 from polydraft.errors import RecordError
 from polydraft.reference.logprobs import KERNELS
 from polydraft.reference.state_kernels import KERNELS as STATE_KERNELS
-from polydraft.runtime.packed import LogprobBlock, Snapshots, Wanted, decode_logprobs, pack_word, unpack_word
+from polydraft.runtime.packed import Snapshots, Wanted, decode_logprobs, pack_word, unpack_word
 from polydraft.sentinels import NO_TOKEN
 
 VOCAB = 50
@@ -78,7 +78,7 @@ class Packed:
             "flag": flag, "columns": self.columns, "width": width, "most": size, "max_seqs": size, "vocab": VOCAB,
         }  # fmt: skip
 
-    def decode(self, **changes: Any) -> LogprobBlock:
+    def decode(self, **changes: Any) -> Any:
         return decode_logprobs(self.a.record, Wanted(**{**self.read, **changes}))
 
 
@@ -90,15 +90,15 @@ def test_a_record_comes_back(seed: int, size: int, width: int, columns: int, fla
     """Nothing bounds sequences, tokens or columns but the buffers: the record has exactly what was asked for."""
     p = Packed(seed, size=size, width=width, columns=columns, flag=flag)
     block = p.decode()
-    assert block.slots.tolist() == p.order[p.wanting].tolist()
-    assert block.extra.tolist() == p.a.extra[p.wanting].tolist()
-    np.testing.assert_array_equal(block.ranks, p.a.ranks[p.wanting])
-    np.testing.assert_array_equal(block.ids, p.a.ids[p.wanting][..., : p.columns])
-    np.testing.assert_array_equal(block.logprobs, p.a.logprobs[p.wanting][..., : p.columns])
+    assert block["slot"].tolist() == p.order[p.wanting].tolist()
+    assert block["extra"].tolist() == p.a.extra[p.wanting].tolist()
+    np.testing.assert_array_equal(block["rows"]["rank"], p.a.ranks[p.wanting])
+    np.testing.assert_array_equal(block["rows"]["ids"], p.a.ids[p.wanting][..., : p.columns])
+    np.testing.assert_array_equal(block["rows"]["logprobs"], p.a.logprobs[p.wanting][..., : p.columns])
     for entry, i in enumerate(p.wanting):
         drafted = max(int(p.a.extra[i]), 0)
-        assert block.drafts[entry].tolist() == [*p.a.drafts[p.order[i], :drafted], *[NO_TOKEN] * (width - drafted)]
-        np.testing.assert_array_equal(block.draft_logprobs[entry, :drafted], p.a.draft_logprobs[p.order[i], :drafted])
+        assert block["rows"]["draft"][entry].tolist() == [*p.a.drafts[p.order[i], :drafted], *[NO_TOKEN] * (width - drafted)]
+        np.testing.assert_array_equal(block["rows"]["draft_logprob"][entry, :drafted], p.a.draft_logprobs[p.order[i], :drafted])
     untouched = p.a.record[record_words(len(p.wanting), width, p.columns) :]
     assert (untouched == 0x5A5A5A5A).all(), "the kernel wrote behind its record"
 
@@ -109,15 +109,15 @@ def test_the_most_columns_that_a_record_can_have() -> None:
     p.a.ids[:] = 7
     KERNELS["pack_logprobs"](p.a, None)(1)  # type: ignore[arg-type]
     block = p.decode(columns=MAX_COLUMNS)
-    assert block.ids.shape == (1, 1, MAX_COLUMNS)
-    assert (block.ids == 7).all()
+    assert block["rows"]["ids"].shape == (1, 1, MAX_COLUMNS)
+    assert (block["rows"]["ids"] == 7).all()
 
 
 @pytest.mark.parametrize("size", [256, 257, 512, 513])
 def test_no_batch_is_cut(size: int) -> None:
     """The fixed records that this one replaces ended at 256 and 512 slots."""
     p = Packed(2, size=size, columns=2)
-    assert len(p.decode().slots) == len(p.wanting) > size // 2
+    assert len(p.decode()["slot"]) == len(p.wanting) > size // 2
 
 
 @given(seed=st.integers(0, 50), word=st.sampled_from(list(LogprobHeader)), bit=st.integers(0, 31))
@@ -139,11 +139,11 @@ def test_a_damaged_body_is_refused_or_within_bounds(seed: int, place: int, value
         block = p.decode()
     except RecordError:
         return
-    assert ((block.slots >= 0) & (block.slots < 5)).all()
-    assert ((block.ids >= NO_TOKEN) & (block.ids < VOCAB)).all()
-    assert ((block.ranks >= 0) & (block.ranks <= VOCAB)).all()
-    assert (block.logprobs <= 1e-3).all()
-    assert (block.draft_logprobs <= 1e-3).all()
+    assert ((block["slot"] >= 0) & (block["slot"] < 5)).all()
+    assert ((block["rows"]["ids"] >= NO_TOKEN) & (block["rows"]["ids"] < VOCAB)).all()
+    assert ((block["rows"]["rank"] >= 0) & (block["rows"]["rank"] <= VOCAB)).all()
+    assert (block["rows"]["logprobs"] <= 1e-3).all()
+    assert (block["rows"]["draft_logprob"] <= 1e-3).all()
 
 
 @pytest.mark.parametrize(
@@ -186,7 +186,7 @@ def test_minus_infinity_is_a_log_probability() -> None:
     p = Packed(7)
     p.a.logprobs[p.wanting[0], 0, 0] = -np.inf
     KERNELS["pack_logprobs"](p.a, None)(5)  # type: ignore[arg-type]
-    assert p.decode().logprobs[0, 0, 0] == -np.inf
+    assert p.decode()["rows"]["logprobs"][0, 0, 0] == -np.inf
 
 
 # -- snapshots ----------------------------------------------------------------------------------------------------------
@@ -290,6 +290,6 @@ def test_a_record_of_more_entries_than_asked_for_is_refused(seed: int, size: int
     p = Packed(seed, size=size)
     if not p.wanting:
         return
-    assert len(p.decode(most=len(p.wanting)).slots) == len(p.wanting)
+    assert len(p.decode(most=len(p.wanting))) == len(p.wanting)
     with pytest.raises(RecordError, match="wanted at most"):
         p.decode(most=len(p.wanting) - 1)

@@ -13,7 +13,8 @@ import pytest
 from polydraft import LLM, SamplingParams, plugin_loading, reference
 from polydraft.backend import DeviceOptions
 from polydraft.errors import PluginError
-from polydraft.plugins import BACKENDS, KERNELS, Loaded, Plugins, find, survey
+from polydraft.plugin_checks import BACKEND, PACK
+from polydraft.plugins import Loaded, Plugins, find, survey
 from tests.support import tiny
 from tests.support.minimal_backend import __file__ as MINIMAL
 from tests.support.plugin_doubles import Packages, Tagged, backend, pack_source, plugin
@@ -58,7 +59,7 @@ def generate(**options: Any) -> list[tuple[int, ...]]:
 def test_reference_is_an_ordinary_entry_point():
     loaded = Plugins.load("reference")
     assert loaded.backend.plugin is reference
-    assert loaded.backend_name == loaded.info().name == "reference"
+    assert loaded.backend.name == loaded.info().name == "reference"
     assert loaded.report() == [
         {
             "name": "reference",
@@ -91,8 +92,8 @@ def test_installed_but_unselected_plugins_change_nothing(packages: Packages, see
     packages.install("broken_extension", IMPORTS + "raise RuntimeError('boom')", extensions="extra = broken_extension")
     packages.install("twin_a", IMPORTS, backends="twin = twin_a")
     packages.install("twin_b", IMPORTS, backends="twin = twin_b")
-    assert {"broken", "twin", "reference"} <= set(find(BACKENDS))
-    assert "fast" in find(KERNELS)
+    assert {"broken", "twin", "reference"} <= set(find(BACKEND.group))
+    assert "fast" in find(PACK.group)
     assert generate() == before
     assert Plugins.load("reference").digests == digests
     assert seen == []
@@ -112,9 +113,7 @@ def test_entry_point_must_carry_the_name_of_its_backend(packages: Packages):
 
 
 def test_packaged_plugins_are_checked_like_any_other(packages: Packages):
-    packages.install(
-        "half", "from polydraft import hookimpl\n@hookimpl\ndef polydraft_models(register): ...\n", backends="half = half"
-    )
+    packages.install("half", "from polydraft import hookimpl\n@hookimpl\ndef polydraft_models(): ...\n", backends="half = half")
     with pytest.raises(PluginError, match="backend plugin 'half' lacks the hook polydraft_backend_info and"):
         Plugins.load("half")
     packages.install("later", pack_source("later", "embed").replace("*('embed',)", "'embed', version=2"), kernels="later = later")
@@ -154,7 +153,7 @@ def test_order_of_installation_does_not_matter(packages: Packages, monkeypatch: 
         plugins = Plugins.load("reference", packs=("b", "a"))
         assert owners(plugins) == {"rms_norm": "a", "swiglu": "b", "embed": "b"}
         table = plugins.kernels(plugins.open_device("", DeviceOptions()))
-        seen.add((tuple(table.providers), str(table.report()), str(plugins.report()), tuple(find(KERNELS))))
+        seen.add((tuple(table.providers), str(table.report()), str(plugins.report()), tuple(find(PACK.group))))
     assert len(seen) == 1
 
 
@@ -200,7 +199,10 @@ def test_file_called_like_a_module_takes_nothings_place(tmp_path: Path):
     assert sys.modules["json"] is json
 
 
-def test_file_is_read_afresh_by_the_next_engine(tmp_path: Path):
+def test_file_is_read_afresh_by_the_next_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Also where Python keeps byte code, which it believes in as long as a file's length and the second of its change are the
+    same, as they are here."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
     path = tmp_path / "edited.py"
     path.write_text(pack_source("first", "embed"))
     first = Plugins.load("reference", files=(str(path),))
@@ -212,7 +214,7 @@ def test_file_is_read_afresh_by_the_next_engine(tmp_path: Path):
 
 
 def test_module_and_installed_extension_by_name(packages: Packages):
-    source = "from polydraft import hookimpl\n@hookimpl\ndef polydraft_proposers(register):\n    register('guess', object)\n"
+    source = "from polydraft import hookimpl\n@hookimpl\ndef polydraft_proposers():\n    return [('guess', object)]\n"
     packages.install("plain_module", source)
     packages.install("behind", source, extensions="shown = behind")
     by_module, by_entry = (Plugins.load("reference", files=(name,)).extensions[0] for name in ("plain_module", "shown"))
@@ -254,7 +256,7 @@ def test_pack_named_twice(packages: Packages, packs: tuple[str, ...]):
 # -- plugin objects, digests -----------------------------------------------------------------------------
 def test_backend_object_is_called_as_it_calls_itself():
     loaded = Plugins.load(backend("my own"))
-    assert (loaded.backend_name, loaded.digests) == ("my own", {"my own": "unknown"})
+    assert (loaded.backend.name, loaded.digests) == ("my own", {"my own": "unknown"})
 
 
 def test_two_engines_share_no_manager():

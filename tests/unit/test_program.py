@@ -2,20 +2,22 @@
 
 import dataclasses
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
 from polydraft import LLM, SamplingParams
+from polydraft.backend import StepMeta
 from polydraft.contracts import COMPOSITES, REGISTRY
-from polydraft.contracts.base import UNITS, Args, Limits, Unit, tensor
+from polydraft.contracts.base import UNITS, Args, Limits, Unit, columns, opaque, param, tensor
 from polydraft.contracts.composite import Composite, CompositeArgs
-from polydraft.contracts.rms_norm import RmsNormV1
+from polydraft.contracts.kernels.rms_norm import RmsNormV1
 from polydraft.device import Buffer
 from polydraft.errors import CapabilityError, ContractError
 from polydraft.kernel_table import BoundTable
 from polydraft.reference.device import ReferenceDevice
-from polydraft.runtime.program import Call, Entry, Fill, Node, ProgramBuilder, StepContext, as_version, build, fuse, lengths
+from polydraft.runtime.fusion import Call, Entry, Fill, Node, fuse
+from polydraft.runtime.program import Memory, ProgramBuilder, StepContext, build, lengths
 from tests.support import tiny
 from tests.support.plugin_doubles import backend_without
 
@@ -82,12 +84,15 @@ class Table:
 
     def __init__(self, *names: str, **nbytes: int) -> None:
         self.log: list[Any] = []
+        self.declared: dict[str, Any] = {}
+        """Buffers that launches may name."""
         self.providers: Any = {name: Provider(name, self.log, nbytes.get(name, 0)) for name in names}
         backend: Any = None
         self.bound = BoundTable(backend, ReferenceDevice(), self.providers, dict.fromkeys(names, 1))
 
     def builder(self, name: str = "step", context: StepContext | None = None) -> ProgramBuilder:
-        return ProgramBuilder(name, self.bound, LIMITS, context or StepContext())
+        memory = Memory(ReferenceDevice(), LIMITS, "f32", buffers=dict(self.declared))
+        return ProgramBuilder(name, self.bound, memory, context or StepContext())
 
 
 CONTRACTS: dict[str, tuple[type[Args], Any]] = {
@@ -194,7 +199,7 @@ def test_parameters_of_one_name_must_be_equal(monkeypatch: pytest.MonkeyPatch):
 def test_metadata_fill_between_two_parts_keeps_them_apart(buffers: Any):
     meta: Any = None
     nodes = run_of_three(buffers)
-    nodes.insert(1, Fill(meta, "target", 0, "rows", "room"))
+    nodes.insert(1, Fill(meta, 0, "rows", "room"))
     assert names(fuse(nodes, Table(*EVERYTHING).bound)) == ["add", "fill", "scale+read"]
 
 
@@ -236,16 +241,15 @@ def test_no_composite_lets_what_describes_rows_die():
 
 # -- building --------------------------------------------------------------------------------------
 def test_program_is_a_flat_list_of_calls_with_their_lengths(buffers: Any):
-    table, context = Table("add", "scale", "read", "count"), StepContext(real_slots=2, has_prefill=True, row_order="seeded")
+    table, context = Table("add", "scale", "read", "count"), StepContext(real_slots=2, has_prefill=True)
     steps: list[Any] = []
     meta: Any = SimpleNamespace(fill=lambda stream, step: steps.append((stream, step)))
     builder = table.builder(context=context)
-    builder.fill(meta, "draft", 3, "rows", "room")
+    builder.fill(meta, 3, "rows", "room")
     for n in run_of_three(buffers):
         assert isinstance(n, Node)
-        assert isinstance(n.args, Args)
-        builder.add(n.contract, n.args, n.unit, n.room)
-    builder.add("count", CountV1(x=buffers.x), "seqs", "last")
+        builder.add(n.contract, n.unit, n.room, **vars(n.args))
+    builder.add("count", "seqs", "last", x=buffers.x)
     program = builder.build()
     assert program.describe() == ["forward_meta", "add", "scale", "read", "count"]
     assert [call[0] for call in program.calls] == [entry.launch for entry in program.entries]
@@ -254,8 +258,7 @@ def test_program_is_a_flat_list_of_calls_with_their_lengths(buffers: Any):
     program.run(stream, lengths(rows=7, seqs=2))
     assert table.log == [("add", 7), ("scale", 7), ("read", 7), ("count", 2)]
     ((seen, step),) = steps
-    assert (seen, step.role, step.pass_index, step.launch_rows, step.real_slots) == ("stream", "draft", 3, 7, 2)
-    assert (step.has_prefill, step.moe_phase, step.row_order, step.use_graph) == (True, "prefill", "seeded", False)
+    assert (seen, step) == ("stream", StepMeta(pass_index=3, launch_rows=7, real_slots=2, has_prefill=True))
 
 
 def test_lengths_stand_in_the_order_of_units():
@@ -265,9 +268,9 @@ def test_lengths_stand_in_the_order_of_units():
 def test_missing_contracts_of_a_whole_step_are_named_at_once(buffers: Any):
     table = Table("read")
     target, draft = table.builder("target"), table.builder("draft")
-    target.add("add", AddV1(x=buffers.x, y=buffers.y), "rows", "room")
-    target.add("read", ReadV1(out=buffers.x, y=buffers.y), "rows", "room")
-    draft.add("scale", ScaleV1(x=buffers.x, out=buffers.out), "rows", "room")
+    target.add("add", "rows", "room", x=buffers.x, y=buffers.y)
+    target.add("read", "rows", "room", out=buffers.x, y=buffers.y)
+    draft.add("scale", "rows", "room", x=buffers.x, out=buffers.out)
     with pytest.raises(
         CapabilityError, match=r"does not own: add \(in target\), scale \(in draft\); implement .*polydraft contracts"
     ):
@@ -275,14 +278,101 @@ def test_missing_contracts_of_a_whole_step_are_named_at_once(buffers: Any):
     assert not table.providers["read"].bound
 
 
-def test_wrong_launches_are_refused_when_they_are_added(buffers: Any):
+class MixV1(Args):
+    """Something of everything."""
+
+    x: Buffer = tensor("N H", "act", "Stream.", access="inout")
+    bias: Buffer = tensor("H", "act", "May be left out.", optional=True)
+    held: tuple[Buffer, ...] = columns("Slot columns.")
+    weight: Any = opaque("weight", "Weight.")
+    gain: Any = opaque("weight", "May be left out.", optional=True)
+    cache: Any = opaque("cache", "Cache.")
+    meta: Any = opaque("meta", "Metadata.")
+    style: str = param("How.")
+
+
+@pytest.fixture
+def mix(monkeypatch: pytest.MonkeyPatch) -> ProgramBuilder:
+    """A builder with memory for one launch of everything."""
+    monkeypatch.setattr(REGISTRY, "_contracts", {**REGISTRY._contracts, "mix/1": dataclasses.replace(
+        REGISTRY["residual_add"], name="mix", args=MixV1, unit="any"
+    )})  # fmt: skip
+    table = Table("mix")
+    table.declared = {name: buffer() for name in ("x", "other", "bias", "a", "b", "style")}
+    builder = table.builder()
+    builder.memory.weights = {"w": object(), "gain": object()}  # type: ignore[dict-item]
+    builder.memory.caches, builder.memory.metas = {"layers.0": object()}, {"target": object()}  # type: ignore[dict-item]
+    return builder
+
+
+WHOLE: dict[str, Any] = {"held": ("a", "b"), "weight": "w", "cache": "layers.0", "meta": "target", "style": "x"}
+
+
+def bound(builder: ProgramBuilder) -> Any:
+    (node,) = builder.nodes
+    assert isinstance(node, Node)
+    return node.args
+
+
+def test_a_launch_names_what_it_is_bound_to(mix: ProgramBuilder):
+    """A buffer that is not given is the one of the field's own name; what may be left out is left out, even where something bears
+    its name; a parameter is a value, even where something bears that."""
+    memory = mix.memory
+    mix.add("mix", "rows", "room", **WHOLE)
+    args = bound(mix)
+    assert args.x is memory.buffers["x"]
+    assert [*args.held] == [memory.buffers["a"], memory.buffers["b"]]
+    assert (args.weight, args.cache, args.meta) == (memory.weights["w"], memory.caches["layers.0"], memory.metas["target"])
+    assert (args.bias, args.gain, args.style) == (None, None, "x")
+
+
+def test_a_launch_may_be_given_other_names_and_things_themselves(mix: ProgramBuilder):
+    mine, memory = buffer(), mix.memory
+    mix.add("mix", "rows", "room", **{**WHOLE, "weight": mine, "held": (mine, "a")}, x="other", bias="bias", gain=None)
+    args = bound(mix)
+    assert (args.x, args.bias, args.gain) == (memory.buffers["other"], memory.buffers["bias"], None)
+    assert args.weight is mine
+    assert [*args.held] == [mine, memory.buffers["a"]]
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        (
+            {"y": "x", "size": 3},
+            r"^step: launch of mix/1, got size, y, wanted fields of it: x, bias, held, weight, gain, cache, meta, style",
+        ),
+        ({"x": "z"}, r"^launch of mix/1: x is the buffer 'z', which no module declares; declare it, or correct the name$"),
+        ({"bias": "z"}, r"^launch of mix/1: bias is the buffer 'z', which no module declares"),
+        ({"held": ("a", "z")}, r"^launch of mix/1: held is the buffer 'z', which no module declares"),
+        ({"weight": "x"}, r"^launch of mix/1: weight is the weight 'x', which no module declares"),
+        ({"cache": "w"}, r"^launch of mix/1: cache is the cache 'w', which no module declares"),
+        ({"meta": "w"}, r"^launch of mix/1: meta is the meta 'w', which no module declares"),
+        *(({name: ...}, rf"^step: launch of mix/1, {name} is missing, wanted a value; give one$")
+          for name in ("held", "weight", "cache", "meta", "style")),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)  # fmt: skip
+def test_wrong_launches_are_refused_when_they_are_added(mix: ProgramBuilder, changes: dict[str, Any], sentence: str):
+    fields = {name: value for name, value in {**WHOLE, **changes}.items() if value is not ...}
+    with pytest.raises(ContractError, match=sentence):
+        mix.add("mix", "rows", "room", **fields)
+    assert not mix.nodes
+
+
+def test_a_buffer_that_nobody_declares_is_named_though_the_launch_does_not():
+    with pytest.raises(ContractError, match=r"^launch of add/1: x is the buffer 'x', which no module declares"):
+        Table("add").builder().add("add", "rows", "room")
+
+
+def test_other_contracts_and_lengths_are_refused_when_they_are_added(buffers: Any):
     builder = Table("add", "count").builder()
-    with pytest.raises(ContractError, match=r"launch of add/1, got ScaleV1, wanted AddV1"):
-        builder.add("add", ScaleV1(x=buffers.x, out=buffers.out), "rows", "room")
-    with pytest.raises(ContractError, match=r"launch of count/1, got a length in rows, wanted seqs"):
-        builder.add("count", CountV1(x=buffers.x), "rows", "room")
+    with pytest.raises(
+        ContractError, match=r"^step: launch of count/1, got a length in rows, wanted seqs; count what it counts$"
+    ):
+        builder.add("count", "rows", "room", x=buffers.x)
     with pytest.raises(ContractError, match="no contract is named 'ad'"):
-        builder.add("ad", AddV1(x=buffers.x, y=buffers.y), "rows", "room")
+        builder.add("ad", "rows", "room", x=buffers.x, y=buffers.y)
 
 
 def test_workspace_is_given_to_who_declared_it(buffers: Any):
@@ -290,50 +380,12 @@ def test_workspace_is_given_to_who_declared_it(buffers: Any):
     builder = table.builder()
     for n in run_of_three(buffers):
         assert isinstance(n, Node)
-        assert isinstance(n.args, Args)
-        builder.add(n.contract, n.args, n.unit, n.room)
+        builder.add(n.contract, n.unit, n.room, **vars(n.args))
     builder.build()
     given = {name: provider.bound[0][1] for name, provider in table.providers.items()}
     assert given["add"] is None
     assert given["scale"].nbytes == 96
     assert given["read"] is given["scale"]
-
-
-# -- versions --------------------------------------------------------------------------------------
-class AddV2(Args):
-    """x := x + factor * y."""
-
-    x: Buffer = tensor("N H", "act", "Stream.", access="inout")
-    y: Buffer = tensor("N H", "act", "Added.")
-    factor: Buffer = tensor("N", "f32", "Factor of each row; without it 1.", optional=True)
-
-
-@pytest.fixture
-def second_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    newer = dataclasses.replace(REGISTRY["add"], version=2, args=AddV2)
-    monkeypatch.setattr(REGISTRY, "_contracts", {**REGISTRY._contracts, "add/2": newer})
-
-
-@pytest.mark.usefixtures("second_version")
-def test_provider_of_the_version_before_gets_the_record_it_knows(buffers: Any):
-    table, none = Table("add"), cast("Buffer", None)
-    builder = table.builder()
-    builder.add("add", AddV2(x=buffers.x, y=buffers.y, factor=none), "rows", "room")
-    builder.build()
-    args = table.providers["add"].bound[0][0]
-    assert type(args) is AddV1
-    assert (args.x, args.y) == (buffers.x, buffers.y)
-    table.bound.versions["add"] = 2  # type: ignore[index]
-    builder.build()
-    assert type(table.providers["add"].bound[1][0]) is AddV2
-
-
-@pytest.mark.usefixtures("second_version")
-def test_provider_of_the_version_before_is_refused_what_it_does_not_know(buffers: Any):
-    with pytest.raises(
-        CapabilityError, match=r"the step uses factor of contract add/2 .* version 1.*update the backend to version 2"
-    ):
-        as_version("add", AddV2(x=buffers.x, y=buffers.y, factor=buffers.z), 1)
 
 
 # -- the real step ---------------------------------------------------------------------------------
@@ -360,6 +412,6 @@ def test_texts_and_rounds_are_equal_with_and_without_composites():
 
 def test_engine_on_a_backend_without_a_contract_names_it():
     model = str(tiny.checkpoint("narrow"))
-    with pytest.raises(CapabilityError, match=r"does not own: swiglu \(in greedy.draft\)"):
+    with pytest.raises(CapabilityError, match=r"does not own: swiglu \(in mtp.0\)"):
         LLM(model=model, plugin=backend_without("swiglu"))
     assert LLM(model=model, plugin=backend_without("advance_draft"), draft_tokens=0).engine.resolved.proposer == "none"

@@ -12,14 +12,15 @@ from polydraft import LLM
 from polydraft.backend import BackendInfo
 from polydraft.config import EngineConfig
 from polydraft.errors import CapabilityError, ConfigError
-from polydraft.models.description import Attention, Block, FeedForward, ModelDescription, Mtp, Rope
+from polydraft.models import Attention, Block, GatedMlp, ModelDescription, Mtp, Rope
+from polydraft.proposers.base import built_in
 from polydraft.runtime.host_inputs import Needs
 from polydraft.runtime.resolve import CACHE_BUDGET, MAX_DRAFTS, Resolved, resolve
 from tests.support import tiny
 from tests.support.plugin_doubles import info
 
-BLOCK = Block(Attention(4, 2, 8, Rope(8, 1e4)), FeedForward(32))
-HEAD = Mtp(BLOCK, "hidden_first", "pre", "own", "pre")
+BLOCK = Block(Attention(4, 2, 8, Rope(8, 1e4)), GatedMlp(32))
+HEAD = Mtp((BLOCK,), "hidden_first", "pre", "own", "pre")
 MODEL = ModelDescription(
     name="tiny", architecture="MiMoForCausalLM", hidden_size=16, vocab_size=40, eps=1e-5, blocks=(BLOCK, BLOCK),
     max_model_len=128, mtp=HEAD,
@@ -31,7 +32,7 @@ PROPOSERS: dict[str, Needs] = {"mtp": "none", "none": "none", "shy": "none"}
 def run(
     *, model: ModelDescription = MODEL, backend: BackendInfo | None = None, proposers: dict[str, Needs] = PROPOSERS, **wishes: Any
 ) -> Resolved:
-    return resolve(EngineConfig(**wishes), backend or info("chip"), model, proposers=proposers)
+    return resolve(EngineConfig(**wishes), backend or info("chip"), model, proposers=proposers, layers=built_in().layers)
 
 
 def reason(resolved: Resolved, name: str) -> str:
@@ -97,7 +98,13 @@ def test_auto_follows_the_capabilities():
         (MODEL, {}, {"draft_tokens": 0}, ("none", 0), "no drafts were asked for"),
         (MODEL, {}, {"proposer": "none"}, ("none", 0), "no drafts were asked for"),
         (PLAIN, {}, {}, ("none", 0), "config.json names no MTP layers"),
-        (dataclasses.replace(MODEL, mtp=dataclasses.replace(HEAD, num_layers=2)), {}, {}, ("none", 0), "2 distinct MTP layers"),
+        (
+            dataclasses.replace(MODEL, mtp=dataclasses.replace(HEAD, blocks=(BLOCK, BLOCK))),
+            {},
+            {},
+            ("none", 0),
+            "2 distinct MTP layers",
+        ),
         (MODEL, {"max_window": 1}, {}, ("none", 0), "backend chip verifies windows of at most 1 tokens"),
         (MODEL, {"max_window": 3}, {}, ("mtp", 2), "fewer than 3 because backend chip verifies windows of at most 3 tokens"),
         (MODEL, {}, {"max_model_len": 4}, ("mtp", 2), "fewer than 3 because a text of at most 4 tokens has no room"),
@@ -142,7 +149,7 @@ def test_blocks_and_their_memory(wishes: Any, wanted: int, why: str):
 
 
 def test_auto_blocks_keep_to_the_budget_but_hold_one_request():
-    wide = Block(Attention(64, 64, 128, Rope(128, 1e4)), FeedForward(32))
+    wide = Block(Attention(64, 64, 128, Rope(128, 1e4)), GatedMlp(32))
     large = dataclasses.replace(MODEL, blocks=(wide,) * 32, mtp=None, mtp_note="none", max_model_len=4096)
     per_block = 32 * 2 * 64 * 128 * 16 * 4
     resolved = run(model=large, max_model_len=1024)
@@ -154,9 +161,9 @@ def test_auto_blocks_keep_to_the_budget_but_hold_one_request():
 @pytest.mark.parametrize("drafts", [0, 3])
 def test_estimate_of_the_caches_is_what_they_take(drafts: int):
     llm = LLM(model=str(tiny.checkpoint("narrow")), backend="reference", draft_tokens=drafts, max_num_seqs=2)
-    runner: Any = llm.engine.runner
-    caches = [*runner.caches, *([runner.proposer._cache] if drafts else [])]
-    assert llm.engine.resolved.describe()["kv_cache_bytes"] == sum(cache.nbytes for cache in caches)
+    caches = llm.engine.runner.memory.caches
+    assert len(caches) == llm.engine.model.num_layers + (drafts > 0)
+    assert llm.engine.resolved.describe()["kv_cache_bytes"] == sum(cache.nbytes for cache in caches.values())
 
 
 @pytest.mark.parametrize(
@@ -234,18 +241,9 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
         {"backend": info("chip", available=False, reason="no driver; install it")},
         "backend chip is not available: no driver; install it",
     ),
-    "model": (
-        {
-            "model": dataclasses.replace(
-                MODEL, blocks=(Block(dataclasses.replace(BLOCK.attention, kind="mla"), BLOCK.feed_forward),)
-            )
-        },
-        "model tiny: mla attention is not built yet (only gqa is)",
-    ),
     "dtype": ({"dtype": "bf16"}, "--dtype bf16: backend chip computes in f32; choose one of those or auto"),
     "length": ({"max_model_len": 129}, "--max-model-len 129: model tiny was trained for 128; lower it"),
     "no length": ({"max_model_len": 1}, "--max-model-len 1 has no room for a prompt and a token of output; use at least 2"),
-    "reserved": ({"proposer": "suffix"}, "--proposer suffix is a reserved name and not built yet; known: mtp, none, shy"),
     "unknown": ({"proposer": "mpt"}, "--proposer mpt is unknown; known: mtp, none, shy"),
     "no head": ({"proposer": "mtp", "model": PLAIN}, "--proposer mtp: config.json names no MTP layers; use --proposer none"),
     "drafts without a head": (

@@ -12,12 +12,19 @@ from typing import Any
 import pytest
 
 from polydraft import SamplingParams
+from polydraft.contracts import REGISTRY
 from polydraft.errors import RequestError
+from polydraft.runtime.processing import STAGES, Processing
+
+
+def prepared(params: SamplingParams) -> dict[str, Any]:
+    """What the stages of core keep of a request; nothing where it has no logits processed."""
+    return Processing(STAGES, REGISTRY.names()).prepare(params, lambda text: [ord(c) for c in text], 128)
 
 
 def test_defaults_process_nothing():
-    assert not SamplingParams().processed
-    assert not SamplingParams(temperature=0.7, top_k=3, top_p=0.5, min_p=0.1, stop=("a",), stop_token_ids=(3,)).processed
+    assert prepared(SamplingParams()) == {}
+    assert prepared(SamplingParams(temperature=0.7, top_k=3, top_p=0.5, min_p=0.1, stop=("a",), stop_token_ids=(3,))) == {}
 
 
 @pytest.mark.parametrize(
@@ -31,7 +38,8 @@ def test_defaults_process_nothing():
 )  # fmt: skip
 def test_each_of_them_processes(given: dict[str, Any]):
     params = SamplingParams(**given)
-    assert params.processed
+    stages = {"logit_bias": "logit_bias", "bad_words": "forbidden_tokens", "min_tokens": "forbidden_tokens"}
+    assert list(prepared(params)) == [stages.get(next(iter(given)), "penalties")], "one stage, and the right one"
     assert SamplingParams.from_mapping(given) == params
     assert hash(params) == hash(SamplingParams(**given))
 

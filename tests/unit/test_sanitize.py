@@ -10,15 +10,15 @@ import pytest
 
 from polydraft.backend import DeviceOptions
 from polydraft.contracts.composite import CompositeArgs
-from polydraft.contracts.gather_rows import GatherRowsV1
-from polydraft.contracts.pack_rows import PackRowsV1
+from polydraft.contracts.kernels.gather_rows import GatherRowsV1
+from polydraft.contracts.kernels.pack_rows import PackRowsV1
 from polydraft.errors import DeviceError, HazardError
-from polydraft.sanitize import Hazard, Operation, Report
-from polydraft.sanitize.accesses import declare
-from polydraft.sanitize.checker import Checker
-from polydraft.sanitize.device import WatchedDevice
-from polydraft.sanitize.hazards import MOST_HAZARDS
-from polydraft.sanitize.memory import Memories, Rows
+from polydraft.instruments.sanitize import Hazard, Operation, Report
+from polydraft.instruments.sanitize.accesses import declare
+from polydraft.instruments.sanitize.checker import Checker
+from polydraft.instruments.sanitize.device import WatchedDevice
+from polydraft.instruments.sanitize.hazards import MOST_HAZARDS
+from polydraft.instruments.sanitize.memory import Memories, Rows
 from tests.support.planted_device import PlantedDevice
 
 
@@ -234,14 +234,16 @@ def test_a_read_that_a_write_only_partly_covers_is_not_forgotten() -> None:
 
 def test_what_is_sent_is_written_in_the_same_step() -> None:
     bench = Bench()
-    with bench.checker.within("launch", 1):
-        bench.up.array[:] = 1
-        bench.checker.memories[bench.buffer].bound = True
-        bench.write(bench.a)
-        bench.write(bench.a)
+    bench.checker.enter("launch", 1)
+    bench.up.array[:] = 1
+    bench.checker.memories[bench.buffer].bound = True
+    bench.write(bench.a)
+    bench.write(bench.a)
+    bench.checker.leave()
     assert bench.names == []
-    with bench.checker.within("launch", 2):
-        bench.write(bench.a)
+    bench.checker.enter("launch", 2)
+    bench.write(bench.a)
+    bench.checker.leave()
     assert bench.names == ["stale-upload"]
 
 
@@ -367,8 +369,8 @@ def test_a_field_by_slot_is_touched_as_a_whole() -> None:
 
 
 def test_a_composite_is_the_sum_of_its_parts_and_its_dead_buffers_have_no_capacity() -> None:
-    from polydraft.contracts.gumbel_noise import GumbelNoiseV1
-    from polydraft.contracts.sample import SampleV1
+    from polydraft.contracts.kernels.gumbel_noise import GumbelNoiseV1
+    from polydraft.contracts.kernels.sample import SampleV1
 
     def args(record: Any, **given: Any) -> Any:
         return record(**{name: given.get(name, Thing(name, 8, 4)) for name in record.specs()})

@@ -8,14 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polydraft.contracts.layout import SLOT_UPDATE_STOP_TOKENS, SlotUpdate
-from polydraft.runtime.buffers import max_token_updates
+from polydraft.contracts.kernels.scatter import Run
+from polydraft.runtime.columns import HISTORY, max_staged_tokens
 from polydraft.runtime.request import Status
-from polydraft.runtime.scheduler import COMPANY, Admission
+from polydraft.runtime.scheduler import COMPANY, Admits
 from polydraft.runtime.slots import SlotTable
 from polydraft.sampling_params import SamplingParams
 from polydraft.sentinels import NO_TOKEN, Phase
-from tests.support.host_loop import HostLoop, limits, request, text
+from tests.support.host_loop import COLUMNS, HostLoop, limits, request, text
+from tests.support.slot_columns import SlotColumns
 
 
 def complete(loop: HostLoop, requests: list[Any]) -> None:
@@ -224,7 +225,7 @@ def test_everybody_can_be_preempted_and_comes_back_in_order():
 
 
 @pytest.mark.parametrize("admits", ["none", "begun"])
-def test_a_scheduler_that_admits_nobody_new_brings_the_others_to_their_end(admits: Admission):
+def test_a_scheduler_that_admits_nobody_new_brings_the_others_to_their_end(admits: Admits):
     loop = HostLoop(limits())
     first, second = request(0), request(1)
     loop.add(first)
@@ -268,7 +269,9 @@ def test_who_lacks_a_block_brings_some_to_all_while_they_are_plenty(num_blocks: 
     granted = []
     for _ in range(2 * COMPANY):
         loop.step()
-        granted.append(len({*loop.plans[-1].block_updates[:, 0].tolist()}))
+        writes = loop.plans[-1].writes
+        assert not writes.admits
+        granted.append(len({*writes.runs[:, Run.SLOT].tolist()}))
     if company:
         assert {*granted} == {0, 3}, "nobody or all"
         assert sum(count > 0 for count in granted) <= 3
@@ -342,8 +345,8 @@ def test_steady_state_repeats_the_very_same_arrays():
     assert second is not None
     for name in ("slots", "rows", "epochs", "decode", "emits"):
         assert getattr(first, name) is getattr(second, name), name
-    for name in ("slot_updates", "token_updates", "block_updates"):
-        assert len(getattr(second, name)) == 0, name
+    assert not second.writes
+    assert len(second.writes.payload) == 0
     assert second.step_id == first.step_id + 1
     before = {name: getattr(first, name).copy() for name in ("slots", "rows", "epochs", "decode", "emits")}
     complete(loop, [])
@@ -399,12 +402,13 @@ def test_no_more_text_is_staged_in_a_step_than_there_is_room_for():
     twins = [request(n, prompt=37, new=2) for n in (3, 6, 9)]
     loop.add(*twins)
     complete(loop, twins)
-    most = max_token_updates(loop.limits)
-    assert [len(plan.token_updates) for plan in loop.plans if len(plan.token_updates)] == [37, 37, 37, 37]
+    most, history = max_staged_tokens(loop.limits), [column.name for column in COLUMNS].index(HISTORY)
+    runs = [plan.writes.runs for plan in loop.plans if plan.writes.admits]
+    assert [int(some[some[:, Run.COLUMN] == history, Run.COUNT].sum()) for some in runs] == [37, 37, 37, 37]
     assert 37 < most < 2 * 37
 
 
-def test_slot_update_carries_what_was_asked_for():
+def test_an_admission_carries_what_was_asked_for():
     loop = HostLoop(limits())
     asked = request(0, prompt=4, new=5, temperature=0.5)
     params = SamplingParams(max_new_tokens=5, temperature=0.5, top_p=0.25, min_p=0.125, top_k=7)
@@ -412,15 +416,38 @@ def test_slot_update_carries_what_was_asked_for():
     loop.add(asked)
     plan = loop.launch()
     assert plan is not None
-    (row,) = plan.slot_updates
+    held = SlotColumns(COLUMNS, loop.limits)
+    held.write(plan.writes)
     wanted = {
-        "SLOT": 0, "PHASE": Phase.PREFILL, "PROMPT_LEN": 4, "NUM_GENERATED": 0, "KV_LEN": 0, "PREFILL_LEN": 4, "MAX_TOTAL": 9,
-        "EPOCH": 1, "TOP_K": 7, "SEED_LOW": -1, "SEED_HIGH": 5,
+        "phase": Phase.PREFILL, "prompt_len": 4, "num_generated": 0, "kv_len": 0, "prefill_len": 4, "max_total": 9, "epoch": 1,
+        "top_k": 7, "seed": [-1, 5], "temperature": 0.5, "top_p": 0.25, "min_p": 0.125, "stop_tokens": [9, NO_TOKEN],
     }  # fmt: skip
-    assert {name: row[SlotUpdate[name]] for name in wanted} == wanted
-    floats = row.view(np.float32)
-    assert [floats[SlotUpdate[name]] for name in ("TEMPERATURE", "TOP_P", "MIN_P")] == [0.5, 0.25, 0.125]
-    assert row[SLOT_UPDATE_STOP_TOKENS:].tolist() == [9, NO_TOKEN]
+    assert {name: held[name][0] for name in wanted} == wanted
+    assert held["tokens"][0][:4] == [text(0, place) for place in range(4)]
+    assert {slot for _, slot, *_ in plan.writes.runs.tolist()} == {0}
+
+
+def test_slot_columns_hold_every_text_and_every_table_throughout():
+    """What plans stage, and nothing else, gives each slot the blocks that the ledger has for it, shared and granted ones, and the
+    text that its request had when it came."""
+    loop = HostLoop(limits(num_blocks=13, max_rows=9), depth=1)
+    requests = [request(n, prompt=14, new=20) for n in range(4)]
+    loop.add(*requests)
+    held, seen = SlotColumns(COLUMNS, loop.limits), 0
+    for _ in range(300):
+        more = loop.step()
+        for plan in loop.plans[seen:]:
+            held.write(plan.writes)
+        seen = len(loop.plans)
+        for slot, one in enumerate(loop.slots.request):
+            if one is not None:
+                assert held["block_table"][slot] == loop.ledger.table[slot].tolist()
+                known = held["prompt_len"][slot] + held["num_generated"][slot]
+                assert held["tokens"][slot][:known] == loop.slots.tokens[slot, :known].tolist()
+        if not more and not loop.scheduler.waiting:
+            break
+    complete(loop, requests)
+    assert loop.scheduler.num_preemptions
 
 
 def test_sampling_is_said_of_the_step():

@@ -1,19 +1,25 @@
 """The way down: padding is written, only what is new is sent, and staging is not touched while a step may still read it."""
 
 import dataclasses
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from polydraft import LLM, SamplingParams
+from polydraft.contracts.base import Limits
+from polydraft.contracts.kernels.scatter import Run
 from polydraft.reference.queued import QueuedDevice
-from polydraft.runtime.buffers import StepBuffers
+from polydraft.runtime.columns import NOTHING, Writes, max_payload, max_runs
+from polydraft.runtime.declare import StepBuffer
 from polydraft.runtime.plan import StepPlan
+from polydraft.runtime.program import Memory
 from polydraft.runtime.stage import Stage, StagingSet
 from polydraft.sentinels import PAD_SLOT
 from tests.support import tiny
-from tests.support.host_loop import HostLoop, limits, request
+from tests.support.host_loop import COLUMNS, HostLoop, limits, request
+from tests.support.slot_columns import SlotColumns
 
 LIMITS = limits()
 
@@ -25,25 +31,25 @@ def device() -> QueuedDevice:
 
 @pytest.fixture
 def buffers(device: QueuedDevice) -> Any:
-    return StepBuffers.allocate(device, LIMITS, sampling=False)
+    return allocated(device, LIMITS)
 
 
-def plan(step_id: int, slots: list[int], rows: list[int], **updates: Any) -> StepPlan:
-    n, columns = len(slots), staged_columns()
-    empty = {name: np.empty((0, width), np.int32) for name, width in columns.items()}
+def allocated(device: QueuedDevice, capacities: Limits) -> Any:
+    """The buffers that staging feeds, as the runner allocates them."""
+    memory = Memory(device, capacities, "f32")
+    runs, payload = f"{max_runs(COLUMNS, capacities)} 5", f"{max_payload(COLUMNS, capacities)}"
+    shapes = {"slot_order": "B", "seq_rows": "B", "runs": runs, "payload": payload}
+    memory.allocate(StepBuffer(name, shape) for name, shape in shapes.items())
+    return SimpleNamespace(**memory.buffers)
+
+
+def plan(step_id: int, slots: list[int], rows: list[int], writes: Writes = NOTHING) -> StepPlan:
+    n = len(slots)
     return StepPlan(
         step_id=step_id, slots=np.array(slots, np.intp), rows=np.array(rows, np.int32), epochs=np.ones(n, np.int32),
-        decode=np.ones(n, bool), emits=np.ones(n, bool), flights=np.ones((3, n), np.int64), num_rows=sum(rows),
-        num_logit_rows=sum(rows), has_prefill=False, sampling=False, processed=bool(updates), **{**empty, **updates},
+        decode=np.ones(n, bool), emits=np.ones(n, bool), flights=np.ones((4, n), np.int64), num_rows=sum(rows),
+        num_logit_rows=sum(rows), window=4, num_drafts=3, has_prefill=False, sampling=False, writes=writes,
     )  # fmt: skip
-
-
-def staged_columns() -> dict[str, int]:
-    """Staged writes of a plan and the columns of each."""
-    device = QueuedDevice()
-    allocated: Any = StepBuffers.allocate(device, LIMITS, sampling=False)
-    names = [f.name for f in dataclasses.fields(StepPlan) if f.name.endswith("_updates")]
-    return {name: getattr(allocated, name).shape[1] for name in names}
 
 
 def uploads(device: QueuedDevice) -> int:
@@ -51,7 +57,7 @@ def uploads(device: QueuedDevice) -> int:
 
 
 def test_launch_order_is_padded_to_its_whole_capacity(device: QueuedDevice, buffers: Any):
-    stage = Stage(device, LIMITS, buffers, depth=1)
+    stage = Stage(device, vars(buffers), depth=1)
     stage.upload(device.stream, plan(1, [2, 0], [3, 5]))
     device.synchronize()
     assert buffers.slot_order.array.tolist() == [2, 0, PAD_SLOT]
@@ -63,7 +69,7 @@ def test_launch_order_is_padded_to_its_whole_capacity(device: QueuedDevice, buff
 
 
 def test_order_that_the_device_has_is_not_sent_again(device: QueuedDevice, buffers: Any):
-    stage = Stage(device, LIMITS, buffers, depth=1)
+    stage = Stage(device, vars(buffers), depth=1)
     first = plan(1, [0, 1], [3, 3])
     stage.upload(device.stream, first)
     sent = uploads(device)
@@ -74,22 +80,25 @@ def test_order_that_the_device_has_is_not_sent_again(device: QueuedDevice, buffe
 
 
 def test_staged_writes_are_sent_as_far_as_they_reach(device: QueuedDevice, buffers: Any):
-    stage = Stage(device, LIMITS, buffers, depth=0)
-    writes = {name: np.arange(2 * width, dtype=np.int32).reshape(2, width) for name, width in staged_columns().items()}
+    stage = Stage(device, vars(buffers), depth=0)
+    runs, payload = np.arange(1, 11, dtype=np.int32).reshape(2, 5), np.arange(100, 107, dtype=np.int32)
     before = device.counters.copy()
-    stage.upload(device.stream, plan(1, [0], [3], **writes))
+    stage.upload(device.stream, plan(1, [0], [3], Writes(runs, payload, admits=True)))
     device.synchronize()
-    for name, values in writes.items():
-        assert np.array_equal(getattr(buffers, name).array[:2], values), name
-        assert (getattr(buffers, name).array[2:] != values[0, 1]).all(), name
-    payload = sum(values.nbytes for values in writes.values()) + 2 * 4 * LIMITS.max_seqs
-    assert device.counters.bytes_uploaded - before.bytes_uploaded == payload
+    assert np.array_equal(buffers.runs.array[:2], runs)
+    assert np.array_equal(buffers.payload.array[:7], payload)
+    assert not np.isin(buffers.runs.array[2:], runs).any()
+    assert not np.isin(buffers.payload.array[7:], payload).any()
+    assert device.counters.bytes_uploaded - before.bytes_uploaded == runs.nbytes + payload.nbytes + 2 * 4 * LIMITS.max_seqs
+    sent = uploads(device)
+    stage.upload(device.stream, plan(2, [0], [3]))
+    assert uploads(device) == sent + 2, "nothing but the launch order"
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
 def test_staging_is_rewritten_only_after_as_many_steps_as_can_be_in_flight(device: QueuedDevice, buffers: Any, depth: int):
     """Nothing runs until it is waited for: each of `depth` + 1 steps must still find what was staged for it."""
-    stage = Stage(device, LIMITS, buffers, depth=depth)
+    stage = Stage(device, vars(buffers), depth=depth)
     seen: list[list[int]] = []
     for step in range(depth + 1):
         stage.upload(device.stream, plan(step, [step], [step + 1]))
@@ -99,7 +108,7 @@ def test_staging_is_rewritten_only_after_as_many_steps_as_can_be_in_flight(devic
 
 
 def test_one_step_more_would_have_been_too_many(device: QueuedDevice, buffers: Any):
-    stage = Stage(device, LIMITS, buffers, depth=0)
+    stage = Stage(device, vars(buffers), depth=0)
     seen: list[int] = []
     for step in range(2):
         stage.upload(device.stream, plan(step, [step], [1]))
@@ -134,28 +143,33 @@ def test_engine_collects_a_step_before_its_staging_is_used_again(monkeypatch: py
     assert len(used) > 3 * (depth + 1)
 
 
-def test_every_plan_of_a_run_fits_its_staging(device: QueuedDevice, buffers: Any):
+def test_every_plan_of_a_run_fits_its_staging(device: QueuedDevice):
     capacities = limits(num_blocks=11)
-    allocated: Any = StepBuffers.allocate(device, capacities, sampling=False)
+    buffers = allocated(device, capacities)
     loop = HostLoop(capacities, depth=1)
     loop.add(*[request(n, prompt=14 + n, new=20 - n) for n in range(5)])
     loop.run()
+    assert {plan.writes.admits for plan in loop.plans if plan.writes} == {True, False}
+    held = SlotColumns(COLUMNS, capacities)
     for one in loop.plans:
-        for name in staged_columns():
-            values, buffer = getattr(one, name), getattr(allocated, name)
-            assert values.dtype == np.int32
-            assert len(values) <= buffer.shape[0]
-            assert values.shape[1] == buffer.shape[1]
+        runs, payload = one.writes.runs, one.writes.payload
+        assert runs.dtype == np.int32
+        assert payload.dtype == np.int32
+        assert (runs.ndim, runs.shape[1], payload.ndim) == (2, len(Run), 1)
+        assert len(runs) <= buffers.runs.shape[0]
+        assert len(payload) <= buffers.payload.shape[0]
+        held.write(one.writes)  # which checks that each run lies within its column
 
 
 def test_staging_has_the_shapes_of_what_it_feeds(device: QueuedDevice, buffers: Any):
-    staging = StagingSet.allocate(device, LIMITS, buffers, 0)
-    for field in dataclasses.fields(StagingSet):
-        assert getattr(staging, field.name).array.shape == getattr(buffers, field.name).shape, field.name
+    for staging in Stage(device, vars(buffers), depth=1)._ring:
+        assert set(staging._fields) == {"slot_order", "seq_rows", "runs", "payload"}
+        for name in staging._fields:
+            assert getattr(staging, name).array.shape == getattr(buffers, name).shape, name
 
 
 def test_cleared_order_is_sent_again(device: QueuedDevice, buffers: Any):
-    stage = Stage(device, LIMITS, buffers, depth=1)
+    stage = Stage(device, vars(buffers), depth=1)
     first = plan(1, [0, 1], [3, 3])
     stage.upload(device.stream, first)
     stage.clear(device.stream)

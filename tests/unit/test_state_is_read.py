@@ -1,4 +1,4 @@
-"""Nothing is kept that nobody reads: every field of the slot state, the step buffers, the slot table, requests, plans, outcomes.
+"""Nothing is kept that nobody reads: every declared buffer, every field of the slot table, requests, plans, outcomes.
 
 A device buffer is read where a kernel that is bound to it in some program reads it (what the record declares as input, and what
 the golden looks at where the record says in and out), where metadata is made of it, and where the host downloads it. A field of
@@ -27,12 +27,14 @@ from polydraft.contracts.base import Args, TensorSpec
 from polydraft.contracts.inputs import default_cases
 from polydraft.plugins import Plugins
 from polydraft.runtime import program, runner
+from polydraft.runtime.columns import Writes
+from polydraft.runtime.declare import Admission
+from polydraft.runtime.fusion import Fill, Node
 from polydraft.runtime.plan import StepOutcome, StepPlan
-from polydraft.runtime.program import Fill, Node
 from polydraft.runtime.request import Request
 from polydraft.runtime.slots import SlotTable
-from polydraft.runtime.stage import UPDATES
 from tests.support import tiny
+from tests.support.launched import launched
 from tests.support.project import ROOT
 
 MODULES = sorted((ROOT / "core" / "polydraft").rglob("*.py"))
@@ -48,7 +50,7 @@ ENGINES: list[dict[str, Any]] = [
     {"draft_tokens": 2, "draft_vocab": f"{tiny.token_counts(64)}:16"},
 ]
 """Engines whose programs together launch every contract that the runtime knows."""
-DOWNLOADED = {"record"}
+DOWNLOADED = {"record", "logprobs.window.record", "logprobs.prompt.record"}
 """What the runner copies to the host."""
 
 
@@ -74,19 +76,8 @@ def reads(node: Node | Fill, metas: dict[int, PassBuffers]) -> Iterator[Any]:
             yield getattr(node.args, field)
 
 
-def unread(engine: runner.Runner, nodes: Sequence[Node | Fill], metas: dict[int, PassBuffers]) -> set[str]:
-    """Fields of both records of one engine that nothing reads."""
-    read = {id(buffer) for node in nodes for buffer in reads(node, metas)}
-    fields = {
-        f"{type(owner).__name__}.{f.name}": getattr(owner, f.name)
-        for owner in (engine.state, engine.step)
-        for f in dataclasses.fields(owner)
-    }
-    return {field for field, buffer in fields.items() if id(buffer) not in read and field.partition(".")[2] not in DOWNLOADED}
-
-
 def never_read(monkeypatch: pytest.MonkeyPatch) -> tuple[set[str], set[str]]:
-    """Fields that no engine reads, and the contracts that the engines launch."""
+    """Buffers that no engine which has them reads, by name, and the contracts that the engines launch."""
     nodes: list[Node | Fill] = []
     metas: dict[int, PassBuffers] = {}
     build, init = program.build, Plugins.init_forward_meta
@@ -101,19 +92,23 @@ def never_read(monkeypatch: pytest.MonkeyPatch) -> tuple[set[str], set[str]]:
         return meta
 
     monkeypatch.setattr(runner, "build", noted)
+    monkeypatch.setattr(program, "build", noted)  # of staged writes
     monkeypatch.setattr(Plugins, "init_forward_meta", kept)
-    alive, found = [], []
+    alive, declared, found = [], set[str](), set[str]()
     for options in ENGINES:
         given = {"model": str(tiny.checkpoint("narrow")), "backend": "reference", **options}
         alive.append(LLM(**given))  # alive, so that identities stay apart
-        found.append(unread(alive[-1].engine.runner, nodes, metas))
-    return set.intersection(*found), {node.contract for node in nodes if isinstance(node, Node)}
+        buffers = alive[-1].engine.runner.memory.buffers
+        read = {id(buffer) for node in nodes for buffer in reads(node, metas)}
+        declared |= set(buffers)
+        found |= {name for name, buffer in buffers.items() if id(buffer) in read}
+    return declared - found - DOWNLOADED, {node.contract for node in nodes if isinstance(node, Node)}
 
 
 def test_every_device_buffer_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    fields, contracts = never_read(monkeypatch)
-    assert set(REGISTRY.names()) - contracts == set(), "ENGINES lack what launches these contracts"
-    assert fields == set()
+    buffers, contracts = never_read(monkeypatch)
+    assert launched() - contracts == set(), "ENGINES lack what launches these contracts"
+    assert buffers == set()
 
 
 def test_the_check_of_buffers_sees_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,23 +116,21 @@ def test_the_check_of_buffers_sees_one(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("gumbel_noise", "uniform_noise", "penalise_logits"):
         contract = REGISTRY[name]
         specs = {
-            field: dataclasses.replace(spec, access="out")
+            field: dataclasses.replace(spec, access="out") if isinstance(spec, TensorSpec) else spec
             for field, spec in contract.args.specs().items()
-            if isinstance(spec, TensorSpec)
         }
         monkeypatch.setattr(contract.args, "specs", classmethod(lambda cls, specs=specs: specs))
-    fields, _ = never_read(monkeypatch)
-    assert {"SlotState.seed", "SlotState.presence_penalty", "SlotState.frequency_penalty"} <= fields
+    buffers, _ = never_read(monkeypatch)
+    assert {"seed", "presence_penalty", "frequency_penalty"} <= buffers
 
 
 # -- host records -----------------------------------------------------------------------------------------------------
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """A record, the names under which core holds one, and fields that are read by a computed name."""
+    """A record, and the names under which core holds one."""
 
     cls: type
     called: str
-    by_name: tuple[str, ...] = ()
 
     @property
     def fields(self) -> set[str]:
@@ -151,13 +144,13 @@ class Record:
 RECORDS = [
     Record(SlotTable, r"(^|\.)(t|slots)$"),
     Record(Request, r"(^|\.)(request|r|other|one)$|waiting\[0\]$"),
-    Record(StepPlan, r"(^|\.)(plan|last|made)$", by_name=UPDATES),
+    Record(StepPlan, r"(^|\.)(plan|last|made)$"),
+    Record(Writes, r"(^|\.)(writes|granted)$"),
+    Record(Admission, r"^(a|one|admission)$"),
     Record(StepOutcome, r"(^|\.)outcome$"),
 ]
 FOR_OTHERS = {
     "StepPlan.epochs": "whoever runs a plan can see that it has the requests that are meant, as the tests' device does",
-    "StepPlan.version": "a plan may come from another process, which checks it",
-    "StepOutcome.version": "likewise",
 }
 """Fields that core keeps for those who read its records, with the reason."""
 
@@ -191,7 +184,7 @@ def unread_fields(record: Record, trees: Sequence[ast.AST]) -> set[str]:
     """Fields that no source loads from something called like the record, its own methods included."""
     own = {field for receiver, field in loaded(_class(record.cls)) if receiver == "self"}
     read = {field for tree in trees for receiver, field in loaded(tree) if re.search(record.called, receiver)}
-    return record.fields - read - own - set(record.by_name)
+    return record.fields - read - own
 
 
 @functools.cache
@@ -204,10 +197,6 @@ def test_every_field_is_read(record: Record) -> None:
     name = record.cls.__name__
     kept = {field.partition(".")[2] for field in FOR_OTHERS if field.startswith(f"{name}.")}
     assert unread_fields(record, sources()) == kept, "nobody reads these, or the list of exceptions is out of date"
-
-
-def test_updates_are_read_by_name() -> None:
-    assert "getattr(plan, name)" in (ROOT / "core" / "polydraft" / "runtime" / "stage.py").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from polydraft import LLM, variants
 from polydraft.cli.doctor import examine
 from polydraft.errors import ConfigError
 from polydraft.plugin_checks import BACKEND
-from polydraft.plugins import Loaded, Plugins, variant_digests
+from polydraft.plugins import Loaded, Plugins, identify, variant_digests
 from polydraft.variants import Judgement
 from tests.support.variants import Chip
 
@@ -27,10 +27,9 @@ def chip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Chip:
 def judgement(name: str = "chip-good", **changes: Any) -> Judgement:
     """What the kit would file of a variant that passed here today."""
     loaded = Loaded.from_entry(BACKEND, "chip")
-    assert loaded.info is not None
     return Judgement(
         **{
-            "backend": "chip", "variant": name, "runs_with": dict(loaded.info.runs_with),
+            "backend": "chip", "variant": name, "runs_with": dict(identify(loaded).runs_with),
             "digests": variant_digests(loaded, name) or {}, "spec": "", "contracts": ("swiglu",), "passed": True,
             "sentence": "24 checks passed", "day": "2026-11-21", "kit": "1", **changes,
         }

@@ -28,7 +28,7 @@ def polydraft_backend_info(spec: str) -> BackendInfo:
     """Identity; not available where the compiled kernels are missing. Without a queue, work is done when a call returns."""
     from dataclasses import replace
 
-    from polydraft_cpu.kernels import VERSIONS
+    from polydraft_cpu.kernels import versions
     from polydraft_cpu.library import levels, missing
     from polydraft_cpu.options import PATTERN, says_no_queue, usable_processors
 
@@ -44,7 +44,7 @@ def polydraft_backend_info(spec: str) -> BackendInfo:
         reason=reason,
         devices=("cpu",),
         capabilities=replace(CAPABILITIES, asynchronous=False) if says_no_queue(spec) else CAPABILITIES,
-        contract_versions=MappingProxyType(dict(VERSIONS)),
+        contract_versions=MappingProxyType(versions()),
         evidence="silicon",
         evidence_on="AMD EPYC CPU, 2026-11-21",
     )
@@ -53,15 +53,10 @@ def polydraft_backend_info(spec: str) -> BackendInfo:
 @hookimpl
 def polydraft_open_device(spec: str, options: DeviceOptions) -> CpuDevice:
     """Open the CPU with the options of the device string."""
-    from dataclasses import replace
-
     from polydraft_cpu.device import CpuDevice
     from polydraft_cpu.options import parse
 
-    chosen = parse(spec)
-    if options.num_threads is not None and not chosen.threads:
-        chosen = replace(chosen, threads=options.num_threads)
-    return CpuDevice(chosen, dtype=options.dtype, row_invariant=options.row_invariant)
+    return CpuDevice(parse(spec), dtype=options.dtype, row_invariant=options.row_invariant)
 
 
 @hookimpl

@@ -13,28 +13,16 @@ from typing import Any, Final
 import numpy as np
 
 from polydraft.backend import CacheSpec, Weight
-from polydraft.contracts import COMPOSITES, REGISTRY
 from polydraft.contracts.base import Args, Limits, Workspace
 from polydraft.contracts.composite import CompositeArgs
-from polydraft.contracts.paged_attention import PagedAttentionV1
+from polydraft.contracts.kernels.paged_attention import PagedAttentionV1
 from polydraft.device import Array, Launch, Stream
 from polydraft.errors import ContractError
 from polydraft_cpu.device import CpuDevice, aligned
-from polydraft_cpu.library import CacheStruct, WeightStruct, last_error, words_of
+from polydraft_cpu.library import CacheStruct, WeightStruct, last_error, served, words_of
 
-VERSIONS: Final[Mapping[str, int]] = dict.fromkeys(
-    (
-        "update_slots", "update_tokens", "update_blocks", "update_biases", "update_bad_words", "reserve_blocks", "pack_rows",
-        "pack_logit_rows", "embed", "rms_norm", "residual_add", "linear", "rope_kv_write", "paged_attention", "swiglu",
-        "gather_rows", "process_logits", "penalise_logits", "bias_logits", "forbid_tokens", "mask_logits", "argmax",
-        "gumbel_noise", "sample", "uniform_noise", "filter_probs", "draw_draft", "force_choices", "verify_match",
-        "verify_rejection", "commit_window", "snapshot_output", "pack_draft_rows", "begin_draft", "combine_draft_inputs",
-        "select_last_rows", "spread_logits", "advance_draft", "draft_ngram", "align_drafts", "keep_logits", "top_logprobs",
-        "pack_logprobs", "pack_prompt_rows", "draft_logprobs", "residual_add+rms_norm", "gumbel_noise+sample",
-        "verify_match+commit_window", "pack_rows+pack_logit_rows",
-    ), 1
-)  # fmt: skip
-"""Contract or composite to the version that the compiled kernels are written for."""
+VERSION = 1
+"""Version of every contract that a compiled kernel is written for."""
 PANEL = 16
 MOST_ROWS = 8
 VECTOR_F32, ROWS_F32, ROWS_BF16, PANELS_F32, PANELS_BF16, PANELS_I8 = range(6)
@@ -43,6 +31,11 @@ VECTOR_F32, ROWS_F32, ROWS_BF16, PANELS_F32, PANELS_BF16, PANELS_I8 = range(6)
 def up(size: int) -> int:
     """`size` rounded up to a whole panel."""
     return -(-size // PANEL) * PANEL
+
+
+def versions() -> Mapping[str, int]:
+    """Contract or composite to the version that its compiled kernel is written for."""
+    return dict.fromkeys(served(), VERSION)
 
 
 # -- weights and caches ----------------------------------------------------------------------------
@@ -183,14 +176,15 @@ class CpuProvider:
     def bind(self, args: Any, limits: Limits, workspace: Workspace | None) -> Launch:
         """Turn the record into words, once. Raises `ContractError` for a record that the compiled kernel does not know."""
         device = self.device
-        words = [word for part in _parts(args) for word in words_of(part)] + self._extra(args, limits)
+        table = column_table(args) if self.name == "scatter" else None
+        words = [word for part in _parts(args) for word in words_of(part)] + self._extra(args, limits, table)
         memory: Any = None if workspace is None else workspace.buffer.host_array  # type: ignore[attr-defined]
         scratch = None if memory is None else memory.ctypes.data
         array = (ctypes.c_int64 * len(words))(*words)
         op = device.library.pd_bind(device.context, self.name.encode(), device.act_code, array, len(words), scratch)
         if not op:
             raise ContractError(f"cpu backend: {last_error()}; reinstall polydraft so that its kernels are built again")
-        run, counters, alive, name = device.library.pd_launch, device.counters, (args, memory), self.name
+        run, counters, alive, name = device.library.pd_launch, device.counters, (args, memory, table), self.name
 
         def launch(stream: Stream, n: int) -> None:
             del stream
@@ -210,8 +204,10 @@ class CpuProvider:
             return threads * MOST_ROWS * args.x.shape[1] * 4 if args.x.dtype == "bf16" else 0
         return SCRATCH[self.name](_parts(args), limits, threads) if self.name in SCRATCH else 0
 
-    def _extra(self, args: Any, limits: Limits) -> list[int]:
-        """Words behind the record: the table of the rotation."""
+    def _extra(self, args: Any, limits: Limits, columns: Array | None) -> list[int]:
+        """Words behind the record: the table of slot columns, or that of the rotation."""
+        if columns is not None:
+            return [columns.ctypes.data]
         if self.name != "rope_kv_write":
             return []
         length = max(limits.max_len, args.block_table.shape[1] * args.block_size)
@@ -220,6 +216,12 @@ class CpuProvider:
 
 def _parts(args: Args | CompositeArgs) -> tuple[Args, ...]:
     return args.parts if isinstance(args, CompositeArgs) else (args,)
+
+
+def column_table(args: Any) -> Array:
+    """[columns, 2] int64: address and width of each slot column."""
+    arrays = [column.host_array for column in args.columns]
+    return np.array([(array.ctypes.data, array[0].size) for array in arrays], np.int64)
 
 
 def rope_table(device: CpuDevice, theta: float, dims: int, length: int) -> Array:
@@ -235,8 +237,8 @@ class CpuTable:
     """The `KernelTable` of the CPU."""
 
     def __init__(self, device: CpuDevice) -> None:
-        self.providers: Mapping[str, CpuProvider] = {name: CpuProvider(name, device) for name in VERSIONS}
-        self.versions = VERSIONS
+        self.providers: Mapping[str, CpuProvider] = {name: CpuProvider(name, device) for name in versions()}
+        self.versions = versions()
         self._device = device
 
     def prepare_weight(self, role: str, value: Array, dtype: str, previous: Weight | None = None) -> CpuWeight:
@@ -253,6 +255,3 @@ class CpuTable:
     def allocate_cache(self, spec: CacheSpec) -> CpuCache:
         """A fresh cache; `DeviceError` when memory is short."""
         return CpuCache(self._device, spec)
-
-
-assert set(VERSIONS) <= {*REGISTRY.names(), *COMPOSITES}, "every kernel serves a contract"

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from polydraft.contracts.base import Args, TensorSpec
+from polydraft.contracts.base import Args, ColumnsSpec, TensorSpec
 from polydraft.device import Array
 from polydraft.errors import ContractError, DeviceError
 
@@ -23,7 +23,7 @@ PATH = Path(__file__).with_name("_kernels.so")
 """The shared library that the package's build makes where there is a C++ compiler."""
 NOTE = Path(__file__).with_name("_build_failure.txt")
 """What the build wrote where it could not make it."""
-ABI = 3
+ABI = 4
 DTYPE_CODES = {"f32": 0, "bf16": 1, "i32": 2, "u32": 3, "u8": 4, "f16": 5}
 NAMED_PARAMS = {"half": 0, "interleaved": 1, "hidden_first": 0, "embedding_first": 1, "logits": 0, "probs": 1}
 """Parameters that are words in Python and numbers in C++."""
@@ -35,6 +35,7 @@ FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "pd_open": (c_void_p, (c_char_p, c_int64, c_int64, c_int64)),
     "pd_stop": (None, (c_void_p,)),
     "pd_close": (None, (c_void_p,)),
+    "pd_kernels": (c_char_p, ()),
     "pd_words": (c_int64, (c_void_p, c_char_p, c_int64)),
     "pd_bind": (c_void_p, (c_void_p, c_char_p, c_int64, _WORDS, c_int64, c_void_p)),
     "pd_launch": (c_int64, (c_void_p, c_int64)),
@@ -112,6 +113,15 @@ def levels() -> list[str]:
     return names.decode().split()
 
 
+@functools.cache
+def served() -> tuple[str, ...]:
+    """Contracts and composites that the library has kernels for, in alphabetical order; none where there is no library."""
+    if missing():
+        return ()
+    names: bytes = load().pd_kernels()
+    return tuple(sorted(set(names.decode().split())))
+
+
 def last_error() -> str:
     """Why the last call failed."""
     text: bytes = load().pd_error()
@@ -126,7 +136,7 @@ def words_of(record: Args, extra: Iterable[int] = ()) -> list[int]:
         value = getattr(record, name)
         if isinstance(spec, TensorSpec):
             words += _buffer_words(name, value)
-        else:
+        elif not isinstance(spec, ColumnsSpec):  # a provider hands those over as a table behind the record
             words.append(_word(value))
     return [*words, *extra]
 

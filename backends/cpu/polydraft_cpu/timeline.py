@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from polydraft.timeline import Operation
+from polydraft.instruments.timeline import Operation
 
 if TYPE_CHECKING:
     from polydraft_cpu.device import CpuDevice

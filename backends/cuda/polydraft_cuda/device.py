@@ -128,10 +128,6 @@ class CudaDevice:
         self.cuda: Any = driver.module()
         self.counters = DeviceCounters()
         self.capturing = False
-        self.mixed = self.trusting = False
-        self.owed = 0
-        """Of a capture: others' kernels are in it too; launches trust that there are none; choices that are still to be made by
-        what a launch has kept instead of its outputs."""
         self.kept: CudaTimeline | None = None
         """Where operations are noted while somebody wants a timeline."""
         self._timeline: CudaTimeline | None = None

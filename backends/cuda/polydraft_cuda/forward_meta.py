@@ -22,7 +22,7 @@ PREFILL_TILE: Final = 64
 class CudaForwardMeta:
     """Tiles of one kind of pass. `tiles` int32 [R, 4]: first row, rows, slot, position of the first row; `num_tiles` [1].
 
-    Rows of a tile are consecutive rows of one slot at consecutive positions, `tile_rows` at most: a window, or `PREFILL_TILE`
+    Rows of a tile are consecutive rows of one slot at consecutive positions: at most a window, or `PREFILL_TILE`
     rows where the pass prefills. Tiles are in the order of their rows; rows without a slot are in none."""
 
     def __init__(self, device: CudaDevice, buffers: PassBuffers, limits: Limits) -> None:
@@ -30,7 +30,7 @@ class CudaForwardMeta:
         self.role, self.block_table, self._limits = buffers.role, buffers.block_table, limits
         self.tiles = device.empty(f"meta.{buffers.role}.tiles", (rows, 4), "i32")
         self.num_tiles = device.empty(f"meta.{buffers.role}.num_tiles", (1,), "i32")
-        self.step = StepMeta(buffers.role, 0, 0, 0, has_prefill=False)
+        self.step = StepMeta(0, 0, 0, has_prefill=False)
         fill = device.function(source("forward_meta.cu"), "fill_tiles")
         window, self._launches = limits.window, {}
         for prefill, size in ((False, window), (True, PREFILL_TILE)):
@@ -41,11 +41,6 @@ class CudaForwardMeta:
         """Enqueue the search for tiles among the rows now in the pass's buffers."""
         self.step = step
         self._launches[step.has_prefill](stream, step.launch_rows)
-
-    @property
-    def tile_rows(self) -> int:
-        """Rows of a tile at most, in the pass that was filled last."""
-        return PREFILL_TILE if self.step.has_prefill else self._limits.window
 
     def max_tiles(self, n: int) -> int:
         """Upper bound of `num_tiles` for a launch of `n` rows; a slot has one run of rows, and a window is one tile."""

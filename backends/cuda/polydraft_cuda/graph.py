@@ -53,14 +53,7 @@ class CudaCapture:
         device.refuse_in_capture("a second capture")
         handle = stream.handle  # type: ignore[attr-defined]
         free = self._free()
-        device.mixed, launches = False, device.counters.launches
         graph = self._recorded(handle, fn)
-        launches = device.counters.launches - launches
-        nodes = device.call("cuGraphGetNodes", graph, doing="counting launches")[1] if device.trusting else launches
-        if device.owed or nodes != launches:  # somebody else's kernels may look for what launches have not written
-            cuda.cuGraphDestroy(graph)
-            device.mixed = True
-            graph = self._recorded(handle, fn)
         try:
             executable = device.call("cuGraphInstantiate", graph, 0, doing="building a graph")
         finally:
@@ -78,7 +71,7 @@ class CudaCapture:
         # allocations of ours are refused as it is.
         mode = device.cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
         device.call("cuStreamBeginCapture", handle, mode, doing="beginning a capture")
-        device.capturing, device.trusting, device.owed = True, False, 0
+        device.capturing = True
         try:
             fn()
         except BaseException:

@@ -24,7 +24,8 @@ from polydraft.hooks import hookimpl
 from polydraft_cuda.device import CudaDevice
 from polydraft_cuda.forward_meta import CudaForwardMeta
 from polydraft_cuda.kernels import kernels, versions
-from polydraft_cuda.kernels.provider import CudaProvider
+from polydraft_cuda.kernels.provider import CudaProvider, Kernel
+from polydraft_cuda.program_pass import CudaPass
 from polydraft_cuda.storage import CudaCache
 
 if TYPE_CHECKING:
@@ -60,7 +61,6 @@ class GuestDevice(CudaDevice):
     def __init__(self, host: Any, index: int) -> None:
         self._host = host
         super().__init__(index, dtype=host.dtype)
-        self.mixed = True  # what Paddle captures is not looked through
         self.cuda.cuStreamDestroy(self.stream.handle)
         self.stream = self.stream_of(host.stream)
         self.counters = host.counters
@@ -102,8 +102,7 @@ class GuestDevice(CudaDevice):
 
 @dataclass(frozen=True, eq=False)
 class Borrowed:
-    """A Paddle tensor by its address, as kernels want a buffer; it keeps the tensor alive. There is one of each tensor at a time
-    (`borrow`): a kernel knows by it what the kernel before has written, and may become one launch with that."""
+    """A Paddle tensor by its address, as kernels want a buffer; it keeps the tensor alive."""
 
     tensor: Any
     name: str
@@ -117,24 +116,16 @@ class Borrowed:
         return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
 
-_BORROWED: weakref.WeakValueDictionary[int, Borrowed] = weakref.WeakValueDictionary()
-"""Those alive, by the identity of their tensor, which lives as long."""
-
-
 def borrow(value: Any) -> Borrowed:
-    """A buffer or weight of the Paddle backend: the same one as long as somebody holds it."""
+    """A buffer or weight of the Paddle backend."""
     tensor = value.tensor
-    found = _BORROWED.get(id(tensor))
-    if found is not None:
-        return found
     dtype = getattr(value, "dtype", None) or NAMES[str(tensor.dtype).rpartition(".")[2]]
     if not tensor.is_contiguous():
         raise DeviceError("kernel pack paddle/cuda: a buffer is not contiguous; report it")
     shape = tuple(int(size) for size in tensor.shape)
     pointer = int(tensor.data_ptr()) if math.prod(shape) else 0
     name = getattr(value, "name", getattr(value, "role", ""))
-    fresh = _BORROWED[id(tensor)] = Borrowed(tensor, name, dtype, pointer, shape)
-    return fresh
+    return Borrowed(tensor, name, dtype, pointer, shape)
 
 
 class GuestCache(CudaCache):
@@ -205,6 +196,8 @@ def lend(args: Any) -> Any:
 def _lent(value: Any) -> Any:
     if isinstance(value, GuestMeta):
         return value.own
+    if isinstance(value, tuple):  # slot columns
+        return tuple(map(_lent, value))
     return borrow(value) if hasattr(value, "tensor") else value
 
 
@@ -237,6 +230,7 @@ class GuestTable:
 
     providers: Mapping[str, Provider]
     versions: Mapping[str, int]
+    program_pass: CudaPass
 
 
 @hookimpl
@@ -251,5 +245,8 @@ def polydraft_kernels(device: Device) -> GuestTable:
         raise DeviceError(f"kernel pack paddle/cuda cannot run: {problem}")
     guest = GuestDevice(device, index)
     device.guest = Guest(guest, device.empty)
-    table = {name: GuestProvider(CudaProvider(kernel, guest), guest) for name, kernel in kernels().items()}
-    return GuestTable(table, versions())
+
+    def provider(kernel: Kernel) -> GuestProvider:
+        return GuestProvider(CudaProvider(kernel, guest), guest)
+
+    return GuestTable({name: provider(kernel) for name, kernel in kernels().items()}, versions(), CudaPass(guest, provider, lend))

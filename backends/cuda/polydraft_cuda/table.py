@@ -1,4 +1,4 @@
-"""Owns the kernel table of one GPU: a provider for each contract, and the factories of weights and caches.
+"""The kernel table of one GPU: a provider for each contract, the pass over programs, and the factories of weights and caches.
 
 `polydraft_kernels` returns it. It never compiles: a kernel does when it is bound.
 """
@@ -12,7 +12,8 @@ from polydraft.contracts.base import Provider
 from polydraft.device import Array
 from polydraft_cuda.device import CudaDevice
 from polydraft_cuda.kernels import kernels, versions
-from polydraft_cuda.kernels.provider import CudaProvider
+from polydraft_cuda.kernels.provider import CudaProvider, Kernel
+from polydraft_cuda.program_pass import CudaPass
 from polydraft_cuda.storage import allocate_cache, prepare_weight
 
 
@@ -20,9 +21,13 @@ class CudaTable:
     """The `KernelTable` of one device."""
 
     def __init__(self, device: CudaDevice) -> None:
+        def provider(kernel: Kernel) -> CudaProvider:
+            return CudaProvider(kernel, device)
+
         self._device = device
-        self.providers: Mapping[str, Provider] = {name: CudaProvider(kernel, device) for name, kernel in kernels().items()}
+        self.providers: Mapping[str, Provider] = {name: provider(kernel) for name, kernel in kernels().items()}
         self.versions: Mapping[str, int] = versions()
+        self.program_pass = CudaPass(device, provider)
 
     def prepare_weight(self, role: str, value: Array, dtype: str, previous: Weight | None = None) -> Weight:
         """Round to `dtype` and copy to the device; `previous` is refilled at its address."""

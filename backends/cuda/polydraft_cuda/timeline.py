@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
 from polydraft.device import Stream
-from polydraft.timeline import Operation
+from polydraft.instruments.timeline import Operation
 
 if TYPE_CHECKING:
     from polydraft_cuda.device import CudaDevice, CudaEvent

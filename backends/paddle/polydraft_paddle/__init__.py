@@ -6,7 +6,10 @@ imported when a device is opened, not before.
 
 from __future__ import annotations
 
+import functools
+import re
 from dataclasses import replace
+from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
 
@@ -29,16 +32,8 @@ DTYPES = {"polycuda": ("f32", "bf16")}
 """Activation dtypes of kinds of place that were tried in more than float32."""
 KV_DTYPES = {"cpu": ("int8",), "polyemu": ("int8",)}
 """Quantised forms of KV rows, of kinds of place where they were tried; their kernels are portable."""
-CONTRACTS = (
-    "update_slots", "update_tokens", "update_blocks", "update_biases", "update_bad_words", "reserve_blocks", "pack_rows",
-    "pack_logit_rows", "embed", "rms_norm", "residual_add", "linear", "rope_kv_write", "paged_attention", "swiglu", "gather_rows",
-    "process_logits", "argmax", "penalise_logits", "bias_logits", "forbid_tokens", "mask_logits",
-    "gumbel_noise", "sample", "uniform_noise",
-    "filter_probs", "draw_draft", "force_choices", "verify_match", "verify_rejection", "commit_window", "snapshot_output",
-    "pack_draft_rows", "begin_draft", "combine_draft_inputs", "select_last_rows", "spread_logits", "advance_draft", "draft_ngram",
-    "align_drafts", "keep_logits", "top_logprobs", "draft_logprobs", "pack_logprobs", "pack_prompt_rows",
-)  # fmt: skip
-"""What `table.py` serves, listed here because identity may not import Paddle."""
+KERNEL = re.compile(r"^def ([a-z]\w*)\(", re.MULTILINE)
+"""A function of a module of kernels. One that is called like a contract is its kernel."""
 HOST_COMPOSITES = ("residual_add+rms_norm",)
 """What it serves on the CPU place besides."""
 Evidence = Literal["silicon", "custom device", "double only"]
@@ -56,6 +51,16 @@ def polydraft_backend_info(spec: str) -> BackendInfo:
     return describe("paddle", "portable Paddle operations: the CPU, and any place that Paddle knows", spec or "cpu")
 
 
+@functools.cache
+def contracts() -> tuple[str, ...]:
+    """What `table.py` serves, read from the sources of the kernels, because identity may not import Paddle."""
+    from polydraft.contracts import REGISTRY
+
+    sources = sorted((Path(__file__).parent / "kernels").glob("*.py"))
+    functions = {name for path in sources for name in KERNEL.findall(path.read_text(encoding="utf-8"))}
+    return tuple(name for name in REGISTRY.names() if name in functions)
+
+
 def describe(name: str, summary: str, spec: str) -> BackendInfo:
     """The identity of a backend of this family called `name` on the place `spec`."""
     from polydraft.contracts import REGISTRY
@@ -69,9 +74,7 @@ def describe(name: str, summary: str, spec: str) -> BackendInfo:
     nothing: tuple[Evidence, str] = "double only", ""
     kind = spec.partition(":")[0]
     evidence, evidence_on = EVIDENCE.get(kind, nothing)
-    contracts = {name: REGISTRY[name].version for name in CONTRACTS} | (
-        dict.fromkeys(HOST_COMPOSITES, 1) if spec == "cpu" else {}
-    )
+    served = {name: REGISTRY[name].version for name in contracts()} | (dict.fromkeys(HOST_COMPOSITES, 1) if spec == "cpu" else {})
     return BackendInfo(
         name=name,
         version=__version__,
@@ -89,7 +92,7 @@ def describe(name: str, summary: str, spec: str) -> BackendInfo:
         ),
         evidence=evidence,
         evidence_on=evidence_on,
-        contract_versions=MappingProxyType(contracts),
+        contract_versions=MappingProxyType(served),
         notes=tuple(misfit.values()) if not reason else (),
         variants=variants_of(spec),
         runs_with=MappingProxyType(runs_with(spec)),

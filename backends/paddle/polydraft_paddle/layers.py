@@ -19,12 +19,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from polydraft.errors import CapabilityError, CheckpointError
+from polydraft.models.block import BlockCall
 from polydraft.models.checkpoint import Checkpoint
-from polydraft.models.decoder import BlockCall
 
 if TYPE_CHECKING:
     from polydraft.device import Launch, Stream
-    from polydraft.models.decoder import OwnBlock
+    from polydraft.models.block import OwnBlock
 
 DTYPES = {"float32": "float32", "float16": "float16", "bfloat16": "bfloat16"}
 
@@ -120,11 +120,10 @@ class LayerBlock:
                 f"block {self.prefix} of this model is a Paddle layer, got the device {device.spec} of another library; name the "
                 "backend paddle or xpu"
             )
-        layer = self.layer.to(device=device.spec, dtype=str(call.x.tensor.dtype).rpartition(".")[2])  # type: ignore[attr-defined]
+        layer = self.layer.to(device=device.spec, dtype=str(call.x.tensor.dtype).rpartition(".")[2])
         rotate_and_store, attention = call.attention()
         x, qkv, attended, positions = (
-            buffer.tensor  # type: ignore[attr-defined]
-            for buffer in (call.x, call.scratch.qkv, call.scratch.attended, call.rows.positions)
+            buffer.tensor for buffer in (call.x, call.scratch.qkv, call.scratch.attended, call.positions)
         )
 
         def launch(stream: Stream, n: int) -> None:

@@ -191,7 +191,7 @@ def as_int(condition: Tensor) -> Tensor:
 def owners(slots: Tensor, num_slots: int) -> tuple[Tensor, Tensor]:
     """For each slot: whether some entry of `slots` [n] names it, and the first that does, int32 [num_slots].
 
-    A slot is named at most once, so writing by slot becomes a gather: no scatter, no race."""
+    A slot is named at most once, so writing by slot becomes a gather: no scatter_rows, no race."""
     same = direct.equal(direct.unsqueeze(slots, [0]), direct.unsqueeze(numbers(num_slots, slots), [1]))
     return direct.any(same, [1], False), as_int(same).argmax(axis=1, dtype="int32")
 
@@ -227,7 +227,7 @@ def file_in_column(table: Tensor, column: int, slots: Tensor, value: Tensor, val
     write_where(table, written, masked(direct.unsqueeze(take(value, row), [1]), written))
 
 
-def scatter(table: Tensor, index: Tensor, value: Tensor, valid: Tensor) -> None:
+def scatter_rows(table: Tensor, index: Tensor, value: Tensor, valid: Tensor) -> None:
     """`table[index[i]] = value[i]` where `valid[i]`; table [R, ...] in place, index and valid [n], n > 0.
 
     An entry that is not valid repeats the first valid one; when there is none, row 0 is written with what it holds."""

@@ -48,7 +48,11 @@ def tensors_of(args: Args | CompositeArgs) -> SimpleNamespace:
     if isinstance(args, CompositeArgs):
         return SimpleNamespace(parts=tuple(tensors_of(part) for part in args.parts))
     values = {f.name: getattr(args, f.name) for f in dataclasses.fields(args)}  # type: ignore[arg-type]
-    return SimpleNamespace(**{name: getattr(value, "tensor", value) for name, value in values.items()})
+    return SimpleNamespace(**{name: _tensor_of(value) for name, value in values.items()})
+
+
+def _tensor_of(value: Any) -> Any:
+    return tuple(map(_tensor_of, value)) if isinstance(value, tuple) else getattr(value, "tensor", value)
 
 
 def missing_kernel(error: BaseException | None) -> str:

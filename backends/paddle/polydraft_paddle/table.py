@@ -70,10 +70,10 @@ class PaddleCache:
 
 def kernels(*, host_visible: bool) -> dict[str, Kernel]:
     """Contract (or composite) name to kernel; those of `host` where the host sees the device's memory."""
-    from polydraft_paddle.kernels import host, host_attention, host_state, logprobs, numeric, processing, rejection, state
+    from polydraft_paddle.kernels import host, host_attention, logprobs, numeric, processing, rejection, state
 
     portable = {**state.KERNELS, **numeric.KERNELS, **processing.KERNELS, **rejection.KERNELS, **logprobs.KERNELS}
-    return {**portable, **host_state.KERNELS, **host.KERNELS, **host_attention.KERNELS} if host_visible else portable
+    return {**portable, **host.KERNELS, **host_attention.KERNELS} if host_visible else portable
 
 
 class PaddleTable:

@@ -16,17 +16,23 @@ from typing import Any
 
 import numpy as np
 
-from polydraft.bench.idle import watching
 from polydraft.engine import Engine
 from polydraft.errors import DeviceError, RequestError
-from polydraft.runtime.output import RequestOutput
+from polydraft.instruments.base import Instrument
+from polydraft.instruments.idle import Idle
+from polydraft.instruments.timeline import EXACT, HOST, OWN_TIME, ROOMS, Recording, clock_of
+from polydraft.instruments.trace import Trace
+from polydraft.instruments.trace_figures import OTHER, busy_host, by_room, host_seconds, idle_share
+from polydraft.output.request_output import RequestOutput
 from polydraft.sampling_params import SamplingParams
-from polydraft.timeline import EXACT, HOST, ROOMS, Recording, clock_of
-from polydraft.trace import Recorder
-from polydraft.trace_figures import OTHER, busy_host, by_room, host_seconds, idle_share
 
-OWN_TIME = "kernel_ns"
-"""Extra counter of a device that measures what its kernels take inside the calls of the host."""
+
+def instruments() -> tuple[Instrument, ...]:
+    """What an engine that is measured has to be built with; all of it is off but in the runs that want it.
+
+    Launches are recorded only where the device computes inside the calls and does not say how long: all other recordings look
+    at the clock a dozen times a step."""
+    return Trace(calls="immediate", on=False), Idle()
 
 
 @dataclass(frozen=True)
@@ -92,9 +98,10 @@ def full_steps(steps: list[Step], load: Load) -> list[Step]:
 
 
 def timed(engine: Engine, load: Load) -> dict[str, float]:
-    """Figures of one bare run. `idle_share`: of the device in its full steps, where the device says when it worked."""
+    """Figures of one bare run. `idle_share`: of the device in its full steps, where the device says when it worked. Raises
+    `ConfigError` for an engine that was built without `instruments`."""
     now = clock_of(engine.device)
-    with watching(engine, now, about=load.new_tokens) as idle_between:
+    with engine.instruments[Idle].watching(now, about=load.new_tokens) as idle_between:
         start = now()
         steps, outputs = run(engine, load)
         seconds = now() - start
@@ -123,20 +130,17 @@ def _launched(steps: Sequence[Step], full: Sequence[Step], *, ahead: int) -> tup
 
 
 def profiled(engine: Engine, load: Load) -> tuple[dict[str, float | None], dict[str, float]]:
-    """Host figures of one recorded run, and host microseconds by room: medians over full steps.
-
-    Launches are recorded only where the device computes inside the calls and does not say how long: all other recordings look
-    at the clock a dozen times a step."""
-    synchronous = not engine.info.capabilities.asynchronous
-    own = OWN_TIME in engine.device.counters.extra
-    recorder = Recorder(engine, calls=synchronous and not own)
+    """Host figures of one recorded run, and host microseconds by room: medians over full steps. Raises `ConfigError` for an
+    engine that was built without `instruments`."""
+    own, trace = OWN_TIME in engine.device.counters.extra, engine.instruments[Trace]
+    trace.start()
     try:
         steps, _ = run(engine, load)
-        while engine.has_work:  # a step that was launched ahead: the event behind it is the recorder's
+        while engine.has_work:  # a step that was launched ahead belongs to this run
             engine.step()
     finally:
-        recorder.remove()
-    recording = recorder.finish()
+        trace.stop()
+    recording = trace.finish()
     full = {step.number: step for step in full_steps(steps, load)}
     rooms = {number: dict(found) for number, found in host_seconds(recording).items() if number in full}
     for number, found in rooms.items():

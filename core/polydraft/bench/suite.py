@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from polydraft.bench.measure import Load, profiled, timed
+from polydraft.bench.measure import Load, instruments, profiled, timed
 from polydraft.bench.shapes import RandomCheckpoint
 from polydraft.config import EngineConfig
 from polydraft.engine import Engine
 from polydraft.errors import CapabilityError
-from polydraft.timeline import keeps_timeline
+from polydraft.instruments.timeline import keeps_timeline
 
 Compare = Literal["off", "graph", "overlap", "all"]
 VARIANTS: dict[Compare, tuple[dict[str, Any], ...]] = {
@@ -76,7 +76,8 @@ class Suite:
         }
         config = dataclasses.replace(self.config, **own, **variant)
         try:
-            return Engine(config, checkpoint=RandomCheckpoint(self.shape) if self.shape else None)
+            checkpoint = RandomCheckpoint(self.shape) if self.shape else None
+            return Engine(config, checkpoint=checkpoint, instruments=instruments())
         except CapabilityError as error:  # nobody gave that length: it follows from the load
             asked = f"--prompt-tokens {load.prompt_tokens} --new-tokens {load.new_tokens}"
             raise CapabilityError(str(error).replace(f"--max-model-len {length}", asked)) from error

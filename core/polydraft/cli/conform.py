@@ -199,13 +199,14 @@ def _matrix(
 ) -> int:
     from polydraft.conformance.matrix import plain, run, wanted
     from polydraft.conformance.report import command_line, conform
-    from polydraft.plugins import BACKENDS, Loaded
+    from polydraft.plugin_checks import BACKEND
+    from polydraft.plugins import Loaded, identify
 
     brought = {file: Loaded.from_option(file) for file in plugins}
 
     def files(name: str) -> tuple[str, ...]:
         """A file with a backend matters to that backend alone."""
-        return tuple(file for file, one in brought.items() if one.role.group != BACKENDS or one.name == name)
+        return tuple(file for file, one in brought.items() if one.role is not BACKEND or identify(one).name == name)
 
     if any(wanted(one).profile for one in backends) and not selection.complete:
         raise click.UsageError("a profile in --matrix claims all of it; leave --level, --contract, --case and --seed out")

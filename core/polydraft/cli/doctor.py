@@ -52,11 +52,12 @@ def examine(packs: Sequence[str] = (), probe: str = "") -> dict[str, Any]:
     from polydraft._version import __version__
     from polydraft.cli.clashes import clashes
     from polydraft.default_backend import default_backend
+    from polydraft.plugin_checks import EXTENSION, PACK
     from polydraft.plugin_loading import load_entry
-    from polydraft.plugins import EXTENSIONS, KERNELS, find, survey
+    from polydraft.plugins import find, survey
 
     for pack in packs:
-        load_entry(KERNELS, pack)  # whether it can be loaded at all; whether it fits is a question for each backend
+        load_entry(PACK.group, pack)  # whether it can be loaded at all; whether it fits is a question for each backend
     default = default_backend()
     return {
         "schema": SCHEMA,
@@ -65,8 +66,8 @@ def examine(packs: Sequence[str] = (), probe: str = "") -> dict[str, Any]:
         "platform": platform.platform(),
         "default": {"name": default.name, "passed_over": list(default.passed_over)},
         "backends": [_backend(found, packs) for found in survey()],
-        "packs": list(find(KERNELS)),
-        "extensions": list(find(EXTENSIONS)),
+        "packs": list(find(PACK.group)),
+        "extensions": list(find(EXTENSION.group)),
         "clashes": clashes(),
         "probe": _probe(probe) if probe else None,
     }
@@ -128,19 +129,19 @@ def _variants(found: Found) -> list[dict[str, Any]]:
     """The backend's variants on its default device, and on every other one on which some were tried: in use, or why not."""
     from polydraft.errors import ConfigError
     from polydraft.plugin_checks import BACKEND
-    from polydraft.plugins import Loaded, variant_digests
+    from polydraft.plugins import Loaded, identify, variant_digests
     from polydraft.variants import filed, verdicts
 
     rows = []
     try:
+        loaded = Loaded.from_entry(BACKEND, found.name)
         for spec in sorted({"", *(one.spec for one in filed() if one.backend == found.name)}):
-            loaded = Loaded.from_entry(BACKEND, found.name, spec)
-            assert loaded.info is not None, "a backend says who it is"
-            reasons = verdicts(loaded.info, functools.partial(variant_digests, loaded), spec)
+            info = identify(loaded, spec)
+            reasons = verdicts(info, functools.partial(variant_digests, loaded), spec)
             rows += [
                 {"name": one.name, "device": spec, "contracts": list(one.contracts), "summary": one.summary,
                  "used": not reasons[one.name], "reason": reasons[one.name]}
-                for one in loaded.info.variants
+                for one in info.variants
             ]  # fmt: skip
     except ConfigError as error:
         return [{"name": "", "device": "", "contracts": [], "summary": "", "used": False, "reason": str(error)}]

@@ -6,6 +6,7 @@ was asked for: what this engine cannot do is refused before the model is loaded.
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from polydraft.cli.prompts import Job
     from polydraft.cli.run import Run
     from polydraft.engine import Engine
+    from polydraft.instruments.base import Instrument
 
 EXAMPLE = 'polydraft generate "def fibonacci(n):"'
 EXAMPLES = f"""\b
@@ -94,7 +96,7 @@ def command(
     given |= _constraint(given)
     sampling = {name: given.pop(name) for name in SAMPLING if name in given}
     trace = given.pop("trace", None)
-    record = _recording(given, trace)
+    record = _recording(given)
     jobs = _jobs(prompt, prompts, sampling)
     if not as_json:
         _check_shown(jobs, provenance=provenance)
@@ -104,9 +106,10 @@ def command(
         claim(trace)
     if record["file"]:
         replay.claim(record["file"])
-    engine = _engine(given)
+    engine = _engine(given, _instruments(trace, **record))
     try:
-        with recorded(engine, trace), replay.recorded(engine, **record, tell=lambda text: click.echo(text, err=True)) as never:
+        tell = functools.partial(click.echo, err=True)
+        with recorded(engine, trace), replay.recorded(engine, record["file"], record["steps"], tell=tell) as never:
             run = Run(engine, jobs)
             if as_json:
                 run.to_the_end(lambda output: None)
@@ -123,19 +126,26 @@ def command(
     return FAILED if hazards or never or any(output.finish_reason == "error" for output in run.outputs.values()) else 0
 
 
-def _recording(given: dict[str, Any], trace: str | None) -> dict[str, Any]:
+def _recording(given: dict[str, Any]) -> dict[str, Any]:
     """Take the options of --record out of `given`."""
     file, steps = given.pop("record", None), given.pop("record_steps", None)
     weights = given.pop("record_weights", False)
     if file is None and (steps or weights):
         raise click.UsageError("--record-steps and --record-weights belong to --record FILE; add that")
-    if file is not None and (trace or given.get("sanitize")):
-        raise click.UsageError("--record waits behind every launch, which --trace and --sanitize look at; run them one by one")
     if steps:
-        from polydraft.record import steps_of
+        from polydraft.instruments.record import steps_of
 
         steps_of(steps)
     return {"file": file, "steps": steps, "weights": weights}
+
+
+def _instruments(trace: str | None, *, file: str | None, steps: str | None, weights: bool) -> list[Instrument]:
+    """Those of --trace and --record; the configuration brings that of --sanitize."""
+    from polydraft.instruments.record import DEFAULT_STEPS, CallRecorder, steps_of
+    from polydraft.instruments.trace import Trace
+
+    recorder = [CallRecorder(steps_of(steps) if steps else DEFAULT_STEPS, include_weights=weights)] if file else []
+    return [*([Trace()] if trace else []), *recorder]
 
 
 def _close(engine: Engine) -> bool:
@@ -158,6 +168,14 @@ def _show(run: Run, jobs: Sequence[Job], *, explain: bool, color: bool) -> None:
     if explain:
         screen.table(("decision", "asked", "chosen", "why"), _decisions(engine))
         screen.line()
+        joined = _joined(engine)
+        if joined:
+            screen.table(("one launch", "of", "where", "why"), joined)
+            screen.line()
+        captured = _captured(engine)
+        if captured:
+            screen.table(("drafts", "captured", "left out", "graphs", "bytes"), captured)
+            screen.line()
     if len(jobs) == 1:
         prompt = jobs[0].prompt
         run.to_the_end(OneText(screen, engine.tokenizer, prompt if isinstance(prompt, str) else ""))
@@ -221,14 +239,34 @@ def _most_logprobs(jobs: Sequence[Job]) -> dict[str, int]:
     return {"logprobs": max(asked)} if asked else {}
 
 
-def _engine(options: Mapping[str, Any]) -> Engine:
+def _engine(options: Mapping[str, Any], instruments: Sequence[Instrument]) -> Engine:
     from polydraft.config import EngineConfig
     from polydraft.engine import Engine
     from polydraft.show import busy
 
     config = EngineConfig.from_mapping(options)
     with busy(f"loading {config.model or 'the demo model'}"):
-        return Engine(config)
+        return Engine(config, instruments=instruments)
+
+
+def _joined(engine: Engine) -> list[tuple[str, str, str, str]]:
+    """Launches that have become one, whose kernel that is, and in how many of the engine's programs."""
+    found = []
+    for one, launches in engine.runner.joined():
+        where = f"{len(launches)} programs" + (", where captured" if one.captured else "")
+        found.append((one.contracts, one.by, where, one.why))
+    return found
+
+
+def _captured(engine: Engine) -> list[tuple[str, str, str, str, str]]:
+    """Buckets with a graph for each number of drafts that a step may make, and those that the budget left out."""
+    return [
+        (
+            str(number), ", ".join(map(str, held.buckets)), ", ".join(map(str, held.left_out)) or "none", str(held.graphs),
+            f"{held.num_bytes:,}" if held.num_bytes else "not told",
+        )
+        for number, held in engine.runner.captured().items()
+    ]  # fmt: skip
 
 
 def _decisions(engine: Engine) -> list[tuple[str, str, str, str]]:

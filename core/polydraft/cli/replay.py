@@ -18,10 +18,10 @@ from polydraft.cli.options import common
 from polydraft.errors import ConfigError, PluginError
 
 if TYPE_CHECKING:
+    from polydraft.conformance.replay import Replay, Weights
     from polydraft.conformance.target import Target
     from polydraft.engine import Engine
-    from polydraft.record_file import Record
-    from polydraft.replay import Replay, Weights
+    from polydraft.instruments.record_file import Record
 
 MOST_SHOWN = 8
 EXAMPLES = """\b
@@ -61,8 +61,8 @@ def command(
     as_json: bool,
 ) -> int:
     """Run the kernel calls of FILE, recorded with --record, on a backend; show the first call and element that differ."""
-    from polydraft.record_file import read
-    from polydraft.replay import GOLDEN, RECORDED, replay
+    from polydraft.conformance.replay import GOLDEN, RECORDED, replay
+    from polydraft.instruments.record_file import read
 
     record = read(file)
     with ExitStack() as stack:
@@ -111,7 +111,7 @@ def _weights(record: Record, model: str | None) -> Iterator[Weights | None]:
 
 
 def _json(file: str, record: Record, answer: Replay) -> dict[str, Any]:
-    from polydraft.replay import SCHEMA
+    from polydraft.conformance.replay import SCHEMA
 
     about = record.about
     return {
@@ -144,7 +144,7 @@ def text(record: Record, answer: Replay) -> str:
 # -- --record of other commands ----------------------------------------------------------------------
 def claim(file: str) -> None:
     """Create the file that a record will fill, before anything is loaded. Raises `ConfigError` where that cannot be."""
-    from polydraft.record_file import unwritable
+    from polydraft.instruments.record_file import unwritable
 
     try:
         Path(file).write_bytes(b"")
@@ -153,24 +153,23 @@ def claim(file: str) -> None:
 
 
 @contextmanager
-def recorded(
-    engine: Engine, file: str | None, steps: str | None, *, weights: bool, tell: Callable[[str], None]
-) -> Iterator[set[int]]:
-    """Record the kernel calls of what the engine does inside, and write them to `file`, also when it ends by an error; None
-    records nothing. Yields a set which holds, behind the block, those of the `steps` that were asked for and never came."""
+def recorded(engine: Engine, file: str | None, steps: str | None, *, tell: Callable[[str], None]) -> Iterator[set[int]]:
+    """Write the kernel calls of what the engine does inside, which was built with a `CallRecorder`, to `file`, also when it ends
+    by an error; None writes nothing. Yields a set which holds, behind the block, those of the `steps` that were asked for and
+    never came."""
     never: set[int] = set()
     if file is None:
         yield never
         return
-    from polydraft.record import DEFAULT_STEPS, CallRecorder, steps_of, text_of
-    from polydraft.record_file import write
+    from polydraft.instruments.record import CallRecorder, steps_of, text_of
+    from polydraft.instruments.record_file import write
 
     asked = steps_of(steps) if steps else frozenset()
-    recorder = CallRecorder(engine, asked or DEFAULT_STEPS, include_weights=weights)
+    recorder = engine.instruments[CallRecorder]
     try:
         yield never
     finally:
-        recorder.remove()
+        recorder.stop()
         record = recorder.finish()
         write(file, record)
         tell(f"recorded {len(record.calls)} calls of {len(record.steps)} steps in {file}")

@@ -13,7 +13,7 @@ from polydraft.cli.tokens import Tokens, request_fields
 from polydraft.engine import Engine
 from polydraft.errors import RequestError
 from polydraft.interrupt import noted_interrupts
-from polydraft.runtime.output import RequestOutput
+from polydraft.output.request_output import RequestOutput
 
 SCHEMA = "polydraft.generate/1"
 
@@ -54,8 +54,8 @@ class Run:
                 self.engine.abort(request_id)
 
     def answer(self, *, explain: bool, provenance: bool = False) -> dict[str, Any]:
-        """The JSON answer, of schema polydraft.generate/1; with `explain` its `config` has the decisions too, with
-        `provenance` each request who proposed its tokens."""
+        """The JSON answer, of schema polydraft.generate/1; with `explain` its `config` has the decisions too, which launches
+        have become one (`joined`) and what was captured, with `provenance` each request who proposed its tokens."""
         tokens = Tokens(self.engine.tokenizer)
         resolved = self.engine.resolved
         config = resolved.describe()
@@ -63,6 +63,17 @@ class Run:
             config["decisions"] = [
                 {"name": d.name, "asked": d.asked, "chosen": d.chosen, "reason": d.reason} for d in resolved.decisions
             ]
+            config["joined"] = [
+                {"contracts": j.contracts, "by": j.by, "captured": j.captured, "reason": j.why, "launches": dict(launches)}
+                for j, launches in self.engine.runner.joined()
+            ]
+            config["captured"] = [
+                {
+                    "draft_tokens": number, "buckets": list(held.buckets), "left_out": list(held.left_out), "graphs": held.graphs,
+                    "bytes": held.num_bytes,
+                }
+                for number, held in self.engine.runner.captured().items()
+            ]  # fmt: skip
         return {
             "schema": SCHEMA,
             "backend": resolved.backend,
@@ -83,6 +94,7 @@ class Run:
         return {
             "new_tokens": totals.new_tokens,
             "steps": totals.steps,
+            "drafts_per_step": list(totals.drafts_per_step),
             "tokens_per_round": in_rounds / totals.rounds if totals.rounds else None,
             "acceptance_per_position": [
                 accepted / drafted if drafted else None

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from polydraft.models.tokenizer import Tokenizer
-    from polydraft.runtime.output import RequestOutput
-    from polydraft.runtime.provenance import TokenLogprobs, TokenRecord
+    from polydraft.output.request_output import RequestOutput, TokenRecord
     from polydraft.show import Screen
 
 
@@ -43,9 +42,7 @@ class Tokens:
         return [
             {
                 **self._origin(record),
-                "logprob": None if record.logprob is None else number(record.logprob),
-                "rank": record.rank,
-                "top_logprobs": self._top(record.top),
+                **self._numbers(record),
                 "draft_logprob": None if record.draft_logprob is None else number(record.draft_logprob),
             }
             for record in output.tokens
@@ -59,8 +56,8 @@ class Tokens:
     def drafts(self, output: RequestOutput) -> list[list[dict[str, Any]]]:
         """What each round drafted, accepted or not: in the order of `rounds`."""
         return [
-            [{"token_id": token, "token": self.text(token), "logprob": number(value)} for token, value in step.draft_tokens()]
-            for step in output.logprobs[1:]
+            [{"token_id": token, "token": self.text(token), "logprob": number(value)} for token, value in drafts]
+            for drafts in output.drafts
         ]
 
     def _origin(self, record: TokenRecord) -> dict[str, Any]:
@@ -72,10 +69,12 @@ class Tokens:
             "round": record.round if record.round >= 0 else None,
         }
 
-    def _of_prompt(self, one: TokenLogprobs) -> dict[str, Any]:
-        text = self.text(one.token_id)
-        top = self._top(one.top)
-        return {"token_id": one.token_id, "token": text, "logprob": number(one.logprob), "rank": one.rank, "top_logprobs": top}
+    def _of_prompt(self, one: TokenRecord) -> dict[str, Any]:
+        return {"token_id": one.token_id, "token": self.text(one.token_id), **self._numbers(one)}
+
+    def _numbers(self, record: TokenRecord) -> dict[str, Any]:
+        logprob = None if record.logprob is None else number(record.logprob)
+        return {"logprob": logprob, "rank": record.rank, "top_logprobs": self._top(record.top)}
 
     def _top(self, top: Sequence[tuple[int, float]]) -> list[dict[str, Any]]:
         return [{"token_id": token, "token": self.text(token), "logprob": number(value)} for token, value in top]

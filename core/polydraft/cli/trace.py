@@ -39,10 +39,10 @@ def command(file: str, html: str | None, png: str | None, steps: int, no_color: 
 
     FILE itself opens in Perfetto and chrome://tracing.
     """
-    from polydraft.trace_figures import summary
-    from polydraft.trace_file import read
-    from polydraft.trace_page import write_html
-    from polydraft.trace_view import write_png
+    from polydraft.instruments.trace_figures import summary
+    from polydraft.instruments.trace_file import read
+    from polydraft.instruments.trace_page import write_html
+    from polydraft.instruments.trace_view import write_png
 
     recording = read(file)
     figures = summary(recording)
@@ -88,7 +88,7 @@ def _show(figures: dict[str, Any], pictures: list[str], *, color: bool) -> None:
 # -- --trace of other commands ---------------------------------------------------------------------
 def claim(file: str) -> None:
     """Create the file that a recording will fill, before anything is loaded. Raises `ConfigError` where that cannot be."""
-    from polydraft.trace_file import unwritable
+    from polydraft.instruments.trace_file import unwritable
 
     try:
         Path(file).write_bytes(b"")
@@ -98,18 +98,17 @@ def claim(file: str) -> None:
 
 @contextmanager
 def recorded(engine: Engine, file: str | None) -> Iterator[None]:
-    """Record what the engine does inside, and write it to `file`, also when it ends by an error; None records nothing."""
+    """Write what the engine does inside, which was built with a `Trace`, to `file`, also when it ends by an error; None writes
+    nothing."""
     if file is None:
         yield
         return
-    from polydraft.timeline import keeping
-    from polydraft.trace import Recorder
-    from polydraft.trace_file import write
+    from polydraft.instruments.trace import Trace
+    from polydraft.instruments.trace_file import write
 
-    with keeping(engine.device):
-        recorder = Recorder(engine)
-        try:
-            yield
-        finally:
-            recorder.remove()
-            write(file, recorder.finish())
+    trace = engine.instruments[Trace]
+    try:
+        yield
+    finally:
+        trace.stop()
+        write(file, trace.finish())

@@ -12,13 +12,11 @@ from typing import Any
 
 from polydraft.conformance.check import Check, Tally
 from polydraft.conformance.kernel_checks import (
-    OPTIONAL,
     Options,
     Table,
     bits,
     case_of,
     named_cases,
-    offered,
     opened_for,
     pairs,
 )
@@ -37,12 +35,8 @@ def checks(options: Options) -> Iterator[Check]:
         return
     for contract in REGISTRY.newest():
         for name, function in (("refused-arguments", _refused), ("bound-again", _bound_again)):
-            run = partial(_as_offered, contract, function)
-            yield Check(f"L2/{contract.name}/{name}", run, kernel=contract.name, optional=contract.name in OPTIONAL)
-
-
-def _as_offered(newest: Contract, function: Any, target: Target, tally: Tally) -> None:
-    function(offered(newest, target), target, tally)
+            run = partial(function, contract)
+            yield Check(f"L2/{contract.name}/{name}", run, kernel=contract.name, optional=contract.need == "optional")
 
 
 def _refused(kernel: Contract, target: Target, tally: Tally) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 from polydraft import engine, kernel_table
 from polydraft.engine import Engine
 from polydraft.runtime import commit
-from polydraft.runtime.graphs import CapturedSteps, GraphPolicy
+from polydraft.runtime.graphs import CapturedSteps, GraphPolicy, Shape
 from polydraft.runtime.host_inputs import HostInputs
 from polydraft.runtime.kv_blocks import BlockLedger
 from polydraft.runtime.plan import StepOutcome, StepPlan
@@ -104,12 +104,17 @@ def tail_never_released() -> Iterator[None]:
 @contextmanager
 def draft_replays_another_bucket() -> Iterator[None]:
     """Target and draft do not follow one decision: the draft's passes are captured as for the smallest bucket."""
-    lengths = CapturedSteps.lengths
+    capture = CapturedSteps._capture
 
-    def other(self: CapturedSteps, part: Any, bucket: int) -> Any:
-        return lengths(self, part, self.policy.buckets[0] if part == "draft" else bucket)
+    def at(launch: Any, n: int) -> Any:
+        return lambda stream, longer: launch(stream, n)
 
-    with mock.patch.object(CapturedSteps, "lengths", other):
+    def other(self: CapturedSteps, parts: Any, shape: Shape) -> Any:
+        short = self.policy.lengths(self.policy.buckets[0], self.limits)
+        calls = tuple((at(launch, short[unit]), unit) for launch, unit in parts["draft"].calls) if "draft" in parts else ()
+        return capture(self, {**parts, **({"draft": dataclasses.replace(parts["draft"], calls=calls)} if calls else {})}, shape)
+
+    with mock.patch.object(CapturedSteps, "_capture", other):
         yield
 
 

@@ -15,8 +15,10 @@ from typing import Any, Final
 from polydraft._version import __version__
 from polydraft.backend import Variant
 from polydraft.conformance import isolation
-from polydraft.conformance.outcomes import FAILS, HOLDS, NOTHING, SPEC, judge
-from polydraft.conformance.report import Listen, Selection, lists_digest
+from polydraft.conformance.catalogue import lists_digest
+from polydraft.conformance.outcomes import FAILS, HOLDS, NOTHING
+from polydraft.conformance.report import Listen, Selection
+from polydraft.conformance.verdict import judge
 from polydraft.errors import ContractError, PolydraftError
 from polydraft.plugins import Plugins, variant_digests
 from polydraft.variants import Judgement, add
@@ -143,5 +145,5 @@ def _tried(trial: Trial, plugins: Plugins, variant: Variant) -> Judgement:
     return Judgement(
         backend=trial.backend, variant=variant.name, runs_with=dict(plugins.info().runs_with), digests=digests or {},
         spec=trial.device, contracts=variant.contracts, passed=not problem, sentence=problem or f"{count} checks passed",
-        day=datetime.now(timezone.utc).date().isoformat(), kit=f"{__version__}, lists {lists_digest(SPEC)}",
+        day=datetime.now(timezone.utc).date().isoformat(), kit=f"{__version__}, lists {lists_digest()}",
     )  # fmt: skip

@@ -18,15 +18,15 @@ from polydraft.conformance.oracle.coupled import Sampling, coupled_rounds
 from polydraft.conformance.probe import MARGIN, VOCAB, checkpoint, oracle, prompts
 from polydraft.conformance.serving import Ask, serve
 from polydraft.conformance.target import Target
-from polydraft.contracts import BiasLogitsV1
-from polydraft.device import Array, Buffer
+from polydraft.device import Array
 from polydraft.engine import Engine
+from polydraft.runtime.declare import StepBuffer
 from polydraft.runtime.host_inputs import HostView, Needs
 from polydraft.runtime.program import ProgramBuilder
 
 KINDS: Final = 3
 """Remainders into which the rule below parts the vocabulary."""
-BIAS: Final = np.float32(-1000.0)
+BIAS: Final = -1000.0
 ENOUGH: Final = 8
 """Tokens of a text on the new weights that are compared."""
 OTHER: Final = 1
@@ -51,35 +51,31 @@ class OtherRemainder:
     reads_drafts = False
 
     def __init__(self, context: Any) -> None:
-        slots, table = context.limits.max_seqs, -(-VOCAB // KINDS)
-        self._step = context.step
-        self._count, self._ids = (self._new(context, name, shape) for name, shape in (("n", (slots,)), ("ids", (slots, table))))
-        self._biases = context.device.empty("conform.biases", (slots, table), "f32")
-        context.device.load(self._biases, np.full((slots, table), BIAS))
-        self.inputs: Mapping[str, Buffer] = {"count": self._count, "ids": self._ids}
-
-    @staticmethod
-    def _new(context: Any, name: str, shape: tuple[int, ...]) -> Buffer:
-        buffer: Buffer = context.device.empty(f"conform.{name}", shape, "i32")
-        context.device.load(buffer, np.zeros(shape, np.int32))
-        return buffer
+        del context
+        table = -(-VOCAB // KINDS)
+        self.buffers = (
+            StepBuffer("conform.count", "B", initial=0),
+            StepBuffer("conform.ids", f"B {table}", initial=0),
+            StepBuffer("conform.biases", f"B {table}", "f32", initial=BIAS),
+        )
+        self.inputs = ("conform.count", "conform.ids")
 
     def fill(self, view: HostView, arrays: Mapping[str, Array]) -> int:
         """For every scheduled slot the tokens that may not follow."""
-        arrays["count"][:], arrays["ids"][:] = 0, 0
+        counts, tables = arrays["conform.count"], arrays["conform.ids"]
+        counts[:], tables[:] = 0, 0
         for slot in view.plan.slots.tolist():
             last = int(view.slots.tokens[slot, view.slots.num_known[slot] - 1])
             ids = np.flatnonzero(np.arange(VOCAB) % KINDS == last % KINDS)
-            arrays["count"][slot], arrays["ids"][slot, : len(ids)] = len(ids), ids
-        return len(arrays["count"])
+            counts[slot], tables[slot, : len(ids)] = len(ids), ids
+        return len(counts)
 
     def append(self, program: ProgramBuilder) -> None:
         """Behind the processing of the target's logits."""
-        step = self._step
-        args = BiasLogitsV1(
-            logits=step.logits, row_slot=step.logit_slot, num_biases=self._count, bias_ids=self._ids, biases=self._biases
-        )
-        program.add("bias_logits", args, "logit_rows", "verify")
+        program.add(
+            "bias_logits", "logit_rows", "verify", row_slot="logit_slot", num_biases="conform.count", bias_ids="conform.ids",
+            biases="conform.biases",
+        )  # fmt: skip
 
     def void(self) -> None:
         """Every step fills all of it anyway."""

@@ -22,19 +22,10 @@ from polydraft.contracts.composite import Composite, Expansion
 from polydraft.contracts.harness import check_kernel, run_kernel
 from polydraft.contracts.inputs import FLEXIBLE, SEEDS, Kernel, contract_of
 from polydraft.contracts.inputs import generated as random_case
+from polydraft.contracts.kernels.rope_kv_write import border_case
 from polydraft.contracts.kv_quant import KV_DTYPES, Kv
-from polydraft.contracts.rope_kv_write import border_case
 from polydraft.sentinels import Phase
 
-OPTIONAL: Final = frozenset(
-    {
-        "update_biases", "update_bad_words", "penalise_logits", "bias_logits", "forbid_tokens", "uniform_noise", "filter_probs",
-        "draw_draft", "verify_rejection", "draft_ngram", "align_drafts", "force_choices",
-        "keep_logits", "top_logprobs", "draft_logprobs", "pack_logprobs", "pack_prompt_rows", "mask_logits",
-        "spread_logits",
-    }
-)  # fmt: skip
-"""Contracts that only some requests or options need: a backend may leave them out, and an engine then refuses those."""
 DEEP_SEEDS: Final = 500
 COUNTED: Final = {"any": "N", "rows": "R", "logit_rows": "NL", "prompt_rows": "NL"}
 """Units whose buffers can grow by rows that carry nothing, and the symbol of their capacity."""
@@ -65,14 +56,14 @@ class Options:
 def checks(options: Options) -> Iterator[Check]:
     """Every check of L2, contract by contract."""
     for contract in REGISTRY.newest():
-        yield from _of_kernel(contract, options, contract.name in OPTIONAL)
+        yield from _of_kernel(contract, options, contract.need == "optional")
     for composite in COMPOSITES.values():
         yield from _of_kernel(composite, options, optional=True)
 
 
 def _of_kernel(kernel: Kernel, options: Options, optional: bool) -> Iterator[Check]:
     def check(name: str, function: Any, *rest: Any, **fields: Any) -> Check:
-        run = partial(_as_offered, kernel, function, rest)
+        run = partial(function, kernel, *rest)
         return Check(f"L2/{kernel.name}/{name}", run, kernel=kernel.name, optional=optional, **fields)
 
     names = [case.name for case in named_cases(kernel)]
@@ -104,16 +95,6 @@ def _of_kernel(kernel: Kernel, options: Options, optional: bool) -> Iterator[Che
         yield check("row-alone", _row_alone, needs="row_invariant")
 
 
-def offered(kernel: Kernel, target: Target) -> Kernel:
-    """The kernel in the version that the backend offers: an older contract has cases and a golden of its own."""
-    version = target.offered.get(kernel.name)
-    return REGISTRY[f"{kernel.name}/{version}"] if isinstance(kernel, Contract) and version is not None else kernel
-
-
-def _as_offered(kernel: Kernel, function: Any, rest: tuple[Any, ...], target: Target, tally: Tally) -> None:
-    function(offered(kernel, target), *rest, target, tally)
-
-
 # -- cases and goldens, which no backend changes -------------------------------------------------------
 @cache
 def _cases(key: str) -> tuple[Case, ...]:
@@ -127,10 +108,8 @@ def named_cases(kernel: Kernel) -> tuple[Case, ...]:
 
 
 def case_of(kernel: Kernel, name: str, target: Target) -> Case:
-    """A named case, in an order that the backend declares. Raises `Unsupported` where an older version has none of that name."""
-    found = next((case for case in named_cases(kernel) if case.name == name), None)
-    if found is None:
-        raise Unsupported(f"{contract_of(kernel).key} is offered, which has no such case")
+    """A named case, in an order that the backend declares."""
+    found = next(case for case in named_cases(kernel) if case.name == name)
     return legal(found, target.info.capabilities.row_order)
 
 
@@ -272,10 +251,15 @@ def pairs(key: str, row_order: RowOrder) -> tuple[tuple[Case, Case], ...]:
 
 def _form(case: Case) -> object:
     """What has to be equal for two cases to fit the same buffers."""
-    shapes = {
-        name: getattr(value, "shape", None) or (None if value is None else value.k.shape) for name, value in case.arrays.items()
-    }
+    shapes = {name: _shapes(value) for name, value in case.arrays.items()}
     return repr((sorted(shapes.items()), sorted(case.params.items()), sorted(case.outputs.items())))
+
+
+def _shapes(value: Any) -> Any:
+    """The shape of an array or a cache, those of a tuple of columns, None of what was left out."""
+    if isinstance(value, tuple):
+        return tuple(map(_shapes, value))
+    return None if value is None else getattr(value, "shape", None) or value.k.shape
 
 
 @dataclass(frozen=True)
@@ -292,21 +276,21 @@ class UsedBefore:
     def bind(self, args: Any, limits: Any, workspace: Any) -> Any:
         """Bind, launch on the first case's contents, then put back what the harness had loaded."""
         from polydraft.contracts.compare import to_host
-        from polydraft.contracts.inputs import dtype_of, namespace
+        from polydraft.contracts.inputs import arrays, dtype_of, namespace
 
         device, launch = self.opened.device, self.provider.bind(args, limits, workspace)
         specs = self.kernel.args.specs()
-        tensors = [n for n, spec in specs.items() if isinstance(spec, TensorSpec) and getattr(args, n) is not None]
-        kept = {name: _read(device, getattr(args, name)) for name in tensors}
+        tensors = {name: buffer for name, (buffer, _) in args.buffers().items()}
+        kept = {name: _read(device, buffer) for name, buffer in tensors.items()}
         caches = {n: getattr(args, n).read_logical() for n, s in specs.items() if isinstance(s, OpaqueSpec) and s.kind == "cache"}
-        earlier = namespace(self.kernel, self.first, self.act)
-        for name in tensors:
-            device.load(getattr(args, name), to_host(getattr(earlier, name), dtype_of(self.kernel, self.first, name, self.act)))
+        earlier = arrays(self.kernel, namespace(self.kernel, self.first, self.act))
+        for name, buffer in tensors.items():
+            device.load(buffer, to_host(earlier[name], dtype_of(self.kernel, self.first, name, self.act)))
         launch(device.stream, self.first.n)
         device.synchronize()
         result = self.used(launch, self.launch_length)
         for name, value in kept.items():
-            device.load(getattr(args, name), value)
+            device.load(tensors[name], value)
         for name, (k, v) in caches.items():
             getattr(args, name).write_logical(k, v)
         return result

@@ -13,7 +13,7 @@ import numpy as np
 
 from polydraft.conformance.check import Check, Tally
 from polydraft.conformance.host_checks import OtherRemainder
-from polydraft.conformance.kernel_checks import all_cases, offered
+from polydraft.conformance.kernel_checks import all_cases
 from polydraft.conformance.outcomes import Ownership
 from polydraft.conformance.probe import VOCAB
 from polydraft.conformance.target import Opened, Target, Witness, belongs_to_reference, threads_watched
@@ -23,7 +23,7 @@ from polydraft.contracts.inputs import Kernel
 from polydraft.contracts.kv_quant import KV_DTYPES
 from polydraft.device import GraphCapture
 from polydraft.errors import CapabilityError, PolydraftError
-from polydraft.plugin_checks import ACTIVATION_DTYPES, implemented, lacks
+from polydraft.plugin_checks import ACTIVATION_DTYPES, answered, lacks
 
 ON_A_DEVICE: Final = ("silicon", "custom device")
 """Evidence classes that rest on a device, which has a name, and a day."""
@@ -52,17 +52,18 @@ def _identity(target: Target, tally: Tally) -> None:
         said = re.fullmatch(r".+, \d{4}-\d{2}-\d{2}", info.evidence_on) is not None
         tally.true(f"evidence_on has a device and a day (DEVICE, YYYY-MM-DD), got {info.evidence_on!r}", said)
     tally.equal("available (reason: " + (info.reason or "none") + ")", info.available, True)
-    tally.true(f"backend_info is the same when asked again, got another one from {loaded.origin}", target.plugins.info() == info)
+    again = target.plugins.info_on(target.device_spec)
+    tally.true(f"backend_info is the same when asked again, got another one from {loaded.origin}", again == info)
 
 
 def _contracts(target: Target, tally: Tally) -> None:
-    """What identity declares is what the table offers, in versions that core serves."""
+    """What identity declares is what the table offers, in the versions that core serves."""
     opened = target.opened()
     offered = opened.table.backend
     tally.equal("contracts of the table", sorted(offered.providers), sorted(target.info.contract_versions))
     for name in offered.providers:
-        newest = 1 if name in COMPOSITES else REGISTRY[name].version
-        tally.true(f"{name} in version {newest} or {newest - 1}", offered.versions[name] in (newest, newest - 1))
+        served = 1 if name in COMPOSITES else REGISTRY[name].version
+        tally.equal(f"version of {name}", offered.versions[name], served)
 
 
 def _dtypes(target: Target, tally: Tally) -> None:
@@ -76,7 +77,7 @@ def _dtypes(target: Target, tally: Tally) -> None:
 
 def _capture_facility(target: Target, tally: Tally) -> None:
     """`graph_capture` is declared: the hook is there and answers."""
-    tally.true("the hook polydraft_graph_capture", "polydraft_graph_capture" in implemented(target.plugin))
+    tally.true("the hook polydraft_graph_capture", "polydraft_graph_capture" in answered(target.plugin))
     capture = target.plugins.graph_capture(target.opened().device)
     tally.equal("what the capture facility lacks", lacks(capture, GraphCapture), "")
     tally.true(f"memory() of the facility is a count of bytes, got {capture.memory()}", capture.memory() >= 0)
@@ -105,8 +106,8 @@ def _refill(target: Target, tally: Tally) -> None:
 
 def _embedding(opened: Opened, weight: Any, dtype: str) -> tuple[Any, Any]:
     """`embed` bound to `weight`: a launch of ids 0 to 3, and a way to read what it left."""
-    from polydraft.contracts import EmbedV1
     from polydraft.contracts.base import Limits
+    from polydraft.contracts.kernels.embed import EmbedV1
 
     device = opened.device
     ids, out = device.empty("conform.ids", (4,), "i32"), device.empty("conform.rows", (4, 3), dtype)
@@ -176,7 +177,7 @@ def ownership(target: Target, tally: Tally) -> None:
 def _find_owners(target: Target, tally: Tally, opened: Opened) -> None:
     silent = []
     for name, provider in sorted(opened.table.providers.items()):
-        kernel = offered(COMPOSITES[name] if name in COMPOSITES else REGISTRY[name], target)
+        kernel = COMPOSITES[name] if name in COMPOSITES else REGISTRY[name]
         seen = _seen(target, kernel, opened)
         if seen is None:
             target.owners[name] = "unknown"

@@ -19,7 +19,7 @@ from polydraft.conformance.serving import Ask, as_expected, serve
 from polydraft.conformance.target import Target
 from polydraft.contracts.kv_quant import KV_DTYPES, Kv
 from polydraft.engine import Engine
-from polydraft.runtime.output import RequestOutput
+from polydraft.output.request_output import RequestOutput
 from polydraft.runtime.plan import StepOutcome, StepPlan
 from polydraft.sampling_params import SamplingParams
 

@@ -1,6 +1,6 @@
 """Owns what a profile asks of a backend before it runs anything: kernels to own, to offer, to leave out, and device functions.
 
-`polydraft contracts --profile` prints it. It reads the frozen lists and the contract records, and decides nothing.
+`polydraft contracts --profile` prints it. It reads the catalogue of checks and the contract records, and decides nothing.
 """
 
 from __future__ import annotations
@@ -9,8 +9,7 @@ import inspect
 from typing import Final, Literal
 
 from polydraft.bring_up import DEVICE_FUNCTIONS
-from polydraft.conformance.kernel_checks import OPTIONAL
-from polydraft.conformance.outcomes import frozen_list
+from polydraft.conformance.catalogue import must_own
 from polydraft.contracts import COMPOSITES, REGISTRY
 from polydraft.device import Device, Event, GraphCapture
 
@@ -22,13 +21,13 @@ NEEDS: Final[tuple[Need, ...]] = ("own", "offered", "optional")
 
 def need(name: str, profile: str) -> Need:
     """What `profile` asks of the contract or composite `name`."""
-    if name in frozen_list("mustown", profile):
+    if name in must_own(profile):
         return "own"
-    return "optional" if name in COMPOSITES or name in OPTIONAL else "offered"
+    return "optional" if name in COMPOSITES or REGISTRY[name].need == "optional" else "offered"
 
 
 def by_need(profile: str) -> dict[Need, list[str]]:
-    """Contracts by what `profile` asks of them, in the order of a step."""
+    """Contracts by what `profile` asks of them, by name."""
     found: dict[Need, list[str]] = {kind: [] for kind in NEEDS}
     for name in REGISTRY.names():
         found[need(name, profile)].append(name)

@@ -168,7 +168,7 @@ class _LateProvider(Proxy):
         return late
 
 
-LATE = ("update_slots", "verify_match", "commit_window", "snapshot_output", "advance_draft")
+LATE = ("scatter", "verify_match", "commit_window", "snapshot_output", "advance_draft")
 """Contracts whose launches come late: the ends of rooms, where one hands over to the next."""
 
 

@@ -19,7 +19,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from polydraft.conformance.oracle import OracleModel, greedy_rounds
+from polydraft.conformance.oracle import OracleModel, greedy_text
 from polydraft.conformance.oracle.checkpoints import Tensors, tensor_shapes, write_checkpoint
 from polydraft.device import Array
 
@@ -123,7 +123,7 @@ def prompts(count: int, kv: str = "") -> tuple[tuple[int, ...], ...]:
     found: list[tuple[int, ...]] = []
     while len(found) < count:
         prompt = tuple(rng.integers(1, VOCAB, LENGTHS[len(found) % len(LENGTHS)]).tolist())
-        if certain(prompt, kv=kv) == NUM_TOKENS:
+        if _tokens_before_a_close_one(prompt, "f32", kv) == NUM_TOKENS == certain(prompt, kv=kv):
             found.append(prompt)
     return tuple(found)
 
@@ -132,24 +132,24 @@ def prompts(count: int, kv: str = "") -> tuple[tuple[int, ...], ...]:
 def certain(prompt: tuple[int, ...], dtype: str = "f32", kv: str = "") -> int:
     """Tokens of a prompt's text before the first close choice: of the target's at any place, of the drafts up to the first
     wrong one behind any place, which are all that rounds depend on. At most `NUM_TOKENS`."""
-    model, margin, begin = oracle(kv=kv), MARGIN[dtype] + (KV_MARGIN if kv else 0.0), len(prompt)
-    text = greedy_rounds(model, prompt, 0, NUM_TOKENS, ())
-    close = next((i for i, gap in enumerate(text.margins) if gap < margin), NUM_TOKENS)
-    known = [*prompt, *text.token_ids[:close]]
-    states = model.target_states(known)
-    for at in range(begin + 1, len(known)):
-        if _draft_margin(model, known, at, states) < margin:
-            return at - begin
+    text, close = greedy_text(oracle(kv=kv), prompt), _tokens_before_a_close_one(prompt, dtype, kv)
+    for at in range(1, close):
+        drafts = text.drafts(len(prompt) + at, min(MOST_DRAFTS, close - at))
+        if any(draft.margin < _margin(dtype, kv) for draft in drafts):
+            return at
     return close
 
 
-def _draft_margin(model: OracleModel, known: list[int], at: int, states: Array) -> float:
-    """Of the drafts behind `known[:at]` that a round could look at."""
-    drafts, logits = model.draft(known[:at], states[: at - 1], min(MOST_DRAFTS, len(known) - at))
-    least = np.inf
-    for draft, row, wanted in zip(drafts, logits, known[at:], strict=False):
-        second, best = np.partition(row, -2)[-2:]
-        least = min(least, float(best - second))
-        if draft != wanted:
-            break
-    return least
+def _tokens_before_a_close_one(prompt: tuple[int, ...], dtype: str, kv: str) -> int:
+    """Of the target's choices alone; the text is worked out no further than that."""
+    text = greedy_text(oracle(kv=kv), prompt)
+    for count in range(NUM_TOKENS):
+        text.need(len(prompt) + count)
+        if text.margins[len(prompt) + count] < _margin(dtype, kv):
+            return count
+    return NUM_TOKENS
+
+
+def _margin(dtype: str, kv: str) -> float:
+    """What a choice has to lead by."""
+    return MARGIN[dtype] + (KV_MARGIN if kv else 0.0)

@@ -13,8 +13,9 @@ from typing import Any
 
 from polydraft.conformance.catalogue import CLAIMED, every_check
 from polydraft.conformance.check import Check
-from polydraft.conformance.outcomes import FAILS, HOLDS, NOTHING, Result, judge
+from polydraft.conformance.outcomes import FAILS, HOLDS, NOTHING, Result
 from polydraft.conformance.target import Target
+from polydraft.conformance.verdict import judge
 from polydraft.conformance.zoo import CORES, MUTANTS, SHELF, Mutant, Variant
 from polydraft.errors import PluginError
 

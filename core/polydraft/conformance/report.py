@@ -21,7 +21,7 @@ from typing import Any, Final
 import numpy as np
 
 from polydraft._version import __version__
-from polydraft.conformance.catalogue import CLAIMED, of_profile
+from polydraft.conformance.catalogue import CLAIMED, lists_digest, of_profile
 from polydraft.conformance.check import Check
 from polydraft.conformance.kernel_checks import Options
 from polydraft.conformance.outcomes import (
@@ -31,12 +31,10 @@ from polydraft.conformance.outcomes import (
     PROFILES,
     SPEC,
     Result,
-    Verdict,
     as_result,
-    frozen_list,
-    judge,
 )
 from polydraft.conformance.target import Target
+from polydraft.conformance.verdict import Verdict, judge
 from polydraft.conformance.waivers import Waiver, apply
 from polydraft.errors import ConfigError
 
@@ -243,7 +241,7 @@ def make(
     content: dict[str, Any] = {
         "schema": SCHEMA,
         "spec": SPEC,
-        "kit": {"version": __version__, "lists": lists_digest(SPEC)},
+        "kit": {"version": __version__, "lists": lists_digest()},
         "claim": {**asdict(selection), "complete": selection.complete},
         "command": list(command),
         "begun": begun.isoformat(timespec="seconds"),
@@ -274,7 +272,7 @@ def _verdict(content: Mapping[str, Any]) -> dict[str, Any]:
     """The verdict over what a report says was seen."""
     results = [as_result(record) for record in content["results"]]
     claim = content["claim"]
-    verdict = judge(results, content["owners"], profile=claim["profile"], spec=content["spec"], complete=claim["complete"])
+    verdict = judge(results, content["owners"], profile=claim["profile"], complete=claim["complete"])
     if content["unfit_waivers"] and verdict.status == 0:
         verdict = Verdict(FAILS, "a waiver does not fit what was seen", tuple(content["unfit_waivers"]))
     verdict = _staying(content, _bounded(content, verdict))
@@ -303,15 +301,6 @@ def _staying(content: Mapping[str, Any], verdict: Verdict) -> Verdict:
     return Verdict(verdict.status or FAILS, f"{verdict.sentence}; {problem}", (problem, *verdict.problems))
 
 
-def lists_digest(spec: str) -> str:
-    """Digest of the frozen lists of a specification: names the tests that a report stands for."""
-    sha = hashlib.sha256()
-    for profile in PROFILES:
-        for kind in ("mustpass", "mustown"):
-            sha.update("\n".join((kind, profile, *frozen_list(kind, profile, spec))).encode())
-    return sha.hexdigest()[:16]
-
-
 def digest_of(content: Mapping[str, Any]) -> str:
     """Digest of a report's content besides the digest itself. It guards against accidents and careless edits, not against an
     author who computes it anew: a report is self-certified."""
@@ -328,11 +317,9 @@ def verify(content: Mapping[str, Any]) -> list[str]:
     wrong = []
     if content["digest"] != digest_of(content):
         wrong.append("the digest is not that of the content: something was changed after the run")
-    try:
-        expected = lists_digest(content["spec"])
-    except FileNotFoundError:
-        return [*wrong, f"this kit does not know specification {content['spec']}; use the kit of that version"]
-    if content["kit"]["lists"] != expected:
+    if content["spec"] != SPEC:
+        return [*wrong, f"this kit knows specification {SPEC}, the report is of {content['spec']}; use the kit of that version"]
+    if content["kit"]["lists"] != (expected := lists_digest()):
         wrong.append(f"the lists of specification {content['spec']} are {content['kit']['lists']} there and {expected} here")
     try:
         verdict = _verdict(content)

@@ -14,7 +14,7 @@ from typing import Any
 
 from polydraft.conformance.target import Proxy, TableProxy, bare, wrap
 from polydraft.contracts import REGISTRY
-from polydraft.contracts.base import ParamSpec, TensorSpec
+from polydraft.contracts.base import ColumnsSpec, ParamSpec, TensorSpec
 from polydraft.contracts.compare import from_host, to_host
 from polydraft.device import Array
 
@@ -46,7 +46,8 @@ class Computed:
         """Allocate the staging now; a launch waits, reads, computes and writes."""
         del limits, workspace
         device, specs = self._device, self.contract.args.specs()
-        buffers = {n: getattr(args, n) for n, s in specs.items() if isinstance(s, TensorSpec) and getattr(args, n) is not None}
+        buffers = {name: buffer for name, (buffer, _) in args.buffers().items()}
+        columns = {n: len(getattr(args, n)) for n, s in specs.items() if isinstance(s, ColumnsSpec)}
         with uncounted(device):
             pins = {n: device.staging(f"mutant.{n}", buffer.shape, buffer.dtype) for n, buffer in buffers.items()}
             event = device.event()
@@ -60,7 +61,9 @@ class Computed:
                 event.record(stream)
                 event.synchronize()
                 values = {name: from_host(pins[name].array, buffer.dtype).copy() for name, buffer in buffers.items()}
-                self._corrupt(self.contract.golden, SimpleNamespace(**fixed, **values), n)
+                whole = {n: tuple(values[f"{n}[{i}]"] for i in range(count)) for n, count in columns.items()}
+                fields = {name: value for name, value in values.items() if name in specs}
+                self._corrupt(self.contract.golden, SimpleNamespace(**fixed, **fields, **whole), n)
                 for name, buffer in buffers.items():
                     pins[name].array[...] = to_host(values[name], buffer.dtype)
                     device.upload(stream, buffer, pins[name], buffer.shape[0])

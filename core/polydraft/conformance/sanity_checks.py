@@ -15,6 +15,7 @@ from polydraft.conformance.probe import NUM_TOKENS, prompts
 from polydraft.conformance.serving import Ask, as_expected, serve
 from polydraft.conformance.target import Proxy, TableProxy, Target, wrap
 from polydraft.engine import Engine
+from polydraft.instruments.allocations import Allocations
 
 BATCH = 3
 
@@ -40,7 +41,7 @@ def _steady(target: Target, tally: Tally, count: Callable[[Engine], int], **opti
     def note(engine: Engine, step: int) -> None:
         del step
         last = engine.scheduler._last
-        quiet = last is not None and not last.has_prefill and last.num_seqs == BATCH and not len(last.block_updates)
+        quiet = last is not None and not last.has_prefill and last.num_seqs == BATCH and not last.writes
         seen.append((quiet and engine.has_work, count(engine)))
 
     run(target, tally, _asks(), each_step=note, max_num_seqs=BATCH, block_size=16, overlap=0, **options)
@@ -55,7 +56,7 @@ def _waits(target: Target, tally: Tally) -> None:
 
 def _allocations(target: Target, tally: Tally) -> None:
     """Nothing is allocated once the engine is built."""
-    steps = _steady(target, tally, lambda engine: engine.device.counters.allocations)
+    steps = _steady(target, tally, lambda engine: engine.instruments[Allocations].total.number, instruments=(Allocations(),))
     tally.equal("allocations in each steady step", sorted(set(steps)), [0])
 
 
@@ -87,7 +88,7 @@ def _launches(target: Target, tally: Tally) -> None:
     def note(engine: Engine, step: int) -> None:
         del step
         last = engine.scheduler._last
-        steps.append((last is not None and not last.has_prefill and not len(last.block_updates), counts[0]))
+        steps.append((last is not None and not last.has_prefill and not last.writes, counts[0]))
 
     plugin = wrap(target.plugin, polydraft_kernels=table)
     options: dict[str, Any] = {

@@ -14,7 +14,7 @@ from polydraft.conformance.check import Tally, Wrong
 from polydraft.conformance.oracle import GreedyRounds, greedy_rounds
 from polydraft.conformance.probe import NUM_TOKENS, certain, oracle
 from polydraft.engine import Engine
-from polydraft.runtime.output import RequestOutput
+from polydraft.output.request_output import RequestOutput
 from polydraft.sampling_params import SamplingParams
 from polydraft.sentinels import Phase
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from polydraft.contracts import COMPOSITES, REGISTRY
-from polydraft.contracts.base import Case, Contract, LogicalCache, OpaqueSpec, ParamSpec, TensorSpec
+from polydraft.contracts.base import Case, ColumnsSpec, Contract, LogicalCache, OpaqueSpec, ParamSpec, TensorSpec
 from polydraft.contracts.compare import Comparison, compare, from_host
 from polydraft.contracts.compare import to_host as host_form
 from polydraft.contracts.composite import Composite, split
@@ -98,6 +98,9 @@ def _run(
         value = (made or {}).get(name, getattr(given, name))
         if value is None or isinstance(spec, ParamSpec) or (isinstance(spec, OpaqueSpec) and spec.kind != "cache"):
             continue
+        if isinstance(spec, ColumnsSpec):
+            got |= {f"{name}[{i}]": download(column) for i, column in enumerate(value)}
+            continue
         array = download(value)
         if isinstance(spec, OpaqueSpec):
             both = from_host(array, dtype).astype(np.float32)
@@ -114,6 +117,11 @@ def _given(contract: Contract, case: Case, upload: Callable[[Array], Any], dtype
     for name, spec in contract.args.specs().items():
         value = getattr(a, name)
         if value is None or isinstance(spec, ParamSpec):
+            continue
+        if isinstance(spec, ColumnsSpec):
+            places = [dtype_of(contract, case, f"{name}[{i}]", dtype) for i in range(len(value))]
+            uploaded = (upload(host_form(column, place)) for column, place in zip(value, places, strict=True))
+            setattr(a, name, tuple(uploaded))
             continue
         if isinstance(value, LogicalCache):
             array = host_form(np.stack((value.k, value.v)), dtype)

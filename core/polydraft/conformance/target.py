@@ -26,6 +26,7 @@ from polydraft.contracts.inputs import contract_of
 from polydraft.device import Device
 from polydraft.engine import Engine
 from polydraft.errors import ConfigError, DeviceError, PolydraftError
+from polydraft.instruments.base import Instrument
 from polydraft.kernel_table import BoundTable
 from polydraft.plugins import Plugins
 
@@ -131,14 +132,21 @@ class Target:
         self._kept = None
 
     @contextmanager
-    def engine(self, *, plugin: object | None = None, features: Sequence[Any] = (), **options: Any) -> Iterator[Engine]:
+    def engine(
+        self,
+        *,
+        plugin: object | None = None,
+        features: Sequence[Any] = (),
+        instruments: Sequence[Instrument] = (),
+        **options: Any,
+    ) -> Iterator[Engine]:
         """An engine on the probe model, closed behind the block. Row-invariant arithmetic where the backend declares it."""
         files = tuple(pack.origin for pack in self.plugins.packs if pack.origin in self.files)
         given = {"invariant": self.info.capabilities.row_invariant, "device": self.device_spec, "kernels": self.packs, **options}
         given.setdefault("plugins", files)
         given.setdefault("variants", "auto" if self.uses_variants else "off")
         config = EngineConfig(model=str(checkpoint()), **given)
-        engine = Engine(config, backend=self.plugin if plugin is None else plugin, features=features)
+        engine = Engine(config, backend=self.plugin if plugin is None else plugin, features=features, instruments=instruments)
         try:
             yield engine
         finally:
@@ -230,13 +238,16 @@ def wrap(plugin: Any, **hooks: Callable[..., Any]) -> ModuleType:
     """A plugin that answers like `plugin`, each hook named in `hooks` passed through a function: `hook(answer, **arguments)`
     returns what is answered instead; of the identity hook it gets the answer alone. A device that is a `Proxy` is taken off
     before the real plugin sees it."""
-    from polydraft.hooks import HOOKS, hookimpl
+    from polydraft.hooks import hookimpl
+    from polydraft.plugin_checks import implementations
 
     module = ModuleType(getattr(plugin, "__name__", type(plugin).__name__))
     module.conformance_base = getattr(plugin, "conformance_base", plugin)  # type: ignore[attr-defined]
-    for hook in HOOKS:
-        if hasattr(plugin, hook):
-            setattr(module, hook, hookimpl(_passed(getattr(plugin, hook), hook, hooks.get(hook))))
+    for one in implementations(plugin):
+        if one.wraps or not one.specified:
+            setattr(module, one.attribute, one.function)
+        else:
+            setattr(module, one.hook, hookimpl(_passed(one.function, one.hook, hooks.get(one.hook))))
     return module
 
 

@@ -76,6 +76,13 @@ def _keeping(*names: str) -> by.Corrupt:
     return corrupt
 
 
+def _without_the_last_column(golden: by.Golden, a: Any, n: int) -> None:
+    """Runs of the last column are dropped."""
+    before = a.columns[-1].copy()
+    golden(a, n)
+    a.columns[-1][...] = before
+
+
 def _by_step_counter(golden: by.Golden, a: Any, n: int) -> None:
     """Whether a slot was just prefilled is guessed from a counter: a sequence that does not begin at 0 is taken for a window."""
     golden(a, n)
@@ -609,10 +616,10 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
     ),
     Mutant(
         "M48",
-        "a slot is moved without its stop tokens",
-        "an incomplete list of swaps",
-        "L2/update_slots/slots_in_another_order_than_rows",
-        C("update_slots", _keeping("stop_tokens")),
+        "a request is admitted without one of its columns",
+        "an incomplete list of fields",
+        "L2/scatter/columns_of_every_kind",
+        C("scatter", _without_the_last_column),
     ),
     Mutant(
         "M49",

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from polydraft.contracts.base import REGISTRY, Args, Contract, OpaqueSpec, ParamSpec, TensorSpec
+from polydraft.contracts.base import REGISTRY, Args, ColumnsSpec, Contract, OpaqueSpec, ParamSpec, TensorSpec
 from polydraft.contracts.composite import COMPOSITES, Composite, CompositeArgs
 from polydraft.contracts.constraints import Constraint
 from polydraft.device import Buffer
@@ -27,6 +27,8 @@ FREE: Final = "N"
 """The symbol whose sizes need not be equal."""
 ACTIVATIONS: Final = ("f32", "bf16", "f16")
 """What "act" may stand for."""
+COLUMN_DTYPES: Final = ("i32", "f32")
+"""What a slot column may hold."""
 _DTYPES: Final[Mapping[str, tuple[str, ...]]] = {"act": ACTIVATIONS, "float": ACTIVATIONS}
 
 
@@ -48,6 +50,8 @@ class _Rules:
     tensors: tuple[_Tensor, ...]
     fixed: Mapping[str | int, int]
     """Sizes that are numbers."""
+    columns: tuple[str, ...]
+    """Fields that hold slot columns."""
     opaque: tuple[str, ...]
     """Weights and caches that have to be there; metadata is the backend's business."""
     may_be_absent: frozenset[str]
@@ -63,7 +67,8 @@ def _rules(record: Any, constraints: tuple[str, ...]) -> _Rules:
     fixed: dict[str | int, int] = {axis: axis for one in tensors for axis in one.axes if isinstance(axis, int)}
     opaque = tuple(n for n, s in specs.items() if isinstance(s, OpaqueSpec) and s.kind != "meta" and n not in absent)
     params = tuple(name for name, spec in specs.items() if isinstance(spec, ParamSpec))
-    return _Rules(tensors, fixed, opaque, absent, params, tuple(Constraint.read(text) for text in constraints))
+    columns = tuple(name for name, spec in specs.items() if isinstance(spec, ColumnsSpec))
+    return _Rules(tensors, fixed, columns, opaque, absent, params, tuple(Constraint.read(text) for text in constraints))
 
 
 def _rules_of(contract: Contract) -> _Rules:
@@ -95,6 +100,14 @@ def check_record(name: str, version: int, args: Args | CompositeArgs) -> None:
     check_arguments(COMPOSITES[name] if name in COMPOSITES else REGISTRY[f"{name}/{version}"], args)
 
 
+def check_records(name: str, args: Args | CompositeArgs) -> None:
+    """As `check_record`, for what a kernel over several contracts is bound to that no composite describes: `name` spells them,
+    joined by '+', and each has a record in its newest version."""
+    records = args.parts if isinstance(args, CompositeArgs) else (args,)
+    for part, record in zip(name.split("+"), records, strict=True):
+        check_arguments(REGISTRY[part], record)
+
+
 def _check(contract: Contract, args: Any) -> None:
     rules = _rules_of(contract)
     sizes: dict[str | int, Any] = dict(rules.fixed)
@@ -120,11 +133,29 @@ def _check(contract: Contract, args: Any) -> None:
             raise _misfit(
                 contract, one.name, f"the buffer of {other.name}, too", "one of its own, since one of the two is written"
             )
-    for name in rules.opaque:
-        if getattr(args, name) is None:
-            raise _misfit(contract, name, "missing", "what the backend made for it")
+    for name in rules.columns:
+        _check_columns(contract, args, name, sizes)
+    missing = next((name for name in rules.opaque if getattr(args, name) is None), None)
+    if missing is not None:
+        raise _misfit(contract, missing, "missing", "what the backend made for it")
     if rules.constraints:
         _check_constraints(contract, rules, sizes, args)
+
+
+def _check_columns(contract: Contract, args: Any, name: str, sizes: dict[str | int, Any]) -> None:
+    """Each column is a buffer of its own, in a dtype and of a shape that a column may have."""
+    columns, seen = getattr(args, name), [id(getattr(args, one.name)) for one in _rules_of(contract).tensors]
+    if not isinstance(columns, tuple) or not columns:
+        raise _misfit(contract, name, f"{columns!r}", "a tuple of at least one slot column")
+    for i, column in enumerate(columns):
+        shape, place = tuple(column.shape), f"{name}[{i}]"
+        if column.dtype not in COLUMN_DTYPES:
+            raise _misfit(contract, place, f"of dtype {column.dtype}", " or ".join(COLUMN_DTYPES))
+        if len(shape) not in (1, 2) or sizes.setdefault("B", shape[0]) != shape[0]:
+            raise _misfit(contract, place, f"of shape {shape}", f"[B] or [B, width], here B = {sizes.get('B', shape[0])}")
+        if id(column) in seen:
+            raise _misfit(contract, place, "the buffer of another argument, too", "one of its own, since it is written")
+        seen.append(id(column))
 
 
 def _is_written(*tensors: _Tensor) -> bool:
@@ -194,8 +225,27 @@ def misfits(contract: Contract, args: Args, make: Make) -> Iterator[Misfit]:
         twin = _twin(rules, args, one)
         if twin is not None:
             yield spoiled(f"{name} and {twin} in one buffer", getattr(args, twin), "")
+    for name in rules.columns:
+        yield from _spoiled_columns(args, make, name)
     for constraint in rules.constraints:
         yield from _broken(contract, args, make, constraint)
+
+
+def _spoiled_columns(args: Args, make: Make, name: str) -> Iterator[Misfit]:
+    """The record with one of its slot columns in another dtype, of another rank or size, twice, or with none at all."""
+    columns: tuple[Buffer, ...] = getattr(args, name)
+    yield Misfit(name, f"no {name}", _changed(args, {name: ()}))
+    for i, column in enumerate(columns):
+        shape, place = tuple(column.shape), f"{name}[{i}]"
+        spoiled = {
+            f"{place} in u8": make(place, shape, "u8"),
+            f"{place} with two axes more": make(place, (*shape, 1, 1), column.dtype),
+            f"{place} with another size of B": make(place, (shape[0] + 1, *shape[1:]), column.dtype),
+        }
+        for what, buffer in spoiled.items():
+            changed = (*columns[:i], buffer, *columns[i + 1 :])
+            yield Misfit(name, what, _changed(args, {name: changed}))
+    yield Misfit(name, f"{name}[0] twice", _changed(args, {name: (columns[0], *columns)}))
 
 
 def _bound_symbols(rules: _Rules, args: Args) -> set[str | int]:

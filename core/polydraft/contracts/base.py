@@ -9,14 +9,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Final, Literal, Protocol, TypeVar, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from polydraft.device import Launch
+from polydraft.device import Buffer, Launch
 from polydraft.errors import ContractError
 
 if sys.version_info >= (3, 11):
@@ -31,16 +31,23 @@ else:  # only type checkers need it
 
 Array = NDArray[Any]
 Access = Literal["in", "out", "inout"]
-Unit = Literal[
-    "rows", "logit_rows", "seqs", "slot_updates", "token_updates", "block_updates", "bias_updates", "bad_word_updates",
-    "prompt_rows",
-]  # fmt: skip
-"""What a launch length counts. `rows`: packed token rows of a pass; `logit_rows`: rows that need logits; `seqs`: scheduled
-sequences in launch order; the `*_updates`: staged writes of this step; `prompt_rows`: rows that predict a prompt token."""
-UNITS: tuple[Unit, ...] = (
-    "rows", "logit_rows", "seqs", "slot_updates", "token_updates", "block_updates", "bias_updates", "bad_word_updates",
-    "prompt_rows",
-)  # fmt: skip
+Unit = Literal["rows", "logit_rows", "seqs", "runs", "prompt_rows"]
+UNIT_MEANING: Final[Mapping[Unit | Literal["any"], str]] = {
+    "rows": "packed token rows of a pass",
+    "logit_rows": "rows that need logits",
+    "seqs": "scheduled sequences, in launch order",
+    "runs": "staged runs of slot columns in this step",
+    "prompt_rows": "rows that predict a prompt token",
+    "any": "rows, of whatever pass launches it",
+}
+"""What a launch length counts."""
+UNITS: Final[tuple[Unit, ...]] = get_args(Unit)
+CAPACITY: Final[Mapping[Unit, str]] = {"rows": "R", "logit_rows": "NL", "seqs": "B", "runs": "U", "prompt_rows": "NL"}
+"""The shape symbol that bounds a launch length."""
+Need = Literal["compute", "step", "offered", "optional"]
+"""What the conformance kit asks of a backend. `compute`: one of these has to be the backend's own kernel for `basic`, all of them
+above. `step`: a kernel of every decode step; the reference's will do for `basic`, above it has to be its own. `offered`: has
+to be there, may be the reference's. `optional`: may be left out; an engine then refuses what needs it."""
 
 
 @dataclass(frozen=True)
@@ -81,12 +88,29 @@ class OpaqueSpec:
     shape: str = ""
 
 
+@dataclass(frozen=True)
+class ColumnsSpec:
+    """A tuple of slot columns: buffers [B] or [B, width] in "i32" or "f32", each of its own width. All are read and written."""
+
+    doc: str
+    access: Access = "inout"
+
+
+Spec = TensorSpec | ColumnsSpec | ParamSpec | OpaqueSpec
+"""The declaration of one field of an `Args` record."""
+
+
 def tensor(
     shape: str, dtype: str, doc: str, *, access: Access = "in", pad: float | str | None = None, optional: bool = False
 ) -> Any:
     """Declare a buffer field of an `Args` record; `optional` fields default to None."""
     spec = TensorSpec(shape, dtype, access, doc, pad)
     return field(default=None, metadata={"spec": spec}) if optional else field(metadata={"spec": spec})
+
+
+def columns(doc: str) -> Any:
+    """Declare a field of an `Args` record that holds a tuple of slot columns."""
+    return field(metadata={"spec": ColumnsSpec(doc)})
 
 
 def param(doc: str) -> Any:
@@ -107,7 +131,7 @@ def opaque(
     return field(default=None, metadata={"spec": spec}) if optional else field(metadata={"spec": spec})
 
 
-@dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(tensor, param, opaque))
+@dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(tensor, columns, param, opaque))
 class Args:
     """Base of every contract's argument record: subclasses become frozen keyword-only dataclasses."""
 
@@ -116,9 +140,21 @@ class Args:
 
     @classmethod
     @functools.cache  # records do not change, and building a step program asks thousands of times
-    def specs(cls) -> dict[str, TensorSpec | ParamSpec | OpaqueSpec]:
+    def specs(cls) -> dict[str, Spec]:
         """Field name to its declaration, in order."""
         return {f.name: f.metadata["spec"] for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+
+    def buffers(self) -> dict[str, tuple[Buffer, Access]]:
+        """Every buffer of the record with what is done to it, in order; column i of a field is called `field[i]`. Fields
+        that were left out, weights, caches and metadata are not among them."""
+        found: dict[str, tuple[Buffer, Access]] = {}
+        for name, spec in self.specs().items():
+            value = getattr(self, name)
+            if isinstance(spec, ColumnsSpec):
+                found |= {f"{name}[{i}]": (column, spec.access) for i, column in enumerate(value)}
+            elif isinstance(spec, TensorSpec) and value is not None:
+                found[name] = value, spec.access
+        return found
 
 
 @dataclass(frozen=True)
@@ -169,9 +205,8 @@ class Limits:
 
     `max_seqs` slots (B), `num_drafts` per round (K), `max_rows` packed rows of a pass (R), `max_logit_rows` (NL),
     `max_len` tokens of one sequence (L), `block_size` tokens of a block, `num_blocks` in the pool, `max_blocks` entries of a
-    slot's block table (MB), `max_stop_tokens` (S), `vocab_size` (V), `max_biases` (A) and `max_bad_words` (X): places of a slot's
-    tables of logit biases and of bad words. `max_logprobs`: most likely tokens reported beside a token at most (E is one more);
-    -1 where an engine reports no log probabilities.
+    slot's block table (MB), `max_stop_tokens` (S), `vocab_size` (V). `max_logprobs`: most likely tokens reported beside a token
+    at most (E is one more); -1 where an engine reports no log probabilities.
     """
 
     max_seqs: int
@@ -184,14 +219,20 @@ class Limits:
     max_blocks: int
     max_stop_tokens: int
     vocab_size: int
-    max_biases: int = 1
-    max_bad_words: int = 1
     max_logprobs: int = -1
 
     @property
     def window(self) -> int:
         """Tokens of a full window: K drafts and the one the target adds."""
         return self.num_drafts + 1
+
+    @functools.cached_property
+    def sizes(self) -> Mapping[str, int]:
+        """Shape symbol to size, as the records of contracts and the declarations of modules use them."""
+        return {
+            "B": self.max_seqs, "K": self.num_drafts, "W": self.window, "R": self.max_rows, "NL": self.max_logit_rows,
+            "L": self.max_len, "MB": self.max_blocks, "S": self.max_stop_tokens, "V": self.vocab_size, "E": self.max_logprobs + 1,
+        }  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -204,6 +245,7 @@ class Contract:
     `equivalent_mutants` maps the id of an automatic mutant that cannot be told apart to a one-line proof.
     `constraints` are comparisons between sizes (by their shape symbols) and static parameters, as expressions; core refuses a
     record that breaks one before a provider sees it (`contracts/arguments.py`).
+    `need` is what the kit asks of a backend. `symbols`: what shape symbols count that this contract has for itself.
     """
 
     name: str
@@ -221,6 +263,8 @@ class Contract:
     deterministic: Literal["bitwise", "run-to-run", "none"] = "bitwise"
     pool_temporaries: bool = False
     constraints: tuple[str, ...] = ()
+    need: Need = "optional"
+    symbols: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def key(self) -> str:
@@ -228,7 +272,8 @@ class Contract:
 
 
 class Registry:
-    """Contracts by name and version; a name registered twice is an error."""
+    """Contracts by name and version; a name registered twice is an error. They come in the order of their names, whichever module
+    was imported first."""
 
     def __init__(self) -> None:
         self._contracts: dict[str, Contract] = {}
@@ -248,21 +293,17 @@ class Registry:
             raise ContractError(f"no contract is named {name!r}; known: {', '.join(self.names())}")
         return max(versions, key=lambda c: c.version)
 
-    def arrange(self, order: Sequence[str]) -> None:
-        """Put contracts into the order of their names in `order`, whichever module was imported first; others stay behind."""
-        place = {name: index for index, name in enumerate(order)}
-        ordered = sorted(self._contracts.items(), key=lambda item: place.get(item[1].name, len(place)))
-        self._contracts = dict(ordered)
-
     def newest(self) -> Iterator[Contract]:
         """Every contract in its newest version."""
         return (self[name] for name in self.names())
 
     def names(self) -> list[str]:
-        return list(dict.fromkeys(c.name for c in self._contracts.values()))
+        """Every name once, in alphabetical order."""
+        return sorted({contract.name for contract in self._contracts.values()})
 
     def __iter__(self) -> Iterator[Contract]:
-        return iter(self._contracts.values())
+        """Every version of every contract, by name and then by version."""
+        return iter(sorted(self._contracts.values(), key=lambda contract: (contract.name, contract.version)))
 
 
 REGISTRY = Registry()

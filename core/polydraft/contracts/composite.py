@@ -14,34 +14,22 @@ from typing import Any, Final, Literal, NamedTuple
 import numpy as np
 
 from polydraft.contracts.base import (
+    CAPACITY,
     REGISTRY,
     Args,
     Array,
     Case,
     Contract,
     Limits,
-    OpaqueSpec,
     ParamSpec,
     Provider,
+    Spec,
     TensorSpec,
     Unit,
     Workspace,
 )
 from polydraft.device import Launch, Stream
 from polydraft.errors import ContractError
-
-CAPACITY: Final[Mapping[str, str]] = {
-    "rows": "R",
-    "logit_rows": "NL",
-    "seqs": "B",
-    "slot_updates": "U",
-    "token_updates": "T",
-    "block_updates": "M",
-    "bias_updates": "J",
-    "bad_word_updates": "Y",
-    "prompt_rows": "NL",
-}
-"""Unit to the shape symbol of its capacity."""
 
 
 class Wire(NamedTuple):
@@ -149,7 +137,7 @@ def _unit(contracts: Iterable[Contract]) -> Unit | Literal["any"]:
 
 def _capacity(contract: Contract, a: Any) -> int:
     """Places that the buffers of a contract have for what it counts."""
-    symbol = CAPACITY[contract.unit]
+    symbol = CAPACITY[contract.unit]  # type: ignore[index]  # a composite counts something
     for name, spec in contract.args.specs().items():
         if isinstance(spec, TensorSpec) and spec.symbols[0] == symbol:
             return int(getattr(a, name).shape[0])
@@ -187,6 +175,7 @@ def as_contract(composite: Composite) -> Contract:
         tolerance={name: c for contract in contracts for name, c in contract.tolerance.items()},
         scale=scale if any(contract.scale for contract in contracts) else None,
         deterministic="bitwise" if all(c.deterministic == "bitwise" for c in contracts) else "run-to-run",
+        symbols={symbol: meaning for contract in contracts for symbol, meaning in contract.symbols.items()},
     )
 
 
@@ -216,7 +205,7 @@ class Expansion:
 
 def _record(composite: Composite) -> type[Args]:
     """The union of the parts' records: what an earlier part writes is no input of the whole."""
-    specs: dict[str, TensorSpec | ParamSpec | OpaqueSpec] = {}
+    specs: dict[str, Spec] = {}
     for contract in composite.contracts:
         for name, spec in contract.args.specs().items():
             old = specs.setdefault(name, spec)

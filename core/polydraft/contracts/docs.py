@@ -11,22 +11,8 @@ import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from polydraft.contracts.base import Contract, OpaqueSpec, ParamSpec, TensorSpec
+from polydraft.contracts.base import UNIT_MEANING, ColumnsSpec, Contract, OpaqueSpec, ParamSpec, TensorSpec
 from polydraft.contracts.inputs import SEEDS
-
-UNIT_MEANING: Final[Mapping[str, str]] = {
-    "rows": "packed token rows of a pass",
-    "logit_rows": "rows that need logits",
-    "seqs": "scheduled sequences, in launch order",
-    "slot_updates": "staged whole-slot writes of this step",
-    "token_updates": "staged token writes of this step",
-    "block_updates": "staged block-table writes of this step",
-    "bias_updates": "staged logit-bias writes of this step",
-    "bad_word_updates": "staged bad-word writes of this step",
-    "prompt_rows": "rows that predict a prompt token",
-    "any": "rows, of whatever pass launches it",
-}
-"""What a launch length counts."""
 
 SYMBOL_MEANING: Final[Mapping[str, str]] = {
     "B": "slots; sequences of a launch",
@@ -41,12 +27,6 @@ SYMBOL_MEANING: Final[Mapping[str, str]] = {
     "S": "stop tokens of a slot",
     "A": "logit biases of a slot",
     "X": "places for the bad words of a slot",
-    "U": "staged slot writes",
-    "T": "staged token writes",
-    "M": "staged block-table writes",
-    "J": "staged logit-bias writes",
-    "Y": "staged bad-word writes",
-    "F": "columns of a slot write",
     "C": "columns of a snapshot record",
     "E": "columns of log probabilities: an emitted token, then the most likely ones",
     "Z": "words of a packed record",
@@ -61,7 +41,8 @@ SYMBOL_MEANING: Final[Mapping[str, str]] = {
     "Q": "query, key and value features of a row",
     "P": "query features of a row",
 }
-"""Shape symbols; all are capacities, the launch length and the data say how much of them is used."""
+"""Shape symbols that contracts share; all are capacities, the launch length and the data say how much of them is used. A contract
+explains symbols of its own itself (`Contract.symbols`)."""
 
 _DETERMINISM: Final[Mapping[str, str]] = {
     "bitwise": "Every run of one backend gives the same bits, whatever else is in the launch.",
@@ -77,6 +58,8 @@ def signature(contract: Contract) -> str:
     for name, spec in contract.args.specs().items():
         if isinstance(spec, ParamSpec):
             params.append(f"{name}: {_type(contract, name)}")
+        elif isinstance(spec, ColumnsSpec):
+            inputs.append(f"inout {name}[B,...] tuple")
         elif spec.access == "out":
             outputs.append(_argument(contract, name, spec))
         else:
@@ -106,7 +89,8 @@ def _parts(contract: Contract) -> Iterator[str]:
         rows = ((f"`{name}`", _type(contract, name), spec.doc) for name, spec in params.items())
         yield _table(("parameter", "type", "meaning"), rows)
     yield "## Shapes"
-    yield _table(("symbol", "counts"), ((symbol, SYMBOL_MEANING.get(symbol, "")) for symbol in _symbols(contract)))
+    meaning = {**SYMBOL_MEANING, **contract.symbols}
+    yield _table(("symbol", "counts"), ((symbol, meaning[symbol]) for symbol in _symbols(contract)))
     yield from _promises(contract)
     yield from _launch(contract)
     yield from _definition(contract)
@@ -158,7 +142,9 @@ def _proof(contract: Contract) -> Iterator[str]:
         yield "\n".join(f"- `{mutant}`: {proof}" for mutant, proof in contract.equivalent_mutants.items())
 
 
-def _row(contract: Contract, name: str, spec: TensorSpec | OpaqueSpec) -> tuple[str, ...]:
+def _row(contract: Contract, name: str, spec: TensorSpec | ColumnsSpec | OpaqueSpec) -> tuple[str, ...]:
+    if isinstance(spec, ColumnsSpec):
+        return f"`{name}`", spec.access, "each [B] or [B, its width]", "each i32 or f32", "", "exactly", spec.doc
     shape = f"[{', '.join(spec.shape.split())}]" if spec.shape else ""
     dtype = spec.dtype if isinstance(spec, TensorSpec) else spec.kind
     return f"`{name}`", spec.access, shape, dtype, _pad(spec), _compared(contract, name, spec), spec.doc
@@ -195,7 +181,8 @@ def _type(contract: Contract, name: str) -> str:
 
 
 def _symbols(contract: Contract) -> list[str]:
-    shapes = [spec.shape for spec in contract.args.specs().values() if not isinstance(spec, ParamSpec)]
+    specs = contract.args.specs().values()
+    shapes = ["B" if isinstance(spec, ColumnsSpec) else spec.shape for spec in specs if not isinstance(spec, ParamSpec)]
     return list(dict.fromkeys(symbol for shape in shapes for symbol in shape.split() if not symbol.isdigit()))
 
 

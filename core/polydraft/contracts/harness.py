@@ -14,7 +14,7 @@ import numpy as np
 
 from polydraft.backend import CacheSpec, ForwardMeta, KernelTable, PassBuffers, StepMeta
 from polydraft.contracts.arguments import check_arguments
-from polydraft.contracts.base import Args, Case, Contract, Limits, LogicalCache, OpaqueSpec, ParamSpec, TensorSpec
+from polydraft.contracts.base import Args, Case, ColumnsSpec, Contract, Limits, LogicalCache, OpaqueSpec, ParamSpec, TensorSpec
 from polydraft.contracts.compare import EPS, NORMAL, Comparison, Expected, compare, to_host
 from polydraft.contracts.composite import Composite, CompositeArgs
 from polydraft.contracts.inputs import POISON, Kernel, Poison, arrays, contract_of, dtype_of, limits_of, namespace
@@ -194,9 +194,9 @@ def _buffers(contract: Contract, case: Case, device: Device, table: KernelTable,
         if value is None or isinstance(spec, ParamSpec):
             continue
         if isinstance(spec, TensorSpec):
-            dtype = dtype_of(contract, case, name, act)
-            values[name] = device.empty(f"{contract.name}.{name}", value.shape, dtype)
-            device.load(values[name], to_host(value, dtype))
+            values[name] = _loaded(contract, case, device, name, value, act)
+        elif isinstance(spec, ColumnsSpec):
+            values[name] = tuple(_loaded(contract, case, device, f"{name}[{i}]", column, act) for i, column in enumerate(value))
         elif isinstance(value, LogicalCache):
             blocks, block_size, heads, head_dim = value.k.shape
             values[name] = table.allocate_cache(CacheSpec(blocks, block_size, heads, head_dim, act, kv=kv))
@@ -204,6 +204,14 @@ def _buffers(contract: Contract, case: Case, device: Device, table: KernelTable,
         else:
             values[name] = table.prepare_weight(weight_role(name, spec), value.astype(np.float32), act)
     return values
+
+
+def _loaded(contract: Contract, case: Case, device: Device, name: str, value: Array, act: str) -> Buffer:
+    """A buffer of the device that holds `value`."""
+    dtype = dtype_of(contract, case, name, act)
+    buffer = device.empty(f"{contract.name}.{name}", value.shape, dtype)
+    device.load(buffer, to_host(value, dtype))
+    return buffer
 
 
 def _args(kernel: Kernel, values: Mapping[str, Any]) -> Args | CompositeArgs:
@@ -230,8 +238,8 @@ def _metadata(
         if isinstance(spec, OpaqueSpec) and spec.kind == "meta":
             slots = case.arrays["row_slot"][: case.n]
             real = len(set(slots[slots >= 0].tolist()))
-            meta = step or StepMeta("target", 0, launch_rows=case.n, real_slots=real, has_prefill=True)
-            buffers = PassBuffers(meta.role, values["row_slot"], values["positions"], values["block_table"])
+            meta = step or StepMeta(0, launch_rows=case.n, real_slots=real, has_prefill=True)
+            buffers = PassBuffers("target", values["row_slot"], values["positions"], values["block_table"])
             filled[name] = init_meta(device, buffers, limits)
             filled[name].fill(stream, meta)
     return filled
@@ -254,8 +262,12 @@ def _read_back(contract: Contract, device: Device, stream: Stream, values: Mappi
     """Download every tensor behind the launch, through poisoned staging, and read every cache."""
     specs = contract.args.specs()
     staged = {}
-    for name, buffer in values.items():
-        if isinstance(specs[name], TensorSpec) and buffer is not None:
+    buffers = {name: value for name, value in values.items() if isinstance(specs[name], TensorSpec)}
+    for name, spec in specs.items():
+        if isinstance(spec, ColumnsSpec):
+            buffers |= {f"{name}[{i}]": column for i, column in enumerate(values[name])}
+    for name, buffer in buffers.items():
+        if buffer is not None:
             staged[name] = device.staging(f"{contract.name}.{name}.back", buffer.shape, buffer.dtype)
             staged[name].array.view(np.uint8).fill(0x5A)
             device.download(stream, staged[name], buffer, buffer.shape[0])

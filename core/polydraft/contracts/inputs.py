@@ -19,7 +19,7 @@ from typing import Any, Final
 import numpy as np
 
 from polydraft.contracts.arguments import constraint_fails
-from polydraft.contracts.base import Case, Contract, Limits, LogicalCache, OpaqueSpec, ParamSpec, TensorSpec
+from polydraft.contracts.base import Case, ColumnsSpec, Contract, Limits, LogicalCache, OpaqueSpec, ParamSpec, TensorSpec
 from polydraft.contracts.compare import EPS, from_host, to_host
 from polydraft.contracts.composite import Composite, as_contract
 from polydraft.contracts.kv_quant import quantise
@@ -93,6 +93,10 @@ def symbols(contract: Contract, case: Case) -> dict[str, int]:
             if name not in case.params:
                 raise _unusable(contract, case, name, "no value", "one")
             continue
+        if isinstance(spec, ColumnsSpec):
+            for column in _columns(contract, case, name):
+                sizes.setdefault("B", len(column))
+            continue
         shape = _shape(contract, case, name, spec)
         if shape is None or not spec.shape:
             continue
@@ -104,6 +108,15 @@ def symbols(contract: Contract, case: Case) -> dict[str, int]:
     if broken:
         raise _unusable(contract, case, "the whole", f"{sizes | dict(case.params)}", broken)
     return sizes
+
+
+def _columns(contract: Contract, case: Case, name: str) -> tuple[Array, ...]:
+    """The columns that a case gives to an argument."""
+    columns: Any = case.arrays.get(name)
+    legal = isinstance(columns, tuple) and all(c.dtype in (np.int32, np.float32) and c.ndim in (1, 2) for c in columns)
+    if not legal or len({len(column) for column in columns}) != 1:
+        raise _unusable(contract, case, name, f"{columns!r}", "a tuple of int32 or float32 arrays, [B] or [B, width]")
+    return tuple(columns)
 
 
 def _shape(contract: Contract, case: Case, name: str, spec: TensorSpec | OpaqueSpec) -> tuple[int, ...] | None:
@@ -151,15 +164,20 @@ def limits_of(contract: Contract, case: Case) -> Limits:
         max_blocks=max_blocks,
         max_stop_tokens=size.get("S", 1),
         vocab_size=size.get("V", 1),
-        max_biases=size.get("A", 1),
-        max_bad_words=size.get("X", 1),
         max_logprobs=size.get("E", 0) - 1,
     )
 
 
+def field_of(name: str) -> str:
+    """The field of a record that the array `name` belongs to: `cache` of `cache.k`, `columns` of `columns[3]`."""
+    return name.partition(".")[0].partition("[")[0]
+
+
 def dtype_of(contract: Contract, case: Case, name: str, act: str) -> str:
     """Return the dtype name in which the array `name` is handed over: caches are read back in float32."""
-    spec = contract.args.specs().get(name)
+    spec = contract.args.specs().get(field_of(name))
+    if isinstance(spec, ColumnsSpec):
+        return "f32" if case.arrays[field_of(name)][int(name.partition("[")[2][:-1])].dtype == np.float32 else "i32"
     if not isinstance(spec, TensorSpec):
         return "f32"
     declared = case.outputs[name][1] if spec.access == "out" else spec.dtype
@@ -180,6 +198,9 @@ def namespace(contract: Contract, case: Case, act: str = "f32", poison: Poison =
                 value = np.full(case.outputs[name][0], poison.of(dtype), np.float64 if dtype in EPS else DTYPES[dtype])
             elif value is not None:
                 value = _rounded(value, dtype)
+        elif isinstance(spec, ColumnsSpec):
+            columns: Any = value
+            value = tuple(_rounded(one, dtype_of(contract, case, f"{name}[{i}]", act)) for i, one in enumerate(columns))
         elif isinstance(value, LogicalCache):
             k, v = _rounded(value.k, act), _rounded(value.v, act)
             value = LogicalCache(quantise(k, kv), quantise(v, kv)) if kv else LogicalCache(k, v)
@@ -195,12 +216,14 @@ def _rounded(value: Array, dtype: str) -> Array:
 
 def arrays(contract: Contract, a: Any) -> dict[str, Array]:
     """Return every array of a namespace that a launch could change, by argument name: tensors (inputs too, so that a
-    kernel that writes one is seen) and caches as `<name>.k` and `<name>.v`. Nothing is copied."""
+    kernel that writes one is seen), caches as `<name>.k` and `<name>.v`, columns as `<name>[<i>]`. Nothing is copied."""
     found: dict[str, Array] = {}
     for name, spec in contract.args.specs().items():
         value = getattr(a, name)
         if isinstance(value, LogicalCache):
             found |= {f"{name}.k": value.k, f"{name}.v": value.v}
+        elif isinstance(spec, ColumnsSpec):
+            found |= {f"{name}[{i}]": column for i, column in enumerate(value)}
         elif isinstance(spec, TensorSpec) and value is not None:
             found[name] = value
     return found

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from polydraft.contracts.base import Case, Contract, LogicalCache, OpaqueSpec, ParamSpec, TensorSpec
+from polydraft.contracts.base import Case, ColumnsSpec, Contract, LogicalCache, OpaqueSpec, ParamSpec, TensorSpec
 from polydraft.contracts.compare import EPS
 from polydraft.device import DTYPES, Array
 from polydraft.errors import ContractError
@@ -52,7 +52,8 @@ def mutants(contract: Contract, cases: Sequence[Case]) -> Iterator[Mutant]:
     - `zero(x)`, `absent(x)`: an input is dropped; `plus(x)`, `minus(x)`: integers that are not sentinels are one off;
       `unpad(x)`: negative entries are taken for 0; `reverse(x)`, `reverse-all(B)`: rows are credited to other rows;
     - `swap(x,y)`: two inputs or two outputs that a positional call could mix up;
-    - `zero(x[:,2])`, `swap(x[:,2],x[:,3])`: the same for columns of staged writes;
+    - `zero(x[:,2])`, `swap(x[:,2],x[:,3])`: the same for the words of staged runs;
+    - `unwritten(columns[1])`, `misplaced(columns)`: a slot column keeps what it held; each takes what belongs to the next;
     - `plus(p)`, `minus(p)`, `double(p)`, `half(p)`, `flip(p)`, `flip(p=other)`, `swap(p,q)`: static parameters.
 
     Raises `ContractError` for a text parameter whose other values cannot be told.
@@ -65,6 +66,8 @@ def mutants(contract: Contract, cases: Sequence[Case]) -> Iterator[Mutant]:
             yield Mutant(f"unwritten({path})", _unwritten(path))
         if spec.access != "out":
             yield from _misreadings(contract, path, spec, cases)
+    for name in (name for name, spec in specs.items() if isinstance(spec, ColumnsSpec)):
+        yield from _of_columns(name, cases)
     yield from _swaps(specs)
     yield from _reversals(specs)
     for name, parameter in specs.items():
@@ -98,12 +101,34 @@ def _misreadings(contract: Contract, path: str, spec: TensorSpec | OpaqueSpec, c
     yield misread("minus", lambda x, n: np.where(x >= 0, x - x.dtype.type(1), x))
     if _SENTINEL.search(spec.doc) or any(array is not None and (array < 0).any() for array in held):
         yield misread("unpad", lambda x, n: np.maximum(x, x.dtype.type(0)))
-    if contract.unit.endswith("_updates") and spec.access == "in" and len(spec.symbols) == 2:
-        yield from _columns(path, min(array.shape[1] for array in held if array is not None))
+    if contract.unit == "runs" and spec.access == "in" and len(spec.symbols) == 2:
+        yield from _words(path, min(array.shape[1] for array in held if array is not None))
 
 
-def _columns(path: str, width: int) -> Iterator[Mutant]:
-    """Staged writes are one array of many columns, each of which is an argument of its own."""
+def _of_columns(name: str, cases: Sequence[Case]) -> Iterator[Mutant]:
+    """One column keeps what it held, and every column takes the place of the next; the golden never reads them."""
+    for i in range(max(len(case.arrays[name]) for case in cases)):
+        yield Mutant(f"unwritten({name}[{i}])", _kept_column(name, i))
+    yield Mutant(f"misplaced({name})", _misplaced(name))
+
+
+def _kept_column(name: str, index: int) -> Run:
+    def run(golden: Golden, a: Any, n: int) -> None:
+        columns = getattr(a, name)
+        before = columns[index].copy() if index < len(columns) else None
+        golden(a, n)
+        if before is not None:
+            columns[index][...] = before
+
+    return run
+
+
+def _misplaced(name: str) -> Run:
+    return lambda golden, a, n: golden(_with(a, name, getattr(a, name)[1:] + getattr(a, name)[:1]), n)
+
+
+def _words(path: str, width: int) -> Iterator[Mutant]:
+    """Staged runs are one array of several words a row, each of which is an argument of its own."""
 
     def dropped(column: int) -> Change:
         return lambda x, n: np.where(np.arange(x.shape[1]) == column, x.dtype.type(0), x)

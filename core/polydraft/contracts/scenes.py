@@ -107,6 +107,8 @@ class Scene:
     slots: tuple[Slot, ...]
     order: tuple[int, ...]
     num_drafts: int = 3
+    step_drafts: int | None = None
+    """Drafts that the step makes at most; None: as many as there are places."""
     block_size: int = 4
     lookahead: int = 2
     pads: int = 0
@@ -117,7 +119,8 @@ class Scene:
     def case(self, name: str, record: type[Args], unit: Unit = "seqs") -> Case:
         """What `record` wants of the scene: inputs and parameters by name, outputs by the sizes of their symbols."""
         fields = {**self._by_slot(), **self._by_sequence()}
-        params = {"block_size": self.block_size, "lookahead": self.lookahead}
+        step_drafts = self.num_drafts if self.step_drafts is None else self.step_drafts
+        params = {"block_size": self.block_size, "lookahead": self.lookahead, "num_drafts": step_drafts}
         sizes, specs = self._sizes(), record.specs()
         tensors = {key: spec for key, spec in specs.items() if isinstance(spec, TensorSpec)}
         return Case(
@@ -235,6 +238,7 @@ def random_scene(rng: np.random.Generator, *, after: bool = False) -> Scene:
         slots=slots,
         order=tuple(int(s) for s in rng.permutation(num_slots)[:scheduled]),
         num_drafts=num_drafts,
+        step_drafts=int(rng.integers(0, num_drafts + 1)) if after else None,
         block_size=block_size,
         lookahead=int(rng.integers(0, 3)),
         pads=int(rng.integers(0, num_slots - scheduled + 1)),

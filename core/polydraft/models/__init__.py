@@ -4,9 +4,12 @@ The engine goes checkpoint -> `FamilyRegistry.describe` -> `load_weights`, and `
 Nothing here computes with weights or knows a backend; tokenizer libraries are imported only when a tokenizer is used.
 """
 
+from polydraft.models.attention import Attention, Rope
+from polydraft.models.block import Block, FeedForward, Mixer, Tensor
 from polydraft.models.checkpoint import Checkpoint, Weights, load_weights
-from polydraft.models.description import Attention, Block, FeedForward, ModelDescription, Mtp, Rope
+from polydraft.models.description import ModelDescription, Mtp
 from polydraft.models.families import Family, FamilyRegistry, MtpLayout
+from polydraft.models.feed_forward import GatedMlp
 from polydraft.models.tensor_table import Part, TensorTable
 from polydraft.models.tokenizer import IncrementalDecoder, Tokenizer
 
@@ -17,12 +20,15 @@ __all__ = [
     "Family",
     "FamilyRegistry",
     "FeedForward",
+    "GatedMlp",
     "IncrementalDecoder",
+    "Mixer",
     "ModelDescription",
     "Mtp",
     "MtpLayout",
     "Part",
     "Rope",
+    "Tensor",
     "TensorTable",
     "Tokenizer",
     "Weights",

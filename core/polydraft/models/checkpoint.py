@@ -22,7 +22,7 @@ from polydraft.models.safetensors_file import SafetensorsFile
 from polydraft.models.tensor_table import Part, TensorTable
 
 if TYPE_CHECKING:
-    from polydraft.models.decoder import OwnBlock
+    from polydraft.models.block import OwnBlock
 
 __all__ = ["Checkpoint", "Weights", "load_weights"]
 
@@ -186,7 +186,11 @@ class Weights(Mapping[str, NDArray[np.float32]]):
         return name in self._table.parts
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of canonical tensor `name`: its parts joined along axis 0."""
+        """Return the shape of canonical tensor `name`: its parts joined along axis 0, or pieces of them on an axis before it."""
+        stack, (rows, *rest) = self._table.stacks.get(name, 0), self._joined(name)
+        return (stack, rows // stack, *rest) if stack else (rows, *rest)
+
+    def _joined(self, name: str) -> tuple[int, ...]:
         parts = self._table.parts[name]
         return (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
 
@@ -194,14 +198,14 @@ class Weights(Mapping[str, NDArray[np.float32]]):
         whole = self._checkpoint.whole(name, self.shape(name))
         if whole is not None:
             return whole
-        out = np.empty(self.shape(name), np.float32)
+        out = np.empty(self._joined(name), np.float32)
         begin = 0
         for part in self._table.parts[name]:
             stretch = out[begin : begin + part.shape[0]]
             self._checkpoint.read_into(part.name, stretch)
             self._check_finite(part.name, stretch)
             begin += part.shape[0]
-        return out
+        return out.reshape(self.shape(name))
 
     def _check_finite(self, name: str, array: NDArray[np.float32]) -> None:
         finite = np.isfinite(array)

@@ -1,189 +1,85 @@
-"""Owns the launches of a decoder block and of the MTP head: a model description turned into nodes of a step program.
+"""The target's pass: embedding, a sequence of decoder blocks of any kinds, final norm and head, and taps on the way.
 
-The runner writes the target's forward with it and the MTP proposer writes draft passes; both go through one block
-function. It never holds activations of its own: every buffer is handed in.
+The runner appends it to the program of every kind of step. Buffers and passes are declared here by name, and allocated by the
+runtime; so are the caches and the scratch of the blocks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from collections.abc import Mapping
 
-from polydraft.backend import Cache, ForwardMeta, Weight
+import numpy as np
+
 from polydraft.contracts.base import Limits, Unit
-from polydraft.contracts.embed import EmbedV1
-from polydraft.contracts.linear import LinearV1
-from polydraft.contracts.paged_attention import PagedAttentionV1
-from polydraft.contracts.residual_add import ResidualAddV1
-from polydraft.contracts.rms_norm import RmsNormV1
-from polydraft.contracts.rope_kv_write import RopeKvWriteV1
-from polydraft.contracts.swiglu import SwigluV1
-from polydraft.device import Buffer, Launch
-from polydraft.kernel_table import BoundTable
-from polydraft.models.description import Block
-from polydraft.runtime.buffers import Scratch
-from polydraft.runtime.program import ProgramBuilder, as_version
+from polydraft.errors import ConfigError
+from polydraft.models.block import Norm, emit_block
+from polydraft.models.description import ModelDescription
+from polydraft.runtime.declare import Pass, StepBuffer
+from polydraft.runtime.program import ProgramBuilder
 
-Weights = Mapping[str, Weight]
+HIDDEN = "target.hidden"
+"""[R, H]: the target's residual stream of every packed row, before its final norm."""
+EVERY_ROW = "target.every_row"
+"""[R] int32: row i at i, for copies of all rows; there only where somebody taps."""
 
 
-@dataclass(frozen=True)
-class PassRows:
-    """The rows of one pass as the layers see them: what their launch length counts, and the buffers that describe them."""
-
-    unit: Unit
-    row_slot: Buffer
-    positions: Buffer
-    block_table: Buffer
-    meta: ForwardMeta
-    block_size: int
-
-
-@dataclass(frozen=True)
-class Norm:
-    """How this model normalises."""
-
-    eps: float
-    plus_one: bool
-
-
-def emit_embed(program: ProgramBuilder, weights: Weights, *, ids: Buffer, out: Buffer, unit: Unit, room: str) -> None:
-    """Embed token ids."""
-    program.add("embed", EmbedV1(ids=ids, weight=weights["embed"], out=out), unit, room)
-
-
-def emit_norm(program: ProgramBuilder, norm: Norm, weight: Weight, *, x: Buffer, out: Buffer, unit: Unit, room: str) -> None:
-    """Normalise rows."""
-    program.add("rms_norm", RmsNormV1(x=x, weight=weight, eps=norm.eps, plus_one=norm.plus_one, out=out), unit, room)
-
-
-def emit_linear(
-    program: ProgramBuilder,
-    weight: Weight,
-    *,
-    x: Buffer,
-    out: Buffer,
-    unit: Unit,
-    room: str,
-    bias: Weight | None = None,
-) -> None:
+def emit_linear(program: ProgramBuilder, weight: str, *, x: str, out: str, unit: Unit, room: str) -> None:
     """Project rows."""
-    program.add("linear", LinearV1(x=x, weight=weight, bias=bias, out=out), unit, room)
+    program.add("linear", unit, room, x=x, weight=weight, bias=None, out=out)
 
 
-def attention_args(
-    block: Block, norm: Norm, rows: PassRows, cache: Cache, scratch: Scratch, *, q_norm: Weight | None, k_norm: Weight | None
-) -> tuple[RopeKvWriteV1, PagedAttentionV1]:
-    """The records of a block's attention: from `scratch.qkv`, through `scratch.q`, to `scratch.attended`."""
-    attention = block.attention
-    shared: dict[str, Any] = {
-        "row_slot": rows.row_slot,
-        "positions": rows.positions,
-        "block_table": rows.block_table,
-        "cache": cache,
-        "meta": rows.meta,
-        "num_heads": attention.num_heads,
-        "num_kv_heads": attention.num_kv_heads,
-        "head_dim": attention.head_dim,
-        "block_size": rows.block_size,
-    }
-    rope = RopeKvWriteV1(
-        qkv=scratch.qkv,
-        q_out=scratch.q,
-        q_norm=q_norm,
-        k_norm=k_norm,
-        rope_dims=attention.rope.dims,
-        theta=attention.rope.theta,
-        style=attention.rope.style,
-        eps=norm.eps,
-        **shared,
-    )
-    return rope, PagedAttentionV1(q=scratch.q, out=scratch.attended, softmax_scale=attention.head_dim**-0.5, **shared)
+class Target:
+    """The target's pass over packed rows, and its head.
 
+    `taps`: buffer to the point of the target whose rows it gets in every step, [R, H] in the dtype of activations: "embedding",
+    "layer I" (the residual stream behind decoder block I) or "final" (behind all blocks and the final norm). Each costs one
+    launch, and between two layers keeps their add and norm from being joined. Raises `ConfigError` for a point that the model
+    does not have."""
 
-@dataclass(frozen=True)
-class BlockCall:
-    """What a block that computes itself is bound to: it overwrites the rows of `x` and may use `scratch`. The rows, their cache
-    and the attention over it stay core's and the backend's."""
+    def __init__(self, model: ModelDescription, limits: Limits, taps: Mapping[str, str] | None = None) -> None:
+        self.model, self._norm = model, Norm(model.eps, model.norm_plus_one)
+        hidden = model.hidden_size
+        self.blocks = model.layers
+        self._taps = dict(taps or {})
+        self._check_taps()
+        self.buffers = [
+            StepBuffer(HIDDEN, f"R {hidden}", "act"),
+            StepBuffer("target.last", f"NL {hidden}", "act"),
+            StepBuffer("target.last_normed", f"NL {hidden}", "act"),
+            *(StepBuffer(name, f"R {hidden}", "act") for name in self._taps),
+            *([StepBuffer(EVERY_ROW, "R", initial=np.arange(limits.max_rows, dtype=np.int32))] if self._taps else []),
+        ]
+        self.passes = (Pass("target", "target", "rows", "row_slot", "positions"),)
 
-    table: BoundTable
-    limits: Limits
-    block: Block
-    norm: Norm
-    x: Buffer
-    rows: PassRows
-    cache: Cache
-    scratch: Scratch
+    def forward(self, program: ProgramBuilder) -> None:
+        """From token ids to the residual stream of every row, and the logits of logit rows."""
+        (rows,), room, hidden = self.passes, "target", self.model.hidden_size
+        program.add("embed", "rows", room, weight="embed", out=HIDDEN)
+        self._tap(program, "embedding")
+        program.fill("target", 0, "rows", room)
+        for index, (prefix, block) in enumerate(self.blocks.items()):
+            emit_block(program, block, self._norm, prefix, x=HIDDEN, rows=rows, scratch=block.scratch(hidden), room=room)
+            self._tap(program, f"layer {index}")
+        for name in (name for name, point in self._taps.items() if point == "final"):
+            self._norm.emit(program, "norm", x=HIDDEN, out=name, unit="rows", room=room)
+        self.head(program, "logit_row", "logit_rows")
 
-    def attention(self) -> tuple[Launch, Launch]:
-        """Bound launches of the backend: rotate what is in `scratch.qkv` and store keys and values; attend into
-        `scratch.attended`."""
-        records = attention_args(self.block, self.norm, self.rows, self.cache, self.scratch, q_norm=None, k_norm=None)
-        launches = []
-        for name, args in zip(("rope_kv_write", "paged_attention"), records, strict=True):
-            provider, version = self.table.providers[name], self.table.versions[name]
-            record = as_version(name, args, version)
-            workspace = self.table.workspace(provider.workspace_bytes(record, self.limits))
-            launches.append(provider.bind(record, self.limits, workspace))
-        return launches[0], launches[1]
+    def head(self, program: ProgramBuilder, rows: str, unit: Unit) -> None:
+        """Logits of the packed rows that are named in `rows`."""
+        room, last, normed = "target", "target.last", "target.last_normed"
+        program.add("gather_rows", unit, room, x=HIDDEN, index=rows, out=last)
+        self._norm.emit(program, "norm", x=last, out=normed, unit=unit, room=room)
+        emit_linear(program, "lm_head", x=normed, out="logits", unit=unit, room=room)
 
+    def _tap(self, program: ProgramBuilder, here: str) -> None:
+        for name in (name for name, point in self._taps.items() if point == here):
+            program.add("gather_rows", "rows", "target", x=HIDDEN, index=EVERY_ROW, out=name)
 
-class OwnBlock(Protocol):
-    """A decoder block that somebody computes as a whole. It lies among the weights, under the block's prefix."""
-
-    @property
-    def nbytes(self) -> int: ...
-    def bind(self, call: BlockCall) -> Launch:
-        """Return the launch that overwrites the rows of `call.x` with what the block makes of them."""
-
-
-def emit_block(
-    program: ProgramBuilder,
-    block: Block,
-    norm: Norm,
-    weights: Weights,
-    prefix: str,
-    *,
-    x: Buffer,
-    rows: PassRows,
-    cache: Cache,
-    scratch: Scratch,
-    room: str,
-    narrow: Callable[[], tuple[Buffer, Scratch, Unit]] | None = None,
-) -> None:
-    """One decoder block over `x` in place: x += attention(norm(x)); x += feed_forward(norm(x)).
-
-    Each add stands directly before the norm that follows it, so that `residual_add+rms_norm` can take both. A block that lies
-    among the weights under its prefix computes itself, all of it. `narrow` is called behind attention, the last part that needs
-    all rows: it picks those that go on, and says where they and what they attended to lie, and their unit.
-    """
-    own = weights.get(prefix)
-    if own is not None:
-        call = BlockCall(program.table, program.limits, block, norm, x, rows, cache, scratch)
-        program.call("own_block", cast("OwnBlock", own).bind(call), rows.unit, room)
-        return
-    unit = rows.unit
-    emit_norm(program, norm, weights[f"{prefix}.input_norm"], x=x, out=scratch.normed, unit=unit, room=room)
-    emit_linear(
-        program,
-        weights[f"{prefix}.qkv"],
-        bias=weights.get(f"{prefix}.qkv_bias"),
-        x=scratch.normed,
-        out=scratch.qkv,
-        unit=unit,
-        room=room,
-    )
-    q_norm, k_norm = weights.get(f"{prefix}.q_norm"), weights.get(f"{prefix}.k_norm")
-    rope, attend = attention_args(block, norm, rows, cache, scratch, q_norm=q_norm, k_norm=k_norm)
-    program.add("rope_kv_write", rope, unit, room)
-    program.add("paged_attention", attend, unit, room)
-    if narrow is not None:
-        x, scratch, unit = narrow()
-    emit_linear(program, weights[f"{prefix}.o"], x=scratch.attended, out=scratch.branch, unit=unit, room=room)
-    program.add("residual_add", ResidualAddV1(x=x, y=scratch.branch), unit, room)
-    emit_norm(program, norm, weights[f"{prefix}.post_norm"], x=x, out=scratch.normed, unit=unit, room=room)
-    emit_linear(program, weights[f"{prefix}.gate_up"], x=scratch.normed, out=scratch.gate_up, unit=unit, room=room)
-    program.add("swiglu", SwigluV1(gate_up=scratch.gate_up, out=scratch.gated), unit, room)
-    emit_linear(program, weights[f"{prefix}.down"], x=scratch.gated, out=scratch.branch, unit=unit, room=room)
-    program.add("residual_add", ResidualAddV1(x=x, y=scratch.branch), unit, room)
+    def _check_taps(self) -> None:
+        points = ("embedding", *(f"layer {i}" for i in range(len(self.blocks))), "final")
+        for name, point in self._taps.items():
+            if point not in points:
+                raise ConfigError(
+                    f"buffer {name!r} taps the target at {point!r}, wanted 'embedding', 'final' or 'layer 0' to "
+                    f"'layer {len(self.blocks) - 1}' of {self.model.name}; correct the point"
+                )

@@ -1,15 +1,13 @@
-"""Owns the description of a model: one decoder block with switches, the MTP head with its switches, and the sizes.
+"""What a model is besides its weights: a sequence of decoder blocks of any kinds, the MTP head with its switches, sizes.
 
-Families build it from a checkpoint (`families.py`); negotiation, the step program, the weight loader and tests read it.
-It never holds a weight, never reads a file, and never asks which backend will run the model.
+Families build a description from a checkpoint (`families.py`); negotiation, the step program, the weight loader and tests read
+it. Blocks and their kinds are in `block.py`.
 
-Equations, with x̂ = x / sqrt(mean(x²) + eps) and N_w(x) = w x̂ (or (1 + w) x̂ where `norm_plus_one`):
-
-    block:  h = x + W_o attention(rope(q), rope(k), v) + b_o,   [q|k|v] = W_qkv N_input_norm(x) + b_qkv
-            y = h + W_down(silu(gate) * up) + b_down,           [gate|up] = W_gate_up N_post_norm(h) + b_gate_up
     target: g_p = blocks(E[t_0..t_p])[p];                       logits_p = W_lm_head N_norm(g_p)
     MTP:    z_p = W_proj [N_hid_norm(s_p) | N_emb_norm(E[t_(p+1)])]       (the order is a switch)
             y_p = block(z_0..z_p)[p];                           logits_p = W_lm_head N_final_norm(y_p)
+
+with N_w(x) = w x / sqrt(mean(x^2) + eps), or (1 + w) x / ... where `norm_plus_one`.
 
 Row p of the MTP head has rotary position p, attends to its own rows 0..p and predicts token p + 2. `s_p` is `g_p`
 ("pre") or `N_norm(g_p)` ("post") while the target has computed row p; in later passes of a round it is the recycled
@@ -18,91 +16,21 @@ Row p of the MTP head has rotary position p, attends to its own rows 0..p and pr
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["Attention", "Block", "FeedForward", "ModelDescription", "Mtp", "Rope"]
+from polydraft.models.block import Block, Tensor
 
-
-@dataclass(frozen=True)
-class Rope:
-    """Rotary position embedding: pair i of a head turns by the angle position * theta^(-2i / dims), in float32."""
-
-    dims: int
-    """Leading elements of each head that turn; even, at most `head_dim`. The others pass unchanged."""
-    theta: float
-    """Base of the frequencies."""
-    style: Literal["half", "interleaved"] = "half"
-    """Which elements form pair i: "half" (i, i + dims/2), "interleaved" (2i, 2i + 1)."""
-
-
-@dataclass(frozen=True)
-class Attention:
-    """Causal grouped-query attention over all earlier positions; scores are scaled by head_dim^(-1/2)."""
-
-    num_heads: int
-    """Query heads."""
-    num_kv_heads: int
-    """Key-value heads; divides `num_heads`. Query head h reads key-value head h // (num_heads / num_kv_heads)."""
-    head_dim: int
-    """Elements of a head; not always hidden_size / num_heads."""
-    rope: Rope
-    qkv_bias: bool = False
-    """Biases on the query, key and value projections."""
-    output_bias: bool = False
-    """A bias on the output projection."""
-    qk_norm: bool = False
-    """RMS norms over each query and key head before the rotation; weights [head_dim], shared by all heads."""
-    kind: Literal["gqa", "mla", "gdn"] = "gqa"
-    """Grouped-query, multi-head latent, or gated delta net. The last two are names reserved for later versions."""
-
-    @property
-    def q_size(self) -> int:
-        """Elements of all query heads of one row: num_heads * head_dim."""
-        return self.num_heads * self.head_dim
-
-    @property
-    def kv_size(self) -> int:
-        """Elements of all key (or value) heads of one row: num_kv_heads * head_dim."""
-        return self.num_kv_heads * self.head_dim
-
-
-@dataclass(frozen=True)
-class FeedForward:
-    """Gated feed-forward network with SiLU: down(silu(gate x) * up x)."""
-
-    intermediate_size: int
-    """Elements of gate and of up for one row."""
-    bias: bool = False
-    """Biases on gate, up and down."""
-    kind: Literal["dense", "moe"] = "dense"
-    """Dense, or mixture of experts: a name reserved for later versions."""
-
-
-@dataclass(frozen=True)
-class Block:
-    """One pre-norm decoder block: attention, then feed-forward, each added to the residual stream."""
-
-    attention: Attention
-    feed_forward: FeedForward
-
-    def unsupported(self) -> tuple[str, ...]:
-        """Return what of this block no step program can compute yet, one phrase each; empty when all is well."""
-        attention, feed_forward = self.attention, self.feed_forward
-        reasons = {
-            f"{attention.kind} attention is not built yet (only gqa is)": attention.kind != "gqa",
-            f"{feed_forward.kind} feed-forward is not built yet (only dense is)": feed_forward.kind != "dense",
-            "a bias on the attention output projection is not built yet": attention.output_bias,
-            "biases in the feed-forward network are not built yet": feed_forward.bias,
-        }
-        return tuple(reason for reason, applies in reasons.items() if applies)
+__all__ = ["ModelDescription", "Mtp"]
 
 
 @dataclass(frozen=True)
 class Mtp:
     """The multi-token-prediction head. A wrong switch never changes text, for the target verifies; drafts get worse."""
 
-    block: Block
+    blocks: tuple[Block, ...]
+    """One decoder block for each distinct MTP layer. One layer drafts any number of tokens by recycling its output."""
     order: Literal["hidden_first", "embedding_first"]
     """Halves of the input of `proj`: [hidden | embedding] or [embedding | hidden]."""
     feed: Literal["pre", "post"]
@@ -113,13 +41,24 @@ class Mtp:
     """What one layer feeds to its next pass: the block's output before or after `final_norm`."""
     mask_first_position: bool = False
     """Row 0 sees a zero embedding instead of that of token 1."""
-    num_layers: int = 1
-    """Distinct MTP layers in the checkpoint. One layer drafts any number of tokens by recycling its output."""
+
+    @property
+    def layers(self) -> dict[str, Block]:
+        """The blocks by prefix of their canonical names."""
+        return {f"mtp.{i}": block for i, block in enumerate(self.blocks)}
+
+    def own_weights(self, hidden: int) -> tuple[Tensor, ...]:
+        """What each MTP layer has besides its block."""
+        norms = ("emb_norm", "hid_norm", *(("final_norm",) if self.final_norm == "own" else ()))
+        return (*(Tensor(name, ((hidden,),), "norm") for name in norms), Tensor("proj", ((hidden, 2 * hidden),)))
 
     def unsupported(self) -> tuple[str, ...]:
-        """Return what of this head no proposer can compute yet, one phrase each; empty when all is well."""
-        several = f"{self.num_layers} distinct MTP layers are not built yet (only one, used K times, is)"
-        return self.block.unsupported() + ((several,) if self.num_layers != 1 else ())
+        """Return what of this head no proposer can compute yet, one phrase each; empty when all is well.
+
+        Of several layers, layer j makes draft j. Its rows in turn need the tokens j ahead of them, which the newest rows of a
+        step do not have yet, so its cache would have to be written again behind every round."""
+        several = f"{len(self.blocks)} distinct MTP layers are not built yet (only one, used K times, is)"
+        return (several,) if len(self.blocks) != 1 else ()
 
 
 @dataclass(frozen=True)
@@ -162,10 +101,23 @@ class ModelDescription:
         """Number of decoder blocks of the target."""
         return len(self.blocks)
 
-    def unsupported(self) -> tuple[str, ...]:
-        """Return what of the target no step program can compute yet, one phrase each, without repetition.
+    @property
+    def layers(self) -> dict[str, Block]:
+        """The decoder blocks by prefix of their canonical names."""
+        return {f"layers.{i}": block for i, block in enumerate(self.blocks)}
 
-        Negotiation turns the phrases into one `CapabilityError` before weights load. The MTP head answers for itself
-        (`Mtp.unsupported`), since a target can run without it.
-        """
-        return tuple(dict.fromkeys(reason for block in self.blocks for reason in block.unsupported()))
+    def weights(self) -> dict[str, Tensor]:
+        """Every canonical tensor of the target and its MTP head, in the order in which they are loaded."""
+        hidden, vocab = self.hidden_size, self.vocab_size
+        found = {"embed": Tensor("embed", ((vocab, hidden),), "embedding", split=0)}
+        found |= block_weights(self.layers, hidden)
+        found |= {"norm": Tensor("norm", ((hidden,),), "norm"), "lm_head": Tensor("lm_head", ((vocab, hidden),), split=0)}
+        for prefix, block in self.mtp.layers.items() if self.mtp else ():
+            found |= {f"{prefix}.{one.name}": one for one in self.mtp.own_weights(hidden)}  # type: ignore[union-attr]
+            found |= block_weights({prefix: block}, hidden)
+        return found
+
+
+def block_weights(layers: Mapping[str, Block], hidden: int) -> dict[str, Tensor]:
+    """Canonical tensors of these blocks, by full name."""
+    return {f"{prefix}.{one.name}": one for prefix, block in layers.items() for one in block.weights(hidden)}

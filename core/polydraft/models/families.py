@@ -1,6 +1,6 @@
 """Owns the model families: how config.json and the tensor names of an architecture become a description and a table.
 
-The engine asks a `FamilyRegistry` once for each checkpoint; plugins add families through `polydraft_models(register)`.
+The engine asks a `FamilyRegistry` once for each checkpoint; plugins add families through the hook `polydraft_models`.
 A family is data. Nothing here reads weights, and nothing a configuration asks for is dropped silently: what cannot be
 computed as configured (rope scaling, sliding windows, another activation, quantised weights) is refused by name.
 """
@@ -8,15 +8,18 @@ computed as configured (rope scaling, sliding windows, another activation, quant
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
 from polydraft.errors import CapabilityError, CheckpointError, PluginError
+from polydraft.models.attention import Attention, Rope
+from polydraft.models.block import Block
 from polydraft.models.checkpoint import Checkpoint
 from polydraft.models.config_file import ConfigFile, eos_token_ids
-from polydraft.models.description import Attention, Block, FeedForward, ModelDescription, Mtp, Rope
-from polydraft.models.tensor_table import BLOCK_NAMES, Part, TensorTable, block_parts
+from polydraft.models.description import ModelDescription, Mtp
+from polydraft.models.feed_forward import GatedMlp
+from polydraft.models.tensor_table import BLOCK_NAMES, Part, TensorTable, stored_parts
 
 __all__ = ["BUILT_IN", "Family", "FamilyRegistry", "MtpLayout"]
 
@@ -26,7 +29,8 @@ class MtpLayout:
     """Where a family keeps its MTP layers and which conventions they were trained with (see `Mtp`)."""
 
     prefix: str
-    """What the names of layer {i} begin with; the text before "{i}" belongs to MTP tensors alone."""
+    """What the names of MTP layer {i} begin with; the text before "{i}" belongs to MTP tensors alone. With "{layer}" instead they
+    lie among the target's layers, behind the last of them: MTP layer i of a target of N layers is layer N + i."""
     emb_norm: str
     hid_norm: str
     proj: str
@@ -41,6 +45,23 @@ class MtpLayout:
     """Names below `prefix` that some exports repeat, to the canonical tensor that they repeat."""
     count_keys: tuple[str, ...] = ("num_nextn_predict_layers", "num_mtp_layers")
     """Keys of config.json that may hold the number of MTP layers; the first one present counts."""
+
+    @property
+    def names(self) -> dict[str, tuple[str, ...]]:
+        """Canonical tensors that MTP layers have besides their block, to their names below the prefix."""
+        own = {"final_norm": (self.final_norm_name,)} if self.final_norm == "own" else {}
+        return {"emb_norm": (self.emb_norm,), "hid_norm": (self.hid_norm,), "proj": (self.proj,), **own}
+
+    def prefix_of(self, index: int, num_layers: int) -> str:
+        """What the names of one MTP layer begin with, beside a target of `num_layers`."""
+        return self.prefix.format(i=index, layer=num_layers + index)
+
+    def stored(self, names: Iterable[str], num_layers: int) -> tuple[str, ...]:
+        """Those of a checkpoint's tensors that belong to MTP layers."""
+        stem, _, field_name = self.prefix.partition("{")
+        first = num_layers if field_name.startswith("layer") else 0
+        numbers = ((name, name[len(stem) :].partition(".")[0]) for name in names if name.startswith(stem))
+        return tuple(name for name, number in numbers if not first or (number.isdigit() and int(number) >= first))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,9 +92,9 @@ class Family:
         Errors: `CheckpointError` for a missing or malformed key, `CapabilityError` for a setting that is not built.
         """
         config = ConfigFile(checkpoint.path / "config.json", checkpoint.config)
-        _refuse_unbuilt(config)
-        block = self._block(config)
-        mtp, note, unread = self._mtp(config, checkpoint, block)
+        self.refuse(config)
+        blocks = self.blocks(config)
+        mtp, note, unread = self._mtp(config, checkpoint, blocks)
         vocab_size = config.integer("vocab_size")
         bos, pad = (config.token_ids(key, vocab_size) for key in ("bos_token_id", "pad_token_id"))
         description = ModelDescription(
@@ -82,7 +103,7 @@ class Family:
             hidden_size=config.integer("hidden_size"),
             vocab_size=vocab_size,
             eps=config.number("rms_norm_eps"),
-            blocks=(block,) * config.integer("num_hidden_layers"),
+            blocks=blocks,
             max_model_len=config.integer("max_position_embeddings"),
             norm_plus_one=self.norm_plus_one,
             tie_embeddings=config.flag("tie_word_embeddings", self.lm_head not in checkpoint.names()),
@@ -95,7 +116,22 @@ class Family:
         )
         return description, self._table(description, unread)
 
-    def _block(self, config: ConfigFile) -> Block:
+    def refuse(self, config: ConfigFile) -> None:
+        """Raise `CapabilityError` for settings that would change the computation and that these blocks do not implement. A
+        family that implements some of them (`layer_types`, for instance) overrides this."""
+        _refuse_unbuilt(config)
+
+    def blocks(self, config: ConfigFile) -> tuple[Block, ...]:
+        """The decoder blocks, first layer first. A family whose layers differ, or are of kinds of its own, overrides this."""
+        return (self.block(config),) * config.integer("num_hidden_layers")
+
+    def mtp_block(self, config: ConfigFile, blocks: tuple[Block, ...]) -> Block:
+        """The block of each MTP layer, beside those of the target: like the last of them, unless a family overrides this."""
+        del config
+        return blocks[-1]
+
+    def block(self, config: ConfigFile) -> Block:
+        """A dense block as the configuration's keys have it."""
         heads = config.integer("num_attention_heads")
         kv_heads = config.integer("num_key_value_heads", heads)
         head_dim = config.integer("head_dim", config.integer("hidden_size") // heads)
@@ -114,9 +150,11 @@ class Family:
             qk_norm=_switch(config, self.qk_norm),
         )
         width = config.integer("intermediate_size")
-        return Block(attention, FeedForward(width, _switch(config, self.feed_forward_bias)))
+        return Block(attention, GatedMlp(width, _switch(config, self.feed_forward_bias)))
 
-    def _mtp(self, config: ConfigFile, checkpoint: Checkpoint, block: Block) -> tuple[Mtp | None, str, tuple[str, ...]]:
+    def _mtp(
+        self, config: ConfigFile, checkpoint: Checkpoint, blocks: tuple[Block, ...]
+    ) -> tuple[Mtp | None, str, tuple[str, ...]]:
         """Return the MTP head, the reason where there is none, and the patterns of its tensors where it is left out."""
         layout = self.mtp
         if layout is None:
@@ -125,33 +163,35 @@ class Family:
         count = config.integer(key, 0, minimum=0)
         if count:
             switches = (layout.order, layout.feed, layout.final_norm, layout.recycle, layout.mask_first_position)
-            return Mtp(block, *switches, num_layers=count), "", ()
-        stem = layout.prefix.split("{i}")[0]
-        stored = sum(name.startswith(stem) for name in checkpoint.names())
+            return Mtp((self.mtp_block(config, blocks),) * count, *switches), "", ()
+        stored = layout.stored(checkpoint.names(), len(blocks))
         said = "has no" if config.values.get(key) is None else "sets"
         note = f"{config.path} {said} {key}{'' if said == 'has no' else ' to 0'}"
         if stored:
-            note += f", yet {stored} tensors {stem}* are stored; set it to the number of their layers to draft with them"
-        return None, note, (stem + "*",)
+            where = layout.prefix.split("{")[0]
+            note += f", yet {len(stored)} tensors {where}* are stored; set it to the number of their layers to draft with them"
+        return None, note, stored
 
     def _table(self, description: ModelDescription, unread: tuple[str, ...]) -> TensorTable:
-        width, vocab_size = description.hidden_size, description.vocab_size
+        width, declared = description.hidden_size, description.weights()
         lm_head = self.embed if description.tie_embeddings else self.lm_head
-        parts: dict[str, tuple[Part, ...]] = {"embed": (Part(self.embed, (vocab_size, width)),)}
-        for i, block in enumerate(description.blocks):
-            named = block_parts(block, width, self.block_names, self.layer_prefix.format(i=i))
-            parts |= {f"layers.{i}.{key}": value for key, value in named.items()}
-        parts |= {"norm": (Part(self.norm, (width,)),), "lm_head": (Part(lm_head, (vocab_size, width)),)}
+        stored = {"embed": self.embed, "norm": self.norm, "lm_head": lm_head}
+        parts: dict[str, tuple[Part, ...]] = {name: (Part(where, declared[name].shape),) for name, where in stored.items()}
+        for i, (layer, block) in enumerate(description.layers.items()):
+            named = stored_parts(block.weights(width), self.block_names, self.layer_prefix.format(i=i))
+            parts |= {f"{layer}.{key}": value for key, value in named.items()}
         copies = {self.lm_head: "embed"} if description.tie_embeddings else {}
         if self.mtp is not None and description.mtp is not None:
-            for i in range(description.mtp.num_layers):
-                prefix = self.mtp.prefix.format(i=i)
-                named = _mtp_parts(self.mtp, prefix, width)
-                named |= block_parts(description.mtp.block, width, self.block_names, prefix)
-                parts |= {f"mtp.{i}.{key}": value for key, value in named.items()}
+            names = {**self.block_names, **self.mtp.names}
+            for i, (layer, block) in enumerate(description.mtp.layers.items()):
+                prefix = self.mtp.prefix_of(i, description.num_layers)
+                named = stored_parts((*description.mtp.own_weights(width), *block.weights(width)), names, prefix)
+                parts |= {f"{layer}.{key}": value for key, value in named.items()}
                 copies |= {prefix + name: original for name, original in self.mtp.copies.items()}
+        parts = {name: parts[name] for name in declared}
         key = self.mtp.count_keys[0] if self.mtp else ""
-        return TensorTable(parts, copies, (*self.unread, *unread), key)
+        stacks = {name: one.stack for name, one in declared.items() if one.stack}
+        return TensorTable(parts, stacks, copies, (*self.unread, *unread), key)
 
 
 class FamilyRegistry:
@@ -191,17 +231,6 @@ class FamilyRegistry:
 
 def _switch(config: ConfigFile, switch: bool | str) -> bool:
     return config.flag(switch, False) if isinstance(switch, str) else switch
-
-
-def _mtp_parts(layout: MtpLayout, prefix: str, width: int) -> dict[str, tuple[Part, ...]]:
-    parts: dict[str, tuple[Part, ...]] = {
-        "emb_norm": (Part(prefix + layout.emb_norm, (width,)),),
-        "hid_norm": (Part(prefix + layout.hid_norm, (width,)),),
-        "proj": (Part(prefix + layout.proj, (width, 2 * width)),),
-    }
-    if layout.final_norm == "own":
-        parts["final_norm"] = (Part(prefix + layout.final_norm_name, (width,)),)
-    return parts
 
 
 def _rope_theta(config: ConfigFile) -> float:

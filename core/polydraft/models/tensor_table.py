@@ -12,19 +12,21 @@ Canonical names, the only ones that core knows (weights are [out, in]; i counts 
     layers.{i}.o_bias, .gate_up_bias, .down_bias  where there are any
     mtp.{i}.emb_norm, .hid_norm [H]   mtp.{i}.proj [H, 2 H]   mtp.{i}.final_norm [H] where it has its own
     mtp.{i}.<block>  as in layers.{i}.<block>
+
+Those of a layer are what the kinds of its block declare (`Block.weights`); these are the built-in ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property
 
 from polydraft.errors import PluginError
-from polydraft.models.description import Block
+from polydraft.models.block import Tensor
 
-__all__ = ["BLOCK_NAMES", "Part", "TensorTable", "block_parts"]
+__all__ = ["BLOCK_NAMES", "Part", "TensorTable", "stored_parts"]
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,8 @@ class TensorTable:
 
     parts: Mapping[str, tuple[Part, ...]]
     """Canonical name to its parts, concatenated along axis 0 in this order."""
+    stacks: Mapping[str, int] = field(default_factory=dict)
+    """Canonical tensors that are this many equal pieces along an axis of their own (`Tensor.stack`)."""
     copies: Mapping[str, str] = field(default_factory=dict)
     """Checkpoint tensors that some exports repeat, to the canonical tensor whose bytes they must equal if present."""
     unread: tuple[str, ...] = ()
@@ -76,36 +80,22 @@ BLOCK_NAMES: Mapping[str, tuple[str, ...]] = {
 """Canonical block tensor to its tensors in the Llama layout, which Qwen2, Qwen3 and MiMo share."""
 
 
-def block_parts(block: Block, hidden_size: int, names: Mapping[str, tuple[str, ...]], prefix: str) -> dict[str, tuple[Part, ...]]:
-    """Return the table of one block: the tensors that its switches ask for, with checkpoint names below `prefix`.
+def stored_parts(tensors: Iterable[Tensor], names: Mapping[str, tuple[str, ...]], prefix: str) -> dict[str, tuple[Part, ...]]:
+    """Where a checkpoint keeps the tensors of a layer: by declared name, parts with names below `prefix`; "{e}" in a name
+    counts the pieces of a stack.
 
-    Errors: `PluginError` where `names`, which a family supplies, has no entry for a tensor that the block needs.
-    """
-    attention, width = block.attention, block.feed_forward.intermediate_size
-    qkv = (attention.q_size, attention.kv_size, attention.kv_size)
-    shapes: dict[str, tuple[tuple[int, ...], ...]] = {
-        "input_norm": ((hidden_size,),),
-        "qkv": tuple((rows, hidden_size) for rows in qkv),
-        "o": ((hidden_size, attention.q_size),),
-        "post_norm": ((hidden_size,),),
-        "gate_up": ((width, hidden_size), (width, hidden_size)),
-        "down": ((hidden_size, width),),
-    }
-    if attention.qkv_bias:
-        shapes["qkv_bias"] = tuple((rows,) for rows in qkv)
-    if attention.output_bias:
-        shapes["o_bias"] = ((hidden_size,),)
-    if attention.qk_norm:
-        shapes["q_norm"] = shapes["k_norm"] = ((attention.head_dim,),)
-    if block.feed_forward.bias:
-        shapes["gate_up_bias"] = ((width,), (width,))
-        shapes["down_bias"] = ((hidden_size,),)
-    if missing := shapes.keys() - names.keys():
+    Errors: `PluginError` where `names`, which a family supplies, does not name every part of a tensor."""
+    wanted = {one.name: one for one in tensors}
+    if missing := [name for name, one in wanted.items() if len(names.get(name, ())) != len(one.parts)]:
         raise PluginError(
             f"the block names of a model family lack {', '.join(sorted(missing))}, got {', '.join(names)}, "
             f"wanted a name for each tensor of its blocks; complete the family's table"
         )
     return {
-        key: tuple(Part(prefix + name, shape) for name, shape in zip(names[key], parts, strict=True))
-        for key, parts in shapes.items()
+        name: tuple(
+            Part(prefix + stored.replace("{e}", str(e)), shape)
+            for e in range(one.stack or 1)
+            for stored, shape in zip(names[name], one.parts, strict=True)
+        )
+        for name, one in wanted.items()
     }

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 ACCEPTED_TOKEN = 5
 """What every place of every window holds: no stop token of the demo model."""
-COUNTED = ("update_slots", "pack_rows", "verify_match", "commit_window", "snapshot_output", "pack_logprobs", "pack_prompt_rows")
+COUNTED = ("scatter", "pack_rows", "verify_match", "commit_window", "snapshot_output", "pack_logprobs", "pack_prompt_rows")
 """The contracts that do something here."""
 
 

@@ -4,6 +4,6 @@ The runner asks one proposer for its launches when the step program is built, an
 makes, and whether it has a model, is its own business. A proposer never sees requests, only the state on the device.
 """
 
-from polydraft.proposers.base import Proposer, ProposerContext, ProposerRegistry, ProposerShape
+from polydraft.proposers.base import Proposer, ProposerContext, ProposerRegistry
 
-__all__ = ["Proposer", "ProposerContext", "ProposerRegistry", "ProposerShape"]
+__all__ = ["Proposer", "ProposerContext", "ProposerRegistry"]

@@ -1,4 +1,4 @@
-"""Owns what a proposer is told when the step program is built, what it must answer, and the registry of names.
+"""What a proposer is told when the step program is built, what it must answer, and the registry of names.
 
 The engine builds one `ProposerContext`, the factory registered under the chosen name returns a `Proposer`, and the runner
 lets it append its launches. Nothing here runs during a step.
@@ -8,67 +8,97 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Protocol
 
-from polydraft.backend import Cache, CacheSpec, ForwardMeta, PassBuffers, Weight
-from polydraft.contracts.base import Limits, Unit
-from polydraft.contracts.kv_quant import Kv
-from polydraft.device import Array, Buffer, Device
+from polydraft.backend import Weight
+from polydraft.contracts.base import Limits
+from polydraft.device import Array
 from polydraft.errors import ConfigError
+from polydraft.kernel_table import BoundTable
+from polydraft.models.block import Block, Tensor
+from polydraft.models.checkpoint import Checkpoint, load_weights
 from polydraft.models.description import ModelDescription
-from polydraft.runtime.buffers import Scratch, SlotState, StepBuffers
+from polydraft.models.tensor_table import TensorTable, stored_parts
+from polydraft.runtime.declare import StepBuffer
 from polydraft.runtime.host_inputs import Needs
 from polydraft.runtime.program import ProgramBuilder
+from polydraft.runtime.weights import prepare
 
 ChooseTokens = Callable[..., None]
 """`choose(program, logits=, row_slot=, positions=, ahead=, tokens=, noise=, unit=, room=)`: append processing and choice of one
 token a row, at most one row a slot, by the rules and parameters of the target's rows and, but for rejection verification,
-with their noise. `positions + ahead` is the position that the token stands for; drafts before it in this round must be filed
-in `state.drafts` and `state.draft_len` by then. `logits` and `noise` are [N, V] float32 and are overwritten."""
+with their noise. Buffers are given by name. `positions + ahead` is the position that the token stands for; drafts before it
+in this round must be filed in `drafts` and `draft_len` by then. `logits` and `noise` are [N, V] float32 and are
+overwritten."""
 
 
 @dataclass(frozen=True)
 class ProposerContext:
-    """Everything a proposer may bind to. Buffers belong to the engine; `device.empty` gives a proposer its own, at build
-    time only."""
+    """What a proposer or a host feature is built from. It allocates nothing: what it needs it declares."""
 
-    device: Device
     limits: Limits
     model: ModelDescription
-    weights: Mapping[str, Weight]
-    state: SlotState
-    step: StepBuffers
-    target_hidden: Buffer
-    """[R, H] the target's residual stream of every packed row, before its final norm."""
-    scratch: Scratch
-    """Layer scratch of the target, free once its pass is done."""
-    allocate_cache: Callable[[CacheSpec], Cache]
-    init_forward_meta: Callable[[PassBuffers], ForwardMeta]
     choose: ChooseTokens
-    sampling: bool
+    stores_noise: bool
     """Whether noise is stored: what a proposer gives to `choose` as `noise` then has a row for each row of logits, else one."""
     dtype: str
+    """Dtype of activations."""
     draft_ids: Array | None = None
-    """[M] int32, ascending: the tokens that may be drafted, whose logits `weights[DRAFT_HEAD]` gives; None: all, by `lm_head`."""
-    kv: Kv = ""
-    """How KV rows are kept, for a `CacheSpec`."""
+    """[M] int32, ascending: the tokens that may be drafted, whose logits the weight `DRAFT_HEAD` gives; None: all, by
+    `lm_head`."""
 
 
 @dataclass(frozen=True)
-class ProposerShape:
-    """What graph policy and `--explain` need to know of a proposer's launches."""
+class DraftWeights:
+    """Weights that a proposer reads from a checkpoint of its own, and binds under names that begin with a prefix of its own."""
 
-    max_width: int
-    """Most drafts it makes for one slot."""
-    fixed: bool
-    """Whether it always makes as many as the budget allows."""
-    one_call: bool
-    """All drafts in one launch, or one pass a draft."""
+    directory: Path
+    """A model directory: config.json and safetensors files."""
+    prefix: str
+    """"eagle", say: tensor `fc` is the weight "eagle.fc"."""
+    tensors: tuple[Tensor, ...]
+    names: Mapping[str, tuple[str, ...]]
+    """Tensor to the checkpoint's names of its parts."""
+    unread: tuple[str, ...] = ()
+    """Patterns of tensors of this checkpoint that nobody needs."""
+
+    def prepare(self, table: BoundTable, model: ModelDescription, *, dtype: str) -> dict[str, Weight]:
+        """Read and prepare them, one at a time. Raises `CheckpointError` for a tensor that is missing, misshapen, broken, or that
+        nobody knows."""
+        stored = stored_parts(self.tensors, self.names, "")
+        parts = {f"{self.prefix}.{name}": found for name, found in stored.items()}
+        roles = {f"{self.prefix}.{one.name}": one.role for one in self.tensors}
+        stacks = {f"{self.prefix}.{one.name}": one.stack for one in self.tensors if one.stack}
+        with Checkpoint(self.directory) as checkpoint:
+            described = replace(model, name=self.directory.name, architecture=f"proposer {self.prefix}")
+            return prepare(
+                table,
+                load_weights(checkpoint, described, TensorTable(parts, stacks, unread=self.unread)),
+                parts,
+                roles,
+                dtype=dtype,
+            )
+
+
+class Drafting:
+    """What `begin_draft` writes and the launches behind it read, for proposers that draft by sequence."""
+
+    buffers = tuple(StepBuffer(name, "B") for name in ("draft_slot", "draft_position", "draft_budget"))
 
 
 class Proposer(Protocol):
     """Drafts for every scheduled slot, in place on the device.
+
+    What it works in it declares, and the runtime allocates it: `buffers` (`StepBuffer`s) and `columns` (`Column`s); one with
+    a model besides `blocks` (prefix to `Block`: their scratch and caches) and `passes` (`Pass`es). `taps` names points of the
+    target whose rows it wants to see (buffer to point, as `Target` says), and they are in these buffers when it drafts.
+    What it does not have it leaves out.
+
+    The factory of one with blocks has a function `layers(model)` that tells them from the description alone: what their caches
+    cost, and what a prefix hit is worth to them, is settled before there is a proposer. A function `weights(model)` beside it
+    returns `DraftWeights` where it has a checkpoint of its own; `update_weights` leaves these as they are.
 
     One whose every draft comes from `choose` may set `soft = True`: under rejection verification a draft is then held against
     the distribution it was drawn from. Any other draft counts as certain, which is as lossless but accepts less.
@@ -78,13 +108,15 @@ class Proposer(Protocol):
 
     @property
     def name(self) -> str: ...
-    @property
-    def shape(self) -> ProposerShape: ...
 
-    def append(self, program: ProgramBuilder, *, sampling: bool) -> None:
-        """Append launches that run after the step's commit: they must leave `state.drafts` [B, K] and `state.draft_len` [B]
-        defined for every scheduled slot (draft_len 0 and NO_TOKEN where there is nothing to draft). Called once per program
-        kind; buffers and caches are allocated in the factory, never here."""
+    def append(self, program: ProgramBuilder, num_drafts: int) -> None:
+        """Append launches that run after the step's commit: they must leave the columns `drafts` [B, K] and `draft_len` [B]
+        defined for every slot that had rows (draft_len 0 and NO_TOKEN where there is nothing to draft), with at most
+        `num_drafts` drafts. Called once per kind of step (`program.kind`) and number of drafts that a step may make.
+
+        With 0, which is asked for where steps may go by without drafts, the drafts that were verified have to be emptied, and a
+        proposer with a cache appends its *keep part*: what writes its rows over the target's, without head and choice. The
+        drafts behind such steps are then those of a run that drafted in every step."""
 
 
 Factory = Callable[[ProposerContext], Proposer]
@@ -107,13 +139,20 @@ class ProposerRegistry:
         "none" where there is no such attribute."""
         return {name: getattr(factory, "needs", "none") for name, (factory, _) in self._factories.items()}
 
+    def layers(self, name: str, model: ModelDescription) -> Mapping[str, Block]:
+        """The decoder blocks of a proposer, by prefix: its factory's `layers`, none where there is no such attribute or no such
+        name."""
+        tell = getattr(self._factories[name][0], "layers", None) if name in self._factories else None
+        return tell(model) if tell else {}
+
+    def weights(self, name: str, model: ModelDescription) -> DraftWeights | None:
+        """What a proposer reads from a checkpoint of its own: its factory's `weights`, None where there is no such attribute."""
+        tell = getattr(self.factory(name), "weights", None)
+        return tell(model) if tell else None
+
     def names(self) -> list[str]:
         """Registered names, in order of registration."""
         return list(self._factories)
-
-    def create(self, name: str, context: ProposerContext) -> Proposer:
-        """Build the proposer called `name`."""
-        return self.factory(name)(context)
 
     def factory(self, name: str) -> Factory:
         """The factory of `name`, or an error that lists what there is."""
@@ -135,7 +174,3 @@ def built_in() -> ProposerRegistry:
     registry.register("ngram", NgramProposer, plugin="polydraft")
     registry.register("none", NoProposer, plugin="polydraft")
     return registry
-
-
-PASS_UNIT: Unit = "seqs"
-"""Draft passes after the first run one row a sequence."""

@@ -65,15 +65,16 @@ def attend_rows(a: Any, q: Array, keys: Array, visible: Array) -> Array:
     """q [r, heads * dim], flat cache rows `keys` [r, C], `visible` [r, C] -> [r, heads * dim]."""
     rows, kv_heads, dim = len(q), a.num_kv_heads, a.head_dim
     chunks = -(-keys.shape[1] // KEY_CHUNK)
-    missing = chunks * KEY_CHUNK - keys.shape[1]
-    visible = np.pad(visible, ((0, 0), (0, missing)))
     # An invisible key is replaced by the row's first key: its weight is an exact zero, and no poison reaches the sums.
-    keys = np.where(visible, np.pad(keys, ((0, 0), (0, missing))), keys[:, :1])
-    gathered = a.cache.kv[:, :, keys].reshape(2, kv_heads, rows, chunks, KEY_CHUNK, dim)
+    seen = np.zeros((rows, chunks * KEY_CHUNK), bool)
+    seen[:, : keys.shape[1]] = visible
+    used = np.repeat(keys[:, :1], chunks * KEY_CHUNK, axis=1)
+    np.copyto(used[:, : keys.shape[1]], keys, where=visible)
+    gathered = a.cache.kv[:, :, used].reshape(2, kv_heads, rows, chunks, KEY_CHUNK, dim)
     q = np.ascontiguousarray(q.reshape(rows, kv_heads, -1, dim).transpose(1, 0, 2, 3))
     scores = np.stack([np.matmul(q, gathered[0, :, :, c].swapaxes(-1, -2)) for c in range(chunks)], axis=2)
     scores *= a.softmax_scale
-    np.copyto(scores, -np.inf, where=~visible.reshape(1, rows, chunks, 1, KEY_CHUNK))
+    np.copyto(scores, -np.inf, where=~seen.reshape(1, rows, chunks, 1, KEY_CHUNK))
     scores -= scores.max(axis=(2, 4), keepdims=True)
     np.exp(scores, out=scores)
     partial = scores.sum(axis=-1)

@@ -36,12 +36,16 @@ def plain(function: Callable[[Any, int], None]) -> Kernel:
 
 
 def arrays_of(args: Args | CompositeArgs) -> SimpleNamespace:
-    """Replace each buffer in `args` by its array; leave weights, caches, metadata, parameters and None as they are. A
-    composite becomes a namespace with `parts`."""
+    """Replace each buffer in `args`, and each of a tuple of columns, by its array; leave weights, caches, metadata,
+    parameters and None as they are. A composite becomes a namespace with `parts`."""
     if isinstance(args, CompositeArgs):
         return SimpleNamespace(parts=tuple(arrays_of(part) for part in args.parts))
     values = {f.name: getattr(args, f.name) for f in dataclasses.fields(args)}  # type: ignore[arg-type]
-    return SimpleNamespace(**{name: getattr(value, "host_array", value) for name, value in values.items()})
+    return SimpleNamespace(**{name: _array_of(value) for name, value in values.items()})
+
+
+def _array_of(value: Any) -> Any:
+    return tuple(map(_array_of, value)) if isinstance(value, tuple) else getattr(value, "host_array", value)
 
 
 @dataclass(frozen=True)

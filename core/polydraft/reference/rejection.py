@@ -21,7 +21,8 @@ def uniform_noise(a: Any, n: int) -> None:
     slots = np.maximum(a.row_slot[:n], 0)
     counter = (a.positions[:n] + a.ahead).astype(np.uint32), np.full(n, a.draw << 20, np.uint32)
     with np.errstate(over="ignore"):
-        words, _ = threefry((a.seed[slots, 0], a.seed[slots, 1]), counter)
+        seed = tuple(a.seed[slots].view(np.uint32).T)
+        words, _ = threefry(seed, counter)
     a.uniforms[:n] = (words >> np.uint32(8)).astype(np.float32) * np.float32(2.0**-24) * (a.row_slot[:n] >= 0)
 
 

@@ -55,7 +55,8 @@ def threefry(key: tuple[Array, Array], counter: tuple[Array, Array]) -> tuple[Ar
 
 
 def gumbel(seed: Array, positions: Array, draw: int, vocab: int) -> Array:
-    """Noise [rows, vocab] float32 for uint32 seeds [rows, 2] and absolute positions [rows]."""
+    """Noise [rows, vocab] float32 for seeds [rows, 2], the bits of uint32 words, and absolute positions [rows]."""
+    seed = seed.view(np.uint32)
     pairs = (vocab + 1) // 2
     key = (seed[:, :1], seed[:, 1:])
     counter = (

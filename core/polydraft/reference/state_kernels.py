@@ -10,22 +10,15 @@ from typing import Any
 
 import numpy as np
 
-from polydraft.contracts.layout import SLOT_UPDATE_STOP_TOKENS, SNAPSHOT_TOKENS, SlotUpdate, Snapshot
+from polydraft.contracts.base import Limits
+from polydraft.contracts.layout import SNAPSHOT_TOKENS, Snapshot
 from polydraft.device import Array
-from polydraft.reference.provider import Kernel, plain
-from polydraft.sentinels import NO_BLOCK, NO_ROW, NO_TOKEN, PAD_SLOT, Finish, Phase
+from polydraft.reference.provider import Kernel, Run, plain
+from polydraft.sentinels import NO_ROW, NO_TOKEN, PAD_SLOT, Finish, Phase
 
 # Plain integers: comparing an array with an IntEnum member costs a conversion a call.
 PREFILL, DECODE, PAUSED, FINISHED = (int(p) for p in (Phase.PREFILL, Phase.DECODE, Phase.PAUSED, Phase.FINISHED))
 NONE, STOP, LENGTH, ERROR = (int(f) for f in (Finish.NONE, Finish.STOP, Finish.LENGTH, Finish.ERROR))
-INTEGERS = (
-    "phase", "prompt_len", "num_generated", "kv_len", "prefill_len", "max_total", "epoch", "top_k", "min_tokens", "num_biases",
-    "bad_len",
-)  # fmt: skip
-FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
-COPIED = tuple((int(SlotUpdate[name.upper()]), name) for name in INTEGERS)
-RECAST = tuple((int(SlotUpdate[name.upper()]), name) for name in FLOATS)
-"""Columns that hold the bits of a float32."""
 
 
 def _indices(slots: Array) -> Array:
@@ -33,52 +26,20 @@ def _indices(slots: Array) -> Array:
     return slots.astype(np.intp)
 
 
-def _listed(rows: Array) -> Array:
-    """The update rows that name a slot."""
-    keep = rows[:, 0] >= 0
-    return rows if keep.all() else rows[keep]
+def scatter(a: Any, limits: Limits) -> Run:
+    """One copy a run, over columns as flat words."""
+    del limits
+    words = [column.reshape(-1).view(np.int32) for column in a.columns]
+    widths = [column[0].size for column in a.columns]
+    runs, payload = a.runs, a.payload
 
+    def run(n: int) -> None:
+        for column, slot, start, count, offset in runs[:n].tolist():
+            if slot >= 0:
+                place = slot * widths[column] + start
+                words[column][place : place + count] = payload[offset : offset + count]
 
-def update_slots(a: Any, n: int) -> None:
-    """Scatter whole rows, one field at a time."""
-    rows = _listed(a.updates[:n])
-    slots = _indices(rows[:, SlotUpdate.SLOT])
-    for column, name in COPIED:
-        getattr(a, name)[slots] = rows[:, column]
-    for column, name in RECAST:
-        getattr(a, name)[slots] = rows[:, column].view(np.float32)
-    a.seed[slots] = rows[:, SlotUpdate.SEED_LOW : SlotUpdate.SEED_HIGH + 1].view(np.uint32)
-    a.stop_tokens[slots] = rows[:, SLOT_UPDATE_STOP_TOKENS:]
-    a.finish[slots] = NONE
-    a.draft_len[slots] = 0
-    a.drafts[slots] = NO_TOKEN
-    a.block_table[slots] = NO_BLOCK
-
-
-def update_tokens(a: Any, n: int) -> None:
-    """Scatter tokens."""
-    slot, position, token = _listed(a.updates[:n]).T
-    a.tokens[slot, position] = token
-
-
-def update_blocks(a: Any, n: int) -> None:
-    """Scatter block-table entries."""
-    slot, index, block = _listed(a.updates[:n]).T
-    a.block_table[slot, index] = block
-
-
-def update_biases(a: Any, n: int) -> None:
-    """Scatter entries of the tables of logit biases."""
-    rows = _listed(a.updates[:n])
-    slot, entry, token, _ = rows.T
-    a.bias_ids[slot, entry] = token
-    a.biases[slot, entry] = rows[:, 3].view(np.float32)
-
-
-def update_bad_words(a: Any, n: int) -> None:
-    """Scatter places of the tables of bad words."""
-    slot, place, token = _listed(a.updates[:n]).T
-    a.bad_words[slot, place] = token
+    return run
 
 
 def reserve_blocks(a: Any, n: int) -> None:
@@ -295,7 +256,7 @@ def begin_draft(a: Any, n: int) -> None:
     a.drafts[slots] = NO_TOKEN
     a.draft_len[slots] = 0
     budget = a.max_total[slots] - (a.prompt_len[slots] + a.num_generated[slots] + 1)
-    np.minimum(budget, a.drafts.shape[1], out=budget)
+    np.minimum(budget, a.num_drafts, out=budget)
     active = (a.phase[slots] == DECODE) & (budget > 0)
     a.draft_slot[rows] = np.where(active, slots, PAD_SLOT)
     a.draft_position[rows] = (a.kv_len[slots] - 1) * active
@@ -359,11 +320,11 @@ def align_drafts(a: Any, n: int) -> None:
 
 
 KERNELS: dict[str, Kernel] = {
+    "scatter": scatter,
     "verify_match+commit_window": plain(verify_and_commit),
     **{function.__name__: plain(function) for function in (
-        update_slots, update_tokens, update_blocks, update_biases, update_bad_words, reserve_blocks, pack_rows,
-        pack_logit_rows, force_choices, verify_match, commit_window, snapshot_output, pack_draft_rows, begin_draft,
-        advance_draft, draft_ngram, align_drafts,
+        reserve_blocks, pack_rows, pack_logit_rows, force_choices, verify_match, commit_window, snapshot_output,
+        pack_draft_rows, begin_draft, advance_draft, draft_ngram, align_drafts,
     )},
 }  # fmt: skip
 """Contract or composite name to kernel."""

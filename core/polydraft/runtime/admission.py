@@ -15,8 +15,8 @@ from polydraft.contracts.base import Limits
 from polydraft.errors import RequestError
 from polydraft.models.description import ModelDescription
 from polydraft.models.tokenizer import Tokenizer
-from polydraft.runtime import processing
 from polydraft.runtime.constraints import Constraints
+from polydraft.runtime.processing import Processing
 from polydraft.runtime.request import Request
 from polydraft.sampling_params import MAX_STOP_TOKENS, SamplingParams
 
@@ -31,8 +31,8 @@ class Gate:
     verify: str
     seed: int
     """Base of the seeds of requests that bring none."""
-    lacking: Sequence[str]
-    """Contracts that the backend does not own: what needs them is refused."""
+    processing: Processing
+    """The stages of logits processing, and what of them the backend cannot run."""
     constraints: Constraints | None = None
     """Makes the automata of requests; None in an engine that was not built for constraints."""
 
@@ -60,7 +60,7 @@ class Gate:
             seed=self._seed(params, number),
             stop_token_ids=self._stop_token_ids(params),
             max_total=self._max_total(prompt_ids, params),
-            bad_words=processing.check(params, self.tokenizer, self.limits, self.lacking),
+            prepared=self.processing.prepare(params, self.tokenizer.encode, self.limits.vocab_size),
             automaton=self.constraints.automaton(params, prompt_ids) if self.constraints is not None else None,
             stream=stream,
             arrival_s=time.perf_counter(),

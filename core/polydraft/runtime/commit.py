@@ -30,6 +30,8 @@ def apply(
     assert outcome.step_id == plan.step_id, "an outcome is folded in with the plan of its own step"
     t, ids = slots, outcome.slots
     t.flights -= plan.flights
+    if totals is not None:
+        totals.drafts_per_step[plan.num_drafts if plan.drafting else 0] += 1
     live = (t.epoch[ids] == outcome.epochs) & ~t.leaving[ids]
     every = np.count_nonzero(live) == len(live)  # in a quarter of the time that `all` takes, or `any`
     if outcome.logprobs is not None:

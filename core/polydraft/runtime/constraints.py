@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
-from polydraft.contracts.mask_logits import MaskLogitsV1
-from polydraft.device import Array, Buffer
+from polydraft.device import Array
 from polydraft.errors import CapabilityError, RequestError
 from polydraft.models.tokenizer import Tokenizer
+from polydraft.runtime.declare import StepBuffer
 from polydraft.runtime.host_inputs import HostView, Needs
 from polydraft.runtime.program import ProgramBuilder
 from polydraft.sampling_params import SamplingParams
@@ -240,14 +240,9 @@ class ConstraintFeature:
     reads_drafts = True
 
     def __init__(self, context: ProposerContext) -> None:
-        limits, device = context.limits, context.device
-        words = -(-limits.vocab_size // 32)
-        self._step = context.step
-        self._masks = device.empty("constraints.masks", (limits.max_seqs, limits.window, words), "u32")
-        self._masked = device.empty("constraints.masked", (limits.max_seqs,), "i32")
-        device.load(self._masks, np.zeros(self._masks.shape, np.uint32))
-        device.load(self._masked, np.zeros(self._masked.shape, np.int32))
-        self.inputs: Mapping[str, Buffer] = {"masks": self._masks, "masked": self._masked}
+        words = -(-context.limits.vocab_size // 32)
+        self.buffers = (StepBuffer("masks", f"B W {words}", "u32", initial=0), StepBuffer("masked", "B", initial=0))
+        self.inputs = ("masks", "masked")
         self._uploaded = False
 
     def fill(self, view: HostView, arrays: Mapping[str, Array]) -> int:
@@ -289,9 +284,4 @@ class ConstraintFeature:
 
     def append(self, program: ProgramBuilder) -> None:
         """One launch behind the processing of the target's logits."""
-        t = self._step
-        mask = MaskLogitsV1(
-            slot_order=t.slot_order, logit_start=t.logit_start, logit_len=t.logit_len, masked=self._masked, masks=self._masks,
-            logits=t.logits,
-        )  # fmt: skip
-        program.add("mask_logits", mask, "seqs", "verify")
+        program.add("mask_logits", "seqs", "verify")

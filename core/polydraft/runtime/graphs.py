@@ -11,6 +11,11 @@ requests: it runs the very launches that are captured, over an empty launch orde
 A decode step is one graph, from packing to the last draft pass, with its snapshot's copy behind it, wherever the host reads a
 snapshot a step late anyway. It is captured in parts where something stands between them: host inputs, or, without overlap, a
 host that waits for the snapshot while the drafts are still being made.
+
+Where steps make different numbers of drafts, a bucket is captured once for each: windows of K + 1 rows, then K drafts. A step
+that verifies what a step of more or fewer drafts has left is replayed in the larger of the two: its launch order cuts the rows,
+and drafts that it makes beyond the plan's are not verified. Graphs for fewer drafts than the most have a budget, and where one
+is left out the next larger serves.
 """
 
 from __future__ import annotations
@@ -19,9 +24,9 @@ import bisect
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from polydraft.contracts.base import Limits
 from polydraft.device import Device, GraphCapture, Launch, Stream
@@ -29,13 +34,25 @@ from polydraft.runtime.plan import StepPlan
 from polydraft.runtime.program import Lengths, Program, StepContext, lengths
 
 Mode = Literal["off", "decode", "prefill"]
-Part = Literal["update", "target", "verify", "draft"]
-"""What a step's programs are called, in their order; staged writes ("update") are never captured. Only a step that meets host
-inputs in its middle has a part "verify": elsewhere it is one with "target"."""
+Part = Literal["target", "verify", "draft"]
+"""What a step's programs are called, in their order. Only a step that meets host inputs in its middle has a part "verify":
+elsewhere it is one with "target"."""
 Piece = Part | Literal["step"]
 """What is captured by itself: a part, or all parts of a step together."""
 WARM_UPS = 2
 """Eager runs of a bucket before it is captured: run-time compilers and library handles settle there."""
+MOST_CAPTURES = 512
+"""Graphs of an engine, beyond which none are captured for fewer drafts than the most; those for the most are always there."""
+
+LEAST_FREE = 1 << 28
+"""Bytes of device memory that such graphs leave free, on a device that tells."""
+
+
+class Shape(NamedTuple):
+    """What a graph was captured for: the bucket, and the drafts that the step makes, which fit the windows that it verifies."""
+
+    bucket: int
+    num_drafts: int
 
 
 def default_buckets(largest: int) -> tuple[int, ...]:
@@ -52,6 +69,7 @@ class GraphPolicy:
 
     mode: Mode
     buckets: tuple[int, ...]
+    most_captures: int = MOST_CAPTURES
 
     def bucket(self, plan: StepPlan) -> int | None:
         """The bucket that replays this plan, or None: not this kind of step, or larger than the largest bucket."""
@@ -64,10 +82,16 @@ class GraphPolicy:
         place = bisect.bisect_left(self.buckets, size)
         return self.buckets[place] if size and place < len(self.buckets) else None
 
-    def lengths(self, bucket: int, limits: Limits) -> Lengths:
-        """Launch lengths of a bucket."""
+    def wanted(self, plan: StepPlan) -> int:
+        """Drafts that a graph must have room for to replay this plan."""
+        if self.mode == "prefill":
+            return plan.num_drafts
+        return max(plan.window - 1, plan.num_drafts) if plan.drafting else 0
+
+    def lengths(self, bucket: int, limits: Limits, num_drafts: int | None = None) -> Lengths:
+        """Launch lengths of a bucket, where steps verify `num_drafts` drafts of each slot (None: the most)."""
         if self.mode == "decode":
-            rows = bucket * limits.window
+            rows = bucket * (limits.window if num_drafts is None else num_drafts + 1)
             return lengths(rows=rows, logit_rows=rows, seqs=bucket)
         return lengths(rows=bucket, logit_rows=min(bucket, limits.max_seqs), seqs=min(bucket, limits.max_seqs))
 
@@ -84,8 +108,19 @@ class GraphCounters:
 
 
 @dataclass
+class Held:
+    """The graphs for one number of drafts: buckets that were captured, and that the budget left out, ascending; how many graphs,
+    and the device memory that they took, in bytes (0 where the device does not tell)."""
+
+    buckets: tuple[int, ...] = ()
+    left_out: tuple[int, ...] = ()
+    graphs: int = 0
+    num_bytes: int = 0
+
+
+@dataclass
 class CapturedSteps:
-    """Captured programs by (kind, piece, bucket), each a list of calls: graph replays, and eager launches between them where
+    """Captured programs by (kind, piece, shape), each a list of calls: graph replays, and eager launches between them where
     a backend declares contracts that cannot be captured."""
 
     device: Device
@@ -97,49 +132,59 @@ class CapturedSteps:
     whole: bool = False
     """Whether the parts of a step are captured together, as piece "step"."""
     counters: GraphCounters = field(default_factory=GraphCounters)
-    _calls: dict[tuple[str, Piece, int], tuple[Callable[[Stream], None], ...]] = field(default_factory=dict)
+    held: dict[int, Held] = field(default_factory=dict)
+    """What there is for each number of drafts, the most first."""
+    _shapes: dict[int, tuple[Shape, ...]] = field(default_factory=dict)
+    """By bucket: what is captured, the fewest drafts first."""
+    _calls: dict[tuple[str, Piece, Shape], tuple[Callable[[Stream], None], ...]] = field(default_factory=dict)
 
-    def capture_all(self, programs: dict[str, dict[Part, Program]], progress: Callable[[int, int], None] | None = None) -> None:
-        """Capture every bucket of every kind, largest first, so that later ones fit into the pool of the first.
+    def capture_all(self, programs: dict[str, dict[int, dict[Part, Program]]]) -> None:
+        """Capture the parts of every kind of step, by the number of drafts that it makes, for every bucket: those of the most
+        drafts first, and of them those of the largest bucket, so that later ones fit into the pool of the first.
 
         The launch order on the device must be empty. Called before the first step and after a weight update that moved an
         address; earlier captures are dropped."""
         self._calls.clear()
         self.counters.captured = 0
-        todo = [
-            (bucket, kind, piece, captured)
-            for bucket in reversed(self.policy.buckets)
-            for kind, parts in programs.items()
-            for piece, captured in self._pieces(parts).items()
-        ]
-        self.context.use_graph, self.context.dummy, self.context.has_prefill = True, True, self.policy.mode == "prefill"
+        rungs = sorted({rung for kind in programs.values() for rung in kind}, reverse=True)
+        self.held = {rung: Held() for rung in rungs}
+        self._shapes = dict.fromkeys(self.policy.buckets, ())
+        self.context.has_prefill = self.policy.mode == "prefill"
         try:
-            for done, (bucket, kind, piece, captured) in enumerate(todo):
-                self._calls[kind, piece, bucket] = self._capture(captured, bucket)
-                if progress:
-                    progress(done + 1, len(todo))
+            for shape in (Shape(bucket, rung) for rung in rungs for bucket in reversed(self.policy.buckets)):
+                pieces = [(k, p, parts) for k, by in programs.items() for p, parts in self._pieces(by[shape.num_drafts]).items()]
+                self._capture_shape(shape, pieces, always=shape.num_drafts == rungs[0])
         finally:
-            self.context.use_graph, self.context.dummy, self.context.has_prefill = False, False, False
+            self.context.has_prefill = False
+
+    def _capture_shape(self, shape: Shape, pieces: Sequence[tuple[str, Piece, dict[Part, Program]]], *, always: bool) -> None:
+        """Capture all kinds of step of one shape, so that whether there is a graph does not depend on the kind; unless the budget
+        is used up."""
+        held, before, ask = self.held[shape.num_drafts], self.counters.captured, getattr(self.device, "free_memory", None)
+        free = ask() if ask else 0
+        if not always and (before + len(pieces) > self.policy.most_captures or (ask and free < LEAST_FREE)):
+            held.left_out = (shape.bucket, *held.left_out)
+            return
+        for kind, piece, parts in pieces:
+            self._calls[kind, piece, shape] = self._capture(parts, shape)
+        held.buckets = (shape.bucket, *held.buckets)
+        held.graphs += self.counters.captured - before
+        held.num_bytes += max(free - ask(), 0) if ask else 0
+        self._shapes[shape.bucket] = (shape, *self._shapes[shape.bucket])
 
     def _pieces(self, parts: dict[Part, Program]) -> dict[Piece, dict[Part, Program]]:
         """What is captured by itself of one kind of step, and the parts it is made of."""
-        captured: dict[Part, Program] = {part: program for part, program in parts.items() if part != "update"}
         if self.whole:
-            return {"step": captured}
-        return {part: {part: program} for part, program in captured.items()}
+            return {"step": parts}
+        return {part: {part: program} for part, program in parts.items()}
 
-    def lengths(self, part: Part, bucket: int) -> Lengths:
-        """Launch lengths of a part in a bucket: those of the bucket, for every part of a step alike."""
-        del part
-        return self.policy.lengths(bucket, self.limits)
-
-    def _capture(self, parts: dict[Part, Program], bucket: int) -> tuple[Callable[[Stream], None], ...]:
-        stream = self.device.stream
-        self.context.real_slots = bucket
+    def _capture(self, parts: dict[Part, Program], shape: Shape) -> tuple[Callable[[Stream], None], ...]:
+        stream, lengths = self.device.stream, self.policy.lengths(shape.bucket, self.limits, shape.num_drafts)
+        self.context.real_slots = shape.bucket
         calls = [
-            (entry.contract not in self.uncapturable, _at(launch, self.lengths(part, bucket)[unit]))
-            for part, program in parts.items()
-            for entry, (launch, unit) in zip(program.entries, program.calls, strict=True)
+            (self.uncapturable.isdisjoint(contract.split("+")), _at(launch, lengths[unit]))
+            for program in parts.values()
+            for contract, launch, unit in program.recorded()
         ]
         for _ in range(WARM_UPS):
             _run((call for _, call in calls), stream)
@@ -153,21 +198,25 @@ class CapturedSteps:
                 replayed += run
         return tuple(replayed)
 
-    def choose(self, plan: StepPlan) -> int | None:
-        """The bucket to replay this step with, or None for an eager step; counted. The one decision of a step."""
+    def choose(self, plan: StepPlan) -> Shape | None:
+        """The shape to replay this step in, or None for an eager step; counted. The one decision of a step."""
         bucket = self.policy.bucket(plan)
         if bucket is not None:
             self.counters.replayed_steps += 1
-            return bucket
+            shapes = self._shapes[bucket]
+            if len(shapes) == 1:
+                return shapes[0]
+            wanted = self.policy.wanted(plan)
+            return next(shape for shape in shapes if shape.num_drafts >= wanted)
         self.counters.eager_steps += 1
         if self.policy.mode == "decode" and not plan.has_prefill:
             self.counters.too_large += 1
         return None
 
-    def replay(self, kind: str, piece: Piece, bucket: int) -> None:
+    def replay(self, kind: str, piece: Piece, shape: Shape) -> None:
         """Enqueue a captured piece of the step."""
         stream = self.device.stream
-        for call in self._calls[kind, piece, bucket]:
+        for call in self._calls[kind, piece, shape]:
             call(stream)
 
 

@@ -24,13 +24,13 @@ from typing import TYPE_CHECKING, Literal, Protocol, get_args
 
 import numpy as np
 
-from polydraft.device import Array, Buffer, Device, Staging, Stream, further_stream
+from polydraft.device import Array, Staging, Stream, further_stream
 
 if TYPE_CHECKING:
     from polydraft.proposers.base import ProposerContext
-    from polydraft.runtime.buffers import SlotState
+    from polydraft.runtime.declare import StepBuffer
     from polydraft.runtime.plan import StepPlan
-    from polydraft.runtime.program import ProgramBuilder
+    from polydraft.runtime.program import Memory, ProgramBuilder
     from polydraft.runtime.slots import SlotTable
 
 Needs = Literal["none", "upper_bound_lengths", "previous_tokens", "exact_lengths"]
@@ -47,8 +47,9 @@ class HostView:
 
     `slots`: with `previous_tokens` and `exact_lengths` every step before has been applied, so `slots.tokens[slot]` and
     `slots.num_known[slot]` are the texts that the step starts from (of a slot that is `leaving` nothing counts any more).
-    `drafts` [B, K], `draft_len` [B] int32 by slot: what the step verifies, for features that read drafts; to be believed
-    where `plan.decode` holds. With the lesser needs all of these may be as many steps old as the engine overlaps."""
+    `drafts` [B, K], `draft_len` [B] int32 by slot: drafts that wait, for features that read drafts; to be believed where
+    `plan.decode` holds. Of sequence i the step verifies the first `plan.rows[i] - 1` at most. With the lesser needs all of
+    these may be as many steps old as the engine overlaps."""
 
     plan: StepPlan
     slots: SlotTable
@@ -58,10 +59,10 @@ class HostView:
     @property
     def most_known(self) -> Array:
         """[n] int64, by sequence: tokens that are known at most when the step starts, whatever is in flight."""
-        t, ids, window = self.slots, self.plan.slots, self.drafts.shape[1] + 1
-        before = t.in_flight_decode[ids] - self.plan.decode  # the step itself counts as in flight already
-        first = t.in_flight_tokens[ids] - t.in_flight_decode[ids] - (self.plan.emits & ~self.plan.decode)
-        most: Array = np.minimum(t.num_known[ids] + before * window + first, t.max_total[ids])
+        t, plan, ids = self.slots, self.plan, self.plan.slots
+        before = t.in_flight_rows[ids] - plan.decode * plan.window  # the step itself counts as in flight already
+        first = t.in_flight_tokens[ids] - t.in_flight_decode[ids] - (plan.emits & ~plan.decode)
+        most: Array = np.minimum(t.num_known[ids] + before + first, t.max_total[ids])
         return most
 
 
@@ -80,14 +81,17 @@ class HostFeature(Protocol):
         behind the draft passes. Only with `previous_tokens` and `exact_lengths`."""
 
     @property
-    def inputs(self) -> Mapping[str, Buffer]:
-        """Device buffers to be filled, by a name of the feature's own; it allocated them, with defined contents, when it was
-        built."""
+    def buffers(self) -> Sequence[StepBuffer]:
+        """What the feature works in, with defined contents."""
+
+    @property
+    def inputs(self) -> Sequence[str]:
+        """Names of the buffers to be filled: its own, or slot columns."""
 
     def fill(self, view: HostView, arrays: Mapping[str, Array]) -> int:
-        """Write the first n rows of each array, which are pinned and hold anything before, and return n; 0: nothing goes up in
-        this step, and the device keeps what it has. Row i belongs to sequence i of `view.plan.slots` unless the feature's
-        kernels read it otherwise. Must not raise because of one request."""
+        """Write the first n rows of each array (by the name of its buffer), which are pinned and hold anything before, and
+        return n; 0: nothing goes up in this step, and the device keeps what it has. Row i belongs to sequence i of
+        `view.plan.slots` unless the feature's kernels read it otherwise. Must not raise because of one request."""
 
     def append(self, program: ProgramBuilder) -> None:
         """Append launches on the target's logits, behind their processing and before tokens are chosen; called once for each
@@ -106,16 +110,17 @@ class FeatureFactory(Protocol):
     @property
     def needs(self) -> Needs: ...
     def __call__(self, context: ProposerContext) -> HostFeature:
-        """Allocate what the feature needs; nothing may be allocated later."""
+        """Build the feature, which allocates nothing."""
 
 
 class _Staged:
     """A feature with its pinned arrays, one set for every step that can be in flight and the one being filled."""
 
-    def __init__(self, device: Device, feature: HostFeature, sets: int) -> None:
+    def __init__(self, memory: Memory, feature: HostFeature, sets: int) -> None:
         self.feature, self.rows = feature, 0
+        self.buffers = {name: memory.buffers[name] for name in feature.inputs}
         self.sets: list[dict[str, Staging]] = [
-            {name: device.staging(f"inputs{i}.{b.name}", b.shape, b.dtype) for name, b in feature.inputs.items()}
+            {name: memory.device.staging(f"inputs{i}.{name}", b.shape, b.dtype) for name, b in self.buffers.items()}
             for i in range(sets)
         ]
 
@@ -123,17 +128,21 @@ class _Staged:
 class HostInputs:
     """All features of an engine. `splits`: steps are launched in two halves. `reads_drafts`: drafts are copied to the host."""
 
-    def __init__(self, device: Device, features: Sequence[HostFeature], state: SlotState, depth: int) -> None:
+    def __init__(self, memory: Memory, features: Sequence[HostFeature], depth: int) -> None:
+        device, drafts = memory.device, (memory.buffers["drafts"], memory.buffers["draft_len"])
         self._device, self._depth = device, depth
-        staged = [_Staged(device, feature, depth + 1) for feature in features]
+        staged = [_Staged(memory, feature, depth + 1) for feature in features]
         self._middle = [one for one in staged if one.feature.needs == MIDDLE]
         self._first = [one for one in staged if one.feature.needs != MIDDLE]
         self.features = tuple(features)
         self.splits = bool(self._middle)
         self.reads_drafts = any(feature.reads_drafts for feature in features)
-        self.drafts, self.draft_len = (np.zeros(buffer.shape, np.int32) for buffer in (state.drafts, state.draft_len))
-        self._state = state
-        self._landing = [_landing(device, state, i) for i in range(depth + 1)] if self.reads_drafts else []
+        self.drafts, self.draft_len = (np.zeros(buffer.shape, np.int32) for buffer in drafts)
+        self._sources = drafts
+        self._landing = [
+            tuple(device.staging(f"{buffer.name}{i}", buffer.shape, "i32") for buffer in drafts)
+            for i in range(depth + 1 if self.reads_drafts else 0)
+        ]
         self._in_use = False
         """Whether a step that was enqueued may still read the buffers."""
         if self.splits:
@@ -163,7 +172,7 @@ class HostInputs:
     def _upload(self, some: Iterable[_Staged], stream: Stream, step_id: int) -> None:
         for one in some:
             for name, staging in one.sets[step_id % (self._depth + 1)].items() if one.rows else ():
-                self._device.upload(stream, one.feature.inputs[name], staging, one.rows)
+                self._device.upload(stream, one.buffers[name], staging, one.rows)
 
     def consumed(self, stream: Stream) -> None:
         """A whole step is enqueued: behind this point of its stream the buffers may be overwritten."""
@@ -180,16 +189,10 @@ class HostInputs:
     # -- up ----------------------------------------------------------------------------------------
     def download_drafts(self, stream: Stream, step_id: int) -> None:
         """Enqueue the copy of the drafts that a step has made."""
-        drafts, lens = self._landing[step_id % (self._depth + 1)]
-        self._device.download(stream, drafts, self._state.drafts, len(self.drafts))
-        self._device.download(stream, lens, self._state.draft_len, len(self.draft_len))
+        for staging, source in zip(self._landing[step_id % (self._depth + 1)], self._sources, strict=True):
+            self._device.download(stream, staging, source, source.shape[0])
 
     def collect_drafts(self, step_id: int) -> None:
         """Take over the drafts of a step whose event has completed."""
         drafts, lens = self._landing[step_id % (self._depth + 1)]
         self.drafts, self.draft_len = drafts.array.copy(), lens.array.copy()
-
-
-def _landing(device: Device, state: SlotState, index: int) -> tuple[Staging, Staging]:
-    drafts, lens = state.drafts, state.draft_len
-    return device.staging(f"drafts{index}", drafts.shape, "i32"), device.staging(f"draft_len{index}", lens.shape, "i32")

@@ -10,7 +10,9 @@ block's key is a digest of all tokens up to its end and the one behind it: with 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from hashlib import blake2b
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,6 +21,19 @@ from polydraft.errors import OutOfBlocks
 from polydraft.sentinels import NO_BLOCK
 
 KEY_BYTES = 16
+
+
+class Grant(NamedTuple):
+    """Blocks that slots were given: `counts[i]` to `slots[i]`, as entries of its table from `starts[i]` on; `blocks` int32 has
+    those of one slot after the other."""
+
+    slots: Array
+    starts: Array
+    counts: Array
+    blocks: Array
+
+
+NO_GRANT = Grant(*(np.empty(0, np.int32) for _ in Grant._fields))
 
 
 class BlockLedger:
@@ -36,6 +51,8 @@ class BlockLedger:
         self.num_granted = np.zeros(max_seqs, np.int64)
         self.num_hits = 0
         """Tokens whose rows were found in the cache instead of computed."""
+        self.on_release: list[Callable[[int], None]] = []
+        """Told of each slot before it is released; empty unless an instrument listens."""
         self._holders = np.zeros(num_blocks, np.int32)
         self._free = np.arange(num_blocks - 1, -1, -1, dtype=np.int32)
         self._num_free = num_blocks
@@ -70,30 +87,30 @@ class BlockLedger:
         missing: Array = np.maximum(self.blocks_for(tokens) - self.num_granted[slots], 0)
         return missing
 
-    def grant(self, slots: Array, counts: Array) -> Array:
-        """Give `counts[i]` blocks to `slots[i]`; returns block updates [sum, 3] (slot, index, block).
+    def grant(self, slots: Array, counts: Array) -> Grant:
+        """Give `counts[i]` blocks to `slots[i]`.
 
         Raises `OutOfBlocks` and grants nothing when there are not enough."""
         total = int(counts.sum())
         if total > self.num_free:
             raise OutOfBlocks(f"{total} KV blocks were asked for, {self.num_free} are free; pause or preempt a request")
         if total == 0:
-            return np.empty((0, 3), np.int32)
+            return NO_GRANT
         while self._num_free < total:
             self._push(self._forget(next(iter(self._idle))))
         held, slot = self.num_granted[slots], slots.repeat(counts)
         index = (held - (counts.cumsum() - counts)).repeat(counts) + np.arange(total)
-        blocks = self._free[self._num_free - total : self._num_free][::-1]
+        blocks = self._free[self._num_free - total : self._num_free][::-1].copy()
         self._num_free -= total
         self.table[slot, index] = blocks
         self._holders[blocks] = 1
         self.num_granted[slots] = held + counts
-        updates: Array = np.empty((total, 3), np.int32)  # in half the time of stacking them: with drafts most steps grant some
-        updates[:, 0], updates[:, 1], updates[:, 2] = slot, index, blocks
-        return updates
+        return Grant(slots, held, counts, blocks)
 
     def release(self, slot: int) -> None:
         """Take back everything a slot holds. The caller has applied the last snapshot in flight for it."""
+        for told in self.on_release:
+            told(slot)
         count = int(self.num_granted[slot])
         # The end of a text goes first, so that of idle blocks the shared beginnings live longest.
         for block in self.table[slot, :count][::-1].tolist():
@@ -129,8 +146,8 @@ class BlockLedger:
         """Blocks that could be granted once `blocks` have been adopted."""
         return self.num_free - sum(not self._holders[block] for block in blocks)
 
-    def adopt(self, slot: int, blocks: list[int], tokens: Array) -> Array:
-        """Let an empty slot share `blocks` as its first ones; returns block updates as `grant` does."""
+    def adopt(self, slot: int, blocks: list[int], tokens: Array) -> None:
+        """Let an empty slot share `blocks` as its first ones."""
         assert self.num_granted[slot] == 0, "only an empty slot can adopt blocks"
         for index, block in enumerate(blocks):
             self._idle.pop(block, None)
@@ -139,8 +156,11 @@ class BlockLedger:
             self._chain[slot] = self._key(self._chain[slot], tokens, index)
         self.num_granted[slot] = self._num_keyed[slot] = len(blocks)
         self.num_hits += len(blocks) * self.block_size
-        rows = [(slot, index, block) for index, block in enumerate(blocks)]
-        return np.array(rows, np.int32).reshape(-1, 3)
+
+    def granted(self, slot: int) -> Array:
+        """[n] int32: the blocks of a slot, in order of position."""
+        blocks: Array = self.table[slot, : self.num_granted[slot]].copy()
+        return blocks
 
     def remember(self, slots: Array, tokens: Array, num_committed: Array) -> None:
         """Key the blocks of `slots` whose rows are all committed. `tokens` [max_seqs, L] holds each slot's text, which is at

@@ -8,30 +8,29 @@ never knows a request.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from polydraft.contracts.base import Limits, Unit
-from polydraft.contracts.draft_logprobs import DraftLogprobsV1
-from polydraft.contracts.keep_logits import KeepLogitsV1
 from polydraft.contracts.layout import Flag, record_words
-from polydraft.contracts.pack_logprobs import PackLogprobsV1
-from polydraft.contracts.pack_prompt_rows import PackPromptRowsV1
-from polydraft.contracts.process_logits import ProcessLogitsV1
-from polydraft.contracts.top_logprobs import TopLogprobsV1
-from polydraft.device import Array, Buffer, Device, Staging, Stream
+from polydraft.device import Array, Buffer, Staging, Stream
 from polydraft.errors import CapabilityError
-from polydraft.runtime.buffers import SlotState, StepBuffers
+from polydraft.runtime.declare import Admission, Column, StepBuffer
 from polydraft.runtime.packed import Expected, PackedLogprobs, Wanted
 from polydraft.runtime.plan import StepPlan
-from polydraft.runtime.program import ProgramBuilder
+from polydraft.runtime.program import Memory, ProgramBuilder
 
 CONTRACTS = ("keep_logits", "top_logprobs", "pack_logprobs", "draft_logprobs", "pack_prompt_rows")
 """What a backend needs for an engine that reports log probabilities, and for nothing else."""
 ROOM = "logprobs"
+PROMPT_ROWS: Unit = "prompt_rows"
+
+
+def _results(of: str) -> dict[str, str]:
+    """What `top_logprobs` writes and `pack_logprobs` packs."""
+    return {name: f"logprobs.{of}.{name}" for name in ("ids", "logprobs", "ranks")}
 
 
 def refuse_lacking(providers: Mapping[str, Any]) -> None:
@@ -41,26 +40,6 @@ def refuse_lacking(providers: Mapping[str, Any]) -> None:
         raise CapabilityError(
             f"log probabilities were asked for, but this backend has no {', '.join(lacking)}; leave --logprobs out, or use "
             "another backend"
-        )
-
-
-@dataclass(frozen=True)
-class _Results:
-    """What `top_logprobs` writes and `pack_logprobs` packs, for `count` sequences of `width` places."""
-
-    ids: Buffer
-    logprobs: Buffer
-    ranks: Buffer
-    record: Buffer
-
-    @classmethod
-    def allocate(cls, device: Device, name: str, count: int, width: int, columns: int) -> _Results:
-        shape = count, width, columns
-        return cls(
-            device.empty(f"{name}.ids", shape, "i32"),
-            device.empty(f"{name}.logprobs", shape, "f32"),
-            device.empty(f"{name}.ranks", shape[:2], "i32"),
-            device.empty(f"{name}.record", (record_words(count, width, columns),), "i32"),
         )
 
 
@@ -75,7 +54,7 @@ class _Landing(PackedLogprobs):
         self._pair = pair
         self.copies: tuple[tuple[Staging, Buffer, int], ...] = ()
 
-    def expect(self, expected: Expected, sources: tuple[Buffer, Buffer]) -> None:
+    def expect(self, expected: Expected, sources: Sequence[Buffer]) -> None:
         """The next records are these."""
         self.expected = expected
         views = [
@@ -93,69 +72,76 @@ SPARE = 8
 copied."""
 
 
-class Logprobs:
-    """Everything between the wishes of a plan and its records. `raw`: of the logits before penalties, biases, forbidden tokens
-    and temperature; else behind them, before top-k, top-p and min-p. Prompt tokens are always reported raw.
-    `draws`: drafts of slots that sample are drawn from distributions that are kept."""
+def _top(admission: Admission) -> int:
+    """Most likely tokens that a request wants beside each, -1: no log probabilities."""
+    count = admission.params.logprobs
+    return -1 if count is None else count
 
-    def __init__(
-        self,
-        device: Device,
-        limits: Limits,
-        state: SlotState,
-        step: StepBuffers,
-        *,
-        raw: bool,
-        verify: str,
-        draws: bool,
-        depth: int,
-    ) -> None:
-        self._device, self._limits, self._state, self._step, self._raw = device, limits, state, step, raw
-        self._depth = depth
-        b, nl, columns = limits.max_seqs, limits.max_logit_rows, limits.max_logprobs + 1
-        self._window = _Results.allocate(device, "logprobs.window", b, limits.window, columns)
-        self._prompt = _Results.allocate(device, "logprobs.prompt", nl, 1, columns)
-        self._num_top, self._prompt_top = (self._by_slot(name) for name in ("num_top", "prompt_top"))
-        self._drawn_top = self._by_slot("drawn_top") if draws else self._num_top
-        self._draft_logprobs = device.empty("logprobs.drafts", (b, limits.num_drafts), "f32")
-        device.load(self._draft_logprobs, np.zeros((b, limits.num_drafts), np.float32))  # what no model drew is certain
-        keeps = raw or verify == "rejection"
-        self._kept = device.empty("logprobs.kept", (nl, limits.vocab_size), "f32") if keeps else None
-        self._row, self._slot, self._position = (
-            device.empty(f"logprobs.prompt.{name}", (nl,), "i32") for name in ("row", "slot", "position")
+
+def _drawn_top(admission: Admission) -> int:
+    return _top(admission) if admission.params.temperature > 0 else -1
+
+
+def _prompt_top(admission: Admission) -> int:
+    count = admission.params.prompt_logprobs
+    return -1 if count is None else count
+
+
+class Logprobs:
+    """Log probabilities of an engine that reports them: what they keep on the device, their launches, and their records.
+
+    `raw`: of the logits before penalties, biases, forbidden tokens and temperature; else behind them, before top-k, top-p and
+    min-p. Prompt tokens are always reported raw. `draws`: drafts of slots that sample are drawn from distributions that are
+    kept."""
+
+    def __init__(self, limits: Limits, *, raw: bool, verify: str, draws: bool) -> None:
+        self._limits, self._raw = limits, raw
+        self._keeps = raw or verify == "rejection"
+        self._drawn = "drawn_top" if draws else "num_top"
+        self.columns = (
+            Column("num_top", "Most likely tokens wanted beside each; -1: no log probabilities.", empty=-1, value=_top),
+            Column("prompt_top", "The same of tokens of the prompt.", empty=-1, value=_prompt_top),
+            *((Column("drawn_top", "`num_top` of slots that sample.", empty=-1, value=_drawn_top),) if draws else ()),
         )
-        self._token = device.empty("logprobs.prompt.token", (nl, 1), "i32")
-        self._row_of_seq = device.empty("logprobs.prompt.start", (nl,), "i32")  # prompt row i is logit row i
-        device.load(self._row_of_seq, np.arange(nl, dtype=np.int32))
-        wishes = self._num_top, self._prompt_top, self._drawn_top
-        self._ring = [{b.name: self._like(b, i) for b in wishes} for i in range(depth + 1)]
-        """Wishes on their way down, by place."""
-        self._sent: dict[str, Array] = {}
-        self._sources = self._window.record, self._prompt.record
+        words = {
+            "window": record_words(limits.max_seqs, limits.window, limits.max_logprobs + 1),
+            "prompt": record_words(limits.max_logit_rows, 1, limits.max_logprobs + 1),
+        }
+        of_places = {"window": "B W", "prompt": "NL 1"}
+        self.buffers = [
+            *(StepBuffer(f"logprobs.{of}.ids", f"{places} E") for of, places in of_places.items()),
+            *(StepBuffer(f"logprobs.{of}.logprobs", f"{places} E", "f32") for of, places in of_places.items()),
+            *(StepBuffer(f"logprobs.{of}.ranks", places) for of, places in of_places.items()),
+            *(StepBuffer(f"logprobs.{of}.record", str(count)) for of, count in words.items()),
+            StepBuffer("draft_logprobs", "B K", "f32", initial=0),  # what no model drew is certain
+            *(StepBuffer(name, "NL") for name in ("prompt_row", "prompt_slot", "prompt_position")),
+            StepBuffer("prompt_token", "NL 1"),
+            StepBuffer("prompt_start", "NL", initial=np.arange(limits.max_logit_rows)),  # prompt row i is logit row i
+            *((StepBuffer("kept", "NL V", "f32"),) if self._keeps else ()),
+        ]
+
+    def attach(self, memory: Memory, depth: int) -> None:
+        """Allocate pinned memory for the records, once the buffers are there; `depth`: steps in flight."""
+        self._device, self._depth = memory.device, depth
+        self._sources = [memory.buffers[f"logprobs.{of}.record"] for of in ("window", "prompt")]
         self._free: deque[_Landing] = deque()
         for i in range(depth + 1 + SPARE):
             pair = self._like(self._sources[0], i), self._like(self._sources[1], i)
-            self._free.append(_Landing(pair, b, self._free))
+            self._free.append(_Landing(pair, self._limits.max_seqs, self._free))
         self._in_flight: deque[_Landing | None] = deque()
         """Of every step in flight, oldest first."""
         self._slots: Array | None = None
         self._expected: Expected | None = None
         """What steps with these slots bring."""
 
-    def _by_slot(self, name: str) -> Buffer:
-        buffer = self._device.empty(f"logprobs.{name}", (self._limits.max_seqs,), "i32")
-        self._device.load(buffer, np.full(buffer.shape, -1, np.int32))
-        return buffer
-
     def _like(self, buffer: Buffer, index: int) -> Staging:
         return self._device.staging(f"landing{index}.{buffer.name}", buffer.shape, "i32")
 
     # -- launches ----------------------------------------------------------------------------------
-    def keep(self, program: ProgramBuilder, logits: Buffer, row_slot: Buffer, *, raw: bool) -> None:
+    def keep(self, program: ProgramBuilder, *, raw: bool) -> None:
         """Append the copy of the target's logits, at the place that is `raw` or behind processing, where one is needed."""
-        if self._kept is not None and raw == self._raw and self._changes(program):
-            keep = KeepLogitsV1(logits=logits, row_slot=row_slot, num_top=self._num_top, kept=self._kept)
-            program.add("keep_logits", keep, "logit_rows", ROOM)
+        if raw == self._raw and self._changes(program):
+            program.add("keep_logits", "logit_rows", ROOM, row_slot="logit_slot")
 
     def _changes(self, program: ProgramBuilder) -> bool:
         """Whether the logits that are to be reported are overwritten before the step knows its tokens."""
@@ -163,78 +149,41 @@ class Logprobs:
 
     def append(self, program: ProgramBuilder) -> None:
         """Append, behind the commit, the launches that report the tokens of the step."""
-        t, s, out = self._step, self._state, self._window
-        top = TopLogprobsV1(
-            logits=self._kept if self._changes(program) and self._kept is not None else t.logits,
-            slot_order=t.slot_order, logit_start=t.logit_start, out_tokens=t.out_tokens, num_top=self._num_top,
-            temperature=None if self._raw else s.temperature, ids=out.ids, logprobs=out.logprobs, ranks=out.ranks,
+        out = _results("window")
+        program.add(
+            "top_logprobs", "seqs", ROOM, logits="kept" if self._changes(program) else "logits",
+            temperature=None if self._raw else "temperature", **out,
         )  # fmt: skip
-        program.add("top_logprobs", top, "seqs", ROOM)
-        pack = PackLogprobsV1(
-            slot_order=t.slot_order, num_top=self._num_top, ids=out.ids, logprobs=out.logprobs, ranks=out.ranks,
-            extra=t.drafted, drafts=s.drafts, draft_logprobs=self._draft_logprobs, record=out.record, flag=int(Flag.TARGET),
+        program.add(
+            "pack_logprobs", "seqs", ROOM, extra="drafted", drafts="drafts", draft_logprobs="draft_logprobs",
+            record="logprobs.window.record", flag=int(Flag.TARGET), **out,
         )  # fmt: skip
-        program.add("pack_logprobs", pack, "seqs", ROOM)
 
-    def append_prompt(
-        self, program: ProgramBuilder, head: Callable[[ProgramBuilder, Buffer, Unit], None], num_valid: int
-    ) -> None:
+    def append_prompt(self, program: ProgramBuilder, head: Callable[[ProgramBuilder, str, Unit], None], num_valid: int) -> None:
         """Append, behind everything that needs the step's logits, the launches that report prompt tokens. `head(program, rows,
-        unit)` runs the target's head over packed rows into `step.logits`."""
-        t, s, out, slots = self._step, self._state, self._prompt, self._slot
-        pack_rows = PackPromptRowsV1(
-            slot_order=t.slot_order, seq_start=t.seq_start, seq_len=t.seq_len, positions=t.positions, prompt_len=s.prompt_len,
-            num_top=self._prompt_top, tokens=s.tokens, prompt_row=self._row, prompt_slot=slots,
-            prompt_position=self._position, prompt_token=self._token,
+        unit)` runs the target's head over packed rows into `logits`."""
+        out, unit = _results("prompt"), PROMPT_ROWS
+        program.add("pack_prompt_rows", unit, ROOM, num_top="prompt_top")
+        head(program, "prompt_row", unit)
+        program.add("process_logits", unit, ROOM, row_slot="prompt_slot", num_valid=num_valid)
+        program.add(
+            "top_logprobs", unit, ROOM, slot_order="prompt_slot", logit_start="prompt_start", out_tokens="prompt_token",
+            num_top="prompt_top", temperature=None, **out,
         )  # fmt: skip
-        program.add("pack_prompt_rows", pack_rows, "prompt_rows", ROOM)
-        head(program, self._row, "prompt_rows")
-        mask = ProcessLogitsV1(logits=t.logits, row_slot=slots, num_valid=num_valid)
-        program.add("process_logits", mask, "prompt_rows", ROOM)
-        top = TopLogprobsV1(
-            logits=t.logits, slot_order=slots, logit_start=self._row_of_seq, out_tokens=self._token, num_top=self._prompt_top,
-            temperature=None, ids=out.ids, logprobs=out.logprobs, ranks=out.ranks,
+        program.add(
+            "pack_logprobs", unit, ROOM, slot_order="prompt_slot", num_top="prompt_top", extra="prompt_position", drafts=None,
+            draft_logprobs=None, record="logprobs.prompt.record", flag=int(Flag.PROMPT), **out,
         )  # fmt: skip
-        program.add("top_logprobs", top, "prompt_rows", ROOM)
-        pack = PackLogprobsV1(
-            slot_order=slots, num_top=self._prompt_top, ids=out.ids, logprobs=out.logprobs, ranks=out.ranks,
-            extra=self._position, drafts=None, draft_logprobs=None, record=out.record, flag=int(Flag.PROMPT),
-        )  # fmt: skip
-        program.add("pack_logprobs", pack, "prompt_rows", ROOM)
 
-    def append_drafts(
-        self, program: ProgramBuilder, logits: Buffer, row_slot: Buffer, tokens: Buffer, *, drawn: bool, unit: Unit, room: str
-    ) -> None:
-        """Append, behind the choice of drafts, the filing of their log probabilities; `drawn`: of slots that sample, and `logits`
-        holds the probabilities that their drafts were drawn with."""
-        file = DraftLogprobsV1(
-            logits=logits, row_slot=row_slot, tokens=tokens, draft_len=self._state.draft_len,
-            num_top=self._drawn_top if drawn else self._num_top,
-            draft_logprobs=self._draft_logprobs, given="probs" if drawn else "logits",
-        )  # fmt: skip
-        program.add("draft_logprobs", file, unit, room)
+    def append_drafts(self, add: Callable[..., None], tokens: str, *, drawn: bool) -> None:
+        """Append, behind the choice of drafts over some rows of logits, the filing of their log probabilities; `drawn`: of slots
+        that sample, and the logits are the distributions that they were drawn with. `add(contract, **fields)` launches over those
+        rows."""
+        add("draft_logprobs", tokens=tokens, num_top=self._drawn if drawn else "num_top", given="probs" if drawn else "logits")
 
-    # -- down and up -------------------------------------------------------------------------------
-    def upload(self, stream: Stream, plan: StepPlan) -> None:
-        """Enqueue the wishes of a plan, unless the device has them."""
-        landing = self._ring[plan.step_id % len(self._ring)]
-        self._upload(stream, landing, plan.num_top, self._num_top)
-        self._upload(stream, landing, plan.prompt_top, self._prompt_top)
-        if self._drawn_top is not self._num_top:
-            self._upload(stream, landing, plan.drawn_top, self._drawn_top)
-
-    def _upload(self, stream: Stream, landing: Mapping[str, Staging], wishes: Array | None, buffer: Buffer) -> None:
-        sent = self._sent.get(buffer.name)
-        if wishes is None or wishes is sent:
-            return
-        self._sent[buffer.name] = wishes
-        if sent is None or not np.array_equal(wishes, sent):
-            landing[buffer.name].array[:] = wishes
-            self._device.upload(stream, buffer, landing[buffer.name], len(wishes))
-
+    # -- up ----------------------------------------------------------------------------------------
     def void(self) -> None:
-        """The device has failed: the wishes that it was sent may be lost, and no record is on its way."""
-        self._sent.clear()
+        """The device has failed: no record is on its way."""
         self._free.extend(landing for landing in self._in_flight if landing is not None)
         self._in_flight.clear()
 

@@ -22,7 +22,8 @@ def check_fits(device: Device, resolved: Resolved) -> None:
     if ask is None:
         return
     limits, wanted = resolved.limits, int(resolved.describe()["kv_cache_bytes"])
-    free, block = ask(), wanted // limits.num_blocks
+    free = ask() - int(resolved.describe().get("slot_state_bytes", 0))
+    block = max(wanted // limits.num_blocks, 1)
     if wanted + min(RESERVE, free) <= free:
         return
     fit = max(free - RESERVE, 0) // block

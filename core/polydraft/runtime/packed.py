@@ -1,16 +1,17 @@
-"""Owns the reading of packed records: snapshots, the word that says what a record is, and log probabilities out of int32 words.
+"""Reads what a step sends to the host: the snapshot's rows, and the packed record of log probabilities beside them.
 
-The runner keeps with it what a step brought back, and the wire between processes begins its records with the same word. It
-never guesses: a record that does not fit its own header, or what was asked for, is refused whole. The step's path never
-looks at log probabilities: header and body are checked and split when somebody wants the numbers.
+The runner reads snapshots with it in every step. A record of log probabilities stays unread where it landed until somebody wants
+results; then it is checked and becomes one structured NumPy array, whose rows everybody after keeps as they came. A record that
+does not fit its own header, or what was asked for, is refused whole. Messages between processes begin with the same word.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
@@ -94,35 +95,44 @@ class Snapshots:
         )
 
 
-@dataclass(frozen=True)
-class LogprobBlock:
-    """Log probabilities of one step: an entry for each sequence that wants them, in launch order. m entries, W places of a
-    window (1 for prompt rows), C columns.
+@lru_cache(maxsize=1024)
+def row_type(columns: int, shown: int | None = None) -> np.dtype[Any]:
+    """Of a row of log probabilities with so many columns: fields `rank`, `draft`, `draft_logprob`, and of the first `shown`
+    columns (all without it) `ids` and `logprobs`.
 
-    `slots`, `extra` [m]: the drafts that the round verified, -1 where there was no round; of a prompt row, the position of its
-    token. `ranks` [m, W], 0 where no token was emitted. `drafts` [m, W] and `draft_logprobs` [m, W]: what the round verified,
-    NO_TOKEN and 0 behind it. `ids`, `logprobs` [m, W, C]: the emitted token, then the most likely ones; NO_TOKEN and 0 where
-    there is none."""
+    A row is one place of a window (or a prompt token). `rank` is 0 where no token was emitted; `ids`, `logprobs`: the emitted
+    token, then the most likely ones, NO_TOKEN and 0 where there is none. `draft`, `draft_logprob`: what the round verified in
+    this place, accepted or not, NO_TOKEN and 0 where there was none."""
+    most = columns if shown is None else shown
+    fields: dict[str, tuple[Any, int]] = {
+        "rank": (np.int32, LogprobRow.RANK), "draft": (np.int32, LogprobRow.DRAFT),
+        "draft_logprob": (np.float32, LogprobRow.DRAFT_LOGPROB), "ids": ((np.int32, (most,)), ROW_WORDS),
+        "logprobs": ((np.float32, (most,)), ROW_WORDS + columns),
+    }  # fmt: skip
+    return _type(fields, ROW_WORDS + 2 * columns)
 
-    slots: Array
-    extra: Array
-    ranks: Array
-    drafts: Array
-    draft_logprobs: Array
-    ids: Array
-    logprobs: Array
 
-    @cached_property
-    def num_drafts(self) -> list[int]:
-        """Drafts of each entry."""
-        counts: list[int] = (self.drafts != NO_TOKEN).sum(axis=1).tolist()
-        return counts
+@lru_cache(maxsize=1024)
+def entry_type(width: int, columns: int, shown: int | None = None) -> np.dtype[Any]:
+    """Of an entry of a record of log probabilities: `slot`, `extra` and `width` `rows` of `row_type`. `extra`: the drafts that
+    the round verified, -1 where there was no round; of a prompt row, the position of its token."""
+    fields: dict[str, tuple[Any, int]] = {
+        "slot": (np.int32, LogprobEntry.SLOT), "extra": (np.int32, LogprobEntry.EXTRA),
+        "rows": ((row_type(columns, shown), (width,)), ENTRY_WORDS),
+    }  # fmt: skip
+    return _type(fields, entry_words(width, columns))
 
-    @cached_property
-    def drawn(self) -> Array:
-        """[m, W] float32: of each emitted token the log probability with which it was drawn as a draft; NaN where it was none."""
-        accepted = (self.drafts == self.ids[..., 0]) & (self.drafts != NO_TOKEN)
-        return np.where(accepted, self.draft_logprobs, np.float32(np.nan))
+
+def _type(fields: Mapping[str, tuple[Any, int]], words: int) -> np.dtype[Any]:
+    """Of a part of a record, by name the type and first word of each field."""
+    formats, offsets = zip(*fields.values(), strict=True)
+    return np.dtype(
+        {"names": [*fields], "formats": [*formats], "offsets": [4 * int(at) for at in offsets], "itemsize": 4 * words}
+    )
+
+
+NO_ROWS: Final[Array] = np.empty(0, row_type(0))
+"""Where no log probabilities were asked for."""
 
 
 @dataclass(frozen=True)
@@ -177,8 +187,8 @@ class PackedLogprobs:
             counts[~live] = -1
         self.occupants = occupants
 
-    def blocks(self) -> tuple[LogprobBlock | None, LogprobBlock | None]:
-        """What they say, of tokens and of prompt tokens. Raises as `decode_logprobs` does."""
+    def decode(self) -> tuple[Array | None, Array | None]:
+        """Their entries, of tokens and of prompt tokens. Raises as `decode_logprobs` does."""
         tokens, prompt, *_ = self.expected
         return (
             None if tokens is None or self.tokens is None else decode_logprobs(self.tokens, tokens),
@@ -192,15 +202,16 @@ class PackedLogprobs:
             self.home.append(self)
 
 
-def decode_logprobs(words: Array, wanted: Wanted) -> LogprobBlock:
-    """Read a record of log probabilities from int32 `words`, which may be longer; the block holds copies of them.
+def decode_logprobs(words: Array, wanted: Wanted) -> Array:
+    """The entries of a record of log probabilities, [m] of `entry_type`, in launch order, out of int32 `words`, which may be
+    longer: a copy, since requests keep views of it, and the record's memory goes back to the step's thread.
 
     Raises `RecordError` for a header that does not fit what was wanted or the words that there are, and for a slot, token, rank
     or number that cannot be."""
     size = _check_header(words, wanted)
-    block = _split(words[HEADER_WORDS:size], wanted.width, wanted.columns)
-    _check(block, max_seqs=wanted.max_seqs, vocab=wanted.vocab)
-    return block
+    entries: Array = words[HEADER_WORDS:size].copy().view(entry_type(wanted.width, wanted.columns))
+    _check(entries, max_seqs=wanted.max_seqs, vocab=wanted.vocab)
+    return entries
 
 
 def _check_header(words: Array, wanted: Wanted) -> int:
@@ -229,34 +240,19 @@ def _check_header(words: Array, wanted: Wanted) -> int:
     return total
 
 
-def _split(words: Array, width: int, columns: int) -> LogprobBlock:
-    """Copies of the parts of the entries: requests keep them, and the record's memory goes back to the step's thread."""
-    body = words.reshape(-1, entry_words(width, columns))
-    rows = body[:, ENTRY_WORDS:].reshape(len(body), width, ROW_WORDS + 2 * columns)
-    ids = rows[..., ROW_WORDS:]
-    return LogprobBlock(
-        slots=body[:, LogprobEntry.SLOT].copy(),
-        extra=body[:, LogprobEntry.EXTRA].copy(),
-        ranks=rows[..., LogprobRow.RANK].copy(),
-        drafts=rows[..., LogprobRow.DRAFT].copy(),
-        draft_logprobs=rows[..., LogprobRow.DRAFT_LOGPROB].copy().view(np.float32),
-        ids=ids[..., :columns].copy(),
-        logprobs=ids[..., columns:].copy().view(np.float32),
-    )
-
-
-def _check(block: LogprobBlock, *, max_seqs: int, vocab: int) -> None:
+def _check(entries: Array, *, max_seqs: int, vocab: int) -> None:
+    rows = entries["rows"]
     for what, values, low, high in (
-        ("slot", block.slots, 0, max_seqs - 1),
-        ("token", block.ids, NO_TOKEN, vocab - 1),
-        ("draft", block.drafts, NO_TOKEN, vocab - 1),
-        ("rank", block.ranks, 0, vocab),
+        ("slot", entries["slot"], 0, max_seqs - 1),
+        ("token", rows["ids"], NO_TOKEN, vocab - 1),
+        ("draft", rows["draft"], NO_TOKEN, vocab - 1),
+        ("rank", rows["rank"], 0, vocab),
     ):
         if values.size and (values.min() < low or values.max() > high):
             raise RecordError(
                 f"a record of log probabilities has a {what} between {values.min()} and {values.max()}, wanted {low} to {high}; "
                 "it was overwritten, or packed wrong"
             )
-    for numbers in (block.logprobs, block.draft_logprobs):
+    for numbers in (rows["logprobs"], rows["draft_logprob"]):
         if numbers.size and not bool((numbers <= 1e-3).all()):  # NaN is not; rounding may leave a little above 0
             raise RecordError("a record has a log probability that is NaN or above 0; it was overwritten, or packed wrong")

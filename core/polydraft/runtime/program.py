@@ -1,22 +1,28 @@
-"""Owns the step program: the flat list of bound launches that one kind of step consists of, and how it is built.
+"""The step program: the flat list of bound launches that one kind of step consists of, and how it is built.
 
-The runner walks it once a step; tracing, the hazard checker, capture and null mode walk the same list. It never decides
-what runs: models, proposers and the runner's own rooms append nodes, and fusion only replaces runs by their composite.
+The runner walks it once a step; capture and null mode walk the same list, and instruments wrap its launches as they are bound.
+What runs is decided elsewhere: models, proposers and the runner's own rooms append entries, and `runtime/fusion.py` says which of
+them become one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from polydraft.backend import ForwardMeta, RowOrder, StepMeta
-from polydraft.contracts import COMPOSITES, REGISTRY
-from polydraft.contracts.base import UNITS, Args, Limits, ParamSpec, Unit
-from polydraft.contracts.composite import Composite, CompositeArgs
-from polydraft.device import Launch, Stream
-from polydraft.errors import CapabilityError, ContractError
-from polydraft.kernel_table import BoundTable
+import numpy as np
+
+from polydraft.backend import Cache, ForwardMeta, StepMeta, Weight
+from polydraft.contracts import REGISTRY
+from polydraft.contracts.base import UNITS, Args, ColumnsSpec, Contract, Limits, OpaqueSpec, ParamSpec, Spec, TensorSpec, Unit
+from polydraft.contracts.composite import CompositeArgs
+from polydraft.device import DTYPES, Buffer, Device, Launch, Stream
+from polydraft.errors import CapabilityError, ConfigError, ContractError
+from polydraft.kernel_table import Binding, BoundTable
+from polydraft.runtime.declare import Column, StepBuffer, sizes_of
+from polydraft.runtime.fusion import Call, Entry, Fill, Joined, Node, Rewritten, fuse, joined, pass_of, rewrite
 
 Rule = Literal["greedy", "sampling", "rejection"]
 """How the rows of a step choose their tokens: argmax; noise of the position, shared by drafts; or drafts with noise of their
@@ -41,51 +47,12 @@ class StepKind(NamedTuple):
 GREEDY = StepKind()
 
 
-@dataclass(frozen=True)
-class Node:
-    """One launch before binding: contract, arguments, what its launch length counts, and the room it belongs to."""
-
-    contract: str
-    args: Args | CompositeArgs
-    unit: Unit
-    room: str
-
-
-@dataclass(frozen=True)
-class Fill:
-    """Metadata of one pass: filled in place before the pass's first attention."""
-
-    meta: ForwardMeta
-    role: Literal["target", "draft"]
-    pass_index: int
-    unit: Unit
-    room: str
-
-
-@dataclass(frozen=True)
-class Call:
-    """A launch that is bound already and that no contract describes: a block which computes itself. Nothing is fused over it."""
-
-    name: str
-    launch: Launch
-    unit: Unit
-    room: str
-
-
-Entry = Node | Fill | Call
-"""What programs are built from."""
-
-
 @dataclass
 class StepContext:
-    """What the host knows of the step being launched; set once per step (`row_order` once per engine), read by metadata
-    fills."""
+    """What the host knows of the step being launched; set once per step, read by metadata fills."""
 
     real_slots: int = 0
     has_prefill: bool = False
-    use_graph: bool = False
-    dummy: bool = False
-    row_order: RowOrder = "slot"
 
 
 @dataclass(frozen=True)
@@ -93,7 +60,8 @@ class Bound:
     """One entry of a program: the launch, the index of its launch length in `Lengths`, and its names for people.
 
     `args`: what it was bound to (of a metadata fill, its node; None of a launch that no contract describes), in contract version
-    `version`; whoever walks a program to look at memory needs it, running it does not."""
+    `version`; whoever walks a program to look at memory needs it, running it does not. `joined`: what was done so that it serves
+    several contracts, or by another kernel than the table's; `spans`: entries that it stands for in `Program.entries`."""
 
     launch: Launch
     unit: int
@@ -101,6 +69,8 @@ class Bound:
     room: str
     args: Args | CompositeArgs | Fill | None = None
     version: int = 1
+    joined: Joined | None = None
+    spans: int = 1
 
 
 Lengths = tuple[int, ...]
@@ -109,46 +79,119 @@ Lengths = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Program:
-    """A flat list of bound launches. `run` is the whole step path on the host: one call per launch, nothing else."""
+    """A flat list of bound launches. `run` is the whole step path on the host: one call per launch, nothing else. `captured`: the
+    list that a graph of the program is made from, where a pass of the backend has joined more of it there; () where it is the
+    same."""
 
     name: str
     entries: tuple[Bound, ...]
     calls: tuple[tuple[Launch, int], ...]
+    captured: tuple[Bound, ...] = ()
 
     def run(self, stream: Stream, lengths: Lengths) -> None:
         """Enqueue every launch in order; never blocks, never allocates."""
         for launch, unit in self.calls:
             launch(stream, lengths[unit])
 
+    def recorded(self) -> Iterator[tuple[str, Launch, int]]:
+        """What a graph is made from: contract names, launch, and the place of its length."""
+        if self.captured:
+            return ((entry.contract, entry.launch, entry.unit) for entry in self.captured)
+        return ((entry.contract, launch, unit) for entry, (launch, unit) in zip(self.entries, self.calls, strict=True))
+
     def describe(self) -> list[str]:
-        """Contract names in launch order, for `doctor`, tests and `--explain`."""
+        """Contract names in launch order, as they are launched one by one."""
         return [entry.contract for entry in self.entries]
+
+
+@dataclass
+class Memory:
+    """Everything that launches are bound to, by name: what modules declared and the runtime allocated, weights as they were
+    prepared, caches, and the metadata of each kind of pass."""
+
+    device: Device
+    limits: Limits
+    act: str
+    """Dtype of activations."""
+    buffers: dict[str, Buffer] = field(default_factory=dict)
+    weights: Mapping[str, Weight] = field(default_factory=dict)
+    caches: dict[str, Cache] = field(default_factory=dict)
+    metas: dict[str, ForwardMeta] = field(default_factory=dict)
+
+    def allocate(self, declared: Iterable[Column | StepBuffer]) -> None:
+        """Allocate what modules declare, columns with every slot empty. Raises `ConfigError` where two have one name."""
+        for one in declared:
+            dtype = self.act if one.dtype == "act" else one.dtype
+            shape = sizes_of(one.shape, self.limits)
+            if one.name in self.buffers:
+                raise ConfigError(f"two modules declare a buffer {one.name!r}, wanted one; rename it in one of them")
+            buffer = self.buffers[one.name] = self.device.empty(one.name, shape, dtype)
+            initial = one.empty if isinstance(one, Column) else one.initial
+            if initial is not None:
+                self.device.load(buffer, np.full(shape, initial, DTYPES[dtype]))
+
+    def find(self, wanted: Contract, name: str, spec: Spec, given: Any) -> Any:
+        """What a field of a record is bound to: what was given, or what bears the name that was given. Raises `ContractError`
+        where there is no such thing."""
+        if isinstance(spec, ColumnsSpec):
+            column = TensorSpec("B", "", spec.access, spec.doc)
+            return tuple(self.find(wanted, name, column, one) for one in given)
+        if isinstance(spec, ParamSpec) or not isinstance(given, str):
+            return given
+        kind = spec.kind if isinstance(spec, OpaqueSpec) else "buffer"
+        everything: Mapping[str, Mapping[str, Any]] = {
+            "buffer": self.buffers, "weight": self.weights, "cache": self.caches, "meta": self.metas,
+        }  # fmt: skip
+        there = everything[kind]
+        if given not in there:
+            raise ContractError(
+                f"launch of {wanted.key}: {name} is the {kind} {given!r}, which no module declares; declare it, or "
+                "correct the name"
+            )
+        return there[given]
 
 
 class ProgramBuilder:
     """Collects the nodes of one program; `build` turns those of a whole step into programs. `kind` says which step."""
 
-    def __init__(self, name: str, table: BoundTable, limits: Limits, context: StepContext, kind: StepKind = GREEDY) -> None:
-        self.name, self.table, self.limits, self.context, self.kind = name, table, limits, context, kind
+    def __init__(self, name: str, table: BoundTable, memory: Memory, context: StepContext, kind: StepKind = GREEDY) -> None:
+        self.name, self.table, self.memory, self.context, self.kind = name, table, memory, context, kind
+        self.limits = memory.limits
         self.nodes: list[Entry] = []
 
-    def add(self, contract: str, args: Args, unit: Unit, room: str) -> None:
-        """Append a launch of `contract`. Raises `ContractError` for a name nobody registered, a record that is not the newest
-        of that contract, or a launch length that counts something else than the contract does."""
+    def add(self, contract: str, unit: Unit, room: str, /, **fields: Any) -> None:
+        """Append a launch of `contract`, whose launch length counts `unit`.
+
+        `fields` are those of the contract's record: parameters as values; buffers, weights, caches and metadata by the name that
+        a module declared (or the thing itself). A buffer that is not given is the one that bears the field's own name, so most
+        launches on slot columns and step buffers give none; what may be left out has to be given. Raises `ContractError` for a
+        contract nobody registered, a field that it does not have or that is missing, and a launch length that counts something
+        else than the contract does."""
         wanted = REGISTRY[contract]
-        if type(args) is not wanted.args:
-            raise ContractError(
-                f"{self.name}: launch of {wanted.key}, got {type(args).__name__}, wanted {wanted.args.__name__}; pass that record"
-            )
         if wanted.unit not in {"any", unit}:
             raise ContractError(
                 f"{self.name}: launch of {wanted.key}, got a length in {unit}, wanted {wanted.unit}; count what it counts"
             )
-        self.nodes.append(Node(contract, args, unit, room))
+        specs = wanted.args.specs()
+        unknown = sorted(set(fields) - set(specs))
+        if unknown:
+            raise ContractError(
+                f"{self.name}: launch of {wanted.key}, got {', '.join(unknown)}, wanted fields of it: {', '.join(specs)}; "
+                "correct the names"
+            )
+        bound: dict[str, Any] = {}
+        for one in dataclasses.fields(wanted.args):  # type: ignore[arg-type]  # every subclass of Args is a dataclass
+            spec = specs[one.name]
+            by_name = isinstance(spec, TensorSpec) and one.default is dataclasses.MISSING
+            if one.name in fields or by_name:
+                bound[one.name] = self.memory.find(wanted, one.name, spec, fields.get(one.name, one.name))
+            elif one.default is dataclasses.MISSING:
+                raise ContractError(f"{self.name}: launch of {wanted.key}, {one.name} is missing, wanted a value; give one")
+        self.nodes.append(Node(contract, wanted.args(**bound), unit, room))
 
-    def fill(self, meta: ForwardMeta, role: Literal["target", "draft"], pass_index: int, unit: Unit, room: str) -> None:
+    def fill(self, meta: ForwardMeta | str, pass_index: int, unit: Unit, room: str) -> None:
         """Append the filling of a pass's metadata."""
-        self.nodes.append(Fill(meta, role, pass_index, unit, room))
+        self.nodes.append(Fill(self.memory.metas[meta] if isinstance(meta, str) else meta, pass_index, unit, room))
 
     def call(self, name: str, launch: Launch, unit: Unit, room: str) -> None:
         """Append a launch that no contract describes."""
@@ -159,20 +202,50 @@ class ProgramBuilder:
         return build((self,))[0]
 
     def bind(self, node: Entry) -> Bound:
-        """Bind one node to the provider that the table has for it, in the version that the provider was written for."""
+        """Bind one node to the provider that the table has for it."""
         unit = UNITS.index(node.unit)
         if isinstance(node, Call):
-            return Bound(node.launch, unit, node.name, node.room)
+            launch = self.table.instrumented(node.launch, Binding(node.name, program=self.name, room=node.room))
+            return Bound(launch, unit, node.name, node.room)
         if isinstance(node, Fill):
-            return Bound(_fill_launch(node, self.context), unit, "forward_meta", node.room, node)
+            binding = Binding("forward_meta", args=node, program=self.name, room=node.room)
+            launch = self.table.instrumented(_fill_launch(node, self.context), binding)
+            return Bound(launch, unit, binding.contract, node.room, node)
+        known = joined(node, self.table)
+        if isinstance(node, Rewritten):
+            own = pass_of(node, self.table).program_pass.kernels[node.kernel]
+            records = node.records
+            args: Args | CompositeArgs = records[0] if len(records) == 1 else CompositeArgs(records)
+            version = REGISTRY[node.contract].version if isinstance(args, Args) else 1
+            launch = self.table.bind(node.contract, args, self.limits, provider=own.provider, program=self.name, room=node.room)
+            return Bound(launch, unit, node.contract, node.room, args, version, known, len(node.nodes))
         version = self.table.versions[node.contract]
-        args = node.args if isinstance(node.args, CompositeArgs) else as_version(node.contract, node.args, version)
-        return Bound(self.table.bind(node.contract, args, self.limits), unit, node.contract, node.room, args, version)
+        launch = self.table.bind(node.contract, node.args, self.limits, program=self.name, room=node.room)
+        return Bound(launch, unit, node.contract, node.room, node.args, version, known)
+
+    def finish(self, entries: Sequence[Entry]) -> Program:
+        """The program of these entries. One that is the same whether launches are captured or not is bound once."""
+        bound: dict[int, Bound] = {}
+
+        def bind(entry: Entry) -> Bound:
+            if id(entry) not in bound:
+                bound[id(entry)] = self.bind(entry)
+            return bound[id(entry)]
+
+        apart = tuple(
+            bind(one)
+            for entry in entries
+            for one in (entry.nodes if isinstance(entry, Rewritten) and entry.captured else (entry,))
+        )
+        together = tuple(map(bind, entries))
+        calls = tuple((one.launch, one.unit) for one in apart)
+        return Program(self.name, apart, calls, () if together == apart else together)
 
 
 def build(builders: Sequence[ProgramBuilder]) -> tuple[Program, ...]:
-    """Build the programs of one kind of step, which run one after the other: fuse, check that every contract has a provider,
-    bind. Raises `CapabilityError` naming all contracts that nobody provides."""
+    """Build the programs of one kind of step, which run one after the other, or each in some steps: lay composites over them,
+    check that every contract has a provider, run the passes of the table, bind. Raises `CapabilityError` naming all contracts
+    that nobody provides, and `PluginError` for a pass that returns another program."""
     fused = []
     for place, builder in enumerate(builders):
         others = [other.nodes for i, other in enumerate(builders) if i != place]
@@ -189,11 +262,29 @@ def build(builders: Sequence[ProgramBuilder]) -> tuple[Program, ...]:
             f"the step needs contracts that the backend does not own: {needed}; implement them, or enable a kernel pack that "
             "does (see `polydraft contracts`)"
         )
-    programs = []
-    for builder, nodes in zip(builders, fused, strict=True):
-        entries = tuple(builder.bind(node) for node in nodes)
-        programs.append(Program(builder.name, entries, tuple((e.launch, e.unit) for e in entries)))
-    return tuple(programs)
+    return tuple(
+        builder.finish(rewrite(builder.name, nodes, fused[:place] + fused[place + 1 :], builder.table, builder.limits))
+        for place, (builder, nodes) in enumerate(zip(builders, fused, strict=True))
+    )
+
+
+class Told(NamedTuple):
+    """What was joined in the programs of an engine, and in how many launches of each."""
+
+    joined: Joined
+    launches: Mapping[str, int]
+    """Program to the number of launches."""
+
+
+def told(programs: Sequence[Program]) -> list[Told]:
+    """What was joined in which programs, in the order of the first launch of each."""
+    found: dict[Joined, dict[str, int]] = {}
+    for program in programs:
+        for entry in program.captured or program.entries:
+            if entry.joined is not None:
+                launches = found.setdefault(entry.joined, {})
+                launches[program.name] = launches.get(program.name, 0) + 1
+    return [Told(one, launches) for one, launches in found.items()]
 
 
 def _fill_launch(node: Fill, context: StepContext) -> Launch:
@@ -207,98 +298,10 @@ def _fill_launch(node: Fill, context: StepContext) -> Launch:
 
 def step_meta(node: Fill, c: StepContext, n: int) -> StepMeta:
     """What the metadata of one pass is filled with, for a launch of `n` rows."""
-    phase: Literal["decode", "prefill"] = "prefill" if c.has_prefill else "decode"
-    return StepMeta(node.role, node.pass_index, n, c.real_slots, c.has_prefill, c.use_graph, c.dummy, c.row_order, phase)
+    return StepMeta(node.pass_index, n, c.real_slots, c.has_prefill)
 
 
-# -- fusion ----------------------------------------------------------------------------------------
-def fuse(nodes: Sequence[Entry], table: BoundTable, others: Sequence[Sequence[Entry]] = ()) -> list[Entry]:
-    """Replace each run of nodes that a registered composite describes by the largest such composite the table owns.
-
-    A run stays as it is where somebody reads what the composite would not write: a later node, a node of the `other`
-    programs of the step, or an earlier node in the next step."""
-    owned = sorted((c for c in COMPOSITES.values() if c.name in table.providers), key=lambda c: -len(c.parts))
-    result: list[Entry] = []
-    index = 0
-    while index < len(nodes):
-        for composite in owned:
-            end = index + len(composite.parts)
-            run = matches(composite, nodes[index:end])
-            if run and not _reads_dead(composite, run, (nodes[end:], nodes[:index], *others)):
-                parts = CompositeArgs(tuple(n.args for n in run if isinstance(n.args, Args)))
-                result.append(Node(composite.name, parts, run[0].unit, run[0].room))
-                index = end
-                break
-        else:
-            result.append(nodes[index])
-            index += 1
-    return result
-
-
-def matches(composite: Composite, nodes: Iterable[Entry]) -> list[Node]:
-    """The nodes as a run of the composite's parts, or an empty list: the same contracts in the same order, launch lengths that
-    count the same (or, where the parts are defined over different ones, what their contracts say), and fields of one name
-    that are the same buffer or the same parameter."""
-    run = [n for n in nodes if isinstance(n, Node)]
-    if tuple(n.contract for n in run) != composite.parts:
-        return []
-    declared = [contract.unit for contract in composite.contracts]
-    mixed = len(set(declared) - {"any"}) > 1
-    if len({n.unit for n in run}) > 1 and not (mixed and declared == [n.unit for n in run]):
-        return []
-    seen: dict[str, Any] = {}
-    for contract, node in zip(composite.contracts, run, strict=True):
-        for name, spec in contract.args.specs().items():
-            value = getattr(node.args, name)
-            first = seen.setdefault(name, value)
-            if not (first == value if isinstance(spec, ParamSpec) else first is value):
-                return []
-    return run
-
-
-def _reads_dead(composite: Composite, run: Sequence[Node], elsewhere: Iterable[Sequence[Entry]]) -> bool:
-    """Whether a program piece in `elsewhere` reads a dead buffer of the run before it has written it anew. Metadata fills read
-    only what describes rows, which no composite declares dead."""
-    dead = [next(getattr(n.args, name) for n in run if hasattr(n.args, name)) for name in composite.dead]
-    return any(_is_read(buffer, piece) for buffer in dead for piece in elsewhere)
-
-
-def _is_read(buffer: Any, nodes: Sequence[Entry]) -> bool:
-    for node in nodes:
-        touched = {access for value, access in _accesses(node) if value is buffer}
-        if touched:
-            return touched != {"out"}
-    return False
-
-
-def _accesses(node: Entry) -> Iterator[tuple[Any, str]]:
-    """Buffers that a node is bound to, with the access that its contract declares."""
-    if isinstance(node, Node) and isinstance(node.args, Args):
-        for name, spec in node.args.specs().items():
-            if not isinstance(spec, ParamSpec):
-                yield getattr(node.args, name), spec.access
-
-
-# -- versions and lengths --------------------------------------------------------------------------
-def as_version(name: str, args: Args, version: int) -> Args:
-    """Express the newest record of a contract in an older version, for providers written for that.
-
-    Raises `CapabilityError` when the step uses a field that the older version does not have, or cannot give one it wants."""
-    newest = REGISTRY[name]
-    if version == newest.version:
-        return args
-    older = REGISTRY[f"{name}/{version}"].args
-    fields = older.specs()
-    unknown = [f for f in args.specs() if f not in fields and getattr(args, f) is not None]
-    absent = [f for f in fields if f not in args.specs()]
-    if unknown or absent:
-        raise CapabilityError(
-            f"the step uses {', '.join(unknown + absent)} of contract {newest.key} in a way that version {version}, which the "
-            f"backend has, does not know; update the backend to version {newest.version}"
-        )
-    return older(**{f: getattr(args, f) for f in fields})
-
-
+# -- lengths ---------------------------------------------------------------------------------------
 def lengths(**by_unit: int) -> Lengths:
     """Launch lengths by unit name; units not named are 0."""
     return tuple(by_unit.get(unit, 0) for unit in UNITS)

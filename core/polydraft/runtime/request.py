@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from polydraft.runtime.provenance import StepLogprobs, TokenLogprobs
+from polydraft.runtime.declare import Prepared
 from polydraft.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -46,8 +46,8 @@ class Request:
     stop_token_ids: tuple[int, ...]
     max_total: int
     """Prompt and generated tokens allowed."""
-    bad_words: tuple[int, ...] = ()
-    """Token ids of the words that may not be generated, NO_TOKEN behind each."""
+    prepared: Prepared = field(default_factory=dict)
+    """What the stages of logits processing that it wants keep of it, by stage."""
     stream: bool = False
     status: Status = Status.WAITING
     slot: int = -1
@@ -56,16 +56,10 @@ class Request:
     """Accepted drafts of each decode round."""
     round_drafts: list[int] = field(default_factory=list)
     """Drafts that each of them verified."""
-    logprobs: list[StepLogprobs] = field(default_factory=list)
-    """Of each step that emitted tokens, where they were asked for."""
     automaton: Automaton | None = None
     """What binds its output."""
     forced: set[int] = field(default_factory=set)
     """Places of output tokens that a constraint left no choice for; those behind the text so far are guesses."""
-    prompt_logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
-    """By position in the prompt, where they were asked for."""
-    unreadable: str = ""
-    """Why its log probabilities are lost: a record that held some could not be read. It ends with this error."""
     drafted: int = 0
     """Drafts verified."""
     told: tuple[int, int] = (0, 0)
@@ -76,6 +70,11 @@ class Request:
     arrival_s: float = 0.0
     first_token_s: float | None = None
     finish_s: float | None = None
+
+    @property
+    def processed(self) -> bool:
+        """Whether its logits change before a token is chosen."""
+        return bool(self.prepared)
 
     @property
     def begun(self) -> bool:

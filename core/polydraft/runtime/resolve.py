@@ -7,7 +7,7 @@ downgrades nothing that was asked for by name, and when it refuses it gives ever
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, cast
@@ -17,10 +17,12 @@ from polydraft.config import AUTO, EngineConfig
 from polydraft.contracts.base import Limits
 from polydraft.contracts.kv_quant import Kv
 from polydraft.errors import CapabilityError
+from polydraft.models.block import Block
 from polydraft.models.description import ModelDescription
+from polydraft.runtime.caches import block_bytes, never_hit, slot_bytes
 from polydraft.runtime.graphs import Mode, default_buckets
 from polydraft.runtime.host_inputs import BLOCKING, MIDDLE, Needs
-from polydraft.sampling_params import MAX_BAD_WORDS, MAX_BIASES, MAX_STOP_TOKENS
+from polydraft.sampling_params import MAX_STOP_TOKENS
 
 CACHE_BUDGET = 1 << 30
 """Bytes that "auto" spends on KV blocks at most, unless one request at full length needs more."""
@@ -28,10 +30,7 @@ DEFAULT_DRAFTS = 3
 MIN_BATCHED_TOKENS = 512
 MAX_DRAFTS = 255
 """Most drafts of a round that core can count: rounds are kept as bytes."""
-RESERVED_PROPOSERS = ("ngram", "suffix", "hybrid")
-"""Names that the command line keeps for proposers to come."""
 DEFAULTS: Mapping[str, Any] = {f.name: f.default for f in dataclasses.fields(EngineConfig)}
-ITEM_BYTES = {"f32": 4, "bf16": 2, "f16": 2}
 
 
 @dataclass(frozen=True)
@@ -64,6 +63,8 @@ class Resolved:
     """Synthetic acceptance: K chances, or () where drafts are verified."""
     kv: Kv = ""
     """How KV rows are kept: `CacheSpec.kv`."""
+    prefix_cache: bool = True
+    """Whether requests share the blocks of a common beginning."""
 
     def describe(self) -> dict[str, Any]:
         """Name to chosen value, for the `config` of JSON answers."""
@@ -101,16 +102,15 @@ def resolve(
     variants: Sequence[str] = (),
     unused_variants: Mapping[str, str] = MappingProxyType({}),
     draft_vocab: int | None = None,
+    layers: Callable[[str, ModelDescription], Mapping[str, Block]] = lambda proposer, model: {},
 ) -> Resolved:
     """Decide everything. `proposers` are those registered, `features` those in use, each with what it needs to know of the step
     before; `default` says why this backend was taken where none was named; `variants` of it are in use, `unused_variants` are
-    not, for a reason each; `draft_vocab`: tokens that drafts are chosen among, None: all. Raises `CapabilityError` with every
-    reason why the wishes cannot be met."""
+    not, for a reason each; `draft_vocab`: tokens that drafts are chosen among, None: all; `layers` tells the decoder blocks
+    that a proposer brings. Raises `CapabilityError` with every reason why the wishes cannot be met."""
     n = _Negotiation(config, info, model)
     if not info.available:
         n.refuse(f"backend {info.name} is not available: {info.reason}")
-    for reason in model.unsupported():
-        n.refuse(f"model {model.name}: {reason}")
     n.choose("backend", info.name, default or info.summary)
     default = info.devices[0] if info.devices else ""
     device = n.choose("device", config.device or default, f"{info.name} opens {info.device_pattern}")
@@ -121,9 +121,12 @@ def resolve(
     _draft_vocab(n, proposer, draft_vocab)
     verify = _verify(n)
     schedule = _schedule(n, drafts)
-    limits = _limits(n, length, drafts, _block_bytes(n, dtype, kv, proposer))
+    blocks = {**model.layers, **layers(proposer, model)}
+    limits = _limits(n, length, drafts, lambda block_size: block_bytes(blocks, block_size, dtype, kv))
+    _slot_states(n, slot_bytes(blocks, limits, dtype), limits)
     overlap = _overlap(n, {f"proposer {proposer}": proposers.get(proposer, "none"), **features})
     graph, sizes = _graph(n, limits)
+    prefix_cache = _prefix_cache(n, blocks)
     _rest(n)
     why = [f"{name} has passed on this device" for name in variants]
     why += [f"{name}: {reason}" for name, reason in unused_variants.items()]
@@ -132,7 +135,7 @@ def resolve(
         raise CapabilityError(f"this engine cannot be built: {'; '.join(n.refusals)}")
     return Resolved(
         info.name, device, dtype, proposer, verify, overlap, graph, sizes, config.invariant, limits, tuple(n.decisions), schedule,
-        kv,
+        kv, prefix_cache,
     )  # fmt: skip
 
 
@@ -205,8 +208,7 @@ def _draft_vocab(n: _Negotiation, proposer: str, few: int | None) -> None:
 def _refuse_proposer(n: _Negotiation, proposers: tuple[str, ...], no_mtp: str, most: int, limit: str) -> None:
     name, known = n.config.proposer, ", ".join(proposers)
     if name not in {AUTO, *proposers}:
-        what = "a reserved name and not built yet" if name in RESERVED_PROPOSERS else "unknown"
-        n.refuse(f"--proposer {name} is {what}; known: {known}")
+        n.refuse(f"--proposer {name} is unknown; known: {known}")
     elif name == "mtp" and no_mtp:
         n.refuse(f"--proposer mtp: {no_mtp}; use --proposer none")
     elif name not in {AUTO, "none"} and most == 0:
@@ -259,7 +261,7 @@ def _schedule(n: _Negotiation, drafts: int) -> tuple[float, ...]:
 
 
 # -- capacities ------------------------------------------------------------------------------------
-def _limits(n: _Negotiation, length: int, drafts: int, block_bytes: int) -> Limits:
+def _limits(n: _Negotiation, length: int, drafts: int, bytes_of: Callable[[int], int]) -> Limits:
     """Capacities, with "auto" filled in and contradictions refused."""
     config, window, seqs = n.config, drafts + 1, n.config.max_num_seqs
     if seqs > n.caps.max_seqs:
@@ -268,7 +270,7 @@ def _limits(n: _Negotiation, length: int, drafts: int, block_bytes: int) -> Limi
     block = 16 if config.block_size == AUTO else int(config.block_size)
     n.choose("block_size", block, "tokens of a KV block")
     per_slot = -(-length // block)
-    num_blocks = _num_blocks(n, per_slot, block_bytes * block)
+    num_blocks = _num_blocks(n, per_slot, bytes_of(block))
     rows = max(MIN_BATCHED_TOKENS, seqs * window) if config.max_batched_tokens == AUTO else int(config.max_batched_tokens)
     if rows < seqs * window:
         n.refuse(
@@ -287,8 +289,6 @@ def _limits(n: _Negotiation, length: int, drafts: int, block_bytes: int) -> Limi
         max_blocks=per_slot,
         max_stop_tokens=MAX_STOP_TOKENS,
         vocab_size=n.model.vocab_size,
-        max_biases=MAX_BIASES,
-        max_bad_words=MAX_BAD_WORDS,
         max_logprobs=-1 if config.logprobs is None else config.logprobs,
     )
 
@@ -297,7 +297,7 @@ def _num_blocks(n: _Negotiation, per_slot: int, size: int) -> int:
     """KV blocks of the pool, and what they cost. `size`: bytes of a block."""
     wanted, asked = n.config.max_num_seqs * per_slot, n.config.num_blocks
     if asked == AUTO:
-        affordable = max(CACHE_BUDGET // size, per_slot)
+        affordable = max(CACHE_BUDGET // max(size, 1), per_slot)  # layers may keep nothing in blocks
         chosen = min(wanted, affordable)
         reason = (
             "every slot at full length" if wanted <= affordable else f"what {CACHE_BUDGET >> 20} MiB hold, at least one request"
@@ -310,12 +310,22 @@ def _num_blocks(n: _Negotiation, per_slot: int, size: int) -> int:
     return chosen
 
 
-def _block_bytes(n: _Negotiation, dtype: str, kv: Kv, proposer: str) -> int:
-    """Bytes of one token's keys and values in all caches of the engine; of quantised ones with their exponents."""
-    blocks = [*n.model.blocks, *([n.model.mtp.block] if n.model.mtp and proposer == "mtp" else [])]
-    if kv:
-        return sum(2 * (block.attention.kv_size + block.attention.num_kv_heads) for block in blocks)
-    return sum(2 * block.attention.kv_size for block in blocks) * ITEM_BYTES.get(dtype, 4)
+def _slot_states(n: _Negotiation, size: int, limits: Limits) -> None:
+    """What layers keep of each slot however long its text is; nothing is said where they keep nothing."""
+    if size:
+        n.choose(
+            "slot_state_bytes", size * limits.max_seqs, f"states of {limits.max_seqs} slots of {size:,} bytes over all layers"
+        )
+
+
+def _prefix_cache(n: _Negotiation, blocks: Mapping[str, Block]) -> bool:
+    """Whether blocks are shared, which every layer must be able to go on from."""
+    never = never_hit(blocks)
+    if not n.config.prefix_cache or not never:
+        reason = "requests share the KV blocks of a common beginning" if n.config.prefix_cache else "off"
+        return bool(n.choose("prefix_cache", n.config.prefix_cache, reason))
+    where = never[0] + (f" and {len(never) - 1} more" if len(never) > 1 else "")
+    return bool(n.choose("prefix_cache", False, f"off: {where} cannot go on from the blocks of a common beginning"))
 
 
 # -- the step --------------------------------------------------------------------------------------
@@ -372,11 +382,6 @@ def _rest(n: _Negotiation) -> None:
         "a row's bits depend on that row alone: texts are bit-equal for every number of drafts, batch and chunk"
         if config.invariant
         else "faster; texts are equal up to ties of the logits",
-    )
-    n.choose(
-        "prefix_cache",
-        config.prefix_cache,
-        "requests share the KV blocks of a common beginning" if config.prefix_cache else "off",
     )
     _logprobs(n)
     for name, what in (("think_start_ids", "begin thinking"), ("think_end_ids", "end thinking")):

@@ -11,28 +11,27 @@ to the head of the queue.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
 
 from polydraft.backend import RowOrder
 from polydraft.contracts.base import Limits
-from polydraft.contracts.layout import SLOT_UPDATE_STOP_TOKENS, SlotUpdate
 from polydraft.device import Array
-from polydraft.runtime.buffers import max_token_updates
-from polydraft.runtime.kv_blocks import BlockLedger
+from polydraft.runtime.columns import ColumnWriter, max_staged_tokens
+from polydraft.runtime.declare import Admission, Column
+from polydraft.runtime.draft_policy import Always, DraftPolicy, DraftView
+from polydraft.runtime.kv_blocks import NO_GRANT, BlockLedger, Grant
 from polydraft.runtime.plan import StepPlan
-from polydraft.runtime.processing import bad_word_updates, bias_updates
 from polydraft.runtime.request import Request, Status
 from polydraft.runtime.slots import SlotTable
-from polydraft.sentinels import NO_TOKEN, Phase
+from polydraft.sentinels import Phase
 
-Admission = Literal["all", "begun", "none"]
+Admits = Literal["all", "begun", "none"]
 COMPANY = 8
 """Steps for which all decoding slots are granted blocks as soon as one of them lacks some, while blocks are plenty (nobody waits
 for any, and as many are left): a step that grants costs the host a third more, and the device a copy and a launch."""
-_NO_TRIPLES: Array = np.empty((0, 3), np.int32)
-_NO_BIASES: Array = np.empty((0, 4), np.int32)
 _PREFILL, _DECODE = int(Phase.PREFILL), int(Phase.DECODE)
 """As plain numbers: NumPy compares arrays with those several times faster."""
 
@@ -41,41 +40,51 @@ class Scheduler:
     """Plans steps over a slot table and a block ledger. `waiting` is the queue, oldest first."""
 
     def __init__(
-        self, limits: Limits, slots: SlotTable, ledger: BlockLedger, row_order: RowOrder = "slot", *, share_prefixes: bool = True
-    ) -> None:
+        self, limits: Limits, slots: SlotTable, ledger: BlockLedger, columns: Sequence[Column], row_order: RowOrder = "slot", *,
+        share_prefixes: bool = True, policy: DraftPolicy | None = None,
+    ) -> None:  # fmt: skip
         self.limits, self.slots, self.ledger, self.row_order = limits, slots, ledger, row_order
+        self._writer = ColumnWriter(columns, limits)
         self.share_prefixes = share_prefixes
+        self._policy: DraftPolicy = Always(limits.num_drafts) if policy is None else policy
+        self._waiting_drafts = limits.num_drafts
+        """Drafts that the last step made for a slot at most."""
         self.waiting: deque[Request] = deque()
         self.num_preemptions = 0
         self.num_looked_up = 0
         """Tokens that were looked for in the prefix cache."""
-        self.admits: Admission = "all"
+        self.admits: Admits = "all"
         """Of those that wait everybody, those that have been in a slot already, or nobody."""
         self._step_id = 0
         self._last: StepPlan | None = None
         self._windows_ahead = 0
-        """Further steps of the last one's slots in which none can lack a block: what each may need grows by a window a step."""
+        """Further steps of the last one's slots in which none can lack a block: what each may need grows by the largest window a
+        step."""
         self._shuffle = np.random.default_rng(0)
-        self._no_slot_updates = np.empty((0, SLOT_UPDATE_STOP_TOKENS + limits.max_stop_tokens), np.int32)
 
     # -- the plan ----------------------------------------------------------------------------------
     def plan(self) -> StepPlan | None:
         """The next step, or None when there is nothing that could run now."""
         self.release_drained()
         decode = self._decoding()
-        decode, blocks, short = self._grant_windows(decode)
+        decode, grant, short = self._grant_windows(decode)
+        window = self._waiting_drafts + 1
         last = self._last_of(decode)
-        windows = int(self.slots.window[decode].sum()) if last is None else last.num_rows
-        chunks, slot_updates, grants = self._plan_prefill(self.limits.max_rows - windows, admit=not short)
+        if last is not None and last.window != window:
+            last = None
+        rows = self._window_rows(decode, window) if last is None else last.rows
+        windows = int(rows.sum()) if last is None else last.num_rows
+        chunks, admitted = self._plan_prefill(self.limits.max_rows - windows, admit=not short)
         if not len(decode) and not chunks:
             # What was preempted just now and has nothing in flight makes room at once: no step goes by for it.
             return self.plan() if self._drained().size else None
         self._step_id += 1
+        num_drafts = self._policy.choose(DraftView(self.slots, decode, bool(chunks)))
         if last is None or chunks:
-            plan = self._assemble(decode, windows, chunks, slot_updates, [blocks, *grants])
+            plan = self._assemble(decode, rows, chunks, admitted, grant, window=window, num_drafts=num_drafts)
         else:
-            plan = last.again(self._step_id, blocks)
-        self._last = plan
+            plan = last.again(self._step_id, self._writer.grants(*grant), num_drafts)
+        self._last, self._waiting_drafts = plan, num_drafts
         self._advance(plan)
         return plan
 
@@ -84,6 +93,11 @@ class Scheduler:
         last = self._last
         return last if last is not None and not last.has_prefill and last.slots.tobytes() == decode.tobytes() else None
 
+    def _window_rows(self, decode: Array, window: int) -> Array:
+        """[n] int32: rows of each decoding slot at most, what its request allows of the step's window."""
+        rows: Array = self.slots.window[decode]
+        return rows if window == self.limits.window else np.minimum(rows, np.int32(window))
+
     def _decoding(self) -> Array:
         """Decoding slots, without those that the steps in flight end by length."""
         t = self.slots
@@ -91,22 +105,23 @@ class Scheduler:
         slots: Array = running.nonzero()[0]
         return slots
 
-    def _grant_windows(self, decode: Array) -> tuple[Array, Array, bool]:
-        """Grant what the next window and its drafts may need. Returns the slots that can run, block updates, and whether blocks
-        ran short: then nobody is admitted into what is left."""
+    def _grant_windows(self, decode: Array) -> tuple[Array, Grant, bool]:
+        """Grant what the next window and its drafts may need, which the device counts with as many drafts as there are places
+        for, whatever the steps verify and make. Returns the slots that can run, what was granted, and whether blocks ran short:
+        then nobody is admitted into what is left."""
         if not len(decode):
-            return decode, _NO_TRIPLES, False
+            return decode, NO_GRANT, False
         if self._windows_ahead and self._last_of(decode) is not None:
             self._windows_ahead -= 1
-            return decode, _NO_TRIPLES, False
+            return decode, NO_GRANT, False
         t, limits, ledger = self.slots, self.limits, self.ledger
         base, most = np.maximum(t.kv_len[decode], t.prefill_planned[decode]), t.max_total[decode]
-        ahead = base + t.in_flight_decode[decode] * limits.window + (limits.window + 2 * limits.num_drafts)
+        ahead = base + t.in_flight_rows[decode] + (limits.window + 2 * limits.num_drafts)
         ahead = np.minimum(ahead, most)
         room = int(ledger.room(decode, ahead).min())
         self._windows_ahead = max(room, 0) // limits.window
         if room >= 0:
-            return decode, _NO_TRIPLES, False
+            return decode, NO_GRANT, False
         lacking = ledger.lacking(decode, ahead)
         if lacking.sum() > ledger.num_free:
             return self._grant_scarce(decode, base, lacking)
@@ -114,19 +129,19 @@ class Scheduler:
         plenty = not self.waiting and 2 * more.sum() <= ledger.num_spare
         return decode, ledger.grant(decode, more if plenty else lacking), False
 
-    def _grant_scarce(self, decode: Array, base: Array, lacking: Array) -> tuple[Array, Array, bool]:
+    def _grant_scarce(self, decode: Array, base: Array, lacking: Array) -> tuple[Array, Grant, bool]:
         """Grant `lacking` as far as blocks go, oldest request first. A slot without blocks for the window that follows its
         applied state, `base` rows, is left out; once nothing is in flight for it, it is stuck, and the youngest request must
         make room."""
         t, limits, ledger = self.slots, self.limits, self.ledger
         age = np.argsort(t.number[decode], kind="stable")
         decode, base, lacking = decode[age], base[age], lacking[age]
-        updates = ledger.grant(decode, np.where(np.cumsum(lacking) <= ledger.num_free, lacking, 0))
+        grant = ledger.grant(decode, np.where(np.cumsum(lacking) <= ledger.num_free, lacking, 0))
         need = np.minimum(base + 1 + 2 * limits.num_drafts, t.max_total[decode])
         starved = need > ledger.num_granted[decode] * limits.block_size
         if (starved & (t.in_flight[decode] == 0)).any() and not self._preempting():
             self._preempt_youngest()
-        return np.sort(decode[~starved & ~t.leaving[decode]]), updates, True
+        return np.sort(decode[~starved & ~t.leaving[decode]]), grant, True
 
     def _preempt_youngest(self) -> None:
         """Take the youngest running request out of the steps to come; it queues again when it has drained."""
@@ -149,29 +164,29 @@ class Scheduler:
         request.num_preemptions += 1
         self.num_preemptions += 1
 
-    def _plan_prefill(self, budget: int, *, admit: bool) -> tuple[list[tuple[int, int]], list[Array], list[Array]]:
-        """(slot, chunk) of running and newly admitted prefills, slot updates and block grants of the admitted."""
+    def _plan_prefill(self, budget: int, *, admit: bool) -> tuple[list[tuple[int, int]], list[Admission]]:
+        """(slot, chunk) of running and newly admitted prefills, and the admissions."""
         t = self.slots
         chunks: list[tuple[int, int]] = []
-        updates: list[Array] = []
-        grants: list[Array] = []
+        admitted: list[Admission] = []
         running = ((t.phase == _PREFILL) & ~t.leaving).nonzero()[0]
         for slot in running[np.argsort(t.number[running])].tolist() if running.size else ():
             if budget <= 0:
-                return chunks, updates, grants
+                return chunks, admitted
             budget -= self._take_chunk(slot, budget, chunks)
         if not admit or not self.admissible() or self._preempting():
-            return chunks, updates, grants
-        room = max_token_updates(self.limits)
+            return chunks, admitted
+        room = max_staged_tokens(self.limits)
         while self.admissible() and budget > 0 and self.waiting[0].num_known <= room:
             slot, request = t.free_slot(), self.waiting[0]
-            if slot is None or not self._admit(slot, request, grants):
+            admission = None if slot is None else self._admit(slot, request)
+            if slot is None or admission is None:
                 break
             self.waiting.popleft()
             room -= request.num_known
-            updates.append(self._slot_update(request))
+            admitted.append(admission)
             budget -= self._take_chunk(slot, budget, chunks)
-        return chunks, updates, grants
+        return chunks, admitted
 
     def admissible(self) -> bool:
         """Whether the oldest request that waits may be admitted; those that have begun are older than all others."""
@@ -182,8 +197,8 @@ class Scheduler:
         leaving = np.flatnonzero(self.slots.leaving).tolist()
         return any(r is not None and r.status is Status.RUNNING for r in (self.slots.request[slot] for slot in leaving))
 
-    def _admit(self, slot: int, request: Request, grants: list[Array]) -> bool:
-        """Place a request, sharing the blocks that already hold its beginning; False when there is no room for the rest.
+    def _admit(self, slot: int, request: Request) -> Admission | None:
+        """Place a request, sharing the blocks that already hold its beginning; None when there is no room for the rest.
 
         It is granted all of its prefill and the first window at once, so a prefill never stalls half-way. At least one row is
         always left to compute: the hidden state behind the last known token starts the drafts."""
@@ -195,14 +210,15 @@ class Scheduler:
         need = min(len(known) + limits.window + 2 * limits.num_drafts, request.max_total)
         rest = int(ledger.blocks_for(need)) - len(shared)
         if rest > ledger.room_beside(shared):
-            return False
+            return None
         self.slots.occupy(slot, request, known=known, prefill_len=prefill_len, num_cached=len(shared) * limits.block_size)
-        grants.append(ledger.adopt(slot, shared, known))
+        ledger.adopt(slot, shared, known)
         self.num_looked_up += prefill_len * share
         if request.params.max_drafts == 0:
             ledger.keep_private(slot)  # steps without drafts leave the proposer's rows unwritten
-        grants.append(ledger.grant(np.array([slot]), np.array([rest])))
-        return True
+        ledger.grant(np.array([slot]), np.array([rest]))
+        num_cached, epoch = len(shared) * limits.block_size, int(self.slots.epoch[slot])
+        return Admission(request, slot, epoch, known, prefill_len, num_cached, ledger.granted(slot))
 
     def _take_chunk(self, slot: int, budget: int, chunks: list[tuple[int, int]]) -> int:
         chunk = min(budget, int(self.slots.prefill_len[slot] - self.slots.prefill_planned[slot]))
@@ -214,15 +230,16 @@ class Scheduler:
 
     # -- assembling --------------------------------------------------------------------------------
     def _assemble(
-        self, decode: Array, windows: int, chunks: list[tuple[int, int]], slot_updates: list[Array], grants: list[Array]
-    ) -> StepPlan:
+        self, decode: Array, window_rows: Array, chunks: list[tuple[int, int]], admitted: list[Admission], grant: Grant, *,
+        window: int, num_drafts: int,
+    ) -> StepPlan:  # fmt: skip
         t = self.slots
-        slots, rows = self._launch_order(decode, chunks)
+        slots, rows = self._launch_order(decode, window_rows, chunks)
+        windows = int(window_rows.sum())
         runs_window = t.phase[slots] == _DECODE
         emits = runs_window | (t.prefill_planned[slots] + rows == t.num_known[slots])
         flights = np.zeros_like(t.flights)
-        flights[:, slots] = np.ones(len(slots), bool), runs_window, emits
-        admitted = [int(update[SlotUpdate.SLOT]) for update in slot_updates]
+        flights[:, slots] = np.ones(len(slots), bool), runs_window, emits, runs_window * window
         num_top = self._num_top(slots)
         prompt_top, num_prompt_rows = self._prompt_top(chunks)
         return StepPlan(
@@ -233,27 +250,24 @@ class Scheduler:
             decode=runs_window,
             emits=emits,
             flights=flights,
-            slot_updates=np.stack(slot_updates) if slot_updates else self._no_slot_updates,
-            token_updates=self._token_updates(admitted) if admitted else _NO_TRIPLES,
-            block_updates=np.concatenate(grants) if len(grants) > 1 else grants[0],
+            writes=self._writer.admissions(admitted, *grant) if admitted else self._writer.grants(*grant),
             num_rows=windows + sum(c for _, c in chunks),
             num_logit_rows=windows + sum(self._is_last(s, c) for s, c in chunks),
+            window=window,
+            num_drafts=num_drafts,
             has_prefill=bool(chunks),
             drafting=bool((t.window[slots] > 1).any()),
             sampling=bool(t.sampling[slots].any()),
             processed=bool(t.processed[slots].any()),
-            bias_updates=bias_updates(t.request, admitted) if admitted else _NO_BIASES,
-            bad_word_updates=bad_word_updates(t.request, admitted) if admitted else _NO_TRIPLES,
             num_top=num_top,
-            drawn_top=None if num_top is None else np.where(t.sampling, num_top, np.int32(-1)),
             prompt_top=prompt_top,
             num_prompt_rows=num_prompt_rows,
         )
 
-    def _launch_order(self, decode: Array, chunks: list[tuple[int, int]]) -> tuple[Array, Array]:
+    def _launch_order(self, decode: Array, windows: Array, chunks: list[tuple[int, int]]) -> tuple[Array, Array]:
         """Slots and planned rows in the order the backend packs them."""
         slots = np.concatenate((np.array([s for s, _ in chunks], np.intp), decode))
-        rows = np.concatenate((np.array([c for _, c in chunks], np.int32), self.slots.window[decode]))
+        rows = np.concatenate((np.array([c for _, c in chunks], np.int32), windows))
         if self.row_order == "slot":
             order = np.argsort(slots, kind="stable")
         elif self.row_order == "seeded":
@@ -288,37 +302,6 @@ class Scheduler:
             return 0
         begin = int(t.prefill_planned[slot])
         return max(min(begin + chunk, int(t.prompt_len[slot]) - 1) - begin, 0)
-
-    def _token_updates(self, admitted: list[int]) -> Array:
-        """The whole known text of the slots admitted in this step: drafts and penalties look back, the draft's rows one ahead."""
-        t = self.slots
-        counts = t.num_known[admitted]
-        updates = np.empty((int(counts.sum()), 3), np.int32)
-        end = np.cumsum(counts)
-        for slot, first, last in zip(admitted, (end - counts).tolist(), end.tolist(), strict=True):
-            part = updates[first:last]
-            part[:, 0], part[:, 1], part[:, 2] = slot, np.arange(last - first), t.tokens[slot, : last - first]
-        return updates
-
-    def _slot_update(self, request: Request) -> Array:
-        t, slot, params = self.slots, request.slot, request.params
-        row = np.full(SLOT_UPDATE_STOP_TOKENS + self.limits.max_stop_tokens, NO_TOKEN, np.int32)
-        row[SlotUpdate.SLOT], row[SlotUpdate.PHASE] = slot, Phase.PREFILL
-        row[SlotUpdate.PROMPT_LEN] = t.prompt_len[slot]
-        row[SlotUpdate.NUM_GENERATED] = t.num_known[slot] - t.prompt_len[slot]
-        row[SlotUpdate.KV_LEN] = t.kv_len[slot]
-        row[SlotUpdate.PREFILL_LEN] = t.prefill_len[slot]
-        row[SlotUpdate.MAX_TOTAL], row[SlotUpdate.EPOCH] = t.max_total[slot], t.epoch[slot]
-        row[SlotUpdate.TOP_K] = params.top_k
-        row[SlotUpdate.SEED_LOW : SlotUpdate.SEED_HIGH + 1] = np.array(request.seed, np.uint32).view(np.int32)
-        penalties = params.repetition_penalty, params.presence_penalty, params.frequency_penalty
-        floats = np.array((params.temperature, params.top_p, params.min_p, *penalties), np.float32)
-        row[SlotUpdate.TEMPERATURE : SlotUpdate.FREQUENCY_PENALTY + 1] = floats.view(np.int32)
-        row[SlotUpdate.MIN_TOKENS] = params.min_tokens
-        row[SlotUpdate.NUM_BIASES], row[SlotUpdate.BAD_LEN] = len(params.biases), len(request.bad_words)
-        stops = request.stop_token_ids
-        row[SLOT_UPDATE_STOP_TOKENS : SLOT_UPDATE_STOP_TOKENS + len(stops)] = stops
-        return row
 
     def _advance(self, plan: StepPlan) -> None:
         """Move the planned state behind this step."""

@@ -24,7 +24,8 @@ class SlotTable:
     `window`: rows of a round at most, the drafts that the request lets be verified and one.
     Planned: `phase` (PREFILL until its last chunk is planned), `prefill_planned` rows.
     In flight: `in_flight` steps that hold the slot, `in_flight_decode` those that run a window, `in_flight_tokens` those that
-    emit at least one token unless paused; `flights` [3, B] is the three of them. `leaving`: not scheduled any more, released
+    emit at least one token unless paused, `in_flight_rows` what windows may add to the text; `flights` [4, B] is the four of
+    them. `leaving`: not scheduled any more, released
     once nothing is in flight.
     For output: `told`, `told_rounds` (tokens and rounds that were reported), and whether somebody waits for more: `streaming`,
     `watched` (a stop string may end it), `fresh` (no token yet). `reports`: log probabilities that steps brought, for whoever
@@ -54,8 +55,8 @@ class SlotTable:
         self.streaming = np.zeros(b, bool)
         self.watched = np.zeros(b, bool)
         self.fresh = np.zeros(b, bool)
-        self.flights = np.zeros((3, b), np.int64)
-        self.in_flight, self.in_flight_decode, self.in_flight_tokens = self.flights
+        self.flights = np.zeros((4, b), np.int64)
+        self.in_flight, self.in_flight_decode, self.in_flight_tokens, self.in_flight_rows = self.flights
         self.tokens = np.full((b, limits.max_len + limits.window), NO_TOKEN, np.int32)
         self.rounds = np.zeros((b, limits.max_len), np.uint8)
         self.round_drafts = np.zeros((b, limits.max_len), np.uint8)
@@ -89,7 +90,7 @@ class SlotTable:
         self.max_total[slot] = request.max_total
         self.window[slot] = self._most_rows(request.params.max_drafts)
         self.sampling[slot] = request.params.temperature > 0
-        self.processed[slot] = request.params.processed
+        self.processed[slot] = request.processed
         self.told[slot], self.told_rounds[slot] = request.told
         self.streaming[slot], self.watched[slot] = request.stream, bool(request.params.stop)
         self.fresh[slot] = request.first_token_s is None

@@ -28,6 +28,8 @@ class EngineTotals:
     """By draft position: rounds in which that draft became output."""
     drafted_at: list[int] = field(default_factory=list)
     """By draft position: rounds that verified a draft there."""
+    drafts_per_step: list[int] = field(default_factory=list)
+    """By number of drafts: steps that were to make so many for a slot."""
     paused: int = 0
     """Rounds that a sequence missed because it had no blocks for them."""
 

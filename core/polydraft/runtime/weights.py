@@ -5,7 +5,7 @@ The engine loads with it at start-up and for `update_weights`. It never keeps a 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -14,17 +14,8 @@ from polydraft.backend import Weight
 from polydraft.device import Array
 from polydraft.errors import CheckpointError
 from polydraft.kernel_table import BoundTable
-from polydraft.models.description import ModelDescription
-
-ROLES = {"embed": "embedding", "norm": "norm", "lm_head": "linear"}
-"""Role of a canonical tensor for `prepare_weight`; that of the others follows from their last part."""
-
-
-def role_of(name: str) -> str:
-    """Role of a canonical tensor: embedding, norm, bias or linear."""
-    last = name.rsplit(".", 1)[-1]
-    return ROLES.get(name) or ("norm" if last.endswith("norm") else "bias" if last.endswith("bias") else "linear")
-
+from polydraft.models.block import Role
+from polydraft.models.description import ModelDescription, block_weights
 
 DRAFT_HEAD = "mtp.0.draft_head"
 """The rows of `lm_head` that score a reduced draft vocabulary."""
@@ -50,24 +41,32 @@ class WithDraftHead(Mapping[str, Array]):
         return len(self._canonical) + 1
 
 
-BLOCK = ("input_norm", "qkv", "qkv_bias", "q_norm", "k_norm", "o", "post_norm", "gate_up", "down")
-"""Last parts of the names of a block's tensors; an MTP layer has others besides."""
+def roles(model: ModelDescription) -> dict[str, Role]:
+    """Role of each canonical tensor of a model for `prepare_weight`, as its modules declare them."""
+    return {name: one.role for name, one in model.weights().items()} | {DRAFT_HEAD: "linear"}
 
 
-def wanted(canonical: Mapping[str, Array], *, drafts_with_mtp: bool, own: tuple[str, ...] = ()) -> list[str]:
-    """The tensors an engine needs: those of the MTP head only when it drafts with it, and none of the blocks in `own`, given by
-    prefix, which compute themselves."""
-    names = [name for name in canonical if drafts_with_mtp or not name.startswith("mtp.")]
-    left_out = {f"{prefix}.{part}" for prefix in own for part in BLOCK}
-    return [name for name in names if name not in left_out]
+def wanted(
+    canonical: Mapping[str, Array], model: ModelDescription, *, drafting: Collection[str], own: Collection[str] = ()
+) -> list[str]:
+    """The tensors an engine needs: of the MTP head those of the layers that its proposer drafts with (`drafting`), and none of
+    the blocks in `own`, which compute themselves. Both are given by prefix."""
+    layers = {**model.layers, **(model.mtp.layers if model.mtp else {})}
+    left_out = block_weights({prefix: layers[prefix] for prefix in own if prefix in layers}, model.hidden_size)
+    kept = tuple(f"{prefix}." for prefix in drafting)
+    return [name for name in canonical if name not in left_out and (not name.startswith("mtp.") or name.startswith(kept))]
 
 
-def prepare(table: BoundTable, canonical: Mapping[str, Array], names: list[str], *, dtype: str) -> dict[str, Weight]:
+def prepare(
+    table: BoundTable, canonical: Mapping[str, Array], names: Iterable[str], roles: Mapping[str, Role], *, dtype: str
+) -> dict[str, Weight]:
     """Prepare each named tensor once; one canonical array is alive at a time."""
-    return {name: table.prepare_weight(role_of(name), canonical[name], dtype) for name in names}
+    return {name: table.prepare_weight(roles[name], canonical[name], dtype) for name in names}
 
 
-def refill(table: BoundTable, canonical: Mapping[str, Array], weights: dict[str, Weight], *, dtype: str) -> bool:
+def refill(
+    table: BoundTable, canonical: Mapping[str, Array], weights: dict[str, Weight], roles: Mapping[str, Role], *, dtype: str
+) -> bool:
     """Refill `weights` in place from other values; True when some weight came to lie at another address.
 
     Every value is read (and so checked) before the first is written: a bad tensor leaves the old weights whole."""
@@ -75,7 +74,7 @@ def refill(table: BoundTable, canonical: Mapping[str, Array], weights: dict[str,
         canonical[name]
     moved = False
     for name, previous in weights.items():
-        fresh = table.prepare_weight(role_of(name), canonical[name], dtype, previous)
+        fresh = table.prepare_weight(roles[name], canonical[name], dtype, previous)
         moved |= fresh is not previous
         weights[name] = fresh
     return moved

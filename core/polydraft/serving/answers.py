@@ -1,19 +1,19 @@
-"""Owns the answers: what a text of the engine becomes in OpenAI's JSON, whole or in pieces.
+"""What a text of the engine becomes in OpenAI's JSON, whole or in pieces.
 
-Routes feed it the news of a request as they come. Token texts, log probabilities and provenance are made here, in the process
-that talks to clients, and only for those who asked.
+The service feeds it the deltas of a request as they come. Token texts, and the JSON of log probabilities and provenance, are made
+here, in the process that talks to clients, and only for those who asked.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-from polydraft.device import Array
 from polydraft.models.tokenizer import Tokenizer
-from polydraft.runtime.news import News
-from polydraft.runtime.provenance import origins
+from polydraft.output.provenance import origin
+from polydraft.output.request_delta import RequestDelta
+from polydraft.output.request_output import SOURCE_NAMES
 from polydraft.sentinels import NO_TOKEN
 from polydraft.serving.wire import Span
 
@@ -38,14 +38,6 @@ class TokenTexts:
         return self._known[token]
 
 
-class Rows(NamedTuple):
-    """Log probabilities of some tokens, [n, C] and [n], copied out of the record that brought them."""
-
-    ids: Array
-    logprobs: Array
-    draft_logprobs: Array
-
-
 class Choice:
     """One text on its way to a client."""
 
@@ -55,34 +47,35 @@ class Choice:
         self.token_ids: list[int] = []
         self.rounds: list[int] = []
         self.round_drafts: list[int] = []
-        self.forced: set[int] = set()
+        self.origins: list[int] = []
+        """Who proposed each token, a word each."""
         self.finish = ""
         self.error = ""
         self._timing: dict[str, Any] = {"step_ms": 0.0, "host_gap_ms": 0.0, "spans": []}
-        self._rows: list[tuple[Rows, int]] = []
-        self._prompt_rows: tuple[Rows, int] | None = None
+        self._rows: list[Any] = []
+        """Log probabilities by token, of `row_type`; none where none were asked for."""
+        self._prompt_rows: list[Any] = []
+        """Likewise of the prompt from its second token on."""
         self._told = 0
         self._offset = 0
 
-    def feed(self, news: News) -> str:
+    def feed(self, delta: RequestDelta) -> str:
         """Take what is new; returns the new text."""
-        start = len(self.token_ids)
-        self.token_ids += news.token_ids.tolist()
-        self.rounds += news.rounds.tolist()
-        self.round_drafts += news.round_drafts.tolist()
-        self.forced.update(news.forced.tolist())
-        if len(news.ranks):
-            rows = Rows(news.ids.copy(), news.logprobs.copy(), news.draft_logprobs.copy())
-            self._rows += [(rows, row) for row in range(len(self.token_ids) - start)]
-            if len(news.ranks) > len(news.token_ids):
-                self._prompt_rows = rows, len(news.token_ids)
-        self.text += news.text
-        self.finish, self.error = news.finish, news.error
-        return news.text
+        self.token_ids += delta.token_ids.tolist()
+        self.origins += delta.origins.tolist()
+        self.rounds += delta.rounds.tolist()
+        self.round_drafts += delta.round_drafts.tolist()
+        if len(delta.logprobs):  # copies: the message has the deltas of other requests, too
+            self._rows += list(delta.logprobs.copy())
+        if len(delta.prompt_logprobs):
+            self._prompt_rows = list(delta.prompt_logprobs.copy())
+        self.text += delta.text
+        self.finish, self.error = delta.finish, delta.error
+        return delta.text
 
     # -- what was asked for ------------------------------------------------------------------------
     def time(self, step_ms: float, host_gap_ms: float, spans: Sequence[Span]) -> None:
-        """How long the step that brought the last news took, and what went on where since the news before."""
+        """How long the step that brought the last delta took, and what went on where since the one before."""
         self._timing["step_ms"], self._timing["host_gap_ms"] = round(step_ms, 3), round(host_gap_ms, 3)
         self._timing["spans"] += spans
 
@@ -100,26 +93,23 @@ class Choice:
     def provenance(self, places: range) -> list[dict[str, Any]]:
         """Who proposed the tokens at these places, their probability and round."""
         told = []
-        sources = origins(len(self.token_ids), self.rounds, self.round_drafts, self.forced)
-        for place, (source, position, number) in enumerate(sources):
-            if place in places:
-                token = self.token_ids[place]
-                record: dict[str, Any] = {"token_id": token, "token": self._texts.of(token), "source": source}
-                record |= {"draft_position": position or None, "round": number if number >= 0 else None}
-                record["round_drafts"] = self.round_drafts[number] if number >= 0 else None
-                if place < len(self._rows):
-                    rows, row = self._rows[place]
-                    record["probability"] = math.exp(float(rows.logprobs[row, 0]))
-                    drawn = float(rows.draft_logprobs[row])
-                    record["draft_probability"] = None if math.isnan(drawn) else math.exp(drawn)
-                told.append(record)
+        for place in places:
+            token, (source, position, number) = self.token_ids[place], origin(self.origins[place])
+            record: dict[str, Any] = {"token_id": token, "token": self._texts.of(token), "source": SOURCE_NAMES[source]}
+            record |= {"draft_position": position or None, "round": number if number >= 0 else None}
+            record["round_drafts"] = self.round_drafts[number] if number >= 0 else None
+            if place < len(self._rows):
+                row = self._rows[place]
+                record["probability"] = math.exp(float(row["logprobs"][0]))
+                record["draft_probability"] = math.exp(float(row["draft_logprob"])) if position else None
+            told.append(record)
         return told
 
     def chat_logprobs(self, places: range, top: int) -> dict[str, Any]:
         """`logprobs` of a chat's choice."""
         content = []
         for place in places:
-            pairs = self._pairs(*self._rows[place])
+            pairs = self._pairs(self._rows[place])
             one = self._chat_token(*pairs[0])
             content.append({**one, "top_logprobs": [self._chat_token(*pair) for pair in pairs[1 : top + 1]]})
         return {"content": content, "refusal": None}
@@ -128,7 +118,7 @@ class Choice:
         """`logprobs` of a completion's choice."""
         told: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for place in places:
-            self._add_row(told, *self._rows[place], top)
+            self._add_row(told, self._rows[place], top)
         return dict(told)
 
     def prompt_logprobs(self, top: int) -> dict[str, list[Any]]:
@@ -138,14 +128,12 @@ class Choice:
         for part, value in (("tokens", first), ("token_logprobs", None), ("top_logprobs", None), ("text_offset", 0)):
             told[part].append(value)
         self._offset = len(first)
-        if self._prompt_rows is not None:
-            rows, start = self._prompt_rows
-            for row in range(start, len(rows.ids)):
-                self._add_row(told, rows, row, top)
+        for row in self._prompt_rows:
+            self._add_row(told, row, top)
         return told
 
-    def _add_row(self, told: dict[str, list[Any]], rows: Rows, row: int, top: int) -> None:
-        pairs = self._pairs(rows, row)
+    def _add_row(self, told: dict[str, list[Any]], row: Any, top: int) -> None:
+        pairs = self._pairs(row)
         text = self._texts.of(pairs[0][0])
         told["tokens"].append(text)
         told["token_logprobs"].append(pairs[0][1])
@@ -155,8 +143,8 @@ class Choice:
         self._offset += len(text)
 
     @staticmethod
-    def _pairs(rows: Rows, row: int) -> list[tuple[int, float]]:
-        ids, values = rows.ids[row].tolist(), rows.logprobs[row].tolist()
+    def _pairs(row: Any) -> list[tuple[int, float]]:
+        ids, values = row["ids"].tolist(), row["logprobs"].tolist()
         return [(t, v if math.isfinite(v) else IMPOSSIBLE) for t, v in zip(ids, values, strict=True) if t != NO_TOKEN]
 
     def _chat_token(self, token: int, value: float) -> dict[str, Any]:

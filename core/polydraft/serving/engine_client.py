@@ -1,4 +1,4 @@
-"""Owns the engine as the HTTP side sees it: its process, its restarts, and one queue of news a request.
+"""The engine as the HTTP side sees it: its process, its restarts, and one queue of deltas a request.
 
 The routes call `generate`, `stats` and `update_weights`. When the process dies every waiting request is told so, and another
 one is started. It never blocks the event loop and never sees a token that the engine did not send.
@@ -15,19 +15,19 @@ import tempfile
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import zmq
 import zmq.asyncio
 
 from polydraft.errors import DeviceError, PolydraftError, RecordError, RequestError
-from polydraft.runtime.news import News, unpack
+from polydraft.output.request_delta import RequestDelta, unpack
 from polydraft.serving import wire
 
 MOST_RESTARTS, RESTART_WINDOW_S = 5, 120.0
 """More deaths than this within the window, and the server gives up on its engine."""
 MOST_WAITING = 4096
-"""Pieces of news that may wait for one client."""
+"""Deltas that may wait for one client."""
 STOP_S = 5.0
 """Seconds that a worker has to leave when it is asked to."""
 
@@ -48,17 +48,8 @@ class Overrun(PolydraftError):  # noqa: N818  likewise
     """A client takes its text so slowly that it is given up."""
 
 
-class Delivery(NamedTuple):
-    """News of one request, with how long their step took on the host, how long the host took since the one before, in ms, and
-    what went on where."""
-
-    news: News
-    step_ms: float
-    host_gap_ms: float
-    spans: list[wire.Span]
-
-
-_Queue: TypeAlias = "asyncio.Queue[Delivery | PolydraftError | asyncio.TimeoutError]"
+_Queue: TypeAlias = "asyncio.Queue[tuple[RequestDelta, wire.Outputs] | PolydraftError | asyncio.TimeoutError]"
+"""Deltas, each beside the event that brought it, which has the timing of its step; or why there will be no more."""
 
 
 def _late(queue: _Queue) -> None:
@@ -204,7 +195,7 @@ class EngineClient:
                 return
 
     def _take(self, event: wire.Event) -> None:
-        if isinstance(event, wire.News):
+        if isinstance(event, wire.Outputs):
             self._deliver(event)
         elif isinstance(event, wire.Refused):
             if event.handle in self._waiting:
@@ -225,14 +216,14 @@ class EngineClient:
                     waiting.set_result(event)
             self._stats.clear()
 
-    def _deliver(self, event: wire.News) -> None:
-        """News to their queues; those of requests that nobody waits for any more are dropped."""
-        for news in unpack(event.record):
-            queue = self._waiting.get(news.handle)
+    def _deliver(self, event: wire.Outputs) -> None:
+        """Deltas to their queues; those of requests that nobody waits for any more are dropped."""
+        for delta in unpack(event.deltas):
+            queue = self._waiting.get(delta.handle)
             if queue is None:
                 continue
             if queue.qsize() < MOST_WAITING:
-                queue.put_nowait(Delivery(news, event.step_ms, event.host_gap_ms, event.spans))
+                queue.put_nowait((delta, event))
             else:
                 self._drop(queue)
 
@@ -273,8 +264,9 @@ class EngineClient:
     # -- requests ----------------------------------------------------------------------------------
     async def generate(
         self, prompts: Sequence[tuple[Sequence[int], Mapping[str, Any]]], *, first_s: float
-    ) -> AsyncGenerator[tuple[int, Delivery], None]:
-        """Serve requests together: yields (index, news) as they come, until all have ended. Closing it aborts what is left.
+    ) -> AsyncGenerator[tuple[int, RequestDelta, wire.Outputs], None]:
+        """Serve requests together: yields (index, delta, event that brought it) as they come, until all have ended. Closing it
+        aborts what is left.
 
         Raises `Busy` where the engine has no room for all of them, `RequestError` for a wrong one, `EngineGone` when its process
         ends, and `TimeoutError` when nothing has come `first_s` seconds after the start."""
@@ -286,21 +278,21 @@ class EngineClient:
         queue: _Queue = asyncio.Queue()
         left = set(handles)
         self._waiting |= dict.fromkeys(handles, queue)
-        # Not `wait_for`: before Python 3.12 it loses a cancellation that comes together with the news.
+        # Not `wait_for`: before Python 3.12 it loses a cancellation that comes together with a delta.
         late = asyncio.get_running_loop().call_later(first_s, _late, queue)
         try:
             for handle, (prompt, params) in zip(handles, prompts, strict=True):
                 await self._send(wire.Add(handle, list(prompt), dict(params)))
             while left:
-                delivery = await queue.get()
+                brought = await queue.get()
                 late.cancel()
-                if isinstance(delivery, Exception):
-                    raise delivery
-                news = delivery.news
-                if news.finish:
-                    left.discard(news.handle)
-                    self._waiting.pop(news.handle, None)
-                yield handles[news.handle], delivery
+                if isinstance(brought, Exception):
+                    raise brought
+                delta, event = brought
+                if delta.finish:
+                    left.discard(delta.handle)
+                    self._waiting.pop(delta.handle, None)
+                yield handles[delta.handle], delta, event
         finally:
             late.cancel()
             await asyncio.shield(self._abort([handle for handle in left if self._waiting.pop(handle, None) is not None]))

@@ -1,14 +1,14 @@
 """Owns the timeline of a serving engine, step by step: what the host did when, and when the device was at work.
 
-The worker drains it into the news of each step. It times the rooms of a step and no launch, and never keeps what was drained.
+The worker drains it into what each step brings. It times the rooms of a step and no launch, and never keeps what was drained.
 """
 
 from __future__ import annotations
 
 from polydraft.engine import Engine
+from polydraft.instruments.timeline import BOUND, EXACT, ROOMS
+from polydraft.instruments.trace import Trace
 from polydraft.serving import wire
-from polydraft.timeline import BOUND, EXACT, ROOMS
-from polydraft.trace import Recorder
 
 MOST_SPANS = 4096
 """Spans that wait to be told at most; the oldest go first."""
@@ -23,7 +23,8 @@ class Lanes:
     step's launch to the end of the wait for its snapshot, which is an upper bound. `said` says which of them it is."""
 
     def __init__(self, engine: Engine) -> None:
-        self._recorder = Recorder(engine, calls=False)
+        """`engine` was built with a trace of its rooms alone."""
+        self._trace = engine.instruments[Trace]
         self._exact = not engine.info.capabilities.asynchronous
         self._launched: dict[int, float] = {}
         self._spans: list[wire.Span] = []
@@ -39,9 +40,9 @@ class Lanes:
         return spans
 
     def note(self) -> None:
-        """Take over what the recorder has, so that it does not grow while nobody drains."""
+        """Take over what the trace has, so that it does not grow while nobody drains."""
         uploaded: dict[int, float] = {}
-        for span in self._recorder.drain():
+        for span in self._trace.drain():
             if span.name in SHOWN:
                 self._add("host", span.name, span.start_s, span.end_s)
             if span.name == "upload":

@@ -1,4 +1,4 @@
-"""Owns the work of the server: bodies become jobs, jobs are served by the engine, and its news become answers.
+"""The work of the server: bodies become jobs, jobs are served by the engine, and its deltas become answers.
 
 The routes call it. It checks and shapes; it opens no socket, and no client can hold the engine up through it.
 """
@@ -140,19 +140,19 @@ class Service:
             raise HttpError(404, f"model {name!r} is not served here, wanted {self.name!r}; see /v1/models", "not_found_error")
 
     # -- serving a job -----------------------------------------------------------------------------
-    async def news(self, job: Job) -> AsyncGenerator[tuple[Choice, str], None]:
+    async def updates(self, job: Job) -> AsyncGenerator[tuple[Choice, str], None]:
         """(choice, new text) as the engine brings it; counts as it goes."""
         last = dict.fromkeys(range(len(job.choices)), job.begin)
         self.metrics.prompt_tokens.inc(
             sum(len(c.prompt_ids) for c in job.choices[:: max(len(job.choices) // job.num_prompts, 1)])
         )
         async with contextlib.aclosing(self.client.generate(job.asks, first_s=self.settings.queue_s)) as stream:
-            async for index, delivery in stream:
-                news, choice, now = delivery.news, job.choices[index], time.monotonic()
+            async for index, delta, event in stream:
+                choice, now = job.choices[index], time.monotonic()
                 if job.body.provenance:
-                    choice.time(delivery.step_ms, delivery.host_gap_ms, delivery.spans)
-                fresh, count = not choice.token_ids, len(news.token_ids)
-                text = choice.feed(news)
+                    choice.time(event.step_ms, event.host_gap_ms, event.spans)
+                fresh, count = not choice.token_ids, len(delta.token_ids)
+                text = choice.feed(delta)
                 if count:
                     self.metrics.generation_tokens.inc(count)
                     if fresh:
@@ -160,16 +160,16 @@ class Service:
                     else:
                         self.metrics.itl.observe((now - last[index]) / count)
                     last[index] = now
-                if news.finish:
+                if delta.finish:
                     self.metrics.e2e.observe(now - job.begin)
-                    self.metrics.ended(news.finish, len(choice.prompt_ids), len(choice.token_ids))
-                if news.finish == "error":
-                    raise HttpError(500, f"the text ended with an error: {news.error}", "server_error")
+                    self.metrics.ended(delta.finish, len(choice.prompt_ids), len(choice.token_ids))
+                if delta.finish == "error":
+                    raise HttpError(500, f"the text ended with an error: {delta.error}", "server_error")
                 yield choice, text
 
     async def whole(self, job: Job) -> dict[str, Any]:
         """The answer of a request that does not stream."""
-        async with contextlib.aclosing(self.news(job)) as stream:
+        async with contextlib.aclosing(self.updates(job)) as stream:
             async for _ in stream:
                 pass
         return {**self._head(job), "choices": [self._choice(job, c) for c in job.choices], "usage": self._usage(job)}
@@ -208,13 +208,13 @@ class Service:
         return self.tokenizer.decode(choice.prompt_ids) if echo else ""
 
     async def chunks(self, job: Job) -> AsyncGenerator[dict[str, Any], None]:
-        """The events of a stream. An `echo` waits for its first piece; a piece without news of any kind is left out."""
+        """The events of a stream. An `echo` waits for its first delta; one that brings nothing to tell is left out."""
         head, chat = self._head(job, chunk=True), job.kind == "chat.completion"
         options = job.body.stream_options
         with_usage = options is not None and options.include_usage
         rest: dict[str, Any] = {"usage": None} if with_usage else {}
         begun: set[int] = set()
-        async with contextlib.aclosing(self.news(job)) as stream:
+        async with contextlib.aclosing(self.updates(job)) as stream:
             async for choice, text in stream:
                 first, places = choice.index not in begun, choice.new_tokens()
                 begun.add(choice.index)
@@ -235,7 +235,7 @@ class Service:
         self._ended(job, 200)
 
     async def answer(self, request: Request, job: Job) -> Any:
-        """Serve a job; the first news (or error) is waited for, so that what goes wrong before it has its own status."""
+        """Serve a job; the first delta (or error) is waited for, so that what goes wrong before it has its own status."""
         if not job.body.stream:
             answer = await self._while_wanted(request, job, self.whole(job))
             self._ended(job, 200)

@@ -1,7 +1,7 @@
-"""Owns what the two processes of the server say to each other: commands down and events up, typed and without pickles.
+"""What the two processes of the server say to each other: commands down and events up, typed and without pickles.
 
 The client of the engine encodes commands, the worker answers with events; both are msgpack of tagged records that msgspec checks
-field by field. The news of a step are one packed record (`polydraft.runtime.news`) inside an event. It never opens a socket.
+field by field. What steps brought is one packed message (`polydraft.output.request_delta`) inside an event.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import msgspec
 
 from polydraft.errors import RecordError
 
-VERSION = 2
+VERSION = 3
 Span = tuple[str, str, float, float]
 """Of a step's timeline: "host" or "device", what it was, its start and length in milliseconds of the engine's clock."""
 
@@ -76,11 +76,11 @@ class Unready(msgspec.Struct, tag=True, frozen=True):
     error: str
 
 
-class News(msgspec.Struct, tag=True, frozen=True):
-    """What a step brought: a record of `polydraft.runtime.news`, how long it took on the host, the time since the last, and what
-    went on where since the last news."""
+class Outputs(msgspec.Struct, tag=True, frozen=True):
+    """What a step brought: packed deltas of requests (`polydraft.output.request_delta`), how long it took on the host, the time
+    since the last, and what went on where since the last outputs."""
 
-    record: bytes
+    deltas: bytes
     step_ms: float = 0.0
     host_gap_ms: float = 0.0
     spans: list[Span] = []
@@ -133,7 +133,7 @@ class Stats(msgspec.Struct, tag=True, frozen=True):
 
 
 Command = Start | Add | Abort | UpdateWeights | AskStats | Stop
-Event = Ready | Unready | News | Refused | Done | Stats
+Event = Ready | Unready | Outputs | Refused | Done | Stats
 _encoder = msgspec.msgpack.Encoder()
 _commands, _events = msgspec.msgpack.Decoder(Command), msgspec.msgpack.Decoder(Event)
 

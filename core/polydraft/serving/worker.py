@@ -1,9 +1,9 @@
-"""Owns the engine's process: one engine on one thread, commands in, the news of its steps out on another.
+"""The engine's process of the server: one engine on one thread, commands in, what its steps bring out on another.
 
 `python -m polydraft.serving.worker COMMANDS EVENTS` is started by the server's engine client and connects to its two sockets.
-The engine's thread takes commands and steps; what is new it hands over as arrays. The other thread makes texts and records of
-them and sends those. A slow reader never holds a step up: what nobody has made room for stays in the engine, where the news of
-further steps join it. It never opens a port and never looks at HTTP.
+The engine's thread takes commands and steps; what is new it hands over as arrays (`EngineOutputs`). The other thread makes texts
+and deltas of them and sends those. A slow reader never holds a step up: what nobody has made room for stays in the engine, where
+what further steps bring joins it. It never opens a port and never looks at HTTP.
 """
 
 from __future__ import annotations
@@ -15,17 +15,18 @@ import sys
 import threading
 import time
 import traceback
-from typing import Any, NamedTuple
+from typing import Any
 
 import zmq
 
 from polydraft.config import EngineConfig
 from polydraft.engine import Engine
 from polydraft.errors import DeviceError, PolydraftError, RequestError
+from polydraft.instruments.trace import Trace
 from polydraft.models.tokenizer import Tokenizer
-from polydraft.runtime.news import news_of, pack
-from polydraft.runtime.output import Converter
-from polydraft.runtime.taken import Taken
+from polydraft.output.engine_outputs import EngineOutputs
+from polydraft.output.output_processor import OutputProcessor
+from polydraft.output.request_delta import pack
 from polydraft.sampling_params import SamplingParams
 from polydraft.sentinels import Phase
 from polydraft.serving import wire
@@ -34,51 +35,46 @@ from polydraft.serving.lanes import Lanes
 IDLE_MS = 200
 """How long the worker sleeps at most without work; a command wakes it."""
 FULL_MS = 20
-"""Likewise while news wait for room."""
+"""Likewise while outputs wait for room."""
 ORPHANED_S = 10
 """Seconds after the server's process vanished within which the worker ends."""
 MOST_BATCHES = 32
-"""Batches of news on their way out; while there are as many, further ones stay in the engine and become one."""
+"""Batches of outputs on their way out; while there are as many, further ones stay in the engine and become one."""
 SWITCH_S = 5e-4
 """How long a thread may keep the interpreter from the other one."""
 
 
-class Batch(NamedTuple):
-    """News of one or more steps, with how long the last took on the host and how long the host took before it, in ms, and what
-    went on where."""
-
-    taken: Taken
-    step_ms: float
-    host_gap_ms: float
-    spans: list[wire.Span]
+Timing = tuple[float, float, list[wire.Span]]
+"""How long a step took on the host and how long the host took before it, in ms, and what went on where; see `wire.Outputs`."""
 
 
 class Sender:
-    """The thread that makes records of news and sends them, and every other event in its turn. `failure`: what it ended of."""
+    """The thread that makes deltas of outputs and sends them, and every other event in its turn. `failure`: what it ended of."""
 
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
         self._socket = socket
-        self._queue: queue.Queue[Batch | wire.Event | Tokenizer | None] = queue.Queue()
-        self._converter: Converter | None = None
+        self._queue: queue.Queue[tuple[EngineOutputs, Timing] | wire.Event | Tokenizer | None] = queue.Queue()
+        self._processor: OutputProcessor | None = None
         self._thread = threading.Thread(target=self._run, name="sender", daemon=True)
         self.failure: BaseException | None = None
         self._thread.start()
 
     @property
     def full(self) -> bool:
-        """Whether news should stay where they are for now."""
+        """Whether outputs should stay where they are for now."""
         return self._queue.qsize() >= MOST_BATCHES
 
     @property
     def error(self) -> DeviceError | None:
         """A record that could not be read, told once."""
-        if self._converter is None or self._converter.error is None:
+        if self._processor is None or self._processor.error is None:
             return None
-        error, self._converter.error = self._converter.error, None
+        error, self._processor.error = self._processor.error, None
         return error
 
-    def put(self, what: Batch | wire.Event | Tokenizer) -> None:
-        """Send this behind what was put before. The first thing is the tokenizer, once there is an engine. Never waits."""
+    def put(self, what: tuple[EngineOutputs, Timing] | wire.Event | Tokenizer) -> None:
+        """Send this behind what was put before: outputs of one or more steps and the timing of the last one, or an event. The
+        first thing is the tokenizer, once there is an engine. Never waits."""
         self._queue.put(what)
 
     def end(self, timeout_s: float) -> bool:
@@ -94,16 +90,16 @@ class Sender:
         except BaseException as error:  # noqa: BLE001  the engine's thread raises it
             self.failure = error
 
-    def _handle(self, what: Batch | wire.Event | Tokenizer) -> None:
+    def _handle(self, what: tuple[EngineOutputs, Timing] | wire.Event | Tokenizer) -> None:
         if isinstance(what, Tokenizer):
-            self._converter = Converter(what)
-        elif not isinstance(what, Batch):
+            self._processor = OutputProcessor(what)
+        elif not isinstance(what, tuple):
             self._socket.send(wire.encode(what))
-        elif self._converter is not None:
-            pieces = self._converter.pieces(what.taken)
-            if pieces:
-                record = pack([news_of(int(piece.request.id), piece) for piece in pieces])
-                self._socket.send(wire.encode(wire.News(record, *what[1:])))
+        elif self._processor is not None:
+            outputs, timing = what
+            deltas = self._processor.deltas(outputs)
+            if deltas:
+                self._socket.send(wire.encode(wire.Outputs(pack(deltas), *timing)))
 
 
 class Worker:
@@ -116,7 +112,7 @@ class Worker:
         self._step_s = self._gap_s = self._idle_s = 0.0
         self._parent = os.getppid()
         self._stopping = self._pending = False
-        """Whether news wait in the engine for room."""
+        """Whether outputs wait in the engine for room."""
         self._timing: tuple[float, float] = 0.0, 0.0
         self._lanes: Lanes | None = None
 
@@ -186,7 +182,7 @@ class Worker:
 
     def _start(self, command: wire.Start) -> None:
         try:
-            self._engine = engine = Engine(EngineConfig.from_mapping(command.config))
+            self._engine = engine = Engine(EngineConfig.from_mapping(command.config), instruments=(Trace(calls="none"),))
         except PolydraftError as error:
             self._sender.put(wire.Unready(str(error)))
             self._stopping = True
@@ -234,8 +230,8 @@ class Worker:
     def _tell(self, engine: Engine) -> None:
         """Hand over what is new, unless as much as may is on its way already."""
         self._pending = self._sender.full
-        if not self._pending and (taken := engine.take()):
-            self._sender.put(Batch(taken, *self._timing, self._lanes.drain() if self._lanes is not None else []))
+        if not self._pending and (outputs := engine.take()):
+            self._sender.put((outputs, (*self._timing, self._lanes.drain() if self._lanes is not None else [])))
         elif self._lanes is not None:
             self._lanes.note()
 

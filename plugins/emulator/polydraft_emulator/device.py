@@ -15,8 +15,8 @@ import numpy as np
 
 from polydraft.device import DTYPES, Array, DeviceCounters
 from polydraft.errors import DeviceError
+from polydraft.instruments.sanitize import Observed
 from polydraft.reference.device import poison_array
-from polydraft.sanitize import Observed
 from polydraft_emulator.execution import Executor
 from polydraft_emulator.memory import EmulatorBuffer, EmulatorCache, EmulatorStaging, Memory, row_map
 from polydraft_emulator.options import Options

@@ -16,8 +16,8 @@ import numpy as np
 
 from polydraft.backend import CacheSpec, Weight
 from polydraft.contracts import COMPOSITES, REGISTRY
-from polydraft.contracts.base import Args, Contract, Limits, OpaqueSpec, TensorSpec, Workspace
-from polydraft.contracts.composite import CAPACITY, CompositeArgs
+from polydraft.contracts.base import CAPACITY, Access, Args, ColumnsSpec, Contract, Limits, OpaqueSpec, TensorSpec, Workspace
+from polydraft.contracts.composite import CompositeArgs
 from polydraft.device import Array, Launch
 from polydraft.errors import ContractError
 from polydraft.reference.device import poison_array
@@ -57,6 +57,8 @@ class Binding:
             value = getattr(record, field)
             if isinstance(spec, OpaqueSpec) and spec.kind == "meta":
                 value = value if value is not None else self._own_meta(record)
+            elif isinstance(spec, ColumnsSpec):
+                value = tuple(self._use(column, spec.access) for column in value)
             elif value is not None and isinstance(spec, (TensorSpec, OpaqueSpec)):
                 value = self._open(contract, spec, value)
             values[field] = value
@@ -64,12 +66,7 @@ class Binding:
 
     def _open(self, contract: Contract, spec: TensorSpec | OpaqueSpec, memory: Memory) -> Any:
         """What a kernel is handed for one argument."""
-        array = self._array(memory)
-        self.uses.append((memory, array))
-        view = array.view()
-        view.flags.writeable = spec.access != "in"
-        if spec.access != "in":
-            self.writes.append(array)
+        array, view = self._array(memory), self._use(memory, spec.access)
         if isinstance(spec, OpaqueSpec):
             if spec.kind == "cache":
                 return SimpleNamespace(kv=view, spec=memory.spec)  # type: ignore[attr-defined]  # a cache has one
@@ -78,6 +75,16 @@ class Binding:
             counted = "N" if contract.unit == "any" else CAPACITY[contract.unit]
             if spec.symbols[0] == counted or spec.pad != "any":  # a record may end before its memory does
                 self.outputs.append((array, spec.symbols[0] != counted))
+        return view
+
+    def _use(self, memory: Memory, access: Access) -> Array:
+        """A view of a memory that can be written only where the contract says so."""
+        array = self._array(memory)
+        self.uses.append((memory, array))
+        view = array.view()
+        view.flags.writeable = access != "in"
+        if access != "in":
+            self.writes.append(array)
         return view
 
     def _array(self, memory: Memory) -> Array:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from polydraft.device import Array
-from polydraft.sanitize import Observed
+from polydraft.instruments.sanitize import Observed
 from polydraft_emulator.memory import EmulatorCache, Guard, Memory
 from polydraft_emulator.streams import Work
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from types import TracebackType
 
 from polydraft.errors import ConfigError
-from polydraft.timeline import Operation
+from polydraft.instruments.timeline import Operation
 
 ENGINES = {"kernel": "kernel", "replay": "kernel", "upload": "upload", "download": "download"}
 """Which engine an operation of a kind occupies."""

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from polydraft.contracts.base import Limits
-from polydraft.contracts.residual_add import ResidualAddV1
-from polydraft.contracts.rms_norm import RmsNormV1
+from polydraft.contracts.kernels.residual_add import ResidualAddV1
+from polydraft.contracts.kernels.rms_norm import RmsNormV1
 from polydraft.errors import DeviceError, GraphBufferError
 from polydraft_emulator import Emulator
 from polydraft_emulator.device import EmulatorDevice

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from polydraft.backend import CacheSpec, PassBuffers
-from polydraft.contracts.argmax import ArgmaxV1
 from polydraft.contracts.base import Limits
 from polydraft.contracts.composite import CompositeArgs
-from polydraft.contracts.rms_norm import RmsNormV1
-from polydraft.contracts.update_tokens import UpdateTokensV1
+from polydraft.contracts.kernels.argmax import ArgmaxV1
+from polydraft.contracts.kernels.rms_norm import RmsNormV1
+from polydraft.contracts.kernels.scatter import ScatterV1
 from polydraft.device import Array
 from polydraft.errors import ContractError, DeviceError, GraphBufferError
 from polydraft_emulator import Emulator
@@ -202,15 +202,16 @@ def bind(device: EmulatorDevice, name: str, args: Any) -> Any:
 
 def test_a_kernel_that_writes_an_input_fails_at_the_next_wait():
     device = open_device("policy=lazy")
-    tokens, updates = device.empty("tokens", (2, 4), "i32"), filled(device, "updates", np.zeros((1, 3), np.int32))
+    tokens, runs = device.empty("tokens", (2, 4), "i32"), filled(device, "runs", np.zeros((1, 5), np.int32))
+    payload = filled(device, "payload", np.zeros(1, np.int32))
 
     def vandal(a: Any, limits: Limits) -> Any:
         del limits
-        return a.updates.fill  # with the launch length
+        return a.runs.fill  # with the launch length
 
-    provider: Any = EmulatorProvider("update_tokens", vandal, device)
-    provider.bind(UpdateTokensV1(updates=updates, tokens=tokens), LIMITS, None)(device.stream, 1)
-    with pytest.raises(DeviceError, match=r"'update_tokens' failed on emulator:0\?policy=lazy \(ValueError: .*read-only"):
+    provider: Any = EmulatorProvider("scatter", vandal, device)
+    provider.bind(ScatterV1(runs=runs, payload=payload, columns=(tokens,)), LIMITS, None)(device.stream, 1)
+    with pytest.raises(DeviceError, match=r"'scatter' failed on emulator:0\?policy=lazy \(ValueError: .*read-only"):
         device.synchronize()
 
 
@@ -226,9 +227,12 @@ def test_outputs_are_poisoned_below_the_launch_length_before_a_kernel_runs():
 def test_in_place_arguments_keep_what_they_hold():
     device = open_device("policy=lazy")
     tokens = filled(device, "tokens", np.zeros((2, 3), np.int32))
-    updates = filled(device, "updates", np.array([[1, 2, 8]], np.int32))
-    bind(device, "update_tokens", UpdateTokensV1(updates=updates, tokens=tokens))(device.stream, 1)
+    biases = filled(device, "biases", np.zeros(2, np.float32), "f32")
+    runs = filled(device, "runs", np.array([[0, 1, 2, 1, 1], [1, 0, 0, 1, 0]], np.int32))
+    payload = filled(device, "payload", np.array([0x3FC00000, 8], np.int32))
+    bind(device, "scatter", ScatterV1(runs=runs, payload=payload, columns=(tokens, biases)))(device.stream, 2)
     assert device.read(tokens).tolist() == [[0, 0, 0], [0, 0, 8]]
+    assert device.read(biases).tolist() == [1.5, 0.0]
 
 
 def test_what_a_composite_calls_dead_is_poisoned_behind_it():
@@ -321,7 +325,7 @@ def test_metadata_is_filled_when_it_runs():
     positions = filled(device, "positions", np.arange(8, dtype=np.int32))
     table = filled(device, "block_table", np.arange(32, dtype=np.int32).reshape(4, 8))
     meta: Any = Emulator().polydraft_init_forward_meta(device, PassBuffers("target", slots, positions, table), LIMITS)
-    meta.fill(device.stream, StepMeta("target", 0, launch_rows=6, real_slots=1, has_prefill=True))
+    meta.fill(device.stream, StepMeta(0, launch_rows=6, real_slots=1, has_prefill=True))
     assert meta.layout.segments == ()
     device.synchronize()
     assert len(meta.layout.valid) == 6

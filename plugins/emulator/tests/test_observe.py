@@ -5,8 +5,8 @@ from typing import Any
 import numpy as np
 
 from polydraft.backend import CacheSpec
-from polydraft.contracts import ArgmaxV1
 from polydraft.contracts.base import Limits
+from polydraft.contracts.kernels.argmax import ArgmaxV1
 from polydraft.device import DTYPES
 from polydraft_emulator.device import EmulatorDevice
 from polydraft_emulator.graph import EmulatorCapture

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from polydraft.errors import ConfigError, DeviceError
-from polydraft.timeline import Operation
+from polydraft.instruments.timeline import Operation
 from polydraft_emulator import timeline
 from polydraft_emulator.device import EmulatorDevice
 from polydraft_emulator.options import POLICIES

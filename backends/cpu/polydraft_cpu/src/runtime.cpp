@@ -28,7 +28,7 @@
 namespace pd {
 namespace {
 
-constexpr int64_t ABI = 3;
+constexpr int64_t ABI = 4;
 constexpr int64_t PARTS = 2;  // a thread: a few more than one, so that a late thread leaves little undone
 thread_local std::string error;
 
@@ -194,6 +194,22 @@ PD_EXPORT void pd_stop(Context* context) {
 // A forked child keeps what it got: it cannot end threads that it does not have.
 PD_EXPORT void pd_close(Context* context) {
   if (!context->queue.lost() && !context->team.lost()) delete context;
+}
+
+// Contracts and composites that have a kernel on every processor, a line each.
+PD_EXPORT const char* pd_kernels() {
+  static const std::string names = [] {
+    std::string lines;
+    auto add = [&](const Kernel* kernels, int64_t count) {
+      for (int64_t i = 0; i < count; i++) lines += std::string(kernels[i].name) + "\n";
+    };
+    for (const Table* t = levels().front(); t; t = t->rest) add(t->kernels, t->count);
+    add(state_kernels, num_state_kernels);
+    add(sampling_kernels, num_sampling_kernels);
+    add(logprob_kernels, num_logprob_kernels);
+    return lines;
+  }();
+  return names.c_str();
 }
 
 // The size of a kernel's argument record in words; -1 for a kernel that does not exist.

@@ -13,73 +13,19 @@ template <class R, void (*F)(const R&, int64_t)>
 void serial(const void* args, const Call& c) { F(*static_cast<const R*>(args), c.n); }
 #define PD_STATE(name, record, function) {name, -1, serial<record, function>, nullptr, sizeof(record) / 8}
 
-float as_float(int32_t bits) {
-  float f;
-  std::memcpy(&f, &bits, 4);
-  return f;
-}
 void fill(int32_t* p, int64_t n, int32_t value) {
   for (int64_t i = 0; i < n; i++) p[i] = value;
 }
 
 // -- staged writes ----------------------------------------------------------------------------------------------------
-struct UpdateSlots {
-  Ints updates, phase, prompt_len, num_generated, kv_len, prefill_len, max_total, epoch, top_k, finish, draft_len;
-  Words seed;
-  Floats temperature, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty;
-  Ints min_tokens, num_biases, bad_len, stop_tokens, drafts, block_table;
-};
-// Columns of a slot update, in the order of `SlotUpdate`; the stop tokens follow.
-enum Column { SLOT, PHASE, PROMPT_LEN, NUM_GENERATED, KV_LEN, PREFILL_LEN, MAX_TOTAL, EPOCH, TOP_K, SEED_LOW, SEED_HIGH,
-              TEMPERATURE, TOP_P, MIN_P, REPETITION, PRESENCE, FREQUENCY, MIN_TOKENS, NUM_BIASES, BAD_LEN, COLUMNS };
-
-void update_slots(const UpdateSlots& a, int64_t n) {
+struct Column { int32_t* data; int64_t width; };  // [B, width] words
+struct Scatter { Ints runs, payload; const Column* columns; };
+void scatter(const Scatter& a, int64_t n) {
   for (int64_t r = 0; r < n; r++) {
-    const int32_t* u = a.updates.row(r);
-    const int32_t s = u[SLOT];
-    if (s < 0) continue;
-    a.phase[s] = u[PHASE];
-    a.prompt_len[s] = u[PROMPT_LEN];
-    a.num_generated[s] = u[NUM_GENERATED];
-    a.kv_len[s] = u[KV_LEN];
-    a.prefill_len[s] = u[PREFILL_LEN];
-    a.max_total[s] = u[MAX_TOTAL];
-    a.epoch[s] = u[EPOCH];
-    a.top_k[s] = u[TOP_K];
-    a.seed[2 * s] = uint32_t(u[SEED_LOW]);
-    a.seed[2 * s + 1] = uint32_t(u[SEED_HIGH]);
-    a.temperature[s] = as_float(u[TEMPERATURE]);
-    a.top_p[s] = as_float(u[TOP_P]);
-    a.min_p[s] = as_float(u[MIN_P]);
-    a.repetition_penalty[s] = as_float(u[REPETITION]);
-    a.presence_penalty[s] = as_float(u[PRESENCE]);
-    a.frequency_penalty[s] = as_float(u[FREQUENCY]);
-    a.min_tokens[s] = u[MIN_TOKENS];
-    a.num_biases[s] = u[NUM_BIASES];
-    a.bad_len[s] = u[BAD_LEN];
-    a.finish[s] = NONE;
-    a.draft_len[s] = 0;
-    for (int64_t j = 0; j < a.stop_tokens.d[1]; j++) a.stop_tokens.row(s)[j] = u[COLUMNS + j];
-    fill(a.drafts.row(s), a.drafts.d[1], NO_TOKEN);
-    fill(a.block_table.row(s), a.block_table.d[1], NO_BLOCK);
-  }
-}
-
-struct UpdateTable { Ints updates, table; };
-void update_table(const UpdateTable& a, int64_t n) {
-  for (int64_t r = 0; r < n; r++) {
-    const int32_t* u = a.updates.row(r);
-    if (u[0] >= 0) a.table.row(u[0])[u[1]] = u[2];
-  }
-}
-
-struct UpdateBiases { Ints updates, bias_ids; Floats biases; };
-void update_biases(const UpdateBiases& a, int64_t n) {
-  for (int64_t r = 0; r < n; r++) {
-    const int32_t* u = a.updates.row(r);
-    if (u[0] < 0) continue;
-    a.bias_ids.row(u[0])[u[1]] = u[2];
-    a.biases.row(u[0])[u[1]] = as_float(u[3]);
+    const int32_t* run = a.runs.row(r);  // column, slot, start, count, offset into the payload
+    if (run[1] < 0) continue;
+    const Column& column = a.columns[run[0]];
+    std::memcpy(column.data + run[1] * column.width + run[2], &a.payload[run[4]], size_t(run[3]) * 4);
   }
 }
 
@@ -305,16 +251,16 @@ void pack_draft_rows(const PackDraftRows& a, int64_t n) {
 
 struct BeginDraft {
   Ints slot_order, seq_len, phase, kv_len, prompt_len, num_generated, max_total, drafts, draft_len;
-  Ints draft_slot, draft_position, draft_budget;
+  Ints draft_slot, draft_position, draft_budget; int64_t num_drafts;
 };
 void begin_draft(const BeginDraft& a, int64_t n) {
-  const int32_t most = int32_t(a.drafts.d[1]);
+  const int32_t most = int32_t(a.num_drafts);
   for (int64_t i = 0; i < n; i++) {
     const int32_t s = a.slot_order[i];
     a.draft_slot[i] = PAD_SLOT;
     a.draft_position[i] = a.draft_budget[i] = 0;
     if (s < 0 || a.seq_len[i] == 0) continue;
-    fill(a.drafts.row(s), most, NO_TOKEN);
+    fill(a.drafts.row(s), a.drafts.d[1], NO_TOKEN);
     a.draft_len[s] = 0;
     const int32_t room = a.max_total[s] - a.prompt_len[s] - a.num_generated[s] - 1, budget = room < most ? room : most;
     if (a.phase[s] != DECODE || budget <= 0) continue;
@@ -448,11 +394,7 @@ void mask_logits(const MaskLogits& a, int64_t n) {
 }  // namespace
 
 const Kernel state_kernels[] = {
-    PD_STATE("update_slots", UpdateSlots, update_slots),
-    PD_STATE("update_tokens", UpdateTable, update_table),
-    PD_STATE("update_blocks", UpdateTable, update_table),
-    PD_STATE("update_bad_words", UpdateTable, update_table),
-    PD_STATE("update_biases", UpdateBiases, update_biases),
+    PD_STATE("scatter", Scatter, scatter),
     PD_STATE("reserve_blocks", ReserveBlocks, reserve_blocks),
     PD_STATE("pack_rows", PackRows, pack_rows),
     PD_STATE("pack_logit_rows", PackLogitRows, pack_logit_rows),

@@ -13,7 +13,7 @@ from typing import Final
 from polydraft_cuda.kernels.provider import Kernel
 
 MODULES: Final = (
-    "updates",
+    "scatter",
     "pack",
     "rows",
     "norms",

@@ -9,11 +9,11 @@ from typing import Any
 
 from polydraft.contracts.base import Limits
 from polydraft.device import Launch, Stream
-from polydraft_cuda.compiler import ROWS, act
+from polydraft_cuda.compiler import ROWS, act, sequence
 from polydraft_cuda.device import CudaDevice
 from polydraft_cuda.kernels import quantised
 from polydraft_cuda.kernels.provider import Kernel, source
-from polydraft_cuda.kernels.rope import Turning, turning_of
+from polydraft_cuda.kernels.rope import rope_kv_write, table_of
 
 MOST_HEAD_DIM = 128
 PREFILL_KEYS = 64
@@ -38,27 +38,58 @@ def paged_attention(device: CudaDevice, a: Any, limits: Limits, workspace: Any) 
     del workspace
     if a.cache.spec.kv:
         return quantised.paged_attention(device, a, limits)
-    fast = a.meta is not None and a.cache.tiled and a.head_dim <= MOST_HEAD_DIM
-    if not fast:
+    if not is_fast(a):
         return plain(device, a)
-    turning = turning_to_join(device, a, limits)
-    shapes = shapes_of(device, limits)
-    windows = [(most, decode(device, a, limits, shape)) for most, shape in shapes]
-    joined = [(most, decode(device, a, limits, shape, turning)) for most, shape in shapes] if turning else []
-    prefill = None if device.row_invariant else prefill_tiles(device, a)
+    windows = by_clusters(a, [(most, decode(device, a, limits, shape)) for most, shape in shapes_of(device, limits)])
+    return windows if device.row_invariant else by_phase(a, windows, prefill_tiles(device, a))
+
+
+def is_fast(a: Any) -> bool:
+    """Whether kernels that work on the tiles of forward metadata take this attention."""
+    return bool(a.meta is not None and a.cache.tiled and a.head_dim <= MOST_HEAD_DIM)
+
+
+def by_phase(a: Any, windows: Launch, prompts: Launch) -> Launch:
+    """One launch for passes of windows alone, another for those that prefill."""
+    meta = a.meta
+
+    def launch(stream: Stream, n: int) -> None:
+        (prompts if meta.step.has_prefill else windows)(stream, n)
+
+    return launch
+
+
+def by_clusters(a: Any, sized: list[tuple[int, Launch]]) -> Launch:
+    """The first launch that takes as many clusters as a pass has."""
     meta, heads = a.meta, a.num_kv_heads
 
     def launch(stream: Stream, n: int) -> None:
-        if prefill is not None and meta.step.has_prefill:
-            prefill(stream, n)
-            return
         clusters = meta.max_tiles(n) * heads
-        for most, window in joined if turning is not None and turning.takes() else windows:
+        for most, window in sized:
             if clusters <= most:
                 window(stream, n)
                 return
 
     return launch
+
+
+def turns_inside(device: CudaDevice, turn: Any, a: Any, limits: Limits) -> bool:
+    """Whether one launch can turn rows, store them and attend, behind the projection that writes them: heads are turned as a
+    whole, in halves and without norms, and a tile holds all new rows of a slot."""
+    if device.arch != "sm_90" or device.row_invariant or a.cache.spec.kv or not is_fast(a):
+        return False
+    plain_heads = turn.q_norm is None and turn.k_norm is None
+    whole = plain_heads and turn.rope_dims == turn.head_dim and turn.style == "half" and a.head_dim % 64 == 0
+    return bool(whole and limits.window * (a.num_heads // a.num_kv_heads) <= 16)
+
+
+def turned_attention(device: CudaDevice, args: Any, limits: Limits, workspace: Any) -> Launch:
+    """Both at once in passes of windows alone; one after the other in those that prefill, whose rows lie in several tiles."""
+    turn, a = args.parts
+    apart = sequence(rope_kv_write(device, turn, limits, workspace), paged_attention(device, a, limits, workspace))
+    shapes = shapes_of(device, limits)
+    windows = by_clusters(a, [(most, decode(device, a, limits, shape, turn)) for most, shape in shapes])
+    return by_phase(a, windows, apart)
 
 
 def shapes_of(device: CudaDevice, limits: Limits) -> tuple[tuple[int, Shape], ...]:
@@ -70,19 +101,8 @@ def shapes_of(device: CudaDevice, limits: Limits) -> tuple[tuple[int, Shape], ..
     return SINGLE if limits.window == 1 else SHAPES
 
 
-def turning_to_join(device: CudaDevice, a: Any, limits: Limits) -> Turning | None:
-    """The turn in front, if one launch can do its work as well: then a tile holds all new rows of a slot."""
-    found = turning_of(device, a.q)
-    if found is None or device.arch != "sm_90" or device.row_invariant or not found.plain:
-        return None
-    if a.head_dim % 64 or limits.window * (a.num_heads // a.num_kv_heads) > 16:
-        return None
-    found.joined = True
-    return found
-
-
-def decode(device: CudaDevice, a: Any, limits: Limits, shape: Shape, turning: Turning | None = None) -> Launch:
-    """A cluster a tile of rows and key head; with `turning` from the rows of the projection in front."""
+def decode(device: CudaDevice, a: Any, limits: Limits, shape: Shape, turn: Any = None) -> Launch:
+    """A cluster a tile of rows and key head; with the arguments of a turn from the rows of the projection in front."""
     splits, key_warps, stages = shape
     group = a.num_heads // a.num_kv_heads
     tiles = 1 if device.row_invariant or limits.window * group <= 16 else 2
@@ -91,16 +111,17 @@ def decode(device: CudaDevice, a: Any, limits: Limits, shape: Shape, turning: Tu
     function = device.function(
         source("attention_decode.cu"), "attention_decode", HEAD_DIM=int(a.head_dim), GROUP=int(group), TILES=tiles,
         KEY_WARPS=key_warps, SPLITS=splits, STAGES=stages, BLOCK_GROUPS=int(a.block_size) // 16,
-        ROPE=limits.window if turning else 0, **act(a.q.dtype),
+        ROPE=limits.window if turn else 0, **act(a.q.dtype),
     )  # fmt: skip
     sums = key_warps * 16 * tiles * (a.head_dim + 10) * 4
     ring = key_warps * tiles * stages * a.head_dim * 64
     at_once = max(WARPS_AT_ONCE // (key_warps * tiles), 1)
     share = int(device.shared_bytes) // (at_once + 1) if splits == 1 else 0  # one block more does not fit
     meta, heads = a.meta, int(a.num_kv_heads)
+    turned = (turn.qkv, table_of(device, turn, limits)) if turn else (None, None)
     return function.bind(
         lambda n: (splits, heads, meta.max_tiles(n)), 32 * key_warps * tiles, a.q, a.cache.keys, a.cache.values, meta.tiles,
-        meta.num_tiles, a.row_slot, a.block_table, a.out, turning.a.qkv if turning else None, turning.table if turning else None,
+        meta.num_tiles, a.row_slot, a.block_table, a.out, *turned,
         ROWS, a.block_table.shape[1], int(a.num_heads), heads, float(a.softmax_scale), shared=max(sums, ring, share) + 1024,
         cluster=splits if splits > 1 else None, dependent=True,
     )  # fmt: skip

@@ -21,8 +21,8 @@ extern "C" __global__ void pack_draft_rows(
 extern "C" __global__ void begin_draft(
     const int* slot_order, const int* seq_len, const int* phase,
     const int* kv_len, const int* prompt_len, const int* num_generated,
-    const int* max_total, int* drafts, int num_drafts, int* draft_len, int* draft_slot, int* draft_position,
-    int* draft_budget, int n
+    const int* max_total, int* drafts, int places, int* draft_len, int* draft_slot, int* draft_position,
+    int* draft_budget, int num_drafts, int n
 ) {
     enter();
     const int i = blockIdx.x * blockDim.x + threadIdx.x;
@@ -30,7 +30,7 @@ extern "C" __global__ void begin_draft(
     const int slot = slot_order[i];
     int drafting = PAD_SLOT, position = 0, budget = 0;
     if (slot >= 0 && seq_len[i] != 0) {
-        for (int j = 0; j < num_drafts; j++) drafts[int64_t(slot) * num_drafts + j] = NO_TOKEN;
+        for (int j = 0; j < places; j++) drafts[int64_t(slot) * places + j] = NO_TOKEN;
         draft_len[slot] = 0;
         const int room = min(num_drafts, max_total[slot] - prompt_len[slot] - num_generated[slot] - 1);
         if (phase[slot] == PHASE_DECODE && room > 0) drafting = slot, position = kv_len[slot] - 1, budget = room;

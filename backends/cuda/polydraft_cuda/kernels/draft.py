@@ -31,7 +31,7 @@ def begin_draft(device: CudaDevice, a: Any, limits: Any, workspace: Any) -> Laun
     del limits, workspace
     return device.function(source("draft.cu"), "begin_draft").bind(
         blocks, THREADS, a.slot_order, a.seq_len, a.phase, a.kv_len, a.prompt_len, a.num_generated, a.max_total, a.drafts,
-        a.drafts.shape[1], a.draft_len, a.draft_slot, a.draft_position, a.draft_budget, ROWS, dependent=True,
+        a.drafts.shape[1], a.draft_len, a.draft_slot, a.draft_position, a.draft_budget, int(a.num_drafts), ROWS, dependent=True,
     )  # fmt: skip
 
 

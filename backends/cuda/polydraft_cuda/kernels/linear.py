@@ -9,7 +9,6 @@ the same sums.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Final
 
 import numpy as np
@@ -17,9 +16,10 @@ import numpy as np
 from polydraft.contracts.base import Limits
 from polydraft.device import Launch, Stream
 from polydraft_cuda import cublaslt
+from polydraft_cuda.compiler import sequence
 from polydraft_cuda.device import CudaDevice
 from polydraft_cuda.kernels import screen
-from polydraft_cuda.kernels.joins import note
+from polydraft_cuda.kernels.mlp import swiglu
 from polydraft_cuda.kernels.projections import (
     PAIR_ROWS,
     PAIR_STAGES,
@@ -37,6 +37,7 @@ from polydraft_cuda.kernels.projections import (
     tile,
 )
 from polydraft_cuda.kernels.provider import Kernel
+from polydraft_cuda.kernels.sampling import argmax, argmax_among
 
 SIZES: tuple[Size, ...] = (Size(8, 1, 7), Size(16, 1, 7), Size(32, 2, 6), Size(64, 2, 8), Size(128, 2, 6), Size(256, 2, 4))
 INVARIANT: tuple[Size, ...] = (Size(8, 1, 7), Size(16, 1, 7), Size(32, 1, 6), Size(64, 1, 5), Size(256, 1, 4))
@@ -115,80 +116,55 @@ def uses_library(a: Any) -> bool:
 def linear(device: CudaDevice, a: Any, limits: Limits, workspace: Any) -> Launch:
     """Bind the kernels that this shape can use, and choose among them by the number of rows."""
     del limits
-    found = Projection(device, a, workspace)
-    note(device, found)
-    return found
+    return choose(device, a, workspace)
 
 
-class Projection:
-    """A bound projection. What was bound behind it may become one with it while a graph is captured: a gated activation, or the
-    choice of each row's highest output, which then are not written. What is launched by itself always writes what its contract
-    says. `shared`: somebody else was bound to the outputs; `kept`: what was captured last leaves the best of them instead."""
+def is_gated(device: CudaDevice, a: Any) -> bool:
+    """Whether this projection and the gated activation of what it writes are faster as one launch: for few rows, where the second
+    launch is what it costs."""
+    big = is_tiled(device, a) and a.weight.nbytes > SMALL and a.weight.shape[0] % 16 == 0 and a.bias is None
+    return big and not device.row_invariant
 
-    def __init__(self, device: CudaDevice, a: Any, workspace: Any) -> None:
-        self.a, self.shared, self._workspace, self._device = a, False, workspace, device
-        self._alone = choose(device, a, workspace)
-        self._joined: Launch | None = None
-        self._most, self._loses, self.kept = 0, False, False
 
-    def __call__(self, stream: Stream, n: int) -> None:
-        """Enqueue the projection, or both where `takes` says so."""
-        joined = self._joined if self.takes(n) else None
-        self.kept = joined is not None and self._loses
-        if self.kept:
-            self._device.trusting, self._device.owed = True, self._device.owed + 1
-        (joined or self._alone)(stream, n)
+def gated(device: CudaDevice, args: Any, limits: Limits, workspace: Any) -> Launch:
+    """Gate, up and their activation: one launch for few rows, else two."""
+    a, activation = args.parts
+    out = activation.out
+    steps = [(tokens, one) for tokens, cluster in rows_sizes(device, a) if (one := rows(device, a, tokens, cluster, out))]
+    if steps and rows_of(device, a) >= 128 and (many := split(device, a, GATED._replace(width=rows_of(device, a, 8)), out)):
+        steps.append((GATED.rows, many))
+    if not steps:
+        steps = [(most := tile_rows(device, a), tiles(device, a, workspace, SIZES, most=most, gated=out))]
+    apart = sequence(linear(device, a, limits, workspace), swiglu(device, activation, limits, None))
+    return by_rows([*steps, (1 << 30, apart)])
 
-    def takes(self, n: int) -> bool:
-        """Whether a launch of `n` rows does, or prepares, the work of the launch behind it. Outputs that anybody might look for
-        are lost only where nobody does, and nothing but kernels of this package is captured."""
-        if self._joined is None or n > self._most or not self._device.capturing:
-            return False
-        return not self._loses or not (self.shared or self._device.mixed)
 
-    def join(self, out: Any) -> bool:
-        """Join the activation that writes to `out`; whether that can be done. Few rows only: then the launch is what it costs."""
-        outputs, a, device = self.a.weight.shape[0], self.a, self._device
-        big = is_tiled(device, a) and a.weight.nbytes > SMALL and outputs % 16 == 0 and a.bias is None
-        if device.row_invariant or not big:
-            return False
-        steps = [(tokens, one) for tokens, cluster in rows_sizes(device, a) if (one := rows(device, a, tokens, cluster, out))]
-        if steps and rows_of(device, a) >= 128 and (many := split(device, a, GATED._replace(width=rows_of(device, a, 8)), out)):
-            steps.append((GATED.rows, many))
-        if not steps:
-            steps = [(most := tile_rows(device, a), tiles(device, a, self._workspace, SIZES, most=most, gated=out))]
-        self._joined, self._most = by_rows(steps), max(tokens for tokens, _ in steps)
-        return True
+def is_chosen_from(device: CudaDevice, a: Any) -> bool:
+    """Whether the choice of each row's highest output is faster without writing outputs: those of a large head, whose blocks have
+    tiles of their own."""
+    wide = is_tiled(device, a) and tile_rows(device, a) > MOST_TILE_ROWS
+    return wide and a.out.dtype == "f32" and not device.row_invariant
 
-    def join_choice(self, bind: Callable[[Any], Launch]) -> Launch | None:
-        """Join the choice of each row's highest output. Where the weight has bytes a first look by them is taken; else every warp
-        keeps the best of its own (value and id, [warps, rows, 2]). `bind` gives what chooses among what is left of either. None
-        where matrices are small, rows have to be invariant, or somebody else wants the logits."""
-        device, a = self._device, self.a
-        most, refused = tile_rows(device, a), device.row_invariant or self.shared or a.out.dtype != "f32"
-        if refused or not is_tiled(device, a) or most <= MOST_TILE_ROWS:
-            return None
-        most = min(int(a.x.shape[0]), most)
-        looks = screen.MOST_ROWS if screen.screen_of(device, a) is not None else 0
-        kept, choices = [], []
-        for size in (size for i, size in enumerate(SIZES) if i == 0 or SIZES[i - 1].rows < most):
-            launch, left = screen.look(device, a, size) if size.rows <= looks else self._keep(size)
-            kept.append((size.rows, launch))
-            choices.append((size.rows, bind(left)))
-        self._joined, self._most, self._loses = by_rows(kept), most, True
-        return by_rows(choices)
 
-    def _keep(self, size: Size) -> tuple[Launch, Any]:
-        """`linear_tile` that keeps the best of each row, and where."""
-        best = self._device.empty("linear.best", (self._device.num_sms * TILE_WARPS, size.rows, 2), "f32")
-        self._device.load(best, np.full(best.shape, -np.inf, np.float32))  # warps of blocks that are not launched
-        return tile(self._device, self.a, self._workspace, size, 0, best=best), best
-
-    def give(self) -> bool:
-        """Whether the best of each row lie ready for the choice in this capture, which takes them once."""
-        given, self.kept = self.kept, False
-        self._device.owed -= given
-        return given
+def chosen(device: CudaDevice, args: Any, limits: Limits, workspace: Any) -> Launch:
+    """A head and the choice of each row's highest output, of an unpadded vocabulary. Where the weight has bytes a first look by
+    them is taken; else every warp keeps the best of its own (value and id, [warps, rows, 2]), and those are looked at. Many rows
+    are two launches that write logits."""
+    a, _, choice = args.parts
+    most = min(int(a.x.shape[0]), tile_rows(device, a))
+    looks = screen.MOST_ROWS if screen.screen_of(device, a) is not None else 0
+    steps = []
+    for size in (size for i, size in enumerate(SIZES) if i == 0 or SIZES[i - 1].rows < most):
+        if size.rows <= looks:
+            launch, looked = screen.look(device, a, size)
+            steps.append((min(size.rows, most), sequence(launch, screen.choose(device, choice, looked))))
+        else:
+            best = device.empty("linear.best", (int(device.num_sms) * TILE_WARPS, size.rows, 2), "f32")
+            device.load(best, np.full(best.shape, -np.inf, np.float32))  # warps of blocks that are not launched
+            keep = tile(device, a, workspace, size, 0, best=best)
+            steps.append((min(size.rows, most), sequence(keep, argmax_among(device, choice, best))))
+    apart = sequence(linear(device, a, limits, workspace), argmax(device, choice, limits, None))
+    return by_rows([*steps, (1 << 30, apart)])
 
 
 def choose(device: CudaDevice, a: Any, workspace: Any) -> Launch:
@@ -256,4 +232,4 @@ def rows_sizes(device: CudaDevice, a: Any) -> tuple[tuple[int, int], ...]:
     return WIDE_SHARE if share >= 128 else NARROW_SHARE if share >= 40 else ()
 
 
-KERNELS: dict[str, Kernel] = {"linear": Kernel(linear, workspace_bytes, joins=True)}
+KERNELS: dict[str, Kernel] = {"linear": Kernel(linear, workspace_bytes)}

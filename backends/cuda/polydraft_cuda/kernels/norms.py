@@ -10,7 +10,6 @@ from typing import Any
 from polydraft.device import Launch
 from polydraft_cuda.compiler import ROWS, act
 from polydraft_cuda.device import CudaDevice
-from polydraft_cuda.kernels.joins import projection_of
 from polydraft_cuda.kernels.provider import Kernel, source
 
 MOST_VECTORS = 4
@@ -30,12 +29,11 @@ def shape_of(dtype: str, width: int, pointers: tuple[Any, ...]) -> tuple[dict[st
     return {"VECTORS": vectors if vectors <= MOST_VECTORS else 0, **act(dtype)}, threads
 
 
-def norm(device: CudaDevice, a: Any, x: Any, y: Any) -> Launch:
-    """rms_norm of x, or of x + y. Where y comes from the projection in front, x is read while that still runs."""
+def norm(device: CudaDevice, a: Any, x: Any, y: Any, *, early: bool = False) -> Launch:
+    """rms_norm of x, or of x + y. With `early` x is read while the launch in front still runs."""
     width = x.shape[1]
     defines, threads = shape_of(x.dtype, width, (x, a.weight, a.out))
-    early = int(y is not None and projection_of(device, y) is not None)
-    function = device.function(source("norms.cu"), "rms_norm", PLUS_ONE=int(a.plus_one), EARLY=early, **defines)
+    function = device.function(source("norms.cu"), "rms_norm", PLUS_ONE=int(a.plus_one), EARLY=int(early), **defines)
     return function.bind(lambda n: n, threads, x, y, a.weight, a.out, width, float(a.eps), dependent=True)
 
 
@@ -50,6 +48,14 @@ def add_and_norm(device: CudaDevice, a: Any, limits: Any, workspace: Any) -> Lau
     del limits, workspace
     add, normed = a.parts
     return norm(device, normed, add.x, add.y)
+
+
+def add_and_norm_early(device: CudaDevice, a: Any, limits: Any, workspace: Any) -> Launch:
+    """The same behind the projection that writes y: that lets this launch come only once it has seen what was before it, x among
+    it, so that x can be read while the projection still runs."""
+    del limits, workspace
+    add, normed = a.parts
+    return norm(device, normed, add.x, add.y, early=True)
 
 
 def residual_add(device: CudaDevice, a: Any, limits: Any, workspace: Any) -> Launch:

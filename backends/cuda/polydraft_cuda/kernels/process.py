@@ -11,7 +11,6 @@ from typing import Any
 from polydraft.device import Launch
 from polydraft_cuda.compiler import ROWS
 from polydraft_cuda.device import CudaDevice
-from polydraft_cuda.kernels.joins import used
 from polydraft_cuda.kernels.provider import Kernel, source
 
 COUNTERS = 64
@@ -41,8 +40,6 @@ def process_logits(device: CudaDevice, a: Any, limits: Any, workspace: Any) -> L
     vocab = a.logits.shape[1]
     kernel = device.function(source("process.cu"), "process_logits")
     padded = int(a.num_valid) < vocab
-    if padded:
-        used(device, a)
     return kernel.bind(lambda n: n if padded else 0, 128, a.logits, a.row_slot, int(a.num_valid), vocab, dependent=True)
 
 
@@ -105,7 +102,7 @@ def mask_logits(device: CudaDevice, a: Any, limits: Any, workspace: Any) -> Laun
 
 
 KERNELS = {
-    "process_logits": Kernel(process_logits, joins=True),
+    "process_logits": Kernel(process_logits),
     "penalise_logits": Kernel(penalise_logits, penalise_workspace),
     "bias_logits": Kernel(bias_logits),
     "forbid_tokens": Kernel(forbid_tokens),

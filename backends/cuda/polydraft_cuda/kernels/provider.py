@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from polydraft.contracts.base import Limits, Workspace
 from polydraft.device import Launch
-from polydraft_cuda.kernels.joins import used
 
 if TYPE_CHECKING:
     from polydraft_cuda.device import CudaDevice
@@ -36,11 +35,10 @@ def no_workspace(device: CudaDevice, args: Any, limits: Limits) -> int:
 
 @dataclass(frozen=True)
 class Kernel:
-    """One contract's (or composite's) kernel, for any device. `joins`: it knows what it has to say to `joins.py`."""
+    """One contract's (or composite's) kernel, for any device."""
 
     bind: Bind
     workspace_bytes: Bytes = no_workspace
-    joins: bool = False
 
 
 @dataclass(frozen=True)
@@ -55,8 +53,6 @@ class CudaProvider:
         its address alone."""
         launch = self.kernel.bind(self.device, args, limits, workspace)
         launch.__dict__["bound"] = args, workspace
-        if not self.kernel.joins:
-            used(self.device, args)
         return launch
 
     def workspace_bytes(self, args: Any, limits: Limits) -> int:

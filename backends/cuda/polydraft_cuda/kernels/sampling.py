@@ -8,13 +8,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from polydraft.device import Launch, Stream
+from polydraft.device import Launch
 from polydraft_cuda.compiler import ROWS
 from polydraft_cuda.device import CudaDevice
-from polydraft_cuda.kernels.joins import projection_of
 from polydraft_cuda.kernels.pack import pointers
 from polydraft_cuda.kernels.provider import Kernel, source
-from polydraft_cuda.kernels.screen import Looked, choose
 
 THREADS = 1024
 """`THREADS` of sampling.cuh."""
@@ -27,34 +25,20 @@ def _rows(n: int) -> int:
 
 
 def argmax(device: CudaDevice, a: Any, limits: Any, workspace: Any) -> Launch:
-    """Blocks share a row. What they gather lies in memory of this kernel's own, which is zero between launches. Behind a head
-    that has kept the best of each row, or looked at all outputs by their bytes, only what it has found is looked at."""
+    """Blocks share a row. What they gather lies in memory of this kernel's own, which is zero between launches."""
     del limits, workspace
     rows, vocab = a.logits.shape
     blocks = min(-(-vocab // 4096), 32)
     best, tickets = device.zeros("argmax.best", (rows, 2), "i32"), device.zeros("argmax.tickets", (rows,), "i32")
     function = device.function(source("sampling.cu"), "argmax")
-    alone = function.bind(
-        lambda n: (n, blocks, 1), 256, a.logits, a.row_slot, a.tokens, vocab, best, tickets, dependent=True
-    )  # fmt: skip
+    return function.bind(lambda n: (n, blocks, 1), 256, a.logits, a.row_slot, a.tokens, vocab, best, tickets, dependent=True)
 
-    def among(kept: Any) -> Launch:
-        if isinstance(kept, Looked):
-            return choose(device, a, kept)
-        warps, pitch, _ = kept.shape
-        function = device.function(source("sampling.cu"), "argmax_among")
-        return function.bind(lambda n: -(-n // 8), 256, kept, a.row_slot, a.tokens, warps, pitch, ROWS, dependent=True)
 
-    projection = projection_of(device, a.logits)
-    choice = projection.join_choice(among) if projection is not None else None
-    if projection is None or choice is None:
-        return alone
-    give = projection.give
-
-    def launch(stream: Stream, n: int) -> None:
-        (choice if give() else alone)(stream, n)
-
-    return launch
+def argmax_among(device: CudaDevice, a: Any, kept: Any) -> Launch:
+    """The choice among what the warps of a head have kept (value and id, [warps, rows, 2]); logits are not looked at."""
+    warps, pitch, _ = kept.shape
+    function = device.function(source("sampling.cu"), "argmax_among")
+    return function.bind(lambda n: -(-n // 8), 256, kept, a.row_slot, a.tokens, warps, pitch, ROWS, dependent=True)
 
 
 def gumbel_noise(device: CudaDevice, a: Any, limits: Any, workspace: Any) -> Launch:
@@ -150,7 +134,7 @@ def verify_rejection(device: CudaDevice, a: Any, limits: Any, workspace: Any) ->
 
 
 KERNELS = {
-    "argmax": Kernel(argmax, joins=True),
+    "argmax": Kernel(argmax),
     "gumbel_noise": Kernel(gumbel_noise),
     "uniform_noise": Kernel(uniform_noise),
     "sample": Kernel(sample),

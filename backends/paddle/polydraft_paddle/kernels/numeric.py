@@ -15,7 +15,7 @@ from polydraft.contracts.base import Limits
 from polydraft_paddle.forward_meta import Windows
 from polydraft_paddle.kernels.kv_quant import rows_at, rows_for
 from polydraft_paddle.kernels.sampling import argmax, gumbel_noise, process_logits, sample
-from polydraft_paddle.ops import Tensor, at, choose, numbers, pick, put, scatter
+from polydraft_paddle.ops import Tensor, at, choose, numbers, pick, put, scatter_rows
 from polydraft_paddle.provider import Kernel, Run, plain
 
 
@@ -124,8 +124,8 @@ def rotate_and_keep(a: Any, rotate: Callable[[Tensor, Tensor], Tensor]) -> Run:
         block = pick(at(a.block_table, row_slot), numbers(n, row_slot), positions // a.block_size)
         granted = (row_slot >= 0) & (block >= 0)
         place = block * a.block_size + positions % a.block_size
-        scatter(a.cache.k, place, rows_for(a.cache, a.cache.k, qk[:, heads:].reshape([n, -1])), granted)
-        scatter(a.cache.v, place, rows_for(a.cache, a.cache.v, qkv[:, heads + kv_heads :].reshape([n, -1])), granted)
+        scatter_rows(a.cache.k, place, rows_for(a.cache, a.cache.k, qk[:, heads:].reshape([n, -1])), granted)
+        scatter_rows(a.cache.v, place, rows_for(a.cache, a.cache.v, qkv[:, heads + kv_heads :].reshape([n, -1])), granted)
 
     return run
 
@@ -188,7 +188,7 @@ def attend_windows(a: Any, layout: Windows, mix: Mix = mix) -> None:
     )
     seen = first <= positions.reshape([sequences, 1, width, 1, 1])
     mixed = choose(seen.expand_as(mixed), paddle.full_like(mixed, float("nan")), mixed).transpose([0, 2, 1, 3, 4])
-    scatter(a.out, layout.rows, mixed.reshape([sequences * width, -1]).astype(a.out.dtype), there)
+    scatter_rows(a.out, layout.rows, mixed.reshape([sequences * width, -1]).astype(a.out.dtype), there)
 
 
 def softmax(scores: Tensor) -> Tensor:

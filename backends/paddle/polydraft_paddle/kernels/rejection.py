@@ -12,7 +12,7 @@ import paddle
 
 from polydraft.sentinels import NO_TOKEN, Phase
 from polydraft_paddle.kernels.sampling import FORBIDDEN, best, kept_tokens, lowest, signed, threefry
-from polydraft_paddle.ops import Tensor, at, choose, numbers, pick, put, scatter
+from polydraft_paddle.ops import Tensor, at, choose, numbers, pick, put, scatter_rows
 from polydraft_paddle.provider import Kernel, plain
 
 
@@ -49,7 +49,7 @@ def draw_draft(a: Any, n: int) -> None:
     put(a.tokens[:n], choose(slots >= 0, drawn_tokens(probs, a.noise[:n]), NO_TOKEN))
     num_drafts, vocab = a.draft_probs.shape[1:]
     place = paddle.clip(slots, min=0) * num_drafts + at(a.draft_len, slots)
-    scatter(a.draft_probs.view([-1, vocab]), place, probs, slots >= 0)
+    scatter_rows(a.draft_probs.view([-1, vocab]), place, probs, slots >= 0)
 
 
 def drawn_tokens(weights: Tensor, noise: Tensor) -> Tensor:

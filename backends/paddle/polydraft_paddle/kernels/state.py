@@ -11,8 +11,8 @@ from typing import Any
 import paddle
 
 from polydraft.contracts.base import Limits
-from polydraft.contracts.layout import SLOT_UPDATE_STOP_TOKENS, SlotUpdate
-from polydraft.sentinels import NO_BLOCK, NO_ROW, NO_TOKEN, PAD_SLOT, Finish, Phase
+from polydraft.contracts.kernels.scatter import Run as Word
+from polydraft.sentinels import NO_ROW, NO_TOKEN, PAD_SLOT, Finish, Phase
 from polydraft_paddle.ops import (
     First,
     Tensor,
@@ -30,70 +30,51 @@ from polydraft_paddle.ops import (
     masked,
     numbers,
     owners,
+    part,
     pick,
     put,
-    scatter,
+    scatter_rows,
     take,
     write_where,
 )  # fmt: skip
 from polydraft_paddle.provider import Kernel, Run, plain
 
 PREFILL, DECODE, PAUSED, FINISHED = (int(p) for p in (Phase.PREFILL, Phase.DECODE, Phase.PAUSED, Phase.FINISHED))
-INTEGERS = (
-    "phase", "prompt_len", "num_generated", "kv_len", "prefill_len", "max_total", "epoch", "top_k", "min_tokens", "num_biases",
-    "bad_len",
-)  # fmt: skip
-FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
-"""Fields whose column of a slot update holds float32 bits."""
+COLUMN, SLOT, START, COUNT, OFFSET = map(int, Word)
 
 
-def update_slots(a: Any, n: int) -> None:
-    """Each slot gathers the row that names it."""
-    updates = a.updates[:n]
-    named, row = owners(updates[:, 0], a.phase.shape[0])
-    words = paddle.gather(updates, row)
-    floats = words.view("float32")
-    for name in INTEGERS:
-        write_where(getattr(a, name), named, words[:, int(SlotUpdate[name.upper()])])
-    for name in FLOATS:
-        write_where(getattr(a, name), named, floats[:, int(SlotUpdate[name.upper()])])
-    write_where(a.seed, named, words[:, int(SlotUpdate.SEED_LOW) : int(SlotUpdate.SEED_HIGH) + 1])
-    write_where(a.stop_tokens, named, words[:, SLOT_UPDATE_STOP_TOKENS:])
-    write_where(a.finish, named, int(Finish.NONE))
-    write_where(a.draft_len, named, 0)
-    write_where(a.drafts, named, NO_TOKEN)
-    write_where(a.block_table, named, NO_BLOCK)
+def scatter(a: Any, limits: Limits) -> Run:
+    """Every place of a column looks for the run that covers it: gathers and choices alone, and no index that the host sees."""
+    del limits
+    num_slots, size = a.columns[0].shape[0], a.payload.shape[0]
+    floats = a.payload.view("float32")
+    first = First(a.runs)
+    nobody = len(a.columns) * num_slots
 
+    def write(column: Tensor, runs: Tensor, owner: Tensor) -> None:
+        """`owner` [B]: the run of each slot, -1 where there is none."""
+        named, own = owner >= 0, take(runs, clamp(owner))
+        start, count, offset = own[:, START], own[:, COUNT], own[:, OFFSET]
+        words = floats if column.dtype == paddle.float32 else a.payload
+        if column.ndim == 1:
+            write_where(column, both(named, count > 0), take(words, offset))
+            return
+        place = direct.unsqueeze(numbers(column.shape[1], owner), [0]) - direct.unsqueeze(start, [1])
+        inside = both(both(direct.unsqueeze(named, [1]), place >= 0), place < direct.unsqueeze(count, [1]))
+        index = direct.clip(place + direct.unsqueeze(offset, [1]), 0, size - 1)
+        write_where(column, inside, direct.reshape(take(words, flat(index)), index.shape))
 
-def _scatter_entries(table: Tensor, updates: Tensor, values: Tensor) -> None:
-    """table[updates[:, 0], updates[:, 1]] = values, where the slot is not negative."""
-    slot = updates[:, 0]
-    scatter(flat(table), slot * table.shape[1] + updates[:, 1], values, slot >= 0)
+    def run(n: int) -> None:
+        if not n:
+            return
+        (runs,) = first.rows(n)
+        slot = runs[:, SLOT]
+        key = choose(slot >= 0, runs[:, COLUMN] * num_slots + slot, nobody)
+        found = paddle.put_along_axis(constant(-1, numbers(nobody + 1, key)), key, numbers(n, key), 0)
+        for i, column in enumerate(a.columns):
+            write(column, runs, part(found, i * num_slots, (i + 1) * num_slots))
 
-
-def update_tokens(a: Any, n: int) -> None:
-    """Scatter tokens."""
-    updates = a.updates[:n]
-    _scatter_entries(a.tokens, updates, updates[:, 2])
-
-
-def update_blocks(a: Any, n: int) -> None:
-    """Scatter block-table entries."""
-    updates = a.updates[:n]
-    _scatter_entries(a.block_table, updates, updates[:, 2])
-
-
-def update_biases(a: Any, n: int) -> None:
-    """Scatter entries of the tables of logit biases."""
-    updates = a.updates[:n]
-    _scatter_entries(a.bias_ids, updates, updates[:, 2])
-    _scatter_entries(a.biases, updates, updates.view("float32")[:, 3])
-
-
-def update_bad_words(a: Any, n: int) -> None:
-    """Scatter places of the tables of bad words."""
-    updates = a.updates[:n]
-    _scatter_entries(a.bad_words, updates, updates[:, 2])
+    return run
 
 
 def reserve_blocks(a: Any, n: int) -> None:
@@ -185,7 +166,7 @@ def force_choices(a: Any, n: int) -> None:
     other = paddle.where(chosen == draft, (draft + 1) % a.num_valid, chosen)
     wanted = paddle.where(uniforms < a.chances.unsqueeze(0), draft, other)
     valid = forced & (chosen != NO_TOKEN)
-    scatter(a.choices, flat, wanted.reshape([-1]), valid.reshape([-1]))
+    scatter_rows(a.choices, flat, wanted.reshape([-1]), valid.reshape([-1]))
 
 
 def verify_match(a: Any, limits: Limits) -> Run:
@@ -246,7 +227,7 @@ def commit_window(a: Any, limits: Limits) -> Run:
         columns = direct.unsqueeze(numbers(window.shape[1], slots), [0])
         kept = direct.less_than(columns, direct.unsqueeze(emitted, [1]))
         places = direct.unsqueeze(safe * room + known, [1]) + columns
-        scatter(tokens, *(direct.reshape(t, [-1]) for t in (places, window, kept)))
+        scatter_rows(tokens, *(direct.reshape(t, [-1]) for t in (places, window, kept)))
         put(out_tokens, choose(kept, window, NO_TOKEN))
         put(out_len, emitted)
         put(out_accepted, masked(direct.minimum(accepted, emitted), decode))
@@ -314,7 +295,7 @@ def begin_draft(a: Any, n: int) -> None:
     ran = both(slots >= 0, a.seq_len[:n] > 0)
     file_by_slot(slots, ran, (a.draft_len, 0, None), (a.drafts, NO_TOKEN, None))
     room = take(a.max_total, safe) - take(a.prompt_len, safe) - take(a.num_generated, safe) - 1
-    budget = direct.minimum(room, constant(a.drafts.shape[1], room))
+    budget = direct.minimum(room, constant(a.num_drafts, room))
     active = both(both(ran, take(a.phase, safe) == DECODE), budget > 0)
     put(a.draft_slot[:n], choose(active, slots, PAD_SLOT))
     put(a.draft_position[:n], masked(take(a.kv_len, safe) - 1, active))
@@ -392,9 +373,11 @@ def _file_drafts(a: Any, slots: Tensor, drafts: Tensor, found: Tensor) -> None:
 
 
 KERNELS: dict[str, Kernel] = {
-    **{function.__name__: function for function in (pack_rows, pack_logit_rows, verify_match, commit_window, advance_draft)},
+    **{function.__name__: function for function in (
+        scatter, pack_rows, pack_logit_rows, verify_match, commit_window, advance_draft,
+    )},
     **{function.__name__: plain(function) for function in (
-        update_slots, update_tokens, update_blocks, update_biases, update_bad_words, reserve_blocks, force_choices,
+        reserve_blocks, force_choices,
         snapshot_output, pack_draft_rows, begin_draft, draft_ngram, align_drafts,
     )},
 }  # fmt: skip

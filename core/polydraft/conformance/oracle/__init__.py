@@ -5,6 +5,6 @@
 """
 
 from polydraft.conformance.oracle.model import OracleModel
-from polydraft.conformance.oracle.rounds import GreedyRounds, greedy_rounds
+from polydraft.conformance.oracle.rounds import GreedyRounds, greedy_rounds, greedy_text
 
-__all__ = ["GreedyRounds", "OracleModel", "greedy_rounds"]
+__all__ = ["GreedyRounds", "OracleModel", "greedy_rounds", "greedy_text"]

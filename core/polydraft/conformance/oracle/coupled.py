@@ -147,7 +147,7 @@ def _draft(
         embedded[0] *= not mtp.mask_first_position
         pair = model._norm(fed, "mtp.0.hid_norm"), model._norm(embedded, "mtp.0.emb_norm")
         joined = np.hstack(pair if mtp.order == "hidden_first" else pair[::-1])
-        newest = model._block(joined @ model.w["mtp.0.proj"].T, mtp.block, "mtp.0.")[-1:]
+        newest = model._block(joined @ model.w["mtp.0.proj"].T, mtp.blocks[0], "mtp.0.")[-1:]
         normed = model._norm(newest, "norm" if mtp.final_norm == "target" else "mtp.0.final_norm")
         logits = process((normed @ model.w["lm_head"].T)[0], [*known, *drafts])
         token_id, clear = sampling.choose(logits, len(known) + len(drafts))
@@ -171,13 +171,14 @@ def gumbel(seed: int, position: int, vocab_size: int) -> Array:
     With u = (bits // 2**8 + 1/2) / 2**24, the noise is -log(-log(u)).
     """
     key = seed % _WORD, seed // _WORD % _WORD
-    words = [word for pair in range((vocab_size + 1) // 2) for word in threefry(key, (position, pair))]
-    u = (np.array(words[:vocab_size]) // 2**8 + 0.5) / 2.0**24
+    words = np.stack(threefry(key, (position, np.arange((vocab_size + 1) // 2))), axis=1).ravel()
+    u = (words[:vocab_size] // 2**8 + 0.5) / 2.0**24
     return -np.log(-np.log(u))
 
 
-def threefry(key: tuple[int, int], counter: tuple[int, int]) -> tuple[int, int]:
-    """Threefry-2x32 with 20 rounds on plain integers (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3").
+def threefry(key: tuple[int, int], counter: tuple[Any, Any]) -> tuple[Any, Any]:
+    """Threefry-2x32 with 20 rounds (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"), on plain integers or on
+    arrays of int64, which no intermediate result leaves.
 
     Five groups of four rounds (add, rotate, exclusive-or), each group followed by the key words in turn and its number.
     """

@@ -7,7 +7,7 @@ canonical weights; it shares no arithmetic with the reference backend or the gol
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from polydraft.contracts.kv_quant import quantise
-from polydraft.models import Block, Checkpoint, FamilyRegistry, ModelDescription, Rope, load_weights
+from polydraft.models import Attention, Block, Checkpoint, FamilyRegistry, ModelDescription, Rope, load_weights
 
 Array = NDArray[Any]
 
@@ -57,19 +57,26 @@ class OracleModel:
         return np.asarray(self._norm(states, "norm") @ self.w["lm_head"].T)
 
     def draft(self, token_ids: Sequence[int], states: Array, num_drafts: int) -> tuple[list[int], Array]:
-        """Draft greedily behind `token_ids`, whose last token the target has not computed yet.
+        """Draft greedily behind `token_ids`: the draft ids and their logits [num_drafts, V], as `drafting` yields them."""
+        logits = np.empty((num_drafts, self.description.vocab_size), self.dtype)
+        drafts: list[int] = []
+        for draft, row in self.drafting(token_ids, states, num_drafts):
+            logits[len(drafts)] = row
+            drafts.append(draft)
+        return drafts, logits
 
-        `states` [n - 1, H] are the target's states of the n - 1 tokens before it. Returns the draft ids (ties: lowest)
-        and their logits [num_drafts, V]. Each pass recomputes all MTP rows: the true ones, then the recycled ones.
+    def drafting(self, token_ids: Sequence[int], states: Array, num_drafts: int) -> Iterator[tuple[int, Array]]:
+        """Draft greedily behind `token_ids`, whose last token the target has not computed yet, as far as somebody asks.
+
+        `states` [n - 1, H] are the target's states of the n - 1 tokens before it. Yields draft ids (ties: lowest) and
+        their logits [V]. Each pass recomputes all MTP rows: the true ones, then the recycled ones.
         """
         mtp = self.description.mtp
         assert mtp is not None
         assert len(states) == len(token_ids) - 1
         next_ids = list(token_ids[1:])
         fed = states if mtp.feed == "pre" else self._norm(states, "norm")
-        drafts: list[int] = []
-        logits = np.empty((num_drafts, self.description.vocab_size), self.dtype)
-        for k in range(num_drafts):
+        for _ in range(num_drafts):
             embedded = self.w["embed"][np.asarray(next_ids)].copy()
             if mtp.mask_first_position:
                 embedded[0] = 0
@@ -77,13 +84,12 @@ class OracleModel:
             if mtp.order == "embedding_first":
                 halves.reverse()
             z = np.concatenate(halves, axis=1) @ self.w["mtp.0.proj"].T
-            y = self._block(z, mtp.block, "mtp.0.")[-1:]
+            y = self._block(z, mtp.blocks[0], "mtp.0.")[-1:]
             normed = self._norm(y, "mtp.0.final_norm" if mtp.final_norm == "own" else "norm")
-            logits[k] = (normed @ self.w["lm_head"].T)[0]
-            drafts.append(int(np.argmax(logits[k])))
-            next_ids.append(drafts[-1])
+            logits = np.asarray((normed @ self.w["lm_head"].T)[0])
+            next_ids.append(int(np.argmax(logits)))
+            yield next_ids[-1], logits
             fed = np.concatenate([fed, y if mtp.recycle == "pre" else normed])
-        return drafts, logits
 
     def _norm(self, x: Array, name: str) -> Array:
         weight = self.w[name] + 1 if self.description.norm_plus_one else self.w[name]
@@ -94,7 +100,8 @@ class OracleModel:
         return np.asarray(y + self.w[bias] if bias in self.w else y)
 
     def _block(self, x: Array, block: Block, prefix: str) -> Array:
-        a = block.attention
+        a = block.mixer
+        assert isinstance(a, Attention)
         qkv = self._linear(self._norm(x, prefix + "input_norm"), prefix + "qkv", prefix + "qkv_bias")
         q, k, v = (part.reshape(len(x), -1, a.head_dim) for part in np.split(qkv, [a.q_size, a.q_size + a.kv_size], axis=1))
         if a.qk_norm:
@@ -127,11 +134,9 @@ def _turns(n: int, rope: Rope, dtype: np.dtype[Any]) -> tuple[Array, Array]:
 def _attention(q: Array, k: Array, v: Array) -> Array:
     """[n, heads * d] causal attention of q [n, heads, d] over k and v [n, kv_heads, d]."""
     n, num_heads, head_dim = q.shape
-    later = np.triu(np.ones((n, n), bool), 1)
-    out = np.empty_like(q)
-    for head in range(num_heads):
-        kv_head = head * k.shape[1] // num_heads
-        scores = np.where(later, -np.inf, q[:, head] @ k[:, kv_head].T / np.sqrt(head_dim).astype(q.dtype))
-        weights = np.exp(scores - scores.max(axis=1, keepdims=True))
-        out[:, head] = weights / weights.sum(axis=1, keepdims=True) @ v[:, kv_head]
-    return out.reshape(n, -1)
+    kv_head = np.arange(num_heads) * k.shape[1] // num_heads
+    queries, keys, values = (part.transpose(1, 0, 2) for part in (q, k[:, kv_head], v[:, kv_head]))
+    scores = queries @ keys.transpose(0, 2, 1) / np.sqrt(head_dim).astype(q.dtype)
+    scores[:, np.triu(np.ones((n, n), bool), 1)] = -np.inf  # tokens to come
+    weights = np.exp(scores - scores.max(axis=2, keepdims=True))
+    return np.asarray(weights / weights.sum(axis=2, keepdims=True) @ values).transpose(1, 0, 2).reshape(n, -1)

@@ -1,0 +1,128 @@
+"""Which launches of a program become one on a GPU, and which may begin early: the pass over unbound programs that core runs.
+
+Each rule looks at consecutive launches, at what stands in front of them, and at their shapes; kernels are in `kernels/`, and this
+module binds none. Nothing is remembered from one program to the next, and no provider knows what another was bound to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+from polydraft.contracts.base import Provider
+from polydraft.runtime.fusion import Entry, Node, OwnKernel, Rewritten, UnboundProgram
+from polydraft_cuda.device import CudaDevice
+from polydraft_cuda.kernels import attention, linear, norms
+from polydraft_cuda.kernels.provider import Kernel
+
+Lend = Callable[[Any], Any]
+"""An argument record as kernels of this package see it."""
+
+
+def _of_projection(device: CudaDevice, args: Any, limits: Any) -> int:
+    """Scratch of the projection that a run begins with."""
+    return linear.workspace_bytes(device, args.parts[0], limits)
+
+
+KERNELS: Final[Mapping[str, tuple[tuple[str, ...], Kernel]]] = {
+    "gated": (("linear", "swiglu"), Kernel(linear.gated, _of_projection)),
+    "chosen": (("linear", "process_logits", "argmax"), Kernel(linear.chosen, _of_projection)),
+    "turned_attention": (("rope_kv_write", "paged_attention"), Kernel(attention.turned_attention)),
+    "early_norm": (("residual_add", "rms_norm"), Kernel(norms.add_and_norm_early)),
+}
+"""Kernels of the pass by name: the contracts that each computes, and its binding."""
+
+
+class CudaPass:
+    """The `ProgramPass` of one device. `provider` makes a provider of a kernel, `lend` says what it will see of a record."""
+
+    def __init__(self, device: CudaDevice, provider: Callable[[Kernel], Provider], lend: Lend = lambda record: record) -> None:
+        self._device, self._lend = device, lend
+        self.kernels: Mapping[str, OwnKernel] = {
+            name: OwnKernel(parts, provider(kernel)) for name, (parts, kernel) in KERNELS.items()
+        }
+
+    def rewrite(self, program: UnboundProgram) -> Sequence[Entry]:
+        """The program with the runs that some rule takes."""
+        found: list[Entry] = []
+        place = 0
+        while place < len(program.entries):
+            taken = next(filter(None, self._rules(program, place)), None)
+            found.append(taken or program.entries[place])
+            place += len(taken.nodes) if taken else 1
+        return found
+
+    def _rules(self, program: UnboundProgram, place: int) -> Iterator[Rewritten | None]:
+        """What each rule makes of the launches from `place` on."""
+        yield self._gated(program, place)
+        yield self._chosen(program, place)
+        yield self._turned(program, place)
+        yield self._early(program, place)
+
+    def _gated(self, program: UnboundProgram, place: int) -> Rewritten | None:
+        nodes = _run(program, place, ("linear", "swiglu"))
+        if not nodes:
+            return None
+        project, activate = _args(nodes)
+        if activate.gate_up is not project.out or not linear.is_gated(self._device, self._lend(project)):
+            return None
+        why = "gate and up are not stored, which nobody else reads"
+        return _unless_read(program, place, Rewritten(nodes, "gated", why, (project.out,)))
+
+    def _chosen(self, program: UnboundProgram, place: int) -> Rewritten | None:
+        nodes = _run(program, place, ("linear", "process_logits", "argmax"))
+        if not nodes:
+            return None
+        project, process, choice = _args(nodes)
+        padded = process.num_valid < project.out.shape[1]
+        if process.logits is not project.out or choice.logits is not project.out or padded:
+            return None
+        if not linear.is_chosen_from(self._device, self._lend(project)):
+            return None
+        why = "the highest logit of a row is found where logits are computed; they are not stored, and nobody else reads them"
+        return _unless_read(program, place, Rewritten(nodes, "chosen", why, (project.out,)))
+
+    def _turned(self, program: UnboundProgram, place: int) -> Rewritten | None:
+        nodes = _run(program, place, ("rope_kv_write", "paged_attention"))
+        if not nodes:
+            return None
+        turn, attend = _args(nodes)
+        shared = ("row_slot", "positions", "block_table", "cache", "meta")
+        if turn.q_out is not attend.q or any(getattr(turn, name) is not getattr(attend, name) for name in shared):
+            return None
+        behind = _is_written_in_front(program, place, turn.qkv)
+        if not behind or not attention.turns_inside(self._device, self._lend(turn), self._lend(attend), program.limits):
+            return None
+        why = "attention turns and stores the rows that the projection in front writes"
+        return _unless_read(program, place, Rewritten(nodes, "turned_attention", why, (turn.q_out,)))
+
+    def _early(self, program: UnboundProgram, place: int) -> Rewritten | None:
+        nodes = _run(program, place, ("residual_add+rms_norm",))
+        if not nodes or not _is_written_in_front(program, place, _args(nodes)[0].parts[0].y):
+            return None
+        return Rewritten(nodes, "early_norm", "the stream is read while the projection in front still runs")
+
+
+def _run(program: UnboundProgram, place: int, contracts: Sequence[str]) -> tuple[Node, ...]:
+    """The launches from `place` on, if they are of these contracts, all served by this package, and their lengths count the
+    same."""
+    nodes = [entry for entry in program.entries[place : place + len(contracts)] if isinstance(entry, Node)]
+    same = [node.contract for node in nodes] == [*contracts] and len({node.unit for node in nodes}) == 1
+    return tuple(nodes) if same and program.served.issuperset(contracts) else ()
+
+
+def _args(nodes: Sequence[Node]) -> list[Any]:
+    return [node.args for node in nodes]
+
+
+def _is_written_in_front(program: UnboundProgram, place: int, buffer: Any) -> bool:
+    """Whether the launch directly in front of `place` is a projection of this package that writes `buffer`."""
+    front = program.entries[place - 1] if place else None
+    ours = isinstance(front, Node) and front.contract == "linear" and "linear" in program.served
+    return ours and front.args.out is buffer  # type: ignore[union-attr]
+
+
+def _unless_read(program: UnboundProgram, place: int, run: Rewritten) -> Rewritten | None:
+    """The run, where nobody reads what it does not write."""
+    end = place + len(run.nodes)
+    return None if any(program.is_read(buffer, place, end) for buffer in run.dead) else run

@@ -1,0 +1,305 @@
+"""A decoder block of two halves, each of any kind, and the launches that every block has whatever its kinds are.
+
+A kind is a frozen dataclass that says as data what it works in, caches, weighs and launches, and appends its launches by names:
+`models/attention.py` and `models/feed_forward.py` are two. A family, also one of a plugin, builds its blocks of kinds of its
+own. The runtime allocates, loads and budgets what they declare, and never asks which kind it is.
+
+    h = x + finish(mix(N_input_norm(x)));   y = h + feed_forward(N_post_norm(h))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
+
+from polydraft.contracts.base import Unit
+from polydraft.device import Launch
+from polydraft.errors import CapabilityError
+from polydraft.runtime.caches import CacheKind
+from polydraft.runtime.declare import Pass, StepBuffer
+
+if TYPE_CHECKING:
+    from polydraft.kernel_table import BoundTable
+    from polydraft.runtime.program import ProgramBuilder
+
+Role = Literal["linear", "embedding", "norm", "bias"]
+"""What `prepare_weight` is told of a tensor."""
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One weight that a module declares, by the last part of its canonical name."""
+
+    name: str
+    parts: tuple[tuple[int, ...], ...]
+    """Shapes of what it consists of, which a checkpoint may keep apart; joined along axis 0 they are the weight."""
+    role: Role = "linear"
+    split: int | None = None
+    """Axis of the weight along which ranks may divide it (each part for itself); None: every rank has all of it."""
+    stack: int = 0
+    """The weight is this many of those behind each other, along an axis of its own before the others (experts, for instance), and
+    a checkpoint names them with "{e}". 0: it has no such axis."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of all parts together."""
+        joined = (sum(part[0] for part in self.parts), *self.parts[0][1:])
+        return (self.stack, *joined) if self.stack else joined
+
+
+@dataclass(frozen=True)
+class Work:
+    """Scratch by row, [R, width]: it dies with its block. Equal ones of all blocks are one buffer, for blocks run one after the
+    other on one stream."""
+
+    name: str
+    width: int
+    dtype: str = "act"
+
+    @property
+    def buffer(self) -> str:
+        """The name of the buffer, which says its shape."""
+        return f"scratch.{self.name}{self.width}" + ("" if self.dtype == "act" else f".{self.dtype}")
+
+
+@dataclass(frozen=True)
+class Norm:
+    """How this model normalises."""
+
+    eps: float
+    plus_one: bool
+
+    def emit(self, program: ProgramBuilder, weight: str, *, x: str, out: str, unit: Unit, room: str) -> None:
+        """Normalise rows."""
+        program.add("rms_norm", unit, room, x=x, weight=weight, eps=self.eps, plus_one=self.plus_one, out=out)
+
+
+@dataclass(frozen=True)
+class At:
+    """Where half a block appends its launches: the program, the layer, and the rows it works on."""
+
+    program: ProgramBuilder
+    norm: Norm
+    prefix: str
+    """Of the layer: what the names of its weights and caches begin with."""
+    rows: Pass
+    unit: Unit
+    """What launches count. Behind `narrow` it is not that of `rows` any more."""
+    room: str
+    x: str
+    """The residual stream."""
+    scratch: Mapping[str, str]
+    """Buffers by the names of declared `Work`; "normed" goes in, "branch" comes out, both [R, H]."""
+
+    def add(self, contract: str, **fields: Any) -> None:
+        """Append a launch over the rows."""
+        self.program.add(contract, self.unit, self.room, **fields)
+
+    def own(self, name: str) -> str:
+        """Full name of a weight or a cache of this layer."""
+        return f"{self.prefix}.{name}"
+
+    def optional(self, name: str) -> str | None:
+        """The same of a weight that the layer may lack; None where it does."""
+        return self.own(name) if self.own(name) in self.program.memory.weights else None
+
+    def linear(self, name: str, *, x: str, out: str) -> None:
+        """Project scratch by the weight `name`, and by the bias `name`_bias where there is one."""
+        bias = self.optional(f"{name}_bias")
+        self.add("linear", x=self.scratch[x], weight=self.own(name), bias=bias, out=self.scratch[out])
+
+
+class Kind(Protocol):
+    """What half a block declares, whichever half it is. Kinds are frozen and hashable: equal ones are one kind."""
+
+    def scratch(self, hidden: int) -> tuple[Work, ...]:
+        """What it works in besides "normed" and "branch". `hidden`: width of the residual stream."""
+
+    def weights(self, hidden: int) -> tuple[Tensor, ...]:
+        """Its weights in canonical form, in the order in which they are loaded."""
+
+    @property
+    def contracts(self) -> tuple[str, ...]:
+        """What it launches."""
+
+
+class Mixer(Kind, Protocol):
+    """The half in which rows look at other rows: attention, or a recurrence."""
+
+    @property
+    def caches(self) -> tuple[CacheKind, ...]:
+        """What it keeps between steps."""
+
+    @property
+    def carried(self) -> tuple[str, ...]:
+        """Scratch that `finish` reads: rows of it are picked where only some rows go on."""
+
+    def keep(self, at: At) -> None:
+        """Append as much of `mix` as leaves in the caches what `mix` would, for rows of which nothing else is wanted."""
+
+    def mix(self, at: At) -> None:
+        """Append everything that needs all rows: from "normed" to the scratch in `carried`."""
+
+    def finish(self, at: At) -> None:
+        """Append the rest, row by row: from the scratch in `carried` to "branch"."""
+
+
+class FeedForward(Kind, Protocol):
+    """The half that takes each row by itself."""
+
+    def emit(self, at: At) -> None:
+        """Append the launches from "normed" to "branch"."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """One pre-norm decoder block: a mixer, then feed-forward, each added to the residual stream."""
+
+    mixer: Mixer
+    feed_forward: FeedForward
+
+    @property
+    def caches(self) -> tuple[CacheKind, ...]:
+        """What its layer keeps between steps."""
+        return self.mixer.caches
+
+    @property
+    def contracts(self) -> tuple[str, ...]:
+        """What it launches."""
+        return ("rms_norm", *self.mixer.contracts, "residual_add", *self.feed_forward.contracts)
+
+    def weights(self, hidden: int) -> tuple[Tensor, ...]:
+        """Norms of [hidden] before each half, and what the halves declare."""
+        norms = (Tensor(name, ((hidden,),), "norm") for name in ("input_norm", "post_norm"))
+        return (next(norms), *self.mixer.weights(hidden), next(norms), *self.feed_forward.weights(hidden))
+
+    def work(self, hidden: int) -> tuple[Work, ...]:
+        """Scratch of the whole block."""
+        mixer, feed_forward = self.mixer.scratch(hidden), self.feed_forward.scratch(hidden)
+        return (Work("normed", hidden), *mixer, Work("branch", hidden), *feed_forward)
+
+    def scratch(self, hidden: int) -> dict[str, str]:
+        """Its scratch as names of buffers."""
+        return {one.name: one.buffer for one in self.work(hidden)}
+
+
+def lacking(blocks: Mapping[str, Block], providers: Collection[str]) -> dict[str, str]:
+    """Contracts that these blocks launch and that none of the providers has a part in, with a layer that does."""
+    owned = {part for name in providers for part in name.split("+")}
+    return {contract: prefix for prefix, block in blocks.items() for contract in block.contracts if contract not in owned}
+
+
+def scratch_buffers(blocks: Iterable[Block], hidden: int) -> list[StepBuffer]:
+    """The scratch of all these blocks, each buffer once."""
+    work = {one.buffer: one for block in dict.fromkeys(blocks) for one in block.work(hidden)}
+    return [StepBuffer(name, f"R {one.width}", one.dtype) for name, one in work.items()]
+
+
+@dataclass(frozen=True)
+class BlockCall:
+    """What a block that computes itself is bound to: it overwrites the rows of `x` and may use the buffers of `scratch`. The
+    rows, their cache and the attention over it stay core's and the backend's."""
+
+    program: ProgramBuilder
+    block: Block
+    norm: Norm
+    prefix: str
+    x: Any
+    rows: Pass
+    scratch: Any
+    """Buffers by the names of the block's `Work`; like `x` they are a backend's own."""
+
+    @property
+    def table(self) -> BoundTable:
+        """The kernels of the engine, with its device."""
+        return self.program.table
+
+    @property
+    def positions(self) -> Any:
+        """[N] int32: absolute position of each row."""
+        return self.program.memory.buffers[self.rows.positions]
+
+    def attention(self) -> tuple[Launch, Launch]:
+        """Bound launches of the backend: rotate what is in `scratch.qkv` and store keys and values; attend into
+        `scratch.attended`. Raises `CapabilityError` for a block whose mixer is not attention."""
+        bind = getattr(self.block.mixer, "bind", None)
+        if bind is None:
+            raise CapabilityError(
+                f"block {self.prefix} computes itself around attention, got the mixer {type(self.block.mixer).__name__}, wanted "
+                "one that binds its attention alone; leave this block to core"
+            )
+        return cast("tuple[Launch, Launch]", bind(self))
+
+
+class OwnBlock(Protocol):
+    """A decoder block that somebody computes as a whole. It lies among the weights, under the block's prefix."""
+
+    @property
+    def nbytes(self) -> int: ...
+    def bind(self, call: BlockCall) -> Launch:
+        """Return the launch that overwrites the rows of `call.x` with what the block makes of them."""
+
+
+def emit_block(
+    program: ProgramBuilder,
+    block: Block,
+    norm: Norm,
+    prefix: str,
+    *,
+    x: str,
+    rows: Pass,
+    scratch: Mapping[str, str],
+    room: str,
+    narrow: Callable[[At], At] | None = None,
+) -> None:
+    """One decoder block over `x` in place.
+
+    Each add stands directly before the norm that follows it, so that `residual_add+rms_norm` can take both. A block that lies
+    among the weights under its prefix computes itself, all of it. `narrow` is called behind `mix`, the last part that needs all
+    rows: it picks those that go on, and says where they and what is carried lie, and their unit.
+    """
+    at = At(program, norm, prefix, rows, rows.unit, room, x, scratch)
+    if _own_block(at, block):
+        return
+    _normalise(at, "input_norm")
+    block.mixer.mix(at)
+    if narrow is not None:
+        at = narrow(at)
+    block.mixer.finish(at)
+    at.add("residual_add", x=at.x, y=at.scratch["branch"])
+    _normalise(at, "post_norm")
+    block.feed_forward.emit(at)
+    at.add("residual_add", x=at.x, y=at.scratch["branch"])
+
+
+def emit_block_rows(
+    program: ProgramBuilder, block: Block, norm: Norm, prefix: str, *, x: str, rows: Pass, scratch: Mapping[str, str], room: str
+) -> None:  # fmt: skip
+    """A decoder block over `x` as far as its caches, for whoever wants nothing else of it. One that computes itself computes all
+    of it."""
+    at = At(program, norm, prefix, rows, rows.unit, room, x, scratch)
+    if not _own_block(at, block):
+        _normalise(at, "input_norm")
+        block.mixer.keep(at)
+
+
+def _own_block(at: At, block: Block) -> bool:
+    """Append the block that computes itself, where one lies among the weights under the prefix; whether there is one."""
+    program, own = at.program, at.program.memory.weights.get(at.prefix)
+    if own is None:
+        return False
+    buffers = SimpleNamespace(**{name: program.memory.buffers[buffer] for name, buffer in at.scratch.items()})
+    call = BlockCall(program, block, at.norm, at.prefix, program.memory.buffers[at.x], at.rows, buffers)
+    program.call("own_block", cast("OwnBlock", own).bind(call), at.unit, at.room)
+    return True
+
+
+def _normalise(at: At, weight: str) -> None:
+    at.norm.emit(at.program, at.own(weight), x=at.x, out=at.scratch["normed"], unit=at.unit, room=at.room)
+
+
+def narrowed(at: At, *, x: str, unit: Unit, **carried: str) -> At:
+    """The same place over fewer rows, which lie in `x`; what is carried lies in the buffers given by scratch name."""
+    return replace(at, x=x, unit=unit, scratch={**at.scratch, **carried})

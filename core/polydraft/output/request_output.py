@@ -1,0 +1,136 @@
+"""What callers get of a request: its text, tokens, rounds and, where asked for, what is known of every single token.
+
+`OutputProcessor` makes one whenever something is new. Numbers stay in the arrays they came in, and become Python objects where
+somebody looks at them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Final, Literal, NamedTuple
+
+import numpy as np
+
+from polydraft.device import Array
+from polydraft.output.provenance import Source, origin, round_numbers
+from polydraft.runtime.packed import NO_ROWS
+from polydraft.sentinels import NO_TOKEN
+
+SourceName = Literal["target", "draft", "corrected", "forced", "prompt"]
+"""`Source` in lower case; `prompt`: the token was given."""
+SOURCE_NAMES: Final[tuple[SourceName, ...]] = ("target", "draft", "corrected", "forced")
+"""By `Source`."""
+
+
+class TokenRecord(NamedTuple):
+    """All that is known of one token. `round` counts decode rounds from 0, -1: the token that the prefill chose, or one of the
+    prompt; `draft_position` counts drafts of the round from 1, 0: no draft. `rank` is 1 for the most likely token; `top`: the
+    most likely tokens of the place, best first. What was not asked for is None or empty."""
+
+    token_id: int
+    source: SourceName
+    draft_position: int
+    round: int
+    logprob: float | None = None
+    rank: int | None = None
+    top: tuple[tuple[int, float], ...] = ()
+    draft_logprob: float | None = None
+    """With which the token was drawn as a draft, 0 where no model drew it; None where it was no draft."""
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """One request as it stands. `text_delta`, `new_token_ids` and `new_rounds` came since the last record; the rest is the
+    whole so far, complete when `finished`."""
+
+    id: str
+    prompt_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    text: str
+    text_delta: str
+    new_token_ids: tuple[int, ...]
+    rounds: tuple[int, ...]
+    new_rounds: tuple[int, ...]
+    drafted: int
+    finished: bool
+    finish_reason: str | None
+    error: str = ""
+    """Why it ended with "error"."""
+    ttft_s: float | None = None
+    """Seconds from its arrival to its first token; None before."""
+    latency_s: float | None = None
+    """Seconds from its arrival to its end; None before."""
+    round_drafts: tuple[int, ...] = ()
+    """Drafts that each round verified."""
+    origins: Array = field(default_factory=partial(np.empty, 0, np.int32), repr=False, compare=False)
+    """Who proposed each token, int32 [t], a word each: `provenance.origin` reads it, and `tokens` has it in plain terms."""
+    logprobs: tuple[Array, ...] = field(default=(), repr=False, compare=False)
+    """Rows of each step so far that emitted tokens, as `row_type` says; () where none were asked for. `tokens` has them by
+    token."""
+    prompt_rows: Array | None = field(default=None, repr=False, compare=False)
+    """Such rows of the prompt from its second token on; None where none were asked for, and before all are known."""
+
+    @property
+    def accepted(self) -> int:
+        """Drafts that became output."""
+        return sum(self.rounds)
+
+    @property
+    def forced(self) -> tuple[int, ...]:
+        """Places of tokens that a constraint left no choice for, ascending."""
+        return tuple(place for place, word in enumerate(self.origins.tolist()) if origin(word)[0] is Source.FORCED)
+
+    @property
+    def tokens(self) -> tuple[TokenRecord, ...]:
+        """All tokens so far with who proposed them and what is known of their probability; made when asked for."""
+        return tuple(self._records(0))
+
+    @property
+    def new_tokens(self) -> tuple[TokenRecord, ...]:
+        """Likewise of `new_token_ids`."""
+        return tuple(self._records(len(self.token_ids) - len(self.new_token_ids)))
+
+    @property
+    def drafts(self) -> tuple[tuple[tuple[int, float], ...], ...]:
+        """What each round drafted, accepted or not, with the log probability that each was drawn with (0 where no model drew
+        it); () where no log probabilities were asked for."""
+        kept = [rows[rows["draft"] != NO_TOKEN] for rows in self.logprobs[1:]]  # the first step chose with no drafts
+        return tuple(tuple(zip(rows["draft"].tolist(), rows["draft_logprob"].tolist(), strict=True)) for rows in kept)
+
+    @property
+    def prompt_logprobs(self) -> tuple[TokenRecord | None, ...] | None:
+        """Of each prompt token, None for the first; None where none were asked for, and before all are known."""
+        if self.prompt_rows is None:
+            return None
+        return (None, *(TokenRecord(int(row["ids"][0]), "prompt", 0, -1, *_numbers(row)) for row in self.prompt_rows))
+
+    def _records(self, start: int) -> Iterator[TokenRecord]:
+        rows = rows_of(self.logprobs, self.origins)[start:]
+        for place, (token, word) in enumerate(zip(self.token_ids[start:], self.origins[start:].tolist(), strict=True)):
+            source, position, number = origin(word)
+            record = TokenRecord(token, SOURCE_NAMES[source], position, number)
+            if len(rows):
+                drawn = float(rows[place]["draft_logprob"]) if position else None
+                record = TokenRecord(*record[:4], *_numbers(rows[place]), drawn)
+            yield record
+
+
+def rows_of(steps: Sequence[Array], origins: Array) -> Array:
+    """One row a token, of tokens whose provenance is `origins`, out of the windows of the steps that emitted them; NO_ROWS where
+    there are no steps. A stop string may have cut the last tokens."""
+    if not steps:
+        return NO_ROWS
+    if len(steps) == 1:
+        return steps[0][: len(origins)]
+    numbers = round_numbers(origins)
+    counts = np.bincount(numbers - numbers[0])  # a round is a step, and so is the prefill's end
+    return np.concatenate([rows[:count] for rows, count in zip(steps, counts[counts > 0].tolist(), strict=False)])
+
+
+def _numbers(row: Any) -> tuple[float, int, tuple[tuple[int, float], ...]]:
+    """Log probability, rank and most likely tokens of a row."""
+    ids, logprobs = row["ids"].tolist(), row["logprobs"].tolist()
+    top = tuple((token, value) for token, value in zip(ids[1:], logprobs[1:], strict=True) if token != NO_TOKEN)
+    return logprobs[0], int(row["rank"]), top

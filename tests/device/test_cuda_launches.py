@@ -1,0 +1,101 @@
+"""What the CUDA backend launches, kernel by kernel with grids and arguments, is what it launched while providers still joined
+what had been bound before them, in whatever order launches are bound."""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench import gpu_regions
+from polydraft.instruments.sanitize import Sanitizer
+from polydraft.runtime import program
+from polydraft.runtime.fusion import Entry
+from tests.device import traced
+
+pytest.importorskip("cuda.bindings", reason="matrices are described to the copy engine in types of cuda-bindings")
+RECORDED: dict[str, Any] = json.loads(traced.RECORDED.read_text(encoding="utf-8"))
+WAYS = ("eager", "captured")
+
+
+@pytest.mark.parametrize("name", traced.ENGINES)
+def test_every_program_launches_what_was_recorded(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    engine = traced.engine_of(name, tmp_path, monkeypatch)
+    for way in WAYS:
+        found = traced.launches(engine, captured=way == "captured")
+        if name == traced.IN_FULL:  # a difference is readable
+            assert {key: found[key] for key in RECORDED["launches"][way]} == RECORDED["launches"][way]
+        assert traced.digest(found) == RECORDED["digests"][name][way]
+
+
+def test_the_recorded_steps_are_joined_where_they_are_captured():
+    for kind in ("greedy", "sampling"):
+        apart, together = (" ".join(RECORDED["launches"][way][f"{kind} draft 8"]) for way in WAYS)
+        for kernel in ("rope_kv_write", "swiglu"):
+            assert (kernel in apart, kernel in together) == (True, False)
+        assert ("linear_screen" in together) == (kind == "greedy")
+        assert "linear_screen" not in apart
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_the_order_of_binding_changes_no_launch(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Launches of a program are bound in any order, those of others among them, and some are bound twice."""
+    rng, bind, finish = random.Random(seed), program.ProgramBuilder.bind, program.ProgramBuilder.finish
+    shuffled = 0
+
+    def in_any_order(self: program.ProgramBuilder, entries: list[Entry]) -> program.Program:
+        nonlocal shuffled
+        order = [one for entry in entries for one in (entry, *getattr(entry, "nodes", ()))]
+        rng.shuffle(order)
+        bound = {id(entry): bind(self, entry) for entry in (*order, *order[:9])}
+        monkeypatch.setattr(self, "bind", lambda entry: bound[id(entry)])
+        shuffled += len(order)
+        return finish(self, entries)
+
+    monkeypatch.setattr(program.ProgramBuilder, "finish", in_any_order)
+    engine = traced.engine_of(traced.IN_FULL, tmp_path, monkeypatch)
+    assert shuffled > 400
+    for way in WAYS:
+        assert traced.digest(traced.launches(engine, captured=way == "captured")) == RECORDED["digests"][traced.IN_FULL][way]
+
+
+def test_an_engine_tells_what_it_has_joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    engine = traced.engine_of(traced.IN_FULL, tmp_path, monkeypatch)
+    told = {one.joined.contracts: one for one in engine.runner.joined()}
+    assert {name for name, one in told.items() if one.joined.captured} == {
+        "linear+swiglu", "linear+process_logits+argmax", "rope_kv_write+paged_attention",
+    }  # fmt: skip
+    assert told["linear+process_logits+argmax"].launches == {"greedy.target": 1, "greedy.draft": 3}
+    assert {one.joined.by for one in told.values()} == {"cuda"}
+    assert all(one.joined.why for one in told.values())
+    plain = traced.engine_of("invariant", tmp_path, monkeypatch)
+    assert not [one for one in plain.runner.joined() if one.joined.captured]
+
+
+def test_regions_of_a_step_are_timed_as_its_graph_has_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """What is one launch in the graph is one in a region that has all of it; a region that cuts it has the launches apart."""
+    engine = traced.engine_of(traced.IN_FULL, tmp_path, monkeypatch)
+    programs = [engine.runner.programs["greedy"][part] for part in ("target", "draft")]
+    parts = gpu_regions.regions(programs[0].entries, programs[1].entries)
+    found = {name: [one.contract for one in gpu_regions.together(programs, entries)] for name, entries in parts.items()}
+    assert found["attention"] == ["rope_kv_write+paged_attention"] * 2
+    assert found["gate and up"] == ["linear+swiglu"] * 2
+    assert found["head"] == ["gather_rows", "rms_norm", "linear"]
+    assert found["choosing"] == ["process_logits", "argmax"]
+    assert found["a round"].count("linear+process_logits+argmax") == 4
+    assert gpu_regions.together(programs, [one for p in programs for one in p.entries]) == [
+        *programs[0].captured, *programs[1].captured,
+    ]  # fmt: skip
+
+
+def test_the_hazard_checker_sees_what_is_joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    engine: Any = traced.engine_of(traced.IN_FULL, tmp_path, monkeypatch, sanitize=True)
+    _, size = next(traced.steps((8,)))
+    watched = []
+    for part in ("target", "draft"):
+        for contract, launch, unit in engine.runner.programs["greedy"][part].recorded():
+            launch(engine.device.stream, size[unit])
+            watched.append(str(launch) if contract != "forward_meta" else "")
+    assert "launch linear+process_logits+argmax (greedy.draft: draft 2)" in watched
+    assert engine.instruments[Sanitizer].report.hazards == ()

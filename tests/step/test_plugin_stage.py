@@ -1,0 +1,68 @@
+"""A sampling parameter of a plugin: its column, its contract and its kernel come with it, and core knows none of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from polydraft import LLM, SamplingParams
+from polydraft.contracts.base import REGISTRY
+from polydraft.errors import RequestError
+from tests.support import tiny
+
+FILE = str(Path(tiny.__file__).with_name("scale_stage.py"))
+"""Loaded as a plugin alone: it adds a contract, which no other test is to meet."""
+PROMPT = [3, 1, 4, 1, 5]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forgotten() -> Iterator[None]:
+    before = set(REGISTRY._contracts)
+    yield
+    for key in set(REGISTRY._contracts) - before:
+        del REGISTRY._contracts[key]
+
+
+def llm(**options: Any) -> LLM:
+    return LLM(model=str(tiny.checkpoint("narrow")), **{"backend": "reference", "max_num_seqs": 3, "plugins": (FILE,), **options})
+
+
+def texts(served: LLM, **params: Any) -> list[int]:
+    (output,) = served.generate([PROMPT], SamplingParams(max_new_tokens=16, ignore_eos=True, **params))
+    return list(output.token_ids)
+
+
+@pytest.mark.parametrize("options", [{}, {"device": "queued", "graph": "decode", "overlap": 1}, {"sanitize": True}], ids=str)
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_logits_times_two_are_half_the_temperature(drafts: int, options: dict[str, Any]) -> None:
+    served = llm(draft_tokens=drafts, invariant=True, **options)
+    sampled = {"temperature": 1.0, "seed": 7}
+    assert texts(served, extra={"logit_scale": 2.0}, **sampled) == texts(served, temperature=0.5, seed=7)
+    assert texts(served, extra={"logit_scale": 1.0}, **sampled) == texts(served, **sampled)
+    assert texts(served, extra={"logit_scale": 2.0}, **sampled) != texts(served, **sampled), "it does something"
+    served.close()
+
+
+def test_neighbours_are_not_touched() -> None:
+    served = llm(draft_tokens=2, invariant=True)
+    alone = texts(served, temperature=1.0, seed=3)
+    asked = [SamplingParams(max_new_tokens=16, ignore_eos=True, temperature=1.0, seed=3, extra=extra) for extra in (
+        {"logit_scale": 5.0}, {}, {"logit_scale": 0.2})]  # fmt: skip
+    assert list(served.generate([PROMPT] * 3, asked)[1].token_ids) == alone
+
+
+def test_what_no_stage_knows_or_accepts_is_refused() -> None:
+    served = llm(draft_tokens=0)
+    with pytest.raises(
+        RequestError, match=r"^the request has the parameter 'logit_scales', which no stage knows; known: logit_scale"
+    ):
+        texts(served, extra={"logit_scales": 2.0})
+    with pytest.raises(RequestError, match=r"^logit_scale is -1, wanted a number above 0; correct the request$"):
+        texts(served, extra={"logit_scale": -1})
+    assert len(texts(served)) == 16, "others are served"
+    bare = LLM(model=str(tiny.checkpoint("narrow")), backend="reference", draft_tokens=0)
+    with pytest.raises(RequestError, match="no plugin of this engine brings any"):
+        texts(bare, extra={"logit_scale": 2.0})

@@ -1,0 +1,62 @@
+"""Policies of the number of drafts, for tests: drawn anew for every step, or as a list says.
+
+Owns the way to give one to an engine that is built by any of the other helpers.
+Called by tests of the step.
+Never compares results.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+from polydraft import engine as engine_module
+from polydraft.contracts.base import Limits
+from polydraft.runtime.draft_policy import DraftPolicy, DraftView, check_policy, ladder
+
+
+class Drawn:
+    """Any rung of the ladder, drawn with a seed; it stays for a while, so that there are stretches without drafts."""
+
+    def __init__(self, limits: Limits, seed: int) -> None:
+        self.rungs = ladder(limits.num_drafts)
+        self._rng, self._last = random.Random(seed), limits.num_drafts
+
+    def choose(self, view: DraftView) -> int:
+        del view
+        if self._rng.random() < 0.6:
+            self._last = self._rng.choice(self.rungs)
+        return self._last
+
+
+class Listed:
+    """As the list says, again and again; what it chose is in `chosen`."""
+
+    def __init__(self, limits: Limits, numbers: Sequence[int]) -> None:
+        self.rungs = tuple(sorted({*numbers, limits.num_drafts}))
+        self._numbers, self.chosen = numbers, list[int]()
+
+    def choose(self, view: DraftView) -> int:
+        del view
+        self.chosen.append(self._numbers[len(self.chosen) % len(self._numbers)])
+        return self.chosen[-1]
+
+
+@contextmanager
+def deciding(make: Callable[[Limits], DraftPolicy]) -> Iterator[None]:
+    """Engines that are built within have the policy that `make` makes."""
+
+    def given(policy: Any, limits: Limits) -> DraftPolicy:
+        del policy
+        return check_policy(make(limits), limits)
+
+    with mock.patch.object(engine_module, "check_policy", given):
+        yield
+
+
+def drawing(seed: int) -> Any:
+    """Engines that are built within draw the number of drafts of every step."""
+    return deciding(lambda limits: Drawn(limits, seed))

@@ -34,16 +34,17 @@ test conform matrix deep oldest coverage: export OMP_NUM_THREADS := 1
 test: $(TEST)  ## run every test that needs no accelerator
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
-check: $(DEV)  ## lint, formatting and types
+check: $(DEV)  ## lint, formatting, types and the direction of imports
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports
 	$(BIN)/pre-commit validate-config
 
 conform: $(TEST)  ## claim `basic` of every backend that needs no accelerator, and the most of one in turn
 	$(BIN)/python tools/conform_in_turn.py
 
-matrix: $(TEST)  ## run the kit and its zoo on those backends and write docs/backends/matrix.md and mutants.md
+matrix: $(TEST)  ## run the kit and its mutants on those backends and write docs/backends/matrix.md and mutants.md
 	$(BIN)/python tools/make_matrix.py
 	$(BIN)/python tools/make_mutants.py
 

@@ -281,7 +281,7 @@ def products(repeats: int) -> list[dict[str, Any]]:
     from polydraft.backend import DeviceOptions
     from polydraft.contracts.base import Limits
     from polydraft.contracts.kernels.linear import LinearV1
-    from polydraft.kernel_table import DeviceWorkspace
+    from polydraft.plugins.kernel_table import DeviceWorkspace
     from polydraft_cpu import library
 
     rng, rows = np.random.default_rng(0), []

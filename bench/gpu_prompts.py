@@ -99,7 +99,7 @@ def matrix_rate(shape: Path, rows: int = BATCHED_TOKENS, repeats: int = 9) -> fl
 
 
 def _workspace(device: Any, nbytes: int) -> Any:
-    from polydraft.contracts.harness import DeviceWorkspace
+    from polydraft.conformance.harness import DeviceWorkspace
 
     return DeviceWorkspace(device.empty("workspace", (max(nbytes, 1),), "u8"), nbytes)
 

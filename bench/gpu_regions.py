@@ -33,7 +33,7 @@ from polydraft.bench.suite import Suite
 from polydraft.config import EngineConfig
 from polydraft.engine import Engine
 from polydraft.models import Attention
-from polydraft.runtime.program import Bound, Lengths, Program, lengths
+from polydraft.program.program import Bound, Lengths, Program, lengths
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 from bench.gpu_rounds import BATCHED_TOKENS, BATCHES, ROOT, SCHEDULE, byte_heads, copy_rate, device_says
@@ -86,7 +86,7 @@ def stand(engine: Engine, batch: int, width: int, context: int) -> None:
 
 def regions(target: Sequence[Bound], draft: Sequence[Bound]) -> dict[str, list[Bound]]:
     """Entries of the programs by region; the projections of a block also one by one."""
-    passed = [entry for entry in target if entry.room == "target"]
+    passed = [entry for entry in target if entry.stage == "target"]
     head = next(i for i, entry in enumerate(passed) if entry.contract == "gather_rows")
     body = [entry for entry in passed[:head] if entry.contract not in ("embed", "forward_meta")]
     products = [entry for entry in body if entry.contract == "linear"]
@@ -101,12 +101,12 @@ def regions(target: Sequence[Bound], draft: Sequence[Bound]) -> dict[str, list[B
         found[name] = products[place::4]
     gate_up = {id(entry) for entry in found["gate and up"]}
     found["gate and up"] = [entry for entry in body if id(entry) in gate_up or entry.contract == "swiglu"]
-    rooms = dict.fromkeys(entry.room for entry in draft if entry.room.startswith("draft "))
-    for room in rooms:
-        found[room.replace("draft", "draft pass")] = [entry for entry in draft if entry.room == room]
+    stages = dict.fromkeys(entry.stage for entry in draft if entry.stage.startswith("draft "))
+    for stage in stages:
+        found[stage.replace("draft", "draft pass")] = [entry for entry in draft if entry.stage == stage]
     every = (*target, *draft)
     kept = {id(entry) for entry in every if not KEEPS_BOOKS.isdisjoint(entry.contract.split("+"))}
-    found["choosing"] = [entry for entry in every if entry.room == "verify" and id(entry) not in kept]
+    found["choosing"] = [entry for entry in every if entry.stage == "verify" and id(entry) not in kept]
     found["a round"] = [entry for entry in every if id(entry) not in kept]
     return found
 
@@ -215,7 +215,7 @@ def measure(options: argparse.Namespace, rate: float) -> list[dict[str, Any]]:
             state.real_slots, state.has_prefill = batch, False
             stand(engine, batch, width, context)
             for name, entries in parts.items():
-                used = [entry for entry in entries if width > 1 or "draft" not in entry.room]
+                used = [entry for entry in entries if width > 1 or "draft" not in entry.stage]
                 if not used:
                     continue
                 run = captured(engine, capture, used, size)
@@ -257,7 +257,7 @@ def prefill(engine: Engine, parts: dict[str, list[Bound]], prompt: int, repeats:
 
         return enqueue
 
-    body = [entry for entry in parts["target pass"] if entry.room == "target"][: -len(parts["head"])]
+    body = [entry for entry in parts["target pass"] if entry.stage == "target"][: -len(parts["head"])]
     us, product = timed(device, run(body), repeats), timed(device, run(parts["gate and up"][::2]), repeats)
     mixer, layers = model.blocks[0].mixer, len(model.blocks)
     assert isinstance(mixer, Attention)

@@ -34,7 +34,7 @@ from polydraft.bench.measure import Load
 from polydraft.bench.suite import VARIANTS, Contender, Suite
 from polydraft.config import EngineConfig
 from polydraft.engine import Engine
-from polydraft.runtime.weights import DRAFT_HEAD
+from polydraft.models.weights import DRAFT_HEAD
 
 ROOT = Path(__file__).resolve().parent
 SCHEDULE = (0.8, 0.75, 0.75)
@@ -247,7 +247,7 @@ def main() -> int:
     parser.add_argument("--head", default="bytes", help="how heads are read, each in turn: bytes,whole")
     parser.add_argument("--compare", choices=list(VARIANTS), default="off", help="every cell with and without, in turn")
     parser.add_argument("--invariant", action="store_true")
-    parser.add_argument("--bare", action="store_true", help="do not record what the host spends by room")
+    parser.add_argument("--bare", action="store_true", help="do not record what the host spends by stage")
     parser.add_argument(
         "--cool", type=float, default=0.0, help="wait before each cell until the device has at most so many degrees Celsius"
     )

@@ -1,7 +1,7 @@
 """Host time of one decode step: how it grows with the batch, on the backend whose kernels cost nothing.
 
 K = 3 and every draft accepted, so each request gains four tokens a step. The times are those of `Engine.step` and `poll`
-together, without what the null backend's few kernels and its copies take; the split by room comes from a second, recorded run.
+together, without what the null backend's few kernels and its copies take; the split by stage comes from a second, recorded run.
 Prints a table and, where asked, writes a `polydraft.bench/1` JSON file, draws it (needs matplotlib), and puts the table into a
 page, behind the comment that names the result.
 
@@ -28,7 +28,7 @@ FIGURES = "bench/results/host_time.json"
 METHOD = (
     "the null backend, K = 3, all drafts accepted; Engine.step and poll without the time of the null kernels and copies; median "
     "over the steps in which every request has a round, of that the median over the repeats, as spread the smallest and the "
-    "largest; by room: median over the steps of a second, recorded run, whose clock reading is part of it; one warm-up run"
+    "largest; by stage: median over the steps of a second, recorded run, whose clock reading is part of it; one warm-up run"
 )
 
 
@@ -45,14 +45,14 @@ def measure(repeats: int, new_tokens: int) -> list[dict[str, Any]]:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """One line a row, in Markdown."""
-    rooms = [room for room in rows[0]["host_us_by_room"] if room != "wait"]
+    stages = [stage for stage in rows[0]["host_us_by_stage"] if stage != "wait"]
     lines = [
-        "| batch | prefix cache | us a step | smallest-largest | " + " | ".join(rooms) + " |",
-        "|---" * (4 + len(rooms)) + "|",
+        "| batch | prefix cache | us a step | smallest-largest | " + " | ".join(stages) + " |",
+        "|---" * (4 + len(stages)) + "|",
     ]
     for row in rows:
         low, high = row["spread"]["host_us_per_step"]
-        split = " | ".join(f"{row['host_us_by_room'][room]:.0f}" for room in rooms)
+        split = " | ".join(f"{row['host_us_by_stage'][stage]:.0f}" for stage in stages)
         cache = "on" if row["prefix_cache"] else "off"
         lines.append(f"| {row['batch']} | {cache} | {row['host_us_per_step']:.0f} | {low:.0f}-{high:.0f} | {split} |")
     return "\n".join(lines)
@@ -65,7 +65,7 @@ def paragraphs(result: dict[str, Any]) -> tuple[str, str]:
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """Stacked rooms with the prefix cache, the bare totals, and what is asked."""
+    """Stacked stages with the prefix cache, the bare totals, and what is asked."""
     from matplotlib.figure import Figure
 
     from polydraft.instruments.trace_view import COLOURS
@@ -75,9 +75,9 @@ def draw(result: dict[str, Any], path: Path) -> None:
     axes = figure.subplots()
     places = range(len(rows))
     below = [0.0] * len(rows)
-    for room in (r for r in rows[0]["host_us_by_room"] if r != "wait"):
-        heights = [row["host_us_by_room"][room] for row in rows]
-        axes.bar(places, heights, bottom=below, width=0.55, label=room, color=COLOURS.get(room, "#bbbbbb"))
+    for stage in (r for r in rows[0]["host_us_by_stage"] if r != "wait"):
+        heights = [row["host_us_by_stage"][stage] for row in rows]
+        axes.bar(places, heights, bottom=below, width=0.55, label=stage, color=COLOURS.get(stage, "#bbbbbb"))
         below = [b + h for b, h in zip(below, heights, strict=True)]
     for cache, style in ((True, "o-"), (False, "s--")):
         totals = [row["host_us_per_step"] for row in result["rows"] if row["prefix_cache"] == cache]

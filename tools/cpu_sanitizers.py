@@ -55,8 +55,8 @@ def preloaded(kind: str) -> str:
 # -- the child -------------------------------------------------------------------------------------
 def contracts() -> int:
     """Every kernel on its cases at every level, alone and with threads; returns how many comparisons there were."""
+    from polydraft.conformance.harness import check_kernel
     from polydraft.contracts import COMPOSITES, REGISTRY
-    from polydraft.contracts.harness import check_kernel
     from polydraft.contracts.inputs import contract_of, generated
     from polydraft_cpu import library
     from polydraft_cpu.kernels import versions
@@ -103,8 +103,8 @@ def shapes(rounds: int) -> int:
 
 def attention(rounds: int) -> int:
     """Rotation, cache and attention of random shapes, more of them than the kit generates."""
+    from polydraft.conformance.harness import check_kernel
     from polydraft.contracts import REGISTRY
-    from polydraft.contracts.harness import check_kernel
     from polydraft.contracts.inputs import generated
     from polydraft_cpu import library
     from tests.support.cpu import opened

@@ -53,7 +53,7 @@ def backends() -> list[dict[str, Any]]:
 
 
 def _identity(name: str, entry: str) -> dict[str, Any]:
-    from polydraft.plugins import Loaded, identify
+    from polydraft.plugins.plugins import Loaded, identify
 
     module, _, attribute = entry.partition(":")
     plugin = importlib.import_module(module)

@@ -3,7 +3,7 @@
     python tools/make_mutants.py [FOLDER]
 
 Runs `polydraft conform NAME --device DEVICE --prove --json` on each of `WANTED`, about a minute each, or takes the answers that
-such runs have left in FOLDER as NAME.json. A test compares the page with the table, and the table with the zoo.
+such runs have left in FOLDER as NAME.json. A test compares the page with the table, and the table with the mutants of the kit.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PAGE, TABLE = ROOT / "docs" / "backends" / "mutants.md", ROOT / "docs" / "backen
 WANTED: Final = {"emulator": "emulator:0", "paddle": "polyemu:0", "xpu": "polyemu:0"}
 HEAD: Final = """# Broken backends, and where they die
 
-Each mutant of the zoo is a fault that was met in the field, put around a real backend; the check named must fail
+Each mutant is a fault that was met in the field, put around a real backend; the check named must fail
 ([conformance.md](../conformance.md) says how). `may live` is a fault that makes no difference around that backend, by right;
 `not offered` needs what the device does not have. Made by `make matrix` on {day}.
 

@@ -1,6 +1,6 @@
 """Owns what a backend says of itself: identity, capabilities and the limits within which they hold.
 
-Plugins build these records, negotiation (`runtime/resolve.py`) reads them, and `doctor` prints them. Core asks a property
+Plugins build these records, negotiation (`resolve.py`) reads them, and `doctor` prints them. Core asks a property
 of `Capabilities`, never which backend it is talking to.
 """
 
@@ -46,8 +46,8 @@ class Capabilities:
     synthetic_acceptance: bool = True
     """Verification can be driven by a schedule instead of the drafts, for benchmarks."""
     bring_up: bool = False
-    """Kernels that are not written yet are the reference's, run on host copies (`polydraft.bring_up`): f32, synchronous, no
-    graphs, no overlap, and no claim beyond the profile `basic`."""
+    """Kernels that are not written yet are the reference's, run on host copies (`polydraft.plugins.bring_up`): f32, synchronous,
+    no graphs, no overlap, and no claim beyond the profile `basic`."""
     kv_dtypes: tuple[str, ...] = ()
     """Quantised forms of KV rows (`CacheSpec.kv`) that `allocate_cache`, `rope_kv_write` and `paged_attention` take."""
 

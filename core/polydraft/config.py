@@ -1,6 +1,6 @@
 """Owns what a user may configure for an engine: one frozen record of wishes, most of them "auto".
 
-The command line, `LLM` and the server build it; `runtime/resolve.py` turns it into values with reasons. It never changes
+The command line, `LLM` and the server build it; `resolve.py` turns it into values with reasons. It never changes
 after construction and never reads the environment.
 """
 
@@ -79,7 +79,7 @@ class EngineConfig:
     """Of which logits: raw (the model's), or processed (behind penalties, biases, forbidden tokens and temperature)."""
     constraints: bool = False
     """Serve requests whose output is bound: grammars, the length of thinking. Every step is then launched in two halves, see
-    `runtime/host_inputs.py`."""
+    `program/host_inputs.py`."""
     think_start_ids: tuple[int, ...] = ()
     """Token ids that begin thinking; () where a text thinks from its beginning on."""
     think_end_ids: tuple[int, ...] = ()

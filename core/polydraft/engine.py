@@ -14,43 +14,43 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from polydraft import draft_vocab
 from polydraft.backend import DeviceOptions, Weight
 from polydraft.config import AUTO, EngineConfig
-from polydraft.default_backend import default_backend
 from polydraft.device import Array
 from polydraft.errors import CapabilityError, DeviceError, PolydraftError, RequestError
+from polydraft.host.commit import apply, end
+from polydraft.host.draft_policy import DraftPolicy, check_policy
+from polydraft.host.input_processor import InputProcessor
+from polydraft.host.kv_blocks import BlockLedger
+from polydraft.host.kv_memory import check_fits
+from polydraft.host.request import Request, Status
+from polydraft.host.scheduler import Scheduler
+from polydraft.host.slots import SlotTable
+from polydraft.host.totals import EngineTotals
 from polydraft.instruments.base import Instrument, Instruments, Setting
 from polydraft.instruments.sanitize import Hazard, Sanitizer
-from polydraft.kernel_table import refuse_strangers
 from polydraft.models.block import lacking
 from polydraft.models.checkpoint import Checkpoint, load_weights
 from polydraft.models.families import FamilyRegistry
 from polydraft.models.tokenizer import Tokenizer
+from polydraft.models.weights import WithDraftHead, check_same_model, prepare, refill, roles, wanted
 from polydraft.output.engine_outputs import EngineOutputs, OutputCollector
 from polydraft.output.output_processor import OutputProcessor
 from polydraft.output.request_output import RequestOutput
-from polydraft.plugins import Plugins
+from polydraft.plugins.default_backend import default_backend
+from polydraft.plugins.kernel_table import refuse_strangers
+from polydraft.plugins.plugins import Plugins
+from polydraft.program.host_inputs import FeatureFactory, HostView
+from polydraft.program.plan import StepOutcome, StepPlan
+from polydraft.program.points import Points
 from polydraft.proposers.base import built_in
-from polydraft.runtime.admission import Gate
-from polydraft.runtime.commit import apply, end
-from polydraft.runtime.constraints import Constraints
-from polydraft.runtime.draft_policy import DraftPolicy, check_policy
-from polydraft.runtime.graphs import GraphPolicy
-from polydraft.runtime.host_inputs import FeatureFactory, HostView
-from polydraft.runtime.kv_blocks import BlockLedger
-from polydraft.runtime.memory import check_fits
-from polydraft.runtime.plan import StepOutcome, StepPlan
-from polydraft.runtime.points import Points
-from polydraft.runtime.request import Request, Status
-from polydraft.runtime.resolve import Resolved, resolve
-from polydraft.runtime.runner import Runner, Ticket
-from polydraft.runtime.scheduler import Scheduler
-from polydraft.runtime.slots import SlotTable
-from polydraft.runtime.totals import EngineTotals
-from polydraft.runtime.weights import WithDraftHead, check_same_model, prepare, refill, roles, wanted
+from polydraft.resolve import Resolved, resolve
+from polydraft.sampling import draft_vocab
+from polydraft.sampling.constraints import Constraints
 from polydraft.sampling_params import SamplingParams
 from polydraft.sentinels import Phase
+from polydraft.step.graphs import GraphPolicy
+from polydraft.step.runner import InFlightStep, Runner
 
 if TYPE_CHECKING:
     from polydraft.hooks import StepObserver
@@ -133,15 +133,15 @@ class Engine:
         if self.resolved.kv:
             refuse_strangers(self.table, self.info, self.resolved.kv)
         canonical = self._canonical(self._checkpoint, self.model, table)
-        self._own_blocks = self._checkpoint.own_blocks()
+        self._custom_blocks = self._checkpoint.custom_blocks()
         self._refuse_lacking_kinds()
         names = wanted(
-            canonical, self.model, drafting=self.proposers.layers(self.resolved.proposer, self.model), own=self._own_blocks
+            canonical, self.model, drafting=self.proposers.layers(self.resolved.proposer, self.model), own=self._custom_blocks
         )
         self._weights = prepare(self.table, canonical, names, roles(self.model), dtype=self.resolved.dtype)
         brought = self.proposers.weights(self.resolved.proposer, self.model)
         own = brought.prepare(self.table, self.model, dtype=self.resolved.dtype) if brought else {}
-        whole: dict[str, Weight] = {**self._own_blocks}
+        whole: dict[str, Weight] = {**self._custom_blocks}
         weights = ChainMap(self._weights, whole, own)  # a view: weights that move are found where they are
         check_fits(self.device, self.resolved)
         self.runner = Runner(
@@ -162,7 +162,7 @@ class Engine:
     def _refuse_lacking_kinds(self) -> None:
         """Refuse, before weights are read, blocks whose kinds launch what nobody on this device can do."""
         blocks = {**self.model.layers, **self.proposers.layers(self.resolved.proposer, self.model)}
-        computed = {prefix: block for prefix, block in blocks.items() if prefix not in self._own_blocks}
+        computed = {prefix: block for prefix, block in blocks.items() if prefix not in self._custom_blocks}
         missing = lacking(computed, self.table.providers)
         if missing:
             needed = ", ".join(f"{contract} (in {missing[contract]})" for contract in sorted(missing))
@@ -202,7 +202,7 @@ class Engine:
             share_prefixes=self.resolved.prefix_cache,
             policy=self._draft_policy,
         )
-        self._gate = Gate(
+        self._input_processor = InputProcessor(
             model=self.model, tokenizer=self.tokenizer, limits=limits, verify=self.resolved.verify, seed=self.config.seed,
             processing=self.runner.processing, constraints=self._constraints,
         )  # fmt: skip
@@ -212,7 +212,7 @@ class Engine:
         )
         self.failure = ""
         """Why nothing is served any more; "" while the device answers."""
-        self._in_flight: deque[Ticket] = deque()
+        self._in_flight: deque[InFlightStep] = deque()
         self._outputs = OutputCollector(self.slots, self.tokenizer)
         self._processor = OutputProcessor(self.tokenizer)
         self._number = 0
@@ -235,7 +235,7 @@ class Engine:
         request_id = id if id is not None else self._free_id()
         if request_id in self.requests:
             raise RequestError(f"request id {request_id!r} is in use; choose another, or wait until that request has ended")
-        request = self._gate.make_request(prompt, params, request_id=request_id, number=self._number, stream=stream)
+        request = self._input_processor.make_request(prompt, params, request_id=request_id, number=self._number, stream=stream)
         self._number += 1
         self.requests[request_id] = request
         self.scheduler.waiting.append(request)
@@ -312,23 +312,23 @@ class Engine:
         if inputs.features:
             inputs.fill(self._view(plan), middle=False)
         points, launch = self.instruments.points, self.runner.launch
-        ticket = points.told("launch", plan, launch, plan) if points.launch else launch(plan)
-        self._in_flight.append(ticket)
+        flight = points.told("launch", plan, launch, plan) if points.launch else launch(plan)
+        self._in_flight.append(flight)
         if inputs.splits and points.inputs:
-            points.told("inputs", ticket, self.supply, ticket)
+            points.told("inputs", flight, self.supply, flight)
         elif inputs.splits:
-            self.supply(ticket)
+            self.supply(flight)
 
-    def supply(self, ticket: Ticket) -> None:
+    def supply(self, flight: InFlightStep) -> None:
         """The middle of a step: apply every step before it while its target pass runs, fill its host inputs, launch the rest."""
-        while self._in_flight[0] is not ticket:
+        while self._in_flight[0] is not flight:
             self._collect()
-        self.runner.inputs.fill(self._view(ticket.plan), middle=True)
+        self.runner.inputs.fill(self._view(flight.plan), middle=True)
         points = self.instruments.points
         if points.resume:
-            points.told("resume", ticket, self.runner.resume, ticket)
+            points.told("resume", flight, self.runner.resume, flight)
         else:
-            self.runner.resume(ticket)
+            self.runner.resume(flight)
 
     def _view(self, plan: StepPlan) -> HostView:
         inputs = self.runner.inputs
@@ -338,15 +338,15 @@ class Engine:
         """Void every step in flight. Nothing on the device is trusted afterwards: no slot goes on and no block is shared; a
         request that is admitted later brings everything anew, since its slot's whole state is staged then."""
         self._in_flight.clear()
-        self.runner.void()
+        self.runner.reset()
         try:
             self.device.synchronize()
         except DeviceError as last:
             self.failure = str(last)
         t = self.slots
-        for slot in np.flatnonzero((t.phase != Phase.IDLE) & ~t.leaving).tolist():
+        for slot in np.flatnonzero((t.phase != Phase.IDLE) & ~t.draining).tolist():
             self._fail(t.request[slot], str(error))
-        t.flights[:] = 0
+        t.in_flight_counts[:] = 0
         self.scheduler.release_drained()  # preempted requests queue again here
         self.ledger.forget_all()
         for request in list(self.scheduler.waiting) if self.failure else ():
@@ -364,9 +364,9 @@ class Engine:
 
     def _collect(self) -> None:
         """Wait for the oldest step in flight and fold it in."""
-        ticket = self._in_flight.popleft()
-        points, plan, collect = self.instruments.points, ticket.plan, self.runner.collect
-        outcome = points.told("collect", ticket, collect, ticket) if points.collect else collect(ticket)
+        flight = self._in_flight.popleft()
+        points, plan, collect = self.instruments.points, flight.plan, self.runner.collect
+        outcome = points.told("collect", flight, collect, flight) if points.collect else collect(flight)
         if points.commit:
             points.told("commit", plan, self.apply, plan, outcome)
         else:
@@ -423,10 +423,10 @@ class Engine:
         "recompute": they keep their tokens, are prefilled again and go on with the new ones. Requests that wait for their first
         slot see the new weights alone, and the prefix cache is dropped. Raises `CheckpointError` before anything changes when
         `source` is broken or another model."""
-        if self._own_blocks:
+        if self._custom_blocks:
             raise CapabilityError(
-                f"{', '.join(self._own_blocks)} of this model compute themselves and keep their own weights; change these there, "
-                "or start another engine"
+                f"{', '.join(self._custom_blocks)} of this model compute themselves and keep their own weights; change these "
+                "there, or start another engine"
             )
         with Checkpoint(source) as checkpoint:
             model, table = self.families.describe(checkpoint)

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from polydraft.contracts.base import Limits
     from polydraft.device import Device, GraphCapture
     from polydraft.models.families import Family
+    from polydraft.program.declare import LogitsStage
+    from polydraft.program.plan import StepOutcome, StepPlan
     from polydraft.proposers.base import Factory
-    from polydraft.runtime.declare import LogitsStage
-    from polydraft.runtime.plan import StepOutcome, StepPlan
 
 PROJECT = "polydraft"
 hookspec = pluggy.HookspecMarker(PROJECT)
@@ -67,7 +67,7 @@ def polydraft_kernels(device: Device) -> KernelTable:  # type: ignore[empty-body
     providers it replaces. Which pack wins is the user's order (`--kernels`), not the order of calls. A provider is bound once
     to its buffers and then launched with a stream and a launch length; it returns nothing, allocates nothing and never
     synchronises. It knows nothing of what else was bound: launches that become one are composites, or the business of the
-    table's `program_pass`, if it brings one (`polydraft.runtime.fusion.ProgramPass`).
+    table's `program_pass`, if it brings one (`polydraft.program.fusion.ProgramPass`).
     """
 
 
@@ -119,7 +119,7 @@ def polydraft_models() -> Iterable[Family]:  # type: ignore[empty-body]
 
 @hookspec
 def polydraft_parameters() -> Iterable[LogitsStage]:  # type: ignore[empty-body]
-    """Return stages of logits processing (`polydraft.runtime.declare.LogitsStage`), with the request parameters that they bring.
+    """Return stages of logits processing (`polydraft.program.declare.LogitsStage`), with the request parameters that they bring.
 
     Requests give such a parameter in `SamplingParams.extra`. A stage declares the slot columns it reads and the contracts it
     launches, behind core's own stages; a kernel pack of the same plugin may own these contracts. Called once per engine, when

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from polydraft.conformance import isolation
-from polydraft.plugins import Plugins
+from polydraft.plugins.plugins import Plugins
 
 
 class Here(AbstractContextManager["Here"]):

@@ -16,7 +16,7 @@ from polydraft import reference
 from polydraft.conformance.matrix import table
 from polydraft.conformance.report import Report, Selection, conform
 from polydraft.conformance.target import TableProxy, wrap
-from polydraft.plugins import survey
+from polydraft.plugins.plugins import survey
 from tests.support import emulator  # finds the plugin in this checkout
 from tests.support.emulator import Emulator
 

@@ -60,7 +60,7 @@ def test_one_check_by_its_id(conform: Callable[..., Answer]):
 SWAPPED = """
 import dataclasses
 from polydraft import reference
-from polydraft.conformance.zoo import MUTANTS
+from polydraft.conformance.faulty_backends import MUTANTS
 mutant = next(m for m in MUTANTS if m.id == "{id}")
 globals().update({{k: v for k, v in vars(mutant.broken(reference)).items() if k.startswith("polydraft_")}})
 from polydraft import hookimpl

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from polydraft import variants
 from polydraft.conformance import isolation
 from polydraft.conformance.enabling import Trial, enable
 from polydraft.errors import ContractError
-from polydraft.plugins import Plugins
+from polydraft.plugins import variants
+from polydraft.plugins.plugins import Plugins
 from tests.conformance.test_command import conform  # noqa: F401  a fixture
 from tests.support.variants import Chip
 

@@ -40,7 +40,7 @@ from polydraft.conformance.target import Target, wrap
 from polydraft.conformance.verdict import Verdict, judge
 from polydraft.conformance.waivers import Waiver, apply, load
 from polydraft.errors import ConfigError
-from polydraft.plugins import Plugins
+from polydraft.plugins.plugins import Plugins
 
 OWN = dict.fromkeys(must_own("basic"), "own")
 PASSED = tuple(Result(id_, "pass", 1) for id_ in must_pass("basic"))

@@ -15,11 +15,11 @@ from polydraft.conformance.cache_checks import sample, weakest
 from polydraft.conformance.catalogue import every_check
 from polydraft.conformance.chance import ALPHA, POWER, p_value, power, sample_size, tail
 from polydraft.conformance.check import Tally
+from polydraft.conformance.faulty_backends import MUTANTS
 from polydraft.conformance.outcomes import Result
 from polydraft.conformance.samplers import WRONG, deviation, filtered, right
 from polydraft.conformance.serving import Ask, as_expected
 from polydraft.conformance.target import Target, wrap
-from polydraft.conformance.zoo import MUTANTS
 from polydraft.device import DTYPES
 from polydraft.output.request_output import RequestOutput
 from polydraft.reference.device import NumpyBuffer

@@ -17,10 +17,10 @@ from safetensors import safe_open
 from polydraft import LLM, SamplingParams, reference
 from polydraft.cli import main
 from polydraft.cli.replay import text
+from polydraft.conformance.faulty_backends import MUTANTS
 from polydraft.conformance.probe import checkpoint, prompts
 from polydraft.conformance.replay import in_version, replay
 from polydraft.conformance.target import TableProxy, Target, wrap
-from polydraft.conformance.zoo import MUTANTS
 from polydraft.contracts import REGISTRY
 from polydraft.contracts.base import Case, tensor
 from polydraft.contracts.kernels.residual_add import ResidualAddV1
@@ -340,7 +340,8 @@ def test_a_difference_is_told_in_words_and_json(polydraft: Callable[..., tuple[i
     file, plugin = tmp_path / "run.safetensors", tmp_path / "broken.py"
     write(file, record)
     plugin.write_text(
-        "import dataclasses\nfrom polydraft import hookimpl, reference\nfrom polydraft.conformance.zoo import MUTANTS\n"
+        "import dataclasses\nfrom polydraft import hookimpl, reference\n"
+        "from polydraft.conformance.faulty_backends import MUTANTS\n"
         "module = next(m for m in MUTANTS if m.id == 'M01').broken(reference)\n"
         "globals().update({k: v for k, v in vars(module).items() if k.startswith('polydraft_')})\n"
         "info = polydraft_backend_info(spec='')\n"

@@ -17,13 +17,13 @@ from polydraft.cli import main
 from polydraft.cli.new_backend import TEMPLATE, write
 from polydraft.conformance import KernelMismatch, check_kernel, conform
 from polydraft.conformance.causes import causes
+from polydraft.conformance.faulty_backends import MUTANTS
 from polydraft.conformance.kernel_checks import named_cases
 from polydraft.conformance.outcomes import Result
 from polydraft.conformance.pages import page
 from polydraft.conformance.report import Selection, make
 from polydraft.conformance.target import Target
 from polydraft.conformance.vendor import Conformance
-from polydraft.conformance.zoo import MUTANTS
 from polydraft.contracts import COMPOSITES, REGISTRY
 from polydraft.contracts.composite import as_contract
 from polydraft.errors import ConfigError

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from polydraft.contracts.adequacy import audit
+from polydraft.conformance.adequacy import audit
 from polydraft.contracts.base import Args, Case, Contract, LogicalCache, columns, opaque, param, tensor
 from polydraft.contracts.inputs import namespace
 from polydraft.contracts.mutants import Shown, mutants

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from polydraft import LLM
+from polydraft.conformance.harness import record_of
 from polydraft.conformance.probe import checkpoint
 from polydraft.contracts import COMPOSITES, REGISTRY
 from polydraft.contracts.arguments import check_arguments, check_record, misfits
 from polydraft.contracts.base import Contract, OpaqueSpec, TensorSpec
 from polydraft.contracts.composite import CompositeArgs
 from polydraft.contracts.constraints import Constraint
-from polydraft.contracts.harness import record_of
 from polydraft.contracts.inputs import default_cases, symbols
 from polydraft.contracts.kernels.embed import EmbedV1
 from polydraft.contracts.kernels.linear import LinearV1
@@ -173,7 +173,7 @@ def test_a_case_that_breaks_a_constraint_is_no_case():
 # -- core ----------------------------------------------------------------------------------------------
 def test_core_binds_through_the_check(monkeypatch: pytest.MonkeyPatch):
     """Whatever an engine binds was checked, and fits: with log probabilities, sampling, n-grams and a schedule, too."""
-    from polydraft import kernel_table
+    from polydraft.plugins import kernel_table
 
     seen: list[str] = []
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from polydraft.conformance.harness import check_kernel
 from polydraft.contracts import COMPOSITES, REGISTRY
 from polydraft.contracts.base import Limits, Workspace
 from polydraft.contracts.composite import (
@@ -25,7 +26,6 @@ from polydraft.contracts.composite import (
     part_lengths,
     split,
 )
-from polydraft.contracts.harness import check_kernel
 from polydraft.contracts.inputs import default_cases
 from polydraft.device import Launch, Stream
 from polydraft.errors import ContractError

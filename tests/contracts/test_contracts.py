@@ -17,13 +17,13 @@ import pytest
 
 from polydraft import reference
 from polydraft.backend import DeviceOptions
+from polydraft.conformance.adequacy import audit
+from polydraft.conformance.harness import check_kernel, run_golden
 from polydraft.conformance.kernel_checks import COUNTED, SPARE, larger
 from polydraft.contracts import REGISTRY
-from polydraft.contracts.adequacy import audit
 from polydraft.contracts.base import UNITS, Case, ColumnsSpec, Contract, LogicalCache, OpaqueSpec, ParamSpec, TensorSpec
 from polydraft.contracts.compare import EPS
 from polydraft.contracts.docs import SYMBOL_MEANING
-from polydraft.contracts.harness import check_kernel, run_golden
 from polydraft.contracts.inputs import FLEXIBLE, SEEDS, Poison, default_cases, field_of, generated, namespace, symbols
 from polydraft.device import DTYPES, Buffer
 

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from polydraft.backend import CacheSpec, StepMeta
+from polydraft.conformance.harness import check_kernel, run_golden, run_kernel, weight_role
 from polydraft.contracts.base import Args, Case, Contract, Limits, LogicalCache, opaque, param, tensor
 from polydraft.contracts.compare import EPS, from_host, to_host
-from polydraft.contracts.harness import check_kernel, run_golden, run_kernel, weight_role
 from polydraft.contracts.inputs import Poison, default_cases, generated, limits_of, namespace, symbols
 from polydraft.errors import ContractError
 from polydraft.reference.device import ReferenceDevice

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from polydraft.conformance.harness import check_kernel, run_golden
 from polydraft.contracts import REGISTRY
-from polydraft.contracts.harness import check_kernel, run_golden
 from polydraft.contracts.kernels.rope_kv_write import border_case
 from polydraft.contracts.kv_quant import BROKEN, KV_DTYPES, LARGEST, exponents, quanta, quantise
 from polydraft.reference.device import ReferenceDevice

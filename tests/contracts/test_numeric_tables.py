@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from polydraft.backend import DeviceOptions
+from polydraft.conformance.harness import run_golden, run_kernel
 from polydraft.contracts import REGISTRY
 from polydraft.contracts.base import Case, Contract, LogicalCache, ParamSpec, TensorSpec
-from polydraft.contracts.harness import run_golden, run_kernel
 from polydraft.contracts.kernels.gumbel_noise import gumbel, threefry2x32
 from polydraft.device import DTYPES, Array
 from polydraft.reference import polydraft_kernels, polydraft_open_device

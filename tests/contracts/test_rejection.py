@@ -18,10 +18,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from polydraft.conformance.harness import deliver, run_golden
 from polydraft.contracts import REGISTRY
 from polydraft.contracts.base import Limits
 from polydraft.contracts.compare import compare
-from polydraft.contracts.harness import deliver, run_golden
 from polydraft.contracts.inputs import arrays, default_cases, namespace
 from polydraft.reference.table import kernels
 from polydraft.sentinels import NO_TOKEN, Phase

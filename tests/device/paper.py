@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from polydraft.backend import CacheSpec, PassBuffers
+from polydraft.conformance.harness import weight_role
 from polydraft.contracts import (
     COMPOSITES,
     REGISTRY,
@@ -28,11 +29,10 @@ from polydraft.contracts import (
 )
 from polydraft.contracts.base import Case, ColumnsSpec, Limits, LogicalCache, ParamSpec, TensorSpec
 from polydraft.contracts.composite import CompositeArgs
-from polydraft.contracts.harness import weight_role
 from polydraft.contracts.inputs import contract_of, dtype_of, limits_of
 from polydraft.contracts.kv_quant import KV_DTYPES
 from polydraft.device import DTYPES, DeviceCounters
-from polydraft.runtime.fusion import Node, Rewritten, UnboundProgram
+from polydraft.plugins.program_pass import Node, Rewritten, UnboundProgram
 from polydraft_cuda.compiler import ROWS, _value
 from polydraft_cuda.forward_meta import CudaForwardMeta
 from polydraft_cuda.kernels import kernels
@@ -245,7 +245,7 @@ def _limits(shape: Shape) -> Limits:
 
 def _bind(device: Any, launches: Sequence[tuple[str, Any]], shape: Shape) -> None:
     """Bind these launches one by one, and what the pass makes of them."""
-    limits, nodes = _limits(shape), [Node(name, args, "rows", "room") for name, args in launches]
+    limits, nodes = _limits(shape), [Node(name, args, "rows", "stage") for name, args in launches]
     brought = CudaPass(device, lambda kernel: CudaProvider(kernel, device))
     found = brought.rewrite(UnboundProgram("shape", tuple(nodes), frozenset(kernels()), limits))
     providers: list[tuple[Any, Any]] = [(CudaProvider(kernels()[name], device), args) for name, args in launches]

@@ -11,7 +11,7 @@ import polydraft_cuda
 from polydraft.backend import DeviceOptions
 from polydraft.device import DeviceCounters
 from polydraft.errors import DeviceError
-from polydraft.plugins import Plugins
+from polydraft.plugins.plugins import Plugins
 from polydraft_cuda import driver, probe
 from polydraft_cuda.device import CudaDevice
 

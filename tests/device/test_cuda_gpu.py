@@ -19,10 +19,10 @@ from polydraft.backend import DeviceOptions
 from polydraft.bench.measure import Load, instruments, profiled, timed
 from polydraft.config import EngineConfig
 from polydraft.conformance.device_checks import checks as device_checks
+from polydraft.conformance.harness import check_kernel
 from polydraft.conformance.oracle import OracleModel
 from polydraft.conformance.target import Target
 from polydraft.contracts import COMPOSITES, REGISTRY
-from polydraft.contracts.harness import check_kernel
 from polydraft.contracts.inputs import default_cases
 from polydraft.demo import demo_model_path
 from polydraft.device import Launch

@@ -10,8 +10,8 @@ import pytest
 
 from bench import gpu_regions
 from polydraft.instruments.sanitize import Sanitizer
-from polydraft.runtime import program
-from polydraft.runtime.fusion import Entry
+from polydraft.plugins.program_pass import Entry
+from polydraft.program import program
 from tests.device import traced
 
 pytest.importorskip("cuda.bindings", reason="matrices are described to the copy engine in types of cuda-bindings")

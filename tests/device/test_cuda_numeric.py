@@ -32,7 +32,7 @@ from polydraft.contracts.composite import CompositeArgs
 from polydraft.contracts.kv_quant import KV_DTYPES, LARGEST, exponents, quantise
 from polydraft.errors import ContractError
 from polydraft.models.families import FamilyRegistry
-from polydraft.runtime.fusion import Entry, Node, Rewritten, UnboundProgram
+from polydraft.plugins.program_pass import Entry, Node, Rewritten, UnboundProgram
 from polydraft_cuda import cublaslt, storage
 from polydraft_cuda.kernels import attention, kernels, linear
 from polydraft_cuda.kernels.provider import CudaProvider
@@ -286,7 +286,7 @@ Named = tuple[str, Any]
 
 def rewritten(device: Any, *launches: Named, own: Limits = LIMITS, readers: tuple[Named, ...] = ()) -> list[Entry]:
     """What the pass makes of these launches of a program, with `readers` in the other program of the step."""
-    nodes, others = ([Node(name, args, "rows", "room") for name, args in each] for each in (launches, readers))
+    nodes, others = ([Node(name, args, "rows", "stage") for name, args in each] for each in (launches, readers))
     served = frozenset(kernels())
     brought = CudaPass(device, lambda kernel: CudaProvider(kernel, device))
     return list(brought.rewrite(UnboundProgram("a program", tuple(nodes), served, own, (others,))))
@@ -437,7 +437,7 @@ def test_where_rows_are_invariant_or_the_device_is_another_no_head_is_looked_at(
 
 @pytest.mark.parametrize("at_once", [66, 60])
 @pytest.mark.parametrize("rows", [5, 40, 128, 512])
-def test_a_first_look_has_room_for_what_it_reads_and_writes(rows: int, at_once: int):
+def test_a_first_look_has_stage_for_what_it_reads_and_writes(rows: int, at_once: int):
     noted = Choice(Recorder(dtype="bf16", at_once=at_once), rows=rows).device.bound
     looks = [one for one in noted if one.name == "linear_screen"]
     assert max(one.defines["TOKENS"] for one in looks) >= min(rows, 128)
@@ -565,7 +565,7 @@ def attend(device: Any, own: Limits = LIMITS, *, head_dim: int = 128, block_size
     return meta, attention.paged_attention(device, a, own, None)
 
 
-def test_attention_splits_long_contexts_over_as_many_blocks_as_there_is_room_for():
+def test_attention_splits_long_contexts_over_as_many_blocks_as_there_is_stage_for():
     device: Any = Recorder(dtype="bf16")
     meta, launch = attend(device)
     splits = []
@@ -579,7 +579,7 @@ def test_attention_splits_long_contexts_over_as_many_blocks_as_there_is_room_for
 
 
 @pytest.mark.parametrize("window", [1, 4])
-def test_no_multiprocessor_has_room_for_more_blocks_of_attention_than_its_share(window: int):
+def test_no_multiprocessor_has_stage_for_more_blocks_of_attention_than_its_share(window: int):
     """It would get them where it is free before others, and they would have none."""
     device: Any = Recorder(dtype="bf16")
     attend(device, replace(LIMITS, num_drafts=window - 1))

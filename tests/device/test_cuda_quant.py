@@ -8,10 +8,10 @@ import pytest
 
 import polydraft_cuda
 from polydraft.backend import CacheSpec, DeviceOptions
+from polydraft.conformance.harness import check_kernel
 from polydraft.contracts import REGISTRY
 from polydraft.contracts.base import Case
 from polydraft.contracts.compare import EPS
-from polydraft.contracts.harness import check_kernel
 from polydraft.contracts.kernels import paged_attention, rope_kv_write
 from polydraft.contracts.kv_quant import KV_DTYPES
 from polydraft_cuda.device import CudaDevice

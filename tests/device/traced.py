@@ -20,8 +20,8 @@ import polydraft_cuda.probe
 from polydraft.bench.shapes import RandomCheckpoint
 from polydraft.config import EngineConfig
 from polydraft.engine import Engine
+from polydraft.program.program import lengths
 from polydraft.reference.device import ReferenceDevice
-from polydraft.runtime.program import lengths
 from polydraft_cuda import cublaslt
 from polydraft_cuda.compiler import ROWS
 from polydraft_cuda.kernels.projections import TensorMap

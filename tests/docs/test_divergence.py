@@ -9,8 +9,8 @@ import re
 import pytest
 
 from polydraft.backend import Capabilities
+from polydraft.conformance.faulty_backends import MUTANTS
 from polydraft.conformance.kernel_checks import named_cases
-from polydraft.conformance.zoo import MUTANTS
 from polydraft.contracts import REGISTRY
 from polydraft.hooks import HOOKS
 from tests.docs.pages import prose, read, rows

@@ -11,7 +11,7 @@ from polydraft import Capabilities, EngineConfig, SamplingParams
 from polydraft.cli import bench, generate, serve
 from polydraft.contracts import REGISTRY
 from polydraft.proposers.base import built_in
-from polydraft.runtime import graphs
+from polydraft.step import graphs
 from tests.support.project import ROOT
 
 PAGE = (ROOT / "docs" / "fastdeploy.md").read_text(encoding="utf-8")

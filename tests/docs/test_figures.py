@@ -15,9 +15,9 @@ from polydraft.config import EngineConfig
 from polydraft.demo import demo_model_path
 from polydraft.errors import CapabilityError
 from polydraft.models import Checkpoint, FamilyRegistry
-from polydraft.plugins import Plugins
+from polydraft.plugins.plugins import Plugins
 from polydraft.proposers.base import built_in
-from polydraft.runtime.resolve import resolve
+from polydraft.resolve import resolve
 from tests.docs.pages import fences, read, rows, section
 from tests.support.project import ROOT
 

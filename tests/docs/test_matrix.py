@@ -7,8 +7,8 @@ from typing import Any
 
 import jsonschema
 
+from polydraft.conformance.faulty_backends import MUTANTS
 from polydraft.conformance.outcomes import PROFILES
-from polydraft.conformance.zoo import MUTANTS
 from polydraft.contracts import COMPOSITES, REGISTRY
 from tests.support.project import ROOT
 from tools import conform_in_turn, make_matrix, make_mutants

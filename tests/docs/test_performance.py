@@ -67,8 +67,8 @@ def test_regions_on_a_gpu_can_be_drawn(tmp_path: Path):
 def test_a_region_has_the_launches_and_the_bytes_of_its_name():
     bench = script("gpu_regions")
 
-    def entries(room: str, *contracts: str) -> list[Any]:
-        return [SimpleNamespace(room=room, contract=contract) for contract in contracts]
+    def entries(stage: str, *contracts: str) -> list[Any]:
+        return [SimpleNamespace(stage=stage, contract=contract) for contract in contracts]
 
     layer = (
         "rms_norm", "linear", "rope_kv_write", "paged_attention", "linear", "residual_add+rms_norm", "linear", "swiglu", "linear",

@@ -8,8 +8,8 @@ import pytest
 
 from polydraft import hooks
 from polydraft.backend import DeviceOptions
-from polydraft.plugin_checks import EXTENSION, ROLES
-from polydraft.plugins import Plugins
+from polydraft.plugins.checks import EXTENSION, ROLES
+from polydraft.plugins.plugins import Plugins
 from tests.support.project import ROOT
 
 PAGE = (ROOT / "docs" / "plugins.md").read_text(encoding="utf-8")

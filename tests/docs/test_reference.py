@@ -21,7 +21,7 @@ from polydraft.conformance import KernelMismatch, check_kernel, conform
 from polydraft.conformance.kernel_checks import named_cases
 from polydraft.conformance.report import Selection
 from polydraft.contracts import COMPOSITES, REGISTRY
-from polydraft.plugin_checks import ROLES
+from polydraft.plugins.checks import ROLES
 from tests.docs.pages import code_spans, fences, read, rows, section
 from tests.support import tutorial
 from tests.support.project import ROOT

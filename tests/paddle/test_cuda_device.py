@@ -102,7 +102,7 @@ import numpy as np, paddle
 from polydraft.contracts import COMPOSITES, REGISTRY
 from polydraft.contracts.base import ColumnsSpec, LogicalCache, ParamSpec, TensorSpec
 from polydraft.contracts.composite import CompositeArgs
-from polydraft.contracts.harness import weight_role
+from polydraft.conformance.harness import weight_role
 from polydraft.contracts.inputs import contract_of, dtype_of, limits_of
 from polydraft.backend import CacheSpec
 from polydraft_cuda.kernels import kernels

@@ -102,7 +102,7 @@ def run(mode):
     assert [(g.token_ids, g.rounds) for g in got] == [(w.token_ids, w.rounds) for w in wanted]
     assert all(block.calls for block in blocks.values())
     names = [entry.contract for program in llm.engine.runner.programs["greedy"].values() for entry in program.entries]
-    print(mode, names.count("own_block"), llm.engine.device.counters.graph_replays > 0)
+    print(mode, names.count("custom_block"), llm.engine.device.counters.graph_replays > 0)
     return llm
 
 for mode in sys.argv[4:]:

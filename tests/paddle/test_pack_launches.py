@@ -16,7 +16,7 @@ from polydraft.bench.shapes import RandomCheckpoint
 from polydraft.config import EngineConfig
 from polydraft.engine import Engine
 from polydraft.reference.device import ImmediateEvent, ReferenceDevice
-from polydraft.runtime.program import lengths
+from polydraft.program.program import lengths
 from polydraft_cuda import paddle_pack
 from tests.device.paper import PaperDevice
 

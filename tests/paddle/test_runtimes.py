@@ -17,8 +17,8 @@ from polydraft_paddle import polydraft_backend_info, runtimes
 
 from polydraft.cli import doctor
 from polydraft.cli.doctor import examine
-from polydraft.plugin_checks import BACKEND
-from polydraft.plugins import Found, Loaded, identify
+from polydraft.plugins.checks import BACKEND
+from polydraft.plugins.plugins import Found, Loaded, identify
 from tests.support.paddle import needs_paddle, polydraft
 from tests.support.project import ROOT
 

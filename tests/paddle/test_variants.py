@@ -29,7 +29,7 @@ import_paddle()
 import paddle
 from polydraft.backend import DeviceOptions
 from polydraft.contracts import COMPOSITES, REGISTRY
-from polydraft.contracts.harness import check_kernel, contract_of
+from polydraft.conformance.harness import check_kernel, contract_of
 from polydraft_paddle import open_place, polydraft_init_forward_meta, polydraft_kernels
 from polydraft_paddle.kernels import state
 from polydraft_paddle.provider import missing_kernel

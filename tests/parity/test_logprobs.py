@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from polydraft import LLM, SamplingParams
-from polydraft.plugins import Plugins
-from polydraft.runtime.logprobs import CONTRACTS
+from polydraft.plugins.plugins import Plugins
+from polydraft.sampling.logprobs import CONTRACTS
 from tests.support.emulator import Emulator
 
 BASELINE = json.loads(Path(__file__).with_name("logprobs.json").read_text(encoding="utf-8"))

@@ -12,7 +12,7 @@ import pytest
 
 from polydraft.errors import DeviceError, PolydraftError
 from polydraft.output.request_delta import RequestDelta, pack
-from polydraft.runtime.packed import NO_ROWS
+from polydraft.program.packed import NO_ROWS
 from polydraft.serving import engine_client as module
 from polydraft.serving import wire
 from polydraft.serving.engine_client import EngineClient, Overrun

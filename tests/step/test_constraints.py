@@ -17,7 +17,7 @@ import pytest
 
 from polydraft import LLM, Engine, RequestOutput, SamplingParams
 from polydraft.errors import CapabilityError, RequestError
-from polydraft.runtime.constraints import Automaton, Constraints, Thinking, _allows
+from polydraft.sampling.constraints import Automaton, Constraints, Thinking, _allows
 from tests.support.emulator import Emulator
 from tests.support.letters import checkpoint
 from tests.support.plugin_doubles import backend_without

@@ -17,8 +17,8 @@ import pytest
 
 from polydraft import Engine, SamplingParams
 from polydraft.device import DeviceCounters
-from polydraft.runtime.plan import StepPlan
-from polydraft.runtime.runner import Runner, Ticket
+from polydraft.program.plan import StepPlan
+from polydraft.step.runner import InFlightStep, Runner
 from tests.support.runs import engine
 
 COMMITTED = Path(__file__).with_name("counters.json")
@@ -115,7 +115,7 @@ WASTES: dict[str, tuple[Callable[[Runner], object], set[str]]] = {
     "a wait": (lambda runner: runner.device.synchronize(), {"host_syncs"}),
     "a copy": (
         lambda runner: runner.device.upload(
-            runner.device.stream, runner.memory.buffers["slot_order"], runner.stage._ring[0].slot_order, 3
+            runner.device.stream, runner.memory.buffers["slot_order"], runner.uploads._ring[0].slot_order, 3
         ),
         {"uploads", "bytes_uploaded"},
     ),
@@ -128,7 +128,7 @@ WASTES: dict[str, tuple[Callable[[Runner], object], set[str]]] = {
 def test_one_too_many_shows(waste: str, monkeypatch: pytest.MonkeyPatch) -> None:
     launch, (extra, told) = Runner.launch, WASTES[waste]
 
-    def wasteful(self: Runner, plan: StepPlan) -> Ticket:
+    def wasteful(self: Runner, plan: StepPlan) -> InFlightStep:
         extra(self)
         return launch(self, plan)
 

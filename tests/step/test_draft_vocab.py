@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from polydraft import LLM, RequestOutput, SamplingParams
-from polydraft.draft_vocab import read
 from polydraft.errors import CapabilityError
+from polydraft.sampling.draft_vocab import read
 from tests.support import tiny
 from tests.support.runs import Ask, drive, engine, essence
 

@@ -19,9 +19,9 @@ import pytest
 
 from polydraft import Engine, RequestOutput, SamplingParams
 from polydraft.errors import ConfigError
+from polydraft.host.draft_policy import Always, check_policy, ladder
 from polydraft.proposers.mtp import MtpProposer
-from polydraft.runtime.draft_policy import Always, check_policy, ladder
-from polydraft.runtime.graphs import GraphPolicy
+from polydraft.step.graphs import GraphPolicy
 from tests.step.test_host_inputs import asks as host_asks
 from tests.step.test_host_inputs import masked_plainly, served
 from tests.support import host_features

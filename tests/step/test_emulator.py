@@ -16,7 +16,7 @@ import pytest
 from polydraft import Engine, RequestOutput, SamplingParams
 from polydraft.backend import RowOrder
 from polydraft.errors import DeviceError
-from polydraft.runtime.commit import NAN_ERROR
+from polydraft.host.commit import NAN_ERROR
 from tests.oracle import CODE_PROMPTS
 from tests.support.emulator import SCHEDULES, EmulatorDevice, EmulatorEvent, EmulatorStaging, emulated, poison_free_blocks
 from tests.support.runs import Ask, demo_prompt, drive, essence, solo

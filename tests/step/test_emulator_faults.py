@@ -127,7 +127,7 @@ def test_a_preempted_request_that_was_draining_is_served_again() -> None:
     served_by = narrow("policy=lazy", 1, num_blocks=12, max_num_seqs=2)
     asks = [Ask((1, 2, 3), replace(GREEDY, max_new_tokens=40)), Ask((4, 5, 6), replace(GREEDY, max_new_tokens=40))]
     ids = [served_by.add(ask.prompt_ids, ask.params) for ask in asks]
-    while not served_by.slots.leaving.any():
+    while not served_by.slots.draining.any():
         served_by.step()
     assert served_by.scheduler.num_preemptions == 1
     device: Any = served_by.device

@@ -15,7 +15,7 @@ import pytest
 
 from polydraft import LLM, Engine, EngineConfig, RequestOutput, SamplingParams
 from polydraft.errors import ConfigError, DeviceError, RequestError
-from polydraft.runtime.request import Status
+from polydraft.host.request import Status
 from tests.support import runs
 from tests.support.meddling import byte_checkpoint
 from tests.support.runs import Ask, drive, essence, solo

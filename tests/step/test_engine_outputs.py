@@ -19,7 +19,7 @@ from polydraft.contracts.layout import HEADER_WORDS, LogprobEntry, LogprobHeader
 from polydraft.output.engine_outputs import MOST_UNREAD, EngineOutputs
 from polydraft.output.output_processor import OutputProcessor
 from polydraft.output.request_delta import RequestDelta
-from polydraft.runtime.logprobs import SPARE
+from polydraft.sampling.logprobs import SPARE
 from tests.support.kernel_doubles import backend_with
 from tests.support.runs import engine, solo
 
@@ -165,7 +165,7 @@ def test_a_step_in_flight_reports_nothing_of_a_request_that_left() -> None:
 
 def test_a_step_makes_no_object_of_any_request(monkeypatch: pytest.MonkeyPatch) -> None:
     """What log probabilities say is looked at when somebody wants a result, and on no step."""
-    import polydraft.runtime.packed as module
+    import polydraft.program.packed as module
 
     looked: list[Any] = []
     real = module.decode_logprobs

@@ -14,11 +14,11 @@ import pytest
 
 from polydraft import Engine, SamplingParams
 from polydraft.contracts.layout import SNAPSHOT_TOKENS
-from polydraft.runtime import program as program_module
-from polydraft.runtime import runner as runner_module
-from polydraft.runtime.fusion import Node
-from polydraft.runtime.graphs import Shape
-from polydraft.runtime.program import lengths
+from polydraft.plugins.program_pass import Node
+from polydraft.program import program as program_module
+from polydraft.program.program import lengths
+from polydraft.step import runner as runner_module
+from polydraft.step.graphs import Shape
 from tests.support import host_features, tiny
 from tests.support.emulator import emulated
 from tests.support.runs import Ask, drive
@@ -48,10 +48,10 @@ def launched(engine: Engine, asks: list[Ask]) -> Mapping[int, set[Launches]]:
 
     def launch_noted(plan: Any) -> Any:
         issued.clear()
-        ticket = launch(plan)
+        flight = launch(plan)
         if not plan.has_prefill and not plan.writes:
-            found[plan.num_seqs if ticket.shape is None else ticket.shape.bucket].add(tuple(issued))
-        return ticket
+            found[plan.num_seqs if flight.shape is None else flight.shape.bucket].add(tuple(issued))
+        return flight
 
     executor._put = noted
     runner.launch = launch_noted  # type: ignore[method-assign]

@@ -20,7 +20,7 @@ from polydraft.errors import CapabilityError, DeviceError
 from polydraft.instruments.base import Instrument
 from polydraft.instruments.timeline import DEVICE
 from polydraft.instruments.trace import Trace
-from polydraft.runtime.host_inputs import FeatureFactory, Needs
+from polydraft.program.host_inputs import FeatureFactory, Needs
 from tests.support import host_features, tiny
 from tests.support.emulator import SCHEDULES, Emulator, poison_free_blocks
 from tests.support.host_features import NoRepeats, Watching
@@ -224,11 +224,11 @@ def test_a_timeline_shows_the_middle_of_a_step() -> None:
     drive(engine, [Ask((1, 2, 3), replace(GREEDY, max_new_tokens=16))])
     spans = trace.finish().spans
     engine.close()
-    middles = {span.step: span for span in spans if span.name == "inputs" and span.kind == "room"}
+    middles = {span.step: span for span in spans if span.name == "inputs" and span.kind == "stage"}
     assert len(middles) > 5
     uploads = [span for span in spans if span.side == DEVICE and span.name == "mask"]
     assert {span.lane for span in uploads} == {"inputs"}, "they have a stream of their own"
-    targets = {s: [x for x in spans if x.side == DEVICE and x.room == "target" and x.step == s] for s in middles}
+    targets = {s: [x for x in spans if x.side == DEVICE and x.stage == "target" and x.step == s] for s in middles}
     hidden = [s for s, middle in middles.items() if targets[s] and middle.start_s < targets[s][-1].end_s]
     assert len(hidden) >= len(middles) - 2
 

@@ -27,8 +27,8 @@ from polydraft.instruments.record import CallRecorder
 from polydraft.instruments.sanitize import Sanitizer
 from polydraft.instruments.timeline import DEVICE, HOST, Recording, clock_of
 from polydraft.instruments.trace import Trace
-from polydraft.kernel_table import Binding
-from polydraft.runtime.points import STAGES, Points, Stage
+from polydraft.plugins.kernel_table import Binding
+from polydraft.program.points import STAGES, Points, Stage
 from tests.support import tiny
 from tests.support.emulator import Emulator
 from tests.support.planted import ASKS, PLANTED, watched
@@ -104,7 +104,7 @@ def shape_of(recording: Recording) -> Mapping[int, Counter[tuple[Any, ...]]]:
     found: dict[int, Counter[tuple[Any, ...]]] = {}
     for s in recording.spans:
         if s.side == HOST or s.kind != "step":
-            found.setdefault(s.step, Counter())[s.side, s.lane, s.kind, s.name, s.room, s.rows, len(s.flows)] += 1
+            found.setdefault(s.step, Counter())[s.side, s.lane, s.kind, s.name, s.stage, s.rows, len(s.flows)] += 1
     return found
 
 
@@ -235,7 +235,7 @@ class Probe(Instrument):
         self.bound.append(launch)
 
         def call(stream: Any, n: int) -> None:
-            self.launched.append(f"{binding.program} {binding.room} {binding.contract}")
+            self.launched.append(f"{binding.program} {binding.stage} {binding.contract}")
             launch(stream, n)
 
         return call
@@ -293,7 +293,7 @@ def test_every_launch_goes_by_in_its_place() -> None:
     entries = [
         (program.name, entry) for part in ("target", "draft") for program in (programs[part],) for entry in program.entries
     ]
-    assert probe.launched == [f"{name} {entry.room} {entry.contract}" for name, entry in entries]
+    assert probe.launched == [f"{name} {entry.stage} {entry.contract}" for name, entry in entries]
     assert any(name.endswith("forward_meta") for name in probe.launched)
     told = [stage for what, stage in probe.heard if what == "begin"]
     assert told == ["step", "plan", "launch", "upload", "collect", "wait", "commit"]
@@ -427,7 +427,7 @@ def test_an_empty_list_adds_no_call(kind: str) -> None:
             assert not any(
                 getattr(entry.launch, "__module__", "").startswith("polydraft.instruments") for entry in program.entries
             )
-    places = (str(ROOT / "core/polydraft/instruments"), str(ROOT / "core/polydraft/runtime/points.py"))
+    places = (str(ROOT / "core/polydraft/instruments"), str(ROOT / "core/polydraft/program/points.py"))
     called: Counter[str] = Counter()
 
     def note(frame: Any, event: str, arg: object) -> None:

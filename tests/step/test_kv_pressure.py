@@ -25,8 +25,8 @@ def count_pauses(running: Engine) -> Counter[str]:
     counts: Counter[str] = Counter()
     collect = running.runner.collect
 
-    def counting(ticket: Any) -> Any:
-        outcome = collect(ticket)
+    def counting(flight: Any) -> Any:
+        outcome = collect(flight)
         counts["paused"] += int((outcome.phase == Phase.PAUSED).sum())
         return outcome
 
@@ -90,7 +90,7 @@ def test_a_preemption_takes_no_step_of_its_own() -> None:
     assert len(running.poll()) == 4
 
 
-def test_a_preempted_request_finds_its_own_blocks_again() -> None:
+def test_a_preempted_request_finds_its_custom_blocks_again() -> None:
     asks = equals(3, 12, 30)
     _, outputs, counts = serve("narrow", "lazy-1", 2, asks, max_num_seqs=3, block_size=2, num_blocks=44)
     assert counts["preempted"] > 0

@@ -14,9 +14,9 @@ from polydraft import LLM
 from polydraft.conformance.oracle.checkpoints import write_safetensors
 from polydraft.errors import CapabilityError, CheckpointError, ConfigError
 from polydraft.models import Tensor
+from polydraft.program.caches import SlotState
 from polydraft.proposers.base import DraftWeights
 from polydraft.proposers.ngram import NgramProposer
-from polydraft.runtime.caches import SlotState
 from polydraft.sampling_params import SamplingParams
 from tests.support import mixed_layers, tiny
 

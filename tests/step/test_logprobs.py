@@ -20,7 +20,7 @@ from polydraft import Engine, RequestOutput, SamplingParams
 from polydraft.contracts.layout import LogprobHeader
 from polydraft.errors import CapabilityError, RequestError
 from polydraft.reference.logprobs import top_logprobs
-from polydraft.runtime.logprobs import CONTRACTS
+from polydraft.sampling.logprobs import CONTRACTS
 from tests.support.emulator import SCHEDULES, emulated
 from tests.support.kernel_doubles import backend_with
 from tests.support.plugin_doubles import backend_without

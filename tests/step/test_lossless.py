@@ -21,11 +21,11 @@ from hypothesis import strategies as st
 
 from polydraft import Engine, RequestOutput, SamplingParams
 from polydraft.engine import Running
-from polydraft.runtime.declare import Admission
-from polydraft.runtime.kv_blocks import BlockLedger
-from polydraft.runtime.processing import STAGES, ForbiddenTokens
-from polydraft.runtime.request import Status
-from polydraft.runtime.slots import SlotTable
+from polydraft.host.kv_blocks import BlockLedger
+from polydraft.host.request import Status
+from polydraft.host.slots import SlotTable
+from polydraft.program.declare import Admission
+from polydraft.sampling.processing import STAGES, ForbiddenTokens
 from tests.oracle import CODE_PROMPTS, STOPPING_PROMPT, greedy_rounds
 from tests.oracle.processing import ended_by_text, processed, text_of
 from tests.support import tiny

@@ -16,11 +16,11 @@ import pytest
 
 from polydraft import Engine, RequestOutput, SamplingParams
 from polydraft.errors import RequestError
+from polydraft.program.plan import StepPlan
 from polydraft.reference.processing import forbid_tokens, penalise_logits
-from polydraft.runtime.plan import StepPlan
-from polydraft.runtime.processing import STAGES
-from polydraft.runtime.runner import Ticket
+from polydraft.sampling.processing import STAGES
 from polydraft.sampling_params import MAX_BAD_WORDS, MAX_BIASES
+from polydraft.step.runner import InFlightStep
 from tests.oracle.processing import processed
 from tests.support.kernel_doubles import backend_with
 from tests.support.plugin_doubles import backend_without
@@ -212,7 +212,7 @@ def test_the_processed_program_runs_while_some_slot_asks_for_it() -> None:
     plans: list[StepPlan] = []
     launch = served_by.runner.launch
 
-    def watched(plan: StepPlan) -> Ticket:
+    def watched(plan: StepPlan) -> InFlightStep:
         plans.append(plan)
         return launch(plan)
 

@@ -13,7 +13,7 @@ from polydraft.contracts.base import Limits
 from polydraft.contracts.kernels.residual_add import ResidualAddV1
 from polydraft.errors import DeviceError, GraphBufferError
 from polydraft.reference.queued import QueuedCapture, QueuedDevice, QueuedEvent
-from polydraft.runtime.stage import Stage
+from polydraft.step.uploads import Uploads
 from tests.support.runs import Ask, drive, engine, essence, solo
 
 ASKS = [Ask((3, 1, 4, 1, 5), SamplingParams(max_new_tokens=16, ignore_eos=True), i) for i in range(3)]
@@ -108,8 +108,8 @@ def test_overlap_is_one_by_default_and_steps_return_before_they_have_run() -> No
 
 def test_staging_rewritten_while_an_upload_waits_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """A ring one set too small, which no synchronous device would mind."""
-    build: Any = Stage.__init__
-    monkeypatch.setattr(Stage, "__init__", lambda self, *rest: build(self, *rest[:-1], rest[-1] - 1))
+    build: Any = Uploads.__init__
+    monkeypatch.setattr(Uploads, "__init__", lambda self, *rest: build(self, *rest[:-1], rest[-1] - 1))
     is_lossless(engine("deep", device="reference", draft_tokens=2, overlap=1))
     lazy = engine("deep", device="lazy-1", draft_tokens=2)
     with pytest.raises((AssertionError, IndexError)):

@@ -18,8 +18,8 @@ import pytest
 from numpy.typing import NDArray
 
 from polydraft import Engine, SamplingParams
+from polydraft.host.request import Status
 from polydraft.reference import invariant_kernels
-from polydraft.runtime.request import Status
 from tests.support.cpu import needs_kernels
 from tests.support.emulator import emulated
 from tests.support.kernel_doubles import backend_with

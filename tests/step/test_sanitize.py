@@ -17,8 +17,8 @@ from polydraft.cli import main
 from polydraft.errors import HazardError
 from polydraft.instruments.sanitize import HAZARDS, Sanitizer
 from polydraft.instruments.sanitize.device import WatchedDevice
-from polydraft.plugins import Plugins
-from polydraft.runtime.runner import Runner
+from polydraft.plugins.plugins import Plugins
+from polydraft.step.runner import Runner
 from tests.support import tiny
 from tests.support.emulator import Emulator
 from tests.support.planted import ASKS, MODEL, PLANTED, Planted, watched
@@ -190,7 +190,7 @@ def test_a_report_names_both_operations_both_places_the_step_and_the_missing_edg
     assert (hazard.name, hazard.memory) == ("staging-rewritten", "staging0.slot_order[0:2]")
     assert (second.what, second.where, second.step) == ("host write of staging0.slot_order[0:2]", "host", 2)
     assert (first.what, first.where, first.step) == ("upload staging0.slot_order -> slot_order", "compute", 1)
-    assert all(re.fullmatch(r"polydraft/runtime/stage\.py:\d+", operation.site) for operation in (first, second))
+    assert all(re.fullmatch(r"polydraft/step/uploads\.py:\d+", operation.site) for operation in (first, second))
     assert "edge compute -> host" in hazard.missing
     sentence = str(hazard)
     assert "\n" not in sentence
@@ -213,7 +213,7 @@ def test_a_place_is_never_inside_the_checker_or_a_loop_over_a_program() -> None:
         with contextlib.suppress(Exception):
             drive(engine, ASKS)
         sites = {operation.site for h in engine.hazards for operation in (h.first, h.second) if operation}
-        assert all(re.fullmatch(r"polydraft/runtime/(runner|buffers|stage)\.py:\d+", site) for site in sites), sites
+        assert all(re.fullmatch(r"polydraft/step/(runner|uploads)\.py:\d+", site) for site in sites), sites
 
 
 def test_the_same_finding_is_counted_and_not_repeated() -> None:

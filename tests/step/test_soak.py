@@ -11,8 +11,8 @@ import pytest
 
 from bench import soak
 from polydraft import Engine
+from polydraft.host.kv_blocks import BlockLedger
 from polydraft.output.request_output import RequestOutput
-from polydraft.runtime.kv_blocks import BlockLedger
 from tests.support.runs import engine
 
 TURNS = 160

@@ -13,7 +13,7 @@ import pytest
 
 from polydraft import Engine, SamplingParams
 from polydraft.device import DeviceCounters
-from polydraft.runtime.runner import Runner
+from polydraft.step.runner import Runner
 from tests.support.emulator import emulated
 from tests.support.runs import DEVICES, come_to_rest, engine
 
@@ -178,9 +178,9 @@ def test_a_second_wait_in_a_step_would_be_counted(device: str, monkeypatch: pyte
     launch = Runner.launch
 
     def impatient(self: Runner, plan: Any) -> Any:
-        ticket = launch(self, plan)
-        ticket.event.synchronize()
-        return ticket
+        flight = launch(self, plan)
+        flight.event.synchronize()
+        return flight
 
     running = steady(device, num_drafts=1)
     monkeypatch.setattr(Runner, "launch", impatient)

@@ -18,9 +18,9 @@ import pytest
 from polydraft import LLM, Engine, SamplingParams
 from polydraft.errors import ConfigError
 from polydraft.instruments.base import bare
-from polydraft.instruments.timeline import BOUND, DEVICE, EXACT, HOST, ROOMS, Recording, Span
+from polydraft.instruments.timeline import BOUND, DEVICE, EXACT, HOST, HOST_STAGES, Recording, Span
 from polydraft.instruments.trace import Trace
-from polydraft.instruments.trace_figures import busy_seconds, by_room, host_seconds, idle_share, operations, summary
+from polydraft.instruments.trace_figures import busy_seconds, by_stage, host_seconds, idle_share, operations, summary
 from polydraft.instruments.trace_file import read, write
 from polydraft.instruments.trace_page import write_html
 from polydraft.instruments.trace_view import middle, picture, write_png
@@ -69,8 +69,8 @@ def lanes(recording: Recording) -> dict[tuple[int, str], list[Span]]:
     return found
 
 
-def rooms(recording: Recording, name: str) -> dict[int, Span]:
-    return {s.step: s for s in recording.spans if s.kind == "room" and s.name == name}
+def stages(recording: Recording, name: str) -> dict[int, Span]:
+    return {s.step: s for s in recording.spans if s.kind == "stage" and s.name == name}
 
 
 # -- what a recording holds ---------------------------------------------------------------------------------------------
@@ -85,9 +85,9 @@ def test_spans_nest_on_every_lane(recording: tuple[str, Recording]) -> None:
             open_spans.append(span)
 
 
-def test_every_step_has_its_rooms_in_order(recording: tuple[str, Recording]) -> None:
+def test_every_step_has_its_stages_in_order(recording: tuple[str, Recording]) -> None:
     held = recording[1]
-    steps = {name: rooms(held, name) for name in ROOMS}
+    steps = {name: stages(held, name) for name in HOST_STAGES}
     assert len(steps["launch"]) > 5
     for name in ("upload", "wait", "collect", "commit"):
         assert steps[name].keys() == steps["launch"].keys(), name
@@ -110,7 +110,7 @@ def test_flows_pair_a_call_with_what_it_started(recording: tuple[str, Recording]
         start = starts[span.flows[0]]
         assert start.step == span.step
         assert start.start_s <= span.start_s
-        assert start.room == span.room
+        assert start.stage == span.stage
         if span.kind == "work" and start.kind == "call" and not kind.startswith("emulator"):
             assert (start.name, start.rows) == (span.name, span.rows)
 
@@ -125,7 +125,7 @@ def test_overlap_is_seen(recording: tuple[str, Recording]) -> None:
     """With overlap a step is launched before the wait for the one before it begins; without it, never."""
     kind, held = recording
     depth = int(kind.split("-")[1]) if "-" in kind else 0
-    launches, waits = rooms(held, "launch"), rooms(held, "wait")
+    launches, waits = stages(held, "launch"), stages(held, "wait")
     pairs = [(launches[step + 1].start_s, waits[step].start_s) for step in launches if step + 1 in launches]
     if depth == 0:
         assert all(launch > wait for launch, wait in pairs)
@@ -197,7 +197,7 @@ def test_a_trace_that_is_off_records_nothing_and_can_be_turned_on(kind: str) -> 
     held = served(running)
     trace.stop()
     assert not any(vars(running.points).values())
-    assert {"step", "room", "call"} <= {s.kind for s in held.spans}
+    assert {"step", "stage", "call"} <= {s.kind for s in held.spans}
     served(running)
     assert trace.finish() == held, "what is served behind it is not recorded"
     trace.start()
@@ -205,13 +205,13 @@ def test_a_trace_that_is_off_records_nothing_and_can_be_turned_on(kind: str) -> 
     assert Counter(s.name for s in again.spans if s.side == HOST) == Counter(s.name for s in held.spans if s.side == HOST)
 
 
-def test_a_trace_of_rooms_alone_leaves_device_and_launches() -> None:
+def test_a_trace_of_stages_alone_leaves_device_and_launches() -> None:
     running = made("reference", Trace(calls="none"))
     assert running.runner.device is bare(running.device)
     programs = [program for parts in running.runner.programs.values() for program in parts.values()]
     bound = [e.launch for program in (*programs, *running.runner.writes.values()) for e in program.entries]
     assert not any("instruments" in launch.__module__ for launch in bound)
-    assert {s.kind for s in served(running).spans} == {"step", "room"}
+    assert {s.kind for s in served(running).spans} == {"step", "stage"}
 
 
 @pytest.mark.parametrize(("kind", "recorded"), [("reference", True), ("lazy-1", False), ("emulator-1", False)])
@@ -267,7 +267,7 @@ def test_a_file_reads_back_as_it_was(recording: tuple[str, Recording], tmp_path:
     origin = held.spans[0].start_s
     for old, new in zip(held.spans, back.spans, strict=True):
         assert (new.start_s, new.end_s) == pytest.approx((old.start_s - origin, old.end_s - origin), abs=1e-9)
-        same = ("side", "lane", "kind", "name", "step", "room", "rows", "flows")
+        same = ("side", "lane", "kind", "name", "step", "stage", "rows", "flows")
         assert [getattr(new, name) for name in same] == [getattr(old, name) for name in same]
 
 
@@ -314,22 +314,22 @@ def test_idle_share_is_of_the_union() -> None:
 
 
 @pytest.mark.parametrize(("device_times", "launch"), [(EXACT, 4.0), (BOUND, 6.0)])
-def test_a_room_is_counted_without_the_rooms_inside_it(device_times: str, launch: float) -> None:
+def test_a_stage_is_counted_without_the_stages_inside_it(device_times: str, launch: float) -> None:
     """By hand: a step of 20 s whose launch takes 10, 4 of them in the upload and 2 in a call; a synchronous call is the
     device's time and not the host's."""
     host = [
-        ("step", "step", 0, 20), ("room", "plan", 1, 3), ("room", "launch", 3, 13), ("room", "upload", 4, 8),
-        ("call", "x", 9, 11), ("room", "collect", 13, 17), ("room", "wait", 14, 16), ("room", "commit", 17, 19),
-        ("room", "output", 20, 21),
+        ("step", "step", 0, 20), ("stage", "plan", 1, 3), ("stage", "launch", 3, 13), ("stage", "upload", 4, 8),
+        ("call", "x", 9, 11), ("stage", "collect", 13, 17), ("stage", "wait", 14, 16), ("stage", "commit", 17, 19),
+        ("stage", "output", 20, 21),
     ]  # fmt: skip
     spans = tuple(span(start, end, side=HOST, kind=kind, name=name) for kind, name, start, end in host)
     steps = host_seconds(Recording(spans, device_times, {}))
     assert steps == {1: {"plan": 2, "upload": 4, "launch": launch, "wait": 2, "collect": 2, "commit": 2, "output": 1, "other": 2}}
-    assert by_room(steps)["launch"].median == launch
+    assert by_stage(steps)["launch"].median == launch
 
 
 def test_a_step_that_was_not_applied_has_no_figures() -> None:
-    spans = (span(0, 1, side=HOST, kind="room", name="launch"),)
+    spans = (span(0, 1, side=HOST, kind="stage", name="launch"),)
     assert host_seconds(Recording(spans, BOUND, {})) == {}
     assert summary(Recording(spans, BOUND, {}))["host_us_per_step"] is None
 
@@ -341,10 +341,10 @@ def test_operations_are_counted_once(recording: tuple[str, Recording]) -> None:
     assert (set(found) == {"step"}) == kind.startswith("lazy")
 
 
-def test_the_summary_has_every_room(recording: tuple[str, Recording]) -> None:
+def test_the_summary_has_every_stage(recording: tuple[str, Recording]) -> None:
     figures = summary(recording[1])
-    assert set(figures["host_us_by_room"]) == {*ROOMS, "other"}
-    assert figures["steps"] == len(rooms(recording[1], "commit"))
+    assert set(figures["host_us_by_stage"]) == {*HOST_STAGES, "other"}
+    assert figures["steps"] == len(stages(recording[1], "commit"))
     assert 0 <= figures["device_idle_share"] < 1
 
 
@@ -352,10 +352,10 @@ def test_the_summary_has_every_room(recording: tuple[str, Recording]) -> None:
 def test_a_picture_shows_whole_steps_from_the_middle(recording: tuple[str, Recording]) -> None:
     held = recording[1]
     spans, start, end = middle(held.spans, 2)
-    numbers = sorted(rooms(held, "launch"))
+    numbers = sorted(stages(held, "launch"))
     first = (len(numbers) - 2) // 2
     for step in numbers[first : first + 2]:
-        assert start <= rooms(held, "launch")[step].start_s <= rooms(held, "commit")[step].end_s <= end
+        assert start <= stages(held, "launch")[step].start_s <= stages(held, "commit")[step].end_s <= end
     assert len(spans) < len(held.spans)
     assert picture(held, 2).arrows
 

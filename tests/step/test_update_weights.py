@@ -12,8 +12,8 @@ import pytest
 
 from polydraft import LLM, Engine, RequestOutput, SamplingParams
 from polydraft.errors import CheckpointError
+from polydraft.host.request import Status
 from polydraft.reference.table import NumpyTable
-from polydraft.runtime.request import Status
 from tests.support import runs, tiny
 from tests.support.emulator import EmulatorTable, emulated
 

@@ -17,13 +17,13 @@ from unittest import mock
 import pytest
 
 from polydraft import Engine, EngineConfig, SamplingParams
-from polydraft.conformance.zoo import MUTANTS
+from polydraft import resolve as resolve_module
+from polydraft.conformance.faulty_backends import MUTANTS
 from polydraft.contracts.base import UNITS
 from polydraft.errors import CapabilityError, ConfigError
-from polydraft.runtime import program as program_module
-from polydraft.runtime import resolve as resolve_module
-from polydraft.runtime.fusion import Fill
-from polydraft.runtime.graphs import CapturedSteps, GraphPolicy, Part
+from polydraft.plugins.program_pass import Fill
+from polydraft.program import program as program_module
+from polydraft.step.graphs import CapturedSteps, GraphPolicy, Part
 from tests.support import tiny
 from tests.support.emulator import Emulator, emulated
 from tests.support.project import ROOT
@@ -215,7 +215,7 @@ def moved_before_packing() -> Iterator[None]:
             builder.nodes[:] = [*fills, *(node for node in builder.nodes if not isinstance(node, Fill))]
         return build(builders)
 
-    with mock.patch("polydraft.runtime.runner.build", misordered):
+    with mock.patch("polydraft.step.runner.build", misordered):
         yield
 
 

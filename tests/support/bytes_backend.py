@@ -14,8 +14,8 @@ import numpy as np
 
 from polydraft import BackendInfo, Capabilities, hookimpl
 from polydraft.backend import PassBuffers
-from polydraft.bring_up import BringUpDevice, BringUpMeta, BringUpTable, contract_versions
 from polydraft.contracts.base import Limits
+from polydraft.plugins.bring_up import BringUpDevice, BringUpMeta, BringUpTable, contract_versions
 
 
 @dataclass

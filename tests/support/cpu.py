@@ -15,7 +15,7 @@ import pytest
 import polydraft_cpu
 from polydraft.backend import DeviceOptions
 from polydraft.contracts.base import Limits
-from polydraft.kernel_table import DeviceWorkspace
+from polydraft.plugins.kernel_table import DeviceWorkspace
 from polydraft_cpu import library
 from polydraft_cpu.device import CpuDevice
 from polydraft_cpu.kernels import CpuTable

@@ -15,7 +15,7 @@ from unittest import mock
 
 from polydraft import engine as engine_module
 from polydraft.contracts.base import Limits
-from polydraft.runtime.draft_policy import DraftPolicy, DraftView, check_policy, ladder
+from polydraft.host.draft_policy import DraftPolicy, DraftView, check_policy, ladder
 
 
 class Drawn:

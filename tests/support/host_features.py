@@ -15,11 +15,11 @@ import numpy as np
 
 from polydraft import hookimpl
 from polydraft.device import Array
+from polydraft.program.declare import StepBuffer
+from polydraft.program.host_inputs import HostView, Needs
+from polydraft.program.program import ProgramBuilder
 from polydraft.proposers import ProposerContext
 from polydraft.proposers.base import Drafting, Factory
-from polydraft.runtime.declare import StepBuffer
-from polydraft.runtime.host_inputs import HostView, Needs
-from polydraft.runtime.program import ProgramBuilder
 from polydraft.sentinels import Finish
 
 CORPUS: list[tuple[int, ...]] = []
@@ -56,7 +56,7 @@ class _Feature:
     def append(self, program: ProgramBuilder) -> None:
         del program
 
-    def void(self) -> None:
+    def reset(self) -> None:
         """Every step fills all of it anyway."""
 
 
@@ -162,7 +162,7 @@ def _last_tokens(view: HostView) -> list[int]:
     t, plan, found = view.slots, view.plan, []
     for i, slot in enumerate(plan.slots.tolist()):
         known, request = int(t.num_known[slot]), t.request[slot]
-        if t.leaving[slot] and not (request and request.finish_reason == Finish.STOP.name.lower() and request.params.stop):
+        if t.draining[slot] and not (request and request.finish_reason == Finish.STOP.name.lower() and request.params.stop):
             continue  # the device knows as well: no rows
         if plan.decode[i]:
             found += [int(t.tokens[slot, known - 1]), *view.drafts[slot, : min(view.draft_len[slot], plan.rows[i] - 1)].tolist()]
@@ -186,7 +186,7 @@ class Watcher(_Feature):
         known[:] = 0
         return len(known)
 
-    def void(self) -> None:
+    def reset(self) -> None:
         self.voided += 1
 
 

@@ -17,18 +17,18 @@ import numpy as np
 
 from polydraft.contracts.base import Limits
 from polydraft.contracts.kernels.scatter import Run
-from polydraft.runtime.batch import Batch
-from polydraft.runtime.columns import BLOCK_TABLE, HISTORY, collect
-from polydraft.runtime.commit import apply, end
-from polydraft.runtime.kv_blocks import BlockLedger
-from polydraft.runtime.plan import StepOutcome, StepPlan
-from polydraft.runtime.processing import STAGES
-from polydraft.runtime.request import Request, Status
-from polydraft.runtime.scheduler import Scheduler
-from polydraft.runtime.slots import SlotTable
-from polydraft.runtime.verify import Verifier
+from polydraft.host.commit import apply, end
+from polydraft.host.kv_blocks import BlockLedger
+from polydraft.host.request import Request, Status
+from polydraft.host.scheduler import Scheduler
+from polydraft.host.slots import SlotTable
+from polydraft.program.columns import BLOCK_TABLE, HISTORY, collect
+from polydraft.program.plan import StepOutcome, StepPlan
+from polydraft.sampling.processing import STAGES
+from polydraft.sampling.verify import Verifier
 from polydraft.sampling_params import SamplingParams
 from polydraft.sentinels import NO_BLOCK, NO_TOKEN, Finish, Phase
+from polydraft.step.batch import Batch
 
 VOCABULARY = 1000
 COLUMNS = collect((*Batch.columns, *Verifier.columns, *(column for stage in STAGES for column in stage.columns)))

@@ -7,7 +7,14 @@ import re
 from polydraft.contracts import REGISTRY
 from tests.support.project import ROOT
 
-LAUNCHERS = ("core/polydraft/runtime", "core/polydraft/models", "core/polydraft/proposers", "tests/support")
+LAUNCHERS = (
+    "core/polydraft/program",
+    "core/polydraft/sampling",
+    "core/polydraft/step",
+    "core/polydraft/models",
+    "core/polydraft/proposers",
+    "tests/support",
+)
 """Folders whose code appends launches to a step; the last has proposers and host features of the tests."""
 
 

@@ -27,9 +27,9 @@ from polydraft.models.block import At, Work
 from polydraft.models.config_file import ConfigFile
 from polydraft.models.families import BUILT_IN
 from polydraft.models.tensor_table import BLOCK_NAMES
+from polydraft.program.caches import CacheKind, PagedRows, SlotState
 from polydraft.reference.provider import plain
 from polydraft.reference.table import NumpyTable
-from polydraft.runtime.caches import CacheKind, PagedRows, SlotState
 from tests.support.plugin_doubles import backend, info
 
 RANK, NARROW = 6, 20

@@ -19,10 +19,10 @@ from polydraft.contracts.base import UNITS, Unit
 from polydraft.contracts.kernels.scatter import Run
 from polydraft.instruments.sanitize import Sanitizer
 from polydraft.instruments.sanitize.staging import WatchedStaging
-from polydraft.runtime.columns import BLOCK_TABLE
-from polydraft.runtime.graphs import GraphPolicy
-from polydraft.runtime.program import Program
-from polydraft.runtime.stage import StagingSet
+from polydraft.program.columns import BLOCK_TABLE
+from polydraft.program.program import Program
+from polydraft.step.graphs import GraphPolicy
+from polydraft.step.uploads import StagingSet
 from tests.support import tiny
 from tests.support.planted_device import KernelOf, PlantedPlugin
 from tests.support.runs import Ask
@@ -149,9 +149,9 @@ def snapshot_looked_at_during_the_launch(engine: Engine) -> None:
     launch = engine.runner.launch
 
     def looking(plan: Any) -> Any:
-        ticket = launch(plan)
-        bool(ticket.staging.array[0, 0] >= 0)
-        return ticket
+        flight = launch(plan)
+        bool(flight.staging.array[0, 0] >= 0)
+        return flight
 
     engine.runner.launch = looking  # type: ignore[method-assign]
 
@@ -194,7 +194,7 @@ def detour_uploads(engine: Engine, upload: Callable[..., None]) -> None:
 
 @planted("staging-rewritten", harmless=True, about="staging0")
 def staging_shared_by_steps(engine: Engine) -> None:
-    del engine.runner.stage._ring[1:]
+    del engine.runner.uploads._ring[1:]
 
 
 @planted("staging-rewritten", harmless=True)
@@ -213,7 +213,7 @@ def padding_of_the_launch_order_not_written(engine: Engine) -> None:
         def array(self) -> Any:
             return _NoTail(super().array)
 
-    for staging in engine.runner.stage._ring:
+    for staging in engine.runner.uploads._ring:
         staging.slot_order.__class__ = NoTail  # type: ignore[assignment]
 
 
@@ -286,7 +286,7 @@ def uploads_joined_by_an_event_that_nobody_records(engine: Engine) -> None:
 
 # -- buffers -------------------------------------------------------------------------------------------
 def send_into(engine: Engine, **buffers: Any) -> None:
-    stage = engine.runner.stage
+    stage = engine.runner.uploads
     stage._buffers = [buffers.get(name, buffer) for name, buffer in zip(StagingSet._fields, stage._buffers, strict=True)]
 
 
@@ -341,16 +341,16 @@ def detour_drafts(engine: Engine, around: Callable[[Callable[[Any], None]], None
     runner, device = engine.runner, device_of(engine)
     run, main = runner._run, device.stream
 
-    def detoured(piece: Any, ticket: Any) -> None:
+    def detoured(piece: Any, flight: Any) -> None:
         def drafts(stream: Any) -> None:
             device.stream = stream
-            run(piece, ticket)
+            run(piece, flight)
             device.stream = main
 
         if piece == "draft":
             around(drafts)
         else:
-            run(piece, ticket)
+            run(piece, flight)
 
     runner._run = detoured  # type: ignore[method-assign]
 
@@ -494,7 +494,7 @@ def slot_released_while_a_step_is_in_flight(engine: Engine) -> None:
     release, slots = engine.scheduler.release_drained, engine.slots
 
     def early() -> None:
-        slots.in_flight[slots.leaving] = 0
+        slots.in_flight[slots.draining] = 0
         release()
 
     engine.scheduler.release_drained = early  # type: ignore[method-assign]

@@ -20,9 +20,9 @@ from polydraft.conformance.oracle.coupled import CoupledRounds, Sampling, couple
 from polydraft.conformance.oracle.model import OracleModel
 from polydraft.conformance.target import wrap
 from polydraft.demo import demo_model_path
+from polydraft.host.request import Status
 from polydraft.models import Tokenizer
 from polydraft.reference.queued import QueuedDevice
-from polydraft.runtime.request import Status
 from polydraft.sentinels import Phase
 from tests.oracle.processing import processed
 from tests.support import tiny

@@ -15,8 +15,8 @@ from polydraft import hookimpl
 from polydraft.contracts import REGISTRY
 from polydraft.contracts.base import Args, Case, Contract, tensor
 from polydraft.device import Array, Buffer
+from polydraft.program.declare import Column, LogitRows, LogitsStage, Parameter
 from polydraft.reference.provider import plain
-from polydraft.runtime.declare import Column, LogitRows, LogitsStage, Parameter
 from polydraft.sampling_params import SamplingParams
 
 NAME = "scale_logits"

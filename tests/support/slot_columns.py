@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from polydraft.contracts.base import Limits
-from polydraft.runtime.columns import BLOCK_TABLE, Writes
-from polydraft.runtime.declare import Column
+from polydraft.program.columns import BLOCK_TABLE, Writes
+from polydraft.program.declare import Column
 
 
 class SlotColumns:

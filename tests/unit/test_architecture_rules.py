@@ -23,19 +23,19 @@ NAMES = frozenset({*BACKENDS, "cuda", "paddle", "xpu", "emulator"})
 """Backends that exist or are planned; a comparison with one of them is a question that core must not ask."""
 
 ALLOWED = {
-    ("default_backend.py", "'cpu'"): "what `auto` means",
-    ("default_backend.py", "'cuda'"): "likewise",
-    ("default_backend.py", "'reference'"): "likewise",
+    ("plugins/default_backend.py", "'cpu'"): "what `auto` means",
+    ("plugins/default_backend.py", "'cuda'"): "likewise",
+    ("plugins/default_backend.py", "'reference'"): "likewise",
     ("backend.py", "'emulator'"): "a word for evidence",
-    ("plugin_manager.py", "info.name != backend.entry"): "an entry point must carry the name that its backend gives itself",
-    ("variants.py", "one.backend == info.name"): "which records of a file are the backend's own",
+    ("plugins/manager.py", "info.name != backend.entry"): "an entry point must carry the name that its backend gives itself",
+    ("plugins/variants.py", "one.backend == info.name"): "which records of a file are the backend's own",
 }
 """(module, literal or comparison) that is no question about the backend, with the reason."""
 
 RECORDS = (
-    "backend.py", "config.py", "kernel_table.py", "plugin_checks.py", "plugin_loading.py", "plugins.py", "sampling_params.py",
-    "contracts/base.py", "contracts/composite.py", "models/description.py", "models/families.py", "proposers/base.py",
-    "runtime/plan.py", "runtime/resolve.py",
+    "backend.py", "config.py", "resolve.py", "sampling_params.py", "plugins/kernel_table.py", "plugins/checks.py",
+    "plugins/loading.py", "plugins/plugins.py", "contracts/base.py", "contracts/composite.py", "models/description.py",
+    "models/families.py", "proposers/base.py", "program/plan.py",
 )  # fmt: skip
 """Modules whose dataclasses are configuration, or cross a seam: all of them are frozen."""
 
@@ -75,7 +75,7 @@ def mutable_records(tree: ast.AST, path: Path) -> list[str]:
 
 def unfreezing(tree: ast.AST, path: Path) -> list[str]:
     """Return places that write into a frozen record from outside of its own `__post_init__`."""
-    if path.name in {"zoo.py", "sabotage.py"}:  # they break what they are given, whatever it is made of
+    if path.name in {"faulty_backends.py", "fault_injection.py"}:  # they break what they are given, whatever it is made of
         return []
     own = {
         inner
@@ -109,7 +109,7 @@ def _public(node: ast.AST) -> Iterator[ast.ClassDef | ast.FunctionDef | ast.Asyn
 
 def pluggy_in_the_step(tree: ast.AST, path: Path) -> list[str]:
     """Return imports of pluggy outside of the two modules that have to: whoever has no manager makes no hook call."""
-    if path.name in {"hooks.py", "plugin_manager.py"}:
+    if path.relative_to(CORE).as_posix() in {"hooks.py", "plugins/manager.py"}:
         return []
     return [
         f"{node.lineno}: pluggy" for node in ast.walk(tree) if isinstance(node, ast.Import) and node.names[0].name == "pluggy"

@@ -27,7 +27,7 @@ from polydraft.cli.bench import EXAMPLES
 from polydraft.config import EngineConfig
 from polydraft.errors import CheckpointError, ConfigError, DeviceError, RequestError
 from polydraft.instruments.idle import Idle
-from polydraft.instruments.timeline import ROOMS
+from polydraft.instruments.timeline import HOST_STAGES
 from polydraft.models.families import FamilyRegistry
 from tests.support import tiny
 from tests.support.emulator import Emulator
@@ -192,10 +192,10 @@ def test_a_failing_request_ends_the_benchmark() -> None:
         timed(engine, Load(2, 5, 40))
 
 
-def test_host_time_by_room_on_the_reference() -> None:
+def test_host_time_by_stage_on_the_reference() -> None:
     engine, load = narrow(), Load(2, 5, 14)
-    figures, rooms = profiled(engine, load)
-    assert set(rooms) == {*ROOMS, "other"}
+    figures, stages = profiled(engine, load)
+    assert set(stages) == {*HOST_STAGES, "other"}
     assert figures["host_us_per_step"] and figures["host_us_per_step"] > 0  # noqa: PT018
     assert figures["idle_share"] is not None
     assert 0 <= figures["idle_share"] < 1
@@ -205,9 +205,9 @@ def test_host_time_by_room_on_the_reference() -> None:
 def test_the_null_backend_knows_the_time_of_its_kernels_itself() -> None:
     engine = Engine(EngineConfig(backend="null", draft_tokens=3, max_num_seqs=2), instruments=instruments())
     load = Load(2, 5, 30)
-    figures, rooms = profiled(engine, load)
+    figures, stages = profiled(engine, load)
     assert figures == {}
-    assert rooms["launch"] > 0
+    assert stages["launch"] > 0
     bare = timed(engine, load)
     assert 0 < bare["host_us_per_step"] < 1e3 * bare["ms_per_round"]
     assert bare["tokens_per_round"] == pytest.approx(4, abs=0.4)
@@ -370,7 +370,7 @@ def test_bench_for_people(bench: Callable[..., Result]) -> None:
     assert "SYNTHETIC acceptance, 0.5, 0.5, in the rows" in result.out
     assert "B=1 K=2 synthetic" in result.out
     assert "B=2 K=2 synthetic" in result.out
-    assert all(room in result.out for room in ("plan", "launch", "commit"))
+    assert all(stage in result.out for stage in ("plan", "launch", "commit"))
     assert max(map(len, result.out.splitlines())) <= 100
     assert result.err.splitlines() == [
         "measuring batch 1, K = 2, graph off, overlap 0", "measuring batch 2, K = 2, graph off, overlap 0",

@@ -12,7 +12,15 @@ import pytest
 
 from polydraft import Capabilities, Engine, EngineConfig, SamplingParams
 from polydraft.backend import CacheSpec
-from polydraft.bring_up import (
+from polydraft.conformance import conform, harness
+from polydraft.conformance.kernel_checks import named_cases
+from polydraft.conformance.needs import device_functions
+from polydraft.conformance.report import Selection
+from polydraft.contracts import REGISTRY
+from polydraft.demo import demo_model_path
+from polydraft.device import Device
+from polydraft.errors import CapabilityError, ContractError, DeviceError, PluginError
+from polydraft.plugins.bring_up import (
     CACHE_KERNELS,
     DEVICE_FUNCTIONS,
     BringUpDevice,
@@ -21,16 +29,8 @@ from polydraft.bring_up import (
     OwnKernel,
     contract_versions,
 )
-from polydraft.conformance import conform
-from polydraft.conformance.kernel_checks import named_cases
-from polydraft.conformance.needs import device_functions
-from polydraft.conformance.report import Selection
-from polydraft.contracts import REGISTRY, harness
-from polydraft.demo import demo_model_path
-from polydraft.device import Device
-from polydraft.errors import CapabilityError, ContractError, DeviceError, PluginError
-from polydraft.plugin_checks import lacks
-from polydraft.plugins import Plugins
+from polydraft.plugins.checks import lacks
+from polydraft.plugins.plugins import Plugins
 from tests.support import bytes_backend as backend
 from tests.support.bytes_backend import BytesDevice, info
 

@@ -30,10 +30,10 @@ from polydraft.cli import COMMANDS, main
 from polydraft.cli.clashes import clashes
 from polydraft.cli.prompts import Job
 from polydraft.cli.run import Run
+from polydraft.cli.typewriter import ACCEPTED, Typewriter, figures
 from polydraft.contracts import COMPOSITES, REGISTRY
 from polydraft.contracts.docs import render
 from polydraft.output.request_output import RequestOutput
-from polydraft.typewriter import ACCEPTED, Typewriter, figures
 from tests.support import tiny
 from tests.support.meddling import byte_checkpoint
 from tests.support.project import ROOT
@@ -840,7 +840,7 @@ def test_several_texts_on_a_terminal(tmp_path: Path):
 
 
 def test_generated_text_cannot_steer_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
-    from polydraft.show import Screen
+    from polydraft.cli.show import Screen
 
     text = "a\x1b[2J\rb\x9b3\x7f\tc\n"
     Screen().write(text)

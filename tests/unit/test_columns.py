@@ -14,9 +14,9 @@ from polydraft import LLM
 from polydraft.contracts.base import Limits
 from polydraft.contracts.kernels.scatter import Run
 from polydraft.errors import ConfigError, ContractError
-from polydraft.reference.device import ReferenceDevice
-from polydraft.runtime.batch import Batch
-from polydraft.runtime.columns import (
+from polydraft.host.kv_blocks import NO_GRANT, Grant
+from polydraft.host.request import Request
+from polydraft.program.columns import (
     BLOCK_TABLE,
     HISTORY,
     NOTHING,
@@ -27,15 +27,15 @@ from polydraft.runtime.columns import (
     max_runs,
     max_staged_tokens,
 )
-from polydraft.runtime.declare import Admission, Column, StepBuffer
-from polydraft.runtime.kv_blocks import NO_GRANT, Grant
-from polydraft.runtime.logprobs import Logprobs
-from polydraft.runtime.processing import STAGES
-from polydraft.runtime.program import Memory
-from polydraft.runtime.request import Request
-from polydraft.runtime.verify import Verifier
+from polydraft.program.declare import Admission, Column, StepBuffer
+from polydraft.program.program import Memory
+from polydraft.reference.device import ReferenceDevice
+from polydraft.sampling.logprobs import Logprobs
+from polydraft.sampling.processing import STAGES
+from polydraft.sampling.verify import Verifier
 from polydraft.sampling_params import SamplingParams
 from polydraft.sentinels import Finish, Phase
+from polydraft.step.batch import Batch
 from tests.support import tiny
 from tests.support.slot_columns import SlotColumns
 

@@ -19,10 +19,10 @@ from polydraft import LLM, SamplingParams
 from polydraft.contracts import COMPOSITES, REGISTRY
 from polydraft.contracts.kernels.linear import LinearV1
 from polydraft.contracts.kernels.residual_add import ResidualAddV1
-from polydraft.default_backend import EVERYWHERE, default_backend, unusable
 from polydraft.errors import ContractError, DeviceError, PluginError
 from polydraft.instruments.timeline import DEVICE
 from polydraft.instruments.trace import Trace
+from polydraft.plugins.default_backend import EVERYWHERE, default_backend, unusable
 from polydraft_cpu import library
 from polydraft_cpu.graph import CpuCapture
 from polydraft_cpu.kernels import versions
@@ -331,7 +331,7 @@ def no_accelerator(monkeypatch: pytest.MonkeyPatch):
     def asked(name: str) -> str:
         return "no device is there" if name == "cuda" else unusable(name)
 
-    monkeypatch.setattr("polydraft.default_backend.unusable", asked)
+    monkeypatch.setattr("polydraft.plugins.default_backend.unusable", asked)
 
 
 ABSENT = "cuda is not used: no device is there"
@@ -348,7 +348,7 @@ def test_the_default_is_the_best_that_can_be_used():
 
 
 def test_a_device_that_is_there_comes_first(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("polydraft.default_backend.unusable", lambda name: "")
+    monkeypatch.setattr("polydraft.plugins.default_backend.unusable", lambda name: "")
     chosen = default_backend()
     assert (chosen.name, chosen.passed_over, chosen.reason) == ("cuda", (), "its device is there")
 
@@ -388,10 +388,10 @@ def test_a_backend_that_does_not_import_is_passed_over(monkeypatch: pytest.Monke
     def broken(role: object, name: str) -> None:
         raise PluginError(f"plugin {name!r} failed to import")
 
-    monkeypatch.setattr("polydraft.default_backend.Loaded.from_entry", broken)
+    monkeypatch.setattr("polydraft.plugins.default_backend.Loaded.from_entry", broken)
     assert default_backend().broken == ("cpu is not used: plugin 'cpu' failed to import",)
 
 
 def test_a_backend_that_is_not_installed_is_passed_over(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("polydraft.default_backend.find", lambda group: {})
+    monkeypatch.setattr("polydraft.plugins.default_backend.find", lambda group: {})
     assert default_backend().broken == ("cpu is not used: it is not installed; reinstall polydraft",)

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polydraft.backend import CacheSpec
+from polydraft.conformance.harness import check_kernel
 from polydraft.contracts import COMPOSITES, REGISTRY
-from polydraft.contracts.harness import check_kernel
 from polydraft.contracts.inputs import generated
 from polydraft.contracts.kernels.linear import LinearV1
 from polydraft.contracts.kernels.paged_attention import PagedAttentionV1

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from polydraft.contracts.kernels.spread_logits import NO_PLACE
-from polydraft.draft_vocab import places_of, read
 from polydraft.errors import ConfigError
 from polydraft.models.tokenizer import Tokenizer
+from polydraft.sampling.draft_vocab import places_of, read
 from tests.support import tiny
 from tests.support.project import ROOT
 

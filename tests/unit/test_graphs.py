@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from polydraft.contracts.base import UNITS, Limits, Unit
-from polydraft.runtime.columns import NOTHING
-from polydraft.runtime.graphs import LEAST_FREE, CapturedSteps, GraphPolicy, Held, Shape, default_buckets
-from polydraft.runtime.plan import StepPlan
-from polydraft.runtime.program import Bound, Program, StepContext
+from polydraft.program.columns import NOTHING
+from polydraft.program.plan import StepPlan
+from polydraft.program.program import Bound, Program, StepContext
+from polydraft.step.graphs import LEAST_FREE, CapturedSteps, GraphPolicy, Held, Shape, default_buckets
 
 LIMITS = Limits(
     max_seqs=16, num_drafts=3, max_rows=128, max_logit_rows=64, max_len=64, block_size=4, num_blocks=64, max_blocks=16,
@@ -100,7 +100,7 @@ class Log:
         def launch(name: str) -> Any:
             return lambda stream, n: self.events.append(f"{'+' if self.capturing else ''}{name}:{n}")
 
-        entries = tuple(Bound(launch(name), UNITS.index(unit), name, "room") for name in contracts)
+        entries = tuple(Bound(launch(name), UNITS.index(unit), name, "stage") for name in contracts)
         return Program("p", entries, tuple((e.launch, e.unit) for e in entries))
 
 

@@ -14,9 +14,9 @@ from polydraft import LLM, SamplingParams, reference
 from polydraft.backend import DeviceOptions, StepMeta
 from polydraft.errors import CapabilityError, CheckpointError, ConfigError, DeviceError, PluginError
 from polydraft.models.families import Family
-from polydraft.plugins import Plugins
+from polydraft.plugins.plugins import Plugins
+from polydraft.program.plan import StepOutcome, StepPlan
 from polydraft.proposers.none import NoProposer
-from polydraft.runtime.plan import StepOutcome, StepPlan
 from tests.support import tiny
 from tests.support.plugin_doubles import backend, pack_kernels
 

@@ -23,7 +23,7 @@ DEPENDENCIES = frozenset({"numpy", "pluggy", "tokenizers", "jinja2", "rich", "cl
 ROOMS: dict[str, frozenset[str]] = {
     "polydraft/instruments/trace_view.py": frozenset({"matplotlib"}),  # imported only to draw a PNG
     "polydraft/conformance/vendor.py": frozenset({"pytest"}),  # the base of a test class
-    "polydraft/runtime/constraints.py": frozenset({"llguidance"}),  # the extra `grammar`; imported where a grammar is asked for
+    "polydraft/sampling/constraints.py": frozenset({"llguidance"}),  # the extra `grammar`; imported where a grammar is asked for
     "polydraft/serving": frozenset({"starlette", "uvicorn", "msgspec", "zmq", "prometheus_client"}),  # the extra `serve`
     "polydraft/template": frozenset({"polydraft_mychip"}),  # a package to be: it imports itself
 }

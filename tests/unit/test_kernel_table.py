@@ -7,7 +7,7 @@ import pytest
 
 from polydraft.contracts import COMPOSITES
 from polydraft.errors import PluginError
-from polydraft.kernel_table import BoundTable, PackTable, lay_over, parts_of
+from polydraft.plugins.kernel_table import BoundTable, PackTable, lay_over, parts_of
 from polydraft.reference.device import ReferenceDevice
 
 FUSED = "residual_add+rms_norm"

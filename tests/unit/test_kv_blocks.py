@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from polydraft.errors import OutOfBlocks
-from polydraft.runtime.kv_blocks import BlockLedger
+from polydraft.host.kv_blocks import BlockLedger
 from polydraft.sentinels import NO_BLOCK
 
 SEQS, BLOCKS, SIZE, WIDTH = 3, 7, 2, 5

@@ -29,9 +29,9 @@ from polydraft.models import (
 )
 from polydraft.models.block import lacking, scratch_buffers
 from polydraft.models.tensor_table import stored_parts
-from polydraft.runtime.caches import KvRows, PagedRows, SlotState, block_bytes, never_hit, slot_bytes
-from polydraft.runtime.declare import StepBuffer
-from polydraft.runtime.resolve import resolve
+from polydraft.program.caches import KvRows, PagedRows, SlotState, block_bytes, never_hit, slot_bytes
+from polydraft.program.declare import StepBuffer
+from polydraft.resolve import resolve
 from polydraft.sampling_params import SamplingParams
 from tests.support import mixed_layers, tiny
 from tests.support.plugin_doubles import info

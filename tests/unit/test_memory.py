@@ -7,7 +7,7 @@ import pytest
 
 from polydraft import LLM
 from polydraft.errors import DeviceError
-from polydraft.runtime.memory import RESERVE, check_fits
+from polydraft.host.kv_memory import RESERVE, check_fits
 from tests.support import tiny
 
 BLOCK = 1 << 20

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from polydraft.contracts.base import Limits
 from polydraft.contracts.layout import MAX_COLUMNS, LogprobHeader, Snapshot, record_words
 from polydraft.errors import RecordError
+from polydraft.program.packed import Snapshots, Wanted, decode_logprobs, pack_word, unpack_word
 from polydraft.reference.logprobs import KERNELS
 from polydraft.reference.state_kernels import KERNELS as STATE_KERNELS
-from polydraft.runtime.packed import Snapshots, Wanted, decode_logprobs, pack_word, unpack_word
 from polydraft.sentinels import NO_TOKEN
 
 VOCAB = 50

@@ -16,8 +16,8 @@ from polydraft.contracts import COMPOSITES, REGISTRY
 from polydraft.contracts.base import Limits
 from polydraft.device import Device
 from polydraft.errors import DeviceError, PluginError
-from polydraft.plugin_checks import BACKEND, EXTENSION, PACK, check_hooks, check_version, lacks
-from polydraft.plugins import Plugins
+from polydraft.plugins.checks import BACKEND, EXTENSION, PACK, check_hooks, check_version, lacks
+from polydraft.plugins.plugins import Plugins
 from polydraft.reference.device import ReferenceDevice
 from polydraft.reference.table import NumpyTable
 from tests.support.plugin_doubles import backend, pack_kernels, pack_source, plugin

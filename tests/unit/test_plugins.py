@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
-from polydraft import LLM, SamplingParams, plugin_loading, reference
+from polydraft import LLM, SamplingParams, reference
 from polydraft.backend import DeviceOptions
 from polydraft.errors import PluginError
-from polydraft.plugin_checks import BACKEND, PACK
-from polydraft.plugins import Loaded, Plugins, find, survey
+from polydraft.plugins import loading as plugin_loading
+from polydraft.plugins.checks import BACKEND, PACK
+from polydraft.plugins.plugins import Loaded, Plugins, find, survey
 from tests.support import tiny
 from tests.support.minimal_backend import __file__ as MINIMAL
 from tests.support.plugin_doubles import Packages, Tagged, backend, pack_source, plugin

@@ -14,10 +14,11 @@ from polydraft.contracts.composite import Composite, CompositeArgs
 from polydraft.contracts.kernels.rms_norm import RmsNormV1
 from polydraft.device import Buffer
 from polydraft.errors import CapabilityError, ContractError
-from polydraft.kernel_table import BoundTable
+from polydraft.plugins.kernel_table import BoundTable
+from polydraft.plugins.program_pass import Call, Entry, Fill, Node
+from polydraft.program.fusion import fuse
+from polydraft.program.program import Memory, ProgramBuilder, StepContext, build, lengths
 from polydraft.reference.device import ReferenceDevice
-from polydraft.runtime.fusion import Call, Entry, Fill, Node, fuse
-from polydraft.runtime.program import Memory, ProgramBuilder, StepContext, build, lengths
 from tests.support import tiny
 from tests.support.plugin_doubles import backend_without
 
@@ -116,7 +117,7 @@ def buffers() -> Any:
 
 
 def node(contract: str, unit: Unit = "rows", **fields: Any) -> Node:
-    return Node(contract, CONTRACTS[contract][0](**fields), unit, "room")
+    return Node(contract, CONTRACTS[contract][0](**fields), unit, "stage")
 
 
 def run_of_three(b: Any) -> list[Entry]:
@@ -147,7 +148,7 @@ def test_composite_keeps_the_records_of_its_parts_and_the_place_of_the_first(buf
     assert isinstance(first, Node)
     assert isinstance(first.args, CompositeArgs)
     assert all(part is n.args for part, n in zip(first.args.parts, nodes[:3], strict=True) if isinstance(n, Node))
-    assert (first.unit, first.room) == ("rows", "room")
+    assert (first.unit, first.stage) == ("rows", "stage")
 
 
 def test_same_contracts_over_other_buffers_are_no_run(buffers: Any):
@@ -158,7 +159,7 @@ def test_same_contracts_over_other_buffers_are_no_run(buffers: Any):
 
 def test_nothing_is_fused_over_what_no_contract_describes(buffers: Any):
     first, *rest = run_of_three(buffers)
-    own = Call("own_block", lambda stream, n: None, "rows", "room")
+    own = Call("custom_block", lambda stream, n: None, "rows", "stage")
     fused = fuse([first, own, *rest], Table(*EVERYTHING).bound)
     assert names(fused) == ["add", "fill", "scale+read"]
     assert fused[1] is own
@@ -179,7 +180,7 @@ def test_parts_defined_over_different_lengths_fuse_where_each_counts_its_own(buf
         other: Any = Node("pack_logit_rows", REGISTRY["pack_logit_rows"].args(**logit_rows), unit, "later")  # type: ignore[arg-type]
         fused = fuse([pack, other], table)
         assert names(fused) == wanted
-        assert (fused[0].unit, fused[0].room) == ("rows", "pack")
+        assert (fused[0].unit, fused[0].stage) == ("rows", "pack")
 
 
 def test_parameters_of_one_name_must_be_equal(monkeypatch: pytest.MonkeyPatch):
@@ -190,7 +191,7 @@ def test_parameters_of_one_name_must_be_equal(monkeypatch: pytest.MonkeyPatch):
 
     def norm(eps: float) -> Node:
         args: Any = {"x": x, "weight": weight, "eps": eps, "plus_one": False, "out": out}
-        return Node("rms_norm", RmsNormV1(**args), "rows", "room")
+        return Node("rms_norm", RmsNormV1(**args), "rows", "stage")
 
     assert names(fuse([norm(1e-5), norm(1e-5)], table)) == ["rms_norm+rms_norm"]
     assert names(fuse([norm(1e-5), norm(1e-6)], table)) == ["rms_norm", "rms_norm"]
@@ -199,7 +200,7 @@ def test_parameters_of_one_name_must_be_equal(monkeypatch: pytest.MonkeyPatch):
 def test_metadata_fill_between_two_parts_keeps_them_apart(buffers: Any):
     meta: Any = None
     nodes = run_of_three(buffers)
-    nodes.insert(1, Fill(meta, 0, "rows", "room"))
+    nodes.insert(1, Fill(meta, 0, "rows", "stage"))
     assert names(fuse(nodes, Table(*EVERYTHING).bound)) == ["add", "fill", "scale+read"]
 
 
@@ -245,15 +246,15 @@ def test_program_is_a_flat_list_of_calls_with_their_lengths(buffers: Any):
     steps: list[Any] = []
     meta: Any = SimpleNamespace(fill=lambda stream, step: steps.append((stream, step)))
     builder = table.builder(context=context)
-    builder.fill(meta, 3, "rows", "room")
+    builder.fill(meta, 3, "rows", "stage")
     for n in run_of_three(buffers):
         assert isinstance(n, Node)
-        builder.add(n.contract, n.unit, n.room, **vars(n.args))
+        builder.add(n.contract, n.unit, n.stage, **vars(n.args))
     builder.add("count", "seqs", "last", x=buffers.x)
     program = builder.build()
     assert program.describe() == ["forward_meta", "add", "scale", "read", "count"]
     assert [call[0] for call in program.calls] == [entry.launch for entry in program.entries]
-    assert [entry.room for entry in program.entries] == ["room"] * 4 + ["last"]
+    assert [entry.stage for entry in program.entries] == ["stage"] * 4 + ["last"]
     stream: Any = "stream"
     program.run(stream, lengths(rows=7, seqs=2))
     assert table.log == [("add", 7), ("scale", 7), ("read", 7), ("count", 2)]
@@ -268,9 +269,9 @@ def test_lengths_stand_in_the_order_of_units():
 def test_missing_contracts_of_a_whole_step_are_named_at_once(buffers: Any):
     table = Table("read")
     target, draft = table.builder("target"), table.builder("draft")
-    target.add("add", "rows", "room", x=buffers.x, y=buffers.y)
-    target.add("read", "rows", "room", out=buffers.x, y=buffers.y)
-    draft.add("scale", "rows", "room", x=buffers.x, out=buffers.out)
+    target.add("add", "rows", "stage", x=buffers.x, y=buffers.y)
+    target.add("read", "rows", "stage", out=buffers.x, y=buffers.y)
+    draft.add("scale", "rows", "stage", x=buffers.x, out=buffers.out)
     with pytest.raises(
         CapabilityError, match=r"does not own: add \(in target\), scale \(in draft\); implement .*polydraft contracts"
     ):
@@ -318,7 +319,7 @@ def test_a_launch_names_what_it_is_bound_to(mix: ProgramBuilder):
     """A buffer that is not given is the one of the field's own name; what may be left out is left out, even where something bears
     its name; a parameter is a value, even where something bears that."""
     memory = mix.memory
-    mix.add("mix", "rows", "room", **WHOLE)
+    mix.add("mix", "rows", "stage", **WHOLE)
     args = bound(mix)
     assert args.x is memory.buffers["x"]
     assert [*args.held] == [memory.buffers["a"], memory.buffers["b"]]
@@ -328,7 +329,7 @@ def test_a_launch_names_what_it_is_bound_to(mix: ProgramBuilder):
 
 def test_a_launch_may_be_given_other_names_and_things_themselves(mix: ProgramBuilder):
     mine, memory = buffer(), mix.memory
-    mix.add("mix", "rows", "room", **{**WHOLE, "weight": mine, "held": (mine, "a")}, x="other", bias="bias", gain=None)
+    mix.add("mix", "rows", "stage", **{**WHOLE, "weight": mine, "held": (mine, "a")}, x="other", bias="bias", gain=None)
     args = bound(mix)
     assert (args.x, args.bias, args.gain) == (memory.buffers["other"], memory.buffers["bias"], None)
     assert args.weight is mine
@@ -356,13 +357,13 @@ def test_a_launch_may_be_given_other_names_and_things_themselves(mix: ProgramBui
 def test_wrong_launches_are_refused_when_they_are_added(mix: ProgramBuilder, changes: dict[str, Any], sentence: str):
     fields = {name: value for name, value in {**WHOLE, **changes}.items() if value is not ...}
     with pytest.raises(ContractError, match=sentence):
-        mix.add("mix", "rows", "room", **fields)
+        mix.add("mix", "rows", "stage", **fields)
     assert not mix.nodes
 
 
 def test_a_buffer_that_nobody_declares_is_named_though_the_launch_does_not():
     with pytest.raises(ContractError, match=r"^launch of add/1: x is the buffer 'x', which no module declares"):
-        Table("add").builder().add("add", "rows", "room")
+        Table("add").builder().add("add", "rows", "stage")
 
 
 def test_other_contracts_and_lengths_are_refused_when_they_are_added(buffers: Any):
@@ -370,9 +371,9 @@ def test_other_contracts_and_lengths_are_refused_when_they_are_added(buffers: An
     with pytest.raises(
         ContractError, match=r"^step: launch of count/1, got a length in rows, wanted seqs; count what it counts$"
     ):
-        builder.add("count", "rows", "room", x=buffers.x)
+        builder.add("count", "rows", "stage", x=buffers.x)
     with pytest.raises(ContractError, match="no contract is named 'ad'"):
-        builder.add("ad", "rows", "room", x=buffers.x, y=buffers.y)
+        builder.add("ad", "rows", "stage", x=buffers.x, y=buffers.y)
 
 
 def test_workspace_is_given_to_who_declared_it(buffers: Any):
@@ -380,7 +381,7 @@ def test_workspace_is_given_to_who_declared_it(buffers: Any):
     builder = table.builder()
     for n in run_of_three(buffers):
         assert isinstance(n, Node)
-        builder.add(n.contract, n.unit, n.room, **vars(n.args))
+        builder.add(n.contract, n.unit, n.stage, **vars(n.args))
     builder.build()
     given = {name: provider.bound[0][1] for name, provider in table.providers.items()}
     assert given["add"] is None

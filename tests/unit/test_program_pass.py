@@ -9,12 +9,12 @@ import pytest
 
 from polydraft.contracts.composite import CompositeArgs
 from polydraft.errors import ContractError, PluginError
-from polydraft.kernel_table import PackTable, TablePass, lay_over
-from polydraft.plugin_checks import check_table
+from polydraft.plugins.checks import check_table
+from polydraft.plugins.kernel_table import PackTable, TablePass, lay_over
+from polydraft.plugins.program_pass import Entry, Node, OwnKernel, Rewritten, UnboundProgram
+from polydraft.program.program import Program, build, told
 from polydraft.reference.device import ReferenceDevice
 from polydraft.reference.table import NumpyTable
-from polydraft.runtime.fusion import Entry, Node, OwnKernel, Rewritten, UnboundProgram
-from polydraft.runtime.program import Program, build, told
 from tests.unit.test_program import LIMITS, Provider, Table, buffers, contracts, node, run_of_three  # noqa: F401  # fixtures
 
 OWNED = ("add", "scale", "read", "count")

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from polydraft import SamplingParams
 from polydraft.errors import RecordError
+from polydraft.host.request import Request
 from polydraft.output.engine_outputs import cut
 from polydraft.output.provenance import Source, origin, provenance
-from polydraft.runtime.request import Request
 
 Text = tuple[int, list[int], list[int], set[int]]
 """Tokens, drafts accepted and verified by round, forced places."""

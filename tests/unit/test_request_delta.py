@@ -15,7 +15,7 @@ from polydraft import RequestOutput, SamplingParams
 from polydraft.errors import RecordError
 from polydraft.output.output_processor import OutputProcessor
 from polydraft.output.request_delta import FINISHES, Count, Head, RequestDelta, pack, unpack
-from polydraft.runtime.packed import NO_ROWS, entry_type, row_type
+from polydraft.program.packed import NO_ROWS, entry_type, row_type
 from tests.support.runs import engine
 
 

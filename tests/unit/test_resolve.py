@@ -13,9 +13,9 @@ from polydraft.backend import BackendInfo
 from polydraft.config import EngineConfig
 from polydraft.errors import CapabilityError, ConfigError
 from polydraft.models import Attention, Block, GatedMlp, ModelDescription, Mtp, Rope
+from polydraft.program.host_inputs import Needs
 from polydraft.proposers.base import built_in
-from polydraft.runtime.host_inputs import Needs
-from polydraft.runtime.resolve import CACHE_BUDGET, MAX_DRAFTS, Resolved, resolve
+from polydraft.resolve import CACHE_BUDGET, MAX_DRAFTS, Resolved, resolve
 from tests.support import tiny
 from tests.support.plugin_doubles import info
 

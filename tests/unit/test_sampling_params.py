@@ -14,7 +14,7 @@ import pytest
 from polydraft import SamplingParams
 from polydraft.contracts import REGISTRY
 from polydraft.errors import RequestError
-from polydraft.runtime.processing import STAGES, Processing
+from polydraft.sampling.processing import STAGES, Processing
 
 
 def prepared(params: SamplingParams) -> dict[str, Any]:

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polydraft.contracts.kernels.scatter import Run
-from polydraft.runtime.columns import HISTORY, max_staged_tokens
-from polydraft.runtime.request import Status
-from polydraft.runtime.scheduler import COMPANY, Admits
-from polydraft.runtime.slots import SlotTable
+from polydraft.host.request import Status
+from polydraft.host.scheduler import PREALLOCATED_STEPS, Admits
+from polydraft.host.slots import SlotTable
+from polydraft.program.columns import HISTORY, max_staged_tokens
 from polydraft.sampling_params import SamplingParams
 from polydraft.sentinels import NO_TOKEN, Phase
 from tests.support.host_loop import COLUMNS, HostLoop, limits, request, text
@@ -159,7 +159,7 @@ def test_nobody_comes_in_while_a_preempted_request_drains(depth: int):
     small = request(2, prompt=1, new=1)
     loop.add(small)
     victim = requests[1]
-    while victim.status is Status.RUNNING and loop.slots.leaving[victim.slot] and loop.slots.in_flight[victim.slot]:
+    while victim.status is Status.RUNNING and loop.slots.draining[victim.slot] and loop.slots.in_flight[victim.slot]:
         loop.step()
         assert small.status is Status.WAITING
         assert loop.scheduler.num_preemptions == 1, "one victim at a time"
@@ -247,8 +247,8 @@ def test_blocks_reach_as_far_as_steps_in_flight_may_write_and_no_further(depth: 
     t, k = loop.slots, loop.limits
     while loop.scheduler.waiting or loop.in_flight or (t.phase != Phase.IDLE).any():
         loop.step()
-        decode = np.flatnonzero((t.phase == Phase.DECODE) & (t.in_flight_decode > 0) & ~t.leaving)
-        ahead = (COMPANY + t.in_flight_decode[decode]) * k.window + 2 * k.num_drafts
+        decode = np.flatnonzero((t.phase == Phase.DECODE) & (t.in_flight_decode > 0) & ~t.draining)
+        ahead = (PREALLOCATED_STEPS + t.in_flight_decode[decode]) * k.window + 2 * k.num_drafts
         most = np.minimum(np.maximum(t.kv_len[decode], t.prefill_len[decode]) + ahead, t.max_total[decode])
         assert (loop.ledger.num_granted[decode] <= most).all()
     assert loop.device.num_pauses == 0, "a slot was paused although there were blocks for everybody"
@@ -267,7 +267,7 @@ def test_who_lacks_a_block_brings_some_to_all_while_they_are_plenty(num_blocks: 
         loop.scheduler.admits = "none"
         loop.add(request(3))
     granted = []
-    for _ in range(2 * COMPANY):
+    for _ in range(2 * PREALLOCATED_STEPS):
         loop.step()
         writes = loop.plans[-1].writes
         assert not writes.admits
@@ -277,7 +277,7 @@ def test_who_lacks_a_block_brings_some_to_all_while_they_are_plenty(num_blocks: 
         assert sum(count > 0 for count in granted) <= 3
         assert loop.device.num_pauses == 0
     else:
-        assert sum(count > 0 for count in granted) > COMPANY, "each round what it needs"
+        assert sum(count > 0 for count in granted) > PREALLOCATED_STEPS, "each round what it needs"
 
 
 def test_host_that_knows_everything_leaves_out_what_the_device_would_pause():

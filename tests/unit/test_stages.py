@@ -10,15 +10,15 @@ import pytest
 
 from polydraft.contracts import REGISTRY
 from polydraft.errors import RequestError
+from polydraft.host.kv_blocks import NO_GRANT
+from polydraft.host.request import Request
+from polydraft.plugins.program_pass import Node
+from polydraft.program.columns import ColumnWriter, collect
+from polydraft.program.declare import Admission, Column, LogitRows, LogitsStage, Parameter
+from polydraft.program.program import Memory, ProgramBuilder, StepContext
 from polydraft.reference.device import ReferenceDevice
-from polydraft.runtime.columns import ColumnWriter, collect
-from polydraft.runtime.declare import Admission, Column, LogitRows, LogitsStage, Parameter
-from polydraft.runtime.fusion import Node
-from polydraft.runtime.kv_blocks import NO_GRANT
-from polydraft.runtime.processing import STAGES, Processing
-from polydraft.runtime.program import Memory, ProgramBuilder, StepContext
-from polydraft.runtime.request import Request
-from polydraft.runtime.verify import Rows
+from polydraft.sampling.processing import STAGES, Processing
+from polydraft.sampling.verify import Rows
 from polydraft.sampling_params import SamplingParams
 from tests.support.host_loop import COLUMNS, limits
 from tests.support.slot_columns import SlotColumns
@@ -168,7 +168,7 @@ def test_a_stage_launches_over_the_rows_of_whoever_chooses(provided: bool):
     for node in nodes:
         args: Any = node.args
         assert (args.logits.name, args.row_slot.name) == ("draft.logits", "draft_slot")
-        assert (node.unit, node.room) == ("seqs", "draft 0")
+        assert (node.unit, node.stage) == ("seqs", "draft 0")
     if provided:
         last: Any = nodes[-1].args
         assert (last.bad_len.name, last.bad_words.name) == ("floor.len", "bad_words")

@@ -21,18 +21,19 @@ import pytest
 
 from polydraft import LLM
 from polydraft.backend import PassBuffers
+from polydraft.conformance.adequacy import _read, _Trial
 from polydraft.contracts import REGISTRY
-from polydraft.contracts.adequacy import _read, _Trial
 from polydraft.contracts.base import Args, TensorSpec
 from polydraft.contracts.inputs import default_cases
-from polydraft.plugins import Plugins
-from polydraft.runtime import program, runner
-from polydraft.runtime.columns import Writes
-from polydraft.runtime.declare import Admission
-from polydraft.runtime.fusion import Fill, Node
-from polydraft.runtime.plan import StepOutcome, StepPlan
-from polydraft.runtime.request import Request
-from polydraft.runtime.slots import SlotTable
+from polydraft.host.request import Request
+from polydraft.host.slots import SlotTable
+from polydraft.plugins.plugins import Plugins
+from polydraft.plugins.program_pass import Fill, Node
+from polydraft.program import program
+from polydraft.program.columns import Writes
+from polydraft.program.declare import Admission
+from polydraft.program.plan import StepOutcome, StepPlan
+from polydraft.step import runner
 from tests.support import tiny
 from tests.support.launched import launched
 from tests.support.project import ROOT

@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 
-from polydraft import LLM, variants
+from polydraft import LLM
 from polydraft.cli.doctor import examine
 from polydraft.errors import ConfigError
-from polydraft.plugin_checks import BACKEND
-from polydraft.plugins import Loaded, Plugins, identify, variant_digests
-from polydraft.variants import Judgement
+from polydraft.plugins import variants
+from polydraft.plugins.checks import BACKEND
+from polydraft.plugins.plugins import Loaded, Plugins, identify, variant_digests
+from polydraft.plugins.variants import Judgement
 from tests.support.variants import Chip
 
 
@@ -144,7 +145,12 @@ def test_a_newer_judgement_replaces_that_of_the_same_machine_alone(chip: Chip):
 
 @pytest.mark.parametrize(
     "text",
-    ["{", "[]", '{"schema": "polydraft.variants/2", "judgements": []}', '{"schema": "polydraft.variants/1", "judgements": [{}]}'],
+    [
+        "{",
+        "[]",
+        '{"schema": "polydraft.variants/2", "judgements": []}',
+        '{"schema": "polydraft.variants/1", "judgements": [{}]}',
+    ],
 )
 def test_a_file_that_is_none_is_one_sentence(chip: Chip, text: str):
     variants.file().parent.mkdir(parents=True)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from polydraft.contracts.base import Provider
-from polydraft.runtime.fusion import Entry, Node, OwnKernel, Rewritten, UnboundProgram
+from polydraft.plugins.program_pass import Entry, Node, OwnKernel, Rewritten, UnboundProgram
 from polydraft_cuda.device import CudaDevice
 from polydraft_cuda.kernels import attention, linear, norms
 from polydraft_cuda.kernels.provider import Kernel

@@ -24,7 +24,7 @@ from polydraft.models.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
     from polydraft.device import Launch, Stream
-    from polydraft.models.block import OwnBlock
+    from polydraft.models.block import CustomBlock
 
 DTYPES = {"float32": "float32", "float16": "float16", "bfloat16": "bfloat16"}
 
@@ -82,7 +82,7 @@ class LayerModel(Checkpoint):
         """Whether two parameters hold the same numbers."""
         return bool(np.array_equal(self.tensor(name), self.tensor(other)))
 
-    def own_blocks(self) -> dict[str, OwnBlock]:
+    def custom_blocks(self) -> dict[str, CustomBlock]:
         """The blocks that are layers."""
         return dict(self._blocks)
 

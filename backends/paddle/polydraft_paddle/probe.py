@@ -92,8 +92,8 @@ def mark(contract: str) -> None:
 def run_every_kernel(spec: str) -> None:
     """Open the place with falling back allowed, and launch every kernel on each of its contract's named cases."""
     from polydraft.backend import DeviceOptions
+    from polydraft.conformance.harness import run_kernel
     from polydraft.contracts import REGISTRY
-    from polydraft.contracts.harness import run_kernel
     from polydraft_paddle import open_place, polydraft_init_forward_meta, polydraft_kernels
 
     device = open_place(spec, DeviceOptions(allow_cpu_fallback=True))

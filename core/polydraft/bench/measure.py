@@ -1,7 +1,7 @@
 """Owns one timed run: requests of one length through an engine, and what a round of all of them took.
 
-A run is measured bare but for the device's own account of when it worked; what the host spends by room comes from a second
-run with its rooms recorded. It never chooses what to compare, and it never mixes prefill into the figures of a round.
+A run is measured bare but for the device's own account of when it worked; what the host spends by stage comes from a second
+run with its stages recorded. It never chooses what to compare, and it never mixes prefill into the figures of a round.
 
 A *full* step is one in which every request has a decode round. Figures of rounds are those of full steps.
 """
@@ -20,9 +20,9 @@ from polydraft.engine import Engine
 from polydraft.errors import DeviceError, RequestError
 from polydraft.instruments.base import Instrument
 from polydraft.instruments.idle import Idle
-from polydraft.instruments.timeline import EXACT, HOST, OWN_TIME, ROOMS, Recording, clock_of
+from polydraft.instruments.timeline import EXACT, HOST, HOST_STAGES, OWN_TIME, Recording, clock_of
 from polydraft.instruments.trace import Trace
-from polydraft.instruments.trace_figures import OTHER, busy_host, by_room, host_seconds, idle_share
+from polydraft.instruments.trace_figures import OTHER, busy_host, by_stage, host_seconds, idle_share
 from polydraft.output.request_output import RequestOutput
 from polydraft.sampling_params import SamplingParams
 
@@ -130,7 +130,7 @@ def _launched(steps: Sequence[Step], full: Sequence[Step], *, ahead: int) -> tup
 
 
 def profiled(engine: Engine, load: Load) -> tuple[dict[str, float | None], dict[str, float]]:
-    """Host figures of one recorded run, and host microseconds by room: medians over full steps. Raises `ConfigError` for an
+    """Host figures of one recorded run, and host microseconds by stage: medians over full steps. Raises `ConfigError` for an
     engine that was built without `instruments`."""
     own, trace = OWN_TIME in engine.device.counters.extra, engine.instruments[Trace]
     trace.start()
@@ -142,16 +142,16 @@ def profiled(engine: Engine, load: Load) -> tuple[dict[str, float | None], dict[
         trace.stop()
     recording = trace.finish()
     full = {step.number: step for step in full_steps(steps, load)}
-    rooms = {number: dict(found) for number, found in host_seconds(recording).items() if number in full}
-    for number, found in rooms.items():
+    stages = {number: dict(found) for number, found in host_seconds(recording).items() if number in full}
+    for number, found in stages.items():
         found["launch"] -= full[number].kernel_seconds
-    by_name = {room: 1e6 * values.median for room, values in by_room(rooms).items()}
+    by_name = {stage: 1e6 * values.median for stage, values in by_stage(stages).items()}
     figures: dict[str, float | None] = {}
     if not own:  # otherwise the bare run knows it, without the recorder's own time
-        figures["host_us_per_step"] = 1e6 * statistics.median(busy_host(found) for found in rooms.values())
+        figures["host_us_per_step"] = 1e6 * statistics.median(busy_host(found) for found in stages.values())
     if recording.device_times == EXACT and not own:
-        figures["idle_share"] = _idle_by_calls(recording, rooms)
-    return figures, {room: by_name.get(room, 0.0) for room in (*ROOMS, OTHER)}
+        figures["idle_share"] = _idle_by_calls(recording, stages)
+    return figures, {stage: by_name.get(stage, 0.0) for stage in (*HOST_STAGES, OTHER)}
 
 
 def _idle_by_calls(recording: Recording, steps: Mapping[int, Any]) -> float | None:

@@ -24,7 +24,7 @@ SCHEMA = "polydraft.bench/1"
 METHOD = (
     "requests of equal length, greedy, end of text ignored; contenders of one batch size take turns in one process after one "
     "warm-up run each; a round's figures are medians over the steps in which every request has a round; how long the device was "
-    "idle in those is of the same run where the device itself says when it worked, host time by room of a second one in each "
+    "idle in those is of the same run where the device itself says when it worked, host time by stage of a second one in each "
     "turn; of each figure the median over the repeats, as spread the smallest and the largest"
 )
 

@@ -90,7 +90,7 @@ class Contender:
     engine: Engine
     load: Load
     figures: dict[str, list[float]] = field(default_factory=dict)
-    rooms: dict[str, list[float]] = field(default_factory=dict)
+    stages: dict[str, list[float]] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -103,12 +103,12 @@ class Contender:
         figures: dict[str, float | None] = dict(timed(self.engine, self.load))
         if not keep:
             return
-        host_figures, rooms = profiled(self.engine, self.load) if host else ({}, {})
+        host_figures, stages = profiled(self.engine, self.load) if host else ({}, {})
         for name, value in {**figures, **host_figures}.items():
             if value is not None:
                 self.figures.setdefault(name, []).append(value)
-        for name, value in rooms.items():
-            self.rooms.setdefault(name, []).append(value)
+        for name, value in stages.items():
+            self.stages.setdefault(name, []).append(value)
 
     def row(self, shape: Path | None) -> dict[str, Any]:
         """The medians, with the smallest and largest value of each as its spread."""
@@ -127,7 +127,7 @@ class Contender:
             "acceptance": "synthetic" if schedule or evidence == "double only" else "measured",
             "accept_schedule": list(schedule) or None,
             **medians,
-            "host_us_by_room": {room: statistics.median(values) for room, values in self.rooms.items()},
+            "host_us_by_stage": {stage: statistics.median(values) for stage, values in self.stages.items()},
             "memory_bytes": self.engine.device.memory(),
             "prompt_tokens": self.load.prompt_tokens,
             "new_tokens": self.load.new_tokens,

@@ -66,7 +66,7 @@ chances = listed(float, "numbers between commas")
 @click.option("--no-color", is_flag=True, help="Plain text on a terminal too.")
 @common
 def command(out: str | None, no_color: bool, as_json: bool, **options: Any) -> int:
-    """Time rounds: milliseconds, tokens, host time by room, idle share and memory, each as the median of several runs.
+    """Time rounds: milliseconds, tokens, host time by stage, idle share and memory, each as the median of several runs.
 
     With --accept-schedule the drafts are accepted by chance, to time shapes without trained weights: such a result is
     synthetic and says so. On the backend null every draft is accepted, so that it shows what the host takes alone.
@@ -131,7 +131,7 @@ def _claim(file: str) -> None:
 @contextmanager
 def _progress() -> Iterator[Callable[[str], None]]:
     """Tell what is being measured: a line that changes where somebody watches, otherwise a line for each contender."""
-    from polydraft.show import console, watched
+    from polydraft.cli.show import console, watched
 
     if watched():
         with console(stderr=True).status("loading") as status:
@@ -149,7 +149,7 @@ def _progress() -> Iterator[Callable[[str], None]]:
 
 
 def _show(result: dict[str, Any], *, color: bool) -> None:
-    from polydraft.show import Screen
+    from polydraft.cli.show import Screen
 
     screen, rows = Screen(color=color), result["rows"]
     first = rows[0]
@@ -165,10 +165,10 @@ def _show(result: dict[str, Any], *, color: bool) -> None:
     head = ("run", "ms/round", "tok/round", "tok/s", "ttft ms", "host us", "idle", "MiB")
     screen.table(head, [(name, *_cells(row)) for name, row in zip(shown, rows, strict=True)])
     screen.line()
-    rooms = [room for room in first["host_us_by_room"] if room != "wait"]
+    stages = [stage for stage in first["host_us_by_stage"] if stage != "wait"]
     screen.table(
-        ("host us a step", *rooms),
-        [(name, *(f"{row['host_us_by_room'][room]:.1f}" for room in rooms)) for name, row in zip(shown, rows, strict=True)],
+        ("host us a step", *stages),
+        [(name, *(f"{row['host_us_by_stage'][stage]:.1f}" for stage in stages)) for name, row in zip(shown, rows, strict=True)],
     )
     screen.line("\nMedians, and half of the spread over the runs.")
 

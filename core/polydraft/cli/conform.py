@@ -55,7 +55,7 @@ Exit statuses: 0 the claim holds, 1 it fails, 2 bad usage, 3 the kit failed,
 @click.option("--seed", type=click.IntRange(0), default=None, metavar="N", help="Of that contract, this generated case alone.")
 @click.option("--check", default="", metavar="ID", help="Run this one check alone, as a failure names it.")
 @click.option("--deep", is_flag=True, help="Hundreds of seeds a contract; minutes instead of seconds.")
-@click.option("--prove", is_flag=True, help="Run the zoo of broken backends around BACKEND: the kit has to kill each.")
+@click.option("--prove", is_flag=True, help="Run the faulty backends around BACKEND: the kit has to kill each.")
 @click.option("--enable-variants", is_flag=True, help="Try BACKEND's variants on this device; those that pass are in use then.")
 @click.option(
     "--matrix",
@@ -123,7 +123,7 @@ def command(
         raise click.UsageError("--enable-variants runs what each variant needs; name BACKEND and --device alone beside it")
     _check_backend(backend, plugins, kernels, limit)
     if prove and kernels:
-        raise click.UsageError("the zoo is run around a backend alone; leave --kernels or --prove out")
+        raise click.UsageError("the faulty backends are made of one backend alone; leave --kernels or --prove out")
     if enable_variants:
         return _enable(backend, device=device, limit_s=limit, out=out, as_json=as_json)
     if prove:
@@ -150,7 +150,7 @@ def _check_names(contract: str) -> None:
 def _check_backend(backend: str, plugins: tuple[str, ...], kernels: tuple[str, ...], limit_s: float) -> None:
     """A backend or pack that cannot be loaded is bad usage: there is nothing to judge. One that kills who loads it fails."""
     from polydraft.conformance.isolation import refuse_deadly
-    from polydraft.plugins import Plugins
+    from polydraft.plugins.plugins import Plugins
 
     refuse_deadly(backend, files=plugins, packs=kernels, limit_s=limit_s)
     try:
@@ -199,8 +199,8 @@ def _matrix(
 ) -> int:
     from polydraft.conformance.matrix import plain, run, wanted
     from polydraft.conformance.report import command_line, conform
-    from polydraft.plugin_checks import BACKEND
-    from polydraft.plugins import Loaded, identify
+    from polydraft.plugins.checks import BACKEND
+    from polydraft.plugins.plugins import Loaded, identify
 
     brought = {file: Loaded.from_option(file) for file in plugins}
 

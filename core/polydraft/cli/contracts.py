@@ -14,9 +14,9 @@ import click
 from polydraft.cli.options import common
 
 if TYPE_CHECKING:
+    from polydraft.cli.show import Screen
     from polydraft.contracts.base import Contract
     from polydraft.contracts.composite import Composite
-    from polydraft.show import Screen
 
 SCHEMA = "polydraft.contracts/1"
 PROFILES = ("basic", "graph", "async", "full")
@@ -36,8 +36,8 @@ Examples:
 @common
 def command(name: str | None, profile: str | None, no_color: bool, as_json: bool) -> int:
     """List every contract and composite, or print the page of the contract called NAME."""
+    from polydraft.cli.show import Screen
     from polydraft.contracts import COMPOSITES, REGISTRY
-    from polydraft.show import Screen
 
     if name is not None and profile is not None:
         raise click.UsageError("--profile sorts the whole list; leave NAME or --profile out")

@@ -17,7 +17,7 @@ import click
 from polydraft.cli.options import common, names
 
 if TYPE_CHECKING:
-    from polydraft.plugins import Found
+    from polydraft.plugins.plugins import Found
 
 SCHEMA = "polydraft.doctor/1"
 EXAMPLES = """\b
@@ -51,10 +51,10 @@ def examine(packs: Sequence[str] = (), probe: str = "") -> dict[str, Any]:
     """The report, of schema polydraft.doctor/1. Raises `PluginError` where a pack or a backend to probe cannot be used."""
     from polydraft._version import __version__
     from polydraft.cli.clashes import clashes
-    from polydraft.default_backend import default_backend
-    from polydraft.plugin_checks import EXTENSION, PACK
-    from polydraft.plugin_loading import load_entry
-    from polydraft.plugins import find, survey
+    from polydraft.plugins.checks import EXTENSION, PACK
+    from polydraft.plugins.default_backend import default_backend
+    from polydraft.plugins.loading import load_entry
+    from polydraft.plugins.plugins import find, survey
 
     for pack in packs:
         load_entry(PACK.group, pack)  # whether it can be loaded at all; whether it fits is a question for each backend
@@ -109,7 +109,7 @@ def _overrides(backend: str, packs: Sequence[str]) -> tuple[list[dict[str, str]]
     """What the packs replace in this backend, or why they do not fit it; this needs its device."""
     from polydraft.backend import DeviceOptions
     from polydraft.errors import DeviceError, PluginError
-    from polydraft.plugins import Plugins
+    from polydraft.plugins.plugins import Plugins
 
     plugins = Plugins.load(backend, packs=packs)
     try:
@@ -128,9 +128,9 @@ def _overrides(backend: str, packs: Sequence[str]) -> tuple[list[dict[str, str]]
 def _variants(found: Found) -> list[dict[str, Any]]:
     """The backend's variants on its default device, and on every other one on which some were tried: in use, or why not."""
     from polydraft.errors import ConfigError
-    from polydraft.plugin_checks import BACKEND
-    from polydraft.plugins import Loaded, identify, variant_digests
-    from polydraft.variants import filed, verdicts
+    from polydraft.plugins.checks import BACKEND
+    from polydraft.plugins.plugins import Loaded, identify, variant_digests
+    from polydraft.plugins.variants import filed, verdicts
 
     rows = []
     try:
@@ -151,7 +151,7 @@ def _variants(found: Found) -> list[dict[str, Any]]:
 def _probe(wanted: str) -> dict[str, Any]:
     """Which operations of a backend leave a device. Raises `PluginError` for one that cannot be loaded; a device that cannot be
     tried is what is shown."""
-    from polydraft.plugins import Plugins
+    from polydraft.plugins.plugins import Plugins
 
     name, _, device = wanted.partition("=")
     plugins = Plugins.load(name, device=device)
@@ -162,7 +162,7 @@ def _probe(wanted: str) -> dict[str, Any]:
 
 
 def _show(report: dict[str, Any], *, color: bool) -> None:
-    from polydraft.show import Screen
+    from polydraft.cli.show import Screen
 
     screen = Screen(color=color)
     screen.line(f"polydraft {report['version']}, Python {report['python']}, {report['platform']}")

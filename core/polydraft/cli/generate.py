@@ -160,9 +160,9 @@ def _close(engine: Engine) -> bool:
 
 def _show(run: Run, jobs: Sequence[Job], *, explain: bool, color: bool) -> None:
     """Run for a person: decisions, texts, figures."""
+    from polydraft.cli.show import Progress, Screen
     from polydraft.cli.tokens import Tokens, show
-    from polydraft.show import Progress, Screen
-    from polydraft.typewriter import OneText, TextsInOrder, figures, title
+    from polydraft.cli.typewriter import OneText, TextsInOrder, figures, title
 
     screen, engine = Screen(color=color), run.engine
     if explain:
@@ -240,9 +240,9 @@ def _most_logprobs(jobs: Sequence[Job]) -> dict[str, int]:
 
 
 def _engine(options: Mapping[str, Any], instruments: Sequence[Instrument]) -> Engine:
+    from polydraft.cli.show import busy
     from polydraft.config import EngineConfig
     from polydraft.engine import Engine
-    from polydraft.show import busy
 
     config = EngineConfig.from_mapping(options)
     with busy(f"loading {config.model or 'the demo model'}"):

@@ -56,8 +56,8 @@ def command(name: str, into: Path, as_json: bool) -> int:
 
 def _check_name(name: str) -> None:
     """A name is a Python identifier in lower case that no installed backend has."""
-    from polydraft.plugin_checks import BACKEND
-    from polydraft.plugins import find
+    from polydraft.plugins.checks import BACKEND
+    from polydraft.plugins.plugins import find
 
     if not NAME.fullmatch(name):
         raise click.UsageError(f"name is {name!r}, wanted lower-case letters, digits and single underscores, such as mychip")

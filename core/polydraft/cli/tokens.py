@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from polydraft.cli.show import Screen
     from polydraft.models.tokenizer import Tokenizer
     from polydraft.output.request_output import RequestOutput, TokenRecord
-    from polydraft.show import Screen
 
 
 def number(logprob: float) -> float | None:

@@ -35,7 +35,7 @@ Examples:
 @click.option("--no-color", is_flag=True, help="Plain text on a terminal too.")
 @common
 def command(file: str, html: str | None, png: str | None, steps: int, no_color: bool, as_json: bool) -> int:
-    """Show where the time of a run went that was recorded with --trace: host rooms, device operations, idle time.
+    """Show where the time of a run went that was recorded with --trace: host stages, device operations, idle time.
 
     FILE itself opens in Perfetto and chrome://tracing.
     """
@@ -58,20 +58,20 @@ def command(file: str, html: str | None, png: str | None, steps: int, no_color: 
 
 
 def _show(figures: dict[str, Any], pictures: list[str], *, color: bool) -> None:
-    from polydraft.show import Screen
+    from polydraft.cli.show import Screen
 
     screen, idle = Screen(color=color), figures["device_idle_share"]
     screen.line(", ".join(f"{name} {value}" for name, value in figures["about"].items()))
     screen.line(f"{figures['steps']} steps; device times {figures['device_times']}")
     if idle is not None:
         screen.line(f"the device did nothing for {idle:.1%} of the time between its first and its last operation")
-    rooms = {room: values for room, values in figures["host_us_by_room"].items() if room != "wait"}
+    stages = {stage: values for stage, values in figures["host_us_by_stage"].items() if stage != "wait"}
     if figures["host_us_per_step"]:
-        rooms["all but the wait"] = figures["host_us_per_step"]
+        stages["all but the wait"] = figures["host_us_per_step"]
     screen.line()
     screen.table(
         ("host time a step", "median us", "10 %", "90 %"),
-        [(room, *(f"{values[name]:.1f}" for name in ("median", "p10", "p90"))) for room, values in rooms.items()],
+        [(stage, *(f"{values[name]:.1f}" for name in ("median", "p10", "p90"))) for stage, values in stages.items()],
     )
     screen.line()
     screen.table(

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 from polydraft.conformance.check import Check, Tally
+from polydraft.conformance.harness import check_kernel, record_of, run_kernel
 from polydraft.conformance.kernel_checks import (
     Options,
     Table,
@@ -24,7 +25,6 @@ from polydraft.conformance.target import Opened, Target
 from polydraft.contracts import REGISTRY
 from polydraft.contracts.arguments import misfits
 from polydraft.contracts.base import Case, Contract
-from polydraft.contracts.harness import check_kernel, record_of, run_kernel
 from polydraft.contracts.inputs import limits_of
 from polydraft.errors import ContractError
 

@@ -1,4 +1,4 @@
-"""Owns the guess at what is behind a failure: the mutants of the zoo that it looks like, the two likeliest.
+"""Owns the guess at what is behind a failure: the mutants that it looks like, the two likeliest.
 
 The report and `check_kernel` put it behind a failure's sentence. It reads ids and sentences; it never runs anything and decides
 no outcome: a guess is where to look first.
@@ -42,7 +42,7 @@ LEVELS: Final = {
 def causes(check_id: str, kernel: str = "", message: str = "") -> str:
     """`M08 (first mismatch counted as accepted) or M07 (...)`: what the check `check_id` failing with `message` looks like;
     "" for an exception or a kernel that is not there, whose sentence says more than a guess."""
-    from polydraft.conformance.zoo import CORES, MUTANTS
+    from polydraft.conformance.faulty_backends import CORES, MUTANTS
 
     raised = " (raised in " in message and not any(words in message for words in SYMPTOMS)
     if raised or " is not offered, " in message:
@@ -60,7 +60,7 @@ def _may_be(id_: str, message: str) -> bool:
 
 def _ranked(check_id: str, kernel: str, message: str) -> Iterator[str]:
     """Ids of mutants, likeliest first: killed by this very check, of this symptom, of this kernel, of this level."""
-    from polydraft.conformance.zoo import MUTANTS
+    from polydraft.conformance.faulty_backends import MUTANTS
 
     yield from (mutant.id for mutant in MUTANTS if mutant.killer == check_id)
     if any(poison in message for poison in UNWRITTEN):

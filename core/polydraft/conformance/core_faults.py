@@ -1,7 +1,7 @@
-"""Owns the faults of the zoo that lie in core and not in a backend: planning, lengths, buckets, the ledger.
+"""Owns the faults that lie in core and not in a backend: planning, lengths, buckets, the ledger.
 
-The zoo puts one in place while a killer runs, around whatever backend is proved: a check has to notice them as well, since a kit
-that only sees a backend's faults would vouch for a broken core. Each is one function replaced for as long as its block lasts.
+`--prove` puts one in place while a killer runs, around whatever backend is proved: a check has to notice them as well, since a
+kit that only sees a backend's faults would vouch for a broken core. Each is one function replaced for as long as its block lasts.
 """
 
 from __future__ import annotations
@@ -14,16 +14,17 @@ from unittest import mock
 
 import numpy as np
 
-from polydraft import engine, kernel_table
+from polydraft import engine
 from polydraft.engine import Engine
-from polydraft.runtime import commit
-from polydraft.runtime.graphs import CapturedSteps, GraphPolicy, Shape
-from polydraft.runtime.host_inputs import HostInputs
-from polydraft.runtime.kv_blocks import BlockLedger
-from polydraft.runtime.plan import StepOutcome, StepPlan
-from polydraft.runtime.resolve import resolve
-from polydraft.runtime.scheduler import Scheduler
-from polydraft.runtime.slots import SlotTable
+from polydraft.host import commit
+from polydraft.host.kv_blocks import BlockLedger
+from polydraft.host.scheduler import Scheduler
+from polydraft.host.slots import SlotTable
+from polydraft.plugins import kernel_table
+from polydraft.program.host_inputs import HostInputs
+from polydraft.program.plan import StepOutcome, StepPlan
+from polydraft.resolve import resolve
+from polydraft.step.graphs import CapturedSteps, GraphPolicy, Shape
 
 Fault = Callable[[], Any]
 """Makes a context manager in which core is broken."""

@@ -20,8 +20,8 @@ from polydraft.conformance.outcomes import FAILS, HOLDS, NOTHING
 from polydraft.conformance.report import Listen, Selection
 from polydraft.conformance.verdict import judge
 from polydraft.errors import ContractError, PolydraftError
-from polydraft.plugins import Plugins, variant_digests
-from polydraft.variants import Judgement, add
+from polydraft.plugins.plugins import Plugins, variant_digests
+from polydraft.plugins.variants import Judgement, add
 
 SCHEMA: Final = "polydraft.enable_variants/1"
 LEVELS: Final = ("L5", "L3", "L4")

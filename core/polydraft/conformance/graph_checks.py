@@ -15,6 +15,7 @@ import numpy as np
 
 from polydraft.conformance.check import Check, Tally, Unsupported
 from polydraft.conformance.device_checks import pattern, read
+from polydraft.conformance.harness import check_kernel, run_kernel
 from polydraft.conformance.kernel_checks import Table, UsedBefore, bits, pairs
 from polydraft.conformance.lossless_checks import K, run
 from polydraft.conformance.probe import NUM_TOKENS, prompts
@@ -22,7 +23,6 @@ from polydraft.conformance.serving import Ask
 from polydraft.conformance.target import Opened, Target
 from polydraft.contracts import REGISTRY
 from polydraft.contracts.base import Contract, Limits
-from polydraft.contracts.harness import check_kernel, run_kernel
 from polydraft.contracts.kernels.embed import EmbedV1
 from polydraft.contracts.kernels.residual_add import ResidualAddV1
 from polydraft.device import GraphCapture

@@ -20,9 +20,9 @@ from polydraft.conformance.serving import Ask, serve
 from polydraft.conformance.target import Target
 from polydraft.device import Array
 from polydraft.engine import Engine
-from polydraft.runtime.declare import StepBuffer
-from polydraft.runtime.host_inputs import HostView, Needs
-from polydraft.runtime.program import ProgramBuilder
+from polydraft.program.declare import StepBuffer
+from polydraft.program.host_inputs import HostView, Needs
+from polydraft.program.program import ProgramBuilder
 
 KINDS: Final = 3
 """Remainders into which the rule below parts the vocabulary."""
@@ -77,7 +77,7 @@ class OtherRemainder:
             biases="conform.biases",
         )  # fmt: skip
 
-    def void(self) -> None:
+    def reset(self) -> None:
         """Every step fills all of it anyway."""
 
 

@@ -28,7 +28,7 @@ LOADED: Final = 42
 """Exit status of a child that has got past loading the backend, well or with an exception."""
 LOAD: Final = """
 import contextlib, json, os, sys
-from polydraft.plugins import Plugins
+from polydraft.plugins.plugins import Plugins
 with contextlib.suppress(Exception):
     Plugins.load(**json.loads(sys.argv[1]))
 os._exit(int(sys.argv[2]))

@@ -15,11 +15,11 @@ import numpy as np
 
 from polydraft.backend import CacheSpec, RowOrder
 from polydraft.conformance.check import Check, Tally, Unsupported
+from polydraft.conformance.harness import check_kernel, run_kernel
 from polydraft.conformance.target import Opened, Target
 from polydraft.contracts import COMPOSITES, REGISTRY
 from polydraft.contracts.base import Case, Contract, OpaqueSpec, ParamSpec, TensorSpec
 from polydraft.contracts.composite import Composite, Expansion
-from polydraft.contracts.harness import check_kernel, run_kernel
 from polydraft.contracts.inputs import FLEXIBLE, SEEDS, Kernel, contract_of
 from polydraft.contracts.inputs import generated as random_case
 from polydraft.contracts.kernels.rope_kv_write import border_case

@@ -1,7 +1,7 @@
 """Owns the faults of quantised KV rows: what a kernel that stores them gets wrong about exponents and rounding.
 
-The zoo puts them around `rope_kv_write` of any backend. Each looks at what the kernel stored, through the logical accessors of
-the cache, and puts in its place what a broken kernel would have left; it never touches rows that are not quantised.
+Faulty backends have them around `rope_kv_write` of any backend. Each looks at what the kernel stored, through the logical
+accessors of the cache, and puts in its place what a broken kernel would have left; it never touches rows that are not quantised.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from polydraft.conformance import sabotage as by
+from polydraft.conformance import fault_injection as by
 from polydraft.conformance.target import Proxy
 from polydraft.contracts.compare import from_host
 from polydraft.contracts.kv_quant import KV_DTYPES, LARGEST, LEAST_NORMAL, Kv, exponents, quantise

@@ -12,18 +12,18 @@ from typing import Any, Final
 import numpy as np
 
 from polydraft.conformance.check import Check, Tally
+from polydraft.conformance.harness import run_kernel
 from polydraft.conformance.host_checks import OtherRemainder
 from polydraft.conformance.kernel_checks import all_cases
 from polydraft.conformance.outcomes import Ownership
 from polydraft.conformance.probe import VOCAB
 from polydraft.conformance.target import Opened, Target, Witness, belongs_to_reference, threads_watched
 from polydraft.contracts import COMPOSITES, REGISTRY
-from polydraft.contracts.harness import run_kernel
 from polydraft.contracts.inputs import Kernel
 from polydraft.contracts.kv_quant import KV_DTYPES
 from polydraft.device import GraphCapture
 from polydraft.errors import CapabilityError, PolydraftError
-from polydraft.plugin_checks import ACTIVATION_DTYPES, answered, lacks
+from polydraft.plugins.checks import ACTIVATION_DTYPES, answered, lacks
 
 ON_A_DEVICE: Final = ("silicon", "custom device")
 """Evidence classes that rest on a device, which has a name, and a day."""

@@ -20,7 +20,7 @@ from polydraft.conformance.target import Target
 from polydraft.contracts.kv_quant import KV_DTYPES, Kv
 from polydraft.engine import Engine
 from polydraft.output.request_output import RequestOutput
-from polydraft.runtime.plan import StepOutcome, StepPlan
+from polydraft.program.plan import StepOutcome, StepPlan
 from polydraft.sampling_params import SamplingParams
 
 DRAFTS: Final = (0, 1, 2, 3, 5)

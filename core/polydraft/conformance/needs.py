@@ -8,10 +8,10 @@ from __future__ import annotations
 import inspect
 from typing import Final, Literal
 
-from polydraft.bring_up import DEVICE_FUNCTIONS
 from polydraft.conformance.catalogue import must_own
 from polydraft.contracts import COMPOSITES, REGISTRY
 from polydraft.device import Device, Event, GraphCapture
+from polydraft.plugins.bring_up import DEVICE_FUNCTIONS
 
 Need = Literal["own", "offered", "optional"]
 """`own`: one or more (`basic`) or all (above) have to be the backend's code. `offered`: has to be there, also as the reference's.

@@ -169,11 +169,11 @@ class _LateProvider(Proxy):
 
 
 LATE = ("scatter", "verify_match", "commit_window", "snapshot_output", "advance_draft")
-"""Contracts whose launches come late: the ends of rooms, where one hands over to the next."""
+"""Contracts whose launches come late: the ends of stages, where one hands over to the next."""
 
 
 def _delayed_launches(target: Target, tally: Tally) -> None:
-    """The launches at the ends of rooms come late."""
+    """The launches at the ends of stages come late."""
 
     def table(answer: Any, device: Any) -> Any:
         busy = _Busy(bare(device))

@@ -1,4 +1,4 @@
-"""Owns the proof of the kit: every mutant of the zoo around a backend, killed by its named check, and the shelf alive.
+"""Owns the proof of the kit: every mutant around a backend, killed by its named check, and the variants alive.
 
 `conform --prove` and the tests call it. A mutant that its killer lets live means that the kit, or the backend's own answer to
 that check, proves less than it says. It never judges the backend.
@@ -13,10 +13,10 @@ from typing import Any
 
 from polydraft.conformance.catalogue import CLAIMED, every_check
 from polydraft.conformance.check import Check
+from polydraft.conformance.faulty_backends import CORES, LEGAL_VARIANTS, MUTANTS, Mutant, Variant
 from polydraft.conformance.outcomes import FAILS, HOLDS, NOTHING, Result
 from polydraft.conformance.target import Target
 from polydraft.conformance.verdict import judge
-from polydraft.conformance.zoo import CORES, MUTANTS, SHELF, Mutant, Variant
 from polydraft.errors import PluginError
 
 SCHEMA = "polydraft.prove/1"
@@ -73,14 +73,14 @@ def prove(
     device: str = "",
     files: Sequence[str] = (),
     mutants: Iterable[Mutant] = MUTANTS,
-    shelf: Iterable[Variant] = SHELF,
+    variants: Iterable[Variant] = LEGAL_VARIANTS,
 ) -> Proof:
     """Run each mutant's killer and each variant's checks, with and without the change."""
     checks = {check.id: check for check in every_check()}
     target = Target(backend, device=device, files=files, wants=CLAIMED["full"])
     unbroken: dict[str, Result] = {}
     trials = [_mutant(mutant, target, checks, unbroken) for mutant in mutants]
-    for variant in shelf:
+    for variant in variants:
         trials += [_variant(variant, check_id, target, checks, unbroken) for check_id in variant.passes]
     target.close()
     return Proof(target.info.name, tuple(trials))

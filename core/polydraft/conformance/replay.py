@@ -16,13 +16,13 @@ from typing import Any, Final
 import numpy as np
 
 from polydraft.backend import StepMeta
+from polydraft.conformance.harness import run_golden, run_kernel
 from polydraft.conformance.kernel_checks import Table
 from polydraft.conformance.target import Opened, Target
 from polydraft.contracts import COMPOSITES, REGISTRY
 from polydraft.contracts.base import Case, ColumnsSpec, Contract, LogicalCache, TensorSpec
 from polydraft.contracts.compare import Comparison, Expected, Mismatch, compare, from_host
 from polydraft.contracts.composite import Composite, Expansion
-from polydraft.contracts.harness import run_golden, run_kernel
 from polydraft.contracts.inputs import FLEXIBLE, POISON, Kernel, contract_of, field_of
 from polydraft.contracts.kv_quant import KV_DTYPES, Kv
 from polydraft.device import Array
@@ -57,7 +57,7 @@ class Difference:
         """For --json."""
         call, wrong = self.call, self.mismatch
         return {
-            "call": call.number, "step": call.step, "part": call.part, "room": call.room, "contract": call.contract,
+            "call": call.number, "step": call.step, "part": call.part, "stage": call.stage, "contract": call.contract,
             "argument": wrong.argument, "index": None if wrong.index is None else list(wrong.index), "got": wrong.got,
             "wanted": wrong.wanted, "count": wrong.count, "total": wrong.total, "sentence": self.sentence,
         }  # fmt: skip
@@ -142,8 +142,8 @@ def _lacking(call: Call, target: Target, kv: Kv) -> str:
 
 
 def _causes(contract: str, argument: str) -> str:
-    """The mutants of the zoo that break a kernel which writes this argument, as a hint."""
-    from polydraft.conformance.zoo import MUTANTS
+    """The mutants that break a kernel which writes this argument, as a hint."""
+    from polydraft.conformance.faulty_backends import MUTANTS
 
     parts = COMPOSITES[contract].parts if contract in COMPOSITES else (contract,)
     specs = {part: REGISTRY[part].args.specs().get(field_of(argument)) for part in parts}

@@ -208,7 +208,7 @@ def conform(
 
 
 def with_causes(result: Result, target: Target) -> Result:
-    """A failure with the mutants of the zoo that it looks like, and the command that runs it again where it has none yet."""
+    """A failure with the mutants that it looks like, and the command that runs it again where it has none yet."""
     if result.outcome != "fail":
         return result
     from polydraft.conformance.causes import causes

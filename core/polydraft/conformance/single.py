@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 
+from polydraft.conformance.harness import run_golden
 from polydraft.contracts import COMPOSITES, REGISTRY
 from polydraft.contracts.base import Case, ColumnsSpec, Contract, LogicalCache, OpaqueSpec, ParamSpec, TensorSpec
 from polydraft.contracts.compare import Comparison, compare, from_host
 from polydraft.contracts.compare import to_host as host_form
 from polydraft.contracts.composite import Composite, split
-from polydraft.contracts.harness import run_golden
 from polydraft.contracts.inputs import SEEDS, Kernel, contract_of, default_cases, dtype_of, generated, namespace
 from polydraft.device import Array
 from polydraft.errors import ConfigError

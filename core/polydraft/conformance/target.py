@@ -1,6 +1,6 @@
 """Owns the backend under test as the checks see it: its identity, fresh devices with a kernel table, engines on the probe model.
 
-Every check gets one `Target`; the zoo gives it a wrapped plugin instead of the real one. It never compares anything.
+Every check gets one `Target`; for a faulty backend it wraps a plugin instead of the real one. It never compares anything.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from typing import Any
 
 from polydraft import reference
 from polydraft.backend import BackendInfo, DeviceOptions, ForwardMeta, PassBuffers
-from polydraft.bring_up import Delegated
 from polydraft.config import EngineConfig
 from polydraft.conformance.probe import checkpoint
 from polydraft.contracts.base import Limits
@@ -27,8 +26,9 @@ from polydraft.device import Device
 from polydraft.engine import Engine
 from polydraft.errors import ConfigError, DeviceError, PolydraftError
 from polydraft.instruments.base import Instrument
-from polydraft.kernel_table import BoundTable
-from polydraft.plugins import Plugins
+from polydraft.plugins.bring_up import Delegated
+from polydraft.plugins.kernel_table import BoundTable
+from polydraft.plugins.plugins import Plugins
 
 
 @dataclass(frozen=True)
@@ -239,7 +239,7 @@ def wrap(plugin: Any, **hooks: Callable[..., Any]) -> ModuleType:
     returns what is answered instead; of the identity hook it gets the answer alone. A device that is a `Proxy` is taken off
     before the real plugin sees it."""
     from polydraft.hooks import hookimpl
-    from polydraft.plugin_checks import implementations
+    from polydraft.plugins.checks import implementations
 
     module = ModuleType(getattr(plugin, "__name__", type(plugin).__name__))
     module.conformance_base = getattr(plugin, "conformance_base", plugin)  # type: ignore[attr-defined]

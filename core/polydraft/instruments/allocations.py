@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from polydraft.device import Device, DeviceCounters, Launch, Stream
 from polydraft.instruments.base import Allocated, Instrument, bare
-from polydraft.runtime.points import Stage
+from polydraft.program.points import Stage
 
 if TYPE_CHECKING:
     from polydraft.engine import Engine
-    from polydraft.kernel_table import Binding
+    from polydraft.plugins.kernel_table import Binding
 
 
 class Allocations(Instrument):

@@ -6,7 +6,7 @@ An instrument looks at a run without changing it. It may wrap three places, and 
   metadata, blocks that compute themselves. What a graph replays was wrapped when it was captured, and is not seen again.
 * *device*: the device that everything is built with (`device`), the backend's factories of weights and caches (`factories`) and
   its graphs (`capture`). Plugins only ever see their own device (`bare`).
-* *step*: the named points of a step on the host (`begin`, `end` of the `stages` it names), see `polydraft.runtime.points`.
+* *step*: the named points of a step on the host (`begin`, `end` of the `stages` it names), see `polydraft.program.points`.
 
 Several instruments wrap each place in one order, whatever order they were given in: a lower `order` lies further outside.
 
@@ -36,15 +36,15 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeVar
 from polydraft.device import Array, Buffer, Device, DeviceCounters, Event, GraphCapture, Launch, Staging, Stream
 from polydraft.errors import ConfigError
 from polydraft.instruments.timeline import clock_of, keeps_timeline
-from polydraft.plugins import Plugins
-from polydraft.runtime.points import Points, Stage
+from polydraft.plugins.plugins import Plugins
+from polydraft.program.points import Points, Stage
 
 if TYPE_CHECKING:
     from polydraft.backend import BackendInfo, DeviceOptions, ForwardMeta, KernelTable, PassBuffers
     from polydraft.contracts.base import Limits
     from polydraft.engine import Engine
-    from polydraft.kernel_table import Binding, BoundTable
-    from polydraft.runtime.resolve import Resolved
+    from polydraft.plugins.kernel_table import Binding, BoundTable
+    from polydraft.resolve import Resolved
 
 I = TypeVar("I", bound="Instrument")  # noqa: E741  the kind of instrument that is asked for
 
@@ -110,7 +110,7 @@ class Instrument:
         return launch
 
     def begin(self, stage: Stage, subject: Any) -> None:
-        """A stage of `stages` is about to begin, see `polydraft.runtime.points`."""
+        """A stage of `stages` is about to begin, see `polydraft.program.points`."""
 
     def end(self, stage: Stage, subject: Any, result: Any) -> None:
         """It has ended."""

@@ -20,7 +20,7 @@ from polydraft.instruments.timeline import keeping, keeps_timeline
 from polydraft.instruments.trace_figures import idle_among
 
 if TYPE_CHECKING:
-    from polydraft.runtime.points import Stage
+    from polydraft.program.points import Stage
 
 Share = Callable[[float, float], float | None]
 """The share of time in which the device was idle, between what was launched first and what was launched last between two

@@ -24,15 +24,15 @@ from polydraft.device import Array, Buffer, Device, Launch, Staging, Stream
 from polydraft.errors import ConfigError, ContractError
 from polydraft.instruments.base import Aside, Instrument, bare
 from polydraft.instruments.record_file import Call, Record, RecordedCache, RecordedWeight, Tensors, digest_of
-from polydraft.runtime.fusion import Fill
-from polydraft.runtime.points import Stage
-from polydraft.runtime.program import step_meta
+from polydraft.plugins.program_pass import Fill
+from polydraft.program.points import Stage
+from polydraft.program.program import step_meta
 
 if TYPE_CHECKING:
     from polydraft.backend import Cache, StepMeta
     from polydraft.engine import Engine
-    from polydraft.kernel_table import Binding
-    from polydraft.runtime.plan import StepPlan
+    from polydraft.plugins.kernel_table import Binding
+    from polydraft.program.plan import StepPlan
 
 DEFAULT_STEPS = range(1, 5)
 """Steps count from 1; the first ones have a prefill and some rounds."""
@@ -185,7 +185,7 @@ class CallRecorder(Instrument):
             number=len(self.calls),
             step=step,
             part=entry.program.rpartition(".")[2],
-            room=entry.room,
+            stage=entry.stage,
             contract=entry.contract,
             version=entry.version,
             n=n,

@@ -80,7 +80,7 @@ class Call:
     """From 0, over the whole file."""
     step: int
     part: str
-    room: str
+    stage: str
     contract: str
     version: int
     n: int
@@ -95,7 +95,7 @@ class Call:
     @property
     def place(self) -> str:
         """Where it stands, for people."""
-        return f"call {self.number} (step {self.step}, {self.part}, room {self.room})"
+        return f"call {self.number} (step {self.step}, {self.part}, stage {self.stage})"
 
 
 @dataclass(frozen=True)

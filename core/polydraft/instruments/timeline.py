@@ -23,10 +23,10 @@ from polydraft.errors import DeviceError
 
 HOST, DEVICE = 1, 2
 """The two sides of a timeline; process ids in a file."""
-ROOMS = ("plan", "upload", "launch", "wait", "collect", "commit", "output")
-"""Host rooms of a step. `launch` encloses `upload`, `collect` (decoding the snapshot) the `wait` for it."""
+HOST_STAGES = ("plan", "upload", "launch", "wait", "collect", "commit", "output")
+"""Host stages of a step. `launch` encloses `upload`, `collect` (decoding the snapshot) the `wait` for it."""
 INPUTS = "inputs"
-"""The room of steps that meet host inputs in their middle: the step before collected, the arrays filled, the second half
+"""The stage of steps that meet host inputs in their middle: the step before collected, the arrays filled, the second half
 launched."""
 EXACT, BOUND = "exact: a synchronous device", "from launch to snapshot: an upper bound"
 """What is said of device times that are no device's own."""
@@ -73,8 +73,8 @@ class TimedDevice(Protocol):
 class Span:
     """One stretch of time on a lane of one side; seconds on the recording's clock.
 
-    `kind`: "step", "room" and "call" (a launch, a copy, a graph replay) on the host; "work", "graph" (which encloses its
-    works) and "step" on the device. `room` is where in the step a call or work belongs. `flows`: numbers that a call shares
+    `kind`: "step", "stage" and "call" (a launch, a copy, a graph replay) on the host; "work", "graph" (which encloses its
+    works) and "step" on the device. `stage` is where in the step a call or work belongs. `flows`: numbers that a call shares
     with the device spans it brought about, each with one.
     """
 
@@ -85,7 +85,7 @@ class Span:
     start_s: float
     end_s: float
     step: int
-    room: str = ""
+    stage: str = ""
     rows: int = 0
     flows: tuple[int, ...] = ()
 
@@ -150,7 +150,7 @@ def in_flight(host: list[Span], lanes: int) -> list[Span]:
     ends = {span.step: span.end_s for span in host if span.name == "wait"}
     spans = []
     for span in host:
-        if span.kind == "room" and span.name == "launch" and span.step in ends:
+        if span.kind == "stage" and span.name == "launch" and span.step in ends:
             span = replace(span, flows=(span.step,))  # noqa: PLW2901  likewise
             lane = f"in flight {span.step % lanes + 1}"
             spans.append(replace(span, side=DEVICE, lane=lane, kind="step", name=f"step {span.step}", end_s=ends[span.step]))
@@ -190,10 +190,10 @@ def _groups(operations: Sequence[Operation]) -> list[list[Operation]]:
 
 
 def _work(group: list[Operation], call: Span | None, flows: tuple[int, ...]) -> list[Span]:
-    first, step, room = group[0], call.step if call else 0, call.room if call else ""
+    first, step, stage = group[0], call.step if call else 0, call.stage if call else ""
 
     def span(operation: Operation, kind: str, name: str, end_s: float, own: tuple[int, ...]) -> Span:
-        return Span(DEVICE, operation.stream, kind, name, operation.start_s, end_s, step, room, operation.rows, own)
+        return Span(DEVICE, operation.stream, kind, name, operation.start_s, end_s, step, stage, operation.rows, own)
 
     if first.kind != "replay":
         return [span(first, "work", first.name, first.end_s, flows)]

@@ -21,9 +21,9 @@ from polydraft.instruments.timeline import (
     BOUND,
     EXACT,
     HOST,
+    HOST_STAGES,
     INPUTS,
     OWN_TIME,
-    ROOMS,
     TOLERANCE_S,
     Operation,
     Recording,
@@ -37,15 +37,15 @@ from polydraft.instruments.timeline import (
     order,
     placed,
 )
-from polydraft.runtime.points import STAGES, Stage
+from polydraft.program.points import STAGES, Stage
 
 if TYPE_CHECKING:
-    from polydraft.kernel_table import Binding
+    from polydraft.plugins.kernel_table import Binding
 
 Calls = Literal["all", "immediate", "none"]
 """Which launches and copies are recorded: all, those of a device that computes inside them and does not say how long, none."""
-ROOM_STAGES = frozenset((*ROOMS, INPUTS))
-"""Stages that are rooms of a recording, by the same name."""
+RECORDED_STAGES = frozenset((*HOST_STAGES, INPUTS))
+"""Stages that a recording has spans of."""
 
 
 class Trace(Instrument):
@@ -89,7 +89,7 @@ class Trace(Instrument):
         """A launch is a call."""
         if self._calls == "none":
             return launch
-        name, room = binding.contract, binding.room
+        name, stage = binding.contract, binding.stage
 
         def call(stream: Stream, n: int) -> None:
             if not self._calling:
@@ -100,7 +100,7 @@ class Trace(Instrument):
             try:
                 launch(stream, n)
             finally:
-                self.file("call", name, start, room=room, rows=n)
+                self.file("call", name, start, stage=stage, rows=n)
                 self._calling = True
 
         return call
@@ -148,14 +148,14 @@ class Trace(Instrument):
             self._calling = False
             self.file("step", "step", start)
         elif stage == "replay" and self._calls != "none":
-            self.file("call", f"graph {subject.piece}", start, room=subject.piece, rows=subject.bucket)
+            self.file("call", f"graph {subject.piece}", start, stage=subject.piece, rows=subject.bucket)
             self._calling = True
-        elif stage in ROOM_STAGES:
-            self.file("room", stage, start, step=_step_of(subject))
+        elif stage in RECORDED_STAGES:
+            self.file("stage", stage, start, step=_step_of(subject))
 
-    def file(self, kind: str, name: str, start_s: float, *, step: int | None = None, room: str = "", rows: int = 0) -> None:
+    def file(self, kind: str, name: str, start_s: float, *, step: int | None = None, stage: str = "", rows: int = 0) -> None:
         """End a host span now."""
-        self._ended.append((kind, name, start_s, self.now(), self._step if step is None else step, room, rows))
+        self._ended.append((kind, name, start_s, self.now(), self._step if step is None else step, stage, rows))
 
     @property
     def calling(self) -> bool:
@@ -221,7 +221,7 @@ class _TimedCopies(WrappedDevice):
             return
         start = self._trace.now()
         self.inner.upload(stream, target, source, rows)
-        self._trace.file("call", f"copy {target.name}", start, room="upload", rows=rows)
+        self._trace.file("call", f"copy {target.name}", start, stage="upload", rows=rows)
 
     def download(self, stream: Stream, target: Staging, source: Buffer, rows: int) -> None:
         """Copy up."""
@@ -230,4 +230,4 @@ class _TimedCopies(WrappedDevice):
             return
         start = self._trace.now()
         self.inner.download(stream, target, source, rows)
-        self._trace.file("call", f"copy {source.name}", start, room="snapshot", rows=rows)
+        self._trace.file("call", f"copy {source.name}", start, stage="snapshot", rows=rows)

@@ -1,4 +1,4 @@
-"""The figures of a recording: host time by room and step, device operations by name, and how long the device idled.
+"""The figures of a recording: host time by stage and step, device operations by name, and how long the device idled.
 
 `polydraft trace` shows them, `polydraft bench` reports some of them. It never guesses: what a recording does not hold has no
 figure.
@@ -12,10 +12,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from polydraft.instruments.timeline import DEVICE, EXACT, HOST, INPUTS, ROOMS, Recording, Span
+from polydraft.instruments.timeline import DEVICE, EXACT, HOST, HOST_STAGES, INPUTS, Recording, Span
 
 OTHER = "other"
-"""What a step takes on the host outside of every room: queues, the totals, the wrappers of the recording."""
+"""What a step takes on the host outside of every stage: queues, the totals, the wrappers of the recording."""
 
 
 @dataclass(frozen=True)
@@ -67,10 +67,10 @@ def idle_share(spans: Iterable[Span]) -> float | None:
 
 
 def host_seconds(recording: Recording) -> dict[int, dict[str, float]]:
-    """Host seconds by step and room, each room without the rooms inside it; for steps that were launched and applied.
+    """Host seconds by step and stage, each stage without the stages inside it; for steps that were launched and applied.
 
     What a synchronous device computed during a call is no host time; where the device is asynchronous, a call only issues."""
-    inside = ("step", "room", "call") if recording.device_times == EXACT else ("step", "room")
+    inside = ("step", "stage", "call") if recording.device_times == EXACT else ("step", "stage")
     steps: dict[int, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     open_spans: list[Span] = []
     for span in recording.spans:
@@ -80,20 +80,20 @@ def host_seconds(recording: Recording) -> dict[int, dict[str, float]]:
             open_spans.pop()
         if open_spans:
             around = open_spans[-1]
-            steps[around.step][_room(around)] -= span.seconds
+            steps[around.step][_stage(around)] -= span.seconds
         if span.kind != "call":
-            steps[span.step][_room(span)] += span.seconds
+            steps[span.step][_stage(span)] += span.seconds
             open_spans.append(span)
-    order = (*ROOMS, INPUTS, OTHER)
+    order = (*HOST_STAGES, INPUTS, OTHER)
     return {
-        step: {room: rooms[room] for room in order if room in rooms}
-        for step, rooms in sorted(steps.items())
-        if step > 0 and {"launch", "commit"} <= rooms.keys()
+        step: {stage: stages[stage] for stage in order if stage in stages}
+        for step, stages in sorted(steps.items())
+        if step > 0 and {"launch", "commit"} <= stages.keys()
     }
 
 
-def _room(span: Span) -> str:
-    return span.name if span.kind == "room" else OTHER
+def _stage(span: Span) -> str:
+    return span.name if span.kind == "stage" else OTHER
 
 
 def operations(recording: Recording) -> dict[str, tuple[int, float]]:
@@ -107,31 +107,31 @@ def operations(recording: Recording) -> dict[str, tuple[int, float]]:
     return dict(sorted(found.items(), key=lambda item: -item[1][1]))
 
 
-def by_room(steps: Mapping[int, Mapping[str, float]]) -> dict[str, Quantiles]:
-    """Quantiles of each room over the steps that have it, in order of the rooms; seconds."""
+def by_stage(steps: Mapping[int, Mapping[str, float]]) -> dict[str, Quantiles]:
+    """Quantiles of each stage over the steps that have it, in order of the stages; seconds."""
     return {
-        room: Quantiles.of(values)
-        for room in (*ROOMS, INPUTS, OTHER)
-        if (values := [rooms[room] for rooms in steps.values() if room in rooms])
+        stage: Quantiles.of(values)
+        for stage in (*HOST_STAGES, INPUTS, OTHER)
+        if (values := [stages[stage] for stages in steps.values() if stage in stages])
     }
 
 
-def busy_host(rooms: Mapping[str, float]) -> float:
-    """Host seconds of one step in which the host did something: all rooms but the wait."""
-    return sum(seconds for room, seconds in rooms.items() if room != "wait")
+def busy_host(stages: Mapping[str, float]) -> float:
+    """Host seconds of one step in which the host did something: all stages but the wait."""
+    return sum(seconds for stage, seconds in stages.items() if stage != "wait")
 
 
 def summary(recording: Recording) -> dict[str, Any]:
     """The figures for people and for `--json`; times in microseconds."""
     steps = host_seconds(recording)
-    totals = [busy_host(rooms) for rooms in steps.values()]
+    totals = [busy_host(stages) for stages in steps.values()]
     return {
         "about": recording.about,
         "device_times": recording.device_times,
         "steps": len(steps),
         "device_idle_share": idle_share(recording.spans),
         "host_us_per_step": _microseconds(Quantiles.of(totals)) if totals else None,
-        "host_us_by_room": {room: _microseconds(values) for room, values in by_room(steps).items()},
+        "host_us_by_stage": {stage: _microseconds(values) for stage, values in by_stage(steps).items()},
         "device_operations": {
             name: {"count": count, "total_us": 1e6 * seconds} for name, (count, seconds) in operations(recording).items()
         },

@@ -43,8 +43,8 @@ def _events(recording: Recording) -> list[dict[str, Any]]:
     events += [_named("thread_name", side, number, lane) for (side, lane), number in lanes.items()]
     for span in spans:
         place = {"pid": span.side, "tid": lanes[span.side, span.lane], "ts": 1e6 * (span.start_s - origin)}
-        args = {"step": span.step, "kind": span.kind, "room": span.room, "rows": span.rows, "flows": span.flows}
-        category = span.room or span.kind
+        args = {"step": span.step, "kind": span.kind, "stage": span.stage, "rows": span.rows, "flows": span.flows}
+        category = span.stage or span.kind
         events.append({"ph": "X", **place, "dur": 1e6 * span.seconds, "name": span.name, "cat": category, "args": args})
         ends = {"ph": "s"} if span.side == HOST else {"ph": "f", "bp": "e"}
         events += [{**ends, **place, "name": "launch", "cat": "launch", "id": flow} for flow in span.flows]
@@ -82,6 +82,6 @@ def _recording(document: dict[str, Any]) -> Recording:
 def _span(event: dict[str, Any], lane: str) -> Span:
     args, start = event["args"], 1e-6 * event["ts"]
     return Span(
-        event["pid"], lane, args["kind"], event["name"], start, start + 1e-6 * event["dur"], args["step"], args["room"],
+        event["pid"], lane, args["kind"], event["name"], start, start + 1e-6 * event["dur"], args["step"], args["stage"],
         args["rows"], tuple(args["flows"]),
     )  # fmt: skip

@@ -93,7 +93,7 @@ td:first-child, th:first-child {{ text-align: left }} th {{ color: var(--soft); 
 <div class="cards">{cards}</div>
 <div class="picture">{picture}<div class="legend">{legend}</div></div>
 <p>{shown} Point at a box to read it; open the recording itself in Perfetto to zoom.</p>
-<div class="tables"><div><h2>Host, by room</h2>{rooms}</div><div><h2>Device, by operation</h2>{kernels}</div></div>
+<div class="tables"><div><h2>Host, by stage</h2>{stages}</div><div><h2>Device, by operation</h2>{kernels}</div></div>
 </body></html>
 """
 
@@ -109,9 +109,9 @@ def write_html(path: Path, recording: Recording, steps: int = SHOWN_STEPS) -> No
             f'<div class="card"><b>{value}</b><span>{html.escape(name)}</span></div>' for name, value in _cards(figures)
         ),
         picture=svg(drawn),
-        legend="".join(f'<span><i style="background:{colour}"></i>{room}</span>' for room, colour in drawn.legend.items()),
+        legend="".join(f'<span><i style="background:{colour}"></i>{stage}</span>' for stage, colour in drawn.legend.items()),
         shown=html.escape(shown_sentence(drawn)),
-        rooms=_table(("room", "median us", "10 %", "90 %"), _room_rows(figures)),
+        stages=_table(("stage", "median us", "10 %", "90 %"), _stage_rows(figures)),
         kernels=_table(("operation", "count", "total us", "mean us"), _operation_rows(figures)),
     )
     try:
@@ -140,9 +140,9 @@ def _cards(figures: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "host time a step (median)", f"{host['median']:.0f} us"
 
 
-def _room_rows(figures: dict[str, Any]) -> Iterator[tuple[str, ...]]:
-    for room, values in figures["host_us_by_room"].items():
-        yield (room, *(f"{values[name]:.1f}" for name in ("median", "p10", "p90")))
+def _stage_rows(figures: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    for stage, values in figures["host_us_by_stage"].items():
+        yield (stage, *(f"{values[name]:.1f}" for name in ("median", "p10", "p90")))
 
 
 def _operation_rows(figures: dict[str, Any]) -> Iterator[tuple[str, ...]]:

@@ -20,7 +20,7 @@ COLOURS = {
     "inputs": "#9c755f", "output": "#ffbe7d", "pack": "#79706e", "target": "#59a14f", "verify": "#f1a340", "snapshot": "#b07aa1",
     "draft": "#edc948", "step": "#76b7b2",
 }  # fmt: skip
-"""By room; host rooms first."""
+"""By stage; host stages first."""
 STEPS = ("#f2f2f2", "#dfe6ee")
 """Steps of even and of odd number."""
 SHOWN_STEPS = 6
@@ -75,8 +75,8 @@ def picture(recording: Recording, steps: int = SHOWN_STEPS) -> Picture:
     shown, origin, end = middle(recording.spans, steps)
     shown = [replace(s, start_s=max(s.start_s, origin) - origin, end_s=min(s.end_s, end) - origin) for s in shown]
     rows = [row for row in (*_host_rows(shown), *_device_rows(shown)) if row.boxes]
-    used = {_room(s) for s in shown}
-    legend = {room: colour for room, colour in COLOURS.items() if room in used}
+    used = {_stage(s) for s in shown}
+    legend = {stage: colour for stage, colour in COLOURS.items() if stage in used}
     return Picture(tuple(rows), tuple(_arrows(rows, shown)), end - origin, legend)
 
 
@@ -98,7 +98,7 @@ def middle(spans: Sequence[Span], steps: int) -> tuple[list[Span], float, float]
 def _host_rows(spans: Sequence[Span]) -> Iterator[Row]:
     host = [s for s in spans if s.side == HOST]
     yield Row(HOST, "step", tuple(_step_box(s, str(s.step)) for s in host if s.kind == "step"), low=True)
-    yield Row(HOST, "rooms", tuple(_box(s) for s in host if s.kind == "room"))  # a room inside another comes behind it
+    yield Row(HOST, "stages", tuple(_box(s) for s in host if s.kind == "stage"))  # a stage inside another comes behind it
     yield Row(HOST, "calls", tuple(_box(s) for s in host if s.kind == "call"))
 
 
@@ -118,10 +118,10 @@ def _device_rows(spans: Sequence[Span]) -> Iterator[Row]:
         yield Row(DEVICE, lane, tuple(_box(s) for s in mine if s.kind == "work"))
 
 
-def _room(span: Span) -> str:
-    """What decides a span's colour: all passes of the draft are one room."""
-    room = span.name if span.kind == "room" else span.room
-    return "draft" if "draft" in room else room
+def _stage(span: Span) -> str:
+    """What decides a span's colour: all passes of the draft are one stage."""
+    stage = span.name if span.kind == "stage" else span.stage
+    return "draft" if "draft" in stage else stage
 
 
 def _box(span: Span) -> Box:
@@ -129,7 +129,7 @@ def _box(span: Span) -> Box:
     rows = f", {span.rows} rows" if span.rows else ""
     tip = f"{span.name}: {1e6 * span.seconds:.1f} us, step {span.step}{rows}"
     # The wait fills the collect around it, whose name would stand behind the other.
-    return Box(span.start_s, span.end_s, COLOURS.get(_room(span), "#bbbbbb"), name, tip)
+    return Box(span.start_s, span.end_s, COLOURS.get(_stage(span), "#bbbbbb"), name, tip)
 
 
 def _step_box(span: Span, text: str) -> Box:
@@ -145,7 +145,7 @@ def _arrows(rows: Sequence[Row], spans: Sequence[Span]) -> Iterator[Arrow]:
     for span in (s for s in spans if s.side == HOST and s.flows and s.flows[0] in ends and s.step not in seen):
         seen.add(span.step)
         end = ends[span.flows[0]]
-        row = places[HOST, "calls" if span.kind == "call" else "rooms"]
+        row = places[HOST, "calls" if span.kind == "call" else "stages"]
         yield Arrow(row, span.start_s, places.get((DEVICE, f"{end.lane}: step"), places[DEVICE, end.lane]), end.start_s)
 
 
@@ -201,7 +201,7 @@ def write_png(path: Path, recording: Recording, steps: int = SHOWN_STEPS) -> Non
     idled = "" if idle is None else f"; the device idles {idle:.1%} of the time"
     title = f"{about.get('model', '')} on {about.get('backend', '')}, overlap {about.get('overlap', '')}{idled}"
     axes.set_title(f"{title}\ndevice times {recording.device_times}", fontsize=10)
-    patches = [Patch(facecolor=colour, label=room) for room, colour in drawn.legend.items()]
+    patches = [Patch(facecolor=colour, label=stage) for stage, colour in drawn.legend.items()]
     figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), fontsize=8, frameon=False)
     try:
         figure.savefig(path, dpi=110, format="png")

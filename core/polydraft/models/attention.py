@@ -15,10 +15,10 @@ from polydraft.contracts.kernels.paged_attention import PagedAttentionV1
 from polydraft.contracts.kernels.rope_kv_write import RopeKvWriteV1
 from polydraft.device import Launch
 from polydraft.models.block import At, BlockCall, Norm, Tensor, Work
-from polydraft.runtime.caches import KvRows
+from polydraft.program.caches import KvRows
 
 if TYPE_CHECKING:
-    from polydraft.runtime.declare import Pass
+    from polydraft.program.declare import Pass
 
 
 @dataclass(frozen=True)

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 from polydraft.contracts.base import Unit
 from polydraft.device import Launch
 from polydraft.errors import CapabilityError
-from polydraft.runtime.caches import CacheKind
-from polydraft.runtime.declare import Pass, StepBuffer
+from polydraft.program.caches import CacheKind
+from polydraft.program.declare import Pass, StepBuffer
 
 if TYPE_CHECKING:
-    from polydraft.kernel_table import BoundTable
-    from polydraft.runtime.program import ProgramBuilder
+    from polydraft.plugins.kernel_table import BoundTable
+    from polydraft.program.program import ProgramBuilder
 
 Role = Literal["linear", "embedding", "norm", "bias"]
 """What `prepare_weight` is told of a tensor."""
@@ -71,9 +71,9 @@ class Norm:
     eps: float
     plus_one: bool
 
-    def emit(self, program: ProgramBuilder, weight: str, *, x: str, out: str, unit: Unit, room: str) -> None:
+    def emit(self, program: ProgramBuilder, weight: str, *, x: str, out: str, unit: Unit, stage: str) -> None:
         """Normalise rows."""
-        program.add("rms_norm", unit, room, x=x, weight=weight, eps=self.eps, plus_one=self.plus_one, out=out)
+        program.add("rms_norm", unit, stage, x=x, weight=weight, eps=self.eps, plus_one=self.plus_one, out=out)
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class At:
     rows: Pass
     unit: Unit
     """What launches count. Behind `narrow` it is not that of `rows` any more."""
-    room: str
+    stage: str
     x: str
     """The residual stream."""
     scratch: Mapping[str, str]
@@ -95,7 +95,7 @@ class At:
 
     def add(self, contract: str, **fields: Any) -> None:
         """Append a launch over the rows."""
-        self.program.add(contract, self.unit, self.room, **fields)
+        self.program.add(contract, self.unit, self.stage, **fields)
 
     def own(self, name: str) -> str:
         """Full name of a weight or a cache of this layer."""
@@ -233,7 +233,7 @@ class BlockCall:
         return cast("tuple[Launch, Launch]", bind(self))
 
 
-class OwnBlock(Protocol):
+class CustomBlock(Protocol):
     """A decoder block that somebody computes as a whole. It lies among the weights, under the block's prefix."""
 
     @property
@@ -251,7 +251,7 @@ def emit_block(
     x: str,
     rows: Pass,
     scratch: Mapping[str, str],
-    room: str,
+    stage: str,
     narrow: Callable[[At], At] | None = None,
 ) -> None:
     """One decoder block over `x` in place.
@@ -260,8 +260,8 @@ def emit_block(
     among the weights under its prefix computes itself, all of it. `narrow` is called behind `mix`, the last part that needs all
     rows: it picks those that go on, and says where they and what is carried lie, and their unit.
     """
-    at = At(program, norm, prefix, rows, rows.unit, room, x, scratch)
-    if _own_block(at, block):
+    at = At(program, norm, prefix, rows, rows.unit, stage, x, scratch)
+    if _custom_block(at, block):
         return
     _normalise(at, "input_norm")
     block.mixer.mix(at)
@@ -275,29 +275,29 @@ def emit_block(
 
 
 def emit_block_rows(
-    program: ProgramBuilder, block: Block, norm: Norm, prefix: str, *, x: str, rows: Pass, scratch: Mapping[str, str], room: str
+    program: ProgramBuilder, block: Block, norm: Norm, prefix: str, *, x: str, rows: Pass, scratch: Mapping[str, str], stage: str
 ) -> None:  # fmt: skip
     """A decoder block over `x` as far as its caches, for whoever wants nothing else of it. One that computes itself computes all
     of it."""
-    at = At(program, norm, prefix, rows, rows.unit, room, x, scratch)
-    if not _own_block(at, block):
+    at = At(program, norm, prefix, rows, rows.unit, stage, x, scratch)
+    if not _custom_block(at, block):
         _normalise(at, "input_norm")
         block.mixer.keep(at)
 
 
-def _own_block(at: At, block: Block) -> bool:
+def _custom_block(at: At, block: Block) -> bool:
     """Append the block that computes itself, where one lies among the weights under the prefix; whether there is one."""
     program, own = at.program, at.program.memory.weights.get(at.prefix)
     if own is None:
         return False
     buffers = SimpleNamespace(**{name: program.memory.buffers[buffer] for name, buffer in at.scratch.items()})
     call = BlockCall(program, block, at.norm, at.prefix, program.memory.buffers[at.x], at.rows, buffers)
-    program.call("own_block", cast("OwnBlock", own).bind(call), at.unit, at.room)
+    program.call("custom_block", cast("CustomBlock", own).bind(call), at.unit, at.stage)
     return True
 
 
 def _normalise(at: At, weight: str) -> None:
-    at.norm.emit(at.program, at.own(weight), x=at.x, out=at.scratch["normed"], unit=at.unit, room=at.room)
+    at.norm.emit(at.program, at.own(weight), x=at.x, out=at.scratch["normed"], unit=at.unit, stage=at.stage)
 
 
 def narrowed(at: At, *, x: str, unit: Unit, **carried: str) -> At:

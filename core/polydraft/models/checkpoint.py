@@ -22,7 +22,7 @@ from polydraft.models.safetensors_file import SafetensorsFile
 from polydraft.models.tensor_table import Part, TensorTable
 
 if TYPE_CHECKING:
-    from polydraft.models.block import OwnBlock
+    from polydraft.models.block import CustomBlock
 
 __all__ = ["Checkpoint", "Weights", "load_weights"]
 
@@ -91,7 +91,7 @@ class Checkpoint:
         del name, shape
         return None
 
-    def own_blocks(self) -> dict[str, OwnBlock]:
+    def custom_blocks(self) -> dict[str, CustomBlock]:
         """Decoder blocks that compute themselves, by prefix ("layers.0", "mtp.0"); their tensors are not loaded."""
         return {}
 

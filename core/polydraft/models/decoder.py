@@ -14,8 +14,8 @@ from polydraft.contracts.base import Limits, Unit
 from polydraft.errors import ConfigError
 from polydraft.models.block import Norm, emit_block
 from polydraft.models.description import ModelDescription
-from polydraft.runtime.declare import Pass, StepBuffer
-from polydraft.runtime.program import ProgramBuilder
+from polydraft.program.declare import Pass, StepBuffer
+from polydraft.program.program import ProgramBuilder
 
 HIDDEN = "target.hidden"
 """[R, H]: the target's residual stream of every packed row, before its final norm."""
@@ -23,9 +23,9 @@ EVERY_ROW = "target.every_row"
 """[R] int32: row i at i, for copies of all rows; there only where somebody taps."""
 
 
-def emit_linear(program: ProgramBuilder, weight: str, *, x: str, out: str, unit: Unit, room: str) -> None:
+def emit_linear(program: ProgramBuilder, weight: str, *, x: str, out: str, unit: Unit, stage: str) -> None:
     """Project rows."""
-    program.add("linear", unit, room, x=x, weight=weight, bias=None, out=out)
+    program.add("linear", unit, stage, x=x, weight=weight, bias=None, out=out)
 
 
 class Target:
@@ -53,23 +53,23 @@ class Target:
 
     def forward(self, program: ProgramBuilder) -> None:
         """From token ids to the residual stream of every row, and the logits of logit rows."""
-        (rows,), room, hidden = self.passes, "target", self.model.hidden_size
-        program.add("embed", "rows", room, weight="embed", out=HIDDEN)
+        (rows,), stage, hidden = self.passes, "target", self.model.hidden_size
+        program.add("embed", "rows", stage, weight="embed", out=HIDDEN)
         self._tap(program, "embedding")
-        program.fill("target", 0, "rows", room)
+        program.fill("target", 0, "rows", stage)
         for index, (prefix, block) in enumerate(self.blocks.items()):
-            emit_block(program, block, self._norm, prefix, x=HIDDEN, rows=rows, scratch=block.scratch(hidden), room=room)
+            emit_block(program, block, self._norm, prefix, x=HIDDEN, rows=rows, scratch=block.scratch(hidden), stage=stage)
             self._tap(program, f"layer {index}")
         for name in (name for name, point in self._taps.items() if point == "final"):
-            self._norm.emit(program, "norm", x=HIDDEN, out=name, unit="rows", room=room)
+            self._norm.emit(program, "norm", x=HIDDEN, out=name, unit="rows", stage=stage)
         self.head(program, "logit_row", "logit_rows")
 
     def head(self, program: ProgramBuilder, rows: str, unit: Unit) -> None:
         """Logits of the packed rows that are named in `rows`."""
-        room, last, normed = "target", "target.last", "target.last_normed"
-        program.add("gather_rows", unit, room, x=HIDDEN, index=rows, out=last)
-        self._norm.emit(program, "norm", x=last, out=normed, unit=unit, room=room)
-        emit_linear(program, "lm_head", x=normed, out="logits", unit=unit, room=room)
+        stage, last, normed = "target", "target.last", "target.last_normed"
+        program.add("gather_rows", unit, stage, x=HIDDEN, index=rows, out=last)
+        self._norm.emit(program, "norm", x=last, out=normed, unit=unit, stage=stage)
+        emit_linear(program, "lm_head", x=normed, out="logits", unit=unit, stage=stage)
 
     def _tap(self, program: ProgramBuilder, here: str) -> None:
         for name in (name for name, point in self._taps.items() if point == here):

@@ -20,6 +20,7 @@ from polydraft.models.config_file import ConfigFile, eos_token_ids
 from polydraft.models.description import ModelDescription, Mtp
 from polydraft.models.feed_forward import GatedMlp
 from polydraft.models.tensor_table import BLOCK_NAMES, Part, TensorTable, stored_parts
+from polydraft.plugins.checks import check_result
 
 __all__ = ["BUILT_IN", "Family", "FamilyRegistry", "MtpLayout"]
 
@@ -201,7 +202,8 @@ class FamilyRegistry:
         self._families: dict[str, tuple[Family, str]] = {family.architecture: (family, "polydraft") for family in BUILT_IN}
 
     def register(self, family: Family, *, plugin: str = "an unnamed plugin") -> None:
-        """Add `family` on behalf of `plugin`. Errors: `PluginError` where its architecture is taken."""
+        """Add `family` on behalf of `plugin`. Errors: `PluginError` where it is none, or its architecture is taken."""
+        check_result(plugin, "polydraft_models", family, Family)
         if family.architecture in self._families:
             raise PluginError(
                 f"plugin {plugin} registers model family {family.architecture} in polydraft_models, got one already "

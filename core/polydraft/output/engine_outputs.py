@@ -14,13 +14,13 @@ from typing import NamedTuple
 import numpy as np
 
 from polydraft.device import Array
+from polydraft.host.request import Request
+from polydraft.host.slots import SlotTable
 from polydraft.models.tokenizer import Tokenizer
 from polydraft.output.detokenizer import Detokenizer
 from polydraft.output.provenance import rounds_within
-from polydraft.runtime.packed import PackedLogprobs
-from polydraft.runtime.plan import StepOutcome
-from polydraft.runtime.request import Request
-from polydraft.runtime.slots import SlotTable
+from polydraft.program.packed import PackedLogprobs
+from polydraft.program.plan import StepOutcome
 
 MOST_UNREAD = 256
 """Steps whose log probabilities are kept unread while nothing else is new."""
@@ -76,7 +76,7 @@ class OutputCollector:
         if not np.count_nonzero(awaited):
             return []
         slots = outcome.slots[outcome.num_tokens > 0]
-        waited_for = slots[awaited[slots] & ~t.leaving[slots]]
+        waited_for = slots[awaited[slots] & ~t.draining[slots]]
         return [t.request[slot] for slot in waited_for.tolist() if self._advance(slot)]
 
     def _advance(self, slot: int) -> bool:
@@ -110,7 +110,7 @@ class OutputCollector:
     def take(self) -> EngineOutputs:
         """What is new: a handful of whole-array operations, however many requests there are."""
         t = self.slots
-        slots: Array = (t.streaming & ~t.leaving).nonzero()[0]
+        slots: Array = (t.streaming & ~t.draining).nonzero()[0]
         known = old = slots
         if slots.size:  # of a request that was preempted all may have been told
             known, old = t.num_known[slots], t.prompt_len[slots] + t.told[slots]

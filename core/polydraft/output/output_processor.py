@@ -14,14 +14,14 @@ import numpy as np
 
 from polydraft.device import Array
 from polydraft.errors import RecordError
+from polydraft.host.request import Request
 from polydraft.models.tokenizer import Tokenizer
 from polydraft.output.detokenizer import Detokenizer
 from polydraft.output.engine_outputs import EngineOutputs
 from polydraft.output.provenance import provenance
 from polydraft.output.request_delta import RequestDelta
 from polydraft.output.request_output import RequestOutput, rows_of
-from polydraft.runtime.packed import NO_ROWS, PackedLogprobs, entry_type, row_type
-from polydraft.runtime.request import Request
+from polydraft.program.packed import NO_ROWS, PackedLogprobs, entry_type, row_type
 
 
 class _RequestState:

@@ -20,7 +20,7 @@ import numpy as np
 from polydraft.contracts.layout import MAX_COLUMNS, ROW_WORDS, Flag
 from polydraft.device import Array
 from polydraft.errors import RecordError
-from polydraft.runtime.packed import NO_ROWS, pack_word, row_type, unpack_word
+from polydraft.program.packed import NO_ROWS, pack_word, row_type, unpack_word
 from polydraft.sentinels import Finish
 
 VERSION = 2

@@ -15,7 +15,7 @@ import numpy as np
 
 from polydraft.device import Array
 from polydraft.output.provenance import Source, origin, round_numbers
-from polydraft.runtime.packed import NO_ROWS
+from polydraft.program.packed import NO_ROWS
 from polydraft.sentinels import NO_TOKEN
 
 SourceName = Literal["target", "draft", "corrected", "forced", "prompt"]

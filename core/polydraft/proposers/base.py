@@ -16,18 +16,18 @@ from polydraft.backend import Weight
 from polydraft.contracts.base import Limits
 from polydraft.device import Array
 from polydraft.errors import ConfigError
-from polydraft.kernel_table import BoundTable
 from polydraft.models.block import Block, Tensor
 from polydraft.models.checkpoint import Checkpoint, load_weights
 from polydraft.models.description import ModelDescription
 from polydraft.models.tensor_table import TensorTable, stored_parts
-from polydraft.runtime.declare import StepBuffer
-from polydraft.runtime.host_inputs import Needs
-from polydraft.runtime.program import ProgramBuilder
-from polydraft.runtime.weights import prepare
+from polydraft.models.weights import prepare
+from polydraft.plugins.kernel_table import BoundTable
+from polydraft.program.declare import StepBuffer
+from polydraft.program.host_inputs import Needs
+from polydraft.program.program import ProgramBuilder
 
 ChooseTokens = Callable[..., None]
-"""`choose(program, logits=, row_slot=, positions=, ahead=, tokens=, noise=, unit=, room=)`: append processing and choice of one
+"""`choose(program, logits=, row_slot=, positions=, ahead=, tokens=, noise=, unit=, stage=)`: append processing and choice of one
 token a row, at most one row a slot, by the rules and parameters of the target's rows and, but for rejection verification,
 with their noise. Buffers are given by name. `positions + ahead` is the position that the token stands for; drafts before it
 in this round must be filed in `drafts` and `draft_len` by then. `logits` and `noise` are [N, V] float32 and are
@@ -103,7 +103,7 @@ class Proposer(Protocol):
     One whose every draft comes from `choose` may set `soft = True`: under rejection verification a draft is then held against
     the distribution it was drawn from. Any other draft counts as certain, which is as lossless but accepts less.
 
-    One that drafts on the host has `features`, a tuple of `HostFeature`s (`polydraft.runtime.host_inputs`), and its factory an
+    One that drafts on the host has `features`, a tuple of `HostFeature`s (`polydraft.program.host_inputs`), and its factory an
     attribute `needs`, the most demanding of theirs."""
 
     @property

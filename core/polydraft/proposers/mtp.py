@@ -14,15 +14,15 @@ from __future__ import annotations
 
 import numpy as np
 
-from polydraft.draft_vocab import places_of
 from polydraft.errors import CapabilityError
 from polydraft.models.block import At, Block, Norm, emit_block, emit_block_rows, narrowed
 from polydraft.models.decoder import HIDDEN, emit_linear
 from polydraft.models.description import ModelDescription
+from polydraft.models.weights import DRAFT_HEAD
+from polydraft.program.declare import Pass, StepBuffer
+from polydraft.program.program import ProgramBuilder
 from polydraft.proposers.base import Drafting, ProposerContext
-from polydraft.runtime.declare import Pass, StepBuffer
-from polydraft.runtime.program import ProgramBuilder
-from polydraft.runtime.weights import DRAFT_HEAD
+from polydraft.sampling.draft_vocab import places_of
 
 LAYER = "mtp.0"
 
@@ -80,81 +80,81 @@ class MtpProposer:
     def append(self, program: ProgramBuilder, num_drafts: int) -> None:
         """One pass over the target's rows, then `num_drafts` - 1 passes of one row a sequence; without drafts the keep part of
         the first pass alone, up to its keys and values."""
-        room = "begin_draft"
-        program.add("pack_draft_rows", "rows", room)
-        program.add("begin_draft", "seqs", room, num_drafts=num_drafts)
+        stage = "begin_draft"
+        program.add("pack_draft_rows", "rows", stage)
+        program.add("begin_draft", "seqs", stage, num_drafts=num_drafts)
         if self._mtp.feed == "post":
-            self._norm.emit(program, "norm", x=HIDDEN, out=self._fed, unit="rows", room=room)
+            self._norm.emit(program, "norm", x=HIDDEN, out=self._fed, unit="rows", stage=stage)
         if num_drafts == 0:
             self._combine(program, 0, self._extend, "draft keep")
             emit_block_rows(
                 program, self._layer, self._norm, LAYER, x="draft.x", rows=self._extend, scratch=self._scratch,
-                room="draft keep",
+                stage="draft keep",
             )  # fmt: skip
         for index in range(num_drafts):
-            room = f"draft {index}"
+            stage = f"draft {index}"
             rows = self._extend if index == 0 else self._advance
-            self._combine(program, index, rows, room)
-            self._block(program, index, rows, room)
-            self._choose(program, index, room)
+            self._combine(program, index, rows, stage)
+            self._block(program, index, rows, stage)
+            self._choose(program, index, stage)
 
-    def _combine(self, program: ProgramBuilder, index: int, rows: Pass, room: str) -> None:
+    def _combine(self, program: ProgramBuilder, index: int, rows: Pass, stage: str) -> None:
         """Embed, combine with the state and project: what the decoder block works on."""
         mtp, unit = self._mtp, rows.unit
         ids, state = ("draft_ids", self._fed) if index == 0 else ("next_ids", self._recycled())
-        program.fill(rows.name, index, unit, room)
-        program.add("embed", unit, room, ids=ids, weight="embed", out="draft.embedded")
+        program.fill(rows.name, index, unit, stage)
+        program.add("embed", unit, stage, ids=ids, weight="embed", out="draft.embedded")
         program.add(
-            "combine_draft_inputs", unit, room, embedding="draft.embedded", hidden=state, emb_norm=f"{LAYER}.emb_norm",
+            "combine_draft_inputs", unit, stage, embedding="draft.embedded", hidden=state, emb_norm=f"{LAYER}.emb_norm",
             hid_norm=f"{LAYER}.hid_norm", positions=rows.positions, eps=self._norm.eps, plus_one=self._norm.plus_one,
             order=mtp.order, mask_first_position=mtp.mask_first_position, out="draft.combined",
         )  # fmt: skip
-        emit_linear(program, f"{LAYER}.proj", x="draft.combined", out="draft.x", unit=unit, room=room)
+        emit_linear(program, f"{LAYER}.proj", x="draft.combined", out="draft.x", unit=unit, stage=stage)
 
-    def _block(self, program: ProgramBuilder, index: int, rows: Pass, room: str) -> None:
+    def _block(self, program: ProgramBuilder, index: int, rows: Pass, stage: str) -> None:
         """The decoder block; leaves the newest row of each drafting sequence in `draft.last`, and its norm. Of the first
         pass only these rows go behind attention, since the others are there for their keys and values. Later passes have one
         row a sequence, which moves all the same: the next pass overwrites `draft.x` while reading the recycled state."""
 
         def narrow(at: At) -> At:
-            self._select(program, index, "draft.x", "draft.last", room)
+            self._select(program, index, "draft.x", "draft.last", stage)
             for name in self._layer.mixer.carried:
-                self._select(program, index, at.scratch[name], f"draft.last_{name}", room)
+                self._select(program, index, at.scratch[name], f"draft.last_{name}", stage)
             carried = {name: f"draft.last_{name}" for name in self._layer.mixer.carried}
             return narrowed(at, x="draft.last", unit="seqs", **carried)
 
         whole = index > 0 or LAYER in program.memory.weights  # a block that computes itself takes all rows
         emit_block(
-            program, self._layer, self._norm, LAYER, x="draft.x", rows=rows, scratch=self._scratch, room=room,
+            program, self._layer, self._norm, LAYER, x="draft.x", rows=rows, scratch=self._scratch, stage=stage,
             narrow=None if whole else narrow,
         )  # fmt: skip
         if whole:
-            self._select(program, index, "draft.x", "draft.last", room)
+            self._select(program, index, "draft.x", "draft.last", stage)
         weight = f"{LAYER}.final_norm" if self._mtp.final_norm == "own" else "norm"
-        self._norm.emit(program, weight, x="draft.last", out="draft.last_normed", unit="seqs", room=room)
+        self._norm.emit(program, weight, x="draft.last", out="draft.last_normed", unit="seqs", stage=stage)
 
     def _recycled(self) -> str:
         return "draft.last" if self._mtp.recycle == "pre" else "draft.last_normed"
 
     @staticmethod
-    def _select(program: ProgramBuilder, index: int, rows: str, out: str, room: str) -> None:
+    def _select(program: ProgramBuilder, index: int, rows: str, out: str, stage: str) -> None:
         """The newest row of each drafting sequence."""
         where = {} if index == 0 else {"positions": "draft_position", "seq_start": "draft.row_of_seq"}
-        program.add("select_last_rows", "seqs", room, hidden=rows, out=out, **where)
+        program.add("select_last_rows", "seqs", stage, hidden=rows, out=out, **where)
 
-    def _choose(self, program: ProgramBuilder, index: int, room: str) -> None:
+    def _choose(self, program: ProgramBuilder, index: int, stage: str) -> None:
         """Logits, one token a sequence by the target's own rules and noise, and the step to the next pass."""
-        self._score(program, room)
+        self._score(program, stage)
         self._c.choose(
             program, logits="draft.logits", row_slot="draft_slot", positions="draft_position", ahead=2, tokens="chosen",
-            noise="draft.noise", unit="seqs", room=room,
+            noise="draft.noise", unit="seqs", stage=stage,
         )  # fmt: skip
-        program.add("advance_draft", "seqs", room, pass_index=index)
+        program.add("advance_draft", "seqs", stage, pass_index=index)
 
-    def _score(self, program: ProgramBuilder, room: str) -> None:
+    def _score(self, program: ProgramBuilder, stage: str) -> None:
         """Logits of the whole vocabulary; those of tokens that may not be drafted are -inf."""
         if self._few is None:
-            emit_linear(program, "lm_head", x="draft.last_normed", out="draft.logits", unit="seqs", room=room)
+            emit_linear(program, "lm_head", x="draft.last_normed", out="draft.logits", unit="seqs", stage=stage)
             return
-        emit_linear(program, DRAFT_HEAD, x="draft.last_normed", out="draft.few_logits", unit="seqs", room=room)
-        program.add("spread_logits", "seqs", room, x="draft.few_logits", places="draft.places", out="draft.logits")
+        emit_linear(program, DRAFT_HEAD, x="draft.last_normed", out="draft.few_logits", unit="seqs", stage=stage)
+        program.add("spread_logits", "seqs", stage, x="draft.few_logits", places="draft.places", out="draft.logits")

@@ -5,8 +5,8 @@ Chosen by `--proposer ngram`; it pays where output repeats its input (edits, ext
 
 from __future__ import annotations
 
+from polydraft.program.program import ProgramBuilder
 from polydraft.proposers.base import Drafting, ProposerContext
-from polydraft.runtime.program import ProgramBuilder
 
 MAX_NGRAM = 4
 MIN_NGRAM = 2

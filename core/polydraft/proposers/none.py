@@ -5,8 +5,8 @@ Chosen by `--proposer none` or K = 0, and the baseline that every other proposer
 
 from __future__ import annotations
 
+from polydraft.program.program import ProgramBuilder
 from polydraft.proposers.base import ProposerContext
-from polydraft.runtime.program import ProgramBuilder
 
 
 class NoProposer:

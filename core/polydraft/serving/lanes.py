@@ -1,19 +1,19 @@
 """Owns the timeline of a serving engine, step by step: what the host did when, and when the device was at work.
 
-The worker drains it into what each step brings. It times the rooms of a step and no launch, and never keeps what was drained.
+The worker drains it into what each step brings. It times the stages of a step and no launch, and never keeps what was drained.
 """
 
 from __future__ import annotations
 
 from polydraft.engine import Engine
-from polydraft.instruments.timeline import BOUND, EXACT, ROOMS
+from polydraft.instruments.timeline import BOUND, EXACT, HOST_STAGES
 from polydraft.instruments.trace import Trace
 from polydraft.serving import wire
 
 MOST_SPANS = 4096
 """Spans that wait to be told at most; the oldest go first."""
-SHOWN = frozenset(ROOMS) - {"launch", "collect"}
-"""Rooms of the host's lane that enclose no other one. Where launches run at once, `launch` is the device's."""
+SHOWN = frozenset(HOST_STAGES) - {"launch", "collect"}
+"""Stages of the host's lane that enclose no other one. Where launches run at once, `launch` is the device's."""
 
 
 class Lanes:
@@ -23,7 +23,7 @@ class Lanes:
     step's launch to the end of the wait for its snapshot, which is an upper bound. `said` says which of them it is."""
 
     def __init__(self, engine: Engine) -> None:
-        """`engine` was built with a trace of its rooms alone."""
+        """`engine` was built with a trace of its stages alone."""
         self._trace = engine.instruments[Trace]
         self._exact = not engine.info.capabilities.asynchronous
         self._launched: dict[int, float] = {}

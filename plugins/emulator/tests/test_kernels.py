@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 
 from polydraft.backend import DeviceOptions
+from polydraft.conformance.harness import check_kernel, run_golden
 from polydraft.contracts import COMPOSITES, REGISTRY
 from polydraft.contracts.base import Contract, OpaqueSpec
 from polydraft.contracts.composite import Composite
-from polydraft.contracts.harness import check_kernel, run_golden
 from polydraft.contracts.inputs import default_cases
 from polydraft.reference.table import kernel_names
 from polydraft_emulator import Emulator

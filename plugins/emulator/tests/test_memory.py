@@ -236,8 +236,8 @@ def test_in_place_arguments_keep_what_they_hold():
 
 
 def test_what_a_composite_calls_dead_is_poisoned_behind_it():
+    from polydraft.conformance.harness import run_kernel
     from polydraft.contracts import COMPOSITES, REGISTRY
-    from polydraft.contracts.harness import run_kernel
     from polydraft.contracts.inputs import default_cases
 
     composite = COMPOSITES["verify_match+commit_window"]

@@ -9,7 +9,7 @@ import polydraft_emulator
 from polydraft import LLM, SamplingParams
 from polydraft.backend import DeviceOptions
 from polydraft.errors import ConfigError
-from polydraft.plugins import Plugins
+from polydraft.plugins.plugins import Plugins
 from polydraft_emulator import Emulator, options
 from polydraft_emulator.options import Options, parse
 

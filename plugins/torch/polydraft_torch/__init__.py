@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 from polydraft import BackendInfo, Capabilities, hookimpl
 from polydraft.backend import PassBuffers
-from polydraft.bring_up import contract_versions
 from polydraft.contracts.base import Limits
 from polydraft.errors import DeviceError
+from polydraft.plugins.bring_up import contract_versions
 from polydraft.reference.forward_meta import NumpyForwardMeta
 
 if TYPE_CHECKING:

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 
 from polydraft.backend import CacheSpec
-from polydraft.bring_up import contract_versions
 from polydraft.contracts.base import Limits, Provider, Workspace
 from polydraft.device import Array, Launch, Stream
+from polydraft.plugins.bring_up import contract_versions
 from polydraft.reference.table import NumpyTable
 from polydraft.sentinels import NO_TOKEN, Phase
 from polydraft_torch.device import TorchDevice, tensor_of

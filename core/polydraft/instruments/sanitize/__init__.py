@@ -18,8 +18,8 @@ from polydraft.instruments.sanitize.device import WatchedDevice
 from polydraft.instruments.sanitize.hazards import HAZARDS, Hazard, Operation, Report
 from polydraft.instruments.sanitize.kernels import Pass, WatchedCapture, WatchedFactories, watched_launch
 from polydraft.instruments.sanitize.observed import Observed, ObservesAccesses
-from polydraft.kernel_table import Binding
-from polydraft.runtime.points import Stage
+from polydraft.plugins.kernel_table import Binding
+from polydraft.program.points import Stage
 
 if TYPE_CHECKING:
     from polydraft.engine import Engine

@@ -32,7 +32,7 @@ class Checker(Ordering):
         self._voided: list[Callable[[], None]] = []
 
     # -- waiting -----------------------------------------------------------------------------------
-    def void(self) -> None:
+    def reset(self) -> None:
         """The device has failed: what was in flight is void, and nobody will read its snapshots."""
         self.host_knows_all()
         for memory in self.memories:
@@ -91,7 +91,7 @@ class Checker(Ordering):
     def close(self) -> None:
         """The device is closed: all of its memory is given back, and nobody waits for what is in flight."""
         trace = self.trace("close of the device")
-        self.void()
+        self.reset()
         for memory in self.memories:
             memory.freed = memory.freed or trace
 
@@ -192,7 +192,7 @@ class Checker(Ordering):
         try:
             yield
         except DeviceError:
-            self.void()
+            self.reset()
             raise
         if counters.host_syncs != syncs:
             self.wait_refused_here(f"wait inside {what}", stream.name)

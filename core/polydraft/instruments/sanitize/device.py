@@ -106,7 +106,7 @@ class WatchedDevice(WrappedDevice):
         try:
             return call()
         except DeviceError:
-            self.checker.void()
+            self.checker.reset()
             raise
 
     # -- memory ------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from polydraft.instruments.sanitize.checker import Checker
 from polydraft.instruments.sanitize.device import WatchedDevice
 from polydraft.instruments.sanitize.memory import Memory
 from polydraft.instruments.sanitize.ordering import Recording
-from polydraft.kernel_table import Binding
+from polydraft.plugins.kernel_table import Binding
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def watched_launch(binding: Binding, launch: Launch, device: WatchedDevice, pass
     args = binding.args
     if isinstance(args, (Args, CompositeArgs)):
         declaration = declare(binding.contract, binding.version, args, binding.workspace, device.checker.memories)
-        place = f" ({binding.program}: {binding.room})" if binding.program else ""
+        place = f" ({binding.program}: {binding.stage})" if binding.program else ""
         return WatchedLaunch(f"{binding.contract}{place}", launch, declaration, device)
     if args is None:
         return lambda stream, n: launch(device.stream_of(stream).inner, n)
@@ -60,7 +60,7 @@ def watched_launch(binding: Binding, launch: Launch, device: WatchedDevice, pass
 
 
 class WatchedLaunch:
-    """A bound launch. `label` says what it is: its contract, program and room."""
+    """A bound launch. `label` says what it is: its contract, program and stage."""
 
     def __init__(self, label: str, inner: Launch, declaration: Declaration, device: WatchedDevice) -> None:
         self.label, self._inner, self._declaration, self._device = label, inner, declaration, device

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from polydraft.instruments.sanitize.hazards import Operation
 
 _PACKAGE = Path(__file__).parents[2]
-_PASSING = ("instruments", "runtime/points.py", "runtime/program.py", "runtime/graphs.py", "kernel_table.py")
+_PASSING = ("instruments", "program/points.py", "program/program.py", "step/graphs.py", "kernel_table.py")
 _SKIPPED = (contextlib.__file__, *(str(_PACKAGE / name) for name in _PASSING))
 """The checker itself, other instruments, and what only passes calls on: who called *them* is what somebody wants to know."""
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from polydraft import BackendInfo, Capabilities, hookimpl
 from polydraft.backend import PassBuffers
-from polydraft.bring_up import BringUpMeta, BringUpTable, contract_versions
 from polydraft.contracts.base import Limits
 from polydraft.errors import DeviceError
+from polydraft.plugins.bring_up import BringUpMeta, BringUpTable, contract_versions
 from polydraft_mychip.device import MychipDevice
 from polydraft_mychip.kernels import KERNELS
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from polydraft.bring_up import BringUpDevice
+from polydraft.plugins.bring_up import BringUpDevice
 
 
 class MychipDevice(BringUpDevice):

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from polydraft.bring_up import OwnKernel
+from polydraft.plugins.bring_up import OwnKernel
 
 KERNELS: dict[str, OwnKernel] = {}

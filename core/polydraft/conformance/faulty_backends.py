@@ -1,0 +1,826 @@
+"""Faulty backends that the kit must kill, each with the check that kills it, and legal ones that it must not.
+
+`polydraft conform BACKEND --prove` runs it around any backend; the tests run it around the reference and the emulator. A mutant
+never knows which backend it breaks. Faults that only core can make (planning, the ledger, buckets) are in `core_faults.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from polydraft.conformance import core_faults, kv_faults
+from polydraft.conformance import fault_injection as by
+from polydraft.conformance.core_faults import Fault
+from polydraft.conformance.target import Proxy, TableProxy, wrap
+from polydraft.sentinels import NO_TOKEN, Phase
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One broken backend. `killer` is the check that must fail; `needs` the capability without which the fault cannot show.
+
+    `core`: a fault of core that is in place while the killer runs. `judged`: the killer need not fail, but the verdict
+    over it has to be that nothing was proved."""
+
+    id: str
+    title: str
+    source: str
+    """The kind of bug that it stands for, and where that was met."""
+    killer: str
+    broken: by.Break
+    needs: str = ""
+    core: Fault | None = None
+    judged: bool = False
+    moot: str = ""
+    """Why it may make no difference around some backends, where it then lives by right."""
+
+    @property
+    def level(self) -> str:
+        return self.killer.partition("/")[0]
+
+
+# -- faults of kernels, as changes of a golden ---------------------------------------------------------
+def _after(change: Callable[[Any, int], None]) -> by.Corrupt:
+    """Run the golden, then spoil what it left."""
+
+    def corrupt(golden: by.Golden, a: Any, n: int) -> None:
+        golden(a, n)
+        change(a, n)
+
+    return corrupt
+
+
+def _seeing(**changes: Callable[[Any], Any]) -> by.Corrupt:
+    """Let the golden see other inputs; each function gets the namespace."""
+
+    def corrupt(golden: by.Golden, a: Any, n: int) -> None:
+        golden(type(a)(**{**vars(a), **{name: change(a) for name, change in changes.items()}}), n)
+
+    return corrupt
+
+
+def _keeping(*names: str) -> by.Corrupt:
+    """The golden, save for arrays that stay as they were."""
+
+    def corrupt(golden: by.Golden, a: Any, n: int) -> None:
+        before = {name: by.keep(a, name) for name in names}
+        golden(a, n)
+        for name, array in before.items():
+            getattr(a, name)[...] = array
+
+    return corrupt
+
+
+def _without_the_last_column(golden: by.Golden, a: Any, n: int) -> None:
+    """Runs of the last column are dropped."""
+    before = a.columns[-1].copy()
+    golden(a, n)
+    a.columns[-1][...] = before
+
+
+def _by_step_counter(golden: by.Golden, a: Any, n: int) -> None:
+    """Whether a slot was just prefilled is guessed from a counter: a sequence that does not begin at 0 is taken for a window."""
+    golden(a, n)
+    for i in range(n):
+        start = a.seq_start[i]
+        if a.draft_slot[i] >= 0 and a.positions[start] > 0:
+            a.out[i] = a.hidden[start + min(a.draft_position[i] - a.positions[start], 3)]
+
+
+def _choice_before_the_window(a: Any, n: int) -> None:
+    for i in range(n):
+        if a.window_len[i] and a.accepted[i] == 0:
+            a.window[i, 0] = a.choices[a.logit_start[i] - 1]
+
+
+def _choice_of_the_last_row(a: Any, n: int) -> None:
+    for i in range(n):
+        if a.window_len[i]:
+            a.window[i, a.accepted[i]] = a.choices[a.logit_start[i] + a.logit_len[i] - 1]
+
+
+def _mismatch_counts(a: Any, n: int) -> None:
+    for i in range(n):
+        if 0 <= a.accepted[i] < a.drafted[i]:
+            a.accepted[i] += 1
+
+
+def _padding_moves(a: Any, n: int) -> None:
+    idle = a.draft_slot[:n] < 0
+    a.draft_position[:n][idle] += 1
+
+
+def _highest_of_equals(a: Any, n: int) -> None:
+    for i in range(n):
+        if a.row_slot[i] >= 0 and a.tokens[i] >= 0:
+            a.tokens[i] = np.flatnonzero(a.logits[i] == a.logits[i].max())[-1]
+
+
+def _no_drafts(a: Any, n: int) -> None:
+    a.draft_budget[:n], a.draft_slot[:n] = 0, -1
+
+
+def _newest_row_left_out(a: Any, n: int) -> None:
+    """The row of the newest committed token, which only a full window has behind drafts, is not written to the draft's cache."""
+    for row in range(n):
+        slot = a.draft_row_slot[row]
+        if slot >= 0 and a.phase[slot] == Phase.DECODE and a.positions[row] + 2 == a.prompt_len[slot] + a.num_generated[slot]:
+            a.draft_row_slot[row], a.draft_ids[row] = -1, NO_TOKEN
+
+
+def _whole_cache_forgotten(golden: by.Golden, a: Any, n: int) -> None:
+    golden(a, n)
+    for i, slot in enumerate(a.slot_order[:n]):
+        if slot >= 0 and a.phase[slot] == Phase.DECODE and a.accepted[i] < a.window.shape[1] - 1:
+            a.kv_len[slot] = 0
+
+
+class _LastStep:
+    """Hands out the accepted counts of the launch before."""
+
+    def __init__(self) -> None:
+        self.before: Any = 0
+
+    def __call__(self, golden: by.Golden, a: Any, n: int) -> None:
+        golden(a, n)
+        now = a.out_accepted.copy()
+        a.out_accepted[:n] = self.before if np.shape(self.before) in {(), now[:n].shape} else 0
+        self.before = now[:n]
+
+
+def _inputs_zeroed(name: str) -> by.Corrupt:
+    def change(a: Any, n: int) -> None:
+        getattr(a, name)[:n] = 0
+
+    return _after(change)
+
+
+def _capacity(name: str) -> by.Corrupt:
+    """The launch length is taken for the capacity of a buffer."""
+    return lambda golden, a, n: golden(a, len(getattr(a, name)))
+
+
+def _swapped(one: str, other: str) -> Callable[[Any], Any]:
+    return lambda args: dataclasses.replace(args, **{one: getattr(args, other), other: getattr(args, one)})
+
+
+def _allocating(launch: Any, device: Any) -> Any:
+    def run(stream: Any, n: int) -> None:
+        device.empty("mutant.clone", (4,), "f32")
+        launch(stream, n)
+
+    return run
+
+
+def _waiting(launch: Any, device: Any) -> Any:
+    def run(stream: Any, n: int) -> None:
+        launch(stream, n)
+        device.synchronize()
+
+    return run
+
+
+class _Disguised(Proxy):
+    """A provider of another class, behind which somebody else's kernel runs."""
+
+
+def _in_disguise(plugin: Any) -> Any:
+    """A backend that calls itself real and hands everything to the reference."""
+    from polydraft import reference
+
+    def table(answer: Any, device: Any) -> Any:
+        del device
+        return TableProxy(answer, {name: _Disguised(provider) for name, provider in answer.providers.items()})
+
+    del plugin
+    claim = {"name": "disguised", "evidence": "silicon"}
+    module = wrap(reference, polydraft_kernels=table, polydraft_backend_info=lambda info: dataclasses.replace(info, **claim))
+    module.conformance_base = None  # type: ignore[attr-defined]
+    return module
+
+
+def _claims_graphs(plugin: Any) -> Any:
+    """Declares `graph_capture`; what the hook returns can do nothing."""
+    from polydraft.hooks import hookimpl
+
+    def info(answer: Any) -> Any:
+        return dataclasses.replace(answer, capabilities=dataclasses.replace(answer.capabilities, graph_capture=True))
+
+    def polydraft_graph_capture(device: Any) -> Any:
+        del device
+        return object()
+
+    module = wrap(plugin, polydraft_backend_info=info)
+    module.polydraft_graph_capture = hookimpl(polydraft_graph_capture)  # type: ignore[attr-defined]
+    return module
+
+
+def _stale_input(plugin: Any) -> Any:
+    stale = by.Stale("y")
+    return by.with_table(
+        lambda table, device: {"residual_add": stale.provider(table.providers["residual_add"], device)}, without="residual_add"
+    )(plugin)
+
+
+def _counts_of_the_step_before(plugin: Any) -> Any:
+    """A memory of its own for every broken backend."""
+    return by.computed("commit_window", _LastStep())(plugin)
+
+
+def _offsets_of_full_windows(a: Any, n: int) -> None:
+    """Where a sequence's logit rows begin is worked out from capacities: as if every window were full."""
+    del n
+    live = a.logit_start >= 0
+    a.logit_start[live] = (np.arange(len(a.logit_start)) * max(int(a.logit_len.max(initial=0)), 1))[live]
+
+
+def _filled_once(plugin: Any) -> Any:
+    """Forward metadata is filled for the first pass and kept."""
+
+    def kept(meta: Any, **_: Any) -> Any:
+        fill, done = meta.fill, list[bool]()
+
+        def once(stream: Any, step: Any) -> None:
+            if not done:
+                done.append(True)
+                fill(stream, step)
+
+        object.__setattr__(meta, "fill", once)
+        return meta
+
+    return wrap(plugin, polydraft_init_forward_meta=kept)
+
+
+class _OtherScale(Proxy):
+    """Rows go into the cache in a scale that attention does not take back."""
+
+    def __init__(self, inner: Any, device: Any) -> None:
+        super().__init__(inner)
+        self._device = device
+
+    def bind(self, args: Any, limits: Any, workspace: Any) -> Any:
+        launch, device = self._inner.bind(args, limits, workspace), self._device
+
+        def scaled(stream: Any, n: int) -> None:
+            launch(stream, n)
+            with by.uncounted(device):
+                k, v = args.cache.read_logical()
+                args.cache.write_logical(np.asarray(k * np.float32(0.5)), v)
+
+        return scaled
+
+
+def _cache_in_another_scale(table: Any, device: Any) -> dict[str, Any]:
+    return {"rope_kv_write": _OtherScale(table.providers["rope_kv_write"], device)}
+
+
+def _declares_nothing(info: Any) -> Any:
+    """Every capability that a claim could rest on is left out."""
+    less = dataclasses.replace(info.capabilities, graph_capture=False, asynchronous=False, row_invariant=False)
+    return dataclasses.replace(info, capabilities=less)
+
+
+def _core(id_: str, title: str, source: str, killer: str, fault: Fault, needs: str = "") -> Mutant:
+    """A mutant whose fault is core's, around a backend that is as it is."""
+    return Mutant(id_, title, source, killer, lambda plugin: plugin, needs, fault)
+
+
+def _kept(id_: str, title: str, source: str, change: kv_faults.Change, kv: str = "int8") -> Mutant:
+    """A mutant that stores quantised rows in a wrong way."""
+    return Mutant(id_, title, source, f"L2/rope_kv_write/kv-{kv}", kv_faults.stores(change), "kv_dtypes")
+
+
+C = by.computed
+MUTANTS: Final[tuple[Mutant, ...]] = (
+    Mutant(
+        "M01",
+        "hidden row told from a step counter",
+        "FastDeploy XPU, eagle_get_self_hidden_states",
+        "L2/select_last_rows/resumed_prefill_is_no_special_case",
+        C("select_last_rows", _by_step_counter),
+    ),
+    Mutant(
+        "M02",
+        "two int arguments of one shape swapped",
+        "positional calls with many tensors",
+        "L2/pack_rows/resumed_request_prefills_all_but_its_last_token",
+        by.rebound("pack_rows", _swapped("prefill_len", "prompt_len")),
+    ),
+    Mutant(
+        "M03",
+        "negative rows not skipped",
+        "FastDeploy 7247",
+        "L2/gather_rows/no_row_between_rows",
+        C("gather_rows", _seeing(index=lambda a: np.maximum(a.index, 0))),
+    ),
+    Mutant(
+        "M04",
+        "padding rows advanced",
+        "vLLM 43682, 45005",
+        "L2/advance_draft/sequence_that_is_done_between_others",
+        C("advance_draft", _after(_padding_moves)),
+    ),
+    Mutant(
+        "M05",
+        "placeholder tokens reach the embedding",
+        "vLLM 40768",
+        "L2/pack_rows/fewer_drafts_than_places",
+        C("pack_rows", _seeing(draft_len=lambda a: np.full_like(a.draft_len, a.drafts.shape[1]))),
+    ),
+    Mutant(
+        "M06",
+        "row before the window where nothing was accepted",
+        "FastDeploy 6495",
+        "L2/verify_match/no_draft_accepted",
+        C("verify_match", _after(_choice_before_the_window)),
+    ),
+    Mutant(
+        "M07",
+        "the target's token of the last row instead of the accepted one",
+        "off by some",
+        "L2/verify_match/no_draft_accepted",
+        C("verify_match", _after(_choice_of_the_last_row)),
+    ),
+    Mutant(
+        "M08",
+        "first mismatch counted as accepted",
+        "off by one",
+        "L2/verify_match/agreement_after_a_disagreement_counts_for_nothing",
+        C("verify_match", _after(_mismatch_counts)),
+    ),
+    Mutant(
+        "M09",
+        "loop over the capacity of the batch",
+        "FastDeploy, slices by real_bsz",
+        "L2/commit_window/beyond_the_launch_length",
+        C("commit_window", _capacity("out_len")),
+    ),
+    Mutant(
+        "M10",
+        "padded outputs not cut to the real ones",
+        "FastDeploy 8061",
+        "L2/snapshot_output/beyond_the_launch_length",
+        C("snapshot_output", _capacity("record")),
+    ),
+    Mutant(
+        "M11",
+        "hidden rows credited to another request",
+        "SGLang 26163",
+        "L2/select_last_rows/prefill_chunk_beside_windows",
+        C("select_last_rows", _after(lambda a, n: a.out.__setitem__(slice(0, n), a.out[:n][::-1].copy()))),
+    ),
+    Mutant(
+        "M12",
+        "arrays of a slot not stretched over its window",
+        "FastDeploy 8061, 7864",
+        "L2/gumbel_noise/windows_of_several_slots",
+        C("gumbel_noise", _seeing(row_slot=lambda a: np.where(a.row_slot >= 0, np.arange(len(a.row_slot)) % len(a.seed), -1))),
+    ),
+    Mutant(
+        "M13",
+        "recovered token drawn from p instead of (p - q)+",
+        "a classic",
+        "L2/verify_rejection/drawn_from_what_the_target_has_more",
+        C("verify_rejection", _seeing(draft_probs=lambda a: None if a.draft_probs is None else np.zeros_like(a.draft_probs))),
+    ),
+    Mutant(
+        "M14",
+        "reported q is not the q that was drawn from",
+        "transformers 47932",
+        "L2/draw_draft/each_slot_files_behind_what_it_has",
+        C("draw_draft", _after(lambda a, n: a.draft_probs.__imul__(0.5))),
+    ),
+    Mutant(
+        "M15",
+        "target probabilities changed in place",
+        "vllm-ascend 2881",
+        "L2/verify_rejection/equal_distributions_accept_everything",
+        C("verify_rejection", _after(lambda a, n: a.probs.fill(0.0))),
+    ),
+    Mutant(
+        "M16",
+        "acceptance rule of certain drafts on drawn ones",
+        "reuse of an n-gram path",
+        "L2/verify_rejection/likelier_than_the_draft_thought",
+        C("verify_rejection", _seeing(draft_probs=lambda a: None)),
+    ),
+    Mutant(
+        "M17",
+        "another rule for ties",
+        "FastDeploy 7883",
+        "L2/argmax/lowest_id_of_equals",
+        C("argmax", _after(_highest_of_equals)),
+    ),
+    Mutant(
+        "M18",
+        "drafting silently off",
+        "a parameter that one caller leaves at 0",
+        "L5/greedy/K3-B3",
+        C("begin_draft", _after(_no_drafts)),
+    ),
+    _core(
+        "M19",
+        "capacity counts slots, not slots times window",
+        "FastDeploy 7623, 7438",
+        "L5/full-batch",
+        core_faults.logit_rows_for_one_token_a_slot,
+    ),
+    Mutant(
+        "M20",
+        "graphs accepted and ignored",
+        "vLLM 32818",
+        "L3/engine/is-replayed",
+        by.with_capture(lambda facility, device: by.NeverCaptures(facility)),
+        "graph_capture",
+    ),
+    Mutant(
+        "M21",
+        "graph input assigned anew instead of copied",
+        "FastDeploy 7864",
+        "L3/replay/new-contents",
+        _stale_input,
+        "graph_capture",
+    ),
+    Mutant("M22", "a clone in every launch", "FastDeploy 8061", "L2/swiglu/every_row_used", by.launched("swiglu", _allocating)),
+    Mutant(
+        "M23",
+        "tails of persistent buffers not written",
+        "vllm-ascend 15461",
+        "L2/pack_rows/order_shorter_than_the_batch",
+        C("pack_rows", _keeping("row_slot")),
+    ),
+    Mutant("M24", "the host waits inside a launch", "review practice", "L2/linear/one_row", by.launched("linear", _waiting)),
+    _core(
+        "M25",
+        "the next smaller bucket",
+        "bucket search off by one",
+        "L3/engine/bucket-edges",
+        core_faults.next_smaller_bucket,
+        "graph_capture",
+    ),
+    Mutant(
+        "M26",
+        "two graphs share what is one's own",
+        "SGLang 22930",
+        "L3/replay/two-graphs",
+        by.with_capture(lambda facility, device: by.OneGraph(facility)),
+        "graph_capture",
+    ),
+    Mutant(
+        "M27",
+        "later passes use the first pass's positions",
+        "FastDeploy 5624, 8061",
+        "L2/advance_draft/first_draft_of_several",
+        C("advance_draft", _keeping("draft_position")),
+    ),
+    Mutant(
+        "M28",
+        "host copy read before it was finished",
+        "vLLM 36013",
+        "L1/event-not-early",
+        by.with_device(lambda device: by.EventDevice(device, lambda event, _: by.NeverWaits(event))),
+        "asynchronous",
+    ),
+    Mutant(
+        "M29",
+        "pinned staging rewritten before its upload ran",
+        "the same family",
+        "L4/overlap-2/arrivals",
+        by.with_device(by.SharedStaging),
+        "asynchronous",
+    ),
+    Mutant(
+        "M30",
+        "event recorded before the copy",
+        "overlap code",
+        "L1/event-not-early",
+        by.with_device(by.LateDownloads),
+        "asynchronous",
+    ),
+    Mutant(
+        "M31",
+        "query() true while work runs",
+        "OpenReg streamQuery",
+        "L1/query-is-honest",
+        by.with_device(lambda device: by.EventDevice(device, lambda event, _: by.AlwaysReached(event))),
+        "asynchronous",
+    ),
+    _core(
+        "M32",
+        "planned on optimistic lengths that nobody corrects",
+        "vllm-ascend 10032",
+        "L4/overlap-1/arrivals",
+        core_faults.lengths_stay_optimistic,
+        "asynchronous",
+    ),
+    _core(
+        "M33",
+        "a request freed twice under overlap",
+        "a guard in mini-sglang",
+        "L4/overlap-1/stop-in-flight",
+        core_faults.freed_when_it_ends_and_again_when_drained,
+        "asynchronous",
+    ),
+    Mutant(
+        "M34",
+        "blocks reserved for one token, not for a window",
+        "ROCm ATOM 250, vLLM 16370",
+        "L2/reserve_blocks/one_token_more_than_two_blocks",
+        C("reserve_blocks", _seeing(lookahead=lambda a: 0)),
+    ),
+    _core(
+        "M35",
+        "the tail of a rejected window never released",
+        "the ledger",
+        "L5/late-arrivals",
+        core_faults.tail_never_released,
+    ),
+    Mutant(
+        "M36",
+        "a rejected draft resets the whole cache",
+        "aprender 2014",
+        "L2/commit_window/no_draft_accepted",
+        C("commit_window", _whole_cache_forgotten),
+    ),
+    Mutant(
+        "M37",
+        "slots taken for consecutive",
+        "TGI 2711",
+        "L2/verify_match/all_phases_in_another_order_than_slots",
+        C("verify_match", _seeing(slot_order=lambda a: np.where(a.slot_order >= 0, np.arange(len(a.slot_order)), -1))),
+    ),
+    Mutant(
+        "M38",
+        "the draft's cache row of the newest token not written",
+        "vLLM 9730",
+        "L5/greedy/K3-B3",
+        C("pack_draft_rows", _after(_newest_row_left_out)),
+    ),
+    Mutant(
+        "M39",
+        "the count of columns cut to the bits beside a flag",
+        "FastDeploy 7883",
+        "L2/pack_logprobs/more_columns_than_a_byte_holds",
+        C("pack_logprobs", _after(lambda a, n: a.record[:1].__iand__(0xFFFF))),
+    ),
+    Mutant(
+        "M40",
+        "a batch above the record's fixed size silently cut",
+        "a record of 512 slots",
+        "L2/pack_logprobs/another_order_than_slots",
+        C("pack_logprobs", _seeing(slot_order=lambda a: np.where(np.arange(len(a.slot_order)) < 2, a.slot_order, -1))),
+    ),
+    Mutant(
+        "M41",
+        "tokens behind a stop token inside the window",
+        "commit",
+        "L2/commit_window/stop_token_second",
+        C("commit_window", _seeing(stop_tokens=lambda a: np.full_like(a.stop_tokens, -1))),
+    ),
+    Mutant("M42", "kernels quietly handed to the reference", "fallback imports", "L0/ownership", _in_disguise),
+    Mutant(
+        "M43",
+        "the first result is returned for ever",
+        "KernelBench, result reuse",
+        "L2/swiglu/new-contents",
+        by.launched("swiglu", by.once),
+    ),
+    Mutant(
+        "M44",
+        "inputs zeroed behind the result",
+        "KernelBench, zero-out",
+        "L2/swiglu/every_row_used",
+        C("swiglu", _inputs_zeroed("gate_up")),
+    ),
+    Mutant(
+        "M45",
+        "work on a side stream that nobody waits for",
+        "KernelBench, side stream",
+        "L2/swiglu/every_row_used",
+        by.launched("swiglu", by.late),
+    ),
+    Mutant("M46", "a capability claimed and not implemented", "our own", "L0/capture-facility", _claims_graphs),
+    Mutant(
+        "M47",
+        "everything under-declared",
+        "our own",
+        "L3/capture/runs-nothing",
+        by.with_info(_declares_nothing),
+        "graph_capture",
+        judged=True,
+    ),
+    Mutant(
+        "M48",
+        "a request is admitted without one of its columns",
+        "an incomplete list of fields",
+        "L2/scatter/columns_of_every_kind",
+        C("scatter", _without_the_last_column),
+    ),
+    Mutant(
+        "M49",
+        "counts of the step before",
+        "FastDeploy 7788",
+        "L2/commit_window/all_drafts_accepted",
+        _counts_of_the_step_before,
+    ),
+    Mutant(
+        "M50",
+        "a counter off by one in one consumer",
+        "FastDeploy 7166, 7349",
+        "L2/begin_draft/all_drafts_accepted",
+        C("begin_draft", _after(lambda a, n: a.draft_position.__iadd__(1))),
+    ),
+    Mutant(
+        "M51",
+        "launch length taken for the valid length",
+        "uninitialised tails",
+        "L2/pack_draft_rows/beyond_the_launch_length",
+        C("pack_draft_rows", _capacity("draft_ids")),
+    ),
+    _core(
+        "M52",
+        "target and draft disagree on what is replayed",
+        "FastDeploy 4430, 4456",
+        "L3/engine/shrinking-batch",
+        core_faults.draft_replays_another_bucket,
+        "graph_capture",
+    ),
+    Mutant(
+        "M53",
+        "capturing also runs",
+        "met while building the kit",
+        "L3/capture/runs-nothing",
+        by.with_capture(lambda facility, device: by.RunsWhileCapturing(facility)),
+        "graph_capture",
+    ),
+    Mutant(
+        "M54",
+        "forward metadata of an earlier pass",
+        "FastDeploy, ForwardMeta rebuilt here and copied there",
+        "L5/greedy/K3-B3",
+        _filled_once,
+        moot="kernels that read rows and block tables themselves need no metadata",
+    ),
+    Mutant(
+        "M55",
+        "the cache kept in another scale",
+        "FastDeploy, uint8 here and int8 there",
+        "L2/rope_kv_write/windows_beside_a_prefill_chunk",
+        by.with_table(_cache_in_another_scale, without="rope_kv_write"),
+    ),
+    Mutant(
+        "M56",
+        "logit rows found by capacities",
+        "FastDeploy XPU, slot times length minus an offset",
+        "L2/pack_logit_rows/all_phases_in_another_order_than_slots",
+        C("pack_logit_rows", _after(_offsets_of_full_windows)),
+    ),
+    Mutant(
+        "M57",
+        "a stream that does not wait for an event",
+        "overlap code",
+        "L1/two-streams",
+        by.with_device(by.HeedlessStreams),
+        "asynchronous",
+        moot="a device whose streams are one queue keeps their order without waiting",
+    ),
+    Mutant(
+        "M58",
+        "a graph that runs on memory that has moved",
+        "FastDeploy 7864",
+        "L3/replay/rebinding",
+        by.with_capture(lambda facility, device: by.NeverCaptures(facility)),
+        "graph_capture",
+    ),
+    Mutant(
+        "M59",
+        "a later binding takes the place of an earlier one",
+        "one static parameter block for all layers",
+        "L2/swiglu/bound-again",
+        by.with_table(lambda table, device: {"swiglu": by.BoundLast(table.providers["swiglu"])}, without="swiglu"),
+    ),
+    _core(
+        "M60",
+        "nobody looks at what a kernel is bound to",
+        "FastDeploy, ops that take any tensor",
+        "L2/linear/refused-arguments",
+        core_faults.arguments_unchecked,
+    ),
+    _core(
+        "M61",
+        "data from the host of an earlier step",
+        "grammar masks that came too late",
+        "L5/host-inputs/eager",
+        core_faults.host_inputs_go_up_once,
+        "host_inputs",
+    ),
+    _core(
+        "M62",
+        "preempted requests go on with weights that they did not begin with",
+        "met while building weight updates",
+        "L5/weights/begun-requests-keep-the-old-ones",
+        core_faults.preempted_go_on_with_new_weights,
+        "update_weights",
+    ),
+    _core(
+        "M63",
+        "sequences in another order than the declared one",
+        "FastDeploy XPU, adjust_batch",
+        "L5/chunked-prefill",
+        core_faults.another_launch_order,
+    ),
+    _kept("M64", "exponents of the next head", "strides of two arrays mixed up", kv_faults.of_the_next_head),
+    _kept("M65", "exponents of the next row", "off by one", kv_faults.of_the_next_row),
+    _kept("M66", "the exponents of keys for values", "one scale for both halves", kv_faults.of_the_keys),
+    _kept("M67", "exponents not written", "a cache that was zeroed once", kv_faults.not_written),
+    _kept("M68", "exponents one too small", "rounding a logarithm down", kv_faults.too_small),
+    _kept("M69", "numbers cut instead of rounded", "a cast to int8", kv_faults.truncated),
+    _kept("M70", "numbers below the normal ones of fp8 lost", "conversions that flush", kv_faults.flushed, "fp8"),
+    _kept("M71", "exponents of fp8 rows one too small", "448 taken for 512", kv_faults.too_small, "fp8"),
+)
+"""Every mutant of this version, by the numbers of the design's table; a number that is missing is in `CORES`."""
+
+CORES: Final[dict[str, str]] = {}
+"""Numbers of the table that cannot be tried yet."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A backend that is unusual and legal: every check in `passes` must still pass."""
+
+    id: str
+    title: str
+    changed: by.Break
+    passes: tuple[str, ...]
+    core: Fault | None = None
+    """What is unusual about core meanwhile."""
+
+
+def _larger_workspace(table: Any, device: Any) -> dict[str, Any]:
+    del device
+
+    class Larger(Proxy):
+        def workspace_bytes(self, args: Any, limits: Any) -> int:
+            return int(self._inner.workspace_bytes(args, limits)) + 4096
+
+    return {name: Larger(provider) for name, provider in table.providers.items()}
+
+
+def _twice(launch: Any, device: Any) -> Any:
+    del device
+
+    def run(stream: Any, n: int) -> None:
+        launch(stream, n)
+        launch(stream, n)
+
+    return run
+
+
+def _without_composites(plugin: Any) -> Any:
+    def plain(mapping: Any) -> dict[str, Any]:
+        return {name: value for name, value in mapping.items() if "+" not in name}
+
+    def table(answer: Any, device: Any) -> Any:
+        del device
+        changed = TableProxy(answer, {})
+        changed.providers, changed.versions = plain(answer.providers), plain(answer.versions)
+        return changed
+
+    def info(answer: Any) -> Any:
+        return dataclasses.replace(answer, contract_versions=plain(answer.contract_versions))
+
+    return wrap(plugin, polydraft_kernels=table, polydraft_backend_info=info)
+
+
+_ENGINE = ("L5/greedy/K3-B3", "L5/stop-token/place-1", "L5/prefix-hit")
+LEGAL_VARIANTS: Final[tuple[Variant, ...]] = (
+    Variant("S1", "no composite is fused", _without_composites, ("L0/contracts", *_ENGINE)),
+    Variant(
+        "S2",
+        "every kernel wants workspace",
+        by.with_table(_larger_workspace),
+        ("L2/linear/seeds", "L2/swiglu/new-contents", *_ENGINE),
+    ),
+    Variant("S3", "a kernel that writes its result twice", by.launched("swiglu", _twice), ("L2/swiglu/seeds", *_ENGINE)),
+    Variant(
+        "S4",
+        "copies to the host are waited for",
+        by.with_device(by.SynchronousCopies),
+        ("L1/event-not-early", "L1/query-is-honest", *_ENGINE),
+    ),
+    Variant(
+        "S5",
+        "query() hesitates",
+        by.with_device(lambda device: by.EventDevice(device, lambda event, _: by.HesitatesOnce(event))),
+        ("L1/query-is-honest", "L1/event-not-early", *_ENGINE),
+    ),
+    Variant("S6", "blocks in another order", lambda plugin: plugin, _ENGINE, core_faults.blocks_in_another_order),
+)
+"""What the kit must not kill."""
+
+__all__ = ["CORES", "MUTANTS", "LEGAL_VARIANTS", "Mutant", "Variant"]

@@ -1,0 +1,68 @@
+"""How many drafts a step makes: the ladder of numbers there are programs for, and who chooses among them.
+
+A step verifies what the step before drafted (at most `StepPlan.window` rows a slot) and then makes `StepPlan.num_drafts` drafts.
+The scheduler asks a policy for that number once a step, from what the host knows; whatever it answers, texts are the same.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+from polydraft.contracts.base import Limits
+from polydraft.device import Array
+from polydraft.errors import ConfigError
+from polydraft.host.slots import SlotTable
+
+LADDER = (0, 1, 2, 3, 5)
+"""Numbers of drafts that a step may make, besides the most that the engine is built for."""
+
+
+def ladder(most: int) -> tuple[int, ...]:
+    """What a step of an engine with at most `most` drafts may make, ascending; `most` is the last."""
+    return (*(rung for rung in LADDER if rung < most), most)
+
+
+class DraftView(NamedTuple):
+    """What a policy may look at: the host's view of every slot, which of them decode in the step ([n] slots), and whether
+    prompts are computed beside them."""
+
+    slots: SlotTable
+    decode: Array
+    has_prefill: bool
+
+
+class DraftPolicy(Protocol):
+    """Chooses the number of drafts of each step."""
+
+    @property
+    def rungs(self) -> tuple[int, ...]:
+        """Every number that `choose` may answer, ascending. Programs are built, and graphs captured, for these alone; the last
+        is the most that the engine drafts."""
+
+    def choose(self, view: DraftView) -> int:
+        """Drafts that the step being planned makes for each slot at most, one of `rungs`. Called once a step."""
+
+
+class Always:
+    """The same number in every step."""
+
+    def __init__(self, num_drafts: int) -> None:
+        self.rungs = (num_drafts,)
+
+    def choose(self, view: DraftView) -> int:
+        """The one there is."""
+        del view
+        return self.rungs[0]
+
+
+def check_policy(policy: DraftPolicy | None, limits: Limits) -> DraftPolicy:
+    """The policy of an engine; None: the most drafts in every step. Raises `ConfigError` for rungs that the engine has not."""
+    if policy is None:
+        return Always(limits.num_drafts)
+    rungs = tuple(policy.rungs)
+    if rungs != tuple(sorted(set(rungs))) or not rungs or rungs[0] < 0 or rungs[-1] != limits.num_drafts:
+        raise ConfigError(
+            f"the draft policy chooses among {rungs}, wanted ascending numbers of drafts, the last of them {limits.num_drafts}, "
+            "the most of this engine; correct its rungs, or the number of draft tokens"
+        )
+    return policy

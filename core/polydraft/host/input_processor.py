@@ -1,0 +1,132 @@
+"""Owns the gate: what a caller asked for is checked whole, and becomes a request that the engine can surely serve.
+
+`Engine.add` calls `make_request`. Every refusal is one `RequestError`; nothing behind the gate fails because of a bad request.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from polydraft.contracts.base import Limits
+from polydraft.errors import RequestError
+from polydraft.host.request import Request
+from polydraft.models.description import ModelDescription
+from polydraft.models.tokenizer import Tokenizer
+from polydraft.sampling.constraints import Constraints
+from polydraft.sampling.processing import Processing
+from polydraft.sampling_params import MAX_STOP_TOKENS, SamplingParams
+
+
+@dataclass(frozen=True)
+class InputProcessor:
+    """What a request is measured against: the model, its tokenizer, the engine's limits and choices."""
+
+    model: ModelDescription
+    tokenizer: Tokenizer
+    limits: Limits
+    verify: str
+    seed: int
+    """Base of the seeds of requests that bring none."""
+    processing: Processing
+    """The stages of logits processing, and what of them the backend cannot run."""
+    constraints: Constraints | None = None
+    """Makes the automata of requests; None in an engine that was not built for constraints."""
+
+    def make_request(
+        self, prompt: str | Sequence[int], params: SamplingParams, *, request_id: str, number: int, stream: bool
+    ) -> Request:
+        """Check everything and build the request. Raises `RequestError`."""
+        if not isinstance(params, SamplingParams):
+            raise RequestError(
+                f"the parameters of a request are {params!r}, wanted SamplingParams; write SamplingParams(max_new_tokens=...), "
+                "or SamplingParams.from_mapping(...) of a dictionary"
+            )
+        self._check_logprobs(params)
+        if params.constrained and self.constraints is None:
+            raise RequestError(
+                "the request binds its output, but this engine was not built for it; build it with constraints=True, or serve "
+                "with --constraints"
+            )
+        prompt_ids = tuple(self.tokenizer.encode(prompt)) if isinstance(prompt, str) else self._checked_ids(prompt)
+        return Request(
+            id=request_id,
+            prompt_ids=prompt_ids,
+            params=params,
+            number=number,
+            seed=self._seed(params, number),
+            stop_token_ids=self._stop_token_ids(params),
+            max_total=self._max_total(prompt_ids, params),
+            prepared=self.processing.prepare(params, self.tokenizer.encode, self.limits.vocab_size),
+            automaton=self.constraints.automaton(params, prompt_ids) if self.constraints is not None else None,
+            stream=stream,
+            arrival_s=time.perf_counter(),
+        )
+
+    def _check_logprobs(self, params: SamplingParams) -> None:
+        most = self.limits.max_logprobs
+        for name, count in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
+            if count is not None and most < 0:
+                raise RequestError(
+                    f"{name} is {count}, but this engine reports no log probabilities; build it with logprobs={count} or more"
+                )
+            if count is not None and count > most:
+                raise RequestError(
+                    f"{name} is {count}, wanted at most {most} in this engine; ask for fewer, or build it with more"
+                )
+
+    def _checked_ids(self, prompt: Sequence[int]) -> tuple[int, ...]:
+        try:
+            ids = np.asarray(prompt)
+        except ValueError:  # lists of different lengths
+            ids = np.array(None)
+        if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+            raise RequestError(
+                f"prompt_ids are {type(prompt).__name__} of dtype {ids.dtype}, wanted a list of token ids; correct the request"
+            )
+        vocab = self.model.vocab_size
+        wrong = np.flatnonzero((ids < 0) | (ids >= vocab))
+        if wrong.size:
+            raise RequestError(
+                f"prompt token {int(wrong[0])} is {int(ids[wrong[0]])}, wanted an id from 0 to {vocab - 1}; use this model's "
+                "tokenizer"
+            )
+        return tuple(int(i) for i in ids)
+
+    def _max_total(self, prompt_ids: tuple[int, ...], params: SamplingParams) -> int:
+        limits = self.limits
+        if not prompt_ids:
+            raise RequestError("the prompt is empty, wanted at least one token; add text or a beginning-of-text token")
+        if len(prompt_ids) >= limits.max_len:
+            raise RequestError(
+                f"the prompt has {len(prompt_ids)} tokens, wanted fewer than {limits.max_len} (model length, one token of "
+                "output included); shorten it"
+            )
+        total = min(len(prompt_ids) + params.max_new_tokens, limits.max_len)
+        need = -(-total // limits.block_size)
+        if need > limits.num_blocks:
+            raise RequestError(
+                f"the request may grow to {total} tokens = {need} KV blocks, the pool has {limits.num_blocks}; raise "
+                "--num-blocks or lower max_new_tokens"
+            )
+        return total
+
+    def _stop_token_ids(self, params: SamplingParams) -> tuple[int, ...]:
+        own = () if params.ignore_eos else self.model.eos_token_ids
+        ids = tuple(dict.fromkeys((*own, *params.stop_token_ids)))
+        if len(ids) > MAX_STOP_TOKENS:
+            raise RequestError(f"{len(ids)} stop token ids, wanted at most {MAX_STOP_TOKENS} with the model's own; name fewer")
+        if max(ids, default=0) >= self.model.vocab_size:
+            raise RequestError(
+                f"stop token id {max(ids)} is none of this model, wanted at most {self.model.vocab_size - 1}; correct the request"
+            )
+        if self.verify == "greedy" and params.temperature > 0:
+            raise RequestError(f"temperature is {params.temperature}, wanted 0 under --verify greedy; use --verify coupled")
+        return ids
+
+    def _seed(self, params: SamplingParams, number: int) -> tuple[int, int]:
+        seed = params.seed if params.seed is not None else self.seed + number
+        return seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF

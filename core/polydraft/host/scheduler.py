@@ -1,0 +1,336 @@
+"""Owns who runs in the next step: admission, prefill chunks, block grants, pausing and preemption.
+
+The engine calls `plan` once a step and gets a frozen `StepPlan`; everything is decided from applied snapshots and upper
+bounds, so a plan never waits for the device. It never touches a buffer.
+
+Fairness, stated: first come, first served. Decoding slots come before prefill, older requests get blocks first, a waiting
+request is never overtaken, and when blocks run out the youngest running request is preempted, keeps its tokens and returns
+to the head of the queue.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+
+from polydraft.backend import RowOrder
+from polydraft.contracts.base import Limits
+from polydraft.device import Array
+from polydraft.host.draft_policy import Always, DraftPolicy, DraftView
+from polydraft.host.kv_blocks import NO_GRANT, BlockLedger, Grant
+from polydraft.host.request import Request, Status
+from polydraft.host.slots import SlotTable
+from polydraft.program.columns import ColumnWriter, max_staged_tokens
+from polydraft.program.declare import Admission, Column
+from polydraft.program.plan import StepPlan
+from polydraft.sentinels import Phase
+
+Admits = Literal["all", "begun", "none"]
+PREALLOCATED_STEPS = 8
+"""Steps for which all decoding slots are granted blocks as soon as one of them lacks some, while blocks are plenty (nobody waits
+for any, and as many are left): a step that grants costs the host a third more, and the device a copy and a launch."""
+_PREFILL, _DECODE = int(Phase.PREFILL), int(Phase.DECODE)
+"""As plain numbers: NumPy compares arrays with those several times faster."""
+
+
+class Scheduler:
+    """Plans steps over a slot table and a block ledger. `waiting` is the queue, oldest first."""
+
+    def __init__(
+        self, limits: Limits, slots: SlotTable, ledger: BlockLedger, columns: Sequence[Column], row_order: RowOrder = "slot", *,
+        share_prefixes: bool = True, policy: DraftPolicy | None = None,
+    ) -> None:  # fmt: skip
+        self.limits, self.slots, self.ledger, self.row_order = limits, slots, ledger, row_order
+        self._writer = ColumnWriter(columns, limits)
+        self.share_prefixes = share_prefixes
+        self._policy: DraftPolicy = Always(limits.num_drafts) if policy is None else policy
+        self._waiting_drafts = limits.num_drafts
+        """Drafts that the last step made for a slot at most."""
+        self.waiting: deque[Request] = deque()
+        self.num_preemptions = 0
+        self.num_looked_up = 0
+        """Tokens that were looked for in the prefix cache."""
+        self.admits: Admits = "all"
+        """Of those that wait everybody, those that have been in a slot already, or nobody."""
+        self._step_id = 0
+        self._last: StepPlan | None = None
+        self._windows_ahead = 0
+        """Further steps of the last one's slots in which none can lack a block: what each may need grows by the largest window a
+        step."""
+        self._shuffle = np.random.default_rng(0)
+
+    # -- the plan ----------------------------------------------------------------------------------
+    def plan(self) -> StepPlan | None:
+        """The next step, or None when there is nothing that could run now."""
+        self.release_drained()
+        decode = self._decoding()
+        decode, grant, short = self._grant_windows(decode)
+        window = self._waiting_drafts + 1
+        last = self._last_of(decode)
+        if last is not None and last.window != window:
+            last = None
+        rows = self._window_rows(decode, window) if last is None else last.rows
+        windows = int(rows.sum()) if last is None else last.num_rows
+        chunks, admitted = self._plan_prefill(self.limits.max_rows - windows, admit=not short)
+        if not len(decode) and not chunks:
+            # What was preempted just now and has nothing in flight makes room at once: no step goes by for it.
+            return self.plan() if self._drained().size else None
+        self._step_id += 1
+        num_drafts = self._policy.choose(DraftView(self.slots, decode, bool(chunks)))
+        if last is None or chunks:
+            plan = self._assemble(decode, rows, chunks, admitted, grant, window=window, num_drafts=num_drafts)
+        else:
+            plan = last.again(self._step_id, self._writer.grants(*grant), num_drafts)
+        self._last, self._waiting_drafts = plan, num_drafts
+        self._advance(plan)
+        return plan
+
+    def _last_of(self, decode: Array) -> StepPlan | None:
+        """The last plan, where it ran windows of these very slots and nothing else."""
+        last = self._last
+        return last if last is not None and not last.has_prefill and last.slots.tobytes() == decode.tobytes() else None
+
+    def _window_rows(self, decode: Array, window: int) -> Array:
+        """[n] int32: rows of each decoding slot at most, what its request allows of the step's window."""
+        rows: Array = self.slots.window[decode]
+        return rows if window == self.limits.window else np.minimum(rows, np.int32(window))
+
+    def _decoding(self) -> Array:
+        """Decoding slots, without those that the steps in flight end by length."""
+        t = self.slots
+        running = (t.phase == _DECODE) & ~t.draining & (t.num_known + t.in_flight_tokens < t.max_total)
+        slots: Array = running.nonzero()[0]
+        return slots
+
+    def _grant_windows(self, decode: Array) -> tuple[Array, Grant, bool]:
+        """Grant what the next window and its drafts may need, which the device counts with as many drafts as there are places
+        for, whatever the steps verify and make. Returns the slots that can run, what was granted, and whether blocks ran short:
+        then nobody is admitted into what is left."""
+        if not len(decode):
+            return decode, NO_GRANT, False
+        if self._windows_ahead and self._last_of(decode) is not None:
+            self._windows_ahead -= 1
+            return decode, NO_GRANT, False
+        t, limits, ledger = self.slots, self.limits, self.ledger
+        base, most = np.maximum(t.kv_len[decode], t.prefill_planned[decode]), t.max_total[decode]
+        ahead = base + t.in_flight_rows[decode] + (limits.window + 2 * limits.num_drafts)
+        ahead = np.minimum(ahead, most)
+        room = int(ledger.room(decode, ahead).min())
+        self._windows_ahead = max(room, 0) // limits.window
+        if room >= 0:
+            return decode, NO_GRANT, False
+        lacking = ledger.lacking(decode, ahead)
+        if lacking.sum() > ledger.num_free:
+            return self._grant_scarce(decode, base, lacking)
+        more = ledger.lacking(decode, np.minimum(ahead + PREALLOCATED_STEPS * limits.window, most))
+        plenty = not self.waiting and 2 * more.sum() <= ledger.num_spare
+        return decode, ledger.grant(decode, more if plenty else lacking), False
+
+    def _grant_scarce(self, decode: Array, base: Array, lacking: Array) -> tuple[Array, Grant, bool]:
+        """Grant `lacking` as far as blocks go, oldest request first. A slot without blocks for the window that follows its
+        applied state, `base` rows, is left out; once nothing is in flight for it, it is stuck, and the youngest request must
+        make room."""
+        t, limits, ledger = self.slots, self.limits, self.ledger
+        age = np.argsort(t.number[decode], kind="stable")
+        decode, base, lacking = decode[age], base[age], lacking[age]
+        grant = ledger.grant(decode, np.where(np.cumsum(lacking) <= ledger.num_free, lacking, 0))
+        need = np.minimum(base + 1 + 2 * limits.num_drafts, t.max_total[decode])
+        starved = need > ledger.num_granted[decode] * limits.block_size
+        if (starved & (t.in_flight[decode] == 0)).any() and not self._preempting():
+            self._preempt_youngest()
+        return np.sort(decode[~starved & ~t.draining[decode]]), grant, True
+
+    def _preempt_youngest(self) -> None:
+        """Take the youngest running request out of the steps to come; it queues again when it has drained."""
+        running = self._running()
+        self._preempt(int(running[np.argmax(self.slots.number[running])]))
+
+    def preempt_all(self) -> None:
+        """Take every running request out of the steps to come."""
+        for slot in self._running().tolist():
+            self._preempt(slot)
+
+    def _running(self) -> Array:
+        t = self.slots
+        return np.flatnonzero(((t.phase == _DECODE) | (t.phase == _PREFILL)) & ~t.draining)
+
+    def _preempt(self, slot: int) -> None:
+        request = self.slots.request[slot]
+        assert request is not None, "a running slot has a request"
+        self.slots.draining[slot] = True
+        request.num_preemptions += 1
+        self.num_preemptions += 1
+
+    def _plan_prefill(self, budget: int, *, admit: bool) -> tuple[list[tuple[int, int]], list[Admission]]:
+        """(slot, chunk) of running and newly admitted prefills, and the admissions."""
+        t = self.slots
+        chunks: list[tuple[int, int]] = []
+        admitted: list[Admission] = []
+        running = ((t.phase == _PREFILL) & ~t.draining).nonzero()[0]
+        for slot in running[np.argsort(t.number[running])].tolist() if running.size else ():
+            if budget <= 0:
+                return chunks, admitted
+            budget -= self._take_chunk(slot, budget, chunks)
+        if not admit or not self.admissible() or self._preempting():
+            return chunks, admitted
+        room = max_staged_tokens(self.limits)
+        while self.admissible() and budget > 0 and self.waiting[0].num_known <= room:
+            slot, request = t.free_slot(), self.waiting[0]
+            admission = None if slot is None else self._admit(slot, request)
+            if slot is None or admission is None:
+                break
+            self.waiting.popleft()
+            room -= request.num_known
+            admitted.append(admission)
+            budget -= self._take_chunk(slot, budget, chunks)
+        return chunks, admitted
+
+    def admissible(self) -> bool:
+        """Whether the oldest request that waits may be admitted; those that have begun are older than all others."""
+        return bool(self.waiting) and (self.admits == "all" or (self.admits == "begun" and self.waiting[0].begun))
+
+    def _preempting(self) -> bool:
+        """Whether a preempted request is still draining: what it frees belongs to those it was preempted for."""
+        draining = np.flatnonzero(self.slots.draining).tolist()
+        return any(r is not None and r.status is Status.RUNNING for r in (self.slots.request[slot] for slot in draining))
+
+    def _admit(self, slot: int, request: Request) -> Admission | None:
+        """Place a request, sharing the blocks that already hold its beginning; None when there is no room for the rest.
+
+        It is granted all of its prefill and the first window at once, so a prefill never stalls half-way. At least one row is
+        always left to compute: the hidden state behind the last known token starts the drafts."""
+        limits, ledger = self.limits, self.ledger
+        known = np.array((*request.prompt_ids, *request.token_ids), np.int32)
+        prefill_len = len(known) - 1 if request.token_ids else len(known)
+        share = self.share_prefixes and request.params.prompt_logprobs is None  # rows that are not computed predict nothing
+        shared = ledger.match(known, (prefill_len - 1) // limits.block_size) if share else []
+        need = min(len(known) + limits.window + 2 * limits.num_drafts, request.max_total)
+        rest = int(ledger.blocks_for(need)) - len(shared)
+        if rest > ledger.room_beside(shared):
+            return None
+        self.slots.occupy(slot, request, known=known, prefill_len=prefill_len, num_cached=len(shared) * limits.block_size)
+        ledger.adopt(slot, shared, known)
+        self.num_looked_up += prefill_len * share
+        if request.params.max_drafts == 0:
+            ledger.keep_private(slot)  # steps without drafts leave the proposer's rows unwritten
+        ledger.grant(np.array([slot]), np.array([rest]))
+        num_cached, epoch = len(shared) * limits.block_size, int(self.slots.epoch[slot])
+        return Admission(request, slot, epoch, known, prefill_len, num_cached, ledger.granted(slot))
+
+    def _take_chunk(self, slot: int, budget: int, chunks: list[tuple[int, int]]) -> int:
+        chunk = min(budget, int(self.slots.prefill_len[slot] - self.slots.prefill_planned[slot]))
+        if self.slots.prompt_top[slot] >= 0:  # the head runs over them with the buffers of logit rows
+            chunk = min(chunk, self.limits.max_logit_rows - sum(self._prompt_rows(s, c) for s, c in chunks))
+        if chunk > 0:
+            chunks.append((slot, chunk))
+        return chunk
+
+    # -- assembling --------------------------------------------------------------------------------
+    def _assemble(
+        self, decode: Array, window_rows: Array, chunks: list[tuple[int, int]], admitted: list[Admission], grant: Grant, *,
+        window: int, num_drafts: int,
+    ) -> StepPlan:  # fmt: skip
+        t = self.slots
+        slots, rows = self._launch_order(decode, window_rows, chunks)
+        windows = int(window_rows.sum())
+        runs_window = t.phase[slots] == _DECODE
+        emits = runs_window | (t.prefill_planned[slots] + rows == t.num_known[slots])
+        in_flight_counts = np.zeros_like(t.in_flight_counts)
+        in_flight_counts[:, slots] = np.ones(len(slots), bool), runs_window, emits, runs_window * window
+        num_top = self._num_top(slots)
+        prompt_top, num_prompt_rows = self._prompt_top(chunks)
+        return StepPlan(
+            step_id=self._step_id,
+            slots=slots,
+            rows=rows,
+            epochs=t.epoch[slots],
+            decode=runs_window,
+            emits=emits,
+            in_flight_counts=in_flight_counts,
+            writes=self._writer.admissions(admitted, *grant) if admitted else self._writer.grants(*grant),
+            num_rows=windows + sum(c for _, c in chunks),
+            num_logit_rows=windows + sum(self._is_last(s, c) for s, c in chunks),
+            window=window,
+            num_drafts=num_drafts,
+            has_prefill=bool(chunks),
+            drafting=bool((t.window[slots] > 1).any()),
+            sampling=bool(t.sampling[slots].any()),
+            processed=bool(t.processed[slots].any()),
+            num_top=num_top,
+            prompt_top=prompt_top,
+            num_prompt_rows=num_prompt_rows,
+        )
+
+    def _launch_order(self, decode: Array, windows: Array, chunks: list[tuple[int, int]]) -> tuple[Array, Array]:
+        """Slots and planned rows in the order the backend packs them."""
+        slots = np.concatenate((np.array([s for s, _ in chunks], np.intp), decode))
+        rows = np.concatenate((np.array([c for _, c in chunks], np.int32), windows))
+        if self.row_order == "slot":
+            order = np.argsort(slots, kind="stable")
+        elif self.row_order == "seeded":
+            order = self._shuffle.permutation(len(slots))
+        else:
+            order = np.arange(len(slots))
+        return slots[order], rows[order]
+
+    def _is_last(self, slot: int, chunk: int) -> bool:
+        """Whether this chunk ends a fresh prompt, whose next token must be chosen."""
+        t = self.slots
+        return bool(t.prefill_planned[slot] + chunk == t.prefill_len[slot] == t.num_known[slot])
+
+    def _num_top(self, slots: Array) -> Array | None:
+        """Log probabilities that scheduled slots want, by slot."""
+        wanted = self.limits.max_logprobs >= 0 and (self.slots.num_top[slots] >= 0).any()
+        return self.slots.num_top.copy() if wanted else None
+
+    def _prompt_top(self, chunks: list[tuple[int, int]]) -> tuple[Array | None, int]:
+        """Those of prompt tokens that these chunks predict, by slot, and how many rows predict one."""
+        rows = {slot: count for slot, chunk in chunks if (count := self._prompt_rows(slot, chunk)) > 0}
+        if not rows:
+            return None, 0
+        wanted = np.full(self.limits.max_seqs, -1, np.int32)
+        wanted[list(rows)] = self.slots.prompt_top[list(rows)]
+        return wanted, sum(rows.values())
+
+    def _prompt_rows(self, slot: int, chunk: int) -> int:
+        """Rows of the next chunk of a slot that predict a prompt token somebody wants to know of."""
+        t = self.slots
+        if t.prompt_top[slot] < 0:
+            return 0
+        begin = int(t.prefill_planned[slot])
+        return max(min(begin + chunk, int(t.prompt_len[slot]) - 1) - begin, 0)
+
+    def _advance(self, plan: StepPlan) -> None:
+        """Move the planned state behind this step."""
+        t, slots = self.slots, plan.slots
+        t.in_flight_counts += plan.in_flight_counts
+        if plan.has_prefill:
+            t.prefill_planned[slots] += np.where(plan.decode, 0, plan.rows)
+            ends = ~plan.decode & (t.prefill_planned[slots] == t.prefill_len[slots])
+            t.phase[slots[ends]] = Phase.DECODE
+
+    # -- draining ----------------------------------------------------------------------------------
+    def release_drained(self) -> None:
+        """Free slots that leave once the last snapshot in flight for them has been applied; preempted requests queue again."""
+        t = self.slots
+        for slot in self._drained().tolist():
+            request = t.request[slot]
+            assert request is not None, "a draining slot has a request"
+            if request.status is Status.RUNNING:
+                t.sync(request)
+                request.status, request.slot = Status.WAITING, -1
+                self.waiting.insert(self._queue_place(request), request)
+            self.ledger.release(slot)
+            t.vacate(slot)
+
+    def _drained(self) -> Array:
+        """Leaving slots that no step in flight holds."""
+        draining: Array = self.slots.draining.nonzero()[0]
+        return draining[self.slots.in_flight[draining] == 0] if draining.size else draining
+
+    def _queue_place(self, request: Request) -> int:
+        """Where a preempted request joins the queue: by arrival, which is at the head unless older ones wait too."""
+        return next((i for i, other in enumerate(self.waiting) if other.number > request.number), len(self.waiting))

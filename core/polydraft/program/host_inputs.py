@@ -1,0 +1,198 @@
+"""Owns what features bring from the host into a step: pinned arrays, who fills them when, and their way onto the device.
+
+A feature (a proposer that drafts on the host, the masks of a grammar) says what it `needs` to know and fills its arrays; the
+engine asks it to, the runner uploads. It never waits for the device, and never decides who runs.
+
+A step meets its host inputs in one of two places. Those that need no result of the step before are filled before the launch and
+go up with the plan. Those that need the tokens of the step before meet a step in its middle: the target's pass is launched, the
+snapshot of the step before is applied while it runs, the arrays are filled and go up on a stream of their own, and the second
+half of the step, from the processing of logits on, is launched behind an event. Drafts for the next step are made behind them.
+
+| `needs` | filled | knows | costs |
+|---|---|---|---|
+| `none` | before the launch | the plan | nothing |
+| `upper_bound_lengths` | before the launch | the plan, and how long each text is at most | nothing |
+| `previous_tokens` | behind the target's launch | every step before | a step is launched in two halves, at most one is ahead |
+| `exact_lengths` | before the launch | every step before | all overlap: no step is launched before the last was applied |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol, get_args
+
+import numpy as np
+
+from polydraft.device import Array, Staging, Stream, further_stream
+
+if TYPE_CHECKING:
+    from polydraft.host.slots import SlotTable
+    from polydraft.program.declare import StepBuffer
+    from polydraft.program.plan import StepPlan
+    from polydraft.program.program import Memory, ProgramBuilder
+    from polydraft.proposers.base import ProposerContext
+
+Needs = Literal["none", "upper_bound_lengths", "previous_tokens", "exact_lengths"]
+NEEDS: tuple[Needs, ...] = get_args(Needs)
+MIDDLE: Needs = "previous_tokens"
+"""What makes a step meet the host in its middle."""
+BLOCKING: Needs = "exact_lengths"
+"""What makes a step wait for the one before."""
+
+
+@dataclass(frozen=True)
+class HostView:
+    """What the host knows when a feature fills its arrays for `plan`. Only `needs` says what of it may be relied on.
+
+    `slots`: with `previous_tokens` and `exact_lengths` every step before has been applied, so `slots.tokens[slot]` and
+    `slots.num_known[slot]` are the texts that the step starts from (of a slot that is `draining` nothing counts any more).
+    `drafts` [B, K], `draft_len` [B] int32 by slot: drafts that wait, for features that read drafts; to be believed where
+    `plan.decode` holds. Of sequence i the step verifies the first `plan.rows[i] - 1` at most. With the lesser needs all of
+    these may be as many steps old as the engine overlaps."""
+
+    plan: StepPlan
+    slots: SlotTable
+    drafts: Array
+    draft_len: Array
+
+    @property
+    def most_known(self) -> Array:
+        """[n] int64, by sequence: tokens that are known at most when the step starts, whatever is in flight."""
+        t, plan, ids = self.slots, self.plan, self.plan.slots
+        before = t.in_flight_rows[ids] - plan.decode * plan.window  # the step itself counts as in flight already
+        first = t.in_flight_tokens[ids] - t.in_flight_decode[ids] - (plan.emits & ~plan.decode)
+        most: Array = np.minimum(t.num_known[ids] + before + first, t.max_total[ids])
+        return most
+
+
+class HostFeature(Protocol):
+    """Something that brings host data into every step."""
+
+    @property
+    def name(self) -> str:
+        """What `--explain` and errors call it."""
+
+    @property
+    def needs(self) -> Needs: ...
+    @property
+    def reads_drafts(self) -> bool:
+        """Whether `HostView.drafts` is wanted: the drafts of every step are then copied to the host, too, and its event stands
+        behind the draft passes. Only with `previous_tokens` and `exact_lengths`."""
+
+    @property
+    def buffers(self) -> Sequence[StepBuffer]:
+        """What the feature works in, with defined contents."""
+
+    @property
+    def inputs(self) -> Sequence[str]:
+        """Names of the buffers to be filled: its own, or slot columns."""
+
+    def fill(self, view: HostView, arrays: Mapping[str, Array]) -> int:
+        """Write the first n rows of each array (by the name of its buffer), which are pinned and hold anything before, and
+        return n; 0: nothing goes up in this step, and the device keeps what it has. Row i belongs to sequence i of
+        `view.plan.slots` unless the feature's kernels read it otherwise. Must not raise because of one request."""
+
+    def append(self, program: ProgramBuilder) -> None:
+        """Append launches on the target's logits, behind their processing and before tokens are chosen; called once for each
+        kind of step. A feature whose buffers are read elsewhere (a proposer's) appends nothing. With `exact_lengths`, `none`
+        and `upper_bound_lengths` any launch of the step may read the buffers, with `previous_tokens` those from here on."""
+
+    def reset(self) -> None:
+        """The device has failed and serves on: what it was sent may be lost, so nothing that it had counts as there."""
+
+
+class FeatureFactory(Protocol):
+    """Builds a feature for an engine. What it says of itself is asked before anything is built, and holds for the feature."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def needs(self) -> Needs: ...
+    def __call__(self, context: ProposerContext) -> HostFeature:
+        """Build the feature, which allocates nothing."""
+
+
+class _Staged:
+    """A feature with its pinned arrays, one set for every step that can be in flight and the one being filled."""
+
+    def __init__(self, memory: Memory, feature: HostFeature, sets: int) -> None:
+        self.feature, self.rows = feature, 0
+        self.buffers = {name: memory.buffers[name] for name in feature.inputs}
+        self.sets: list[dict[str, Staging]] = [
+            {name: memory.device.staging(f"inputs{i}.{name}", b.shape, b.dtype) for name, b in self.buffers.items()}
+            for i in range(sets)
+        ]
+
+
+class HostInputs:
+    """All features of an engine. `splits`: steps are launched in two halves. `reads_drafts`: drafts are copied to the host."""
+
+    def __init__(self, memory: Memory, features: Sequence[HostFeature], depth: int) -> None:
+        device, drafts = memory.device, (memory.buffers["drafts"], memory.buffers["draft_len"])
+        self._device, self._depth = device, depth
+        staged = [_Staged(memory, feature, depth + 1) for feature in features]
+        self._middle = [one for one in staged if one.feature.needs == MIDDLE]
+        self._first = [one for one in staged if one.feature.needs != MIDDLE]
+        self.features = tuple(features)
+        self.splits = bool(self._middle)
+        self.reads_drafts = any(feature.reads_drafts for feature in features)
+        self.drafts, self.draft_len = (np.zeros(buffer.shape, np.int32) for buffer in drafts)
+        self._sources = drafts
+        self._landing = [
+            tuple(device.staging(f"{buffer.name}{i}", buffer.shape, "i32") for buffer in drafts)
+            for i in range(depth + 1 if self.reads_drafts else 0)
+        ]
+        self._in_use = False
+        """Whether a step that was enqueued may still read the buffers."""
+        if self.splits:
+            self._stream = further_stream(device, "inputs")
+            self._uploaded, self._consumed = device.event(), device.event()
+
+    # -- down --------------------------------------------------------------------------------------
+    def fill(self, view: HostView, *, middle: bool) -> None:
+        """Have the features of one place fill their arrays for a step."""
+        index = view.plan.step_id % (self._depth + 1)
+        for one in self._middle if middle else self._first:
+            one.rows = one.feature.fill(view, {name: staging.array for name, staging in one.sets[index].items()})
+
+    def upload_first(self, stream: Stream, step_id: int) -> None:
+        """Enqueue what was filled before the launch."""
+        self._upload(self._first, stream, step_id)
+
+    def upload_middle(self, stream: Stream, step_id: int) -> None:
+        """Enqueue what was filled for a launched step on the stream of inputs, behind whatever read the buffers in the step
+        before, and let `stream` wait for it. Never blocks the host."""
+        if self._in_use:
+            self._stream.wait(self._consumed)
+        self._upload(self._middle, self._stream, step_id)
+        self._uploaded.record(self._stream)
+        stream.wait(self._uploaded)
+
+    def _upload(self, some: Iterable[_Staged], stream: Stream, step_id: int) -> None:
+        for one in some:
+            for name, staging in one.sets[step_id % (self._depth + 1)].items() if one.rows else ():
+                self._device.upload(stream, one.buffers[name], staging, one.rows)
+
+    def consumed(self, stream: Stream) -> None:
+        """A whole step is enqueued: behind this point of its stream the buffers may be overwritten."""
+        if self.splits:
+            self._consumed.record(stream)
+            self._in_use = True
+
+    def reset(self) -> None:
+        """Everything in flight is void, and the device is idle: there is nothing left to wait for."""
+        self._in_use = False
+        for feature in self.features:
+            feature.reset()
+
+    # -- up ----------------------------------------------------------------------------------------
+    def download_drafts(self, stream: Stream, step_id: int) -> None:
+        """Enqueue the copy of the drafts that a step has made."""
+        for staging, source in zip(self._landing[step_id % (self._depth + 1)], self._sources, strict=True):
+            self._device.download(stream, staging, source, source.shape[0])
+
+    def collect_drafts(self, step_id: int) -> None:
+        """Take over the drafts of a step whose event has completed."""
+        drafts, lens = self._landing[step_id % (self._depth + 1)]
+        self.drafts, self.draft_len = drafts.array.copy(), lens.array.copy()

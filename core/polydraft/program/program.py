@@ -1,0 +1,308 @@
+"""The step program: the flat list of bound launches that one kind of step consists of, and how it is built.
+
+The runner walks it once a step; capture and null mode walk the same list, and instruments wrap its launches as they are bound.
+What runs is decided elsewhere: models, proposers and the runner append entries, and `program/fusion.py` says which of them
+become one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from polydraft.backend import Cache, ForwardMeta, StepMeta, Weight
+from polydraft.contracts import REGISTRY
+from polydraft.contracts.base import UNITS, Args, ColumnsSpec, Contract, Limits, OpaqueSpec, ParamSpec, Spec, TensorSpec, Unit
+from polydraft.contracts.composite import CompositeArgs
+from polydraft.device import DTYPES, Buffer, Device, Launch, Stream
+from polydraft.errors import CapabilityError, ConfigError, ContractError
+from polydraft.plugins.kernel_table import Binding, BoundTable
+from polydraft.plugins.program_pass import Call, Entry, Fill, Node, Rewritten
+from polydraft.program.declare import Column, StepBuffer, sizes_of
+from polydraft.program.fusion import Joined, fuse, joined, pass_of, rewrite
+
+Rule = Literal["greedy", "sampling", "rejection"]
+"""How the rows of a step choose their tokens: argmax; noise of the position, shared by drafts; or drafts with noise of their
+own, accepted by chance. A greedy slot gets the same tokens by each of them."""
+
+
+class StepKind(NamedTuple):
+    """What distinguishes the programs of an engine: the rule, and whether requests have their logits processed, and want log
+    probabilities of tokens or of their prompt (with which the others go)."""
+
+    rule: Rule = "greedy"
+    processed: bool = False
+    logprobs: bool = False
+    prompt: bool = False
+
+    @property
+    def name(self) -> str:
+        """For people, and to look the programs up."""
+        return ".".join((self.rule, *(part for part in ("processed", "logprobs", "prompt") if getattr(self, part))))
+
+
+GREEDY = StepKind()
+
+
+@dataclass
+class StepContext:
+    """What the host knows of the step being launched; set once per step, read by metadata fills."""
+
+    real_slots: int = 0
+    has_prefill: bool = False
+
+
+@dataclass(frozen=True)
+class Bound:
+    """One entry of a program: the launch, the index of its launch length in `Lengths`, and its names for people.
+
+    `args`: what it was bound to (of a metadata fill, its node; None of a launch that no contract describes), in contract version
+    `version`; whoever walks a program to look at memory needs it, running it does not. `joined`: what was done so that it serves
+    several contracts, or by another kernel than the table's; `spans`: entries that it stands for in `Program.entries`."""
+
+    launch: Launch
+    unit: int
+    contract: str
+    stage: str
+    args: Args | CompositeArgs | Fill | None = None
+    version: int = 1
+    joined: Joined | None = None
+    spans: int = 1
+
+
+Lengths = tuple[int, ...]
+"""Launch lengths of a step, in the order of `UNITS`."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """A flat list of bound launches. `run` is the whole step path on the host: one call per launch, nothing else. `captured`: the
+    list that a graph of the program is made from, where a pass of the backend has joined more of it there; () where it is the
+    same."""
+
+    name: str
+    entries: tuple[Bound, ...]
+    calls: tuple[tuple[Launch, int], ...]
+    captured: tuple[Bound, ...] = ()
+
+    def run(self, stream: Stream, lengths: Lengths) -> None:
+        """Enqueue every launch in order; never blocks, never allocates."""
+        for launch, unit in self.calls:
+            launch(stream, lengths[unit])
+
+    def recorded(self) -> Iterator[tuple[str, Launch, int]]:
+        """What a graph is made from: contract names, launch, and the place of its length."""
+        if self.captured:
+            return ((entry.contract, entry.launch, entry.unit) for entry in self.captured)
+        return ((entry.contract, launch, unit) for entry, (launch, unit) in zip(self.entries, self.calls, strict=True))
+
+    def describe(self) -> list[str]:
+        """Contract names in launch order, as they are launched one by one."""
+        return [entry.contract for entry in self.entries]
+
+
+@dataclass
+class Memory:
+    """Everything that launches are bound to, by name: what modules declared and the runtime allocated, weights as they were
+    prepared, caches, and the metadata of each kind of pass."""
+
+    device: Device
+    limits: Limits
+    act: str
+    """Dtype of activations."""
+    buffers: dict[str, Buffer] = field(default_factory=dict)
+    weights: Mapping[str, Weight] = field(default_factory=dict)
+    caches: dict[str, Cache] = field(default_factory=dict)
+    metas: dict[str, ForwardMeta] = field(default_factory=dict)
+
+    def allocate(self, declared: Iterable[Column | StepBuffer]) -> None:
+        """Allocate what modules declare, columns with every slot empty. Raises `ConfigError` where two have one name."""
+        for one in declared:
+            dtype = self.act if one.dtype == "act" else one.dtype
+            shape = sizes_of(one.shape, self.limits)
+            if one.name in self.buffers:
+                raise ConfigError(f"two modules declare a buffer {one.name!r}, wanted one; rename it in one of them")
+            buffer = self.buffers[one.name] = self.device.empty(one.name, shape, dtype)
+            initial = one.empty if isinstance(one, Column) else one.initial
+            if initial is not None:
+                self.device.load(buffer, np.full(shape, initial, DTYPES[dtype]))
+
+    def find(self, wanted: Contract, name: str, spec: Spec, given: Any) -> Any:
+        """What a field of a record is bound to: what was given, or what bears the name that was given. Raises `ContractError`
+        where there is no such thing."""
+        if isinstance(spec, ColumnsSpec):
+            column = TensorSpec("B", "", spec.access, spec.doc)
+            return tuple(self.find(wanted, name, column, one) for one in given)
+        if isinstance(spec, ParamSpec) or not isinstance(given, str):
+            return given
+        kind = spec.kind if isinstance(spec, OpaqueSpec) else "buffer"
+        everything: Mapping[str, Mapping[str, Any]] = {
+            "buffer": self.buffers, "weight": self.weights, "cache": self.caches, "meta": self.metas,
+        }  # fmt: skip
+        there = everything[kind]
+        if given not in there:
+            raise ContractError(
+                f"launch of {wanted.key}: {name} is the {kind} {given!r}, which no module declares; declare it, or "
+                "correct the name"
+            )
+        return there[given]
+
+
+class ProgramBuilder:
+    """Collects the nodes of one program; `build` turns those of a whole step into programs. `kind` says which step."""
+
+    def __init__(self, name: str, table: BoundTable, memory: Memory, context: StepContext, kind: StepKind = GREEDY) -> None:
+        self.name, self.table, self.memory, self.context, self.kind = name, table, memory, context, kind
+        self.limits = memory.limits
+        self.nodes: list[Entry] = []
+
+    def add(self, contract: str, unit: Unit, stage: str, /, **fields: Any) -> None:
+        """Append a launch of `contract`, whose launch length counts `unit`.
+
+        `fields` are those of the contract's record: parameters as values; buffers, weights, caches and metadata by the name that
+        a module declared (or the thing itself). A buffer that is not given is the one that bears the field's own name, so most
+        launches on slot columns and step buffers give none; what may be left out has to be given. Raises `ContractError` for a
+        contract nobody registered, a field that it does not have or that is missing, and a launch length that counts something
+        else than the contract does."""
+        wanted = REGISTRY[contract]
+        if wanted.unit not in {"any", unit}:
+            raise ContractError(
+                f"{self.name}: launch of {wanted.key}, got a length in {unit}, wanted {wanted.unit}; count what it counts"
+            )
+        specs = wanted.args.specs()
+        unknown = sorted(set(fields) - set(specs))
+        if unknown:
+            raise ContractError(
+                f"{self.name}: launch of {wanted.key}, got {', '.join(unknown)}, wanted fields of it: {', '.join(specs)}; "
+                "correct the names"
+            )
+        bound: dict[str, Any] = {}
+        for one in dataclasses.fields(wanted.args):  # type: ignore[arg-type]  # every subclass of Args is a dataclass
+            spec = specs[one.name]
+            by_name = isinstance(spec, TensorSpec) and one.default is dataclasses.MISSING
+            if one.name in fields or by_name:
+                bound[one.name] = self.memory.find(wanted, one.name, spec, fields.get(one.name, one.name))
+            elif one.default is dataclasses.MISSING:
+                raise ContractError(f"{self.name}: launch of {wanted.key}, {one.name} is missing, wanted a value; give one")
+        self.nodes.append(Node(contract, wanted.args(**bound), unit, stage))
+
+    def fill(self, meta: ForwardMeta | str, pass_index: int, unit: Unit, stage: str) -> None:
+        """Append the filling of a pass's metadata."""
+        self.nodes.append(Fill(self.memory.metas[meta] if isinstance(meta, str) else meta, pass_index, unit, stage))
+
+    def call(self, name: str, launch: Launch, unit: Unit, stage: str) -> None:
+        """Append a launch that no contract describes."""
+        self.nodes.append(Call(name, launch, unit, stage))
+
+    def build(self) -> Program:
+        """Build this program as if it were the whole step."""
+        return build((self,))[0]
+
+    def bind(self, node: Entry) -> Bound:
+        """Bind one node to the provider that the table has for it."""
+        unit = UNITS.index(node.unit)
+        if isinstance(node, Call):
+            launch = self.table.instrumented(node.launch, Binding(node.name, program=self.name, stage=node.stage))
+            return Bound(launch, unit, node.name, node.stage)
+        if isinstance(node, Fill):
+            binding = Binding("forward_meta", args=node, program=self.name, stage=node.stage)
+            launch = self.table.instrumented(_fill_launch(node, self.context), binding)
+            return Bound(launch, unit, binding.contract, node.stage, node)
+        known = joined(node, self.table)
+        if isinstance(node, Rewritten):
+            own = pass_of(node, self.table).program_pass.kernels[node.kernel]
+            records = node.records
+            args: Args | CompositeArgs = records[0] if len(records) == 1 else CompositeArgs(records)
+            version = REGISTRY[node.contract].version if isinstance(args, Args) else 1
+            launch = self.table.bind(node.contract, args, self.limits, provider=own.provider, program=self.name, stage=node.stage)
+            return Bound(launch, unit, node.contract, node.stage, args, version, known, len(node.nodes))
+        version = self.table.versions[node.contract]
+        launch = self.table.bind(node.contract, node.args, self.limits, program=self.name, stage=node.stage)
+        return Bound(launch, unit, node.contract, node.stage, node.args, version, known)
+
+    def finish(self, entries: Sequence[Entry]) -> Program:
+        """The program of these entries. One that is the same whether launches are captured or not is bound once."""
+        bound: dict[int, Bound] = {}
+
+        def bind(entry: Entry) -> Bound:
+            if id(entry) not in bound:
+                bound[id(entry)] = self.bind(entry)
+            return bound[id(entry)]
+
+        apart = tuple(
+            bind(one)
+            for entry in entries
+            for one in (entry.nodes if isinstance(entry, Rewritten) and entry.captured else (entry,))
+        )
+        together = tuple(map(bind, entries))
+        calls = tuple((one.launch, one.unit) for one in apart)
+        return Program(self.name, apart, calls, () if together == apart else together)
+
+
+def build(builders: Sequence[ProgramBuilder]) -> tuple[Program, ...]:
+    """Build the programs of one kind of step, which run one after the other, or each in some steps: lay composites over them,
+    check that every contract has a provider, run the passes of the table, bind. Raises `CapabilityError` naming all contracts
+    that nobody provides, and `PluginError` for a pass that returns another program."""
+    fused = []
+    for place, builder in enumerate(builders):
+        others = [other.nodes for i, other in enumerate(builders) if i != place]
+        fused.append(fuse(builder.nodes, builder.table, others))
+    missing = {
+        node.contract: builder.name
+        for builder, nodes in zip(builders, fused, strict=True)
+        for node in nodes
+        if isinstance(node, Node) and node.contract not in builder.table.providers
+    }
+    if missing:
+        needed = ", ".join(f"{contract} (in {missing[contract]})" for contract in sorted(missing))
+        raise CapabilityError(
+            f"the step needs contracts that the backend does not own: {needed}; implement them, or enable a kernel pack that "
+            "does (see `polydraft contracts`)"
+        )
+    return tuple(
+        builder.finish(rewrite(builder.name, nodes, fused[:place] + fused[place + 1 :], builder.table, builder.limits))
+        for place, (builder, nodes) in enumerate(zip(builders, fused, strict=True))
+    )
+
+
+class Told(NamedTuple):
+    """What was joined in the programs of an engine, and in how many launches of each."""
+
+    joined: Joined
+    launches: Mapping[str, int]
+    """Program to the number of launches."""
+
+
+def told(programs: Sequence[Program]) -> list[Told]:
+    """What was joined in which programs, in the order of the first launch of each."""
+    found: dict[Joined, dict[str, int]] = {}
+    for program in programs:
+        for entry in program.captured or program.entries:
+            if entry.joined is not None:
+                launches = found.setdefault(entry.joined, {})
+                launches[program.name] = launches.get(program.name, 0) + 1
+    return [Told(one, launches) for one, launches in found.items()]
+
+
+def _fill_launch(node: Fill, context: StepContext) -> Launch:
+    fill = node.meta.fill
+
+    def launch(stream: Stream, n: int) -> None:
+        fill(stream, step_meta(node, context, n))
+
+    return launch
+
+
+def step_meta(node: Fill, c: StepContext, n: int) -> StepMeta:
+    """What the metadata of one pass is filled with, for a launch of `n` rows."""
+    return StepMeta(node.pass_index, n, c.real_slots, c.has_prefill)
+
+
+# -- lengths ---------------------------------------------------------------------------------------
+def lengths(**by_unit: int) -> Lengths:
+    """Launch lengths by unit name; units not named are 0."""
+    return tuple(by_unit.get(unit, 0) for unit in UNITS)

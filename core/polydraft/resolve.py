@@ -1,0 +1,411 @@
+"""Owns negotiation: a configuration, a backend's capabilities and a model in, one frozen plan of values with reasons out.
+
+The engine calls `resolve` before any weight is loaded; `--explain` and `--json` show its decisions. It is a pure function,
+downgrades nothing that was asked for by name, and when it refuses it gives every reason at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, cast
+
+from polydraft.backend import BackendInfo
+from polydraft.config import AUTO, EngineConfig
+from polydraft.contracts.base import Limits
+from polydraft.contracts.kv_quant import Kv
+from polydraft.errors import CapabilityError
+from polydraft.models.block import Block
+from polydraft.models.description import ModelDescription
+from polydraft.program.caches import block_bytes, never_hit, slot_bytes
+from polydraft.program.host_inputs import BLOCKING, MIDDLE, Needs
+from polydraft.sampling_params import MAX_STOP_TOKENS
+from polydraft.step.graphs import Mode, default_buckets
+
+CACHE_BUDGET = 1 << 30
+"""Bytes that "auto" spends on KV blocks at most, unless one request at full length needs more."""
+DEFAULT_DRAFTS = 3
+MIN_BATCHED_TOKENS = 512
+MAX_DRAFTS = 255
+"""Most drafts of a round that core can count: rounds are kept as bytes."""
+DEFAULTS: Mapping[str, Any] = {f.name: f.default for f in dataclasses.fields(EngineConfig)}
+
+
+@dataclass(frozen=True)
+class Decision:
+    """One value of the plan: what was asked, what was chosen, and why."""
+
+    name: str
+    asked: Any
+    chosen: Any
+    reason: str
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """Every value an engine runs with. `limits` carries the capacities; `decisions` explain them all."""
+
+    backend: str
+    device: str
+    dtype: str
+    proposer: str
+    verify: str
+    overlap: int
+    graph: Mode
+    graph_sizes: tuple[int, ...]
+    """Buckets to capture, ascending; () with `graph` "off"."""
+    invariant: bool
+    limits: Limits
+    decisions: tuple[Decision, ...]
+    accept_schedule: tuple[float, ...] = ()
+    """Synthetic acceptance: K chances, or () where drafts are verified."""
+    kv: Kv = ""
+    """How KV rows are kept: `CacheSpec.kv`."""
+    prefix_cache: bool = True
+    """Whether requests share the blocks of a common beginning."""
+
+    def describe(self) -> dict[str, Any]:
+        """Name to chosen value, for the `config` of JSON answers."""
+        return {d.name: d.chosen for d in self.decisions}
+
+
+class _Negotiation:
+    """Collects decisions and refusals, so that a refusal can give every reason."""
+
+    def __init__(self, config: EngineConfig, info: BackendInfo, model: ModelDescription) -> None:
+        self.config, self.info, self.model, self.caps = config, info, model, info.capabilities
+        self.decisions: list[Decision] = []
+        self.refusals: list[str] = []
+
+    def choose(self, name: str, chosen: Any, reason: str) -> Any:
+        """File a decision about the option `name` (or about something that is no option)."""
+        asked = getattr(self.config, name, AUTO)
+        own = asked == DEFAULTS.get(name, AUTO)
+        self.decisions.append(Decision(name, asked, chosen, reason if own else f"asked for; {reason}"))
+        return chosen
+
+    def refuse(self, reason: str) -> None:
+        """File one reason why the wishes cannot be met."""
+        self.refusals.append(reason)
+
+
+def resolve(
+    config: EngineConfig,
+    info: BackendInfo,
+    model: ModelDescription,
+    *,
+    proposers: Mapping[str, Needs],
+    features: Mapping[str, Needs] = MappingProxyType({}),
+    default: str = "",
+    variants: Sequence[str] = (),
+    unused_variants: Mapping[str, str] = MappingProxyType({}),
+    draft_vocab: int | None = None,
+    layers: Callable[[str, ModelDescription], Mapping[str, Block]] = lambda proposer, model: {},
+) -> Resolved:
+    """Decide everything. `proposers` are those registered, `features` those in use, each with what it needs to know of the step
+    before; `default` says why this backend was taken where none was named; `variants` of it are in use, `unused_variants` are
+    not, for a reason each; `draft_vocab`: tokens that drafts are chosen among, None: all; `layers` tells the decoder blocks
+    that a proposer brings. Raises `CapabilityError` with every reason why the wishes cannot be met."""
+    n = _Negotiation(config, info, model)
+    if not info.available:
+        n.refuse(f"backend {info.name} is not available: {info.reason}")
+    n.choose("backend", info.name, default or info.summary)
+    default = info.devices[0] if info.devices else ""
+    device = n.choose("device", config.device or default, f"{info.name} opens {info.device_pattern}")
+    dtype = _dtype(n)
+    kv = _kv(n, dtype)
+    length = _length(n)
+    proposer, drafts = _drafts(n, length, tuple(proposers))
+    _draft_vocab(n, proposer, draft_vocab)
+    verify = _verify(n)
+    schedule = _schedule(n, drafts)
+    blocks = {**model.layers, **layers(proposer, model)}
+    limits = _limits(n, length, drafts, lambda block_size: block_bytes(blocks, block_size, dtype, kv))
+    _slot_states(n, slot_bytes(blocks, limits, dtype), limits)
+    overlap = _overlap(n, {f"proposer {proposer}": proposers.get(proposer, "none"), **features})
+    graph, sizes = _graph(n, limits)
+    prefix_cache = _prefix_cache(n, blocks)
+    _rest(n)
+    why = [f"{name} has passed on this device" for name in variants]
+    why += [f"{name}: {reason}" for name, reason in unused_variants.items()]
+    n.choose("variants", tuple(variants), "; ".join(why) or "the backend brings none for this device")
+    if n.refusals:
+        raise CapabilityError(f"this engine cannot be built: {'; '.join(n.refusals)}")
+    return Resolved(
+        info.name, device, dtype, proposer, verify, overlap, graph, sizes, config.invariant, limits, tuple(n.decisions), schedule,
+        kv, prefix_cache,
+    )  # fmt: skip
+
+
+def _dtype(n: _Negotiation) -> str:
+    allowed, asked = n.caps.dtypes, n.config.dtype
+    if asked == AUTO:
+        return str(n.choose("dtype", allowed[0], f"first of {n.info.name}'s dtypes, {', '.join(allowed)}"))
+    if asked not in allowed:
+        n.refuse(f"--dtype {asked}: backend {n.info.name} computes in {', '.join(allowed)}; choose one of those or auto")
+    return str(n.choose("dtype", asked, f"{n.info.name} computes in {', '.join(allowed)}"))
+
+
+def _kv(n: _Negotiation, dtype: str) -> Kv:
+    """How rows of keys and values are kept, in the target's caches and the draft's."""
+    asked = n.config.kv_dtype
+    if asked == AUTO:
+        n.choose("kv_dtype", dtype, "keys and values are kept in the dtype of activations")
+        return ""
+    if asked not in n.caps.kv_dtypes:
+        undeclared = f"backend {n.info.name} does not declare it (kv_dtypes)"
+        n.refuse(f"--kv-dtype {asked}: {undeclared}; leave it out or use another --backend")
+    reason = "each row of a KV head has a scale of its own; texts are those of another model, and drafts leave them as they are"
+    return cast("Kv", n.choose("kv_dtype", asked, reason))
+
+
+def _length(n: _Negotiation) -> int:
+    most, asked = n.model.max_model_len, n.config.max_model_len
+    length = most if asked == AUTO else int(asked)
+    if length > most:
+        n.refuse(f"--max-model-len {length}: model {n.model.name} was trained for {most}; lower it")
+    if length < 2:
+        n.refuse(f"--max-model-len {length} has no room for a prompt and a token of output; use at least 2")
+    n.choose("max_model_len", length, f"tokens of prompt and output together; {n.model.name} was trained for {most}")
+    return length
+
+
+# -- drafting --------------------------------------------------------------------------------------
+def _drafts(n: _Negotiation, length: int, proposers: tuple[str, ...]) -> tuple[str, int]:
+    """The proposer and K, which go together."""
+    name, asked = n.config.proposer, n.config.draft_tokens
+    no_mtp, (most, limit) = _no_mtp(n.model), _most_drafts(n, length)
+    _refuse_proposer(n, proposers, no_mtp, most, limit)
+    if name == AUTO:
+        name = "none" if no_mtp or asked == 0 or (asked == AUTO and most == 0) else "mtp"
+    drafts = asked if isinstance(asked, int) else 0 if name == "none" else min(DEFAULT_DRAFTS, most)
+    if drafts > most:
+        n.refuse(f"--draft-tokens {drafts}: {limit}; use at most {most}")
+    if name == "none" and drafts > 0:
+        reason = no_mtp if n.config.proposer == AUTO else "--proposer none never drafts"
+        n.refuse(f"--draft-tokens {drafts}: {reason}; use --draft-tokens 0")
+    if n.config.proposer not in {AUTO, "none"} and asked == 0:
+        n.refuse(f"--proposer {name} with --draft-tokens 0 drafts nothing; use --proposer none")
+    idle = no_mtp or ("no drafts were asked for" if asked == 0 or n.config.proposer == "none" else limit)
+    why = {"mtp": "the checkpoint has an MTP head", "none": idle}.get(name, "chosen by name")
+    n.choose("proposer", name, why)
+    few = f", fewer than {DEFAULT_DRAFTS} because {limit}" if asked == AUTO and 0 < drafts < DEFAULT_DRAFTS else ""
+    n.choose("draft_tokens", drafts, f"drafts a round{few}" if drafts else "plain decoding, one token a round")
+    return name, drafts
+
+
+def _draft_vocab(n: _Negotiation, proposer: str, few: int | None) -> None:
+    """How many tokens drafts are chosen among."""
+    vocab = n.model.vocab_size
+    if few is not None and proposer != "mtp":
+        n.refuse(f"--draft-vocab narrows the head of an MTP model, got proposer {proposer}; leave it out or use --proposer mtp")
+    reason = f"drafts are chosen among {few} of {vocab} tokens and verified over all of them: the text is the same"
+    n.choose("draft_vocab", vocab if few is None else few, reason if few is not None else "drafts are chosen among all tokens")
+
+
+def _refuse_proposer(n: _Negotiation, proposers: tuple[str, ...], no_mtp: str, most: int, limit: str) -> None:
+    name, known = n.config.proposer, ", ".join(proposers)
+    if name not in {AUTO, *proposers}:
+        n.refuse(f"--proposer {name} is unknown; known: {known}")
+    elif name == "mtp" and no_mtp:
+        n.refuse(f"--proposer mtp: {no_mtp}; use --proposer none")
+    elif name not in {AUTO, "none"} and most == 0:
+        n.refuse(f"--proposer {name}: {limit}; use --proposer none")
+
+
+def _most_drafts(n: _Negotiation, length: int) -> tuple[int, str]:
+    """The largest K that can be of use, and what bounds it."""
+    window = n.caps.max_window
+    bounds = {
+        f"backend {n.info.name} verifies windows of at most {window} tokens": window - 1,
+        f"a text of at most {length} tokens has no room for more": max(length - 2, 0),
+        "a round of more drafts cannot be counted": MAX_DRAFTS,
+    }
+    limit = min(bounds, key=lambda reason: bounds[reason])
+    return bounds[limit], limit
+
+
+def _no_mtp(model: ModelDescription) -> str:
+    """Why the model cannot draft with its own head, or ""."""
+    if model.mtp is None:
+        return model.mtp_note or "the checkpoint has no MTP head"
+    return "; ".join(model.mtp.unsupported())
+
+
+def _verify(n: _Negotiation) -> str:
+    asked = n.config.verify
+    if asked == AUTO:
+        reason = "greedy requests are matched against the argmax, sampling ones against the target's own draw with shared noise"
+        return str(n.choose("verify", "coupled", reason))
+    reason = {
+        "greedy": "only requests with temperature 0 are accepted",
+        "coupled": "lossless at any temperature",
+        "rejection": "lossless in distribution; a sampled text depends on the number of drafts",
+    }[asked]
+    return str(n.choose("verify", asked, reason))
+
+
+def _schedule(n: _Negotiation, drafts: int) -> tuple[float, ...]:
+    """The synthetic acceptance schedule, as long as there are drafts."""
+    asked = n.config.accept_schedule
+    if asked and not n.caps.synthetic_acceptance:
+        n.refuse(f"backend {n.info.name} has no synthetic acceptance; leave the schedule out")
+    if asked and n.config.verify == "rejection":
+        n.refuse("a synthetic acceptance schedule forces choices, which --verify rejection does not make; use --verify coupled")
+    if asked and len(asked) < drafts:
+        n.refuse(f"--draft-tokens {drafts}: the synthetic acceptance schedule has {len(asked)} chances; give one for each draft")
+    reason = "synthetic: drafts are accepted by chance, whatever the model says; the text means nothing, only its timing does"
+    return tuple(n.choose("accept_schedule", asked[:drafts], reason if asked else "drafts are verified"))
+
+
+# -- capacities ------------------------------------------------------------------------------------
+def _limits(n: _Negotiation, length: int, drafts: int, bytes_of: Callable[[int], int]) -> Limits:
+    """Capacities, with "auto" filled in and contradictions refused."""
+    config, window, seqs = n.config, drafts + 1, n.config.max_num_seqs
+    if seqs > n.caps.max_seqs:
+        n.refuse(f"--max-num-seqs {seqs}: backend {n.info.name} holds at most {n.caps.max_seqs}; lower it")
+    n.choose("max_num_seqs", seqs, "requests decoded together")
+    block = 16 if config.block_size == AUTO else int(config.block_size)
+    n.choose("block_size", block, "tokens of a KV block")
+    per_slot = -(-length // block)
+    num_blocks = _num_blocks(n, per_slot, bytes_of(block))
+    rows = max(MIN_BATCHED_TOKENS, seqs * window) if config.max_batched_tokens == AUTO else int(config.max_batched_tokens)
+    if rows < seqs * window:
+        n.refuse(
+            f"--max-batched-tokens {rows}: {seqs} windows of {window} need {seqs * window} rows a step; raise it or lower "
+            "--max-num-seqs or --draft-tokens"
+        )
+    n.choose("max_batched_tokens", rows, "rows of one step, windows and prefill chunks together")
+    return Limits(
+        max_seqs=seqs,
+        num_drafts=drafts,
+        max_rows=rows,
+        max_logit_rows=seqs * window,
+        max_len=length,
+        block_size=block,
+        num_blocks=num_blocks,
+        max_blocks=per_slot,
+        max_stop_tokens=MAX_STOP_TOKENS,
+        vocab_size=n.model.vocab_size,
+        max_logprobs=-1 if config.logprobs is None else config.logprobs,
+    )
+
+
+def _num_blocks(n: _Negotiation, per_slot: int, size: int) -> int:
+    """KV blocks of the pool, and what they cost. `size`: bytes of a block."""
+    wanted, asked = n.config.max_num_seqs * per_slot, n.config.num_blocks
+    if asked == AUTO:
+        affordable = max(CACHE_BUDGET // max(size, 1), per_slot)  # layers may keep nothing in blocks
+        chosen = min(wanted, affordable)
+        reason = (
+            "every slot at full length" if wanted <= affordable else f"what {CACHE_BUDGET >> 20} MiB hold, at least one request"
+        )
+    else:
+        chosen = int(asked)
+        reason = f"{wanted} would hold every slot at full length, {per_slot} one request"
+    n.choose("num_blocks", chosen, reason)
+    n.choose("kv_cache_bytes", chosen * size, f"{chosen} blocks of {size:,} bytes over all layers that draft or verify")
+    return chosen
+
+
+def _slot_states(n: _Negotiation, size: int, limits: Limits) -> None:
+    """What layers keep of each slot however long its text is; nothing is said where they keep nothing."""
+    if size:
+        n.choose(
+            "slot_state_bytes", size * limits.max_seqs, f"states of {limits.max_seqs} slots of {size:,} bytes over all layers"
+        )
+
+
+def _prefix_cache(n: _Negotiation, blocks: Mapping[str, Block]) -> bool:
+    """Whether blocks are shared, which every layer must be able to go on from."""
+    never = never_hit(blocks)
+    if not n.config.prefix_cache or not never:
+        reason = "requests share the KV blocks of a common beginning" if n.config.prefix_cache else "off"
+        return bool(n.choose("prefix_cache", n.config.prefix_cache, reason))
+    where = never[0] + (f" and {len(never) - 1} more" if len(never) > 1 else "")
+    return bool(n.choose("prefix_cache", False, f"off: {where} cannot go on from the blocks of a common beginning"))
+
+
+# -- the step --------------------------------------------------------------------------------------
+def _overlap(n: _Negotiation, features: Mapping[str, Needs]) -> int:
+    """The depth. What a feature needs to know of the step before may cost some or all of it."""
+    blocking = " and ".join(name for name, needs in features.items() if needs == BLOCKING)
+    middle = " and ".join(name for name, needs in features.items() if needs == MIDDLE)
+    if middle and not n.caps.host_inputs:
+        n.refuse(
+            f"{middle} needs {MIDDLE}, but backend {n.info.name} takes no data in the middle of a step (capability host_inputs); "
+            "leave it out or use another backend"
+        )
+    half = f"; {middle} needs {MIDDLE}, so a step is launched in two halves and at most one is ahead" if middle else ""
+    if n.config.overlap == AUTO:
+        depth = 1 if n.caps.asynchronous and not blocking else 0
+        reason = "launches return before they have run" if depth else f"{n.info.name} is synchronous: nothing to overlap with"
+        if blocking and n.caps.asynchronous:
+            reason = f"none: {blocking} needs {BLOCKING}, so each step waits for the one before"
+        return int(n.choose("overlap", depth, reason + half))
+    if n.config.overlap and n.caps.bring_up:
+        n.refuse(f"--overlap {n.config.overlap}: backend {n.info.name} is in bring-up, which is synchronous; use --overlap 0")
+    if blocking and n.config.overlap:
+        n.refuse(f"--overlap {n.config.overlap}: {blocking} needs {BLOCKING} of the step before; use --overlap 0 or auto")
+    return int(n.choose("overlap", n.config.overlap, f"steps launched before the last snapshot is read{half}"))
+
+
+def _graph(n: _Negotiation, limits: Limits) -> tuple[Mode, tuple[int, ...]]:
+    """What is captured, and the buckets."""
+    mode, asked = n.config.graph, n.config.graph_sizes
+    chosen: Mode = ("decode" if n.caps.graph_capture else "off") if mode == AUTO else cast("Mode", mode)  # one of GRAPH_MODES
+    if chosen != "off" and not n.caps.graph_capture:
+        n.refuse(f"--graph {chosen}: backend {n.info.name} does not declare graph_capture; use --graph off")
+    if asked and chosen == "off":
+        n.refuse(f"--graph-sizes {','.join(map(str, asked))} without graphs; add --graph decode or prefill")
+    largest = {"decode": limits.max_seqs, "prefill": limits.max_rows}.get(chosen, 0)
+    wrong = [size for size in asked if chosen != "off" and not 1 <= size <= largest]
+    if wrong:
+        n.refuse(f"--graph-sizes {','.join(map(str, wrong))}: a {chosen} step has 1 to {largest} of them; correct the sizes")
+    sizes = (tuple(sorted(set(asked))) or default_buckets(largest)) if largest else ()
+    what = {"decode": "steps without prefill are replayed", "prefill": "steps without decoding are replayed"}
+    n.choose("graph", chosen, what.get(chosen, "every launch is enqueued by the host"))
+    n.choose("graph_sizes", sizes, "buckets: running sequences, or rows of a prefill" if sizes else "nothing is captured")
+    return chosen, sizes
+
+
+def _rest(n: _Negotiation) -> None:
+    """Wishes that are met or refused as they are."""
+    config = n.config
+    if config.invariant and not n.caps.row_invariant:
+        n.refuse(f"--invariant: backend {n.info.name} does not declare row_invariant; leave it out or use another --backend")
+    n.choose(
+        "invariant",
+        config.invariant,
+        "a row's bits depend on that row alone: texts are bit-equal for every number of drafts, batch and chunk"
+        if config.invariant
+        else "faster; texts are equal up to ties of the logits",
+    )
+    _logprobs(n)
+    for name, what in (("think_start_ids", "begin thinking"), ("think_end_ids", "end thinking")):
+        ids = getattr(config, name)
+        wrong = [token for token in ids if not 0 <= token < n.model.vocab_size]
+        if wrong:
+            n.refuse(f"{name} has {wrong[0]}, which is no token of model {n.model.name}; correct it")
+        n.choose(name, ids, f"tokens that {what}" if ids else "none")
+    bound = "grammars and the length of thinking bind output where requests ask for it"
+    n.choose("constraints", config.constraints, bound if config.constraints else "no output is bound")
+    n.choose("seed", config.seed, "requests without a seed use it plus their number")
+    n.choose("kernels", config.kernels, "kernel packs, first wins" if config.kernels else "the backend's own kernels")
+    n.choose("plugins", config.plugins, "loaded by name, in order" if config.plugins else "none were named")
+    fallback = "what the device has no kernel for may run on the CPU, slowly" if config.allow_cpu_fallback else "never in secret"
+    n.choose("allow_cpu_fallback", config.allow_cpu_fallback, fallback)
+    n.choose("sanitize", config.sanitize, "every access is checked, slowly" if config.sanitize else "no hazard checker watches")
+
+
+def _logprobs(n: _Negotiation) -> None:
+    """How many log probabilities a request may have, and of what."""
+    asked, vocab = n.config.logprobs, n.model.vocab_size
+    if asked is not None and asked > vocab:
+        n.refuse(f"--logprobs {asked}: model {n.model.name} has {vocab} tokens; ask for at most as many")
+    some = "buffers for a token and as many beside it; a step reports what its requests ask for, and nothing for others"
+    n.choose("logprobs", asked, "none are reported" if asked is None else some)
+    what = {"raw": "of the model's logits", "processed": "behind penalties, biases, forbidden tokens and temperature"}
+    n.choose("logprobs_mode", n.config.logprobs_mode, what[n.config.logprobs_mode])

@@ -1,0 +1,1 @@
+"""From logits to tokens: processing, the verifiers, log probabilities, constraints and the reduced draft vocabulary."""

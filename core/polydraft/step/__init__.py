@@ -1,0 +1,1 @@
+"""One step on the device: uploads, the runner with its programs, captured graphs."""

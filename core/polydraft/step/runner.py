@@ -1,0 +1,340 @@
+"""One step on the device: upload, pack, target forward, verify, commit, snapshot, propose.
+
+The modules of an engine (the batch's state machine, the model, logits processing, the verifier, a proposer, host features)
+declare what they need; the runner allocates it, has each append its launches to the programs of every kind of step, and
+binds them. Then it knows nobody's fields: `launch` turns a plan into launches, `collect` turns the snapshot that comes back
+into an outcome. Between the two nothing waits for the device. Where steps meet host inputs in their middle
+(`inputs.splits`), `launch` enqueues the target's pass alone and `resume` the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from polydraft.backend import PassBuffers, Weight
+from polydraft.contracts.base import Limits
+from polydraft.contracts.kv_quant import Kv
+from polydraft.contracts.layout import SNAPSHOT_TOKENS
+from polydraft.device import Array, Device, Event, GraphCapture, Staging
+from polydraft.errors import ConfigError
+from polydraft.models.block import Block, scratch_buffers
+from polydraft.models.decoder import Target
+from polydraft.models.description import ModelDescription
+from polydraft.plugins.plugins import BoundTable, Plugins
+from polydraft.program.columns import BLOCK_TABLE, collect, max_payload, max_runs
+from polydraft.program.declare import LogitsStage, StepBuffer
+from polydraft.program.host_inputs import FeatureFactory, HostInputs
+from polydraft.program.packed import Snapshots
+from polydraft.program.plan import StepOutcome, StepPlan
+from polydraft.program.points import Points, Replay
+from polydraft.program.program import Lengths, Memory, Program, ProgramBuilder, StepContext, StepKind, Told, build, told
+from polydraft.proposers.base import Factory, ProposerContext
+from polydraft.sampling.logprobs import Logprobs, refuse_lacking
+from polydraft.sampling.processing import STAGES, Processing
+from polydraft.sampling.verify import RULES, Verifier
+from polydraft.step.batch import Batch
+from polydraft.step.graphs import CapturedSteps, GraphPolicy, Held, Part, Piece, Shape
+from polydraft.step.uploads import Uploads
+
+
+@dataclass(frozen=True)
+class InFlightStep:
+    """A step in flight: its plan, where its snapshot lands once the event has completed, and how its stages are launched: the
+    kind of step, the launch lengths, the captured shape it is replayed in."""
+
+    plan: StepPlan
+    staging: Staging
+    event: Event
+    kind: str
+    lengths: Lengths
+    shape: Shape | None
+
+
+Programs = dict[Part, Program]
+"""The launches of one kind of step: the target's stages up to the snapshot (or up to the logits, where the rest is "verify"),
+and the proposer's behind it, as they are where a step makes the most drafts."""
+
+WISHES = ((False, False), (True, False), (True, True))
+"""Whether a kind of step reports log probabilities of its tokens, and of prompts."""
+
+
+class Runner:
+    """Everything between a plan and its outcome. Built once: memory, and the programs of each kind of step."""
+
+    def __init__(
+        self,
+        *,
+        device: Device,
+        plugins: Plugins,
+        table: BoundTable,
+        model: ModelDescription,
+        weights: Mapping[str, Weight],
+        limits: Limits,
+        proposer: Factory,
+        verify: str,
+        depth: int,
+        dtype: str,
+        accept_schedule: tuple[float, ...] = (),
+        raw_logprobs: bool = True,
+        features: Sequence[FeatureFactory] = (),
+        stages: Sequence[LogitsStage] = (),
+        draft_ids: Array | None = None,
+        kv: Kv = "",
+        points: Points | None = None,
+        rungs: Sequence[int] = (),
+    ) -> None:
+        """`rungs`: numbers of drafts that steps may make, the most among them, which alone it is where none are given."""
+        self.device, self.limits, self.model, self._table, self._depth = device, limits, model, table, depth
+        self.points = Points() if points is None else points
+        self._rungs = tuple(rungs) or (limits.num_drafts,)
+        self.memory = Memory(device, limits, dtype, weights=weights)
+        self.context = StepContext()
+        stores_noise = verify == "rejection" or "gumbel_noise+sample" not in table.providers
+        self._batch = Batch(limits)
+        self.processing = Processing((*STAGES, *stages), table.providers)
+        context = ProposerContext(limits, model, self._choose, stores_noise, dtype, draft_ids)
+        self.proposer = proposer(context)
+        brought = [*getattr(self.proposer, "features", ()), *(feature(context) for feature in features)]
+        self._target = Target(model, limits, _mapped((self.proposer, *brought), "taps"))
+        keep_drafts = verify == "rejection" and limits.num_drafts > 0 and getattr(self.proposer, "soft", False)
+        self._logprobs: Logprobs | None = None
+        if limits.max_logprobs >= 0:
+            refuse_lacking(table.providers)
+            self._logprobs = Logprobs(limits, raw=raw_logprobs, verify=verify, draws=keep_drafts)
+        self._verifier = Verifier(
+            self.processing, num_valid=model.vocab_size, stores_noise=stores_noise, keep_drafts=keep_drafts,
+            schedule=accept_schedule, logprobs=self._logprobs,
+        )  # fmt: skip
+        modules = (self._batch, self._verifier, self.processing, self._target, self._logprobs, self.proposer, *brought)
+        self._allocate(plugins, modules, kv)
+        self.inputs = HostInputs(self.memory, brought, depth)
+        if self._logprobs is not None:
+            self._logprobs.attach(self.memory, depth)
+        self._kinds = {
+            (bool(sampling), processed, logprobs, prompt): StepKind(rule, processed, logprobs, prompt)
+            for processed in ((False, True) if self.processing.possible else (False,))
+            for sampling, rule in enumerate(RULES[verify])
+            for logprobs, prompt in WISHES[: 1 if self._logprobs is None else len(WISHES)]
+        }
+        self._names = {wishes: kind.name for wishes, kind in self._kinds.items()}
+        self._build_programs()
+        self.graphs: CapturedSteps | None = None
+        self._snapshots = Snapshots(limits)
+        self.uploads = Uploads(device, self.memory.buffers, depth)
+        record = self.memory.buffers["record"]
+        self._record = record
+        self._outputs = [(device.staging(f"snapshot{i}", record.shape, "i32"), device.event()) for i in range(depth + 1)]
+
+    # -- one step ----------------------------------------------------------------------------------
+    def launch(self, plan: StepPlan) -> InFlightStep:
+        """Enqueue a whole step, or its first half where steps meet host inputs in their middle; never blocks."""
+        stream, kind, n = self.device.stream, self._kind(plan), self._lengths(plan)
+        shape = self._shape(plan) if self.graphs else None
+        context = self.context
+        context.real_slots, context.has_prefill = plan.num_seqs, plan.has_prefill
+        if self.points.upload:
+            self.points.told("upload", plan, self.uploads.upload, stream, plan)
+        else:
+            self.uploads.upload(stream, plan)
+        self.inputs.upload_first(stream, plan.step_id)
+        if plan.writes:
+            self.writes["admit" if plan.writes.admits else "grant"].run(stream, n)
+        flight = InFlightStep(plan, *self._outputs[plan.step_id % len(self._outputs)], kind, n, shape)
+        self._run("step" if self._is_whole(shape) else "target", flight)
+        if not self.inputs.splits:
+            self._finish(flight)
+        return flight
+
+    def resume(self, flight: InFlightStep) -> None:
+        """Enqueue the second half of the step launched last, behind its host inputs, which are filled by now; never blocks."""
+        self.inputs.upload_middle(self.device.stream, flight.plan.step_id)
+        self._run("verify", flight)
+        self._finish(flight)
+
+    def _finish(self, flight: InFlightStep) -> None:
+        """Snapshot and drafts. The snapshot's copy stands before the draft passes, so results do not wait for them, unless
+        somebody reads the drafts, too, or the whole step is one graph, which it is only where results are read a step late."""
+        stream, step_id = self.device.stream, flight.plan.step_id
+        self.device.download(stream, flight.staging, self._record, flight.plan.num_seqs)
+        if self._logprobs is not None:
+            self._logprobs.download(stream, flight.plan)
+        if not self.inputs.reads_drafts:
+            flight.event.record(stream)
+        if not self._is_whole(flight.shape) and flight.plan.drafting:
+            self._run("draft", flight)
+        if self.inputs.reads_drafts:
+            self.inputs.download_drafts(stream, step_id)
+            flight.event.record(stream)
+        self.inputs.consumed(stream)
+
+    def _shape(self, plan: StepPlan) -> Shape | None:
+        """The captured shape that a step is replayed in; None for one whose launches are enqueued one by one."""
+        points = self.points
+        if self.graphs is None or plan.prompt_top is not None or (points.eager and points.wants_eager(plan)):
+            return None
+        return self.graphs.choose(plan)
+
+    def _is_whole(self, shape: Shape | None) -> bool:
+        """Whether a step is replayed as one graph."""
+        return shape is not None and self.graphs is not None and self.graphs.whole
+
+    def _run(self, piece: Piece, flight: InFlightStep) -> None:
+        """Replay a piece of the step in its shape, or enqueue its launches one by one."""
+        kind, shape = flight.kind, flight.shape
+        if shape is None or self.graphs is None:
+            assert piece != "step", "only a step that is replayed is whole"
+            program = self.drafts[kind][flight.plan.num_drafts] if piece == "draft" else self.programs[kind][piece]
+            program.run(self.device.stream, flight.lengths)
+        elif self.points.replay:
+            self.points.told("replay", Replay(kind, piece, *shape), self.graphs.replay, kind, piece, shape)
+        else:
+            self.graphs.replay(kind, piece, shape)
+
+    def collect(self, flight: InFlightStep) -> StepOutcome:
+        """Wait for a step's snapshot and decode it: the only host wait of a step."""
+        plan = flight.plan
+        if self.points.wait:
+            self.points.told("wait", flight, flight.event.synchronize)
+        else:
+            flight.event.synchronize()
+        if self.inputs.reads_drafts:
+            self.inputs.collect_drafts(plan.step_id)
+        record = self._snapshots.read(flight.staging.array, plan.slots)
+        logprobs = None if self._logprobs is None else self._logprobs.collect()
+        _, epochs, num_tokens, accepted, drafted, finish, phase, kv_len = record.T[:SNAPSHOT_TOKENS]  # as `Snapshot` says
+        return StepOutcome(
+            plan.step_id, plan.slots, epochs, num_tokens, accepted, drafted, finish, phase, kv_len, record[:, SNAPSHOT_TOKENS:],
+            logprobs,
+        )  # fmt: skip
+
+    def reset(self) -> None:
+        """The device has failed: no step is in flight, and nothing that it was sent counts as there."""
+        self.uploads.reset()
+        self.inputs.reset()
+        if self._logprobs is not None:
+            self._logprobs.reset()
+
+    def _kind(self, plan: StepPlan) -> str:
+        """Name of the kind of step that serves a plan; prompts are reported by steps that report tokens, too."""
+        prompt = plan.prompt_top is not None
+        return self._names[plan.sampling, plan.processed, prompt or plan.num_top is not None, prompt]
+
+    @staticmethod
+    def _lengths(plan: StepPlan) -> Lengths:
+        """In the order of `UNITS`."""
+        return plan.num_rows, plan.num_logit_rows, plan.num_seqs, len(plan.writes.runs), plan.num_prompt_rows
+
+    # -- building ----------------------------------------------------------------------------------
+    def _allocate(self, plugins: Plugins, modules: Sequence[object], kv: Kv) -> None:
+        """Allocate what the modules declare, the runs into their columns, and metadata for each kind of pass."""
+        limits, memory = self.limits, self.memory
+        self.columns = collect(_declared(modules, "columns"))
+        staged = (
+            StepBuffer("runs", f"{max_runs(self.columns, limits)} 5"),
+            StepBuffer("payload", str(max_payload(self.columns, limits))),
+        )
+        memory.allocate((*self.columns, *staged, *_declared(modules, "buffers")))
+        blocks: dict[str, Block] = _mapped(modules, "blocks")
+        memory.allocate(scratch_buffers(blocks.values(), self.model.hidden_size))
+        for prefix, cache in ((prefix, cache) for prefix, block in blocks.items() for cache in block.caches):
+            memory.allocate(cache.buffers(prefix, limits))
+            spec = cache.spec(limits, memory.act, kv)
+            if spec is not None:
+                memory.caches[prefix] = self._table.allocate_cache(spec)
+        for one in _declared(modules, "passes"):
+            rows, positions = memory.buffers[one.row_slot], memory.buffers[one.positions]
+            buffers = PassBuffers(one.role, rows, positions, memory.buffers[BLOCK_TABLE])
+            memory.metas[one.name] = plugins.init_forward_meta(self.device, buffers, limits)
+
+    def _choose(self, program: ProgramBuilder, **rows: Any) -> None:
+        """What a proposer is given: the verifier, which exists only once the proposer does."""
+        self._verifier.choose(program, **rows)
+
+    def _build_programs(self) -> None:
+        self.writes: dict[str, Program] = {
+            "admit": self._scatter("admit", [column.name for column in self.columns]),
+            "grant": self._scatter("grant", [BLOCK_TABLE]),
+        }
+        """Programs that write slot columns, which are never captured: all columns, and the block table alone."""
+        self.programs: dict[str, Programs] = {}
+        self.drafts: dict[str, dict[int, Program]] = {}
+        """The proposer's launches, by kind of step and number of drafts that the step makes."""
+        for kind in self._kinds.values():
+            self.programs[kind.name], self.drafts[kind.name] = self._build(kind)
+
+    def _scatter(self, name: str, columns: Sequence[str]) -> Program:
+        program = ProgramBuilder(name, self._table, self.memory, self.context)
+        program.add("scatter", "runs", "upload", columns=columns)
+        return program.build()
+
+    def _build(self, kind: StepKind) -> tuple[Programs, dict[int, Program]]:
+        def builder(name: str) -> ProgramBuilder:
+            return ProgramBuilder(f"{kind.name}.{name}", self._table, self.memory, self.context, kind)
+
+        target = builder("target")
+        self._batch.pack(target)
+        self._target.forward(target)
+        verify = builder("verify") if self.inputs.splits else target
+        self._verifier.verify(verify, (feature.append for feature in self.inputs.features))
+        self._batch.commit(verify)
+        if kind.logprobs and self._logprobs is not None:
+            self._logprobs.append(verify)
+        if kind.prompt and self._logprobs is not None:
+            self._logprobs.append_prompt(verify, self._target.head, self.model.vocab_size)
+        most = self.limits.num_drafts
+        drafts = {rung: builder("draft" if rung == most else f"draft of {rung}") for rung in self._rungs}
+        for rung, draft in drafts.items():
+            self.proposer.append(draft, rung)
+        always: dict[Part, ProgramBuilder] = {"target": target, "verify": verify} if self.inputs.splits else {"target": target}
+        built = build((*always.values(), *drafts.values()))
+        by_rung = dict(zip(drafts, built[len(always) :], strict=True))
+        return {**dict(zip(always, built, strict=False)), "draft": by_rung[most]}, by_rung
+
+    def joined(self) -> list[Told]:
+        """What was joined in the programs, for `--explain` and reports."""
+        return told([
+            program
+            for kind, parts in self.programs.items()
+            for program in (*(program for part, program in parts.items() if part != "draft"), *self.drafts[kind].values())
+        ])  # fmt: skip
+
+    def captured(self) -> dict[int, Held]:
+        """The graphs by number of drafts, for `--explain` and reports; empty without graphs."""
+        return self.graphs.held if self.graphs is not None else {}
+
+    def rebind(self) -> None:
+        """Bind every program again, and capture again what was captured: some weight lies at another address now."""
+        self._build_programs()
+        if self.graphs is not None:
+            graphs = self.graphs
+            self.capture(graphs.policy, graphs.capture, graphs.uncapturable)
+
+    def capture(self, policy: GraphPolicy, capture: GraphCapture, uncapturable: frozenset[str]) -> None:
+        """Capture every step that `policy` replays. Called before the first step, and again when an address has changed."""
+        self.uploads.clear(self.device.stream)
+        whole = policy.mode == "decode" and self._depth > 0 and not self.inputs.splits
+        self.graphs = CapturedSteps(self.device, capture, policy, self.limits, self.context, uncapturable, whole)
+        prompts = {kind.name for kind in self._kinds.values() if kind.prompt}  # such steps are never replayed
+        self.graphs.capture_all({
+            name: {rung: {**programs, "draft": draft} for rung, draft in self.drafts[name].items()}
+            for name, programs in self.programs.items()
+            if name not in prompts
+        })  # fmt: skip
+
+
+def _declared(modules: Iterable[object], what: str) -> list[Any]:
+    """What the modules declare of one kind; a module that declares none of it needs no such attribute."""
+    return [one for module in modules for one in getattr(module, what, ())]
+
+
+def _mapped(modules: Iterable[object], what: str) -> dict[str, Any]:
+    """The same of what they declare by name. Raises `ConfigError` where two have one name."""
+    found: dict[str, Any] = {}
+    for module in modules:
+        declared: Mapping[str, Any] = getattr(module, what, {})
+        if twice := found.keys() & declared.keys():
+            raise ConfigError(f"two modules declare {what} called {min(twice)!r}, wanted one; rename it in one of them")
+        found |= declared
+    return found

@@ -6,11 +6,12 @@ It never truncates or pads, never adds special tokens to a rendered chat, and im
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from polydraft.errors import CheckpointError, RequestError
 from polydraft.models.chat_template import ChatTemplate
@@ -24,6 +25,9 @@ __all__ = ["IncrementalDecoder", "Tokenizer"]
 _REPLACEMENT = "\ufffd"
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
+Kind = Literal["none", "special", "byte", "text"]
+"""An id without a token, one that `decode` skips by default, one of a byte (`<0x0A>`), any other."""
+
 
 class Tokenizer:
     """The tokenizer of one model directory. Host only; safe to share between requests, since it keeps no state."""
@@ -35,6 +39,8 @@ class Tokenizer:
         self.directory = directory
         self._backend = backend
         self._special = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
+        self.kind: Callable[[int], Kind] = functools.cache(self._kind)
+        """What an id is. Remembered: a stream asks of every token, and the library builds a string each time."""
 
     @classmethod
     def from_dir(cls, path: str | Path) -> Tokenizer:
@@ -120,6 +126,14 @@ class Tokenizer:
         """Return whether `decode` skips this id by default."""
         return token_id in self._special
 
+    def _kind(self, token_id: int) -> Kind:
+        spelled = self.token(token_id)
+        if spelled is None:
+            return "none"
+        if token_id in self._special:
+            return "special"
+        return "byte" if _BYTE_TOKEN.fullmatch(spelled) else "text"
+
 
 class IncrementalDecoder:
     """Streams the text of one request in pieces of whole characters; the pieces joined equal `decode` of all ids.
@@ -141,13 +155,15 @@ class IncrementalDecoder:
         """Start an empty text. `skip_special_tokens` as in `Tokenizer.decode`."""
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
+        self._hidden = {"none", "special"} if skip_special_tokens else {"none"}
         self._window: list[int] = []
         self._emitted = 0  # characters of the decoded window that were handed out
 
     def push(self, token_ids: Iterable[int]) -> str:
         """Append `token_ids` and return the new text that is certain; may be empty."""
-        self._window += filter(self._is_visible, token_ids)
-        if not self._window or self._is_byte(self._window[-1]):
+        kind, hidden = self._tokenizer.kind, self._hidden
+        self._window += [token for token in token_ids if kind(token) not in hidden]
+        if not self._window or kind(self._window[-1]) == "byte":
             return ""
         text = self._decode()
         held = text.endswith(_REPLACEMENT)
@@ -166,10 +182,3 @@ class IncrementalDecoder:
 
     def _decode(self) -> str:
         return self._tokenizer.decode(self._window, skip_special_tokens=self._skip)
-
-    def _is_visible(self, token_id: int) -> bool:
-        hidden = self._skip and self._tokenizer.is_special(token_id)
-        return not hidden and self._tokenizer.token(token_id) is not None
-
-    def _is_byte(self, token_id: int) -> bool:
-        return _BYTE_TOKEN.fullmatch(self._tokenizer.token(token_id) or "") is not None

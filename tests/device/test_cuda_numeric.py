@@ -47,6 +47,12 @@ ROOT = Path(__file__).resolve().parents[2]
 LIMITS = Limits(64, 3, 512, 64, 1024, 16, 64, 64, 4, 32000)
 
 
+@pytest.fixture(autouse=True)
+def no_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library of a machine that has a GPU must not be given addresses on paper."""
+    monkeypatch.setattr(cublaslt, "library", lambda: None)
+
+
 @dataclass(eq=False)
 class Recorder(PaperDevice):
     """A paper device with memory whose launches are noted as (source, defines, rows)."""

@@ -28,7 +28,7 @@ def test_the_cost_of_invariance_is_that_of_the_result():
         assert (row["acceptance"], row["weights"]) == ("synthetic", "random")
 
 
-def test_the_committed_zoo_is_dead_and_counted():
+def test_the_committed_proof_is_dead_and_counted():
     proof = json.loads((ROOT / "docs" / "backends" / "cuda-mutants.json").read_text(encoding="utf-8"))
     schema = json.loads((ROOT / "core" / "polydraft" / "schemas" / "prove-1.json").read_text(encoding="utf-8"))
     jsonschema.validate(proof, schema)

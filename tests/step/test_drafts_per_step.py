@@ -8,25 +8,23 @@ with a cache drafts behind such a stretch is, bit for bit, what it drafts where 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
-from unittest import mock
 
 import pytest
 
 from polydraft import Engine, RequestOutput, SamplingParams
+from polydraft.conformance.core_faults import no_keep_part
+from polydraft.conformance.lossless_checks import Listed
 from polydraft.errors import ConfigError
 from polydraft.host.draft_policy import Always, check_policy, ladder
-from polydraft.proposers.mtp import MtpProposer
 from polydraft.step.graphs import GraphPolicy
 from tests.step.test_host_inputs import asks as host_asks
 from tests.step.test_host_inputs import masked_plainly, served
 from tests.support import host_features
 from tests.support.cpu import needs_kernels
-from tests.support.drafting import Drawn, Listed, deciding, drawing
+from tests.support.drafting import Drawn, deciding, drawing
 from tests.support.programs import WAYS, Program, bits, program
 from tests.support.runs import DEVICES, Ask, drive, engine, essence, solo
 
@@ -184,7 +182,7 @@ def never_paused(model: str, prompt: tuple[int, ...]) -> dict[int, list[int]]:
 
 
 def with_pauses(model: str, prompt: tuple[int, ...], numbers: tuple[int, ...], **options: Any) -> dict[int, list[int]]:
-    with deciding(lambda limits: Listed(limits, numbers)):
+    with deciding(lambda limits: Listed(numbers, limits.num_drafts)):
         served_by = engine(model, draft_tokens=5, max_num_seqs=2, block_size=4, **options)
     return drafts_at(served_by, [Ask(prompt, PARAMS)], "ask-0")
 
@@ -204,7 +202,7 @@ def test_drafts_behind_pauses_are_those_of_a_run_that_never_paused(model: str, n
 def test_blocks_that_were_written_without_drafts_serve_others() -> None:
     """A prompt computed in steps without drafts, and text behind it: another request shares the blocks and drafts from them."""
     prompt = PROMPTS[3]
-    with deciding(lambda limits: Listed(limits, [0] * 30 + [5] * 1000)):
+    with deciding(lambda limits: Listed([0] * 30 + [5] * 1000, limits.num_drafts)):
         served_by = engine(MODEL, draft_tokens=5, max_num_seqs=2, block_size=4)
     asks = [Ask(prompt, replace(PARAMS, max_new_tokens=20)), Ask((), PARAMS)]
     (first,) = drive(served_by, asks[:1])
@@ -215,21 +213,6 @@ def test_blocks_that_were_written_without_drafts_serve_others() -> None:
     wanted = never_paused(MODEL, longer)
     assert all(not drafts or drafts == wanted[known][: len(drafts)] for known, drafts in found.items())
     assert sum(map(len, found.values())) > 10
-
-
-@contextmanager
-def no_keep_part() -> Iterator[None]:
-    """Steps without drafts leave the proposer's rows unwritten."""
-    append = MtpProposer.append
-
-    def silent(self: MtpProposer, program: Any, num_drafts: int) -> None:
-        if num_drafts:
-            append(self, program, num_drafts)
-        else:
-            program.add("begin_draft", "seqs", "begin_draft", num_drafts=0)
-
-    with mock.patch.object(MtpProposer, "append", silent):
-        yield
 
 
 def test_without_the_keep_part_it_would_be_seen() -> None:
@@ -252,7 +235,7 @@ def test_passes_that_nobody_wants_are_not_launched() -> None:
 @pytest.mark.parametrize("depth", [0, 2])
 def test_a_step_verifies_what_the_step_before_has_drafted(depth: int) -> None:
     numbers = (5, 0, 2, 2, 3, 0, 0, 1)
-    with deciding(lambda limits: Listed(limits, numbers)):
+    with deciding(lambda limits: Listed(numbers, limits.num_drafts)):
         served_by = engine(MODEL, device=f"lazy-{depth}", draft_tokens=5, max_num_seqs=2)
     plans: list[Any] = []
     launch = served_by.runner.launch

@@ -1,4 +1,4 @@
-"""Policies of the number of drafts, for tests: drawn anew for every step, or as a list says.
+"""Policies of the number of drafts, for tests: drawn anew for every step.
 
 Owns the way to give one to an engine that is built by any of the other helpers.
 Called by tests of the step.
@@ -8,7 +8,7 @@ Never compares results.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -30,19 +30,6 @@ class Drawn:
         if self._rng.random() < 0.6:
             self._last = self._rng.choice(self.rungs)
         return self._last
-
-
-class Listed:
-    """As the list says, again and again; what it chose is in `chosen`."""
-
-    def __init__(self, limits: Limits, numbers: Sequence[int]) -> None:
-        self.rungs = tuple(sorted({*numbers, limits.num_drafts}))
-        self._numbers, self.chosen = numbers, list[int]()
-
-    def choose(self, view: DraftView) -> int:
-        del view
-        self.chosen.append(self._numbers[len(self.chosen) % len(self._numbers)])
-        return self.chosen[-1]
 
 
 @contextmanager

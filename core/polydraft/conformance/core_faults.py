@@ -23,6 +23,7 @@ from polydraft.host.slots import SlotTable
 from polydraft.plugins import kernel_table
 from polydraft.program.host_inputs import HostInputs
 from polydraft.program.plan import StepOutcome, StepPlan
+from polydraft.proposers.mtp import MtpProposer
 from polydraft.resolve import resolve
 from polydraft.step.graphs import CapturedSteps, GraphPolicy, Shape
 
@@ -176,4 +177,35 @@ def blocks_in_another_order() -> Iterator[None]:
         np.random.default_rng(5).shuffle(self._free)
 
     with mock.patch.object(BlockLedger, "__init__", shuffled):
+        yield
+
+
+@contextmanager
+def no_keep_part() -> Iterator[None]:
+    """Steps without drafts leave the proposer's keys and values unwritten."""
+    append = MtpProposer.append
+
+    def silent(self: MtpProposer, program: Any, num_drafts: int) -> None:
+        if num_drafts:
+            append(self, program, num_drafts)
+        else:
+            program.add("begin_draft", "seqs", "begin_draft", num_drafts=0)
+
+    with mock.patch.object(MtpProposer, "append", silent):
+        yield
+
+
+@contextmanager
+def replays_the_rung_below() -> Iterator[None]:
+    """A step is replayed by graphs that make fewer drafts than it was planned to, where there are such."""
+    choose = CapturedSteps.choose
+
+    def below(self: CapturedSteps, plan: StepPlan) -> Shape | None:
+        shape = choose(self, plan)
+        if shape is None:
+            return None
+        rungs = sorted({other.num_drafts for _, _, other in self._calls})
+        return shape._replace(num_drafts=rungs[max(rungs.index(shape.num_drafts) - 1, 0)])
+
+    with mock.patch.object(CapturedSteps, "choose", below):
         yield

@@ -742,6 +742,21 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
     _kept("M69", "numbers cut instead of rounded", "a cast to int8", kv_faults.truncated),
     _kept("M70", "numbers below the normal ones of fp8 lost", "conversions that flush", kv_faults.flushed, "fp8"),
     _kept("M71", "exponents of fp8 rows one too small", "448 taken for 512", kv_faults.too_small, "fp8"),
+    _core(
+        "M72",
+        "steps without drafts leave the draft's keys and values unwritten",
+        "met while building drafts per step",
+        "L5/drafts-per-step",
+        core_faults.no_keep_part,
+    ),
+    _core(
+        "M73",
+        "a graph of fewer drafts than planned",
+        "met while building drafts per step",
+        "L3/engine/drafts-per-step",
+        core_faults.replays_the_rung_below,
+        "graph_capture",
+    ),
 )
 """Every mutant of this version, by the numbers of the design's table; a number that is missing is in `CORES`."""
 

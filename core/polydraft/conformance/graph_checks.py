@@ -17,7 +17,7 @@ from polydraft.conformance.check import Check, Tally, Unsupported
 from polydraft.conformance.device_checks import pattern, read
 from polydraft.conformance.harness import check_kernel, run_kernel
 from polydraft.conformance.kernel_checks import Table, UsedBefore, bits, pairs
-from polydraft.conformance.lossless_checks import K, run
+from polydraft.conformance.lossless_checks import K, drafts_per_step, run
 from polydraft.conformance.probe import NUM_TOKENS, prompts
 from polydraft.conformance.serving import Ask
 from polydraft.conformance.target import Opened, Target
@@ -51,6 +51,7 @@ def checks() -> Iterator[Check]:
         ("engine/bucket-edges", _edges),
         ("engine/shrinking-batch", _shrinking),
         ("engine/rounds-of-every-k", _drafts),
+        ("engine/drafts-per-step", _drafts_per_step),
         ("engine/prefill-graphs", _prefill),
         ("engine/is-replayed", _is_replayed),
         ("engine/nothing-allocated", _nothing_allocated),
@@ -253,6 +254,11 @@ def _drafts(target: Target, tally: Tally) -> None:
     """Every number of drafts, so that every pass of a captured chain shows in the rounds."""
     for drafts in (0, 1, 2, 5):
         run(target, tally, [Ask(prompt) for prompt in prompts(3)], drafts=drafts, graph="decode", graph_sizes=(4,))
+
+
+def _drafts_per_step(target: Target, tally: Tally) -> None:
+    """Graphs of every rung of a ladder, another in each step."""
+    _was_replayed(drafts_per_step(target, tally, graph="decode", graph_sizes=(1, 2, 4)), tally)
 
 
 def _prefill(target: Target, tally: Tally) -> None:

@@ -19,6 +19,7 @@ from polydraft.conformance.serving import Ask, as_expected, serve
 from polydraft.conformance.target import Target
 from polydraft.contracts.kv_quant import KV_DTYPES, Kv
 from polydraft.engine import Engine
+from polydraft.host.draft_policy import DraftView
 from polydraft.output.request_output import RequestOutput
 from polydraft.program.plan import StepOutcome, StepPlan
 from polydraft.sampling_params import SamplingParams
@@ -29,6 +30,10 @@ BATCHES: Final = (1, 3, 8)
 K: Final = 3
 """Drafts a round of the checks that are not about K."""
 SAMPLINGS: Final = ({"temperature": 0.8, "top_p": 0.95}, {"temperature": 1.0, "top_k": 20}, {"temperature": 1.3, "min_p": 0.05})
+
+
+NUMBERS: Final = (3, 0, 0, 2, 5, 1, 0, 0, 0, 5, 3)
+"""Drafts of one step after the other where they change: up, down, and pauses of several steps."""
 
 
 def checks() -> Iterator[Check]:
@@ -47,6 +52,7 @@ def checks() -> Iterator[Check]:
     yield Check("L5/preempt-and-resume", _preempt)
     yield Check("L5/full-batch", _full_batch)
     yield Check("L5/late-arrivals", _late)
+    yield Check("L5/drafts-per-step", _drafts_per_step)
     for kv in KV_DTYPES:
         yield Check(f"L5/kv-{kv}/with-and-without-drafts", partial(_quantised, kv), needs="kv_dtypes")
     for number, options in enumerate(SAMPLINGS):
@@ -61,6 +67,41 @@ def run(target: Target, tally: Tally, asks: Sequence[Ask], *, drafts: int = K, e
         engine._observers.append(LaunchOrder(engine.info.capabilities.row_order, tally))
         outputs = serve(engine, asks, tally, each_step=each_step)
     as_expected(tally, asks, outputs, drafts, dtype)
+    return engine
+
+
+class Listed:
+    """A draft policy that follows a list again and again; what it chose is in `chosen`."""
+
+    def __init__(self, numbers: Sequence[int], most: int) -> None:
+        self.rungs = tuple(sorted({*numbers, most}))
+        self._numbers, self.chosen = numbers, list[int]()
+
+    def choose(self, view: DraftView) -> int:
+        """The next of the list."""
+        del view
+        self.chosen.append(self._numbers[len(self.chosen) % len(self._numbers)])
+        return self.chosen[-1]
+
+
+def _drafts_per_step(target: Target, tally: Tally) -> None:
+    """One step after the other, and steps in flight where the backend has them."""
+    drafts_per_step(target, tally, graph="off")
+
+
+def drafts_per_step(target: Target, tally: Tally, **options: Any) -> Engine:
+    """Another number of drafts in every step: tokens as ever, and of each round's drafts as many accepted as of a run that never
+    paused, which takes keys and values of the steps without drafts, too. A prompt that was computed in such steps is shared."""
+    base = prompts(10)[9]
+    asks = [*(Ask(prompt, arrival=3 * i) for i, prompt in enumerate(prompts(6))), Ask(base, arrival=1), Ask(base, arrival=12)]
+    most, dtype = max(NUMBERS), working_dtype(target)
+    options = {"max_num_seqs": 4, "block_size": 4, "max_batched_tokens": 4 * (most + 1) + 1, **options}
+    with target.engine(draft_tokens=most, dtype=dtype, draft_policy=Listed(NUMBERS, most), **options) as engine:
+        outputs = serve(engine, asks, tally)
+    as_expected(tally, asks, outputs, None, dtype)
+    seen = {drafts for output in outputs for drafts in output.round_drafts}
+    tally.true(f"rounds verified different numbers of drafts, got {sorted(seen)}", seen >= set(NUMBERS))
+    tally.true("drafts were accepted", bool(engine.totals.accepted))
     return engine
 
 

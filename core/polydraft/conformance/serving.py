@@ -39,13 +39,15 @@ class Ask:
         """The end of text is left out, so that texts have the length that a check wants."""
         return SamplingParams(max_new_tokens=self.max_new, stop_token_ids=self.stop, ignore_eos=True)
 
-    def expected(self, num_drafts: int) -> GreedyRounds:
-        """Tokens and rounds by full recomputation."""
+    def expected(self, num_drafts: int | tuple[int, ...]) -> GreedyRounds:
+        """Tokens and rounds by full recomputation; a tuple has the drafts of each round."""
         return _expected(self.prompt, num_drafts, self.max_new, self.stop, self.kv)
 
 
 @lru_cache(maxsize=8192)
-def _expected(prompt: tuple[int, ...], num_drafts: int, max_new: int, stop: tuple[int, ...], kv: str) -> GreedyRounds:
+def _expected(
+    prompt: tuple[int, ...], num_drafts: int | tuple[int, ...], max_new: int, stop: tuple[int, ...], kv: str
+) -> GreedyRounds:
     return greedy_rounds(oracle(kv=kv), prompt, num_drafts, max_new, stop)
 
 
@@ -78,14 +80,15 @@ def serve(
     return [done[ids[index]] for index in range(len(asks))]
 
 
-def as_expected(tally: Tally, asks: Sequence[Ask], outputs: Sequence[RequestOutput], num_drafts: int, dtype: str) -> None:
-    """Tokens and the acceptance trace, request by request and round by round, are the oracle's.
+def as_expected(tally: Tally, asks: Sequence[Ask], outputs: Sequence[RequestOutput], num_drafts: int | None, dtype: str) -> None:
+    """Tokens and the acceptance trace, request by request and round by round, are the oracle's. `num_drafts` None: of as many
+    drafts a round as the result says that it verified.
 
     In a 16-bit dtype a text is compared up to its first close choice (`probe.certain`), since rounding may decide that one.
     A request that was aborted has the beginning of its text."""
     for number, (ask, output) in enumerate(zip(asks, outputs, strict=True)):
-        wanted = ask.expected(num_drafts)
-        who = f"request {number} (prompt of {len(ask.prompt)}, K={num_drafts})"
+        wanted = ask.expected(output.round_drafts if num_drafts is None else num_drafts)
+        who = f"request {number} (prompt of {len(ask.prompt)}, K={'drawn' if num_drafts is None else num_drafts})"
         tokens, rounds, got_rounds = tuple(wanted.token_ids), tuple(wanted.rounds), output.rounds
         got = output.token_ids
         if output.finish_reason == "error":

@@ -25,6 +25,7 @@ from polydraft.contracts.inputs import contract_of
 from polydraft.device import Device
 from polydraft.engine import Engine
 from polydraft.errors import ConfigError, DeviceError, PolydraftError
+from polydraft.host.draft_policy import DraftPolicy
 from polydraft.instruments.base import Instrument
 from polydraft.plugins.bring_up import Delegated
 from polydraft.plugins.kernel_table import BoundTable
@@ -138,6 +139,7 @@ class Target:
         plugin: object | None = None,
         features: Sequence[Any] = (),
         instruments: Sequence[Instrument] = (),
+        draft_policy: DraftPolicy | None = None,
         **options: Any,
     ) -> Iterator[Engine]:
         """An engine on the probe model, closed behind the block. Row-invariant arithmetic where the backend declares it."""
@@ -146,7 +148,10 @@ class Target:
         given.setdefault("plugins", files)
         given.setdefault("variants", "auto" if self.uses_variants else "off")
         config = EngineConfig(model=str(checkpoint()), **given)
-        engine = Engine(config, backend=self.plugin if plugin is None else plugin, features=features, instruments=instruments)
+        engine = Engine(
+            config, backend=self.plugin if plugin is None else plugin, features=features, instruments=instruments,
+            draft_policy=draft_policy,
+        )  # fmt: skip
         try:
             yield engine
         finally:

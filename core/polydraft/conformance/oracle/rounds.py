@@ -93,8 +93,11 @@ def greedy_text(model: OracleModel, prompt_ids: Sequence[int]) -> GreedyText:
     return text
 
 
-def greedy_rounds(model: OracleModel, prompt_ids: Sequence[int], K: int, max_new: int, eos_ids: Collection[int]) -> GreedyRounds:
-    """Decode `prompt_ids` greedily with up to `K` MTP drafts a round, until a stop, `max_new` or the model's length.
+def greedy_rounds(
+    model: OracleModel, prompt_ids: Sequence[int], K: int | Sequence[int], max_new: int, eos_ids: Collection[int]
+) -> GreedyRounds:
+    """Decode `prompt_ids` greedily with up to `K` MTP drafts a round, until a stop, `max_new` or the model's length; with as many
+    as `K` says of each round, none in later ones, where it is a sequence.
 
     A round drafts min(K, room - 1) tokens, where room is how many tokens may still come, so that accepted drafts and
     the target's own token always fit. A round that meets a stop token counts the accepted drafts up to and with it.
@@ -107,7 +110,8 @@ def greedy_rounds(model: OracleModel, prompt_ids: Sequence[int], K: int, max_new
         stopped = text.need(length) in eos_ids
         length += 1
         while length < limit and not stopped:
-            num_drafts = min(K, limit - length - 1)
+            wanted = K if isinstance(K, int) else next(iter(K[len(rounds) :]), 0)
+            num_drafts = min(wanted, limit - length - 1)
             accepted = sum(draft.right for draft in text.drafts(length, num_drafts))
             text.need(length + accepted)
             emitted = text.token_ids[length : length + accepted + 1]

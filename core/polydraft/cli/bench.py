@@ -74,10 +74,11 @@ def command(out: str | None, no_color: bool, as_json: bool, **options: Any) -> i
     A run that breaks off, by Ctrl-C or by an error, shows the batch sizes that it has finished.
     """
     from polydraft.bench import report
+    from polydraft.instruments.output_file import claim
 
     suite = _suite(options)
     if out:
-        _claim(out)
+        claim(out)
     rows: list[dict[str, Any]] = []
     broken_off: BaseException | None = None
     try:
@@ -120,12 +121,6 @@ def _suite(options: dict[str, Any]) -> Suite:
     return Suite(
         EngineConfig.from_mapping({**given, "prefix_cache": False}), Path(shape) if shape else None, own.pop("batch"), **own
     )
-
-
-def _claim(file: str) -> None:
-    from polydraft.cli.trace import claim
-
-    claim(file)
 
 
 @contextmanager

@@ -90,7 +90,8 @@ def command(
     """
     from polydraft.cli import replay
     from polydraft.cli.run import Run
-    from polydraft.cli.trace import claim, recorded
+    from polydraft.cli.trace import recorded
+    from polydraft.instruments.output_file import claim
 
     given = {name: value for name, value in options.items() if value is not None and value != ()}
     given |= _constraint(given)
@@ -102,10 +103,8 @@ def command(
         _check_shown(jobs, provenance=provenance)
     given |= _most_logprobs(jobs)
     given |= {"constraints": True} if any(job.params.constrained for job in jobs) else {}
-    if trace:
-        claim(trace)
-    if record["file"]:
-        replay.claim(record["file"])
+    for file in filter(None, (trace, record["file"])):
+        claim(file)
     engine = _engine(given, _instruments(trace, **record))
     try:
         tell = functools.partial(click.echo, err=True)

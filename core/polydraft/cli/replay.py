@@ -142,16 +142,6 @@ def text(record: Record, answer: Replay) -> str:
 
 
 # -- --record of other commands ----------------------------------------------------------------------
-def claim(file: str) -> None:
-    """Create the file that a record will fill, before anything is loaded. Raises `ConfigError` where that cannot be."""
-    from polydraft.instruments.record_file import unwritable
-
-    try:
-        Path(file).write_bytes(b"")
-    except OSError as error:
-        raise unwritable(file, error) from error
-
-
 @contextmanager
 def recorded(engine: Engine, file: str | None, steps: str | None, *, tell: Callable[[str], None]) -> Iterator[set[int]]:
     """Write the kernel calls of what the engine does inside, which was built with a `CallRecorder`, to `file`, also when it ends

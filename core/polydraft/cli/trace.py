@@ -86,16 +86,6 @@ def _show(figures: dict[str, Any], pictures: list[str], *, color: bool) -> None:
 
 
 # -- --trace of other commands ---------------------------------------------------------------------
-def claim(file: str) -> None:
-    """Create the file that a recording will fill, before anything is loaded. Raises `ConfigError` where that cannot be."""
-    from polydraft.instruments.trace_file import unwritable
-
-    try:
-        Path(file).write_bytes(b"")
-    except OSError as error:
-        raise unwritable(file, error) from error
-
-
 @contextmanager
 def recorded(engine: Engine, file: str | None) -> Iterator[None]:
     """Write what the engine does inside, which was built with a `Trace`, to `file`, also when it ends by an error; None writes

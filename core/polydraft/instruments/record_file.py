@@ -18,6 +18,7 @@ import numpy as np
 
 from polydraft.device import DTYPES, Array
 from polydraft.errors import CheckpointError, ConfigError
+from polydraft.instruments.output_file import writing
 
 SCHEMA: Final = "polydraft.record/1"
 _STORED: Final[Mapping[str, str]] = {"i32": "I32", "u32": "U32", "f32": "F32", "f16": "F16", "bf16": "BF16", "u8": "U8"}
@@ -142,18 +143,10 @@ def write(path: str | Path, record: Record) -> None:
         header[key] = {"dtype": _STORED[tensor.dtype], "shape": tensor.array.shape, "data_offsets": [begin, end]}
     head = json.dumps(header).encode()
     head += b" " * (-len(head) % 8)
-    try:
-        with Path(path).open("wb") as file:
-            file.write(len(head).to_bytes(8, "little") + head)
-            for _, tensor in stored:
-                file.write(tensor.array.tobytes())
-    except OSError as error:
-        raise unwritable(path, error) from error
-
-
-def unwritable(path: str | Path, error: OSError) -> ConfigError:
-    """The sentence for a file that cannot be written."""
-    return ConfigError(f"{path} cannot be written, got {error.strerror or error}; name a file in a folder of yours")
+    with writing(path), Path(path).open("wb") as file:
+        file.write(len(head).to_bytes(8, "little") + head)
+        for _, tensor in stored:
+            file.write(tensor.array.tobytes())
 
 
 # -- reading -----------------------------------------------------------------------------------------

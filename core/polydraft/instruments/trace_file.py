@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from polydraft.errors import ConfigError
+from polydraft.instruments.output_file import writing
 from polydraft.instruments.timeline import DEVICE, HOST, Recording, Span
 
 SCHEMA = "polydraft.timeline/1"
@@ -22,15 +23,8 @@ def write(path: str | Path, recording: Recording) -> None:
     """Write `recording`. Raises `ConfigError` where the file cannot be written."""
     other = {"schema": SCHEMA, "device_times": recording.device_times, **recording.about}
     document = {"traceEvents": _events(recording), "displayTimeUnit": "ms", "otherData": other}
-    try:
+    with writing(path):
         Path(path).write_text(json.dumps(document), encoding="utf-8")
-    except OSError as error:
-        raise unwritable(path, error) from error
-
-
-def unwritable(path: str | Path, error: OSError) -> ConfigError:
-    """The sentence for a file that cannot be written."""
-    return ConfigError(f"{path} cannot be written, got {error.strerror or error}; name a file in a folder of yours")
 
 
 def _events(recording: Recording) -> list[dict[str, Any]]:

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from polydraft.instruments.output_file import writing
 from polydraft.instruments.timeline import HOST, Recording
 from polydraft.instruments.trace_figures import summary
-from polydraft.instruments.trace_file import unwritable
 from polydraft.instruments.trace_view import HIGH, LEFT, LOW, SHOWN_STEPS, WIDTH, Box, Picture, picture, tops
 
 
@@ -114,10 +114,8 @@ def write_html(path: Path, recording: Recording, steps: int = SHOWN_STEPS) -> No
         stages=_table(("stage", "median us", "10 %", "90 %"), _stage_rows(figures)),
         kernels=_table(("operation", "count", "total us", "mean us"), _operation_rows(figures)),
     )
-    try:
+    with writing(path):
         path.write_text(page, encoding="utf-8")
-    except OSError as error:
-        raise unwritable(path, error) from error
 
 
 def shown_sentence(drawn: Picture) -> str:

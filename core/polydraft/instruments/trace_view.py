@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from polydraft.errors import ConfigError
+from polydraft.instruments.output_file import writing
 from polydraft.instruments.timeline import DEVICE, HOST, Recording, Span
 from polydraft.instruments.trace_figures import summary
-from polydraft.instruments.trace_file import unwritable
 
 COLOURS = {
     "plan": "#4e79a7", "upload": "#86bcb6", "launch": "#a0cbe8", "wait": "#d7d7d7", "collect": "#8c6d8f", "commit": "#e15759",
@@ -203,7 +203,5 @@ def write_png(path: Path, recording: Recording, steps: int = SHOWN_STEPS) -> Non
     axes.set_title(f"{title}\ndevice times {recording.device_times}", fontsize=10)
     patches = [Patch(facecolor=colour, label=stage) for stage, colour in drawn.legend.items()]
     figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), fontsize=8, frameon=False)
-    try:
+    with writing(path):
         figure.savefig(path, dpi=110, format="png")
-    except OSError as error:
-        raise unwritable(path, error) from error

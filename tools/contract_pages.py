@@ -31,7 +31,7 @@ CONTRACTS, FUSED = "<!-- table of contracts -->", "<!-- table of composites -->"
 def on_files(files: Any, config: Any) -> Any:
     """MkDocs asks which files there are: one more for each contract."""
     names = upstream()
-    for contract in REGISTRY.newest():
+    for contract in REGISTRY:
         files.append(File.generated(config, f"{FOLDER}/{contract.name}.md", content=contract_page(contract, names)))
     return files
 
@@ -78,12 +78,9 @@ def contract_page(contract: Contract, names: Mapping[str, Sequence[str]]) -> str
 def contracts(names: Mapping[str, Sequence[str]]) -> str:
     """The table of all contracts."""
     rows = ["| contract | computes | in `basic` | FastDeploy |", "|---|---|---|---|"]
-    for contract in REGISTRY.newest():
+    for contract in REGISTRY:
         link, theirs = f"[`{contract.key}`](contracts/{contract.name}.md)", "; ".join(names.get(contract.name, []))
         rows.append(f"| {link} | {_first_line(contract.doc)} | {NEEDS[need(contract.name, 'basic')]} | {theirs} |")
-    older = [c for c in REGISTRY if c.version < REGISTRY[c.name].version]
-    if older:
-        rows += ["", f"Served as well, for backends that have not moved on: {', '.join(f'`{c.key}`' for c in older)}."]
     return "\n".join(rows)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -19,12 +20,8 @@ from polydraft.cli import main
 from polydraft.cli.replay import text
 from polydraft.conformance.faulty_backends import MUTANTS
 from polydraft.conformance.probe import checkpoint, prompts
-from polydraft.conformance.replay import in_version, replay
+from polydraft.conformance.replay import replay
 from polydraft.conformance.target import TableProxy, Target, wrap
-from polydraft.contracts import REGISTRY
-from polydraft.contracts.base import Case, tensor
-from polydraft.contracts.kernels.residual_add import ResidualAddV1
-from polydraft.device import Buffer
 from polydraft.errors import ConfigError, DeviceError
 from polydraft.instruments.record import CallRecorder, steps_of, text_of
 from polydraft.instruments.record_file import Record, Tensors, read, write
@@ -280,23 +277,24 @@ def test_weights_have_to_be_the_recorded_ones(record: Record):
         replay(record, Target("reference"), calls=[99999])
 
 
-def test_another_version_of_a_contract():
-    class ResidualAddV2(ResidualAddV1):
-        scale: Buffer | None = tensor("N", "act", "Factor of y.", optional=True)
-
-    newer = dataclasses.replace(REGISTRY["residual_add"], version=2, args=ResidualAddV2)
-    case = REGISTRY["residual_add"].generate(np.random.default_rng(0))
-    assert in_version(newer, case) == case
-    scaled = Case(case.name, {**case.arrays, "scale": np.ones(2, np.float32)}, case.params, case.n, case.outputs)
-    assert in_version(newer, scaled) == scaled
-    with pytest.raises(ConfigError, match="it has scale; replay it on a backend of the recorded version"):
-        in_version(REGISTRY["residual_add/1"], scaled)
-
-    class ResidualAddV3(ResidualAddV1):
-        bias: Buffer = tensor("N", "act", "Added to each row.")
-
-    with pytest.raises(ConfigError, match="it lacks bias; replay it"):
-        in_version(dataclasses.replace(newer, version=3, args=ResidualAddV3), case)
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            {"version": 7},
+            "is one of swiglu/7, core serves swiglu/1; replay it with the release that recorded it, or record it anew",
+        ),
+        ({"contract": "swirl"}, "is one of swirl/1, core serves no contract of that name; replay it with the release that"),
+    ],
+    ids=["version", "name"],
+)
+def test_a_record_of_another_version_is_refused(record: Record, change: dict[str, Any], said: str):
+    number = next(call.number for call in record.calls if call.contract == "swiglu")
+    other = [dataclasses.replace(call, **change) if call.number == number else call for call in record.calls]
+    changed = dataclasses.replace(record, calls=tuple(other))
+    with pytest.raises(ConfigError, match=rf"^call {number} \(step \d+, target, stage \w+\) {re.escape(said)}"):
+        replay(changed, Target("reference"))
+    assert replay(changed, Target("reference"), calls=[number + 1]).status == 0
 
 
 # -- the command -------------------------------------------------------------------------------------

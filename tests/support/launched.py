@@ -22,4 +22,4 @@ def launched() -> set[str]:
     """Names of contracts whose newest record that code makes. A contract that nobody launches yet is not among them."""
     sources = (path for folder in LAUNCHERS for path in (ROOT / folder).rglob("*.py"))
     words = {word for path in sources for word in re.findall(r"\b(\w+V\d+)\(", path.read_text(encoding="utf-8"))}
-    return {contract.name for contract in REGISTRY.newest() if contract.args.__name__ in words}
+    return {contract.name for contract in REGISTRY if contract.args.__name__ in words}

@@ -173,7 +173,7 @@ def registered() -> Iterator[None]:
     try:
         yield
     finally:
-        del REGISTRY._contracts[CONTRACT.key]
+        del REGISTRY._contracts[CONTRACT.name]
 
 
 def plugin(*, owns: bool = True, proposers: Any = (), **changes: Any) -> ModuleType:

@@ -186,7 +186,7 @@ def test_identity_of_another_type(answer: Any):
 
 def test_another_version_is_refused_by_name(monkeypatch: pytest.MonkeyPatch):
     newer = dataclasses.replace(REGISTRY["embed"], version=3)
-    monkeypatch.setattr(REGISTRY, "_contracts", {**REGISTRY._contracts, newer.key: newer})
+    monkeypatch.setattr(REGISTRY, "_contracts", {**REGISTRY._contracts, newer.name: newer})
     check_version("x", "polydraft_kernels", "embed", 3)
     for version in (1, 2, 4):
         with pytest.raises(PluginError, match=rf"version {version} of contract 'embed', core serves 3; rebuild it"):

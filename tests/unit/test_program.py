@@ -105,7 +105,7 @@ CONTRACTS: dict[str, tuple[type[Args], Any]] = {
 def contracts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Toy contracts add, scale, read (any rows) and count (sequences), and composites of them."""
     model = REGISTRY["residual_add"]
-    toys = {f"{n}/1": dataclasses.replace(model, name=n, args=a, unit=u) for n, (a, u) in CONTRACTS.items()}
+    toys = {n: dataclasses.replace(model, name=n, args=a, unit=u) for n, (a, u) in CONTRACTS.items()}
     monkeypatch.setattr(REGISTRY, "_contracts", {**REGISTRY._contracts, **toys})
     for name, dead in {"add+scale": (), "add+scale+read": ("out",), "scale+read": ("out",), "scale+count": ()}.items():
         monkeypatch.setitem(COMPOSITES, name, Composite(name, tuple(name.split("+")), "A toy.", dead))
@@ -295,7 +295,7 @@ class MixV1(Args):
 @pytest.fixture
 def mix(monkeypatch: pytest.MonkeyPatch) -> ProgramBuilder:
     """A builder with memory for one launch of everything."""
-    monkeypatch.setattr(REGISTRY, "_contracts", {**REGISTRY._contracts, "mix/1": dataclasses.replace(
+    monkeypatch.setattr(REGISTRY, "_contracts", {**REGISTRY._contracts, "mix": dataclasses.replace(
         REGISTRY["residual_add"], name="mix", args=MixV1, unit="any"
     )})  # fmt: skip
     table = Table("mix")

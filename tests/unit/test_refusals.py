@@ -68,7 +68,7 @@ REFUSALS: dict[str, tuple[Callable[[Path], Any], type[PolydraftError], str]] = {
     ),
     "an unknown level": (lambda path: Selection(level="L9").checks(), ConfigError, "level is 'L9', wanted one of L0, .*"),
     "a contract registered twice": (
-        lambda path: twice(), ContractError, "contract linear/1 is registered twice; give the new one the next version",
+        lambda path: twice(), ContractError, "contract linear/1 is registered twice, first as linear/1, wanted one; drop",
     ),
     "a proposer with a typing error": (
         lambda path: built_in().factory("ngrams"), ConfigError, "unknown proposer 'ngrams'; did you mean 'ngram'. known: mtp,",

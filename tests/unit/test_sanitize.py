@@ -351,7 +351,7 @@ class Thing:
 
 
 def touched(name: str, args: Any, n: int) -> dict[str, tuple[int, int, bool, bool]]:
-    touches = declare(name, 1, args, None, Memories()).touches(n)
+    touches = declare(name, args, None, Memories()).touches(n)
     return {t.memory.name: (t.low, t.high, t.reads, t.writes) for t in touches}
 
 
@@ -379,7 +379,7 @@ def test_a_composite_is_the_sum_of_its_parts_and_its_dead_buffers_have_no_capaci
     parts = CompositeArgs(
         (args(GumbelNoiseV1, noise=noise, row_slot=slot, draw=0, ahead=0), args(SampleV1, noise=noise, row_slot=slot))
     )
-    declared = declare("gumbel_noise+sample", 1, parts, None, Memories())
+    declared = declare("gumbel_noise+sample", parts, None, Memories())
     assert declared.smallest is not None
     assert declared.smallest.rows == 8
     found = {t.memory.name: (t.high, t.reads, t.writes) for t in declared.touches(5)}

@@ -100,10 +100,9 @@ def run_every_kernel(spec: str) -> None:
     table: Any = polydraft_kernels(device)
     init_meta: Any = polydraft_init_forward_meta
     table.providers = {name: Marking(name, provider) for name, provider in table.providers.items()}
-    for name, version in table.versions.items():
-        contract = REGISTRY[f"{name}/{version}"]
-        for case in contract.cases():
-            run_kernel(contract, case, device, table, init_meta=init_meta)
+    for name in table.providers:
+        for case in REGISTRY[name].cases():
+            run_kernel(REGISTRY[name], case, device, table, init_meta=init_meta)
     device.close()
 
 

@@ -74,7 +74,7 @@ def _named(name: str) -> tuple[list[Contract], list[Composite]]:
         near = get_close_matches(name, known, 1)
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise click.UsageError(f"no contract is called {name!r}; {hint}polydraft contracts lists them all")
-    return [REGISTRY[name]], []
+    return [REGISTRY[name.partition("/")[0]]], []
 
 
 def _list(screen: Screen, contracts: list[Contract], composites: list[Composite]) -> None:

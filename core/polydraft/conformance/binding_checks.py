@@ -33,7 +33,7 @@ def checks(options: Options) -> Iterator[Check]:
     """Two checks a contract; none where a case or a seed was asked for."""
     if options.case or options.seed is not None:
         return
-    for contract in REGISTRY.newest():
+    for contract in REGISTRY:
         for name, function in (("refused-arguments", _refused), ("bound-again", _bound_again)):
             run = partial(function, contract)
             yield Check(f"L2/{contract.name}/{name}", run, kernel=contract.name, optional=contract.need == "optional")
@@ -92,6 +92,6 @@ def _bound_again(kernel: Contract, target: Target, tally: Tally) -> None:
     """Each binding is for itself: one of them does not take another's place."""
     opened, act = opened_for(target, kernel)
     provider = opened.table.providers[kernel.name]
-    one, other = pairs(kernel.key, target.info.capabilities.row_order)[0]
+    one, other = pairs(kernel.name, target.info.capabilities.row_order)[0]
     twice = Table(opened.table, {kernel.name: BoundAgain(provider, kernel, one, opened, act)})
     tally.compared(check_kernel(kernel, other, opened.device, twice, act=act, init_meta=opened.init_meta))

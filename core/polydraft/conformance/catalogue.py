@@ -78,7 +78,7 @@ def must_pass(profile: str) -> tuple[str, ...]:
 def must_own(profile: str) -> tuple[str, ...]:
     """Kernels of which a claim needs one (`basic`) or all (above) to be the backend's own."""
     needs = ("compute",) if profile == "basic" else ("compute", "step")
-    return tuple(contract.name for contract in REGISTRY.newest() if contract.need in needs)
+    return tuple(contract.name for contract in REGISTRY if contract.need in needs)
 
 
 def lists_digest() -> str:

@@ -123,7 +123,7 @@ def draft_replays_another_bucket() -> Iterator[None]:
 @contextmanager
 def arguments_unchecked() -> Iterator[None]:
     """Records go to providers as they are."""
-    with mock.patch.object(kernel_table, "check_record", return_value=None):
+    with mock.patch.object(kernel_table, "check_records", return_value=None):
         yield
 
 

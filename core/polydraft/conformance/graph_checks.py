@@ -36,7 +36,7 @@ LIMITS = Limits(1, 1, 8, 8, 16, 4, 4, 4, 1, 8)
 
 def checks() -> Iterator[Check]:
     """Every check of L3."""
-    for contract in REGISTRY.newest():
+    for contract in REGISTRY:
         if not contract.unit.endswith("_updates"):  # staged writes are never captured
             optional = contract.need == "optional"
             yield Check(f"L3/kernel/{contract.name}", partial(_kernel, contract), NEEDS, contract.name, optional)
@@ -82,7 +82,7 @@ def _kernel(kernel: Contract, target: Target, tally: Tally) -> None:
     act = target.info.capabilities.dtypes[0]
     provider = opened.table.providers[kernel.name]
     meta = None if "forward_meta" in target.info.capabilities.uncapturable else opened.init_meta
-    for one, other in pairs(kernel.key, target.info.capabilities.row_order):
+    for one, other in pairs(kernel.name, target.info.capabilities.row_order):
         if one.n != other.n:
             one = other  # noqa: PLW2901  a graph has one launch length
         replayed = Table(opened.table, {kernel.name: _Replayed(provider, kernel, one, opened, act, other.n, capture)})

@@ -20,7 +20,7 @@ from polydraft.conformance.target import Opened, Target
 from polydraft.contracts import COMPOSITES, REGISTRY
 from polydraft.contracts.base import Case, Contract, OpaqueSpec, ParamSpec, TensorSpec
 from polydraft.contracts.composite import Composite, Expansion
-from polydraft.contracts.inputs import FLEXIBLE, SEEDS, Kernel, contract_of
+from polydraft.contracts.inputs import FLEXIBLE, SEEDS, Kernel, contract_of, kernel_of
 from polydraft.contracts.inputs import generated as random_case
 from polydraft.contracts.kernels.rope_kv_write import border_case
 from polydraft.contracts.kv_quant import KV_DTYPES, Kv
@@ -55,7 +55,7 @@ class Options:
 
 def checks(options: Options) -> Iterator[Check]:
     """Every check of L2, contract by contract."""
-    for contract in REGISTRY.newest():
+    for contract in REGISTRY:
         yield from _of_kernel(contract, options, contract.need == "optional")
     for composite in COMPOSITES.values():
         yield from _of_kernel(composite, options, optional=True)
@@ -97,14 +97,13 @@ def _of_kernel(kernel: Kernel, options: Options, optional: bool) -> Iterator[Che
 
 # -- cases and goldens, which no backend changes -------------------------------------------------------
 @cache
-def _cases(key: str) -> tuple[Case, ...]:
-    kernel: Kernel = COMPOSITES[key] if key in COMPOSITES else REGISTRY[key]
-    return tuple(contract_of(kernel).cases())
+def _cases(name: str) -> tuple[Case, ...]:
+    return tuple(contract_of(kernel_of(name)).cases())
 
 
 def named_cases(kernel: Kernel) -> tuple[Case, ...]:
     """The named cases of a contract or composite."""
-    return _cases(kernel.key if isinstance(kernel, Contract) else kernel.name)
+    return _cases(kernel.name)
 
 
 def case_of(kernel: Kernel, name: str, target: Target) -> Case:
@@ -231,15 +230,15 @@ def _new_contents(kernel: Contract, target: Target, tally: Tally) -> None:
     """Bound once, launched on one case, then on other contents at the same addresses: nothing may be remembered."""
     opened, act = opened_for(target, kernel)
     provider = opened.table.providers[kernel.name]
-    for one, other in pairs(kernel.key, target.info.capabilities.row_order):
+    for one, other in pairs(kernel.name, target.info.capabilities.row_order):
         rebinding = Table(opened.table, {kernel.name: UsedBefore(provider, kernel, one, opened, act)})
         tally.compared(check_kernel(kernel, other, opened.device, rebinding, act=act, init_meta=opened.init_meta))
 
 
 @cache
-def pairs(key: str, row_order: RowOrder) -> tuple[tuple[Case, Case], ...]:
-    """Pairs of cases of one form of the contract `key`; where there is none, a case and itself."""
-    kernel = REGISTRY[key]
+def pairs(name: str, row_order: RowOrder) -> tuple[tuple[Case, Case], ...]:
+    """Pairs of cases of one form of the contract `name`; where there is none, a case and itself."""
+    kernel = REGISTRY[name]
     pool: dict[object, list[Case]] = {}
     for case in (*kernel.cases(), *(random_case(kernel, seed) for seed in range(SEEDS))):
         if case.n:

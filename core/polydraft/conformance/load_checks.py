@@ -19,7 +19,7 @@ from polydraft.conformance.outcomes import Ownership
 from polydraft.conformance.probe import VOCAB
 from polydraft.conformance.target import Opened, Target, Witness, belongs_to_reference, threads_watched
 from polydraft.contracts import COMPOSITES, REGISTRY
-from polydraft.contracts.inputs import Kernel
+from polydraft.contracts.inputs import Kernel, kernel_of
 from polydraft.contracts.kv_quant import KV_DTYPES
 from polydraft.device import GraphCapture
 from polydraft.errors import CapabilityError, PolydraftError
@@ -177,8 +177,7 @@ def ownership(target: Target, tally: Tally) -> None:
 def _find_owners(target: Target, tally: Tally, opened: Opened) -> None:
     silent = []
     for name, provider in sorted(opened.table.providers.items()):
-        kernel = COMPOSITES[name] if name in COMPOSITES else REGISTRY[name]
-        seen = _seen(target, kernel, opened)
+        seen = _seen(target, kernel_of(name), opened)
         if seen is None:
             target.owners[name] = "unknown"
             tally.true(f"a case of {name} runs to its end", False)

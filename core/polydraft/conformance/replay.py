@@ -23,11 +23,10 @@ from polydraft.contracts import COMPOSITES, REGISTRY
 from polydraft.contracts.base import Case, ColumnsSpec, Contract, LogicalCache, TensorSpec
 from polydraft.contracts.compare import Comparison, Expected, Mismatch, compare, from_host
 from polydraft.contracts.composite import Composite, Expansion
-from polydraft.contracts.inputs import FLEXIBLE, POISON, Kernel, contract_of, field_of
+from polydraft.contracts.inputs import FLEXIBLE, POISON, Kernel, contract_of, field_of, kernel_of
 from polydraft.contracts.kv_quant import KV_DTYPES, Kv
 from polydraft.device import Array
 from polydraft.errors import ConfigError, PolydraftError
-from polydraft.instruments.record import kernel_of
 from polydraft.instruments.record_file import Call, Record, RecordedCache, digest_of
 
 SCHEMA: Final = "polydraft.replay/1"
@@ -95,6 +94,7 @@ def replay(
     names. Raises `ConfigError` for what does not fit the record, and what opening a device raises; an error that a kernel raises
     is a difference."""
     chosen = [record.calls[number] for number in _numbers(record, calls)]
+    _refuse_other_versions(chosen)
     targets = (target, against) if isinstance(against, Target) else (target,)
     for call, one in itertools.product(chosen[:1], targets):
         _opened(record, call, one)  # what opens no device says nothing of any kernel
@@ -122,6 +122,18 @@ def _numbers(record: Record, calls: Sequence[int]) -> Iterable[int]:
         if not 0 <= number < len(record.calls):
             raise ConfigError(f"the record has no call {number}, wanted one from 0 to {len(record.calls) - 1}; choose another")
     return calls or range(len(record.calls))
+
+
+def _refuse_other_versions(calls: Sequence[Call]) -> None:
+    """Raise `ConfigError` for a call of a contract that core does not serve, or serves in another version."""
+    served = {**{contract.name: contract.version for contract in REGISTRY}, **dict.fromkeys(COMPOSITES, 1)}
+    for call in calls:
+        if served.get(call.contract) != call.version:
+            here = f"{call.contract}/{served[call.contract]}" if call.contract in served else "no contract of that name"
+            raise ConfigError(
+                f"{call.place} is one of {call.contract}/{call.version}, core serves {here}; replay it with the release that "
+                "recorded it, or record it anew"
+            )
 
 
 def _nowhere(name: str) -> Array:
@@ -154,7 +166,7 @@ def _causes(contract: str, argument: str) -> str:
 
 # -- one call ----------------------------------------------------------------------------------------
 def _compared(record: Record, call: Call, target: Target, against: str | Target, weights: Weights) -> Comparison:
-    kernel, act = kernel_of(call.contract, call.version), record.about["dtype"]
+    kernel, act = kernel_of(call.contract), record.about["dtype"]
     case = case_of(record, call, weights)
     want = run_golden(kernel, case, act, kv=_kv(record))
     try:
@@ -203,15 +215,12 @@ def _opened(record: Record, call: Call, target: Target) -> Opened:
 
 
 def _run(record: Record, call: Call, case: Case, target: Target) -> dict[str, Array]:
-    """Run a call on a backend, in the contract version that it offers."""
+    """Run a call on a backend: its own kernel, or a composite that it does not offer as its parts."""
     opened = _opened(record, call, target)
-    offered = target.offered
-    kernel: Kernel = kernel_of(call.contract, offered.get(call.contract, call.version))
+    kernel = kernel_of(call.contract)
     table: Any = opened.table
-    if isinstance(kernel, Composite) and call.contract not in offered:
+    if isinstance(kernel, Composite) and call.contract not in opened.table.providers:
         table = Table(opened.table, {call.contract: Expansion(kernel, opened.table.providers)})
-    if isinstance(kernel, Contract):
-        case = in_version(kernel, case)
     meta = next(iter(call.metas.values()), None)
     init_meta, step = (opened.init_meta, StepMeta(**meta)) if meta else (None, None)
     act, kv = record.about["dtype"], _kv(record)
@@ -228,28 +237,9 @@ def _invariant(record: Record, target: Target) -> bool:
     return bool(record.about["invariant"] and target.info.capabilities.row_invariant)
 
 
-def in_version(contract: Contract, case: Case) -> Case:
-    """The case for another version of its contract. Raises `ConfigError` where that version cannot say it, or wants more."""
-    fields = contract.args.specs()
-    present = {**case.arrays, **case.params, **case.outputs}
-    unknown = sorted(name for name, value in present.items() if name not in fields and value is not None)
-    absent = sorted(f.name for f in dataclasses.fields(contract.args) if f.name not in present and f.default is not None)  # type: ignore[arg-type]
-    if unknown or absent:
-        why = f"has {', '.join(unknown)}" if unknown else f"lacks {', '.join(absent)}"
-        raise ConfigError(
-            f"{case.name} cannot be expressed in {contract.key}: it {why}; replay it on a backend of the recorded version"
-        )
-    return dataclasses.replace(
-        case,
-        arrays={name: value for name, value in case.arrays.items() if name in fields},
-        params={name: value for name, value in case.params.items() if name in fields},
-        outputs={name: value for name, value in case.outputs.items() if name in fields},
-    )
-
-
 def case_of(record: Record, call: Call, weights: Weights) -> Case:
     """A recorded call as a case of its contract: inputs as recorded, outputs by shape."""
-    kernel, act = kernel_of(call.contract, call.version), record.about["dtype"]
+    kernel, act = kernel_of(call.contract), record.about["dtype"]
     contract = contract_of(kernel)
     arrays: dict[str, Any] = {name: _values(record, record.weights[w], w, weights) for name, w in call.weights.items()}
     outputs: dict[str, tuple[tuple[int, ...], str]] = {}

@@ -18,7 +18,7 @@ from polydraft.contracts.base import Case, ColumnsSpec, Contract, LogicalCache, 
 from polydraft.contracts.compare import Comparison, compare, from_host
 from polydraft.contracts.compare import to_host as host_form
 from polydraft.contracts.composite import Composite, split
-from polydraft.contracts.inputs import SEEDS, Kernel, contract_of, default_cases, dtype_of, generated, namespace
+from polydraft.contracts.inputs import SEEDS, Kernel, contract_of, default_cases, dtype_of, generated, kernel_of, namespace
 from polydraft.device import Array
 from polydraft.errors import ConfigError
 
@@ -63,7 +63,7 @@ def check_kernel(
 def _kernel(name: str) -> Kernel:
     if name not in COMPOSITES and name not in REGISTRY.names():
         raise ConfigError(f"no contract is called {name!r}; `polydraft contracts` lists them all")
-    return COMPOSITES[name] if name in COMPOSITES else REGISTRY[name]
+    return kernel_of(name)
 
 
 def _cases(kernel: Kernel, case: str, seed: int | None, seeds: int) -> list[Case]:

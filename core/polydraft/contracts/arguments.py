@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from polydraft.contracts.base import REGISTRY, Args, ColumnsSpec, Contract, OpaqueSpec, ParamSpec, TensorSpec
-from polydraft.contracts.composite import COMPOSITES, Composite, CompositeArgs
+from polydraft.contracts.composite import Composite, CompositeArgs
 from polydraft.contracts.constraints import Constraint
 from polydraft.device import Buffer
 from polydraft.errors import ContractError
@@ -95,14 +95,9 @@ def check_arguments(kernel: Contract | Composite, args: Args | CompositeArgs) ->
         _check(kernel, args)
 
 
-def check_record(name: str, version: int, args: Args | CompositeArgs) -> None:
-    """As `check_arguments`, for what a provider of `name` in `version` is bound to."""
-    check_arguments(COMPOSITES[name] if name in COMPOSITES else REGISTRY[f"{name}/{version}"], args)
-
-
 def check_records(name: str, args: Args | CompositeArgs) -> None:
-    """As `check_record`, for what a kernel over several contracts is bound to that no composite describes: `name` spells them,
-    joined by '+', and each has a record in its newest version."""
+    """As `check_arguments`, for what a provider of `name` is bound to: a contract, or several joined by '+', each with a record,
+    whether a composite describes them or a pass over programs."""
     records = args.parts if isinstance(args, CompositeArgs) else (args,)
     for part, record in zip(name.split("+"), records, strict=True):
         check_arguments(REGISTRY[part], record)

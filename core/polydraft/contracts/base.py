@@ -272,38 +272,32 @@ class Contract:
 
 
 class Registry:
-    """Contracts by name and version; a name registered twice is an error. They come in the order of their names, whichever module
-    was imported first."""
+    """Contracts by name, one version of each; a name registered twice is an error. They come in the order of their names,
+    whichever module was imported first."""
 
     def __init__(self) -> None:
         self._contracts: dict[str, Contract] = {}
 
     def add(self, contract: Contract) -> Contract:
-        if contract.key in self._contracts:
-            raise ContractError(f"contract {contract.key} is registered twice; give the new one the next version")
-        self._contracts[contract.key] = contract
+        if contract.name in self._contracts:
+            first = self._contracts[contract.name].key
+            raise ContractError(f"contract {contract.key} is registered twice, first as {first}, wanted one; drop or rename one")
+        self._contracts[contract.name] = contract
         return contract
 
     def __getitem__(self, name: str) -> Contract:
-        """The newest version of `name`, or the exact one for a `name/version` key."""
-        if name in self._contracts:
-            return self._contracts[name]
-        versions = [c for c in self._contracts.values() if c.name == name]
-        if not versions:
+        """The contract called `name`. Raises `ContractError` where there is none."""
+        if name not in self._contracts:
             raise ContractError(f"no contract is named {name!r}; known: {', '.join(self.names())}")
-        return max(versions, key=lambda c: c.version)
-
-    def newest(self) -> Iterator[Contract]:
-        """Every contract in its newest version."""
-        return (self[name] for name in self.names())
+        return self._contracts[name]
 
     def names(self) -> list[str]:
-        """Every name once, in alphabetical order."""
-        return sorted({contract.name for contract in self._contracts.values()})
+        """Every name, in alphabetical order."""
+        return sorted(self._contracts)
 
     def __iter__(self) -> Iterator[Contract]:
-        """Every version of every contract, by name and then by version."""
-        return iter(sorted(self._contracts.values(), key=lambda contract: (contract.name, contract.version)))
+        """Every contract, by name."""
+        return (self._contracts[name] for name in self.names())
 
 
 REGISTRY = Registry()

@@ -52,6 +52,13 @@ class Poison:
 POISON: Final = Poison()
 
 
+def kernel_of(name: str) -> Kernel:
+    """The contract or composite called `name`. Raises `ContractError` for one that is not known here."""
+    from polydraft.contracts import COMPOSITES, REGISTRY  # loads every contract
+
+    return COMPOSITES[name] if name in COMPOSITES else REGISTRY[name]
+
+
 @functools.cache
 def _composition(composite: Composite) -> Contract:
     return as_contract(composite)

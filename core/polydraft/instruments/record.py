@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from polydraft._version import __version__
-from polydraft.contracts import COMPOSITES, REGISTRY
 from polydraft.contracts.base import Args, ColumnsSpec, OpaqueSpec, ParamSpec, Spec, TensorSpec
 from polydraft.contracts.composite import CompositeArgs
-from polydraft.contracts.inputs import Kernel, contract_of
+from polydraft.contracts.inputs import Kernel, contract_of, kernel_of
 from polydraft.device import Array, Buffer, Device, Launch, Staging, Stream
 from polydraft.errors import ConfigError, ContractError
 from polydraft.instruments.base import Aside, Instrument, bare
@@ -57,11 +56,6 @@ def text_of(steps: Collection[int]) -> str:
     first = [step for step in ordered if step - 1 not in steps]
     last = [step for step in ordered if step + 1 not in steps]
     return ",".join(f"{a}" if a == b else f"{a}-{b}" for a, b in zip(first, last, strict=True))
-
-
-def kernel_of(contract: str, version: int) -> Kernel:
-    """The contract (in that version) or composite of this name. Raises `ContractError` for one that is not known here."""
-    return COMPOSITES[contract] if contract in COMPOSITES else REGISTRY[f"{contract}/{version}"]
 
 
 class CallRecorder(Instrument):
@@ -126,7 +120,7 @@ class CallRecorder(Instrument):
             if self._now is None:
                 launch(stream, n)
                 return
-            kernel = kernel_of(binding.contract, binding.version)
+            kernel = kernel_of(binding.contract)
             fields = self._fields(binding, kernel)
             before = self._seen(fields, kernel, "in", n)
             launch(stream, n)

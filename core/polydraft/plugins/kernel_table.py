@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from polydraft.backend import BackendInfo, Cache, CacheSpec, KernelTable, Weight
-from polydraft.contracts.arguments import check_record, check_records
+from polydraft.contracts.arguments import check_records
 from polydraft.contracts.base import Args, Limits, Provider, Workspace
 from polydraft.contracts.composite import CompositeArgs
 from polydraft.device import Array, Buffer, Device, Launch
@@ -53,7 +53,7 @@ class PackTable:
 @dataclass(frozen=True)
 class TablePass:
     """The pass over programs that the backend or a pack called `source` brings, and the contracts and composites that it may give
-    to kernels of its own: those that are served by its table, in the newest version."""
+    to kernels of its own: those that are served by its table."""
 
     source: str
     served: frozenset[str]
@@ -70,7 +70,7 @@ class DeviceWorkspace:
 
 @dataclass(frozen=True)
 class Binding:
-    """What a launch was bound to, for whoever looks at launches: the contract (or composite) and its record in that version;
+    """What a launch was bound to, for whoever looks at launches: the contract (or composite), its version and its record;
     the node of a metadata fill ("forward_meta"); nothing of a launch that no contract describes. `program` and `stage` say where
     in the step it stands."""
 
@@ -119,20 +119,15 @@ class BoundTable:
         self, name: str, args: Args | CompositeArgs, limits: Limits, *, provider: Provider | None = None, program: str = "",
         stage: str = "",
     ) -> Launch:  # fmt: skip
-        """Bind the provider of `name` to `args`, a record in the version that the provider has, with workspace as it wants. With
-        `provider` bind that instead, a kernel of a pass for the contracts that `name` spells. `program` and `stage` are for
-        people.
+        """Bind the provider of `name` to `args`, with workspace as it wants. With `provider` bind that instead, a kernel of a
+        pass for the contracts that `name` spells. `program` and `stage` are for people.
 
         Raises `ContractError` where the record is not what the contract declares; the provider then sees nothing of it."""
-        version = self.versions.get(name, 1)
-        if provider is None:
-            check_record(name, version, args)
-            provider = self.providers[name]
-        else:
-            check_records(name, args)
+        check_records(name, args)
+        provider = self.providers[name] if provider is None else provider
         workspace = self.workspace(provider.workspace_bytes(args, limits))
         launch = provider.bind(args, limits, workspace)
-        return self.instrumented(launch, Binding(name, version, args, workspace, program, stage))
+        return self.instrumented(launch, Binding(name, self.versions.get(name, 1), args, workspace, program, stage))
 
     def instrumented(self, launch: Launch, binding: Binding) -> Launch:
         """A bound launch, within all instruments: the launch itself where there are none."""
@@ -193,20 +188,16 @@ def lay_over(
                 overrides.append(Override(contract, source.name, source.digest))
         for part in _claims(source):
             claimed.setdefault(part, source.name)
-    passes = tuple(_passes((*packs, *variants, PackTable(backend, "", table, ordered=True)), owner, versions))
+    passes = tuple(_passes((*packs, *variants, PackTable(backend, "", table, ordered=True)), owner))
     return BoundTable(table, device, providers, versions, tuple(overrides), tuple(shadowed), owner, passes)
 
 
-def _passes(sources: Sequence[PackTable], owners: Mapping[str, str], versions: Mapping[str, int]) -> Iterator[TablePass]:
+def _passes(sources: Sequence[PackTable], owners: Mapping[str, str]) -> Iterator[TablePass]:
     """The passes that tables bring, each over what its own table serves."""
-    from polydraft.contracts import COMPOSITES, REGISTRY
-
     for source in sources:
         brought = getattr(source.table, "program_pass", None)
         if brought is not None:
-            mine = (name for name, owner in owners.items() if owner == source.name)
-            newest = (name for name in mine if name in COMPOSITES or versions[name] == REGISTRY[name].version)
-            yield TablePass(source.name, frozenset(newest), brought)
+            yield TablePass(source.name, frozenset(name for name, owner in owners.items() if owner == source.name), brought)
 
 
 def refuse_unordered(packs: Sequence[PackTable]) -> None:

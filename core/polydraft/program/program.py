@@ -60,16 +60,15 @@ class StepContext:
 class Bound:
     """One entry of a program: the launch, the index of its launch length in `Lengths`, and its names for people.
 
-    `args`: what it was bound to (of a metadata fill, its node; None of a launch that no contract describes), in contract version
-    `version`; whoever walks a program to look at memory needs it, running it does not. `joined`: what was done so that it serves
-    several contracts, or by another kernel than the table's; `spans`: entries that it stands for in `Program.entries`."""
+    `args`: what it was bound to (of a metadata fill, its node; None of a launch that no contract describes); whoever walks
+    a program to look at memory needs it, running it does not. `joined`: what was done so that it serves several contracts, or by
+    another kernel than the table's; `spans`: entries that it stands for in `Program.entries`."""
 
     launch: Launch
     unit: int
     contract: str
     stage: str
     args: Args | CompositeArgs | Fill | None = None
-    version: int = 1
     joined: Joined | None = None
     spans: int = 1
 
@@ -217,12 +216,10 @@ class ProgramBuilder:
             own = pass_of(node, self.table).program_pass.kernels[node.kernel]
             records = node.records
             args: Args | CompositeArgs = records[0] if len(records) == 1 else CompositeArgs(records)
-            version = REGISTRY[node.contract].version if isinstance(args, Args) else 1
             launch = self.table.bind(node.contract, args, self.limits, provider=own.provider, program=self.name, stage=node.stage)
-            return Bound(launch, unit, node.contract, node.stage, args, version, known, len(node.nodes))
-        version = self.table.versions[node.contract]
+            return Bound(launch, unit, node.contract, node.stage, args, known, len(node.nodes))
         launch = self.table.bind(node.contract, node.args, self.limits, program=self.name, stage=node.stage)
-        return Bound(launch, unit, node.contract, node.stage, node.args, version, known)
+        return Bound(launch, unit, node.contract, node.stage, node.args, known)
 
     def finish(self, entries: Sequence[Entry]) -> Program:
         """The program of these entries. One that is the same whether launches are captured or not is bound once."""

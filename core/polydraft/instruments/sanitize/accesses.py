@@ -74,11 +74,11 @@ class Declaration:
         return list(found.values())
 
 
-def declare(name: str, version: int, args: Args | CompositeArgs, workspace: Any, memories: Memories) -> Declaration:
+def declare(name: str, args: Args | CompositeArgs, workspace: Any, memories: Memories) -> Declaration:
     """Resolve the accesses of a launch of contract (or composite, or contracts joined by a pass) `name` that is bound to `args`
     and to `workspace`."""
-    composite, together = COMPOSITES.get(name), isinstance(args, CompositeArgs)
-    contracts = tuple(REGISTRY[part if together else f"{part}/{version}"] for part in name.split("+"))
+    composite = COMPOSITES.get(name)
+    contracts = tuple(REGISTRY[part] for part in name.split("+"))
     records = args.parts if isinstance(args, CompositeArgs) else (args,)
     dead = composite.dead if composite else ()
     unit = next((contract.unit for contract in contracts if contract.unit != "any"), "any")

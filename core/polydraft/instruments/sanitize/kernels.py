@@ -50,7 +50,7 @@ def watched_launch(binding: Binding, launch: Launch, device: WatchedDevice, pass
     """A launch that is told before it runs, on the backend's own stream. What no contract describes is only run there."""
     args = binding.args
     if isinstance(args, (Args, CompositeArgs)):
-        declaration = declare(binding.contract, binding.version, args, binding.workspace, device.checker.memories)
+        declaration = declare(binding.contract, args, binding.workspace, device.checker.memories)
         place = f" ({binding.program}: {binding.stage})" if binding.program else ""
         return WatchedLaunch(f"{binding.contract}{place}", launch, declaration, device)
     if args is None:

@@ -82,11 +82,9 @@ class Engine:
 
         `backend` is a plugin object that stands in for the one named in `config` (tests), `checkpoint` an open checkpoint for
         its `model` (benchmarks); the engine closes it. `features` bring data from the host into every step. `draft_policy`
-        chooses how many drafts each step makes, the most in every one where none is given. `instruments` look at the run; the
-        hazard checker is added to them where the configuration asks for it."""
+        chooses how many drafts each step makes, the most in every one where none is given. `instruments` look at the run,
+        as do those that plugins bring; the hazard checker is added to them where the configuration asks for it."""
         self.config = config or EngineConfig()
-        checked = self.config.sanitize and not any(isinstance(one, Sanitizer) for one in instruments)
-        self.instruments = Instruments((*instruments, Sanitizer()) if checked else instruments)
         self.default = default_backend() if self.config.backend == AUTO and backend is None else None
         """What `auto` meant; None where a backend was named."""
         name = self.default.name if self.default else self.config.backend
@@ -94,6 +92,10 @@ class Engine:
             backend or name, packs=self.config.kernels, files=self.config.plugins, device=self.config.device,
             variants=self.config.variants == AUTO,
         )  # fmt: skip
+        watching = self.plugins.gather("polydraft_instruments")
+        checked = any(isinstance(one, Sanitizer) for one in (*instruments, *(one for _, one in watching)))
+        added = (Sanitizer(),) if self.config.sanitize and not checked else ()
+        self.instruments = Instruments((*instruments, *added), watching)
         self.families, self.proposers = FamilyRegistry(), built_in()
         for plugin, family in self.plugins.gather("polydraft_models"):
             self.families.register(family, plugin=plugin)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from polydraft.backend import BackendInfo, DeviceOptions, ForwardMeta, KernelTable, PassBuffers
     from polydraft.contracts.base import Limits
     from polydraft.device import Device, GraphCapture
+    from polydraft.instruments.base import Instrument
     from polydraft.models.families import Family
     from polydraft.program.declare import LogitsStage
     from polydraft.program.plan import StepOutcome, StepPlan
@@ -128,10 +129,11 @@ def polydraft_parameters() -> Iterable[LogitsStage]:  # type: ignore[empty-body]
 
 
 @hookspec
-def polydraft_instruments() -> Iterable[object]:  # type: ignore[empty-body]
-    """Return instruments, which watch what an engine binds, launches and steps through.
+def polydraft_instruments() -> Iterable[Instrument]:  # type: ignore[empty-body]
+    """Return instruments (`polydraft.instruments.base.Instrument`), which watch what an engine binds, launches and steps through.
 
-    Called once per engine, before the device is opened.
+    Called once per engine, as soon as its plugins are loaded and before the device is opened; each answer is for that engine
+    alone. They lie among those that the engine was given, in the order that each of them says (`Instrument.order`).
     """
 
 

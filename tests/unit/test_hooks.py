@@ -13,6 +13,8 @@ import pytest
 from polydraft import LLM, SamplingParams, reference
 from polydraft.backend import DeviceOptions, StepMeta
 from polydraft.errors import CapabilityError, CheckpointError, ConfigError, DeviceError, PluginError
+from polydraft.instruments.allocations import Allocations
+from polydraft.instruments.sanitize import Sanitizer
 from polydraft.models.families import Family
 from polydraft.plugins.plugins import Plugins
 from polydraft.program.plan import StepOutcome, StepPlan
@@ -75,17 +77,18 @@ def generate(llm: LLM) -> list[tuple[int, ...]]:
 
 
 def nobody() -> list[Any]:
-    """No observers."""
+    """No instruments, no observers."""
     return []
 
 
 # -- when ------------------------------------------------------------------------------------------
 def test_hooks_are_asked_in_order_while_the_engine_is_built():
     calls: list[Call] = []
-    engine(calls, hooks={"polydraft_step_observers": nobody})
+    engine(calls, hooks={"polydraft_step_observers": nobody, "polydraft_instruments": nobody})
     meta = ["polydraft_init_forward_meta"] * 3
     assert [name for name, _ in calls] == [
-        "polydraft_backend_info", "polydraft_open_device", "polydraft_kernels", *meta, "polydraft_step_observers",
+        "polydraft_backend_info", "polydraft_instruments", "polydraft_open_device", "polydraft_kernels", *meta,
+        "polydraft_step_observers",
     ]  # fmt: skip
 
 
@@ -245,9 +248,58 @@ def test_polydraft_parameters():
     assert Plugins.load(double).gather("polydraft_parameters") == [("chip", "mine")]
 
 
-def test_polydraft_instruments():
-    double = backend("chip", polydraft_instruments=lambda: ["watch"])
-    assert Plugins.load(double).gather("polydraft_instruments") == [("chip", "watch")]
+COUNTING = """
+from polydraft import hookimpl
+from polydraft.instruments.base import Instrument
+
+class Counting(Instrument):
+    name = "counting"
+    launches = 0
+
+    def bind(self, binding, launch):
+        def call(stream, n):
+            self.launches += 1
+            launch(stream, n)
+        return call
+
+@hookimpl
+def polydraft_instruments():
+    return [Counting()]
+"""
+
+
+def test_polydraft_instruments(tmp_path: Path):
+    (path := tmp_path / "counting.py").write_text(COUNTING)
+    llm = LLM(model=MODEL, backend="reference", plugins=(str(path),), draft_tokens=2)
+    counting: Any = next(one for one in llm.engine.instruments if one.name == "counting")
+    assert counting.engine is llm.engine
+    before = llm.engine.device.counters.launches
+    texts = generate(llm)
+    assert counting.launches == llm.engine.device.counters.launches - before > 100, "the device counts them, too"
+    assert texts == generate(LLM(model=MODEL, backend="reference", draft_tokens=2))
+    with pytest.raises(ConfigError, match="instruments counting and counting: there may be one of each; leave one out"):
+        LLM(model=MODEL, backend="reference", plugins=(str(path),), instruments=(type(counting)(),))
+
+
+def test_instruments_of_plugins_are_checked_before_a_device_is_opened():
+    calls: list[Call] = []
+    with pytest.raises(
+        PluginError, match=r"^plugin '\w+': polydraft_instruments returned a str, wanted an Instrument; return one"
+    ):
+        engine(calls, hooks={"polydraft_instruments": lambda: ["watch"]})
+    assert not given(calls, "polydraft_open_device")
+    taken = Allocations()
+    double = backend("chip", polydraft_instruments=lambda: [taken])
+    LLM(model=MODEL, backend="reference", plugin=double)
+    with pytest.raises(ConfigError, match="allocations looks at an engine already"):
+        LLM(model=MODEL, backend="reference", plugin=double)
+
+
+def test_a_hazard_checker_that_a_plugin_brings_is_the_one_of_the_engine():
+    mine = Sanitizer()
+    double = backend("chip", polydraft_instruments=lambda: [mine])
+    llm = LLM(model=MODEL, backend="reference", plugin=double, sanitize=True)
+    assert [one for one in llm.engine.instruments if isinstance(one, Sanitizer)] == [mine]
 
 
 def test_polydraft_step_observers():

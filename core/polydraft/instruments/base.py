@@ -36,6 +36,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeVar
 from polydraft.device import Array, Buffer, Device, DeviceCounters, Event, GraphCapture, Launch, Staging, Stream
 from polydraft.errors import ConfigError
 from polydraft.instruments.timeline import clock_of, keeps_timeline
+from polydraft.plugins.checks import check_result
 from polydraft.plugins.plugins import Plugins
 from polydraft.program.points import Points, Stage
 
@@ -156,7 +157,11 @@ class Instrument:
 class Instruments:
     """The instruments of one engine, outermost first; one object around each place, whichever of them wrap it."""
 
-    def __init__(self, given: Sequence[Instrument]) -> None:
+    def __init__(self, given: Sequence[Instrument], brought: Sequence[tuple[str, Instrument]] = ()) -> None:
+        """`given` to the engine, and `brought` by its plugins, each with the name of its plugin."""
+        for plugin, one in brought:
+            check_result(plugin, "polydraft_instruments", one, Instrument)
+        given = (*given, *(one for _, one in brought))
         for one in given:
             if not isinstance(one, Instrument):
                 raise ConfigError(f"instruments have {one!r}, wanted objects of polydraft.instruments; make one, such as Trace()")

@@ -13,10 +13,10 @@ from polydraft.conformance.harness import record_of
 from polydraft.conformance.probe import checkpoint
 from polydraft.contracts import COMPOSITES, REGISTRY
 from polydraft.contracts.arguments import check_arguments, check_records, misfits
-from polydraft.contracts.base import Contract, OpaqueSpec, TensorSpec
+from polydraft.contracts.base import Contract, OpaqueSpec, TensorSpec, column_index, column_name
 from polydraft.contracts.composite import CompositeArgs
 from polydraft.contracts.constraints import Constraint
-from polydraft.contracts.inputs import default_cases, symbols
+from polydraft.contracts.inputs import default_cases, field_of, symbols
 from polydraft.contracts.kernels.embed import EmbedV1
 from polydraft.contracts.kernels.linear import LinearV1
 from polydraft.contracts.kernels.residual_add import ResidualAddV1
@@ -122,6 +122,10 @@ def test_constraints_are_read(text: str, names: tuple[str, ...], holds: dict[str
 def test_what_is_no_constraint(text: str):
     with pytest.raises(SyntaxError):
         Constraint.read(text)
+
+
+def test_names_of_columns():
+    assert (column_name("columns", 12), field_of("columns[12]"), column_index("columns[12]")) == ("columns[12]", "columns", 12)
 
 
 def test_a_record_of_another_contract():

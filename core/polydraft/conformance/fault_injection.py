@@ -14,7 +14,7 @@ from typing import Any
 
 from polydraft.conformance.target import Proxy, TableProxy, bare, wrap
 from polydraft.contracts import REGISTRY
-from polydraft.contracts.base import ColumnsSpec, ParamSpec, TensorSpec
+from polydraft.contracts.base import ColumnsSpec, ParamSpec, TensorSpec, column_name
 from polydraft.contracts.compare import from_host, to_host
 from polydraft.device import Array
 
@@ -61,7 +61,7 @@ class Computed:
                 event.record(stream)
                 event.synchronize()
                 values = {name: from_host(pins[name].array, buffer.dtype).copy() for name, buffer in buffers.items()}
-                whole = {n: tuple(values[f"{n}[{i}]"] for i in range(count)) for n, count in columns.items()}
+                whole = {n: tuple(values[column_name(n, i)] for i in range(count)) for n, count in columns.items()}
                 fields = {name: value for name, value in values.items() if name in specs}
                 self._corrupt(self.contract.golden, SimpleNamespace(**fixed, **fields, **whole), n)
                 for name, buffer in buffers.items():

@@ -14,7 +14,18 @@ import numpy as np
 
 from polydraft.backend import CacheSpec, ForwardMeta, KernelTable, PassBuffers, StepMeta
 from polydraft.contracts.arguments import check_arguments
-from polydraft.contracts.base import Args, Case, ColumnsSpec, Contract, Limits, LogicalCache, OpaqueSpec, ParamSpec, TensorSpec
+from polydraft.contracts.base import (
+    Args,
+    Case,
+    ColumnsSpec,
+    Contract,
+    Limits,
+    LogicalCache,
+    OpaqueSpec,
+    ParamSpec,
+    TensorSpec,
+    column_name,
+)
 from polydraft.contracts.compare import EPS, NORMAL, Comparison, Expected, compare, to_host
 from polydraft.contracts.composite import Composite, CompositeArgs
 from polydraft.contracts.inputs import POISON, Kernel, Poison, arrays, contract_of, dtype_of, limits_of, namespace
@@ -196,7 +207,9 @@ def _buffers(contract: Contract, case: Case, device: Device, table: KernelTable,
         if isinstance(spec, TensorSpec):
             values[name] = _loaded(contract, case, device, name, value, act)
         elif isinstance(spec, ColumnsSpec):
-            values[name] = tuple(_loaded(contract, case, device, f"{name}[{i}]", column, act) for i, column in enumerate(value))
+            values[name] = tuple(
+                _loaded(contract, case, device, column_name(name, i), column, act) for i, column in enumerate(value)
+            )
         elif isinstance(value, LogicalCache):
             blocks, block_size, heads, head_dim = value.k.shape
             values[name] = table.allocate_cache(CacheSpec(blocks, block_size, heads, head_dim, act, kv=kv))
@@ -265,7 +278,7 @@ def _read_back(contract: Contract, device: Device, stream: Stream, values: Mappi
     buffers = {name: value for name, value in values.items() if isinstance(specs[name], TensorSpec)}
     for name, spec in specs.items():
         if isinstance(spec, ColumnsSpec):
-            buffers |= {f"{name}[{i}]": column for i, column in enumerate(values[name])}
+            buffers |= {column_name(name, i): column for i, column in enumerate(values[name])}
     for name, buffer in buffers.items():
         if buffer is not None:
             staged[name] = device.staging(f"{contract.name}.{name}.back", buffer.shape, buffer.dtype)

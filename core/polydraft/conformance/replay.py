@@ -20,7 +20,7 @@ from polydraft.conformance.harness import run_golden, run_kernel
 from polydraft.conformance.kernel_checks import Table
 from polydraft.conformance.target import Opened, Target
 from polydraft.contracts import COMPOSITES, REGISTRY
-from polydraft.contracts.base import Case, ColumnsSpec, Contract, LogicalCache, TensorSpec
+from polydraft.contracts.base import Case, ColumnsSpec, Contract, LogicalCache, TensorSpec, column_name
 from polydraft.contracts.compare import Comparison, Expected, Mismatch, compare, from_host
 from polydraft.contracts.composite import Composite, Expansion
 from polydraft.contracts.inputs import FLEXIBLE, POISON, Kernel, contract_of, field_of, kernel_of
@@ -246,7 +246,7 @@ def case_of(record: Record, call: Call, weights: Weights) -> Case:
     for name, spec in contract.args.specs().items():
         if isinstance(spec, ColumnsSpec):
             count = sum(field_of(one) == name for one in call.inputs)
-            arrays[name] = tuple(record.tensors[call.inputs[f"{name}[{i}]"]].array for i in range(count))
+            arrays[name] = tuple(record.tensors[call.inputs[column_name(name, i)]].array for i in range(count))
         elif isinstance(spec, TensorSpec) and name in call.inputs:
             tensor = record.tensors[call.inputs[name]]
             value = from_host(tensor.array, tensor.dtype)

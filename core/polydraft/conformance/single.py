@@ -14,7 +14,7 @@ import numpy as np
 
 from polydraft.conformance.harness import run_golden
 from polydraft.contracts import COMPOSITES, REGISTRY
-from polydraft.contracts.base import Case, ColumnsSpec, Contract, LogicalCache, OpaqueSpec, ParamSpec, TensorSpec
+from polydraft.contracts.base import Case, ColumnsSpec, Contract, LogicalCache, OpaqueSpec, ParamSpec, TensorSpec, column_name
 from polydraft.contracts.compare import Comparison, compare, from_host
 from polydraft.contracts.compare import to_host as host_form
 from polydraft.contracts.composite import Composite, split
@@ -99,7 +99,7 @@ def _run(
         if value is None or isinstance(spec, ParamSpec) or (isinstance(spec, OpaqueSpec) and spec.kind != "cache"):
             continue
         if isinstance(spec, ColumnsSpec):
-            got |= {f"{name}[{i}]": download(column) for i, column in enumerate(value)}
+            got |= {column_name(name, i): download(column) for i, column in enumerate(value)}
             continue
         array = download(value)
         if isinstance(spec, OpaqueSpec):
@@ -119,7 +119,7 @@ def _given(contract: Contract, case: Case, upload: Callable[[Array], Any], dtype
         if value is None or isinstance(spec, ParamSpec):
             continue
         if isinstance(spec, ColumnsSpec):
-            places = [dtype_of(contract, case, f"{name}[{i}]", dtype) for i in range(len(value))]
+            places = [dtype_of(contract, case, column_name(name, i), dtype) for i in range(len(value))]
             uploaded = (upload(host_form(column, place)) for column, place in zip(value, places, strict=True))
             setattr(a, name, tuple(uploaded))
             continue

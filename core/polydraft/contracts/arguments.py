@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from polydraft.contracts.base import REGISTRY, Args, ColumnsSpec, Contract, OpaqueSpec, ParamSpec, TensorSpec
+from polydraft.contracts.base import REGISTRY, Args, ColumnsSpec, Contract, OpaqueSpec, ParamSpec, TensorSpec, column_name
 from polydraft.contracts.composite import Composite, CompositeArgs
 from polydraft.contracts.constraints import Constraint
 from polydraft.device import Buffer
@@ -143,7 +143,7 @@ def _check_columns(contract: Contract, args: Any, name: str, sizes: dict[str | i
     if not isinstance(columns, tuple) or not columns:
         raise _misfit(contract, name, f"{columns!r}", "a tuple of at least one slot column")
     for i, column in enumerate(columns):
-        shape, place = tuple(column.shape), f"{name}[{i}]"
+        shape, place = tuple(column.shape), column_name(name, i)
         if column.dtype not in COLUMN_DTYPES:
             raise _misfit(contract, place, f"of dtype {column.dtype}", " or ".join(COLUMN_DTYPES))
         if len(shape) not in (1, 2) or sizes.setdefault("B", shape[0]) != shape[0]:
@@ -231,7 +231,7 @@ def _spoiled_columns(args: Args, make: Make, name: str) -> Iterator[Misfit]:
     columns: tuple[Buffer, ...] = getattr(args, name)
     yield Misfit(name, f"no {name}", _changed(args, {name: ()}))
     for i, column in enumerate(columns):
-        shape, place = tuple(column.shape), f"{name}[{i}]"
+        shape, place = tuple(column.shape), column_name(name, i)
         spoiled = {
             f"{place} in u8": make(place, shape, "u8"),
             f"{place} with two axes more": make(place, (*shape, 1, 1), column.dtype),

@@ -131,6 +131,16 @@ def opaque(
     return field(default=None, metadata={"spec": spec}) if optional else field(metadata={"spec": spec})
 
 
+def column_name(name: str, index: int) -> str:
+    """What column `index` of the field `name`, a tuple of slot columns, is called."""
+    return f"{name}[{index}]"
+
+
+def column_index(name: str) -> int:
+    """The index that `column_name` put into `name`."""
+    return int(name.partition("[")[2].removesuffix("]"))
+
+
 @dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(tensor, columns, param, opaque))
 class Args:
     """Base of every contract's argument record: subclasses become frozen keyword-only dataclasses."""
@@ -145,13 +155,13 @@ class Args:
         return {f.name: f.metadata["spec"] for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
 
     def buffers(self) -> dict[str, tuple[Buffer, Access]]:
-        """Every buffer of the record with what is done to it, in order; column i of a field is called `field[i]`. Fields
-        that were left out, weights, caches and metadata are not among them."""
+        """Every buffer of the record with what is done to it, in order; columns of a tuple are called as `column_name`
+        says. Fields that were left out, weights, caches and metadata are not among them."""
         found: dict[str, tuple[Buffer, Access]] = {}
         for name, spec in self.specs().items():
             value = getattr(self, name)
             if isinstance(spec, ColumnsSpec):
-                found |= {f"{name}[{i}]": (column, spec.access) for i, column in enumerate(value)}
+                found |= {column_name(name, i): (column, spec.access) for i, column in enumerate(value)}
             elif isinstance(spec, TensorSpec) and value is not None:
                 found[name] = value, spec.access
         return found

@@ -19,7 +19,18 @@ from typing import Any, Final
 import numpy as np
 
 from polydraft.contracts.arguments import constraint_fails
-from polydraft.contracts.base import Case, ColumnsSpec, Contract, Limits, LogicalCache, OpaqueSpec, ParamSpec, TensorSpec
+from polydraft.contracts.base import (
+    Case,
+    ColumnsSpec,
+    Contract,
+    Limits,
+    LogicalCache,
+    OpaqueSpec,
+    ParamSpec,
+    TensorSpec,
+    column_index,
+    column_name,
+)
 from polydraft.contracts.compare import EPS, from_host, to_host
 from polydraft.contracts.composite import Composite, as_contract
 from polydraft.contracts.kv_quant import quantise
@@ -184,7 +195,7 @@ def dtype_of(contract: Contract, case: Case, name: str, act: str) -> str:
     """Return the dtype name in which the array `name` is handed over: caches are read back in float32."""
     spec = contract.args.specs().get(field_of(name))
     if isinstance(spec, ColumnsSpec):
-        return "f32" if case.arrays[field_of(name)][int(name.partition("[")[2][:-1])].dtype == np.float32 else "i32"
+        return "f32" if case.arrays[field_of(name)][column_index(name)].dtype == np.float32 else "i32"
     if not isinstance(spec, TensorSpec):
         return "f32"
     declared = case.outputs[name][1] if spec.access == "out" else spec.dtype
@@ -207,7 +218,7 @@ def namespace(contract: Contract, case: Case, act: str = "f32", poison: Poison =
                 value = _rounded(value, dtype)
         elif isinstance(spec, ColumnsSpec):
             columns: Any = value
-            value = tuple(_rounded(one, dtype_of(contract, case, f"{name}[{i}]", act)) for i, one in enumerate(columns))
+            value = tuple(_rounded(one, dtype_of(contract, case, column_name(name, i), act)) for i, one in enumerate(columns))
         elif isinstance(value, LogicalCache):
             k, v = _rounded(value.k, act), _rounded(value.v, act)
             value = LogicalCache(quantise(k, kv), quantise(v, kv)) if kv else LogicalCache(k, v)
@@ -230,7 +241,7 @@ def arrays(contract: Contract, a: Any) -> dict[str, Array]:
         if isinstance(value, LogicalCache):
             found |= {f"{name}.k": value.k, f"{name}.v": value.v}
         elif isinstance(spec, ColumnsSpec):
-            found |= {f"{name}[{i}]": column for i, column in enumerate(value)}
+            found |= {column_name(name, i): column for i, column in enumerate(value)}
         elif isinstance(spec, TensorSpec) and value is not None:
             found[name] = value
     return found

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from polydraft.contracts.base import Case, ColumnsSpec, Contract, LogicalCache, OpaqueSpec, ParamSpec, TensorSpec
+from polydraft.contracts.base import Case, ColumnsSpec, Contract, LogicalCache, OpaqueSpec, ParamSpec, TensorSpec, column_name
 from polydraft.contracts.compare import EPS
 from polydraft.device import DTYPES, Array
 from polydraft.errors import ContractError
@@ -108,7 +108,7 @@ def _misreadings(contract: Contract, path: str, spec: TensorSpec | OpaqueSpec, c
 def _of_columns(name: str, cases: Sequence[Case]) -> Iterator[Mutant]:
     """One column keeps what it held, and every column takes the place of the next; the golden never reads them."""
     for i in range(max(len(case.arrays[name]) for case in cases)):
-        yield Mutant(f"unwritten({name}[{i}])", _kept_column(name, i))
+        yield Mutant(f"unwritten({column_name(name, i)})", _kept_column(name, i))
     yield Mutant(f"misplaced({name})", _misplaced(name))
 
 

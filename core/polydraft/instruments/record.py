@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from polydraft._version import __version__
-from polydraft.contracts.base import Args, ColumnsSpec, OpaqueSpec, ParamSpec, Spec, TensorSpec
+from polydraft.contracts.base import Args, ColumnsSpec, OpaqueSpec, ParamSpec, Spec, TensorSpec, column_name
 from polydraft.contracts.composite import CompositeArgs
 from polydraft.contracts.inputs import Kernel, contract_of, kernel_of
 from polydraft.device import Array, Buffer, Device, Launch, Staging, Stream
@@ -164,7 +164,7 @@ class CallRecorder(Instrument):
                 rows = n + ROWS_BEYOND if spec.symbols[:1] == ("N",) else None
                 seen[name] = self.tensors.add(self._read.buffer(value)[:rows], value.dtype)
             elif isinstance(spec, ColumnsSpec):
-                seen |= {f"{name}[{i}]": self.tensors.add(self._read.buffer(c), c.dtype) for i, c in enumerate(value)}
+                seen |= {column_name(name, i): self.tensors.add(self._read.buffer(c), c.dtype) for i, c in enumerate(value)}
             elif isinstance(spec, OpaqueSpec) and spec.kind == "cache":
                 seen[name] = self._read.cache(value)
         return seen

@@ -1,9 +1,8 @@
-"""What holds for every test: the same examples in every run, and nothing of the caller's environment.
+"""Settings for every test: the same examples in every run, and nothing of the caller's environment.
 
-Owns the hypothesis profiles, the cleared environment, the way interrupts arrive and what the garbage collector leaves alone;
-tells `tests.support.progress` the session.
-Loaded by pytest; markers and warnings are strict by pyproject.toml.
-Never selects or skips a test.
+It has the hypothesis profiles, clears the environment, and sets how interrupts arrive and what the garbage collector leaves
+alone; it passes the session to `tests.support.progress`. pytest loads it; markers and warnings are strict by pyproject.toml. No
+test is selected or skipped here.
 """
 
 import gc

@@ -1,4 +1,4 @@
-"""Owns `python -m polydraft`, which is the command `polydraft`."""
+"""Makes `python -m polydraft` run the command `polydraft`."""
 
 from polydraft.cli import main
 

@@ -1,7 +1,7 @@
-"""Owns what a backend says of itself: identity, capabilities and the limits within which they hold.
+"""The records by which a backend describes itself: identity, capabilities and the limits within which they hold.
 
-Plugins build these records, negotiation (`resolve.py`) reads them, and `doctor` prints them. Core asks a property
-of `Capabilities`, never which backend it is talking to.
+Plugins build these records, negotiation (`resolve.py`) reads them, and `doctor` prints them. Core asks for a property of
+`Capabilities`, and does not ask which backend it is talking to.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Owns what a user may configure for an engine: one frozen record of wishes, most of them "auto".
+"""The configuration of an engine: one frozen record of options, most of them "auto".
 
-The command line, `LLM` and the server build it; `resolve.py` turns it into values with reasons. It never changes
-after construction and never reads the environment.
+The command line, `LLM` and the server build it; `resolve.py` turns it into values with reasons. It does not change after
+construction and does not read the environment.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Owns the protocols through which core touches a device: buffers, streams, events, staging and graphs.
+"""The protocols through which core uses a device: buffers, streams, events, staging and graphs.
 
-The runtime is written against these protocols alone, and every backend's `open_device` returns an implementation.
-Nothing here promises that work has happened: a launch or copy is only known to be done after an event that follows it.
+The runtime is written against these protocols alone, and every backend's `open_device` returns an implementation. A call does not
+promise that work has happened: a launch or copy is only known to be done after an event that follows it.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,8 +1,8 @@
 """Environment variables: the only module of polydraft that reads them.
 
-Owns the table `VARIABLES` and one typed accessor a variable.
-Called by the command line, its terminal output and what keeps files between runs, each time a value is wanted; nothing is cached.
-Never influences numerics: what decides tokens is configuration, which is frozen, explained and recorded.
+It has the table `VARIABLES` and one typed accessor per variable. The command line, its terminal output and everything that keeps
+files between runs call these each time a value is needed; nothing is cached. No variable influences numerics: what decides tokens
+is configuration, which is frozen, explained and recorded.
 
 | variable          | effect                                                                               |
 |-------------------|--------------------------------------------------------------------------------------|

@@ -1,8 +1,8 @@
-"""The exception family: every error that polydraft raises on purpose.
+"""The exceptions: every error that polydraft raises on purpose.
 
-Owns the classes, one for each kind of cause, so that a caller can tell what to change without reading the sentence.
-Raised from every room of the project and caught by the command line, which prints the sentence and sets its status.
-Never holds behaviour: the place that raises chooses the words, and each sentence says what, got, wanted, next step.
+There is one class for each kind of cause, so that a caller can tell what to change without reading the sentence. All packages of
+the project raise them; the command line catches them, prints the sentence and sets its status. The classes have no behaviour: the
+place that raises chooses the words, and each sentence says what, got, wanted, next step.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
-"""Owns what Ctrl-C means while work is under way: it is noted, and looked at where nothing is left half done.
+"""Handles Ctrl-C while work is under way: it is noted, and acted on where nothing is left half done.
 
-`LLM` and the command line put it around the calls that must not break off in the middle. It never replaces a handler that
-a program has installed for itself.
+`LLM` and the command line put it around the calls that must not break off in the middle. A handler that a program has installed
+for itself is not replaced.
 """
 
 from __future__ import annotations

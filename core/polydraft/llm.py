@@ -1,7 +1,7 @@
-"""Owns the offline Python interface: load once, generate many, optionally streaming.
+"""The offline Python interface: load once, generate many texts, optionally streaming.
 
-Scripts and the command line use it; it drives one `Engine` to the end of the requests it was given. It never keeps
-finished requests and never hides an error of the engine.
+Scripts and the command line use it; it drives one `Engine` to the end of the requests it was given. It does not keep finished
+requests or hide an error of the engine.
 """
 
 from __future__ import annotations

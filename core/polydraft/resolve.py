@@ -1,7 +1,7 @@
-"""Owns negotiation: a configuration, a backend's capabilities and a model in, one frozen plan of values with reasons out.
+"""Negotiation: turns a configuration, a backend's capabilities and a model into one frozen plan of values with reasons.
 
 The engine calls `resolve` before any weight is loaded; `--explain` and `--json` show its decisions. It is a pure function,
-downgrades nothing that was asked for by name, and when it refuses it gives every reason at once.
+downgrades nothing that was requested by name, and when it refuses it gives every reason at once.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Owns what a caller may ask of one request: length, sampling, stops and seed, validated when it is made.
+"""The parameters of one request: length, sampling, stops and seed, validated when the record is made.
 
-`LLM.generate`, the command line and the server build it; the engine reads it once at admission. It never changes.
+`LLM.generate`, the command line and the server build it; the engine reads it once at admission. It does not change.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Owns the few magic numbers of the project: sentinels in device arrays, slot phases and finish reasons.
+"""The few magic numbers of the project: sentinels in device arrays, slot phases and finish reasons.
 
-Every kernel, the runtime and the conformance kit read them from here, so a number has one name and one explanation.
-This module never holds behaviour.
+Every kernel, the runtime and the conformance kit read them from here, so a number has one name and one explanation. There is no
+behaviour in this module.
 """
 
 from enum import IntEnum

@@ -1,8 +1,7 @@
-"""Broken and thin backends for tests of the kit, made from the reference and the emulator.
+"""Broken and minimal backends for tests of the kit, made from the reference and the emulator.
 
-Owns the doubles and the one report of each whole backend that several tests look at.
-Called by the tests of `tests/conformance`.
-Never runs a check by itself.
+It also makes the one report of each whole backend that several tests look at. The tests of `tests/conformance` use it; it runs no
+check by itself.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Composites: their golden is that of their parts, their cases fit together, and the reference's fused kernels agree.
 
-Owns what `contracts/composite.py` promises; the parts have their own tables and cases.
-Run by `make test`. Never looks inside a fused kernel.
+This tests what `contracts/composite.py` promises; the parts have their own tables and cases. The inside of a fused kernel is not
+examined.
 """
 
 from __future__ import annotations

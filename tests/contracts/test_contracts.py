@@ -1,7 +1,7 @@
 """Every registered contract: the record is complete, the cases fit it and are adequate, golden and reference agree.
 
-Owns what holds for all contracts alike; what one contract means is in the tables beside this module.
-Run by `make test`; `-k 'rms_norm and seed-13'` runs one case. Never judges a golden by itself.
+These tests hold for all contracts alike; the meaning of a single contract is tested in the tables beside this module. `-k
+'rms_norm and seed-13'` runs one case.
 """
 
 from __future__ import annotations

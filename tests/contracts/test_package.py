@@ -1,7 +1,6 @@
 """The package of contracts: complete when a name is taken from it, and free of contracts until then.
 
-Owns what `polydraft/contracts/__init__.py` promises.
-Run by `make test`. Never looks at a single contract.
+This tests what `polydraft/contracts/__init__.py` promises, not single contracts.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Tables worked out by hand for the processing of logits: golden and reference kernel must both give exactly these numbers.
 
-Owns the literal side of penalties, biases and forbidden tokens; nothing expected here was computed by the code under test.
-Run by `make test`. Never replaces the generated cases: a table shows what is meant, they show that it holds elsewhere.
+They cover penalties, biases and forbidden tokens; nothing expected here was computed by the code under test. They complement the
+generated cases: a table shows what is meant, the cases show that it holds elsewhere.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Rejection verification, exactly: the distribution that the kernels put out is measured with given numbers, not sampled.
 
-Owns the proof that golden and reference are lossless and that the classic wrong samplers are not.
-Run by `make test`. Never draws a random token: uniforms and noise are given, and moved until a decision flips.
+The tests prove that golden and reference are lossless and that the classic wrong samplers are not. No random token is drawn:
+uniforms and noise are given, and moved until a decision flips.
 
 Whether a draft x is accepted is a threshold in the uniform, so bisection over the 2**24 uniforms there are finds its chance;
 whether a token is drawn is a threshold in its noise, so bisection finds every weight. With the drafts' own distribution they

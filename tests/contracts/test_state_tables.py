@@ -1,7 +1,7 @@
 """Tables worked out by hand for the state contracts: golden and reference kernel must both give exactly these numbers.
 
-Owns the literal side of the state contracts; nothing expected here was computed by the code under test.
-Run by `make test`. Never replaces the generated cases: a table shows what is meant, they show that it holds elsewhere.
+Nothing expected here was computed by the code under test. The tables complement the generated cases: a table shows what is meant,
+the cases show that it holds elsewhere.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""A toy contract whose every fault is easy to see: what the harness, the comparison and the adequacy gate are proved with.
+"""A toy contract whose every fault is easy to see, on which the harness, the comparison and the adequacy gate are tested.
 
-Owns `blend`, its kernel in NumPy, and builders of cases.
-Called by the tests of this folder.
-Never registered, so that no other test meets it.
+It has `blend`, its kernel in NumPy, and builders of cases, for the tests of this folder. It is not registered, so that no other
+test meets it.
 """
 
 from __future__ import annotations

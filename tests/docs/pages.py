@@ -1,8 +1,6 @@
-"""What the tests of this folder read from the documents: the pages, their code blocks, links, tables and headings.
+"""Reads the documents for the tests of this folder: the pages, their code blocks, links, tables and headings.
 
-Owns a small reading of Markdown, enough for the pages of this repository and no more.
-Called by the tests of `tests/docs`.
-Never decides what a page should say.
+It understands as much Markdown as the pages of this repository need. What a page should say is up to the tests.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Processing of one row of logits in a few naive lines: penalties, biases, bad words and early stops; and stop strings.
 
-Owns the second opinion on what a request's logits become before a token is chosen, and on where a text ends it.
-Called by the tests of `tests/step`, on float64 logits of the oracle model and on texts of the tiny models.
-Never looks at code under test: the rules are those of `SamplingParams`.
+It is a second opinion on what a request's logits become before a token is chosen, and on where a text ends. The tests of
+`tests/step` call it, on float64 logits of the oracle model and on texts of the tiny models. It shares no code with what it tests:
+the rules are those of `SamplingParams`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """One build and two installations, shared by all packaging tests of a session.
 
-Owns copies of the checkout in temporary folders, so that no build leaves anything behind in the checkout and nothing
-left behind there gets into a build. Uses pip as it is configured; expects to be able to install from an index.
+The checkout is copied to temporary folders, so that no build leaves anything behind in it and nothing left behind there gets into
+a build. pip is used as it is configured and has to be able to install from an index.
 """
 
 import importlib.metadata

@@ -1,6 +1,6 @@
-"""Servers for the tests of serving: started as users start them, on a free port, and stopped behind the tests.
+"""Servers for the tests of serving: started as users start them, on a free port, and stopped after the tests.
 
-Owns the fixture `server` (one a module) and `Served`, which starts others with options of their own.
+The fixture `server` is one per module; `Served` starts others with other options.
 """
 
 from __future__ import annotations

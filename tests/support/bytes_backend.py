@@ -1,8 +1,7 @@
-"""A backend in bring-up whose memory is opaque: nothing but `write` and `read` gets at what it holds.
+"""A backend in bring-up whose memory is opaque: its contents are only accessible through `write` and `read`.
 
-Owns the device, one kernel that unpacks what it needs by itself, and a cache that no delegated kernel can use.
-Called by tests of bring-up and of the kit.
-Never holds an array: memory is bytes with a shape beside them.
+It has the device, one kernel that unpacks what it needs by itself, and a cache that no delegated kernel can use. Tests of
+bring-up and of the kit use it. It holds no array: memory is bytes with a shape beside them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""The CPU backend as tests want it: skipped with its own reason where it cannot be used, opened with any options.
+"""The CPU backend for tests: skipped with its own reason where it cannot be used, opened with any options.
 
-Owns the mark for modules that need the compiled kernels, and the way to a device and its table.
-Called by tests of the CPU backend.
-Never builds anything.
+It has the mark for modules that need the compiled kernels, and opens a device with its table. It builds nothing.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""Policies of the number of drafts, for tests: drawn anew for every step.
+"""Draft policies for tests: the number of drafts is drawn anew for every step, or taken from a list.
 
-Owns the way to give one to an engine that is built by any of the other helpers.
-Called by tests of the step.
-Never compares results.
+It also gives a policy to an engine that another helper builds. The tests of the step use it; comparing results is up to them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Engines on the emulator, for tests of the step.
 
-Owns the way to the plugin, which lies in this checkout and need not be installed, and the list of its schedules.
-Called by the tests of `tests/step` whose names begin with `test_emulator`.
-Never compares results.
+It finds the plugin, which lies in this checkout and need not be installed, and lists its schedules. The tests of `tests/step`
+whose names begin with `test_emulator` use it; comparing results is up to them.
 """
 
 from __future__ import annotations

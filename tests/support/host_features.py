@@ -1,9 +1,8 @@
-"""Features of the host, as doubles: two proposers that draft on the host, and a rule for texts that masks logits.
+"""Host features for tests: two proposers that draft on the host, and a rule for texts that masks logits.
 
-Owns a suffix-style proposer that guesses behind the target's launch (variable width, `previous_tokens`), one that waits for the
-exact tokens and always fills its width (`exact_lengths`), and a mask that needs the drafts of the step, too.
-Called by the tests of `tests/step`, which name this file as a plugin to have the proposers.
-Never compares: what a run must show is in its test.
+One proposer works like a suffix proposer and guesses after the target's launch (variable width, `previous_tokens`), the other
+waits for the exact tokens and always fills its width (`exact_lengths`); the mask needs the drafts of the step, too. The tests of
+`tests/step` name this file as a plugin to have the proposers. What a run must show is in the tests.
 """
 
 from __future__ import annotations

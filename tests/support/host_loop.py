@@ -1,9 +1,9 @@
-"""The host side of the runtime without a model: scheduler, ledger and commit around a device that is played by plain Python.
+"""The host side of the runtime without a model: scheduler, ledger and commit around a device simulated in plain Python.
 
-Owns `FakeDevice`, which keeps what plans brought down and answers each with an outcome, and `HostLoop`, which drives both
-like the engine does, with steps in flight, and checks each plan against what the device really has.
-Called by the unit tests of the scheduler.
-Never computes: token p of request r is `text(r, p)`, a row of a cache is the text and position it was written for, and how
+`FakeDevice` keeps what plans brought down and answers each with an outcome. `HostLoop` drives both as the engine does, with steps
+in flight, and checks each plan against the actual state of the device. The unit tests of the scheduler use it.
+
+Nothing is computed: token p of request r is `text(r, p)`, a row of a cache is the text and position it was written for, and how
 many drafts are accepted is drawn from a seeded generator.
 """
 

@@ -1,8 +1,7 @@
-"""Backends that compute like the reference but for a few kernels, for tests that a faulty kernel is noticed.
+"""Backends that compute like the reference except for a few kernels, for tests that a faulty kernel is detected.
 
-Owns `backend_with`, whose result goes to `LLM(plugin=...)`.
-Called by the tests of `tests/step`.
-Never changes what a backend says of itself: only what it computes.
+The tests of `tests/step` pass the result of `backend_with` to `LLM(plugin=...)`. What a backend declares is unchanged; only what
+it computes differs.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A tiny model of single characters, for tests that bind text to grammars.
 
-Owns `checkpoint`: the weights are those of the tiny model "narrow", each token is a letter, a digit or a sign of JSON.
-Called by tests of the step and of the server.
+`checkpoint` writes it: the weights are those of the tiny model "narrow", each token is a letter, a digit or a sign of JSON. Tests
+of the step and of the server use it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """A backend double: another backend's device and kernels, with logits that a test may spoil before a token is chosen.
 
-Owns the plugin object `LLM(plugin=...)` takes, and the checkpoint whose tokens are single bytes.
-Called by the tests of bad input, on both devices of the reference alike.
-Never changes anything but logits: what was chosen, verified and committed is the wrapped backend's work.
+It has the plugin object that `LLM(plugin=...)` takes, and the checkpoint whose tokens are single bytes. The tests of bad input
+use it, on both devices of the reference. Only logits are changed: choice, verification and commit are the wrapped backend's.
 """
 
 from __future__ import annotations

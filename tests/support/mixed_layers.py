@@ -1,9 +1,8 @@
-"""A model whose layers differ, as a plugin would bring it: a mixer, a cache and a contract of its own, and its MTP layer among
+"""A model whose layers differ, as a plugin would provide it: a mixer, a cache and a contract of its own, and its MTP layer among
 the target's layers.
 
-Owns the family `TinyMixed`, a checkpoint of it, and a backend that knows its contract.
-Called by the tests of layers that differ.
-The contract is registered only within `registered`, so that no other test meets it.
+It has the family `TinyMixed`, a checkpoint of it, and a backend that knows its contract, for the tests of layers that differ. The
+contract is registered only within `registered`, so that no other test meets it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Planted hazards: small mutants of an engine that is watched by the hazard checker, each with the names it must be told by.
+"""Planted hazards: small mutants of an engine watched by the hazard checker, each with the names the report must contain.
 
-Owns the list `PLANTED`, and the run that all of them share: requests that come and go, so that batches grow and shrink.
-Called by the tests of the checker.
-Never asserts: what a mutant must be found by stands in its record.
+It has the list `PLANTED`, and the run that all of them share: requests that come and go, so that batches grow and shrink. The
+tests of the checker use it and assert; what must detect a mutant is in its record.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""A synchronous device double for tests of the hazard checker: it forgives every hazard, and sees what kernels touch.
+"""A synchronous device double for tests of the hazard checker: it tolerates every hazard, and sees what kernels touch.
 
-Owns buffers that can move and be given back, further streams, a capture without rules, and `observed_accesses` by KV block.
-Called by the planted hazards, which it runs to the right text wherever only the order of things is wrong.
-Never refuses anything: whatever is found on it, the checker has found.
+It has buffers that can move and be freed, further streams, a capture without rules, and `observed_accesses` by KV block. The
+planted hazards run on it and give the right text wherever only the order of things is wrong. It refuses nothing, so whatever is
+found on it, the checker has found.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Plugins for tests of the seam: backends and packs put together from the reference's hooks, and fake installed packages.
 
-Owns `backend` and `pack`, which take what differs as arguments, and `install`, which writes a package that
-`importlib.metadata` finds.
-Called by the unit tests of plugins, hooks and programs.
-Never registers anything with the real installation: packages live in a temporary folder on `sys.path`.
+`backend` and `pack` take what differs as arguments; `install` writes a package that `importlib.metadata` finds. The unit tests of
+plugins, hooks and programs use them. Nothing is registered with the real installation: packages live in a temporary folder on
+`sys.path`.
 """
 
 from __future__ import annotations

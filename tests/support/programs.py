@@ -1,9 +1,8 @@
 """Random programs of requests: what arrives when, is aborted, stops, is preempted, and how it is served; one number makes one.
 
-Owns the generator, the run of a program on an emulator, and what its requests must come to: each alone, on the synchronous
-reference, step by step and without graphs.
-Called by the tests of `tests/step` whose names begin with `test_emulator`.
-Never asserts: `differences` says what is not bit-equal.
+It has the generator, the run of a program on an emulator, and the expected result of its requests: each alone, on the synchronous
+reference, step by step and without graphs. The tests of `tests/step` whose names begin with `test_emulator` use it; `differences`
+reports what is not bit-equal.
 """
 
 from __future__ import annotations

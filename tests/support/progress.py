@@ -1,8 +1,7 @@
-"""How far a test of minutes is: a line on standard error now and then, past pytest's capture of output.
+"""Shows the progress of tests that take minutes: a line on standard error now and then, past pytest's capture of output.
 
-Owns `Progress`; the session tells it pytest's configuration when it begins.
-Called by tests marked `deep`, which run for minutes in one test.
-Never changes what a test does, and is silent in tests that end soon.
+Tests marked `deep` call `Progress`; the session passes it pytest's configuration when it begins. It does not change what a test
+does, and prints nothing in tests that end soon.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""The project as data: where it lies and what pyproject.toml says.
+"""The project as data: the path of the checkout and the parsed pyproject.toml.
 
-Owns the path of the checkout and the parsed pyproject.toml.
-Called by tests that compare files of the project with each other.
-Never imports polydraft.
+Tests that compare files of the project with each other use it. It does not import polydraft.
 """
 
 import sys

@@ -1,8 +1,7 @@
-"""Runs of an engine as tests of the step want them: every kind of device, arrivals in the middle, an audit every step.
+"""Runs of an engine for tests of the step: every kind of device, arrivals in the middle, an audit every step.
 
-Owns the list of device kinds, the requests of a run and its driver, which never loops for ever.
-Called by the tests of `tests/step`.
-Never compares results: it returns them, and fails only where the engine hangs, loses a block or does not come to rest.
+It has the list of device kinds, the requests of a run and its driver, which always ends. The tests of `tests/step` compare the
+results; the driver fails only where the engine hangs, loses a block or does not come to rest.
 """
 
 from __future__ import annotations

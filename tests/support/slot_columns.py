@@ -1,8 +1,7 @@
 """Slot columns on the host, written by a naive loop from what plans stage: what the device would hold.
 
-Owns `SlotColumns`, which checks what `scatter` relies on and then copies words one by one.
-Called by the unit tests of columns, of the scheduler and of staging.
-Never uses a contract's golden or a kernel, so that it is an opinion of its own.
+`SlotColumns` checks what `scatter` relies on and then copies words one by one. The unit tests of columns, of the scheduler and of
+staging use it. It uses no golden of a contract and no kernel, so it is an independent opinion.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Tiny random checkpoints for tests of the step: real model directories whose drafts are neither always right nor always wrong.
 
-Owns the list of tiny models, their weights and their tokenizer; each is written once per test session.
-Called by the tests of `tests/step` through `checkpoint` and `oracle`.
-Never trains: a head drafts well because its weights are the target's own last block, disturbed by noise.
+It has the list of tiny models, their weights and their tokenizer; each is written once per test session. The tests of
+`tests/step` use it through `checkpoint` and `oracle`. No model is trained: a head drafts well because its weights are the
+target's own last block with noise added.
 
 Entirely random weights would accept almost no draft and nearly tie everywhere. So a token's embedding dominates its row
 (the next token is mostly a random function of the last, changed by what came before), `lm_head` is scaled until the best

@@ -1,8 +1,7 @@
 """Two model families that only tests have, so that every switch of an MTP head is exercised by some tiny checkpoint.
 
-Owns the families and the hook that returns them; engines load this file with `plugins=(tiny_families.__file__,)`.
-Called by polydraft's plugin manager, and by `tiny.py` for the oracle's registry.
-Never does more than describe: weights come from `tiny.py`.
+It has the families and the hook that returns them; engines load this file with `plugins=(tiny_families.__file__,)`, and `tiny.py`
+uses it for the oracle's registry. The families only describe: weights come from `tiny.py`.
 """
 
 from __future__ import annotations

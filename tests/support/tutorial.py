@@ -1,8 +1,7 @@
 """The tutorial as steps: what `docs/backends/tutorial.md` has a reader write, run and try, in the order of the page.
 
-Owns the reading of its blocks, and a walk that does all of it in the current folder.
-Called by `tests/mission.sh`, as a program of the environment to walk in, and by `tests/docs/test_reference.py`.
-Never installs polydraft: whoever walks has it.
+It reads the blocks of the page, and can do all of it in the current folder. `tests/mission.sh` runs it as a program of the
+environment to walk in, and `tests/docs/test_reference.py` imports it. polydraft has to be installed already.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The classic wrong samplers of speculative decoding, as kernels that a backend might have.
 
-Owns one faulty kernel or two for each, by name; all of them put out tokens that look right.
-Called by the exact tests of the rejection contracts, and by the test of the engine's distribution.
-Never used but to be found out.
+Each has one or two faulty kernels, by name; all of them put out tokens that look right. The exact tests of the rejection
+contracts and the test of the engine's distribution have to detect them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Sampling parameters that change logits: what is taken, how it is kept, what is refused.
+"""Sampling parameters that change logits: what is accepted, how it is stored, what is refused.
 
-Owns the fields of `SamplingParams` behind the processing of logits; the others are covered where requests are.
-Run by `make test`. Never builds an engine.
+The other fields of `SamplingParams` are covered where requests are tested. No engine is built.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Owns the CPU as a device: aligned arrays as device memory, one stream with its events, a context of the compiled library.
+"""The CPU as a device: aligned arrays as device memory, one stream with events, and a context of the compiled library.
 
-`polydraft_open_device` makes one an engine. Launches and copies return at once and are carried out in order by a thread of the
-library, unless the device string says `queue=0`; it never looks at memory for the host before what was issued has run.
+`polydraft_open_device` makes one per engine. Launches and copies return at once, and a thread of the library carries them out in
+order, unless the device string says `queue=0`. The device does not read memory on the host's behalf before the work issued
+earlier has run.
 """
 
 from __future__ import annotations

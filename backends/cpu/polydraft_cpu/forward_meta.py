@@ -1,6 +1,6 @@
-"""Owns the forward metadata of the CPU, which is nothing: attention walks block tables by itself, row by row.
+"""Forward metadata of the CPU backend. It is empty, because attention walks the block tables itself, row by row.
 
-`polydraft_init_forward_meta` returns it. It never allocates, and filling it launches nothing.
+`polydraft_init_forward_meta` returns it. Creating it allocates nothing, and filling it launches nothing.
 """
 
 from __future__ import annotations

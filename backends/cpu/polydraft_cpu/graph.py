@@ -1,6 +1,6 @@
-"""Owns graph capture on the CPU: a run of launches recorded as a list, and one call that walks the list without Python.
+"""Graph capture on the CPU: records a run of launches as a list and replays the list by one call, without Python in between.
 
-`polydraft_graph_capture` returns it. What is captured, and when it is replayed, is decided in core.
+`polydraft_graph_capture` returns it. Core decides what is captured and when it is replayed.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Owns the kernel table of the CPU: providers that bind argument records to compiled kernels, packed weights, paged caches.
+"""The kernel table of the CPU backend: providers that bind argument records to compiled kernels, packed weights, paged caches.
 
-`polydraft_kernels` returns it. Binding turns a record into words once; a launch is one C call. No number is computed here.
+`polydraft_kernels` returns it. Binding converts a record to words once; a launch is one C call. Nothing is computed in Python.
 """
 
 from __future__ import annotations

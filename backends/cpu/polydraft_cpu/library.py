@@ -1,6 +1,6 @@
-"""Owns the way to the compiled kernels: where the shared library lies, its C functions, and how an argument record becomes words.
+"""Finds and calls the compiled kernels: where the shared library is, its C functions, and how an argument record becomes words.
 
-Device, kernels and graphs call it. It computes nothing; `src/runtime.cpp` is the other side of every function here.
+Device, kernels and graphs call it. It computes nothing; `src/runtime.cpp` implements every function declared here.
 """
 
 from __future__ import annotations

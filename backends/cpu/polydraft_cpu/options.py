@@ -1,6 +1,6 @@
-"""Owns what a device string of this backend says: `cpu`, optionally with options, as in `cpu?threads=2&weights=int8`.
+"""Parses this backend's device string: `cpu`, optionally with options, as in `cpu?threads=2&weights=int8`.
 
-`polydraft_open_device` parses it. Nothing else configures the backend: no environment variable, no global.
+`polydraft_open_device` calls it. Nothing else configures the backend: no environment variable, no global.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Owns the device's own account of when it worked: the times of every launch and copy, for as long as somebody asks.
+"""The device's timeline: start and end of every launch and copy, recorded while a tool asks for it.
 
-`CpuDevice.keep_timeline` puts it in place; traces and benchmarks read it. It is off by default and costs a step nothing then.
+`CpuDevice.keep_timeline` installs it; traces and benchmarks read it. It is off by default and then costs a step nothing.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Owns the way from CUDA C++ to a launch: run-time compilation with a cache on disk, loaded modules, bound functions.
+"""Turns CUDA C++ into launches: run-time compilation with a cache on disk, loaded modules, bound functions.
 
-Providers bind through it, and tests compile every kernel with it for architectures that nobody has at hand: compiling needs
-no device. It never chooses a kernel or a shape, and a bound launch allocates nothing.
+Providers bind through it. Tests use it to compile every kernel for architectures that are not available, since compiling needs no
+device. It does not choose kernels or shapes, and a bound launch allocates nothing.
 
 A compiled kernel is kept in the cache folder (`POLYDRAFT_CACHE_DIR`) under a digest of its source, the headers beside it, its
 defines, architecture, options, compiler and driver. A file that was cut short or altered is compiled again.

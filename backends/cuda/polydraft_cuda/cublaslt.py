@@ -1,7 +1,7 @@
-"""Owns matrix products by cuBLASLt: the library found and opened once, and products bound to their buffers.
+"""Matrix products by cuBLASLt: the library is found and opened once, and products are bound to their buffers.
 
-Projections of many rows use it, where its kernels are at their best. Algorithms are chosen by its heuristics once a number of
-rows; nothing is allocated after binding, so that products can be captured.
+Projections with many rows use it, where its kernels are fastest. Its heuristics choose an algorithm once per number of rows.
+Nothing is allocated after binding, so products can be captured.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Owns one open NVIDIA GPU: memory, streams, events, pinned staging, copies, and the kernels loaded onto it.
+"""One open NVIDIA GPU: memory, streams, events, pinned staging, copies, and the kernels loaded onto it.
 
 `polydraft_open_device` returns it and every provider binds through it. It works in the device's primary context, as other
-libraries of the process do, so that memory is shared with them; it never waits for the device on the step path.
+libraries of the process do, so that memory is shared with them. It does not wait for the device on the step path.
 """
 
 from __future__ import annotations

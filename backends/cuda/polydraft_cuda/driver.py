@@ -1,6 +1,6 @@
-"""Owns the way to the CUDA driver: its Python module, checked results, and one sentence for each way in which it fails.
+"""Access to the CUDA driver: its Python module, checked results, and one error sentence for each kind of failure.
 
-Every other module of the backend calls the driver through here. It never opens, allocates or launches anything itself.
+All other modules of the backend call the driver through this one. It does not open, allocate or launch anything itself.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Owns attention metadata: the tiles of packed rows that one block of an attention kernel works on, found on the device.
+"""Attention metadata: the tiles of packed rows that one block of an attention kernel works on, computed on the device.
 
-Core fills it before a pass's first attention, and every layer of the pass reads it. It never reads a key or a value, and
-nothing in it is known to the host but upper bounds, so that a captured pass stays right for any contents.
+Core fills it before the first attention of a pass, and every layer of the pass reads it. It does not read keys or values. The
+host knows only upper bounds of it, so a captured pass stays correct for any contents.
 """
 
 from __future__ import annotations

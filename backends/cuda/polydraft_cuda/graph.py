@@ -1,7 +1,7 @@
-"""Owns capture and replay: a run of launches recorded once by the driver, and enqueued again by one call.
+"""Graph capture and replay: the driver records a run of launches once, and one call enqueues it again.
 
-Core asks for it through `polydraft_graph_capture` and decides what is captured. Nothing here allocates for a launch, so all
-graphs work on the buffers of the engine and share them; what a graph holds itself is the driver's record of its launches.
+Core asks for it through `polydraft_graph_capture` and decides what is captured. No launch is given memory of its own, so all
+graphs share the buffers of the engine; a graph itself holds only the driver's record of its launches.
 """
 
 from __future__ import annotations

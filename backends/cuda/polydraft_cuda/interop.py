@@ -1,7 +1,7 @@
-"""Owns the exchange of device memory with other libraries: DLPack and `__cuda_array_interface__`, both ways, never copying.
+"""Exchanges device memory with other libraries without copying: DLPack and `__cuda_array_interface__`, in both directions.
 
-Buffers export themselves through it, and `adopt` makes a buffer of an array of CuPy, Paddle, torch or JAX. Streams are
-respected: who receives memory waits, on the device, for what is queued on it; the host never waits.
+Buffers export themselves through it, and `adopt` makes a buffer from an array of CuPy, Paddle, torch or JAX. Streams are
+respected: the receiver waits, on the device, for the work queued on the memory. The host does not wait.
 """
 
 from __future__ import annotations

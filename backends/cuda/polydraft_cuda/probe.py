@@ -1,7 +1,7 @@
-"""Owns what can be said of NVIDIA devices here without opening one: driver, devices, libraries, and why there is none.
+"""Reports what can be known of NVIDIA devices without opening one: driver, devices, libraries, and why there is none.
 
-`polydraft_backend_info` asks it, so it imports no library of CUDA and makes no context. It never raises: what is missing is a
-sentence with the next step.
+`polydraft_backend_info` calls it, so it imports no CUDA library and creates no context. It does not raise: something missing is
+reported as a sentence with the next step.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Owns weights and caches on the device: matrices row by row in the activation dtype, keys and values in blocks.
+"""Weights and caches on the device: matrices row by row in the activation dtype, keys and values in blocks.
 
-The kernel table makes them, kernels read their addresses. A weight is packed so that every kernel can read it: there is one
-copy of it, and an update is written over it. Only a large head lies there once more, in bytes for a first look at its outputs.
+The kernel table makes them, and kernels read their addresses. A weight is packed so that every kernel can read it: there is one
+copy, and an update overwrites it. Only a large head has a second copy, in 8 bits, for screening its outputs.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Owns the device's own account of when it worked: pairs of timed events around graphs and copies, for as long as somebody asks.
+"""The device's timeline: pairs of timed events around graphs and copies, recorded while a tool asks for it.
 
-`CudaDevice.keep_timeline` puts it in place, `generate --trace` reads it. It is off by default and costs a step nothing then, and
-about fifteen microseconds while it is on. Launches outside of graphs are not timed: an event for each would change what it
-measures.
+`CudaDevice.keep_timeline` installs it, `generate --trace` reads it. It is off by default and then costs a step nothing; while on
+it costs about fifteen microseconds. Launches outside of graphs are not timed: an event for each would change what it measures.
 """
 
 from __future__ import annotations

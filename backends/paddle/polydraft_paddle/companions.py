@@ -1,6 +1,8 @@
-"""Owns what the Python packages of custom devices bring besides the runtime that Paddle loads: pinned memory, and why none works.
+"""Finds what the Python packages of custom devices provide besides the runtime that Paddle loads: pinned memory, or why there is
+none.
 
-The Paddle device asks it when it is opened and for staging. It never imports Paddle, and a place without a companion is no error.
+The Paddle device calls it when it is opened and for staging. It does not import Paddle, and a place without a companion is not an
+error.
 """
 
 from __future__ import annotations

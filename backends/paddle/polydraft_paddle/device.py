@@ -1,6 +1,6 @@
-"""Owns the Paddle device: tensors on one place as device memory, Paddle's streams and events, copies to and from staging.
+"""The Paddle device: tensors on one place as device memory, Paddle's streams and events, copies to and from staging.
 
-The plugin opens it. On the CPU place everything has happened when a call returns; on any other place work is queued on one
+The plugin opens it. On the CPU place everything has happened when a call returns. On any other place work is queued on one
 compute stream, which all devices of the place share and which `place.py` makes Paddle's current one.
 """
 

@@ -1,6 +1,6 @@
-"""Owns the attention metadata: where the host sees a pass's rows, how they are grouped; elsewhere windows laid out on the device.
+"""Attention metadata: how rows are grouped where the host sees the rows of a pass; elsewhere windows laid out on the device.
 
-`polydraft_init_forward_meta` returns it and attention reads it. On a device of its own no length ever reaches the host.
+`polydraft_init_forward_meta` returns it and attention reads it. On a device with its own memory no length reaches the host.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Owns graph capture through Paddle's own `CUDAGraph`, which custom devices offer as well when their runtime has the calls.
+"""Graph capture through Paddle's own `CUDAGraph`, which custom devices also offer when their runtime has the calls.
 
-`polydraft_graph_capture` returns it on places that have streams. What is captured is whatever Paddle queues on the device's
-compute stream meanwhile. It never captures a step of which a part runs on the CPU: that part would not be replayed.
+`polydraft_graph_capture` returns it on places that have streams. It captures whatever Paddle queues on the compute stream of the
+device meanwhile. A step of which a part runs on the CPU is not captured, because that part would not be replayed.
 """
 
 from __future__ import annotations

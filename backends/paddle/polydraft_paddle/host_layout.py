@@ -1,8 +1,8 @@
-"""Owns the layout of a pass on the place whose memory the host sees: which heads lie where, as index tensors made once a pass.
+"""Lays out a pass on a place whose memory the host sees: where each head is, as index tensors made once per pass.
 
 `forward_meta.py` makes one for each pass and the kernels in `kernels/host_attention.py` read it. Rows that carry nothing are
-moved along and emptied afterwards, so that most indices depend on the number of rows alone. Nothing here touches queries, keys or
-values.
+moved along and cleared afterwards, so most indices depend on the number of rows alone. Queries, keys and values are not touched
+here.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Owns what has to be known of the installed Paddle: which distribution, whether it can be used, and how it is imported quietly.
+"""Answers questions about the installed Paddle: which distribution it is, whether it can be used, and how to import it quietly.
 
-The identity hook asks it before anything is imported, and `open_device` imports through it. It never changes an installation.
+The identity hook calls it before anything is imported, and `open_device` imports through it. It does not change an installation.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Owns the adapter that makes a Paddle `nn.Layer` a model: its decoder blocks compute themselves, over rows and a cache of ours.
+"""Makes a Paddle `nn.Layer` a model: its decoder blocks compute themselves, over rows and a cache that core provides.
 
-A user builds a `LayerModel` and hands it to `Engine` or `LLM` in a checkpoint's place; target blocks and MTP blocks alike may be
-layers. It never runs a step: rows, KV cache, rotation, attention, head, verification and drafts stay core's and the backend's.
+A user builds a `LayerModel` and passes it to `Engine` or `LLM` in place of a checkpoint; target blocks and MTP blocks may both be
+layers. It does not run steps: rows, KV cache, rotation, attention, head, verification and drafts stay with core and the backend.
 
     def forward(self, x, positions, attend):        # of a block: x [n, hidden], positions [n] int32
         q, k, v = ...                               # [n, heads * head_dim], [n, kv_heads * head_dim] twice, not rotated

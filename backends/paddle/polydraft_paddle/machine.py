@@ -1,6 +1,6 @@
-"""Owns what a variant's result holds for, as far as it can be read without opening a device: chip, driver, library.
+"""Describes what a variant's result is valid for, without opening a device: chip, driver, library.
 
-Identity asks it (`BackendInfo.runs_with`). It reads files and metadata, and loads nothing.
+The identity hook calls it (`BackendInfo.runs_with`). It reads files and metadata, and loads nothing.
 """
 
 from __future__ import annotations

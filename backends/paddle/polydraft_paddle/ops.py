@@ -1,7 +1,7 @@
-"""Owns the few array idioms that every Paddle kernel here is made of: masked gathers, scatters without races, row numbers.
+"""The few array idioms that all Paddle kernels here are made of: masked gathers, scatters without races, row numbers.
 
-The kernels call them. No shape here depends on data and nothing is read back to the host, so that a kernel made of them can be
-queued on a stream and captured in a graph. Where Paddle's functions check more than they compute, its operations are called
+The kernels call them. No shape depends on data and nothing is read back to the host, so a kernel made of them can be queued on a
+stream and captured in a graph. Where Paddle's functions spend more time checking than computing, its operations are called
 directly.
 """
 

@@ -1,7 +1,7 @@
-"""Owns which place and stream are Paddle's current ones: it has one of each in a process, and several devices may be open.
+"""Sets Paddle's current place and stream. Paddle has one of each in a process, and several devices may be open.
 
-Devices, kernels, metadata and graphs call `use` before they hand Paddle work. Without that, opening a second device would send
-the first one's work to another stream, where its events say nothing about it.
+Devices, kernels, metadata and graphs call `use` before they give Paddle work. Without that, opening a second device would send
+the work of the first to another stream, where its events say nothing about it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Owns the question which operations leave a place: every kernel runs once in a process of its own, and Paddle says where.
+"""Finds out which operations leave a place for the CPU: runs every kernel once in a separate process and reads Paddle's log.
 
-`polydraft_off_device` asks `leaving`; the process runs this module. Nothing else can tell: a black list in the environment moves
-operations to the CPU also where falling back is off, so Paddle's own log of chosen kernels is read, not its flags.
+`polydraft_off_device` calls `leaving`; the separate process runs this module. The log of chosen kernels is the only reliable
+source: a black list in the environment moves operations to the CPU even where falling back is off, so Paddle's flags do not tell.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Owns the adapter between contract records and Paddle kernels: resolves buffers to tensors once, then launches.
+"""Adapts contract records to Paddle kernels: resolves buffers to tensors once, then launches.
 
-`table.py` wraps every kernel with it. It never decides when work runs: Paddle queues operations on the device's current stream.
+`table.py` wraps every kernel with it. It does not decide when work runs: Paddle queues operations on the current stream of the
+device.
 """
 
 from __future__ import annotations

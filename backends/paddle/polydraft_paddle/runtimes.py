@@ -1,7 +1,7 @@
-"""Owns the question whether installed runtimes of custom devices fit the installed Paddle, which loads every one it finds.
+"""Checks whether installed runtimes of custom devices fit the installed Paddle, which loads every one it finds.
 
-Identity and the import of Paddle ask it: a single runtime built for another Paddle ends `import paddle` for every place, the
-CPU included. It reads files and metadata, and loads nothing.
+The identity hook and the import of Paddle call it: a single runtime built for another Paddle makes `import paddle` fail for every
+place, the CPU included. It reads files and metadata, and loads nothing.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Owns the Paddle backend's kernel table: which kernel serves which contract, and how weights and caches lie in memory.
+"""The kernel table of the Paddle backend: which kernel serves which contract, and how weights and caches lie in memory.
 
-`polydraft_kernels` returns it; `polydraft_xpu` starts from it and replaces what differs there. It never computes.
+`polydraft_kernels` returns it; `polydraft_xpu` starts from it and replaces what differs there. It computes nothing.
 """
 
 from __future__ import annotations

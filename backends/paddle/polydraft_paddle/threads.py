@@ -1,8 +1,8 @@
-"""Owns how many threads Paddle computes with on the CPU place: all of them in a large product, one in everything else.
+"""Sets how many threads Paddle computes with on the CPU place: all of them in a large product, one in everything else.
 
-`import_paddle` counts them, `kernels/host.py` and `kernels/host_attention.py` spread their products. By itself Paddle takes one
-thread for everything, or as many as OMP_NUM_THREADS says for everything: then what takes a few microseconds waits for a second
-thread longer than it computes.
+`import_paddle` counts them, `kernels/host.py` and `kernels/host_attention.py` spread their products. By default Paddle uses one
+thread for everything, or OMP_NUM_THREADS threads for everything; an operation of a few microseconds then waits longer for a
+second thread than it computes.
 """
 
 from __future__ import annotations

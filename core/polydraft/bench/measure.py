@@ -1,7 +1,7 @@
-"""Owns one timed run: requests of one length through an engine, and what a round of all of them took.
+"""Times one run: requests of one length through an engine, and the time of a round of all of them.
 
-A run is measured bare but for the device's own account of when it worked; what the host spends by stage comes from a second
-run with its stages recorded. It never chooses what to compare, and it never mixes prefill into the figures of a round.
+The timed run records nothing but the device's own timeline; the host time by stage comes from a second run in which stages are
+recorded. What to compare is decided elsewhere, and prefill is not mixed into the figures of a round.
 
 A *full* step is one in which every request has a decode round. Figures of rounds are those of full steps.
 """

@@ -1,7 +1,7 @@
-"""Owns the committed form of benchmark results: schema polydraft.bench/1, with machine, versions and method.
+"""The committed form of benchmark results: schema polydraft.bench/1, with machine, versions and method.
 
-`polydraft bench` and the scripts in `bench/` write it, and renew the tables of pages with it. It never holds a figure without
-what is needed to read it.
+`polydraft bench` and the scripts in `bench/` write it, and update the tables of pages with it. Every figure comes with what is
+needed to read it.
 """
 
 from __future__ import annotations

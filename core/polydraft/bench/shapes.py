@@ -1,7 +1,7 @@
-"""Owns models that exist as a shape alone: a config.json-like file, and random weights in place of trained ones.
+"""Models that are only a shape: a file like config.json, and random weights in place of trained ones.
 
-`polydraft bench --shape` opens them. Nothing is written but the configuration and a tokenizer, and no more than one tensor
-exists at a time: weights are views of a pool of random numbers until a backend packs them.
+`polydraft bench --shape` opens them. Only the configuration and a tokenizer are written, and no more than one tensor exists at a
+time: weights are views of a pool of random numbers until a backend packs them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Owns what a benchmark compares: the engines of every combination that was asked for, run in turn, and the rows they give.
+"""Runs a benchmark's comparison: the engines of every requested combination in turn, and the rows they give.
 
-All contenders of one batch size are alive together and take turns within each repeat, so that a change of the machine's speed
-meets them all. It never measures: `measure` does.
+All engines of one batch size are alive together and take turns within each repeat, so that a change of the machine's speed
+affects all of them. `measure` does the timing.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Owns the command `polydraft`: its group of commands, its exit statuses, and how every error is told.
+"""The command `polydraft`: its group of commands, its exit statuses, and how errors are reported.
 
-The entry point calls `main`; each command is a module beside this one that imports what it needs when it runs, so that
-`--help` stays quick. It never prints a traceback unless `--debug` or POLYDRAFT_DEBUG asks for one.
+The entry point calls `main`; each command is a module beside this one that imports what it needs when it runs, so that `--help`
+stays quick. Tracebacks are printed only if `--debug` or POLYDRAFT_DEBUG asks for them.
 
-Exit statuses: 0 done, 1 the thing asked for failed, 2 bad usage (options, prompts, wishes that this engine cannot meet),
+Exit statuses: 0 done, 1 the thing asked for failed, 2 bad usage (options, prompts, requirements that this engine cannot meet),
 130 interrupted.
 """
 

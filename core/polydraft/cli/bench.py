@@ -1,6 +1,6 @@
-"""Owns `polydraft bench`: options into a suite, its progress, and its rows as a table or as JSON.
+"""The command `polydraft bench`: turns options into a suite, shows its progress, and prints its rows as a table or as JSON.
 
-It never measures and never chooses what is compared: `polydraft.bench` does the one, the caller the other.
+The caller chooses what is compared, and `polydraft.bench` measures it.
 """
 
 from __future__ import annotations

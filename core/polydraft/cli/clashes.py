@@ -1,4 +1,4 @@
-"""Owns one question of `polydraft doctor`: do two installed packages of polydraft's extras own the same import package?
+"""Checks for `polydraft doctor` whether two installed packages of polydraft's extras own the same import package.
 
 Such packages overwrite each other's files when both are installed. It reads installed metadata and imports nothing.
 """

@@ -1,7 +1,7 @@
-"""Owns `polydraft conform`: the conformance kit on the command line.
+"""The command `polydraft conform`: the conformance kit on the command line.
 
-It chooses what runs, shows progress on standard error and the page on standard output, and returns the kit's exit status. It
-never judges: `polydraft.conformance` does.
+It selects what runs, shows progress on standard error and the page on standard output, and returns the kit's exit status.
+`polydraft.conformance` makes the judgement.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Owns `polydraft contracts`: the list of what a backend has to compute, and the page of each contract.
+"""The command `polydraft contracts`: lists what a backend has to compute, and prints the page of each contract.
 
-It prints what the records in `polydraft.contracts` say. It never runs a kernel.
+It prints what the records in `polydraft.contracts` say, and runs no kernel.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Owns `polydraft doctor`: what is installed, what each backend can do, and what stands in its way.
+"""The command `polydraft doctor`: what is installed, what each backend can do, and what prevents it from working.
 
-It asks identities only, so it loads no framework and opens no device unless kernel packs or a probe are named. It never fails
-because a plugin is broken: that is what it shows.
+It asks for identities only, so it loads no framework and opens no device unless kernel packs or a probe are named. A broken
+plugin does not make it fail: showing that is its purpose.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Owns `polydraft generate`: options into an engine and its requests, and the run of both into text or JSON.
+"""The command `polydraft generate`: turns options into an engine and requests, and their results into text or JSON.
 
-A person sees the text as it comes with accepted drafts coloured, a program gets one JSON object. It never changes what it
-was asked for: what this engine cannot do is refused before the model is loaded.
+On a terminal the text appears as it is generated, with accepted drafts coloured; with `--json` a program gets one JSON object.
+Options that this engine cannot serve are refused before the model is loaded.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Owns `polydraft new-backend`: an installable package with the smallest honest backend, under a name of the caller's.
+"""The command `polydraft new-backend`: writes an installable package with the smallest working backend, under a given name.
 
-It copies `polydraft/template`, which lies beside the code, and puts the name in. It never installs anything and never overwrites.
+It copies `polydraft/template`, which lies beside the code, and fills in the name. It does not install or overwrite anything.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Owns what commands share: exit statuses, common options, and small types of values.
+"""What commands share: exit statuses, common options, and small types of values.
 
-The command modules decorate themselves with it. It never imports anything heavy and never prints.
+The command modules use it as decorators. It imports nothing heavy and prints nothing.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Owns the reading of prompts from the command line: one text, or a file with one JSON object a line.
+"""Reads prompts for the command line: one text, or a file with one JSON object per line.
 
-`polydraft generate` calls it before anything heavy is loaded, so that a typo in line 900 is told at once. It never runs
-anything and never drops a line.
+`polydraft generate` calls it before anything heavy is loaded, so that a typo in line 900 is reported at once. It runs nothing and
+drops no line.
 """
 
 from __future__ import annotations

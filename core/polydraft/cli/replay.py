@@ -1,7 +1,7 @@
-"""Owns `polydraft replay`: recorded kernel calls on another backend, and the first one that differs; and `--record` of other
-commands.
+"""The command `polydraft replay`: runs recorded kernel calls on another backend and shows the first that differs. It also holds
+`--record` of other commands.
 
-It reads what `generate --record` wrote. It never runs a model.
+It reads what `generate --record` wrote, and runs no model.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Owns one run of `polydraft generate`: its requests on an engine, stepped to the end, and the JSON answer.
+"""One run of `polydraft generate`: its requests on an engine, stepped to the end, and the JSON answer.
 
-The command builds it and says who listens to the records as they come. It never prints.
+The command builds it and passes the listeners that receive records as they arrive. It prints nothing.
 """
 
 from __future__ import annotations

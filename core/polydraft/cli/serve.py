@@ -1,6 +1,6 @@
-"""Owns `polydraft serve`: options into an engine's configuration and a server's settings, and the run of both.
+"""The command `polydraft serve`: turns options into an engine's configuration and a server's settings, and runs both.
 
-It needs the extra `serve`. It listens on loopback unless it is told otherwise, and ends when it is asked to.
+It needs the extra `serve`. It listens on loopback unless another address is given, and ends when it is asked to.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Owns standard output and standard error as a person sees them: colours, tables, and progress.
+"""Writes to standard output and standard error for people: colours, tables, and progress.
 
-The commands write through it; it knows whether standard output is a terminal that shows colours, a plain one, or a pipe.
-It never decides what is written and never writes JSON.
+The commands write through it; it knows whether standard output is a terminal that shows colours, a plain one, or a pipe. What is
+written is decided by the commands, and JSON does not go through here.
 """
 
 from __future__ import annotations

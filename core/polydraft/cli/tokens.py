@@ -1,6 +1,6 @@
-"""Owns how single tokens are told: who proposed each, and its log probabilities, as JSON and as a table.
+"""Shows single tokens: who proposed each, and its log probabilities, as JSON and as a table.
 
-`polydraft generate` calls it for requests that asked for log probabilities or provenance. It never computes a number.
+`polydraft generate` calls it for requests that asked for log probabilities or provenance. It computes no numbers.
 """
 
 from __future__ import annotations

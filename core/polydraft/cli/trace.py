@@ -1,6 +1,6 @@
-"""Owns `polydraft trace`: the figures of a recorded step timeline and pictures of it; and `--trace` of other commands.
+"""The command `polydraft trace`: figures and pictures of a recorded step timeline. It also holds `--trace` of other commands.
 
-It reads what `generate --trace` wrote. It never runs a model.
+It reads what `generate --trace` wrote, and runs no model.
 """
 
 from __future__ import annotations

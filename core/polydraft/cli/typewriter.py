@@ -1,6 +1,6 @@
-"""Owns the sight of generated text: each accepted draft in its colour, requests in their order, and one line of figures.
+"""Prints generated text as it arrives: accepted drafts in colour, requests in order, and one line of figures at the end.
 
-`polydraft generate` feeds it the engine's records as they come. It never holds text back that it may write.
+`polydraft generate` feeds it the engine's records. It does not delay text that may already be written.
 """
 
 from __future__ import annotations

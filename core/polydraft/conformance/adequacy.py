@@ -1,7 +1,7 @@
-"""Owns the adequacy gate: the default cases of a contract must kill every automatic mutant of its golden.
+"""The adequacy gate: the default cases of a contract must kill every automatic mutant of its golden.
 
-Tests run it for every registered contract on NumPy alone, before any backend does. It never judges a backend: it judges
-the cases, since a fault that no case notices in the golden would pass in a kernel as well.
+Tests run it for every registered contract on NumPy alone, before any backend runs. It judges the cases and not a backend, since a
+fault that no case detects in the golden would pass in a kernel as well.
 """
 
 from __future__ import annotations

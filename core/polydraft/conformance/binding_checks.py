@@ -1,6 +1,6 @@
-"""Owns what L2 asks of binding: records that do not fit are refused, and each binding is for itself.
+"""Checks of binding (L2): records that do not fit are refused, and bindings are independent of each other.
 
-Both follow from the contract records alone, like everything at this level. It never looks at values that others compare.
+Both follow from the contract records alone, like everything at this level. Values that other checks compare are not looked at.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Owns what L5 asks of caches and of sampling by rejection: committed rows are the same however they came about, and texts are
-distributed as the target's.
+"""Checks of caches and of rejection sampling (L5): committed rows do not depend on how they were computed, and texts have the
+target's distribution.
 
-Rows that the backend wrote are read back logically, which is for tests only. It compares runs of one backend with each other, so
-that nothing depends on another one's arithmetic.
+Rows that the backend wrote are read back logically, which only tests do. Runs of one backend are compared with each other, so
+nothing depends on another backend's arithmetic.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Owns the guess at what is behind a failure: the mutants that it looks like, the two likeliest.
+"""Guesses the cause of a failure: the two mutants whose symptoms it resembles most.
 
-The report and `check_kernel` put it behind a failure's sentence. It reads ids and sentences; it never runs anything and decides
-no outcome: a guess is where to look first.
+The report and `check_kernel` append it to a failure's sentence. It reads ids and sentences, runs nothing and decides no outcome:
+a guess is where to look first.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Owns the little statistics of the kit: chi-square tails, and how large a sample has to be for a fault of a given size.
+"""Statistics for the kit: chi-square tails, and how large a sample has to be to detect a fault of a given size.
 
-L5 uses it once, for sampling whose texts depend on the drafts and are compared as a distribution. Sizes are computed and never
-guessed: a gate on a distance without one lets the classic wrong samplers through.
+L5 uses it once, for sampling whose texts depend on the drafts and are compared as a distribution. Sample sizes are computed, not
+guessed: a threshold on a distance without one lets the classic wrong samplers pass.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Owns one check: its id, what it needs of a backend, and the tally through which it compares.
+"""One check of the kit: its id, what it needs of a backend, and the tally through which it compares.
 
-The check modules build checks, the runner runs them. A check says what it expects through its tally and never decides its own
-outcome: a wrong comparison, an exception and an empty tally are told apart here, the same way for every level.
+The check modules build checks, the runner runs them. A check states what it expects through its tally and does not decide its own
+outcome: a wrong comparison, an exception and an empty tally are distinguished here, the same way for every level.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Owns the faults that lie in core and not in a backend: planning, lengths, buckets, the ledger.
+"""Faults in core rather than in a backend: planning, lengths, buckets, the ledger.
 
-`--prove` puts one in place while a killer runs, around whatever backend is proved: a check has to notice them as well, since a
-kit that only sees a backend's faults would vouch for a broken core. Each is one function replaced for as long as its block lasts.
+`--prove` applies one while a check that should detect it runs, on whatever backend is being proved. Checks have to detect these
+as well, since a kit that only detects a backend's faults would vouch for a broken core. Each fault is one function replaced while
+its block lasts.
 """
 
 from __future__ import annotations

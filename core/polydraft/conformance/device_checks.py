@@ -1,7 +1,7 @@
-"""Owns level L1: memory, copies, streams and events of a device, through the protocols that core itself uses.
+"""Level L1: memory, copies, streams and events of a device, through the protocols that core itself uses.
 
-It needs no kernel. A check that reads device memory does so as core does: a copy into staging and an event behind it. It never
-asks what kind of device it has: whatever the protocol promises is asked of all alike.
+It needs no kernel. A check that reads device memory does so as core does: a copy into staging followed by an event. It does not
+ask what kind of device it has: every device must do what the protocol promises.
 """
 
 from __future__ import annotations

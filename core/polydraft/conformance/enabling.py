@@ -1,7 +1,7 @@
-"""Owns the trial of a backend's variants on the user's own device: each runs through the kit, and what came of it is filed.
+"""Tries a backend's variants on the user's own device: runs each through the kit and records the result.
 
 `polydraft conform BACKEND --enable-variants` calls it. A variant that passes is in use from then on, for this device, driver,
-library and code alone; one that fails, crashes or hangs stays off. It never changes a backend.
+library and code alone; one that fails, crashes or hangs stays off. The backend itself is not changed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Owns the ways in which a mutant breaks a backend from outside: its kernels, its device, its graphs, its identity.
+"""The ways in which a mutant breaks a backend from outside: its kernels, its device, its graphs, its identity.
 
-The faulty backends are made of them. Every way works around any backend: a kernel's fault is the golden's, run on the host on
-what the device holds, and written back through ordinary copies. Nothing here is ever part of a backend.
+The faulty backends are made of them. They work around any backend: a faulty kernel is the golden's mutant, run on the host on the
+contents of device memory, and written back through ordinary copies. No backend contains any of this.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Owns level L3: what was captured does, when it is replayed, what the same launches do eagerly.
+"""Level L3: a captured graph does, when it is replayed, what the same launches do eagerly.
 
-Kernels are captured one by one over one case's contents and replayed over another's; engines replay whole steps at every edge
-of a bucket. It asks only of backends that declare `graph_capture`, and leaves out what they call uncapturable.
+Kernels are captured one by one over the contents of one case and replayed over those of another; engines replay whole steps at
+every edge of a bucket. It applies only to backends that declare `graph_capture`, and leaves out what they declare
+uncapturable.
 """
 
 from __future__ import annotations

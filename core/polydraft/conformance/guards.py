@@ -1,7 +1,8 @@
-"""Owns guard bands: buffers of a pattern in front of and behind every buffer that a check allocates, and whether they hold it.
+"""Guard bands: patterned buffers before and after every buffer that a check allocates, and whether the patterns survive.
 
-L1 and L2 put them around a device. What writes beside its memory is seen where it lands in a neighbour, which is likely on
-devices that hand out memory in order. It never makes certain: every case looks at rows beyond the launch inside the buffer.
+L1 and L2 put them around a device. A write outside of a buffer is detected where it lands in a neighbour, which is likely on
+devices that hand out memory in order, but not certain: therefore every case also looks at rows beyond the launch inside the
+buffer.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Owns the way from a case to a verdict: run the golden, run a backend's kernel on a device, compare what they left.
+"""Runs one case to a verdict: run the golden, run a backend's kernel on a device, compare the results.
 
 The tests of contracts and of the reference, the adequacy gate and the conformance kit call it with any `Device` and
-`KernelTable`, for contracts and composites alike. It never knows which backend that is.
+`KernelTable`, for contracts and composites alike. It does not know which backend that is.
 """
 
 from __future__ import annotations

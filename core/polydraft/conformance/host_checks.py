@@ -1,6 +1,6 @@
-"""Owns what L5 asks about data that comes from the host while requests run: inputs in the middle of a step, and new weights.
+"""Checks of data that comes from the host while requests run (L5): inputs in the middle of a step, and new weights.
 
-Both are compared with recomputing oracles, token by token. It never looks at how a backend moves data.
+Both are compared with recomputing oracles, token by token. How a backend moves data is not examined.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Owns the process in which the command line runs checks: a backend that crashes or hangs must not take the report with it.
+"""Runs the checks of the command line in a separate process, so that a backend that crashes or hangs does not take the report
+with it.
 
-The child writes a line when a check begins and one when it has ended; the parent watches the file. A check in which the child
-dies or says nothing for too long fails, and a fresh child goes on behind it. It never judges.
+The child writes a line when a check begins and one when it has ended; the parent watches the file. A check during which the child
+dies or writes nothing for too long fails, and a new child continues after it. Judging is done elsewhere.
 """
 
 from __future__ import annotations

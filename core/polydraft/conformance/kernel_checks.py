@@ -1,7 +1,7 @@
-"""Owns level L2: every kernel against its golden, made from the contract records and nothing else.
+"""Level L2: every kernel against its golden, derived from the contract records alone.
 
-A new contract has its checks as soon as it is registered. Each named case is one check, the generated ones are one check a
-contract. Composites are checked as one kernel and as their expansion. It never decides a tolerance.
+A new contract has its checks as soon as it is registered. Each named case is one check; the generated ones are one check per
+contract. Composites are checked as one kernel and as their expansion. Tolerances come from the contracts.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Owns the faults of quantised KV rows: what a kernel that stores them gets wrong about exponents and rounding.
+"""Faults of quantised KV rows: wrong exponents and wrong rounding in a kernel that stores them.
 
-Faulty backends have them around `rope_kv_write` of any backend. Each looks at what the kernel stored, through the logical
-accessors of the cache, and puts in its place what a broken kernel would have left; it never touches rows that are not quantised.
+Faulty backends apply them around `rope_kv_write` of any backend. Each reads what the kernel stored, through the logical accessors
+of the cache, and replaces it by what a broken kernel would have left. Rows that are not quantised are left alone.
 """
 
 from __future__ import annotations

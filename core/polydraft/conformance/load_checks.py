@@ -1,6 +1,6 @@
-"""Owns level L0: the backend is who it says it is, everything it declares is there, and it computes what it claims itself.
+"""Level L0: the backend is the one it claims to be, has everything it declares, and computes itself what it claims.
 
-It runs first, and finds out whose code each kernel runs in. It never compares numbers: L2 does.
+It runs first, and finds out whose code each kernel runs in. Numbers are compared in L2.
 """
 
 from __future__ import annotations

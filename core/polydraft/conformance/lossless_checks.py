@@ -1,7 +1,7 @@
-"""Owns level L5: whole engines on the probe model have the tokens of plain decoding and the rounds of a recomputing oracle.
+"""Level L5: whole engines on the probe model produce the tokens of plain decoding and the rounds of a recomputing oracle.
 
-Token equality alone is blind to faults of the draft side, which verification heals; hence every check compares the acceptance
-trace of every request and round as well. It never averages.
+Token equality alone does not detect faults of the draft side, which verification corrects; hence every check also compares the
+acceptance trace of every request and round. Nothing is averaged.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Owns the table of several backends: backend by contract by level, each claim with its evidence class.
+"""The table of several backends: backend by contract by level, each claim with its evidence class.
 
 `polydraft conform --matrix` runs the kit on each and writes it; the project's own tests make it from the same reports. It is made
-from reports alone, and judges nothing that they have not judged.
+from reports alone and adds no judgement of its own.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Owns what a profile asks of a backend before it runs anything: kernels to own, to offer, to leave out, and device functions.
+"""What a profile requires of a backend before anything runs: kernels to own, to offer, to leave out, and device functions.
 
 `polydraft contracts --profile` prints it. It reads the catalogue of checks and the contract records, and decides nothing.
 """

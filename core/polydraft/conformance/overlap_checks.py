@@ -1,7 +1,7 @@
-"""Owns level L4: steps that are launched before the last one is known change nothing.
+"""Level L4: launching steps before the result of the previous one is known changes nothing.
 
-Faults of order are provoked by delays and not by luck: the same requests are served at every depth, with every launch waited
-for, and with work put in front of every copy or every launch. All have to give the oracle's tokens and rounds.
+Ordering faults are provoked by delays, not left to luck: the same requests are served at every depth, with every launch waited
+for, and with work put before every copy or every launch. All runs have to give the oracle's tokens and rounds.
 """
 
 from __future__ import annotations

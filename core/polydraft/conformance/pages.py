@@ -1,6 +1,6 @@
-"""Owns what people and CI systems read of a report: one page of text, and JUnit XML.
+"""A report for people and CI systems: one page of text, and JUnit XML.
 
-Both are made from the report alone. Nothing here judges.
+Both are made from the report alone, without further judgement.
 """
 
 from __future__ import annotations

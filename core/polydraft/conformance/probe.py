@@ -1,9 +1,9 @@
-"""Owns the probe model: a tiny checkpoint with an MTP head, and prompts along which no choice is close.
+"""The probe model: a tiny checkpoint with an MTP head, and prompts along which no choice is close.
 
-L3 to L6 run engines on it and compare them with the recomputing oracle. Margins are enforced: along every prompt's text the
-target's and the draft's best two logits are so far apart that no legal rounding swaps them, so that tokens and rounds
-can be asked exactly of every backend. It never trains: a head drafts well because its weights are the target's last block,
-disturbed by noise.
+L3 to L6 run engines on it and compare them with the recomputing oracle. Margins are enforced: along every prompt's text the two
+best logits of the target, and of the draft, are so far apart that no legal rounding swaps them, so every backend can be required
+to give the exact tokens and rounds. The model is not trained: the head drafts well because its weights are the target's last
+block with noise added.
 """
 
 from __future__ import annotations

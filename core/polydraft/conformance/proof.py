@@ -1,7 +1,8 @@
-"""Owns the proof of the kit: every mutant around a backend, killed by its named check, and the variants alive.
+"""The proof of the kit: every mutant around a backend has to be killed by its named check, and the legal variants have to
+pass.
 
-`conform --prove` and the tests call it. A mutant that its killer lets live means that the kit, or the backend's own answer to
-that check, proves less than it says. It never judges the backend.
+`conform --prove` and the tests call it. A mutant that its check does not kill means that the kit, or the backend's own answer to
+that check, proves less than it says. The backend itself is not judged here.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Owns a run of the kit from selection to report: which checks, in which order, what is written, and judging it again.
+"""A run of the kit from selection to report: which checks, in which order, what is written, and how a report is judged again.
 
-The command line and vendors' tests call `conform`; `conform verify` calls `verify`. The verdict is always derived from the
-written results, never from the run itself, so that both agree. It never decides an outcome.
+The command line and vendors' tests call `conform`; `conform verify` calls `verify`. The verdict is derived from the written
+results, not from the run itself, so that both agree. Outcomes of checks are decided by the checks.
 """
 
 from __future__ import annotations

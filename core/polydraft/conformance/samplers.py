@@ -1,6 +1,7 @@
-"""Owns the classic wrong samplers of speculative decoding as formulas: what each puts out where the target's p is wanted.
+"""The classic wrong samplers of speculative decoding as formulas: the distribution each produces instead of the target's p.
 
-L5 takes its sample's size from the weakest of them, and the prompt on which they show most. It never runs one.
+L5 derives its sample size from the one that is hardest to detect, and takes the prompt on which they show most. No sampler runs
+here.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Owns level L6: speculation is on, and a step costs the host no more than it should. No check measures speed.
+"""Level L6: speculation is on, and a step costs the host no more than it should. No check measures speed.
 
 Counts are taken over the steps of a steady batch. They are the device's own, which L1 has checked.
 """

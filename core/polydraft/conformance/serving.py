@@ -1,7 +1,7 @@
-"""Owns a run of requests on an engine as L3 to L6 want it: arrivals, aborts, an audit a step, and what the oracle expects.
+"""Runs requests on an engine for L3 to L6: arrivals, aborts, an audit per step, and what the oracle expects.
 
-Checks describe requests as `Ask`s and compare what comes back. A run that hangs, loses a block or does not come to rest fails
-here. It never chooses an engine's options.
+Checks describe requests as `Ask`s and compare the results. A run that hangs, loses a block or does not come to rest fails here.
+The options of the engine are the caller's.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Owns the check of one function against one contract: no backend, no device, no plugin.
+"""Checks one function against one contract: no backend, no device, no plugin.
 
-A kernel author calls `check_kernel` in a repository of any kind, with two functions that carry arrays to the device and back.
-The cases, the golden and the comparison are those of level L2. It claims nothing: a backend is what can conform.
+A kernel author calls `check_kernel` in a repository of any kind, with two functions that carry arrays to the device and back. The
+cases, the golden and the comparison are those of level L2. It is no claim of conformance: only a backend can conform.
 """
 
 from __future__ import annotations

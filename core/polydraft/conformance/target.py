@@ -1,6 +1,6 @@
-"""Owns the backend under test as the checks see it: its identity, fresh devices with a kernel table, engines on the probe model.
+"""The backend under test as the checks see it: its identity, fresh devices with a kernel table, engines on the probe model.
 
-Every check gets one `Target`; for a faulty backend it wraps a plugin instead of the real one. It never compares anything.
+Every check gets one `Target`; for a faulty backend it wraps a plugin instead of the real one. It compares nothing.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Owns the kit as pytest sees it: one import and one name make a vendor's test file.
+"""The kit as pytest tests: one import and one name make a vendor's test file.
 
-A vendor derives a class from `Conformance` and names the backend; pytest then collects one test a check, and a last one for the
-claim. It needs pytest (the extra `conform`), runs in pytest's own process, and never decides an outcome.
+A vendor derives a class from `Conformance` and names the backend; pytest then collects one test per check, and a last one for the
+claim. It needs pytest (the extra `conform`) and runs in pytest's own process.
 
     from polydraft.conformance.vendor import Conformance
 

@@ -1,7 +1,7 @@
-"""Owns waivers: failures that a vendor knows, with reason, address and date, and whether each still fits what was seen.
+"""Waivers: failures that a vendor knows, with reason, address and date, and whether each still fits what was seen.
 
-The runner applies them behind the run; a waived check has run like any other. It never waives a level, a pattern or an error
-of the kit.
+The runner applies them after the run; a waived check has run like any other. A level, a pattern or an error of the kit cannot be
+waived.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Owns the check of what a kernel is bound to: whether a record fits its contract, said before any backend sees it.
+"""Checks the arguments a kernel is bound to: whether a record fits its contract, before any backend sees it.
 
-Core checks every record once, when a program is bound (`BoundTable.bind`), so a provider may rely on it; the conformance kit
-binds the records of `misfits`, none of which may get through. It never looks at contents, and nothing of it is in a step.
+Core checks every record once, when a program is bound (`BoundTable.bind`), so a provider may rely on it. The conformance kit
+binds the records of `misfits`, all of which must be refused. Contents are not checked, and nothing of this runs in a step.
 
 What a record promises follows from its declaration alone: every buffer is there unless it may be left out, has the declared dtype
 ("act" is one dtype throughout the record) and rank, sizes that share a symbol are equal, the contract's `constraints` hold, and

@@ -1,7 +1,7 @@
-"""Owns the contract record: what one kernel takes, writes, promises, and the float64 golden that defines it.
+"""The contract record: what one kernel takes, writes and promises, and the float64 golden that defines it.
 
-Backends bind providers against these records, the step program launches them, and tests, docs and the conformance kit
-are generated from them. Nothing here runs a backend's kernel: a contract is a definition.
+Backends bind providers against these records, the step program launches them, and tests, docs and the conformance kit are
+generated from them. No backend's kernel runs here: a contract is a definition.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Owns the comparison of what a kernel left in its arrays with what the golden left in them.
+"""Compares what a kernel left in its arrays with what the golden left in them.
 
-The harness calls it for every case, the adequacy gate for every mutant, the conformance kit for every vendor. It never
-runs a kernel and never decides a tolerance: the contract does, and `Expected.allowed` carries it.
+The harness calls it for every case, the adequacy gate for every mutant, the conformance kit for every vendor. It runs no kernel.
+Tolerances are the contract's, carried by `Expected.allowed`.
 """
 
 from __future__ import annotations

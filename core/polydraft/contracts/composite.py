@@ -1,7 +1,7 @@
-"""Owns composites: runs of contracts that a provider may implement as one kernel, and what such a kernel has to compute.
+"""Composites: runs of contracts that a provider may implement as one kernel, and what such a kernel has to compute.
 
 The step program replaces a run of launches by a provider's composite, and the conformance kit tests that kernel against the
-composition of its parts. Nothing is defined a second time here: golden, record and cases all come from the parts.
+composition of its parts. Nothing is defined twice: golden, record and cases all come from the parts.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Owns the constraints of a contract: comparisons between sizes and parameters, read from the text that people see.
+"""Constraints of a contract: comparisons between sizes and parameters, parsed from the text that pages show.
 
-A record's check asks them, and pages show them. Only names, numbers, texts, arithmetic on whole numbers and comparisons are
-known, and nothing is ever executed.
+The check of a record evaluates them. Only names, numbers, texts, integer arithmetic and comparisons are allowed, and nothing is
+executed as code.
 """
 
 from __future__ import annotations

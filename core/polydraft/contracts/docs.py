@@ -1,6 +1,6 @@
-"""Owns the page about a contract: everything that somebody who implements it has to know, rendered from its record.
+"""Renders the page of a contract from its record: everything that an implementer has to know.
 
-The command line prints it and the tests of contracts keep it complete. It never says anything that the record does not.
+The command line prints it and the tests of contracts keep it complete. It says nothing that the record does not say.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Owns what a run of a contract starts from: its default cases, their sizes, and fresh poisoned arguments for a golden.
+"""Builds the inputs of a contract run: its default cases, their sizes, and fresh poisoned arguments for a golden.
 
-The harness, the adequacy gate and the tests of contracts build every run on it. It never runs anything and never fills in
-what a case leaves out.
+The harness, the adequacy gate and the tests of contracts use it for every run. It runs nothing, and does not fill in what a case
+leaves out.
 
 Activation dtype: a case holds its "act" floats, weights and caches in float32. A run for `act` rounds them to that
 dtype first, for the golden and the kernel alike, so that what is compared is arithmetic and not rounding of inputs.

@@ -1,6 +1,7 @@
-"""Owns the definition of quantised KV rows: which numbers a cache can hold, and which of them is kept for a given one.
+"""Defines quantised KV rows: which numbers a cache can hold, and which of them is stored for a given one.
 
-Goldens, the harness and the conformance kit call it in NumPy float64. It never says how a backend lays such rows out in memory.
+Goldens, the harness and the conformance kit call it in NumPy float64. How a backend lays such rows out in memory is left to the
+backend.
 
 A row (one position of one KV head; keys and values apart) has a scale of its own, a power of two 2**e, and holds small numbers
 q, whole ones ("int8") or floats of four bits exponent and three bits mantissa ("fp8"): what is read is q * 2**e. Nothing is

@@ -1,7 +1,7 @@
-"""Owns the automatic mutants of a golden: its faults, made by changing what it is given, never its code.
+"""Automatic mutants of a golden: faults made by changing its inputs, not its code.
 
-The adequacy gate runs them on the default cases. A mutant never knows a contract: everything follows from the record,
-so a new contract has its mutants as soon as it has its fields.
+The adequacy gate runs them on the default cases. A mutant knows nothing of a particular contract: everything follows from the
+record, so a new contract has its mutants as soon as it has its fields.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Owns the small batches from which the state contracts take their cases: slots in given phases, in a given launch order.
+"""Small batches from which the state contracts take their cases: slots in given phases, in a given launch order.
 
-Named cases spell a scene out slot by slot, generators draw one at random; contracts that follow each other in a step use
-the same scenes, so that their cases fit together. Nothing here calls a golden: a scene is input, not definition.
+Named cases spell a scene out slot by slot, generators draw one at random; contracts that follow each other in a step use the same
+scenes, so that their cases fit together. No golden is called here: a scene is input, not definition.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""The demo model: a trained MTP checkpoint of 18.6 MB that is part of every installation.
+"""The demo model: a trained MTP checkpoint of 18.6 MB that is part of every installation, and how to find it.
 
-Owns the files below `mimo-tiny-python/` and the way to find them.
-Called by the command line and by `LLM` when no model is named, and by tests.
-Never reads a weight: that is the work of `polydraft.models`.
+The files are below `mimo-tiny-python/`. The command line and `LLM` call this module when no model is named; tests do, too.
+Weights are read by `polydraft.models`.
 """
 
 from importlib.resources import files

@@ -1,7 +1,7 @@
-"""Owns the way back: an outcome folded into the slot table and the requests it ended.
+"""Folds an outcome into the slot table, and ends the requests that finished with it.
 
-The engine applies outcomes in step order; whole arrays are updated at once and only requests that end are walked. It never
-releases a slot itself: that happens in the scheduler once nothing is in flight for it.
+The engine applies outcomes in step order; whole arrays are updated at once and only requests that end are walked. Slots are not
+released here: the scheduler does that once nothing is in flight for them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Owns the gate: what a caller asked for is checked whole, and becomes a request that the engine can surely serve.
+"""Checks a new request completely and turns it into one that the engine can serve.
 
-`Engine.add` calls `make_request`. Every refusal is one `RequestError`; nothing behind the gate fails because of a bad request.
+`Engine.add` calls `make_request`. Every refusal is one `RequestError`; nothing after this check fails because of a bad request.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Owns the ledger of KV blocks: which are free, which slot holds which, which finished text can be shared, and the audit.
+"""The ledger of KV blocks: which are free, which slot holds which, which finished text can be shared, and the audit.
 
-The scheduler takes blocks for slots and gives them back; the device only ever sees the resulting block table. It never
-decides who deserves a block, and target and MTP caches share one numbering.
+The scheduler takes blocks for slots and gives them back; the device only sees the resulting block table. Who gets a block is the
+scheduler's decision. Target and MTP caches share one numbering.
 
 A block may be shared once all its target *and* MTP rows are committed. Row p of the MTP cache depends on token p + 1, so a
-block's key is a digest of all tokens up to its end and the one behind it: with another next token it is another block.
+block's key is a digest of all tokens up to its end and the one after it: with another next token it is another block.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Owns the question whether the KV blocks of an engine fit into what its device has left, and what would fit where they do not.
+"""Checks whether the KV blocks of an engine fit into the free memory of its device, and says what would fit if they do not.
 
-The engine asks once, behind its weights and before anything of the step is allocated. It never allocates, and it says nothing
-about a device that does not tell what it has free (`free_memory`).
+The engine calls it once, after loading weights and before anything of the step is allocated. It allocates nothing, and does not
+check a device that does not report its free memory (`free_memory`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Owns one generation request as the host sees it: what was asked, where it stands, and what it has produced.
+"""One generation request as the host sees it: its prompt and parameters, its state, and what it has produced.
 
-The engine makes it, the scheduler places it in a slot, commit ends it. It holds no device words and never decides anything.
+The engine makes it, the scheduler places it in a slot, commit ends it. It holds no device words and decides nothing.
 """
 
 from __future__ import annotations

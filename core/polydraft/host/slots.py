@@ -1,7 +1,7 @@
-"""Owns the host's view of every slot: arrays in step with the applied snapshots, and what is planned or in flight.
+"""The host's view of every slot: arrays that match the applied snapshots, and what is planned or in flight.
 
-The scheduler reads and advances it when it plans, commit when it applies an outcome; both work on whole arrays, and only
-joining, leaving and finishing walk requests. It never knows more of the device than the last applied snapshot.
+The scheduler reads and advances it when it plans, commit when it applies an outcome; both work on whole arrays, and only joining,
+leaving and finishing walk requests. All it knows of the device comes from the last applied snapshot.
 """
 
 from __future__ import annotations

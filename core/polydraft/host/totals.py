@@ -1,6 +1,7 @@
-"""Owns the counts of an engine: tokens, steps, rounds, and drafts by position.
+"""Counts of an engine: tokens, steps, rounds, and drafts by position.
 
-Commit adds what each step brought, the engine its seconds and what a stop string takes back. It never looks at a request.
+Commit adds the results of each step, the engine adds its seconds and subtracts what a stop string takes back. Single requests are
+not looked at.
 """
 
 from __future__ import annotations

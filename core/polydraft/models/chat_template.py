@@ -1,8 +1,8 @@
-"""Owns the rendering of conversations by a model's own Jinja template, as transformers renders them.
+"""Renders conversations by a model's own Jinja template, as transformers renders them.
 
-Called by `Tokenizer.encode_chat` and by the server. Templates are untrusted code: they run in Jinja's immutable sandbox
-and see plain JSON data only, and whatever goes wrong in one becomes an error of that request.
-Never encodes text, and imports `jinja2` only when a template is compiled.
+`Tokenizer.encode_chat` and the server call it. Templates are untrusted code: they run in Jinja's immutable sandbox and see plain
+JSON data only, and whatever goes wrong in one becomes an error of that request. Text is not encoded here, and `jinja2` is
+imported only when a template is compiled.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Owns a checkpoint directory: its config.json, its safetensors files, and the checked way to float32 weights.
+"""Reads a checkpoint directory: its config.json, its safetensors files, and, checked, its weights as float32.
 
-`families.py` reads the configuration and the tensor names, the engine loads canonical weights by `load_weights`.
-Nothing is ever unpickled or executed, no tensor is read before it is asked for, and nothing found wrong is repaired:
-every defect is one `CheckpointError` that names the file and the tensor.
+`families.py` reads the configuration and the tensor names, the engine loads canonical weights by `load_weights`. Nothing is
+unpickled or executed, no tensor is read before it is needed, and nothing is repaired: every defect is one `CheckpointError` that
+names the file and the tensor.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Owns the reading of a checkpoint's JSON files: strict parsing, and typed access that names file, key and value.
+"""Reads a checkpoint's JSON files: strict parsing, and typed access that names file, key and value.
 
-Called by the checkpoint reader, the families and the tokenizer.
-Never guesses: a key of the wrong type or range is a `CheckpointError`, and only the caller supplies defaults.
+The checkpoint reader, the families and the tokenizer call it. It does not guess: a key of the wrong type or range is a
+`CheckpointError`, and defaults come from the caller only.
 """
 
 from __future__ import annotations

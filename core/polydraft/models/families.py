@@ -1,8 +1,8 @@
-"""Owns the model families: how config.json and the tensor names of an architecture become a description and a table.
+"""Model families: how config.json and the tensor names of an architecture become a description and a table.
 
-The engine asks a `FamilyRegistry` once for each checkpoint; plugins add families through the hook `polydraft_models`.
-A family is data. Nothing here reads weights, and nothing a configuration asks for is dropped silently: what cannot be
-computed as configured (rope scaling, sliding windows, another activation, quantised weights) is refused by name.
+The engine asks a `FamilyRegistry` once for each checkpoint; plugins add families through the hook `polydraft_models`. A family is
+data. No weights are read here, and nothing a configuration asks for is dropped silently: what cannot be computed as configured
+(rope scaling, sliding windows, another activation, quantised weights) is refused by name.
 """
 
 from __future__ import annotations

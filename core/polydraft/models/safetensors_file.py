@@ -1,7 +1,7 @@
-"""Owns the reading of one safetensors file: a memory map and its checked header.
+"""Reads one safetensors file: a memory map and its checked header.
 
-Called by `checkpoint.py` only.
-Never executes, unpickles or copies anything at opening; tensors are converted to float32 one at a time, when asked for.
+Only `checkpoint.py` calls it. Opening a file executes, unpickles and copies nothing; tensors are converted to float32 one at a
+time, on request.
 
 Format (safetensors, by its specification): 8-byte little-endian header length, a JSON header, then the data without
 holes. The `safetensors` package hands NumPy no bfloat16, hence this reader.

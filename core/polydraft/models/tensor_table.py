@@ -1,7 +1,7 @@
-"""Owns the table from canonical tensor names to those of a checkpoint, with the shapes that a description implies.
+"""The table from canonical tensor names to those of a checkpoint, with the shapes that a description implies.
 
-Families build it (`families.py`), the loader checks a checkpoint against it (`checkpoint.py`).
-It never opens a file: it says what must be there.
+Families build it (`families.py`), the loader checks a checkpoint against it (`checkpoint.py`). It opens no file: it says what
+must be there.
 
 Canonical names, the only ones that core knows (weights are [out, in]; i counts layers from 0):
 

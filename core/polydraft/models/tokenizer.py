@@ -1,7 +1,7 @@
-"""Owns the way from text to token ids and back: encoding, decoding, streaming whole characters, chats.
+"""Converts text to token ids and back: encoding, decoding, streaming whole characters, chats.
 
-The engine encodes prompts and streams texts through it, one `IncrementalDecoder` for each request.
-It never truncates or pads, never adds special tokens to a rendered chat, and imports `tokenizers` only when needed.
+The engine encodes prompts and streams texts through it, one `IncrementalDecoder` for each request. It does not truncate or pad,
+does not add special tokens to a rendered chat, and imports `tokenizers` only when needed.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Owns the way of weights onto the device: canonical tensors prepared once by the backend, and refilled in place later.
+"""Puts weights onto the device: canonical tensors are prepared once by the backend, and refilled in place later.
 
-The engine loads with it at start-up and for `update_weights`. It never keeps a canonical array and never looks into a weight.
+The engine loads with it at start-up and for `update_weights`. It keeps no canonical array and does not look into a weight.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Owns bring-up: a synchronous device made of four functions, and a kernel table in which the reference stands in for the rest.
+"""Bring-up of a backend: a synchronous device made of four functions, and a kernel table in which the reference stands in for
+missing kernels.
 
 A vendor's first plugin derives from `BringUpDevice` and returns `BringUpTable(device, own={...})`; `polydraft new-backend` writes
-one. It never hides: what is delegated is counted as such, the capability `bring_up` has to be declared, and with it there are no
-graphs, no overlap, and no claim beyond the profile `basic`.
+one. Nothing is hidden: delegated kernels are counted as such, and the capability `bring_up` has to be declared. With it there are
+no graphs, no overlap, and no claim beyond the profile `basic`.
 
 A delegated kernel waits for the device, copies every argument to the host, runs the reference's NumPy kernel there and copies
 what was written back. That is slow and makes a whole engine run on the first day; each kernel that is written replaces one.

@@ -1,7 +1,7 @@
-"""Owns what `--backend auto` means: the first backend of a short list that is installed and usable here, and why it is that one.
+"""Decides what `--backend auto` means: the first backend of a short list that is installed and usable here, and why.
 
-The engine asks when no backend is named, `doctor` shows the answer. It opens no device, and it never chooses silently: what was
-passed over, and why, is part of the answer.
+The engine calls it when no backend is named, `doctor` shows the answer. It opens no device. The answer includes which backends
+were passed over, and why.
 """
 
 from __future__ import annotations

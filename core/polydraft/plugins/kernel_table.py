@@ -1,7 +1,7 @@
-"""Owns the kernel table of one engine: the backend's providers, with those of enabled packs laid over them.
+"""The kernel table of one engine: the backend's providers, with those of enabled packs laid over them.
 
 `plugins.py` builds it once, the step program binds from it, and `doctor` and reports show what was replaced and what was left
-out. It never changes a kernel and never chooses between packs that nobody has put in order.
+out. It changes no kernel, and does not choose between packs that the user has not put in order.
 """
 
 from __future__ import annotations

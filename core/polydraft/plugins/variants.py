@@ -1,7 +1,7 @@
-"""Owns which of a backend's variants are in use: those that the kit has passed on this device, driver and library.
+"""Decides which of a backend's variants are in use: those that the kit has passed on this device, driver and library.
 
-`Plugins.load` asks it which kernel packs to add, `conform --enable-variants` files what it found, `doctor` shows the file. It
-never runs a kernel and never asks which backend that is.
+`Plugins.load` asks it which kernel packs to add, `conform --enable-variants` records its results in it, `doctor` shows the file.
+It runs no kernel and does not ask which backend it serves.
 """
 
 from __future__ import annotations

@@ -1,19 +1,19 @@
-"""Owns what features bring from the host into a step: pinned arrays, who fills them when, and their way onto the device.
+"""Host inputs: pinned arrays that features fill on the host, when they are filled, and their upload into a step.
 
-A feature (a proposer that drafts on the host, the masks of a grammar) says what it `needs` to know and fills its arrays; the
-engine asks it to, the runner uploads. It never waits for the device, and never decides who runs.
+A feature (a proposer that drafts on the host, the masks of a grammar) says what it `needs` to know and fills its arrays when the
+engine calls it; the runner uploads them. Nothing here waits for the device or decides who runs.
 
-A step meets its host inputs in one of two places. Those that need no result of the step before are filled before the launch and
-go up with the plan. Those that need the tokens of the step before meet a step in its middle: the target's pass is launched, the
-snapshot of the step before is applied while it runs, the arrays are filled and go up on a stream of their own, and the second
-half of the step, from the processing of logits on, is launched behind an event. Drafts for the next step are made behind them.
+A step meets its host inputs in one of two places. Those that need no result of the previous step are filled before the launch and
+go up with the plan. Those that need the tokens of the previous step meet a step in its middle: the target's pass is launched, the
+snapshot of the previous step is applied while it runs, the arrays are filled and go up on a separate stream, and the second half
+of the step, from the processing of logits on, is launched after an event. Drafts for the next step are made after that.
 
 | `needs` | filled | knows | costs |
 |---|---|---|---|
 | `none` | before the launch | the plan | nothing |
 | `upper_bound_lengths` | before the launch | the plan, and how long each text is at most | nothing |
-| `previous_tokens` | behind the target's launch | every step before | a step is launched in two halves, at most one is ahead |
-| `exact_lengths` | before the launch | every step before | all overlap: no step is launched before the last was applied |
+| `previous_tokens` | after the target's launch | every earlier step | a step is launched in two halves, at most one is ahead |
+| `exact_lengths` | before the launch | every earlier step | all overlap: no step is launched before the last was applied |
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Owns the two records that cross the runner's border: `StepPlan` in, `StepOutcome` out, nothing else.
+"""The two records that the host and the runner exchange: `StepPlan` goes in, `StepOutcome` comes out, nothing else.
 
-The scheduler makes plans, the runner turns each into launches and later into an outcome, commit applies outcomes. Both are
-plain and frozen; neither refers to a request object, so a plan could come from another process.
+The scheduler makes plans, the runner turns each into launches and later into an outcome, commit applies outcomes. Both are plain
+and frozen; neither refers to a request object, so a plan could come from another process.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Owns the reference backend's masking of logits by constraints.
+"""The reference backend's masking of logits by constraints.
 
-The kernel table lists it. It never looks at a token's meaning.
+The kernel table lists it. It does not look at what a token means.
 """
 
 from __future__ import annotations

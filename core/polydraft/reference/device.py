@@ -1,7 +1,7 @@
-"""Owns the reference device: NumPy arrays as device memory, every launch and copy done before the call returns.
+"""The reference device: NumPy arrays as device memory; every launch and copy is done before the call returns.
 
-The reference plugin opens it; the queued device derives from it and only changes *when* work happens. It never promises more
-than the protocol in `polydraft.device`, so core may not notice that it is synchronous.
+The reference plugin opens it; the queued device derives from it and only changes *when* work happens. It promises no more than
+the protocol in `polydraft.device`, so core cannot rely on its being synchronous.
 """
 
 from __future__ import annotations

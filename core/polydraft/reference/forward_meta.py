@@ -1,7 +1,7 @@
-"""Owns the reference attention metadata: which rows form a window, where their keys lie, what each row may see.
+"""The reference attention metadata: which rows form a window, where their keys lie, what each row may see.
 
-`fill` computes it once per pass from the pass's buffers and every layer's attention and KV write share it. It never
-touches keys or values themselves.
+`fill` computes it once per pass from the pass's buffers, and the attention and KV write of every layer share it. Keys and values
+themselves are not touched.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Owns the row-invariant variants: the few reference kernels whose bits would depend on the width or context of a launch.
+"""Row-invariant variants of the few reference kernels whose bits would depend on the width or context of a launch.
 
-The kernel table swaps them in when `row_invariant` is asked for; the emulator computes in them. Here a product is always
-made of tiles of one fixed shape and a sum is always taken in one fixed order, so a row's bits depend on that row alone.
+The kernel table swaps them in when `row_invariant` is requested; the emulator computes in them. Here a product is always made of
+tiles of one fixed shape and a sum is always taken in one fixed order, so a row's bits depend on that row alone.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Owns the reference's own quantisation of KV rows, in float32.
+"""The reference's own quantisation of KV rows, in float32.
 
-Its cache and the kernel that writes rows call it. It never packs anything: rows stay float32 numbers, on the grid that
+Its cache and the kernel that writes rows call it. Nothing is packed: rows stay float32 numbers, on the grid that
 `contracts/kv_quant.py` defines.
 """
 

@@ -1,7 +1,7 @@
-"""Owns the reference backend's log probabilities: of emitted tokens, of drafts, of prompts, and their packing into records.
+"""The reference backend's log probabilities: of emitted tokens, of drafts, of prompts, and their packing into records.
 
-The kernel table lists them. A row's numbers depend on its logits and its slot's wishes alone, never on its neighbours, and no
-row is ranked for anybody who asked for the emitted token alone.
+The kernel table lists them. A row's numbers depend only on its logits and on what its slot requests, not on its neighbours. No
+row is ranked for a request that asked for the emitted token alone.
 """
 
 from __future__ import annotations

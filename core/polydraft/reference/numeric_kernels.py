@@ -1,7 +1,7 @@
-"""Owns the float kernels of the reference backend in plain vectorised NumPy, each bound once to its arrays.
+"""The float kernels of the reference backend in plain vectorised NumPy, each bound once to its arrays.
 
-The kernel table lists them; `invariant_kernels` replaces the few whose bits depend on the width of a launch. Nothing here
-calls a golden: these are an implementation, the goldens are the definition.
+The kernel table lists them; `invariant_kernels` replaces the few whose bits depend on the width of a launch. No golden is called:
+these are an implementation, the goldens are the definition.
 """
 
 from __future__ import annotations

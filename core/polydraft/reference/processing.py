@@ -1,7 +1,7 @@
-"""Owns the reference backend's processing of logits: penalties, biases and forbidden tokens, as a request asks for them.
+"""The reference backend's processing of logits: penalties, biases and forbidden tokens, as a request specifies them.
 
-The kernel table lists them; target rows and draft rows use the same code. Nothing is counted between steps: what a row's
-text contains is read off the slot's history and drafts each time, and slots that ask for nothing are skipped.
+The kernel table lists them; target rows and draft rows use the same code. No counts are kept between steps: what a row's text
+contains is read from the slot's history and drafts each time, and slots that request nothing are skipped.
 """
 
 from __future__ import annotations

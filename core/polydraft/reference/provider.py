@@ -1,7 +1,7 @@
-"""Owns the adapter between contract records and plain NumPy kernels.
+"""Adapts contract records to plain NumPy kernels.
 
-The reference backend lists its kernels through it, and devices that compute in NumPy (the reference, eager or queued,
-the emulator) bind through it. It never schedules anything: when a launch runs is the device's business.
+The reference backend lists its kernels through it, and devices that compute in NumPy (the reference, eager or queued, the
+emulator) bind through it. When a launch runs is up to the device.
 """
 
 from __future__ import annotations

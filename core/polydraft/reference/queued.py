@@ -1,7 +1,7 @@
-"""Owns the queued device: the reference's kernels on streams that are queues, with captured graphs, on the same CPU.
+"""The queued device: the reference's kernels on streams that are queues, with captured graphs, on the same CPU.
 
-The reference plugin opens it for the device string `queued`, so that overlap and graphs can be seen where there is no
-accelerator. It never computes, and never runs an item earlier than an event or `synchronize` demands it.
+The reference plugin opens it for the device string `queued`, so that overlap and graphs can be tried without an accelerator. It
+computes nothing itself, and runs no item earlier than an event or `synchronize` demands it.
 """
 
 from __future__ import annotations

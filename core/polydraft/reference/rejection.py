@@ -1,7 +1,7 @@
-"""Owns the reference backend's rejection verification: uniforms, filtered distributions, drawn drafts and accepted windows.
+"""The reference backend's rejection verification: uniforms, filtered distributions, sampled drafts and accepted windows.
 
-The kernel table lists them; filters and noise are those of `sampling.py`. A row's distribution depends on its logits and
-its slot's parameters alone, so what a draft was drawn from is what it is held against.
+The kernel table lists them; filters and noise are those of `sampling.py`. A row's distribution depends on its logits and its
+slot's parameters alone, so a draft is verified against the distribution that it was sampled from.
 """
 
 from __future__ import annotations

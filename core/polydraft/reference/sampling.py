@@ -1,7 +1,7 @@
-"""Owns the reference backend's choice of tokens: logits processing, argmax, counter-based noise and filtered sampling.
+"""The reference backend's choice of tokens: `process_logits`, argmax, counter-based noise and filtered sampling.
 
-The kernel table lists them; target rows and draft rows use the same code. A row's choice depends on its logits, its
-slot's parameters and the noise of its position alone, never on its neighbours.
+The kernel table lists them; target rows and draft rows use the same code. A row's choice depends only on its logits, its slot's
+parameters and the noise of its position, not on its neighbours.
 """
 
 from __future__ import annotations

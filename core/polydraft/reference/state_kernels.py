@@ -1,7 +1,7 @@
-"""Owns the integer state kernels of the reference backend: packing, verification, commit, drafts and staged writes.
+"""The integer state kernels of the reference backend: packing, verification, commit, drafts and staged writes.
 
-The kernel table lists them, and every NumPy device runs them. They share no code with the goldens: whole-batch array
-operations, a few microseconds each, no loop over sequences.
+The kernel table lists them, and every NumPy device runs them. They share no code with the goldens: whole-batch array operations,
+a few microseconds each, no loop over sequences.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Owns the reference backend's kernel table: which NumPy kernel serves which contract, weights, caches and scratch.
+"""The kernel table of the reference backend: which NumPy kernel serves which contract, weights, caches and scratch.
 
-`polydraft_kernels` returns it; the queued device reuses it unchanged through `device.bind_kernel`. It never computes.
+`polydraft_kernels` returns it; the queued device reuses it unchanged through `device.bind_kernel`. It computes nothing.
 """
 
 from __future__ import annotations

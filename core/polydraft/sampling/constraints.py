@@ -1,12 +1,12 @@
-"""Owns constraints on output: grammars and the length of thinking, as masks over the rows of every window.
+"""Constraints on output: grammars and the length of thinking, as masks over the rows of every window.
 
-A request that brings one gets an automaton; the host feature here asks it, in the middle of each step, what each place of the
-window allows given the drafts before it, and uploads bits. Text is never repaired afterwards: what a mask forbids is never
-chosen, with drafts or without.
+A request with a constraint gets an automaton. In the middle of each step the host feature here asks it what each position of the
+window allows, given the drafts before it, and uploads bits. Text is not repaired afterwards: what a mask forbids is never chosen,
+with drafts or without.
 
-An automaton follows committed tokens only. For the places of a window it tries the drafts one after the other and takes them
-back, so that a rejected draft leaves no trace. A draft that its own place forbids ends the trying: the target cannot choose it,
-so no row behind it counts.
+An automaton follows committed tokens only. For the positions of a window it tries the drafts one after the other and takes them
+back, so that a rejected draft leaves no trace. A draft that its own position forbids ends the trying: the target cannot choose
+it, so no row after it counts.
 """
 
 from __future__ import annotations

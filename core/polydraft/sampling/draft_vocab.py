@@ -1,8 +1,8 @@
-"""Owns the reduced draft vocabulary: which tokens an MTP head may draft, ranked by how often a corpus has them.
+"""The reduced draft vocabulary: which tokens an MTP head may draft, ranked by how often a corpus has them.
 
 The head's product is the largest part of a draft pass, and most of it scores tokens that are hardly ever drafted. The engine
-reads the file before it negotiates; the proposer scores those tokens alone. It never touches verification, which goes over the
-whole vocabulary: the text stays the same, only fewer drafts may be accepted.
+reads the file before it negotiates; the proposer scores only those tokens. Verification is not affected and goes over the whole
+vocabulary: the text stays the same, only fewer drafts may be accepted.
 
 The file is JSON, an object of token ids and counts: {"13": 90210, "262": 77, ...}. `tools/count_tokens.py` writes one.
 """

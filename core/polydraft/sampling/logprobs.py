@@ -1,8 +1,8 @@
-"""Owns log probabilities on the device: their buffers, their launches in a step, and the records that come back from it.
+"""Log probabilities on the device: their buffers, their launches in a step, and the records that come back from it.
 
-The runner builds one where the engine reports log probabilities, and nothing of it exists elsewhere. Wishes go down by slot
-with the plan, so that a captured graph serves any number of columns; up comes one record of exactly the columns asked for. It
-never knows a request.
+The runner builds it only where the engine reports log probabilities. What each slot requests goes down with the plan, so that a
+captured graph serves any number of columns; one record of exactly the requested columns comes up. Requests themselves are not
+known here.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Owns the routes: OpenAI's completions and chat, models, tokens, health, metrics, administration, and the playground.
+"""The routes of the server: OpenAI's completions and chat, models, tokens, health, metrics, administration, and the playground.
 
-`polydraft serve` builds the application with an engine client. A route decodes, asks the service, and tells errors; it decides
-nothing else.
+`polydraft serve` builds the application with an engine client. A route decodes the body, calls the service, and reports errors;
+it decides nothing else.
 """
 
 from __future__ import annotations

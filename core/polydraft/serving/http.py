@@ -1,6 +1,7 @@
-"""Owns HTTP manners: bodies within bounds, keys compared in constant time, streams to clients that may stall or vanish.
+"""HTTP handling for the routes: bodies within bounds, keys compared in constant time, streams to clients that may stall or
+vanish.
 
-Routes use it. It knows nothing of models, and lets no client cost more than the settings say.
+It knows nothing of models, and lets no client cost more than the settings allow.
 """
 
 from __future__ import annotations

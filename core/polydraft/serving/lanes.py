@@ -1,6 +1,7 @@
-"""Owns the timeline of a serving engine, step by step: what the host did when, and when the device was at work.
+"""The timeline of a serving engine, step by step: what the host did when, and when the device was at work.
 
-The worker drains it into what each step brings. It times the stages of a step and no launch, and never keeps what was drained.
+The worker drains it with the results of each step. It times the stages of a step but no single launch, and keeps nothing that was
+drained.
 """
 
 from __future__ import annotations

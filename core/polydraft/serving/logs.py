@@ -1,6 +1,7 @@
-"""Owns the server's log: one JSON object a line, without any text of prompts or answers unless that was asked for.
+"""The server's log: one JSON object per line, without any text of prompts or answers unless that was requested.
 
-Routes and the engine client tell events. A log that cannot be written never stops a request: lines are dropped and counted.
+Routes and the engine client write events to it. A log that cannot be written does not stop a request: lines are dropped and
+counted.
 """
 
 from __future__ import annotations

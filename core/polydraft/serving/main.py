@@ -1,6 +1,6 @@
-"""Owns the run of a server: uvicorn around the application, a word when it is ready, and a quiet end on SIGTERM.
+"""Runs a server: uvicorn around the application, a message when it is ready, and a clean end on SIGTERM.
 
-`polydraft serve` calls `run`; tests call it in a process of its own. It never returns before the engine's process is gone.
+`polydraft serve` calls `run`; tests call it in a separate process. It returns only when the engine's process is gone.
 """
 
 from __future__ import annotations

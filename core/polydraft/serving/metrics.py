@@ -1,6 +1,6 @@
-"""Owns the figures at `/metrics`: counts of requests as the routes see them, and of the engine as it tells them.
+"""The figures at `/metrics`: counts of requests as the routes see them, and of the engine as it reports them.
 
-Names that vLLM has are vLLM's, so that its dashboards work; the others begin with `polydraft:`. It never measures a step.
+Names that vLLM has are vLLM's, so that its dashboards work; the others begin with `polydraft:`. No step is measured here.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Owns the description of the routes as an OpenAPI document, made from the very records that bodies are decoded with.
+"""Describes the routes as an OpenAPI document, made from the same records that bodies are decoded with.
 
-`/openapi.json` serves it; fuzzing tools read it. It never describes what is not there.
+`/openapi.json` serves it; fuzzing tools read it. It describes only what exists.
 """
 
 from __future__ import annotations

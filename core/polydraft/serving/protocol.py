@@ -1,7 +1,7 @@
-"""Owns what clients may ask: OpenAI's request bodies as typed records, and what becomes of them for the engine.
+"""OpenAI's request bodies as typed records, and their conversion into prompts and sampling parameters.
 
-Routes decode a body with it and get prompts and sampling parameters. An unknown field is refused by name: nothing that was
-asked for is left out silently. It never talks to the engine.
+Routes decode a body with it. An unknown field is refused by name: nothing that was requested is dropped silently. It does not
+talk to the engine.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Owns what a server may be told: one frozen record of addresses, limits, keys and what it shows.
+"""The settings of a server: one frozen record of addresses, limits, keys and what it shows.
 
-The command line builds it, routes read it. It never changes, and nothing in it configures an engine.
+The command line builds it, routes read it. It does not change, and nothing in it configures an engine.
 """
 
 from __future__ import annotations

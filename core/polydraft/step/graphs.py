@@ -1,21 +1,21 @@
-"""Owns graph policy: which steps are replayed, in which buckets, how they are captured, and what that costs.
+"""Graph policy: which steps are replayed, in which buckets, how they are captured, and what that costs.
 
-The runner asks it once a step whether to replay, and target and draft follow the same answer. A backend only captures and
+The runner asks it once per step whether to replay, and target and draft follow the same answer. A backend only captures and
 replays (`polydraft_graph_capture`): buckets, order, warm-up, splitting and refusals are decided here, for every backend alike.
 
 A captured step is a pure function of fixed buffers. Its launch lengths are those of its bucket; rows beyond the real ones carry
-negative slots, which every kernel skips, so nothing has to be padded or truncated besides the launch order. Shapes do not
-depend on how many drafts are accepted (the draft's first pass runs over the target's rows), so the warm-up needs no
-requests: it runs the very launches that are captured, over an empty launch order.
+negative slots, which every kernel skips, so nothing has to be padded or truncated besides the launch order. Shapes do not depend
+on how many drafts are accepted (the draft's first pass runs over the target's rows), so the warm-up needs no requests: it runs
+the same launches that are captured, over an empty launch order.
 
-A decode step is one graph, from packing to the last draft pass, with its snapshot's copy behind it, wherever the host reads a
-snapshot a step late anyway. It is captured in parts where something stands between them: host inputs, or, without overlap, a
+A decode step is one graph, from packing to the last draft pass, followed by the copy of its snapshot, wherever the host reads a
+snapshot one step late anyway. It is captured in parts where something comes between them: host inputs, or, without overlap, a
 host that waits for the snapshot while the drafts are still being made.
 
-Where steps make different numbers of drafts, a bucket is captured once for each: windows of K + 1 rows, then K drafts. A step
-that verifies what a step of more or fewer drafts has left is replayed in the larger of the two: its launch order cuts the rows,
-and drafts that it makes beyond the plan's are not verified. Graphs for fewer drafts than the most have a budget, and where one
-is left out the next larger serves.
+Where steps make different numbers of drafts, a bucket is captured once for each number: windows of K + 1 rows, then K drafts. A
+step that verifies the drafts of a step with more or fewer drafts is replayed in the larger of the two: its launch order cuts the
+rows, and drafts that it makes beyond the plan's are not verified. Graphs for fewer drafts than the maximum have a budget, and
+where one is left out the next larger one serves.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Owns the emulated device: its memory, its streams and events, and copies that happen no earlier than somebody waits.
+"""The emulated device: its memory, its streams and events, and copies that happen as late as waits allow.
 
-Core drives it through the protocols of `polydraft.device`, tests through what it has beyond them. It never computes, and
-never lets the host see what is not on the host yet.
+Core drives it through the protocols of `polydraft.device`, tests through what it has beyond them. It computes nothing itself, and
+does not let the host see what has not reached the host yet.
 """
 
 from __future__ import annotations

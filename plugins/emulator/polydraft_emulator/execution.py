@@ -1,11 +1,11 @@
-"""Owns what happens to work between the host's call and its end: issuing, recording, running, failing and waiting.
+"""Carries work from the host's call to its end: issuing, recording, running, failing and waiting.
 
-The device, its streams and its events pass everything on to the one executor of their device. It never decides an order
-(`schedule.py` does), and never reports a failure earlier than a wait.
+The device, its streams and its events pass everything on to the one executor of their device. The order is decided in
+`schedule.py`. A failure is reported at a wait, not earlier.
 
-A failure voids everything that has not run. The next wait raises it, once; events that were recorded behind voided work raise
-whenever somebody waits for them, and what is issued between the failure and the wait is void too. Whatever the failed
-operation writes is poisoned. A lost device raises at every call.
+A failure voids everything that has not run. The next wait raises it, once; events that were recorded after voided work raise
+whenever they are waited for, and what is issued between the failure and the wait is void too. Whatever the failed operation
+writes is poisoned. A lost device raises at every call.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Owns what goes wrong on purpose: single operations that fail, and single operations that are held back.
+"""Faults on request: single operations that fail, and single operations that are delayed.
 
-The device asks it once for every operation in the order in which the host issues them, so that a fault strikes the same
-operation in every schedule. It never fails anything itself: the device does, when the operation would have run.
+The device asks it once for every operation in the order in which the host issues them, so that a fault strikes the same operation
+in every schedule. The failing itself is done by the device, when the operation would have run.
 
 `fault=<what>@<n>[:<how>]` and `delay=<what>@<n>[:<microseconds>]`, several joined by commas. `what` is a kind of operation
 (`kernel`, `upload`, `download`, `copy` for both, `replay`, `op` for all of these), a contract by name, or for faults `alloc`;

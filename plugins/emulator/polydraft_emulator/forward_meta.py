@@ -1,7 +1,7 @@
-"""Owns the emulator's attention metadata: the reference's grouping of rows, translated to where cache rows really lie.
+"""The emulator's attention metadata: the reference's grouping of rows, translated to where cache rows really lie.
 
-Core fills it before each pass and hands it to attention kernels. It never touches keys or values, and never runs before the
-device does.
+Core fills it before each pass and passes it to attention kernels. It does not touch keys or values, and runs only when the device
+does.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Owns capture and replay: a list of launches over fixed addresses, and what a capture forbids.
+"""Graph capture and replay on the emulator: a list of launches over fixed addresses, and what is forbidden during a capture.
 
-Core asks for it through `polydraft_graph_capture`, captures a function and replays the result. Policy is core's; nothing here
-decides what is captured or when it is replayed.
+Core asks for it through `polydraft_graph_capture`, captures a function and replays the result. Core also decides what is captured
+and when it is replayed.
 
 While a function is captured its launches and copies are recorded and do not run. The host may not wait, ask an event, record
 or wait for one, allocate, or load: each is a `DeviceError` that names the call. A replay runs on the addresses of the capture;

@@ -1,8 +1,8 @@
-"""Owns the emulator's kernels: the reference's row-invariant NumPy, bound so that a kernel can do only what its contract says.
+"""The emulator's kernels: the reference's row-invariant NumPy, bound so that a kernel can do only what its contract says.
 
-`polydraft_kernels` returns the table. A launch issues one operation; when it runs, buffers that the contract calls outputs are
+`polydraft_kernels` returns the table. A launch issues one operation. When it runs, buffers that the contract calls outputs are
 poisoned first (nothing may depend on what they held), inputs are read-only views (writing one is a failure that the next wait
-raises), and buffers that a composite declares dead are poisoned behind it. It never runs anything on the host's time.
+raises), and buffers that a composite declares dead are poisoned afterwards. Nothing runs during the host's call.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Owns device memory that the host cannot read: poisoned when it is fresh, poisoned again when it is given back.
+"""Device memory that the host cannot read: poisoned when it is allocated, and poisoned again when it is freed.
 
-The device allocates it, and kernels are handed its arrays while they are bound or run. It never lets an array out otherwise:
-whoever asks on the host's time gets an error that names the memory.
+The device allocates it, and kernels get its arrays while they are bound or run. Any other access, on the host's time, raises an
+error that names the memory.
 """
 
 from __future__ import annotations

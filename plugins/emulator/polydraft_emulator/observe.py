@@ -1,10 +1,10 @@
-"""Owns what the emulator sees its operations touch, for the hazard checker: who wrote which rows or KV blocks, who opened what.
+"""Observes what the emulator's operations touch, for the hazard checker: who wrote which rows or KV blocks, who opened what.
 
-The executor runs work through it once somebody has numbered operations (`ObservesAccesses` of core); nothing is seen, and nothing
-paid, otherwise. It never judges an access.
+The executor runs work through it when operations are numbered (`ObservesAccesses` of core); otherwise nothing is observed and
+nothing is paid. It does not judge an access.
 
 A write is seen by its effect: memory that the work is bound to, or has opened, holds other bytes afterwards. A read is seen where
-work opens memory that it was not bound to; NumPy tells nobody which rows of an array it reads.
+work opens memory that it was not bound to; NumPy does not report which rows of an array it reads.
 """
 
 from __future__ import annotations

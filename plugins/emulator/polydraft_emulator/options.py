@@ -1,7 +1,7 @@
-"""Owns the device string `emulator:<index>?option=value&...`: everything that makes one run of the emulator what it is.
+"""Parses the device string `emulator:<index>?option=value&...`, which holds everything that determines one run of the emulator.
 
-The plugin parses it when a device is opened and prints it in every error, so that a failure is replayed from one line. It
-never reads the environment and never changes an option.
+The plugin parses it when a device is opened and prints it in every error, so that a failure is replayed from one line. It does
+not read the environment, and options do not change.
 
 | option         | values                       | effect                                                                       |
 |----------------|------------------------------|------------------------------------------------------------------------------|

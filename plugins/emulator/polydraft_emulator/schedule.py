@@ -1,7 +1,7 @@
-"""Owns the order in which queued work runs: one of the linear extensions of stream order and event edges, chosen by a seed.
+"""Chooses the order in which queued work runs: one of the linear extensions of stream order and event edges, chosen by a seed.
 
-The device submits operations and says what the host waits for. It never runs two operations at once, never runs one before
-everything it must come after, and never looks at what an operation does.
+The device submits operations and says what the host waits for. Operations run one at a time, each after everything it must come
+after. What an operation does is not looked at.
 
 Issue order is always a legal order, because an event is recorded before something waits for it. The policies:
 

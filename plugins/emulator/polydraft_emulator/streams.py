@@ -1,7 +1,7 @@
-"""Owns what core holds of the queue: streams, events, and the record of one unit of work.
+"""What core holds of the queue: streams, events, and the record of one unit of work.
 
-The device makes streams and events, and its executor does what they ask; kernels, metadata and copies make work. Nothing
-here runs anything.
+The device makes streams and events, and its executor does what they ask; kernels, metadata and copies make work. Nothing runs
+here.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Owns what tests on the emulator share: a device by its options, work that writes down when it ran, free blocks that bite.
+"""Helpers shared by tests on the emulator: a device by its options, work that records when it ran, free blocks filled with
+poison.
 
-Tests of this package and of the step import it. The emulator itself never does.
+Tests of this package and of the step import it. The emulator itself does not.
 """
 
 from __future__ import annotations

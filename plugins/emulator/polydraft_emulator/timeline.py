@@ -1,8 +1,8 @@
-"""Owns modelled time: how long operations take, a clock on which the emulator's own work costs nothing, and the timeline.
+"""Modelled time: how long operations take, a clock on which the emulator's own work costs nothing, and the timeline.
 
-The device keeps one when the option `latency` is given, and `device.timeline()` hands it out. Nothing here is measured of any
-accelerator: durations are given, host time is measured as processor time of the thread, so that what other processes take of the
-machine does not count, and everything that comes out is labelled as modelled.
+The device keeps one when the option `latency` is given, and `device.timeline()` returns it. No accelerator is measured: durations
+are given, host time is measured as processor time of the thread, so that other processes of the machine do not count, and every
+result is labelled as modelled.
 
 `latency=<what>:<microseconds>[+<microseconds a row>]`, several joined by commas. `what` is a contract by name, a kind of
 operation (`kernel`, `upload`, `download`, `replay`: the cost of starting a graph), `op` for what nothing else names, or

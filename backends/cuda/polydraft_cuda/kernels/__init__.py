@@ -1,6 +1,6 @@
-"""Owns the list of kernels: which module serves which contract or composite.
+"""The list of kernels: which module serves which contract or composite.
 
-The identity hook takes names from it and the table providers. Importing it loads no library of CUDA and compiles nothing.
+The identity hook takes the names from it, the table takes the providers. Importing it loads no CUDA library and compiles nothing.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Owns the choice of an attention kernel: decode windows, prefill tiles, or the plain one for everything else.
+"""Chooses an attention kernel: decode windows, prefill tiles, or the plain kernel for everything else.
 
-The fast ones work on the tiles that forward metadata found; the plain one needs none.
+The fast kernels work on the tiles in the forward metadata; the plain one needs none.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Owns the launches that commit windows to the slots' texts, and the snapshot that the host gets to see.
+"""Launches that commit windows to the texts of the slots, and the snapshot for the host.
 
-They follow verification. Nothing else on the device writes a text, and nothing is ever taken back.
+They run after verification. Nothing else on the device writes a text, and nothing committed is taken back.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Owns the launches around a proposer's passes: the shifted rows, the round's beginning, each draft filed,
-logits over a reduced vocabulary spread over the whole one, and n-gram lookup.
+"""Launches around a proposer's passes: shifted rows, the beginning of a round, storing each draft, spreading logits of a reduced
+vocabulary over the whole one, and n-gram lookup.
 
-They follow the commit, and see the text as it is then. The passes themselves are launches of the model.
+They run after the commit and see the text as it is then. The passes themselves are launches of the model.
 """
 
 from __future__ import annotations

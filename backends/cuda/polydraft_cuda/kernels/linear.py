@@ -1,9 +1,9 @@
-"""Owns the choice of a kernel for a projection, by its shape and the number of rows.
+"""Chooses the kernel of a projection by its shape and the number of rows.
 
-Few rows are a matter of reading the weights at the speed of memory. On sm_90 they stream into warp-group products: by
-`linear_rows` where outputs can be dealt to the multiprocessors evenly, by `linear_pair` where they are few, by `linear_split`
-where rows are more, by `linear_tile` else; `linear_stream` takes small matrices and other architectures. Many rows go to
-cuBLASLt. What none of them takes (float32, odd sizes) goes to `linear_plain`. In row-invariant mode every number of rows takes
+With few rows the speed is that of reading the weights from memory. On sm_90 they are streamed into warp-group products: by
+`linear_rows` where outputs divide evenly among the multiprocessors, by `linear_pair` where outputs are few, by `linear_split`
+where rows are more, and by `linear_tile` otherwise. `linear_stream` takes small matrices and other architectures. Many rows go to
+cuBLASLt. What none of them accepts (float32, odd sizes) goes to `linear_plain`. In row-invariant mode every number of rows takes
 the same sums.
 """
 

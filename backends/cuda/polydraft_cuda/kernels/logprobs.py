@@ -1,6 +1,6 @@
-"""Owns the launches of log probabilities: what is kept before logits change, what is found, filed and packed for the host.
+"""Launches for log probabilities: what is kept before logits change, what is found, stored and packed for the host.
 
-Only steps of which some slot wants log probabilities have them. Orders are exact, as the sampler's filters are.
+They run only in steps in which some slot requests log probabilities. Ranks are exact, as in the sampler's filters.
 """
 
 from __future__ import annotations

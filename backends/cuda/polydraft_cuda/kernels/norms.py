@@ -1,6 +1,7 @@
-"""Owns the RMS norms and the residual addition: alone, together, and two norms side by side for the draft's input.
+"""RMS norms and residual addition: alone, fused, and two norms side by side for the input of the draft.
 
-Statistics are float32; what is added to the residual stream is rounded before it is normalised, as if both were launched alone.
+Statistics are float32. The sum added to the residual stream is rounded before it is normalised, as if the two were launched
+separately.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Owns the launches from slot state to packed rows: block reservation, packing, and the rows that need logits.
+"""Launches from slot state to packed rows: block reservation, packing, and the rows that need logits.
 
-They open the target's part of a step. No row count is known to the host: every block finds the sequences' rows for itself.
+They open the target's part of a step. The host knows no row count: every thread block finds the rows of the sequences itself.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Owns the launches that process logits as requests ask: padded vocabulary, penalties, biases, forbidden tokens.
+"""Launches that process logits as requests specify: padded vocabulary, penalties, biases, forbidden tokens.
 
-They stand between the head and the choice of a token. Nothing is counted between steps: a row's text is read each time.
+They run between the head and the choice of a token. No counts are kept between steps: a row's text is read each time.
 """
 
 from __future__ import annotations

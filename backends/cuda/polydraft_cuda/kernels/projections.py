@@ -1,7 +1,7 @@
-"""Owns the kernels of projections, each bound to one size: how its work is divided, what it has in flight, how it is launched.
+"""The projection kernels, each bound to one size: how its work is divided, what it has in flight, how it is launched.
 
-`linear.py` chooses among them. A binder never looks at the number of rows of a launch, and what it returns takes any number up to
-its size.
+`linear.py` chooses among them. A binder does not depend on the number of rows of a launch; the launch it returns accepts any
+number up to its size.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Owns the adapter between a kernel's Python, which packs arguments, and the `Provider` that core binds.
+"""Adapts a kernel's Python function, which packs arguments, to the `Provider` that core binds.
 
-Each module of this folder lists its kernels with it, and the table wraps them for one device. It never launches anything.
+Each module of this folder lists its kernels with it, and the table wraps them for one device. It launches nothing itself.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Owns the kernels of quantised KV rows: the turn of queries and keys with their store, and attention over such rows.
+"""Kernels for quantised KV rows: rotation of queries and keys with the store, and attention over such rows.
 
-`rope.py` and `attention.py` bind them where a cache is kept so. They are launches of their own, in captured steps as well.
+`rope.py` and `attention.py` bind them where a cache is quantised. They are separate launches, in captured steps too.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Owns rotary embedding with the store of keys and values, and the table of cosines and sines it turns by.
+"""Rotary embedding with the store of keys and values, and the table of cosines and sines that it uses.
 
-Layers that turn alike share one table; it is made in float64 when the first of them is bound.
+Layers with the same rotation share one table; it is computed in float64 when the first of them is bound.
 """
 
 from __future__ import annotations

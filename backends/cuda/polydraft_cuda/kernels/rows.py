@@ -1,6 +1,6 @@
-"""Owns the moves of rows: embedding lookup, gathering by index, the newest committed row of each drafting sequence.
+"""Moves rows: embedding lookup, gathering by index, and the newest committed row of each drafting sequence.
 
-Every pass begins with one, and the head is fed by another. A row is moved bit for bit.
+Every pass begins with one of these, and another one feeds the head. A row is copied bit for bit.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Owns the launches that choose tokens: argmax, noise, filtered sampling without a sort, drawn drafts, rejection verification.
+"""Launches that choose tokens: argmax, noise, filtered sampling without a sort, sampled drafts, rejection verification.
 
-Target rows and draft rows use the same kernels. A row's choice depends on its logits, its slot's parameters and the noise of its
-position alone: sums over a row are of whole numbers, whose order does not matter.
+Target rows and draft rows use the same kernels. A row's choice depends only on its logits, its slot's parameters and the noise of
+its position: sums over a row are sums of integers, so their order does not matter.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Owns the first look at the outputs of a head: its weights once more, in a byte each, and the choice of the highest by them.
+"""Screens the outputs of a head with an 8-bit copy of its weights, so that a greedy choice reads less memory.
 
-A greedy choice needs no logits but the highest. Scores by the bytes tell which outputs can be that, since how far each score may
-be off is known, and only those few are computed by the weights themselves: what is chosen is what all products would have given,
-for half of what a round reads of a head. The bytes are made when a choice is bound behind a head, and anew with every update of
-its weight.
+A greedy choice needs only the highest logit. Scores from the 8-bit weights show which outputs can be the highest, since the error
+of each score is bounded, and only those few are computed from the original weights. The chosen token is the one that all products
+would give, and a round reads half as much of a head. The 8-bit copy is made when a choice is bound after a head, and again with
+every update of its weight.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Owns the launches from choices to windows: matching drafts with what the target chose, and the synthetic schedule.
+"""Launches from choices to windows: comparing drafts with what the target chose, and the synthetic acceptance schedule.
 
-They follow the choice of tokens. Rejection verification is in `sampling.py`, beside the distributions it compares.
+They run after the choice of tokens. Rejection verification is in `sampling.py`, beside the distributions it compares.
 """
 
 from __future__ import annotations

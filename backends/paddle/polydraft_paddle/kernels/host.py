@@ -1,8 +1,8 @@
-"""Owns the float kernels of the place whose memory the host sees: the same contracts, in the operations that are quick there.
+"""Float kernels for a place whose memory the host sees: the same contracts, in the operations that are fast there.
 
-`table.py` lays them over the portable ones on the CPU place. On it Paddle copies strided views and broadcasts element by element,
-so rows are moved by gathering, products go straight into their buffer, and a fused norm takes the place of five operations.
-Rotation and attention are in `host_attention.py`.
+`table.py` lays them over the portable ones on the CPU place. There Paddle copies strided views and broadcasts element by element,
+so rows are moved by gathering, products go straight into their buffer, and a fused norm replaces five operations. Rotation and
+attention are in `host_attention.py`.
 """
 
 from __future__ import annotations

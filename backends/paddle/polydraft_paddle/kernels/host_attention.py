@@ -1,7 +1,7 @@
-"""Owns rotation, cache writes and attention of the place whose memory the host sees, in the operations that are quick there.
+"""Rotation, cache writes and attention for a place whose memory the host sees, in the operations that are fast there.
 
-`table.py` lays them over the portable ones on the CPU place. Heads are moved by gathering whole heads with indices that the
-pass's layout made once for all layers; nothing here decides who sees what.
+`table.py` lays them over the portable ones on the CPU place. Whole heads are gathered with indices that the layout of the pass
+made once for all layers. Which row attends to which is decided elsewhere.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Owns quantised KV rows in portable Paddle operations: how they lie in memory, how they are written and read.
+"""Quantised KV rows in portable Paddle operations: their memory layout, and how they are written and read.
 
-`table.py` allocates such caches, the kernels of `numeric` write and read through it. It never chooses to quantise, and nothing
-here is read back to the host.
+`table.py` allocates such caches, the kernels of `numeric` write and read through it. It does not decide whether to quantise, and
+reads nothing back to the host.
 
 A row is `heads * dim` bytes q + 128, then a byte e + 128 for each head, in whole words: few places scatter bytes. Powers of two
 and their bounds come from tables, since not every place's `pow` and `log` are exact; sums with 1.5 * 2**23 round half to even

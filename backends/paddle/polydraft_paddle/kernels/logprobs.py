@@ -1,7 +1,7 @@
-"""Owns log probabilities in portable Paddle operations: of emitted tokens, of drafts, of prompts, and their packing into records.
+"""Log probabilities in portable Paddle operations: of emitted tokens, of drafts, of prompts, and their packing into records.
 
-`table.py` lists the kernels. A record's layout depends on what was asked for, so every word of it is computed from its own place:
-no length reaches the host.
+`table.py` lists the kernels. The layout of a record depends on what was requested, so every word of it is computed from its own
+position: no length reaches the host.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Owns the float kernels in portable Paddle operations: embedding, products, norms, rotation, cache writes and attention.
+"""Float kernels in portable Paddle operations: embedding, products, norms, rotation, cache writes and attention.
 
-`table.py` lists them. Sums are taken in float32; what rows carry nothing is masked, never skipped.
+`table.py` lists them. Sums are taken in float32. Rows that carry nothing are masked, not skipped.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Owns the processing of logits that a request asks for, in portable Paddle operations: penalties, biases, forbidden tokens.
+"""Logits processing in portable Paddle operations: penalties, biases, forbidden tokens.
 
-`table.py` lists the kernels. Nothing is counted between steps: what a row's text contains is read off history and drafts each
+`table.py` lists the kernels. No counts are kept between steps: what a row's text contains is read from history and drafts each
 time, as a histogram of fixed size.
 """
 

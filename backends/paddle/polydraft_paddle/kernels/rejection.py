@@ -1,7 +1,7 @@
-"""Owns rejection verification in portable Paddle operations: uniforms, filtered distributions, drawn drafts, accepted windows.
+"""Rejection verification in portable Paddle operations: uniforms, filtered distributions, sampled drafts, accepted windows.
 
-`table.py` lists the kernels. Filters and noise are those of `sampling.py`, so what a draft was drawn from is what it is held
-against.
+`table.py` lists the kernels. Filters and noise are those of `sampling.py`, so a draft is verified against the distribution that
+it was sampled from.
 """
 
 from __future__ import annotations

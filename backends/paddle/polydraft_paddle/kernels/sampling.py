@@ -1,6 +1,6 @@
-"""Owns the choice of tokens in portable Paddle operations: masks, argmax, counter-based noise and filtered sampling.
+"""Choice of tokens in portable Paddle operations: masks, argmax, counter-based noise and filtered sampling.
 
-`table.py` lists the kernels. A row's choice depends on its logits, its slot's parameters and the noise of its position alone.
+`table.py` lists the kernels. A row's choice depends only on its logits, its slot's parameters and the noise of its position.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Owns the integer state kernels in portable Paddle operations: staged writes, packing, verification, commit and drafts.
+"""Integer state kernels in portable Paddle operations: staged writes, packing, verification, commit and drafts.
 
-`table.py` lists them. Whole-batch operations of fixed shapes: what carries nothing is masked, never skipped, and no length
+`table.py` lists them. They are whole-batch operations of fixed shapes: what carries nothing is masked, not skipped, and no length
 reaches the host.
 """
 

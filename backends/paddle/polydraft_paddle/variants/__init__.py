@@ -1,8 +1,8 @@
-"""Owns the list of variants: kernels of Paddle's own fused operations, each a kernel pack held to the contract that it serves.
+"""The list of variants: kernels made of Paddle's own fused operations, each a kernel pack tested against the contract it serves.
 
-Identity lists those written for the place that was asked about; none of them is in use by itself on a place where nobody saw it
-hold. `--kernels paddle/swiglu` names one, `polydraft conform BACKEND --device SPEC --enable-variants` tries all of them on the
-device at hand and files which passed; only those are used from then on. Nothing here imports Paddle before a device is open.
+Identity lists those written for the requested place. None of them is in use by default on a place where it has not been seen to
+pass. `--kernels paddle/swiglu` names one; `polydraft conform BACKEND --device SPEC --enable-variants` tries all of them on the
+device at hand and records which passed; only those are used from then on. Nothing here imports Paddle before a device is open.
 
 Some of Paddle's fused operations cannot be variants: `top_p_sampling` draws numbers of its own, where a contract takes them as
 an input; `block_multihead_attention` and its XPU form rotate, write and attend in one call over a cache of their own layout.

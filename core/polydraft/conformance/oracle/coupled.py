@@ -1,8 +1,8 @@
 """Coupled speculative sampling replayed by full recomputation: the second opinion on sampled texts and their rounds.
 
-Owns the noise, the filters and the choice of a token, written from the words of the contracts and not from their code.
-Called by level L5 and the tests of the step; at temperature 0 it is greedy decoding and must agree with `rounds.py`.
-Never uses a cache, a batch or anything of the runtime: every token and every draft starts from token ids.
+Noise, filters and the choice of a token are written from the text of the contracts, not from their code. Level L5 and the tests
+of the step call it; at temperature 0 it is greedy decoding and must agree with `rounds.py`. It uses no cache, no batch and
+nothing of the runtime: every token and every draft is computed from token ids.
 """
 
 from __future__ import annotations

@@ -194,7 +194,7 @@ class ForwardMeta(Protocol):
 
 @dataclass(frozen=True)
 class DeviceOptions:
-    """What `polydraft_open_device` is told: the engine's wishes that a device needs to know."""
+    """The options of an engine that its device needs to know; an argument of `polydraft_open_device`."""
 
     dtype: str = "f32"
     row_invariant: bool = False

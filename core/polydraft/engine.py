@@ -286,7 +286,7 @@ class Engine:
         if the device still answers, and otherwise end likewise (`failure`)."""
         points = self.instruments.points
         try:
-            return points.told("step", None, self._step) if points.step else self._step()
+            return points.notify_around("step", None, self._step) if points.step else self._step()
         except DeviceError as error:
             self._recover(error)
             return True
@@ -294,7 +294,7 @@ class Engine:
     def _step(self) -> bool:
         start = time.perf_counter()
         points = self.instruments.points
-        plan = points.told("plan", None, self.scheduler.plan) if points.plan else self.scheduler.plan()
+        plan = points.notify_around("plan", None, self.scheduler.plan) if points.plan else self.scheduler.plan()
         if plan is not None:
             self._launch(plan)
         if not self._in_flight:
@@ -314,10 +314,10 @@ class Engine:
         if inputs.features:
             inputs.fill(self._view(plan), middle=False)
         points, launch = self.instruments.points, self.runner.launch
-        flight = points.told("launch", plan, launch, plan) if points.launch else launch(plan)
+        flight = points.notify_around("launch", plan, launch, plan) if points.launch else launch(plan)
         self._in_flight.append(flight)
         if inputs.splits and points.inputs:
-            points.told("inputs", flight, self.supply, flight)
+            points.notify_around("inputs", flight, self.supply, flight)
         elif inputs.splits:
             self.supply(flight)
 
@@ -328,7 +328,7 @@ class Engine:
         self.runner.inputs.fill(self._view(flight.plan), middle=True)
         points = self.instruments.points
         if points.resume:
-            points.told("resume", flight, self.runner.resume, flight)
+            points.notify_around("resume", flight, self.runner.resume, flight)
         else:
             self.runner.resume(flight)
 
@@ -368,9 +368,9 @@ class Engine:
         """Wait for the oldest step in flight and fold it in."""
         flight = self._in_flight.popleft()
         points, plan, collect = self.instruments.points, flight.plan, self.runner.collect
-        outcome = points.told("collect", flight, collect, flight) if points.collect else collect(flight)
+        outcome = points.notify_around("collect", flight, collect, flight) if points.collect else collect(flight)
         if points.commit:
-            points.told("commit", plan, self.apply, plan, outcome)
+            points.notify_around("commit", plan, self.apply, plan, outcome)
         else:
             self.apply(plan, outcome)
 
@@ -395,7 +395,7 @@ class Engine:
     def poll(self) -> list[RequestOutput]:
         """What has happened since the last poll: new text of streaming requests, and every request that ended."""
         points = self.instruments.points
-        return points.told("output", None, self._poll) if points.output else self._poll()
+        return points.notify_around("output", None, self._poll) if points.output else self._poll()
 
     def _poll(self) -> list[RequestOutput]:
         outputs = self._processor.outputs(self.take())

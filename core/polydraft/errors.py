@@ -41,7 +41,7 @@ class UnknownPluginError(PluginError):
 
 
 class CapabilityError(PolydraftError):
-    """A well-formed wish that this backend or this version cannot fulfil; raised before the first token."""
+    """A valid option or request that this backend or this version cannot serve; raised before the first token."""
 
 
 class ContractError(PolydraftError):

@@ -87,7 +87,7 @@ class _Negotiation:
         return chosen
 
     def refuse(self, reason: str) -> None:
-        """File one reason why the wishes cannot be met."""
+        """Add one reason why the configuration cannot be served."""
         self.refusals.append(reason)
 
 
@@ -106,8 +106,8 @@ def resolve(
 ) -> Resolved:
     """Decide everything. `proposers` are those registered, `features` those in use, each with what it needs to know of the step
     before; `default` says why this backend was taken where none was named; `variants` of it are in use, `unused_variants` are
-    not, for a reason each; `draft_vocab`: tokens that drafts are chosen among, None: all; `layers` tells the decoder blocks
-    that a proposer brings. Raises `CapabilityError` with every reason why the wishes cannot be met."""
+    not, for a reason each; `draft_vocab`: tokens that drafts are chosen among, None: all; `layers` returns the decoder
+    blocks of a proposer. Raises `CapabilityError` with every reason why the configuration cannot be served."""
     n = _Negotiation(config, info, model)
     if not info.available:
         n.refuse(f"backend {info.name} is not available: {info.reason}")

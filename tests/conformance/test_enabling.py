@@ -64,7 +64,7 @@ def test_without_variants_nothing_is_proved(conform):  # noqa: F811
 
 def test_a_backend_that_does_not_say_what_it_runs_with_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     Chip(tmp_path, monkeypatch, ("good",), "polydraft.reference").runs_with(device="", driver="")
-    with pytest.raises(ContractError, match="could never be told to be out of date"):
+    with pytest.raises(ContractError, match="could never be recognised as out of date"):
         enable("chip", limit_s=60, levels=())
 
 

@@ -364,7 +364,7 @@ def test_drafts_of_steps_and_graphs_are_told(generate: Callable[..., Result]):
     assert answer["totals"]["drafts_per_step"] == [0, 0, answer["totals"]["steps"]]
     told = " ".join(generate(PROMPT, "--draft-tokens", "2", *graphs, "--explain").out.split())
     assert "drafts captured left out graphs bytes" in told
-    assert "2 1, 2 none 8 not told" in told
+    assert "2 1, 2 none 8 not reported" in told
 
 
 # -- generate: prompts ---------------------------------------------------------------------------------

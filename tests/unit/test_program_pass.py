@@ -1,4 +1,4 @@
-"""A backend's own pass over a program: what it may do, what is refused, where its kernels run, and what is told of it."""
+"""A backend's own pass over a program: what it may do, what is refused, where its kernels run, and what is reported of it."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -12,7 +12,7 @@ from polydraft.errors import ContractError, PluginError
 from polydraft.plugins.checks import check_table
 from polydraft.plugins.kernel_table import PackTable, TablePass, lay_over
 from polydraft.plugins.program_pass import Entry, Node, OwnKernel, Rewritten, UnboundProgram
-from polydraft.program.program import Program, build, told
+from polydraft.program.program import Program, build, joined_launches
 from polydraft.reference.device import ReferenceDevice
 from polydraft.reference.table import NumpyTable
 from tests.unit.test_program import LIMITS, Provider, Table, buffers, contracts, node, run_of_three  # noqa: F401  # fixtures
@@ -94,7 +94,7 @@ def test_a_pass_sees_composites_and_what_it_leaves_is_bound_as_ever(buffers: Any
     assert [entry.contract for entry in seen.entries if isinstance(entry, Node)] == ["add+scale", "read"]
     assert (seen.name, seen.limits) == ("greedy.target", LIMITS)
     assert program.describe() == ["add+scale", "read"]
-    (one,) = told([program])
+    (one,) = joined_launches([program])
     assert (one.joined.contracts, one.joined.captured, one.launches) == ("add+scale", False, {"greedy.target": 1})
 
 

@@ -137,7 +137,7 @@ def _debug_by_environment() -> bool:
     try:
         return environment.wants_debug()
     except ConfigError:
-        return False  # that error is being told
+        return False  # that error is being reported
 
 
 @click.command(cls=Program, invoke_without_command=True, epilog=EXAMPLES, context_settings={"max_content_width": 110})

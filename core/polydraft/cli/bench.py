@@ -132,12 +132,12 @@ def _progress() -> Iterator[Callable[[str], None]]:
         with console(stderr=True).status("loading") as status:
             yield status.update
         return
-    told: list[str] = []
+    printed: list[str] = []
 
     def tell(what: str) -> None:
         name = what.partition(":")[0]
-        if name not in told:
-            told.append(name)
+        if name not in printed:
+            printed.append(name)
             click.echo(f"measuring {name}", err=True)
 
     yield tell

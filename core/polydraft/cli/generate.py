@@ -262,7 +262,7 @@ def _captured(engine: Engine) -> list[tuple[str, str, str, str, str]]:
     return [
         (
             str(number), ", ".join(map(str, held.buckets)), ", ".join(map(str, held.left_out)) or "none", str(held.graphs),
-            f"{held.num_bytes:,}" if held.num_bytes else "not told",
+            f"{held.num_bytes:,}" if held.num_bytes else "not reported",
         )
         for number, held in engine.runner.captured().items()
     ]  # fmt: skip

@@ -24,7 +24,7 @@ ENGINE = (
 
 
 class Answered(Exception):  # noqa: N818  it carries the error that it stands for
-    """Raised by a command that broke off and has printed what it had: `reason` is told on standard error alone, and sets the
+    """Raised by a command that broke off and has printed what it had: `reason` is printed on standard error alone, and sets the
     status, since standard output has its answer."""
 
     def __init__(self, reason: BaseException) -> None:
@@ -33,7 +33,7 @@ class Answered(Exception):  # noqa: N818  it carries the error that it stands fo
 
 
 def common(command: Command) -> Command:
-    """Give a command `--json` (as the argument `as_json`) and `--debug` (read where errors are told)."""
+    """Give a command `--json` (as the argument `as_json`) and `--debug` (read where errors are reported)."""
     command = click.option("--debug", is_flag=True, expose_value=False, help="Show the traceback of an error.")(command)
     return click.option(
         "--json", "as_json", is_flag=True, help="Print one JSON object on standard output and nothing else there."
@@ -85,7 +85,7 @@ def listed(number: Callable[[str], Number], what: str) -> Callable[[str | tuple[
 
 def engine(*, max_num_seqs: int) -> Callable[[Command], Command]:
     """Give a command the options that configure an engine, as arguments named in `ENGINE`, None or () where they are not given.
-    `max_num_seqs`: what the command takes where it is not told."""
+    `max_num_seqs`: the default of the command."""
     auto: Any = {"type": whole_or_auto}
     flag: Any = {"is_flag": True, "default": None}
     sizes: Any = {"type": listed(int, "sizes, such as 1,2,4"), "metavar": "N,..."}

@@ -77,8 +77,8 @@ def command(as_json: bool, no_playground: bool, **options: Any) -> int:
     _warn(settings.host, bool(keys))
 
     def ready(url: str) -> None:
-        told = json.dumps({"schema": "polydraft.serve/1", "url": url}) if as_json else f"serving at {url}"
-        click.echo(told)
+        ready = json.dumps({"schema": "polydraft.serve/1", "url": url}) if as_json else f"serving at {url}"
+        click.echo(ready)
 
     return run(engine, settings, ready=ready)
 

@@ -110,7 +110,7 @@ def enable(
     backend: str, *, device: str = "", limit_s: float, levels: Sequence[str] = LEVELS, listen: Listen | None = None
 ) -> Trials:
     """Try every variant that `backend` brings for `device`, and file what came of it. Raises `ContractError` for a backend that
-    does not say what it runs with: a result could never be told to be out of date."""
+    does not say what it runs with: a result could never be recognised as out of date."""
     plugins = Plugins.load(backend, device=device, variants=False)
     info = plugins.info()
     if not info.available or not info.variants:
@@ -118,7 +118,7 @@ def enable(
     if not any(info.runs_with.values()):
         raise ContractError(
             f"backend {backend} says nothing of its device, driver and library (BackendInfo.runs_with), so what its variants "
-            "come to here could never be told to be out of date; let it say so"
+            "come to here could never be recognised as out of date; let it say so"
         )
     offered = {"L3": info.capabilities.graph_capture, "L4": info.capabilities.asynchronous}
     trial = Trial(backend, device, limit_s, tuple(level for level in levels if offered.get(level, True)), listen)

@@ -41,7 +41,7 @@ START_S: Final = 60.0
 
 @dataclass
 class Watched:
-    """What children have told so far."""
+    """What children have reported so far."""
 
     results: list[Result] = field(default_factory=list)
     owners: dict[str, str] = field(default_factory=dict)

@@ -133,17 +133,17 @@ def _embedding(opened: Opened, weight: Any, dtype: str) -> tuple[Any, Any]:
 def _undeclared(target: Target, tally: Tally) -> None:
     """What the backend does not declare is refused by name before anything runs."""
     caps = target.info.capabilities
-    wishes: list[tuple[str, dict[str, Any]]] = [
+    unsupported: list[tuple[str, dict[str, Any]]] = [
         ("more slots than max_seqs", {"max_num_seqs": caps.max_seqs + 1}),
         ("a window beyond max_window", {"draft_tokens": caps.max_window}),
     ]
-    wishes += [(f"dtype {d}", {"dtype": d}) for d in ACTIVATION_DTYPES if d not in caps.dtypes]
-    wishes += [] if caps.graph_capture else [("graphs", {"graph": "decode"})]
-    wishes += [] if caps.row_invariant else [("invariant mode", {"invariant": True})]
-    wishes += [(f"KV rows in {kv}", {"kv_dtype": kv}) for kv in KV_DTYPES if kv not in caps.kv_dtypes]
-    wishes += [] if caps.host_inputs else [("host inputs in the middle of a step", {"features": (OtherRemainder,)})]
+    unsupported += [(f"dtype {d}", {"dtype": d}) for d in ACTIVATION_DTYPES if d not in caps.dtypes]
+    unsupported += [] if caps.graph_capture else [("graphs", {"graph": "decode"})]
+    unsupported += [] if caps.row_invariant else [("invariant mode", {"invariant": True})]
+    unsupported += [(f"KV rows in {kv}", {"kv_dtype": kv}) for kv in KV_DTYPES if kv not in caps.kv_dtypes]
+    unsupported += [] if caps.host_inputs else [("host inputs in the middle of a step", {"features": (OtherRemainder,)})]
 
-    for what, options in wishes:
+    for what, options in unsupported:
 
         def build(options: dict[str, Any] = options) -> None:
             with target.engine(**options):

@@ -56,7 +56,7 @@ def mutants(contract: Contract, cases: Sequence[Case]) -> Iterator[Mutant]:
     - `unwritten(columns[1])`, `misplaced(columns)`: a slot column keeps what it held; each takes what belongs to the next;
     - `plus(p)`, `minus(p)`, `double(p)`, `half(p)`, `flip(p)`, `flip(p=other)`, `swap(p,q)`: static parameters.
 
-    Raises `ContractError` for a text parameter whose other values cannot be told.
+    Raises `ContractError` for a text parameter whose other values are not known.
     """
     specs = contract.args.specs()
     yield Mutant("fewer-rows", lambda golden, a, n: golden(a, max(n - 1, 0)))

@@ -52,7 +52,7 @@ class BlockLedger:
         self.num_hits = 0
         """Tokens whose rows were found in the cache instead of computed."""
         self.on_release: list[Callable[[int], None]] = []
-        """Told of each slot before it is released; empty unless an instrument listens."""
+        """Called with each slot before it is released; empty unless an instrument listens."""
         self._holders = np.zeros(num_blocks, np.int32)
         self._free = np.arange(num_blocks - 1, -1, -1, dtype=np.int32)
         self._num_free = num_blocks
@@ -109,8 +109,8 @@ class BlockLedger:
 
     def release(self, slot: int) -> None:
         """Take back everything a slot holds. The caller has applied the last snapshot in flight for it."""
-        for told in self.on_release:
-            told(slot)
+        for notify in self.on_release:
+            notify(slot)
         count = int(self.num_granted[slot])
         # The end of a text goes first, so that of idle blocks the shared beginnings live longest.
         for block in self.table[slot, :count][::-1].tolist():

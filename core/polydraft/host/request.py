@@ -62,7 +62,7 @@ class Request:
     """Places of output tokens that a constraint left no choice for; those behind the text so far are guesses."""
     drafted: int = 0
     """Drafts verified."""
-    told: tuple[int, int] = (0, 0)
+    reported: tuple[int, int] = (0, 0)
     """Tokens and rounds that were reported so far; while it is in a slot the slot table has them."""
     finish_reason: str | None = None
     error: str = ""

@@ -20,15 +20,15 @@ class SlotTable:
 
     Applied (from snapshots): `num_known`, `kv_len`, `num_rounds`, `tokens` [B, L + W] (windows are written whole), `rounds`
     [B, L] (drafts accepted) and `round_drafts` [B, L] (drafts verified).
-    Wished for: `num_top`, `prompt_top`: most likely tokens reported beside each, -1 for no log probabilities.
+    Requested: `num_top`, `prompt_top`: most likely tokens reported beside each, -1 for no log probabilities.
     `window`: rows of a round at most, the drafts that the request lets be verified and one.
     Planned: `phase` (PREFILL until its last chunk is planned), `prefill_planned` rows.
     In flight: `in_flight` steps that hold the slot, `in_flight_decode` those that run a window, `in_flight_tokens` those that
     emit at least one token unless paused, `in_flight_rows` what windows may add to the text; `in_flight_counts` [4, B] is all
     four. `draining`: not scheduled any more, released once nothing is in flight.
-    For output: `told`, `told_rounds` (tokens and rounds that were reported), and whether somebody waits for more: `streaming`,
-    `watched` (a stop string may end it), `fresh` (no token yet). `reports`: log probabilities that steps brought, for whoever
-    makes results.
+    For output: `reported`, `reported_rounds` (tokens and rounds already reported), and why more is reported before the end:
+    `streaming`, `watched` (a stop string may end it), `fresh` (no token yet). `reports`: log probabilities of finished steps,
+    until results are made of them.
     """
 
     def __init__(self, limits: Limits) -> None:
@@ -49,8 +49,8 @@ class SlotTable:
         self.sampling = np.zeros(b, bool)
         self.processed = np.zeros(b, bool)
         self.draining = np.zeros(b, bool)
-        self.told = np.zeros(b, np.int64)
-        self.told_rounds = np.zeros(b, np.int64)
+        self.reported = np.zeros(b, np.int64)
+        self.reported_rounds = np.zeros(b, np.int64)
         self.streaming = np.zeros(b, bool)
         self.watched = np.zeros(b, bool)
         self.fresh = np.zeros(b, bool)
@@ -90,14 +90,15 @@ class SlotTable:
         self.window[slot] = self._most_rows(request.params.max_drafts)
         self.sampling[slot] = request.params.temperature > 0
         self.processed[slot] = request.processed
-        self.told[slot], self.told_rounds[slot] = request.told
+        self.reported[slot], self.reported_rounds[slot] = request.reported
         self.streaming[slot], self.watched[slot] = request.stream, bool(request.params.stop)
         self.fresh[slot] = request.first_token_s is None
         self.tokens[slot, : len(known)] = known
         self.rounds[slot, : len(request.rounds)] = request.rounds
         self.round_drafts[slot, : len(request.rounds)] = request.round_drafts
         self.num_rounds[slot] = len(request.rounds)
-        self.num_top[slot], self.prompt_top[slot] = _wish(request.params.logprobs), _wish(request.params.prompt_logprobs)
+        self.num_top[slot] = _num_requested(request.params.logprobs)
+        self.prompt_top[slot] = _num_requested(request.params.prompt_logprobs)
         self.in_flight_counts[:, slot] = 0
         self.draining[slot] = False
 
@@ -111,7 +112,7 @@ class SlotTable:
         request.rounds = self.rounds[slot, : self.num_rounds[slot]].tolist()
         request.round_drafts = self.round_drafts[slot, : self.num_rounds[slot]].tolist()
         request.drafted = sum(request.round_drafts)
-        request.told = int(self.told[slot]), int(self.told_rounds[slot])
+        request.reported = int(self.reported[slot]), int(self.reported_rounds[slot])
 
     def vacate(self, slot: int) -> None:
         """Make the slot idle. Nothing may be in flight for it."""
@@ -122,5 +123,5 @@ class SlotTable:
         self.num_top[slot] = self.prompt_top[slot] = -1
 
 
-def _wish(count: int | None) -> int:
+def _num_requested(count: int | None) -> int:
     return -1 if count is None else count

@@ -103,7 +103,7 @@ class Instrument:
         return capture
 
     def metadata(self, meta: ForwardMeta, buffers: PassBuffers) -> None:
-        """Told of the metadata for one kind of pass, and of the buffers that it is filled from."""
+        """Called with the metadata for one kind of pass, and of the buffers that it is filled from."""
 
     def bind(self, binding: Binding, launch: Launch) -> Launch:
         """A launch that is enqueued by itself."""
@@ -231,7 +231,7 @@ class Instruments:
             one.closing()
 
     def close(self) -> None:
-        """The engine has given its device back; raises the first thing that an instrument has to say, once all were told."""
+        """The engine has given its device back; raises the first thing that an instrument has to say, once all were notified."""
         said: list[Exception] = []
         for one in self._all:
             try:
@@ -400,7 +400,7 @@ class InstrumentedPlugins(Plugins):
         return capture
 
     def init_forward_meta(self, device: Device, buffers: PassBuffers, limits: Limits) -> ForwardMeta:
-        """The backend's metadata for one kind of pass; all instruments are told of it."""
+        """The backend's metadata for one kind of pass; all instruments are notified."""
         meta = super().init_forward_meta(bare(device), buffers, limits)
         for one in self.instruments.inwards:
             one.metadata(meta, buffers)

@@ -69,7 +69,7 @@ class Trace(Instrument):
         self._since = 0.0
         self._timed = False
         """Whether the device tells when it worked."""
-        self._told: tuple[Sequence[Operation], str] = (), ""
+        self._last_operations: tuple[Sequence[Operation], str] = (), ""
         """Its operations, and what kind of time they have, as they were when the recording stopped."""
         self._keeping = ExitStack()
 
@@ -119,7 +119,7 @@ class Trace(Instrument):
         """Record no more; what was recorded stays."""
         try:
             if self.is_on:
-                self._told = self._operations()
+                self._last_operations = self._operations()
         finally:
             self._keeping.close()
             super().stop()
@@ -172,7 +172,7 @@ class Trace(Instrument):
         """What was recorded so far, with the device's side of it. Steps in flight are not waited for."""
         host = sorted((Span(HOST, "host", *values) for values in self._ended), key=order)
         if self._timed:
-            operations, said = self._operations() if self.is_on else self._told
+            operations, said = self._operations() if self.is_on else self._last_operations
             spans = placed(host, within_steps(host, operations))
         elif self.engine.info.capabilities.asynchronous:
             spans, said = in_flight(host, self.engine.resolved.overlap + 1), BOUND

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from polydraft.program.program import ProgramBuilder
 
 Role = Literal["linear", "embedding", "norm", "bias"]
-"""What `prepare_weight` is told of a tensor."""
+"""What `prepare_weight` is given besides a tensor."""
 
 
 @dataclass(frozen=True)

@@ -112,8 +112,8 @@ class OutputCollector:
         t = self.slots
         slots: Array = (t.streaming & ~t.draining).nonzero()[0]
         known = old = slots
-        if slots.size:  # of a request that was preempted all may have been told
-            known, old = t.num_known[slots], t.prompt_len[slots] + t.told[slots]
+        if slots.size:  # of a request that was preempted all may have been reported
+            known, old = t.num_known[slots], t.prompt_len[slots] + t.reported[slots]
             new = known > old
             if np.count_nonzero(new) < len(new):
                 slots, known, old = slots[new], known[new], old[new]
@@ -124,11 +124,11 @@ class OutputCollector:
         t.reports, self._ended, self._ended_texts = [], [], []
         if not slots.size:
             return EngineOutputs(logprobs=tuple(logprobs), ended=ended, ended_texts=ended_texts)
-        num_rounds, old_rounds = t.num_rounds[slots], t.told_rounds[slots]
+        num_rounds, old_rounds = t.num_rounds[slots], t.reported_rounds[slots]
         places, token_ends = _places(slots, old, known - old, t.tokens.shape[1])
         of_rounds, round_ends = _places(slots, old_rounds, num_rounds - old_rounds, t.rounds.shape[1])
-        t.told[slots] += known - old
-        t.told_rounds[slots] = num_rounds
+        t.reported[slots] += known - old
+        t.reported_rounds[slots] = num_rounds
         requests = [request for slot in slots.tolist() if (request := t.request[slot]) is not None]
         return EngineOutputs(
             logprobs=tuple(logprobs), requests=tuple(requests), ended=ended, ended_texts=ended_texts,

@@ -1,6 +1,6 @@
 """Makes results of what an engine hands over: texts in whole characters, provenance, and whose log probabilities are whose.
 
-An `OutputProcessor` works once a batch, on any one thread but never in a step, and keeps what it has told of each request.
+An `OutputProcessor` works once a batch, on any one thread but never in a step, and keeps what it has reported of each request.
 Callers in the same process get a `RequestOutput`, the whole so far; another process gets a `RequestDelta`, only what is new. It
 changes no request, since those belong to the engine's thread.
 """
@@ -177,9 +177,11 @@ class OutputProcessor:
         """Tell the states of its `requests` what is new."""
         states = [self._of(request) for request in batch.requests]
         rounds, drafts = batch.rounds.astype(np.int32), batch.round_drafts.astype(np.int32)
-        told_tokens, told_rounds = [len(state.token_ids) for state in states], [len(state.rounds) for state in states]
+        reported_tokens, reported_rounds = [len(state.token_ids) for state in states], [len(state.rounds) for state in states]
         try:
-            origins = provenance(rounds, drafts, batch.round_ends, batch.token_ends, told_tokens, told_rounds, batch.forced)
+            origins = provenance(
+                rounds, drafts, batch.round_ends, batch.token_ends, reported_tokens, reported_rounds, batch.forced
+            )
         except RecordError as error:  # whoever polls ends the requests with it
             self.error, origins = self.error or error, np.zeros(len(batch.tokens), np.int32)
         plain, words = (batch.tokens.tolist(), rounds.tolist(), drafts.tolist()), origins.tobytes()

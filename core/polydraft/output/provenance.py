@@ -48,24 +48,24 @@ def round_numbers(words: Array) -> Array:
 
 
 def provenance(
-    rounds: Array, round_drafts: Array, round_ends: Array, token_ends: Array, told_tokens: Sequence[int],
-    told_rounds: Sequence[int], forced: Sequence[Collection[int]],
+    rounds: Array, round_drafts: Array, round_ends: Array, token_ends: Array, reported_tokens: Sequence[int],
+    reported_rounds: Sequence[int], forced: Sequence[Collection[int]],
 ) -> Array:  # fmt: skip
     """The word of each new token of n requests, int32 [T], of one request after the other; `origin` reads it.
 
     `rounds`, `round_drafts` int32 [R]: drafts accepted and verified in each new round, of one request after the other.
-    `round_ends`, `token_ends` [n]: where the rounds and tokens of each request end. `told_tokens`, `told_rounds` [n]: how many
-    each request had before. `forced` [n]: places in each request's text that a constraint left no choice for. A round brings
+    `round_ends`, `token_ends` [n]: where the rounds and tokens of each request end. `reported_tokens`, `reported_rounds` [n]: how
+    many each request had before. `forced` [n]: places in each request's text that a constraint left no choice for. A round brings
     the drafts it accepted and one token of the target; only the last one of a request may have been cut short. Raises
-    `RecordError` where rounds cannot have brought that many tokens: a device has told of other rounds than it ran."""
+    `RecordError` where rounds cannot have brought that many tokens: the device reported other rounds than it ran."""
     size = int(token_ends[-1]) if len(token_ends) else 0
     if not size:
         return np.empty(0, np.int32)
     numbers = np.arange(1, len(rounds) + 1)
-    numbers += _offsets(round_ends, told_rounds)
-    if 0 in told_tokens:
+    numbers += _offsets(round_ends, reported_rounds)
+    if 0 in reported_tokens:
         rounds, round_drafts, round_ends, numbers = _with_prefill(
-            rounds, round_drafts, round_ends, numbers, (np.array(told_tokens) == 0) & (_counts(token_ends) > 0)
+            rounds, round_drafts, round_ends, numbers, (np.array(reported_tokens) == 0) & (_counts(token_ends) > 0)
         )
     produced = rounds + 1
     ends = produced.cumsum()
@@ -84,13 +84,13 @@ def provenance(
     found += np.arange(0, _POSITION * size, _POSITION)
     found[last] = own
     if any(forced):
-        _force(found, token_ends, told_tokens, forced)
+        _force(found, token_ends, reported_tokens, forced)
     return found.astype(np.int32)
 
 
-def _offsets(round_ends: Array, told_rounds: Sequence[int]) -> Array:
+def _offsets(round_ends: Array, reported_rounds: Sequence[int]) -> Array:
     """What to add to the place of a round among all new ones for its number among those of its request."""
-    offsets = np.array(told_rounds)
+    offsets = np.array(reported_rounds)
     if len(offsets) == 1:
         return offsets
     offsets[1:] -= round_ends[:-1]
@@ -122,11 +122,11 @@ def _cut_short(ends: Array, round_ends: Array, token_ends: Array) -> tuple[Array
     return _counts(real), real
 
 
-def _force(found: Array, token_ends: Array, told_tokens: Sequence[int], forced: Sequence[Collection[int]]) -> None:
+def _force(found: Array, token_ends: Array, reported_tokens: Sequence[int], forced: Sequence[Collection[int]]) -> None:
     """Note what constraints left no choice for."""
     begin = 0
-    for end, told, places in zip(token_ends.tolist(), told_tokens, forced, strict=True):
-        new = [begin + place - told for place in places if told <= place < told + end - begin]
+    for end, reported, places in zip(token_ends.tolist(), reported_tokens, forced, strict=True):
+        new = [begin + place - reported for place in places if reported <= place < reported + end - begin]
         found[new] |= int(Source.FORCED)
         begin = end
 

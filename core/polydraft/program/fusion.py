@@ -138,7 +138,7 @@ def _problem(one: TablePass, program: UnboundProgram, entry: Rewritten, start: i
     return ""
 
 
-# -- what is told ----------------------------------------------------------------------------------
+# -- reports ---------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Joined:
     """Launches that became one, or went to another kernel, for `--explain` and reports. `captured`: in captured steps alone."""

@@ -24,8 +24,8 @@ class StepPlan:
     `window`: rows that a decoding slot verifies at most, those that the step before drafted and one. `num_drafts`: drafts that
     the step makes for a slot at most. A request may allow fewer, and the device has what it has: both are upper bounds.
     `writes`: what the step stages for slot columns.
-    `num_rows`, `num_logit_rows`: upper bounds of what the device will pack. A plan with the very `slots` of the one before has
-    all else that follows from who runs, too, wishes for log probabilities among it.
+    `num_rows`, `num_logit_rows`: upper bounds of what the device will pack. A plan with the same `slots` object as
+    the previous one also has everything else that follows from which requests run, such as the requested log probabilities.
     """
 
     step_id: int

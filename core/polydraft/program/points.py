@@ -1,7 +1,7 @@
-"""The named points of a step at which somebody may listen: when a stage of the host's work begins and when it has ended.
+"""Named points of a step for listeners: the beginning and the end of each stage of the host's work.
 
-Engine and runner say what they are about to do (`told`) where somebody listens at that point, and do it as it is where nobody
-does: an empty list costs them the question. They know nothing of who listens; instruments (`polydraft.instruments`) do.
+Engine and runner call `notify_around` for a stage that has listeners, and run the stage directly where there are none, so an
+empty list costs one check. They know nothing of the listeners, which are instruments (`polydraft.instruments`).
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ class Replay:
 
 
 class Listener(Protocol):
-    """Somebody who listens at points. What it does in between is its own business, and takes the host's time."""
+    """A listener at points. Whatever it does takes the host's time."""
 
     @property
     def order(self) -> int:
-        """Those of a lower order begin first and end last."""
+        """Listeners with a lower order begin first and end last."""
 
     def begin(self, stage: Stage, subject: Any) -> None:
         """A stage is about to begin."""
@@ -64,7 +64,7 @@ class Listener(Protocol):
 
 @dataclass(eq=False)
 class Points:
-    """Who listens where, by stage. The lists are empty unless somebody was added, and are asked by their truth alone."""
+    """The listeners of each stage. A list is empty unless a listener was added; callers only test whether it is empty."""
 
     step: list[Listener] = field(default_factory=list)
     plan: list[Listener] = field(default_factory=list)
@@ -87,13 +87,13 @@ class Points:
             bisect.insort(listeners, listener, key=lambda one: one.order)
 
     def remove(self, stage: Stage, listener: Listener) -> None:
-        """Listen no longer. A stage that has begun is still ended for it."""
+        """Stop listening. A stage that has begun still calls the listener's `end`."""
         listeners: list[Listener] = getattr(self, stage)
         if listener in listeners:
             listeners.remove(listener)
 
-    def told(self, stage: Stage, subject: object, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call `function`, telling all who listen at the stage before and after it, also where it raises."""
+    def notify_around(self, stage: Stage, subject: object, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call `function`, and notify every listener of the stage before and after it, also when it raises."""
         listeners: tuple[Listener, ...] = tuple(getattr(self, stage))
         result: Any = None
         for one in listeners:
@@ -106,5 +106,5 @@ class Points:
         return result  # type: ignore[no-any-return]
 
     def wants_eager(self, plan: StepPlan) -> bool:
-        """Whether somebody has the launches of this step enqueued one by one."""
+        """Whether an instrument needs the launches of this step enqueued one by one."""
         return any(wants(plan) for wants in self.eager)

@@ -266,7 +266,7 @@ def build(builders: Sequence[ProgramBuilder]) -> tuple[Program, ...]:
     )
 
 
-class Told(NamedTuple):
+class JoinedLaunches(NamedTuple):
     """What was joined in the programs of an engine, and in how many launches of each."""
 
     joined: Joined
@@ -274,7 +274,7 @@ class Told(NamedTuple):
     """Program to the number of launches."""
 
 
-def told(programs: Sequence[Program]) -> list[Told]:
+def joined_launches(programs: Sequence[Program]) -> list[JoinedLaunches]:
     """What was joined in which programs, in the order of the first launch of each."""
     found: dict[Joined, dict[str, int]] = {}
     for program in programs:
@@ -282,7 +282,7 @@ def told(programs: Sequence[Program]) -> list[Told]:
             if entry.joined is not None:
                 launches = found.setdefault(entry.joined, {})
                 launches[program.name] = launches.get(program.name, 0) + 1
-    return [Told(one, launches) for one, launches in found.items()]
+    return [JoinedLaunches(one, launches) for one, launches in found.items()]
 
 
 def _fill_launch(node: Fill, context: StepContext) -> Launch:

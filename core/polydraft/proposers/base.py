@@ -1,4 +1,4 @@
-"""What a proposer is told when the step program is built, what it must answer, and the registry of names.
+"""What a proposer is given when the step program is built, what it must answer, and the registry of names.
 
 The engine builds one `ProposerContext`, the factory registered under the chosen name returns a `Proposer`, and the runner
 lets it append its launches. Nothing here runs during a step.

@@ -217,8 +217,8 @@ class Logprobs:
         top, prompt_top, limits = plan.num_top, plan.prompt_top, self._limits
         tokens = prompt = None
         if top is not None:
-            wishes = top[plan.slots]
-            count, columns = int((wishes >= 0).sum()), int(wishes.max()) + 1
+            requested = top[plan.slots]
+            count, columns = int((requested >= 0).sum()), int(requested.max()) + 1
             tokens = Wanted(int(Flag.TARGET), columns, limits.window, count, limits.max_seqs, limits.vocab_size)
         if prompt_top is not None:
             columns = int(prompt_top[plan.slots].max()) + 1

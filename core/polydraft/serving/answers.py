@@ -56,7 +56,7 @@ class Choice:
         """Log probabilities by token, of `row_type`; none where none were asked for."""
         self._prompt_rows: list[Any] = []
         """Likewise of the prompt from its second token on."""
-        self._told = 0
+        self._reported = 0
         self._offset = 0
 
     def feed(self, delta: RequestDelta) -> str:
@@ -85,14 +85,14 @@ class Choice:
         return timing
 
     def new_tokens(self) -> range:
-        """Places of the tokens that were not told yet; they count as told."""
-        new = range(self._told, len(self.token_ids))
-        self._told = len(self.token_ids)
+        """Places of the tokens that were not reported yet; they count as reported."""
+        new = range(self._reported, len(self.token_ids))
+        self._reported = len(self.token_ids)
         return new
 
     def provenance(self, places: range) -> list[dict[str, Any]]:
         """Who proposed the tokens at these places, their probability and round."""
-        told = []
+        records = []
         for place in places:
             token, (source, position, number) = self.token_ids[place], origin(self.origins[place])
             record: dict[str, Any] = {"token_id": token, "token": self._texts.of(token), "source": SOURCE_NAMES[source]}
@@ -102,8 +102,8 @@ class Choice:
                 row = self._rows[place]
                 record["probability"] = math.exp(float(row["logprobs"][0]))
                 record["draft_probability"] = math.exp(float(row["draft_logprob"])) if position else None
-            told.append(record)
-        return told
+            records.append(record)
+        return records
 
     def chat_logprobs(self, places: range, top: int) -> dict[str, Any]:
         """`logprobs` of a chat's choice."""
@@ -116,30 +116,30 @@ class Choice:
 
     def completion_logprobs(self, places: range, top: int) -> dict[str, Any]:
         """`logprobs` of a completion's choice."""
-        told: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        columns: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for place in places:
-            self._add_row(told, self._rows[place], top)
-        return dict(told)
+            self._add_row(columns, self._rows[place], top)
+        return dict(columns)
 
     def prompt_logprobs(self, top: int) -> dict[str, list[Any]]:
         """The same of the prompt's tokens, the first without a number; `text_offset` counts on from here."""
-        told: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        columns: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         first = self._texts.of(self.prompt_ids[0])
         for part, value in (("tokens", first), ("token_logprobs", None), ("top_logprobs", None), ("text_offset", 0)):
-            told[part].append(value)
+            columns[part].append(value)
         self._offset = len(first)
         for row in self._prompt_rows:
-            self._add_row(told, row, top)
-        return told
+            self._add_row(columns, row, top)
+        return columns
 
-    def _add_row(self, told: dict[str, list[Any]], row: Any, top: int) -> None:
+    def _add_row(self, columns: dict[str, list[Any]], row: Any, top: int) -> None:
         pairs = self._pairs(row)
         text = self._texts.of(pairs[0][0])
-        told["tokens"].append(text)
-        told["token_logprobs"].append(pairs[0][1])
+        columns["tokens"].append(text)
+        columns["token_logprobs"].append(pairs[0][1])
         likely = {self._texts.of(token): value for token, value in reversed(pairs[1 : top + 1])}
-        told["top_logprobs"].append({text: pairs[0][1]} | likely if likely else None)  # OpenAI's has the token that came, too
-        told["text_offset"].append(self._offset)
+        columns["top_logprobs"].append({text: pairs[0][1]} | likely if likely else None)  # OpenAI's has the token that came, too
+        columns["text_offset"].append(self._offset)
         self._offset += len(text)
 
     @staticmethod

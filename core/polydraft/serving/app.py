@@ -42,7 +42,7 @@ Handler = Callable[[Request], Awaitable[Any]]
 
 
 class Routes:
-    """One handler a route; all errors are told in one place."""
+    """One handler a route; all errors are reported in one place."""
 
     def __init__(self, service: Service) -> None:
         self._service, self._settings, self._client, self._log = service, service.settings, service.client, service.log
@@ -58,16 +58,16 @@ class Routes:
                 check_key(request, keys)
                 return await handler(request)
             except Gone as gone:
-                self._log.tell("client_gone", path=request.url.path, **gone.told)
+                self._log.tell("client_gone", path=request.url.path, **gone.fields)
                 return Response(status_code=CLIENT_GONE)
             except Exception as error:  # noqa: BLE001  every failure has an answer
-                told = as_http(error)
-                self._service.metrics.refused(told.status)
-                unexpected = told.status == 500 and not isinstance(error, HttpError)
+                failure = as_http(error)
+                self._service.metrics.refused(failure.status)
+                unexpected = failure.status == 500 and not isinstance(error, HttpError)
                 where = {"traceback": traceback.format_exception(error)} if unexpected else {}
-                error_text = self._log.sentence(str(told), told.kind, told.status)
-                self._log.tell("refused", path=request.url.path, status=told.status, error=error_text, **where)
-                return told.response()
+                error_text = self._log.sentence(str(failure), failure.kind, failure.status)
+                self._log.tell("refused", path=request.url.path, status=failure.status, error=error_text, **where)
+                return failure.response()
 
         return call
 
@@ -109,11 +109,11 @@ class Routes:
         del request
         client = self._client
         state = "draining" if self._service.draining else client.state
-        told = {"status": "ok" if state == "ready" else state, "requests": client.num_requests, "restarts": client.restarts}
-        return JSONResponse(told | ({"reason": client.reason} if client.reason else {}), 200 if state == "ready" else 503)
+        health = {"status": "ok" if state == "ready" else state, "requests": client.num_requests, "restarts": client.restarts}
+        return JSONResponse(health | ({"reason": client.reason} if client.reason else {}), 200 if state == "ready" else 503)
 
     async def metrics(self, request: Request) -> Any:
-        """`/metrics`; without the engine's answer, what it told last."""
+        """`/metrics`; without the engine's answer, what it last reported."""
         del request
         stats = None
         with contextlib.suppress(EngineGone, asyncio.TimeoutError):
@@ -126,8 +126,8 @@ class Routes:
     async def stats(self, request: Request) -> Any:
         """`/stats`: the same counts as JSON, for the playground."""
         del request
-        told = await self._client.stats()
-        return JSONResponse({name: getattr(told, name) for name in told.__struct_fields__})
+        stats = await self._client.stats()
+        return JSONResponse({name: getattr(stats, name) for name in stats.__struct_fields__})
 
     async def tokenize(self, request: Request) -> Any:
         """`/tokenize`."""

@@ -1,6 +1,6 @@
 """The engine as the HTTP side sees it: its process, its restarts, and one queue of deltas a request.
 
-The routes call `generate`, `stats` and `update_weights`. When the process dies every waiting request is told so, and another
+The routes call `generate`, `stats` and `update_weights`. When the process dies every waiting request gets an error, and another
 one is started. It never blocks the event loop and never sees a token that the engine did not send.
 """
 

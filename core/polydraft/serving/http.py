@@ -46,11 +46,11 @@ class HttpError(Exception):
 
 
 class Gone(Exception):  # noqa: N818  what has happened, not a mistake
-    """The client went away; `told` is what the log says of its request."""
+    """The client went away; `fields` are what the log says of its request."""
 
-    def __init__(self, **told: Any) -> None:
+    def __init__(self, **fields: Any) -> None:
         super().__init__("the client went away")
-        self.told = told
+        self.fields = fields
 
 
 def check_key(request: Request, keys: Sequence[str]) -> None:
@@ -196,8 +196,8 @@ class EventStream:
             async for event in self._events:
                 await piece(b"data: " + json.dumps(event, ensure_ascii=False, allow_nan=False).encode() + b"\n\n")
         except OSError:
-            return  # nothing can be told to the client
-        except Exception as error:  # noqa: BLE001  told to the client, which waits
+            return  # the client can no longer be reached
+        except Exception as error:  # noqa: BLE001  reported to the client, which waits
             await piece(b"data: " + json.dumps(self._describe(error)).encode() + b"\n\n")
         await piece(DONE, more=False)
         self._complete = True

@@ -12,7 +12,7 @@ from polydraft.instruments.trace import Trace
 from polydraft.serving import wire
 
 MOST_SPANS = 4096
-"""Spans that wait to be told at most; the oldest go first."""
+"""Spans that wait to be reported at most; the oldest go first."""
 SHOWN = frozenset(HOST_STAGES) - {"launch", "collect"}
 """Stages of the host's lane that enclose no other one. Where launches run at once, `launch` is the device's."""
 

@@ -48,7 +48,7 @@ class Log:
         return fields if self.prompts else {}
 
     def sentence(self, error: str, kind: str, status: int) -> str:
-        """An error as it may be written: what a client is told of its own mistake may repeat what it sent."""
+        """An error as it may be written: a message about a client's own mistake may repeat what it sent."""
         return error if self.prompts or status not in (400, 404) else kind
 
     def close(self) -> None:

@@ -34,12 +34,12 @@ class _ToLog(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Tell it without its traceback, of which the last line says what happened."""
         lines = record.getMessage().strip().splitlines() or [""]
-        told = lines[-1] if lines[0].startswith("Traceback") else lines[0]
-        self._log.tell("http", level=record.levelname.lower(), message=told)
+        message = lines[-1] if lines[0].startswith("Traceback") else lines[0]
+        self._log.tell("http", level=record.levelname.lower(), message=message)
 
 
 class _Uvicorn(uvicorn.Server):
-    """Says when it listens, gives up a start that it is told to, and lets texts end before it is stopped for good: for
+    """Says when it listens, gives up a start when asked to, and lets texts end before it is stopped for good: for
     `drain_s`, or until a second signal comes; then it tells whoever still waits."""
 
     def __init__(
@@ -122,7 +122,7 @@ def run(engine: Mapping[str, Any], settings: ServerSettings, *, ready: Callable[
 
     server = _Uvicorn(config, client, log, ready=say, drain_s=settings.drain_s)
     handler = _ToLog(log)
-    handler.addFilter(lambda _: server.started or not client.reason)  # why an engine could not start has been told
+    handler.addFilter(lambda _: server.started or not client.reason)  # why an engine could not start has been reported
     logging.getLogger("uvicorn.error").addHandler(handler)
     logging.getLogger("uvicorn.error").propagate = False
     with contextlib.suppress(KeyboardInterrupt, SystemExit):  # uvicorn leaves by it where a start fails

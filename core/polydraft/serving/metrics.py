@@ -20,14 +20,14 @@ LABELS = ("model_name",)
 
 
 class _Engine(Collector):
-    """Counts of the engine, as last told; they begin anew with its process, as Prometheus expects of counters."""
+    """Counts of the engine, as last reported; they begin anew with its process, as Prometheus expects of counters."""
 
     def __init__(self, model: str) -> None:
         self.stats: Stats | None = None
         self._model = model
 
     def collect(self) -> Iterable[Metric]:
-        """The families, where the engine has told anything."""
+        """The families, where the engine has reported anything."""
         return list(self._families(self.stats)) if self.stats is not None else []
 
     def _families(self, s: Stats) -> Iterator[Metric]:
@@ -115,6 +115,6 @@ class Metrics:
         self._refused.labels(self._model, str(status)).inc()
 
     def text(self, stats: Stats | None) -> bytes:
-        """The page; `stats` None: what the engine told last."""
+        """The page; `stats` None: what the engine last reported."""
         self._engine.stats = stats or self._engine.stats
         return generate_latest(self._registry)

@@ -66,7 +66,7 @@ class Service:
         """Start the engine and read what the HTTP side needs of the model."""
         await self.client.start()
         ready = self.client.ready
-        assert ready is not None, "a started engine has told of itself"
+        assert ready is not None, "a started engine has reported itself"
         self.device_times = ready.device_times
         self._tokenizer = await asyncio.to_thread(Tokenizer.from_dir, ready.model_dir)
         self.name = self.settings.served_model or ready.model
@@ -183,25 +183,25 @@ class Service:
 
     def _choice(self, job: Job, choice: Choice) -> dict[str, Any]:
         places = choice.new_tokens()
-        told: dict[str, Any] = {"index": choice.index, "finish_reason": FINISH[choice.finish], "logprobs": None}
+        fields: dict[str, Any] = {"index": choice.index, "finish_reason": FINISH[choice.finish], "logprobs": None}
         if job.kind == "chat.completion":
-            told["message"] = {"role": "assistant", "content": choice.text, "refusal": None}
+            fields["message"] = {"role": "assistant", "content": choice.text, "refusal": None}
         else:
-            told["text"] = self._echo(job, choice) + choice.text
-        return {**told, **self._extras(job, choice, places, first=True)}
+            fields["text"] = self._echo(job, choice) + choice.text
+        return {**fields, **self._extras(job, choice, places, first=True)}
 
     def _extras(self, job: Job, choice: Choice, places: range, *, first: bool) -> dict[str, Any]:
         """Log probabilities and provenance of some tokens, where they were asked for."""
-        told: dict[str, Any] = {}
+        fields: dict[str, Any] = {}
         if job.top is not None and job.kind == "chat.completion":
-            told["logprobs"] = choice.chat_logprobs(places, job.top)
+            fields["logprobs"] = choice.chat_logprobs(places, job.top)
         elif job.top is not None:
             echo = choice.prompt_logprobs(job.top) if first and getattr(job.body, "echo", None) else {}
             new = choice.completion_logprobs(places, job.top)
-            told["logprobs"] = {name: [*echo.get(name, ()), *values] for name, values in new.items()}
+            fields["logprobs"] = {name: [*echo.get(name, ()), *values] for name, values in new.items()}
         if job.body.provenance:
-            told["provenance"] = choice.provenance(places)
-        return told
+            fields["provenance"] = choice.provenance(places)
+        return fields
 
     def _echo(self, job: Job, choice: Choice) -> str:
         echo = bool(getattr(job.body, "echo", None))
@@ -220,16 +220,16 @@ class Service:
                 begun.add(choice.index)
                 if not (text or places or choice.finish):
                     continue
-                told: dict[str, Any] = {"index": choice.index, "logprobs": None}
-                told["finish_reason"] = FINISH[choice.finish] if choice.finish else None
+                fields: dict[str, Any] = {"index": choice.index, "logprobs": None}
+                fields["finish_reason"] = FINISH[choice.finish] if choice.finish else None
                 if chat:
-                    told["delta"] = ({"role": "assistant"} if first else {}) | {"content": text}
+                    fields["delta"] = ({"role": "assistant"} if first else {}) | {"content": text}
                 else:
-                    told["text"] = (self._echo(job, choice) if first else "") + text
-                told |= self._extras(job, choice, places, first=first)
+                    fields["text"] = (self._echo(job, choice) if first else "") + text
+                fields |= self._extras(job, choice, places, first=first)
                 if job.body.provenance:
-                    told["timing"] = {**choice.take_timing(), "device_times": self.device_times}
-                yield {**head, "choices": [told], **rest}
+                    fields["timing"] = {**choice.take_timing(), "device_times": self.device_times}
+                yield {**head, "choices": [fields], **rest}
         if with_usage:
             yield {**head, "choices": [], "usage": self._usage(job)}
         self._ended(job, 200)
@@ -266,19 +266,19 @@ class Service:
         return {"id": job.id, "completion_tokens": sum(len(choice.token_ids) for choice in job.choices)}
 
     def _ended(self, job: Job, status: int, error: str = "") -> None:
-        told = usage(job.choices, job.num_prompts)
+        counts = usage(job.choices, job.num_prompts)
         self.log.tell(
             "request", id=job.id, kind=job.kind, status=status, ms=round(1000 * (time.monotonic() - job.begin)),
-            prompt_tokens=told["prompt_tokens"], completion_tokens=told["completion_tokens"],
-            accepted=told["completion_tokens_details"]["accepted_prediction_tokens"],
+            prompt_tokens=counts["prompt_tokens"], completion_tokens=counts["completion_tokens"],
+            accepted=counts["completion_tokens_details"]["accepted_prediction_tokens"],
             **({"error": error} if error else {}), **self.log.texts(texts=[c.text for c in job.choices]),
         )  # fmt: skip
 
     def _describe(self, job: Job, error: Exception) -> dict[str, Any]:
         """The last event of a stream that broke."""
-        told = as_http(error)
-        self._ended(job, told.status, self.log.sentence(str(told), told.kind, told.status))
-        return error_body(str(told), told.kind, told.status)
+        failure = as_http(error)
+        self._ended(job, failure.status, self.log.sentence(str(failure), failure.kind, failure.status))
+        return error_body(str(failure), failure.kind, failure.status)
 
 
 async def _chained(first: dict[str, Any], rest: AsyncGenerator[dict[str, Any], None]) -> AsyncGenerator[dict[str, Any], None]:

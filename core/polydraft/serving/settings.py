@@ -26,7 +26,7 @@ class ServerSettings:
     stall_s: float = 60.0
     """Seconds that a client may take to accept a piece of a stream, or to send its request's body."""
     drain_s: float = 30.0
-    """Seconds that running requests have to end when the server is told to stop."""
+    """Seconds that running requests have to end when the server is asked to stop."""
     max_body_bytes: int = 4 << 20
     max_choices: int = 64
     """Texts that one request may ask for: prompts times n."""

@@ -66,7 +66,7 @@ class Sender:
 
     @property
     def error(self) -> DeviceError | None:
-        """A record that could not be read, told once."""
+        """A record that could not be read, reported once."""
         if self._processor is None or self._processor.error is None:
             return None
         error, self._processor.error = self._processor.error, None
@@ -117,7 +117,7 @@ class Worker:
         self._lanes: Lanes | None = None
 
     def run(self) -> bool:
-        """Serve until told to stop, or until nobody is there any more; whether all was sent."""
+        """Serve until asked to stop, or until the other process is gone; whether all was sent."""
         while not self._stopping:
             busy = self._engine is not None and self._engine.has_work
             self._take(0 if busy else FULL_MS if self._pending else IDLE_MS)

@@ -35,17 +35,18 @@ from polydraft.program.program import Lengths, Program, StepContext, lengths
 
 Mode = Literal["off", "decode", "prefill"]
 Part = Literal["target", "verify", "draft"]
-"""What a step's programs are called, in their order. Only a step that meets host inputs in its middle has a part "verify":
-elsewhere it is one with "target"."""
+"""The programs of one step, in launch order. Only a step that takes host inputs in its middle has a part "verify"; elsewhere
+"target" includes it."""
 Piece = Part | Literal["step"]
-"""What is captured by itself: a part, or all parts of a step together."""
+"""What one capture covers: a single part, or all parts of a step together ("step")."""
 WARM_UPS = 2
 """Eager runs of a bucket before it is captured: run-time compilers and library handles settle there."""
 MOST_CAPTURES = 512
-"""Graphs of an engine, beyond which none are captured for fewer drafts than the most; those for the most are always there."""
+"""Number of graphs of an engine beyond which none are captured for fewer drafts than the maximum; those for the maximum are
+always captured."""
 
 LEAST_FREE = 1 << 28
-"""Bytes of device memory that such graphs leave free, on a device that tells."""
+"""Bytes of device memory that such graphs leave free, on a device that reports its free memory."""
 
 
 class Shape(NamedTuple):
@@ -110,7 +111,7 @@ class GraphCounters:
 @dataclass
 class Held:
     """The graphs for one number of drafts: buckets that were captured, and that the budget left out, ascending; how many graphs,
-    and the device memory that they took, in bytes (0 where the device does not tell)."""
+    and the device memory that they took, in bytes (0 where the device does not report it)."""
 
     buckets: tuple[int, ...] = ()
     left_out: tuple[int, ...] = ()

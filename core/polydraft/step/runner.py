@@ -29,7 +29,17 @@ from polydraft.program.host_inputs import FeatureFactory, HostInputs
 from polydraft.program.packed import Snapshots
 from polydraft.program.plan import StepOutcome, StepPlan
 from polydraft.program.points import Points, Replay
-from polydraft.program.program import Lengths, Memory, Program, ProgramBuilder, StepContext, StepKind, Told, build, told
+from polydraft.program.program import (
+    JoinedLaunches,
+    Lengths,
+    Memory,
+    Program,
+    ProgramBuilder,
+    StepContext,
+    StepKind,
+    build,
+    joined_launches,
+)
 from polydraft.proposers.base import Factory, ProposerContext
 from polydraft.sampling.logprobs import Logprobs, refuse_lacking
 from polydraft.sampling.processing import STAGES, Processing
@@ -56,7 +66,7 @@ Programs = dict[Part, Program]
 """The launches of one kind of step: the target's stages up to the snapshot (or up to the logits, where the rest is "verify"),
 and the proposer's behind it, as they are where a step makes the most drafts."""
 
-WISHES = ((False, False), (True, False), (True, True))
+REQUESTED_OUTPUTS = ((False, False), (True, False), (True, True))
 """Whether a kind of step reports log probabilities of its tokens, and of prompts."""
 
 
@@ -116,9 +126,9 @@ class Runner:
             (bool(sampling), processed, logprobs, prompt): StepKind(rule, processed, logprobs, prompt)
             for processed in ((False, True) if self.processing.possible else (False,))
             for sampling, rule in enumerate(RULES[verify])
-            for logprobs, prompt in WISHES[: 1 if self._logprobs is None else len(WISHES)]
+            for logprobs, prompt in REQUESTED_OUTPUTS[: 1 if self._logprobs is None else len(REQUESTED_OUTPUTS)]
         }
-        self._names = {wishes: kind.name for wishes, kind in self._kinds.items()}
+        self._names = {requested: kind.name for requested, kind in self._kinds.items()}
         self._build_programs()
         self.graphs: CapturedSteps | None = None
         self._snapshots = Snapshots(limits)
@@ -135,7 +145,7 @@ class Runner:
         context = self.context
         context.real_slots, context.has_prefill = plan.num_seqs, plan.has_prefill
         if self.points.upload:
-            self.points.told("upload", plan, self.uploads.upload, stream, plan)
+            self.points.notify_around("upload", plan, self.uploads.upload, stream, plan)
         else:
             self.uploads.upload(stream, plan)
         self.inputs.upload_first(stream, plan.step_id)
@@ -188,7 +198,7 @@ class Runner:
             program = self.drafts[kind][flight.plan.num_drafts] if piece == "draft" else self.programs[kind][piece]
             program.run(self.device.stream, flight.lengths)
         elif self.points.replay:
-            self.points.told("replay", Replay(kind, piece, *shape), self.graphs.replay, kind, piece, shape)
+            self.points.notify_around("replay", Replay(kind, piece, *shape), self.graphs.replay, kind, piece, shape)
         else:
             self.graphs.replay(kind, piece, shape)
 
@@ -196,7 +206,7 @@ class Runner:
         """Wait for a step's snapshot and decode it: the only host wait of a step."""
         plan = flight.plan
         if self.points.wait:
-            self.points.told("wait", flight, flight.event.synchronize)
+            self.points.notify_around("wait", flight, flight.event.synchronize)
         else:
             flight.event.synchronize()
         if self.inputs.reads_drafts:
@@ -292,9 +302,9 @@ class Runner:
         by_rung = dict(zip(drafts, built[len(always) :], strict=True))
         return {**dict(zip(always, built, strict=False)), "draft": by_rung[most]}, by_rung
 
-    def joined(self) -> list[Told]:
+    def joined(self) -> list[JoinedLaunches]:
         """What was joined in the programs, for `--explain` and reports."""
-        return told([
+        return joined_launches([
             program
             for kind, parts in self.programs.items()
             for program in (*(program for part, program in parts.items() if part != "draft"), *self.drafts[kind].values())

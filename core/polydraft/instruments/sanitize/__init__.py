@@ -51,7 +51,7 @@ class Sanitizer(Instrument):
 
     # -- places ------------------------------------------------------------------------------------
     def device(self, device: Device) -> WatchedDevice:
-        """Every call of the device is told to the checker."""
+        """Every call of the device is reported to the checker."""
         self._watched = WatchedDevice(device, self.checker)
         return self._watched
 
@@ -74,7 +74,7 @@ class Sanitizer(Instrument):
         self._passes[id(meta)] = Pass.of(meta, buffers, self.checker)
 
     def bind(self, binding: Binding, launch: Launch) -> Launch:
-        """Every launch is told what its contract declares."""
+        """Every launch is reported with what its contract declares."""
         return watched_launch(binding, launch, self.watched, self._passes)
 
     # -- steps -------------------------------------------------------------------------------------

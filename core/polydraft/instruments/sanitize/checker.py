@@ -117,7 +117,7 @@ class Checker(Ordering):
         for memory, address in bound:
             now = memory.address
             if now != address and memory.freed is None and memory.moved_to != now:
-                memory.moved_to = now  # told once, however many launches use it
+                memory.moved_to = now  # reported once, however many launches use it
                 missing = "a copy into the memory that the launch is bound to instead of a new address, or a new binding"
                 self.tell("rebound-buffer", memory.name, trace, missing, memory.made)
 

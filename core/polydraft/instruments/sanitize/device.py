@@ -1,4 +1,4 @@
-"""The watched device: streams, events, copies and memory of any device, each call told to the checker and passed on.
+"""The watched device: streams, events, copies and memory of any device, each call reported to the checker and passed on.
 
 Core gets it instead of the backend's device; the backend's own code only ever sees its own objects again. It never changes
 when or whether something happens.

@@ -1,4 +1,4 @@
-"""The watched launches, weights, caches and graphs of any backend: told to the checker and passed on.
+"""The watched launches, weights, caches and graphs of any backend: reported to the checker and passed on.
 
 What is bound, made and captured by an engine is wrapped by these. They never change an argument, and a launch does what it did.
 """
@@ -47,7 +47,7 @@ class Pass:
 
 
 def watched_launch(binding: Binding, launch: Launch, device: WatchedDevice, passes: Mapping[int, Pass]) -> Launch:
-    """A launch that is told before it runs, on the backend's own stream. What no contract describes is only run there."""
+    """A launch that is reported before it runs, on the backend's own stream. What no contract describes is only run there."""
     args = binding.args
     if isinstance(args, (Args, CompositeArgs)):
         declaration = declare(binding.contract, args, binding.workspace, device.checker.memories)

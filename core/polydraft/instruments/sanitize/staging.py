@@ -1,4 +1,4 @@
-"""The guarded view through which the host reaches pinned staging: every read and write of it is told to the checker.
+"""The guarded view through which the host reaches pinned staging: every read and write of it is reported to the checker.
 
 `WatchedStaging.array` hands it out instead of the plain array. It is an ordinary array in all else, and never delays, copies
 or refuses an access. Two ways around it are not seen: a plain array made of it by `np.asarray`, and C code given its address.
@@ -60,7 +60,7 @@ def address(array: Array) -> int:
 
 
 class WatchedArray(np.ndarray[Any, np.dtype[Any]]):
-    """A view of staging. Slices are watched views, too; whatever takes values out of one, or puts some in, is told."""
+    """A view of staging. Slices are watched views, too; whatever takes values out of one, or puts some in, is reported."""
 
     guard: Guard | None = None
 
@@ -72,14 +72,14 @@ class WatchedArray(np.ndarray[Any, np.dtype[Any]]):
         return self.view(np.ndarray)
 
     def reading(self) -> Array:
-        """The same view, unwatched, once the read has been told."""
+        """The same view, unwatched, once the read has been reported."""
         plain = self.plain()
         if self.guard is not None:
             self.guard.reads(plain)
         return plain
 
     def writing(self) -> Array:
-        """The same view, unwatched, once the write has been told."""
+        """The same view, unwatched, once the write has been reported."""
         plain = self.plain()
         if self.guard is not None:
             self.guard.writes(plain)

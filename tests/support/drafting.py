@@ -1,4 +1,4 @@
-"""Draft policies for tests: the number of drafts is drawn anew for every step, or taken from a list.
+"""Draft policies for tests: the number of drafts is drawn anew for every step.
 
 It also gives a policy to an engine that another helper builds. The tests of the step use it; comparing results is up to them.
 """

@@ -50,7 +50,7 @@ from polydraft.sampling.constraints import Constraints
 from polydraft.sampling_params import SamplingParams
 from polydraft.sentinels import Phase
 from polydraft.step.graphs import GraphPolicy
-from polydraft.step.runner import InFlightStep, Runner
+from polydraft.step.runner import InFlightStep, Runner, StepConfig
 
 if TYPE_CHECKING:
     from polydraft.hooks import StepObserver
@@ -146,14 +146,16 @@ class Engine:
         whole: dict[str, Weight] = {**self._custom_blocks}
         weights = ChainMap(self._weights, whole, own)  # a view: weights that move are found where they are
         check_fits(self.device, self.resolved)
+        steps = StepConfig(
+            limits=self.resolved.limits, dtype=self.resolved.dtype, verify=self.resolved.verify, overlap=self.resolved.overlap,
+            rungs=self._draft_policy.rungs, kv=self.resolved.kv, accept_schedule=self.resolved.accept_schedule,
+            raw_logprobs=self.config.logprobs_mode == "raw",
+        )  # fmt: skip
         self.runner = Runner(
-            device=self.device, plugins=self.plugins, table=self.table, model=self.model, weights=weights,
-            limits=self.resolved.limits, proposer=self.proposers.factory(self.resolved.proposer),
-            verify=self.resolved.verify, depth=self.resolved.overlap, dtype=self.resolved.dtype,
-            accept_schedule=self.resolved.accept_schedule, raw_logprobs=self.config.logprobs_mode == "raw", features=features,
+            steps, device=self.device, plugins=self.plugins, table=self.table, model=self.model, weights=weights,
+            proposer=self.proposers.factory(self.resolved.proposer), features=features,
             stages=[stage for _, stage in self.plugins.gather("polydraft_parameters")], draft_ids=self._draft_ids,
-            kv=self.resolved.kv, points=self.points,
-            rungs=self._draft_policy.rungs,
+            points=self.points,
         )  # fmt: skip
         if self.resolved.graph != "off":
             policy = GraphPolicy(self.resolved.graph, self.resolved.graph_sizes)

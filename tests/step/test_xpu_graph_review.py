@@ -152,7 +152,7 @@ def what_is_explained_is_what_is_used() -> None:
         "graph": graphs.policy.mode, "graph_sizes": graphs.policy.buckets, "draft_tokens": limits.num_drafts,
         "max_num_seqs": limits.max_seqs, "max_batched_tokens": limits.max_rows, "num_blocks": limits.num_blocks,
         "block_size": limits.block_size, "max_model_len": limits.max_len, "device": engine.device.spec,
-        "verify": engine.resolved.verify, "overlap": engine.runner._depth,
+        "verify": engine.resolved.verify, "overlap": engine.runner._config.overlap,
     }  # fmt: skip
     engine.close()
     assert {name: said[name] for name in used} == used

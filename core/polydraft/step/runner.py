@@ -70,62 +70,73 @@ REQUESTED_OUTPUTS = ((False, False), (True, False), (True, True))
 """Whether a kind of step reports log probabilities of its tokens, and of prompts."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class StepConfig:
+    """How the steps of an engine are built. Nothing in it is open any more."""
+
+    limits: Limits
+    dtype: str
+    """Of activations."""
+    verify: str
+    overlap: int
+    """Steps in flight beside the one being planned."""
+    rungs: tuple[int, ...]
+    """Numbers of drafts that steps may make, ascending; the last is the most."""
+    kv: Kv = ""
+    accept_schedule: tuple[float, ...] = ()
+    raw_logprobs: bool = True
+    """Whether log probabilities are those of logits before their processing."""
+
+
 class Runner:
     """Everything between a plan and its outcome. Built once: memory, and the programs of each kind of step."""
 
     def __init__(
         self,
+        config: StepConfig,
         *,
         device: Device,
         plugins: Plugins,
         table: BoundTable,
         model: ModelDescription,
         weights: Mapping[str, Weight],
-        limits: Limits,
         proposer: Factory,
-        verify: str,
-        depth: int,
-        dtype: str,
-        accept_schedule: tuple[float, ...] = (),
-        raw_logprobs: bool = True,
         features: Sequence[FeatureFactory] = (),
         stages: Sequence[LogitsStage] = (),
         draft_ids: Array | None = None,
-        kv: Kv = "",
         points: Points | None = None,
-        rungs: Sequence[int] = (),
     ) -> None:
-        """`rungs`: numbers of drafts that steps may make, the most among them, which alone it is where none are given."""
-        self.device, self.limits, self.model, self._table, self._depth = device, limits, model, table, depth
+        self.device, self.limits, self.model, self._table, self._config = device, config.limits, model, table, config
         self.points = Points() if points is None else points
-        self._rungs = tuple(rungs) or (limits.num_drafts,)
-        self.memory = Memory(device, limits, dtype, weights=weights)
+        limits, depth = config.limits, config.overlap
+        self.memory = Memory(device, limits, config.dtype, weights=weights)
         self.context = StepContext()
-        stores_noise = verify == "rejection" or "gumbel_noise+sample" not in table.providers
+        rejects = config.verify == "rejection"
+        stores_noise = rejects or "gumbel_noise+sample" not in table.providers
         self._batch = Batch(limits)
         self.processing = Processing((*STAGES, *stages), table.providers)
-        context = ProposerContext(limits, model, self._choose, stores_noise, dtype, draft_ids)
+        context = ProposerContext(limits, model, self._choose, stores_noise, config.dtype, draft_ids)
         self.proposer = proposer(context)
         brought = [*getattr(self.proposer, "features", ()), *(feature(context) for feature in features)]
         self._target = Target(model, limits, _mapped((self.proposer, *brought), "taps"))
-        keep_drafts = verify == "rejection" and limits.num_drafts > 0 and getattr(self.proposer, "soft", False)
+        keep_drafts = rejects and limits.num_drafts > 0 and getattr(self.proposer, "soft", False)
         self._logprobs: Logprobs | None = None
         if limits.max_logprobs >= 0:
             refuse_lacking(table.providers)
-            self._logprobs = Logprobs(limits, raw=raw_logprobs, verify=verify, draws=keep_drafts)
+            self._logprobs = Logprobs(limits, raw=config.raw_logprobs, verify=config.verify, draws=keep_drafts)
         self._verifier = Verifier(
             self.processing, num_valid=model.vocab_size, stores_noise=stores_noise, keep_drafts=keep_drafts,
-            schedule=accept_schedule, logprobs=self._logprobs,
+            schedule=config.accept_schedule, logprobs=self._logprobs,
         )  # fmt: skip
         modules = (self._batch, self._verifier, self.processing, self._target, self._logprobs, self.proposer, *brought)
-        self._allocate(plugins, modules, kv)
+        self._allocate(plugins, modules)
         self.inputs = HostInputs(self.memory, brought, depth)
         if self._logprobs is not None:
             self._logprobs.attach(self.memory, depth)
         self._kinds = {
             (bool(sampling), processed, logprobs, prompt): StepKind(rule, processed, logprobs, prompt)
             for processed in ((False, True) if self.processing.possible else (False,))
-            for sampling, rule in enumerate(RULES[verify])
+            for sampling, rule in enumerate(RULES[config.verify])
             for logprobs, prompt in REQUESTED_OUTPUTS[: 1 if self._logprobs is None else len(REQUESTED_OUTPUTS)]
         }
         self._names = {requested: kind.name for requested, kind in self._kinds.items()}
@@ -133,15 +144,15 @@ class Runner:
         self.graphs: CapturedSteps | None = None
         self._snapshots = Snapshots(limits)
         self.uploads = Uploads(device, self.memory.buffers, depth)
-        record = self.memory.buffers["record"]
-        self._record = record
-        self._outputs = [(device.staging(f"snapshot{i}", record.shape, "i32"), device.event()) for i in range(depth + 1)]
+        self._record = self.memory.buffers["record"]
+        staging = [device.staging(f"snapshot{i}", self._record.shape, "i32") for i in range(depth + 1)]
+        self._outputs = [(landing, device.event()) for landing in staging]
 
     # -- one step ----------------------------------------------------------------------------------
     def launch(self, plan: StepPlan) -> InFlightStep:
         """Enqueue a whole step, or its first half where steps meet host inputs in their middle; never blocks."""
         stream, kind, n = self.device.stream, self._kind(plan), self._lengths(plan)
-        shape = self._shape(plan) if self.graphs else None
+        shape = self._shape(plan)
         context = self.context
         context.real_slots, context.has_prefill = plan.num_seqs, plan.has_prefill
         if self.points.upload:
@@ -237,7 +248,7 @@ class Runner:
         return plan.num_rows, plan.num_logit_rows, plan.num_seqs, len(plan.writes.runs), plan.num_prompt_rows
 
     # -- building ----------------------------------------------------------------------------------
-    def _allocate(self, plugins: Plugins, modules: Sequence[object], kv: Kv) -> None:
+    def _allocate(self, plugins: Plugins, modules: Sequence[object]) -> None:
         """Allocate what the modules declare, the runs into their columns, and metadata for each kind of pass."""
         limits, memory = self.limits, self.memory
         self.columns = collect(_declared(modules, "columns"))
@@ -250,7 +261,7 @@ class Runner:
         memory.allocate(scratch_buffers(blocks.values(), self.model.hidden_size))
         for prefix, cache in ((prefix, cache) for prefix, block in blocks.items() for cache in block.caches):
             memory.allocate(cache.buffers(prefix, limits))
-            spec = cache.spec(limits, memory.act, kv)
+            spec = cache.spec(limits, memory.act, self._config.kv)
             if spec is not None:
                 memory.caches[prefix] = self._table.allocate_cache(spec)
         for one in _declared(modules, "passes"):
@@ -294,7 +305,7 @@ class Runner:
         if kind.prompt and self._logprobs is not None:
             self._logprobs.append_prompt(verify, self._target.head, self.model.vocab_size)
         most = self.limits.num_drafts
-        drafts = {rung: builder("draft" if rung == most else f"draft of {rung}") for rung in self._rungs}
+        drafts = {rung: builder("draft" if rung == most else f"draft of {rung}") for rung in self._config.rungs}
         for rung, draft in drafts.items():
             self.proposer.append(draft, rung)
         always: dict[Part, ProgramBuilder] = {"target": target, "verify": verify} if self.inputs.splits else {"target": target}
@@ -324,7 +335,7 @@ class Runner:
     def capture(self, policy: GraphPolicy, capture: GraphCapture, uncapturable: frozenset[str]) -> None:
         """Capture every step that `policy` replays. Called before the first step, and again when an address has changed."""
         self.uploads.clear(self.device.stream)
-        whole = policy.mode == "decode" and self._depth > 0 and not self.inputs.splits
+        whole = policy.mode == "decode" and self._config.overlap > 0 and not self.inputs.splits
         self.graphs = CapturedSteps(self.device, capture, policy, self.limits, self.context, uncapturable, whole)
         prompts = {kind.name for kind in self._kinds.values() if kind.prompt}  # such steps are never replayed
         self.graphs.capture_all({

@@ -1,0 +1,143 @@
+"""The draft model as its checkpoint describes it: which layers of the target it taps, its decoder layer, its tensors.
+
+The factory reads it, the proposer launches what it says. It allocates nothing and launches nothing but its own half a block.
+
+    x_p = W_fc [low_p | middle_p | high_p]                                  states of the target, of three of its layers
+    m_p = attention(W_qkv [N_input_layernorm(E[t_(p+1)]) | N_hidden_norm(x_p)])           over rows 0..p of its own cache
+    h_p = x_p + W_o m_p;   y_p = h_p + mlp(N_post_attention_layernorm(h_p));           logits_p = W_lm_head N_norm(y_p)
+
+Row p predicts token p + 2. Where the target has not computed row p yet, x_p is y_(p-1), the draft model's own output
+(Li et al. 2025, EAGLE-3, arXiv 2503.01840).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from polydraft.backend import Weight
+from polydraft.errors import CheckpointError
+from polydraft.models import Attention, Checkpoint, Family, ModelDescription, Tensor
+from polydraft.models.block import At, Block, Norm, Work
+from polydraft.models.config_file import ConfigFile
+from polydraft.models.tensor_table import BLOCK_NAMES
+from polydraft.plugins.kernel_table import BoundTable
+from polydraft.proposers.base import DraftWeights
+
+PREFIX = "eagle3"
+LAYER = f"{PREFIX}.midlayer"
+FAMILY = Family(architecture="LlamaForCausalLMEagle3")
+"""Reads the keys that a dense layer has, and refuses those that it does not compute."""
+NAMES: Mapping[str, tuple[str, ...]] = {
+    **BLOCK_NAMES,
+    "input_norm": ("hidden_norm.weight",),  # what a `Block` calls so is the norm of the residual stream
+    "embed_norm": ("input_layernorm.weight",),
+}
+"""Tensors of the layer by name, and what the checkpoint calls them below "midlayer."."""
+
+
+class TwoInputAttention(Attention):
+    """Attention whose queries, keys and values see the token's embedding beside the residual stream, each normalised.
+
+    Expects the embedding in the scratch "embedded", and makes what a block would have normalised into "normed" itself."""
+
+    contracts = ("combine_draft_inputs", *Attention.contracts)
+
+    def scratch(self, hidden: int) -> tuple[Work, ...]:
+        """The embedding, and both inputs side by side."""
+        return (Work("embedded", hidden), Work("both", 2 * hidden), *super().scratch(hidden))
+
+    def weights(self, hidden: int) -> tuple[Tensor, ...]:
+        """Those of attention, with the projection of queries, keys and values twice as wide."""
+        qkv, *others = super().weights(hidden)
+        wide = replace(qkv, parts=tuple((rows, 2 * columns) for rows, columns in qkv.parts))
+        return (Tensor("embed_norm", ((hidden,),), "norm"), wide, *others)
+
+    def keep(self, at: At) -> None:
+        """Combine, then as attention does; `mix` begins with the same."""
+        at.add(
+            "combine_draft_inputs", embedding=at.scratch["embedded"], hidden=at.x, emb_norm=at.own("embed_norm"),
+            hid_norm=at.own("input_norm"), positions=at.rows.positions, eps=at.norm.eps, plus_one=at.norm.plus_one,
+            order="embedding_first", mask_first_position=False, out=at.scratch["both"],
+        )  # fmt: skip
+        super().keep(replace(at, scratch={**at.scratch, "normed": at.scratch["both"]}))
+
+
+@dataclass(frozen=True)
+class DraftModel:
+    """One draft model beside one target."""
+
+    directory: Path
+    hidden_size: int
+    vocab_size: int
+    norm: Norm
+    points: tuple[str, ...]
+    """Where it taps the target: low, middle, high."""
+    block: Block
+
+    @classmethod
+    def read(cls, directory: str, model: ModelDescription) -> DraftModel:
+        """Read config.json and check it against the target. Raises `CheckpointError`, or `CapabilityError` for settings
+        that nobody computes."""
+        with Checkpoint(directory) as checkpoint:
+            config = ConfigFile(checkpoint.path / "config.json", checkpoint.config)
+        FAMILY.refuse(config)
+        if config.values.get("architectures") != [FAMILY.architecture]:
+            raise CheckpointError(
+                f"{config.path}: architectures is {config.values.get('architectures')!r}, wanted [{FAMILY.architecture!r}]; "
+                "name the directory of an EAGLE-3 draft model"
+            )
+        sizes = {"hidden_size": model.hidden_size, "vocab_size": model.vocab_size, "draft_vocab_size": model.vocab_size}
+        for key, wanted in sizes.items():  # one that drafts some tokens alone has another vocabulary, too
+            if (got := config.integer(key, wanted if key == "draft_vocab_size" else None)) != wanted:
+                raise CheckpointError(
+                    f"{config.path}: {key} is {got}, wanted {wanted} as the target {model.name} has it; use a draft model that "
+                    "was trained for this target and drafts all its tokens"
+                )
+        block = FAMILY.block(config)
+        block = replace(block, mixer=TwoInputAttention(**vars(block.mixer)))
+        norm = Norm(config.number("rms_norm_eps"), plus_one=False)
+        return cls(checkpoint.path, model.hidden_size, model.vocab_size, norm, _points(config, model), block)
+
+    def weights(self) -> DraftWeights:
+        """The tensors that it reads, and their names in the checkpoint."""
+        hidden = self.hidden_size
+        tensors = (
+            Tensor("fc", ((hidden, 3 * hidden),)),
+            *(replace(one, name=f"midlayer.{one.name}") for one in self.block.weights(hidden)),
+            Tensor("norm", ((hidden,),), "norm"),
+            Tensor("lm_head", ((self.vocab_size, hidden),)),
+        )
+        names = {f"midlayer.{name}": tuple(f"midlayer.{part}" for part in parts) for name, parts in NAMES.items()}
+        names |= {name: (f"{name}.weight",) for name in ("fc", "norm", "lm_head")}
+        return Eagle3Weights(self.directory, PREFIX, tensors, names)
+
+
+@dataclass(frozen=True)
+class Eagle3Weights(DraftWeights):
+    """The same, with `fc` as three weights: no contract lays taps side by side, and W [a | b | c] = W_a a + W_b b + W_c c."""
+
+    def prepare(self, table: BoundTable, model: ModelDescription, *, dtype: str) -> dict[str, Weight]:
+        """Read, check and prepare everything, then "eagle3.fc" again by columns, as "eagle3.fc.0" to "eagle3.fc.2"."""
+        weights = super().prepare(table, model, dtype=dtype)
+        del weights[f"{PREFIX}.fc"]
+        with Checkpoint(self.directory) as checkpoint:
+            columns = np.split(checkpoint.tensor("fc.weight"), 3, axis=1)
+        for i, part in enumerate(columns):
+            weights[f"{PREFIX}.fc.{i}"] = table.prepare_weight("linear", np.ascontiguousarray(part), dtype)
+        return weights
+
+
+def _points(config: ConfigFile, model: ModelDescription) -> tuple[str, ...]:
+    """The taps. As elsewhere, layer i in the configuration means what enters layer i, which is what leaves the one before."""
+    last = model.num_layers
+    ids = config.section("eagle_config").values.get("eagle_aux_hidden_state_layer_ids", [2, last // 2, last - 3])
+    if not isinstance(ids, list) or len(ids) != 3 or any(type(i) is not int or not 0 <= i <= last for i in ids):
+        raise CheckpointError(
+            f"{config.path}: eagle_aux_hidden_state_layer_ids is {ids!r}, wanted three layers from 0 to {last} of the target "
+            f"{model.name}; use a draft model that was trained for this target"
+        )
+    return tuple(f"layer {i - 1}" if i else "embedding" for i in ids)

@@ -1,4 +1,4 @@
-"""One word per idea: every term of the glossary is a word of the code, and its synonyms are not."""
+"""The glossary: the code uses every term, and uses one name where vLLM, SGLang and FastDeploy have several for the same thing."""
 
 import re
 from collections.abc import Mapping
@@ -11,30 +11,31 @@ from tests.support.project import ROOT
 
 ARCHITECTURE = ROOT / "ARCHITECTURE.md"
 CORE = sorted(ROOT.glob("core/**/*.py"))
-# names.md and fastdeploy.md are the pages about other people's words.
+# names.md and fastdeploy.md are the pages about the names in other projects.
 CHECKED = [page for page in PAGES if page not in (ROOT / "docs" / "names.md", ROOT / "docs" / "fastdeploy.md")]
 
-# Term to what nobody calls it here, as regular expressions that stand for whole words, or whole parts of an identifier.
+# Term to the other names that the field has for it, as regular expressions that stand for whole words, or whole parts of an
+# identifier. Words on which the field agrees ("bonus token", "rejection sampler") are not here and may be used.
 SYNONYMS: Mapping[str, tuple[str, ...]] = {
-    "slot": (r"sequence[ _-]?slots?", r"batch[ _-]?(ids?|idx|index)", r"bonus[ _-]?slots?"),
+    "slot": (r"sequence[ _-]?slots?", r"batch[ _-]?(ids?|idx|index)"),
     "block": (r"(kv|cache|memory|free|num|max)[ _-]?pages?", r"page[ _-]?(table|size|ids?|blocks?)"),
-    "pass": (r"sub-?steps?", r"draft[ _-]?iterations?"),
-    "window": (r"bonus[ _-]?tokens?", r"verification[ _-]?windows?"),
-    "draft": (
-        r"candidate[ _-]?tokens?",
-        r"speculati(ve|on)[ _-]?tokens?",
-        r"spec[ _-]?tokens?",
-        r"(drafted|proposed)[ _-]token[ _-]?ids?",
-        r"look-?ahead[ _-]?tokens?",
-    ),
+    "pass": (r"sub-?steps?",),
     "target": (r"(main|base|verifier)[ _-]?models?",),
-    "proposer": (r"drafters?", r"speculators?", r"draft[ _-]?generators?"),
-    "verifier": (r"rejection[ _-]?samplers?", r"acceptors?"),
+    "proposer": (r"drafters?", r"speculators?"),
     "snapshot": (r"output[ _-]?messages?",),
-    "golden": (r"oracle[ _-]?kernels?",),
 }
+AGREED = (
+    "bonus token",
+    "rejection sampler",
+    "draft tokens",
+    "speculative tokens",
+    "candidate tokens",
+    "lookahead tokens",
+    "verify window",
+)
+"""Words of the field that mean one thing everywhere; the check lets them pass."""
 PART = r"(?<![A-Za-z]){}(?![A-Za-z])"  # beside letters a pattern is only a piece of another word
-# "upstream names in brackets" of a docstring are other people's words, like the last column of the glossary.
+# "upstream names in brackets" of a docstring are names in other projects, like the last column of the glossary.
 UPSTREAM = re.compile(r"\[(?:substep|step_use_cudagraph|is_dummy_run|real_bsz|exist_prefill_flag)\]")
 
 
@@ -86,12 +87,14 @@ def test_synonyms_are_those_of_glossary_terms():
 
 @pytest.mark.parametrize(
     "text",
-    ["num_kv_pages", "the page table", "a candidate token", "bonus_token_ids", "num_speculative_tokens", "class Drafter:"],
+    ["num_kv_pages", "the page table", "batch_idx", "main_model", "class Drafter:", "substeps", "the output message"],
 )
 def test_check_sees(text: str):
     assert synonyms(text)
 
 
-@pytest.mark.parametrize("text", ["class PolydraftError", "paged_attention", "a contract's page", "`pass_index` [substep]"])
+@pytest.mark.parametrize(
+    "text", [*AGREED, "class PolydraftError", "paged_attention", "a contract's page", "`pass_index` [substep]"]
+)
 def test_check_lets_pass(text: str):
     assert not synonyms(text)

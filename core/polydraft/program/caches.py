@@ -1,4 +1,5 @@
-"""Kinds of caches that a layer may keep, as data: what the runtime allocates, what it costs, what a prefix hit is worth.
+"""Cache kinds: what a layer may store between steps, as data. A kind says what to allocate, what it costs, what a prefix hit is
+worth.
 
 A kind of block half (`models/block.py`) declares them. Rows of keys and values are laid out by the backend (`allocate_cache`);
 everything else is an ordinary buffer, called "PREFIX.NAME", which launches bind by that name.

@@ -1,7 +1,7 @@
-"""What a module that takes part in a step says of itself, as data: slot columns, step buffers, request parameters.
+"""Module declarations: what a module that takes part in a step needs, as data (slot columns, step buffers, parameters, stages).
 
 The runtime collects the declarations of all modules of an engine, allocates what they name, and hands every launch its buffers by
-those names (`ProgramBuilder.add`). Adding a module, or a column to one, therefore changes nobody else.
+those names (`ProgramBuilder.add`). Adding a module, or a column to one, therefore changes no other module.
 
 Shapes are written as in contract records: symbols of `Limits.sizes` (B slots, K drafts, W window, R rows, NL logit rows, L tokens
 of a history, MB blocks of a table, S stop tokens, V vocabulary), or numbers.

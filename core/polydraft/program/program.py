@@ -31,8 +31,8 @@ own, accepted by chance. A greedy slot gets the same tokens by each of them."""
 
 
 class StepKind(NamedTuple):
-    """What distinguishes the programs of an engine: the rule, and whether requests have their logits processed, and want log
-    probabilities of tokens or of their prompt (with which the others go)."""
+    """A step kind, for which an engine has programs of its own: the rule, and whether some request has its logits processed, or
+    requests log probabilities of its tokens or of its prompt. A step that reports prompts reports tokens, too."""
 
     rule: Rule = "greedy"
     processed: bool = False

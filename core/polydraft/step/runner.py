@@ -51,8 +51,8 @@ from polydraft.step.uploads import Uploads
 
 @dataclass(frozen=True)
 class InFlightStep:
-    """A step in flight: its plan, where its snapshot lands once the event has completed, and how its stages are launched: the
-    kind of step, the launch lengths, the captured shape it is replayed in."""
+    """An in-flight step: its plan, where its snapshot is once the event has completed, and how it was launched (step kind, launch
+    lengths, and the captured shape that it is replayed in)."""
 
     plan: StepPlan
     staging: Staging

@@ -43,6 +43,7 @@ from polydraft.plugins.plugins import Plugins
 from polydraft.program.host_inputs import FeatureFactory, HostView
 from polydraft.program.plan import StepOutcome, StepPlan
 from polydraft.program.points import Points
+from polydraft.program.program import refuse_lacking
 from polydraft.proposers.base import built_in
 from polydraft.resolve import Resolved, resolve
 from polydraft.sampling import draft_vocab
@@ -167,13 +168,8 @@ class Engine:
         """Refuse, before weights are read, blocks whose kinds launch what nobody on this device can do."""
         blocks = {**self.model.layers, **self.proposers.layers(self.resolved.proposer, self.model)}
         computed = {prefix: block for prefix, block in blocks.items() if prefix not in self._custom_blocks}
-        missing = lacking(computed, self.table.providers)
-        if missing:
-            needed = ", ".join(f"{contract} (in {missing[contract]})" for contract in sorted(missing))
-            raise CapabilityError(
-                f"model {self.model.name} has blocks that launch what backend {self.info.name} does not own: {needed}; implement "
-                "it, or enable a kernel pack that does (see `polydraft contracts`)"
-            )
+        who = f"model {self.model.name} has blocks that launch what backend {self.info.name}"
+        refuse_lacking(who, lacking(computed, self.table.providers))
 
     def _canonical(self, checkpoint: Checkpoint, model: ModelDescription, table: TensorTable) -> Mapping[str, Array]:
         """What is put onto the device: a checkpoint's tensors, and the head of a reduced draft vocabulary."""
@@ -203,7 +199,6 @@ class Engine:
             self.ledger,
             self.runner.columns,
             self.info.capabilities.row_order,
-            share_prefixes=self.resolved.prefix_cache,
             policy=self._draft_policy,
         )
         self._input_processor = InputProcessor(

@@ -89,7 +89,7 @@ def test_a_state_says_what_a_prefix_hit_is_worth(model: str, hit: Any):
     assert engine.runner.memory.buffers["layers.1.state"].shape == (3, 3, 5)
     decided = {d.name: d for d in engine.resolved.decisions}
     assert decided["slot_state_bytes"].chosen == 3 * 3 * 5 * 4
-    assert decided["prefix_cache"].chosen == engine.scheduler.share_prefixes == (hit == "border")
+    assert decided["prefix_cache"].chosen == engine.ledger.shares == (hit == "border")
     if hit == "never":
         assert decided["prefix_cache"].reason == "off: layers.1 cannot go on from the blocks of a common beginning"
     assert texts(model, family=family, draft_tokens=2) == texts(model, draft_tokens=0)

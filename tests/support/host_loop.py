@@ -22,7 +22,7 @@ from polydraft.host.kv_blocks import BlockLedger
 from polydraft.host.request import Request, Status
 from polydraft.host.scheduler import Scheduler
 from polydraft.host.slots import SlotTable
-from polydraft.program.columns import BLOCK_TABLE, HISTORY, collect
+from polydraft.program.columns import BLOCK_TABLE, HISTORY
 from polydraft.program.plan import StepOutcome, StepPlan
 from polydraft.sampling.processing import STAGES
 from polydraft.sampling.verify import Verifier
@@ -31,7 +31,7 @@ from polydraft.sentinels import NO_BLOCK, NO_TOKEN, Finish, Phase
 from polydraft.step.batch import Batch
 
 VOCABULARY = 1000
-COLUMNS = collect((*Batch.columns, *Verifier.columns, *(column for stage in STAGES for column in stage.columns)))
+COLUMNS = (*Batch.columns, *Verifier.columns, *(column for stage in STAGES for column in stage.columns))
 """Those of an engine without plugins and log probabilities."""
 
 
@@ -217,12 +217,13 @@ class FakeDevice:
 class HostLoop:
     """Scheduler, ledger, slot table and a fake device, driven as the engine drives them with `depth` steps in flight."""
 
-    def __init__(self, limits: Limits, *, depth: int = 0, seed: int = 0, **scheduler: Any) -> None:
+    def __init__(self, limits: Limits, *, depth: int = 0, seed: int = 0, shares: bool = True, **scheduler: Any) -> None:
         self.limits, self.depth = limits, depth
         self.slots = SlotTable(limits)
         self.ledger = BlockLedger(
-            num_blocks=limits.num_blocks, block_size=limits.block_size, max_seqs=limits.max_seqs, max_blocks=limits.max_blocks
-        )
+            num_blocks=limits.num_blocks, block_size=limits.block_size, max_seqs=limits.max_seqs, max_blocks=limits.max_blocks,
+            shares=shares,
+        )  # fmt: skip
         self.scheduler = Scheduler(limits, self.slots, self.ledger, COLUMNS, **scheduler)
         self.device = FakeDevice(limits, seed)
         self.in_flight: deque[tuple[StepPlan, StepOutcome]] = deque()

@@ -22,7 +22,6 @@ from polydraft.program.columns import (
     NOTHING,
     ColumnWriter,
     Writes,
-    collect,
     max_payload,
     max_runs,
     max_staged_tokens,
@@ -222,7 +221,7 @@ def test_more_values_than_a_column_is_wide_are_refused(column: str, spoiled: Any
 
 # -- columns of core -----------------------------------------------------------------------------------------------------
 LOGPROBS = Logprobs(LIMITS, raw=True, verify="rejection", draws=True)
-CORE = collect((*Batch.columns, *Verifier.columns, *(c for stage in STAGES for c in stage.columns), *LOGPROBS.columns))
+CORE = (*Batch.columns, *Verifier.columns, *(c for stage in STAGES for c in stage.columns), *LOGPROBS.columns)
 
 
 def test_every_column_of_core_carries_what_was_asked_for() -> None:
@@ -264,17 +263,11 @@ def test_a_request_that_asks_for_nothing_leaves_logits_as_they_are() -> None:
 
 
 # -- one name ------------------------------------------------------------------------------------------------------------
-def test_two_columns_of_one_name_are_refused() -> None:
-    sentence = r"^two modules declare the slot column 'drafts', wanted one; rename it in one of them$"
-    with pytest.raises(ConfigError, match=sentence):
-        collect((*Batch.columns, Column("mine", "Mine."), Column("drafts", "Mine, too.")))
-
-
 @pytest.mark.parametrize("second", [StepBuffer("tokens", "R"), Column("tokens", "Another.")], ids=["buffer", "column"])
 def test_two_buffers_of_one_name_are_refused(second: Any) -> None:
     memory = Memory(ReferenceDevice(), LIMITS, "f32")
     with pytest.raises(ConfigError, match=r"^two modules declare a buffer 'tokens', wanted one; rename it in one of them$"):
-        memory.allocate((*Batch.columns, second))
+        memory.allocate((*Batch.columns, Column("mine", "Mine."), second))
 
 
 def test_columns_are_allocated_empty_and_step_buffers_as_declared() -> None:

@@ -387,7 +387,7 @@ def test_requests_that_begin_alike_share_rows_and_others_do_not():
         loop.add(requests[1])
         complete(loop, requests)
         assert loop.ledger.num_hits == hits
-    apart = HostLoop(limits(), share_prefixes=False)
+    apart = HostLoop(limits(), shares=False)
     apart.add(request(0, prompt=9), request(3, prompt=9))
     complete(apart, [])
     assert apart.ledger.num_hits == 0

@@ -13,7 +13,7 @@ from polydraft.errors import RequestError
 from polydraft.host.kv_blocks import NO_GRANT
 from polydraft.host.request import Request
 from polydraft.plugins.program_pass import Node
-from polydraft.program.columns import ColumnWriter, collect
+from polydraft.program.columns import ColumnWriter
 from polydraft.program.declare import Admission, Column, LogitRows, LogitsStage, Parameter
 from polydraft.program.program import Memory, ProgramBuilder, StepContext
 from polydraft.reference.device import ReferenceDevice
@@ -139,7 +139,7 @@ def test_limits_of_what_a_slot_holds():
 
 # -- what a stage brings ---------------------------------------------------------------------------------------------------
 def test_a_column_of_a_stage_goes_down_with_the_others():
-    columns, capacities = collect((*COLUMNS, *FLOOR.columns)), limits()
+    columns, capacities = (*COLUMNS, *FLOOR.columns), limits()
     wants = Request("1", (1,), SamplingParams(extra={"floor": 2.5}), 1, (1, 0), (), 5, prepared={"logit_floor": 2.5})
     other = Request("2", (1,), SamplingParams(), 2, (2, 0), (), 5)
     known = np.array([1], np.int32)

@@ -126,24 +126,25 @@ def command(
 
 
 def _recording(given: dict[str, Any]) -> dict[str, Any]:
-    """Take the options of --record out of `given`."""
+    """Take the options of --record out of `given`; no steps where none were named."""
     file, steps = given.pop("record", None), given.pop("record_steps", None)
     weights = given.pop("record_weights", False)
     if file is None and (steps or weights):
         raise click.UsageError("--record-steps and --record-weights belong to --record FILE; add that")
+    asked: frozenset[int] = frozenset()
     if steps:
         from polydraft.instruments.record import steps_of
 
-        steps_of(steps)
-    return {"file": file, "steps": steps, "weights": weights}
+        asked = steps_of(steps)
+    return {"file": file, "steps": asked, "weights": weights}
 
 
-def _instruments(trace: str | None, *, file: str | None, steps: str | None, weights: bool) -> list[Instrument]:
+def _instruments(trace: str | None, *, file: str | None, steps: frozenset[int], weights: bool) -> list[Instrument]:
     """Those of --trace and --record; the configuration brings that of --sanitize."""
-    from polydraft.instruments.record import DEFAULT_STEPS, CallRecorder, steps_of
+    from polydraft.instruments.record import DEFAULT_STEPS, CallRecorder
     from polydraft.instruments.trace import Trace
 
-    recorder = [CallRecorder(steps_of(steps) if steps else DEFAULT_STEPS, include_weights=weights)] if file else []
+    recorder = [CallRecorder(steps or DEFAULT_STEPS, include_weights=weights)] if file else []
     return [*([Trace()] if trace else []), *recorder]
 
 

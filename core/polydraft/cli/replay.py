@@ -143,18 +143,17 @@ def text(record: Record, answer: Replay) -> str:
 
 # -- --record of other commands ----------------------------------------------------------------------
 @contextmanager
-def recorded(engine: Engine, file: str | None, steps: str | None, *, tell: Callable[[str], None]) -> Iterator[set[int]]:
+def recorded(engine: Engine, file: str | None, asked: frozenset[int], *, tell: Callable[[str], None]) -> Iterator[set[int]]:
     """Write the kernel calls of what the engine does inside, which was built with a `CallRecorder`, to `file`, also when it ends
-    by an error; None writes nothing. Yields a set which holds, behind the block, those of the `steps` that were asked for and
-    never came."""
+    by an error; None writes nothing. Yields a set which holds, behind the block, those of the steps `asked` for that never
+    came."""
     never: set[int] = set()
     if file is None:
         yield never
         return
-    from polydraft.instruments.record import CallRecorder, steps_of, text_of
+    from polydraft.instruments.record import CallRecorder, text_of
     from polydraft.instruments.record_file import write
 
-    asked = steps_of(steps) if steps else frozenset()
     recorder = engine.instruments[CallRecorder]
     try:
         yield never

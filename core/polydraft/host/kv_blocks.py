@@ -46,7 +46,8 @@ class BlockLedger:
 
     def __init__(self, *, num_blocks: int, block_size: int, max_seqs: int, max_blocks: int, shares: bool = True) -> None:
         self.num_blocks, self.block_size = num_blocks, block_size
-        self._shares = shares
+        self.shares = shares
+        """Whether requests whose texts begin alike have blocks in common."""
         self.table = np.full((max_seqs, max_blocks), NO_BLOCK, np.int32)
         self.num_granted = np.zeros(max_seqs, np.int64)
         self.num_hits = 0
@@ -165,7 +166,7 @@ class BlockLedger:
     def remember(self, slots: Array, tokens: Array, num_committed: Array) -> None:
         """Key the blocks of `slots` whose rows are all committed. `tokens` [max_seqs, L] holds each slot's text, which is at
         least one token longer than `num_committed` [len(slots)] rows."""
-        if not self._shares:
+        if not self.shares:
             return
         full = num_committed // self.block_size
         some = full > self._num_keyed[slots]

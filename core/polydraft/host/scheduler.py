@@ -41,11 +41,10 @@ class Scheduler:
 
     def __init__(
         self, limits: Limits, slots: SlotTable, ledger: BlockLedger, columns: Sequence[Column], row_order: RowOrder = "slot", *,
-        share_prefixes: bool = True, policy: DraftPolicy | None = None,
+        policy: DraftPolicy | None = None,
     ) -> None:  # fmt: skip
         self.limits, self.slots, self.ledger, self.row_order = limits, slots, ledger, row_order
         self._writer = ColumnWriter(columns, limits)
-        self.share_prefixes = share_prefixes
         self._policy: DraftPolicy = Always(limits.num_drafts) if policy is None else policy
         self._waiting_drafts = limits.num_drafts
         """Drafts that the last step made for a slot at most."""
@@ -205,20 +204,20 @@ class Scheduler:
         limits, ledger = self.limits, self.ledger
         known = np.array((*request.prompt_ids, *request.token_ids), np.int32)
         prefill_len = len(known) - 1 if request.token_ids else len(known)
-        share = self.share_prefixes and request.params.prompt_logprobs is None  # rows that are not computed predict nothing
+        share = ledger.shares and request.params.prompt_logprobs is None  # rows that are not computed predict nothing
         shared = ledger.match(known, (prefill_len - 1) // limits.block_size) if share else []
         need = min(len(known) + limits.window + 2 * limits.num_drafts, request.max_total)
         rest = int(ledger.blocks_for(need)) - len(shared)
         if rest > ledger.room_beside(shared):
             return None
-        self.slots.occupy(slot, request, known=known, prefill_len=prefill_len, num_cached=len(shared) * limits.block_size)
+        num_cached = len(shared) * limits.block_size
+        self.slots.occupy(slot, request, known=known, prefill_len=prefill_len, num_cached=num_cached)
         ledger.adopt(slot, shared, known)
         self.num_looked_up += prefill_len * share
         if request.params.max_drafts == 0:
             ledger.keep_private(slot)  # steps without drafts leave the proposer's rows unwritten
         ledger.grant(np.array([slot]), np.array([rest]))
-        num_cached, epoch = len(shared) * limits.block_size, int(self.slots.epoch[slot])
-        return Admission(request, slot, epoch, known, prefill_len, num_cached, ledger.granted(slot))
+        return Admission(request, slot, int(self.slots.epoch[slot]), known, prefill_len, num_cached, ledger.granted(slot))
 
     def _take_chunk(self, slot: int, budget: int, chunks: list[tuple[int, int]]) -> int:
         chunk = min(budget, int(self.slots.prefill_len[slot] - self.slots.prefill_planned[slot]))

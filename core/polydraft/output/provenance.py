@@ -116,9 +116,10 @@ def _with_prefill(
 
 def _cut_short(ends: Array, round_ends: Array, token_ends: Array) -> tuple[Array, Array]:
     """Tokens that each round really brought, and where they end: an end of text may have cut a request's last round."""
-    owner = np.arange(len(round_ends)).repeat(_counts(round_ends))
-    before = np.concatenate(([0], ends))[round_ends - _counts(round_ends)]  # what earlier requests would have brought
-    real = np.minimum(ends - before[owner], _counts(token_ends)[owner]) + (token_ends - _counts(token_ends))[owner]
+    num_rounds, num_tokens = _counts(round_ends), _counts(token_ends)
+    owner = np.arange(len(round_ends)).repeat(num_rounds)
+    before = np.concatenate(([0], ends))[round_ends - num_rounds]  # what earlier requests would have brought
+    real = np.minimum(ends - before[owner], num_tokens[owner]) + (token_ends - num_tokens)[owner]
     return _counts(real), real
 
 

@@ -6,7 +6,7 @@ payload and launches `scatter` over them. A column is known here by its declarat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ import numpy as np
 from polydraft.contracts.base import Limits
 from polydraft.contracts.kernels.scatter import Run
 from polydraft.device import Array
-from polydraft.errors import ConfigError, ContractError
+from polydraft.errors import ContractError
 from polydraft.program.declare import Admission, Column
 
 HISTORY = "tokens"
@@ -38,16 +38,6 @@ class Writes:
 
 
 NOTHING = Writes(np.empty((0, len(Run)), np.int32), np.empty(0, np.int32))
-
-
-def collect(declared: Iterable[Column]) -> tuple[Column, ...]:
-    """All columns, in order. Raises `ConfigError` where two have one name."""
-    found: dict[str, Column] = {}
-    for column in declared:
-        if column.name in found:
-            raise ConfigError(f"two modules declare the slot column {column.name!r}, wanted one; rename it in one of them")
-        found[column.name] = column
-    return tuple(found.values())
 
 
 def max_staged_tokens(limits: Limits) -> int:

@@ -254,16 +254,21 @@ def build(builders: Sequence[ProgramBuilder]) -> tuple[Program, ...]:
         for node in nodes
         if isinstance(node, Node) and node.contract not in builder.table.providers
     }
-    if missing:
-        needed = ", ".join(f"{contract} (in {missing[contract]})" for contract in sorted(missing))
-        raise CapabilityError(
-            f"the step needs contracts that the backend does not own: {needed}; implement them, or enable a kernel pack that "
-            "does (see `polydraft contracts`)"
-        )
+    refuse_lacking("the step needs contracts that the backend", missing)
     return tuple(
         builder.finish(rewrite(builder.name, nodes, fused[:place] + fused[place + 1 :], builder.table, builder.limits))
         for place, (builder, nodes) in enumerate(zip(builders, fused, strict=True))
     )
+
+
+def refuse_lacking(who: str, missing: Mapping[str, str]) -> None:
+    """Raise `CapabilityError` where contracts are `missing`, by name with a place that launches each; `who` begins the sentence
+    with what needs them and who does not own them."""
+    if missing:
+        needed = ", ".join(f"{contract} (in {missing[contract]})" for contract in sorted(missing))
+        raise CapabilityError(
+            f"{who} does not own: {needed}; implement them, or enable a kernel pack that does (see `polydraft contracts`)"
+        )
 
 
 class JoinedLaunches(NamedTuple):

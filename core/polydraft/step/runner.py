@@ -23,8 +23,8 @@ from polydraft.models.block import Block, scratch_buffers
 from polydraft.models.decoder import Target
 from polydraft.models.description import ModelDescription
 from polydraft.plugins.plugins import BoundTable, Plugins
-from polydraft.program.columns import BLOCK_TABLE, collect, max_payload, max_runs
-from polydraft.program.declare import LogitsStage, StepBuffer
+from polydraft.program.columns import BLOCK_TABLE, max_payload, max_runs
+from polydraft.program.declare import Column, LogitsStage, StepBuffer
 from polydraft.program.host_inputs import FeatureFactory, HostInputs
 from polydraft.program.packed import Snapshots
 from polydraft.program.plan import StepOutcome, StepPlan
@@ -251,7 +251,7 @@ class Runner:
     def _allocate(self, plugins: Plugins, modules: Sequence[object]) -> None:
         """Allocate what the modules declare, the runs into their columns, and metadata for each kind of pass."""
         limits, memory = self.limits, self.memory
-        self.columns = collect(_declared(modules, "columns"))
+        self.columns: tuple[Column, ...] = tuple(_declared(modules, "columns"))
         staged = (
             StepBuffer("runs", f"{max_runs(self.columns, limits)} 5"),
             StepBuffer("payload", str(max_payload(self.columns, limits))),

@@ -122,9 +122,9 @@ def polydraft_models() -> Iterable[Family]:  # type: ignore[empty-body]
 def polydraft_parameters() -> Iterable[LogitsStage]:  # type: ignore[empty-body]
     """Return stages of logits processing (`polydraft.program.declare.LogitsStage`), with the request parameters that they bring.
 
-    Requests give such a parameter in `SamplingParams.extra`. A stage declares the slot columns it reads and the contracts it
-    launches, behind core's own stages; a kernel pack of the same plugin may own these contracts. Called once per engine, when
-    all else is decided.
+    Requests give such a parameter in `SamplingParams.extra`, as `--param NAME=VALUE`, or as a field of an HTTP body. A stage
+    declares the slot columns it reads and the contracts it launches, behind core's own stages; a kernel pack of the same plugin
+    may own these contracts. Called once per engine, when all else is decided.
     """
 
 

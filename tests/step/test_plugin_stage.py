@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 from polydraft import LLM, SamplingParams
+from polydraft.cli import main
 from polydraft.contracts.base import REGISTRY
 from polydraft.errors import RequestError
 from tests.support import tiny
@@ -44,6 +46,41 @@ def test_logits_times_two_are_half_the_temperature(drafts: int, options: dict[st
     assert texts(served, extra={"logit_scale": 1.0}, **sampled) == texts(served, **sampled)
     assert texts(served, extra={"logit_scale": 2.0}, **sampled) != texts(served, **sampled), "it does something"
     served.close()
+
+
+def generated(*arguments: str) -> list[str]:
+    """What `polydraft generate` is asked with the plugin."""
+    ask = ["generate", "w3 w1 w4", "--model", str(tiny.checkpoint("narrow")), "--backend", "reference", "--plugin", FILE]
+    return [*ask, "--max-new-tokens", "12", "--ignore-eos", "--draft-tokens", "2", "--invariant", "--json", *arguments]
+
+
+def test_a_parameter_on_the_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    def tokens(*arguments: str) -> list[int]:
+        with pytest.raises(SystemExit) as exit_:
+            main(generated("--seed", "7", *arguments))
+        assert exit_.value.code in (None, 0)
+        return list(json.loads(capsys.readouterr().out)["requests"][0]["token_ids"])
+
+    halved = tokens("--temperature", "0.5")
+    assert tokens("--temperature", "1", "--param", "logit_scale=2.0") == halved
+    assert tokens("--temperature", "1", "--param", "logit_scale=1") == tokens("--temperature", "1") != halved
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        (("logit_scales=2",), "the request has the parameter 'logit_scales', which no stage knows; known: logit_scale"),
+        (("logit_scale=big",), "logit_scale is 'big', wanted a number above 0; correct the request"),
+        (("logit_scale=[2]",), "logit_scale is [2], wanted a number above 0; correct the request"),
+        (("logit_scale",), "'logit_scale' is no NAME=VALUE, wanted the name of a parameter and its value"),
+        (("logit_scale=2", "logit_scale=3"), "--param logit_scale was given twice, wanted one value; drop the other"),
+    ],
+)
+def test_a_wrong_parameter_on_the_command_line(asked: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main(generated(*(part for one in asked for part in ("--param", one))))
+    assert exit_.value.code == 2
+    assert said in capsys.readouterr().err
 
 
 def test_neighbours_are_not_touched() -> None:

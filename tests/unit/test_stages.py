@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -148,6 +149,16 @@ def test_a_column_of_a_stage_goes_down_with_the_others():
     held.write(ColumnWriter(columns, capacities).admissions(admitted, *NO_GRANT))
     assert held["floor"] == [np.float32(-1e30), 7.0, 2.5]
     assert Processing((*STAGES, FLOOR), ()).columns[-1] is FLOOR.columns[0]
+
+
+@pytest.mark.parametrize("value", ["high", None, [1]], ids=str)
+def test_a_value_that_a_check_cannot_look_at_is_refused(value: Any):
+    """Whatever a request brings, the engine goes on."""
+    stage: Any = SimpleNamespace(
+        name="mine", columns=(), contracts=(), parameters=(Parameter("mine", 0, "", "a number", lambda value: value + 1 > 0),)
+    )
+    with pytest.raises(RequestError, match="wanted a number; correct the request"):
+        Processing((stage,), ()).prepare(SamplingParams(extra={"mine": value}), lambda text: [], 8)
 
 
 @pytest.mark.parametrize("provided", [True, False])

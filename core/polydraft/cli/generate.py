@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from polydraft.cli.options import FAILED, INTERRUPTED, common, token_bias
+from polydraft.cli.options import FAILED, INTERRUPTED, common, parameter, token_bias
 from polydraft.cli.options import engine as engine_options
 from polydraft.errors import HazardError
 
@@ -39,7 +39,7 @@ parameter by its name, such as "max_new_tokens", "temperature", "seed", "stop", 
 SAMPLING = (
     "max_new_tokens", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
     "logit_bias", "bad_words", "min_tokens", "stop", "ignore_eos", "logprobs", "prompt_logprobs",
-    "max_drafts", "thinking_limit", "reply_budget", "constraint",
+    "max_drafts", "thinking_limit", "reply_budget", "constraint", "extra",
 )  # fmt: skip
 """Options that belong to each request; the others configure the engine."""
 
@@ -72,6 +72,10 @@ SAMPLING = (
 @click.option("--grammar", metavar="FILE", help="Bind the text to a grammar in EBNF or Lark; needs the extra grammar.")
 @click.option("--thinking-limit", type=int, metavar="N", help="Tokens of thinking at most; needs --think-end-ids.")
 @click.option("--reply-budget", type=int, metavar="N", help="Tokens behind thinking at most; needs --think-end-ids.")
+@click.option(
+    "--param", "extra", type=parameter, multiple=True, metavar="NAME=VALUE",
+    help="A parameter that a plugin brings, JSON or text; may be repeated.",
+)  # fmt: skip
 @click.option("--provenance", is_flag=True, help="Say of each token who proposed it; with --json, or --logprobs.")
 @click.option("--sanitize", is_flag=True, default=None, help="Check what runs for hazards, see docs/sanitize.md; slower.")
 @click.option("--trace", metavar="FILE", help="Write the timeline of the run, for polydraft trace and Perfetto.")
@@ -94,7 +98,7 @@ def command(
     from polydraft.instruments.output_file import claim
 
     given = {name: value for name, value in options.items() if value is not None and value != ()}
-    given |= _constraint(given)
+    given |= _constraint(given) | _extra(given)
     sampling = {name: given.pop(name) for name in SAMPLING if name in given}
     trace = given.pop("trace", None)
     record = _recording(given)
@@ -231,6 +235,16 @@ def _constraint(given: dict[str, Any]) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         option, wanted = f"--{kind.replace('_', '-')}", {"json_schema": "one JSON schema", "grammar": "a grammar"}[kind]
         raise click.UsageError(f"{option} {file} cannot be read: {error}; give a file with {wanted}") from error
+
+
+def _extra(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The parameters of plugins in `given`, by name; nothing where there are none."""
+    pairs: Sequence[tuple[str, Any]] = given.get("extra", ())
+    names = [name for name, _ in pairs]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise click.UsageError(f"--param {twice} was given twice, wanted one value; drop the other")
+    return {"extra": dict(pairs)} if pairs else {}
 
 
 def _most_logprobs(jobs: Sequence[Job]) -> dict[str, int]:

@@ -5,6 +5,7 @@ The command modules use it as decorators. It imports nothing heavy and prints no
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -57,6 +58,17 @@ def token_bias(value: str) -> tuple[int, float]:
         return int(token_id), float(bias)
     except ValueError:
         raise click.BadParameter(f"{value!r} is no ID=X, wanted a token id and a number, such as 17=-2.5") from None
+
+
+def parameter(value: str) -> tuple[str, Any]:
+    """A name and its value, as NAME=VALUE: what JSON says, or a text where it is none."""
+    name, given, text = value.partition("=")
+    if not name or not given:
+        raise click.BadParameter(f"{value!r} is no NAME=VALUE, wanted the name of a parameter and its value, such as scale=1.5")
+    try:
+        return name, json.loads(text)
+    except (ValueError, RecursionError):
+        return name, text
 
 
 def names(value: str | tuple[str, ...]) -> tuple[str, ...]:

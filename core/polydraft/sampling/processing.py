@@ -137,6 +137,14 @@ def _known(name: str, ids: Iterable[int], vocab_size: int) -> None:
         raise RequestError(f"{name} names token id {largest}, wanted at most {vocab_size - 1}; use this model's tokenizer")
 
 
+def _accepts(parameter: Parameter, value: Any) -> bool:
+    """Whether a parameter takes a value; one that cannot even be asked about is not taken."""
+    try:
+        return bool(parameter.accepts(value))
+    except Exception:  # noqa: BLE001  a check that expects a number compares whatever a request brings
+        return False
+
+
 def _refuse_twins(what: str, names: Sequence[str]) -> None:
     twin = next((name for name in names if names.count(name) > 1), "")
     if twin:
@@ -195,5 +203,5 @@ class Processing:
             if parameter is None:
                 known = f"known: {', '.join(self.parameters)}" if self.parameters else "no plugin of this engine brings any"
                 raise RequestError(f"the request has the parameter {name!r}, which no stage knows; {known}")
-            if not parameter.accepts(value):
+            if not _accepts(parameter, value):
                 raise RequestError(f"{name} is {value!r}, wanted {parameter.wanted}; correct the request")

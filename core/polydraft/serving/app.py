@@ -82,12 +82,12 @@ class Routes:
 
     async def completions(self, request: Request) -> Any:
         """`/v1/completions`."""
-        body = await self._body(request, protocol.CompletionRequest)
+        body = await self._body(request, self._service.bodies[protocol.CompletionRequest])
         return await self._service.answer(request, await asyncio.to_thread(self._service.completion, body))
 
     async def chat(self, request: Request) -> Any:
         """`/v1/chat/completions`."""
-        body = await self._body(request, protocol.ChatRequest)
+        body = await self._body(request, self._service.bodies[protocol.ChatRequest])
         return await self._service.answer(request, await asyncio.to_thread(self._service.chat, body))
 
     async def models(self, request: Request) -> Any:
@@ -169,7 +169,7 @@ class Routes:
     async def openapi(self, request: Request) -> Any:
         """`/openapi.json`."""
         del request
-        return JSONResponse(document(self._service.name, admin=bool(self._settings.admin_key)))
+        return JSONResponse(document(self._service.name, self._service.bodies, admin=bool(self._settings.admin_key)))
 
     async def playground(self, request: Request) -> Any:
         """`/`."""

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from string import Formatter
 from typing import Any
 
@@ -36,11 +37,12 @@ STATUSES = {
 }  # fmt: skip
 
 
-def document(model: str, *, admin: bool) -> dict[str, Any]:
-    """The document of this server; `admin`: whether the administrative routes are open."""
+def document(model: str, own: Mapping[type[Any], type[Any]], *, admin: bool) -> dict[str, Any]:
+    """The document of this server. `own`: bodies that have fields for parameters of its plugins, by what they are without;
+    `admin`: whether the administrative routes are open."""
     bodies = BODIES | (ADMIN if admin else {})
     schemas, components = msgspec.json.schema_components(
-        [kind for kind, _ in bodies.values()], ref_template="#/components/schemas/{name}"
+        [own.get(kind, kind) for kind, _ in bodies.values()], ref_template="#/components/schemas/{name}"
     )
     paths: dict[str, Any] = {}
     for (path, (_, text)), schema in zip(bodies.items(), schemas, strict=True):

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Annotated, Any, Final, Literal, TypeVar
 
 import msgspec
 
-from polydraft.errors import RequestError
+from polydraft.errors import ConfigError, RequestError
+from polydraft.serving.wire import Parameter
 
 MOST = 2**31 - 1
 """Numbers of the engine have 32 bits; what is sent to it must at least fit into 64."""
@@ -117,6 +118,60 @@ class UpdateWeightsRequest(msgspec.Struct, forbid_unknown_fields=True):
     running: Literal["finish", "recompute"] = "finish"
 
 
+S = TypeVar("S", bound=Sampling)
+_OF_PLUGINS: Final = "plugin_"
+"""How attributes for parameters of plugins begin, whose names in a body may be any text."""
+MOST_NESTED: Final = 16
+"""Lists and objects within each other in a parameter of a plugin at most."""
+
+
+def with_parameters(kind: type[S], parameters: Sequence[Parameter]) -> type[S]:
+    """The body `kind` with a field for each parameter that plugins of the engine bring."""
+    if not parameters:
+        return kind
+    names = {f"{_OF_PLUGINS}{place}": one.name for place, one in enumerate(parameters)}
+    described = [msgspec.Meta(description=f"{one.doc} Wanted: {one.wanted}.") for one in parameters]
+    fields = [(name, Annotated[Any, meta], None) for name, meta in zip(names, described, strict=True)]
+    made: Any = msgspec.defstruct(
+        kind.__name__, fields, bases=(kind,), kw_only=True, forbid_unknown_fields=True, rename=names, module=__name__
+    )
+    return made  # type: ignore[no-any-return]
+
+
+def refuse_taken(names: Iterable[str]) -> None:
+    """Raise `ConfigError` where a parameter of a plugin is called like a field of a body, and could not be given."""
+    taken = {field.encode_name for kind in (CompletionRequest, ChatRequest) for field in msgspec.structs.fields(kind)}
+    both = sorted(taken.intersection(names))
+    if both:
+        raise ConfigError(
+            f"plugins bring request parameters called {', '.join(both)}, as fields of HTTP bodies are; rename them in the plugins"
+        )
+
+
+def _extra(body: Sampling) -> dict[str, Any]:
+    """What a body gives of plugins' parameters, by name; null is nothing. The engine, which knows its plugins, checks values."""
+    found: dict[str, Any] = {}
+    for attribute, name in zip(body.__struct_fields__, body.__struct_encode_fields__, strict=True):
+        value = getattr(body, attribute) if attribute.startswith(_OF_PLUGINS) else None
+        if value is None:
+            continue
+        if not _fits(value, MOST_NESTED):
+            raise RequestError(
+                f"{name} has a number of more than 64 bits, or more than {MOST_NESTED} lists and objects within each other; "
+                "correct the request"
+            )
+        found[name] = value
+    return found
+
+
+def _fits(value: Any, depth: int) -> bool:
+    """Whether a value of JSON can be sent to the engine and told of in a sentence."""
+    if isinstance(value, int):
+        return -(2**63) <= value < 2**64
+    within = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
+    return within is None or (depth > 0 and all(_fits(one, depth - 1) for one in within))
+
+
 Body = CompletionRequest | ChatRequest | TokenizeRequest | DetokenizeRequest | UpdateWeightsRequest
 
 
@@ -134,7 +189,7 @@ def _sentence(message: str, kind: type[Any]) -> str:
     unknown = message.partition("unknown field `")[2].partition("`")[0]
     if not unknown:
         return f"the request is wrong: {message}; correct it"
-    known = [field.name for field in msgspec.structs.fields(kind)]
+    known = [field.encode_name for field in msgspec.structs.fields(kind)]
     near = difflib.get_close_matches(unknown, known, 1)
     hint = f"did you mean {near[0]!r}? " if near else ""
     return f"unknown parameter {unknown!r}; {hint}known: {', '.join(known)}"
@@ -163,6 +218,9 @@ def sampling_params(body: Sampling, *, default_max: int, most: int) -> dict[str,
             params[name] = value
     if body.stop is not None:
         params["stop"] = [body.stop] if isinstance(body.stop, str) else body.stop
+    extra = _extra(body)
+    if extra:
+        params["extra"] = extra
     constraint = _constraint(body)
     return params | ({"constraint": constraint} if constraint else {})
 

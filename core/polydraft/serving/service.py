@@ -61,6 +61,8 @@ class Service:
         self.draining = False
         self._tokenizer: Tokenizer | None = None
         self._template = _template(settings.chat_template)
+        self.bodies: Mapping[type[protocol.Sampling], type[protocol.Sampling]] = {}
+        """The bodies of the completions routes, with a field for each parameter that the engine's plugins bring."""
 
     async def open(self) -> None:
         """Start the engine and read what the HTTP side needs of the model."""
@@ -71,6 +73,8 @@ class Service:
         self._tokenizer = await asyncio.to_thread(Tokenizer.from_dir, ready.model_dir)
         self.name = self.settings.served_model or ready.model
         self.metrics = Metrics(self.name)
+        bodies = (protocol.CompletionRequest, protocol.ChatRequest)
+        self.bodies = {kind: protocol.with_parameters(kind, ready.parameters) for kind in bodies}
         self.texts = TokenTexts(self._tokenizer)
         self._template = self._template or self._tokenizer.chat_template
         self.log.tell("ready", model=self.name, backend=ready.backend, host=self.settings.host)

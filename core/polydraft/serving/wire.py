@@ -12,7 +12,7 @@ import msgspec
 
 from polydraft.errors import RecordError
 
-VERSION = 3
+VERSION = 4
 Span = tuple[str, str, float, float]
 """Of a step's timeline: "host" or "device", what it was, its start and length in milliseconds of the engine's clock."""
 
@@ -54,8 +54,16 @@ class Stop(msgspec.Struct, tag=True, frozen=True):
     """End everything and leave."""
 
 
+class Parameter(msgspec.Struct, frozen=True):
+    """A request parameter that a plugin brings: its name, what it does, and what a value has to be."""
+
+    name: str
+    doc: str
+    wanted: str
+
+
 class Ready(msgspec.Struct, tag=True, frozen=True):
-    """The engine stands. `decisions`: name to value."""
+    """The engine stands. `decisions`: name to value; `parameters`: those of its plugins."""
 
     model: str
     model_dir: str
@@ -67,6 +75,7 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
     device_times: str
     """Where the device's spans come from."""
     decisions: dict[str, Any]
+    parameters: list[Parameter]
     version: int = VERSION
 
 

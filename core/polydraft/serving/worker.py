@@ -31,6 +31,7 @@ from polydraft.sampling_params import SamplingParams
 from polydraft.sentinels import Phase
 from polydraft.serving import wire
 from polydraft.serving.lanes import Lanes
+from polydraft.serving.protocol import refuse_taken
 
 IDLE_MS = 200
 """How long the worker sleeps at most without work; a command wakes it."""
@@ -182,11 +183,14 @@ class Worker:
 
     def _start(self, command: wire.Start) -> None:
         try:
-            self._engine = engine = Engine(EngineConfig.from_mapping(command.config), instruments=(Trace(calls="none"),))
+            engine = Engine(EngineConfig.from_mapping(command.config), instruments=(Trace(calls="none"),))
+            parameters = engine.runner.processing.parameters.values()
+            refuse_taken(one.name for one in parameters)
         except PolydraftError as error:
             self._sender.put(wire.Unready(str(error)))
             self._stopping = True
             return
+        self._engine = engine
         limits, resolved, self._lanes = engine.resolved.limits, engine.resolved, Lanes(engine)
         self._sender.put(engine.tokenizer)
         self._sender.put(
@@ -194,6 +198,7 @@ class Worker:
                 model=engine.model.name, model_dir=str(engine.model_path), backend=resolved.backend, max_model_len=limits.max_len,
                 max_num_seqs=limits.max_seqs, max_logprobs=limits.max_logprobs, vocab_size=limits.vocab_size,
                 device_times=self._lanes.said, decisions={name: _plain(value) for name, value in resolved.describe().items()},
+                parameters=[wire.Parameter(one.name, one.doc, one.wanted) for one in parameters],
             )
         )  # fmt: skip
         self._begin = self._last = time.monotonic()

@@ -109,7 +109,8 @@ HUGE = 10**30
     "ask",
     [
         {"max_tokens": HUGE}, {"n": HUGE}, {"top_k": HUGE}, {"top_k": -HUGE}, {"min_tokens": HUGE}, {"logprobs": HUGE},
-        {"thinking_limit": HUGE}, {"reply_budget": HUGE}, {"max_drafts": HUGE}, {"seed": HUGE}, {"seed": -HUGE},
+        {"thinking_limit": HUGE}, {"reply_budget": HUGE}, {"max_drafts": HUGE}, {"num_speculative_tokens": HUGE},
+        {"seed": HUGE}, {"seed": -HUGE},
         {"seed": 2**64}, {"seed": -(2**63) - 1}, {"structured_outputs": {"json": {"const": HUGE}}},
         {"response_format": {"type": "json_schema", "json_schema": {"schema": {"const": HUGE}}}},
         {"structured_outputs": {"json": HUGE}}, {"structured_outputs": {"regex": HUGE}},

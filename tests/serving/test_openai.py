@@ -159,13 +159,25 @@ def test_chat_logprobs(client: Any) -> None:
     assert bytes(content[0].bytes).decode() == content[0].token
 
 
-def test_a_request_may_do_without_drafts(client: Any) -> None:
+NAMES = ("max_drafts", "num_speculative_tokens")
+"""Of a request's limit of drafts."""
+
+
+@pytest.mark.parametrize("names", [NAMES[:1], NAMES[1:], NAMES], ids=" and ".join)
+def test_a_request_may_do_without_drafts(client: Any, names: tuple[str, ...]) -> None:
     """The text is the same, and it says that none were verified."""
-    plain = complete(client, max_tokens=20, extra_body={"max_drafts": 0, "provenance": True})
+    plain = complete(client, max_tokens=20, extra_body={**dict.fromkeys(names, 0), "provenance": True})
     assert plain.choices[0].text == offline(max_new_tokens=20).text
     details = plain.usage.completion_tokens_details
     assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (0, 0)
     assert {token["source"] for token in plain.choices[0].provenance} == {"target"}
+
+
+def test_two_limits_of_drafts_are_one_error(client: Any) -> None:
+    said = "max_drafts is 0 and num_speculative_tokens is 2, two names of one limit, wanted one number; leave out one of them"
+    for ask in (complete, chat):
+        with pytest.raises(openai.BadRequestError, match=said):
+            ask(client, extra_body={"max_drafts": 0, "num_speculative_tokens": 2})
 
 
 def test_a_stream_with_provenance_tells_what_went_on_where(client: Any) -> None:

@@ -67,6 +67,8 @@ class Sampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     reply_budget: Whole | None = None
     max_drafts: Whole | None = None
     """Drafts verified in a round at most; 0: plain decoding."""
+    num_speculative_tokens: Whole | None = None
+    """The same, by the name that vLLM has for an engine's."""
     provenance: bool | None = None
     """Say of each token who proposed it."""
 
@@ -210,12 +212,14 @@ def sampling_params(body: Sampling, *, default_max: int, most: int) -> dict[str,
     params: dict[str, Any] = {"max_new_tokens": asked, "temperature": 1.0 if body.temperature is None else body.temperature}
     for name in (
         "top_p", "presence_penalty", "frequency_penalty", "logit_bias", "top_k", "min_p", "repetition_penalty", "min_tokens",
-        "ignore_eos", "stop_token_ids", "bad_words", "max_drafts", "thinking_limit",
-        "reply_budget",
+        "ignore_eos", "stop_token_ids", "bad_words", "thinking_limit", "reply_budget",
     ):  # fmt: skip
         value = getattr(body, name)
         if value is not None:
             params[name] = value
+    drafts = _max_drafts(body)
+    if drafts is not None:
+        params["max_drafts"] = drafts
     if body.stop is not None:
         params["stop"] = [body.stop] if isinstance(body.stop, str) else body.stop
     extra = _extra(body)
@@ -223,6 +227,17 @@ def sampling_params(body: Sampling, *, default_max: int, most: int) -> dict[str,
         params["extra"] = extra
     constraint = _constraint(body)
     return params | ({"constraint": constraint} if constraint else {})
+
+
+def _max_drafts(body: Sampling) -> int | None:
+    """Drafts of a round at most, by either of their names."""
+    ours, theirs = body.max_drafts, body.num_speculative_tokens
+    if ours is not None and theirs is not None and ours != theirs:
+        raise RequestError(
+            f"max_drafts is {ours} and num_speculative_tokens is {theirs}, two names of one limit, wanted one number; leave out "
+            "one of them"
+        )
+    return theirs if ours is None else ours
 
 
 STRUCTURED = {"json": "json_schema", "regex": "regex", "grammar": "grammar"}

@@ -1,7 +1,6 @@
-"""Owns the engine: requests in, steps, results out, on one thread and without ever blocking longer than one snapshot.
+"""The engine: takes requests, runs steps and returns results, on one thread, without waiting longer than for one snapshot.
 
-`LLM`, the command line and the server are clients of it. It wires scheduler, runner and commit together and never decides
-what they decide.
+`LLM`, the command line and the server use it. It connects scheduler, runner and commit, which make the decisions.
 """
 
 from __future__ import annotations
@@ -59,14 +58,14 @@ if TYPE_CHECKING:
     from polydraft.models.tensor_table import TensorTable
 
 Running = Literal["finish", "recompute"]
-"""What becomes of running requests when weights are replaced."""
+"""What happens to running requests when weights are replaced."""
 
 
 class Engine:
     """Continuous batching over one model and one device. Not thread-safe; every call returns promptly.
 
-    `add` and `abort` only touch the host. `step` plans and launches one step and collects as many as the overlap depth
-    wants. `poll` returns what has happened since the last poll.
+    `add` and `abort` only change host state. `step` plans and launches one step; it collects the oldest step in flight once there
+    are more than the overlap depth, or once there is nothing to launch. `poll` returns what is new since the last poll.
     """
 
     def __init__(
@@ -81,13 +80,13 @@ class Engine:
     ) -> None:
         """Build everything; errors come in this order: plugin, checkpoint header, negotiation, device, weights.
 
-        `backend` is a plugin object that stands in for the one named in `config` (tests), `checkpoint` an open checkpoint for
-        its `model` (benchmarks); the engine closes it. `features` bring data from the host into every step. `draft_policy`
-        chooses how many drafts each step makes, the most in every one where none is given. `instruments` look at the run,
-        as do those that plugins bring; the hazard checker is added to them where the configuration asks for it."""
+        `backend` is a plugin object that replaces the one named in `config` (tests). `checkpoint` is an open checkpoint that
+        replaces its `model` (benchmarks); the engine closes it. `features` provide host inputs for every step. `draft_policy`
+        chooses how many drafts each step makes; without one, every step makes the maximum. `instruments` observe the run, in
+        addition to those of plugins; the hazard checker is added if the configuration asks for it."""
         self.config = config or EngineConfig()
         self.default = default_backend() if self.config.backend == AUTO and backend is None else None
-        """What `auto` meant; None where a backend was named."""
+        """The backend that `auto` stands for; None if a backend was named."""
         name = self.default.name if self.default else self.config.backend
         self.plugins = Plugins.load(
             backend or name, packs=self.config.kernels, files=self.config.plugins, device=self.config.device,
@@ -145,7 +144,7 @@ class Engine:
         brought = self.proposers.weights(self.resolved.proposer, self.model)
         own = brought.prepare(self.table, self.model, dtype=self.resolved.dtype) if brought else {}
         whole: dict[str, Weight] = {**self._custom_blocks}
-        weights = ChainMap(self._weights, whole, own)  # a view: weights that move are found where they are
+        weights = ChainMap(self._weights, whole, own)  # a view, so that updated weights are found
         check_fits(self.device, self.resolved)
         steps = StepConfig(
             limits=self.resolved.limits, dtype=self.resolved.dtype, verify=self.resolved.verify, overlap=self.resolved.overlap,
@@ -165,14 +164,14 @@ class Engine:
         self.instruments.built(self)
 
     def _refuse_lacking_kinds(self) -> None:
-        """Refuse, before weights are read, blocks whose kinds launch what nobody on this device can do."""
+        """Refuse, before weights are read, blocks whose kinds launch contracts that have no provider on this device."""
         blocks = {**self.model.layers, **self.proposers.layers(self.resolved.proposer, self.model)}
         computed = {prefix: block for prefix, block in blocks.items() if prefix not in self._custom_blocks}
         who = f"model {self.model.name} has blocks that launch what backend {self.info.name}"
         refuse_lacking(who, lacking(computed, self.table.providers))
 
     def _canonical(self, checkpoint: Checkpoint, model: ModelDescription, table: TensorTable) -> Mapping[str, Array]:
-        """What is put onto the device: a checkpoint's tensors, and the head of a reduced draft vocabulary."""
+        """The tensors to put onto the device: those of a checkpoint, and the head of a reduced draft vocabulary."""
         tensors = load_weights(checkpoint, model, table)
         return tensors if self._draft_ids is None else WithDraftHead(tensors, self._draft_ids)
 
@@ -210,7 +209,7 @@ class Engine:
             accepted_at=[0] * limits.num_drafts, drafted_at=[0] * limits.num_drafts, drafts_per_step=[0] * limits.window
         )
         self.failure = ""
-        """Why nothing is served any more; "" while the device answers."""
+        """Why no requests are served any more; "" while the device works."""
         self._in_flight: deque[InFlightStep] = deque()
         self._outputs = OutputCollector(self.slots, self.tokenizer)
         self._processor = OutputProcessor(self.tokenizer)
@@ -226,8 +225,8 @@ class Engine:
         id: str | None = None,  # noqa: A002  what callers and records call it
         stream: bool = False,
     ) -> str:
-        """Queue a request and return its id. Raises `RequestError`; other requests are not affected. Raises `DeviceError` once
-        the device has failed for good, or was given back."""
+        """Queue a request and return its id. Raises `RequestError` for a request that cannot be served; other requests are not
+        affected. Raises `DeviceError` after the device has failed for good or the engine was closed."""
         if self.failure:
             raise DeviceError(self.failure)
         params = SamplingParams() if params is None else params
@@ -242,14 +241,15 @@ class Engine:
         return request_id
 
     def _free_id(self) -> str:
-        """An id that no caller has taken."""
+        """A request id that is not in use."""
         number = self._number
         while f"request-{number}" in self.requests:
             number += 1
         return f"request-{number}"
 
     def abort(self, request_id: str) -> None:
-        """End a request with what it has so far. An unknown id raises; one that has ended is left alone."""
+        """End a request with the tokens that it has so far. Does nothing if it has ended. Raises `RequestError` for an unknown
+        id."""
         request = self.requests.get(request_id)
         if request is None:
             raise RequestError(f"no request {request_id!r} is in this engine; it may have ended and been polled")
@@ -268,19 +268,19 @@ class Engine:
     # -- steps -------------------------------------------------------------------------------------
     @property
     def has_work(self) -> bool:
-        """Whether a step could still change something: waiting or running requests, or steps in flight."""
+        """Whether there is anything to do: waiting or running requests, or steps in flight."""
         return bool(self._in_flight or self.scheduler.waiting or (self.slots.phase != 0).any())
 
     @property
     def points(self) -> Points:
-        """Where instruments listen to a step."""
+        """The points of a step at which instruments listen."""
         return self.instruments.points
 
     def step(self) -> bool:
-        """Launch one step if there is one, and collect what is due. Returns False when there was nothing to do.
+        """Launch one step if there is one, and collect the step that is due. Returns False if there was nothing to do.
 
-        A `DeviceError` ends requests instead of the engine: those that were running carry its sentence, waiting ones are served
-        if the device still answers, and otherwise end likewise (`failure`)."""
+        A `DeviceError` ends requests and not the engine. Running requests end with its message. Waiting requests are served if
+        the device still works; otherwise they end with the message in `failure`."""
         points = self.instruments.points
         try:
             return points.notify_around("step", None, self._step) if points.step else self._step()
@@ -306,7 +306,7 @@ class Engine:
         return True
 
     def _launch(self, plan: StepPlan) -> None:
-        """Launch a step, with what its features make of what the host knows."""
+        """Fill the host inputs of a step and launch it."""
         inputs = self.runner.inputs
         if inputs.features:
             inputs.fill(self._view(plan), middle=False)
@@ -319,7 +319,8 @@ class Engine:
             self.supply(flight)
 
     def supply(self, flight: InFlightStep) -> None:
-        """The middle of a step: apply every step before it while its target pass runs, fill its host inputs, launch the rest."""
+        """The middle of a step: while its target pass runs, apply all earlier steps, fill its host inputs, and launch the
+        rest."""
         while self._in_flight[0] is not flight:
             self._collect()
         self.runner.inputs.fill(self._view(flight.plan), middle=True)
@@ -334,8 +335,8 @@ class Engine:
         return HostView(plan, self.slots, inputs.drafts, inputs.draft_len)
 
     def _recover(self, error: DeviceError) -> None:
-        """Void every step in flight. Nothing on the device is trusted afterwards: no slot goes on and no block is shared; a
-        request that is admitted later brings everything anew, since its slot's whole state is staged then."""
+        """Discard every step in flight. The state of the device is not used afterwards: no slot continues and no block is shared.
+        Requests admitted later work, since admission stages the whole state of a slot."""
         self._in_flight.clear()
         self.runner.reset()
         try:
@@ -357,12 +358,12 @@ class Engine:
         request.error = sentence
 
     def _unstick(self) -> bool:
-        """Nothing runs and nothing is in flight: a drained slot may just have made room, otherwise the engine is idle."""
+        """Nothing runs and nothing is in flight: release drained slots, which may make room. Returns False."""
         self.scheduler.release_drained()
         return False
 
     def _collect(self) -> None:
-        """Wait for the oldest step in flight and fold it in."""
+        """Wait for the oldest step in flight and apply its outcome."""
         flight = self._in_flight.popleft()
         points, plan, collect = self.instruments.points, flight.plan, self.runner.collect
         outcome = points.notify_around("collect", flight, collect, flight) if points.collect else collect(flight)
@@ -372,7 +373,7 @@ class Engine:
             self.apply(plan, outcome)
 
     def apply(self, plan: StepPlan, outcome: StepOutcome) -> None:
-        """Fold the outcome of a step into slots, requests and totals; tell observers."""
+        """Fold the outcome of a step into slots, requests and totals, and call the observers."""
         ended = apply(self.slots, self.ledger, plan, outcome, self.totals)
         for request in self._outputs.advance(outcome):
             end(self.slots, request.slot, "stop")
@@ -390,7 +391,7 @@ class Engine:
 
     # -- results -----------------------------------------------------------------------------------
     def poll(self) -> list[RequestOutput]:
-        """What has happened since the last poll: new text of streaming requests, and every request that ended."""
+        """Results since the last poll: new text of streaming requests, and every request that ended."""
         points = self.instruments.points
         return points.notify_around("output", None, self._poll) if points.output else self._poll()
 
@@ -403,25 +404,25 @@ class Engine:
         return outputs
 
     def take(self) -> EngineOutputs:
-        """The same as arrays, for an `OutputProcessor` that makes results of it on another thread; an engine is asked either by
-        `poll` or by `take`, and what was taken in one order is processed in it. Costs a step next to nothing."""
+        """The same as arrays, for an `OutputProcessor` that makes the results on another thread. Use either `poll` or `take` on
+        an engine, and process the arrays in the order in which they were taken. It costs a step next to nothing."""
         taken = self._outputs.take()
         for request in taken.ended:
             self.requests.pop(request.id, None)
         return taken
 
     def fail(self, error: DeviceError) -> None:
-        """What came from the device cannot be believed: end the running requests as `step` does where the device fails."""
+        """Handle invalid data from the device: end the running requests, as `step` does after a device failure."""
         self._recover(error)
 
     # -- weights -----------------------------------------------------------------------------------
     def update_weights(self, source: str | Path, *, running: Running = "finish") -> None:
-        """Replace all weights by those of the checkpoint directory `source`, in place, and go on.
+        """Replace all weights in place by those of the checkpoint directory `source`, and continue.
 
-        Everything in flight is applied first. Running requests "finish" on the old weights (preempted ones, too), or
-        "recompute": they keep their tokens, are prefilled again and go on with the new ones. Requests that wait for their first
-        slot see the new weights alone, and the prefix cache is dropped. Raises `CheckpointError` before anything changes when
-        `source` is broken or another model."""
+        Steps in flight are applied first. Running requests, including preempted ones, either "finish" on the old weights, or
+        "recompute": they keep their tokens, are prefilled again and continue with the new weights. Requests that have not been in
+        a slot use only the new weights. The prefix cache is dropped. Raises `CheckpointError`, before anything changes, if
+        `source` is broken or another model; raises `CapabilityError` if blocks of the model keep their own weights."""
         if self._custom_blocks:
             raise CapabilityError(
                 f"{', '.join(self._custom_blocks)} of this model compute themselves and keep their own weights; change these "
@@ -441,23 +442,23 @@ class Engine:
             self.runner.rebind()
 
     def _quiesce(self, running: Running) -> None:
-        """Bring engine and device to a point where nothing is in flight and no slot is in the middle of a text."""
+        """Run steps until nothing is in flight and no slot is in the middle of a text."""
         self.scheduler.admits = "begun" if running == "finish" else "none"
         if running == "recompute":
             self.scheduler.preempt_all()
         while self._in_flight or (self.slots.phase != Phase.IDLE).any() or self.scheduler.admissible():
             self.step()
-        self.device.synchronize()  # the last step's draft passes stand behind the snapshot that was waited for
+        self.device.synchronize()  # the last step's draft passes come after the snapshot that was waited for
 
     @property
     def hazards(self) -> tuple[Hazard, ...]:
-        """What the hazard checker has found so far; nothing without `sanitize`."""
+        """The hazards found so far; empty without `sanitize`."""
         checking = self.instruments.find(Sanitizer)
         return checking.report.hazards if checking else ()
 
     def close(self) -> None:
-        """Give the device back. Raises, when all is given back, what an instrument has to say of the run: `HazardError` for what
-        the hazard checker has found."""
+        """Close the device and the checkpoint. Then raises the error of an instrument, such as `HazardError` of the hazard
+        checker."""
         self.failure = self.failure or "this engine is closed, wanted an open one; make a new one"
         self.instruments.closing()
         self.device.close()
@@ -465,7 +466,7 @@ class Engine:
         self.instruments.close()
 
     def canonical_weights(self) -> Mapping[str, Array]:
-        """The model's weights as the checkpoint has them, by canonical name, read one at a time when asked for; float32."""
+        """The weights of the checkpoint by canonical name, float32, each read when it is accessed."""
         model, table = self.families.describe(self._checkpoint)
         return load_weights(self._checkpoint, model, table)
 
@@ -476,7 +477,7 @@ class Engine:
 
     @property
     def description(self) -> ModelDescription:
-        """The model that is loaded."""
+        """Description of the loaded model."""
         return self.model
 
 

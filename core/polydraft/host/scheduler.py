@@ -1,11 +1,11 @@
-"""Owns who runs in the next step: admission, prefill chunks, block grants, pausing and preemption.
+"""The scheduler: plans which requests run in the next step (admission, prefill chunks, block grants, pausing, preemption).
 
-The engine calls `plan` once a step and gets a frozen `StepPlan`; everything is decided from applied snapshots and upper
-bounds, so a plan never waits for the device. It never touches a buffer.
+The engine calls `plan` once per step and gets a frozen `StepPlan`. All decisions are made from applied snapshots and upper
+bounds, so a plan does not wait for the device. The scheduler does not touch device buffers.
 
-Fairness, stated: first come, first served. Decoding slots come before prefill, older requests get blocks first, a waiting
-request is never overtaken, and when blocks run out the youngest running request is preempted, keeps its tokens and returns
-to the head of the queue.
+Fairness: first come, first served. Decoding slots come before prefill, older requests get blocks first, and a waiting request is
+never overtaken. When blocks run out, the youngest running request is preempted: it keeps its tokens and returns to the head of
+the queue.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ from polydraft.sentinels import Phase
 
 Admits = Literal["all", "begun", "none"]
 PREALLOCATED_STEPS = 8
-"""Steps for which all decoding slots are granted blocks as soon as one of them lacks some, while blocks are plenty (nobody waits
-for any, and as many are left): a step that grants costs the host a third more, and the device a copy and a launch."""
+"""Number of steps for which all decoding slots get blocks as soon as one of them needs some, while blocks are plenty: no request
+waits, and at least half of the spare blocks are left. A step that grants costs the host a third more, and the device a copy and a
+launch."""
 _PREFILL, _DECODE = int(Phase.PREFILL), int(Phase.DECODE)
-"""As plain numbers: NumPy compares arrays with those several times faster."""
+"""As plain numbers, because NumPy compares arrays with these several times faster."""
 
 
 class Scheduler:
@@ -47,23 +48,23 @@ class Scheduler:
         self._writer = ColumnWriter(columns, limits)
         self._policy: DraftPolicy = Always(limits.num_drafts) if policy is None else policy
         self._waiting_drafts = limits.num_drafts
-        """Drafts that the last step made for a slot at most."""
+        """The maximum number of drafts that the last step made for a slot."""
         self.waiting: deque[Request] = deque()
         self.num_preemptions = 0
         self.num_looked_up = 0
-        """Tokens that were looked for in the prefix cache."""
+        """Number of tokens that were looked up in the prefix cache."""
         self.admits: Admits = "all"
-        """Of those that wait everybody, those that have been in a slot already, or nobody."""
+        """Which waiting requests may be admitted: all, only those that were in a slot before, or none."""
         self._step_id = 0
         self._last: StepPlan | None = None
         self._windows_ahead = 0
-        """Further steps of the last one's slots in which none can lack a block: what each may need grows by the largest window a
-        step."""
+        """How many more steps with the same slots cannot run out of granted blocks. What each slot may need grows by the largest
+        window per step."""
         self._shuffle = np.random.default_rng(0)
 
     # -- the plan ----------------------------------------------------------------------------------
     def plan(self) -> StepPlan | None:
-        """The next step, or None when there is nothing that could run now."""
+        """The next step, or None if nothing can run now."""
         self.release_drained()
         decode = self._decoding()
         decode, grant, short = self._grant_windows(decode)
@@ -75,7 +76,7 @@ class Scheduler:
         windows = int(rows.sum()) if last is None else last.num_rows
         chunks, admitted = self._plan_prefill(self.limits.max_rows - windows, admit=not short)
         if not len(decode) and not chunks:
-            # What was preempted just now and has nothing in flight makes room at once: no step goes by for it.
+            # A request that was just preempted and has nothing in flight frees its slot at once, without an empty step.
             return self.plan() if self._drained().size else None
         self._step_id += 1
         num_drafts = self._policy.choose(DraftView(self.slots, decode, bool(chunks)))
@@ -88,26 +89,26 @@ class Scheduler:
         return plan
 
     def _last_of(self, decode: Array) -> StepPlan | None:
-        """The last plan, where it ran windows of these very slots and nothing else."""
+        """The last plan, if it ran windows of the same slots and nothing else."""
         last = self._last
         return last if last is not None and not last.has_prefill and last.slots.tobytes() == decode.tobytes() else None
 
     def _window_rows(self, decode: Array, window: int) -> Array:
-        """[n] int32: rows of each decoding slot at most, what its request allows of the step's window."""
+        """[n] int32: upper bound of the rows of each decoding slot: the step's window, limited by its request."""
         rows: Array = self.slots.window[decode]
         return rows if window == self.limits.window else np.minimum(rows, np.int32(window))
 
     def _decoding(self) -> Array:
-        """Decoding slots, without those that the steps in flight end by length."""
+        """Decoding slots, except those that reach their maximum length in a step that is in flight."""
         t = self.slots
         running = (t.phase == _DECODE) & ~t.draining & (t.num_known + t.in_flight_tokens < t.max_total)
         slots: Array = running.nonzero()[0]
         return slots
 
     def _grant_windows(self, decode: Array) -> tuple[Array, Grant, bool]:
-        """Grant what the next window and its drafts may need, which the device counts with as many drafts as there are places
-        for, whatever the steps verify and make. Returns the slots that can run, what was granted, and whether blocks ran short:
-        then nobody is admitted into what is left."""
+        """Grant the blocks that the next window and its drafts may need. The device counts with the maximum number of drafts,
+        whatever the steps verify and make. Returns the slots that can run, what was granted, and whether blocks ran short, in
+        which case no request is admitted."""
         if not len(decode):
             return decode, NO_GRANT, False
         if self._windows_ahead and self._last_of(decode) is not None:
@@ -129,9 +130,9 @@ class Scheduler:
         return decode, ledger.grant(decode, more if plenty else lacking), False
 
     def _grant_scarce(self, decode: Array, base: Array, lacking: Array) -> tuple[Array, Grant, bool]:
-        """Grant `lacking` as far as blocks go, oldest request first. A slot without blocks for the window that follows its
-        applied state, `base` rows, is left out; once nothing is in flight for it, it is stuck, and the youngest request must
-        make room."""
+        """Grant `lacking` blocks while there are any, oldest request first. A slot without blocks for the window after its
+        applied state (`base` rows) is left out. Once nothing is in flight for such a slot it cannot continue, so the youngest
+        request is preempted."""
         t, limits, ledger = self.slots, self.limits, self.ledger
         age = np.argsort(t.number[decode], kind="stable")
         decode, base, lacking = decode[age], base[age], lacking[age]
@@ -143,12 +144,12 @@ class Scheduler:
         return np.sort(decode[~starved & ~t.draining[decode]]), grant, True
 
     def _preempt_youngest(self) -> None:
-        """Take the youngest running request out of the steps to come; it queues again when it has drained."""
+        """Stop scheduling the youngest running request. It returns to the queue when it has drained."""
         running = self._running()
         self._preempt(int(running[np.argmax(self.slots.number[running])]))
 
     def preempt_all(self) -> None:
-        """Take every running request out of the steps to come."""
+        """Stop scheduling every running request. Each returns to the queue when it has drained."""
         for slot in self._running().tolist():
             self._preempt(slot)
 
@@ -164,7 +165,7 @@ class Scheduler:
         self.num_preemptions += 1
 
     def _plan_prefill(self, budget: int, *, admit: bool) -> tuple[list[tuple[int, int]], list[Admission]]:
-        """(slot, chunk) of running and newly admitted prefills, and the admissions."""
+        """(slot, chunk) of running and newly admitted prefills, and the admissions. `budget`: rows left in this step."""
         t = self.slots
         chunks: list[tuple[int, int]] = []
         admitted: list[Admission] = []
@@ -188,23 +189,24 @@ class Scheduler:
         return chunks, admitted
 
     def admissible(self) -> bool:
-        """Whether the oldest request that waits may be admitted; those that have begun are older than all others."""
+        """Whether the oldest waiting request may be admitted. Requests that have begun are older than all others."""
         return bool(self.waiting) and (self.admits == "all" or (self.admits == "begun" and self.waiting[0].begun))
 
     def _preempting(self) -> bool:
-        """Whether a preempted request is still draining: what it frees belongs to those it was preempted for."""
+        """Whether a preempted request is still draining. Its blocks are for the requests that it was preempted for."""
         draining = np.flatnonzero(self.slots.draining).tolist()
         return any(r is not None and r.status is Status.RUNNING for r in (self.slots.request[slot] for slot in draining))
 
     def _admit(self, slot: int, request: Request) -> Admission | None:
-        """Place a request, sharing the blocks that already hold its beginning; None when there is no room for the rest.
+        """Place a request in a slot, sharing the blocks that already contain its beginning; None if there is no room for the
+        rest.
 
-        It is granted all of its prefill and the first window at once, so a prefill never stalls half-way. At least one row is
-        always left to compute: the hidden state behind the last known token starts the drafts."""
+        It gets the blocks of its whole prefill and first window at once, so that a prefill cannot stall half-way. At least one
+        row is always left to compute, since drafting starts from the hidden state of the last known token."""
         limits, ledger = self.limits, self.ledger
         known = np.array((*request.prompt_ids, *request.token_ids), np.int32)
         prefill_len = len(known) - 1 if request.token_ids else len(known)
-        share = ledger.shares and request.params.prompt_logprobs is None  # rows that are not computed predict nothing
+        share = ledger.shares and request.params.prompt_logprobs is None  # shared rows have no logits
         shared = ledger.match(known, (prefill_len - 1) // limits.block_size) if share else []
         need = min(len(known) + limits.window + 2 * limits.num_drafts, request.max_total)
         rest = int(ledger.blocks_for(need)) - len(shared)
@@ -264,7 +266,7 @@ class Scheduler:
         )
 
     def _launch_order(self, decode: Array, windows: Array, chunks: list[tuple[int, int]]) -> tuple[Array, Array]:
-        """Slots and planned rows in the order the backend packs them."""
+        """Slots and planned rows in the order in which the backend packs them."""
         slots = np.concatenate((np.array([s for s, _ in chunks], np.intp), decode))
         rows = np.concatenate((np.array([c for _, c in chunks], np.int32), windows))
         if self.row_order == "slot":
@@ -281,12 +283,12 @@ class Scheduler:
         return bool(t.prefill_planned[slot] + chunk == t.prefill_len[slot] == t.num_known[slot])
 
     def _num_top(self, slots: Array) -> Array | None:
-        """Log probabilities that scheduled slots want, by slot."""
+        """Requested log probabilities of the scheduled slots, by slot; None if none are requested."""
         wanted = self.limits.max_logprobs >= 0 and (self.slots.num_top[slots] >= 0).any()
         return self.slots.num_top.copy() if wanted else None
 
     def _prompt_top(self, chunks: list[tuple[int, int]]) -> tuple[Array | None, int]:
-        """Those of prompt tokens that these chunks predict, by slot, and how many rows predict one."""
+        """Requested log probabilities of the prompt tokens that these chunks predict, by slot, and the number of such rows."""
         rows = {slot: count for slot, chunk in chunks if (count := self._prompt_rows(slot, chunk)) > 0}
         if not rows:
             return None, 0
@@ -295,7 +297,7 @@ class Scheduler:
         return wanted, sum(rows.values())
 
     def _prompt_rows(self, slot: int, chunk: int) -> int:
-        """Rows of the next chunk of a slot that predict a prompt token somebody wants to know of."""
+        """Rows of the next chunk of a slot that predict a prompt token whose log probability is requested."""
         t = self.slots
         if t.prompt_top[slot] < 0:
             return 0
@@ -303,7 +305,7 @@ class Scheduler:
         return max(min(begin + chunk, int(t.prompt_len[slot]) - 1) - begin, 0)
 
     def _advance(self, plan: StepPlan) -> None:
-        """Move the planned state behind this step."""
+        """Advance the planned state past this step."""
         t, slots = self.slots, plan.slots
         t.in_flight_counts += plan.in_flight_counts
         if plan.has_prefill:
@@ -313,7 +315,7 @@ class Scheduler:
 
     # -- draining ----------------------------------------------------------------------------------
     def release_drained(self) -> None:
-        """Free slots that leave once the last snapshot in flight for them has been applied; preempted requests queue again."""
+        """Free the draining slots that have nothing in flight any more; preempted requests return to the queue."""
         t = self.slots
         for slot in self._drained().tolist():
             request = t.request[slot]
@@ -326,10 +328,10 @@ class Scheduler:
             t.vacate(slot)
 
     def _drained(self) -> Array:
-        """Leaving slots that no step in flight holds."""
+        """Draining slots that no step in flight uses."""
         draining: Array = self.slots.draining.nonzero()[0]
         return draining[self.slots.in_flight[draining] == 0] if draining.size else draining
 
     def _queue_place(self, request: Request) -> int:
-        """Where a preempted request joins the queue: by arrival, which is at the head unless older ones wait too."""
+        """The place of a preempted request in the queue, by arrival: at the head unless older requests wait, too."""
         return next((i for i, other in enumerate(self.waiting) if other.number > request.number), len(self.waiting))

@@ -1,8 +1,7 @@
-"""The step program: the flat list of bound launches that one kind of step consists of, and how it is built.
+"""Step programs: the flat lists of bound launches that a step consists of, and how they are built.
 
-The runner walks it once a step; capture and null mode walk the same list, and instruments wrap its launches as they are bound.
-What runs is decided elsewhere: models, proposers and the runner append entries, and `program/fusion.py` says which of them
-become one.
+The runner walks these lists in each step, graphs are captured from them, and instruments wrap launches as they are bound. Models,
+proposers and the runner append the entries, and `program/fusion.py` decides which of them become one launch.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ from polydraft.program.declare import Column, StepBuffer, sizes_of
 from polydraft.program.fusion import Joined, fuse, joined, pass_of, rewrite
 
 Rule = Literal["greedy", "sampling", "rejection"]
-"""How the rows of a step choose their tokens: argmax; noise of the position, shared by drafts; or drafts with noise of their
-own, accepted by chance. A greedy slot gets the same tokens by each of them."""
+"""How the rows of a step choose their tokens: argmax ("greedy"); with the noise of the position, which drafts share ("sampling");
+or with separate noise for drafts and rejection sampling ("rejection"). A greedy slot gets the same tokens by each rule."""
 
 
 class StepKind(NamedTuple):
@@ -41,7 +40,7 @@ class StepKind(NamedTuple):
 
     @property
     def name(self) -> str:
-        """For people, and to look the programs up."""
+        """Name for messages, and key of the programs."""
         return ".".join((self.rule, *(part for part in ("processed", "logprobs", "prompt") if getattr(self, part))))
 
 
@@ -50,7 +49,7 @@ GREEDY = StepKind()
 
 @dataclass
 class StepContext:
-    """What the host knows of the step being launched; set once per step, read by metadata fills."""
+    """What the host knows of the step being launched. It is set once per step, and metadata fills read it."""
 
     real_slots: int = 0
     has_prefill: bool = False
@@ -58,11 +57,11 @@ class StepContext:
 
 @dataclass(frozen=True)
 class Bound:
-    """One entry of a program: the launch, the index of its launch length in `Lengths`, and its names for people.
+    """One entry of a program: the launch, the index of its launch length in `Lengths`, its contract and its stage.
 
-    `args`: what it was bound to (of a metadata fill, its node; None of a launch that no contract describes); whoever walks
-    a program to look at memory needs it, running it does not. `joined`: what was done so that it serves several contracts, or by
-    another kernel than the table's; `spans`: entries that it stands for in `Program.entries`."""
+    `args`: what it was bound to (the node of a metadata fill; None for a launch that no contract describes). Tools that inspect
+    memory need it; running the program does not. `joined`: how it came to serve several contracts, or to use another kernel than
+    the table's. `spans`: the number of entries that it replaces in `Program.entries`."""
 
     launch: Launch
     unit: int
@@ -80,8 +79,7 @@ Lengths = tuple[int, ...]
 @dataclass(frozen=True)
 class Program:
     """A flat list of bound launches. `run` is the whole step path on the host: one call per launch, nothing else. `captured`: the
-    list that a graph of the program is made from, where a pass of the backend has joined more of it there; () where it is the
-    same."""
+    list from which a graph is captured, if the backend's program pass merged more launches there; () if it is the same list."""
 
     name: str
     entries: tuple[Bound, ...]
@@ -94,20 +92,20 @@ class Program:
             launch(stream, lengths[unit])
 
     def recorded(self) -> Iterator[tuple[str, Launch, int]]:
-        """What a graph is made from: contract names, launch, and the place of its length."""
+        """The launches to capture: contract names, launch, and the index of its launch length."""
         if self.captured:
             return ((entry.contract, entry.launch, entry.unit) for entry in self.captured)
         return ((entry.contract, launch, unit) for entry, (launch, unit) in zip(self.entries, self.calls, strict=True))
 
     def describe(self) -> list[str]:
-        """Contract names in launch order, as they are launched one by one."""
+        """Contract names in launch order, without graphs."""
         return [entry.contract for entry in self.entries]
 
 
 @dataclass
 class Memory:
-    """Everything that launches are bound to, by name: what modules declared and the runtime allocated, weights as they were
-    prepared, caches, and the metadata of each kind of pass."""
+    """Everything that launches are bound to, by name: the declared and allocated buffers, prepared weights, caches, and the
+    metadata of each kind of pass."""
 
     device: Device
     limits: Limits
@@ -119,7 +117,7 @@ class Memory:
     metas: dict[str, ForwardMeta] = field(default_factory=dict)
 
     def allocate(self, declared: Iterable[Column | StepBuffer]) -> None:
-        """Allocate what modules declare, columns with every slot empty. Raises `ConfigError` where two have one name."""
+        """Allocate the declared buffers; columns begin with every slot empty. Raises `ConfigError` if two have the same name."""
         for one in declared:
             dtype = self.act if one.dtype == "act" else one.dtype
             shape = sizes_of(one.shape, self.limits)
@@ -131,8 +129,8 @@ class Memory:
                 self.device.load(buffer, np.full(shape, initial, DTYPES[dtype]))
 
     def find(self, wanted: Contract, name: str, spec: Spec, given: Any) -> Any:
-        """What a field of a record is bound to: what was given, or what bears the name that was given. Raises `ContractError`
-        where there is no such thing."""
+        """The object that a field of a record is bound to: `given` itself, or the one with that name. Raises `ContractError` if
+        no module declares the name."""
         if isinstance(spec, ColumnsSpec):
             column = TensorSpec("B", "", spec.access, spec.doc)
             return tuple(self.find(wanted, name, column, one) for one in given)
@@ -162,11 +160,10 @@ class ProgramBuilder:
     def add(self, contract: str, unit: Unit, stage: str, /, **fields: Any) -> None:
         """Append a launch of `contract`, whose launch length counts `unit`.
 
-        `fields` are those of the contract's record: parameters as values; buffers, weights, caches and metadata by the name that
-        a module declared (or the thing itself). A buffer that is not given is the one that bears the field's own name, so most
-        launches on slot columns and step buffers give none; what may be left out has to be given. Raises `ContractError` for a
-        contract nobody registered, a field that it does not have or that is missing, and a launch length that counts something
-        else than the contract does."""
+        `fields` are those of the contract's record: parameters as values; buffers, weights, caches and metadata by their declared
+        name (or as objects). A buffer that is not given is the one with the name of the field, so most launches on slot columns
+        and step buffers give none. An optional buffer has to be given, otherwise it is absent. Raises `ContractError` for an
+        unregistered contract, an unknown or missing field, or a launch length in another unit than the contract's."""
         wanted = REGISTRY[contract]
         if wanted.unit not in {"any", unit}:
             raise ContractError(
@@ -198,11 +195,11 @@ class ProgramBuilder:
         self.nodes.append(Call(name, launch, unit, stage))
 
     def build(self) -> Program:
-        """Build this program as if it were the whole step."""
+        """Build this program as a whole step by itself."""
         return build((self,))[0]
 
     def bind(self, node: Entry) -> Bound:
-        """Bind one node to the provider that the table has for it."""
+        """Bind one node to its provider in the table."""
         unit = UNITS.index(node.unit)
         if isinstance(node, Call):
             launch = self.table.instrumented(node.launch, Binding(node.name, program=self.name, stage=node.stage))
@@ -222,7 +219,7 @@ class ProgramBuilder:
         return Bound(launch, unit, node.contract, node.stage, node.args, known)
 
     def finish(self, entries: Sequence[Entry]) -> Program:
-        """The program of these entries. One that is the same whether launches are captured or not is bound once."""
+        """The program of these entries. An entry that is the same with and without capture is bound once."""
         bound: dict[int, Bound] = {}
 
         def bind(entry: Entry) -> Bound:
@@ -241,9 +238,9 @@ class ProgramBuilder:
 
 
 def build(builders: Sequence[ProgramBuilder]) -> tuple[Program, ...]:
-    """Build the programs of one kind of step, which run one after the other, or each in some steps: lay composites over them,
-    check that every contract has a provider, run the passes of the table, bind. Raises `CapabilityError` naming all contracts
-    that nobody provides, and `PluginError` for a pass that returns another program."""
+    """Build the programs of one step kind, some or all of which run in a step. In this order: replace runs of nodes by
+    composites, check that every contract has a provider, apply the program passes of the table, bind. Raises `CapabilityError`
+    that names all contracts without a provider, and `PluginError` for a pass that returns a different program."""
     fused = []
     for place, builder in enumerate(builders):
         others = [other.nodes for i, other in enumerate(builders) if i != place]
@@ -272,7 +269,7 @@ def refuse_lacking(who: str, missing: Mapping[str, str]) -> None:
 
 
 class JoinedLaunches(NamedTuple):
-    """What was joined in the programs of an engine, and in how many launches of each."""
+    """Launches that became one in the same way, and how many there are in each program."""
 
     joined: Joined
     launches: Mapping[str, int]
@@ -280,7 +277,7 @@ class JoinedLaunches(NamedTuple):
 
 
 def joined_launches(programs: Sequence[Program]) -> list[JoinedLaunches]:
-    """What was joined in which programs, in the order of the first launch of each."""
+    """The launches that became one, in the order of the first launch of each."""
     found: dict[Joined, dict[str, int]] = {}
     for program in programs:
         for entry in program.captured or program.entries:
@@ -300,7 +297,7 @@ def _fill_launch(node: Fill, context: StepContext) -> Launch:
 
 
 def step_meta(node: Fill, c: StepContext, n: int) -> StepMeta:
-    """What the metadata of one pass is filled with, for a launch of `n` rows."""
+    """The values that the metadata of one pass is filled from, for a launch of `n` rows."""
     return StepMeta(node.pass_index, n, c.real_slots, c.has_prefill)
 
 

@@ -1,13 +1,13 @@
-"""The MTP proposer: up to K drafts a step from the model's own multi-token-prediction head, one recurrent layer used K times.
+"""The MTP proposer: drafts up to K tokens per step with the model's own multi-token-prediction head, one layer applied K times.
 
-The runner appends its launches behind the step's commit. It never rolls anything back: each round its cache is rewritten
-over the accepted rows with the target's true hidden states, and rows written for drafts are simply written over.
+The runner appends its launches after the step's commit. There is no rollback: in each round the rows of accepted tokens in its
+cache are rewritten from the target's true hidden states, and rows that were written for drafts are overwritten.
 
-Row p of the head combines the state at position p with token p + 1 and predicts token p + 2 (DeepSeek-V3 technical report,
-section 2.2). The first pass runs over the target's packed rows; row p is valid once token p + 1 is known, so a chunk border
-of a prefill uses the true next prompt token, and a rejected draft's row drops out. Later passes feed each sequence's newest
-state back ("recycled") with the token just drafted. A step that makes no drafts still runs the first pass as far as its keys
-and values: the rows of every committed token are there whenever drafting goes on.
+Row p of the head combines the hidden state at position p with token p + 1 and predicts token p + 2 (DeepSeek-V3 technical report,
+section 2.2). The first pass runs over the target's packed rows. Row p is valid once token p + 1 is known, so the last row of a
+prefill chunk uses the true next prompt token, and the row of a rejected draft is skipped. Later passes feed the newest hidden
+state of each sequence back ("recycled") together with the token just drafted. A step that makes no drafts still runs the first
+pass up to its keys and values (the keep part), so that the cache has the rows of all committed tokens when drafting resumes.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ LAYER = "mtp.0"
 
 
 class MtpProposer:
-    """Drafts with one MTP layer; every switch of `Mtp` is data here."""
+    """Drafts with one MTP layer. The conventions of a model family are the fields of `Mtp`."""
 
     name = "mtp"
     soft = True
 
     @staticmethod
     def layers(model: ModelDescription) -> dict[str, Block]:
-        """The head's decoder blocks, by prefix; negotiation asks before there is a proposer."""
+        """The head's decoder blocks, by prefix. Negotiation calls this before a proposer exists."""
         return model.mtp.layers if model.mtp else {}
 
     def __init__(self, context: ProposerContext) -> None:
@@ -60,7 +60,7 @@ class MtpProposer:
             *(StepBuffer(f"draft.{name}", f"B {width}", "act") for name, width in self._last_widths(hidden).items()),
             StepBuffer("draft.logits", "B V", "f32"),
             StepBuffer("draft.noise", "B V" if context.stores_noise else "1 V", "f32"),
-            StepBuffer("draft.row_of_seq", "B", initial=np.arange(limits.max_seqs)),  # sequence i of one row each is row i
+            StepBuffer("draft.row_of_seq", "B", initial=np.arange(limits.max_seqs)),  # one row per sequence
         ]
         if context.draft_ids is not None:
             self.buffers += [
@@ -78,8 +78,8 @@ class MtpProposer:
         return {"last": hidden, "last_normed": hidden, **carried}
 
     def append(self, program: ProgramBuilder, num_drafts: int) -> None:
-        """One pass over the target's rows, then `num_drafts` - 1 passes of one row a sequence; without drafts the keep part of
-        the first pass alone, up to its keys and values."""
+        """Append one pass over the target's rows, then `num_drafts` - 1 passes with one row per sequence. With `num_drafts` 0
+        append only the keep part: the first pass up to its keys and values."""
         stage = "begin_draft"
         program.add("pack_draft_rows", "rows", stage)
         program.add("begin_draft", "seqs", stage, num_drafts=num_drafts)
@@ -99,7 +99,7 @@ class MtpProposer:
             self._choose(program, index, stage)
 
     def _combine(self, program: ProgramBuilder, index: int, rows: Pass, stage: str) -> None:
-        """Embed, combine with the state and project: what the decoder block works on."""
+        """Embed the tokens, combine them with the hidden state, and project: the input of the decoder block."""
         mtp, unit = self._mtp, rows.unit
         ids, state = ("draft_ids", self._fed) if index == 0 else ("next_ids", self._recycled())
         program.fill(rows.name, index, unit, stage)
@@ -112,9 +112,9 @@ class MtpProposer:
         emit_linear(program, f"{LAYER}.proj", x="draft.combined", out="draft.x", unit=unit, stage=stage)
 
     def _block(self, program: ProgramBuilder, index: int, rows: Pass, stage: str) -> None:
-        """The decoder block; leaves the newest row of each drafting sequence in `draft.last`, and its norm. Of the first
-        pass only these rows go behind attention, since the others are there for their keys and values. Later passes have one
-        row a sequence, which moves all the same: the next pass overwrites `draft.x` while reading the recycled state."""
+        """The decoder block and the final norm; the newest row of each drafting sequence ends in `draft.last`. In the first pass
+        only these rows continue after attention, since the others are needed only for their keys and values. Later passes have
+        one row per sequence, which is copied as well: the next pass overwrites `draft.x` while it reads the recycled state."""
 
         def narrow(at: At) -> At:
             self._select(program, index, "draft.x", "draft.last", stage)
@@ -123,7 +123,7 @@ class MtpProposer:
             carried = {name: f"draft.last_{name}" for name in self._layer.mixer.carried}
             return narrowed(at, x="draft.last", unit="seqs", **carried)
 
-        whole = index > 0 or LAYER in program.memory.weights  # a block that computes itself takes all rows
+        whole = index > 0 or LAYER in program.memory.weights  # a block that computes itself needs all rows
         emit_block(
             program, self._layer, self._norm, LAYER, x="draft.x", rows=rows, scratch=self._scratch, stage=stage,
             narrow=None if whole else narrow,
@@ -143,7 +143,7 @@ class MtpProposer:
         program.add("select_last_rows", "seqs", stage, hidden=rows, out=out, **where)
 
     def _choose(self, program: ProgramBuilder, index: int, stage: str) -> None:
-        """Logits, one token a sequence by the target's own rules and noise, and the step to the next pass."""
+        """Logits, one token per sequence by the target's own rule and noise, and the inputs of the next pass."""
         self._score(program, stage)
         self._c.choose(
             program, logits="draft.logits", row_slot="draft_slot", positions="draft_position", ahead=2, tokens="chosen",
@@ -152,7 +152,7 @@ class MtpProposer:
         program.add("advance_draft", "seqs", stage, pass_index=index)
 
     def _score(self, program: ProgramBuilder, stage: str) -> None:
-        """Logits of the whole vocabulary; those of tokens that may not be drafted are -inf."""
+        """Logits of the whole vocabulary; -inf for tokens outside of the reduced draft vocabulary."""
         if self._few is None:
             emit_linear(program, "lm_head", x="draft.last_normed", out="draft.logits", unit="seqs", stage=stage)
             return

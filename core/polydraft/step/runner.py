@@ -1,10 +1,10 @@
 """One step on the device: upload, pack, target forward, verify, commit, snapshot, propose.
 
 The modules of an engine (the batch's state machine, the model, logits processing, the verifier, a proposer, host features)
-declare what they need; the runner allocates it, has each append its launches to the programs of every kind of step, and
-binds them. Then it knows nobody's fields: `launch` turns a plan into launches, `collect` turns the snapshot that comes back
-into an outcome. Between the two nothing waits for the device. Where steps meet host inputs in their middle
-(`inputs.splits`), `launch` enqueues the target's pass alone and `resume` the rest.
+declare what they need. The runner allocates it, lets each module append its launches to the programs of every step kind, and
+binds them; it does not know the fields of any module. `launch` turns a plan into launches, and `collect` turns the snapshot into
+an outcome. Nothing between the two waits for the device. If a step takes host inputs in its middle (`inputs.splits`), `launch`
+enqueues only the target's pass, and `resume` enqueues the rest.
 """
 
 from __future__ import annotations
@@ -63,33 +63,33 @@ class InFlightStep:
 
 
 Programs = dict[Part, Program]
-"""The launches of one kind of step: the target's stages up to the snapshot (or up to the logits, where the rest is "verify"),
-and the proposer's behind it, as they are where a step makes the most drafts."""
+"""The launches of one step kind: the target's stages up to the snapshot (or up to the logits, with the rest in "verify"), and the
+proposer's launches for a step that makes the maximum number of drafts."""
 
 REQUESTED_OUTPUTS = ((False, False), (True, False), (True, True))
-"""Whether a kind of step reports log probabilities of its tokens, and of prompts."""
+"""Whether a step kind reports log probabilities of its tokens, and of prompts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepConfig:
-    """How the steps of an engine are built. Nothing in it is open any more."""
+    """The resolved options from which the steps of an engine are built."""
 
     limits: Limits
     dtype: str
-    """Of activations."""
+    """Dtype of activations."""
     verify: str
     overlap: int
-    """Steps in flight beside the one being planned."""
+    """Steps in flight besides the one being planned."""
     rungs: tuple[int, ...]
-    """Numbers of drafts that steps may make, ascending; the last is the most."""
+    """Numbers of drafts that a step may make, ascending; the last is the maximum."""
     kv: Kv = ""
     accept_schedule: tuple[float, ...] = ()
     raw_logprobs: bool = True
-    """Whether log probabilities are those of logits before their processing."""
+    """Whether log probabilities are those of the logits before logits processing."""
 
 
 class Runner:
-    """Everything between a plan and its outcome. Built once: memory, and the programs of each kind of step."""
+    """Turns a plan into an outcome. It is built once, with its memory and the programs of each step kind."""
 
     def __init__(
         self,
@@ -150,7 +150,7 @@ class Runner:
 
     # -- one step ----------------------------------------------------------------------------------
     def launch(self, plan: StepPlan) -> InFlightStep:
-        """Enqueue a whole step, or its first half where steps meet host inputs in their middle; never blocks."""
+        """Enqueue a whole step, or its first half if steps take host inputs in their middle; never blocks."""
         stream, kind, n = self.device.stream, self._kind(plan), self._lengths(plan)
         shape = self._shape(plan)
         context = self.context
@@ -169,14 +169,14 @@ class Runner:
         return flight
 
     def resume(self, flight: InFlightStep) -> None:
-        """Enqueue the second half of the step launched last, behind its host inputs, which are filled by now; never blocks."""
+        """Enqueue the second half of the last launched step, after its host inputs, which must be filled; never blocks."""
         self.inputs.upload_middle(self.device.stream, flight.plan.step_id)
         self._run("verify", flight)
         self._finish(flight)
 
     def _finish(self, flight: InFlightStep) -> None:
-        """Snapshot and drafts. The snapshot's copy stands before the draft passes, so results do not wait for them, unless
-        somebody reads the drafts, too, or the whole step is one graph, which it is only where results are read a step late."""
+        """Enqueue the snapshot's copy and the draft passes. The copy comes first, so results do not wait for the drafts, with
+        two exceptions: a host feature reads the drafts, or the whole step is one graph, whose results are read one step late."""
         stream, step_id = self.device.stream, flight.plan.step_id
         self.device.download(stream, flight.staging, self._record, flight.plan.num_seqs)
         if self._logprobs is not None:
@@ -191,7 +191,7 @@ class Runner:
         self.inputs.consumed(stream)
 
     def _shape(self, plan: StepPlan) -> Shape | None:
-        """The captured shape that a step is replayed in; None for one whose launches are enqueued one by one."""
+        """The captured shape that a step is replayed in; None if its launches are enqueued one by one."""
         points = self.points
         if self.graphs is None or plan.prompt_top is not None or (points.eager and points.wants_eager(plan)):
             return None
@@ -202,7 +202,7 @@ class Runner:
         return shape is not None and self.graphs is not None and self.graphs.whole
 
     def _run(self, piece: Piece, flight: InFlightStep) -> None:
-        """Replay a piece of the step in its shape, or enqueue its launches one by one."""
+        """Replay a captured piece of the step, or enqueue its launches one by one."""
         kind, shape = flight.kind, flight.shape
         if shape is None or self.graphs is None:
             assert piece != "step", "only a step that is replayed is whole"
@@ -231,14 +231,14 @@ class Runner:
         )  # fmt: skip
 
     def reset(self) -> None:
-        """The device has failed: no step is in flight, and nothing that it was sent counts as there."""
+        """After a device failure: no step is in flight, and everything sent to the device has to be sent again."""
         self.uploads.reset()
         self.inputs.reset()
         if self._logprobs is not None:
             self._logprobs.reset()
 
     def _kind(self, plan: StepPlan) -> str:
-        """Name of the kind of step that serves a plan; prompts are reported by steps that report tokens, too."""
+        """Name of the step kind of a plan. A step that reports prompts reports tokens, too."""
         prompt = plan.prompt_top is not None
         return self._names[plan.sampling, plan.processed, prompt or plan.num_top is not None, prompt]
 
@@ -249,7 +249,7 @@ class Runner:
 
     # -- building ----------------------------------------------------------------------------------
     def _allocate(self, plugins: Plugins, modules: Sequence[object]) -> None:
-        """Allocate what the modules declare, the runs into their columns, and metadata for each kind of pass."""
+        """Allocate what the modules declare, the buffers for staged runs, and the metadata of each kind of pass."""
         limits, memory = self.limits, self.memory
         self.columns: tuple[Column, ...] = tuple(_declared(modules, "columns"))
         staged = (
@@ -270,7 +270,7 @@ class Runner:
             memory.metas[one.name] = plugins.init_forward_meta(self.device, buffers, limits)
 
     def _choose(self, program: ProgramBuilder, **rows: Any) -> None:
-        """What a proposer is given: the verifier, which exists only once the proposer does."""
+        """The choice of tokens as a proposer gets it. The verifier is built after the proposer, hence this method."""
         self._verifier.choose(program, **rows)
 
     def _build_programs(self) -> None:
@@ -278,10 +278,10 @@ class Runner:
             "admit": self._scatter("admit", [column.name for column in self.columns]),
             "grant": self._scatter("grant", [BLOCK_TABLE]),
         }
-        """Programs that write slot columns, which are never captured: all columns, and the block table alone."""
+        """Programs that write slot columns: all columns, or the block table alone. They are never captured."""
         self.programs: dict[str, Programs] = {}
         self.drafts: dict[str, dict[int, Program]] = {}
-        """The proposer's launches, by kind of step and number of drafts that the step makes."""
+        """The proposer's launches, by step kind and by number of drafts that the step makes."""
         for kind in self._kinds.values():
             self.programs[kind.name], self.drafts[kind.name] = self._build(kind)
 
@@ -314,7 +314,7 @@ class Runner:
         return {**dict(zip(always, built, strict=False)), "draft": by_rung[most]}, by_rung
 
     def joined(self) -> list[JoinedLaunches]:
-        """What was joined in the programs, for `--explain` and reports."""
+        """The launches that became one in the programs, for `--explain` and reports."""
         return joined_launches([
             program
             for kind, parts in self.programs.items()
@@ -326,7 +326,7 @@ class Runner:
         return self.graphs.held if self.graphs is not None else {}
 
     def rebind(self) -> None:
-        """Bind every program again, and capture again what was captured: some weight lies at another address now."""
+        """Bind and capture every program again, because some weight has a new address."""
         self._build_programs()
         if self.graphs is not None:
             graphs = self.graphs
@@ -346,12 +346,12 @@ class Runner:
 
 
 def _declared(modules: Iterable[object], what: str) -> list[Any]:
-    """What the modules declare of one kind; a module that declares none of it needs no such attribute."""
+    """The declarations in the attribute `what` of all modules; a module without any needs no such attribute."""
     return [one for module in modules for one in getattr(module, what, ())]
 
 
 def _mapped(modules: Iterable[object], what: str) -> dict[str, Any]:
-    """The same of what they declare by name. Raises `ConfigError` where two have one name."""
+    """The same for declarations by name. Raises `ConfigError` if two have the same name."""
     found: dict[str, Any] = {}
     for module in modules:
         declared: Mapping[str, Any] = getattr(module, what, {})

@@ -1,7 +1,7 @@
-"""Defines `verify_match`: accepts the drafts that equal what the target chose, up to the first that does not.
+"""Defines `verify_match`: accept the drafts that equal the target's choices, up to the first one that differs.
 
-The runner launches it after the target's choices are made (greedy, or sampled with the coupled noise of each position). It
-never changes slot state: `commit_window` does.
+The runner launches it after the target has chosen a token in each logit row (greedy, or sampled with the coupled noise of the
+position). It does not change slot state; `commit_window` does.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from polydraft.sentinels import NO_TOKEN, Phase
 class VerifyMatchV1(Args):
     """Buffers of `verify_match`. Launch length: sequences.
 
-    Outputs are by sequence index. A decode sequence with `logit_len` rows has `logit_len - 1` drafts in this launch; the
-    window is the accepted drafts and the target's choice after them. `drafted` is -1 where no decode round took place.
+    Outputs are indexed by sequence. A decode sequence with `logit_len` rows has `logit_len - 1` drafts in this launch. Its window
+    is the accepted drafts and the target's choice after them. `drafted` is -1 for a sequence without a decode round.
     """
 
-    choices: Buffer = tensor("NL", "i32", "Token the target chose in each logit row; NO_TOKEN: none could be chosen.")
-    slot_order: Buffer = tensor("B", "i32", "Slot of each sequence; PAD_SLOT where the launch order has ended.")
-    phase: Buffer = tensor("B", "i32", "`Phase` by slot, as when the rows were packed.")
+    choices: Buffer = tensor("NL", "i32", "Token that the target chose in each logit row; NO_TOKEN: none could be chosen.")
+    slot_order: Buffer = tensor("B", "i32", "Slot of each sequence; PAD_SLOT after the end of the launch order.")
+    phase: Buffer = tensor("B", "i32", "`Phase` by slot, as it was when the rows were packed.")
     logit_start: Buffer = tensor("B", "i32", "First logit row of each sequence.")
     logit_len: Buffer = tensor("B", "i32", "Logit rows of each sequence.")
-    drafts: Buffer = tensor("B K", "i32", "Drafts by slot, as when the rows were packed.")
-    window: Buffer = tensor("B W", "i32", "Tokens of the window, the rest NO_TOKEN.", access="out", pad=NO_TOKEN)
+    drafts: Buffer = tensor("B K", "i32", "Drafts by slot, as they were when the rows were packed.")
+    window: Buffer = tensor("B W", "i32", "Tokens of the window, then NO_TOKEN.", access="out", pad=NO_TOKEN)
     window_len: Buffer = tensor("B", "i32", "Tokens in the window: accepted + 1; 0 without logit rows.", access="out", pad=0)
-    accepted: Buffer = tensor("B", "i32", "Drafts accepted.", access="out", pad=0)
-    drafted: Buffer = tensor("B", "i32", "Drafts this round verified; -1: no decode round.", access="out", pad=-1)
+    accepted: Buffer = tensor("B", "i32", "Number of accepted drafts.", access="out", pad=0)
+    drafted: Buffer = tensor("B", "i32", "Number of drafts verified in this round; -1: no decode round.", access="out", pad=-1)
 
 
 def golden(a: Any, n: int) -> None:
@@ -179,7 +179,7 @@ CONTRACT = REGISTRY.add(
         golden=golden,
         cases=cases,
         generate=generate,
-        doc="Accept the drafts that the target chose as well, and add its next choice.",
+        doc="Accept the drafts that equal the target's choices, and add the target's next choice.",
         source="Greedy verification of speculative decoding: Stern et al. 2018; Leviathan et al. 2023.",
         equivalent_mutants={
             "unpad(slot_order)": "a sequence past the end has no logit rows",

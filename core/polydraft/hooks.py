@@ -126,8 +126,8 @@ def polydraft_parameters() -> Iterable[LogitsStage]:  # type: ignore[empty-body]
     """Return stages of logits processing (`polydraft.program.declare.LogitsStage`), with their request parameters.
 
     Requests set such a parameter in `SamplingParams.extra`, with `--param NAME=VALUE`, or as a field of an HTTP body. A stage
-    declares the slot columns that it reads and the contracts that it launches, after core's own stages. A kernel pack of the same plugin may provide
-    these contracts. Called once per engine, when everything else is decided.
+    declares the slot columns that it reads and the contracts that it launches, after core's own stages. A kernel pack of the
+    same plugin may provide these contracts. Called once per engine, when everything else is decided.
     """
 
 

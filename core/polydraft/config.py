@@ -76,7 +76,7 @@ class EngineConfig:
     """Most likely tokens that a request may have reported beside each token, at most; 0: the token itself alone. None: this
     engine reports no log probabilities, and keeps no buffers for them."""
     logprobs_mode: str = "raw"
-    """Of which logits: raw (the model's), or processed (behind penalties, biases, forbidden tokens and temperature)."""
+    """Of which logits: raw (the model's), or processed (after penalties, biases, forbidden tokens and temperature)."""
     constraints: bool = False
     """Serve requests whose output is bound: grammars, the length of thinking. Every step is then launched in two halves, see
     `program/host_inputs.py`."""

@@ -33,7 +33,7 @@ class Staging(Protocol):
     """Pinned host memory that copies start from or end in.
 
     `array` is the host view for *writing before an upload*. After a download it may be read only once the event recorded
-    behind the copy has completed; a hostile device fills it with poison until then.
+    after the copy has completed; a hostile device fills it with poison until then.
     """
 
     @property
@@ -51,7 +51,7 @@ class Event(Protocol):
     """A point in a stream. `synchronize` is the only call of a step that may block the host."""
 
     def record(self, stream: Stream) -> None:
-        """Move the event behind all work queued on `stream` so far; never blocks the host."""
+        """Move the event after all work queued on `stream` so far; never blocks the host."""
 
     def query(self) -> bool:
         """True when the recorded point has been reached (or nothing was recorded); never blocks the host."""
@@ -118,7 +118,7 @@ class Device(Protocol):
 
     def upload(self, stream: Stream, target: Buffer, source: Staging, rows: int) -> None:
         """Enqueue a copy of the first `rows` of `source` over those of `target`. `source` may be rewritten only after an
-        event behind this copy has completed."""
+        event after this copy has completed."""
 
     def download(self, stream: Stream, target: Staging, source: Buffer, rows: int) -> None:
         """Enqueue a copy of the first `rows` of `source` into `target`."""

@@ -56,7 +56,7 @@ class RequestError(PolydraftError):
     """One generation request is wrong (prompt, token ids, parameters, duplicate id); the others are not affected."""
 
 
-class OutOfBlocks(PolydraftError):  # noqa: N818  the established name, also where nobody made a mistake
+class OutOfBlocks(PolydraftError):  # noqa: N818  the established name, even if it is no mistake
     """The KV block ledger cannot grant what was asked for; fatal only where one request alone is too large."""
 
 

@@ -17,7 +17,7 @@ from types import FrameType
 def noted_interrupts() -> Iterator[Callable[[], bool]]:
     """Yield a function that tells whether Ctrl-C was pressed since; a second press raises `KeyboardInterrupt` at once.
 
-    Outside the main thread, and where SIGINT is ignored or handled by somebody else, nothing changes and the function
+    Outside the main thread, and where SIGINT is ignored or already handled, nothing changes and the function
     returns False.
     """
     num_presses = 0

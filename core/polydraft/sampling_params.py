@@ -56,7 +56,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
     """Added to the logits of the named token ids, after the penalties; kept as sorted pairs."""
     bad_words: tuple[str | tuple[int, ...], ...] = ()
-    """Texts, or runs of token ids, that the output may not contain. A text stands for its tokens, alone and behind a space;
+    """Texts, or runs of token ids, that the output may not contain. A text stands for its tokens, alone and after a space;
     the last token of a run is forbidden where the output ends with the others."""
     min_tokens: int = 0
     """No stop, neither token nor text, takes effect before this many tokens are generated."""
@@ -74,7 +74,7 @@ class SamplingParams:
     thinking_limit: int | None = None
     """Tokens of thinking at most; then the end of thinking is spelt out."""
     reply_budget: int | None = None
-    """Tokens behind the end of thinking at most; then the text ends."""
+    """Tokens after the end of thinking at most; then the text ends."""
     extra: Mapping[str, Any] = field(default_factory=dict, hash=False)
     """Parameters that plugins bring, by name; each is checked by the engine, which knows its plugins."""
 

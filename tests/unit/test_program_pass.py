@@ -161,7 +161,7 @@ def test_so_is_a_kernel_that_does_not_write_what_somebody_reads(place: str, buff
     target, draft = table.builder("target"), table.builder("draft")
     target.nodes += [reader, *run] if start else [*run, reader] if place == "behind" else run
     draft.nodes += [reader] if "other" in place else []
-    with pytest.raises(PluginError, match="does not write out, but somebody reads that; leave that run as it is"):
+    with pytest.raises(PluginError, match="does not write out, which is read elsewhere; leave that run as it is"):
         build((target, draft))
 
 

@@ -64,14 +64,14 @@ SAMPLING = (
 @click.option("--max-drafts", type=int, metavar="N", help="Drafts verified in a round at most; 0: none.  [default: all]")
 @click.option("--seed", type=int, metavar="S", help="Seed of the first prompt; the next ones count up from it.  [default: 0]")
 @click.option("--stop", multiple=True, metavar="STR", help="End the text before this; may be repeated.")
-@click.option("--ignore-eos", is_flag=True, default=None, help="Go on behind the model's own end of text.")
+@click.option("--ignore-eos", is_flag=True, default=None, help="Continue after the model's own end of text.")
 @click.option("--logprobs", type=int, metavar="N", help="Log probabilities: each token's, and the N most likely beside it.")
 @click.option("--prompt-logprobs", type=int, metavar="N", help="Likewise of the prompt's tokens; with --json.")
 @click.option("--regex", metavar="RE", help="Bind the text to a regular expression; needs the extra grammar.")
 @click.option("--json-schema", metavar="FILE", help="Bind the text to a JSON schema; needs the extra grammar.")
 @click.option("--grammar", metavar="FILE", help="Bind the text to a grammar in EBNF or Lark; needs the extra grammar.")
 @click.option("--thinking-limit", type=int, metavar="N", help="Tokens of thinking at most; needs --think-end-ids.")
-@click.option("--reply-budget", type=int, metavar="N", help="Tokens behind thinking at most; needs --think-end-ids.")
+@click.option("--reply-budget", type=int, metavar="N", help="At most N tokens after thinking; needs --think-end-ids.")
 @click.option(
     "--param", "extra", type=parameter, multiple=True, metavar="NAME=VALUE",
     help="A parameter that a plugin brings, JSON or text; may be repeated.",

@@ -82,7 +82,7 @@ def names(value: str | tuple[str, ...]) -> tuple[str, ...]:
 
 
 def listed(number: Callable[[str], Number], what: str) -> Callable[[str | tuple[Number, ...]], tuple[Number, ...]]:
-    """The type of an option that takes numbers between commas; `what` they are is said to whoever gives others."""
+    """The type of an option that takes numbers between commas; `what` they are is part of the error for other values."""
 
     def numbers(value: str | tuple[Number, ...]) -> tuple[Number, ...]:
         if isinstance(value, tuple):  # a default, which click converts too
@@ -125,7 +125,7 @@ def engine(*, max_num_seqs: int) -> Callable[[Command], Command]:
         click.option("--variants", metavar="auto|off", help="Variants of its kernels that have passed here.  [default: auto]"),
         click.option("--plugin", "plugins", multiple=True, metavar="FILE.py|MODULE", help="Load a plugin; may be repeated."),
         click.option("--allow-cpu-fallback", **flag, help="Run on the CPU what the device has no kernel for."),
-        click.option("--logprobs-mode", metavar="raw|processed", help="Before or behind penalties, temperature.  [default: raw]"),
+        click.option("--logprobs-mode", metavar="raw|processed", help="Before or after penalties, temperature.  [default: raw]"),
         click.option("--think-start-ids", **ids, help="Token ids that begin thinking.  [default: at once]"),
         click.option("--think-end-ids", **ids, help="Token ids that end thinking."),
     )

@@ -43,7 +43,7 @@ def apply(
 def _fold(t: SlotTable, ledger: BlockLedger, outcome: StepOutcome, totals: EngineTotals | None) -> list[Request]:
     ids, num_tokens, drafted, kv_len = outcome.slots, outcome.num_tokens, outcome.drafted, outcome.kv_len
     known = t.num_known[ids]
-    # Whole windows, not only what they brought: nobody looks behind the known tokens, and there is room for one more.
+    # Whole windows, not only the new tokens: nothing reads beyond the known tokens, and there is room for one more.
     t.tokens[ids[:, None], known[:, None] + _PLACES[: outcome.tokens.shape[1]]] = outcome.tokens
     t.num_known[ids], t.kv_len[ids] = known + num_tokens, kv_len
 

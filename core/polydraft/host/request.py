@@ -59,7 +59,7 @@ class Request:
     automaton: Automaton | None = None
     """What binds its output."""
     forced: set[int] = field(default_factory=set)
-    """Places of output tokens that a constraint left no choice for; those behind the text so far are guesses."""
+    """Places of output tokens that a constraint left no choice for; those after the text so far are guesses."""
     drafted: int = 0
     """Drafts verified."""
     reported: tuple[int, int] = (0, 0)

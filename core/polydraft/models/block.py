@@ -39,8 +39,8 @@ class Tensor:
     split: int | None = None
     """Axis of the weight along which ranks may divide it (each part for itself); None: every rank has all of it."""
     stack: int = 0
-    """The weight is this many of those behind each other, along an axis of its own before the others (experts, for instance), and
-    a checkpoint names them with "{e}". 0: it has no such axis."""
+    """The weight is this many of those one after the other, along an axis of its own before the others (experts, for instance),
+    and a checkpoint names them with "{e}". 0: it has no such axis."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -86,7 +86,7 @@ class At:
     """Of the layer: what the names of its weights and caches begin with."""
     rows: Pass
     unit: Unit
-    """What launches count. Behind `narrow` it is not that of `rows` any more."""
+    """What launches count. After `narrow` it is not that of `rows` any more."""
     stage: str
     x: str
     """The residual stream."""
@@ -234,7 +234,7 @@ class BlockCall:
 
 
 class CustomBlock(Protocol):
-    """A decoder block that somebody computes as a whole. It lies among the weights, under the block's prefix."""
+    """A decoder block that computes itself as a whole. It is one of the weights, under the block's prefix."""
 
     @property
     def nbytes(self) -> int: ...
@@ -257,7 +257,7 @@ def emit_block(
     """One decoder block over `x` in place.
 
     Each add stands directly before the norm that follows it, so that `residual_add+rms_norm` can take both. A block that lies
-    among the weights under its prefix computes itself, all of it. `narrow` is called behind `mix`, the last part that needs all
+    among the weights under its prefix computes itself, all of it. `narrow` is called after `mix`, the last part that needs all
     rows: it picks those that go on, and says where they and what is carried lie, and their unit.
     """
     at = At(program, norm, prefix, rows, rows.unit, stage, x, scratch)
@@ -277,7 +277,7 @@ def emit_block(
 def emit_block_rows(
     program: ProgramBuilder, block: Block, norm: Norm, prefix: str, *, x: str, rows: Pass, scratch: Mapping[str, str], stage: str
 ) -> None:  # fmt: skip
-    """A decoder block over `x` as far as its caches, for whoever wants nothing else of it. One that computes itself computes all
+    """A decoder block over `x` up to its caches, if nothing else of it is needed. One that computes itself computes all
     of it."""
     at = At(program, norm, prefix, rows, rows.unit, stage, x, scratch)
     if not _custom_block(at, block):

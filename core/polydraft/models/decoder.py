@@ -20,7 +20,7 @@ from polydraft.program.program import ProgramBuilder
 HIDDEN = "target.hidden"
 """[R, H]: the target's residual stream of every packed row, before its final norm."""
 EVERY_ROW = "target.every_row"
-"""[R] int32: row i at i, for copies of all rows; there only where somebody taps."""
+"""[R] int32: row i at i, for copies of all rows; only if the target is tapped."""
 
 
 def emit_linear(program: ProgramBuilder, weight: str, *, x: str, out: str, unit: Unit, stage: str) -> None:
@@ -32,7 +32,7 @@ class Target:
     """The target's pass over packed rows, and its head.
 
     `taps`: buffer to the point of the target whose rows it gets in every step, [R, H] in the dtype of activations: "embedding",
-    "layer I" (the residual stream behind decoder block I) or "final" (behind all blocks and the final norm). Each costs one
+    "layer I" (the residual stream after decoder block I) or "final" (after all blocks and the final norm). Each costs one
     launch, and between two layers keeps their add and norm from being joined. Raises `ConfigError` for a point that the model
     does not have."""
 

@@ -56,7 +56,7 @@ class Mtp:
         """Return what of this head no proposer can compute yet, one phrase each; empty when all is well.
 
         Of several layers, layer j makes draft j. Its rows in turn need the tokens j ahead of them, which the newest rows of a
-        step do not have yet, so its cache would have to be written again behind every round."""
+        step do not have yet, so its cache would have to be written again after every round."""
         several = f"{len(self.blocks)} distinct MTP layers are not built yet (only one, used K times, is)"
         return (several,) if len(self.blocks) != 1 else ()
 

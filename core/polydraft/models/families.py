@@ -31,7 +31,7 @@ class MtpLayout:
 
     prefix: str
     """What the names of MTP layer {i} begin with; the text before "{i}" belongs to MTP tensors alone. With "{layer}" instead they
-    lie among the target's layers, behind the last of them: MTP layer i of a target of N layers is layer N + i."""
+    lie among the target's layers, after the last of them: MTP layer i of a target of N layers is layer N + i."""
     emb_norm: str
     hid_norm: str
     proj: str
@@ -253,13 +253,13 @@ def _rope_theta(config: ConfigFile) -> float:
 def _refuse_unbuilt(config: ConfigFile) -> None:
     """Refuse settings that would change the computation and that no family here implements."""
     layer_types = config.values.get("layer_types")
-    windowed = config.flag("use_sliding_window", False) and config.values.get("sliding_window") is not None
+    uses_sliding_window = config.flag("use_sliding_window", False) and config.values.get("sliding_window") is not None
     if isinstance(layer_types, list):
-        windowed = any(kind != "full_attention" for kind in layer_types)
+        uses_sliding_window = any(kind != "full_attention" for kind in layer_types)
     activation = config.text("hidden_act", "silu")
     refusals = {
         f"layer_types is {layer_types!r} with sliding_window {config.values.get('sliding_window')!r}, "
-        f"wanted full attention in all layers; use a model without sliding windows": windowed,
+        f"wanted full attention in all layers; use a model without sliding windows": uses_sliding_window,
         f"hidden_act is {activation!r}, wanted 'silu'; use a model with a SiLU feed-forward": activation != "silu",
         "quantization_config is set, wanted float32, float16 or bfloat16 weights; "
         "use the unquantised checkpoint": config.values.get("quantization_config") is not None,

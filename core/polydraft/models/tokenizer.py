@@ -140,15 +140,15 @@ class IncrementalDecoder:
 
     What a token adds depends on its neighbours: a character may span tokens, and many tokenizers drop a leading space
     of whatever they are given first. So the last few tokens are kept as an anchor and decoded again with each push, and
-    only the characters behind those already handed out are new. The window is cut to `_ANCHOR` tokens whenever it has
-    grown beyond `_LONGEST`, so the work of a push does not grow with the text.
+    only the characters after those already handed out are new. The kept tokens are cut to `_ANCHOR` whenever there are
+    more than `_LONGEST`, so the work of a push does not grow with the text.
 
     At most one U+FFFD at the end can still become a character (an unfinished sequence of at most 3 bytes), so only that
     one is held back. Byte-fallback tokens (`<0x0A>`) are held back until their run ends: their tokenizers judge a run
     as a whole.
     """
 
-    _ANCHOR = 5  # more than the 3 unfinished bytes, each of which may be a token, plus one token that begins the window
+    _ANCHOR = 5  # more than the 3 unfinished bytes, each of which may be a token, plus one token before them
     _LONGEST = 16
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
@@ -156,29 +156,29 @@ class IncrementalDecoder:
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
         self._hidden = {"none", "special"} if skip_special_tokens else {"none"}
-        self._window: list[int] = []
-        self._emitted = 0  # characters of the decoded window that were handed out
+        self._recent: list[int] = []
+        self._emitted = 0  # characters of the decoded recent tokens that were handed out
 
     def push(self, token_ids: Iterable[int]) -> str:
         """Append `token_ids` and return the new text that is certain; may be empty."""
         kind, hidden = self._tokenizer.kind, self._hidden
-        self._window += [token for token in token_ids if kind(token) not in hidden]
-        if not self._window or kind(self._window[-1]) == "byte":
+        self._recent += [token for token in token_ids if kind(token) not in hidden]
+        if not self._recent or kind(self._recent[-1]) == "byte":
             return ""
         text = self._decode()
         held = text.endswith(_REPLACEMENT)
         piece = text[self._emitted : len(text) - held]
         self._emitted += len(piece)
-        if len(self._window) > self._LONGEST:
-            self._window = self._window[-self._ANCHOR :]
+        if len(self._recent) > self._LONGEST:
+            self._recent = self._recent[-self._ANCHOR :]
             self._emitted = len(self._decode()) - held
         return piece
 
     def flush(self) -> str:
         """End the text and return what was held back, unfinished characters as U+FFFD."""
         piece = self._decode()[self._emitted :]
-        self._window, self._emitted = [], 0
+        self._recent, self._emitted = [], 0
         return piece
 
     def _decode(self) -> str:
-        return self._tokenizer.decode(self._window, skip_special_tokens=self._skip)
+        return self._tokenizer.decode(self._recent, skip_special_tokens=self._skip)

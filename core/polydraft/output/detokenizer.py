@@ -10,7 +10,7 @@ from polydraft.models.tokenizer import IncrementalDecoder, Tokenizer
 
 
 class Detokenizer:
-    """Tokens in, text out. `stops`: strings that end the text, which they do not belong to, behind `min_tokens` tokens."""
+    """Tokens in, text out. `stops`: strings that end the text, which they do not belong to, after `min_tokens` tokens."""
 
     def __init__(self, tokenizer: Tokenizer, stops: tuple[str, ...] = (), min_tokens: int = 0) -> None:
         self._decoder, self._stops, self._min_tokens = IncrementalDecoder(tokenizer), stops, min_tokens
@@ -22,7 +22,7 @@ class Detokenizer:
         """End of the text that may be the beginning of a stop string."""
 
     def push(self, token_ids: list[int]) -> bool:
-        """Append tokens, one at a time where a stop string may cut; True when one did, and nothing behind it counts."""
+        """Append tokens, one at a time where a stop string may cut; True when one did, and nothing after it counts."""
         if not self._stops:
             self.decoded += len(token_ids)
             self.text += self._decoder.push(token_ids)

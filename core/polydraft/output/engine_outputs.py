@@ -2,7 +2,7 @@
 
 `OutputCollector` is the engine's own part: it hears of requests and outcomes, lets stop strings end texts, since the next step
 depends on that, and `take` hands a batch over. `OutputProcessor` makes results of batches on whatever thread it likes. What is
-not taken stays where it is, once, so nothing waits for whoever makes results.
+not taken stays where it is, once, so nothing waits for the code that makes results.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _NONE: Array = np.empty(0, np.int32)
 
 
 class EngineOutputs(NamedTuple):
-    """What is new of an engine's requests, in the order of being taken. All of it belongs to whoever took it.
+    """What is new of an engine's requests, in the order of being taken. The caller of `take` owns all of it.
 
     `logprobs`: the records of the steps, where they landed. `requests`: those that stream and go on; `texts`: whole texts of
     those among them that watch for stop strings, else None; `forced`: all places so far that a constraint left no choice for.
@@ -102,7 +102,7 @@ class OutputCollector:
             text.end()
             if text.decoded < len(request.token_ids):
                 cut(request, text.decoded)
-            if text.stopped:  # whatever the device met behind the stop string does not count: without drafts it had not come
+            if text.stopped:  # whatever the device met after the stop string does not count: without drafts it had not come
                 request.finish_reason, request.error = "stop", ""
         self._ended.append(request)
         self._ended_texts.append(None if text is None else text.text)
@@ -150,7 +150,7 @@ def _places(slots: Array, begins: Array, counts: Array, stride: int) -> tuple[Ar
 
 
 def cut(request: Request, num_tokens: int) -> None:
-    """Drop tokens behind a stop string, and the rounds that only produced such tokens."""
+    """Drop tokens after a stop string, and the rounds that only produced such tokens."""
     request.token_ids = request.token_ids[:num_tokens]
     request.rounds = rounds_within(request.rounds, num_tokens)
     request.round_drafts = request.round_drafts[: len(request.rounds)]

@@ -133,7 +133,7 @@ class OutputProcessor:
         self._states: dict[int, _RequestState] = {}
         """By the request's number."""
         self.error: RecordError | None = None
-        """A record that could not be read, until somebody takes note: the engine then has to end its requests (`Engine.fail`)."""
+        """A record that could not be read; the engine has to end its requests (`Engine.fail`). Reset by the caller."""
 
     def outputs(self, batch: EngineOutputs) -> list[RequestOutput]:
         """Of streaming requests that go on, then of those that ended."""
@@ -144,7 +144,7 @@ class OutputProcessor:
         return [state.delta(*new) for state, *new in self._updated(batch)]
 
     def _updated(self, batch: EngineOutputs) -> list[tuple[_RequestState, Array, Array, Array, Array]]:
-        """States behind their update, with the new tokens, rounds, drafts verified and provenance of each."""
+        """States after their update, with the new tokens, rounds, drafts verified and provenance of each."""
         if not batch:
             return []
         for records in batch.logprobs:
@@ -182,7 +182,7 @@ class OutputProcessor:
             origins = provenance(
                 rounds, drafts, batch.round_ends, batch.token_ends, reported_tokens, reported_rounds, batch.forced
             )
-        except RecordError as error:  # whoever polls ends the requests with it
+        except RecordError as error:  # the caller of `poll` ends the requests with it
             self.error, origins = self.error or error, np.zeros(len(batch.tokens), np.int32)
         plain, words = (batch.tokens.tolist(), rounds.tolist(), drafts.tolist()), origins.tobytes()
         found, begin, first = [], 0, 0

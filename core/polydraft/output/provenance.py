@@ -20,13 +20,13 @@ class Source(IntEnum):
     """Who chose a token."""
 
     TARGET = 0
-    """The target with no draft to hold it against: the prefill's token, or the one behind a window that was accepted whole."""
+    """The target with no draft to hold it against: the prefill's token, or the one after a window that was accepted whole."""
     DRAFT = 1
     """A draft that the target agreed with."""
     CORRECTED = 2
     """The target, in the place of a draft that it rejected."""
     FORCED = 3
-    """A constraint that left no choice, whoever proposed the token."""
+    """A constraint that left no choice, wherever the token came from."""
 
 
 _SOURCE_BITS, _POSITION_BITS = 2, 8

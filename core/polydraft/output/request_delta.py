@@ -1,11 +1,11 @@
 """What is new of one request for another process, and the message in which the deltas of a whole batch cross.
 
 `OutputProcessor` makes deltas in the engine's process, `pack` makes one run of bytes of a batch, and `unpack` gives the other
-side the same deltas, whose arrays are views of those bytes; Python objects are made of them only for whoever asks. Neither side
+side the same deltas, whose arrays are views of those bytes; Python objects are made of them only on request. Neither side
 trusts the other: what does not fit its own lengths is refused whole.
 
 Layout, all int32 in the machine's order (both processes run on it): the header; one row of counts a request; then of one request
-after the other its tokens, their provenance, rounds, drafts verified by round, and, where somebody asked for log probabilities,
+after the other its tokens, their provenance, rounds, drafts verified by round, and, if log probabilities were requested,
 rows of its tokens and of its prompt, as the device packed them, of exactly the columns asked for; last the texts in UTF-8.
 """
 
@@ -114,7 +114,7 @@ def _columns(rows: Array) -> int:
 
 
 def _words(rows: Array, columns: int) -> bytes:
-    """The words of rows, without the columns that somebody else asked for."""
+    """The words of rows, without the columns that only other requests asked for."""
     if not columns:
         return b""
     wanted = row_type(columns)

@@ -59,7 +59,7 @@ def max_payload(columns: Sequence[Column], limits: Limits) -> int:
 
 class ColumnWriter:
     """Makes the writes of a step. Most of what an admission writes has its place in one fixed row of words; only columns that are
-    not reset behind their values come as runs of their own length behind it."""
+    not reset after their values come as runs of their own length after it."""
 
     def __init__(self, columns: Sequence[Column], limits: Limits) -> None:
         self.columns = tuple(columns)

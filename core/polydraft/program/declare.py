@@ -30,7 +30,7 @@ class Admission:
     epoch: int
     """Requests that the slot has served, this one included."""
     known: Array
-    """[known] int32: the prompt, and behind it what had been generated before a preemption."""
+    """[known] int32: the prompt, and after it what had been generated before a preemption."""
     prefill_len: int
     """Tokens to prefill before decoding."""
     num_cached: int
@@ -58,7 +58,7 @@ class Column:
     """What a request puts there when it is admitted: a number, or at most `width` of them. None: it is left `empty`, and the
     device fills it."""
     resets: bool = True
-    """Whether admission sets the places behind the values to `empty`; without it they hold anything, and the values are written
+    """Whether admission sets the places after the values to `empty`; without it they hold anything, and the values are written
     alone, if there are any."""
 
     def width(self, limits: Limits) -> int:
@@ -115,7 +115,7 @@ class LogitRows(Protocol):
 
     def add(self, contract: str, **fields: Any) -> None:
         """Append a launch over these rows. `logits`, `row_slot`, `positions` and `ahead` (how far the token that a row
-        chooses lies behind its position) are those of the rows where the contract has such fields."""
+        chooses is after its position) are those of the rows where the contract has such fields."""
 
 
 class LogitsStage(Protocol):

@@ -24,7 +24,7 @@ from polydraft.plugins.program_pass import Entry, Node, Readers, Rewritten, Unbo
 def fuse(nodes: Sequence[Entry], table: BoundTable, others: Sequence[Sequence[Entry]] = ()) -> list[Entry]:
     """Replace each run of nodes that a registered composite describes by the largest such composite the table owns.
 
-    A run stays as it is where somebody reads what the composite would not write: a later node, a node of the `others` (the other
+    A run stays as it is if a buffer is read that the composite would not write: a later node, a node of the `others` (the other
     programs of the step), or an earlier node in the next step."""
     owned = sorted((c for c in COMPOSITES.values() if c.name in table.providers), key=lambda c: -len(c.parts))
     readers = Readers(nodes, others)
@@ -91,8 +91,8 @@ def pass_of(entry: Rewritten, table: BoundTable) -> TablePass:
 
 
 def _check(one: TablePass, program: UnboundProgram, found: Sequence[Entry]) -> None:
-    """Every entry of the program is in `found` once and in its place, so that whoever reads behind a write still does; each
-    rewritten run goes to a kernel of the plugin for just these contracts; and nobody misses what is not written any more."""
+    """Every entry of the program is in `found` once and in its place, so that a read after a write stays after it; each
+    rewritten run goes to a kernel of the plugin for just these contracts; and nothing reads what is not written any more."""
     where = f"plugin {one.source!r}: its pass over {program.name}"
     place, before = 0, {id(entry) for entry in program.entries}
     for entry in found:
@@ -134,7 +134,7 @@ def _problem(one: TablePass, program: UnboundProgram, entry: Rewritten, start: i
         if first != {"out"} or not any(touched - {"out"} for touched in others):  # the host may read what no launch does
             return f"which does not write {name}, but that is not what one of these launches writes for another"
         if program.is_read(buffer, start, end):
-            return f"which does not write {name}, but somebody reads that"
+            return f"which does not write {name}, which is read elsewhere"
     return ""
 
 

@@ -78,7 +78,7 @@ class HostFeature(Protocol):
     @property
     def reads_drafts(self) -> bool:
         """Whether `HostView.drafts` is wanted: the drafts of every step are then copied to the host, too, and its event stands
-        behind the draft passes. Only with `previous_tokens` and `exact_lengths`."""
+        after the draft passes. Only with `previous_tokens` and `exact_lengths`."""
 
     @property
     def buffers(self) -> Sequence[StepBuffer]:
@@ -94,7 +94,7 @@ class HostFeature(Protocol):
         `view.plan.slots` unless the feature's kernels read it otherwise. Must not raise because of one request."""
 
     def append(self, program: ProgramBuilder) -> None:
-        """Append launches on the target's logits, behind their processing and before tokens are chosen; called once for each
+        """Append launches on the target's logits, after their processing and before tokens are chosen; called once for each
         kind of step. A feature whose buffers are read elsewhere (a proposer's) appends nothing. With `exact_lengths`, `none`
         and `upper_bound_lengths` any launch of the step may read the buffers, with `previous_tokens` those from here on."""
 
@@ -161,7 +161,7 @@ class HostInputs:
         self._upload(self._first, stream, step_id)
 
     def upload_middle(self, stream: Stream, step_id: int) -> None:
-        """Enqueue what was filled for a launched step on the stream of inputs, behind whatever read the buffers in the step
+        """Enqueue what was filled for a launched step on the stream of inputs, after whatever read the buffers in the step
         before, and let `stream` wait for it. Never blocks the host."""
         if self._in_use:
             self._stream.wait(self._consumed)
@@ -175,7 +175,7 @@ class HostInputs:
                 self._device.upload(stream, one.buffers[name], staging, one.rows)
 
     def consumed(self, stream: Stream) -> None:
-        """A whole step is enqueued: behind this point of its stream the buffers may be overwritten."""
+        """A whole step is enqueued: after this point of its stream the buffers may be overwritten."""
         if self.splits:
             self._consumed.record(stream)
             self._in_use = True

@@ -1,7 +1,7 @@
 """Reads what a step sends to the host: the snapshot's rows, and the packed record of log probabilities beside them.
 
-The runner reads snapshots with it in every step. A record of log probabilities stays unread where it landed until somebody wants
-results; then it is checked and becomes one structured NumPy array, whose rows everybody after keeps as they came. A record that
+The runner reads snapshots with it in every step. A record of log probabilities stays unread where it landed until something needs
+results; then it is checked and becomes one structured NumPy array, whose rows are passed on unchanged. A record that
 does not fit its own header, or what was asked for, is refused whole. Messages between processes begin with the same word.
 """
 

@@ -53,7 +53,7 @@ class StepPlan:
     prompt_top: Array | None = None
     """Likewise of prompt tokens, of slots that have prompt rows in this step."""
     num_prompt_rows: int = 0
-    """Rows of the step that predict a prompt token somebody wants to know of."""
+    """Rows of the step that predict a prompt token whose log probability is requested."""
 
     @property
     def num_seqs(self) -> int:
@@ -88,7 +88,7 @@ class StepOutcome:
     kv_len: Array
     tokens: Array
     logprobs: PackedLogprobs | None = None
-    """Of the tokens, for the sequences whose slot wants them, and of prompt tokens; None where nobody wants any."""
+    """Of the tokens, for the sequences whose slot wants them, and of prompt tokens; None if none are requested."""
 
     def of(self, some: Array) -> StepOutcome:
         """What it did to these sequences, [n] bool; log probabilities are those of all."""

@@ -83,7 +83,7 @@ class DraftWeights:
 
 
 class Drafting:
-    """What `begin_draft` writes and the launches behind it read, for proposers that draft by sequence."""
+    """What `begin_draft` writes and the launches after it read, for proposers that draft by sequence."""
 
     buffers = tuple(StepBuffer(name, "B") for name in ("draft_slot", "draft_position", "draft_budget"))
 
@@ -116,7 +116,7 @@ class Proposer(Protocol):
 
         With 0, which is asked for where steps may go by without drafts, the drafts that were verified have to be emptied, and a
         proposer with a cache appends its *keep part*: what writes its rows over the target's, without head and choice. The
-        drafts behind such steps are then those of a run that drafted in every step."""
+        drafts after such steps are then those of a run that drafted in every step."""
 
 
 Factory = Callable[[ProposerContext], Proposer]

@@ -45,8 +45,8 @@ class Phase(NamedTuple):
 
 @dataclass(frozen=True)
 class Thinking:
-    """The length of thinking and of the reply behind it. `start`, `end`: token ids that begin and end thinking; without `start`
-    a text thinks from its beginning on. Behind `limit` thinking tokens the end is spelt out, behind `reply` tokens the text
+    """The length of thinking and of the reply after it. `start`, `end`: token ids that begin and end thinking; without `start`
+    a text thinks from its beginning on. After `limit` thinking tokens the end is spelt out, after `reply` tokens the text
     ends."""
 
     start: tuple[int, ...]
@@ -56,7 +56,7 @@ class Thinking:
     eos: int
 
     def first(self, prompt: Sequence[int]) -> Phase:
-        """The phase behind a prompt."""
+        """The phase after a prompt."""
         begun = not self.start or _last(prompt, self.start) > _last(prompt, self.end)
         return Phase(begun, 0, 0, 0)
 
@@ -69,7 +69,7 @@ class Thinking:
         return None
 
     def behind(self, phase: Phase, token: int) -> Phase:
-        """The phase behind one more token."""
+        """The phase after one more token."""
         if not phase.thinking:
             return phase._replace(replied=phase.replied + 1)
         over = self.limit is not None and phase.spent >= self.limit
@@ -283,5 +283,5 @@ class ConstraintFeature:
         return len(drafts) + 1
 
     def append(self, program: ProgramBuilder) -> None:
-        """One launch behind the processing of the target's logits."""
+        """One launch after the processing of the target's logits."""
         program.add("mask_logits", "seqs", "verify")

@@ -30,7 +30,7 @@ def places_of(ids: Array, vocab_size: int) -> Array:
 
 def read(option: str, vocab_size: int, always: Collection[int] = ()) -> Array:
     """The token ids that `--draft-vocab FILE[:N]` names, [M] int32, ascending, so that ties fall as over the whole vocabulary:
-    the N most frequent of the file, without N all that it counts, and those of `always` (ends of text) in any case. Places behind
+    the N most frequent of the file, without N all that it counts, and those of `always` (ends of text) in any case. Places after
     the last counted token go to the lowest ids. Raises `ConfigError`."""
     path, _, number = option.rpartition(":")
     if not (path and number.isdecimal()):

@@ -90,7 +90,7 @@ def _prompt_top(admission: Admission) -> int:
 class Logprobs:
     """Log probabilities of an engine that reports them: what they keep on the device, their launches, and their records.
 
-    `raw`: of the logits before penalties, biases, forbidden tokens and temperature; else behind them, before top-k, top-p and
+    `raw`: of the logits before penalties, biases, forbidden tokens and temperature; else after them, before top-k, top-p and
     min-p. Prompt tokens are always reported raw. `draws`: drafts of slots that sample are drawn from distributions that are
     kept."""
 
@@ -139,7 +139,7 @@ class Logprobs:
 
     # -- launches ----------------------------------------------------------------------------------
     def keep(self, program: ProgramBuilder, *, raw: bool) -> None:
-        """Append the copy of the target's logits, at the place that is `raw` or behind processing, where one is needed."""
+        """Append the copy of the target's logits, at the place that is `raw` or after processing, where one is needed."""
         if raw == self._raw and self._changes(program):
             program.add("keep_logits", "logit_rows", STAGE, row_slot="logit_slot")
 
@@ -148,7 +148,7 @@ class Logprobs:
         return program.kind.logprobs and (program.kind.rule == "rejection" or (self._raw and program.kind.processed))
 
     def append(self, program: ProgramBuilder) -> None:
-        """Append, behind the commit, the launches that report the tokens of the step."""
+        """Append, after the commit, the launches that report the tokens of the step."""
         out = _results("window")
         program.add(
             "top_logprobs", "seqs", STAGE, logits="kept" if self._changes(program) else "logits",
@@ -160,7 +160,7 @@ class Logprobs:
         )  # fmt: skip
 
     def append_prompt(self, program: ProgramBuilder, head: Callable[[ProgramBuilder, str, Unit], None], num_valid: int) -> None:
-        """Append, behind everything that needs the step's logits, the launches that report prompt tokens. `head(program, rows,
+        """Append, after everything that needs the step's logits, the launches that report prompt tokens. `head(program, rows,
         unit)` runs the target's head over packed rows into `logits`."""
         out, unit = _results("prompt"), PROMPT_ROWS
         program.add("pack_prompt_rows", unit, STAGE, num_top="prompt_top")
@@ -176,7 +176,7 @@ class Logprobs:
         )  # fmt: skip
 
     def append_drafts(self, add: Callable[..., None], tokens: str, *, drawn: bool) -> None:
-        """Append, behind the choice of drafts over some rows of logits, the filing of their log probabilities; `drawn`: of slots
+        """Append, after the choice of drafts over some rows of logits, the filing of their log probabilities; `drawn`: of slots
         that sample, and the logits are the distributions that they were drawn with. `add(contract, **fields)` launches over those
         rows."""
         add("draft_logprobs", tokens=tokens, num_top=self._drawn if drawn else "num_top", given="probs" if drawn else "logits")

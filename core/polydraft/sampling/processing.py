@@ -1,7 +1,7 @@
 """Logits processing: the stages between the model's logits and the choice of a token, each with the columns it reads.
 
 The runner appends the stages to every kind of step in which some request wants one; the input processor asks each what a request
-needs. Stages of plugins (`polydraft_parameters`) come behind those of core, in the order of registration, and are no different.
+needs. Stages of plugins (`polydraft_parameters`) come after those of core, in the order of registration, and are no different.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class ForbiddenTokens(Stage):
         return bool(params.bad_words or params.min_tokens)
 
     def prepare(self, params: SamplingParams, encode: Encode, vocab_size: int) -> tuple[int, ...]:
-        """The table of bad words: a text as its tokens alone and as its tokens behind a space, which most vocabularies write
+        """The table of bad words: a text as its tokens alone and as its tokens after a space, which most vocabularies write
         differently. Raises `RequestError` where it does not fit into a slot or names tokens that the model does not have."""
         words: list[tuple[int, ...]] = []
         for word in params.bad_words:

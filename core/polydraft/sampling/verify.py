@@ -36,7 +36,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
 @dataclass(frozen=True)
 class Rows:
     """Rows of logits [N, V] float32, by the names of the buffers that describe them. A row chooses the token `ahead` places
-    behind its position."""
+    after its position."""
 
     program: ProgramBuilder
     logits: str

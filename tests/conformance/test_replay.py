@@ -70,6 +70,7 @@ def test_every_launch_of_the_chosen_steps_is_recorded_and_nothing_changes(record
     assert [call.contract for call in found.calls] == wanted
     assert found.steps == (2,)
     assert record.steps == tuple(STEPS)
+    assert (found.widths, record.widths) == ({2: (4, 3)}, dict.fromkeys(STEPS, (4, 3)))
 
 
 @pytest.mark.parametrize("more", [{"graph": "off"}, {"graph": "decode"}, {"constraints": True}], ids=str)
@@ -114,6 +115,7 @@ def test_the_file_is_plain_safetensors(record: Record, tmp_path: Path):
     write(file, record)
     again = read(file)
     assert (again.calls, dict(again.weights), again.about) == (record.calls, dict(record.weights), dict(record.about))
+    assert again.widths == record.widths
     with safe_open(file, framework="np") as opened:
         assert opened.metadata()["schema"] == "polydraft.record/1"
         for key, one in record.tensors.items():
@@ -354,5 +356,6 @@ def test_a_difference_is_told_in_words_and_json(polydraft: Callable[..., tuple[i
     status, out, _ = polydraft(*given, "--json")
     answer = json.loads(out)
     jsonschema.validate(answer, json.loads((ROOT / "core/polydraft/schemas/replay-1.json").read_text()))
+    assert answer["recorded"]["widths"] == [{"step": step, "window": 4, "num_drafts": 3} for step in STEPS]
     assert answer["differences"][0]["contract"] == "select_last_rows"
     assert len(answer["differences"][0]["index"]) == 2

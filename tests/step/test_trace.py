@@ -16,6 +16,7 @@ from xml.etree import ElementTree
 import pytest
 
 from polydraft import LLM, Engine, SamplingParams
+from polydraft.conformance.lossless_checks import Listed
 from polydraft.errors import ConfigError
 from polydraft.instruments.base import bare
 from polydraft.instruments.timeline import BOUND, DEVICE, EXACT, HOST, HOST_STAGES, Recording, Span
@@ -25,6 +26,7 @@ from polydraft.instruments.trace_file import read, write
 from polydraft.instruments.trace_page import write_html
 from polydraft.instruments.trace_view import middle, picture, write_png
 from tests.support import tiny
+from tests.support.drafting import deciding
 from tests.support.emulator import Emulator
 from tests.support.runs import engine
 
@@ -233,6 +235,30 @@ def test_recording_changes_no_text() -> None:
 
 
 # -- the file -----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("kind", ["reference", "lazy-1", "emulator-1"])
+def test_every_launched_step_says_how_much_it_verified_and_drafted(kind: str, tmp_path: Path) -> None:
+    with deciding(lambda limits: Listed((3, 0, 1), limits.num_drafts)):
+        running = made(kind, Trace())
+    held, totals = served(running), running.totals
+    running.close()
+    write(tmp_path / "run.json", held)
+    for recording in (held, read(tmp_path / "run.json")):
+        widths = recording.widths
+        assert widths.keys() == stages(recording, "launch").keys()
+        assert [widths[step].num_drafts for step in (1, 2, 3, 4)] == [3, 0, 1, 3]
+        assert [width.window for width in widths.values()] == [4, *(width.num_drafts + 1 for width in widths.values())][:-1]
+        assert summary(recording)["drafts_per_step"] == totals.drafts_per_step
+
+
+def test_steps_whose_drafts_nobody_wants_made_none() -> None:
+    running = made("reference", Trace())
+    running.add((1, 5, 9), SamplingParams(max_new_tokens=6, ignore_eos=True, max_drafts=0))
+    while running.has_work:
+        running.step()
+    assert {width.num_drafts for width in running.instruments[Trace].finish().widths.values()} == {0}
+    running.close()
+
+
 def test_the_file_is_a_chrome_trace(recording: tuple[str, Recording], tmp_path: Path) -> None:
     file = tmp_path / "run.json"
     write(file, recording[1])
@@ -263,7 +289,7 @@ def test_a_file_reads_back_as_it_was(recording: tuple[str, Recording], tmp_path:
     held, file = recording[1], tmp_path / "run.json"
     write(file, held)
     back = read(file)
-    assert (back.device_times, back.about) == (held.device_times, held.about)
+    assert (back.device_times, back.about, back.widths) == (held.device_times, held.about, held.widths)
     origin = held.spans[0].start_s
     for old, new in zip(held.spans, back.spans, strict=True):
         assert (new.start_s, new.end_s) == pytest.approx((old.start_s - origin, old.end_s - origin), abs=1e-9)
@@ -331,6 +357,7 @@ def test_a_stage_is_counted_without_the_stages_inside_it(device_times: str, laun
 def test_a_step_that_was_not_applied_has_no_figures() -> None:
     spans = (span(0, 1, side=HOST, kind="stage", name="launch"),)
     assert host_seconds(Recording(spans, BOUND, {})) == {}
+    assert summary(Recording(spans, BOUND, {}))["drafts_per_step"] == []
     assert summary(Recording(spans, BOUND, {}))["host_us_per_step"] is None
 
 
@@ -345,6 +372,7 @@ def test_the_summary_has_every_stage(recording: tuple[str, Recording]) -> None:
     figures = summary(recording[1])
     assert set(figures["host_us_by_stage"]) == {*HOST_STAGES, "other"}
     assert figures["steps"] == len(stages(recording[1], "commit"))
+    assert figures["drafts_per_step"] == [0, 0, 0, figures["steps"]]
     assert 0 <= figures["device_idle_share"] < 1
 
 

@@ -482,6 +482,33 @@ def test_a_run_is_recorded_and_shown(command: Callable[..., Result], tmp_path: P
     assert answer["html"] is None
 
 
+def test_numbers_of_drafts_are_counted_where_steps_differ(command: Callable[..., Result], tmp_path: Path) -> None:
+    """A short request with drafts beside a long one that wants none: behind its end steps make none."""
+    file, prompts = tmp_path / "run.json", tmp_path / "prompts.jsonl"
+    lines = [{"prompt": "w1 w2", "max_new_tokens": 8}, {"prompt": "w3 w4", "max_new_tokens": 30, "max_drafts": 0}]
+    prompts.write_text("\n".join(map(json.dumps, lines)))
+    run = (
+        "generate",
+        "--model",
+        NARROW,
+        "--backend",
+        "reference",
+        "--draft-tokens",
+        3,
+        "--ignore-eos",
+        "--trace",
+        file,
+        "--json",
+    )
+    made = command(*run, "--prompts", prompts).json["totals"]["drafts_per_step"]
+    assert [bool(count) for count in made] == [True, False, False, True]
+    assert command("trace", file, "--json").json["drafts_per_step"] == made
+    table = command("trace", file).out.partition("drafts a step")[2].splitlines()[2:4]
+    assert [line.split() for line in table] == [["0", str(made[0])], ["3", str(made[3])]]
+    command(*run, "w1 w2")
+    assert "drafts a step" not in command("trace", file).out
+
+
 def test_a_run_that_fails_is_recorded_up_to_there(command: Callable[..., Result], tmp_path: Path) -> None:
     file = tmp_path / "run.json"
     device = ("--backend", "emulator", "--device", "emulator:0?fault=op@300", "--graph", "off")

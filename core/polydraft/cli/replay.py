@@ -119,7 +119,8 @@ def _json(file: str, record: Record, answer: Replay) -> dict[str, Any]:
         "calls": len(record.calls), "compared": answer.compared, "elements": answer.elements, "status": answer.status,
         "differences": [difference.describe() for difference in answer.differences],
         "skipped": [{"call": call.number, "contract": call.contract, "reason": reason} for call, reason in answer.skipped],
-        "recorded": {**about["backend"], "device": about["device"], "model": about["model"], "dtype": about["dtype"]},
+        "recorded": {**about["backend"], "device": about["device"], "model": about["model"], "dtype": about["dtype"],
+                     "widths": [{"step": step, **width._asdict()} for step, width in record.widths.items()]},
     }  # fmt: skip
 
 

@@ -63,6 +63,7 @@ def _show(figures: dict[str, Any], pictures: list[str], *, color: bool) -> None:
     screen, idle = Screen(color=color), figures["device_idle_share"]
     screen.line(", ".join(f"{name} {value}" for name, value in figures["about"].items()))
     screen.line(f"{figures['steps']} steps; device times {figures['device_times']}")
+    made = {number: count for number, count in enumerate(figures["drafts_per_step"]) if count}
     if idle is not None:
         screen.line(f"the device did nothing for {idle:.1%} of the time between its first and its last operation")
     stages = {stage: values for stage, values in figures["host_us_by_stage"].items() if stage != "wait"}
@@ -81,6 +82,9 @@ def _show(figures: dict[str, Any], pictures: list[str], *, color: bool) -> None:
             for name, row in figures["device_operations"].items()
         ],
     )
+    if len(made) > 1:
+        screen.line()
+        screen.table(("drafts a step", "steps"), [(str(number), str(count)) for number, count in made.items()])
     for name in pictures:
         screen.line(f"\nwrote {name}")
 

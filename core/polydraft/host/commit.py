@@ -31,7 +31,7 @@ def apply(
     t, ids = slots, outcome.slots
     t.in_flight_counts -= plan.in_flight_counts
     if totals is not None:
-        totals.drafts_per_step[plan.num_drafts if plan.drafting else 0] += 1
+        totals.drafts_per_step[plan.num_made] += 1
     live = (t.epoch[ids] == outcome.epochs) & ~t.draining[ids]
     every = np.count_nonzero(live) == len(live)  # in a quarter of the time that `all` takes, or `any`
     if outcome.logprobs is not None:

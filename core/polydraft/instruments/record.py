@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from polydraft.backend import Cache, StepMeta
     from polydraft.engine import Engine
     from polydraft.plugins.kernel_table import Binding
-    from polydraft.program.plan import StepPlan
+    from polydraft.program.plan import StepPlan, StepWidth
 
 DEFAULT_STEPS = range(1, 5)
 """Steps count from 1; the first ones have a prefill and some rounds."""
@@ -77,6 +77,7 @@ class CallRecorder(Instrument):
         """The chosen step whose launches are being enqueued."""
         self.tensors = Tensors()
         self.calls: list[Call] = []
+        self.widths: dict[int, StepWidth] = {}
 
     # -- steps -------------------------------------------------------------------------------------
     def built(self, engine: Engine) -> None:
@@ -103,6 +104,7 @@ class CallRecorder(Instrument):
         plan: StepPlan = subject if stage == "launch" else subject.plan
         if self._wants(plan):
             self._now = plan.step_id
+            self.widths[plan.step_id] = plan.width
             self._weight_names = {id(weight): name for name, weight in self.engine._weights.items()}
 
     def end(self, stage: Stage, subject: Any, result: Any) -> None:
@@ -216,7 +218,7 @@ class CallRecorder(Instrument):
     # -- the record ------------------------------------------------------------------------------------
     def finish(self) -> Record:
         """What was recorded so far. Reads the weights that were used from the checkpoint, which must still be open."""
-        return Record(self._about(), tuple(self.calls), self._weights(), self.tensors)
+        return Record(self._about(), tuple(self.calls), self._weights(), self.tensors, dict(self.widths))
 
     def _weights(self) -> dict[str, RecordedWeight]:
         used = sorted({name for call in self.calls for name in call.weights.values()})

@@ -19,6 +19,7 @@ import numpy as np
 from polydraft.device import DTYPES, Array
 from polydraft.errors import CheckpointError, ConfigError
 from polydraft.instruments.output_file import writing
+from polydraft.program.plan import StepWidth
 
 SCHEMA: Final = "polydraft.record/1"
 _STORED: Final[Mapping[str, str]] = {"i32": "I32", "u32": "U32", "f32": "F32", "f16": "F16", "bf16": "BF16", "u8": "U8"}
@@ -116,6 +117,8 @@ class Record:
     calls: tuple[Call, ...]
     weights: Mapping[str, RecordedWeight] = field(default_factory=dict)
     tensors: Tensors = field(default_factory=Tensors)
+    widths: Mapping[int, StepWidth] = field(default_factory=dict)
+    """How much each recorded step verified and drafted."""
 
     @property
     def steps(self) -> tuple[int, ...]:
@@ -133,6 +136,7 @@ def write(path: str | Path, record: Record) -> None:
     """Write a record. Raises `ConfigError` where the file cannot be written."""
     document = {
         "about": dict(record.about),
+        "widths": {step: width._asdict() for step, width in record.widths.items()},
         "calls": [dataclasses.asdict(call) for call in record.calls],
         "weights": {name: dataclasses.asdict(weight) for name, weight in record.weights.items()},
     }
@@ -173,7 +177,8 @@ def read(path: str | Path) -> Record:
 def _record(document: Mapping[str, Any], tensors: Tensors) -> Record:
     calls = tuple(_call(one) for one in document["calls"])
     weights = {name: RecordedWeight(one["digest"], tuple(one["shape"]), one["key"]) for name, one in document["weights"].items()}
-    record = Record(document["about"], calls, weights, tensors)
+    widths = {int(step): StepWidth(**one) for step, one in document.get("widths", {}).items()}
+    record = Record(document["about"], calls, weights, tensors, widths)
     if [call.number for call in calls] != list(range(len(calls))):
         raise ValueError("its calls are not numbered from 0")
     for call in calls:

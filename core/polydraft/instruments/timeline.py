@@ -14,12 +14,13 @@ Where the device's times come from is said wherever they are shown (`Recording.d
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from polydraft.errors import DeviceError
+from polydraft.program.plan import StepWidth
 
 HOST, DEVICE = 1, 2
 """The two sides of a timeline; process ids in a file."""
@@ -97,11 +98,13 @@ class Span:
 
 @dataclass(frozen=True)
 class Recording:
-    """Spans in order of start, enclosing ones first; `about` says of which engine."""
+    """Spans in order of start, enclosing ones first; `about` says of which engine, `widths` of each launched step how much it
+    verified and drafted, by its number."""
 
     spans: tuple[Span, ...]
     device_times: str
     about: dict[str, Any]
+    widths: Mapping[int, StepWidth] = field(default_factory=dict)
 
 
 def keeps_timeline(device: object) -> bool:

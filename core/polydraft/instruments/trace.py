@@ -41,6 +41,7 @@ from polydraft.program.points import STAGES, Stage
 
 if TYPE_CHECKING:
     from polydraft.plugins.kernel_table import Binding
+    from polydraft.program.plan import StepWidth
 
 Calls = Literal["all", "immediate", "none"]
 """Which launches and copies are recorded: all, those of a device that computes inside them and does not say how long, none."""
@@ -60,6 +61,7 @@ class Trace(Instrument):
         self._calls: Calls = calls
         self._asynchronous = False
         self._ended: list[tuple[str, str, float, float, int, str, int]] = []
+        self._widths: dict[int, StepWidth] = {}
         self._begun: list[float] = []
         """When the stages that are open now began, the innermost last."""
         self._step = 0
@@ -112,6 +114,7 @@ class Trace(Instrument):
             self._keeping.enter_context(keeping(device))
         self.now, self._timed = clock_of(device), keeps_timeline(device)
         self._ended.clear()
+        self._widths.clear()
         self._since = self.now()
         super().start()
 
@@ -144,6 +147,8 @@ class Trace(Instrument):
         start = self._begun.pop()
         if stage == "plan" and result is not None:
             self._step = result.step_id
+        elif stage == "launch":
+            self._widths[subject.step_id] = subject.width
         if stage == "step":
             self._calling = False
             self.file("step", "step", start)
@@ -166,6 +171,7 @@ class Trace(Instrument):
     def drain(self) -> list[Span]:
         """Host spans that have ended since the last time, in order of their end; they are forgotten here."""
         ended, self._ended = self._ended, []
+        self._widths.clear()
         return [Span(HOST, "host", *values) for values in ended]
 
     def finish(self) -> Recording:
@@ -178,7 +184,7 @@ class Trace(Instrument):
             spans, said = in_flight(host, self.engine.resolved.overlap + 1), BOUND
         else:
             spans, said = immediate(host), EXACT
-        return Recording(tuple(sorted(spans, key=order)), said, self._about())
+        return Recording(tuple(sorted(spans, key=order)), said, self._about(), dict(self._widths))
 
     def _operations(self) -> tuple[Sequence[Operation], str]:
         """What the device did for the engine since the beginning, where it tells, and what kind of time that has."""

@@ -121,6 +121,13 @@ def busy_host(stages: Mapping[str, float]) -> float:
     return sum(seconds for stage, seconds in stages.items() if stage != "wait")
 
 
+def drafts_per_step(recording: Recording, steps: Iterable[int]) -> list[int]:
+    """How many of these steps made no draft for a slot, how many one at most, and so on; nothing where the recording does not
+    say."""
+    made = [recording.widths[step].num_drafts for step in steps if step in recording.widths]
+    return [made.count(number) for number in range(max(made, default=-1) + 1)]
+
+
 def summary(recording: Recording) -> dict[str, Any]:
     """The figures for people and for `--json`; times in microseconds."""
     steps = host_seconds(recording)
@@ -129,6 +136,7 @@ def summary(recording: Recording) -> dict[str, Any]:
         "about": recording.about,
         "device_times": recording.device_times,
         "steps": len(steps),
+        "drafts_per_step": drafts_per_step(recording, steps),
         "device_idle_share": idle_share(recording.spans),
         "host_us_per_step": _microseconds(Quantiles.of(totals)) if totals else None,
         "host_us_by_stage": {stage: _microseconds(values) for stage, values in by_stage(steps).items()},

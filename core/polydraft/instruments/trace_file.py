@@ -2,6 +2,8 @@
 
 `generate --trace` writes it, `polydraft trace` reads it. It holds exactly what was recorded: no figure is computed here.
 
+A launch of a step says how many rows it verified for a slot at most and how many drafts it made (`StepWidth`).
+
 One process is the host, one the device, and a thread is a lane. Every span is a complete event ("X"); a launch and its
 execution share a flow ("s" on the host, "f" on the device). Times in a file are microseconds since its first span.
 """
@@ -15,6 +17,7 @@ from typing import Any
 from polydraft.errors import ConfigError
 from polydraft.instruments.output_file import writing
 from polydraft.instruments.timeline import DEVICE, HOST, Recording, Span
+from polydraft.program.plan import StepWidth
 
 SCHEMA = "polydraft.timeline/1"
 
@@ -37,7 +40,9 @@ def _events(recording: Recording) -> list[dict[str, Any]]:
     events += [_named("thread_name", side, number, lane) for (side, lane), number in lanes.items()]
     for span in spans:
         place = {"pid": span.side, "tid": lanes[span.side, span.lane], "ts": 1e6 * (span.start_s - origin)}
-        args = {"step": span.step, "kind": span.kind, "stage": span.stage, "rows": span.rows, "flows": span.flows}
+        args: dict[str, Any] = {"step": span.step, "kind": span.kind, "stage": span.stage, "rows": span.rows, "flows": span.flows}
+        if (span.kind, span.name) == ("stage", "launch") and span.step in recording.widths:
+            args |= recording.widths[span.step]._asdict()
         category = span.stage or span.kind
         events.append({"ph": "X", **place, "dur": 1e6 * span.seconds, "name": span.name, "cat": category, "args": args})
         ends = {"ph": "s"} if span.side == HOST else {"ph": "f", "bp": "e"}
@@ -70,7 +75,9 @@ def _recording(document: dict[str, Any]) -> Recording:
     events = document["traceEvents"]
     lanes = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
     spans = tuple(_span(e, lanes[e["pid"], e["tid"]]) for e in events if e["ph"] == "X")
-    return Recording(spans, about.pop("device_times"), about)
+    launches = [e["args"] for e in events if e["ph"] == "X" and "window" in e["args"]]
+    widths = {args["step"]: StepWidth(args["window"], args["num_drafts"]) for args in launches}
+    return Recording(spans, about.pop("device_times"), about, widths)
 
 
 def _span(event: dict[str, Any], lane: str) -> Span:

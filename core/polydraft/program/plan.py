@@ -1,4 +1,4 @@
-"""The two records that the host and the runner exchange: `StepPlan` goes in, `StepOutcome` comes out, nothing else.
+"""The records that the host and the runner exchange: `StepPlan` goes in, `StepOutcome` comes out, `StepWidth` is kept of a plan.
 
 The scheduler makes plans, the runner turns each into launches and later into an outcome, commit applies outcomes. Both are plain
 and frozen; neither refers to a request object, so a plan could come from another process.
@@ -7,10 +7,19 @@ and frozen; neither refers to a request object, so a plan could come from anothe
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from polydraft.device import Array
 from polydraft.program.columns import Writes
 from polydraft.program.packed import PackedLogprobs
+
+
+class StepWidth(NamedTuple):
+    """How much a step verifies and drafts: `window` (its W), rows that it verifies for a slot at most, and `num_drafts` (its K),
+    drafts that it makes for one at most."""
+
+    window: int
+    num_drafts: int
 
 
 @dataclass(frozen=True)
@@ -58,6 +67,16 @@ class StepPlan:
     @property
     def num_seqs(self) -> int:
         return len(self.slots)
+
+    @property
+    def num_made(self) -> int:
+        """Drafts that the step really makes for a slot at most: none where nobody would ever have them verified."""
+        return self.num_drafts if self.drafting else 0
+
+    @property
+    def width(self) -> StepWidth:
+        """How much of it is for a slot."""
+        return StepWidth(self.window, self.num_made)
 
     def again(self, step_id: int, writes: Writes, num_drafts: int) -> StepPlan:
         """The plan of a step after one without prefill, for the very same slots and windows: all arrays are the same ones, so

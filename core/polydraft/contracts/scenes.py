@@ -6,7 +6,7 @@ scenes, so that their cases fit together. No golden is called here: a scene is i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -295,3 +295,32 @@ def _random_after(rng: np.random.Generator, num_drafts: int, block_size: int) ->
         ran=kept + rejected if phase not in (Phase.IDLE, Phase.PAUSED) and rng.random() < 0.85 else 0,
         kept=kept,
     )
+
+
+# -- packed rows -------------------------------------------------------------------------------------
+Runs = Sequence[tuple[int, int, int]]
+"""Slot (negative: rows that carry nothing), first position and number of consecutive rows of each run."""
+
+
+def pack(runs: Runs) -> tuple[Array, Array]:
+    """Return row_slot and positions of runs packed one after the other."""
+    row_slot = [slot for slot, _, rows in runs for _ in range(rows)]
+    positions = [first + j for _, first, rows in runs for j in range(rows)]
+    return np.array(row_slot, np.int32), np.array(positions, np.int32)
+
+
+def grant(rng: np.random.Generator, runs: Runs, *, block_size: int, ahead: int = 0, spare: int = 3) -> tuple[Array, int]:
+    """Return a block table with blocks in random order, and the number of blocks in the pool.
+
+    Every slot has the blocks its runs need and `ahead` more; one slot has no run, and `spare` blocks belong to nobody.
+    """
+    slots = max(slot for slot, _, _ in runs) + 2
+    lengths = [max([first + rows for s, first, rows in runs if s == slot], default=0) for slot in range(slots)]
+    needed = [-(-length // block_size) + ahead for length in lengths]
+    num_blocks = sum(needed) + spare
+    free = rng.permutation(num_blocks).tolist()
+    longest = max(first + rows for _, first, rows in runs)
+    table = np.full((slots, longest // block_size + 2 + ahead), NO_BLOCK, np.int32)
+    for slot, entries in enumerate(needed):
+        table[slot, :entries] = [free.pop() for _ in range(entries)]
+    return table, num_blocks

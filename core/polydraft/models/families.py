@@ -117,10 +117,15 @@ class Family:
         )
         return description, self._table(description, unread)
 
+    def refusals(self, config: ConfigFile) -> dict[str, str]:
+        """Settings that would change the computation and that these blocks do not implement, each with what is wrong with it. A
+        family that implements some of them overrides this and leaves those out of what `super()` returns."""
+        return _unbuilt(config)
+
     def refuse(self, config: ConfigFile) -> None:
-        """Raise `CapabilityError` for settings that would change the computation and that these blocks do not implement. A
-        family that implements some of them (`layer_types`, for instance) overrides this."""
-        _refuse_unbuilt(config)
+        """Raise `CapabilityError` with every one of `refusals`."""
+        if found := self.refusals(config):
+            raise CapabilityError(f"{config.path}: {'; '.join(found.values())}")
 
     def blocks(self, config: ConfigFile) -> tuple[Block, ...]:
         """The decoder blocks, first layer first. A family whose layers differ, or are of kinds of its own, overrides this."""
@@ -250,23 +255,26 @@ def _rope_theta(config: ConfigFile) -> float:
     return rope.number("rope_theta", config.number("rope_theta", 10000.0))
 
 
-def _refuse_unbuilt(config: ConfigFile) -> None:
-    """Refuse settings that would change the computation and that no family here implements."""
+def _unbuilt(config: ConfigFile) -> dict[str, str]:
+    """The settings of a configuration that no family here implements, by the key that says so."""
     layer_types = config.values.get("layer_types")
     uses_sliding_window = config.flag("use_sliding_window", False) and config.values.get("sliding_window") is not None
     if isinstance(layer_types, list):
         uses_sliding_window = any(kind != "full_attention" for kind in layer_types)
     activation = config.text("hidden_act", "silu")
-    refusals = {
-        f"layer_types is {layer_types!r} with sliding_window {config.values.get('sliding_window')!r}, "
-        f"wanted full attention in all layers; use a model without sliding windows": uses_sliding_window,
-        f"hidden_act is {activation!r}, wanted 'silu'; use a model with a SiLU feed-forward": activation != "silu",
-        "quantization_config is set, wanted float32, float16 or bfloat16 weights; "
-        "use the unquantised checkpoint": config.values.get("quantization_config") is not None,
-    }
-    for refusal, applies in refusals.items():
-        if applies:
-            raise CapabilityError(f"{config.path}: {refusal}")
+    found = {}
+    if uses_sliding_window:
+        found["layer_types"] = (
+            f"layer_types is {layer_types!r} with sliding_window {config.values.get('sliding_window')!r}, wanted full attention "
+            "in all layers; use a model without sliding windows"
+        )
+    if activation != "silu":
+        found["hidden_act"] = f"hidden_act is {activation!r}, wanted 'silu'; use a model with a SiLU feed-forward"
+    if config.values.get("quantization_config") is not None:
+        found["quantization_config"] = (
+            "quantization_config is set, wanted float32, float16 or bfloat16 weights; use the unquantised checkpoint"
+        )
+    return found
 
 
 BUILT_IN: tuple[Family, ...] = (

@@ -33,7 +33,10 @@ some cache of the engine says "never"."""
 class CacheKind:
     """One cache of one layer. A kind, also one of a plugin, is a frozen dataclass that says what differs from nothing."""
 
-    hit: Hit = "block"
+    @property
+    def hit(self) -> Hit:
+        """A kind may have a field or a class variable instead."""
+        return "block"
 
     def block_bytes(self, block_size: int, dtype: str, kv: Kv) -> int:
         """Bytes of one block of `block_size` tokens, activations being `dtype`."""

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from polydraft.contracts.base import REGISTRY, Args, Array, Case, Contract, LogicalCache, opaque, param, tensor
-from polydraft.contracts.kernels.rope_kv_write import MIXED, Runs, grant, pack
+from polydraft.contracts.kernels.rope_kv_write import MIXED
+from polydraft.contracts.scenes import Runs, grant, pack
 from polydraft.device import Buffer
 from polydraft.sentinels import PAD_SLOT
 

@@ -7,13 +7,14 @@ cache.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Literal
 
 import numpy as np
 
 from polydraft.contracts.base import REGISTRY, Args, Array, Case, Contract, LogicalCache, opaque, param, tensor
 from polydraft.contracts.kernels.rms_norm import normalize
+from polydraft.contracts.scenes import Runs, grant, pack
 from polydraft.device import Buffer
 from polydraft.sentinels import NO_BLOCK, PAD_SLOT
 
@@ -115,34 +116,6 @@ def scale(a: Any, n: int) -> Mapping[str, Array]:
         for g in range(a.num_kv_heads if block >= 0 else 0):
             keys[block, offset, g] = condition(k[g], a, r, normalized=a.k_norm is not None)
     return {"q_out": q_out, "cache.k": keys}
-
-
-Runs = Sequence[tuple[int, int, int]]
-"""Slot (negative: rows that carry nothing), first position and number of consecutive rows of each run."""
-
-
-def pack(runs: Runs) -> tuple[Array, Array]:
-    """Return row_slot and positions of runs packed one after the other; cases of `paged_attention` use it, too."""
-    row_slot = [slot for slot, _, rows in runs for _ in range(rows)]
-    positions = [first + j for _, first, rows in runs for j in range(rows)]
-    return np.array(row_slot, np.int32), np.array(positions, np.int32)
-
-
-def grant(rng: np.random.Generator, runs: Runs, *, block_size: int, ahead: int = 0, spare: int = 3) -> tuple[Array, int]:
-    """Return a block table with blocks in random order, and the number of blocks in the pool.
-
-    Every slot has the blocks its runs need and `ahead` more; one slot has no run, and `spare` blocks belong to nobody.
-    """
-    slots = max(slot for slot, _, _ in runs) + 2
-    lengths = [max([first + rows for s, first, rows in runs if s == slot], default=0) for slot in range(slots)]
-    needed = [-(-length // block_size) + ahead for length in lengths]
-    num_blocks = sum(needed) + spare
-    free = rng.permutation(num_blocks).tolist()
-    longest = max(first + rows for _, first, rows in runs)
-    table = np.full((slots, longest // block_size + 2 + ahead), NO_BLOCK, np.int32)
-    for slot, entries in enumerate(needed):
-        table[slot, :entries] = [free.pop() for _ in range(entries)]
-    return table, num_blocks
 
 
 def _case(

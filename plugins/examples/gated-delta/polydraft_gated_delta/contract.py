@@ -14,7 +14,7 @@ import numpy as np
 
 from polydraft.contracts import REGISTRY
 from polydraft.contracts.base import Args, Array, Case, Contract, param, tensor
-from polydraft.contracts.kernels.rope_kv_write import grant, pack
+from polydraft.contracts.scenes import grant, pack
 from polydraft.device import Buffer
 from polydraft.sentinels import PAD_SLOT
 

@@ -24,10 +24,10 @@ from polydraft_gated_delta.contract import CONTRACT
 class DeltaState(CacheKind):
     """A state of each slot, the rows of a window that it has not seen, and the state at the end of each block."""
 
+    hit: ClassVar[Hit] = "border"
     heads: int
     key_dim: int
     value_dim: int
-    hit: Hit = "border"
 
     @property
     def _state(self) -> int:

@@ -1,4 +1,4 @@
-"""Owns the kernel of `top_n_sigma` in NumPy, and how devices whose memory NumPy can see launch it.
+"""The kernel of `top_n_sigma` in NumPy, and its launch on devices whose memory NumPy can see.
 
 `polydraft_kernels` returns the table. It never copies: other memory is refused when the engine is built.
 """

@@ -1,4 +1,4 @@
-"""Owns the request parameter `top_n_sigma`: what a request may say, the slot column that holds it, and the launch.
+"""The request parameter `top_n_sigma`: its allowed values, its slot column, and its launch.
 
 The engine asks the stage while it is built, when a request arrives and when it takes a slot. No step ever calls it.
 """

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "backends" / "cpu" / "polydraft_cpu" / "src"
@@ -121,13 +122,18 @@ def attention(rounds: int) -> int:
 
 
 def queue(rounds: int) -> int:
-    """Launches and copies behind one another, waited for by several threads while more are issued."""
+    """Launches, of kernels in Python too, and copies behind one another, waited for by several threads while more are issued."""
     import threading
 
     import numpy as np
 
     from polydraft.contracts.kernels.linear import LinearV1
-    from tests.support.cpu import bound, loaded, opened
+    from polydraft.contracts.kernels.residual_add import ResidualAddV1
+    from polydraft.reference.provider import plain
+    from tests.support.cpu import LIMITS, bound, loaded, opened
+
+    def halved(a: Any, n: int) -> None:
+        a.x[:n] *= 0.5
 
     rng = np.random.default_rng(1)
     x, w = rng.standard_normal((24, 128)), rng.standard_normal((512, 128)).astype(np.float32)
@@ -136,9 +142,11 @@ def queue(rounds: int) -> int:
         device, table = opened(f"cpu?threads={number % 4 + 1}")
         weight, out = table.prepare_weight("linear", w, "f32"), device.empty("out", (24, 512), "f32")
         run = bound(device, table, "linear", LinearV1(x=loaded(device, "x", x), weight=weight, bias=None, out=out))
+        halve = device.bind_kernel(plain(halved)).bind(ResidualAddV1(x=out, y=out), LIMITS, None)
         down, waiters = device.staging("down", (24, 512), "f32"), []
         for turn in range(8):
             run(24)
+            halve(device.stream, 24)
             device.download(device.stream, down, out, 24)
             waiters.append(threading.Thread(target=device.library.pd_wait, args=(device.context, device.last)))
             waiters[-1].start()
@@ -146,7 +154,7 @@ def queue(rounds: int) -> int:
                 device.synchronize()
         for waiter in waiters:
             waiter.join()
-        assert np.abs(down.array - x @ w.T).max() < 1e-3
+        assert np.abs(2 * down.array - x @ w.T).max() < 1e-3
         issued += device.last
         device.close()
     print(f"{issued} commands", flush=True)

@@ -14,6 +14,7 @@ from polydraft.cli import main
 from polydraft.contracts.base import REGISTRY
 from polydraft.errors import RequestError
 from tests.support import tiny
+from tests.support.cpu import needs_kernels
 
 FILE = str(Path(tiny.__file__).with_name("scale_stage.py"))
 """Loaded as a plugin alone: it adds a contract, which no other test is to meet."""
@@ -45,6 +46,36 @@ def test_logits_times_two_are_half_the_temperature(drafts: int, options: dict[st
     assert texts(served, extra={"logit_scale": 2.0}, **sampled) == texts(served, temperature=0.5, seed=7)
     assert texts(served, extra={"logit_scale": 1.0}, **sampled) == texts(served, **sampled)
     assert texts(served, extra={"logit_scale": 2.0}, **sampled) != texts(served, **sampled), "it does something"
+    served.close()
+
+
+@needs_kernels
+@pytest.mark.parametrize("graph", ["off", "decode"])
+@pytest.mark.parametrize("overlap", [0, 1])
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_texts_of_the_cpu_backend_are_those_of_the_reference(drafts: int, overlap: int, graph: str) -> None:
+    """Its kernels are compiled and queued; this one is in NumPy and stands among them."""
+    asked = [
+        SamplingParams(max_new_tokens=24, ignore_eos=True, temperature=1.0, seed=7, extra=extra)
+        for extra in ({"logit_scale": 2.0}, {}, {"logit_scale": 5.0})
+    ]
+    of_reference, of_cpu = (
+        [(output.token_ids, output.rounds) for output in llm(draft_tokens=drafts, **options).generate([PROMPT] * 3, asked)]
+        for options in ({}, {"backend": "cpu", "overlap": overlap, "graph": graph})
+    )
+    assert of_cpu == of_reference
+
+
+@needs_kernels
+def test_by_default_the_cpu_backend_overlaps_and_captures_it() -> None:
+    served = llm(backend="cpu", draft_tokens=3)
+    assert served.engine.resolved.overlap == 1
+    texts(served, temperature=1.0, extra={"logit_scale": 2.0})
+    counters, graphs = served.engine.device.counters, served.engine.runner.graphs
+    assert counters.graph_replays > 5
+    assert graphs is not None
+    assert graphs.whole
+    assert graphs.counters.eager_steps == 1, "that of the prompt"
     served.close()
 
 

@@ -5,30 +5,36 @@ from __future__ import annotations
 import gc
 import os
 import re
+import sys
 import threading
+import types
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 import polydraft_cpu
-from polydraft import LLM, SamplingParams
+from polydraft import LLM, SamplingParams, hookimpl
 from polydraft.contracts import COMPOSITES, REGISTRY
+from polydraft.contracts.composite import CompositeArgs
 from polydraft.contracts.kernels.linear import LinearV1
 from polydraft.contracts.kernels.residual_add import ResidualAddV1
+from polydraft.contracts.kernels.rms_norm import RmsNormV1
 from polydraft.errors import ContractError, DeviceError, PluginError
 from polydraft.instruments.timeline import DEVICE
 from polydraft.instruments.trace import Trace
 from polydraft.plugins.default_backend import EVERYWHERE, default_backend, unusable
+from polydraft.reference.provider import plain
 from polydraft_cpu import library
 from polydraft_cpu.graph import CpuCapture
-from polydraft_cpu.kernels import versions
+from polydraft_cpu.kernels import CpuTable, versions
 from polydraft_cpu.options import CpuOptions, parse, usable_processors
 from tests.support import tiny
-from tests.support.cpu import bound, loaded, needs_kernels, opened
+from tests.support.cpu import LIMITS, bound, loaded, needs_kernels, opened
 from tests.support.launched import launched
 
 
@@ -272,6 +278,220 @@ def test_several_threads_wait_for_one_device():
     assert device.reached(device.last)
     assert np.abs(out.host_array - x @ w.T).max() < 1e-3
     device.close()
+
+
+# -- kernels in Python -----------------------------------------------------------------------------
+def python_kernel(device: Any, x: Any, y: Any, function: Callable[[Any, int], None]) -> Callable[[int], None]:
+    """The launch of a kernel for `residual_add`."""
+    launch = device.bind_kernel(plain(function)).bind(ResidualAddV1(x=x, y=y), LIMITS, None)
+    return lambda n: launch(device.stream, n)
+
+
+def doubled(a: Any, n: int) -> None:
+    a.x[:n] *= 2
+
+
+@needs_kernels
+@SPECS
+def test_a_kernel_in_python_runs_in_its_place(spec: str):
+    """Behind compiled kernels that take long enough, ahead of the next one, and so in every replay of a graph."""
+    device, x, y, add = adding(spec)
+    double = python_kernel(device, x, y, doubled)
+    weight_rows = np.ones((512, 512), np.float32)
+    _, table = opened(spec)
+    weight, out = table.prepare_weight("linear", weight_rows, "f32"), device.empty("out", (64, 512), "f32")
+    slow = bound(device, CpuTable(device), "linear", LinearV1(
+        x=loaded(device, "in", np.ones((64, 512))), weight=weight, bias=None, out=out))  # fmt: skip
+
+    def step() -> None:
+        slow(64)
+        add(4)
+        double(3)
+
+    step()
+    step()
+    assert x.host_array[:, 0].tolist() == [6, 6, 6, 2]
+    graph = CpuCapture(device).capture(device.stream, step)
+    assert x.host_array[:, 0].tolist() == [6, 6, 6, 2], "recorded, not run"
+    launches = device.counters.launches
+    for _ in range(3):
+        graph.replay(device.stream)
+    assert x.host_array[:, 0].tolist() == [62, 62, 62, 5]
+    assert device.counters.launches == launches
+    device.close()
+
+
+@needs_kernels
+def test_a_launch_of_a_kernel_in_python_does_not_wait():
+    device, x, y, add = adding("cpu?threads=2")
+    go = threading.Event()
+    wait = python_kernel(device, x, y, lambda a, n: go.wait(60))  # type: ignore[arg-type, return-value]
+    wait(4)
+    add(4)
+    event = device.event()
+    event.record(device.stream)
+    assert not event.query()
+    go.set()
+    event.synchronize()
+    assert (x.host_array == 1).all()
+    device.close()
+
+
+@needs_kernels
+@SPECS
+@pytest.mark.parametrize("captured", [False, True])
+def test_what_a_kernel_in_python_raises_is_raised_by_who_waits_and_voids_the_rest(spec: str, *, captured: bool):
+    device, x, y, add = adding(spec)
+    event, fails = device.event(), [True]
+
+    def divide(a: Any, n: int) -> None:
+        a.x[:n] += 10
+        if fails[0]:
+            raise ZeroDivisionError("by nothing")
+
+    divide_ = python_kernel(device, x, y, divide)
+
+    def step() -> None:
+        add(4)
+        divide_(4)
+        add(4)
+
+    graph = CpuCapture(device).capture(device.stream, step)
+    down = device.staging("down", (4, 8), "f32")
+    for _ in range(2):
+        graph.replay(device.stream) if captured else step()
+        device.download(device.stream, down, x, 4)
+    event.record(device.stream)
+    said = r"^kernel residual_add failed on device cpu \(ZeroDivisionError: by nothing\); every step in flight is void, ask"
+    with pytest.raises(DeviceError, match=said) as caught:
+        event.synchronize()
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+    assert (x.host_array == 11).all(), "nothing behind it was carried out"
+    assert (down.array == 0).all()
+    fails[0] = False
+    step()
+    device.synchronize()
+    assert (x.host_array == 23).all(), "the device is as good as before"
+    fails[0] = True
+    step()
+    with pytest.raises(DeviceError, match="ZeroDivisionError"):
+        x.host_array  # noqa: B018  whoever looks is told
+    device.close()
+
+
+@needs_kernels
+@SPECS
+def test_a_failure_is_told_behind_the_end_of_the_device(spec: str):
+    device, x, y, _ = adding(spec)
+    python_kernel(device, x, y, lambda a, n: a.nothing)(4)
+    device.close()
+    with pytest.raises(DeviceError, match="AttributeError"):
+        x.host_array  # noqa: B018
+
+
+@needs_kernels
+@SPECS
+def test_an_interrupt_in_a_kernel_stays_one(spec: str):
+    device, x, y, _ = adding(spec)
+
+    def interrupted(a: Any, n: int) -> None:
+        raise KeyboardInterrupt
+
+    python_kernel(device, x, y, interrupted)(4)
+    with pytest.raises(KeyboardInterrupt):
+        device.synchronize()
+    device.synchronize()
+    device.close()
+
+
+@needs_kernels
+@SPECS
+def test_what_a_kernel_in_python_is_made_of_lives_until_it_has_run_and_no_longer(spec: str):
+    device, x, y, add = adding(spec)
+    go = threading.Event()
+    wait = python_kernel(device, y, y, lambda a, n: go.wait(60))  # type: ignore[arg-type, return-value]
+    double = python_kernel(device, x, y, doubled)
+    if device.options.queue:
+        wait(4)
+    double(4)
+    memory = weakref.ref(x)
+    del x, y, add, wait, double
+    gc.collect()
+    assert not device.options.queue or memory() is not None
+    go.set()
+    device.synchronize()
+    gc.collect()
+    assert memory() is None
+    alive = weakref.ref(device)
+    device.close()
+    del device
+    gc.collect()
+    assert alive() is None
+
+
+@needs_kernels
+def test_a_composite_in_python_has_the_names_of_its_parts():
+    device, x, y, _ = adding("cpu")
+    weight = CpuTable(device).prepare_weight("norm", np.ones(8, np.float32), "f32")
+    out = device.empty("out", (4, 8), "f32")
+    parts = ResidualAddV1(x=x, y=y), RmsNormV1(x=x, weight=weight, out=out, eps=1e-6, plus_one=False)
+    launch = device.bind_kernel(plain(lambda a, n: a.parts[2])).bind(CompositeArgs(parts), LIMITS, None)
+    launch(device.stream, 4)
+    with pytest.raises(DeviceError, match=r"^kernel residual_add\+rms_norm failed on device cpu \(IndexError"):
+        device.synchronize()
+    device.close()
+
+
+@needs_kernels
+def test_work_of_the_host_waits_for_what_was_issued():
+    device, x, _, add = adding("cpu")
+    for _ in range(300):
+        add(4)
+    seen: list[float] = []
+    device.enqueue(device.stream, lambda: seen.append(float(x._array[0, 0])))
+    assert seen == [300]
+    with pytest.raises(DeviceError, match=r"^work of the host while a graph is captured"):
+        CpuCapture(device).capture(device.stream, lambda: device.enqueue(device.stream, lambda: None))
+    device.close()
+
+
+@needs_kernels
+@pytest.mark.parametrize("options", [{"graph": "off"}, {"graph": "decode"}, {"device": "cpu?queue=0"}], ids=str)
+def test_a_kernel_that_fails_ends_the_requests_and_not_the_engine(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
+    fails = [False]
+
+    @hookimpl
+    def polydraft_kernels(device: Any) -> Any:
+        def snapshot_output(a: Any, n: int) -> None:
+            if fails[0]:
+                raise ValueError("no more")
+            REGISTRY["snapshot_output"].golden(a, n)
+
+        provider = device.bind_kernel(plain(snapshot_output))
+        return SimpleNamespace(providers={"snapshot_output": provider}, versions={"snapshot_output": 1})
+
+    pack = types.ModuleType("failing_pack")
+    pack.polydraft_kernels = polydraft_kernels  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "failing_pack", pack)
+    engine = LLM(model=str(tiny.checkpoint("narrow")), backend="cpu", draft_tokens=2, plugins=("failing_pack",), **options).engine
+    ids = [engine.add([1, 2, 3], SamplingParams(max_new_tokens=30, ignore_eos=True)) for _ in range(2)]
+    for _ in range(4):
+        engine.step()
+    fails[0] = True
+    while engine.has_work:
+        engine.step()
+    fails[0] = False
+    outputs = [output for output in engine.poll() if output.finished]
+    assert sorted(output.id for output in outputs) == sorted(ids)
+    for output in outputs:
+        assert output.finish_reason == "error"
+        assert "kernel snapshot_output failed on device cpu (ValueError: no more)" in output.error
+    engine.add([1, 2, 3], SamplingParams(max_new_tokens=8, ignore_eos=True))
+    while engine.has_work:
+        engine.step()
+    (output,) = engine.poll()
+    assert (output.finish_reason, len(output.token_ids)) == ("length", 8)
+    engine.close()
 
 
 # -- times -----------------------------------------------------------------------------------------

@@ -17,10 +17,12 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from polydraft.device import DTYPES, Array, Buffer, Staging, Stream
+from polydraft.device import DTYPES, Array, Buffer, Launch, Staging, Stream
 from polydraft.errors import DeviceError
 from polydraft.reference.device import NumpyStaging, ReferenceDevice
+from polydraft.reference.provider import Kernel
 from polydraft_cpu import library
+from polydraft_cpu.host_kernel import HostProvider
 from polydraft_cpu.options import CpuOptions
 from polydraft_cpu.timeline import CpuTimeline
 
@@ -122,6 +124,8 @@ class CpuDevice(ReferenceDevice):
         """The number of the command issued last."""
         self.clocked: CpuTimeline | None = None
         """Where commands are noted while somebody wants a timeline."""
+        self.failures: list[tuple[str, BaseException]] = []
+        """The kernel in Python that failed, and what it raised; commands behind it are not carried out."""
         self._outstanding: deque[tuple[int, tuple[object, ...]]] = deque()
         self.rope_tables: dict[tuple[float, int, int], Array] = {}
         self._finalizer = weakref.finalize(self, self.library.pd_close, self.context)
@@ -155,14 +159,29 @@ class CpuDevice(ReferenceDevice):
         return bool(self.library.pd_reached(self.context, number))
 
     def wait_for(self, number: int) -> None:
-        """Wait until the command of this number has run."""
+        """Wait until the command of this number has run. Raises `DeviceError` where a kernel in Python has failed."""
         self.library.pd_wait(self.context, number)
         self._release(number)
+        if self.failures:
+            self._give_up()
 
     def settle(self) -> None:
-        """Wait until everything has run; not counted."""
-        if self._outstanding:
+        """Wait until everything has run; not counted. Raises as `wait_for`."""
+        if self._outstanding or self.failures:
             self.wait_for(self.last)
+
+    def _give_up(self) -> NoReturn:
+        """Let commands that were issued pass without effect, and raise what a kernel in Python raised."""
+        self.library.pd_wait(self.context, self.last)
+        self._release(self.last)
+        self.library.pd_mend(self.context)
+        name, error = self.failures.pop()
+        if not isinstance(error, Exception):  # Ctrl-C
+            raise error
+        raise DeviceError(
+            f"kernel {name} failed on device {self.spec} ({type(error).__name__}: {error}); every step in flight is void, "
+            "ask again"
+        ) from error
 
     def _release(self, number: int = 0) -> None:
         """Let go of what commands up to this number worked on, and of others that have run."""
@@ -175,6 +194,33 @@ class CpuDevice(ReferenceDevice):
         self.refuse_in_capture("waiting for the device")
         super().synchronize()
         self.settle()
+
+    # -- launches ----------------------------------------------------------------------------------
+    def launch_of(self, op: int, name: str, alive: object) -> Launch:
+        """The launch of an operation of the library; `alive` is what it works on."""
+        run, counters = self.library.pd_launch, self.counters
+
+        def launch(stream: Stream, n: int) -> None:
+            del stream
+            if self.gate is not None:
+                self.gate(alive)
+            counters.launches += 1
+            if self.clocked is not None:
+                self.clocked.issuing("kernel", name, n)
+            self.issued(run(op, n), alive)
+
+        return launch
+
+    def bind_kernel(self, kernel: Kernel) -> Any:
+        """The provider through which this device runs a NumPy kernel: queued and captured like a compiled one."""
+        return HostProvider(kernel, self)
+
+    def enqueue(self, stream: Stream, work: Callable[[], None]) -> None:
+        """Wait until everything that was issued has run, and do `work` then; refused in a capture."""
+        del stream
+        self.refuse_in_capture("work of the host")
+        self.settle()
+        work()
 
     # -- memory ------------------------------------------------------------------------------------
     def _allocate(self, name: str, shape: Sequence[int], dtype: str) -> Array:
@@ -246,9 +292,11 @@ class CpuDevice(ReferenceDevice):
         try:
             yield
         finally:
-            self.settle()
-            self.library.pd_time(self.context, 0)
-            self.clocked = None
+            try:
+                self.settle()
+            finally:
+                self.library.pd_time(self.context, 0)
+                self.clocked = None
 
     def now_s(self) -> float:
         """Seconds of the host's clock, which a timeline is on. Raises `DeviceError` while none is kept."""

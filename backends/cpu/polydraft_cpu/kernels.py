@@ -16,7 +16,7 @@ from polydraft.backend import CacheSpec, Weight
 from polydraft.contracts.base import Args, Limits, Workspace
 from polydraft.contracts.composite import CompositeArgs
 from polydraft.contracts.kernels.paged_attention import PagedAttentionV1
-from polydraft.device import Array, Launch, Stream
+from polydraft.device import Array, Launch
 from polydraft.errors import ContractError
 from polydraft_cpu.device import CpuDevice, aligned
 from polydraft_cpu.library import CacheStruct, WeightStruct, last_error, served, words_of
@@ -184,18 +184,7 @@ class CpuProvider:
         op = device.library.pd_bind(device.context, self.name.encode(), device.act_code, array, len(words), scratch)
         if not op:
             raise ContractError(f"cpu backend: {last_error()}; reinstall polydraft so that its kernels are built again")
-        run, counters, alive, name = device.library.pd_launch, device.counters, (args, memory, table), self.name
-
-        def launch(stream: Stream, n: int) -> None:
-            del stream
-            if device.gate is not None:
-                device.gate(alive)
-            counters.launches += 1
-            if device.clocked is not None:
-                device.clocked.issuing("kernel", name, n)
-            device.issued(run(op, n), alive)
-
-        return launch
+        return device.launch_of(op, self.name, (args, memory, table))
 
     def workspace_bytes(self, args: Any, limits: Limits) -> int:
         """What the kernel's threads need between them."""

@@ -9,7 +9,7 @@ import ctypes
 import functools
 import struct
 from collections.abc import Iterable
-from ctypes import POINTER, c_char_p, c_double, c_int64, c_void_p
+from ctypes import CFUNCTYPE, POINTER, c_char_p, c_double, c_int64, c_void_p
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +23,13 @@ PATH = Path(__file__).with_name("_kernels.so")
 """The shared library that the package's build makes where there is a C++ compiler."""
 NOTE = Path(__file__).with_name("_build_failure.txt")
 """What the build wrote where it could not make it."""
-ABI = 4
+ABI = 5
 DTYPE_CODES = {"f32": 0, "bf16": 1, "i32": 2, "u32": 3, "u8": 4, "f16": 5}
 NAMED_PARAMS = {"half": 0, "interleaved": 1, "hidden_first": 0, "embedding_first": 1, "logits": 0, "probs": 1}
 """Parameters that are words in Python and numbers in C++."""
 _WORDS = POINTER(c_int64)
+HOST_FUNCTION = CFUNCTYPE(c_int64, c_int64)
+"""A kernel in Python: launch length to 0, or to anything else where it failed."""
 FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "pd_abi": (c_int64, ()),
     "pd_error": (c_char_p, ()),
@@ -38,6 +40,8 @@ FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "pd_kernels": (c_char_p, ()),
     "pd_words": (c_int64, (c_void_p, c_char_p, c_int64)),
     "pd_bind": (c_void_p, (c_void_p, c_char_p, c_int64, _WORDS, c_int64, c_void_p)),
+    "pd_bind_host": (c_void_p, (c_void_p, c_char_p, HOST_FUNCTION)),
+    "pd_mend": (None, (c_void_p,)),
     "pd_launch": (c_int64, (c_void_p, c_int64)),
     "pd_record": (None, (c_void_p,)),
     "pd_recorded": (c_void_p, (c_void_p,)),
@@ -168,6 +172,6 @@ def as_float(word: float) -> int:
 
 
 __all__ = [
-    "ABI", "DTYPE_CODES", "FUNCTIONS", "NOTE", "PATH", "CacheStruct", "WeightStruct", "c_double", "last_error", "levels", "load",
-    "missing", "words_of",
+    "ABI", "DTYPE_CODES", "FUNCTIONS", "HOST_FUNCTION", "NOTE", "PATH", "CacheStruct", "WeightStruct", "c_double", "last_error",
+    "levels", "load", "missing", "words_of",
 ]  # fmt: skip

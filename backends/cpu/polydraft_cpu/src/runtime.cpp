@@ -28,7 +28,7 @@
 namespace pd {
 namespace {
 
-constexpr int64_t ABI = 4;
+constexpr int64_t ABI = 5;
 constexpr int64_t PARTS = 2;  // a thread: a few more than one, so that a late thread leaves little undone
 thread_local std::string error;
 
@@ -59,11 +59,21 @@ int64_t now_ns() {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
+// A kernel that the caller brings; returns 0, or anything else where it failed.
+using HostFunction = int64_t (*)(int64_t n);
+struct HostKernel {
+  std::string name;
+  Kernel kernel;
+};
+struct HostCall { HostFunction function; Context* context; };
+
 // A context with a queue has one guest in its team: who waits for the queue.
 struct Context {
   const Table* table;
   Team team;
+  std::vector<std::unique_ptr<HostKernel>> host_kernels;
   std::vector<std::unique_ptr<Op>> ops;
+  bool failed = false;  // a kernel of the caller failed: nothing more is carried out; set by who carries out
   std::unique_ptr<Program> recording;
   bool timing = false;  // changed and read while nothing is outstanding, as `spans` is
   std::vector<Span> spans;
@@ -80,12 +90,17 @@ void run_part(const void* job, int64_t part, int64_t parts, int64_t thread) {
   l.op->kernel->run(l.op->words.data(), call);
 }
 
+void call_host(const void* args, const Call& call) {
+  const HostCall& host = record<HostCall>(args);
+  if (host.function(call.n) != 0) host.context->failed = true;
+}
+
 // One launch after the other; those that are worth it are shared with the team.
 void run(Context& context, const Launch* launches, int64_t count) {
   Team& team = context.team;
   const bool shared = team.usable() && std::any_of(launches, launches + count, worth);
   if (shared) team.wake();
-  for (const Launch* l = launches; l != launches + count; l++) {
+  for (const Launch* l = launches; l != launches + count && !context.failed; l++) {
     const int64_t start = context.timing ? now_ns() : 0;
     if (shared && worth(*l)) team.run(run_part, l, team.size() * PARTS);
     else run_part(l, 0, 1, 0);
@@ -101,6 +116,7 @@ void copy_part(const void* job, int64_t number, int64_t parts, int64_t) {
 
 void perform(void* context, const Command& c) {
   Context& own = *static_cast<Context*>(context);
+  if (own.failed) return;
   const int64_t start = own.timing ? now_ns() : 0;
   if (c.kind == Command::COPY || (c.kind == Command::SHARED_COPY && !own.team.usable())) {
     copy_part(&c, 0, 1, 0);
@@ -232,6 +248,18 @@ PD_EXPORT const Op* pd_bind(Context* context, const char* name, int64_t act, con
                                                  static_cast<char*>(workspace)}));
   return context->ops.back().get();
 }
+
+// A launch calls `function(n)`, in its place among the others, on the thread that carries them out.
+PD_EXPORT const Op* pd_bind_host(Context* context, const char* name, HostFunction function) {
+  auto host = std::make_unique<HostKernel>(HostKernel{name, {nullptr, -1, call_host, nullptr, 2}});
+  host->kernel.name = host->name.c_str();
+  context->host_kernels.push_back(std::move(host));
+  const std::vector<int64_t> words{reinterpret_cast<int64_t>(function), reinterpret_cast<int64_t>(context)};
+  context->ops.push_back(std::make_unique<Op>(Op{context, &context->host_kernels.back()->kernel, words, nullptr}));
+  return context->ops.back().get();
+}
+// Carry out commands again after a failure. Called while nothing is outstanding.
+PD_EXPORT void pd_mend(Context* context) { context->failed = false; }
 
 // Issuing: each returns the number of the command issued last, to be waited for.
 PD_EXPORT int64_t pd_launch(const Op* op, int64_t n) {

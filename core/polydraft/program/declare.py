@@ -119,8 +119,8 @@ class LogitRows(Protocol):
 
 
 class LogitsStage(Protocol):
-    """A stage of logits processing, between the model's logits and the choice of a token. It runs in steps in which some slot
-    `wants` it, over the rows of all slots, so its neutral value must leave logits as they are."""
+    """A stage of logits processing, between the model's logits and the choice of a token. A step in which some slot `wants` any
+    stage launches all of them, over the rows of all slots; so the neutral value of a stage must leave logits as they are."""
 
     @property
     def name(self) -> str: ...

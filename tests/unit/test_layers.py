@@ -15,6 +15,7 @@ from polydraft.conformance.oracle.checkpoints import TINY_MIMO, random_tensors, 
 from polydraft.conformance.oracle.model import OracleModel
 from polydraft.contracts.base import Limits
 from polydraft.engine import Engine
+from polydraft.errors import CheckpointError
 from polydraft.models import (
     Attention,
     Block,
@@ -22,6 +23,7 @@ from polydraft.models import (
     FamilyRegistry,
     GatedMlp,
     Rope,
+    Stretch,
     Tensor,
     TensorTable,
     Weights,
@@ -171,3 +173,27 @@ def test_pieces_of_a_stack_are_one_weight(tmp_path: Path):
         assert weights.shape("experts") == weights["experts"].shape == tensor.shape == (3, 8, 6)
         wanted = [[stored[f"mlp.experts.{e}.{part}.weight"] for part in ("gate", "up")] for e in range(3)]
         assert np.array_equal(weights["experts"], np.reshape(wanted, (3, 8, 6)))
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_weights_may_share_a_stored_tensor(tmp_path: Path, axis: int):
+    stored = np.random.default_rng(0).normal(size=(6, 6)).astype(np.float32)
+    shape = ((2, 6), (6, 2))[axis]
+    tensors = tuple(Tensor(f"fc.{i}", (shape,), stretch=Stretch(axis, 2 * i, 6)) for i in range(3))
+    table = TensorTable(stored_parts(tensors, {one.name: ("fc.weight",) for one in tensors}, ""))
+    with Checkpoint(tiny.checkpoint("narrow")) as checkpoint:
+        model, _ = FamilyRegistry().describe(checkpoint)
+    directory = write_checkpoint(tmp_path, {}, {"fc.weight": stored})
+    with Checkpoint(directory) as checkpoint:
+        weights = load_weights(checkpoint, model, table)
+        assert weights.shape("fc.1") == shape
+        assert all(weights[one.name].flags.c_contiguous for one in tensors)
+        assert np.array_equal(np.concatenate([weights[one.name] for one in tensors], axis), stored)
+    stored[4, 5] = np.nan
+    with Checkpoint(write_checkpoint(directory, {}, {"fc.weight": stored})) as checkpoint:
+        weights = load_weights(checkpoint, model, table)
+        with pytest.raises(CheckpointError, match=r"fc.weight holds nan at \[4, 5\]"):
+            weights["fc.0"]
+    short = Checkpoint(write_checkpoint(directory, {}, {"fc.weight": stored[:5, :5]}))
+    with short, pytest.raises(CheckpointError, match=r"has shape \[5, 5\], wanted \[6, 6\]"):
+        load_weights(short, model, table)

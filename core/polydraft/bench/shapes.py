@@ -48,7 +48,7 @@ class RandomCheckpoint(Checkpoint):
             _, table = FamilyRegistry().describe(self)
         except CheckpointError as error:
             raise CheckpointError(str(error).replace(str(folder / "config.json"), str(file))) from error
-        self._shapes = {part.name: part.shape for parts in table.parts.values() for part in parts}
+        self._shapes = {part.name: part.stored_shape for parts in table.parts.values() for part in parts}
 
     def names(self) -> tuple[str, ...]:
         """Every tensor that the shape has."""

@@ -5,7 +5,7 @@ Nothing here computes with weights or knows a backend; tokenizer libraries are i
 """
 
 from polydraft.models.attention import Attention, Rope
-from polydraft.models.block import Block, FeedForward, Mixer, Tensor
+from polydraft.models.block import Block, FeedForward, Mixer, Stretch, Tensor
 from polydraft.models.checkpoint import Checkpoint, Weights, load_weights
 from polydraft.models.description import ModelDescription, Mtp
 from polydraft.models.families import Family, FamilyRegistry, MtpLayout
@@ -28,6 +28,7 @@ __all__ = [
     "MtpLayout",
     "Part",
     "Rope",
+    "Stretch",
     "Tensor",
     "TensorTable",
     "Tokenizer",

@@ -29,6 +29,17 @@ Role = Literal["linear", "embedding", "norm", "bias"]
 
 
 @dataclass(frozen=True)
+class Stretch:
+    """Where a weight, or a part of one, lies in a longer tensor."""
+
+    axis: int
+    begin: int
+    """Its first element along this axis."""
+    size: int
+    """Elements of the longer tensor along this axis."""
+
+
+@dataclass(frozen=True)
 class Tensor:
     """One weight that a module declares, by the last part of its canonical name."""
 
@@ -41,6 +52,8 @@ class Tensor:
     stack: int = 0
     """The weight is this many of those one after the other, along an axis of its own before the others (experts, for instance),
     and a checkpoint names them with "{e}". 0: it has no such axis."""
+    stretch: Stretch | None = None
+    """Where each part lies in a longer tensor of the checkpoint, which several weights may share; None: it has one of its own."""
 
     @property
     def shape(self) -> tuple[int, ...]:

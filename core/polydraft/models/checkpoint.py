@@ -202,8 +202,13 @@ class Weights(Mapping[str, NDArray[np.float32]]):
         begin = 0
         for part in self._table.parts[name]:
             stretch = out[begin : begin + part.shape[0]]
-            self._checkpoint.read_into(part.name, stretch)
-            self._check_finite(part.name, stretch)
+            if part.stretch is None:
+                self._checkpoint.read_into(part.name, stretch)
+                self._check_finite(part.name, stretch)
+            else:
+                longer = self._checkpoint.tensor(part.name)
+                self._check_finite(part.name, longer)
+                stretch[...] = longer[part.place]
             begin += part.shape[0]
         return out.reshape(self.shape(name))
 
@@ -253,16 +258,16 @@ def _missing(
     if canonical.startswith("mtp."):
         advice = f"add the shard with the MTP tensors, or set {table.mtp_key} to 0 in config.json to run without drafts"
     return CheckpointError(
-        f"{checkpoint.path} holds no tensor {part.name}, wanted it with shape {list(part.shape)} as {canonical} of "
+        f"{checkpoint.path} holds no tensor {part.name}, wanted it with shape {list(part.stored_shape)} as {canonical} of "
         f"{description.architecture}; {advice}"
     )
 
 
 def _check_shape(checkpoint: Checkpoint, part: Part) -> None:
     shape = checkpoint.shape(part.name)
-    if shape != part.shape:
+    if shape != part.stored_shape:
         raise CheckpointError(
-            f"{checkpoint.file(part.name)}: tensor {part.name} has shape {list(shape)}, wanted {list(part.shape)} by "
+            f"{checkpoint.file(part.name)}: tensor {part.name} has shape {list(shape)}, wanted {list(part.stored_shape)} by "
             f"{checkpoint.path / 'config.json'}; use the config.json of these weights"
         )
 

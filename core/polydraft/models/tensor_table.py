@@ -24,19 +24,37 @@ from fnmatch import fnmatchcase
 from functools import cached_property
 
 from polydraft.errors import PluginError
-from polydraft.models.block import Tensor
+from polydraft.models.block import Stretch, Tensor
 
 __all__ = ["BLOCK_NAMES", "Part", "TensorTable", "stored_parts"]
 
 
 @dataclass(frozen=True)
 class Part:
-    """One tensor of the checkpoint that makes up a canonical tensor, or a stretch of one along axis 0."""
+    """One tensor of the checkpoint, or a stretch of one, that makes up a canonical tensor, or a stretch of one along axis 0."""
 
     name: str
     """Its name in the checkpoint."""
     shape: tuple[int, ...]
     """The shape that the description implies."""
+    stretch: Stretch | None = None
+    """Where it lies in the tensor of that name; None: it is all of it."""
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """The shape of the checkpoint's tensor."""
+        if self.stretch is None:
+            return self.shape
+        axis = self.stretch.axis
+        return (*self.shape[:axis], self.stretch.size, *self.shape[axis + 1 :])
+
+    @property
+    def place(self) -> tuple[slice, ...]:
+        """What of the checkpoint's tensor it is, as an index."""
+        if self.stretch is None:
+            return ()
+        axis, begin = self.stretch.axis, self.stretch.begin
+        return (*(slice(None) for _ in range(axis)), slice(begin, begin + self.shape[axis]))
 
 
 @dataclass(frozen=True)
@@ -93,7 +111,7 @@ def stored_parts(tensors: Iterable[Tensor], names: Mapping[str, tuple[str, ...]]
         )
     return {
         name: tuple(
-            Part(prefix + stored.replace("{e}", str(e)), shape)
+            Part(prefix + stored.replace("{e}", str(e)), shape, one.stretch)
             for e in range(one.stack or 1)
             for stored, shape in zip(names[name], one.parts, strict=True)
         )

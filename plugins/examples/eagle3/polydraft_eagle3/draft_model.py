@@ -16,21 +16,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
-
-from polydraft.backend import Weight
 from polydraft.errors import CheckpointError
-from polydraft.models import Attention, Checkpoint, Family, ModelDescription, Tensor
+from polydraft.models import Attention, Checkpoint, Family, ModelDescription, Stretch, Tensor
 from polydraft.models.block import At, Block, Norm, Work
 from polydraft.models.config_file import ConfigFile
 from polydraft.models.tensor_table import BLOCK_NAMES
-from polydraft.plugins.kernel_table import BoundTable
 from polydraft.proposers.base import DraftWeights
 
 PREFIX = "eagle3"
 LAYER = f"{PREFIX}.midlayer"
 FAMILY = Family(architecture="LlamaForCausalLMEagle3")
 """Reads the keys that a dense layer has, and refuses those that it does not compute."""
+FC = ("fc.low", "fc.middle", "fc.high")
+"""The columns of `fc` by tap: no contract lays taps side by side, and W [a | b | c] = W_a a + W_b b + W_c c."""
 NAMES: Mapping[str, tuple[str, ...]] = {
     **BLOCK_NAMES,
     "input_norm": ("hidden_norm.weight",),  # what a `Block` calls so is the norm of the residual stream
@@ -106,29 +104,14 @@ class DraftModel:
         """The tensors that it reads, and their names in the checkpoint."""
         hidden = self.hidden_size
         tensors = (
-            Tensor("fc", ((hidden, 3 * hidden),)),
+            *(Tensor(name, ((hidden, hidden),), stretch=Stretch(1, i * hidden, 3 * hidden)) for i, name in enumerate(FC)),
             *(replace(one, name=f"midlayer.{one.name}") for one in self.block.weights(hidden)),
             Tensor("norm", ((hidden,),), "norm"),
             Tensor("lm_head", ((self.vocab_size, hidden),)),
         )
         names = {f"midlayer.{name}": tuple(f"midlayer.{part}" for part in parts) for name, parts in NAMES.items()}
-        names |= {name: (f"{name}.weight",) for name in ("fc", "norm", "lm_head")}
-        return Eagle3Weights(self.directory, PREFIX, tensors, names)
-
-
-@dataclass(frozen=True)
-class Eagle3Weights(DraftWeights):
-    """The same, with `fc` as three weights: no contract lays taps side by side, and W [a | b | c] = W_a a + W_b b + W_c c."""
-
-    def prepare(self, table: BoundTable, model: ModelDescription, *, dtype: str) -> dict[str, Weight]:
-        """Read, check and prepare everything, then "eagle3.fc" again by columns, as "eagle3.fc.0" to "eagle3.fc.2"."""
-        weights = super().prepare(table, model, dtype=dtype)
-        del weights[f"{PREFIX}.fc"]
-        with Checkpoint(self.directory) as checkpoint:
-            columns = np.split(checkpoint.tensor("fc.weight"), 3, axis=1)
-        for i, part in enumerate(columns):
-            weights[f"{PREFIX}.fc.{i}"] = table.prepare_weight("linear", np.ascontiguousarray(part), dtype)
-        return weights
+        names |= {name: (f"{name}.weight",) for name in ("norm", "lm_head")} | dict.fromkeys(FC, ("fc.weight",))
+        return DraftWeights(self.directory, PREFIX, tensors, names)
 
 
 def _points(config: ConfigFile, model: ModelDescription) -> tuple[str, ...]:

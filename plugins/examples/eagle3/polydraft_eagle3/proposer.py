@@ -12,7 +12,7 @@ from polydraft.program.declare import Pass, StepBuffer
 from polydraft.program.program import ProgramBuilder
 from polydraft.proposers import ProposerContext
 from polydraft.proposers.base import Drafting
-from polydraft_eagle3.draft_model import LAYER, DraftModel
+from polydraft_eagle3.draft_model import FC, LAYER, PREFIX, DraftModel
 
 ROWS, NEWEST = "eagle3.rows", "eagle3.newest"
 """The residual stream: of all rows [R, H], and of each sequence's newest [B, H], which later passes work on in place."""
@@ -71,10 +71,10 @@ class Eagle3Proposer:
 
     def _fuse(self, at: At) -> None:
         """The three taps, projected to the hidden size."""
-        for i, tap in enumerate(self.taps):
-            out = at.scratch["branch"] if i else at.x
-            at.add("linear", x=tap, weight=f"eagle3.fc.{i}", bias=None, out=out)
-            if i:
+        for tap, weight in zip(self.taps, FC, strict=True):
+            out = at.x if weight == FC[0] else at.scratch["branch"]
+            at.add("linear", x=tap, weight=f"{PREFIX}.{weight}", bias=None, out=out)
+            if out != at.x:
                 at.add("residual_add", x=at.x, y=out)
 
     def _narrow(self, at: At) -> At:

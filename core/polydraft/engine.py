@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import ChainMap, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -32,7 +32,7 @@ from polydraft.models.block import lacking
 from polydraft.models.checkpoint import Checkpoint, load_weights
 from polydraft.models.families import FamilyRegistry
 from polydraft.models.tokenizer import Tokenizer
-from polydraft.models.weights import WithDraftHead, check_same_model, prepare, refill, roles, wanted
+from polydraft.models.weights import DRAFT_HEAD, WithDraftHead, check_same_model, prepare, refill, roles, wanted
 from polydraft.output.engine_outputs import EngineOutputs, OutputCollector
 from polydraft.output.output_processor import OutputProcessor
 from polydraft.output.request_output import RequestOutput
@@ -141,7 +141,8 @@ class Engine:
             canonical, self.model, drafting=self.proposers.layers(self.resolved.proposer, self.model), own=self._custom_blocks
         )
         self._weights = prepare(self.table, canonical, names, roles(self.model), dtype=self.resolved.dtype)
-        brought = self.proposers.weights(self.resolved.proposer, self.model)
+        self._draft_weights = self.proposers.weights(self.resolved.proposer, self.model)
+        brought = self._draft_weights
         own = brought.prepare(self.table, self.model, dtype=self.resolved.dtype) if brought else {}
         whole: dict[str, Weight] = {**self._custom_blocks}
         weights = ChainMap(self._weights, whole, own)  # a view, so that updated weights are found
@@ -469,6 +470,17 @@ class Engine:
         """The weights of the checkpoint by canonical name, float32, each read when it is accessed."""
         model, table = self.families.describe(self._checkpoint)
         return load_weights(self._checkpoint, model, table)
+
+    def added_weights(self, names: Collection[str]) -> dict[str, Array]:
+        """Bound weights in `names` that the checkpoint lacks, float32: those of the proposer's own checkpoint, and the head of
+        a reduced draft vocabulary. Raises `CheckpointError` where the proposer's checkpoint has changed or is gone."""
+        found: dict[str, Array] = {}
+        if self._draft_ids is not None and DRAFT_HEAD in names:
+            found[DRAFT_HEAD] = WithDraftHead(self.canonical_weights(), self._draft_ids)[DRAFT_HEAD]
+        if self._draft_weights is not None:
+            with self._draft_weights.canonical(self.model) as own:
+                found |= {name: own[name] for name in names if name in own}
+        return found
 
     @property
     def model_path(self) -> Path:

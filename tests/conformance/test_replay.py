@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import jsonschema
 import numpy as np
@@ -19,6 +19,7 @@ from polydraft import LLM, SamplingParams, reference
 from polydraft.cli import main
 from polydraft.cli.replay import text
 from polydraft.conformance.faulty_backends import MUTANTS
+from polydraft.conformance.oracle.checkpoints import write_checkpoint
 from polydraft.conformance.probe import checkpoint, prompts
 from polydraft.conformance.replay import replay
 from polydraft.conformance.target import TableProxy, Target, wrap
@@ -26,7 +27,14 @@ from polydraft.errors import ConfigError, DeviceError
 from polydraft.instruments.record import CallRecorder, steps_of, text_of
 from polydraft.instruments.record_file import Record, Tensors, read, write
 from polydraft.instruments.trace_file import read as read_recording
+from polydraft.models import Tensor
+from polydraft.models.weights import DRAFT_HEAD
+from polydraft.program.declare import StepBuffer
+from polydraft.program.program import ProgramBuilder
+from polydraft.proposers.base import DraftWeights
+from polydraft.proposers.ngram import NgramProposer
 from tests.conformance.doubles import BACKENDS, raising
+from tests.support.plugin_doubles import backend
 from tests.support.project import ROOT
 
 PARAMS = (
@@ -94,6 +102,44 @@ def test_quantised_rows_are_replayed_as_such():
     left_out = replay(record, Target(bare)).skipped
     assert {call.contract for call, _ in left_out} == {"rope_kv_write", "paged_attention"}
     assert {why for _, why in left_out} == {"bare does not declare KV rows in int8"}
+
+
+class Projecting(NgramProposer):
+    """Drafts from the text, and launches a weight of its own."""
+
+    buffers = (*NgramProposer.buffers, StepBuffer("own.out", "R 3", "act"))
+    taps: ClassVar[dict[str, str]] = {"own.seen": "final"}
+
+    def append(self, program: ProgramBuilder, num_drafts: int) -> None:
+        super().append(program, num_drafts)
+        program.add("linear", "rows", "draft 0", x="own.seen", weight="own.fc", bias=None, out="own.out")
+
+
+def test_weights_that_the_model_lacks_are_in_the_record(tmp_path: Path):
+    """Those of a proposer's own checkpoint, which a vendor does not have, and the head of a reduced draft vocabulary."""
+    hidden = json.loads((checkpoint() / "config.json").read_text())["hidden_size"]
+    stored = np.random.default_rng(0).normal(size=(3, hidden)).astype(np.float32)
+    write_checkpoint(tmp_path / "own", {}, {"fc.weight": stored})
+    own = DraftWeights(tmp_path / "own", "own", (Tensor("fc", ((3, hidden),)),), {"fc": ("fc.weight",)})
+    factory = type("Factory", (Projecting,), {"weights": staticmethod(lambda model: own)})
+    counts = tmp_path / "counts.json"
+    counts.write_text('{"3": 2, "5": 1, "9": 1}')
+    projecting: dict[str, Any] = {"proposer": "projecting", "plugin": backend(polydraft_proposers=lambda: (("projecting", factory),))}
+    for name, options in {"own.fc": projecting, DRAFT_HEAD: {"draft_vocab": str(counts)}}.items():
+        recorder = CallRecorder([2])
+        given: dict[str, Any] = {"plugin": reference, **options}
+        llm = LLM(model=str(checkpoint()), instruments=(recorder,), max_num_seqs=2, draft_tokens=3, block_size=4, **given)
+        llm.generate([list(prompts(1)[0])], PARAMS[0])
+        record = recorder.finish()
+        canonical = llm.engine.canonical_weights()
+        write(tmp_path / "run", record)
+        record = read(tmp_path / "run")
+        assert name not in canonical
+        assert [one for one, weight in record.weights.items() if weight.key] == [name]
+        assert any(name in call.weights.values() for call in record.calls)
+        answer = replay(record, Target("reference"), weights=canonical.__getitem__)
+        assert (answer.status, answer.skipped) == (0, ())
+        llm.close()
 
 
 @pytest.mark.parametrize("text", ["1-4,9", "7", "1,3-4,90-95", "2-3"])

@@ -61,7 +61,8 @@ def text_of(steps: Collection[int]) -> str:
 class CallRecorder(Instrument):
     """Records the calls of the steps numbered `steps` (from 1) while it is on.
 
-    `include_weights`: store the values of the weights that they use, and not only names and digests."""
+    `include_weights`: store the values of all weights that they use. Without it, of those of the model's checkpoint names and
+    digests are stored, and the values of the others, which nobody finds in the model's directory."""
 
     name = "record"
     order = 10
@@ -105,7 +106,7 @@ class CallRecorder(Instrument):
         if self._wants(plan):
             self._now = plan.step_id
             self.widths[plan.step_id] = plan.width
-            self._weight_names = {id(weight): name for name, weight in self.engine._weights.items()}
+            self._weight_names = {id(weight): name for name, weight in self.engine.runner.memory.weights.items()}
 
     def end(self, stage: Stage, subject: Any, result: Any) -> None:
         """It is."""
@@ -197,7 +198,7 @@ class CallRecorder(Instrument):
     def _weight(self, weight: object) -> str:
         name = self._weight_names.get(id(weight))
         if name is None:
-            raise ConfigError("a launch uses a weight that is none of the model's, which cannot be recorded; record without it")
+            raise ConfigError("a launch uses a weight that is none of the engine's, which cannot be recorded; record without it")
         return name
 
     def _meta(self, meta: object) -> dict[str, Any]:
@@ -217,16 +218,18 @@ class CallRecorder(Instrument):
 
     # -- the record ------------------------------------------------------------------------------------
     def finish(self) -> Record:
-        """What was recorded so far. Reads the weights that were used from the checkpoint, which must still be open."""
+        """What was recorded so far. Reads the weights that were used from the checkpoint, which must still be open, and
+        from the proposer's own."""
         return Record(self._about(), tuple(self.calls), self._weights(), self.tensors, dict(self.widths))
 
     def _weights(self) -> dict[str, RecordedWeight]:
         used = sorted({name for call in self.calls for name in call.weights.values()})
         canonical = self.engine.canonical_weights() if used else {}
+        added = self.engine.added_weights([name for name in used if name not in canonical])
         weights = {}
         for name in used:
-            value = np.asarray(canonical[name], np.float32)
-            key = self.tensors.add(value, "f32") if self._include_weights else ""
+            value = np.asarray(added[name] if name in added else canonical[name], np.float32)
+            key = self.tensors.add(value, "f32") if self._include_weights or name in added else ""
             weights[name] = RecordedWeight(digest_of(value), value.shape, key)
         return weights
 

@@ -7,7 +7,8 @@ lets it append its launches. Nothing here runs during a step.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -64,22 +65,22 @@ class DraftWeights:
     unread: tuple[str, ...] = ()
     """Patterns of tensors of this checkpoint that nobody needs."""
 
-    def prepare(self, table: BoundTable, model: ModelDescription, *, dtype: str) -> dict[str, Weight]:
-        """Read and prepare them, one at a time. Raises `CheckpointError` for a tensor that is missing, misshapen, broken, or that
-        nobody knows."""
+    @contextmanager
+    def canonical(self, model: ModelDescription) -> Iterator[Mapping[str, Array]]:
+        """The checkpoint, opened: float32 arrays by the names that they are bound under, each read when it is looked up. Raises
+        `CheckpointError` for a tensor that is missing, misshapen or that nobody knows, and for a broken one when it is read."""
         stored = stored_parts(self.tensors, self.names, "")
         parts = {f"{self.prefix}.{name}": found for name, found in stored.items()}
-        roles = {f"{self.prefix}.{one.name}": one.role for one in self.tensors}
         stacks = {f"{self.prefix}.{one.name}": one.stack for one in self.tensors if one.stack}
+        described = replace(model, name=self.directory.name, architecture=f"proposer {self.prefix}")
         with Checkpoint(self.directory) as checkpoint:
-            described = replace(model, name=self.directory.name, architecture=f"proposer {self.prefix}")
-            return prepare(
-                table,
-                load_weights(checkpoint, described, TensorTable(parts, stacks, unread=self.unread)),
-                parts,
-                roles,
-                dtype=dtype,
-            )
+            yield load_weights(checkpoint, described, TensorTable(parts, stacks, unread=self.unread))
+
+    def prepare(self, table: BoundTable, model: ModelDescription, *, dtype: str) -> dict[str, Weight]:
+        """Read and prepare them, one at a time. Raises as `canonical` does."""
+        roles = {f"{self.prefix}.{one.name}": one.role for one in self.tensors}
+        with self.canonical(model) as arrays:
+            return prepare(table, arrays, roles, roles, dtype=dtype)
 
 
 class Drafting:

@@ -17,11 +17,13 @@ import numpy as np
 import pytest
 
 from polydraft import Engine, SamplingParams
+from polydraft.cli import main
 from polydraft.config import EngineConfig
 from polydraft.conformance.lossless_checks import Listed
 from polydraft.conformance.oracle.checkpoints import write_checkpoint
 from polydraft.errors import CapabilityError, CheckpointError, ConfigError
 from polydraft.host.draft_policy import ladder
+from polydraft.instruments.record_file import read
 from polydraft_eagle3 import draft_model as module
 from polydraft_eagle3.proposer import Eagle3Proposer
 from polydraft_eagle3.testing import SUCCESSOR, Naive, draft_model_shapes, random_tensors, write_draft_model, write_pair
@@ -214,6 +216,25 @@ def test_drafts_of_a_target_with_other_weights() -> None:
     served_by = engine((target, draft_model))
     served_by.update_weights(other)
     is_as_recomputed((other, draft_model), served_by)
+
+
+def test_a_record_is_replayed_without_the_draft_model(tmp_path: Path) -> None:
+    """Its weights lie in the record; those of the target come from the target."""
+    target, draft_model = pair(SOMETIMES)
+    run = tmp_path / "run.safetensors"
+    options = ["--backend", "reference", "--model", str(target)]
+    drafting = ["--plugin", "polydraft_eagle3", "--proposer", "eagle3", "--draft-tokens", "3"]
+    with mock.patch.dict(os.environ, EAGLE3_MODEL=str(draft_model)):
+        assert status("generate", "w5 w6 w7", *options, *drafting, "--max-new-tokens", "8", "--record", str(run)) == 0
+    assert {name for name, weight in read(run).weights.items() if weight.key} >= {"eagle3.fc.low", "eagle3.midlayer.qkv"}
+    assert status("replay", str(run), *options) == 0
+
+
+def status(*command: str) -> Any:
+    """The exit status of `polydraft` with these arguments."""
+    with pytest.raises(SystemExit) as exit_:
+        main.main(list(command))
+    return exit_.value.code or 0
 
 
 def test_passes_that_nobody_wants_are_not_launched() -> None:

@@ -161,8 +161,8 @@ def constraint_fails(contract: Contract, sizes: Mapping[Any, Any], params: Mappi
     """The first constraint of `contract` that does not hold, "" where all do. One that names a symbol without a size (of a buffer
     that was left out) says nothing."""
     rules = _rules_of(contract)
-    known = {**{name: value for name, value in sizes.items() if isinstance(name, str)}, **params}
-    return next((one.text for one in rules.constraints if set(one.names) <= known.keys() and not one.holds(known)), "")
+    known = {**sizes, **params}
+    return next((one.text for one in rules.constraints if known.keys() >= set(one.names) and not one.holds(known)), "")
 
 
 def _check_constraints(contract: Contract, rules: _Rules, sizes: Mapping[Any, Any], args: Args) -> None:

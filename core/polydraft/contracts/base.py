@@ -154,6 +154,19 @@ class Args:
         """Field name to its declaration, in order."""
         return {f.name: f.metadata["spec"] for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
 
+    @functools.cached_property
+    def touches(self) -> Mapping[int, bool]:
+        """Buffers, weights, caches and metadata of the record, by identity, to whether the contract reads what was there. Worked
+        out once a record, because every program of a step asks for it."""
+        found: dict[int, bool] = {}
+        for name, spec in self.specs().items():
+            if isinstance(spec, ParamSpec):
+                continue
+            value, reads = getattr(self, name), spec.access != "out"
+            for one in value if isinstance(spec, ColumnsSpec) else () if value is None else (value,):
+                found[id(one)] = found.get(id(one), False) or reads
+        return found
+
     def buffers(self) -> dict[str, tuple[Buffer, Access]]:
         """Every buffer of the record with what is done to it, in order; columns of a tuple are called as `column_name`
         says. Fields that were left out, weights, caches and metadata are not among them."""

@@ -7,9 +7,11 @@ hook and fix. Nothing here loads or registers a plugin, or calls one of its hook
 from __future__ import annotations
 
 import difflib
+import functools
 import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from types import FunctionType, MethodType
 from typing import Any, Final, Protocol, get_args
 
 from polydraft import hooks
@@ -171,7 +173,7 @@ def _check_implementation(name: str, one: Implementation, role: Role) -> None:
 
 def _check_arguments(name: str, hook: str, function: Callable[..., Any]) -> None:
     """pluggy passes arguments by name, and silently none to a parameter that has a default or is variadic."""
-    wanted = list(inspect.signature(getattr(hooks, hook)).parameters)
+    wanted = list(_signature(getattr(hooks, hook)).parameters)
     signature = inspect.signature(function)
     where = f"plugin {name!r}: {hook}{signature} does not fit the hook, which takes ({', '.join(wanted)})"
     for parameter in signature.parameters.values():
@@ -252,10 +254,8 @@ def lacks(value: object, protocol: type) -> str:
             found = getattr(value, member)
         except AttributeError:
             return f"it has no {member}"
-        if inspect.isfunction(declared):
-            parameters = list(inspect.signature(declared).parameters.values())[1:]
-            if not callable(found) or not _accepts(found, parameters):
-                return f"its {member} does not take ({', '.join(p.name for p in parameters)})"
+        if inspect.isfunction(declared) and not (callable(found) and _accepts(found, declared)):
+            return f"its {member} does not take ({', '.join(list(_signature(declared).parameters)[1:])})"
     return ""
 
 
@@ -263,8 +263,25 @@ def _is_protocol(wanted: type) -> bool:
     return bool(getattr(wanted, "_is_protocol", False))
 
 
-def _accepts(function: Callable[..., Any], parameters: list[inspect.Parameter]) -> bool:
-    """Whether `function` can be called with all of `parameters`, and with only those that have no default."""
+_signature = functools.lru_cache(maxsize=256)(inspect.signature)
+"""Of functions of core, which do not change."""
+
+
+def _accepts(function: Callable[..., Any], declared: FunctionType) -> bool:
+    """Whether `function` can be called with all parameters of the method `declared`, and with only those that have no default.
+    That is found out once for the methods of a class, of which a kernel table has dozens of objects."""
+    if inspect.ismethod(function) and inspect.isfunction(function.__func__):
+        return _method_accepts(function.__func__, declared)
+    return _takes(function, declared)
+
+
+@functools.lru_cache(maxsize=1024)
+def _method_accepts(function: FunctionType, declared: FunctionType) -> bool:
+    return _takes(MethodType(function, object()), declared)
+
+
+def _takes(function: Callable[..., Any], declared: FunctionType) -> bool:
+    parameters = list(_signature(declared).parameters.values())[1:]
     required = [p for p in parameters if p.default is inspect.Parameter.empty]
     try:
         signature = inspect.signature(function)

@@ -144,8 +144,9 @@ class Readers:
     def __init__(self, entries: Sequence[Entry], elsewhere: Iterable[Iterable[Entry]]) -> None:
         self._touched: dict[int, list[tuple[int, bool]]] = {}
         for place, entry in enumerate(entries):
-            for buffer, reads in _first_touches((entry,)).items():
-                self._touched.setdefault(buffer, []).append((place, reads))
+            for record in records_of(entry):
+                for buffer, reads in record.touches.items():
+                    self._touched.setdefault(buffer, []).append((place, reads))
         self._elsewhere = [_first_touches(others) for others in elsewhere]
 
     def is_read(self, buffer: Buffer, start: int, end: int) -> bool:
@@ -161,10 +162,7 @@ def _first_touches(entries: Iterable[Entry]) -> dict[int, bool]:
     """Buffers, by identity, to whether the first contract that touches them reads what was there."""
     found: dict[int, bool] = {}
     for record in (record for entry in entries for record in records_of(entry)):
-        here: dict[int, bool] = {}
-        for value, access in accesses(record):
-            here[id(value)] = here.get(id(value), False) or access != "out"
-        for buffer, reads in here.items():
+        for buffer, reads in record.touches.items():
             found.setdefault(buffer, reads)
     return found
 

@@ -7,9 +7,10 @@ proposers and the runner append the entries, and `program/fusion.py` decides whi
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 
@@ -137,16 +138,23 @@ class Memory:
         if isinstance(spec, ParamSpec) or not isinstance(given, str):
             return given
         kind = spec.kind if isinstance(spec, OpaqueSpec) else "buffer"
-        everything: Mapping[str, Mapping[str, Any]] = {
-            "buffer": self.buffers, "weight": self.weights, "cache": self.caches, "meta": self.metas,
-        }  # fmt: skip
-        there = everything[kind]
+        there: Mapping[str, Any] = getattr(self, _PLACES[kind])
         if given not in there:
             raise ContractError(
                 f"launch of {wanted.key}: {name} is the {kind} {given!r}, which no module declares; declare it, or "
                 "correct the name"
             )
         return there[given]
+
+
+_PLACES: Final = {"buffer": "buffers", "weight": "weights", "cache": "caches", "meta": "metas"}
+"""The fields of `Memory` by kind of what they hold."""
+
+
+@functools.cache
+def _optional(record: type[Args]) -> frozenset[str]:
+    """Fields of a kind of record that may be left out."""
+    return frozenset(one.name for one in dataclasses.fields(record) if one.default is not dataclasses.MISSING)  # type: ignore[arg-type]
 
 
 class ProgramBuilder:
@@ -170,20 +178,19 @@ class ProgramBuilder:
                 f"{self.name}: launch of {wanted.key}, got a length in {unit}, wanted {wanted.unit}; count what it counts"
             )
         specs = wanted.args.specs()
-        unknown = sorted(set(fields) - set(specs))
-        if unknown:
+        if not fields.keys() <= specs.keys():
+            unknown = ", ".join(sorted(fields.keys() - specs.keys()))
             raise ContractError(
-                f"{self.name}: launch of {wanted.key}, got {', '.join(unknown)}, wanted fields of it: {', '.join(specs)}; "
-                "correct the names"
+                f"{self.name}: launch of {wanted.key}, got {unknown}, wanted fields of it: {', '.join(specs)}; correct the names"
             )
         bound: dict[str, Any] = {}
-        for one in dataclasses.fields(wanted.args):  # type: ignore[arg-type]  # every subclass of Args is a dataclass
-            spec = specs[one.name]
-            by_name = isinstance(spec, TensorSpec) and one.default is dataclasses.MISSING
-            if one.name in fields or by_name:
-                bound[one.name] = self.memory.find(wanted, one.name, spec, fields.get(one.name, one.name))
-            elif one.default is dataclasses.MISSING:
-                raise ContractError(f"{self.name}: launch of {wanted.key}, {one.name} is missing, wanted a value; give one")
+        for name, spec in specs.items():
+            if name in fields:
+                bound[name] = self.memory.find(wanted, name, spec, fields[name])
+            elif name not in _optional(wanted.args):  # type: ignore[arg-type]  # a class is hashable
+                if not isinstance(spec, TensorSpec):
+                    raise ContractError(f"{self.name}: launch of {wanted.key}, {name} is missing, wanted a value; give one")
+                bound[name] = self.memory.find(wanted, name, spec, name)
         self.nodes.append(Node(contract, wanted.args(**bound), unit, stage))
 
     def fill(self, meta: ForwardMeta | str, pass_index: int, unit: Unit, stage: str) -> None:

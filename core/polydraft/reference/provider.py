@@ -6,7 +6,6 @@ emulator) bind through it. When a launch runs is up to the device.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -40,8 +39,7 @@ def arrays_of(args: Args | CompositeArgs) -> SimpleNamespace:
     parameters and None as they are. A composite becomes a namespace with `parts`."""
     if isinstance(args, CompositeArgs):
         return SimpleNamespace(parts=tuple(arrays_of(part) for part in args.parts))
-    values = {f.name: getattr(args, f.name) for f in dataclasses.fields(args)}  # type: ignore[arg-type]
-    return SimpleNamespace(**{name: _array_of(value) for name, value in values.items()})
+    return SimpleNamespace(**{name: _array_of(getattr(args, name)) for name in args.specs()})
 
 
 def _array_of(value: Any) -> Any:

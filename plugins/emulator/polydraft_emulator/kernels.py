@@ -40,6 +40,7 @@ class Binding:
         self.writes: list[Array] = []
         self.outputs: list[tuple[Array, bool]] = []
         """Arrays that are poisoned before a run: below the launch length, or as a whole."""
+        self._opened: dict[int, Array] = {}
         self.metas: list[EmulatorForwardMeta] = []
         """Metadata that nobody fills, because the kernel is run without any: built here before each run."""
         composite = COMPOSITES.get(name)
@@ -88,7 +89,9 @@ class Binding:
         return view
 
     def _array(self, memory: Memory) -> Array:
-        return self._device.bound(memory)[1]
+        if id(memory) not in self._opened:
+            self._opened[id(memory)] = self._device.bound(memory)[1]
+        return self._opened[id(memory)]
 
     def _own_meta(self, record: Any) -> EmulatorForwardMeta:
         meta = EmulatorForwardMeta(

@@ -124,7 +124,10 @@ def test_weights_that_the_model_lacks_are_in_the_record(tmp_path: Path):
     factory = type("Factory", (Projecting,), {"weights": staticmethod(lambda model: own)})
     counts = tmp_path / "counts.json"
     counts.write_text('{"3": 2, "5": 1, "9": 1}')
-    projecting: dict[str, Any] = {"proposer": "projecting", "plugin": backend(polydraft_proposers=lambda: (("projecting", factory),))}
+    projecting: dict[str, Any] = {
+        "proposer": "projecting",
+        "plugin": backend(polydraft_proposers=lambda: (("projecting", factory),)),
+    }
     for name, options in {"own.fc": projecting, DRAFT_HEAD: {"draft_vocab": str(counts)}}.items():
         recorder = CallRecorder([2])
         given: dict[str, Any] = {"plugin": reference, **options}

@@ -19,9 +19,10 @@ from polydraft.conformance.faulty_backends import MUTANTS
 from polydraft.conformance.outcomes import Result
 from polydraft.conformance.samplers import WRONG, deviation, filtered, right
 from polydraft.conformance.serving import Ask, as_expected
-from polydraft.conformance.target import Target, wrap
+from polydraft.conformance.target import TableProxy, Target, wrap
 from polydraft.device import DTYPES
 from polydraft.output.request_output import RequestOutput
+from polydraft.plugins.program_pass import Entry, Node, OwnKernel, Rewritten, UnboundProgram
 from polydraft.reference.device import NumpyBuffer
 from tests.support.kernel_doubles import backend_with
 from tests.support.wrong_samplers import NAMES, wrong_kernels
@@ -191,3 +192,27 @@ def test_who_takes_no_data_in_the_middle_of_a_step_refuses_it_and_is_not_asked_m
     assert outcome("L0/undeclared-is-refused", plain).outcome == "pass"
     result = outcome("L5/host-inputs/eager", plain)
     assert (result.outcome, result.message) == ("unsupported", "capability host_inputs is not declared")
+
+
+class EverySwigluElsewhere:
+    """A program pass that gives each swiglu to a kernel of its own, which the table does not list."""
+
+    def __init__(self, provider: Any) -> None:
+        self.kernels = {"elsewhere": OwnKernel(("swiglu",), provider)}
+
+    def rewrite(self, program: UnboundProgram) -> list[Entry]:
+        return [
+            Rewritten((entry,), "elsewhere", "to be counted") if isinstance(entry, Node) and entry.contract == "swiglu" else entry
+            for entry in program.entries
+        ]
+
+
+def test_launches_of_kernels_that_only_a_pass_can_choose_are_counted():
+    def table(answer: Any, device: Any) -> Any:
+        del device
+        changed: Any = TableProxy(answer, {})
+        changed.program_pass = EverySwigluElsewhere(answer.providers["swiglu"])
+        return changed
+
+    result = outcome("L6/launches-constant", wrap(reference, polydraft_kernels=table))
+    assert result.outcome == "pass", result.message

@@ -13,9 +13,12 @@ from polydraft.conformance.check import Check, Tally
 from polydraft.conformance.lossless_checks import K, run, working_dtype
 from polydraft.conformance.probe import NUM_TOKENS, prompts
 from polydraft.conformance.serving import Ask, as_expected, serve
-from polydraft.conformance.target import Proxy, TableProxy, Target, wrap
+from polydraft.conformance.target import Target
+from polydraft.device import Launch, Stream
 from polydraft.engine import Engine
 from polydraft.instruments.allocations import Allocations
+from polydraft.instruments.base import Instrument
+from polydraft.plugins.kernel_table import Binding
 
 BATCH = 3
 
@@ -60,18 +63,22 @@ def _allocations(target: Target, tally: Tally) -> None:
     tally.equal("allocations in each steady step", sorted(set(steps)), [0])
 
 
-class _Counting(Proxy):
-    """A provider that counts its launches."""
+class _Launches(Instrument):
+    """Counts launches, whoever's kernel they run: the table's, or one that only its program pass can choose."""
 
-    def __init__(self, inner: Any, counts: list[int]) -> None:
-        super().__init__(inner)
-        self._counts = counts
+    name = "launches"
 
-    def bind(self, args: Any, limits: Any, workspace: Any) -> Any:
-        launch, counts = self._inner.bind(args, limits, workspace), self._counts
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = 0
 
-        def counted(stream: Any, n: int) -> None:
-            counts[0] += 1
+    def bind(self, binding: Binding, launch: Launch) -> Launch:
+        """Metadata fills are no launches."""
+        if binding.contract == "forward_meta":
+            return launch
+
+        def counted(stream: Stream, n: int) -> None:
+            self.number += 1
             launch(stream, n)
 
         return counted
@@ -79,18 +86,13 @@ class _Counting(Proxy):
 
 def _launches(target: Target, tally: Tally) -> None:
     """Every steady step launches the same: the lengths of the target's and the draft's program."""
-    counts, steps, dtype = [0], [], working_dtype(target)
-
-    def table(answer: Any, device: Any) -> Any:
-        del device
-        return TableProxy(answer, {name: _Counting(p, counts) for name, p in answer.providers.items()})
+    counting, steps, dtype = _Launches(), [], working_dtype(target)
 
     def note(engine: Engine, step: int) -> None:
         del step
         last = engine.scheduler._last
-        steps.append((last is not None and not last.has_prefill and not last.writes, counts[0]))
+        steps.append((last is not None and not last.has_prefill and not last.writes, counting.number))
 
-    plugin = wrap(target.plugin, polydraft_kernels=table)
     options: dict[str, Any] = {
         "draft_tokens": K,
         "max_num_seqs": BATCH,
@@ -99,7 +101,7 @@ def _launches(target: Target, tally: Tally) -> None:
         "graph": "off",
         "dtype": dtype,
     }
-    with target.engine(plugin=plugin, **options) as engine:
+    with target.engine(instruments=(counting,), **options) as engine:
         outputs = serve(engine, _asks(), tally, each_step=note)
         program = engine.runner.programs["greedy"]
         wanted = sum(e.contract != "forward_meta" for part in ("target", "draft") for e in program[part].entries)

@@ -65,10 +65,11 @@ def polydraft_kernels(device: Device) -> KernelTable:  # type: ignore[empty-body
     """Return providers by contract (or composite) name, and the factories for weights and caches.
 
     Called once per engine, for the backend and for each kernel pack enabled by name. A kernel pack may return a table with only
-    the providers that it replaces. If several packs replace the same one, the user's order (`--kernels`) decides, not the order
-    of calls. A provider is bound once to its buffers and then launched with a stream and a launch length; it returns nothing,
-    allocates nothing and does not synchronise. It does not know what else was bound. Launches are merged by composites, or by the
-    table's `program_pass` if it has one (`polydraft.plugins.program_pass.ProgramPass`).
+    the providers that it replaces, and an empty one where it has none for the device. If several packs replace the same one, the
+    user's order (`--kernels`) decides, not the order of calls. A provider is bound once to its buffers and then launched with a
+    stream and a launch length; it returns nothing, allocates nothing and does not synchronise. It does not know what else was
+    bound. Launches are merged by composites, or by the table's `program_pass` if it has one
+    (`polydraft.plugins.program_pass.ProgramPass`).
     """
 
 

@@ -79,6 +79,24 @@ def test_by_default_the_cpu_backend_overlaps_and_captures_it() -> None:
     served.close()
 
 
+def test_a_package_without_a_kernel_for_this_backend_costs_only_those_who_want_it(tmp_path: Path) -> None:
+    """Its table is empty there."""
+    pack = tmp_path / "scale_elsewhere.py"
+    source = Path(FILE).read_text(encoding="utf-8")
+    bound = "providers={NAME: device.bind_kernel(plain(scale))}, versions={NAME: 1}"
+    assert bound in source
+    pack.write_text(source.replace(bound, "providers={}, versions={}"), encoding="utf-8")
+    for named in ({}, {"kernels": ("scale_elsewhere",)}):
+        served = llm(draft_tokens=2, plugins=(str(pack),), **named)
+        assert texts(served, presence_penalty=0.5) == texts(llm(draft_tokens=2), presence_penalty=0.5)
+        with pytest.raises(
+            RequestError, match=r"^the request wants logit scale, but this backend has no scale_logits; leave it out"
+        ):
+            texts(served, extra={"logit_scale": 2.0})
+        assert len(texts(served, extra={"logit_scale": 1.0})) == 16
+        served.close()
+
+
 def generated(*arguments: str) -> list[str]:
     """What `polydraft generate` is asked with the plugin."""
     ask = ["generate", "w3 w1 w4", "--model", str(tiny.checkpoint("narrow")), "--backend", "reference", "--plugin", FILE]

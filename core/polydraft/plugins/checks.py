@@ -295,15 +295,15 @@ def _takes(function: Callable[..., Any], declared: FunctionType) -> bool:
     return True
 
 
-def check_table(name: str, table: PartialTable) -> None:
+def check_table(name: str, table: PartialTable, role: Role = BACKEND) -> None:
     """Every provider of a kernel table can be bound, names a known contract or composite, and is of the version that core
-    serves; its pass over programs, if it brings one, can be run."""
+    serves; its pass over programs, if it brings one, can be run. A pack may have no kernel for the device that it was given."""
     hook = "polydraft_kernels"
     for member in ("providers", "versions"):
         if not isinstance(getattr(table, member), Mapping):
             got = type(getattr(table, member)).__name__
             raise PluginError(f"plugin {name!r}: {hook} returned {member} as {got}, wanted a mapping by contract; return a dict")
-    if not table.providers:
+    if not table.providers and role is BACKEND:
         raise PluginError(f"plugin {name!r}: {hook} offers no kernel; return a table with providers")
     without = sorted(set(table.versions) - set(table.providers))
     if without:

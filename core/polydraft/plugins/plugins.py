@@ -135,7 +135,7 @@ class Plugins:
         packs = []
         for place, pack in enumerate((*self.packs, *self.variants)):
             extra = tables[pack.label]
-            check_table(pack.name, extra)
+            check_table(pack.name, extra, PACK)
             packs.append(PackTable(pack.name, pack.digest, extra, not len(self.packs) > place >= self.num_ordered))
         count = len(self.packs)
         return lay_over(name, table, device, packs[:count], packs[count:])

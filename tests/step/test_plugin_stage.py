@@ -132,6 +132,22 @@ def test_a_wrong_parameter_on_the_command_line(asked: tuple[str, ...], said: str
     assert said in capsys.readouterr().err
 
 
+def test_conform_knows_the_contract_of_a_plugin(capsys: pytest.CaptureFixture[str]) -> None:
+    for where in (["reference"], ["--matrix", "reference"]):
+        with pytest.raises(SystemExit) as exit_:
+            main(["conform", *where, "--plugin", FILE, "--contract", "scale_logits", "--case", "rows_of_several_slots", "--json"])
+        said = capsys.readouterr()
+        assert exit_.value.code == 0, said.err
+        assert "scale_logits" in said.out
+
+
+def test_conform_still_says_what_no_plugin_brings(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main(["conform", "reference", "--plugin", FILE, "--contract", "scale_logit"])
+    assert exit_.value.code == 2
+    assert "no contract is called 'scale_logit'; did you mean 'scale_logits'?" in capsys.readouterr().err
+
+
 def test_neighbours_are_not_touched() -> None:
     served = llm(draft_tokens=2, invariant=True)
     alone = texts(served, temperature=1.0, seed=3)

@@ -110,7 +110,6 @@ def command(
 
     selection = Selection(profile, level or "", contract, case, seed, deep, check)
     limit = timeout or (DEEP_LIMIT_S if deep else LIMIT_S)
-    _check_names(contract)
     if matrix:
         if backend or device or prove or waivers or enable_variants:
             raise click.UsageError(
@@ -122,6 +121,7 @@ def command(
     if enable_variants and (prove or kernels or plugins or waivers or not selection.complete):
         raise click.UsageError("--enable-variants runs what each variant needs; name BACKEND and --device alone beside it")
     _check_backend(backend, plugins, kernels, limit)
+    _check_contract(contract)
     if prove and kernels:
         raise click.UsageError("the faulty backends are made of one backend alone; leave --kernels or --prove out")
     if enable_variants:
@@ -134,8 +134,8 @@ def command(
     )  # fmt: skip
 
 
-def _check_names(contract: str) -> None:
-    """An unknown contract is bad usage."""
+def _check_contract(contract: str) -> None:
+    """An unknown contract is bad usage. Asked when plugins are loaded, which may bring some."""
     from difflib import get_close_matches
 
     from polydraft.contracts import COMPOSITES, REGISTRY
@@ -213,6 +213,7 @@ def _matrix(
     for one in backends:
         name = wanted(one).name
         _check_backend(name, files(name), kernels, limit_s)
+    _check_contract(selection.contract)
     content = run(
         backends,
         lambda name, device, profile: conform(

@@ -12,6 +12,7 @@ import pytest
 from polydraft import LLM, SamplingParams
 from polydraft.cli import main
 from polydraft.contracts.base import REGISTRY
+from polydraft.contracts.docs import render
 from polydraft.errors import RequestError
 from tests.support import tiny
 from tests.support.cpu import needs_kernels
@@ -146,6 +147,21 @@ def test_conform_still_says_what_no_plugin_brings(capsys: pytest.CaptureFixture[
         main(["conform", "reference", "--plugin", FILE, "--contract", "scale_logit"])
     assert exit_.value.code == 2
     assert "no contract is called 'scale_logit'; did you mean 'scale_logits'?" in capsys.readouterr().err
+
+
+def test_the_page_of_a_contract_of_a_plugin(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main(["contracts", "scale_logits", "--plugin", FILE])
+    said = capsys.readouterr()
+    assert (exit_.value.code, said.err) == (0, "")
+    assert said.out == render(REGISTRY["scale_logits"])
+
+
+def test_contracts_of_a_plugin_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main(["contracts", "--plugin", "nothing_of_this_name"])
+    assert exit_.value.code == 1
+    assert "--plugin nothing_of_this_name failed to import: ModuleNotFoundError" in capsys.readouterr().err
 
 
 def test_neighbours_are_not_touched() -> None:

@@ -25,6 +25,7 @@ Examples:
   polydraft contracts
   polydraft contracts paged_attention
   polydraft contracts --profile basic
+  polydraft contracts --plugin my_parameter.py my_contract
   polydraft contracts --json
 """
 
@@ -32,16 +33,25 @@ Examples:
 @click.command("contracts", epilog=EXAMPLES)
 @click.argument("name", required=False)
 @click.option("--profile", type=click.Choice(PROFILES), default=None, help="Sort them by what this profile asks of a backend.")
+@click.option(
+    "--plugin",
+    "plugins",
+    multiple=True,
+    metavar="FILE.py|MODULE",
+    help="Load a plugin that brings some; may be repeated.",
+)
 @click.option("--no-color", is_flag=True, help="Plain text on a terminal too.")
 @common
-def command(name: str | None, profile: str | None, no_color: bool, as_json: bool) -> int:
+def command(name: str | None, profile: str | None, plugins: tuple[str, ...], no_color: bool, as_json: bool) -> int:
     """List every contract and composite, or print the page of the contract called NAME."""
     from polydraft.cli.show import Screen
     from polydraft.contracts import COMPOSITES, REGISTRY
+    from polydraft.plugins.loading import Loaded
 
     if name is not None and profile is not None:
         raise click.UsageError("--profile sorts the whole list; leave NAME or --profile out")
-
+    for where in plugins:  # importing one registers what it brings
+        Loaded.from_option(where)
     if name is None:
         contracts, composites = list(REGISTRY), list(COMPOSITES.values())
     else:

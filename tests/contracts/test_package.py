@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from polydraft.contracts import kernels
+from polydraft.contracts import REGISTRY, kernels
+from polydraft.contracts.base import Registry
+from polydraft.errors import ContractError
 
 KERNELS = Path(kernels.__file__).parent
 
@@ -60,3 +62,15 @@ def test_a_wrong_name_is_an_attribute_error(name: str) -> None:
 
 def test_looking_for_a_submodule_loads_no_contract() -> None:
     assert python(f"from polydraft.contracts import layout; {LOADED}") == "[]"
+
+
+def test_what_was_added_can_be_removed() -> None:
+    registry = Registry()
+    linear = registry.add(REGISTRY["linear"])
+    registry.add(REGISTRY["embed"])
+    assert registry.remove("linear") is linear
+    assert registry.names() == ["embed"]
+    with pytest.raises(ContractError, match=r"^no contract is named 'linear'; known: embed$"):
+        registry.remove("linear")
+    assert registry.add(linear) is linear, "and added again"
+    assert registry.names() == ["embed", "linear"]

@@ -24,10 +24,10 @@ PROMPT = [3, 1, 4, 1, 5]
 
 @pytest.fixture(scope="module", autouse=True)
 def forgotten() -> Iterator[None]:
-    before = set(REGISTRY._contracts)
+    before = set(REGISTRY.names())
     yield
-    for key in set(REGISTRY._contracts) - before:
-        del REGISTRY._contracts[key]
+    for name in set(REGISTRY.names()) - before:
+        REGISTRY.remove(name)
 
 
 def llm(**options: Any) -> LLM:

@@ -172,7 +172,7 @@ def registered() -> Iterator[None]:
     try:
         yield
     finally:
-        del REGISTRY._contracts[CONTRACT.name]
+        REGISTRY.remove(CONTRACT.name)
 
 
 def plugin(*, owns: bool = True, proposers: Any = (), **changes: Any) -> ModuleType:

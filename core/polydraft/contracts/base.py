@@ -308,6 +308,13 @@ class Registry:
         self._contracts[contract.name] = contract
         return contract
 
+    def remove(self, name: str) -> Contract:
+        """Take the contract called `name` out again, for tests that share their process with others; `add` brings it back.
+        Raises `ContractError` where there is none."""
+        contract = self[name]
+        del self._contracts[name]
+        return contract
+
     def __getitem__(self, name: str) -> Contract:
         """The contract called `name`. Raises `ContractError` where there is none."""
         if name not in self._contracts:

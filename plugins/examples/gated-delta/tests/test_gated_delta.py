@@ -36,14 +36,14 @@ QUEUED: dict[str, Any] = {"backend": "reference", "device": "queued"}
 
 
 # Contracts are registered for the whole process. These tests share theirs with those of polydraft, which look at the registry.
-REGISTRY._contracts.pop(CONTRACT.name)
+REGISTRY.remove(CONTRACT.name)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def registered() -> Iterator[None]:
     REGISTRY.add(CONTRACT)
     yield
-    REGISTRY._contracts.pop(CONTRACT.name)
+    REGISTRY.remove(CONTRACT.name)
 
 
 # -- the contract ----------------------------------------------------------------------------------------

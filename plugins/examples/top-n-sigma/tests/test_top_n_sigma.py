@@ -48,14 +48,14 @@ each_engine = pytest.mark.parametrize(
 )
 
 # Contracts are registered for the whole process. These tests share theirs with those of polydraft, which look at the registry.
-REGISTRY._contracts.pop(CONTRACT.key)
+REGISTRY.remove(CONTRACT.name)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def registered() -> Iterator[None]:
     REGISTRY.add(CONTRACT)
     yield
-    REGISTRY._contracts.pop(CONTRACT.key)
+    REGISTRY.remove(CONTRACT.name)
 
 
 def llm(*, plugins: tuple[str, ...] = ("polydraft_top_n_sigma",), **options: Any) -> LLM:

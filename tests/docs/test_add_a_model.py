@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.pages import fences, read, rows
+from polydraft.sampling.verify import Verifier
+from polydraft.step.batch import Batch
+from tests.docs.pages import code_spans, fences, read, rows, section
 from tests.support.project import ROOT
 
 PAGE = read(ROOT / "docs" / "tutorials" / "add_a_model.md")
@@ -32,6 +34,11 @@ def test_lines_are_counted() -> None:
     counted = {row[0].partition("`")[2].rstrip("`"): int(row[2]) for row in rows(PAGE)}
     assert counted == {file.name: len(read(file).splitlines()) for file in (PACKAGE / "polydraft_gated_delta").glob("*.py")}
     assert f"The tests are {len(read(PACKAGE / 'tests' / 'test_gated_delta.py').splitlines())} lines." in PAGE
+
+
+def test_slot_columns_are_those_of_every_engine() -> None:
+    listed = [name for first, _ in rows(section(PAGE, "What a cache may rely on")) for name in code_spans(first)]
+    assert sorted(listed) == sorted(column.name for column in (*Batch.columns, *Verifier.columns))
 
 
 def test_commands_run(tmp_path: Path) -> None:

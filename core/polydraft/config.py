@@ -38,6 +38,8 @@ class EngineConfig:
     """K, drafts per round; 0 decodes plainly."""
     proposer: str = AUTO
     """mtp, ngram, none, or a name that a plugin registers."""
+    draft_model: str = ""
+    """Directory of the draft model of a proposer that has one beside the target, as EAGLE-3 does; "" for the others."""
     draft_vocab: str = ""
     """FILE[:N]: the MTP head drafts among the N most frequent tokens that this file of counts names; "": among all of them."""
     verify: str = AUTO
@@ -99,7 +101,7 @@ class EngineConfig:
             if isinstance(getattr(self, name), str) or not isinstance(getattr(self, name), Iterable):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}, wanted a list; correct it or leave it out")
             object.__setattr__(self, name, tuple(getattr(self, name)))
-        for name in ("model", "device", "proposer", "draft_vocab", "dtype"):
+        for name in ("model", "device", "proposer", "draft_model", "draft_vocab", "dtype"):
             object.__setattr__(self, name, self._text(name))
         for name in ("draft_tokens", "max_num_seqs", "max_model_len", "block_size", "num_blocks", "max_batched_tokens"):
             self._whole(name, minimum=0 if name == "draft_tokens" else 1)

@@ -28,7 +28,7 @@ from polydraft.host.slots import SlotTable
 from polydraft.host.totals import EngineTotals
 from polydraft.instruments.base import Instrument, Instruments, Setting
 from polydraft.instruments.sanitize import Hazard, Sanitizer
-from polydraft.models.block import lacking
+from polydraft.models.block import Block, lacking
 from polydraft.models.checkpoint import Checkpoint, load_weights
 from polydraft.models.families import FamilyRegistry
 from polydraft.models.tokenizer import Tokenizer
@@ -111,6 +111,7 @@ class Engine:
             self.info,
             self.model,
             proposers=self.proposers.needs(),
+            draft_models=self.proposers.draft_models(),
             layers=self.proposers.layers,
             features={f.name: f.needs for f in (*features, *((Constraints,) if self.config.constraints else ()))},
             default=self.default.reason if self.default else "",
@@ -137,11 +138,9 @@ class Engine:
         canonical = self._canonical(self._checkpoint, self.model, table)
         self._custom_blocks = self._checkpoint.custom_blocks()
         self._refuse_lacking_kinds()
-        names = wanted(
-            canonical, self.model, drafting=self.proposers.layers(self.resolved.proposer, self.model), own=self._custom_blocks
-        )
+        names = wanted(canonical, self.model, drafting=self._draft_layers(), own=self._custom_blocks)
         self._weights = prepare(self.table, canonical, names, roles(self.model), dtype=self.resolved.dtype)
-        self._draft_weights = self.proposers.weights(self.resolved.proposer, self.model)
+        self._draft_weights = self.proposers.weights(self.resolved.proposer, self.model, self.config.draft_model)
         brought = self._draft_weights
         own = brought.prepare(self.table, self.model, dtype=self.resolved.dtype) if brought else {}
         whole: dict[str, Weight] = {**self._custom_blocks}
@@ -156,7 +155,7 @@ class Engine:
             steps, device=self.device, plugins=self.plugins, table=self.table, model=self.model, weights=weights,
             proposer=self.proposers.factory(self.resolved.proposer), features=features,
             stages=[stage for _, stage in self.plugins.gather("polydraft_parameters")], draft_ids=self._draft_ids,
-            points=self.points,
+            draft_model=self.config.draft_model, points=self.points,
         )  # fmt: skip
         if self.resolved.graph != "off":
             policy = GraphPolicy(self.resolved.graph, self.resolved.graph_sizes)
@@ -164,9 +163,13 @@ class Engine:
         self._build_host()
         self.instruments.built(self)
 
+    def _draft_layers(self) -> Mapping[str, Block]:
+        """The proposer's decoder blocks, by prefix."""
+        return self.proposers.layers(self.resolved.proposer, self.model, self.config.draft_model)
+
     def _refuse_lacking_kinds(self) -> None:
         """Refuse, before weights are read, blocks whose kinds launch contracts that have no provider on this device."""
-        blocks = {**self.model.layers, **self.proposers.layers(self.resolved.proposer, self.model)}
+        blocks = {**self.model.layers, **self._draft_layers()}
         computed = {prefix: block for prefix, block in blocks.items() if prefix not in self._custom_blocks}
         who = f"model {self.model.name} has blocks that launch what backend {self.info.name}"
         refuse_lacking(who, lacking(computed, self.table.providers))

@@ -7,7 +7,7 @@ downgrades nothing that was requested by name, and when it refuses it gives ever
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, cast
@@ -102,12 +102,14 @@ def resolve(
     variants: Sequence[str] = (),
     unused_variants: Mapping[str, str] = MappingProxyType({}),
     draft_vocab: int | None = None,
-    layers: Callable[[str, ModelDescription], Mapping[str, Block]] = lambda proposer, model: {},
+    draft_models: Collection[str] = (),
+    layers: Callable[[str, ModelDescription, str], Mapping[str, Block]] = lambda proposer, model, draft_model: {},
 ) -> Resolved:
     """Decide everything. `proposers` are those registered, `features` those in use, each with what it needs to know of the step
     before; `default` says why this backend was taken where none was named; `variants` of it are in use, `unused_variants` are
-    not, for a reason each; `draft_vocab`: tokens that drafts are chosen among, None: all; `layers` returns the decoder
-    blocks of a proposer. Raises `CapabilityError` with every reason why the configuration cannot be served."""
+    not, for a reason each; `draft_vocab`: tokens that drafts are chosen among, None: all; `draft_models`: the proposers
+    that take a draft model; `layers` returns the decoder blocks of a proposer with its draft model. Raises `CapabilityError` with
+    every reason why the configuration cannot be served."""
     n = _Negotiation(config, info, model)
     if not info.available:
         n.refuse(f"backend {info.name} is not available: {info.reason}")
@@ -118,10 +120,11 @@ def resolve(
     kv = _kv(n, dtype)
     length = _length(n)
     proposer, drafts = _drafts(n, length, tuple(proposers))
+    _draft_model(n, proposer, proposer in draft_models)
     _draft_vocab(n, proposer, draft_vocab)
     verify = _verify(n)
     schedule = _schedule(n, drafts)
-    blocks = {**model.layers, **layers(proposer, model)}
+    blocks = {**model.layers, **layers(proposer, model, config.draft_model)}
     limits = _limits(n, length, drafts, lambda block_size: block_bytes(blocks, block_size, dtype, kv))
     _slot_states(n, slot_bytes(blocks, limits, dtype), limits)
     overlap = _overlap(n, {f"proposer {proposer}": proposers.get(proposer, "none"), **features})
@@ -194,6 +197,15 @@ def _drafts(n: _Negotiation, length: int, proposers: tuple[str, ...]) -> tuple[s
     few = f", fewer than {DEFAULT_DRAFTS} because {limit}" if asked == AUTO and 0 < drafts < DEFAULT_DRAFTS else ""
     n.choose("draft_tokens", drafts, f"drafts a round{few}" if drafts else "plain decoding, one token a round")
     return name, drafts
+
+
+def _draft_model(n: _Negotiation, proposer: str, takes: bool) -> None:
+    """The directory of the proposer's own model."""
+    asked = n.config.draft_model
+    if asked and not takes:
+        n.refuse(f"--draft-model {asked}: proposer {proposer} takes no draft model; leave it out or name another --proposer")
+    none = "none was named" if takes else f"proposer {proposer} takes none"
+    n.choose("draft_model", asked, f"the directory that proposer {proposer} drafts with" if asked else none)
 
 
 def _draft_vocab(n: _Negotiation, proposer: str, few: int | None) -> None:

@@ -121,7 +121,7 @@ def test_weights_that_the_model_lacks_are_in_the_record(tmp_path: Path):
     stored = np.random.default_rng(0).normal(size=(3, hidden)).astype(np.float32)
     write_checkpoint(tmp_path / "own", {}, {"fc.weight": stored})
     own = DraftWeights(tmp_path / "own", "own", (Tensor("fc", ((3, hidden),)),), {"fc": ("fc.weight",)})
-    factory = type("Factory", (Projecting,), {"weights": staticmethod(lambda model: own)})
+    factory = type("Factory", (Projecting,), {"weights": staticmethod(lambda model, draft_model: own)})
     counts = tmp_path / "counts.json"
     counts.write_text('{"3": 2, "5": 1, "9": 1}')
     projecting: dict[str, Any] = {

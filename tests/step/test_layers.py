@@ -15,6 +15,7 @@ from polydraft.conformance.oracle.checkpoints import write_safetensors
 from polydraft.errors import CapabilityError, CheckpointError, ConfigError
 from polydraft.models import Tensor
 from polydraft.program.caches import SlotState
+from polydraft.proposers import ProposerContext
 from polydraft.proposers.base import DraftWeights
 from polydraft.proposers.ngram import NgramProposer
 from polydraft.sampling_params import SamplingParams
@@ -164,7 +165,7 @@ def _proposer(directory: Path, *, spoil: str = "") -> type[NgramProposer]:
     )  # fmt: skip
 
     class WithWeights(Tapping):
-        weights = staticmethod(lambda model: own)
+        weights = staticmethod(lambda model, draft_model: own)
 
     return WithWeights
 
@@ -185,3 +186,36 @@ def test_a_proposer_brings_a_checkpoint_of_its_own(tmp_path: Path):
 def test_a_proposer_whose_checkpoint_lacks_a_tensor(tmp_path: Path, model: str):
     with pytest.raises(CheckpointError, match=r"heads holds no tensor fc.weight, wanted it with shape \[3, 4\] as own.fc"):
         _tapping(model, _proposer(tmp_path / "heads", spoil="fc.weight"))
+
+
+def test_the_draft_model_is_handed_to_who_reads_it(tmp_path: Path, model: str):
+    """To `layers`, `weights` and the context; a proposer without `weights` has none."""
+    own = _proposer(tmp_path / "heads")
+    seen: dict[str, set[str]] = {}
+
+    class Told(own):  # type: ignore[misc, valid-type]
+        taps: ClassVar[dict[str, str]] = {}
+
+        def __init__(self, context: ProposerContext) -> None:
+            super().__init__(context)
+            seen.setdefault("context", set()).add(context.draft_model)
+
+        @staticmethod
+        def layers(model: Any, draft_model: str) -> dict[str, Any]:
+            del model
+            seen.setdefault("layers", set()).add(draft_model)
+            return {}
+
+        @staticmethod
+        def weights(model: Any, draft_model: str) -> DraftWeights:
+            seen.setdefault("weights", set()).add(draft_model)
+            return own.weights(model, draft_model)  # type: ignore[attr-defined, no-any-return]
+
+    plugin = mixed_layers.plugin(proposers=(("told", Told),))
+    options: dict[str, Any] = {"model": model, "plugin": plugin, "draft_tokens": 2, "draft_model": tmp_path / "heads"}
+    llm = LLM(proposer="told", **options)
+    directory = str(tmp_path / "heads")
+    assert seen == {name: {directory} for name in ("layers", "weights", "context")}
+    assert llm.engine.resolved.describe()["draft_model"] == directory
+    with pytest.raises(CapabilityError, match="proposer ngram takes no draft model; leave it out or name another --proposer"):
+        LLM(proposer="ngram", **options)

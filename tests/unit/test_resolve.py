@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import re
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +31,13 @@ PROPOSERS: dict[str, Needs] = {"mtp": "none", "none": "none", "shy": "none"}
 
 
 def run(
-    *, model: ModelDescription = MODEL, backend: BackendInfo | None = None, proposers: dict[str, Needs] = PROPOSERS, **wishes: Any
-) -> Resolved:
-    return resolve(EngineConfig(**wishes), backend or info("chip"), model, proposers=proposers, layers=built_in().layers)
+    *, model: ModelDescription = MODEL, backend: BackendInfo | None = None, proposers: dict[str, Needs] = PROPOSERS,
+    draft_models: Collection[str] = (), **wishes: Any,
+) -> Resolved:  # fmt: skip
+    return resolve(
+        EngineConfig(**wishes), backend or info("chip"), model, proposers=proposers, draft_models=draft_models,
+        layers=built_in().layers,
+    )  # fmt: skip
 
 
 def reason(resolved: Resolved, name: str) -> str:
@@ -184,6 +189,14 @@ def test_graph_buckets(wishes: Any, wanted: tuple[int, ...]):
     assert (plain.graph, plain.graph_sizes) == ("off", ())
 
 
+def test_the_draft_model_is_for_a_proposer_that_takes_one():
+    resolved = run(proposer="eagle", draft_model="heads", proposers={"eagle": "none"}, draft_models=("eagle",))
+    assert resolved.describe()["draft_model"] == "heads"
+    assert reason(resolved, "draft_model") == "asked for; the directory that proposer eagle drafts with"
+    assert run().describe()["draft_model"] == ""
+    assert reason(run(), "draft_model") == "proposer mtp takes none"
+
+
 def test_synthetic_acceptance_is_as_long_as_there_are_drafts_and_says_what_it_is():
     resolved = run(draft_tokens=2, accept_schedule=(0.9, 0.5, 0.1))
     assert resolved.accept_schedule == (0.9, 0.5)
@@ -249,6 +262,14 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "drafts without a head": (
         {"draft_tokens": 2, "model": PLAIN},
         "--draft-tokens 2: config.json names no MTP layers; use --draft-tokens 0",
+    ),
+    "draft model of a proposer that has none": (
+        {"draft_model": "heads"},
+        "--draft-model heads: proposer mtp takes no draft model; leave it out or name another --proposer",
+    ),
+    "draft model without drafts": (
+        {"draft_model": "heads", "draft_tokens": 0},
+        "--draft-model heads: proposer none takes no draft model; leave it out or name another --proposer",
     ),
     "drafts of none": (
         {"draft_tokens": 2, "proposer": "none"},

@@ -136,6 +136,7 @@ class Contender:
             "invariant": r.invariant,
             "prefix_cache": self.engine.config.prefix_cache,
             "proposer": r.proposer,
+            "draft_model": r.describe()["draft_model"],
             "draft_vocab": r.describe()["draft_vocab"],
             "verify": r.verify,
             "graph": r.graph,

@@ -49,6 +49,8 @@ class ProposerContext:
     draft_ids: Array | None = None
     """[M] int32, ascending: the tokens that may be drafted, whose logits the weight `DRAFT_HEAD` gives; None: all, by
     `lm_head`."""
+    draft_model: str = ""
+    """The directory that `--draft-model` names; "" where none was named."""
 
 
 @dataclass(frozen=True)
@@ -97,9 +99,10 @@ class Proposer(Protocol):
     target whose rows it wants to see (buffer to point, as `Target` says), and they are in these buffers when it drafts.
     What it does not have it leaves out.
 
-    The factory of one with blocks has a function `layers(model)` that tells them from the description alone: what their caches
-    cost, and what a prefix hit is worth to them, is settled before there is a proposer. A function `weights(model)` beside it
-    returns `DraftWeights` where it has a checkpoint of its own; `update_weights` leaves these as they are.
+    The factory of one with blocks has a function `layers(model, draft_model)` that tells them from the target's description and
+    the directory that `--draft-model` names ("" where none was named): what their caches cost, and what a prefix hit is worth to
+    them, is settled before there is a proposer. A function `weights(model, draft_model)` beside it returns `DraftWeights` where
+    it has a checkpoint of its own; without such a function `--draft-model` is refused. `update_weights` leaves these as they are.
 
     One whose every draft comes from `choose` may set `soft = True`: under rejection verification a draft is then held against
     the distribution it was drawn from. Any other draft counts as certain, which is as lossless but accepts less.
@@ -140,16 +143,20 @@ class ProposerRegistry:
         "none" where there is no such attribute."""
         return {name: getattr(factory, "needs", "none") for name, (factory, _) in self._factories.items()}
 
-    def layers(self, name: str, model: ModelDescription) -> Mapping[str, Block]:
+    def layers(self, name: str, model: ModelDescription, draft_model: str = "") -> Mapping[str, Block]:
         """The decoder blocks of a proposer, by prefix: its factory's `layers`, none where there is no such attribute or no such
         name."""
         tell = getattr(self._factories[name][0], "layers", None) if name in self._factories else None
-        return tell(model) if tell else {}
+        return tell(model, draft_model) if tell else {}
 
-    def weights(self, name: str, model: ModelDescription) -> DraftWeights | None:
+    def draft_models(self) -> list[str]:
+        """The names of the proposers that take a draft model: those whose factory has `weights`."""
+        return [name for name, (factory, _) in self._factories.items() if hasattr(factory, "weights")]
+
+    def weights(self, name: str, model: ModelDescription, draft_model: str = "") -> DraftWeights | None:
         """What a proposer reads from a checkpoint of its own: its factory's `weights`, None where there is no such attribute."""
         tell = getattr(self.factory(name), "weights", None)
-        return tell(model) if tell else None
+        return tell(model, draft_model) if tell else None
 
     def names(self) -> list[str]:
         """Registered names, in order of registration."""

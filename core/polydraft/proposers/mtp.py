@@ -34,8 +34,9 @@ class MtpProposer:
     soft = True
 
     @staticmethod
-    def layers(model: ModelDescription) -> dict[str, Block]:
+    def layers(model: ModelDescription, draft_model: str = "") -> dict[str, Block]:
         """The head's decoder blocks, by prefix. Negotiation calls this before a proposer exists."""
+        del draft_model  # the head is in the target's checkpoint
         return model.mtp.layers if model.mtp else {}
 
     def __init__(self, context: ProposerContext) -> None:

@@ -104,6 +104,7 @@ class Runner:
         features: Sequence[FeatureFactory] = (),
         stages: Sequence[LogitsStage] = (),
         draft_ids: Array | None = None,
+        draft_model: str = "",
         points: Points | None = None,
     ) -> None:
         self.device, self.limits, self.model, self._table, self._config = device, config.limits, model, table, config
@@ -115,7 +116,7 @@ class Runner:
         stores_noise = rejects or "gumbel_noise+sample" not in table.providers
         self._batch = Batch(limits)
         self.processing = Processing((*STAGES, *stages), table.providers)
-        context = ProposerContext(limits, model, self._choose, stores_noise, config.dtype, draft_ids)
+        context = ProposerContext(limits, model, self._choose, stores_noise, config.dtype, draft_ids, draft_model)
         self.proposer = proposer(context)
         brought = [*getattr(self.proposer, "features", ()), *(feature(context) for feature in features)]
         self._target = Target(model, limits, _mapped((self.proposer, *brought), "taps"))

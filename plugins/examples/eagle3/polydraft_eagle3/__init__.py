@@ -6,10 +6,7 @@ polydraft calls the hook while it builds an engine. `draft_model.py` reads the c
 
 from __future__ import annotations
 
-import os
-
 from polydraft import hookimpl
-from polydraft.errors import ConfigError
 from polydraft.models import ModelDescription
 from polydraft.models.block import Block
 from polydraft.proposers import Proposer, ProposerContext
@@ -17,35 +14,24 @@ from polydraft.proposers.base import DraftWeights, Factory
 from polydraft_eagle3.draft_model import LAYER, DraftModel
 from polydraft_eagle3.proposer import Eagle3Proposer
 
-VARIABLE = "EAGLE3_MODEL"
-"""The environment variable with the draft model's directory."""
-
 
 class Eagle3:
     """The factory. Negotiation asks it for `layers` before there is a proposer, the loader for `weights`."""
 
-    def __init__(self, directory: str) -> None:
-        self._directory = directory
-
-    def _draft_model(self, model: ModelDescription) -> DraftModel:
-        if not self._directory:
-            raise ConfigError(f"{VARIABLE} is not set, wanted the directory of an EAGLE-3 draft model of {model.name}; set it")
-        return DraftModel.read(self._directory, model)
-
-    def layers(self, model: ModelDescription) -> dict[str, Block]:
+    def layers(self, model: ModelDescription, draft_model: str) -> dict[str, Block]:
         """The decoder layer by prefix: what its cache costs is counted, and allocated, with those of the target."""
-        return {LAYER: self._draft_model(model).block}
+        return {LAYER: DraftModel.read(draft_model, model).block}
 
-    def weights(self, model: ModelDescription) -> DraftWeights:
-        """What is read from the draft model's checkpoint."""
-        return self._draft_model(model).weights()
+    def weights(self, model: ModelDescription, draft_model: str) -> DraftWeights:
+        """What is read from the draft model's checkpoint. That there is this function lets users give `--draft-model`."""
+        return DraftModel.read(draft_model, model).weights()
 
     def __call__(self, context: ProposerContext) -> Proposer:
         """The proposer of one engine."""
-        return Eagle3Proposer(context, self._draft_model(context.model))
+        return Eagle3Proposer(context, DraftModel.read(context.draft_model, context.model))
 
 
 @hookimpl
 def polydraft_proposers() -> list[tuple[str, Factory]]:
     """Add `eagle3` to what `--proposer` knows."""
-    return [("eagle3", Eagle3(os.environ.get(VARIABLE, "")))]
+    return [("eagle3", Eagle3())]

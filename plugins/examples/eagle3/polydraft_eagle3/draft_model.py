@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from polydraft.errors import CheckpointError
+from polydraft.errors import CheckpointError, ConfigError
 from polydraft.models import Attention, Checkpoint, Family, ModelDescription, Stretch, Tensor
 from polydraft.models.block import At, Block, Norm, Work
 from polydraft.models.config_file import ConfigFile
@@ -78,8 +78,12 @@ class DraftModel:
 
     @classmethod
     def read(cls, directory: str, model: ModelDescription) -> DraftModel:
-        """Read config.json and check it against the target. Raises `CheckpointError`, or `CapabilityError` for settings
-        that nobody computes."""
+        """Read config.json in `directory` and check it against the target. Raises `ConfigError` where no directory was named,
+        `CheckpointError`, or `CapabilityError` for settings that nobody computes."""
+        if not directory:
+            raise ConfigError(
+                f"proposer eagle3 has no draft model, wanted one of {model.name}; give its directory by --draft-model"
+            )
         with Checkpoint(directory) as checkpoint:
             config = ConfigFile(checkpoint.path / "config.json", checkpoint.config)
         FAMILY.refuse(config)

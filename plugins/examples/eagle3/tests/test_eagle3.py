@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import random
 import shutil
 import tempfile
@@ -63,12 +62,11 @@ def engine(
     target, draft_model = of
     options = {"model": str(target), "draft_tokens": draft_tokens, "max_num_seqs": 3, "block_size": 4, **options}
     if draft_tokens:
-        options |= {"proposer": "eagle3", "plugins": ("polydraft_eagle3",)}
+        options |= {"proposer": "eagle3", "plugins": ("polydraft_eagle3",), "draft_model": draft_model}
     config = {"backend": "reference", "invariant": True, "graph": "off", **options}
     policy = Listed(numbers, draft_tokens) if numbers else None
-    with mock.patch.dict(os.environ, EAGLE3_MODEL=str(draft_model)):
-        backend = Emulator(f"emulator:0?{emulator}") if emulator else None
-        return Engine(EngineConfig.from_mapping(config), backend=backend, draft_policy=policy)
+    backend = Emulator(f"emulator:0?{emulator}") if emulator else None
+    return Engine(EngineConfig.from_mapping(config), backend=backend, draft_policy=policy)
 
 
 def asks(max_new_tokens: int = 24, **sampling: Any) -> tuple[Ask, ...]:
@@ -223,9 +221,8 @@ def test_a_record_is_replayed_without_the_draft_model(tmp_path: Path) -> None:
     target, draft_model = pair(SOMETIMES)
     run = tmp_path / "run.safetensors"
     options = ["--backend", "reference", "--model", str(target)]
-    drafting = ["--plugin", "polydraft_eagle3", "--proposer", "eagle3", "--draft-tokens", "3"]
-    with mock.patch.dict(os.environ, EAGLE3_MODEL=str(draft_model)):
-        assert status("generate", "w5 w6 w7", *options, *drafting, "--max-new-tokens", "8", "--record", str(run)) == 0
+    drafting = ["--plugin", "polydraft_eagle3", "--proposer", "eagle3", "--draft-model", str(draft_model), "--draft-tokens", "3"]
+    assert status("generate", "w5 w6 w7", *options, *drafting, "--max-new-tokens", "8", "--record", str(run)) == 0
     assert {name for name, weight in read(run).weights.items() if weight.key} >= {"eagle3.fc.low", "eagle3.midlayer.qkv"}
     assert status("replay", str(run), *options) == 0
 
@@ -324,7 +321,9 @@ def test_what_is_refused(what: str, tmp_path: Path) -> None:
 
 
 def test_a_draft_model_that_nobody_named() -> None:
-    with pytest.raises(ConfigError, match=r"EAGLE3_MODEL is not set, wanted the directory .*; set it"):
+    with pytest.raises(
+        ConfigError, match=r"eagle3 has no draft model, wanted one of target; give its directory by --draft-model"
+    ):
         engine((pair(ALWAYS)[0], ""))  # type: ignore[arg-type]
 
 

@@ -29,10 +29,12 @@ from polydraft.models import (
     Weights,
     load_weights,
 )
-from polydraft.models.block import lacking, scratch_buffers
+from polydraft.models.block import Norm, emit_block, emit_block_rows, lacking, scratch_buffers
+from polydraft.models.decoder import HIDDEN
 from polydraft.models.tensor_table import stored_parts
 from polydraft.program.caches import KvRows, PagedRows, SlotState, block_bytes, never_hit, slot_bytes
 from polydraft.program.declare import StepBuffer
+from polydraft.program.program import ProgramBuilder
 from polydraft.resolve import resolve
 from polydraft.sampling_params import SamplingParams
 from tests.support import mixed_layers, tiny
@@ -87,6 +89,26 @@ def test_weights_of_a_block_in_the_order_in_which_they_load():
         ("k_norm", ((8,), "norm", None)), ("post_norm", ((32,), "norm", None)), ("gate_up", ((96, 32), "linear", 0)),
         ("gate_up_bias", ((96,), "bias", 0)), ("down", ((32, 48), "linear", 1)), ("down_bias", ((32,), "bias", None)),
     ]  # fmt: skip
+
+
+def test_a_mixer_that_normalises_its_own_input():
+    """The block has neither the norm before it nor the weight of that norm."""
+    usual, own = DENSE, dataclasses.replace(DENSE, input_norm=False)
+    names, fewer = ([one.name for one in block.weights(16)] for block in (usual, own))
+    assert names == ["input_norm", *fewer]
+    engine = LLM(draft_tokens=2, backend="reference").engine
+    runner = engine.runner
+    launches = {}
+    (rows,) = runner._target.passes
+    for normalises in (True, False):
+        block = dataclasses.replace(engine.model.blocks[0], input_norm=normalises)
+        scratch = block.scratch(engine.model.hidden_size)
+        for emit in (emit_block, emit_block_rows):
+            program = ProgramBuilder("x", engine.table, runner.memory, runner.context)
+            emit(program, block, Norm(1e-5, plus_one=False), "layers.0", x=HIDDEN, rows=rows, scratch=scratch, stage="target")
+            launches[normalises, emit] = program.build().describe()
+    for emit in (emit_block, emit_block_rows):
+        assert launches[True, emit] == ["rms_norm", *launches[False, emit]]
 
 
 def test_contracts_that_a_composite_alone_owns_are_owned():

@@ -172,6 +172,9 @@ class Block:
 
     mixer: Mixer
     feed_forward: FeedForward
+    input_norm: bool = True
+    """Whether the block normalises the residual stream into "normed" for its mixer. False for a mixer that reads the residual
+    stream itself (`At.x`) and normalises it; the block then has no weight "input_norm"."""
 
     @property
     def caches(self) -> tuple[CacheKind, ...]:
@@ -185,8 +188,9 @@ class Block:
 
     def weights(self, hidden: int) -> tuple[Tensor, ...]:
         """Norms of [hidden] before each half, and what the halves declare."""
-        norms = (Tensor(name, ((hidden,),), "norm") for name in ("input_norm", "post_norm"))
-        return (next(norms), *self.mixer.weights(hidden), next(norms), *self.feed_forward.weights(hidden))
+        first, second = (Tensor(name, ((hidden,),), "norm") for name in ("input_norm", "post_norm"))
+        before = (first,) if self.input_norm else ()
+        return (*before, *self.mixer.weights(hidden), second, *self.feed_forward.weights(hidden))
 
     def work(self, hidden: int) -> tuple[Work, ...]:
         """Scratch of the whole block."""
@@ -276,7 +280,8 @@ def emit_block(
     at = At(program, norm, prefix, rows, rows.unit, stage, x, scratch)
     if _custom_block(at, block):
         return
-    _normalise(at, "input_norm")
+    if block.input_norm:
+        _normalise(at, "input_norm")
     block.mixer.mix(at)
     if narrow is not None:
         at = narrow(at)
@@ -293,9 +298,11 @@ def emit_block_rows(
     """A decoder block over `x` up to its caches, if nothing else of it is needed. One that computes itself computes all
     of it."""
     at = At(program, norm, prefix, rows, rows.unit, stage, x, scratch)
-    if not _custom_block(at, block):
+    if _custom_block(at, block):
+        return
+    if block.input_norm:
         _normalise(at, "input_norm")
-        block.mixer.keep(at)
+    block.mixer.keep(at)
 
 
 def _custom_block(at: At, block: Block) -> bool:

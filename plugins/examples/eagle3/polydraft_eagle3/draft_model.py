@@ -31,8 +31,8 @@ FC = ("fc.low", "fc.middle", "fc.high")
 """The columns of `fc` by tap: no contract lays taps side by side, and W [a | b | c] = W_a a + W_b b + W_c c."""
 NAMES: Mapping[str, tuple[str, ...]] = {
     **BLOCK_NAMES,
-    "input_norm": ("hidden_norm.weight",),  # what a `Block` calls so is the norm of the residual stream
     "embed_norm": ("input_layernorm.weight",),
+    "hidden_norm": ("hidden_norm.weight",),
 }
 """Tensors of the layer by name, and what the checkpoint calls them below "midlayer."."""
 
@@ -40,7 +40,7 @@ NAMES: Mapping[str, tuple[str, ...]] = {
 class TwoInputAttention(Attention):
     """Attention whose queries, keys and values see the token's embedding beside the residual stream, each normalised.
 
-    Expects the embedding in the scratch "embedded", and makes what a block would have normalised into "normed" itself."""
+    Expects the embedding in the scratch "embedded". It normalises itself: its block has `input_norm=False`."""
 
     contracts = ("combine_draft_inputs", *Attention.contracts)
 
@@ -52,13 +52,13 @@ class TwoInputAttention(Attention):
         """Those of attention, with the projection of queries, keys and values twice as wide."""
         qkv, *others = super().weights(hidden)
         wide = replace(qkv, parts=tuple((rows, 2 * columns) for rows, columns in qkv.parts))
-        return (Tensor("embed_norm", ((hidden,),), "norm"), wide, *others)
+        return (*(Tensor(name, ((hidden,),), "norm") for name in ("embed_norm", "hidden_norm")), wide, *others)
 
     def keep(self, at: At) -> None:
         """Combine, then as attention does; `mix` begins with the same."""
         at.add(
             "combine_draft_inputs", embedding=at.scratch["embedded"], hidden=at.x, emb_norm=at.own("embed_norm"),
-            hid_norm=at.own("input_norm"), positions=at.rows.positions, eps=at.norm.eps, plus_one=at.norm.plus_one,
+            hid_norm=at.own("hidden_norm"), positions=at.rows.positions, eps=at.norm.eps, plus_one=at.norm.plus_one,
             order="embedding_first", mask_first_position=False, out=at.scratch["both"],
         )  # fmt: skip
         super().keep(replace(at, scratch={**at.scratch, "normed": at.scratch["both"]}))
@@ -100,7 +100,7 @@ class DraftModel:
                     "was trained for this target and drafts all its tokens"
                 )
         block = FAMILY.block(config)
-        block = replace(block, mixer=TwoInputAttention(**vars(block.mixer)))
+        block = replace(block, mixer=TwoInputAttention(**vars(block.mixer)), input_norm=False)
         norm = Norm(config.number("rms_norm_eps"), plus_one=False)
         return cls(checkpoint.path, model.hidden_size, model.vocab_size, norm, _points(config, model), block)
 

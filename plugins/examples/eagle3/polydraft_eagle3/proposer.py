@@ -6,7 +6,9 @@ cache anew over the rows that the target has computed, and rows of drafts are wr
 
 from __future__ import annotations
 
-from polydraft.models.block import At, narrowed
+from typing import Any
+
+from polydraft.models.block import At, emit_block, emit_block_rows, narrowed
 from polydraft.models.decoder import emit_linear
 from polydraft.program.declare import Pass, StepBuffer
 from polydraft.program.program import ProgramBuilder
@@ -50,32 +52,31 @@ class Eagle3Proposer:
         """`num_drafts` passes; without drafts the keep part of the first, which is all of it up to keys and values."""
         program.add("pack_draft_rows", "rows", "begin_draft")
         program.add("begin_draft", "seqs", "begin_draft", num_drafts=num_drafts)
-        at = self._enter(program, 0, self._first, ROWS, "draft_ids")
-        self._fuse(at)
         if num_drafts == 0:
-            self._block.mixer.keep(at)
-            return
-        self._block.mixer.mix(at)
-        self._draft(self._narrow(at), 0)
-        for index in range(1, num_drafts):
-            at = self._enter(program, index, self._later, NEWEST, "next_ids")
-            self._block.mixer.mix(at)
-            self._draft(at, index)
+            emit_block_rows(program, self._block, self._norm, LAYER, **self._enter(program, 0))
+        for index in range(num_drafts):
+            entered = self._enter(program, index)
+            emit_block(program, self._block, self._norm, LAYER, **entered, narrow=None if index else self._narrow)
+            self._draft(program, index, entered["stage"])
 
-    def _enter(self, program: ProgramBuilder, index: int, rows: Pass, x: str, ids: str) -> At:
-        """Begin a pass: its metadata, and the embeddings of its tokens."""
-        at = At(program, self._norm, LAYER, rows, rows.unit, f"draft {index}", x, self._scratch)
-        program.fill(rows.name, index, at.unit, at.stage)
-        at.add("embed", ids=ids, weight="embed", out=at.scratch["embedded"])
-        return at
+    def _enter(self, program: ProgramBuilder, index: int) -> dict[str, Any]:
+        """Begin a pass: its metadata, the embeddings of its tokens, and in the first the taps. Returns where its block works."""
+        rows, x, ids = (self._later, NEWEST, "next_ids") if index else (self._first, ROWS, "draft_ids")
+        unit, stage = rows.unit, f"draft {index}"
+        program.fill(rows.name, index, unit, stage)
+        program.add("embed", unit, stage, ids=ids, weight="embed", out=self._scratch["embedded"])
+        if index == 0:
+            self._fuse(program, stage)
+        return {"x": x, "rows": rows, "scratch": self._scratch, "stage": stage}
 
-    def _fuse(self, at: At) -> None:
+    def _fuse(self, program: ProgramBuilder, stage: str) -> None:
         """The three taps, projected to the hidden size."""
+        branch = self._scratch["branch"]
         for tap, weight in zip(self.taps, FC, strict=True):
-            out = at.x if weight == FC[0] else at.scratch["branch"]
-            at.add("linear", x=tap, weight=f"{PREFIX}.{weight}", bias=None, out=out)
-            if out != at.x:
-                at.add("residual_add", x=at.x, y=out)
+            out = ROWS if weight == FC[0] else branch
+            emit_linear(program, f"{PREFIX}.{weight}", x=tap, out=out, unit="rows", stage=stage)
+            if out == branch:
+                program.add("residual_add", "rows", stage, x=ROWS, y=branch)
 
     def _narrow(self, at: At) -> At:
         """Of each drafting sequence its newest row: the others were there for their keys and values."""
@@ -83,17 +84,12 @@ class Eagle3Proposer:
             at.program.add("select_last_rows", "seqs", at.stage, hidden=x, out=out)
         return narrowed(at, x=NEWEST, unit="seqs", attended="eagle3.attended")
 
-    def _draft(self, at: At, index: int) -> None:
-        """The rest of the layer, which leaves in `NEWEST` what the next pass is fed with; then a token by the target's rules."""
-        self._block.mixer.finish(at)
-        at.add("residual_add", x=at.x, y=at.scratch["branch"])
-        self._norm.emit(at.program, at.own("post_norm"), x=at.x, out=at.scratch["normed"], unit=at.unit, stage=at.stage)
-        self._block.feed_forward.emit(at)
-        at.add("residual_add", x=at.x, y=at.scratch["branch"])
-        self._norm.emit(at.program, "eagle3.norm", x=at.x, out="eagle3.normed", unit=at.unit, stage=at.stage)
-        emit_linear(at.program, "eagle3.lm_head", x="eagle3.normed", out="eagle3.logits", unit=at.unit, stage=at.stage)
+    def _draft(self, program: ProgramBuilder, index: int, stage: str) -> None:
+        """A token by the target's rules. `NEWEST` has what the layer made, and the next pass is fed with it."""
+        self._norm.emit(program, f"{PREFIX}.norm", x=NEWEST, out="eagle3.normed", unit="seqs", stage=stage)
+        emit_linear(program, f"{PREFIX}.lm_head", x="eagle3.normed", out="eagle3.logits", unit="seqs", stage=stage)
         self._choose(
-            at.program, logits="eagle3.logits", row_slot="draft_slot", positions="draft_position", ahead=2, tokens="chosen",
-            noise="eagle3.noise", unit=at.unit, stage=at.stage,
+            program, logits="eagle3.logits", row_slot="draft_slot", positions="draft_position", ahead=2, tokens="chosen",
+            noise="eagle3.noise", unit="seqs", stage=stage,
         )  # fmt: skip
-        at.add("advance_draft", pass_index=index)
+        program.add("advance_draft", "seqs", stage, pass_index=index)

@@ -273,10 +273,10 @@ def test_taps_fed_to_later_passes_would_be_seen() -> None:
     """The draft model's own output, not the row that it began with, is what a later pass goes on from."""
     enter = Eagle3Proposer._enter
 
-    def stale(self: Eagle3Proposer, program: Any, index: int, rows: Any, x: str, ids: str) -> Any:
+    def stale(self: Eagle3Proposer, program: Any, index: int) -> Any:
         if index:
             program.add("select_last_rows", "seqs", "fault", hidden="eagle3.rows", out="eagle3.newest")
-        return enter(self, program, index, rows, x, ids)
+        return enter(self, program, index)
 
     with mock.patch.object(Eagle3Proposer, "_enter", stale), pytest.raises(AssertionError, match="behind"):
         is_as_recomputed(pair(0.5), engine(pair(0.5)))

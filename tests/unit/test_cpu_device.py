@@ -443,6 +443,20 @@ def test_a_composite_in_python_has_the_names_of_its_parts():
 
 
 @needs_kernels
+def test_a_kernel_in_python_is_not_given_bfloat16():
+    """Its arrays would be of integers, and its results plausible."""
+    device, _ = opened("cpu", "bf16")
+    y, numbers = loaded(device, "y", np.ones((4, 8))), device.empty("numbers", (4, 8), "f32")
+    kernel = device.bind_kernel(plain(doubled))
+    kernel.bind(ResidualAddV1(x=numbers, y=numbers), LIMITS, None)
+    said = r"^the kernel of residual_add is in NumPy, which has no bfloat16, got the buffer y in it; give --dtype f32$"
+    for args in (ResidualAddV1(x=numbers, y=y), CompositeArgs((ResidualAddV1(x=numbers, y=y),))):
+        with pytest.raises(DeviceError, match=said):
+            kernel.bind(args, LIMITS, None)
+    device.close()
+
+
+@needs_kernels
 def test_work_of_the_host_waits_for_what_was_issued():
     device, x, _, add = adding("cpu")
     for _ in range(300):

@@ -6,6 +6,7 @@ carries out the commands, when it gets Python's lock; what it raises is raised b
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -13,11 +14,12 @@ from polydraft.contracts import REGISTRY
 from polydraft.contracts.base import Args, Limits, Workspace
 from polydraft.contracts.composite import CompositeArgs
 from polydraft.device import Launch
+from polydraft.errors import DeviceError
 from polydraft.reference.provider import Kernel, arrays_of
 from polydraft_cpu.library import HOST_FUNCTION
 
 if TYPE_CHECKING:
-    from polydraft_cpu.device import CpuDevice
+    from polydraft_cpu.device import CpuBuffer, CpuDevice
 
 
 @dataclass(frozen=True)
@@ -28,9 +30,16 @@ class HostProvider:
     device: CpuDevice
 
     def bind(self, args: Args | CompositeArgs, limits: Limits, workspace: Workspace | None) -> Launch:
-        """Resolve the arrays once and return the launch."""
+        """Resolve the arrays once and return the launch. Raises `DeviceError` for a buffer in bfloat16, which NumPy would take
+        for integers."""
         del workspace
         device, name, failures = self.device, name_of(args), self.device.failures
+        for buffer in buffers_of(args):
+            if buffer.dtype == "bf16":
+                raise DeviceError(
+                    f"the kernel of {name} is in NumPy, which has no bfloat16, got the buffer {buffer.name} in it; "
+                    "give --dtype f32"
+                )
         run = self.kernel(arrays_of(args), limits)
 
         def carry_out(n: int) -> int:
@@ -49,6 +58,13 @@ class HostProvider:
         """As of every NumPy kernel: none."""
         del args, limits
         return 0
+
+
+def buffers_of(args: Args | CompositeArgs) -> Iterator[CpuBuffer]:
+    """The buffers of a record, columns among them."""
+    for part in args.parts if isinstance(args, CompositeArgs) else (args,):
+        for value in vars(part).values():
+            yield from (one for one in (value if isinstance(value, tuple) else (value,)) if hasattr(one, "host_array"))
 
 
 def name_of(args: Args | CompositeArgs) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import re
+import subprocess
 import sys
 import threading
 import types
@@ -36,6 +37,7 @@ from polydraft_cpu.options import CpuOptions, parse, usable_processors
 from tests.support import tiny
 from tests.support.cpu import LIMITS, bound, loaded, needs_kernels, opened
 from tests.support.launched import launched
+from tests.support.project import ROOT
 
 
 # -- options ---------------------------------------------------------------------------------------
@@ -427,6 +429,59 @@ def test_what_a_kernel_in_python_is_made_of_lives_until_it_has_run_and_no_longer
     del device
     gc.collect()
     assert alive() is None
+
+
+ENDS = """
+import gc, sys, threading, time
+import numpy as np
+from polydraft.contracts.kernels.residual_add import ResidualAddV1
+from polydraft.reference.provider import plain
+from polydraft_cpu.graph import CpuCapture
+from tests.support.cpu import LIMITS, opened
+
+done = []
+
+def slow(a, n):
+    time.sleep(0.05)
+    gc.collect()
+    a.x[:n] += 1
+    done.append(float(a.x[0, 0]))
+
+def begin():
+    device, table = opened("cpu?threads=2")
+    x = device.empty("x", (4, 8), "f32")
+    providers = device.bind_kernel(plain(slow)), table.providers["residual_add"]
+    kernel, add = (provider.bind(ResidualAddV1(x=x, y=x), LIMITS, None) for provider in providers)
+    def step():
+        for launch in (kernel, add, kernel):
+            launch(device.stream, 4)
+    capture = CpuCapture(device)
+    graphs = [capture.capture(device.stream, step) for _ in range(3)]
+    device.cycle = graphs
+    for graph in graphs:
+        graph.replay(device.stream)
+    return device, graphs
+"""
+"""Three replays of +1, * 2, +1 that take a while; device and graphs keep each other."""
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    "end",
+    [
+        pytest.param("import atexit\natexit.register(lambda: print(done))\nheld = begin()", id="the process ends"),
+        pytest.param("begin()\ngc.collect()\nprint(done)", id="it is garbage"),
+        pytest.param("held = begin()\ndel held\ntime.sleep(1)\ngc.collect()\nprint(done)", id="a kernel collects it"),
+        pytest.param("device, graphs = begin()\ndevice.close()\nprint(done)", id="it is closed"),
+    ],
+)
+def test_what_was_issued_runs_to_its_end_whatever_ends_the_device(end: str):
+    command = [sys.executable, "-X", "faulthandler", "-c", ENDS + end]
+    path = os.pathsep.join(entry for entry in sys.path if entry)
+    ran = subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False, timeout=60, cwd=ROOT
+    )
+    assert (ran.returncode, ran.stderr, ran.stdout) == (0, "", "[1.0, 3.0, 4.0, 9.0, 10.0, 21.0]\n")
 
 
 @needs_kernels

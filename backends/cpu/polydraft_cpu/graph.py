@@ -17,9 +17,13 @@ class CpuGraph:
 
     def __init__(self, device: CpuDevice, program: int, kept: list[object]) -> None:
         self._device, self._program, self._kept = device, program, kept
-        self._replay = device.library.pd_replay
+        self._replay, self._forget = device.library.pd_replay, device.library.pd_forget
         self.nbytes: int = device.library.pd_program_bytes(program)
-        weakref.finalize(self, device.library.pd_forget, program)
+
+    def __del__(self) -> None:
+        """No weak reference does this: at the end of the process, and for garbage, its turn could come before that of the device,
+        which carries out what is outstanding."""
+        self._forget(self._program)
 
     def replay(self, stream: Stream) -> None:
         """Issue the launches again, all of them in one call."""

@@ -33,7 +33,7 @@ class HostProvider:
         """Resolve the arrays once and return the launch. Raises `DeviceError` for a buffer in bfloat16, which NumPy would take
         for integers."""
         del workspace
-        device, name, failures = self.device, name_of(args), self.device.failures
+        device, name = self.device, name_of(args)
         for buffer in buffers_of(args):
             if buffer.dtype == "bf16":
                 raise DeviceError(
@@ -46,7 +46,7 @@ class HostProvider:
             try:
                 run(n)
             except BaseException as error:  # noqa: BLE001  ctypes would print and drop it
-                failures.append((name, error))
+                device.failures.append((name, error))  # which also keeps the device from becoming garbage meanwhile
                 return 1
             return 0
 

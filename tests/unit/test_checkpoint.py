@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from polydraft.conformance.oracle.checkpoints import TINY_MIMO, random_tensors, tensor_shapes, write_checkpoint, write_safetensors
 from polydraft.errors import CheckpointError
@@ -65,6 +66,21 @@ def test_float32_and_float16_are_read_exactly(tmp_path: Path, dtype: str, name: 
     expected = values.astype(np.float16).astype(np.float32) if dtype == "F16" else values
     assert np.array_equal(checkpoint.tensor("x"), expected)
     assert (checkpoint.dtype("x"), checkpoint.shape("x")) == (name, (2, 3))
+
+
+@pytest.mark.parametrize("dtype", ["bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "int64"])
+def test_whole_numbers_are_read_exactly(tmp_path: Path, dtype: str) -> None:
+    extremes = [0, 1] if dtype == "bool" else [np.iinfo(dtype).min, np.iinfo(dtype).max]
+    values = np.array([[0, *extremes], [1, 1, 0]]).astype(dtype)
+    write_checkpoint(tmp_path, tensors={})
+    save_file({"x": values, "weight": np.ones(3, np.float32)}, tmp_path / "model.safetensors")
+    with Checkpoint(tmp_path) as checkpoint:
+        read = checkpoint.integers("x")
+        assert (str(read.dtype), read.tolist()) == ("int64", values.astype(np.int64).tolist())
+        with pytest.raises(CheckpointError, match=r"tensor weight is stored as F32, wanted whole numbers .*; convert it"):
+            checkpoint.integers("weight")
+        with pytest.raises(CheckpointError, match="holds no tensor d2t"):
+            checkpoint.integers("d2t")
 
 
 def test_a_header_of_odd_length_is_read(tmp_path: Path) -> None:

@@ -82,6 +82,14 @@ class Checkpoint:
         self.read_into(name, out)
         return out
 
+    def integers(self, name: str) -> NDArray[np.int64]:
+        """Return tensor `name` of whole numbers or truth values (1 and 0), such as a table of token ids, as a fresh int64 array.
+        Such a tensor is no weight: who reads it here leaves it unread among the weights.
+
+        Errors: `CheckpointError` where there is no such tensor, it is stored as floats, or the checkpoint is closed.
+        """
+        return self._find(name).integers(name)
+
     def read_into(self, name: str, out: NDArray[np.float32]) -> None:
         """Write tensor `name` into the C-contiguous float32 array `out` of its shape. Errors: as for `tensor`."""
         self._find(name).read_into(name, out)

@@ -28,6 +28,10 @@ _BITS = {"BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "U16": 16, "I1
 }  # fmt: skip
 _NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _RAW = {"U8": "u1", "U32": "<u4", "I32": "<i4", "F16": "<f2", "BF16": "<u2", "F32": "<f4"}
+_WHOLE = {
+    "BOOL": "u1", "U8": "u1", "I8": "i1", "U16": "<u2", "I16": "<i2", "U32": "<u4", "I32": "<i4", "I64": "<i8",
+}  # fmt: skip
+"""Dtypes whose every value is one of int64."""
 _AGAIN = "download the file again"
 
 
@@ -96,10 +100,24 @@ class SafetensorsFile:
         tensor = self.tensors[name]
         if tensor.dtype not in _RAW:
             raise CheckpointError(f"{self.path}: tensor {name} is stored as {tensor.dtype}, wanted one of {', '.join(_RAW)}")
-        raw: NDArray[Any] = np.frombuffer(
-            self._mapped(name), dtype=_RAW[tensor.dtype], count=math.prod(tensor.shape), offset=tensor.begin
-        )
-        return raw.reshape(tensor.shape).copy()
+        return self._stored(name, _RAW[tensor.dtype]).copy()
+
+    def integers(self, name: str) -> NDArray[np.int64]:
+        """Return tensor `name` of whole numbers or truth values (1 and 0) as a fresh int64 array of its shape. Errors:
+        `CheckpointError` for a tensor of any other dtype, or a closed file."""
+        tensor = self.tensors[name]
+        if tensor.dtype not in _WHOLE:
+            raise CheckpointError(
+                f"{self.path}: tensor {name} is stored as {tensor.dtype}, wanted whole numbers or truth values "
+                f"({', '.join(_WHOLE)}); convert it"
+            )
+        return self._stored(name, _WHOLE[tensor.dtype]).astype(np.int64)
+
+    def _stored(self, name: str, dtype: str) -> NDArray[Any]:
+        """A tensor as it lies in the map."""
+        tensor = self.tensors[name]
+        raw: NDArray[Any] = np.frombuffer(self._mapped(name), dtype=dtype, count=math.prod(tensor.shape), offset=tensor.begin)
+        return raw.reshape(tensor.shape)
 
     def same_bytes(self, name: str, other: SafetensorsFile, other_name: str) -> bool:
         """Return whether tensor `name` and tensor `other_name` of `other` agree in dtype, shape and every stored byte.

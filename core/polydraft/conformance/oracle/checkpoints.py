@@ -94,11 +94,11 @@ def random_tensors(config: Mapping[str, Any], seed: int = 0) -> Tensors:
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, NDArray[Any]], dtype: str = "F32") -> None:
-    """Store `tensors` as "F32", "F16" or "BF16" (rounded towards zero); integer arrays are stored as I64."""
+    """Store `tensors` as "F32", "F16" or "BF16" (rounded towards zero); integers are stored as I64, booleans as BOOL."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     data = b""
     for name, array in tensors.items():
-        stored = dtype if array.dtype.kind == "f" else "I64"
+        stored = {"f": dtype, "b": "BOOL"}.get(array.dtype.kind, "I64")
         raw = _encode(array, stored)
         header[name] = {"dtype": stored, "shape": list(array.shape), "data_offsets": [len(data), len(data) + len(raw)]}
         data += raw
@@ -109,7 +109,7 @@ def write_safetensors(path: Path, tensors: Mapping[str, NDArray[Any]], dtype: st
 def _encode(array: NDArray[Any], stored: str) -> bytes:
     if stored == "BF16":
         return (np.ascontiguousarray(array, "<f4").view("<u4") >> 16).astype("<u2").tobytes()
-    return array.astype({"F32": "<f4", "F16": "<f2", "I64": "<i8"}[stored]).tobytes()
+    return array.astype({"F32": "<f4", "F16": "<f2", "I64": "<i8", "BOOL": "?"}[stored]).tobytes()
 
 
 def write_checkpoint(

@@ -16,6 +16,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
 from polydraft.errors import CheckpointError, ConfigError
 from polydraft.models import Attention, Checkpoint, Family, ModelDescription, Stretch, Tensor
 from polydraft.models.block import At, Block, Norm, Work
@@ -24,6 +27,7 @@ from polydraft.models.tensor_table import BLOCK_NAMES
 from polydraft.proposers.base import DraftWeights
 
 PREFIX = "eagle3"
+TRAINED_FOR_IT = "use a draft model that was trained for this target"
 LAYER = f"{PREFIX}.midlayer"
 FAMILY = Family(architecture="LlamaForCausalLMEagle3")
 """Reads the keys that a dense layer has, and refuses those that it does not compute."""
@@ -75,6 +79,8 @@ class DraftModel:
     points: tuple[str, ...]
     """Where it taps the target: low, middle, high."""
     block: Block
+    draft_ids: NDArray[np.int64] | None
+    """[M]: the token that each row of its head scores; None: row i scores token i."""
 
     @classmethod
     def read(cls, directory: str, model: ModelDescription) -> DraftModel:
@@ -86,23 +92,31 @@ class DraftModel:
             )
         with Checkpoint(directory) as checkpoint:
             config = ConfigFile(checkpoint.path / "config.json", checkpoint.config)
+            return cls._read(checkpoint, config, model)
+
+    @classmethod
+    def _read(cls, checkpoint: Checkpoint, config: ConfigFile, model: ModelDescription) -> DraftModel:
         FAMILY.refuse(config)
         if config.values.get("architectures") != [FAMILY.architecture]:
             raise CheckpointError(
                 f"{config.path}: architectures is {config.values.get('architectures')!r}, wanted [{FAMILY.architecture!r}]; "
                 "name the directory of an EAGLE-3 draft model"
             )
-        sizes = {"hidden_size": model.hidden_size, "vocab_size": model.vocab_size, "draft_vocab_size": model.vocab_size}
-        for key, wanted in sizes.items():  # one that drafts some tokens alone has another vocabulary, too
-            if (got := config.integer(key, wanted if key == "draft_vocab_size" else None)) != wanted:
+        for key, wanted in {"hidden_size": model.hidden_size, "vocab_size": model.vocab_size}.items():
+            if (got := config.integer(key)) != wanted:
                 raise CheckpointError(
-                    f"{config.path}: {key} is {got}, wanted {wanted} as the target {model.name} has it; use a draft model that "
-                    "was trained for this target and drafts all its tokens"
+                    f"{config.path}: {key} is {got}, wanted {wanted} as the target {model.name} has it; {TRAINED_FOR_IT}"
                 )
         block = FAMILY.block(config)
         block = replace(block, mixer=TwoInputAttention(**vars(block.mixer)), input_norm=False)
         norm = Norm(config.number("rms_norm_eps"), plus_one=False)
-        return cls(checkpoint.path, model.hidden_size, model.vocab_size, norm, _points(config, model), block)
+        points, draft_ids = _points(config, model), _draft_ids(checkpoint, config, model.vocab_size)
+        return cls(checkpoint.path, model.hidden_size, model.vocab_size, norm, points, block, draft_ids)
+
+    @property
+    def head_size(self) -> int:
+        """M: how many tokens its head scores."""
+        return self.vocab_size if self.draft_ids is None else len(self.draft_ids)
 
     def weights(self) -> DraftWeights:
         """The tensors that it reads, and their names in the checkpoint."""
@@ -111,11 +125,11 @@ class DraftModel:
             *(Tensor(name, ((hidden, hidden),), stretch=Stretch(1, i * hidden, 3 * hidden)) for i, name in enumerate(FC)),
             *(replace(one, name=f"midlayer.{one.name}") for one in self.block.weights(hidden)),
             Tensor("norm", ((hidden,),), "norm"),
-            Tensor("lm_head", ((self.vocab_size, hidden),)),
+            Tensor("lm_head", ((self.head_size, hidden),)),
         )
         names = {f"midlayer.{name}": tuple(f"midlayer.{part}" for part in parts) for name, parts in NAMES.items()}
         names |= {name: (f"{name}.weight",) for name in ("norm", "lm_head")} | dict.fromkeys(FC, ("fc.weight",))
-        return DraftWeights(self.directory, PREFIX, tensors, names)
+        return DraftWeights(self.directory, PREFIX, tensors, names, () if self.draft_ids is None else ("d2t", "t2d"))
 
 
 def _points(config: ConfigFile, model: ModelDescription) -> tuple[str, ...]:
@@ -125,6 +139,24 @@ def _points(config: ConfigFile, model: ModelDescription) -> tuple[str, ...]:
     if not isinstance(ids, list) or len(ids) != 3 or any(type(i) is not int or not 0 <= i <= last for i in ids):
         raise CheckpointError(
             f"{config.path}: eagle_aux_hidden_state_layer_ids is {ids!r}, wanted three layers from 0 to {last} of the target "
-            f"{model.name}; use a draft model that was trained for this target"
+            f"{model.name}; {TRAINED_FOR_IT}"
         )
     return tuple(f"layer {i - 1}" if i else "embedding" for i in ids)
+
+
+def _draft_ids(checkpoint: Checkpoint, config: ConfigFile, vocab_size: int) -> NDArray[np.int64] | None:
+    """The tokens of a reduced vocabulary: row i of the head scores token i + d2t[i]. Where `t2d` says which tokens these are, it
+    has to agree."""
+    size = config.integer("draft_vocab_size", vocab_size)
+    if size == vocab_size and "d2t" not in checkpoint.names():
+        return None
+    offsets = checkpoint.integers("d2t")
+    ids = np.arange(size) + offsets if offsets.shape == (size,) else offsets[:0]
+    known = np.isin(np.arange(vocab_size), ids)
+    agrees = "t2d" not in checkpoint.names() or np.array_equal(checkpoint.integers("t2d"), known)
+    if np.count_nonzero(known) != size or not agrees:
+        raise CheckpointError(
+            f"{checkpoint.file('d2t')}: tensor d2t does not name {size} (draft_vocab_size) of {vocab_size} tokens, each once and "
+            f"as t2d has them, wanted offsets from rows of the head to tokens; {TRAINED_FOR_IT}"
+        )
+    return ids

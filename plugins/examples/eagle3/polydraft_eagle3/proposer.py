@@ -14,6 +14,7 @@ from polydraft.program.declare import Pass, StepBuffer
 from polydraft.program.program import ProgramBuilder
 from polydraft.proposers import ProposerContext
 from polydraft.proposers.base import Drafting
+from polydraft.sampling.draft_vocab import places_of
 from polydraft_eagle3.draft_model import FC, LAYER, PREFIX, DraftModel
 
 ROWS, NEWEST = "eagle3.rows", "eagle3.newest"
@@ -47,6 +48,14 @@ class Eagle3Proposer:
             StepBuffer("eagle3.logits", "B V", "f32"),
             StepBuffer("eagle3.noise", "B V" if context.stores_noise else "1 V", "f32"),
         )
+        self._head_logits = "eagle3.logits"
+        if draft_model.draft_ids is not None:  # the head scores some tokens; the others get -inf
+            self._head_logits = "eagle3.few_logits"
+            places = places_of(draft_model.draft_ids, context.limits.vocab_size)
+            self.buffers += (
+                StepBuffer(self._head_logits, f"B {draft_model.head_size}", "f32"),
+                StepBuffer("eagle3.places", "V", initial=places),
+            )
 
     def append(self, program: ProgramBuilder, num_drafts: int) -> None:
         """`num_drafts` passes; without drafts the keep part of the first, which is all of it up to keys and values."""
@@ -87,7 +96,9 @@ class Eagle3Proposer:
     def _draft(self, program: ProgramBuilder, index: int, stage: str) -> None:
         """A token by the target's rules. `NEWEST` has what the layer made, and the next pass is fed with it."""
         self._norm.emit(program, f"{PREFIX}.norm", x=NEWEST, out="eagle3.normed", unit="seqs", stage=stage)
-        emit_linear(program, f"{PREFIX}.lm_head", x="eagle3.normed", out="eagle3.logits", unit="seqs", stage=stage)
+        emit_linear(program, f"{PREFIX}.lm_head", x="eagle3.normed", out=self._head_logits, unit="seqs", stage=stage)
+        if self._head_logits != "eagle3.logits":
+            program.add("spread_logits", "seqs", stage, x=self._head_logits, places="eagle3.places", out="eagle3.logits")
         self._choose(
             program, logits="eagle3.logits", row_slot="draft_slot", positions="draft_position", ahead=2, tokens="chosen",
             noise="eagle3.noise", unit="seqs", stage=stage,

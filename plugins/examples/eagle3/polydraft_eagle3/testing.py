@@ -38,7 +38,7 @@ SUCCESSOR = np.roll(_CYCLE, -1)[np.argsort(_CYCLE)]
 
 def draft_model_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """Every tensor of a draft model's checkpoint."""
-    h, i, v = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
+    h, i, v = config["hidden_size"], config["intermediate_size"], config.get("draft_vocab_size", config["vocab_size"])
     q, kv = (config[name] * config["head_dim"] for name in ("num_attention_heads", "num_key_value_heads"))
     layer: dict[str, tuple[int, ...]] = {
         "hidden_norm": (h,), "input_layernorm": (h,), "post_attention_layernorm": (h,), "self_attn.q_proj": (q, 2 * h),
@@ -63,9 +63,15 @@ def write_draft_model(directory: Path, target: Path, *, seed: int = 0, **changes
     return write_checkpoint(directory, config, random_tensors(draft_model_shapes(config), 1.0, seed))
 
 
-def write_pair(directory: Path, noise: float = 0.0, seed: int = 0) -> tuple[Path, Path]:
+def tables(draft_ids: Sequence[int], vocab_size: int) -> dict[str, Array]:
+    """The tensors that say which token each row of a head scores, and which tokens are scored."""
+    return {"d2t": np.array(draft_ids) - np.arange(len(draft_ids)), "t2d": np.isin(np.arange(vocab_size), draft_ids)}
+
+
+def write_pair(directory: Path, noise: float = 0.0, seed: int = 0, draft_ids: Sequence[int] = ()) -> tuple[Path, Path]:
     """A target that goes from each token to its successor, and a draft model that knows it: its layer takes a state from a token
-    to the successor. `noise` is added to every weight of both: at 0 each draft is right, at 0.02 about every other one."""
+    to the successor. `noise` is added to every weight of both: at 0 each draft is right, at 0.02 about every other one.
+    `draft_ids`: the tokens that are drafted; () for all."""
     size = TARGET["hidden_size"]
     unit = np.eye(size)
     follow = unit[:, np.argsort(SUCCESSOR)].T  # column t has its 1 in row SUCCESSOR[t]
@@ -80,12 +86,20 @@ def write_pair(directory: Path, noise: float = 0.0, seed: int = 0) -> tuple[Path
         "architectures": ["LlamaForCausalLMEagle3"],
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 4]},
     }
-    paths = directory / "target", directory / "draft-model"
-    for path, settings, shapes in zip(paths, (TARGET, config), (tensor_shapes(TARGET), draft_model_shapes(config)), strict=True):
-        tensors = random_tensors(shapes, noise, seed)
-        write_checkpoint(path, settings, {name: value + np.float32(planted.get(name, 0)) for name, value in tensors.items()})
-    (paths[0] / "tokenizer.json").write_text(json.dumps(tokenizer_json(TARGET["vocab_size"])))
-    return paths
+    if draft_ids:
+        config["draft_vocab_size"] = len(draft_ids)
+    target, draft_model = directory / "target", directory / "draft-model"
+    write_checkpoint(target, TARGET, _planted(random_tensors(tensor_shapes(TARGET), noise, seed), planted))
+    (target / "tokenizer.json").write_text(json.dumps(tokenizer_json(TARGET["vocab_size"])))
+    if draft_ids:
+        planted["lm_head.weight"] = follow[list(draft_ids)]
+    tensors = _planted(random_tensors(draft_model_shapes(config), noise, seed), planted)
+    write_checkpoint(draft_model, config, tensors | (tables(draft_ids, TARGET["vocab_size"]) if draft_ids else {}))
+    return target, draft_model
+
+
+def _planted(tensors: Mapping[str, Array], planted: Mapping[str, Array]) -> dict[str, Array]:
+    return {name: value + np.float32(planted.get(name, 0)) for name, value in tensors.items()}
 
 
 class Naive:
@@ -97,7 +111,10 @@ class Naive:
     @staticmethod
     def _read(path: Path) -> tuple[dict[str, Any], dict[str, Array]]:
         with Checkpoint(path) as checkpoint:
-            tensors = {n.removesuffix(".weight"): checkpoint.tensor(n).astype(np.float64) for n in checkpoint.names()}
+            names = set(checkpoint.names()) - {"d2t", "t2d"}
+            tensors: dict[str, Array] = {n.removesuffix(".weight"): checkpoint.tensor(n).astype(np.float64) for n in names}
+            if names != set(checkpoint.names()):
+                tensors["d2t"] = checkpoint.integers("d2t")
             return checkpoint.config, tensors
 
     def drafts(self, token_ids: Sequence[int], num_drafts: int) -> tuple[list[int], float]:
@@ -119,7 +136,8 @@ class Naive:
             logits = (_norm(own, last, draft["norm"]) @ draft["lm_head"].T)[0]
             second, first = np.sort(logits)[-2:]
             apart = min(apart, first - second)
-            next_ids.append(int(np.argmax(logits)))
+            best = int(np.argmax(logits))
+            next_ids.append(best + int(draft["d2t"][best]) if "d2t" in draft else best)
             fed = np.concatenate([fed, last])
         return next_ids[len(next_ids) - num_drafts :], float(apart)
 

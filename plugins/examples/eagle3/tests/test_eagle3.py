@@ -25,7 +25,7 @@ from polydraft.host.draft_policy import ladder
 from polydraft.instruments.record_file import read
 from polydraft_eagle3 import draft_model as module
 from polydraft_eagle3.proposer import Eagle3Proposer
-from polydraft_eagle3.testing import SUCCESSOR, Naive, draft_model_shapes, random_tensors, write_draft_model, write_pair
+from polydraft_eagle3.testing import SUCCESSOR, Naive, draft_model_shapes, random_tensors, tables, write_draft_model, write_pair
 from polydraft_emulator import Emulator
 from tests.support.cpu import needs_kernels
 from tests.support.runs import Ask, drive, essence
@@ -36,9 +36,13 @@ PROMPTS = ((5, 9, 33), tuple(range(3, 24)), (1,), (*range(3, 24), 7, 7))
 SAMPLED: dict[str, Any] = {"temperature": 1.0, "top_p": 0.95}
 
 
+PART = [token for token in range(48) if token % 5]
+"""A reduced draft vocabulary."""
+
+
 @functools.cache
-def pair(noise: float, seed: int = 0) -> tuple[Path, Path]:
-    return write_pair(Path(tempfile.mkdtemp(dir=_root())), noise, seed)
+def pair(noise: float, seed: int = 0, *, part: bool = False) -> tuple[Path, Path]:
+    return write_pair(Path(tempfile.mkdtemp(dir=_root())), noise, seed, PART if part else ())
 
 
 @functools.cache
@@ -242,6 +246,33 @@ def test_passes_that_nobody_wants_are_not_launched() -> None:
         assert names.count("rope_kv_write") == max(number, 1), "the keep part writes rows of the cache"
 
 
+# -- a reduced vocabulary ------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("way", ["K=1", "K=5", "chunks", "overlap 1", "graphs, overlap", "hazards", "emulator, graphs"])
+def test_texts_with_a_reduced_vocabulary(way: str) -> None:
+    of, some = pair(SOMETIMES, part=True), asks()
+    served_by = engine(of, **{"draft_tokens": 3, **WAYS[way]})
+    outputs = drive(served_by, some)
+    assert [output.token_ids for output in outputs] == [one.token_ids for one in alone(of, 0, some)]
+    assert sum(output.accepted for output in outputs) > 5
+    assert served_by.hazards == ()
+
+
+@pytest.mark.parametrize("noise", [SOMETIMES, 0.5])
+def test_drafts_of_a_reduced_vocabulary(noise: float) -> None:
+    of = pair(noise, part=True)
+    is_as_recomputed(of, engine(of))
+    drafted = {token for drafts in drafts_at(engine(of), asks()).values() for token in drafts}
+    assert len(drafted) > 5
+    assert drafted <= set(PART)
+
+
+def test_rejection_with_a_reduced_vocabulary() -> None:
+    of = pair(SOMETIMES, part=True)
+    sampled = drive(engine(of, verify="rejection"), asks(**SAMPLED))
+    assert [essence(output) for output in sampled] == [essence(one) for one in alone(of, 3, asks(**SAMPLED), verify="rejection")]
+    assert sum(output.accepted for output in sampled) > 20
+
+
 # -- planted faults ----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("tap", range(3))
 def test_a_tap_of_another_layer_would_be_seen(tap: int) -> None:
@@ -290,11 +321,20 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], type[Exception], str]] 
     "wrong shape": (
         {}, {"fc.weight": np.ones((48, 96))}, CheckpointError, r"fc.weight has shape \[48, 96\], wanted \[48, 144\].*; use"
     ),
-    "unknown tensor": ({}, {"d2t": np.ones(48)}, CheckpointError, "tensor d2t .* does not belong"),
+    "unknown tensor": ({}, {"extra": np.ones(48)}, CheckpointError, "tensor extra .* does not belong"),
+    "table of another kind": ({}, {"d2t": np.ones(48)}, CheckpointError, "d2t is stored as F32, wanted whole .*; convert"),
     "broken weight": ({}, {"norm.weight": np.full(48, np.nan)}, CheckpointError, "norm.weight holds nan .*; download"),
     "another hidden size": ({"hidden_size": 32}, {}, CheckpointError, "hidden_size is 32, wanted 48 as the target .*; use"),
     "another vocabulary": ({"vocab_size": 47}, {}, CheckpointError, "vocab_size is 47, wanted 48 as the .*; use"),
-    "part of the vocabulary": ({"draft_vocab_size": 20}, {}, CheckpointError, "draft_vocab_size is 20, wanted 48 .*; use"),
+    "a part without its table": ({"draft_vocab_size": 38}, {}, CheckpointError, "holds no tensor d2t"),
+    "a part of another size": ({"draft_vocab_size": 37}, tables(PART, 48), CheckpointError, r"not name 37 .* of 48 .*; use"),
+    "a token twice": (
+        {"draft_vocab_size": 38}, {"d2t": tables([*PART[1:], 2], 48)["d2t"]}, CheckpointError, "does not name 38 .*; use"
+    ),
+    "a token too far": ({"draft_vocab_size": 38}, {"d2t": np.arange(38)}, CheckpointError, "does not name 38 .*; use"),
+    "tables that disagree": (
+        {"draft_vocab_size": 38}, {**tables(PART, 48), "t2d": np.arange(48) < 38}, CheckpointError, "as t2d has them, .*; use"
+    ),
     "another model": ({"architectures": ["Llama"]}, {}, CheckpointError, r"architectures is \['Llama'\], wanted .*; name"),
     "another activation": ({"hidden_act": "gelu"}, {}, CapabilityError, "hidden_act is 'gelu', wanted 'silu'; use"),
     "a layer too many": (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 
 from polydraft import LLM
 from polydraft.conformance.oracle.checkpoints import write_safetensors
-from polydraft.errors import CapabilityError, CheckpointError, ConfigError
+from polydraft.errors import CapabilityError, CheckpointError, ConfigError, PluginError
 from polydraft.models import Tensor
 from polydraft.program.caches import SlotState
 from polydraft.proposers import ProposerContext
@@ -219,3 +220,18 @@ def test_the_draft_model_is_handed_to_who_reads_it(tmp_path: Path, model: str):
     assert llm.engine.resolved.describe()["draft_model"] == directory
     with pytest.raises(CapabilityError, match="proposer ngram takes no draft model; leave it out or name another --proposer"):
         LLM(proposer="ngram", **options)
+
+
+def test_a_draft_model_is_not_called_a_model_of_the_target_s_layers(tmp_path: Path, model: str):
+    """What is said of its checkpoint and of its table of names counts and names nothing of the target."""
+    own = _proposer(tmp_path / "heads").weights(None, "")  # type: ignore[attr-defined]
+    write_safetensors(tmp_path / "heads" / "model.safetensors", {
+        "fc.weight": np.ones((3, 4), np.float32), "midlayer.norm.weight": np.ones(4, np.float32), "extra": np.ones(2, np.float32),
+    })  # fmt: skip
+    stranger = type("Stranger", (Tapping,), {"weights": staticmethod(lambda model, draft_model: own)})
+    with pytest.raises(CheckpointError, match=r"tensor extra .* to the proposer own that .*, wanted only its 2 tensors; use"):
+        _tapping(model, stranger)
+    nameless = dataclasses.replace(own, names={"fc": ("fc.weight",)})
+    lacking = type("Lacking", (Tapping,), {"weights": staticmethod(lambda model, draft_model: nameless)})
+    with pytest.raises(PluginError, match=r"the tensor names of proposer own lack norm, got fc, .*; complete its table"):
+        _tapping(model, lacking)

@@ -253,8 +253,8 @@ def load_weights(checkpoint: Checkpoint, description: ModelDescription, table: T
     if strangers:
         raise CheckpointError(
             f"{checkpoint.file(strangers[0])}: tensor {strangers[0]} (one of {len(strangers)}) does not belong to the "
-            f"{description.architecture} that {checkpoint.path / 'config.json'} describes, wanted only tensors of its "
-            f"{description.num_layers} layers; use the config.json of these weights"
+            f"{description.architecture} that {checkpoint.path / 'config.json'} describes, wanted only "
+            f"{table.scope}; use the config.json of these weights"
         )
     return Weights(checkpoint, table)
 

@@ -76,6 +76,12 @@ class TensorTable:
         """Return whether the checkpoint tensor `name` is expected, an allowed copy, or deliberately unread."""
         return name in self._names or name in self.copies or any(fnmatchcase(name, glob) for glob in self.unread)
 
+    @property
+    def scope(self) -> str:
+        """What is expected, in words of an error: the layers of a model, or the tensors of what has none."""
+        layers = {name.split(".")[1] for name in self.parts if name.startswith("layers.")}
+        return f"tensors of its {len(layers)} layers" if layers else f"its {len(self._names)} tensors"
+
     @cached_property
     def _names(self) -> frozenset[str]:
         return frozenset(part.name for parts in self.parts.values() for part in parts)
@@ -98,16 +104,18 @@ BLOCK_NAMES: Mapping[str, tuple[str, ...]] = {
 """Canonical block tensor to its tensors in the Llama layout, which Qwen2, Qwen3 and MiMo share."""
 
 
-def stored_parts(tensors: Iterable[Tensor], names: Mapping[str, tuple[str, ...]], prefix: str) -> dict[str, tuple[Part, ...]]:
+def stored_parts(
+    tensors: Iterable[Tensor], names: Mapping[str, tuple[str, ...]], prefix: str, *, whose: str = "a model family"
+) -> dict[str, tuple[Part, ...]]:
     """Where a checkpoint keeps the tensors of a layer: by declared name, parts with names below `prefix`; "{e}" in a name
     counts the pieces of a stack.
 
-    Errors: `PluginError` where `names`, which a family supplies, does not name every part of a tensor."""
+    Errors: `PluginError` where `names`, which `whose` supplies, does not name every part of a tensor."""
     wanted = {one.name: one for one in tensors}
     if missing := [name for name, one in wanted.items() if len(names.get(name, ())) != len(one.parts)]:
         raise PluginError(
-            f"the block names of a model family lack {', '.join(sorted(missing))}, got {', '.join(names)}, "
-            f"wanted a name for each tensor of its blocks; complete the family's table"
+            f"the tensor names of {whose} lack {', '.join(sorted(missing))}, got {', '.join(names)}, wanted a name for each "
+            "part of its tensors; complete its table"
         )
     return {
         name: tuple(

@@ -71,7 +71,7 @@ class DraftWeights:
     def canonical(self, model: ModelDescription) -> Iterator[Mapping[str, Array]]:
         """The checkpoint, opened: float32 arrays by the names that they are bound under, each read when it is looked up. Raises
         `CheckpointError` for a tensor that is missing, misshapen or that nobody knows, and for a broken one when it is read."""
-        stored = stored_parts(self.tensors, self.names, "")
+        stored = stored_parts(self.tensors, self.names, "", whose=f"proposer {self.prefix}")
         parts = {f"{self.prefix}.{name}": found for name, found in stored.items()}
         stacks = {f"{self.prefix}.{one.name}": one.stack for one in self.tensors if one.stack}
         described = replace(model, name=self.directory.name, architecture=f"proposer {self.prefix}")

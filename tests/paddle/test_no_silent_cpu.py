@@ -10,6 +10,7 @@ from typing import NamedTuple
 import pytest
 
 from polydraft.conformance.report import Selection, conform
+from tests.support.depth import among
 from tests.support.paddle import needs_device, needs_graphs, polydraft, script
 from tests.support.plugin_doubles import backend as double
 
@@ -87,7 +88,7 @@ def planted(tmp_path: Path) -> Path:
 
 # -- the decode step -----------------------------------------------------------------------------------
 @needs_graphs
-@pytest.mark.parametrize("backend", ["paddle", "xpu"])
+@pytest.mark.parametrize("backend", among(["paddle"], ["paddle", "xpu"]))
 def test_a_decode_step_in_graph_mode_has_no_fallback_at_all(backend: str):
     assert ran(backend, "decode")._replace(replays=1) == Steps({}, tokens=16, waits=0, replays=1)
 
@@ -146,6 +147,7 @@ def test_which_black_list_counts_where(monkeypatch: pytest.MonkeyPatch, spec: st
 
 # -- asking --------------------------------------------------------------------------------------------
 @needs_device
+@pytest.mark.deep
 def test_doctor_lists_what_leaves_the_device_by_contract(monkeypatch: pytest.MonkeyPatch):
     """On a black list an operation leaves the device although the flag of falling back is off: only a run shows that."""
     monkeypatch.setenv("CUSTOM_DEVICE_BLACK_LIST", "argsort")

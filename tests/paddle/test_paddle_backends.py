@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.depth import deep
 from tests.support.paddle import HAS_GRAPHS, answer, needs_device, needs_graphs, needs_paddle, polydraft, script
 
 PROMPT = "def fibonacci(n):"
@@ -33,6 +34,7 @@ def test_basic_holds_on_the_cpu(tmp_path: Path):
 
 
 @needs_device
+@pytest.mark.deep  # `make conform` claims `basic` of both
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("backend", "level"), [("paddle", "L1"), ("xpu", "L0")])
 def test_a_level_holds_on_a_custom_device(tmp_path: Path, backend: str, level: str):
@@ -40,6 +42,7 @@ def test_a_level_holds_on_a_custom_device(tmp_path: Path, backend: str, level: s
 
 
 @needs_device
+@pytest.mark.deep  # `make conform` checks it with `basic`
 def test_quantised_rows_are_kept_right_on_a_custom_device(tmp_path: Path):
     conforms(tmp_path, "xpu", "polyemu:0", "--check", "L2/rope_kv_write/kv-int8")
 
@@ -92,7 +95,7 @@ def test_the_cpu_says_what_the_reference_says(wanted: dict[str, Any]):
 @pytest.mark.parametrize(
     ("backend", "overlap", "graph"),
     [
-        ("paddle", "0", "off"),
+        deep(("paddle", "0", "off")),
         ("paddle", "1", "auto"),  # graphs where the installed Paddle has them
         pytest.param("xpu", "0", "decode", marks=needs_graphs),  # xpu at overlap 1: test_xpu_extras.py
     ],

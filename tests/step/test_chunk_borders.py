@@ -14,6 +14,7 @@ from polydraft import Engine, SamplingParams
 from polydraft.reference import state_kernels
 from polydraft.reference.queued import QueuedDevice
 from polydraft.sentinels import NO_TOKEN, PAD_SLOT, Phase
+from tests.support.depth import crossed
 from tests.support.runs import DEVICES, Ask, drive, engine, essence, solo
 
 PROMPT = tuple((17 * i * i + 5 * i + 3) % 64 for i in range(25))
@@ -36,9 +37,11 @@ def in_chunks(running: Engine, largest: int) -> Engine:
     return running
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("model", "num_drafts"), [("narrow", 1), ("shared", 2), ("narrow", 3), ("deep", 5)])
-def test_rounds_do_not_depend_on_the_chunks(model: str, num_drafts: int, device: str) -> None:
+@pytest.mark.parametrize(
+    ("drafting", "device"), crossed(2, [("narrow", 1), ("shared", 2), ("narrow", 3), ("deep", 5)], DEVICES), ids=str
+)
+def test_rounds_do_not_depend_on_the_chunks(drafting: tuple[str, int], device: str) -> None:
+    model, num_drafts = drafting
     for largest in (1, 2, 5, 8):
         running = in_chunks(engine(model, device=device, draft_tokens=num_drafts, max_num_seqs=4, block_size=4), largest)
         many = [ask for length in LENGTHS for ask in asks(length)]

@@ -18,6 +18,7 @@ from polydraft.backend import RowOrder
 from polydraft.errors import DeviceError
 from polydraft.host.commit import NAN_ERROR
 from tests.oracle import CODE_PROMPTS
+from tests.support.depth import crossed
 from tests.support.emulator import SCHEDULES, EmulatorDevice, EmulatorEvent, EmulatorStaging, emulated, poison_free_blocks
 from tests.support.runs import Ask, demo_prompt, drive, essence, solo
 
@@ -65,8 +66,7 @@ def test_the_demo_seeds_meet_every_schedule() -> None:
 
 
 # -- tiny checkpoints ------------------------------------------------------------------------------
-@each_depth
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(("schedule", "depth"), crossed(2, SCHEDULES, DEPTHS))
 def test_every_schedule_at_every_depth(schedule: str, depth: int) -> None:
     served_by = narrow(f"seed={1 + (SCHEDULES.index(schedule) + depth) % 2}&{schedule}", depth)
     prompts = ((5, 7, 9, 11), (3, 1, 4, 1, 5, 9, 2, 6))
@@ -112,22 +112,22 @@ def test_one_wait_a_step(depth: int) -> None:
 
 
 # -- graphs ----------------------------------------------------------------------------------------
-@each_depth
-@pytest.mark.parametrize("uncapturable", ["", "forward_meta", "paged_attention,argmax"])
-def test_graphs_whole_and_in_pieces(uncapturable: str, depth: int) -> None:
+@pytest.mark.parametrize(
+    ("uncapturable", "depth", "seed"), crossed(3, ["", "forward_meta", "paged_attention,argmax"], DEPTHS, (1, 2, 3))
+)
+def test_graphs_whole_and_in_pieces(uncapturable: str, depth: int, seed: int) -> None:
     """The batch fills up and drains through every bucket; prefill runs eagerly in between."""
-    for seed in (1, 2, 3):
-        schedule = SCHEDULES[(7 * seed + depth) % len(SCHEDULES)]
-        query = f"seed={seed}&{schedule}&uncapturable={uncapturable}"
-        options = {"graph": "decode", "graph_sizes": (1, 2, 4), "overlap": depth}
-        served_by = emulated(query, "narrow", draft_tokens=2, max_num_seqs=4, **options)
-        asks = [Ask((5, 7, 9 + i), replace(rng_params(i), max_new_tokens=12 + 3 * i), 2 * i) for i in range(6)]
-        check(served_by, "narrow", 2, asks)
-        assert served_by.runner.graphs is not None
-        assert served_by.runner.graphs.counters.replayed_steps > 10
-        assert served_by.device.counters.graph_replays >= (1 if depth else 2) * served_by.runner.graphs.counters.replayed_steps
-        assert served_by.runner.graphs.capture.memory() > 0
-        served_by.close()
+    schedule = SCHEDULES[(7 * seed + depth) % len(SCHEDULES)]
+    query = f"seed={seed}&{schedule}&uncapturable={uncapturable}"
+    options = {"graph": "decode", "graph_sizes": (1, 2, 4), "overlap": depth}
+    served_by = emulated(query, "narrow", draft_tokens=2, max_num_seqs=4, **options)
+    asks = [Ask((5, 7, 9 + i), replace(rng_params(i), max_new_tokens=12 + 3 * i), 2 * i) for i in range(6)]
+    check(served_by, "narrow", 2, asks)
+    assert served_by.runner.graphs is not None
+    assert served_by.runner.graphs.counters.replayed_steps > 10
+    assert served_by.device.counters.graph_replays >= (1 if depth else 2) * served_by.runner.graphs.counters.replayed_steps
+    assert served_by.runner.graphs.capture.memory() > 0
+    served_by.close()
 
 
 def rng_params(index: int) -> SamplingParams:

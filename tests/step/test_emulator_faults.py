@@ -10,6 +10,7 @@ import pytest
 from polydraft import Engine, RequestOutput, SamplingParams
 from polydraft.errors import DeviceError
 from polydraft.llm import LLM
+from tests.support.depth import crossed
 from tests.support.emulator import SCHEDULES, emulated, poison_free_blocks
 from tests.support.runs import Ask, drive, essence, solo
 
@@ -73,8 +74,7 @@ def test_requests_that_were_running_end_with_the_sentence_and_the_others_are_ser
     served_by.close()
 
 
-@each_depth
-@pytest.mark.parametrize("how", ["fail", "oom", "lost"])
+@pytest.mark.parametrize(("how", "depth"), crossed(3, ["fail", "oom", "lost"], DEPTHS))
 def test_a_fault_anywhere(how: str, depth: int) -> None:
     """The n-th operation of a run, for many n, in changing schedules; every depth takes operations of its own."""
     anywhere(how, depth, range(1 + 87 * depth, 1400, 262), least=4)

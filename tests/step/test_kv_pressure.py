@@ -17,6 +17,7 @@ import pytest
 from polydraft import Engine, RequestOutput, SamplingParams
 from polydraft.errors import RequestError
 from polydraft.sentinels import Phase
+from tests.support.depth import crossed
 from tests.support.runs import DEVICES, Ask, come_to_rest, drive, engine, essence, poison_free_blocks, solo
 
 
@@ -116,8 +117,7 @@ def test_the_pool_that_holds_exactly_one_request_serves_all_one_by_one(device: s
         running.add((1,) * 10, SamplingParams(max_new_tokens=21))
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("num_drafts", [0, 2])
+@pytest.mark.parametrize(("device", "num_drafts"), crossed(2, DEVICES, [0, 2]))
 def test_an_abort_at_every_moment(device: str, num_drafts: int) -> None:
     """One engine, one neighbour that runs on, and a request aborted before its 0th, 1st, 2nd ... step."""
     model, long, short = "mirrored", *equals(2, 7, 20)

@@ -7,7 +7,6 @@ of drafts, depth, batch, order of rows and captured graph; draft numbers stay wi
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -21,6 +20,7 @@ from polydraft.contracts.layout import LogprobHeader
 from polydraft.errors import CapabilityError, RequestError
 from polydraft.reference.logprobs import top_logprobs
 from polydraft.sampling.logprobs import CONTRACTS
+from tests.support.depth import crossed
 from tests.support.emulator import SCHEDULES, emulated
 from tests.support.kernel_doubles import backend_with
 from tests.support.plugin_doubles import backend_without
@@ -135,7 +135,7 @@ def served() -> Iterator[tuple[str, Any]]:
 SERVED = dict(served())
 
 
-@pytest.mark.parametrize(("num_drafts", "served_by"), [(1, "reference"), *itertools.product((0, 3), SERVED)])
+@pytest.mark.parametrize(("num_drafts", "served_by"), [(1, "reference"), *crossed(2, (0, 3), SERVED)])
 def test_every_request_has_the_bits_that_it_has_alone(served_by: str, num_drafts: int) -> None:
     """Draft numbers likewise: a neighbour that ends, or wants nothing, takes none of them along."""
     running: Engine = SERVED[served_by](num_drafts, max_num_seqs=3, logprobs=TOP, max_batched_tokens=40)

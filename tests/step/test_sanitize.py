@@ -20,6 +20,7 @@ from polydraft.instruments.sanitize.device import WatchedDevice
 from polydraft.plugins.plugins import Plugins
 from polydraft.step.runner import Runner
 from tests.support import tiny
+from tests.support.depth import crossed
 from tests.support.emulator import Emulator
 from tests.support.planted import ASKS, MODEL, PLANTED, Planted, watched
 from tests.support.planted_device import PlantedPlugin
@@ -83,11 +84,12 @@ def test_own_runner_is_clean(device: str) -> None:
     check_clean(busy(options.pop("plugin", None), sanitize=True, **options))
 
 
-@pytest.mark.parametrize("graph", ["off", "decode"])
 @pytest.mark.parametrize(
-    ("plugin", "overlap"), [(PlantedPlugin(), 1), *((Emulator(spec), i) for i, spec in enumerate(EMULATORS))]
+    ("watched_by", "graph"),
+    crossed(2, [(PlantedPlugin(), 1), *((Emulator(spec), i) for i, spec in enumerate(EMULATORS))], ["off", "decode"]),
 )
-def test_own_runner_is_clean_with_graphs(plugin: object, overlap: int, graph: str) -> None:
+def test_own_runner_is_clean_with_graphs(watched_by: tuple[object, int], graph: str) -> None:
+    plugin, overlap = watched_by
     engine = busy(plugin, sanitize=True, overlap=overlap, graph=graph)
     check_clean(engine)
     assert (engine.device.counters.graph_replays > 0) == (graph == "decode")

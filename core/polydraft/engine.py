@@ -1,6 +1,6 @@
 """The engine: takes requests, runs steps and returns results, on one thread, without waiting longer than for one snapshot.
 
-`LLM`, the command line and the server use it. It connects scheduler, runner and commit, which make the decisions.
+`LLM`, the command line and the server use it. It wires scheduler, runner and commit together and decides nothing itself.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ Running = Literal["finish", "recompute"]
 
 
 class Engine:
-    """Continuous batching over one model and one device. Not thread-safe; every call returns promptly.
+    """Continuous batching over one model and one device. Not thread-safe. `add`, `abort`, `step` and `poll` wait for one
+    snapshot at most; `update_weights` first runs steps until no request is in the middle of a text.
 
     `add` and `abort` only change host state. `step` plans and launches one step; it collects the oldest step in flight once there
     are more than the overlap depth, or once there is nothing to launch. `poll` returns what is new since the last poll.

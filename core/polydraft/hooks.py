@@ -87,8 +87,8 @@ def polydraft_graph_capture(device: Device) -> GraphCapture:  # type: ignore[emp
 def polydraft_init_forward_meta(device: Device, buffers: PassBuffers, limits: Limits) -> ForwardMeta:  # type: ignore[empty-body]
     """Allocate attention metadata for one kind of pass; its `fill(stream, step)` is enqueued before each such pass.
 
-    Called once per kind of pass (target; draft over the target's rows; draft step). Attention kernels get the result as their
-    `meta` argument; it is opaque to core.
+    Called once per kind of pass: the target's, the first draft pass (over the target's rows), the later draft passes. Attention
+    kernels get the result as their `meta` argument; it is opaque to core.
     """
 
 
@@ -134,8 +134,8 @@ def polydraft_parameters() -> Iterable[LogitsStage]:  # type: ignore[empty-body]
 
 @hookspec
 def polydraft_instruments() -> Iterable[Instrument]:  # type: ignore[empty-body]
-    """Return instruments (`polydraft.instruments.base.Instrument`), which observe what an engine binds, launches and steps
-    through.
+    """Return instruments (`polydraft.instruments.base.Instrument`), which observe binding, launches and the points of
+    each step.
 
     Called once per engine, as soon as its plugins are loaded and before the device is opened. Return new objects for each engine.
     They are sorted together with the instruments that the engine was given, by `Instrument.order`.

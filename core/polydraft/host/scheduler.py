@@ -1,11 +1,11 @@
-"""The scheduler: plans which requests run in the next step (admission, prefill chunks, block grants, pausing, preemption).
+"""The scheduler: plans which requests run in the next step (admission, prefill chunks, block grants, preemption).
 
 The engine calls `plan` once per step and gets a frozen `StepPlan`. All decisions are made from applied snapshots and upper
 bounds, so a plan does not wait for the device. The scheduler does not touch device buffers.
 
 Fairness: first come, first served. Decoding slots come before prefill, older requests get blocks first, and a waiting request is
-never overtaken. When blocks run out, the youngest running request is preempted: it keeps its tokens and returns to the head of
-the queue.
+never overtaken. When blocks run out, slots without them are left out of the step, or the youngest running request is
+preempted: it keeps its tokens and returns to its place in the queue, by arrival.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.num_preemptions = 0
         self.num_looked_up = 0
-        """Number of tokens that were looked up in the prefix cache."""
+        """Tokens of prefills that were looked up in the prefix cache: the denominator of its hit rate."""
         self.admits: Admits = "all"
         """Which waiting requests may be admitted: all, only those that were in a slot before, or none."""
         self._step_id = 0
         self._last: StepPlan | None = None
         self._windows_ahead = 0
-        """How many more steps with the same slots cannot run out of granted blocks. What each slot may need grows by the largest
-        window per step."""
+        """Number of further steps of the same slots that the granted blocks are sure to cover, if each step adds the largest
+        window."""
         self._shuffle = np.random.default_rng(0)
 
     # -- the plan ----------------------------------------------------------------------------------
@@ -130,9 +130,9 @@ class Scheduler:
         return decode, ledger.grant(decode, more if plenty else lacking), False
 
     def _grant_scarce(self, decode: Array, base: Array, lacking: Array) -> tuple[Array, Grant, bool]:
-        """Grant `lacking` blocks while there are any, oldest request first. A slot without blocks for the window after its
-        applied state (`base` rows) is left out. Once nothing is in flight for such a slot it cannot continue, so the youngest
-        request is preempted."""
+        """Grant `lacking` blocks while there are any, oldest request first. A slot is left out if its blocks do not cover the
+        next window after its last applied state (`base` rows). Once nothing is in flight for such a slot it cannot continue, so
+        the youngest request is preempted."""
         t, limits, ledger = self.slots, self.limits, self.ledger
         age = np.argsort(t.number[decode], kind="stable")
         decode, base, lacking = decode[age], base[age], lacking[age]

@@ -53,8 +53,8 @@ class StepPlan:
     sampling: bool
     """Some scheduled slot samples (temperature above 0)."""
     drafting: bool = True
-    """Some scheduled slot may ever have drafts verified; else nobody needs those that the step would make, nor the rows of
-    the proposer's cache."""
+    """Some scheduled slot may have drafts verified (in this step or a later one). Otherwise nobody needs the drafts that the
+    step would make, nor the rows of the proposer's cache."""
     processed: bool = False
     """Some scheduled slot has its logits processed."""
     num_top: Array | None = None
@@ -70,7 +70,8 @@ class StepPlan:
 
     @property
     def num_made(self) -> int:
-        """Drafts that the step really makes for a slot at most: none where nobody would ever have them verified."""
+        """Drafts that the step makes for a slot at most, counted for statistics: 0 if no scheduled slot may have drafts verified.
+        The runner then enqueues no draft passes; those inside a graph of the whole step are replayed, and not counted."""
         return self.num_drafts if self.drafting else 0
 
     @property

@@ -31,8 +31,8 @@ or with separate noise for drafts and rejection sampling ("rejection"). A greedy
 
 
 class StepKind(NamedTuple):
-    """A step kind, for which an engine has programs of its own: the rule, and whether some request has its logits processed, or
-    requests log probabilities of its tokens or of its prompt. A step that reports prompts reports tokens, too."""
+    """A step kind, the key of a set of programs: the rule, and whether some request of the step needs logits processing, log
+    probabilities of its tokens, or those of its prompt. A step that reports prompts reports tokens, too."""
 
     rule: Rule = "greedy"
     processed: bool = False
@@ -79,7 +79,7 @@ Lengths = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Program:
-    """A flat list of bound launches. `run` is the whole step path on the host: one call per launch, nothing else. `captured`: the
+    """A flat list of bound launches. `run` only calls each launch in turn; no other host work happens. `captured`: the
     list from which a graph is captured, if the backend's program pass merged more launches there; () if it is the same list."""
 
     name: str
@@ -99,7 +99,7 @@ class Program:
         return ((entry.contract, launch, unit) for entry, (launch, unit) in zip(self.entries, self.calls, strict=True))
 
     def describe(self) -> list[str]:
-        """Contract names in launch order, without graphs."""
+        """Contract names in the order of eager launches."""
         return [entry.contract for entry in self.entries]
 
 
@@ -158,7 +158,8 @@ def _optional(record: type[Args]) -> frozenset[str]:
 
 
 class ProgramBuilder:
-    """Collects the nodes of one program; `build` turns those of a whole step into programs. `kind` says which step."""
+    """Collects the nodes of one program. The module's function `build` makes the programs of a whole step from several builders;
+    the method `build` is for a program that is a step by itself. `kind` says which step."""
 
     def __init__(self, name: str, table: BoundTable, memory: Memory, context: StepContext, kind: StepKind = GREEDY) -> None:
         self.name, self.table, self.memory, self.context, self.kind = name, table, memory, context, kind

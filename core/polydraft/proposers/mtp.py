@@ -1,7 +1,8 @@
 """The MTP proposer: drafts up to K tokens per step with the model's own multi-token-prediction head, one layer applied K times.
 
-The runner appends its launches after the step's commit. There is no rollback: in each round the rows of accepted tokens in its
-cache are rewritten from the target's true hidden states, and rows that were written for drafts are overwritten.
+The runner appends its launches after the step's commit. Rows that later passes write for drafts are never rolled back, only
+overwritten before they are read: those of positions that the next step commits by its first pass, from the target's hidden
+states, the others by its later passes.
 
 Row p of the head combines the hidden state at position p with token p + 1 and predicts token p + 2 (DeepSeek-V3 technical report,
 section 2.2). The first pass runs over the target's packed rows. Row p is valid once token p + 1 is known, so the last row of a
@@ -144,7 +145,8 @@ class MtpProposer:
         program.add("select_last_rows", "seqs", stage, hidden=rows, out=out, **where)
 
     def _choose(self, program: ProgramBuilder, index: int, stage: str) -> None:
-        """Logits, one token per sequence by the target's own rule and noise, and the inputs of the next pass."""
+        """Logits, one token per sequence by the target's own rule, and the inputs of the next pass. Noise is that of
+        the target, or separate noise if drafts are verified by rejection."""
         self._score(program, stage)
         self._c.choose(
             program, logits="draft.logits", row_slot="draft_slot", positions="draft_position", ahead=2, tokens="chosen",

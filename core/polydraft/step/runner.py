@@ -2,9 +2,10 @@
 
 The modules of an engine (the batch's state machine, the model, logits processing, the verifier, a proposer, host features)
 declare what they need. The runner allocates it, lets each module append its launches to the programs of every step kind, and
-binds them; it does not know the fields of any module. `launch` turns a plan into launches, and `collect` turns the snapshot into
-an outcome. Nothing between the two waits for the device. If a step takes host inputs in its middle (`inputs.splits`), `launch`
-enqueues only the target's pass, and `resume` enqueues the rest.
+binds them. The buffers that it handles itself are those that cross between host and device: the plan, host inputs, the snapshot,
+and log probabilities, which have a record of their own to copy and to read. `launch` turns a plan into launches, and `collect`
+turns the snapshot into an outcome. Nothing between the two waits for the device. If a step takes host inputs in its middle
+(`inputs.splits`), `launch` enqueues only the target's pass, and `resume` enqueues the rest.
 """
 
 from __future__ import annotations
@@ -63,8 +64,8 @@ class InFlightStep:
 
 
 Programs = dict[Part, Program]
-"""The launches of one step kind: the target's stages up to the snapshot (or up to the logits, with the rest in "verify"), and the
-proposer's launches for a step that makes the maximum number of drafts."""
+"""The launches of one step kind. "target": the target's stages up to the snapshot; if the step is split for host inputs, "target"
+ends at the logits and "verify" is the rest. "draft": the proposer's launches for a step with the maximum number of drafts."""
 
 REQUESTED_OUTPUTS = ((False, False), (True, False), (True, True))
 """Whether a step kind reports log probabilities of its tokens, and of prompts."""
@@ -79,7 +80,7 @@ class StepConfig:
     """Dtype of activations."""
     verify: str
     overlap: int
-    """Steps in flight besides the one being planned."""
+    """Maximum number of steps that are launched and not yet collected while the next one is planned."""
     rungs: tuple[int, ...]
     """Numbers of drafts that a step may make, ascending; the last is the maximum."""
     kv: Kv = ""

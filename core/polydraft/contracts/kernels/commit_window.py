@@ -1,7 +1,7 @@
 """Defines `commit_window`: the one place where tokens become history, lengths grow and requests end.
 
 The runner launches it after verification, once a step. It never writes a cache and never rolls anything back: rows of
-rejected drafts lie beyond `kv_len` and are overwritten by the next step.
+rejected drafts lie at `kv_len` and beyond, and are overwritten before they are read.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Defines `snapshot_output`: one int32 record a sequence, the only thing the host ever reads back from a step.
+"""Defines `snapshot_output`: one int32 record per sequence, with what every step reports to the host: tokens and slot state.
 
 The runner launches it after `commit_window`; the record is copied to pinned memory behind it. It never changes state.
 """

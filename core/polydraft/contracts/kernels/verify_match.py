@@ -21,7 +21,8 @@ class VerifyMatchV1(Args):
     """Buffers of `verify_match`. Launch length: sequences.
 
     Outputs are indexed by sequence. A decode sequence with `logit_len` rows has `logit_len - 1` drafts in this launch. Its window
-    is the accepted drafts and the target's choice after them. `drafted` is -1 for a sequence without a decode round.
+    is the accepted drafts and the target's choice after them. `drafted` is -1 for a sequence that verified no window
+    (prefill, finished, paused).
     """
 
     choices: Buffer = tensor("NL", "i32", "Token that the target chose in each logit row; NO_TOKEN: none could be chosen.")

@@ -285,13 +285,17 @@ class Engine:
         """Launch one step if there is one, and collect the step that is due. Returns False if there was nothing to do.
 
         A `DeviceError` ends requests and not the engine. Running requests end with its message. Waiting requests are served if
-        the device still works; otherwise they end with the message in `failure`."""
+        the device still works; otherwise they end with the message in `failure`. Any other error, of a kernel, an instrument or a
+        draft policy, has the same effect and is raised."""
         points = self.instruments.points
         try:
             return points.notify_around("step", None, self._step) if points.step else self._step()
         except DeviceError as error:
-            self._recover(error)
+            self._recover(str(error))
             return True
+        except Exception as error:  # what the step has planned, launched and applied by now do not agree
+            self._recover(f"a step failed: {type(error).__name__}: {error}")
+            raise
 
     def _step(self) -> bool:
         start = time.perf_counter()
@@ -339,9 +343,10 @@ class Engine:
         inputs = self.runner.inputs
         return HostView(plan, self.slots, inputs.drafts, inputs.draft_len)
 
-    def _recover(self, error: DeviceError) -> None:
-        """Discard every step in flight. The state of the device is not used afterwards: no slot continues and no block is shared.
-        Requests admitted later work, since admission stages the whole state of a slot."""
+    def _recover(self, why: str) -> None:
+        """End the running requests with the sentence `why`, and discard every step in flight. The state of the device is not used
+        afterwards: no slot continues and no block is shared. Requests admitted later work, since admission stages the whole state
+        of a slot."""
         self._in_flight.clear()
         self.runner.reset()
         try:
@@ -350,7 +355,7 @@ class Engine:
             self.failure = str(last)
         t = self.slots
         for slot in np.flatnonzero((t.phase != Phase.IDLE) & ~t.draining).tolist():
-            self._fail(t.request[slot], str(error))
+            self._fail(t.request[slot], why)
         t.in_flight_counts[:] = 0
         self.scheduler.release_drained()  # preempted requests queue again here
         self.ledger.forget_all()
@@ -418,7 +423,7 @@ class Engine:
 
     def fail(self, error: DeviceError) -> None:
         """Handle invalid data from the device: end the running requests, as `step` does after a device failure."""
-        self._recover(error)
+        self._recover(str(error))
 
     # -- weights -----------------------------------------------------------------------------------
     def update_weights(self, source: str | Path, *, running: Running = "finish") -> None:

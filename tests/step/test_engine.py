@@ -16,6 +16,8 @@ import pytest
 from polydraft import LLM, Engine, EngineConfig, RequestOutput, SamplingParams
 from polydraft.errors import ConfigError, DeviceError, RequestError
 from polydraft.host.request import Status
+from polydraft.instruments.base import Instrument
+from polydraft.program.points import Stage
 from tests.support import runs
 from tests.support.meddling import byte_checkpoint
 from tests.support.runs import Ask, drive, essence, solo
@@ -430,3 +432,44 @@ def test_a_closed_llm_says_so():
 def test_llm_takes_a_config_or_options(arguments: tuple[Any, ...], options: dict[str, Any]):
     with pytest.raises(ConfigError, match="wanted an EngineConfig or keyword options"):
         LLM(*arguments, **options)
+
+
+# -- errors in the middle of a step --------------------------------------------------------------------
+class Broken(Instrument):
+    """Raises once, at the beginning or the end of a stage."""
+
+    name = "broken"
+
+    def __init__(self, stage: Stage, place: str) -> None:
+        super().__init__()
+        self._place, self._left = place, 4
+        self.stages = (stage,)  # type: ignore[misc]
+
+    def _count(self, place: str) -> None:
+        self._left -= place == self._place
+        if place == self._place and not self._left:
+            raise ValueError("a bug of the instrument")
+
+    def begin(self, stage: Stage, subject: Any) -> None:
+        self._count("begin")
+
+    def end(self, stage: Stage, subject: Any, result: Any) -> None:
+        self._count("end")
+
+
+@pytest.mark.parametrize("place", ["begin", "end"])
+@pytest.mark.parametrize("stage", ["step", "plan", "launch", "upload", "collect", "wait", "commit"])
+def test_an_error_in_the_middle_of_a_step_ends_its_requests_and_not_the_engine(device: str, stage: Stage, place: str):
+    """It is raised as it is; whatever the step had done by then, no slot is held and none waits for blocks that never come."""
+    engine = make(device, max_num_seqs=2, instruments=(Broken(stage, place),))
+    with pytest.raises(ValueError, match="a bug of the instrument"):
+        drive(engine, [Ask(prompt, FREE) for prompt in PROMPTS[:3]])
+    more = [Ask(prompt, FREE, arrival=3 * i) for i, prompt in enumerate(PROMPTS[3:7])]
+    running = {output.id: output for output in engine.poll()}
+    assert sorted(running) == ["ask-0", "ask-1"]
+    for output, prompt in zip(running.values(), PROMPTS, strict=False):
+        assert output.error == "a step failed: ValueError: a bug of the instrument"
+        assert output.token_ids == alone(prompt).token_ids[: len(output.token_ids)]
+    engine.abort("ask-2")
+    engine.poll()
+    assert [essence(output) for output in drive(engine, more)] == [essence(alone(ask.prompt_ids)) for ask in more]

@@ -12,6 +12,7 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 
 from polydraft import Engine, RequestOutput, SamplingParams
@@ -263,11 +264,31 @@ def test_a_policy_is_held_to_what_the_engine_drafts() -> None:
     assert check_policy(None, limits).rungs == (3,)
     assert check_policy(Drawn(limits, 1), limits).rungs == (0, 1, 2, 3) == ladder(3)
     assert (ladder(0), ladder(1), ladder(7)) == ((0,), (0, 1), (0, 1, 2, 3, 5, 7))
-    for wrong in ((), (0, 1), (3, 0), (0, 3, 5), (-1, 3), (0, 0, 3)):
+    for wrong in ((), (0, 1), (3, 0), (0, 3, 5), (-1, 3), (0, 0, 3), (0.0, 3), ("a", 3)):
         policy = Always(3)
         policy.rungs = wrong  # type: ignore[assignment]
         with pytest.raises(ConfigError, match="wanted ascending numbers of drafts, the last of them 3"):
             check_policy(policy, limits)
+    for nothing in (3, object(), Always):
+        with pytest.raises(ConfigError, match="wanted one with `rungs` and `choose`"):
+            check_policy(nothing, limits)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("graph", ["off", "decode"])
+@pytest.mark.parametrize("answer", [None, 4, 7, -1, 3.0, "3"])
+def test_an_answer_that_is_no_rung_is_refused(answer: Any, graph: str) -> None:
+    """In one sentence, with its requests ended; the engine serves others."""
+    policy = Listed([3], 5)
+    with deciding(lambda limits: policy):
+        served_by = engine(MODEL, device="lazy-1", draft_tokens=5, max_num_seqs=1, graph=graph, block_size=4)
+    policy._numbers = [3, 3, 3, answer]
+    with pytest.raises(ConfigError, match=r"the draft policy chose .*, wanted one of its rungs \(3, 5\); correct its `choose`"):
+        drive(served_by, ASKS[:1])
+    (output,) = served_by.poll()
+    assert output.error.startswith("a step failed: ConfigError: the draft policy chose")
+    policy._numbers = [np.int64(5), 3]  # type: ignore[list-item]
+    (output,) = drive(served_by, ASKS[:1])
+    assert same_text(output, solo(MODEL, 3, ASKS[0].prompt_ids, ASKS[0].params))
 
 
 # -- graphs ----------------------------------------------------------------------------------------------------------------

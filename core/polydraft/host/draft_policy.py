@@ -6,6 +6,7 @@ The scheduler asks a policy for that number once a step, from what the host know
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from polydraft.contracts.base import Limits
@@ -40,7 +41,8 @@ class DraftPolicy(Protocol):
         is the most that the engine drafts."""
 
     def choose(self, view: DraftView) -> int:
-        """Drafts that the step being planned makes for each slot at most, one of `rungs`. Called once a step."""
+        """Drafts that the step being planned makes for each slot at most, one of `rungs`. Called once a step.
+        What it raises, or another answer, ends the running requests and is raised by `Engine.step`."""
 
 
 class Always:
@@ -56,11 +58,15 @@ class Always:
 
 
 def check_policy(policy: DraftPolicy | None, limits: Limits) -> DraftPolicy:
-    """The policy of an engine; None: the most drafts in every step. Raises `ConfigError` for rungs that the engine has not."""
+    """The policy of an engine; None: the most drafts in every step. Raises `ConfigError` for what is no policy, and for rungs
+    that the engine has not."""
     if policy is None:
         return Always(limits.num_drafts)
+    if not callable(getattr(policy, "choose", None)) or not isinstance(getattr(policy, "rungs", None), Sequence):
+        raise ConfigError(f"the draft policy is {policy!r}, wanted one with `rungs` and `choose`; see DraftPolicy")
     rungs = tuple(policy.rungs)
-    if rungs != tuple(sorted(set(rungs))) or not rungs or rungs[0] < 0 or rungs[-1] != limits.num_drafts:
+    ascending = all(isinstance(rung, int) for rung in rungs) and rungs == tuple(sorted(set(rungs)))
+    if not ascending or not rungs or rungs[0] < 0 or rungs[-1] != limits.num_drafts:
         raise ConfigError(
             f"the draft policy chooses among {rungs}, wanted ascending numbers of drafts, the last of them {limits.num_drafts}, "
             "the most of this engine; correct its rungs, or the number of draft tokens"

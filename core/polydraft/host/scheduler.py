@@ -12,13 +12,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
 from polydraft.backend import RowOrder
 from polydraft.contracts.base import Limits
 from polydraft.device import Array
+from polydraft.errors import ConfigError
 from polydraft.host.draft_policy import Always, DraftPolicy, DraftView
 from polydraft.host.kv_blocks import NO_GRANT, BlockLedger, Grant
 from polydraft.host.request import Request, Status
@@ -47,6 +48,8 @@ class Scheduler:
         self.limits, self.slots, self.ledger, self.row_order = limits, slots, ledger, row_order
         self._writer = ColumnWriter(columns, limits)
         self._policy: DraftPolicy = Always(limits.num_drafts) if policy is None else policy
+        self._rungs = tuple(self._policy.rungs)
+        """Those that there are programs for, whatever the policy says later."""
         self._waiting_drafts = limits.num_drafts
         """The maximum number of drafts that the last step made for a slot."""
         self.waiting: deque[Request] = deque()
@@ -79,7 +82,7 @@ class Scheduler:
             # A request that was just preempted and has nothing in flight frees its slot at once, without an empty step.
             return self.plan() if self._drained().size else None
         self._step_id += 1
-        num_drafts = self._policy.choose(DraftView(self.slots, decode, bool(chunks)))
+        num_drafts = self._choose(DraftView(self.slots, decode, bool(chunks)))
         if last is None or chunks:
             plan = self._assemble(decode, rows, chunks, admitted, grant, window=window, num_drafts=num_drafts)
         else:
@@ -87,6 +90,13 @@ class Scheduler:
         self._last, self._waiting_drafts = plan, num_drafts
         self._advance(plan)
         return plan
+
+    def _choose(self, view: DraftView) -> int:
+        """What the policy answers. Raises `ConfigError` for what is none of its rungs."""
+        answer: Any = self._policy.choose(view)
+        if not isinstance(answer, (int, np.integer)) or answer not in self._rungs:
+            raise ConfigError(f"the draft policy chose {answer!r}, wanted one of its rungs {self._rungs}; correct its `choose`")
+        return int(answer)
 
     def _last_of(self, decode: Array) -> StepPlan | None:
         """The last plan, if it ran windows of the same slots and nothing else."""

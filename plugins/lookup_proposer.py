@@ -20,10 +20,7 @@ scheduled slot. It can never change a text, since the target verifies; it can on
 from __future__ import annotations
 
 from polydraft import hookimpl
-from polydraft.program.declare import StepBuffer
-from polydraft.program.program import ProgramBuilder
-from polydraft.proposers import ProposerContext
-from polydraft.proposers.base import Factory
+from polydraft.proposers import Factory, ProgramBuilder, ProposerContext, StepBuffer
 
 
 class LookupProposer:

@@ -14,6 +14,7 @@ from tests.support.project import ROOT
 
 PAGE = (ROOT / "docs" / "plugins.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE, flags=re.DOTALL | re.MULTILINE)
+PROPOSERS = [*ROOT.glob("plugins/examples/eagle3/polydraft_eagle3/*.py"), ROOT / "plugins" / "lookup_proposer.py"]
 EXAMPLE = ROOT / "tests" / "support" / "minimal_backend.py"
 
 
@@ -70,3 +71,23 @@ def test_the_example_of_a_wrapper_wraps(tmp_path: Path, capsys: pytest.CaptureFi
 def test_every_option_of_hookimpl_is_explained():
     options = list(inspect.signature(hooks.hookimpl.__call__).parameters)[2:]
     assert all(f"{option}=" in PAGE for option in options), options
+
+
+def test_members_of_a_proposer_are_listed():
+    """What core asks of a proposer and of its factory has a row, and what has a row is asked for."""
+    source = "\n".join(file.read_text() for file in ROOT.glob("core/polydraft/**/*.py"))
+    section = sections()["`polydraft_proposers() -> Iterable[tuple[str, Factory]]`"]
+    tables = re.split(r"^\| member of the .*", section, flags=re.MULTILINE)[1:]
+    cells = (re.findall(r"^\| (`.*?) \|", table, flags=re.MULTILINE) for table in tables)
+    factory, proposer = ({name for cell in column for name in re.findall(r"`(\w+)", cell)} for column in cells)
+    assert factory == set(re.findall(r'(?:getattr|hasattr)\([^"]*[fF]actor[^"]*"(\w+)"', source))
+    declared = {"buffers", "columns", "passes"} & set(re.findall(r'_declared\(modules, "(\w+)"\)', source))
+    mapped = set(re.findall(r'_mapped\([^"]*"(\w+)"\)', source))
+    asked = set(re.findall(r'getattr\(self\.proposer, "(\w+)"', source))
+    assert proposer == declared | mapped | asked | {"name", "append"}
+
+
+@pytest.mark.parametrize("file", PROPOSERS, ids=lambda file: file.name)
+def test_proposers_import_from_the_packages_that_the_page_names(file: Path):
+    inner = re.findall(r"^from (polydraft\.(?:models|proposers|program|sampling)\.\S+)", file.read_text(), flags=re.MULTILINE)
+    assert inner == []

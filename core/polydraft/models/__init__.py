@@ -5,18 +5,35 @@ Nothing here computes with weights or knows a backend; tokenizer libraries are i
 """
 
 from polydraft.models.attention import Attention, Rope
-from polydraft.models.block import Block, FeedForward, Mixer, Stretch, Tensor
+from polydraft.models.block import (
+    At,
+    Block,
+    FeedForward,
+    Mixer,
+    Norm,
+    Stretch,
+    Tensor,
+    Work,
+    emit_block,
+    emit_block_rows,
+    narrowed,
+)
 from polydraft.models.checkpoint import Checkpoint, Weights, load_weights
+from polydraft.models.config_file import ConfigFile
+from polydraft.models.decoder import emit_linear
 from polydraft.models.description import ModelDescription, Mtp
 from polydraft.models.families import Family, FamilyRegistry, MtpLayout
 from polydraft.models.feed_forward import GatedMlp
-from polydraft.models.tensor_table import Part, TensorTable
+from polydraft.models.tensor_table import BLOCK_NAMES, Part, TensorTable
 from polydraft.models.tokenizer import IncrementalDecoder, Tokenizer
 
 __all__ = [
+    "BLOCK_NAMES",
+    "At",
     "Attention",
     "Block",
     "Checkpoint",
+    "ConfigFile",
     "Family",
     "FamilyRegistry",
     "FeedForward",
@@ -26,6 +43,7 @@ __all__ = [
     "ModelDescription",
     "Mtp",
     "MtpLayout",
+    "Norm",
     "Part",
     "Rope",
     "Stretch",
@@ -33,5 +51,10 @@ __all__ = [
     "TensorTable",
     "Tokenizer",
     "Weights",
+    "Work",
+    "emit_block",
+    "emit_block_rows",
+    "emit_linear",
     "load_weights",
+    "narrowed",
 ]

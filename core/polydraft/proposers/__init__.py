@@ -4,6 +4,21 @@ The runner asks one proposer for its launches when the step program is built, an
 and whether it has a model, is up to the proposer. It sees no requests, only the state on the device.
 """
 
-from polydraft.proposers.base import Proposer, ProposerContext, ProposerRegistry
+from polydraft.program.declare import Column, Pass, StepBuffer
+from polydraft.program.program import ProgramBuilder
+from polydraft.proposers.base import Drafting, DraftWeights, Factory, Proposer, ProposerContext, ProposerRegistry
+from polydraft.sampling.draft_vocab import places_of
 
-__all__ = ["Proposer", "ProposerContext", "ProposerRegistry"]
+__all__ = [
+    "Column",
+    "DraftWeights",
+    "Drafting",
+    "Factory",
+    "Pass",
+    "ProgramBuilder",
+    "Proposer",
+    "ProposerContext",
+    "ProposerRegistry",
+    "StepBuffer",
+    "places_of",
+]

@@ -7,10 +7,8 @@ polydraft calls the hook while it builds an engine. `draft_model.py` reads the c
 from __future__ import annotations
 
 from polydraft import hookimpl
-from polydraft.models import ModelDescription
-from polydraft.models.block import Block
-from polydraft.proposers import Proposer, ProposerContext
-from polydraft.proposers.base import DraftWeights, Factory
+from polydraft.models import Block, ModelDescription
+from polydraft.proposers import DraftWeights, Factory, Proposer, ProposerContext
 from polydraft_eagle3.draft_model import LAYER, DraftModel
 from polydraft_eagle3.proposer import Eagle3Proposer
 

@@ -20,11 +20,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from polydraft.errors import CheckpointError, ConfigError
-from polydraft.models import Attention, Checkpoint, Family, ModelDescription, Stretch, Tensor
-from polydraft.models.block import At, Block, Norm, Work
-from polydraft.models.config_file import ConfigFile
-from polydraft.models.tensor_table import BLOCK_NAMES
-from polydraft.proposers.base import DraftWeights
+from polydraft.models import (
+    BLOCK_NAMES,
+    At,
+    Attention,
+    Block,
+    Checkpoint,
+    ConfigFile,
+    Family,
+    ModelDescription,
+    Norm,
+    Stretch,
+    Tensor,
+    Work,
+)
+from polydraft.proposers import DraftWeights
 
 PREFIX = "eagle3"
 TRAINED_FOR_IT = "use a draft model that was trained for this target"

@@ -8,13 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from polydraft.models.block import At, emit_block, emit_block_rows, narrowed
-from polydraft.models.decoder import emit_linear
-from polydraft.program.declare import Pass, StepBuffer
-from polydraft.program.program import ProgramBuilder
-from polydraft.proposers import ProposerContext
-from polydraft.proposers.base import Drafting
-from polydraft.sampling.draft_vocab import places_of
+from polydraft.models import At, emit_block, emit_block_rows, emit_linear, narrowed
+from polydraft.proposers import Drafting, Pass, ProgramBuilder, ProposerContext, StepBuffer, places_of
 from polydraft_eagle3.draft_model import FC, LAYER, PREFIX, DraftModel
 
 ROWS, NEWEST = "eagle3.rows", "eagle3.newest"

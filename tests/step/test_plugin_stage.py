@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from polydraft import LLM, SamplingParams
+from polydraft import LLM, Engine, SamplingParams
 from polydraft.cli import main
 from polydraft.contracts.base import REGISTRY
 from polydraft.contracts.docs import render
-from polydraft.errors import RequestError
+from polydraft.errors import ConfigError, RequestError
+from polydraft.program.declare import Column, LogitsStage, Parameter
+from polydraft.sampling.processing import Stage
 from tests.support import tiny
 from tests.support.cpu import needs_kernels
+from tests.support.plugin_doubles import backend
+from tests.support.runs import Ask, drive, essence, solo
 
 FILE = str(Path(tiny.__file__).with_name("scale_stage.py"))
 """Loaded as a plugin alone: it adds a contract, which no other test is to meet."""
@@ -184,3 +191,94 @@ def test_what_no_stage_knows_or_accepts_is_refused() -> None:
     bare = LLM(model=str(tiny.checkpoint("narrow")), backend="reference", draft_tokens=0)
     with pytest.raises(RequestError, match="no plugin of this engine brings any"):
         texts(bare, extra={"logit_scale": 2.0})
+
+
+class Told(Stage):
+    """A stage whose column holds what the request says, and which does nothing."""
+
+    name = "told"
+    parameters = (Parameter("told", 0, "Anything.", "anything", lambda value: True),)
+
+    def __init__(self, *columns: Column, prepares: Any = None) -> None:
+        self.columns, self._prepares = columns, prepares
+
+    def wants(self, params: SamplingParams) -> bool:
+        return "told" in params.extra
+
+    def prepare(self, params: SamplingParams, encode: Any, vocab_size: int) -> Any:
+        if self._prepares is not None:
+            raise self._prepares
+
+
+def with_stage(stage: LogitsStage) -> Engine:
+    """An engine with the stage of a plugin."""
+    plugin = backend(polydraft_parameters=lambda: [stage])
+    return LLM(plugin=plugin, model=str(tiny.checkpoint("narrow")), max_num_seqs=3, draft_tokens=3, invariant=True).engine
+
+
+def column(shape: str = "B", dtype: Any = "f32", *, resets: bool = True) -> Column:
+    return Column("told", "What was told.", shape, dtype, value=lambda a: a.params.extra.get("told", 0), resets=resets)
+
+
+FREE = SamplingParams(max_new_tokens=12, ignore_eos=True)
+NUMBER, ROW = "wanted a number of", "wanted at most 3 numbers of"
+WRONG: list[tuple[Column, Any, str]] = [
+    (column(), 10**400, NUMBER), (column(), 1e300, NUMBER), (column(), "a", NUMBER), (column(), [1], NUMBER),
+    (column(), [], NUMBER), (column(), None, NUMBER), (column(), {}, NUMBER), (column(dtype="i32"), 2**31, NUMBER),
+    (column(dtype="i32"), 0.5, NUMBER),
+    (column(dtype="i32"), math.nan, NUMBER), (column("B 3"), [1, 2, 3, 4], ROW), (column("B 3"), [[1], [2]], ROW),
+    (column("B 3"), [1, "2"], ROW), (column("B 3", "i32"), [2**40], ROW), (column("B 3", "i32", resets=False), [1] * 4, ROW),
+    (column("B 3", "i32", resets=False), [-(2**31) - 1], ROW),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("declared", "value", "wanted"), WRONG)
+def test_what_a_column_cannot_hold_is_refused_when_it_arrives(declared: Column, value: Any, wanted: str) -> None:
+    """Not when it is admitted, in one step with others."""
+    served = with_stage(Told(declared))
+    asks = [Ask((3, 1, 4), FREE), Ask((2, 7), FREE, arrival=2)]
+
+    def also(_: Engine) -> None:
+        with pytest.raises(RequestError, match=f"into the slot column 'told', {wanted}"):
+            served.add([5, 6], SamplingParams(extra={"told": value}))
+
+    for output in drive(served, asks, each_step=also):
+        assert essence(output) == essence(solo("narrow", 3, output.prompt_ids, FREE))
+
+
+@pytest.mark.parametrize(
+    "value", [(column(), math.inf), (column(), np.float32(2)), (column("B 3"), 1), (column("B 3", "i32"), [1, 2, 3])], ids=str
+)
+def test_what_a_column_can_hold_is_served(value: tuple[Column, Any]) -> None:
+    declared, told = value
+    ask = Ask((3, 1, 4), replace(FREE, extra={"told": told}))
+    (output,) = drive(with_stage(Told(declared)), [ask])
+    assert essence(output) == essence(solo("narrow", 3, output.prompt_ids, FREE))
+
+
+@pytest.mark.parametrize("error", [ValueError("no"), ConfigError("no")])
+def test_a_stage_that_raises_refuses_its_request_alone(error: Exception) -> None:
+    fails = Column("told", "", value=lambda a: 1 // (a.params.extra.get("told", 1)))
+    served = with_stage(Told(fails))
+    with pytest.raises(RequestError, match=r"puts a value that it cannot hold \(ZeroDivisionError: .*\) into the slot column"):
+        served.add([1], SamplingParams(extra={"told": 0}))
+    served = with_stage(Told(column(), prepares=error))
+    with pytest.raises(RequestError, match=rf"the stage 'told' cannot take the request \({type(error).__name__}: no\)"):
+        served.add([1], SamplingParams(extra={"told": 1}))
+    (output,) = drive(served, [Ask((3, 1, 4), FREE)])
+    assert essence(output) == essence(solo("narrow", 3, output.prompt_ids, FREE))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (column(dtype="act"), "slot column 'told' has the shape 'B' and the dtype 'act', wanted 'B' or 'B WIDTH' and one of i32"),
+        (column("3"), "slot column 'told' has the shape '3'"),
+        (column("B W W"), "slot column 'told' has the shape 'B W W'"),
+        (column(""), "slot column 'told' has the shape ''"),
+        (column("B Q"), r"a module declares the shape 'B Q', wanted numbers and symbols \(B, .*\); correct 'Q'"),
+    ],
+)
+def test_a_column_that_is_none_is_refused(wrong: Column, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        with_stage(Told(wrong))

@@ -52,7 +52,7 @@ class InputProcessor:
                 "with --constraints"
             )
         prompt_ids = tuple(self.tokenizer.encode(prompt)) if isinstance(prompt, str) else self._checked_ids(prompt)
-        return Request(
+        request = Request(
             id=request_id,
             prompt_ids=prompt_ids,
             params=params,
@@ -65,6 +65,8 @@ class InputProcessor:
             stream=stream,
             arrival_s=time.perf_counter(),
         )
+        self.processing.check_columns(request, self.limits)
+        return request
 
     def _check_logprobs(self, params: SamplingParams) -> None:
         most = self.limits.max_logprobs

@@ -6,6 +6,7 @@ payload and launches `scatter` over them. A column is known here by its declarat
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,13 +16,15 @@ import numpy as np
 from polydraft.contracts.base import Limits
 from polydraft.contracts.kernels.scatter import Run
 from polydraft.device import Array
-from polydraft.errors import ContractError
-from polydraft.program.declare import Admission, Column
+from polydraft.errors import ConfigError, ContractError, RequestError
+from polydraft.program.declare import Admission, Column, sizes_of
 
 HISTORY = "tokens"
 """The column of token histories, of which a step fills as much as the scheduler admits."""
 BLOCK_TABLE = "block_table"
 """The column that is written between admissions, too: blocks are granted while a text grows."""
+_NUMPY = {"i32": np.int32, "f32": np.float32}
+"""Dtypes of columns."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,40 @@ def max_payload(columns: Sequence[Column], limits: Limits) -> int:
     """Words of one step's payload at most."""
     widths = sum(column.width(limits) for column in columns if column.name != HISTORY)
     return limits.max_seqs * (widths + limits.max_blocks) + max_staged_tokens(limits)
+
+
+def check_columns(columns: Sequence[Column], limits: Limits) -> None:
+    """Raise `ConfigError` for a column that is neither a value nor a row of values of every slot, or of another dtype."""
+    for column in columns:
+        sizes = sizes_of(column.shape, limits)
+        if column.shape.split()[:1] != ["B"] or len(sizes) > 2 or column.dtype not in _NUMPY:
+            raise ConfigError(
+                f"slot column {column.name!r} has the shape {column.shape!r} and the dtype {column.dtype!r}, wanted 'B' or 'B "
+                f"WIDTH' and one of {', '.join(_NUMPY)}; correct its declaration"
+            )
+
+
+def check_value(column: Column, one: Admission, limits: Limits) -> None:
+    """Raise `RequestError` where a column cannot hold what a request puts there, or its `value` raises."""
+    if column.value is None:
+        return
+    try:
+        given = column.value(one)
+        values = np.asarray(given)
+        with np.errstate(all="raise"):
+            words = values.astype(_NUMPY[column.dtype])
+    except Exception as error:  # noqa: BLE001  the code of a plugin
+        said = f"a value that it cannot hold ({type(error).__name__}: {error})"
+    else:
+        fits = values.ndim == 0 or (values.ndim == 1 and column.shape != "B" and len(values) <= column.width(limits))
+        if fits and values.dtype.kind in "biuf" and (column.dtype == "f32" or np.array_equal(words, values)):
+            return
+        said = reprlib.repr(given)
+    wanted = "a number" if column.shape == "B" else f"at most {column.width(limits)} numbers"
+    raise RequestError(
+        f"the request puts {said} into the slot column {column.name!r}, wanted {wanted} of {column.dtype}; correct the request, "
+        "or the plugin that accepts it"
+    )
 
 
 class ColumnWriter:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from polydraft.contracts.base import Limits, Unit
 from polydraft.device import Array
+from polydraft.errors import ConfigError
 
 if TYPE_CHECKING:
     from polydraft.host.request import Request
@@ -56,7 +57,7 @@ class Column:
     """What a slot holds that no request has filled, and what admission resets it to."""
     value: Callable[[Admission], Any] | None = None
     """What a request puts there when it is admitted: a number, or at most `width` of them. None: it is left `empty`, and the
-    device fills it."""
+    device fills it. Of a stage, it is asked when the request arrives, too, which is refused if the column cannot hold it."""
     resets: bool = True
     """Whether admission sets the places after the values to `empty`; without it they hold anything, and the values are written
     alone, if there are any."""
@@ -147,7 +148,12 @@ class LogitsStage(Protocol):
 
 
 def sizes_of(shape: str, limits: Limits) -> tuple[int, ...]:
-    """Sizes of a declared shape."""
+    """Sizes of a declared shape. Raises `ConfigError` for an unknown symbol."""
+    unknown = next((symbol for symbol in shape.split() if not symbol.isdigit() and symbol not in limits.sizes), None)
+    if unknown is not None:
+        raise ConfigError(
+            f"a module declares the shape {shape!r}, wanted numbers and symbols ({', '.join(limits.sizes)}); correct {unknown!r}"
+        )
     return tuple(int(symbol) if symbol.isdigit() else limits.sizes[symbol] for symbol in shape.split())
 
 

@@ -7,12 +7,19 @@ needs. Stages of plugins (`polydraft_parameters`) come after those of core, in t
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from polydraft.contracts.base import Limits
 from polydraft.errors import ConfigError, RequestError
+from polydraft.program.columns import check_value
 from polydraft.program.declare import Admission, Column, LogitRows, LogitsStage, Parameter
 from polydraft.sampling_params import MAX_BAD_WORDS, MAX_BIASES, SamplingParams
 from polydraft.sentinels import NO_TOKEN
+
+if TYPE_CHECKING:
+    from polydraft.host.request import Request
 
 Encode = Callable[[str], list[int]]
 
@@ -145,6 +152,19 @@ def _accepts(parameter: Parameter, value: Any) -> bool:
         return False
 
 
+def _asked(stage: LogitsStage, question: Callable[[LogitsStage], Any]) -> Any:
+    """What a stage answers of a request. Raises `RequestError`, also where it raises anything else."""
+    try:
+        return question(stage)
+    except RequestError:
+        raise
+    except Exception as error:
+        raise RequestError(
+            f"the stage {stage.name!r} cannot take the request ({type(error).__name__}: {error}); correct the request, or the "
+            "plugin that brings the stage"
+        ) from error
+
+
 def _refuse_twins(what: str, names: Sequence[str]) -> None:
     twin = next((name for name in names if names.count(name) > 1), "")
     if twin:
@@ -169,6 +189,7 @@ class Processing:
         _refuse_twins("request parameters are", [one.name for stage in stages for one in stage.parameters])
         self.parameters = {parameter.name: parameter for stage in stages for parameter in stage.parameters}
         self.columns = tuple(column for stage in stages for column in stage.columns)
+        self._of_plugins = tuple(column for stage in stages if stage not in STAGES for column in stage.columns)
 
     @property
     def possible(self) -> bool:
@@ -187,15 +208,23 @@ class Processing:
         self._check_extra(params)
         prepared: dict[str, Any] = {}
         for stage in self.stages:
-            if not stage.wants(params):
+            if not _asked(stage, lambda stage: bool(stage.wants(params))):
                 continue
             if stage.name in self._lacking:
                 raise RequestError(
                     f"the request wants {stage.name.replace('_', ' ')}, but this backend has no "
                     f"{', '.join(self._lacking[stage.name])}; leave it out, or use another backend"
                 )
-            prepared[stage.name] = stage.prepare(params, encode, vocab_size)
+            prepared[stage.name] = _asked(stage, lambda stage: stage.prepare(params, encode, vocab_size))
         return prepared
+
+    def check_columns(self, request: Request, limits: Limits) -> None:
+        """Raise `RequestError` where a column of a plugin's stage cannot hold what the request puts there: when it is admitted,
+        others are in the same step."""
+        known = np.array(request.prompt_ids, np.int32)
+        one = Admission(request, 0, 1, known, len(known), 0, np.empty(0, np.int32))
+        for column in self._of_plugins:
+            check_value(column, one, limits)
 
     def _check_extra(self, params: SamplingParams) -> None:
         for name, value in params.extra.items():

@@ -24,7 +24,7 @@ from polydraft.models.block import Block, scratch_buffers
 from polydraft.models.decoder import Target
 from polydraft.models.description import ModelDescription
 from polydraft.plugins.plugins import BoundTable, Plugins
-from polydraft.program.columns import BLOCK_TABLE, max_payload, max_runs
+from polydraft.program.columns import BLOCK_TABLE, check_columns, max_payload, max_runs
 from polydraft.program.declare import Column, LogitsStage, StepBuffer
 from polydraft.program.host_inputs import FeatureFactory, HostInputs
 from polydraft.program.packed import Snapshots
@@ -254,6 +254,7 @@ class Runner:
         """Allocate what the modules declare, the buffers for staged runs, and the metadata of each kind of pass."""
         limits, memory = self.limits, self.memory
         self.columns: tuple[Column, ...] = tuple(_declared(modules, "columns"))
+        check_columns(self.columns, limits)
         staged = (
             StepBuffer("runs", f"{max_runs(self.columns, limits)} 5"),
             StepBuffer("payload", str(max_payload(self.columns, limits))),

@@ -77,7 +77,10 @@ def test_what_is_said_of_speed_is_that_of_the_results():
     wanted = [
         [
             speed["cpu K=3", n],
-            f"its K = 0 {speed['cpu K=0', n]}, transformers {speed['transformers', n]}, vLLM's CPU build {speed['vllm K=3', n]}",
+            (
+                f"polydraft at K = 0: {speed['cpu K=0', n]}, transformers {speed['transformers', n]}, "
+                f"vLLM's CPU build {speed['vllm K=3', n]}"
+            ),
         ]
         for n in (1, 8)
     ]

@@ -53,8 +53,8 @@ def build_layout(*, row_slot: Array, positions: Array, block_table: Array, block
     blocks = block_table[slots, places // block_size]
     destinations = blocks * block_size + places % block_size
     granted = blocks >= 0
-    starts = np.flatnonzero(np.r_[True, (slots[1:] != slots[:-1]) | (rows[1:] != rows[:-1] + 1)])
-    lengths = np.diff(np.r_[starts, rows.size])
+    starts = np.flatnonzero(np.concatenate(([True], (slots[1:] != slots[:-1]) | (rows[1:] != rows[:-1] + 1))))
+    lengths = np.diff(starts, append=rows.size)
     last = np.maximum.reduceat(places, starts)
     short = lengths <= window
     groups = [np.flatnonzero(short)] if short.any() else []

@@ -118,7 +118,8 @@ class EmulatorDevice:
 
     def check_idle(self, memory: Memory) -> None:
         """Raise `DeviceError` while work that has not run uses `memory`."""
-        if any(memory is used for operation in self.executor.schedule for used in operation.uses):
+        queued = (work for operation in self.executor.schedule for work, _ in operation.work)
+        if any(memory is used for work in queued for used, _ in work.uses):
             raise DeviceError(
                 f"device memory {memory.name} was overwritten from the host while work in flight uses it; synchronise before"
             )

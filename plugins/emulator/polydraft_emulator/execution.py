@@ -91,8 +91,7 @@ class Executor:
         for work in unit:
             if work.issued is not None:
                 work.issued()
-        uses = tuple(memory for work in unit for memory, _ in work.uses)
-        return Operation(unit[0].name, stream.queue, pairs, uses=uses, delay_s=delay)
+        return Operation(unit[0].name, stream.queue, pairs, delay_s=delay)
 
     def _execute(self, operation: Operation) -> None:
         """Run one operation; what it raises becomes a failure of the device."""

@@ -26,11 +26,11 @@ EAGERNESS = (0.0, 0.02, 0.2, 0.7)
 
 
 class Operation:
-    """One unit of device work. `work` and `uses` are the device's business; `after`: operations of other streams that come
+    """One unit of device work. `work` is the device's business; `after`: operations of other streams that come
     first; `delay_s`: not None when it is put off while anything else may run. `state` is QUEUED, then DONE, or DROPPED when an
     earlier failure made it void."""
 
-    __slots__ = ("after", "delay_s", "index", "name", "queue", "state", "uses", "work")
+    __slots__ = ("after", "delay_s", "index", "name", "queue", "state", "work")
 
     def __init__(
         self,
@@ -38,11 +38,10 @@ class Operation:
         queue: deque[Operation],
         work: Sequence[Any] = (),
         *,
-        uses: tuple[Any, ...] = (),
         after: tuple[Operation, ...] = (),
         delay_s: float | None = None,
     ) -> None:
-        self.name, self.queue, self.work, self.uses, self.after, self.delay_s = name, queue, work, uses, after, delay_s
+        self.name, self.queue, self.work, self.after, self.delay_s = name, queue, work, after, delay_s
         self.index = -1
         self.state = QUEUED
 

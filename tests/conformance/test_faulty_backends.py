@@ -8,6 +8,7 @@ from polydraft.conformance.faulty_backends import CORES, LEGAL_VARIANTS, MUTANTS
 from polydraft.conformance.outcomes import LEVELS
 from polydraft.conformance.proof import Proof, matrix, prove
 from tests.conformance.doubles import BACKENDS
+from tests.support.depth import among
 
 SAID = {
     "M01": "select_last_rows", "M18": "acceptance trace", "M21": "replayed is", "M22": "allocated 1",
@@ -27,7 +28,7 @@ def around(mutant: Mutant) -> str:
     return "emulator" if mutant.needs in ("graph_capture", "asynchronous") else "reference"
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.id)
+@pytest.mark.parametrize("mutant", among(MUTANTS[::2], MUTANTS), ids=lambda mutant: mutant.id)
 def test_mutant_is_killed(mutant: Mutant):
     (trial,) = prove(BACKENDS[around(mutant)], mutants=[mutant], variants=()).trials
     assert (trial.unbroken, trial.broken) == ("pass", "fail"), trial
@@ -45,6 +46,7 @@ def test_the_whole_matrix(name: str):
     assert len(mutants) == len(MUTANTS)
 
 
+@pytest.mark.deep  # `make matrix` tries all of them, too
 def test_the_shelf_lives():
     proof = prove(BACKENDS["emulator"], mutants=(), variants=LEGAL_VARIANTS)
     assert proof.status == 0, matrix(proof)

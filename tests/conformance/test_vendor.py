@@ -62,6 +62,7 @@ def mychip(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pyte
     return folder
 
 
+@pytest.mark.deep
 def test_an_untouched_package_proves_nothing(mychip: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PYTHONPATH", str(mychip))  # the kit runs checks in a process of its own
     status, out, _ = run(capsys, "conform", "my_chip2", "--plugin", "polydraft_my_chip2", "--json")

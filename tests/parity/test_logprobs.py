@@ -16,6 +16,7 @@ import pytest
 from polydraft import LLM, SamplingParams
 from polydraft.plugins.plugins import Plugins
 from polydraft.sampling.logprobs import CONTRACTS
+from tests.support.depth import among
 from tests.support.emulator import Emulator
 
 BASELINE = json.loads(Path(__file__).with_name("logprobs.json").read_text(encoding="utf-8"))
@@ -51,7 +52,9 @@ def llm(backend: str, **options: Any) -> LLM:
     return LLM(**where, logprobs=TOP, draft_tokens=3, **options)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    "backend", among([name for name in BACKENDS if name != "xpu"], BACKENDS)
+)  # its kernels are those of paddle
 def test_log_probabilities_are_those_of_transformers(backend: str) -> None:
     hold(backend)
 

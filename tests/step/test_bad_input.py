@@ -15,6 +15,7 @@ from polydraft import LLM, Engine, EngineConfig, RequestOutput, SamplingParams
 from polydraft.device import Array
 from polydraft.errors import CapabilityError, ConfigError, RequestError
 from tests.support import runs, tiny
+from tests.support.depth import crossed
 from tests.support.meddling import Meddle, MeddlingPlugin
 from tests.support.runs import Ask, drive, essence, solo
 
@@ -59,7 +60,7 @@ BAD_PROMPTS: dict[str, tuple[Any, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", BAD_PROMPTS)
+@pytest.mark.parametrize(("name", "device"), crossed(4, BAD_PROMPTS, runs.DEVICES), indirect=["device"])
 def test_bad_prompt(device: str, name: str):
     """Refused while two requests run, one in the middle of its text: both end as if nothing had happened."""
     prompt, message = BAD_PROMPTS[name]
@@ -187,7 +188,7 @@ def test_no_drafts(device: str):
     assert {output.drafted for output in outputs} == {0}
 
 
-@pytest.mark.parametrize("num_drafts", [23, 63])
+@pytest.mark.parametrize(("num_drafts", "device"), crossed(2, [23, 63], runs.DEVICES), indirect=["device"])
 def test_as_many_drafts_as_the_text_has_tokens_and_more(device: str, num_drafts: int):
     engine = make(device, draft_tokens=num_drafts)
     outputs = drive(engine, [Ask(prompt, FREE) for prompt in PROMPTS])
@@ -288,8 +289,12 @@ def untouched(outputs: Sequence[RequestOutput], own: SamplingParams) -> bool:
     return [essence(o) for o, _ in others] == [essence(alone(p, own)) for _, p in others]
 
 
-@pytest.mark.parametrize("own", [FREE, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("run", [0, 1, 4])
+@pytest.mark.parametrize(
+    ("run", "own", "device"),
+    crossed(2, [0, 1, 4], [FREE, SAMPLED], runs.DEVICES),
+    indirect=["device"],
+    ids=lambda value: str(value) if isinstance(value, (int, str)) else "sampled" if value.temperature else "greedy",
+)
 def test_nan_logits_end_that_request_alone(device: str, own: SamplingParams, run: int):
     outputs = meddled(poison_from(run), device, own)
     victim, clean = outputs[VICTIM], alone(PROMPTS[VICTIM], own)

@@ -19,6 +19,7 @@ from tests.oracle import CODE_PROMPTS, greedy_rounds
 from tests.step.test_lossless import KS, Scene, mixed_asks, scenes
 from tests.support import tiny
 from tests.support.cpu import needs_kernels
+from tests.support.depth import crossed
 from tests.support.runs import Ask, demo_prompt, drive, essence, oracle
 
 pytestmark = needs_kernels
@@ -84,8 +85,7 @@ MODES: tuple[dict[str, Any], ...] = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("options", MODES, ids=str)
-@pytest.mark.parametrize("num_drafts", KS)
+@pytest.mark.parametrize(("num_drafts", "options"), crossed(3, KS, MODES), ids=str)
 def test_every_k_in_every_mode(num_drafts: int, options: dict[str, Any]) -> None:
     model = sorted(tiny.CONFIGS)[num_drafts % len(tiny.CONFIGS)]
     scene = Scene(model, "reference", num_drafts, {"max_num_seqs": 5, "block_size": 4}, mixed_asks(model, 6))

@@ -64,8 +64,7 @@ FAULTS = ("upload@9", "download@4", "kernel@300", "linear@60", "rope_kv_write@9"
           "verify_match+commit_window@5")  # fmt: skip
 
 
-@each_depth
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(("fault", "depth"), crossed(3, FAULTS, DEPTHS))
 def test_requests_that_were_running_end_with_the_sentence_and_the_others_are_served(fault: str, depth: int) -> None:
     served_by, good, failed = serve(f"seed={depth}&fault={fault}", depth)
     assert 1 <= failed <= 2

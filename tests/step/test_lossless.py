@@ -29,7 +29,7 @@ from polydraft.sampling.processing import STAGES, ForbiddenTokens
 from tests.oracle import CODE_PROMPTS, STOPPING_PROMPT, greedy_rounds
 from tests.oracle.processing import ended_by_text, processed, text_of
 from tests.support import tiny
-from tests.support.depth import among, crossed
+from tests.support.depth import among, crossed, deep
 from tests.support.progress import Progress
 from tests.support.runs import (
     DEVICES,
@@ -325,12 +325,12 @@ def demo_is_lossless(device: str, num_drafts: int, num_tokens: int, **options: A
 @pytest.mark.parametrize(
     ("device", "num_drafts", "options"),
     [
-        ("lazy-0", 0, {"max_num_seqs": 3, "max_batched_tokens": 3}),
+        deep(("lazy-0", 0, {"max_num_seqs": 3, "max_batched_tokens": 3})),
         ("reference", 1, {"max_num_seqs": 16, "block_size": 7}),
         ("lazy-1", 2, {"max_num_seqs": 1, "max_batched_tokens": 4}),
         ("lazy-2", 3, {"max_num_seqs": 5, "block_size": 1, "max_batched_tokens": 27}),
-        ("reference", 4, {"max_num_seqs": 2, "prefix_cache": False}),
-        ("lazy-1", 5, {"max_num_seqs": 9, "block_size": 64}),
+        deep(("reference", 4, {"max_num_seqs": 2, "prefix_cache": False})),
+        deep(("lazy-1", 5, {"max_num_seqs": 9, "block_size": 64})),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -387,7 +387,7 @@ def count_ties(model: str, ask: Ask, output: RequestOutput, kept: int | None = N
     return ties
 
 
-@pytest.mark.parametrize(("num_drafts", "slots"), [(0, 8), (2, 1), (3, 8), (5, 16)])
+@pytest.mark.parametrize(("num_drafts", "slots"), [deep((0, 8)), deep((2, 1)), (3, 8), (5, 16)])
 def test_demo_prompts_have_no_tie_in_the_default_mode(num_drafts: int, slots: int) -> None:
     asks, outputs = serve_demo("reference", num_drafts, 48, invariant=False, max_num_seqs=slots)
     ties = [count_ties("", ask, output) for ask, output in zip(asks, outputs, strict=True)]

@@ -60,6 +60,7 @@ def test_a_device_is_four_functions_and_basic_asks_for_few_kernels():
     assert len(whole) <= 12, "a device that leaves bring-up"
 
 
+@pytest.mark.deep
 def test_four_functions_and_one_kernel_conform():
     """The device's memory is opaque bytes: whatever passed went through `write` and `read`."""
     report = conform(backend)

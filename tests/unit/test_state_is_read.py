@@ -173,12 +173,12 @@ def _stored(node: ast.AST) -> list[ast.expr]:
     return [e.value if isinstance(e, ast.Subscript) else e for e in flat]
 
 
-def loaded(tree: ast.AST) -> Iterator[tuple[str, str]]:
+@functools.cache
+def loaded(tree: ast.AST) -> frozenset[tuple[str, str]]:
     """(receiver, field) of every attribute that is not only stored into."""
     stored = {id(target) for node in ast.walk(tree) for target in _stored(node)}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and id(node) not in stored:
-            yield ast.unparse(node.value), node.attr
+    attributes = (node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and id(node) not in stored)
+    return frozenset((ast.unparse(node.value), node.attr) for node in attributes)
 
 
 def unread_fields(record: Record, trees: Sequence[ast.AST]) -> set[str]:

@@ -28,6 +28,7 @@ from polydraft_eagle3.proposer import Eagle3Proposer
 from polydraft_eagle3.testing import SUCCESSOR, Naive, draft_model_shapes, random_tensors, tables, write_draft_model, write_pair
 from polydraft_emulator import Emulator
 from tests.support.cpu import needs_kernels
+from tests.support.depth import crossed
 from tests.support.runs import Ask, drive, essence
 
 SOMETIMES, ALWAYS = 0.02, 0.0
@@ -104,9 +105,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("draws", [False, True], ids=["fixed", "drawn"])
-@pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "coupled"])
-@pytest.mark.parametrize("way", list(WAYS))
+@pytest.mark.parametrize(("way", "sampling", "draws"), crossed(2, WAYS, [{}, SAMPLED], [False, True]))
 def test_texts_are_those_of_plain_decoding(way: str, sampling: dict[str, Any], draws: bool) -> None:
     """Bit for bit; and with a fixed number of drafts also the rounds, hence the drafts, are those of a request alone."""
     of, some = pair(SOMETIMES), asks(**sampling)
@@ -195,8 +194,10 @@ def is_as_recomputed(of: tuple[Path, Path], served_by: Engine) -> None:
         assert apart > 1e-5, "a tie would make this a matter of rounding"
 
 
-@pytest.mark.parametrize("noise", [SOMETIMES, 0.5])
-@pytest.mark.parametrize("way", [way for way, options in WAYS.items() if options.keys().isdisjoint(("device", "emulator"))])
+@pytest.mark.parametrize(
+    ("way", "noise"),
+    crossed(2, [way for way, options in WAYS.items() if options.keys().isdisjoint(("device", "emulator"))], [SOMETIMES, 0.5]),
+)
 def test_drafts_are_those_of_a_recomputation(way: str, noise: float) -> None:
     is_as_recomputed(pair(noise), engine(pair(noise), **WAYS[way]))
 

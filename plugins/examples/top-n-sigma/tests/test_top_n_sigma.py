@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import polydraft_top_n_sigma
 from polydraft import LLM, RequestOutput, SamplingParams
 from polydraft.conformance import KernelMismatch, check_kernel, conform, probe
 from polydraft.conformance.adequacy import audit
@@ -25,7 +26,7 @@ from polydraft.conformance.oracle.coupled import Sampling, coupled_rounds
 from polydraft.conformance.report import Selection
 from polydraft.contracts import REGISTRY
 from polydraft.device import Array
-from polydraft.errors import DeviceError, RequestError
+from polydraft.errors import RequestError
 from polydraft_cpu.library import missing
 from polydraft_top_n_sigma import CONTRACT, kernels
 
@@ -38,8 +39,9 @@ ENGINES: dict[str, dict[str, Any]] = {
     "overlap": {**QUEUED, "graph": "off", "overlap": 2},
     "graphs": {**QUEUED, "graph": "decode", "overlap": 1},
     "graphs in parts": {**QUEUED, "graph": "decode", "overlap": 0},
-    "cpu": {"backend": "cpu", "graph": "off", "overlap": 1},
-    "cpu without a queue": {"backend": "cpu", "device": "cpu?queue=0", "graph": "off"},
+    "cpu": {"backend": "cpu"},
+    "cpu eagerly": {"backend": "cpu", "graph": "off", "overlap": 1},
+    "cpu without a queue": {"backend": "cpu", "device": "cpu?queue=0"},
 }
 """Options of `LLM` for everything that launches the kernel in another way."""
 needs_cpu = pytest.mark.skipif(bool(missing()), reason=f"the cpu backend is not available: {missing()}")
@@ -126,9 +128,10 @@ def test_the_kit_passes_it_on_devices(backend: str, device: str) -> None:
     assert len(report.content["results"]) > 15
 
 
-def test_it_is_captured_where_there_are_graphs() -> None:
+@pytest.mark.parametrize(("backend", "device"), [("reference", "queued"), pytest.param("cpu", "cpu", marks=needs_cpu)])
+def test_it_is_captured_where_there_are_graphs(backend: str, device: str) -> None:
     check = Selection(check="L3/kernel/top_n_sigma")
-    assert conform("reference", device="queued", files=("polydraft_top_n_sigma",), selection=check).status == 0
+    assert conform(backend, device=device, files=("polydraft_top_n_sigma",), selection=check).status == 0
 
 
 # -- texts against oracles ---------------------------------------------------------------------------------
@@ -287,16 +290,24 @@ def test_without_the_package_the_parameter_is_refused() -> None:
         texts(llm(draft_tokens=0, plugins=()), [(PROMPTS[0], params(1.0))])
 
 
-def test_devices_with_other_memory_are_refused() -> None:
-    with pytest.raises(DeviceError, match=r"kernels for the backends reference and cpu, got the device gpu:0; choose one of"):
-        kernels.table(SimpleNamespace(spec="gpu:0"))
+def test_on_devices_with_other_memory_only_requests_that_want_it_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(polydraft_top_n_sigma, "table", lambda device: kernels.table(SimpleNamespace(spec="gpu:0")))
+    served = llm(draft_tokens=2)
+    with pytest.raises(RequestError, match=r"^the request wants top n sigma, but this backend has no top_n_sigma; leave it out"):
+        texts(served, [(PROMPTS[0], params(1.0))])
+    asked = [(PROMPTS[0], params(**SAMPLED))]
+    assert texts(served, asked) == texts(llm(draft_tokens=2, plugins=()), asked)
 
 
 @needs_cpu
-def test_graphs_of_the_cpu_backend_are_refused() -> None:
-    """Its queue takes no kernel in NumPy, and a pack cannot say that steps are to be captured in parts around one."""
-    with pytest.raises(DeviceError, match=r"^top_n_sigma on the backend cpu is not part of a graph; give --graph off$"):
-        llm(backend="cpu", graph="decode", draft_tokens=1)
+def test_on_the_default_backend_steps_are_overlapped_and_replayed_whole() -> None:
+    served = llm(backend="cpu", draft_tokens=3)
+    assert served.engine.resolved.overlap == 1
+    texts(served, [(PROMPTS[0], params(SIGMAS, **SAMPLED))])
+    graphs = served.engine.runner.graphs
+    assert graphs is not None
+    assert graphs.whole
+    assert (graphs.counters.eager_steps, graphs.counters.replayed_steps > 5) == (1, True), "that of the prompt"
 
 
 # -- the distribution --------------------------------------------------------------------------------------
@@ -307,18 +318,9 @@ def test_it_is_a_distribution_of_its_own(installed: Path, named: tuple[str, str]
     lines = [json.dumps(asked | extra) for extra in ({}, {"extra": {"top_n_sigma": 0.5}}, {"temperature": 0})]
     (tmp_path / "prompts.jsonl").write_text("\n".join(lines), encoding="utf-8")
     path = os.pathsep.join([str(installed), *(entry for entry in sys.path if entry and Path(entry) != PACKAGE)])
-    command = [
-        sys.executable,
-        "-m",
-        "polydraft",
-        "generate",
-        "--prompts",
-        "prompts.jsonl",
-        "--backend",
-        "reference",
-        "--json",
-        *named,
-    ]
+    backend = "reference" if missing() else "cpu"
+    asked_for = ["generate", "--prompts", "prompts.jsonl", "--backend", backend, "--json", *named]
+    command = [sys.executable, "-m", "polydraft", *asked_for]
     done = subprocess.run(
         command, env={**os.environ, "PYTHONPATH": path}, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=100
     )

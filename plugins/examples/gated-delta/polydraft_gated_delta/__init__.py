@@ -1,6 +1,6 @@
 """A model family for polydraft whose layers keep a recurrent state: gated delta networks (arXiv 2412.06464), made small.
 
-`--plugin polydraft_gated_delta` adds the family, and `--plugin polydraft_gated_delta.numpy_kernels` the kernel for `reference`.
+`--plugin polydraft_gated_delta` adds the family, and `--plugin polydraft_gated_delta.numpy_kernels` the kernel in NumPy.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The kernel of `gated_delta` in NumPy: a kernel pack for devices that bind NumPy kernels, such as those of `reference`.
+"""The kernel of `gated_delta` in NumPy: a kernel pack for devices that bind NumPy kernels, those of `cpu` and `reference`.
 
 Enabled beside the family, or left out where a backend brings a kernel of its own. It shares no code with the golden: all heads
 at once, and the rule in the form S' = alpha S, S = S' + beta (v - S' k) k^T. Every row is computed by itself in the same shapes,
@@ -16,7 +16,6 @@ from polydraft import hookimpl
 from polydraft.device import Array
 from polydraft.errors import DeviceError
 from polydraft.reference.provider import plain
-from polydraft_cpu.device import CpuDevice
 from polydraft_gated_delta.contract import CONTRACT, EPS
 
 
@@ -73,11 +72,11 @@ def _unit(x: Array) -> Array:
 
 @hookimpl
 def polydraft_kernels(device: Any) -> Any:
-    """One provider. Raises `DeviceError` for a device that would not run it in order with its own launches."""
-    if isinstance(device, CpuDevice) or not hasattr(device, "bind_kernel"):
+    """One provider. Raises `DeviceError` for a device whose memory NumPy cannot see."""
+    if not hasattr(device, "bind_kernel"):
         raise DeviceError(
-            f"{CONTRACT.name} has a kernel for the backend reference, got the device {device.spec}; give --backend reference, or "
-            "enable a pack that has one for this device instead"
+            f"{CONTRACT.name} has a kernel in NumPy, got the device {device.spec}; give --backend cpu or reference, or enable a "
+            "pack that has one for this device instead"
         )
     return SimpleNamespace(
         providers={CONTRACT.name: device.bind_kernel(plain(gated_delta))}, versions={CONTRACT.name: CONTRACT.version}

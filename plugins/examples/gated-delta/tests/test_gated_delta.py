@@ -166,6 +166,16 @@ def test_the_emulator(models: dict[str, Path], query: str, overlap: int) -> None
     llm.close()
 
 
+@needs_kernels
+@pytest.mark.parametrize("mtp", MTP)
+@pytest.mark.parametrize("options", [{}, {"num_blocks": 26}, {"graph": "off", "overlap": 2}, {"device": "cpu?queue=0"}], ids=str)
+def test_the_cpu_backend(models: dict[str, Path], mtp: str, options: dict[str, Any]) -> None:
+    """By default its steps are overlapped and replayed whole."""
+    llm = load(models[mtp], backend="cpu", draft_tokens=3, **options)
+    assert serve(llm) == alone(models[mtp], 3, 0.0)
+    llm.close()
+
+
 def test_neighbours_that_never_draft(models: dict[str, Path]) -> None:
     """A pass of the draft is not launched where nobody wants one, and its state is then behind; it matters to nobody."""
     llm = load(models["gated_delta"], draft_tokens=3, max_num_seqs=6)
@@ -257,7 +267,6 @@ def test_without_the_kernel_it_is_refused(models: dict[str, Path]) -> None:
         load(models["attention"], plugins=(FAMILY,))
 
 
-@needs_kernels
-def test_a_device_with_an_order_of_its_own_is_refused(models: dict[str, Path]) -> None:
-    with pytest.raises(DeviceError, match=r"^gated_delta has a kernel for the backend reference, got the device cpu"):
-        load(models["attention"], backend="cpu")
+def test_a_device_with_memory_of_its_own_is_refused(models: dict[str, Path]) -> None:
+    with pytest.raises(DeviceError, match=r"^gated_delta has a kernel in NumPy, got the device emulator:0; give"):
+        LLM(model=str(models["attention"]), plugin=Emulator("emulator:0"), plugins=(FAMILY, KERNELS))

@@ -54,7 +54,7 @@ def test_commands_run(line: str, tmp_path: Path) -> None:
 
 def test_all_of_it_is_shown_and_tried() -> None:
     assert {file.rpartition("/")[2] for file, _, _ in SHOWN} == {row[0].partition("`")[2].rstrip("`") for row in rows(PAGE)}
-    assert (len(SCRIPTS), len(COMMANDS)) == (4, 6)
+    assert (len(SCRIPTS), len(COMMANDS)) == (4, 7)
     others = [line for line in COMMANDS if not line.startswith("polydraft ")]
     folder = PACKAGE.relative_to(ROOT).as_posix()
     assert others == [f"pip install -e {folder}", f"python -m pytest {folder}/tests"]

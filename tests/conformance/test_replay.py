@@ -204,6 +204,9 @@ def test_what_is_no_record(record: Record, tmp_path: Path):
         dataclasses.replace(record, calls=(dataclasses.replace(record.calls[0], inputs={"x": "t999999"}),)),
         dataclasses.replace(record, weights={}),
         dataclasses.replace(record, about={"backend": {}}),
+        dataclasses.replace(record, calls=(dataclasses.replace(record.calls[0], contract={}),)),  # type: ignore[arg-type]
+        dataclasses.replace(record, calls=(dataclasses.replace(record.calls[0], n="1"),)),  # type: ignore[arg-type]
+        dataclasses.replace(record, calls=(dataclasses.replace(record.calls[0], params=3),)),  # type: ignore[arg-type]
     ):
         write(file, wrong)
         with pytest.raises(ConfigError, match="is no record of kernel calls"):
@@ -326,6 +329,31 @@ def test_weights_have_to_be_the_recorded_ones(record: Record):
     assert replay(without, Target("reference"), weights=values.__getitem__, calls=[5, 9]).status == 0
     with pytest.raises(ConfigError, match="has no call 99999"):
         replay(record, Target("reference"), calls=[99999])
+
+
+@pytest.mark.parametrize(
+    ("contract", "change"),
+    [
+        ("swiglu", {"inputs": {}}),
+        ("swiglu", {"outputs": {}}),
+        ("swiglu", {"n": 10**6}),
+        ("linear", {"weights": {}}),
+        ("rms_norm", {"params": {}}),
+        ("rms_norm", {"params": {"eps": {}, "plus_one": False}}),
+        ("scatter", {"inputs": {"runs": "t0", "payload": "t0"}}),
+        ("paged_attention", {"caches": {}}),
+    ],
+    ids=str,
+)
+def test_an_altered_call_is_refused(record: Record, contract: str, change: dict[str, Any]):
+    """Before any backend has it: that a golden cannot run it is no difference, and no bug."""
+    number = next(call.number for call in record.calls if call.contract == contract)
+    other = [dataclasses.replace(call, **change) if call.number == number else call for call in record.calls]
+    changed = dataclasses.replace(record, calls=tuple(other))
+    with pytest.raises(
+        ConfigError, match=rf"^call {number} \(.*\) is no call of {contract} as its contract declares it \(.*; record"
+    ):
+        replay(changed, Target("reference"), calls=[number])
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -167,8 +168,11 @@ def _causes(contract: str, argument: str) -> str:
 # -- one call ----------------------------------------------------------------------------------------
 def _compared(record: Record, call: Call, target: Target, against: str | Target, weights: Weights) -> Comparison:
     kernel, act = kernel_of(call.contract), record.about["dtype"]
-    case = case_of(record, call, weights)
-    want = run_golden(kernel, case, act, kv=_kv(record))
+    with _as_declared(call):
+        case = case_of(record, call, weights)
+        want = run_golden(kernel, case, act, kv=_kv(record))
+        found = dict(_recorded(record, call)) if against == RECORDED else {}
+        want = {name: _as(one, *found[name]) if name in found else one for name, one in want.items()}
     try:
         got = _run(record, call, case, target)
     except PolydraftError as error:
@@ -178,10 +182,21 @@ def _compared(record: Record, call: Call, target: Target, against: str | Target,
     if isinstance(against, Target):
         other = _run(record, call, case, against)
         want = {name: _as(one, from_host(other[name], one.dtype), whole=True) for name, one in want.items()}
-    elif against == RECORDED:
-        found = dict(_recorded(record, call))
-        want = {name: _as(one, *found[name]) if name in found else one for name, one in want.items()}
     return compare(contract_of(kernel), case, got, want)
+
+
+@contextmanager
+def _as_declared(call: Call) -> Iterator[None]:
+    """Raise `ConfigError` for a call that its contract's golden cannot run: no backend is involved yet."""
+    try:
+        yield
+    except PolydraftError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"{call.place} is no call of {call.contract} as its contract declares it ({type(error).__name__}: {error}), wanted a "
+            "file as it was recorded; record it anew"
+        ) from error
 
 
 def _failed(kernel: Kernel, case: Case, what: str) -> Comparison:

@@ -182,6 +182,9 @@ def _record(document: Mapping[str, Any], tensors: Tensors) -> Record:
     if [call.number for call in calls] != list(range(len(calls))):
         raise ValueError("its calls are not numbered from 0")
     for call in calls:
+        typed: list[tuple[Any, type]] = [(call.contract, str), (call.step, int), (call.n, int), (call.params, Mapping)]
+        if not all(isinstance(value, kind) for value, kind in typed):
+            raise TypeError(f"{call.place} has a contract, a step, a length or parameters of another type")
         named = [*call.inputs.values(), *call.outputs.values()]
         named += [key for cache in call.caches.values() for key in (cache.blocks, cache.k, cache.v, cache.k_after, cache.v_after)]
         for key in named:

@@ -48,7 +48,7 @@ matrix: $(TEST)  ## run the kit and its mutants on those backends and write docs
 	$(BIN)/python tools/make_matrix.py
 	$(BIN)/python tools/make_mutants.py
 
-deep: $(TEST)  ## run the tests that take minutes each
+deep: $(TEST)  ## run the tests that take minutes each, and the combinations that `test` leaves out
 	$(BIN)/python -m pytest -n 2 --dist load -v -m deep --timeout=1800 --hypothesis-profile=deep
 
 # Nearly a gigabyte, so it is neither part of `test` nor of `deep`.

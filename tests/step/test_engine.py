@@ -19,6 +19,7 @@ from polydraft.host.request import Status
 from polydraft.instruments.base import Instrument
 from polydraft.program.points import Stage
 from tests.support import runs
+from tests.support.depth import crossed
 from tests.support.meddling import byte_checkpoint
 from tests.support.runs import Ask, drive, essence, solo
 
@@ -457,8 +458,11 @@ class Broken(Instrument):
         self._count("end")
 
 
-@pytest.mark.parametrize("place", ["begin", "end"])
-@pytest.mark.parametrize("stage", ["step", "plan", "launch", "upload", "collect", "wait", "commit"])
+@pytest.mark.parametrize(
+    ("stage", "place", "device"),
+    crossed(2, ["step", "plan", "launch", "upload", "collect", "wait", "commit"], ["begin", "end"], runs.DEVICES),
+    indirect=["device"],
+)
 def test_an_error_in_the_middle_of_a_step_ends_its_requests_and_not_the_engine(device: str, stage: Stage, place: str):
     """It is raised as it is; whatever the step had done by then, no slot is held and none waits for blocks that never come."""
     engine = make(device, max_num_seqs=2, instruments=(Broken(stage, place),))

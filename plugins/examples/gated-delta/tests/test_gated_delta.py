@@ -25,6 +25,7 @@ from polydraft_gated_delta import numpy_kernels
 from polydraft_gated_delta.contract import CONTRACT, advanced
 from polydraft_gated_delta.testing import DK, DV, HEADS, NaiveModel, write
 from tests.support.cpu import needs_kernels
+from tests.support.depth import crossed
 
 FAMILY, KERNELS = "polydraft_gated_delta", "polydraft_gated_delta.numpy_kernels"
 COMMON = [5, 9, 11, 7, 3, 8, 21, 30, 4]
@@ -116,30 +117,30 @@ def test_texts_and_rounds_are_those_of_the_naive_model(models: dict[str, Path], 
     assert accepted == set(range(drafts + 1)), "every number of accepted drafts occurs"
 
 
-@pytest.mark.parametrize(("mtp", "temperature"), [("attention", 0.0), ("gated_delta", 0.0), ("gated_delta", 0.9)])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"draft_tokens": 3},
-        {"draft_tokens": 0},
-        {"draft_tokens": 3, "prefix_cache": False, "max_batched_tokens": 12},
-        {"draft_tokens": 3, "max_batched_tokens": 17, "max_num_seqs": 4},
-        {"draft_tokens": 3, "max_batched_tokens": 13, "block_size": 1},
-        {"draft_tokens": 3, "block_size": 16, "max_num_seqs": 6, "prefix_cache": False},
-        {"draft_tokens": 3, "num_blocks": 26},
-        {"draft_tokens": 1, "num_blocks": 25, "prefix_cache": False},
-        {"draft_tokens": 2, "sanitize": True},
-        {**QUEUED, "draft_tokens": 3, "overlap": 0, "graph": "off"},
-        {**QUEUED, "draft_tokens": 3, "overlap": 1, "graph": "off", "num_blocks": 28},
-        {**QUEUED, "draft_tokens": 3, "overlap": 0, "graph": "decode"},
-        {**QUEUED, "draft_tokens": 3, "overlap": 1, "graph": "decode", "num_blocks": 26},
-        {**QUEUED, "draft_tokens": 1, "overlap": 2, "graph": "decode", "max_batched_tokens": 12},
-    ],
-    ids=str,
-)
+WAYS: list[dict[str, Any]] = [
+    {"draft_tokens": 3},
+    {"draft_tokens": 0},
+    {"draft_tokens": 3, "prefix_cache": False, "max_batched_tokens": 12},
+    {"draft_tokens": 3, "max_batched_tokens": 17, "max_num_seqs": 4},
+    {"draft_tokens": 3, "max_batched_tokens": 13, "block_size": 1},
+    {"draft_tokens": 3, "block_size": 16, "max_num_seqs": 6, "prefix_cache": False},
+    {"draft_tokens": 3, "num_blocks": 26},
+    {"draft_tokens": 1, "num_blocks": 25, "prefix_cache": False},
+    {"draft_tokens": 2, "sanitize": True},
+    {**QUEUED, "draft_tokens": 3, "overlap": 0, "graph": "off"},
+    {**QUEUED, "draft_tokens": 3, "overlap": 1, "graph": "off", "num_blocks": 28},
+    {**QUEUED, "draft_tokens": 3, "overlap": 0, "graph": "decode"},
+    {**QUEUED, "draft_tokens": 3, "overlap": 1, "graph": "decode", "num_blocks": 26},
+    {**QUEUED, "draft_tokens": 1, "overlap": 2, "graph": "decode", "max_batched_tokens": 12},
+]
+DRAFTING = [("attention", 0.0), ("gated_delta", 0.0), ("gated_delta", 0.9)]
+
+
+@pytest.mark.parametrize(("drafting", "options"), crossed(3, DRAFTING, WAYS), ids=str)
 def test_texts_and_rounds_depend_on_nothing_else(
-    models: dict[str, Path], mtp: str, temperature: float, options: dict[str, Any]
+    models: dict[str, Path], drafting: tuple[str, float], options: dict[str, Any]
 ) -> None:
+    mtp, temperature = drafting
     llm = load(models[mtp], **options)
     got = serve(llm, temperature)
     assert got == alone(models[mtp], options["draft_tokens"], temperature)

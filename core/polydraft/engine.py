@@ -47,6 +47,7 @@ from polydraft.proposers.base import built_in
 from polydraft.resolve import Resolved, resolve
 from polydraft.sampling import draft_vocab
 from polydraft.sampling.constraints import Constraints
+from polydraft.sampling.processing import checked_stages
 from polydraft.sampling_params import SamplingParams
 from polydraft.sentinels import Phase
 from polydraft.step.graphs import GraphPolicy
@@ -155,7 +156,7 @@ class Engine:
         self.runner = Runner(
             steps, device=self.device, plugins=self.plugins, table=self.table, model=self.model, weights=weights,
             proposer=self.proposers.factory(self.resolved.proposer), features=features,
-            stages=[stage for _, stage in self.plugins.gather("polydraft_parameters")], draft_ids=self._draft_ids,
+            stages=checked_stages(self.plugins.gather("polydraft_parameters")), draft_ids=self._draft_ids,
             draft_model=self.config.draft_model, points=self.points,
         )  # fmt: skip
         if self.resolved.graph != "off":

@@ -98,7 +98,8 @@ def test_a_server_whose_plugin_takes_the_name_of_a_field_does_not_start(tmp_path
         "from polydraft import hookimpl\nfrom polydraft.program.declare import Parameter\n"
         "class Stage:\n    name = 'mine'\n    columns = contracts = ()\n"
         "    parameters = (Parameter('top_logprobs', 0, 'Mine.', 'a number', lambda value: True),)\n"
-        "    def wants(self, params): return False\n    def emit(self, rows): pass\n"
+        "    def wants(self, params): return False\n    def prepare(self, params, encode, vocab_size): pass\n"
+        "    def emit(self, rows): pass\n"
         "@hookimpl\ndef polydraft_parameters():\n    return [Stage()]\n"
     )
     command = [sys.executable, "-c", "from polydraft.cli import main; main()", "serve", "--port", "0", "--plugin", str(plugin)]

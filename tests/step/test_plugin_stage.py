@@ -16,7 +16,7 @@ from polydraft import LLM, Engine, SamplingParams
 from polydraft.cli import main
 from polydraft.contracts.base import REGISTRY
 from polydraft.contracts.docs import render
-from polydraft.errors import ConfigError, RequestError
+from polydraft.errors import ConfigError, PluginError, RequestError
 from polydraft.program.declare import Column, LogitsStage, Parameter
 from polydraft.sampling.processing import Stage
 from tests.support import tiny
@@ -232,7 +232,7 @@ WRONG: list[tuple[Column, Any, str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("declared", "value", "wanted"), WRONG)
+@pytest.mark.parametrize(("declared", "value", "wanted"), WRONG, ids=range(len(WRONG)))
 def test_what_a_column_cannot_hold_is_refused_when_it_arrives(declared: Column, value: Any, wanted: str) -> None:
     """Not when it is admitted, in one step with others."""
     served = with_stage(Told(declared))
@@ -282,3 +282,24 @@ def test_a_stage_that_raises_refuses_its_request_alone(error: Exception) -> None
 def test_a_column_that_is_none_is_refused(wrong: Column, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         with_stage(Told(wrong))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"columns": ("told",)}, r"a stage with the columns \('told',\), wanted a tuple of Column; correct it"),
+        ({"columns": None}, "a stage with the columns None, wanted a tuple of Column"),
+        ({"parameters": ("told",)}, r"a stage with the parameters \('told',\), wanted a tuple of Parameter"),
+        ({"contracts": "scale_logits"}, "a stage with the contracts 'scale_logits', wanted a tuple of str"),
+        ({"wants": None}, r"a Told, wanted a LogitsStage: its wants does not take \(params\); add it"),
+    ],
+    ids=str,
+)
+def test_what_is_no_stage_is_refused(change: dict[str, Any], said: str) -> None:
+    stage = Told(column())
+    for name, value in change.items():
+        setattr(stage, name, value)
+    with pytest.raises(PluginError, match=f"^plugin 'double': polydraft_parameters returned {said}"):
+        with_stage(stage)
+    with pytest.raises(PluginError, match=r"^plugin 'double': polydraft_parameters returned an int, wanted a LogitsStage"):
+        with_stage(3)  # type: ignore[arg-type]

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from polydraft.contracts.base import Limits
-from polydraft.errors import ConfigError, RequestError
+from polydraft.errors import ConfigError, PluginError, RequestError
+from polydraft.plugins.checks import check_result
 from polydraft.program.columns import check_value
 from polydraft.program.declare import Admission, Column, LogitRows, LogitsStage, Parameter
 from polydraft.sampling_params import MAX_BAD_WORDS, MAX_BIASES, SamplingParams
@@ -173,6 +174,22 @@ def _refuse_twins(what: str, names: Sequence[str]) -> None:
 
 STAGES: tuple[LogitsStage, ...] = (Penalties(), LogitBias(), ForbiddenTokens())
 """Those of core, in the order in which they run."""
+
+
+def checked_stages(brought: Iterable[tuple[str, Any]]) -> list[LogitsStage]:
+    """The stages that plugins bring, each with the name of its plugin. Raises `PluginError` for what is none."""
+    stages: list[LogitsStage] = []
+    for plugin, stage in brought:
+        check_result(plugin, "polydraft_parameters", stage, LogitsStage)
+        for name, kind in (("columns", Column), ("parameters", Parameter), ("contracts", str)):
+            found = getattr(stage, name)
+            if not isinstance(found, tuple) or not all(isinstance(one, kind) for one in found):
+                raise PluginError(
+                    f"plugin {plugin!r}: polydraft_parameters returned a stage with the {name} {found!r}, wanted a tuple of "
+                    f"{kind.__name__}; correct it"
+                )
+        stages.append(stage)
+    return stages
 
 
 class Processing:

@@ -132,7 +132,24 @@ def invented(program: UnboundProgram) -> Sequence[Entry]:
     return [replace(first), *program.entries[1:]]
 
 
+def broken(program: UnboundProgram) -> Sequence[Entry]:
+    raise KeyError(program.name)
+
+
+def nothing(program: UnboundProgram) -> Sequence[Entry]:
+    result: Any = None
+    return result  # type: ignore[no-any-return]
+
+
+def nodeless(program: UnboundProgram) -> Sequence[Entry]:
+    nodes: Any = None
+    return [Rewritten(nodes, "fast", "none"), *program.entries[1:]]
+
+
 REFUSED: dict[str, tuple[Rewrite, str]] = {
+    "raises": (broken, r"raised KeyError: 'greedy\.target', or returned no list of entries; correct it"),
+    "returns nothing": (nothing, r"raised TypeError: 'NoneType' object is not iterable, or returned no list"),
+    "rewrites no nodes": (nodeless, r"raised TypeError: .*, or returned no list"),
     "loses an entry": (dropped, r"returned 2 entries, wanted 3"),
     "moves entries": (swapped, r"returned scale as entry 0, wanted all entries in their order"),
     "returns one twice": (doubled, r"returned read as entry 3, wanted all entries"),

@@ -15,7 +15,7 @@ from typing import Any
 from polydraft.contracts import COMPOSITES
 from polydraft.contracts.base import Args, Limits, ParamSpec
 from polydraft.contracts.composite import Composite, CompositeArgs
-from polydraft.errors import PluginError
+from polydraft.errors import PluginError, PolydraftError
 from polydraft.plugins.kernel_table import BoundTable, TablePass
 from polydraft.plugins.program_pass import Entry, Node, Readers, Rewritten, UnboundProgram, accesses
 
@@ -80,8 +80,16 @@ def rewrite(
     found = list(entries)
     for one in table.passes:
         program = UnboundProgram(name, tuple(found), one.served, limits, tuple(others))
-        found = list(one.program_pass.rewrite(program))
-        _check(one, program, found)
+        try:
+            found = list(one.program_pass.rewrite(program))
+            _check(one, program, found)
+        except PolydraftError:
+            raise
+        except Exception as error:
+            raise PluginError(
+                f"plugin {one.source!r}: its pass over {name} raised {type(error).__name__}: {error}, or returned no list of "
+                "entries; correct it"
+            ) from error
     return found
 
 

@@ -247,7 +247,9 @@ def test_what_a_column_cannot_hold_is_refused_when_it_arrives(declared: Column, 
 
 
 @pytest.mark.parametrize(
-    "value", [(column(), math.inf), (column(), np.float32(2)), (column("B 3"), 1), (column("B 3", "i32"), [1, 2, 3])], ids=str
+    "value",
+    [(column(), math.inf), (column(), np.float32(2)), (column("B 3"), 1), (column("B 3", "i32"), [1, 2, 3])],
+    ids=["inf", "np.float32", "one of three", "a row of whole numbers"],
 )
 def test_what_a_column_can_hold_is_served(value: tuple[Column, Any]) -> None:
     declared, told = value

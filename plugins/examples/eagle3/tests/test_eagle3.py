@@ -35,6 +35,7 @@ SOMETIMES, ALWAYS = 0.02, 0.0
 """Noise of the pairs whose drafts are right about every other time, and always."""
 PROMPTS = ((5, 9, 33), tuple(range(3, 24)), (1,), (*range(3, 24), 7, 7))
 SAMPLED: dict[str, Any] = {"temperature": 1.0, "top_p": 0.95}
+SAMPLINGS: dict[str, dict[str, Any]] = {"greedy": {}, "coupled": SAMPLED}
 
 
 PART = [token for token in range(48) if token % 5]
@@ -105,10 +106,10 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(("way", "sampling", "draws"), crossed(2, WAYS, [{}, SAMPLED], [False, True]))
-def test_texts_are_those_of_plain_decoding(way: str, sampling: dict[str, Any], draws: bool) -> None:
+@pytest.mark.parametrize(("way", "sampling", "draws"), crossed(2, WAYS, SAMPLINGS, [False, True]))
+def test_texts_are_those_of_plain_decoding(way: str, sampling: str, draws: bool) -> None:
     """Bit for bit; and with a fixed number of drafts also the rounds, hence the drafts, are those of a request alone."""
-    of, some = pair(SOMETIMES), asks(**sampling)
+    of, some = pair(SOMETIMES), asks(**SAMPLINGS[sampling])
     options = {"draft_tokens": 3, **WAYS[way]}
     numbers = random.Random(3).choices(ladder(options["draft_tokens"]), k=200) if draws else ()
     served_by = engine(of, numbers=numbers, **options)
@@ -146,9 +147,9 @@ def test_rejection(options: dict[str, Any]) -> None:
 
 
 @needs_kernels
-@pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "coupled"])
-def test_compiled_kernels(sampling: dict[str, Any]) -> None:
-    of, some = pair(SOMETIMES), asks(**sampling)
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_compiled_kernels(sampling: str) -> None:
+    of, some = pair(SOMETIMES), asks(**SAMPLINGS[sampling])
     outputs = drive(engine(of, backend="cpu"), some)
     assert [output.token_ids for output in outputs] == [one.token_ids for one in alone(of, 0, some, backend="cpu")]
     assert sum(output.accepted for output in outputs) > 5

@@ -33,7 +33,7 @@ class Checker(Ordering):
 
     # -- waiting -----------------------------------------------------------------------------------
     def reset(self) -> None:
-        """The device has failed: what was in flight is void, and nobody will read its snapshots."""
+        """Nothing is in flight any more, because it has run or because the device has failed; nobody will read its snapshots."""
         self.host_knows_all()
         for memory in self.memories:
             if isinstance(memory, StagingMemory):

@@ -165,10 +165,11 @@ class WatchedDevice(WrappedDevice):
 
     # -- the rest ----------------------------------------------------------------------------------
     def synchronize(self) -> None:
-        """Block until everything enqueued has run."""
+        """Block until everything enqueued has run. An engine asks for it where no step is in flight, or where it discards those
+        that are."""
         self.checker.wait_refused_here("wait for the device", "the device")
         self.failing(self.inner.synchronize)
-        self.checker.host_knows_all()
+        self.checker.reset()
 
     def close(self) -> None:
         """Free everything; what is used behind this is reported."""

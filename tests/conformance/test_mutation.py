@@ -127,7 +127,7 @@ def test_explanations_are_of_changes_that_there_are(tool: ModuleType):
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize("name", ["compare", "outcomes", "report", "waivers", "serving"])
+@pytest.mark.parametrize("name", ["compare", "outcomes", "verdict", "report", "waivers", "serving"])
 def test_every_survivor_is_explained(tool: ModuleType, name: str):
-    assert set(tool.SUBJECTS) == {"compare", "outcomes", "report", "waivers", "serving"}
+    assert set(tool.SUBJECTS) == {"compare", "outcomes", "verdict", "report", "waivers", "serving"}
     assert tool.judged([name]) == []

@@ -18,11 +18,8 @@ from polydraft.contracts.base import Contract
 from polydraft.contracts.docs import render
 
 ROOT = Path(__file__).parents[1]
-NEEDS = {
-    "own": "counts as own work",
-    "offered": "has to be there",
-    "optional": "may be left out",
-}
+NEEDS = {"own": "counts as own work", "offered": "has to be there"}
+"""What `basic` asks of a contract whose feature is claimed."""
 FOLDER, REFERENCE = "backends/contracts", "backends/reference.md"
 CONTRACTS, FUSED = "<!-- table of contracts -->", "<!-- table of composites -->"
 """Where the page of reference wants its tables."""
@@ -66,8 +63,8 @@ def upstream() -> dict[str, list[str]]:
 
 def contract_page(contract: Contract, names: Mapping[str, Sequence[str]]) -> str:
     """The page of one contract."""
-    above = "has to be own" if need(contract.name, "graph") == "own" else NEEDS[need(contract.name, "graph")]
-    facts = [f"In the profile `basic` it {NEEDS[need(contract.name, 'basic')]}, above it {above}."]
+    claim = f"In a claim for `{contract.feature}`" if contract.feature != "dense" else "In every claim"
+    facts = [f"{claim} it {_in_basic(contract)} in the profile `basic`, and has to be the backend's own above it."]
     if contract.name in names:
         facts.append(f"FastDeploy: {'; '.join(names[contract.name])}.")
     one = f'`check_kernel("{contract.name}", fn, to_device, to_host)`'
@@ -77,11 +74,15 @@ def contract_page(contract: Contract, names: Mapping[str, Sequence[str]]) -> str
 
 def contracts(names: Mapping[str, Sequence[str]]) -> str:
     """The table of all contracts."""
-    rows = ["| contract | computes | in `basic` | FastDeploy |", "|---|---|---|---|"]
+    rows = ["| contract | computes | feature | in `basic` | FastDeploy |", "|---|---|---|---|---|"]
     for contract in REGISTRY:
         link, theirs = f"[`{contract.key}`](contracts/{contract.name}.md)", "; ".join(names.get(contract.name, []))
-        rows.append(f"| {link} | {_first_line(contract.doc)} | {NEEDS[need(contract.name, 'basic')]} | {theirs} |")
+        rows.append(f"| {link} | {_first_line(contract.doc)} | {contract.feature} | {_in_basic(contract)} | {theirs} |")
     return "\n".join(rows)
+
+
+def _in_basic(contract: Contract) -> str:
+    return NEEDS[need(contract.name, "basic", contract.features)]
 
 
 def composites() -> str:

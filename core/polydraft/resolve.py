@@ -14,6 +14,7 @@ from typing import Any, cast
 
 from polydraft.backend import BackendInfo
 from polydraft.config import AUTO, EngineConfig
+from polydraft.contracts import REGISTRY
 from polydraft.contracts.base import Limits
 from polydraft.contracts.kv_quant import Kv
 from polydraft.errors import CapabilityError
@@ -248,6 +249,10 @@ def _no_mtp(model: ModelDescription) -> str:
 
 def _verify(n: _Negotiation) -> str:
     asked = n.config.verify
+    lacking = [contract.name for contract in REGISTRY.of(["sampling"]) if contract.name not in n.info.contract_versions]
+    if asked == AUTO and lacking and not n.config.kernels:  # what packs bring is known once the device is open
+        reason = f"backend {n.info.name} does not offer {' and '.join(lacking)}, so only requests with temperature 0 are accepted"
+        return str(n.choose("verify", "greedy", reason))
     if asked == AUTO:
         reason = "greedy requests are matched against the argmax, sampling ones against the target's own draw with shared noise"
         return str(n.choose("verify", "coupled", reason))

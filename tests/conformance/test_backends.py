@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -14,15 +14,16 @@ import pytest
 
 from polydraft import reference
 from polydraft.conformance import overlap_checks, sanity_checks
-from polydraft.conformance.catalogue import CLAIMED, every_check, must_own, must_pass
+from polydraft.conformance.catalogue import every_check, must_own, must_pass
 from polydraft.conformance.check import Check, Tally
 from polydraft.conformance.graph_checks import checks as graph_checks
 from polydraft.conformance.matrix import in_words, markdown, plain, table
-from polydraft.conformance.outcomes import PROFILES
+from polydraft.conformance.outcomes import CLAIMED, PROFILES
 from polydraft.conformance.pages import claim_of, junit, page
 from polydraft.conformance.report import Selection, conform, verify
 from polydraft.conformance.target import Target
 from polydraft.contracts import COMPOSITES, REGISTRY
+from polydraft.contracts.features import FEATURES
 from polydraft.errors import ContractError
 from tests.conformance.doubles import BACKENDS, alone, basic, installed, kernels, named, raising, unavailable
 from tests.support.depth import among
@@ -113,7 +114,7 @@ def test_every_backend_keeps_every_contract_that_it_offers(name: str, contract: 
     cell = next(row for row in content["rows"] if (row["level"], row["contract"]) == ("L2", contract))["cells"][name]
     failed = [r.message for r in kernels(name).results if r.kernel == contract and r.outcome not in ("pass", "unsupported")]
     assert failed == []
-    assert cell["outcome"] == "pass" or contract not in content["backends"][0] or REGISTRY[contract].need == "optional"
+    assert cell["outcome"] == "pass" or contract not in content["backends"][0] or REGISTRY[contract].feature != "dense"
 
 
 def test_one_table_of_all():
@@ -195,20 +196,50 @@ def test_ids_are_unique():
 @pytest.mark.parametrize("profile", PROFILES)
 def test_lists_follow_from_the_contracts(profile: str):
     """What has to be there is checked with every case; what may be left out is in no list."""
-    passing, owning = must_pass(profile), must_own(profile)
-    for contract in REGISTRY:
-        needed = contract.need != "optional"
-        for case in contract.cases():
-            assert (f"L2/{contract.name}/{case.name}" in passing) == needed, contract.key
-    assert {REGISTRY[name].need for name in owning} == ({"compute"} if profile == "basic" else {"compute", "step"})
-    assert len(owning) == (10 if profile == "basic" else 21)
-    assert not any(id_.startswith("L2/") and "+" in id_ for id_ in passing), "composites may be left out"
+    for features in (("dense",), ("dense", "sampling"), tuple(FEATURES)):
+        passing, owning = must_pass(profile, features), must_own(profile, features)
+        for contract in REGISTRY:
+            for case in contract.cases():
+                assert (f"L2/{contract.name}/{case.name}" in passing) == (contract.feature in features), contract.key
+        wanted = [contract.name for contract in REGISTRY if contract.feature in features]
+        assert owning == tuple(name for name in wanted if REGISTRY[name].compute or profile != "basic")
+        assert ("L5/sampled/0" in passing) == ("sampling" in features)
+        assert not any(id_.startswith("L2/") and "+" in id_ for id_ in passing), "composites may be left out"
+    assert len(must_own(profile, ("dense",))) == (10 if profile == "basic" else 22)
 
 
-def test_profiles_contain_each_other():
-    lists = [set(must_pass(profile)) for profile in PROFILES]
-    assert all(smaller < larger for smaller, larger in itertools.pairwise(lists))
-    assert {id_.partition("/")[0] for id_ in lists[-1]} == {"L0", "L1", "L2", "L3", "L4", "L5", "L6"}
+def test_full_is_graphs_and_asynchrony_and_these_are_independent():
+    basic, graph, asynchronous, full = (set(must_pass(profile, tuple(FEATURES))) for profile in PROFILES)
+    assert basic < graph < full
+    assert basic < asynchronous < full
+    assert {id_.partition("/")[0] for id_ in graph - asynchronous} == {"L0", "L3"}
+    assert {id_.partition("/")[0] for id_ in asynchronous - graph} == {"L4", "L6"}
+    assert full - graph - asynchronous == {"L4/graphs-and-overlap", "L6/replays"}
+
+
+STREAMS_ALONE = named(
+    reference, "streams", devices=("queued",),
+    capabilities=dataclasses.replace(reference.polydraft_backend_info("queued").capabilities, graph_capture=False),
+)  # fmt: skip
+
+
+def test_a_device_with_streams_and_no_capture_has_what_asynchrony_needs():
+    target = Target(STREAMS_ALONE, device="queued")
+    checks = {check.id: check for check in every_check()}
+    found = {id_: checks[id_].result(target).outcome for id_ in ("L4/overlap-2/arrivals", "L6/one-wait-a-step", "L6/replays")}
+    assert list(found.values()) == ["pass", "pass", "unsupported"]
+    wanted = {need for id_ in must_pass("async", tuple(FEATURES)) for need in checks[id_].needs}
+    assert wanted == {"asynchronous"}
+
+
+@pytest.mark.deep
+def test_a_device_with_streams_and_no_capture_claims_async():
+    report = conform(STREAMS_ALONE, device="queued", selection=Selection("async"))
+    assert report.status == 0, page(report)
+    assert report.content["not_claimed"] == ["graph_capture"]
+    refused = conform(STREAMS_ALONE, device="queued", selection=Selection("full", features=("dense",)))
+    assert refused.status == 1
+    assert "(capability graph_capture is not declared), but the claim needs it" in page(refused)
 
 
 # -- reports -------------------------------------------------------------------------------------------
@@ -222,7 +253,10 @@ def test_what_is_written(tmp_path: Path):
     assert [suite.get("name") for suite in suites] == ["L0", "L1", "L2", "L5"]
     assert sum(len(suite) for suite in suites) == len(report.results)
     text = (tmp_path / "new" / "report.txt").read_text()
-    assert f"polydraft-conformance 1.0 / basic ({len(content['owners'])} own, 0 delegated) holds" in text
+    claim = f"basic for {', '.join(FEATURES)} ({len(content['owners'])} own, 0 delegated)"
+    assert f"polydraft-conformance 1.0 / {claim} holds" in text
+    for name in FEATURES:
+        assert re.search(rf"^{name} +claimed +{len(REGISTRY.of([name]))} own$", text, re.MULTILINE)
     assert "self-certified" in text
     assert all(kernel in text for kernel in ("linear", "paged_attention", "swiglu"))
     assert text.count("\n") < 60

@@ -22,7 +22,9 @@ from polydraft.backend import BackendInfo
 from polydraft.conformance import catalogue, isolation
 from polydraft.conformance import report as reporting
 from polydraft.conformance.catalogue import lists_digest, must_own, must_pass
+from polydraft.conformance.check import Check
 from polydraft.conformance.outcomes import (
+    CLAIMED,
     FAILS,
     HOLDS,
     KIT_ERROR,
@@ -37,14 +39,19 @@ from polydraft.conformance.outcomes import (
 )
 from polydraft.conformance.report import Selection, conform, digest_of, make, verify, with_causes
 from polydraft.conformance.target import Target, wrap
-from polydraft.conformance.verdict import Verdict, judge
+from polydraft.conformance.verdict import Verdict, judge, standings
 from polydraft.conformance.waivers import Waiver, apply, load
-from polydraft.errors import ConfigError
+from polydraft.contracts import COMPOSITES, REGISTRY
+from polydraft.contracts.features import FEATURES, Feature, with_base
+from polydraft.errors import ConfigError, ContractError
 from polydraft.plugins.plugins import Plugins
 
-OWN = dict.fromkeys(must_own("basic"), "own")
-PASSED = tuple(Result(id_, "pass", 1) for id_ in must_pass("basic"))
-ALL_OWN = dict.fromkeys(must_own("full"), "own")
+DENSE = ("dense",)
+OWN = dict.fromkeys(must_own("basic", DENSE), "own")
+PASSED = tuple(Result(id_, "pass", 1) for id_ in must_pass("basic", DENSE))
+ALL_OWN = dict.fromkeys(must_own("full", DENSE), "own")
+EVERYTHING = dict.fromkeys(REGISTRY.names(), "own")
+WITHOUT = f", without {', '.join(name for name in FEATURES if name != 'dense')}"
 
 
 def other(index: int, outcome: Any, **fields: Any) -> list[Result]:
@@ -64,32 +71,37 @@ def test_numbers_and_names():
     assert PROFILES == {
         "basic": ("L0", "L1", "L2", "L5"),
         "graph": ("L0", "L1", "L2", "L3", "L5"),
-        "async": ("L0", "L1", "L2", "L3", "L4", "L5"),
+        "async": ("L0", "L1", "L2", "L4", "L5", "L6"),
         "full": ("L0", "L1", "L2", "L3", "L4", "L5", "L6"),
     }
+    both = ("graph_capture", "asynchronous")
+    assert CLAIMED == {"basic": (), "graph": both[:1], "async": both[1:], "full": both}
     assert SPEC == "1.0"
     result = Result("L2/x/y", "pass")
     assert (result.comparisons, result.seconds, result.headroom, result.near_ties, result.level) == (0, 0.0, None, 0, "L2")
     assert as_result(dataclasses.asdict(result)) == result
 
 
-HOLD = f"polydraft-conformance 1.0 / basic ({len(OWN)} own, 0 delegated)"
+HOLD = f"polydraft-conformance 1.0 / basic for dense ({len(OWN)} own, 0 delegated){WITHOUT}"
 
 
 @pytest.mark.parametrize(
     ("results", "status", "sentence", "problems"),
     [
-        (PASSED, 0, f"{HOLD} holds: {len(PASSED)} checks passed, 0 not claimed", ()),
+        (PASSED, 0, f"{HOLD} holds: {len(PASSED)} checks passed", ()),
         (other(3, "fail", message="wrong"), 1, f"{HOLD} fails: 1 checks failed", (f"{PASSED[3].id}: wrong",)),
         (
             other(3, "unsupported"), 1, f"{HOLD} fails: 1 are missing",
-            (f"{PASSED[3].id}: unsupported, but basic needs it",),
+            (f"{PASSED[3].id}: unsupported, but the claim needs it",),
         ),
-        (PASSED[1:], 1, f"{HOLD} fails: 1 are missing", (f"{PASSED[0].id}: not run, but basic needs it",)),
+        (PASSED[1:], 1, f"{HOLD} fails: 1 are missing", (f"{PASSED[0].id}: not run, but the claim needs it",)),
         (
-            other(3, "waived"), 0, f"{HOLD} / 1 waivers holds: {len(PASSED) - 1} checks passed, 0 not claimed", (),
+            other(3, "waived"), 0, f"{HOLD} / 1 waivers holds: {len(PASSED) - 1} checks passed", (),
         ),
-        ((*PASSED, Result("L3/more", "unsupported")), 0, f"{HOLD} holds: {len(PASSED)} checks passed, 1 not claimed", ()),
+        (
+            (*PASSED, Result("L3/more", "unsupported")), 0,
+            f"{HOLD} holds: {len(PASSED)} checks passed, 1 are of what it does not have", (),
+        ),
         (
             other(3, "error", message="oops"), 3, "the kit failed in 1 places; nothing follows from this run",
             (f"{PASSED[3].id}: oops",),
@@ -107,12 +119,13 @@ HOLD = f"polydraft-conformance 1.0 / basic ({len(OWN)} own, 0 delegated)"
         ((Result("L1/x", "waived", 1),), 4, "nothing was proved: no check passed", ()),
         (
             (*PASSED[2:], Result(PASSED[1].id, "fail", 1, message="no")), 1, f"{HOLD} fails: 1 checks failed, 1 are missing",
-            (f"{PASSED[1].id}: no", f"{PASSED[0].id}: not run, but basic needs it"),
+            (f"{PASSED[1].id}: no", f"{PASSED[0].id}: not run, but the claim needs it"),
         ),
     ],
 )  # fmt: skip
 def test_verdicts(results: Any, status: int, sentence: str, problems: tuple[str, ...]):
-    assert judge(list(results), OWN, profile="basic") == Verdict(status, sentence, problems)
+    verdict = judge(list(results), OWN, profile="basic")
+    assert (verdict.status, verdict.sentence, verdict.problems) == (status, sentence, problems)
 
 
 def test_a_failure_without_a_pass_is_a_failure():
@@ -124,25 +137,26 @@ def test_owners_decide_what_is_claimed():
     names = list(OWN)
     one = {**dict.fromkeys(OWN, "delegated"), names[2]: "own"}
     assert judge(PASSED, one, profile="basic").sentence.startswith(
-        f"polydraft-conformance 1.0 / basic (1 own, {len(OWN) - 1} delegated) holds"
+        f"polydraft-conformance 1.0 / basic for dense (1 own, {len(OWN) - 1} delegated){WITHOUT} holds"
     )
     emulated = dict.fromkeys(OWN, "emulated")
-    assert f"basic (0 own, 0 delegated, {len(OWN)} emulated) holds" in judge(PASSED, emulated, profile="basic").sentence
+    claim = f"basic for dense (0 own, 0 delegated, {len(OWN)} emulated){WITHOUT} holds"
+    assert claim in judge(PASSED, emulated, profile="basic").sentence
     for owners in (dict.fromkeys(OWN, "delegated"), {}, dict.fromkeys(OWN, "unknown")):
         verdict = judge(PASSED, owners, profile="basic")
         nothing = f"no compute kernel is the backend's own; implement at least one of {', '.join(OWN)}"
-        assert verdict == Verdict(4, f"nothing was proved: {nothing}", (nothing,))
+        assert (verdict.status, verdict.sentence, verdict.problems) == (4, f"nothing was proved: {nothing}", (nothing,))
     broken = judge(other(0, "fail", message="no"), dict.fromkeys(OWN, "delegated"), profile="basic")
-    claim = f"polydraft-conformance 1.0 / basic (0 own, {len(OWN)} delegated)"
+    claim = f"polydraft-conformance 1.0 / basic for dense (0 own, {len(OWN)} delegated){WITHOUT}"
     nothing = f"no compute kernel is the backend's own; implement at least one of {', '.join(OWN)}"
     sentence = f"{claim} fails: 1 checks failed, {len(OWN)} compute kernels are not its own"
-    assert broken == Verdict(1, sentence, (f"{PASSED[0].id}: no", nothing))
+    assert (broken.status, broken.sentence, broken.problems) == (1, sentence, (f"{PASSED[0].id}: no", nothing))
     missing = judge(PASSED[1:], dict.fromkeys(OWN, "delegated"), profile="basic")
     assert (missing.status, len(missing.problems)) == (4, 2)
 
 
 def test_higher_profiles_want_every_kernel():
-    passed = [Result(id_, "pass", 1) for id_ in must_pass("graph")]
+    passed = [Result(id_, "pass", 1) for id_ in must_pass("graph", DENSE)]
     assert judge(passed, ALL_OWN, profile="graph").status == 0
     foreign = {**ALL_OWN, "embed": "delegated", "argmax": "unknown"}
     verdict = judge(passed, foreign, profile="graph")
@@ -156,7 +170,126 @@ def test_higher_profiles_want_every_kernel():
 
 def test_without_a_claim_neither_lists_nor_owners_matter():
     verdict = judge(PASSED[:3], {}, profile="basic", complete=False)
-    assert verdict == Verdict(0, "what was asked for holds: 3 checks passed, 0 not claimed", ())
+    assert verdict == Verdict(0, "what was asked for holds: 3 checks passed", ())
+
+
+# -- features ------------------------------------------------------------------------------------------
+def test_features_are_listed_behind_what_they_rest_on():
+    names = list(FEATURES)
+    assert names[0] == "dense"
+    assert all(names.index(base) < names.index(name) for name, one in FEATURES.items() for base in one.rests_on)
+    assert all(REGISTRY.of([name]) for name in FEATURES), "a feature without a contract would be claimed by everybody"
+    assert {contract.feature for contract in REGISTRY if contract.compute} == {"dense"}
+
+
+def test_a_claim_includes_what_its_features_rest_on():
+    assert with_base(()) == ("dense",)
+    assert with_base(["grammar"]) == ("dense", "grammar")
+    assert with_base(["schedule", "dense"]) == ("dense", "sampling", "rejection", "schedule")
+    with pytest.raises(ConfigError, match=r"^feature is 'dens', wanted some of dense, sampling, .*; choose among those$"):
+        with_base(["sampling", "dens"])
+    with pytest.raises(ConfigError, match="feature is 'dens'"):
+        Selection(features=("dens",)).checks()
+
+
+def test_a_further_feature_is_a_line_and_what_contracts_say(monkeypatch: pytest.MonkeyPatch):
+    contract = dataclasses.replace(REGISTRY["swiglu"], name="expert_mlp", feature="experts")
+    with pytest.raises(ContractError, match=r"^contract expert_mlp/1 belongs to feature 'experts', wanted one of dense, "):
+        REGISTRY.add(contract)
+    monkeypatch.setitem(FEATURES, "experts", Feature("a mixture of experts"))  # type: ignore[arg-type]  # Final, and a dict
+    REGISTRY.add(contract)
+    try:
+        assert "expert_mlp" in must_own.__wrapped__("basic", ("dense", "experts"))
+        ids = {check.id for check in Selection(features=("experts",)).checks()}
+        assert {"L2/expert_mlp/seeds", "L2/linear/seeds"} < ids
+        assert "L2/sample/seeds" not in ids
+        assert standings(EVERYTHING, profile="full")["experts"] == ("absent", ("expert_mlp",))
+        owners = {**EVERYTHING, "expert_mlp": "own"}
+        assert standings(owners, profile="full")["experts"] == ("claimed", ())
+    finally:
+        REGISTRY.remove("expert_mlp")
+
+
+def owning(*names: str, but: str = "own") -> dict[str, str]:
+    """Owners of the contracts of some features; the first contract of the last is `but`."""
+    owners = {contract.name: "own" for contract in REGISTRY.of(names)}
+    owners[REGISTRY.of(names[-1:])[0].name] = but
+    return owners
+
+
+@pytest.mark.parametrize(
+    ("owners", "profile", "asked", "states"),
+    [
+        (EVERYTHING, "full", (), dict.fromkeys(FEATURES, "claimed")),
+        (dict.fromkeys(EVERYTHING, "emulated"), "full", (), dict.fromkeys(FEATURES, "claimed")),
+        (dict.fromkeys(EVERYTHING, "delegated"), "basic", (), dict.fromkeys(FEATURES, "claimed")),
+        (dict.fromkeys(EVERYTHING, "delegated"), "graph", (), {"dense": "claimed"}),
+        ({}, "basic", (), {"dense": "claimed"}),
+        (owning("dense", "sampling"), "async", (), {"dense": "claimed", "sampling": "claimed"}),
+        (owning("dense", "sampling", but="delegated"), "async", (), {"dense": "claimed", "sampling": "incomplete"}),
+        (owning("dense", "sampling", but="unknown"), "async", (), {"dense": "claimed", "sampling": "incomplete"}),
+        (owning("dense", "sampling", but="delegated"), "basic", (), {"dense": "claimed", "sampling": "claimed"}),
+        (owning("dense", "rejection"), "full", (), {"dense": "claimed", "rejection": "incomplete"}),
+        (EVERYTHING, "full", ("sampling",), dict.fromkeys(FEATURES, "left out") | {"dense": "claimed", "sampling": "claimed"}),
+        (
+            owning("dense", "rejection", but="delegated"), "full", ("sampling",),
+            {"dense": "claimed", "sampling": "claimed", "rejection": "incomplete"},
+        ),
+        (owning("dense"), "full", ("rejection",), dict.fromkeys(("dense", "sampling", "rejection"), "claimed")),
+    ],
+)  # fmt: skip
+def test_what_is_claimed(owners: dict[str, str], profile: str, asked: tuple[str, ...], states: dict[str, str]):
+    found = standings(owners, profile=profile, asked=asked)
+    assert {name: one.state for name, one in found.items()} == dict.fromkeys(FEATURES, "absent") | states
+    there = ("own", "emulated", "delegated", "unknown") if profile == "basic" else ("own", "emulated")
+    for name, one in found.items():
+        assert one.lacking == tuple(c.name for c in REGISTRY.of([name]) if owners.get(c.name) not in there)
+
+
+def test_the_sentence_names_what_is_claimed_and_what_is_absent():
+    owners = owning("dense", "sampling", "logprobs", but="delegated") | dict.fromkeys(COMPOSITES, "own")
+    passed = [Result(id_, "pass", 1) for id_ in must_pass("graph", ("dense", "sampling"))]
+    other = [Result("L2/pack_logprobs/seeds", "pass", 1), Result("L2/mask_logits/seeds", "unsupported")]
+    mine = [Result("L2/sample/other-dtypes", "unsupported"), Result("L9/strange", "pass", 1)]
+    verdict = judge([*passed, *other, *mine], owners, profile="graph")
+    claim = "graph for dense, sampling (28 own, 0 delegated)"
+    without = "without rejection, processing, logprobs (incomplete), grammar, drafting, schedule"
+    counted = f"{len(passed) + 1} checks passed, 1 are of what it does not have"
+    assert (verdict.status, verdict.sentence) == (0, f"polydraft-conformance 1.0 / {claim}, {without} holds: {counted}")
+    asked = judge([*passed, *other, *mine], EVERYTHING, profile="graph", features=("sampling", "dense"))
+    assert "sampling (24 own, 0 delegated), without rejection (not asked for), processing (not asked for)," in asked.sentence
+    every = judge([Result(id_, "pass", 1) for id_ in must_pass("graph", tuple(FEATURES))], EVERYTHING, profile="graph")
+    assert every.sentence.startswith(f"polydraft-conformance 1.0 / graph for {', '.join(FEATURES)} (41 own, 0 delegated) holds: ")
+
+
+def test_a_feature_that_was_asked_for_has_to_be_there():
+    dense, id_ = owning("dense"), "L5/sampled/2"
+    lacking = Result(id_, "unsupported", message="sample is not offered")
+    verdict = judge([*PASSED, lacking], dense, profile="basic", features=("sampling",))
+    missing = len(must_pass("basic", ("dense", "sampling"))) - len(PASSED)
+    assert (verdict.status, verdict.sentence.endswith(f"fails: {missing} are missing")) == (1, True)
+    assert verdict.problems[-1] == f"{id_}: unsupported (sample is not offered), but the claim needs it"
+    assert judge([*PASSED, lacking], dense, profile="basic").status == 0
+    graph = judge([], dense | {"sample": "own"}, profile="graph", features=("sampling",))
+    assert graph.status == 4, "nothing passed"
+    graph = judge([Result("L1/x", "pass", 1)], dense | {"sample": "own"}, profile="graph", features=("sampling",))
+    assert "gumbel_noise is not the backend's own kernel, and graph needs it to be" in graph.problems
+
+
+def test_what_fails_fails_whether_it_is_claimed_or_not():
+    failed = Result("L2/mask_logits/seeds", "fail", 1, message="no")
+    verdict = judge([*PASSED, failed], OWN, profile="basic")
+    assert (verdict.status, verdict.problems) == (1, ("L2/mask_logits/seeds: no",))
+
+
+def test_a_selection_of_features_runs_their_checks():
+    every, dense = (Selection(features=features).checks() for features in ((), DENSE))
+    assert {name for check in every for name in check.features} == set(FEATURES)
+    assert {name for check in dense for name in check.features} == {"dense"}
+    assert "L2/gumbel_noise+sample/seeds" not in {check.id for check in dense}
+    sampled = {check.id for check in Selection(features=("sampling",), level="L5").checks()}
+    assert {"L5/sampled/0", "L5/greedy/K0-B1"} < sampled
+    assert "L5/sampled/distribution" not in sampled
 
 
 # -- selections ----------------------------------------------------------------------------------------
@@ -165,6 +298,7 @@ def test_without_a_claim_neither_lists_nor_owners_matter():
     [
         (Selection(), True, "--profile basic"),
         (Selection("full", deep=True), True, "--profile full"),
+        (Selection("async", features=("dense", "grammar")), True, "--profile async --feature dense --feature grammar"),
         (Selection(level="L2"), False, "--level L2"),
         (Selection(contract="linear"), False, "--contract linear"),
         (Selection(contract="linear", case="one_row"), False, "--contract linear --case one_row"),
@@ -188,8 +322,7 @@ def test_what_a_selection_names():
     assert [check.id for check in Selection(contract="linear", case="one_row").checks()] == ["L2/linear/one_row"]
     assert [check.id for check in Selection(contract="linear", seed=3).checks()] == ["L2/linear/seeds"]
     assert {check.id for check in Selection("graph", contract="linear").checks()} > {"L3/kernel/linear"}
-    assert not any(check.id == "L5/sampled/0" for check in Selection(level="L5").checks())
-    assert any(check.id == "L5/sampled/0" for check in Selection("full", level="L5").checks())
+    assert {check.level for check in Selection("async").checks()} == {"L0", "L1", "L2", "L4", "L5", "L6"}
 
 
 @pytest.mark.parametrize(
@@ -239,7 +372,8 @@ def test_what_a_report_holds():
     assert content["schema"] == "polydraft.conform/1"
     assert (content["spec"], content["kit"]) == ("1.0", {"version": __version__, "lists": lists_digest()})
     assert content["claim"] == {
-        "profile": "basic", "level": "", "contract": "", "case": "", "seed": None, "deep": False, "check": "", "complete": True,
+        "profile": "basic", "level": "", "contract": "", "case": "", "seed": None, "deep": False, "check": "", "features": [],
+        "complete": True,
     }  # fmt: skip
     assert (content["command"], content["begun"]) == (["polydraft", "conform", "reference"], "2026-11-21T12:30:05+00:00")
     assert content["seconds"] == 1.235
@@ -256,8 +390,14 @@ def test_what_a_report_holds():
     assert "bring_up" not in content["not_claimed"]
     assert [as_result(one) for one in content["results"]] == list(PASSED)
     assert content["verdict"] == {
-        "status": 0, "sentence": f"{HOLD} holds: {len(PASSED)} checks passed, 0 not claimed", "problems": [],
+        "status": 0, "sentence": f"{HOLD} holds: {len(PASSED)} checks passed", "problems": [],
         "counts": {"pass": len(PASSED), "fail": 0, "error": 0, "unsupported": 0, "waived": 0},
+        "features": {
+            name: {"state": "claimed", "lacking": [one.name for one in REGISTRY.of(DENSE) if one.name not in OWN]}
+            if name == "dense"
+            else {"state": "absent", "lacking": [one.name for one in REGISTRY.of([name])]}
+            for name in FEATURES
+        },
     }  # fmt: skip
     assert content["digest"] == digest_of(content)
     assert json.loads(json.dumps(content)) == content
@@ -301,14 +441,14 @@ def test_an_unfit_waiver_fails_what_would_hold():
 def test_bring_up_claims_basic_at_most():
     target = Target(other_backend(bring_up=True))
     assert report(target=target).status == 0
-    passed = [Result(id_, "pass", 1) for id_ in must_pass("graph")]
+    passed = [Result(id_, "pass", 1) for id_ in must_pass("graph", DENSE)]
     verdict = report(passed, target, Selection("graph"), owners=ALL_OWN).content["verdict"]
     problem = "it declares bring_up, with which basic is the most that can be claimed, not graph"
     assert verdict["status"] == 1
     assert verdict["sentence"].endswith(f"; {problem}")
     assert verdict["problems"] == [problem]
     both = report(passed[1:], target, Selection("graph"), owners=ALL_OWN).content["verdict"]
-    assert both["problems"] == [problem, f"{passed[0].id}: not run, but graph needs it"]
+    assert both["problems"] == [problem, f"{passed[0].id}: not run, but the claim needs it"]
     nothing = report([], target, Selection("graph"), owners={}).content["verdict"]
     assert nothing["status"] == 4, "what was nothing stays nothing"
     assert report(passed, target, Selection("graph", "L3"), owners=ALL_OWN).status == 0, "a part claims nothing"
@@ -451,6 +591,8 @@ def test_a_check_by_its_id():
     [
         (Selection(), ()),
         (Selection("graph"), ("graph_capture",)),
+        (Selection("async"), ("asynchronous",)),
+        (Selection(check="L4/graphs-and-overlap"), ("asynchronous", "graph_capture")),
         (Selection("full"), ("graph_capture", "asynchronous")),
         (Selection("full", level="L0"), ()),
         (Selection(level="L3"), ("graph_capture",)),
@@ -479,7 +621,7 @@ def test_operations_that_leave_the_device_fail_the_claim():
     content = leaving({"linear": ["matmul", "cast"], "": ["copy"], "embed": []})
     said = "operations leave the device for the CPU: matmul (linear), cast (linear), copy (loading)"
     assert (content["verdict"]["status"], content["verdict"]["problems"]) == (1, [said])
-    assert content["verdict"]["sentence"].endswith(f"checks passed, 0 not claimed; {said}")
+    assert content["verdict"]["sentence"].endswith(f"checks passed; {said}")
     assert content["off_device"] == {"operations": {"linear": ["matmul", "cast"], "": ["copy"], "embed": []}, "problem": ""}
     untold = leaving({"linear": ["matmul"]}, "the device cannot be opened")["verdict"]
     assert (untold["status"], untold["problems"]) == (1, ["the device cannot be opened"])
@@ -519,25 +661,30 @@ def test_digests(monkeypatch: pytest.MonkeyPatch):
     assert len(digest) == 16
     assert digest_of({"a": 1, "digest": "x"}) == digest_of({"digest": "y", "a": 1}) != digest_of({"a": 2})
     assert digest_of({"a": 1, "b": 2}) == digest_of({"b": 2, "a": 1})
-    for kind in ("must_pass", "must_own"):
-        for profile in PROFILES:
-            whole = getattr(catalogue, kind)
-
-            def shorter(asked: str, whole: Any = whole, profile: str = profile) -> tuple[str, ...]:
-                return whole(asked)[1:] if asked == profile else whole(asked)
-
-            with monkeypatch.context() as patched:
-                patched.setattr(catalogue, kind, shorter)
-                assert lists_digest() != digest
-    digests = set()
-    for passing, owning in ((("a", "b"), ("c",)), (("a",), ("b", "c"))):
-        monkeypatch.setattr(catalogue, "must_pass", lambda profile, names=passing: names)
-        monkeypatch.setattr(catalogue, "must_own", lambda profile, names=owning: names)
-        digests.add(lists_digest())
-    assert len(digests) == 2
-    monkeypatch.setattr(catalogue, "must_pass", lambda profile: ("a", "b"))
-    monkeypatch.setattr(catalogue, "must_own", lambda profile: ("a", "b"))
-    whole = "".join(f"{kind}\n{profile}\na\nb" for profile in PROFILES for kind in ("mustpass", "mustown"))
+    check = Check("L1/x", print, features=("dense", "sampling"))
+    moved = {"sample": dataclasses.replace(REGISTRY["sample"], feature="dense")}
+    changes: list[tuple[object, str, object]] = [
+        (catalogue, "_mandatory", lambda profile: [check]),
+        (catalogue, "_mandatory", lambda profile: [dataclasses.replace(check, id="L1/y")]),
+        (catalogue, "_mandatory", lambda profile: [dataclasses.replace(check, features=("dense",))]),
+        (catalogue, "_mandatory", lambda profile: [check] if profile == "full" else []),
+        (catalogue, "must_own", lambda profile, features: ("sample",)),
+        (catalogue, "must_own", lambda profile, features: ("sample", "linear")),
+        (catalogue, "must_own", lambda profile, features: ("sample",) if profile == "basic" else ()),
+        (catalogue, "REGISTRY", {one.name: one for one in REGISTRY} | moved),
+    ]
+    digests = {digest}
+    for place, name, value in changes:
+        with monkeypatch.context() as patched:
+            if name == "REGISTRY":
+                patched.setattr(catalogue, "must_own", lambda profile, features: ("sample",))
+            patched.setattr(place, name, value)
+            digests.add(lists_digest())
+    assert len(digests) == 1 + len(changes)
+    monkeypatch.setattr(catalogue, "_mandatory", lambda profile: [check])
+    monkeypatch.setattr(catalogue, "must_own", lambda profile, features: ("sample",))
+    one = "mustpass\n{0}\nL1/x\ndense\nsampling\nmustown\n{0}\nsample\nsampling\n"
+    whole = "".join(one.format(profile) for profile in PROFILES)
     assert lists_digest() == hashlib.sha256(whole.encode()).hexdigest()[:16], "two kits agree on it"
 
 

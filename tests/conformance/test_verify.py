@@ -20,11 +20,12 @@ from polydraft.conformance.verdict import judge
 from polydraft.conformance.waivers import Waiver, apply, load
 from polydraft.errors import ConfigError
 
-OWN = dict.fromkeys(must_own("basic"), "own")
+DENSE = ("dense",)
+OWN = dict.fromkeys(must_own("basic", DENSE), "own")
 
 
 def passed(profile: str = "basic") -> list[Result]:
-    return [Result(id_, "pass", 1) for id_ in must_pass(profile)]
+    return [Result(id_, "pass", 1) for id_ in must_pass(profile, DENSE)]
 
 
 @functools.cache
@@ -68,6 +69,14 @@ def claim_a_part(content: Any) -> None:
     content["claim"]["level"] = "L2"
 
 
+def claim_a_feature(content: Any) -> None:
+    content["claim"]["features"] = ["grammar"]
+
+
+def call_it_claimed(content: Any) -> None:
+    content["verdict"]["features"]["grammar"]["state"] = "claimed"
+
+
 def disown(content: Any) -> None:
     content["owners"] = dict.fromkeys(content["owners"], "delegated")
 
@@ -85,8 +94,8 @@ def strange_field(content: Any) -> None:
 
 
 TAMPERINGS: list[Callable[[Any], None]] = [
-    hide_failure, drop_result, repeat_result, no_comparison, invent_outcome, waive_silently, claim_more, claim_a_part, disown,
-    other_lists, later_spec, strange_field,
+    hide_failure, drop_result, repeat_result, no_comparison, invent_outcome, waive_silently, claim_more, claim_a_part,
+    claim_a_feature, call_it_claimed, disown, other_lists, later_spec, strange_field,
 ]  # fmt: skip
 
 
@@ -144,7 +153,7 @@ def test_one_kernel_of_its_own_is_enough_for_basic_and_no_more():
     one = {**dict.fromkeys(OWN, "delegated"), "linear": "own"}
     verdict = judge(passed(), one, profile="basic")
     assert verdict.status == 0
-    assert f"basic (1 own, {len(OWN) - 1} delegated)" in verdict.sentence
+    assert f"basic for dense (1 own, {len(OWN) - 1} delegated)" in verdict.sentence
     assert judge(passed(), dict.fromkeys(OWN, "delegated"), profile="basic").status == 4
     graph = judge(passed("graph"), one, profile="graph")
     assert graph.status == 1

@@ -17,6 +17,7 @@ from polydraft.errors import CapabilityError, ConfigError, RequestError
 from tests.support import runs, tiny
 from tests.support.depth import crossed
 from tests.support.meddling import Meddle, MeddlingPlugin
+from tests.support.plugin_doubles import backend_without
 from tests.support.runs import Ask, drive, essence, solo
 
 MODEL, K = "shared", 3
@@ -177,6 +178,17 @@ def test_greedy_verification_takes_no_sampling():
     with pytest.raises(RequestError, match=r"temperature is 0.7, wanted 0 under --verify greedy; use --verify coupled"):
         engine.add(PROMPTS[0], SAMPLED)
     assert essence(drive(engine, [Ask(PROMPTS[0], FREE)])[0]) == essence(alone(PROMPTS[0]))
+    assert set(engine.runner.programs) == set(make().runner.programs) - {"sampling", "sampling.processed"}
+
+
+def test_a_backend_without_the_kernels_to_sample_is_greedy():
+    plugin = backend_without("gumbel_noise", "sample", "gumbel_noise+sample")
+    engine = make(plugin=plugin)
+    with pytest.raises(RequestError, match=r"temperature is 0.7, wanted 0 under --verify greedy"):
+        engine.add(PROMPTS[0], SAMPLED)
+    assert essence(drive(engine, [Ask(PROMPTS[0], FREE)])[0]) == essence(alone(PROMPTS[0]))
+    with pytest.raises(CapabilityError, match=r"does not own: gumbel_noise \(in .*\), sample \(in .*\); implement them"):
+        make(plugin=plugin, verify="coupled")
 
 
 # -- numbers of drafts ---------------------------------------------------------------------------------

@@ -33,6 +33,7 @@ from polydraft.cli.run import Run
 from polydraft.cli.typewriter import ACCEPTED, Typewriter, figures
 from polydraft.contracts import COMPOSITES, REGISTRY
 from polydraft.contracts.docs import render
+from polydraft.contracts.features import FEATURES
 from polydraft.output.request_output import RequestOutput
 from tests.support import tiny
 from tests.support.meddling import byte_checkpoint
@@ -990,8 +991,8 @@ def test_contracts(run: Callable[..., Result]):
     result = run("contracts")
     assert (result.status, result.err) == (0, "")
     for contract in REGISTRY:
-        entry = rf"^{re.escape(contract.key)}\(.*\n  .+\n  counts {contract.unit}; .+; {contract.deterministic}$"
-        assert re.search(entry, result.out, re.MULTILINE)
+        facts = f"counts {contract.unit}; .+; {contract.deterministic}; feature {contract.feature}"
+        assert re.search(rf"^{re.escape(contract.key)}\(.*\n  .+\n  {facts}$", result.out, re.MULTILINE)
     assert all(f"\n{name}\n" in result.out for name in COMPOSITES)
 
 
@@ -1000,23 +1001,32 @@ def test_contracts_of_a_profile(run: Callable[..., Result], profile: str):
     from polydraft.conformance.catalogue import must_own
 
     found = run("contracts", "--profile", profile, "--json").json["profile"]
-    assert found["own"] == list(must_own(profile))
+    assert (found["own"], found["features"]) == (list(must_own(profile, ("dense",))), ["dense"])
     assert sorted(found["own"] + found["offered"] + found["optional"]) == sorted(REGISTRY.names())
     assert (found["how_many_own"] == "one or more") == (profile == "basic")
     if profile == "basic":
         assert len(found["own"]) <= 12
         assert found["device_functions"] == ["allocate", "write", "read", "wait"]
     else:
-        assert {"Device.upload", "Event.query", "GraphCapture.capture"} <= set(found["device_functions"])
+        assert {"Device.upload", "Event.query"} <= set(found["device_functions"])
+        assert ("GraphCapture.capture" in found["device_functions"]) == (profile != "async")
     text = run("contracts", "--profile", profile).out
     assert f"{found['how_many_own']} of these {len(found['own'])} kernels have to be the backend's own:" in text
-    assert f"these {len(found['optional'])} may be left out; an engine then refuses what needs them:" in text
+    for feature in list(FEATURES)[1:]:
+        assert f"\n{feature}, {len(REGISTRY.of([feature]))}: {FEATURES[feature].doc}" in text
+    given = ("--profile", profile, "--feature", "sampling,grammar", "--feature", "schedule")
+    more = run("contracts", *given, "--json").json["profile"]
+    wanted = ("dense", "sampling", "rejection", "grammar", "schedule")
+    assert (more["features"], more["own"]) == (list(wanted), list(must_own(profile, wanted)))
+    assert more["optional"] == [name for name in REGISTRY.names() if REGISTRY[name].feature not in wanted]
 
 
 def test_contracts_takes_a_name_or_a_profile(run: Callable[..., Result]):
     result = run("contracts", "linear", "--profile", "basic")
     assert (result.status, result.out) == (2, "")
     assert "leave NAME or --profile out" in result.err
+    assert "add --profile, or leave --feature out" in run("contracts", "--feature", "dense").err
+    assert "feature is 'densest', wanted some of dense, " in run("contracts", "--profile", "full", "--feature", "densest").err
 
 
 def test_contracts_json(run: Callable[..., Result]):

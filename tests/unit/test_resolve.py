@@ -138,6 +138,18 @@ def test_verification_says_what_it_promises(verify: str, why: str):
     assert why in reason(resolved, "verify")
 
 
+def test_a_backend_that_cannot_sample_is_greedy():
+    versions = {name: 1 for name in info("chip").contract_versions if name != "sample"}
+    chip = dataclasses.replace(info("chip"), contract_versions=versions)
+    resolved = run(backend=chip)
+    assert (resolved.verify, reason(resolved, "verify")) == (
+        "greedy",
+        "backend chip does not offer sample, so only requests with temperature 0 are accepted",
+    )
+    assert run(backend=chip, verify="coupled").verify == "coupled", "which is refused when its programs are built"
+    assert run(backend=chip, kernels=("pack",)).verify == "coupled", "a pack may bring it"
+
+
 @pytest.mark.parametrize(
     ("wishes", "wanted", "why"),
     [

@@ -16,6 +16,7 @@ import click
 
 from polydraft import environment
 from polydraft.cli.options import common, names
+from polydraft.contracts.features import FEATURES
 from polydraft.errors import ConfigError, PluginError
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ EXAMPLES = """\b
 Examples:
   polydraft conform reference
   polydraft conform mychip --profile graph --out report
+  polydraft conform mychip --profile async --feature dense,sampling
   polydraft conform mychip --contract verify_match --seed 7
   polydraft conform --plugin mychip.py mychip --level L1
   polydraft conform mychip --prove
@@ -49,6 +51,14 @@ Exit statuses: 0 the claim holds, 1 it fails, 2 bad usage, 3 the kit failed,
     "--device", default="", metavar="SPEC", help="Device; otherwise the default one, or the first that can show what is claimed."
 )
 @click.option("--profile", type=click.Choice(PROFILES), default="basic", show_default=True, help="What is claimed.")
+@click.option(
+    "--feature",
+    "features",
+    type=names,
+    multiple=True,
+    metavar="NAME,...",
+    help=f"For which features: {', '.join(FEATURES)}; repeatable.  [default: all that BACKEND has whole]",
+)
 @click.option("--level", type=click.Choice(LEVELS), default=None, help="Run this level alone; no profile is claimed.")
 @click.option("--contract", default="", metavar="NAME", help="Run this contract or composite alone.")
 @click.option("--case", default="", metavar="NAME", help="Of that contract, this named case alone.")
@@ -83,6 +93,7 @@ def command(
     report: str | None,
     device: str,
     profile: str,
+    features: tuple[tuple[str, ...], ...],
     level: str | None,
     contract: str,
     case: str,
@@ -108,7 +119,8 @@ def command(
         raise click.UsageError(f"{report!r} is one argument too many; `conform verify {report}` judges a report")
     from polydraft.conformance.report import Selection
 
-    selection = Selection(profile, level or "", contract, case, seed, deep, check)
+    wanted = tuple(dict.fromkeys(name for several in features for name in several))
+    selection = Selection(profile, level or "", contract, case, seed, deep, check, wanted)
     limit = timeout or (DEEP_LIMIT_S if deep else LIMIT_S)
     if matrix:
         if backend or device or prove or waivers or enable_variants:

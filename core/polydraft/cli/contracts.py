@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from polydraft.cli.options import common
+from polydraft.cli.options import common, names
+from polydraft.contracts.features import FEATURES, with_base
 
 if TYPE_CHECKING:
     from polydraft.cli.show import Screen
@@ -25,6 +26,7 @@ Examples:
   polydraft contracts
   polydraft contracts paged_attention
   polydraft contracts --profile basic
+  polydraft contracts --profile async --feature dense,sampling
   polydraft contracts --plugin my_parameter.py my_contract
   polydraft contracts --json
 """
@@ -34,6 +36,14 @@ Examples:
 @click.argument("name", required=False)
 @click.option("--profile", type=click.Choice(PROFILES), default=None, help="Sort them by what this profile asks of a backend.")
 @click.option(
+    "--feature",
+    "features",
+    type=names,
+    multiple=True,
+    metavar="NAME,...",
+    help=f"With --profile, claimed for these: {', '.join(FEATURES)}; repeatable.  [default: dense]",
+)
+@click.option(
     "--plugin",
     "plugins",
     multiple=True,
@@ -42,7 +52,14 @@ Examples:
 )
 @click.option("--no-color", is_flag=True, help="Plain text on a terminal too.")
 @common
-def command(name: str | None, profile: str | None, plugins: tuple[str, ...], no_color: bool, as_json: bool) -> int:
+def command(
+    name: str | None,
+    profile: str | None,
+    features: tuple[tuple[str, ...], ...],
+    plugins: tuple[str, ...],
+    no_color: bool,
+    as_json: bool,
+) -> int:
     """List every contract and composite, or print the page of the contract called NAME."""
     from polydraft.cli.show import Screen
     from polydraft.contracts import COMPOSITES, REGISTRY
@@ -50,6 +67,9 @@ def command(name: str | None, profile: str | None, plugins: tuple[str, ...], no_
 
     if name is not None and profile is not None:
         raise click.UsageError("--profile sorts the whole list; leave NAME or --profile out")
+    if features and profile is None:
+        raise click.UsageError("--feature says what a claim is for; add --profile, or leave --feature out")
+    wanted = with_base(name for several in features for name in several)
     for where in plugins:  # importing one registers what it brings
         Loaded.from_option(where)
     if name is None:
@@ -59,11 +79,11 @@ def command(name: str | None, profile: str | None, plugins: tuple[str, ...], no_
     if as_json:
         records = [_contract(contract, page=name is not None) for contract in contracts]
         answer = {"schema": SCHEMA, "contracts": records, "composites": [_composite(c) for c in composites]}
-        click.echo(json.dumps(answer | ({"profile": _profile(profile)} if profile else {})))
+        click.echo(json.dumps(answer | ({"profile": _profile(profile, wanted)} if profile else {})))
         return 0
     screen = Screen(color=not no_color)
     if profile is not None:
-        _list_needs(screen, profile)
+        _list_needs(screen, profile, wanted)
     elif name is None:
         _list(screen, contracts, composites)
     else:
@@ -93,40 +113,58 @@ def _list(screen: Screen, contracts: list[Contract], composites: list[Composite]
     for contract in contracts:
         screen.line(signature(contract), "bold")
         screen.line(f"  {contract.doc.splitlines()[0]}")
-        screen.line(f"  counts {contract.unit}; {_tolerance(contract.tolerance)}; {contract.deterministic}")
+        counts = f"counts {contract.unit}; {_tolerance(contract.tolerance)}; {contract.deterministic}"
+        screen.line(f"  {counts}; {f'feature {contract.feature}' if contract.feature else 'of no feature'}")
     screen.line("\nComposites, which a backend may implement as one kernel:")
     for composite in composites:
         screen.line(composite.name, "bold")
         screen.line(f"  {composite.doc.splitlines()[0]}")
 
 
-def _list_needs(screen: Screen, profile: str) -> None:
+def _list_needs(screen: Screen, profile: str, features: tuple[str, ...]) -> None:
     from polydraft.conformance.needs import by_need, device_functions
-    from polydraft.contracts import REGISTRY
-    from polydraft.contracts.docs import signature
 
     functions = device_functions(profile)
     where = " of a `BringUpDevice`, which is enough for basic" if profile == "basic" else " of the protocols in polydraft.device"
-    screen.line(f"{profile}: {len(functions)} device functions{where}", "bold")
+    screen.line(f"{profile} for {', '.join(features)}: {len(functions)} device functions{where}", "bold")
     screen.line(f"  {', '.join(functions)}")
-    heads = {
-        "own": f"{'one or more' if profile == 'basic' else 'all'} of these {{}} kernels have to be the backend's own:",
-        "offered": "these {} have to be there and may be the reference's:",
-        "optional": "these {} may be left out; an engine then refuses what needs them:",
-    }
-    for need, names in by_need(profile).items():
-        screen.line("\n" + heads[need].format(len(names)), "bold")
-        for name in names:
-            screen.line(f"  {signature(REGISTRY[name])}")
+    lists = by_need(profile, features)
+    many = "one or more" if profile == "basic" else "all"
+    _list_group(screen, f"{many} of these {{}} kernels have to be the backend's own:", lists["own"])
+    _list_group(screen, "these {} have to be there and may be the reference's:", lists["offered"])
+    screen.line("\nWhat is left may be left out: an engine then refuses what needs it, and a claim says that it is without it.")
+    for feature, about in FEATURES.items():
+        rests = ", ".join(one for one in with_base([feature]) if one not in (feature, *features))
+        _list_group(screen, f"{feature}, {{}}: {about.doc}{f'; rests on {rests}' if rests else ''}", _of(feature, lists))
+    _list_group(screen, "of no feature, {}:", _of("", lists))
 
 
-def _profile(profile: str) -> dict[str, Any]:
+def _list_group(screen: Screen, head: str, names: list[str]) -> None:
+    """The contracts `names` under a head that says how many they are; nothing where there are none."""
+    from polydraft.contracts import REGISTRY
+    from polydraft.contracts.docs import signature
+
+    if names:
+        screen.line("\n" + head.format(len(names)), "bold")
+    for name in names:
+        screen.line(f"  {signature(REGISTRY[name])}")
+
+
+def _of(feature: str, lists: Mapping[Any, list[str]]) -> list[str]:
+    """The contracts of one feature that is not claimed."""
+    from polydraft.contracts import REGISTRY
+
+    return [name for name in lists["optional"] if REGISTRY[name].feature == feature]
+
+
+def _profile(profile: str, features: tuple[str, ...]) -> dict[str, Any]:
     from polydraft.conformance.needs import by_need, device_functions
 
     return {
         "name": profile,
+        "features": list(features),
         "how_many_own": "one or more" if profile == "basic" else "all",
-        **{str(need): names for need, names in by_need(profile).items()},
+        **{str(need): names for need, names in by_need(profile, features).items()},
         "device_functions": device_functions(profile),
     }
 
@@ -161,6 +199,7 @@ def _contract(contract: Contract, *, page: bool) -> dict[str, Any]:
     record = {
         "name": contract.name,
         "version": contract.version,
+        "feature": contract.feature,
         "unit": contract.unit,
         "signature": signature(contract),
         "tolerance": dict(contract.tolerance),

@@ -36,7 +36,7 @@ def checks(options: Options) -> Iterator[Check]:
     for contract in REGISTRY:
         for name, function in (("refused-arguments", _refused), ("bound-again", _bound_again)):
             run = partial(function, contract)
-            yield Check(f"L2/{contract.name}/{name}", run, kernel=contract.name, optional=contract.need == "optional")
+            yield Check(f"L2/{contract.name}/{name}", run, kernel=contract.name, features=contract.features)
 
 
 def _refused(kernel: Contract, target: Target, tally: Tally) -> None:

@@ -31,8 +31,6 @@ ROUNDING: Final = 64.0
 """Of eps times the largest number of a row: how far committed rows may differ where arithmetic is not row-invariant."""
 MOST_ROWS: Final = NUM_TOKENS - K
 """Rows that every text here has committed before its last window."""
-REJECTION: Final = ("uniform_noise", "filter_probs", "draw_draft", "verify_rejection")
-"""Contracts of verification by rejection; the check is for who offers them all."""
 TEMPERATURE, TOP_K, LENGTH = 2.0, 3, 3
 """Of the sampled texts: the prefill's token and the two behind it, from three candidates each."""
 CLEAR: Final = 0.02
@@ -43,7 +41,7 @@ def checks() -> Iterator[Check]:
     """The checks of caches, and the one of a distribution."""
     yield Check("L5/kv/with-and-without-drafts", _drafts)
     yield Check("L5/kv/whole-and-in-chunks", _chunks)
-    yield Check("L5/sampled/distribution", _distribution, profiles=("full",))
+    yield Check("L5/sampled/distribution", _distribution, features=("rejection",))
 
 
 # -- caches --------------------------------------------------------------------------------------------
@@ -179,9 +177,6 @@ def _texts(prompt: tuple[int, ...]) -> dict[tuple[int, ...], float] | None:
 
 def _distribution(target: Target, tally: Tally) -> None:
     """Texts sampled with verification by rejection are distributed as the target's: one chi-square of computed size."""
-    lacking = [name for name in REJECTION if name not in target.offered]
-    if lacking:
-        raise Unsupported(f"{', '.join(lacking)} is not offered")
     (prompt, expected, size), dtype = sample(), working_dtype(target)
     if dtype != "f32":
         raise Unsupported("no f32 is declared, and in fewer bits the candidates differ")

@@ -1,13 +1,14 @@
-"""All checks of the kit in the order of their running, and what a profile needs of them: checks to pass, kernels to own.
+"""All checks of the kit in the order of their running, and what a claim needs: checks to pass, kernels to own.
 
-Checks of kernels follow from the contracts that there are, so the lists are worked out where they are used and stand nowhere
-else; a report carries their digest. Nothing here runs a check.
+A claim is one of a profile for features: a check counts where all features that it proves something of are claimed. Checks of
+kernels follow from the contracts that there are, so the lists are worked out where they are used and stand nowhere else; a report
+carries their digest. Nothing here runs a check.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from typing import Final
 
@@ -25,15 +26,10 @@ from polydraft.conformance import (
 )
 from polydraft.conformance.check import Check
 from polydraft.conformance.kernel_checks import Options
-from polydraft.conformance.outcomes import PROFILES
+from polydraft.conformance.outcomes import CLAIMED, PROFILES
 from polydraft.contracts import REGISTRY
+from polydraft.contracts.features import FEATURES, with_base
 
-CLAIMED: Final = {
-    "graph": ("graph_capture",),
-    "async": ("graph_capture", "asynchronous"),
-    "full": ("graph_capture", "asynchronous"),
-}
-"""Capabilities without which a profile cannot be claimed."""
 MAY_BE_UNSUPPORTED: Final = (
     "other-dtypes", "invariant-mode", "row-alone", "two-streams", "event-of-another-stream", "rebinding", "distribution",
 )  # fmt: skip
@@ -54,37 +50,51 @@ def every_check(options: Options | None = None) -> Iterator[Check]:
     yield from sanity_checks.checks()
 
 
-def of_profile(profile: str, options: Options | None = None) -> list[Check]:
-    """The checks that a run for `profile` consists of."""
+def of_profile(profile: str, options: Options | None = None, features: Iterable[str] = ()) -> list[Check]:
+    """The checks that a run for `profile` consists of; of `features` and what they rest on, or of all where there are none."""
     levels = PROFILES[profile]  # type: ignore[index]
-    return [check for check in every_check(options) if check.level in levels and profile in check.profiles]
+    wanted = set(with_base(features) if features else FEATURES)
+    return [check for check in every_check(options) if check.level in levels and wanted.issuperset(check.features)]
 
 
 @cache
-def must_pass(profile: str) -> tuple[str, ...]:
-    """Ids of checks without which the profile cannot be claimed: everything that does not hang on an undeclared capability."""
-    claimed = CLAIMED.get(profile, ())
-    return tuple(
-        check.id
+def must_pass(profile: str, features: tuple[str, ...]) -> tuple[str, ...]:
+    """Ids of checks without which the profile cannot be claimed for `features`: everything that does not hang on an undeclared
+    capability."""
+    return tuple(check.id for check in _mandatory(profile) if set(features).issuperset(check.features))
+
+
+def _mandatory(profile: str) -> list[Check]:
+    claimed = set(CLAIMED[profile])
+    return [
+        check
         for check in of_profile(profile)
-        if not check.optional
-        and (not check.needs or check.needs in claimed)
+        if check.features
+        and not check.optional
+        and claimed.issuperset(check.needs)
         and check.id.rpartition("/")[2] not in MAY_BE_UNSUPPORTED
         and not check.id.endswith("/expansion")
-    )
+    ]
 
 
 @cache
-def must_own(profile: str) -> tuple[str, ...]:
-    """Kernels of which a claim needs one (`basic`) or all (above) to be the backend's own."""
-    needs = ("compute",) if profile == "basic" else ("compute", "step")
-    return tuple(contract.name for contract in REGISTRY if contract.need in needs)
+def features_by_id() -> Mapping[str, tuple[str, ...]]:
+    """Id of every check to the features that it proves something of."""
+    return {check.id: check.features for check in every_check()}
+
+
+@cache
+def must_own(profile: str, features: tuple[str, ...]) -> tuple[str, ...]:
+    """Kernels of which a claim for `features` needs one (`basic`) or all (above) to be the backend's own."""
+    return tuple(contract.name for contract in REGISTRY.of(features) if contract.compute or profile != "basic")
 
 
 def lists_digest() -> str:
-    """Digest of what every profile needs: names the tests that a report stands for."""
-    sha = hashlib.sha256()
+    """Digest of what every profile needs for every feature: names the tests that a report stands for."""
+    sha, every = hashlib.sha256(), tuple(FEATURES)
     for profile in PROFILES:
-        for kind, names in (("mustpass", must_pass(profile)), ("mustown", must_own(profile))):
-            sha.update("\n".join((kind, profile, *names)).encode())
+        for check in _mandatory(profile):
+            sha.update("\n".join(("mustpass", profile, check.id, *check.features, "")).encode())
+        for name in must_own(profile, every):
+            sha.update(f"mustown\n{profile}\n{name}\n{REGISTRY[name].feature}\n".encode())
     return sha.hexdigest()[:16]

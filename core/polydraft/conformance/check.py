@@ -17,7 +17,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from polydraft.conformance.outcomes import Outcome, Result
+from polydraft.contracts import REGISTRY
 from polydraft.contracts.compare import Comparison, Headroom
+from polydraft.contracts.features import with_base
 
 if TYPE_CHECKING:
     from polydraft.conformance.target import Target
@@ -103,17 +105,17 @@ def _brief(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Check:
-    """One check. `id` begins with its level. `needs` names a capability; `kernel` a contract or composite that must be offered.
+    """One check. `id` begins with its level. `needs` names capabilities that must be declared; `kernel` a contract or composite
+    that must be offered. `features`: those of which it proves something; a claim for all of them needs it to pass.
 
-    `optional`: a backend may leave the kernel out; otherwise its absence fails."""
+    `optional`: a backend may leave the kernel out, whatever it claims."""
 
     id: str
     run: Callable[[Target, Tally], None]
-    needs: str = ""
+    needs: tuple[str, ...] = ()
     kernel: str = ""
     optional: bool = False
-    profiles: tuple[str, ...] = ("basic", "graph", "async", "full")
-    """Profiles that contain it, where its level does not say that already."""
+    features: tuple[str, ...] = ("dense",)
 
     @property
     def level(self) -> str:
@@ -152,12 +154,17 @@ class Check:
 
     def _lacking(self, target: Target) -> tuple[Outcome, str] | None:
         declared: Mapping[str, Any] = dataclasses.asdict(target.info.capabilities)
-        if self.needs and not declared[self.needs]:
-            return "unsupported", f"capability {self.needs} is not declared"
+        for capability in self.needs:
+            if not declared[capability]:
+                return "unsupported", f"capability {capability} is not declared"
         if self.kernel and self.kernel not in target.offered:
-            if self.optional:
+            if self.optional or "dense" not in self.features:
                 return "unsupported", f"{self.kernel} is not offered"
             return "fail", f"{self.kernel} is not offered, and every engine needs it; implement it or enable a kernel pack"
+        wanted = () if self.kernel else with_base(self.features)[1:]  # without `dense` an engine says itself what it lacks
+        missing = [contract.name for contract in REGISTRY.of(wanted) if contract.name not in target.offered]
+        if missing:
+            return "unsupported", f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not offered"
         return None
 
 

@@ -130,6 +130,24 @@ class BoundLast(Proxy):
         return launch
 
 
+def offering(kept: Callable[[str], bool]) -> Break:
+    """A backend that offers only the contracts and composites whose names are `kept`."""
+
+    def those(mapping: Any) -> dict[str, Any]:
+        return {name: value for name, value in mapping.items() if kept(name)}
+
+    def table(answer: Any, device: Any) -> Any:
+        del device
+        changed = TableProxy(answer, {})
+        changed.providers, changed.versions = those(answer.providers), those(answer.versions)
+        return changed
+
+    def info(answer: Any) -> Any:
+        return dataclasses.replace(answer, contract_versions=those(answer.contract_versions))
+
+    return lambda plugin: wrap(plugin, polydraft_kernels=table, polydraft_backend_info=info)
+
+
 def with_table(providers: Callable[[Any, Any], dict[str, Any]], *, without: str = "") -> Break:
     """A backend with some providers replaced, and without the composites that contain the contract `without`."""
 

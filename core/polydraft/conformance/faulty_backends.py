@@ -17,6 +17,7 @@ from polydraft.conformance import core_faults, kv_faults
 from polydraft.conformance import fault_injection as by
 from polydraft.conformance.core_faults import Fault
 from polydraft.conformance.target import Proxy, TableProxy, wrap
+from polydraft.contracts.inputs import kernel_of
 from polydraft.sentinels import NO_TOKEN, Phase
 
 
@@ -776,6 +777,10 @@ class Variant:
     """What is unusual about core meanwhile."""
 
 
+def _is_dense(name: str) -> bool:
+    return kernel_of(name).features == ("dense",)
+
+
 def _larger_workspace(table: Any, device: Any) -> dict[str, Any]:
     del device
 
@@ -796,25 +801,9 @@ def _twice(launch: Any, device: Any) -> Any:
     return run
 
 
-def _without_composites(plugin: Any) -> Any:
-    def plain(mapping: Any) -> dict[str, Any]:
-        return {name: value for name, value in mapping.items() if "+" not in name}
-
-    def table(answer: Any, device: Any) -> Any:
-        del device
-        changed = TableProxy(answer, {})
-        changed.providers, changed.versions = plain(answer.providers), plain(answer.versions)
-        return changed
-
-    def info(answer: Any) -> Any:
-        return dataclasses.replace(answer, contract_versions=plain(answer.contract_versions))
-
-    return wrap(plugin, polydraft_kernels=table, polydraft_backend_info=info)
-
-
 _ENGINE = ("L5/greedy/K3-B3", "L5/stop-token/place-1", "L5/prefix-hit")
 LEGAL_VARIANTS: Final[tuple[Variant, ...]] = (
-    Variant("S1", "no composite is fused", _without_composites, ("L0/contracts", *_ENGINE)),
+    Variant("S1", "no composite is fused", by.offering(lambda name: "+" not in name), ("L0/contracts", *_ENGINE)),
     Variant(
         "S2",
         "every kernel wants workspace",
@@ -835,6 +824,7 @@ LEGAL_VARIANTS: Final[tuple[Variant, ...]] = (
         ("L1/query-is-honest", "L1/event-not-early", *_ENGINE),
     ),
     Variant("S6", "blocks in another order", lambda plugin: plugin, _ENGINE, core_faults.blocks_in_another_order),
+    Variant("S7", "no feature but dense", by.offering(_is_dense), ("L0/contracts", "L0/engine", *_ENGINE)),
 )
 """What the kit must not kill."""
 

@@ -31,7 +31,7 @@ from polydraft.engine import Engine
 from polydraft.errors import PolydraftError
 from polydraft.instruments.allocations import Allocations
 
-NEEDS = "graph_capture"
+NEEDS = ("graph_capture",)
 LIMITS = Limits(1, 1, 8, 8, 16, 4, 4, 4, 1, 8)
 
 
@@ -39,15 +39,14 @@ def checks() -> Iterator[Check]:
     """Every check of L3."""
     for contract in REGISTRY:
         if not contract.unit.endswith("_updates"):  # staged writes are never captured
-            optional = contract.need == "optional"
-            yield Check(f"L3/kernel/{contract.name}", partial(_kernel, contract), NEEDS, contract.name, optional)
+            run = partial(_kernel, contract)
+            yield Check(f"L3/kernel/{contract.name}", run, NEEDS, contract.name, features=contract.features)
     for name, function in (
         ("capture/runs-nothing", _capture_runs_nothing),
         ("capture/refuses-a-wait", _refuses_wait),
         ("capture/refuses-an-allocation", _refuses_allocation),
         ("replay/new-contents", _new_contents),
         ("replay/two-graphs", _two_graphs),
-        ("replay/refilled-weight", _refilled),
         ("replay/rebinding", _rebinding),
         ("engine/bucket-edges", _edges),
         ("engine/shrinking-batch", _shrinking),
@@ -58,6 +57,7 @@ def checks() -> Iterator[Check]:
         ("engine/nothing-allocated", _nothing_allocated),
     ):
         yield Check(f"L3/{name}", function, NEEDS)
+    yield Check("L3/replay/refilled-weight", _refilled, (*NEEDS, "update_weights"))
 
 
 # -- kernels -------------------------------------------------------------------------------------------
@@ -216,8 +216,6 @@ def _rebinding(target: Target, tally: Tally) -> None:
 
 def _refilled(target: Target, tally: Tally) -> None:
     """A weight that was refilled in place is what a replay reads."""
-    if not target.info.capabilities.update_weights:
-        raise Unsupported("capability update_weights is not declared")
     opened, capture = _graphs(target)
     device, dtype = opened.device, target.info.capabilities.dtypes[0]
     first, second = (to_dtype(pattern((4, 8), "f32", seed), dtype) for seed in (1, 2))

@@ -56,15 +56,15 @@ class Options:
 def checks(options: Options) -> Iterator[Check]:
     """Every check of L2, contract by contract."""
     for contract in REGISTRY:
-        yield from _of_kernel(contract, options, contract.need == "optional")
+        yield from _of_kernel(contract, options, optional=False)
     for composite in COMPOSITES.values():
         yield from _of_kernel(composite, options, optional=True)
 
 
-def _of_kernel(kernel: Kernel, options: Options, optional: bool) -> Iterator[Check]:
+def _of_kernel(kernel: Kernel, options: Options, *, optional: bool) -> Iterator[Check]:
     def check(name: str, function: Any, *rest: Any, **fields: Any) -> Check:
         run = partial(function, kernel, *rest)
-        return Check(f"L2/{kernel.name}/{name}", run, kernel=kernel.name, optional=optional, **fields)
+        return Check(f"L2/{kernel.name}/{name}", run, kernel=kernel.name, optional=optional, features=kernel.features, **fields)
 
     names = [case.name for case in named_cases(kernel)]
     if options.case:
@@ -78,7 +78,7 @@ def _of_kernel(kernel: Kernel, options: Options, optional: bool) -> Iterator[Che
     if options.seed is not None:
         return
     if isinstance(kernel, Composite):
-        yield Check(f"L2/{kernel.name}/expansion", partial(_expansion, kernel))
+        yield Check(f"L2/{kernel.name}/expansion", partial(_expansion, kernel), features=kernel.features)
         return
     yield check("new-contents", _new_contents)
     yield check("repeat", _repeat)
@@ -89,10 +89,10 @@ def _of_kernel(kernel: Kernel, options: Options, optional: bool) -> Iterator[Che
         yield check("permuted-rows", _permuted)
     if _is_float(kernel):
         yield check("other-dtypes", _other_dtypes, options)
-        yield check("invariant-mode", _invariant_mode, needs="row_invariant")
-    yield from (check(f"kv-{kv}", _quantised, kv, needs="kv_dtypes") for kv in (KV_DTYPES if _has_cache(kernel) else ()))
+        yield check("invariant-mode", _invariant_mode, needs=("row_invariant",))
+    yield from (check(f"kv-{kv}", _quantised, kv, needs=("kv_dtypes",)) for kv in (KV_DTYPES if _has_cache(kernel) else ()))
     if _is_rowwise(kernel):
-        yield check("row-alone", _row_alone, needs="row_invariant")
+        yield check("row-alone", _row_alone, needs=("row_invariant",))
 
 
 # -- cases and goldens, which no backend changes -------------------------------------------------------

@@ -54,9 +54,9 @@ def checks() -> Iterator[Check]:
     yield Check("L5/late-arrivals", _late)
     yield Check("L5/drafts-per-step", _drafts_per_step)
     for kv in KV_DTYPES:
-        yield Check(f"L5/kv-{kv}/with-and-without-drafts", partial(_quantised, kv), needs="kv_dtypes")
+        yield Check(f"L5/kv-{kv}/with-and-without-drafts", partial(_quantised, kv), needs=("kv_dtypes",))
     for number, options in enumerate(SAMPLINGS):
-        yield Check(f"L5/sampled/{number}", partial(_sampled, options), profiles=("full",))
+        yield Check(f"L5/sampled/{number}", partial(_sampled, options), features=("sampling",))
 
 
 def run(target: Target, tally: Tally, asks: Sequence[Ask], *, drafts: int = K, each_step: Any = None, **options: Any) -> Engine:

@@ -50,9 +50,10 @@ def _title(report: Report, reports: Sequence[Report]) -> str:
 def _backend(name: str, report: Report) -> dict[str, Any]:
     content, backend = report.content, report.content["backend"]
     taken = ("version", "package", "digest", "device", "evidence", "evidence_on", "available")
+    claimed = [feature for feature, one in content["verdict"]["features"].items() if one["state"] == "claimed"]
     return {
         "name": name, **{key: backend[key] for key in taken}, "profile": content["claim"]["profile"],
-        "begun": content["begun"], "status": report.status, "sentence": content["verdict"]["sentence"],
+        "features": claimed, "begun": content["begun"], "status": report.status, "sentence": content["verdict"]["sentence"],
     }  # fmt: skip
 
 

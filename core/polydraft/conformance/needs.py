@@ -1,4 +1,4 @@
-"""What a profile requires of a backend before anything runs: kernels to own, to offer, to leave out, and device functions.
+"""What a claim requires of a backend before anything runs: kernels to own, to offer, to leave out, and device functions.
 
 `polydraft contracts --profile` prints it. It reads the catalogue of checks and the contract records, and decides nothing.
 """
@@ -6,31 +6,35 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Collection
 from typing import Final, Literal
 
 from polydraft.conformance.catalogue import must_own
-from polydraft.contracts import COMPOSITES, REGISTRY
+from polydraft.conformance.outcomes import CLAIMED
+from polydraft.contracts import REGISTRY
+from polydraft.contracts.features import with_base
 from polydraft.device import Device, Event, GraphCapture
 from polydraft.plugins.bring_up import DEVICE_FUNCTIONS
 
 Need = Literal["own", "offered", "optional"]
 """`own`: one or more (`basic`) or all (above) have to be the backend's code. `offered`: has to be there, also as the reference's.
-`optional`: where it is missing, an engine refuses the options that need it."""
+`optional`: belongs to a feature that is not claimed; where it is missing, an engine refuses what needs it."""
 NEEDS: Final[tuple[Need, ...]] = ("own", "offered", "optional")
 
 
-def need(name: str, profile: str) -> Need:
-    """What `profile` asks of the contract or composite `name`."""
-    if name in must_own(profile):
+def need(name: str, profile: str, features: Collection[str] = ()) -> Need:
+    """What a claim of `profile` for `features` asks of the contract `name`."""
+    claimed = with_base(features)
+    if name in must_own(profile, claimed):
         return "own"
-    return "optional" if name in COMPOSITES or REGISTRY[name].need == "optional" else "offered"
+    return "offered" if REGISTRY[name].feature in claimed else "optional"
 
 
-def by_need(profile: str) -> dict[Need, list[str]]:
-    """Contracts by what `profile` asks of them, by name."""
+def by_need(profile: str, features: Collection[str] = ()) -> dict[Need, list[str]]:
+    """Contracts by what a claim of `profile` for `features` asks of them, by name."""
     found: dict[Need, list[str]] = {kind: [] for kind in NEEDS}
     for name in REGISTRY.names():
-        found[need(name, profile)].append(name)
+        found[need(name, profile, features)].append(name)
     return found
 
 
@@ -38,7 +42,7 @@ def device_functions(profile: str) -> list[str]:
     """What a device has to bring: in bring-up, which does for `basic`, four functions; above, the methods of the protocols."""
     if profile == "basic":
         return list(DEVICE_FUNCTIONS)
-    protocols = (Device, Event, GraphCapture)
+    protocols = (Device, Event, GraphCapture) if "graph_capture" in CLAIMED[profile] else (Device, Event)
     return [
         f"{protocol.__name__}.{name}"
         for protocol in protocols

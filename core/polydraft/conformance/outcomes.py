@@ -22,10 +22,14 @@ Profile = Literal["basic", "graph", "async", "full"]
 PROFILES: Final[Mapping[Profile, tuple[Level, ...]]] = {
     "basic": ("L0", "L1", "L2", "L5"),
     "graph": ("L0", "L1", "L2", "L3", "L5"),
-    "async": ("L0", "L1", "L2", "L3", "L4", "L5"),
+    "async": ("L0", "L1", "L2", "L4", "L5", "L6"),
     "full": ("L0", "L1", "L2", "L3", "L4", "L5", "L6"),
 }
-"""Profile to its levels; each contains the one before. Sampled texts (`L5/sampled`) belong to `full` alone."""
+"""Profile to its levels. `graph` and `async` are independent of each other, `full` is both."""
+CLAIMED: Final[Mapping[str, tuple[str, ...]]] = {
+    "basic": (), "graph": ("graph_capture",), "async": ("asynchronous",), "full": ("graph_capture", "asynchronous"),
+}  # fmt: skip
+"""Capabilities without which a profile cannot be claimed."""
 
 SPEC: Final = "1.0"
 """Version of the specification: a minor one may add mandatory checks. A report names it and the digest of its lists."""

@@ -19,7 +19,7 @@ from polydraft.conformance.probe import prompts
 from polydraft.conformance.serving import Ask, as_expected, serve
 from polydraft.conformance.target import Proxy, TableProxy, Target, bare, wrap
 
-NEEDS = "asynchronous"
+NEEDS = ("asynchronous",)
 DEPTHS = (0, 1, 2)
 DELAY_ELEMENTS = 1 << 18
 """Elements of a copy that stands in front of another one: some tens of microseconds on a real device, a turn on a lazy one."""
@@ -36,7 +36,7 @@ def checks() -> Iterator[Check]:
     yield Check("L4/delayed-copies", _delayed_copies, NEEDS)
     yield Check("L4/delayed-launches", _delayed_launches, NEEDS)
     yield Check("L4/slow-host", _slow_host, NEEDS)
-    yield Check("L4/graphs-and-overlap", _graphs, "graph_capture")
+    yield Check("L4/graphs-and-overlap", _graphs, (*NEEDS, "graph_capture"))
 
 
 def _serve(

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 from xml.sax.saxutils import escape, quoteattr
 
-from polydraft.conformance.outcomes import LEVELS, OUTCOMES, Result
+from polydraft.conformance.outcomes import LEVELS, OUTCOMES, Ownership, Result
+from polydraft.contracts import REGISTRY
 
 if TYPE_CHECKING:
     from polydraft.conformance.report import Report
@@ -37,6 +38,7 @@ def page(report: Report) -> str:
             numbers = "".join(f"{sum(r.outcome == outcome for r in mine):>12}" for outcome in OUTCOMES)
             compared, seconds = sum(r.comparisons for r in mine), sum(r.seconds for r in mine)
             lines.append(f"{level} {title:<9}{numbers}{compared:>14,}{seconds:>9.1f}")
+    lines += ["", *_features(content)] if verdict["features"] else []
     lines += ["", *_headroom(report.results)]
     near = sum(result.near_ties for result in report.results)
     lines += ["", f"tolerated near-ties: {near} (texts that differ behind a choice closer than their dtype can tell)"]
@@ -44,7 +46,7 @@ def page(report: Report) -> str:
         count = sum(map(len, content["off_device"]["operations"].values()))
         lines += ["", f"operations that leave the device for the CPU: {count or 'none'}"]
     if content["not_claimed"]:
-        lines += ["", f"not claimed: {', '.join(content['not_claimed'])}"]
+        lines += ["", f"capabilities not declared: {', '.join(content['not_claimed'])}"]
     if verdict["problems"]:
         problems = _told_once(verdict["problems"])
         rest = len(problems) - MOST_PROBLEMS
@@ -58,7 +60,8 @@ def page(report: Report) -> str:
 def _command(content: Mapping[str, Any]) -> str:
     """What makes such a report, where nobody typed a command."""
     device = f" --device {content['backend']['device']}" if content["backend"]["device"] else ""
-    return f"polydraft conform {content['backend']['name']}{device} --profile {content['claim']['profile']}"
+    features = "".join(f" --feature {name}" for name in content["claim"]["features"])
+    return f"polydraft conform {content['backend']['name']}{device} --profile {content['claim']['profile']}{features}"
 
 
 def _told_once(problems: Sequence[str]) -> list[str]:
@@ -86,6 +89,17 @@ def claim_of(backend: Mapping[str, Any]) -> str:
 def level_head() -> str:
     """Head of the table of levels."""
     return f"{'level':<12}" + "".join(f"{outcome:>12}" for outcome in OUTCOMES) + f"{'compared':>14}{'seconds':>9}"
+
+
+def _features(content: Mapping[str, Any]) -> list[str]:
+    """How the claim stands to each feature, and what it lacks of those of which a part is there."""
+    lines = [f"{'feature':<12}{'claim':<12}kernels"]
+    for name, one in content["verdict"]["features"].items():
+        owners = [content["owners"].get(contract.name) for contract in REGISTRY.of([name])]
+        many = [f"{owners.count(owner)} {owner}" for owner in get_args(Ownership) if owner in owners]
+        lacking = f"lacking {', '.join(one['lacking'])}" if one["lacking"] and one["state"] != "absent" else ""
+        lines.append(f"{name:<12}{one['state']:<12}{'; '.join(filter(None, (', '.join(many), lacking)))}".rstrip())
+    return lines
 
 
 def _headroom(results: list[Result]) -> list[str]:

@@ -12,10 +12,10 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from polydraft.conformance.catalogue import CLAIMED, every_check
+from polydraft.conformance.catalogue import every_check
 from polydraft.conformance.check import Check
 from polydraft.conformance.faulty_backends import CORES, LEGAL_VARIANTS, MUTANTS, Mutant, Variant
-from polydraft.conformance.outcomes import FAILS, HOLDS, NOTHING, Result
+from polydraft.conformance.outcomes import CLAIMED, FAILS, HOLDS, NOTHING, Result
 from polydraft.conformance.target import Target
 from polydraft.conformance.verdict import judge
 from polydraft.errors import PluginError

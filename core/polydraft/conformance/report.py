@@ -21,10 +21,11 @@ from typing import Any, Final
 import numpy as np
 
 from polydraft._version import __version__
-from polydraft.conformance.catalogue import CLAIMED, lists_digest, of_profile
+from polydraft.conformance.catalogue import lists_digest, of_profile
 from polydraft.conformance.check import Check
 from polydraft.conformance.kernel_checks import Options
 from polydraft.conformance.outcomes import (
+    CLAIMED,
     FAILS,
     LEVELS,
     OUTCOMES,
@@ -58,6 +59,8 @@ class Selection:
     deep: bool = False
     check: str = ""
     """Id of one check."""
+    features: tuple[str, ...] = ()
+    """What is claimed, with all that it rests on; whatever the backend has all of where nothing is named."""
 
     @property
     def complete(self) -> bool:
@@ -67,8 +70,7 @@ class Selection:
     def wants(self) -> tuple[str, ...]:
         """Capabilities without which what was asked for cannot be shown."""
         if self.check:
-            needs = self._one().needs
-            return (needs,) if needs in CLAIMED["full"] else ()
+            return tuple(need for need in self._one().needs if need in CLAIMED["full"])
         return RESTS_ON.get(self.level, ()) if self.level else CLAIMED.get(self.profile, ())
 
     def checks(self) -> list[Check]:
@@ -82,7 +84,7 @@ class Selection:
         if self.check:
             return [self._one()]
         beyond = not self.profile_levels_contain()
-        pool = of_profile("full" if beyond else self.profile, Options(self.seed, self.case, self.deep))
+        pool = of_profile("full" if beyond else self.profile, Options(self.seed, self.case, self.deep), self.features)
         found = [
             check
             for check in pool
@@ -110,10 +112,8 @@ class Selection:
     def describe(self) -> str:
         """The selection as options."""
         given = {"level": self.level, "contract": self.contract, "case": self.case, "seed": self.seed, "check": self.check}
-        return (
-            " ".join(f"--{name} {value}" for name, value in given.items() if value not in ("", None))
-            or f"--profile {self.profile}"
-        )
+        named = [f"--{name} {value}" for name, value in given.items() if value not in ("", None)]
+        return " ".join([*(named or [f"--profile {self.profile}"]), *(f"--feature {name}" for name in self.features)])
 
 
 @dataclass(frozen=True)
@@ -272,14 +272,19 @@ def _verdict(content: Mapping[str, Any]) -> dict[str, Any]:
     """The verdict over what a report says was seen."""
     results = [as_result(record) for record in content["results"]]
     claim = content["claim"]
-    verdict = judge(results, content["owners"], profile=claim["profile"], complete=claim["complete"])
+    verdict = judge(results, content["owners"], profile=claim["profile"], features=claim["features"], complete=claim["complete"])
     if content["unfit_waivers"] and verdict.status == 0:
-        verdict = Verdict(FAILS, "a waiver does not fit what was seen", tuple(content["unfit_waivers"]))
+        sentence, problems = "a waiver does not fit what was seen", tuple(content["unfit_waivers"])
+        verdict = replace(verdict, status=FAILS, sentence=sentence, problems=problems)
     verdict = _staying(content, _bounded(content, verdict))
     if not content["backend"]["available"]:
         verdict = Verdict(verdict.status, f"nothing was proved: the backend is not available: {content['backend']['reason']}", ())
     counts = {outcome: sum(r.outcome == outcome for r in results) for outcome in OUTCOMES}
-    return {"status": verdict.status, "sentence": verdict.sentence, "problems": list(verdict.problems), "counts": counts}
+    features = {name: {"state": one.state, "lacking": list(one.lacking)} for name, one in verdict.features.items()}
+    return {
+        "status": verdict.status, "sentence": verdict.sentence, "problems": list(verdict.problems), "counts": counts,
+        "features": features,
+    }  # fmt: skip
 
 
 def _bounded(content: Mapping[str, Any], verdict: Verdict) -> Verdict:
@@ -288,7 +293,7 @@ def _bounded(content: Mapping[str, Any], verdict: Verdict) -> Verdict:
     if not content["backend"]["capabilities"].get("bring_up") or not claim["complete"] or claim["profile"] == "basic":
         return verdict
     problem = f"it declares bring_up, with which basic is the most that can be claimed, not {claim['profile']}"
-    return Verdict(verdict.status or FAILS, f"{verdict.sentence}; {problem}", (problem, *verdict.problems))
+    return _against(verdict, problem)
 
 
 def _staying(content: Mapping[str, Any], verdict: Verdict) -> Verdict:
@@ -298,7 +303,13 @@ def _staying(content: Mapping[str, Any], verdict: Verdict) -> Verdict:
     problem = left["problem"] or (f"operations leave the device for the CPU: {', '.join(names)}" if names else "")
     if not problem:
         return verdict
-    return Verdict(verdict.status or FAILS, f"{verdict.sentence}; {problem}", (problem, *verdict.problems))
+    return _against(verdict, problem)
+
+
+def _against(verdict: Verdict, problem: str) -> Verdict:
+    """The verdict with one more problem, which comes first."""
+    sentence, problems = f"{verdict.sentence}; {problem}", (problem, *verdict.problems)
+    return replace(verdict, status=verdict.status or FAILS, sentence=sentence, problems=problems)
 
 
 def digest_of(content: Mapping[str, Any]) -> str:

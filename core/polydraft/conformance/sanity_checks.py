@@ -30,7 +30,7 @@ def checks() -> Iterator[Check]:
     yield Check("L6/launches-constant", _launches)
     yield Check("L6/copies-of-a-steady-step", _copies)
     yield Check("L6/tokens-a-step", _tokens)
-    yield Check("L6/replays", _replays, "graph_capture")
+    yield Check("L6/replays", _replays, ("graph_capture",))
 
 
 def _asks() -> list[Ask]:

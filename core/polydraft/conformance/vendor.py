@@ -32,6 +32,8 @@ class Conformance:
     """Name of the backend, as after `--backend`."""
     profile: ClassVar[str] = "basic"
     """What is claimed: basic, graph, async or full."""
+    features: ClassVar[tuple[str, ...]] = ()
+    """For which features, as after `--feature`; () for whatever the backend has all of."""
     device: ClassVar[str] = ""
     """As after `--device`; "" for the default."""
     plugins: ClassVar[tuple[str, ...]] = ()
@@ -49,7 +51,7 @@ class Conformance:
     def pytest_generate_tests(cls, metafunc: Any) -> None:
         """One test a check of the profile, then the claim."""
         if "check" in metafunc.fixturenames:
-            checks: list[Check | None] = [*Selection(cls.profile).checks(), None]
+            checks: list[Check | None] = [*cls._selection().checks(), None]
             metafunc.parametrize("check", checks, ids=lambda check: CLAIM if check is None else check.id)
 
     def test_conformance(self, check: Check | None) -> None:
@@ -66,19 +68,23 @@ class Conformance:
         return None
 
     @classmethod
+    def _selection(cls) -> Selection:
+        return Selection(cls.profile, features=cls.features)
+
+    @classmethod
     def target(cls) -> Target:
         """The backend under test, loaded once a class."""
         if cls._target is None:
-            wants = Selection(cls.profile).wants
+            wants = cls._selection().wants
             cls._target = Target(cls.backend, device=cls.device, files=cls.plugins, packs=cls.kernels, wants=wants)
         return cls._target
 
     def _judge(self) -> None:
         """The verdict over a whole run; all checks skipped, or every kernel delegated, is no success."""
         __tracebackhide__ = True
-        wanted = {check.id for check in Selection(self.profile).checks()}
+        wanted = {check.id for check in self._selection().checks()}
         if wanted - set(self._results):
             pytest.skip(f"{len(wanted - set(self._results))} checks were not run here; a claim needs all of them")
-        report = make(self.target(), Selection(self.profile), list(self._results.values()))
+        report = make(self.target(), self._selection(), list(self._results.values()))
         if report.status:
             pytest.fail(report.content["verdict"]["sentence"], pytrace=False)

@@ -9,13 +9,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, Protocol, TypeVar, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
+from polydraft.contracts.features import FEATURES
 from polydraft.device import Buffer, Launch
 from polydraft.errors import ContractError
 
@@ -44,10 +45,6 @@ UNIT_MEANING: Final[Mapping[Unit | Literal["any"], str]] = {
 UNITS: Final[tuple[Unit, ...]] = get_args(Unit)
 CAPACITY: Final[Mapping[Unit, str]] = {"rows": "R", "logit_rows": "NL", "seqs": "B", "runs": "U", "prompt_rows": "NL"}
 """The shape symbol that bounds a launch length."""
-Need = Literal["compute", "step", "offered", "optional"]
-"""What the conformance kit asks of a backend. `compute`: one of these has to be the backend's own kernel for `basic`, all of them
-above. `step`: a kernel of every decode step; the reference's will do for `basic`, above it has to be its own. `offered`: has
-to be there, may be the reference's. `optional`: may be left out; an engine then refuses what needs it."""
 
 
 @dataclass(frozen=True)
@@ -268,7 +265,9 @@ class Contract:
     `equivalent_mutants` maps the id of an automatic mutant that cannot be told apart to a one-line proof.
     `constraints` are comparisons between sizes (by their shape symbols) and static parameters, as expressions; core refuses a
     record that breaks one before a provider sees it (`contracts/arguments.py`).
-    `need` is what the kit asks of a backend. `symbols`: what shape symbols count that this contract has for itself.
+    `feature` is the one of `FEATURES` that it belongs to; "" of a plugin's contract, which no claim is about. `compute`: a kernel
+    of the arithmetic, of which a claim needs one at least to be the backend's own. `symbols`: what shape symbols count that this
+    contract has for itself.
     """
 
     name: str
@@ -286,12 +285,18 @@ class Contract:
     deterministic: Literal["bitwise", "run-to-run", "none"] = "bitwise"
     pool_temporaries: bool = False
     constraints: tuple[str, ...] = ()
-    need: Need = "optional"
+    feature: str = ""
+    compute: bool = False
     symbols: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def key(self) -> str:
         return f"{self.name}/{self.version}"
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """Features without which nobody needs it."""
+        return (self.feature,) if self.feature else ()
 
 
 class Registry:
@@ -305,6 +310,11 @@ class Registry:
         if contract.name in self._contracts:
             first = self._contracts[contract.name].key
             raise ContractError(f"contract {contract.key} is registered twice, first as {first}, wanted one; drop or rename one")
+        if contract.feature and contract.feature not in FEATURES:
+            raise ContractError(
+                f"contract {contract.key} belongs to feature {contract.feature!r}, wanted one of {', '.join(FEATURES)}, or none; "
+                "correct it"
+            )
         self._contracts[contract.name] = contract
         return contract
 
@@ -324,6 +334,10 @@ class Registry:
     def names(self) -> list[str]:
         """Every name, in alphabetical order."""
         return sorted(self._contracts)
+
+    def of(self, features: Collection[str]) -> list[Contract]:
+        """The contracts that make up `features`, by name."""
+        return [contract for contract in self if contract.feature in features]
 
     def __iter__(self) -> Iterator[Contract]:
         """Every contract, by name."""

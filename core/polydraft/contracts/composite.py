@@ -62,6 +62,11 @@ class Composite:
         return tuple(REGISTRY[part] for part in self.parts)
 
     @property
+    def features(self) -> tuple[str, ...]:
+        """Features without which nobody needs it."""
+        return tuple(dict.fromkeys(contract.feature for contract in self.contracts if contract.feature))
+
+    @property
     def wires(self) -> tuple[Wire, ...]:
         """The buffers that parts share, each from the first part that has it."""
         first: dict[str, int] = {}

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from polydraft.contracts.base import UNIT_MEANING, ColumnsSpec, Contract, OpaqueSpec, ParamSpec, TensorSpec
+from polydraft.contracts.features import FEATURES
 from polydraft.contracts.inputs import SEEDS
 
 SYMBOL_MEANING: Final[Mapping[str, str]] = {
@@ -76,6 +77,8 @@ def render(contract: Contract) -> str:
 def _parts(contract: Contract) -> Iterator[str]:
     yield f"# {contract.name}, version {contract.version}"
     yield contract.doc
+    if contract.feature:
+        yield f"It belongs to the feature `{contract.feature}`: {FEATURES[contract.feature].doc}."
     yield f"```text\n{signature(contract)}\n```"
     yield inspect.cleandoc(contract.args.__doc__ or "")
     yield "## Arguments"

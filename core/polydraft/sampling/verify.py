@@ -26,11 +26,11 @@ from polydraft.sampling.processing import Processing
 from polydraft.sentinels import Draw
 
 RULES: dict[str, tuple[Rule, ...]] = {
-    "greedy": ("greedy", "sampling"),
+    "greedy": ("greedy",),
     "coupled": ("greedy", "sampling"),
     "rejection": ("greedy", "rejection"),
 }
-"""Value of `--verify` to the rules of its steps: without, and with, a slot that samples."""
+"""Value of `--verify` to the rules of its steps: without, and with, a slot that samples, where requests may."""
 
 
 @dataclass(frozen=True)

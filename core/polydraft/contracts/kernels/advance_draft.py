@@ -108,6 +108,6 @@ CONTRACT = REGISTRY.add(
         doc="File the draft just chosen; go on to the next, or stop.",
         source="FastDeploy draft_model_update, with the budget decided once a round.",
         constraints=("0 <= pass_index < K",),
-        need="step",
+        feature="dense",
     )
 )

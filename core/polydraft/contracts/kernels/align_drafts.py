@@ -147,5 +147,6 @@ CONTRACT = REGISTRY.add(
         doc="Draft what follows in a guess of the host, where the guess has held so far.",
         source="Own: drafts from the host without a wait, as suffix decoding (Oliaro et al. 2024) makes them.",
         equivalent_mutants={"swap(prompt_len,num_generated)": "only their sum is used"},
+        feature="drafting",
     )
 )

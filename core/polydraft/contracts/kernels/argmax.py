@@ -105,6 +105,7 @@ CONTRACT = REGISTRY.add(
         doc="Id of the highest logit; a row that cannot choose gives NO_TOKEN.",
         source="Greedy decoding.",
         equivalent_mutants={"plus(row_slot)": "only the sign of a slot is read, and this leaves every sign as it is"},
-        need="compute",
+        feature="dense",
+        compute=True,
     )
 )

@@ -81,6 +81,6 @@ CONTRACT = REGISTRY.add(
             "swap(prompt_len,num_generated)": "only their sum is used",
         },
         constraints=("0 <= num_drafts <= K",),
-        need="step",
+        feature="dense",
     )
 )

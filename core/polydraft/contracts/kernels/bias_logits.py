@@ -99,5 +99,6 @@ CONTRACT = REGISTRY.add(
         source="logit_bias of OpenAI's interface.",
         tolerance={"logits": 1.0},
         scale=scale,
+        feature="processing",
     )
 )

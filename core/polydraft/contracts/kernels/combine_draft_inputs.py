@@ -114,6 +114,6 @@ CONTRACT = REGISTRY.add(
         scale=scale,
         deterministic="run-to-run",
         constraints=("D == 2 * H", 'order in ("hidden_first", "embedding_first")', "eps > 0"),
-        need="step",
+        feature="dense",
     )
 )

@@ -111,6 +111,7 @@ CONTRACT = REGISTRY.add(
         equivalent_mutants={
             "unpad(slot_order)": "a sequence past the end has no rows",
         },
-        need="compute",
+        feature="dense",
+        compute=True,
     )
 )

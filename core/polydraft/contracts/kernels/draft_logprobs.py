@@ -120,5 +120,6 @@ CONTRACT = REGISTRY.add(
             "reverse-all(N)": "a row is filed by its slot, so the order of rows is free",
         },
         constraints=('given in ("logits", "probs")',),
+        feature="logprobs",
     )
 )

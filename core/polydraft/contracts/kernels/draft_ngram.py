@@ -144,5 +144,6 @@ CONTRACT = REGISTRY.add(
         source="Prompt lookup decoding (Saxena 2023); FastDeploy ngram_match.",
         equivalent_mutants={"swap(prompt_len,num_generated)": "only their sum is used"},
         constraints=("1 <= min_ngram <= max_ngram",),
+        feature="drafting",
     )
 )

@@ -120,5 +120,6 @@ CONTRACT = REGISTRY.add(
         generate=generate,
         doc="Draw a draft with Gumbel noise and keep the distribution that it was drawn from.",
         source="Gumbel-max: Maddison et al. 2014; draft probabilities: Leviathan et al. 2023; Chen et al. 2023.",
+        feature="rejection",
     )
 )

@@ -65,6 +65,7 @@ CONTRACT = REGISTRY.add(
         generate=generate,
         doc="Embedding lookup of packed token ids; negative ids give zero rows.",
         source="Table lookup.",
-        need="compute",
+        feature="dense",
+        compute=True,
     )
 )

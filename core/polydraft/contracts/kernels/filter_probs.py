@@ -142,5 +142,6 @@ CONTRACT = REGISTRY.add(
         source="Rejection sampling holds drafts against the filtered distribution: Leviathan et al. 2023; Chen et al. 2023.",
         tolerance={"logits": 4.0},
         scale=scale,
+        feature="rejection",
     )
 )

@@ -147,5 +147,6 @@ CONTRACT = REGISTRY.add(
         generate=generate,
         doc="Forbid stop tokens before their time, and what would complete a bad word.",
         source="min_tokens and bad_words of vLLM; FastDeploy min_dec_len and bad_tokens.",
+        feature="processing",
     )
 )

@@ -120,5 +120,6 @@ CONTRACT = REGISTRY.add(
             "unpad(drafts)": "drafts below draft_len are tokens, the rest are not read",
         },
         constraints=("num_valid >= 2",),
+        feature="schedule",
     )
 )

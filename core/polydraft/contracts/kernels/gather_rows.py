@@ -65,6 +65,6 @@ CONTRACT = REGISTRY.add(
         generate=generate,
         doc="out[r] = x[index[r]]; a negative index gives a zero row.",
         source="Row selection before the head (upstream: rebuild_padding, gather_next_token).",
-        need="step",
+        feature="dense",
     )
 )

@@ -148,6 +148,6 @@ CONTRACT = REGISTRY.add(
         tolerance={"noise": 2.0},
         scale=scale,
         constraints=("draw >= 0",),
-        need="offered",
+        feature="sampling",
     )
 )

@@ -69,5 +69,6 @@ CONTRACT = REGISTRY.add(
         doc="Copy the logits of which log probabilities are wanted.",
         source="Raw log probabilities of processed logits, as vLLM's logprobs_mode offers them.",
         equivalent_mutants={"plus(num_top)": "only its sign is read, and this leaves every sign as it is"},
+        feature="logprobs",
     )
 )

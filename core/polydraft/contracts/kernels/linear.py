@@ -89,6 +89,7 @@ CONTRACT = REGISTRY.add(
         tolerance={"out": 3.0},
         scale=scale,
         deterministic="run-to-run",
-        need="compute",
+        feature="dense",
+        compute=True,
     )
 )

@@ -104,5 +104,6 @@ CONTRACT = REGISTRY.add(
             "reverse-all(B)": "a sequence names its own rows, so the order of sequences is free",
         },
         constraints=("32 * WM >= V",),
+        feature="grammar",
     )
 )

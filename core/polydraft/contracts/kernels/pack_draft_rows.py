@@ -121,6 +121,6 @@ CONTRACT = REGISTRY.add(
         equivalent_mutants={
             "swap(prompt_len,num_generated)": "only their sum is used",
         },
-        need="step",
+        feature="dense",
     )
 )

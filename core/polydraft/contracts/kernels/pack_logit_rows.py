@@ -88,6 +88,6 @@ CONTRACT = REGISTRY.add(
             "swap(prompt_len,num_generated)": "only their sum is used",
             "swap(prefill_len,prompt_len)": "they differ for resumed requests alone, which have no logits either way",
         },
-        need="step",
+        feature="dense",
     )
 )

@@ -135,5 +135,6 @@ CONTRACT = REGISTRY.add(
         doc="Pack log probabilities into one record with as many columns as were asked for.",
         source="FastDeploy save_output with logprobs, without its fixed 512 slots, 6 tokens and 21 columns.",
         constraints=("0 <= flag <= 255", "E <= 65535"),
+        feature="logprobs",
     )
 )

@@ -115,5 +115,6 @@ CONTRACT = REGISTRY.add(
             "unpad(slot_order)": "a sequence past the end has no rows",
             "plus(num_top)": "only its sign is read, and this leaves every sign as it is",
         },
+        feature="logprobs",
     )
 )

@@ -161,6 +161,6 @@ CONTRACT = REGISTRY.add(
             "unpad(drafts)": "drafts below draft_len are tokens, the rest are not read",
             "swap(prompt_len,num_generated)": "only their sum is used",
         },
-        need="step",
+        feature="dense",
     )
 )

@@ -166,6 +166,7 @@ CONTRACT = REGISTRY.add(
         scale=scale,
         deterministic="run-to-run",
         constraints=("num_heads % num_kv_heads == 0", "P == num_heads * head_dim", "block_size >= 1"),
-        need="compute",
+        feature="dense",
+        compute=True,
     )
 )

@@ -187,5 +187,6 @@ CONTRACT = REGISTRY.add(
         source="Repetition: CTRL (Keskar et al. 2019), as in transformers and vLLM; presence and frequency: OpenAI's interface.",
         tolerance={"logits": 2.0},
         scale=scale,
+        feature="processing",
     )
 )

@@ -71,6 +71,6 @@ CONTRACT = REGISTRY.add(
         source="Checkpoints pad the head to a round number of rows; a padded row must never win.",
         equivalent_mutants={"plus(row_slot)": "only the sign of a slot is read, and this leaves every sign as it is"},
         constraints=("1 <= num_valid <= V",),
-        need="step",
+        feature="dense",
     )
 )

@@ -103,6 +103,6 @@ CONTRACT = REGISTRY.add(
             "reverse(slot_order)": "slots do not depend on each other",
         },
         constraints=("block_size >= 1", "lookahead >= 0"),
-        need="step",
+        feature="dense",
     )
 )

@@ -72,6 +72,6 @@ CONTRACT = REGISTRY.add(
         source="He et al. 2016, Deep Residual Learning.",
         tolerance={"x": 1.0},
         scale=scale,
-        need="step",
+        feature="dense",
     )
 )

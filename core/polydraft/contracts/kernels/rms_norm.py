@@ -91,6 +91,7 @@ CONTRACT = REGISTRY.add(
         scale=scale,
         deterministic="run-to-run",
         constraints=("eps > 0",),
-        need="compute",
+        feature="dense",
+        compute=True,
     )
 )

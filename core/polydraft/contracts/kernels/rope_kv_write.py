@@ -217,6 +217,7 @@ CONTRACT = REGISTRY.add(
             "block_size >= 1",
             'style in ("half", "interleaved")',
         ),
-        need="compute",
+        feature="dense",
+        compute=True,
     )
 )

@@ -178,6 +178,6 @@ CONTRACT = REGISTRY.add(
         doc="Temperature, top-k, top-p and min-p, then the highest sum of logit and Gumbel noise.",
         source="Gumbel-max: Maddison et al. 2014; top-k: Fan et al. 2018; top-p: Holtzman et al. 2020; "
         "min-p: Nguyen et al. 2024.",
-        need="offered",
+        feature="sampling",
     )
 )

@@ -131,7 +131,7 @@ CONTRACT = REGISTRY.add(
         doc="Write staged runs of words into slot columns.",
         source="FastDeploy insert_tasks, which writes such fields one host call at a time; vLLM's staged writes of ranges.",
         equivalent_mutants={"reverse(runs)": "no two runs name the same place, so their order is free"},
-        need="offered",
+        feature="dense",
         symbols={"U": "staged runs", "T": "words of staged runs"},
     )
 )

@@ -110,6 +110,7 @@ CONTRACT = REGISTRY.add(
         source="FastDeploy eagle_get_self_hidden_states and eagle_gather_hidden_states, as one contract.",
         constraints=("RP <= R",),
         equivalent_mutants={"plus(draft_slot)": "only the sign of a slot is read, and this leaves every sign as it is"},
-        need="compute",
+        feature="dense",
+        compute=True,
     )
 )

@@ -100,6 +100,6 @@ CONTRACT = REGISTRY.add(
         doc="Gather what the host wants to know of a step into one record a sequence.",
         source="FastDeploy speculate_save_output, as one record instead of several messages.",
         constraints=(f"C == W + {SNAPSHOT_TOKENS}",),
-        need="step",
+        feature="dense",
     )
 )

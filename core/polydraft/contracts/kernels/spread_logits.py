@@ -75,5 +75,6 @@ CONTRACT = REGISTRY.add(
         generate=generate,
         doc="Place logits over a reduced vocabulary among those of the whole one.",
         source="Zhao et al. 2025, FR-Spec: drafts from a frequency-ranked part of the vocabulary.",
+        feature="drafting",
     )
 )

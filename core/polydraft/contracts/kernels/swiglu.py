@@ -87,6 +87,7 @@ CONTRACT = REGISTRY.add(
         tolerance={"out": 3.0},
         scale=scale,
         constraints=("G == 2 * I",),
-        need="compute",
+        feature="dense",
+        compute=True,
     )
 )

@@ -171,5 +171,6 @@ CONTRACT = REGISTRY.add(
         source="OpenAI's logprobs and top_logprobs; the ranks are vLLM's, the order of equals is fixed.",
         tolerance={"logprobs": 4.0},
         scale=scale,
+        feature="logprobs",
     )
 )

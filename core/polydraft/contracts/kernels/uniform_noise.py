@@ -81,5 +81,6 @@ CONTRACT = REGISTRY.add(
         doc="Counter-based uniform numbers keyed by seed, absolute position and draw.",
         source="Salmon et al. 2011, Parallel Random Numbers: As Easy as 1, 2, 3.",
         constraints=("draw >= 0",),
+        feature="rejection",
     )
 )

@@ -187,6 +187,7 @@ CONTRACT = REGISTRY.add(
             "unpad(drafts)": "drafts below draft_len are tokens, the rest are not read",
         },
         constraints=("W == K + 1",),
-        need="compute",
+        feature="dense",
+        compute=True,
     )
 )

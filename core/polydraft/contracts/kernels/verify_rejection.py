@@ -203,5 +203,6 @@ CONTRACT = REGISTRY.add(
             "unpad(drafts)": "drafts below draft_len are tokens, the rest are not read",
         },
         constraints=("W == K + 1",),
+        feature="rejection",
     )
 )

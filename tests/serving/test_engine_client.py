@@ -20,8 +20,8 @@ from polydraft.serving.service import as_http
 
 
 def delta(handle: int, token: int, finish: str = "") -> RequestDelta:
-    none, origins = np.empty(0, np.int32), np.zeros(1, np.int32)
-    return RequestDelta(handle, finish, np.array([token], np.int32), origins, none, none, NO_ROWS, NO_ROWS, "x", "")
+    none = np.empty(0, np.int32)
+    return RequestDelta(handle, finish, np.array([token], np.int32), none, none, none, NO_ROWS, NO_ROWS, "x", "")
 
 
 def test_a_client_that_takes_nothing_is_given_up_and_its_requests_aborted(monkeypatch: pytest.MonkeyPatch) -> None:

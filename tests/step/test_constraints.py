@@ -17,6 +17,7 @@ import pytest
 
 from polydraft import LLM, Engine, RequestOutput, SamplingParams
 from polydraft.errors import CapabilityError, RequestError
+from polydraft.output.output_processor import OutputProcessor
 from polydraft.sampling.constraints import Automaton, Constraints, Thinking, _allows
 from tests.support.emulator import Emulator
 from tests.support.letters import checkpoint
@@ -121,6 +122,19 @@ def test_forced_tokens_say_so_with_drafts_and_without() -> None:
     output = drive(letters(draft_tokens=3, constraints=True), [Ask(prompt_of("regex"), params("regex"))])[0]
     assert {t.source for t in output.tokens} >= {"forced", "draft"}
     assert output.forced == plain("regex").forced
+    assert output.forced == tuple(place for place, token in enumerate(output.tokens) if token.source == "forced")
+
+
+def test_each_forced_place_is_told_once_with_its_token() -> None:
+    served, told, num_tokens = letters(draft_tokens=3, constraints=True), list[int](), 0
+    served.add(prompt_of("regex"), params("regex"), id="7", stream=True)
+    processor = OutputProcessor(served.tokenizer)
+    while served.has_work:
+        served.step()
+        for delta in processor.deltas(served.take()):
+            assert all(num_tokens <= place < num_tokens + len(delta.token_ids) for place in delta.forced.tolist())
+            told, num_tokens = told + delta.forced.tolist(), num_tokens + len(delta.token_ids)
+    assert tuple(told) == plain("regex").forced
 
 
 def test_a_preempted_request_goes_on_where_it_was() -> None:

@@ -15,9 +15,10 @@ import numpy as np
 import pytest
 
 from polydraft import Engine, SamplingParams
-from polydraft.contracts.layout import HEADER_WORDS, LogprobEntry, LogprobHeader
+from polydraft.contracts.layout import HEADER_WORDS, LogprobEntry, LogprobHeader, Snapshot
 from polydraft.output.engine_outputs import MOST_UNREAD, EngineOutputs
 from polydraft.output.output_processor import OutputProcessor
+from polydraft.output.provenance import provenance
 from polydraft.output.request_delta import RequestDelta
 from polydraft.sampling.logprobs import SPARE
 from tests.support.kernel_doubles import backend_with
@@ -47,14 +48,12 @@ class Joined:
     def __init__(self) -> None:
         self.tokens: list[int] = []
         self.rounds: list[tuple[int, int]] = []
-        self.origins: list[int] = []
         self.logprobs: list[float] = []
         self.text, self.end = "", ""
 
     def add(self, delta: RequestDelta) -> None:
         assert not self.end, "nothing comes behind the end"
         self.tokens += delta.token_ids.tolist()
-        self.origins += delta.origins.tolist()
         self.rounds += zip(delta.rounds.tolist(), delta.round_drafts.tolist(), strict=True)
         self.text += delta.text
         self.logprobs += [row["logprobs"][0] for row in delta.logprobs]
@@ -103,7 +102,6 @@ def test_deltas_made_on_another_thread_are_what_poll_gives(every: int) -> None:
         mine = found[name]
         assert (mine.text, mine.tokens, mine.end) == (output.text, list(output.token_ids), output.finish_reason)
         assert mine.rounds == list(zip(output.rounds, output.round_drafts, strict=True))
-        assert mine.origins == output.origins.tolist()
         assert mine.logprobs == [record.logprob for record in output.tokens if record.logprob is not None]
     if every == 1000:
         assert len(deltas) == len(ASKS), "one each"
@@ -188,6 +186,24 @@ def test_a_step_makes_no_object_of_any_request(monkeypatch: pytest.MonkeyPatch) 
     assert len(looked) == len(output.logprobs)
 
 
+def test_who_proposed_a_token_is_worked_out_for_those_who_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def noted(num_tokens: int, *given: Any) -> Any:
+        asked.append(num_tokens)
+        return provenance(num_tokens, *given)
+
+    monkeypatch.setattr("polydraft.output.request_output.provenance", noted)
+    running, outputs = started(), list[Any]()
+    while running.has_work:
+        running.step()
+        outputs += running.poll()
+    assert len(outputs) > len(ASKS)
+    assert not asked
+    assert len(outputs[-1].tokens) == len(outputs[-1].token_ids)
+    assert asked == [len(outputs[-1].token_ids)]
+
+
 @pytest.mark.parametrize("streaming", [True, False])
 @pytest.mark.parametrize(
     ("word", "value", "said"),
@@ -244,3 +260,25 @@ def test_a_position_that_no_prompt_has_ends_its_request(position: int) -> None:
     (output,) = outputs
     assert output.finish_reason == "error"
     assert "of a prompt, wanted 1 to 2" in output.error
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+def test_rounds_that_lie_end_their_request(streaming: bool) -> None:
+    """A snapshot that says of its rounds what they cannot have been, in words that each could be."""
+
+    def lies(a: Any, n: int) -> None:
+        from polydraft.reference import state_kernels
+
+        state_kernels.snapshot_output(a, n)
+        accepted = a.record[:n, Snapshot.ACCEPTED]
+        accepted[accepted > 0] -= 1
+
+    running = engine(MODEL, draft_tokens=2, max_num_seqs=1, plugin=backend_with(snapshot_output=lies))
+    running.add((5, 9), replace(LONG, logprobs=None), stream=streaming)
+    outputs = []
+    while running.has_work:
+        running.step()
+        outputs += running.poll()
+    (output,) = (o for o in outputs if o.finished)
+    assert output.finish_reason == "error"
+    assert output.error.startswith("rounds that bring ")

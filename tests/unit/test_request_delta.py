@@ -34,10 +34,10 @@ def rows(rng: np.random.Generator, count: int, columns: int) -> Any:
 
 def one(rng: np.random.Generator, handle: int, columns: int, *, text: str = "", error: str = "") -> RequestDelta:
     t, r = int(rng.integers(0, 40)), int(rng.integers(0, 9))
-    tokens, origins, rounds, verified = (rng.integers(0, 9999, n).astype(np.int32) for n in (t, t, r, r))
+    tokens, rounds, verified, forced = (rng.integers(0, 9999, n).astype(np.int32) for n in (t, r, r, rng.integers(0, 3)))
     prompt = rows(rng, int(rng.integers(0, 4)), int(rng.integers(1, 4)))
     return RequestDelta(
-        handle, str(rng.choice(["", *list(FINISHES)[1:]])), tokens, origins, rounds, verified, rows(rng, t, columns), prompt,
+        handle, str(rng.choice(["", *list(FINISHES)[1:]])), tokens, rounds, verified, forced, rows(rng, t, columns), prompt,
         text, error,
     )  # fmt: skip
 
@@ -133,7 +133,7 @@ def test_a_damaged_count_never_reads_elsewhere(seed: int, place: int, value: int
 
 def words(deltas: list[RequestDelta]) -> int:
     """Of all the arrays."""
-    return sum(2 * len(d.token_ids) + 2 * len(d.rounds) for d in deltas) + sum(
+    return sum(len(d.token_ids) + 2 * len(d.rounds) + len(d.forced) for d in deltas) + sum(
         len(part) * (3 + 2 * part.dtype["ids"].shape[0]) for d in deltas for part in (d.logprobs, d.prompt_logprobs)
     )
 
@@ -163,7 +163,7 @@ def test_the_deltas_of_an_engine_add_up_to_its_outputs() -> None:
         assert [t for d in mine for t in d.token_ids.tolist()] == list(output.token_ids)
         assert [t for d in mine for t in d.rounds.tolist()] == list(output.rounds)
         assert [t for d in mine for t in d.round_drafts.tolist()] == list(output.round_drafts)
-        assert [word for d in mine for word in d.origins.tolist()] == output.origins.tolist()
+        assert not any(len(d.forced) for d in mine)
         assert "".join(d.text for d in mine) == output.text
         assert [d.finish for d in mine] == [""] * (len(mine) - 1) + [output.finish_reason]
         assert bool(output.logprobs) == (i != 1)

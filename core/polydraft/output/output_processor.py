@@ -1,4 +1,4 @@
-"""Makes results of what an engine hands over: texts in whole characters, provenance, and whose log probabilities are whose.
+"""Makes results of what an engine hands over: texts in whole characters, and whose log probabilities are whose.
 
 An `OutputProcessor` works once a batch, on any one thread but never in a step, and keeps what it has reported of each request.
 Callers in the same process get a `RequestOutput`, the whole so far; another process gets a `RequestDelta`, only what is new. It
@@ -18,8 +18,8 @@ from polydraft.host.request import Request
 from polydraft.models.tokenizer import Tokenizer
 from polydraft.output.detokenizer import Detokenizer
 from polydraft.output.engine_outputs import EngineOutputs
-from polydraft.output.provenance import provenance
-from polydraft.output.request_delta import RequestDelta
+from polydraft.output.provenance import check_rounds
+from polydraft.output.request_delta import NO_PLACES, RequestDelta
 from polydraft.output.request_output import RequestOutput, rows_of
 from polydraft.program.packed import NO_ROWS, PackedLogprobs, entry_type, row_type
 
@@ -28,7 +28,7 @@ class _RequestState:
     """What was made of one request so far, and where its last update began."""
 
     __slots__ = (
-        "detokenizer", "error", "finished", "logprobs", "new_chars", "new_rounds", "new_steps", "new_tokens", "origins", "prompt",
+        "detokenizer", "error", "finished", "forced", "logprobs", "new_chars", "new_rounds", "new_steps", "new_tokens", "prompt",
         "request", "round_drafts", "rounds", "text", "token_ids",
     )  # fmt: skip
 
@@ -37,8 +37,8 @@ class _RequestState:
         self.token_ids: list[int] = []
         self.rounds: list[int] = []
         self.round_drafts: list[int] = []
-        self.origins = bytearray()
-        """The words of its tokens: as Python numbers, each result would touch every one of them again."""
+        self.forced: tuple[int, ...] = ()
+        """Places that a constraint left no choice for, ascending; of tokens to come, too."""
         self.logprobs: list[Array] = []
         """Rows of the window of each step that emitted tokens."""
         top = request.params.prompt_logprobs
@@ -50,14 +50,15 @@ class _RequestState:
         self.new_tokens = self.new_rounds = self.new_steps = self.new_chars = 0
 
     def update(
-        self, tokens: list[int], origins: bytes, rounds: list[int], drafts: list[int], text: str | None, *, finished: bool
-    ) -> None:
-        """Append what is new. `text`: the whole, where the engine had to decode it."""
+        self, tokens: list[int], rounds: list[int], drafts: list[int], forced: tuple[int, ...], text: str | None, *,
+        finished: bool,
+    ) -> None:  # fmt: skip
+        """Append what is new. `forced`: all places so far; `text`: the whole, where the engine had to decode it."""
         self.new_tokens, self.new_rounds, self.new_chars = len(self.token_ids), len(self.rounds), len(self.text)
         self.token_ids += tokens
-        self.origins += origins
         self.rounds += rounds
         self.round_drafts += drafts
+        self.forced = forced
         self.finished = finished
         if text is None:
             self.detokenizer.push(tokens)
@@ -100,19 +101,26 @@ class _RequestState:
             ttft_s=None if r.first_token_s is None else r.first_token_s - r.arrival_s,
             latency_s=r.finish_s - r.arrival_s if self.finished and r.finish_s is not None else None,
             round_drafts=tuple(self.round_drafts),
-            origins=np.frombuffer(bytes(self.origins), np.int32),
+            forced=self._forced(0),
             logprobs=tuple(self.logprobs),
             prompt_rows=self.prompt_rows,
         )
 
-    def delta(self, tokens: Array, rounds: Array, round_drafts: Array, origins: Array) -> RequestDelta:
+    def _forced(self, start: int) -> tuple[int, ...]:
+        """Places of tokens from `start` on that a constraint left no choice for."""
+        return tuple([place for place in self.forced if start <= place < len(self.token_ids)]) if self.forced else ()
+
+    def delta(self, tokens: Array, rounds: Array, round_drafts: Array) -> RequestDelta:
         """What the last update brought, with the arrays that it was made of."""
         finish, error = self.end
         prompt = self.prompt_rows if self.finished else None
         steps, self.new_steps = self.logprobs[self.new_steps :], len(self.logprobs)
+        places = self._forced(self.new_tokens)
+        rows = rows_of(steps, self.rounds[self.new_rounds :], len(tokens), prefill=not self.new_tokens)
         return RequestDelta(
-            int(self.request.id), finish or "", tokens, origins, rounds, round_drafts, rows_of(steps, origins),
-            NO_ROWS if prompt is None else prompt, self.text[self.new_chars :], error,
+            int(self.request.id), finish or "", tokens, rounds, round_drafts,
+            np.array(places, np.int32) if places else NO_PLACES, rows, NO_ROWS if prompt is None else prompt,
+            self.text[self.new_chars :], error,
         )  # fmt: skip
 
 
@@ -143,8 +151,8 @@ class OutputProcessor:
         """Likewise. Ids of the requests are whole numbers: the handles that the other process has given them."""
         return [state.delta(*new) for state, *new in self._updated(batch)]
 
-    def _updated(self, batch: EngineOutputs) -> list[tuple[_RequestState, Array, Array, Array, Array]]:
-        """States after their update, with the new tokens, rounds, drafts verified and provenance of each."""
+    def _updated(self, batch: EngineOutputs) -> list[tuple[_RequestState, Array, Array, Array]]:
+        """States after their update, with the new tokens, rounds and drafts verified of each."""
         if not batch:
             return []
         for records in batch.logprobs:
@@ -168,37 +176,29 @@ class OutputProcessor:
             if state.error:
                 state.logprobs.clear()
         return EngineOutputs(
-            requests=batch.ended, texts=batch.ended_texts, forced=tuple([tuple(request.forced) for request in batch.ended]),
-            tokens=_joined(tokens), token_ends=_ends(tokens), rounds=_joined(rounds), round_drafts=_joined(drafts),
-            round_ends=_ends(rounds),
+            requests=batch.ended, texts=batch.ended_texts,
+            forced=tuple([tuple(sorted(request.forced)) for request in batch.ended]), tokens=_joined(tokens),
+            token_ends=_ends(tokens), rounds=_joined(rounds), round_drafts=_joined(drafts), round_ends=_ends(rounds),
         )  # fmt: skip
 
-    def _update(self, batch: EngineOutputs, *, finished: bool) -> list[tuple[_RequestState, Array, Array, Array, Array]]:
+    def _update(self, batch: EngineOutputs, *, finished: bool) -> list[tuple[_RequestState, Array, Array, Array]]:
         """Tell the states of its `requests` what is new."""
-        states = [self._of(request) for request in batch.requests]
         rounds, drafts = batch.rounds.astype(np.int32), batch.round_drafts.astype(np.int32)
-        reported_tokens, reported_rounds = [len(state.token_ids) for state in states], [len(state.rounds) for state in states]
-        try:
-            origins = provenance(
-                rounds, drafts, batch.round_ends, batch.token_ends, reported_tokens, reported_rounds, batch.forced
-            )
-        except RecordError as error:  # the caller of `poll` ends the requests with it
-            self.error, origins = self.error or error, np.zeros(len(batch.tokens), np.int32)
-        plain, words = (batch.tokens.tolist(), rounds.tolist(), drafts.tolist()), origins.tobytes()
+        plain = batch.tokens.tolist(), rounds.tolist(), drafts.tolist()
+        ends = zip(batch.token_ends.tolist(), batch.round_ends.tolist(), strict=True)
         found, begin, first = [], 0, 0
-        for state, text, end, last in zip(states, batch.texts, batch.token_ends.tolist(), batch.round_ends.tolist(), strict=True):
+        for request, text, forced, (end, last) in zip(batch.requests, batch.texts, batch.forced, ends, strict=True):
+            state = self._of(request)
             if finished or not state.error:  # else it is about to end with that error
-                state.update(
-                    plain[0][begin:end],
-                    words[4 * begin : 4 * end],
-                    plain[1][first:last],
-                    plain[2][first:last],
-                    text,
-                    finished=finished,
-                )
-                found.append((state, batch.tokens[begin:end], rounds[first:last], drafts[first:last], origins[begin:end]))
+                new = plain[0][begin:end], plain[1][first:last], plain[2][first:last]
+                try:
+                    check_rounds(end - begin, new[1], prefill=not state.token_ids and end > begin, ended=finished)
+                except RecordError as error:  # the caller ends all other requests with it
+                    self.error, state.error = self.error or error, state.error or str(error)
+                state.update(*new, forced, text, finished=finished)
+                found.append((state, batch.tokens[begin:end], rounds[first:last], drafts[first:last]))
             if finished:
-                del self._states[state.request.number]
+                del self._states[request.number]
             begin, first = end, last
         return found
 

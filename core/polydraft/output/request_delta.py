@@ -5,15 +5,15 @@ side the same deltas, whose arrays are views of those bytes; Python objects are 
 trusts the other: what does not fit its own lengths is refused whole.
 
 Layout, all int32 in the machine's order (both processes run on it): the header; one row of counts a request; then of one request
-after the other its tokens, their provenance, rounds, drafts verified by round, and, if log probabilities were requested,
-rows of its tokens and of its prompt, as the device packed them, of exactly the columns asked for; last the texts in UTF-8.
+after the other its tokens, rounds, drafts verified by round, forced places, and, if log probabilities were requested, rows of its
+tokens and of its prompt, as the device packed them, of exactly the columns asked for; last the texts in UTF-8.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -23,7 +23,7 @@ from polydraft.errors import RecordError
 from polydraft.program.packed import NO_ROWS, pack_word, row_type, unpack_word
 from polydraft.sentinels import Finish
 
-VERSION = 2
+VERSION = 3
 
 
 class Head(IntEnum):
@@ -46,14 +46,15 @@ class Count(IntEnum):
     """`Finish`; NONE while it goes on."""
     TOKENS = 2
     ROUNDS = 3
-    COLUMNS = 4
+    FORCED = 4
+    COLUMNS = 5
     """Of the rows of its tokens; 0 where no log probabilities were asked for, and there are no rows."""
-    PROMPT_ROWS = 5
+    PROMPT_ROWS = 6
     """Rows of the prompt from its second token on, with the last delta; 0 where none were asked for."""
-    PROMPT_COLUMNS = 6
-    TEXT = 7
+    PROMPT_COLUMNS = 7
+    TEXT = 8
     """Bytes of the new text."""
-    ERROR = 8
+    ERROR = 9
     """Bytes of the error's sentence."""
 
 
@@ -65,12 +66,12 @@ class RequestDelta(NamedTuple):
     """`Finish` in lower case, "" while it goes on."""
     token_ids: Array
     """int32 [t]."""
-    origins: Array
-    """int32 [t]: who proposed them, as `provenance.origin` reads it."""
     rounds: Array
     """int32 [r]: drafts that each new round accepted."""
     round_drafts: Array
     """int32 [r]: drafts that it verified."""
+    forced: Array
+    """int32 [f]: places of new tokens among all of the request that a constraint left no choice for, ascending."""
     logprobs: Array
     """[t] of `row_type`: `draft_logprob` is of the token where it was a draft. [0] where none were asked for."""
     prompt_logprobs: Array
@@ -79,6 +80,8 @@ class RequestDelta(NamedTuple):
     error: str
 
 
+NO_PLACES: Final[Array] = np.empty(0, np.int32)
+"""Where nothing was forced."""
 FINISHES = {finish.name.lower(): int(finish) for finish in Finish}
 
 
@@ -93,11 +96,11 @@ def pack(deltas: Sequence[RequestDelta]) -> bytes:
         texts += [text, error]
         counts.append(
             (
-                one.handle, FINISHES.get(one.finish, 0), len(one.token_ids), len(one.rounds), columns, len(one.prompt_logprobs),
-                of_prompt, len(text), len(error),
+                one.handle, FINISHES.get(one.finish, 0), len(one.token_ids), len(one.rounds), len(one.forced), columns,
+                len(one.prompt_logprobs), of_prompt, len(text), len(error),
             )
         )  # fmt: skip
-        parts += [one.token_ids.tobytes(), one.origins.tobytes(), one.rounds.tobytes(), one.round_drafts.tobytes()]
+        parts += [one.token_ids.tobytes(), one.rounds.tobytes(), one.round_drafts.tobytes(), one.forced.tobytes()]
         if columns or of_prompt:
             parts += [_words(one.logprobs, columns), _words(one.prompt_logprobs, of_prompt)]
     table = np.array(counts, np.int32).tobytes()
@@ -199,9 +202,9 @@ def _one(reader: _Reader, row: list[int]) -> RequestDelta:
         handle=row[Count.HANDLE],
         finish="" if finish is Finish.NONE else finish.name.lower(),
         token_ids=reader.take(num_tokens),
-        origins=reader.take(num_tokens),
         rounds=reader.take(num_rounds),
         round_drafts=reader.take(num_rounds),
+        forced=reader.take(row[Count.FORCED]),
         logprobs=reader.rows(num_tokens, row[Count.COLUMNS]),
         prompt_logprobs=reader.rows(row[Count.PROMPT_ROWS], row[Count.PROMPT_COLUMNS]),
         text="",

@@ -8,20 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from polydraft.device import Array
-from polydraft.output.provenance import Source, origin, round_numbers
+from polydraft.output.provenance import SourceName, provenance
 from polydraft.program.packed import NO_ROWS
 from polydraft.sentinels import NO_TOKEN
-
-SourceName = Literal["target", "draft", "corrected", "forced", "prompt"]
-"""`Source` in lower case; `prompt`: the token was given."""
-SOURCE_NAMES: Final[tuple[SourceName, ...]] = ("target", "draft", "corrected", "forced")
-"""By `Source`."""
 
 
 class TokenRecord(NamedTuple):
@@ -64,8 +58,8 @@ class RequestOutput:
     """Seconds from its arrival to its end; None before."""
     round_drafts: tuple[int, ...] = ()
     """Drafts that each round verified."""
-    origins: Array = field(default_factory=partial(np.empty, 0, np.int32), repr=False, compare=False)
-    """Who proposed each token, int32 [t], a word each: `provenance.origin` reads it, and `tokens` has it in plain terms."""
+    forced: tuple[int, ...] = ()
+    """Places of tokens that a constraint left no choice for, ascending."""
     logprobs: tuple[Array, ...] = field(default=(), repr=False, compare=False)
     """Rows of each step so far that emitted tokens, as `row_type` says; () where none were asked for. `tokens` has them by
     token."""
@@ -76,11 +70,6 @@ class RequestOutput:
     def accepted(self) -> int:
         """Drafts that became output."""
         return sum(self.rounds)
-
-    @property
-    def forced(self) -> tuple[int, ...]:
-        """Places of tokens that a constraint left no choice for, ascending."""
-        return tuple(place for place, word in enumerate(self.origins.tolist()) if origin(word)[0] is Source.FORCED)
 
     @property
     def tokens(self) -> tuple[TokenRecord, ...]:
@@ -107,26 +96,25 @@ class RequestOutput:
         return (None, *(TokenRecord(int(row["ids"][0]), "prompt", 0, -1, *_numbers(row)) for row in self.prompt_rows))
 
     def _records(self, start: int) -> Iterator[TokenRecord]:
-        rows = rows_of(self.logprobs, self.origins)[start:]
-        for place, (token, word) in enumerate(zip(self.token_ids[start:], self.origins[start:].tolist(), strict=True)):
-            source, position, number = origin(word)
-            record = TokenRecord(token, SOURCE_NAMES[source], position, number)
+        rows = rows_of(self.logprobs, self.rounds, len(self.token_ids), prefill=True)
+        origins = provenance(len(self.token_ids), self.rounds, self.round_drafts, self.forced, start)
+        for place, one in enumerate(origins, start):
+            record = TokenRecord(self.token_ids[place], *one)
             if len(rows):
-                drawn = float(rows[place]["draft_logprob"]) if position else None
+                drawn = float(rows[place]["draft_logprob"]) if one.draft_position else None
                 record = TokenRecord(*record[:4], *_numbers(rows[place]), drawn)
             yield record
 
 
-def rows_of(steps: Sequence[Array], origins: Array) -> Array:
-    """One row a token, of tokens whose provenance is `origins`, out of the windows of the steps that emitted them; NO_ROWS where
-    there are no steps. A stop string may have cut the last tokens."""
-    if not steps:
+def rows_of(steps: Sequence[Array], rounds: Sequence[int], num_tokens: int, *, prefill: bool) -> Array:
+    """One row a token, of `num_tokens` that these rounds brought, out of the windows of the steps that emitted them; NO_ROWS
+    where there are no steps. `prefill`: the first step is the one in which the prefill chose its token. A stop string may have
+    cut the last tokens."""
+    counts = [1] * prefill + [accepted + 1 for accepted in rounds] if steps else []  # a round is a step, as is the prefill's end
+    parts = [rows[:count] for rows, count in zip(steps, counts, strict=False)]
+    if not parts:
         return NO_ROWS
-    if len(steps) == 1:
-        return steps[0][: len(origins)]
-    numbers = round_numbers(origins)
-    counts = np.bincount(numbers - numbers[0])  # a round is a step, and so is the prefill's end
-    return np.concatenate([rows[:count] for rows, count in zip(steps, counts[counts > 0].tolist(), strict=False)])
+    return (parts[0] if len(parts) == 1 else np.concatenate(parts))[:num_tokens]
 
 
 def _numbers(row: Any) -> tuple[float, int, tuple[tuple[int, float], ...]]:

@@ -11,9 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from polydraft.models.tokenizer import Tokenizer
-from polydraft.output.provenance import origin
+from polydraft.output.provenance import provenance
 from polydraft.output.request_delta import RequestDelta
-from polydraft.output.request_output import SOURCE_NAMES
 from polydraft.sentinels import NO_TOKEN
 from polydraft.serving.wire import Span
 
@@ -47,8 +46,7 @@ class Choice:
         self.token_ids: list[int] = []
         self.rounds: list[int] = []
         self.round_drafts: list[int] = []
-        self.origins: list[int] = []
-        """Who proposed each token, a word each."""
+        self.forced: set[int] = set()
         self.finish = ""
         self.error = ""
         self._timing: dict[str, Any] = {"step_ms": 0.0, "host_gap_ms": 0.0, "spans": []}
@@ -62,9 +60,9 @@ class Choice:
     def feed(self, delta: RequestDelta) -> str:
         """Take what is new; returns the new text."""
         self.token_ids += delta.token_ids.tolist()
-        self.origins += delta.origins.tolist()
         self.rounds += delta.rounds.tolist()
         self.round_drafts += delta.round_drafts.tolist()
+        self.forced.update(delta.forced.tolist())
         if len(delta.logprobs):  # copies: the message has the deltas of other requests, too
             self._rows += list(delta.logprobs.copy())
         if len(delta.prompt_logprobs):
@@ -93,9 +91,10 @@ class Choice:
     def provenance(self, places: range) -> list[dict[str, Any]]:
         """Who proposed the tokens at these places, their probability and round."""
         records = []
-        for place in places:
-            token, (source, position, number) = self.token_ids[place], origin(self.origins[place])
-            record: dict[str, Any] = {"token_id": token, "token": self._texts.of(token), "source": SOURCE_NAMES[source]}
+        origins = provenance(places.stop, self.rounds, self.round_drafts, self.forced, places.start)
+        for place, (source, position, number) in zip(places, origins, strict=True):
+            token = self.token_ids[place]
+            record: dict[str, Any] = {"token_id": token, "token": self._texts.of(token), "source": source}
             record |= {"draft_position": position or None, "round": number if number >= 0 else None}
             record["round_drafts"] = self.round_drafts[number] if number >= 0 else None
             if place < len(self._rows):

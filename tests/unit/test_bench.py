@@ -531,6 +531,31 @@ def test_a_trace_that_cannot_be_written_is_refused_before_anything_runs(command:
     assert "cannot be written" in result.err
 
 
+def test_one_file_for_two_outputs_is_refused_before_anything_runs(command: Callable[..., Result], tmp_path: Path) -> None:
+    file, link = tmp_path / "run.json", tmp_path / "link.json"
+    link.symlink_to(file)
+    for trace, record in ((file, file), (file, tmp_path / "x" / ".." / "run.json"), (link, file)):
+        result = command("generate", "--model", "no/such/model", "w1", "--trace", trace, "--record", record)
+        assert (result.status, result.out) == (2, "")
+        assert result.err.endswith(
+            f"polydraft: --trace and --record both name {record}, wanted a file for each; change one of them\n"
+        )
+        assert not file.exists()
+
+
+def test_a_picture_does_not_replace_the_recording(command: Callable[..., Result], tmp_path: Path) -> None:
+    file = tmp_path / "run.json"
+    file.write_text("the recording")
+    for pictures, said in (
+        (("--html", file), "FILE and --html"),
+        (("--html", tmp_path / "a", "--png", tmp_path / "a"), "--html and --png"),
+    ):
+        result = command("trace", file, *pictures)
+        assert result.status == 2
+        assert f"{said} both name {pictures[-1]}, wanted a file for each" in result.err
+        assert file.read_text() == "the recording"
+
+
 # -- committed results ----------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("file", sorted((ROOT / "bench" / "results").glob("*.json")), ids=lambda path: path.stem)
 def test_committed_results_fit_the_schema(file: Path) -> None:

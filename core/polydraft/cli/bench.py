@@ -78,8 +78,7 @@ def command(out: str | None, no_color: bool, as_json: bool, **options: Any) -> i
     from polydraft.instruments.output_file import claim
 
     suite = _suite(options)
-    if out:
-        claim(out)
+    claim({"--out": out})
     rows: list[dict[str, Any]] = []
     broken_off: BaseException | None = None
     try:

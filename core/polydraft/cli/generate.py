@@ -107,8 +107,7 @@ def command(
         _check_shown(jobs, provenance=provenance)
     given |= _most_logprobs(jobs)
     given |= {"constraints": True} if any(job.params.constrained for job in jobs) else {}
-    for file in filter(None, (trace, record["file"])):
-        claim(file)
+    claim({"--trace": trace, "--record": record["file"]})
     engine = _engine(given, _instruments(trace, **record))
     try:
         tell = functools.partial(click.echo, err=True)

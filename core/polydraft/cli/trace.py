@@ -39,11 +39,13 @@ def command(file: str, html: str | None, png: str | None, steps: int, no_color: 
 
     FILE itself opens in Perfetto and chrome://tracing.
     """
+    from polydraft.instruments.output_file import check_distinct
     from polydraft.instruments.trace_figures import summary
     from polydraft.instruments.trace_file import read
     from polydraft.instruments.trace_page import write_html
     from polydraft.instruments.trace_view import write_png
 
+    check_distinct({"FILE": file, "--html": html, "--png": png})
     recording = read(file)
     figures = summary(recording)
     if html:

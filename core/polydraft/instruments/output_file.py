@@ -5,7 +5,7 @@ Writers of timelines, records and pictures use it, and commands with an option t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -21,7 +21,21 @@ def writing(path: str | Path) -> Iterator[None]:
         raise ConfigError(f"{path} cannot be written, got {error.strerror or error}; name a file in a folder of yours") from error
 
 
-def claim(path: str | Path) -> None:
-    """Create the file that a run will fill, before anything is loaded. Raises `ConfigError` where that cannot be."""
-    with writing(path):
-        Path(path).write_bytes(b"")
+def check_distinct(files: Mapping[str, str | None]) -> None:
+    """Raise `ConfigError` where two of the options in `files` name one file; None: the option was not given."""
+    options: dict[Path, str] = {}
+    for option, file in files.items():
+        if file is None:
+            continue
+        other = options.setdefault(Path(file).resolve(), option)
+        if other != option:
+            raise ConfigError(f"{other} and {option} both name {file}, wanted a file for each; change one of them")
+
+
+def claim(files: Mapping[str, str | None]) -> None:
+    """Create the files that a run will fill, by the options that name them, before anything is loaded. Raises `ConfigError` where
+    two are one file, and where one cannot be created."""
+    check_distinct(files)
+    for file in filter(None, files.values()):
+        with writing(file):
+            Path(file).write_bytes(b"")

@@ -287,7 +287,8 @@ class Engine:
 
         A `DeviceError` ends requests and not the engine. Running requests end with its message. Waiting requests are served if
         the device still works; otherwise they end with the message in `failure`. Any other error, of a kernel, an instrument or a
-        draft policy, has the same effect and is raised."""
+        draft policy, has the same effect and is raised. Whatever else breaks a step off, such as Ctrl-C, aborts the running
+        requests and is raised."""
         points = self.instruments.points
         try:
             return points.notify_around("step", None, self._step) if points.step else self._step()
@@ -296,6 +297,9 @@ class Engine:
             return True
         except Exception as error:  # what the step has planned, launched and applied by now do not agree
             self._recover(f"a step failed: {type(error).__name__}: {error}")
+            raise
+        except BaseException:
+            self._recover("")
             raise
 
     def _step(self) -> bool:
@@ -345,15 +349,22 @@ class Engine:
         return HostView(plan, self.slots, inputs.drafts, inputs.draft_len)
 
     def _recover(self, why: str) -> None:
-        """End the running requests with the sentence `why`, and discard every step in flight. The state of the device is not used
-        afterwards: no slot continues and no block is shared. Requests admitted later work, since admission stages the whole state
-        of a slot."""
+        """End the running requests with the sentence `why`, "" for no error, and discard every step in flight. The state of the
+        device is not used afterwards: no slot continues and no block is shared. Requests admitted later work, since admission
+        stages the whole state of a slot."""
         self._in_flight.clear()
         self.runner.reset()
         try:
             self.device.synchronize()
         except DeviceError as last:
             self.failure = str(last)
+        except KeyboardInterrupt:
+            self.failure = "the wait for the device was interrupted, so nobody knows what it still does; make a new engine"
+            raise
+        finally:
+            self._end_running(why)
+
+    def _end_running(self, why: str) -> None:
         t = self.slots
         for slot in np.flatnonzero((t.phase != Phase.IDLE) & ~t.draining).tolist():
             self._fail(t.request[slot], why)
@@ -365,7 +376,7 @@ class Engine:
 
     def _fail(self, request: Request | None, sentence: str) -> None:
         assert request is not None, "a running slot has a request"
-        self._stop(request, "error")
+        self._stop(request, "error" if sentence else "abort")
         request.error = sentence
 
     def _unstick(self) -> bool:

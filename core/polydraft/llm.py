@@ -61,7 +61,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Generate for all prompts; results in their order. A bad prompt raises `RequestError` before anything runs.
 
-        `progress(done, total)` is called as requests end. Interrupting (Ctrl-C) ends every request with what it has."""
+        `progress(done, total)` is called as requests end. Interrupting (Ctrl-C) ends every request with what it has; a second
+        time it does not wait for the end of the step."""
         many = _as_prompts(prompts)
         ids = self._add_all(many, params, stream=False)
         done: dict[str, RequestOutput] = {}

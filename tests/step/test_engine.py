@@ -358,6 +358,50 @@ def test_ctrl_c_ends_requests_with_what_they_have_and_the_engine_lives_on(
     assert [essence(output) for output in client.generate(PROMPTS[:3], FREE)] == [essence(alone(p)) for p in PROMPTS[:3]]
 
 
+@pytest.mark.parametrize("place", ["launch", "collect", "apply"])
+def test_a_second_ctrl_c_breaks_the_step_off_and_the_engine_lives_on(device: str, place: str, monkeypatch: pytest.MonkeyPatch):
+    """What was planned, launched and applied by then does not agree: nothing of it is used."""
+    client = llm(device=device)
+    owner: Any = client.engine if place == "apply" else client.engine.runner
+    function, calls = getattr(owner, place), iter(range(10_000))
+
+    def pressed_twice(*given: Any) -> Any:
+        result = function(*given) if place != "launch" else None
+        if next(calls) == 3:
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+        return function(*given) if place == "launch" else result
+
+    monkeypatch.setattr(owner, place, pressed_twice)
+    outputs = client.generate(PROMPTS, FREE)
+    assert [output.finish_reason for output in outputs] == ["abort"] * len(PROMPTS)
+    assert any(output.token_ids for output in outputs)
+    for prompt, output in zip(PROMPTS, outputs, strict=True):
+        assert output.token_ids == alone(prompt).token_ids[: len(output.token_ids)]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    runs.come_to_rest(client.engine)
+    assert [essence(output) for output in client.generate(PROMPTS[:3], FREE)] == [essence(alone(p)) for p in PROMPTS[:3]]
+
+
+def test_a_third_ctrl_c_does_not_wait_for_the_device(device: str, monkeypatch: pytest.MonkeyPatch):
+    """It may be why the step took so long."""
+    client = llm(device=device)
+
+    def stuck() -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    with monkeypatch.context() as patched:
+        interrupt_at(client, 3, patched, presses=2)
+        patched.setattr(client.engine.device, "synchronize", stuck)
+        outputs = client.generate(PROMPTS, FREE)
+    assert {output.finish_reason for output in outputs[:2]} == {"abort"}
+    assert {output.error for output in outputs if output.finish_reason == "error"} == {client.engine.failure}
+    assert not client.engine.requests
+    with pytest.raises(DeviceError, match="the wait for the device was interrupted"):
+        client.generate(PROMPTS[0], FREE)
+    client.close()
+
+
 def test_somebody_elses_interrupt_handler_stays(monkeypatch: pytest.MonkeyPatch):
     client, seen = llm(), []
     interrupt_at(client, 2, monkeypatch)

@@ -356,6 +356,46 @@ def test_a_failing_device_ends_every_stage() -> None:
     engine.close()
 
 
+class Broken(Probe):
+    """Raises at its first commit."""
+
+    def __init__(self, place: str, order: int) -> None:
+        super().__init__(order, "broken")
+        self.place = place
+
+    def _raise_at(self, place: str, stage: Stage) -> None:
+        if (place, stage) == (self.place, "commit"):
+            self.place = ""
+            raise ValueError("broken")
+
+    def begin(self, stage: Stage, subject: Any) -> None:
+        self._raise_at("begin", stage)
+        super().begin(stage, subject)
+
+    def end(self, stage: Stage, subject: Any, result: Any) -> None:
+        super().end(stage, subject, result)
+        self._raise_at("end", stage)
+
+
+@pytest.mark.parametrize("place", ["begin", "end"])
+def test_an_instrument_that_raises_leaves_no_stage_of_another_open(place: str) -> None:
+    """Outside of it, and within; those within have not begun where its own beginning raises."""
+    probes, trace = (Probe(-5, "outer"), Broken(place, 40), Probe(60, "inner")), Trace()
+    engine = watched(reference, instruments=(*probes, trace))
+    engine.add((1, 2, 3), SamplingParams(max_new_tokens=8, ignore_eos=True))
+    while engine.has_work:
+        try:
+            engine.step()
+        except ValueError:
+            engine.add((4, 5), SamplingParams(max_new_tokens=8, ignore_eos=True))
+    for probe in probes:
+        began, ended = (Counter(stage for what, stage in probe.heard if what == which) for which in ("begin", "end"))
+        assert began == ended
+        assert began["commit"] > 1
+    assert trace._begun == []
+    engine.close()
+
+
 # -- what cannot be ------------------------------------------------------------------------------------------------------
 def refused(*given: Any, **options: Any) -> str:
     """The refusal, which comes before the device is opened."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Protocol, TypeVar, get_args
 
 if TYPE_CHECKING:
@@ -93,18 +94,24 @@ class Points:
             listeners.remove(listener)
 
     def notify_around(self, stage: Stage, subject: object, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call `function`, and notify every listener of the stage before and after it, also when it raises."""
-        listeners: tuple[Listener, ...] = tuple(getattr(self, stage))
-        result: Any = None
-        for one in listeners:
-            one.begin(stage, subject)
-        try:
-            result = function(*args, **kwargs)
-        finally:
-            for one in reversed(listeners):
-                one.end(stage, subject, result)
-        return result  # type: ignore[no-any-return]
+        """Call `function`, and notify every listener of the stage before and after it. Whatever raises, the function or a
+        listener, each whose `begin` has returned is ended."""
+        listeners: list[Listener] = getattr(self, stage)
+        call = partial(function, *args, **kwargs)
+        for one in reversed(listeners):
+            call = partial(_notify_around, one, stage, subject, call)
+        return call()
 
     def wants_eager(self, plan: StepPlan) -> bool:
         """Whether an instrument needs the launches of this step enqueued one by one."""
         return any(wants(plan) for wants in self.eager)
+
+
+def _notify_around(listener: Listener, stage: Stage, subject: object, function: Callable[[], T]) -> T:
+    result: T | None = None
+    listener.begin(stage, subject)
+    try:
+        result = function()
+    finally:
+        listener.end(stage, subject, result)
+    return result

@@ -10,9 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from polydraft.contracts import REGISTRY
 from polydraft.contracts.base import Args, Limits, Workspace
-from polydraft.contracts.composite import CompositeArgs
+from polydraft.contracts.composite import CompositeArgs, name_of
 from polydraft.device import Launch
 from polydraft.errors import DeviceError
 from polydraft.reference.provider import Kernel, arrays_of
@@ -65,10 +64,3 @@ def buffers_of(args: Args | CompositeArgs) -> Iterator[CpuBuffer]:
     for part in args.parts if isinstance(args, CompositeArgs) else (args,):
         for value in vars(part).values():
             yield from (one for one in (value if isinstance(value, tuple) else (value,)) if hasattr(one, "host_array"))
-
-
-def name_of(args: Args | CompositeArgs) -> str:
-    """The contract or composite that a record is one of."""
-    records = {contract.args: contract.name for contract in REGISTRY}
-    parts = args.parts if isinstance(args, CompositeArgs) else (args,)
-    return "+".join(records.get(type(part), type(part).__name__) for part in parts)

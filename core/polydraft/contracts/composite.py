@@ -88,6 +88,13 @@ class CompositeArgs:
     parts: tuple[Args, ...]
 
 
+def name_of(args: Args | CompositeArgs) -> str:
+    """The contract or composite that `args` are the arguments of; the record's own name where no contract has such a record."""
+    names = {contract.args: contract.name for contract in REGISTRY}
+    parts = args.parts if isinstance(args, CompositeArgs) else (args,)
+    return "+".join(names.get(type(part), type(part).__name__) for part in parts)
+
+
 COMPOSITES: Final[dict[str, Composite]] = {}
 """Composites by name."""
 

@@ -17,7 +17,9 @@ from polydraft.device import DTYPES, Array, DeviceCounters
 from polydraft.errors import DeviceError
 from polydraft.instruments.sanitize import Observed
 from polydraft.reference.device import poison_array
+from polydraft.reference.provider import Kernel
 from polydraft_emulator.execution import Executor
+from polydraft_emulator.kernels import EmulatorProvider
 from polydraft_emulator.memory import EmulatorBuffer, EmulatorCache, EmulatorStaging, Memory, row_map
 from polydraft_emulator.options import Options
 from polydraft_emulator.streams import EmulatorEvent, EmulatorStream, Work
@@ -159,6 +161,10 @@ class EmulatorDevice:
                 memory.give_up()
 
     # -- issuing work ------------------------------------------------------------------------------
+    def bind_kernel(self, kernel: Kernel) -> EmulatorProvider:
+        """The provider through which this device runs a NumPy kernel, of its own table or of a kernel pack."""
+        return EmulatorProvider(kernel, self)
+
     def upload(self, stream: EmulatorStream, target: EmulatorBuffer, source: EmulatorStaging, rows: int) -> None:
         """Queue a copy of the first `rows` rows; the staging is read when the copy runs."""
         use = self.bound(target)

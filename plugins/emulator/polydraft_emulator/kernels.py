@@ -10,25 +10,27 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from polydraft.backend import CacheSpec, Weight
 from polydraft.contracts import COMPOSITES, REGISTRY
 from polydraft.contracts.base import CAPACITY, Access, Args, ColumnsSpec, Contract, Limits, OpaqueSpec, TensorSpec, Workspace
-from polydraft.contracts.composite import CompositeArgs
+from polydraft.contracts.composite import CompositeArgs, name_of
 from polydraft.device import Array, Launch
 from polydraft.errors import ContractError
 from polydraft.reference.device import poison_array
 from polydraft.reference.provider import Kernel
 from polydraft.reference.table import kernels
 from polydraft.sentinels import Phase
-from polydraft_emulator.device import EmulatorDevice
 from polydraft_emulator.forward_meta import EmulatorForwardMeta
 from polydraft_emulator.memory import EmulatorCache, EmulatorWeight, Memory
 from polydraft_emulator.options import ROWS
 from polydraft_emulator.streams import EmulatorStream, Work
+
+if TYPE_CHECKING:
+    from polydraft_emulator.device import EmulatorDevice
 
 
 class Binding:
@@ -119,14 +121,13 @@ class Binding:
 class EmulatorProvider:
     """A `Provider` over one NumPy kernel."""
 
-    name: str
     kernel: Kernel
     device: EmulatorDevice
 
-    def bind(self, args: Any, limits: Limits, workspace: Workspace | None) -> Launch:
+    def bind(self, args: Args | CompositeArgs, limits: Limits, workspace: Workspace | None) -> Launch:
         """Resolve addresses once and return the launch. Raises `DeviceError` for memory of another device."""
         del workspace
-        device, name, issue = self.device, self.name, self.device.executor.issue
+        device, name, issue = self.device, name_of(args), self.device.executor.issue
         binding = Binding(device, name, args, limits)
         with device.guard:
             run = self.kernel(binding.arrays, limits)
@@ -175,7 +176,7 @@ class EmulatorTable:
 
     def __init__(self, device: EmulatorDevice) -> None:
         chosen = kernels(row_invariant=True)
-        self.providers: Mapping[str, EmulatorProvider] = {n: EmulatorProvider(n, kernel, device) for n, kernel in chosen.items()}
+        self.providers: Mapping[str, EmulatorProvider] = {n: device.bind_kernel(kernel) for n, kernel in chosen.items()}
         self.versions: Mapping[str, int] = {n: 1 if n in COMPOSITES else REGISTRY[n].version for n in chosen}
         self._device = device
 

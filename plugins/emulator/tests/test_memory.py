@@ -209,7 +209,7 @@ def test_a_kernel_that_writes_an_input_fails_at_the_next_wait():
         del limits
         return a.runs.fill  # with the launch length
 
-    provider: Any = EmulatorProvider("scatter", vandal, device)
+    provider: Any = device.bind_kernel(vandal)
     provider.bind(ScatterV1(runs=runs, payload=payload, columns=(tokens,)), LIMITS, None)(device.stream, 1)
     with pytest.raises(DeviceError, match=r"'scatter' failed on emulator:0\?policy=lazy \(ValueError: .*read-only"):
         device.synchronize()
@@ -219,7 +219,7 @@ def test_outputs_are_poisoned_below_the_launch_length_before_a_kernel_runs():
     device = open_device("policy=lazy")
     logits, slots = filled(device, "logits", np.zeros((4, 3), np.float32), "f32"), filled(device, "slots", np.zeros(4, np.int32))
     tokens = filled(device, "tokens", np.arange(4, dtype=np.int32))
-    provider: Any = EmulatorProvider("argmax", lambda a, limits: lambda n: None, device)
+    provider: Any = device.bind_kernel(lambda a, limits: lambda n: None)
     provider.bind(ArgmaxV1(logits=logits, row_slot=slots, tokens=tokens), LIMITS, None)(device.stream, 3)
     assert device.read(tokens).tolist() == [POISONED, POISONED, POISONED, 3]
 
@@ -251,7 +251,7 @@ def test_what_a_composite_calls_dead_is_poisoned_behind_it():
 
     table = EmulatorTable(device)
     known = table.providers[composite.name]
-    table.providers = {composite.name: Spy(composite.name, known.kernel, device)}
+    table.providers = {composite.name: Spy(known.kernel, device)}
     case = next(case for case in default_cases(composite) if case.n > 1)
     run_kernel(composite, case, device, table)
     assert set(kept) == {"window", "window_len", "accepted"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -158,9 +159,8 @@ def test_graphs_of_prefills_too(models: dict[str, Path]) -> None:
 @pytest.mark.parametrize("query", ["seed=1&policy=lazy", "seed=2&policy=reversed&rows=seeded", "seed=3&rows=prefill-first"])
 @pytest.mark.parametrize("overlap", [0, 1])
 def test_the_emulator(models: dict[str, Path], query: str, overlap: int) -> None:
-    pack = str(Path(__file__).with_name("emulator_kernels.py"))
     llm = LLM(
-        model=str(models["gated_delta"]), plugin=Emulator(f"emulator:0?{query}"), plugins=(FAMILY, pack), draft_tokens=3,
+        model=str(models["gated_delta"]), plugin=Emulator(f"emulator:0?{query}"), plugins=(FAMILY, KERNELS), draft_tokens=3,
         overlap=overlap, graph="decode", num_blocks=28, block_size=BLOCK, max_num_seqs=3, invariant=True,
     )  # fmt: skip
     assert serve(llm) == alone(models["gated_delta"], 3, 0.0)
@@ -268,6 +268,6 @@ def test_without_the_kernel_it_is_refused(models: dict[str, Path]) -> None:
         load(models["attention"], plugins=(FAMILY,))
 
 
-def test_a_device_with_memory_of_its_own_is_refused(models: dict[str, Path]) -> None:
-    with pytest.raises(DeviceError, match=r"^gated_delta has a kernel in NumPy, got the device emulator:0; give"):
-        LLM(model=str(models["attention"]), plugin=Emulator("emulator:0"), plugins=(FAMILY, KERNELS))
+def test_a_device_that_runs_no_kernel_in_numpy_is_refused() -> None:
+    with pytest.raises(DeviceError, match=r"^gated_delta has a kernel in NumPy, got the device gpu:0; give"):
+        numpy_kernels.polydraft_kernels(SimpleNamespace(spec="gpu:0"))

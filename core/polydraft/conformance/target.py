@@ -174,8 +174,8 @@ def _device_with(wants: Sequence[str], plugins: Plugins) -> str:
 _ARITHMETIC = frozenset(
     str(Path(reference.__file__).parent / name)
     for name in (
-        "constraints.py", "invariant_kernels.py", "logprobs.py", "numeric_kernels.py", "processing.py", "rejection.py",
-        "sampling.py", "state_kernels.py",
+        "constraints.py", "experts.py", "invariant_kernels.py", "logprobs.py", "numeric_kernels.py", "processing.py",
+        "rejection.py", "sampling.py", "state_kernels.py",
     )
 )  # fmt: skip
 

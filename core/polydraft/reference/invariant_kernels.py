@@ -12,6 +12,7 @@ import numpy as np
 
 from polydraft.contracts.base import Limits
 from polydraft.device import Array
+from polydraft.reference.experts import expert_mlp
 from polydraft.reference.numeric_kernels import layout_of
 from polydraft.reference.provider import Kernel, Run
 
@@ -23,22 +24,28 @@ ROW_BATCH = 32
 """Attention rows worked on together; bounds the gathered copy of their keys, and cannot touch their bits."""
 
 
+def tiled_product(weight: Array, x: Array) -> Array:
+    """x [n, I] @ weight.T in tiles of `TILE_ROWS` rows, the last one filled up with zeros."""
+    out = np.empty((len(x), len(weight)), np.float32)
+    tile = np.zeros((TILE_ROWS, weight.shape[1]), np.float32)
+    for start in range(0, len(x), TILE_ROWS):
+        count = min(TILE_ROWS, len(x) - start)
+        tile[:count] = x[start : start + count]
+        tile[count:] = 0.0
+        out[start : start + count] = np.matmul(weight, tile.T).T[:count]
+    return out
+
+
 def linear(a: Any, limits: Limits) -> Run:
-    """x @ W.T + b in tiles of `TILE_ROWS` rows, the last one filled up with zeros."""
+    """x @ W.T + b in tiles of rows."""
     del limits
     weight: Array = a.weight.array
     bias = None if a.bias is None else a.bias.array
-    tile = np.zeros((TILE_ROWS, weight.shape[1]), np.float32)
 
     def run(n: int) -> None:
-        x, out = a.x, a.out
-        for start in range(0, n, TILE_ROWS):
-            count = min(TILE_ROWS, n - start)
-            tile[:count] = x[start : start + count]
-            tile[count:] = 0.0
-            out[start : start + count] = np.matmul(weight, tile.T).T[:count]
+        a.out[:n] = tiled_product(weight, a.x[:n])
         if bias is not None:
-            out[:n] += bias
+            a.out[:n] += bias
 
     return run
 
@@ -87,4 +94,4 @@ def attend_rows(a: Any, q: Array, keys: Array, visible: Array) -> Array:
     return result
 
 
-KERNELS: dict[str, Kernel] = {"linear": linear, "paged_attention": paged_attention}
+KERNELS: dict[str, Kernel] = {"linear": linear, "paged_attention": paged_attention, "expert_mlp": expert_mlp(tiled_product)}

@@ -65,6 +65,7 @@ def kernels(row_invariant: bool) -> dict[str, Kernel]:
     """Contract (or composite) name to kernel; `row_invariant` chooses fixed-tile arithmetic where it matters."""
     from polydraft.reference import (
         constraints,
+        experts,
         invariant_kernels,
         logprobs,
         numeric_kernels,
@@ -75,6 +76,7 @@ def kernels(row_invariant: bool) -> dict[str, Kernel]:
 
     table = {**state_kernels.KERNELS, **numeric_kernels.KERNELS, **processing.KERNELS, **rejection.KERNELS, **logprobs.KERNELS}
     table.update(constraints.KERNELS)
+    table.update(experts.KERNELS)
     if row_invariant:
         table.update(invariant_kernels.KERNELS)
     return table

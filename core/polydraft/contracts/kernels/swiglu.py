@@ -22,9 +22,14 @@ class SwigluV1(Args):
     out: Buffer = tensor("N I", "act", "silu(gate) * up, with silu(g) = g / (1 + exp(-g)).", access="out")
 
 
+def sigmoid(g: float) -> float:
+    """Return the logistic function of g, without overflow on either side."""
+    return 1.0 / (1.0 + math.exp(-g)) if g >= 0 else math.exp(g) / (1.0 + math.exp(g))
+
+
 def silu(g: float) -> float:
-    """Return g times the logistic function of g, without overflow on either side."""
-    return g / (1.0 + math.exp(-g)) if g >= 0 else g * math.exp(g) / (1.0 + math.exp(g))
+    """Return g times the logistic function of g."""
+    return g * sigmoid(g)
 
 
 def golden(a: Any, n: int) -> None:

@@ -1,0 +1,165 @@
+"""Defines `expert_mlp`: the gated feed-forward networks of the experts that each row was given to, and their weighted sum.
+
+A mixture-of-experts block launches it behind `route_experts`. Experts may have any number of rows, none included. What a row gets
+depends on its own choices alone: terms are summed in the order of its choices, so other rows of the launch cannot change its bits
+where a backend's products are row-invariant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from polydraft.contracts.base import REGISTRY, Args, Array, Case, Contract, opaque, tensor
+from polydraft.contracts.kernels.swiglu import sigmoid, silu
+from polydraft.device import Buffer
+
+
+class ExpertMlpV1(Args):
+    """Arguments of `expert_mlp`. Weights of experts without rows are not read."""
+
+    x: Buffer = tensor("N H", "act", "Input rows.")
+    expert_ids: Buffer = tensor("N EK", "i32", "Experts of each row, at most once each; negative: none in this place.")
+    expert_weights: Buffer = tensor("N EK", "f32", "What the output of each is multiplied by; not read where there is none.")
+    gate_up: Any = opaque("weight", "Gate rows, then up rows, of each expert: G = 2 * I.", shape="EX G H")
+    down: Any = opaque("weight", "Projects back, one matrix an expert.", shape="EX H I")
+    shared: Buffer | None = tensor(
+        "N H", "act", "Output of the shared experts, added to the sum; None: there are none.", optional=True
+    )
+    shared_gate: Buffer | None = tensor(
+        "N 1", "f32", "Logit whose sigmoid `shared` is multiplied by; None: it is not.", optional=True
+    )
+    out: Buffer = tensor(
+        "N H", "act",
+        "Sum over the choices of weight * down(silu(gate) * up), then shared: terms in the order of the choices, added in "
+        "float32 and rounded once. silu(gate) * up may be rounded to act.",
+        access="out",
+    )  # fmt: skip
+
+
+def golden(a: Any, n: int) -> None:
+    """One term a choice."""
+    half = a.gate_up.shape[1] // 2
+    for r in range(n):
+        total = np.zeros(a.x.shape[1])
+        for expert, weight in zip(a.expert_ids[r], a.expert_weights[r], strict=True):
+            if expert >= 0:
+                gate, up = np.split(a.gate_up[expert] @ a.x[r], [half])
+                total += weight * (a.down[expert] @ (np.array([silu(g) for g in gate]) * up))
+        if a.shared is not None:
+            total += a.shared[r] * (1.0 if a.shared_gate is None else sigmoid(a.shared_gate[r, 0]))
+        a.out[r] = total
+
+
+def scale(a: Any, n: int) -> Mapping[str, Array]:
+    """What an element is off by where every product and every rounding to the dtype is off by one unit."""
+    half = a.gate_up.shape[1] // 2
+    magnitude = np.zeros(a.x.shape)
+    for r in range(n):
+        for expert, weight in zip(a.expert_ids[r], a.expert_weights[r], strict=True):
+            if expert >= 0:
+                gate, up = np.split(a.gate_up[expert] @ a.x[r], [half])
+                gate_terms, up_terms = np.split(np.abs(a.gate_up[expert]) @ np.abs(a.x[r]), [half])
+                gated = np.array([abs(silu(g)) for g in gate])
+                slope = np.array([abs(sigmoid(g) * (1.0 + g * (1.0 - sigmoid(g)))) for g in gate])
+                off = slope * gate_terms * np.abs(up) + gated * up_terms + gated * np.abs(up) * (1.0 + np.abs(gate))
+                magnitude[r] += np.abs(weight) * (np.abs(a.down[expert]) @ off)
+        if a.shared is not None:
+            magnitude[r] += np.abs(a.shared[r])
+    return {"out": magnitude}
+
+
+def _case(
+    name: str, x: Array, ids: Array, gate_up: Array, down: Array, n: int, *, weights: Array | None = None,
+    shared: Array | None = None, shared_gate: Array | None = None,
+) -> Case:  # fmt: skip
+    if weights is None:
+        weights = np.asarray(1.0 / (2.0 + np.arange(ids.size).reshape(ids.shape) % 5), np.float32)
+    arrays = {
+        "x": x, "expert_ids": np.asarray(ids, np.int32), "expert_weights": weights, "gate_up": gate_up, "down": down,
+        "shared": shared, "shared_gate": shared_gate,
+    }  # fmt: skip
+    return Case(name, arrays, {}, n, {"out": (x.shape, "act")})
+
+
+def _ids(rng: np.random.Generator, rows: int, experts: int, chosen: int) -> Array:
+    return np.array([rng.permutation(experts)[:chosen] for _ in range(rows)]).reshape(rows, chosen)
+
+
+def cases() -> Iterator[Case]:
+    """Named cases of `expert_mlp`."""
+    rng = np.random.default_rng(32)
+    x, shared = rng.standard_normal((2, 6, 7), np.float32)
+    gate_up, down = rng.standard_normal((4, 10, 7), np.float32), rng.standard_normal((4, 7, 5), np.float32)
+    ids = _ids(rng, 6, 4, 2)
+    yield _case("two_experts_a_row", x, ids, gate_up, down, 5)
+    yield _case("every_row_used", x, ids, gate_up, down, 6)
+    yield _case("shared_experts_are_added", x, ids, gate_up, down, 5, shared=shared)
+    gates = np.array([[0.5], [-3.0], [0.0], [90.0], [-90.0], [1.0]], np.float32)
+    yield _case("shared_experts_behind_a_gate", x, ids, gate_up, down, 5, shared=shared, shared_gate=gates)
+    yield _case("one_row", x[:1], ids[:1], gate_up, down, 1)
+    yield _case("all_rows_choose_one_expert", x, np.full((6, 1), 2), gate_up, down, 6)
+    yield _case("the_last_expert_alone", x, np.full((6, 1), 3), gate_up, down, 4)
+    yield _case("every_expert_chosen", x, _ids(rng, 6, 4, 4), gate_up, down, 6)
+    some = ids.copy()
+    some[1], some[3, 0], some[4, 1] = -1, -1, -1
+    unset = np.full((6, 2), 0.5, np.float32)
+    unset[some < 0] = np.nan
+    yield _case("places_without_an_expert", x, some, gate_up, down, 6, weights=unset)
+    yield _case("rows_without_experts_keep_the_shared", x, some, gate_up, down, 6, weights=unset, shared=shared)
+    unread = gate_up.copy(), down.copy()
+    unread[0][1], unread[1][1] = np.nan, np.nan
+    yield _case("an_expert_without_rows_is_not_read", x, np.array([[0, 2], [3, 0], [2, 3], [0, 3], [3, 2], [2, 0]]), *unread, 6)
+    beyond = ids.copy()
+    beyond[4:] = 1_000_000
+    yield _case("rows_beyond_the_launch_are_not_read", x, beyond, gate_up, down, 4)
+    uneven = np.array([[0, 1], [0, 2], [0, 3], [0, 1], [1, 0], [0, 2]])
+    large = np.where(np.arange(4)[:, None, None] == 0, np.float32(1e4), np.float32(1)) * down
+    yield _case("loads_differ", x, uneven, gate_up, large, 6)
+    broken = x.copy()
+    broken[2, 3] = np.nan
+    yield _case("a_row_of_nan_stays_alone", broken, ids, gate_up, down, 6)
+    yield _case("zero_and_negative_weights", x, ids, gate_up, down, 5, weights=np.array([[0, 1], [-1, 0.5]] * 3, np.float32))
+    wide = rng.standard_normal((37, 6), np.float32)
+    more = rng.standard_normal((11, 6, 6), np.float32), rng.standard_normal((11, 6, 3), np.float32)
+    yield _case("more_rows_and_experts_than_a_tile", wide, _ids(rng, 37, 11, 3), *more, 35)
+    yield _case("nothing_to_do", x, ids, gate_up, down, 0)
+
+
+def generate(rng: np.random.Generator) -> Case:
+    """Random experts; some places of some rows have none."""
+    rows, hidden, width, experts = (int(v) for v in rng.integers((1, 1, 1, 1), (12, 20, 12, 8)))
+    chosen = int(rng.integers(1, min(experts, 4) + 1))
+    gate_up, down = (
+        rng.standard_normal((experts, 2 * width, hidden), np.float32),
+        rng.standard_normal((experts, hidden, width), np.float32),
+    )
+    ids = np.where(rng.random((rows, chosen)) < rng.choice([0.0, 0.3]), -1, _ids(rng, rows, experts, chosen))
+    shared = rng.standard_normal((rows, hidden), np.float32) if rng.integers(2) else None
+    gate = rng.standard_normal((rows, 1), np.float32) if shared is not None and rng.integers(2) else None
+    return _case(
+        "random", rng.standard_normal((rows, hidden), np.float32), ids, gate_up, down, int(rng.integers(1, rows + 1)),
+        weights=rng.random((rows, chosen), np.float32), shared=shared, shared_gate=gate,
+    )  # fmt: skip
+
+
+CONTRACT = REGISTRY.add(
+    Contract(
+        name="expert_mlp",
+        version=1,
+        unit="any",
+        args=ExpertMlpV1,
+        golden=golden,
+        cases=cases,
+        generate=generate,
+        doc="Weighted sum of the gated feed-forward networks of each row's experts, and of shared experts.",
+        source="Shazeer et al. 2017, Outrageously Large Neural Networks; Dai et al. 2024, DeepSeekMoE (shared experts).",
+        tolerance={"out": 4.0},
+        scale=scale,
+        deterministic="run-to-run",
+        constraints=("G == 2 * I",),
+        symbols={"EX": "experts", "EK": "experts of a row"},
+    )
+)

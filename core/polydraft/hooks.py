@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from polydraft.contracts.base import Limits
     from polydraft.device import Device, GraphCapture
     from polydraft.instruments.base import Instrument
-    from polydraft.models.families import Family
+    from polydraft.models.family import Family
     from polydraft.program.declare import LogitsStage
     from polydraft.program.plan import StepOutcome, StepPlan
     from polydraft.proposers.base import Factory
@@ -115,7 +115,7 @@ def polydraft_proposers() -> Iterable[tuple[str, Factory]]:  # type: ignore[empt
 
 @hookspec
 def polydraft_models() -> Iterable[Family]:  # type: ignore[empty-body]
-    """Return model families, one `polydraft.models.families.Family` for each architecture.
+    """Return model families, one `polydraft.models.family.Family` for each architecture.
 
     Called once per engine, before the checkpoint is opened. An architecture that is already taken is a `PluginError` that names
     both plugins.

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from polydraft import hookimpl
-from polydraft.models.families import Family, MtpLayout
+from polydraft.models.family import Family, MtpLayout
 
 _NAMES: dict[str, Any] = {
     "prefix": "model.mtp_layers.{i}.",

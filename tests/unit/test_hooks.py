@@ -15,7 +15,7 @@ from polydraft.backend import DeviceOptions, StepMeta
 from polydraft.errors import CapabilityError, CheckpointError, ConfigError, DeviceError, PluginError
 from polydraft.instruments.allocations import Allocations
 from polydraft.instruments.sanitize import Sanitizer
-from polydraft.models.families import Family
+from polydraft.models.family import Family
 from polydraft.plugins.plugins import Plugins
 from polydraft.program.plan import StepOutcome, StepPlan
 from polydraft.proposers.none import NoProposer

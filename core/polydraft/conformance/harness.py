@@ -190,7 +190,10 @@ def record_of(kernel: Kernel, case: Case, device: Device, table: KernelTable, ac
 
 
 def weight_role(name: str, spec: OpaqueSpec) -> str:
-    """Return the role under which a weight argument is prepared; a matrix whose rows are tokens is an embedding."""
+    """Return the role under which a weight argument is prepared; a matrix whose rows are tokens is an embedding, and what has an
+    axis of experts is stacked by it, or routes."""
+    if spec.shape.startswith("EX"):
+        return "experts" if " " in spec.shape else "router"
     if len(spec.shape.split()) == 2:
         return "embedding" if spec.shape.startswith("V ") else "linear"
     return "bias" if name == "bias" else "norm"

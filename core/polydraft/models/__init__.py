@@ -22,8 +22,9 @@ from polydraft.models.checkpoint import Checkpoint, Weights, load_weights
 from polydraft.models.config_file import ConfigFile
 from polydraft.models.decoder import emit_linear
 from polydraft.models.description import ModelDescription, Mtp
-from polydraft.models.families import Family, FamilyRegistry, MtpLayout
-from polydraft.models.feed_forward import GatedMlp
+from polydraft.models.families import FamilyRegistry
+from polydraft.models.family import Family, MtpLayout
+from polydraft.models.feed_forward import GatedMlp, Routing, SparseMoe
 from polydraft.models.tensor_table import BLOCK_NAMES, Part, TensorTable
 from polydraft.models.tokenizer import IncrementalDecoder, Tokenizer
 
@@ -46,6 +47,8 @@ __all__ = [
     "Norm",
     "Part",
     "Rope",
+    "Routing",
+    "SparseMoe",
     "Stretch",
     "Tensor",
     "TensorTable",

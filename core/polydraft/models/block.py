@@ -24,8 +24,9 @@ if TYPE_CHECKING:
     from polydraft.plugins.kernel_table import BoundTable
     from polydraft.program.program import ProgramBuilder
 
-Role = Literal["linear", "embedding", "norm", "bias"]
-"""What `prepare_weight` is given besides a tensor."""
+Role = Literal["linear", "embedding", "norm", "bias", "experts", "router"]
+"""What `prepare_weight` is given besides a tensor. "experts": a stack of matrices, [experts, out, in]. "router": a matrix or a
+vector that decides which experts a row is given to; it stays float32 whatever the dtype of activations."""
 
 
 @dataclass(frozen=True)
@@ -56,10 +57,14 @@ class Tensor:
     """Where each part lies in a longer tensor of the checkpoint, which several weights may share; None: it has one of its own."""
 
     @property
+    def joined(self) -> tuple[int, ...]:
+        """Of all parts together; of one piece, where it is a stack."""
+        return (sum(part[0] for part in self.parts), *self.parts[0][1:])
+
+    @property
     def shape(self) -> tuple[int, ...]:
-        """Of all parts together."""
-        joined = (sum(part[0] for part in self.parts), *self.parts[0][1:])
-        return (self.stack, *joined) if self.stack else joined
+        """Of the whole weight."""
+        return (self.stack, *self.joined) if self.stack else self.joined
 
 
 @dataclass(frozen=True)
@@ -103,6 +108,8 @@ class At:
     stage: str
     x: str
     """The residual stream."""
+    row_slot: str | None
+    """Slot of each row, negative for rows that carry nothing; None: nobody has said it, so every row counts."""
     scratch: Mapping[str, str]
     """Buffers by the names of declared `Work`; "normed" goes in, "branch" comes out, both [R, H]."""
 
@@ -277,7 +284,7 @@ def emit_block(
     among the weights under its prefix computes itself, all of it. `narrow` is called after `mix`, the last part that needs all
     rows: it picks those that go on, and says where they and what is carried lie, and their unit.
     """
-    at = At(program, norm, prefix, rows, rows.unit, stage, x, scratch)
+    at = At(program, norm, prefix, rows, rows.unit, stage, x, rows.row_slot, scratch)
     if _custom_block(at, block):
         return
     if block.input_norm:
@@ -297,7 +304,7 @@ def emit_block_rows(
 ) -> None:  # fmt: skip
     """A decoder block over `x` up to its caches, if nothing else of it is needed. One that computes itself computes all
     of it."""
-    at = At(program, norm, prefix, rows, rows.unit, stage, x, scratch)
+    at = At(program, norm, prefix, rows, rows.unit, stage, x, rows.row_slot, scratch)
     if _custom_block(at, block):
         return
     if block.input_norm:
@@ -320,6 +327,7 @@ def _normalise(at: At, weight: str) -> None:
     at.norm.emit(at.program, at.own(weight), x=at.x, out=at.scratch["normed"], unit=at.unit, stage=at.stage)
 
 
-def narrowed(at: At, *, x: str, unit: Unit, **carried: str) -> At:
-    """The same place over fewer rows, which lie in `x`; what is carried lies in the buffers given by scratch name."""
-    return replace(at, x=x, unit=unit, scratch={**at.scratch, **carried})
+def narrowed(at: At, *, x: str, unit: Unit, row_slot: str | None = None, **carried: str) -> At:
+    """The same place over fewer rows, which lie in `x` and belong to the slots in `row_slot` (see `At`); what is carried lies in
+    the buffers given by scratch name."""
+    return replace(at, x=x, unit=unit, row_slot=row_slot, scratch={**at.scratch, **carried})

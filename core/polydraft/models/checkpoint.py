@@ -210,13 +210,13 @@ class Weights(Mapping[str, NDArray[np.float32]]):
         begin = 0
         for part in self._table.parts[name]:
             stretch = out[begin : begin + part.shape[0]]
-            if part.stretch is None:
+            if part.stretch is None and not part.transposed:
                 self._checkpoint.read_into(part.name, stretch)
                 self._check_finite(part.name, stretch)
             else:
                 longer = self._checkpoint.tensor(part.name)
                 self._check_finite(part.name, longer)
-                stretch[...] = longer[part.place]
+                stretch[...] = (longer.T if part.transposed else longer)[part.place]
             begin += part.shape[0]
         return out.reshape(self.shape(name))
 
@@ -273,7 +273,8 @@ def _missing(
 
 def _check_shape(checkpoint: Checkpoint, part: Part) -> None:
     shape = checkpoint.shape(part.name)
-    if shape != part.stored_shape:
+    one_row = len(part.stored_shape) == 1 and shape == (1, *part.stored_shape)  # how some exports keep a vector
+    if shape != part.stored_shape and not one_row:
         raise CheckpointError(
             f"{checkpoint.file(part.name)}: tensor {part.name} has shape {list(shape)}, wanted {list(part.stored_shape)} by "
             f"{checkpoint.path / 'config.json'}; use the config.json of these weights"

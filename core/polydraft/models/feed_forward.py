@@ -1,9 +1,15 @@
-"""The gated feed-forward network of dense models: W_down(silu(gate) * up) + b_down with [gate|up] = W_gate_up x + b_gate_up."""
+"""Feed-forward halves of a block: one gated network for every row, or a few of many for each.
+
+    gated:    W_down(silu(gate) * up) + b_down   with [gate|up] = W_gate_up x + b_gate_up
+    experts:  sum over the chosen e of weight_e * gated_e(x), + gated_shared(x), with a gate of its own in some models
+
+Which experts are chosen, and their weights, is defined by the contract `route_experts`.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from polydraft.models.block import At, Tensor, Work
 
@@ -40,3 +46,93 @@ class GatedMlp:
         at.linear("gate_up", x="normed", out="gate_up")
         at.add("swiglu", gate_up=at.scratch["gate_up"], out=at.scratch["gated"])
         at.linear("down", x="gated", out="branch")
+
+
+@dataclass(frozen=True)
+class Routing:
+    """How a row's experts are chosen and weighed: the static arguments of `route_experts`, which explains them."""
+
+    num_experts: int
+    top_k: int
+    """Experts of a row."""
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    selection_bias: bool = False
+    """A bias on the scores that select; it never weighs."""
+    num_groups: int = 1
+    top_groups: int = 1
+    renormalize: Literal["none", "sum", "clamp"] = "sum"
+    floor: float = 1e-20
+    scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class SparseMoe:
+    """Mixture of experts: gated networks of which each row is given to a few, beside shared ones that take every row."""
+
+    intermediate_size: int
+    """Elements of gate and of up of one expert, for one row."""
+    routing: Routing
+    shared_size: int = 0
+    """The same of the shared experts, which are stored as one network; 0: there are none."""
+    shared_gate: bool = False
+    """The shared output is multiplied by the sigmoid of one more projection."""
+
+    @property
+    def contracts(self) -> tuple[str, ...]:
+        """Router, experts, and the shared network where there is one."""
+        return ("linear", "route_experts", "expert_mlp", *(("swiglu",) if self.shared_size else ()))
+
+    def scratch(self, hidden: int) -> tuple[Work, ...]:
+        """Logits, ids and weights of the choice; what the shared network works in."""
+        routing = self.routing
+        works = [
+            Work("router_logits", routing.num_experts, "f32"),
+            Work("expert_ids", routing.top_k, "i32"),
+            Work("expert_weights", routing.top_k, "f32"),
+        ]
+        if self.shared_size:
+            works += [Work("gate_up", 2 * self.shared_size), Work("gated", self.shared_size), Work("shared", hidden)]
+        if self.shared_gate:
+            works.append(Work("shared_gate", 1, "f32"))
+        return tuple(works)
+
+    def weights(self, hidden: int) -> tuple[Tensor, ...]:
+        """Router, its bias, experts stacked, the shared network."""
+        experts, width, shared = self.routing.num_experts, self.intermediate_size, self.shared_size
+        tensors = [Tensor("router", ((experts, hidden),), "router")]
+        if self.routing.selection_bias:
+            tensors.append(Tensor("selection_bias", ((experts,),), "router"))
+        tensors += [
+            Tensor("experts_gate_up", ((width, hidden), (width, hidden)), "experts", split=1, stack=experts),
+            Tensor("experts_down", ((hidden, width),), "experts", split=2, stack=experts),
+        ]
+        if shared:
+            tensors += [
+                Tensor("shared_gate_up", ((shared, hidden), (shared, hidden)), split=0),
+                Tensor("shared_down", ((hidden, shared),), split=1),
+            ]
+        if self.shared_gate:
+            tensors.append(Tensor("shared_gate", ((1, hidden),)))
+        return tuple(tensors)
+
+    def emit(self, at: At) -> None:
+        """Route; the shared network; then the experts, which add it."""
+        routing, scratch = self.routing, at.scratch
+        at.linear("router", x="normed", out="router_logits")
+        chosen = {name: scratch[name] for name in ("expert_ids", "expert_weights")}
+        at.add(
+            "route_experts", logits=scratch["router_logits"], bias=at.optional("selection_bias"), row_slot=at.row_slot,
+            scoring=routing.scoring, num_groups=routing.num_groups, top_groups=routing.top_groups,
+            renormalize=routing.renormalize, floor=routing.floor, scale=routing.scale, **chosen,
+        )  # fmt: skip
+        if self.shared_size:
+            at.linear("shared_gate_up", x="normed", out="gate_up")
+            at.add("swiglu", gate_up=scratch["gate_up"], out=scratch["gated"])
+            at.linear("shared_down", x="gated", out="shared")
+        if self.shared_gate:
+            at.linear("shared_gate", x="normed", out="shared_gate")
+        at.add(
+            "expert_mlp", x=scratch["normed"], gate_up=at.own("experts_gate_up"), down=at.own("experts_down"),
+            shared=scratch.get("shared") if self.shared_size else None,
+            shared_gate=scratch["shared_gate"] if self.shared_gate else None, out=scratch["branch"], **chosen,
+        )  # fmt: skip

@@ -26,7 +26,8 @@ __all__ = ["SafetensorsFile", "StoredTensor"]
 _BITS = {"BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "U16": 16, "I16": 16, "F16": 16, "BF16": 16} | {
     "U32": 32, "I32": 32, "F32": 32, "U64": 64, "I64": 64, "F64": 64,
 }  # fmt: skip
-_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "U16": "bfloat16"}
+"""How floats are stored. "U16" is how Paddle writes bfloat16: as its bits."""
 _RAW = {"U8": "u1", "U32": "<u4", "I32": "<i4", "F16": "<f2", "BF16": "<u2", "F32": "<f4"}
 _WHOLE = {
     "BOOL": "u1", "U8": "u1", "I8": "i1", "U16": "<u2", "I16": "<i2", "U32": "<u4", "I32": "<i4", "I64": "<i8",

@@ -10,6 +10,8 @@ Canonical names, the only ones that core knows (weights are [out, in]; i counts 
     layers.{i}.q_norm, .k_norm [d] where there are any                layers.{i}.o [H, q]
     layers.{i}.post_norm [H]       layers.{i}.gate_up [2 I, H]        layers.{i}.down [H, I]
     layers.{i}.o_bias, .gate_up_bias, .down_bias  where there are any
+    layers.{i}.router [X, H], .selection_bias [X], .experts_gate_up [X, 2 I, H], .experts_down [X, H, I], .shared_gate_up,
+    .shared_down, .shared_gate [1, H]  in place of gate_up and down, in layers with X experts
     mtp.{i}.emb_norm, .hid_norm [H]   mtp.{i}.proj [H, 2 H]   mtp.{i}.final_norm [H] where it has its own
     mtp.{i}.<block>  as in layers.{i}.<block>
 
@@ -39,14 +41,17 @@ class Part:
     """The shape that the description implies."""
     stretch: Stretch | None = None
     """Where it lies in the tensor of that name; None: it is all of it."""
+    transposed: bool = False
+    """The checkpoint's tensor has its two axes in the other order."""
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
         """The shape of the checkpoint's tensor."""
-        if self.stretch is None:
-            return self.shape
-        axis = self.stretch.axis
-        return (*self.shape[:axis], self.stretch.size, *self.shape[axis + 1 :])
+        shape = self.shape
+        if self.stretch is not None:
+            axis = self.stretch.axis
+            shape = (*shape[:axis], self.stretch.size, *shape[axis + 1 :])
+        return shape[::-1] if self.transposed else shape
 
     @property
     def place(self) -> tuple[slice, ...]:
@@ -100,19 +105,26 @@ BLOCK_NAMES: Mapping[str, tuple[str, ...]] = {
     "gate_up_bias": ("mlp.gate_proj.bias", "mlp.up_proj.bias"),
     "down": ("mlp.down_proj.weight",),
     "down_bias": ("mlp.down_proj.bias",),
+    "router": ("mlp.gate.weight",),
+    "selection_bias": ("mlp.gate.e_score_correction_bias",),
+    "experts_gate_up": ("mlp.experts.{e}.gate_proj.weight", "mlp.experts.{e}.up_proj.weight"),
+    "experts_down": ("mlp.experts.{e}.down_proj.weight",),
+    "shared_gate_up": ("mlp.shared_experts.gate_proj.weight", "mlp.shared_experts.up_proj.weight"),
+    "shared_down": ("mlp.shared_experts.down_proj.weight",),
+    "shared_gate": ("mlp.shared_expert_gate.weight",),
 }
-"""Canonical block tensor to its tensors in the Llama layout, which Qwen2, Qwen3 and MiMo share."""
+"""Canonical block tensor to its tensors in the Llama layout, which Qwen, MiMo and GLM share; experts as GLM names them."""
 
 
 def stored_parts(
     tensors: Iterable[Tensor], names: Mapping[str, tuple[str, ...]], prefix: str, *, whose: str = "a model family"
 ) -> dict[str, tuple[Part, ...]]:
     """Where a checkpoint keeps the tensors of a layer: by declared name, parts with names below `prefix`; "{e}" in a name
-    counts the pieces of a stack.
+    counts the pieces of a stack. One name for a tensor of several parts: they are stored joined.
 
     Errors: `PluginError` where `names`, which `whose` supplies, does not name every part of a tensor."""
     wanted = {one.name: one for one in tensors}
-    if missing := [name for name, one in wanted.items() if len(names.get(name, ())) != len(one.parts)]:
+    if missing := [name for name, one in wanted.items() if len(names.get(name, ())) not in (1, len(one.parts))]:
         raise PluginError(
             f"the tensor names of {whose} lack {', '.join(sorted(missing))}, got {', '.join(names)}, wanted a name for each "
             "part of its tensors; complete its table"
@@ -121,7 +133,7 @@ def stored_parts(
         name: tuple(
             Part(prefix + stored.replace("{e}", str(e)), shape, one.stretch)
             for e in range(one.stack or 1)
-            for stored, shape in zip(names[name], one.parts, strict=True)
+            for stored, shape in zip(names[name], one.parts if len(names[name]) > 1 else (one.joined,), strict=True)
         )
         for name, one in wanted.items()
     }

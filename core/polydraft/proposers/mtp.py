@@ -123,7 +123,7 @@ class MtpProposer:
             for name in self._layer.mixer.carried:
                 self._select(program, index, at.scratch[name], f"draft.last_{name}", stage)
             carried = {name: f"draft.last_{name}" for name in self._layer.mixer.carried}
-            return narrowed(at, x="draft.last", unit="seqs", **carried)
+            return narrowed(at, x="draft.last", unit="seqs", row_slot="draft_slot", **carried)
 
         whole = index > 0 or LAYER in program.memory.weights  # a block that computes itself needs all rows
         emit_block(

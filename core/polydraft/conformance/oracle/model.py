@@ -16,7 +16,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from polydraft.contracts.kv_quant import quantise
-from polydraft.models import Attention, Block, Checkpoint, FamilyRegistry, ModelDescription, Rope, load_weights
+from polydraft.models import (
+    Attention,
+    Block,
+    Checkpoint,
+    FamilyRegistry,
+    ModelDescription,
+    Rope,
+    Routing,
+    SparseMoe,
+    load_weights,
+)
 
 Array = NDArray[Any]
 
@@ -108,9 +118,49 @@ class OracleModel:
             q, k = self._norm(q, prefix + "q_norm"), self._norm(k, prefix + "k_norm")
         mixed = _attention(_rotate(q, a.rope), self.kept(_rotate(k, a.rope)), self.kept(v))
         x = x + self._linear(mixed, prefix + "o", prefix + "o_bias")
-        h = self._linear(self._norm(x, prefix + "post_norm"), prefix + "gate_up", prefix + "gate_up_bias")
-        gate, up = np.split(h, 2, axis=1)
-        return x + self._linear(gate / (1 + np.exp(-gate)) * up, prefix + "down", prefix + "down_bias")
+        normed = self._norm(x, prefix + "post_norm")
+        if isinstance(block.feed_forward, SparseMoe):
+            return x + self._experts(normed, block.feed_forward, prefix)
+        return x + self._gated(normed, *(prefix + name for name in ("gate_up", "gate_up_bias", "down", "down_bias")))
+
+    def _gated(self, x: Array, gate_up: str, gate_up_bias: str, down: str, down_bias: str) -> Array:
+        gate, up = np.split(self._linear(x, gate_up, gate_up_bias), 2, axis=1)
+        return self._linear(gate / (1 + np.exp(-gate)) * up, down, down_bias)
+
+    def _experts(self, x: Array, moe: SparseMoe, prefix: str) -> Array:
+        """[n, H]: each row through its own experts, one after the other, and through the shared ones."""
+        out = np.zeros_like(x)
+        for row, logits in enumerate(x @ self.w[prefix + "router"].T):
+            for expert, weight in _chosen(logits, moe.routing, self.w.get(prefix + "selection_bias")):
+                gate, up = np.split(self.w[prefix + "experts_gate_up"][expert] @ x[row], 2)
+                out[row] += weight * (self.w[prefix + "experts_down"][expert] @ (gate / (1 + np.exp(-gate)) * up))
+        if moe.shared_size:
+            shared = self._gated(x, prefix + "shared_gate_up", "", prefix + "shared_down", "")
+            if moe.shared_gate:
+                shared /= 1 + np.exp(-(x @ self.w[prefix + "shared_gate"].T))
+            out += shared
+        return out
+
+
+def _chosen(logits: Array, routing: Routing, bias: Array | None) -> list[tuple[int, Any]]:
+    """Experts of a row with their weights."""
+    if routing.scoring == "sigmoid":
+        scores = 1 / (1 + np.exp(-logits))
+    else:
+        scores = np.exp(logits - logits.max())
+        scores /= scores.sum()
+    ranked = scores if bias is None else scores + bias
+    size = routing.num_experts // routing.num_groups
+    if routing.num_groups > 1:
+        worth = [sum(sorted(ranked[g * size : (g + 1) * size])[-2:]) for g in range(routing.num_groups)]
+        kept = sorted(range(routing.num_groups), key=lambda g: (-worth[g], g))[: routing.top_groups]
+    else:
+        kept = [0]
+    allowed = [expert for group in kept for expert in range(group * size, (group + 1) * size)]
+    best = sorted(allowed, key=lambda expert: (-ranked[expert], expert))[: routing.top_k]
+    total = sum(scores[expert] for expert in best)
+    divisor = {"none": 1.0, "sum": total + routing.floor, "clamp": max(total, routing.floor)}[routing.renormalize]
+    return [(expert, routing.scale * scores[expert] / divisor) for expert in best]
 
 
 def _rotate(x: Array, rope: Rope) -> Array:

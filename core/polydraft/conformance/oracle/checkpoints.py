@@ -94,7 +94,8 @@ def random_tensors(config: Mapping[str, Any], seed: int = 0) -> Tensors:
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, NDArray[Any]], dtype: str = "F32") -> None:
-    """Store `tensors` as "F32", "F16" or "BF16" (rounded towards zero); integers are stored as I64, booleans as BOOL."""
+    """Store `tensors` as "F32", "F16", "BF16" (rounded towards zero) or "U16" (the same bits, as Paddle calls them); integers are
+    stored as I64, booleans as BOOL."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     data = b""
     for name, array in tensors.items():
@@ -107,7 +108,7 @@ def write_safetensors(path: Path, tensors: Mapping[str, NDArray[Any]], dtype: st
 
 
 def _encode(array: NDArray[Any], stored: str) -> bytes:
-    if stored == "BF16":
+    if stored in ("BF16", "U16"):
         return (np.ascontiguousarray(array, "<f4").view("<u4") >> 16).astype("<u2").tobytes()
     return array.astype({"F32": "<f4", "F16": "<f2", "I64": "<i8", "BOOL": "?"}[stored]).tobytes()
 

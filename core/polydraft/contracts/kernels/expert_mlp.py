@@ -159,7 +159,6 @@ CONTRACT = REGISTRY.add(
         tolerance={"out": 4.0},
         scale=scale,
         deterministic="run-to-run",
-        constraints=("G == 2 * I",),
         symbols={"EX": "experts", "EK": "experts of a row"},
     )
 )

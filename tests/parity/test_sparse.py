@@ -55,8 +55,8 @@ CONVENTIONS: Mapping[str, Mapping[str, Any]] = {
         "order": "embedding_first", "feed": "pre", "final_norm": "target", "recycle": "pre", "mask_first_position": False,
     },
 }  # fmt: skip
-OTHER = {"pre": "post", "post": "pre", "embedding_first": "hidden_first", False: True}
-NAMES = {
+OTHER: Mapping[Any, Any] = {"pre": "post", "post": "pre", "embedding_first": "hidden_first", False: True}
+NAMES: Mapping[str, Mapping[str, str | None]] = {
     "Glm4Moe": {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "post_norm": "shared_head.norm"},
     "Ernie4_5_Moe": {"enorm": "mtp_emb_norm.0", "hnorm": "mtp_hidden_norm.0", "eh_proj": "mtp_linear_proj.0", "post_norm": None},
 }
@@ -230,7 +230,7 @@ def test_paddle_and_pytorch_exports_are_one_model(ernie: Path, tmp_path: Path, b
     from safetensors.torch import load_file
 
     tensors = {name: value.bfloat16().float().numpy() for name, value in load_file(ernie / "model.safetensors").items()}
-    found = []
+    found: list[tuple[Array, Array]] = []
     for export, dtype in ((tensors, "BF16"), (as_paddle(tensors), bits)):
         where = tmp_path / str(len(found))
         where.mkdir()

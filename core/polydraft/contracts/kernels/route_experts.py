@@ -50,8 +50,9 @@ class RouteExpertsV1(Args):
 def scores_of(logits: Array, scoring: str) -> Array:
     """Scores of one row: softmax or sigmoid, without overflow."""
     if scoring == "softmax":
-        power: Array = np.exp(logits - logits.max())
-        return power / power.sum()
+        power = np.exp(logits - logits.max())
+        shares: Array = power / power.sum()
+        return shares
     return np.array([sigmoid(v) for v in logits])
 
 

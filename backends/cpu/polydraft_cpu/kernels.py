@@ -15,6 +15,7 @@ import numpy as np
 from polydraft.backend import CacheSpec, Weight
 from polydraft.contracts.base import Args, Limits, Workspace
 from polydraft.contracts.composite import CompositeArgs
+from polydraft.contracts.kernels.expert_mlp import ExpertMlpV1
 from polydraft.contracts.kernels.paged_attention import PagedAttentionV1
 from polydraft.device import Array, Launch
 from polydraft.errors import ContractError
@@ -25,6 +26,7 @@ VERSION = 1
 """Version of every contract that a compiled kernel is written for."""
 PANEL = 16
 MOST_ROWS = 8
+EXPERT_ROWS = 256
 VECTOR_F32, ROWS_F32, ROWS_BF16, PANELS_F32, PANELS_BF16, PANELS_I8 = range(6)
 
 
@@ -63,26 +65,27 @@ class CpuWeight:
         self._device.settle()
         value = np.ascontiguousarray(value, np.float32)
         chosen = self._format(value)
-        rows, cols = (1, value.size) if value.ndim == 1 else value.shape
+        stack, rows, cols = (1, 1, value.size) if value.ndim == 1 else (1, *value.shape)[-3:]
         s, lib = self._struct, self._device.library
-        data = self._memory(chosen, rows, cols)
+        data = self._memory(chosen, stack, rows, cols)
         if chosen in (VECTOR_F32, ROWS_F32):
             np.copyto(data.reshape(value.shape), value)
         elif chosen == ROWS_BF16:
             lib.pd_pack_rows_bf16(value.ctypes.data, value.size, data.ctypes.data)
         else:
-            self._scale = aligned((up(rows),), np.float32) if chosen == PANELS_I8 else None
-            scale = 0 if self._scale is None else self._scale.ctypes.data
-            lib.pd_pack_panels(value.ctypes.data, rows, cols, chosen, data.ctypes.data, scale)
-            s.scale = scale
+            self._scale = aligned((stack, up(rows)), np.float32) if chosen == PANELS_I8 else None
+            for i, matrix in enumerate(value.reshape(stack, rows, cols)):
+                scale = 0 if self._scale is None else self._scale[i].ctypes.data
+                lib.pd_pack_panels(matrix.ctypes.data, rows, cols, chosen, data[i].ctypes.data, scale)
+            s.scale = 0 if self._scale is None else self._scale.ctypes.data
         self._data = data
         s.data, s.format, s.rows, s.cols = data.ctypes.data, chosen, rows, cols
 
-    def _memory(self, chosen: int, rows: int, cols: int) -> Array:
+    def _memory(self, chosen: int, stack: int, rows: int, cols: int) -> Array:
         """The array of before where it fits, else a new one."""
         shape: tuple[int, ...] = (rows, cols)
         if chosen >= PANELS_F32:
-            shape = (up(rows) // PANEL, -(-cols // 2) * 2, PANEL)
+            shape = (stack, up(rows) // PANEL, -(-cols // 2) * 2, PANEL)
         dtype = {ROWS_BF16: np.uint16, PANELS_BF16: np.uint16, PANELS_I8: np.int8}.get(chosen, np.float32)
         if self._data.size and self._data.shape == shape and self._data.dtype == dtype:
             return self._data
@@ -92,6 +95,8 @@ class CpuWeight:
         if value.ndim == 1:
             return VECTOR_F32
         device, wish = self._device, self._device.options.weights
+        if self.role == "router":  # what is chosen should not depend on how weights are kept
+            return PANELS_BF16 if device.library.pd_is_bf16(value.ctypes.data, value.size) else PANELS_F32
         exact = device.dtype == "bf16" or bool(device.library.pd_is_bf16(value.ctypes.data, value.size))
         if self.role == "embedding":
             return ROWS_BF16 if exact and wish != "f32" else ROWS_F32
@@ -154,6 +159,14 @@ def _attention(parts: Any, limits: Limits, threads: int) -> int:
     return threads * 8 * (up(a.block_table.shape[1] * a.block_size) + a.head_dim) * 4
 
 
+def _experts(parts: Any, limits: Limits, threads: int) -> int:
+    """Terms, gathered rows and what experts work in, for a block of rows a thread: `ExpertSpace` of experts.inc."""
+    del limits
+    a: ExpertMlpV1 = parts[0]
+    rows, hidden = min(EXPERT_ROWS, a.x.shape[0]), a.x.shape[1]
+    return threads * (rows * ((a.expert_ids.shape[1] + 1) * hidden + a.gate_up.shape[1]) + 2 * PANEL) * 4
+
+
 SCRATCH: Final[Mapping[str, Scratch]] = {
     "paged_attention": _attention,
     "rope_kv_write": lambda parts, limits, threads: threads * (parts[0].head_dim + PANEL) * 4,
@@ -163,6 +176,8 @@ SCRATCH: Final[Mapping[str, Scratch]] = {
     "top_logprobs": _sampling("logits", 4),
     "draft_logprobs": _sampling("logits", 4),
     "penalise_logits": _sampling("logits", 1),
+    "route_experts": lambda parts, limits, threads: threads * 3 * up(parts[0].logits.shape[1]) * 4,
+    "expert_mlp": _experts,
 }
 
 
@@ -176,7 +191,7 @@ class CpuProvider:
     def bind(self, args: Any, limits: Limits, workspace: Workspace | None) -> Launch:
         """Turn the record into words, once. Raises `ContractError` for a record that the compiled kernel does not know."""
         device = self.device
-        table = column_table(args) if self.name == "scatter" else None
+        table = column_table(args) if self.name == "scatter" else np.zeros(2, np.int64) if self.name == "expert_mlp" else None
         words = [word for part in _parts(args) for word in words_of(part)] + self._extra(args, limits, table)
         memory: Any = None if workspace is None else workspace.buffer.host_array  # type: ignore[attr-defined]
         scratch = None if memory is None else memory.ctypes.data
@@ -193,10 +208,10 @@ class CpuProvider:
             return threads * MOST_ROWS * args.x.shape[1] * 4 if args.x.dtype == "bf16" else 0
         return SCRATCH[self.name](_parts(args), limits, threads) if self.name in SCRATCH else 0
 
-    def _extra(self, args: Any, limits: Limits, columns: Array | None) -> list[int]:
-        """Words behind the record: the table of slot columns, or that of the rotation."""
-        if columns is not None:
-            return [columns.ctypes.data]
+    def _extra(self, args: Any, limits: Limits, table: Array | None) -> list[int]:
+        """Words behind the record: the table of slot columns, the claims of experts, or the table of the rotation."""
+        if table is not None:
+            return [table.ctypes.data]
         if self.name != "rope_kv_write":
             return []
         length = max(limits.max_len, args.block_table.shape[1] * args.block_size)

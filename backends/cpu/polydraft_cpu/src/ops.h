@@ -28,6 +28,7 @@ constexpr int64_t PANEL = 16;  // outputs that lie side by side in a packed matr
 
 enum Format : int64_t { VECTOR_F32 = 0, ROWS_F32 = 1, ROWS_BF16 = 2, PANELS_F32 = 3, PANELS_BF16 = 4, PANELS_I8 = 5 };
 
+// A stack of matrices is one behind the other; rows, cols and scales are those of one.
 // A matrix [rows, cols] in panels: [rows / 16][cols / 2][16][2], both rounded up, so that a pair of columns of one output is
 // one 32-bit word in bf16. float32 keeps [rows / 16][cols][16].
 struct Weight {
@@ -133,6 +134,14 @@ struct PagedAttention {
   int64_t num_heads, num_kv_heads, head_dim, block_size; double softmax_scale;
 };
 struct Swiglu { Any gate_up, out; };
+struct RouteExperts {
+  Floats logits; const Weight* bias; Ints row_slot, expert_ids; Floats expert_weights;
+  int64_t scoring, num_groups, top_groups, renormalize; double floor, scale;
+};
+struct ExpertMlp {
+  Any x; Ints expert_ids; Floats expert_weights; const Weight *gate_up, *down; Any shared; Floats shared_gate; Any out;
+  int64_t* claims;  // [2] zeros: experts (or blocks of rows) that were claimed, parts that have ended
+};
 struct GatherRows { Any x; Ints index; Any out; };
 struct SelectLastRows { Any hidden; Ints positions, seq_start, draft_slot, draft_position; Any out; };
 struct CombineDraftInputs {

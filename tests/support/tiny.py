@@ -51,8 +51,21 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "architectures": ["TinyShared"], "hidden_size": 48, "num_hidden_layers": 1, "num_attention_heads": 6,
         "num_key_value_heads": 3, "head_dim": 8, "intermediate_size": 56, "vocab_size": 128,
     },
+    "sparse-ernie": {
+        "architectures": ["Ernie4_5_MoeForCausalLM"], "hidden_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 56, "vocab_size": 90, "moe_intermediate_size": 16,
+        "moe_num_experts": 6, "moe_k": 2, "moe_num_shared_experts": 1, "moe_layer_start_index": 0, "moe_layer_end_index": 0,
+    },
+    "sparse-glm": {
+        "architectures": ["Glm4MoeForCausalLM"], "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 1, "head_dim": 12, "intermediate_size": 48, "vocab_size": 80, "moe_intermediate_size": 24,
+        "n_routed_experts": 8, "num_experts_per_tok": 3, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 2,
+        "topk_group": 1, "attention_bias": True, "use_qk_norm": True, "routed_scaling_factor": 1.5,
+    },
 }  # fmt: skip
-"""config.json of each tiny model: two of MiMo's family, one for each family of `tiny_families`."""
+"""config.json of each tiny model: two of MiMo's family, one for each of `tiny_families`, two with experts. Weights are drawn
+from
+the place of a name among the sorted ones."""
 _MOVED = "-moved"
 
 
@@ -68,12 +81,16 @@ def weights(name: str) -> Tensors:
         return {t: v + np.float32(0.05) * np.sin(np.arange(v.size, dtype=np.float32)).reshape(v.shape) for t, v in still.items()}
     config = CONFIGS[name]
     rng = np.random.default_rng(sorted(CONFIGS).index(name))
-    shapes = tensor_shapes({**config, **_BASE, "architectures": ["MiMoForCausalLM"]})
+    architecture = config["architectures"][0]
+    like = "MiMoForCausalLM" if architecture.startswith("Tiny") else architecture  # `tiny_families` have its layout
+    shapes = tensor_shapes({**_BASE, **config, "architectures": [like]})
     if config["architectures"] == ["TinyShared"]:
         shapes = _with_qk_norm(shapes, config["head_dim"])
     last = f"layers.{config['num_hidden_layers'] - 1}."
     tensors = {tensor: random_tensor(tensor, shape, rng, last=last in tensor) for tensor, shape in shapes.items()}
-    imitate_target(tensors, config, rng, embedding_first=config["architectures"] == ["TinyMirrored"])
+    imitate_target(
+        tensors, {**config, "architectures": [like]}, rng, embedding_first=architecture not in ("MiMoForCausalLM", "TinyShared")
+    )
     if config["architectures"] == ["TinyMirrored"]:
         tensors = {t: value - 1 if "norm.weight" in t else value for t, value in tensors.items()}
     return tensors

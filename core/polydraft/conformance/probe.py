@@ -20,7 +20,7 @@ from typing import Any, Final
 import numpy as np
 
 from polydraft.conformance.oracle import OracleModel, greedy_text
-from polydraft.conformance.oracle.checkpoints import Tensors, tensor_shapes, write_checkpoint
+from polydraft.conformance.oracle.checkpoints import Tensors, mtp_names, tensor_shapes, write_checkpoint
 from polydraft.device import Array
 
 VOCAB: Final = 64
@@ -48,10 +48,12 @@ def random_tensor(tensor: str, shape: tuple[int, ...], rng: np.random.Generator,
     """Noise for one tensor. A token's embedding dominates its row, `lm_head` is scaled until the best two logits are a good
     unit apart, and blocks before the last one contribute little, since the MTP head does not have them."""
     noise = rng.standard_normal(shape).astype(np.float32)
-    if "norm.weight" in tensor:
+    if "norm.weight" in tensor or "norm.0.weight" in tensor:
         return np.asarray(1 + np.float32(0.3) * noise)
     if tensor == "model.embed_tokens.weight" or tensor.endswith(".bias"):
         return noise
+    if tensor.endswith("correction_bias"):
+        return np.asarray(np.float32(0.2) * noise)
     gain = 3.0 if tensor == "lm_head.weight" else 1.4
     if "o_proj" in tensor or "down_proj" in tensor:
         gain = 0.7 if last else 0.2
@@ -60,18 +62,19 @@ def random_tensor(tensor: str, shape: tuple[int, ...], rng: np.random.Generator,
 
 def imitate_target(tensors: Tensors, config: Mapping[str, Any], rng: np.random.Generator, *, embedding_first: bool) -> None:
     """Make the MTP head a disturbed copy of the target's last block that reads the embedding through an identity."""
-    head, layer = "model.mtp_layers.0.", f"model.layers.{config['num_hidden_layers'] - 1}."
+    head, names = mtp_names(config)
+    layer = f"model.layers.{config['num_hidden_layers'] - 1}."
     for tensor in [t for t in tensors if t.startswith(layer)]:
         mine = head + tensor.removeprefix(layer)
         noise = random_tensor(mine, tensors[mine].shape, rng) - ("norm.weight" in mine)
         tensors[mine] = tensors[tensor] + np.float32(DISTURBANCE) * noise
-    if head + "final_layernorm.weight" in tensors:
-        tensors[head + "final_layernorm.weight"] = tensors["model.norm.weight"].copy()
+    if names.get("final") in tensors:
+        tensors[names["final"]] = tensors["model.norm.weight"].copy()
     size = config["hidden_size"]
     halves = [DISTURBANCE * rng.standard_normal((size, size)) / np.sqrt(size), np.eye(size)]
     if embedding_first:
         halves.reverse()
-    tensors[head + "input_proj.weight"] = np.concatenate(halves, axis=1).astype(np.float32)
+    tensors[names["projection"]] = np.concatenate(halves, axis=1).astype(np.float32)
 
 
 def weights(seed: int = 0) -> Tensors:

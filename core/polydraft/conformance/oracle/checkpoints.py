@@ -38,9 +38,10 @@ TINY_MIMO: dict[str, Any] = {
 """config.json of a model with all that MiMo has; its head_dim is not hidden_size / num_attention_heads."""
 
 
-def block_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Name below a layer's prefix to shape, in the layout of Llama, Qwen2, Qwen3 and MiMo."""
-    h, i, d = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+def block_shapes(config: Mapping[str, Any], *, sparse: bool = False) -> dict[str, tuple[int, ...]]:
+    """Name below a layer's prefix to shape, in the layout of Llama, which Qwen, MiMo, GLM and ERNIE share; with experts in place
+    of the gated network where it is `sparse`."""
+    h, d = config["hidden_size"], config["head_dim"]
     q, kv = config["num_attention_heads"] * d, config["num_key_value_heads"] * d
     architecture = config["architectures"][0]
     shapes: dict[str, tuple[int, ...]] = {
@@ -50,20 +51,64 @@ def block_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         "self_attn.v_proj.weight": (kv, h),
         "self_attn.o_proj.weight": (h, q),
         "post_attention_layernorm.weight": (h,),
-        "mlp.gate_proj.weight": (i, h),
-        "mlp.up_proj.weight": (i, h),
-        "mlp.down_proj.weight": (h, i),
     }
+    shapes |= _expert_shapes(config) if sparse else _gated_shapes("mlp.", h, config["intermediate_size"])
     always_biased = architecture in {"MiMoForCausalLM", "Qwen2ForCausalLM"}
     if always_biased or config.get("attention_bias"):
         shapes |= {"self_attn.q_proj.bias": (q,), "self_attn.k_proj.bias": (kv,), "self_attn.v_proj.bias": (kv,)}
-    if not always_biased and config.get("attention_bias"):
+    if not always_biased and architecture != "Glm4MoeForCausalLM" and config.get("attention_bias"):
         shapes["self_attn.o_proj.bias"] = (h,)
     if config.get("mlp_bias"):
+        i = config["intermediate_size"]
         shapes |= {"mlp.gate_proj.bias": (i,), "mlp.up_proj.bias": (i,), "mlp.down_proj.bias": (h,)}
-    if architecture == "Qwen3ForCausalLM":
+    if architecture in {"Qwen3ForCausalLM", "Qwen3MoeForCausalLM"} or config.get("use_qk_norm"):
         shapes |= {"self_attn.q_norm.weight": (d,), "self_attn.k_norm.weight": (d,)}
     return shapes
+
+
+def _gated_shapes(prefix: str, h: int, i: int) -> dict[str, tuple[int, ...]]:
+    names = ("gate_proj", "up_proj", "down_proj")
+    return {f"{prefix}{name}.weight": (h, i) if name == "down_proj" else (i, h) for name in names}
+
+
+def _expert_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    h, i = config["hidden_size"], config["moe_intermediate_size"]
+    keys = ("n_routed_experts", "moe_num_experts", "num_experts")
+    experts = next(config[key] for key in keys if key in config)
+    shared = i * config.get("n_shared_experts", config.get("moe_num_shared_experts", 0))
+    shapes: dict[str, tuple[int, ...]] = {"mlp.gate.weight": (experts, h)}
+    if config["architectures"] == ["Glm4MoeForCausalLM"]:
+        shapes["mlp.gate.e_score_correction_bias"] = (experts,)
+    if config["architectures"] == ["Ernie4_5_MoeForCausalLM"]:
+        shapes["mlp.moe_statics.e_score_correction_bias"] = (1, experts)
+    for expert in range(experts):
+        shapes |= _gated_shapes(f"mlp.experts.{expert}.", h, i)
+    return shapes | (_gated_shapes("mlp.shared_experts.", h, shared) if shared else {})
+
+
+def mtp_names(config: Mapping[str, Any], index: int = 0) -> tuple[str, dict[str, str]]:
+    """What the names of the block of an MTP layer begin with, and the names of its other tensors: "embedding", "hidden" and
+    "final" norms (the last one where it has its own), "projection"."""
+    architecture = config["architectures"][0]
+    if architecture == "Glm4MoeForCausalLM":
+        layer = f"model.layers.{config['num_hidden_layers'] + index}."
+        names = {"embedding": "enorm", "hidden": "hnorm", "final": "shared_head.norm", "projection": "eh_proj"}
+        return layer, {kind: f"{layer}{name}.weight" for kind, name in names.items()}
+    if architecture.startswith("Ernie"):
+        names = {"embedding": "emb_norm", "hidden": "hidden_norm", "projection": "linear_proj"}
+        return f"model.mtp_block.{index}.", {kind: f"model.mtp_{name}.{index}.weight" for kind, name in names.items()}
+    layer = f"model.mtp_layers.{index}."
+    names = {"embedding": "token_layernorm", "hidden": "hidden_layernorm", "final": "final_layernorm", "projection": "input_proj"}
+    return layer, {kind: f"{layer}{name}.weight" for kind, name in names.items()}
+
+
+def sparse_layers(config: Mapping[str, Any]) -> range:
+    """The target's layers with experts: consecutive ones, in models written here."""
+    count = config["num_hidden_layers"]
+    if "moe_intermediate_size" not in config:
+        return range(0)
+    first = config.get("first_k_dense_replace", config.get("moe_layer_start_index", 0))
+    return range(first, config.get("moe_layer_end_index", count - 1) + 1)
 
 
 def tensor_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -72,13 +117,14 @@ def tensor_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (v, h), "model.norm.weight": (h,)}
     if not config.get("tie_word_embeddings"):
         shapes["lm_head.weight"] = (v, h)
+    sparse = sparse_layers(config)
     for i in range(config["num_hidden_layers"]):
-        shapes |= {f"model.layers.{i}.{name}": shape for name, shape in block_shapes(config).items()}
+        shapes |= {f"model.layers.{i}.{name}": shape for name, shape in block_shapes(config, sparse=i in sparse).items()}
+    as_target = config["architectures"] == ["Glm4MoeForCausalLM"]
     for i in range(config.get("num_nextn_predict_layers", 0)):
-        prefix = f"model.mtp_layers.{i}."
-        shapes |= {prefix + name: shape for name, shape in block_shapes(config).items()}
-        shapes |= {prefix + f"{name}_layernorm.weight": (h,) for name in ("token", "hidden", "final")}
-        shapes[prefix + "input_proj.weight"] = (h, 2 * h)
+        prefix, names = mtp_names(config, i)
+        shapes |= {prefix + name: shape for name, shape in block_shapes(config, sparse=as_target).items()}
+        shapes |= {name: (h, 2 * h) if kind == "projection" else (h,) for kind, name in names.items()}
     return shapes
 
 
@@ -89,7 +135,8 @@ def random_tensors(config: Mapping[str, Any], seed: int = 0) -> Tensors:
     for name, shape in tensor_shapes(config).items():
         noise = rng.standard_normal(shape).astype(np.float32)
         fan_in = shape[-1] if len(shape) == 2 and "embed" not in name else 4
-        tensors[name] = 1 + 0.3 * noise if "norm.weight" in name else noise * np.float32(1.4 / np.sqrt(fan_in))
+        is_norm = "norm.weight" in name or "norm.0.weight" in name
+        tensors[name] = 1 + 0.3 * noise if is_norm else noise * np.float32(1.4 / np.sqrt(fan_in))
     return tensors
 
 

@@ -7,14 +7,14 @@ contents of device memory, and written back through ordinary copies. No backend 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from polydraft.conformance.target import Proxy, TableProxy, bare, wrap
 from polydraft.contracts import REGISTRY
-from polydraft.contracts.base import ColumnsSpec, ParamSpec, TensorSpec, column_name
+from polydraft.contracts.base import ColumnsSpec, OpaqueSpec, ParamSpec, TensorSpec, column_name
 from polydraft.contracts.compare import from_host, to_host
 from polydraft.device import Array
 
@@ -37,10 +37,11 @@ def uncounted(device: Any) -> Iterator[None]:
 
 
 class Computed:
-    """A provider that computes a contract on the host, with a fault. Only for contracts without weights and caches."""
+    """A provider that computes a contract on the host, with a fault. Only for contracts without caches. `weights`: what each
+    weight was made from, by its identity."""
 
-    def __init__(self, contract: str, corrupt: Corrupt, device: Any) -> None:
-        self.contract, self._corrupt, self._device = REGISTRY[contract], corrupt, device
+    def __init__(self, contract: str, corrupt: Corrupt, device: Any, weights: Mapping[int, Array]) -> None:
+        self.contract, self._corrupt, self._device, self._weights = REGISTRY[contract], corrupt, device, weights
 
     def bind(self, args: Any, limits: Any, workspace: Any) -> Any:
         """Allocate the staging now; a launch waits, reads, computes and writes."""
@@ -53,6 +54,7 @@ class Computed:
             event = device.event()
         fixed = {n: getattr(args, n) for n, s in specs.items() if isinstance(s, ParamSpec)}
         fixed |= {n: None for n, s in specs.items() if isinstance(s, TensorSpec) and n not in buffers}
+        fixed |= {n: self._weights.get(id(getattr(args, n))) for n, s in specs.items() if isinstance(s, OpaqueSpec)}
 
         def launch(stream: Any, n: int) -> None:
             with uncounted(device):
@@ -80,7 +82,33 @@ class Computed:
 
 def computed(contract: str, corrupt: Corrupt) -> Break:
     """Replace a kernel, and drop the composites that contain it, so that it is used."""
-    return with_table(lambda table, device: {contract: Computed(contract, corrupt, device)}, without=contract)
+    weights = _Weights()
+    return with_table(
+        lambda table, device: {contract: Computed(contract, corrupt, device, weights.values)}, without=contract, weights=weights
+    )
+
+
+class _Weights:
+    """What prepared weights were made from, in float64, by the identity of the weight; the weights are kept alive with them."""
+
+    def __init__(self) -> None:
+        self.values: dict[int, Array] = {}
+        self._alive: list[Any] = []
+
+    def note(self, weight: Any, value: Array, dtype: str) -> None:
+        self._alive.append(weight)
+        self.values[id(weight)] = from_host(to_host(value, dtype), dtype)
+
+
+class _NotedTable(TableProxy):
+    def __init__(self, inner: Any, providers: Mapping[str, Any], weights: _Weights) -> None:
+        super().__init__(inner, providers)
+        self._weights = weights
+
+    def prepare_weight(self, role: str, value: Array, dtype: str, previous: Any = None) -> Any:
+        weight = self._inner.prepare_weight(role, value, dtype, previous)
+        self._weights.note(weight, value, "f32" if role == "router" else dtype)
+        return weight
 
 
 def launched(contract: str, change: Callable[[Any, Any], Any]) -> Break:
@@ -148,14 +176,16 @@ def offering(kept: Callable[[str], bool]) -> Break:
     return lambda plugin: wrap(plugin, polydraft_kernels=table, polydraft_backend_info=info)
 
 
-def with_table(providers: Callable[[Any, Any], dict[str, Any]], *, without: str = "") -> Break:
-    """A backend with some providers replaced, and without the composites that contain the contract `without`."""
+def with_table(providers: Callable[[Any, Any], dict[str, Any]], *, without: str = "", weights: _Weights | None = None) -> Break:
+    """A backend with some providers replaced, and without the composites that contain the contract `without`. `weights` notes
+    what weights are made from."""
 
     def dropped(name: str) -> bool:
         return "+" in name and without in name.split("+")
 
     def table(answer: Any, device: Any) -> Any:
-        changed = TableProxy(answer, providers(answer, bare(device)))
+        mine = providers(answer, bare(device))
+        changed = TableProxy(answer, mine) if weights is None else _NotedTable(answer, mine, weights)
         changed.providers = {name: one for name, one in changed.providers.items() if not dropped(name)}
         changed.versions = {name: answer.versions[name] for name in changed.providers}
         return changed

@@ -296,6 +296,91 @@ def _kept(id_: str, title: str, source: str, change: kv_faults.Change, kv: str =
     return Mutant(id_, title, source, f"L2/rope_kv_write/kv-{kv}", kv_faults.stores(change), "kv_dtypes")
 
 
+def _biased_weights(golden: by.Golden, a: Any, n: int) -> None:
+    """Weights are taken from what was sorted."""
+    golden(a, n)
+    if a.bias is not None:
+        for i in range(n):
+            chosen = a.expert_ids[i]
+            a.expert_weights[i] += a.bias[np.maximum(chosen, 0)] * (chosen >= 0)
+
+
+def _masked_with_zero(golden: by.Golden, a: Any, n: int) -> None:
+    """An expert of a group that was left out still beats those with a negative selection score."""
+    golden(a, n)
+    if a.num_groups > 1 and a.bias is not None:
+        size = a.logits.shape[1] // a.num_groups
+        for i in range(n):
+            kept = set((a.expert_ids[i] // size).tolist())
+            outside = next((e for e in range(a.logits.shape[1]) if e // size not in kept), None)
+            chosen = a.expert_ids[i, -1]
+            if outside is not None and chosen >= 0 and a.bias[chosen] < -1:
+                a.expert_ids[i, -1] = outside
+
+
+def _scale_renormalised(a: Any, n: int) -> None:
+    if a.renormalize != "none":
+        a.expert_weights[:n] /= a.scale
+
+
+def _all_experts_computed(golden: by.Golden, a: Any, n: int) -> None:
+    """Experts that nobody chose count with weight 0, which does not stop what is not a number."""
+    golden(a, n)
+    unread = np.setdiff1d(np.arange(len(a.gate_up)), a.expert_ids[:n])
+    a.out[:n] += sum(0.0 * (a.gate_up[e].sum() + a.down[e].sum()) for e in unread)
+
+
+def _within_capacity(a: Any) -> Any:
+    """Each expert takes as many rows as on average, and half as many more."""
+    ids, counts = a.expert_ids.copy(), dict[int, int]()
+    limit = max(1, 3 * ids.size // (2 * len(a.gate_up)))
+    for place in np.ndindex(ids.shape):
+        counts[ids[place]] = counts.get(ids[place], 0) + 1
+        if counts[ids[place]] > limit:
+            ids[place] = -1
+    return ids
+
+
+def _by_load(table: Any, device: Any) -> dict[str, Any]:
+    """Choices of each row are put into the order of how many rows their experts have before the kernel sees them."""
+    return {"expert_mlp": _SortedByLoad(table.providers["expert_mlp"], device)}
+
+
+class _SortedByLoad(Proxy):
+    """A provider whose launches have the choices of rows in another order, worked out from the whole launch."""
+
+    def __init__(self, inner: Any, device: Any) -> None:
+        super().__init__(inner)
+        self._device = device
+
+    def bind(self, args: Any, limits: Any, workspace: Any) -> Any:
+        device, names = self._device, ("expert_ids", "expert_weights")
+        before = {name: getattr(args, name) for name in names}
+        with by.uncounted(device):
+            mine = {name: device.empty(f"mutant.{name}", one.shape, one.dtype) for name, one in before.items()}
+            pins = {name: device.staging(f"mutant.{name}", one.shape, one.dtype) for name, one in before.items()}
+            event = device.event()
+        launch = self._inner.bind(dataclasses.replace(args, **mine), limits, workspace)
+
+        def run(stream: Any, n: int) -> None:
+            with by.uncounted(device):
+                for name, buffer in before.items():
+                    device.download(stream, pins[name], buffer, buffer.shape[0])
+                event.record(stream)
+                event.synchronize()
+                ids = pins["expert_ids"].array
+                load = np.bincount(ids[:n][ids[:n] >= 0], minlength=int(ids[:n].max(initial=0)) + 1)
+                order = np.argsort(np.where(ids[:n] >= 0, load[np.maximum(ids[:n], 0)], -1), axis=1, kind="stable")
+                for name, buffer in mine.items():
+                    pins[name].array[:n] = np.take_along_axis(pins[name].array[:n], order, axis=1)
+                    device.upload(stream, buffer, pins[name], buffer.shape[0])
+                event.record(stream)
+                event.synchronize()
+            launch(stream, n)
+
+        return run
+
+
 C = by.computed
 MUTANTS: Final[tuple[Mutant, ...]] = (
     Mutant(
@@ -757,6 +842,56 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         "L3/engine/drafts-per-step",
         core_faults.replays_the_rung_below,
         "graph_capture",
+    ),
+    Mutant(
+        "M74",
+        "the selection bias inside the weights",
+        "routers that sort biased scores and keep them",
+        "L2/route_experts/bias_selects_and_does_not_weigh_sigmoid",
+        C("route_experts", _biased_weights),
+    ),
+    Mutant(
+        "M75",
+        "experts of groups that were left out have 0 instead of -infinity",
+        "masks by multiplication",
+        "L2/route_experts/negative_selection_scores_win_over_masked_groups",
+        C("route_experts", _masked_with_zero),
+    ),
+    Mutant(
+        "M76",
+        "renormalised after scaling",
+        "order of two lines",
+        "L2/route_experts/sigmoid_renormalised_and_scaled",
+        C("route_experts", _after(_scale_renormalised)),
+    ),
+    Mutant(
+        "M77",
+        "terms of experts summed in the order of their loads",
+        "grouped kernels that add as they finish",
+        "L2/expert_mlp/row-alone",
+        by.with_table(_by_load, without="expert_mlp"),
+        "row_invariant",
+    ),
+    Mutant(
+        "M78",
+        "an expert without rows is read",
+        "dense products over all experts, masked afterwards",
+        "L2/expert_mlp/an_expert_without_rows_is_not_read",
+        C("expert_mlp", _all_experts_computed),
+    ),
+    Mutant(
+        "M79",
+        "experts of rows that are not there",
+        "padding that is routed as well",
+        "L2/route_experts/rows_without_a_slot_have_no_experts",
+        C("route_experts", _seeing(row_slot=lambda a: None)),
+    ),
+    Mutant(
+        "M80",
+        "a row is dropped where its expert is full",
+        "capacity factors",
+        "L2/expert_mlp/all_rows_choose_one_expert",
+        C("expert_mlp", _seeing(expert_ids=_within_capacity)),
     ),
 )
 """Every mutant of this version, by the numbers of the design's table; a number that is missing is in `CORES`."""

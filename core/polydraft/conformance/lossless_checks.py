@@ -53,6 +53,8 @@ def checks() -> Iterator[Check]:
     yield Check("L5/full-batch", _full_batch)
     yield Check("L5/late-arrivals", _late)
     yield Check("L5/drafts-per-step", _drafts_per_step)
+    for drafts in (0, K):
+        yield Check(f"L5/experts/K{drafts}", partial(_experts, drafts), features=("experts",))
     for kv in KV_DTYPES:
         yield Check(f"L5/kv-{kv}/with-and-without-drafts", partial(_quantised, kv), needs=("kv_dtypes",))
     for number, options in enumerate(SAMPLINGS):
@@ -132,6 +134,16 @@ def _greedy(drafts: int, batch: int, target: Target, tally: Tally) -> None:
     """K drafts a round, a batch of requests of different lengths."""
     engine = run(target, tally, [Ask(prompt) for prompt in prompts(batch)], drafts=drafts, max_num_seqs=batch)
     tally.true("drafts were accepted" if drafts else "nothing was drafted", bool(engine.totals.accepted) == bool(drafts))
+
+
+def _experts(drafts: int, target: Target, tally: Tally) -> None:
+    """A mixture of experts in target and head, prompts in chunks beside windows; graphs where the backend has them."""
+    asks = [Ask(prompt, arrival=i, model="experts") for i, prompt in enumerate(prompts(5, model="experts"))]
+    options: dict[str, Any] = {"drafts": drafts, "model": "experts", "max_num_seqs": 3}
+    engine = run(target, tally, asks, **options, max_batched_tokens=3 * (K + 1) + 1)
+    tally.true("drafts were accepted" if drafts else "nothing was drafted", bool(engine.totals.accepted) == bool(drafts))
+    if target.info.capabilities.graph_capture:
+        run(target, tally, asks, **options, graph="decode")
 
 
 def at_place(place: int, count: int = 3) -> list[Ask]:

@@ -1,9 +1,9 @@
-"""The probe model: a tiny checkpoint with an MTP head, and prompts along which no choice is close.
+"""The probe models: tiny checkpoints with an MTP head, and prompts along which no choice is close.
 
 L3 to L6 run engines on it and compare them with the recomputing oracle. Margins are enforced: along every prompt's text the two
 best logits of the target, and of the draft, are so far apart that no legal rounding swaps them, so every backend can be required
-to give the exact tokens and rounds. The model is not trained: the head drafts well because its weights are the target's last
-block with noise added.
+to give the exact tokens and rounds. The models are not trained: the head drafts well because its weights are the target's last
+block with noise added. "dense" is what nearly every check takes; "experts" has a mixture of experts in target and head.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import shutil
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import numpy as np
 
@@ -32,12 +32,21 @@ MARGIN: Final[Mapping[str, float]] = {"f32": 0.02, "f16": 0.12, "bf16": 0.35}
 """Least distance of the best two logits by activation dtype, in logits (which spread over some ten)."""
 KV_MARGIN: Final = 0.05
 """Added where KV rows are quantised: rounding may put a key on the other side of a border, a whole quantum away."""
+Model = Literal["dense", "experts"]
 CONFIG: Final[dict[str, Any]] = {
     "architectures": ["MiMoForCausalLM"], "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 48, "vocab_size": VOCAB, "num_nextn_predict_layers": 1,
     "rms_norm_eps": 1e-5, "rope_theta": 100.0, "tie_word_embeddings": False, "max_position_embeddings": MAX_LEN,
     "eos_token_id": 0, "torch_dtype": "float32", "hidden_act": "silu",
 }  # fmt: skip
+EXPERTS: Final[dict[str, Any]] = {
+    **CONFIG, "architectures": ["Glm4MoeForCausalLM"], "moe_intermediate_size": 16, "n_routed_experts": 8,
+    "num_experts_per_tok": 3, "n_shared_experts": 1, "first_k_dense_replace": 0, "n_group": 2, "topk_group": 1,
+    "attention_bias": True, "use_qk_norm": True,
+    "routed_scaling_factor": 1.5, "partial_rotary_factor": 0.5,
+}  # fmt: skip
+"""Both kinds of groups, shared experts, and the conventions of another head."""
+CONFIGS: Final[Mapping[Model, dict[str, Any]]] = {"dense": CONFIG, "experts": EXPERTS}
 DISTURBANCE: Final = 0.1
 """Noise on the MTP head relative to the weights it copies: 0 would accept nearly everything, 1 nearly nothing."""
 LENGTHS: Final = (1, 2, 3, 5, 8, 9, 16, 17, 24, 30)
@@ -77,11 +86,11 @@ def imitate_target(tensors: Tensors, config: Mapping[str, Any], rng: np.random.G
     tensors[names["projection"]] = np.concatenate(halves, axis=1).astype(np.float32)
 
 
-def weights(seed: int = 0) -> Tensors:
-    """The probe's tensors, exact in bfloat16, so that every dtype holds the same ones; other seeds are for other weights."""
-    rng = np.random.default_rng(seed)
-    tensors = {tensor: random_tensor(tensor, shape, rng) for tensor, shape in tensor_shapes(CONFIG).items()}
-    imitate_target(tensors, CONFIG, rng, embedding_first=False)
+def weights(seed: int = 0, model: Model = "dense") -> Tensors:
+    """A probe's tensors, exact in bfloat16, so that every dtype holds the same ones; other seeds are for other weights."""
+    rng, config = np.random.default_rng(seed), CONFIGS[model]
+    tensors = {tensor: random_tensor(tensor, shape, rng) for tensor, shape in tensor_shapes(config).items()}
+    imitate_target(tensors, config, rng, embedding_first=model == "experts")
     return {name: _short(array) for name, array in tensors.items()}
 
 
@@ -104,38 +113,38 @@ def tokenizer_json(vocab_size: int) -> dict[str, Any]:
 
 
 @functools.cache
-def checkpoint(seed: int = 0) -> Path:
-    """The probe's directory, written at the first call of a process and removed at its end. Margins are of seed 0 alone."""
+def checkpoint(seed: int = 0, model: Model = "dense") -> Path:
+    """A probe's directory, written at the first call of a process and removed at its end. Margins are of seed 0 alone."""
     root = Path(tempfile.mkdtemp(prefix="polydraft-probe-"))
     atexit.register(shutil.rmtree, root, ignore_errors=True)
-    directory = write_checkpoint(root / "probe", CONFIG, weights(seed))
+    directory = write_checkpoint(root / "probe", CONFIGS[model], weights(seed, model))
     (directory / "tokenizer.json").write_text(json.dumps(tokenizer_json(VOCAB)))
     return directory
 
 
 @functools.cache
-def oracle(seed: int = 0, kv: str = "") -> OracleModel:
-    """The probe recomputed naively in float64, its KV rows as `kv` says; it remembers the texts it has worked out."""
-    return OracleModel.from_dir(checkpoint(seed), kv=kv)
+def oracle(seed: int = 0, kv: str = "", model: Model = "dense") -> OracleModel:
+    """A probe recomputed naively in float64, its KV rows as `kv` says; it remembers the texts it has worked out."""
+    return OracleModel.from_dir(checkpoint(seed, model), kv=kv)
 
 
 @functools.cache
-def prompts(count: int, kv: str = "") -> tuple[tuple[int, ...], ...]:
+def prompts(count: int, kv: str = "", model: Model = "dense") -> tuple[tuple[int, ...], ...]:
     """The first `count` prompts along whose text every choice has the margin of f32, of the lengths `LENGTHS` in turn."""
     rng = np.random.default_rng(1)
     found: list[tuple[int, ...]] = []
     while len(found) < count:
         prompt = tuple(rng.integers(1, VOCAB, LENGTHS[len(found) % len(LENGTHS)]).tolist())
-        if _tokens_before_a_close_one(prompt, "f32", kv) == NUM_TOKENS == certain(prompt, kv=kv):
+        if _tokens_before_a_close_one(prompt, "f32", kv, model) == NUM_TOKENS == certain(prompt, kv=kv, model=model):
             found.append(prompt)
     return tuple(found)
 
 
 @functools.lru_cache(maxsize=4096)
-def certain(prompt: tuple[int, ...], dtype: str = "f32", kv: str = "") -> int:
+def certain(prompt: tuple[int, ...], dtype: str = "f32", kv: str = "", model: Model = "dense") -> int:
     """Tokens of a prompt's text before the first close choice: of the target's at any place, of the drafts up to the first
     wrong one behind any place, which are all that rounds depend on. At most `NUM_TOKENS`."""
-    text, close = greedy_text(oracle(kv=kv), prompt), _tokens_before_a_close_one(prompt, dtype, kv)
+    text, close = greedy_text(oracle(kv=kv, model=model), prompt), _tokens_before_a_close_one(prompt, dtype, kv, model)
     for at in range(1, close):
         drafts = text.drafts(len(prompt) + at, min(MOST_DRAFTS, close - at))
         if any(draft.margin < _margin(dtype, kv) for draft in drafts):
@@ -143,9 +152,9 @@ def certain(prompt: tuple[int, ...], dtype: str = "f32", kv: str = "") -> int:
     return close
 
 
-def _tokens_before_a_close_one(prompt: tuple[int, ...], dtype: str, kv: str) -> int:
+def _tokens_before_a_close_one(prompt: tuple[int, ...], dtype: str, kv: str, model: Model) -> int:
     """Of the target's choices alone; the text is worked out no further than that."""
-    text = greedy_text(oracle(kv=kv), prompt)
+    text = greedy_text(oracle(kv=kv, model=model), prompt)
     for count in range(NUM_TOKENS):
         text.need(len(prompt) + count)
         if text.margins[len(prompt) + count] < _margin(dtype, kv):

@@ -12,7 +12,7 @@ from functools import lru_cache
 
 from polydraft.conformance.check import Tally, Wrong
 from polydraft.conformance.oracle import GreedyRounds, greedy_rounds
-from polydraft.conformance.probe import NUM_TOKENS, certain, oracle
+from polydraft.conformance.probe import NUM_TOKENS, Model, certain, oracle
 from polydraft.engine import Engine
 from polydraft.output.request_output import RequestOutput
 from polydraft.sampling_params import SamplingParams
@@ -33,6 +33,8 @@ class Ask:
     abort: int | None = None
     kv: str = ""
     """How the engine keeps KV rows, which makes another model of it."""
+    model: Model = "dense"
+    """The probe that is served."""
 
     @property
     def params(self) -> SamplingParams:
@@ -41,14 +43,14 @@ class Ask:
 
     def expected(self, num_drafts: int | tuple[int, ...]) -> GreedyRounds:
         """Tokens and rounds by full recomputation; a tuple has the drafts of each round."""
-        return _expected(self.prompt, num_drafts, self.max_new, self.stop, self.kv)
+        return _expected(self.prompt, num_drafts, self.max_new, self.stop, self.kv, self.model)
 
 
 @lru_cache(maxsize=8192)
 def _expected(
-    prompt: tuple[int, ...], num_drafts: int | tuple[int, ...], max_new: int, stop: tuple[int, ...], kv: str
+    prompt: tuple[int, ...], num_drafts: int | tuple[int, ...], max_new: int, stop: tuple[int, ...], kv: str, model: Model
 ) -> GreedyRounds:
-    return greedy_rounds(oracle(kv=kv), prompt, num_drafts, max_new, stop)
+    return greedy_rounds(oracle(kv=kv, model=model), prompt, num_drafts, max_new, stop)
 
 
 def serve(
@@ -96,7 +98,7 @@ def as_expected(tally: Tally, asks: Sequence[Ask], outputs: Sequence[RequestOutp
             continue
         if output.finish_reason == "abort":
             tokens, rounds = tokens[: len(got)], rounds[: len(got_rounds)]
-        sure = len(tokens) if dtype == "f32" else certain(ask.prompt, dtype, ask.kv)
+        sure = len(tokens) if dtype == "f32" else certain(ask.prompt, dtype, ask.kv, ask.model)
         if sure < len(tokens):
             tally.near_ties += got[sure:] != tokens[sure:]
             tokens, got = tokens[:sure], got[:sure]

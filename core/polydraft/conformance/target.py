@@ -19,7 +19,7 @@ from typing import Any
 from polydraft import reference
 from polydraft.backend import BackendInfo, DeviceOptions, ForwardMeta, PassBuffers
 from polydraft.config import EngineConfig
-from polydraft.conformance.probe import checkpoint
+from polydraft.conformance.probe import Model, checkpoint
 from polydraft.contracts.base import Limits
 from polydraft.contracts.inputs import contract_of
 from polydraft.device import Device
@@ -140,14 +140,15 @@ class Target:
         features: Sequence[Any] = (),
         instruments: Sequence[Instrument] = (),
         draft_policy: DraftPolicy | None = None,
+        model: Model = "dense",
         **options: Any,
     ) -> Iterator[Engine]:
-        """An engine on the probe model, closed behind the block. Row-invariant arithmetic where the backend declares it."""
+        """An engine on a probe model, closed behind the block. Row-invariant arithmetic where the backend declares it."""
         files = tuple(pack.origin for pack in self.plugins.packs if pack.origin in self.files)
         given = {"invariant": self.info.capabilities.row_invariant, "device": self.device_spec, "kernels": self.packs, **options}
         given.setdefault("plugins", files)
         given.setdefault("variants", "auto" if self.uses_variants else "off")
-        config = EngineConfig(model=str(checkpoint()), **given)
+        config = EngineConfig(model=str(checkpoint(model=model)), **given)
         engine = Engine(
             config, backend=self.plugin if plugin is None else plugin, features=features, instruments=instruments,
             draft_policy=draft_policy,

@@ -205,6 +205,7 @@ CONTRACT = REGISTRY.add(
         source="Shazeer et al. 2017 (softmax); DeepSeek-AI 2024, DeepSeek-V3 Technical Report, section 2.1 (bias, groups).",
         tolerance={"expert_weights": 4.0},
         scale=scale,
+        feature="experts",
         equivalent_mutants={"plus(row_slot)": "only the sign of a slot is read"},
         constraints=(
             'scoring in ("softmax", "sigmoid")',

@@ -164,7 +164,7 @@ def _experts(parts: Any, limits: Limits, threads: int) -> int:
     del limits
     a: ExpertMlpV1 = parts[0]
     rows, hidden = min(EXPERT_ROWS, a.x.shape[0]), a.x.shape[1]
-    return threads * (rows * ((a.expert_ids.shape[1] + 1) * hidden + a.gate_up.shape[1]) + 2 * PANEL) * 4
+    return int(threads * (rows * ((a.expert_ids.shape[1] + 1) * hidden + a.gate_up.shape[1]) + 2 * PANEL) * 4)
 
 
 SCRATCH: Final[Mapping[str, Scratch]] = {

@@ -63,6 +63,7 @@ def prepare_weight(device: CudaDevice, role: str, value: Array, dtype: str, prev
     on the device."""
     if dtype not in ("f32", "bf16", "f16"):
         raise ContractError(f"weights of the cuda backend are f32, bf16 or f16, got {dtype!r}; leave --dtype on auto")
+    dtype = "f32" if role == "router" else dtype  # what is chosen does not depend on the dtype of activations
     if previous is None:
         weight = CudaWeight(role, device.empty(f"weight.{role}", value.shape, dtype))
     elif isinstance(previous, CudaWeight) and previous.shape == value.shape and previous.dtype == dtype:

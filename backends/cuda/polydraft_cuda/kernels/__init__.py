@@ -21,6 +21,7 @@ MODULES: Final = (
     "rope",
     "attention",
     "mlp",
+    "experts",
     "process",
     "sampling",
     "verify",

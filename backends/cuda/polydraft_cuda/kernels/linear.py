@@ -19,6 +19,7 @@ from polydraft_cuda import cublaslt
 from polydraft_cuda.compiler import sequence
 from polydraft_cuda.device import CudaDevice
 from polydraft_cuda.kernels import screen
+from polydraft_cuda.kernels.experts import router
 from polydraft_cuda.kernels.mlp import swiglu
 from polydraft_cuda.kernels.projections import (
     PAIR_ROWS,
@@ -58,6 +59,11 @@ SMALL: Final = 12 << 20
 """Bytes of a matrix up to which `linear_stream` is faster: nothing has to be summed over blocks."""
 
 
+def is_router(a: Any) -> bool:
+    """Whether the weights are more exact than the activations."""
+    return bool(a.weight.dtype == "f32" and a.x.dtype != "f32")
+
+
 def is_tiled(device: CudaDevice, a: Any) -> bool:
     """Whether `linear_tile` takes this projection."""
     return bool(device.arch == "sm_90" and a.x.dtype != "f32" and a.weight.shape[1] % 64 == 0)
@@ -89,6 +95,8 @@ def split_sizes(device: CudaDevice, a: Any) -> tuple[Split, ...]:
 def workspace_bytes(device: CudaDevice, a: Any, limits: Limits) -> int:
     """Shares of tiles, or cuBLASLt's scratch."""
     del limits
+    if is_router(a):
+        return 0
     if not is_tiled(device, a):
         return cublaslt.WORKSPACE if uses_library(a) else 0
     shares = max(num_blocks(device, a, size.cluster) * size.rows for size in sizes_of(device))
@@ -116,6 +124,8 @@ def uses_library(a: Any) -> bool:
 def linear(device: CudaDevice, a: Any, limits: Limits, workspace: Any) -> Launch:
     """Bind the kernels that this shape can use, and choose among them by the number of rows."""
     del limits
+    if is_router(a):
+        return router(device, a)
     return choose(device, a, workspace)
 
 

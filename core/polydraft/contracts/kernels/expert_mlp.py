@@ -125,6 +125,11 @@ def cases() -> Iterator[Case]:
     wide = rng.standard_normal((37, 6), np.float32)
     more = rng.standard_normal((11, 6, 6), np.float32), rng.standard_normal((11, 6, 3), np.float32)
     yield _case("more_rows_and_experts_than_a_tile", wide, _ids(rng, 37, 11, 3), *more, 35)
+    even = rng.standard_normal((75, 64), np.float32)
+    stacked = rng.standard_normal((5, 128, 64), np.float32) / 8, rng.standard_normal((5, 64, 64), np.float32) / 8
+    crowded = np.where(np.arange(75)[:, None] < 70, [[1, 3]], [[4, 1]])
+    yield _case("whole_tiles_with_many_rows_of_one_expert", even, crowded, *stacked, 74, shared=even[::-1].copy())
+    yield _case("whole_tiles_with_few_rows", even[:3], _ids(rng, 3, 5, 3), *stacked, 3)
     yield _case("nothing_to_do", x, ids, gate_up, down, 0)
 
 

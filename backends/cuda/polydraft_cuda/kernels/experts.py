@@ -1,0 +1,152 @@
+"""Mixture of experts: the router's product, the choice, and the experts' own products over lists that the device makes.
+
+Nothing is sorted and nothing is counted on the host: lists of each expert's rows are made on the device, and persistent blocks
+take tiles of whichever experts have rows. 16-bit weights of even sizes go through `experts_stream.cu`, anything else through the
+plain kernels.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from polydraft.contracts.base import Limits
+from polydraft.device import Launch, Stream
+from polydraft.errors import ContractError
+from polydraft_cuda.compiler import ROWS, act, sequence
+from polydraft_cuda.device import CudaDevice
+from polydraft_cuda.kernels.provider import Kernel, source
+
+ROUTER_ROWS, ROUTER_THREADS = 8, 128
+ROUTE_WARPS = 4
+LIST_THREADS = 256
+SUM_THREADS = 256
+PLAIN_WARPS = 4
+MOST_EXPERTS: Final = 512
+"""As many have room in a block's list of items."""
+TOKENS: Final = (8, 16, 32)
+"""Rows of one expert that a block multiplies at once."""
+WARPS, DEPTH = 4, 4
+MIN_BLOCKS: Final = {8: 4, 16: 3, 32: 2}
+"""Blocks of a multiprocessor, by rows of one expert."""
+SCORING: Final = ("softmax", "sigmoid")
+RENORMALIZE: Final = ("none", "sum", "clamp")
+
+
+def router(device: CudaDevice, a: Any) -> Launch:
+    """A projection whose weights stay float32 beside 16-bit activations: a block an output and eight rows."""
+    outputs, inputs = a.weight.shape
+    function = device.function(source("experts.cu"), "router", **act(a.x.dtype))
+    return function.bind(
+        lambda n: (outputs, -(-n // ROUTER_ROWS), 1), ROUTER_THREADS, a.x, a.weight, a.out, ROWS, outputs, inputs, dependent=True
+    )
+
+
+def route_experts(device: CudaDevice, a: Any, limits: Limits, workspace: Any) -> Launch:
+    """A warp a row."""
+    del limits, workspace
+    experts, chosen = int(a.logits.shape[1]), int(a.expert_ids.shape[1])
+    function = device.function(source("experts.cu"), "route_experts", **act("f32"))
+    return function.bind(
+        lambda n: -(-n // ROUTE_WARPS), ROUTE_WARPS * 32, a.logits, a.bias, a.row_slot, a.expert_ids, a.expert_weights, ROWS,
+        experts, chosen, SCORING.index(a.scoring), int(a.num_groups), int(a.top_groups), RENORMALIZE.index(a.renormalize),
+        float(a.floor), float(a.scale), shared=ROUTE_WARPS * (2 * experts + int(a.num_groups)) * 4, dependent=True,
+    )  # fmt: skip
+
+
+class _At:
+    """A part of the workspace."""
+
+    def __init__(self, pointer: int) -> None:
+        self.pointer = pointer
+
+
+def _parts(a: Any) -> tuple[int, int, int, int]:
+    """Bytes of the parts of the workspace: begins, list, h, terms; each a multiple of 256."""
+    (experts, _, hidden), half, places = a.gate_up.shape, a.down.shape[2], a.expert_ids.shape[0] * a.expert_ids.shape[1]
+    sizes = ((experts + 1) * 4, places * 4, places * half * (4 if a.x.dtype == "f32" else 2), places * hidden * 4)
+    return tuple(-(-size // 256) * 256 for size in sizes)  # type: ignore[return-value]
+
+
+def workspace_bytes(device: CudaDevice, a: Any, limits: Limits) -> int:
+    """Lists, what is between the two products, and the terms of every choice."""
+    del device, limits
+    return sum(_parts(a))
+
+
+def is_streamed(a: Any) -> bool:
+    """Whether `experts_stream.cu` takes these experts."""
+    _, both, hidden = a.gate_up.shape
+    return bool(a.x.dtype != "f32" and hidden % 64 == 0 and (both // 2) % 64 == 0)
+
+
+def expert_mlp(device: CudaDevice, a: Any, limits: Limits, workspace: Any) -> Launch:
+    """Lists, gate and up, down, sum. Raises `ContractError` for more experts than a block can list."""
+    del limits
+    (experts, both, hidden), chosen = a.gate_up.shape, int(a.expert_ids.shape[1])
+    if experts > MOST_EXPERTS:
+        raise ContractError(f"expert_mlp of the cuda backend takes {MOST_EXPERTS} experts at most, got {experts}")
+    places = [workspace.buffer.pointer]
+    for size in _parts(a)[:-1]:
+        places.append(places[-1] + size)
+    begins, entries, h, terms = (_At(pointer) for pointer in places)
+    lists = device.function(source("experts.cu"), "list_experts", **act("f32")).bind(
+        experts, LIST_THREADS, a.expert_ids, begins, entries, ROWS, chosen, dependent=True
+    )
+    last = device.function(source("experts.cu"), "sum_experts", **act(a.x.dtype)).bind(
+        lambda n: (-(-hidden // SUM_THREADS), n, 1), SUM_THREADS, terms, a.expert_ids, a.expert_weights, a.shared, a.shared_gate,
+        a.out, chosen, hidden, dependent=True,
+    )  # fmt: skip
+    if not is_streamed(a):
+        return sequence(
+            _plain(device, a, a.x, a.gate_up, h, both // 2, gated=1), _plain(device, a, h, a.down, terms, hidden), last
+        )
+    steps = []
+    for tokens in TOKENS:
+        up = _stream(device, a, tokens, a.x, a.gate_up, (begins, entries), h, both // 2, gated=1)
+        down = _stream(device, a, tokens, h, a.down, (begins, entries), terms, hidden)
+        steps.append((tokens, sequence(lists, up, down, last)))
+
+    def launch(stream: Stream, n: int) -> None:
+        if n > 0:  # at most so many rows of one expert; behind the last size, tiles are taken as often as they are needed
+            next((one for tokens, one in steps if n <= tokens), steps[-1][1])(stream, n)
+
+    return launch
+
+
+def _plain(device: CudaDevice, a: Any, x: Any, weight: Any, out: Any, outputs: int, *, gated: int = 0) -> Launch:
+    chosen = int(a.expert_ids.shape[1])
+    function = device.function(source("experts.cu"), "expert_plain", GATED=gated, **act(a.x.dtype))
+    return function.bind(
+        lambda n: (-(-outputs // PLAIN_WARPS), n * chosen, 1), PLAIN_WARPS * 32, x, weight, a.expert_ids, out, chosen, outputs,
+        int(weight.shape[2]), dependent=True,
+    )  # fmt: skip
+
+
+def _stream(
+    device: CudaDevice,
+    a: Any,
+    tokens: int,
+    x: Any,
+    weight: Any,
+    lists: tuple[Any, Any],
+    out: Any,
+    outputs: int,
+    *,
+    gated: int = 0,
+) -> Launch:
+    experts, _, inputs = weight.shape
+    chosen, blocks = int(a.expert_ids.shape[1]), MIN_BLOCKS[tokens]
+    tiles = -(-outputs // (16 if gated else 32))
+    defines = {"TOKENS": tokens, "DEPTH": DEPTH, "WARPS": WARPS, "MIN_BLOCKS": blocks, "GATED": gated}
+    function = device.function(source("experts_stream.cu"), "expert_stream", **defines, **act(a.x.dtype))
+    most = int(device.num_sms) * blocks
+    return function.bind(
+        lambda n: min(most, min(experts, n * chosen) * tiles), WARPS * 32, x, weight, *lists, out, chosen, experts, outputs,
+        inputs, dependent=True,
+    )  # fmt: skip
+
+
+KERNELS: dict[str, Kernel] = {
+    "route_experts": Kernel(route_experts),
+    "expert_mlp": Kernel(expert_mlp, workspace_bytes),
+}

@@ -6,6 +6,7 @@ copy, and an update overwrites it. Only a large head has a second copy, in 8 bit
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -73,7 +74,7 @@ def prepare_weight(device: CudaDevice, role: str, value: Array, dtype: str, prev
             f"weight update: got {dtype} of shape {value.shape}, wanted {getattr(previous, 'dtype', '?')} of shape "
             f"{getattr(previous, 'shape', '?')}; load the same architecture"
         )
-    if value.ndim == 2 and 0 < value.strides[0] < value.shape[1] * 4 and value.strides[1] == 4:
+    if value.ndim > 1 and 0 < value.strides[-2] < value.shape[-1] * 4 and value.strides[-1] == 4:
         _spread(device, weight, value)
     else:
         _copy(device, weight, value)
@@ -94,8 +95,8 @@ def _spread(device: CudaDevice, weight: CudaWeight, value: Array) -> None:
     from polydraft_cuda.compiler import act
     from polydraft_cuda.kernels.provider import source
 
-    rows, columns = value.shape
-    step = value.strides[0] // 4
+    rows, columns = math.prod(value.shape[:-1]), value.shape[-1]
+    step = value.strides[-2] // 4
     span = np.lib.stride_tricks.as_strided(value, ((rows - 1) * step + columns,), (4,), writeable=False)
     pool = device.empty("weight.pool", span.shape, weight.dtype)
     device.write(pool.pointer, to_host(span, weight.dtype))

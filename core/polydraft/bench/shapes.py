@@ -7,6 +7,7 @@ time: weights are views of a pool of random numbers until a backend packs them.
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import tempfile
 import weakref
@@ -81,13 +82,16 @@ class RandomCheckpoint(Checkpoint):
         out[...] = as_strided(pool, (rows, columns), (STRIDE * step, step), writeable=False)
 
     def whole(self, name: str, shape: tuple[int, ...]) -> NDArray[np.float32] | None:
-        """A canonical matrix as a read-only view of its pool, whose rows overlap: nothing of its size is ever stored here."""
-        if len(shape) != 2:
+        """A canonical matrix, or a stack of them, as a read-only view of its pool, whose rows overlap: nothing of its size is
+        ever stored here."""
+        if len(shape) < 2:
             return None
-        rows, columns = shape
+        columns, rows = shape[-1], math.prod(shape[:-1])
         pool = np.random.default_rng(zlib.crc32(name.encode())).standard_normal(STRIDE * rows + columns, np.float32)
         pool *= np.float32(columns**-0.5)
-        return as_strided(pool, shape, (STRIDE * pool.itemsize, pool.itemsize), writeable=False)
+        step = STRIDE * pool.itemsize
+        outer = (shape[1] * step,) if len(shape) == 3 else ()
+        return as_strided(pool, shape, (*outer, step, pool.itemsize), writeable=False)
 
     def same_bytes(self, name: str, other: str) -> bool:
         """Copies are made of one tensor, so they agree."""

@@ -1,0 +1,108 @@
+"""Time of `expert_mlp` on a device at the sizes of published models, beside the time that reading its weights takes.
+
+    python bench/experts_kernel.py --backend cuda --json bench/results/experts-kernel.json
+
+Each row draws its experts uniformly without replacement. Bytes are those of every expert that some row chose, read once; the
+floor is bytes over the rate of a plain copy on the same device, measured in the same run (read and written bytes counted). A
+figure is the median over repeats of the mean of consecutive launches that differ in their choices.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from bench.gpu_rounds import copy_rate
+from polydraft.backend import DeviceOptions
+from polydraft.contracts.base import Limits
+from polydraft.contracts.compare import to_host
+from polydraft.contracts.kernels.expert_mlp import ExpertMlpV1
+from polydraft.plugins.plugins import Plugins
+
+SHAPES = {"ernie21": (2560, 1536, 64, 6), "glm12": (4096, 1408, 128, 8)}
+"""Hidden size, width of an expert, experts, experts of a row."""
+ROWS = (1, 4, 8, 32, 64, 128, 256)
+LAUNCHES, REPEATS, CHOICES = 24, 7, 8
+
+
+class Scratch:
+    """Workspace of a kernel."""
+
+    def __init__(self, device: Any, nbytes: int) -> None:
+        self.buffer, self.nbytes = device.empty("workspace", (max(nbytes, 1),), "u8"), nbytes
+
+
+def seconds(device: Any, launch: Any) -> float:
+    """Median over repeats of the mean time of a launch."""
+    found = []
+    for _ in range(REPEATS + 1):
+        device.synchronize()
+        start = time.perf_counter()
+        for number in range(LAUNCHES):
+            launch(number)
+        device.synchronize()
+        found.append((time.perf_counter() - start) / LAUNCHES)
+    return statistics.median(found[1:])
+
+
+def weight(rng: np.random.Generator, experts: int, rows: int, columns: int) -> Any:
+    """A stack of matrices whose rows overlap in memory, so that it is made quickly."""
+    pool = rng.standard_normal(61 * experts * rows + columns, np.float32) * np.float32(columns**-0.5)
+    return np.lib.stride_tricks.as_strided(pool, (experts, rows, columns), (61 * rows * 4, 61 * 4, 4), writeable=False)
+
+
+def main() -> None:
+    """Print a table, and write it as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--backend", default="cuda")
+    parser.add_argument("--dtype", default="bf16")
+    parser.add_argument("--shape", choices=SHAPES, action="append")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    plugins, rng = Plugins.load(options.backend), np.random.default_rng(0)
+    device = plugins.open_device("", DeviceOptions(options.dtype, False))
+    table = plugins.kernels(device)
+    provider, rate = table.providers["expert_mlp"], copy_rate()
+    print(f"copy: {rate / 1e12:.2f} TB/s")
+    rows_found = []
+    for shape in options.shape or SHAPES:
+        hidden, width, experts, chosen = SHAPES[shape]
+        gate_up = table.prepare_weight("experts", weight(rng, experts, 2 * width, hidden), options.dtype)
+        down = table.prepare_weight("experts", weight(rng, experts, hidden, width), options.dtype)
+        for n in ROWS:
+            x, out = (device.empty(name, (n, hidden), options.dtype) for name in ("x", "out"))
+            device.load(x, to_host(rng.standard_normal((n, hidden)), options.dtype))
+            launches, touched = [], []
+            for _ in range(CHOICES):
+                ids = np.array([rng.permutation(experts)[:chosen] for _ in range(n)], np.int32)
+                places, weights = device.empty("ids", ids.shape, "i32"), device.empty("weights", ids.shape, "f32")
+                device.load(places, ids)
+                device.load(weights, np.full(ids.shape, 1 / chosen, np.float32))
+                a = ExpertMlpV1(x=x, expert_ids=places, expert_weights=weights, gate_up=gate_up, down=down, out=out)
+                limits = Limits(n, 0, n, n, 16, 16, 1, 1, 1, 16)
+                launches.append(provider.bind(a, limits, Scratch(device, provider.workspace_bytes(a, limits))))
+                touched.append(len(np.unique(ids)) * 3 * width * hidden * 2)
+            took = seconds(device, lambda number, each=launches, n=n: each[number % CHOICES](device.stream, n))
+            floor = statistics.mean(touched) / rate
+            rows_found.append({"shape": shape, "rows": n, "us": round(took * 1e6, 1), "share": round(floor / took, 3)})
+            print(f"{shape} {n:4d} rows: {took * 1e6:8.1f} us, {floor / took:.0%} of the copy rate")
+    if options.json:
+        facts = {
+            "date": time.strftime("%Y-%m-%d"),
+            "device": str(getattr(device, "name", "")),
+            "copy_tb_s": round(rate / 1e12, 3),
+        }
+        options.json.write_text(json.dumps({**facts, "estimator": "median of means", "rows": rows_found}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

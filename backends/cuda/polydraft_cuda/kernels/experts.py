@@ -25,9 +25,12 @@ MOST_EXPERTS: Final = 512
 """As many have room in a block's list of items."""
 TOKENS: Final = (8, 16, 32)
 """Rows of one expert that a block multiplies at once."""
-WARPS, DEPTH = 4, 4
-MIN_BLOCKS: Final = {8: 4, 16: 3, 32: 2}
-"""Blocks of a multiprocessor, by rows of one expert."""
+WARPS: Final = 8
+DEPTH: Final = {8: 5, 16: 5, 32: 4}
+"""Chunks that each warp has in flight, by rows of one expert."""
+MIN_BLOCKS: Final = {8: 1, 16: 1, 32: 1}
+"""Blocks of a multiprocessor."""
+CHUNK_BYTES: Final = 32 * 64 * 2
 SCORING: Final = ("softmax", "sigmoid")
 RENORMALIZE: Final = ("none", "sum", "clamp")
 
@@ -137,12 +140,12 @@ def _stream(
     experts, _, inputs = weight.shape
     chosen, blocks = int(a.expert_ids.shape[1]), MIN_BLOCKS[tokens]
     tiles = -(-outputs // (16 if gated else 32))
-    defines = {"TOKENS": tokens, "DEPTH": DEPTH, "WARPS": WARPS, "MIN_BLOCKS": blocks, "GATED": gated}
+    defines = {"TOKENS": tokens, "DEPTH": DEPTH[tokens], "WARPS": WARPS, "MIN_BLOCKS": blocks, "GATED": gated}
     function = device.function(source("experts_stream.cu"), "expert_stream", **defines, **act(a.x.dtype))
     most = int(device.num_sms) * blocks
     return function.bind(
         lambda n: min(most, min(experts, n * chosen) * tiles), WARPS * 32, x, weight, *lists, out, chosen, experts, outputs,
-        inputs, dependent=True,
+        inputs, shared=WARPS * DEPTH[tokens] * CHUNK_BYTES, dependent=True,
     )  # fmt: skip
 
 

@@ -1,5 +1,6 @@
-// The two products of experts for 16-bit weights: each block takes tiles of whichever experts have rows, weights go from memory
-// straight into the registers that multiply them (as in linear_stream.cu).
+// The two products of experts for 16-bit weights: each block takes tiles of whichever experts have rows. Every thread copies just
+// the 16-byte pieces of weights that it multiplies itself, through a ring of its own in shared memory: nobody waits for anybody, and
+// what is in flight does not cost registers. Inputs are permuted within a chunk of 64, for weights and rows alike.
 //
 // GATED: h[entry, I] = silu(gate) * up, a tile being 16 gate and the 16 up rows; else terms[place, H], a tile being 32 rows of
 // `down`. An entry is a place of `list` (see experts.cu). A tile of an expert with more rows than TOKENS is taken as often as it
@@ -9,16 +10,23 @@
 #include "tensor.cuh"
 
 constexpr int TILES = 2, ROWS = 16 * TILES, PARTS = TOKENS / 8, THREADS = WARPS * 32, MOST_EXPERTS = 512;
+constexpr int TURNS = TOKENS == 32 ? 1 : 2;  // shares of sums that fit
 constexpr int STEP = GATED ? 16 : 32;  // outputs of a tile
 
-struct Weights { vec4 part[TILES][2][2]; };  // [tile of 16][rows g, g + 8][inputs 0..31, 32..63]
+constexpr int PIECES = TILES * 4;  // of a thread and a chunk: [tile of 16][rows g, g + 8][inputs 0..31, 32..63]
+
+__device__ __forceinline__ void copy_stream(unsigned target, const void* source) {
+    asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16;" ::"r"(target), "l"(source) : "memory");
+}
+
 struct Rows { vec4 part[PARTS][2]; };
 struct Item { int expert, tile, begin, count; };  // entries [begin, begin + count)
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 expert_stream(const act_t* __restrict__ x, const act_t* __restrict__ w, const int* begins, const int* list, void* out, int chosen,
               int experts, int outputs, int inputs) {
-    __shared__ float shares[2][WARPS][PARTS * ROWS * 8];
+    extern __shared__ vec4 ring[];  // [WARPS][DEPTH][PIECES][32]
+    __shared__ float shares[TURNS][WARPS][PARTS * ROWS * 8];
     __shared__ int first_item[MOST_EXPERTS + 1], begin_of[MOST_EXPERTS + 1], scratch[33];
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
     const int chunks = inputs >> 6, mine = (chunks - warp + WARPS - 1) / WARPS, tiles = (outputs + STEP - 1) / STEP;
@@ -44,7 +52,9 @@ expert_stream(const act_t* __restrict__ x, const act_t* __restrict__ w, const in
         const int place = number - first_item[expert], first = place % passes * TOKENS;
         return Item{expert, place / passes, begin + first, min(TOKENS, all - first)};
     };
-    auto fetch = [&](Weights& to, const Item& item, int chunk) {
+    const unsigned mine_at = shared_address(ring + warp * DEPTH * PIECES * 32 + lane);
+    auto piece = [&](int slot, int number) { return mine_at + (slot * PIECES + number) * 32 * 16; };
+    auto fetch = [&](int slot, const Item& item, int chunk) {
         const act_t* base = w + (int64_t)item.expert * outputs * (GATED ? 2 : 1) * inputs + chunk * 64 + t * 8;
 #pragma unroll
         for (int m = 0; m < TILES; m++)
@@ -52,8 +62,8 @@ expert_stream(const act_t* __restrict__ x, const act_t* __restrict__ w, const in
             for (int h = 0; h < 2; h++) {
                 const int row = GATED ? m * outputs + item.tile * 16 + h * 8 + g : min(item.tile * 32 + m * 16 + h * 8 + g, outputs - 1);
                 const act_t* p = base + (int64_t)row * inputs;
-                to.part[m][h][0] = load_stream(p);
-                to.part[m][h][1] = load_stream(p + 32);
+                copy_stream(piece(slot, (m * 2 + h) * 2), p);
+                copy_stream(piece(slot, (m * 2 + h) * 2 + 1), p + 32);
             }
     };
     int source[PARTS];  // rows of x of this thread's entries; negative: none
@@ -76,22 +86,22 @@ expert_stream(const act_t* __restrict__ x, const act_t* __restrict__ w, const in
     };
 
     const int count = mine * ((items - (int)blockIdx.x + (int)gridDim.x - 1) / (int)gridDim.x);
-    Weights ring[DEPTH];
     Rows now, next;
     int ahead = blockIdx.x, ahead_chunk = warp;  // what is fetched next
     Item coming{}, item{};
     if (ahead < items) coming = item_of(ahead, 0);
-    auto fetch_next = [&](Weights& to) {
-        fetch(to, coming, ahead_chunk);
+    auto fetch_next = [&](int slot) {
+        fetch(slot, coming, ahead_chunk);
         ahead_chunk += WARPS;
         if (ahead_chunk >= chunks) {
             ahead_chunk = warp, ahead += gridDim.x;
             if (ahead < items) coming = item_of(ahead, coming.expert);
         }
     };
-#pragma unroll
-    for (int d = 0; d < DEPTH; d++)
-        if (d < count) fetch_next(ring[d]);
+    for (int d = 0; d < DEPTH; d++) {
+        if (d < count) fetch_next(d);
+        copy_commit();
+    }
 
     float sums[TILES][PARTS][4] = {};
     int number = blockIdx.x, chunk = warp, turn = 0;
@@ -100,59 +110,62 @@ expert_stream(const act_t* __restrict__ x, const act_t* __restrict__ w, const in
         look_up(item);
         if (count) rows(next, chunk);
     }
-    for (int i = 0; i < count || (mine == 0 && number < items);) {
+    for (int i = 0, slot = 0; i < count || (mine == 0 && number < items);) {
+        if (i < count) {
+            now = next;
+            if (chunk + WARPS < chunks) rows(next, chunk + WARPS);
+            copy_wait<DEPTH - 1>();
 #pragma unroll
-        for (int d = 0; d < DEPTH; d++) {
-            if (i < count) {
-                now = next;
-                if (chunk + WARPS < chunks) rows(next, chunk + WARPS);
+            for (int k = 0; k < 2; k++)
 #pragma unroll
-                for (int k = 0; k < 2; k++)
+                for (int m = 0; m < TILES; m++) {
+                    const vec4 a = load_shared(piece(slot, m * 4 + k)), b = load_shared(piece(slot, m * 4 + 2 + k));
 #pragma unroll
-                    for (int m = 0; m < TILES; m++)
-#pragma unroll
-                        for (int p = 0; p < PARTS; p++) {
-                            const vec4 a = ring[d].part[m][0][k], b = ring[d].part[m][1][k], c = now.part[p][k];
-                            mma(sums[m][p], a.x, b.x, a.y, b.y, c.x, c.y);
-                            mma(sums[m][p], a.z, b.z, a.w, b.w, c.z, c.w);
-                        }
-                if (i + DEPTH < count) fetch_next(ring[d]);
-                i++;
-                chunk += WARPS;
-            }
-            if (chunk >= chunks && number < items) {  // this warp's share of the item is done (or it never had one)
-                float* share = shares[turn & 1][warp];
-#pragma unroll
-                for (int m = 0; m < TILES; m++)
-#pragma unroll
-                    for (int p = 0; p < PARTS; p++)
-#pragma unroll
-                        for (int c = 0; c < 4; c++)  // [token][output]
-                            share[(p * 8 + t * 2 + (c & 1)) * ROWS + m * 16 + (c >> 1) * 8 + g] = sums[m][p][c], sums[m][p][c] = 0.f;
-                const Item ended = item;
-                number += gridDim.x;
-                chunk = warp;
-                if (number < items) {
-                    item = item_of(number, item.expert);
-                    look_up(item);
-                    if (i < count) rows(next, chunk);
-                }
-                __syncthreads();
-                for (int e = threadIdx.x; e < PARTS * 8 * STEP; e += THREADS) {
-                    const int token = e / STEP, column = e % STEP, o = ended.tile * STEP + column;
-                    if (token >= ended.count || o >= outputs) continue;
-                    float a = 0.f, b = 0.f;
-#pragma unroll
-                    for (int k = 0; k < WARPS; k++) {
-                        a += shares[turn & 1][k][token * ROWS + column];
-                        if (GATED) b += shares[turn & 1][k][token * ROWS + 16 + column];
+                    for (int p = 0; p < PARTS; p++) {
+                        const vec4 c = now.part[p][k];
+                        mma(sums[m][p], a.x, b.x, a.y, b.y, c.x, c.y);
+                        mma(sums[m][p], a.z, b.z, a.w, b.w, c.z, c.w);
                     }
-                    const int64_t entry = ended.begin + token;
-                    if (GATED) ((act_t*)out)[entry * outputs + o] = from_float<act_t>(a / (1.f + __expf(-a)) * b);
-                    else ((float*)out)[(int64_t)list[entry] * outputs + o] = a;
                 }
-                turn++;
+            if (i + DEPTH < count) fetch_next(slot);
+            copy_commit();
+            slot = slot + 1 == DEPTH ? 0 : slot + 1;
+            i++;
+            chunk += WARPS;
+        }
+        if (chunk >= chunks && number < items) {  // this warp's share of the item is done (or it never had one)
+            float* share = shares[turn % TURNS][warp];
+#pragma unroll
+            for (int m = 0; m < TILES; m++)
+#pragma unroll
+                for (int p = 0; p < PARTS; p++)
+#pragma unroll
+                    for (int c = 0; c < 4; c++)  // [token][output]
+                        share[(p * 8 + t * 2 + (c & 1)) * ROWS + m * 16 + (c >> 1) * 8 + g] = sums[m][p][c], sums[m][p][c] = 0.f;
+            const Item ended = item;
+            number += gridDim.x;
+            chunk = warp;
+            if (number < items) {
+                item = item_of(number, item.expert);
+                look_up(item);
+                if (i < count) rows(next, chunk);
             }
+            __syncthreads();
+            for (int e = threadIdx.x; e < PARTS * 8 * STEP; e += THREADS) {
+                const int token = e / STEP, column = e % STEP, o = ended.tile * STEP + column;
+                if (token >= ended.count || o >= outputs) continue;
+                float a = 0.f, b = 0.f;
+#pragma unroll
+                for (int k = 0; k < WARPS; k++) {
+                    a += shares[turn % TURNS][k][token * ROWS + column];
+                    if (GATED) b += shares[turn % TURNS][k][token * ROWS + 16 + column];
+                }
+                const int64_t entry = ended.begin + token;
+                if (GATED) ((act_t*)out)[entry * outputs + o] = from_float<act_t>(a / (1.f + __expf(-a)) * b);
+                else ((float*)out)[(int64_t)list[entry] * outputs + o] = a;
+            }
+            if (TURNS == 1) __syncthreads();
+            turn++;
         }
     }
 }

@@ -1,6 +1,6 @@
-// The two products of experts for 16-bit weights: each block takes tiles of whichever experts have rows. Every thread copies just
-// the 16-byte pieces of weights that it multiplies itself, through a ring of its own in shared memory: nobody waits for anybody, and
-// what is in flight does not cost registers. Inputs are permuted within a chunk of 64, for weights and rows alike.
+// The two products of experts for 16-bit weights: each block takes tiles of whichever experts have rows. Every warp copies its own
+// chunks of weights through a ring of its own in shared memory, whole lines of 128 bytes at a time: warps do not wait for each other,
+// and what is in flight does not cost registers. Inputs are permuted within a chunk of 64, for weights and rows alike.
 //
 // GATED: h[entry, I] = silu(gate) * up, a tile being 16 gate and the 16 up rows; else terms[place, H], a tile being 32 rows of
 // `down`. An entry is a place of `list` (see experts.cu). A tile of an expert with more rows than TOKENS is taken as often as it
@@ -13,7 +13,7 @@ constexpr int TILES = 2, ROWS = 16 * TILES, PARTS = TOKENS / 8, THREADS = WARPS 
 constexpr int TURNS = TOKENS == 32 ? 1 : 2;  // shares of sums that fit
 constexpr int STEP = GATED ? 16 : 32;  // outputs of a tile
 
-constexpr int PIECES = TILES * 4;  // of a thread and a chunk: [tile of 16][rows g, g + 8][inputs 0..31, 32..63]
+constexpr int CHUNK = ROWS * 128;  // bytes: 64 inputs of each row of a tile
 
 __device__ __forceinline__ void copy_stream(unsigned target, const void* source) {
     asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16;" ::"r"(target), "l"(source) : "memory");
@@ -25,7 +25,7 @@ struct Item { int expert, tile, begin, count; };  // entries [begin, begin + cou
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 expert_stream(const act_t* __restrict__ x, const act_t* __restrict__ w, const int* begins, const int* list, void* out, int chosen,
               int experts, int outputs, int inputs) {
-    extern __shared__ vec4 ring[];  // [WARPS][DEPTH][PIECES][32]
+    extern __shared__ vec4 ring[];  // [WARPS][DEPTH][ROWS][8], halves of odd rows swapped: no bank is asked twice
     __shared__ float shares[TURNS][WARPS][PARTS * ROWS * 8];
     __shared__ int first_item[MOST_EXPERTS + 1], begin_of[MOST_EXPERTS + 1], scratch[33];
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
@@ -52,19 +52,16 @@ expert_stream(const act_t* __restrict__ x, const act_t* __restrict__ w, const in
         const int place = number - first_item[expert], first = place % passes * TOKENS;
         return Item{expert, place / passes, begin + first, min(TOKENS, all - first)};
     };
-    const unsigned mine_at = shared_address(ring + warp * DEPTH * PIECES * 32 + lane);
-    auto piece = [&](int slot, int number) { return mine_at + (slot * PIECES + number) * 32 * 16; };
+    const unsigned mine_at = shared_address(ring) + warp * DEPTH * CHUNK;
+    auto piece = [&](int slot, int row, int number) { return mine_at + slot * CHUNK + row * 128 + (number ^ ((row & 1) << 2)) * 16; };
     auto fetch = [&](int slot, const Item& item, int chunk) {
-        const act_t* base = w + (int64_t)item.expert * outputs * (GATED ? 2 : 1) * inputs + chunk * 64 + t * 8;
+        const act_t* base = w + (int64_t)item.expert * outputs * (GATED ? 2 : 1) * inputs + chunk * 64 + (lane & 7) * 8;
 #pragma unroll
-        for (int m = 0; m < TILES; m++)
-#pragma unroll
-            for (int h = 0; h < 2; h++) {
-                const int row = GATED ? m * outputs + item.tile * 16 + h * 8 + g : min(item.tile * 32 + m * 16 + h * 8 + g, outputs - 1);
-                const act_t* p = base + (int64_t)row * inputs;
-                copy_stream(piece(slot, (m * 2 + h) * 2), p);
-                copy_stream(piece(slot, (m * 2 + h) * 2 + 1), p + 32);
-            }
+        for (int k = 0; k < ROWS / 4; k++) {
+            const int r = k * 4 + (lane >> 3);
+            const int row = GATED ? r / 16 * outputs + item.tile * 16 + r % 16 : min(item.tile * 32 + r, outputs - 1);
+            copy_stream(piece(slot, r, lane & 7), base + (int64_t)row * inputs);
+        }
     };
     int source[PARTS];  // rows of x of this thread's entries; negative: none
     auto look_up = [&](const Item& item) {
@@ -115,11 +112,12 @@ expert_stream(const act_t* __restrict__ x, const act_t* __restrict__ w, const in
             now = next;
             if (chunk + WARPS < chunks) rows(next, chunk + WARPS);
             copy_wait<DEPTH - 1>();
+            __syncwarp();
 #pragma unroll
             for (int k = 0; k < 2; k++)
 #pragma unroll
                 for (int m = 0; m < TILES; m++) {
-                    const vec4 a = load_shared(piece(slot, m * 4 + k)), b = load_shared(piece(slot, m * 4 + 2 + k));
+                    const vec4 a = load_shared(piece(slot, m * 16 + g, k * 4 + t)), b = load_shared(piece(slot, m * 16 + 8 + g, k * 4 + t));
 #pragma unroll
                     for (int p = 0; p < PARTS; p++) {
                         const vec4 c = now.part[p][k];
@@ -127,6 +125,7 @@ expert_stream(const act_t* __restrict__ x, const act_t* __restrict__ w, const in
                         mma(sums[m][p], a.z, b.z, a.w, b.w, c.z, c.w);
                     }
                 }
+            __syncwarp();  // all have read
             if (i + DEPTH < count) fetch_next(slot);
             copy_commit();
             slot = slot + 1 == DEPTH ? 0 : slot + 1;

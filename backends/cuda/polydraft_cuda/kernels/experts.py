@@ -25,10 +25,10 @@ MOST_EXPERTS: Final = 512
 """As many have room in a block's list of items."""
 TOKENS: Final = (8, 16, 32)
 """Rows of one expert that a block multiplies at once."""
-WARPS: Final = 8
-DEPTH: Final = {8: 5, 16: 5, 32: 4}
-"""Chunks that each warp has in flight, by rows of one expert."""
-MIN_BLOCKS: Final = {8: 1, 16: 1, 32: 1}
+WARPS: Final = {8: 8, 16: 8, 32: 4}
+DEPTH: Final = {8: 2, 16: 2, 32: 5}
+"""Warps of a block, and the chunks that each has in flight, by rows of one expert."""
+MIN_BLOCKS: Final = 2
 """Blocks of a multiprocessor."""
 CHUNK_BYTES: Final = 32 * 64 * 2
 SCORING: Final = ("softmax", "sigmoid")
@@ -138,14 +138,14 @@ def _stream(
     gated: int = 0,
 ) -> Launch:
     experts, _, inputs = weight.shape
-    chosen, blocks = int(a.expert_ids.shape[1]), MIN_BLOCKS[tokens]
+    chosen, warps, depth = int(a.expert_ids.shape[1]), WARPS[tokens], DEPTH[tokens]
     tiles = -(-outputs // (16 if gated else 32))
-    defines = {"TOKENS": tokens, "DEPTH": DEPTH[tokens], "WARPS": WARPS, "MIN_BLOCKS": blocks, "GATED": gated}
+    defines = {"TOKENS": tokens, "DEPTH": depth, "WARPS": warps, "MIN_BLOCKS": MIN_BLOCKS, "GATED": gated}
     function = device.function(source("experts_stream.cu"), "expert_stream", **defines, **act(a.x.dtype))
-    most = int(device.num_sms) * blocks
+    most = int(device.num_sms) * MIN_BLOCKS
     return function.bind(
-        lambda n: min(most, min(experts, n * chosen) * tiles), WARPS * 32, x, weight, *lists, out, chosen, experts, outputs,
-        inputs, shared=WARPS * DEPTH[tokens] * CHUNK_BYTES, dependent=True,
+        lambda n: min(most, min(experts, n * chosen) * tiles), warps * 32, x, weight, *lists, out, chosen, experts, outputs,
+        inputs, shared=warps * depth * CHUNK_BYTES, dependent=True,
     )  # fmt: skip
 
 

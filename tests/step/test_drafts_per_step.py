@@ -95,7 +95,7 @@ def test_the_programs_do_what_they_are_for() -> None:
     if HAPPENED["programs"] < len(SHALLOW):
         pytest.skip("not all programs ran in this process")
     for name in ("preempted", "shared", "replayed", "accepted", "aborted"):
-        assert HAPPENED[name] > 10, name
+        assert HAPPENED[name] > 5, name
     assert HAPPENED["numbers"] > 2 * len(SHALLOW)
 
 

@@ -10,7 +10,6 @@ import functools
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 
@@ -20,10 +19,10 @@ from tests.step.test_lossless import KS, Scene, mixed_asks, scenes
 from tests.support import tiny
 from tests.support.cpu import needs_kernels
 from tests.support.depth import crossed
+from tests.support.poison import poison_free_blocks
 from tests.support.runs import Ask, demo_prompt, drive, essence, oracle
 
 pytestmark = needs_kernels
-BF16_NAN = 0x7FC0
 
 
 def cpu_engine(model: str, num_drafts: int, spec: str = "", **options: Any) -> Engine:
@@ -40,13 +39,6 @@ def lone_engine(model: str, num_drafts: int) -> Engine:
 @functools.lru_cache(maxsize=1024)
 def solo(model: str, num_drafts: int, prompt_ids: tuple[int, ...], params: SamplingParams) -> RequestOutput:
     return drive(lone_engine(model, num_drafts), [Ask(prompt_ids, params)])[0]
-
-
-def poison_free_blocks(served_by: Engine) -> None:
-    free = served_by.ledger._free[: served_by.ledger._num_free]
-    for cache in served_by.runner.memory.caches.values():
-        for rows in (cache._k, cache._v):  # type: ignore[attr-defined]
-            rows[free] = np.nan if rows.dtype == np.float32 else BF16_NAN
 
 
 def served(scene: Scene, **options: Any) -> list[RequestOutput]:

@@ -19,7 +19,8 @@ from polydraft.errors import DeviceError
 from polydraft.host.commit import NAN_ERROR
 from tests.oracle import CODE_PROMPTS
 from tests.support.depth import crossed
-from tests.support.emulator import SCHEDULES, EmulatorDevice, EmulatorEvent, EmulatorStaging, emulated, poison_free_blocks
+from tests.support.emulator import SCHEDULES, EmulatorDevice, EmulatorEvent, EmulatorStaging, emulated
+from tests.support.poison import poison_free_blocks
 from tests.support.runs import Ask, demo_prompt, drive, essence, solo
 
 DEPTHS = (0, 1, 2)

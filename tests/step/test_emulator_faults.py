@@ -11,7 +11,8 @@ from polydraft import Engine, RequestOutput, SamplingParams
 from polydraft.errors import DeviceError
 from polydraft.llm import LLM
 from tests.support.depth import crossed
-from tests.support.emulator import SCHEDULES, emulated, poison_free_blocks
+from tests.support.emulator import SCHEDULES, emulated
+from tests.support.poison import poison_free_blocks
 from tests.support.runs import Ask, drive, essence, solo
 
 DEPTHS = (0, 1, 2)

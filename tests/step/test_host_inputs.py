@@ -22,8 +22,9 @@ from polydraft.instruments.timeline import DEVICE
 from polydraft.instruments.trace import Trace
 from polydraft.program.host_inputs import FeatureFactory, Needs
 from tests.support import host_features, tiny
-from tests.support.emulator import SCHEDULES, Emulator, poison_free_blocks
+from tests.support.emulator import SCHEDULES, Emulator
 from tests.support.host_features import NoRepeats, Watching
+from tests.support.poison import poison_free_blocks
 from tests.support.runs import Ask, drive, essence, solo
 
 DEPTHS = (0, 1, 2)

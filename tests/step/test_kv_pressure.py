@@ -18,7 +18,8 @@ from polydraft import Engine, RequestOutput, SamplingParams
 from polydraft.errors import RequestError
 from polydraft.sentinels import Phase
 from tests.support.depth import crossed
-from tests.support.runs import DEVICES, Ask, come_to_rest, drive, engine, essence, poison_free_blocks, solo
+from tests.support.poison import poison_free_blocks
+from tests.support.runs import DEVICES, Ask, come_to_rest, drive, engine, essence, solo
 
 
 def count_pauses(running: Engine) -> Counter[str]:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from polydraft import LLM
+from polydraft import LLM, Engine
 from polydraft.conformance.oracle.checkpoints import write_safetensors
 from polydraft.errors import CapabilityError, CheckpointError, ConfigError, PluginError
 from polydraft.models import Tensor
@@ -21,6 +21,8 @@ from polydraft.proposers.base import DraftWeights
 from polydraft.proposers.ngram import NgramProposer
 from polydraft.sampling_params import SamplingParams
 from tests.support import mixed_layers, tiny
+from tests.support.poison import poison_free_blocks
+from tests.support.runs import Ask, drive
 
 PROMPTS = [[5, 9, 11, 7, 3, 8, 21, 30, 4], [5, 9, 11, 7, 3, 8, 21, 30, 6, 2], [40, 41, 42], [5, 9, 11, 7, 3, 8, 21, 30, 4, 12]]
 
@@ -69,6 +71,57 @@ def test_an_mtp_layer_of_another_kind_drafts(tmp_path: Path):
     directory = str(mixed_layers.write(tmp_path, drafts_by_mean=True))
     family = {"drafts_by_mean": True}
     assert texts(directory, family=family, draft_tokens=3) == texts(directory, family=family, draft_tokens=0)
+
+
+PLACES: dict[str, dict[str, Any]] = {
+    "reference": {},
+    "queued": {"device": "queued", "overlap": 1},
+    "tight": {"num_blocks": 24, "prefix_cache": False},
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_no_layer_reads_what_is_in_free_blocks(tmp_path: Path, place: str):
+    """Of the target and of the MTP layer, in rows of keys and values and in rows of their own."""
+    directory = str(mixed_layers.write(tmp_path, drafts_by_mean=True))
+    family = mixed_layers.plugin(drafts_by_mean=True)
+    given: dict[str, Any] = {"block_size": 4, "invariant": True, "max_num_seqs": 3, "draft_tokens": 3}
+    engine = LLM(model=directory, plugin=family, **given, **PLACES[place]).engine
+    asks = [Ask(tuple(prompt), SamplingParams(max_new_tokens=24, ignore_eos=True)) for prompt in PROMPTS]
+    memory, ledger, seen = engine.runner.memory, engine.ledger, Counter[str]()
+
+    def poisoned(running: Engine) -> None:
+        poison_free_blocks(running)
+        running.device.synchronize()
+        free = ledger._free[: ledger._num_free]
+        for name in ("layers.1.rows", "mtp.0.rows"):
+            held: Any = memory.buffers[name]
+            rows = held.host_array.reshape(ledger.num_blocks, -1)
+            assert np.isnan(rows[free]).all()
+            seen[name] += int(np.isfinite(rows).all(axis=1).sum())
+        assert np.isnan(memory.caches["layers.0"].read_logical()[0][free]).all()
+
+    outputs = drive(engine, asks, each_step=poisoned)
+    assert [list(output.token_ids) for output in outputs] == texts(directory, family={"drafts_by_mean": True}, draft_tokens=0)
+    assert min(seen["layers.1.rows"], seen["mtp.0.rows"]) > 0, "blocks in use are left alone"
+
+
+def test_a_layer_that_reads_a_free_block_is_noticed(model: str, monkeypatch: pytest.MonkeyPatch):
+    """Of a block that it was granted, the row behind those that it has written."""
+    right = mixed_layers.causal_mean
+
+    def hasty(a: Any, n: int) -> None:
+        right(a, n)
+        slot, ahead = a.row_slot[0], a.positions[0] + 1
+        if slot >= 0 and ahead % a.block_size:
+            a.out[0] += 0 * a.rows[a.block_table[slot, ahead // a.block_size] * a.block_size + ahead % a.block_size]
+
+    monkeypatch.setattr(mixed_layers, "causal_mean", hasty)
+    engine = LLM(model=model, plugin=mixed_layers.plugin(), block_size=4, max_num_seqs=3, draft_tokens=0).engine
+    asks = [Ask(tuple(PROMPTS[2]), SamplingParams(max_new_tokens=24, ignore_eos=True))]
+    (output,) = drive(engine, asks, each_step=poison_free_blocks)
+    assert output.finish_reason == "error"
+    assert "NaN" in output.error
 
 
 def test_what_layers_declare_is_allocated(model: str):

@@ -30,6 +30,7 @@ from tests.oracle import CODE_PROMPTS, STOPPING_PROMPT, greedy_rounds
 from tests.oracle.processing import ended_by_text, processed, text_of
 from tests.support import tiny
 from tests.support.depth import among, crossed, deep
+from tests.support.poison import poison_free_blocks
 from tests.support.progress import Progress
 from tests.support.runs import (
     DEVICES,
@@ -40,7 +41,6 @@ from tests.support.runs import (
     engine,
     essence,
     oracle,
-    poison_free_blocks,
     replay,
     solo,
     solo_moved,

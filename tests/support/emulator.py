@@ -24,7 +24,6 @@ from polydraft_emulator.kernels import EmulatorTable
 from polydraft_emulator.memory import EmulatorStaging
 from polydraft_emulator.options import POLICIES, ROWS
 from polydraft_emulator.streams import EmulatorEvent
-from polydraft_emulator.testing import poison_free_blocks
 
 __all__ = [
     "SCHEDULES",
@@ -34,7 +33,6 @@ __all__ = [
     "EmulatorStaging",
     "EmulatorTable",
     "emulated",
-    "poison_free_blocks",
 ]
 
 SCHEDULES = tuple(f"policy={policy}&rows={rows}" for policy, rows in itertools.product(POLICIES, ROWS))

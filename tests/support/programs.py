@@ -15,7 +15,8 @@ from typing import Any
 
 from polydraft import Engine, RequestOutput, SamplingParams
 from tests.support import tiny
-from tests.support.emulator import SCHEDULES, emulated, poison_free_blocks
+from tests.support.emulator import SCHEDULES, emulated
+from tests.support.poison import poison_free_blocks
 from tests.support.runs import Ask, drive, engine, essence
 
 DEPTHS = (0, 1, 2)

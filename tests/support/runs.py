@@ -187,17 +187,3 @@ def essence(output: RequestOutput) -> Mapping[str, Any]:
     """What must not depend on how a request was served."""
     names = ("token_ids", "text", "rounds", "drafted", "finish_reason", "error")
     return {name: getattr(output, name) for name in names}
-
-
-def poison_free_blocks(engine: Engine) -> None:
-    """Fill every block that is free now with NaN, in stream order: whoever reads a row that it no longer owns or never wrote
-    produces NaN logits, and its request ends with an error. For `each_step`."""
-    ledger, device = engine.ledger, engine.device
-    blocks = ledger._free[: ledger._num_free]
-    rows = (blocks[:, None] * ledger.block_size + np.arange(ledger.block_size)).ravel()
-    for cache in engine.runner.memory.caches.values():
-        device.enqueue(device.stream, functools.partial(_fill, cache.kv, rows))  # type: ignore[attr-defined]
-
-
-def _fill(kv: np.ndarray[Any, Any], rows: np.ndarray[Any, Any]) -> None:
-    kv[:, :, rows] = np.nan

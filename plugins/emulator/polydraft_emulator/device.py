@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import TypeVar
 
 import numpy as np
@@ -136,14 +137,17 @@ class EmulatorDevice:
         address finds poison there, and a graph that was captured on it refuses to replay."""
         memory.replace()
 
-    def discard(self, blocks: Array) -> None:
-        """Poison KV blocks [n] in every cache, behind what was issued on the compute stream: tests call it for freed blocks."""
+    def discard(self, blocks: Array, paged: Mapping[EmulatorBuffer, int] = MappingProxyType({})) -> None:
+        """Poison KV blocks [n] in every cache, and in the buffers `paged`, which have so many rows for each block, behind what
+        was issued on the compute stream: tests call it for freed blocks."""
         caches = [memory for memory in self._memories if isinstance(memory, EmulatorCache)]
         chosen = np.array(blocks)
 
         def run() -> None:
             for cache in caches:
                 cache.discard(chosen)
+            for buffer, rows in paged.items():
+                buffer.discard(chosen, rows)
 
         number, self.operation = self.operation, 0  # the tests' own doing
         self.executor.issue(self.stream, Work("kernel", "discard", len(chosen), run))

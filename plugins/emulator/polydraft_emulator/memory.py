@@ -109,6 +109,11 @@ class EmulatorBuffer(Memory):
             f"buffer {self.name} cannot be given another array: kernels and graphs are bound to its address; copy into it"
         )
 
+    def discard(self, blocks: Array, rows: int) -> None:
+        """Poison the `rows` of each of `blocks`; work of the device."""
+        for block in blocks.tolist():
+            poison_array(self._array[block * rows : (block + 1) * rows])
+
 
 class EmulatorWeight(Memory):
     """A prepared weight: float32, canonical shape."""

@@ -27,6 +27,8 @@ from polydraft_gated_delta.contract import CONTRACT, advanced
 from polydraft_gated_delta.testing import DK, DV, HEADS, NaiveModel, write
 from tests.support.cpu import needs_kernels
 from tests.support.depth import crossed
+from tests.support.poison import paged_buffers, poison_free_blocks
+from tests.support.runs import Ask, drive
 
 FAMILY, KERNELS = "polydraft_gated_delta", "polydraft_gated_delta.numpy_kernels"
 COMMON = [5, 9, 11, 7, 3, 8, 21, 30, 4]
@@ -163,7 +165,10 @@ def test_the_emulator(models: dict[str, Path], query: str, overlap: int) -> None
         model=str(models["gated_delta"]), plugin=Emulator(f"emulator:0?{query}"), plugins=(FAMILY, KERNELS), draft_tokens=3,
         overlap=overlap, graph="decode", num_blocks=28, block_size=BLOCK, max_num_seqs=3, invariant=True,
     )  # fmt: skip
-    assert serve(llm) == alone(models["gated_delta"], 3, 0.0)
+    asks = [Ask(tuple(prompt), SamplingParams(max_new_tokens=NEW, seed=11, ignore_eos=True)) for prompt in PROMPTS]
+    outputs = drive(llm.engine, asks, each_step=poison_free_blocks)
+    assert [(list(output.token_ids), list(output.rounds)) for output in outputs] == alone(models["gated_delta"], 3, 0.0)
+    assert set(paged_buffers(llm.engine)) == {f"{layer}.borders" for layer in ("layers.0", "layers.1", "layers.3", "mtp.0")}
     llm.close()
 
 

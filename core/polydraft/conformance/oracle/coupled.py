@@ -147,7 +147,7 @@ def _draft(
         embedded[0] *= not mtp.mask_first_position
         pair = model._norm(fed, "mtp.0.hid_norm"), model._norm(embedded, "mtp.0.emb_norm")
         joined = np.hstack(pair if mtp.order == "hidden_first" else pair[::-1])
-        newest = model._block(joined @ model.w["mtp.0.proj"].T, mtp.blocks[0], "mtp.0.")[-1:]
+        newest = model.block(joined @ model.w["mtp.0.proj"].T, mtp.blocks[0], "mtp.0.")[-1:]
         normed = model._norm(newest, "norm" if mtp.final_norm == "target" else "mtp.0.final_norm")
         logits = process((normed @ model.w["lm_head"].T)[0], [*known, *drafts])
         token_id, clear = sampling.choose(logits, len(known) + len(drafts))

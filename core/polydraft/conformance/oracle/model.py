@@ -21,6 +21,7 @@ from polydraft.models import (
     Block,
     Checkpoint,
     FamilyRegistry,
+    Mixer,
     ModelDescription,
     Rope,
     Routing,
@@ -59,7 +60,7 @@ class OracleModel:
         """[n, H]: the residual stream behind the last block, before the final norm, of each of n tokens."""
         x: Array = self.w["embed"][np.asarray(token_ids)]
         for i, block in enumerate(self.description.blocks):
-            x = self._block(x, block, f"layers.{i}.")
+            x = self.block(x, block, f"layers.{i}.")
         return x
 
     def target_logits(self, states: Array) -> Array:
@@ -94,7 +95,7 @@ class OracleModel:
             if mtp.order == "embedding_first":
                 halves.reverse()
             z = np.concatenate(halves, axis=1) @ self.w["mtp.0.proj"].T
-            y = self._block(z, mtp.blocks[0], "mtp.0.")[-1:]
+            y = self.block(z, mtp.blocks[0], "mtp.0.")[-1:]
             normed = self._norm(y, "mtp.0.final_norm" if mtp.final_norm == "own" else "norm")
             logits = np.asarray((normed @ self.w["lm_head"].T)[0])
             next_ids.append(int(np.argmax(logits)))
@@ -109,15 +110,21 @@ class OracleModel:
         y = x @ self.w[name].T
         return np.asarray(y + self.w[bias] if bias in self.w else y)
 
-    def _block(self, x: Array, block: Block, prefix: str) -> Array:
-        a = block.mixer
+    def mix(self, x: Array, mixer: Mixer, prefix: str) -> Array:
+        """[n, H]: what the mixer of a block adds to the residual stream, from rows behind the input norm. A model with mixers of
+        its own overrides it; their weights are in `w`, under the prefix."""
+        a = mixer
         assert isinstance(a, Attention)
-        qkv = self._linear(self._norm(x, prefix + "input_norm"), prefix + "qkv", prefix + "qkv_bias")
+        qkv = self._linear(x, prefix + "qkv", prefix + "qkv_bias")
         q, k, v = (part.reshape(len(x), -1, a.head_dim) for part in np.split(qkv, [a.q_size, a.q_size + a.kv_size], axis=1))
         if a.qk_norm:
             q, k = self._norm(q, prefix + "q_norm"), self._norm(k, prefix + "k_norm")
         mixed = _attention(_rotate(q, a.rope), self.kept(_rotate(k, a.rope)), self.kept(v))
-        x = x + self._linear(mixed, prefix + "o", prefix + "o_bias")
+        return self._linear(mixed, prefix + "o", prefix + "o_bias")
+
+    def block(self, x: Array, block: Block, prefix: str) -> Array:
+        """[n, H]: the residual stream behind a decoder block."""
+        x = x + self.mix(self._norm(x, prefix + "input_norm"), block.mixer, prefix)
         normed = self._norm(x, prefix + "post_norm")
         if isinstance(block.feed_forward, SparseMoe):
             return x + self._experts(normed, block.feed_forward, prefix)

@@ -17,8 +17,8 @@ from polydraft.conformance.oracle.checkpoints import tensor_shapes, write_checkp
 from polydraft.conformance.oracle.model import OracleModel
 from polydraft.conformance.probe import imitate_target, random_tensor, tokenizer_json
 from polydraft.device import Array
-from polydraft.models import Block, Checkpoint, FamilyRegistry, load_weights
-from polydraft_gated_delta.family import GATED_DELTA
+from polydraft.models import Checkpoint, FamilyRegistry, Mixer, load_weights
+from polydraft_gated_delta.family import GATED_DELTA, GatedDelta
 
 HEADS, DK, DV = 2, 6, 10
 CONFIG: dict[str, Any] = {
@@ -67,12 +67,12 @@ class NaiveModel(OracleModel):
             super().__init__(description, dict(load_weights(checkpoint, description, table)))
         self.states: dict[str, Array] = {}
 
-    def _block(self, x: Array, block: Block, prefix: str) -> Array:
-        if f"{prefix}delta_qkv" not in self.w:
-            return super()._block(x, block, prefix)
-        normed = self._norm(x, f"{prefix}input_norm")
-        q, k, v = np.split(normed @ self.w[f"{prefix}delta_qkv"].T, [HEADS * DK, 2 * HEADS * DK], axis=1)
-        gates = 1 / (1 + np.exp(-(normed @ self.w[f"{prefix}delta_gates"].T + self.w[f"{prefix}delta_gates_bias"])))
+    def mix(self, x: Array, mixer: Mixer, prefix: str) -> Array:
+        """The rule with a whole state for every row."""
+        if not isinstance(mixer, GatedDelta):
+            return super().mix(x, mixer, prefix)
+        q, k, v = np.split(x @ self.w[f"{prefix}delta_qkv"].T, [HEADS * DK, 2 * HEADS * DK], axis=1)
+        gates = 1 / (1 + np.exp(-(x @ self.w[f"{prefix}delta_gates"].T + self.w[f"{prefix}delta_gates_bias"])))
         state, states, recalled = np.zeros((HEADS, DV, DK)), [], []
         for row, (alpha, beta) in enumerate(zip(gates[:, :HEADS], gates[:, HEADS:], strict=True)):
             query, key = (_unit(part[row].reshape(HEADS, DK)) for part in (q, k))
@@ -82,9 +82,7 @@ class NaiveModel(OracleModel):
             states.append(state)
             recalled.append(np.einsum("hij,hj->hi", state, query).ravel())
         self.states[prefix.removesuffix(".")] = np.array(states)
-        x = x + np.array(recalled) @ self.w[f"{prefix}delta_o"].T
-        gate, up = np.split(self._norm(x, f"{prefix}post_norm") @ self.w[f"{prefix}gate_up"].T, 2, axis=1)
-        return np.asarray(x + (gate / (1 + np.exp(-gate)) * up) @ self.w[f"{prefix}down"].T)
+        return np.asarray(np.array(recalled) @ self.w[f"{prefix}delta_o"].T)
 
 
 def _unit(x: Array) -> Array:

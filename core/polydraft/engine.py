@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections import ChainMap, deque
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -103,8 +104,9 @@ class Engine:
             self.families.register(family, plugin=plugin)
         for plugin, (proposer, factory) in self.plugins.gather("polydraft_proposers"):
             self.proposers.register(proposer, factory, plugin=plugin)
-        self._checkpoint = checkpoint or Checkpoint(self._model_dir())
-        self.model, table = self.families.describe(self._checkpoint)
+        self.checkpoint = checkpoint or Checkpoint(self._model_dir())
+        """The checkpoint of the weights, open."""
+        self.model, table = self.families.describe(self.checkpoint)
         self.info = self.plugins.info()
         narrow = self.config.draft_vocab
         self._draft_ids = draft_vocab.read(narrow, self.model.vocab_size, self.model.eos_token_ids) if narrow else None
@@ -124,7 +126,7 @@ class Engine:
         self._draft_policy = check_policy(draft_policy, self.resolved.limits)
         self.instruments.check(Setting(self.resolved, self.info))
         self.plugins = self.instruments.over(self.plugins)
-        self.tokenizer = Tokenizer.from_dir(self._checkpoint.path)
+        self.tokenizer = Tokenizer.from_dir(self.checkpoint.path)
         self._constraints: Constraints | None = None
         if self.config.constraints:
             self._constraints = Constraints(
@@ -137,8 +139,8 @@ class Engine:
         self.table = self.plugins.kernels(self.device)
         if self.resolved.kv:
             refuse_strangers(self.table, self.info, self.resolved.kv)
-        canonical = self._canonical(self._checkpoint, self.model, table)
-        self._custom_blocks = self._checkpoint.custom_blocks()
+        canonical = self._canonical(self.checkpoint, self.model, table)
+        self._custom_blocks = self.checkpoint.custom_blocks()
         self._refuse_lacking_kinds()
         names = wanted(canonical, self.model, drafting=self._draft_layers(), own=self._custom_blocks)
         self._weights = prepare(self.table, canonical, names, roles(self.model), dtype=self.resolved.dtype)
@@ -450,7 +452,8 @@ class Engine:
                 f"{', '.join(self._custom_blocks)} of this model compute themselves and keep their own weights; change these "
                 "there, or start another engine"
             )
-        with Checkpoint(source) as checkpoint:
+        with ExitStack() as stack:
+            checkpoint = stack.enter_context(Checkpoint(source))
             model, table = self.families.describe(checkpoint)
             check_same_model(self.model, model)
             canonical = self._canonical(checkpoint, model, table)
@@ -459,6 +462,9 @@ class Engine:
                 moved = refill(self.table, canonical, self._weights, roles(self.model), dtype=self.resolved.dtype)
             finally:
                 self.scheduler.admits = "all"
+            stack.pop_all()
+        self.checkpoint.close()
+        self.checkpoint = checkpoint
         self.ledger.forget_all()
         if moved:
             self.runner.rebind()
@@ -484,13 +490,13 @@ class Engine:
         self.failure = self.failure or "this engine is closed, wanted an open one; make a new one"
         self.instruments.closing()
         self.device.close()
-        self._checkpoint.close()
+        self.checkpoint.close()
         self.instruments.close()
 
     def canonical_weights(self) -> Mapping[str, Array]:
         """The weights of the checkpoint by canonical name, float32, each read when it is accessed."""
-        model, table = self.families.describe(self._checkpoint)
-        return load_weights(self._checkpoint, model, table)
+        model, table = self.families.describe(self.checkpoint)
+        return load_weights(self.checkpoint, model, table)
 
     def added_weights(self, names: Collection[str]) -> dict[str, Array]:
         """Bound weights in `names` that the checkpoint lacks, float32: those of the proposer's own checkpoint, and the head of
@@ -502,11 +508,6 @@ class Engine:
             with self._draft_weights.canonical(self.model) as own:
                 found |= {name: own[name] for name in names if name in own}
         return found
-
-    @property
-    def model_path(self) -> Path:
-        """Directory of the checkpoint."""
-        return self._checkpoint.path
 
     @property
     def description(self) -> ModelDescription:

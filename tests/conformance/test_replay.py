@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -23,17 +24,19 @@ from polydraft.conformance.oracle.checkpoints import write_checkpoint
 from polydraft.conformance.probe import checkpoint, prompts
 from polydraft.conformance.replay import replay
 from polydraft.conformance.target import TableProxy, Target, wrap
+from polydraft.demo import demo_model_path
 from polydraft.errors import ConfigError, DeviceError
 from polydraft.instruments.record import CallRecorder, steps_of, text_of
-from polydraft.instruments.record_file import Record, Tensors, read, write
+from polydraft.instruments.record_file import Record, Tensors, digest_of, read, write
 from polydraft.instruments.trace_file import read as read_recording
-from polydraft.models import Tensor
+from polydraft.models import Checkpoint, FamilyRegistry, Tensor, load_weights
 from polydraft.models.weights import DRAFT_HEAD
 from polydraft.program.declare import StepBuffer
 from polydraft.program.program import ProgramBuilder
 from polydraft.proposers.base import DraftWeights
 from polydraft.proposers.ngram import NgramProposer
 from tests.conformance.doubles import BACKENDS, raising
+from tests.support import tiny
 from tests.support.plugin_doubles import backend
 from tests.support.project import ROOT
 
@@ -143,6 +146,41 @@ def test_weights_that_the_model_lacks_are_in_the_record(tmp_path: Path):
         answer = replay(record, Target("reference"), weights=canonical.__getitem__)
         assert (answer.status, answer.skipped) == (0, ())
         llm.close()
+
+
+def test_a_record_after_an_update_has_the_weights_in_use(tmp_path: Path):
+    """What was recorded before is of other weights, and is forgotten."""
+    old, new = (tiny.checkpoint(name) for name in ("narrow", tiny.moved("narrow")))
+    recorder = CallRecorder(range(1, 40), include_weights=True)
+    llm = LLM(model=str(old), plugin=reference, instruments=(recorder,), draft_tokens=3)
+    llm.generate([[1, 2, 3]], PARAMS[0])
+    before = recorder.finish()
+    llm.update_weights(new)
+    steps = llm.engine.totals.steps
+    llm.generate([[1, 2, 3]], PARAMS[0])
+    after = recorder.finish()
+    write(tmp_path / "run", after)
+    after = read(tmp_path / "run")
+    assert (before.steps[0], after.steps[0]) == (1, steps + 1)
+    for record, directory in ((before, old), (after, new)):
+        with Checkpoint(directory) as opened:
+            canonical = load_weights(opened, *FamilyRegistry().describe(opened))
+            assert {name: one.digest for name, one in record.weights.items()} == {
+                name: digest_of(canonical[name]) for name in record.weights
+            }
+        answer = replay(record, Target("reference"))
+        assert (answer.status, answer.skipped, answer.compared) == (0, (), len(record.calls))
+    llm.close()
+
+
+def test_a_record_of_other_weights_than_the_demo_models_does_not_send_to_it(tmp_path: Path):
+    directory = shutil.copytree(demo_model_path(), tmp_path / "fine-tuned")
+    recorder = CallRecorder()
+    llm = LLM(plugin=reference, instruments=(recorder,), draft_tokens=1, max_model_len=64)
+    assert recorder.finish().about["demo"]
+    llm.update_weights(directory)
+    assert not recorder.finish().about["demo"]
+    llm.close()
 
 
 @pytest.mark.parametrize("text", ["1-4,9", "7", "1,3-4,90-95", "2-3"])

@@ -19,6 +19,7 @@ from polydraft._version import __version__
 from polydraft.contracts.base import Args, ColumnsSpec, OpaqueSpec, ParamSpec, Spec, TensorSpec, column_name
 from polydraft.contracts.composite import CompositeArgs
 from polydraft.contracts.inputs import Kernel, contract_of, kernel_of
+from polydraft.demo import demo_model_path
 from polydraft.device import Array, Buffer, Device, Launch, Staging, Stream
 from polydraft.errors import ConfigError, ContractError
 from polydraft.instruments.base import Aside, Instrument, bare
@@ -30,6 +31,7 @@ from polydraft.program.program import step_meta
 if TYPE_CHECKING:
     from polydraft.backend import Cache, StepMeta
     from polydraft.engine import Engine
+    from polydraft.models.checkpoint import Checkpoint
     from polydraft.plugins.kernel_table import Binding
     from polydraft.program.plan import StepPlan, StepWidth
 
@@ -62,7 +64,8 @@ class CallRecorder(Instrument):
     """Records the calls of the steps numbered `steps` (from 1) while it is on.
 
     `include_weights`: store the values of all weights that they use. Without it, of those of the model's checkpoint names and
-    digests are stored, and the values of the others, which nobody finds in the model's directory."""
+    digests are stored, and the values of the others, which nobody finds in the model's directory. A record is of one checkpoint:
+    after `update_weights` the next of these steps forgets those before."""
 
     name = "record"
     order = 10
@@ -74,6 +77,8 @@ class CallRecorder(Instrument):
         self._steps, self._include_weights = frozenset(steps), include_weights
         self._weight_names: dict[int, str] = {}
         self._filled: dict[int, StepMeta] = {}
+        self._checkpoint: Checkpoint | None = None
+        """That of the calls so far."""
         self._now: int | None = None
         """The chosen step whose launches are being enqueued."""
         self.tensors = Tensors()
@@ -104,6 +109,10 @@ class CallRecorder(Instrument):
         """(A part of) a step is enqueued."""
         plan: StepPlan = subject if stage == "launch" else subject.plan
         if self._wants(plan):
+            if self._checkpoint is not self.engine.checkpoint:
+                self._checkpoint, self.tensors = self.engine.checkpoint, Tensors()
+                self.calls.clear()
+                self.widths.clear()
             self._now = plan.step_id
             self.widths[plan.step_id] = plan.width
             self._weight_names = {id(weight): name for name, weight in self.engine.runner.memory.weights.items()}
@@ -243,7 +252,7 @@ class CallRecorder(Instrument):
             "plugins": engine.plugins.report(),
             "device": engine.device.spec,
             "model": engine.model.name,
-            "demo": not engine.config.model,
+            "demo": not engine.config.model and engine.checkpoint.path == demo_model_path(),
             "dtype": resolved.dtype,
             "invariant": resolved.invariant,
             "block_size": resolved.limits.block_size,

@@ -195,8 +195,9 @@ class Worker:
         self._sender.put(engine.tokenizer)
         self._sender.put(
             wire.Ready(
-                model=engine.model.name, model_dir=str(engine.model_path), backend=resolved.backend, max_model_len=limits.max_len,
-                max_num_seqs=limits.max_seqs, max_logprobs=limits.max_logprobs, vocab_size=limits.vocab_size,
+                model=engine.model.name, model_dir=str(engine.checkpoint.path), backend=resolved.backend,
+                max_model_len=limits.max_len, max_num_seqs=limits.max_seqs, max_logprobs=limits.max_logprobs,
+                vocab_size=limits.vocab_size,
                 device_times=self._lanes.said, decisions={name: _plain(value) for name, value in resolved.describe().items()},
                 parameters=[wire.Parameter(one.name, one.doc, one.wanted) for one in parameters],
             )

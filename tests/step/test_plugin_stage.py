@@ -193,11 +193,14 @@ def test_what_no_stage_knows_or_accepts_is_refused() -> None:
         texts(bare, extra={"logit_scale": 2.0})
 
 
+TOLD = Parameter("told", 0, "Anything.", "anything", lambda value: True)
+
+
 class Told(Stage):
     """A stage whose column holds what the request says, and which does nothing."""
 
     name = "told"
-    parameters = (Parameter("told", 0, "Anything.", "anything", lambda value: True),)
+    parameters = (TOLD,)
 
     def __init__(self, *columns: Column, prepares: Any = None) -> None:
         self.columns, self._prepares = columns, prepares
@@ -286,17 +289,26 @@ def test_a_column_that_is_none_is_refused(wrong: Column, said: str) -> None:
         with_stage(Told(wrong))
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"columns": ("told",)}, r"a stage with the columns \('told',\), wanted a tuple of Column; correct it"),
-        ({"columns": None}, "a stage with the columns None, wanted a tuple of Column"),
-        ({"parameters": ("told",)}, r"a stage with the parameters \('told',\), wanted a tuple of Parameter"),
-        ({"contracts": "scale_logits"}, "a stage with the contracts 'scale_logits', wanted a tuple of str"),
-        ({"wants": None}, r"a Told, wanted a LogitsStage: its wants does not take \(params\); add it"),
-    ],
-    ids=str,
-)
+NONE: Any = None
+THREE: Any = 3
+NO_STAGES: list[tuple[dict[str, Any], str]] = [
+    ({"columns": ("told",)}, r"a stage with the columns \('told',\), wanted a tuple of Column; correct it"),
+    ({"columns": None}, "a stage with the columns None, wanted a tuple of Column"),
+    ({"parameters": ("told",)}, r"a stage with the parameters \('told',\), wanted a tuple of Parameter"),
+    ({"contracts": "scale_logits"}, "a stage with the contracts 'scale_logits', wanted a tuple of str"),
+    ({"wants": None}, r"a Told, wanted a LogitsStage: its wants does not take \(params\); add it"),
+    ({"name": 3}, "a stage with the name 3, wanted a text; correct it"),
+    ({"parameters": (replace(TOLD, name=THREE),)}, "a stage with a Parameter with the name 3, wanted a text; correct it"),
+    ({"parameters": (replace(TOLD, doc=NONE),)}, "a stage with a Parameter with the doc None, wanted a text"),
+    ({"parameters": (replace(TOLD, wanted=THREE),)}, "a stage with a Parameter with the wanted 3, wanted a text"),
+    ({"parameters": (replace(TOLD, accepts=NONE),)}, "a stage with a Parameter with accepts None, wanted a function"),
+    ({"columns": (Column(THREE, ""),)}, "a stage with a Column with the name 3, wanted a text"),
+    ({"columns": (Column("told", "", THREE),)}, "a stage with a Column with the shape 3, wanted a text"),
+    ({"columns": (Column("told", "", value=THREE),)}, "a stage with a Column with the value 3, wanted a function"),
+]
+
+
+@pytest.mark.parametrize(("change", "said"), NO_STAGES, ids=range(len(NO_STAGES)))
 def test_what_is_no_stage_is_refused(change: dict[str, Any], said: str) -> None:
     stage = Told(column())
     for name, value in change.items():
@@ -305,3 +317,14 @@ def test_what_is_no_stage_is_refused(change: dict[str, Any], said: str) -> None:
         with_stage(stage)
     with pytest.raises(PluginError, match=r"^plugin 'double': polydraft_parameters returned an int, wanted a LogitsStage"):
         with_stage(3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("error", [ValueError("no"), KeyError("no")])
+def test_a_stage_whose_emit_raises_is_named(error: Exception) -> None:
+    class Silent(Told):
+        def emit(self, rows: Any) -> None:
+            raise error
+
+    said = rf"^plugin 'double': emit of the stage 'told' raised {type(error).__name__}: '?no'?; repair the plugin"
+    with pytest.raises(PluginError, match=said):
+        with_stage(Silent(column()))

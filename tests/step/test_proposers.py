@@ -5,11 +5,17 @@ Whoever drafts, the text is the one of plain decoding; only the rounds differ.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 
 from polydraft import LLM, SamplingParams
+from polydraft.errors import CapabilityError, PluginError
+from polydraft.program.declare import StepBuffer
+from polydraft.proposers.ngram import NgramProposer
+from tests.support import tiny
+from tests.support.plugin_doubles import backend
 from tests.support.project import ROOT
 
 EXAMPLE = ROOT / "plugins" / "lookup_proposer.py"
@@ -51,3 +57,57 @@ def test_the_example_accepts_drafts_that_a_longer_run_would_not_make() -> None:
 
 def test_the_example_is_short() -> None:
     assert len(EXAMPLE.read_text().splitlines()) <= 100
+
+
+class Own(NgramProposer):
+    """As the n-gram proposer, under a name of its own."""
+
+    name = "own"
+
+
+def factory(**attributes: Any) -> Any:
+    """A factory of such proposers with these attributes; functions are methods."""
+    return type("Changed", (Own,), attributes)
+
+
+def fails(*given: Any) -> Any:
+    raise KeyError("not there")
+
+
+RAISED = "raised KeyError: 'not there'; repair the plugin, or raise a polydraft error with the next step"
+WRONG: dict[str, tuple[Any, str, str]] = {
+    "nothing": (lambda context: None, "factory", "returned None, wanted a Proposer; return it"),
+    "another thing": (lambda context: 3, "factory", "returned an int, wanted a Proposer: it has no name; add it"),
+    "an error": (fails, "factory", RAISED),
+    "an error in append": (factory(append=fails), "append", RAISED),
+    "an error in layers": (factory(layers=staticmethod(fails)), "layers", RAISED),
+    "no layers": (factory(layers=lambda model, draft_model: None), "layers", "raised TypeError: 'NoneType' object is not"),
+    "an error in weights": (factory(weights=staticmethod(fails)), "weights", RAISED),
+    "no append": (factory(append=None), "factory", "returned a Changed, wanted a Proposer: its append does not take (program, "),
+    "no buffers": (factory(buffers=None), "factory", "returned one with the buffers None, wanted a tuple of StepBuffer; correct"),
+    "a buffer of no dtype": (
+        factory(buffers=(*Own.buffers, StepBuffer("own.x", "R", "f64"))), "factory",
+        "returned one with a StepBuffer with the dtype 'f64', wanted one of i32, u32, f32, f16, bf16, u8, act; correct it",
+    ),
+    "a buffer of no shape": (
+        factory(buffers=(StepBuffer("own.x", 3),)), "factory",  # type: ignore[arg-type]
+        "returned one with a StepBuffer with the shape 3, wanted a text; correct it",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_what_a_plugin_does_wrong_about_its_proposer_is_told_with_its_name(wrong: str) -> None:
+    made, part, said = WRONG[wrong]
+    plugin = backend(polydraft_proposers=lambda: [("own", made)])
+    with pytest.raises(PluginError, match=f"^plugin 'double': {part} of the proposer 'own' {re.escape(said)}"):
+        LLM(plugin=plugin, model=str(tiny.checkpoint("narrow")), draft_tokens=2, proposer="own")
+
+
+def test_an_error_of_polydraft_that_a_factory_raises_stays_what_it_is() -> None:
+    def refuses(context: Any) -> Any:
+        raise CapabilityError("this proposer wants another model; use one")
+
+    plugin = backend(polydraft_proposers=lambda: [("own", refuses)])
+    with pytest.raises(CapabilityError, match=r"^this proposer wants another model"):
+        LLM(plugin=plugin, model=str(tiny.checkpoint("narrow")), draft_tokens=2, proposer="own")

@@ -270,6 +270,14 @@ def test_two_buffers_of_one_name_are_refused(second: Any) -> None:
         memory.allocate((*Batch.columns, Column("mine", "Mine."), second))
 
 
+@pytest.mark.parametrize("dtype", ["f64", "", None])
+def test_a_buffer_of_an_unknown_dtype_is_refused(dtype: Any) -> None:
+    memory = Memory(ReferenceDevice(), LIMITS, "f32")
+    said = rf"^a module declares the buffer 'mine' with the dtype {dtype!r}, wanted one of i32, .*, act; correct its declaration$"
+    with pytest.raises(ConfigError, match=said):
+        memory.allocate((StepBuffer("mine", "R", dtype),))
+
+
 def test_columns_are_allocated_empty_and_step_buffers_as_declared() -> None:
     device = ReferenceDevice()
     memory = Memory(device, LIMITS, "bf16")

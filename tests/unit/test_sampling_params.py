@@ -13,12 +13,12 @@ import pytest
 from polydraft import SamplingParams
 from polydraft.contracts import REGISTRY
 from polydraft.errors import RequestError
-from polydraft.sampling.processing import STAGES, Processing
+from polydraft.sampling.processing import Processing
 
 
 def prepared(params: SamplingParams) -> dict[str, Any]:
     """What the stages of core keep of a request; nothing where it has no logits processed."""
-    return Processing(STAGES, REGISTRY.names()).prepare(params, lambda text: [ord(c) for c in text], 128)
+    return Processing(REGISTRY.names()).prepare(params, lambda text: [ord(c) for c in text], 128)
 
 
 def test_defaults_process_nothing():

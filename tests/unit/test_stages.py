@@ -66,7 +66,7 @@ def encode(text: str) -> list[int]:
 
 def prepared(params: SamplingParams, *stages: LogitsStage, lacking: tuple[str, ...] = ()) -> dict[str, Any]:
     provided = [name for name in REGISTRY.names() if name not in lacking]
-    return Processing((*STAGES, *stages), provided).prepare(params, encode, 128)
+    return Processing(provided, [("double", stage) for stage in stages]).prepare(params, encode, 128)
 
 
 # -- what a request wants ------------------------------------------------------------------------------------------------
@@ -148,7 +148,7 @@ def test_a_column_of_a_stage_goes_down_with_the_others():
     held = SlotColumns(columns, capacities, old=7)
     held.write(ColumnWriter(columns, capacities).admissions(admitted, *NO_GRANT))
     assert held["floor"] == [np.float32(-1e30), 7.0, 2.5]
-    assert Processing((*STAGES, FLOOR), ()).columns[-1] is FLOOR.columns[0]
+    assert Processing((), [("double", FLOOR)]).columns[-1] is FLOOR.columns[0]
 
 
 @pytest.mark.parametrize("value", ["high", None, [1]], ids=str)
@@ -158,7 +158,7 @@ def test_a_value_that_a_check_cannot_look_at_is_refused(value: Any):
         name="mine", columns=(), contracts=(), parameters=(Parameter("mine", 0, "", "a number", lambda value: value + 1 > 0),)
     )
     with pytest.raises(RequestError, match="wanted a number; correct the request"):
-        Processing((stage,), ()).prepare(SamplingParams(extra={"mine": value}), lambda text: [], 8)
+        Processing((), [("double", stage)]).prepare(SamplingParams(extra={"mine": value}), lambda text: [], 8)
 
 
 @pytest.mark.parametrize("provided", [True, False])
@@ -171,7 +171,9 @@ def test_a_stage_launches_over_the_rows_of_whoever_chooses(provided: bool):
     memory.buffers = {name: ReferenceDevice().empty(name, (3,), "i32") for name in fields | rows}
     table: Any = None
     program = ProgramBuilder("step", table, memory, StepContext())
-    Processing((*STAGES, FLOOR), names).emit(Rows(program, "draft.logits", "draft_slot", "draft_position", 2, "seqs", "draft 0"))
+    Processing(names, [("double", FLOOR)]).emit(
+        Rows(program, "draft.logits", "draft_slot", "draft_position", 2, "seqs", "draft 0")
+    )
     nodes = [node for node in program.nodes if isinstance(node, Node)]
     core = [contract for stage in STAGES for contract in stage.contracts]
     wanted = [*core, "bias_logits", "forbid_tokens"] if provided else [name for name in core if name != "forbid_tokens"]

@@ -10,6 +10,7 @@ import difflib
 import functools
 import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FunctionType, MethodType
 from typing import Any, Final, Protocol, get_args
@@ -19,7 +20,7 @@ from polydraft.backend import BackendInfo, ForwardMeta, KernelTable, RowOrder
 from polydraft.contracts.base import Provider
 from polydraft.contracts.kv_quant import KV_DTYPES
 from polydraft.device import Device, GraphCapture
-from polydraft.errors import PluginError
+from polydraft.errors import PluginError, PolydraftError
 
 ACTIVATION_DTYPES: Final = ("f32", "bf16", "f16")
 EXTENSION_HOOKS: Final = tuple(hook for hook in hooks.HOOKS if hook not in hooks.FIRST_RESULT and hook != "polydraft_kernels")
@@ -230,8 +231,23 @@ def _check_item(name: str, hook: str, item: object) -> None:
             raise PluginError(f"plugin {name!r}: {hook} returned {item!r}, wanted pairs of a name and a factory; make it one")
 
 
+@contextmanager
+def named(name: str, what: str) -> Iterator[None]:
+    """Around a call of a plugin's code, a hook or `what` a hook returned: an error that is none of polydraft's becomes a
+    `PluginError` that names it."""
+    try:
+        yield
+    except PolydraftError:
+        raise
+    except Exception as error:
+        raise PluginError(
+            f"plugin {name!r}: {what} raised {type(error).__name__}: {error}; repair the plugin, or raise a polydraft error with "
+            "the next step"
+        ) from error
+
+
 def check_result(name: str, hook: str, value: object, wanted: type) -> None:
-    """`value` has every member of the protocol `wanted`, and its methods take what core passes them.
+    """`value` has every member of the protocol `wanted`, and its methods take what core passes them. `hook`: what returned it.
 
     Errors: `PluginError` naming plugin, hook, the type that came back and what it lacks."""
     if value is None:

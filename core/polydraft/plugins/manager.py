@@ -8,16 +8,15 @@ plugin in whatever goes wrong. Wrappers, `tryfirst`, `trylast`, `optionalhook` a
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, Final
 
 import pluggy
 
 from polydraft import hooks
 from polydraft.backend import BackendInfo
-from polydraft.errors import PluginError, PolydraftError
-from polydraft.plugins.checks import Implementation, accept, accept_wrapped, answered, check_info, implementations
+from polydraft.errors import PluginError
+from polydraft.plugins.checks import Implementation, accept, accept_wrapped, answered, check_info, implementations, named
 from polydraft.plugins.loading import Loaded
 
 _ENDED: Final = object()
@@ -108,12 +107,12 @@ def _checked(plugin: Loaded, one: Implementation) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def answer(*arguments: Any) -> Any:
-        with _named(plugin.name, hook):
+        with named(plugin.name, hook):
             return accept(plugin.name, hook, plugin.role, function(*arguments))
 
     @functools.wraps(function)
     def wrapper(*arguments: Any) -> Generator[None, Any, Any]:
-        with _named(plugin.name, hook):
+        with named(plugin.name, hook):
             running = function(*arguments)
             if next(running, _ENDED) is _ENDED:
                 raise PluginError(f"plugin {plugin.name!r}: {hook} has wrapper=True and did not yield; yield once in every case")
@@ -133,17 +132,3 @@ def _checked(plugin: Loaded, one: Implementation) -> Callable[..., Any]:
     chosen = wrapper if one.wraps else answer
     setattr(chosen, f"{hooks.PROJECT}_impl", one.options)
     return chosen
-
-
-@contextmanager
-def _named(name: str, hook: str) -> Iterator[None]:
-    """What a hook raises without meaning to becomes an error that names it."""
-    try:
-        yield
-    except PolydraftError:
-        raise
-    except Exception as error:
-        raise PluginError(
-            f"plugin {name!r}: {hook} raised {type(error).__name__}: {error}; repair the plugin, or raise a polydraft error with "
-            "the next step"
-        ) from error

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from polydraft.contracts.base import Limits, Unit
-from polydraft.device import Array
+from polydraft.device import DTYPES, Array
 from polydraft.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -145,6 +145,39 @@ class LogitsStage(Protocol):
     def emit(self, rows: LogitRows) -> None:
         """Append the stage's launches over some rows; called once for the target and once for each draft pass of a kind of
         step."""
+
+
+def wrong_declaration(module: object, kinds: Mapping[str, type]) -> str:
+    """What is wrong with the declarations of a module of a plugin, "" where nothing is. `kinds`: which kind of declaration its
+    attributes have, by name; one that it leaves out is empty."""
+    if not isinstance(getattr(module, "name", ""), str):
+        return f"the name {module.name!r}, wanted a text"  # type: ignore[attr-defined]
+    for name, kind in kinds.items():
+        found = getattr(module, name, ())
+        if not isinstance(found, (tuple, list)) or not all(isinstance(one, kind) for one in found):
+            return f"the {name} {found!r}, wanted a tuple of {kind.__name__}"
+        wrong = next((wrong for one in found if (wrong := _wrong_field(one))), "")
+        if wrong:
+            return f"a {kind.__name__} with {wrong}"
+    return ""
+
+
+def _wrong_field(declared: object) -> str:
+    fields = getattr(declared, "__dict__", {})
+    for name, value in fields.items():
+        if name in {"name", "doc", "shape", "wanted"} and not isinstance(value, str):
+            return f"the {name} {value!r}, wanted a text"
+        if name == "accepts" and not callable(value):
+            return f"accepts {value!r}, wanted a function of a value"
+        if name == "value" and value is not None and not callable(value):
+            return f"the value {value!r}, wanted a function of an admission, or None"
+    return wrong_dtype(declared) if isinstance(declared, StepBuffer) else ""
+
+
+def wrong_dtype(buffer: StepBuffer) -> str:
+    """What is wrong with the dtype of a buffer, "" where nothing is."""
+    known = (*DTYPES, "act")
+    return "" if buffer.dtype in known else f"the dtype {buffer.dtype!r}, wanted one of {', '.join(known)}"
 
 
 def sizes_of(shape: str, limits: Limits) -> tuple[int, ...]:

@@ -22,7 +22,7 @@ from polydraft.device import DTYPES, Buffer, Device, Launch, Stream
 from polydraft.errors import CapabilityError, ConfigError, ContractError
 from polydraft.plugins.kernel_table import Binding, BoundTable
 from polydraft.plugins.program_pass import Call, Entry, Fill, Node, Rewritten
-from polydraft.program.declare import Column, StepBuffer, sizes_of
+from polydraft.program.declare import Column, StepBuffer, sizes_of, wrong_dtype
 from polydraft.program.fusion import Joined, fuse, joined, pass_of, rewrite
 
 Rule = Literal["greedy", "sampling", "rejection"]
@@ -118,8 +118,12 @@ class Memory:
     metas: dict[str, ForwardMeta] = field(default_factory=dict)
 
     def allocate(self, declared: Iterable[Column | StepBuffer]) -> None:
-        """Allocate the declared buffers; columns begin with every slot empty. Raises `ConfigError` if two have the same name."""
+        """Allocate the declared buffers; columns begin with every slot empty. Raises `ConfigError` if two have the same name, and
+        for an unknown dtype."""
         for one in declared:
+            wrong = wrong_dtype(one) if isinstance(one, StepBuffer) else ""
+            if wrong:
+                raise ConfigError(f"a module declares the buffer {one.name!r} with {wrong}; correct its declaration")
             dtype = self.act if one.dtype == "act" else one.dtype
             shape = sizes_of(one.shape, self.limits)
             if one.name in self.buffers:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -16,14 +16,15 @@ from typing import Protocol
 from polydraft.backend import Weight
 from polydraft.contracts.base import Limits
 from polydraft.device import Array
-from polydraft.errors import ConfigError
+from polydraft.errors import ConfigError, PluginError
 from polydraft.models.block import Block, Tensor
 from polydraft.models.checkpoint import Checkpoint, load_weights
 from polydraft.models.description import ModelDescription
 from polydraft.models.tensor_table import TensorTable, stored_parts
 from polydraft.models.weights import prepare
+from polydraft.plugins.checks import check_result, named
 from polydraft.plugins.kernel_table import BoundTable
-from polydraft.program.declare import StepBuffer
+from polydraft.program.declare import Column, Pass, StepBuffer, wrong_declaration
 from polydraft.program.host_inputs import Needs
 from polydraft.program.program import ProgramBuilder
 
@@ -126,49 +127,93 @@ class Proposer(Protocol):
 Factory = Callable[[ProposerContext], Proposer]
 
 
+@dataclass(frozen=True)
+class ProposerFactory:
+    """A factory with the name of its proposer and of the plugin that brings it. What it raises, but for errors of polydraft, is a
+    `PluginError`, and so is anything else than what it has to return."""
+
+    name: str
+    factory: Factory
+    plugin: str
+
+    def make(self, context: ProposerContext) -> Proposer:
+        """The proposer."""
+        what = self._what("factory")
+        with self.named("factory"):
+            proposer = self.factory(context)
+            check_result(self.plugin, what, proposer, Proposer)
+            wrong = wrong_declaration(proposer, {"columns": Column, "buffers": StepBuffer, "passes": Pass})
+        if wrong:
+            raise PluginError(f"plugin {self.plugin!r}: {what} returned one with {wrong}; correct it")
+        return proposer
+
+    def layers(self, model: ModelDescription, draft_model: str) -> Mapping[str, Block]:
+        """Its `layers`; none where there is no such attribute."""
+        tell = getattr(self.factory, "layers", None)
+        if tell is None:
+            return {}
+        with self.named("layers"):
+            found: Mapping[str, Block] = dict(tell(model, draft_model))
+        return found
+
+    def weights(self, model: ModelDescription, draft_model: str) -> DraftWeights | None:
+        """Its `weights`; None where there is no such attribute."""
+        tell = getattr(self.factory, "weights", None)
+        if tell is None:
+            return None
+        with self.named("weights"):
+            found: DraftWeights | None = tell(model, draft_model)
+        return found
+
+    def named(self, part: str) -> AbstractContextManager[None]:
+        """Around a call of code of the plugin, which is `part` of the proposer."""
+        return named(self.plugin, self._what(part))
+
+    def _what(self, part: str) -> str:
+        return f"{part} of the proposer {self.name!r}"
+
+
 class ProposerRegistry:
     """Proposer factories by name; a name registered twice is an error naming both."""
 
     def __init__(self) -> None:
-        self._factories: dict[str, tuple[Factory, str]] = {}
+        self._factories: dict[str, ProposerFactory] = {}
 
     def register(self, name: str, factory: Factory, *, plugin: str = "an unnamed plugin") -> None:
         """Add a proposer. `plugin` says whose it is, for errors."""
         if name in self._factories:
-            raise ConfigError(f"proposer {name!r} is registered by {self._factories[name][1]} and by {plugin}; rename one")
-        self._factories[name] = (factory, plugin)
+            raise ConfigError(f"proposer {name!r} is registered by {self._factories[name].plugin} and by {plugin}; rename one")
+        self._factories[name] = ProposerFactory(name, factory, plugin)
 
     def needs(self) -> dict[str, Needs]:
         """Registered names, in order of registration, and what each needs to know before it can draft: its factory's `needs`,
         "none" where there is no such attribute."""
-        return {name: getattr(factory, "needs", "none") for name, (factory, _) in self._factories.items()}
+        return {name: getattr(one.factory, "needs", "none") for name, one in self._factories.items()}
 
     def layers(self, name: str, model: ModelDescription, draft_model: str = "") -> Mapping[str, Block]:
         """The decoder blocks of a proposer, by prefix: its factory's `layers`, none where there is no such attribute or no such
         name."""
-        tell = getattr(self._factories[name][0], "layers", None) if name in self._factories else None
-        return tell(model, draft_model) if tell else {}
+        return self._factories[name].layers(model, draft_model) if name in self._factories else {}
 
     def draft_models(self) -> list[str]:
         """The names of the proposers that take a draft model: those whose factory has `weights`."""
-        return [name for name, (factory, _) in self._factories.items() if hasattr(factory, "weights")]
+        return [name for name, one in self._factories.items() if hasattr(one.factory, "weights")]
 
     def weights(self, name: str, model: ModelDescription, draft_model: str = "") -> DraftWeights | None:
         """What a proposer reads from a checkpoint of its own: its factory's `weights`, None where there is no such attribute."""
-        tell = getattr(self.factory(name), "weights", None)
-        return tell(model, draft_model) if tell else None
+        return self.factory(name).weights(model, draft_model)
 
     def names(self) -> list[str]:
         """Registered names, in order of registration."""
         return list(self._factories)
 
-    def factory(self, name: str) -> Factory:
+    def factory(self, name: str) -> ProposerFactory:
         """The factory of `name`, or an error that lists what there is."""
         if name not in self._factories:
             near = difflib.get_close_matches(name, self._factories, 1)
             hint = f"did you mean {near[0]!r}? " if near else ""
             raise ConfigError(f"unknown proposer {name!r}; {hint}known: {', '.join(self._factories)}")
-        return self._factories[name][0]
+        return self._factories[name]
 
 
 def built_in() -> ProposerRegistry:

@@ -13,9 +13,9 @@ import numpy as np
 
 from polydraft.contracts.base import Limits
 from polydraft.errors import ConfigError, PluginError, RequestError
-from polydraft.plugins.checks import check_result
+from polydraft.plugins.checks import check_result, named
 from polydraft.program.columns import check_value
-from polydraft.program.declare import Admission, Column, LogitRows, LogitsStage, Parameter
+from polydraft.program.declare import Admission, Column, LogitRows, LogitsStage, Parameter, wrong_declaration
 from polydraft.sampling_params import MAX_BAD_WORDS, MAX_BIASES, SamplingParams
 from polydraft.sentinels import NO_TOKEN
 
@@ -176,27 +176,25 @@ STAGES: tuple[LogitsStage, ...] = (Penalties(), LogitBias(), ForbiddenTokens())
 """Those of core, in the order in which they run."""
 
 
-def checked_stages(brought: Iterable[tuple[str, Any]]) -> list[LogitsStage]:
+def checked_stages(brought: Iterable[tuple[str, Any]]) -> list[tuple[str, LogitsStage]]:
     """The stages that plugins bring, each with the name of its plugin. Raises `PluginError` for what is none."""
-    stages: list[LogitsStage] = []
+    stages: list[tuple[str, LogitsStage]] = []
     for plugin, stage in brought:
         check_result(plugin, "polydraft_parameters", stage, LogitsStage)
-        for name, kind in (("columns", Column), ("parameters", Parameter), ("contracts", str)):
-            found = getattr(stage, name)
-            if not isinstance(found, tuple) or not all(isinstance(one, kind) for one in found):
-                raise PluginError(
-                    f"plugin {plugin!r}: polydraft_parameters returned a stage with the {name} {found!r}, wanted a tuple of "
-                    f"{kind.__name__}; correct it"
-                )
-        stages.append(stage)
+        wrong = wrong_declaration(stage, {"columns": Column, "parameters": Parameter, "contracts": str})
+        if wrong:
+            raise PluginError(f"plugin {plugin!r}: polydraft_parameters returned a stage with {wrong}; correct it")
+        stages.append((plugin, stage))
     return stages
 
 
 class Processing:
-    """The stages of an engine, and which of them its backend can run."""
+    """The stages of an engine, core's and those that plugins bring (`brought`, each with the name of its plugin), and which of
+    them its backend can run."""
 
-    def __init__(self, stages: Sequence[LogitsStage], provided: Collection[str]) -> None:
-        self.stages = tuple(stages)
+    def __init__(self, provided: Collection[str], brought: Sequence[tuple[str, LogitsStage]] = ()) -> None:
+        stages = (*STAGES, *(stage for _, stage in brought))
+        self.stages, self._plugins = stages, {stage.name: plugin for plugin, stage in brought}
         self._lacking = {
             stage.name: lacking
             for stage in stages
@@ -206,7 +204,7 @@ class Processing:
         _refuse_twins("request parameters are", [one.name for stage in stages for one in stage.parameters])
         self.parameters = {parameter.name: parameter for stage in stages for parameter in stage.parameters}
         self.columns = tuple(column for stage in stages for column in stage.columns)
-        self._of_plugins = tuple(column for stage in stages if stage not in STAGES for column in stage.columns)
+        self._of_plugins = tuple(column for _, stage in brought for column in stage.columns)
 
     @property
     def possible(self) -> bool:
@@ -214,10 +212,11 @@ class Processing:
         return len(self._lacking) < len(self.stages)
 
     def emit(self, rows: LogitRows) -> None:
-        """Append every stage that the backend has the contracts for."""
+        """Append every stage that the backend has the contracts for. Raises `PluginError` where one of a plugin raises."""
         for stage in self.stages:
             if stage.name not in self._lacking:
-                stage.emit(rows)
+                with named(self._plugins.get(stage.name, "polydraft"), f"emit of the stage {stage.name!r}"):
+                    stage.emit(rows)
 
     def prepare(self, params: SamplingParams, encode: Encode, vocab_size: int) -> dict[str, Any]:
         """What the stages that a request wants keep of it, by stage; empty where it wants none. Raises `RequestError` where

@@ -41,9 +41,9 @@ from polydraft.program.program import (
     build,
     joined_launches,
 )
-from polydraft.proposers.base import Factory, ProposerContext
+from polydraft.proposers.base import ProposerContext, ProposerFactory
 from polydraft.sampling.logprobs import Logprobs, refuse_lacking
-from polydraft.sampling.processing import STAGES, Processing
+from polydraft.sampling.processing import Processing
 from polydraft.sampling.verify import RULES, Verifier
 from polydraft.step.batch import Batch
 from polydraft.step.graphs import CapturedSteps, GraphPolicy, Held, Part, Piece, Shape
@@ -101,9 +101,9 @@ class Runner:
         table: BoundTable,
         model: ModelDescription,
         weights: Mapping[str, Weight],
-        proposer: Factory,
+        proposer: ProposerFactory,
         features: Sequence[FeatureFactory] = (),
-        stages: Sequence[LogitsStage] = (),
+        stages: Sequence[tuple[str, LogitsStage]] = (),
         draft_ids: Array | None = None,
         draft_model: str = "",
         points: Points | None = None,
@@ -116,9 +116,9 @@ class Runner:
         rejects = config.verify == "rejection"
         stores_noise = rejects or "gumbel_noise+sample" not in table.providers
         self._batch = Batch(limits)
-        self.processing = Processing((*STAGES, *stages), table.providers)
+        self.processing = Processing(table.providers, stages)
         context = ProposerContext(limits, model, self._choose, stores_noise, config.dtype, draft_ids, draft_model)
-        self.proposer = proposer(context)
+        self._factory, self.proposer = proposer, proposer.make(context)
         brought = [*getattr(self.proposer, "features", ()), *(feature(context) for feature in features)]
         self._target = Target(model, limits, _mapped((self.proposer, *brought), "taps"))
         keep_drafts = rejects and limits.num_drafts > 0 and getattr(self.proposer, "soft", False)
@@ -310,7 +310,8 @@ class Runner:
         most = self.limits.num_drafts
         drafts = {rung: builder("draft" if rung == most else f"draft of {rung}") for rung in self._config.rungs}
         for rung, draft in drafts.items():
-            self.proposer.append(draft, rung)
+            with self._factory.named("append"):
+                self.proposer.append(draft, rung)
         always: dict[Part, ProgramBuilder] = {"target": target, "verify": verify} if self.inputs.splits else {"target": target}
         built = build((*always.values(), *drafts.values()))
         by_rung = dict(zip(drafts, built[len(always) :], strict=True))

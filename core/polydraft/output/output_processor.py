@@ -101,26 +101,25 @@ class _RequestState:
             ttft_s=None if r.first_token_s is None else r.first_token_s - r.arrival_s,
             latency_s=r.finish_s - r.arrival_s if self.finished and r.finish_s is not None else None,
             round_drafts=tuple(self.round_drafts),
-            forced=self._forced(0),
+            forced=self._forced(0) if self.forced else (),
             logprobs=tuple(self.logprobs),
             prompt_rows=self.prompt_rows,
         )
 
     def _forced(self, start: int) -> tuple[int, ...]:
         """Places of tokens from `start` on that a constraint left no choice for."""
-        return tuple([place for place in self.forced if start <= place < len(self.token_ids)]) if self.forced else ()
+        return tuple([place for place in self.forced if start <= place < len(self.token_ids)])
 
     def delta(self, tokens: Array, rounds: Array, round_drafts: Array) -> RequestDelta:
         """What the last update brought, with the arrays that it was made of."""
         finish, error = self.end
         prompt = self.prompt_rows if self.finished else None
         steps, self.new_steps = self.logprobs[self.new_steps :], len(self.logprobs)
-        places = self._forced(self.new_tokens)
-        rows = rows_of(steps, self.rounds[self.new_rounds :], len(tokens), prefill=not self.new_tokens)
+        forced = np.array(self._forced(self.new_tokens), np.int32) if self.forced else NO_PLACES
+        rows = rows_of(steps, self.rounds[self.new_rounds :], len(tokens), prefill=not self.new_tokens) if steps else NO_ROWS
         return RequestDelta(
-            int(self.request.id), finish or "", tokens, rounds, round_drafts,
-            np.array(places, np.int32) if places else NO_PLACES, rows, NO_ROWS if prompt is None else prompt,
-            self.text[self.new_chars :], error,
+            int(self.request.id), finish or "", tokens, rounds, round_drafts, forced, rows,
+            NO_ROWS if prompt is None else prompt, self.text[self.new_chars :], error,
         )  # fmt: skip
 
 

@@ -179,7 +179,7 @@ def test_features_are_listed_behind_what_they_rest_on():
     assert names[0] == "dense"
     assert all(names.index(base) < names.index(name) for name, one in FEATURES.items() for base in one.rests_on)
     assert all(REGISTRY.of([name]) for name in FEATURES), "a feature without a contract would be claimed by everybody"
-    assert {contract.feature for contract in REGISTRY if contract.compute} == {"dense"}
+    assert {contract.feature for contract in REGISTRY if contract.compute} == {"dense", "experts"}
 
 
 def test_a_claim_includes_what_its_features_rest_on():
@@ -193,21 +193,21 @@ def test_a_claim_includes_what_its_features_rest_on():
 
 
 def test_a_further_feature_is_a_line_and_what_contracts_say(monkeypatch: pytest.MonkeyPatch):
-    contract = dataclasses.replace(REGISTRY["swiglu"], name="expert_mlp", feature="experts")
-    with pytest.raises(ContractError, match=r"^contract expert_mlp/1 belongs to feature 'experts', wanted one of dense, "):
+    contract = dataclasses.replace(REGISTRY["swiglu"], name="state_update", feature="states")
+    with pytest.raises(ContractError, match=r"^contract state_update/1 belongs to feature 'states', wanted one of dense, "):
         REGISTRY.add(contract)
-    monkeypatch.setitem(FEATURES, "experts", Feature("a mixture of experts"))  # type: ignore[arg-type]  # Final, and a dict
+    monkeypatch.setitem(FEATURES, "states", Feature("a recurrent state"))  # type: ignore[arg-type]  # Final, and a dict
     REGISTRY.add(contract)
     try:
-        assert "expert_mlp" in must_own.__wrapped__("basic", ("dense", "experts"))
-        ids = {check.id for check in Selection(features=("experts",)).checks()}
-        assert {"L2/expert_mlp/seeds", "L2/linear/seeds"} < ids
+        assert "state_update" in must_own.__wrapped__("basic", ("dense", "states"))
+        ids = {check.id for check in Selection(features=("states",)).checks()}
+        assert {"L2/state_update/seeds", "L2/linear/seeds"} < ids
         assert "L2/sample/seeds" not in ids
-        assert standings(EVERYTHING, profile="full")["experts"] == ("absent", ("expert_mlp",))
-        owners = {**EVERYTHING, "expert_mlp": "own"}
-        assert standings(owners, profile="full")["experts"] == ("claimed", ())
+        assert standings(EVERYTHING, profile="full")["states"] == ("absent", ("state_update",))
+        owners = {**EVERYTHING, "state_update": "own"}
+        assert standings(owners, profile="full")["states"] == ("claimed", ())
     finally:
-        REGISTRY.remove("expert_mlp")
+        REGISTRY.remove("state_update")
 
 
 def owning(*names: str, but: str = "own") -> dict[str, str]:
@@ -259,7 +259,7 @@ def test_the_sentence_names_what_is_claimed_and_what_is_absent():
     asked = judge([*passed, *other, *mine], EVERYTHING, profile="graph", features=("sampling", "dense"))
     assert "sampling (24 own, 0 delegated), without rejection (not asked for), processing (not asked for)," in asked.sentence
     every = judge([Result(id_, "pass", 1) for id_ in must_pass("graph", tuple(FEATURES))], EVERYTHING, profile="graph")
-    assert every.sentence.startswith(f"polydraft-conformance 1.0 / graph for {', '.join(FEATURES)} (41 own, 0 delegated) holds: ")
+    assert every.sentence.startswith(f"polydraft-conformance 1.0 / graph for {', '.join(FEATURES)} (43 own, 0 delegated) holds: ")
 
 
 def test_a_feature_that_was_asked_for_has_to_be_there():

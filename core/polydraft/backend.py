@@ -98,11 +98,24 @@ class BackendInfo:
     """Kernel packs written for the device that was asked about, in order of precedence; none of them is in use by itself."""
     runs_with: Mapping[str, str] = field(default_factory=dict)
     """What a variant's result holds for: "device", "driver" and "library" as far as they are known without opening the device."""
+    withdrawn: Mapping[str, str] = field(default_factory=dict)
+    """Capabilities that it declares and an open device was found to lack, each with the reason; filled by `without`."""
 
     @property
     def claim(self) -> str:
         """The evidence class with what it rests on, for people."""
         return f"{self.evidence} ({self.evidence_on})" if self.evidence_on else self.evidence
+
+    def without(self, withdrawn: Mapping[str, str]) -> BackendInfo:
+        """This identity on an open device that lacks the capabilities `withdrawn`, each of which is true or false here."""
+        if not withdrawn:
+            return self
+        less = dataclasses.replace(self.capabilities, **dict.fromkeys(withdrawn, False))
+        return dataclasses.replace(self, capabilities=less, withdrawn=dict(withdrawn))
+
+    def lacks(self, capability: str) -> str:
+        """Why it does not have a capability that it does not have, in a clause."""
+        return self.withdrawn.get(capability) or f"backend {self.name} does not declare {capability}"
 
 
 Backend = BackendInfo

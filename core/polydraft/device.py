@@ -4,7 +4,7 @@ The runtime is written against these protocols alone, and every backend's `open_
 promise that work has happened: a launch or copy is only known to be done after an event that follows it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -147,6 +147,19 @@ def further_stream(device: Device, name: str) -> Stream:
     """A stream beside the compute stream, or the compute stream itself on devices that have no other."""
     make: Callable[[str], Stream] | None = getattr(device, "make_stream", None)
     return make(name) if make is not None else device.stream
+
+
+class Tried(Protocol):
+    """What a device adds to `Device` that tries, while it is opened, what its backend can only declare."""
+
+    withdrawn: Mapping[str, str]
+    """Capabilities that the backend declares and this device was found to lack, each with the reason in a clause."""
+
+
+def withdrawn(device: Device) -> Mapping[str, str]:
+    """Declared capabilities that an open device was found to lack, each with the reason; {} of a device that tries nothing."""
+    found: Mapping[str, str] = getattr(device, "withdrawn", {})
+    return found
 
 
 class Graph(Protocol):

@@ -40,7 +40,7 @@ from polydraft.output.request_output import RequestOutput
 from polydraft.plugins.default_backend import default_backend
 from polydraft.plugins.kernel_table import refuse_strangers
 from polydraft.plugins.plugins import Plugins
-from polydraft.program.host_inputs import FeatureFactory, HostView
+from polydraft.program.host_inputs import FeatureFactory, HostView, Needs
 from polydraft.program.plan import StepOutcome, StepPlan
 from polydraft.program.points import Points
 from polydraft.program.program import refuse_lacking
@@ -110,21 +110,9 @@ class Engine:
         self.info = self.plugins.info()
         narrow = self.config.draft_vocab
         self._draft_ids = draft_vocab.read(narrow, self.model.vocab_size, self.model.eos_token_ids) if narrow else None
-        self.resolved: Resolved = resolve(
-            self.config,
-            self.info,
-            self.model,
-            proposers=self.proposers.needs(),
-            draft_models=self.proposers.draft_models(),
-            layers=self.proposers.layers,
-            features={f.name: f.needs for f in (*features, *((Constraints,) if self.config.constraints else ()))},
-            default=self.default.reason if self.default else "",
-            draft_vocab=None if self._draft_ids is None else len(self._draft_ids),
-            variants=[one.name for one in self.plugins.variants],
-            unused_variants=self.plugins.unused_variants,
-        )
+        needs = {f.name: f.needs for f in (*features, *((Constraints,) if self.config.constraints else ()))}
+        self.resolved = self._negotiated(needs)
         self._draft_policy = check_policy(draft_policy, self.resolved.limits)
-        self.instruments.check(Setting(self.resolved, self.info))
         self.plugins = self.instruments.over(self.plugins)
         self.tokenizer = Tokenizer.from_dir(self.checkpoint.path)
         self._constraints: Constraints | None = None
@@ -136,6 +124,7 @@ class Engine:
             features = (*features, self._constraints)
         options = DeviceOptions(self.resolved.dtype, self.resolved.invariant, allow_cpu_fallback=self.config.allow_cpu_fallback)
         self.device = self.plugins.open_device(self.config.device, options)
+        self._negotiate_again(needs)
         self.table = self.plugins.kernels(self.device)
         if self.resolved.kv:
             refuse_strangers(self.table, self.info, self.resolved.kv)
@@ -166,6 +155,35 @@ class Engine:
             self.runner.capture(policy, self.plugins.graph_capture(self.device), frozenset(self.info.capabilities.uncapturable))
         self._build_host()
         self.instruments.built(self)
+
+    def _negotiated(self, needs: Mapping[str, Needs]) -> Resolved:
+        """The plan on the backend as it is known, once no instrument refuses it. `needs`: of the features, by name."""
+        resolved = resolve(
+            self.config,
+            self.info,
+            self.model,
+            proposers=self.proposers.needs(),
+            draft_models=self.proposers.draft_models(),
+            layers=self.proposers.layers,
+            features=needs,
+            default=self.default.reason if self.default else "",
+            draft_vocab=None if self._draft_ids is None else len(self._draft_ids),
+            variants=[one.name for one in self.plugins.variants],
+            unused_variants=self.plugins.unused_variants,
+        )
+        self.instruments.check(Setting(resolved, self.info))
+        return resolved
+
+    def _negotiate_again(self, needs: Mapping[str, Needs]) -> None:
+        """Plan anew where the device, once open, turned out to lack what its backend declares."""
+        self.info = self.plugins.info_of(self.device)
+        if not self.info.withdrawn:
+            return
+        try:
+            self.resolved = self._negotiated(needs)
+        except PolydraftError:
+            self.device.close()
+            raise
 
     def _draft_layers(self) -> Mapping[str, Block]:
         """The proposer's decoder blocks, by prefix."""

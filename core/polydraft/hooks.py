@@ -93,6 +93,16 @@ def polydraft_init_forward_meta(device: Device, buffers: PassBuffers, limits: Li
 
 
 @hookspec(firstresult=True)
+def polydraft_visible_devices() -> Sequence[str]:  # type: ignore[empty-body]
+    """Return the devices that can be opened on this machine now, as `--device` takes them.
+
+    Optional, for backends that cannot tell without loading a framework; `devices` of the identity is then those that they have
+    in any case. `doctor` calls it, an engine does not. It may take seconds, and should ask the framework in a separate process.
+    Raise `DeviceError` if it cannot be determined.
+    """
+
+
+@hookspec(firstresult=True)
 def polydraft_off_device(spec: str) -> Mapping[str, Sequence[str]]:  # type: ignore[empty-body]
     """Return the framework operations that run on the CPU instead of the device `spec`: their names, by the contract that uses
     them.

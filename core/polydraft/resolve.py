@@ -372,9 +372,12 @@ def _overlap(n: _Negotiation, features: Mapping[str, Needs]) -> int:
 def _graph(n: _Negotiation, limits: Limits) -> tuple[Mode, tuple[int, ...]]:
     """What is captured, and the buckets."""
     mode, asked = n.config.graph, n.config.graph_sizes
-    chosen: Mode = ("decode" if n.caps.graph_capture else "off") if mode == AUTO else cast("Mode", mode)  # one of GRAPH_MODES
+    strays = n.config.allow_cpu_fallback
+    chosen: Mode = cast("Mode", mode)  # one of GRAPH_MODES
+    if mode == AUTO:
+        chosen = "decode" if n.caps.graph_capture and not strays else "off"
     if chosen != "off" and not n.caps.graph_capture:
-        n.refuse(f"--graph {chosen}: backend {n.info.name} does not declare graph_capture; use --graph off")
+        n.refuse(f"--graph {chosen}: {n.info.lacks('graph_capture')}; use --graph off")
     if asked and chosen == "off":
         n.refuse(f"--graph-sizes {','.join(map(str, asked))} without graphs; add --graph decode or prefill")
     largest = {"decode": limits.max_seqs, "prefill": limits.max_rows}.get(chosen, 0)
@@ -382,8 +385,12 @@ def _graph(n: _Negotiation, limits: Limits) -> tuple[Mode, tuple[int, ...]]:
     if wrong:
         n.refuse(f"--graph-sizes {','.join(map(str, wrong))}: a {chosen} step has 1 to {largest} of them; correct the sizes")
     sizes = (tuple(sorted(set(asked))) or default_buckets(largest)) if largest else ()
+    off = "every launch is enqueued by the host"
+    if mode == AUTO and chosen == "off":
+        why = "what may run on the CPU is in no graph; --graph decode captures where nothing does" if n.caps.graph_capture else ""
+        off += f": {why or n.info.lacks('graph_capture')}"
     what = {"decode": "steps without prefill are replayed", "prefill": "steps without decoding are replayed"}
-    n.choose("graph", chosen, what.get(chosen, "every launch is enqueued by the host"))
+    n.choose("graph", chosen, what.get(chosen, off))
     n.choose("graph_sizes", sizes, "buckets: running sequences, or rows of a prefill" if sizes else "nothing is captured")
     return chosen, sizes
 
@@ -392,7 +399,7 @@ def _rest(n: _Negotiation) -> None:
     """Wishes that are met or refused as they are."""
     config = n.config
     if config.invariant and not n.caps.row_invariant:
-        n.refuse(f"--invariant: backend {n.info.name} does not declare row_invariant; leave it out or use another --backend")
+        n.refuse(f"--invariant: {n.info.lacks('row_invariant')}; leave it out or use another --backend")
     n.choose(
         "invariant",
         config.invariant,

@@ -280,3 +280,65 @@ def test_checks_behind_a_crash_are_run(conform: Callable[..., Answer], tmp_path:
     assert outcome["L0/weights-refill-in-place"] == "fail"
     assert outcome["L0/undeclared-is-refused"] == "pass"
     assert len(outcome) == len(results)
+
+
+POOR = """
+import dataclasses
+from polydraft import hookimpl, reference
+from polydraft.errors import DeviceError
+from polydraft.reference import polydraft_graph_capture, polydraft_init_forward_meta, polydraft_kernels
+
+
+@hookimpl
+def polydraft_backend_info():
+    info = reference.polydraft_backend_info("queued")
+    return dataclasses.replace(info, name="poor", devices=("queued",))
+
+
+@hookimpl
+def polydraft_open_device(spec, options):
+    if not options.allow_cpu_fallback:
+        raise DeviceError("device poor:0 has no kernel of 'add'; write one")
+    device = reference.polydraft_open_device(spec, options)
+    device.withdrawn = {"graph_capture": "device poor:0 captured nothing"}
+    return device
+"""
+
+
+@pytest.fixture
+def poor(tmp_path: Path) -> tuple[str, ...]:
+    """A backend that declares graphs, on a device without any that computes only with the fallback."""
+    file = tmp_path / "poor.py"
+    file.write_text(POOR)
+    return "poor", "--plugin", str(file), "--device", "queued"
+
+
+def test_what_a_device_lacks_is_not_claimed_and_the_report_says_why(conform: Callable[..., Answer], poor: tuple[str, ...]):
+    answer = conform(*poor, "--level", "L0", "--allow-cpu-fallback", "--json")
+    assert answer.status == 0
+    outcome = {result["id"]: (result["outcome"], result["message"]) for result in answer.json["results"]}
+    assert outcome["L0/capture-facility"] == ("unsupported", "device poor:0 captured nothing")
+    assert outcome["L0/undeclared-is-refused"][0] == "pass", "an engine with graphs is one of them"
+    assert outcome["L0/identity"][0] == "pass"
+    backend = answer.json["backend"]
+    assert backend["withdrawn"] == {"graph_capture": "device poor:0 captured nothing"}
+    assert (backend["capabilities"]["graph_capture"], "graph_capture" in answer.json["not_claimed"]) == (False, True)
+    assert answer.json["claim"]["allow_cpu_fallback"]
+
+
+@pytest.mark.usefixtures("one_process")
+def test_a_level_of_graphs_proves_nothing_on_a_device_without(conform: Callable[..., Answer], poor: tuple[str, ...]):
+    answer = conform(*poor, "--level", "L3", "--allow-cpu-fallback", "--json")
+    assert (answer.status, {result["outcome"] for result in answer.json["results"]}) == (4, {"unsupported"})
+
+
+@pytest.mark.usefixtures("one_process")
+def test_the_fallback_is_allowed_where_the_command_says_so(conform: Callable[..., Answer], poor: tuple[str, ...]):
+    refused = conform(*poor, "--level", "L1")
+    assert (refused.status, refused.err) == (1, "polydraft: device poor:0 has no kernel of 'add'; write one\n")
+    failing = conform(*poor, "--contract", "swiglu", "--allow-cpu-fallback")
+    assert (failing.status, "--contract swiglu --allow-cpu-fallback" in failing.out) == (0, True)
+    for other in ("--prove", "--enable-variants"):
+        answer = conform(*poor, "--allow-cpu-fallback", other)
+        assert answer.status == 2
+        assert "hold the device's own kernels; leave --allow-cpu-fallback out" in answer.err

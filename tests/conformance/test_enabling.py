@@ -12,6 +12,7 @@ from polydraft.conformance.enabling import Trial, enable
 from polydraft.errors import ContractError
 from polydraft.plugins import variants
 from polydraft.plugins.plugins import Plugins
+from polydraft.reference.queued import QueuedDevice
 from tests.conformance.test_command import conform  # noqa: F401  a fixture
 from tests.support.variants import Chip
 
@@ -82,3 +83,12 @@ def test_variants_that_fail_together_are_all_off(tmp_path: Path, monkeypatch: py
     trials = enable("chip", limit_s=60, levels=())
     assert [one.sentence for one in trials.judgements] == ["together with chip-good, chip-other: L5: they differ"] * 2
     assert used() == []
+
+
+@pytest.mark.usefixtures("one_process")
+def test_graphs_are_not_asked_of_a_variant_on_a_device_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The backend declares them, and every check of them is left out there."""
+    Chip(tmp_path, monkeypatch, ("good",), "polydraft.reference")
+    monkeypatch.setattr(QueuedDevice, "withdrawn", {"graph_capture": "it captured nothing"}, raising=False)
+    (judgement,) = enable("chip", device="queued", limit_s=60, levels=("L3",)).judgements
+    assert (judgement.passed, judgement.sentence.partition(" ")[2]) == (True, "checks passed"), judgement.sentence

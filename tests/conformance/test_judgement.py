@@ -9,6 +9,7 @@ import copy
 import dataclasses
 import hashlib
 import json
+import re
 import sys
 from collections.abc import Callable
 from datetime import date, datetime, timezone
@@ -37,6 +38,7 @@ from polydraft.conformance.outcomes import (
     Result,
     as_result,
 )
+from polydraft.conformance.pages import page
 from polydraft.conformance.report import Selection, conform, digest_of, make, verify, with_causes
 from polydraft.conformance.target import Target, wrap
 from polydraft.conformance.verdict import Verdict, judge, standings
@@ -373,7 +375,7 @@ def test_what_a_report_holds():
     assert (content["spec"], content["kit"]) == ("1.0", {"version": __version__, "lists": lists_digest()})
     assert content["claim"] == {
         "profile": "basic", "level": "", "contract": "", "case": "", "seed": None, "deep": False, "check": "", "features": [],
-        "complete": True,
+        "allow_cpu_fallback": False, "complete": True,
     }  # fmt: skip
     assert (content["command"], content["begun"]) == (["polydraft", "conform", "reference"], "2026-11-21T12:30:05+00:00")
     assert content["seconds"] == 1.235
@@ -502,7 +504,7 @@ def test_a_run_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch):
 
     def run(backend: str, **options: Any) -> Any:
         asked.update(options, backend=backend)
-        return list(PASSED), dict(OWN)
+        return isolation.Watched(list(PASSED), dict(OWN), {"graph_capture": "it captured nothing"})
 
     monkeypatch.setattr(isolation, "run", run)
 
@@ -511,6 +513,7 @@ def test_a_run_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch):
 
     seen = conform("reference", device="cpu", limit_s=5.0, listen=listen)
     assert (seen.status, seen.content["owners"]) == (0, OWN)
+    assert seen.content["backend"]["withdrawn"] == {"graph_capture": "it captured nothing"}
     assert asked == {
         "backend": "reference", "device": "cpu", "files": (), "packs": (), "selection": Selection(), "limit_s": 5.0,
         "listen": listen,
@@ -524,7 +527,7 @@ def test_a_run_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch):
 
 def test_waivers_are_applied_behind_the_run(monkeypatch: pytest.MonkeyPatch):
     version = Target("reference").info.version
-    monkeypatch.setattr(isolation, "run", lambda *given, **options: (other(3, "fail", message="no"), dict(OWN)))
+    monkeypatch.setattr(isolation, "run", lambda *given, **options: isolation.Watched(other(3, "fail", message="no"), dict(OWN)))
     known = Waiver(PASSED[3].id, "known", "https://example.org/1", "9999-12-31", (version,))
     holds = conform("reference", limit_s=1.0, waivers=[known])
     assert holds.status == 0
@@ -629,6 +632,35 @@ def test_operations_that_leave_the_device_fail_the_claim():
     assert nothing["status"] == 4, "what else is wrong counts first"
 
 
+def test_what_may_leave_the_device_is_part_of_the_claim():
+    allowed = Selection(allow_cpu_fallback=True)
+
+    def claimed(operations: dict[str, list[str]], problem: str = "", asked: bool = True) -> tuple[int, str]:
+        target = Target("reference", allow_cpu_fallback=True)
+        target.owners = dict(OWN)
+        left = {"asked": asked, "operations": operations, "problem": problem}
+        content = make(target, allowed, list(PASSED), off_device=left).content
+        assert content["claim"]["allow_cpu_fallback"]
+        assert verify(content) == []
+        return content["verdict"]["status"], content["verdict"]["sentence"].rpartition("; ")[2]
+
+    assert claimed({"linear": ["matmul", "cast"], "": ["copy"]}) == (0, "with 3 operations on the CPU")
+    assert claimed({}) == (0, "with no operation on the CPU, which was allowed")
+    assert claimed({}, "the process died") == (1, "the process died")
+    assert "on the CPU" not in claimed({}, asked=False)[1]
+
+
+def test_the_page_says_what_left_the_device_or_that_nobody_knows():
+    def said(operations: dict[str, list[str]], problem: str = "") -> str:
+        left = {"asked": True, "operations": operations, "problem": problem}
+        text = page(make(Target("reference"), Selection(), list(PASSED), off_device=left))
+        return re.search("^operations that leave the device for the CPU: (.*)$", text, re.MULTILINE)[1]  # type: ignore[index]
+
+    assert said({}) == "none"
+    assert said({"linear": ["matmul", "cast"], "": ["copy"]}) == "3"
+    assert said({}, "the process died (SIGSEGV)") == "not known: the process died (SIGSEGV)"
+
+
 def test_nothing_leaves_or_nobody_says():
     assert (leaving({})["verdict"]["status"], leaving({})["off_device"]["problem"]) == (0, "")
     assert (leaving(None)["verdict"]["status"], "off_device" in leaving(None)) == (0, False)
@@ -642,7 +674,7 @@ def test_a_whole_run_asks_what_leaves_its_device(monkeypatch: pytest.MonkeyPatch
         return {"operations": {"linear": ["matmul"]}, "problem": ""}
 
     monkeypatch.setattr(Plugins, "off_device", off_device)
-    monkeypatch.setattr(isolation, "run", lambda *given, **options: (list(PASSED), dict(OWN)))
+    monkeypatch.setattr(isolation, "run", lambda *given, **options: isolation.Watched(list(PASSED), dict(OWN)))
     assert conform("reference", limit_s=1.0).status == 1
     assert conform("reference", limit_s=1.0, selection=Selection("full")).status == 1
     assert asked == ["", "queued"], "of the device that was tested"

@@ -12,15 +12,16 @@ import pytest
 
 from polydraft import LLM, SamplingParams, reference
 from polydraft.backend import DeviceOptions, StepMeta
+from polydraft.cli import doctor
 from polydraft.errors import CapabilityError, CheckpointError, ConfigError, DeviceError, PluginError
 from polydraft.instruments.allocations import Allocations
 from polydraft.instruments.sanitize import Sanitizer
 from polydraft.models.family import Family
-from polydraft.plugins.plugins import Plugins
+from polydraft.plugins.plugins import Plugins, survey, visible_devices
 from polydraft.program.plan import StepOutcome, StepPlan
 from polydraft.proposers.none import NoProposer
 from tests.support import tiny
-from tests.support.plugin_doubles import backend, pack_kernels
+from tests.support.plugin_doubles import Packages, backend, pack_kernels
 
 MODEL = str(tiny.checkpoint("narrow"))
 PROMPTS = [[3, 5, 7], [11, 2]]
@@ -213,6 +214,67 @@ def test_polydraft_off_device():
     assert away.off_device("cpu:0")["asked"] is False
     with pytest.raises(PluginError, match="polydraft_off_device returned a list, wanted a Mapping"):
         Plugins.load(backend(polydraft_off_device=lambda spec: ["argsort"])).off_device("")
+
+
+def test_polydraft_visible_devices(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    source = (
+        "from polydraft import hookimpl\nfrom polydraft.errors import DeviceError\nfrom polydraft.reference import *\n"
+        "import dataclasses\nfrom polydraft import reference\n"
+        "@hookimpl\ndef polydraft_backend_info():\n"
+        "    return dataclasses.replace(reference.polydraft_backend_info(''), name='seer', devices=('cpu',))\n"
+        "@hookimpl\ndef polydraft_visible_devices():\n    {answer}\n"
+    )
+    found = []
+    for answer in ("return ('chip:0', 'cpu')", "raise DeviceError('the driver is gone; load it')", "return {'chip:0'}"):
+        with monkeypatch.context() as patch:
+            (tmp_path / answer[7:11]).mkdir()
+            packages = Packages(tmp_path / answer[7:11], patch)
+            packages.install("seer", source.format(answer=answer), backends="seer = seer")
+            row = doctor._backend(next(one for one in survey() if one.name == "seer"), ())
+            found.append((row["devices"], [note.partition(",")[0] for note in row["notes"]]))
+    assert found == [
+        (["cpu", "chip:0"], []),
+        (["cpu"], ["the driver is gone; load it"]),
+        (["cpu"], ["plugin 'seer': polydraft_visible_devices returned a set"]),
+    ]
+    assert visible_devices("reference") == (), "a backend that looks for none"
+
+
+def without_graphs(withdrawn: dict[str, str]) -> tuple[ModuleType, list[Any]]:
+    """A backend that declares graphs, on devices that take capabilities back, and the devices that it opened."""
+    opened: list[Any] = []
+
+    def polydraft_open_device(spec: str, options: DeviceOptions) -> Any:
+        device: Any = reference.polydraft_open_device(spec, options)
+        device.withdrawn = withdrawn
+        opened.append(device)
+        return device
+
+    def polydraft_graph_capture(device: Any) -> Any:
+        raise AssertionError("nobody may ask for graphs here")
+
+    hooks = {"polydraft_open_device": polydraft_open_device, "polydraft_graph_capture": polydraft_graph_capture}
+    return backend(changes={"graph_capture": True}, **hooks), opened
+
+
+def test_an_open_device_takes_back_what_its_backend_declares():
+    double, opened = without_graphs({"graph_capture": "chip:0 captured nothing"})
+    llm = LLM(model=MODEL, backend="reference", plugin=double)
+    assert (llm.engine.resolved.graph, llm.engine.info.capabilities.graph_capture) == ("off", False)
+    assert generate(llm) == generate(LLM(model=MODEL, backend="reference"))
+    llm.engine.close()
+    with pytest.raises(CapabilityError, match="--graph decode: chip:0 captured nothing; use --graph off"):
+        LLM(model=MODEL, backend="reference", plugin=double, graph="decode")
+    with pytest.raises(DeviceError, match="closed"):
+        opened[-1].empty("buffer", (1,), "f32")
+
+
+@pytest.mark.parametrize("withdrawn", [{"graphs": "no"}, {"max_seqs": "few"}, {"asynchronous": "no"}, {"graph_capture": ""}])
+def test_a_device_takes_back_only_what_is_declared_and_says_why(withdrawn: dict[str, str]):
+    name, why = next(iter(withdrawn.items()))
+    double, _ = without_graphs(withdrawn)
+    with pytest.raises(PluginError, match=f"its device withdraws {name!r} for the reason {why!r}, wanted a capability that it"):
+        LLM(model=MODEL, backend="reference", plugin=double)
 
 
 def test_polydraft_proposers(tmp_path: Path):

@@ -64,6 +64,20 @@ def test_defaults_of_a_synchronous_backend():
     assert (limits.max_rows, limits.vocab_size, limits.max_stop_tokens) == (512, 40, 16)
 
 
+def test_graphs_are_off_where_they_would_miss_something():
+    chip = info("chip", graph_capture=True)
+    assert (run(backend=chip).graph, run(backend=chip, graph="decode", allow_cpu_fallback=True).graph) == ("decode", "decode")
+    straying = run(backend=chip, allow_cpu_fallback=True)
+    lacking = run(backend=chip.without({"graph_capture": "chip:0 captured nothing"}))
+    off = "every launch is enqueued by the host"
+    assert (straying.graph, lacking.graph, run().graph) == ("off", "off", "off")
+    assert [reason(one, "graph") for one in (straying, lacking, run())] == [
+        f"{off}: what may run on the CPU is in no graph; --graph decode captures where nothing does",
+        f"{off}: chip:0 captured nothing",
+        f"{off}: backend chip does not declare graph_capture",
+    ]
+
+
 def test_what_was_asked_for_is_marked_and_taken():
     wishes: dict[str, Any] = {
         "device": "cpu:1", "draft_tokens": 5, "proposer": "mtp", "verify": "greedy", "max_num_seqs": 3, "max_model_len": 100,
@@ -316,6 +330,10 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
         "--max-batched-tokens 31: 8 windows of 4 need 32 rows a step; raise it or lower --max-num-seqs or --draft-tokens",
     ),
     "graph": ({"graph": "decode"}, "--graph decode: backend chip does not declare graph_capture; use --graph off"),
+    "graphs that the open device lacks": (
+        {"graph": "decode", "backend": info("chip", graph_capture=True).without({"graph_capture": "chip:0 captured nothing"})},
+        "--graph decode: chip:0 captured nothing; use --graph off",
+    ),
     "sizes without graphs": ({"graph_sizes": (4,)}, "--graph-sizes 4 without graphs; add --graph decode or prefill"),
     "sizes": (
         {"graph": "decode", "graph_sizes": (4, 9, 0), "backend": info("chip", graph_capture=True)},

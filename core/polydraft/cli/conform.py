@@ -76,6 +76,9 @@ Exit statuses: 0 the claim holds, 1 it fails, 2 bad usage, 3 the kit failed,
 )
 @click.option("--plugin", "plugins", multiple=True, metavar="FILE", help="Load a plugin from a file or module; repeatable.")
 @click.option("--kernels", type=names, default=(), metavar="PACK,...", help="Kernel packs laid over BACKEND, first wins.")
+@click.option(
+    "--allow-cpu-fallback", is_flag=True, help="What the device has no kernel for may run on the CPU; the claim says what did."
+)
 @click.option("--waivers", type=click.Path(path_type=Path), default=None, metavar="FILE", help="Known failures, as JSON.")
 @click.option(
     "--timeout", type=click.FloatRange(0, min_open=True), default=None, metavar="S", help="Seconds that one check may take."
@@ -105,6 +108,7 @@ def command(
     matrix: tuple[str, ...],
     plugins: tuple[str, ...],
     kernels: tuple[str, ...],
+    allow_cpu_fallback: bool,
     waivers: Path | None,
     timeout: float | None,
     out: Path | None,
@@ -120,7 +124,7 @@ def command(
     from polydraft.conformance.report import Selection
 
     wanted = tuple(dict.fromkeys(name for several in features for name in several))
-    selection = Selection(profile, level or "", contract, case, seed, deep, check, wanted)
+    selection = Selection(profile, level or "", contract, case, seed, deep, check, wanted, allow_cpu_fallback)
     limit = timeout or (DEEP_LIMIT_S if deep else LIMIT_S)
     if matrix:
         if backend or device or prove or waivers or enable_variants:
@@ -130,6 +134,8 @@ def command(
         return _matrix(matrix, selection, plugins=plugins, kernels=kernels, limit_s=limit, out=out, as_json=as_json)
     if backend is None:
         raise click.UsageError("there is no BACKEND, wanted a name (polydraft doctor lists them) or --matrix NAME,NAME")
+    if allow_cpu_fallback and (prove or enable_variants):
+        raise click.UsageError("--prove and --enable-variants hold the device's own kernels; leave --allow-cpu-fallback out")
     if enable_variants and (prove or kernels or plugins or waivers or not selection.complete):
         raise click.UsageError("--enable-variants runs what each variant needs; name BACKEND and --device alone beside it")
     _check_backend(backend, plugins, kernels, limit)

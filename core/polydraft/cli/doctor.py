@@ -1,7 +1,7 @@
 """The command `polydraft doctor`: what is installed, what each backend can do, and what prevents it from working.
 
-It asks for identities only, so it loads no framework and opens no device unless kernel packs or a probe are named. A broken
-plugin does not make it fail: showing that is its purpose.
+It asks for identities and for the devices that are visible, so it loads no framework in this process and opens no device unless
+kernel packs or a probe are named. A broken plugin does not make it fail: showing that is its purpose.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import click
 from polydraft.cli.options import common, names
 
 if TYPE_CHECKING:
+    from polydraft.backend import BackendInfo
     from polydraft.plugins.plugins import Found
 
 SCHEMA = "polydraft.doctor/1"
@@ -79,6 +80,7 @@ def _backend(found: Found, packs: Sequence[str]) -> dict[str, Any]:
     info, every = found.info, REGISTRY.names()
     have = set(info.contract_versions) if info else set()
     overrides, misfit = _overrides(found.name, packs) if info and info.available and packs else ([], "")
+    devices, problem = _devices(info) if info else ([], "")
     return {
         "name": found.name,
         "version": info.version if info else None,
@@ -89,8 +91,8 @@ def _backend(found: Found, packs: Sequence[str]) -> dict[str, Any]:
         "available": bool(info and info.available),
         "reason": info.reason if info else found.problem,
         "device_pattern": info.device_pattern if info else None,
-        "devices": list(info.devices) if info else [],
-        "notes": list(info.notes) if info else [],
+        "devices": devices,
+        "notes": [*(info.notes if info else ()), *([problem] if problem else [])],
         "capabilities": info.capabilities.describe() if info else None,
         "contracts": {
             "implemented": [name for name in every if name in have],
@@ -103,6 +105,18 @@ def _backend(found: Found, packs: Sequence[str]) -> dict[str, Any]:
         "evidence": info.evidence if info else None,
         "evidence_on": info.evidence_on if info else None,
     }
+
+
+def _devices(info: BackendInfo) -> tuple[list[str], str]:
+    """The devices that a backend has in any case and those that it sees now, or why those are not known."""
+    from polydraft.errors import PolydraftError
+    from polydraft.plugins.plugins import visible_devices
+
+    try:
+        found = visible_devices(info.name) if info.available else ()
+    except PolydraftError as error:
+        return list(info.devices), str(error)
+    return list(dict.fromkeys((*info.devices, *found))), ""
 
 
 def _overrides(backend: str, packs: Sequence[str]) -> tuple[list[dict[str, str]], str]:

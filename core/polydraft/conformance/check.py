@@ -6,10 +6,9 @@ outcome: a wrong comparison, an exception and an empty tally are distinguished h
 
 from __future__ import annotations
 
-import dataclasses
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -153,10 +152,9 @@ class Check:
         return "pass", ""
 
     def _lacking(self, target: Target) -> tuple[Outcome, str] | None:
-        declared: Mapping[str, Any] = dataclasses.asdict(target.info.capabilities)
         for capability in self.needs:
-            if not declared[capability]:
-                return "unsupported", f"capability {capability} is not declared"
+            if not getattr(target.info.capabilities, capability):
+                return "unsupported", target.info.withdrawn.get(capability) or f"capability {capability} is not declared"
         if self.kernel and self.kernel not in target.offered:
             if self.optional or "dense" not in self.features:
                 return "unsupported", f"{self.kernel} is not offered"

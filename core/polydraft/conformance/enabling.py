@@ -17,7 +17,7 @@ from polydraft.backend import Variant
 from polydraft.conformance import isolation
 from polydraft.conformance.catalogue import lists_digest
 from polydraft.conformance.outcomes import FAILS, HOLDS, NOTHING
-from polydraft.conformance.report import Listen, Selection
+from polydraft.conformance.report import RESTS_ON, Listen, Selection
 from polydraft.conformance.verdict import judge
 from polydraft.errors import ContractError, PolydraftError
 from polydraft.plugins.plugins import Plugins, variant_digests
@@ -95,10 +95,13 @@ class Trial:
         nothing did, and how many checks passed."""
         passed = 0
         for selection in selections:
-            results, _ = isolation.run(
+            seen = isolation.run(
                 self.backend, device=self.device, files=(), packs=packs, variants=False, selection=selection,
                 limit_s=self.limit_s, listen=self.listen, most_deaths=1,
             )  # fmt: skip
+            if any(capability in seen.withdrawn for capability in RESTS_ON.get(selection.level, ())):
+                continue
+            results = seen.results
             verdict = judge(results, {}, profile="full", complete=False)
             passed += sum(result.outcome == "pass" for result in results)
             if verdict.status != HOLDS:
@@ -120,8 +123,8 @@ def enable(
             f"backend {backend} says nothing of its device, driver and library (BackendInfo.runs_with), so what its variants "
             "come to here could never be recognised as out of date; let it say so"
         )
-    offered = {"L3": info.capabilities.graph_capture, "L4": info.capabilities.asynchronous}
-    trial = Trial(backend, device, limit_s, tuple(level for level in levels if offered.get(level, True)), listen)
+    shown = [one for one in levels if all(getattr(info.capabilities, name) for name in RESTS_ON.get(one, ()))]
+    trial = Trial(backend, device, limit_s, tuple(shown), listen)
     found = [_tried(trial, plugins, variant) for variant in info.variants]
     passed = [one.variant for one in found if one.passed]
     if len(passed) > 1:

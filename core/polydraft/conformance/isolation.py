@@ -45,6 +45,8 @@ class Watched:
 
     results: list[Result] = field(default_factory=list)
     owners: dict[str, str] = field(default_factory=dict)
+    withdrawn: dict[str, str] = field(default_factory=dict)
+    """Capabilities that the device was found to lack when it was opened."""
     running: str = ""
     """Id of the check that has begun and not ended."""
     finished: bool = False
@@ -61,7 +63,8 @@ class Watched:
             if listen is not None:
                 listen(self.results[-1])
         else:
-            self.owners, self.finished = line["owners"] or self.owners, line["finished"]
+            self.owners, self.withdrawn = line["owners"] or self.owners, line["withdrawn"] or self.withdrawn
+            self.finished = line["finished"]
 
     def lost(self, why: str, seconds: float) -> None:
         """A child was lost in the check that is running (or, before the first, in loading the backend)."""
@@ -80,10 +83,9 @@ def run(
     limit_s: float,
     listen: Callable[[Result], None] | None = None,
     most_deaths: int = MOST_DEATHS,
-) -> tuple[list[Result], dict[str, str]]:
-    """Run the selection in children; returns results in order, and owners. `variants`: whether those of the backend that have
-    passed are in use; `limit_s`: seconds that one check may take. Raises `DeviceError` where a device was named that cannot be
-    opened."""
+) -> Watched:
+    """Run the selection in children; returns what they reported. `variants`: whether those of the backend that have passed are in
+    use; `limit_s`: seconds that one check may take. Raises `DeviceError` where a device was named that cannot be opened."""
     watched = Watched()
     with tempfile.TemporaryDirectory(prefix="polydraft-conform-") as folder:
         for number in range(most_deaths):
@@ -92,7 +94,7 @@ def run(
             done = [result.id for result in watched.results]
             job = {
                 "backend": backend, "device": device, "files": list(files), "packs": list(packs), "selection": asdict(selection),
-                "done": done, "variants": variants,
+                "done": done, "variants": variants, "withdrawn": watched.withdrawn,
             }  # fmt: skip
             command = [sys.executable, "-m", "polydraft.conformance.isolation", str(lines), json.dumps(job)]
             with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL) as child:  # noqa: S603
@@ -102,7 +104,7 @@ def run(
                     child.kill()
             if watched.finished:
                 break
-    return watched.results, watched.owners
+    return watched
 
 
 def _watch(
@@ -159,20 +161,22 @@ def _child(out: TextIO, job: Mapping[str, Any]) -> None:
         out.flush()
 
     taken = ("backend", "device", "files", "packs", "variants")
-    target = Target(**{name: job[name] for name in taken})
+    selection = Selection(**job["selection"])
+    target = Target(**{name: job[name] for name in taken}, allow_cpu_fallback=selection.allow_cpu_fallback)
+    target.withdrawn = job["withdrawn"]
     if not job["done"]:  # a device that a check has lost fails the checks behind it
         try:
             target.refuse_unopenable()
         except DeviceError as error:
             tell({"refused": str(error)})
             return
-    for check in Selection(**job["selection"]).checks():
+    for check in selection.checks():
         if check.id not in job["done"]:
             tell({"begin": check.id})
             tell({"result": asdict(with_causes(check.result(target), target))})
-            if target.owners:
-                tell({"owners": dict(target.owners), "finished": False})
-    tell({"owners": dict(target.owners), "finished": True})
+            if target.owners or target.withdrawn:
+                tell({"owners": dict(target.owners), "withdrawn": dict(target.withdrawn), "finished": False})
+    tell({"owners": dict(target.owners), "withdrawn": dict(target.withdrawn), "finished": True})
 
 
 if __name__ == "__main__":

@@ -52,7 +52,7 @@ def _identity(target: Target, tally: Tally) -> None:
         said = re.fullmatch(r".+, \d{4}-\d{2}-\d{2}", info.evidence_on) is not None
         tally.true(f"evidence_on has a device and a day (DEVICE, YYYY-MM-DD), got {info.evidence_on!r}", said)
     tally.equal("available (reason: " + (info.reason or "none") + ")", info.available, True)
-    again = target.plugins.info_on(target.device_spec)
+    again = target.plugins.info_on(target.device_spec).without(info.withdrawn)
     tally.true(f"backend_info is the same when asked again, got another one from {loaded.origin}", again == info)
 
 

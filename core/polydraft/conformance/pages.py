@@ -43,8 +43,10 @@ def page(report: Report) -> str:
     near = sum(result.near_ties for result in report.results)
     lines += ["", f"tolerated near-ties: {near} (texts that differ behind a choice closer than their dtype can tell)"]
     if content.get("off_device", {}).get("asked"):
-        count = sum(map(len, content["off_device"]["operations"].values()))
-        lines += ["", f"operations that leave the device for the CPU: {count or 'none'}"]
+        left = content["off_device"]
+        count = sum(map(len, left["operations"].values())) or "none"
+        found = f"not known: {left['problem']}" if left["problem"] else count
+        lines += ["", f"operations that leave the device for the CPU: {found}"]
     if content["not_claimed"]:
         lines += ["", f"capabilities not declared: {', '.join(content['not_claimed'])}"]
     if verdict["problems"]:

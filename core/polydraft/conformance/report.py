@@ -61,6 +61,8 @@ class Selection:
     """Id of one check."""
     features: tuple[str, ...] = ()
     """What is claimed, with all that it rests on; whatever the backend has all of where nothing is named."""
+    allow_cpu_fallback: bool = False
+    """What the device has no kernel for may run on the CPU; a claim then says what did."""
 
     @property
     def complete(self) -> bool:
@@ -176,15 +178,18 @@ def conform(
     a crash or a hang is then a failed check. Otherwise checks run here."""
     selection = selection or Selection()
     checks = selection.checks()
-    target = Target(backend, device=device, files=files, packs=packs, wants=selection.wants)
+    target = Target(
+        backend, device=device, files=files, packs=packs, wants=selection.wants, allow_cpu_fallback=selection.allow_cpu_fallback
+    )
     start, begun = time.perf_counter(), datetime.now(timezone.utc)
     results: list[Result] = []
     if target.info.available and limit_s is not None and isinstance(backend, str):
         from polydraft.conformance import isolation
 
-        results, target.owners = isolation.run(
+        seen = isolation.run(
             backend, device=target.device_spec, files=files, packs=packs, selection=selection, limit_s=limit_s, listen=listen
         )
+        results, target.owners, target.withdrawn = seen.results, seen.owners, seen.withdrawn
     elif target.info.available:
         target.refuse_unopenable()
         for check in checks:
@@ -252,6 +257,7 @@ def make(
             "available": info.available, "reason": info.reason,
             "device": target.device_spec or (info.devices[0] if info.devices else ""), "capabilities": declared,
             "contracts": dict(info.contract_versions), "runs_with": dict(info.runs_with), "device_reason": target.device_reason,
+            "withdrawn": dict(info.withdrawn),
         },
         "packs": [pack.report() for pack in (*target.plugins.packs, *target.plugins.variants)],
         "machine": {"python": platform.python_version(), "platform": platform.platform(), "numpy": np.__version__},
@@ -297,9 +303,13 @@ def _bounded(content: Mapping[str, Any], verdict: Verdict) -> Verdict:
 
 
 def _staying(content: Mapping[str, Any], verdict: Verdict) -> Verdict:
-    """A backend whose operations leave the device claims nothing for the device."""
+    """A backend whose operations leave the device claims nothing for it, unless that was allowed: then the claim says so."""
     left = content.get("off_device", {"operations": {}, "problem": ""})
     names = [f"{operation} ({contract or 'loading'})" for contract, found in left["operations"].items() for operation in found]
+    allowed = content["claim"].get("allow_cpu_fallback", False)
+    if allowed and left.get("asked") and not left["problem"]:
+        some = f"with {len(names)} operations on the CPU" if names else "with no operation on the CPU, which was allowed"
+        return Verdict(verdict.status, f"{verdict.sentence}; {some}", verdict.problems)
     problem = left["problem"] or (f"operations leave the device for the CPU: {', '.join(names)}" if names else "")
     if not problem:
         return verdict

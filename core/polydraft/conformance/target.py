@@ -43,7 +43,8 @@ class Opened:
 
 class Target:
     """A backend under test. `device` is what `--device` says, `files` what `--plugin` names, `packs` what `--kernels` does.
-    Variants of the backend that have passed on this device are in use, as for a user, unless `variants` is off.
+    Variants of the backend that have passed on this device are in use, as for a user, unless `variants` is off; with
+    `allow_cpu_fallback` what the device has no kernel for may run on the CPU.
 
     Where no device is named it is the backend's default, or, if that does not declare the capabilities that a test `wants`, the
     first of the backend's devices that does; `device_reason` then says so.
@@ -59,6 +60,7 @@ class Target:
         packs: Sequence[str] = (),
         variants: bool = True,
         wants: Sequence[str] = (),
+        allow_cpu_fallback: bool = False,
     ) -> None:
         self.plugins = Plugins.load(backend, files=files, packs=packs, device=device, variants=variants)
         self.device_reason = ""
@@ -66,14 +68,17 @@ class Target:
             self.device_reason = f"none was named, and it is the first that declares {' and '.join(wants)}"
             self.plugins = Plugins.load(backend, files=files, packs=packs, device=device, variants=variants)
         self.device_spec, self.files, self.packs, self.uses_variants = device, tuple(files), tuple(packs), variants
+        self.allow_cpu_fallback = allow_cpu_fallback
         self.owners: dict[str, str] = {}
         """Whose code each offered kernel runs in (`outcomes.Ownership`); filled by level L0."""
+        self.withdrawn: Mapping[str, str] = {}
+        """Capabilities that the device was found to lack when it was opened (`BackendInfo.withdrawn`)."""
         self._kept: tuple[object, Opened] | None = None
 
     @property
     def info(self) -> BackendInfo:
-        """The backend's identity."""
-        return self.plugins.info()
+        """The backend's identity, less what its device was found to lack."""
+        return self.plugins.info().without(self.withdrawn)
 
     @property
     def plugin(self) -> object:
@@ -85,6 +90,7 @@ class Target:
         """The command that runs the kit on it again, to which a selection can be added."""
         options = {"--device": (self.device_spec,), "--plugin": self.files, "--kernels": (",".join(self.packs),)}
         given = [f"{option} {shlex.quote(value)}" for option, values in options.items() for value in values if value]
+        given += ["--allow-cpu-fallback"] if self.allow_cpu_fallback else []
         return " ".join(["polydraft conform", self.info.name, *given])
 
     @cached_property
@@ -103,9 +109,14 @@ class Target:
 
     def open(self, *, dtype: str = "", row_invariant: bool = False) -> Opened:
         """Open a fresh device."""
-        options = DeviceOptions(dtype or self.info.capabilities.dtypes[0], row_invariant)
-        device = self.plugins.open_device(self.device_spec, options)
+        device = self._open(dtype, row_invariant)
         return Opened(device, self.plugins.kernels(device), self.plugins.init_forward_meta)
+
+    def _open(self, dtype: str = "", row_invariant: bool = False) -> Device:
+        options = DeviceOptions(dtype or self.info.capabilities.dtypes[0], row_invariant, self.allow_cpu_fallback)
+        device = self.plugins.open_device(self.device_spec, options)
+        self.withdrawn = self.plugins.info_of(device).withdrawn
+        return device
 
     def refuse_unopenable(self) -> None:
         """Raise `DeviceError` where a device was named that cannot be opened: no check could say anything of the backend then. A
@@ -113,7 +124,7 @@ class Target:
         if not self.device_spec:
             return
         try:
-            self.plugins.open_device(self.device_spec, DeviceOptions(self.info.capabilities.dtypes[0])).close()
+            self._open().close()
         except (DeviceError, ConfigError) as error:
             raise DeviceError(str(error)) from error
 
@@ -148,6 +159,7 @@ class Target:
         given = {"invariant": self.info.capabilities.row_invariant, "device": self.device_spec, "kernels": self.packs, **options}
         given.setdefault("plugins", files)
         given.setdefault("variants", "auto" if self.uses_variants else "off")
+        given.setdefault("allow_cpu_fallback", self.allow_cpu_fallback)
         config = EngineConfig(model=str(checkpoint(model=model)), **given)
         engine = Engine(
             config, backend=self.plugin if plugin is None else plugin, features=features, instruments=instruments,

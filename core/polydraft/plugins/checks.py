@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FunctionType, MethodType
@@ -192,6 +192,7 @@ ANSWERS: Final[Mapping[str, type]] = {
     "polydraft_open_device": Device,
     "polydraft_graph_capture": GraphCapture,
     "polydraft_init_forward_meta": ForwardMeta,
+    "polydraft_visible_devices": Sequence,
     "polydraft_off_device": Mapping,
 }
 """What the backend returns, by hook. Kernels depend on the role; every other hook returns an iterable."""
@@ -393,6 +394,17 @@ def check_info(name: str, have: Collection[str], info: BackendInfo) -> BackendIn
             "forward_meta; correct the names"
         )
     return info
+
+
+def check_withdrawn(name: str, info: BackendInfo, withdrawn: Mapping[str, str]) -> None:
+    """What an open device takes back is a capability that is declared there, and it says why."""
+    declared = info.capabilities.describe()
+    for capability, reason in withdrawn.items():
+        if declared.get(capability) is not True or not reason:
+            raise PluginError(
+                f"plugin {name!r}: its device withdraws {capability!r} for the reason {reason!r}, wanted a capability that it "
+                "declares as true, and why it lacks it; correct it"
+            )
 
 
 def check_claims(name: str, info: BackendInfo, table: KernelTable) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 from polydraft import hooks
 from polydraft.backend import BackendInfo, DeviceOptions, ForwardMeta, KernelTable, PassBuffers
 from polydraft.contracts.base import Limits
-from polydraft.device import Device, GraphCapture
+from polydraft.device import Device, GraphCapture, withdrawn
 from polydraft.errors import DeviceError, PluginError
 from polydraft.plugins.checks import (
     BACKEND,
@@ -27,6 +27,7 @@ from polydraft.plugins.checks import (
     check_claims,
     check_result,
     check_table,
+    check_withdrawn,
 )
 from polydraft.plugins.kernel_table import BoundTable, Override, PackTable, Shadowed, lay_over
 from polydraft.plugins.loading import Loaded, digest, find, origin
@@ -43,6 +44,7 @@ __all__ = [
     "find",
     "identify",
     "survey",
+    "visible_devices",
 ]
 
 
@@ -122,6 +124,13 @@ class Plugins:
         """Open the backend's device."""
         device: Device = self.manager.hook.polydraft_open_device(spec=spec, options=options)
         return device
+
+    def info_of(self, device: Device) -> BackendInfo:
+        """The backend's identity on an open device: less what the device was found to lack. Raises `PluginError` where that is no
+        capability that can be taken back."""
+        found = withdrawn(device)
+        check_withdrawn(self.backend.name, self.identity, found)
+        return self.identity.without(found)
 
     def kernels(self, device: Device) -> BoundTable:
         """The backend's table with the packs laid over it, first wins, and beneath them the variants that are used. Raises
@@ -258,3 +267,10 @@ def survey() -> Iterator[Found]:
             yield Found(name, where, identify(one), digest=one.digest)
         except PluginError as error:
             yield Found(name, where, None, str(error))
+
+
+def visible_devices(name: str) -> tuple[str, ...]:
+    """Devices of an installed backend that can be opened now and that its identity cannot tell of; () where it looks for none.
+    Raises `DeviceError` where it cannot find out."""
+    manager, hook = Manager((Loaded.from_entry(BACKEND, name),)), "polydraft_visible_devices"
+    return tuple(manager.hook.polydraft_visible_devices()) if manager.answering(hook) else ()

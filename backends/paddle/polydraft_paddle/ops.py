@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -238,12 +239,22 @@ def scatter_rows(table: Tensor, index: Tensor, value: Tensor, valid: Tensor) -> 
     index = direct.where(valid, index, take(spare_index, repeated))
     if value.ndim == 1:
         spare = direct.where(some, take(value, first), table[:1])
-        paddle.scatter_(table, index, direct.where(valid, value, take(spare, repeated)))
+        in_place(paddle.scatter_, table, index, direct.where(valid, value, take(spare, repeated)))
         return
     wide = some.reshape([1] * value.ndim).expand([1, *value.shape[1:]])
     spare = paddle.where(wide, take(value, first), table[:1])
     mask = valid.reshape([-1] + [1] * (value.ndim - 1)).expand_as(value)
-    paddle.scatter_(table, index, paddle.where(mask, value, take(spare, repeated)))
+    in_place(paddle.scatter_, table, index, paddle.where(mask, value, take(spare, repeated)))
+
+
+def in_place(operation: Callable[..., Any], table: Tensor, *arguments: Any) -> None:
+    """Run an operation that writes in place on `table`, which lies in one piece. Where Paddle falls back to the CPU, such an
+    operation gives the tensor at hand new memory with the result, and what else looks at the old one never sees it. So a further
+    view is handed over, and copied back where it has moved; on a device that has the operation nothing is copied."""
+    view = direct.view_shape(table, table.shape)
+    operation(view, *arguments)
+    if view.data_ptr() != table.data_ptr():
+        table.copy_(view, False)
 
 
 def put(out: Tensor, value: Tensor) -> None:

@@ -45,7 +45,7 @@ def rms_norm(a: Any, n: int) -> None:
 
 def residual_add(a: Any, n: int) -> None:
     """x += y."""
-    a.x[:n].add_(a.y[:n])
+    put(a.x[:n], a.x[:n] + a.y[:n])
 
 
 def linear(a: Any, n: int) -> None:
@@ -151,7 +151,7 @@ def paged_attention(a: Any, limits: Limits, mix: Mix = mix) -> Run:
         if layout is None:
             put(a.out[:n], attend_rows(a, numbers(n, a.row_slot), n))
             return
-        a.out[:n].zero_()
+        put(a.out[:n], paddle.zeros_like(a.out[:n]))
         attend_windows(a, layout, mix)
 
     return run

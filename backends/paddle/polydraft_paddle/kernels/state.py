@@ -50,6 +50,7 @@ def scatter(a: Any, limits: Limits) -> Run:
     floats = a.payload.view("float32")
     first = First(a.runs)
     nobody = len(a.columns) * num_slots
+    written = [(i, column) for i, column in enumerate(a.columns) if column.size]  # without drafts, their column has no width
 
     def write(column: Tensor, runs: Tensor, owner: Tensor) -> None:
         """`owner` [B]: the run of each slot, -1 where there is none."""
@@ -71,7 +72,7 @@ def scatter(a: Any, limits: Limits) -> Run:
         slot = runs[:, SLOT]
         key = choose(slot >= 0, runs[:, COLUMN] * num_slots + slot, nobody)
         found = paddle.put_along_axis(constant(-1, numbers(nobody + 1, key)), key, numbers(n, key), 0)
-        for i, column in enumerate(a.columns):
+        for i, column in written:
             write(column, runs, part(found, i * num_slots, (i + 1) * num_slots))
 
     return run

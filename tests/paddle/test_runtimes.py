@@ -8,12 +8,15 @@ import importlib.metadata
 import importlib.util
 import json
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from polydraft_paddle import polydraft_backend_info, runtimes
+from polydraft_paddle.machine import runs_with
+from polydraft_paddle.visible import visible
 
 from polydraft.cli import doctor
 from polydraft.cli.doctor import examine
@@ -26,13 +29,15 @@ PADDLE = "3.3.1"
 
 
 @pytest.fixture
-def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder in which Paddle looks for runtimes instead of its own, with one for `mychip`."""
     folder = tmp_path / "paddle_custom_device"
     folder.mkdir()
     (folder / "libpaddle-mychip.so").write_bytes(b"not a library")
     monkeypatch.setenv("CUSTOM_DEVICE_ROOT", str(folder))
-    return folder
+    visible.cache_clear()
+    yield folder
+    visible.cache_clear()
 
 
 def built_for(root: Path, version: str) -> None:
@@ -51,7 +56,7 @@ def test_one_of_ours_says_what_it_was_built_for(root: Path, built: str, fits: bo
         f"the runtime of device mychip was built for Paddle {built}, but 3.3.1 is installed; build or install the runtime for "
         f"3.3.1, or remove {root / 'libpaddle-mychip.so'}"
     )
-    assert runtimes.misfits(PADDLE) == ({} if fits else {"mychip": sentence})
+    assert runtimes.misfits(PADDLE) == ({} if fits else {root / "libpaddle-mychip.so": sentence})
 
 
 @pytest.mark.parametrize(("built", "again"), [("", True), ("3.2.0", True), (PADDLE, False)])
@@ -72,7 +77,7 @@ def test_what_was_built_for_another_paddle_is_built_again(root: Path, monkeypatc
     assert runtimes.misfits(PADDLE) == {}, "the note says what it was built for"
 
 
-@pytest.mark.parametrize(("version", "fits"), [("3.3.0.post1", True), ("3.0.0", False)])
+@pytest.mark.parametrize(("version", "fits"), [("3.3.0.post1", True), ("3.0.0", False), ("0.0.1", True), ("0.0.0", True)])
 def test_a_vendors_wheel_is_judged_by_its_version(root: Path, monkeypatch: pytest.MonkeyPatch, version: str, fits: bool):
     def read_text(name: str) -> str:
         return "paddle_custom_device/libpaddle-mychip.so,sha256=x,9\n" if name == "RECORD" else ""
@@ -80,6 +85,34 @@ def test_a_vendors_wheel_is_judged_by_its_version(root: Path, monkeypatch: pytes
     wheel: Any = SimpleNamespace(metadata={"Name": "paddle_custom_mychip"}, read_text=read_text, version=version)
     monkeypatch.setattr(importlib.metadata, "distributions", lambda: [wheel])
     assert (runtimes.misfits(PADDLE) == {}) == fits
+
+
+@pytest.mark.parametrize(
+    ("name", "kinds"),
+    [
+        ("custom-cpu", ("custom_cpu",)),
+        ("custom-npu", ("npu", "custom_npu")),
+        ("custom-intel-gpu", ("intel_gpu",)),
+        ("custom-supa", ("SUPA",)),
+        ("mychip", ("mychip",)),
+    ],
+)
+def test_the_name_of_a_runtime_tells_its_kind_of_device(
+    root: Path, monkeypatch: pytest.MonkeyPatch, name: str, kinds: tuple[str, ...]
+):
+    """Paddle's own places are never a runtime's, and the digest that a variant's result rests on is that of the right file."""
+    library = (root / "libpaddle-mychip.so").rename(root / f"libpaddle-{name}.so")
+    known = ("cpu", "gpu", "xpu", "custom_cpu", "npu", "custom_npu", "intel_gpu", "SUPA", "mychip")
+    assert tuple(kind for kind in known if runtimes.serves(library, kind)) == kinds
+    assert runs_with(f"{kinds[0]}:0")["driver"].startswith(f"libpaddle-{name}.so ")
+    built_for(root, "2.6.0")
+    (root / "libpaddle-mychip.paddle-version").rename(library.with_suffix(".paddle-version"))
+    monkeypatch.setattr(importlib.metadata, "version", lambda package: PADDLE if package == "paddlepaddle" else _missing(package))
+    assert [polydraft_backend_info(spec=f"{kind}:0").available for kind in (*kinds, "cpu")] == [False] * len(kinds) + [True]
+
+
+def _missing(package: str) -> str:
+    raise importlib.metadata.PackageNotFoundError(package)
 
 
 def test_without_a_folder_there_is_nothing_to_judge(monkeypatch: pytest.MonkeyPatch):
@@ -94,6 +127,11 @@ def test_doctor_shows_it_and_that_device_alone_is_not_available(root: Path):
     row = next(one for one in examine()["backends"] if one["name"] == "paddle")
     assert row["available"]
     assert "the runtime of device mychip was built for Paddle 2.6.0" in row["notes"][0]
+    assert row["notes"][1] == (
+        f"the runtime {root / 'libpaddle-mychip.so'} does not load with the installed Paddle (file too short); build it for this "
+        "Paddle, or remove it"
+    )
+    assert row["devices"] == ["cpu"]
     assert not polydraft_backend_info(spec="mychip:0").available
     assert "built for Paddle 2.6.0" in polydraft_backend_info(spec="mychip:0").reason
 

@@ -17,7 +17,7 @@ from tests.support.paddle import needs_paddle, script
 from tests.support.project import ROOT, pyproject
 
 sys.path.insert(0, str(ROOT / "backends" / "paddle"))
-from polydraft_paddle import machine, variants
+from polydraft_paddle import machine, runtimes, variants
 
 EVERY = {variant.name: variant for _, variant in variants.LIST}
 
@@ -134,7 +134,7 @@ def test_chips_and_drivers_are_read_from_the_system(system: Path, monkeypatch: p
 
 
 def test_the_driver_of_a_custom_device_is_its_runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(machine, "folders", lambda: (tmp_path,))
+    monkeypatch.setattr(runtimes, "folders", lambda: (tmp_path,))
     assert machine.runs_with("mychip:0")["driver"] == ""
     (tmp_path / "libpaddle-mychip.so").write_bytes(b"one")
     first = machine.runs_with("mychip:0")

@@ -66,13 +66,12 @@ def describe(name: str, summary: str, spec: str) -> BackendInfo:
     from polydraft.contracts import REGISTRY
     from polydraft_paddle.installation import has_graphs, installed, unusable
     from polydraft_paddle.machine import runs_with
-    from polydraft_paddle.runtimes import misfits
+    from polydraft_paddle.runtimes import misfits, serves
     from polydraft_paddle.variants import variants_of
 
-    misfit = misfits(next(iter(installed().values()), ""))
-    reason = unusable() or misfit.get(spec.partition(":")[0], "")
+    misfit, kind = misfits(next(iter(installed().values()), "")), spec.partition(":")[0]
+    reason = unusable() or next((said for library, said in misfit.items() if serves(library, kind)), "")
     nothing: tuple[Evidence, str] = "double only", ""
-    kind = spec.partition(":")[0]
     evidence, evidence_on = EVIDENCE.get(kind, nothing)
     served = {name: REGISTRY[name].version for name in contracts()} | (dict.fromkeys(HOST_COMPOSITES, 1) if spec == "cpu" else {})
     return BackendInfo(
@@ -107,7 +106,13 @@ def polydraft_open_device(spec: str, options: DeviceOptions) -> PaddleDevice:
 
 def open_place(spec: str, options: DeviceOptions) -> PaddleDevice:
     """Open the place `spec` for a backend of this family."""
-    from polydraft_paddle.installation import import_paddle, refuse_black_list, refuse_unknown_place, set_fallback
+    from polydraft_paddle.installation import (
+        import_paddle,
+        refuse_black_list,
+        refuse_unknown_place,
+        set_fallback,
+        standard_output_kept,
+    )
 
     import_paddle()
     refuse_unknown_place(spec)
@@ -116,7 +121,16 @@ def open_place(spec: str, options: DeviceOptions) -> PaddleDevice:
     set_fallback(allowed=options.allow_cpu_fallback)
     from polydraft_paddle.device import PaddleDevice
 
-    return PaddleDevice(spec, dtype=options.dtype)
+    with standard_output_kept():
+        return PaddleDevice(spec, dtype=options.dtype)
+
+
+@hookimpl
+def polydraft_visible_devices() -> tuple[str, ...]:
+    """The places that Paddle offers, asked in a process of its own where a runtime or a build of Paddle may bring some."""
+    from polydraft_paddle.visible import visible
+
+    return visible()
 
 
 @hookimpl

@@ -19,9 +19,11 @@ from polydraft.errors import DeviceError
 from polydraft.reference.device import ImmediateEvent, ImmediateStream
 from polydraft_paddle import threads
 from polydraft_paddle.companions import host_memory
+from polydraft_paddle.graph import why_no_graphs
+from polydraft_paddle.installation import has_graphs
 from polydraft_paddle.ops import Tensor
 from polydraft_paddle.place import compute_stream, place_of, use
-from polydraft_paddle.provider import FAILURES, device_error
+from polydraft_paddle.provider import FAILURES, device_error, missing_kernel, refused
 from polydraft_paddle.table import PADDLE_DTYPES
 
 
@@ -87,7 +89,8 @@ class PaddleDevice:
         self.spec, self.dtype = spec, dtype
         self.host_visible = spec == "cpu"
         """Device memory is host memory, and work has happened when a call returns."""
-        use(spec)
+        with refused(spec):
+            use(spec)
         self.place = paddle.framework._current_expected_place()
         self.counters = DeviceCounters()
         self.graphs: list[Any] = []
@@ -97,12 +100,18 @@ class PaddleDevice:
         """What a kernel pack that serves every kernel puts in place of what is done here: something with `allocate_cache` as of a
         kernel table, `init_forward_meta(buffers, limits)`, `upload` and `download(stream, to, source, nbytes)` by address, and
         `close()`."""
+        self.withdrawn: dict[str, str] = {}
+        """Declared capabilities that this place was found to lack, each with the reason."""
         self._open = True
         if self.host_visible:
             threads.one()
             self.stream: Any = ImmediateStream()
         else:
-            self.stream = PaddleStream(compute_stream(spec))
+            with refused(spec):
+                self.stream = PaddleStream(compute_stream(spec))
+            if has_graphs(spec.partition(":")[0]) and (reason := why_no_graphs(self)):
+                self.withdrawn["graph_capture"] = reason
+            self.counters = DeviceCounters()  # nobody asked for that trial
 
     def make_stream(self, name: str) -> Any:
         """Another stream of this place."""
@@ -124,6 +133,8 @@ class PaddleDevice:
         try:
             tensor = paddle.empty(list(shape), dtype=PADDLE_DTYPES[dtype])
         except FAILURES as error:
+            if missing_kernel(error):
+                raise device_error(self.spec, error, name) from error
             raise DeviceError(
                 f"device {self.spec} could not allocate {size:,} bytes for {name}; lower --num-blocks, --max-num-seqs or "
                 "--max-batched-tokens"
@@ -162,12 +173,16 @@ class PaddleDevice:
                 f"buffer {target.name} has shape {target.shape}, got a value of shape {value.shape}; pass that shape"
             )
         self.refuse_in_capture(f"load of {target.name}")
-        self.fill(target.tensor, value)  # type: ignore[attr-defined]
+        self.fill(target.tensor, value, target.name)  # type: ignore[attr-defined]
 
-    def fill(self, tensor: Tensor, value: Array) -> None:
+    def fill(self, tensor: Tensor, value: Array, name: str) -> None:
         """Overwrite a tensor from the host; bf16 arrives as float32 or as its bits. A view whose rows overlap in memory (what
         `polydraft bench --shape` gives) travels as the memory it spans, and is spread out on the device."""
         use(self.spec)
+        with refused(self.spec, name):
+            self._fill(tensor, value)
+
+    def _fill(self, tensor: Tensor, value: Array) -> None:
         if value.ndim == 2 and value.dtype == np.float32 and 0 < value.strides[0] < 4 * value.shape[1] and value.strides[1] == 4:
             step = value.strides[0] // 4
             span = np.lib.stride_tricks.as_strided(value, ((value.shape[0] - 1) * step + value.shape[1],), (4,), writeable=False)
@@ -179,7 +194,8 @@ class PaddleDevice:
             host = host.view(np.int32)
         if host.dtype == np.uint16:
             host = (host.astype(np.uint32) << 16).view(np.float32)
-        tensor.copy_(paddle.to_tensor(host, place=self.place).astype(tensor.dtype), True)
+        there = paddle.to_tensor(host, place=self.place)
+        tensor.copy_(there if there.dtype == tensor.dtype else there.astype(tensor.dtype), True)
 
     # -- copies ------------------------------------------------------------------------------------
     def upload(self, stream: Stream, target: Buffer, source: Staging, rows: int) -> None:

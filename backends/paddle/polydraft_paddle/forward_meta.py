@@ -18,6 +18,7 @@ from polydraft.sentinels import PAD_SLOT
 from polydraft_paddle.host_layout import HostLayout
 from polydraft_paddle.ops import Kept, Tensor, choose, numbers, owners
 from polydraft_paddle.place import use
+from polydraft_paddle.provider import FAILURES, device_error
 
 
 @dataclass(frozen=True)
@@ -73,4 +74,7 @@ class PaddleForwardMeta:
         elif n and not step.has_prefill:
             self._device.counters.launches += 1
             sequences = min(n, step.real_slots or self._limits.max_seqs)
-            self.layout = windows(self._tensors[0][:n], sequences, min(n, self._limits.window))
+            try:
+                self.layout = windows(self._tensors[0][:n], sequences, min(n, self._limits.window))
+            except FAILURES as error:
+                raise device_error(self._device.spec, error, "forward_meta") from error

@@ -6,16 +6,20 @@ device meanwhile. A step of which a part runs on the CPU is not captured, becaus
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from polydraft.device import Graph, Stream
+import numpy as np
+import paddle
+
+from polydraft.device import Stream
 from polydraft.errors import DeviceError
 from polydraft_paddle.companions import graph_memory
 from polydraft_paddle.installation import black_list, first_line, set_fallback
 from polydraft_paddle.place import use
-from polydraft_paddle.provider import FAILURES, device_error, missing_kernel
+from polydraft_paddle.provider import FAILURES, device_error, missing_kernel, refused
 
 if TYPE_CHECKING:
     from polydraft_paddle.device import PaddleDevice
@@ -29,6 +33,35 @@ def open_capture(device: PaddleDevice) -> PaddleGraphCapture:
     if not graphs.is_cuda_graph_supported():
         raise DeviceError(f"Paddle offers no graphs on {device.spec}; use --graph off")
     return PaddleGraphCapture(device)
+
+
+def why_no_graphs(device: PaddleDevice) -> str:
+    """Why graphs do not work on the place of an open device, in a clause, found out once a process by capturing a copy and
+    replaying it over other contents; "" where they work."""
+    if device.spec not in _TRIED:
+        _TRIED[device.spec] = _tried(device)
+    return _TRIED[device.spec]
+
+
+_TRIED: dict[str, str] = {}
+
+
+def _tried(device: PaddleDevice) -> str:
+    try:
+        use(device.spec)
+        with refused(device.spec):
+            source, target, other = (paddle.to_tensor(np.full(4, value, np.float32), place=device.place) for value in (0, 0, 1))
+        graph = open_capture(device).capture(device.stream, lambda: target.copy_(source, False))
+        with refused(device.spec):
+            source.copy_(other, False)
+            graph.replay(device.stream)
+            device.synchronize()
+            seen = target.numpy().tolist()
+        device.graphs.remove(graph)
+        graph.release()
+    except DeviceError as error:
+        return str(error).partition(";")[0]
+    return "" if seen == [1.0] * 4 else f"device {device.spec} captured a copy that did nothing when it was replayed"
 
 
 class PaddleGraph:
@@ -58,7 +91,7 @@ class PaddleGraphCapture:
     def __init__(self, device: PaddleDevice) -> None:
         self._device = device
 
-    def capture(self, stream: Stream, fn: Callable[[], None]) -> Graph:
+    def capture(self, stream: Stream, fn: Callable[[], object]) -> PaddleGraph:
         """Run `fn` once, recording what it queues; `DeviceError` with Paddle's reason when something in it cannot be captured."""
         from paddle.device.cuda.graphs import CUDAGraph
 
@@ -72,16 +105,21 @@ class PaddleGraphCapture:
         self._device.synchronize()
         use(spec)
         graph = CUDAGraph(self._device.place)
-        captured = PaddleGraph(graph, self._device)
         allowed = set_fallback(allowed=False)
         try:
             graph.capture_begin()
             self._device.capturing = True
             try:
                 fn()
+            except BaseException:
+                with contextlib.suppress(*FAILURES, ValueError):  # why it broke off is what matters
+                    graph.capture_end()
+                    graph.reset()
+                raise
+            else:
+                graph.capture_end()
             finally:
                 self._device.capturing = False
-                graph.capture_end()
         except DeviceError as error:
             operation = missing_kernel(error.__cause__)
             if not operation or not allowed:
@@ -94,6 +132,7 @@ class PaddleGraphCapture:
             raise DeviceError(f"device {spec} could not capture a step: {first_line(error)}; use --graph off") from error
         finally:
             set_fallback(allowed=allowed)
+        captured = PaddleGraph(graph, self._device)
         self._device.graphs.append(captured)
         return captured
 

@@ -6,14 +6,19 @@ The identity hook calls it before anything is imported, and `open_device` import
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib
 import importlib.metadata
 import importlib.util
 import io
 import logging
+import os
 import re
+import sys
 import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from polydraft.environment import given, suggest
 from polydraft.errors import DeviceError
@@ -79,7 +84,7 @@ def import_paddle() -> None:
         suggest("MKL_DEBUG_CPU_TYPE", kind)
     suggest("KMP_BLOCKTIME", "10")  # milliseconds that an idle thread of Paddle spins; by itself 200, in everybody's way
     threads.note_wanted()
-    with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
+    with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()), standard_output_kept():
         warnings.simplefilter("ignore")
         try:
             importlib.import_module("paddle")
@@ -91,6 +96,30 @@ def import_paddle() -> None:
     logging.getLogger("paddle").setLevel(logging.ERROR)
 
 
+@contextlib.contextmanager
+def standard_output_kept() -> Iterator[None]:
+    """Send to standard error what libraries write to standard output within the block, below Python too: runtimes of custom
+    devices introduce themselves there, where a command's answer is read."""
+    with contextlib.redirect_stdout(sys.stderr):
+        flush: Callable[[Any], object] = ctypes.CDLL(None).fflush  # of all of C's streams, which a C++ library fills
+        flush(None)
+        try:
+            kept = os.dup(OUTPUT)
+        except OSError:  # there is no standard output
+            yield
+            return
+        try:
+            with contextlib.suppress(OSError):  # there is no standard error
+                os.dup2(ERRORS, OUTPUT)
+            yield
+        finally:
+            flush(None)
+            os.dup2(kept, OUTPUT)
+            os.close(kept)
+
+
+OUTPUT, ERRORS = 1, 2
+"""File descriptors of standard output and standard error."""
 MKL_TYPES = (("7", {"avx512f", "avx512cd", "avx512bw", "avx512dq", "avx512vl"}), ("5", {"avx2", "fma"}))
 """What MKL calls a processor that has these instructions, best first."""
 
@@ -139,16 +168,18 @@ def refuse_black_list(spec: str) -> None:
 
 
 def places() -> tuple[str, ...]:
-    """The places that the imported Paddle can open, in its own words."""
+    """The places that the imported Paddle can open, as `--device` takes them."""
     import paddle
 
-    return tuple(dict.fromkeys(["cpu", *paddle.device.get_available_device(), *paddle.device.get_available_custom_device()]))
+    found = [*paddle.device.get_available_device(), *paddle.device.get_available_custom_device()]
+    whole = (place if ":" in place or place == "cpu" else f"{place}:0" for place in found)  # of one device Paddle leaves it out
+    return tuple(dict.fromkeys(["cpu", *whole]))
 
 
 def refuse_unknown_place(spec: str) -> None:
     """`DeviceError` when the imported Paddle has no such place."""
-    known = places()  # a kind with one device is listed without its number
-    if spec not in known and f"{spec}:0" not in known and not (spec.endswith(":0") and spec[:-2] in known):
+    known = places()
+    if spec not in known and f"{spec}:0" not in known:
         if problem := companions.reason(spec):
             raise DeviceError(f"Paddle has no device {spec!r}: {problem}")
         raise DeviceError(f"Paddle has no device {spec!r}; it offers {', '.join(known)}; name one of these with --device")

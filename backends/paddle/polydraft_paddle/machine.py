@@ -9,7 +9,7 @@ import hashlib
 from pathlib import Path
 
 from polydraft_paddle.installation import installed
-from polydraft_paddle.runtimes import folders
+from polydraft_paddle.runtimes import libraries, serves
 
 VENDORS = {"gpu": (("0x10de",), "nvidia"), "xpu": (("0x1d22", "0x2057"), "kunlun")}
 """Of a kind of place that Paddle knows by itself: PCI vendors of its chips, kernel module of its driver."""
@@ -38,11 +38,8 @@ def _chips(kind: str, vendors: tuple[str, ...], system: Path) -> str:
 
 
 def _runtime(kind: str) -> str:
-    for folder in folders():
-        library = folder / f"libpaddle-{kind}.so"
-        if library.is_file():
-            return f"{library.name} {hashlib.sha256(library.read_bytes()).hexdigest()[:16]}"
-    return ""
+    mine = (library for library in libraries() if serves(library, kind))
+    return " and ".join(f"{library.name} {hashlib.sha256(library.read_bytes()).hexdigest()[:16]}" for library in mine)
 
 
 def _read(file: Path) -> str:

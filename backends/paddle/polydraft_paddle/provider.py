@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -52,23 +53,54 @@ def tensors_of(args: Args | CompositeArgs) -> SimpleNamespace:
     return SimpleNamespace(**{name: _tensor_of(value) for name, value in values.items()})
 
 
+def contract_of(args: Args | CompositeArgs) -> str:
+    """The contract, or composite, whose record `args` is; for people."""
+    from polydraft.contracts import REGISTRY
+
+    kinds = [type(part) for part in args.parts] if isinstance(args, CompositeArgs) else [type(args)]
+    return "+".join(contract.name for kind in kinds for contract in REGISTRY if contract.args is kind)
+
+
 def _tensor_of(value: Any) -> Any:
     return tuple(map(_tensor_of, value)) if isinstance(value, tuple) else getattr(value, "tensor", value)
 
 
+MISSING = re.compile(r"The kernel (?:with key \(.*, (?P<dtype>\w+)\) of kernel )?`(?P<operation>\w+)` is not registered")
+"""What Paddle says of an operation that has no kernel on a place."""
+WITH_A_CPU_KERNEL = re.compile(r"support following Backends: (?:\w+, )*CPU\b")
+"""What it adds where there is one for the CPU that it was told not to take."""
+NEVER_FALLS_BACK = frozenset({"contiguous", "strided_copy"})
+"""Operations that every other one rests on: Paddle calls the place's own kernel of them, whatever it is told of falling back."""
+
+
 def missing_kernel(error: BaseException | None) -> str:
     """The operation that Paddle had no kernel of on the place, when that is what it complains of; else ""."""
-    missing = re.search(r"The kernel (?:with key .* of kernel )?`(\w+)` is not registered", " ".join(str(error).split()))
-    return missing[1] if missing else ""
+    missing = MISSING.search(" ".join(str(error).split()))
+    return missing["operation"] if missing else ""
 
 
-def device_error(spec: str, error: BaseException) -> DeviceError:
-    """What Paddle raised in the course of its work, in one sentence: an operation without a kernel on this place is named."""
-    operation = missing_kernel(error)
-    if operation:
+@contextmanager
+def refused(spec: str, wanted_by: str = "") -> Iterator[None]:
+    """Turn what Paddle raises within the block, which is outside the step, into a `device_error`."""
+    try:
+        yield
+    except FAILURES as error:
+        raise device_error(spec, error, wanted_by) from error
+
+
+def device_error(spec: str, error: BaseException, wanted_by: str = "") -> DeviceError:
+    """What Paddle raised in the course of its work, in one sentence: an operation without a kernel on this place is named, with
+    its dtype and the contract (or what else) it is `wanted_by`."""
+    text = " ".join(str(error).split())
+    if missing := MISSING.search(text):
+        dtype = f" in {missing['dtype']}" if missing["dtype"] else ""
+        lacking = f"Paddle has no kernel of {missing['operation']!r}{dtype} for device {spec}"
+        lacking += f", which {wanted_by} needs" if wanted_by else ""
+        if missing["operation"] in NEVER_FALLS_BACK or not WITH_A_CPU_KERNEL.search(text):
+            return DeviceError(f"{lacking}, and never runs it on the CPU instead; register one in the device's plugin")
         return DeviceError(
-            f"Paddle has no kernel of {operation!r} for device {spec}, and falling back to the CPU is off; register one in the "
-            "device's plugin, or allow it with --allow-cpu-fallback"
+            f"{lacking}, and falling back to the CPU is off; register one in the device's plugin, or allow it with "
+            "--allow-cpu-fallback"
         )
     if isinstance(error, MemoryError):
         return DeviceError(
@@ -93,7 +125,10 @@ class PaddleProvider:
     def bind(self, args: Any, limits: Limits, workspace: Workspace | None) -> Launch:
         """Resolve the tensors once and return the launch."""
         del workspace
-        run, counters, spec = self.kernel(tensors_of(args), limits), self.counters, self.spec
+        counters, spec = self.counters, self.spec
+        use(spec)
+        with refused(spec, contract_of(args)):
+            run = self.kernel(tensors_of(args), limits)
 
         def launch(stream: Stream, n: int) -> None:
             del stream  # the place has one compute stream
@@ -102,7 +137,7 @@ class PaddleProvider:
             try:
                 run(n)
             except FAILURES as error:
-                raise device_error(spec, error) from error
+                raise device_error(spec, error, contract_of(args)) from error
 
         return launch
 

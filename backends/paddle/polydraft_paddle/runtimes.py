@@ -31,15 +31,33 @@ def folders() -> tuple[Path, ...]:
     return (beside,) if beside is not None and beside.is_dir() else ()
 
 
-def misfits(paddle: str) -> dict[str, str]:
-    """Kinds of custom devices whose runtime was built for another Paddle than the installed version `paddle`, each with a
-    sentence."""
+def libraries() -> tuple[Path, ...]:
+    """The runtimes that Paddle loads when it is imported."""
+    return tuple(library for folder in folders() for library in sorted(folder.glob("libpaddle-*.so")))
+
+
+def serves(library: Path, kind: str) -> bool:
+    """Whether a runtime is that of a kind of custom device, as far as its name tells: `libpaddle-custom-npu.so` is that of `npu`,
+    `libpaddle-custom-cpu.so` that of `custom_cpu`."""
+    return kind not in OWN_KINDS and _plain(library.stem.removeprefix("libpaddle-")) == _plain(kind)
+
+
+OWN_KINDS = ("cpu", "gpu", "xpu")
+"""Kinds of place that Paddle has without a runtime."""
+
+
+def _plain(name: str) -> str:
+    return name.lower().replace("-", "_").removeprefix("custom_")
+
+
+def misfits(paddle: str) -> dict[Path, str]:
+    """Runtimes of custom devices that were built for another Paddle than the installed version `paddle`, each with a sentence."""
     found = {}
-    for library in (library for folder in folders() for library in sorted(folder.glob("libpaddle-*.so"))):
-        kind, built = library.stem.removeprefix("libpaddle-"), _built_for(library)
+    for library in libraries():
+        name, built = library.stem.removeprefix("libpaddle-"), _built_for(library)
         if built and built != paddle and not (built.count(".") < 2 and paddle.startswith(f"{built}.")):
-            found[kind] = (
-                f"the runtime of device {kind} was built for Paddle {built}, but {paddle} is installed; build or install the "
+            found[library] = (
+                f"the runtime of device {name} was built for Paddle {built}, but {paddle} is installed; build or install the "
                 f"runtime for {paddle}, or remove {library}"
             )
     return found
@@ -54,7 +72,8 @@ def _built_for(library: Path) -> str:
     for distribution in importlib.metadata.distributions():
         vendors = (distribution.metadata["Name"] or "").lower().replace("_", "-").startswith("paddle-custom")
         if vendors and name in (distribution.read_text("RECORD") or ""):
-            return ".".join(distribution.version.split(".")[:2])
+            version = ".".join(distribution.version.split(".")[:2])
+            return "" if version.startswith("0.") else version  # no Paddle that is supported: a number of the wheel's own
     return ""
 
 

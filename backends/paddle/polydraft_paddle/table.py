@@ -17,10 +17,13 @@ from polydraft.device import Array
 from polydraft.errors import ContractError
 from polydraft_paddle.kernels.kv_quant import QuantisedCache, words
 from polydraft_paddle.ops import Tensor
-from polydraft_paddle.provider import Kernel, PaddleProvider
+from polydraft_paddle.provider import Kernel, PaddleProvider, refused
 
 PADDLE_DTYPES = {"i32": "int32", "u32": "int32", "f32": "float32", "f16": "float16", "bf16": "bfloat16", "u8": "uint8"}
 """Dtype names of the seam as Paddle's; it has no uint32, so the bits of u32 travel as int32."""
+
+POISONED = 4096
+"""Rows of a fresh cache that get their NaN in one copy."""
 
 
 def _size(tensor: Tensor) -> int:
@@ -95,14 +98,14 @@ class PaddleTable:
             by_column = role == "linear" and self._device.host_visible  # as the host's product reads it
             buffer = self._device.empty(role, value.shape[::-1] if by_column else value.shape, dtype)
             tensor = buffer.tensor.t() if by_column else buffer.tensor
-            self._device.fill(tensor, value)
+            self._device.fill(tensor, value, role)
             return PaddleWeight(role, tensor)
         target = previous.tensor  # type: ignore[attr-defined]
         if tuple(target.shape) != value.shape:
             raise ContractError(
                 f"weight update: got shape {value.shape}, wanted {tuple(target.shape)}; load the same architecture"
             )
-        self._device.fill(target, value)
+        self._device.fill(target, value, role)
         return previous
 
     def allocate_cache(self, spec: CacheSpec) -> Cache:
@@ -113,8 +116,14 @@ class PaddleTable:
         if spec.kv:
             packed = (2, spec.num_blocks * spec.block_size, words(spec))
             both = self._device.empty("cache", packed, "i32").tensor
-            return QuantisedCache(spec, both[0], both[1])
+            with refused(self._device.spec, "the KV cache"):
+                return QuantisedCache(spec, both[0], both[1])
         shape = (2 * spec.num_blocks * spec.block_size + 1, spec.num_kv_heads * spec.head_dim)
         rows = self._device.empty("cache", shape, spec.dtype).tensor
-        paddle.divide_(rows.zero_(), paddle.zeros_like(rows))  # 0 / 0: Paddle's fill operations refuse NaN
+        with refused(self._device.spec, "the KV cache"):
+            nan = paddle.to_tensor(np.full((min(POISONED, shape[0]), shape[1]), np.nan, np.float32), place=rows.place)
+            nan = nan.astype(rows.dtype)  # uploaded, because Paddle's fill operations refuse NaN
+            for begin in range(0, shape[0], POISONED):
+                some = rows[begin : begin + POISONED]
+                some.copy_(nan[: some.shape[0]], False)
         return PaddleCache(spec, rows)

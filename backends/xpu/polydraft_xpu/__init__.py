@@ -33,6 +33,7 @@ __all__ = [
     "polydraft_kernels",
     "polydraft_off_device",
     "polydraft_open_device",
+    "polydraft_visible_devices",
 ]
 
 DEFAULT_DEVICE = "xpu:0"
@@ -59,6 +60,14 @@ def polydraft_backend_info(spec: str) -> BackendInfo:
 def polydraft_open_device(spec: str, options: DeviceOptions) -> PaddleDevice:
     """Import Paddle and open the place; `DeviceError` names the places there are where no XPU is one of them."""
     return open_place(spec or DEFAULT_DEVICE, options)
+
+
+@hookimpl
+def polydraft_visible_devices() -> tuple[str, ...]:
+    """The chips that Paddle sees."""
+    from polydraft_paddle.visible import visible
+
+    return tuple(place for place in visible() if place.startswith("xpu"))
 
 
 @hookimpl

@@ -110,7 +110,8 @@ class BackendInfo:
         """This identity on an open device that lacks the capabilities `withdrawn`, each of which is true or false here."""
         if not withdrawn:
             return self
-        less = dataclasses.replace(self.capabilities, **dict.fromkeys(withdrawn, False))
+        changes: dict[str, Any] = dict.fromkeys(withdrawn, False)
+        less = dataclasses.replace(self.capabilities, **changes)
         return dataclasses.replace(self, capabilities=less, withdrawn=dict(withdrawn))
 
     def lacks(self, capability: str) -> str:

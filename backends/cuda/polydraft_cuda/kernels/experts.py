@@ -63,11 +63,11 @@ class _At:
         self.pointer = pointer
 
 
-def _parts(a: Any) -> tuple[int, int, int, int]:
+def _parts(a: Any) -> tuple[int, ...]:
     """Bytes of the parts of the workspace: begins, list, h, terms; each a multiple of 256."""
     (experts, _, hidden), half, places = a.gate_up.shape, a.down.shape[2], a.expert_ids.shape[0] * a.expert_ids.shape[1]
     sizes = ((experts + 1) * 4, places * 4, places * half * (4 if a.x.dtype == "f32" else 2), places * hidden * 4)
-    return tuple(-(-size // 256) * 256 for size in sizes)  # type: ignore[return-value]
+    return tuple(-(-size // 256) * 256 for size in sizes)
 
 
 def workspace_bytes(device: CudaDevice, a: Any, limits: Limits) -> int:

@@ -4,7 +4,7 @@
 // A *place* is one choice of one row: row * chosen + number of the choice. Places of one expert lie together in `list`, in
 // ascending order, which depends on the ids alone.
 //
-// Defines: ACT, and for one kernel each VECTOR (router: rows are a multiple of 8 inputs), GATED (the first product).
+// Defines: ACT, and for one kernel each UNIFORM (experts are drawn, for benchmarks), GATED (the first product).
 #include "tensor.cuh"
 
 // -- router: out[n, O] = x[n, I] @ w[O, I].T with float32 weights -----------------------------------------------------
@@ -69,6 +69,14 @@ extern "C" __global__ void route_experts(const float* logits, const float* bias,
         return;
     }
     const float* from = logits + (int64_t)r * experts;
+#if defined(UNIFORM) && UNIFORM
+    for (int e = lane; e < experts; e += 32) {
+        uint32_t bits = __float_as_uint(from[e]) * 0x9e3779b9u ^ (uint32_t)(r * 0x85ebca6bu + e * 0xc2b2ae35u);
+        bits ^= bits >> 16, bits *= 0x7feb352du, bits ^= bits >> 15, bits *= 0x846ca68bu, bits ^= bits >> 16;
+        scores[e] = 1.f, ranked[e] = (float)(bits >> 8);
+    }
+    __syncwarp();
+#else
     float top = -INFINITY_F, total = 0.f;
     if (!sigmoid) {
         for (int e = lane; e < experts; e += 32) top = fmaxf(top, from[e]);
@@ -108,6 +116,7 @@ extern "C" __global__ void route_experts(const float* logits, const float* bias,
             if (worth[e / size] == worth[e / size]) ranked[e] = -INFINITY_F;
         __syncwarp();
     }
+#endif
     float sum = 0.f;
     for (int j = 0; j < chosen; j++) {
         const int e = best_left(ranked, experts, lane);

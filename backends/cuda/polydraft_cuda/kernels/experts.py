@@ -44,11 +44,11 @@ def router(device: CudaDevice, a: Any) -> Launch:
     )
 
 
-def route_experts(device: CudaDevice, a: Any, limits: Limits, workspace: Any) -> Launch:
-    """A warp a row."""
+def route_experts(device: CudaDevice, a: Any, limits: Limits, workspace: Any, *, uniform: bool = False) -> Launch:
+    """A warp a row. `uniform`: experts are drawn by the bits of a row's logits, for benchmarks with random weights."""
     del limits, workspace
     experts, chosen = int(a.logits.shape[1]), int(a.expert_ids.shape[1])
-    function = device.function(source("experts.cu"), "route_experts", **act("f32"))
+    function = device.function(source("experts.cu"), "route_experts", UNIFORM=int(uniform), **act("f32"))
     return function.bind(
         lambda n: -(-n // ROUTE_WARPS), ROUTE_WARPS * 32, a.logits, a.bias, a.row_slot, a.expert_ids, a.expert_weights, ROWS,
         experts, chosen, SCORING.index(a.scoring), int(a.num_groups), int(a.top_groups), RENORMALIZE.index(a.renormalize),

@@ -7,7 +7,7 @@ plain kernels.
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from polydraft.contracts.base import Limits
 from polydraft.device import Launch, Stream
@@ -23,14 +23,24 @@ SUM_THREADS = 256
 PLAIN_WARPS = 4
 MOST_EXPERTS: Final = 512
 """As many have room in a block's list of items."""
-TOKENS: Final = (8, 16, 32)
-"""Rows of one expert that a block multiplies at once."""
-WARPS: Final = {8: 8, 16: 8, 32: 4}
-DEPTH: Final = {8: 2, 16: 2, 32: 5}
-"""Warps of a block, and the chunks that each has in flight, by rows of one expert."""
+
+
+class Size(NamedTuple):
+    """A size of `experts_stream.cu`: rows of one expert that a block multiplies at once, rows of a tile by 16, warps of a block,
+    chunks that each has in flight."""
+
+    tokens: int
+    tiles: int
+    warps: int
+    depth: int
+
+
+SIZES: Final = (Size(8, 2, 8, 2), Size(16, 2, 8, 2), Size(32, 2, 4, 5))
+INVARIANT: Final = (Size(8, 2, 8, 2), Size(16, 2, 8, 2), Size(32, 2, 8, 2))
+"""Where a row's sums must not depend on the number of rows: the same warps."""
 MIN_BLOCKS: Final = 2
 """Blocks of a multiprocessor."""
-CHUNK_BYTES: Final = 32 * 64 * 2
+CHUNK_BYTES: Final = 16 * 64 * 2
 SCORING: Final = ("softmax", "sigmoid")
 RENORMALIZE: Final = ("none", "sum", "clamp")
 
@@ -103,15 +113,20 @@ def expert_mlp(device: CudaDevice, a: Any, limits: Limits, workspace: Any) -> La
         return sequence(
             _plain(device, a, a.x, a.gate_up, h, both // 2, gated=1), _plain(device, a, h, a.down, terms, hidden), last
         )
+    sizes = INVARIANT if device.row_invariant else SIZES
     steps = []
-    for tokens in TOKENS:
-        up = _stream(device, a, tokens, a.x, a.gate_up, (begins, entries), h, both // 2, gated=1)
-        down = _stream(device, a, tokens, h, a.down, (begins, entries), terms, hidden)
-        steps.append((tokens, sequence(lists, up, down, last)))
+    for size in sizes:
+        up = _stream(device, a, size, a.x, a.gate_up, (begins, entries), h, both // 2, gated=1)
+        down = _stream(device, a, size, h, a.down, (begins, entries), terms, hidden)
+        steps.append(sequence(lists, up, down, last))
+    # Twice the rows of an even share are seldom exceeded, and what is exceeded is read from the second cache.
+    fits = [size.tokens * experts // (2 * chosen) for size in sizes]
 
     def launch(stream: Stream, n: int) -> None:
-        if n > 0:  # at most so many rows of one expert; behind the last size, tiles are taken as often as they are needed
-            next((one for tokens, one in steps if n <= tokens), steps[-1][1])(stream, n)
+        if n > 0:
+            next((one for size, most, one in zip(sizes, fits, steps, strict=True) if n <= max(size.tokens, most)), steps[-1])(
+                stream, n
+            )
 
     return launch
 
@@ -138,14 +153,14 @@ def _stream(
     gated: int = 0,
 ) -> Launch:
     experts, _, inputs = weight.shape
-    chosen, warps, depth = int(a.expert_ids.shape[1]), WARPS[tokens], DEPTH[tokens]
-    tiles = -(-outputs // (16 if gated else 32))
-    defines = {"TOKENS": tokens, "DEPTH": depth, "WARPS": warps, "MIN_BLOCKS": MIN_BLOCKS, "GATED": gated}
-    function = device.function(source("experts_stream.cu"), "expert_stream", **defines, **act(a.x.dtype))
+    chosen, step = int(a.expert_ids.shape[1]), 8 * size.tiles * (1 if gated else 2)
+    tiles = -(-outputs // step)
+    defines = {"TOKENS": size.tokens, "TILES": size.tiles, "WARPS": size.warps, "DEPTH": size.depth, "MIN_BLOCKS": MIN_BLOCKS}
+    function = device.function(source("experts_stream.cu"), "expert_stream", GATED=gated, **defines, **act(a.x.dtype))
     most = int(device.num_sms) * MIN_BLOCKS
     return function.bind(
-        lambda n: min(most, min(experts, n * chosen) * tiles), warps * 32, x, weight, *lists, out, chosen, experts, outputs,
-        inputs, shared=warps * depth * CHUNK_BYTES, dependent=True,
+        lambda n: min(most, min(experts, n * chosen) * tiles), size.warps * 32, x, weight, *lists, out, chosen, experts, outputs,
+        inputs, shared=size.warps * size.depth * size.tiles * CHUNK_BYTES, dependent=True,
     )  # fmt: skip
 
 

@@ -2,16 +2,16 @@
 // chunks of weights through a ring of its own in shared memory, whole lines of 128 bytes at a time: warps do not wait for each other,
 // and what is in flight does not cost registers. Inputs are permuted within a chunk of 64, for weights and rows alike.
 //
-// GATED: h[entry, I] = silu(gate) * up, a tile being 16 gate and the 16 up rows; else terms[place, H], a tile being 32 rows of
+// GATED: h[entry, I] = silu(gate) * up, half of a tile being gate and half up rows; else terms[place, H], a tile being rows of
 // `down`. An entry is a place of `list` (see experts.cu). A tile of an expert with more rows than TOKENS is taken as often as it
 // needs. Sums of one entry are made by the same warps over the same inputs in every launch.
 //
-// Defines: ACT (1, 2), TOKENS (8, 16, 32), DEPTH, WARPS, MIN_BLOCKS, GATED. Sizes: inputs a multiple of 64, outputs of 16 (32).
+// Defines: ACT (1, 2), TOKENS (8, 16, 32), TILES (rows of a tile by 16), DEPTH, WARPS, MIN_BLOCKS, GATED. Sizes: inputs a multiple of 64, outputs of 8 * TILES.
 #include "tensor.cuh"
 
-constexpr int TILES = 2, ROWS = 16 * TILES, PARTS = TOKENS / 8, THREADS = WARPS * 32, MOST_EXPERTS = 512;
-constexpr int TURNS = TOKENS == 32 ? 1 : 2;  // shares of sums that fit
-constexpr int STEP = GATED ? 16 : 32;  // outputs of a tile
+constexpr int ROWS = 16 * TILES, PARTS = TOKENS / 8, THREADS = WARPS * 32, MOST_EXPERTS = 512;
+constexpr int TURNS = WARPS * TOKENS * ROWS * 8 > 32768 ? 1 : 2;  // shares of sums that fit
+constexpr int STEP = GATED ? ROWS / 2 : ROWS;  // outputs of a tile
 
 constexpr int CHUNK = ROWS * 128;  // bytes: 64 inputs of each row of a tile
 
@@ -59,7 +59,7 @@ expert_stream(const act_t* __restrict__ x, const act_t* __restrict__ w, const in
 #pragma unroll
         for (int k = 0; k < ROWS / 4; k++) {
             const int r = k * 4 + (lane >> 3);
-            const int row = GATED ? r / 16 * outputs + item.tile * 16 + r % 16 : min(item.tile * 32 + r, outputs - 1);
+            const int row = GATED ? r / STEP * outputs + item.tile * STEP + r % STEP : min(item.tile * STEP + r, outputs - 1);
             copy_stream(piece(slot, r, lane & 7), base + (int64_t)row * inputs);
         }
     };
@@ -157,7 +157,7 @@ expert_stream(const act_t* __restrict__ x, const act_t* __restrict__ w, const in
 #pragma unroll
                 for (int k = 0; k < WARPS; k++) {
                     a += shares[turn % TURNS][k][token * ROWS + column];
-                    if (GATED) b += shares[turn % TURNS][k][token * ROWS + 16 + column];
+                    if (GATED) b += shares[turn % TURNS][k][token * ROWS + STEP + column];
                 }
                 const int64_t entry = ended.begin + token;
                 if (GATED) ((act_t*)out)[entry * outputs + o] = from_float<act_t>(a / (1.f + __expf(-a)) * b);

@@ -120,13 +120,11 @@ def expert_mlp(device: CudaDevice, a: Any, limits: Limits, workspace: Any) -> La
         down = _stream(device, a, size, h, a.down, (begins, entries), terms, hidden)
         steps.append(sequence(lists, up, down, last))
     # Twice the rows of an even share are seldom exceeded, and what is exceeded is read from the second cache.
-    fits = [size.tokens * experts // (2 * chosen) for size in sizes]
+    fits = [max(size.tokens, size.tokens * experts // (2 * chosen)) for size in sizes]
 
     def launch(stream: Stream, n: int) -> None:
         if n > 0:
-            next((one for size, most, one in zip(sizes, fits, steps, strict=True) if n <= max(size.tokens, most)), steps[-1])(
-                stream, n
-            )
+            next((one for most, one in zip(fits, steps, strict=True) if n <= most), steps[-1])(stream, n)
 
     return launch
 
@@ -141,16 +139,7 @@ def _plain(device: CudaDevice, a: Any, x: Any, weight: Any, out: Any, outputs: i
 
 
 def _stream(
-    device: CudaDevice,
-    a: Any,
-    tokens: int,
-    x: Any,
-    weight: Any,
-    lists: tuple[Any, Any],
-    out: Any,
-    outputs: int,
-    *,
-    gated: int = 0,
+    device: CudaDevice, a: Any, size: Size, x: Any, weight: Any, lists: Any, out: Any, outputs: int, *, gated: int = 0
 ) -> Launch:
     experts, _, inputs = weight.shape
     chosen, step = int(a.expert_ids.shape[1]), 8 * size.tiles * (1 if gated else 2)

@@ -35,7 +35,7 @@ class Size(NamedTuple):
     depth: int
 
 
-SIZES: Final = (Size(8, 2, 8, 2), Size(16, 2, 8, 2), Size(32, 2, 4, 5))
+SIZES: Final = (Size(8, 2, 8, 2), Size(16, 4, 4, 2), Size(32, 4, 4, 2))
 INVARIANT: Final = (Size(8, 2, 8, 2), Size(16, 2, 8, 2), Size(32, 2, 8, 2))
 """Where a row's sums must not depend on the number of rows: the same warps."""
 MIN_BLOCKS: Final = 2

@@ -238,9 +238,19 @@ def polydraft_kernels(device):
 @pytest.mark.parametrize(
     ("fate", "said"),
     [
-        ("os.abort()", "the process died in this check (exit status -6)"),
+        (
+            "print('X'); os.abort()",
+            "the process died in this check (SIGABRT, Aborted), at doomed.py:{line}, in bind; it wrote 'X'",
+        ),
+        (
+            "__import__('ctypes').string_at(8)",
+            "the process died in this check (SIGSEGV, Segmentation fault), at doomed.py:{line}, in bind",
+        ),
         ("os._exit(0)", "the process died in this check (exit status 0)"),
-        ("time.sleep(600)", "the check did not end within 1 s; it hangs, or --timeout is too short"),
+        (
+            "time.sleep(600)",
+            "the check did not end within 1 s; it hangs, or --timeout is too short, at doomed.py:{line}, in bind",
+        ),
     ],
 )
 def test_a_backend_that_crashes_or_hangs_fails_its_checks(conform: Callable[..., Answer], tmp_path: Path, fate: str, said: str):
@@ -249,13 +259,21 @@ def test_a_backend_that_crashes_or_hangs_fails_its_checks(conform: Callable[...,
     answer = conform("doomed", "--plugin", str(file), "--contract", "embed", "--case", "all_padding", "--timeout", "1", "--json")
     assert answer.status == 1
     (result,) = answer.json["results"]
-    assert (result["id"], result["outcome"], result["message"]) == ("L2/embed/all_padding", "fail", said)
+    again = f" (rerun: polydraft conform doomed --plugin {file} --contract embed --case all_padding)"
+    line = 1 + DOOMED.split("\n").index("        {fate}")
+    assert (result["id"], result["outcome"], result["kernel"]) == ("L2/embed/all_padding", "fail", "embed")
+    assert result["message"] == said.format(line=line) + again
+    assert result["output"] in answer.err, "what it wrote is shown"
+    assert ("Current thread" in result["output"]) == ("doomed.py" in said)
 
 
 @pytest.mark.parametrize(
     ("fate", "said"),
     [
-        ("os.abort()", "the process died while 'doomed' was loaded (exit status -6); look at its imports"),
+        (
+            "os.write(2, b'a driver speaks\\n'); os.abort()",
+            "loaded (SIGABRT, Aborted, at doomed.py:{line}, in <module>); it wrote 'a driver speaks'; look at its imports",
+        ),
         ("time.sleep(600)", "loading 'doomed' did not end within 2 s; look at its imports"),
     ],
 )
@@ -268,8 +286,10 @@ def test_a_backend_that_does_not_survive_its_import_fails(
     file.write_text(DOOMED.format(fate="pass") + f"\n{fate}\n")
     answer = conform("doomed", "--plugin", str(file), "--timeout", "1")
     assert (answer.status, answer.out) == (1, "")
-    assert said in answer.err
+    assert said.format(line=file.read_text().count("\n")) in answer.err
     assert answer.err.count("\n") == 1
+    if "abort" in fate:
+        assert "Fatal Python error: Aborted" in conform("doomed", "--plugin", str(file), "--debug").err
 
 
 def test_checks_behind_a_crash_are_run(conform: Callable[..., Answer], tmp_path: Path):

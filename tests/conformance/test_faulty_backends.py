@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
+from polydraft.conformance.fault_injection import BrokenGolden
 from polydraft.conformance.faulty_backends import CORES, LEGAL_VARIANTS, MUTANTS, Mutant
 from polydraft.conformance.outcomes import LEVELS
-from polydraft.conformance.proof import Proof, matrix, prove
+from polydraft.conformance.proof import Proof, Trial, matrix, prove
 from tests.conformance.doubles import BACKENDS
 from tests.support.depth import among
 
@@ -33,6 +40,56 @@ def test_mutant_is_killed(mutant: Mutant):
     (trial,) = prove(BACKENDS[around(mutant)], mutants=[mutant], variants=()).trials
     assert (trial.unbroken, trial.broken) == ("pass", "fail"), trial
     assert SAID.get(mutant.id, "") in trial.message
+    assert trial.ok, f"it was taken for {trial.looks}"
+    if mutant.level == "L2" and isinstance(mutant.broken, BrokenGolden):
+        assert mutant.id in trial.looks
+
+
+DOOMED = """
+import dataclasses, os
+from polydraft import hookimpl, reference
+from polydraft.conformance.fault_injection import launched
+broken = launched("swiglu", lambda launch, device: lambda stream, n: os.abort())(reference)
+globals().update({k: v for k, v in vars(broken).items() if k.startswith("polydraft_")})
+info = polydraft_backend_info(spec="")
+
+@hookimpl
+def polydraft_backend_info():
+    return dataclasses.replace(info, name="doomed")
+"""
+
+
+def test_what_crashes_does_so_in_a_process_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A backend one of whose kernels aborts: the others' mutants are tried all the same, and none in this process."""
+    (tmp_path / "doomed.py").write_text(DOOMED)
+    monkeypatch.setattr("polydraft.conformance.proof.run_task", lambda *given: pytest.fail("it ran here"))
+    wanted = [mutant for mutant in MUTANTS if mutant.id in ("M17", "M22", "M44", "M46", "M37")]
+    proof = prove("doomed", files=[str(tmp_path / "doomed.py")], mutants=wanted, variants=(), limit_s=60)
+    found = {trial.id: (trial.unbroken, trial.broken, trial.looks) for trial in proof.trials}
+    assert found == {
+        "M17": ("pass", "fail", ("M17",)), "M22": ("fail", "not run", ()), "M37": ("pass", "fail", ("M37",)),
+        "M44": ("fail", "not run", ()), "M46": ("pass", "fail", ("M46",)),
+    }  # fmt: skip
+    assert proof.status == 1
+
+
+@pytest.mark.deep
+def test_the_command_outlives_every_crash_of_the_proof(tmp_path: Path):
+    (tmp_path / "doomed.py").write_text(DOOMED)
+    polydraft = Path(sys.executable).with_name("polydraft")
+    command = [str(polydraft), "conform", "doomed", "--plugin", str(tmp_path / "doomed.py"), "--prove", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stderr
+    trials = json.loads(done.stdout)["trials"]
+    assert len(trials) == len(MUTANTS) + sum(len(variant.passes) for variant in LEGAL_VARIANTS)
+    assert any(trial["broken"] == "fail" for trial in trials)
+
+
+def test_a_death_that_is_taken_for_another_is_a_wrong_trial():
+    right = Trial("M17", "t", "L2/argmax/x", "pass", "fail", "", "mutant", "", ("M16", "M17"))
+    assert right.ok
+    assert dataclasses.replace(right, looks=()).ok
+    assert not dataclasses.replace(right, looks=("M16",)).ok
 
 
 @pytest.mark.deep

@@ -525,6 +525,15 @@ def test_a_run_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch):
     assert (conform("reference", limit_s=5.0).results, asked) == ([], {})
 
 
+def test_what_a_lost_process_left_unsaid_is_said_for_it(monkeypatch: pytest.MonkeyPatch):
+    lost = Result("L2/embed/all_padding", "fail", 1, kernel="embed", message="the process died", output="boom")
+    told = Result("L2/embed/seeds", "fail", 1, kernel="embed", message="wrong (rerun: so); looks like M01 (x)")
+    monkeypatch.setattr(isolation, "run", lambda *given, **options: ([lost, told, PASSED[0]], {}))
+    first, second, third = conform("reference", limit_s=1.0, selection=Selection(level="L2")).results
+    assert first.message == "the process died (rerun: polydraft conform reference --contract embed --case all_padding)"
+    assert (first.output, second, third) == ("boom", told, PASSED[0])
+
+
 def test_waivers_are_applied_behind_the_run(monkeypatch: pytest.MonkeyPatch):
     version = Target("reference").info.version
     monkeypatch.setattr(isolation, "run", lambda *given, **options: isolation.Watched(other(3, "fail", message="no"), dict(OWN)))
@@ -558,16 +567,15 @@ class Named:
 )
 def test_a_failure_says_how_to_see_it_again(result: Result, rerun: str):
     told = with_causes(result, Named())  # type: ignore[arg-type]
-    assert told.message.startswith(f"x (rerun: polydraft conform mychip {rerun}); looks like M")
-    again = with_causes(dataclasses.replace(result, message="x (rerun: so)"), Named())  # type: ignore[arg-type]
-    assert again.message.startswith("x (rerun: so); looks like M")
+    assert told.message == f"x (rerun: polydraft conform mychip {rerun})"
+    alike = dataclasses.replace(result, message="x (rerun: so)", like=("M17",))
+    assert with_causes(alike, Named()).message == "x (rerun: so); looks like M17 (another rule for ties)"  # type: ignore[arg-type]
     for outcome in ("pass", "error", "unsupported", "waived"):
         fine = dataclasses.replace(result, outcome=outcome)
         assert with_causes(fine, Named()) is fine  # type: ignore[arg-type]
 
 
-def test_no_cause_is_made_up(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("polydraft.conformance.causes.causes", lambda *given: "")
+def test_no_cause_is_made_up():
     told = with_causes(Result("L0/process-0", "fail", 1, message="PluginError: broken"), Named())  # type: ignore[arg-type]
     assert told.message == "PluginError: broken (rerun: polydraft conform mychip --level L0)"
 
@@ -664,6 +672,16 @@ def test_the_page_says_what_left_the_device_or_that_nobody_knows():
 def test_nothing_leaves_or_nobody_says():
     assert (leaving({})["verdict"]["status"], leaving({})["off_device"]["problem"]) == (0, "")
     assert (leaving(None)["verdict"]["status"], "off_device" in leaving(None)) == (0, False)
+
+
+@pytest.mark.parametrize(
+    ("operations", "problem", "said"),
+    [({}, "", "none"), ({"linear": ["matmul", "cast"]}, "", "2"), ({}, "the probe died", "not known: the probe died")],
+)
+def test_the_page_says_what_leaves_only_where_that_is_known(operations: dict[str, list[str]], problem: str, said: str):
+    left = {"operations": operations, "problem": problem, "asked": True}
+    text = page(make(Target("reference"), Selection(), list(PASSED), off_device=left))
+    assert f"\noperations that leave the device for the CPU: {said}\n" in text
 
 
 def test_a_whole_run_asks_what_leaves_its_device(monkeypatch: pytest.MonkeyPatch):

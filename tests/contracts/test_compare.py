@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from polydraft.contracts.compare import EPS, Comparison, Expected, Mismatch, compare, from_host, to_host
+from polydraft.contracts.compare import EPS, Comparison, Expected, Headroom, Mismatch, compare, from_host, share, to_host
 from polydraft.device import DTYPES
 from tests.contracts import toy
 
@@ -45,6 +45,28 @@ def test_exact_equality_passes_and_counts_every_element():
     assert result.ok
     assert result.elements == 10
     assert result.describe() == "blend/1, case 'table': 10 elements as specified; y[0, 0] used 0% of its tolerance"
+
+
+@pytest.mark.parametrize(
+    ("ratio", "words"),
+    [(0.0, "0% of"), (0.314, "31% of"), (2.0, "200% of"), (9.99, "999% of"), (10.0, "10 times"), (8384139.46, "8.4e+06 times")],
+)
+def test_nobody_counts_a_tolerance_in_millions_of_per_cent(ratio: float, words: str):
+    assert share(ratio) == words
+    assert Headroom(ratio, "out", (2, 0)).describe() == f"out[2, 0] used {words} its tolerance"
+
+
+def test_what_was_not_written_is_told():
+    result = verdict({"ids": np.array([1, 77, 3], np.int32)}, {"ids": expected([1, 2, 4], "i32")})
+    assert result.describe() == (
+        "blend/1, case 'table': ids[1] is 77, wanted exactly 2 (2 of 3 elements are wrong); it was left as before the launch"
+    )
+    written = verdict({"ids": np.array([1, 5, 3], np.int32)}, {"ids": expected([1, 2, 3], "i32")})
+    assert written.describe() == "blend/1, case 'table': ids[1] is 5, wanted exactly 2"
+    assert (result.mismatches[0].left, written.mismatches[0].left) == (True, False)
+    want = Expected(np.array([7]), np.array([7]), "i32")
+    touched = verdict({"ids": np.array([8], np.int32)}, {"ids": want})
+    assert (touched.mismatches[0].kind, touched.mismatches[0].left) == ("touched", False)
 
 
 def test_zeros_of_either_sign_are_equal():

@@ -167,27 +167,32 @@ def test_the_log_is_read_by_contract():
 
 
 @pytest.mark.parametrize(
-    ("status", "said", "sentence"),
+    ("status", "said", "wrote", "sentence"),
     [
+        (-11, "", "", "on mychip:0 ended the process (SIGSEGV, Segmentation fault); see that its runtime was built for the"),
         (
-            -11,
+            -6,
             "",
-            "trying every operation on mychip:0 ended the process (SIGSEGV); see that its runtime was built for the installed",
+            "polydraft-probe: embed\npolydraft-probe: \npolydraft-probe: sample\nX\n",
+            "(SIGABRT, Aborted) in sample; see",
         ),
-        (1, "one thing\nPaddle has no device 'mychip:0'\n", "on mychip:0 failed: Paddle has no device 'mychip:0'"),
-        (3, "", "on mychip:0 failed: exit status 3"),
+        (1, "one thing\nPaddle has no device 'mychip:0'\n", "", "on mychip:0 failed: Paddle has no device 'mychip:0'"),
+        (3, "", "", "on mychip:0 failed: exit status 3"),
     ],
 )
-def test_asking_that_ends_badly_is_one_sentence(monkeypatch: pytest.MonkeyPatch, status: int, said: str, sentence: str):
+def test_asking_that_ends_badly_is_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, status: int, said: str, wrote: str, sentence: str
+):
     """A runtime that was built for another Paddle, and says so nowhere, ends the process with its first kernel."""
     from polydraft_paddle.probe import leaving
 
     from polydraft.errors import DeviceError
 
-    monkeypatch.setattr(subprocess, "run", lambda command, **options: subprocess.CompletedProcess(command, status, said, ""))
+    monkeypatch.setattr(subprocess, "run", lambda command, **options: subprocess.CompletedProcess(command, status, said, wrote))
     with pytest.raises(DeviceError) as seen:
         leaving("mychip:0")
     assert sentence in str(seen.value)
+    assert str(seen.value.__cause__) == wrote, "which --debug shows"
 
 
 def test_the_cpu_itself_is_not_asked():

@@ -84,7 +84,7 @@ def test_a_process_that_ends_before_it_connects_is_told_at_once(monkeypatch: pyt
         client = EngineClient({}, most=8, tell=lambda *given, **more: None)
         monkeypatch.setattr(client, "_spawn", spawn)
         try:
-            with pytest.raises(DeviceError, match="status 7 before it was ready"):
+            with pytest.raises(DeviceError, match=r"\(exit status 7\) before it was ready"):
                 await asyncio.wait_for(client.start(), 20)
         finally:
             await client.stop()

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import subprocess
 import sys
 from collections.abc import Iterable
 from typing import Any, Final, NoReturn
 
+from polydraft.child_process import Written, ending, running
 from polydraft.environment import dictate
 from polydraft.errors import DeviceError, PolydraftError
 from polydraft_paddle.installation import first_line
@@ -30,7 +30,7 @@ def leaving(spec: str) -> dict[str, tuple[str, ...]]:
     `DeviceError` where a kernel does not run at all, or the process dies."""
     if spec in ("", "cpu"):
         return {}
-    command = [sys.executable, "-m", "polydraft_paddle.probe", spec]
+    command = running("polydraft_paddle.probe", spec)
     try:
         done = subprocess.run(  # noqa: S603  this interpreter, this module
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=LIMIT_S, check=False
@@ -38,14 +38,16 @@ def leaving(spec: str) -> dict[str, tuple[str, ...]]:
     except subprocess.TimeoutExpired:
         raise DeviceError(f"trying every operation on {spec} did not end within {LIMIT_S:g} s; look at the device") from None
     if done.returncode < 0:
-        died = signal.Signals(-done.returncode).name
+        *_, contract = ("", *(line[len(MARK) :].strip() for line in done.stderr.splitlines() if line.startswith(MARK)))
+        where = f" in {contract}" if contract else ""
         raise DeviceError(
-            f"trying every operation on {spec} ended the process ({died}); see that its runtime was built for the installed "
-            "Paddle, then run polydraft conform --level L2 to find the kernel"
-        )
+            f"trying every operation on {spec} ended the process ({ending(done.returncode)}){where}; "
+            "see that its runtime was built for the installed Paddle, then run polydraft conform --level L2 to find the kernel"
+        ) from Written(done.stderr)
     if done.returncode:
         said = (done.stdout or done.stderr).strip().splitlines()
-        raise DeviceError(f"trying every operation on {spec} failed: {said[-1] if said else f'exit status {done.returncode}'}")
+        why = said[-1] if said else ending(done.returncode)
+        raise DeviceError(f"trying every operation on {spec} failed: {why}") from Written(done.stderr)
     return read(done.stderr.splitlines())
 
 

@@ -145,7 +145,7 @@ def command(
     if enable_variants:
         return _enable(backend, device=device, limit_s=limit, out=out, as_json=as_json)
     if prove:
-        return _prove(backend, device=device, plugins=plugins, as_json=as_json)
+        return _prove(backend, device=device, plugins=plugins, limit_s=limit, as_json=as_json)
     return _run(
         backend, device=device, selection=selection, plugins=plugins, kernels=kernels, waivers=waivers, limit_s=limit, out=out,
         as_json=as_json,
@@ -272,10 +272,10 @@ def _verify(path: Path, *, as_json: bool) -> int:
     return 1 if wrong else int(content["verdict"]["status"])
 
 
-def _prove(backend: str, *, device: str, plugins: tuple[str, ...], as_json: bool) -> int:
+def _prove(backend: str, *, device: str, plugins: tuple[str, ...], limit_s: float, as_json: bool) -> int:
     from polydraft.conformance.proof import matrix, prove
 
-    proof = prove(backend, device=device, files=plugins)
+    proof = prove(backend, device=device, files=plugins, limit_s=limit_s, listen=_progress())
     click.echo(json.dumps(proof.content) if as_json else matrix(proof), nl=as_json)
     return proof.status
 

@@ -1,72 +1,91 @@
-"""Guesses the cause of a failure: the two mutants whose symptoms it resembles most.
+"""Names the mutants that a failure looks like, where that can be told; a hint is right or absent.
 
-The report and `check_kernel` append it to a failure's sentence. It reads ids and sentences, runs nothing and decides no outcome:
-a guess is where to look first.
+Two things tell it. What a kernel left is just what a mutant of its golden leaves on the same case, which is tried out; or the
+sentence of a failure says something that only one kind of fault brings about. `--prove` counts a hint that names another mutant
+than the one that was there as a wrong trial.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Final
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+from polydraft.conformance.outcomes import Result
+from polydraft.contracts.base import Case, Contract
+from polydraft.contracts.compare import compare
+from polydraft.contracts.composite import part_lengths, split
+from polydraft.contracts.inputs import Kernel, contract_of
+from polydraft.contracts.kv_quant import Kv
+from polydraft.device import Array
+
+if TYPE_CHECKING:
+    from polydraft.conformance.fault_injection import BrokenGolden
 
 MOST: Final = 2
-UNWRITTEN: Final = (" is -24576,", " is 1515870810,", " is 90,")
-"""What the harness's poison (`contracts.inputs.POISON`) reads like in a sentence, by dtype."""
-SYMPTOMS: Final = {
-    "may not be written": ("M09", "M44"),
-    "any finite number": ("M51", "M03"),
-    "synchronised": ("M24", "M22"),
-    "allocated": ("M22", "M24"),
-    "does not end": ("M31", "M52"),
-    "hangs": ("M31", "M24"),
-    "acceptance trace": ("M18", "M38"),
-    "a block is lost": ("M33", "M35"),
-    "free blocks of an engine at rest": ("M35", "M33"),
-    "allocations in each": ("M22", "M24"),
-    "waits in each": ("M24", "M22"),
-    "replays or more": ("M20", "M52"),
+"""Mutants that a hint names; where more fit, nothing is told apart."""
+SIGNS: Final[Mapping[str, str]] = {
+    "M18": r"wanted: drafts are made",
+    "M20": r"(a replay or more|steps were replayed).*, got \[?0\b",
+    "M22": r"allocated [1-9]|allocations in each steady step|allocations during the steps of a run",
+    "M24": r"synchronised [1-9]|waits in each steady step\[\d+\] is [2-9]",
+    "M31": r"what lies in staging once query\(\) said True",
+    "M33": r"a block is lost, or free and held at once",
+    "M35": r"a block is lost, or free and held at once|free blocks of an engine at rest",
+    "M42": r"kernels that silently run the reference's code",
+    "M46": r"what the capture facility lacks|polydraft_graph_capture returned",
+    "M53": r"the buffer behind a capture is",
+    "M60": r"a refusal that names .*binding says 'nothing'",
 }
-"""Words of a failure's sentence, and the mutants that leave them."""
-TELLTALE: Final = {
-    "M22": ("allocated", "allocations in"), "M24": ("synchronised", "waits in"), "M44": ("may not be written",),
-    "M15": ("may not be written",), "M60": ("a refusal that names",),
-}  # fmt: skip
-"""Mutants that always leave one of these words; without them, something else is behind the failure."""
-LEVELS: Final = {
-    "L0": ("M46", "M42"), "L1": ("M30", "M31"), "L2": ("M51", "M02"), "L3": ("M21", "M26"), "L4": ("M29", "M28"),
-    "L5": ("M18", "M38"), "L6": ("M18", "M20"),
-}  # fmt: skip
-"""Where nothing better is known: what a level is there to catch."""
+"""Mutants, and what a failure's sentence says of their kind of fault alone."""
 
 
-def causes(check_id: str, kernel: str = "", message: str = "") -> str:
-    """`M08 (first mismatch counted as accepted) or M07 (...)`: what the check `check_id` failing with `message` looks like;
-    "" for an exception or a kernel that is not there, whose sentence says more than a guess."""
-    from polydraft.conformance.faulty_backends import CORES, MUTANTS
-
-    raised = " (raised in " in message and not any(words in message for words in SYMPTOMS)
-    if raised or " is not offered, " in message:
-        return ""
-
-    titles = {mutant.id: mutant.title for mutant in MUTANTS}
-    fits = (id_ for id_ in _ranked(check_id, kernel, message) if not message or _may_be(id_, message))
-    found = list(dict.fromkeys(id_ for id_ in fits if id_ in titles and id_ not in CORES))
-    return " or ".join(f"{id_} ({titles[id_]})" for id_ in found[:MOST])
-
-
-def _may_be(id_: str, message: str) -> bool:
-    return id_ not in TELLTALE or any(words in message for words in TELLTALE[id_])
-
-
-def _ranked(check_id: str, kernel: str, message: str) -> Iterator[str]:
-    """Ids of mutants, likeliest first: killed by this very check, of this symptom, of this kernel, of this level."""
+def causes(result: Result) -> str:
+    """`M08 (first mismatch counted as accepted)`, or two of them: what a failure looks like; "" where that cannot be told."""
     from polydraft.conformance.faulty_backends import MUTANTS
 
-    yield from (mutant.id for mutant in MUTANTS if mutant.killer == check_id)
-    if any(poison in message for poison in UNWRITTEN):
-        yield from ("M43", "M51")
-    for words, ids in SYMPTOMS.items():
-        if words in message:
-            yield from ids
-    yield from (mutant.id for mutant in MUTANTS if kernel and mutant.killer.split("/")[1] == kernel)
-    yield from LEVELS.get(check_id.partition("/")[0], ())
+    titles = {mutant.id: mutant.title for mutant in MUTANTS}
+    return " or ".join(f"{id_} ({titles[id_]})" for id_ in named(result))
+
+
+def named(result: Result) -> tuple[str, ...]:
+    """The mutants that a failure looks like, by id; at most `MOST`, or none."""
+    found = tuple(result.like) or tuple(id_ for id_, sign in SIGNS.items() if re.search(sign, result.message))
+    return found if len(found) <= MOST else ()
+
+
+def resembled(kernel: Kernel, case: Case, got: Mapping[str, Array], *, act: str = "f32", kv: Kv = "") -> tuple[str, ...]:
+    """Ids of the mutants of this kernel that leave on `case` what was `got`, in host representations by argument name."""
+    from polydraft.conformance.fault_injection import BrokenGolden
+    from polydraft.conformance.faulty_backends import MUTANTS
+    from polydraft.conformance.harness import run_golden
+
+    parts = (kernel,) if isinstance(kernel, Contract) else kernel.contracts
+    breaks = {one.id: one.broken for one in MUTANTS if isinstance(one.broken, BrokenGolden)}
+    mine = {id_: change for id_, change in breaks.items() if change.contract in {part.name for part in parts}}
+    return tuple(
+        id_
+        for id_, change in mine.items()
+        if compare(contract_of(kernel), case, got, run_golden(kernel, case, act, kv=kv, golden=_broken(kernel, change))).ok
+    )
+
+
+def _broken(kernel: Kernel, change: BrokenGolden) -> Callable[[Any, int], None]:
+    """The golden of a contract with a mutant's change, or that of a composite in one of its parts."""
+
+    def golden(a: Any, n: int) -> None:
+        for contract, part, length in _parts(kernel, a, n):
+            if contract.name == change.contract:
+                change.corrupt(contract.golden, part, length)
+            else:
+                contract.golden(part, length)
+
+    return golden
+
+
+def _parts(kernel: Kernel, a: Any, n: int) -> Iterator[tuple[Contract, Any, int]]:
+    if isinstance(kernel, Contract):
+        yield kernel, a, n
+        return
+    parts = split(kernel, a)
+    yield from zip(kernel.contracts, parts, part_lengths(kernel, parts, n), strict=True)

@@ -42,6 +42,8 @@ class Tally:
     comparisons: int = 0
     failures: list[str] = field(default_factory=list)
     headroom: Headroom | None = None
+    like: set[str] | None = None
+    """Mutants that leave what every comparison found that failed; None before the first."""
     near_ties: int = 0
     """Texts in fewer bits that were compared up to their first close choice only, and differ behind it."""
 
@@ -69,6 +71,8 @@ class Tally:
         """File a comparison of the harness; `replay` is what brings it about again."""
         self.comparisons += comparison.elements
         self.failures += [mismatch.describe() + replay for mismatch in comparison.mismatches]
+        if not comparison.ok:
+            self.like = set(comparison.like) if self.like is None else self.like & set(comparison.like)
         near = comparison.headroom
         if near is not None and (self.headroom is None or near.ratio > self.headroom.ratio):
             self.headroom = near
@@ -129,6 +133,7 @@ class Check:
         return Result(
             self.id, outcome, tally.comparisons, round(time.perf_counter() - start, 4), message, self.kernel,
             None if near is None else round(near.ratio, 6), "" if near is None else near.describe(), tally.near_ties,
+            like=tuple(sorted(tally.like or ())),
         )  # fmt: skip
 
     def _outcome(self, target: Target, tally: Tally) -> tuple[Outcome, str]:

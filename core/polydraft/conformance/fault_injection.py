@@ -80,12 +80,27 @@ class Computed:
         return 0
 
 
-def computed(contract: str, corrupt: Corrupt) -> Break:
+@dataclasses.dataclass(frozen=True)
+class BrokenGolden:
+    """The `Break` of a kernel that computes a golden with a fault: what it leaves can be worked out on any case (`causes.py`)."""
+
+    contract: str
+    corrupt: Corrupt
+
+    def __call__(self, plugin: Any) -> ModuleType:
+        """The broken wrapper of a plugin."""
+        weights = _Weights()
+
+        def providers(table: Any, device: Any) -> dict[str, Any]:
+            del table
+            return {self.contract: Computed(self.contract, self.corrupt, device, weights.values)}
+
+        return with_table(providers, without=self.contract, weights=weights)(plugin)
+
+
+def computed(contract: str, corrupt: Corrupt) -> BrokenGolden:
     """Replace a kernel, and drop the composites that contain it, so that it is used."""
-    weights = _Weights()
-    return with_table(
-        lambda table, device: {contract: Computed(contract, corrupt, device, weights.values)}, without=contract, weights=weights
-    )
+    return BrokenGolden(contract, corrupt)
 
 
 class _Weights:

@@ -68,6 +68,8 @@ def run(target: Target, tally: Tally, asks: Sequence[Ask], *, drafts: int = K, e
     with target.engine(draft_tokens=drafts, dtype=dtype, **options) as engine:
         engine._observers.append(LaunchOrder(engine.info.capabilities.row_order, tally))
         outputs = serve(engine, asks, tally, each_step=each_step)
+    if drafts and not any(output.error for output in outputs):
+        tally.true(f"drafts are made, with K={drafts}", any(engine.totals.drafted_at))
     as_expected(tally, asks, outputs, drafts, dtype)
     return engine
 

@@ -58,6 +58,10 @@ class Result:
     headroom_at: str = ""
     near_ties: int = 0
     """Texts in fewer bits that differ behind a close choice, which is tolerated and counted."""
+    like: tuple[str, ...] = ()
+    """Mutants that leave just what was found wrong, by id."""
+    output: str = ""
+    """What the process wrote in this check, in which it was lost: the end of it."""
 
     @property
     def level(self) -> str:
@@ -66,4 +70,4 @@ class Result:
 
 def as_result(record: Mapping[str, Any]) -> Result:
     """A result as it was written."""
-    return Result(**record)
+    return Result(**{**record, "like": tuple(record["like"])})

@@ -12,6 +12,7 @@ from xml.sax.saxutils import escape, quoteattr
 
 from polydraft.conformance.outcomes import LEVELS, OUTCOMES, Ownership, Result
 from polydraft.contracts import REGISTRY
+from polydraft.contracts.compare import share
 
 if TYPE_CHECKING:
     from polydraft.conformance.report import Report
@@ -39,7 +40,8 @@ def page(report: Report) -> str:
             compared, seconds = sum(r.comparisons for r in mine), sum(r.seconds for r in mine)
             lines.append(f"{level} {title:<9}{numbers}{compared:>14,}{seconds:>9.1f}")
     lines += ["", *_features(content)] if verdict["features"] else []
-    lines += ["", *_headroom(report.results)]
+    used = _headroom(report.results)
+    lines += ["", *used] if used else []
     near = sum(result.near_ties for result in report.results)
     lines += ["", f"tolerated near-ties: {near} (texts that differ behind a choice closer than their dtype can tell)"]
     if content.get("off_device", {}).get("asked"):
@@ -112,7 +114,9 @@ def _headroom(results: list[Result]) -> list[str]:
             best = most.get(result.kernel)
             if best is None or best.headroom is None or result.headroom > best.headroom:
                 most[result.kernel] = result
-    rows = [f"  {name:<28}{result.headroom:>7.0%}  {result.id}" for name, result in sorted(most.items())]
+    used = {name: share(result.headroom or 0.0).removesuffix(" of") for name, result in most.items()}
+    width = max(map(len, used.values()), default=0)
+    rows = [f"  {name:<28}{used[name]:>{width}}  {result.id}" for name, result in sorted(most.items())]
     return ["tolerance used at most, by kernel (the others are exact):", *rows] if rows else []
 
 

@@ -7,12 +7,14 @@ that check, proves less than it says. The backend itself is not judged here.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
-from typing import Any
+from functools import cache
+from typing import Any, Final, NamedTuple
 
 from polydraft.conformance.catalogue import every_check
+from polydraft.conformance.causes import named
 from polydraft.conformance.check import Check
 from polydraft.conformance.faulty_backends import CORES, LEGAL_VARIANTS, MUTANTS, Mutant, Variant
 from polydraft.conformance.outcomes import CLAIMED, FAILS, HOLDS, NOTHING, Result
@@ -21,6 +23,10 @@ from polydraft.conformance.verdict import judge
 from polydraft.errors import PluginError
 
 SCHEMA = "polydraft.prove/1"
+Change = Mutant | Variant
+CHANGES: Final[Mapping[str, Change]] = {**{one.id: one for one in MUTANTS}, **{one.id: one for one in LEGAL_VARIANTS}}
+CLAIMS_FALSELY: Final = "M46"
+"""The mutant whose killer says nothing of the backend as it is, which does not claim what the check is about."""
 
 
 @dataclass(frozen=True)
@@ -36,10 +42,15 @@ class Trial:
     kind: str
     moot: str = ""
     """Why it may live."""
+    looks: tuple[str, ...] = ()
+    """The mutants that its death was said to look like."""
 
     @property
     def ok(self) -> bool:
-        """A mutant that died of its fault, a variant that passed, or what the backend's capabilities leave out."""
+        """A mutant that died of its fault and was not taken for another one, a variant that passed, or what the backend's
+        capabilities leave out."""
+        if self.looks and self.id not in self.looks:
+            return False
         if self.unbroken == "unsupported" or (self.moot and self.unbroken == self.broken == "pass"):
             return True
         return self.unbroken == "pass" and self.broken == ("fail" if self.kind == "mutant" else "pass")
@@ -68,6 +79,18 @@ class Proof:
         }  # fmt: skip
 
 
+class Task(NamedTuple):
+    """One check around one mutant or variant of a backend; around the backend as it is where `change` is ""."""
+
+    change: str
+    check: str
+
+    @property
+    def id(self) -> str:
+        """One word."""
+        return f"{self.change or 'unbroken'}:{self.check}"
+
+
 def prove(
     backend: str | object,
     *,
@@ -75,56 +98,85 @@ def prove(
     files: Sequence[str] = (),
     mutants: Iterable[Mutant] = MUTANTS,
     variants: Iterable[Variant] = LEGAL_VARIANTS,
+    limit_s: float | None = None,
+    listen: Callable[[Result], None] | None = None,
 ) -> Proof:
-    """Run each mutant's killer and each variant's checks, with and without the change."""
-    checks = {check.id: check for check in every_check()}
+    """Run each mutant's killer and each variant's checks, with and without the change.
+
+    With `limit_s`, those of this module's mutants and variants around a backend that is given by name run in processes of their
+    own, in which a check may take that many seconds: a crash or a hang is then a failed check. Otherwise they run here."""
     target = Target(backend, device=device, files=files, wants=CLAIMED["full"])
-    unbroken: dict[str, Result] = {}
-    trials = [_mutant(mutant, target, checks, unbroken) for mutant in mutants]
-    for variant in variants:
-        trials += [_variant(variant, check_id, target, checks, unbroken) for check_id in variant.passes]
+    changes: dict[str, Change] = {**{one.id: one for one in mutants}, **{one.id: one for one in variants}}
+    trials = [Task(change.id, check) for change in changes.values() for check in _tried_by(change)]
+
+    def run(tasks: Sequence[Task]) -> Mapping[Task, Result]:
+        if limit_s is None or not isinstance(backend, str):
+            return {task: run_task(task, target, changes) for task in tasks}
+        from polydraft.conformance.isolation import run_tasks
+
+        return run_tasks(backend, tasks, device=target.device_spec, files=files, limit_s=limit_s, listen=listen)
+
+    declared = target.info.capabilities
+    undeclared = {m.id for m in changes.values() if isinstance(m, Mutant) and m.needs and not getattr(declared, m.needs)}
+    asked = dict.fromkeys(check for change, check in trials if change not in undeclared and change != CLAIMS_FALSELY)
+    unbroken = run([Task("", check) for check in asked])
+    before = {
+        task: "unsupported" if task.change in undeclared
+        else "pass" if task.change == CLAIMS_FALSELY
+        else _or_lost(unbroken, Task("", task.check)).outcome
+        for task in trials
+    }  # fmt: skip
+    broken = run([task for task in trials if before[task] == "pass"])
     target.close()
-    return Proof(target.info.name, tuple(trials))
+    return Proof(target.info.name, tuple(_trial(changes[task.change], task, before[task], broken) for task in trials))
 
 
-def _mutant(mutant: Mutant, target: Target, checks: Mapping[str, Check], unbroken: dict[str, Result]) -> Trial:
-    claims_it_falsely = mutant.id == "M46"
-    needs = "unsupported" if mutant.needs and not getattr(target.info.capabilities, mutant.needs) else ""
-    before = needs or ("pass" if claims_it_falsely else _once(mutant.killer, target, checks, unbroken).outcome)
-    if before != "pass":
-        return Trial(mutant.id, mutant.title, mutant.killer, before, "not run", "", "mutant")
+def run_task(task: Task, target: Target, changes: Mapping[str, Change] = CHANGES) -> Result:
+    """What the check of a task comes to, in this process. `target`: the backend as it is."""
+    check = _checks()[task.check]
+    if not task.change:
+        return check.result(target)
+    change = changes[task.change]
     try:
-        broken = Target(mutant.broken(target.plugin), device=target.device_spec)
+        make = change.broken if isinstance(change, Mutant) else change.changed
+        changed = Target(make(target.plugin), device=target.device_spec)
     except PluginError as error:  # it could not even be loaded, whichever check was to find out
-        return Trial(mutant.id, mutant.title, mutant.killer, before, "fail", str(error), "mutant", mutant.moot)
-    with nullcontext() if mutant.core is None else mutant.core():
-        result = checks[mutant.killer].result(broken)
-    broken.close()
-    outcome, message = _judged(result) if mutant.judged else (result.outcome, result.message)
-    return Trial(mutant.id, mutant.title, mutant.killer, before, outcome, message, "mutant", mutant.moot)
+        return Result(task.check, "fail", message=str(error))
+    with nullcontext() if change.core is None else change.core():
+        result = check.result(changed)
+    changed.close()
+    return result
+
+
+def _tried_by(change: Change) -> tuple[str, ...]:
+    return (change.killer,) if isinstance(change, Mutant) else change.passes
+
+
+@cache
+def _checks() -> Mapping[str, Check]:
+    return {check.id: check for check in every_check()}
+
+
+def _or_lost(results: Mapping[Task, Result], task: Task) -> Result:
+    """The result of a task, or that it has none, because the processes that were to run it were lost."""
+    return results.get(task) or Result(task.check, "error", message="it was not run, since no process got as far as that")
+
+
+def _trial(change: Change, task: Task, before: str, broken: Mapping[Task, Result]) -> Trial:
+    kind, moot = ("mutant", change.moot) if isinstance(change, Mutant) else ("variant", "")
+    if before != "pass":
+        return Trial(change.id, change.title, task.check, before, "not run", "", kind)
+    result = _or_lost(broken, task)
+    judged = isinstance(change, Mutant) and change.judged
+    outcome, message = _judged(result) if judged else (result.outcome, result.message)
+    looks = named(result) if kind == "mutant" and outcome == "fail" and not judged else ()
+    return Trial(change.id, change.title, task.check, before, outcome, message, kind, moot, looks)
 
 
 def _judged(result: Result) -> tuple[str, str]:
     """What the verdict over this result says: "fail" where nothing follows from it."""
     verdict = judge([result], {}, profile="full", complete=False)
     return "fail" if verdict.status == NOTHING else result.outcome, verdict.sentence
-
-
-def _variant(variant: Variant, check_id: str, target: Target, checks: Mapping[str, Check], unbroken: dict[str, Result]) -> Trial:
-    before = _once(check_id, target, checks, unbroken).outcome
-    if before != "pass":
-        return Trial(variant.id, variant.title, check_id, before, "not run", "", "variant")
-    changed = Target(variant.changed(target.plugin), device=target.device_spec)
-    with nullcontext() if variant.core is None else variant.core():
-        result = checks[check_id].result(changed)
-    changed.close()
-    return Trial(variant.id, variant.title, check_id, before, result.outcome, result.message, "variant")
-
-
-def _once(check_id: str, target: Target, checks: Mapping[str, Check], unbroken: dict[str, Result]) -> Result:
-    if check_id not in unbroken:
-        unbroken[check_id] = checks[check_id].result(target)
-    return unbroken[check_id]
 
 
 def matrix(proof: Proof) -> str:
@@ -138,9 +190,11 @@ def matrix(proof: Proof) -> str:
     killed = sum(trial.ok and trial.broken == "fail" for trial in mutants)
     moot = sum(trial.ok and trial.broken == "pass" for trial in mutants)
     left = sum(trial.unbroken != "pass" for trial in mutants)
+    told = sum(bool(trial.looks) for trial in mutants)
     wrong = sum(not trial.ok for trial in proof.trials)
     alive = f"{left} not tried, {moot} make no difference"
     lines += ["", f"{killed} of {len(mutants)} mutants killed around {proof.backend}, {alive}; {wrong} trials are wrong"]
+    lines += [f"{told} of the dead are told by name from what they left"]
     lines += [f"{trial.id} may live: {trial.moot}" for trial in mutants if trial.moot and trial.broken == "pass"]
     lines += [f"not to be tried yet: {', '.join(f'{id_} ({why})' for id_, why in CORES.items())}"] if CORES else []
     return "\n".join(lines) + "\n"

@@ -11,14 +11,16 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
 
 from polydraft.backend import StepMeta
+from polydraft.conformance.causes import causes, resembled
 from polydraft.conformance.harness import run_golden, run_kernel
 from polydraft.conformance.kernel_checks import Table
+from polydraft.conformance.outcomes import Result
 from polydraft.conformance.target import Opened, Target
 from polydraft.contracts import COMPOSITES, REGISTRY
 from polydraft.contracts.base import Case, ColumnsSpec, Contract, LogicalCache, TensorSpec, column_name
@@ -34,7 +36,6 @@ SCHEMA: Final = "polydraft.replay/1"
 RECORDED, GOLDEN = "recorded", "golden"
 TWO_SIDES: Final = 2.0
 """Two right answers lie on two sides of the golden: they may be twice a tolerance apart."""
-MOST_CAUSES: Final = 2
 
 Weights = Callable[[str], Array]
 """Canonical float32 values of a weight by name."""
@@ -112,8 +113,8 @@ def replay(
         comparison = _compared(record, call, target, against, weights or _nowhere)
         compared, elements = compared + 1, elements + comparison.elements
         if not comparison.ok:
-            worst = comparison.mismatches[0]
-            differences.append(Difference(call, worst, _causes(call.contract, worst.argument)))
+            looks = causes(Result(call.place, "fail", like=comparison.like))
+            differences.append(Difference(call, comparison.mismatches[0], f"; looks like {looks}" if looks else ""))
     name = against if isinstance(against, str) else against.info.name
     return Replay(target.info.name, name, compared, elements, tuple(differences), tuple(skipped))
 
@@ -154,17 +155,6 @@ def _lacking(call: Call, target: Target, kv: Kv) -> str:
     return f"{target.info.name} does not offer {', '.join(absent)}" if absent else ""
 
 
-def _causes(contract: str, argument: str) -> str:
-    """The mutants that break a kernel which writes this argument, as a hint."""
-    from polydraft.conformance.faulty_backends import MUTANTS
-
-    parts = COMPOSITES[contract].parts if contract in COMPOSITES else (contract,)
-    specs = {part: REGISTRY[part].args.specs().get(field_of(argument)) for part in parts}
-    writers = [part for part, spec in specs.items() if spec is not None and getattr(spec, "access", "in") != "in"] or parts
-    like = [f"{m.id} ({m.title})" for m in MUTANTS if m.level == "L2" and m.killer.split("/")[1] in writers]
-    return f"; looks like {' or '.join(like[:MOST_CAUSES])}" if like else ""
-
-
 # -- one call ----------------------------------------------------------------------------------------
 def _compared(record: Record, call: Call, target: Target, against: str | Target, weights: Weights) -> Comparison:
     kernel, act = kernel_of(call.contract), record.about["dtype"]
@@ -182,7 +172,8 @@ def _compared(record: Record, call: Call, target: Target, against: str | Target,
     if isinstance(against, Target):
         other = _run(record, call, case, against)
         want = {name: _as(one, from_host(other[name], one.dtype), whole=True) for name, one in want.items()}
-    return compare(contract_of(kernel), case, got, want)
+    comparison = compare(contract_of(kernel), case, got, want)
+    return comparison if comparison.ok else replace(comparison, like=resembled(kernel, case, got, act=act, kv=_kv(record)))
 
 
 @contextmanager

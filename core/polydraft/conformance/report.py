@@ -189,7 +189,8 @@ def conform(
         seen = isolation.run(
             backend, device=target.device_spec, files=files, packs=packs, selection=selection, limit_s=limit_s, listen=listen
         )
-        results, target.owners, target.withdrawn = seen.results, seen.owners, seen.withdrawn
+        target.owners, target.withdrawn = seen.owners, seen.withdrawn
+        results = [one if "(rerun: " in one.message else with_causes(one, target) for one in seen.results]  # of lost children
     elif target.info.available:
         target.refuse_unopenable()
         for check in checks:
@@ -213,7 +214,7 @@ def conform(
 
 
 def with_causes(result: Result, target: Target) -> Result:
-    """A failure with the mutants that it looks like, and the command that runs it again where it has none yet."""
+    """A failure with the command that runs it again where it has none yet, and the mutants that it looks like."""
     if result.outcome != "fail":
         return result
     from polydraft.conformance.causes import causes
@@ -223,7 +224,7 @@ def with_causes(result: Result, target: Target) -> Result:
     again = f"--contract {result.kernel} --case {case}" if named else f"--check {result.id}"
     again = f"--level {result.level}" if case.startswith("process-") else again  # lost outside of any check
     rerun = "" if "(rerun: " in result.message else f" (rerun: {target.command} {again})"
-    looks = causes(result.id, result.kernel, result.message)
+    looks = causes(result)
     return replace(result, message=f"{result.message}{rerun}" + (f"; looks like {looks}" if looks else ""))
 
 

@@ -7,12 +7,15 @@ cases, the golden and the comparison are those of level L2. It is no claim of co
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
+from polydraft.conformance.causes import causes, resembled
 from polydraft.conformance.harness import run_golden
+from polydraft.conformance.outcomes import Result
 from polydraft.contracts import COMPOSITES, REGISTRY
 from polydraft.contracts.base import Case, ColumnsSpec, Contract, LogicalCache, OpaqueSpec, ParamSpec, TensorSpec, column_name
 from polydraft.contracts.compare import Comparison, compare, from_host
@@ -53,9 +56,10 @@ def check_kernel(
     found = []
     for one in _cases(kernel, case, seed, seeds):
         want = run_golden(kernel, one, dtype)
-        comparison = compare(contract_of(kernel), one, _run(kernel, one, function, to_device, to_host, dtype), want)
+        got = _run(kernel, one, function, to_device, to_host, dtype)
+        comparison = compare(contract_of(kernel), one, got, want)
         if not comparison.ok:
-            raise KernelMismatch(_message(kernel, one, comparison, dtype))
+            raise KernelMismatch(_message(kernel, one, replace(comparison, like=resembled(kernel, one, got, act=dtype)), dtype))
         found.append(comparison)
     return found
 
@@ -133,14 +137,11 @@ def _given(contract: Contract, case: Case, upload: Callable[[Array], Any], dtype
 
 def _message(kernel: Kernel, case: Case, comparison: Comparison, dtype: str) -> str:
     """What differs, what it looks like, and how to see it again."""
-    from polydraft.conformance.causes import causes
-
     kind, _, number = case.name.partition("-")
     again = f"seed={number}" if kind == "seed" else f"case={case.name!r}"
     again += "" if dtype == "f32" else f", dtype={dtype!r}"
-    said = comparison.describe()
-    looks = causes(f"L2/{kernel.name}/{'seeds' if kind == 'seed' else case.name}", kernel.name, said)
-    lines = [said, *([f"looks like {looks}"] if looks else [])]
+    looks = causes(Result(case.name, "fail", like=comparison.like))
+    lines = [comparison.describe(), *([f"looks like {looks}"] if looks else [])]
     lines += [f"rerun: check_kernel({kernel.name!r}, ..., {again}); what it has to do: polydraft contracts {kernel.name}"]
     return "\n".join(lines)
 

@@ -25,6 +25,9 @@ EPS: Final[Mapping[str, float]] = {"f32": 2.0**-23, "f16": 2.0**-10, "bf16": 2.0
 NORMAL: Final[Mapping[str, float]] = {"f32": 2.0**-126, "f16": 2.0**-14, "bf16": 2.0**-126}
 """Smallest normal number of each float dtype: below it neighbours do not move closer together."""
 
+MANY: Final = 10.0
+"""Times that a tolerance was exceeded from which on nobody counts in per cent."""
+
 Kind = Literal["missing", "extra", "type", "dtype", "shape", "value", "touched", "unspecified", "nothing"]
 """What is wrong. `touched`: written where nothing may be written; `unspecified`: not finite where any finite number
 will do; `nothing`: no element was compared, which proves nothing."""
@@ -63,11 +66,14 @@ class Mismatch:
     index: tuple[int, ...] | None = None
     count: int = 0
     total: int = 0
+    left: bool = False
+    """Whether that element is as it was before the launch, and should not be."""
 
     def describe(self) -> str:
         """One sentence for somebody who sees this contract for the first time."""
         place = self.argument if self.index is None else f"{self.argument}[{', '.join(map(str, self.index))}]"
         many = f" ({self.count} of {self.total} elements are wrong)" if self.count > 1 else ""
+        many += "; it was left as before the launch" if self.left else ""
         return f"{self.contract}, case {self.case!r}: {place} is {self.got}, wanted {self.wanted}{many}"
 
 
@@ -81,19 +87,25 @@ class Headroom:
 
     def describe(self) -> str:
         """Such as `out[2, 0] used 31% of its tolerance`."""
-        return f"{self.argument}[{', '.join(map(str, self.index))}] used {self.ratio:.0%} of its tolerance"
+        return f"{self.argument}[{', '.join(map(str, self.index))}] used {share(self.ratio)} its tolerance"
+
+
+def share(ratio: float) -> str:
+    """What part of a tolerance was used, before its name: `31% of`, and far beyond it `8.4e+06 times`."""
+    return f"{ratio:.0%} of" if ratio < MANY else f"{ratio:.2g} times"
 
 
 @dataclass(frozen=True)
 class Comparison:
     """The verdict over one case: `elements` compared, at most one mismatch an argument, and the headroom of float
-    arithmetic (None where everything is compared exactly)."""
+    arithmetic (None where everything is compared exactly). `like`: known faults, by id, that leave just what was left."""
 
     contract: str
     case: str
     elements: int
     mismatches: tuple[Mismatch, ...]
     headroom: Headroom | None
+    like: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -173,7 +185,8 @@ def _argument(
     index = _worst(value, want, ~fine)
     kind, wanted = _wanted(want, index, bool(kept[index]))
     wrong = int((~fine).sum())
-    return Mismatch(contract.key, case.name, name, kind, _text(value[index]), wanted, index, wrong, fine.size), near
+    left = kind == "value" and bool(_same(value, want.before)[index])
+    return Mismatch(contract.key, case.name, name, kind, _text(value[index]), wanted, index, wrong, fine.size, left), near
 
 
 def _structure(got: Any, want: Expected | None) -> tuple[Kind, str, str] | None:

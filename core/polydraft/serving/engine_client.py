@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import itertools
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
@@ -20,6 +19,7 @@ from typing import Any, TypeAlias
 import zmq
 import zmq.asyncio
 
+from polydraft.child_process import ending, running
 from polydraft.errors import DeviceError, PolydraftError, RecordError, RequestError
 from polydraft.output.request_delta import RequestDelta, unpack
 from polydraft.serving import wire
@@ -154,16 +154,16 @@ class EngineClient:
         return status
 
     def _spawn(self, endpoints: Sequence[str]) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "polydraft.serving.worker", *endpoints]
+        command = running("polydraft.serving.worker", *endpoints)
         return subprocess.Popen(command, stdin=subprocess.DEVNULL, close_fds=True)  # noqa: S603  this very interpreter
 
     def _after(self, status: int) -> None:
         """The process has ended: tell everybody who waits, and say what comes next."""
-        self.dismiss(f"the engine's process ended (status {status}) while the request was served; send it again")
+        self.dismiss(f"the engine's process ended ({ending(status)}) while the request was served; send it again")
         if self.state in ("stopped", "failed"):
             return
         if self.ready is None:
-            self._become("failed", f"the engine's process ended with status {status} before it was ready; see its messages above")
+            self._become("failed", f"the engine's process ended ({ending(status)}) before it was ready; see its messages above")
             return
         now = time.monotonic()
         self._deaths = [t for t in self._deaths if now - t < RESTART_WINDOW_S] + [now]
@@ -171,7 +171,7 @@ class EngineClient:
             self._become("failed", f"the engine's process ended {len(self._deaths)} times within {RESTART_WINDOW_S:.0f} seconds")
             return
         self.restarts += 1
-        self._become("restarting", f"its process ended with status {status}")
+        self._become("restarting", f"its process ended ({ending(status)})")
 
     def dismiss(self, why: str) -> None:
         """Tell everybody who waits that nothing more will come."""

@@ -528,7 +528,7 @@ def test_a_run_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch):
 def test_what_a_lost_process_left_unsaid_is_said_for_it(monkeypatch: pytest.MonkeyPatch):
     lost = Result("L2/embed/all_padding", "fail", 1, kernel="embed", message="the process died", output="boom")
     told = Result("L2/embed/seeds", "fail", 1, kernel="embed", message="wrong (rerun: so); looks like M01 (x)")
-    monkeypatch.setattr(isolation, "run", lambda *given, **options: ([lost, told, PASSED[0]], {}))
+    monkeypatch.setattr(isolation, "run", lambda *given, **options: isolation.Watched([lost, told, PASSED[0]]))
     first, second, third = conform("reference", limit_s=1.0, selection=Selection(level="L2")).results
     assert first.message == "the process died (rerun: polydraft conform reference --contract embed --case all_padding)"
     assert (first.output, second, third) == ("boom", told, PASSED[0])

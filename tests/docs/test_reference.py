@@ -21,6 +21,7 @@ from polydraft.conformance import KernelMismatch, check_kernel, conform
 from polydraft.conformance.kernel_checks import named_cases
 from polydraft.conformance.report import Selection
 from polydraft.contracts import COMPOSITES, REGISTRY
+from polydraft.contracts.features import FEATURES
 from polydraft.plugins.checks import ROLES
 from tests.docs.pages import code_spans, fences, read, rows, section
 from tests.support import tutorial
@@ -217,6 +218,16 @@ def test_the_failure_that_is_explained_is_a_real_one(package: Path):
     assert problem == example.text.strip(), "which is wrong in a way of its own: nothing is said to be like it"
     with pytest.raises(KernelMismatch, match="gate_comes_before_up"):
         check_kernel("swiglu", fresh("polydraft_mychip.kernels").swiglu)
+
+
+def test_the_page_of_conformance_lists_every_feature():
+    text = section(read(ROOT / "docs" / "conformance.md"), "Levels and profiles")
+    found = {row[0].strip("`"): row[1] for row in rows(text[text.index("| feature |") :])}
+    assert list(found) == list(FEATURES)
+    for name, feature in FEATURES.items():
+        rests = feature.rests_on[-1] if feature.rests_on else "dense"
+        assert found[name].startswith(feature.doc), name
+        assert (f"; rests on `{rests}`" in found[name]) == (rests != "dense"), name
 
 
 def test_poison_reads_as_the_page_says():

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from typing import Final
 
+from polydraft.child_process import Written, ending, running
 from polydraft.errors import DeviceError
 from polydraft_paddle.installation import import_paddle, installed, places, unusable
 from polydraft_paddle.runtimes import libraries
@@ -25,7 +26,7 @@ def visible() -> tuple[str, ...]:
     `DeviceError` where Paddle does not load."""
     if unusable() or (not libraries() and set(installed()) == {"paddlepaddle"}):
         return ("cpu",)
-    command = [sys.executable, "-m", "polydraft_paddle.visible"]
+    command = running("polydraft_paddle.visible")
     try:
         done = subprocess.run(  # noqa: S603  this interpreter, this module
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=LIMIT_S, check=False
@@ -34,7 +35,8 @@ def visible() -> tuple[str, ...]:
         raise DeviceError(f"Paddle did not say within {LIMIT_S:g} s which devices it sees; look at their runtimes") from None
     if done.returncode:
         said = done.stdout.strip().splitlines()
-        raise DeviceError(said[-1] if said else f"Paddle does not load with its runtimes (exit status {done.returncode})")
+        why = said[-1] if said else f"Paddle does not load with its runtimes ({ending(done.returncode)})"
+        raise DeviceError(why) from Written(done.stderr)
     return tuple(json.loads(done.stdout.splitlines()[-1]))
 
 

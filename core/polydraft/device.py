@@ -149,8 +149,8 @@ def further_stream(device: Device, name: str) -> Stream:
     return make(name) if make is not None else device.stream
 
 
-class Tried(Protocol):
-    """What a device adds to `Device` that tries, while it is opened, what its backend can only declare."""
+class Withdrawing(Protocol):
+    """What a device adds to `Device` that finds out, when it is opened, that it lacks what its backend declares."""
 
     withdrawn: Mapping[str, str]
     """Capabilities that the backend declares and this device was found to lack, each with the reason in a clause."""

@@ -107,8 +107,9 @@ def device_error(spec: str, error: BaseException, wanted_by: str = "") -> Device
             f"device {spec} ran out of memory in the course of its work ({first_line(error)}); lower --num-blocks, "
             "--max-num-seqs or --max-batched-tokens, or use --graph off"
         )
+    where = f" in {wanted_by}" if wanted_by else ""
     return DeviceError(
-        f"device {spec} answered with an error ({first_line(error)}); check the device, its free memory and its driver, "
+        f"device {spec} answered with an error{where} ({first_line(error)}); check the device, its free memory and its driver, "
         "then start again"
     )
 

@@ -46,7 +46,7 @@ def page(report: Report) -> str:
     lines += ["", f"tolerated near-ties: {near} (texts that differ behind a choice closer than their dtype can tell)"]
     if content.get("off_device", {}).get("asked"):
         left = content["off_device"]
-        count = sum(map(len, left["operations"].values())) or "none"
+        count = len({operation for operations in left["operations"].values() for operation in operations}) or "none"
         found = f"not known: {left['problem']}" if left["problem"] else count
         lines += ["", f"operations that leave the device for the CPU: {found}"]
     if content["not_claimed"]:

@@ -309,7 +309,8 @@ def _staying(content: Mapping[str, Any], verdict: Verdict) -> Verdict:
     names = [f"{operation} ({contract or 'loading'})" for contract, found in left["operations"].items() for operation in found]
     allowed = content["claim"].get("allow_cpu_fallback", False)
     if allowed and left.get("asked") and not left["problem"]:
-        some = f"with {len(names)} operations on the CPU" if names else "with no operation on the CPU, which was allowed"
+        count = len({operation for found in left["operations"].values() for operation in found})
+        some = f"with {count} operations on the CPU" if count else "with no operation on the CPU, which was allowed"
         return Verdict(verdict.status, f"{verdict.sentence}; {some}", verdict.problems)
     problem = left["problem"] or (f"operations leave the device for the CPU: {', '.join(names)}" if names else "")
     if not problem:

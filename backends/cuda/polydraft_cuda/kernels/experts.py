@@ -99,8 +99,8 @@ def expert_mlp(device: CudaDevice, a: Any, limits: Limits, workspace: Any) -> La
     if experts > MOST_EXPERTS:
         raise ContractError(f"expert_mlp of the cuda backend takes {MOST_EXPERTS} experts at most, got {experts}")
     places = [workspace.buffer.pointer]
-    for size in _parts(a)[:-1]:
-        places.append(places[-1] + size)
+    for nbytes in _parts(a)[:-1]:
+        places.append(places[-1] + nbytes)
     begins, entries, h, terms = (_At(pointer) for pointer in places)
     lists = device.function(source("experts.cu"), "list_experts", **act("f32")).bind(
         experts, LIST_THREADS, a.expert_ids, begins, entries, ROWS, chosen, dependent=True

@@ -45,7 +45,7 @@ from polydraft.conformance.verdict import Verdict, judge, standings
 from polydraft.conformance.waivers import Waiver, apply, load
 from polydraft.contracts import COMPOSITES, REGISTRY
 from polydraft.contracts.features import FEATURES, Feature, with_base
-from polydraft.errors import ConfigError, ContractError
+from polydraft.errors import ConfigError, ContractError, DeviceError
 from polydraft.plugins.plugins import Plugins
 
 DENSE = ("dense",)
@@ -650,6 +650,7 @@ def test_what_may_leave_the_device_is_part_of_the_claim():
         content = make(target, allowed, list(PASSED), off_device=left).content
         assert content["claim"]["allow_cpu_fallback"]
         assert verify(content) == []
+        assert content["verdict"]["features"]["dense"]["state"] == "claimed"
         return content["verdict"]["status"], content["verdict"]["sentence"].rpartition("; ")[2]
 
     assert claimed({"linear": ["matmul", "cast"], "embed": ["cast"], "": ["copy"]}) == (0, "with 3 operations on the CPU")
@@ -864,3 +865,38 @@ def test_files_of_waivers(tmp_path: Path):
         load(file)
     with pytest.raises(ConfigError, match="cannot be read"):
         load(tmp_path / "none")
+
+
+@pytest.mark.parametrize(
+    ("error", "said"), [(OSError(28, "No space left on device"), "No space left on device"), (OSError("odd"), "odd")]
+)
+def test_a_folder_that_cannot_be_written_into_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: OSError, said: str
+):
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(reporting.tempfile, "TemporaryFile", refuse)
+    with pytest.raises(ConfigError, match=rf"^nothing can be written into .*, got {said}, wanted a folder of yours"):
+        reporting.make_folder(tmp_path / "new")
+
+
+def test_a_level_belongs_to_the_profiles_that_have_it():
+    assert Selection().profile_levels_contain()
+    assert Selection(level="L2").profile_levels_contain()
+    assert not Selection(level="L3").profile_levels_contain()
+
+
+def test_a_named_device_that_cannot_be_opened_is_refused_before_a_check():
+    begun: list[Any] = []
+    with pytest.raises((ConfigError, DeviceError)):
+        conform("reference", device="nowhere", selection=Selection(check="L2/swiglu/seeds"), listen=begun.append)
+    assert not begun
+
+
+def test_a_claim_of_before_the_fallback_could_be_allowed_does_not_allow_it():
+    left = {"asked": True, "operations": {"": ["copy"]}, "problem": ""}
+    content = make(Target("reference"), Selection(), list(PASSED), off_device=left).content
+    content["claim"].pop("allow_cpu_fallback", None)
+    verdict = Verdict(0, "it holds", ())
+    assert reporting._staying(content, verdict).status == 1

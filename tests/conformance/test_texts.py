@@ -105,3 +105,18 @@ def test_every_request_is_compared(monkeypatch: pytest.MonkeyPatch):
     assert tally.failures == ["tokens of request 1 (prompt of 1, K=0)[0] is 2, wanted 1"]
     with pytest.raises(ValueError, match="zip"):
         as_expected(Tally(), [Ask(PROMPT)], [], 0, "f32")
+
+
+def test_rounds_of_drawn_numbers_are_compared_with_those_that_were_verified(monkeypatch: pytest.MonkeyPatch):
+    asked: list[Any] = []
+
+    def expected(prompt: Any, drafts: Any, max_new: int, stop: Any, kv: str, model: str) -> Expected:
+        asked.append(drafts)
+        return Expected([1, 2], [0])
+
+    monkeypatch.setattr(serving, "_expected", expected)
+    tally, got = Tally(), dataclasses.replace(output((1, 3), (0,)), round_drafts=(2, 1))
+    as_expected(tally, [Ask(PROMPT)], [got], None, "f32")
+    as_expected(Tally(), [Ask(PROMPT)], [got], 3, "f32")
+    assert asked == [(2, 1), 3]
+    assert tally.failures == ["tokens of request 0 (prompt of 3, K=drawn)[1] is 3, wanted 2"]

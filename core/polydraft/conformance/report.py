@@ -311,7 +311,7 @@ def _staying(content: Mapping[str, Any], verdict: Verdict) -> Verdict:
     if allowed and left.get("asked") and not left["problem"]:
         count = len({operation for found in left["operations"].values() for operation in found})
         some = f"with {count} operations on the CPU" if count else "with no operation on the CPU, which was allowed"
-        return Verdict(verdict.status, f"{verdict.sentence}; {some}", verdict.problems)
+        return replace(verdict, sentence=f"{verdict.sentence}; {some}")
     problem = left["problem"] or (f"operations leave the device for the CPU: {', '.join(names)}" if names else "")
     if not problem:
         return verdict

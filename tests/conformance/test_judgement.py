@@ -876,7 +876,7 @@ def test_a_folder_that_cannot_be_written_into_is_refused(
     def refuse(*_: Any, **__: Any) -> Any:
         raise error
 
-    monkeypatch.setattr(reporting.tempfile, "TemporaryFile", refuse)
+    monkeypatch.setattr("polydraft.conformance.report.tempfile.TemporaryFile", refuse)
     with pytest.raises(ConfigError, match=rf"^nothing can be written into .*, got {said}, wanted a folder of yours"):
         reporting.make_folder(tmp_path / "new")
 

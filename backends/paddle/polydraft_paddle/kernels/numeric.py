@@ -15,7 +15,7 @@ from polydraft.contracts.base import Limits
 from polydraft_paddle.forward_meta import Windows
 from polydraft_paddle.kernels.kv_quant import rows_at, rows_for
 from polydraft_paddle.kernels.sampling import argmax, gumbel_noise, process_logits, sample
-from polydraft_paddle.ops import Tensor, at, choose, numbers, pick, put, scatter_rows
+from polydraft_paddle.ops import Tensor, at, choose, direct, in_place, numbers, pick, put, scatter_rows
 from polydraft_paddle.provider import Kernel, Run, plain
 
 
@@ -45,7 +45,7 @@ def rms_norm(a: Any, n: int) -> None:
 
 def residual_add(a: Any, n: int) -> None:
     """x += y."""
-    put(a.x[:n], a.x[:n] + a.y[:n])
+    in_place(direct.add_, a.x[:n], a.y[:n])
 
 
 def linear(a: Any, n: int) -> None:
@@ -151,7 +151,7 @@ def paged_attention(a: Any, limits: Limits, mix: Mix = mix) -> Run:
         if layout is None:
             put(a.out[:n], attend_rows(a, numbers(n, a.row_slot), n))
             return
-        put(a.out[:n], paddle.zeros_like(a.out[:n]))
+        in_place(direct.fill_, a.out[:n], 0.0)
         attend_windows(a, layout, mix)
 
     return run

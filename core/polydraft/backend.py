@@ -70,6 +70,23 @@ class Variant:
 
 
 @dataclass(frozen=True)
+class PackNotes:
+    """What a kernel pack says of its kernels beside the providers, as `notes` of its table, which may have none: of a pack whose
+    kernels are somebody else's operators, a report names these."""
+
+    computed_by: Mapping[str, str] = field(default_factory=dict)
+    """Contract or composite to what computes it, in a phrase."""
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    """Contract or composite that the pack would serve to the reason why it does not here, as one sentence."""
+    uncapturable: tuple[str, ...] = ()
+    """Contracts whose kernels of this pack cannot be captured: steps are captured in pieces around them."""
+    evidence: str = ""
+    """What its authors have seen its kernels on, in a phrase."""
+    library: str = ""
+    """Package and version of what computes them, where that is not the pack itself."""
+
+
+@dataclass(frozen=True)
 class BackendInfo:
     """Identity of a backend: what `polydraft_backend_info` returns without opening a device or importing a heavy library."""
 

@@ -152,7 +152,8 @@ class Engine:
         )  # fmt: skip
         if self.resolved.graph != "off":
             policy = GraphPolicy(self.resolved.graph, self.resolved.graph_sizes)
-            self.runner.capture(policy, self.plugins.graph_capture(self.device), frozenset(self.info.capabilities.uncapturable))
+            uncapturable = self.table.uncapturable.union(self.info.capabilities.uncapturable)
+            self.runner.capture(policy, self.plugins.graph_capture(self.device), uncapturable)
         self._build_host()
         self.instruments.built(self)
 

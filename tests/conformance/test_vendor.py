@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -293,6 +294,7 @@ def test_the_claim_is_judged_over_all_results(fault: str, said: str):
 # -- kernel packs ------------------------------------------------------------------------------------
 PACK = """
 from polydraft import hookimpl
+from polydraft.backend import PackNotes
 import numpy as np
 
 
@@ -313,6 +315,9 @@ class Swiglu:
 
 class Table:
     providers, versions = {{"swiglu": Swiglu()}}, {{"swiglu": 1}}
+    notes = PackNotes(
+        computed_by={{"swiglu": "divide and multiply"}}, left_out={{"linear": "NumPy is slow"}}, evidence="paper", library="numpy 9"
+    )
 
 
 @hookimpl
@@ -328,6 +333,11 @@ def test_a_pack_is_tested_over_its_backend(tmp_path: Path, fault: str, status: i
     report = conform("reference", files=[str(file)], packs=["fast"], selection=Selection(contract="swiglu"))
     assert report.status == status, page(report)
     assert [pack["name"] for pack in report.content["packs"]] == ["fast"]
+    lines = page(report).splitlines()
+    at = lines.index("kernels of fast (numpy 9), seen by its authors on paper:")
+    said = r"  swiglu +fails in [1-9]\d* of 1\d checks +divide and multiply" if fault else r"  swiglu +holds in 1\d checks +divide and multiply"
+    assert re.fullmatch(said, lines[at + 1])
+    assert re.fullmatch(r"  linear +left out +NumPy is slow", lines[at + 2])
     if status:
         assert f"(rerun: polydraft conform reference --plugin {file} --kernels fast --contract swiglu" in page(report)
     else:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -128,6 +129,37 @@ def test_graphs_whole_and_in_pieces(uncapturable: str, depth: int, seed: int) ->
     assert served_by.runner.graphs.counters.replayed_steps > 10
     assert served_by.device.counters.graph_replays >= (1 if depth else 2) * served_by.runner.graphs.counters.replayed_steps
     assert served_by.runner.graphs.capture.memory() > 0
+    served_by.close()
+
+
+PACK = """
+import polydraft_emulator
+from types import SimpleNamespace
+from polydraft import hookimpl
+from polydraft.backend import PackNotes
+
+@hookimpl
+def polydraft_kernels(device):
+    providers = {"swiglu": polydraft_emulator.polydraft_kernels(device).providers["swiglu"]}
+    return SimpleNamespace(providers=providers, versions={"swiglu": 1}, notes=PackNotes(uncapturable=UNCAPTURABLE))
+"""
+
+
+@pytest.mark.parametrize("uncapturable", ["()", "('swiglu',)"])
+def test_a_pack_may_have_kernels_that_cannot_be_captured(uncapturable: str, tmp_path: Path) -> None:
+    """Steps are captured in pieces around them, though the backend declares nothing."""
+    file = tmp_path / "waiting.py"
+    file.write_text(PACK.replace("UNCAPTURABLE", uncapturable))
+    served_by = emulated(
+        "seed=2", "narrow", draft_tokens=2, max_num_seqs=1, graph="decode", graph_sizes=(1,), plugins=(str(file),)
+    )  # fmt: skip
+    check(served_by, "narrow", 2, [Ask((1, 2, 3), GREEDY)])
+    assert served_by.info.capabilities.uncapturable == ()
+    assert served_by.runner.graphs is not None
+    counters = served_by.runner.graphs.counters
+    assert counters.replayed_steps > 5
+    pieces = served_by.device.counters.graph_replays / counters.replayed_steps
+    assert pieces > 3 if "swiglu" in uncapturable else pieces <= 3
     served_by.close()
 
 

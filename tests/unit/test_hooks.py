@@ -156,7 +156,7 @@ def test_polydraft_kernels(tmp_path: Path):
     path.write_text(source + "\n@hookimpl\ndef polydraft_kernels(device):\n    return PACK(device)\n")
     packed = LLM(model=MODEL, backend="reference", plugins=(str(path),))
     assert packed.engine.table.report()["overrides"] == [
-        {"contract": "swiglu", "pack": "noting", "digest": packed.engine.plugins.digests["noting"]}
+        {"contract": "swiglu", "pack": "noting", "digest": packed.engine.plugins.digests["noting"], "computed_by": ""}
     ]
     assert generate(packed) == generate(llm)
     assert packed.engine.table.providers["swiglu"].owner == "noting"  # type: ignore[attr-defined]

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from polydraft.backend import PackNotes
 from polydraft.contracts import COMPOSITES
 from polydraft.errors import PluginError
 from polydraft.plugins.kernel_table import BoundTable, PackTable, lay_over, parts_of
@@ -35,19 +36,36 @@ def owner(bound: BoundTable, contract: str) -> str | None:
 def test_without_packs_the_table_is_the_backends():
     bound = laid()
     assert {owner(bound, c) for c in bound.providers} == {"chip"}
-    assert bound.report() == {"overrides": [], "shadowed": []}
+    assert bound.report() == {"overrides": [], "shadowed": [], "left_out": [], "packs": {}}
 
 
 def test_first_pack_wins_and_the_report_says_so():
     bound = laid(pack("a", "sample", "embed"), pack("b", "sample", "swiglu"))
     assert [owner(bound, c) for c in ("sample", "embed", "swiglu", "gumbel_noise")] == ["a", "a", "b", "chip"]
     assert bound.report()["overrides"] == [
-        {"contract": "embed", "pack": "a", "digest": "digest of a"},
-        {"contract": "sample", "pack": "a", "digest": "digest of a"},
-        {"contract": "swiglu", "pack": "b", "digest": "digest of b"},
+        {"contract": "embed", "pack": "a", "digest": "digest of a", "computed_by": ""},
+        {"contract": "sample", "pack": "a", "digest": "digest of a", "computed_by": ""},
+        {"contract": "swiglu", "pack": "b", "digest": "digest of b", "computed_by": ""},
     ]
     assert {"contract": "sample", "owner": "b", "by": "a"} in bound.report()["shadowed"]
     assert {"contract": "sample", "owner": "chip", "by": "a"} in bound.report()["shadowed"]
+
+
+def test_what_a_pack_says_of_its_kernels_is_kept_for_those_that_it_serves():
+    notes = PackNotes(
+        computed_by={"sample": "an operator", FUSED: "another"}, left_out={"swiglu": "the operator is not there"},
+        uncapturable=("sample", "rms_norm"), evidence="paper", library="operators 3",
+    )  # fmt: skip
+    noted = pack("b", "sample", FUSED)
+    noted.table.notes = notes  # type: ignore[attr-defined]
+    bound = laid(noted)
+    assert {one.contract: one.computed_by for one in bound.overrides} == {"sample": "an operator", FUSED: "another"}
+    assert bound.uncapturable == {"sample", "rms_norm"}
+    report = bound.report()
+    assert report["left_out"] == [{"contract": "swiglu", "pack": "b", "reason": "the operator is not there"}]
+    assert report["packs"] == {"b": {"evidence": "paper", "library": "operators 3"}}
+    shadowed = laid(pack("a", "sample"), noted)
+    assert shadowed.uncapturable == {"rms_norm"}, "who does not serve it does not say whether it can be captured"
 
 
 def test_fusion_of_the_backend_does_not_pass_by_the_kernel_of_a_pack():

@@ -11,12 +11,12 @@ import pluggy
 import pytest
 
 from polydraft import hookimpl
-from polydraft.backend import DeviceOptions, PassBuffers
+from polydraft.backend import DeviceOptions, PackNotes, PassBuffers
 from polydraft.contracts import COMPOSITES, REGISTRY
 from polydraft.contracts.base import Limits
 from polydraft.device import Device
 from polydraft.errors import DeviceError, PluginError
-from polydraft.plugins.checks import BACKEND, EXTENSION, PACK, check_hooks, check_version, lacks
+from polydraft.plugins.checks import BACKEND, EXTENSION, PACK, check_hooks, check_table, check_version, lacks
 from polydraft.plugins.plugins import Plugins
 from polydraft.reference.device import ReferenceDevice
 from polydraft.reference.table import NumpyTable
@@ -288,6 +288,26 @@ WRONG_ANSWERS: dict[str, tuple[dict[str, Any], str]] = {
 def test_wrong_answer_names_plugin_hook_and_what_is_missing(hooks: dict[str, Any], message: str):
     with pytest.raises(PluginError, match=r"plugin 'double'.*" + message):
         kernels_of(backend(**hooks))
+
+
+@pytest.mark.parametrize(
+    ("notes", "message"),
+    [
+        ({"left_out": {}}, r"are dict, wanted polydraft.backend.PackNotes"),
+        (PackNotes(computed_by={"swiglu": "an operator"}), r"tell of swiglu, wanted kernels that the table offers"),
+        (PackNotes(uncapturable=("rms_norm", "argmax")), r"tell of argmax, wanted kernels that the table offers"),
+        (PackNotes(left_out={"embed": "it is here"}), r"leave out embed, wanted contracts that the table does not offer"),
+        (PackNotes(left_out={"magic": "it is not there"}), r"leave out magic, wanted contracts"),
+    ],
+)
+def test_notes_of_a_pack_are_about_its_kernels(notes: Any, message: str):
+    names = ("embed", "residual_add+rms_norm")
+    providers = {name: SimpleNamespace(bind=lambda args, limits, workspace: None, workspace_bytes=lambda a, b: 0) for name in names}
+    table: Any = SimpleNamespace(providers=providers, versions=dict.fromkeys(names, 1), notes=notes)
+    with pytest.raises(PluginError, match=r"plugin 'double': notes of what polydraft_kernels returned " + message):
+        check_table("double", table, PACK)
+    table.notes = PackNotes(computed_by={"embed": "an operator"}, uncapturable=("rms_norm",), left_out={"argmax": "slow"})
+    check_table("double", table, PACK)
 
 
 def test_more_than_declared_is_as_wrong_as_less():

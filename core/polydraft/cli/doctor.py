@@ -79,7 +79,7 @@ def _backend(found: Found, packs: Sequence[str]) -> dict[str, Any]:
 
     info, every = found.info, REGISTRY.names()
     have = set(info.contract_versions) if info else set()
-    overrides, misfit = _overrides(found.name, packs) if info and info.available and packs else ([], "")
+    overrides, left_out, misfit = _overrides(found.name, packs) if info and info.available and packs else ([], [], "")
     devices, problem = _devices(info) if info else ([], "")
     return {
         "name": found.name,
@@ -101,6 +101,7 @@ def _backend(found: Found, packs: Sequence[str]) -> dict[str, Any]:
         },
         "variants": _variants(found) if info else [],
         "overrides": overrides,
+        "left_out": left_out,
         "misfit": misfit,
         "evidence": info.evidence if info else None,
         "evidence_on": info.evidence_on if info else None,
@@ -119,8 +120,8 @@ def _devices(info: BackendInfo) -> tuple[list[str], str]:
     return list(dict.fromkeys((*info.devices, *found))), ""
 
 
-def _overrides(backend: str, packs: Sequence[str]) -> tuple[list[dict[str, str]], str]:
-    """What the packs replace in this backend, or why they do not fit it; this needs its device."""
+def _overrides(backend: str, packs: Sequence[str]) -> tuple[list[dict[str, str]], list[dict[str, str]], str]:
+    """What the packs replace in this backend and what they leave to it, or why they do not fit it; this needs its device."""
     from polydraft.backend import DeviceOptions
     from polydraft.errors import DeviceError, PluginError
     from polydraft.plugins.plugins import Plugins
@@ -129,12 +130,12 @@ def _overrides(backend: str, packs: Sequence[str]) -> tuple[list[dict[str, str]]
     try:
         device = plugins.open_device("", DeviceOptions())
     except DeviceError as error:  # one device that does not open must not hide the other backends
-        return [], str(error)
+        return [], [], str(error)
     try:
-        table = plugins.kernels(device)
-        return [{"contract": o.contract, "pack": o.pack, "digest": o.digest} for o in table.overrides], ""
+        report = plugins.kernels(device).report()
+        return report["overrides"], report["left_out"], ""
     except PluginError as error:
-        return [], str(error)
+        return [], [], str(error)
     finally:
         device.close()
 
@@ -227,10 +228,11 @@ def _show_backend(screen: Any, backend: dict[str, Any]) -> None:
         ("contracts", f"{len(contracts['implemented'])} of {total}{missing}; {len(contracts['composites'])} composites"),
         (
             "overrides",
-            ", ".join(f"{o['contract']} by {o['pack']} ({o['digest']})" for o in backend["overrides"])
+            ", ".join(map(_override, backend["overrides"]))
             or backend["misfit"]
             or "none",
         ),
+        *(("left out", f"{one['contract']} by {one['pack']}: {one['reason']}") for one in backend["left_out"]),
         *(("variant", _variant(one)) for one in backend["variants"]),
         ("evidence", claim),
     ]
@@ -239,6 +241,12 @@ def _show_backend(screen: Any, backend: dict[str, Any]) -> None:
     for name, value in rows:
         if value:
             screen.line(f"  {name:<13}{value}")
+
+
+def _override(row: dict[str, Any]) -> str:
+    """A kernel of a pack in a phrase."""
+    operator = f" with {row['computed_by']}" if row["computed_by"] else ""
+    return f"{row['contract']} by {row['pack']}{operator} ({row['digest']})"
 
 
 def _variant(row: dict[str, Any]) -> str:

@@ -77,9 +77,9 @@ class _Replayed(UsedBefore):
 
 def _kernel(kernel: Contract, target: Target, tally: Tally) -> None:
     """Captured over one case, replayed over another of the same form: the golden's result, and the bits of an eager run."""
-    if kernel.name in target.info.capabilities.uncapturable:
-        raise Unsupported(f"{kernel.name} is declared uncapturable")
     opened, capture = _graphs(target)
+    if kernel.name in opened.table.uncapturable.union(target.info.capabilities.uncapturable):
+        raise Unsupported(f"{kernel.name} is declared uncapturable")
     act = target.info.capabilities.dtypes[0]
     provider = opened.table.providers[kernel.name]
     meta = None if "forward_meta" in target.info.capabilities.uncapturable else opened.init_meta

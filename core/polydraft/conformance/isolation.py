@@ -26,7 +26,7 @@ from polydraft.child_process import Written, ending, executing, last_place, last
 from polydraft.conformance.outcomes import Result, as_result
 from polydraft.conformance.report import Selection, with_causes
 from polydraft.conformance.target import Target
-from polydraft.errors import DeviceError
+from polydraft.errors import DeviceError, PluginError
 
 if TYPE_CHECKING:
     from polydraft.conformance.check import Check
@@ -64,6 +64,8 @@ class Watched:
     owners: dict[str, str] = field(default_factory=dict)
     withdrawn: dict[str, str] = field(default_factory=dict)
     """Capabilities that the device was found to lack when it was opened."""
+    kernels: dict[str, Any] = field(default_factory=dict)
+    """`Target.kernels`."""
     running: str = ""
     """Id of the check that has begun and not ended."""
     kernel: str = ""
@@ -73,7 +75,7 @@ class Watched:
     finished: bool = False
 
     def take(self, line: Mapping[str, Any], listen: Callable[[Result], None] | None) -> None:
-        """File one line of a child. Raises `DeviceError` where it could not open the device that was named."""
+        """File one line of a child. Raises `DeviceError` where it could not open what was named."""
         if "begin" in line:
             self.running, self.kernel, self.since = line["begin"], line["kernel"], line["written"]
         elif "refused" in line:
@@ -83,6 +85,8 @@ class Watched:
             self.results.append(as_result(line["result"]))
             if listen is not None:
                 listen(self.results[-1])
+        elif "kernels" in line:
+            self.kernels = line["kernels"]
         else:
             self.owners, self.withdrawn = line["owners"] or self.owners, line["withdrawn"] or self.withdrawn
             self.finished = line["finished"]
@@ -110,7 +114,8 @@ def run(
     most_deaths: int = MOST_DEATHS,
 ) -> Watched:
     """Run the selection in children; returns what they reported. `variants`: whether those of the backend that have passed are in
-    use; `limit_s`: seconds that one check may take. Raises `DeviceError` where a device was named that cannot be opened."""
+    use; `limit_s`: seconds that one check may take. Raises `DeviceError` where a device was named that cannot be opened, or a pack
+    that has no table for it."""
     target = {
         "backend": backend, "device": device, "files": list(files), "packs": list(packs), "variants": variants,
         "allow_cpu_fallback": selection.allow_cpu_fallback,
@@ -230,9 +235,11 @@ def _child(out: TextIO, job: Mapping[str, Any]) -> None:
     if not job["done"]:  # a device that a check has lost fails the checks behind it
         try:
             target.refuse_unopenable()
-        except DeviceError as error:
+            target.ask_packs()
+        except (DeviceError, PluginError) as error:
             tell({"refused": str(error)})
             return
+        tell({"kernels": target.kernels})
     for id_, kernel, run_one in _work(job, target):
         if id_ not in job["done"]:
             tell({"begin": id_, "kernel": kernel, "written": _written()})

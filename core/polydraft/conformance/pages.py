@@ -40,6 +40,7 @@ def page(report: Report) -> str:
             compared, seconds = sum(r.comparisons for r in mine), sum(r.seconds for r in mine)
             lines.append(f"{level} {title:<9}{numbers}{compared:>14,}{seconds:>9.1f}")
     lines += ["", *_features(content)] if verdict["features"] else []
+    lines += _kernels(content.get("kernels") or {}, report.results)
     used = _headroom(report.results)
     lines += ["", *used] if used else []
     near = sum(result.near_ties for result in report.results)
@@ -103,6 +104,23 @@ def _features(content: Mapping[str, Any]) -> list[str]:
         many = [f"{owners.count(owner)} {owner}" for owner in get_args(Ownership) if owner in owners]
         lacking = f"lacking {', '.join(one['lacking'])}" if one["lacking"] and one["state"] != "absent" else ""
         lines.append(f"{name:<12}{one['state']:<12}{'; '.join(filter(None, (', '.join(many), lacking)))}".rstrip())
+    return lines
+
+
+def _kernels(kernels: Mapping[str, Any], results: Sequence[Result]) -> list[str]:
+    """What came of each kernel of the packs that were named, and what these leave to the backend."""
+    lines: list[str] = []
+    packs = dict.fromkeys(one["pack"] for one in (*kernels.get("overrides", ()), *kernels.get("left_out", ())))
+    for pack in packs:
+        said = kernels["packs"].get(pack, {"evidence": "", "library": ""})
+        library = f" ({said['library']})" if said["library"] else ""
+        lines += ["", f"kernels of {pack}{library}{', seen by its authors on ' * bool(said['evidence'])}{said['evidence']}:"]
+        for one in (one for one in kernels["overrides"] if one["pack"] == pack):
+            outcomes = Counter(result.outcome for result in results if result.kernel == one["contract"])
+            failed, held = outcomes["fail"] + outcomes["error"], outcomes["pass"]
+            came = f"fails in {failed} of {failed + held} checks" if failed else f"holds in {held} checks" if held else "not run"
+            lines.append(f"  {one['contract']:<24}{came:<28}{one['computed_by']}".rstrip())
+        lines += [f"  {one['contract']:<24}{'left out':<28}{one['reason']}" for one in kernels["left_out"] if one["pack"] == pack]
     return lines
 
 

@@ -171,8 +171,9 @@ def conform(
     limit_s: float | None = None,
 ) -> Report:
     """Run the kit on a backend (a name, or a plugin object), with kernel packs laid over it, and return the report. Raises
-    `PluginError` for a backend that cannot be loaded, `ConfigError` for a selection that names nothing and `DeviceError` for a
-    device that was named and cannot be opened; everything else is in the report.
+    `PluginError` for a backend that cannot be loaded or a pack that has no table for the device (with `limit_s`: `DeviceError`),
+    `ConfigError` for a selection that names nothing and `DeviceError` for a device that was named and cannot be opened; everything
+    else is in the report.
 
     With `limit_s`, a backend that is given by name runs in a process of its own, in which a check may take that many seconds:
     a crash or a hang is then a failed check. Otherwise checks run here."""
@@ -189,10 +190,11 @@ def conform(
         seen = isolation.run(
             backend, device=target.device_spec, files=files, packs=packs, selection=selection, limit_s=limit_s, listen=listen
         )
-        target.owners, target.withdrawn = seen.owners, seen.withdrawn
+        target.owners, target.withdrawn, target.kernels = seen.owners, seen.withdrawn, seen.kernels
         results = [one if "(rerun: " in one.message else with_causes(one, target) for one in seen.results]  # of lost children
     elif target.info.available:
         target.refuse_unopenable()
+        target.ask_packs()
         for check in checks:
             results.append(with_causes(check.result(target), target))
             if listen is not None:
@@ -261,6 +263,7 @@ def make(
             "withdrawn": dict(info.withdrawn),
         },
         "packs": [pack.report() for pack in (*target.plugins.packs, *target.plugins.variants)],
+        "kernels": dict(target.kernels),
         "machine": {"python": platform.python_version(), "platform": platform.platform(), "numpy": np.__version__},
         "owners": dict(target.owners),
         "not_claimed": [name for name, value in declared.items() if value is False and name != "bring_up"],

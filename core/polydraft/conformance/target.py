@@ -73,6 +73,8 @@ class Target:
         """Whose code each offered kernel runs in (`outcomes.Ownership`); filled by level L0."""
         self.withdrawn: Mapping[str, str] = {}
         """Capabilities that the device was found to lack when it was opened (`BackendInfo.withdrawn`)."""
+        self.kernels: dict[str, Any] = {}
+        """`BoundTable.report` of what packs that were named serve; filled by `ask_packs`."""
         self._kept: tuple[object, Opened] | None = None
 
     @property
@@ -127,6 +129,18 @@ class Target:
             self._open().close()
         except (DeviceError, ConfigError) as error:
             raise DeviceError(str(error)) from error
+
+    def ask_packs(self) -> None:
+        """Fill `kernels` where packs were named. Raises `PluginError` where one of them has no table for the device; that a device
+        cannot be opened is found by the checks."""
+        if not self.plugins.packs:
+            return
+        try:
+            opened = self.open()
+        except (DeviceError, ConfigError):
+            return
+        self.kernels = opened.table.report()
+        opened.device.close()
 
     def opened(self, *, dtype: str = "", row_invariant: bool = False, key: object = None) -> Opened:
         """A device that lives as long as consecutive callers agree on the arguments; `key` bounds what it piles up."""

@@ -16,7 +16,7 @@ from types import FunctionType, MethodType
 from typing import Any, Final, Protocol, get_args
 
 from polydraft import hooks
-from polydraft.backend import BackendInfo, ForwardMeta, KernelTable, RowOrder
+from polydraft.backend import BackendInfo, ForwardMeta, KernelTable, PackNotes, RowOrder
 from polydraft.contracts.base import Provider
 from polydraft.contracts.kv_quant import KV_DTYPES
 from polydraft.device import Device, GraphCapture
@@ -330,6 +330,9 @@ def check_table(name: str, table: PartialTable, role: Role = BACKEND) -> None:
         if problem:
             raise PluginError(f"plugin {name!r}: {hook} has no usable provider of {contract!r}: {problem}; implement it")
         check_version(name, hook, contract, table.versions.get(contract))
+    notes = getattr(table, "notes", None)
+    if notes is not None:
+        _check_notes(name, notes, table)
     brought = getattr(table, "program_pass", None)
     if brought is not None:
         from polydraft.plugins.program_pass import ProgramPass
@@ -405,6 +408,23 @@ def check_withdrawn(name: str, info: BackendInfo, withdrawn: Mapping[str, str]) 
                 f"plugin {name!r}: its device withdraws {capability!r} for the reason {reason!r}, wanted a capability that it "
                 "declares as true, and why it lacks it; correct it"
             )
+
+
+def _check_notes(name: str, notes: object, table: PartialTable) -> None:
+    """What a pack says of its kernels is about kernels: of those that it serves, or of contracts that there are."""
+    from polydraft.contracts import COMPOSITES, REGISTRY
+
+    where = f"plugin {name!r}: notes of what polydraft_kernels returned"
+    if not isinstance(notes, PackNotes):
+        raise PluginError(f"{where} are {type(notes).__name__}, wanted polydraft.backend.PackNotes; return that record or none")
+    served = {*table.providers, *(part for contract in table.providers for part in contract.split("+"))}
+    strange = sorted({*notes.computed_by} - {*table.providers}) + sorted({*notes.uncapturable} - served)
+    if strange:
+        raise PluginError(f"{where} tell of {', '.join(strange)}, wanted kernels that the table offers; leave these out")
+    known = {*REGISTRY.names(), *COMPOSITES} - {*table.providers}
+    strange = sorted({*notes.left_out} - known)
+    if strange:
+        raise PluginError(f"{where} leave out {', '.join(strange)}, wanted contracts that the table does not offer; correct them")
 
 
 def check_claims(name: str, info: BackendInfo, table: KernelTable) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from polydraft.backend import BackendInfo, Cache, CacheSpec, KernelTable, Weight
+from polydraft.backend import BackendInfo, Cache, CacheSpec, KernelTable, PackNotes, Weight
 from polydraft.contracts.arguments import check_records
 from polydraft.contracts.base import Args, Limits, Provider, Workspace
 from polydraft.contracts.composite import CompositeArgs
@@ -29,6 +29,8 @@ class Override:
     contract: str
     pack: str
     digest: str
+    computed_by: str = ""
+    """What computes it, where the pack says so."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,11 @@ class PackTable:
     digest: str
     table: PartialTable
     ordered: bool
+
+    @property
+    def notes(self) -> PackNotes | None:
+        """What its table says of its kernels, if anything."""
+        return getattr(self.table, "notes", None)
 
 
 @dataclass(frozen=True)
@@ -101,6 +108,10 @@ class BoundTable:
     versions: Mapping[str, int]
     overrides: tuple[Override, ...] = ()
     shadowed: tuple[Shadowed, ...] = ()
+    uncapturable: frozenset[str] = frozenset()
+    """What packs serve and say that it cannot be captured, beside what the backend declares."""
+    notes: Mapping[str, PackNotes] = field(default_factory=dict)
+    """What packs say of their kernels, by pack."""
     owners: Mapping[str, str] = field(default_factory=dict)
     """Contract or composite name to the backend or pack that serves it."""
     passes: tuple[TablePass, ...] = ()
@@ -151,6 +162,12 @@ class BoundTable:
         return {
             "overrides": [vars(override) for override in self.overrides],
             "shadowed": [vars(one) for one in self.shadowed],
+            "left_out": [
+                {"contract": name, "pack": pack, "reason": reason}
+                for pack, notes in self.notes.items()
+                for name, reason in notes.left_out.items()
+            ],
+            "packs": {pack: {"evidence": notes.evidence, "library": notes.library} for pack, notes in self.notes.items()},
         }
 
 
@@ -175,7 +192,10 @@ def lay_over(
     versions: dict[str, int] = {}
     overrides: list[Override] = []
     shadowed: list[Shadowed] = []
-    for source in (*packs, *variants, PackTable(backend, "", table, ordered=True)):
+    uncapturable: set[str] = set()
+    sources = (*packs, *variants, PackTable(backend, "", table, ordered=True))
+    for source in sources:
+        notes = source.notes or PackNotes()
         for contract, provider in sorted(source.table.providers.items()):
             parts = parts_of(contract)
             by = owner.get(contract) if len(parts) == 1 else next((claimed[p] for p in sorted(parts) if p in claimed), None)
@@ -185,11 +205,15 @@ def lay_over(
             owner[contract], providers[contract] = source.name, provider
             versions[contract] = source.table.versions[contract]
             if source.table is not table:
-                overrides.append(Override(contract, source.name, source.digest))
+                overrides.append(Override(contract, source.name, source.digest, notes.computed_by.get(contract, "")))
+                uncapturable |= parts & set(notes.uncapturable)
         for part in _claims(source):
             claimed.setdefault(part, source.name)
-    passes = tuple(_passes((*packs, *variants, PackTable(backend, "", table, ordered=True)), owner))
-    return BoundTable(table, device, providers, versions, tuple(overrides), tuple(shadowed), owner, passes)
+    return BoundTable(
+        table, device, providers, versions, tuple(overrides), tuple(shadowed),
+        uncapturable=frozenset(uncapturable), notes={one.name: one.notes for one in sources if one.notes is not None},
+        owners=owner, passes=tuple(_passes(sources, owner)),
+    )  # fmt: skip
 
 
 def _passes(sources: Sequence[PackTable], owners: Mapping[str, str]) -> Iterator[TablePass]:

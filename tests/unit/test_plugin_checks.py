@@ -302,7 +302,9 @@ def test_wrong_answer_names_plugin_hook_and_what_is_missing(hooks: dict[str, Any
 )
 def test_notes_of_a_pack_are_about_its_kernels(notes: Any, message: str):
     names = ("embed", "residual_add+rms_norm")
-    providers = {name: SimpleNamespace(bind=lambda args, limits, workspace: None, workspace_bytes=lambda a, b: 0) for name in names}
+    providers = {
+        name: SimpleNamespace(bind=lambda args, limits, workspace: None, workspace_bytes=lambda a, b: 0) for name in names
+    }
     table: Any = SimpleNamespace(providers=providers, versions=dict.fromkeys(names, 1), notes=notes)
     with pytest.raises(PluginError, match=r"plugin 'double': notes of what polydraft_kernels returned " + message):
         check_table("double", table, PACK)

@@ -195,10 +195,13 @@ def _run(
 
     if out is not None:
         make_folder(out)
-    report = conform(
-        backend, device=device, selection=selection, files=plugins, packs=kernels,
-        waivers=load(waivers) if waivers else (), command=command_line(), listen=_progress(), limit_s=limit_s,
-    )  # fmt: skip
+    try:
+        report = conform(
+            backend, device=device, selection=selection, files=plugins, packs=kernels,
+            waivers=load(waivers) if waivers else (), command=command_line(), listen=_progress(), limit_s=limit_s,
+        )  # fmt: skip
+    except PluginError as error:  # a pack that has nothing for this device: there is nothing to judge
+        raise ConfigError(str(error)) from error
     if out is not None:
         report.write(out)
     click.echo(json.dumps(report.content) if as_json else page(report), nl=as_json)

@@ -228,9 +228,7 @@ def _show_backend(screen: Any, backend: dict[str, Any]) -> None:
         ("contracts", f"{len(contracts['implemented'])} of {total}{missing}; {len(contracts['composites'])} composites"),
         (
             "overrides",
-            ", ".join(map(_override, backend["overrides"]))
-            or backend["misfit"]
-            or "none",
+            ", ".join(map(_override, backend["overrides"])) or backend["misfit"] or "none",
         ),
         *(("left out", f"{one['contract']} by {one['pack']}: {one['reason']}") for one in backend["left_out"]),
         *(("variant", _variant(one)) for one in backend["variants"]),

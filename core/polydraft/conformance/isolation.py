@@ -75,11 +75,12 @@ class Watched:
     finished: bool = False
 
     def take(self, line: Mapping[str, Any], listen: Callable[[Result], None] | None) -> None:
-        """File one line of a child. Raises `DeviceError` where it could not open what was named."""
+        """File one line of a child. Raises `DeviceError` where it could not open the device that was named, and `PluginError`
+        where a pack has no table for it."""
         if "begin" in line:
             self.running, self.kernel, self.since = line["begin"], line["kernel"], line["written"]
         elif "refused" in line:
-            raise DeviceError(line["refused"])
+            raise (PluginError if line["by"] == "pack" else DeviceError)(line["refused"])
         elif "result" in line:
             self.running = self.kernel = ""
             self.results.append(as_result(line["result"]))
@@ -114,8 +115,8 @@ def run(
     most_deaths: int = MOST_DEATHS,
 ) -> Watched:
     """Run the selection in children; returns what they reported. `variants`: whether those of the backend that have passed are in
-    use; `limit_s`: seconds that one check may take. Raises `DeviceError` where a device was named that cannot be opened, or a pack
-    that has no table for it."""
+    use; `limit_s`: seconds that one check may take. Raises `DeviceError` where a device was named that cannot be opened, and
+    `PluginError` where a pack has no table for it."""
     target = {
         "backend": backend, "device": device, "files": list(files), "packs": list(packs), "variants": variants,
         "allow_cpu_fallback": selection.allow_cpu_fallback,
@@ -237,7 +238,7 @@ def _child(out: TextIO, job: Mapping[str, Any]) -> None:
             target.refuse_unopenable()
             target.ask_packs()
         except (DeviceError, PluginError) as error:
-            tell({"refused": str(error)})
+            tell({"refused": str(error), "by": "pack" if isinstance(error, PluginError) else "device"})
             return
         tell({"kernels": target.kernels})
     for id_, kernel, run_one in _work(job, target):

@@ -171,9 +171,8 @@ def conform(
     limit_s: float | None = None,
 ) -> Report:
     """Run the kit on a backend (a name, or a plugin object), with kernel packs laid over it, and return the report. Raises
-    `PluginError` for a backend that cannot be loaded or a pack that has no table for the device (with `limit_s`: `DeviceError`),
-    `ConfigError` for a selection that names nothing and `DeviceError` for a device that was named and cannot be opened; everything
-    else is in the report.
+    `PluginError` for a backend that cannot be loaded or a pack that has no table for the device, `ConfigError` for a selection
+    that names nothing and `DeviceError` for a device that was named and cannot be opened; everything else is in the report.
 
     With `limit_s`, a backend that is given by name runs in a process of its own, in which a check may take that many seconds:
     a crash or a hang is then a failed check. Otherwise checks run here."""

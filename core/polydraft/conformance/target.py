@@ -131,8 +131,8 @@ class Target:
             raise DeviceError(str(error)) from error
 
     def ask_packs(self) -> None:
-        """Fill `kernels` where packs were named. Raises `PluginError` where one of them has no table for the device; that a device
-        cannot be opened is found by the checks."""
+        """Fill `kernels` where packs were named. Raises `PluginError` where one of them has no table for the device; that a
+        device cannot be opened is found by the checks."""
         if not self.plugins.packs:
             return
         try:

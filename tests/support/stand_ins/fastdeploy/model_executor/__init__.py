@@ -1,0 +1,1 @@
+"""Stand-ins with upstream's signatures."""

@@ -358,12 +358,12 @@ def polydraft_kernels(device):
 """
 
 
-@pytest.mark.parametrize("limits", [{}, {"limit_s": 60.0}], ids=["here", "in another process"])
-def test_a_pack_without_a_table_is_said_once_before_any_check(tmp_path: Path, limits: dict[str, float]):
+@pytest.mark.parametrize("limit_s", [None, 60.0], ids=["here", "in another process"])
+def test_a_pack_without_a_table_is_said_once_before_any_check(tmp_path: Path, limit_s: float | None):
     file = tmp_path / "fast.py"
     file.write_text(NOTHING_HERE)
     with pytest.raises(PluginError, match="calls operators that are not installed; install them"):
-        conform("reference", files=[str(file)], selection=Selection(contract="swiglu"), **limits)
+        conform("reference", files=[str(file)], selection=Selection(contract="swiglu"), limit_s=limit_s)
 
 
 @pytest.mark.usefixtures("one_process")

@@ -6,6 +6,7 @@ adaptors make of the operators, and nothing of a chip.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -26,7 +27,8 @@ import polydraft_xpu.fastdeploy as pack
 from polydraft_xpu.fastdeploy import installed
 from polydraft_xpu.fastdeploy.adaptors import ADAPTORS, EVIDENCE, REFUSALS
 
-STAND_INS = os.pathsep.join(filter(None, (str(ROOT / "tests" / "support" / "stand_ins"), os.environ.get("PYTHONPATH", ""))))
+STAND_INS = ROOT / "tests" / "support" / "stand_ins"
+WITH_THEM = {"PYTHONPATH": os.pathsep.join(filter(None, (str(STAND_INS), os.environ.get("PYTHONPATH", ""))))}
 NAMED = ("--plugin", "polydraft_xpu.fastdeploy")
 OPERATORS = {one.operator for one in ADAPTORS}
 
@@ -104,7 +106,7 @@ for variables in json.loads(sys.argv[2]):
 
 def holds(place: str, *variables: dict[str, str]) -> list[dict[str, Any]]:
     """What the pack serves under each set of variables, which of its cases went wrong, and which adaptors were used."""
-    run = script(HOLDS, place, json.dumps(variables), PYTHONPATH=STAND_INS)
+    run = script(HOLDS, place, json.dumps(variables), environment=WITH_THEM)
     assert run.returncode == 0, run.stderr[-3000:]
     found = [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
     assert len(found) == len(variables)
@@ -195,7 +197,7 @@ for name, fault in {
 @needs_paddle
 def test_an_operator_that_does_something_else_is_found():
     """The kit's cases see it through the adaptor, for every operator and each contract that it serves."""
-    run = script(WRONG, "cpu", PYTHONPATH=STAND_INS)
+    run = script(WRONG, "cpu", environment=WITH_THEM)
     assert run.returncode == 0, run.stderr[-3000:]
     found = [json.loads(line) for line in run.stdout.splitlines() if line.startswith("[")]
     assert {(name, contract) for name, contract, _ in found} == {(one.operator, one.contract) for one in ADAPTORS}
@@ -262,7 +264,7 @@ def test_without_fastdeploy_the_pack_says_how_to_get_it():
 
 
 def test_a_fastdeploy_without_its_operators_is_told_apart(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(installed.importlib, "import_module", lambda name: SimpleNamespace(rebuild=print))
+    monkeypatch.setattr(importlib, "import_module", lambda name: SimpleNamespace(rebuild=print))
     with pytest.raises(PluginError, match="has none of fast_swiglu_xpu: FastDeploy is there without its operators; install"):
         installed.operators(["fast_swiglu_xpu"])
     assert list(installed.operators(["fast_swiglu_xpu", "rebuild"])) == ["rebuild"]
@@ -271,8 +273,8 @@ def test_a_fastdeploy_without_its_operators_is_told_apart(monkeypatch: pytest.Mo
 # -- the command ---------------------------------------------------------------------------------------
 @needs_paddle
 def test_one_command_tells_operator_by_operator():
-    lacking = {"PYTHONPATH": STAND_INS, "STAND_INS_LACK": "draft_model_update"}
-    run = polydraft("conform", "xpu", "--device", "cpu", *NAMED, "--contract", "select_last_rows", **lacking)
+    lacking = {**WITH_THEM, "STAND_INS_LACK": "draft_model_update"}
+    run = polydraft("conform", "xpu", "--device", "cpu", *NAMED, "--contract", "select_last_rows", environment=lacking)
     assert run.returncode == 0, run.stderr[-2000:] + run.stdout[-2000:]
     lines = run.stdout.splitlines()
     at = lines.index(f"kernels of polydraft_xpu.fastdeploy, seen by its authors on {EVIDENCE}:")
@@ -291,7 +293,7 @@ ASKED = ("generate", "def fibonacci(n):", "--draft-tokens", "3", "--max-new-toke
 @needs_paddle
 def test_text_and_rounds_are_those_of_the_reference():
     wanted = answer(*ASKED, "--backend", "reference")
-    got = answer(*ASKED, "--backend", "xpu", "--device", "cpu", *NAMED, PYTHONPATH=STAND_INS)
+    got = answer(*ASKED, "--backend", "xpu", "--device", "cpu", *NAMED, environment=WITH_THEM)
     assert got["requests"][0]["token_ids"] == wanted["requests"][0]["token_ids"]
     assert got["totals"]["steps"] == wanted["totals"]["steps"]
 
@@ -301,7 +303,7 @@ def test_text_and_rounds_are_those_of_the_reference():
 @needs_graphs
 def test_steps_are_captured_in_pieces_around_operators_that_wait():
     wanted = answer(*ASKED, "--backend", "reference")
-    got = answer(*ASKED, "--backend", "xpu", "--device", "polyemu:0", *NAMED, PYTHONPATH=STAND_INS)
+    got = answer(*ASKED, "--backend", "xpu", "--device", "polyemu:0", *NAMED, environment=WITH_THEM)
     assert got["requests"][0]["token_ids"] == wanted["requests"][0]["token_ids"]
     assert got["totals"]["steps"] == wanted["totals"]["steps"]
     assert got["totals"]["graph_replays"] > 3 * got["totals"]["steps"]

@@ -11,6 +11,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,23 +30,27 @@ HAS_GRAPHS = HAS_DEVICE and has_graphs("polyemu")
 needs_graphs = pytest.mark.skipif(not HAS_GRAPHS, reason="no graphs: Paddle 3.3 or the emulated Paddle device is missing")
 
 
-def polydraft(*arguments: str, timeout: float = 110, **variables: str) -> subprocess.CompletedProcess[str]:
+def polydraft(
+    *arguments: str, timeout: float = 110, environment: Mapping[str, str] = os.environ
+) -> subprocess.CompletedProcess[str]:
     """Run the command in a process of its own, on one thread."""
     code = "import sys; from polydraft.cli import main; sys.exit(main(sys.argv[1:]))"
-    return script(code, *arguments, timeout=timeout, **variables)
+    return script(code, *arguments, timeout=timeout, environment=environment)
 
 
-def answer(*arguments: str, **variables: str) -> dict[str, Any]:
+def answer(*arguments: str, environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
     """The JSON object that a successful run prints. It says nothing else, and Paddle neither."""
-    run = polydraft(*arguments, "--json", **variables)
+    run = polydraft(*arguments, "--json", environment=environment)
     assert (run.returncode, run.stderr) == (0, ""), run.stderr[-2000:] + run.stdout[-500:]
     result: dict[str, Any] = json.loads(run.stdout)
     return result
 
 
-def script(code: str, *arguments: str, timeout: float = 110, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run Python code in a process of its own, on one thread, with `variables` in its environment."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
+def script(
+    code: str, *arguments: str, timeout: float = 110, environment: Mapping[str, str] = os.environ
+) -> subprocess.CompletedProcess[str]:
+    """Run Python code in a process of its own, on one thread, with `environment` added to its own."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
     return subprocess.run(
         [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=timeout, env=environment, check=False
     )

@@ -272,12 +272,13 @@ REFUSALS: Final = (
         "block_attn",
         ("rope_kv_write", "paged_attention"),
         (
-            "rotates, stores and attends in one call, in bfloat16 alone (bfloat16 or int8 rows), over a cache of blocks by "
-            "head, place and element, where the cache that all kernels share has places before heads: calling it would copy"
-            " the whole cache in every layer. It wants lengths and maps in host memory, which `get_infer_param` waits for "
-            "in every pass, all rows behind the prompts belong to sequences that decode, and upstream's own test leaves "
-            "decoding with several rows a sequence out as not adapted. What a NaN or a row without a slot does lies in a "
-            "library without source."
+            "rotates, stores and attends in one call, in bfloat16 alone (bfloat16 or int8 rows), over a cache of blocks "
+            "by head, place and element, where the cache that all kernels share has places before heads: calling it would"
+            " copy the whole cache in every layer. (Blocks of a single place would lie alike; upstream calls it with "
+            "blocks of 64.) It wants lengths and maps in host memory, which `get_infer_param` waits for in every pass; it"
+            " takes all rows behind the prompts for those of sequences that decode; and upstream's own test leaves "
+            "decoding with several rows a sequence out, as not adapted. What it makes of a NaN or of a row without a slot"
+            " lies in a library without source."
         ),
         "e9a402180e04",
     ),

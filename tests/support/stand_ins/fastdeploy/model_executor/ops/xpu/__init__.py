@@ -137,7 +137,7 @@ def eagle_get_hidden_states(
         _host(one, "int32")
         for one in (seq_lens_this_time, seq_lens_encoder, accept_nums, base_model_seq_lens_this_time, base_model_seq_lens_encoder)
     )
-    row, places = 0, []
+    row, places = 0, list[int]()
     for slot in range(len(runs)):
         if encoder[slot] > 0:
             places += range(row, row + encoder[slot])

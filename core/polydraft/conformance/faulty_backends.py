@@ -871,6 +871,7 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         "L2/expert_mlp/row-alone",
         by.with_table(_by_load, without="expert_mlp"),
         "row_invariant",
+        moot="in 16 bits the order of a few terms is mostly lost in the rounding of their sum",
     ),
     Mutant(
         "M78",

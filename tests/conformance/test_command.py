@@ -100,6 +100,17 @@ def test_one_case_and_one_level(conform: Callable[..., Answer]):
 
 
 @pytest.mark.usefixtures("one_process")
+def test_features_are_given_one_by_one_or_between_commas(conform: Callable[..., Answer]):
+    given = ("--feature", "dense,sampling", "--feature", "grammar", "--feature", "dense")
+    answer = conform("reference", "--level", "L0", *given, "--json")
+    assert (answer.status, answer.json["claim"]["features"]) == (0, ["dense", "sampling", "grammar"])
+    sampled = conform("reference", "--contract", "sample", "--case", "top_k_keeps_the_best", "--feature", "sampling", "--json")
+    assert [result["id"] for result in sampled.json["results"]] == ["L2/sample/top_k_keeps_the_best"]
+    none = conform("reference", "--contract", "sample", "--case", "top_k_keeps_the_best", "--feature", "dense")
+    assert (none.status, "no check fits --contract sample --case top_k_keeps_the_best --feature dense" in none.err) == (2, True)
+
+
+@pytest.mark.usefixtures("one_process")
 @pytest.mark.parametrize(
     ("mutant", "contract", "said"),
     [("M01", "select_last_rows", "L2/select_last_rows/resumed_prefill_is_no_special_case: select_last_rows/1, case "),
@@ -147,6 +158,7 @@ def test_verify_refuses_what_was_changed(conform: Callable[..., Answer], tmp_pat
         (("reference", "--contract", "linear", "--case", "no_such_case"), "no check fits --contract linear --case no_such_case"),
         (("reference", "--seed", "3"), "a case or a seed belongs to a contract"),
         (("reference", "--profile", "gold"), "'gold' is not one of"),
+        (("reference", "--feature", "densest"), "feature is 'densest', wanted some of dense, sampling, "),
         (("reference", "report.json"), "one argument too many"),
         (("verify",), "needs the path of a report.json"),
         (("verify", "no/such/report.json"), "cannot be read as a report"),

@@ -676,13 +676,42 @@ def test_nothing_leaves_or_nobody_says():
 
 
 @pytest.mark.parametrize(
-    ("operations", "problem", "said"),
-    [({}, "", "none"), ({"linear": ["matmul", "cast"]}, "", "2"), ({}, "the probe died", "not known: the probe died")],
+    ("left", "status", "said"),
+    [
+        ({"asked": True, "operations": {}, "problem": ""}, 0, "with no operation on the CPU, which was allowed"),
+        ({"asked": True, "operations": {"linear": ["matmul", "cast"]}, "problem": ""}, 0, "with 2 operations on the CPU"),
+        ({"asked": True, "operations": {}, "problem": "the probe died"}, 1, "the probe died"),
+        ({"asked": False, "operations": {}, "problem": ""}, 0, ""),
+        (
+            {"asked": False, "operations": {"linear": ["matmul"]}, "problem": ""},
+            1,
+            "leave the device for the CPU: matmul (linear)",
+        ),
+    ],
 )
-def test_the_page_says_what_leaves_only_where_that_is_known(operations: dict[str, list[str]], problem: str, said: str):
-    left = {"operations": operations, "problem": problem, "asked": True}
-    text = page(make(Target("reference"), Selection(), list(PASSED), off_device=left))
-    assert f"\noperations that leave the device for the CPU: {said}\n" in text
+def test_a_claim_with_operations_on_the_cpu_says_so(left: dict[str, Any], status: int, said: str):
+    target = Target("reference")
+    target.owners = dict(OWN)
+    content = make(target, Selection(allow_cpu_fallback=True), list(PASSED), off_device=left).content
+    assert content["verdict"]["status"] == status
+    assert content["verdict"]["sentence"].endswith(f"; {said}" if said.startswith("with") else said or "checks passed")
+    assert content["verdict"]["features"]["dense"]["state"] == "claimed"
+    old = {**content, "claim": {key: value for key, value in content["claim"].items() if key != "allow_cpu_fallback"}}
+    strict = reporting._verdict(old)
+    assert strict["status"] == int(bool(left["operations"] or left["problem"])), "what says nothing of it allows nothing"
+
+
+def test_a_folder_that_is_none_is_refused(tmp_path: Path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"^nothing can be written into .*/file, got File exists, wanted a folder of yours"):
+        reporting.make_folder(tmp_path / "file")
+
+
+def test_a_device_that_was_named_is_opened_before_anything_runs(monkeypatch: pytest.MonkeyPatch):
+    opened: list[str] = []
+    monkeypatch.setattr(Target, "refuse_unopenable", lambda self: opened.append(self.device_spec))
+    conform("reference", device="cpu", selection=one_case())
+    assert opened == ["cpu"]
 
 
 def test_a_whole_run_asks_what_leaves_its_device(monkeypatch: pytest.MonkeyPatch):

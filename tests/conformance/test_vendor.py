@@ -262,6 +262,12 @@ def test_a_class_has_a_test_for_each_check_and_one_for_the_claim():
     Conformance.pytest_generate_tests(type("Other", (), {"fixturenames": ()})())
 
 
+def test_a_claim_for_features_runs_their_checks():
+    dense, every = mine(features=("dense",))[1], mine()[1]
+    assert set(dense) < set(every)
+    assert {"L5/sampled/0", "L2/sample/seeds"} == {"L5/sampled/0", "L2/sample/seeds"} & (set(every) - set(dense))
+
+
 def test_outcomes_are_those_of_pytest(tmp_path: Path):
     (tmp_path / "broken.py").write_text(Path(BYTES).read_text().replace("* up)", "+ up)"))
     good, tests = mine()

@@ -85,8 +85,7 @@ class Selection:
             raise ConfigError("a case or a seed belongs to a contract; add --contract NAME")
         if self.check:
             return [self._one()]
-        beyond = not self.profile_levels_contain()
-        pool = of_profile("full" if beyond else self.profile, Options(self.seed, self.case, self.deep), self.features)
+        pool = of_profile("full" if self.level else self.profile, Options(self.seed, self.case, self.deep), self.features)
         found = [
             check
             for check in pool
@@ -106,10 +105,6 @@ class Selection:
             hint = f"did you mean {near[0]}? " if near else ""
             raise ConfigError(f"no check is called {self.check!r}; {hint}report.json of a run has them all")
         return pool[self.check]
-
-    def profile_levels_contain(self) -> bool:
-        """Whether the level that was asked for belongs to the profile."""
-        return not self.level or self.level in PROFILES[self.profile]  # type: ignore[index]
 
     def describe(self) -> str:
         """The selection as options."""

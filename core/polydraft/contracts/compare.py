@@ -185,7 +185,7 @@ def _argument(
     index = _worst(value, want, ~fine)
     kind, wanted = _wanted(want, index, bool(kept[index]))
     wrong = int((~fine).sum())
-    left = kind == "value" and bool(_same(value, want.before)[index])
+    left = bool(_same(value, want.before)[index])
     return Mismatch(contract.key, case.name, name, kind, _text(value[index]), wanted, index, wrong, fine.size, left), near
 
 

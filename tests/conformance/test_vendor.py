@@ -353,6 +353,28 @@ def test_a_pack_is_tested_over_its_backend(tmp_path: Path, fault: str, status: i
             assert [override.contract for override in engine.table.overrides] == ["swiglu"]
 
 
+PARTICULAR = """
+from types import SimpleNamespace
+from polydraft import hookimpl
+from polydraft.errors import PluginError
+
+
+@hookimpl
+def polydraft_kernels(device):
+    if "Proxy" in [each.__name__ for each in type(device).__mro__]:
+        raise PluginError(f"kernel pack 'fast' is for another family of devices, got a {type(device).__name__}; leave it out")
+    return SimpleNamespace(providers={}, versions={})
+"""
+
+
+def test_a_pack_meets_the_device_that_it_knows_in_every_check(tmp_path: Path):
+    """Also where a check has copies come late."""
+    file = tmp_path / "fast.py"
+    file.write_text(PARTICULAR)
+    report = conform("reference", device="queued", files=[str(file)], selection=Selection(check="L4/delayed-copies"))
+    assert report.status == 0, page(report)
+
+
 NOTHING_HERE = """
 from polydraft import hookimpl
 from polydraft.errors import PluginError

@@ -118,35 +118,32 @@ class _Busy:
     """Work in front of other work: a copy that takes a while, in buffers that nobody else knows."""
 
     def __init__(self, device: Any) -> None:
-        self.device = device
+        self._upload = device.upload
         self.buffer = device.empty("conform.busy", (DELAY_ELEMENTS,), "i32")
         self.staging = device.staging("conform.busy", (DELAY_ELEMENTS,), "i32")
         self.staging.array[...] = np.int32(7)
 
     def enqueue(self, stream: Any) -> None:
         """One such copy."""
-        self.device.upload(stream, self.buffer, self.staging, DELAY_ELEMENTS)
+        self._upload(stream, self.buffer, self.staging, DELAY_ELEMENTS)
 
 
-class _DelayingDevice(Proxy):
-    """A device whose copies come late."""
+def _delaying(device: Any, **_: Any) -> Any:
+    """The device, whose copies come late from now on. It stays what it is: a kernel pack may know its device by the class."""
+    busy, methods = _Busy(device), {name: getattr(device, name) for name in ("upload", "download")}
+    for name, method in methods.items():
 
-    def __init__(self, inner: Any) -> None:
-        super().__init__(inner)
-        self._busy = _Busy(inner)
+        def late(stream: Any, target: Any, source: Any, rows: int, method: Any = method) -> None:
+            busy.enqueue(stream)
+            method(stream, target, source, rows)
 
-    def upload(self, stream: Any, target: Any, source: Any, rows: int) -> None:
-        self._busy.enqueue(stream)
-        self._inner.upload(stream, target, source, rows)
-
-    def download(self, stream: Any, target: Any, source: Any, rows: int) -> None:
-        self._busy.enqueue(stream)
-        self._inner.download(stream, target, source, rows)
+        setattr(device, name, late)
+    return device
 
 
 def _delayed_copies(target: Target, tally: Tally) -> None:
     """Every copy of a step comes late: staging is not rewritten early, and no snapshot is read early."""
-    plugin = wrap(target.plugin, polydraft_open_device=lambda answer, **_: _DelayingDevice(answer))
+    plugin = wrap(target.plugin, polydraft_open_device=_delaying)
     for depth in DEPTHS:
         _serve(target, tally, _mixed(), plugin=plugin, overlap=depth)
 

@@ -910,12 +910,6 @@ def test_a_folder_that_cannot_be_written_into_is_refused(
         reporting.make_folder(tmp_path / "new")
 
 
-def test_a_level_belongs_to_the_profiles_that_have_it():
-    assert Selection().profile_levels_contain()
-    assert Selection(level="L2").profile_levels_contain()
-    assert not Selection(level="L3").profile_levels_contain()
-
-
 def test_a_named_device_that_cannot_be_opened_is_refused_before_a_check():
     begun: list[Any] = []
     with pytest.raises((ConfigError, DeviceError)):

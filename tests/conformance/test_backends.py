@@ -21,7 +21,7 @@ from polydraft.conformance.matrix import in_words, markdown, plain, table
 from polydraft.conformance.outcomes import CLAIMED, PROFILES
 from polydraft.conformance.pages import claim_of, junit, page
 from polydraft.conformance.report import Selection, conform, verify
-from polydraft.conformance.target import Target
+from polydraft.conformance.target import Target, wrap
 from polydraft.contracts import COMPOSITES, REGISTRY
 from polydraft.contracts.features import FEATURES
 from polydraft.errors import ContractError
@@ -217,10 +217,12 @@ def test_full_is_graphs_and_asynchrony_and_these_are_independent():
     assert full - graph - asynchronous == {"L4/graphs-and-overlap", "L6/replays"}
 
 
-STREAMS_ALONE = named(
-    reference, "streams", devices=("queued",),
-    capabilities=dataclasses.replace(reference.polydraft_backend_info("queued").capabilities, graph_capture=False),
-)  # fmt: skip
+STREAMS_ALONE = wrap(
+    reference,
+    polydraft_backend_info=lambda info: dataclasses.replace(
+        info, capabilities=dataclasses.replace(info.capabilities, graph_capture=False)
+    ),
+)
 
 
 def test_a_device_with_streams_and_no_capture_has_what_asynchrony_needs():

@@ -225,7 +225,7 @@ def owning(*names: str, but: str = "own") -> dict[str, str]:
         (EVERYTHING, "full", (), dict.fromkeys(FEATURES, "claimed")),
         (dict.fromkeys(EVERYTHING, "emulated"), "full", (), dict.fromkeys(FEATURES, "claimed")),
         (dict.fromkeys(EVERYTHING, "delegated"), "basic", (), dict.fromkeys(FEATURES, "claimed")),
-        (dict.fromkeys(EVERYTHING, "delegated"), "graph", (), {"dense": "claimed"}),
+        (dict.fromkeys(EVERYTHING, "delegated"), "graph", (), dict.fromkeys(FEATURES, "incomplete") | {"dense": "claimed"}),
         ({}, "basic", (), {"dense": "claimed"}),
         (owning("dense", "sampling"), "async", (), {"dense": "claimed", "sampling": "claimed"}),
         (owning("dense", "sampling", but="delegated"), "async", (), {"dense": "claimed", "sampling": "incomplete"}),
@@ -699,19 +699,6 @@ def test_a_claim_with_operations_on_the_cpu_says_so(left: dict[str, Any], status
     old = {**content, "claim": {key: value for key, value in content["claim"].items() if key != "allow_cpu_fallback"}}
     strict = reporting._verdict(old)
     assert strict["status"] == int(bool(left["operations"] or left["problem"])), "what says nothing of it allows nothing"
-
-
-def test_a_folder_that_is_none_is_refused(tmp_path: Path):
-    (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match=r"^nothing can be written into .*/file, got File exists, wanted a folder of yours"):
-        reporting.make_folder(tmp_path / "file")
-
-
-def test_a_device_that_was_named_is_opened_before_anything_runs(monkeypatch: pytest.MonkeyPatch):
-    opened: list[str] = []
-    monkeypatch.setattr(Target, "refuse_unopenable", lambda self: opened.append(self.device_spec))
-    conform("reference", device="cpu", selection=one_case())
-    assert opened == ["cpu"]
 
 
 def test_a_whole_run_asks_what_leaves_its_device(monkeypatch: pytest.MonkeyPatch):

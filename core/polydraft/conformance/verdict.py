@@ -17,8 +17,8 @@ from polydraft.contracts import COMPOSITES, REGISTRY
 from polydraft.contracts.features import FEATURES, with_base
 
 State = Literal["claimed", "left out", "incomplete", "absent"]
-"""`left out`: all of it is there, and it was not asked for. `incomplete`: a part is there; where nothing was asked for, also one
-whose contracts are all there and that rests on a feature that is not. `absent`: nothing of it is."""
+"""`left out`: all of it is there, and it was not asked for. `incomplete`: a part is there, or all of it and not as the backend's
+own, or what it rests on is not claimed. `absent`: nothing of it is there."""
 OWN: Final = ("own", "emulated")
 """Whose code a kernel has to run in to count as the backend's own."""
 
@@ -46,7 +46,7 @@ def standings(owners: Mapping[str, str], *, profile: str, asked: Collection[str]
         elif asked and not lacking:
             state = "left out"
         else:
-            state = "absent" if len(lacking) == len(contracts) else "incomplete"
+            state = "incomplete" if any(one in owners for one in contracts) else "absent"
         found[name] = Standing(state, lacking)
     return found
 

@@ -2,7 +2,8 @@
 
     python tools/conform_in_turn.py [TURN]
 
-TURN is the number of commits unless it is given. The tests of this repository claim `basic` of the reference themselves, so that
+TURN is the number of commits unless it is given, and the seed of the surprises: other ones for each change, the same each time
+that one is judged. The tests of this repository claim `basic` of the reference themselves, so that
 is claimed here only when it is its turn. A backend that is not installed is named and passed over.
 """
 
@@ -66,7 +67,7 @@ def commits() -> int:
     return int(counted.stdout) if counted.returncode == 0 else 0
 
 
-def claimed(backend: Backend, profile: str) -> tuple[int, str]:
+def claimed(backend: Backend, profile: str, seed: int) -> tuple[int, str]:
     """Run one claim: its exit status, and what to print."""
     where = f"{backend.name} on {backend.device}"
     if lacking := missing(backend):
@@ -74,6 +75,7 @@ def claimed(backend: Backend, profile: str) -> tuple[int, str]:
     start = time.perf_counter()
     polydraft = str(Path(sys.executable).with_name("polydraft"))
     command = [polydraft, "conform", backend.name, "--device", backend.device, "--profile", profile]
+    command += ["--seed", str(seed)]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     said = [line for line in done.stdout.splitlines() if line.startswith("polydraft-conformance")] or [done.stderr.strip()]
     text = f"{where}: {said[0]} ({time.perf_counter() - start:.0f} s)"
@@ -86,7 +88,7 @@ def main() -> int:
     turn = f"turn {number % len(BACKENDS)} of {len(BACKENDS)} ({number} commits)"
     print(f"{turn}: {mine.most} of {mine.name} on {mine.device}", flush=True)
     with ThreadPoolExecutor(max_workers=2) as pool:
-        for one, text in pool.map(lambda claim: claimed(*claim), claims(number)):
+        for one, text in pool.map(lambda claim: claimed(claim[0], claim[1], number), claims(number)):
             print(text, flush=True)
             status = 1 if one else status
     return status

@@ -84,10 +84,10 @@ def broken(tmp_path: Path) -> Callable[[str], str]:
 
 
 def test_one_contract_in_an_instant(conform: Callable[..., Answer]):
-    answer = conform("reference", "--contract", "verify_match", "--seed", "7")
+    answer = conform("reference", "--contract", "verify_match", "--case", "seed-7")
     assert answer.status == 0
     assert "what was asked for holds: 1 checks passed" in answer.out
-    assert "run it again with\n  polydraft conform reference --contract verify_match --seed 7" in answer.out
+    assert "run it again with\n  polydraft conform reference --contract verify_match --case seed-7\n" in answer.out
 
 
 @pytest.mark.usefixtures("one_process")
@@ -156,7 +156,7 @@ def test_verify_refuses_what_was_changed(conform: Callable[..., Answer], tmp_pat
         (("nobody",), "no plugin 'nobody' in polydraft.backends"),
         (("reference", "--contract", "linaer"), "did you mean 'linear'?"),
         (("reference", "--contract", "linear", "--case", "no_such_case"), "no check fits --contract linear --case no_such_case"),
-        (("reference", "--seed", "3"), "a case or a seed belongs to a contract"),
+        (("reference", "--case", "seed-3"), "a case belongs to a contract"),
         (("reference", "--profile", "gold"), "'gold' is not one of"),
         (("reference", "--feature", "densest"), "feature is 'densest', wanted some of dense, sampling, "),
         (("reference", "report.json"), "one argument too many"),

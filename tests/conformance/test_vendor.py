@@ -28,6 +28,7 @@ from polydraft.conformance.vendor import Conformance
 from polydraft.contracts import COMPOSITES, REGISTRY
 from polydraft.contracts.compare import Comparison, Mismatch
 from polydraft.contracts.composite import as_contract
+from polydraft.contracts.sizes import HIDDEN, ROWS
 from polydraft.errors import ConfigError, PluginError
 from tests.support.project import ROOT
 
@@ -146,13 +147,18 @@ def test_every_contract_can_be_checked_alone(name: str):
         return {k: v.astype(flat[k].dtype) for k, v in wide.items() if isinstance(v, np.ndarray)}
 
     case = named_cases(COMPOSITES.get(name) or REGISTRY[name])[0].name
-    assert all(found.ok for found in (*check_kernel(name, function, seeds=2), *check_kernel(name, function, case=case)))
+    assert all(
+        found.ok for found in (*check_kernel(name, function, seeds=2, large=False), *check_kernel(name, function, case=case))
+    )
 
 
 def test_a_function_that_writes_in_place_in_memory_of_its_own():
     found = check_kernel("residual_add", residual_add, up, down)
-    assert len(found) == len(named_cases(REGISTRY["residual_add"])) + 20
-    assert check_kernel("residual_add", residual_add, up, down, seed=123)[0].case == "seed-123"
+    large = [f"N-{rows}" for rows in reversed(ROWS.steps)] + [f"H-{width}" for width in reversed(HIDDEN.steps)]
+    assert len(found) == len(named_cases(REGISTRY["residual_add"])) + 20 + len(large)
+    assert [one.case for one in found[-len(large) :]] == large
+    assert check_kernel("residual_add", residual_add, up, down, case="H-4000")[0].elements == 2 * 12 * 4000
+    assert check_kernel("residual_add", residual_add, up, down, case="seed-123")[0].case == "seed-123"
 
 
 def test_a_function_in_bf16_sees_bits():
@@ -173,8 +179,8 @@ def test_a_mismatch_can_be_acted_on():
     assert first.startswith("residual_add/1, case 'rows_beyond_the_launch_stay': x[3, 0] is ")
     assert "as before the launch (this element may not be written)" in first
     assert rerun.startswith("rerun: check_kernel('residual_add', ..., case='rows_beyond_the_launch_stay'); what it has to do: ")
-    with pytest.raises(KernelMismatch, match=r"seed=5\)"):
-        check_kernel("swiglu", lambda a, n: None, seed=5)
+    with pytest.raises(KernelMismatch, match=r"case='seed-5'\)"):
+        check_kernel("swiglu", lambda a, n: None, case="seed-5")
 
 
 def test_an_exception_names_its_case():

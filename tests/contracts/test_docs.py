@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from typing import Any
 
+import numpy as np
 import pytest
 
 from polydraft.contracts import REGISTRY
 from polydraft.contracts.base import UNIT_MEANING, ColumnsSpec, Contract, ParamSpec
 from polydraft.contracts.docs import SYMBOL_MEANING, render, signature
+from polydraft.contracts.inputs import arrays, default_cases, namespace
+from polydraft.contracts.kv_quant import KV_DTYPES, quantise
+from polydraft.contracts.sizes import ROWS
 from tests.contracts import toy
 
 each = pytest.mark.parametrize("contract", list(REGISTRY), ids=lambda contract: contract.name)
@@ -69,7 +74,8 @@ Every run of one backend gives the same bits, whatever else is in the launch.
 
 ## Definition
 
-The golden, over NumPy arrays with floats in float64; what it calls is defined in `tests.contracts.toy`.
+The golden. `a` has a field for each argument and parameter: buffers and weights as NumPy arrays in their shapes above, floats \
+in float64, None for what is left out; `n` is the launch length.
 
 ```python
 def golden(a: Any, n: int) -> None:
@@ -84,7 +90,16 @@ def golden(a: Any, n: int) -> None:
             a.last[slot] = r
 ```
 
+What it calls, and what this page names:
+
+```python
+PAD_SLOT: Final = -1
+"""Slot index of a row that carries nothing: every kernel skips rows whose slot is negative."""
+```
+
 A kernel may differ by c * eps * scale, where eps belongs to the dtype and scale is: Sum of the magnitudes of both terms.
+
+`out` may differ by sqrt(H) / 4 * 2**-23 * scale more: what H float32 additions in any order are off.
 
 ## Source
 
@@ -98,6 +113,10 @@ Made up.
 
 And generated cases, `seed-0` to `seed-19` by default.
 
+And cases with one large dimension, called like `N-512`: `N` of 33, 65, 129, 257, 512.
+
+And cases on no list, with whatever is large, which the seed of a run draws: `surprise-0` and so on.
+
 Faults that no case can show:
 
 - `zero(nothing)`: there is no such argument
@@ -108,6 +127,8 @@ def test_whole_page():
     contract = dataclasses.replace(
         toy.CONTRACT,
         scale=toy.scale,
+        sums={"out": "H"},
+        grows={"N": ROWS},
         constraints=("times >= 0",),
         equivalent_mutants={"zero(nothing)": "there is no such argument"},
     )
@@ -163,6 +184,61 @@ def test_page_is_complete(contract: Contract):
         assert f"- `{case.name}` (launch length {case.n})" in page
     for mutant, proof in contract.equivalent_mutants.items():
         assert f"- `{mutant}`: {proof}" in page
+
+
+def code_of(page: str) -> str:
+    """The blocks of the definition as one module: what the golden calls, then the golden."""
+    golden, *rest = re.findall(
+        r"```python\n(.*?)\n```", page.split("## Definition")[1].split("## Quantised rows", maxsplit=1)[0], re.DOTALL
+    )
+    return "\n".join(("from __future__ import annotations", *rest, golden))
+
+
+@each
+def test_a_page_alone_defines_the_kernel(contract: Contract):
+    """Its code, executed by itself, is the golden: nothing of it has to be looked up elsewhere."""
+    space: dict[str, Any] = {}
+    exec(compile(code_of(render(contract)), contract.name, "exec", dont_inherit=True), space)
+    for case in default_cases(contract, 4):
+        printed, meant = namespace(contract, case), namespace(contract, case)
+        with np.errstate(all="ignore"):
+            space["golden"](printed, case.n)
+            contract.golden(meant, case.n)
+        for name, array in arrays(contract, meant).items():
+            np.testing.assert_array_equal(arrays(contract, printed)[name], array, err_msg=f"{case.name} {name}")
+
+
+@pytest.mark.parametrize("name", ["rope_kv_write", "paged_attention"])
+def test_a_page_alone_defines_quantised_rows(name: str):
+    section = render(REGISTRY[name]).split("## Quantised rows")[1].split("## Source")[0]
+    (code,) = re.findall(r"```python\n(.*?)\n```", section, re.DOTALL)
+    space: dict[str, Any] = {}
+    exec(compile(f"from __future__ import annotations\n{code}", name, "exec", dont_inherit=True), space)
+    rows = np.random.default_rng(1).normal(0, 40, (9, 2, 8))
+    for kv in KV_DTYPES:
+        np.testing.assert_array_equal(space["quantise"](rows, kv), quantise(rows, kv))
+    assert "a power of two 2**e" in section
+
+
+@pytest.mark.parametrize(
+    ("contract", "words"),
+    [
+        ("commit_window", ("PREFILL = 1", "PAUSED = 3", "LENGTH = 2", "def _commit")),
+        ("reserve_blocks", ("DECODE = 2", "NO_BLOCK: Final = -1")),
+        ("snapshot_output", ("KV_LEN = 7", "class Finish")),
+        ("pack_logprobs", ("NUM_WORDS = 4", "DRAFT_LOGPROB = 2", "def record_words")),
+        ("scatter", ("OFFSET = 4",)),
+        ("gumbel_noise", ("def threefry2x32", "PARITY = 0x1BD11BDA", "ACCEPT = 2")),
+        ("sample", ("def ranked", "def kept")),
+        ("combine_draft_inputs", ("def combine", "def normalize")),
+        ("rope_kv_write", ("def rotate", "def pair")),
+        ("verify_rejection", ("def drawn", "def leftover")),
+    ],
+)
+def test_pages_have_what_was_looked_up_elsewhere(contract: str, words: tuple[str, ...]):
+    page = render(REGISTRY[contract])
+    assert [word for word in words if word not in page] == []
+    assert "class Slot" not in page, "a word of prose is no name"
 
 
 @each

@@ -7,6 +7,7 @@ It selects what runs, shows progress on standard error and the page on standard 
 from __future__ import annotations
 
 import json
+import secrets
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -26,12 +27,15 @@ PROFILES = ("basic", "graph", "async", "full")
 LEVELS = ("L0", "L1", "L2", "L3", "L4", "L5", "L6")
 LIMIT_S, DEEP_LIMIT_S = 120.0, 1800.0
 """Seconds that one check may take."""
+MOST_SEED = 1_000_000_000
+"""Beyond the seeds that a claim draws for itself: few enough digits to be typed again."""
 EXAMPLES = """\b
 Examples:
   polydraft conform reference
   polydraft conform mychip --profile graph --out report
   polydraft conform mychip --profile async --feature dense,sampling
-  polydraft conform mychip --contract verify_match --seed 7
+  polydraft conform mychip --contract verify_match --case seed-7
+  polydraft conform mychip --profile full --seed 1307
   polydraft conform --plugin mychip.py mychip --level L1
   polydraft conform mychip --prove
   polydraft conform mychip --enable-variants
@@ -61,10 +65,16 @@ Exit statuses: 0 the claim holds, 1 it fails, 2 bad usage, 3 the kit failed,
 )
 @click.option("--level", type=click.Choice(LEVELS), default=None, help="Run this level alone; no profile is claimed.")
 @click.option("--contract", default="", metavar="NAME", help="Run this contract or composite alone.")
-@click.option("--case", default="", metavar="NAME", help="Of that contract, this named case alone.")
-@click.option("--seed", type=click.IntRange(0), default=None, metavar="N", help="Of that contract, this generated case alone.")
+@click.option("--case", default="", metavar="NAME", help="Of that contract, this case alone: a named one, seed-7, V-32000.")
+@click.option(
+    "--seed",
+    type=click.IntRange(0),
+    default=None,
+    metavar="N",
+    help="Draw the surprises, cases of kernels that are on no list, from this number.  [default: another one in each run]",
+)
 @click.option("--check", default="", metavar="ID", help="Run this one check alone, as a failure names it.")
-@click.option("--deep", is_flag=True, help="Hundreds of seeds a contract; minutes instead of seconds.")
+@click.option("--deep", is_flag=True, help="Hundreds of drawn cases a contract, and the sizes of whole models; minutes.")
 @click.option("--prove", is_flag=True, help="Run the faulty backends around BACKEND: the kit has to kill each.")
 @click.option("--enable-variants", is_flag=True, help="Try BACKEND's variants on this device; those that pass are in use then.")
 @click.option(
@@ -124,7 +134,8 @@ def command(
     from polydraft.conformance.report import Selection
 
     wanted = tuple(dict.fromkeys(name for several in features for name in several))
-    selection = Selection(profile, level or "", contract, case, seed, deep, check, wanted, allow_cpu_fallback)
+    drawn = secrets.randbelow(MOST_SEED) if seed is None else seed
+    selection = Selection(profile, level or "", contract, case, drawn, deep, check, wanted, allow_cpu_fallback)
     limit = timeout or (DEEP_LIMIT_S if deep else LIMIT_S)
     if matrix:
         if backend or device or prove or waivers or enable_variants:
@@ -198,7 +209,7 @@ def _run(
     try:
         report = conform(
             backend, device=device, selection=selection, files=plugins, packs=kernels,
-            waivers=load(waivers) if waivers else (), command=command_line(), listen=_progress(), limit_s=limit_s,
+            waivers=load(waivers) if waivers else (), command=command_line(selection), listen=_progress(), limit_s=limit_s,
         )  # fmt: skip
     except PluginError as error:  # a pack that has nothing for this device: there is nothing to judge
         raise ConfigError(str(error)) from error
@@ -230,7 +241,7 @@ def _matrix(
         return tuple(file for file, one in brought.items() if one.role is not BACKEND or identify(one).name == name)
 
     if any(wanted(one).profile for one in backends) and not selection.complete:
-        raise click.UsageError("a profile in --matrix claims all of it; leave --level, --contract, --case and --seed out")
+        raise click.UsageError("a profile in --matrix claims all of it; leave --level, --contract and --case out")
     for one in backends:
         name = wanted(one).name
         _check_backend(name, files(name), kernels, limit_s)
@@ -239,7 +250,7 @@ def _matrix(
         backends,
         lambda name, device, profile: conform(
             name, device=device, selection=replace(selection, profile=profile or selection.profile), files=files(name),
-            packs=kernels, command=command_line(), listen=_progress(), limit_s=limit_s,
+            packs=kernels, command=command_line(selection), listen=_progress(), limit_s=limit_s,
         ),
         out,
     )  # fmt: skip

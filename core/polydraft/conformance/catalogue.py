@@ -32,6 +32,7 @@ from polydraft.contracts.features import FEATURES, with_base
 
 MAY_BE_UNSUPPORTED: Final = (
     "other-dtypes", "invariant-mode", "row-alone", "two-streams", "event-of-another-stream", "rebinding", "distribution",
+    "large-other-modes",
 )  # fmt: skip
 """Checks that hang on what a backend declares or has; whoever has it has to pass them, nobody has to have it."""
 
@@ -54,7 +55,8 @@ def of_profile(profile: str, options: Options | None = None, features: Iterable[
     """The checks that a run for `profile` consists of; of `features` and what they rest on, or of all where there are none."""
     levels = PROFILES[profile]  # type: ignore[index]
     wanted = set(with_base(features) if features else FEATURES)
-    return [check for check in every_check(options) if check.level in levels and wanted.issuperset(check.features)]
+    pool = (check for check in every_check(options) if check.basic or profile != "basic")
+    return [check for check in pool if check.level in levels and wanted.issuperset(check.features)]
 
 
 @cache

@@ -46,6 +46,8 @@ class Tally:
     """Mutants that leave what every comparison found that failed; None before the first."""
     near_ties: int = 0
     """Texts in fewer bits that were compared up to their first close choice only, and differ behind it."""
+    cases: int = 0
+    """Cases of a kernel that were held against its golden."""
 
     def equal(self, what: str, got: Any, wanted: Any) -> None:
         """Exactly equal, shapes included; NaN equals NaN. Counts every element."""
@@ -69,6 +71,7 @@ class Tally:
 
     def compared(self, comparison: Comparison, replay: str = "") -> None:
         """File a comparison of the harness; `replay` is what brings it about again."""
+        self.cases += 1
         self.comparisons += comparison.elements
         self.failures += [mismatch.describe() + replay for mismatch in comparison.mismatches]
         if not comparison.ok:
@@ -119,6 +122,8 @@ class Check:
     kernel: str = ""
     optional: bool = False
     features: tuple[str, ...] = ("dense",)
+    basic: bool = True
+    """Whether `basic` contains it, too, where it contains its level."""
 
     @property
     def level(self) -> str:
@@ -133,7 +138,7 @@ class Check:
         return Result(
             self.id, outcome, tally.comparisons, round(time.perf_counter() - start, 4), message, self.kernel,
             None if near is None else round(near.ratio, 6), "" if near is None else near.describe(), tally.near_ties,
-            like=tuple(sorted(tally.like or ())),
+            cases=tally.cases, like=tuple(sorted(tally.like or ())),
         )  # fmt: skip
 
     def _outcome(self, target: Target, tally: Tally) -> tuple[Outcome, str]:

@@ -140,6 +140,45 @@ class _Launched(Proxy):
         return self._change(self._inner.bind(args, limits, workspace), self._device)
 
 
+def spoiled(contract: str, change: Callable[[Any, int], None]) -> Break:
+    """Let a kernel do its work, then change what it left: `change(a, n)` gets host copies of all its buffers by field name, and
+    its parameters; what it changes is written back."""
+    return with_table(lambda table, device: {contract: _Spoiled(table.providers[contract], change, device)}, without=contract)
+
+
+class _Spoiled(Proxy):
+    def __init__(self, inner: Any, change: Callable[[Any, int], None], device: Any) -> None:
+        super().__init__(inner)
+        self._change, self._device = change, device
+
+    def bind(self, args: Any, limits: Any, workspace: Any) -> Any:
+        launch, device, change = self._inner.bind(args, limits, workspace), self._device, self._change
+        buffers = {name: buffer for name, (buffer, _) in args.buffers().items()}
+        fixed = {n: getattr(args, n) for n, s in args.specs().items() if isinstance(s, ParamSpec)}
+        with uncounted(device):
+            pins = {n: device.staging(f"mutant.{n}", buffer.shape, buffer.dtype) for n, buffer in buffers.items()}
+            event = device.event()
+
+        def run(stream: Any, n: int) -> None:
+            launch(stream, n)
+            with uncounted(device):
+                for name, buffer in buffers.items():
+                    device.download(stream, pins[name], buffer, buffer.shape[0])
+                event.record(stream)
+                event.synchronize()
+                left = {name: from_host(pins[name].array, buffer.dtype).copy() for name, buffer in buffers.items()}
+                change(SimpleNamespace(**fixed, **left), n)
+                for name, buffer in buffers.items():
+                    array = to_host(left[name], buffer.dtype)
+                    if not (array == pins[name].array).all():
+                        pins[name].array[...] = array
+                        device.upload(stream, buffer, pins[name], buffer.shape[0])
+                event.record(stream)
+                event.synchronize()
+
+        return run
+
+
 def rebound(contract: str, change: Callable[[Any], Any]) -> Break:
     """Bind a kernel to other arguments: `change(args)` returns them."""
     return with_table(lambda table, device: {contract: _Rebound(table.providers[contract], change)}, without=contract)

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from polydraft.conformance import core_faults, kv_faults
+from polydraft.conformance import core_faults, kv_faults, size_faults
 from polydraft.conformance import fault_injection as by
 from polydraft.conformance.core_faults import Fault
 from polydraft.conformance.target import Proxy, TableProxy, wrap
@@ -380,6 +380,38 @@ class _SortedByLoad(Proxy):
 
         return run
 
+
+def _sized(id_: str, contract: str, case: str, spoil: Callable[[Any, int], None], source: str) -> Mutant:
+    """A mutant that is right at small sizes."""
+    fault = (spoil.__doc__ or "").rstrip(".")
+    title = f"{contract}: {fault[:1].lower()}{fault[1:]}"
+    return Mutant(id_, title, source, f"L2/{contract}/{case}", by.spoiled(contract, spoil))
+
+
+SIZED: Final[tuple[Mutant, ...]] = (
+    _sized("M90", "linear", "I-1025", size_faults.inputs_beyond_256, "a tile of the inner dimension"),
+    _sized("M91", "linear", "O-1031", size_faults.outputs_beyond_1024, "one block of threads a row"),
+    _sized("M92", "linear", "N-65", size_faults.rows_beyond_64, "a tile of rows"),
+    _sized("M93", "linear", "more-surprises", size_faults.inputs_on_no_list, "kernels tuned to a test suite"),
+    _sized("M94", "begin_draft", "B-17", size_faults.slots_beyond_8, "a demonstration's batch"),
+    _sized("M95", "begin_draft", "B-33", size_faults.slots_beyond_16, "half a warp"),
+    _sized("M96", "verify_match", "K-16", size_faults.drafts_beyond_7, "windows of 8 words"),
+    _sized("M97", "argmax", "N-65", size_faults.no_slot_beyond_32_rows, "padding tested in the first block alone"),
+    _sized("M98", "argmax", "V-152064", size_faults.tokens_beyond_65535, "vocabularies of 32,000"),
+    _sized("M99", "embed", "V-152064", size_faults.table_rows_beyond_65535, "the same"),
+    _sized("M100", "paged_attention", "MB-129", size_faults.keys_beyond_1024, "a fixed number of blocks in shared memory"),
+    _sized("M101", "paged_attention", "head_dim-256", size_faults.head_elements_beyond_128, "one thread an element"),
+    _sized("M102", "rope_kv_write", "MB-513", size_faults.positions_beyond_4096, "tables of the length of a first model"),
+    _sized("M103", "rms_norm", "D-5120", size_faults.columns_beyond_4096, "a row held in registers"),
+    _sized("M104", "swiglu", "I-28672", size_faults.columns_beyond_16384, "offsets in 16 bits"),
+    _sized("M105", "pack_rows", "B-65", size_faults.sequences_beyond_a_warp, "prefix sums of one warp"),
+    _sized("M106", "reserve_blocks", "MB-129", size_faults.blocks_beyond_64, "a bit mask of 64"),
+    _sized("M107", "commit_window", "S-300", size_faults.stop_tokens_beyond_64, "a fixed table"),
+    _sized("M108", "commit_window", "L-8192", size_faults.history_beyond_4096, "positions in 12 bits"),
+    _sized("M109", "top_logprobs", "E-129", size_faults.columns_beyond_32, "one a lane of a warp"),
+    _sized("M110", "route_experts", "EX-512", size_faults.experts_beyond_256, "one thread an expert"),
+)
+"""Those that no small case can find."""
 
 C = by.computed
 MUTANTS: Final[tuple[Mutant, ...]] = (
@@ -894,6 +926,7 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         "L2/expert_mlp/all_rows_choose_one_expert",
         C("expert_mlp", _seeing(expert_ids=_within_capacity)),
     ),
+    *SIZED,
 )
 """Every mutant of this version, by the numbers of the design's table; a number that is missing is in `CORES`."""
 

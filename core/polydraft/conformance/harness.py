@@ -26,11 +26,12 @@ from polydraft.contracts.base import (
     TensorSpec,
     column_name,
 )
-from polydraft.contracts.compare import EPS, NORMAL, Comparison, Expected, compare, to_host
+from polydraft.contracts.compare import EPS, FLUSHED, NORMAL, Comparison, Expected, compare, from_host, to_host
 from polydraft.contracts.composite import Composite, CompositeArgs
-from polydraft.contracts.inputs import POISON, Kernel, Poison, arrays, contract_of, dtype_of, limits_of, namespace
+from polydraft.contracts.inputs import POISON, Kernel, Poison, arrays, contract_of, dtype_of, kept, limits_of, namespace, symbols
 from polydraft.contracts.kv_quant import Kv, quanta, quantise
-from polydraft.device import Array, Buffer, Device, Launch, Stream
+from polydraft.contracts.large import taken
+from polydraft.device import DTYPES, Array, Buffer, Device, Launch, Stream
 from polydraft.errors import ContractError
 
 T = TypeVar("T")
@@ -70,21 +71,39 @@ def run_golden(
     are ordinary inputs.
     """
     contract = contract_of(kernel)
+    if case.repeats is not None:
+        small = run_golden(kernel, case.repeats.case, act, poison, kv=kv, golden=golden)
+        return _repeated(contract, small, case.repeats.places)
     a = namespace(contract, case, act, poison, kv)
     before = {name: array.copy() for name, array in arrays(contract, a).items()}
     with np.errstate(all="ignore"):
         scales = contract.scale(namespace(contract, case, act, poison, kv), case.n) if contract.scale else {}
         (golden or contract.golden)(a, case.n)
     finite = all(np.isfinite(array).all() for array in before.values() if array.dtype.kind == "f")
-    expected = {}
+    expected, sizes = {}, symbols(contract, case)
     for name, value in arrays(contract, a).items():
         dtype = dtype_of(contract, case, name, act)
-        allowed = _allowed(contract, name, value, before[name], scales, act if "." in name else dtype)
+        added = sizes[contract.sums[name]] if name in contract.sums else 0
+        allowed = _allowed(contract, name, value, before[name], scales, act if "." in name else dtype, added)
         loose = _loose(contract, name, value, case.n, poison.of(dtype))
         expected[name] = Expected(value, before[name], dtype, allowed, loose, loose_finite=finite)
         if kv and "." in name:
             expected[name] = _quantised(expected[name], kv)
     return _live(kernel, expected)
+
+
+def _repeated(contract: Contract, found: Mapping[str, Expected], places: Mapping[str, Array]) -> dict[str, Expected]:
+    """What the golden of a small case says of the large one that repeats its places."""
+
+    def all_of(one: Expected, spec: Any) -> Expected:
+        def each(array: Array) -> Array:
+            return np.asarray(taken(np.broadcast_to(array, one.value.shape), spec, places))
+
+        allowed, loose = (None if array is None else each(array) for array in (one.allowed, one.loose))
+        return replace(one, value=each(one.value), before=each(one.before), allowed=allowed, loose=loose)
+
+    specs = contract.args.specs()
+    return {name: all_of(one, specs.get(name)) for name, one in found.items()}
 
 
 def _quantised(want: Expected, kv: Kv) -> Expected:
@@ -106,9 +125,12 @@ def _live(kernel: Kernel, found: dict[str, T]) -> dict[str, T]:
     return {name: value for name, value in found.items() if name not in dead}
 
 
-def _allowed(contract: Contract, name: str, value: Array, before: Array, scales: Mapping[str, Array], dtype: str) -> Array | None:
-    """c * eps * scale, where a scale that is not 0 counts as a normal number at least; the halves of a cache may have entries
-    of their own or share the cache's."""
+def _allowed(
+    contract: Contract, name: str, value: Array, before: Array, scales: Mapping[str, Array], dtype: str, added: int = 0
+) -> Array | None:
+    """c * eps * scale, and what a float32 sum of `added` numbers may be off beside it, where a scale that is not 0 counts as a
+    normal number at least and a subnormal result may be flushed. The halves of a cache may have entries of their own, or share
+    the cache's."""
     field = name.partition(".")[0]
     c = contract.tolerance.get(name, contract.tolerance.get(field))
     if c is None or dtype not in EPS:
@@ -118,8 +140,10 @@ def _allowed(contract: Contract, name: str, value: Array, before: Array, scales:
         written = np.where(np.isfinite(value) & (value != before), np.abs(value), 0.0)
         axes = tuple(range(2 if "." in name else 1, value.ndim))
         scale = written.max(axis=axes, keepdims=True, initial=0.0) if axes else written
-    least = np.where(np.asarray(scale) > 0.0, np.maximum(scale, NORMAL[dtype]), scale)
-    return np.asarray(c * EPS[dtype] * least, np.float64)
+    some = np.asarray(scale) > 0.0
+    least = np.where(some, np.maximum(scale, NORMAL[dtype]), scale)
+    relative = np.asarray((c * EPS[dtype] + added**0.5 / 4 * EPS["f32"]) * least, np.float64)
+    return np.asarray(np.maximum(relative, np.where(some, FLUSHED[dtype], 0.0)))
 
 
 def _loose(contract: Contract, name: str, value: Array, n: int, poison: float) -> Array | None:
@@ -213,12 +237,16 @@ def weight_role(name: str, spec: OpaqueSpec) -> str:
 
 
 def _buffers(contract: Contract, case: Case, device: Device, table: KernelTable, act: str, kv: Kv = "") -> dict[str, Any]:
-    """Fields of the `Args` record, loaded; metadata and absent arguments are None."""
-    a = namespace(contract, case, act, kv=kv)
-    values: dict[str, Any] = {}
+    """Fields of the `Args` record, loaded; metadata and absent arguments are None. Large arrays are not widened on the way."""
+    values: dict[str, Any] = dict(case.params)
     for name, spec in contract.args.specs().items():
-        value = values[name] = getattr(a, name)
-        if value is None or isinstance(spec, ParamSpec):
+        if isinstance(spec, ParamSpec):
+            continue
+        value = values[name] = case.arrays.get(name)
+        if isinstance(spec, TensorSpec) and spec.access == "out":
+            dtype = dtype_of(contract, case, name, act)
+            value = np.full(case.outputs[name][0], POISON.of(dtype), np.float32 if dtype in EPS else DTYPES[dtype])
+        if value is None:
             continue
         if isinstance(spec, TensorSpec):
             values[name] = _loaded(contract, case, device, name, value, act)
@@ -229,9 +257,11 @@ def _buffers(contract: Contract, case: Case, device: Device, table: KernelTable,
         elif isinstance(value, LogicalCache):
             blocks, block_size, heads, head_dim = value.k.shape
             values[name] = table.allocate_cache(CacheSpec(blocks, block_size, heads, head_dim, act, kv=kv))
-            values[name].write_logical(value.k.astype(np.float32), value.v.astype(np.float32))
+            rows = kept(value, act, kv)
+            values[name].write_logical(rows.k.astype(np.float32), rows.v.astype(np.float32))
         else:
-            values[name] = table.prepare_weight(weight_role(name, spec), value.astype(np.float32), act)
+            single = value if act == "f32" else from_host(to_host(value, act), act).astype(np.float32)
+            values[name] = table.prepare_weight(weight_role(name, spec), single, act)
     return values
 
 

@@ -1,12 +1,13 @@
 """Level L2: every kernel against its golden, derived from the contract records alone.
 
-A new contract has its checks as soon as it is registered. Each named case is one check; the generated ones are one check per
-contract. Composites are checked as one kernel and as their expansion. Tolerances come from the contracts.
+A new contract has its checks as soon as it is registered. Each named case is one check, and each large one, of which `basic` has
+one a contract; the generated ones are one check per contract, and so are those that the seed of the run draws.
+Composites are checked as one kernel and as their expansion. Tolerances come from the contracts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any, Final
@@ -14,7 +15,7 @@ from typing import Any, Final
 import numpy as np
 
 from polydraft.backend import CacheSpec, RowOrder
-from polydraft.conformance.check import Check, Tally, Unsupported
+from polydraft.conformance.check import Check, Tally, Unsupported, Wrong
 from polydraft.conformance.harness import check_kernel, run_kernel
 from polydraft.conformance.target import Opened, Target
 from polydraft.contracts import COMPOSITES, REGISTRY
@@ -24,9 +25,12 @@ from polydraft.contracts.inputs import FLEXIBLE, SEEDS, Kernel, contract_of, ker
 from polydraft.contracts.inputs import generated as random_case
 from polydraft.contracts.kernels.rope_kv_write import border_case
 from polydraft.contracts.kv_quant import KV_DTYPES, Kv
+from polydraft.contracts.large import large, large_names, models, of_model, surprise
 from polydraft.sentinels import Phase
 
 DEEP_SEEDS: Final = 500
+SURPRISES, MORE_SURPRISES, DEEP_SURPRISES = 3, 16, 200
+"""Cases of a contract that the seed of a run draws: for `basic`, above it, and deep."""
 COUNTED: Final = {"any": "N", "rows": "R", "logit_rows": "NL", "prompt_rows": "NL"}
 """Units whose buffers can grow by rows that carry nothing, and the symbol of their capacity."""
 MARKS: Final = ("row_slot", "slot_order", "index", "ids", "draft_slot")
@@ -39,18 +43,12 @@ BY_SEQUENCE: Final = ("slot_order", "seq_rows")
 
 @dataclass(frozen=True)
 class Options:
-    """What was asked of L2: `seed` runs that generated case alone, `case` that named one; `deep` means many seeds and every
-    dtype."""
+    """What was asked of L2: `case` runs that case alone, `seed` draws the surprises; `deep` means hundreds of generated cases
+    and surprises a contract, the sizes of whole models, and every dtype."""
 
-    seed: int | None = None
+    seed: int = 0
     case: str = ""
     deep: bool = False
-
-    @property
-    def seeds(self) -> range:
-        if self.seed is not None:
-            return range(self.seed, self.seed + 1)
-        return range(DEEP_SEEDS if self.deep else SEEDS)
 
 
 def checks(options: Options) -> Iterator[Check]:
@@ -66,17 +64,18 @@ def _of_kernel(kernel: Kernel, options: Options, *, optional: bool) -> Iterator[
         run = partial(function, kernel, *rest)
         return Check(f"L2/{kernel.name}/{name}", run, kernel=kernel.name, optional=optional, features=kernel.features, **fields)
 
-    names = [case.name for case in named_cases(kernel)]
     if options.case:
-        names = [name for name in names if name == options.case]
-    if options.seed is None:
-        for name in names:
-            yield check(name, _named, name)
-    if options.case:
+        yield from (check(name, function, *rest) for name, function, *rest in _asked(kernel, options))
         return
-    yield check("seeds", _seeds, options)
-    if options.seed is not None:
-        return
+    yield from (check(case.name, _named, case.name) for case in named_cases(kernel))
+    yield check("seeds", _seeds, range(DEEP_SEEDS if options.deep else SEEDS))
+    for place, (symbol, size) in enumerate(large_names(kernel)):
+        yield check(f"{symbol}-{size}", _large, symbol, size, basic=options.deep or not place)
+    yield check("surprises", _surprises, options.seed, range(SURPRISES))
+    most = DEEP_SURPRISES if options.deep else MORE_SURPRISES
+    yield check("more-surprises", _surprises, options.seed, range(SURPRISES, most), basic=options.deep)
+    if options.deep:
+        yield from (check(f"model-{model}", _model, model) for model in models(kernel))
     if isinstance(kernel, Composite):
         yield Check(f"L2/{kernel.name}/expansion", partial(_expansion, kernel), features=kernel.features)
         return
@@ -93,6 +92,25 @@ def _of_kernel(kernel: Kernel, options: Options, *, optional: bool) -> Iterator[
     yield from (check(f"kv-{kv}", _quantised, kv, needs=("kv_dtypes",)) for kv in (KV_DTYPES if _has_cache(kernel) else ()))
     if _is_rowwise(kernel):
         yield check("row-alone", _row_alone, needs=("row_invariant",))
+    if kernel.grows and (_is_float(kernel) or _has_cache(kernel)):
+        yield check("large-other-modes", _large_other_modes, basic=False)
+
+
+def _asked(kernel: Kernel, options: Options) -> Iterator[tuple[Any, ...]]:
+    """The check of the one case that was asked for, as name, function and its arguments: a named one, `seed-7`, `surprise-3`,
+    `V-152064` (of any size) or `model-mimo-7b`. None where the contract has no such case."""
+    name = options.case
+    kind, _, which = name.partition("-")
+    if name in [case.name for case in named_cases(kernel)]:
+        yield name, _named, name
+    elif kind == "model" and which in models(kernel):
+        yield name, _model, which
+    elif which.isdecimal() and kind == "seed":
+        yield "seeds", _seeds, [int(which)]
+    elif which.isdecimal() and kind == "surprise":
+        yield "surprises", _surprises, options.seed, [int(which)]
+    elif which.isdecimal() and kind in contract_of(kernel).grows:
+        yield name, _large, kind, int(which)
 
 
 # -- cases and goldens, which no backend changes -------------------------------------------------------
@@ -146,15 +164,33 @@ def legal(case: Case, row_order: RowOrder) -> Case:
     return replace(case, arrays=arrays)
 
 
-def _run(kernel: Kernel, case: Case, opened: Opened, tally: Tally, *, act: str, command: str) -> None:
-    comparison = check_kernel(kernel, case, opened.device, opened.table, act=act, init_meta=opened.init_meta)
-    tally.compared(comparison, _rerun(kernel, case, command))
+def _run(
+    kernel: Kernel, case: Case, opened: Opened, tally: Tally, *, act: str, command: str, kv: Kv = "", seed: int | None = None
+) -> None:
+    comparison = check_kernel(kernel, case, opened.device, opened.table, act=act, init_meta=opened.init_meta, kv=kv)
+    tally.compared(comparison, _rerun(kernel, case, command, seed))
 
 
-def _rerun(kernel: Kernel, case: Case, command: str) -> str:
-    kind, _, number = case.name.partition("-")
-    which = "" if " " in case.name else f" --seed {number}" if kind == "seed" else f" --case {case.name}"
+def _rerun(kernel: Kernel, case: Case, command: str, seed: int | None = None) -> str:
+    which = "" if " " in case.name else f" --case {case.name}" + ("" if seed is None else f" --seed {seed}")
     return f" (rerun: {command} --contract {kernel.name}{which})"
+
+
+def _run_guarded(
+    kernel: Kernel, case: Case, opened: Opened, tally: Tally, *, act: str, command: str, seed: int | None = None
+) -> None:
+    """As `_run`, with patterns around every buffer that have to survive; whatever goes wrong names the case."""
+    from polydraft.conformance.guards import GuardedDevice
+
+    device: Any = GuardedDevice(opened.device)
+    again = _rerun(kernel, case, command, seed)
+    try:
+        _run(kernel, case, Opened(device, opened.table, opened.init_meta), tally, act=act, command=command, seed=seed)
+    except Exception as error:
+        raise Wrong(f"{kernel.name}, case {case.name!r}: {type(error).__name__}: {error}{again}") from error
+    known = len(tally.failures)
+    device.hold(tally, case.name, _read)
+    tally.failures[known:] = [failure + again for failure in tally.failures[known:]]
 
 
 # -- checks --------------------------------------------------------------------------------------------
@@ -170,11 +206,58 @@ def _named(kernel: Kernel, name: str, target: Target, tally: Tally) -> None:
     _run(kernel, case_of(kernel, name, target), opened, tally, act=act, command=target.command)
 
 
-def _seeds(kernel: Kernel, options: Options, target: Target, tally: Tally) -> None:
+def _seeds(kernel: Kernel, seeds: Sequence[int], target: Target, tally: Tally) -> None:
     """Generated cases; a failure names its seed."""
     opened, act = opened_for(target, kernel)
-    for seed in options.seeds:
+    for seed in seeds:
         _run(kernel, _generated(kernel, seed, target), opened, tally, act=act, command=target.command)
+
+
+def _large(kernel: Kernel, symbol: str, size: int, target: Target, tally: Tally) -> None:
+    """One dimension at the size that products have, all else small; nothing beside any buffer is written."""
+    opened, act = opened_for(target, kernel)
+    case = legal(large(kernel, symbol, size), target.info.capabilities.row_order)
+    _run_guarded(kernel, case, opened, tally, act=act, command=target.command)
+
+
+def _surprises(kernel: Kernel, seed: int, numbers: Sequence[int], target: Target, tally: Tally) -> None:
+    """Cases that are on no list, in each dtype in turn, and each second one of each by the kernels of a row-invariant engine
+    where there are any: nobody can have tuned a kernel to them."""
+    capabilities = target.info.capabilities
+    for number in numbers:
+        turn, dtype = divmod(number, len(capabilities.dtypes))
+        invariant = capabilities.row_invariant and turn % 2 == 1
+        opened, act = opened_for(target, kernel, capabilities.dtypes[dtype], row_invariant=invariant)
+        case = legal(surprise(kernel, seed, number), capabilities.row_order)
+        _run_guarded(kernel, case, opened, tally, act=act, command=target.command, seed=seed)
+
+
+def _largest(kernel: Kernel) -> Iterator[Case]:
+    """The largest case of each dimension."""
+    return (large(kernel, symbol, ladder.steps[-1]) for symbol, ladder in contract_of(kernel).grows.items())
+
+
+def _large_other_modes(kernel: Contract, target: Target, tally: Tally) -> None:
+    """The largest cases in every further dtype, by the kernels of a row-invariant engine, and over quantised KV rows."""
+    capabilities = target.info.capabilities
+    first, others = capabilities.dtypes[0], capabilities.dtypes[1:] if _is_float(kernel) else ()
+    modes: list[tuple[str, bool, Kv]] = [(dtype, False, "") for dtype in others]
+    modes += [(first, True, "")] if capabilities.row_invariant and _is_float(kernel) else []
+    modes += [(first, False, kv) for kv in KV_DTYPES if kv in capabilities.kv_dtypes and _has_cache(kernel)]
+    if not modes:
+        raise Unsupported("it computes in one way alone")
+    for act, invariant, kv in modes:
+        opened, _ = opened_for(target, kernel, act, row_invariant=invariant)
+        for case in _largest(kernel):
+            _run(kernel, legal(case, capabilities.row_order), opened, tally, act=act, command=target.command, kv=kv)
+
+
+def _model(kernel: Kernel, model: str, target: Target, tally: Tally) -> None:
+    """All the sizes of a published model at once, in every dtype."""
+    for dtype in target.info.capabilities.dtypes if _is_float(kernel) else target.info.capabilities.dtypes[:1]:
+        opened, act = opened_for(target, kernel, dtype)
+        case = legal(of_model(kernel, model), target.info.capabilities.row_order)
+        _run(kernel, case, opened, tally, act=act, command=target.command)
 
 
 def _expansion(composite: Composite, target: Target, tally: Tally) -> None:
@@ -335,9 +418,9 @@ def _larger_bucket(kernel: Contract, target: Target, tally: Tally) -> None:
         _run(kernel, larger(kernel, _generated(kernel, seed, target)), opened, tally, act=act, command=target.command)
 
 
-def _is_float(kernel: Contract) -> bool:
+def _is_float(kernel: Kernel) -> bool:
     """Whether the activation dtype matters."""
-    specs = kernel.args.specs().values()
+    specs = contract_of(kernel).args.specs().values()
     return any(isinstance(s, OpaqueSpec) or (isinstance(s, TensorSpec) and s.dtype in FLEXIBLE) for s in specs)
 
 

@@ -58,6 +58,8 @@ class Result:
     headroom_at: str = ""
     near_ties: int = 0
     """Texts in fewer bits that differ behind a close choice, which is tolerated and counted."""
+    cases: int = 0
+    """Cases of a kernel that were held against its golden."""
     like: tuple[str, ...] = ()
     """Mutants that leave just what was found wrong, by id."""
     output: str = ""

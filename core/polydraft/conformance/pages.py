@@ -43,6 +43,7 @@ def page(report: Report) -> str:
     lines += _kernels(content.get("kernels") or {}, report.results)
     used = _headroom(report.results)
     lines += ["", *used] if used else []
+    lines += _surprises(report)
     near = sum(result.near_ties for result in report.results)
     lines += ["", f"tolerated near-ties: {near} (texts that differ behind a choice closer than their dtype can tell)"]
     if content.get("off_device", {}).get("asked"):
@@ -122,6 +123,16 @@ def _kernels(kernels: Mapping[str, Any], results: Sequence[Result]) -> list[str]
             lines.append(f"  {one['contract']:<24}{came:<28}{one['computed_by']}".rstrip())
         lines += [f"  {one['contract']:<24}{'left out':<28}{one['reason']}" for one in kernels["left_out"] if one["pack"] == pack]
     return lines
+
+
+def _surprises(report: Report) -> list[str]:
+    """How much of what was asked of kernels was on no list."""
+    cases = sum(result.cases for result in report.results)
+    drawn = sum(result.cases for result in report.results if result.id.endswith("surprises"))
+    if not drawn:
+        return []
+    share = f"{drawn:,} of {cases:,} cases of kernels, {drawn / cases:.0%}"
+    return ["", f"surprises: {share}, are on no list; --seed {report.content['claim']['seed']} draws them again"]
 
 
 def _headroom(results: list[Result]) -> list[str]:

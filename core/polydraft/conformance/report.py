@@ -40,7 +40,7 @@ from polydraft.conformance.waivers import Waiver, apply
 from polydraft.errors import ConfigError
 
 SCHEMA = "polydraft.conform/1"
-NO_CASES = ("expansion", "repeat", "seeds")
+NO_CASES = ("expansion", "repeat", "seeds", "surprises")
 """Checks of L2 whose names could be those of cases; the names of the others have hyphens."""
 RESTS_ON: Final = {"L3": ("graph_capture",), "L4": ("asynchronous",)}
 """Capabilities without which a level has nothing to show."""
@@ -55,7 +55,8 @@ class Selection:
     level: str = ""
     contract: str = ""
     case: str = ""
-    seed: int | None = None
+    seed: int = 0
+    """Draws the surprises: cases of kernels that are on no list."""
     deep: bool = False
     check: str = ""
     """Id of one check."""
@@ -66,7 +67,7 @@ class Selection:
 
     @property
     def complete(self) -> bool:
-        return not (self.level or self.contract or self.case or self.seed is not None or self.check)
+        return not (self.level or self.contract or self.case or self.check)
 
     @property
     def wants(self) -> tuple[str, ...]:
@@ -81,8 +82,8 @@ class Selection:
             raise ConfigError(f"profile is {self.profile!r}, wanted one of {', '.join(PROFILES)}; choose one of those")
         if self.level and self.level not in LEVELS:
             raise ConfigError(f"level is {self.level!r}, wanted one of {', '.join(LEVELS)}; choose one of those")
-        if (self.case or self.seed is not None) and not self.contract:
-            raise ConfigError("a case or a seed belongs to a contract; add --contract NAME")
+        if self.case and not self.contract:
+            raise ConfigError("a case belongs to a contract; add --contract NAME")
         if self.check:
             return [self._one()]
         pool = of_profile("full" if self.level else self.profile, Options(self.seed, self.case, self.deep), self.features)
@@ -97,7 +98,7 @@ class Selection:
 
     def _one(self) -> Check:
         """The check that was named. Raises `ConfigError` where there is none."""
-        pool = {check.id: check for check in of_profile("full")}
+        pool = {check.id: check for check in of_profile("full", Options(self.seed, deep=self.deep))}
         if self.check not in pool:
             from difflib import get_close_matches
 
@@ -108,7 +109,7 @@ class Selection:
 
     def describe(self) -> str:
         """The selection as options."""
-        given = {"level": self.level, "contract": self.contract, "case": self.case, "seed": self.seed, "check": self.check}
+        given = {"level": self.level, "contract": self.contract, "case": self.case, "check": self.check}
         named = [f"--{name} {value}" for name, value in given.items() if value not in ("", None)]
         return " ".join([*(named or [f"--profile {self.profile}"]), *(f"--feature {name}" for name in self.features)])
 
@@ -358,6 +359,10 @@ def verify(content: Mapping[str, Any]) -> list[str]:
     return wrong
 
 
-def command_line() -> list[str]:
-    """How this process was called, for the report."""
-    return ["polydraft", *sys.argv[1:]]
+def command_line(selection: Selection) -> list[str]:
+    """How this process was called, for the report, with the seed that it drew for itself where something hangs on it: to be run
+    again as it was."""
+    given = ["polydraft", *sys.argv[1:]]
+    known = any(word == "--seed" or word.startswith("--seed=") for word in given)
+    drawn = not known and any(check.id.endswith("surprises") for check in selection.checks())
+    return [*given, "--seed", str(selection.seed)] if drawn else given

@@ -6,8 +6,9 @@ cases, the golden and the comparison are those of level L2. It is no claim of co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +22,9 @@ from polydraft.contracts.base import Case, ColumnsSpec, Contract, LogicalCache, 
 from polydraft.contracts.compare import Comparison, compare, from_host
 from polydraft.contracts.compare import to_host as host_form
 from polydraft.contracts.composite import Composite, split
-from polydraft.contracts.inputs import SEEDS, Kernel, contract_of, default_cases, dtype_of, generated, kernel_of, namespace
+from polydraft.contracts.inputs import SEEDS, Kernel, contract_of, default_cases, dtype_of, kernel_of, namespace
+from polydraft.contracts.large import called, large_names
+from polydraft.contracts.large import large as one_large
 from polydraft.device import Array
 from polydraft.errors import ConfigError
 
@@ -42,19 +45,20 @@ def check_kernel(
     to_host: Callable[[Any], Array] = np.asarray,
     *,
     case: str = "",
-    seed: int | None = None,
     seeds: int = SEEDS,
+    large: bool = True,
     dtype: str = "f32",
 ) -> list[Comparison]:
-    """Compare `function` with the golden of `contract` (or composite) on every named case and `seeds` generated ones, or on one
-    `case` or `seed` alone; return the comparisons.
+    """Compare `function` with the golden of `contract` (or composite) on every named case, `seeds` generated ones and (unless
+    `large` is off) those with one dimension as large as products have it; or on one `case` alone, such as "seed-7" or "V-32000".
+    Return the comparisons.
 
     `to_device` gets a NumPy array and returns device memory of its own, `to_host` the way back; arrays are in the host form
     of `dtype` (bf16 as its 16 bits in uint16). Raises `KernelMismatch` at the first case that differs, and `ConfigError` for a
     contract, case or dtype that does not exist. What the function raises is passed on, with a note of the case."""
     kernel = _kernel(contract)
     found = []
-    for one in _cases(kernel, case, seed, seeds):
+    for one in _cases(kernel, case, seeds, large=large):
         want = run_golden(kernel, one, dtype)
         got = _run(kernel, one, function, to_device, to_host, dtype)
         comparison = compare(contract_of(kernel), one, got, want)
@@ -70,14 +74,15 @@ def _kernel(name: str) -> Kernel:
     return kernel_of(name)
 
 
-def _cases(kernel: Kernel, case: str, seed: int | None, seeds: int) -> list[Case]:
-    if seed is not None:
-        return [generated(kernel, seed)]
-    chosen = [one for one in default_cases(kernel, seeds) if case in ("", one.name)]
-    if not chosen:
+def _cases(kernel: Kernel, case: str, seeds: int, *, large: bool) -> Iterable[Case]:
+    if not case:
+        more = (one_large(kernel, symbol, size) for symbol, size in large_names(kernel)) if large else ()
+        return chain(default_cases(kernel, seeds), more)
+    chosen = called(kernel, case)
+    if chosen is None:
         names = ", ".join(one.name for one in contract_of(kernel).cases())
         raise ConfigError(f"{kernel.name} has no case {case!r}; it has {names}")
-    return chosen
+    return [chosen]
 
 
 def _run(
@@ -137,9 +142,7 @@ def _given(contract: Contract, case: Case, upload: Callable[[Array], Any], dtype
 
 def _message(kernel: Kernel, case: Case, comparison: Comparison, dtype: str) -> str:
     """What differs, what it looks like, and how to see it again."""
-    kind, _, number = case.name.partition("-")
-    again = f"seed={number}" if kind == "seed" else f"case={case.name!r}"
-    again += "" if dtype == "f32" else f", dtype={dtype!r}"
+    again = f"case={case.name!r}" + ("" if dtype == "f32" else f", dtype={dtype!r}")
     looks = causes(Result(case.name, "fail", like=comparison.like))
     lines = [comparison.describe(), *([f"looks like {looks}"] if looks else [])]
     lines += [f"rerun: check_kernel({kernel.name!r}, ..., {again}); what it has to do: polydraft contracts {kernel.name}"]

@@ -40,6 +40,8 @@ class Conformance:
     """Files or modules, as after `--plugin`."""
     kernels: ClassVar[tuple[str, ...]] = ()
     """Kernel packs, as after `--kernels`."""
+    seed: ClassVar[int] = 0
+    """As after `--seed`; always the same unless you change it, so that a test says today what it said yesterday."""
 
     _target: ClassVar[Target | None] = None
     _results: ClassVar[dict[str, Result]]
@@ -69,7 +71,7 @@ class Conformance:
 
     @classmethod
     def _selection(cls) -> Selection:
-        return Selection(cls.profile, features=cls.features)
+        return Selection(cls.profile, seed=cls.seed, features=cls.features)
 
     @classmethod
     def target(cls) -> Target:

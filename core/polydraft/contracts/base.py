@@ -13,10 +13,10 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, Protocol, TypeVar, get_args
 
-import numpy as np
 from numpy.typing import NDArray
 
 from polydraft.contracts.features import FEATURES
+from polydraft.contracts.sizes import Ladder
 from polydraft.device import Buffer, Launch
 from polydraft.errors import ContractError
 
@@ -188,6 +188,17 @@ class Case:
     n: int
     outputs: Mapping[str, tuple[tuple[int, ...], str]] = field(default_factory=dict)
     """Output-only fields: shape and dtype name."""
+    repeats: Repeats | None = None
+    """The small case whose places this one repeats, where there is one: its golden says what is in every place of this one."""
+
+
+@dataclass(frozen=True, eq=False)
+class Repeats:
+    """How a large case is made of a small one: `places` has, for each shape symbol that grew, the place of the small case that
+    each place of the large one repeats."""
+
+    case: Case
+    places: Mapping[str, Array]
 
 
 class LogicalCache:
@@ -261,13 +272,19 @@ class Contract:
     float64, naive and never optimised; everything else in this record is data.
 
     `tolerance` maps an output to `c`: the error allowed is `c * eps(dtype) * scale`, with `scale(a, n)[output]` (default: the
-    largest magnitude of the golden's output row). Outputs without an entry are compared bit for bit.
+    largest magnitude of the golden's output row). Outputs without an entry are compared bit for bit. `sums` maps an output to the
+    symbol of how many numbers are added up for each element: a float32 sum in any order, one after the other too, is allowed
+    `sqrt(count) / 4 * eps(f32) * scale` more.
     `equivalent_mutants` maps the id of an automatic mutant that cannot be told apart to a one-line proof.
     `constraints` are comparisons between sizes (by their shape symbols) and static parameters, as expressions; core refuses a
     record that breaks one before a provider sees it (`contracts/arguments.py`).
     `feature` is the one of `FEATURES` that it belongs to; "" of a plugin's contract, which no claim is about. `compute`: a kernel
     of the arithmetic, of which a claim needs one at least to be the backend's own. `symbols`: what shape symbols count that this
     contract has for itself.
+    `generate(rng)` draws a small case, `generate(rng, sizes)` one in which the named sizes are as asked. `grows` has the names
+    that may be asked for (shape symbols and parameters), each with the sizes that the kit tries one at a time
+    (`contracts/sizes.py`). `independent`: shape symbols along which no place looks at another, so that a large case may repeat
+    the places of a small one, and the small one's golden says what each of them holds.
     """
 
     name: str
@@ -276,11 +293,12 @@ class Contract:
     args: type[Args]
     golden: Callable[[Any, int], None]
     cases: Callable[[], Iterator[Case]]
-    generate: Callable[[np.random.Generator], Case]
+    generate: Callable[..., Case]
     doc: str
     source: str
     tolerance: Mapping[str, float] = field(default_factory=dict)
     scale: Callable[[Any, int], Mapping[str, Array]] | None = None
+    sums: Mapping[str, str] = field(default_factory=dict)
     equivalent_mutants: Mapping[str, str] = field(default_factory=dict)
     deterministic: Literal["bitwise", "run-to-run", "none"] = "bitwise"
     pool_temporaries: bool = False
@@ -288,6 +306,8 @@ class Contract:
     feature: str = ""
     compute: bool = False
     symbols: Mapping[str, str] = field(default_factory=dict)
+    grows: Mapping[str, Ladder] = field(default_factory=dict)
+    independent: tuple[str, ...] = ()
 
     @property
     def key(self) -> str:

@@ -25,6 +25,9 @@ EPS: Final[Mapping[str, float]] = {"f32": 2.0**-23, "f16": 2.0**-10, "bf16": 2.0
 NORMAL: Final[Mapping[str, float]] = {"f32": 2.0**-126, "f16": 2.0**-14, "bf16": 2.0**-126}
 """Smallest normal number of each float dtype: below it neighbours do not move closer together."""
 
+FLUSHED: Final[Mapping[str, float]] = {"f32": NORMAL["f32"], "f16": 0.0, "bf16": NORMAL["bf16"]}
+"""Below this a computed number may be 0, since many devices flush subnormal numbers of float32; those of float16 count."""
+
 MANY: Final = 10.0
 """Times that a tolerance was exceeded from which on nobody counts in per cent."""
 

@@ -28,6 +28,7 @@ from polydraft.contracts.base import (
     Unit,
     Workspace,
 )
+from polydraft.contracts.sizes import SMALL, Sizes
 from polydraft.device import Launch, Stream
 from polydraft.errors import ContractError
 
@@ -181,13 +182,16 @@ def as_contract(composite: Composite) -> Contract:
         args=_record(composite),
         golden=flat_golden,
         cases=lambda: _cases(composite),
-        generate=lambda rng: _generate(composite, rng),
+        generate=lambda rng, sizes=SMALL: _generate(composite, rng, sizes),
         doc=composite.doc,
         source="Composition of " + " and ".join(contract.key for contract in contracts) + ".",
         tolerance={name: c for contract in contracts for name, c in contract.tolerance.items()},
         scale=scale if any(contract.scale for contract in contracts) else None,
+        sums={name: symbol for contract in contracts for name, symbol in contract.sums.items()},
         deterministic="bitwise" if all(c.deterministic == "bitwise" for c in contracts) else "run-to-run",
         symbols={symbol: meaning for contract in contracts for symbol, meaning in contract.symbols.items()},
+        grows=contracts[-1].grows,  # what several parts read comes from the last of them
+        independent=tuple(s for s in contracts[0].independent if all(s in contract.independent for contract in contracts)),
     )
 
 
@@ -237,10 +241,11 @@ def _cases(composite: Composite) -> Iterator[Case]:
             yield _join(composite, name, [cases[name] for cases in named])
 
 
-def _generate(composite: Composite, rng: np.random.Generator) -> Case:
+def _generate(composite: Composite, rng: np.random.Generator, sizes: Sizes) -> Case:
     """Generate one case a part from the same seed (contracts that share a scene then agree on it) and join them."""
     seed = int(rng.integers(2**63))
-    cases = [contract.generate(np.random.default_rng(seed)) for contract in composite.contracts]
+    given = [(sizes,) if contract.grows else () for contract in composite.contracts]
+    cases = [c.generate(np.random.default_rng(seed), *asked) for c, asked in zip(composite.contracts, given, strict=True)]
     return _join(composite, f"joined seed {seed}", cases)
 
 

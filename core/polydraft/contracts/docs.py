@@ -11,7 +11,9 @@ import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
+from polydraft.contracts import kv_quant
 from polydraft.contracts.base import UNIT_MEANING, ColumnsSpec, Contract, OpaqueSpec, ParamSpec, TensorSpec
+from polydraft.contracts.definition import definition_of, names_in
 from polydraft.contracts.features import FEATURES
 from polydraft.contracts.inputs import SEEDS
 
@@ -126,23 +128,61 @@ def _launch(contract: Contract) -> Iterator[str]:
 
 def _definition(contract: Contract) -> Iterator[str]:
     yield "## Definition"
-    module = contract.golden.__module__
-    yield f"The golden, over NumPy arrays with floats in float64; what it calls is defined in `{module}`."
-    yield f"```python\n{textwrap.dedent(inspect.getsource(contract.golden)).rstrip()}\n```"
+    source = textwrap.dedent(inspect.getsource(contract.golden)).rstrip()
+    yield (
+        "The golden. `a` has a field for each argument and parameter: buffers and weights as NumPy arrays in their shapes above, "
+        "floats in float64, None for what is left out; `n` is the launch length." + _CACHE * any(_caches(contract))
+    )
+    yield f"```python\n{source}\n```"
+    rest = definition_of(contract.golden.__module__, [*names_in(source), *_described(contract)]).text
+    if rest:
+        yield "What it calls, and what this page names:"
+        yield f"```python\n{rest}\n```"
     if contract.tolerance:
         scale = inspect.cleandoc(contract.scale.__doc__ or "") if contract.scale else "the largest magnitude of the row."
         yield "A kernel may differ by c * eps * scale, where eps belongs to the dtype and scale is: " + scale
     else:
         yield "A kernel may not differ at all."
+    for name, symbol in contract.sums.items():
+        off = f"sqrt({symbol}) / 4 * 2**-23 * scale"
+        yield f"`{name}` may differ by {off} more: what {symbol} float32 additions in any order are off."
+    if any(_caches(contract)):
+        yield "## Quantised rows"
+        yield inspect.cleandoc(kv_quant.__doc__ or "").partition("\n\n")[2]
+        yield f"```python\n{definition_of(kv_quant.__name__, ['quantise']).text}\n```"
+
+
+_CACHE: Final = " `cache.k` and `cache.v` are [num_blocks, block_size, num_kv_heads, head_dim]."
+_WORD: Final = re.compile(r"`([A-Z]\w+)`|\b([A-Z]+_[A-Z]+)\b")
+"""A name in a description: marked as one, or a sentinel."""
+
+
+def _caches(contract: Contract) -> Iterator[bool]:
+    return (isinstance(spec, OpaqueSpec) and spec.kind == "cache" for spec in contract.args.specs().values())
+
+
+def _described(contract: Contract) -> list[str]:
+    """Names in the record's descriptions: of enumerations, sentinels and layouts."""
+    texts = [contract.args.__doc__ or "", *(spec.doc for spec in contract.args.specs().values())]
+    return list(dict.fromkeys(marked or sentinel for text in texts for marked, sentinel in _WORD.findall(text)))
 
 
 def _proof(contract: Contract) -> Iterator[str]:
     yield "## Cases"
     yield "\n".join(f"- `{case.name}` (launch length {case.n})" for case in contract.cases())
     yield f"And generated cases, `seed-0` to `seed-{SEEDS - 1}` by default."
+    if contract.grows:
+        steps = (f"`{name}` of {', '.join(f'{size:,}' for size in ladder.steps)}" for name, ladder in contract.grows.items())
+        yield f"And cases with one large dimension, called like `{_large(contract)}`: {'; '.join(steps)}."
+        yield "And cases on no list, with whatever is large, which the seed of a run draws: `surprise-0` and so on."
     if contract.equivalent_mutants:
         yield "Faults that no case can show:"
         yield "\n".join(f"- `{mutant}`: {proof}" for mutant, proof in contract.equivalent_mutants.items())
+
+
+def _large(contract: Contract) -> str:
+    name, ladder = next(iter(contract.grows.items()))
+    return f"{name}-{ladder.steps[-1]}"
 
 
 def _row(contract: Contract, name: str, spec: TensorSpec | ColumnsSpec | OpaqueSpec) -> tuple[str, ...]:

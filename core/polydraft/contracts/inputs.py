@@ -220,12 +220,17 @@ def namespace(contract: Contract, case: Case, act: str = "f32", poison: Poison =
             columns: Any = value
             value = tuple(_rounded(one, dtype_of(contract, case, column_name(name, i), act)) for i, one in enumerate(columns))
         elif isinstance(value, LogicalCache):
-            k, v = _rounded(value.k, act), _rounded(value.v, act)
-            value = LogicalCache(quantise(k, kv), quantise(v, kv)) if kv else LogicalCache(k, v)
+            value = kept(value, act, kv)
         elif value is not None:
             value = _rounded(value, act)
         setattr(a, name, value)
     return a
+
+
+def kept(cache: LogicalCache, act: str, kv: str = "") -> LogicalCache:
+    """The rows of a cache as a run for `act` holds them, quantised where `kv` says so."""
+    k, v = _rounded(cache.k, act), _rounded(cache.v, act)
+    return LogicalCache(quantise(k, kv), quantise(v, kv)) if kv else LogicalCache(k, v)
 
 
 def _rounded(value: Array, dtype: str) -> Array:

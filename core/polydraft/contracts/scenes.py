@@ -7,16 +7,17 @@ scenes, so that their cases fit together. No golden is called here: a scene is i
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from polydraft.contracts.base import Args, Array, Case, ParamSpec, TensorSpec, Unit
+from polydraft.contracts.sizes import SMALL, Sizes, fitted
 from polydraft.sentinels import NO_BLOCK, NO_TOKEN, PAD_SLOT, Finish, Phase
 
-HISTORY = 100
-"""The token at position p of slot s is HISTORY * (s + 1) + p, so that no token is in two places."""
-UNSAID = 9000
+HISTORY = 1000
+"""The token at position p of slot s is HISTORY * (s + 1) + p, so that no token is in two places; more where texts are longer."""
+UNSAID = 90_000
 """First of the tokens that the target chooses where a scene says nothing; none of them is drafted or a stop token."""
 
 
@@ -172,7 +173,8 @@ class Scene:
             blocks[sizes["MB"] if slot.granted is None else slot.granted :] = NO_BLOCK
             if slot.hole is not None:
                 blocks[slot.hole] = NO_BLOCK
-        history = HISTORY * (1 + np.arange(len(slots))[:, None]) + np.arange(sizes["L"])
+        stride = max(HISTORY, 2 * sizes["L"])
+        history = stride * (1 + np.arange(len(slots))[:, None]) + np.arange(sizes["L"])
         tables = {
             "tokens": history,
             "block_table": table,
@@ -224,31 +226,90 @@ def _padded(lists: list[tuple[int, ...]] | list[list[int]], width: int) -> Array
 
 VOCABULARY = 7
 """Few tokens, so that drafts are accepted, stop tokens met and neighbours mistaken for each other by chance."""
-RUNNING = (Phase.PREFILL, Phase.DECODE)
+MANY_DRAFTS = 5
+"""From so many drafts on, most of them agree: else hardly a window would get to its end."""
+REAL_BLOCK = 16
+"""Block size of cases with many blocks."""
 
 
-def random_scene(rng: np.random.Generator, *, after: bool = False) -> Scene:
-    """Draw slots in all phases and a launch order over some of them; `after`: as they are after the commit."""
+def random_scene(rng: np.random.Generator, sizes: Sizes = SMALL, *, after: bool = False) -> Scene:
+    """Draw slots in all phases and a launch order over some of them; `after`: as they are after the commit.
+
+    `sizes` may ask for B, K (or W), L, MB and S, which are at least as asked. The first and the last slot then decode a whole
+    window, slot 0 at the end of the longest text.
+    """
     num_drafts, block_size = int(rng.integers(1, 5)), int(rng.integers(1, 5))
-    num_slots = int(rng.integers(1, 7))
+    num_slots = int(rng.integers(1, 7)) if not sizes else 6
+    num_slots, width = fitted(sizes, B=num_slots, W=sizes.get("K", num_drafts) + 1)
+    num_slots = max(num_slots, 3) if sizes else num_slots
+    num_drafts, block_size = width - 1, REAL_BLOCK if "MB" in sizes else block_size
     draw = _random_after if after else _random_before
     slots = tuple(draw(rng, num_drafts, block_size) for _ in range(num_slots))
-    scheduled = int(rng.integers(0, num_slots + 1))
+    if sizes:
+        first, last = (_whole_window(rng, num_drafts, after=after) for _ in range(2))
+        slots = (first, *slots[1:-1], last)
+    if "L" in sizes:
+        slots = _lengthened(rng, slots, sizes["L"], block_size)
+    if "MB" in sizes:  # beside the slot that has all its blocks, one that lacks the last of them
+        whole, _, *others = _lengthened(rng, slots, (sizes["MB"] - 1) * block_size, block_size)
+        slots = (whole, replace(whole, hole=whole.kv_len // block_size), *others)
+    if "S" in sizes:
+        slots = _with_stop_tokens(rng, slots, sizes["S"])
+    order = rng.permutation(num_slots)[: rng.integers(0, num_slots + 1)]
+    if sizes:  # three quarters of them, those among them that are as was asked
+        rest = rng.permutation(np.arange(2, num_slots - 1))
+        rest = rest[: rng.integers(len(rest) * 3 // 4, len(rest) + 1)]
+        order = np.append(rng.permutation(np.append(rest, (0, 1))), num_slots - 1)
     return Scene(
         slots=slots,
-        order=tuple(int(s) for s in rng.permutation(num_slots)[:scheduled]),
+        order=tuple(int(s) for s in order),
         num_drafts=num_drafts,
-        step_drafts=int(rng.integers(0, num_drafts + 1)) if after else None,
+        step_drafts=int(rng.integers(bool(sizes), num_drafts + 1)) if after else None,
         block_size=block_size,
         lookahead=int(rng.integers(0, 3)),
-        pads=int(rng.integers(0, num_slots - scheduled + 1)),
+        pads=int(rng.integers(0, num_slots - len(order) + 1)),
         tail=int(rng.integers(0, 3)),
         spare=int(rng.integers(0, 3)),
     )
 
 
-def _random_tokens(rng: np.random.Generator, count: int) -> tuple[int, ...]:
-    return tuple(int(token) for token in rng.integers(0, VOCABULARY, count))
+def _whole_window(rng: np.random.Generator, num_drafts: int, *, after: bool) -> Slot:
+    """A slot that has as many drafts as there are places, all of them accepted."""
+    drafts, last = _random_tokens(rng, num_drafts), _random_tokens(rng, 1)
+    slot = Slot(
+        prompt=int(rng.integers(num_drafts + 2, num_drafts + 9)), room=num_drafts + 4, drafts=drafts, choices=drafts + last
+    )
+    slot = replace(slot, kv=slot.kv_len)
+    return replace(slot, ran=num_drafts + 1, kept=num_drafts + 1) if after else slot
+
+
+def _with_stop_tokens(rng: np.random.Generator, slots: tuple[Slot, ...], most: int) -> tuple[Slot, ...]:
+    """The slots with up to `most` stop tokens. Slot 0 has as many, of which the last alone is met, at the end of its window."""
+    numbers = [most - 1, *rng.integers(0, most, len(slots) - 1).tolist()]
+    whole, *others = (replace(s, stop=_random_tokens(rng, n, 4 * most)) for s, n in zip(slots, numbers, strict=True))
+    return replace(whole, stop=(*(token + VOCABULARY for token in whole.stop), *whole.choices[-1:])), *others
+
+
+def _lengthened(rng: np.random.Generator, slots: tuple[Slot, ...], length: int, block_size: int) -> tuple[Slot, ...]:
+    """The slots with longer prompts: slot 0 fills a history of `length` places, the others part of it. Half of the prefills have
+    all of it before them, in chunks of up to 512 rows."""
+    chosen = []
+    for i, slot in enumerate(slots):
+        most = max(0, length - 1 - slot.known - slot.room)
+        extra = most if i == 0 else int(rng.integers(0, most + 1))
+        begins = slot.phase == Phase.PREFILL and slot.ran is None and rng.random() < 0.5
+        blocks = None if slot.granted is None else slot.granted + -(-extra // block_size)
+        longer = replace(slot, prompt=slot.prompt + extra, granted=blocks)
+        if begins:
+            longer = replace(longer, planned=int(rng.integers(1, 513)))
+        elif slot.kv is not None:
+            longer = replace(longer, kv=slot.kv + extra)
+        chosen.append(longer)
+    return tuple(chosen)
+
+
+def _random_tokens(rng: np.random.Generator, count: int, vocabulary: int = VOCABULARY) -> tuple[int, ...]:
+    return tuple(int(token) for token in rng.integers(0, vocabulary, count))
 
 
 def _random_before(rng: np.random.Generator, num_drafts: int, block_size: int) -> Slot:
@@ -256,7 +317,8 @@ def _random_before(rng: np.random.Generator, num_drafts: int, block_size: int) -
     prompt, room = int(rng.integers(1, 8)), int(rng.integers(1, num_drafts + 4))
     generated = int(rng.integers(1, 6)) if phase != Phase.PREFILL or rng.random() < 0.4 else 0
     drafts = _random_tokens(rng, int(rng.integers(0, min(num_drafts, room - 1) + 1))) if phase != Phase.PREFILL else ()
-    agreed = [draft if rng.random() < 0.75 else int(rng.integers(0, VOCABULARY)) for draft in drafts]
+    right = 0.75 if num_drafts < MANY_DRAFTS else 0.95
+    agreed = [draft if rng.random() < right else int(rng.integers(0, VOCABULARY)) for draft in drafts]
     choices = [token if rng.random() < 0.95 else NO_TOKEN for token in (*agreed, *_random_tokens(rng, 1))]
     slot = Slot(phase=phase, prompt=prompt, generated=generated, room=room, drafts=drafts)
     kv = int(rng.integers(0, slot.prefill_len)) if phase == Phase.PREFILL else slot.kv_len
@@ -307,6 +369,40 @@ def pack(runs: Runs) -> tuple[Array, Array]:
     row_slot = [slot for slot, _, rows in runs for _ in range(rows)]
     positions = [first + j for _, first, rows in runs for j in range(rows)]
     return np.array(row_slot, np.int32), np.array(positions, np.int32)
+
+
+def random_runs(rng: np.random.Generator, sizes: Sizes = SMALL) -> Runs:
+    """Draw runs of distinct slots, some of them padding. `sizes` may ask for B, as `grant` counts slots, and for N, the rows of
+    all runs: a sixth of them are one chunk of a prompt then."""
+    size = int(rng.integers(1, 5))
+    size = sizes["B"] - 1 if "B" in sizes else sizes.get("N", size)
+    count = size + 1 - ("B" in sizes)
+    padding, slots = rng.random(size) < 0.2, rng.permutation(count)[:size]
+    if "B" in sizes:
+        padding &= slots < count - 1
+    runs = [(int(s), int(rng.integers(0, 14)), int(rng.integers(1, 5))) for s in np.where(padding, PAD_SLOT, slots)]
+    if "N" not in sizes:
+        return runs
+    runs[0], kept, left = (int(slots[0]), 0, max(1, sizes["N"] // 6)), list[tuple[int, int, int]](), sizes["N"]
+    for slot, first, rows in runs:
+        kept.append((slot, first, min(rows, left)))
+        left -= kept[-1][2]
+        if not left:
+            break
+    return kept
+
+
+def beyond_of(rng: np.random.Generator, sizes: Sizes) -> int:
+    """Rows of a case that lie beyond its launch length: one where rows are many, none where the last one matters."""
+    drawn = int(rng.integers(0, 2))
+    return 1 if "N" in sizes else 0 if "MB" in sizes else drawn
+
+
+def reaching(runs: Runs, length: int) -> Runs:
+    """The runs, one of which ends where a text of `length` positions does."""
+    longest = next((i for i, (slot, _, _) in enumerate(runs) if slot >= 0), 0)
+    slot, _, rows = runs[longest]
+    return [*runs[:longest], (max(slot, 0), max(length - rows, 0), rows), *runs[longest + 1 :]]
 
 
 def grant(rng: np.random.Generator, runs: Runs, *, block_size: int, ahead: int = 0, spare: int = 3) -> tuple[Array, int]:

@@ -58,7 +58,8 @@ def scatter(a: Any, limits: Limits) -> Run:
         start, count, offset = own[:, START], own[:, COUNT], own[:, OFFSET]
         words = floats if column.dtype == paddle.float32 else a.payload
         if column.ndim == 1:
-            write_where(column, both(named, count > 0), take(words, offset))
+            first_word = direct.clip(offset, 0, size - 1)  # a run of no words may begin behind the last one
+            write_where(column, both(named, count > 0), take(words, first_word))
             return
         place = direct.unsqueeze(numbers(column.shape[1], owner), [0]) - direct.unsqueeze(start, [1])
         inside = both(both(direct.unsqueeze(named, [1]), place >= 0), place < direct.unsqueeze(count, [1]))

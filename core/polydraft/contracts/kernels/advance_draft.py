@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from polydraft.contracts.base import REGISTRY, Args, Case, Contract, param, tensor
+from polydraft.contracts.sizes import DRAFTS, SLOTS, SMALL, Sizes, fitted, several
 from polydraft.device import Buffer
 from polydraft.sentinels import NO_TOKEN, PAD_SLOT
 
@@ -48,9 +49,10 @@ def golden(a: Any, n: int) -> None:
             a.draft_slot[i] = PAD_SLOT
 
 
-def _case(name: str, sequences: tuple[tuple[int, int, int], ...], n: int, *, pass_index: int, num_slots: int = 5) -> Case:
+def _case(
+    name: str, sequences: tuple[tuple[int, int, int], ...], n: int, *, pass_index: int, num_slots: int = 5, num_drafts: int = 4
+) -> Case:
     """`sequences` are (slot, token chosen, budget); a slot that drafts has `pass_index` drafts already."""
-    num_drafts = 4
     lines = np.array([*sequences, *[(PAD_SLOT, 7, 0)] * (num_slots - len(sequences))], np.int32).reshape(num_slots, 3)
     drafts = np.where(np.arange(num_drafts) < pass_index, 50 + np.arange(num_slots * num_drafts).reshape(num_slots, -1), NO_TOKEN)
     arrays = {
@@ -80,20 +82,22 @@ def cases() -> Iterator[Case]:
     yield _case("no_sequences", (), 0, pass_index=0)
 
 
-def generate(rng: np.random.Generator) -> Case:
+def generate(rng: np.random.Generator, sizes: Sizes = SMALL) -> Case:
     """Random drafting sequences in random order, some done, some without a token."""
-    pass_index, num_slots = int(rng.integers(0, 4)), int(rng.integers(1, 7))
-    slots = rng.permutation(num_slots)[: rng.integers(0, num_slots + 1)]
+    (num_drafts,) = fitted(sizes, K=4)
+    pass_index, num_slots = int(rng.integers(num_drafts // 2 if "K" in sizes else 0, num_drafts)), int(rng.integers(1, 7))
+    (num_slots,) = fitted(sizes, B=several(sizes, num_slots))
+    slots = rng.permutation(num_slots)[: rng.integers(num_slots // 2 + 1 if sizes else 0, num_slots + 1)]
     sequences = tuple(
         (
             int(slot) if rng.random() < 0.8 else PAD_SLOT,
             int(rng.integers(0, 10)) if rng.random() < 0.85 else NO_TOKEN,
-            int(rng.integers(pass_index + 1, 5)),
+            int(rng.integers(pass_index + 1, num_drafts + 1)),
         )
         for slot in slots
     )
     n = int(rng.integers(len(sequences), num_slots + 1))
-    return _case("random", sequences, n, pass_index=pass_index, num_slots=num_slots)
+    return _case("random", sequences, n, pass_index=pass_index, num_slots=num_slots, num_drafts=num_drafts)
 
 
 CONTRACT = REGISTRY.add(
@@ -109,5 +113,6 @@ CONTRACT = REGISTRY.add(
         source="FastDeploy draft_model_update, with the budget decided once a round.",
         constraints=("0 <= pass_index < K",),
         feature="dense",
+        grows={"B": SLOTS, "K": DRAFTS},
     )
 )

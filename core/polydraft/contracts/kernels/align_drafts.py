@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from polydraft.contracts.base import REGISTRY, Args, Case, Contract, tensor
+from polydraft.contracts.sizes import CONTEXT, DRAFTS, SLOTS, SMALL, TABLE, Sizes, fitted
 from polydraft.device import Buffer
 from polydraft.sentinels import NO_TOKEN, PAD_SLOT
 
@@ -63,7 +64,9 @@ class Guess:
     drafts: bool = True
 
 
-def _case(name: str, guesses: Sequence[Guess], *, order: Sequence[int] | None = None, n: int | None = None) -> Case:
+def _case(
+    name: str, guesses: Sequence[Guess], *, order: Sequence[int] | None = None, n: int | None = None, num_drafts: int = 4
+) -> Case:
     order = list(range(len(guesses))) if order is None else list(order)
     guesses = [*guesses, *[Guess((0,), 0, (), drafts=False)] * (len(order) - len(guesses))]  # as many slots as sequences
     order += [PAD_SLOT] * (len(guesses) - len(order))
@@ -87,7 +90,7 @@ def _case(name: str, guesses: Sequence[Guess], *, order: Sequence[int] | None = 
         "guess_start": starts,
         "guess_len": lens,
     }
-    drafts = np.full((slots, 4), NO_TOKEN, np.int32)
+    drafts = np.full((slots, num_drafts), NO_TOKEN, np.int32)
     every = {key: np.array(value, np.int32) for key, value in arrays.items()}
     return Case(name, {**every, "tokens": tokens, "guess": said, "drafts": drafts}, {}, len(order) if n is None else n)
 
@@ -118,21 +121,24 @@ def cases() -> Iterator[Case]:
     )
 
 
-def generate(rng: np.random.Generator) -> Case:
+def generate(rng: np.random.Generator, sizes: Sizes = SMALL) -> Case:
     """Random texts over few tokens, most guesses right at first; some slots idle, launch order shuffled."""
+    num_drafts, count = fitted(sizes, K=4, B=int(rng.integers(1, 6)) + 1)
+    longest, widest = max(sizes.get("L", 0) - 2, 2 * sizes.get("G", 20)), sizes.get("G", num_drafts + 4) - 1
     guesses = []
-    for _ in range(rng.integers(1, 6)):
+    for i in range(count - 1):
         text = tuple(int(t) for t in rng.integers(0, 3, rng.integers(2, 12)))
-        known = int(rng.integers(1, len(text) + 1))
-        start = int(rng.integers(0, len(text)))
-        guess = [t if rng.random() < 0.9 else 2 - t for t in text[start : start + int(rng.integers(0, 7))]]
-        guesses.append(
-            Guess(
-                text[:known], start, tuple(guess), int(rng.integers(0, known)), int(rng.integers(1, 5)), bool(rng.random() < 0.8)
-            )
-        )
+        known, start, most = int(rng.integers(1, len(text) + 1)), int(rng.integers(0, len(text))), int(rng.integers(0, 7))
+        if sizes and i in (0, count - 2):  # those that are as long as was asked
+            text = tuple(int(t) for t in rng.integers(0, 200_000, longest + widest))
+            known, start, most = longest, longest - max(widest // 2 if "G" in sizes else 1, widest - num_drafts), widest
+        guess = [t if rng.random() < 0.9 or start > 12 else 2 - t for t in text[start : start + most]]
+        budget, drafts = int(rng.integers(1, num_drafts + 1)), bool(rng.random() < 0.8)
+        if sizes and i in (0, count - 2):
+            budget, drafts = num_drafts, True
+        guesses.append(Guess(text[:known], start, tuple(guess), int(rng.integers(0, known)), budget, drafts))
     order = [int(slot) for slot in rng.permutation(len(guesses))] + [PAD_SLOT]
-    return _case("random", guesses, order=order, n=len(guesses) + int(rng.integers(0, 2)))
+    return _case("random", guesses, order=order, n=len(guesses) + int(rng.integers(0, 2)), num_drafts=num_drafts)
 
 
 CONTRACT = REGISTRY.add(
@@ -148,5 +154,6 @@ CONTRACT = REGISTRY.add(
         source="Own: drafts from the host without a wait, as suffix decoding (Oliaro et al. 2024) makes them.",
         equivalent_mutants={"swap(prompt_len,num_generated)": "only their sum is used"},
         feature="drafting",
+        grows={"B": SLOTS, "K": DRAFTS, "L": CONTEXT, "G": TABLE},
     )
 )

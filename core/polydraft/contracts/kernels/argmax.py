@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from polydraft.contracts.base import REGISTRY, Args, Array, Case, Contract, tensor
+from polydraft.contracts.sizes import MANY_TOKENS, ROWS, SMALL, VOCABULARY, Sizes, fitted, launched, several
 from polydraft.device import Buffer
 from polydraft.sentinels import NO_TOKEN
 
@@ -30,13 +31,19 @@ class ArgmaxV1(Args):
 
 def highest(row: Array) -> int:
     """Return the id of the highest value, the lowest of equals; NO_TOKEN when the row has NaN or +inf, or only -inf."""
-    best = NO_TOKEN
-    for v, logit in enumerate(row):
+    best, most = NO_TOKEN, -math.inf
+    for v, logit in enumerate(row.tolist()):
         if math.isnan(logit) or logit == math.inf:
             return NO_TOKEN
-        if logit > (row[best] if best != NO_TOKEN else -math.inf):
-            best = v
+        if logit > most:
+            best, most = v, logit
     return best
+
+
+def best_first(row: Array) -> list[int]:
+    """Return the ids of a row without NaN, the highest value first, of equals the lower id."""
+    down = [-value for value in row.tolist()]
+    return sorted(range(len(down)), key=down.__getitem__)  # which keeps the order of equals
 
 
 def golden(a: Any, n: int) -> None:
@@ -45,8 +52,23 @@ def golden(a: Any, n: int) -> None:
         a.tokens[r] = highest(a.logits[r]) if a.row_slot[r] >= 0 else NO_TOKEN
 
 
+PEAKS = 24
+"""Tokens that matter in a row of many."""
+
+
 def spaced(rng: np.random.Generator, rows: int, vocab: int) -> Array:
-    """Return logits [rows, vocab] float32 whose values in a row are at least 1/8 apart, in random order."""
+    """Return logits [rows, vocab] float32 whose values in a row are at least 1/8 apart, in random order.
+
+    In a vocabulary as large as those of models only the highest are; the others are multiples of 1/16, many of them equal, so
+    far below that together they have less than 1/100 of the probability up to a temperature of 1.5."""
+    if vocab > MANY_TOKENS:
+        logits = np.round(16 * np.clip(rng.normal(0, 2, (rows, vocab)), -8, 6)) / 16
+        for r, row in enumerate(logits):
+            ids = rng.permutation(vocab)[:PEAKS]
+            if r % 2 == 0:  # the highest one at the end
+                ids = np.array([*ids[ids < vocab - 9][: PEAKS - 1], vocab - 1 - rng.integers(9)])
+            row[ids] = 30 + np.cumsum(rng.uniform(0.125, 0.5, PEAKS))[-len(ids) :]
+        return logits.astype(np.float32)
     steps = np.cumsum(rng.uniform(0.125, 0.5, (rows, vocab)), axis=1) - vocab / 6
     return rng.permuted(steps, axis=1).astype(np.float32)
 
@@ -82,15 +104,17 @@ def cases() -> Iterator[Case]:
     yield _case("nothing_to_do", logits, 0)
 
 
-def generate(rng: np.random.Generator) -> Case:
+def generate(rng: np.random.Generator, sizes: Sizes = SMALL) -> Case:
     """Random rows, a few without a slot, with NaN or with an exact tie of the best."""
     rows, vocab = (int(v) for v in rng.integers((1, 2), (9, 70)))
+    rows, vocab = fitted(sizes, N=several(sizes, rows), V=vocab)
     logits = spaced(rng, rows, vocab)
-    for row in logits:
+    for row in logits[bool(sizes) :]:
         kind, at = rng.integers(6), rng.integers(vocab)
         row[at] = np.nan if kind == 0 else row.max() if kind == 1 else row[at]
     slots = np.where(rng.random(rows) < 0.2, -1, rng.integers(0, 6, rows))
-    return _case("random", logits, int(rng.integers(1, rows + 1)), [int(s) for s in slots])
+    slots[0] = 0 if sizes else slots[0]
+    return _case("random", logits, launched(rng, sizes, rows), [int(s) for s in slots])
 
 
 CONTRACT = REGISTRY.add(
@@ -107,5 +131,7 @@ CONTRACT = REGISTRY.add(
         equivalent_mutants={"plus(row_slot)": "only the sign of a slot is read, and this leaves every sign as it is"},
         feature="dense",
         compute=True,
+        grows={"N": ROWS, "V": VOCABULARY},
+        independent=("N",),
     )
 )

@@ -14,6 +14,7 @@ import numpy as np
 from polydraft.contracts.base import REGISTRY, Args, Case, Contract, param, tensor
 from polydraft.contracts.kernels.pack_draft_rows import SCENES
 from polydraft.contracts.scenes import random_scene
+from polydraft.contracts.sizes import DRAFTS, SLOTS, SMALL, Sizes
 from polydraft.device import Buffer
 from polydraft.sentinels import NO_TOKEN, PAD_SLOT, Phase
 
@@ -60,9 +61,9 @@ def cases() -> Iterator[Case]:
         yield scene.case(name, BeginDraftV1)
 
 
-def generate(rng: np.random.Generator) -> Case:
+def generate(rng: np.random.Generator, sizes: Sizes = SMALL) -> Case:
     """A random scene."""
-    return random_scene(rng, after=True).case("random", BeginDraftV1)
+    return random_scene(rng, sizes, after=True).case("random", BeginDraftV1)
 
 
 CONTRACT = REGISTRY.add(
@@ -82,5 +83,6 @@ CONTRACT = REGISTRY.add(
         },
         constraints=("0 <= num_drafts <= K",),
         feature="dense",
+        grows={"B": SLOTS, "K": DRAFTS},
     )
 )

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from polydraft.contracts.base import REGISTRY, Args, Array, Case, Contract, tensor
+from polydraft.contracts.sizes import ROWS, SLOTS, SMALL, TABLE, VOCABULARY, Sizes, fitted, launched, several
 from polydraft.device import Buffer
 
 
@@ -76,14 +77,19 @@ def cases() -> Iterator[Case]:
     yield _case("nothing_to_do", logits, [0, 2, 3, 0, 2, 3], 0)
 
 
-def generate(rng: np.random.Generator) -> Case:
+def generate(rng: np.random.Generator, sizes: Sizes = SMALL) -> Case:
     """Random tables of distinct tokens, a quarter of the rows without a slot."""
     rows, vocab, size = (int(v) for v in rng.integers((1, 4, 1), (8, 20, 5)))
+    rows, vocab, size, most = fitted(sizes, N=several(sizes, rows), V=max(vocab, sizes.get("A", 0)), B=size, A=3)
+    least = [most if sizes else 0, *[0] * (size - 1)]
     tables = [
-        [(int(v), float(np.float32(rng.normal(0, 9)))) for v in rng.permutation(vocab)[: rng.integers(0, 4)]] for _ in range(size)
+        [(int(v), float(np.float32(rng.normal(0, 9)))) for v in rng.permutation(vocab)[: rng.integers(low, most + 1)]]
+        for low in least
     ]
+    if sizes:  # the last token of all among them
+        tables[0] = [(vocab - 1, 2.5), *((v, bias) for v, bias in tables[0] if v < vocab - 1)][: max(len(tables[0]), 1)]
     slots = [int(s) for s in np.where(rng.random(rows) < 0.25, -1, rng.integers(0, size, rows))]
-    return _case("random", rng.standard_normal((rows, vocab), np.float32), slots, int(rng.integers(1, rows + 1)), tables)
+    return _case("random", rng.standard_normal((rows, vocab), np.float32), slots, launched(rng, sizes, rows), tables)
 
 
 CONTRACT = REGISTRY.add(
@@ -100,5 +106,7 @@ CONTRACT = REGISTRY.add(
         tolerance={"logits": 1.0},
         scale=scale,
         feature="processing",
+        grows={"N": ROWS, "B": SLOTS, "V": VOCABULARY, "A": TABLE},
+        independent=("N",),
     )
 )

@@ -13,6 +13,7 @@ import numpy as np
 
 from polydraft.contracts.base import REGISTRY, Args, Array, Case, Contract, opaque, param, tensor
 from polydraft.contracts.kernels.rms_norm import normalize
+from polydraft.contracts.sizes import HIDDEN, ROWS, SMALL, Sizes, fitted, launched, several
 from polydraft.device import Buffer
 
 
@@ -89,11 +90,12 @@ def cases() -> Iterator[Case]:
     yield broken
 
 
-def generate(rng: np.random.Generator) -> Case:
+def generate(rng: np.random.Generator, sizes: Sizes = SMALL) -> Case:
     """Random rows and switches."""
     rows, width = (int(v) for v in rng.integers((1, 1), (8, 12)))
+    rows, width = fitted(sizes, N=several(sizes, rows), H=width)
     return _case(
-        "random", int(rng.integers(1, rows + 1)), seed=int(rng.integers(1 << 30)), rows=rows, width=width,
+        "random", launched(rng, sizes, rows), seed=int(rng.integers(1 << 30)), rows=rows, width=width,
         order=str(rng.choice(["hidden_first", "embedding_first"])), plus_one=bool(rng.integers(2)),
         mask=bool(rng.integers(2)), factor=float(10.0 ** rng.uniform(-2, 2)),
     )  # fmt: skip
@@ -112,8 +114,11 @@ CONTRACT = REGISTRY.add(
         source="DeepSeek-V3 technical report 2024, section 2.2 (multi-token prediction); MiMo for the reverse order.",
         tolerance={"out": 4.0},
         scale=scale,
+        sums={"out": "H"},
         deterministic="run-to-run",
         constraints=("D == 2 * H", 'order in ("hidden_first", "embedding_first")', "eps > 0"),
         feature="dense",
+        grows={"N": ROWS, "H": HIDDEN},
+        independent=("N",),
     )
 )

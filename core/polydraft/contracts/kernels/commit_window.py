@@ -14,6 +14,7 @@ import numpy as np
 from polydraft.contracts.base import REGISTRY, Args, Case, Contract, tensor
 from polydraft.contracts.kernels.verify_match import SCENES
 from polydraft.contracts.scenes import random_scene
+from polydraft.contracts.sizes import CONTEXT, SLOTS, SMALL, TABLE, WINDOW, Sizes
 from polydraft.device import Buffer
 from polydraft.sentinels import NO_TOKEN, Finish, Phase
 
@@ -92,9 +93,9 @@ def cases() -> Iterator[Case]:
         yield scene.case(name, CommitWindowV1)
 
 
-def generate(rng: np.random.Generator) -> Case:
+def generate(rng: np.random.Generator, sizes: Sizes = SMALL) -> Case:
     """A random scene."""
-    return random_scene(rng).case("random", CommitWindowV1)
+    return random_scene(rng, sizes).case("random", CommitWindowV1)
 
 
 CONTRACT = REGISTRY.add(
@@ -113,5 +114,6 @@ CONTRACT = REGISTRY.add(
         },
         feature="dense",
         compute=True,
+        grows={"B": SLOTS, "W": WINDOW, "L": CONTEXT, "S": TABLE},
     )
 )

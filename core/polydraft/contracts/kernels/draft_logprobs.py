@@ -16,6 +16,7 @@ from polydraft.contracts.base import REGISTRY, Args, Array, Case, Contract, para
 from polydraft.contracts.kernels.argmax import spaced
 from polydraft.contracts.kernels.draw_draft import distribution
 from polydraft.contracts.kernels.top_logprobs import log_softmax
+from polydraft.contracts.sizes import DRAFTS, SLOTS, SMALL, VOCABULARY, Sizes, fitted, launched, several
 from polydraft.device import Buffer
 from polydraft.sentinels import NO_TOKEN
 
@@ -43,12 +44,12 @@ def golden(a: Any, n: int) -> None:
 
 
 def scale(a: Any, n: int) -> Mapping[str, Array]:
-    """1 + the largest finite magnitude of the row."""
+    """1 + the largest finite magnitude of the row; of probabilities, 1 + that of the logarithm."""
     magnitude = np.ones(a.draft_logprobs.shape)
     for r, slot in enumerate(a.row_slot[:n]):
         if slot >= 0 and a.num_top[slot] >= 0 and a.tokens[r] != NO_TOKEN:
-            finite = a.logits[r][np.isfinite(a.logits[r])]
-            magnitude[slot, a.draft_len[slot]] += np.abs(finite).max(initial=0.0) if a.given == "logits" else 0.0
+            values = a.logits[r] if a.given == "logits" else np.log(a.logits[r, [a.tokens[r]]])
+            magnitude[slot, a.draft_len[slot]] += np.abs(values[np.isfinite(values)]).max(initial=0.0)
     return {"draft_logprobs": magnitude}
 
 
@@ -88,17 +89,18 @@ def cases() -> Iterator[Case]:
     yield _case("nothing_to_do", logits, rows, [1, 0, 2, 1], [0, 0, 0, 0], n=0)
 
 
-def generate(rng: np.random.Generator) -> Case:
+def generate(rng: np.random.Generator, sizes: Sizes = SMALL) -> Case:
     """Random rows for slots in random order, some without a slot or a draft."""
     size, num_drafts, vocab = (int(v) for v in rng.integers((1, 1, 2), (6, 4, 14)))
+    size, num_drafts, vocab = fitted(sizes, B=several(sizes, size), K=num_drafts, V=vocab)
     given = "probs" if rng.random() < 0.5 else "logits"
     values = np.stack([distribution(rng, vocab) for _ in range(size)]) if given == "probs" else spaced(rng, size, vocab)
     slots = [int(s) if rng.random() < 0.8 else -1 for s in rng.permutation(size)]
     tokens = [int(rng.choice(np.flatnonzero(row > 0) if given == "probs" else vocab)) for row in values]
     rows = [(slot, token if rng.random() < 0.9 else NO_TOKEN) for slot, token in zip(slots, tokens, strict=True)]
-    draft_len = [int(v) for v in rng.integers(0, num_drafts, size)]
+    draft_len = [int(v) for v in rng.integers(num_drafts // 2 if "K" in sizes else 0, num_drafts, size)]
     num_top = [int(k) for k in rng.integers(-1, 2, size)]
-    n = int(rng.integers(1, size + 1))
+    n = launched(rng, sizes, size)
     return _case("random", values, rows, draft_len, num_top, n=n, given=given, num_drafts=num_drafts)
 
 
@@ -121,5 +123,6 @@ CONTRACT = REGISTRY.add(
         },
         constraints=('given in ("logits", "probs")',),
         feature="logprobs",
+        grows={"B": SLOTS, "K": DRAFTS, "V": VOCABULARY},
     )
 )

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from polydraft.contracts.base import REGISTRY, Args, Case, Contract, param, tensor
+from polydraft.contracts.sizes import CONTEXT, DRAFTS, SLOTS, SMALL, Sizes, fitted
 from polydraft.device import Buffer
 from polydraft.sentinels import NO_TOKEN, PAD_SLOT
 
@@ -65,11 +66,13 @@ class Text:
     drafts: bool = True
 
 
-def _case(name: str, texts: Sequence[Text], *, order: Sequence[int] | None = None, n: int | None = None, **params: int) -> Case:
+def _case(
+    name: str, texts: Sequence[Text], *, order: Sequence[int] | None = None, n: int | None = None, width: int = 4, **params: int
+) -> Case:
     order = list(range(len(texts))) if order is None else list(order)
     texts = [*texts, *[Text((0,), drafts=False)] * (len(order) - len(texts))]  # as many slots as sequences
     order += [PAD_SLOT] * (len(texts) - len(order))
-    slots, length, width = len(texts), max(len(t.known) for t in texts) + 2, 4
+    slots, length = len(texts), max(len(t.known) for t in texts) + 2
     tokens = np.full((slots, length), 7, np.int32)  # what lies beyond the known text looks like text
     for slot, text in enumerate(texts):
         tokens[slot, : len(text.known)] = text.known
@@ -113,22 +116,27 @@ def cases() -> Iterator[Case]:
     )
 
 
-def generate(rng: np.random.Generator) -> Case:
+def generate(rng: np.random.Generator, sizes: Sizes = SMALL) -> Case:
     """Random texts over few tokens, so that runs repeat; some slots idle, launch order shuffled."""
+    width, count = fitted(sizes, K=4, B=int(rng.integers(1, 6)) + 1)
     texts = [
         Text(
             tuple(int(t) for t in rng.integers(0, 3, rng.integers(1, 14))),
             generated=0,
-            budget=int(rng.integers(1, 5)),
+            budget=int(rng.integers(1, width + 1)),
             drafts=bool(rng.random() < 0.8),
         )
-        for _ in range(rng.integers(1, 6))
+        for _ in range(count - 1)
     ]
     texts = [Text(t.known, int(rng.integers(0, len(t.known))), t.budget, t.drafts) for t in texts]
+    if sizes:  # a long text that ends in what stands once in its first half, before drafts for all places
+        long = [int(t) for t in rng.integers(0, 200_000, max(sizes.get("L", 0) - 2, 4 * width))]
+        place = int(rng.integers(0, len(long) // 2))
+        texts[0] = Text((*long[:-3], *long[place : place + 3]), int(rng.integers(0, len(long))), width)
     order = [int(slot) for slot in rng.permutation(len(texts))] + [PAD_SLOT]
     low = int(rng.integers(1, 3))
     n, high = len(texts) + int(rng.integers(0, 2)), low + int(rng.integers(0, 3))
-    return _case("random", texts, order=order, n=n, min_ngram=low, max_ngram=high)
+    return _case("random", texts, order=order, n=n, width=width, min_ngram=low, max_ngram=high)
 
 
 CONTRACT = REGISTRY.add(
@@ -145,5 +153,6 @@ CONTRACT = REGISTRY.add(
         equivalent_mutants={"swap(prompt_len,num_generated)": "only their sum is used"},
         constraints=("1 <= min_ngram <= max_ngram",),
         feature="drafting",
+        grows={"B": SLOTS, "K": DRAFTS, "L": CONTEXT},
     )
 )

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from polydraft.contracts.base import REGISTRY, Args, Array, Case, Contract, tensor
+from polydraft.contracts.sizes import DRAFTS, MANY_TOKENS, SLOTS, SMALL, VOCABULARY, Sizes, fitted, launched, several
 from polydraft.device import Buffer
 from polydraft.sentinels import NO_TOKEN
 
@@ -41,13 +42,21 @@ def golden(a: Any, n: int) -> None:
         a.tokens[r] = NO_TOKEN
         if slot >= 0:
             a.tokens[r] = drawn(a.probs[r], a.noise[r])
-            for v in range(a.probs.shape[1]):
-                a.draft_probs[slot, a.draft_len[slot], v] = a.probs[r, v]
+            a.draft_probs[slot, a.draft_len[slot]] = a.probs[r]
+
+
+def landmarks(vocab: int) -> list[int]:
+    """Ten tokens from the first to the last of a vocabulary; those of a vocabulary of ten."""
+    return [int(token) for token in np.linspace(0, vocab - 1, 10)]
 
 
 def distribution(rng: np.random.Generator, vocab: int) -> Array:
-    """A random distribution, float32, of which about a third is 0."""
+    """A random distribution, float32, of which about a third is 0. In a vocabulary as large as those of models nearly all of it
+    lies on a few tokens, those of `landmarks` among them."""
     weights = np.exp(rng.normal(0, 1.5, vocab)) * (rng.random(vocab) < 0.7)
+    if vocab > MANY_TOKENS:
+        heavy = [*landmarks(vocab), *rng.integers(0, vocab, 14).tolist()]
+        weights[heavy] += 2.0**20 * rng.random(len(heavy))
     weights[rng.integers(vocab)] += 1.0
     return np.asarray(weights / weights.sum(), np.float32)
 
@@ -100,13 +109,14 @@ def cases() -> Iterator[Case]:
     yield _case("nothing_to_do", _rows([1, 0]), [0, 0], 0)
 
 
-def generate(rng: np.random.Generator) -> Case:
+def generate(rng: np.random.Generator, sizes: Sizes = SMALL) -> Case:
     """Random distributions for slots in random order, some rows without a slot."""
     size, num_drafts, vocab = (int(v) for v in rng.integers((1, 1, 2), (6, 4, 12)))
+    size, num_drafts, vocab = fitted(sizes, B=several(sizes, size), K=num_drafts, V=vocab)
     slots = [int(slot) if rng.random() < 0.8 else -1 for slot in rng.permutation(size)]
     rows = _rows(slots, vocab, seed=int(rng.integers(2**31)))
-    draft_len = [int(v) for v in rng.integers(0, num_drafts, size)]
-    return _case("random", rows, draft_len, int(rng.integers(1, size + 1)), num_drafts=num_drafts)
+    draft_len = [int(v) for v in rng.integers(num_drafts // 2 if "K" in sizes else 0, num_drafts, size)]
+    return _case("random", rows, draft_len, launched(rng, sizes, size), num_drafts=num_drafts)
 
 
 CONTRACT = REGISTRY.add(
@@ -121,5 +131,6 @@ CONTRACT = REGISTRY.add(
         doc="Draw a draft with Gumbel noise and keep the distribution that it was drawn from.",
         source="Gumbel-max: Maddison et al. 2014; draft probabilities: Leviathan et al. 2023; Chen et al. 2023.",
         feature="rejection",
+        grows={"B": SLOTS, "K": DRAFTS, "V": VOCABULARY},
     )
 )

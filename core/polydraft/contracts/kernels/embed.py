@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from polydraft.contracts.base import REGISTRY, Args, Array, Case, Contract, opaque, tensor
+from polydraft.contracts.sizes import HIDDEN, ROWS, SMALL, VOCABULARY, Sizes, fitted, launched
 from polydraft.device import Buffer
 
 
@@ -46,12 +47,14 @@ def cases() -> Iterator[Case]:
     yield _case("all_padding", [-1, -1, -1, 2], table, 3)
 
 
-def generate(rng: np.random.Generator) -> Case:
+def generate(rng: np.random.Generator, sizes: Sizes = SMALL) -> Case:
     """A random table and random ids, a quarter of them negative."""
     vocab, hidden, rows = (int(v) for v in rng.integers((2, 1, 1), (40, 20, 12)))
+    vocab, hidden, rows = fitted(sizes, V=vocab, H=hidden, N=rows)
     ids = np.where(rng.random(rows) < 0.25, -rng.integers(1, 5, rows), rng.integers(0, vocab, rows))
+    ids[0] = vocab - 1 if sizes else ids[0]
     table = rng.standard_normal((vocab, hidden), np.float32)
-    return _case("random", [int(v) for v in ids], table, int(rng.integers(1, rows + 1)))
+    return _case("random", [int(v) for v in ids], table, launched(rng, sizes, rows))
 
 
 CONTRACT = REGISTRY.add(
@@ -67,5 +70,7 @@ CONTRACT = REGISTRY.add(
         source="Table lookup.",
         feature="dense",
         compute=True,
+        grows={"N": ROWS, "H": HIDDEN, "V": VOCABULARY},
+        independent=("N", "H"),
     )
 )

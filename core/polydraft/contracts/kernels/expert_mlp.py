@@ -14,6 +14,18 @@ import numpy as np
 
 from polydraft.contracts.base import REGISTRY, Args, Array, Case, Contract, opaque, tensor
 from polydraft.contracts.kernels.swiglu import sigmoid, silu
+from polydraft.contracts.sizes import (
+    CHOSEN,
+    EXPERT_WIDTH,
+    EXPERTS,
+    HIDDEN,
+    ROWS,
+    SMALL,
+    Sizes,
+    fitted,
+    launched,
+    several,
+)
 from polydraft.device import Buffer
 
 
@@ -133,10 +145,12 @@ def cases() -> Iterator[Case]:
     yield _case("nothing_to_do", x, ids, gate_up, down, 0)
 
 
-def generate(rng: np.random.Generator) -> Case:
+def generate(rng: np.random.Generator, sizes: Sizes = SMALL) -> Case:
     """Random experts; some places of some rows have none."""
     rows, hidden, width, experts = (int(v) for v in rng.integers((1, 1, 1, 3), (12, 20, 12, 9)))
-    chosen = min(experts, int(rng.choice([1, 3, 4, 5])))  # sums of three terms and more depend on their order
+    rows, hidden, width = fitted(sizes, N=several(sizes, rows), H=hidden, I=width)
+    (experts,) = fitted(sizes, EX=max(experts, sizes.get("EK", 0)))
+    chosen = min(experts, *fitted(sizes, EK=int(rng.choice([1, 3, 4, 5]))))  # sums of three terms and more depend on their order
     gate_up, down = (
         rng.standard_normal((experts, 2 * width, hidden), np.float32),
         rng.standard_normal((experts, hidden, width), np.float32),
@@ -145,7 +159,7 @@ def generate(rng: np.random.Generator) -> Case:
     shared = rng.standard_normal((rows, hidden), np.float32) if rng.integers(2) else None
     gate = rng.standard_normal((rows, 1), np.float32) if shared is not None and rng.integers(2) else None
     return _case(
-        "random", rng.standard_normal((rows, hidden), np.float32), ids, gate_up, down, int(rng.integers(1, rows + 1)),
+        "random", rng.standard_normal((rows, hidden), np.float32), ids, gate_up, down, launched(rng, sizes, rows),
         weights=rng.random((rows, chosen), np.float32), shared=shared, shared_gate=gate,
     )  # fmt: skip
 
@@ -167,5 +181,7 @@ CONTRACT = REGISTRY.add(
         feature="experts",
         compute=True,
         symbols={"EX": "experts", "EK": "experts of a row"},
+        grows={"N": ROWS, "H": HIDDEN, "I": EXPERT_WIDTH, "EX": EXPERTS, "EK": CHOSEN},
+        independent=("N",),
     )
 )

@@ -15,7 +15,8 @@ from numpy.typing import ArrayLike
 
 from polydraft.contracts.base import REGISTRY, Args, Array, Case, Contract, tensor
 from polydraft.contracts.kernels.argmax import highest, spaced
-from polydraft.contracts.kernels.sample import HALVES, Slot, kept, margin
+from polydraft.contracts.kernels.sample import HALVES, Slot, kept, margin, spread_out
+from polydraft.contracts.sizes import ROWS, SLOTS, SMALL, VOCABULARY, Sizes, fitted, launched, several
 from polydraft.device import Buffer
 from polydraft.sentinels import NO_TOKEN
 
@@ -46,9 +47,10 @@ def probabilities(a: Any, r: int) -> list[float]:
         return probs
     z = row / a.temperature[slot]
     ids = kept(z, top_k=int(a.top_k[slot]), top_p=a.top_p[slot], min_p=a.min_p[slot])
-    shares = [math.exp(z[v] - z[best]) for v in ids]
+    shares = [math.exp(value - z[best]) for value in z[ids].tolist()]
+    whole = sum(shares)
     for v, share in zip(ids, shares, strict=True):
-        probs[v] = share / sum(shares)
+        probs[v] = share / whole
     return probs
 
 
@@ -111,22 +113,24 @@ def cases() -> Iterator[Case]:
     yield _case("flat_row_wider_than_any_shortlist", [(slot, np.zeros(600)) for slot in range(5)], slots)
 
 
-def generate(rng: np.random.Generator) -> Case:
+def generate(rng: np.random.Generator, sizes: Sizes = SMALL) -> Case:
     """Random rows and parameters, redrawn until no float32 error can change a filter's decision; some rows without a slot."""
     size, num_rows, vocab = (int(v) for v in rng.integers((1, 1, 2), (5, 7, 40)))
+    size, num_rows, vocab = fitted(sizes, B=size, N=several(sizes, num_rows), V=vocab)
     slots = [
         Slot(float(rng.choice([0, 0.5, 1, 1.5])), int(rng.choice([0, 1, 3, 8])), float(rng.choice([0.3, 0.8, 0.95, 1])),
              float(rng.choice([0, 0.05, 0.2])))
         for _ in range(size)
     ]  # fmt: skip
+    slots[-1] = slots[-1]._replace(temperature=1.5) if sizes else slots[-1]
     rows: list[tuple[int, Array]] = []
     while len(rows) < num_rows:
-        slot = int(rng.integers(-1, size))
-        logits = spaced(rng, 1, vocab)[0] / 3
+        slot = int(rng.integers(-1, size)) if not sizes or rows else size - 1
+        logits = spread_out(rng, vocab)
         divisor = np.float64(np.float32(slots[slot].temperature or 1.0))
         if margin(logits.astype(np.float64) / divisor, np.zeros(vocab), slots[slot]) > 1e-3:
             rows.append((slot, logits))
-    return _case("random", rows, slots, int(rng.integers(1, num_rows + 1)))
+    return _case("random", rows, slots, launched(rng, sizes, num_rows))
 
 
 CONTRACT = REGISTRY.add(
@@ -143,5 +147,7 @@ CONTRACT = REGISTRY.add(
         tolerance={"logits": 4.0},
         scale=scale,
         feature="rejection",
+        grows={"N": ROWS, "B": SLOTS, "V": VOCABULARY},
+        independent=("N",),
     )
 )

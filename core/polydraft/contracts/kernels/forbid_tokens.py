@@ -7,13 +7,14 @@ draft rows alike. It never looks at more of the text than was generated before t
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from polydraft.contracts.base import REGISTRY, Args, Array, Case, Contract, param, tensor
-from polydraft.contracts.kernels.penalise_logits import Text, text, text_arrays
+from polydraft.contracts.kernels.penalise_logits import Text, as_long, text, text_arrays, windows
+from polydraft.contracts.sizes import CONTEXT, DRAFTS, ROWS, SLOTS, SMALL, TABLE, VOCABULARY, Sizes, fitted, launched
 from polydraft.device import Buffer
 from polydraft.sentinels import NO_TOKEN
 
@@ -117,23 +118,37 @@ def cases() -> Iterator[Case]:
     yield _case("nothing_to_do", several, order, 0)
 
 
-def generate(rng: np.random.Generator) -> Case:
+def generate(rng: np.random.Generator, sizes: Sizes = SMALL) -> Case:
     """Random texts over few tokens and short words of the same tokens; some rows without a slot."""
     size, vocab, ahead = (int(v) for v in rng.integers((1, 2, 0), (4, 5, 3)))
+    size, vocab, most_drafts = fitted(
+        sizes, B=size, V=max(vocab, 64 if sizes else 0, *(4 * sizes.get(table, 0) for table in "SX")), K=4
+    )
 
     def tokens(least: int, most: int) -> tuple[int, ...]:
         return tuple(int(v) for v in rng.integers(0, vocab, rng.integers(least, most + 1)))
 
     slots = [
         Rules(
-            prompt=tokens(1, 3), generated=tokens(0, 4), drafts=tokens(0, 3), stop=tokens(0, 2), least=int(rng.integers(0, 6)),
+            prompt=tokens(1, 3), generated=tokens(0, 4), drafts=tokens(0, most_drafts - 1), stop=tokens(0, 2),
+            least=int(rng.integers(0, 6)),
             bad=tuple(tokens(1, 3) for _ in range(rng.integers(0, 4))),
         )
         for _ in range(size)
     ]  # fmt: skip
-    rows = [(slot, behind) for slot in rng.permutation(size).tolist() for behind in range(len(slots[slot].drafts) + 1)]
-    rows = [row if rng.random() < 0.8 else (-1, 0) for row in rows]
-    return _case("random", slots, rows, int(rng.integers(1, len(rows) + 1)), ahead=ahead, vocab=vocab)
+    if sizes:  # a word that its text has begun, and the last token
+        slots[0] = as_long(rng, replace(slots[0], generated=slots[0].generated or (1,)), sizes, vocab)
+        begun = [(last[-1], 0) for last in (slots[0].generated, slots[0].drafts) if last]
+        slots[0] = replace(slots[0], bad=(*begun, (vocab - 1,)))
+    if "S" in sizes:
+        slots[0] = replace(slots[0], stop=tuple(int(v) for v in rng.integers(0, vocab, sizes["S"] - 1)), least=9)
+    if "X" in sizes:  # words of one to three tokens, to the last place but one
+        lengths = [int(rng.integers(1, 4)) for _ in range(sizes["X"] // 4)]
+        left = sizes["X"] - 1 - sum(lengths) - len(lengths)
+        lengths += [1 + left % 2, *[1] * (left // 2 - 1)]
+        slots[0] = replace(slots[0], bad=tuple(tokens(length, length) for length in lengths))
+    rows = windows(rng, slots, sizes)
+    return _case("random", slots, rows, launched(rng, sizes, len(rows)), ahead=ahead, vocab=vocab)
 
 
 CONTRACT = REGISTRY.add(
@@ -148,5 +163,7 @@ CONTRACT = REGISTRY.add(
         doc="Forbid stop tokens before their time, and what would complete a bad word.",
         source="min_tokens and bad_words of vLLM; FastDeploy min_dec_len and bad_tokens.",
         feature="processing",
+        grows={"N": ROWS, "B": SLOTS, "K": DRAFTS, "L": CONTEXT, "V": VOCABULARY, "S": TABLE, "X": TABLE},
+        independent=("N",),
     )
 )

@@ -13,6 +13,7 @@ import numpy as np
 
 from polydraft.contracts.base import REGISTRY, Args, Case, Contract, param, tensor
 from polydraft.contracts.scenes import Scene, Slot, random_scene
+from polydraft.contracts.sizes import DRAFTS, SLOTS, SMALL, Sizes
 from polydraft.device import Buffer
 from polydraft.sentinels import NO_TOKEN, Phase
 
@@ -53,7 +54,7 @@ def golden(a: Any, n: int) -> None:
                 a.choices[row] = (draft + 1) % a.num_valid
 
 
-NUM_VALID = 10_000
+NUM_VALID = 1_000_000
 """More than any token of a scene."""
 AT_RANDOM = tuple((np.random.default_rng(7).integers(0, 1 << 24, 64) * 2.0**-24).tolist())
 """Numbers for named cases that do not say any."""
@@ -96,10 +97,10 @@ def cases() -> Iterator[Case]:
     yield _case("drafts_beyond_the_launch_length", Scene(slots=two, order=(1, 0), length=1), (0.0,), (0.5, 0.5, 0.5))
 
 
-def generate(rng: np.random.Generator) -> Case:
+def generate(rng: np.random.Generator, sizes: Sizes = SMALL) -> Case:
     """A random scene and schedule; the few tokens of a scene make the wrap of the vocabulary likely."""
-    scene = random_scene(rng)
-    chances = tuple(rng.choice([0.0, 0.25, 0.5, 0.75, 1.0], scene.num_drafts).tolist())
+    scene = random_scene(rng, sizes)
+    chances = tuple(rng.choice([0.25, 0.5, 0.75] if sizes else [0.0, 0.25, 0.5, 0.75, 1.0], scene.num_drafts).tolist())
     uniforms = (rng.integers(0, 1 << 24, 64) * 2.0**-24).tolist()
     return _case("random", scene, uniforms, chances, num_valid=7 if rng.random() < 0.5 else NUM_VALID)
 
@@ -121,5 +122,6 @@ CONTRACT = REGISTRY.add(
         },
         constraints=("num_valid >= 2",),
         feature="schedule",
+        grows={"B": SLOTS, "K": DRAFTS},
     )
 )

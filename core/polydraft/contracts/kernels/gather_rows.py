@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from polydraft.contracts.base import REGISTRY, Args, Array, Case, Contract, tensor
+from polydraft.contracts.sizes import HIDDEN, ROWS, SMALL, Sizes, fitted, launched, several
 from polydraft.device import Buffer
 
 
@@ -46,12 +47,13 @@ def cases() -> Iterator[Case]:
     yield _case("nan_and_infinity_are_moved", broken, [3, 4, 5, -1, 6], 4)
 
 
-def generate(rng: np.random.Generator) -> Case:
+def generate(rng: np.random.Generator, sizes: Sizes = SMALL) -> Case:
     """Random indices, a quarter of them negative."""
     rows, width, picks = (int(v) for v in rng.integers((1, 1, 1), (16, 12, 14)))
+    rows, width, picks = fitted(sizes, R=rows, H=width, N=several(sizes, picks))
     index = np.where(rng.random(picks) < 0.25, -rng.integers(1, 5, picks), rng.integers(0, rows, picks))
     x = rng.standard_normal((rows, width), np.float32)
-    return _case("random", x, [int(v) for v in index], int(rng.integers(1, picks + 1)))
+    return _case("random", x, [int(v) for v in index], launched(rng, sizes, picks))
 
 
 CONTRACT = REGISTRY.add(
@@ -66,5 +68,7 @@ CONTRACT = REGISTRY.add(
         doc="out[r] = x[index[r]]; a negative index gives a zero row.",
         source="Row selection before the head (upstream: rebuild_padding, gather_next_token).",
         feature="dense",
+        grows={"N": ROWS, "R": ROWS, "H": HIDDEN},
+        independent=("N", "H"),
     )
 )

@@ -6,13 +6,13 @@ same bits on every backend, whatever batch, window or launch the row is part of.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from polydraft.contracts.base import REGISTRY, Args, Array, Case, Contract, param, tensor
+from polydraft.contracts.sizes import ROWS, SLOTS, SMALL, VOCABULARY, Sizes, fitted, launched, several
 from polydraft.device import Buffer
 
 ROTATIONS = (13, 15, 26, 6, 17, 29, 16, 24)
@@ -32,11 +32,12 @@ class GumbelNoiseV1(Args):
     temperature: Buffer = tensor("B", "f32", "Sampling temperature of each slot; 0: greedy, its rows get zeros.")
     noise: Buffer = tensor("N V", "f32", "-log(-log(u)) with u made from 24 bits.", access="out", pad=0.0)
     ahead: int = param("Added to positions: how far the chosen token lies after the row (1 for a target row).")
-    draw: int = param("Which independent draw at that position.")
+    draw: int = param("Which independent draw at that position: a `Draw`.")
 
 
-def threefry2x32(key: tuple[int, int], counter: tuple[int, int]) -> tuple[int, int]:
-    """Return the two 32-bit words of Threefry-2x32 with 20 rounds (Salmon et al. 2011), all numbers unsigned 32-bit."""
+def threefry2x32(key: tuple[int, int], counter: tuple[int, Any]) -> tuple[Any, Any]:
+    """Return the two 32-bit words of Threefry-2x32 with 20 rounds (Salmon et al. 2011), all numbers unsigned 32-bit. The second
+    word of the counter may be an array (int64) of many counters, and so are both results then."""
     schedule = (key[0], key[1], key[0] ^ key[1] ^ PARITY)
     x, y = (counter[0] + key[0]) & 0xFFFFFFFF, (counter[1] + key[1]) & 0xFFFFFFFF
     for i in range(20):
@@ -50,28 +51,31 @@ def threefry2x32(key: tuple[int, int], counter: tuple[int, int]) -> tuple[int, i
     return x, y
 
 
-def gumbel(bits: int) -> float:
-    """Return the standard Gumbel variate of 32 random bits: u = ((bits >> 8) + 1/2) / 2**24, never 0 nor 1.
+def gumbel(bits: Any) -> Any:
+    """Return the standard Gumbel variate of 32 random bits (of each, where they are an array): u = ((bits >> 8) + 1/2) / 2**24,
+    never 0 nor 1.
 
     Computed plainly in float32, u rounds for k = bits >> 8 from 2**23 on: the largest noise, the one that wins, loses
     its digits or becomes infinite. t = (min(k, 2**24 - 1 - k) + 1/2) / 2**24 is exact in float32, and log(u) is log(t)
     for k < 2**23, else log1p(-t).
     """
-    return -math.log(-math.log(((bits >> 8) + 0.5) * 2.0**-24))
+    return -np.log(-np.log(((bits >> 8) + 0.5) * 2.0**-24))
 
 
-def noise_row(a: Any, r: int) -> list[float]:
+def noise_row(a: Any, r: int) -> Array:
     """Return row `r`; token v of absolute position p takes word v % 2 of Threefry(seed, (p, draw * 2**20 + v // 2))."""
     slot = a.row_slot[r]
     if slot < 0 or a.temperature[slot] == 0:
-        return [0.0] * a.noise.shape[1]
+        return np.zeros(a.noise.shape[1])
     key, position = (int(a.seed[slot, 0]) % 2**32, int(a.seed[slot, 1]) % 2**32), int(a.positions[r]) + a.ahead
-    words = (threefry2x32(key, (position, a.draw * DRAW_STRIDE + v // 2))[v % 2] for v in range(a.noise.shape[1]))
-    return [gumbel(bits) for bits in words]
+    v = np.arange(a.noise.shape[1])
+    even, odd = threefry2x32(key, (position, a.draw * DRAW_STRIDE + v // 2))
+    noise: Array = gumbel(np.where(v % 2 == 0, even, odd))
+    return noise
 
 
 def golden(a: Any, n: int) -> None:
-    """Make the noise row by row and token by token."""
+    """Make the noise row by row."""
     for r in range(n):
         a.noise[r] = noise_row(a, r)
 
@@ -121,14 +125,14 @@ def cases() -> Iterator[Case]:
     yield _case("nothing_to_do", rows, 0)
 
 
-def generate(rng: np.random.Generator) -> Case:
+def generate(rng: np.random.Generator, sizes: Sizes = SMALL) -> Case:
     """Random seeds, positions and draws, some rows without a slot, some slots greedy."""
-    size, num_rows = int(rng.integers(1, 5)), int(rng.integers(1, 6))
+    size, num_rows = fitted(sizes, B=int(rng.integers(1, 5)), N=several(sizes, int(rng.integers(1, 6))))
     seeds = [(int(low), int(high)) for low, high in rng.integers(0, 1 << 32, (size, 2))]
     slots = np.where(rng.random(num_rows) < 0.2, -1, rng.integers(0, size, num_rows))
     rows = [(int(slot), int(rng.integers(0, 5000))) for slot in slots]
     return _case(
-        "random", rows, int(rng.integers(1, num_rows + 1)), vocab=int(rng.integers(1, 12)),
+        "random", rows, launched(rng, sizes, num_rows), vocab=fitted(sizes, V=int(rng.integers(1, 12)))[0],
         ahead=int(rng.integers(0, 4)), draw=int(rng.integers(0, 3)), seeds=seeds,
         greedy=[slot for slot in range(size) if rng.random() < 0.2],
     )  # fmt: skip
@@ -149,5 +153,7 @@ CONTRACT = REGISTRY.add(
         scale=scale,
         constraints=("draw >= 0",),
         feature="sampling",
+        grows={"N": ROWS, "B": SLOTS, "V": VOCABULARY},
+        independent=("N",),
     )
 )

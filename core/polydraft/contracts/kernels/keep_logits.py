@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from polydraft.contracts.base import REGISTRY, Args, Array, Case, Contract, tensor
+from polydraft.contracts.sizes import ROWS, SLOTS, SMALL, VOCABULARY, Sizes, fitted, launched, several
 from polydraft.device import Buffer
 
 
@@ -49,12 +50,13 @@ def cases() -> Iterator[Case]:
     yield _case("nothing_to_do", logits, [0, 1, 0, 1, 0, 1], [0, 0], 0)
 
 
-def generate(rng: np.random.Generator) -> Case:
+def generate(rng: np.random.Generator, sizes: Sizes = SMALL) -> Case:
     """Random rows of random slots."""
     rows, vocab, size = (int(v) for v in rng.integers((1, 1, 1), (9, 20, 5)))
+    rows, vocab, size = fitted(sizes, N=several(sizes, rows), V=vocab, B=size)
     slots = [int(s) for s in rng.integers(-1, size, rows)]
     num_top = [int(k) for k in rng.integers(-1, 3, size)]
-    return _case("random", rng.normal(0, 3, (rows, vocab)).astype(np.float32), slots, num_top, int(rng.integers(1, rows + 1)))
+    return _case("random", rng.normal(0, 3, (rows, vocab)).astype(np.float32), slots, num_top, launched(rng, sizes, rows))
 
 
 CONTRACT = REGISTRY.add(
@@ -70,5 +72,7 @@ CONTRACT = REGISTRY.add(
         source="Raw log probabilities of processed logits, as vLLM's logprobs_mode offers them.",
         equivalent_mutants={"plus(num_top)": "only its sign is read, and this leaves every sign as it is"},
         feature="logprobs",
+        grows={"N": ROWS, "B": SLOTS, "V": VOCABULARY},
+        independent=("N", "V"),
     )
 )

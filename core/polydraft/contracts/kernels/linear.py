@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from polydraft.contracts.base import REGISTRY, Args, Array, Case, Contract, opaque, tensor
+from polydraft.contracts.sizes import INPUTS, ROWS, SMALL, VOCABULARY, Sizes, fitted, launched, several
 from polydraft.device import Buffer
 
 
@@ -67,12 +68,13 @@ def cases() -> Iterator[Case]:
     yield _case("rows_beyond_the_launch_are_not_read", unused, weight, 4, bias=bias)
 
 
-def generate(rng: np.random.Generator) -> Case:
+def generate(rng: np.random.Generator, sizes: Sizes = SMALL) -> Case:
     """Random rows and matrix, bias on or off."""
     rows, inputs, outputs = (int(v) for v in rng.integers((1, 1, 1), (10, 30, 12)))
+    rows, inputs, outputs = fitted(sizes, N=several(sizes, rows), I=inputs, O=outputs)
     x, weight = rng.standard_normal((rows, inputs), np.float32), rng.standard_normal((outputs, inputs), np.float32)
     bias = rng.standard_normal(outputs, np.float32) if rng.integers(2) else None
-    return _case("random", x, weight, int(rng.integers(1, rows + 1)), bias=bias)
+    return _case("random", x, weight, launched(rng, sizes, rows), bias=bias)
 
 
 CONTRACT = REGISTRY.add(
@@ -91,5 +93,7 @@ CONTRACT = REGISTRY.add(
         deterministic="run-to-run",
         feature="dense",
         compute=True,
+        grows={"N": ROWS, "I": INPUTS, "O": VOCABULARY},
+        independent=("N", "O"),
     )
 )

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from polydraft.contracts.base import REGISTRY, Args, Case, Contract, tensor
+from polydraft.contracts.sizes import SLOTS, SMALL, VOCABULARY, WINDOW, Sizes, fitted, launched
 from polydraft.device import Buffer
 from polydraft.sentinels import PAD_SLOT
 
@@ -76,14 +77,16 @@ def cases() -> Iterator[Case]:
     yield _case("nothing_to_do", [(0, 1, 1), (1, 2, 2)], n=0)
 
 
-def generate(rng: np.random.Generator) -> Case:
+def generate(rng: np.random.Generator, sizes: Sizes = SMALL) -> Case:
     """Random windows and masks."""
     size, width, vocab = (int(v) for v in rng.integers((1, 1, 1), (6, 5, 80)))
+    size, width, vocab = fitted(sizes, B=size, W=width, V=vocab)
     seqs = [
         (int(slot) if rng.random() < 0.9 else PAD_SLOT, int(rng.integers(0, width + 1)), int(rng.integers(0, width + 1)))
         for slot in rng.permutation(size)
     ]
-    n, seed = int(rng.integers(1, size + 1)), int(rng.integers(2**31))
+    seqs[0] = (0, width, width) if sizes else seqs[0]
+    n, seed = launched(rng, sizes, size), int(rng.integers(2**31))
     return _case("random", seqs, n=n, width=width, vocab=vocab, seed=seed)
 
 
@@ -105,5 +108,6 @@ CONTRACT = REGISTRY.add(
         },
         constraints=("32 * WM >= V",),
         feature="grammar",
+        grows={"B": SLOTS, "W": WINDOW, "V": VOCABULARY},
     )
 )

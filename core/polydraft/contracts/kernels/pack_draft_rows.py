@@ -13,6 +13,7 @@ import numpy as np
 
 from polydraft.contracts.base import REGISTRY, Args, Case, Contract, tensor
 from polydraft.contracts.scenes import Scene, Slot, random_scene
+from polydraft.contracts.sizes import CONTEXT, SLOTS, SMALL, Sizes
 from polydraft.device import Buffer
 from polydraft.sentinels import NO_TOKEN, PAD_SLOT, Phase
 
@@ -102,9 +103,9 @@ def cases() -> Iterator[Case]:
         yield scene.case(name, PackDraftRowsV1, "rows")
 
 
-def generate(rng: np.random.Generator) -> Case:
+def generate(rng: np.random.Generator, sizes: Sizes = SMALL) -> Case:
     """A random scene."""
-    return random_scene(rng, after=True).case("random", PackDraftRowsV1, "rows")
+    return random_scene(rng, sizes, after=True).case("random", PackDraftRowsV1, "rows")
 
 
 CONTRACT = REGISTRY.add(
@@ -122,5 +123,6 @@ CONTRACT = REGISTRY.add(
             "swap(prompt_len,num_generated)": "only their sum is used",
         },
         feature="dense",
+        grows={"B": SLOTS, "L": CONTEXT},
     )
 )

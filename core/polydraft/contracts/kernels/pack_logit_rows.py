@@ -14,6 +14,7 @@ import numpy as np
 from polydraft.contracts.base import REGISTRY, Args, Case, Contract, tensor
 from polydraft.contracts.kernels.pack_rows import SCENES
 from polydraft.contracts.scenes import random_scene
+from polydraft.contracts.sizes import SLOTS, SMALL, Sizes
 from polydraft.device import Buffer
 from polydraft.sentinels import NO_ROW, PAD_SLOT, Phase
 
@@ -67,9 +68,9 @@ def cases() -> Iterator[Case]:
         yield scene.case(name, PackLogitRowsV1, "logit_rows")
 
 
-def generate(rng: np.random.Generator) -> Case:
+def generate(rng: np.random.Generator, sizes: Sizes = SMALL) -> Case:
     """A random scene."""
-    return random_scene(rng).case("random", PackLogitRowsV1, "logit_rows")
+    return random_scene(rng, sizes).case("random", PackLogitRowsV1, "logit_rows")
 
 
 CONTRACT = REGISTRY.add(
@@ -89,5 +90,6 @@ CONTRACT = REGISTRY.add(
             "swap(prefill_len,prompt_len)": "they differ for resumed requests alone, which have no logits either way",
         },
         feature="dense",
+        grows={"B": SLOTS},
     )
 )

@@ -18,6 +18,7 @@ from polydraft.contracts.layout import (
     MAX_FLAG,
     record_words,
 )
+from polydraft.contracts.sizes import SLOTS, SMALL, TOP, WINDOW, Sizes, fitted, launched
 from polydraft.device import Buffer
 from polydraft.sentinels import NO_TOKEN, PAD_SLOT
 
@@ -110,13 +111,16 @@ def cases() -> Iterator[Case]:
     yield _case("nothing_to_do", (1, 0), (2, 2), n=0)
 
 
-def generate(rng: np.random.Generator) -> Case:
+def generate(rng: np.random.Generator, sizes: Sizes = SMALL) -> Case:
     """Random numbers and a random launch order, some sequences past its end."""
     size, width, columns = (int(v) for v in rng.integers((1, 1, 1), (6, 5, 6)))
-    prompt = bool(rng.random() < 0.2)
+    size, width, columns = fitted(sizes, N=size, W=width, E=columns)
+    prompt = bool(rng.random() < 0.2) and "W" not in sizes
     order = [int(s) if rng.random() < 0.9 else PAD_SLOT for s in rng.permutation(size)]
     num_top = [int(k) for k in rng.integers(-1, columns, size)]
-    n, seed = int(rng.integers(0, size + 1)), int(rng.integers(2**31))
+    if sizes:
+        order[0], num_top[0] = 0, columns - 1
+    n, seed = launched(rng, sizes, size, least=0), int(rng.integers(2**31))
     return _case(
         "random", order, num_top, n=n, width=1 if prompt else width, columns=columns, flag=int(rng.integers(256)),
         prompt=prompt, seed=seed,
@@ -136,5 +140,6 @@ CONTRACT = REGISTRY.add(
         source="FastDeploy save_output with logprobs, without its fixed 512 slots, 6 tokens and 21 columns.",
         constraints=("0 <= flag <= 255", "E <= 65535"),
         feature="logprobs",
+        grows={"N": SLOTS, "W": WINDOW, "E": TOP},
     )
 )

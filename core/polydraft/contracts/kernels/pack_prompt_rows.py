@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from polydraft.contracts.base import REGISTRY, Args, Case, Contract, tensor
+from polydraft.contracts.sizes import CONTEXT, SLOTS, SMALL, Sizes, fitted
 from polydraft.device import Buffer
 from polydraft.sentinels import NO_ROW, NO_TOKEN, PAD_SLOT
 
@@ -53,7 +54,7 @@ Rows = tuple[int, int, int]
 
 def _case(
     name: str, seqs: Sequence[Rows], prompt_len: Sequence[int], num_top: Sequence[int], *, pads: int = 0, tail: int = 2,
-    n: int | None = None,
+    n: int | None = None, length: int = 12,
 ) -> Case:  # fmt: skip
     """Sequences in launch order; `pads` places of the order are past its end, `tail` prompt rows have nothing to carry."""
     size = len(prompt_len)
@@ -66,12 +67,13 @@ def _case(
     rows = there + tail
     arrays = {
         "slot_order": order, "seq_len": lens, "seq_start": np.cumsum(lens) - lens, "positions": [*positions, *[0] * (pads + 1)],
-        "prompt_len": prompt_len, "num_top": num_top, "tokens": 100 * np.arange(size)[:, None] + np.arange(12),
+        "prompt_len": prompt_len, "num_top": num_top,
+        "tokens": max(100, 2 * length) * np.arange(size)[:, None] + np.arange(length),
     }  # fmt: skip
     outputs: dict[str, tuple[tuple[int, ...], str]] = {f"prompt_{o}": ((rows,), "i32") for o in ("row", "slot", "position")}
     outputs["prompt_token"] = ((rows, 1), "i32")
-    length = rows if n is None else n
-    return Case(name, {key: np.array(value, np.int32) for key, value in arrays.items()}, {}, length, outputs)
+    values = {key: np.array(value, np.int32) for key, value in arrays.items()}
+    return Case(name, values, {}, rows if n is None else n, outputs)
 
 
 def cases() -> Iterator[Case]:
@@ -89,15 +91,18 @@ def cases() -> Iterator[Case]:
     yield _case("nobody_wants_it", [(0, 0, 3), (1, 0, 2)], [5, 5], [-1, -1], tail=3)
 
 
-def generate(rng: np.random.Generator) -> Case:
+def generate(rng: np.random.Generator, sizes: Sizes = SMALL) -> Case:
     """Random chunks of random prompts."""
-    size = int(rng.integers(1, 6))
-    prompt_len = [int(v) for v in rng.integers(1, 11, size)]
-    order = rng.permutation(size)[: rng.integers(0, size + 1)]
-    firsts = [int(rng.integers(0, prompt_len[slot] + 1)) for slot in order]
-    seqs = [(int(slot), first, int(rng.integers(0, 12 - first))) for slot, first in zip(order, firsts, strict=True)]
+    size, length = fitted(sizes, B=int(rng.integers(1, 6)), L=12)
+    prompt_len = [int(v) for v in rng.integers(1, length - 1, size)]
+    order = rng.permutation(size)[: rng.integers(size // 2 + 1 if sizes else 0, size + 1)]
+    firsts = [int(rng.integers(prompt_len[slot] // 2 if sizes else 0, prompt_len[slot] + 1)) for slot in order]
+    seqs = [(int(slot), first, int(rng.integers(0, min(length - first, 512)))) for slot, first in zip(order, firsts, strict=True)]
     num_top = [int(k) for k in rng.integers(-1, 3, size)]
-    return _case("random", seqs, prompt_len, num_top, pads=int(rng.integers(0, 3)), tail=int(rng.integers(0, 3)))
+    if sizes:  # the last rows of a prompt that fills the history
+        prompt_len[seqs[0][0]], num_top[seqs[0][0]] = length - 1, 0
+        seqs[0] = (seqs[0][0], length - 6, 5)
+    return _case("random", seqs, prompt_len, num_top, pads=int(rng.integers(0, 3)), tail=int(rng.integers(0, 3)), length=length)
 
 
 CONTRACT = REGISTRY.add(
@@ -116,5 +121,6 @@ CONTRACT = REGISTRY.add(
             "plus(num_top)": "only its sign is read, and this leaves every sign as it is",
         },
         feature="logprobs",
+        grows={"B": SLOTS, "L": CONTEXT},
     )
 )

@@ -13,6 +13,7 @@ import numpy as np
 
 from polydraft.contracts.base import REGISTRY, Args, Case, Contract, tensor
 from polydraft.contracts.scenes import Scene, Slot, random_scene
+from polydraft.contracts.sizes import CONTEXT, DRAFTS, SLOTS, SMALL, Sizes
 from polydraft.device import Buffer
 from polydraft.sentinels import NO_TOKEN, PAD_SLOT, Phase
 
@@ -141,9 +142,9 @@ def cases() -> Iterator[Case]:
         yield scene.case(name, PackRowsV1, "rows")
 
 
-def generate(rng: np.random.Generator) -> Case:
+def generate(rng: np.random.Generator, sizes: Sizes = SMALL) -> Case:
     """A random scene."""
-    return random_scene(rng).case("random", PackRowsV1, "rows")
+    return random_scene(rng, sizes).case("random", PackRowsV1, "rows")
 
 
 CONTRACT = REGISTRY.add(
@@ -162,5 +163,6 @@ CONTRACT = REGISTRY.add(
             "swap(prompt_len,num_generated)": "only their sum is used",
         },
         feature="dense",
+        grows={"B": SLOTS, "K": DRAFTS, "L": CONTEXT},
     )
 )

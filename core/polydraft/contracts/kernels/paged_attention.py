@@ -14,7 +14,8 @@ import numpy as np
 
 from polydraft.contracts.base import REGISTRY, Args, Array, Case, Contract, LogicalCache, opaque, param, tensor
 from polydraft.contracts.kernels.rope_kv_write import MIXED
-from polydraft.contracts.scenes import Runs, grant, pack
+from polydraft.contracts.scenes import REAL_BLOCK, Runs, beyond_of, grant, pack, random_runs, reaching
+from polydraft.contracts.sizes import BLOCKS, HEAD_DIM, HEADS, ROWS, SLOTS, SMALL, Sizes, fitted
 from polydraft.device import Buffer
 from polydraft.sentinels import PAD_SLOT
 
@@ -50,12 +51,13 @@ def attend(a: Any, r: int, h: int, places: list[tuple[int, int]]) -> tuple[Array
     g = h // (a.num_heads // a.num_kv_heads)
     terms = [q * a.cache.k[block, offset, g] * a.softmax_scale for block, offset in places]
     scores = [term.sum() for term in terms]
-    weights = [math.exp(score - max(scores)) for score in scores]
-    out, magnitude = np.zeros(a.head_dim), np.zeros(a.head_dim)
+    most = max(scores)
+    weights = [math.exp(score - most) for score in scores]
+    out, magnitude, whole = np.zeros(a.head_dim), np.zeros(a.head_dim), sum(weights)
     for weight, (block, offset) in zip(weights, places, strict=True):
         value = a.cache.v[block, offset, g]
-        out += weight / sum(weights) * value
-        magnitude += weight / sum(weights) * np.abs(value)
+        out += weight / whole * value
+        magnitude += weight / whole * np.abs(value)
     return out, magnitude * (1.0 + max(np.abs(term).sum() for term in terms))
 
 
@@ -138,15 +140,21 @@ def cases() -> Iterator[Case]:
     yield _case("nothing_to_do", [(0, 1, 2)], beyond=2)
 
 
-def generate(rng: np.random.Generator) -> Case:
+def generate(rng: np.random.Generator, sizes: Sizes = SMALL) -> Case:
     """Random runs of distinct slots, some of them padding, and random head counts."""
-    size = int(rng.integers(1, 5))
-    slots = np.where(rng.random(size) < 0.2, PAD_SLOT, rng.permutation(size + 1)[:size])
-    runs = [(int(slot), int(rng.integers(0, 14)), int(rng.integers(1, 5))) for slot in slots]
+    runs = random_runs(rng, sizes if "N" not in sizes else {**sizes, "N": sizes["N"] + 1})  # the last row is not launched
     groups, kv_heads = int(rng.choice([1, 2, 4])), int(rng.integers(1, 3))
+    beyond, seed = beyond_of(rng, sizes), int(rng.integers(1 << 30))
+    heads, head_dim = fitted(sizes, num_heads=groups * kv_heads, head_dim=int(rng.choice([3, 4, 8])))
+    block_size = int(rng.choice([1, 4, 16]))
+    if sizes:  # every score is worked out one by one
+        heads = sizes.get("num_heads", min(heads, 2))
+    if "MB" in sizes:
+        block_size = REAL_BLOCK
+        runs = reaching(runs, (sizes["MB"] - 3) * block_size)
     return _case(
-        "random", runs, beyond=int(rng.integers(0, 2)), seed=int(rng.integers(1 << 30)), heads=groups * kv_heads,
-        kv_heads=kv_heads, head_dim=int(rng.choice([3, 4, 8])), block_size=int(rng.choice([1, 4, 16])),
+        "random", runs, beyond=beyond, seed=seed, heads=heads, kv_heads=math.gcd(heads, kv_heads), head_dim=head_dim,
+        block_size=block_size,
     )  # fmt: skip
 
 
@@ -168,5 +176,6 @@ CONTRACT = REGISTRY.add(
         constraints=("num_heads % num_kv_heads == 0", "P == num_heads * head_dim", "block_size >= 1"),
         feature="dense",
         compute=True,
+        grows={"N": ROWS, "B": SLOTS, "MB": BLOCKS, "num_heads": HEADS, "head_dim": HEAD_DIM},
     )
 )

@@ -6,13 +6,15 @@ rows alike. It never counts more than plain decoding would: row j of a window ha
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import numpy as np
 
 from polydraft.contracts.base import REGISTRY, Args, Array, Case, Contract, param, tensor
+from polydraft.contracts.sizes import CONTEXT, DRAFTS, ROWS, SLOTS, SMALL, VOCABULARY, Sizes, fitted, launched
 from polydraft.device import Buffer
 
 
@@ -46,14 +48,15 @@ def text(a: Any, r: int) -> tuple[list[int], list[int]]:
 
 
 def golden(a: Any, n: int) -> None:
-    """Count in the text of every row, token by token."""
+    """Count in the text of every row, then token by token."""
     for r in range(n):
         slot = a.row_slot[r]
         if slot < 0:
             continue
         prompt, generated = text(a, r)
+        counts = Counter(generated)
         for v in {*prompt, *generated}:
-            x, factor, count = a.logits[r, v], a.repetition_penalty[slot], generated.count(v)
+            x, factor, count = a.logits[r, v], a.repetition_penalty[slot], counts[v]
             x = x / factor if x > 0 else x * factor
             off = a.presence_penalty[slot] + count * a.frequency_penalty[slot] if count else 0.0
             a.logits[r, v] = x - off
@@ -65,10 +68,10 @@ def scale(a: Any, n: int) -> Mapping[str, Array]:
     for r in range(n):
         slot = a.row_slot[r]
         if slot >= 0:
-            generated = text(a, r)[1]
+            counts = Counter(text(a, r)[1])
             factor, off = a.repetition_penalty[slot], (a.presence_penalty[slot], a.frequency_penalty[slot])
             magnitude[r] *= max(factor, 1 / factor)
-            magnitude[r] += [abs(off[0]) + generated.count(v) * abs(off[1]) for v in range(a.logits.shape[1])]
+            magnitude[r] += [abs(off[0]) + counts[v] * abs(off[1]) for v in range(a.logits.shape[1])]
     return {"logits": magnitude}
 
 
@@ -106,6 +109,30 @@ def text_arrays(slots: Sequence[Text], rows: Sequence[tuple[int, int]], *, ahead
         "num_generated": [len(s.generated) for s in slots],
     }
     return {name: np.array(values, np.int32) for name, values in lines.items()}
+
+
+def windows(rng: np.random.Generator, slots: Sequence[Text], sizes: Sizes) -> list[tuple[int, int]]:
+    """Return whole windows of slots as (slot, drafts before the token it chooses), in random order, of a large case in their own;
+    some rows have no slot."""
+    order = rng.permutation(len(slots)).tolist() if not sizes else range(len(slots))
+    rows = [(slot, behind) for slot in order for behind in range(len(slots[slot].drafts) + 1)]
+    rows = [row if rng.random() < 0.8 or (sizes and row[0] == 0) else (-1, 0) for row in rows]
+    return [rows[i % len(rows)] for i in range(sizes.get("N", len(rows)))]
+
+
+T = TypeVar("T", bound=Text)
+
+
+def as_long(rng: np.random.Generator, slot: T, sizes: Sizes, vocab: int) -> T:
+    """Return the slot with a text that fills the history, and drafts that fill their places, where `sizes` ask for L or K."""
+    if "L" in sizes:
+        missing = max(0, sizes["L"] - 2 - slot.known)
+        prompt = missing // 4
+        more = tuple(int(v) for v in rng.integers(0, vocab, missing))
+        slot = replace(slot, prompt=slot.prompt + more[:prompt], generated=slot.generated + more[prompt:])
+    if "K" in sizes:
+        slot = replace(slot, drafts=tuple(int(v) for v in rng.integers(0, vocab, sizes["K"] - 1)))
+    return slot
 
 
 def _case(
@@ -151,9 +178,10 @@ def cases() -> Iterator[Case]:
     yield _case("nothing_to_do", several, order, 0)
 
 
-def generate(rng: np.random.Generator) -> Case:
+def generate(rng: np.random.Generator, sizes: Sizes = SMALL) -> Case:
     """Random texts over few tokens, penalties on or off, windows cut at random; some rows without a slot."""
     size, vocab, ahead = (int(v) for v in rng.integers((1, 4, 0), (4, 8, 3)))
+    size, vocab, most_drafts = fitted(sizes, B=size, V=vocab, K=4)
 
     def tokens(least: int, most: int) -> tuple[int, ...]:
         return tuple(int(v) for v in rng.integers(0, vocab, rng.integers(least, most + 1)))
@@ -163,15 +191,17 @@ def generate(rng: np.random.Generator) -> Case:
 
     slots = [
         Text(
-            prompt=tokens(1, 4), generated=tokens(0, 4), drafts=tokens(0, 3), repetition_penalty=choice(1, 1.3, 0.7),
-            presence_penalty=choice(0, 0.5, -1), frequency_penalty=choice(0, 0.25, 1),
+            prompt=tokens(1, 4), generated=tokens(0, 4), drafts=tokens(0, most_drafts - 1),
+            repetition_penalty=choice(1, 1.3, 0.7), presence_penalty=choice(0, 0.5, -1), frequency_penalty=choice(0, 0.25, 1),
         )
         for _ in range(size)
     ]  # fmt: skip
-    rows = [(slot, behind) for slot in rng.permutation(size).tolist() for behind in range(len(slots[slot].drafts) + 1)]
-    rows = [row if rng.random() < 0.8 else (-1, 0) for row in rows]
+    if sizes:
+        slots[0] = as_long(rng, slots[0], sizes, vocab)
+        slots[0] = replace(slots[0], repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.25)
+    rows = windows(rng, slots, sizes)
     logits = rng.normal(0, 2, (len(rows), vocab)).astype(np.float32)
-    return _case("random", slots, rows, int(rng.integers(1, len(rows) + 1)), ahead=ahead, logits=logits)
+    return _case("random", slots, rows, launched(rng, sizes, len(rows)), ahead=ahead, logits=logits)
 
 
 CONTRACT = REGISTRY.add(
@@ -188,5 +218,7 @@ CONTRACT = REGISTRY.add(
         tolerance={"logits": 2.0},
         scale=scale,
         feature="processing",
+        grows={"N": ROWS, "B": SLOTS, "K": DRAFTS, "L": CONTEXT, "V": VOCABULARY},
+        independent=("N",),
     )
 )

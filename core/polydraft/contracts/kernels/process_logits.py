@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from polydraft.contracts.base import REGISTRY, Args, Array, Case, Contract, param, tensor
+from polydraft.contracts.sizes import ROWS, SMALL, VOCABULARY, Sizes, fitted, launched, several
 from polydraft.device import Buffer
 
 
@@ -49,12 +50,13 @@ def cases() -> Iterator[Case]:
     yield _case("nothing_to_do", logits, [0, 1, 2, 3, 4], 0, num_valid=4)
 
 
-def generate(rng: np.random.Generator) -> Case:
+def generate(rng: np.random.Generator, sizes: Sizes = SMALL) -> Case:
     """Random logits, a quarter of the rows without a slot."""
     rows, vocab = (int(v) for v in rng.integers((1, 2), (9, 30)))
+    rows, vocab = fitted(sizes, N=several(sizes, rows), V=vocab)
     slots = np.where(rng.random(rows) < 0.25, -1, rng.integers(0, 6, rows))
     logits = rng.standard_normal((rows, vocab), np.float32)
-    n, num_valid = int(rng.integers(1, rows + 1)), int(rng.integers(1, vocab + 1))
+    n, num_valid = launched(rng, sizes, rows), int(rng.integers(1, vocab + 1))
     return _case("random", logits, [int(s) for s in slots], n, num_valid=num_valid)
 
 
@@ -72,5 +74,7 @@ CONTRACT = REGISTRY.add(
         equivalent_mutants={"plus(row_slot)": "only the sign of a slot is read, and this leaves every sign as it is"},
         constraints=("1 <= num_valid <= V",),
         feature="dense",
+        grows={"N": ROWS, "V": VOCABULARY},
+        independent=("N",),
     )
 )

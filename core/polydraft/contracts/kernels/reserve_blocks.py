@@ -13,6 +13,7 @@ import numpy as np
 
 from polydraft.contracts.base import REGISTRY, Args, Case, Contract, param, tensor
 from polydraft.contracts.scenes import Scene, Slot, random_scene
+from polydraft.contracts.sizes import BLOCKS, SLOTS, SMALL, Sizes
 from polydraft.device import Buffer
 from polydraft.sentinels import Phase
 
@@ -81,9 +82,9 @@ def cases() -> Iterator[Case]:
         yield scene.case(name, ReserveBlocksV1)
 
 
-def generate(rng: np.random.Generator) -> Case:
+def generate(rng: np.random.Generator, sizes: Sizes = SMALL) -> Case:
     """A random scene."""
-    return random_scene(rng).case("random", ReserveBlocksV1)
+    return random_scene(rng, sizes).case("random", ReserveBlocksV1)
 
 
 CONTRACT = REGISTRY.add(
@@ -104,5 +105,6 @@ CONTRACT = REGISTRY.add(
         },
         constraints=("block_size >= 1", "lookahead >= 0"),
         feature="dense",
+        grows={"B": SLOTS, "MB": BLOCKS},
     )
 )

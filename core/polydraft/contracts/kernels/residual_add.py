@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from polydraft.contracts.base import REGISTRY, Args, Array, Case, Contract, tensor
+from polydraft.contracts.sizes import HIDDEN, ROWS, SMALL, Sizes, fitted, launched, several
 from polydraft.device import Buffer
 
 
@@ -52,11 +53,12 @@ def cases() -> Iterator[Case]:
     yield _case("nan_and_infinity_stay_in_their_column", broken_x, broken_y, 4)
 
 
-def generate(rng: np.random.Generator) -> Case:
+def generate(rng: np.random.Generator, sizes: Sizes = SMALL) -> Case:
     """Random rows of random magnitudes."""
     rows, width = (int(v) for v in rng.integers((1, 1), (9, 20)))
+    rows, width = fitted(sizes, N=several(sizes, rows), H=width)
     x, y = (rng.standard_normal((rows, width), np.float32) * np.float32(10.0 ** rng.uniform(-2, 2)) for _ in range(2))
-    return _case("random", x, y, int(rng.integers(1, rows + 1)))
+    return _case("random", x, y, launched(rng, sizes, rows))
 
 
 CONTRACT = REGISTRY.add(
@@ -73,5 +75,7 @@ CONTRACT = REGISTRY.add(
         tolerance={"x": 1.0},
         scale=scale,
         feature="dense",
+        grows={"N": ROWS, "H": HIDDEN},
+        independent=("N", "H"),
     )
 )

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from polydraft.contracts.base import REGISTRY, Args, Array, Case, Contract, opaque, param, tensor
+from polydraft.contracts.sizes import HIDDEN, ROWS, SMALL, Sizes, fitted, launched, several
 from polydraft.device import Buffer
 
 
@@ -67,12 +68,13 @@ def cases() -> Iterator[Case]:
     yield _case("nothing_to_do", x, weight, 0)
 
 
-def generate(rng: np.random.Generator) -> Case:
+def generate(rng: np.random.Generator, sizes: Sizes = SMALL) -> Case:
     """Random rows of random magnitude."""
     rows, width = (int(v) for v in rng.integers((1, 1), (8, 34)))
+    rows, width = fitted(sizes, N=several(sizes, rows), D=width)
     x = rng.standard_normal((rows, width), np.float32) * np.float32(10.0 ** rng.uniform(-2, 2))
     weight = rng.standard_normal(width, np.float32)
-    n, plus_one = int(rng.integers(1, rows + 1)), bool(rng.integers(2))
+    n, plus_one = launched(rng, sizes, rows), bool(rng.integers(2))
     return _case("random", x, weight, n, eps=float(rng.choice([1e-6, 1e-5])), plus_one=plus_one)
 
 
@@ -89,9 +91,12 @@ CONTRACT = REGISTRY.add(
         source="Zhang and Sennrich 2019, Root Mean Square Layer Normalization.",
         tolerance={"out": 4.0},
         scale=scale,
+        sums={"out": "D"},
         deterministic="run-to-run",
         constraints=("eps > 0",),
         feature="dense",
         compute=True,
+        grows={"N": ROWS, "D": HIDDEN},
+        independent=("N",),
     )
 )

@@ -14,7 +14,8 @@ import numpy as np
 
 from polydraft.contracts.base import REGISTRY, Args, Array, Case, Contract, LogicalCache, opaque, param, tensor
 from polydraft.contracts.kernels.rms_norm import normalize
-from polydraft.contracts.scenes import Runs, grant, pack
+from polydraft.contracts.scenes import REAL_BLOCK, Runs, beyond_of, grant, pack, random_runs, reaching
+from polydraft.contracts.sizes import BLOCKS, HEAD_DIM, HEADS, ROWS, SLOTS, SMALL, Sizes, fitted
 from polydraft.device import Buffer
 from polydraft.sentinels import NO_BLOCK, PAD_SLOT
 
@@ -180,17 +181,22 @@ def border_case() -> Case:
     return case
 
 
-def generate(rng: np.random.Generator) -> Case:
+def generate(rng: np.random.Generator, sizes: Sizes = SMALL) -> Case:
     """Random runs of distinct slots, some of them padding, and random switches."""
-    size = int(rng.integers(1, 5))
-    slots = np.where(rng.random(size) < 0.2, PAD_SLOT, rng.permutation(size + 1)[:size])
-    runs = [(int(slot), int(rng.integers(0, 14)), int(rng.integers(1, 5))) for slot in slots]
+    runs = random_runs(rng, sizes if "N" not in sizes else {**sizes, "N": sizes["N"] + 1})  # the last row is not launched
     groups, kv_heads, head_dim = int(rng.choice([1, 2, 4])), int(rng.integers(1, 3)), int(rng.choice([4, 6, 8]))
+    heads, head_dim = fitted(sizes, num_heads=groups * kv_heads, head_dim=head_dim)
+    beyond, seed, rope_dims = (
+        beyond_of(rng, sizes),
+        int(rng.integers(1 << 30)),
+        int(2 * rng.integers(1, head_dim // 2 + 1)),
+    )
+    theta, style = float(rng.choice([1e4, 1e6])), str(rng.choice(["half", "interleaved"]))
+    block_size = int(rng.choice([2, 4, 16])) if "MB" not in sizes else REAL_BLOCK
+    runs = runs if "MB" not in sizes else reaching(runs, (sizes["MB"] - 2) * block_size)
     return _case(
-        "random", runs, beyond=int(rng.integers(0, 2)), seed=int(rng.integers(1 << 30)), heads=groups * kv_heads,
-        kv_heads=kv_heads, head_dim=head_dim, rope_dims=int(2 * rng.integers(1, head_dim // 2 + 1)),
-        theta=float(rng.choice([1e4, 1e6])), style=str(rng.choice(["half", "interleaved"])),
-        block_size=int(rng.choice([2, 4, 16])), norms=bool(rng.integers(2)),
+        "random", runs, beyond=beyond, seed=seed, heads=heads, kv_heads=math.gcd(heads, kv_heads), head_dim=head_dim,
+        rope_dims=rope_dims, theta=theta, style=style, block_size=block_size, norms=bool(rng.integers(2)),
     )  # fmt: skip
 
 
@@ -219,5 +225,6 @@ CONTRACT = REGISTRY.add(
         ),
         feature="dense",
         compute=True,
+        grows={"N": ROWS, "B": SLOTS, "MB": BLOCKS, "num_heads": HEADS, "head_dim": HEAD_DIM},
     )
 )

@@ -13,6 +13,7 @@ import numpy as np
 
 from polydraft.contracts.base import REGISTRY, Args, Array, Case, Contract, opaque, param, tensor
 from polydraft.contracts.kernels.swiglu import sigmoid
+from polydraft.contracts.sizes import CHOSEN, EXPERTS, ROWS, SMALL, Sizes, fitted, launched, several
 from polydraft.device import Buffer
 
 
@@ -174,18 +175,22 @@ def cases() -> Iterator[Case]:
     yield _case("nothing_to_do", logits, 3, 0)
 
 
-def generate(rng: np.random.Generator) -> Case:
+def generate(rng: np.random.Generator, sizes: Sizes = SMALL) -> Case:
     """Random experts, groups and settings; selection scores lie apart."""
     groups = int(rng.choice([1, 1, 2, 4]))
-    size, rows = int(rng.integers(2, 7)), int(rng.integers(1, 8))
-    experts, top = groups * size, int(rng.integers(1, groups + 1))
-    chosen = int(rng.integers(1, min(top * size, 8) + 1))
-    logits, bias = _apart(rng, rows, experts), None
+    size, rows = int(rng.integers(2, 7)), several(sizes, int(rng.integers(1, 8)))
+    if sizes:
+        size = -(-sizes.get("EX", max(groups * size, sizes.get("EK", 1) * groups)) // groups)
+    rows, experts, top = *fitted(sizes, N=rows), groups * size, int(rng.integers(1, groups + 1))
+    (chosen,) = fitted(sizes, EK=int(rng.integers(1, min(top * size, 8) + 1)))
+    chosen = min(chosen, top * size)
+    logits, bias = _apart(rng, rows, experts, min(0.25, 10 / experts)), None  # float32 tells no sigmoid from 1 far above 0
     if rng.integers(2):  # multiples of 2: selection scores are between 0 and 1 apart from it, so none comes near another
-        bias = np.asarray(2.0 * rng.permutation(experts) - experts, np.float32)
+        bands = rng.permutation(groups)[:, None] * size  # of their own, so that no two groups come near each other either
+        bias = np.asarray(2.0 * (bands + [rng.permutation(size) for _ in range(groups)]).reshape(-1) - experts, np.float32)
     slots = np.asarray(rng.integers(-1, 4, rows), np.int32) if rng.integers(2) else None
     return _case(
-        "random", logits, chosen, int(rng.integers(1, rows + 1)), bias=bias, slots=slots,
+        "random", logits, chosen, launched(rng, sizes, rows), bias=bias, slots=slots,
         scoring=str(rng.choice(["softmax", "sigmoid"])), num_groups=groups, top_groups=top,
         renormalize=str(rng.choice(["none", "sum", "clamp"])), floor=float(rng.choice([1e-20, 1e-12, 0.5])),
         scale=float(rng.choice([1.0, 1.5, 2.5])),
@@ -216,5 +221,7 @@ CONTRACT = REGISTRY.add(
             "EK <= top_groups * (EX // num_groups)",
         ),
         symbols={"EX": "experts", "EK": "experts of a row"},
+        grows={"N": ROWS, "EX": EXPERTS, "EK": CHOSEN},
+        independent=("N",),
     )
 )

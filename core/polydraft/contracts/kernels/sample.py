@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from polydraft.contracts.base import REGISTRY, Args, Array, Case, Contract, tensor
-from polydraft.contracts.kernels.argmax import highest, spaced
+from polydraft.contracts.kernels.argmax import best_first, highest, spaced
+from polydraft.contracts.sizes import MANY_TOKENS, ROWS, SLOTS, SMALL, VOCABULARY, Sizes, fitted, launched, several
 from polydraft.device import Buffer
 from polydraft.sentinels import NO_TOKEN
 
@@ -39,10 +40,11 @@ def ranked(z: Array, top_k: int) -> tuple[list[int], list[float], list[float]]:
     """Return the ids that top-k keeps, best first, each one's share of the best probability, and the probability before
     it, which is a softmax over what top-k keeps.
     """
-    order = sorted(range(len(z)), key=lambda v: (-z[v], v))
+    order = best_first(z)
     order = order[:top_k] if top_k > 0 else order
-    shares = [math.exp(z[v] - z[order[0]]) for v in order]
-    before = [mass / sum(shares) for mass in accumulate(shares[:-1], initial=0.0)]
+    shares = [math.exp(value - z[order[0]]) for value in z[order].tolist()]
+    whole = sum(shares)
+    before = [mass / whole for mass in accumulate(shares[:-1], initial=0.0)]
     return order, shares, before
 
 
@@ -75,16 +77,26 @@ class Slot(NamedTuple):
     min_p: float = 0.0
 
 
+def spread_out(rng: np.random.Generator, vocab: int) -> Array:
+    """Return one row of logits that stand apart, close enough for the filters to cut between them."""
+    row = spaced(rng, 1, vocab)[0]
+    return np.asarray(row if vocab > MANY_TOKENS else row / 3)
+
+
 def margin(z: Array, noise: Array, slot: Slot) -> float:
     """Return how far the choice is from any other: at the borders of the filters and between the best two sums."""
     order, shares, before = ranked(z, slot.top_k)
-    gaps = [abs(before[i] - slot.top_p) for i in range(1, len(order)) if slot.top_p < 1.0]
-    gaps += [abs(share - slot.min_p) for share in shares if slot.min_p > 0.0]
+    gaps = [math.inf]
+    if slot.top_p < 1.0:
+        gaps.append(np.abs(np.array(before[1:]) - slot.top_p).min(initial=math.inf))
+    if slot.min_p > 0.0:
+        gaps.append(np.abs(np.array(shares) - slot.min_p).min())
     if 0 < slot.top_k < len(z):
-        gaps.append(z[order[-1]] - max(set(z) - {z[v] for v in order}, default=-math.inf))
+        gaps.append(z[order[-1]] - z[z < z[order[-1]]].max(initial=-math.inf))
     ids = kept(z, top_k=slot.top_k, top_p=slot.top_p, min_p=slot.min_p)
-    sums = sorted((z[v] + noise[v] for v in ids), reverse=True)
-    return min([*gaps, sums[0] - sums[1] if len(sums) > 1 else math.inf])
+    if len(ids) > 1:
+        gaps.append(np.diff(np.partition(z[ids] + noise[ids], -2)[-2:])[0])
+    return float(min(gaps))
 
 
 def _case(name: str, rows: Sequence[tuple[int, Array, Array]], slots: Sequence[Slot], n: int | None = None) -> Case:
@@ -148,22 +160,26 @@ def cases() -> Iterator[Case]:
     yield _case("flat_row_wider_than_any_shortlist", [(slot, flat, peak) for slot in range(5)], slots)
 
 
-def generate(rng: np.random.Generator) -> Case:
+def generate(rng: np.random.Generator, sizes: Sizes = SMALL) -> Case:
     """Random rows and parameters, redrawn until no float32 error can change a choice; some rows without a slot."""
     size, num_rows, vocab = (int(v) for v in rng.integers((1, 1, 2), (5, 7, 40)))
+    size, num_rows, vocab = fitted(sizes, B=size, N=several(sizes, num_rows), V=vocab)
     slots = [
         Slot(float(rng.choice([0, 0.5, 1, 1.5])), int(rng.choice([0, 1, 3, 8])), float(rng.choice([0.3, 0.8, 0.95, 1])),
              float(rng.choice([0, 0.05, 0.2])))
         for _ in range(size)
     ]  # fmt: skip
+    slots[-1] = slots[-1]._replace(temperature=1.5) if sizes else slots[-1]
     rows: list[tuple[int, Array, Array]] = []
     while len(rows) < num_rows:
-        slot = int(rng.integers(-1, size))
-        logits, noise = spaced(rng, 1, vocab)[0] / 3, rng.gumbel(size=vocab).astype(np.float32)
+        slot = int(rng.integers(-1, size)) if not sizes or rows else size - 1
+        logits, noise = spread_out(rng, vocab), rng.gumbel(size=vocab).astype(np.float32)
+        if vocab > MANY_TOKENS:  # without filters one that is far from the most likely ones wins
+            noise[rng.integers(vocab)] += 60
         divisor = np.float64(np.float32(slots[slot].temperature or 1.0))
         if margin(logits.astype(np.float64) / divisor, noise.astype(np.float64), slots[slot]) > 1e-3:
             rows.append((slot, logits, noise))
-    return _case("random", rows, slots, int(rng.integers(1, num_rows + 1)))
+    return _case("random", rows, slots, launched(rng, sizes, num_rows))
 
 
 CONTRACT = REGISTRY.add(
@@ -179,5 +195,7 @@ CONTRACT = REGISTRY.add(
         source="Gumbel-max: Maddison et al. 2014; top-k: Fan et al. 2018; top-p: Holtzman et al. 2020; "
         "min-p: Nguyen et al. 2024.",
         feature="sampling",
+        grows={"N": ROWS, "B": SLOTS, "V": VOCABULARY},
+        independent=("N",),
     )
 )

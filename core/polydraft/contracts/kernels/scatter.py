@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from polydraft.contracts.base import REGISTRY, Args, Array, Case, Contract, columns, tensor
+from polydraft.contracts.sizes import ROWS, SLOTS, SMALL, WORDS, Sizes, fitted, launched
 from polydraft.device import Buffer
 
 
@@ -39,7 +40,7 @@ def payload_words(runs: Array) -> int:
 
 class ScatterV1(Args):
     """Buffers of `scatter`. Launch length: runs. At most one run of a launch names a column of a slot, and each lies within its
-    column and within the payload."""
+    column and within the payload; one of no words may begin at the end of either."""
 
     runs: Buffer = tensor("U 5", "i32", "Words `Run`: column, slot (negative: no run), start, count, offset into the payload.")
     payload: Buffer = tensor("T", "i32", "The words of all runs; those for a column of floats are the bits of a float32.")
@@ -68,25 +69,28 @@ FLOATS = (1, 3)
 MAX_RUNS, MAX_WORDS = 16, 96
 
 
-def _columns() -> tuple[Array, ...]:
+def _columns(num_slots: int = NUM_SLOTS, widths: Sequence[int | None] = WIDTHS) -> tuple[Array, ...]:
     """Old contents everywhere, each number once, so that a place that is left alone or taken for another shows."""
     made = []
-    for i, width in enumerate(WIDTHS):
-        old = 1000 * (i + 1) + np.arange(NUM_SLOTS * (width or 1)).reshape((NUM_SLOTS, width) if width else (NUM_SLOTS,))
+    for i, width in enumerate(widths):
+        old = 1000 * (i + 1) + np.arange(num_slots * (width or 1)).reshape((num_slots, width) if width else (num_slots,))
         made.append(old.astype(np.float32 if i in FLOATS else np.int32))
     return tuple(made)
 
 
-def _case(name: str, rows: Sequence[tuple[int, int, int, Sequence[float]]], n: int) -> Case:
+def _case(
+    name: str, rows: Sequence[tuple[int, int, int, Sequence[float]]], n: int, *, num_slots: int = NUM_SLOTS,
+    widths: Sequence[int | None] = WIDTHS, max_runs: int = MAX_RUNS, max_words: int = MAX_WORDS,
+) -> Case:  # fmt: skip
     """Rows are (column, slot, start, values)."""
     runs, payload = [], [7, 8]  # a payload may begin before its first run
     for column, slot, start, values in rows:
         runs.append((column, slot, start, len(values), len(payload)))
         kind = np.float32 if column in FLOATS else np.int32
         payload += np.array(values, kind).view(np.int32).tolist()
-    runs += [(0, 2, 0, 1, 0)] * (MAX_RUNS - len(runs))  # what an earlier step has left behind
-    payload += [9] * (MAX_WORDS - len(payload))
-    arrays = {"runs": np.array(runs, np.int32), "payload": np.array(payload, np.int32), "columns": _columns()}
+    runs += [(0, 2, 0, 1, 0)] * (max_runs - len(runs))  # what an earlier step has left behind
+    payload += [9] * (max_words - len(payload))
+    arrays = {"runs": np.array(runs, np.int32), "payload": np.array(payload, np.int32), "columns": _columns(num_slots, widths)}
     return Case(name, arrays, {}, n)
 
 
@@ -101,22 +105,31 @@ def cases() -> Iterator[Case]:
     yield _case("run_that_names_no_slot", [rows[0], (1, -1, 0, (3.0,)), (4, -1, 1, (20, 21)), rows[3]], 4)
     yield _case("run_of_no_words", [(4, 2, 3, ()), rows[2], (2, 0, 0, ())], 3)
     yield _case("first_and_last_place_of_the_last_slot", [(4, 4, 0, (22, 23, 24, 25, 26, 27)), (2, 4, 2, (28,))], 2)
+    at_end = [rows[0], (1, 2, 0, ()), (4, 1, 0, ())]
+    yield _case("runs_of_no_words_at_the_end_of_the_payload", at_end, 3, max_words=5)
     bits = [(1, 0, 0, (-0.0,)), (3, 4, 0, (float("inf"), -2.0, 1e-38, 3e38)), (0, 4, 0, (-(2**31),))]
     yield _case("floats_are_bits_and_integers_have_signs", bits, 3)
     yield _case("nothing_to_do", rows, 0)
 
 
-def generate(rng: np.random.Generator) -> Case:
+def generate(rng: np.random.Generator, sizes: Sizes = SMALL) -> Case:
     """Random runs, at most one for a column of a slot, some naming no slot."""
-    pairs = rng.permutation(len(WIDTHS) * NUM_SLOTS)[: rng.integers(1, 16)]
+    (max_runs,) = fitted(sizes, U=MAX_RUNS)
+    num_slots, max_words = fitted(sizes, B=max(NUM_SLOTS, max_runs // 4), T=max(MAX_WORDS, 6 * max_runs))
+    widths = (*WIDTHS[:-1], sizes["T"] // 5) if "T" in sizes else WIDTHS
+    pairs = rng.permutation(len(WIDTHS) * num_slots)[: rng.integers(3 * max_runs // 4 if sizes else 1, max_runs)]
     rows: list[tuple[int, int, int, Sequence[float]]] = []
+    left = max_words - 2
     for pair in pairs.tolist():
         column, slot = pair % len(WIDTHS), pair // len(WIDTHS)
-        width = WIDTHS[column] or 1
+        width = widths[column] or 1
         start = int(rng.integers(0, width))
-        values = rng.integers(-100, 100, int(rng.integers(0, width - start + 1))).tolist()
+        start, least = (0, width) if width > 6 else (start, 0)  # a long run goes from end to end
+        values = rng.integers(-200_000, 200_000, int(rng.integers(least, width - start + 1))).tolist()[:left]
+        left -= len(values)
         rows.append((column, slot if rng.random() < 0.85 else -1, start, values))
-    return _case("random", rows, int(rng.integers(0, len(rows) + 1)))
+    n = launched(rng, sizes, len(rows), least=0)
+    return _case("random", rows, n, num_slots=num_slots, widths=widths, max_runs=max_runs, max_words=max_words)
 
 
 CONTRACT = REGISTRY.add(
@@ -133,5 +146,6 @@ CONTRACT = REGISTRY.add(
         equivalent_mutants={"reverse(runs)": "no two runs name the same place, so their order is free"},
         feature="dense",
         symbols={"U": "staged runs", "T": "words of staged runs"},
+        grows={"U": ROWS, "B": SLOTS, "T": WORDS},
     )
 )

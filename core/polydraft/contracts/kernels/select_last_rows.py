@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from polydraft.contracts.base import REGISTRY, Args, Case, Contract, tensor
+from polydraft.contracts.sizes import HIDDEN, ROWS, SLOTS, SMALL, Sizes, fitted, launched
 from polydraft.device import Buffer
 from polydraft.sentinels import PAD_SLOT
 
@@ -46,7 +47,7 @@ Sequences = Sequence[tuple[int, int, int, int]]
 """Slot (negative: packed, yet drafts no further), first position, packed rows, rows up to the committed one."""
 
 
-def _case(name: str, sequences: Sequences, n: int, *, seed: int = 6, capacity: int = 0) -> Case:
+def _case(name: str, sequences: Sequences, n: int, *, seed: int = 6, capacity: int = 0, width: int = 4) -> Case:
     """Pack the sequences one after the other; two spare rows and `capacity` spare sequences follow."""
     rng = np.random.default_rng(seed)
     num_rows = sum(rows for _, _, rows, _ in sequences) + 2
@@ -60,9 +61,9 @@ def _case(name: str, sequences: Sequences, n: int, *, seed: int = 6, capacity: i
         seq_start[i], draft_slot[i] = row, slot
         draft_position[i] = first + wanted - 1 if slot >= 0 else 0
         row += rows
-    hidden = rng.standard_normal((num_rows, 4), np.float32)
+    hidden = rng.standard_normal((num_rows, width), np.float32)
     arrays = {"hidden": hidden, "positions": positions, "seq_start": seq_start, "draft_slot": draft_slot}
-    return Case(name, {**arrays, "draft_position": draft_position}, {}, n, {"out": ((size, 4), "act")})
+    return Case(name, {**arrays, "draft_position": draft_position}, {}, n, {"out": ((size, width), "act")})
 
 
 def cases() -> Iterator[Case]:
@@ -84,17 +85,20 @@ def _later_pass() -> Case:
     return replace(case, arrays={**case.arrays, "positions": case.arrays["positions"][:4]})
 
 
-def generate(rng: np.random.Generator) -> Case:
+def generate(rng: np.random.Generator, sizes: Sizes = SMALL) -> Case:
     """Random windows and chunks, some sequences idle, slots in no order."""
-    size = int(rng.integers(1, 7))
+    (size,) = fitted(sizes, B=int(rng.integers(1, 7)))
     slots = np.where(rng.random(size) < 0.25, PAD_SLOT, rng.permutation(size + 2)[:size])
     rows = rng.integers(1, 7, size)
+    rows[0] += max(0, sizes.get("R", 0) - 2 - rows.sum())
     sequences = [
         (int(slot), int(rng.integers(0, 30)), int(num), int(rng.integers(1, num + 1)))
         for slot, num in zip(slots, rows, strict=True)
     ]
-    spare = int(rng.integers(0, 3))
-    return _case("random", sequences, int(rng.integers(1, size + 1)), seed=int(rng.integers(1 << 30)), capacity=spare)
+    spare, n, seed = int(rng.integers(0, 3)), launched(rng, sizes, size), int(rng.integers(1 << 30))
+    spare = 0 if "B" in sizes else spare
+    (width,) = fitted(sizes, H=4)
+    return _case("random", sequences, n, seed=seed, capacity=spare, width=width)
 
 
 CONTRACT = REGISTRY.add(
@@ -112,5 +116,7 @@ CONTRACT = REGISTRY.add(
         equivalent_mutants={"plus(draft_slot)": "only the sign of a slot is read, and this leaves every sign as it is"},
         feature="dense",
         compute=True,
+        grows={"B": SLOTS, "R": ROWS, "H": HIDDEN},
+        independent=("H",),
     )
 )

@@ -12,6 +12,7 @@ import numpy as np
 
 from polydraft.contracts.base import REGISTRY, Args, Case, Contract, tensor
 from polydraft.contracts.layout import SNAPSHOT_TOKENS, Snapshot
+from polydraft.contracts.sizes import SLOTS, SMALL, WINDOW, Sizes, fitted, several
 from polydraft.device import Buffer
 from polydraft.sentinels import NO_TOKEN, PAD_SLOT
 
@@ -60,7 +61,8 @@ BY_SEQUENCE = ("out_len", "out_accepted", "drafted")
 def _case(name: str, order: tuple[int, ...], n: int, *, num_slots: int = 5, window: int = 3, seed: int = 1) -> Case:
     """Numbers that differ from field to field and from entry to entry; what they mean is nothing to this kernel."""
     rng = np.random.default_rng(seed)
-    numbers = rng.permutation(1000)[: num_slots * (len(BY_SLOT) + len(BY_SEQUENCE) + window)].astype(np.int32)
+    count = num_slots * (len(BY_SLOT) + len(BY_SEQUENCE) + window)
+    numbers = rng.permutation(max(1000, 100 * count))[:count].astype(np.int32)
     lines = numbers.reshape(-1, num_slots)
     arrays: dict[str, Any] = dict(zip((*BY_SLOT, *BY_SEQUENCE), lines, strict=False))
     arrays["out_tokens"] = np.where(lines[-window:].T % 3 == 0, NO_TOKEN, lines[-window:].T)
@@ -80,12 +82,12 @@ def cases() -> Iterator[Case]:
     yield _case("no_sequences", (), 0)
 
 
-def generate(rng: np.random.Generator) -> Case:
+def generate(rng: np.random.Generator, sizes: Sizes = SMALL) -> Case:
     """Random numbers and a random launch order."""
-    num_slots = int(rng.integers(1, 7))
-    order = tuple(int(s) for s in rng.permutation(num_slots)[: rng.integers(0, num_slots + 1)])
+    (num_slots,) = fitted(sizes, B=several(sizes, int(rng.integers(1, 7))))
+    order = tuple(int(s) for s in rng.permutation(num_slots)[: rng.integers(num_slots // 2 + 1 if sizes else 0, num_slots + 1)])
     n, window, seed = int(rng.integers(len(order), num_slots + 1)), int(rng.integers(1, 6)), int(rng.integers(2**31))
-    return _case("random", order, n, num_slots=num_slots, window=window, seed=seed)
+    return _case("random", order, n, num_slots=num_slots, window=sizes.get("W", window), seed=seed)
 
 
 CONTRACT = REGISTRY.add(
@@ -101,5 +103,6 @@ CONTRACT = REGISTRY.add(
         source="FastDeploy speculate_save_output, as one record instead of several messages.",
         constraints=(f"C == W + {SNAPSHOT_TOKENS}",),
         feature="dense",
+        grows={"B": SLOTS, "W": WINDOW},
     )
 )

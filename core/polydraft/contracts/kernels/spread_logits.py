@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from polydraft.contracts.base import REGISTRY, Args, Array, Case, Contract, tensor
+from polydraft.contracts.sizes import ROWS, SMALL, VOCABULARY, Sizes, fitted, launched, several
 from polydraft.device import Buffer
 
 NO_PLACE = -1
@@ -57,11 +58,13 @@ def cases() -> Iterator[Case]:
     yield _case("nothing_to_do", x, [0, -1, 1, 2, 3], 0)
 
 
-def generate(rng: np.random.Generator) -> Case:
+def generate(rng: np.random.Generator, sizes: Sizes = SMALL) -> Case:
     """Random columns at random places."""
     rows, columns, others = (int(v) for v in rng.integers((1, 1, 0), (7, 12, 12)))
-    places = rng.permutation([*range(columns), *[NO_PLACE] * others])
-    return _case("random", rng.normal(0, 3, (rows, columns)), places.tolist(), int(rng.integers(1, rows + 1)))
+    rows, columns, vocab = fitted(sizes, N=several(sizes, rows), VD=columns, V=columns + others)
+    scored = range(columns) if columns <= vocab else rng.permutation(columns)[:vocab]
+    places = rng.permutation([*scored, *[NO_PLACE] * (vocab - columns)])
+    return _case("random", rng.normal(0, 3, (rows, columns)), places.tolist(), launched(rng, sizes, rows))
 
 
 CONTRACT = REGISTRY.add(
@@ -76,5 +79,7 @@ CONTRACT = REGISTRY.add(
         doc="Place logits over a reduced vocabulary among those of the whole one.",
         source="Zhao et al. 2025, FR-Spec: drafts from a frequency-ranked part of the vocabulary.",
         feature="drafting",
+        grows={"N": ROWS, "V": VOCABULARY, "VD": VOCABULARY},
+        independent=("N",),
     )
 )

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from polydraft.contracts.base import REGISTRY, Args, Array, Case, Contract, tensor
+from polydraft.contracts.sizes import FEED_FORWARD, ROWS, SMALL, Sizes, fitted, launched, several
 from polydraft.device import Buffer
 
 
@@ -71,11 +72,12 @@ def cases() -> Iterator[Case]:
     yield _case("nothing_to_do", gate, up, 0)
 
 
-def generate(rng: np.random.Generator) -> Case:
+def generate(rng: np.random.Generator, sizes: Sizes = SMALL) -> Case:
     """Random gates of a few magnitudes."""
     rows, width = (int(v) for v in rng.integers((1, 1), (8, 14)))
+    rows, width = fitted(sizes, N=several(sizes, rows), I=width)
     gate, up = rng.standard_normal((2, rows, width), np.float32)
-    return _case("random", gate * np.float32(rng.choice([0.1, 1, 5])), up, int(rng.integers(1, rows + 1)))
+    return _case("random", gate * np.float32(rng.choice([0.1, 1, 5])), up, launched(rng, sizes, rows))
 
 
 CONTRACT = REGISTRY.add(
@@ -94,5 +96,7 @@ CONTRACT = REGISTRY.add(
         constraints=("G == 2 * I",),
         feature="dense",
         compute=True,
+        grows={"N": ROWS, "I": FEED_FORWARD},
+        independent=("N",),
     )
 )

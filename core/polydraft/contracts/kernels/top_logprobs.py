@@ -13,7 +13,20 @@ from typing import Any
 import numpy as np
 
 from polydraft.contracts.base import REGISTRY, Args, Array, Case, Contract, tensor
-from polydraft.contracts.kernels.argmax import spaced
+from polydraft.contracts.kernels.argmax import best_first, spaced
+from polydraft.contracts.sizes import (
+    MANY_TOKENS,
+    SEVERAL,
+    SLOTS,
+    SMALL,
+    TOP,
+    VOCABULARY,
+    WINDOW,
+    Sizes,
+    fitted,
+    launched,
+    several,
+)
 from polydraft.device import Buffer
 from polydraft.sentinels import NO_TOKEN, PAD_SLOT
 
@@ -43,14 +56,10 @@ class TopLogprobsV1(Args):
 
 def log_softmax(z: Array) -> list[float]:
     """Return the log probabilities of a row of logits; -inf stays -inf."""
-    best = max(z)
-    total = math.log(sum(math.exp(v - best) for v in z))
-    return [v - best - total for v in z]
-
-
-def ranked(z: Array) -> list[int]:
-    """Return the ids of a row, best first."""
-    return sorted(range(len(z)), key=lambda v: (-z[v], v))
+    values = z.tolist()
+    best = max(values)
+    total = math.log(sum(math.exp(v - best) for v in values))
+    return [v - best - total for v in values]
 
 
 def divided(a: Any, row: int, slot: int) -> Array:
@@ -70,7 +79,7 @@ def golden(a: Any, n: int) -> None:
                 continue
             z = divided(a, a.logit_start[i] + j, slot)
             logprobs = log_softmax(z)
-            order = ranked(z)
+            order = best_first(z)
             a.ranks[i, j] = 1 + order.index(token)
             for place, v in enumerate([token, *order[: a.num_top[slot]]]):
                 a.ids[i, j, place], a.logprobs[i, j, place] = v, logprobs[v]
@@ -143,18 +152,25 @@ def cases() -> Iterator[Case]:
     yield _case("nothing_to_do", logits, windows, [3, 3, 2, 1], n=0)
 
 
-def generate(rng: np.random.Generator) -> Case:
+def generate(rng: np.random.Generator, sizes: Sizes = SMALL) -> Case:
     """Random windows of slots in random order; every value of a row stands apart, or is tied exactly."""
     size, width, vocab, columns = (int(v) for v in rng.integers((1, 1, 2, 1), (5, 4, 30, 6)))
+    size, width, columns = fitted(sizes, N=min(several(sizes, size), sizes.get("B", SEVERAL)), W=width, E=columns)
+    (vocab,) = fitted(sizes, V=max(vocab, columns))
+    width = min(width, 2) if vocab > MANY_TOKENS else width
     logits = spaced(rng, size * width, vocab)
     for row in logits:
         if rng.random() < 0.3:
             row[rng.integers(vocab)] = row.max()
-    order = [int(s) if rng.random() < 0.85 else PAD_SLOT for s in rng.permutation(size)]
+    slots = max(size, sizes.get("B", 0))
+    order = [int(s) if rng.random() < 0.85 else PAD_SLOT for s in rng.permutation(slots)[:size]]
     windows = [(slot, [int(t) for t in rng.integers(0, vocab, rng.integers(0, width + 1))]) for slot in order]
-    num_top = [int(k) for k in rng.integers(-1, columns, size)]
-    temperature = [float(t) for t in rng.choice([0.0, 0.7, 1.0, 2.0], size)] if rng.random() < 0.5 else None
-    n = int(rng.integers(1, size + 1))
+    num_top = [int(k) for k in rng.integers(-1, columns, slots)]
+    if sizes:  # a whole window, with all columns
+        windows[0] = slots - 1, [int(t) for t in rng.integers(0, vocab, width)]
+        num_top[-1] = columns - 1
+    temperature = [float(t) for t in rng.choice([0.0, 0.7, 1.0, 2.0], slots)] if rng.random() < 0.5 else None
+    n = launched(rng, sizes, size)
     return _case("random", logits, windows, num_top, n=n, width=width, columns=columns, temperature=temperature)
 
 
@@ -172,5 +188,7 @@ CONTRACT = REGISTRY.add(
         tolerance={"logprobs": 4.0},
         scale=scale,
         feature="logprobs",
+        grows={"N": SLOTS, "W": WINDOW, "V": VOCABULARY, "E": TOP, "B": SLOTS},
+        independent=("N",),
     )
 )

@@ -13,6 +13,7 @@ import numpy as np
 
 from polydraft.contracts.base import REGISTRY, Args, Case, Contract, param, tensor
 from polydraft.contracts.kernels.gumbel_noise import DRAW_STRIDE, SEEDS, threefry2x32
+from polydraft.contracts.sizes import ROWS, SLOTS, SMALL, Sizes, fitted, launched, several
 from polydraft.device import Buffer
 
 
@@ -24,7 +25,7 @@ class UniformNoiseV1(Args):
     seed: Buffer = tensor("B 2", "i32", "Threefry key of each slot: the bits of its low word and of its high word.")
     uniforms: Buffer = tensor("N", "f32", "A multiple of 2**-24 from 0 on, below 1; exact in float32.", access="out", pad=0.0)
     ahead: int = param("Added to positions: how far the token lies after the row.")
-    draw: int = param("Which independent draw at that position.")
+    draw: int = param("Which independent draw at that position: a `Draw`.")
 
 
 def golden(a: Any, n: int) -> None:
@@ -59,13 +60,13 @@ def cases() -> Iterator[Case]:
     yield _case("nothing_to_do", rows, 0)
 
 
-def generate(rng: np.random.Generator) -> Case:
+def generate(rng: np.random.Generator, sizes: Sizes = SMALL) -> Case:
     """Random seeds, positions and draws, some rows without a slot."""
-    size, num_rows = int(rng.integers(1, 5)), int(rng.integers(1, 9))
+    size, num_rows = fitted(sizes, B=int(rng.integers(1, 5)), N=several(sizes, int(rng.integers(1, 9))))
     seeds = [(int(low), int(high)) for low, high in rng.integers(0, 1 << 32, (size, 2))]
     slots = np.where(rng.random(num_rows) < 0.2, -1, rng.integers(0, size, num_rows))
     rows = [(int(slot), int(rng.integers(0, 5000))) for slot in slots]
-    n = int(rng.integers(1, num_rows + 1))
+    n = launched(rng, sizes, num_rows)
     return _case("random", rows, n, ahead=int(rng.integers(0, 4)), draw=int(rng.integers(0, 3)), seeds=seeds)
 
 
@@ -82,5 +83,7 @@ CONTRACT = REGISTRY.add(
         source="Salmon et al. 2011, Parallel Random Numbers: As Easy as 1, 2, 3.",
         constraints=("draw >= 0",),
         feature="rejection",
+        grows={"N": ROWS, "B": SLOTS},
+        independent=("N",),
     )
 )

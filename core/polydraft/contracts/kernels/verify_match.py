@@ -13,6 +13,7 @@ import numpy as np
 
 from polydraft.contracts.base import REGISTRY, Args, Case, Contract, tensor
 from polydraft.contracts.scenes import Scene, Slot, random_scene
+from polydraft.contracts.sizes import DRAFTS, SLOTS, SMALL, Sizes
 from polydraft.device import Buffer
 from polydraft.sentinels import NO_TOKEN, Phase
 
@@ -166,9 +167,9 @@ def cases() -> Iterator[Case]:
         yield scene.case(name, VerifyMatchV1)
 
 
-def generate(rng: np.random.Generator) -> Case:
+def generate(rng: np.random.Generator, sizes: Sizes = SMALL) -> Case:
     """A random scene."""
-    return random_scene(rng).case("random", VerifyMatchV1)
+    return random_scene(rng, sizes).case("random", VerifyMatchV1)
 
 
 CONTRACT = REGISTRY.add(
@@ -189,5 +190,6 @@ CONTRACT = REGISTRY.add(
         constraints=("W == K + 1",),
         feature="dense",
         compute=True,
+        grows={"B": SLOTS, "K": DRAFTS},
     )
 )

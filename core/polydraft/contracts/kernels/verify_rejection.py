@@ -16,9 +16,10 @@ from typing import Any
 import numpy as np
 
 from polydraft.contracts.base import REGISTRY, Args, Array, Case, Contract, tensor
-from polydraft.contracts.kernels.draw_draft import clear, distribution, drawn
+from polydraft.contracts.kernels.draw_draft import clear, distribution, drawn, landmarks
 from polydraft.contracts.kernels.verify_match import SCENES, VerifyMatchV1
 from polydraft.contracts.scenes import Scene, Slot, random_scene
+from polydraft.contracts.sizes import DRAFTS, MANY_TOKENS, SLOTS, SMALL, VOCABULARY, Sizes, fitted
 from polydraft.device import Buffer
 from polydraft.sentinels import NO_TOKEN, Phase
 
@@ -85,7 +86,7 @@ def golden(a: Any, n: int) -> None:
 
 
 VOCAB = 10
-"""Drafts of scenes are below it."""
+"""Drafts of scenes are below it; in a larger vocabulary they are its landmarks."""
 
 
 class _Rows:
@@ -93,33 +94,39 @@ class _Rows:
     rows are broken, and nothing about the tokens that are drawn."""
 
     def __init__(
-        self, scene: Scene, rng: np.random.Generator, greedy: Sequence[bool] = (False,), *, certain: bool = False
-    ) -> None:
-        self.scene, self.rng, self.certain = scene, rng, certain
-        self.base = scene.case("", VerifyMatchV1)
+        self, scene: Scene, rng: np.random.Generator, greedy: Sequence[bool] = (False,), *, certain: bool = False,
+        vocab: int = VOCAB,
+    ) -> None:  # fmt: skip
+        self.scene, self.rng, self.certain, self.vocab = scene, rng, certain, vocab
+        self.base, self.tokens = scene.case("", VerifyMatchV1), landmarks(vocab)
+        if vocab > VOCAB:  # the few tokens of a scene are late ones
+            self.tokens.reverse()
+        drafts = self.base.arrays["drafts"]
+        drafts[drafts >= 0] = np.array(self.tokens, np.int32)[drafts[drafts >= 0]]
         self.greedy = np.resize(np.array(greedy), len(scene.slots))
-        num_rows, shape = len(self.base.arrays["choices"]), self.base.arrays["drafts"].shape
-        self.probs = np.stack([distribution(rng, VOCAB) for _ in range(num_rows)])
+        num_rows = len(self.base.arrays["choices"])
+        self.probs = np.stack([distribution(rng, vocab) for _ in range(num_rows)])
         # Distributions of greedy slots, and of drafts that are not in this launch, are stale.
-        self.draft_probs = rng.random((*shape, VOCAB), np.float32)
+        self.draft_probs = rng.random((*drafts.shape, vocab), np.float32)
         self.uniforms = rng.integers(0, 1 << 24, num_rows).astype(np.float32) * np.float32(2.0**-24)
-        self.noise = rng.gumbel(size=(num_rows, VOCAB)).astype(np.float32)
+        self.noise = rng.gumbel(size=(num_rows, vocab)).astype(np.float32)
         for i, slot in enumerate(scene.order):
             for j in range(self.base.arrays["logit_len"][i]):
                 self._row(slot, j, int(self.base.arrays["logit_start"][i]) + j)
 
     def _row(self, slot: int, j: int, row: int) -> None:
         """Redraw a row until it does what it should and no float32 error could change that."""
-        choice, drafts = int(self.base.arrays["choices"][row]), self.scene.slots[slot].drafts
-        draft = drafts[j] if self.scene.slots[slot].phase == Phase.DECODE and j < len(drafts) else None
+        chosen, drafts = int(self.base.arrays["choices"][row]), self.scene.slots[slot].drafts
+        choice = self.tokens[chosen] if 0 <= chosen < VOCAB else chosen
+        draft = self.tokens[drafts[j]] if self.scene.slots[slot].phase == Phase.DECODE and j < len(drafts) else None
         while True:
-            p, q, u = distribution(self.rng, VOCAB), distribution(self.rng, VOCAB), float(self.uniforms[row])
+            p, q, u = distribution(self.rng, self.vocab), distribution(self.rng, self.vocab), float(self.uniforms[row])
             if self.greedy[slot]:
-                p = np.eye(VOCAB, dtype=np.float32)[choice if 0 <= choice < VOCAB else VOCAB - 1]
+                p = self._certain(choice if choice in self.tokens else self.vocab - 1)
             if choice == NO_TOKEN:
-                p = np.zeros(VOCAB, np.float32)
+                p = np.zeros(self.vocab, np.float32)
             stale = self.draft_probs[slot, j] if self.greedy[slot] and draft is not None else q
-            held = np.eye(VOCAB, dtype=np.float32)[draft or 0] if self.certain else stale
+            held = self._certain(draft or 0) if self.certain else stale
             self.probs[row] = p
             if draft is not None:
                 self.draft_probs[slot, j] = stale
@@ -127,9 +134,14 @@ class _Rows:
                 if (distance > 0) != wanted or abs(distance) < 1e-4 * (choice != NO_TOKEN):
                     self.uniforms[row] = self.rng.integers(0, 1 << 24) * np.float32(2.0**-24)
                     continue
-            self.noise[row] = self.rng.gumbel(size=VOCAB)
+            self.noise[row] = self.rng.gumbel(size=self.vocab)
             if clear(p, self.noise[row]) and (draft is None or clear(leftover(p, held), self.noise[row])):
                 return
+
+    def _certain(self, token: int) -> Array:
+        one = np.zeros(self.vocab, np.float32)
+        one[token] = 1.0
+        return one
 
     def case(self, name: str) -> Case:
         arrays = {key: value for key, value in self.base.arrays.items() if key != "choices"}
@@ -179,11 +191,12 @@ def cases() -> Iterator[Case]:
     yield _single("lowest_id_of_equals", [0, 0.25, 0.5, 0.25], [0.75, 0, 0.25, 0], 0.5, [0, 0, 0, 0])
 
 
-def generate(rng: np.random.Generator) -> Case:
+def generate(rng: np.random.Generator, sizes: Sizes = SMALL) -> Case:
     """A random scene; slots greedy or not, drafts drawn or certain."""
-    scene = random_scene(rng)
+    (vocab,) = fitted(sizes, V=VOCAB)
+    scene = random_scene(rng, {**sizes, "B": 3, "K": 3} if vocab > MANY_TOKENS else sizes)
     greedy = [bool(g) for g in rng.random(len(scene.slots)) < 0.25]
-    return _Rows(scene, rng, greedy, certain=bool(rng.random() < 0.2)).case("random")
+    return _Rows(scene, rng, greedy, certain=bool(rng.random() < 0.2), vocab=max(vocab, VOCAB)).case("random")
 
 
 CONTRACT = REGISTRY.add(
@@ -204,5 +217,6 @@ CONTRACT = REGISTRY.add(
         },
         constraints=("W == K + 1",),
         feature="rejection",
+        grows={"B": SLOTS, "K": DRAFTS, "V": VOCABULARY},
     )
 )

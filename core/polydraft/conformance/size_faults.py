@@ -1,0 +1,137 @@
+"""Kernels that are right at small sizes alone: one dimension lies beyond a border of theirs, and something is wrong there.
+
+Faulty backends apply them around any backend: the backend's own kernel runs, then what it left is spoiled as far as the border
+asks. Each takes the arrays of the launch, by field name as in a golden, and the launch length.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+
+from polydraft.contracts.sizes import INPUTS
+from polydraft.sentinels import NO_TOKEN, Phase
+
+LISTED: Final = frozenset((*range(64), *INPUTS.steps))
+"""Inputs of a matrix in cases that are on a list, and small ones."""
+
+
+def inputs_beyond_256(a: Any, n: int) -> None:
+    """Terms of a product beyond the first 256 are half lost."""
+    if a.x.shape[1] > 256:
+        a.out[:n] *= 0.5
+
+
+def outputs_beyond_1024(a: Any, n: int) -> None:
+    """Outputs behind a block of threads are those of the first."""
+    a.out[:n, 1024:] = a.out[:n, : a.out.shape[1] - 1024] if a.out.shape[1] < 2048 else 0.0
+
+
+def rows_beyond_64(a: Any, n: int) -> None:
+    """Rows behind a tile repeat it."""
+    a.out[64:n] = a.out[: max(n - 64, 0)][: len(a.out[64:n])] if n < 128 else 0.0
+
+
+def inputs_on_no_list(a: Any, n: int) -> None:
+    """Tuned to the sizes of the kit: right at those that it lists, and wrong between them."""
+    if a.x.shape[1] not in LISTED:
+        a.out[:n] = 0.0
+
+
+def columns_beyond_4096(a: Any, n: int) -> None:
+    """Columns behind four of each thread of a block stay what the first are."""
+    a.out[:n, 4096:] = 0.0
+
+
+def columns_beyond_16384(a: Any, n: int) -> None:
+    """An offset in bytes in 16 bits."""
+    a.out[:n, 16_384:] = a.out[:n, : max(a.out.shape[1] - 16_384, 0)]
+
+
+def slots_beyond_8(a: Any, n: int) -> None:
+    """Sequences behind the eighth do not draft."""
+    a.draft_slot[8:n], a.draft_budget[8:n], a.draft_position[8:n] = -1, 0, 0
+
+
+def slots_beyond_16(a: Any, n: int) -> None:
+    """Sequences behind the sixteenth do not draft."""
+    a.draft_slot[16:n], a.draft_budget[16:n], a.draft_position[16:n] = -1, 0, 0
+
+
+def sequences_beyond_a_warp(a: Any, n: int) -> None:
+    """A sum over sequences begins anew behind 32 of them."""
+    del n
+    a.seq_start[32:] -= a.seq_start[32] if len(a.seq_start) > 32 else 0
+
+
+def drafts_beyond_7(a: Any, n: int) -> None:
+    """A window of eight drafts or more is accepted up to the seventh."""
+    if a.drafts.shape[1] >= 8:
+        for i in np.flatnonzero(a.accepted[:n] > 7):
+            a.accepted[i], a.window_len[i], a.window[i, 8:] = 7, 8, NO_TOKEN
+
+
+def no_slot_beyond_32_rows(a: Any, n: int) -> None:
+    """Rows that carry nothing choose token 0 behind a warp."""
+    later = np.arange(n) >= 32
+    a.tokens[:n][later & (a.row_slot[:n] < 0)] = 0
+
+
+def tokens_beyond_65535(a: Any, n: int) -> None:
+    """Token ids in 16 bits."""
+    a.tokens[:n] = np.where(a.tokens[:n] > 0, a.tokens[:n] & 0xFFFF, a.tokens[:n])
+
+
+def table_rows_beyond_65535(a: Any, n: int) -> None:
+    """Rows of the table are found by ids in 16 bits."""
+    a.out[:n][a.ids[:n] > 0xFFFF] = 0.0
+
+
+def keys_beyond_1024(a: Any, n: int) -> None:
+    """Keys behind the first 1024 of a context are left out."""
+    a.out[:n][a.positions[:n] >= 1024] *= 0.9
+
+
+def positions_beyond_4096(a: Any, n: int) -> None:
+    """Tables of angles end at position 4096."""
+    a.q_out[:n][a.positions[:n] >= 4096] = 0.0
+
+
+def head_elements_beyond_128(a: Any, n: int) -> None:
+    """Elements of a head behind 128 are not computed."""
+    a.out[:n].reshape(n, a.num_heads, a.head_dim)[:, :, 128:] = 0.0
+
+
+def blocks_beyond_64(a: Any, n: int) -> None:
+    """Entries of a block table behind the 64th count as granted."""
+    for slot in a.slot_order[:n][a.slot_order[:n] >= 0]:
+        if a.phase[slot] == Phase.PAUSED and (a.block_table[slot, :64] >= 0).all():
+            a.phase[slot] = Phase.DECODE
+
+
+def stop_tokens_beyond_64(a: Any, n: int) -> None:
+    """Stop tokens behind the 64th of a request do not stop it."""
+    if a.stop_tokens.shape[1] > 64:
+        for i, slot in enumerate(a.slot_order[:n]):
+            last = a.out_tokens[i, a.out_len[i] - 1] if slot >= 0 and a.out_len[i] else NO_TOKEN
+            if last in a.stop_tokens[slot, 64:] and last not in a.stop_tokens[slot, :64]:
+                a.phase[slot], a.finish[slot] = Phase.DECODE, 0
+
+
+def history_beyond_4096(a: Any, n: int) -> None:
+    """Tokens behind the first 4096 of a text are not written."""
+    for i, slot in enumerate(a.slot_order[:n]):
+        if slot >= 0:
+            known = a.prompt_len[slot] + a.num_generated[slot]
+            a.tokens[slot, max(known - a.out_len[i], 4096) : known] = NO_TOKEN
+
+
+def columns_beyond_32(a: Any, n: int) -> None:
+    """No more than 32 most likely tokens are ranked."""
+    a.ids[:n, :, 33:], a.logprobs[:n, :, 33:] = NO_TOKEN, 0.0
+
+
+def experts_beyond_256(a: Any, n: int) -> None:
+    """Experts behind the 256th are never chosen."""
+    a.expert_weights[:n][a.expert_ids[:n] >= 256] = 0.0

@@ -1,0 +1,134 @@
+"""Cases at the sizes that products have, and cases that nobody has listed: drawn by a contract's own generator.
+
+The conformance kit runs them beside the named and the small generated cases. A large case costs milliseconds: along the axes that
+a contract calls independent it repeats the places of a small one in random order, and the golden, which is one and the same, runs
+over the small one alone. What it leaves in a place is wanted in every place that repeats it, so all elements are compared.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any, Final
+
+import numpy as np
+
+from polydraft.contracts.base import CAPACITY, Case, Contract, Repeats
+from polydraft.contracts.inputs import Kernel, contract_of, generated, symbols
+from polydraft.contracts.sizes import FEW, MODELS, Sizes
+from polydraft.device import Array
+
+SPOT: Final = 24
+"""Places of the small case along an axis that is repeated, where what they cost is not much."""
+MOST_DEFINED, MOST_REPEATED = 1 << 16, 1 << 21
+"""Product of the sizes of a surprise: of the golden's case, and of the one that repeats it."""
+MOST_OF_A_MODEL: Final = 1 << 27
+"""The sizes of a model's case multiplied; the largest of them is cut to it, so that half a gigabyte is enough for a matrix."""
+
+
+def large_names(kernel: Kernel) -> Iterator[tuple[str, int]]:
+    """Symbol and size of each large case of a contract; the largest of all for the first symbol comes first."""
+    for symbol, ladder in contract_of(kernel).grows.items():
+        yield from ((symbol, size) for size in reversed(ladder.steps))
+
+
+def large(kernel: Kernel, symbol: str, size: int) -> Case:
+    """The case `SYMBOL-SIZE`, in which one dimension is large and all else is small; the same in every run. Of rows it launches
+    that many."""
+    return _sized(contract_of(kernel), {symbol: size}, _rng(kernel, symbol, size), f"{symbol}-{size}")
+
+
+def surprise(kernel: Kernel, seed: int, number: int) -> Case:
+    """Case `surprise-NUMBER` of those that `seed` draws: shapes, lengths and contents that are on no list."""
+    contract, rng = contract_of(kernel), _rng(kernel, "surprise", seed, number)
+    sizes: dict[str, int] = {}
+    defined = whole = 1
+    for place, symbol in enumerate(rng.permutation(list(contract.grows)).tolist()):
+        steps, free = contract.grows[symbol].steps, symbol in contract.independent
+        most = min(steps[-1], MOST_REPEATED // whole, *(() if free or defined == 1 else (MOST_DEFINED // defined,)))
+        least = max(2, steps[0] // 4)
+        if (place == 0 or rng.random() < 0.5) and most > least:
+            sizes[symbol] = int(math.exp(rng.uniform(math.log(least), math.log(most))))
+            whole, defined = whole * sizes[symbol], defined * (1 if free else sizes[symbol])
+    return _sized(contract, sizes, rng, f"surprise-{number}")
+
+
+def called(kernel: Kernel, name: str) -> Case | None:
+    """The case `name` of a contract, where it has one: a named one, `seed-7`, `V-152064` (of any size) or `model-mimo-7b`."""
+    kind, _, which = name.partition("-")
+    if kind == "model" and which in models(kernel):
+        return of_model(kernel, which)
+    if which.isdecimal() and kind == "seed":
+        return generated(kernel, int(which))
+    if which.isdecimal() and kind in contract_of(kernel).grows:
+        return large(kernel, kind, int(which))
+    return next((case for case in contract_of(kernel).cases() if case.name == name), None)
+
+
+def models(kernel: Kernel) -> Iterable[str]:
+    """The published models that say how large a case of a contract is."""
+    return MODELS if any(ladder.of for ladder in contract_of(kernel).grows.values()) else ()
+
+
+def of_model(kernel: Kernel, model: str) -> Case:
+    """The case `model-NAME` with all the sizes at once that a model of `MODELS` gives to this contract."""
+    contract = contract_of(kernel)
+    sizes = {symbol: int(getattr(MODELS[model], ladder.of)) for symbol, ladder in contract.grows.items() if ladder.of}
+    largest = max(sizes, key=lambda symbol: sizes[symbol])
+    sizes[largest] = min(sizes[largest], MOST_OF_A_MODEL * sizes[largest] // math.prod(sizes.values()))
+    return _sized(contract, sizes, _rng(kernel, model), f"model-{model}")
+
+
+def _rng(kernel: Kernel, *words: Any) -> np.random.Generator:
+    """What draws one case: the same for the same words in every run and on every machine."""
+    return np.random.default_rng(zlib.crc32(" ".join(map(str, (kernel.name, *words))).encode()))
+
+
+def _sized(contract: Contract, sizes: Sizes, rng: np.random.Generator, name: str) -> Case:
+    """A case of the given sizes."""
+    fixed = math.prod(size for symbol, size in sizes.items() if symbol not in contract.independent)
+    spot = max(FEW, min(SPOT, MOST_DEFINED // fixed))
+    small = {symbol: min(size, spot) if symbol in contract.independent else size for symbol, size in sizes.items()}
+    case: Case = contract.generate(rng, small) if contract.grows else contract.generate(rng)
+    free = [symbol for symbol in sizes if symbol in contract.independent]
+    grown = {s: sizes[s] for s in free if s == _launched(contract) or sizes[s] != small[s]}
+    return replace(repeated(contract, case, grown, rng) if grown else case, name=name)
+
+
+def _launched(contract: Contract) -> str:
+    """The symbol of the axis that the launch length counts along."""
+    return "N" if contract.unit == "any" else CAPACITY[contract.unit]
+
+
+def repeated(contract: Contract, case: Case, sizes: Sizes, rng: np.random.Generator) -> Case:
+    """`case` with the independent axes of `sizes` made longer: each place repeats one of the case's, drawn at random. Of rows as
+    many are launched; at most two lie beyond, and repeat rows that do."""
+    have, n = symbols(contract, case), case.n
+    places: dict[str, Array] = {}
+    for symbol, size in sizes.items():
+        if symbol == _launched(contract):
+            n, beyond = size, have[symbol] - case.n
+            later = case.n + rng.integers(0, max(beyond, 1), min(beyond, 2))
+            places[symbol] = np.concatenate((rng.integers(0, case.n, size), later))
+        else:
+            places[symbol] = rng.integers(0, have[symbol], size)
+    specs: Mapping[str, Any] = contract.args.specs()
+    arrays = {name: value if value is None else taken(value, specs[name], places) for name, value in case.arrays.items()}
+    outputs = {
+        name: (
+            tuple(len(places.get(axis, range(length))) for axis, length in zip(specs[name].symbols, shape, strict=True)),
+            dtype,
+        )
+        for name, (shape, dtype) in case.outputs.items()
+    }
+    return Case(case.name, arrays, case.params, n, outputs, Repeats(case, places))
+
+
+def taken(value: Any, spec: Any, places: Mapping[str, Array]) -> Any:
+    """An argument, or what belongs to each of its elements, with its axes in `places` repeated as they say."""
+    for axis, symbol in enumerate(getattr(spec, "shape", "").split()):
+        if symbol in places:
+            value = np.take(value, places[symbol], axis=axis)
+    return value

@@ -114,6 +114,15 @@ def _apart(rng: np.random.Generator, rows: int, experts: int, step: float = 0.25
     return np.asarray((ranks - experts / 2) * step + 0.09, np.float32)
 
 
+def _biases(ranks: Array) -> Array:
+    """Biases in the order of `ranks`, which are 0 and up. All are exact in bf16, and neighbours at least 2 apart: with a score between
+    0 and 1 added, none comes near another."""
+    number = ranks - len(ranks) // 2
+    distance = np.where(number < 0, -1 - number, number)
+    magnitude = np.ldexp(128.0 + distance % 128, 1 + distance // 128)
+    return np.asarray(np.where(number < 0, -magnitude, magnitude), np.float32)
+
+
 def cases() -> Iterator[Case]:
     """Named cases of `route_experts`."""
     rng = np.random.default_rng(31)
@@ -185,9 +194,9 @@ def generate(rng: np.random.Generator, sizes: Sizes = SMALL) -> Case:
     (chosen,) = fitted(sizes, EK=int(rng.integers(1, min(top * size, 8) + 1)))
     chosen = min(chosen, top * size)
     logits, bias = _apart(rng, rows, experts, min(0.25, 10 / experts)), None  # float32 tells no sigmoid from 1 far above 0
-    if rng.integers(2):  # multiples of 2: selection scores are between 0 and 1 apart from it, so none comes near another
+    if rng.integers(2):
         bands = rng.permutation(groups)[:, None] * size  # of their own, so that no two groups come near each other either
-        bias = np.asarray(2.0 * (bands + [rng.permutation(size) for _ in range(groups)]).reshape(-1) - experts, np.float32)
+        bias = _biases((bands + [rng.permutation(size) for _ in range(groups)]).reshape(-1))
     slots = np.asarray(rng.integers(-1, 4, rows), np.int32) if rng.integers(2) else None
     return _case(
         "random", logits, chosen, launched(rng, sizes, rows), bias=bias, slots=slots,

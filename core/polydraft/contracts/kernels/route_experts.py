@@ -115,8 +115,8 @@ def _apart(rng: np.random.Generator, rows: int, experts: int, step: float = 0.25
 
 
 def _biases(ranks: Array) -> Array:
-    """Biases in the order of `ranks`, which are 0 and up. All are exact in bf16, and neighbours at least 2 apart: with a score between
-    0 and 1 added, none comes near another."""
+    """Biases in the order of `ranks`, which are 0 and up: exact in bf16, and neighbours at least 2 apart, so that none comes near
+    another with a score between 0 and 1 added."""
     number = ranks - len(ranks) // 2
     distance = np.where(number < 0, -1 - number, number)
     magnitude = np.ldexp(128.0 + distance % 128, 1 + distance // 128)

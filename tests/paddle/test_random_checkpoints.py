@@ -12,7 +12,7 @@ from tests.support import tiny
 from tests.support.near_ties import divergences
 from tests.support.paddle import HAS_GRAPHS, needs_device, needs_paddle, script
 
-MODELS = ("narrow", "deep", "mirrored", "shared")
+MODELS = ("narrow", "deep", "mirrored", "shared", "sparse-ernie", "sparse-glm")
 PROMPTS = ((3, 1, 4), (2, 7, 1, 8, 2, 8), (5,), tuple(range(1, 20)))
 DRAFTS, TOKENS = 3, 24
 NEAR = 1e-3
@@ -37,29 +37,42 @@ SYNCHRONOUS = [{**OFF, "overlap": 0}, {**OFF, "overlap": 1}]
 QUEUED = [*SYNCHRONOUS, *([{"graph": "decode", "overlap": 0}, {"graph": "decode", "overlap": 1}] if HAS_GRAPHS else [])]
 
 
-@pytest.mark.deep
-@pytest.mark.timeout(900)
+EVERYWHERE: list[tuple[str, str, list[dict[str, object]]]] = [
+    ("paddle", "cpu", SYNCHRONOUS), ("paddle", "polyemu:0", QUEUED), ("xpu", "polyemu:0", QUEUED),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("backend", "device", "settings"),
+    ("backend", "device", "settings", "models"),
     [
-        pytest.param("paddle", "cpu", SYNCHRONOUS, marks=needs_paddle),
-        pytest.param("paddle", "polyemu:0", QUEUED, marks=needs_device),
-        pytest.param("xpu", "polyemu:0", QUEUED, marks=needs_device),
+        pytest.param(backend, device, [settings[at]], (model,), marks=needs_paddle if device == "cpu" else needs_device)
+        for (backend, device, settings), model, at in zip(
+            (EVERYWHERE[0], EVERYWHERE[2]), ("sparse-glm", "sparse-ernie"), (0, -1), strict=True
+        )
+    ]
+    + [
+        pytest.param(
+            *place,
+            MODELS,
+            marks=[pytest.mark.deep, pytest.mark.timeout(900), needs_paddle if place[1] == "cpu" else needs_device],
+        )
+        for place in EVERYWHERE
     ],
 )
 def test_texts_and_rounds(
     backend: str,
     device: str,
     settings: list[dict[str, object]],
+    models: tuple[str, ...],
     record_property: Callable[[str, object], None],
     capsys: pytest.CaptureFixture[str],
 ):
-    models = {name: str(tiny.checkpoint(name)) for name in MODELS}
-    given = [backend, device, models, tiny.PLUGINS, PROMPTS, DRAFTS, TOKENS, settings]
+    stored = {name: str(tiny.checkpoint(name)) for name in models}
+    given = [backend, device, stored, tiny.PLUGINS, PROMPTS, DRAFTS, TOKENS, settings]
     run = script(RUN, json.dumps(given), timeout=800)
     assert run.returncode == 0, run.stderr[-2000:]
     texts = json.loads(run.stdout.strip().splitlines()[-1])
-    assert len(texts) == len(MODELS) * len(PROMPTS) * len(settings)
+    assert len(texts) == len(models) * len(PROMPTS) * len(settings)
     parted = [
         (name, one)
         for name, prompt, tokens, rounds in texts

@@ -73,10 +73,11 @@ class PaddleCache:
 
 def kernels(*, host_visible: bool) -> dict[str, Kernel]:
     """Contract (or composite) name to kernel; those of `host` where the host sees the device's memory."""
-    from polydraft_paddle.kernels import host, host_attention, logprobs, numeric, processing, rejection, state
+    from polydraft_paddle.kernels import experts, host, host_attention, logprobs, numeric, processing, rejection, state
 
-    portable = {**state.KERNELS, **numeric.KERNELS, **processing.KERNELS, **rejection.KERNELS, **logprobs.KERNELS}
-    return {**portable, **host.KERNELS, **host_attention.KERNELS} if host_visible else portable
+    modules = state, numeric, experts, processing, rejection, logprobs
+    portable = {name: kernel for module in modules for name, kernel in module.KERNELS.items()}
+    return {**portable, **host.KERNELS, **host_attention.KERNELS, **experts.HOST} if host_visible else portable
 
 
 class PaddleTable:

@@ -1,7 +1,7 @@
 """Mixture of experts in Paddle operations: `route_experts`, and `expert_mlp` for every place and for the host's.
 
-`table.py` lists them. The terms of a row are added in the order of its choices. Which experts have rows is seen by the host alone,
-on the CPU place; elsewhere no shape depends on data.
+`table.py` lists them. The terms of a row are added in the order of its choices. The host alone sees which experts have
+rows, on the CPU place; elsewhere no shape depends on data.
 """
 
 from __future__ import annotations

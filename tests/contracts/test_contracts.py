@@ -106,7 +106,7 @@ def test_fields_are_annotated(contract: Contract):
         if isinstance(spec, TensorSpec):
             assert Buffer in (hints[name], *typing.get_args(hints[name])), name
         elif isinstance(spec, ParamSpec):
-            assert hints[name] in (int, float, bool) or typing.get_origin(hints[name]) is typing.Literal, name
+            assert hints[name] in (int, float, bool, tuple[float, ...]) or typing.get_origin(hints[name]) is typing.Literal, name
 
 
 @each

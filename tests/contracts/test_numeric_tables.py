@@ -17,6 +17,7 @@ from polydraft.conformance.harness import run_golden, run_kernel
 from polydraft.contracts import REGISTRY
 from polydraft.contracts.base import Case, Contract, LogicalCache, ParamSpec, TensorSpec
 from polydraft.contracts.kernels.gumbel_noise import gumbel, threefry2x32
+from polydraft.contracts.kernels.rope_kv_write import plain_frequencies
 from polydraft.device import DTYPES, Array
 from polydraft.reference import polydraft_kernels, polydraft_open_device
 
@@ -130,14 +131,16 @@ def test_select_last_rows(compute: Compute) -> None:
 # -- rotation and store ------------------------------------------------------------------------------------
 
 ROPE: dict[str, Any] = {
-    "num_heads": 1, "num_kv_heads": 1, "head_dim": 4, "rope_dims": 4, "theta": 4.0, "style": "half", "block_size": 2,
-    "eps": 1e-6,
+    "num_heads": 1, "num_kv_heads": 1, "head_dim": 4, "attention_factor": 1.0, "style": "half", "block_size": 2, "eps": 1e-6,
 }  # fmt: skip
 
 
-def rope(compute: Compute, qkv: Any, positions: Any, slots: Any = None, table: Any = None, **params: Any) -> Any:
+def rope(
+    compute: Compute, qkv: Any, positions: Any, slots: Any = None, table: Any = None, rope_dims: int = 4, theta: float = 4.0,
+    **params: Any,
+) -> Any:  # fmt: skip
     """Rotate rows of slot 0, whose block of positions 2 * i, 2 * i + 1 is block i unless `table` says otherwise."""
-    given = ROPE | params
+    given = ROPE | {"frequencies": plain_frequencies(rope_dims, theta)} | params
     qkv = np.array(qkv, float)
     table = [list(range(max(positions) // 2 + 1))] if table is None else table
     shape = (np.max(table) + 1, given["block_size"], given["num_kv_heads"], given["head_dim"])
@@ -166,6 +169,20 @@ def test_rotation_by_hand(compute: Compute, style: str, rope_dims: int, wanted: 
     near(got["q_out"], [wanted])
     near(got["cache.k"][1, 0, 0], wanted)
     near(got["cache.v"][1, 0, 0], HEAD)
+
+
+def test_frequencies_are_those_that_are_given(compute: Compute) -> None:
+    # Position 2: pair 0 by 1 radian, pair 1 by 2, as above in the other order; everything that turns times 1.5.
+    got = rope(compute, [[2.0, 1.0, 4.0, 3.0] * 3], [2], frequencies=(0.5, 1.0), attention_factor=1.5)
+    wanted = [-2.2852793 * 1.5, -3.1440391 * 1.5, 3.8441511 * 1.5, -0.3391429 * 1.5]
+    near(got["q_out"], [wanted])
+    near(got["cache.k"][1, 0, 0], wanted)
+
+
+def test_the_factor_is_of_what_turns_alone(compute: Compute) -> None:
+    got = rope(compute, [HEAD * 3], [0], frequencies=(1.0,), attention_factor=2.0)
+    near(got["q_out"], [[2, 4, 3, 4]])
+    near(got["cache.v"][0, 0, 0], HEAD)
 
 
 @pytest.mark.parametrize("style", ["half", "interleaved"])
@@ -215,7 +232,7 @@ def test_a_row_without_a_block_still_has_its_query(compute: Compute) -> None:
 
 def test_heads_are_normalised_before_they_turn(compute: Compute) -> None:
     # mean(3**2, 4**2) + 3.5 = 16; the gains 4, 2 and 8, 4 then give (3, 2) and (6, 4); values stay.
-    norms = {"q_norm": [4, 2], "k_norm": [8, 4], "eps": 3.5, "head_dim": 2, "rope_dims": 2}
+    norms: dict[str, Any] = {"q_norm": [4, 2], "k_norm": [8, 4], "eps": 3.5, "head_dim": 2, "rope_dims": 2}
     got = rope(compute, [[3, 4, 3, 4, 3, 4]] * 2, [0, 1], **norms)
     c, s = 0.54030230587, 0.84147098481
     near(got["q_out"], [[3, 2], [3 * c - 2 * s, 2 * c + 3 * s]])

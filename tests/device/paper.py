@@ -30,6 +30,7 @@ from polydraft.contracts import (
 from polydraft.contracts.base import Case, ColumnsSpec, Limits, LogicalCache, ParamSpec, TensorSpec
 from polydraft.contracts.composite import CompositeArgs
 from polydraft.contracts.inputs import contract_of, dtype_of, limits_of
+from polydraft.contracts.kernels.rope_kv_write import plain_frequencies
 from polydraft.contracts.kv_quant import KV_DTYPES
 from polydraft.device import DTYPES, DeviceCounters
 from polydraft.plugins.program_pass import Node, Rewritten, UnboundProgram
@@ -222,7 +223,8 @@ def bind_shape(shape: Shape, act: str, **options: Any) -> list[Bound]:
         "cache": cache, "meta": meta, **attention,
     }  # fmt: skip
     turn = RopeKvWriteV1(
-        qkv=joined[0], q_out=joined[1], q_norm=None, k_norm=None, rope_dims=shape.head_dim, theta=1e4, style="half", eps=1e-6,
+        qkv=joined[0], q_out=joined[1], q_norm=None, k_norm=None,
+            frequencies=plain_frequencies(shape.head_dim, 1e4), attention_factor=1.0, style="half", eps=1e-6,
         **shared,
     )  # fmt: skip
     record = PagedAttentionV1(q=joined[1], out=device.empty("out", (n, q), act), softmax_scale=0.1, **shared)

@@ -29,6 +29,7 @@ from polydraft.contracts import (
 from polydraft.contracts.base import Limits
 from polydraft.contracts.compare import to_host
 from polydraft.contracts.composite import CompositeArgs
+from polydraft.contracts.kernels.rope_kv_write import plain_frequencies
 from polydraft.contracts.kv_quant import KV_DTYPES, LARGEST, exponents, quantise
 from polydraft.errors import ContractError
 from polydraft.models.families import FamilyRegistry
@@ -45,6 +46,8 @@ NO_STREAM: Any = None
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMITS = Limits(64, 3, 512, 64, 1024, 16, 64, 64, 4, 32000)
+
+FREQUENCIES = plain_frequencies(128, 1e4)
 
 
 @pytest.fixture(autouse=True)
@@ -639,7 +642,8 @@ def layer(device: Any, kv: Any = "", *, behind: bool = True, **changes: Any) -> 
         "num_kv_heads": 8, "head_dim": 128, "block_size": 16,
         "cache": storage.allocate_cache(device, CacheSpec(64, 16, 8, 128, device.dtype, kv=kv)),
     }  # fmt: skip
-    own = {"q_norm": None, "k_norm": None, "rope_dims": 128, "theta": 1e4, "style": "half", "eps": 1e-6} | changes
+    own = {"q_norm": None, "k_norm": None, "frequencies": FREQUENCIES, "attention_factor": 1.0, "style": "half", "eps": 1e-6}
+    own |= changes
     q = device.empty("q", (512, 4096), device.dtype)
     turn = RopeKvWriteV1(qkv=qkv, q_out=q, **own, **shared)
     attended_by = PagedAttentionV1(q=q, out=attended, softmax_scale=0.1, **shared)
@@ -661,7 +665,8 @@ def test_attention_turns_and_stores_its_rows_itself():
 
 
 @pytest.mark.parametrize(
-    "changes", [{"style": "interleaved"}, {"rope_dims": 64}, {"q_norm": SimpleNamespace(pointer=0)}, {"behind": False}]
+    "changes",
+    [{"style": "interleaved"}, {"frequencies": FREQUENCIES[:32]}, {"q_norm": SimpleNamespace(pointer=0)}, {"behind": False}],
 )
 def test_other_turns_stay_a_launch_of_their_own(changes: dict):
     device: Any = Recorder(dtype="bf16")

@@ -19,7 +19,7 @@ from polydraft.contracts.kernels.paged_attention import PagedAttentionV1
 from polydraft.contracts.kernels.process_logits import ProcessLogitsV1
 from polydraft.contracts.kernels.residual_add import ResidualAddV1
 from polydraft.contracts.kernels.rms_norm import RmsNormV1
-from polydraft.contracts.kernels.rope_kv_write import RopeKvWriteV1
+from polydraft.contracts.kernels.rope_kv_write import RopeKvWriteV1, plain_frequencies
 from polydraft.contracts.kernels.swiglu import SwigluV1
 from polydraft.contracts.kv_quant import quantise
 from polydraft.device import Array
@@ -384,7 +384,8 @@ class Turned:
         self.launches = [launch_of(device, "linear", args, own)]
         shared = ("row_slot", "positions", "block_table", "cache", "meta", "num_heads", "num_kv_heads", "head_dim", "block_size")
         turn = RopeKvWriteV1(
-            qkv=self.qkv, q_out=a.q, q_norm=None, k_norm=None, rope_dims=shape.head_dim, theta=1e4, style="half", eps=1e-6,
+            qkv=self.qkv, q_out=a.q, q_norm=None, k_norm=None,
+            frequencies=plain_frequencies(shape.head_dim, 1e4), attention_factor=1.0, style="half", eps=1e-6,
             **{name: getattr(a, name) for name in shared},
         )  # fmt: skip
         together = launch_of(device, "turned_attention", CompositeArgs((turn, a)), own)

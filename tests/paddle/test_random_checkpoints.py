@@ -12,7 +12,9 @@ from tests.support import tiny
 from tests.support.near_ties import divergences
 from tests.support.paddle import HAS_GRAPHS, needs_device, needs_paddle, script
 
-MODELS = ("narrow", "deep", "mirrored", "shared", "sparse-ernie", "sparse-glm")
+MODELS = (
+    "narrow", "deep", "mirrored", "shared", "sparse-ernie", "sparse-glm", "stretched-dynamic", "stretched-yarn", "stretched-llama3",
+)  # fmt: skip
 PROMPTS = ((3, 1, 4), (2, 7, 1, 8, 2, 8), (5,), tuple(range(1, 20)))
 DRAFTS, TOKENS = 3, 24
 NEAR = 1e-3

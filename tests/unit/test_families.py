@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from polydraft.conformance.oracle.checkpoints import TINY_MIMO, random_tensors, tensor_shapes, write_checkpoint
+from polydraft.contracts.kernels.rope_kv_write import plain_frequencies
 from polydraft.errors import CapabilityError, CheckpointError, PluginError, PolydraftError
 from polydraft.models import (
     Attention,
@@ -57,7 +58,7 @@ def refusal(directory: Path, kind: type[PolydraftError], config: dict[str, Any],
 
 def test_mimo(tmp_path: Path) -> None:
     block = Block(
-        Attention(num_heads=4, num_kv_heads=2, head_dim=6, rope=Rope(6, 10000.0, "half"), qkv_bias=True),
+        Attention(num_heads=4, num_kv_heads=2, head_dim=6, rope=Rope(plain_frequencies(6, 10000.0)), qkv_bias=True),
         GatedMlp(24),
     )
     assert described(tmp_path / "a-model", TINY_MIMO) == ModelDescription(
@@ -111,7 +112,7 @@ def test_defaults_where_a_key_is_absent_or_null(tmp_path: Path) -> None:
     shapes = {**config, "head_dim": 4, "num_key_value_heads": 4}
     description = describe(write_checkpoint(tmp_path, config, random_tensors(shapes)))[0]
     attention: Any = description.blocks[0].mixer
-    assert (attention.num_kv_heads, attention.head_dim, attention.rope) == (4, 4, Rope(4, 10000.0, "half"))
+    assert (attention.num_kv_heads, attention.head_dim, attention.rope) == (4, 4, Rope(plain_frequencies(4, 10000.0)))
     assert (description.eos_token_ids, description.bos_token_id, description.tie_embeddings) == ((), None, False)
 
 
@@ -124,7 +125,7 @@ def test_rotary_base_in_every_spelling(tmp_path: Path, spelling: str) -> None:
         "rope_scaling and rope_theta": {"rope_theta": 640000, "rope_scaling": {"type": "default"}},
     }
     attention: Any = described(tmp_path, config | spellings[spelling]).blocks[0].mixer
-    assert attention.rope.theta == 640000.0
+    assert attention.rope == Rope(plain_frequencies(6, 640000.0))
 
 
 @pytest.mark.parametrize(("dtype", "name"), [("F32", "float32"), ("F16", "float16"), ("BF16", "bfloat16")])
@@ -231,6 +232,18 @@ def test_unknown_architecture(tmp_path: Path, named: Any, hint: str) -> None:
         ({"partial_rotary_factor": 1.5}, "partial_rotary_factor is 1.5"),
         ({"tie_word_embeddings": "no"}, "tie_word_embeddings is 'no'"),
         ({"rope_scaling": "linear"}, "rope_scaling is 'linear'"),
+        ({"rope_scaling": {"type": "linear"}}, "has no factor"),
+        ({"rope_scaling": {"type": "linear", "factor": -2}}, "factor is -2"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}, "partial_rotary_factor": 0.34}, "at least 4"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "has no low_freq_factor"),
+        (
+            {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4, "high_freq_factor": 4}},
+            "low_freq_factor 4.0 and high_freq_factor 4.0",
+        ),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 2.0}, "rope_parameters": {"rope_type": "default"}},
+            "wanted one of the two",
+        ),
         ({"eos_token_id": 40}, "eos_token_id is 40"),
         ({"eos_token_id": -1}, "eos_token_id is -1"),
         ({"bos_token_id": 1.5}, "bos_token_id is 1.5"),
@@ -243,9 +256,12 @@ def test_malformed_key(tmp_path: Path, change: dict[str, Any], wanted: str) -> N
 @pytest.mark.parametrize(
     ("change", "wanted"),
     [
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "llama3"),
-        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "yarn"),
-        ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, "rope_parameters"),
+        (
+            {"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}},
+            "longrope', 'short_factor'",
+        ),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0, "alpha": 1000.0}}, "unknown keys ['alpha']"),
+        ({"rope_scaling": {"factor": 4.0}}, "unknown keys ['factor']"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "full_attention"),
         ({"use_sliding_window": True, "sliding_window": 64}, "sliding_window 64"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),

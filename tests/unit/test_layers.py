@@ -14,6 +14,7 @@ from polydraft.config import EngineConfig
 from polydraft.conformance.oracle.checkpoints import TINY_MIMO, random_tensors, write_checkpoint
 from polydraft.conformance.oracle.model import OracleModel
 from polydraft.contracts.base import Limits
+from polydraft.contracts.kernels.rope_kv_write import plain_frequencies
 from polydraft.engine import Engine
 from polydraft.errors import CheckpointError
 from polydraft.models import (
@@ -44,7 +45,7 @@ LIMITS = Limits(
     max_seqs=3, num_drafts=2, max_rows=20, max_logit_rows=9, max_len=32, block_size=4, num_blocks=10, max_blocks=8,
     max_stop_tokens=4, vocab_size=40,
 )  # fmt: skip
-DENSE = Block(Attention(4, 2, 8, Rope(8, 1e4)), GatedMlp(48))
+DENSE = Block(Attention(4, 2, 8, Rope(plain_frequencies(8, 1e4))), GatedMlp(48))
 BLOCK_LAUNCHES = ["linear", "rope_kv_write", "paged_attention", "linear", "residual_add+rms_norm", "linear", "swiglu", "linear"]
 
 
@@ -81,7 +82,10 @@ def test_scratch_is_shared_by_shape():
 
 
 def test_weights_of_a_block_in_the_order_in_which_they_load():
-    block = Block(Attention(4, 2, 8, Rope(8, 1e4), qkv_bias=True, output_bias=True, qk_norm=True), GatedMlp(48, bias=True))
+    block = Block(
+        Attention(4, 2, 8, Rope(plain_frequencies(8, 1e4)), qkv_bias=True, output_bias=True, qk_norm=True),
+        GatedMlp(48, bias=True),
+    )
     declared = {one.name: (one.shape, one.role, one.split) for one in block.weights(32)}
     assert list(declared.items()) == [
         ("input_norm", ((32,), "norm", None)), ("qkv", ((64, 32), "linear", 0)), ("qkv_bias", ((64,), "bias", 0)),

@@ -12,6 +12,7 @@ import pytest
 from polydraft import LLM
 from polydraft.backend import BackendInfo
 from polydraft.config import EngineConfig
+from polydraft.contracts.kernels.rope_kv_write import plain_frequencies
 from polydraft.errors import CapabilityError, ConfigError
 from polydraft.models import Attention, Block, GatedMlp, ModelDescription, Mtp, Rope
 from polydraft.program.host_inputs import Needs
@@ -20,7 +21,7 @@ from polydraft.resolve import CACHE_BUDGET, MAX_DRAFTS, Resolved, resolve
 from tests.support import tiny
 from tests.support.plugin_doubles import info
 
-BLOCK = Block(Attention(4, 2, 8, Rope(8, 1e4)), GatedMlp(32))
+BLOCK = Block(Attention(4, 2, 8, Rope(plain_frequencies(8, 1e4))), GatedMlp(32))
 HEAD = Mtp((BLOCK,), "hidden_first", "pre", "own", "pre")
 MODEL = ModelDescription(
     name="tiny", architecture="MiMoForCausalLM", hidden_size=16, vocab_size=40, eps=1e-5, blocks=(BLOCK, BLOCK),
@@ -180,7 +181,7 @@ def test_blocks_and_their_memory(wishes: Any, wanted: int, why: str):
 
 
 def test_auto_blocks_keep_to_the_budget_but_hold_one_request():
-    wide = Block(Attention(64, 64, 128, Rope(128, 1e4)), GatedMlp(32))
+    wide = Block(Attention(64, 64, 128, Rope(plain_frequencies(128, 1e4))), GatedMlp(32))
     large = dataclasses.replace(MODEL, blocks=(wide,) * 32, mtp=None, mtp_note="none", max_model_len=4096)
     per_block = 32 * 2 * 64 * 128 * 16 * 4
     resolved = run(model=large, max_model_len=1024)

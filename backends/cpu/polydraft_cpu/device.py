@@ -127,7 +127,7 @@ class CpuDevice(ReferenceDevice):
         self.failures: list[tuple[str, BaseException]] = []
         """The kernel in Python that failed, and what it raised; commands behind it are not carried out."""
         self._outstanding: deque[tuple[int, tuple[object, ...]]] = deque()
-        self.rope_tables: dict[tuple[float, int, int], Array] = {}
+        self.rope_tables: dict[tuple[tuple[float, ...], float, int], Array] = {}
         self._finalizer = weakref.finalize(self, self.library.pd_close, self.context)
 
     @property

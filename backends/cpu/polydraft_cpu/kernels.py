@@ -17,6 +17,7 @@ from polydraft.contracts.base import Args, Limits, Workspace
 from polydraft.contracts.composite import CompositeArgs
 from polydraft.contracts.kernels.expert_mlp import ExpertMlpV1
 from polydraft.contracts.kernels.paged_attention import PagedAttentionV1
+from polydraft.contracts.kernels.rope_kv_write import RopeKvWriteV1, turns
 from polydraft.device import Array, Launch
 from polydraft.errors import ContractError
 from polydraft_cpu.device import CpuDevice, aligned
@@ -215,7 +216,7 @@ class CpuProvider:
         if self.name != "rope_kv_write":
             return []
         length = max(limits.max_len, args.block_table.shape[1] * args.block_size)
-        return [rope_table(self.device, args.theta, args.rope_dims, length).ctypes.data]
+        return [rope_table(self.device, args, length).ctypes.data]
 
 
 def _parts(args: Args | CompositeArgs) -> tuple[Args, ...]:
@@ -228,12 +229,11 @@ def column_table(args: Any) -> Array:
     return np.array([(array.ctypes.data, array[0].size) for array in arrays], np.int64)
 
 
-def rope_table(device: CpuDevice, theta: float, dims: int, length: int) -> Array:
-    """[length, 2, dims / 2] float32: cosines and sines of every position, angles in float64. One a device and rotation."""
-    key = (float(theta), dims, length)
+def rope_table(device: CpuDevice, args: RopeKvWriteV1, length: int) -> Array:
+    """[length, 2, pairs] float32: cosines and sines of every position. One a device and rotation."""
+    key = (args.frequencies, args.attention_factor, length)
     if key not in device.rope_tables:
-        angle = np.arange(length)[:, None] * float(theta) ** (-np.arange(0, dims, 2) / dims)
-        device.rope_tables[key] = np.stack((np.cos(angle), np.sin(angle)), axis=1).astype(np.float32)
+        device.rope_tables[key] = np.stack(turns(args, length), axis=1).astype(np.float32)
     return device.rope_tables[key]
 
 

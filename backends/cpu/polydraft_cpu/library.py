@@ -23,7 +23,7 @@ PATH = Path(__file__).with_name("_kernels.so")
 """The shared library that the package's build makes where there is a C++ compiler."""
 NOTE = Path(__file__).with_name("_build_failure.txt")
 """What the build wrote where it could not make it."""
-ABI = 5
+ABI = 6
 DTYPE_CODES = {"f32": 0, "bf16": 1, "i32": 2, "u32": 3, "u8": 4, "f16": 5}
 NAMED_PARAMS = {"half": 0, "interleaved": 1, "hidden_first": 0, "embedding_first": 1, "logits": 0, "probs": 1} | {
     "softmax": 0, "sigmoid": 1, "none": 0, "sum": 1, "clamp": 2,
@@ -158,11 +158,14 @@ def _buffer_words(name: str, buffer: Any) -> list[int]:
 
 
 def _word(value: Any) -> int:
-    """A parameter by its kind, or the address of a weight's or cache's struct; None and metadata are 0."""
+    """A parameter by its kind (of several numbers, how many), or the address of a weight's or cache's struct; None and metadata
+    are 0."""
     if isinstance(value, float):
         return int(struct.unpack("q", struct.pack("d", value))[0])
     if isinstance(value, str):
         return NAMED_PARAMS[value]
+    if isinstance(value, tuple):
+        return len(value)
     if isinstance(value, (int, np.integer)):  # bool too
         return int(value)
     return int(getattr(value, "address", 0))

@@ -281,6 +281,8 @@ def _varied(rules: _Rules, args: Args, make: Make, name: str) -> Iterator[tuple[
 
 
 def _others(value: Any) -> tuple[Any, ...]:
+    if isinstance(value, tuple):
+        return ((*value, *value), value * 64)
     return ("neither",) if isinstance(value, str) else (value + 1, 0, -1, 2 * value + 1, 1 << 30)
 
 

@@ -1,7 +1,7 @@
 """Constraints of a contract: comparisons between sizes and parameters, parsed from the text that pages show.
 
-The check of a record evaluates them. Only names, numbers, texts, integer arithmetic and comparisons are allowed, and nothing is
-executed as code.
+The check of a record evaluates them. Only names, numbers, texts, integer arithmetic, lengths of tuples
+and comparisons are allowed, and nothing is executed as code.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ Value = Callable[[Known], Any]
 _ARITHMETIC: Final[Mapping[type[ast.operator], Callable[[Any, Any], Any]]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod,
 }  # fmt: skip
+LENGTH: Final = "len"
 _COMPARISONS: Final[Mapping[type[ast.cmpop], Callable[[Any, Any], bool]]] = {
     ast.Eq: operator.eq, ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt, ast.GtE: operator.ge,
     ast.In: lambda left, right: left in right,
@@ -35,12 +36,12 @@ class Constraint:
 
     @classmethod
     def read(cls, text: str) -> Constraint:
-        """Read `W == K + 1`, `0 <= rope_dims <= head_dim`, `style in ("half", "interleaved")` and the like. Raises `SyntaxError`
-        for anything else."""
+        """Read `W == K + 1`, `2 * len(frequencies) <= head_dim`, `style in ("half", "interleaved")` and the like. Raises
+        `SyntaxError` for anything else."""
         tree = ast.parse(text, mode="eval").body
         if not isinstance(tree, ast.Compare):
             raise SyntaxError(f"constraint {text!r} is no comparison")
-        names = sorted((node.col_offset, node.id) for node in ast.walk(tree) if isinstance(node, ast.Name))
+        names = sorted((node.col_offset, node.id) for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id != LENGTH)
         return cls(text, tuple(dict.fromkeys(name for _, name in names)), _reader(tree))
 
     def holds(self, known: Known) -> bool:
@@ -58,6 +59,9 @@ def _reader(node: ast.expr) -> Value:
         return lambda known: constant
     if isinstance(node, ast.Name):
         return operator.itemgetter(node.id)
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == LENGTH and len(node.args) == 1:
+        counted = _reader(node.args[0])
+        return lambda known: len(counted(known))
     if isinstance(node, ast.Tuple):
         items = [_reader(item) for item in node.elts]
         return lambda known: tuple(item(known) for item in items)

@@ -181,6 +181,9 @@ def _parameters(contract: Contract, name: str, spec: ParamSpec, cases: Sequence[
     elif types <= {int, float}:
         yield changed(f"double({name}", lambda value: value * 2.0 if value else 1.0)
         yield changed(f"half({name}", lambda value: value * 0.5 if value else -1.0)
+    elif types == {tuple}:
+        yield changed(f"reverse({name}", lambda value: value[::-1])
+        yield changed(f"shorter({name}", lambda value: value[:-1])
     elif types == {str}:
         for legal in _legal(contract, name, spec):
             yield changed(f"flip({name}={legal}", partial(_constant, legal))

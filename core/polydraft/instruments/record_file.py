@@ -201,4 +201,5 @@ def _record(document: Mapping[str, Any], tensors: Tensors) -> Record:
 
 def _call(document: Mapping[str, Any]) -> Call:
     caches = {name: RecordedCache(**one) for name, one in document["caches"].items()}
-    return Call(**{**document, "caches": caches})
+    params = {name: tuple(one) if isinstance(one, list) else one for name, one in document["params"].items()}
+    return Call(**{**document, "caches": caches, "params": params})

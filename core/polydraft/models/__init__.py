@@ -4,7 +4,7 @@ The engine goes checkpoint -> `FamilyRegistry.describe` -> `load_weights`, and `
 Nothing here computes with weights or knows a backend; tokenizer libraries are imported only when a tokenizer is used.
 """
 
-from polydraft.models.attention import Attention, Rope
+from polydraft.models.attention import Attention
 from polydraft.models.block import (
     At,
     Block,
@@ -25,6 +25,7 @@ from polydraft.models.description import ModelDescription, Mtp
 from polydraft.models.families import FamilyRegistry
 from polydraft.models.family import Family, MtpLayout
 from polydraft.models.feed_forward import GatedMlp, Routing, SparseMoe
+from polydraft.models.rotary import Rope
 from polydraft.models.tensor_table import BLOCK_NAMES, Part, TensorTable
 from polydraft.models.tokenizer import IncrementalDecoder, Tokenizer
 

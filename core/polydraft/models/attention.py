@@ -8,29 +8,18 @@ Keys and values of all earlier positions lie in paged rows, which the backend la
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from polydraft.contracts.base import Limits
 from polydraft.contracts.kernels.paged_attention import PagedAttentionV1
 from polydraft.contracts.kernels.rope_kv_write import RopeKvWriteV1
 from polydraft.device import Launch
 from polydraft.models.block import At, BlockCall, Norm, Tensor, Work
+from polydraft.models.rotary import Rope
 from polydraft.program.caches import KvRows
 
 if TYPE_CHECKING:
     from polydraft.program.declare import Pass
-
-
-@dataclass(frozen=True)
-class Rope:
-    """Rotary position embedding: pair i of a head turns by the angle position * theta^(-2i / dims), in float32."""
-
-    dims: int
-    """Leading elements of each head that turn; even, at most `head_dim`. The others pass unchanged."""
-    theta: float
-    """Base of the frequencies."""
-    style: Literal["half", "interleaved"] = "half"
-    """Which elements form pair i: "half" (i, i + dims/2), "interleaved" (2i, 2i + 1)."""
 
 
 @dataclass(frozen=True)
@@ -127,4 +116,7 @@ class Attention:
 
     def _turn(self, norm: Norm) -> dict[str, Any]:
         """How queries and keys are rotated."""
-        return {"rope_dims": self.rope.dims, "theta": self.rope.theta, "style": self.rope.style, "eps": norm.eps}
+        rope = self.rope
+        return {
+            "frequencies": rope.frequencies, "attention_factor": rope.attention_factor, "style": rope.style, "eps": norm.eps,
+        }  # fmt: skip

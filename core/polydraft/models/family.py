@@ -1,8 +1,8 @@
 """A model family: how config.json and the tensor names of an architecture become a description and a table.
 
 `families.py` has the built-in ones; plugins add others through the hook `polydraft_models`. A family is data. No weights are read
-here, and nothing a configuration asks for is dropped silently: what cannot be computed as configured (rope scaling, sliding
-windows, another activation, quantised weights) is refused by name.
+here, and nothing a configuration asks for is dropped silently: what cannot be computed as configured (sliding windows, another
+activation, quantised weights) is refused by name.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from polydraft.errors import CapabilityError, CheckpointError
-from polydraft.models.attention import Attention, Rope
+from polydraft.models.attention import Attention
 from polydraft.models.block import Block, Tensor
 from polydraft.models.checkpoint import Checkpoint
 from polydraft.models.config_file import ConfigFile, eos_token_ids
 from polydraft.models.description import ModelDescription, Mtp
 from polydraft.models.feed_forward import GatedMlp
+from polydraft.models.rotary import Rotation
 from polydraft.models.tensor_table import BLOCK_NAMES, Part, TensorTable, stored_parts
 
 __all__ = ["Family", "MtpLayout"]
@@ -125,7 +126,7 @@ class Family:
             vocab_size=vocab_size,
             eps=config.number("rms_norm_eps"),
             blocks=blocks,
-            max_model_len=config.integer("max_position_embeddings"),
+            max_model_len=self.rotation(config).max_len,
             norm_plus_one=self.norm_plus_one,
             tie_embeddings=config.flag("tie_word_embeddings", self.lm_head not in checkpoint.names()),
             dtype=checkpoint.dtype(self.embed),
@@ -160,7 +161,7 @@ class Family:
         """A dense block as the configuration's keys have it."""
         heads = config.integer("num_attention_heads")
         kv_heads = config.integer("num_key_value_heads", heads)
-        head_dim = config.integer("head_dim", config.integer("hidden_size") // heads)
+        head_dim = _head_dim(config)
         if heads % kv_heads or head_dim % 2:
             raise CheckpointError(
                 f"{config.path}: num_attention_heads is {heads}, num_key_value_heads {kv_heads}, head_dim {head_dim}, "
@@ -170,7 +171,7 @@ class Family:
             num_heads=heads,
             num_kv_heads=kv_heads,
             head_dim=head_dim,
-            rope=self.rope(config, head_dim),
+            rope=self.rotation(config).rope(self.rope_style),
             qkv_bias=_switch(config, self.qkv_bias),
             output_bias=_switch(config, self.output_bias),
             qk_norm=_switch(config, self.qk_norm),
@@ -178,26 +179,9 @@ class Family:
         width = config.integer("intermediate_size")
         return Block(attention, GatedMlp(width, _switch(config, self.feed_forward_bias)))
 
-    def rope(self, config: ConfigFile, head_dim: int) -> Rope:
-        """How queries and keys rotate. `rope_parameters` is how transformers 5 spells `rope_theta` and `rope_scaling`."""
-        key = "rope_parameters" if config.values.get("rope_parameters") is not None else "rope_scaling"
-        stated = config.section(key)
-        kind = stated.text("rope_type", stated.text("type", "default"))
-        factor = stated.number("partial_rotary_factor", config.number("partial_rotary_factor", self.partial_rotary_factor))
-        per_layer = [name for name, value in stated.values.items() if isinstance(value, dict)]
-        dims = int(head_dim * factor)
-        if kind != "default" or per_layer:
-            raise CapabilityError(
-                f"{config.path}: {key} is {dict(stated.values)}, wanted rope_type default, the same in all layers; use a model "
-                "without rope scaling"
-            )
-        if not 0 < dims <= head_dim or dims % 2:
-            raise CheckpointError(
-                f"{config.path}: partial_rotary_factor is {factor} of head_dim {head_dim}, wanted an even number of elements "
-                "that rotate, at most all; use the config.json of these weights"
-            )
-        theta = stated.number("rope_theta", config.number("rope_theta", self.rope_theta))
-        return Rope(dims, theta, self.rope_style)
+    def rotation(self, config: ConfigFile) -> Rotation:
+        """How queries and keys rotate. A family whose layers do not rotate alike makes its blocks itself."""
+        return Rotation.read(config, _head_dim(config), theta=self.rope_theta, share=self.partial_rotary_factor)
 
     def _mtp(
         self, config: ConfigFile, checkpoint: Checkpoint, blocks: tuple[Block, ...]
@@ -253,6 +237,10 @@ class Family:
             name: tuple(replace(one, transposed=name in marks and len(one.shape) == 2) for one in those)
             for name, those in parts.items()
         }
+
+
+def _head_dim(config: ConfigFile) -> int:
+    return config.integer("head_dim", config.integer("hidden_size") // config.integer("num_attention_heads"))
 
 
 def _switch(config: ConfigFile, switch: bool | str) -> bool:

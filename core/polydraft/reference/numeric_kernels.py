@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from polydraft.contracts.base import Limits
+from polydraft.contracts.kernels.rope_kv_write import turns
 from polydraft.device import Array
 from polydraft.reference.forward_meta import Layout, Segment, build_layout
 from polydraft.reference.kv_grid import to_grid
@@ -85,29 +86,27 @@ def linear(a: Any, limits: Limits) -> Run:
 
 def rope_tables(a: Any, max_len: int) -> tuple[Array, Array]:
     """Factors [max_len, 1, head_dim] float32 of an element and of its partner in the pair; elements that do not rotate have
-    factors 1 and 0. Angles in float64."""
-    frequency = float(a.theta) ** (-np.arange(0, a.rope_dims, 2) / a.rope_dims)
-    angle = np.arange(max_len)[:, None] * frequency
+    factors 1 and 0."""
+    cos, sin = turns(a, max_len)
     own, partner = np.ones((max_len, 1, a.head_dim), np.float32), np.zeros((max_len, 1, a.head_dim), np.float32)
-    first, second = pair_slices(a.rope_dims, a.style)
-    own[:, 0, first] = own[:, 0, second] = np.cos(angle)
-    partner[:, 0, first], partner[:, 0, second] = -np.sin(angle), np.sin(angle)
+    first, second = pair_slices(len(a.frequencies), a.style)
+    own[:, 0, first] = own[:, 0, second] = cos
+    partner[:, 0, first], partner[:, 0, second] = -sin, sin
     return own, partner
 
 
-def pair_slices(rope_dims: int, style: str) -> tuple[slice, slice]:
+def pair_slices(pairs: int, style: str) -> tuple[slice, slice]:
     """First and second elements of the rotation pairs."""
-    half = rope_dims // 2
     if style == "half":
-        return slice(0, half), slice(half, rope_dims)
-    return slice(0, rope_dims, 2), slice(1, rope_dims, 2)
+        return slice(0, pairs), slice(pairs, 2 * pairs)
+    return slice(0, 2 * pairs, 2), slice(1, 2 * pairs, 2)
 
 
 def rope_kv_write(a: Any, limits: Limits) -> Run:
     """Rotate q and k, keep q, write k and v to the paged cache."""
     heads, kv_heads, dim = a.num_heads, a.num_kv_heads, a.head_dim
     own, partner = rope_tables(a, limits.max_len)
-    first, second = pair_slices(a.rope_dims, a.style)
+    first, second = pair_slices(len(a.frequencies), a.style)
     quantised = a.cache.spec.kv
 
     def run(n: int) -> None:

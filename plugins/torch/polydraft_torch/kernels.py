@@ -94,13 +94,13 @@ def argmax(a: Any, n: int) -> None:
 # -- attention -----------------------------------------------------------------------------------------
 def rope_kv_write(a: Any, n: int) -> None:
     """Norm, rotate, store; the cache is [2, num_blocks, block_size, num_kv_heads, head_dim]."""
-    heads, kv_heads, half = a.num_heads, a.num_kv_heads, a.rope_dims // 2
+    heads, kv_heads, half = a.num_heads, a.num_kv_heads, len(a.frequencies)
     q, k, v = a.qkv[:n].view(n, heads + 2 * kv_heads, a.head_dim).split((heads, kv_heads, kv_heads), dim=1)
     if a.q_norm is not None:
         q, k = normed(q, a.q_norm, a.eps, False), normed(k, a.k_norm, a.eps, False)
     positions = a.positions[:n].long()
-    angle = positions.view(n, 1, 1) * torch.arange(0, a.rope_dims, 2).double().div(-a.rope_dims).exp2_().pow(np.log2(a.theta))
-    cos, sin = angle.cos().float(), angle.sin().float()
+    angle = positions.view(n, 1, 1) * torch.tensor(a.frequencies, dtype=torch.float64)
+    cos, sin = (angle.cos() * a.attention_factor).float(), (angle.sin() * a.attention_factor).float()
     first, second = (slice(half), slice(half, 2 * half)) if a.style == "half" else (slice(0, 2 * half, 2), slice(1, 2 * half, 2))
     qk = torch.cat((q, k), dim=1)
     turned = qk.clone()

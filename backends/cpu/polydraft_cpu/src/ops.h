@@ -126,8 +126,8 @@ struct AddNorm { ResidualAdd add; RmsNorm norm; };
 struct Linear { Any x; const Weight* weight; const Weight* bias; Any out; };
 struct RopeKvWrite {
   Any qkv; Ints row_slot, positions, block_table; Cache* cache; void* meta; const Weight *q_norm, *k_norm; Any q_out;
-  int64_t num_heads, num_kv_heads, head_dim, rope_dims; double theta; int64_t style, block_size; double eps;
-  const float* table;  // [positions][2][rope_dims / 2]: cosines, sines
+  int64_t num_heads, num_kv_heads, head_dim, pairs; double attention_factor; int64_t style, block_size; double eps;
+  const float* table;  // [positions][2][pairs]: cosines, sines, times the factor
 };
 struct PagedAttention {
   Any q; Ints row_slot, positions, block_table; const Cache* cache; void* meta; Any out;

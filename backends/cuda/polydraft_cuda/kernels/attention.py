@@ -79,7 +79,7 @@ def turns_inside(device: CudaDevice, turn: Any, a: Any, limits: Limits) -> bool:
     if device.arch != "sm_90" or device.row_invariant or a.cache.spec.kv or not is_fast(a):
         return False
     plain_heads = turn.q_norm is None and turn.k_norm is None
-    whole = plain_heads and turn.rope_dims == turn.head_dim and turn.style == "half" and a.head_dim % 64 == 0
+    whole = plain_heads and 2 * len(turn.frequencies) == turn.head_dim and turn.style == "half" and a.head_dim % 64 == 0
     return bool(whole and limits.window * (a.num_heads // a.num_kv_heads) <= 16)
 
 

@@ -39,7 +39,8 @@ def rope_kv_write(device: CudaDevice, a: Any, table: Any) -> Launch:
     return function.bind(
         lambda n: (n, -(-heads // WARPS), 1), 32 * WARPS, a.qkv, a.row_slot, a.positions, a.block_table, a.cache.keys,
         a.cache.values, a.q_norm, a.k_norm, table, a.q_out, a.block_table.shape[1], int(a.num_heads), int(a.num_kv_heads),
-        int(a.head_dim), int(a.rope_dims), int(a.block_size), float(a.eps), shared=4 * WARPS * int(a.head_dim), dependent=True,
+        int(a.head_dim), 2 * len(a.frequencies), int(a.block_size), float(a.eps), shared=4 * WARPS * int(a.head_dim),
+        dependent=True,
     )  # fmt: skip
 
 

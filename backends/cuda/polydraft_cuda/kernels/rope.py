@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from polydraft.contracts.base import Limits
+from polydraft.contracts.kernels.rope_kv_write import turns
 from polydraft.device import Launch
 from polydraft_cuda.compiler import act
 from polydraft_cuda.device import CudaDevice
@@ -18,24 +19,18 @@ from polydraft_cuda.kernels import quantised
 from polydraft_cuda.kernels.provider import Kernel, source
 
 WARPS = 4
-_TABLES: weakref.WeakKeyDictionary[Any, dict[tuple[float, int], Any]] = weakref.WeakKeyDictionary()
-
-
-def turns(device: CudaDevice, theta: float, dims: int, length: int) -> Any:
-    """[length, dims / 2, 2] float32: cosine and sine of each position and frequency."""
-    tables = _TABLES.setdefault(device, {})
-    found = tables.get((theta, dims))
-    if found is None or found.shape[0] < length:
-        frequency = theta ** (-np.arange(0, dims, 2) / dims)
-        angle = np.arange(length)[:, None] * frequency
-        found = tables[theta, dims] = device.empty("rope.turns", (length, dims // 2, 2), "f32")
-        device.load(found, np.stack([np.cos(angle), np.sin(angle)], axis=-1).astype(np.float32))
-    return found
+_TABLES: weakref.WeakKeyDictionary[Any, dict[tuple[tuple[float, ...], float], Any]] = weakref.WeakKeyDictionary()
 
 
 def table_of(device: CudaDevice, a: Any, limits: Limits) -> Any:
-    """The turns of a layer: of all positions that a text or a block table has room for."""
-    return turns(device, float(a.theta), int(a.rope_dims), max(limits.max_len, a.block_table.shape[1] * a.block_size))
+    """[positions, pairs, 2] float32: cosine and sine of each pair at every position that a text or a block table has room for."""
+    length = max(limits.max_len, a.block_table.shape[1] * a.block_size)
+    tables, key = _TABLES.setdefault(device, {}), (a.frequencies, float(a.attention_factor))
+    found = tables.get(key)
+    if found is None or found.shape[0] < length:
+        found = tables[key] = device.empty("rope.turns", (length, len(a.frequencies), 2), "f32")
+        device.load(found, np.stack(turns(a, length), axis=-1).astype(np.float32))
+    return found
 
 
 def rope_kv_write(device: CudaDevice, a: Any, limits: Limits, workspace: Any) -> Launch:
@@ -52,7 +47,7 @@ def rope_kv_write(device: CudaDevice, a: Any, limits: Limits, workspace: Any) ->
     return function.bind(
         lambda n: (n, -(-heads // WARPS), 1), 32 * WARPS, a.qkv, a.row_slot, a.positions, a.block_table, a.cache.keys,
         a.cache.values, a.q_norm, a.k_norm, table, a.q_out, a.block_table.shape[1], int(a.num_heads), int(a.num_kv_heads),
-        int(a.head_dim), int(a.rope_dims), int(a.block_size), float(a.eps), dependent=True,
+        int(a.head_dim), 2 * len(a.frequencies), int(a.block_size), float(a.eps), dependent=True,
     )  # fmt: skip
 
 

@@ -31,7 +31,7 @@ def rope_kv_write(a: Any, limits: Limits) -> Run:
         return numeric.rope_kv_write(a, limits)
     heads, kv_heads, dim = a.num_heads, a.num_kv_heads, a.head_dim
     own, partner = rope_tables(a, limits.max_len, a.qkv)
-    by_half = a.q_norm is None and a.style == "half" and a.rope_dims == dim
+    by_half = a.q_norm is None and a.style == "half" and 2 * len(a.frequencies) == dim
     columns = None if by_half else swap_columns(a)
     in_heads, in_halves = a.qkv.reshape([-1, dim]), a.qkv.reshape([-1, dim // 2]) if by_half else None
     cache, first, q_heads = a.cache.rows, First(a.q_out), First(a.q_out.reshape([-1, dim]))

@@ -12,6 +12,7 @@ import numpy as np
 import paddle
 
 from polydraft.contracts.base import Limits
+from polydraft.contracts.kernels.rope_kv_write import turns
 from polydraft_paddle.forward_meta import Windows
 from polydraft_paddle.kernels.kv_quant import rows_at, rows_for
 from polydraft_paddle.kernels.sampling import argmax, gumbel_noise, process_logits, sample
@@ -57,8 +58,8 @@ def linear(a: Any, n: int) -> None:
 
 def rope_tables(a: Any, max_len: int, like: Tensor) -> tuple[Tensor, Tensor]:
     """Factors [max_len, head_dim] float32 of an element and of its partner in the pair; elements that do not rotate have factors
-    1 and 0. Angles in float64. Layers of one shape on one place share them."""
-    key = float(a.theta), a.rope_dims, a.style, a.head_dim, max_len, str(like.place)
+    1 and 0. Layers of one shape on one place share them."""
+    key = a.frequencies, a.attention_factor, a.style, a.head_dim, max_len, str(like.place)
     found = _TABLES.get(key)
     if found is None:
         host = _rope_factors(a, max_len)
@@ -70,24 +71,23 @@ _TABLES: dict[tuple[object, ...], tuple[Tensor, Tensor]] = {}
 
 
 def _rope_factors(a: Any, max_len: int) -> tuple[Any, Any]:
-    frequency = float(a.theta) ** (-np.arange(0, a.rope_dims, 2) / a.rope_dims)
-    angle = np.arange(max_len)[:, None] * frequency
+    cos, sin = turns(a, max_len)
     own, partner = np.ones((max_len, a.head_dim), np.float32), np.zeros((max_len, a.head_dim), np.float32)
-    first, second = _pairs(a.rope_dims, a.style)
-    own[:, first] = own[:, second] = np.cos(angle)
-    partner[:, first], partner[:, second] = -np.sin(angle), np.sin(angle)
+    first, second = _pairs(len(a.frequencies), a.style)
+    own[:, first] = own[:, second] = cos
+    partner[:, first], partner[:, second] = -sin, sin
     return own, partner
 
 
-def _pairs(rope_dims: int, style: str) -> tuple[Any, Any]:
+def _pairs(count: int, style: str) -> tuple[Any, Any]:
     """First and second elements of the rotation pairs."""
-    half = np.arange(rope_dims // 2)
-    return (half, half + rope_dims // 2) if style == "half" else (2 * half, 2 * half + 1)
+    half = np.arange(count)
+    return (half, half + count) if style == "half" else (2 * half, 2 * half + 1)
 
 
 def swap_columns(a: Any) -> Tensor:
     """Column of each element's partner in its rotation pair, its own where it does not rotate; int32 [head_dim]."""
-    first, second = _pairs(a.rope_dims, a.style)
+    first, second = _pairs(len(a.frequencies), a.style)
     swap = np.arange(a.head_dim, dtype=np.int32)
     swap[first], swap[second] = second, first
     return paddle.to_tensor(swap, place=a.qkv.place)

@@ -19,14 +19,17 @@ def rope_kv_write(a: Any, limits: Limits) -> Run:
     import numpy as np
     import paddle
 
+    from polydraft.contracts.kernels.rope_kv_write import turns
     from polydraft_paddle.kernels import numeric
 
-    if a.rope_dims != a.head_dim:
+    if 2 * len(a.frequencies) != a.head_dim:
         return numeric.rope_kv_write(a, limits)
     half = np.arange(a.head_dim // 2)
     pair = np.concatenate([half, half]) if a.style == "half" else half.repeat(2)
-    angle = np.arange(limits.max_len)[:, None] * (float(a.theta) ** (-2.0 * pair / a.head_dim))
-    sin, cos = (paddle.to_tensor(f(angle).astype(np.float32)[None, :, None], place=a.qkv.place) for f in (np.sin, np.cos))
+    cos, sin = (
+        paddle.to_tensor(table[:, pair].astype(np.float32)[None, :, None], place=a.qkv.place)
+        for table in turns(a, limits.max_len)
+    )
 
     def rotate(qk: Any, positions: Any) -> Any:
         ids = paddle.clip(positions, 0, limits.max_len - 1).astype("int64").unsqueeze(0)

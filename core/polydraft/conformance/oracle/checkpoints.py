@@ -58,7 +58,9 @@ def block_shapes(config: Mapping[str, Any], *, sparse: bool = False) -> dict[str
         shapes |= {"self_attn.q_proj.bias": (q,), "self_attn.k_proj.bias": (kv,), "self_attn.v_proj.bias": (kv,)}
     if not always_biased and architecture != "Glm4MoeForCausalLM" and config.get("attention_bias"):
         shapes["self_attn.o_proj.bias"] = (h,)
-    if config.get("mlp_bias"):
+    if config.get("use_bias"):
+        shapes |= {f"self_attn.{name}_proj.bias": (size,) for name, size in {"q": q, "k": kv, "v": kv, "o": h}.items()}
+    if config.get("mlp_bias") or config.get("use_bias"):
         i = config["intermediate_size"]
         shapes |= {"mlp.gate_proj.bias": (i,), "mlp.up_proj.bias": (i,), "mlp.down_proj.bias": (h,)}
     if architecture in {"Qwen3ForCausalLM", "Qwen3MoeForCausalLM"} or config.get("use_qk_norm"):

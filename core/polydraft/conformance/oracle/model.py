@@ -171,7 +171,7 @@ def _chosen(logits: Array, routing: Routing, bias: Array | None) -> list[tuple[i
 
 
 def _rotate(x: Array, rope: Rope) -> Array:
-    """[n, heads, d]: turn the pairs of each head of row p by p * theta^(-2i / dims)."""
+    """[n, heads, d]: turn the pairs of each head of row p by p * frequencies[i]."""
     i = np.arange(rope.dims // 2)
     cos, sin = _turns(len(x), rope, x.dtype)
     first, second = (i, i + rope.dims // 2) if rope.style == "half" else (2 * i, 2 * i + 1)
@@ -183,9 +183,10 @@ def _rotate(x: Array, rope: Rope) -> Array:
 
 @cache
 def _turns(n: int, rope: Rope, dtype: np.dtype[Any]) -> tuple[Array, Array]:
-    """Cosine and sine of the angles of n rows, [n, 1, dims / 2] each."""
-    angle = np.arange(n)[:, None] * rope.theta ** (-2.0 * np.arange(rope.dims // 2) / rope.dims)
-    return np.cos(angle).astype(dtype)[:, None, :], np.sin(angle).astype(dtype)[:, None, :]
+    """Cosine and sine of the angles of n rows, times the attention factor, [n, 1, dims / 2] each."""
+    angle = np.outer(np.arange(n), rope.frequencies)
+    cos, sin = (rope.attention_factor * turn for turn in (np.cos(angle), np.sin(angle)))
+    return cos.astype(dtype)[:, None, :], sin.astype(dtype)[:, None, :]
 
 
 def _attention(q: Array, k: Array, v: Array) -> Array:

@@ -36,28 +36,43 @@ class RopeKvWriteV1(Args):
     num_heads: int = param("Query heads.")
     num_kv_heads: int = param("Key and value heads; divides num_heads.")
     head_dim: int = param("Elements of a head (D).")
-    rope_dims: int = param("Leading elements of a head that rotate, even; the rest pass unchanged.")
-    theta: float = param("Base of the frequencies: pair i turns by position * theta ** (-2 * i / rope_dims) radians.")
+    frequencies: tuple[float, ...] = param(
+        "Pair i turns by position * frequencies[i] radians; elements of a head behind these pairs pass unchanged."
+    )
+    attention_factor: float = param("Factor of all cosines and sines, so of every element that turns.")
     style: Literal["half", "interleaved"] = param(
-        '"half" pairs elements (i, i + rope_dims / 2); "interleaved" pairs (2 * i, 2 * i + 1).'
+        '"half" pairs elements (i, i + pairs), with as many pairs as frequencies; "interleaved" pairs (2 * i, 2 * i + 1).'
     )
     block_size: int = param("Positions of a block.")
     eps: float = param("RMSNorm epsilon of q_norm and k_norm.")
 
 
-def pair(i: int, *, rope_dims: int, style: str) -> tuple[int, int]:
+def plain_frequencies(dims: int, theta: float) -> tuple[float, ...]:
+    """Frequencies of `dims` elements that turn, without any scaling: theta ** (-2 * i / dims) for pair i."""
+    return tuple(theta ** (-2.0 * i / dims) for i in range(dims // 2))
+
+
+def turns(a: Any, length: int) -> tuple[Array, Array]:
+    """Cosines and sines, [length, pairs] float64, by which the pairs of a head turn at each position: what the tables of backends
+    are made of. `a`: a record of the contract."""
+    angle = np.outer(np.arange(length), a.frequencies)
+    return np.cos(angle) * a.attention_factor, np.sin(angle) * a.attention_factor
+
+
+def pair(a: Any, i: int) -> tuple[int, int]:
     """Return the two elements of a head that form rotation pair `i`."""
-    return (i, i + rope_dims // 2) if style == "half" else (2 * i, 2 * i + 1)
+    return (i, i + len(a.frequencies)) if a.style == "half" else (2 * i, 2 * i + 1)
 
 
-def rotate(head: Array, position: int, *, rope_dims: int, theta: float, style: str) -> Array:
-    """Return one float64 head rotated to `position`; every rotated pair stays where it was."""
+def rotate(head: Array, a: Any, r: int) -> Array:
+    """Return one float64 head of row `r` rotated to its position; every rotated pair stays where it was."""
     out = head.copy()
-    for i in range(rope_dims // 2):
-        angle = position * theta ** (-2.0 * i / rope_dims)
-        j, k = pair(i, rope_dims=rope_dims, style=style)
-        out[j] = head[j] * math.cos(angle) - head[k] * math.sin(angle)
-        out[k] = head[k] * math.cos(angle) + head[j] * math.sin(angle)
+    for i, frequency in enumerate(a.frequencies):
+        angle = int(a.positions[r]) * frequency
+        cos, sin = a.attention_factor * math.cos(angle), a.attention_factor * math.sin(angle)
+        j, k = pair(a, i)
+        out[j] = head[j] * cos - head[k] * sin
+        out[k] = head[k] * cos + head[j] * sin
     return out
 
 
@@ -83,11 +98,10 @@ def golden(a: Any, n: int) -> None:
         if a.row_slot[r] < 0:
             continue
         q, k, v = heads_of(a, r)
-        rope = {"rope_dims": a.rope_dims, "theta": a.theta, "style": a.style}
-        a.q_out[r] = np.concatenate([rotate(head, int(a.positions[r]), **rope) for head in q])
+        a.q_out[r] = np.concatenate([rotate(head, a, r) for head in q])
         block, offset = place_of(a, r)
         for g in range(a.num_kv_heads if block >= 0 else 0):
-            rotated = rotate(k[g], int(a.positions[r]), **rope)
+            rotated = rotate(k[g], a, r)
             for i in range(a.head_dim):
                 a.cache.k[block, offset, g, i], a.cache.v[block, offset, g, i] = rotated[i], v[g][i]
 
@@ -98,10 +112,9 @@ def condition(head: Array, a: Any, r: int, *, normalized: bool) -> Array:
     Elements that only move have none and must be exact.
     """
     out = np.abs(head) if normalized else np.zeros_like(head)
-    for i in range(a.rope_dims // 2):
-        j, k = pair(i, rope_dims=a.rope_dims, style=a.style)
-        angle = a.positions[r] * a.theta ** (-2.0 * i / a.rope_dims)
-        out[j] = out[k] = (abs(head[j]) + abs(head[k])) * (1.0 + angle)
+    for i, frequency in enumerate(a.frequencies):
+        j, k = pair(a, i)
+        out[j] = out[k] = (abs(head[j]) + abs(head[k])) * a.attention_factor * (1.0 + a.positions[r] * frequency)
     return out
 
 
@@ -121,8 +134,8 @@ def scale(a: Any, n: int) -> Mapping[str, Array]:
 
 def _case(
     name: str, runs: Runs, *, beyond: int = 1, seed: int = 8, heads: int = 4, kv_heads: int = 2, head_dim: int = 8,
-    rope_dims: int = 8, theta: float = 1e4, style: str = "half", block_size: int = 4, norms: bool = False,
-    factor: float = 1.0, ungranted: Collection[tuple[int, int]] = (),
+    rope_dims: int = 8, theta: float = 1e4, attention_factor: float = 1.0, style: str = "half", block_size: int = 4,
+    norms: bool = False, factor: float = 1.0, ungranted: Collection[tuple[int, int]] = (),
 ) -> Case:  # fmt: skip
     """Random heads; the last `beyond` rows lie beyond the launch. Rows that carry nothing hold NaN."""
     rng = np.random.default_rng(seed)
@@ -136,8 +149,9 @@ def _case(
     q_norm, k_norm = rng.standard_normal((2, head_dim), np.float32)
     arrays: dict[str, Any] = {"qkv": qkv, "row_slot": row_slot, "positions": positions, "block_table": table, "meta": None}
     arrays |= {"cache": LogicalCache(k, v), "q_norm": q_norm if norms else None, "k_norm": k_norm if norms else None}
-    params: dict[str, Any] = {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": head_dim, "rope_dims": rope_dims}
-    params |= {"theta": theta, "style": style, "block_size": block_size, "eps": 1e-5}
+    params: dict[str, Any] = {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": head_dim}
+    params |= {"frequencies": plain_frequencies(rope_dims, theta), "attention_factor": attention_factor, "style": style}
+    params |= {"block_size": block_size, "eps": 1e-5}
     outputs = {"q_out": ((len(row_slot), heads * head_dim), "act")}
     return Case(name, arrays, params, len(row_slot) - beyond, outputs)
 
@@ -152,6 +166,8 @@ def cases() -> Iterator[Case]:
     yield _case("interleaved_pairs", MIXED, style="interleaved")
     yield _case("partial_rotation", MIXED, rope_dims=4)
     yield _case("partial_rotation_interleaved", MIXED, rope_dims=6, style="interleaved", theta=1e6)
+    yield _case("turned_elements_are_scaled", MIXED, rope_dims=6, attention_factor=1.2)
+    yield _case("turned_elements_are_scaled_interleaved", MIXED, rope_dims=4, attention_factor=0.75, style="interleaved")
     yield _case("heads_are_normalised_first", MIXED, norms=True)
     yield _case("epsilon_outweighs_the_squares", MIXED, norms=True, factor=1e-3, rope_dims=4)
     yield _case("one_kv_head", MIXED, kv_heads=1, norms=True, style="interleaved")
@@ -196,7 +212,8 @@ def generate(rng: np.random.Generator, sizes: Sizes = SMALL) -> Case:
     runs = runs if "MB" not in sizes else reaching(runs, (sizes["MB"] - 2) * block_size)
     return _case(
         "random", runs, beyond=beyond, seed=seed, heads=heads, kv_heads=math.gcd(heads, kv_heads), head_dim=head_dim,
-        rope_dims=rope_dims, theta=theta, style=style, block_size=block_size, norms=bool(rng.integers(2)),
+        rope_dims=rope_dims, theta=theta, attention_factor=float(rng.choice([1.0, 1.1])), style=style, block_size=block_size,
+        norms=bool(rng.integers(2)),
     )  # fmt: skip
 
 
@@ -218,8 +235,7 @@ CONTRACT = REGISTRY.add(
             "num_heads % num_kv_heads == 0",
             "Q == (num_heads + 2 * num_kv_heads) * head_dim",
             "P == num_heads * head_dim",
-            "rope_dims % 2 == 0",
-            "0 <= rope_dims <= head_dim",
+            "2 * len(frequencies) <= head_dim",
             "block_size >= 1",
             'style in ("half", "interleaved")',
         ),

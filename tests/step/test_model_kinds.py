@@ -1,4 +1,5 @@
-"""Models with experts: greedy texts and rounds are the recomputing oracle's, for every number of drafts and on every backend."""
+"""Models with experts, scaled rotation and biases: greedy texts and rounds are the recomputing oracle's, for every number of
+drafts and on every backend."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from tests.support import tiny
 from tests.support.depth import crossed
 from tests.support.runs import Ask, drive, oracle
 
-MODELS = ("sparse-ernie", "sparse-glm")
+MODELS = ("sparse-ernie", "sparse-glm", "stretched-dynamic", "stretched-yarn", "stretched-llama3")
 BACKENDS: tuple[dict[str, Any], ...] = (
     {"backend": "reference", "invariant": True},
     {"backend": "reference", "device": "queued", "graph": "decode", "overlap": 1},
@@ -24,7 +25,7 @@ CLOSE = 1e-3
 """Logits: an engine in float32 may choose otherwise where the best two are nearer."""
 
 
-@pytest.mark.parametrize(("num_drafts", "options", "model"), crossed(3, range(6), BACKENDS, MODELS), ids=str)
+@pytest.mark.parametrize(("num_drafts", "options", "model"), crossed(5, range(6), BACKENDS, MODELS), ids=str)
 def test_texts_and_rounds_are_the_oracles(model: str, options: dict[str, Any], num_drafts: int) -> None:
     llm = LLM(
         model=str(tiny.checkpoint(model)), plugins=tiny.PLUGINS, draft_tokens=num_drafts, max_num_seqs=3, block_size=4, **options

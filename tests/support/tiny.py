@@ -66,21 +66,25 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "n_routed_experts": 8, "num_experts_per_tok": 3, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 2,
         "topk_group": 1, "attention_bias": True, "use_qk_norm": True, "routed_scaling_factor": 1.5,
     },
-    "stretched-dynamic": {**_STRETCHED, "rope_scaling": {"type": "dynamic", "factor": 4.0}},
-    "stretched-yarn": {
-        **_STRETCHED, "partial_rotary_factor": 0.75,
-        "rope_scaling": {"type": "yarn", "factor": 4.0, "beta_fast": 1, "beta_slow": 0.1},
-    },
+    "stretched-dynamic": {**_STRETCHED, "vocab_size": 96, "rope_scaling": {"type": "dynamic", "factor": 4.0}},
     "stretched-llama3": {
-        **_STRETCHED, "architectures": ["Ernie4_5ForCausalLM"], "use_bias": True, "max_position_embeddings": 96,
+        **_STRETCHED, "max_position_embeddings": 96,
         "rope_scaling": {
             "rope_type": "llama3", "factor": 4.0, "low_freq_factor": 0.5, "high_freq_factor": 2.0,
             "original_max_position_embeddings": 24,
         },
     },
+    "stretched-yarn": {
+        **_STRETCHED, "partial_rotary_factor": 0.75,
+        "rope_scaling": {"type": "yarn", "factor": 4.0, "beta_fast": 1, "beta_slow": 0.1},
+    },
+    "with-biases": {
+        "architectures": ["Ernie4_5ForCausalLM"], "use_bias": True, "hidden_size": 48, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 56, "vocab_size": 101,
+    },
 }  # fmt: skip
 """config.json of each tiny model: two of MiMo's family, one for each of `tiny_families`, two with experts, three with
-scaled rotation (of which one has biases everywhere). Weights are drawn from the place of a name among the sorted ones."""
+scaled rotation, one with biases everywhere. Weights are drawn from the place of a name among the sorted ones."""
 _MOVED = "-moved"
 
 

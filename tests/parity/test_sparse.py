@@ -82,6 +82,7 @@ def sparse(architecture: str, **changes: Any) -> Any:
         ("Ernie4_5_Moe", {"moe_num_shared_experts": 0, "tie_word_embeddings": True, "moe_norm_min": 0.9}),
         ("Ernie4_5", {}),
         ("Qwen3Moe", {}),
+        ("Qwen3Moe", {"attention_bias": True}),
         ("Qwen3Moe", {"norm_topk_prob": False, "mlp_only_layers": [0], "decoder_sparse_step": 2}),
     ],
 )

@@ -24,6 +24,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from polydraft.errors import CheckpointError
 from tests.oracle import OracleModel
 from tests.support.recording import engine_logits
 
@@ -220,14 +221,32 @@ def test_target(tmp_path: Path, logits_fn: LogitsFn, architecture: str, changes:
     assert distance(ours, theirs) < TOLERANCE
 
 
+@pytest.mark.parametrize("logits_fn", IMPLEMENTATIONS)
 @pytest.mark.parametrize(
-    ("architecture", "changes"),
-    [("Qwen3", {"attention_bias": True}), ("Llama", {"attention_bias": True}), ("Llama", {"mlp_bias": True})],
+    ("architecture", "switch", "name"),
+    [
+        ("Qwen3", "attention_bias", "self_attn.o_proj.bias"),
+        ("Llama", "attention_bias", "self_attn.v_proj.bias"),
+        ("Llama", "mlp_bias", "mlp.up_proj.bias"),
+        ("Ernie4_5", "use_bias", "mlp.down_proj.bias"),
+    ],
 )
-def test_oracle_computes_biases_that_the_engine_still_refuses(tmp_path: Path, architecture: str, changes: dict[str, Any]) -> None:
-    model = build(architecture, **changes)
+def test_biases(tmp_path: Path, logits_fn: LogitsFn, architecture: str, switch: str, name: str) -> None:
+    """Each matters, and none is dropped where the configuration has not switched it on."""
+    from safetensors.torch import load_file, save_file
+
+    model = build(architecture, **{switch: True})
     theirs = target_logits(model, PROMPT)[1].numpy()
-    assert distance(oracle_logits(save(model, tmp_path), PROMPT, 0, {})[0], theirs) < TOLERANCE
+    assert distance(logits_fn(save(model, tmp_path), PROMPT, 0, {})[0], theirs) < TOLERANCE
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file(
+        {key: value.flip(0) if key.endswith(name) else value for key, value in tensors.items()}, tmp_path / "model.safetensors"
+    )
+    assert distance(logits_fn(tmp_path, PROMPT, 0, {})[0], theirs) > 10 * TOLERANCE
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, switch: False}))
+    with pytest.raises(CheckpointError, match=r"proj\.bias"):
+        logits_fn(tmp_path, PROMPT, 0, {})
 
 
 @pytest.fixture(scope="module")

@@ -50,8 +50,8 @@ class Rotation:
     theta: float
     dims: int
     """Elements of a head that turn."""
-    trained: int
-    """`max_position_embeddings`."""
+    config: ConfigFile
+    """The whole configuration."""
 
     @classmethod
     def read(cls, config: ConfigFile, head_dim: int, *, theta: float, share: float) -> Rotation:
@@ -80,7 +80,7 @@ class Rotation:
         outside = config.values.get("original_max_position_embeddings")
         if outside is not None:  # in front of the section's own, as transformers has it
             keys = ConfigFile(keys.path, {**keys.values, "original_max_position_embeddings": outside})
-        return cls(keys, section, kind, theta, dims, config.integer("max_position_embeddings"))
+        return cls(keys, section, kind, theta, dims, config)
 
     def rope(self, style: Literal["half", "interleaved"]) -> Rope:
         """The table of frequencies, and the factor of the angles' cosines and sines."""
@@ -91,6 +91,11 @@ class Rotation:
     def max_len(self) -> int:
         """Tokens of the longest text that the scaling is meant for."""
         return KINDS[self.kind].max_len(self)
+
+    @property
+    def trained(self) -> int:
+        """Tokens of the texts that the weights are for; one without scaling need not say, as draft models do."""
+        return self.config.integer("max_position_embeddings")
 
     @property
     def original(self) -> int:

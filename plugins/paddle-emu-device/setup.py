@@ -9,6 +9,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "paddle-device-s
 from build_device import BuildDevice, device_library  # beside this folder: what devices share
 
 setup(
-    ext_modules=[device_library("polyemu", ["src/runtime.cc", "src/kernels.cc"], depends=["src/queue.h", "src/memory.h"])],
+    ext_modules=[
+        device_library(
+            "polyemu",
+            ["src/runtime.cc", "src/kernels.cc", "src/offer.cc"],
+            depends=[f"src/{name}.h" for name in ("differences", "further_operations", "log", "memory", "queue")],
+        )
+    ],
     cmdclass={"build_ext": BuildDevice},
 )

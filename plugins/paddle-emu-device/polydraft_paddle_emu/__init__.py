@@ -1,4 +1,5 @@
-"""The Python side of the emulated Paddle device: where its library lies, pinned memory, what it counts, and faults it can have.
+"""The Python side of the emulated Paddle device: where its library lies, pinned memory, what it counts, faults it can have, and
+lists of operations that it can be narrowed to.
 
 polydraft's Paddle backend, tests and tools use it. It has to be asked after `import paddle`, which loads the library; the device
 works without it.
@@ -8,9 +9,12 @@ from __future__ import annotations
 
 import ctypes
 import weakref
+from collections import Counter
 from functools import cache
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
+
+from polydraft_paddle_emu.operation_lists import NAMES, OperationList, read
 
 DEVICE: Final = "polyemu:0"
 """What `paddle.set_device` and `--device` call it."""
@@ -20,9 +24,10 @@ COUNTERS: Final = (
 """What `counter` knows: device kernels queued; copies queued, those of them that on a chip would wait, because an end of them is
 host memory that is not pinned, and copies that the host waited for; graphs launched; bytes in use and their peak, and bytes among
 them that captured work was given, which all graphs share."""
-KNOBS: Final = ("latency_us", "copies_until_failure", "bytes_limit", "lost")
+KNOBS: Final = ("latency_us", "copies_until_failure", "bytes_limit", "lost", "tf32", "last_maximum", "no_graphs")
 """What `set_knob` knows: microseconds that every piece of work takes at least; copies until one fails (-1: none does); bytes of
-device memory; and, not 0, a device that answers nothing any more."""
+device memory; and, not 0, a device that answers nothing any more, that rounds the factors of float32 products to TF32, whose
+`argmax` takes the last of equal maxima, that captures nothing."""
 
 
 def library() -> Path:
@@ -40,6 +45,12 @@ def _loaded() -> ctypes.CDLL:
     loaded.polyemu_pinned.argtypes = [ctypes.c_size_t]
     loaded.polyemu_unpinned.restype = None
     loaded.polyemu_unpinned.argtypes = [ctypes.c_void_p]
+    loaded.polyemu_offer.restype = ctypes.c_int64
+    loaded.polyemu_offer.argtypes = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_int]
+    loaded.polyemu_begin.restype = None
+    loaded.polyemu_begin.argtypes = [ctypes.c_char_p]
+    loaded.polyemu_end.restype = ctypes.c_char_p
+    loaded.polyemu_log.restype = ctypes.c_char_p
     return loaded
 
 
@@ -77,3 +88,84 @@ def pinned_memory(index: int, nbytes: int) -> Any:
     memory = (ctypes.c_uint8 * max(nbytes, 1)).from_address(pointer)
     weakref.finalize(memory, _loaded().polyemu_unpinned, pointer).atexit = False  # copies may still be queued then
     return memory
+
+
+# -- lists of operations -----------------------------------------------------------------------------
+def chosen(options: str) -> OperationList | None:
+    """The list that the options of a device's name choose, `ops=NAME`; None where there are no options. Raises `ValueError`."""
+    if not options:
+        return None
+    key, _, name = options.partition("=")
+    if key != "ops" or name not in NAMES:
+        raise ValueError(f"got the options {options!r}, wanted {' or '.join(f'ops={known}' for known in NAMES)}")
+    return read(name)
+
+
+def f32_matmul(options: str) -> str:
+    """What float32 products round their factors to, "f32" or "tf32". Raises `ValueError` for options that there are not."""
+    wanted = chosen(options)
+    return wanted.f32_matmul if wanted else "f32"
+
+
+def configure(options: str, *, refuse_waits: bool) -> None:
+    """Open the device with what the options of its name choose: with a list Paddle's table loses every other kernel of the
+    device, for good, and a launch in which the host waits is complained of, if waits are to be refused. Raises `ValueError`
+    for options that there are not, and for others than the process has opened the device with before."""
+    wanted = chosen(options)
+    if not _OPENED:
+        _OPENED.append(wanted)
+        if wanted is not None:
+            offered = "\n".join(f"{name} {' '.join(sorted(dtypes))}" for name, dtypes in wanted.kernels.items() if dtypes)
+            _loaded().polyemu_offer(offered.encode(), " ".join(sorted(wanted.waits)).encode(), wanted.is_custom)
+            set_knob("tf32", wanted.f32_matmul == "tf32")
+            set_knob("last_maximum", wanted.last_maximum)
+            set_knob("no_graphs", not wanted.graphs)
+    if _OPENED[0] is not wanted:
+        before = f"with ops={_OPENED[0].name}" if _OPENED[0] else "without options"
+        raise ValueError(f"this process has opened the device {before}, which lasts until it ends; use another process")
+    _LAUNCHES.refuse_waits = refuse_waits
+
+
+_OPENED: list[OperationList | None] = []
+"""What the process has opened the device with, once it has."""
+
+
+class Launches:
+    """What the device is told of launches, and says of them."""
+
+    refuse_waits = False
+
+    def begin(self, contract: str) -> None:
+        """The launch of a contract begins on this thread."""
+        _loaded().polyemu_begin(contract.encode())
+
+    def end(self) -> str:
+        """It has ended: what made the host wait in it, for a sentence; "" where nothing did, or waits are allowed."""
+        waits = Counter(_loaded().polyemu_end().decode().splitlines())
+        return " and ".join(what if n == 1 else f"{n} times {what}" for what, n in waits.items()) if self.refuse_waits else ""
+
+
+_LAUNCHES: Final = Launches()
+
+
+def launches() -> Launches | None:
+    """Whom to tell of launches; None where the device was opened without a list."""
+    return _LAUNCHES if _OPENED and _OPENED[0] else None
+
+
+class Seen(NamedTuple):
+    """What the device has seen since it was opened with a list, by contract ("" outside launches)."""
+
+    kernels: dict[str, Counter[str]]
+    """Kernels that ran, such as `add in float32`. What is replayed counts once, when it was captured."""
+    waits: dict[str, Counter[str]]
+    """What made the host wait: a kernel that waits for the host on the chip, or a copy or a synchronisation."""
+
+
+def log() -> Seen:
+    """The device's log."""
+    seen = Seen({}, {})
+    for line in _loaded().polyemu_log().decode().splitlines():
+        kind, contract, what, count = line.split("\t")
+        (seen.kernels if kind == "kernel" else seen.waits).setdefault(contract, Counter())[what] = int(count)
+    return seen

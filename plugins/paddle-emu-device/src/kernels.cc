@@ -17,6 +17,9 @@
 #include "paddle/phi/common/scalar.h"
 #include "paddle/phi/core/dense_tensor.h"
 #include "paddle/phi/core/device_context.h"
+#include "differences.h"
+#include "further_operations.h"
+#include "log.h"
 #include "memory.h"
 #include "paddle_device/graph_memory.h"
 #include "paddle_device/registration.h"
@@ -29,10 +32,6 @@ using paddle_device::GraphMemory;
 using phi::CPUContext;
 using phi::CustomContext;
 using phi::DenseTensor;
-
-const CPUContext& cpu() {
-  return *static_cast<const CPUContext*>(phi::DeviceContextPool::Instance().Get(phi::CPUPlace()));
-}
 
 // Device memory as the CPU kernel sees it. It keeps the allocation alive until the work has run, in a graph for as long as there is
 // the graph. Memory of graphs is not kept: what it is given to next runs behind this work.
@@ -125,6 +124,17 @@ struct Argument<DenseTensor*> {
   }
 };
 
+std::string label_of(const char* operation, phi::DataType dtype) {
+  return std::string(operation) + " in " + phi::DataTypeToString(dtype);
+}
+
+// As on a chip whose kernel reads an argument on the host: everything queued has to have run.
+void wait_for(Stream* stream, const std::string& label) {
+  log().waited(label);
+  if (stream->capturing()) PADDLE_THROW(common::errors::Unavailable("%s makes the host wait, which breaks a capture", label));
+  stream->synchronize();
+}
+
 // One device kernel for each (operation, data type): the index says which CPU kernel it runs.
 template <typename Operation, typename Element, typename Signature>
 struct DeviceKernel;
@@ -136,15 +146,22 @@ struct DeviceKernel<Operation, Element, void (*)(const CPUContext&, A...)> {
 
   static void launch(const CustomContext& context, A... arguments) {
     using Kept = std::tuple<typename Argument<A>::Held...>;
+    auto* stream = static_cast<Stream*>(context.stream());
+    log().ran(label());
+    if (log().makes_wait(Operation::name)) wait_for(stream, label());
     auto kept = std::make_shared<Kept>(Argument<A>::hold(context, arguments)...);
     ++counters().kernels;
-    auto* stream = static_cast<Stream*>(context.stream());
     stream->submit([kept] { run(*kept, std::index_sequence_for<A...>()); });
   }
 
   template <size_t... I>
   static void run(std::tuple<typename Argument<A>::Held...>& kept, std::index_sequence<I...>) {
-    on_cpu(cpu(), Argument<A>::give(std::get<I>(kept))...);
+    Computed<Operation, Element>::run(on_cpu, Argument<A>::give(std::get<I>(kept))...);
+  }
+
+  static const std::string& label() {
+    static const std::string name = label_of(Operation::name, phi::CppTypeToDataType<Element>::Type());
+    return name;
   }
 };
 
@@ -176,4 +193,7 @@ void register_all(std::tuple<Operations...>*) {
 }  // namespace
 }  // namespace polyemu
 
-void paddle_device::register_kernels() { polyemu::register_all(static_cast<AllOperations*>(nullptr)); }
+void paddle_device::register_kernels() {
+  polyemu::register_all(static_cast<AllOperations*>(nullptr));
+  polyemu::register_all(static_cast<polyemu::FurtherOperations*>(nullptr));
+}

@@ -67,12 +67,17 @@ class Event {
   std::shared_ptr<Flag> flag_;
 };
 
-// Microseconds that every queued piece of work takes at least, and a count of pieces after which copies fail; set by tests.
+// What the device does otherwise than by itself: microseconds that every queued piece of work takes at least, a count of copies after
+// which one fails, bytes of memory, a device that answers nothing; and, as a chip does: factors of products in TF32, the last of equal
+// maxima, no graphs.
 struct Knobs {
   std::atomic<int64_t> latency_us{0};
   std::atomic<int64_t> copies_until_failure{-1};
   std::atomic<int64_t> bytes_limit{int64_t{4} << 30};
   std::atomic<int64_t> lost{0};
+  std::atomic<int64_t> tf32{0};
+  std::atomic<int64_t> last_maximum{0};
+  std::atomic<int64_t> no_graphs{0};
 };
 
 struct Counters {

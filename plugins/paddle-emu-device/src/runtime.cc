@@ -8,7 +8,9 @@
 #include <cstdlib>
 #include <cstring>
 #include <set>
+#include <string>
 
+#include "log.h"
 #include "memory.h"
 #include "paddle_device/table.h"
 #include "queue.h"
@@ -30,6 +32,13 @@ std::set<polyemu::Stream*> streams;
 polyemu::Stream* as_stream(C_Stream stream) { return reinterpret_cast<polyemu::Stream*>(stream); }
 polyemu::Event* as_event(C_Event event) { return reinterpret_cast<polyemu::Event*>(event); }
 polyemu::Graph* as_graph(void* graph) { return static_cast<polyemu::Graph*>(graph); }
+
+// A copy that the host waits for, in the log.
+void note_copy(const char* kind, const void* to, const void* from, size_t bytes) {
+  const bool down = !polyemu::device_memory().hold(to), up = !polyemu::device_memory().hold(from);
+  const char* way = down ? " to the host" : up ? " from the host" : " on the device";
+  polyemu::log().waited(kind + std::to_string(bytes) + " bytes" + way);
+}
 
 bool copy_fails() {
   if (knobs().lost.load() != 0) return true;
@@ -108,6 +117,7 @@ struct Runtime : paddle_device::Plain {
   }
 
   static C_Status synchronize_event(const C_Device, C_Event event) {
+    polyemu::log().waited("a wait for an event");
     if (auto flag = as_event(event)->flag()) flag->wait();
     return C_SUCCESS;
   }
@@ -118,15 +128,21 @@ struct Runtime : paddle_device::Plain {
   }
 
   static C_Status synchronize_stream(const C_Device, C_Stream stream) {
+    polyemu::log().waited("a wait for the stream");
     if (as_stream(stream)->capturing()) return C_ERROR;
     as_stream(stream)->synchronize();
     return C_SUCCESS;
   }
 
   static C_Status synchronize_device(const C_Device) {
+    polyemu::log().waited("a wait for the device");
+    settle();
+    return C_SUCCESS;
+  }
+
+  static void settle() {
     std::lock_guard<std::mutex> lock(streams_mutex);
     for (auto* stream : streams) stream->synchronize();
-    return C_SUCCESS;
   }
 
   // -- memory -------------------------------------------------------------------------------------
@@ -157,9 +173,10 @@ struct Runtime : paddle_device::Plain {
   }
 
   // What is queued elsewhere must have run before the host sees a synchronous copy, as with a driver's null stream.
-  static C_Status copy_now(const C_Device device, void* to, const void* from, size_t size) {
+  static C_Status copy_now(const C_Device, void* to, const void* from, size_t size) {
     if (copy_fails()) return C_ERROR;
-    synchronize_device(device);
+    note_copy("a copy of ", to, from, size);
+    settle();
     std::memcpy(to, from, size);
     ++counters().synchronous_copies;
     return C_SUCCESS;
@@ -168,7 +185,10 @@ struct Runtime : paddle_device::Plain {
   static C_Status copy_queued(const C_Device, C_Stream stream, void* to, const void* from, size_t size) {
     if (copy_fails()) return C_ERROR;
     ++counters().copies;
-    if (polyemu::is_pageable(to) || polyemu::is_pageable(from)) ++counters().pageable_copies;
+    if (polyemu::is_pageable(to) || polyemu::is_pageable(from)) {
+      ++counters().pageable_copies;
+      note_copy("a copy through pageable memory of ", to, from, size);
+    }
     as_stream(stream)->submit([=] { std::memcpy(to, from, size); });
     return C_SUCCESS;
   }
@@ -201,6 +221,13 @@ struct Runtime : paddle_device::Plain {
 
 #if PADDLE_DEVICE_GRAPHS
   // -- graphs -------------------------------------------------------------------------------------
+  // Paddle asks for the handle when a capture begins. Refusing later leaves Paddle in a capture that nothing ends.
+  static C_Status make_blas_handle(const C_Device device, C_BLASHandle* handle, C_Stream stream) {
+    if (knobs().no_graphs.load() == 0) return Plain::make_blas_handle(device, handle, stream);
+    *handle = nullptr;
+    return C_SUCCESS;
+  }
+
   static C_Status begin_capture(const C_Device, C_Stream stream, C_StreamCaptureMode) {
     if (as_stream(stream)->capturing()) return C_ERROR;
     as_stream(stream)->begin_capture();
@@ -266,6 +293,20 @@ extern "C" void InitPlugin(CustomRuntimeParams* params) {
 extern "C" void* polyemu_pinned(size_t bytes) { return polyemu::pin(bytes); }
 extern "C" void polyemu_unpinned(void* memory) { polyemu::unpin(memory); }
 
+// The log, for the Python side of this package: a launch of a contract begins on this thread; it ends, and what made the host wait in
+// it, one a line; all that was seen so far. Texts live until this thread asks again.
+extern "C" void polyemu_begin(const char* contract) { polyemu::log().begin(contract); }
+extern "C" const char* polyemu_end() {
+  static thread_local std::string waits;
+  waits = polyemu::log().end();
+  return waits.c_str();
+}
+extern "C" const char* polyemu_log() {
+  static thread_local std::string text;
+  text = polyemu::log().text();
+  return text.c_str();
+}
+
 // What the Python side of this package sets and reads, by name; -1 for a name that there is not.
 extern "C" int64_t polyemu_counter(const char* name) {
   const std::string wanted = name;
@@ -290,6 +331,12 @@ extern "C" int polyemu_set(const char* name, int64_t value) {
     knobs().bytes_limit = value;
   } else if (wanted == "lost") {
     knobs().lost = value;
+  } else if (wanted == "tf32") {
+    knobs().tf32 = value;
+  } else if (wanted == "last_maximum") {
+    knobs().last_maximum = value;
+  } else if (wanted == "no_graphs") {
+    knobs().no_graphs = value;
   } else {
     return -1;
   }

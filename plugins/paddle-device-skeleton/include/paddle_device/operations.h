@@ -51,6 +51,7 @@
 
 namespace paddle_device {
 
+// Names an operation by its kernel's name and function, in whichever header of a device there are more.
 #define PADDLE_DEVICE_OPERATION(NAME, FUNCTION)                                      \
   struct operation_##NAME {                                                    \
     static constexpr const char* name = #NAME;                                 \
@@ -119,8 +120,6 @@ PADDLE_DEVICE_OPERATION(sum, SumKernel)
 PADDLE_DEVICE_OPERATION(take_along_axis, TakeAlongAxisKernel)
 PADDLE_DEVICE_OPERATION(transpose, TransposeKernel)
 PADDLE_DEVICE_OPERATION(where, WhereKernel)
-
-#undef PADDLE_DEVICE_OPERATION
 
 struct operation_assign {  // its function has an overload for optional tensors
   static constexpr const char* name = "assign";

@@ -50,6 +50,9 @@ class Capabilities:
     no graphs, no overlap, and no claim beyond the profile `basic`."""
     kv_dtypes: tuple[str, ...] = ()
     """Quantised forms of KV rows (`CacheSpec.kv`) that `allocate_cache`, `rope_kv_write` and `paged_attention` take."""
+    f32_matmul: Literal["f32", "tf32"] = "f32"
+    """What matrix products of float32 round their factors to: "tf32" keeps 10 bits of the mantissa. Sums are float32 either
+    way."""
 
     def describe(self) -> dict[str, Any]:
         """Name to value, for `doctor` and reports."""

@@ -64,12 +64,14 @@ def contracts() -> tuple[str, ...]:
 def describe(name: str, summary: str, spec: str) -> BackendInfo:
     """The identity of a backend of this family called `name` on the place `spec`."""
     from polydraft.contracts import REGISTRY
+    from polydraft_paddle.companions import f32_matmul
+    from polydraft_paddle.device_name import take_apart
     from polydraft_paddle.installation import has_graphs, installed, unusable
     from polydraft_paddle.machine import runs_with
     from polydraft_paddle.runtimes import misfits, serves
     from polydraft_paddle.variants import variants_of
 
-    misfit, kind = misfits(next(iter(installed().values()), "")), spec.partition(":")[0]
+    misfit, kind = misfits(next(iter(installed().values()), "")), take_apart(spec).kind
     reason = unusable() or next((said for library, said in misfit.items() if serves(library, kind)), "")
     nothing: tuple[Evidence, str] = "double only", ""
     evidence, evidence_on = EVIDENCE.get(kind, nothing)
@@ -88,6 +90,7 @@ def describe(name: str, summary: str, spec: str) -> BackendInfo:
             dtypes=DTYPES.get(kind, QUEUED.dtypes),
             graph_capture=spec != "cpu" and has_graphs(kind),
             kv_dtypes=KV_DTYPES.get(kind, ()),
+            f32_matmul=f32_matmul(spec),
         ),
         evidence=evidence,
         evidence_on=evidence_on,
@@ -106,6 +109,7 @@ def polydraft_open_device(spec: str, options: DeviceOptions) -> PaddleDevice:
 
 def open_place(spec: str, options: DeviceOptions) -> PaddleDevice:
     """Open the place `spec` for a backend of this family."""
+    from polydraft_paddle.companions import configure
     from polydraft_paddle.installation import (
         import_paddle,
         refuse_black_list,
@@ -116,6 +120,7 @@ def open_place(spec: str, options: DeviceOptions) -> PaddleDevice:
 
     import_paddle()
     refuse_unknown_place(spec)
+    configure(spec, refuse_waits=not options.allow_cpu_fallback)
     if not options.allow_cpu_fallback:
         refuse_black_list(spec)
     set_fallback(allowed=options.allow_cpu_fallback)

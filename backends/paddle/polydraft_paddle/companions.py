@@ -1,17 +1,19 @@
 """Finds what the Python packages of custom devices provide besides the runtime that Paddle loads: pinned memory, or why there is
-none.
+none, and options of the device's name.
 
-The Paddle device calls it when it is opened and for staging. It does not import Paddle, and a place without a companion is not an
-error.
+The Paddle device calls it when it is opened and for staging, a provider when it binds. It does not import Paddle, and a place
+without a companion is not an error.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
-from typing import Any, Final
+from collections.abc import Callable
+from typing import Any, Final, Literal
 
-from polydraft.errors import DeviceError
+from polydraft.errors import ConfigError, DeviceError
+from polydraft_paddle.device_name import take_apart
 
 PACKAGES: Final = {"polycuda": "polydraft_paddle_cuda", "polyemu": "polydraft_paddle_emu"}
 """Kind of place to the package that comes with its runtime."""
@@ -19,7 +21,7 @@ PACKAGES: Final = {"polycuda": "polydraft_paddle_cuda", "polyemu": "polydraft_pa
 
 def companion(spec: str) -> Any:
     """The package of the place `spec`, or None."""
-    name = PACKAGES.get(spec.partition(":")[0], "")
+    name = PACKAGES.get(take_apart(spec).kind, "")
     return importlib.import_module(name) if name and importlib.util.find_spec(name) else None
 
 
@@ -42,6 +44,53 @@ def host_memory(spec: str, nbytes: int) -> Any:
     if package is None:
         return None
     try:
-        return package.pinned_memory(int(spec.partition(":")[2] or 0), nbytes)
+        return package.pinned_memory(take_apart(spec).number, nbytes)
     except MemoryError as error:
         raise DeviceError(f"device {spec}: {error}; lower --max-num-seqs or --max-batched-tokens") from error
+
+
+def f32_matmul(spec: str) -> Literal["f32", "tf32"]:
+    """What float32 products on the place round their factors to, as its package says; "f32" where there is none. Raises
+    `ConfigError` for options of the device's name that it does not know."""
+    package = companion(spec)
+    if not hasattr(package, "f32_matmul"):
+        return "f32"
+    try:
+        return "tf32" if package.f32_matmul(take_apart(spec).options) == "tf32" else "f32"
+    except ValueError as error:
+        raise ConfigError(f"device {spec}: {error}") from error
+
+
+def configure(spec: str, *, refuse_waits: bool) -> None:
+    """Hand the options of the device's name to the package of the place, which is being opened, and tell it whether launches may
+    make the host wait. Raises `DeviceError` for options where nobody knows any, or that cannot be met."""
+    package, options = companion(spec), take_apart(spec).options
+    if not hasattr(package, "configure"):
+        if options:
+            raise DeviceError(f"device {spec}: got the options {options!r}, wanted none; a place of this kind has none")
+        return
+    try:
+        package.configure(options, refuse_waits=refuse_waits)
+    except ValueError as error:
+        raise DeviceError(f"device {spec}: {error}") from error
+
+
+def watched(spec: str, contract: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    """`call`, a launch of `contract`, with the package of the place told of its beginning and end where it wants to know: the
+    device then raises `DeviceError` behind a launch in which the host waited and must not."""
+    package = companion(spec)
+    launches = package.launches() if hasattr(package, "launches") else None
+    if launches is None:
+        return call
+
+    def run(*arguments: Any) -> Any:
+        launches.begin(contract)
+        try:
+            return call(*arguments)
+        finally:
+            if waited := launches.end():
+                raise DeviceError(
+                    f"{contract} makes the host wait on device {spec}: {waited}; use operations that the device only queues"
+                )
+
+    return run

@@ -19,9 +19,10 @@ from polydraft.errors import DeviceError
 from polydraft.reference.device import ImmediateEvent, ImmediateStream
 from polydraft_paddle import threads
 from polydraft_paddle.companions import host_memory
+from polydraft_paddle.device_name import take_apart
 from polydraft_paddle.graph import why_no_graphs
 from polydraft_paddle.installation import has_graphs
-from polydraft_paddle.ops import Tensor
+from polydraft_paddle.ops import Tensor, give_numbers
 from polydraft_paddle.place import compute_stream, place_of, use
 from polydraft_paddle.provider import FAILURES, device_error, missing_kernel, refused
 from polydraft_paddle.table import PADDLE_DTYPES
@@ -109,7 +110,8 @@ class PaddleDevice:
         else:
             with refused(spec):
                 self.stream = PaddleStream(compute_stream(spec))
-            if has_graphs(spec.partition(":")[0]) and (reason := why_no_graphs(self)):
+                give_numbers(self.place)
+            if has_graphs(take_apart(spec).kind) and (reason := why_no_graphs(self)):
                 self.withdrawn["graph_capture"] = reason
             self.counters = DeviceCounters()  # nobody asked for that trial
 

@@ -15,6 +15,7 @@ from polydraft.backend import PassBuffers, StepMeta
 from polydraft.contracts.base import Limits
 from polydraft.device import Stream
 from polydraft.sentinels import PAD_SLOT
+from polydraft_paddle.companions import watched
 from polydraft_paddle.host_layout import HostLayout
 from polydraft_paddle.ops import Kept, Tensor, choose, numbers, owners
 from polydraft_paddle.place import use
@@ -52,6 +53,7 @@ class PaddleForwardMeta:
         self._tensors = tuple(b.tensor for b in (buffers.row_slot, buffers.positions, buffers.block_table))  # type: ignore[attr-defined]
         self._arrays = tuple(np.from_dlpack(t) for t in self._tensors) if device.host_visible else ()
         self._kept = Kept()
+        self._windows = watched(device.spec, "forward_meta", windows)
         self.layout: HostLayout | Windows | None = None
 
     def fill(self, stream: Stream, step: StepMeta) -> None:
@@ -75,6 +77,6 @@ class PaddleForwardMeta:
             self._device.counters.launches += 1
             sequences = min(n, step.real_slots or self._limits.max_seqs)
             try:
-                self.layout = windows(self._tensors[0][:n], sequences, min(n, self._limits.window))
+                self.layout = self._windows(self._tensors[0][:n], sequences, min(n, self._limits.window))
             except FAILURES as error:
                 raise device_error(self._device.spec, error, "forward_meta") from error

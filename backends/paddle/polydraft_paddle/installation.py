@@ -23,6 +23,7 @@ from typing import Any
 from polydraft.environment import given, suggest
 from polydraft.errors import DeviceError
 from polydraft_paddle import companions, runtimes, threads
+from polydraft_paddle.device_name import take_apart
 
 DISTRIBUTIONS = ("paddlepaddle", "paddlepaddle-gpu", "paddlepaddle-xpu")
 """Distributions that own the import package `paddle`."""
@@ -152,7 +153,7 @@ def set_fallback(*, allowed: bool) -> bool:
 def black_list(spec: str) -> str:
     """The variable that makes Paddle run operations of the place `spec` on the CPU whatever `set_fallback` says; "" when none
     is set."""
-    kind = spec.partition(":")[0]
+    kind = take_apart(spec).kind
     name = {"cpu": "", "gpu": "", "xpu": "XPU_BLACK_LIST"}.get(kind, "CUSTOM_DEVICE_BLACK_LIST")
     return name if name and given(name) else ""
 
@@ -178,8 +179,8 @@ def places() -> tuple[str, ...]:
 
 def refuse_unknown_place(spec: str) -> None:
     """`DeviceError` when the imported Paddle has no such place."""
-    known = places()
-    if spec not in known and f"{spec}:0" not in known:
+    known, place = places(), take_apart(spec).place
+    if place not in known and f"{place}:0" not in known:
         if problem := companions.reason(spec):
             raise DeviceError(f"Paddle has no device {spec!r}: {problem}")
         raise DeviceError(f"Paddle has no device {spec!r}; it offers {', '.join(known)}; name one of these with --device")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
+from polydraft_paddle.device_name import take_apart
 from polydraft_paddle.installation import installed
 from polydraft_paddle.runtimes import libraries, serves
 
@@ -18,7 +19,7 @@ VENDORS = {"gpu": (("0x10de",), "nvidia"), "xpu": (("0x1d22", "0x2057"), "kunlun
 def runs_with(spec: str, system: Path = Path("/sys")) -> dict[str, str]:
     """Device, driver and library of the place `spec`; what cannot be told is empty. A custom device's driver is its runtime
     library, by digest."""
-    kind = spec.partition(":")[0]
+    kind, _, options, _ = take_apart(spec)
     library = " and ".join(f"{name} {version}" for name, version in sorted(installed().items()))
     if kind in VENDORS:
         vendors, module = VENDORS[kind]
@@ -27,7 +28,11 @@ def runs_with(spec: str, system: Path = Path("/sys")) -> dict[str, str]:
             "driver": _read(system / "module" / module / "version"),
             "library": library,
         }
-    return {"device": kind, "driver": "" if kind == "cpu" else _runtime(kind), "library": library}
+    return {
+        "device": f"{kind}?{options}" if options else kind,
+        "driver": "" if kind == "cpu" else _runtime(kind),
+        "library": library,
+    }
 
 
 def _chips(kind: str, vendors: tuple[str, ...], system: Path) -> str:

@@ -52,15 +52,29 @@ LENGTHS = 16
 
 
 def numbers(count: int, like: Tensor) -> Tensor:
-    """0 to count - 1, int32, where `like` lies. Made once for each length and place: a launch does not upload constants."""
+    """0 to count - 1, int32, where `like` lies; not to be written to. Made once for each length and place, from those of the
+    place where it was given some, since a launch must not upload constants."""
     key = count, like.place
     found = _NUMBERS.get(key)
     if found is None:
-        found = _NUMBERS[key] = paddle.to_tensor(np.arange(count, dtype=np.int32), place=key[1])
+        counted = _NUMBERS.get((COUNTED, key[1]))
+        found = counted[:count] if counted is not None and count < COUNTED else _uploaded_numbers(*key)
+        _NUMBERS[key] = found
     return found
 
 
 _NUMBERS: dict[tuple[int, Any], Tensor] = {}
+COUNTED = 1 << 18
+"""So many numbers are given to a place that is not the host: as many as the largest vocabularies have ids."""
+
+
+def give_numbers(place: Any) -> None:
+    """Upload them, when the place is opened."""
+    _NUMBERS[COUNTED, place] = _uploaded_numbers(COUNTED, place)
+
+
+def _uploaded_numbers(count: int, place: Any) -> Tensor:
+    return paddle.to_tensor(np.arange(count, dtype=np.int32), place=place)
 
 
 def constant(value: float, like: Tensor) -> Tensor:

@@ -12,6 +12,8 @@ from typing import Any
 
 import paddle
 
+from polydraft_paddle.device_name import take_apart
+
 _STREAMS: dict[str, Any] = {}
 _CURRENT = [""]
 
@@ -28,8 +30,8 @@ def use(spec: str) -> None:
 def place_of(spec: str) -> Any:
     """What Paddle's functions take for `spec`: of a custom device the place itself, since Paddle reads "cuda:" within a name as
     "gpu:"; else the text."""
-    kind, _, index = spec.partition(":")
-    return paddle.CustomPlace(kind, int(index or 0)) if kind in paddle.device.get_all_custom_device_type() else spec
+    name = take_apart(spec)
+    return paddle.CustomPlace(name.kind, name.number) if name.kind in paddle.device.get_all_custom_device_type() else name.place
 
 
 def compute_stream(spec: str) -> Any:

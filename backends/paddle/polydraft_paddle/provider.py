@@ -18,6 +18,7 @@ from polydraft.contracts.base import Args, Limits, Workspace
 from polydraft.contracts.composite import CompositeArgs
 from polydraft.device import DeviceCounters, Launch, Stream
 from polydraft.errors import DeviceError
+from polydraft_paddle.companions import watched
 from polydraft_paddle.installation import first_line
 from polydraft_paddle.place import use
 
@@ -126,9 +127,9 @@ class PaddleProvider:
     def bind(self, args: Any, limits: Limits, workspace: Workspace | None) -> Launch:
         """Resolve the tensors once and return the launch."""
         del workspace
-        counters, spec = self.counters, self.spec
+        counters, spec, contract = self.counters, self.spec, contract_of(args)
         use(spec)
-        with refused(spec, contract_of(args)):
+        with refused(spec, contract):
             run = self.kernel(tensors_of(args), limits)
 
         def launch(stream: Stream, n: int) -> None:
@@ -138,9 +139,9 @@ class PaddleProvider:
             try:
                 run(n)
             except FAILURES as error:
-                raise device_error(spec, error, contract_of(args)) from error
+                raise device_error(spec, error, contract) from error
 
-        return launch
+        return watched(spec, contract, launch)
 
     def workspace_bytes(self, args: Any, limits: Limits) -> int:
         """Temporaries come from Paddle's own pool (declared as `pool_temporaries`)."""

@@ -16,6 +16,7 @@ from typing import Any
 
 from polydraft.backend import Variant
 from polydraft.errors import PluginError
+from polydraft_paddle.device_name import take_apart
 
 ELSEWHERE = "elsewhere"
 """Every place but the CPU, whose own kernels use these operations already or are quicker."""
@@ -31,7 +32,7 @@ LIST: tuple[tuple[str, Variant], ...] = (
 
 def variants_of(spec: str) -> tuple[Variant, ...]:
     """The variants written for the place `spec`. Where memory and streams are CUDA's, the CUDA backend's kernels come first."""
-    kind = spec.partition(":")[0]
+    kind = take_apart(spec).kind
     own = tuple(v for where, v in LIST if where in ("", kind) or (where == ELSEWHERE and kind != "cpu"))
     return (of_cuda(), *own) if kind in ("gpu", "polycuda") else own
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from polydraft.contracts.base import Provider
+from polydraft.contracts.compare import Products
 from polydraft.device import Array, Buffer, Device, Stream
 
 RowOrder = Literal["slot", "prefill_first", "seeded"]
@@ -50,7 +51,7 @@ class Capabilities:
     no graphs, no overlap, and no claim beyond the profile `basic`."""
     kv_dtypes: tuple[str, ...] = ()
     """Quantised forms of KV rows (`CacheSpec.kv`) that `allocate_cache`, `rope_kv_write` and `paged_attention` take."""
-    f32_matmul: Literal["f32", "tf32"] = "f32"
+    f32_matmul: Products = "f32"
     """What matrix products of float32 round their factors to: "tf32" keeps 10 bits of the mantissa. Sums are float32 either
     way."""
 

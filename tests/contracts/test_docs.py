@@ -140,6 +140,8 @@ def test_what_differs_between_contracts():
     assert "A kernel may not differ at all." in plain
     assert "Bits may differ from run to run. A framework's own pool may give temporaries." in plain
     assert "Faults that no case can show" not in plain
+    assert "declares `f32_matmul` as `tf32`" in render(dataclasses.replace(toy.CONTRACT, products=True))
+    assert "tf32" not in plain
     default = render(dataclasses.replace(toy.CONTRACT, scale=None))
     assert "scale is: the largest magnitude of the row." in default
     cache = render(REGISTRY["rope_kv_write"])

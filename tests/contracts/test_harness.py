@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 
 from polydraft.backend import CacheSpec, StepMeta
-from polydraft.conformance.harness import check_kernel, run_golden, run_kernel, weight_role
+from polydraft.conformance.harness import check_kernel, deliver, run_golden, run_kernel, weight_role
+from polydraft.contracts import REGISTRY
 from polydraft.contracts.base import Args, Case, Contract, Limits, LogicalCache, opaque, param, tensor
-from polydraft.contracts.compare import EPS, from_host, to_host
-from polydraft.contracts.inputs import Poison, default_cases, generated, limits_of, namespace, symbols
+from polydraft.contracts.compare import EPS, Products, compare, from_host, to_host
+from polydraft.contracts.inputs import Poison, arrays, default_cases, generated, limits_of, namespace, symbols
 from polydraft.errors import ContractError
 from polydraft.reference.device import ReferenceDevice
 from polydraft.reference.provider import plain
@@ -330,6 +331,29 @@ def test_default_scale_is_what_the_golden_wrote_in_the_row():
     want = run_golden(contract_over(PartV1, golden, case, tolerance={"out": 3.0}), case)["out"]
     # 24576, the poison of the other half, is no magnitude; neither is infinity.
     np.testing.assert_array_equal(want.allowed, np.array([[2.0], [0.0], [0.0]]) * 3.0 * EPS["f32"])
+
+
+@pytest.mark.parametrize(("name", "factor"), [("linear", "x"), ("paged_attention", "q")])
+def test_products_in_tf32_are_right_where_they_are_declared(name: str, factor: str):
+    """A device that keeps 10 bits of a factor's mantissa is right where it says so, one that keeps 4 is not. Numbers of bf16 are
+    numbers of TF32: nothing is rounded, and nothing more is allowed."""
+    kernel = REGISTRY[name]
+    case = generated(kernel, 2)
+
+    def held(bits: int, products: Products) -> bool:
+        a, rounded = namespace(kernel, case), namespace(kernel, case)
+        mantissa, exponent = np.frexp(getattr(a, factor))
+        setattr(rounded, factor, np.ldexp(np.round(mantissa * 2.0 ** (bits + 1)), exponent - bits - 1))
+        kernel.golden(rounded, case.n)
+        a.out[...] = rounded.out
+        got = deliver(kernel, case, arrays(kernel, a))
+        return compare(kernel, case, got, run_golden(kernel, case, products=products)).ok
+
+    assert (held(10, "f32"), held(10, "tf32"), held(4, "tf32")) == (False, True, False)
+    plain, coarse = (run_golden(kernel, case, "bf16", products=products)["out"].allowed for products in ("f32", "tf32"))
+    assert plain is not None
+    assert coarse is not None
+    np.testing.assert_array_equal(plain, coarse)
 
 
 def test_a_tolerance_does_not_shrink_below_the_distance_of_subnormal_numbers():

@@ -94,4 +94,6 @@ def _bound_again(kernel: Contract, target: Target, tally: Tally) -> None:
     provider = opened.table.providers[kernel.name]
     one, other = pairs(kernel.name, target.info.capabilities.row_order)[0]
     twice = Table(opened.table, {kernel.name: BoundAgain(provider, kernel, one, opened, act)})
-    tally.compared(check_kernel(kernel, other, opened.device, twice, act=act, init_meta=opened.init_meta))
+    tally.compared(
+        check_kernel(kernel, other, opened.device, twice, act=act, init_meta=opened.init_meta, products=opened.products)
+    )

@@ -87,7 +87,7 @@ def _kernel(kernel: Contract, target: Target, tally: Tally) -> None:
         if one.n != other.n:
             one = other  # noqa: PLW2901  a graph has one launch length
         replayed = Table(opened.table, {kernel.name: _Replayed(provider, kernel, one, opened, act, other.n, capture)})
-        tally.compared(check_kernel(kernel, other, opened.device, replayed, act=act, init_meta=meta))
+        tally.compared(check_kernel(kernel, other, opened.device, replayed, act=act, init_meta=meta, products=opened.products))
         if kernel.deterministic != "none":
             eager = run_kernel(kernel, other, opened.device, opened.table, act=act, init_meta=meta)
             again = run_kernel(kernel, other, opened.device, replayed, act=act, init_meta=meta)

@@ -26,7 +26,18 @@ from polydraft.contracts.base import (
     TensorSpec,
     column_name,
 )
-from polydraft.contracts.compare import EPS, FLUSHED, NORMAL, Comparison, Expected, compare, from_host, to_host
+from polydraft.contracts.compare import (
+    EPS,
+    FLUSHED,
+    NORMAL,
+    TF32_EPS,
+    Comparison,
+    Expected,
+    Products,
+    compare,
+    from_host,
+    to_host,
+)
 from polydraft.contracts.composite import Composite, CompositeArgs
 from polydraft.contracts.inputs import POISON, Kernel, Poison, arrays, contract_of, dtype_of, kept, limits_of, namespace, symbols
 from polydraft.contracts.kv_quant import Kv, quanta, quantise
@@ -63,16 +74,18 @@ def run_golden(
     *,
     kv: Kv = "",
     golden: Callable[[Any, int], None] | None = None,
+    products: Products = "f32",
 ) -> dict[str, Expected]:
     """Run the golden (or `golden` in its place) on fresh, poisoned arguments; return what it left in every array, with the error
-    allowed there. With `kv`, caches hold quantised rows before and afterwards: arithmetic is compared, not quantisation.
+    allowed there, on a device whose `products` of float32 round their factors like that. With `kv`, caches hold quantised rows
+    before and afterwards: arithmetic is compared, not quantisation.
 
     Buffers that a composite declares dead are left out. Floating-point exceptions are not reported: infinities and NaN
     are ordinary inputs.
     """
     contract = contract_of(kernel)
     if case.repeats is not None:
-        small = run_golden(kernel, case.repeats.case, act, poison, kv=kv, golden=golden)
+        small = run_golden(kernel, case.repeats.case, act, poison, kv=kv, golden=golden, products=products)
         return _repeated(contract, small, case.repeats.places)
     a = namespace(contract, case, act, poison, kv)
     before = {name: array.copy() for name, array in arrays(contract, a).items()}
@@ -81,10 +94,11 @@ def run_golden(
         (golden or contract.golden)(a, case.n)
     finite = all(np.isfinite(array).all() for array in before.values() if array.dtype.kind == "f")
     expected, sizes = {}, symbols(contract, case)
+    coarse = TF32_EPS if contract.products and products == "tf32" and act == "f32" else 0.0
     for name, value in arrays(contract, a).items():
         dtype = dtype_of(contract, case, name, act)
         added = sizes[contract.sums[name]] if name in contract.sums else 0
-        allowed = _allowed(contract, name, value, before[name], scales, act if "." in name else dtype, added)
+        allowed = _allowed(contract, name, value, before[name], scales, act if "." in name else dtype, added, coarse)
         loose = _loose(contract, name, value, case.n, poison.of(dtype))
         expected[name] = Expected(value, before[name], dtype, allowed, loose, loose_finite=finite)
         if kv and "." in name:
@@ -126,11 +140,18 @@ def _live(kernel: Kernel, found: dict[str, T]) -> dict[str, T]:
 
 
 def _allowed(
-    contract: Contract, name: str, value: Array, before: Array, scales: Mapping[str, Array], dtype: str, added: int = 0
+    contract: Contract,
+    name: str,
+    value: Array,
+    before: Array,
+    scales: Mapping[str, Array],
+    dtype: str,
+    added: int = 0,
+    coarse: float = 0.0,
 ) -> Array | None:
-    """c * eps * scale, and what a float32 sum of `added` numbers may be off beside it, where a scale that is not 0 counts as a
-    normal number at least and a subnormal result may be flushed. The halves of a cache may have entries of their own, or share
-    the cache's."""
+    """c * eps * scale, for an eps of at least `coarse`, and what a float32 sum of `added` numbers may be off beside it, where
+    a scale that is not 0 counts as a normal number at least and a subnormal result may be flushed. The halves of a cache may
+    have entries of their own, or share the cache's."""
     field = name.partition(".")[0]
     c = contract.tolerance.get(name, contract.tolerance.get(field))
     if c is None or dtype not in EPS:
@@ -142,7 +163,7 @@ def _allowed(
         scale = written.max(axis=axes, keepdims=True, initial=0.0) if axes else written
     some = np.asarray(scale) > 0.0
     least = np.where(some, np.maximum(scale, NORMAL[dtype]), scale)
-    relative = np.asarray((c * EPS[dtype] + added**0.5 / 4 * EPS["f32"]) * least, np.float64)
+    relative = np.asarray((c * max(EPS[dtype], coarse) + added**0.5 / 4 * EPS["f32"]) * least, np.float64)
     return np.asarray(np.maximum(relative, np.where(some, FLUSHED[dtype], 0.0)))
 
 
@@ -169,10 +190,11 @@ def check_kernel(
     init_meta: InitMeta | None = None,
     want: Mapping[str, Expected] | None = None,
     kv: Kv = "",
+    products: Products = "f32",
 ) -> Comparison:
-    """Compare a kernel with the golden on one case, its caches kept as `kv` says; `want` spares the golden's run. Raises as
-    `run_kernel` does."""
-    want = run_golden(kernel, case, act, kv=kv) if want is None else want
+    """Compare a kernel with the golden on one case, its caches kept as `kv` says, `products` of float32 as the device declares
+    them; `want` spares the golden's run. Raises as `run_kernel` does."""
+    want = run_golden(kernel, case, act, kv=kv, products=products) if want is None else want
     got = run_kernel(kernel, case, device, table, act=act, init_meta=init_meta, kv=kv)
     comparison = compare(contract_of(kernel), case, got, want)
     if comparison.ok:

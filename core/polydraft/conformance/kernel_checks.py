@@ -167,7 +167,9 @@ def legal(case: Case, row_order: RowOrder) -> Case:
 def _run(
     kernel: Kernel, case: Case, opened: Opened, tally: Tally, *, act: str, command: str, kv: Kv = "", seed: int | None = None
 ) -> None:
-    comparison = check_kernel(kernel, case, opened.device, opened.table, act=act, init_meta=opened.init_meta, kv=kv)
+    comparison = check_kernel(
+        kernel, case, opened.device, opened.table, act=act, init_meta=opened.init_meta, products=opened.products, kv=kv
+    )
     tally.compared(comparison, _rerun(kernel, case, command, seed))
 
 
@@ -185,7 +187,7 @@ def _run_guarded(
     device: Any = GuardedDevice(opened.device)
     again = _rerun(kernel, case, command, seed)
     try:
-        _run(kernel, case, Opened(device, opened.table, opened.init_meta), tally, act=act, command=command, seed=seed)
+        _run(kernel, case, replace(opened, device=device), tally, act=act, command=command, seed=seed)
     except Exception as error:
         raise Wrong(f"{kernel.name}, case {case.name!r}: {type(error).__name__}: {error}{again}") from error
     known = len(tally.failures)
@@ -269,7 +271,9 @@ def _expansion(composite: Composite, target: Target, tally: Tally) -> None:
     providers = {composite.name: Expansion(composite, opened.table.providers)}
     table = Table(opened.table, providers)
     for case in all_cases(composite, target, 5):
-        tally.compared(check_kernel(composite, case, opened.device, table, act=act, init_meta=opened.init_meta))
+        tally.compared(
+            check_kernel(composite, case, opened.device, table, act=act, init_meta=opened.init_meta, products=opened.products)
+        )
 
 
 class Table:
@@ -315,7 +319,9 @@ def _new_contents(kernel: Contract, target: Target, tally: Tally) -> None:
     provider = opened.table.providers[kernel.name]
     for one, other in pairs(kernel.name, target.info.capabilities.row_order):
         rebinding = Table(opened.table, {kernel.name: UsedBefore(provider, kernel, one, opened, act)})
-        tally.compared(check_kernel(kernel, other, opened.device, rebinding, act=act, init_meta=opened.init_meta))
+        tally.compared(
+            check_kernel(kernel, other, opened.device, rebinding, act=act, init_meta=opened.init_meta, products=opened.products)
+        )
 
 
 @cache
@@ -478,7 +484,9 @@ def _quantised(kernel: Kernel, kv: Kv, target: Target, tally: Tally) -> None:
         opened, act = opened_for(target, kernel, dtype, row_invariant=invariant)
         borders = [border_case()] if kernel.name == "rope_kv_write" else []
         for case in [*all_cases(kernel, target, SEEDS if dtype == capabilities.dtypes[0] else 3), *borders]:
-            comparison = check_kernel(kernel, case, opened.device, opened.table, act=act, init_meta=opened.init_meta, kv=kv)
+            comparison = check_kernel(
+                kernel, case, opened.device, opened.table, act=act, init_meta=opened.init_meta, products=opened.products, kv=kv
+            )
             tally.compared(comparison, f" (rows in {kv}, activations in {act})")
         fresh = opened.table.allocate_cache(CacheSpec(3, 2, 2, 4, act, kv=kv))
         for half, rows in zip(("keys", "values"), fresh.read_logical(), strict=True):

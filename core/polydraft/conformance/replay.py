@@ -160,7 +160,7 @@ def _compared(record: Record, call: Call, target: Target, against: str | Target,
     kernel, act = kernel_of(call.contract), record.about["dtype"]
     with _as_declared(call):
         case = case_of(record, call, weights)
-        want = run_golden(kernel, case, act, kv=_kv(record))
+        want = run_golden(kernel, case, act, kv=_kv(record), products=target.info.capabilities.f32_matmul)
         found = dict(_recorded(record, call)) if against == RECORDED else {}
         want = {name: _as(one, *found[name]) if name in found else one for name, one in want.items()}
     try:

@@ -21,6 +21,7 @@ from polydraft.backend import BackendInfo, DeviceOptions, ForwardMeta, PassBuffe
 from polydraft.config import EngineConfig
 from polydraft.conformance.probe import Model, checkpoint
 from polydraft.contracts.base import Limits
+from polydraft.contracts.compare import Products
 from polydraft.contracts.inputs import contract_of
 from polydraft.device import Device
 from polydraft.engine import Engine
@@ -39,6 +40,8 @@ class Opened:
     device: Device
     table: BoundTable
     init_meta: Callable[[Device, PassBuffers, Limits], ForwardMeta]
+    products: Products
+    """`Capabilities.f32_matmul`."""
 
 
 class Target:
@@ -112,7 +115,7 @@ class Target:
     def open(self, *, dtype: str = "", row_invariant: bool = False) -> Opened:
         """Open a fresh device."""
         device = self._open(dtype, row_invariant)
-        return Opened(device, self.plugins.kernels(device), self.plugins.init_forward_meta)
+        return Opened(device, self.plugins.kernels(device), self.plugins.init_forward_meta, self.info.capabilities.f32_matmul)
 
     def _open(self, dtype: str = "", row_invariant: bool = False) -> Device:
         options = DeviceOptions(dtype or self.info.capabilities.dtypes[0], row_invariant, self.allow_cpu_fallback)

@@ -275,6 +275,8 @@ class Contract:
     largest magnitude of the golden's output row). Outputs without an entry are compared bit for bit. `sums` maps an output to the
     symbol of how many numbers are added up for each element: a float32 sum in any order, one after the other too, is allowed
     `sqrt(count) / 4 * eps(f32) * scale` more.
+    `products`: it multiplies matrices, and where a device rounds the factors of float32 products to TF32 an eps of float32
+    activations is that of TF32.
     `equivalent_mutants` maps the id of an automatic mutant that cannot be told apart to a one-line proof.
     `constraints` are comparisons between sizes (by their shape symbols) and static parameters, as expressions; core refuses a
     record that breaks one before a provider sees it (`contracts/arguments.py`).
@@ -299,6 +301,7 @@ class Contract:
     tolerance: Mapping[str, float] = field(default_factory=dict)
     scale: Callable[[Any, int], Mapping[str, Array]] | None = None
     sums: Mapping[str, str] = field(default_factory=dict)
+    products: bool = False
     equivalent_mutants: Mapping[str, str] = field(default_factory=dict)
     deterministic: Literal["bitwise", "run-to-run", "none"] = "bitwise"
     pool_temporaries: bool = False

@@ -22,6 +22,11 @@ Mask = NDArray[np.bool_]
 EPS: Final[Mapping[str, float]] = {"f32": 2.0**-23, "f16": 2.0**-10, "bf16": 2.0**-7}
 """Distance from 1 to the next number of each float dtype; a float tolerance counts in it."""
 
+Products = Literal["f32", "tf32"]
+"""What products of float32 round their factors to (`Capabilities.f32_matmul`)."""
+TF32_EPS: Final = 2.0**-10
+"""Distance from 1 to the next number of TF32. Numbers of float16 and bf16 are numbers of TF32."""
+
 NORMAL: Final[Mapping[str, float]] = {"f32": 2.0**-126, "f16": 2.0**-14, "bf16": 2.0**-126}
 """Smallest normal number of each float dtype: below it neighbours do not move closer together."""
 

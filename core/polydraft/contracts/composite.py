@@ -188,6 +188,7 @@ def as_contract(composite: Composite) -> Contract:
         tolerance={name: c for contract in contracts for name, c in contract.tolerance.items()},
         scale=scale if any(contract.scale for contract in contracts) else None,
         sums={name: symbol for contract in contracts for name, symbol in contract.sums.items()},
+        products=any(contract.products for contract in contracts),
         deterministic="bitwise" if all(c.deterministic == "bitwise" for c in contracts) else "run-to-run",
         symbols={symbol: meaning for contract in contracts for symbol, meaning in contract.symbols.items()},
         grows=contracts[-1].grows,  # what several parts read comes from the last of them

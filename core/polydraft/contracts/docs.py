@@ -143,6 +143,11 @@ def _definition(contract: Contract) -> Iterator[str]:
         yield "A kernel may differ by c * eps * scale, where eps belongs to the dtype and scale is: " + scale
     else:
         yield "A kernel may not differ at all."
+    if contract.products:
+        yield (
+            "Where a backend declares `f32_matmul` as `tf32`, which rounds the factors of its products, eps of activations in "
+            "f32 is that of TF32, 2**-10."
+        )
     for name, symbol in contract.sums.items():
         off = f"sqrt({symbol}) / 4 * 2**-23 * scale"
         yield f"`{name}` may differ by {off} more: what {symbol} float32 additions in any order are off."

@@ -176,6 +176,7 @@ CONTRACT = REGISTRY.add(
         doc="Weighted sum of the gated feed-forward networks of each row's experts, and of shared experts.",
         source="Shazeer et al. 2017, Outrageously Large Neural Networks; Dai et al. 2024, DeepSeekMoE (shared experts).",
         tolerance={"out": 4.0},
+        products=True,
         scale=scale,
         deterministic="run-to-run",
         feature="experts",

@@ -89,6 +89,7 @@ CONTRACT = REGISTRY.add(
         doc="x @ weight.T + bias.",
         source="Matrix product; the head writes float32 logits.",
         tolerance={"out": 3.0},
+        products=True,
         scale=scale,
         deterministic="run-to-run",
         feature="dense",

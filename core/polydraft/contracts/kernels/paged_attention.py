@@ -170,6 +170,7 @@ CONTRACT = REGISTRY.add(
         doc="Causal grouped-query attention over a paged cache, row by row.",
         source="Vaswani et al. 2017; Ainslie et al. 2023, GQA; Kwon et al. 2023, PagedAttention.",
         tolerance={"out": 2.0},
+        products=True,
         equivalent_mutants={"unpad(block_table)": "entries of keys in reach are granted, and no other entry is read"},
         scale=scale,
         deterministic="run-to-run",

@@ -42,6 +42,9 @@ class EngineConfig:
     """Directory of the draft model of a proposer that has one beside the target, as EAGLE-3 does; "" for the others."""
     draft_vocab: str = ""
     """FILE[:N]: the MTP head drafts among the N most frequent tokens that this file of counts names; "": among all of them."""
+    mtp_options: tuple[str, ...] = ()
+    """NAME=VALUE: conventions of the MTP head in place of those that the model's family is known for, `polydraft mtp-check` tells
+    which accept most drafts; () for the family's."""
     verify: str = AUTO
     """greedy, coupled or rejection."""
     max_num_seqs: int = 8
@@ -97,7 +100,7 @@ class EngineConfig:
     it were. The text then means nothing. () verifies drafts."""
 
     def __post_init__(self) -> None:
-        for name in ("kernels", "plugins", "graph_sizes", "accept_schedule", "think_start_ids", "think_end_ids"):
+        for name in ("kernels", "plugins", "graph_sizes", "accept_schedule", "think_start_ids", "think_end_ids", "mtp_options"):
             if isinstance(getattr(self, name), str) or not isinstance(getattr(self, name), Iterable):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}, wanted a list; correct it or leave it out")
             object.__setattr__(self, name, tuple(getattr(self, name)))
@@ -110,6 +113,9 @@ class EngineConfig:
         if self.logprobs is not None:
             self._whole("logprobs", minimum=0, maximum=MAX_COLUMNS - 1)
         self._one_of("logprobs_mode", LOGPROBS_MODES)
+        for option in map(str, self.mtp_options):
+            if "=" not in option:
+                raise ConfigError(f"mtp_options has {option!r}, wanted texts NAME=VALUE, such as order=hidden_first; correct it")
         for chance in self.accept_schedule:
             given: object = chance
             if isinstance(given, bool) or not isinstance(given, (int, float)) or not 0 <= given <= 1:
@@ -118,6 +124,11 @@ class EngineConfig:
         self._one_of("kv_dtype", (AUTO, *KV_DTYPES))
         self._one_of("verify", (AUTO, *VERIFIERS))
         self._one_of("graph", (AUTO, *GRAPH_MODES))
+
+    @property
+    def mtp_conventions(self) -> dict[str, str]:
+        """`mtp_options` by name."""
+        return {name: value for name, _, value in (option.partition("=") for option in self.mtp_options)}
 
     def _text(self, name: str) -> str:
         """A text; of a path its text, and the default for None."""

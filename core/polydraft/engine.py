@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import ChainMap, deque
 from collections.abc import Collection, Mapping, Sequence
@@ -106,7 +107,9 @@ class Engine:
             self.proposers.register(proposer, factory, plugin=plugin)
         self.checkpoint = checkpoint or Checkpoint(self._model_dir())
         """The checkpoint of the weights, open."""
-        self.model, table = self.families.describe(self.checkpoint)
+        self.model, table = self.families.describe(self.checkpoint, self.config.mtp_conventions)
+        if self.model.mtp and self.model.mtp_note:
+            logging.getLogger(__name__).warning(self.model.mtp_note)
         self.info = self.plugins.info()
         narrow = self.config.draft_vocab
         self._draft_ids = draft_vocab.read(narrow, self.model.vocab_size, self.model.eos_token_ids) if narrow else None
@@ -473,7 +476,7 @@ class Engine:
             )
         with ExitStack() as stack:
             checkpoint = stack.enter_context(Checkpoint(source))
-            model, table = self.families.describe(checkpoint)
+            model, table = self.families.describe(checkpoint, self.config.mtp_conventions)
             check_same_model(self.model, model)
             canonical = self._canonical(checkpoint, model, table)
             try:
@@ -514,7 +517,7 @@ class Engine:
 
     def canonical_weights(self) -> Mapping[str, Array]:
         """The weights of the checkpoint by canonical name, float32, each read when it is accessed."""
-        model, table = self.families.describe(self.checkpoint)
+        model, table = self.families.describe(self.checkpoint, self.config.mtp_conventions)
         return load_weights(self.checkpoint, model, table)
 
     def added_weights(self, names: Collection[str]) -> dict[str, Array]:

@@ -123,6 +123,7 @@ def resolve(
     proposer, drafts = _drafts(n, length, tuple(proposers))
     _draft_model(n, proposer, proposer in draft_models)
     _draft_vocab(n, proposer, draft_vocab)
+    _mtp_options(n, proposer)
     verify = _verify(n)
     schedule = _schedule(n, drafts)
     blocks = {**model.layers, **layers(proposer, model, config.draft_model)}
@@ -216,6 +217,14 @@ def _draft_vocab(n: _Negotiation, proposer: str, few: int | None) -> None:
         n.refuse(f"--draft-vocab narrows the head of an MTP model, got proposer {proposer}; leave it out or use --proposer mtp")
     reason = f"drafts are chosen among {few} of {vocab} tokens and verified over all of them: the text is the same"
     n.choose("draft_vocab", vocab if few is None else few, reason if few is not None else "drafts are chosen among all tokens")
+
+
+def _mtp_options(n: _Negotiation, proposer: str) -> None:
+    """The conventions of the MTP head, as texts."""
+    if n.config.mtp_options and proposer != "mtp":
+        n.refuse(f"--mtp-option is of the model's own MTP head, got proposer {proposer}; leave it out or use --proposer mtp")
+    note = n.model.mtp_note if n.model.mtp else ""
+    n.choose("mtp_options", ",".join(n.config.mtp_options), note or "the conventions that the model's family is known for")
 
 
 def _refuse_proposer(n: _Negotiation, proposers: tuple[str, ...], no_mtp: str, most: int, limit: str) -> None:

@@ -32,6 +32,7 @@ COMMANDS = {
     "conform": "Show that a backend keeps its contracts.",
     "new-backend": "Write a package with the smallest honest backend.",
     "bench": "Time rounds of a model or a shape, and the host.",
+    "mtp-check": "Show which conventions of an MTP head accept most drafts.",
     "replay": "Run recorded kernel calls on another backend.",
     "trace": "Show where the time of a recorded run went.",
 }

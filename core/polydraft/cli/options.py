@@ -17,9 +17,10 @@ FAILED, USAGE, INTERRUPTED = 1, 2, 130
 Number = TypeVar("Number", int, float)
 Command = TypeVar("Command", bound=Callable[..., Any])
 ENGINE = (
-    "model", "backend", "device", "draft_tokens", "proposer", "draft_model", "draft_vocab", "verify", "max_num_seqs",
-    "max_model_len", "block_size", "num_blocks", "max_batched_tokens", "overlap", "graph", "graph_sizes", "dtype", "kv_dtype",
-    "invariant", "kernels", "variants", "plugins", "allow_cpu_fallback", "logprobs_mode", "think_start_ids", "think_end_ids",
+    "model", "backend", "device", "draft_tokens", "proposer", "draft_model", "draft_vocab", "mtp_options", "verify",
+    "max_num_seqs", "max_model_len", "block_size", "num_blocks", "max_batched_tokens", "overlap", "graph", "graph_sizes",
+    "dtype", "kv_dtype", "invariant", "kernels", "variants", "plugins", "allow_cpu_fallback", "logprobs_mode",
+    "think_start_ids", "think_end_ids",
 )  # fmt: skip
 """Fields of `EngineConfig` that `engine` gives a command options for."""
 
@@ -110,6 +111,13 @@ def engine(*, max_num_seqs: int) -> Callable[[Command], Command]:
         click.option("--proposer", metavar="mtp|ngram|none|NAME", help="Where drafts come from.  [default: auto]"),
         click.option("--draft-model", metavar="DIR", help="Model of a proposer that has one of its own."),
         click.option("--draft-vocab", metavar="FILE[:N]", help="Draft only the N tokens that FILE counts most often."),
+        click.option(
+            "--mtp-option",
+            "mtp_options",
+            multiple=True,
+            metavar="NAME=VALUE",
+            help="A convention of the MTP head, see polydraft mtp-check; may be repeated.",
+        ),
         click.option("--verify", metavar="greedy|coupled|rejection", help="How drafts are verified.  [default: auto]"),
         click.option("--max-num-seqs", type=int, metavar="B", help=f"Texts decoded together.  [default: {max_num_seqs}]"),
         click.option("--max-model-len", **auto, metavar="N", help="Most tokens of prompt and text.  [default: auto]"),

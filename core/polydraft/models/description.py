@@ -18,11 +18,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 from polydraft.models.block import Block, Tensor
 
-__all__ = ["ModelDescription", "Mtp"]
+__all__ = ["CONVENTIONS", "ModelDescription", "Mtp"]
+
+CONVENTIONS: Final[Mapping[str, tuple[str, ...]]] = {
+    "order": ("hidden_first", "embedding_first"),
+    "feed": ("pre", "post"),
+    "final_norm": ("own", "target"),
+    "recycle": ("pre", "post"),
+    "mask_first_position": ("false", "true"),
+}
+"""The switches of an MTP head that its weights do not show, each with the texts of its values: `--mtp-option NAME=VALUE`."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +103,7 @@ class ModelDescription:
     mtp: Mtp | None = None
     """The MTP head, or None where the checkpoint offers none; then `mtp_note` says why."""
     mtp_note: str = ""
-    """Why `mtp` is None, as one sentence; empty where it is not None."""
+    """Why `mtp` is None, or how its conventions differ from those that its family is known for, as one sentence; else empty."""
 
     @property
     def num_layers(self) -> int:

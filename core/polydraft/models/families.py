@@ -6,6 +6,8 @@ The engine asks a `FamilyRegistry` once for each checkpoint; plugins add familie
 from __future__ import annotations
 
 import difflib
+from collections.abc import Mapping
+from types import MappingProxyType
 
 from polydraft.errors import CheckpointError, PluginError
 from polydraft.models.checkpoint import Checkpoint
@@ -71,11 +73,18 @@ class FamilyRegistry:
         """The architectures that can be loaded, sorted."""
         return tuple(sorted(self._families))
 
-    def describe(self, checkpoint: Checkpoint) -> tuple[ModelDescription, TensorTable]:
-        """Return the description of `checkpoint` and its table, by the family that its config.json names.
+    def describe(
+        self, checkpoint: Checkpoint, conventions: Mapping[str, str] = MappingProxyType({})
+    ) -> tuple[ModelDescription, TensorTable]:
+        """Return the description of `checkpoint` and its table, by the family that its config.json names; `conventions` are of
+        its MTP layers.
 
-        Errors: `CheckpointError` for an unknown architecture, with the nearest known one; else as `Family.describe`.
+        Errors: as `family_of` and `Family.describe`.
         """
+        return self.family_of(checkpoint).describe(checkpoint, conventions)
+
+    def family_of(self, checkpoint: Checkpoint) -> Family:
+        """The family that config.json names. Errors: `CheckpointError` for an unknown one, with the nearest that is known."""
         path = checkpoint.path / "config.json"
         named = checkpoint.config.get("architectures")
         architecture = named[0] if isinstance(named, list) and named else named
@@ -83,4 +92,4 @@ class FamilyRegistry:
             nearest = difflib.get_close_matches(str(architecture), self.architectures, n=1, cutoff=0.5)
             hint = f"did you mean {nearest[0]}" if nearest else "use one of those, or a plugin that adds this one"
             raise CheckpointError(f"{path}: architectures is {named!r}, wanted one of {', '.join(self.architectures)}; {hint}")
-        return self._families[architecture][0].describe(checkpoint)
+        return self._families[architecture][0]

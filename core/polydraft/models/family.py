@@ -9,14 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Literal
 
-from polydraft.errors import CapabilityError, CheckpointError
+from polydraft.errors import CapabilityError, CheckpointError, ConfigError
 from polydraft.models.attention import Attention
 from polydraft.models.block import Block, Tensor
 from polydraft.models.checkpoint import Checkpoint
 from polydraft.models.config_file import ConfigFile, eos_token_ids
-from polydraft.models.description import ModelDescription, Mtp
+from polydraft.models.description import CONVENTIONS, ModelDescription, Mtp
 from polydraft.models.feed_forward import GatedMlp
 from polydraft.models.rotary import Rotation
 from polydraft.models.tensor_table import BLOCK_NAMES, Part, TensorTable, stored_parts
@@ -48,6 +49,25 @@ class MtpLayout:
     """Names below `prefix` that some exports repeat, to the canonical tensor that they repeat."""
     count_keys: tuple[str, ...] = ("num_nextn_predict_layers", "num_mtp_layers")
     """Keys of config.json that may hold the number of MTP layers; the first one present counts."""
+
+    @property
+    def conventions(self) -> dict[str, str]:
+        """The switches of `CONVENTIONS`, as texts."""
+        return {name: str(getattr(self, name)).lower() for name in CONVENTIONS}
+
+    @property
+    def choices(self) -> dict[str, tuple[str, ...]]:
+        """The values, as texts, that each of `CONVENTIONS` can take: a norm of the head's own needs a name to be stored under."""
+        return {**CONVENTIONS, "final_norm": CONVENTIONS["final_norm"] if self.final_norm_name else ("target",)}
+
+    def with_conventions(self, chosen: Mapping[str, str]) -> MtpLayout:
+        """The same layers computed by other conventions. Errors: `ConfigError` for a name or value that there is not."""
+        for name, value in chosen.items():
+            if value not in self.choices.get(name, ()):
+                known = "; ".join(f"{one}={'|'.join(values)}" for one, values in self.choices.items())
+                raise ConfigError(f"--mtp-option {name}={value} is none of this model's MTP layers, wanted {known}")
+        values = {name: value == "true" if name == "mask_first_position" else value for name, value in chosen.items()}
+        return replace(self, **values)  # type: ignore[arg-type]
 
     @property
     def names(self) -> dict[str, tuple[str, ...]]:
@@ -100,12 +120,26 @@ class Family:
     """Patterns of tensors that are derived from the configuration and never read."""
     mtp: MtpLayout | None = None
 
-    def describe(self, checkpoint: Checkpoint) -> tuple[ModelDescription, TensorTable]:
-        """Return the description of `checkpoint` and the table to load it by; reads JSON and tensor headers only.
+    def describe(
+        self, checkpoint: Checkpoint, conventions: Mapping[str, str] = MappingProxyType({})
+    ) -> tuple[ModelDescription, TensorTable]:
+        """Return the description of `checkpoint` and the table to load it by; reads JSON and tensor headers only. `conventions`,
+        as texts by name, take the place of those that the family has for its MTP layers.
 
-        Errors: `CheckpointError` for a missing or malformed key, `CapabilityError` for a setting that is not built.
+        Errors: `CheckpointError` for a missing or malformed key, `CapabilityError` for a setting that is not built, `ConfigError`
+        for a convention that there is not.
         """
-        return self.as_stored(checkpoint)._describe(checkpoint)
+        stored = self.as_stored(checkpoint)
+        if not conventions:
+            return stored._describe(checkpoint)
+        if stored.mtp is None:
+            raise ConfigError(f"--mtp-option: {self.architecture} has no MTP layers; leave it out")
+        changed = replace(stored, mtp=stored.mtp.with_conventions(conventions))
+        model, table = changed._describe(checkpoint)
+        known, used = (family.mtp.conventions for family in (stored, changed) if family.mtp)
+        others = [f"{name} is {used[name]} instead of {known[name]}" for name in known if used[name] != known[name]]
+        note = f"MTP layers: {', '.join(others)}, which {self.architecture} is known for" if others else ""
+        return replace(model, mtp_note=model.mtp_note or note), table
 
     def as_stored(self, checkpoint: Checkpoint) -> Family:
         """The family with the names and layouts of this checkpoint; a family of which several exports exist overrides this."""
@@ -220,6 +254,8 @@ class Family:
         if self.mtp is not None and description.mtp is not None:
             for i, (layer, block) in enumerate(description.mtp.layers.items()):
                 prefix = self.mtp.prefix_of(i, description.num_layers)
+                if self.mtp.final_norm == "target" and self.mtp.final_norm_name:
+                    unread = (*unread, prefix + self.mtp.final_norm_name)
                 weights = (*description.mtp.own_weights(width), *block.weights(width))
                 named = stored_parts(weights, self.mtp.names_of(i, self.block_names), prefix)
                 laid_out = self._laid_out(named, {one.name: one for one in weights})

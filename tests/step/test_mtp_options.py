@@ -1,0 +1,120 @@
+"""Conventions of an MTP head as options: texts stay, rounds are those of an oracle with the same conventions, and
+`polydraft mtp-check` finds those that a head was trained with."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from polydraft import LLM, SamplingParams
+from polydraft.cli.mtp_check import Seen, verdict
+from polydraft.conformance.oracle.model import OracleModel
+from polydraft.errors import CapabilityError, ConfigError
+from polydraft.models import Checkpoint, FamilyRegistry, load_weights
+from polydraft.models.description import CONVENTIONS
+from tests.oracle import greedy_rounds
+from tests.support import tiny
+from tests.support.depth import among
+from tests.support.runs import Ask, drive
+
+DATA = Path(__file__).parents[1] / "data"
+PROMPT = (3, 1, 4, 1, 5, 9, 2, 6)
+TOKENS = 24
+
+
+def rounds(model: str, *options: str, **more: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Text and rounds of one greedy request."""
+    llm = LLM(model=str(tiny.checkpoint(model)), plugins=tiny.PLUGINS, backend="reference", mtp_options=options, **more)
+    (output,) = drive(llm.engine, [Ask(PROMPT, SamplingParams(max_new_tokens=TOKENS, ignore_eos=True), 0)])
+    llm.engine.close()
+    return output.token_ids, output.rounds
+
+
+@pytest.mark.parametrize("option", [f"{name}={value}" for name, values in CONVENTIONS.items() for value in values])
+@pytest.mark.parametrize("model", ["narrow", "sparse-glm"])
+def test_rounds_are_those_of_an_oracle_with_the_same_conventions(model: str, option: str):
+    name, _, value = option.partition("=")
+    with Checkpoint(tiny.checkpoint(model)) as opened:
+        description, table = FamilyRegistry().describe(opened, {name: value})
+        assert description.mtp is not None
+        assert str(getattr(description.mtp, name)).lower() == value
+        wanted = greedy_rounds(OracleModel(description, dict(load_weights(opened, description, table))), PROMPT, 3, TOKENS, ())
+    assert rounds(model, option, draft_tokens=3) == (tuple(wanted.token_ids), tuple(wanted.rounds))
+
+
+def test_another_convention_is_said_in_one_line(caplog: pytest.LogCaptureFixture):
+    rounds("narrow", "order=embedding_first", "feed=pre", draft_tokens=1)
+    said = [record.getMessage() for record in caplog.records if record.name == "polydraft.engine"]
+    assert said == ["MTP layers: order is embedding_first instead of hidden_first, which MiMoForCausalLM is known for"]
+    caplog.clear()
+    rounds("narrow", "order=hidden_first", draft_tokens=1)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "error", "said"),
+    [
+        (
+            "narrow",
+            ("feed=behind",),
+            ConfigError,
+            "--mtp-option feed=behind is none of this model's MTP layers, wanted order=hidden",
+        ),
+        ("narrow", ("fed=pre",), ConfigError, "--mtp-option fed=pre is none"),
+        ("narrow", ("feed",), ConfigError, "mtp_options has 'feed', wanted texts NAME=VALUE"),
+        ("sparse-ernie", ("final_norm=own",), ConfigError, "final_norm=target; recycle"),
+        ("narrow", ("feed=post",), CapabilityError, "--mtp-option is of the model's own MTP head, got proposer ngram"),
+    ],
+)
+def test_what_cannot_be_set_is_refused(model: str, options: tuple[str, ...], error: type[Exception], said: str):
+    with pytest.raises(error, match=said.replace("?", "\\?")):
+        rounds(model, *options, draft_tokens=2, proposer="ngram" if error is CapabilityError else "mtp")
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    code = "import sys; from polydraft.cli import main; sys.exit(main(sys.argv[1:]))"
+    return subprocess.run([sys.executable, "-c", code, "mtp-check", *arguments], capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("vary", among(["order,feed,recycle"], ["order,feed,recycle", ",".join(CONVENTIONS)]))
+@pytest.mark.parametrize("model", ["mtp-glm", "mtp-ernie"])
+def test_the_conventions_that_a_head_was_trained_with_come_first(model: str, vary: str):
+    run = command("--model", str(DATA / model), "--backend", "cpu", "--vary", vary, "--json", "--max-new-tokens", "160")
+    assert (run.returncode, run.stderr) == (0, "")
+    answer = json.loads(run.stdout)
+    first, *others = answer["tried"]
+    assert first["configured"], answer["tried"][:3]
+    assert answer["verdict"].startswith("the configured conventions are as good as any")
+    assert len(others) == (8 if vary.count(",") == 2 else 32 if model == "mtp-glm" else 16) - 1
+    assert first["tokens_per_round"] > 1.5 * others[-1]["tokens_per_round"]
+
+
+def test_a_wrong_configuration_is_told_what_to_set():
+    run = command("--model", str(DATA / "mtp-glm"), "--backend", "cpu", "--vary", "order", "--mtp-option", "order=hidden_first")
+    assert run.returncode == 0, run.stderr
+    assert "set --mtp-option order=embedding_first" in run.stdout
+    assert run.stdout.startswith("configured: order=hidden_first feed=post")
+
+
+def test_what_has_no_head_or_no_such_convention_is_refused():
+    run = command("--vary", "order,fed")
+    assert (run.returncode, run.stdout) == (2, "")
+    assert run.stderr.startswith("polydraft: --vary fed: wanted some of order, feed, final_norm, recycle, mask_first_position")
+
+
+def seen(tokens: float, error: float, *, configured: bool = False, order: str = "hidden_first") -> Seen:
+    return Seen({"order": order}, configured, 100, tokens, error, (0.5,))
+
+
+def test_a_verdict_names_what_is_more_than_chance():
+    mine, better = seen(2.0, 0.1, configured=True), seen(2.6, 0.1, order="embedding_first")
+    assert verdict([better, mine]).endswith("others 2.60; set --mtp-option order=embedding_first")
+    near = seen(2.2, 0.1, order="embedding_first")
+    assert verdict([near, mine]) == (
+        "the configured conventions are as good as any of the 2 that were tried; 2 of them cannot be told from the best"
+    )

@@ -5,7 +5,7 @@
 
 The target comes from transformers, and is trained first. The head is trained behind it, several steps deep, with the conventions
 that `LAYOUTS` has. Tokens are bytes; the text is this repository's own Python source (Apache-2.0). Minutes a model on two
-cores. Needs: torch, transformers, numpy, safetensors.
+cores. Needs: torch, transformers, numpy, safetensors, tokenizers.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.ernie4_5_moe.modeling_ernie4_5_moe import Ernie4_5_MoeDecoderLayer
@@ -30,7 +31,7 @@ from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeDecoderLayer
 ROOT = Path(__file__).parents[1]
 LENGTH, BATCH, STEPS = 96, 24, 3
 """Tokens of a text, texts of a batch, and steps that the head learns to look ahead."""
-SPREAD = 0.4
+SPREAD = 1.0
 """Of the logarithm of norm weights at the beginning. Were they all 1, a state before its norm would be that behind it."""
 COMMON = {
     "vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -206,8 +207,12 @@ def make(name: str, out: Path, steps: int) -> None:
     train(list(head.parameters()), loss_of, data, steps, 4, f"{name} head")
     folder = out / name
     folder.mkdir(parents=True, exist_ok=True)
-    stored = model.state_dict() | head.tensors()
+    stored = as_published(model.state_dict() | head.tensors())
     save_file({one: value.to(torch.bfloat16).contiguous() for one, value in stored.items()}, folder / "model.safetensors")
+    alphabet = dict(zip(bytes_in_order(), range(256), strict=True))
+    tokenizer = Tokenizer(models.BPE(vocab=alphabet, merges=[]))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
     written = {**config.to_dict(), **layout.stored, "torch_dtype": "bfloat16", "architectures": [type(model).__name__]}
     keep = {
         *COMMON,
@@ -220,6 +225,29 @@ def make(name: str, out: Path, steps: int) -> None:
         "moe_norm_min",
     }
     (folder / "config.json").write_text(json.dumps({k: written[k] for k in sorted(keep) if k in written}, indent=1) + "\n")
+
+
+def as_published(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Experts one by one, which transformers keeps in one tensor."""
+    found = {}
+    for name, value in tensors.items():
+        stem, _, last = name.rpartition(".")
+        for expert in range(len(value)) if stem.endswith(".experts") else ():
+            if last == "gate_up_proj":
+                gate, up = value[expert].chunk(2)
+                found |= {f"{stem}.{expert}.gate_proj.weight": gate, f"{stem}.{expert}.up_proj.weight": up}
+            else:
+                found[f"{stem}.{expert}.{last}.weight"] = value[expert]
+        if not stem.endswith(".experts"):
+            found[name] = value
+    return found
+
+
+def bytes_in_order() -> list[str]:
+    """The character by which a byte-level tokenizer writes each byte."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = iter(range(256, 512))
+    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
 
 
 if __name__ == "__main__":

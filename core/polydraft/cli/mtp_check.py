@@ -11,7 +11,7 @@ import itertools
 import json
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, pstdev
 from typing import TYPE_CHECKING, Any
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from polydraft.cli.prompts import Job
     from polydraft.cli.run import Run
     from polydraft.config import EngineConfig
-    from polydraft.engine import Engine
 
 SCHEMA = "polydraft.mtp_check/1"
 EXAMPLES = """\b
@@ -41,8 +40,6 @@ OPENINGS = (
     "In this paper, we", "Once upon a time,", '{"name": "', "Question: Why is the sky blue?\nAnswer:",
 )  # fmt: skip
 """Prompts where none are given."""
-FEW_IDS = 16
-"""Prompts of one token each, where a model has no tokenizer."""
 SURE = 3.0
 """Standard errors of the difference by which one combination has to be ahead of another to be called better."""
 
@@ -116,7 +113,7 @@ def verdict(found: Sequence[Seen]) -> str:
     )
 
 
-def _tried(config: EngineConfig, vary: tuple[str, ...] | None, jobs: Callable[[Engine], list[Job]]) -> Iterator[Seen]:
+def _tried(config: EngineConfig, vary: tuple[str, ...] | None, jobs: Sequence[Job]) -> Iterator[Seen]:
     """One engine after another, each with its own combination."""
     from polydraft.cli.run import Run
     from polydraft.cli.show import busy
@@ -129,7 +126,7 @@ def _tried(config: EngineConfig, vary: tuple[str, ...] | None, jobs: Callable[[E
         with busy(f"{number} of {len(combinations)}: {', '.join(texts)}"):
             engine = Engine(replace(config, mtp_options=texts))
             try:
-                run = Run(engine, jobs(engine))
+                run = Run(engine, jobs)
                 run.to_the_end(lambda output: None)
             finally:
                 engine.close()
@@ -159,23 +156,15 @@ def _combinations(config: EngineConfig, vary: tuple[str, ...] | None) -> tuple[d
     return configured, [dict(zip(choices, each, strict=True)) for each in itertools.product(*values)]
 
 
-def _jobs(prompts: str | None, sampling: Mapping[str, Any]) -> Callable[[Engine], list[Job]]:
-    """What makes the requests for an engine: those of the file, or a few of its own."""
+def _jobs(prompts: str | None, sampling: Mapping[str, Any]) -> list[Job]:
+    """The requests of the file, or a few of its own."""
     from polydraft.cli.prompts import Job, read_jobs
     from polydraft.sampling_params import SamplingParams
 
     if prompts is not None:
-        jobs = read_jobs(prompts, sampling)
-        return lambda engine: jobs
+        return read_jobs(prompts, sampling)
     params = SamplingParams.from_mapping(sampling)
-
-    def of(engine: Engine) -> list[Job]:
-        if engine.tokenizer is not None:
-            return [Job(text, replace(params, seed=place)) for place, text in enumerate(OPENINGS)]
-        ids = range(0, engine.model.vocab_size, -(-engine.model.vocab_size // FEW_IDS))
-        return [Job([token], replace(params, seed=place)) for place, token in enumerate(ids)]
-
-    return of
+    return [Job(text, replace(params, seed=place)) for place, text in enumerate(OPENINGS)]
 
 
 def _show(found: Sequence[Seen], said: str) -> None:

@@ -78,7 +78,7 @@ def test_the_server_runs_its_engine(directory: Path):
 def ready(url: str) -> bool:
     """Wait until the server says that its engine is ready."""
     for _ in range(600):
-        with contextlib.suppress(urllib.error.URLError), urllib.request.urlopen(f"{url}/health", timeout=20) as answer:
+        with contextlib.suppress(urllib.error.URLError), urllib.request.urlopen(f"{url}/ready", timeout=20) as answer:
             if answer.status == 200:
                 return True
         time.sleep(0.05)

@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +20,8 @@ import pytest
 
 from tests.support import tiny
 
-for needed in ("starlette", "uvicorn", "msgspec", "zmq", "prometheus_client", "httpx"):
+httpx = pytest.importorskip("httpx", reason="the extra `test` is not installed: no httpx")
+for needed in ("starlette", "uvicorn", "msgspec", "zmq", "prometheus_client"):
     pytest.importorskip(needed, reason=f"the extra `serve` is not installed: no {needed}")
 
 TEMPLATE = "{% for m in messages %}{{ m.content }} {% endfor %}"
@@ -27,9 +29,13 @@ MODEL = "narrow"
 
 
 class Served:
-    """A server in a process of its own, on the tiny model; `url` is where it listens."""
+    """A server in a process of its own, on the tiny model; `url` is where it listens, once it serves requests (`wait`)."""
 
-    def __init__(self, folder: Path, *options: str, model: str | None = None, stdout: Any = subprocess.PIPE) -> None:
+    url = ""
+
+    def __init__(
+        self, folder: Path, *options: str, model: str | None = None, stdout: Any = subprocess.PIPE, wait: bool = True, **more: Any
+    ) -> None:
         template = folder / "template.jinja"
         template.write_text(TEMPLATE)
         self.log = folder / "server.log"
@@ -40,13 +46,38 @@ class Served:
             "--log-file", str(self.log), *options,
         ]  # fmt: skip
         environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
-        self.process = subprocess.Popen(command, stdout=stdout, stderr=subprocess.PIPE, env=environment, text=True)
+        self.process = subprocess.Popen(command, stdout=stdout, stderr=subprocess.PIPE, env=environment, text=True, **more)
+        if wait:
+            self.wait()
+
+    def wait(self) -> None:
+        """Until it serves requests."""
         assert self.process.stdout is not None
         said = self.process.stdout.readline()
         if not said:
             _, told = self.process.communicate()
             raise AssertionError(f"the server did not start: {told}")
         self.url = str(json.loads(said)["url"])
+
+    def listens(self) -> None:
+        """Wait until it listens, which is before."""
+        deadline = time.monotonic() + 20
+        while not self.url and time.monotonic() < deadline:
+            time.sleep(0.01)
+            told = self.events() if self.log.exists() else []
+            self.url = next((event["url"] for event in told if event["event"] == "listening"), "")
+
+    def status(self, path: str) -> tuple[int, str]:
+        """The status of a route, and what it tells of the server's."""
+        answer = httpx.get(self.url + path, timeout=20)
+        return answer.status_code, answer.json().get("status", "")
+
+    def becomes(self, status: str) -> bool:
+        """Wait until the server says so of itself."""
+        deadline = time.monotonic() + 20
+        while (said := self.status("/ready")[1]) != status and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return said == status
 
     def get(self, path: str) -> Any:
         with urllib.request.urlopen(self.url + path, timeout=20) as answer:

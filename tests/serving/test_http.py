@@ -56,7 +56,7 @@ def test_a_stream_ends_when_its_client_leaves_while_a_piece_goes(ticks: int) -> 
             if message["type"] == "http.response.body":
                 await free.wait()
 
-        stream = EventStream(numbers(taken), stall_s=20, describe=lambda error: {}, gone=lambda: told.append("gone"))
+        stream = EventStream(numbers(taken), describe=lambda error: {}, gone=lambda: told.append("gone"))
         running = asyncio.ensure_future(stream({}, client.receive, send))
         await asyncio.sleep(0.001)
         await client.leave(ticks)
@@ -68,22 +68,6 @@ def test_a_stream_ends_when_its_client_leaves_while_a_piece_goes(ticks: int) -> 
     assert told == ["gone"]
 
 
-def test_a_stream_ends_when_its_client_takes_nothing() -> None:
-    taken: list[int] = []
-    told: list[str] = []
-
-    async def scene() -> None:
-        async def send(message: Any) -> None:
-            if message["type"] == "http.response.body":
-                await asyncio.Event().wait()
-
-        stream = EventStream(numbers(taken), stall_s=0.01, describe=lambda error: {}, gone=lambda: told.append("gone"))
-        await stream({}, Leaving().receive, send)
-
-    asyncio.run(scene())
-    assert (taken, told) == ([0], ["gone"])
-
-
 def test_a_stream_that_is_taken_to_its_end_lost_nobody() -> None:
     taken: list[int] = []
     told: list[str] = []
@@ -93,7 +77,7 @@ def test_a_stream_that_is_taken_to_its_end_lost_nobody() -> None:
         async def send(message: Any) -> None:
             sent.append(message.get("body", b""))
 
-        stream = EventStream(numbers(taken), stall_s=20, describe=lambda error: {}, gone=lambda: told.append("gone"))
+        stream = EventStream(numbers(taken), describe=lambda error: {}, gone=lambda: told.append("gone"))
         await stream({}, Leaving().receive, send)
 
     asyncio.run(scene())

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import time
 import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,12 +24,10 @@ from starlette.routing import Route
 
 from polydraft.errors import RequestError
 from polydraft.serving import protocol, wire
-from polydraft.serving.engine_client import EngineClient, EngineGone
+from polydraft.serving.engine_client import EngineGone
 from polydraft.serving.http import Gone, HttpError, check_key, check_origin, read_body
-from polydraft.serving.logs import Log
 from polydraft.serving.openapi import document
 from polydraft.serving.service import Service, as_http
-from polydraft.serving.settings import ServerSettings
 
 PLAYGROUND = Path(__file__).with_name("playground.html")
 POLICY = (
@@ -48,21 +46,25 @@ class Routes:
         self._service, self._settings, self._client, self._log = service, service.settings, service.client, service.log
         self._started = int(time.time())
 
-    def guarded(self, handler: Handler, keys: tuple[str, ...]) -> Handler:
-        """The handler behind checks of origin and keys, with an answer for every failure."""
+    def guarded(self, handler: Handler, keys: tuple[str, ...], *, engine: bool = True) -> Handler:
+        """The handler behind checks of origin and keys and, where it needs an `engine`, of there being one; every failure has an
+        answer."""
 
         async def call(request: Request) -> Any:
             try:
                 if request.method == "POST":
                     check_origin(request, self._settings.cors_origins, self._settings.host)
                 check_key(request, keys)
+                if engine:
+                    self._check_open(request)
                 return await handler(request)
             except Gone as gone:
                 self._log.tell("client_gone", path=request.url.path, **gone.fields)
                 return Response(status_code=CLIENT_GONE)
             except Exception as error:  # noqa: BLE001  every failure has an answer
                 failure = as_http(error)
-                self._service.metrics.refused(failure.status)
+                if self._service.opened:
+                    self._service.metrics.refused(failure.status)
                 unexpected = failure.status == 500 and not isinstance(error, HttpError)
                 where = {"traceback": traceback.format_exception(error)} if unexpected else {}
                 error_text = self._log.sentence(str(failure), failure.kind, failure.status)
@@ -70,6 +72,12 @@ class Routes:
                 return failure.response()
 
         return call
+
+    def _check_open(self, request: Request) -> None:
+        if not self._service.opened:
+            raise EngineGone("the engine is being started; send the request again in a while")
+        if self._service.draining and request.method == "POST":
+            raise HttpError(503, "the server stops and takes no more requests; send it to another one", "server_error")
 
     async def _body(self, request: Request, kind: type[Any]) -> Any:
         data = await read_body(request, most=self._settings.max_body_bytes, within_s=self._settings.stall_s)
@@ -105,12 +113,20 @@ class Routes:
         return {**entry, "max_model_len": self._ready.max_model_len}
 
     async def health(self, request: Request) -> Any:
-        """`/health`: 200 while requests are served, 503 otherwise."""
+        """`/health`: 200 while the server lives, whatever it waits for; 503 where its engine is given up."""
         del request
+        return self._condition(healthy=self._client.state != "failed")
+
+    async def ready(self, request: Request) -> Any:
+        """`/ready`: 200 while requests are served, 503 otherwise."""
+        del request
+        return self._condition(healthy=self._service.state == "ok")
+
+    def _condition(self, *, healthy: bool) -> JSONResponse:
         client = self._client
-        state = "draining" if self._service.draining else client.state
-        health = {"status": "ok" if state == "ready" else state, "requests": client.num_requests, "restarts": client.restarts}
-        return JSONResponse(health | ({"reason": client.reason} if client.reason else {}), 200 if state == "ready" else 503)
+        said: dict[str, Any] = {"status": self._service.state, "requests": client.num_requests, "restarts": client.restarts}
+        said |= {"reason": client.reason} if client.reason else {}
+        return JSONResponse(said, 200 if healthy else 503)
 
     async def metrics(self, request: Request) -> Any:
         """`/metrics`; without the engine's answer, what it last reported."""
@@ -118,10 +134,7 @@ class Routes:
         stats = None
         with contextlib.suppress(EngineGone, asyncio.TimeoutError):
             stats = await self._client.stats()
-        metrics = self._service.metrics
-        metrics.restarts.set(self._client.restarts)
-        metrics.lost_log_lines.set(self._log.lost)
-        return Response(metrics.text(stats), media_type="text/plain; version=0.0.4; charset=utf-8")
+        return Response(self._service.metrics.text(stats), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def stats(self, request: Request) -> Any:
         """`/stats`: the same counts as JSON, for the playground."""
@@ -178,12 +191,9 @@ class Routes:
         return HTMLResponse(page, headers={"Content-Security-Policy": POLICY, "X-Content-Type-Options": "nosniff"})
 
     def all(self) -> list[Route]:
-        """Every route; only health, the playground's page and administration (which has a key of its own) take no API key."""
+        """Every route. Health, readiness and the playground's page take no key, administration has one of its own."""
         post, get, keys = ["POST"], ["GET"], self._settings.api_keys
-        free: list[tuple[str, Handler, list[str]]] = [
-            ("/health", self.health, get),
-            ("/admin/update_weights", self.update_weights, post),
-        ]
+        free: list[tuple[str, Handler, list[str]]] = [("/health", self.health, get), ("/ready", self.ready, get)]
         if self._settings.playground:
             free.append(("/", self.playground, get))
         keyed: list[tuple[str, Handler, list[str]]] = [
@@ -193,7 +203,8 @@ class Routes:
             ("/tokenize", self.tokenize, post), ("/detokenize", self.detokenize, post), ("/openapi.json", self.openapi, get),
         ]  # fmt: skip
         return [
-            *(Route(path, self.guarded(handler, ()), methods=methods) for path, handler, methods in free),
+            *(Route(path, self.guarded(handler, (), engine=False), methods=methods) for path, handler, methods in free),
+            Route("/admin/update_weights", self.guarded(self.update_weights, ()), methods=post),
             *(Route(path, self.guarded(handler, keys), methods=methods) for path, handler, methods in keyed),
         ]
 
@@ -207,25 +218,14 @@ async def no_route(request: Request, error: Exception) -> Any:
     return HttpError(404, f"{path} is no route of this server; see /openapi.json", "not_found_error").response()
 
 
-def build(settings: ServerSettings, client: EngineClient, log: Log) -> Starlette:
-    """The ASGI application; its lifespan starts and stops the engine."""
-    service = Service(settings, client, log)
-
-    @contextlib.asynccontextmanager
-    async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        del app
-        try:
-            await service.open()
-            yield
-        finally:
-            service.draining = True
-            await client.stop()
-            log.tell("stopped")
-            log.close()
-
+def build(service: Service) -> Starlette:
+    """The ASGI application. Its engine is started and stopped by who runs it."""
     middleware = []
-    if settings.cors_origins:
-        allowed: Any = {"allow_origins": list(settings.cors_origins), "allow_methods": ["GET", "POST"], "allow_headers": ["*"]}
+    origins = service.settings.cors_origins
+    if origins:
+        allowed: Any = {"allow_origins": list(origins), "allow_methods": ["GET", "POST"], "allow_headers": ["*"]}
         middleware.append(Middleware(CORSMiddleware, **allowed))
     handlers: Any = {404: no_route, 405: no_route}
-    return Starlette(routes=Routes(service).all(), lifespan=lifespan, middleware=middleware, exception_handlers=handlers)
+    application = Starlette(routes=Routes(service).all(), middleware=middleware, exception_handlers=handlers)
+    application.router.redirect_slashes = False  # to a place whose name the client has chosen (`Host`)
+    return application

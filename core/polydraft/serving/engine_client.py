@@ -1,7 +1,8 @@
 """The engine as the HTTP side sees it: its process, its restarts, and one queue of deltas a request.
 
-The routes call `generate`, `stats` and `update_weights`. When the process dies every waiting request gets an error, and another
-one is started. It never blocks the event loop and never sees a token that the engine did not send.
+The routes call `generate`, `stats` and `update_weights`. When the process dies, or its engine answers nothing any more, every
+waiting request gets an error, and another one is started; how often is bounded. It never blocks the event loop and never sees a
+token that the engine did not send.
 """
 
 from __future__ import annotations
@@ -25,7 +26,12 @@ from polydraft.output.request_delta import RequestDelta, unpack
 from polydraft.serving import wire
 
 MOST_RESTARTS, RESTART_WINDOW_S = 5, 120.0
-"""More deaths than this within the window, and the server gives up on its engine."""
+"""More deaths than this within so many seconds of service, and the engine is given up. Time in which an engine was built, or did
+not answer, counts for nothing: the larger a model, the longer six deaths take."""
+BEAT_S = 1.0
+"""Seconds between two questions to the engine's thread."""
+STALLED_S = 10.0
+"""Seconds without an answer after which an engine is said not to serve; a step may take longer, and its requests are kept."""
 MOST_WAITING = 4096
 """Deltas that may wait for one client."""
 STOP_S = 5.0
@@ -61,10 +67,25 @@ def _late(queue: _Queue) -> None:
 class EngineClient:
     """One engine in a process of its own. `state`: starting, ready, restarting, failed or stopped.
 
-    `most`: requests in the engine at most, running and waiting. `tell(event, **fields)` files what happens to the process."""
+    `most`: requests in the engine at most, running and waiting. `start_s`, `watchdog_s`: seconds without a word after which a
+    process that builds its engine, or has one, is ended. `tell(event, **fields)` files what happens to the process."""
 
-    def __init__(self, config: Mapping[str, Any], *, most: int, tell: Callable[..., None]) -> None:
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        *,
+        most: int,
+        tell: Callable[..., None],
+        start_s: float = 1800.0,
+        watchdog_s: float = 300.0,
+    ) -> None:
         self._config, self._most, self._tell = dict(config), most, tell
+        self._start_s, self._watchdog_s = start_s, watchdog_s
+        self._beat_s = min(BEAT_S, watchdog_s / 4, start_s / 4)
+        self._unanswered = 0
+        """Beats since the process last said anything. They are counted, and not seconds: where a container was paused, so was the
+        process."""
+        self._ready_at = self._heard_at = self._served_s = 0.0
         self.state, self.reason = "starting", ""
         self.ready: wire.Ready | None = None
         self._waiting: dict[int, _Queue] = {}
@@ -74,7 +95,8 @@ class EngineClient:
         self._aborts: set[asyncio.Future[None]] = set()
         self._changed = asyncio.Event()
         self._deaths: list[float] = []
-        self.restarts = 0
+        """When processes have ended, in seconds of service."""
+        self.restarts = self.hangs = 0
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: zmq.asyncio.Socket | None = None
         self._main: asyncio.Task[None] | None = None
@@ -89,19 +111,31 @@ class EngineClient:
         """Of the engine's process."""
         return self._process.pid if self._process else None
 
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the engine's process last said anything."""
+        return self._unanswered * self._beat_s
+
+    @property
+    def stalled(self) -> bool:
+        """Whether the engine has not answered for so long that new requests had better go elsewhere."""
+        return self.state == "ready" and self.silent_s > min(STALLED_S, self._watchdog_s / 2)
+
     # -- the process -------------------------------------------------------------------------------
     async def start(self) -> None:
         """Start the process and wait until the engine stands. Raises `DeviceError` with its sentence where it cannot."""
         self._main = asyncio.create_task(self._supervise())
         while self.state == "starting":
             await self._next_state()
+        if self.state != "ready":
+            await self.until_failed()
+
+    async def until_failed(self) -> None:
+        """Wait until the engine is given up, and raise `DeviceError` that says why; return where it was stopped."""
+        while self.state not in ("failed", "stopped"):
+            await self._next_state()
         if self.state == "failed":
             raise DeviceError(self.reason)
-
-    def abandon(self) -> None:
-        """Give up a start: nobody wants the engine any more."""
-        if self.state == "starting":
-            self._become("failed", "the server was stopped while its engine was being started")
 
     async def _next_state(self) -> None:
         self._changed.clear()
@@ -131,47 +165,66 @@ class EngineClient:
             self._socket = commands
             self._process = process = self._spawn(endpoints)
             try:
-                status = await self._attend(process, commands, events)
+                why = await self._attend(process, commands, events)
             finally:
                 process.kill()  # nothing where it has ended; else whoever waits for it in a thread would wait for ever
                 self._socket = None
                 commands.close(linger=0)
                 events.close(linger=0)
-            self._after(status)
+            self._after(why)
 
-    async def _attend(self, process: subprocess.Popen[bytes], commands: zmq.asyncio.Socket, events: zmq.asyncio.Socket) -> int:
-        """Talk to a process until it ends; returns its status."""
+    async def _attend(self, process: subprocess.Popen[bytes], commands: zmq.asyncio.Socket, events: zmq.asyncio.Socket) -> str:
+        """Talk to a process until it ends, or is ended; returns how that came."""
+        self._unanswered = 0
         death = asyncio.create_task(asyncio.to_thread(process.wait))
-        reader = asyncio.create_task(self._read(events))
+        reader, watchdog = asyncio.create_task(self._read(events)), asyncio.create_task(self._watch())
         start = asyncio.ensure_future(commands.send(wire.encode(wire.Start(self._config))))  # sent once it has connected
-        await asyncio.wait((death, reader), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((death, reader, watchdog), return_when=asyncio.FIRST_COMPLETED)
         start.cancel()
-        if not death.done():  # what the process said could not be read
+        watchdog.cancel()
+        if not death.done():  # what the process said could not be read, or it says nothing
             process.kill()
         status = await death
         with contextlib.suppress(asyncio.TimeoutError, asyncio.CancelledError, zmq.ZMQError):
             await asyncio.wait_for(reader, 0.2)  # what it said before it died
-        return status
+        hung = watchdog.done() and not watchdog.cancelled()
+        return watchdog.result() if hung else f"the engine's process ended ({ending(status)})"
+
+    async def _watch(self) -> str:
+        """Ask the engine's thread for a word now and then, which it gives between two steps; return what is wrong where it gives
+        none. While weights are replaced, which takes as long as it takes, none is missed."""
+        while True:
+            await asyncio.sleep(self._beat_s)
+            self._unanswered += 1
+            limit = self._watchdog_s if self.state == "ready" else self._start_s
+            if self.silent_s > limit and not self._done:
+                self.hangs += 1
+                return f"the engine's process said nothing for {limit:g} seconds and was ended"
+            if self.state == "ready" and self._unanswered == 1:
+                with contextlib.suppress(EngineGone, zmq.ZMQError):
+                    await self._send(wire.AskStats())
 
     def _spawn(self, endpoints: Sequence[str]) -> subprocess.Popen[bytes]:
         command = running("polydraft.serving.worker", *endpoints)
         return subprocess.Popen(command, stdin=subprocess.DEVNULL, close_fds=True)  # noqa: S603  this very interpreter
 
-    def _after(self, status: int) -> None:
+    def _after(self, why: str) -> None:
         """The process has ended: tell everybody who waits, and say what comes next."""
-        self.dismiss(f"the engine's process ended ({ending(status)}) while the request was served; send it again")
+        self.dismiss(f"{why} while the request was served; send it again")
         if self.state in ("stopped", "failed"):
             return
         if self.ready is None:
-            self._become("failed", f"the engine's process ended ({ending(status)}) before it was ready; see its messages above")
+            self._become("failed", f"{why} before it was ready; see its messages above")
             return
-        now = time.monotonic()
-        self._deaths = [t for t in self._deaths if now - t < RESTART_WINDOW_S] + [now]
+        if self.state == "ready":
+            self._served_s += self._heard_at - self._ready_at
+        self._deaths = [then for then in self._deaths if self._served_s - then < RESTART_WINDOW_S] + [self._served_s]
         if len(self._deaths) > MOST_RESTARTS:
-            self._become("failed", f"the engine's process ended {len(self._deaths)} times within {RESTART_WINDOW_S:.0f} seconds")
+            times = f"{len(self._deaths)} times within {RESTART_WINDOW_S:.0f} seconds of service"
+            self._become("failed", f"the engine's process ended {times}, at last so: {why}; see its messages above")
             return
         self.restarts += 1
-        self._become("restarting", f"its process ended ({ending(status)})")
+        self._become("restarting", why)
 
     def dismiss(self, why: str) -> None:
         """Tell everybody who waits that nothing more will come."""
@@ -195,6 +248,7 @@ class EngineClient:
                 return
 
     def _take(self, event: wire.Event) -> None:
+        self._unanswered, self._heard_at = 0, time.monotonic()
         if isinstance(event, wire.Outputs):
             self._deliver(event)
         elif isinstance(event, wire.Refused):
@@ -202,7 +256,7 @@ class EngineClient:
                 kind = RequestError if event.fault == "client" else DeviceError
                 self._waiting[event.handle].put_nowait(kind(event.error))
         elif isinstance(event, wire.Ready):
-            self.ready = event
+            self.ready, self._ready_at = event, self._heard_at
             self._become("ready")
         elif isinstance(event, wire.Unready):
             self._become("failed", event.error)
@@ -270,6 +324,8 @@ class EngineClient:
 
         Raises `Busy` where the engine has no room for all of them, `RequestError` for a wrong one, `EngineGone` when its process
         ends, and `TimeoutError` when nothing has come `first_s` seconds after the start."""
+        if self.state in ("failed", "stopped"):
+            raise EngineGone(f"the engine has {self.state} for good, and the server ends; send the request to another one")
         if self.state != "ready":
             raise EngineGone(f"the engine is {self.state}; send the request again in a while")
         if len(self._waiting) + len(prompts) > self._most:
@@ -306,8 +362,8 @@ class EngineClient:
     async def stats(self, timeout_s: float = 2.0) -> wire.Stats:
         """Counts of the engine now. Raises `EngineGone`, or `TimeoutError` where it does not answer in time."""
         future: asyncio.Future[wire.Stats] = asyncio.get_running_loop().create_future()
-        self._stats.append(future)
         await self._send(wire.AskStats())
+        self._stats.append(future)
         return await asyncio.wait_for(future, timeout_s)
 
     async def update_weights(self, path: str, running: str) -> str:

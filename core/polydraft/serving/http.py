@@ -150,14 +150,13 @@ async def _gone(request: Request) -> None:
 class EventStream:
     """Server-sent events from an iterator of JSON objects; ends with OpenAI's [DONE].
 
-    A client that goes away, or does not take a piece within `stall_s`, ends the iterator, and `gone` is called. An error of the
-    iterator becomes the last event: `describe` makes its object."""
+    A client that goes away ends the iterator, and `gone` is called; so does one that reads nothing, whose connection is ended
+    (`polydraft.serving.connection`). An error of the iterator becomes the last event: `describe` makes its object."""
 
     def __init__(
-        self, events: AsyncIterator[dict[str, Any]], *, stall_s: float, describe: Callable[[Exception], dict[str, Any]],
-        gone: Callable[[], None],
-    ) -> None:  # fmt: skip
-        self._events, self._stall_s, self._describe, self._gone = events, stall_s, describe, gone
+        self, events: AsyncIterator[dict[str, Any]], *, describe: Callable[[Exception], dict[str, Any]], gone: Callable[[], None]
+    ) -> None:
+        self._events, self._describe, self._gone = events, describe, gone
         self._complete = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -180,16 +179,8 @@ class EventStream:
                 self._gone()
 
     async def _send(self, send: Send) -> None:
-        sender, loop = asyncio.current_task(), asyncio.get_running_loop()
-        assert sender is not None, "the stream is sent by a task"
-
         async def piece(body: bytes, *, more: bool = True) -> None:
-            # Not `wait_for`: before Python 3.12 it loses a cancellation that comes when the piece has just gone.
-            stalled = loop.call_later(self._stall_s, sender.cancel)
-            try:
-                await send({"type": "http.response.body", "body": body, "more_body": more})
-            finally:
-                stalled.cancel()
+            await send({"type": "http.response.body", "body": body, "more_body": more})
             await asyncio.sleep(0)  # where much waits for one client, the others have their turn all the same
 
         try:

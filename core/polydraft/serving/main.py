@@ -1,4 +1,4 @@
-"""Runs a server: uvicorn around the application, a message when it is ready, and a clean end on SIGTERM.
+"""Runs a server: uvicorn around the application, the engine beside it, a message when it is ready, and a clean end.
 
 `polydraft serve` calls `run`; tests call it in a separate process. It returns only when the engine's process is gone.
 """
@@ -8,53 +8,88 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
 import signal
 import socket
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from types import FrameType
 from typing import Any
 
 import uvicorn
 
-from polydraft.errors import ConfigError, DeviceError
+from polydraft.errors import ConfigError
 from polydraft.serving.app import build
+from polydraft.serving.connection import KEEP_ALIVE_S, MOST_BACKLOG, Connection, Connections
 from polydraft.serving.engine_client import EngineClient
 from polydraft.serving.logs import Log
+from polydraft.serving.service import Service
 from polydraft.serving.settings import ServerSettings
+
+TELL_S = 5
+"""Seconds for the last answers of a server that stops to be taken."""
+REPEATED_S = 1.0
+"""Seconds within which a library's message is not written again."""
 
 
 class _ToLog(logging.Handler):
-    """What uvicorn says, as events."""
+    """What uvicorn and asyncio say, as events. A client can have them say the same thing thousands of times a second."""
 
     def __init__(self, log: Log) -> None:
         super().__init__(logging.WARNING)
         self._log = log
+        self._last: dict[str, float] = {}
+        self._left_out: Counter[str] = Counter()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Tell it without its traceback, of which the last line says what happened."""
+        """Tell it without its traceback, of which the last line says what happened, and how often it was left out before."""
+        if record.created - self._last.get(record.msg, 0.0) < REPEATED_S:
+            self._left_out[record.msg] += 1
+            return
+        self._last[record.msg] = record.created
         lines = record.getMessage().strip().splitlines() or [""]
         message = lines[-1] if lines[0].startswith("Traceback") else lines[0]
-        self._log.tell("http", level=record.levelname.lower(), message=message)
+        raised = record.exc_info[1] if record.exc_info else None
+        why = {"error": repr(raised)} if raised is not None else {}
+        left_out = self._left_out.pop(record.msg, 0)
+        more = {"left_out": left_out} if left_out else {}
+        self._log.tell("http", level=record.levelname.lower(), message=message, **why, **more)
 
 
 class _Uvicorn(uvicorn.Server):
-    """Says when it listens, gives up a start when asked to, and lets texts end before it is stopped for good: for
-    `drain_s`, or until a second signal comes; then it tells whoever still waits."""
+    """Listens while the engine is started, says when it stands, and ends when it is given up. When asked to end it lets texts end
+    before it stops for good, for `drain_s`, or until a second signal comes; then it tells whoever still waits. It listens until
+    then, so that `/ready` can tell."""
 
-    def __init__(
-        self, config: uvicorn.Config, client: EngineClient, log: Log, *, ready: Callable[[], None], drain_s: float
-    ) -> None:
+    def __init__(self, config: uvicorn.Config, service: Service, ready: Callable[[], None]) -> None:
         super().__init__(config)
-        self._client, self._log, self._ready, self._drain_s = client, log, ready, drain_s
+        self._service, self._ready = service, ready
         self._hurry = asyncio.Event()
         self.asked = False
         """A signal has come."""
+        self.failure: Exception | None = None
+        """Why there is no engine."""
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
-        """As uvicorn's."""
+        """As uvicorn's, beside the engine."""
         self._loop = asyncio.get_running_loop()
-        await super().serve(sockets)
+        engine = asyncio.create_task(self._engine())
+        try:
+            await super().serve(sockets)
+        finally:
+            engine.cancel()
+            await self._service.client.stop()
+            self._service.log.tell("stopped")
+
+    async def _engine(self) -> None:
+        """Start it, and end the server where there is none any more."""
+        try:
+            await self._service.open()
+            self._ready()
+            await self._service.client.until_failed()
+        except Exception as error:  # noqa: BLE001  whatever it is, `run` raises it
+            self.failure = error
+            self.should_exit = True
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -69,66 +104,73 @@ class _Uvicorn(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """The first signal lets texts end, the second ends them, a third one does not wait for anything."""
         again, self.asked = self.asked, True
-        if not self.started:
-            self._loop.call_soon_threadsafe(self._client.abandon)
         if again and not self._hurry.is_set():
             self._loop.call_soon_threadsafe(self._hurry.set)
         else:
             super().handle_exit(sig, frame)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """As uvicorn's; the engine stands behind it."""
+        """As uvicorn's, and let more clients wait than asyncio accepts at once."""
         await super().startup(sockets)
-        if self.started:
-            self._ready()
+        for listener in sockets or ():
+            listener.listen(MOST_BACKLOG)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """As uvicorn's, which would cut off whoever is still served instead of telling them."""
-        self._log.tell("draining", requests=self._client.num_requests, seconds=self._drain_s)
-        patience = asyncio.create_task(self._lose_patience())
-        try:
-            await super().shutdown(sockets)
-        finally:
-            patience.cancel()
-
-    async def _lose_patience(self) -> None:
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._hurry.wait(), self._drain_s)
-        self._client.dismiss("the server stops before the text has ended; send the request to another one")
-
-
-TELL_S = 5
-"""Seconds for the last answers of a server that stops to be taken."""
+        """As uvicorn's, which would cut off whoever is still served instead of telling them; before it, texts may end."""
+        service, loop = self._service, asyncio.get_running_loop()
+        service.draining = True
+        drain_s = service.settings.drain_s
+        service.log.tell("draining", requests=service.client.num_requests, seconds=drain_s)
+        hurry, until = asyncio.create_task(self._hurry.wait()), loop.time() + drain_s
+        while self.server_state.tasks and not hurry.done() and loop.time() < until:
+            waited = {hurry, *self.server_state.tasks}
+            await asyncio.wait(waited, timeout=until - loop.time(), return_when=asyncio.FIRST_COMPLETED)
+        hurry.cancel()
+        service.client.dismiss("the server stops before the text has ended; send the request to another one")
+        await super().shutdown(sockets)
 
 
 def run(engine: Mapping[str, Any], settings: ServerSettings, *, ready: Callable[[str], None]) -> int:
-    """Serve until SIGTERM or SIGINT; `ready(url)` is called once requests are served. Returns 0, or 1 where the engine could not
-    be started. Raises `ConfigError` for an address that cannot be listened on, and for a file that cannot be opened."""
+    """Serve until SIGTERM or SIGINT; `ready(url)` is called once requests are served. Returns 0. Raises `ConfigError` for an
+    address that cannot be listened on and a file that cannot be opened, `DeviceError` where the engine could not be started or
+    was given up, and what else kept the server from being opened."""
     log = Log(settings.log_file, prompts=settings.log_prompts)
-    client = EngineClient(engine, most=settings.max_requests, tell=log.tell)
-    application = build(settings, client, log)
+    try:
+        return _run(engine, settings, log, ready)
+    finally:
+        log.close()
+
+
+def _run(engine: Mapping[str, Any], settings: ServerSettings, log: Log, ready: Callable[[str], None]) -> int:
+    client = EngineClient(
+        engine, most=settings.max_requests, tell=log.tell, start_s=settings.start_s, watchdog_s=settings.watchdog_s
+    )
+    shared = Connections.of(settings)
+    service = Service(settings, client, shared, log)
     listener = _listen(settings)
     host, port = listener.getsockname()[:2]
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    protocol: Any = partial(Connection, shared=shared)
     config = uvicorn.Config(
-        application, log_config=None, access_log=False, lifespan="on", server_header=False, date_header=False,
-        timeout_graceful_shutdown=math.ceil(settings.drain_s) + TELL_S, timeout_keep_alive=30,
-        h11_max_incomplete_event_size=1 << 16,
+        build(service), http=protocol, ws="none", log_config=None, access_log=False, lifespan="off", server_header=False,
+        date_header=False, backlog=shared.backlog, limit_concurrency=shared.most + 1, timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=TELL_S, h11_max_incomplete_event_size=1 << 16,
     )  # fmt: skip
 
     def say() -> None:
         with contextlib.suppress(OSError, ValueError):  # nobody has to listen
             ready(url)
 
-    server = _Uvicorn(config, client, log, ready=say, drain_s=settings.drain_s)
+    server = _Uvicorn(config, service, say)
     handler = _ToLog(log)
-    handler.addFilter(lambda _: server.started or not client.reason)  # why an engine could not start has been reported
-    logging.getLogger("uvicorn.error").addHandler(handler)
-    logging.getLogger("uvicorn.error").propagate = False
-    with contextlib.suppress(KeyboardInterrupt, SystemExit):  # uvicorn leaves by it where a start fails
+    for name in ("uvicorn.error", "asyncio"):
+        logging.getLogger(name).addHandler(handler)
+        logging.getLogger(name).propagate = False
+    log.tell("listening", url=url)
+    with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(server.serve([listener]))
-    if not server.started and not server.asked:
-        raise DeviceError(client.reason or "the server could not be started; see the messages above")
+    if server.failure is not None and not server.asked:
+        raise server.failure
     return 0
 
 

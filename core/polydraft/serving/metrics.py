@@ -5,7 +5,7 @@ Names that vLLM has are vLLM's, so that its dashboards work; the others begin wi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -92,17 +92,17 @@ class Metrics:
         self.generation_tokens = counter("vllm:generation_tokens", "Tokens put out.")
         self._success = counter("vllm:request_success", "Texts that ended, by reason.", "finished_reason")
         self._refused = counter("polydraft:requests_refused", "Requests that were not served, by status.", "status")
-        self.restarts = Gauge("polydraft:engine_restarts", "Engine processes after the first.", LABELS, registry=registry).labels(
-            model
-        )
-        self.lost_log_lines = Gauge(
-            "polydraft:log_lines_lost", "Lines that could not be written.", LABELS, registry=registry
-        ).labels(model)
         self.ttft = histogram("vllm:time_to_first_token_seconds", "From the request to its first token.")
         self.itl = histogram("vllm:inter_token_latency_seconds", "Between two pieces of a text, by token.")
         self.prompt_length = histogram("vllm:request_prompt_tokens", "Tokens of the prompt, by request.", TOKENS)
         self.text_length = histogram("vllm:request_generation_tokens", "Tokens of the text, by request.", TOKENS)
         self.e2e = histogram("vllm:e2e_request_latency_seconds", "From the request to the end of its text.")
+
+    def gauge(self, name: str, text: str, values: Mapping[str, Callable[[], float]], label: str = "") -> None:
+        """Add a figure that is read when the page is. `values`: by the value of `label`; one under "" where there is no label."""
+        made = Gauge(name, text, (*LABELS, label) if label else LABELS, registry=self._registry)
+        for value, read in values.items():
+            made.labels(*((self._model, value) if label else (self._model,))).set_function(read)
 
     def ended(self, reason: str, prompt_tokens: int, new_tokens: int) -> None:
         """A text ended."""

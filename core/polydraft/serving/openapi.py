@@ -24,7 +24,8 @@ ADMIN: dict[str, tuple[type[Any], str]] = {"/admin/update_weights": (protocol.Up
 PLAIN = {
     "/v1/models": "The model that is served.",
     "/v1/models/{model}": "The same, by its name.",
-    "/health": "Whether requests are served.",
+    "/health": "Whether the server lives.",
+    "/ready": "Whether requests are served.",
     "/metrics": "Figures for Prometheus.",
     "/stats": "Counts of the engine.",
 }

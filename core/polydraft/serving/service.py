@@ -24,6 +24,7 @@ from polydraft.models.chat_template import ChatTemplate
 from polydraft.models.tokenizer import Tokenizer
 from polydraft.serving import protocol
 from polydraft.serving.answers import FINISH, Choice, TokenTexts, error_body, usage
+from polydraft.serving.connection import LIMITS, Connections
 from polydraft.serving.engine_client import Busy, EngineClient, EngineGone, Overrun
 from polydraft.serving.http import EventStream, Gone, HttpError, until_gone
 from polydraft.serving.logs import Log
@@ -32,6 +33,7 @@ from polydraft.serving.settings import ServerSettings
 
 T = TypeVar("T")
 
+STATES = ("starting", "ok", "stalled", "restarting", "draining", "failed", "stopped")
 COMPLETION_TOKENS = 16
 """Of a completion that names no length, as OpenAI has it."""
 
@@ -56,13 +58,23 @@ class Job:
 class Service:
     """What the routes share."""
 
-    def __init__(self, settings: ServerSettings, client: EngineClient, log: Log) -> None:
-        self.settings, self.client, self.log = settings, client, log
-        self.draining = False
+    def __init__(self, settings: ServerSettings, client: EngineClient, connections: Connections, log: Log) -> None:
+        self.settings, self.client, self.connections, self.log = settings, client, connections, log
+        self.draining = self.opened = False
+        """Whether the server ends; whether there is all that requests need."""
         self._tokenizer: Tokenizer | None = None
         self._template = _template(settings.chat_template)
         self.bodies: Mapping[type[protocol.Sampling], type[protocol.Sampling]] = {}
         """The bodies of the completions routes, with a field for each parameter that the engine's plugins bring."""
+
+    @property
+    def state(self) -> str:
+        """`ok` where requests are served; else why not: `draining`, `stalled`, or the state of the engine's client."""
+        if self.draining:
+            return "draining"
+        if self.client.state != "ready":
+            return self.client.state
+        return "stalled" if self.client.stalled else "ok" if self.opened else "starting"
 
     async def open(self) -> None:
         """Start the engine and read what the HTTP side needs of the model."""
@@ -72,12 +84,34 @@ class Service:
         self.device_times = ready.device_times
         self._tokenizer = await asyncio.to_thread(Tokenizer.from_dir, ready.model_dir)
         self.name = self.settings.served_model or ready.model
-        self.metrics = Metrics(self.name)
+        self.metrics = self._metrics()
         bodies = (protocol.CompletionRequest, protocol.ChatRequest)
         self.bodies = {kind: protocol.with_parameters(kind, ready.parameters) for kind in bodies}
         self.texts = TokenTexts(self._tokenizer)
         self._template = self._template or self._tokenizer.chat_template
+        self.opened = True
         self.log.tell("ready", model=self.name, backend=ready.backend, host=self.settings.host)
+
+    def _metrics(self) -> Metrics:
+        """With the figures of the server itself."""
+        made, client, connections = Metrics(self.name), self.client, self.connections
+        for name, text, read in (
+            ("engine_restarts", "Engine processes after the first.", lambda: client.restarts),
+            ("engine_hangs", "Engine processes that were ended because they said nothing.", lambda: client.hangs),
+            ("engine_silent_seconds", "Since the engine's process last said anything.", lambda: client.silent_s),
+            ("log_lines_lost", "Lines that could not be written.", lambda: self.log.lost),
+            ("connections", "Connections of clients.", lambda: connections.open),
+            ("connections_idle", "Those of them without a request.", lambda: len(connections.idle)),
+        ):
+            made.gauge(f"polydraft:{name}", text, {"": read})
+        ended = {limit: partial(connections.ended.__getitem__, limit) for limit in LIMITS}
+        made.gauge("polydraft:connections_ended", "Connections that a limit ended, by the limit.", ended, "limit")
+        states = {state: partial(self._is, state) for state in STATES}
+        made.gauge("polydraft:server_state", "1 for the state that /ready tells.", states, "state")
+        return made
+
+    def _is(self, state: str) -> bool:
+        return self.state == state
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -251,7 +285,7 @@ class Service:
             await events.aclose()
             raise
         return EventStream(
-            _chained(first, events), stall_s=self.settings.stall_s, describe=partial(self._describe, job),
+            _chained(first, events), describe=partial(self._describe, job),
             gone=lambda: self.log.tell("client_gone", path=request.url.path, **self._abandoned(job)),
         )  # fmt: skip
 

@@ -9,6 +9,9 @@ from dataclasses import dataclass
 
 from polydraft.errors import ConfigError
 
+SECONDS = ("queue_s", "head_s", "stall_s", "drain_s", "start_s", "watchdog_s")
+"""Settings that are times; `queue_s` is the option `--queue-timeout`."""
+
 
 @dataclass(frozen=True)
 class ServerSettings:
@@ -23,10 +26,18 @@ class ServerSettings:
     """Requests in the engine at most, running and waiting; further ones are answered 429."""
     queue_s: float = 60.0
     """Seconds that a request may wait for its first token; then it is answered 503."""
+    max_connections: int = 0
+    """Connections at once at most; 0: as many as the process may have file descriptors for."""
+    head_s: float = 20.0
+    """Seconds that a client may take to send its request's line and headers."""
     stall_s: float = 60.0
-    """Seconds that a client may take to accept a piece of a stream, or to send its request's body."""
+    """Seconds that a client may take to send its request's body, or to read what it was sent."""
     drain_s: float = 30.0
     """Seconds that running requests have to end when the server is asked to stop."""
+    start_s: float = 1800.0
+    """Seconds that the engine's process may take to build the engine."""
+    watchdog_s: float = 300.0
+    """Seconds that an engine may take for one step; then its process is ended, and another one started."""
     max_body_bytes: int = 4 << 20
     max_choices: int = 64
     """Texts that one request may ask for: prompts times n."""
@@ -48,11 +59,12 @@ class ServerSettings:
     """Serve the playground page at /."""
 
     def __post_init__(self) -> None:
-        for name in ("max_requests", "max_body_bytes", "max_choices", "queue_s", "stall_s", "drain_s"):
+        for name in ("max_requests", "max_body_bytes", "max_choices", *SECONDS):
             if not 0 < getattr(self, name) < float("inf"):
                 raise ConfigError(f"{_option(name)} is {getattr(self, name)}, wanted a number above 0; correct it")
-        if self.max_new_tokens < 0:
-            raise ConfigError(f"--max-new-tokens is {self.max_new_tokens}, wanted 0 (no bound) or more; correct it")
+        for name in ("max_new_tokens", "max_connections"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{_option(name)} is {getattr(self, name)}, wanted 0 (no bound) or more; correct it")
         if not 0 <= self.port < 1 << 16:
             raise ConfigError(f"--port is {self.port}, wanted 0 (any free one) to 65535; correct it")
         if any(not key for key in self.api_keys):
@@ -61,5 +73,4 @@ class ServerSettings:
 
 def _option(name: str) -> str:
     """A setting as the command line calls it."""
-    seconds = {"queue_s": "queue-timeout", "stall_s": "stall-timeout", "drain_s": "drain-timeout"}
-    return "--" + seconds.get(name, name.replace("_", "-"))
+    return "--" + (name.replace("_s", "-timeout") if name in SECONDS else name.replace("_", "-"))

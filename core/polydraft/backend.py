@@ -54,6 +54,8 @@ class Capabilities:
     f32_matmul: Products = "f32"
     """What matrix products of float32 round their factors to: "tf32" keeps 10 bits of the mantissa. Sums are float32 either
     way."""
+    sliding_window: bool = False
+    """`paged_attention` takes a window: layers whose rows attend to the last keys alone."""
 
     def describe(self) -> dict[str, Any]:
         """Name to value, for `doctor` and reports."""

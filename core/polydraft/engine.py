@@ -129,8 +129,7 @@ class Engine:
         self.device = self.plugins.open_device(self.config.device, options)
         self._negotiate_again(needs)
         self.table = self.plugins.kernels(self.device)
-        if self.resolved.kv:
-            refuse_strangers(self.table, self.info, self.resolved.kv)
+        self._refuse_strangers()
         canonical = self._canonical(self.checkpoint, self.model, table)
         self._custom_blocks = self.checkpoint.custom_blocks()
         self._refuse_lacking_kinds()
@@ -192,6 +191,14 @@ class Engine:
     def _draft_layers(self) -> Mapping[str, Block]:
         """The proposer's decoder blocks, by prefix."""
         return self.proposers.layers(self.resolved.proposer, self.model, self.config.draft_model)
+
+    def _refuse_strangers(self) -> None:
+        """Refuse kernel packs where they would be given what nobody says that they take."""
+        kv, blocks = self.resolved.kv, {**self.model.layers, **self._draft_layers()}
+        if kv:
+            refuse_strangers(self.table, self.info, f"--kv-dtype {kv}", ("rope_kv_write", "paged_attention"))
+        if any("sliding_window" in block.capabilities for block in blocks.values()):
+            refuse_strangers(self.table, self.info, f"sliding windows of model {self.model.name}", ("paged_attention",))
 
     def _refuse_lacking_kinds(self) -> None:
         """Refuse, before weights are read, blocks whose kinds launch contracts that have no provider on this device."""

@@ -127,6 +127,7 @@ def resolve(
     verify = _verify(n)
     schedule = _schedule(n, drafts)
     blocks = {**model.layers, **layers(proposer, model, config.draft_model)}
+    _refuse_blocks(n, blocks)
     limits = _limits(n, length, drafts, lambda block_size: block_bytes(blocks, block_size, dtype, kv))
     _slot_states(n, slot_bytes(blocks, limits, dtype), limits)
     overlap = _overlap(n, {f"proposer {proposer}": proposers.get(proposer, "none"), **features})
@@ -352,6 +353,14 @@ def _prefix_cache(n: _Negotiation, blocks: Mapping[str, Block]) -> bool:
         return bool(n.choose("prefix_cache", n.config.prefix_cache, reason))
     where = never[0] + (f" and {len(never) - 1} more" if len(never) > 1 else "")
     return bool(n.choose("prefix_cache", False, f"off: {where} cannot go on from the blocks of a common beginning"))
+
+
+def _refuse_blocks(n: _Negotiation, blocks: Mapping[str, Block]) -> None:
+    """Refuse blocks that need a capability which the backend lacks."""
+    first = {name: prefix for prefix, block in reversed([*blocks.items()]) for name in block.capabilities}
+    for name, prefix in first.items():
+        if not getattr(n.caps, name):
+            n.refuse(f"{prefix} of model {n.model.name} needs {name}, but {n.info.lacks(name)}; use another --backend")
 
 
 # -- the step --------------------------------------------------------------------------------------

@@ -245,7 +245,7 @@ def test_heads_are_normalised_before_they_turn(compute: Compute) -> None:
 
 def attend(
     compute: Compute, q: Any, positions: Any, cache: LogicalCache, *, slots: Any = None, table: Any = None, heads: int = 1,
-    softmax_scale: float = 1.0,
+    softmax_scale: float = 1.0, sliding_window: int = 0,
 ) -> Any:  # fmt: skip
     """Attend rows of slot 0, whose table lists the blocks in order unless `table` says otherwise."""
     blocks, block_size, kv_heads, head_dim = cache.k.shape
@@ -253,6 +253,7 @@ def attend(
         compute, "paged_attention", shape=np.shape(q), q=q, row_slot=[0] * len(q) if slots is None else slots,
         positions=positions, block_table=[list(range(blocks))] if table is None else table, cache=cache,
         num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, block_size=block_size, softmax_scale=softmax_scale,
+        sliding_window=sliding_window,
     )["out"]  # fmt: skip
 
 
@@ -275,6 +276,13 @@ def test_one_key_returns_its_value(compute: Compute) -> None:
 def test_equal_keys_average_their_values(compute: Compute) -> None:
     cache = cache_of([[1, 2]] * 4, [[0, 1], [3, 1], [6, 1], [100, 1]])
     near(attend(compute, [[1, 1], [2, -5]], [2, 3], cache), [[3, 1], [27.25, 1]])
+
+
+@pytest.mark.parametrize(("window", "wanted"), [(0, 3.0), (1, 5.0), (2, 4.5), (4, 3.5), (5, 3.0), (9, 3.0)])
+def test_a_window_holds_the_rows_own_key_and_those_just_before(compute: Compute, window: int, wanted: float) -> None:
+    # All scores are equal, so a row returns the mean of the values it attends to: of 1, 2, 3, 4, 5, the last `window`.
+    cache = cache_of([[0]] * 6, [[1], [2], [3], [4], [5], [NAN]])
+    near(attend(compute, [[7]], [4], cache, sliding_window=window), [[wanted]])
 
 
 @pytest.mark.parametrize(("softmax_scale", "wanted"), [(1.0, 0.75), (0.5, 0.6339746), (2.0, 0.9)])

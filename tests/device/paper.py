@@ -227,7 +227,7 @@ def bind_shape(shape: Shape, act: str, **options: Any) -> list[Bound]:
             frequencies=plain_frequencies(shape.head_dim, 1e4), attention_factor=1.0, style="half", eps=1e-6,
         **shared,
     )  # fmt: skip
-    record = PagedAttentionV1(q=joined[1], out=device.empty("out", (n, q), act), softmax_scale=0.1, **shared)
+    record = PagedAttentionV1(q=joined[1], out=device.empty("out", (n, q), act), softmax_scale=0.1, sliding_window=0, **shared)
     if shape is SHAPES[0] or act != "bf16":  # then attention has a second set of kernels; in bfloat16 one of each is enough
         _bind(device, [("linear", project), ("rope_kv_write", turn), ("paged_attention", record)], shape)
     else:

@@ -31,7 +31,7 @@ from polydraft.contracts.compare import to_host
 from polydraft.contracts.composite import CompositeArgs
 from polydraft.contracts.kernels.rope_kv_write import plain_frequencies
 from polydraft.contracts.kv_quant import KV_DTYPES, LARGEST, exponents, quantise
-from polydraft.errors import ContractError
+from polydraft.errors import CapabilityError, ContractError
 from polydraft.models.families import FamilyRegistry
 from polydraft.plugins.program_pass import Entry, Node, Rewritten, UnboundProgram
 from polydraft_cuda import cublaslt, storage
@@ -558,7 +558,9 @@ def test_quantised_rows_of_other_sizes_take_the_plain_kernel(options: dict):
 
 
 # -- attention ----------------------------------------------------------------------------------------
-def attend(device: Any, own: Limits = LIMITS, *, head_dim: int = 128, block_size: int = 16, kv: Any = "") -> tuple[Any, Any]:
+def attend(
+    device: Any, own: Limits = LIMITS, *, head_dim: int = 128, block_size: int = 16, kv: Any = "", sliding_window: int = 0
+) -> tuple[Any, Any]:
     def ints(*shape: int) -> Any:
         return device.empty("ints", shape, "i32")
 
@@ -569,9 +571,16 @@ def attend(device: Any, own: Limits = LIMITS, *, head_dim: int = 128, block_size
     q, out = device.empty("q", (512, 32 * head_dim), device.dtype), device.empty("out", (512, 32 * head_dim), device.dtype)
     a = PagedAttentionV1(
         q=q, row_slot=ints(512), positions=ints(512), block_table=ints(64, 64), cache=cache, meta=meta, out=out, num_heads=32,
-        num_kv_heads=8, head_dim=head_dim, block_size=block_size, softmax_scale=0.1,
+        num_kv_heads=8, head_dim=head_dim, block_size=block_size, softmax_scale=0.1, sliding_window=sliding_window,
     )  # fmt: skip
     return meta, attention.paged_attention(device, a, own, None)
+
+
+@pytest.mark.parametrize("kv", ["", *KV_DTYPES])
+def test_attention_refuses_a_sliding_window(kv: str):
+    """Where a kernel pack brings these kernels to a backend that has windows, nobody else would."""
+    with pytest.raises(CapabilityError, match="got sliding_window 9, wanted 0"):
+        attend(Recorder(dtype="bf16"), kv=kv, sliding_window=9)
 
 
 def test_attention_splits_long_contexts_over_as_many_blocks_as_there_is_stage_for():
@@ -646,7 +655,7 @@ def layer(device: Any, kv: Any = "", *, behind: bool = True, **changes: Any) -> 
     own |= changes
     q = device.empty("q", (512, 4096), device.dtype)
     turn = RopeKvWriteV1(qkv=qkv, q_out=q, **own, **shared)
-    attended_by = PagedAttentionV1(q=q, out=attended, softmax_scale=0.1, **shared)
+    attended_by = PagedAttentionV1(q=q, out=attended, softmax_scale=0.1, sliding_window=0, **shared)
     project = LinearV1(x=x, weight=weight, bias=None, out=qkv if behind else device.empty("other", (512, 6144), device.dtype))
     launched = bound(device, ("linear", project), ("rope_kv_write", turn), ("paged_attention", attended_by))
 

@@ -308,7 +308,8 @@ class Attention:
         self.device, self.n, scale = device, n, shape.head_dim**-0.5
         args = PagedAttentionV1(
             q=filled(device, "q", q, act), cache=cache, meta=meta, out=self.out, num_heads=shape.heads,
-            num_kv_heads=shape.kv_heads, head_dim=shape.head_dim, block_size=size, softmax_scale=scale, **described,
+            num_kv_heads=shape.kv_heads, head_dim=shape.head_dim, block_size=size, softmax_scale=scale,
+            sliding_window=0, **described,
         )  # fmt: skip
         self.args, self.slot = args, slot
         self.launch = launch_of(device, "paged_attention", args, own)

@@ -22,6 +22,7 @@ from polydraft.conformance.kernel_checks import named_cases
 from polydraft.conformance.report import Selection
 from polydraft.contracts import COMPOSITES, REGISTRY
 from polydraft.contracts.features import FEATURES
+from polydraft.contracts.inputs import optional_cases
 from polydraft.plugins.checks import ROLES
 from tests.docs.pages import code_spans, fences, read, rows, section
 from tests.support import tutorial
@@ -53,7 +54,7 @@ def test_a_contracts_page_has_everything(name: str):
     }
     assert described == set(contract.args.specs())
     listed = re.findall(r"^- `([\w.]+)` \(launch", section(text, "Cases"), re.MULTILINE)
-    assert listed == [case.name for case in named_cases(contract)]
+    assert listed == [case.name for case in (*named_cases(contract), *optional_cases(contract))]
     assert "def golden(" in text
 
 

@@ -14,7 +14,7 @@ from tests.support.paddle import HAS_GRAPHS, needs_device, needs_paddle, script
 
 MODELS = (
     "narrow", "deep", "mirrored", "shared", "sparse-ernie", "sparse-glm",
-    "stretched-dynamic", "stretched-llama3", "stretched-yarn", "with-biases",
+    "stretched-dynamic", "stretched-llama3", "stretched-yarn", "with-biases", "with-windows",
 )  # fmt: skip
 PROMPTS = ((3, 1, 4), (2, 7, 1, 8, 2, 8), (5,), tuple(range(1, 20)))
 DRAFTS, TOKENS = 3, 24

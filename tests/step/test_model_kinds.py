@@ -13,7 +13,7 @@ from tests.support import tiny
 from tests.support.depth import crossed
 from tests.support.runs import Ask, drive, oracle
 
-MODELS = ("sparse-ernie", "sparse-glm", "stretched-dynamic", "stretched-llama3", "stretched-yarn", "with-biases")
+MODELS = ("sparse-ernie", "sparse-glm", "stretched-dynamic", "stretched-llama3", "stretched-yarn", "with-biases", "with-windows")
 BACKENDS: tuple[dict[str, Any], ...] = (
     {"backend": "reference", "invariant": True},
     {"backend": "reference", "device": "queued", "graph": "decode", "overlap": 1},

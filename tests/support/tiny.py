@@ -82,9 +82,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "architectures": ["Ernie4_5ForCausalLM"], "use_bias": True, "hidden_size": 48, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 56, "vocab_size": 101,
     },
+    "with-windows": {
+        "architectures": ["MiMoForCausalLM"], "hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 12, "intermediate_size": 64, "vocab_size": 96, "use_sliding_window": True,
+        "sliding_window": 5, "max_window_layers": 1,
+    },
 }  # fmt: skip
-"""config.json of each tiny model: two of MiMo's family, one for each of `tiny_families`, two with experts, three with
-scaled rotation, one with biases everywhere. Weights are drawn from the place of a name among the sorted ones."""
+"""config.json of each tiny model: two of MiMo's family, one for each of `tiny_families`, two with experts, three with scaled
+rotation, one with biases everywhere, one with sliding windows. Weights are drawn from the place of a name among the
+sorted ones."""
 _MOVED = "-moved"
 
 

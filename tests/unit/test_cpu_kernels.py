@@ -105,7 +105,7 @@ def test_attention_of_a_row_depends_on_nothing_else(level: str, dtype: str):
     k, v = (rng.standard_normal((length, kv_heads, dim)).astype(np.float32) for _ in range(2))
     q = rng.standard_normal((9, heads * dim)).astype(np.float32)
 
-    def attend(rows: list[int], positions: list[int], shuffle: int, threads: int) -> np.ndarray:
+    def attend(rows: list[int], positions: list[int], shuffle: int, threads: int, window: int = 0) -> np.ndarray:
         device, table = opened(f"cpu?isa={level}&threads={threads}", dtype)
         blocks = np.random.default_rng(shuffle).permutation(12)
         keys, values = (np.full((12, size, kv_heads, dim), np.nan, np.float32) for _ in range(2))
@@ -120,14 +120,17 @@ def test_attention_of_a_row_depends_on_nothing_else(level: str, dtype: str):
         }  # fmt: skip
         args = PagedAttentionV1(
             q=loaded(device, "q", q[rows]), cache=cache, out=out, num_heads=heads, num_kv_heads=kv_heads, head_dim=dim,
-            block_size=size, softmax_scale=dim**-0.5, **{name: loaded(device, name, value) for name, value in ints.items()},
+            block_size=size, softmax_scale=dim**-0.5, sliding_window=window,
+            **{name: loaded(device, name, value) for name, value in ints.items()},
         )  # fmt: skip
         bound(device, table, "paged_attention", args)(len(rows))
         return out.host_array.copy()
 
+    for window in (0, 2, 37):
+        together = attend(list(range(9)), list(range(140, 149)), 1, 3, window)
+        for row in range(9):
+            assert np.array_equal(attend([row], [140 + row], 2, 1, window)[0], together[row])
     together = attend(list(range(9)), list(range(140, 149)), 1, 3)
-    for row in range(9):
-        assert np.array_equal(attend([row], [140 + row], 2, 1)[0], together[row])
     if dtype == "f32":  # and it is attention
         scores = (q[8].reshape(2, 3, dim) @ k[:149].transpose(1, 2, 0)) * dim**-0.5
         shares = np.exp(scores - scores.max(-1, keepdims=True))

@@ -43,6 +43,9 @@ def described(directory: Path, config: dict[str, Any]) -> ModelDescription:
     return description
 
 
+WINDOWS: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 64}
+
+
 def refusal(directory: Path, kind: type[PolydraftError], config: dict[str, Any], *wanted: str) -> str:
     """Describe the MiMo weights under `config` and return the one sentence that refuses them."""
     with pytest.raises(kind) as caught:
@@ -209,7 +212,7 @@ def test_several_mtp_layers_are_described_and_refused_by_name(tmp_path: Path) ->
     ],
 )
 def test_unknown_architecture(tmp_path: Path, named: Any, hint: str) -> None:
-    known = "LlamaForCausalLM, MiMoForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM"
+    known = "LlamaForCausalLM, MiMoForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM"
     refusal(tmp_path, CheckpointError, {**TINY_MIMO, "architectures": named}, repr(named), known, hint)
 
 
@@ -230,6 +233,16 @@ def test_unknown_architecture(tmp_path: Path, named: Any, hint: str) -> None:
         ({"head_dim": 7}, "head_dim 7"),
         ({"partial_rotary_factor": 0.55}, "partial_rotary_factor is 0.55"),
         ({"partial_rotary_factor": 1.5}, "partial_rotary_factor is 1.5"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "use_sliding_window None"),
+        ({"layer_types": ["full_attention"]}, "what these say of 2 layers"),
+        ({"layer_types": "full_attention"}, "layer_types is 'full_attention'"),
+        ({**WINDOWS, "layer_types": ["full_attention", "chunked_attention"]}, "chunked_attention"),
+        (
+            {**WINDOWS, "architectures": ["MistralForCausalLM"], "layer_types": ["full_attention", "sliding_attention"]},
+            "wanted what these say",
+        ),
+        ({**WINDOWS, "sliding_window": 0}, "sliding_window is 0"),
+        ({**WINDOWS, "max_window_layers": -1}, "max_window_layers is -1"),
         ({"tie_word_embeddings": "no"}, "tie_word_embeddings is 'no'"),
         ({"rope_scaling": "linear"}, "rope_scaling is 'linear'"),
         ({"rope_scaling": {"type": "linear"}}, "has no factor"),
@@ -263,8 +276,11 @@ def test_malformed_key(tmp_path: Path, change: dict[str, Any], wanted: str) -> N
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0, "alpha": 1000.0}}, "unknown keys ['alpha']"),
         ({"rope_scaling": {"factor": 4.0}}, "unknown keys ['factor']"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "full_attention"),
-        ({"use_sliding_window": True, "sliding_window": 64}, "sliding_window 64"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
+        (
+            {"use_sliding_window": True, "sliding_window": 64, "architectures": ["Ernie4_5ForCausalLM"]},
+            "sliding_window 64",
+        ),
+        ({"layer_types": ["full_attention", "sliding_attention"], "architectures": ["LlamaForCausalLM"]}, "sliding_attention"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
     ],
@@ -282,7 +298,29 @@ def test_setting_that_is_not_built(tmp_path: Path, change: dict[str, Any], wante
     ],
 )
 def test_sliding_window_that_is_not_in_use(tmp_path: Path, change: dict[str, Any]) -> None:
-    assert described(tmp_path, {**TINY_MIMO, **change}).num_layers == 2
+    assert windows(described(tmp_path, {**TINY_MIMO, **change})) == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("change", "wanted"),
+    [
+        ({}, [0, 0]),  # the first 28 layers have none, where nothing is said
+        ({"max_window_layers": 0}, [64, 64]),
+        ({"max_window_layers": 1}, [0, 64]),
+        ({"max_window_layers": 1, "layer_types": ["sliding_attention", "full_attention"]}, [64, 0]),
+    ],
+)
+def test_layers_with_sliding_windows(tmp_path: Path, change: dict[str, Any], wanted: list[int]) -> None:
+    description = described(tmp_path, {**TINY_MIMO, **WINDOWS, **change})
+    assert windows(description) == wanted
+    assert description.mtp is not None
+    assert description.mtp.blocks[0] == description.blocks[-1]
+    assert [block.capabilities for block in description.blocks] == [("sliding_window",) if keys else () for keys in wanted]
+
+
+def windows(description: ModelDescription) -> list[int]:
+    mixers: list[Any] = [block.mixer for block in description.blocks]
+    return [mixer.sliding_window for mixer in mixers]
 
 
 # --- plugins ----------------------------------------------------------------------------------------------------------

@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from polydraft.device import GraphCapture
     from polydraft_cpu.device import CpuDevice
 
-CAPABILITIES = Capabilities(dtypes=("f32", "bf16"), asynchronous=True, graph_capture=True, row_invariant=True)
+CAPABILITIES = Capabilities(
+    dtypes=("f32", "bf16"), asynchronous=True, graph_capture=True, row_invariant=True, sliding_window=True
+)
 
 
 @hookimpl

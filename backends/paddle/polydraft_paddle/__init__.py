@@ -91,6 +91,7 @@ def describe(name: str, summary: str, spec: str) -> BackendInfo:
             graph_capture=spec != "cpu" and has_graphs(kind),
             kv_dtypes=KV_DTYPES.get(kind, ()),
             f32_matmul=f32_matmul(spec),
+            sliding_window=True,
         ),
         evidence=evidence,
         evidence_on=evidence_on,

@@ -73,7 +73,7 @@ class HostLayout:
             self._slots = np.where(self._carries, row_slot, row_slot[self._carries.argmax()])
             self._positions = np.where(self._carries, positions, 0)
         self._head_rows: dict[tuple[int, int, int], HeadRows] = {}
-        self._segments: dict[tuple[int, int], tuple[SegmentHeads, ...]] = {}
+        self._segments: dict[tuple[int, int, int], tuple[SegmentHeads, ...]] = {}
 
     @classmethod
     def of(cls, a: Any, n: int, limits: Limits) -> HostLayout:
@@ -117,13 +117,13 @@ class HostLayout:
         return positions, destinations.reshape([-1])
 
     # -- attention ---------------------------------------------------------------------------------
-    def segments(self, heads: int, kv_heads: int) -> tuple[SegmentHeads, ...]:
-        """What attention moves, segment by segment, of a pass with some row."""
-        found = self._segments.get((heads, kv_heads))
+    def segments(self, heads: int, kv_heads: int, reach: int = 0) -> tuple[SegmentHeads, ...]:
+        """What attention over the last `reach` keys (0: all) moves, segment by segment, of a pass with some row."""
+        found = self._segments.get((heads, kv_heads, reach))
         if found is None:
             width = self._regular()
-            made = [self._windows(width, heads, kv_heads)] if width else self._runs(heads, kv_heads)
-            found = self._segments[heads, kv_heads] = tuple(made)
+            made = [self._windows(width, heads, kv_heads, reach)] if width else self._runs(heads, kv_heads, reach)
+            found = self._segments[heads, kv_heads, reach] = tuple(made)
         return found
 
     def _regular(self) -> int:
@@ -141,13 +141,13 @@ class HostLayout:
         alone = slots == first[:, None]
         return bool((alone if self.complete else alone & begun[:, None] | ~carries).all())
 
-    def _windows(self, width: int, heads: int, kv_heads: int) -> SegmentHeads:
+    def _windows(self, width: int, heads: int, kv_heads: int, reach: int) -> SegmentHeads:
         """All rows, in windows of this length."""
         positions = self._positions.reshape(-1, width)
         q, out = _windows_pattern(len(positions), width, heads, kv_heads) if width > 1 else (None, None)
-        return SegmentHeads(q, *self._seen("", self._slots[::width], positions, heads, kv_heads), out, None)
+        return SegmentHeads(q, *self._seen("", self._slots[::width], positions, heads, kv_heads, reach), out, None)
 
-    def _runs(self, heads: int, kv_heads: int) -> list[SegmentHeads]:
+    def _runs(self, heads: int, kv_heads: int, reach: int) -> list[SegmentHeads]:
         """The rows that carry something, by runs."""
         rows = self._carries.nonzero()[0]
         slots = self._slots[rows]
@@ -162,21 +162,27 @@ class HostLayout:
             packed = rows[first[runs][:, None] + np.where(padded, 0, offset)]
             q, out, filled = _runs_pattern(packed, padded, heads, kv_heads)
             name = f"run{len(made)}"
-            seen = self._seen(name, self._slots[packed[:, 0]], self._positions[packed], heads, kv_heads)
+            seen = self._seen(name, self._slots[packed[:, 0]], self._positions[packed], heads, kv_heads, reach)
             made.append(SegmentHeads(q, *seen, out, filled))
         return made
 
-    def _seen(self, name: str, slots: Array, positions: Array, heads: int, kv_heads: int) -> tuple[Tensor, Tensor | None]:
+    def _seen(
+        self, name: str, slots: Array, positions: Array, heads: int, kv_heads: int, reach: int
+    ) -> tuple[Tensor, Tensor | None]:
         """`keys` and `mask` of the segment `name` whose runs have these slots [S] and positions [S, W]."""
         runs, width, size = *positions.shape, self._block_size
         last = positions.max(axis=1, keepdims=True)
-        places = np.arange((int(last.max()) // size + 1) * size, dtype=np.int32)
-        rows = (self._table[slots, : len(places) // size, None] * size + places[:size]).reshape(runs, -1)
+        first = max(int(positions.min()) + 1 - reach, 0) // size if reach else 0
+        blocks, name = self._table[slots, first : int(last.max()) // size + 1, None], f"{name}of{reach}"
+        places = np.arange(first * size, (first + blocks.shape[1]) * size, dtype=np.int32)
+        rows = (blocks * size + np.arange(size, dtype=np.int32)).reshape(runs, -1)
         # A key beyond the run's last row is never visible; pointing it at the first key keeps poison out of the products.
         rows = np.maximum(np.where(places <= last, rows, rows[:, :1]), 0)
         keys, view = self._kept.get(f"keys{name}", (runs, kv_heads, len(places), 1))
         np.add((rows * kv_heads)[:, None, :, None], np.arange(kv_heads, dtype=np.int32)[:, None, None], out=view)
         hidden = places > positions[:, :, None]
+        if reach:
+            hidden |= places <= positions[:, :, None] - reach
         if not hidden.any():
             return keys, None
         mask, view = self._kept.get(f"mask{name}", (runs, kv_heads, width * (heads // kv_heads), len(places)), "float32")

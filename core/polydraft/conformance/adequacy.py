@@ -15,7 +15,7 @@ import numpy as np
 from polydraft.conformance.harness import deliver, run_golden
 from polydraft.contracts.base import Case, Contract, LogicalCache
 from polydraft.contracts.compare import Expected, compare
-from polydraft.contracts.inputs import SEEDS, arrays, default_cases, namespace
+from polydraft.contracts.inputs import SEEDS, arrays, default_cases, namespace, optional_cases
 from polydraft.contracts.mutants import Mutant, Shown, mutants
 
 
@@ -68,7 +68,9 @@ def audit(contract: Contract, seeds: int = SEEDS) -> Adequacy:
     """
     with warnings.catch_warnings(), np.errstate(all="ignore"):
         warnings.simplefilter("ignore")  # mutants compute nonsense; a warning turned into an error would count as a kill
-        trials = [_Trial(case, run_golden(contract, case)) for case in default_cases(contract, seeds)]
+        trials = [
+            _Trial(case, run_golden(contract, case)) for case in (*default_cases(contract, seeds), *optional_cases(contract))
+        ]
         killed: dict[str, str] = {}
         alive: list[Mutant] = []
         for mutant in mutants(contract, [trial.case for trial in trials]):

@@ -170,6 +170,10 @@ def _swapped(one: str, other: str) -> Callable[[Any], Any]:
     return lambda args: dataclasses.replace(args, **{one: getattr(args, other), other: getattr(args, one)})
 
 
+def _longer_window(args: Any) -> Any:
+    return dataclasses.replace(args, sliding_window=args.sliding_window and args.sliding_window + 1)
+
+
 def _allocating(launch: Any, device: Any) -> Any:
     def run(stream: Any, n: int) -> None:
         device.empty("mutant.clone", (4,), "f32")
@@ -925,6 +929,21 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         "capacity factors",
         "L2/expert_mlp/all_rows_choose_one_expert",
         C("expert_mlp", _seeing(expert_ids=_within_capacity)),
+    ),
+    Mutant(
+        "M81",
+        "a sliding window one key too long",
+        "masks that keep the key at the distance of the window, too",
+        "L2/paged_attention/sliding-window",
+        by.rebound("paged_attention", _longer_window),
+        "sliding_window",
+    ),
+    Mutant(
+        "M82",
+        "the attention factor of a scaled rotation left out",
+        "YaRN read for its frequencies alone",
+        "L2/rope_kv_write/turned_elements_are_scaled",
+        C("rope_kv_write", _seeing(attention_factor=lambda a: 1.0)),
     ),
     *SIZED,
 )

@@ -21,7 +21,7 @@ from polydraft.conformance.target import Opened, Target
 from polydraft.contracts import COMPOSITES, REGISTRY
 from polydraft.contracts.base import Case, Contract, OpaqueSpec, ParamSpec, TensorSpec
 from polydraft.contracts.composite import Composite, Expansion
-from polydraft.contracts.inputs import FLEXIBLE, SEEDS, Kernel, contract_of, kernel_of
+from polydraft.contracts.inputs import FLEXIBLE, SEEDS, Kernel, contract_of, kernel_of, optional_cases
 from polydraft.contracts.inputs import generated as random_case
 from polydraft.contracts.kernels.rope_kv_write import border_case
 from polydraft.contracts.kv_quant import KV_DTYPES, Kv
@@ -90,6 +90,8 @@ def _of_kernel(kernel: Kernel, options: Options, *, optional: bool) -> Iterator[
         yield check("other-dtypes", _other_dtypes, options)
         yield check("invariant-mode", _invariant_mode, needs=("row_invariant",))
     yield from (check(f"kv-{kv}", _quantised, kv, needs=("kv_dtypes",)) for kv in (KV_DTYPES if _has_cache(kernel) else ()))
+    for capability in contract_of(kernel).optional_cases:
+        yield check(capability.replace("_", "-"), _optional, capability, needs=(capability,))
     if _is_rowwise(kernel):
         yield check("row-alone", _row_alone, needs=("row_invariant",))
     if kernel.grows and (_is_float(kernel) or _has_cache(kernel)):
@@ -491,6 +493,19 @@ def _quantised(kernel: Kernel, kv: Kv, target: Target, tally: Tally) -> None:
         fresh = opened.table.allocate_cache(CacheSpec(3, 2, 2, 4, act, kv=kv))
         for half, rows in zip(("keys", "values"), fresh.read_logical(), strict=True):
             tally.true(f"fresh {half} read as NaN", bool(np.isnan(rows).all()))
+
+
+def _optional(kernel: Kernel, capability: str, target: Target, tally: Tally) -> None:
+    """The cases of a capability, in every dtype and form of KV rows that is declared, and by the kernels of a row-invariant
+    engine."""
+    declared = target.info.capabilities
+    modes: list[tuple[str, bool, Kv]] = [(dtype, False, "") for dtype in declared.dtypes]
+    modes += [(declared.dtypes[0], True, "")] if declared.row_invariant else []
+    modes += [(declared.dtypes[0], False, kv) for kv in KV_DTYPES if kv in declared.kv_dtypes and _has_cache(kernel)]
+    for act, invariant, kv in modes:
+        opened, _ = opened_for(target, kernel, act, row_invariant=invariant)
+        for case in optional_cases(kernel, capability):
+            _run(kernel, case, opened, tally, act=act, command=target.command, kv=kv)
 
 
 def _is_rowwise(kernel: Contract) -> bool:

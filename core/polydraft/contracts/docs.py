@@ -176,6 +176,9 @@ def _proof(contract: Contract) -> Iterator[str]:
     yield "## Cases"
     yield "\n".join(f"- `{case.name}` (launch length {case.n})" for case in contract.cases())
     yield f"And generated cases, `seed-0` to `seed-{SEEDS - 1}` by default."
+    for capability, cases in contract.optional_cases.items():
+        yield f"Asked only of backends that declare `{capability}`:"
+        yield "\n".join(f"- `{case.name}` (launch length {case.n})" for case in cases())
     if contract.grows:
         steps = (f"`{name}` of {', '.join(f'{size:,}' for size in ladder.steps)}" for name, ladder in contract.grows.items())
         yield f"And cases with one large dimension, called like `{_large(contract)}`: {'; '.join(steps)}."

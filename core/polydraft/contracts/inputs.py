@@ -87,6 +87,13 @@ def default_cases(kernel: Kernel, seeds: int = SEEDS) -> Iterator[Case]:
         yield generated(kernel, seed)
 
 
+def optional_cases(kernel: Kernel, capability: str = "") -> Iterator[Case]:
+    """Yield the cases that are asked only of who declares `capability`, or any of a contract's."""
+    for name, cases in contract_of(kernel).optional_cases.items():
+        if capability in ("", name):
+            yield from cases()
+
+
 def generated(kernel: Kernel, seed: int) -> Case:
     """Return the generated case of one seed, named `seed-<number>` and the same in every run."""
     contract = contract_of(kernel)

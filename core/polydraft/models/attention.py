@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Attention:
-    """Causal grouped-query attention over all earlier positions; scores are scaled by head_dim^(-1/2)."""
+    """Causal grouped-query attention over all earlier positions or the last of them; scores are scaled by head_dim^(-1/2)."""
 
     num_heads: int
     """Query heads."""
@@ -39,6 +39,9 @@ class Attention:
     """A bias on the output projection."""
     qk_norm: bool = False
     """RMS norms over each query and key head before the rotation; weights [head_dim], shared by all heads."""
+    sliding_window: int = 0
+    """Keys that a row attends to at most, its own the last of them; 0: all. The cache keeps every row all the same, so blocks are
+    shared as without it."""
 
     contracts: ClassVar[tuple[str, ...]] = ("linear", "rope_kv_write", "paged_attention")
     carried: ClassVar[tuple[str, ...]] = ("attended",)
@@ -52,6 +55,11 @@ class Attention:
     def kv_size(self) -> int:
         """Elements of all key (or value) heads of one row: num_kv_heads * head_dim."""
         return self.num_kv_heads * self.head_dim
+
+    @property
+    def capabilities(self) -> tuple[str, ...]:
+        """A window is one."""
+        return ("sliding_window",) if self.sliding_window else ()
 
     @property
     def caches(self) -> tuple[KvRows, ...]:
@@ -87,7 +95,7 @@ class Attention:
         """Project, rotate, store, attend."""
         self.keep(at)
         shared = self._shared(at.rows, at.prefix, at.program.limits)
-        at.add("paged_attention", q=at.scratch["q"], out=at.scratch["attended"], softmax_scale=self.head_dim**-0.5, **shared)
+        at.add("paged_attention", q=at.scratch["q"], out=at.scratch["attended"], **self._attend, **shared)
 
     def finish(self, at: At) -> None:
         """Project what was attended to."""
@@ -102,7 +110,7 @@ class Attention:
         shared["block_table"] = memory.buffers["block_table"]
         scratch = call.scratch
         rope = RopeKvWriteV1(qkv=scratch.qkv, q_out=scratch.q, q_norm=None, k_norm=None, **self._turn(call.norm), **shared)
-        attend = PagedAttentionV1(q=scratch.q, out=scratch.attended, softmax_scale=self.head_dim**-0.5, **shared)
+        attend = PagedAttentionV1(q=scratch.q, out=scratch.attended, **self._attend, **shared)
         bind = call.program.table.bind
         return bind("rope_kv_write", rope, memory.limits), bind("paged_attention", attend, memory.limits)
 
@@ -113,6 +121,11 @@ class Attention:
             "num_heads": self.num_heads, "num_kv_heads": self.num_kv_heads, "head_dim": self.head_dim,
             "block_size": limits.block_size,
         }  # fmt: skip
+
+    @property
+    def _attend(self) -> dict[str, Any]:
+        """How rows attend."""
+        return {"softmax_scale": self.head_dim**-0.5, "sliding_window": self.sliding_window}
 
     def _turn(self, norm: Norm) -> dict[str, Any]:
         """How queries and keys are rotated."""

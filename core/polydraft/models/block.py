@@ -193,6 +193,11 @@ class Block:
         """What it launches."""
         return ("rms_norm", *self.mixer.contracts, "residual_add", *self.feed_forward.contracts)
 
+    @property
+    def capabilities(self) -> tuple[str, ...]:
+        """Capabilities of a backend without which it is not computed: those that its halves name, where they name any."""
+        return tuple(name for half in (self.mixer, self.feed_forward) for name in getattr(half, "capabilities", ()))
+
     def weights(self, hidden: int) -> tuple[Tensor, ...]:
         """Norms of [hidden] before each half, and what the halves declare."""
         first, second = (Tensor(name, ((hidden,),), "norm") for name in ("input_norm", "post_norm"))

@@ -23,6 +23,8 @@ BUILT_IN: tuple[Family, ...] = (
     Family(
         architecture="MiMoForCausalLM",
         qkv_bias=True,
+        sliding_window="use_sliding_window",
+        max_window_layers=28,
         mtp=MtpLayout(
             prefix="model.mtp_layers.{i}.",
             emb_norm="token_layernorm.weight",
@@ -36,8 +38,16 @@ BUILT_IN: tuple[Family, ...] = (
             copies={"embed_tokens.weight": "embed", "lm_head.weight": "lm_head"},
         ),
     ),
-    Family(architecture="Qwen2ForCausalLM", qkv_bias=True),
-    Family(architecture="Qwen3ForCausalLM", qkv_bias="attention_bias", output_bias="attention_bias", qk_norm=True),
+    Family(architecture="Qwen2ForCausalLM", qkv_bias=True, sliding_window="use_sliding_window", max_window_layers=28),
+    Family(
+        architecture="Qwen3ForCausalLM",
+        qkv_bias="attention_bias",
+        output_bias="attention_bias",
+        qk_norm=True,
+        sliding_window="use_sliding_window",
+        max_window_layers=28,
+    ),
+    Family(architecture="MistralForCausalLM", sliding_window=True),
     Family(
         architecture="LlamaForCausalLM",
         qkv_bias="attention_bias",

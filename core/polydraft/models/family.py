@@ -1,8 +1,8 @@
 """A model family: how config.json and the tensor names of an architecture become a description and a table.
 
 `families.py` has the built-in ones; plugins add others through the hook `polydraft_models`. A family is data. No weights are read
-here, and nothing a configuration asks for is dropped silently: what cannot be computed as configured (sliding windows, another
-activation, quantised weights) is refused by name.
+here, and nothing a configuration asks for is dropped silently: what cannot be computed as configured (another activation,
+quantised weights, sliding windows of a family that was published without) is refused by name.
 """
 
 from __future__ import annotations
@@ -103,6 +103,12 @@ class Family:
     feed_forward_bias: bool | str = False
     qk_norm: bool | str = False
     norm_plus_one: bool = False
+    sliding_window: bool | str = False
+    """Whether rows attend to the last `sliding_window` keys alone, where the configuration names a number; False where no such
+    model was published, and a configuration that asks for it is refused."""
+    max_window_layers: int | None = None
+    """The key of this name of a configuration that does not say: the layers before this one attend to all keys. None: the family
+    has no such key, and all layers are alike."""
     rope_style: Literal["half", "interleaved"] = "half"
     rope_theta: float = 10000.0
     """The rotary base of a configuration that names none."""
@@ -175,7 +181,10 @@ class Family:
     def refusals(self, config: ConfigFile) -> dict[str, str]:
         """Settings that would change the computation and that these blocks do not implement, each with what is wrong with it. A
         family that implements some of them overrides this and leaves those out of what `super()` returns."""
-        return _unbuilt(config)
+        found = _unbuilt(config)
+        if self.sliding_window is not False:
+            found.pop("layer_types", None)
+        return found
 
     def refuse(self, config: ConfigFile) -> None:
         """Raise `CapabilityError` with every one of `refusals`."""
@@ -184,15 +193,34 @@ class Family:
 
     def blocks(self, config: ConfigFile) -> tuple[Block, ...]:
         """The decoder blocks, first layer first. A family whose layers differ, or are of kinds of its own, overrides this."""
-        return (self.block(config),) * config.integer("num_hidden_layers")
+        return tuple(self.block(config, sliding_window) for sliding_window in self.sliding_windows(config))
+
+    def sliding_windows(self, config: ConfigFile) -> tuple[int, ...]:
+        """The sliding window of each layer, 0 for none."""
+        count, size, first = config.integer("num_hidden_layers"), 0, 0
+        if _switch(config, self.sliding_window) and config.values.get("sliding_window") is not None:
+            size = config.integer("sliding_window")
+        if self.max_window_layers is not None:
+            first = config.integer("max_window_layers", self.max_window_layers, minimum=0)
+        usual = [_SLIDING if size and layer >= first else _FULL for layer in range(count)]
+        kinds = config.values.get("layer_types")
+        kinds = usual if kinds is None else kinds
+        known = isinstance(kinds, list) and len(kinds) == count and all(k == _FULL or (k == _SLIDING and size) for k in kinds)
+        if not known or (self.max_window_layers is None and kinds != usual):
+            raise CheckpointError(
+                f"{config.path}: layer_types is {kinds!r}, beside sliding_window {config.values.get('sliding_window')!r} and "
+                f"use_sliding_window {config.values.get('use_sliding_window')!r}, wanted what these say of {count} layers, like "
+                f"{usual!r}; use the config.json of these weights"
+            )
+        return tuple(size if kind == _SLIDING else 0 for kind in kinds)
 
     def mtp_block(self, config: ConfigFile, blocks: tuple[Block, ...]) -> Block:
         """The block of each MTP layer, beside those of the target: like the last of them, unless a family overrides this."""
         del config
         return blocks[-1]
 
-    def block(self, config: ConfigFile) -> Block:
-        """A dense block as the configuration's keys have it."""
+    def block(self, config: ConfigFile, sliding_window: int = 0) -> Block:
+        """A dense block as the configuration's keys have it, with this sliding window."""
         heads = config.integer("num_attention_heads")
         kv_heads = config.integer("num_key_value_heads", heads)
         head_dim = _head_dim(config)
@@ -209,6 +237,7 @@ class Family:
             qkv_bias=_switch(config, self.qkv_bias),
             output_bias=_switch(config, self.output_bias),
             qk_norm=_switch(config, self.qk_norm),
+            sliding_window=sliding_window,
         )
         width = config.integer("intermediate_size")
         return Block(attention, GatedMlp(width, _switch(config, self.feed_forward_bias)))
@@ -275,6 +304,9 @@ class Family:
         }
 
 
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+
+
 def _head_dim(config: ConfigFile) -> int:
     return config.integer("head_dim", config.integer("hidden_size") // config.integer("num_attention_heads"))
 
@@ -288,7 +320,7 @@ def _unbuilt(config: ConfigFile) -> dict[str, str]:
     layer_types = config.values.get("layer_types")
     uses_sliding_window = config.flag("use_sliding_window", False) and config.values.get("sliding_window") is not None
     if isinstance(layer_types, list):
-        uses_sliding_window = any(kind != "full_attention" for kind in layer_types)
+        uses_sliding_window = any(kind != _FULL for kind in layer_types)
     activation = config.text("hidden_act", "silu")
     found = {}
     if uses_sliding_window:

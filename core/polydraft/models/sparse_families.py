@@ -26,11 +26,12 @@ class Sparse(Family):
 
     def blocks(self, config: ConfigFile) -> tuple[Block, ...]:
         """Dense and sparse blocks, as the configuration places them."""
-        dense, count = self.block(config), config.integer("num_hidden_layers")
-        if not any(self.is_sparse(config, layer) for layer in range(count)):
-            return (dense,) * count
-        sparse = replace(dense, feed_forward=self.experts(config))
-        return tuple(sparse if self.is_sparse(config, layer) else dense for layer in range(count))
+        dense = super().blocks(config)
+        if not any(self.is_sparse(config, layer) for layer in range(len(dense))):
+            return dense
+        experts = self.experts(config)
+        pairs = enumerate(dense)
+        return tuple(replace(one, feed_forward=experts) if self.is_sparse(config, layer) else one for layer, one in pairs)
 
     def is_sparse(self, config: ConfigFile, layer: int) -> bool:
         """Whether layer `layer` has experts."""
@@ -189,6 +190,7 @@ class Qwen3Moe(Sparse):
     qkv_bias: bool | str = "attention_bias"
     output_bias: bool | str = "attention_bias"
     qk_norm: bool | str = True
+    sliding_window: bool | str = "use_sliding_window"
 
     def is_sparse(self, config: ConfigFile, layer: int) -> bool:
         """Every `decoder_sparse_step`-th layer that `mlp_only_layers` does not list."""

@@ -43,7 +43,7 @@ def polydraft_backend_info() -> BackendInfo:
         device_pattern="null",
         summary="kernels that cost nothing, every draft accepted: times the host alone, its text means nothing",
         devices=("null",),
-        capabilities=Capabilities(dtypes=("f32",), synthetic_acceptance=False),
+        capabilities=Capabilities(dtypes=("f32",), synthetic_acceptance=False, sliding_window=True),
         contract_versions=MappingProxyType({name: REGISTRY[name].version for name in REGISTRY.names()}),
         evidence="double only",
     )

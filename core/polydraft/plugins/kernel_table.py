@@ -6,7 +6,7 @@ out. It changes no kernel, and does not choose between packs that the user has n
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -236,16 +236,16 @@ def refuse_unordered(packs: Sequence[PackTable]) -> None:
                 )
 
 
-def refuse_strangers(table: BoundTable, info: BackendInfo, kv: str) -> None:
-    """Raises `CapabilityError` where a pack that is no variant of the backend serves rows of keys and values, and these are
-    quantised: what the backend declares (`kv_dtypes`) says nothing about other kernels."""
+def refuse_strangers(table: BoundTable, info: BackendInfo, what: str, contracts: Collection[str]) -> None:
+    """Raises `CapabilityError` where a pack that is no variant of the backend serves some of `contracts`, of which `what` asks
+    more than every kernel can: what the backend declares (`kv_dtypes`, `sliding_window`) says nothing about other kernels."""
     own = {variant.name for variant in info.variants}
     for one in table.overrides:
-        touched = sorted(parts_of(one.contract) & {"rope_kv_write", "paged_attention"})
+        touched = sorted(parts_of(one.contract) & {*contracts})
         if touched and one.pack not in own:
             raise CapabilityError(
-                f"--kv-dtype {kv}: kernel pack {one.pack!r} serves {', '.join(touched)}, and only kernels of backend {info.name} "
-                "itself are known to take such rows; leave out one of the two"
+                f"{what}: kernel pack {one.pack!r} serves {', '.join(touched)}, and only kernels of backend {info.name} itself "
+                "are known to take this; leave out one of the two"
             )
 
 

@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     from polydraft.reference.queued import QueuedDevice
 
 DEVICES = ("cpu", "queued")
-CAPABILITIES = Capabilities(dtypes=("f32",), row_invariant=True, pool_temporaries=True, kv_dtypes=("int8", "fp8"))
+CAPABILITIES = Capabilities(
+    dtypes=("f32",), row_invariant=True, pool_temporaries=True, kv_dtypes=("int8", "fp8"), sliding_window=True
+)
 QUEUED = dataclasses.replace(CAPABILITIES, asynchronous=True, graph_capture=True)
 """What it can do on `queued`: the same kernels, with order and graphs that a plain call cannot show."""
 

@@ -6,7 +6,7 @@ themselves are not touched.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,9 @@ import numpy as np
 from polydraft.backend import PassBuffers, StepMeta
 from polydraft.contracts.base import Limits
 from polydraft.device import Array, Stream
+
+KEY_CHUNK = 64
+"""Keys of one attention chunk, at absolute positions, so that a chunk is the same whatever follows it."""
 
 
 @dataclass(frozen=True)
@@ -32,16 +35,35 @@ class Segment:
     """(first cache row, number of keys) of each run where every run's keys lie one behind the other, else empty: such runs
     are read in place instead of being gathered."""
 
+    def within(self, window: int) -> Segment:
+        """The same where each row sees the last `window` of its keys alone; whole chunks that no row sees are left out."""
+        places = self.visible.sum(axis=2, keepdims=True) - 1
+        begin = max(int(places.min()) + 1 - window, 0) // KEY_CHUNK * KEY_CHUNK
+        seen = self.visible & (np.arange(self.visible.shape[2]) > places - window)
+        spans = tuple((first + begin, count - begin) for first, count in self.spans)
+        return replace(self, keys=self.keys[:, begin:], visible=seen[:, :, begin:], spans=spans)
+
 
 @dataclass(frozen=True)
 class Layout:
     """Everything attention needs for one pass: segments, and the KV destination of every valid row."""
 
     segments: tuple[Segment, ...]
+    """Of attention over all earlier keys."""
     valid: Array
     """Packed rows that carry a token and whose block is granted."""
     destinations: Array
     """Flat cache row of each entry of `valid`."""
+    windowed: dict[int, tuple[Segment, ...]] = field(default_factory=dict)
+    """Segments by the window of those layers that asked."""
+
+    def segments_within(self, window: int) -> tuple[Segment, ...]:
+        """Segments of attention over the last `window` keys, 0: all; made once a pass."""
+        if not window:
+            return self.segments
+        if window not in self.windowed:
+            self.windowed[window] = tuple(segment.within(window) for segment in self.segments)
+        return self.windowed[window]
 
 
 def build_layout(*, row_slot: Array, positions: Array, block_table: Array, block_size: int, window: int) -> Layout:

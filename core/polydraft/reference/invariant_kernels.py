@@ -13,13 +13,12 @@ import numpy as np
 from polydraft.contracts.base import Limits
 from polydraft.device import Array
 from polydraft.reference.experts import expert_mlp
+from polydraft.reference.forward_meta import KEY_CHUNK
 from polydraft.reference.numeric_kernels import layout_of
 from polydraft.reference.provider import Kernel, Run
 
 TILE_ROWS = 8
 """Rows of a product tile: 4 and 8 keep a row's bits on OpenBLAS with one and two threads, 16 and 32 do not."""
-KEY_CHUNK = 64
-"""Keys of one attention chunk, at absolute positions, so that a chunk is the same whatever follows it."""
 ROW_BATCH = 32
 """Attention rows worked on together; bounds the gathered copy of their keys, and cannot touch their bits."""
 
@@ -57,7 +56,7 @@ def paged_attention(a: Any, limits: Limits) -> Run:
         layout = layout_of(a, n, limits)
         out = a.out[:n]
         out[...] = 0.0
-        for segment in layout.segments:
+        for segment in layout.segments_within(a.sliding_window):
             runs = np.repeat(np.arange(len(segment.rows)), segment.rows.shape[1])[segment.flat_places]
             visible = segment.visible.reshape(-1, segment.visible.shape[-1])[segment.flat_places]
             for start in range(0, len(segment.flat_rows), ROW_BATCH):
@@ -72,10 +71,11 @@ def attend_rows(a: Any, q: Array, keys: Array, visible: Array) -> Array:
     """q [r, heads * dim], flat cache rows `keys` [r, C], `visible` [r, C] -> [r, heads * dim]."""
     rows, kv_heads, dim = len(q), a.num_kv_heads, a.head_dim
     chunks = -(-keys.shape[1] // KEY_CHUNK)
-    # An invisible key is replaced by the row's first key: its weight is an exact zero, and no poison reaches the sums.
+    # An invisible key is replaced by the first that the row sees: its weight is an exact zero, and no poison reaches the sums.
     seen = np.zeros((rows, chunks * KEY_CHUNK), bool)
     seen[:, : keys.shape[1]] = visible
-    used = np.repeat(keys[:, :1], chunks * KEY_CHUNK, axis=1)
+    first = np.take_along_axis(keys, visible.argmax(axis=1)[:, None], axis=1)
+    used = np.repeat(first, chunks * KEY_CHUNK, axis=1)
     np.copyto(used[:, : keys.shape[1]], keys, where=visible)
     gathered = a.cache.kv[:, :, used].reshape(2, kv_heads, rows, chunks, KEY_CHUNK, dim)
     q = np.ascontiguousarray(q.reshape(rows, kv_heads, -1, dim).transpose(1, 0, 2, 3))

@@ -159,7 +159,7 @@ def paged_attention(a: Any, limits: Limits) -> Run:
         out = a.out[:n]
         if sum(s.flat_rows.size for s in layout.segments) < n:
             out[...] = 0.0
-        for segment in layout.segments:
+        for segment in layout.segments_within(a.sliding_window):
             attend(a, segment, out)
 
     return run
@@ -175,7 +175,7 @@ def attend(a: Any, segment: Segment, out: Array) -> None:
     q *= a.softmax_scale
     gathered = None if segment.spans else a.cache.kv[:, :, segment.keys]
     scores = score_keys(a, segment, q, gathered).reshape(kv_heads, runs, width, groups, -1)
-    if not (width == 1 and segment.spans):
+    if a.sliding_window or not (width == 1 and segment.spans):
         np.copyto(scores, -np.inf, where=~segment.visible[None, :, :, None, :])
     scores -= scores.max(axis=-1, keepdims=True)
     np.exp(scores, out=scores)

@@ -60,6 +60,7 @@ class Emulator:
             row_order=ROWS[options.rows],
             pool_temporaries=True,
             kv_dtypes=KV_DTYPES,
+            sliding_window=True,
         )
         return BackendInfo(
             name="emulator",

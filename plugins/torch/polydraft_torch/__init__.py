@@ -33,7 +33,7 @@ def polydraft_backend_info() -> BackendInfo:
         available=there,
         reason="" if there else "PyTorch is not installed; install the package torch",
         devices=("cpu",),
-        capabilities=Capabilities(asynchronous=True, pool_temporaries=True),
+        capabilities=Capabilities(asynchronous=True, pool_temporaries=True, sliding_window=True),
         contract_versions=contract_versions(),
         evidence="silicon",
         evidence_on="AMD EPYC CPU, 2026-11-21",

@@ -125,7 +125,8 @@ def paged_attention(a: Any, n: int) -> None:
             continue
         length = positions[row] + 1
         blocks = a.block_table[slots[row], : -(-length // a.block_size)].long()
-        k, v = a.cache[:, blocks].flatten(1, 2)[:, :length].permute(0, 2, 1, 3)
+        first = max(length - a.sliding_window, 0) if a.sliding_window else 0
+        k, v = a.cache[:, blocks].flatten(1, 2)[:, first:length].permute(0, 2, 1, 3)
         weights = torch.softmax(q[row] @ k.transpose(1, 2) * a.softmax_scale, dim=-1)
         a.out[row] = (weights @ v).flatten()
 

@@ -131,7 +131,7 @@ struct RopeKvWrite {
 };
 struct PagedAttention {
   Any q; Ints row_slot, positions, block_table; const Cache* cache; void* meta; Any out;
-  int64_t num_heads, num_kv_heads, head_dim, block_size; double softmax_scale;
+  int64_t num_heads, num_kv_heads, head_dim, block_size; double softmax_scale; int64_t sliding_window;
 };
 struct Swiglu { Any gate_up, out; };
 struct RouteExperts {

@@ -9,6 +9,7 @@ from typing import Any
 
 from polydraft.contracts.base import Limits
 from polydraft.device import Launch, Stream
+from polydraft.errors import CapabilityError
 from polydraft_cuda.compiler import ROWS, act, sequence
 from polydraft_cuda.device import CudaDevice
 from polydraft_cuda.kernels import quantised
@@ -36,6 +37,11 @@ NARROW: tuple[tuple[int, Shape], ...] = ((1 << 30, (1, 4, 3)),)
 def paged_attention(device: CudaDevice, a: Any, limits: Limits, workspace: Any) -> Launch:
     """Bind what this shape can use; which of it runs is chosen by the pass's metadata at each launch."""
     del workspace
+    if a.sliding_window:
+        raise CapabilityError(
+            f"CUDA kernels of paged_attention attend to all earlier keys, got sliding_window {a.sliding_window}, wanted 0; use "
+            "another backend or kernel pack"
+        )
     if a.cache.spec.kv:
         return quantised.paged_attention(device, a, limits)
     if not is_fast(a):

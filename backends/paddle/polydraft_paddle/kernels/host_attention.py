@@ -135,7 +135,7 @@ def paged_attention(a: Any, limits: Limits, mix: Mix = mix) -> Run:
         if not layout.some:
             out.zero_()
             return
-        for segment in layout.segments(a.num_heads, a.num_kv_heads):
+        for segment in layout.segments(a.num_heads, a.num_kv_heads, a.sliding_window):
             result = attend(segment, rows)
             if segment.rows is None:
                 heads_out.copy_(result, False)

@@ -177,18 +177,28 @@ def attend_windows(a: Any, layout: Windows, mix: Mix = mix) -> None:
     q = paddle.gather(a.q, rows).reshape([sequences, width, kv_heads, groups, dim]).astype("float32") * a.softmax_scale
     q = q.transpose([0, 2, 1, 3, 4]).reshape([sequences, kv_heads, width * groups, dim])
     key = numbers(context, rows)
-    visible = (key <= positions.unsqueeze(2)).reshape([sequences, 1, width, 1, context])
+    visible = _within(key, positions.unsqueeze(2), a.sliding_window).reshape([sequences, 1, width, 1, context])
     visible = visible.expand([sequences, kv_heads, width, groups, context]).reshape([sequences, kv_heads, -1, context])
     broken = paddle.isnan(v)
     mixed = mix(q, k, choose(broken, paddle.zeros_like(v), v), visible).reshape([sequences, kv_heads, width, groups, dim])
-    first = (
-        choose(broken, key.reshape([1, 1, context, 1]).expand_as(v), context)
-        .min(axis=2)
-        .reshape([sequences, kv_heads, 1, 1, dim])
-    )
-    seen = first <= positions.reshape([sequences, 1, width, 1, 1])
+    if a.sliding_window:
+        met = paddle.matmul(visible.astype("float32"), broken.astype("float32"))
+        seen = (met > 0.0).reshape([sequences, kv_heads, width, groups, dim])
+    else:
+        first = (
+            choose(broken, key.reshape([1, 1, context, 1]).expand_as(v), context)
+            .min(axis=2)
+            .reshape([sequences, kv_heads, 1, 1, dim])
+        )
+        seen = first <= positions.reshape([sequences, 1, width, 1, 1])
     mixed = choose(seen.expand_as(mixed), paddle.full_like(mixed, float("nan")), mixed).transpose([0, 2, 1, 3, 4])
     scatter_rows(a.out, layout.rows, mixed.reshape([sequences * width, -1]).astype(a.out.dtype), there)
+
+
+def _within(key: Tensor, position: Tensor, window: int) -> Tensor:
+    """Whether rows at these positions see the keys at those: the last `window` of them, 0: all."""
+    seen = key <= position
+    return seen & (key > position - window) if window else seen
 
 
 def softmax(scores: Tensor) -> Tensor:
@@ -217,7 +227,7 @@ def attend_rows(a: Any, rows: Tensor, count: int) -> Tensor:
     context = table.shape[1] * a.block_size
     places = paddle.clip(table, min=0).unsqueeze(2) * a.block_size + numbers(a.block_size, rows)
     places = places.reshape([count * context])
-    visible = (numbers(context, rows).unsqueeze(0) <= positions.unsqueeze(1)) & (slots >= 0).unsqueeze(1)
+    visible = _within(numbers(context, rows).unsqueeze(0), positions.unsqueeze(1), a.sliding_window) & (slots >= 0).unsqueeze(1)
     k, v = (
         rows_at(a.cache, t, places).reshape([count, context, kv_heads, dim]).astype("float32") for t in (a.cache.k, a.cache.v)
     )

@@ -119,7 +119,7 @@ class OracleModel:
         q, k, v = (part.reshape(len(x), -1, a.head_dim) for part in np.split(qkv, [a.q_size, a.q_size + a.kv_size], axis=1))
         if a.qk_norm:
             q, k = self._norm(q, prefix + "q_norm"), self._norm(k, prefix + "k_norm")
-        mixed = _attention(_rotate(q, a.rope), self.kept(_rotate(k, a.rope)), self.kept(v))
+        mixed = _attention(_rotate(q, a.rope), self.kept(_rotate(k, a.rope)), self.kept(v), a.sliding_window)
         return self._linear(mixed, prefix + "o", prefix + "o_bias")
 
     def block(self, x: Array, block: Block, prefix: str) -> Array:
@@ -189,12 +189,15 @@ def _turns(n: int, rope: Rope, dtype: np.dtype[Any]) -> tuple[Array, Array]:
     return cos.astype(dtype)[:, None, :], sin.astype(dtype)[:, None, :]
 
 
-def _attention(q: Array, k: Array, v: Array) -> Array:
-    """[n, heads * d] causal attention of q [n, heads, d] over k and v [n, kv_heads, d]."""
+def _attention(q: Array, k: Array, v: Array, window: int) -> Array:
+    """[n, heads * d] causal attention of q [n, heads, d] over k and v [n, kv_heads, d], of row p over the tokens in
+    (p - window, p]; a window of 0 has no border."""
     n, num_heads, head_dim = q.shape
     kv_head = np.arange(num_heads) * k.shape[1] // num_heads
     queries, keys, values = (part.transpose(1, 0, 2) for part in (q, k[:, kv_head], v[:, kv_head]))
     scores = queries @ keys.transpose(0, 2, 1) / np.sqrt(head_dim).astype(q.dtype)
     scores[:, np.triu(np.ones((n, n), bool), 1)] = -np.inf  # tokens to come
+    if window:
+        scores[:, np.tril(np.ones((n, n), bool), -window)] = -np.inf  # tokens that have gone
     weights = np.exp(scores - scores.max(axis=2, keepdims=True))
     return np.asarray(weights / weights.sum(axis=2, keepdims=True) @ values).transpose(1, 0, 2).reshape(n, -1)

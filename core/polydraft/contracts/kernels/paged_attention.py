@@ -1,13 +1,14 @@
 """Defines `paged_attention`: causal grouped-query attention of packed rows over their slots' paged keys and values.
 
 Every attention layer launches it after `rope_kv_write`, which has stored the row's own key. It never writes the cache
-and never lets a key beyond a row's position count.
+and never lets a key beyond a row's position, or in front of its window, count.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -24,12 +25,12 @@ class PagedAttentionV1(Args):
     """Arguments of `paged_attention`. Preconditions: every block that holds a position 0..positions[r] of a valid row is
     granted, and the rows of a slot lie together, positions ascending by one.
 
-    Later entries of the table may be NO_BLOCK, slots may share blocks, and what lies beyond a row's position may be NaN.
+    Later entries of the table may be NO_BLOCK, slots may share blocks, and what a row does not attend to may be NaN.
     """
 
     q: Buffer = tensor("N P", "act", "Rotated queries, P = num_heads * head_dim.")
     row_slot: Buffer = tensor("N", "i32", "Slot of each row; negative: a row that carries nothing.")
-    positions: Buffer = tensor("N", "i32", "Absolute position of each row; it attends to keys 0..position of its slot.")
+    positions: Buffer = tensor("N", "i32", "Absolute position of each row; it attends to keys of its slot up to this one.")
     block_table: Buffer = tensor("B MB", "i32", "Block of each slot's positions from i * block_size on.")
     cache: Any = opaque("cache", "KV cache of the layer.")
     meta: Any = opaque("meta", "Forward metadata filled for these rows; None: do without.", optional=True)
@@ -39,6 +40,10 @@ class PagedAttentionV1(Args):
     head_dim: int = param("Elements of a head.")
     block_size: int = param("Positions of a block.")
     softmax_scale: float = param("Factor of every score before the softmax, usually head_dim ** -0.5.")
+    sliding_window: int = param(
+        "Keys that a row attends to at most, its own the last of them; 0: all. Other than 0 for those alone who declare the "
+        "capability sliding_window."
+    )
 
 
 def attend(a: Any, r: int, h: int, places: list[tuple[int, int]]) -> tuple[Array, Array]:
@@ -68,7 +73,9 @@ def attend_all(a: Any, n: int, out: Array, magnitude: Array) -> None:
         slot = a.row_slot[r]
         if slot < 0:
             continue
-        places = [(a.block_table[slot, p // a.block_size], p % a.block_size) for p in range(a.positions[r] + 1)]
+        first = max(a.positions[r] + 1 - a.sliding_window, 0) if a.sliding_window else 0
+        keys = range(first, a.positions[r] + 1)
+        places = [(a.block_table[slot, p // a.block_size], p % a.block_size) for p in keys]
         for h in range(a.num_heads):
             head = slice(h * a.head_dim, (h + 1) * a.head_dim)
             out[r, head], magnitude[r, head] = attend(a, r, h, places)
@@ -93,7 +100,7 @@ Places = Sequence[tuple[int, int]]
 def _case(
     name: str, runs: Runs, *, beyond: int = 1, seed: int = 9, heads: int = 4, kv_heads: int = 2, head_dim: int = 4,
     block_size: int = 4, softmax_scale: float | None = None, factor: float = 1.0,
-    nan_keys: Places = (), nan_values: Places = (), shared: tuple[int, int] | None = None,
+    nan_keys: Places = (), nan_values: Places = (), shared: tuple[int, int] | None = None, sliding_window: int = 0,
 ) -> Case:  # fmt: skip
     """Random keys and values at the positions of every run and before it, NaN in every other cache row.
 
@@ -116,7 +123,7 @@ def _case(
     q[row_slot < 0] = np.nan
     arrays = {"q": q, "row_slot": row_slot, "positions": positions, "block_table": table, "meta": None}
     params: dict[str, Any] = {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": head_dim, "block_size": block_size}
-    params |= {"softmax_scale": head_dim**-0.5 if softmax_scale is None else softmax_scale}
+    params |= {"softmax_scale": head_dim**-0.5 if softmax_scale is None else softmax_scale, "sliding_window": sliding_window}
     return Case(name, arrays | {"cache": LogicalCache(k, v)}, params, len(row_slot) - beyond, {"out": (q.shape, "act")})
 
 
@@ -138,6 +145,27 @@ def cases() -> Iterator[Case]:
     yield _case("context_of_many_blocks", [(1, 70, 3), (0, 33, 2)], block_size=8, heads=2, kv_heads=1)
     yield _case("all_padding", [(PAD_SLOT, 3, 3), (0, 5, 1)])
     yield _case("nothing_to_do", [(0, 1, 2)], beyond=2)
+
+
+def window_cases() -> Iterator[Case]:
+    """Cases of rows that do not attend to all keys before them; the last are generated ones."""
+    yield _case("window_of_three", MIXED, sliding_window=3)
+    yield _case("window_of_one_returns_the_rows_own_value", MIXED, sliding_window=1)
+    yield _case("window_as_long_as_the_context", [(0, 0, 5), (1, 3, 2), (2, 4, 1)], sliding_window=5)
+    yield _case("window_from_inside_a_block", [(1, 9, 4), (0, 7, 1), (2, 8, 1)], sliding_window=6)
+    yield _case("window_of_whole_blocks", [(1, 7, 1), (0, 8, 1), (2, 10, 3)], sliding_window=8)
+    yield _case("window_shorter_than_the_rows_of_a_slot", [(1, 5, 9), (0, 0, 7)], sliding_window=2, heads=8, kv_heads=1)
+    long: Runs = [(1, 150, 4), (0, 33, 2), (2, 200, 1)]
+    yield _case("window_in_a_long_context", long, block_size=16, heads=2, kv_heads=1, sliding_window=67)
+    gone: dict[str, Any] = {"nan_keys": [(1, 0), (1, 3), (0, 1)], "nan_values": [(1, 0), (1, 3), (0, 1)]}
+    yield _case("nan_in_front_of_the_window", [(1, 6, 4), (0, 4, 2)], sliding_window=3, beyond=0, **gone)
+    inside = [(1, 5)]
+    yield _case("nan_key_in_some_windows", [(1, 5, 6), (0, 2, 2)], sliding_window=3, nan_keys=inside, beyond=0)
+    yield _case("nan_value_in_some_windows", [(1, 5, 6), (0, 2, 2)], sliding_window=3, nan_values=inside, beyond=0)
+    for seed in range(8):
+        rng = np.random.default_rng(1000 + seed)
+        case = generate(rng)
+        yield replace(case, name=f"window_seed_{seed}", params={**case.params, "sliding_window": int(rng.integers(1, 12))})
 
 
 def generate(rng: np.random.Generator, sizes: Sizes = SMALL) -> Case:
@@ -174,7 +202,8 @@ CONTRACT = REGISTRY.add(
         equivalent_mutants={"unpad(block_table)": "entries of keys in reach are granted, and no other entry is read"},
         scale=scale,
         deterministic="run-to-run",
-        constraints=("num_heads % num_kv_heads == 0", "P == num_heads * head_dim", "block_size >= 1"),
+        constraints=("num_heads % num_kv_heads == 0", "P == num_heads * head_dim", "block_size >= 1", "sliding_window >= 0"),
+        optional_cases={"sliding_window": window_cases},
         feature="dense",
         compute=True,
         grows={"N": ROWS, "B": SLOTS, "MB": BLOCKS, "num_heads": HEADS, "head_dim": HEAD_DIM},

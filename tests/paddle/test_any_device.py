@@ -109,6 +109,7 @@ OFF = (
     "FLAGS_enable_api_kernel_fallback(bool, default true) is false. If you want to fallback this kernel to CPU one, please set "
     "the flag true before run again.\n  [Hint: Expected kernel_iter != iter->second.end().]"
 )
+OTHER_DTYPES = OFF.format(backends="").replace("Backend `chip`", "DataType `int32`").replace("Backends: ", "DataTypes: float32")
 REFUSED = "and falling back to the CPU is off; register one in the device's plugin, or allow it with --allow-cpu-fallback"
 
 
@@ -116,6 +117,7 @@ REFUSED = "and falling back to the CPU is off; register one in the device's plug
 def test_a_missing_operation_is_named_with_dtype_contract_and_advice_that_helps():
     said = [
         KEY.format(dtype="bfloat16", operation="flip") + OFF.format(backends="ONEDNN, CPU"),
+        KEY.format(dtype="int32", operation="min") + OTHER_DTYPES,
         KEY.format(dtype="float32", operation="strided_copy") + OFF.format(backends="CPU"),
         KEY.format(dtype="float32", operation="contiguous"),  # with the fallback allowed
         "(NotFound) The kernel `fused_rope` is not registered.\n  [Hint: Expected iter != kernels_.end().]",
@@ -125,6 +127,7 @@ def test_a_missing_operation_is_named_with_dtype_contract_and_advice_that_helps(
     missing, never = "Paddle has no kernel of", "and never runs it on the CPU instead; register one in the device's plugin"
     assert answers == [
         f"{missing} 'flip' in bfloat16 for device chip:0, which swiglu needs, {REFUSED}",
+        f"{missing} 'min' in int32 for device chip:0, which swiglu needs, {REFUSED}",
         f"{missing} 'strided_copy' in float32 for device chip:0, which swiglu needs, {never}",
         f"{missing} 'contiguous' in float32 for device chip:0, which swiglu needs, {never}",
         f"{missing} 'fused_rope' for device chip:0, which swiglu needs, {never}",

@@ -68,8 +68,9 @@ def _tensor_of(value: Any) -> Any:
 
 MISSING = re.compile(r"The kernel (?:with key \(.*, (?P<dtype>\w+)\) of kernel )?`(?P<operation>\w+)` is not registered")
 """What Paddle says of an operation that has no kernel on a place."""
-WITH_A_CPU_KERNEL = re.compile(r"support following Backends: (?:\w+, )*CPU\b")
-"""What it adds where there is one for the CPU that it was told not to take."""
+WITH_A_CPU_KERNEL = re.compile(r"support following Backends: (?:\w+, )*CPU\b|wrong DataType .* FLAGS_enable_api_kernel_fallback")
+"""What it adds where there is one for the CPU that it was told not to take; it does not look for one where the place has the
+operation in other dtypes."""
 NEVER_FALLS_BACK = frozenset({"contiguous", "strided_copy"})
 """Operations that every other one rests on: Paddle calls the place's own kernel of them, whatever it is told of falling back."""
 

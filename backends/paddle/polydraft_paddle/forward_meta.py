@@ -17,7 +17,7 @@ from polydraft.device import Stream
 from polydraft.sentinels import PAD_SLOT
 from polydraft_paddle.companions import watched
 from polydraft_paddle.host_layout import HostLayout
-from polydraft_paddle.ops import Kept, Tensor, choose, numbers, owners
+from polydraft_paddle.ops import Kept, Tensor, as_int, choose, clamp, first_where, numbers, take
 from polydraft_paddle.place import use
 from polydraft_paddle.provider import FAILURES, device_error
 
@@ -25,10 +25,11 @@ from polydraft_paddle.provider import FAILURES, device_error
 @dataclass(frozen=True)
 class Windows:
     """The rows of a pass without prefill, sequence by sequence, in shapes that the host knows: `shape` is (S, W), `rows` [S * W]
-    int32 the packed row of each place, -1 where there is none."""
+    int32 the packed row of each place, `places` [N] the place of each packed row, -1 where there is none."""
 
     shape: tuple[int, int]
     rows: Tensor
+    places: Tensor
 
 
 def windows(row_slot: Tensor, sequences: int, width: int) -> Windows:
@@ -38,10 +39,13 @@ def windows(row_slot: Tensor, sequences: int, width: int) -> Windows:
     before = paddle.concat([paddle.full_like(row_slot[:1], PAD_SLOT), row_slot[:-1]])
     starts = (row_slot >= 0) & (row_slot != before)
     sequence = paddle.cumsum(starts.astype("int32"), dtype="int32") - 1
-    first = paddle.cummax(choose(starts, index, 0), axis=0)[0]
-    place = choose(row_slot >= 0, sequence * width + index - first, -1)
-    named, row = owners(place, sequences * width)
-    return Windows((sequences, width), choose(named, row.astype("int32"), -1))
+    there = row_slot >= 0
+    member = (sequence.unsqueeze(0) == numbers(sequences, index).unsqueeze(1)) & there.unsqueeze(0)
+    first = first_where(member)
+    column = numbers(width, index).unsqueeze(0)
+    rows = choose(column < as_int(member).sum(axis=1, keepdim=True, dtype="int32"), first.unsqueeze(1) + column, -1)
+    places = sequence * width + index - take(first, clamp(sequence))
+    return Windows((sequences, width), rows.reshape([-1]), choose(there, places, -1))
 
 
 class PaddleForwardMeta:

@@ -203,6 +203,20 @@ def as_int(condition: Tensor) -> Tensor:
     return direct.cast(condition, paddle.int32)
 
 
+def first_where(condition: Tensor) -> Tensor:
+    """Place along the last axis of the first element that holds, int32; the size of the axis where none does. By a maximum,
+    because not every place has one of int32 the other way round, nor says which of equal maxima its `argmax` finds."""
+    size = condition.shape[-1]
+    return size - (as_int(condition) * (size - numbers(size, condition))).max(axis=-1)
+
+
+def ranges_of(ends: Tensor, values: Tensor) -> Tensor:
+    """How many of `ends` [s], which ascend, each of `values` [n] has reached: the range that it is in, int32 [n]. By comparing
+    all of them, which needs no search on the place."""
+    reached = direct.less_equal(direct.unsqueeze(ends, [0]), direct.unsqueeze(values, [1]))
+    return as_int(reached).sum(axis=1, dtype="int32")
+
+
 def owners(slots: Tensor, num_slots: int) -> tuple[Tensor, Tensor]:
     """For each slot: whether some entry of `slots` [n] names it, and the first that does, int32 [num_slots].
 
@@ -243,22 +257,28 @@ def file_in_column(table: Tensor, column: int, slots: Tensor, value: Tensor, val
 
 
 def scatter_rows(table: Tensor, index: Tensor, value: Tensor, valid: Tensor) -> None:
-    """`table[index[i]] = value[i]` where `valid[i]`; table [R, ...] in place, index and valid [n], n > 0.
+    """`table[index[i]] = value[i]` where `valid[i]`; table [R] or [R, W] in place, index and valid [n], n > 0.
 
-    An entry that is not valid repeats the first valid one; when there is none, row 0 is written with what it holds."""
-    first = as_int(valid).argmax(axis=0, keepdim=True, dtype="int32")
-    some = take(valid, first)
-    spare_index = direct.where(some, take(index, first), constant(0, first))
+    An entry that is not valid repeats a valid one; when there is none, row 0 is written with what it holds. Rows go by
+    `put_along_axis` where memory is not the host's: there `scatter` may wait for its index."""
+    one = as_int(valid).argmax(axis=0, keepdim=True, dtype="int32")
+    some = take(valid, one)
+    spare_index = direct.where(some, take(index, one), constant(0, one))
     repeated = constant(0, index)
     index = direct.where(valid, index, take(spare_index, repeated))
     if value.ndim == 1:
-        spare = direct.where(some, take(value, first), table[:1])
-        in_place(paddle.scatter_, table, index, direct.where(valid, value, take(spare, repeated)))
+        spare = direct.where(some, take(value, one), table[:1])
+        written = direct.where(valid, value, take(spare, repeated))
+        in_place(direct.put_along_axis_, table, index, written, 0, "assign", True)
         return
-    wide = some.reshape([1] * value.ndim).expand([1, *value.shape[1:]])
-    spare = paddle.where(wide, take(value, first), table[:1])
-    mask = valid.reshape([-1] + [1] * (value.ndim - 1)).expand_as(value)
-    in_place(paddle.scatter_, table, index, paddle.where(mask, value, take(spare, repeated)))
+    wide = direct.unsqueeze(some, [1]).expand([1, value.shape[1]])
+    spare = paddle.where(wide, take(value, one), table[:1])
+    column = direct.unsqueeze(valid, [1])
+    written = paddle.where(column.expand_as(value), value, take(spare, repeated))
+    if table.place.is_cpu_place():
+        in_place(paddle.scatter_, table, index, written)
+    else:
+        in_place(direct.put_along_axis_, table, direct.unsqueeze(index, [1]).expand_as(value), written, 0, "assign", True)
 
 
 def in_place(operation: Callable[..., Any], table: Tensor, *arguments: Any) -> None:

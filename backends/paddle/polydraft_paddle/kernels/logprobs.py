@@ -15,7 +15,7 @@ from polydraft.contracts.layout import LOGPROB_VERSION, LogprobEntry, LogprobHea
 from polydraft.sentinels import NO_ROW, NO_TOKEN, PAD_SLOT
 from polydraft_paddle.kernels.sampling import FORBIDDEN
 from polydraft_paddle.kernels.state import offsets
-from polydraft_paddle.ops import Tensor, at, choose, numbers, owners, pick, put, write_where
+from polydraft_paddle.ops import Tensor, at, choose, numbers, owners, pick, put, ranges_of, write_where
 from polydraft_paddle.provider import Kernel, Run, plain
 
 HEADER, ENTRY, ROW = len(LogprobHeader), len(LogprobEntry), len(LogprobRow)
@@ -106,7 +106,7 @@ def pack_record(a: Any, slots: Tensor) -> None:
     body = paddle.clip(place - HEADER, min=0)
     entry = body // entry_words
     within = body - entry * entry_words
-    sequence = paddle.clip(paddle.searchsorted(ends, entry, out_int32=True, right=True), max=n - 1)
+    sequence = paddle.clip(ranges_of(ends, entry), max=n - 1)
     inner = paddle.clip(within - ENTRY, min=0)
     window = inner // row_words
     word = inner - window * row_words

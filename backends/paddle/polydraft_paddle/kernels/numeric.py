@@ -16,7 +16,7 @@ from polydraft.contracts.kernels.rope_kv_write import turns
 from polydraft_paddle.forward_meta import Windows
 from polydraft_paddle.kernels.kv_quant import rows_at, rows_for
 from polydraft_paddle.kernels.sampling import argmax, gumbel_noise, process_logits, sample
-from polydraft_paddle.ops import Tensor, at, choose, direct, in_place, numbers, pick, put, scatter_rows
+from polydraft_paddle.ops import Tensor, as_int, at, choose, direct, in_place, numbers, pick, put, scatter_rows
 from polydraft_paddle.provider import Kernel, Run, plain
 
 
@@ -151,21 +151,19 @@ def paged_attention(a: Any, limits: Limits, mix: Mix = mix) -> Run:
         if layout is None:
             put(a.out[:n], attend_rows(a, numbers(n, a.row_slot), n))
             return
-        in_place(direct.fill_, a.out[:n], 0.0)
-        attend_windows(a, layout, mix)
+        put(a.out[:n], attend_windows(a, layout, mix))
 
     return run
 
 
-def attend_windows(a: Any, layout: Windows, mix: Mix = mix) -> None:
+def attend_windows(a: Any, layout: Windows, mix: Mix = mix) -> Tensor:
     """Attention of all windows, each over its slot's whole table, read once a slot. A NaN among the values reaches the rows that
-    may see it and no others."""
+    may see it and no others. Returns [N, P] float32."""
     sequences, width = layout.shape
     kv_heads, dim = a.num_kv_heads, a.head_dim
     groups = a.num_heads // kv_heads
-    there = layout.rows >= 0
     rows = paddle.clip(layout.rows, min=0)
-    positions = choose(there, paddle.gather(a.positions, rows), -1).reshape([sequences, width])
+    positions = choose(layout.rows >= 0, paddle.gather(a.positions, rows), -1).reshape([sequences, width])
     slots = paddle.gather(a.row_slot, rows.reshape([sequences, width])[:, 0])
     table = paddle.clip(at(a.block_table, slots), min=0)
     context = table.shape[1] * a.block_size
@@ -185,14 +183,11 @@ def attend_windows(a: Any, layout: Windows, mix: Mix = mix) -> None:
         met = paddle.matmul(visible.astype("float32"), broken.astype("float32"))
         seen = (met > 0.0).reshape([sequences, kv_heads, width, groups, dim])
     else:
-        first = (
-            choose(broken, key.reshape([1, 1, context, 1]).expand_as(v), context)
-            .min(axis=2)
-            .reshape([sequences, kv_heads, 1, 1, dim])
-        )
+        behind = (context - key).reshape([1, 1, context, 1])
+        first = context - (as_int(broken) * behind).max(axis=2).reshape([sequences, kv_heads, 1, 1, dim])
         seen = first <= positions.reshape([sequences, 1, width, 1, 1])
     mixed = choose(seen.expand_as(mixed), paddle.full_like(mixed, float("nan")), mixed).transpose([0, 2, 1, 3, 4])
-    scatter_rows(a.out, layout.rows, mixed.reshape([sequences * width, -1]).astype(a.out.dtype), there)
+    return _masked_rows(at(mixed.reshape([sequences * width, -1]), layout.places), layout.places >= 0)
 
 
 def _within(key: Tensor, position: Tensor, window: int) -> Tensor:

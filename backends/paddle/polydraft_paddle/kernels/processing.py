@@ -14,7 +14,7 @@ import paddle
 from polydraft.contracts.base import Limits
 from polydraft.sentinels import NO_ROW, NO_TOKEN
 from polydraft_paddle.kernels.sampling import FORBIDDEN
-from polydraft_paddle.ops import Tensor, at, choose, numbers, owners, pick, put
+from polydraft_paddle.ops import Tensor, at, choose, numbers, owners, pick, put, take
 from polydraft_paddle.provider import Kernel, Run, plain
 
 
@@ -83,8 +83,7 @@ def _completed(a: Any, slots: Tensor, size: Tensor, words: Tensor, length: Tenso
     closes = inside & (words == NO_TOKEN)
     last = paddle.concat([closes[:, 1:], paddle.zeros_like(closes[:, :1])], axis=1) & ~closes
     # Place of the last token of the word that each place belongs to: the nearest such place from there on.
-    far = choose(last, places, width)
-    end = paddle.flip(paddle.cummin(paddle.flip(far, [1]), axis=1)[0], [1])
+    end = width - _greatest_from(choose(last, width - places, 0))
     back = end - places
     index = size.unsqueeze(1) - back  # where in the generated text the token at this place would have to stand
     known = at(a.num_generated, slots).unsqueeze(1)
@@ -94,18 +93,39 @@ def _completed(a: Any, slots: Tensor, size: Tensor, words: Tensor, length: Tenso
     differs = inside & ~closes & ~last & ((index < 0) | (text != words))
     total = paddle.cumsum(differs.astype("int32"), axis=1)
     # Differences before this word: the running total at the NO_TOKEN that closed the word before it.
-    before = paddle.cummax(choose(closes, total, 0), axis=1)[0]
+    before = _greatest_until(choose(closes, total, 0))
     return last & (total == before)
 
 
+def _greatest_until(x: Tensor) -> Tensor:
+    """Greatest element of each row of `x` [n, w], none of which is negative, up to and with each place, in as many steps as w has
+    binary digits: few places have an operation for it."""
+    width, reach = x.shape[1], 1
+    while reach < width:
+        x = paddle.maximum(x, paddle.concat([paddle.zeros_like(x[:, :reach]), x[:, :-reach]], axis=1))
+        reach *= 2
+    return x
+
+
+def _greatest_from(x: Tensor) -> Tensor:
+    """The same from each place on."""
+    width, reach = x.shape[1], 1
+    while reach < width:
+        x = paddle.maximum(x, paddle.concat([x[:, reach:], paddle.zeros_like(x[:, :reach])], axis=1))
+        reach *= 2
+    return x
+
+
 def mask_logits(a: Any, limits: Limits) -> Run:
-    """Each logit row looks for the window place that it is, and takes that place's mask apart."""
+    """Each logit row looks for the window place that it is, and takes that place's mask apart: a table says which bits a byte
+    has, since few places shift."""
     del limits
     rows, vocab = a.logits.shape
     width, words = a.masks.shape[1:]
     place = a.logits.place
     columns = np.arange(vocab, dtype=np.int32)
-    word_of, bit_of = (paddle.to_tensor(c, place=place) for c in (columns // 32, columns % 32))
+    byte_of, bit_of = (paddle.to_tensor(c, place=place) for c in (columns // 8, columns % 8))
+    bits = paddle.to_tensor((np.arange(256)[:, None] >> np.arange(8) & 1).astype(np.bool_).reshape(-1), place=place)
 
     def run(n: int) -> None:
         if not n:
@@ -116,8 +136,8 @@ def mask_logits(a: Any, limits: Limits) -> Run:
         named = choose(places < masked.unsqueeze(1), start.unsqueeze(1) + places, NO_ROW).reshape([-1])
         bound, which = owners(named, rows)
         mask = paddle.gather(a.masks[:n].reshape([n * width, words]), which)
-        bits = paddle.bitwise_right_shift(paddle.index_select(mask, word_of, axis=1), bit_of.unsqueeze(0).expand([rows, vocab]))
-        allowed = paddle.bitwise_and(bits, paddle.full_like(bits, 1)) > 0
+        bytes_ = paddle.index_select(mask.view("uint8").astype("int32"), byte_of, axis=1)
+        allowed = take(bits, (bytes_ * 8 + bit_of.unsqueeze(0)).reshape([-1])).reshape([rows, vocab])
         a.logits.copy_(choose(allowed | ~bound.unsqueeze(1), a.logits, FORBIDDEN), False)
 
     return run

@@ -11,8 +11,8 @@ from typing import Any
 import paddle
 
 from polydraft.sentinels import NO_TOKEN, Phase
-from polydraft_paddle.kernels.sampling import FORBIDDEN, best, kept_tokens, lowest, signed, threefry
-from polydraft_paddle.ops import Tensor, at, choose, numbers, pick, put, scatter_rows
+from polydraft_paddle.kernels.sampling import FORBIDDEN, best, kept_tokens, signed, threefry
+from polydraft_paddle.ops import Tensor, at, choose, first_where, numbers, pick, put, scatter_rows
 from polydraft_paddle.provider import Kernel, plain
 
 
@@ -55,7 +55,7 @@ def draw_draft(a: Any, n: int) -> None:
 def drawn_tokens(weights: Tensor, noise: Tensor) -> Tensor:
     """Gumbel-max over the positive weights of each row, lowest id of equals; NO_TOKEN where there are none."""
     score = choose(weights > 0, paddle.log(weights) + noise, FORBIDDEN)
-    token = lowest((score == score.max(axis=1, keepdim=True)) & (weights > 0))
+    token = first_where((score == score.max(axis=1, keepdim=True)) & (weights > 0))
     return choose((weights > 0).any(axis=1), token, NO_TOKEN)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import paddle
 
 from polydraft.sentinels import NO_TOKEN
-from polydraft_paddle.ops import Tensor, at, choose, numbers, put
+from polydraft_paddle.ops import Tensor, at, choose, first_where, numbers, put
 
 ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 PARITY = 0x1BD11BDA
@@ -33,13 +33,7 @@ def best(logits: Tensor, row_slot: Tensor) -> Tensor:
     """A row with NaN or +inf, or with nothing but -inf, chooses NO_TOKEN; a sum finds NaN where a comparison may pass it by."""
     top = logits.max(axis=1, keepdim=True)
     sound = paddle.isfinite(top).squeeze(1) & ~paddle.isnan(logits.sum(axis=1))
-    return choose(sound & (row_slot >= 0), lowest(logits == top), NO_TOKEN)
-
-
-def lowest(marked: Tensor) -> Tensor:
-    """Lowest column of each row that is marked [rows, V]; V for a row without any. int32."""
-    columns = numbers(marked.shape[1], marked).unsqueeze(0).expand_as(marked)
-    return choose(marked, columns, marked.shape[1]).min(axis=1)
+    return choose(sound & (row_slot >= 0), first_where(logits == top), NO_TOKEN)
 
 
 def rotate_left(x: Tensor, bits: int) -> Tensor:
@@ -102,7 +96,7 @@ def sample(a: Any, n: int) -> None:
     z = logits / choose(draws, temperature, 1.0).unsqueeze(1)
     kept = kept_tokens(z, top_k=at(a.top_k, slots), top_p=at(a.top_p, slots), min_p=at(a.min_p, slots))
     score = choose(kept, z + a.noise[:n], FORBIDDEN)
-    drawn = lowest(score == score.max(axis=1, keepdim=True))
+    drawn = first_where(score == score.max(axis=1, keepdim=True))
     put(a.tokens[:n], paddle.where(draws, drawn, greedy))
 
 

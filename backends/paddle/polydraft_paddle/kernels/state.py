@@ -26,6 +26,7 @@ from polydraft_paddle.ops import (
     either,
     file_by_slot,
     file_in_column,
+    first_where,
     flat,
     masked,
     numbers,
@@ -33,6 +34,7 @@ from polydraft_paddle.ops import (
     part,
     pick,
     put,
+    ranges_of,
     scatter_rows,
     take,
     write_where,
@@ -98,8 +100,7 @@ def offsets(lengths: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor
     ends = paddle.cumsum(lengths, dtype="int32")
     start = ends - lengths
     rows = numbers(count, lengths)
-    sequence = paddle.searchsorted(ends, rows, out_int32=True, right=True)
-    sequence = direct.clip(sequence, 0, lengths.shape[0] - 1)
+    sequence = direct.clip(ranges_of(ends, rows), 0, lengths.shape[0] - 1)
     return direct.less_than(rows, ends[-1:]), sequence, rows - take(start, sequence), start
 
 
@@ -254,8 +255,8 @@ def _cut(window: Tensor, size: Tensor, room: Tensor, stop_tokens: Tensor) -> tup
     stops = direct.equal(direct.unsqueeze(window, [2]), direct.unsqueeze(stop_tokens, [1])).any(axis=2)
     columns = direct.unsqueeze(numbers(window.shape[1], window), [0])
     ends = both(either(stops, window == NO_TOKEN), direct.less_than(columns, direct.unsqueeze(limit, [1])))
-    first = as_int(ends).argmax(axis=1, dtype="int32")
-    ended = ends.any(axis=1)
+    first = first_where(ends)
+    ended = direct.less_than(first, constant(ends.shape[1], first))
     error = both(pick(window, numbers(window.shape[0], size), first) == NO_TOKEN, ended)
     emitted = direct.where(ended, first + 1 - as_int(error), limit)
     full = both(direct.equal(limit, room), size > 0)

@@ -26,6 +26,7 @@ from polydraft_paddle.ops import Tensor, give_numbers
 from polydraft_paddle.place import compute_stream, place_of, use
 from polydraft_paddle.provider import FAILURES, device_error, missing_kernel, refused
 from polydraft_paddle.table import PADDLE_DTYPES
+from polydraft_paddle.words import learn
 
 
 class PaddleBuffer:
@@ -111,6 +112,7 @@ class PaddleDevice:
             with refused(spec):
                 self.stream = PaddleStream(compute_stream(spec))
                 give_numbers(self.place)
+                learn(self.place)
             if has_graphs(take_apart(spec).kind) and (reason := why_no_graphs(self)):
                 self.withdrawn["graph_capture"] = reason
             self.counters = DeviceCounters()  # nobody asked for that trial

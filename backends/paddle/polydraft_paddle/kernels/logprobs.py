@@ -13,7 +13,7 @@ import paddle
 from polydraft.contracts.base import Limits
 from polydraft.contracts.layout import LOGPROB_VERSION, LogprobEntry, LogprobHeader, LogprobRow
 from polydraft.sentinels import NO_ROW, NO_TOKEN, PAD_SLOT
-from polydraft_paddle.kernels.sampling import FORBIDDEN
+from polydraft_paddle.kernels.sampling import FORBIDDEN, fixed, fixed_scale, log1p
 from polydraft_paddle.kernels.state import offsets
 from polydraft_paddle.ops import Tensor, at, choose, numbers, owners, pick, put, ranges_of, write_where
 from polydraft_paddle.provider import Kernel, Run, plain
@@ -36,8 +36,9 @@ def log_softmax(z: Tensor) -> Tensor:
     """Log probabilities of rows of logits; -inf stays -inf."""
     shifted = z - z.max(axis=1, keepdim=True)
     # Paddle's exp of -inf on the CPU is a denormal number, not 0.
-    mass = choose(z > FORBIDDEN, paddle.exp(shifted), 0.0).astype("float64").sum(axis=1, keepdim=True)
-    return shifted - paddle.log(mass).astype("float32")
+    mass = fixed(choose(z > FORBIDDEN, paddle.exp(shifted), 0.0)).sum(axis=1, keepdim=True)
+    one = fixed_scale(z.shape[1])  # the mass of the best
+    return shifted - log1p((mass - int(one)).astype("float32") * (1.0 / one))
 
 
 def top_logprobs(a: Any, n: int) -> None:

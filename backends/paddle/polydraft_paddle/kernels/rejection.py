@@ -11,7 +11,7 @@ from typing import Any
 import paddle
 
 from polydraft.sentinels import NO_TOKEN, Phase
-from polydraft_paddle.kernels.sampling import FORBIDDEN, best, kept_tokens, signed, threefry
+from polydraft_paddle.kernels.sampling import FORBIDDEN, best, fixed, fixed_scale, kept_tokens, signed, threefry
 from polydraft_paddle.ops import Tensor, at, choose, first_where, numbers, pick, put, scatter_rows
 from polydraft_paddle.provider import Kernel, plain
 
@@ -21,9 +21,8 @@ def uniform_noise(a: Any, n: int) -> None:
     slots = a.row_slot[:n]
     seed, positions = at(a.seed, slots), a.positions[:n] + a.ahead
     counter = positions, paddle.full_like(positions, signed((a.draw << 20) % (1 << 32)))
-    words, _ = threefry((seed[:, 0], seed[:, 1]), counter)
-    uniforms = paddle.bitwise_right_shift(words, paddle.full([1], 8, "int32"), is_arithmetic=False).astype("float32") * 2.0**-24
-    put(a.uniforms[:n], choose(slots >= 0, uniforms, 0.0))
+    first, _ = threefry((seed[:, 0], seed[:, 1]), counter)
+    put(a.uniforms[:n], choose(slots >= 0, first.astype("float32") * 2.0**-24, 0.0))
 
 
 def filter_probs(a: Any, n: int) -> None:
@@ -37,7 +36,8 @@ def filter_probs(a: Any, n: int) -> None:
     kept = kept_tokens(z, top_k=at(a.top_k, slots), top_p=at(a.top_p, slots), min_p=at(a.min_p, slots))
     # Paddle's exp of -inf on the CPU is a denormal number, not 0.
     mass = choose(kept & (z > FORBIDDEN), paddle.exp(z - z.max(axis=1, keepdim=True)), 0.0)
-    shares = (mass.astype("float64") / mass.astype("float64").sum(axis=1, keepdim=True)).astype("float32")
+    total = fixed(mass).sum(axis=1, keepdim=True).astype("float32") * (1.0 / fixed_scale(vocab))
+    shares = mass / total
     certain = (numbers(vocab, slots).unsqueeze(0) == token.unsqueeze(1)).astype("float32")
     result = paddle.where(drawn.unsqueeze(1).expand([rows, vocab]), shares, certain)
     logits.copy_(paddle.where((slots >= 0).unsqueeze(1).expand([rows, vocab]), result, logits), False)
@@ -90,18 +90,34 @@ def verify_rejection(a: Any, n: int) -> None:
 
 
 def _accepted(a: Any, slots: Tensor, start: Tensor, drafted: Tensor, drafts: Tensor) -> Tensor:
-    """Drafts of each window up to the first that its uniform rejects. Products are exact in float64, so the border is too."""
+    """Drafts of each window up to the first that its uniform rejects. The border is exact."""
     count, num_drafts = drafts.shape
     places = numbers(num_drafts, slots).unsqueeze(0)
     row = paddle.clip(start.unsqueeze(1) + places, max=a.probs.shape[0] - 1)
-    p = pick(a.probs, row, drafts).astype("float64")
+    p = pick(a.probs, row, drafts)
     q = paddle.ones_like(p)
     if a.draft_probs is not None:
         flat = a.draft_probs.view([-1, a.draft_probs.shape[2]])
-        q = pick(flat, paddle.clip(slots, min=0).unsqueeze(1) * num_drafts + places, drafts).astype("float64")
-    uniforms = paddle.gather(a.uniforms, row.reshape([-1])).reshape([count, num_drafts]).astype("float64")
-    fits = (uniforms * q < p) & (places < drafted.unsqueeze(1))
+        q = pick(flat, paddle.clip(slots, min=0).unsqueeze(1) * num_drafts + places, drafts)
+    uniforms = paddle.gather(a.uniforms, row.reshape([-1])).reshape([count, num_drafts])
+    fits = product_below(uniforms, q, p) & (places < drafted.unsqueeze(1))
     return paddle.cumprod(fits.astype("int32"), dim=1).sum(axis=1, dtype="int32")
+
+
+def product_below(x: Tensor, y: Tensor, bound: Tensor) -> Tensor:
+    """Where x * y < bound, of float32 from 0 to 1, for the exact product: where the rounded one equals the bound, what
+    rounding has taken away decides, which is exact as well (Dekker 1971)."""
+    product = x * y
+    (x_high, x_low), (y_high, y_low) = _halves(x), _halves(y)
+    lost = ((x_high * y_high - product) + x_high * y_low + x_low * y_high) + x_low * y_low
+    return (product < bound) | ((product == bound) & (lost < 0.0))
+
+
+def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Two numbers of half as many digits whose sum is `x`."""
+    wide = x * (2.0**12 + 1.0)
+    high = wide - (wide - x)
+    return high, x - high
 
 
 def _draft_rows(a: Any, slots: Tensor, place: Tensor, draft: Tensor, vocab: int) -> Tensor:

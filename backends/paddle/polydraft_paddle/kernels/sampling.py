@@ -10,7 +10,8 @@ from typing import Any
 import paddle
 
 from polydraft.sentinels import NO_TOKEN
-from polydraft_paddle.ops import Tensor, at, choose, first_where, numbers, put
+from polydraft_paddle.ops import Tensor, at, choose, constant, first_where, numbers, put
+from polydraft_paddle.words import words_at
 
 ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 PARITY = 0x1BD11BDA
@@ -36,31 +37,26 @@ def best(logits: Tensor, row_slot: Tensor) -> Tensor:
     return choose(sound & (row_slot >= 0), first_where(logits == top), NO_TOKEN)
 
 
-def rotate_left(x: Tensor, bits: int) -> Tensor:
-    """Rotate 32-bit words, held in int32, left."""
-    left = paddle.bitwise_left_shift(x, paddle.full([1], bits, "int32"))
-    right = paddle.bitwise_right_shift(x, paddle.full([1], 32 - bits, "int32"), is_arithmetic=False)
-    return paddle.bitwise_or(left, right)
-
-
 def signed(word: int) -> int:
     """A 32-bit word as the int32 of the same bits."""
     return word - (1 << 32) if word >= 1 << 31 else word
 
 
 def threefry(key: tuple[Tensor, Tensor], counter: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Threefry-2x32 with 20 rounds on words held in int32, whose sums wrap (Salmon et al. 2011)."""
-    k0, k1 = key
-    k2 = paddle.bitwise_xor(paddle.bitwise_xor(k0, k1), paddle.full_like(k0, PARITY))
+    """The upper 24 bits of both words of Threefry-2x32 with 20 rounds (Salmon et al. 2011), int32; key and counter are words in
+    int32."""
+    words = words_at(counter[0].place)
+    k0, k1 = (words.of(k) for k in key)
+    k2 = words.xor(words.xor(k0, k1), constant(PARITY, k0))
     schedule = (k0, k1, k2)
-    x0, x1 = counter[0] + k0, counter[1] + k1
+    x0, x1 = (words.add(words.of(c), k) for c, k in zip(counter, schedule[:2], strict=True))
     for block in range(5):
         for rotation in ROTATIONS[block % 2]:
-            x0 = x0 + x1
-            x1 = paddle.bitwise_xor(rotate_left(x1, rotation), x0)
-        x0 = x0 + schedule[(block + 1) % 3]
-        x1 = x1 + schedule[(block + 2) % 3] + (block + 1)
-    return x0, x1
+            x0 = words.add(x0, x1)
+            x1 = words.xor(words.rotate_left(x1, rotation), x0)
+        x0 = words.add(x0, schedule[(block + 1) % 3])
+        x1 = words.add(x1, schedule[(block + 2) % 3], block + 1)
+    return words.upper_24(x0), words.upper_24(x1)
 
 
 def gumbel(seed: Tensor, positions: Tensor, draw: int, vocab: int) -> Tensor:
@@ -70,13 +66,18 @@ def gumbel(seed: Tensor, positions: Tensor, draw: int, vocab: int) -> Tensor:
         positions.unsqueeze(1).expand([rows, pairs]),
         (numbers(pairs, positions) + signed((draw << 20) % (1 << 32))).unsqueeze(0).expand([rows, pairs]),
     )
-    words = threefry((seed[:, :1], seed[:, 1:]), counter)
-    bits = paddle.stack(words, axis=-1).reshape([rows, -1])[:, :vocab]
-    k = paddle.bitwise_right_shift(bits, paddle.full([1], 8, "int32"), is_arithmetic=False)
+    k = paddle.stack(threefry((seed[:, :1], seed[:, 1:]), counter), axis=-1).reshape([rows, -1])[:, :vocab]
     # u = (k + 1/2) / 2**24 would round near 1, where the largest noise is made; its distance from the nearer end never does.
     lower = k < (1 << 23)
     t = (paddle.where(lower, k, (1 << 24) - 1 - k).astype("float32") + 0.5) * 2.0**-24
-    return -paddle.log(-paddle.where(lower, paddle.log(t), paddle.log1p(-t)))
+    return -paddle.log(-paddle.where(lower, paddle.log(t), log1p(-t)))
+
+
+def log1p(x: Tensor) -> Tensor:
+    """log(1 + x) of float32, as exact as `log` is: what rounding 1 + x loses is made up for (Goldberg 1991, theorem 4). Not every
+    place has an operation for it."""
+    sum_ = 1.0 + x
+    return paddle.where(sum_ == 1.0, x, x * paddle.log(sum_) / (sum_ - 1.0))
 
 
 def gumbel_noise(a: Any, n: int) -> None:
@@ -108,10 +109,32 @@ def kept_tokens(z: Tensor, *, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Te
     rank = numbers(vocab, z).unsqueeze(0)
     limit = choose((top_k > 0) & (top_k < vocab), top_k, vocab).unsqueeze(1)
     inside = (rank < limit).expand([rows, vocab])
-    mass = choose(inside, paddle.exp(ranked - ranked[:, :1]), 0.0).astype("float64")
-    share = mass / mass.sum(axis=1, keepdim=True)
-    before = paddle.cumsum(share, axis=1) - share
-    whole = (top_p >= 1.0).unsqueeze(1)
-    keep = inside & (whole | (before < top_p.astype("float64").unsqueeze(1)) | (rank == 0))
-    keep = keep & ((min_p <= 0.0).unsqueeze(1) | (share >= min_p.astype("float64").unsqueeze(1) * share[:, :1]))
+    mass = choose(inside, paddle.exp(ranked - ranked[:, :1]), 0.0)
+    exact = fixed(mass)
+    before = paddle.cumsum(exact, axis=1) - exact
+    bound = share(exact.sum(axis=1, keepdim=True), top_p.unsqueeze(1))
+    keep = inside & ((top_p >= 1.0).unsqueeze(1) | (before < bound) | (rank == 0)) & (mass >= min_p.unsqueeze(1))
     return paddle.put_along_axis(paddle.zeros_like(order), order, keep.astype(order.dtype), 1) > 0
+
+
+def fixed(mass: Tensor) -> Tensor:
+    """`mass` [rows, V] float32, from 0 to 1, as int64 of a scale (`fixed_scale`) at which the sum of a row is exact and below
+    2**62: sums of float32 are not, and not every place computes in float64."""
+    return (mass * fixed_scale(mass.shape[1])).astype("int64")
+
+
+def fixed_scale(count: int) -> float:
+    """What a mass of 1 is in a row of `count`."""
+    return 2.0 ** (62 - count.bit_length())
+
+
+PARTS = 30
+"""Bits behind the point of a share."""
+
+
+def share(total: Tensor, part: Tensor) -> Tensor:
+    """The least whole number that is not below part * total, int64, of a total below 2**62 and a part from 0 to 1 in float32."""
+    factor = (paddle.clip(part, 0.0, 1.0) * 2.0**PARTS).astype("int64")
+    high = total // (1 << PARTS)
+    low = total - high * (1 << PARTS)
+    return factor * high + (factor * low + ((1 << PARTS) - 1)) // (1 << PARTS)

@@ -91,6 +91,19 @@ def constant(value: float, like: Tensor) -> Tensor:
 _CONSTANTS: dict[tuple[float, tuple[int, ...], Any, Any], Tensor] = {}
 
 
+def number(value: int, like: Tensor) -> Tensor:
+    """`value` as a tensor of one element in the dtype and at the place of `like`, not to be written to: what is computed with
+    a bare number may pass through float32 on its way."""
+    key = value, like.dtype, like.place
+    found = _SINGLE.get(key)
+    if found is None:
+        found = _SINGLE[key] = paddle.full_like(like.reshape([-1])[:1], value)
+    return found
+
+
+_SINGLE: dict[tuple[int, Any, Any], Tensor] = {}
+
+
 SHAPES = 4
 """So many shapes of a tensor are kept: those of the target's pass and the draft passes, on both sides of a block's border."""
 
@@ -206,15 +219,22 @@ def as_int(condition: Tensor) -> Tensor:
 def first_where(condition: Tensor) -> Tensor:
     """Place along the last axis of the first element that holds, int32; the size of the axis where none does. By a maximum,
     because not every place has one of int32 the other way round, nor says which of equal maxima its `argmax` finds."""
-    size = condition.shape[-1]
-    return size - (as_int(condition) * (size - numbers(size, condition))).max(axis=-1)
+    key = condition.shape[-1], condition.place
+    behind = _BEHIND.get(key)
+    if behind is None:
+        behind = _BEHIND[key] = key[0] - numbers(key[0], condition)
+    return key[0] - direct.max(direct.multiply(as_int(condition), behind), [-1], False)
+
+
+_BEHIND: dict[tuple[int, Any], Tensor] = {}
+"""By size and place, how many places of an axis there are from each one on."""
 
 
 def ranges_of(ends: Tensor, values: Tensor) -> Tensor:
     """How many of `ends` [s], which ascend, each of `values` [n] has reached: the range that it is in, int32 [n]. By comparing
     all of them, which needs no search on the place."""
     reached = direct.less_equal(direct.unsqueeze(ends, [0]), direct.unsqueeze(values, [1]))
-    return as_int(reached).sum(axis=1, dtype="int32")
+    return direct.sum(reached, [1], paddle.int32, False)
 
 
 def owners(slots: Tensor, num_slots: int) -> tuple[Tensor, Tensor]:

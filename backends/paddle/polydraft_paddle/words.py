@@ -12,7 +12,7 @@ import numpy as np
 import paddle
 
 from polydraft_paddle.installation import set_fallback
-from polydraft_paddle.ops import Tensor, constant, take
+from polydraft_paddle.ops import Tensor, constant, number, take
 
 BASE: Final = 1 << 32
 
@@ -43,10 +43,10 @@ class BitWords:
         return x
 
     def add(self, a: Tensor, b: Tensor, more: int = 0) -> Tensor:
-        return a + b + more if more else a + b
+        return a + b + number(more, a) if more else a + b
 
     def rotate_left(self, a: Tensor, bits: int) -> Tensor:
-        left = paddle.bitwise_left_shift(a, paddle.full([1], bits, "int32"))
+        left = paddle.bitwise_left_shift(a, number(bits, a))
         return paddle.bitwise_or(left, _shifted_right(a, 32 - bits))
 
     def xor(self, a: Tensor, b: Tensor) -> Tensor:
@@ -57,7 +57,7 @@ class BitWords:
 
 
 def _shifted_right(a: Tensor, bits: int) -> Tensor:
-    return paddle.bitwise_right_shift(a, paddle.full([1], bits, "int32"), is_arithmetic=False)
+    return paddle.bitwise_right_shift(a, number(bits, a), is_arithmetic=False)
 
 
 class TableWords:
@@ -72,18 +72,18 @@ class TableWords:
         return paddle.stack([x, constant(0, x)], axis=-1).view("int64").reshape(x.shape)
 
     def add(self, a: Tensor, b: Tensor, more: int = 0) -> Tensor:
-        return (a + b + more if more else a + b) % BASE
+        return (a + b + number(more, a) if more else a + b) % number(BASE, a)
 
     def rotate_left(self, a: Tensor, bits: int) -> Tensor:
-        product = a * (1 << bits)
-        return product % BASE + product // BASE
+        product, base = a * number(1 << bits, a), number(BASE, a)
+        return product % base + product // base
 
     def xor(self, a: Tensor, b: Tensor) -> Tensor:
         pairs = self._bytes(a) * 256 + self._bytes(b)
         return self.of(take(self._table, pairs).astype("uint8").view("int32")).reshape(a.shape)
 
     def upper_24(self, a: Tensor) -> Tensor:
-        return (a // 256).astype("int32")
+        return (a // number(256, a)).astype("int32")
 
     def _bytes(self, a: Tensor) -> Tensor:
         """The four bytes of each word, int32 in one dimension."""

@@ -3,9 +3,9 @@
 `table.py` allocates such caches, the kernels of `numeric` write and read through it. It does not decide whether to quantise, and
 reads nothing back to the host.
 
-A row is `heads * dim` bytes q + 128, then a byte e + 128 for each head, in whole words: few places scatter bytes. Powers of two
-and their bounds come from tables, since not every place's `pow` and `log` are exact; sums with 1.5 * 2**23 round half to even
-whatever `round` does. The numbers are those of `polydraft.contracts.kv_quant`.
+A row is `heads * dim` bytes q + 128, then a byte e + 128 for each head, in whole words: few places scatter bytes. Powers of
+two come from a table and exponents from the bits, since not every place's `pow` and `log` are exact; sums with 1.5 * 2**23
+round half to even whatever `round` does. The numbers are those of `polydraft.contracts.kv_quant`.
 """
 
 from __future__ import annotations
@@ -18,11 +18,15 @@ import paddle
 from polydraft.backend import CacheSpec
 from polydraft.contracts.kv_quant import BROKEN, LARGEST, LEAST_EXPONENT, MOST_EXPONENT
 from polydraft.device import Array
-from polydraft_paddle.ops import Tensor, choose, take
+from polydraft_paddle.ops import Tensor, choose, number, take
 
 ZERO = 128
 """The byte that stands for 0."""
 MOST = LARGEST["int8"]
+MANTISSA, MANTISSA_OF_MOST = 2**23 - 1, 2**23 * 127 // 64 - 2**23
+"""Those bits of a float32, and of 127 times a power of two."""
+EXPONENT_OF_MOST = 127 + 6
+"""That of the float32 127 as it is stored."""
 ROUNDER = 1.5 * 2.0**23
 """Added to a float32 below 2**22 and taken away again: leaves a whole number, ties to even."""
 
@@ -34,6 +38,7 @@ class QuantisedCache:
 
     def __init__(self, spec: CacheSpec, k: Tensor, v: Tensor) -> None:
         self.spec, self.k, self.v = spec, k, v
+        _powers(k)  # now, since a launch must not upload them
         for half in (k, v):
             half.copy_(paddle.full_like(half, -1), True)  # every byte 255, the exponents' too
 
@@ -80,27 +85,30 @@ class QuantisedCache:
 
 
 def exponents(amax: Tensor) -> Tensor:
-    """The least e with amax <= 127 * 2**e, int32, within the range of exponents: how many such bounds lie below."""
-    bounds = _table("bounds", amax, MOST * np.exp2(np.arange(LEAST_EXPONENT, MOST_EXPONENT, dtype=np.float64)))
-    return paddle.searchsorted(bounds, amax, out_int32=True) + LEAST_EXPONENT
+    """The least e with amax <= 127 * 2**e, int32, within the range of exponents, of finite numbers that are not negative: the
+    exponent of the float32 itself, and one more where its mantissa is above that of 127."""
+    words = amax.view("int32")
+    above = number(MANTISSA - MANTISSA_OF_MOST, words)
+    e = (words + above) // number(MANTISSA + 1, words) - EXPONENT_OF_MOST
+    return paddle.clip(e, LEAST_EXPONENT, MOST_EXPONENT)
 
 
 def power(exponent: Tensor) -> Tensor:
     """2**(exponent - 128) float32 in one dimension, NaN for that of a broken row; `exponent` int32 from 0 to 255."""
-    numbers = np.exp2(np.arange(256, dtype=np.float64) - ZERO)
-    numbers[ZERO + BROKEN] = np.nan
-    return take(_table("powers", exponent, numbers), exponent.reshape([-1]))
+    return take(_powers(exponent), exponent.reshape([-1]))
 
 
-def _table(name: str, like: Tensor, numbers: Array) -> Tensor:
-    """`numbers` as float32 where `like` lies; made once for each place."""
-    key = name, str(like.place)
-    if key not in _TABLES:
-        _TABLES[key] = paddle.to_tensor(numbers.astype(np.float32), place=like.place)
-    return _TABLES[key]
+def _powers(like: Tensor) -> Tensor:
+    """Every such power where `like` lies; made once for each place."""
+    key = str(like.place)
+    if key not in _POWERS:
+        powers = np.exp2(np.arange(256, dtype=np.float64) - ZERO)
+        powers[ZERO + BROKEN] = np.nan
+        _POWERS[key] = paddle.to_tensor(powers.astype(np.float32), place=like.place)
+    return _POWERS[key]
 
 
-_TABLES: dict[tuple[str, str], Tensor] = {}
+_POWERS: dict[str, Tensor] = {}
 
 
 def words(spec: CacheSpec) -> int:

@@ -15,7 +15,7 @@ from polydraft.contracts.layout import LOGPROB_VERSION, LogprobEntry, LogprobHea
 from polydraft.sentinels import NO_ROW, NO_TOKEN, PAD_SLOT
 from polydraft_paddle.kernels.sampling import FORBIDDEN, fixed, fixed_scale, log1p
 from polydraft_paddle.kernels.state import offsets
-from polydraft_paddle.ops import Tensor, at, choose, numbers, owners, pick, put, ranges_of, write_where
+from polydraft_paddle.ops import Tensor, at, choose, number, numbers, owners, pick, put, ranges_of, write_where
 from polydraft_paddle.provider import Kernel, Run, plain
 
 HEADER, ENTRY, ROW = len(LogprobHeader), len(LogprobEntry), len(LogprobRow)
@@ -38,7 +38,7 @@ def log_softmax(z: Tensor) -> Tensor:
     # Paddle's exp of -inf on the CPU is a denormal number, not 0.
     mass = fixed(choose(z > FORBIDDEN, paddle.exp(shifted), 0.0)).sum(axis=1, keepdim=True)
     one = fixed_scale(z.shape[1])  # the mass of the best
-    return shifted - log1p((mass - int(one)).astype("float32") * (1.0 / one))
+    return shifted - log1p((mass - number(int(one), mass)).astype("float32") * (1.0 / one))
 
 
 def top_logprobs(a: Any, n: int) -> None:

@@ -123,9 +123,7 @@ def mask_logits(a: Any, limits: Limits) -> Run:
     rows, vocab = a.logits.shape
     width, words = a.masks.shape[1:]
     place = a.logits.place
-    columns = np.arange(vocab, dtype=np.int32)
-    byte_of, bit_of = (paddle.to_tensor(c, place=place) for c in (columns // 8, columns % 8))
-    bits = paddle.to_tensor((np.arange(256)[:, None] >> np.arange(8) & 1).astype(np.bool_).reshape(-1), place=place)
+    bits = paddle.to_tensor((np.arange(256)[:, None] >> np.arange(8) & 1).astype(np.bool_), place=place)
 
     def run(n: int) -> None:
         if not n:
@@ -136,8 +134,7 @@ def mask_logits(a: Any, limits: Limits) -> Run:
         named = choose(places < masked.unsqueeze(1), start.unsqueeze(1) + places, NO_ROW).reshape([-1])
         bound, which = owners(named, rows)
         mask = paddle.gather(a.masks[:n].reshape([n * width, words]), which)
-        bytes_ = paddle.index_select(mask.view("uint8").astype("int32"), byte_of, axis=1)
-        allowed = take(bits, (bytes_ * 8 + bit_of.unsqueeze(0)).reshape([-1])).reshape([rows, vocab])
+        allowed = take(bits, mask.view("uint8").astype("int32").reshape([-1])).reshape([rows, -1])[:, :vocab]
         a.logits.copy_(choose(allowed | ~bound.unsqueeze(1), a.logits, FORBIDDEN), False)
 
     return run

@@ -10,7 +10,7 @@ from typing import Any
 import paddle
 
 from polydraft.sentinels import NO_TOKEN
-from polydraft_paddle.ops import Tensor, at, choose, constant, first_where, numbers, put
+from polydraft_paddle.ops import Tensor, at, choose, constant, first_where, number, numbers, put
 from polydraft_paddle.words import words_at
 
 ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
@@ -111,9 +111,9 @@ def kept_tokens(z: Tensor, *, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Te
     inside = (rank < limit).expand([rows, vocab])
     mass = choose(inside, paddle.exp(ranked - ranked[:, :1]), 0.0)
     exact = fixed(mass)
-    before = paddle.cumsum(exact, axis=1) - exact
-    bound = share(exact.sum(axis=1, keepdim=True), top_p.unsqueeze(1))
-    keep = inside & ((top_p >= 1.0).unsqueeze(1) | (before < bound) | (rank == 0)) & (mass >= min_p.unsqueeze(1))
+    until = paddle.cumsum(exact, axis=1)
+    bound = share(until[:, -1:], top_p.unsqueeze(1))
+    keep = inside & ((top_p >= 1.0).unsqueeze(1) | (until - exact < bound) | (rank == 0)) & (mass >= min_p.unsqueeze(1))
     return paddle.put_along_axis(paddle.zeros_like(order), order, keep.astype(order.dtype), 1) > 0
 
 
@@ -135,6 +135,7 @@ PARTS = 30
 def share(total: Tensor, part: Tensor) -> Tensor:
     """The least whole number that is not below part * total, int64, of a total below 2**62 and a part from 0 to 1 in float32."""
     factor = (paddle.clip(part, 0.0, 1.0) * 2.0**PARTS).astype("int64")
-    high = total // (1 << PARTS)
-    low = total - high * (1 << PARTS)
-    return factor * high + (factor * low + ((1 << PARTS) - 1)) // (1 << PARTS)
+    whole = number(1 << PARTS, total)
+    high = total // whole
+    low = total - high * whole
+    return factor * high + (factor * low + whole - number(1, total)) // whole

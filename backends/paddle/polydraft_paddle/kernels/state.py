@@ -256,7 +256,7 @@ def _cut(window: Tensor, size: Tensor, room: Tensor, stop_tokens: Tensor) -> tup
     columns = direct.unsqueeze(numbers(window.shape[1], window), [0])
     ends = both(either(stops, window == NO_TOKEN), direct.less_than(columns, direct.unsqueeze(limit, [1])))
     first = first_where(ends)
-    ended = direct.less_than(first, constant(ends.shape[1], first))
+    ended = first < ends.shape[1]
     error = both(pick(window, numbers(window.shape[0], size), first) == NO_TOKEN, ended)
     emitted = direct.where(ended, first + 1 - as_int(error), limit)
     full = both(direct.equal(limit, room), size > 0)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.depth import deep
 from tests.support.paddle import HAS_DEVICE, polydraft, script
 
 pytestmark = pytest.mark.skipif(
@@ -111,6 +112,63 @@ def test_what_is_outside_the_list_is_refused_and_what_waits_is_named():
     assert up.startswith("swiglu makes the host wait")
     assert "a copy of 4 bytes from the host" in up
     assert waits["scatter in float32"] == 1
+
+
+EVERY = """
+from polydraft_paddle import polydraft_init_forward_meta as init_meta
+from polydraft.conformance.harness import check_kernel
+from polydraft.contracts.inputs import default_cases
+table, wrong = PaddleTable(device), []
+for name in table.providers:
+    for case in REGISTRY[name].cases() if sys.argv[2] == "0" else default_cases(REGISTRY[name], int(sys.argv[2])):
+        outcome = check_kernel(REGISTRY[name], case, device, table, init_meta=init_meta, products="tf32")
+        wrong += [] if outcome.ok else [outcome.describe()]
+print(json.dumps([wrong, len(table.providers), emu.log()]))
+"""
+
+
+@pytest.mark.parametrize("seeds", ["0", deep("20")])
+def test_every_kernel_stays_within_what_a_chip_has(seeds: str):
+    from polydraft_paddle_emu.operation_lists import read
+
+    wrong, count, (kernels, waits) = answers(START + EVERY, "polyemu:0?ops=xpu3", seeds)
+    assert wrong == []
+    assert set(waits) <= {""}, "the host waits outside launches alone, for what it has to see"
+    assert len(set(kernels) - {"", "forward_meta"}) == count
+    ran = {tuple(kernel.split(" in ")) for counts in kernels.values() for kernel in counts}
+    assert [kernel for kernel in ran if kernel[1] not in read("xpu3").kernels[kernel[0]]] == []
+
+
+TEXT = """
+import json, sys
+from polydraft import LLM, SamplingParams
+options, sampling = json.loads(sys.argv[1])
+llm = LLM(max_num_seqs=1, max_model_len=96, **options)
+out = llm.generate(["def fibonacci(n):"], SamplingParams(max_new_tokens=24, ignore_eos=True, **sampling))[0]
+waits = {}
+if "device" in options:
+    import polydraft_paddle_emu as emu
+    waits = {contract: found for contract, found in emu.log().waits.items() if contract}
+print(json.dumps([list(out.token_ids), llm.engine.totals.rounds, waits]))
+"""
+SAMPLED = {"temperature": 0.9, "top_p": 0.9, "seed": 3}
+
+
+@pytest.mark.parametrize(
+    ("options", "sampling"),
+    [
+        ({"draft_tokens": 3, "overlap": 1}, SAMPLED),
+        deep(({"draft_tokens": 3, "graph": "off"}, {})),
+        deep(({"draft_tokens": 0}, {})),
+        deep(({"draft_tokens": 3, "verify": "rejection"}, SAMPLED)),
+    ],
+)
+def test_text_is_the_references_within_what_a_chip_has(options: dict[str, Any], sampling: dict[str, Any]):
+    """With products in TF32 as well: these prompts have no choices as near as that."""
+    on_host = {**options, "backend": "reference"} | ({"overlap": 0} if "overlap" in options else {}) | {"graph": "off"}
+    there = {**options, "backend": "xpu", "device": "polyemu:0?ops=xpu3"}
+    reference, seen = (answers(TEXT, json.dumps([one, sampling])) for one in (on_host, there))
+    assert seen == reference
 
 
 ARITHMETIC = """

@@ -59,13 +59,13 @@ def _of_best_groups(selection: Tensor, num_groups: int, top_groups: int) -> Tens
     best = groups.max(axis=2, keepdim=True)
     worth = best.squeeze(2)
     if experts > num_groups:
-        equal = groups == best
+        equal = groups >= best
         others = choose(equal, paddle.full_like(groups, NONE), groups).max(axis=2)
         worth = worth + choose(as_int(equal).sum(axis=2) > 1, worth, others)
     mine, other = worth.unsqueeze(2), worth.unsqueeze(1)
     index = numbers(num_groups, selection)
     earlier = (index.unsqueeze(0) < index.unsqueeze(1)).unsqueeze(0)
-    ahead = (other > mine) | both(other == mine, earlier)
+    ahead = (other > mine) | both(other >= mine, earlier)
     kept = as_int(ahead).sum(axis=2, keepdim=True) < top_groups
     return choose(kept.expand_as(groups), groups, NONE).reshape([n, experts])
 

@@ -57,7 +57,7 @@ def top_logprobs(a: Any, n: int) -> None:
     rows = numbers(n * width, slots)
     own = pick(z, rows, token).unsqueeze(1)
     before = numbers(vocab, slots).unsqueeze(0) < token.unsqueeze(1)
-    ahead = ((z > own) | ((z == own) & before)).astype("int32").sum(axis=1, dtype="int32")
+    ahead = ((z > own) | ((z >= own) & before)).astype("int32").sum(axis=1, dtype="int32")
     best = paddle.argsort(z, axis=1, descending=True, stable=True).astype("int32")[:, : columns - 1]
     ids = paddle.concat([token.unsqueeze(1), best], axis=1)
     if ids.shape[1] < columns:

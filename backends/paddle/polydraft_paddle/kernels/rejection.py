@@ -55,7 +55,7 @@ def draw_draft(a: Any, n: int) -> None:
 def drawn_tokens(weights: Tensor, noise: Tensor) -> Tensor:
     """Gumbel-max over the positive weights of each row, lowest id of equals; NO_TOKEN where there are none."""
     score = choose(weights > 0, paddle.log(weights) + noise, FORBIDDEN)
-    token = first_where((score == score.max(axis=1, keepdim=True)) & (weights > 0))
+    token = first_where((score >= score.max(axis=1, keepdim=True)) & (weights > 0))
     return choose((weights > 0).any(axis=1), token, NO_TOKEN)
 
 
@@ -110,7 +110,7 @@ def product_below(x: Tensor, y: Tensor, bound: Tensor) -> Tensor:
     product = x * y
     (x_high, x_low), (y_high, y_low) = _halves(x), _halves(y)
     lost = ((x_high * y_high - product) + x_high * y_low + x_low * y_high) + x_low * y_low
-    return (product < bound) | ((product == bound) & (lost < 0.0))
+    return (product < bound) | ((product <= bound) & (lost < 0.0))
 
 
 def _halves(x: Tensor) -> tuple[Tensor, Tensor]:

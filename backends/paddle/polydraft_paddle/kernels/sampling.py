@@ -34,7 +34,7 @@ def best(logits: Tensor, row_slot: Tensor) -> Tensor:
     """A row with NaN or +inf, or with nothing but -inf, chooses NO_TOKEN; a sum finds NaN where a comparison may pass it by."""
     top = logits.max(axis=1, keepdim=True)
     sound = paddle.isfinite(top).squeeze(1) & ~paddle.isnan(logits.sum(axis=1))
-    return choose(sound & (row_slot >= 0), first_where(logits == top), NO_TOKEN)
+    return choose(sound & (row_slot >= 0), first_where(logits >= top), NO_TOKEN)
 
 
 def signed(word: int) -> int:
@@ -97,7 +97,7 @@ def sample(a: Any, n: int) -> None:
     z = logits / choose(draws, temperature, 1.0).unsqueeze(1)
     kept = kept_tokens(z, top_k=at(a.top_k, slots), top_p=at(a.top_p, slots), min_p=at(a.min_p, slots))
     score = choose(kept, z + a.noise[:n], FORBIDDEN)
-    drawn = first_where(score == score.max(axis=1, keepdim=True))
+    drawn = first_where(score >= score.max(axis=1, keepdim=True))
     put(a.tokens[:n], paddle.where(draws, drawn, greedy))
 
 

@@ -1,7 +1,7 @@
 """Devices with less than ours: few operations, no graphs, runtimes that print. What is missing is named, and nothing is lost.
 
-The emulated device plays them: it has a list of eight operations and no graphs, a black list takes one away, and graphs are broken
-where Paddle is asked for them.
+The emulated device plays them: it has a list of eight operations and no graphs, a black list takes one away, and graphs are
+broken where Paddle is asked for them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Numbers that Paddle kernels make without the operations that a place may lack are exact: words, shares and borders of probability."""
+"""What Paddle kernels compute without the operations that a place may lack is exact: words, shares, borders of probability."""
 
 from __future__ import annotations
 
@@ -30,8 +30,9 @@ for words in (BitWords(), TableWords(device.place)):
     def bits(found):  # the upper 24 bits, and the lower eight once they have been turned there
         high, low = (words.upper_24(one).numpy().astype(np.uint64) for one in (found, words.rotate_left(found, 24)))
         return high << np.uint64(8) | low >> np.uint64(16)
-    wrong = [int((bits(x) != a).sum()), int((bits(words.xor(x, y)) != a ^ b).sum()), int((bits(words.add(x, y)) != (a + b) % mod).sum())]
-    wrong.append(int((bits(words.add(x, y, 5)) != (a + b + np.uint64(5)) % mod).sum()))
+    pairs = [(x, a), (words.xor(x, y), a ^ b), (words.add(x, y), (a + b) % mod)]
+    pairs.append((words.add(x, y, 5), (a + b + np.uint64(5)) % mod))
+    wrong = [int((bits(found) != want).sum()) for found, want in pairs]
     for turn in (1, 13, 16, 29, 31):
         want = (a << np.uint64(turn) | a >> np.uint64(32 - turn)) % mod
         wrong.append(int((bits(words.rotate_left(x, turn)) != want).sum()))

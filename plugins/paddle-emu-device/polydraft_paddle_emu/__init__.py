@@ -8,6 +8,7 @@ works without it.
 from __future__ import annotations
 
 import ctypes
+import gc
 import weakref
 from collections import Counter
 from functools import cache
@@ -120,6 +121,7 @@ def configure(options: str, *, refuse_waits: bool) -> None:
             set_knob("tf32", wanted.f32_matmul == "tf32")
             set_knob("last_maximum", wanted.last_maximum)
             set_knob("no_graphs", not wanted.graphs)
+            gc.callbacks.append(_collecting)
     if _OPENED[0] is not wanted:
         before = f"with ops={_OPENED[0].name}" if _OPENED[0] else "without options"
         raise ValueError(f"this process has opened the device {before}, which lasts until it ends; use another process")
@@ -146,6 +148,17 @@ class Launches:
 
 
 _LAUNCHES: Final = Launches()
+COLLECTING: Final = "garbage collection"
+"""What the log calls waits of Python's collector, which Paddle's events make when they go: a launch within the one that it came
+upon."""
+
+
+def _collecting(phase: str, info: Any) -> None:
+    del info
+    if phase == "start":
+        _LAUNCHES.begin(COLLECTING)
+    else:
+        _LAUNCHES.end()
 
 
 def launches() -> Launches | None:

@@ -90,7 +90,7 @@ def cases() -> Iterator[Case]:
     ends = logits.copy()
     ends[0, 0], ends[1, 11] = 99, 99
     close = -np.abs(logits[:4])
-    for row, value in zip(close, np.float32([1.0, 1e-9, 1e-20, 1e9]), strict=True):
+    for row, value in zip(close, np.array([1.0, 1e-9, 1e-20, 1e9], np.float32), strict=True):
         row[[3, 8]] = value, np.nextafter(value, np.float32(np.inf))
     yield _case("the_last_digit_decides", close, 4)
     yield _case("both_ends_of_the_vocabulary", ends, 2)

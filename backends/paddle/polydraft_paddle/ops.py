@@ -234,7 +234,7 @@ def ranges_of(ends: Tensor, values: Tensor) -> Tensor:
     """How many of `ends` [s], which ascend, each of `values` [n] has reached: the range that it is in, int32 [n]. By comparing
     all of them, which needs no search on the place."""
     reached = direct.less_equal(direct.unsqueeze(ends, [0]), direct.unsqueeze(values, [1]))
-    return direct.sum(reached, [1], paddle.int32, False)
+    return direct.sum(as_int(reached), [1], paddle.int32, False)
 
 
 def owners(slots: Tensor, num_slots: int) -> tuple[Tensor, Tensor]:

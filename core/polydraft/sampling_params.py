@@ -214,7 +214,15 @@ def _pairs(bias: Any) -> tuple[tuple[int, float], ...]:
     """A logit bias as sorted pairs; keys may be the texts that JSON makes of numbers."""
     pairs = bias.items() if isinstance(bias, Mapping) else bias
     try:
-        merged = {int(key) if isinstance(key, str) else key: value for key, value in pairs}
+        merged = {_token(key) if isinstance(key, str) else key: value for key, value in pairs}
         return tuple(sorted(merged.items()))
     except (TypeError, ValueError):
         raise RequestError(f"logit_bias is {bias!r}, wanted a mapping of token ids to numbers; correct the request") from None
+
+
+def _token(text: str) -> int:
+    """The token id that is written so in JSON; raises `ValueError` for what `int` takes besides: `1_0`, ` 1`, `\u0661`."""
+    token = int(text)
+    if str(token) != text:
+        raise ValueError(text)
+    return token

@@ -122,6 +122,32 @@ def test_echo_with_logprobs_tells_the_prompts_too(client: Any) -> None:
     assert choice.logprobs.token_logprobs[1:3] == pytest.approx([p.logprob for p in wanted.prompt_logprobs[1:] if p])
 
 
+@pytest.mark.parametrize("options", [{}, {"n": 2}, {"prompt": [PROMPT, "w7 " * 40]}], ids=["one", "two", "several prompts"])
+def test_a_stream_tells_of_an_echo_what_a_whole_answer_does(client: Any, options: dict[str, Any]) -> None:
+    ask = {"logprobs": 2, "echo": True, "max_tokens": 5, **options}
+    whole = {choice.index: choice for choice in complete(client, **ask).choices}
+    texts: dict[int, str] = dict.fromkeys(whole, "")
+    columns: dict[int, dict[str, list[Any]]] = {index: {} for index in whole}
+    for event in complete(client, **ask, stream=True):
+        for choice in event.choices:
+            texts[choice.index] += choice.text
+            if choice.logprobs is not None:
+                for name, values in choice.logprobs.to_dict().items():
+                    columns[choice.index].setdefault(name, []).extend(values)
+    for index, choice in whole.items():
+        assert texts[index] == choice.text
+        assert columns[index] == choice.logprobs.to_dict()
+        assert len(choice.logprobs.tokens) == len(choice.logprobs.text_offset) >= 8
+
+
+def test_offsets_are_places_of_the_text(client: Any) -> None:
+    for echo in (True, False):
+        choice = complete(client, logprobs=0, echo=echo, max_tokens=6).choices[0]
+        starts = choice.logprobs.text_offset
+        pieces = [choice.text[begin:end].strip() for begin, end in zip(starts, [*starts[1:], None], strict=True)]
+        assert pieces == choice.logprobs.tokens
+
+
 def chat(client: Any, **options: Any) -> Any:
     given: dict[str, Any] = {"model": MODEL, "max_tokens": 10, "temperature": 0, **options}
     return client.chat.completions.create(messages=[{"role": "user", "content": PROMPT}], **given)

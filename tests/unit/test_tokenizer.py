@@ -6,6 +6,7 @@ import subprocess
 import sys
 from functools import cache
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import tokenizers
@@ -16,6 +17,8 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 from polydraft.demo import demo_model_path
 from polydraft.errors import CheckpointError, RequestError
 from polydraft.models import IncrementalDecoder, Tokenizer
+from polydraft.models import tokenizer as module
+from polydraft.models.tokenizer import TextOffsets
 
 
 @cache
@@ -194,6 +197,66 @@ def test_spaces_between_pieces_of_a_sentencepiece_tokenizer() -> None:
     assert stream(fallback(), [1, the, cat, s, 2, the], [1]) == ["", "the", " cat", "s", "", " the", ""]
     for silent in (2, 9999):  # a special token, an id of a padded vocabulary
         assert "".join(stream(fallback(), [the, *[silent] * 40, cat], [1])) == "the cat"
+
+
+def offsets(tokenizer: Tokenizer, token_ids: list[int], start: int = 0) -> list[int]:
+    found = TextOffsets(tokenizer, start)
+    return [found.push(token) for token in token_ids]
+
+
+def test_a_byte_begins_where_its_character_does() -> None:
+    text = "a\u00e9\U0001f600b\u4f60"
+    wanted = [place for place, character in enumerate(text) for _ in character.encode()]
+    assert offsets(demo(), [byte_ids()[byte] for byte in text.encode()]) == wanted
+    in_bytes = [3 + byte for byte in text.encode()]  # the tokens `<0x..>`
+    assert offsets(fallback(), in_bytes, 7) == [7 + place for place in wanted]
+
+
+def test_bytes_that_are_no_character_take_a_place_each() -> None:
+    assert offsets(demo(), [byte_ids()[byte] for byte in b"a\xffb\xff\xffc"]) == [0, 1, 2, 3, 4, 5]
+    the, cat = 260, 261
+    assert fallback().decode([the, 3 + 0xFF, 3 + 0xFE, cat]) == "the\ufffd\ufffd cat"
+    assert offsets(fallback(), [the, 3 + 0xFF, 3 + 0xFE, cat]) == [0, 3, 4, 5]
+
+
+@given(st.text(max_size=40))
+def test_offsets_are_where_the_text_before_ends(text: str) -> None:
+    ids = demo().encode(text)
+    starts = [len(demo().decode(ids[:place]).rstrip("\ufffd")) for place in range(len(ids))]
+    if "\ufffd" not in text:
+        assert offsets(demo(), ids) == starts
+
+
+def test_a_text_is_refused_by_its_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = []
+    encode = tokenizers.Tokenizer.encode
+
+    class Counting:
+        def encode(self, text: str, **more: bool) -> tokenizers.Encoding:
+            read.append(len(text))
+            return encode(demo()._backend, text, **more)
+
+    tokenizer = Tokenizer.from_dir(demo_model_path())
+    monkeypatch.setattr(tokenizer, "_backend", Counting())
+    with pytest.raises(RequestError, match=r"more than \d+ tokens, wanted fewer than 100; shorten it"):
+        tokenizer.encode("x = 1\n" * 100_000, most=100)
+    assert sum(read) < 5000
+    text = "def f(x):\n    return x\n" * 60
+    length = len(demo().encode(text))
+    assert tokenizer.encode(text, most=length) == demo().encode(text)
+
+
+@given(
+    st.lists(
+        st.sampled_from(["def ", "return", " x", "    ", "\n", "self.", "<|eos|>", "'", "ll", "12345", "\u00e9", " "]),
+        max_size=200,
+    )
+)
+def test_no_text_that_fits_is_refused(words: list[str]) -> None:
+    text = "".join(words)
+    ids = demo().encode(text)
+    with mock.patch.object(module, "_CHARACTERS", 1):  # measured from the first characters on
+        assert demo().encode(text, most=max(len(ids), 1)) == ids
 
 
 @pytest.mark.parametrize("token_ids", [[40], [0], [255], [0, 255, 300]])

@@ -53,6 +53,10 @@ class ChatTemplate:
             source = _configured_template(file, settings.get("chat_template"))
         return None if source is None else cls(source, file, _special_tokens(directory, settings))
 
+    def compile(self) -> None:
+        """Compile it now, rather than with the first conversation. Errors: `CheckpointError` where it is no Jinja."""
+        _ = self._compiled
+
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -106,7 +110,9 @@ class ChatTemplate:
 
 def _is_message(value: object) -> bool:
     """An answer that called tools may have nothing else to say."""
-    return isinstance(value, Mapping) and "role" in value and (value.get("content") is not None or bool(value.get("tool_calls")))
+    if not isinstance(value, Mapping) or not isinstance(value.get("role"), str):
+        return False
+    return value.get("content") is not None or bool(value.get("tool_calls"))
 
 
 def _configured_template(file: Path, value: object) -> str | None:

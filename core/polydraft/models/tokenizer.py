@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import re
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -20,9 +21,13 @@ from polydraft.models.config_file import ConfigFile, eos_token_ids, read_json_ob
 if TYPE_CHECKING:
     import tokenizers
 
-__all__ = ["IncrementalDecoder", "Tokenizer"]
+__all__ = ["IncrementalDecoder", "TextOffsets", "Tokenizer"]
 
 _REPLACEMENT = "\ufffd"
+_CHARACTERS = 8
+"""Of a token, in the first part of a text that is measured: more than most have."""
+_BESIDE = 4
+"""Words beside a cut whose tokens may change with what is behind it."""
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 Kind = Literal["none", "special", "byte", "text"]
@@ -79,10 +84,11 @@ class Tokenizer:
         """The directory's chat template, None where it has none. Errors: `CheckpointError` for a malformed one."""
         return ChatTemplate.from_dir(self.directory)
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = True, most: int | None = None) -> list[int]:
         """Return the ids of all of `text`, with the special tokens (often a leading BOS) that the tokenizer adds.
 
-        Errors: `RequestError` for text that is no valid Unicode (lone surrogates).
+        `most`: how many are of use. A text that has more is refused by its beginning, where that shows it already.
+        Errors: `RequestError` for text that is no valid Unicode (lone surrogates), and for one that is refused.
         """
         try:
             text.encode("utf-8")
@@ -91,7 +97,20 @@ class Tokenizer:
                 f"the prompt is no valid Unicode text, got a lone surrogate at character {error.start}, wanted text; "
                 f"decode the input as UTF-8"
             ) from None
+        if most is not None:
+            self._measure(text, most)
         return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def _measure(self, text: str, most: int) -> None:
+        """Refuse a text of which a part has more than `most` tokens. What stands behind a cut may change tokens of the word that
+        it goes through, and of words beside it where the tokenizer looks ahead; the others are those of the whole text."""
+        size = _CHARACTERS * most
+        while len(text) > 2 * size:
+            words = [word for word in self._backend.encode(text[:size], add_special_tokens=False).word_ids if word is not None]
+            certain = bisect_left(words, words[-1] - _BESIDE) if words else 0
+            if certain > most:
+                raise RequestError(f"the prompt has more than {certain} tokens, wanted fewer than {most}; shorten it")
+            size *= 4
 
     def encode_chat(
         self,
@@ -121,6 +140,11 @@ class Tokenizer:
     def token(self, token_id: int) -> str | None:
         """Return the tokenizer's own spelling of one id, None where it has no token."""
         return self._backend.id_to_token(token_id)
+
+    def byte(self, token_id: int) -> int | None:
+        """Return the byte that a token like `<0x0A>` stands for, None for every other id."""
+        spelled = self.token(token_id) if self.kind(token_id) == "byte" else None
+        return None if spelled is None else int(spelled[3:5], 16)
 
     def is_special(self, token_id: int) -> bool:
         """Return whether `decode` skips this id by default."""
@@ -158,6 +182,8 @@ class IncrementalDecoder:
         self._hidden = {"none", "special"} if skip_special_tokens else {"none"}
         self._recent: list[int] = []
         self._emitted = 0  # characters of the decoded recent tokens that were handed out
+        self.holds = False
+        """Whether the last token ended within a character, or with bytes that are none."""
 
     def push(self, token_ids: Iterable[int]) -> str:
         """Append `token_ids` and return the new text that is certain; may be empty."""
@@ -166,7 +192,7 @@ class IncrementalDecoder:
         if not self._recent or kind(self._recent[-1]) == "byte":
             return ""
         text = self._decode()
-        held = text.endswith(_REPLACEMENT)
+        held = self.holds = text.endswith(_REPLACEMENT)
         piece = text[self._emitted : len(text) - held]
         self._emitted += len(piece)
         if len(self._recent) > self._LONGEST:
@@ -182,3 +208,32 @@ class IncrementalDecoder:
 
     def _decode(self) -> str:
         return self._tokenizer.decode(self._recent, skip_special_tokens=self._skip)
+
+
+class TextOffsets:
+    """Where in a text its tokens begin, in characters. A token that is a part of a character begins where the character does."""
+
+    def __init__(self, tokenizer: Tokenizer, start: int = 0) -> None:
+        """The first token begins at `start`."""
+        self._tokenizer, self._decoder = tokenizer, IncrementalDecoder(tokenizer)
+        self._at = start
+        self._run: list[int] = []
+        """Bytes, each of them a token, whose text is held back until another token ends them."""
+
+    def push(self, token: int) -> int:
+        """Append `token` and return where it begins."""
+        byte = self._tokenizer.byte(token)
+        if byte is not None:
+            self._run.append(token)
+            self._decoder.push((token,))
+            begun = sum(_begins_character(self._tokenizer.byte(one) or 0) for one in self._run)
+            return self._at + max(begun - 1, 0)
+        begin = self._at + (len(self._tokenizer.decode(self._run)) if self._run else 0)
+        held, self._run = self._decoder.holds and not self._run, []
+        piece = self._decoder.push((token,))
+        self._at += len(piece)
+        return begin + (held and piece.startswith(_REPLACEMENT))  # what was held back is no character: this begins another one
+
+
+def _begins_character(byte: int) -> bool:
+    return byte & 0xC0 != 0x80

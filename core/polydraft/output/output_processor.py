@@ -29,7 +29,7 @@ class _RequestState:
 
     __slots__ = (
         "detokenizer", "error", "finished", "forced", "logprobs", "new_chars", "new_rounds", "new_steps", "new_tokens", "prompt",
-        "request", "round_drafts", "rounds", "text", "token_ids",
+        "prompt_told", "request", "round_drafts", "rounds", "text", "token_ids",
     )  # fmt: skip
 
     def __init__(self, request: Request, tokenizer: Tokenizer) -> None:
@@ -46,6 +46,8 @@ class _RequestState:
         """Rows of the prompt from its second token on; rank -1 where none came yet. None where none were asked for."""
         if self.prompt is not None:
             self.prompt["rank"] = -1
+        self.prompt_told = False
+        """Whether a delta has had them."""
         self.text, self.error, self.finished = "", "", False
         self.new_tokens = self.new_rounds = self.new_steps = self.new_chars = 0
 
@@ -113,7 +115,8 @@ class _RequestState:
     def delta(self, tokens: Array, rounds: Array, round_drafts: Array) -> RequestDelta:
         """What the last update brought, with the arrays that it was made of."""
         finish, error = self.end
-        prompt = self.prompt_rows if self.finished else None
+        prompt = None if self.prompt_told else self.prompt_rows
+        self.prompt_told |= prompt is not None
         steps, self.new_steps = self.logprobs[self.new_steps :], len(self.logprobs)
         forced = np.array(self._forced(self.new_tokens), np.int32) if self.forced else NO_PLACES
         rows = rows_of(steps, self.rounds[self.new_rounds :], len(tokens), prefill=not self.new_tokens) if steps else NO_ROWS

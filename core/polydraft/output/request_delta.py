@@ -50,7 +50,7 @@ class Count(IntEnum):
     COLUMNS = 5
     """Of the rows of its tokens; 0 where no log probabilities were asked for, and there are no rows."""
     PROMPT_ROWS = 6
-    """Rows of the prompt from its second token on, with the last delta; 0 where none were asked for."""
+    """Rows of the prompt from its second token on, with the delta that they are complete in; else 0."""
     PROMPT_COLUMNS = 7
     TEXT = 8
     """Bytes of the new text."""
@@ -75,7 +75,7 @@ class RequestDelta(NamedTuple):
     logprobs: Array
     """[t] of `row_type`: `draft_logprob` is of the token where it was a draft. [0] where none were asked for."""
     prompt_logprobs: Array
-    """[p] of `row_type`: the prompt from its second token on, with the last delta; [0] where none were asked for."""
+    """[p] of `row_type`: the prompt from its second token on, with the delta that they are complete in; else [0]."""
     text: str
     error: str
 

@@ -10,13 +10,15 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from polydraft.models.tokenizer import Tokenizer
+from polydraft.models.tokenizer import TextOffsets, Tokenizer
 from polydraft.output.provenance import provenance
 from polydraft.output.request_delta import RequestDelta
 from polydraft.sentinels import NO_TOKEN
 from polydraft.serving.wire import Span
 
 FINISH = {"stop": "stop", "length": "length", "abort": "stop", "error": "stop"}
+MOST_SAID = 2000
+"""Characters of an error's message."""
 IMPOSSIBLE = -9999.0
 """OpenAI's number for the log probability of a token that cannot come."""
 
@@ -35,6 +37,14 @@ class TokenTexts:
                 self._known.clear()
             self._known[token] = self._tokenizer.decode((token,), skip_special_tokens=False)
         return self._known[token]
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """The text of several."""
+        return self._tokenizer.decode(tokens)
+
+    def offsets(self, start: int = 0) -> TextOffsets:
+        """Where in a text that begins at `start` its tokens do."""
+        return TextOffsets(self._tokenizer, start)
 
 
 class Choice:
@@ -55,7 +65,7 @@ class Choice:
         self._prompt_rows: list[Any] = []
         """Likewise of the prompt from its second token on."""
         self._reported = 0
-        self._offset = 0
+        self._offsets = texts.offsets()
 
     def feed(self, delta: RequestDelta) -> str:
         """Take what is new; returns the new text."""
@@ -115,31 +125,32 @@ class Choice:
 
     def completion_logprobs(self, places: range, top: int) -> dict[str, Any]:
         """`logprobs` of a completion's choice."""
-        columns: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        columns = _columns()
         for place in places:
-            self._add_row(columns, self._rows[place], top)
-        return dict(columns)
+            self._add_row(columns, self._rows[place], top, self._offsets.push(self.token_ids[place]))
+        return columns
 
     def prompt_logprobs(self, top: int) -> dict[str, list[Any]]:
         """The same of the prompt's tokens, the first without a number; `text_offset` counts on from here."""
-        columns: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-        first = self._texts.of(self.prompt_ids[0])
-        for part, value in (("tokens", first), ("token_logprobs", None), ("top_logprobs", None), ("text_offset", 0)):
+        columns, offsets = _columns(), self._texts.offsets()
+        for part, value in zip(columns, (self._texts.of(self.prompt_ids[0]), None, None, None, 0), strict=True):
             columns[part].append(value)
-        self._offset = len(first)
-        for row in self._prompt_rows:
-            self._add_row(columns, row, top)
+        offsets.push(self.prompt_ids[0])
+        for token, row in zip(self.prompt_ids[1:], self._prompt_rows, strict=False):
+            self._add_row(columns, row, top, offsets.push(token))
+        self._offsets = self._texts.offsets(len(self._texts.text(self.prompt_ids)))
         return columns
 
-    def _add_row(self, columns: dict[str, list[Any]], row: Any, top: int) -> None:
-        pairs = self._pairs(row)
-        text = self._texts.of(pairs[0][0])
-        columns["tokens"].append(text)
-        columns["token_logprobs"].append(pairs[0][1])
-        likely = {self._texts.of(token): value for token, value in reversed(pairs[1 : top + 1])}
-        columns["top_logprobs"].append({text: pairs[0][1]} | likely if likely else None)  # OpenAI's has the token that came, too
-        columns["text_offset"].append(self._offset)
-        self._offset += len(text)
+    def _add_row(self, columns: dict[str, list[Any]], row: Any, top: int, offset: int) -> None:
+        (chosen, value), *likely = self._pairs(row)[: top + 1]
+        columns["tokens"].append(self._texts.of(chosen))
+        columns["token_logprobs"].append(value)
+        by_text = {self._texts.of(token): number for token, number in reversed(likely)}
+        # OpenAI's has the token that came, too.
+        columns["top_logprobs"].append({self._texts.of(chosen): value} | by_text if likely else None)
+        entries = [{"token_id": token, "token": self._texts.of(token), "logprob": number} for token, number in likely]
+        columns["top_logprobs_list"].append(entries or None)
+        columns["text_offset"].append(offset)
 
     @staticmethod
     def _pairs(row: Any) -> list[tuple[int, float]]:
@@ -150,6 +161,12 @@ class Choice:
         text = self._texts.of(token)
         whole = "\ufffd" not in text
         return {"token": text, "logprob": value, "bytes": list(text.encode()) if whole else None}
+
+
+def _columns() -> dict[str, list[Any]]:
+    """OpenAI's `logprobs` of a completion, and the most likely tokens as lists, too: several of them may have one text, since
+    a part of a character alone is U+FFFD."""
+    return {"tokens": [], "token_logprobs": [], "top_logprobs": [], "top_logprobs_list": [], "text_offset": []}
 
 
 def usage(choices: Sequence[Choice], num_prompts: int) -> dict[str, Any]:
@@ -171,5 +188,12 @@ def usage(choices: Sequence[Choice], num_prompts: int) -> dict[str, Any]:
 
 
 def error_body(message: str, kind: str, code: int) -> dict[str, Any]:
-    """OpenAI's form of an error."""
-    return {"error": {"message": message, "type": kind, "param": None, "code": code}}
+    """OpenAI's form of an error. Its message may repeat what a client has sent, and is cut where that is long."""
+    return {"error": {"message": shortened(message, MOST_SAID), "type": kind, "param": None, "code": code}}
+
+
+def shortened(text: str, most: int) -> str:
+    """A text, or its beginning and end and how long it is, where it has more than `most` characters."""
+    if len(text) <= most:
+        return text
+    return f"{text[: most // 2]} ... {text[len(text) - most // 2 :]} ({len(text)} characters)"

@@ -11,7 +11,6 @@ import contextlib
 import time
 import traceback
 from collections.abc import Awaitable, Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from polydraft.errors import RequestError
-from polydraft.serving import protocol, wire
+from polydraft.serving import protocol
 from polydraft.serving.engine_client import EngineGone
 from polydraft.serving.http import Gone, HttpError, check_key, check_origin, read_body
 from polydraft.serving.openapi import document
@@ -79,24 +78,20 @@ class Routes:
         if self._service.draining and request.method == "POST":
             raise HttpError(503, "the server stops and takes no more requests; send it to another one", "server_error")
 
-    async def _body(self, request: Request, kind: type[Any]) -> Any:
+    async def _body(self, request: Request, kind: type[Any]) -> tuple[Any, int]:
+        """The body of a request, and its size in bytes."""
         data = await read_body(request, most=self._settings.max_body_bytes, within_s=self._settings.stall_s)
-        return protocol.decode(data, kind)
-
-    @property
-    def _ready(self) -> wire.Ready:
-        assert self._client.ready is not None, "an open server has an engine"
-        return self._client.ready
+        return protocol.decode(data, kind), len(data)
 
     async def completions(self, request: Request) -> Any:
         """`/v1/completions`."""
         body = await self._body(request, self._service.bodies[protocol.CompletionRequest])
-        return await self._service.answer(request, await asyncio.to_thread(self._service.completion, body))
+        return await self._service.answer(request, await self._service.made(self._service.completion, *body))
 
     async def chat(self, request: Request) -> Any:
         """`/v1/chat/completions`."""
         body = await self._body(request, self._service.bodies[protocol.ChatRequest])
-        return await self._service.answer(request, await asyncio.to_thread(self._service.chat, body))
+        return await self._service.answer(request, await self._service.made(self._service.chat, *body))
 
     async def models(self, request: Request) -> Any:
         """`/v1/models`."""
@@ -110,7 +105,7 @@ class Routes:
 
     def _model(self) -> dict[str, Any]:
         entry = {"id": self._service.name, "object": "model", "created": self._started, "owned_by": "polydraft"}
-        return {**entry, "max_model_len": self._ready.max_model_len}
+        return {**entry, "max_model_len": self._service.ready.max_model_len}
 
     async def health(self, request: Request) -> Any:
         """`/health`: 200 while the server lives, whatever it waits for; 503 where its engine is given up."""
@@ -144,26 +139,13 @@ class Routes:
 
     async def tokenize(self, request: Request) -> Any:
         """`/tokenize`."""
-        body = await self._body(request, protocol.TokenizeRequest)
-        self._service.check_model(body.model)
-        if (body.prompt is None) == (body.messages is None):
-            raise RequestError("wanted either prompt or messages; give exactly one of them")
-        if body.messages is not None:
-            ids = await asyncio.to_thread(self._service.render, body.messages, None)
-        else:
-            encode = partial(self._service.tokenizer.encode, body.prompt, add_special_tokens=body.add_special_tokens)
-            ids = await asyncio.to_thread(encode)
-        return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": self._ready.max_model_len})
+        ids = await self._service.made(self._service.tokens, *await self._body(request, protocol.TokenizeRequest))
+        return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": self._service.ready.max_model_len})
 
     async def detokenize(self, request: Request) -> Any:
         """`/detokenize`."""
-        body = await self._body(request, protocol.DetokenizeRequest)
-        self._service.check_model(body.model)
-        size = self._ready.vocab_size
-        wrong = next((token for token in body.tokens if token >= size), None)
-        if wrong is not None:
-            raise RequestError(f"token {wrong} is none of this model, wanted at most {size - 1}; correct it")
-        return JSONResponse({"prompt": self._service.tokenizer.decode(body.tokens)})
+        text = await self._service.made(self._service.text, *await self._body(request, protocol.DetokenizeRequest))
+        return JSONResponse({"prompt": text})
 
     async def update_weights(self, request: Request) -> Any:
         """`/admin/update_weights`, with the key of administration."""
@@ -171,7 +153,7 @@ class Routes:
         if not key:
             raise HttpError(403, "administration is closed; start the server with --admin-key-file", "permission_error")
         check_key(request, (key,))
-        body = await self._body(request, protocol.UpdateWeightsRequest)
+        body, _ = await self._body(request, protocol.UpdateWeightsRequest)
         begin = time.monotonic()
         error = await self._client.update_weights(body.path, body.running)
         self._log.tell("update_weights", path=body.path, error=error, ms=round(1000 * (time.monotonic() - begin)))

@@ -9,11 +9,13 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, Any, Final, Literal, TypeVar
+from typing import Annotated, Any, Final, Literal, TypeVar, get_args
 
 import msgspec
 
 from polydraft.errors import ConfigError, RequestError
+from polydraft.sampling_params import MAX_BAD_WORDS, MAX_BIASES, MAX_STOP_TOKENS
+from polydraft.serving.answers import shortened
 from polydraft.serving.wire import Parameter
 
 MOST = 2**31 - 1
@@ -49,7 +51,7 @@ class Sampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     stop: str | list[str] | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Annotated[dict[str, float], msgspec.Meta(max_length=MAX_BIASES)] | None = None
     seed: int | None = None
     user: str | None = None
     top_k: Annotated[int, msgspec.Meta(ge=-MOST, le=MOST)] | None = None
@@ -58,8 +60,8 @@ class Sampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     repetition_penalty: float | None = None
     min_tokens: Whole | None = None
     ignore_eos: bool | None = None
-    stop_token_ids: TokenIds | None = None
-    bad_words: list[str] | None = None
+    stop_token_ids: Annotated[TokenIds, msgspec.Meta(max_length=MAX_STOP_TOKENS)] | None = None
+    bad_words: Annotated[list[str], msgspec.Meta(max_length=MAX_BAD_WORDS)] | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: dict[str, Any] | None = None
     """vLLM's: an object with json, regex or grammar (EBNF or Lark)."""
@@ -123,6 +125,8 @@ class UpdateWeightsRequest(msgspec.Struct, forbid_unknown_fields=True):
 S = TypeVar("S", bound=Sampling)
 _OF_PLUGINS: Final = "plugin_"
 """How attributes for parameters of plugins begin, whose names in a body may be any text."""
+MOST_COMPARED: Final = 64
+"""Characters of a name that is compared with those that there are: it takes time with the square of them."""
 MOST_NESTED: Final = 16
 """Lists and objects within each other in a parameter of a plugin at most."""
 
@@ -188,13 +192,24 @@ def decode(data: bytes, kind: type[Any]) -> Any:
 
 
 def _sentence(message: str, kind: type[Any]) -> str:
-    unknown = message.partition("unknown field `")[2].partition("`")[0]
-    if not unknown:
+    mark, end = "unknown field `", message.rfind("`")
+    start = message.find(mark) + len(mark)
+    if start < len(mark):
         return f"the request is wrong: {message}; correct it"
-    known = [field.encode_name for field in msgspec.structs.fields(kind)]
-    near = difflib.get_close_matches(unknown, known, 1)
+    # Where the field is: behind it stands " - at `$.stream_options`", or nothing.
+    whole, _, place = message[start:end].rpartition("` - at `$.")
+    unknown, within = (whole, _named(kind, place)) if whole and _named(kind, place) else (message[start:end], kind)
+    known = [field.encode_name for field in msgspec.structs.fields(within)]
+    near = difflib.get_close_matches(unknown, known, 1) if len(unknown) <= MOST_COMPARED else []
     hint = f"did you mean {near[0]!r}? " if near else ""
-    return f"unknown parameter {unknown!r}; {hint}known: {', '.join(known)}"
+    where = f" of {place}" if within is not kind else ""
+    return f"unknown parameter {shortened(unknown, MOST_COMPARED)!r}{where}; {hint}known: {', '.join(known)}"
+
+
+def _named(kind: type[Any], name: str) -> Any:
+    """The record that the field `name` of a body may have; None where it has none."""
+    types = [part for field in msgspec.structs.fields(kind) if field.encode_name == name for part in get_args(field.type)]
+    return next((part for part in types if isinstance(part, type) and issubclass(part, msgspec.Struct)), None)
 
 
 def sampling_params(body: Sampling, *, default_max: int, most: int) -> dict[str, Any]:

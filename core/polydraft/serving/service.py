@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -19,10 +19,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 
 from polydraft._version import __version__
-from polydraft.errors import ConfigError, PolydraftError, RequestError
+from polydraft.errors import CheckpointError, ConfigError, PolydraftError, RequestError
 from polydraft.models.chat_template import ChatTemplate
 from polydraft.models.tokenizer import Tokenizer
-from polydraft.serving import protocol
+from polydraft.serving import protocol, wire
 from polydraft.serving.answers import FINISH, Choice, TokenTexts, error_body, usage
 from polydraft.serving.connection import LIMITS, Connections
 from polydraft.serving.engine_client import Busy, EngineClient, EngineGone, Overrun
@@ -34,6 +34,8 @@ from polydraft.serving.settings import ServerSettings
 T = TypeVar("T")
 
 STATES = ("starting", "ok", "stalled", "restarting", "draining", "failed", "stopped")
+LARGE_BYTES = 1 << 17
+"""Of a body whose text may take some tenths of a second to become tokens."""
 COMPLETION_TOKENS = 16
 """Of a completion that names no length, as OpenAI has it."""
 
@@ -60,6 +62,7 @@ class Service:
 
     def __init__(self, settings: ServerSettings, client: EngineClient, connections: Connections, log: Log) -> None:
         self.settings, self.client, self.connections, self.log = settings, client, connections, log
+        self._large = asyncio.Lock()
         self.draining = self.opened = False
         """Whether the server ends; whether there is all that requests need."""
         self._tokenizer: Tokenizer | None = None
@@ -79,8 +82,7 @@ class Service:
     async def open(self) -> None:
         """Start the engine and read what the HTTP side needs of the model."""
         await self.client.start()
-        ready = self.client.ready
-        assert ready is not None, "a started engine has reported itself"
+        ready = self.ready
         self.device_times = ready.device_times
         self._tokenizer = await asyncio.to_thread(Tokenizer.from_dir, ready.model_dir)
         self.name = self.settings.served_model or ready.model
@@ -89,6 +91,8 @@ class Service:
         self.bodies = {kind: protocol.with_parameters(kind, ready.parameters) for kind in bodies}
         self.texts = TokenTexts(self._tokenizer)
         self._template = self._template or self._tokenizer.chat_template
+        if self._template is not None:
+            self._template.compile()
         self.opened = True
         self.log.tell("ready", model=self.name, backend=ready.backend, host=self.settings.host)
 
@@ -119,7 +123,19 @@ class Service:
         assert self._tokenizer is not None, "routes are served behind `open` only"
         return self._tokenizer
 
+    @property
+    def ready(self) -> wire.Ready:
+        """What the engine said of itself; there once the server is open."""
+        assert self.client.ready is not None, "routes are served behind `open` only"
+        return self.client.ready
+
     # -- from a body to a job ----------------------------------------------------------------------
+    async def made(self, make: Callable[[Any], T], body: Any, size: int) -> T:
+        """What `make` makes of a body of `size` bytes, on another thread. Large ones, whose texts may take long to become tokens,
+        wait for each other, and nobody else for them."""
+        async with self._large if size > LARGE_BYTES else contextlib.nullcontext():
+            return await asyncio.to_thread(make, body)
+
     def completion(self, body: protocol.CompletionRequest) -> Job:
         """The job of a completion."""
         protocol.refuse_unsupported(body)
@@ -130,7 +146,8 @@ class Service:
             params["logprobs"] = body.logprobs or 0
         if body.echo and body.logprobs is not None:
             params["prompt_logprobs"] = body.logprobs
-        prompts = [self.tokenizer.encode(p) if isinstance(p, str) else p for p in protocol.prompts_of(body.prompt)]
+        most = self.ready.max_model_len
+        prompts = [self.tokenizer.encode(p, most=most) if isinstance(p, str) else p for p in protocol.prompts_of(body.prompt)]
         return self._job("text_completion", "cmpl", body, prompts, params, body.logprobs)
 
     def chat(self, body: protocol.ChatRequest) -> Job:
@@ -139,9 +156,9 @@ class Service:
         self.check_model(body.model)
         if body.top_logprobs and not body.logprobs:
             raise RequestError("top_logprobs was given without logprobs; add logprobs: true")
-        prompt = self.render(body.messages, body.chat_template_kwargs)
-        assert self.client.ready is not None, "an open server has an engine"
-        room = max(self.client.ready.max_model_len - len(prompt), 1)
+        length = self.ready.max_model_len
+        prompt = self.render(body.messages, body.chat_template_kwargs, most=length)
+        room = max(length - len(prompt), 1)
         params = protocol.sampling_params(body, default_max=room, most=0)
         if self.settings.max_new_tokens:
             asked = body.max_completion_tokens or body.max_tokens
@@ -152,17 +169,40 @@ class Service:
         top = (body.top_logprobs or 0) if body.logprobs else None
         return self._job("chat.completion", "chatcmpl", body, [prompt], params, top)
 
-    def render(self, messages: list[dict[str, Any]], variables: Mapping[str, Any] | None) -> list[int]:
+    def render(
+        self, messages: list[dict[str, Any]], variables: Mapping[str, Any] | None = None, *, most: int | None = None
+    ) -> list[int]:
         if self._template is None:
             raise RequestError("this model has no chat template; use /v1/completions, or start the server with --chat-template")
         plain = [_plain_message(message) for message in messages]
         text = self._template.render(plain, variables=variables)
-        return self.tokenizer.encode(text, add_special_tokens=False)
+        return self.tokenizer.encode(text, add_special_tokens=False, most=most)
+
+    def tokens(self, body: protocol.TokenizeRequest) -> list[int]:
+        """Those of a prompt or a conversation."""
+        self.check_model(body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise RequestError("wanted either prompt or messages; give exactly one of them")
+        if body.messages is not None:
+            return self.render(body.messages)
+        return self.tokenizer.encode(body.prompt or "", add_special_tokens=body.add_special_tokens)
+
+    def text(self, body: protocol.DetokenizeRequest) -> str:
+        """That of token ids."""
+        self.check_model(body.model)
+        size = self.ready.vocab_size
+        wrong = next((token for token in body.tokens if token >= size), None)
+        if wrong is not None:
+            raise RequestError(f"token {wrong} is none of this model, wanted at most {size - 1}; correct it")
+        return self.tokenizer.decode(body.tokens)
 
     def _job(
         self, kind: str, prefix: str, body: protocol.CompletionRequest | protocol.ChatRequest, prompts: list[list[int]],
         params: dict[str, Any], top: int | None,
     ) -> Job:  # fmt: skip
+        longest, length = max(len(prompt) for prompt in prompts), self.ready.max_model_len
+        if longest >= length:  # the engine would have to look at every token to say so
+            raise RequestError(f"the prompt has {longest} tokens, wanted fewer than {length} (model length); shorten it")
         n = body.n or 1
         count, most, admitted = len(prompts) * n, self.settings.max_choices, self.settings.max_requests
         if count > most:
@@ -243,7 +283,7 @@ class Service:
 
     def _echo(self, job: Job, choice: Choice) -> str:
         echo = bool(getattr(job.body, "echo", None))
-        return self.tokenizer.decode(choice.prompt_ids) if echo else ""
+        return self.texts.text(choice.prompt_ids) if echo else ""
 
     async def chunks(self, job: Job) -> AsyncGenerator[dict[str, Any], None]:
         """The events of a stream. An `echo` waits for its first delta; one that brings nothing to tell is left out."""
@@ -333,9 +373,13 @@ def _template(file: str) -> ChatTemplate | None:
     if not file:
         return None
     try:
-        return ChatTemplate(Path(file).read_text("utf-8"), Path(file), {})
+        template = ChatTemplate(Path(file).read_text("utf-8"), Path(file), {})
+        template.compile()
     except (OSError, ValueError) as error:
         raise ConfigError(f"--chat-template {file} cannot be read: {error}; give a file in UTF-8") from error
+    except CheckpointError as error:
+        raise ConfigError(f"--chat-template {error}") from error
+    return template
 
 
 def _plain_message(message: Mapping[str, Any]) -> dict[str, Any]:

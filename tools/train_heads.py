@@ -228,9 +228,10 @@ def make(name: str, out: Path, steps: int) -> None:
 
 
 def as_published(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Experts one by one, which transformers keeps in one tensor."""
+    """Experts one by one, which transformers keeps in one tensor, and the name that ERNIE's selection bias has in files."""
     found = {}
-    for name, value in tensors.items():
+    for given, value in tensors.items():
+        name = given.replace(".gate.moe_statics.", ".moe_statics.")
         stem, _, last = name.rpartition(".")
         for expert in range(len(value)) if stem.endswith(".experts") else ():
             if last == "gate_up_proj":

@@ -9,7 +9,8 @@ import dataclasses
 import difflib
 import json
 import math
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,10 +20,16 @@ MAX_SEED = 2**64 - 1
 """Seeds have 64 bits."""
 MAX_STOP_TOKENS = 16
 """Stop token ids of one request, those of the model included."""
+MAX_STOPS = 1000
+"""Stop strings of one request."""
+MAX_STOP_CHARACTERS = 16384
+"""Characters of all of them: the automaton that looks for them is built in a step, in 2 ms at this size."""
 MAX_BIASES = 300
 """Token ids with a logit bias in one request (the limit of OpenAI's interface)."""
 MAX_BAD_WORDS = 512
 """Places for the bad words of one request: each takes one for each of its tokens and one more."""
+MAX_SHOWN = 200
+"""Characters of a bad value in an error."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +49,7 @@ class SamplingParams:
     seed: int | None = None
     """Key of the request's randomness, 64 bits; by default the engine's seed plus the request's number."""
     stop: tuple[str, ...] = ()
-    """Texts that end the request; the stop text itself is not part of the output."""
+    """Texts that end the request; the stop text itself is not part of the output. At most 1000, of 16384 characters together."""
     stop_token_ids: tuple[int, ...] = ()
     """Token ids that end the request, besides the model's own."""
     ignore_eos: bool = False
@@ -84,15 +91,29 @@ class SamplingParams:
                 object.__setattr__(self, name, (getattr(self, name),))
         for name, wanted in _LISTS.items():
             if not isinstance(getattr(self, name), (list, tuple)):
-                raise RequestError(f"{name} is {getattr(self, name)!r}, wanted {wanted}; correct the request")
+                raise RequestError(f"{name} is {_shown(getattr(self, name))}, wanted {wanted}; correct the request")
             object.__setattr__(self, name, tuple(getattr(self, name)))
+        self._check_sizes()
         lists: tuple[Any, ...] = self.bad_words
         object.__setattr__(self, "bad_words", tuple(tuple(word) if isinstance(word, list) else word for word in lists))
         object.__setattr__(self, "logit_bias", _pairs(self.logit_bias))
         object.__setattr__(self, "constraint", _constraint(self.constraint))
         for name, ok, wanted in self._rules():
             if not ok:
-                raise RequestError(f"{name} is {getattr(self, name)!r}, wanted {wanted}; correct the request")
+                raise RequestError(f"{name} is {_shown(getattr(self, name))}, wanted {wanted}; correct the request")
+
+    def _check_sizes(self) -> None:
+        """Refuse what is too long before any of it is looked at."""
+        texts = [stop for stop in self.stop if isinstance(stop, str)]
+        for what, count, most in (
+            (f"stop has {len(self.stop)} texts", len(self.stop), MAX_STOPS),
+            (f"stop has {(length := sum(map(len, texts)))} characters", length, MAX_STOP_CHARACTERS),
+            (f"logit_bias has {_size(self.logit_bias)} token ids", _size(self.logit_bias), MAX_BIASES),
+            (f"{len(self.stop_token_ids)} stop token ids", len(self.stop_token_ids), MAX_STOP_TOKENS),
+            (f"bad_words has {len(self.bad_words)} entries", len(self.bad_words), MAX_BAD_WORDS),
+        ):
+            if count > most:
+                raise RequestError(f"{what}, wanted at most {most}; name fewer")
 
     def _rules(self) -> Sequence[tuple[str, bool, str]]:
         def number(value: Any) -> bool:
@@ -194,13 +215,15 @@ def _constraint(given: Any) -> tuple[str, str] | None:
         return None
     pairs = list(given.items()) if isinstance(given, Mapping) else [given]
     if len(pairs) != 1 or not isinstance(pairs[0], (tuple, list)) or len(pairs[0]) != 2 or pairs[0][0] not in CONSTRAINTS:
-        raise RequestError(f"constraint is {given!r}, wanted an object with one of {', '.join(CONSTRAINTS)}; correct the request")
+        raise RequestError(
+            f"constraint is {_shown(given)}, wanted an object with one of {', '.join(CONSTRAINTS)}; correct the request"
+        )
     kind, value = pairs[0]
     if isinstance(value, str):
         return kind, value
     if (kind == "json_schema" and isinstance(value, Mapping)) or (kind == "json_object" and value is True):
         return kind, json.dumps(value if kind == "json_schema" else {"type": "object"}, sort_keys=True)
-    raise RequestError(f"the {kind} of constraint is {value!r}, wanted a text, or a schema as an object; correct the request")
+    raise RequestError(f"the {kind} of constraint is {_shown(value)}, wanted a text, or a schema; correct the request")
 
 
 _LISTS = {
@@ -210,19 +233,31 @@ _LISTS = {
 }
 
 
+def _size(value: Any) -> int:
+    return len(value) if isinstance(value, Sized) else 0
+
+
+def _shown(value: Any) -> str:
+    """A value as an error names it: not more of it than anybody reads."""
+    text = repr(value)
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
+
+
 def _pairs(bias: Any) -> tuple[tuple[int, float], ...]:
     """A logit bias as sorted pairs; keys may be the texts that JSON makes of numbers."""
     pairs = bias.items() if isinstance(bias, Mapping) else bias
     try:
-        merged = {_token(key) if isinstance(key, str) else key: value for key, value in pairs}
+        merged = {_token_id(key): value for key, value in pairs}
         return tuple(sorted(merged.items()))
     except (TypeError, ValueError):
-        raise RequestError(f"logit_bias is {bias!r}, wanted a mapping of token ids to numbers; correct the request") from None
+        shown = _shown(bias)
+        raise RequestError(f"logit_bias is {shown}, wanted a mapping of token ids to numbers; correct the request") from None
 
 
-def _token(text: str) -> int:
+def _token_id(key: Any) -> Any:
     """The token id that is written so in JSON; raises `ValueError` for what `int` takes besides: `1_0`, ` 1`, `\u0661`."""
-    token = int(text)
-    if str(token) != text:
-        raise ValueError(text)
-    return token
+    if not isinstance(key, str):
+        return key
+    if not re.fullmatch("-?[0-9]{1,10}", key):
+        raise ValueError(key)
+    return int(key)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.project import ROOT, pyproject
+from tests.support.project import ROOT, module_of, pyproject
 
 HEADING = "## Dependencies"
 ROW = re.compile(r"^\| `([\w.-]+)` \| ([\w, -]+) \| (.+) \|$", flags=re.MULTILINE)
@@ -60,7 +60,7 @@ def imports_of_core() -> Iterator[str]:
 
 
 def test_core_imports_each_of_its_dependencies():
-    core = {package for package, group in declared() if group == "core"}
+    core = {module_of(package) for package, group in declared() if group == "core"}
     assert core <= set(imports_of_core())
 
 

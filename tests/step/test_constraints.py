@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +22,7 @@ from polydraft import LLM, Engine, RequestOutput, SamplingParams
 from polydraft.errors import CapabilityError, RequestError
 from polydraft.output.output_processor import OutputProcessor
 from polydraft.sampling.constraints import Automaton, Constraints, Thinking, _allows
+from tests.support.cpu import needs_kernels
 from tests.support.emulator import Emulator
 from tests.support.letters import checkpoint
 from tests.support.plugin_doubles import backend_without
@@ -294,3 +298,22 @@ def test_a_grammar_is_taken_in_either_notation() -> None:
     served = letters(draft_tokens=3, constraints=True)
     asks = [Ask(prompt_of("lark"), params("lark", constraint={"grammar": text})) for text in (LARK, EBNF)]
     assert [output.text for output in drive(served, asks)] == [plain("lark").text, plain("ebnf").text]
+
+
+# -- the end of a process -----------------------------------------------------------------------------------------------
+UNCLOSED = """
+from polydraft import LLM, SamplingParams
+
+llm = LLM(backend="cpu", constraints=True)
+print([one.text for one in llm.generate(["x = "], SamplingParams(max_new_tokens=20, constraint={"regex": "a"}))])
+"""
+
+
+@needs_kernels
+def test_a_process_ends_in_order_without_a_close() -> None:
+    """What is in flight of the cpu backend, and whatever works out masks, ends with it."""
+    ran = subprocess.run(
+        [sys.executable, "-X", "faulthandler", "-c", UNCLOSED], capture_output=True, text=True, check=False, timeout=60,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)},
+    )  # fmt: skip
+    assert (ran.returncode, ran.stderr, ran.stdout) == (0, "", "['a']\n")

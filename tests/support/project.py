@@ -18,3 +18,8 @@ ROOT = Path(__file__).parents[2]
 def pyproject() -> dict[str, Any]:
     """Return pyproject.toml as nested dictionaries, parsed anew at each call."""
     return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+
+
+def module_of(package: str) -> str:
+    """The module that a dependency of core is imported as."""
+    return package.replace("-", "_")

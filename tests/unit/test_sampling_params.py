@@ -70,6 +70,9 @@ def test_words_may_be_texts_or_ids():
         ({"logit_bias": {1.5: 1.0}}, "wanted token ids of at least 0"),
         ({"logit_bias": {"x": 1.0}}, "logit_bias is {'x': 1.0}, wanted a mapping of token ids to numbers"),
         ({"logit_bias": 5}, "logit_bias is 5, wanted a mapping"),
+        ({"logit_bias": {"1_0": 1.0}}, "wanted a mapping of token ids to numbers"),
+        ({"logit_bias": {"\u0661": 1.0}}, "wanted a mapping of token ids to numbers"),
+        ({"logit_bias": {" 1": 1.0}}, "wanted a mapping of token ids to numbers"),
         ({"logit_bias": {1: 1.0, "a": 2.0}}, "wanted a mapping"),
         ({"bad_words": 5}, "bad_words is 5, wanted a text, or a list of texts and lists of token ids"),
         ({"bad_words": [5]}, "bad_words is .5,., wanted texts that are not empty, or lists of token ids of at least 0"),
@@ -85,3 +88,23 @@ def test_words_may_be_texts_or_ids():
 def test_bad_values_are_named(given: dict[str, Any], message: str):
     with pytest.raises(RequestError, match=message):
         SamplingParams(**given)
+
+
+def test_an_error_does_not_repeat_what_nobody_reads() -> None:
+    with pytest.raises(RequestError) as caught:
+        SamplingParams(logit_bias={"x" * 1_000_000: 1.0})  # type: ignore[dict-item]
+    assert len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("logit_bias", {str(i): 1.0 for i in range(10_000)}, "logit_bias has 10000 token ids, wanted at most 300"),
+        ("stop_token_ids", list(range(10_000)), "10000 stop token ids, wanted at most 16"),
+        ("bad_words", ["x"] * 10_000, "bad_words has 10000 entries, wanted at most 512"),
+    ],
+    ids=["logit_bias", "stop_token_ids", "bad_words"],
+)
+def test_what_is_too_long_is_refused_before_it_is_read(name: str, value: Any, message: str) -> None:
+    with pytest.raises(RequestError, match=f"^{message}; name fewer$"):
+        SamplingParams(**{name: value})

@@ -6,14 +6,40 @@ every other request, off the step's path.
 
 from __future__ import annotations
 
+from bisect import bisect_left
+
+from ahocorasick_rs import AhoCorasick, Implementation
+
 from polydraft.models.tokenizer import IncrementalDecoder, Tokenizer
+
+
+class StopStrings:
+    """The stop strings of one request, looked for all at once by an Aho-Corasick automaton, however many there are."""
+
+    def __init__(self, stops: tuple[str, ...]) -> None:
+        self._automaton = AhoCorasick(stops, implementation=Implementation.NoncontiguousNFA)  # the one that is built at once
+        self._sorted = sorted(stops)
+
+    def first(self, text: str, begin: int) -> int | None:
+        """Where in `text` the first of them begins that ends behind `begin`; None without one."""
+        found = self._automaton.find_matches_as_indexes(text, overlapping=True)
+        return min((start for _, start, end in found if end > begin), default=None)
+
+    def held_back(self, text: str) -> int:
+        """Characters at the end of `text` that could still become a stop string."""
+        return next((size for size in range(len(text), 0, -1) if self._begins(text[-size:])), 0)
+
+    def _begins(self, part: str) -> bool:
+        place = bisect_left(self._sorted, part)  # what begins with a part comes right behind it
+        return place < len(self._sorted) and self._sorted[place].startswith(part)
 
 
 class Detokenizer:
     """Tokens in, text out. `stops`: strings that end the text, which they do not belong to, after `min_tokens` tokens."""
 
     def __init__(self, tokenizer: Tokenizer, stops: tuple[str, ...] = (), min_tokens: int = 0) -> None:
-        self._decoder, self._stops, self._min_tokens = IncrementalDecoder(tokenizer), stops, min_tokens
+        self._decoder, self._min_tokens = IncrementalDecoder(tokenizer), min_tokens
+        self._stops = StopStrings(stops) if stops else None
         self.text = ""
         self.decoded = 0
         """Tokens that it knows."""
@@ -23,13 +49,13 @@ class Detokenizer:
 
     def push(self, token_ids: list[int]) -> bool:
         """Append tokens, one at a time where a stop string may cut; True when one did, and nothing after it counts."""
-        if not self._stops:
+        if self._stops is None:
             self.decoded += len(token_ids)
             self.text += self._decoder.push(token_ids)
             return False
         for token in token_ids if not self.stopped else ():
             self.decoded += 1
-            self._append(self._decoder.push((token,)))
+            self._append(self._decoder.push((token,)), self._stops)
             if self.stopped:
                 break
         return self.stopped
@@ -38,26 +64,20 @@ class Detokenizer:
         """No more tokens: what was held back is text, too."""
         if self.stopped:
             return
-        self._append(self._decoder.flush())
+        rest = self._decoder.flush()
+        if self._stops is None:
+            self.text += rest
+            return
+        self._append(rest, self._stops)
         if not self.stopped:
             self.text, self._held = self.text + self._held, ""
 
-    def _append(self, piece: str) -> None:
-        text, stops = self._held + piece, self._stops
+    def _append(self, piece: str, stops: StopStrings) -> None:
+        text = self._held + piece
         # A match must end in the piece: what is held may contain one that came before the tokens that have to be generated.
-        found = [(text.find(stop, max(len(self._held) - len(stop) + 1, 0)), stop) for stop in stops]
-        hits = [hit for hit in found if hit[0] >= 0]
-        if hits and self.decoded > self._min_tokens:
-            self.text, self._held, self.stopped = self.text + text[: min(hits)[0]], "", True
+        first = stops.first(text, len(self._held)) if self.decoded > self._min_tokens else None
+        if first is not None:
+            self.text, self._held, self.stopped = self.text + text[:first], "", True
             return
-        keep = _held_back(text, stops)
+        keep = stops.held_back(text)
         self.text, self._held = self.text + text[: len(text) - keep], text[len(text) - keep :]
-
-
-def _held_back(text: str, stops: tuple[str, ...]) -> int:
-    """Characters at the end of `text` that could still become a stop string."""
-    longest = max((len(stop) for stop in stops), default=0)
-    for size in range(min(longest - 1, len(text)), 0, -1):
-        if any(stop.startswith(text[-size:]) for stop in stops):
-            return size
-    return 0

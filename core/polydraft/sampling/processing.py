@@ -88,9 +88,8 @@ class LogitBias(Stage):
         return bool(params.logit_bias)
 
     def prepare(self, params: SamplingParams, encode: Encode, vocab_size: int) -> None:
-        """Raises `RequestError` for more entries than a slot holds, and for tokens that the model does not have."""
+        """Raises `RequestError` for tokens that the model does not have."""
         del encode
-        _fits("logit_bias has {} token ids", len(params.biases), MAX_BIASES)
         _known("logit_bias", (token for token, _ in params.biases), vocab_size)
 
 
@@ -129,14 +128,12 @@ class ForbiddenTokens(Stage):
             forms = [encode(word), encode(f" {word.lstrip()}")] if isinstance(word, str) else [word]
             words += [tuple(form) for form in forms]
         table = tuple(token for word in dict.fromkeys(words) if word for token in (*word, NO_TOKEN))
-        _fits("bad_words take {} places (one a token and one a word)", len(table), MAX_BAD_WORDS)
+        if len(table) > MAX_BAD_WORDS:
+            raise RequestError(
+                f"bad_words take {len(table)} places (one a token and one a word), wanted at most {MAX_BAD_WORDS}; name fewer"
+            )
         _known("bad_words", table, vocab_size)
         return table
-
-
-def _fits(what: str, count: int, most: int) -> None:
-    if count > most:
-        raise RequestError(f"{what.format(count)}, wanted at most {most}; name fewer")
 
 
 def _known(name: str, ids: Iterable[int], vocab_size: int) -> None:

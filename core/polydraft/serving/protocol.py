@@ -14,7 +14,7 @@ from typing import Annotated, Any, Final, Literal, TypeVar, get_args
 import msgspec
 
 from polydraft.errors import ConfigError, RequestError
-from polydraft.sampling_params import MAX_BAD_WORDS, MAX_BIASES, MAX_STOP_TOKENS
+from polydraft.sampling_params import MAX_BAD_WORDS, MAX_BIASES, MAX_STOP_TOKENS, SamplingParams
 from polydraft.serving.answers import shortened
 from polydraft.serving.wire import Parameter
 
@@ -241,7 +241,10 @@ def sampling_params(body: Sampling, *, default_max: int, most: int) -> dict[str,
     if extra:
         params["extra"] = extra
     constraint = _constraint(body)
-    return params | ({"constraint": constraint} if constraint else {})
+    if constraint:
+        params["constraint"] = constraint
+    SamplingParams.from_mapping(params)  # refused here, what is wrong costs the engine nothing
+    return params
 
 
 def _max_drafts(body: Sampling) -> int | None:

@@ -22,6 +22,7 @@ from typing import Any
 import httpx
 import pytest
 
+from polydraft.cli import main
 from polydraft.errors import DeviceError
 from polydraft.serving import engine_client as module
 from polydraft.serving import wire
@@ -31,6 +32,7 @@ from tests.serving.test_limits import LONG, SHORT, offline, post, serve, slow_do
 from tests.support import tiny
 
 __all__ = ["serve"]  # the fixture
+PROGRAM = "from polydraft.cli import main; main()"
 
 
 def figures(served: Served) -> dict[str, float]:
@@ -121,7 +123,7 @@ def test_six_deaths_are_the_end(serve: Callable[..., Served]) -> None:
     for deaths in range(6):
         assert served.becomes("ok"), deaths
         os.kill(worker(served), signal.SIGKILL)
-        while served.process.poll() is None and served.status("/ready")[1] == "ok":
+        while sum(event.get("state") in ("restarting", "failed") for event in served.events()) <= deaths:
             time.sleep(0.01)
     assert served.process.wait(20) == 1
     assert served.process.stderr is not None
@@ -154,6 +156,36 @@ def test_half_requests_on_every_descriptor_do_no_harm(serve: Callable[..., Serve
     served.process.terminate()
     _, told = served.process.communicate(timeout=20)
     assert told == "", "all that was said is in the log"
+
+
+def test_a_template_that_is_none_is_told_before_anything_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    template = tmp_path / "template.jinja"
+    template.write_text("{% for m in messages %}{{ m.content }}")
+    with pytest.raises(SystemExit) as ended:
+        main(["serve", "--port", "0", "--chat-template", str(template)])
+    assert ended.value.code == 2
+    assert "the chat template does not compile" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_model_whose_template_is_none_is_not_served(tmp_path: Path) -> None:
+    model = tmp_path / MODEL
+    shutil.copytree(tiny.checkpoint(MODEL), model)
+    (model / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}")
+    command = ["serve", "--port", "0", "--backend", "reference", "--model", str(model)]
+    done = subprocess.run([sys.executable, "-c", PROGRAM, *command], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "the chat template does not compile" in done.stderr.splitlines()[-1]
+
+
+def test_ctrl_c_on_a_terminal_is_for_the_server_alone(serve: Callable[..., Served]) -> None:
+    """A terminal sends it to every process of the group, and a worker that is still importing would end with a traceback."""
+    served = serve(wait=False, start_new_session=True)
+    served.listens()
+    while not worker(served):
+        time.sleep(0.01)
+    os.killpg(served.process.pid, signal.SIGINT)
+    out, told = served.process.communicate(timeout=20)
+    assert (served.process.returncode, out, told) == (0, "", "")
 
 
 # -- the client of the engine by itself ---------------------------------------------------------------------------------

@@ -220,6 +220,7 @@ def test_a_client_that_does_not_read_loses_its_stream_alone(serve: Callable[...,
     assert post(served, **SHORT).status_code == 200, "the others are served meanwhile"
     assert comes_to_rest(served)
     raw.close()
+    assert not [event for event in served.events() if event["event"] == "http"], "it is nobody's error"
 
 
 # -- limits -------------------------------------------------------------------------------------------------------------

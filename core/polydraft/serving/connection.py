@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-import h11
 from starlette.responses import Response
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
@@ -153,7 +152,8 @@ class Connection(H11Protocol):
             self._deadline = None
 
     def _late(self, limit: str) -> None:
-        if limit == "head" and self.conn.their_state is h11.IDLE:  # else it has had its answer, and still sends its body
+        cycle: RequestResponseCycle | None = self.cycle
+        if limit == "head" and (cycle is None or not cycle.more_body):  # else it has had its answer, and still sends its body
             error = HttpError(408, f"no request came within {self._shared.head_s:g} seconds; send it faster", "timeout_error")
             self.transport.write(_written(error.response()))
         self._end(limit)

@@ -206,7 +206,8 @@ class EngineClient:
 
     def _spawn(self, endpoints: Sequence[str]) -> subprocess.Popen[bytes]:
         command = running("polydraft.serving.worker", *endpoints)
-        return subprocess.Popen(command, stdin=subprocess.DEVNULL, close_fds=True)  # noqa: S603  this very interpreter
+        # In a session of its own: a terminal's Ctrl-C is for the server alone, which lets texts end.
+        return subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)  # noqa: S603  this very interpreter
 
     def _after(self, why: str) -> None:
         """The process has ended: tell everybody who waits, and say what comes next."""

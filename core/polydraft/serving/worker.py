@@ -272,7 +272,7 @@ def main() -> None:
         socket.connect(endpoint)
     try:
         sent = Worker(commands, events).run()
-    except Exception:  # noqa: BLE001  the process ends of it, whatever its other thread waits for
+    except (Exception, SystemExit):  # noqa: BLE001  the process ends of it, whatever its other thread waits for
         traceback.print_exc()
         sys.stderr.flush()
         os._exit(1)

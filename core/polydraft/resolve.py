@@ -29,6 +29,8 @@ CACHE_BUDGET = 1 << 30
 """Bytes that "auto" spends on KV blocks at most, unless one request at full length needs more."""
 DEFAULT_DRAFTS = 3
 MIN_BATCHED_TOKENS = 512
+MOST_LENGTH = 2**31 - 1
+"""Tokens of a text at most: places have 32 bits."""
 MAX_DRAFTS = 255
 """Most drafts of a round that core can count: rounds are kept as bytes."""
 DEFAULTS: Mapping[str, Any] = {f.name: f.default for f in dataclasses.fields(EngineConfig)}
@@ -172,6 +174,8 @@ def _length(n: _Negotiation) -> int:
     length = most if asked == AUTO else int(asked)
     if length > most:
         n.refuse(f"--max-model-len {length}: model {n.model.name} was trained for {most}; lower it")
+    if length > MOST_LENGTH:
+        n.refuse(f"model {n.model.name} says that it was trained for {most} tokens, which no text has; give --max-model-len")
     if length < 2:
         n.refuse(f"--max-model-len {length} has no room for a prompt and a token of output; use at least 2")
     n.choose("max_model_len", length, f"tokens of prompt and output together; {n.model.name} was trained for {most}")

@@ -70,7 +70,7 @@ def test_wheel_has_only_import_packages_of_polydraft(wheel: zipfile.ZipFile):
 def test_wheel_declares_the_command_and_the_reference_backend(wheel: zipfile.ZipFile):
     entries = ConfigParser()
     entries.read_string(in_dist_info(wheel, "entry_points.txt").decode())
-    assert dict(entries["console_scripts"]) == {"polydraft": "polydraft.cli:main"}
+    assert dict(entries["console_scripts"]) == {"polydraft": "polydraft.__main__:main"}
     assert dict(entries["polydraft.backends"])["reference"] == "polydraft.reference"
 
 

@@ -179,7 +179,7 @@ def test_the_deltas_of_an_engine_add_up_to_its_outputs() -> None:
             assert not any(len(d.logprobs) for d in mine)
     prompt = last[0].prompt_logprobs
     assert prompt is not None
-    final = deltas[0][-1].prompt_logprobs
+    (final,) = (d.prompt_logprobs for d in deltas[0] if len(d.prompt_logprobs))
     assert [(int(r["ids"][0]), int(r["rank"]), len(r["ids"]) - 1) for r in final] == [
         (p.token_id, p.rank, len(p.top)) for p in prompt if p is not None
     ]

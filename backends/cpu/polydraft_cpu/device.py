@@ -232,8 +232,8 @@ class CpuDevice(ReferenceDevice):
         except MemoryError as error:
             size = math.prod(shape) * DTYPES[dtype].itemsize
             raise DeviceError(
-                f"device {self.spec} could not allocate {size:,} bytes for {name}; lower --num-blocks, --max-num-seqs or "
-                "--max-batched-tokens"
+                f"device {self.spec} could not allocate {size:,} bytes for {name}; lower --num-blocks, --max-num-seqs, "
+                "--max-batched-tokens or --max-model-len"
             ) from error
         self.counters.allocations += 1
         self.counters.bytes_allocated += array.nbytes

@@ -9,12 +9,15 @@ Exit statuses: 0 done, 1 the thing asked for failed, 2 bad usage (options, promp
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import sys
 import traceback
 from collections.abc import Sequence
 from difflib import get_close_matches
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import click
@@ -22,7 +25,7 @@ import click
 from polydraft import environment
 from polydraft._version import __version__
 from polydraft.cli.options import FAILED, INTERRUPTED, USAGE, Answered
-from polydraft.errors import CapabilityError, ConfigError, PolydraftError, RequestError, UnknownPluginError
+from polydraft.errors import CapabilityError, ConfigError, PluginError, PolydraftError, RequestError, UnknownPluginError
 
 COMMANDS = {
     "generate": "Generate text, with accepted drafts marked.",
@@ -82,10 +85,18 @@ class Program(click.Group):
         """Run, and exit with the status that the command returned; a closed pipe ends quietly with status 1."""
         del prog_name
         given = sys.argv[1:] if args is None else list(args)
+        if sys.stdout is None:  # closed by who started this program, who wants to see nothing
+            sys.stdout = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115  for as long as the program runs
         try:
             status = super().main(
                 given, "polydraft", complete_var, standalone_mode=False, windows_expand_args=windows_expand_args, **extra
             )
+        except SystemExit as error:
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            if place.filename == click.core.__file__:  # a closed pipe
+                raise
+            where = f"{place.filename}:{place.lineno}, in {place.name}"
+            status = tell(PluginError(f"{where} ended the program with status {error.code}; raise an error there instead"), given)
         except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001  the border of the program: whatever it is becomes a sentence
             status = tell(error, given)
         if not standalone_mode:
@@ -106,7 +117,8 @@ def tell(error: BaseException, args: Sequence[str]) -> int:
     if "--json" in options and not answered:
         kind = "UsageError" if isinstance(error, click.ClickException) else type(error).__name__
         answer = {"schema": "polydraft.error/1", "error": {"type": kind, "message": message, "exit_code": status}}
-        click.echo(json.dumps(answer))
+        with contextlib.suppress(OSError):  # which may be what is told
+            click.echo(json.dumps(answer))
     return status
 
 
@@ -122,7 +134,11 @@ def sentence(error: BaseException, *, answered: bool = False) -> str:
     if isinstance(error, PolydraftError):
         return str(error)
     if isinstance(error, MemoryError):
-        return f"this machine is out of memory ({error}); lower --num-blocks, --max-num-seqs or --max-batched-tokens"
+        sizes = "--num-blocks, --max-num-seqs, --max-batched-tokens or --max-model-len"
+        return f"this machine is out of memory ({error}); lower {sizes}"
+    if isinstance(error, OSError):
+        what = error.filename or "what is written or read"
+        return f"the system refuses {what}: {error.strerror or error}; make room or choose another place, and try again"
     return f"unexpected {type(error).__name__}: {error}; this is a bug, please report it with the output of --debug"
 
 

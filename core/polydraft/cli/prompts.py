@@ -67,7 +67,7 @@ def _job(line: bytes, where: str, defaults: Mapping[str, Any]) -> Job:
         entry = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise RequestError(f"{where}: no UTF-8 text: {error}; convert the file to UTF-8") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RequestError(f"{where}: no JSON: {error}; write one JSON object a line") from error
     if not isinstance(entry, dict):
         raise RequestError(f"{where}: got {type(entry).__name__}, wanted a JSON object; write {{...}} on each line")

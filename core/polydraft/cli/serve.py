@@ -94,6 +94,8 @@ def _lines(file: str | None) -> tuple[str, ...]:
         found = tuple(line.strip() for line in Path(file).read_text(encoding="utf-8").splitlines() if line.strip())
     except OSError as error:
         raise ConfigError(f"{file} cannot be read: {error.strerror}; give a file with one key a line") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{file} is no text in UTF-8 ({error}); give a file with one key a line") from error
     if not found:
         raise ConfigError(f"{file} has no key, wanted one a line; add one, or leave the option out")
     return found

@@ -5,19 +5,24 @@ Writers of timelines, records and pictures use it, and commands with an option t
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from polydraft.errors import ConfigError
+from polydraft.errors import ConfigError, PolydraftError
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 
 
 @contextmanager
 def writing(path: str | Path) -> Iterator[None]:
-    """Around what writes `path`. Raises `ConfigError` where the system refuses."""
+    """Around what writes `path`. Raises `ConfigError` where the system refuses, `PolydraftError` where it only has no room."""
     try:
         yield
     except OSError as error:
+        if error.errno in FULL:
+            raise PolydraftError(f"{path} cannot be written, got {error.strerror}; make room, or write elsewhere") from error
         raise ConfigError(f"{path} cannot be written, got {error.strerror or error}; name a file in a folder of yours") from error
 
 

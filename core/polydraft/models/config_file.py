@@ -30,6 +30,8 @@ def read_json_object(
     Errors: `CheckpointError` naming the file when it is missing, unreadable, no valid JSON, or no object.
     """
     try:
+        if path.exists() and not path.is_file() and not path.is_dir():  # it may never say anything
+            raise CheckpointError(f"{path} cannot be read, got a pipe or a device, wanted a readable file")
         value = json.loads(path.read_bytes())
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing, wanted a JSON file; {missing}") from None

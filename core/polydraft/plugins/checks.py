@@ -240,7 +240,7 @@ def named(name: str, what: str) -> Iterator[None]:
         yield
     except PolydraftError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise PluginError(
             f"plugin {name!r}: {what} raised {type(error).__name__}: {error}; repair the plugin, or raise a polydraft error with "
             "the next step"

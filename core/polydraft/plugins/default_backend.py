@@ -53,9 +53,11 @@ def default_backend() -> Default:
 
 
 def unusable(name: str) -> str:
-    """Why a backend cannot be used here; "" where it can."""
-    if name not in find(BACKEND.group):
-        return "it is not installed; reinstall polydraft"
+    """Why a backend cannot be used here; "" where it can, and where several packages claim its name: who loads it is told so, and
+    nobody has a slower one without a word."""
+    entries = find(BACKEND.group).get(name, ())
+    if len(entries) != 1:
+        return "" if entries else "it is not installed; reinstall polydraft"
     try:
         info = identify(Loaded.from_entry(BACKEND, name))
     except PluginError as error:

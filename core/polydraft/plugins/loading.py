@@ -98,7 +98,7 @@ def load_entry(group: str, name: str) -> Any:
         )
     try:
         return entry.load()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise PluginError(
             f"plugin {name!r} ({origin(entry)}) failed to import: {type(error).__name__}: {error}; "
             "repair or uninstall that package, or choose another plugin"
@@ -111,7 +111,7 @@ def load_file(where: str) -> ModuleType:
         return _run_file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
     except PluginError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise PluginError(
             f"--plugin {where} failed to import: {type(error).__name__}: {error}; repair it, or give a path to a file or an "
             "importable module"

@@ -113,8 +113,8 @@ class ReferenceDevice:
         except MemoryError as error:
             size = math.prod(shape) * DTYPES[dtype].itemsize
             raise DeviceError(
-                f"device {self.spec} could not allocate {size:,} bytes for {name}; lower --num-blocks, --max-num-seqs or "
-                "--max-batched-tokens"
+                f"device {self.spec} could not allocate {size:,} bytes for {name}; lower --num-blocks, --max-num-seqs, "
+                "--max-batched-tokens or --max-model-len"
             ) from error
         if self.poison:
             poison_array(array)

@@ -104,7 +104,8 @@ class SamplingParams:
 
     def _check_sizes(self) -> None:
         """Refuse what is too long before any of it is looked at."""
-        texts = [stop for stop in self.stop if isinstance(stop, str)]
+        given: tuple[object, ...] = self.stop  # of any types before they are checked
+        texts = [stop for stop in given if isinstance(stop, str)]
         for what, count, most in (
             (f"stop has {len(self.stop)} texts", len(self.stop), MAX_STOPS),
             (f"stop has {(length := sum(map(len, texts)))} characters", length, MAX_STOP_CHARACTERS),

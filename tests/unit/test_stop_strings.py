@@ -103,4 +103,4 @@ def test_there_is_a_limit(stop: list[str], message: str) -> None:
 
 def test_the_most_are_taken() -> None:
     SamplingParams(stop=tuple(f"{i:x}" for i in range(MAX_STOPS)))
-    SamplingParams(stop="x" * MAX_STOP_CHARACTERS)
+    SamplingParams(stop=("x" * MAX_STOP_CHARACTERS,))

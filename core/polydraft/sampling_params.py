@@ -259,6 +259,6 @@ def _token_id(key: Any) -> Any:
     """The token id that is written so in JSON; raises `ValueError` for what `int` takes besides: `1_0`, ` 1`, `\u0661`."""
     if not isinstance(key, str):
         return key
-    if not re.fullmatch("-?[0-9]{1,10}", key):
+    if not re.fullmatch("0|-?[1-9][0-9]{0,9}", key):
         raise ValueError(key)
     return int(key)

@@ -134,7 +134,7 @@ def test_shapes_of_the_repository_are_described(file: Path) -> None:
         ("{", "is no valid JSON, got .*; correct the file"),
         ("[]", "holds a JSON list, wanted a JSON object; correct the file"),
         ("{}", "architectures is None"),
-        ('{"architectures": ["MiMoForCausalLM"]}', "has no num_attention_heads"),
+        ('{"architectures": ["MiMoForCausalLM"]}', "has no num_hidden_layers"),
     ],
 )
 def test_a_broken_shape(content: str | None, said: str, tmp_path: Path) -> None:

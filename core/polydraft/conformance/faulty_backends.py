@@ -122,6 +122,12 @@ def _highest_of_equals(a: Any, n: int) -> None:
             a.tokens[i] = np.flatnonzero(a.logits[i] == a.logits[i].max())[-1]
 
 
+def _first_of_nearly_equals(a: Any, n: int) -> None:
+    for i in range(n):
+        if a.row_slot[i] >= 0 and a.tokens[i] >= 0:
+            a.tokens[i] = np.flatnonzero(a.logits[i] >= a.logits[i].max() - 1e-15)[0]
+
+
 def _no_drafts(a: Any, n: int) -> None:
     a.draft_budget[:n], a.draft_slot[:n] = 0, -1
 
@@ -537,6 +543,13 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         "FastDeploy 7883",
         "L2/argmax/lowest_id_of_equals",
         C("argmax", _after(_highest_of_equals)),
+    ),
+    Mutant(
+        "M111",
+        "numbers that are close count as equal",
+        "Paddle's comparison of float32",
+        "L2/argmax/the_last_digit_decides",
+        C("argmax", _after(_first_of_nearly_equals)),
     ),
     Mutant(
         "M18",

@@ -20,10 +20,10 @@ from polydraft.config import AUTO, EngineConfig
 from polydraft.device import Array
 from polydraft.errors import CapabilityError, DeviceError, PolydraftError, RequestError
 from polydraft.host.commit import apply, end
+from polydraft.host.device_memory import check_fits, check_weights
 from polydraft.host.draft_policy import DraftPolicy, check_policy
 from polydraft.host.input_processor import InputProcessor
 from polydraft.host.kv_blocks import BlockLedger
-from polydraft.host.kv_memory import check_fits
 from polydraft.host.request import Request, Status
 from polydraft.host.scheduler import Scheduler
 from polydraft.host.slots import SlotTable
@@ -34,7 +34,7 @@ from polydraft.models.block import Block, lacking
 from polydraft.models.checkpoint import Checkpoint, load_weights
 from polydraft.models.families import FamilyRegistry
 from polydraft.models.tokenizer import Tokenizer
-from polydraft.models.weights import DRAFT_HEAD, WithDraftHead, check_same_model, prepare, refill, roles, wanted
+from polydraft.models.weights import DRAFT_HEAD, Loading, WithDraftHead, check_same_model, prepare, refill, roles, sizes, wanted
 from polydraft.output.engine_outputs import EngineOutputs, OutputCollector
 from polydraft.output.output_processor import OutputProcessor
 from polydraft.output.request_output import RequestOutput
@@ -81,13 +81,15 @@ class Engine:
         features: Sequence[FeatureFactory] = (),
         instruments: Sequence[Instrument] = (),
         draft_policy: DraftPolicy | None = None,
+        loading: Loading = lambda done, total: None,
     ) -> None:
         """Build everything; errors come in this order: plugin, checkpoint header, negotiation, device, weights.
 
         `backend` is a plugin object that replaces the one named in `config` (tests). `checkpoint` is an open checkpoint that
         replaces its `model` (benchmarks); the engine closes it. `features` provide host inputs for every step. `draft_policy`
         chooses how many drafts each step makes; without one, every step makes the maximum. `instruments` observe the run, in
-        addition to those of plugins; the hazard checker is added if the configuration asks for it."""
+        addition to those of plugins; the hazard checker is added if the configuration asks for it. `loading(done, total)` is
+        called while weights are loaded, with bytes."""
         self.config = config or EngineConfig()
         self.default = default_backend() if self.config.backend == AUTO and backend is None else None
         """The backend that `auto` stands for; None if a backend was named."""
@@ -134,7 +136,9 @@ class Engine:
         self._custom_blocks = self.checkpoint.custom_blocks()
         self._refuse_lacking_kinds()
         names = wanted(canonical, self.model, drafting=self._draft_layers(), own=self._custom_blocks)
-        self._weights = prepare(self.table, canonical, names, roles(self.model), dtype=self.resolved.dtype)
+        nbytes = sizes(self.model, names, dtype=self.resolved.dtype)
+        check_weights(self.device, self.resolved, nbytes)
+        self._weights = prepare(self.table, canonical, nbytes, roles(self.model), dtype=self.resolved.dtype, loading=loading)
         self._draft_weights = self.proposers.weights(self.resolved.proposer, self.model, self.config.draft_model)
         brought = self._draft_weights
         own = brought.prepare(self.table, self.model, dtype=self.resolved.dtype) if brought else {}

@@ -19,6 +19,7 @@ from polydraft.errors import ConfigError, RequestError
 from polydraft.instruments.base import Instrument
 from polydraft.interrupt import noted_interrupts
 from polydraft.models.checkpoint import Checkpoint
+from polydraft.models.weights import Loading
 from polydraft.output.request_output import RequestOutput
 from polydraft.sampling_params import SamplingParams
 
@@ -27,7 +28,8 @@ Prompt = str | Sequence[int]
 
 class LLM:
     """A model on a device. Keyword arguments are the fields of `EngineConfig`; an unknown one is an error. `checkpoint` stands in
-    for a directory where a model is something else, such as a layer of a framework; `instruments` look at what it runs.
+    for a directory where a model is something else, such as a layer of a framework; `instruments` look at what it runs, and
+    `loading(done, total)` is called while weights are loaded, with bytes.
 
     >>> llm = LLM(draft_tokens=3)
     >>> [out.finish_reason for out in llm.generate(["def f(x):"], SamplingParams(max_new_tokens=4))]
@@ -41,6 +43,7 @@ class LLM:
         plugin: object | None = None,
         checkpoint: Checkpoint | None = None,
         instruments: Sequence[Instrument] = (),
+        loading: Loading = lambda done, total: None,
         **options: Any,
     ) -> None:
         if config is not None and (options or not isinstance(config, EngineConfig)):
@@ -49,7 +52,11 @@ class LLM:
                 "give one of the two, a directory as model="
             )
         self.engine = Engine(
-            config or EngineConfig.from_mapping(options), backend=plugin, checkpoint=checkpoint, instruments=instruments
+            config or EngineConfig.from_mapping(options),
+            backend=plugin,
+            checkpoint=checkpoint,
+            instruments=instruments,
+            loading=loading,
         )
 
     def generate(

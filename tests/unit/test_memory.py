@@ -1,4 +1,4 @@
-"""Whether the KV blocks of an engine fit, and what is said where they do not."""
+"""Whether weights and KV blocks of an engine fit, and what is said where they do not."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -7,7 +7,7 @@ import pytest
 
 from polydraft import LLM
 from polydraft.errors import DeviceError
-from polydraft.host.kv_memory import RESERVE, check_fits
+from polydraft.host.device_memory import RESERVE, check_fits, check_weights
 from tests.support import tiny
 
 BLOCK = 1 << 20
@@ -64,6 +64,43 @@ def test_an_engine_asks_behind_its_weights(monkeypatch: pytest.MonkeyPatch):
         return 0
 
     monkeypatch.setattr(ReferenceDevice, "free_memory", free_memory, raising=False)
-    with pytest.raises(DeviceError, match="not one would fit"):
+    with pytest.raises(
+        DeviceError, match="the weights take [0-9.]+ MiB in f32, and device cpu has 0.0 MiB free; choose a smaller"
+    ):
         LLM(model=str(tiny.checkpoint("narrow")), backend="reference", plugins=tiny.PLUGINS)
-    assert len(asked) == 1
+    assert asked == [0]
+    monkeypatch.setattr(ReferenceDevice, "free_memory", lambda self: free_memory(self) + (1 << 19), raising=False)
+    with pytest.raises(DeviceError, match="not one would fit"):
+        LLM(model=str(tiny.checkpoint("narrow")), backend="reference", plugins=tiny.PLUGINS, num_blocks=1 << 20)
+    assert len(asked) == 3
+
+
+WEIGHTS = {"embed": 6 * BLOCK, "layers.0.qkv": 10 * BLOCK, "mtp.0.proj": 4 * BLOCK}
+
+
+@pytest.mark.parametrize(
+    ("free", "dtype", "said"),
+    [
+        (16, "bf16", "without the 4.0 MiB of the MTP head they fit: --proposer none"),
+        (16, "f32", "--proposer none, or in 16 bits they fit: --dtype bf16, where the backend has it"),
+        (10, "f32", "has 10.0 MiB free; in 16 bits they fit: --dtype bf16, where the backend has it"),
+        (15, "bf16", "has 15.0 MiB free; choose a smaller model, or a device with more memory"),
+    ],
+)
+def test_what_of_the_weights_would_fit_is_said_before_they_are_read(free: int, dtype: str, said: str):
+    asked: Any = SimpleNamespace(dtype=dtype)
+    check_weights(device(20 * BLOCK), asked, WEIGHTS)
+    with pytest.raises(DeviceError) as raised:
+        check_weights(device(free * BLOCK), asked, WEIGHTS)
+    assert str(raised.value).startswith(f"the weights take 20.0 MiB in {dtype}, and device chip:0 has ")
+    assert str(raised.value).endswith(said)
+
+
+def test_loading_is_told_byte_by_byte():
+    told: list[tuple[int, int]] = []
+    llm = LLM(model=str(tiny.checkpoint("narrow")), backend="reference", loading=lambda done, total: told.append((done, total)))
+    sizes = [4 * value.size for value in llm.engine.canonical_weights().values()]
+    llm.engine.close()
+    assert told == sorted(told)
+    assert told[-1] == (sum(sizes), sum(sizes))
+    assert len(told) == len(sizes)

@@ -253,13 +253,13 @@ def _most_logprobs(jobs: Sequence[Job]) -> dict[str, int]:
 
 
 def _engine(options: Mapping[str, Any], instruments: Sequence[Instrument]) -> Engine:
-    from polydraft.cli.show import busy
+    from polydraft.cli.show import loading
     from polydraft.config import EngineConfig
     from polydraft.engine import Engine
 
     config = EngineConfig.from_mapping(options)
-    with busy(f"loading {config.model or 'the demo model'}"):
-        return Engine(config, instruments=instruments)
+    with loading(config.model or "the demo model") as told:
+        return Engine(config, instruments=instruments, loading=told)
 
 
 def _joined(engine: Engine) -> list[tuple[str, str, str, str]]:

@@ -97,6 +97,21 @@ def busy(what: str) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def loading(what: str) -> Iterator[Callable[[int, int], None]]:
+    """Show on standard error how much of `what` is loaded, and how fast, by a function that is called with bytes so far and in
+    all."""
+    if not watched():
+        yield lambda done, total: None
+        return
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn()
+    with Progress(*columns, console=console(stderr=True), transient=True) as bar:
+        task = bar.add_task(f"loading {what}", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
 class Progress:
     """A bar on standard error that counts requests and tokens; nothing for a single request or where nobody looks."""
 

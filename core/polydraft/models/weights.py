@@ -5,18 +5,21 @@ The engine loads with it at start-up and for `update_weights`. It keeps no canon
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 
 import numpy as np
 
 from polydraft.backend import Weight
-from polydraft.device import Array
+from polydraft.device import DTYPES, Array
 from polydraft.errors import CheckpointError
 from polydraft.models.block import Role
 from polydraft.models.description import ModelDescription, block_weights
 from polydraft.plugins.kernel_table import BoundTable
 
+Loading = Callable[[int, int], None]
+"""Called while weights are loaded, with the bytes that are on the device and those of all, in the dtype that is kept."""
 DRAFT_HEAD = "mtp.0.draft_head"
 """The rows of `lm_head` that score a reduced draft vocabulary."""
 
@@ -57,11 +60,28 @@ def wanted(
     return [name for name in canonical if name not in left_out and (not name.startswith("mtp.") or name.startswith(kept))]
 
 
+def sizes(model: ModelDescription, names: Iterable[str], *, dtype: str) -> dict[str, int]:
+    """Bytes of each named tensor in the activation dtype `dtype`; 0 for what is made from others."""
+    declared, each = model.weights(), DTYPES[dtype].itemsize
+    return {name: math.prod(declared[name].shape) * each if name in declared else 0 for name in names}
+
+
 def prepare(
-    table: BoundTable, canonical: Mapping[str, Array], names: Iterable[str], roles: Mapping[str, Role], *, dtype: str
+    table: BoundTable,
+    canonical: Mapping[str, Array],
+    nbytes: Mapping[str, int],
+    roles: Mapping[str, Role],
+    *,
+    dtype: str,
+    loading: Loading = lambda done, total: None,
 ) -> dict[str, Weight]:
-    """Prepare each named tensor once; one canonical array is alive at a time."""
-    return {name: table.prepare_weight(roles[name], canonical[name], dtype) for name in names}
+    """Prepare each tensor of `nbytes` once; one canonical array is alive at a time. `loading` is told how far that is."""
+    weights, done, total = {}, 0, sum(nbytes.values())
+    for name, size in nbytes.items():
+        weights[name] = table.prepare_weight(roles[name], canonical[name], dtype)
+        done += size
+        loading(done, total)
+    return weights
 
 
 def refill(

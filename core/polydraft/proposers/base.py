@@ -83,7 +83,7 @@ class DraftWeights:
         """Read and prepare them, one at a time. Raises as `canonical` does."""
         roles = {f"{self.prefix}.{one.name}": one.role for one in self.tensors}
         with self.canonical(model) as arrays:
-            return prepare(table, arrays, roles, roles, dtype=dtype)
+            return prepare(table, arrays, dict.fromkeys(roles, 0), roles, dtype=dtype)
 
 
 class Drafting:

@@ -1,12 +1,13 @@
-"""Checks whether the KV blocks of an engine fit into the free memory of its device, and says what would fit if they do not.
+"""Checks whether weights, and then the KV blocks of an engine, fit into the free memory of its device, and says what would fit if
+they do not.
 
-The engine calls it once, after loading weights and before anything of the step is allocated. It allocates nothing, and does not
-check a device that does not report its free memory (`free_memory`).
+The engine calls it before it reads weights, and once they are loaded. It allocates nothing, and does not check a device that does
+not report its free memory (`free_memory`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from polydraft.device import Device
 from polydraft.errors import DeviceError
@@ -14,6 +15,23 @@ from polydraft.resolve import Resolved
 
 RESERVE = 1 << 28
 """Bytes that are left to buffers of the step, graphs and the driver."""
+
+
+def check_weights(device: Device, resolved: Resolved, nbytes: Mapping[str, int]) -> None:
+    """`nbytes`: of each tensor, by name. Raises `DeviceError` that says what they take, and what can be left out."""
+    ask: Callable[[], int] | None = getattr(device, "free_memory", None)
+    total = sum(nbytes.values())
+    if ask is None or total <= (free := ask()):
+        return
+    head = sum(size for name, size in nbytes.items() if name.startswith("mtp."))
+    plans = []
+    if head and total - head <= free:
+        plans.append(f"without the {_gib(head)} of the MTP head they fit: --proposer none")
+    if resolved.dtype == "f32" and total <= 2 * free:
+        plans.append("in 16 bits they fit: --dtype bf16, where the backend has it")
+    plans = plans or ["choose a smaller model, or a device with more memory"]
+    held = f"the weights take {_gib(total)} in {resolved.dtype}, and device {device.spec} has {_gib(free)} free"
+    raise DeviceError(f"{held}; {', or '.join(plans)}")
 
 
 def check_fits(device: Device, resolved: Resolved) -> None:

@@ -26,7 +26,9 @@ def script(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
     return module
 
 
-@pytest.mark.parametrize(("name", "file"), [("serve_load", "serving"), ("logprob_cost", "logprobs")])
+@pytest.mark.parametrize(
+    ("name", "file"), [("serve_load", "serving"), ("logprob_cost", "logprobs"), ("serve_attacks", "serve_attacks")]
+)
 def test_a_table_is_made_of_its_result(name: str, file: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module = script(name, monkeypatch)
     rows = json.loads((ROOT / "bench" / "results" / f"{file}.json").read_text(encoding="utf-8"))["rows"]
@@ -49,3 +51,9 @@ def test_log_probabilities_cost_a_step_next_to_nothing_and_fewer_columns_fewer_b
     assert rows["top 0"]["batch"] == 64
     assert rows["top 0"]["ratio"] <= 1.03
     assert rows["top 0"]["bytes_per_step"] < rows["top 5"]["bytes_per_step"] < rows["fixed 21 columns"]["bytes_per_step"]
+
+
+def test_no_attack_doubles_the_time_of_a_neighbour() -> None:
+    rows = json.loads((ROOT / "bench" / "results" / "serve_attacks.json").read_text(encoding="utf-8"))["rows"]
+    assert len({row["attack"] for row in rows}) >= 6
+    assert max(row["ratio"] for row in rows) <= 2

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from polydraft.output.request_delta import pack
 from polydraft.serving import wire
 from polydraft.serving.engine_client import EngineClient
-from polydraft.serving.http import EventStream, Gone, until_gone
+from polydraft.serving.http import BodyRoom, EventStream, Gone, HttpError, read_body, until_gone
 from tests.serving.test_engine_client import delta
 
 TICKS = range(6)
@@ -111,3 +111,31 @@ def test_a_client_that_leaves_when_the_first_news_come_is_not_served_on(ticks: i
 
     asyncio.run(scene())
     assert [command.handle for command in sent if isinstance(command, wire.Abort)] == [1]
+
+
+def test_bodies_share_their_room() -> None:
+    room = BodyRoom(10)
+
+    class Sending:
+        def __init__(self, *parts: bytes) -> None:
+            self.parts = list(parts)
+
+        async def receive(self) -> Any:
+            return {"type": "http.request", "body": self.parts.pop(0), "more_body": bool(self.parts)}
+
+    async def body(sending: Sending, take: Any) -> bytes:
+        return await read_body(Request({"type": "http", "headers": []}, sending.receive), most=8, within_s=5, take=take)
+
+    async def scene() -> None:
+        with room.held() as first:
+            assert await body(Sending(b"abcd", b"efgh"), first) == b"abcdefgh"
+            with room.held() as second:
+                with pytest.raises(HttpError, match="take all the room") as refused:
+                    await body(Sending(b"ab", b"c"), second)
+                assert (refused.value.status, refused.value.retry_s) == (503, 1)
+            with room.held() as third:
+                assert await body(Sending(b"ab"), third) == b"ab", "what the one before had taken is free"
+        with room.held() as last:
+            assert await body(Sending(b"abcdefgh"), last) == b"abcdefgh"
+
+    asyncio.run(scene())

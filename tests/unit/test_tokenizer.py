@@ -4,6 +4,8 @@ import json
 import shutil
 import subprocess
 import sys
+import threading
+import time
 from functools import cache
 from pathlib import Path
 from unittest import mock
@@ -219,6 +221,36 @@ def test_bytes_that_are_no_character_take_a_place_each() -> None:
     assert offsets(fallback(), [the, 3 + 0xFF, 3 + 0xFE, cat]) == [0, 3, 4, 5]
 
 
+def test_a_long_text_leaves_the_interpreter_to_others() -> None:
+    longest, working = 0.0, True
+
+    def other() -> None:
+        nonlocal longest
+        while working:
+            begin = time.perf_counter()
+            time.sleep(0.001)
+            longest = max(longest, time.perf_counter() - begin)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    begin = time.perf_counter()
+    ids = demo().encode("a" * 1_000_000)
+    took = time.perf_counter() - begin
+    assert demo().decode(ids) == "a" * 1_000_000
+    working = False
+    thread.join()
+    assert longest < took / 2
+
+
+def test_long_texts_have_the_tokens_of_short_ones() -> None:
+    text = "def f(x):\n    return 'h\u00e9llo \U0001f600 <|eos|>'\n" * 400
+    with mock.patch.object(module, "_LONG", 1 << 30):
+        short = demo().encode(text)
+        wanted = demo().decode(short)
+    assert demo().encode(text) == short
+    assert demo().decode(short) == wanted == demo().decode(short[:5000]) + demo().decode(short[5000:])
+
+
 @given(st.text(max_size=40))
 def test_offsets_are_where_the_text_before_ends(text: str) -> None:
     ids = demo().encode(text)
@@ -228,22 +260,18 @@ def test_offsets_are_where_the_text_before_ends(text: str) -> None:
 
 
 def test_a_text_is_refused_by_its_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
-    read = []
-    encode = tokenizers.Tokenizer.encode
+    read: list[int] = []
 
     class Counting:
-        def encode(self, text: str, **more: bool) -> tokenizers.Encoding:
-            read.append(len(text))
-            return encode(demo()._backend, text, **more)
+        def encode_batch(self, texts: list[str], **more: bool) -> list[tokenizers.Encoding]:
+            read.extend(map(len, texts))
+            return demo()._backend.encode_batch(texts, **more)
 
     tokenizer = Tokenizer.from_dir(demo_model_path())
     monkeypatch.setattr(tokenizer, "_backend", Counting())
     with pytest.raises(RequestError, match=r"more than \d+ tokens, wanted fewer than 100; shorten it"):
         tokenizer.encode("x = 1\n" * 100_000, most=100)
     assert sum(read) < 5000
-    text = "def f(x):\n    return x\n" * 60
-    length = len(demo().encode(text))
-    assert tokenizer.encode(text, most=length) == demo().encode(text)
 
 
 @given(

@@ -83,7 +83,7 @@ class ChatTemplate:
         present = [{key: value for key, value in message.items() if value is not None} for message in messages]
         try:
             data = json.loads(json.dumps({"messages": present, "tools": tools, "variables": dict(variables or {})}))
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RecursionError) as error:
             raise RequestError(f"messages or tools hold what JSON does not know: {error}; send plain data") from error
         names = {**self.special_tokens, **data["variables"]}
         names |= {"messages": data["messages"], "tools": data["tools"], "add_generation_prompt": add_generation_prompt}

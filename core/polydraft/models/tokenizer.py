@@ -26,6 +26,8 @@ __all__ = ["IncrementalDecoder", "TextOffsets", "Tokenizer"]
 _REPLACEMENT = "\ufffd"
 _CHARACTERS = 8
 """Of a token, in the first part of a text that is measured: more than most have."""
+_LONG = 1 << 13
+"""Characters or tokens that take milliseconds."""
 _BESIDE = 4
 """Words beside a cut whose tokens may change with what is behind it."""
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
@@ -99,17 +101,26 @@ class Tokenizer:
             ) from None
         if most is not None:
             self._measure(text, most)
-        return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        return list(self._encoding(text, add_special_tokens=add_special_tokens).ids)
+
+    def _encoding(self, text: str, *, add_special_tokens: bool) -> tokenizers.Encoding:
+        """Only the library's batches leave the interpreter to other threads meanwhile, which matters where it takes long."""
+        if len(text) < _LONG:
+            return self._backend.encode(text, add_special_tokens=add_special_tokens)
+        return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
 
     def _measure(self, text: str, most: int) -> None:
         """Refuse a text of which a part has more than `most` tokens. What stands behind a cut may change tokens of the word that
         it goes through, and of words beside it where the tokenizer looks ahead; the others are those of the whole text."""
         size = _CHARACTERS * most
         while len(text) > 2 * size:
-            words = [word for word in self._backend.encode(text[:size], add_special_tokens=False).word_ids if word is not None]
+            (found,) = self._backend.encode_batch([text[:size]], add_special_tokens=False)
+            words = [word for word in found.word_ids if word is not None]
             certain = bisect_left(words, words[-1] - _BESIDE) if words else 0
             if certain > most:
                 raise RequestError(f"the prompt has more than {certain} tokens, wanted fewer than {most}; shorten it")
+            if not certain:  # it has no words, and its parts tell nothing of the whole
+                return
             size *= 4
 
     def encode_chat(
@@ -135,7 +146,10 @@ class Tokenizer:
 
     def decode(self, token_ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of `token_ids`. Bytes that form no character become U+FFFD, ids without a token nothing."""
-        return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        ids = list(token_ids)
+        if len(ids) < _LONG:
+            return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+        return self._backend.decode_batch([ids], skip_special_tokens=skip_special_tokens)[0]  # as `_encoding`
 
     def token(self, token_id: int) -> str | None:
         """Return the tokenizer's own spelling of one id, None where it has no token."""

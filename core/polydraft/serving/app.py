@@ -24,7 +24,7 @@ from starlette.routing import Route
 from polydraft.errors import RequestError
 from polydraft.serving import protocol
 from polydraft.serving.engine_client import EngineGone
-from polydraft.serving.http import Gone, HttpError, check_key, check_origin, read_body
+from polydraft.serving.http import BodyRoom, Gone, HttpError, check_key, check_origin, read_body
 from polydraft.serving.openapi import document
 from polydraft.serving.service import Service, as_http
 
@@ -35,6 +35,8 @@ POLICY = (
 )
 """What the playground may do: talk to this server, and nothing else."""
 CLIENT_GONE = 499
+BODIES = 64
+"""Bodies of the largest size that there is room for at once."""
 Handler = Callable[[Request], Awaitable[Any]]
 
 
@@ -43,7 +45,7 @@ class Routes:
 
     def __init__(self, service: Service) -> None:
         self._service, self._settings, self._client, self._log = service, service.settings, service.client, service.log
-        self._started = int(time.time())
+        self._started, self._room = int(time.time()), BodyRoom(BODIES * service.settings.max_body_bytes)
 
     def guarded(self, handler: Handler, keys: tuple[str, ...], *, engine: bool = True) -> Handler:
         """The handler behind checks of origin and keys and, where it needs an `engine`, of there being one; every failure has an
@@ -56,7 +58,8 @@ class Routes:
                 check_key(request, keys)
                 if engine:
                     self._check_open(request)
-                return await handler(request)
+                with self._room.held() as request.state.take:
+                    return await handler(request)
             except Gone as gone:
                 self._log.tell("client_gone", path=request.url.path, **gone.fields)
                 return Response(status_code=CLIENT_GONE)
@@ -80,7 +83,8 @@ class Routes:
 
     async def _body(self, request: Request, kind: type[Any]) -> tuple[Any, int]:
         """The body of a request, and its size in bytes."""
-        data = await read_body(request, most=self._settings.max_body_bytes, within_s=self._settings.stall_s)
+        most, within_s = self._settings.max_body_bytes, self._settings.stall_s
+        data = await read_body(request, most=most, within_s=within_s, take=request.state.take)
         return protocol.decode(data, kind), len(data)
 
     async def completions(self, request: Request) -> Any:

@@ -12,7 +12,7 @@ import hashlib
 import hmac
 import ipaddress
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -97,8 +97,32 @@ def _is_loopback(host: str) -> bool:
     return False
 
 
-async def read_body(request: Request, *, most: int, within_s: float) -> bytes:
-    """The whole body. Raises `HttpError` 413 above `most` bytes, 408 where it takes longer than `within_s`."""
+class BodyRoom:
+    """Room for the bodies of all requests together, `most` bytes: many that are each allowed may be more than a machine has."""
+
+    def __init__(self, most: int) -> None:
+        self._left = most
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[Callable[[int], None]]:
+        """For the time of a request: a function that takes room for more bytes; `HttpError` 503 where there is none."""
+        taken = 0
+
+        def take(size: int) -> None:
+            nonlocal taken
+            if size > self._left:
+                raise HttpError(503, "the bodies of other requests take all the room there is; try again", "server_error", 1)
+            taken, self._left = taken + size, self._left - size
+
+        try:
+            yield take
+        finally:
+            self._left += taken
+
+
+async def read_body(request: Request, *, most: int, within_s: float, take: Callable[[int], None]) -> bytes:
+    """The whole body, part by part taken room for. Raises `HttpError` 413 above `most` bytes, 408 where it takes longer than
+    `within_s`, and what `take` does."""
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > most:
         raise _too_large(most)
@@ -110,6 +134,7 @@ async def read_body(request: Request, *, most: int, within_s: float) -> bytes:
             size += len(part)
             if size > most:
                 raise _too_large(most)
+            take(len(part))
             parts.append(part)
 
     try:

@@ -65,7 +65,7 @@ def test_an_engine_asks_behind_its_weights(monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.setattr(ReferenceDevice, "free_memory", free_memory, raising=False)
     with pytest.raises(
-        DeviceError, match="the weights take [0-9.]+ MiB in f32, and device cpu has 0.0 MiB free; choose a smaller"
+        DeviceError, match=r"the weights take [0-9.]+ MiB in f32, and device cpu has 0.0 MiB free; choose a smaller"
     ):
         LLM(model=str(tiny.checkpoint("narrow")), backend="reference", plugins=tiny.PLUGINS)
     assert asked == [0]

@@ -60,6 +60,8 @@ if TYPE_CHECKING:
     from polydraft.models.description import ModelDescription
     from polydraft.models.tensor_table import TensorTable
 
+GRAMMAR_WAIT_S = 0.005
+"""How long a step with nothing to do waits for the grammars of its requests."""
 Running = Literal["finish", "recompute"]
 """What happens to running requests when weights are replaced."""
 
@@ -265,9 +267,11 @@ class Engine:
         *,
         id: str | None = None,  # noqa: A002  what callers and records call it
         stream: bool = False,
+        compiled: bool = True,
     ) -> str:
         """Queue a request and return its id. Raises `RequestError` for a request that cannot be served; other requests are not
-        affected. Raises `DeviceError` after the device has failed for good or the engine was closed."""
+        affected. Raises `DeviceError` after the device has failed for good or the engine was closed. Waits until a grammar is
+        compiled; without `compiled` it does not, and a request whose grammar cannot be used ends as "refused"."""
         if self.failure:
             raise DeviceError(self.failure)
         params = SamplingParams() if params is None else params
@@ -275,9 +279,16 @@ class Engine:
         if request_id in self.requests:
             raise RequestError(f"request id {request_id!r} is in use; choose another, or wait until that request has ended")
         request = self._input_processor.make_request(prompt, params, request_id=request_id, number=self._number, stream=stream)
+        if request.binding is not None and self._constraints is not None:
+            try:
+                self._constraints.compile(request.binding, wait=compiled)
+            except RequestError:
+                request.binding.end()
+                raise
+            request.binding.request = request
         self._number += 1
         self.requests[request_id] = request
-        self.scheduler.waiting.append(request)
+        self.scheduler.queue(request)
         self._outputs.track(request)
         return request_id
 
@@ -298,7 +309,7 @@ class Engine:
 
     def _stop(self, request: Request, reason: str) -> None:
         if request.status is Status.WAITING:
-            self.scheduler.waiting.remove(request)
+            self.scheduler.leave(request)
             request.status, request.finish_reason = Status.FINISHED, reason
         elif request.status is Status.RUNNING:
             end(self.slots, request.slot, reason)
@@ -310,7 +321,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether there is anything to do: waiting or running requests, or steps in flight."""
-        return bool(self._in_flight or self.scheduler.waiting or (self.slots.phase != 0).any())
+        return bool(self._in_flight or self.scheduler.waiting or self.scheduler.held or (self.slots.phase != 0).any())
 
     @property
     def points(self) -> Points:
@@ -340,6 +351,8 @@ class Engine:
     def _step(self) -> bool:
         start = time.perf_counter()
         points = self.instruments.points
+        if self._constraints is not None:
+            self._hear(self._constraints)
         plan = points.notify_around("plan", None, self.scheduler.plan) if points.plan else self.scheduler.plan()
         if plan is not None:
             self._launch(plan)
@@ -373,11 +386,45 @@ class Engine:
         while self._in_flight[0] is not flight:
             self._collect()
         self.runner.inputs.fill(self._view(flight.plan), middle=True)
+        if self._constraints is not None:
+            self._hear(self._constraints)
         points = self.instruments.points
         if points.resume:
             points.notify_around("resume", flight, self.runner.resume, flight)
         else:
             self.runner.resume(flight)
+
+    # -- constraints -------------------------------------------------------------------------------
+    def _hear(self, constraints: Constraints, wait_s: float = 0.0) -> None:
+        """Act on what the grammars of requests have answered: requests go on, or end because theirs cannot be followed. A request
+        whose masks are late is preempted."""
+        for binding in constraints.changed(wait_s):
+            request = binding.request
+            if request is None or request.status is Status.FINISHED:
+                continue
+            if binding.error:
+                self._fail(request, binding.error, "refused")
+            elif request.status is Status.RUNNING:
+                self.slots.held[request.slot] = False
+        late, constraints.late = constraints.late, []
+        for slot in late:
+            request = self.slots.request[slot]
+            if request is not None and request.binding is not None and not self.slots.draining[slot]:
+                request.binding.late += 1
+                self.scheduler.preempt(slot)
+        if self.scheduler.held:
+            self.scheduler.release_held()
+
+    def _ask(self, plan: StepPlan) -> None:
+        """A step was applied: ask for the masks of the next windows of its constrained requests."""
+        t, inputs, slots = self.slots, self.runner.inputs, plan.slots
+        decodes = t.kv_len[slots] == t.num_known[slots] - 1
+        for slot in slots[t.bound[slots] & ~t.draining[slots] & decodes].tolist():
+            request = t.request[slot]
+            if request is not None and request.binding is not None:
+                begin = int(t.prompt_len[slot]) + request.binding.consumed
+                drafts = inputs.drafts[slot, : inputs.draft_len[slot]].tolist()
+                request.binding.ask(t.tokens[slot, begin : t.num_known[slot]].tolist(), drafts)
 
     def _view(self, plan: StepPlan) -> HostView:
         inputs = self.runner.inputs
@@ -406,18 +453,22 @@ class Engine:
         t.in_flight_counts[:] = 0
         self.scheduler.release_drained()  # preempted requests queue again here
         self.ledger.forget_all()
-        for request in list(self.scheduler.waiting) if self.failure else ():
+        for request in [*self.scheduler.waiting, *self.scheduler.held] if self.failure else ():
             self._fail(request, self.failure)
 
-    def _fail(self, request: Request | None, sentence: str) -> None:
+    def _fail(self, request: Request | None, sentence: str, reason: str = "error") -> None:
         assert request is not None, "a running slot has a request"
-        self._stop(request, "error" if sentence else "abort")
+        self._stop(request, reason if sentence else "abort")
         request.error = sentence
 
     def _unstick(self) -> bool:
-        """Nothing runs and nothing is in flight: release drained slots, which may make room. Returns False."""
+        """Nothing runs and nothing is in flight: release drained slots, which may make room, and wait a little for grammars that
+        requests wait for. Returns whether there are such."""
         self.scheduler.release_drained()
-        return False
+        if self._constraints is None or not (self.scheduler.held or self.slots.held.any()):
+            return False
+        self._hear(self._constraints, GRAMMAR_WAIT_S)
+        return True
 
     def _collect(self) -> None:
         """Wait for the oldest step in flight and apply its outcome."""
@@ -437,11 +488,15 @@ class Engine:
             ended.append(request)
         for request in ended:
             self._finished(request)
+        if self._constraints is not None:
+            self._ask(plan)
         for observer in self._observers:
             observer.step_finished(plan, outcome)
 
     def _finished(self, request: Request) -> None:
         request.finish_s = time.perf_counter()
+        if request.binding is not None:
+            request.binding.end()
         num_tokens, rounds = len(request.token_ids), request.rounds
         self._outputs.finish(request)
         self.totals.take_back(num_tokens - len(request.token_ids), rounds, request.rounds)
@@ -507,9 +562,15 @@ class Engine:
         self.scheduler.admits = "begun" if running == "finish" else "none"
         if running == "recompute":
             self.scheduler.preempt_all()
-        while self._in_flight or (self.slots.phase != Phase.IDLE).any() or self.scheduler.admissible():
+        while (
+            self._in_flight or (self.slots.phase != Phase.IDLE).any() or self.scheduler.admissible() or self._begun_held(running)
+        ):
             self.step()
         self.device.synchronize()  # the last step's draft passes come after the snapshot that was waited for
+
+    def _begun_held(self, running: Running) -> bool:
+        """Whether a request that must finish first awaits its grammar."""
+        return running == "finish" and any(request.begun for request in self.scheduler.held)
 
     @property
     def hazards(self) -> tuple[Hazard, ...]:
@@ -521,6 +582,8 @@ class Engine:
         """Close the device and the checkpoint. Then raises the error of an instrument, such as `HazardError` of the hazard
         checker."""
         self.failure = self.failure or "this engine is closed, wanted an open one; make a new one"
+        if self._constraints is not None:
+            self._constraints.close()
         self.instruments.closing()
         self.device.close()
         self.checkpoint.close()

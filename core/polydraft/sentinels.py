@@ -60,3 +60,5 @@ class Finish(IntEnum):
     LENGTH = 2
     ABORT = 3
     ERROR = 4
+    REFUSED = 5
+    """The host's alone: the request asked for what turned out not to be possible."""

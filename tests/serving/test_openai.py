@@ -298,6 +298,14 @@ def test_the_log_has_no_text_of_anybody(client: Any, server: Served) -> None:
 
 
 # -- bound output -------------------------------------------------------------------------------------------------------
+MANY_BRANCHES = "start: " + " | ".join(f'"a" r{i}' for i in range(3000)) + "\n" + "\n".join(f'r{i}: "b{i}"' for i in range(3000))
+
+
+def test_a_grammar_that_fails_in_the_middle_is_the_clients_error(bound: Any) -> None:
+    with pytest.raises(openai.BadRequestError, match="cannot be followed: Parser Error"):
+        bound.completions.create(model="letters", prompt="a", extra_body={"structured_outputs": {"grammar": MANY_BRANCHES}})
+
+
 @pytest.fixture(scope="module")
 def bound(tmp_path_factory: pytest.TempPathFactory) -> Any:
     pytest.importorskip("llguidance", reason="the extra `grammar` is not installed")
@@ -344,9 +352,10 @@ def test_a_completion_keeps_to_a_grammar(bound: Any, grammar: str) -> None:
     assert re.fullmatch("ab[0-9]", answer.choices[0].text)
 
 
-def test_what_is_no_grammar_is_the_clients_error(bound: Any, client: Any) -> None:
-    for body in ({"regex": "(["}, {"nothing": "x"}, {"regex": "a", "json": {}}):
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_is_no_grammar_is_the_clients_error(bound: Any, client: Any, *, stream: bool) -> None:
+    for body in ({"regex": "(["}, {"nothing": "x"}, {"regex": "a", "json": {}}, {"regex": r"[^\s\S]"}, {"json": '{"$ref": "#"}'}):
         with pytest.raises(openai.BadRequestError):
-            bound.completions.create(model="letters", prompt="a", extra_body={"structured_outputs": body})
+            bound.completions.create(model="letters", prompt="a", stream=stream, extra_body={"structured_outputs": body})
     with pytest.raises(openai.BadRequestError, match="constraints=True"):
         complete(client, extra_body={"structured_outputs": {"regex": "a"}})

@@ -21,7 +21,8 @@ import pytest
 from polydraft import LLM, Engine, RequestOutput, SamplingParams
 from polydraft.errors import CapabilityError, RequestError
 from polydraft.output.output_processor import OutputProcessor
-from polydraft.sampling.constraints import Automaton, Constraints, Thinking, _allows
+from polydraft.sampling.automaton import Automaton, Thinking, allows
+from polydraft.sampling.constraints import Constraints
 from tests.support.cpu import needs_kernels
 from tests.support.emulator import Emulator
 from tests.support.letters import checkpoint
@@ -204,7 +205,7 @@ class _Digits:
 def masks(automaton: Automaton, drafts: Sequence[int], width: int = 5) -> list[list[int]]:
     rows = np.zeros((width, 2), np.uint32)
     automaton.fill(drafts, rows)
-    return [[t for t in range(64) if _allows(row, t)] for row in rows[: len(drafts) + 1]]
+    return [[t for t in range(64) if allows(row, t)] for row in rows[: len(drafts) + 1]]
 
 
 def test_an_automaton_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,8 @@ DEPENDENCIES = frozenset({"numpy", "pluggy", "tokenizers", "jinja2", "rich", "cl
 ROOMS: dict[str, frozenset[str]] = {
     "polydraft/instruments/trace_view.py": frozenset({"matplotlib"}),  # imported only to draw a PNG
     "polydraft/conformance/vendor.py": frozenset({"pytest"}),  # the base of a test class
-    "polydraft/sampling/constraints.py": frozenset({"llguidance"}),  # the extra `grammar`; imported where a grammar is asked for
+    "polydraft/sampling/automaton.py": frozenset({"llguidance"}),  # the extra `grammar`; imported where a grammar is asked for
+    "polydraft/sampling/grammar_process.py": frozenset({"llguidance"}),  # likewise
     "polydraft/serving": frozenset({"starlette", "uvicorn", "msgspec", "zmq", "prometheus_client"}),  # the extra `serve`
     "polydraft/template": frozenset({"polydraft_mychip"}),  # a package to be: it imports itself
 }

@@ -125,7 +125,8 @@ def command(
             click.echo(f"polydraft: request {output.id!r}: {output.error}", err=True)
     if run.interrupted:
         return INTERRUPTED
-    return FAILED if hazards or never or any(output.finish_reason == "error" for output in run.outputs.values()) else 0
+    failed = any(output.finish_reason in ("error", "refused") for output in run.outputs.values())
+    return FAILED if hazards or never or failed else 0
 
 
 def _recording(given: dict[str, Any]) -> dict[str, Any]:

@@ -34,7 +34,7 @@ class InputProcessor:
     processing: Processing
     """The stages of logits processing, and what of them the backend cannot run."""
     constraints: Constraints | None = None
-    """Makes the automata of requests; None in an engine that was not built for constraints."""
+    """Binds the output of requests; None in an engine that was not built for constraints."""
 
     def make_request(
         self, prompt: str | Sequence[int], params: SamplingParams, *, request_id: str, number: int, stream: bool
@@ -61,11 +61,12 @@ class InputProcessor:
             stop_token_ids=self._stop_token_ids(params),
             max_total=self._max_total(prompt_ids, params),
             prepared=self.processing.prepare(params, self.tokenizer.encode, self.limits.vocab_size),
-            automaton=self.constraints.automaton(params, prompt_ids) if self.constraints is not None else None,
             stream=stream,
             arrival_s=time.perf_counter(),
         )
         self.processing.check_columns(request, self.limits)
+        if self.constraints is not None:  # last of all: whatever is refused has begun no work
+            request.binding = self.constraints.bind(params, prompt_ids)
         return request
 
     def _check_logprobs(self, params: SamplingParams) -> None:

@@ -13,7 +13,7 @@ from polydraft.program.declare import Prepared
 from polydraft.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from polydraft.sampling.constraints import Automaton
+    from polydraft.sampling.grammars import Binding
 
 
 class Status(Enum):
@@ -56,7 +56,7 @@ class Request:
     """Accepted drafts of each decode round."""
     round_drafts: list[int] = field(default_factory=list)
     """Drafts that each of them verified."""
-    automaton: Automaton | None = None
+    binding: Binding | None = None
     """What binds its output."""
     forced: set[int] = field(default_factory=set)
     """Places of output tokens that a constraint left no choice for; those after the text so far are guesses."""
@@ -75,6 +75,11 @@ class Request:
     def processed(self) -> bool:
         """Whether its logits change before a token is chosen."""
         return bool(self.prepared)
+
+    @property
+    def ready(self) -> bool:
+        """Whether it may be admitted, when it waits: what its first step needs of its grammar is there."""
+        return self.binding is None or self.binding.ready
 
     @property
     def begun(self) -> bool:

@@ -39,7 +39,7 @@ _PREFILL, _DECODE = int(Phase.PREFILL), int(Phase.DECODE)
 
 
 class Scheduler:
-    """Plans steps over a slot table and a block ledger. `waiting` is the queue, oldest first."""
+    """Plans steps over a slot table and a block ledger. `waiting` is the queue, oldest first; `queue` and `leave` change it."""
 
     def __init__(
         self, limits: Limits, slots: SlotTable, ledger: BlockLedger, columns: Sequence[Column], row_order: RowOrder = "slot", *,
@@ -53,6 +53,8 @@ class Scheduler:
         self._waiting_drafts = limits.num_drafts
         """The maximum number of drafts that the last step made for a slot."""
         self.waiting: deque[Request] = deque()
+        self.held: list[Request] = []
+        """Requests that would wait, but whose grammar is not ready; they hold nobody up."""
         self.num_preemptions = 0
         self.num_looked_up = 0
         """Tokens of prefills that were looked up in the prefix cache: the denominator of its hit rate."""
@@ -109,9 +111,10 @@ class Scheduler:
         return rows if window == self.limits.window else np.minimum(rows, np.int32(window))
 
     def _decoding(self) -> Array:
-        """Decoding slots, except those that reach their maximum length in a step that is in flight."""
+        """Decoding slots, except those whose masks are awaited, and those that reach their maximum length in a step that is in
+        flight."""
         t = self.slots
-        running = (t.phase == _DECODE) & ~t.draining & (t.num_known + t.in_flight_tokens < t.max_total)
+        running = (t.phase == _DECODE) & ~t.draining & ~t.held & (t.num_known + t.in_flight_tokens < t.max_total)
         slots: Array = running.nonzero()[0]
         return slots
 
@@ -156,18 +159,20 @@ class Scheduler:
     def _preempt_youngest(self) -> None:
         """Stop scheduling the youngest running request. It returns to the queue when it has drained."""
         running = self._running()
-        self._preempt(int(running[np.argmax(self.slots.number[running])]))
+        self.preempt(int(running[np.argmax(self.slots.number[running])]))
 
     def preempt_all(self) -> None:
         """Stop scheduling every running request. Each returns to the queue when it has drained."""
         for slot in self._running().tolist():
-            self._preempt(slot)
+            self.preempt(slot)
 
     def _running(self) -> Array:
         t = self.slots
         return np.flatnonzero(((t.phase == _DECODE) | (t.phase == _PREFILL)) & ~t.draining)
 
-    def _preempt(self, slot: int) -> None:
+    def preempt(self, slot: int) -> None:
+        """Stop scheduling the request in a slot. It returns to the queue when it has drained; what is in flight for it is
+        discarded."""
         request = self.slots.request[slot]
         assert request is not None, "a running slot has a request"
         self.slots.draining[slot] = True
@@ -333,7 +338,7 @@ class Scheduler:
             if request.status is Status.RUNNING:
                 t.sync(request)
                 request.status, request.slot = Status.WAITING, -1
-                self.waiting.insert(self._queue_place(request), request)
+                self.queue(request)
             self.ledger.release(slot)
             t.vacate(slot)
 
@@ -342,6 +347,23 @@ class Scheduler:
         draining: Array = self.slots.draining.nonzero()[0]
         return draining[self.slots.in_flight[draining] == 0] if draining.size else draining
 
-    def _queue_place(self, request: Request) -> int:
-        """The place of a preempted request in the queue, by arrival: at the head unless older requests wait, too."""
-        return next((i for i, other in enumerate(self.waiting) if other.number > request.number), len(self.waiting))
+    # -- the queue ---------------------------------------------------------------------------------
+    def queue(self, request: Request) -> None:
+        """Let a request wait: by arrival, unless its grammar is not ready yet."""
+        if not request.ready:
+            self.held.append(request)
+        elif not self.waiting or self.waiting[-1].number < request.number:
+            self.waiting.append(request)
+        else:
+            place = next(i for i, other in enumerate(self.waiting) if other.number > request.number)
+            self.waiting.insert(place, request)
+
+    def release_held(self) -> None:
+        """Let the held requests wait whose grammar has become ready."""
+        held, self.held = self.held, []
+        for request in held:
+            self.queue(request)
+
+    def leave(self, request: Request) -> None:
+        """A request that waits has ended."""
+        (self.waiting if request in self.waiting else self.held).remove(request)

@@ -25,7 +25,8 @@ class SlotTable:
     Planned: `phase` (PREFILL until its last chunk is planned), `prefill_planned` rows.
     In flight: `in_flight` steps that hold the slot, `in_flight_decode` those that run a window, `in_flight_tokens` those that
     emit at least one token unless paused, `in_flight_rows` what windows may add to the text; `in_flight_counts` [4, B] is all
-    four. `draining`: not scheduled any more, released once nothing is in flight.
+    four. `draining`: not scheduled any more, released once nothing is in flight. `bound`: a constraint binds the output; `held`:
+    not scheduled until its masks are there.
     For output: `reported`, `reported_rounds` (tokens and rounds already reported), and why more is reported before the end:
     `streaming`, `watched` (a stop string may end it), `fresh` (no token yet). `reports`: log probabilities of finished steps,
     until results are made of them.
@@ -49,6 +50,8 @@ class SlotTable:
         self.sampling = np.zeros(b, bool)
         self.processed = np.zeros(b, bool)
         self.draining = np.zeros(b, bool)
+        self.bound = np.zeros(b, bool)
+        self.held = np.zeros(b, bool)
         self.reported = np.zeros(b, np.int64)
         self.reported_rounds = np.zeros(b, np.int64)
         self.streaming = np.zeros(b, bool)
@@ -101,6 +104,8 @@ class SlotTable:
         self.prompt_top[slot] = _num_requested(request.params.prompt_logprobs)
         self.in_flight_counts[:, slot] = 0
         self.draining[slot] = False
+        self.bound[slot] = request.binding is not None
+        self.held[slot] = request.binding is not None and request.begun  # until the masks behind what it had are there
 
     def _most_rows(self, max_drafts: int | None) -> int:
         return self._num_drafts + 1 if max_drafts is None else min(max_drafts, self._num_drafts) + 1
@@ -119,7 +124,9 @@ class SlotTable:
         assert self.in_flight[slot] == 0, "a slot was released while a step that holds it is in flight"
         self.request[slot] = self._occupants = None
         self.phase[slot] = Phase.IDLE
-        self.draining[slot] = self.streaming[slot] = self.watched[slot] = self.fresh[slot] = False
+        self.draining[slot] = self.bound[slot] = self.held[slot] = self.streaming[slot] = self.watched[slot] = self.fresh[
+            slot
+        ] = False
         self.num_top[slot] = self.prompt_top[slot] = -1
 
 

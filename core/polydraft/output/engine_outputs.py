@@ -133,7 +133,7 @@ class OutputCollector:
         return EngineOutputs(
             logprobs=tuple(logprobs), requests=tuple(requests), ended=ended, ended_texts=ended_texts,
             texts=tuple([self._watched[r.number].text if r.params.stop else None for r in requests]),
-            forced=tuple([tuple(sorted(r.forced)) if r.automaton is not None else () for r in requests]),
+            forced=tuple([tuple(sorted(r.forced)) if r.binding is not None else () for r in requests]),
             tokens=t.tokens.reshape(-1)[places], token_ends=token_ends,
             rounds=t.rounds.reshape(-1)[of_rounds], round_drafts=t.round_drafts.reshape(-1)[of_rounds], round_ends=round_ends,
         )  # fmt: skip

@@ -51,7 +51,7 @@ class RequestOutput:
     finished: bool
     finish_reason: str | None
     error: str = ""
-    """Why it ended with "error"."""
+    """Why it ended with "error", or "refused": then what it asked for was not possible."""
     ttft_s: float | None = None
     """Seconds from its arrival to its first token; None before."""
     latency_s: float | None = None

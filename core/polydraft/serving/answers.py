@@ -16,7 +16,7 @@ from polydraft.output.request_delta import RequestDelta
 from polydraft.sentinels import NO_TOKEN
 from polydraft.serving.wire import Span
 
-FINISH = {"stop": "stop", "length": "length", "abort": "stop", "error": "stop"}
+FINISH = {"stop": "stop", "length": "length", "abort": "stop", "error": "stop", "refused": "stop"}
 MOST_SAID = 2000
 """Characters of an error's message."""
 IMPOSSIBLE = -9999.0

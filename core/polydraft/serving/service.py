@@ -241,6 +241,8 @@ class Service:
                 if delta.finish:
                     self.metrics.e2e.observe(now - job.begin)
                     self.metrics.ended(delta.finish, len(choice.prompt_ids), len(choice.token_ids))
+                if delta.finish == "refused":
+                    raise RequestError(delta.error)
                 if delta.finish == "error":
                     raise HttpError(500, f"the text ended with an error: {delta.error}", "server_error")
                 yield choice, text

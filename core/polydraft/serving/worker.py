@@ -207,7 +207,8 @@ class Worker:
 
     def _add(self, engine: Engine, command: wire.Add) -> None:
         try:
-            engine.add(command.prompt_ids, SamplingParams.from_mapping(command.params), id=str(command.handle), stream=True)
+            params = SamplingParams.from_mapping(command.params)
+            engine.add(command.prompt_ids, params, id=str(command.handle), stream=True, compiled=False)
         except RequestError as error:
             self._sender.put(wire.Refused(command.handle, str(error), "client"))
         except DeviceError as error:
@@ -246,7 +247,8 @@ class Worker:
         if lanes is not None:
             lanes.note()
         return wire.Stats(
-            running=int((slots.phase != Phase.IDLE).sum()), waiting=len(engine.scheduler.waiting), kv_blocks=ledger.num_blocks,
+            running=int((slots.phase != Phase.IDLE).sum()), kv_blocks=ledger.num_blocks,
+            waiting=len(engine.scheduler.waiting) + len(engine.scheduler.held),
             kv_blocks_free=ledger.num_free, steps=totals.steps, new_tokens=totals.new_tokens, rounds=totals.rounds,
             drafted=totals.drafted, accepted=totals.accepted, drafted_at=list(totals.drafted_at),
             accepted_at=list(totals.accepted_at), preemptions=engine.scheduler.num_preemptions, step_s=self._step_s,

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import statistics
@@ -32,15 +33,22 @@ TARGET = ROOT / "bench" / "results" / "serve_attacks.json"
 FIGURES = "bench/results/serve_attacks.json"
 NEIGHBOUR = {"prompt": "def f(x):\n    ", "max_tokens": 16, "temperature": 0}
 GRAMMAR = 'start: s "b"\ns: s s s | s s | "a" | \n'
+LONG = {"max_tokens": 600, "ignore_eos": True, "logit_bias": {"66": 100}}
+"""The demo model then writes one `a` after the other, until there are too many parses."""
 BODIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "grammar": ("a grammar of 45 bytes that has many parses", {"max_tokens": 64, "structured_outputs": {"grammar": GRAMMAR}}),
+    "grammar": ("a grammar of 45 bytes that has many parses", {**LONG, "structured_outputs": {"grammar": GRAMMAR}}),
     "stops": ("50,000 stop strings", {"max_tokens": 64, "stop": [f"s{number}" for number in range(50_000)]}),
     "field": ("a field name of 4 MB", {"y" * 4_000_000: 1}),
     "prompt": ("a prompt of 3 MB", {"prompt": "def f(x): return x + 1\n" * 130_000}),
     "word": ("a prompt of 3 MB that is one word", {"prompt": "a" * 3_000_000}),
     "biases": ("10,000 logit biases", {"logit_bias": {str(token): 1 for token in range(10_000)}}),
 }
-OTHERS = {"heads": "300 half heads", "reader": "8 streams that nobody reads"}
+OTHERS = {
+    "grammars": "8 such grammars at once",
+    "deep": "grammars that crash their library",
+    "heads": "300 half heads",
+    "reader": "8 streams that nobody reads",
+}
 
 
 async def sent(url: str, data: bytes, answers: Counter[str]) -> None:
@@ -62,6 +70,26 @@ async def again_and_again(name: str, url: str, answers: Counter[str]) -> None:
     data = json.dumps({**NEIGHBOUR, **BODIES[name][1]}).encode()
     while True:
         await sent(url, data, answers)
+
+
+async def grammars(url: str, answers: Counter[str]) -> None:
+    """Each another one, so that none is compiled already."""
+
+    async def one(number: int) -> None:
+        grammar = f"// {number}\n{GRAMMAR}"
+        data = json.dumps({**NEIGHBOUR, **LONG, "structured_outputs": {"grammar": grammar}}).encode()
+        while True:
+            await sent(url, data, answers)
+
+    await asyncio.gather(*(one(number) for number in range(8)))
+
+
+async def deep(url: str, answers: Counter[str]) -> None:
+    """Chains of so many rules that the stack overflows."""
+    for number in itertools.count():
+        rules = "\n".join(f'a{i}: a{i + 1} | "a" a{i + 1} | ' for i in range(20_000))
+        grammar = f'// {number}\nstart: a0\n{rules}\na20000: "b"'
+        await sent(url, json.dumps({**NEIGHBOUR, "structured_outputs": {"grammar": grammar}}).encode(), answers)
 
 
 async def heads(url: str, answers: Counter[str]) -> None:
@@ -97,7 +125,9 @@ async def reader(url: str, answers: Counter[str]) -> None:
 async def attack(name: str, url: str, seconds: float) -> None:
     """What the process of the attackers does; prints what it was answered."""
     answers: Counter[str] = Counter()
-    others: dict[str, Callable[[str, Counter[str]], Awaitable[None]]] = {"heads": heads, "reader": reader}
+    others: dict[str, Callable[[str, Counter[str]], Awaitable[None]]] = {
+        "grammars": grammars, "deep": deep, "heads": heads, "reader": reader,
+    }  # fmt: skip
     work = others[name](url, answers) if name in others else again_and_again(name, url, answers)
     with contextlib.suppress(asyncio.TimeoutError):
         await asyncio.wait_for(work, seconds)
@@ -139,7 +169,7 @@ def markdown(rows: list[dict[str, Any]]) -> str:
         "|---" * 6 + "|",
     ]
     for row in rows:
-        answers = ", ".join(f"{count:,} {answer}" for answer, count in sorted(row["answers"].items()))
+        answers = ", ".join(f"{count:,} {answer}" for answer, count in sorted(row["answers"].items())) or "nothing yet"
         times = f"{row['median_alone_ms']:.0f} | {row['median_ms']:.0f} | {row['ratio']:.2f} | {row['longest_ms']:.0f}"
         lines.append(f"| {row['attack']} | {times} | {answers} |")
     return "\n".join(lines) + "\n"

@@ -6,8 +6,11 @@ The texts of neighbours and of late requests are compared with those of an engin
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,7 +20,10 @@ from polydraft import LLM, Engine, RequestOutput, SamplingParams
 from polydraft.errors import RequestError
 from polydraft.sampling import constraints, grammars
 from polydraft.sampling.automaton import Automaton
+from polydraft.sampling.constraints import Constraints
 from polydraft.sampling.grammar_process import GrammarProcess, Text
+from polydraft.sampling.grammars import Binding
+from tests.support.depth import crossed
 from tests.support.letters import CHARACTERS, checkpoint
 from tests.support.runs import Ask, drive
 
@@ -43,6 +49,7 @@ def texts(engine: Engine, asks: Sequence[Ask]) -> list[str]:
     return [output.text for output in drive(engine, asks)]
 
 
+@functools.cache
 def alone(params: SamplingParams = NEIGHBOUR) -> str:
     return texts(served(max_num_seqs=1), [Ask((5, 9), params)])[0]
 
@@ -106,21 +113,21 @@ def test_an_ended_fork_server_is_started_again() -> None:
 REGEX = r"return [a-z]{2,9}\([0-9]{2}\)"
 
 
-@pytest.mark.parametrize(
-    "harm",
-    [
-        pytest.param([(constraints, "MOST_WAIT_S", 0.0)], id="no step waits"),
-        pytest.param([(constraints, "MOST_WAIT_S", 0.0), (grammars, "MOST_LATE", 10**6)], id="again and again"),
-        pytest.param([(grammars, "QUICK_S", 0.0)], id="none is quick"),
-    ],
-)
-@pytest.mark.parametrize("device", [{}, {"device": "queued", "graph": "off", "overlap": 1}], ids=["reference", "overlap"])
-def test_late_masks_change_no_text(monkeypatch: pytest.MonkeyPatch, harm: Any, device: dict[str, Any]) -> None:
+HARMS: dict[str, list[tuple[Any, str, Any]]] = {
+    "no step waits": [(constraints, "MOST_WAIT_S", 0.0)],
+    "again and again": [(constraints, "MOST_WAIT_S", 0.0), (grammars, "MOST_LATE", 10**6)],
+    "none is quick": [(grammars, "QUICK_S", 0.0)],
+}
+ON: dict[str, dict[str, Any]] = {"reference": {}, "overlap": {"device": "queued", "graph": "off", "overlap": 1}}
+
+
+@pytest.mark.parametrize(("device", "harm"), crossed(2, ON, HARMS))
+def test_late_masks_change_no_text(monkeypatch: pytest.MonkeyPatch, device: str, harm: str) -> None:
     ask = bound("regex", REGEX)
     wanted, free = alone(ask), alone()
-    for module, name, value in harm:
+    for module, name, value in HARMS[harm]:
         monkeypatch.setattr(module, name, value)
-    engine = served(max_num_seqs=4, draft_tokens=3, **device)
+    engine = served(max_num_seqs=4, draft_tokens=3, **ON[device])
     asks = [
         Ask((5, 9), ask),
         Ask((5, 9), NEIGHBOUR),
@@ -129,8 +136,8 @@ def test_late_masks_change_no_text(monkeypatch: pytest.MonkeyPatch, harm: Any, d
     ]
     found = texts(engine, asks)
     assert [found[0], found[1], found[3]] == [wanted, free, wanted]
-    late = any(name == "MOST_WAIT_S" for _, name, _ in harm)
-    assert (engine.scheduler.num_preemptions > 0) == late
+    if harm != "none is quick":
+        assert engine.scheduler.num_preemptions > 0
 
 
 def test_a_neighbour_is_served_while_a_grammar_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,3 +243,35 @@ def test_grammars_beyond_a_number_are_compiled_one_after_the_other(monkeypatch: 
         engine.step()
         done |= {output.id: output.text for output in engine.poll() if output.finished}
     assert [done[one] for one in ids] == ["aaa", "bbb", "ccc", "ddd"]
+
+
+class _Never(Binding):
+    """Masks that do not come."""
+
+    ready = False
+
+
+@pytest.mark.parametrize("step_s", [0.0, 0.001, 0.01])
+def test_steps_wait_for_masks_a_bounded_share_of_the_time(monkeypatch: pytest.MonkeyPatch, step_s: float) -> None:
+    waits = Constraints(SimpleNamespace(directory=Path()), vocab=64, eos=(0,), start=(), end=())  # type: ignore[arg-type]
+    now = waited = 0.0
+
+    def poll(timeout: float) -> list[Any]:
+        nonlocal now, waited
+        now, waited = now + timeout, waited + timeout
+        return []
+
+    monkeypatch.setattr(waits._grammars, "poll", poll)
+    monkeypatch.setattr(constraints.time, "perf_counter", lambda: now)
+    waits._since = now
+    for _ in range(500):
+        waits.wait([_Never()])
+        now += step_s
+    assert waited <= constraints.MOST_WAIT_S + constraints.WAIT_SHARE * now + 1e-9
+    assert waited >= constraints.MOST_WAIT_S
+
+
+def test_a_question_larger_than_a_sockets_buffer_arrives() -> None:
+    words = "|".join(f"{number:0400}" for number in range(2000))
+    (text,) = texts(served(), [Ask((5, 9), bound("regex", f"x({words})?", max_new_tokens=3, ignore_eos=True))])
+    assert text.startswith("x")

@@ -152,7 +152,7 @@ class GrammarProcess:
         return bytes(parts)
 
     def _send(self, number: int, question: int, took: float, single: list[bool], error: str, masks: bytes) -> None:
-        said = error.encode()
+        said = error.encode(errors="replace")
         body = ANSWER.pack(number, question, took, len(single), len(said)) + bytes(single) + said + masks
         self._stream.sendall(LENGTH.pack(len(body)) + body)
 
@@ -222,7 +222,8 @@ def main() -> None:
 
     descriptor, file, vocab, *eos = sys.argv[1:]
     control = socket.socket(fileno=int(descriptor))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started this one ends it
+    for ending in (signal.SIGINT, signal.SIGTERM):  # whoever started this one ends it, when its own requests have ended
+        signal.signal(ending, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for children
     warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning)  # BLAS's threads idle
     ends = [int(token) for token in eos]

@@ -262,7 +262,7 @@ def test_steps_wait_for_masks_a_bounded_share_of_the_time(monkeypatch: pytest.Mo
         return []
 
     monkeypatch.setattr(waits._grammars, "poll", poll)
-    monkeypatch.setattr(constraints.time, "perf_counter", lambda: now)
+    monkeypatch.setattr("time.perf_counter", lambda: now)
     waits._since = now
     for _ in range(500):
         waits.wait([_Never()])

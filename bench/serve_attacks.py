@@ -32,6 +32,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TARGET = ROOT / "bench" / "results" / "serve_attacks.json"
 FIGURES = "bench/results/serve_attacks.json"
 NEIGHBOUR = {"prompt": "def f(x):\n    ", "max_tokens": 16, "temperature": 0}
+DRAFT_TOKENS = 3
 GRAMMAR = 'start: s "b"\ns: s s s | s s | "a" | \n'
 LONG = {"max_tokens": 600, "ignore_eos": True, "logit_bias": {"66": 100}}
 """The demo model then writes one `a` after the other, until there are too many parses."""
@@ -147,7 +148,7 @@ def neighbour(url: str, seconds: float) -> list[float]:
     return times
 
 
-def measured(name: str, url: str, seconds: float) -> dict[str, Any]:
+def measured(name: str, url: str, seconds: float, backend: str) -> dict[str, Any]:
     alone = neighbour(url, seconds)
     command = [sys.executable, __file__, "--attack", name, "--url", url, "--seconds", str(seconds + 1)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as attackers:
@@ -156,9 +157,10 @@ def measured(name: str, url: str, seconds: float) -> dict[str, Any]:
         answers = json.loads(attackers.communicate(timeout=seconds + 60)[0])
     what = BODIES[name][0] if name in BODIES else OTHERS[name]
     return {
-        "what": "attack", "attack": what, "median_alone_ms": round(statistics.median(alone), 1),
-        "median_ms": round(statistics.median(during), 1), "longest_ms": round(max(during), 1),
-        "ratio": round(statistics.median(during) / statistics.median(alone), 2), "answers": answers,
+        "shape": "demo", "backend": backend, "draft_tokens": DRAFT_TOKENS, "batch": 1, "attack": what,
+        "median_alone_ms": round(statistics.median(alone), 1), "median_ms": round(statistics.median(during), 1),
+        "longest_ms": round(max(during), 1), "ratio": round(statistics.median(during) / statistics.median(alone), 2),
+        "answers": answers,
     }  # fmt: skip
 
 
@@ -190,13 +192,13 @@ def main() -> None:
         return
     command = [
         sys.executable, "-c", "from polydraft.cli import main; main()", "serve", "--port", "0", "--json", "--constraints",
-        "--backend", options.backend, "--log-file", os.devnull,
+        "--backend", options.backend, "--draft-tokens", str(DRAFT_TOKENS), "--log-file", os.devnull,
     ]  # fmt: skip
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert server.stdout is not None
         url = json.loads(server.stdout.readline())["url"]
-        rows = [measured(name, url, options.seconds) for name in options.attacks.split(",")]
+        rows = [measured(name, url, options.seconds, options.backend) for name in options.attacks.split(",")]
     finally:
         server.terminate()
         server.wait(60)

@@ -26,7 +26,8 @@ PROMPT = "w5 w9 w33"
 
 @pytest.fixture(scope="module")
 def client(server: Served) -> Any:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
 
 
 @functools.cache
@@ -310,7 +311,8 @@ def test_a_grammar_that_fails_in_the_middle_is_the_clients_error(bound: Any) -> 
 def bound(tmp_path_factory: pytest.TempPathFactory) -> Any:
     pytest.importorskip("llguidance", reason="the extra `grammar` is not installed")
     served = Served(tmp_path_factory.mktemp("bound"), "--constraints", model=letters())
-    yield openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0)
+    with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
     assert served.stop() == 0
 
 

@@ -457,7 +457,7 @@ FAULTS: dict[str, tuple[Any, ...]] = {
     "a block is lost": (BlockLedger, "release", one_block_less),
     "a block is shared whatever comes behind it": (BlockLedger, "_key", same_key_for_any_next_token),
     "rows of the old weights are shared": (BlockLedger, "forget_all", lambda self: None),
-    "a stop string lies within one token": ("polydraft.output.detokenizer._held_back", lambda text, stops: 0),
+    "a stop string lies within one token": ("polydraft.output.detokenizer.StopStrings.held_back", lambda self, text: 0),
 }
 """Faults of the host, as attributes of its classes and modules: a random program must be able to bring them to light."""
 

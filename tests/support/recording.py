@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +15,6 @@ from polydraft import reference
 from polydraft.demo import demo_model_path
 from polydraft.hooks import hookimpl
 from polydraft.llm import LLM
-from polydraft.models.families import FamilyRegistry
 from polydraft.reference.table import NumpyTable
 from polydraft.sampling_params import SamplingParams
 
@@ -65,24 +63,9 @@ def engine_logits(
     """Logits of the real engine: each prefix prefilled as a request of its own, and the drafts behind the whole prompt."""
     if not (model_dir / "tokenizer.json").exists():
         shutil.copy(demo_model_path() / "tokenizer.json", model_dir)  # the engine wants one; ids are given, so any will do
-    describe = FamilyRegistry.describe
-
-    def switched(self: FamilyRegistry, checkpoint: Any) -> Any:
-        description, table = describe(self, checkpoint)
-        if switches and description.mtp is not None:
-            mtp = replace(description.mtp, **switches)
-            description = replace(description, mtp=mtp)
-            declared = [tensor.name for tensor in mtp.own_weights(description.hidden_size)]
-            if "final_norm" not in declared:  # the checkpoint keeps it all the same
-                spare = {name: parts for name, parts in table.parts.items() if name.endswith(".final_norm")}
-                unread = tuple(part.name for parts in spare.values() for part in parts)
-                kept = {name: parts for name, parts in table.parts.items() if name not in spare}
-                table = replace(table, parts=kept, unread=(*table.unread, *unread))
-        return description, table
-
     backend = RecordingBackend()
-    with mock.patch.object(FamilyRegistry, "describe", switched):
-        llm = LLM(plugin=backend, model=str(model_dir), draft_tokens=num_drafts, max_num_seqs=1, **options)
+    conventions = tuple(f"{name}={str(value).lower()}" for name, value in switches.items())
+    llm = LLM(plugin=backend, model=str(model_dir), draft_tokens=num_drafts, max_num_seqs=1, mtp_options=conventions, **options)
     target = []
     for end in range(1, len(token_ids) + 1):
         backend.logits.clear()

@@ -956,7 +956,7 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         "the attention factor of a scaled rotation left out",
         "YaRN read for its frequencies alone",
         "L2/rope_kv_write/turned_elements_are_scaled",
-        C("rope_kv_write", _seeing(attention_factor=lambda a: 1.0)),
+        by.rebound("rope_kv_write", lambda args: dataclasses.replace(args, attention_factor=1.0)),
     ),
     *SIZED,
 )

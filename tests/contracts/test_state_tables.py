@@ -22,7 +22,7 @@ from polydraft.reference.state_kernels import KERNELS
 from polydraft.sentinels import Finish, Phase
 
 IDLE, PREFILL, DECODE, PAUSED, FINISHED = (int(phase) for phase in Phase)
-NONE, STOP, LENGTH, _, ERROR = (int(finish) for finish in Finish)
+NONE, STOP, LENGTH, _, ERROR, _ = (int(finish) for finish in Finish)
 POISON = 77
 LIMITS = Limits(2, 2, 8, 4, 12, 4, 8, 3, 1, 100)
 """No state kernel needs them; what is read comes from the arrays."""

@@ -35,7 +35,7 @@ class EngineConfig:
     device: str = ""
     """Device of that backend, e.g. `cpu` or `cuda:0`; "" is its default."""
     draft_tokens: int | str = AUTO
-    """K, drafts per round; 0 decodes plainly."""
+    """K, drafts per round; 0 decodes plainly; "auto:K" lets each step make as many as pay, K at most."""
     proposer: str = AUTO
     """mtp, ngram, none, or a name that a plugin registers."""
     draft_model: str = ""
@@ -106,8 +106,9 @@ class EngineConfig:
             object.__setattr__(self, name, tuple(getattr(self, name)))
         for name in ("model", "device", "proposer", "draft_model", "draft_vocab", "dtype"):
             object.__setattr__(self, name, self._text(name))
-        for name in ("draft_tokens", "max_num_seqs", "max_model_len", "block_size", "num_blocks", "max_batched_tokens"):
-            self._whole(name, minimum=0 if name == "draft_tokens" else 1)
+        for name in ("max_num_seqs", "max_model_len", "block_size", "num_blocks", "max_batched_tokens"):
+            self._whole(name, minimum=1)
+        self._drafts()
         self._whole("overlap", minimum=0, maximum=2)
         self._whole("seed", minimum=0, maximum=MAX_SEED)
         if self.logprobs is not None:
@@ -126,6 +127,18 @@ class EngineConfig:
         self._one_of("graph", (AUTO, *GRAPH_MODES))
 
     @property
+    def adaptive(self) -> bool:
+        """Whether each step makes as many drafts as pay."""
+        return isinstance(self.draft_tokens, str) and self.draft_tokens != AUTO
+
+    @property
+    def most_drafts(self) -> int | None:
+        """Drafts per round at most; None leaves it to negotiation."""
+        if self.draft_tokens == AUTO:
+            return None
+        return int(self.draft_tokens[5:]) if isinstance(self.draft_tokens, str) else self.draft_tokens
+
+    @property
     def mtp_conventions(self) -> dict[str, str]:
         """`mtp_options` by name."""
         return {name: value for name, _, value in (option.partition("=") for option in self.mtp_options)}
@@ -137,6 +150,14 @@ class EngineConfig:
         if not isinstance(value, str):
             raise ConfigError(f"{name} is {value!r}, wanted a text; correct it or leave it out")
         return value
+
+    def _drafts(self) -> None:
+        given = self.draft_tokens
+        if isinstance(given, str) and given.startswith(f"{AUTO}:"):
+            if not (given[5:].isascii() and given[5:].isdecimal() and int(given[5:]) > 0):
+                raise ConfigError(f"draft_tokens is {given!r}, wanted auto:K with K of at least 1, such as auto:5; correct it")
+            return
+        self._whole("draft_tokens", minimum=0)
 
     def _whole(self, name: str, *, minimum: int, maximum: int | None = None) -> None:
         value = getattr(self, name)

@@ -19,6 +19,7 @@ from polydraft.backend import DeviceOptions, Weight
 from polydraft.config import AUTO, EngineConfig
 from polydraft.device import Array
 from polydraft.errors import CapabilityError, DeviceError, PolydraftError, RequestError
+from polydraft.host.adaptive_drafts import AdaptiveDrafts
 from polydraft.host.commit import apply, end
 from polydraft.host.device_memory import check_fits, check_weights
 from polydraft.host.draft_policy import DraftPolicy, check_policy
@@ -89,9 +90,9 @@ class Engine:
 
         `backend` is a plugin object that replaces the one named in `config` (tests). `checkpoint` is an open checkpoint that
         replaces its `model` (benchmarks); the engine closes it. `features` provide host inputs for every step. `draft_policy`
-        chooses how many drafts each step makes; without one, every step makes the maximum. `instruments` observe the run, in
-        addition to those of plugins; the hazard checker is added if the configuration asks for it. `loading(done, total)` is
-        called while weights are loaded, with bytes."""
+        chooses how many drafts each step makes; without one, every step makes the maximum, or as many as pay (`auto:K`).
+        `instruments` observe the run, in addition to those of plugins; the hazard checker is added if the configuration asks for
+        it. `loading(done, total)` is called while weights are loaded, with bytes."""
         self.config = config or EngineConfig()
         self.default = default_backend() if self.config.backend == AUTO and backend is None else None
         """The backend that `auto` stands for; None if a backend was named."""
@@ -119,7 +120,10 @@ class Engine:
         self._draft_ids = draft_vocab.read(narrow, self.model.vocab_size, self.model.eos_token_ids) if narrow else None
         needs = {f.name: f.needs for f in (*features, *((Constraints,) if self.config.constraints else ()))}
         self.resolved = self._negotiated(needs)
-        self._draft_policy = check_policy(draft_policy, self.resolved.limits)
+        if draft_policy is None and self.config.adaptive:
+            draft_policy = AdaptiveDrafts(self.resolved.limits)
+        self.draft_policy = check_policy(draft_policy, self.resolved.limits)
+        """Chooses the number of drafts of each step."""
         self.plugins = self.instruments.over(self.plugins)
         self.tokenizer = Tokenizer.from_dir(self.checkpoint.path)
         self._constraints: Constraints | None = None
@@ -149,7 +153,7 @@ class Engine:
         check_fits(self.device, self.resolved)
         steps = StepConfig(
             limits=self.resolved.limits, dtype=self.resolved.dtype, verify=self.resolved.verify, overlap=self.resolved.overlap,
-            rungs=self._draft_policy.rungs, kv=self.resolved.kv, accept_schedule=self.resolved.accept_schedule,
+            rungs=self.draft_policy.rungs, kv=self.resolved.kv, accept_schedule=self.resolved.accept_schedule,
             raw_logprobs=self.config.logprobs_mode == "raw",
         )  # fmt: skip
         self.runner = Runner(
@@ -241,7 +245,7 @@ class Engine:
             self.ledger,
             self.runner.columns,
             self.info.capabilities.row_order,
-            policy=self._draft_policy,
+            policy=self.draft_policy,
         )
         self._input_processor = InputProcessor(
             model=self.model, tokenizer=self.tokenizer, limits=limits, verify=self.resolved.verify, seed=self.config.seed,

@@ -185,12 +185,12 @@ def _length(n: _Negotiation) -> int:
 # -- drafting --------------------------------------------------------------------------------------
 def _drafts(n: _Negotiation, length: int, proposers: tuple[str, ...]) -> tuple[str, int]:
     """The proposer and K, which go together."""
-    name, asked = n.config.proposer, n.config.draft_tokens
+    name, asked = n.config.proposer, n.config.most_drafts
     no_mtp, (most, limit) = _no_mtp(n.model), _most_drafts(n, length)
     _refuse_proposer(n, proposers, no_mtp, most, limit)
     if name == AUTO:
-        name = "none" if no_mtp or asked == 0 or (asked == AUTO and most == 0) else "mtp"
-    drafts = asked if isinstance(asked, int) else 0 if name == "none" else min(DEFAULT_DRAFTS, most)
+        name = "none" if no_mtp or asked == 0 or (asked is None and most == 0) else "mtp"
+    drafts = asked if asked is not None else 0 if name == "none" else min(DEFAULT_DRAFTS, most)
     if drafts > most:
         n.refuse(f"--draft-tokens {drafts}: {limit}; use at most {most}")
     if name == "none" and drafts > 0:
@@ -201,8 +201,11 @@ def _drafts(n: _Negotiation, length: int, proposers: tuple[str, ...]) -> tuple[s
     idle = no_mtp or ("no drafts were asked for" if asked == 0 or n.config.proposer == "none" else limit)
     why = {"mtp": "the checkpoint has an MTP head", "none": idle}.get(name, "chosen by name")
     n.choose("proposer", name, why)
-    few = f", fewer than {DEFAULT_DRAFTS} because {limit}" if asked == AUTO and 0 < drafts < DEFAULT_DRAFTS else ""
-    n.choose("draft_tokens", drafts, f"drafts a round{few}" if drafts else "plain decoding, one token a round")
+    few = f", fewer than {DEFAULT_DRAFTS} because {limit}" if asked is None and 0 < drafts < DEFAULT_DRAFTS else ""
+    if n.config.adaptive and drafts:
+        n.choose("draft_tokens", f"{AUTO}:{drafts}", "drafts a step at most; each makes as many as give most tokens a second")
+    else:
+        n.choose("draft_tokens", drafts, f"drafts a round{few}" if drafts else "plain decoding, one token a round")
     return name, drafts
 
 

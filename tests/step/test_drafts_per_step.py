@@ -19,6 +19,7 @@ from polydraft import Engine, RequestOutput, SamplingParams
 from polydraft.conformance.core_faults import no_keep_part
 from polydraft.conformance.lossless_checks import Listed
 from polydraft.errors import ConfigError
+from polydraft.host.adaptive_drafts import AdaptiveDrafts
 from polydraft.host.draft_policy import Always, check_policy, ladder
 from polydraft.step.graphs import GraphPolicy
 from tests.step.test_host_inputs import asks as host_asks
@@ -116,6 +117,23 @@ def test_texts_on_a_device(by: str, proposer: str) -> None:
         assert same_text(output, solo(MODEL, 3, ask.prompt_ids, replace(ask.params, max_drafts=None)))
         assert max(output.round_drafts, default=0) <= (5 if ask.params.max_drafts is None else ask.params.max_drafts)
     is_consistent(served_by, outputs)
+    served_by.close()
+
+
+@pytest.mark.parametrize("verify", ["greedy", "coupled"])
+@pytest.mark.parametrize("by", list(DEVICES))
+def test_texts_where_the_policy_adapts(by: str, verify: str) -> None:
+    """To times that are drawn, so that it changes its mind often."""
+    times = np.random.default_rng(11).lognormal(0.0, 1.5, 10_000).cumsum().tolist()
+    asks = [ask for ask in ASKS if verify == "coupled" or ask.params.temperature == 0]
+    with deciding(lambda limits: AdaptiveDrafts(limits, clock=iter(times).__next__)):
+        served_by = engine(MODEL, device=by, draft_tokens=5, max_num_seqs=3, block_size=4, verify=verify)
+    assert isinstance(served_by.draft_policy, AdaptiveDrafts)
+    asks = [replace(ask, params=replace(ask.params, max_new_tokens=90)) for ask in asks]
+    for ask, output in zip(asks, drive(served_by, asks), strict=True):
+        assert same_text(output, solo(MODEL, 3, ask.prompt_ids, replace(ask.params, max_drafts=None)))
+    assert sum(map(bool, served_by.totals.drafts_per_step)) > 2
+    assert served_by.draft_policy.report()["step_ms"]
     served_by.close()
 
 

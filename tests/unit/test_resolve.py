@@ -145,6 +145,7 @@ def test_auto_follows_the_capabilities():
         (MODEL, {}, {"max_model_len": 4}, ("mtp", 2), "fewer than 3 because a text of at most 4 tokens has no room"),
         (PLAIN, {}, {"proposer": "shy"}, ("shy", 3), "chosen by name"),
         (MODEL, {}, {"draft_tokens": 1}, ("mtp", 1), "the checkpoint has an MTP head"),
+        (MODEL, {}, {"draft_tokens": "auto:5"}, ("mtp", 5), "each makes as many as give most tokens a second"),
     ],
 )
 def test_proposer_and_drafts_go_together(model: Any, changes: Any, wishes: Any, wanted: Any, why: str):
@@ -419,3 +420,19 @@ def test_decisions_are_those_of_the_engine():
     assert engine.runner.limits == engine.scheduler.limits == resolved.limits
     assert (engine.ledger.num_blocks, engine.ledger.block_size) == (resolved.limits.num_blocks, 4)
     assert len(engine.runner._outputs) == resolved.overlap + 1
+
+
+@pytest.mark.parametrize("given", ["auto:0", "auto:", "auto:x", "auto:-1", "auto:2.5", "auto:²", "auto: 3", "more"])
+def test_a_number_of_drafts_that_is_none_is_refused(given: str):
+    with pytest.raises(ConfigError, match="draft_tokens is"):
+        EngineConfig(draft_tokens=given)
+
+
+def test_drafts_that_a_step_may_choose():
+    config = EngineConfig(draft_tokens="auto:7")
+    assert (config.adaptive, config.most_drafts) == (True, 7)
+    assert (EngineConfig().adaptive, EngineConfig().most_drafts) == (False, None)
+    assert (EngineConfig(draft_tokens=2).adaptive, EngineConfig(draft_tokens=2).most_drafts) == (False, 2)
+    assert run(draft_tokens="auto:5").describe()["draft_tokens"] == "auto:5"
+    with pytest.raises(CapabilityError, match=r"--draft-tokens 70: .*use at most 63"):
+        run(draft_tokens="auto:70", backend=info("chip", max_window=64))

@@ -52,6 +52,11 @@ def whole_or_auto(value: str) -> int | str:
         raise click.BadParameter(f"{value!r} is neither a whole number nor 'auto'") from None
 
 
+def drafts(value: str) -> int | str:
+    """A number of drafts, or auto:K; the configuration checks it."""
+    return value if value.startswith("auto:") else whole_or_auto(value)
+
+
 def token_bias(value: str) -> tuple[int, float]:
     """A token id and what is added to its logit, as ID=X; the sampling parameters check the ranges."""
     token_id, _, bias = value.partition("=")
@@ -107,7 +112,9 @@ def engine(*, max_num_seqs: int) -> Callable[[Command], Command]:
         click.option("--model", metavar="DIR", help="Checkpoint directory, see docs/checkpoints.md.  [default: the demo model]"),
         click.option("--backend", metavar="NAME", help="An installed backend, see polydraft doctor.  [default: auto]"),
         click.option("--device", metavar="SPEC", help="A device of that backend."),
-        click.option("--draft-tokens", **auto, metavar="K", help="Drafts per round; 0 decodes plainly.  [default: auto]"),
+        click.option(
+            "--draft-tokens", type=drafts, metavar="K|auto:K", help="Drafts per round, or at most; 0: none.  [default: auto]"
+        ),
         click.option("--proposer", metavar="mtp|ngram|none|NAME", help="Where drafts come from.  [default: auto]"),
         click.option("--draft-model", metavar="DIR", help="Model of a proposer that has one of its own."),
         click.option("--draft-vocab", metavar="FILE[:N]", help="Draft only the N tokens that FILE counts most often."),

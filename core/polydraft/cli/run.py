@@ -12,6 +12,7 @@ from polydraft.cli.prompts import Job
 from polydraft.cli.tokens import Tokens, request_fields
 from polydraft.engine import Engine
 from polydraft.errors import RequestError
+from polydraft.host.adaptive_drafts import AdaptiveDrafts
 from polydraft.interrupt import noted_interrupts
 from polydraft.output.request_output import RequestOutput
 
@@ -95,6 +96,7 @@ class Run:
             "new_tokens": totals.new_tokens,
             "steps": totals.steps,
             "drafts_per_step": list(totals.drafts_per_step),
+            "draft_policy": policy.report() if isinstance(policy := self.engine.draft_policy, AdaptiveDrafts) else None,
             "tokens_per_round": in_rounds / totals.rounds if totals.rounds else None,
             "acceptance_per_position": [
                 accepted / drafted if drafted else None

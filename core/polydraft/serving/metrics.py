@@ -61,6 +61,10 @@ class _Engine(Collector):
             for place, count in enumerate(counts):
                 family.add_metric((self._model, str(place)), count)
             yield family
+        made = CounterMetricFamily("polydraft:steps_by_drafts", "Steps by drafts made a request.", labels=(*LABELS, "drafts"))
+        for number, count in enumerate(s.drafts_per_step):
+            made.add_metric((self._model, str(number)), count)
+        yield made
         family_of = GaugeMetricFamily("polydraft:acceptance_per_position", "Share accepted.", labels=(*LABELS, "position"))
         for place, (accepted, drafted) in enumerate(zip(s.accepted_at, s.drafted_at, strict=True)):
             family_of.add_metric((self._model, str(place)), accepted / drafted if drafted else 0.0)

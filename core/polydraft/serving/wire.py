@@ -124,6 +124,8 @@ class Stats(msgspec.Struct, tag=True, frozen=True):
     accepted: int
     drafted_at: list[int]
     accepted_at: list[int]
+    drafts_per_step: list[int]
+    """Steps by the number of drafts that they made for a request at most."""
     preemptions: int
     step_s: float
     """In `Engine.step`."""

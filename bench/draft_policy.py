@@ -1,0 +1,116 @@
+"""`--draft-tokens auto:K` beside fixed numbers of drafts, on the demo model.
+
+    python bench/draft_policy.py --page docs/how_many_drafts.md
+    python bench/draft_policy.py --backend reference --batch 1,8 --repeats 3 --out /tmp/policy.json
+
+Two kinds of work: `steady`, so many requests of equal length at once; and `drain`, as many requests whose lengths grow from one
+to the next, none of which arrives later, so that the batch shrinks from all to one. All contenders of one work are engines in one
+process, which take turns after one warm-up run each; what `auto` learned in the warm-up it keeps, as a server does. Greedy, end
+of text ignored. Reported: tokens a second (median of the turns, smallest and largest), and of each fixed number by how much
+`auto` is faster or slower: the median of the ratios of the same turn, smallest and largest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from polydraft import LLM, SamplingParams
+from polydraft.bench import report
+
+ROOT = Path(__file__).resolve().parent.parent
+TARGET = ROOT / "bench" / "results" / "draft_policy.json"
+FIGURES = "bench/results/draft_policy.json"
+CONTENDERS: tuple[int | str, ...] = (0, 1, 3, 5, "auto:5")
+AUTO = "auto:5"
+WORDS = ("def add", "class Stack:", "import os", "for i in", "x = [1, 2", "while True:", "def read", "return")
+
+
+def work(kind: str, batch: int, tokens: int) -> tuple[list[str], list[SamplingParams]]:
+    """Prompts and parameters."""
+    lengths = [tokens] * batch if kind == "steady" else [tokens // 4 + tokens * i // batch for i in range(batch)]
+    prompts = [f"# {i}\n{WORDS[i % len(WORDS)]}" for i in range(batch)]
+    return prompts, [SamplingParams(max_new_tokens=length, ignore_eos=True) for length in lengths]
+
+
+def timed(llm: LLM, asked: tuple[list[str], list[SamplingParams]]) -> float:
+    """Tokens a second."""
+    begin = time.perf_counter()
+    outputs = llm.generate(*asked)
+    return sum(len(output.token_ids) for output in outputs) / (time.perf_counter() - begin)
+
+
+def compared(backend: str, kind: str, batch: int, tokens: int, repeats: int) -> list[dict[str, Any]]:
+    """The rows of one work."""
+    asked = work(kind, batch, tokens)
+    engines = {k: LLM(backend=backend, draft_tokens=k, max_num_seqs=batch) for k in CONTENDERS}
+    for llm in engines.values():
+        timed(llm, asked)
+    before = list(engines[AUTO].engine.totals.drafts_per_step)
+    speeds: dict[int | str, list[float]] = {k: [] for k in CONTENDERS}
+    for turn in range(repeats):
+        order: Sequence[int | str] = CONTENDERS if turn % 2 else CONTENDERS[::-1]
+        for k in order:
+            speeds[k].append(timed(engines[k], asked))
+    made = [now - then for now, then in zip(engines[AUTO].engine.totals.drafts_per_step, before, strict=True)]
+    rows: list[dict[str, Any]] = []
+    for k, llm in engines.items():
+        row: dict[str, Any] = {
+            "work": kind, "shape": "demo", "backend": backend, "draft_tokens": llm.engine.resolved.limits.num_drafts,
+            "policy": "auto" if k == AUTO else "fixed", "batch": batch, "new_tokens": tokens, "repeats": repeats,
+            "tokens_per_s": round(statistics.median(speeds[k]), 1),
+            "spread": [round(min(speeds[k]), 1), round(max(speeds[k]), 1)],
+        }  # fmt: skip
+        if k == AUTO:
+            row["drafts_per_step"] = made
+        else:
+            ratios = [auto / own for auto, own in zip(speeds[AUTO], speeds[k], strict=True)]
+            row["auto_over_this"] = round(statistics.median(ratios), 3)
+            row["auto_over_this_spread"] = [round(min(ratios), 3), round(max(ratios), 3)]
+        rows.append(row)
+        llm.close()
+    return rows
+
+
+def markdown(rows: list[dict[str, Any]]) -> str:
+    """One line a work."""
+    lines = ["| backend | work | batch | K = 0 | K = 1 | K = 3 | K = 5 | auto:5 | auto over the best of them |", "|---" * 9 + "|"]
+    for first in range(0, len(rows), len(CONTENDERS)):
+        *fixed, auto = rows[first : first + len(CONTENDERS)]
+        best = max(fixed, key=lambda row: row["tokens_per_s"])
+        low, high = best["auto_over_this_spread"]
+        cells = " | ".join(f"{row['tokens_per_s']:,.0f}" for row in (*fixed, auto))
+        ratio = f"{best['auto_over_this']:.3f} ({low:.3f} to {high:.3f}), K = {best['draft_tokens']}"
+        lines.append(f"| {auto['backend']} | {auto['work']} | {auto['batch']} | {cells} | {ratio} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--backend", default="cpu,reference")
+    parser.add_argument("--work", default="steady,drain")
+    parser.add_argument("--batch", default="1,8,32")
+    parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--out", type=Path, default=TARGET)
+    parser.add_argument("--page", type=Path)
+    options = parser.parse_args()
+    rows = []
+    for backend in options.backend.split(","):
+        for kind in options.work.split(","):
+            for batch in map(int, options.batch.split(",")):
+                if kind == "steady" or batch > 1:
+                    rows += compared(backend, kind, batch, options.tokens, options.repeats)
+                    print(markdown(rows[-len(CONTENDERS) :]).splitlines()[-1], flush=True)
+    report.write(options.out, report.document(rows, method=(__doc__ or "").strip()))
+    if options.page:
+        about = f"Tokens a second on 2 cores, {options.tokens} tokens a request, median of {options.repeats} turns."
+        report.renew(options.page, FIGURES, about, markdown(rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,254 @@
+"""The draft policy behind `--draft-tokens auto:K`: as many drafts as give most tokens a second, from what is measured in the run.
+
+Two things decide how many drafts pay: what a step costs with them, and how many of them the target accepts. Both are learned
+while requests are served. A step that verifies k drafts and makes k new ones is timed from one plan to the next, by rung and by
+bucket of decoding requests, as soon as the steps before it were of the same kind; acceptance is counted by request and by place
+in the window, and forgotten slowly. Every `EVERY` steps, and where requests came or went, the policy takes the rung with the
+most expected tokens a second. A rung whose time nobody knows is tried for a few steps where it might be the best one, and the
+best of the others now and then, since times and texts change.
+
+The goodput that is maximised is that of SmartSpec (Liu et al., 2024, arXiv:2406.14066); the measured times in place of a model of
+the machine, and acceptance by request and place, are this module's. Nothing here touches the device, and no text depends on it.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from polydraft.contracts.base import Limits
+from polydraft.device import Array
+from polydraft.host.draft_policy import DraftView, ladder
+from polydraft.host.slots import SlotTable
+from polydraft.step.graphs import default_buckets
+
+EVERY = 16
+"""Steps from one decision to the next: what a decision costs is then small beside what it is about."""
+SETTLING = 2
+"""Steps after a change that are not timed: their windows are those of before, and so are those in flight."""
+TRIAL = 6
+"""Steps for which a rung is tried, those that settle included."""
+TRY_AGAIN, SELDOM = 64, 512
+"""Steps after which the best of the other rungs is tried again: twice as many each time that nothing follows from it."""
+ENOUGH = 16
+"""Timed steps after which the time of a rung is trusted, and a change of it believed to be a change of all."""
+GAIN = 0.02
+"""By how much more tokens a second another rung must promise: no change is free."""
+FIRST = 3
+"""Drafts of the first steps at most, when nothing is known."""
+SLOPE_FROM = 1
+"""Drafts of the steps that are tried next, so that two points are known: they are seldom far from the best."""
+DOUBT = 0.8
+"""The part of its estimated time that a rung might take, for each doubling of the batch between it and what was measured."""
+LEAST_AWAY = 0.35
+"""Doublings that a rung of the very same bucket counts for."""
+FORGET, FORGET_ALL = 0.95, 0.9995
+"""What is left of a round's evidence after the next round: of its request, and of all requests."""
+PRIOR, PRIOR_CHANCE = 4.0, 0.7
+"""Rounds that what is known of all requests counts for in the estimate of one; and what is believed of all at first."""
+
+
+class StepTimes:
+    """Seconds of a step by bucket of decoding requests and by rung.
+
+    Within a bucket the rung that runs is always up to date. What changes its time (longer texts, a slower clock, more requests of
+    the bucket) changes the others', too, so they are moved along, until they are measured again."""
+
+    def __init__(self, buckets: tuple[int, ...], rungs: tuple[int, ...]) -> None:
+        self.buckets, self.rungs = buckets, rungs
+        self.seconds = np.full((len(buckets), len(rungs)), np.nan)
+        """[bucket, rung], NaN where nothing was measured."""
+        self._steps = np.zeros((len(buckets), len(rungs)))
+        """Behind each of them, as far as they count."""
+        self._last: tuple[int, int] | None = None
+
+    def measured(self, bucket: int, rung: int, seconds: float, steps: int) -> None:
+        """So many steps of this bucket and rung, both by index, took so long each."""
+        row, cell, known = self.seconds[bucket], (bucket, rung), self._steps[bucket, rung]
+        if cell == self._last and known >= ENOUGH:
+            row *= seconds / row[rung]
+            return
+        known = known if cell == self._last else min(known, ENOUGH / 2)
+        row[rung] = (row[rung] * known + seconds * steps) / (known + steps) if known else seconds
+        self._steps[bucket, rung], self._last = known + steps, cell
+
+    def estimate(self, bucket: int) -> tuple[Array, Array] | None:
+        """[rungs] float64: seconds of a step by rung, measured or estimated; and the part of it that it might take instead, 1
+        where it was measured. None where not even two rungs of one bucket are known, or nothing is of this one."""
+        row, sure = self.seconds[bucket].copy(), np.ones(len(self.rungs))
+        here = ~np.isnan(row)
+        if here.all():
+            return row, sure
+        known = (~np.isnan(self.seconds)).sum(axis=1) > 1
+        if not here.any() or not known.any():
+            return None
+        away = np.abs(np.log2(self.buckets) - np.log2(self.buckets[bucket]))
+        nearest = int(np.argmin(np.where(known, away, np.inf)))
+        rungs, other = np.array(self.rungs, np.float64), self.seconds[nearest]
+        there = ~np.isnan(other)
+        shape = _line(rungs, rungs[there], other[there])
+        slower = np.interp(rungs, rungs[here], (row / shape)[here])
+        row[~here], sure[~here] = (shape * slower)[~here], DOUBT ** max(float(away[nearest]), LEAST_AWAY)
+        return row, sure
+
+
+def _line(x: Array, known_x: Array, known_y: Array) -> Array:
+    """Linear interpolation, continued beyond the ends, and never below a tenth of the least value that is known."""
+    y = np.interp(x, known_x, known_y)
+    for end, inner, beyond in ((0, 1, x < known_x[0]), (-1, -2, x > known_x[-1])):
+        slope = (known_y[end] - known_y[inner]) / (known_x[end] - known_x[inner])
+        y = np.where(beyond, known_y[end] + slope * (x - known_x[end]), y)
+    line: Array = np.maximum(y, 0.1 * known_y.min())
+    return line
+
+
+class Acceptance:
+    """Chances that the draft at each place of a window is accepted, given that those before it were, by slot."""
+
+    def __init__(self, limits: Limits) -> None:
+        b, k = limits.max_seqs, limits.num_drafts
+        self._places = np.arange(k)
+        self._back = np.arange(1, EVERY + 1)
+        self._epoch = np.full(b, -1, np.int64)
+        self._seen = np.zeros(b, np.int64)
+        self._accepted, self._tried = np.zeros((b, k)), np.zeros((b, k))
+        self._all_accepted, self._all_tried = np.zeros(k), np.zeros(k)
+
+    def look(self, slots: SlotTable, decode: Array) -> None:
+        """Count the rounds of these slots since the last look, at most the `EVERY` newest."""
+        rounds = slots.num_rounds[decode]
+        new = decode[self._epoch[decode] != slots.epoch[decode]]
+        self._epoch[new], self._accepted[new], self._tried[new], self._seen[new] = slots.epoch[new], 0.0, 0.0, 0
+        at = rounds[:, None] - self._back
+        fresh = (at >= self._seen[decode, None]) & (at >= 0)
+        accepted = np.where(fresh, slots.rounds[decode[:, None], at], 0)
+        drafted = np.where(fresh, slots.round_drafts[decode[:, None], at], 0)
+        hits = (accepted[..., None] > self._places).sum(axis=1)
+        tried = (np.minimum(accepted + 1, drafted)[..., None] > self._places).sum(axis=1)
+        left = FORGET ** fresh.sum(axis=1)[:, None]
+        self._accepted[decode] = self._accepted[decode] * left + hits
+        self._tried[decode] = self._tried[decode] * left + tried
+        left_of_all = FORGET_ALL ** int(fresh.sum())
+        self._all_accepted = self._all_accepted * left_of_all + hits.sum(axis=0)
+        self._all_tried = self._all_tried * left_of_all + tried.sum(axis=0)
+        self._seen[decode] = rounds
+
+    def of_all(self) -> Array:
+        """[places] float64: the chances over all requests; a place that nobody has tried is taken to be like the one before."""
+        chances, before = np.empty(len(self._places)), PRIOR_CHANCE
+        for place in self._places:
+            before = (self._all_accepted[place] + before) / (self._all_tried[place] + 1.0)
+            chances[place] = before
+        return chances
+
+    def of(self, decode: Array) -> Array:
+        """[len(decode), places] float64: the chances of each of these slots. A request that does worse than the others at one
+        place is believed to do as much worse at the next, until it is tried there."""
+        everyone = self.of_all()
+        chances, ratio = np.empty((len(decode), len(everyone))), np.ones(len(decode))
+        for place, chance in enumerate(everyone):
+            believed = np.minimum(chance * ratio, 1.0)
+            tried = self._tried[decode, place]
+            chances[:, place] = (self._accepted[decode, place] + PRIOR * believed) / (tried + PRIOR)
+            ratio = chances[:, place] / max(chance, 1e-6)
+        return chances
+
+    def tokens(self, decode: Array, windows: Array, rungs: tuple[int, ...]) -> Array:
+        """[rungs] float64: tokens of a step that verifies so many drafts, over all these slots; `windows` [len(decode)] rows that
+        each request allows."""
+        drafts = np.where(self._places < windows[:, None] - 1, self.of(decode), 0.0).cumprod(axis=1)
+        by_length = np.concatenate(([0.0], drafts.sum(axis=0).cumsum()))
+        chosen: Array = len(decode) + by_length[list(rungs)]
+        return chosen
+
+
+class AdaptiveDrafts:
+    """The policy: see the module. `rungs` are those of the ladder. Deterministic, but for its clock."""
+
+    def __init__(self, limits: Limits, *, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.rungs = ladder(limits.num_drafts)
+        self.times = StepTimes(default_buckets(limits.max_seqs), self.rungs)
+        self.acceptance = Acceptance(limits)
+        self._clock = clock
+        self._rung = bisect.bisect_right(self.rungs, FIRST) - 1
+        """The number that is chosen, as an index of `rungs`, like all below."""
+        self._bucket, self._bounds = 0, (0, 0)
+        self._settled, self._left = 0, 0
+        self._patience, self._until_try = TRY_AGAIN, TRY_AGAIN
+        self._best = self._rung
+        self._before = 0.0
+        self._samples: list[float] = []
+
+    def choose(self, view: DraftView) -> int:
+        """The rung that was decided on, and now and then another decision. The time since the last call is that of a step, if the
+        last ones were like it."""
+        now, count = self._clock(), len(view.decode)
+        if not count or view.has_prefill:
+            self._settled = 0
+            return self.rungs[self._rung]
+        if self._settled > SETTLING:
+            self._samples.append(now - self._before)
+        self._settled, self._before = self._settled + 1, now
+        self._left -= 1
+        if not self._bounds[0] < count <= self._bounds[1]:
+            self._enter(bisect.bisect_left(self.times.buckets, count))
+        if self._left <= 0:
+            self._decide(view)
+        return self.rungs[self._rung]
+
+    def _enter(self, bucket: int) -> None:
+        """Another number of requests decodes: steps are timed anew, and decided on at once."""
+        self._file()
+        self._bucket, self._settled, self._left = bucket, 0, 0
+        self._bounds = self.times.buckets[bucket - 1] if bucket else 0, self.times.buckets[bucket]
+
+    def _file(self) -> None:
+        """File the times since the last change; those of interrupted steps do not count."""
+        if self._samples:
+            self.times.measured(self._bucket, self._rung, statistics.median(self._samples), len(self._samples))
+            self._samples.clear()
+
+    def _decide(self, view: DraftView) -> None:
+        self._file()
+        self.acceptance.look(view.slots, view.decode)
+        estimate = self.times.estimate(self._bucket)
+        if estimate is None:
+            known = not np.isnan(self.times.seconds[self._bucket, self._rung])
+            self._take(self.rungs.index(SLOPE_FROM) if known and len(self.rungs) > 1 else self._rung, TRIAL)
+            return
+        seconds, sure = estimate
+        tokens = self.acceptance.tokens(view.decode, view.slots.window[view.decode], self.rungs)
+        rates = tokens / seconds
+        best, hopes = int(rates.argmax()), np.where(sure < 1.0, rates / sure, 0.0)
+        if best != self._best:
+            self._best, self._patience, self._until_try = best, TRY_AGAIN, TRY_AGAIN
+        if hopes.max() > rates[best]:
+            self._take(int(hopes.argmax()), TRIAL)
+        elif self._until_try <= 0 and len(self.rungs) > 1:
+            self._patience = self._until_try = min(2 * self._patience, SELDOM)
+            others = np.where(np.arange(len(rates)) == best, -1.0, rates)
+            self._take(int(others.argmax()), TRIAL)
+        else:
+            better = rates[best] > rates[self._rung] * (1.0 + GAIN)
+            self._take(best if better else self._rung, EVERY)
+            self._until_try -= EVERY
+
+    def _take(self, rung: int, steps: int) -> None:
+        if rung != self._rung:
+            self._rung, self._settled = rung, 0
+        self._left = steps
+
+    def report(self) -> dict[str, Any]:
+        """What was measured, for people and machines: milliseconds of a step by requests and drafts, and chances by place."""
+        times = {
+            str(size): {str(k): round(1e3 * s, 4) for k, s in zip(self.rungs, row.tolist(), strict=True) if not math.isnan(s)}
+            for size, row in zip(self.times.buckets, self.times.seconds, strict=True)
+            if not np.isnan(row).all()
+        }
+        return {"step_ms": times, "acceptance": [round(chance, 3) for chance in self.acceptance.of_all().tolist()]}

@@ -47,6 +47,7 @@ from polydraft.contracts import COMPOSITES, REGISTRY
 from polydraft.contracts.features import FEATURES, Feature, with_base
 from polydraft.errors import ConfigError, ContractError, DeviceError
 from polydraft.plugins.plugins import Plugins
+from tests.support.plugin_doubles import pack_source
 
 DENSE = ("dense",)
 OWN = dict.fromkeys(must_own("basic", DENSE), "own")
@@ -489,6 +490,14 @@ def test_a_run_here():
     assert conform("reference", selection=one_case()).results[0].seconds < 60
 
 
+def test_a_run_here_says_what_packs_serve(tmp_path: Path):
+    file = tmp_path / "fast.py"
+    file.write_text(pack_source("fast", "residual_add"))
+    seen = conform("reference", files=[str(file)], packs=["fast"], selection=one_case())
+    assert [one["contract"] for one in seen.content["kernels"]["overrides"]] == ["residual_add"]
+    assert conform("reference", selection=one_case()).content["kernels"] == {}
+
+
 def test_a_run_gives_its_device_back(monkeypatch: pytest.MonkeyPatch):
     closed: list[bool] = []
     close = Target.close
@@ -507,7 +516,7 @@ def test_a_run_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch):
 
     def run(backend: str, **options: Any) -> Any:
         asked.update(options, backend=backend)
-        return isolation.Watched(list(PASSED), dict(OWN), {"graph_capture": "it captured nothing"})
+        return isolation.Watched(list(PASSED), dict(OWN), {"graph_capture": "it captured nothing"}, {"packs": {"fast": {}}})
 
     monkeypatch.setattr(isolation, "run", run)
 
@@ -517,6 +526,7 @@ def test_a_run_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch):
     seen = conform("reference", device="cpu", limit_s=5.0, listen=listen)
     assert (seen.status, seen.content["owners"]) == (0, OWN)
     assert seen.content["backend"]["withdrawn"] == {"graph_capture": "it captured nothing"}
+    assert seen.content["kernels"] == {"packs": {"fast": {}}}
     assert asked == {
         "backend": "reference", "device": "cpu", "files": (), "packs": (), "selection": Selection(), "limit_s": 5.0,
         "listen": listen,

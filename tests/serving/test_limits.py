@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import fcntl
 import http.client
 import json
 import os
@@ -26,6 +27,8 @@ from starlette.requests import Request
 from polydraft import LLM, SamplingParams
 from polydraft.cli import main
 from polydraft.cli.serve import NEEDED
+from polydraft.errors import ConfigError
+from polydraft.serving import logs
 from polydraft.serving.http import HttpError, check_origin
 from polydraft.serving.logs import Log
 from tests.serving.conftest import MODEL, Served
@@ -455,8 +458,47 @@ def test_a_log_that_cannot_be_written_stops_nothing(tmp_path: Path) -> None:
     log = Log(str(full))
     for _ in range(3):
         log.tell("request", id="x")
-    assert log.lost == 3
     log.close()
+    assert log.lost == 3
+
+
+def test_a_log_that_nobody_reads_stops_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logs, "LAST_S", 0.2)
+    monkeypatch.setattr(logs, "MOST_WAITING", 100)
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with pytest.raises(ConfigError, match="nobody reads this pipe"):
+        Log(str(pipe))
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    log = Log(str(pipe))
+    began = time.monotonic()
+    for number in range(2000):
+        log.tell("request", id=str(number), why="x" * 1000)
+    assert time.monotonic() - began < 1.0, "it did not wait for a pipe of 64 kB"
+    assert log.lost > 1500
+    log.close()
+    read = b""
+    with contextlib.suppress(BlockingIOError):
+        while more := os.read(reader, 1 << 16):
+            read += more
+    os.close(reader)
+    ids = [int(json.loads(line)["id"]) for line in read.splitlines()[:50]]
+    assert ids == list(range(50)), "what was written is whole and in order"
+
+
+F_SETPIPE_SZ = 1031
+"""Of Linux; `fcntl` has it from Python 3.10 on, but not in every build."""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux lets a pipe be made small")
+def test_a_server_whose_standard_error_nobody_reads_serves_on(tmp_path: Path) -> None:
+    served = Served(tmp_path, "--log-file", "", "--max-requests", "4")
+    assert served.process.stderr is not None
+    fcntl.fcntl(served.process.stderr, F_SETPIPE_SZ, 4096)
+    for _ in range(60):  # each failed one is a line
+        assert post(served, prompt="w1", model="y" * 60).status_code == 404
+    assert post(served, **SHORT).status_code == 200
+    assert served.stop() == 0
 
 
 def test_a_server_with_a_full_log_and_a_closed_output_serves_on(serve: Callable[..., Served]) -> None:

@@ -19,6 +19,7 @@ from polydraft.backend import DeviceOptions, Weight
 from polydraft.config import AUTO, EngineConfig
 from polydraft.device import Array
 from polydraft.errors import CapabilityError, DeviceError, PolydraftError, RequestError
+from polydraft.host.acceptance_alarms import FLOOR, AcceptanceAlarms
 from polydraft.host.adaptive_drafts import AdaptiveDrafts
 from polydraft.host.commit import apply, end
 from polydraft.host.device_memory import check_fits, check_weights
@@ -255,6 +256,11 @@ class Engine:
         self.totals = EngineTotals(
             accepted_at=[0] * limits.num_drafts, drafted_at=[0] * limits.num_drafts, drafts_per_step=[0] * limits.window
         )
+        learned = bool(self._draft_layers()) and not self.resolved.accept_schedule
+        self.alarms = AcceptanceAlarms(
+            self.totals, self.slots, logging.getLogger(__name__).warning, floor=FLOOR if learned else 0.0
+        )
+        """What looks wrong about how many drafts are accepted."""
         self.failure = ""
         """Why no requests are served any more; "" while the device works."""
         self._in_flight: deque[InFlightStep] = deque()
@@ -483,6 +489,7 @@ class Engine:
             points.notify_around("commit", plan, self.apply, plan, outcome)
         else:
             self.apply(plan, outcome)
+        self.alarms.step(replayed=flight.shape is not None)
 
     def apply(self, plan: StepPlan, outcome: StepOutcome) -> None:
         """Fold the outcome of a step into slots, requests and totals, and call the observers."""

@@ -278,7 +278,7 @@ def test_metrics_have_vllms_names_and_count(client: Any, server: Served) -> None
         "vllm:spec_decode_num_drafts_total", "vllm:spec_decode_num_draft_tokens_total",
         "vllm:spec_decode_num_accepted_tokens_total", "vllm:spec_decode_num_accepted_tokens_per_pos_total",
         "polydraft:acceptance_per_position", "polydraft:tokens_per_round", "polydraft:host_gap_seconds",
-        "polydraft:device_idle_ratio", "polydraft:steps_by_drafts_total",
+        "polydraft:device_idle_ratio", "polydraft:steps_by_drafts_total", "polydraft:acceptance_alarms_total",
         "vllm:prefix_cache_queries_total", "vllm:prefix_cache_hits_total",
         "vllm:num_preemptions_total", "vllm:request_prompt_tokens_count", "vllm:request_generation_tokens_sum",
     ):  # fmt: skip

@@ -97,6 +97,7 @@ class Run:
             "steps": totals.steps,
             "drafts_per_step": list(totals.drafts_per_step),
             "draft_policy": policy.report() if isinstance(policy := self.engine.draft_policy, AdaptiveDrafts) else None,
+            "alarms": dict(self.engine.alarms.count),
             "tokens_per_round": in_rounds / totals.rounds if totals.rounds else None,
             "acceptance_per_position": [
                 accepted / drafted if drafted else None

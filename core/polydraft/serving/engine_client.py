@@ -92,6 +92,7 @@ class EngineClient:
         self._handles, self._numbers = itertools.count(1), itertools.count(1)
         self._done: dict[int, asyncio.Future[str]] = {}
         self._stats: list[asyncio.Future[wire.Stats]] = []
+        self._alarms: dict[str, str] = {}
         self._aborts: set[asyncio.Future[None]] = set()
         self._changed = asyncio.Event()
         self._deaths: list[float] = []
@@ -266,10 +267,17 @@ class EngineClient:
             if future is not None and not future.done():
                 future.set_result(event.error)
         elif isinstance(event, wire.Stats):
-            for waiting in self._stats:
-                if not waiting.done():
-                    waiting.set_result(event)
-            self._stats.clear()
+            self._count(event)
+
+    def _count(self, event: wire.Stats) -> None:
+        """Counts to whoever asked for them; alarms that are new are told."""
+        for kind, sentence in event.alarms_said.items() - self._alarms.items():
+            self._tell("acceptance", alarm=kind, message=sentence)
+        self._alarms = event.alarms_said
+        for waiting in self._stats:
+            if not waiting.done():
+                waiting.set_result(event)
+        self._stats.clear()
 
     def _deliver(self, event: wire.Outputs) -> None:
         """Deltas to their queues; those of requests that nobody waits for any more are dropped."""

@@ -65,6 +65,12 @@ class _Engine(Collector):
         for number, count in enumerate(s.drafts_per_step):
             made.add_metric((self._model, str(number)), count)
         yield made
+        told = CounterMetricFamily(
+            "polydraft:acceptance_alarms", "How often acceptance looked wrong, by kind.", labels=(*LABELS, "kind")
+        )
+        for kind, count in s.alarms.items():
+            told.add_metric((self._model, kind), count)
+        yield told
         family_of = GaugeMetricFamily("polydraft:acceptance_per_position", "Share accepted.", labels=(*LABELS, "position"))
         for place, (accepted, drafted) in enumerate(zip(s.accepted_at, s.drafted_at, strict=True)):
             family_of.add_metric((self._model, str(place)), accepted / drafted if drafted else 0.0)

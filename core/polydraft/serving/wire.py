@@ -126,6 +126,10 @@ class Stats(msgspec.Struct, tag=True, frozen=True):
     accepted_at: list[int]
     drafts_per_step: list[int]
     """Steps by the number of drafts that they made for a request at most."""
+    alarms: dict[str, int]
+    """By kind, how often something looked wrong about how many drafts were accepted."""
+    alarms_said: dict[str, str]
+    """By kind, what was said of it last."""
     preemptions: int
     step_s: float
     """In `Engine.step`."""

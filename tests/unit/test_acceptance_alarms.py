@@ -1,0 +1,116 @@
+"""Alarms on acceptance: each fires on what it is for, and none on a thousand honest runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from polydraft.contracts.base import Limits
+from polydraft.host.acceptance_alarms import BLOCK, KINDS, AcceptanceAlarms
+from polydraft.host.slots import SlotTable
+from polydraft.host.totals import EngineTotals
+from polydraft.sentinels import Phase
+from tests.support.depth import among
+
+K = 3
+SLOTS = 8
+NONE = dict.fromkeys(KINDS, 0)
+
+
+class Run:
+    """Steps of an engine with `SLOTS` requests, whose drafts are accepted by chance."""
+
+    def __init__(self, seed: int = 0, **options: Any) -> None:
+        limits = Limits(SLOTS, K, 64, 64, 4096, 16, 64, 4, 1, 100)
+        self.totals = EngineTotals(accepted_at=[0] * K, drafted_at=[0] * K, drafts_per_step=[0] * (K + 1))
+        self.slots = SlotTable(limits)
+        self.said: list[str] = []
+        self.alarms = AcceptanceAlarms(self.totals, self.slots, self.said.append, **options)
+        self.rng = np.random.default_rng(seed)
+
+    def steps(self, number: int, chance: Callable[[int, bool], float], *, graph: Callable[[int], bool] = lambda i: True) -> None:
+        """`chance(i, by_graph)` of step i, whose drafts were made by a graph or not."""
+        before = False
+        for i in range(number):
+            p = chance(i, before)
+            accepted = (self.rng.random((SLOTS, K)) < p).cumprod(axis=1).sum(axis=1)
+            self.totals.add(SLOTS + int(accepted.sum()), accepted, np.full(SLOTS, K))
+            before = graph(i)
+            self.alarms.step(replayed=before)
+
+
+def test_a_proposer_that_is_never_right() -> None:
+    run = Run()
+    run.steps(1000, lambda i, by_graph: 0.005)
+    assert run.alarms.count == {**NONE, "floor": 1}
+    assert "wanted 3% or more" in run.said[0]
+    silent = Run(floor=0.0)
+    silent.steps(1000, lambda i, by_graph: 0.005)
+    assert silent.alarms.count == NONE
+
+
+@pytest.mark.parametrize("after", [0.0, 0.2])
+def test_drafts_that_were_better_before(after: float) -> None:
+    run = Run()
+    run.steps(1500, lambda i, by_graph: 0.6 if i < 800 else after)
+    assert run.alarms.count == {**NONE, "fall": 1}, "once, and then it is usual"
+    assert "see that the proposer's were, too" in run.said[0]
+    run.steps(1500, lambda i, by_graph: 0.6 if i < 800 else after)
+    assert run.alarms.count["fall"] == 2, "it rose and fell again"
+
+
+def test_graphs_that_draft_worse() -> None:
+    run = Run()
+    run.steps(2000, lambda i, by_graph: 0.1 if by_graph else 0.6, graph=lambda i: i % 5 > 1)
+    assert run.alarms.count == {**NONE, "graphs": 1}
+    assert "serve with --graph off" in run.said[0]
+
+
+def looping(run: Run, slot: int, period: int, *, accepted: int = K) -> None:
+    """A request in a slot whose text has that period (0: none), and whose rounds were accepted."""
+    t = run.slots
+    t.epoch[slot] += 1
+    t.phase[slot], t.prompt_len[slot], t.num_known[slot], t.num_rounds[slot] = Phase.DECODE, 5, 405, 100
+    t.tokens[slot, :405] = np.arange(405) % period if period else run.rng.integers(0, 9, 405)
+    t.rounds[slot, :100], t.round_drafts[slot, :100] = accepted, K
+
+
+def test_texts_that_repeat_themselves() -> None:
+    run = Run()
+    for slot, (period, accepted) in enumerate(((7, K), (0, K), (1, K), (4, K - 1), (32, K), (33, K))):
+        looping(run, slot, period, accepted=accepted)
+    run.steps(300, lambda i, by_graph: 0.9)
+    assert run.alarms.count == {**NONE, "loop": 3}, "each request once"
+    assert run.said == [run.said[0]], "and one sentence"
+    assert "repeats its last 7 tokens" in run.said[0]
+    looping(run, 0, 2)
+    run.steps(100, lambda i, by_graph: 0.9)
+    assert run.alarms.count["loop"] == 4, "another request in the same slot"
+
+
+@pytest.mark.parametrize("part", among((0,), range(10)))
+def test_honest_runs_are_silent(part: int) -> None:
+    """Of good and poor proposers, on texts that come in stretches of their own, with and without graphs."""
+    for seed in range(100 * part, 100 * part + 100):
+        run = Run(seed)
+        stretches = np.clip(run.rng.uniform(0.1, 0.95) * run.rng.uniform(0.75, 1.15, 40), 0.0, 1.0).tolist()
+        replayed = (run.rng.random(2000) < run.rng.random()).tolist()
+        run.steps(1600, honest(stretches), graph=replayed.__getitem__)
+        assert run.alarms.count == NONE, (seed, run.said)
+        assert run.totals.rounds > 4 * BLOCK
+
+
+def honest(stretches: list[float]) -> Callable[[int, bool], float]:
+    """The chance of each step, whoever made its drafts."""
+    return lambda i, by_graph: stretches[i // 40]
+
+
+def test_an_engine_without_drafts_has_no_alarms() -> None:
+    limits = Limits(1, 0, 8, 8, 64, 16, 8, 4, 1, 100)
+    alarms = AcceptanceAlarms(EngineTotals(), SlotTable(limits), pytest.fail)
+    for _ in range(200):
+        alarms.step(replayed=False)
+    assert alarms.count == NONE

@@ -23,7 +23,8 @@ HEAD: Final = """# Broken backends, and where they die
 
 Each mutant is a fault that was met in the field, put around a real backend; the check named must fail
 ([conformance.md](../conformance.md) says how). `may live` is a fault that makes no difference around that backend, by right;
-`not offered` needs what the device does not have. Made by `make matrix` on {day}.
+`not offered` needs what the device does not have, and `not seen` is what nobody can see there from outside. Made by `make matrix`
+on {day}.
 
 """
 LAST: Final = """
@@ -37,7 +38,8 @@ def state(trial: Mapping[str, Any]) -> str:
     """What became of a mutant. Raises `ValueError` for one that lives although it must not."""
     if not trial["ok"]:
         raise ValueError(f"{trial['id']} was not killed by {trial['check']}: {trial['unbroken']}, {trial['broken']}")
-    return "not offered" if trial["unbroken"] == "unsupported" else "killed" if trial["broken"] == "fail" else "may live"
+    never = {"unsupported": "not offered", "unseen": "not seen"}
+    return never.get(trial["unbroken"]) or ("killed" if trial["broken"] == "fail" else "may live")
 
 
 def table(answers: Mapping[str, Mapping[str, Any]], day: str) -> dict[str, Any]:

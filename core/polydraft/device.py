@@ -143,6 +143,13 @@ class ManyStreams(Protocol):
         """A further stream, when the engine is built. Its copies may run while the compute stream is busy."""
 
 
+class TellsMemory(Protocol):
+    """What a device adds to `Device` whose driver or framework counts memory. The conformance kit looks for it, core does not."""
+
+    def memory_taken(self) -> int:
+        """Bytes of device memory in use now, whoever took them, as the driver or framework counts and not the backend."""
+
+
 def further_stream(device: Device, name: str) -> Stream:
     """A stream beside the compute stream, or the compute stream itself on devices that have no other."""
     make: Callable[[str], Stream] | None = getattr(device, "make_stream", None)

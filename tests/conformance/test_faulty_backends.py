@@ -25,7 +25,11 @@ SAID = {
     "M52": "acceptance trace", "M55": "cache.k[", "M56": "logit_start", "M57": "a stream sees",
     "M58": "raised nothing", "M59": "out[", "M60": "a refusal that names linear/1 and x", "M61": "under the rule[",
     "M62": "on the old weights[", **dict.fromkeys(("M64", "M65", "M66", "M67", "M68", "M69"), "rows in int8"),
-    "M70": "rows in fp8", "M71": "rows in fp8",
+    "M70": "rows in fp8", "M71": "rows in fp8", "M123": "a launch of swiglu", "M124": "a replay of", "M83": "of 16 bytes",
+    "M84": "of 4194304 bytes", "M85": "copies wait, launches wait", "M86": "launches", "M87": "in front of a step",
+    "M88": "filling meta", "M89": "event.record() waits", "M112": "mutant.clone", "M113": "behind launches of swiglu",
+    "M114": "behind hundreds of steps", "M115": "use 100 of", "M116": "replayed", "M117": "launched behind a capture",
+    "M121": "stream.wait()", "M122": "a launch of swiglu",
 }  # fmt: skip
 """Words that must be in what some killers say: that the mutant died of its fault and not of an accident."""
 

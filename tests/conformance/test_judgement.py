@@ -67,7 +67,7 @@ def other(index: int, outcome: Any, **fields: Any) -> list[Result]:
 # -- outcomes ------------------------------------------------------------------------------------------
 def test_numbers_and_names():
     assert (HOLDS, FAILS, USAGE, KIT_ERROR, NOTHING) == (0, 1, 2, 3, 4)
-    assert OUTCOMES == ("pass", "fail", "error", "unsupported", "waived")
+    assert OUTCOMES == ("pass", "fail", "error", "unsupported", "unseen", "waived")
     assert LEVELS == {
         "L0": "load", "L1": "device", "L2": "kernels", "L3": "graph", "L4": "overlap", "L5": "lossless", "L6": "sanity",
     }  # fmt: skip
@@ -107,6 +107,10 @@ HOLD = f"polydraft-conformance 1.0 / basic for dense ({len(OWN)} own, 0 delegate
             f"{HOLD} holds: {len(PASSED)} checks passed, 1 are of what it does not have", (),
         ),
         (
+            (*other(3, "unseen", message="memory: nobody tells"), Result("L3/more", "unseen", message="memory: not here")), 0,
+            f"{HOLD} holds: {len(PASSED) - 1} checks passed; not seen: memory (2 checks)", (),
+        ),
+        (
             other(3, "error", message="oops"), 3, "the kit failed in 1 places; nothing follows from this run",
             (f"{PASSED[3].id}: oops",),
         ),
@@ -120,6 +124,7 @@ HOLD = f"polydraft-conformance 1.0 / basic for dense ({len(OWN)} own, 0 delegate
         ),
         ((), 4, "nothing was proved: no check passed", ()),
         ((Result("L1/x", "unsupported"),), 4, "nothing was proved: no check passed", ()),
+        ((Result("L1/x", "unseen"),), 4, "nothing was proved: no check passed", ()),
         ((Result("L1/x", "waived", 1),), 4, "nothing was proved: no check passed", ()),
         (
             (*PASSED[2:], Result(PASSED[1].id, "fail", 1, message="no")), 1, f"{HOLD} fails: 1 checks failed, 1 are missing",
@@ -397,7 +402,7 @@ def test_what_a_report_holds():
     assert [as_result(one) for one in content["results"]] == list(PASSED)
     assert content["verdict"] == {
         "status": 0, "sentence": f"{HOLD} holds: {len(PASSED)} checks passed", "problems": [],
-        "counts": {"pass": len(PASSED), "fail": 0, "error": 0, "unsupported": 0, "waived": 0},
+        "counts": {"pass": len(PASSED), "fail": 0, "error": 0, "unsupported": 0, "unseen": 0, "waived": 0},
         "features": {
             name: {"state": "claimed", "lacking": [one.name for one in REGISTRY.of(DENSE) if one.name not in OWN]}
             if name == "dense"
@@ -583,7 +588,7 @@ def test_a_failure_says_how_to_see_it_again(result: Result, rerun: str):
     assert told.message == f"x (rerun: polydraft conform mychip {rerun})"
     alike = dataclasses.replace(result, message="x (rerun: so)", like=("M17",))
     assert with_causes(alike, Named()).message == "x (rerun: so); looks like M17 (another rule for ties)"  # type: ignore[arg-type]
-    for outcome in ("pass", "error", "unsupported", "waived"):
+    for outcome in ("pass", "error", "unsupported", "unseen", "waived"):
         fine = dataclasses.replace(result, outcome=outcome)
         assert with_causes(fine, Named()) is fine  # type: ignore[arg-type]
 

@@ -216,3 +216,38 @@ def test_launches_of_kernels_that_only_a_pass_can_choose_are_counted():
 
     result = outcome("L6/launches-constant", wrap(reference, polydraft_kernels=table))
     assert result.outcome == "pass", result.message
+
+
+# -- what nobody can see -------------------------------------------------------------------------------
+def _telling(tell: Any) -> Any:
+    """The reference on a device that says how much memory is taken: `tell` is given what was really allocated."""
+
+    def device(answer: Any, **_: Any) -> Any:
+        empty, taken = answer.empty, [0]
+
+        def counted(name: str, shape: Any, dtype: str) -> Any:
+            taken[0] += math.prod(shape) * DTYPES[dtype].itemsize
+            return empty(name, shape, dtype)
+
+        answer.empty, answer.memory_taken = counted, lambda: tell(taken[0])
+        return answer
+
+    return wrap(reference, polydraft_open_device=device)
+
+
+@pytest.mark.parametrize(("tell", "outcome_"), [(lambda taken: taken, "pass"), (lambda taken: 0, "unseen")])
+def test_memory_is_asked_of_whoever_sees_it(tell: Any, outcome_: str, monkeypatch: pytest.MonkeyPatch):
+    """A number of the device's counts where an allocation of the kit's shows in it, and no other one is believed."""
+    monkeypatch.setattr("polydraft.conformance.memory_checks._heap", lambda: None)
+    result = outcome("L6/memory-of-launches/swiglu", _telling(tell))
+    assert result.outcome == outcome_, result.message
+    assert outcome_ == "pass" or result.message.startswith("memory in use: no memory_taken() of the device")
+
+
+def test_a_device_that_cannot_be_kept_busy_is_not_judged(monkeypatch: pytest.MonkeyPatch):
+    """No call takes long and no work is ever seen running: what returns cannot be told, and nobody says that it can."""
+    monkeypatch.setattr("polydraft.conformance.busy.SIZES", (1,))
+    monkeypatch.setattr("polydraft.conformance.busy.SHAPES", ((1, 1),))
+    monkeypatch.setattr("polydraft.conformance.busy.PIECE_S", 1.0)
+    result = CHECKS["L4/copies-return"].result(Target(reference, device="queued"))
+    assert (result.outcome, result.message.partition(":")[0]) == ("unseen", "whether calls return before work has run")

@@ -385,7 +385,7 @@ class CudaDevice:
         return int(self.call("cuMemGetInfo", doing="asking for free memory")[0])
 
     def memory_taken(self) -> int:
-        """Bytes of device memory that are not free, whoever took them. For tests and tools."""
+        """As `TellsMemory`, by the driver: bytes that are not free."""
         free, total = self.call("cuMemGetInfo", doing="asking for free memory")
         return int(total) - int(free)
 

@@ -1,6 +1,6 @@
-"""Checks of binding (L2): records that do not fit are refused, and bindings are independent of each other.
+"""Checks of binding (L2): records that do not fit are refused, bindings are independent of each other, and each lasts.
 
-Both follow from the contract records alone, like everything at this level. Values that other checks compare are not looked at.
+They follow from the contract records alone, like everything at this level.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from polydraft.conformance.check import Check, Tally
-from polydraft.conformance.harness import check_kernel, record_of, run_kernel
+from polydraft.conformance.harness import Bound, check_kernel, record_of, run_kernel
 from polydraft.conformance.kernel_checks import (
     Options,
     Table,
@@ -22,6 +22,7 @@ from polydraft.conformance.kernel_checks import (
     pairs,
 )
 from polydraft.conformance.target import Opened, Target
+from polydraft.conformance.wear import FEW, LAUNCHES, worn
 from polydraft.contracts import REGISTRY
 from polydraft.contracts.arguments import misfits
 from polydraft.contracts.base import Case, Contract
@@ -30,11 +31,11 @@ from polydraft.errors import ContractError
 
 
 def checks(options: Options) -> Iterator[Check]:
-    """Two checks a contract; none where a case was asked for."""
+    """Three checks a contract; none where a case was asked for."""
     if options.case:
         return
     for contract in REGISTRY:
-        for name, function in (("refused-arguments", _refused), ("bound-again", _bound_again)):
+        for name, function in (("refused-arguments", _refused), ("bound-again", _bound_again), ("new-contents", _new_contents)):
             run = partial(function, contract)
             yield Check(f"L2/{contract.name}/{name}", run, kernel=contract.name, features=contract.features)
 
@@ -97,3 +98,12 @@ def _bound_again(kernel: Contract, target: Target, tally: Tally) -> None:
     tally.compared(
         check_kernel(kernel, other, opened.device, twice, act=act, init_meta=opened.init_meta, products=opened.products)
     )
+
+
+def _new_contents(kernel: Contract, target: Target, tally: Tally) -> None:
+    """Bound once, launched many times on contents that change at the same addresses: nothing is remembered, nothing wears out."""
+    opened, act = opened_for(target, kernel)
+    for place, cases in enumerate(pairs(kernel.name, target.info.capabilities.row_order)):
+        bound = Bound(kernel, cases[0], opened.device, opened.table, act=act, init_meta=opened.init_meta)
+        launch = partial(bound.launch, opened.device.stream)
+        worn(kernel, cases, bound, {"launched": launch}, tally, products=opened.products, count=FEW if place else LAUNCHES)

@@ -21,8 +21,11 @@ from polydraft.conformance import (
     kernel_checks,
     load_checks,
     lossless_checks,
+    memory_checks,
     overlap_checks,
+    return_checks,
     sanity_checks,
+    wear_checks,
 )
 from polydraft.conformance.check import Check
 from polydraft.conformance.kernel_checks import Options
@@ -45,10 +48,13 @@ def every_check(options: Options | None = None) -> Iterator[Check]:
     yield from binding_checks.checks(options or Options())
     yield from graph_checks.checks()
     yield from overlap_checks.checks()
+    yield from return_checks.checks()
     yield from lossless_checks.checks()
     yield from cache_checks.checks()
     yield from host_checks.checks()
+    yield from wear_checks.checks()
     yield from sanity_checks.checks()
+    yield from memory_checks.checks()
 
 
 def of_profile(profile: str, options: Options | None = None, features: Iterable[str] = ()) -> list[Check]:

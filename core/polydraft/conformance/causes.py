@@ -37,6 +37,10 @@ SIGNS: Final[Mapping[str, str]] = {
     "M46": r"what the capture facility lacks|polydraft_graph_capture returned",
     "M53": r"the buffer behind a capture is",
     "M60": r"a refusal that names .*binding says 'nothing'",
+    "M124": r"wanted: a replay of \w+ returns while",
+    "M88": r"wanted: filling \w+ of \w+ returns while",
+    "M89": r"event\.record\(\) waits",
+    "M121": r"wanted: stream\.wait\(\) returns while",
 }
 """Mutants, and what a failure's sentence says of their kind of fault alone."""
 

@@ -31,6 +31,10 @@ class Unsupported(Exception):  # noqa: N818  no error: the backend does not clai
     """Raised by a check that finds, while it runs, that the backend does not declare what it needs; says what that is."""
 
 
+class Unseen(Exception):  # noqa: N818  no error: nobody can look
+    """Raised by a check that has no way to see, from outside of this backend, what it is about: `what: why not`."""
+
+
 class Wrong(Exception):  # noqa: N818  no error of the kit: what it says is wrong with the backend
     """Raised where a check can say that something is wrong and cannot go on; a sentence."""
 
@@ -149,6 +153,8 @@ class Check:
             self.run(target, tally)
         except Unsupported as reason:
             return "unsupported", str(reason)
+        except Unseen as reason:
+            return "unseen", str(reason)
         except Wrong as sentence:
             return "fail", str(sentence)
         except Exception as error:  # noqa: BLE001  whatever a backend raises is its outcome

@@ -128,10 +128,12 @@ class _NotedTable(TableProxy):
 
 def launched(contract: str, change: Callable[[Any, Any], Any]) -> Break:
     """Replace a kernel's launch: `change(launch, device)` returns what is launched instead, once for each binding."""
-    return with_table(lambda table, device: {contract: _Launched(table.providers[contract], change, device)}, without=contract)
+    return with_table(lambda table, device: {contract: Launched(table.providers[contract], change, device)}, without=contract)
 
 
-class _Launched(Proxy):
+class Launched(Proxy):
+    """A provider whose launches are replaced."""
+
     def __init__(self, inner: Any, change: Callable[[Any, Any], Any], device: Any) -> None:
         super().__init__(inner)
         self._change, self._device = change, device

@@ -15,6 +15,7 @@ import numpy as np
 
 from polydraft.conformance import core_faults, kv_faults, size_faults
 from polydraft.conformance import fault_injection as by
+from polydraft.conformance import hidden_faults as hidden
 from polydraft.conformance.core_faults import Fault
 from polydraft.conformance.target import Proxy, TableProxy, wrap
 from polydraft.contracts.inputs import kernel_of
@@ -959,6 +960,163 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         by.rebound("rope_kv_write", lambda args: dataclasses.replace(args, attention_factor=1.0)),
     ),
     *SIZED,
+    Mutant(
+        "M123",
+        "the queue finished inside every launch",
+        "planted by a tester",
+        "L4/launch-returns/swiglu",
+        hidden.every_launch(hidden.finishing),
+        "asynchronous",
+    ),
+    Mutant(
+        "M124",
+        "the queue finished inside replays",
+        "planted by a tester",
+        "L4/replays-return",
+        by.with_capture(hidden.WaitingReplays),
+        "graph_capture",
+    ),
+    Mutant(
+        "M83",
+        "every copy blocks",
+        "planted by a tester; copies from memory that is not pinned",
+        "L4/copies-return",
+        by.with_device(hidden.WaitingCopies),
+        "asynchronous",
+    ),
+    Mutant(
+        "M84",
+        "long copies block",
+        "a driver that stages them",
+        "L4/copies-return",
+        by.with_device(lambda device: hidden.WaitingCopies(device, hidden.LONG)),
+        "asynchronous",
+    ),
+    Mutant(
+        "M85",
+        "launches and copies block alike",
+        "a synchronous device that declares otherwise",
+        "L4/work-is-queued",
+        hidden.both(hidden.every_launch(hidden.finishing), by.with_device(hidden.WaitingCopies)),
+        "asynchronous",
+    ),
+    Mutant(
+        "M86",
+        "one launch in flight",
+        "parameters of launches in one place",
+        "L4/work-is-queued",
+        hidden.one_in_flight,
+        "asynchronous",
+    ),
+    Mutant(
+        "M87",
+        "the queue finished in one launch of some",
+        "a ring of parameters that is too short",
+        "L4/steps-return",
+        hidden.now_and_then,
+        "asynchronous",
+    ),
+    Mutant(
+        "M88",
+        "metadata worked out behind a wait",
+        "FastDeploy, lengths read back for attention",
+        "L4/launch-returns/paged_attention",
+        hidden.metadata_waits,
+        "asynchronous",
+    ),
+    Mutant(
+        "M89",
+        "an event that is recorded behind a wait",
+        "events made of waits",
+        "L4/events-return",
+        by.with_device(lambda device: by.EventDevice(device, hidden.WaitingRecords)),
+        "asynchronous",
+    ),
+    Mutant(
+        "M112",
+        "memory allocated inside launches, and not counted",
+        "planted by a tester",
+        "L6/memory-of-launches/swiglu",
+        by.launched("swiglu", hidden.allocating),
+    ),
+    Mutant(
+        "M113",
+        "memory that launches keep",
+        "a list that only grows",
+        "L6/memory-of-launches/swiglu",
+        by.launched("swiglu", hidden.keeping),
+    ),
+    Mutant(
+        "M114",
+        "memory that uploads keep",
+        "staging of one's own",
+        "L6/memory-of-steps",
+        by.with_device(hidden.KeepingUploads),
+    ),
+    Mutant(
+        "M115",
+        "wrong on the 100th launch of a binding",
+        "planted by a tester",
+        "L2/linear/new-contents",
+        by.launched("linear", hidden.wears_out),
+    ),
+    Mutant(
+        "M116",
+        "wrong on the 100th replay of a graph",
+        "planted by a tester",
+        "L3/kernel/swiglu",
+        by.with_capture(lambda facility, device: hidden.GraphsWearOut(facility)),
+        "graph_capture",
+    ),
+    Mutant(
+        "M117",
+        "a binding that was captured is launched no more",
+        "a flag that stays",
+        "L3/kernel/swiglu",
+        hidden.captured_for_good,
+        "graph_capture",
+    ),
+    Mutant(
+        "M118",
+        "engines share their caches",
+        "a pool by form and not by engine",
+        "L5/two-engines",
+        hidden.caches_of_all,
+    ),
+    Mutant(
+        "M119",
+        "a later engine's bindings take the place of an earlier one's",
+        "state of a process",
+        "L5/two-engines",
+        hidden.bindings_of_all,
+    ),
+    Mutant(
+        "M120",
+        "an engine that is closed closes the others",
+        "one context for all",
+        "L5/two-engines",
+        hidden.closed_with_another,
+    ),
+    Mutant(
+        "M121",
+        "a stream that waits on the host",
+        "events made of waits",
+        "L4/events-return",
+        by.with_device(hidden.WaitingStreams),
+        "asynchronous",
+        moot="a device whose streams are one queue has none to wait",
+    ),
+    Mutant(
+        "M122",
+        "launches that finish the queue, before events that hesitate",
+        "query() is no proof",
+        "L4/launch-returns/swiglu",
+        hidden.both(
+            hidden.every_launch(hidden.finishing),
+            by.with_device(lambda device: by.EventDevice(device, lambda event, _: by.HesitatesOnce(event))),
+        ),
+        "asynchronous",
+    ),
 )
 """Every mutant of this version, by the numbers of the design's table; a number that is missing is in `CORES`."""
 
@@ -1026,6 +1184,18 @@ LEGAL_VARIANTS: Final[tuple[Variant, ...]] = (
     ),
     Variant("S6", "blocks in another order", lambda plugin: plugin, _ENGINE, core_faults.blocks_in_another_order),
     Variant("S7", "no feature but dense", by.offering(_is_dense), ("L0/contracts", "L0/engine", *_ENGINE)),
+    Variant(
+        "S8",
+        "launches take the host long, and wait for nothing",
+        hidden.every_launch(hidden.slow),
+        ("L4/launch-returns/swiglu", "L4/copies-return", "L4/replays-return"),
+    ),
+    Variant(
+        "S9",
+        "a queue that is full blocks",
+        hidden.short_queue,
+        ("L4/launch-returns/swiglu", "L4/copies-return", "L4/replays-return", "L4/overlap-2/arrivals"),
+    ),
 )
 """What the kit must not kill."""
 

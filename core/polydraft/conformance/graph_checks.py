@@ -8,7 +8,6 @@ uncapturable.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,17 +15,18 @@ import numpy as np
 
 from polydraft.conformance.check import Check, Tally, Unsupported
 from polydraft.conformance.device_checks import pattern, read
-from polydraft.conformance.harness import check_kernel, run_kernel
-from polydraft.conformance.kernel_checks import Table, UsedBefore, bits, pairs
+from polydraft.conformance.harness import Bound
+from polydraft.conformance.kernel_checks import bits, moved_on, pairs
 from polydraft.conformance.lossless_checks import K, drafts_per_step, run
 from polydraft.conformance.probe import NUM_TOKENS, prompts
 from polydraft.conformance.serving import Ask
 from polydraft.conformance.target import Opened, Target
+from polydraft.conformance.wear import FEW, LAUNCHES, Use, worn
 from polydraft.contracts import REGISTRY
 from polydraft.contracts.base import Contract, Limits
 from polydraft.contracts.kernels.embed import EmbedV1
 from polydraft.contracts.kernels.residual_add import ResidualAddV1
-from polydraft.device import GraphCapture
+from polydraft.device import Graph, GraphCapture, Stream
 from polydraft.engine import Engine
 from polydraft.errors import PolydraftError
 from polydraft.instruments.allocations import Allocations
@@ -61,38 +61,34 @@ def checks() -> Iterator[Check]:
 
 
 # -- kernels -------------------------------------------------------------------------------------------
-@dataclass(frozen=True)
-class _Replayed(UsedBefore):
-    """A provider whose launch replays a graph that was captured over another case's contents."""
-
-    capture: GraphCapture | None = None
-
-    def used(self, launch: Any, n: int) -> Any:
-        """Capture while the other contents lie in the buffers."""
-        assert self.capture is not None, "this provider is given a capture facility"
-        stream = self.opened.device.stream
-        graph = self.capture.capture(stream, lambda: launch(stream, n))
-        return lambda stream, n: graph.replay(stream)
+def uncapturable(opened: Opened, target: Target) -> frozenset[str]:
+    """What the backend, or the kernel pack that serves it, declares uncapturable."""
+    return opened.table.uncapturable.union(target.info.capabilities.uncapturable)
 
 
 def _kernel(kernel: Contract, target: Target, tally: Tally) -> None:
-    """Captured over one case, replayed over another of the same form: the golden's result, and the bits of an eager run."""
+    """Captured over one case, then replayed and launched by turns over another of the same form, too: the golden's result, and
+    the bits of what was launched before the capture."""
     opened, capture = _graphs(target)
-    if kernel.name in opened.table.uncapturable.union(target.info.capabilities.uncapturable):
+    if kernel.name in uncapturable(opened, target):
         raise Unsupported(f"{kernel.name} is declared uncapturable")
-    act = target.info.capabilities.dtypes[0]
-    provider = opened.table.providers[kernel.name]
-    meta = None if "forward_meta" in target.info.capabilities.uncapturable else opened.init_meta
-    for one, other in pairs(kernel.name, target.info.capabilities.row_order):
-        if one.n != other.n:
-            one = other  # noqa: PLW2901  a graph has one launch length
-        replayed = Table(opened.table, {kernel.name: _Replayed(provider, kernel, one, opened, act, other.n, capture)})
-        tally.compared(check_kernel(kernel, other, opened.device, replayed, act=act, init_meta=meta, products=opened.products))
-        if kernel.deterministic != "none":
-            eager = run_kernel(kernel, other, opened.device, opened.table, act=act, init_meta=meta)
-            again = run_kernel(kernel, other, opened.device, replayed, act=act, init_meta=meta)
-            for name in eager:
-                tally.equal(f"{name} of {other.name}, replayed against eager", bits(again[name]), bits(eager[name]))
+    act, stream = target.info.capabilities.dtypes[0], opened.device.stream
+    meta = None if "forward_meta" in uncapturable(opened, target) else opened.init_meta
+    for place, (one, other) in enumerate(pairs(kernel.name, target.info.capabilities.row_order)):
+        cases = [one, other] if one.n == other.n else [other, moved_on(other)]  # a graph has one launch length
+        bound = Bound(kernel, cases[0], opened.device, opened.table, act=act, init_meta=meta)
+        launch = partial(bound.launch, stream)
+        first = worn(kernel, cases, bound, {"launched before a capture": launch}, tally, products=opened.products, count=FEW)
+        graph = capture.capture(stream, partial(launch, cases[0].n))
+        uses: dict[str, Use] = {"replayed": partial(_replay, graph, stream), "launched behind a capture": launch}
+        count = FEW if place else 2 * LAUNCHES
+        worn(kernel, cases, bound, uses, tally, products=opened.products, count=count, first=first)
+
+
+def _replay(graph: Graph, stream: Stream, n: int) -> None:
+    """Of the launch length that was captured."""
+    del n
+    graph.replay(stream)
 
 
 def _graphs(target: Target) -> tuple[Opened, GraphCapture]:

@@ -42,7 +42,7 @@ from polydraft.contracts.composite import Composite, CompositeArgs
 from polydraft.contracts.inputs import POISON, Kernel, Poison, arrays, contract_of, dtype_of, kept, limits_of, namespace, symbols
 from polydraft.contracts.kv_quant import Kv, quanta, quantise
 from polydraft.contracts.large import taken
-from polydraft.device import DTYPES, Array, Buffer, Device, Launch, Stream
+from polydraft.device import DTYPES, Array, Buffer, Device, Launch, Staging, Stream
 from polydraft.errors import ContractError
 
 T = TypeVar("T")
@@ -196,6 +196,14 @@ def check_kernel(
     them; `want` spares the golden's run. Raises as `run_kernel` does."""
     want = run_golden(kernel, case, act, kv=kv, products=products) if want is None else want
     got = run_kernel(kernel, case, device, table, act=act, init_meta=init_meta, kv=kv)
+    return held(kernel, case, got, want, act=act, kv=kv)
+
+
+def held(
+    kernel: Kernel, case: Case, got: Mapping[str, Array], want: Mapping[str, Expected], *, act: str = "f32", kv: Kv = ""
+) -> Comparison:
+    """Compare what a kernel left, host representations by argument name, with what the golden left; what is wrong says which
+    mutants leave the same."""
     comparison = compare(contract_of(kernel), case, got, want)
     if comparison.ok:
         return comparison
@@ -224,23 +232,104 @@ def run_kernel(
     no such kernel, or when the launch returns something, allocates on the device or synchronises.
     """
     contract = contract_of(kernel)
-    provider = table.providers.get(kernel.name)
-    if provider is None:
-        known = ", ".join(sorted(table.providers))
-        raise ContractError(f"{contract.key} has no provider, got {known or 'none'}; add it to the backend's kernels")
-    stream = device.stream if stream is None else stream
-    limits = limits_of(contract, case)
-    values = _buffers(contract, case, device, table, act, kv)
-    if init_meta is not None:
-        values |= _metadata(contract, case, device, values, init_meta=init_meta, limits=limits, stream=stream, step=step)
-    args = _args(kernel, values)
-    check_arguments(kernel, args)
-    nbytes = provider.workspace_bytes(args, limits)
-    workspace = DeviceWorkspace(device.empty(f"{kernel.name}.workspace", (nbytes,), "u8"), nbytes) if nbytes else None
-    launch = provider.bind(args, limits, workspace)
+    bound = Bound(kernel, case, device, table, act=act, init_meta=init_meta, step=step, stream=stream, kv=kv)
     device.synchronize()
-    _launch(contract, case, device, stream, launch)
-    return _live(kernel, _read_back(contract, device, stream, values))
+    _launch(contract, case, device, bound.stream, bound.launch)
+    return _live(kernel, bound.read())
+
+
+class Bound:
+    """A backend's kernel bound to fresh poisoned buffers that hold a case, for checks that launch it more than once.
+
+    `launch`: what the provider returned; `metas`: forward metadata, filled for the case, by argument name. Raises `ContractError`
+    where the table has no such kernel."""
+
+    def __init__(
+        self,
+        kernel: Kernel,
+        case: Case,
+        device: Device,
+        table: KernelTable,
+        *,
+        act: str = "f32",
+        init_meta: InitMeta | None = None,
+        step: StepMeta | None = None,
+        stream: Stream | None = None,
+        kv: Kv = "",
+    ) -> None:
+        contract = contract_of(kernel)
+        provider = table.providers.get(kernel.name)
+        if provider is None:
+            known = ", ".join(sorted(table.providers))
+            raise ContractError(f"{contract.key} has no provider, got {known or 'none'}; add it to the backend's kernels")
+        self.contract, self.device, self.act = contract, device, act
+        self.stream = device.stream if stream is None else stream
+        limits = limits_of(contract, case)
+        self._values = _buffers(contract, case, device, table, act, kv)
+        self.metas = {}
+        if init_meta is not None:
+            self.metas = _metadata(contract, device, self._values, init_meta=init_meta, limits=limits)
+            self._values |= self.metas
+            self.fill(step or _step_of(case))
+        args = _args(kernel, self._values)
+        check_arguments(kernel, args)
+        nbytes = provider.workspace_bytes(args, limits)
+        workspace = DeviceWorkspace(device.empty(f"{kernel.name}.workspace", (nbytes,), "u8"), nbytes) if nbytes else None
+        self.launch = provider.bind(args, limits, workspace)
+        specs = contract.args.specs()
+        self._tensors = _tensors_of(contract, self._values)
+        self._caches = [name for name, spec in specs.items() if isinstance(spec, OpaqueSpec) and spec.kind == "cache"]
+        self._staged: dict[str, Staging] = {}
+        self._contents: dict[int, tuple[Case, dict[str, Array], dict[str, LogicalCache]]] = {}
+
+    def fill(self, step: StepMeta) -> None:
+        """Fill the forward metadata."""
+        for meta in self.metas.values():
+            meta.fill(self.stream, step)
+
+    def load(self, case: Case) -> None:
+        """Put the contents of another case of the same form in the place of whatever the buffers hold now, poison in outputs, and
+        fill the metadata for it. Weights stay as they are. Waits."""
+        if id(case) not in self._contents:
+            a = namespace(self.contract, case, self.act)
+            found, dtypes = arrays(self.contract, a), {n: dtype_of(self.contract, case, n, self.act) for n in self._tensors}
+            caches = {n: getattr(a, n) for n in self._caches}
+            self._contents[id(case)] = case, {n: to_host(found[n], dtypes[n]) for n in self._tensors}, caches
+        _, tensors, caches = self._contents[id(case)]
+        self.device.synchronize()
+        for name, array in tensors.items():
+            self.device.load(self._tensors[name], array)
+        for name, cache in caches.items():
+            self._values[name].write_logical(cache.k.astype(np.float32), cache.v.astype(np.float32))
+        self.fill(_step_of(case))
+
+    def read(self) -> dict[str, Array]:
+        """Bring every tensor back behind what was launched, through poisoned staging, and read every cache: host representations
+        by argument name, caches as float32 `<name>.k` and `<name>.v`."""
+        device, stream = self.device, self.stream
+        for name, buffer in self._tensors.items():
+            if name not in self._staged:
+                self._staged[name] = device.staging(f"{self.contract.name}.{name}.back", buffer.shape, buffer.dtype)
+            self._staged[name].array.view(np.uint8).fill(0x5A)
+            device.download(stream, self._staged[name], buffer, buffer.shape[0])
+        event = device.event()
+        event.record(stream)
+        event.synchronize()
+        got = {name: staging.array.copy() for name, staging in self._staged.items()}
+        for name in self._caches:
+            got[f"{name}.k"], got[f"{name}.v"] = self._values[name].read_logical()
+        return got
+
+
+def _tensors_of(contract: Contract, values: Mapping[str, Any]) -> dict[str, Buffer]:
+    """Every buffer of a record that is there, columns among them."""
+    found: dict[str, Buffer] = {}
+    for name, spec in contract.args.specs().items():
+        if isinstance(spec, ColumnsSpec):
+            found |= {column_name(name, i): column for i, column in enumerate(values[name])}
+        elif isinstance(spec, TensorSpec) and values[name] is not None:
+            found[name] = values[name]
+    return found
 
 
 def record_of(kernel: Kernel, case: Case, device: Device, table: KernelTable, act: str = "f32") -> Args | CompositeArgs:
@@ -303,27 +392,22 @@ def _args(kernel: Kernel, values: Mapping[str, Any]) -> Args | CompositeArgs:
 
 
 def _metadata(
-    contract: Contract,
-    case: Case,
-    device: Device,
-    values: Mapping[str, Any],
-    *,
-    init_meta: InitMeta,
-    limits: Limits,
-    stream: Stream,
-    step: StepMeta | None,
+    contract: Contract, device: Device, values: Mapping[str, Any], *, init_meta: InitMeta, limits: Limits
 ) -> dict[str, ForwardMeta]:
-    """Arguments of kind "meta", filled as `step` says, or for the case's rows as the runtime would for a target pass."""
-    filled = {}
+    """Arguments of kind "meta", over the buffers of a target pass."""
+    found = {}
     for name, spec in contract.args.specs().items():
         if isinstance(spec, OpaqueSpec) and spec.kind == "meta":
-            slots = case.arrays["row_slot"][: case.n]
-            real = len(set(slots[slots >= 0].tolist()))
-            meta = step or StepMeta(0, launch_rows=case.n, real_slots=real, has_prefill=True)
             buffers = PassBuffers("target", values["row_slot"], values["positions"], values["block_table"])
-            filled[name] = init_meta(device, buffers, limits)
-            filled[name].fill(stream, meta)
-    return filled
+            found[name] = init_meta(device, buffers, limits)
+    return found
+
+
+def _step_of(case: Case) -> StepMeta:
+    """What a runtime would say of a target pass over the rows of a case; of a case without rows, next to nothing."""
+    given = case.arrays.get("row_slot")
+    slots = np.empty(0, np.int32) if given is None else given[: case.n]
+    return StepMeta(0, launch_rows=case.n, real_slots=len(set(slots[slots >= 0].tolist())), has_prefill=True)
 
 
 def _launch(contract: Contract, case: Case, device: Device, stream: Stream, launch: Launch) -> None:
@@ -337,26 +421,3 @@ def _launch(contract: Contract, case: Case, device: Device, stream: Stream, laun
             f"{contract.key}, case {case.name!r}: the launch returned {result!r}, allocated {allocated} and "
             f"synchronised {synchronised} times, wanted None, 0 and 0; move that work to `bind`"
         )
-
-
-def _read_back(contract: Contract, device: Device, stream: Stream, values: Mapping[str, Any]) -> dict[str, Array]:
-    """Download every tensor behind the launch, through poisoned staging, and read every cache."""
-    specs = contract.args.specs()
-    staged = {}
-    buffers = {name: value for name, value in values.items() if isinstance(specs[name], TensorSpec)}
-    for name, spec in specs.items():
-        if isinstance(spec, ColumnsSpec):
-            buffers |= {column_name(name, i): column for i, column in enumerate(values[name])}
-    for name, buffer in buffers.items():
-        if buffer is not None:
-            staged[name] = device.staging(f"{contract.name}.{name}.back", buffer.shape, buffer.dtype)
-            staged[name].array.view(np.uint8).fill(0x5A)
-            device.download(stream, staged[name], buffer, buffer.shape[0])
-    event = device.event()
-    event.record(stream)
-    event.synchronize()
-    got = {name: staging.array.copy() for name, staging in staged.items()}
-    for name, spec in specs.items():
-        if isinstance(spec, OpaqueSpec) and spec.kind == "cache":
-            got[f"{name}.k"], got[f"{name}.v"] = values[name].read_logical()
-    return got

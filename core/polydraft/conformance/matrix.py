@@ -17,7 +17,7 @@ from polydraft.conformance.report import Report, make_folder
 
 SCHEMA: Final = "polydraft.matrix/1"
 NOT_RUN: Final = "not run"
-WORST_FIRST: Final = ("error", "fail", "waived", "pass", "unsupported")
+WORST_FIRST: Final = ("error", "fail", "waived", "unseen", "pass", "unsupported")
 """What a cell comes to: the first of these that one of its checks came to."""
 STATUS_ORDER: Final = (3, 1, 2, 4, 0)
 """The status of a table is the first of these that one of its backends has."""
@@ -92,7 +92,7 @@ def in_words(cell: Mapping[str, Any]) -> str:
     passed = str(run) if cell["pass"] == run else f"{cell['pass']} of {run}"
     owner = f" {cell['owner']}" if cell["owner"] else ""
     bad = "".join(f", {cell[one]} {one.upper()}" for one in ("error", "fail", "waived") if cell[one])
-    return f"{passed}{owner}{bad}"
+    return f"{passed}{owner}{bad}" + (f", {cell['unseen']} not seen" if cell["unseen"] else "")
 
 
 def plain(content: Mapping[str, Any]) -> str:

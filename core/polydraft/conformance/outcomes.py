@@ -9,10 +9,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-Outcome = Literal["pass", "fail", "error", "unsupported", "waived"]
+Outcome = Literal["pass", "fail", "error", "unsupported", "unseen", "waived"]
 """`error`: the kit failed, not the backend. `unsupported`: a capability or an optional kernel that the backend does not declare;
-never a pass. `waived`: failed, and a waiver that is in force says so."""
-OUTCOMES: Final = ("pass", "fail", "error", "unsupported", "waived")
+never a pass. `unseen`: declared, and nobody can see it from outside of the backend; never a pass either, and every verdict says
+so. `waived`: failed, and a waiver that is in force says so."""
+OUTCOMES: Final = ("pass", "fail", "error", "unsupported", "unseen", "waived")
 
 Level = Literal["L0", "L1", "L2", "L3", "L4", "L5", "L6"]
 LEVELS: Final[Mapping[Level, str]] = {

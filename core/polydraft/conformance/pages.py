@@ -7,16 +7,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, Final, get_args
 from xml.sax.saxutils import escape, quoteattr
 
 from polydraft.conformance.outcomes import LEVELS, OUTCOMES, Ownership, Result
+from polydraft.conformance.verdict import not_seen
 from polydraft.contracts import REGISTRY
 from polydraft.contracts.compare import share
 
 if TYPE_CHECKING:
     from polydraft.conformance.report import Report
 
+SKIPPED: Final = ("unsupported", "unseen", "waived")
+"""Outcomes that neither pass nor fail, as JUnit calls them."""
 MOST_PROBLEMS, MOST_OF_ONE = 12, 3
 """Problems that the page shows, in all and of one kernel or kind of check; report.json has every one."""
 
@@ -51,6 +54,10 @@ def page(report: Report) -> str:
         count = len({operation for operations in left["operations"].values() for operation in operations}) or "none"
         found = f"not known: {left['problem']}" if left["problem"] else count
         lines += ["", f"operations that leave the device for the CPU: {found}"]
+    if unseen := not_seen(report.results):
+        why = {r.message.partition(": ")[0]: r.message for r in report.results if r.outcome == "unseen"}
+        lines += ["", "declared, and not seen from outside of the backend:"]
+        lines += [f"  {why[what]} ({ids[0]}{f' and {len(ids) - 1} more' if ids[1:] else ''})" for what, ids in unseen.items()]
     if content["not_claimed"]:
         lines += ["", f"capabilities not declared: {', '.join(content['not_claimed'])}"]
     if verdict["problems"]:
@@ -160,13 +167,13 @@ def junit(report: Report) -> str:
         cases = "".join(_case(result) for result in mine)
         suites.append(
             f'<testsuite name="{level}" tests="{len(mine)}" failures="{count["fail"]}" errors="{count["error"]}" '
-            f'skipped="{count["unsupported"] + count["waived"]}" time="{sum(r.seconds for r in mine):.3f}">{cases}</testsuite>'
+            f'skipped="{sum(count[one] for one in SKIPPED)}" time="{sum(r.seconds for r in mine):.3f}">{cases}</testsuite>'
         )
     return f'<?xml version="1.0" encoding="utf-8"?>\n<testsuites name="polydraft-conformance">{"".join(suites)}</testsuites>\n'
 
 
 def _case(result: Result) -> str:
-    tag = {"fail": "failure", "error": "error", "unsupported": "skipped", "waived": "skipped"}.get(result.outcome)
+    tag = {"fail": "failure", "error": "error", **dict.fromkeys(SKIPPED, "skipped")}.get(result.outcome)
     inner = f"<{tag} message={quoteattr(result.message)}>{escape(result.message)}</{tag}>" if tag else ""
     place, _, name = result.id.partition("/")
     return f'<testcase classname={quoteattr(place)} name={quoteattr(name)} time="{result.seconds:.4f}">{inner}</testcase>'

@@ -48,10 +48,10 @@ class Trial:
     @property
     def ok(self) -> bool:
         """A mutant that died of its fault and was not taken for another one, a variant that passed, or what the backend's
-        capabilities leave out."""
+        capabilities leave out or nobody can see around it."""
         if self.looks and self.id not in self.looks:
             return False
-        if self.unbroken == "unsupported" or (self.moot and self.unbroken == self.broken == "pass"):
+        if self.unbroken in ("unsupported", "unseen") or (self.moot and self.unbroken == self.broken == "pass"):
             return True
         return self.unbroken == "pass" and self.broken == ("fail" if self.kind == "mutant" else "pass")
 

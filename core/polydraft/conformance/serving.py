@@ -6,7 +6,7 @@ The options of the engine are the caller's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -57,6 +57,30 @@ def serve(
     engine: Engine, asks: Sequence[Ask], tally: Tally, *, each_step: Callable[[Engine, int], None] | None = None
 ) -> list[RequestOutput]:
     """Serve `asks` to their ends; results in their order. Audits the ledger after every step and the engine at the end."""
+    (outputs,) = serve_in_turn([(engine, asks)], tally, each_step=each_step)
+    return outputs
+
+
+def serve_in_turn(
+    runs: Sequence[tuple[Engine, Sequence[Ask]]], tally: Tally, *, each_step: Callable[[Engine, int], None] | None = None
+) -> list[list[RequestOutput]]:
+    """Serve several engines at once, a step of one, then a step of the next; as `serve` each."""
+    going = {place: _serving(engine, asks, tally, each_step) for place, (engine, asks) in enumerate(runs)}
+    outputs: dict[int, list[RequestOutput]] = {}
+    while going:
+        for place, run in list(going.items()):
+            try:
+                next(run)
+            except StopIteration as end:
+                outputs[place] = end.value
+                del going[place]
+    return [outputs[place] for place in range(len(runs))]
+
+
+def _serving(
+    engine: Engine, asks: Sequence[Ask], tally: Tally, each_step: Callable[[Engine, int], None] | None
+) -> Generator[None, None, list[RequestOutput]]:
+    """Serve and come back behind every step."""
     done: dict[str, RequestOutput] = {}
     ids: dict[int, str] = {}
     step = 0
@@ -74,6 +98,7 @@ def serve(
         step += 1
         if step >= MOST_STEPS:
             raise Wrong(f"{len(asks) - len(done)} of {len(asks)} requests have not ended after {step} steps; the run hangs")
+        yield
     for _ in range(2 * engine.resolved.overlap + 2):
         engine.step()
     engine.ledger.audit()

@@ -10,7 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from types import FrameType, ModuleType
@@ -42,6 +42,8 @@ class Opened:
     init_meta: Callable[[Device, PassBuffers, Limits], ForwardMeta]
     products: Products
     """`Capabilities.f32_matmul`."""
+    aside: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    """What checks keep with the device, by a name of theirs."""
 
 
 class Target:

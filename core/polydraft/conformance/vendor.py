@@ -57,13 +57,14 @@ class Conformance:
             metafunc.parametrize("check", checks, ids=lambda check: CLAIM if check is None else check.id)
 
     def test_conformance(self, check: Check | None) -> None:
-        """A check of the kit: `unsupported` skips with the capability that is not declared, the rest passes or fails."""
+        """A check of the kit: what is not declared (`unsupported`) or cannot be seen (`unseen`) skips and says what that is, the
+        rest passes or fails."""
         __tracebackhide__ = True
         if check is None:
             return self._judge()
         result = with_causes(check.result(self.target()), self.target())
         self._results[result.id] = result
-        if result.outcome == "unsupported":
+        if result.outcome in ("unsupported", "unseen"):
             pytest.skip(result.message)
         if result.outcome != "pass":
             pytest.fail(f"{result.id}: {result.message}", pytrace=False)

@@ -121,17 +121,29 @@ def _ruled(
         many = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
         return Verdict(FAILS, f"{claim} fails: {many}", tuple(problems), standing)
     rest = f", {number['unsupported']} are of what it does not have" if number["unsupported"] else ""
+    unseen = [f"{what} ({len(ids)} checks)" for what, ids in not_seen(results).items()]
+    rest += f"; not seen: {', '.join(unseen)}" if unseen else ""
     return Verdict(HOLDS, f"{claim} holds: {number['pass']} checks passed{rest}", (), standing)
 
 
+def not_seen(results: Sequence[Result]) -> dict[str, list[str]]:
+    """What is declared and could not be looked at, in words, to the ids of the checks that would have."""
+    found: dict[str, list[str]] = {}
+    for result in results:
+        if result.outcome == "unseen":
+            found.setdefault(result.message.partition(": ")[0], []).append(result.id)
+    return found
+
+
 def _missing(results: Sequence[Result], profile: str, claimed: tuple[str, ...]) -> list[tuple[str, str]]:
-    """Ids of the must-pass list that did not pass, other than those that failed, with what became of them."""
+    """Ids of the must-pass list that did not pass, other than those that failed or that nobody can see, with what became of
+    them."""
     found = {r.id: r for r in results}
     wanted = {id_: found[id_].outcome if id_ in found else "not run" for id_ in must_pass(profile, claimed)}
     return [
         (id_, f"{why} ({found[id_].message})" if id_ in found and found[id_].message else why)
         for id_, why in wanted.items()
-        if why not in ("pass", "waived", "fail")
+        if why not in ("pass", "waived", "unseen", "fail")
     ]
 
 

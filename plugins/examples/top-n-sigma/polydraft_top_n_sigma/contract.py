@@ -73,8 +73,8 @@ def cases() -> Iterator[Case]:
 
 
 def generate(rng: np.random.Generator) -> Case:
-    """Random rows, redrawn until no float32 error can move a logit over the border; a quarter without a slot."""
-    size, rows, vocab = (int(v) for v in rng.integers((1, 1, 2), (5, 8, 40)))
+    """Random rows of 3 logits or more (of 2, one may always lie on the border), redrawn until none is near it; some slotless."""
+    size, rows, vocab = (int(v) for v in rng.integers((1, 1, 3), (5, 8, 40)))
     sigmas: Array = rng.choice([0.0, 0.5, 1.0, 2.0, 3.0], size).astype(np.float32)
     slots = [int(s) for s in np.where(rng.random(rows) < 0.25, -1, rng.integers(0, size, rows))]
     logits = [_clear(rng, vocab, float(sigmas[slot])) for slot in slots]

@@ -1,0 +1,401 @@
+"""Faults that no counter of the backend's shows: calls that wait, memory taken in launches, kernels that wear out, engines that
+share what is one's own.
+
+`faulty_backends.py` puts them around backends. All of them take back what they leave in counters, and leave captures alone, as a
+backend would that hides them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from types import SimpleNamespace
+from typing import Any, Final
+
+from polydraft.conformance import fault_injection as by
+from polydraft.conformance.target import Proxy, TableProxy, bare, wrap
+from polydraft.errors import DeviceError
+
+LONG: Final = 1 << 16
+"""Elements of a copy that is long."""
+OFTEN: Final = 32
+"""Launches of which one waits: fewer than a step makes."""
+LATE: Final = 100
+"""Which use of something goes wrong."""
+SLOW_S: Final = 0.001
+"""Seconds of the host that a launch takes on a slow device."""
+QUEUE: Final = 256
+"""Calls that a short queue holds: more than a step makes."""
+
+
+def finish(device: Any) -> None:
+    """Wait for everything, in secret; a capture is left alone."""
+    with by.uncounted(device), suppress(DeviceError):
+        device.synchronize()
+
+
+def every_launch(change: Callable[[Any, Any], Any]) -> by.Break:
+    """Replace the launches of all kernels: `change(launch, device)` returns what is launched instead, once for each binding."""
+    return by.with_table(lambda table, device: {n: by.Launched(one, change, device) for n, one in table.providers.items()})
+
+
+def both(first: by.Break, second: by.Break) -> by.Break:
+    """Two faults at once."""
+    return lambda plugin: second(first(plugin))
+
+
+# -- calls that wait -----------------------------------------------------------------------------------
+def finishing(launch: Any, device: Any) -> Any:
+    """A launch behind which the queue is empty."""
+
+    def run(stream: Any, n: int) -> None:
+        launch(stream, n)
+        finish(device)
+
+    return run
+
+
+def now_and_then(plugin: Any) -> Any:
+    """One launch of some is such a launch, whichever kernel's it is."""
+    number = [0]
+
+    def change(launch: Any, device: Any) -> Any:
+        def run(stream: Any, n: int) -> None:
+            launch(stream, n)
+            number[0] += 1
+            if not number[0] % OFTEN:
+                finish(device)
+
+        return run
+
+    return every_launch(change)(plugin)
+
+
+def one_in_flight(plugin: Any) -> Any:
+    """A launch waits for the one before it, and for nothing else."""
+    last: dict[Any, Any] = {}
+
+    def change(launch: Any, device: Any) -> Any:
+        def run(stream: Any, n: int) -> None:
+            with by.uncounted(device), suppress(DeviceError):
+                if device in last:
+                    last[device].synchronize()
+            launch(stream, n)
+            with suppress(DeviceError):
+                last.setdefault(device, device.event()).record(stream)
+
+        return run
+
+    return every_launch(change)(plugin)
+
+
+class WaitingCopies(Proxy):
+    """A device whose copies, or only long ones, have happened when the call returns."""
+
+    def __init__(self, inner: Any, least: int = 0) -> None:
+        super().__init__(inner)
+        self._least = least
+
+    def upload(self, stream: Any, target: Any, source: Any, rows: int) -> None:
+        self._inner.upload(stream, target, source, rows)
+        self._wait(source, rows)
+
+    def download(self, stream: Any, target: Any, source: Any, rows: int) -> None:
+        self._inner.download(stream, target, source, rows)
+        self._wait(target, rows)
+
+    def _wait(self, staging: Any, rows: int) -> None:
+        if staging.array[:rows].size >= self._least:
+            finish(self._inner)
+
+
+class WaitingRecords(Proxy):
+    """An event that is recorded when everything before it has run."""
+
+    def __init__(self, inner: Any, device: Any) -> None:
+        super().__init__(inner)
+        self._device = device
+
+    def record(self, stream: Any) -> None:
+        self._inner.record(stream)
+        finish(self._device)
+
+
+class WaitingStreams(Proxy):
+    """A device whose streams make the host wait for the events that they should wait for."""
+
+    def make_stream(self, name: str) -> Any:
+        stream, device = self._inner.make_stream(name), self._inner
+
+        def wait(event: Any) -> None:
+            with by.uncounted(device):
+                event.synchronize()
+
+        vars(stream)["wait"] = wait  # a stream may be frozen
+        return stream
+
+
+def metadata_waits(plugin: Any) -> Any:
+    """Forward metadata is worked out on the host, which waits for what it reads."""
+
+    def waiting(meta: Any, device: Any, **_: Any) -> Any:
+        fill = meta.fill
+
+        def filled(stream: Any, step: Any) -> None:
+            finish(bare(device))
+            fill(stream, step)
+
+        vars(meta)["fill"] = filled
+        return meta
+
+    return wrap(plugin, polydraft_init_forward_meta=waiting)
+
+
+class WaitingReplays(Proxy):
+    """A facility whose graphs have been replayed when the call returns."""
+
+    def __init__(self, inner: Any, device: Any) -> None:
+        super().__init__(inner)
+        self._device = device
+
+    def capture(self, stream: Any, fn: Callable[[], None]) -> Any:
+        graph = self._inner.capture(stream, fn)
+
+        def replay(stream: Any) -> None:
+            graph.replay(stream)
+            finish(self._device)
+
+        return SimpleNamespace(replay=replay)
+
+
+# -- memory --------------------------------------------------------------------------------------------
+def allocating(launch: Any, device: Any) -> Any:
+    """A launch with a clone that nobody keeps."""
+
+    def run(stream: Any, n: int) -> None:
+        with by.uncounted(device), suppress(DeviceError):
+            device.empty("mutant.clone", (4,), "f32")
+        launch(stream, n)
+
+    return run
+
+
+def _take(device: Any, kept: list[Any]) -> None:
+    """Allocate past the functions that the device shows, and keep it."""
+    with by.uncounted(device), suppress(DeviceError):
+        kept.append(type(device).empty(device, "mutant.kept", (16,), "f32"))
+
+
+def keeping(launch: Any, device: Any) -> Any:
+    """A launch that leaves memory taken."""
+    kept: list[Any] = []
+
+    def run(stream: Any, n: int) -> None:
+        _take(device, kept)
+        launch(stream, n)
+
+    return run
+
+
+class KeepingUploads(Proxy):
+    """A device whose uploads leave memory taken."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__(inner)
+        self._kept: list[Any] = []
+
+    def upload(self, stream: Any, target: Any, source: Any, rows: int) -> None:
+        _take(self._inner, self._kept)
+        self._inner.upload(stream, target, source, rows)
+
+
+# -- wear ----------------------------------------------------------------------------------------------
+def wears_out(launch: Any, device: Any) -> Any:
+    """A launch that does nothing once, late."""
+    del device
+    number = [0]
+
+    def run(stream: Any, n: int) -> None:
+        number[0] += 1
+        if number[0] != LATE:
+            launch(stream, n)
+
+    return run
+
+
+class GraphsWearOut(Proxy):
+    """A facility each of whose graphs does nothing once, late."""
+
+    def capture(self, stream: Any, fn: Callable[[], None]) -> Any:
+        graph, number = self._inner.capture(stream, fn), [0]
+
+        def replay(stream: Any) -> None:
+            number[0] += 1
+            if number[0] != LATE:
+                graph.replay(stream)
+
+        return SimpleNamespace(replay=replay)
+
+
+class _Captures(Proxy):
+    """A facility that says when it captures."""
+
+    def __init__(self, inner: Any, captures: list[bool]) -> None:
+        super().__init__(inner)
+        self._captures = captures
+
+    def capture(self, stream: Any, fn: Callable[[], None]) -> Any:
+        self._captures[0] = True
+        try:
+            return self._inner.capture(stream, fn)
+        finally:
+            self._captures[0] = False
+
+
+def captured_for_good(plugin: Any) -> Any:
+    """A binding that has been captured is replayed from then on, and launched no more."""
+    captures = [False]
+
+    def change(launch: Any, device: Any) -> Any:
+        del device
+        captured: list[bool] = []
+
+        def run(stream: Any, n: int) -> None:
+            if captures[0]:
+                captured.append(True)
+            if captures[0] or not captured:
+                launch(stream, n)
+
+        return run
+
+    with_captures = by.with_capture(lambda facility, device: _Captures(facility, captures))
+    return both(by.launched("swiglu", change), with_captures)(plugin)
+
+
+# -- engines -------------------------------------------------------------------------------------------
+def caches_of_all(plugin: Any) -> Any:
+    """The first cache of a table is that of every other table that asks for one of its form first, the second likewise."""
+    made: dict[Any, Any] = {}
+
+    class Shared(TableProxy):
+        def __init__(self, inner: Any) -> None:
+            super().__init__(inner, {})
+            self._asked = 0
+
+        def allocate_cache(self, spec: Any) -> Any:
+            self._asked += 1
+            key = self._asked, spec
+            if key not in made:
+                made[key] = self._inner.allocate_cache(spec)
+            return made[key]
+
+    return wrap(plugin, polydraft_kernels=lambda table, device: Shared(table))
+
+
+def bindings_of_all(plugin: Any) -> Any:
+    """The first binding of a kernel takes the place of the first binding of that kernel in every other table, and so on."""
+    bound: dict[Any, Any] = {}
+
+    class Placed(Proxy):
+        def __init__(self, inner: Any, name: str) -> None:
+            super().__init__(inner)
+            self._name, self._number = name, 0
+
+        def bind(self, args: Any, limits: Any, workspace: Any) -> Any:
+            self._number += 1
+            key = self._name, self._number
+            bound[key] = self._inner.bind(args, limits, workspace)
+
+            def launch(stream: Any, n: int) -> None:
+                bound[key](stream, n)  # whatever that is by then
+
+            return launch
+
+    return by.with_table(lambda table, device: {n: Placed(one, n) for n, one in table.providers.items()})(plugin)
+
+
+def closed_with_another(plugin: Any) -> Any:
+    """Closing one device ends all that are open."""
+    opened: list[Any] = []
+
+    class Together(Proxy):
+        ended = False
+
+        def upload(self, stream: Any, target: Any, source: Any, rows: int) -> None:
+            if self.ended:
+                raise DeviceError("the context of this device was destroyed; open a new engine")
+            self._inner.upload(stream, target, source, rows)
+
+        def close(self) -> None:
+            for one in opened:
+                one.ended = True
+            self._inner.close()
+
+    def open_device(answer: Any, **_: Any) -> Any:
+        opened.append(Together(answer))
+        return opened[-1]
+
+    return wrap(plugin, polydraft_open_device=open_device)
+
+
+# -- what is legal ---------------------------------------------------------------------------------------
+def slow(launch: Any, device: Any) -> Any:
+    """A launch that takes the host long, and waits for nothing."""
+    del device
+
+    def run(stream: Any, n: int) -> None:
+        time.sleep(SLOW_S)
+        launch(stream, n)
+
+    return run
+
+
+class _Bounded:
+    """Waits, each time that half a queue has been filled, until the half before it is empty."""
+
+    def __init__(self, device: Any) -> None:
+        self._device, self._event, self._calls = device, device.event(), 0
+
+    def note(self, stream: Any) -> None:
+        """A call has been made on a stream."""
+        self._calls += 1
+        if not self._calls % (QUEUE // 2):
+            with by.uncounted(self._device), suppress(DeviceError):
+                self._event.synchronize()
+                self._event.record(stream)
+
+
+class _BoundedDevice(Proxy):
+    """A device whose copies lie in such a queue."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__(inner)
+        self.calls = _Bounded(inner)
+
+    def upload(self, stream: Any, target: Any, source: Any, rows: int) -> None:
+        self._inner.upload(stream, target, source, rows)
+        self.calls.note(stream)
+
+    def download(self, stream: Any, target: Any, source: Any, rows: int) -> None:
+        self._inner.download(stream, target, source, rows)
+        self.calls.note(stream)
+
+
+def short_queue(plugin: Any) -> Any:
+    """A device that blocks when its queue is full, of copies and launches alike."""
+    queues: dict[Any, _Bounded] = {}
+
+    def open_device(answer: Any, **_: Any) -> Any:
+        device = _BoundedDevice(answer)
+        queues[bare(answer)] = device.calls
+        return device
+
+    def change(launch: Any, device: Any) -> Any:
+        def run(stream: Any, n: int) -> None:
+            launch(stream, n)
+            queues[device].note(stream)
+
+        return run
+
+    return both(every_launch(change), lambda one: wrap(one, polydraft_open_device=open_device))(plugin)

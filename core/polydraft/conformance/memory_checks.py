@@ -1,0 +1,201 @@
+"""Checks of memory from outside (L6): what is in use does not grow with launches and steps, and launches allocate nothing.
+
+What is in use is asked of somebody who sees what the kit itself allocates on the device: the driver or framework, where the
+device passes the question on (`TellsMemory`), or the C library's heap, where device memory lies in it. Where nobody does, it is
+unseen. Allocations are noticed as calls of the device's own functions. No counter of the backend is believed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from functools import cache, partial
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from polydraft.conformance.check import Check, Tally, Unseen
+from polydraft.conformance.harness import Bound
+from polydraft.conformance.kernel_checks import opened_for, pairs
+from polydraft.conformance.lossless_checks import K, working_dtype
+from polydraft.conformance.probe import prompts
+from polydraft.conformance.serving import Ask, serve
+from polydraft.conformance.target import Target, bare
+from polydraft.contracts import REGISTRY
+from polydraft.contracts.base import Contract, ParamSpec
+from polydraft.device import Buffer, Device
+
+SEEN: Final = 1 << 22
+"""Bytes of the allocation that a witness has to see: more than the pages that drivers deal in."""
+MOST_SMALL: Final = 8192
+"""Small allocations of which a witness has to see one."""
+LAUNCHES: Final = 128
+"""Launches of a binding between two looks, at least."""
+AHEAD: Final = 64
+"""Launches that are enqueued before one waits."""
+ROUNDS: Final = 3
+"""Times that the same is done between looks: what grows in each of them grows for ever."""
+SLACK: Final = 512
+"""Bytes that the host's own bookkeeping may take in a round."""
+
+
+def checks() -> Iterator[Check]:
+    """Every check of this kind."""
+    for contract in REGISTRY:
+        run = partial(_launches, contract)
+        yield Check(f"L6/memory-of-launches/{contract.name}", run, kernel=contract.name, features=contract.features)
+    yield Check("L6/memory-of-steps", partial(_steps, "off"))
+    yield Check("L6/memory-of-replayed-steps", partial(_steps, "decode"), ("graph_capture",))
+
+
+# -- who sees memory -------------------------------------------------------------------------------------
+class Witness(NamedTuple):
+    """Somebody who sees the memory of a device: bytes `taken`, from wherever they are counted; and after how many small
+    allocations that grows."""
+
+    taken: Callable[[], int]
+    grain: int
+
+
+def witness(device: Device) -> Witness:
+    """The first who sees what is allocated on the device; raises `Unseen` where nobody does."""
+    ask: Callable[[], int] | None = getattr(device, "memory_taken", None)
+    for taken in filter(None, (ask, _heap())):
+        with _uncollected():
+            before = taken()
+            buffer = device.empty("conform.seen", (SEEN,), "u8")
+            device.load(buffer, np.ones(SEEN, np.uint8))
+            device.synchronize()
+            grain = _grain(device, taken) if taken() - before >= SEEN // 2 else 0
+        if grain:
+            return Witness(taken, grain)
+    raise Unseen("memory in use: no memory_taken() of the device and no heap of the host shows what is allocated there")
+
+
+@cache
+def _heap() -> Callable[[], int] | None:
+    """Bytes of the C library's heap that are in use; None where it does not say, which glibc does from 2.33 on."""
+    ask = getattr(ctypes.CDLL(None), "mallinfo2", None) if hasattr(ctypes, "CDLL") else None
+    if ask is None:
+        return None
+    ask.restype = _Mallinfo
+
+    def taken() -> int:
+        found = ask()
+        return int(found.uordblks + found.hblkhd)
+
+    return taken
+
+
+class _Mallinfo(ctypes.Structure):
+    """`struct mallinfo2`: in use are `uordblks` of arenas and `hblkhd` that were mapped."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost",
+        )
+    ]  # fmt: skip
+
+
+def _grain(device: Device, taken: Callable[[], int]) -> int:
+    """Small allocations until it shows; 0 where it does not."""
+    kept: list[Buffer] = []
+    before, step = taken(), 64
+    while len(kept) < MOST_SMALL:
+        kept += [device.empty("conform.small", (4,), "i32") for _ in range(step)]
+        if taken() - before > SLACK:
+            return len(kept)
+    return 0
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Nothing that was garbage before is freed within the block."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+@contextmanager
+def allocations(device: Any) -> Iterator[list[str]]:
+    """Names of what is allocated through the device within the block, whoever calls it. Where its functions cannot be replaced,
+    nothing is noticed."""
+    seen: list[str] = []
+
+    def noticed(real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(name: str, *arguments: Any, **named: Any) -> Any:
+            seen.append(name)
+            return real(name, *arguments, **named)
+
+        return call
+
+    with ExitStack() as undo:
+        for function in ("empty", "staging"):
+            with suppress(AttributeError, TypeError):
+                own = vars(device).get(function)
+                setattr(device, function, noticed(getattr(device, function)))
+                undo.callback(*((delattr, device, function) if own is None else (setattr, device, function, own)))
+        yield seen
+
+
+# -- launches --------------------------------------------------------------------------------------------
+def _launches(kernel: Contract, target: Target, tally: Tally) -> None:
+    """Hundreds of launches of one binding, on contents that are put back where launches change them."""
+    opened, act = opened_for(target, kernel)
+    device = opened.device
+    case = pairs(kernel.name, target.info.capabilities.row_order)[0][0]
+    bound = Bound(kernel, case, device, opened.table, act=act, init_meta=opened.init_meta)
+
+    kept = all(spec.access != "inout" for spec in kernel.args.specs().values() if not isinstance(spec, ParamSpec))
+
+    def once(number: int = 0) -> None:
+        if not kept or not number % AHEAD:
+            bound.load(case)
+        bound.launch(device.stream, case.n)
+
+    once()  # whatever settles at a first launch
+    with allocations(bare(device)) as names:
+        once()
+    tally.equal(f"what a launch of {kernel.name} allocates on the device", names, [])
+    if names:
+        return
+    if "witness" not in opened.aside:
+        opened.aside["witness"] = witness(device)
+    sees = opened.aside["witness"]
+    grown = _rounds(sees, device, once, max(LAUNCHES, sees.grain + sees.grain // 4))
+    tally.true(f"memory in use is the same behind launches of {kernel.name}, grows by {grown} bytes a round", min(grown) <= SLACK)
+
+
+def _rounds(sees: Witness, device: Device, once: Callable[[int], object], count: int) -> list[int]:
+    """What rounds of `count` calls leave in use; garbage of Python's is none of it."""
+    looks = []
+    with _uncollected():  # and collecting looks at what is new alone
+        for _ in range(1 + ROUNDS):
+            for number in range(count):
+                once(number)
+            device.synchronize()
+            gc.collect()
+            looks.append(sees.taken())
+    return np.diff(looks).tolist()
+
+
+# -- steps -----------------------------------------------------------------------------------------------
+def _steps(graph: str, target: Target, tally: Tally) -> None:
+    """Hundreds of steps of one engine, with rest in between: the same requests again and again."""
+    asks = [Ask(prompt) for prompt in prompts(10)]
+    options: dict[str, Any] = {"graph": graph, **({"graph_sizes": (1, 2)} if graph != "off" else {})}
+    with target.engine(draft_tokens=K, dtype=working_dtype(target), max_num_seqs=2, **options) as engine:
+        device: Device = bare(engine.device)
+        serve(engine, asks, tally)  # whatever settles in first steps
+        with allocations(device) as names:
+            serve(engine, asks, tally)
+        tally.equal("what steps allocate on the device", names, [])
+        if not names:
+            grown = _rounds(witness(device), device, lambda _: serve(engine, asks, tally), 1)
+            tally.true(f"memory in use is the same behind hundreds of steps, grows by {grown} bytes a round", min(grown) <= SLACK)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import fcntl
+import gzip
 import http.client
 import json
 import os
@@ -449,6 +450,14 @@ def test_whoever_is_served_when_a_server_stops_for_good_is_told_so(serve: Callab
     os.kill(pid, signal.SIGCONT)
     assert served.process.wait(20) == 0
     assert not [event for event in served.events() if event["event"] == "http"], "and quietly"
+
+
+def test_a_compressed_body_is_refused_as_that(server: Served) -> None:
+    body = gzip.compress(json.dumps(SHORT).encode())
+    answer = httpx.post(server.url + "/v1/completions", content=body, headers={"Content-Encoding": "gzip"}, timeout=30)
+    assert (answer.status_code, answer.json()["error"]["message"]) == (
+        415, "the body's Content-Encoding is 'gzip', wanted none; send it as it is",
+    )  # fmt: skip
 
 
 def test_a_log_that_cannot_be_written_stops_nothing(tmp_path: Path) -> None:

@@ -121,8 +121,11 @@ class BodyRoom:
 
 
 async def read_body(request: Request, *, most: int, within_s: float, take: Callable[[int], None]) -> bytes:
-    """The whole body, part by part taken room for. Raises `HttpError` 413 above `most` bytes, 408 where it takes longer than
-    `within_s`, and what `take` does."""
+    """The whole body, part by part taken room for. Raises `HttpError` 415 for one that is compressed, 413 above `most` bytes, 408
+    where it takes longer than `within_s`, and what `take` does."""
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding.lower() != "identity":
+        raise HttpError(415, f"the body's Content-Encoding is {encoding!r}, wanted none; send it as it is")
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > most:
         raise _too_large(most)

@@ -33,7 +33,7 @@ STATUSES = {
     "200": "Served.", "400": "The request is wrong.", "401": "The API key is missing or wrong.",
     "403": "A page of another origin has sent it.", "404": "No such model.",
     "405": "No such method.", "408": "The body came too slowly.", "413": "The body is too large.",
-    "429": "Too many requests wait.",
+    "415": "The body is compressed.", "429": "Too many requests wait.",
     "503": "Not served now; try again.",
 }  # fmt: skip
 

@@ -460,6 +460,19 @@ def test_a_compressed_body_is_refused_as_that(server: Served) -> None:
     )  # fmt: skip
 
 
+def test_a_body_with_two_lengths_is_refused_and_ends_the_connection(server: Served) -> None:
+    host, port = server.url.removeprefix("http://").split(":")
+    body = json.dumps(SHORT).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\nContent-Length: %d\r\n\r\n" % len(body)
+    with socket.create_connection((host, int(port)), timeout=10) as raw:
+        raw.sendall(head + b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body))
+        answer = b""
+        while more := raw.recv(1 << 16):
+            answer += more
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert b"wanted one of them" in answer
+
+
 def test_a_log_that_cannot_be_written_stops_nothing(tmp_path: Path) -> None:
     full = Path("/dev/full")
     if not full.exists():

@@ -308,6 +308,14 @@ def test_a_grammar_that_fails_in_the_middle_is_the_clients_error(bound: Any) -> 
         bound.completions.create(model="letters", prompt="a", extra_body={"structured_outputs": {"grammar": MANY_BRANCHES}})
 
 
+@pytest.mark.parametrize("temperature", [0, 0.8])
+def test_a_constraint_that_forbidden_words_leave_nothing_of_is_the_clients_error(bound: Any, temperature: float) -> None:
+    asked = {"structured_outputs": {"regex": "a+"}, "bad_words": ["a"]}
+    with pytest.raises(openai.BadRequestError, match="no token was left to choose"):
+        bound.completions.create(model="letters", prompt="a", temperature=temperature, extra_body=asked)
+    assert bound.completions.create(model="letters", prompt="a", max_tokens=3, extra_body={"bad_words": ["a"]}).choices
+
+
 @pytest.fixture(scope="module")
 def bound(tmp_path_factory: pytest.TempPathFactory) -> Any:
     pytest.importorskip("llguidance", reason="the extra `grammar` is not installed")

@@ -20,6 +20,10 @@ REASONS = {finish: finish.name.lower() for finish in Finish}
 _PLACES = np.arange(256)
 """Places of a window; rounds are kept as bytes, so there are never more."""
 NAN_ERROR = "the model produced NaN logits for this request; its text ends before them (check the checkpoint and dtype)"
+NOTHING_LEFT = (
+    "no token was left to choose: the constraint, bad_words and logit_bias forbid them all here (or the model produced NaN "
+    "logits); forbid fewer"
+)
 
 
 def apply(
@@ -75,6 +79,8 @@ def end(t: SlotTable, slot: int, reason: str) -> Request:
     request.status, request.finish_reason = Status.FINISHED, reason
     if reason == "error":
         request.error = NAN_ERROR
+        if request.binding is not None or request.params.bad_words or request.params.logit_bias:
+            request.finish_reason, request.error = "refused", NOTHING_LEFT
     t.phase[slot] = Phase.FINISHED
     t.draining[slot] = True
     return request

@@ -30,10 +30,11 @@ class HttpError(Exception):
     """An answer with an error: a status, OpenAI's kind of error, one sentence."""
 
     def __init__(
-        self, status: int, message: str, kind: str = "invalid_request_error", retry_s: int | None = None, allow: str = ""
-    ) -> None:
+        self, status: int, message: str, kind: str = "invalid_request_error", retry_s: int | None = None, allow: str = "",
+        closes: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__(message)
-        self.status, self.kind, self.retry_s, self.allow = status, kind, retry_s, allow
+        self.status, self.kind, self.retry_s, self.allow, self.closes = status, kind, retry_s, allow, closes
 
     def response(self) -> JSONResponse:
         """As it is sent."""
@@ -42,6 +43,8 @@ class HttpError(Exception):
             headers["WWW-Authenticate"] = "Bearer"
         if self.allow:
             headers["Allow"] = self.allow
+        if self.closes:
+            headers["Connection"] = "close"
         return JSONResponse(error_body(str(self), self.kind, self.status), self.status, headers)
 
 
@@ -121,8 +124,12 @@ class BodyRoom:
 
 
 async def read_body(request: Request, *, most: int, within_s: float, take: Callable[[int], None]) -> bytes:
-    """The whole body, part by part taken room for. Raises `HttpError` 415 for one that is compressed, 413 above `most` bytes, 408
-    where it takes longer than `within_s`, and what `take` does."""
+    """The whole body, part by part taken room for. Raises `HttpError` 400 for one with two lengths, 415 for one that is
+    compressed, 413 above `most` bytes, 408 where it takes longer than `within_s`, and what `take` does."""
+    if "transfer-encoding" in request.headers and "content-length" in request.headers:  # proxies differ in which they believe
+        raise HttpError(
+            400, "the request has a Content-Length and a Transfer-Encoding, wanted one of them; leave one out", closes=True
+        )
     encoding = request.headers.get("content-encoding", "identity")
     if encoding.lower() != "identity":
         raise HttpError(415, f"the body's Content-Encoding is {encoding!r}, wanted none; send it as it is")

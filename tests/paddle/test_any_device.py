@@ -84,7 +84,7 @@ def test_text_and_rounds_with_operations_on_the_cpu(drafts: str):
 @needs_device
 def test_a_claim_of_a_poor_device_says_what_ran_on_the_cpu():
     arguments = ("conform", "paddle", *POOR[2:], "--json")
-    report = json.loads(polydraft(*arguments, "--allow-cpu-fallback", timeout=1700).stdout)
+    report = json.loads(polydraft(*arguments, "--allow-cpu-fallback", "--timeout", "600", timeout=1700).stdout)
     gone = {operation for operations in report["off_device"]["operations"].values() for operation in operations}
     assert gone >= {"put_along_axis", "where", "argsort", "cumsum"}
     assert report["verdict"]["status"] == 0, report["verdict"]["problems"]

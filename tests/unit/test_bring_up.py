@@ -67,7 +67,7 @@ def test_four_functions_and_one_kernel_conform():
     assert report.status == 0, report.content["verdict"]
     owners = list(report.content["owners"].values())
     assert (owners.count("own"), set(owners)) == (1, {"own", "delegated"})
-    assert "basic (1 own, " in report.content["verdict"]["sentence"]
+    assert "(1 own, 42 delegated) holds" in report.content["verdict"]["sentence"]
     assert "bring_up" not in report.content["not_claimed"]
 
 

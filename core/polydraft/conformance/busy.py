@@ -296,7 +296,7 @@ def _is_open(device: Device, stream: Stream, filling: Filling) -> bool:
 
 def _waiting(device: Device, stream: Stream, work: Work, piece_s: float) -> str:
     """What takes as long as the work, of the calls that enqueue it, copy it and ask for it; "" where they do not: the least of
-    some times, more than half of the work's."""
+    some times, more than half of the work's, or than a quarter, of calls behind it, since it runs while it is enqueued."""
     event = device.event()
 
     def issue() -> None:
@@ -314,5 +314,8 @@ def _waiting(device: Device, stream: Stream, work: Work, piece_s: float) -> str:
         with at_rest(device):
             for name, call in calls.items():
                 least[name] = min(least[name], timed(call, lambda: None))
-    longest = max(least, key=lambda name: least[name])
-    return longest if least[longest] > LEAST * piece_s / 2 else ""
+    parts = {name: took / (LEAST * piece_s) for name, took in least.items()}
+    enqueue, *_ = calls
+    parts[enqueue] /= 2
+    longest = max(parts, key=lambda name: parts[name])
+    return longest if parts[longest] > 1 / 4 else ""

@@ -9,6 +9,7 @@ something took.
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -295,27 +296,28 @@ def _is_open(device: Device, stream: Stream, filling: Filling) -> bool:
 
 
 def _waiting(device: Device, stream: Stream, work: Work, piece_s: float) -> str:
-    """What takes as long as the work, of the calls that enqueue it, copy it and ask for it; "" where they do not: the least of
-    some times, more than half of the work's, or than a quarter, of calls behind it, since it runs while it is enqueued."""
+    """What takes as long as the work, of the calls that enqueue it, copy it and ask for it; "" where they do not. Enqueuing waits
+    where it takes longer than enqueuing as many single rows, by more than half of the work; calls behind it where they take more
+    than a quarter, since it runs while it is enqueued. The first is the least of some times, the others are medians."""
     event = device.event()
 
-    def issue() -> None:
+    def issue(*, whole: bool = True) -> None:
         for _ in range(LEAST):
-            work.issue(stream)
+            work.issue(stream, whole=whole)
 
-    calls: dict[str, Callable[[], object]] = {
-        f"{work.name} wait": issue,
+    behind: dict[str, Callable[[], object]] = {
         "downloads wait": lambda: work.mark(stream),
         "event.record() waits": lambda: event.record(stream),
         "event.query() waits": event.query,
     }
-    least = dict.fromkeys(calls, math.inf)
-    for _ in range(5):
+    rows, whole, took = math.inf, math.inf, {name: list[float]() for name in behind}
+    for _ in range(7):
         with at_rest(device):
-            for name, call in calls.items():
-                least[name] = min(least[name], timed(call, lambda: None))
-    parts = {name: took / (LEAST * piece_s) for name, took in least.items()}
-    enqueue, *_ = calls
-    parts[enqueue] /= 2
-    longest = max(parts, key=lambda name: parts[name])
-    return longest if parts[longest] > 1 / 4 else ""
+            rows = min(rows, timed(partial(issue, whole=False), device.synchronize))
+            whole = min(whole, timed(issue, device.synchronize))
+            for name, call in behind.items():
+                took[name].append(timed(call, lambda: None))
+    if whole - rows > LEAST * piece_s / 2:
+        return f"{work.name} wait"
+    longest = max(took, key=lambda name: statistics.median(took[name]))
+    return longest if statistics.median(took[longest]) > LEAST * piece_s / 4 else ""

@@ -21,8 +21,8 @@ _PLACES = np.arange(256)
 """Places of a window; rounds are kept as bytes, so there are never more."""
 NAN_ERROR = "the model produced NaN logits for this request; its text ends before them (check the checkpoint and dtype)"
 NOTHING_LEFT = (
-    "no token was left to choose: the constraint, bad_words and logit_bias forbid them all here (or the model produced NaN "
-    "logits); forbid fewer"
+    "no token was left to choose: the constraint, with bad_words and logit_bias, forbids them all here (or the model produced "
+    "NaN logits); forbid fewer"
 )
 
 
@@ -68,7 +68,15 @@ def _fold(t: SlotTable, ledger: BlockLedger, outcome: StepOutcome, totals: Engin
         return []
     goes_on, ends = finish == 0, finish.nonzero()[0]  # of a request that ended, the draft has not seen the last window
     ledger.remember(ids[goes_on], t.tokens, kv_len[goes_on])
-    return [end(t, slot, REASONS[Finish(reason)]) for slot, reason in zip(ids[ends].tolist(), finish[ends].tolist(), strict=True)]
+    return [_ended(t, slot, Finish(reason)) for slot, reason in zip(ids[ends].tolist(), finish[ends].tolist(), strict=True)]
+
+
+def _ended(t: SlotTable, slot: int, finish: Finish) -> Request:
+    """A request that the device has ended."""
+    request = end(t, slot, REASONS[finish])
+    if finish is Finish.ERROR and request.binding is not None:
+        request.finish_reason, request.error = "refused", NOTHING_LEFT
+    return request
 
 
 def end(t: SlotTable, slot: int, reason: str) -> Request:
@@ -79,8 +87,6 @@ def end(t: SlotTable, slot: int, reason: str) -> Request:
     request.status, request.finish_reason = Status.FINISHED, reason
     if reason == "error":
         request.error = NAN_ERROR
-        if request.binding is not None or request.params.bad_words or request.params.logit_bias:
-            request.finish_reason, request.error = "refused", NOTHING_LEFT
     t.phase[slot] = Phase.FINISHED
     t.draining[slot] = True
     return request

@@ -61,10 +61,9 @@ def test_graphs_that_draft_from_wrong_rows(caplog: pytest.LogCaptureFixture) -> 
         drafts.host_array[...] = np.roll(drafts.host_array, 1, axis=0)  # type: ignore[attr-defined]
 
     graphs.replay = wrongly  # type: ignore[assignment,method-assign]
-    for _ in range(2):
-        served(llm)  # eight at once are too many for a graph
-        for prompt in PROMPTS:
-            llm.generate([prompt, prompt[1:]], replace(LONG, max_new_tokens=60))
+    served(llm)  # eight at once are too many for a graph
+    for prompt in PROMPTS[:4]:
+        llm.generate([prompt, prompt[1:]], replace(LONG, max_new_tokens=60))
     found = llm.engine.alarms.count
     assert found["graphs"] == 1
     assert "serve with --graph off" in caplog.text

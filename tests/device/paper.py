@@ -176,6 +176,8 @@ class Shape:
 
 HEAD = 151680
 """Outputs of a head whose blocks have whole tiles."""
+WINDOW = 700
+"""Keys of a sliding window."""
 SHAPES = (Shape(4096, 32, 8, 128, 11008, 1024), Shape(1024, 8, 4, 128, 2816, 64, 8), Shape(256, 4, 2, 64, 768, 16, 1))
 
 
@@ -233,6 +235,9 @@ def bind_shape(shape: Shape, act: str, **options: Any) -> list[Bound]:
     else:
         _bind(device, [("linear", project), ("paged_attention", record)], shape)
     if shape is SHAPES[0]:
+        record = dataclasses.replace(record, sliding_window=WINDOW)
+        _bind(device, [("linear", project), ("rope_kv_write", turn), ("paged_attention", record)], shape)
+        _bind(device, [("paged_attention", dataclasses.replace(record, meta=None))], shape)
         for form in KV_DTYPES:
             rows = allocate_cache(device, CacheSpec(8, shape.block_size, shape.kv_heads, shape.head_dim, act, kv=form))
             _bind(device, [("rope_kv_write", dataclasses.replace(turn, cache=rows))], shape)

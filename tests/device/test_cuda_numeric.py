@@ -31,7 +31,7 @@ from polydraft.contracts.compare import to_host
 from polydraft.contracts.composite import CompositeArgs
 from polydraft.contracts.kernels.rope_kv_write import plain_frequencies
 from polydraft.contracts.kv_quant import KV_DTYPES, LARGEST, exponents, quantise
-from polydraft.errors import CapabilityError, ContractError
+from polydraft.errors import ContractError
 from polydraft.models.families import FamilyRegistry
 from polydraft.plugins.program_pass import Entry, Node, Rewritten, UnboundProgram
 from polydraft_cuda import cublaslt, storage
@@ -576,11 +576,16 @@ def attend(
     return meta, attention.paged_attention(device, a, own, None)
 
 
+@pytest.mark.parametrize(("options", "kernels"), [({}, 2), ({"head_dim": 256}, 1)], ids=["tiles", "plain"])
 @pytest.mark.parametrize("kv", ["", *KV_DTYPES])
-def test_attention_refuses_a_sliding_window(kv: str):
-    """Where a kernel pack brings these kernels to a backend that has windows, nobody else would."""
-    with pytest.raises(CapabilityError, match="got sliding_window 9, wanted 0"):
-        attend(Recorder(dtype="bf16"), kv=kv, sliding_window=9)
+def test_every_kernel_of_attention_knows_the_sliding_window(kv: str, options: dict, kernels: int):
+    device: Any = Recorder(dtype="bf16")
+    meta, launch = attend(device, kv=kv, sliding_window=9, **options)
+    for prefill in (False, True):
+        meta.step = StepMeta(0, 4, 1, has_prefill=prefill)
+        launch(None, 4)
+    assert len({source for source, *_ in device.launched}) == kernels
+    assert [defines["WINDOW"] for _, defines, *_ in device.launched] == [9, 9]
 
 
 def test_attention_splits_long_contexts_over_as_many_blocks_as_there_is_stage_for():

@@ -1,6 +1,7 @@
 """Projections, attention and filters on a GPU in the shapes of real models, which take other kernels than small cases do."""
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -270,11 +271,11 @@ def test_a_captured_norm_adds_to_the_newest_stream(opened: CudaDevice, n: int):
 
 class Attention:
     """Paged attention over random keys and values. `seqs`: (positions before, rows) of each slot. Keys are longer by `steep` of
-    their length with every 256 positions, and so are scores."""
+    their length with every 256 positions, and so are scores. What no row attends to is NaN."""
 
     def __init__(
         self, device: CudaDevice, shape: Shape, seqs: list[tuple[int, int]], *, prefill: bool, holes: int = 2, kv: Any = "",
-        steep: float = 0.0,
+        steep: float = 0.0, sliding_window: int = 0,
     ) -> None:  # fmt: skip
         rng, act, size = np.random.default_rng(len(seqs)), device.dtype, shape.block_size
         order = rng.permutation(len(seqs))
@@ -298,6 +299,8 @@ class Attention:
             k[blocks] *= (1 + steep / 256 * np.arange(blocks.size * size)).reshape(-1, size, 1, 1)
             if end % size:  # what nobody has written must not be read
                 k[table[s, needed[s] - 1], end % size :] = v[table[s, needed[s] - 1], end % size :] = np.nan
+            unseen = np.arange(before + 1 - sliding_window if sliding_window else 0)
+            k[table[s, unseen // size], unseen % size] = v[table[s, unseen // size], unseen % size] = np.nan
         cache.write_logical(k, v)
         q = rng.standard_normal((n, shape.heads * shape.head_dim), np.float32)
         described = {"row_slot": filled(device, "row_slot", slot.astype(np.int32), "i32"),
@@ -309,7 +312,7 @@ class Attention:
         args = PagedAttentionV1(
             q=filled(device, "q", q, act), cache=cache, meta=meta, out=self.out, num_heads=shape.heads,
             num_kv_heads=shape.kv_heads, head_dim=shape.head_dim, block_size=size, softmax_scale=scale,
-            sliding_window=0, **described,
+            sliding_window=sliding_window, **described,
         )  # fmt: skip
         self.args, self.slot = args, slot
         self.launch = launch_of(device, "paged_attention", args, own)
@@ -317,17 +320,16 @@ class Attention:
         if kv:
             k, v = (quantise(x, kv).astype(np.float32) for x in (k, v))
         rounded = (from_host(to_host(x, act), act).astype(np.float32) for x in (q, k, v))
-        self.wanted = self._naive(shape, scale, slot, position, table, *rounded)
+        self.wanted = self._naive(shape, slot, position, table, *rounded)
 
-    @staticmethod
-    def _naive(shape: Shape, scale: float, slot: Array, position: Array, table: Array, q: Array, k: Array, v: Array) -> Array:
+    def _naive(self, shape: Shape, slot: Array, position: Array, table: Array, q: Array, k: Array, v: Array) -> Array:
         wanted, group = np.zeros(q.shape, np.float32), shape.heads // shape.kv_heads
         for r in np.flatnonzero(slot >= 0):
             blocks = table[slot[r], : position[r] // shape.block_size + 1]
-            keys = k[blocks].reshape(-1, shape.kv_heads, shape.head_dim)[: position[r] + 1]
-            values = v[blocks].reshape(-1, shape.kv_heads, shape.head_dim)[: position[r] + 1]
+            first = max(position[r] + 1 - self.args.sliding_window, 0) if self.args.sliding_window else 0
+            keys, values = (x[blocks].reshape(-1, shape.kv_heads, shape.head_dim)[first : position[r] + 1] for x in (k, v))
             heads = q[r].reshape(shape.kv_heads, group, shape.head_dim)
-            scores = np.einsum("hgd,chd->hgc", heads, keys) * scale
+            scores = np.einsum("hgd,chd->hgc", heads, keys) * self.args.softmax_scale
             weights = np.exp(scores - scores.max(-1, keepdims=True))
             mixed = np.einsum("hgc,chd->hgd", weights / weights.sum(-1, keepdims=True), values)
             wanted[r] = mixed.reshape(-1)
@@ -367,12 +369,23 @@ def test_scores_may_outgrow_those_before_them(opened: CudaDevice, shape: Shape, 
             assert np.abs(attention.run() - attention.wanted).max() <= 4 * EPS[opened.dtype], (steep, len(seqs), prefill)
 
 
+@pytest.mark.parametrize("kv", ["", "fp8", "int8"])
+@pytest.mark.parametrize("sliding_window", [1, 67, 512])
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"hidden{shape.hidden}")
+def test_rows_attend_to_their_sliding_window_alone(opened: CudaDevice, shape: Shape, sliding_window: int, kv: str):
+    for seqs, prefill in ((windows(3, shape.window), False), (windows(64, shape.window), False), (CHUNKS, True)):
+        attention = Attention(opened, shape, seqs, prefill=prefill, kv=kv, sliding_window=sliding_window)
+        assert np.abs(attention.run() - attention.wanted).max() <= 4 * EPS[opened.dtype], (len(seqs), prefill)
+
+
 class Turned:
     """The launches of an attention behind its projection: what they leave when each is by itself, and when they are captured."""
 
-    def __init__(self, device: CudaDevice, shape: Shape, seqs: list[tuple[int, int]], holes: int = 2) -> None:
+    def __init__(
+        self, device: CudaDevice, shape: Shape, seqs: list[tuple[int, int]], holes: int = 2, sliding_window: int = 0
+    ) -> None:
         act, width = device.dtype, (shape.heads + 2 * shape.kv_heads) * shape.head_dim
-        self.plain = Attention(device, shape, seqs, prefill=False, holes=holes)
+        self.plain = Attention(device, shape, seqs, prefill=False, holes=holes, sliding_window=sliding_window)
         a, self.device = self.plain.args, device
         rng = np.random.default_rng(1)
         x, weight = rng.standard_normal((self.plain.n, 256), np.float32), rng.standard_normal((width, 256), np.float32) / 16
@@ -416,12 +429,15 @@ class Turned:
         return out, device.read(self.cache.keys.pointer, self.pristine.shape, device.dtype), launches
 
 
+@pytest.mark.parametrize("sliding_window", [0, 3, 67])
 @pytest.mark.parametrize("count", [1, 3, 8, 32, 64])
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"hidden{shape.hidden}")
-def test_captured_windows_are_turned_stored_and_attended_in_one_launch(opened: CudaDevice, shape: Shape, count: int):
+def test_captured_windows_are_turned_stored_and_attended_in_one_launch(
+    opened: CudaDevice, shape: Shape, count: int, sliding_window: int
+):
     if shape.window * shape.heads // shape.kv_heads > 16:
         pytest.skip("the rows of a window are more than one tile")
-    turned = Turned(opened, shape, windows(count, shape.window))
+    turned = Turned(opened, shape, windows(count, shape.window), sliding_window=sliding_window)
     (out, cache, apart), (joined, stored, once) = (turned.run(captured=captured) for captured in (False, True))
     assert (apart, once) == (3, 2)
     real = turned.plain.slot >= 0
@@ -457,8 +473,9 @@ def test_chunks_of_prompts_attend_to_what_is_before_them(opened: CudaDevice, sha
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"hidden{shape.hidden}")
 def test_invariant_attention_is_right_in_both_kinds_of_pass(invariant: CudaDevice, shape: Shape):
-    for seqs, prefill in ((windows(32, shape.window), False), (CHUNKS, True)):
-        attention = Attention(invariant, shape, seqs, prefill=prefill)
+    passes = (windows(32, shape.window), False), (CHUNKS, True)
+    for (seqs, prefill), most in itertools.product(passes, (0, 67)):
+        attention = Attention(invariant, shape, seqs, prefill=prefill, sliding_window=most)
         assert np.abs(attention.run() - attention.wanted).max() <= 4 * EPS[invariant.dtype]
 
 

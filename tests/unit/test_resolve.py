@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-import polydraft_cuda
 from polydraft import LLM
 from polydraft.backend import BackendInfo
 from polydraft.config import EngineConfig
@@ -50,8 +49,6 @@ def test_a_backend_without_sliding_windows_refuses_layers_that_have_them():
     assert run(model=WINDOWED, backend=info("chip", sliding_window=True)).limits.max_len == 128
     with pytest.raises(CapabilityError, match=r"layers\.1 of model tiny needs sliding_window, but backend chip does not declare"):
         run(model=WINDOWED, backend=info("chip", sliding_window=False))
-    with pytest.raises(CapabilityError, match=r"layers\.1 of model tiny needs sliding_window, but backend cuda does not declare"):
-        run(model=WINDOWED, backend=polydraft_cuda.polydraft_backend_info())
     with pytest.raises(CapabilityError, match="needs sliding_window, but chip:0 has none"):
         run(model=WINDOWED, backend=info("chip", sliding_window=True).without({"sliding_window": "chip:0 has none"}))
 

@@ -20,7 +20,12 @@ if TYPE_CHECKING:
     from polydraft_cuda.device import CudaDevice
 
 CAPABILITIES = Capabilities(
-    dtypes=("bf16", "f16", "f32"), asynchronous=True, graph_capture=True, row_invariant=True, kv_dtypes=("int8", "fp8")
+    dtypes=("bf16", "f16", "f32"),
+    asynchronous=True,
+    graph_capture=True,
+    row_invariant=True,
+    kv_dtypes=("int8", "fp8"),
+    sliding_window=True,
 )
 EVIDENCE = MappingProxyType({"sm_90": "silicon"})
 """Architectures that the kernels ran on; those of `compiler.ARCHITECTURES` beside them are compiled only."""

@@ -1,6 +1,12 @@
 // Attention of one row and head by a whole block, for any head size and dtype: the plain kernel, and the second try of the fast ones
-// for a row that met NaN, since a weight of zero times NaN is NaN there. Keys beyond the row's position are never read.
+// for a row that met NaN, since a weight of zero times NaN is NaN there. Keys beyond the row's position, or in front of its window, are
+// never read.
+//
+// Defines: WINDOW where a row does not attend to all keys before it (how many at most, its own the last of them).
 #pragma once
+#ifndef WINDOW
+#define WINDOW 0
+#endif
 #ifdef KV
 #include "quant.cuh"
 #else
@@ -27,12 +33,17 @@ struct Pages {  // one layer's cache as one slot sees it
 
 constexpr int PLAIN_KEYS = 128, PLAIN_DIMS = 8;
 
+// The first key that the row at `position` attends to.
+__device__ __forceinline__ int first_key(int position) { return WINDOW ? max(position + 1 - WINDOW, 0) : 0; }
+// Whether the row at `position` attends to `key`; no row does at position -1.
+__device__ __forceinline__ bool attends(int position, int key) { return key <= position && (WINDOW == 0 || key > position - WINDOW); }
+
 // `q` and `out` point at the row's head; blockDim.x may be anything from 32 to 1024. `weights`: PLAIN_KEYS floats of shared memory.
 template <bool TILED_>
 __device__ __noinline__ void attend_row(const act_t* q, const Pages<TILED_>& pages, int head, int position, float scale, act_t* out, float* weights) {
     const int dim = pages.head_dim;
     float top = -INFINITY_F, total = 0.f, sums[PLAIN_DIMS] = {};
-    for (int first = 0; first <= position; first += PLAIN_KEYS) {
+    for (int first = first_key(position); first <= position; first += PLAIN_KEYS) {
         const int count = min(PLAIN_KEYS, position + 1 - first);
         __syncthreads();
         for (int key = threadIdx.x; key < count; key += blockDim.x) {
@@ -158,6 +169,8 @@ __device__ __forceinline__ void soften(float (&scores)[COUNT][2][4], float scale
 }
 #ifdef SPLITS
 // -- the blocks that share a tile ---------------------------------------------------------------------
+// The first group from `least` on of those that are dealt to warp `own` of `stride`: each goes to one warp by its number alone.
+__device__ __forceinline__ int first_dealt(int least, int own, int stride) { return own + max(least - own + stride - 1, 0) / stride * stride; }
 __device__ __forceinline__ void cluster_barrier() {
 #if SPLITS > 1
     asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");

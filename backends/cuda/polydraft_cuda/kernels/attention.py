@@ -9,7 +9,6 @@ from typing import Any
 
 from polydraft.contracts.base import Limits
 from polydraft.device import Launch, Stream
-from polydraft.errors import CapabilityError
 from polydraft_cuda.compiler import ROWS, act, sequence
 from polydraft_cuda.device import CudaDevice
 from polydraft_cuda.kernels import quantised
@@ -37,11 +36,6 @@ NARROW: tuple[tuple[int, Shape], ...] = ((1 << 30, (1, 4, 3)),)
 def paged_attention(device: CudaDevice, a: Any, limits: Limits, workspace: Any) -> Launch:
     """Bind what this shape can use; which of it runs is chosen by the pass's metadata at each launch."""
     del workspace
-    if a.sliding_window:
-        raise CapabilityError(
-            f"CUDA kernels of paged_attention attend to all earlier keys, got sliding_window {a.sliding_window}, wanted 0; use "
-            "another backend or kernel pack"
-        )
     if a.cache.spec.kv:
         return quantised.paged_attention(device, a, limits)
     if not is_fast(a):
@@ -117,7 +111,7 @@ def decode(device: CudaDevice, a: Any, limits: Limits, shape: Shape, turn: Any =
     function = device.function(
         source("attention_decode.cu"), "attention_decode", HEAD_DIM=int(a.head_dim), GROUP=int(group), TILES=tiles,
         KEY_WARPS=key_warps, SPLITS=splits, STAGES=stages, BLOCK_GROUPS=int(a.block_size) // 16,
-        ROPE=limits.window if turn else 0, **act(a.q.dtype),
+        ROPE=limits.window if turn else 0, **quantised.window(a), **act(a.q.dtype),
     )  # fmt: skip
     sums = key_warps * 16 * tiles * (a.head_dim + 10) * 4
     ring = key_warps * tiles * stages * a.head_dim * 64
@@ -138,7 +132,7 @@ def prefill_tiles(device: CudaDevice, a: Any) -> Launch:
     heads = 2 if a.num_heads // a.num_kv_heads % 2 == 0 else 1
     function = device.function(
         source("attention_prefill.cu"), "attention_prefill", HEAD_DIM=int(a.head_dim), HEADS=heads,
-        BLOCK_GROUPS=int(a.block_size) // 16, **act(a.q.dtype),
+        BLOCK_GROUPS=int(a.block_size) // 16, **quantised.window(a), **act(a.q.dtype),
     )  # fmt: skip
     meta, across = a.meta, int(a.num_heads) // heads
     return function.bind(
@@ -150,7 +144,9 @@ def prefill_tiles(device: CudaDevice, a: Any) -> Launch:
 
 def plain(device: CudaDevice, a: Any) -> Launch:
     """A block a row and query head."""
-    function = device.function(source("attention_plain.cu"), "attention_plain", TILED=int(a.cache.tiled), **act(a.q.dtype))
+    function = device.function(
+        source("attention_plain.cu"), "attention_plain", TILED=int(a.cache.tiled), **quantised.window(a), **act(a.q.dtype)
+    )
     heads = int(a.num_heads)
     return function.bind(
         lambda n: (n, heads, 1), 128, a.q, a.cache.keys, a.cache.values, a.row_slot, a.positions, a.block_table, a.out,

@@ -11,8 +11,8 @@
 // queries are stored only for a row that is computed again.
 //
 // Defines: ACT (1, 2), HEAD_DIM (a multiple of 32, up to 128; of 64 with ROPE), GROUP (query heads a key head), TILES (tiles of 16
-// packed rows), KEY_WARPS, SPLITS, STAGES (groups a warp has room for), BLOCK_GROUPS (groups of 16 positions a block), ROPE (0, or the
-// rows of a tile at most).
+// packed rows), KEY_WARPS, SPLITS, STAGES (groups a warp has room for), BLOCK_GROUPS (groups of 16 positions a block), WINDOW, ROPE (0,
+// or the rows of a tile at most).
 #include "attention.cuh"
 #include "boxes.cuh"
 
@@ -89,7 +89,8 @@ attention_decode(act_t* q, act_t* keys, act_t* values, const int4* tiles, const 
     int fetched = 0, used = 0;  // groups of this warp so far: which place in the ring, and which turn of its barrier
     for (int from = 0; from < max(rows * GROUP, 1); from += PACKED) {
         const int base = from + tile_of_warp * 16, last = position + min(rows - 1, (from + PACKED - 1) / GROUP);
-        const int stride = SPLITS * KEY_WARPS, start = split * KEY_WARPS + part, groups = real ? last / 16 + 1 : 0;
+        const int stride = SPLITS * KEY_WARPS, groups = real ? last / 16 + 1 : 0;
+        const int start = first_dealt(first_key(position + from / GROUP) / 16, split * KEY_WARPS + part, stride);
         const unsigned ring = shared_address(shared) + warp * STAGES * STAGE_BYTES;
         int entry = 0;  // lane i: block of this warp's group i of 32
         auto place_of = [&](int block, int group) { return (((int64_t)block * num_kv_heads + kv_head) * BLOCK_GROUPS + group % BLOCK_GROUPS) * 16 * HEAD_DIM; };
@@ -239,12 +240,12 @@ attention_decode(act_t* q, act_t* keys, act_t* values, const int4* tiles, const 
 #endif
             float scores[1][2][4] = {};
             score_group(scores[0], queries, at);
-            if (key0 + 15 > position) {  // not seen by all rows
+            if (key0 + 15 > position || (WINDOW && key0 <= last - WINDOW)) {  // not seen by all rows
 #pragma unroll
                 for (int k = 0; k < 2; k++)
 #pragma unroll
                     for (int c = 0; c < 4; c++)
-                        if (key0 + k * 8 + t * 2 + (c & 1) > limit[c >> 1]) scores[0][k][c] = -INFINITY_F;
+                        if (!attends(limit[c >> 1], key0 + k * 8 + t * 2 + (c & 1))) scores[0][k][c] = -INFINITY_F;
             }
             soften(scores, scale2, softmax, sums);
             if (key0 + 15 > last) mix_group<true>(sums, scores[0], at + GROUP_BYTES, reach_of(key0, t, last));

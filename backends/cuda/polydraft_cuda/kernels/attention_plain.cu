@@ -1,5 +1,5 @@
 // Attention of any shape and dtype, one block a row and head: for float32, and for head or block sizes that the fast kernels lack.
-// Defines: ACT, TILED (1: the cache is in tiles), KV where its rows are quantised.
+// Defines: ACT, TILED (1: the cache is in tiles), KV where its rows are quantised, WINDOW where it slides.
 #include "attention.cuh"
 
 extern "C" __global__ void attention_plain(const act_t* q, const kv_t* keys, const kv_t* values, const int* row_slot, const int* positions,

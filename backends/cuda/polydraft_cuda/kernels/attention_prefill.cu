@@ -3,7 +3,7 @@
 // One warp owns 16 rows of a head; keys and values come through shared memory, fetched a step ahead. Tiles with the longest context
 // start first. Windows of decoding slots in a mixed step are served here as well, as tiles with few rows.
 //
-// Defines: ACT (1, 2), HEAD_DIM (a multiple of 32, up to 128), HEADS (1, 2), BLOCK_GROUPS (groups of 16 positions a block).
+// Defines: ACT (1, 2), HEAD_DIM (a multiple of 32, up to 128), HEADS (1, 2), BLOCK_GROUPS (groups of 16 positions a block), WINDOW.
 #include "attention.cuh"
 
 constexpr int GROUPS = 4, WARPS = 4 * HEADS, THREADS = WARPS * 32, STEP_BYTES = 2 * GROUPS * GROUP_BYTES;
@@ -44,9 +44,9 @@ attention_prefill(const act_t* __restrict__ q, const act_t* keys, const act_t* v
     float sums[PAIRS * 2][4] = {};
     Softmax softmax = {{LOWEST, LOWEST}, {0.f, 0.f}};
     const int limit[2] = {row0 < rows ? position + row0 : -1, row0 + 8 < rows ? position + row0 + 8 : -1};
-    const int steps = last / 64 + 1;
-    fetch(0, 0);
-    for (int step = 0; step < steps; step++) {
+    const int steps = last / 64 + 1, begin = first_key(position) / 64;
+    fetch(begin & 1, begin * GROUPS);
+    for (int step = begin; step < steps; step++) {
         const int stage = step & 1, key0 = step * 64;
         if (step + 1 < steps) {
             fetch(stage ^ 1, (step + 1) * GROUPS);
@@ -58,14 +58,14 @@ attention_prefill(const act_t* __restrict__ q, const act_t* keys, const act_t* v
         float scores[GROUPS][2][4] = {};
 #pragma unroll
         for (int group = 0; group < GROUPS; group++) score_group(scores[group], queries, k + group * GROUP_BYTES);
-        if (key0 + 63 > position || rows < 64) {
+        if (key0 + 63 > position || rows < 64 || (WINDOW && key0 <= last - WINDOW)) {
 #pragma unroll
             for (int group = 0; group < GROUPS; group++)
 #pragma unroll
                 for (int i = 0; i < 2; i++)
 #pragma unroll
                     for (int c = 0; c < 4; c++)
-                        if (key0 + group * 16 + i * 8 + t * 2 + (c & 1) > limit[c >> 1]) scores[group][i][c] = -INFINITY_F;
+                        if (!attends(limit[c >> 1], key0 + group * 16 + i * 8 + t * 2 + (c & 1))) scores[group][i][c] = -INFINITY_F;
         }
         soften(scores, scale2, softmax, sums);
         if (key0 + 63 > last) {

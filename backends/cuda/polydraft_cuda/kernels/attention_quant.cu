@@ -6,7 +6,7 @@
 // exponent, so it meets only rows that may see it, and nothing has to be computed again.
 //
 // Defines: ACT (1, 2), KV (1: int8, 2: fp8), HEAD_DIM (a multiple of 32, up to 128), GROUP (query heads a key head), TILES (tiles of 16
-// packed rows), KEY_WARPS, SPLITS, STAGES (groups a warp has room for), BLOCK_GROUPS (groups of 16 positions a block).
+// packed rows), KEY_WARPS, SPLITS, STAGES (groups a warp has room for), BLOCK_GROUPS (groups of 16 positions a block), WINDOW.
 #include "attention.cuh"
 
 constexpr int PACKED = 16 * TILES, WARPS = TILES * KEY_WARPS, OWN = PACKED / SPLITS, PITCH = HEAD_DIM + 4;
@@ -43,7 +43,8 @@ attention_quant(const act_t* q, const kv_t* keys, const kv_t* values, const int4
     for (int from = 0; from < rows * GROUP; from += PACKED) {
         const int base = from + tile_of_warp * 16, last = position + min(rows - 1, (from + PACKED - 1) / GROUP);
         const int seen_by_all = position + from / GROUP;  // but by rows of the tile that are none, of which nothing is kept
-        const int stride = SPLITS * KEY_WARPS, start = split * KEY_WARPS + part, groups = last / 16 + 1;
+        const int stride = SPLITS * KEY_WARPS, groups = last / 16 + 1;
+        const int start = first_dealt(first_key(seen_by_all) / 16, split * KEY_WARPS + part, stride);
         const unsigned ring = shared_address(shared) + warp * STAGES * STAGE_BYTES;
         int entry = 0;  // lane i: block of this warp's group i of 32
         auto fetch = [&](int i, int stage) {  // in order
@@ -86,7 +87,7 @@ attention_quant(const act_t* q, const kv_t* keys, const kv_t* values, const int4
             __syncwarp();
             const unsigned at = ring + stage * STAGE_BYTES;
             const int key0 = group * 16;
-            const bool border = key0 + 15 > seen_by_all;
+            const bool border = key0 + 15 > seen_by_all || (WINDOW && key0 <= last - WINDOW);
             float scores[1][2][4] = {};
             signed char of_keys[4], of_values[4];
             load_exponents(of_keys, at + ROWS_BYTES, t);
@@ -108,7 +109,7 @@ attention_quant(const act_t* q, const kv_t* keys, const kv_t* values, const int4
 #pragma unroll
                     for (int c = 0; c < 4; c++) change(scores[0][k][c], k, c);
             };
-            auto within = [&](int k, int c) { return key0 + k * 8 + t * 2 + (c & 1) <= limit[c >> 1]; };
+            auto within = [&](int k, int c) { return attends(limit[c >> 1], key0 + k * 8 + t * 2 + (c & 1)); };
             float by[4];
 #pragma unroll
             for (int i = 0; i < 4; i++) by[i] = scale2 * quantum_of(of_keys[i]);

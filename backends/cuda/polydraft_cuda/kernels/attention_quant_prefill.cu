@@ -3,7 +3,8 @@
 // A step's numbers come through shared memory, fetched a step ahead, and are made pairs of the activation dtype once for all warps;
 // exponents go to scores and weights as in attention_quant.cu.
 //
-// Defines: ACT (1, 2), KV (1: int8, 2: fp8), HEAD_DIM (a multiple of 32, up to 128), HEADS (1, 2), BLOCK_GROUPS (groups of 16 positions a block).
+// Defines: ACT (1, 2), KV (1: int8, 2: fp8), HEAD_DIM (a multiple of 32, up to 128), HEADS (1, 2), BLOCK_GROUPS (groups of 16 positions a block),
+// WINDOW.
 #include "attention.cuh"
 
 constexpr int GROUPS = 4, WARPS = 4 * HEADS, THREADS = WARPS * 32, ROWS_BYTES = 16 * HEAD_DIM, QUANT_BYTES = ROWS_BYTES + 16;
@@ -65,9 +66,9 @@ attention_quant_prefill(const act_t* q, const kv_t* keys, const kv_t* values, co
     float sums[PAIRS * 2][4] = {};
     Softmax softmax = {{LOWEST, LOWEST}, {0.f, 0.f}};
     const int limit[2] = {row0 < rows ? position + row0 : -1, row0 + 8 < rows ? position + row0 + 8 : -1};
-    const int steps = last / 64 + 1;
-    fetch(0, 0);
-    for (int step = 0; step < steps; step++) {
+    const int steps = last / 64 + 1, begin = first_key(position) / 64;
+    fetch(begin & 1, begin * GROUPS);
+    for (int step = begin; step < steps; step++) {
         const int stage = step & 1, key0 = step * 64;
         if (step + 1 < steps) {
             fetch(stage ^ 1, (step + 1) * GROUPS);
@@ -81,7 +82,7 @@ attention_quant_prefill(const act_t* q, const kv_t* keys, const kv_t* values, co
         float scores[GROUPS][2][4] = {};
 #pragma unroll
         for (int group = 0; group < GROUPS; group++) score_group(scores[group], queries, k + group * GROUP_BYTES);
-        const bool border = key0 + 63 > position || rows < 64;
+        const bool border = key0 + 63 > position || rows < 64 || (WINDOW && key0 <= last - WINDOW);
 #pragma unroll
         for (int group = 0; group < GROUPS; group++)
 #pragma unroll
@@ -92,7 +93,7 @@ attention_quant_prefill(const act_t* q, const kv_t* keys, const kv_t* values, co
                 for (int c = 0; c < 4; c++) {
                     float& score = scores[group][i][c];
                     score *= c & 1 ? by.y : by.x;
-                    if (border && key0 + key + (c & 1) > limit[c >> 1]) score = -INFINITY_F;
+                    if (border && !attends(limit[c >> 1], key0 + key + (c & 1))) score = -INFINITY_F;
                 }
             }
         soften(scores, 1.f, softmax, sums);
@@ -106,7 +107,7 @@ attention_quant_prefill(const act_t* q, const kv_t* keys, const kv_t* values, co
                 for (int c = 0; c < 4; c++) {
                     float& weight = scores[group][i][c];
                     weight *= c & 1 ? by.y : by.x;
-                    if (border && key0 + key + (c & 1) > limit[c >> 1]) weight = 0.f;
+                    if (border && !attends(limit[c >> 1], key0 + key + (c & 1))) weight = 0.f;
                 }
             }
             mix_group<false>(sums, scores[group], v + group * GROUP_BYTES);

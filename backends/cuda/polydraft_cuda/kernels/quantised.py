@@ -72,7 +72,8 @@ def _windows(device: CudaDevice, a: Any, limits: Limits, shape: Shape) -> Launch
         key_warps = max(key_warps // tiles, 1)
     function = device.function(
         source("attention_quant.cu"), "attention_quant", KV=KV[a.cache.spec.kv], HEAD_DIM=dim, GROUP=int(group), TILES=tiles,
-        KEY_WARPS=key_warps, SPLITS=splits, STAGES=stages, BLOCK_GROUPS=int(a.block_size) // 16, **act(a.q.dtype),
+        KEY_WARPS=key_warps, SPLITS=splits, STAGES=stages, BLOCK_GROUPS=int(a.block_size) // 16,
+        **window(a), **act(a.q.dtype),
     )  # fmt: skip
     sums, ring = key_warps * 16 * tiles * (dim + 4) * 4, key_warps * tiles * stages * 32 * (dim + 1)
     meta, heads = a.meta, int(a.num_kv_heads)
@@ -87,13 +88,18 @@ def _prefill(device: CudaDevice, a: Any) -> Launch:
     heads, dim = 2 if a.num_heads // a.num_kv_heads % 2 == 0 else 1, int(a.head_dim)
     function = device.function(
         source("attention_quant_prefill.cu"), "attention_quant_prefill", KV=KV[a.cache.spec.kv], HEAD_DIM=dim, HEADS=heads,
-        BLOCK_GROUPS=int(a.block_size) // 16, **act(a.q.dtype),
+        BLOCK_GROUPS=int(a.block_size) // 16, **window(a), **act(a.q.dtype),
     )  # fmt: skip
     meta, across = a.meta, int(a.num_heads) // heads
     shared = 2 * PREFILL_KEYS * (2 * dim + 2 * (dim + 1))
     return function.bind(
         lambda n: (across, meta.max_tiles(n), 1), 128 * heads, *_shared(a), shared=shared, dependent=True
     )  # fmt: skip
+
+
+def window(a: Any) -> dict[str, float | str]:
+    """Defines of every kernel of attention for a layer with a sliding window, and of no other."""
+    return {"WINDOW": int(a.sliding_window)} if a.sliding_window else {}
 
 
 def _shared(a: Any) -> tuple[Any, ...]:
@@ -107,7 +113,12 @@ def _shared(a: Any) -> tuple[Any, ...]:
 def _plain(device: CudaDevice, a: Any) -> Launch:
     """A block a row and query head."""
     function = device.function(
-        source("attention_plain.cu"), "attention_plain", KV=KV[a.cache.spec.kv], TILED=int(a.cache.tiled), **act(a.q.dtype)
+        source("attention_plain.cu"),
+        "attention_plain",
+        KV=KV[a.cache.spec.kv],
+        TILED=int(a.cache.tiled),
+        **window(a),
+        **act(a.q.dtype),
     )
     heads = int(a.num_heads)
     return function.bind(

@@ -40,6 +40,15 @@ def named(value: Any) -> str:
     return str(getattr(value, "name", value))
 
 
+def rounded(contract: Contract) -> list[str]:
+    """Outputs in the dtype of activations."""
+    return [
+        name
+        for name, spec in contract.args.specs().items()
+        if isinstance(spec, TensorSpec) and spec.dtype == "act" and spec.access != "in"
+    ]
+
+
 # -- the cases ------------------------------------------------------------------------------------------
 @each
 def test_every_contract_says_what_can_be_large(contract: Contract):
@@ -156,6 +165,17 @@ DEFINED = [
 @pytest.mark.parametrize(("contract", "symbol", "size"), some(DEFINED), ids=named)
 def test_the_later_half_of_what_is_large_matters(contract: Contract, symbol: str, size: int):
     assert matters(contract, large(contract, symbol, size), symbol)
+
+
+@pytest.mark.parametrize("contract", [c for c in CONTRACTS if rounded(c)], ids=named)
+def test_what_comes_out_of_large_cases_is_a_number_in_half_precision(contract: Contract):
+    """float16 ends at 65504: a device that computes in it would be called wrong where the true value lies beyond."""
+    cases = [large(contract, symbol, ladder.steps[-1]) for symbol, ladder in contract.grows.items()]
+    for case in (*cases, *(surprise(contract, 5, number) for number in range(4))):
+        expected = run_golden(contract, case, "f16")
+        for name in rounded(contract):
+            most = np.nanmax(np.abs(expected[name].value))
+            assert most <= 65504, f"{case.name}: {name} is {most}"
 
 
 # -- the golden of a part is the golden ---------------------------------------------------------------------

@@ -155,6 +155,8 @@ def generate(rng: np.random.Generator, sizes: Sizes = SMALL) -> Case:
         rng.standard_normal((experts, 2 * width, hidden), np.float32),
         rng.standard_normal((experts, hidden, width), np.float32),
     )
+    if sizes:  # as trained weights are: float16 ends at 65504
+        gate_up, down = gate_up / np.float32(hidden**0.5), down / np.float32(width**0.5)
     ids = np.where(rng.random((rows, chosen)) < rng.choice([0.0, 0.3]), -1, _ids(rng, rows, experts, chosen))
     shared = rng.standard_normal((rows, hidden), np.float32) if rng.integers(2) else None
     gate = rng.standard_normal((rows, 1), np.float32) if shared is not None and rng.integers(2) else None

@@ -37,7 +37,9 @@ class EngineConfig:
     draft_tokens: int | str = AUTO
     """K, drafts per round; 0 decodes plainly; "auto:K" lets each step make as many as pay, K at most."""
     proposer: str = AUTO
-    """mtp, ngram, none, or a name that a plugin registers."""
+    """mtp, ngram, suffix, none, or a name that a plugin registers."""
+    proposer_options: tuple[str, ...] = ()
+    """NAME=VALUE: numbers that adjust the proposer, by its own names; () for what it declares."""
     draft_model: str = ""
     """Directory of the draft model of a proposer that has one beside the target, as EAGLE-3 does; "" for the others."""
     draft_vocab: str = ""
@@ -100,7 +102,8 @@ class EngineConfig:
     it were. The text then means nothing. () verifies drafts."""
 
     def __post_init__(self) -> None:
-        for name in ("kernels", "plugins", "graph_sizes", "accept_schedule", "think_start_ids", "think_end_ids", "mtp_options"):
+        lists = "kernels", "plugins", "graph_sizes", "accept_schedule", "think_start_ids", "think_end_ids"
+        for name in (*lists, "proposer_options", "mtp_options"):
             if isinstance(getattr(self, name), str) or not isinstance(getattr(self, name), Iterable):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}, wanted a list; correct it or leave it out")
             object.__setattr__(self, name, tuple(getattr(self, name)))
@@ -114,9 +117,10 @@ class EngineConfig:
         if self.logprobs is not None:
             self._whole("logprobs", minimum=0, maximum=MAX_COLUMNS - 1)
         self._one_of("logprobs_mode", LOGPROBS_MODES)
-        for option in map(str, self.mtp_options):
-            if "=" not in option:
-                raise ConfigError(f"mtp_options has {option!r}, wanted texts NAME=VALUE, such as order=hidden_first; correct it")
+        for name, example in (("proposer_options", "max_ngram=5"), ("mtp_options", "order=hidden_first")):
+            for option in map(str, getattr(self, name)):
+                if "=" not in option:
+                    raise ConfigError(f"{name} has {option!r}, wanted texts NAME=VALUE, such as {example}; correct it")
         for chance in self.accept_schedule:
             given: object = chance
             if isinstance(given, bool) or not isinstance(given, (int, float)) or not 0 <= given <= 1:

@@ -155,7 +155,7 @@ class Engine:
         steps = StepConfig(
             limits=self.resolved.limits, dtype=self.resolved.dtype, verify=self.resolved.verify, overlap=self.resolved.overlap,
             rungs=self.draft_policy.rungs, kv=self.resolved.kv, accept_schedule=self.resolved.accept_schedule,
-            raw_logprobs=self.config.logprobs_mode == "raw",
+            raw_logprobs=self.config.logprobs_mode == "raw", proposer_options=self.resolved.proposer_options,
         )  # fmt: skip
         self.runner = Runner(
             steps, device=self.device, plugins=self.plugins, table=self.table, model=self.model, weights=weights,
@@ -178,6 +178,7 @@ class Engine:
             self.model,
             proposers=self.proposers.needs(),
             draft_models=self.proposers.draft_models(),
+            proposer_options=self.proposers.options,
             layers=self.proposers.layers,
             features=needs,
             default=self.default.reason if self.default else "",

@@ -68,6 +68,8 @@ class Resolved:
     """How KV rows are kept: `CacheSpec.kv`."""
     prefix_cache: bool = True
     """Whether requests share the blocks of a common beginning."""
+    proposer_options: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """Every option that the proposer declares."""
 
     def describe(self) -> dict[str, Any]:
         """Name to chosen value, for the `config` of JSON answers."""
@@ -107,12 +109,13 @@ def resolve(
     draft_vocab: int | None = None,
     draft_models: Collection[str] = (),
     layers: Callable[[str, ModelDescription, str], Mapping[str, Block]] = lambda proposer, model, draft_model: {},
+    proposer_options: Callable[[str], Mapping[str, float]] = lambda proposer: {},
 ) -> Resolved:
     """Decide everything. `proposers` are those registered, `features` those in use, each with what it needs to know of the step
     before; `default` says why this backend was taken where none was named; `variants` of it are in use, `unused_variants` are
     not, for a reason each; `draft_vocab`: tokens that drafts are chosen among, None: all; `draft_models`: the proposers
-    that take a draft model; `layers` returns the decoder blocks of a proposer with its draft model. Raises `CapabilityError` with
-    every reason why the configuration cannot be served."""
+    that take a draft model; `layers` returns the decoder blocks of a proposer with its draft model, `proposer_options` what can
+    be adjusted of it. Raises `CapabilityError` with every reason why the configuration cannot be served."""
     n = _Negotiation(config, info, model)
     if not info.available:
         n.refuse(f"backend {info.name} is not available: {info.reason}")
@@ -123,6 +126,7 @@ def resolve(
     kv = _kv(n, dtype)
     length = _length(n)
     proposer, drafts = _drafts(n, length, tuple(proposers))
+    options = _proposer_options(n, proposer, proposer_options(proposer))
     _draft_model(n, proposer, proposer in draft_models)
     _draft_vocab(n, proposer, draft_vocab)
     _mtp_options(n, proposer)
@@ -143,7 +147,7 @@ def resolve(
         raise CapabilityError(f"this engine cannot be built: {'; '.join(n.refusals)}")
     return Resolved(
         info.name, device, dtype, proposer, verify, overlap, graph, sizes, config.invariant, limits, tuple(n.decisions), schedule,
-        kv, prefix_cache,
+        kv, prefix_cache, options,
     )  # fmt: skip
 
 
@@ -207,6 +211,28 @@ def _drafts(n: _Negotiation, length: int, proposers: tuple[str, ...]) -> tuple[s
     else:
         n.choose("draft_tokens", drafts, f"drafts a round{few}" if drafts else "plain decoding, one token a round")
     return name, drafts
+
+
+def _proposer_options(n: _Negotiation, proposer: str, declared: Mapping[str, float]) -> Mapping[str, float]:
+    """Every option of the proposer, as asked for or declared."""
+    options = dict(declared)
+    for name, _, value in (option.partition("=") for option in n.config.proposer_options):
+        wanted = "a whole number" if isinstance(declared.get(name), int) else "a number"
+        try:
+            number = int(value) if wanted == "a whole number" else float(value)
+        except ValueError:
+            number = -1
+        if name not in declared:
+            known = f"knows {', '.join(declared)}" if declared else "has no options"
+            n.refuse(f"--proposer-option {name}={value}: proposer {proposer} {known}; correct it or leave it out")
+        elif not 0 <= number <= MOST_LENGTH:
+            n.refuse(f"--proposer-option {name}={value}: wanted {wanted} from 0 on; correct it or leave it out")
+        options[name] = number
+    told = ",".join(f"{name}={value}" for name, value in options.items())
+    n.choose(
+        "proposer_options", told, f"what proposer {proposer} can be adjusted by" if declared else "there is nothing to adjust"
+    )
+    return options
 
 
 def _draft_model(n: _Negotiation, proposer: str, takes: bool) -> None:

@@ -68,6 +68,7 @@ def test_every_other_name_of_the_page_exists():
     upstream = {key for keys in KEYS.values() for key in keys.split()}
     words = {"coupled", "rejection", "decode", "prefill", "off", "raw", "processed", "generate", "serve", "bench"}
     known = fields | upstream | words | set(built_in().needs()) | set(REGISTRY.names()) | set(options())
+    known |= {option for proposer in built_in().names() for option in built_in().options(proposer)}
     known |= {"speculative_config", "graph_optimization_config", "EngineConfig", "SamplingParams", "WARM_UPS", "0,0,0"}
     for name in re.findall(r"`([^`/ ]+)`", PAGE):
         assert name in known, f"docs/fastdeploy.md names {name!r}, which nothing here is called"
@@ -78,4 +79,5 @@ def test_every_other_name_of_the_page_exists():
 def test_options_of_the_page_are_fields_of_the_configuration_or_of_one_command():
     fields = {one.name for one in dataclasses.fields(EngineConfig)}
     named = {name.removeprefix("--").replace("-", "_") for name in re.findall(r"`(--[\w-]+)`", PAGE)}
+    named = {"proposer_options" if name == "proposer_option" else name for name in named}  # one of a list
     assert named - fields == {"record"}, "the rest are options of commands alone"

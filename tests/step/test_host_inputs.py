@@ -104,6 +104,19 @@ def test_drafts_behind_the_launch_are_the_same_at_every_depth(seed: int, graph: 
     assert essences(engine, asks()) == synchronous("host-suffix"), engine.device.spec
 
 
+@each_depth
+@pytest.mark.parametrize("seed", range(3))
+def test_the_suffix_proposer_changes_no_text_at_any_depth(seed: int, depth: int) -> None:
+    schedule = SCHEDULES[(5 * seed + depth) % len(SCHEDULES)]
+    options: dict[str, Any] = {"proposer": "suffix", "draft_tokens": 4, "proposer_options": ("min_token_prob=0",)}
+    engine = served(f"seed={seed}&{schedule}", overlap=depth, num_blocks=40, block_size=4, **options)
+    some = [*asks(), *(replace(ask, arrival=30 + ask.arrival) for ask in asks() if ask.abort is None)]
+    found = essences(engine, some)
+    alone = [solo("narrow", 0, ask.prompt_ids, ask.params).token_ids for ask in some if ask.abort is None]
+    assert [one["token_ids"] for one in found] == alone
+    assert sum(sum(one["rounds"]) for one in found) > 5
+
+
 def test_drafts_before_the_launch_wait_for_the_step_before() -> None:
     engine = served("seed=3&policy=lazy", proposer="host-fixed")
     assert engine.resolved.overlap == 0

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from polydraft import LLM, SamplingParams
-from polydraft.errors import CapabilityError, PluginError
+from polydraft.errors import CapabilityError, PluginError, PolydraftError
 from polydraft.program.declare import StepBuffer
 from polydraft.proposers.ngram import NgramProposer
 from tests.support import tiny
@@ -38,9 +38,12 @@ def generate(params: SamplingParams, **options: Any) -> list[Any]:
     [
         {"proposer": "ngram", "draft_tokens": 1},
         {"proposer": "ngram", "draft_tokens": 4, "overlap": 1, "block_size": 4},
+        {"proposer": "ngram", "draft_tokens": 3, "proposer_options": ("min_ngram=1", "max_ngram=9")},
+        {"proposer": "suffix", "draft_tokens": 1},
+        {"proposer": "suffix", "draft_tokens": 4, "block_size": 4, "proposer_options": ("min_token_prob=0",)},
         {"proposer": "lookup", "draft_tokens": 4, "plugins": (str(EXAMPLE),)},
     ],
-    ids=["ngram-1", "ngram-4", "example"],
+    ids=["ngram-1", "ngram-4", "ngram-options", "suffix-1", "suffix-4", "example"],
 )
 def test_text_is_that_of_plain_decoding(params: SamplingParams, options: dict[str, Any]) -> None:
     plain = generate(params, draft_tokens=0)
@@ -53,6 +56,49 @@ def test_the_example_accepts_drafts_that_a_longer_run_would_not_make() -> None:
     short = generate(GREEDY, proposer="lookup", draft_tokens=4, plugins=(str(EXAMPLE),))
     long = generate(GREEDY, proposer="ngram", draft_tokens=4)
     assert sum(o.drafted for o in short) > sum(o.drafted for o in long)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (
+            {"proposer": "ngram", "proposer_options": ("max=9",)},
+            "--proposer-option max=9: proposer ngram knows min_ngram, max_ngram",
+        ),
+        ({"proposer": "ngram", "proposer_options": ("max_ngram=2.5",)}, "max_ngram=2.5: wanted a whole number from 0 on"),
+        ({"proposer": "suffix", "proposer_options": ("min_token_prob=-1",)}, "min_token_prob=-1: wanted a number from 0 on"),
+        ({"proposer": "suffix", "proposer_options": ("min_token_prob=nan",)}, "min_token_prob=nan: wanted a number from 0 on"),
+        ({"proposer": "mtp", "proposer_options": ("feed=1",)}, "proposer mtp has no options"),
+        ({"proposer": "ngram", "proposer_options": ("min_ngram=5",)}, "min_ngram is 5 and max_ngram 4, wanted 1 <= min_ngram"),
+        (
+            {"proposer": "ngram", "proposer_options": ("5",)},
+            "proposer_options has '5', wanted texts NAME=VALUE, such as max_ngram=5",
+        ),
+    ],
+    ids=str,
+)
+def test_options_that_a_proposer_does_not_have(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(PolydraftError, match=re.escape(says)):
+        LLM(backend="reference", **options)
+
+
+def test_options_say_what_the_proposer_runs_with() -> None:
+    with LLM(backend="reference", proposer="ngram", proposer_options=("max_ngram=7",)) as llm:
+        assert llm.engine.resolved.proposer_options == {"min_ngram": 2, "max_ngram": 7}
+        decision = next(d for d in llm.engine.resolved.decisions if d.name == "proposer_options")
+        assert decision.chosen == "min_ngram=2,max_ngram=7"
+
+
+def test_finished_texts_are_drafted_from_unless_none_are_kept() -> None:
+    """The second of two equal requests, each alone, drafts what the first has written."""
+    accepted: dict[int, list[int]] = {}
+    for kept in (0, 4096):
+        options: dict[str, Any] = {"proposer": "suffix", "draft_tokens": 4, "proposer_options": (f"cached_tokens={kept}",)}
+        with LLM(backend="reference", max_num_seqs=1, **options) as llm:
+            accepted[kept] = [llm.generate(PROMPTS[:1], GREEDY)[0].accepted for _ in range(2)]
+    first, second = accepted[4096]
+    assert accepted[0] == [first, first]
+    assert second > first
 
 
 def test_the_example_is_short() -> None:

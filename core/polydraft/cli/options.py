@@ -17,7 +17,8 @@ FAILED, USAGE, INTERRUPTED = 1, 2, 130
 Number = TypeVar("Number", int, float)
 Command = TypeVar("Command", bound=Callable[..., Any])
 ENGINE = (
-    "model", "backend", "device", "draft_tokens", "proposer", "draft_model", "draft_vocab", "mtp_options", "verify",
+    "model", "backend", "device", "draft_tokens", "proposer", "proposer_options", "draft_model", "draft_vocab", "mtp_options",
+    "verify",
     "max_num_seqs", "max_model_len", "block_size", "num_blocks", "max_batched_tokens", "overlap", "graph", "graph_sizes",
     "dtype", "kv_dtype", "invariant", "kernels", "variants", "plugins", "allow_cpu_fallback", "logprobs_mode",
     "think_start_ids", "think_end_ids",
@@ -115,7 +116,14 @@ def engine(*, max_num_seqs: int) -> Callable[[Command], Command]:
         click.option(
             "--draft-tokens", type=drafts, metavar="K|auto:K", help="Drafts per round, or at most; 0: none.  [default: auto]"
         ),
-        click.option("--proposer", metavar="mtp|ngram|none|NAME", help="Where drafts come from.  [default: auto]"),
+        click.option("--proposer", metavar="mtp|ngram|suffix|none|NAME", help="Where drafts come from.  [default: auto]"),
+        click.option(
+            "--proposer-option",
+            "proposer_options",
+            multiple=True,
+            metavar="NAME=VALUE",
+            help="A number that adjusts the proposer, such as max_ngram=5; may be repeated.",
+        ),
         click.option("--draft-model", metavar="DIR", help="Model of a proposer that has one of its own."),
         click.option("--draft-vocab", metavar="FILE[:N]", help="Draft only the N tokens that FILE counts most often."),
         click.option(

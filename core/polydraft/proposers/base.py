@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -52,6 +52,8 @@ class ProposerContext:
     `lm_head`."""
     draft_model: str = ""
     """The directory that `--draft-model` names; "" where none was named."""
+    options: Mapping[str, float] = field(default_factory=dict)
+    """The options of the proposer, each that its factory declares."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +106,9 @@ class Proposer(Protocol):
     the directory that `--draft-model` names ("" where none was named): what their caches cost, and what a prefix hit is worth to
     them, is settled before there is a proposer. A function `weights(model, draft_model)` beside it returns `DraftWeights` where
     it has a checkpoint of its own; without such a function `--draft-model` is refused. `update_weights` leaves these as they are.
+
+    One that can be adjusted declares its options by the factory's attribute `options`: names to numbers that hold where
+    `--proposer-option NAME=VALUE` says nothing else, whole ones where these are. It finds them in `ProposerContext.options`.
 
     One whose every draft comes from `choose` may set `soft = True`: under rejection verification a draft is then held against
     the distribution it was drawn from. Any other draft counts as certain, which is as lossless but accepts less.
@@ -165,6 +170,11 @@ class ProposerFactory:
             found: DraftWeights | None = tell(model, draft_model)
         return found
 
+    def options(self) -> Mapping[str, float]:
+        """Its `options`; none where there is no such attribute."""
+        found: Mapping[str, float] = getattr(self.factory, "options", {})
+        return found
+
     def named(self, part: str) -> AbstractContextManager[None]:
         """Around a call of code of the plugin, which is `part` of the proposer."""
         return named(self.plugin, self._what(part))
@@ -189,6 +199,10 @@ class ProposerRegistry:
         """Registered names, in order of registration, and what each needs to know before it can draft: its factory's `needs`,
         "none" where there is no such attribute."""
         return {name: getattr(one.factory, "needs", "none") for name, one in self._factories.items()}
+
+    def options(self, name: str) -> Mapping[str, float]:
+        """The options of a proposer and what they are where nobody says otherwise; none where there is no such name."""
+        return self._factories[name].options() if name in self._factories else {}
 
     def layers(self, name: str, model: ModelDescription, draft_model: str = "") -> Mapping[str, Block]:
         """The decoder blocks of a proposer, by prefix: its factory's `layers`, none where there is no such attribute or no such
@@ -221,9 +235,11 @@ def built_in() -> ProposerRegistry:
     from polydraft.proposers.mtp import MtpProposer
     from polydraft.proposers.ngram import NgramProposer
     from polydraft.proposers.none import NoProposer
+    from polydraft.proposers.suffix import SuffixProposer
 
     registry = ProposerRegistry()
     registry.register("mtp", MtpProposer, plugin="polydraft")
     registry.register("ngram", NgramProposer, plugin="polydraft")
+    registry.register("suffix", SuffixProposer, plugin="polydraft")
     registry.register("none", NoProposer, plugin="polydraft")
     return registry

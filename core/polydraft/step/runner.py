@@ -11,7 +11,7 @@ turns the snapshot into an outcome. Nothing between the two waits for the device
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from polydraft.backend import PassBuffers, Weight
@@ -87,6 +87,7 @@ class StepConfig:
     accept_schedule: tuple[float, ...] = ()
     raw_logprobs: bool = True
     """Whether log probabilities are those of the logits before logits processing."""
+    proposer_options: Mapping[str, float] = field(default_factory=dict)
 
 
 class Runner:
@@ -117,7 +118,9 @@ class Runner:
         stores_noise = rejects or "gumbel_noise+sample" not in table.providers
         self._batch = Batch(limits)
         self.processing = Processing(table.providers, stages)
-        context = ProposerContext(limits, model, self._choose, stores_noise, config.dtype, draft_ids, draft_model)
+        context = ProposerContext(
+            limits, model, self._choose, stores_noise, config.dtype, draft_ids, draft_model, config.proposer_options
+        )
         self._factory, self.proposer = proposer, proposer.make(context)
         brought = [*getattr(self.proposer, "features", ()), *(feature(context) for feature in features)]
         self._target = Target(model, limits, _mapped((self.proposer, *brought), "taps"))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import resource
+import socket
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -25,8 +27,8 @@ SMALL = 4096
 class Place:
     """A server of connections alone. `GET /large` is more than any buffer takes, `GET /held` waits for `free`."""
 
-    def __init__(self, *, most: int = 100, head_s: float = 20, stall_s: float = 20) -> None:
-        self.shared = Connections(most, 100, head_s, stall_s)
+    def __init__(self, *, most: int = 100, backlog: int = 100, head_s: float = 20, stall_s: float = 20) -> None:
+        self.shared = Connections(most, backlog, head_s, stall_s)
         self.free, self.left = asyncio.Event(), asyncio.Event()
         self.writers: list[asyncio.StreamWriter] = []
 
@@ -54,13 +56,17 @@ class Place:
 
     @contextlib.asynccontextmanager
     async def serving(self) -> Any:
-        config = uvicorn.Config(self.app, interface="asgi3", ws="none", log_config=None, limit_concurrency=self.shared.most + 1)
+        config = uvicorn.Config(self.app, interface="asgi3", ws="none", log_config=None)
         config.load()
         state, loop = ServerState(), asyncio.get_running_loop()
+        listener = socket.create_server(("127.0.0.1", 0))
+        self.port = listener.getsockname()[1]
         server = await loop.create_server(
-            lambda: Connection(config=config, server_state=state, app_state={}, shared=self.shared), "127.0.0.1", 0
+            lambda: Connection(config=config, server_state=state, app_state={}, shared=self.shared),
+            sock=listener,
+            backlog=self.shared.backlog,
         )
-        self.port = server.sockets[0].getsockname()[1]
+        listener.listen(module.MOST_BACKLOG)
         try:
             yield
         finally:
@@ -183,22 +189,84 @@ def test_where_all_are_served_one_more_is_told_so() -> None:
     async def act(place: Place) -> None:
         held = [await place.connect(ASK % b"held") for _ in range(3)]
         await place.turns()
-        assert (await (await place.connect(ASK % b"")).read()).startswith(b"HTTP/1.1 503 ")
+        head, _, told = (await (await place.connect(ASK % b"")).read()).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 503 ")
+        assert b"retry-after: 1" in head.lower()
+        assert "3 connections are served" in json.loads(told)["error"]["message"]
         place.free.set()
         for one in held:
             assert (await one.readuntil(b"oo")).startswith(b"HTTP/1.1 200 ")
 
-    assert not scene(act, most=3).shared.ended
+    assert scene(act, most=3).shared.ended == {"full": 1}
+
+
+@pytest.mark.parametrize("version", [b"9.9", b"2.0", b"0.9"])
+def test_another_http_is_not_spoken(version: bytes) -> None:
+    async def act(place: Place) -> None:
+        answer = await (await place.connect(b"GET / HTTP/%s\r\nHost: x\r\n\r\n" % version)).read()
+        assert answer.startswith(b"HTTP/1.1 505 ")
+        assert b"wanted HTTP/1.1" in answer
+        later = await (await place.connect(b"GET / HTTP/1.2\r\nHost: x\r\n\r\n")).readuntil(b"oo")
+        assert later.startswith(b"HTTP/1.1 200 "), "a later one of the same kind is"
+
+    scene(act)
+
+
+def test_what_is_no_http_is_told_as_every_other_error() -> None:
+    async def act(place: Place) -> None:
+        head, _, told = (await (await place.connect(b"\0garbage\r\n\r\n")).read()).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 400 ")
+        assert "is no HTTP/1.1" in json.loads(told)["error"]["message"]
+
+    scene(act)
+
+
+@pytest.mark.parametrize("path", [b"", b"held"], ids=["behind its answer", "before it"])
+def test_a_body_that_is_no_http_ends_the_connection_and_is_nobodys_error(path: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    async def act(place: Place) -> None:
+        reader = await place.connect(b"POST /%s HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n" % path)
+        if path:
+            await place.turns()
+        else:
+            await reader.readuntil(b"oo")
+        place.writers[-1].write(b"no length\r\n")
+        rest = await reader.read()
+        assert rest.startswith(b"HTTP/1.1 400 ") if path else rest == b""
+        place.free.set()
+
+    scene(act)
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+def test_a_flood_of_connections_leaves_descriptors() -> None:
+    """Those that are accepted but not counted yet, and those that are ended but not closed yet, have descriptors, too."""
+    before, most = module._open_descriptors(), 0
+
+    async def act(place: Place) -> None:
+        nonlocal most
+        opened = [socket.socket() for _ in range(400)]
+        for one in opened:
+            one.setblocking(False)
+            one.connect_ex(("127.0.0.1", place.port))
+        for _ in range(200):
+            most = max(most, module._open_descriptors())
+            await asyncio.sleep(0)
+        for one in opened:
+            one.close()
+
+    place = scene(act, most=16, backlog=32)
+    assert place.shared.ended["displaced"] > 300
+    assert most - before - 400 <= place.shared.most + module.ROUNDS * place.shared.backlog + 8
 
 
 def test_as_many_connections_as_there_are_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda which: (256, 256))
     monkeypatch.setattr(module, "_open_descriptors", lambda: 20)
     shared = Connections.of(ServerSettings())
-    assert shared.most + shared.backlog + 20 + module.RESERVED <= 256
+    assert shared.most + module.ROUNDS * shared.backlog + 20 + module.RESERVED <= 256
     assert shared.most > 100
     assert Connections.of(ServerSettings(max_connections=7)).most == 7
-    with pytest.raises(ConfigError, match=r"200 connections .* descriptors for 141; raise the limit"):
+    with pytest.raises(ConfigError, match=r"200 connections .* descriptors for 143; raise the limit"):
         Connections.of(ServerSettings(max_connections=200))
     monkeypatch.setattr(resource, "getrlimit", lambda which: (32, 32))
     with pytest.raises(ConfigError, match="descriptors for 0; raise the limit"):

@@ -14,7 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+import h11
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from polydraft.errors import ConfigError
@@ -27,8 +29,11 @@ RESERVED: Final = 48
 """File descriptors that no connection may have: for the engine's process and its successors, pages, and logs."""
 MOST_BACKLOG: Final = 2048
 """Clients that may wait to be accepted."""
-LIMITS: Final = ("head", "stalled", "displaced")
-"""What may end a connection: a request's head took too long, its client read nothing, or another one needed its place."""
+ROUNDS: Final = 3
+"""Of the event loop that a connection has a descriptor and is not counted: while it is accepted, and while it is ended."""
+LIMITS: Final = ("head", "stalled", "displaced", "full")
+"""What may end a connection: a request's head took too long, its client read nothing, another one needed its place, or there was
+none for it."""
 
 
 @dataclass
@@ -36,8 +41,8 @@ class Connections:
     """What all connections of a server share: their limits, and what became of them.
 
     `most`: connections at once; one more takes the place of the one that has been idle the longest.
-    `backlog`: those that asyncio accepts at once, before they can be counted. Seconds: `head_s` for a request's line and
-    headers, `stall_s` for reading what was sent."""
+    `backlog`: those that asyncio accepts in one round of its loop, before they can be counted.
+    Seconds: `head_s` for a request's line and headers, `stall_s` for reading what was sent."""
 
     most: int
     backlog: int
@@ -54,8 +59,8 @@ class Connections:
         """As many as the settings say, else as the process may still have descriptors for. Raises `ConfigError` where it may not
         have as many as are asked for, or next to none."""
         free = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - _open_descriptors() - RESERVED
-        backlog = max(min(free // 4, MOST_BACKLOG), 1)
-        room = free - backlog
+        backlog = max(min(free // (4 * ROUNDS), MOST_BACKLOG), 1)
+        room = free - ROUNDS * backlog
         most = settings.max_connections or room
         if not 0 < most <= room:
             raise ConfigError(
@@ -79,6 +84,7 @@ class Connection(H11Protocol):
     def __init__(self, *given: Any, shared: Connections, **more: Any) -> None:
         super().__init__(*given, **more)
         self._shared = shared
+        self._app, self.app = self.app, self._admitted
         self._deadline: asyncio.TimerHandle | None = None
         self._silent = False
         """Whether nothing has come since the last answer."""
@@ -88,10 +94,32 @@ class Connection(H11Protocol):
         cycle: RequestResponseCycle | None = self.cycle  # None before the first request
         return cycle is not None and not cycle.response_complete
 
+    # -- what a connection may ask -----------------------------------------------------------------
+    async def _admitted(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The application, for a request that this server speaks the HTTP of, and that it has room for."""
+        major, shared = scope["http_version"].partition(".")[0], self._shared
+        if major != "1":
+            wrong = f"the request is in HTTP/{scope['http_version']}, wanted HTTP/1.1; send it in that"
+            await HttpError(505, wrong, closes=True).response()(scope, receive, send)
+        elif shared.open > shared.most:
+            shared.ended["full"] += 1
+            full = f"{shared.most} connections are served, which is all the server admits; try again"
+            await HttpError(503, full, "server_error", 1, closes=True).response()(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+    def send_400_response(self, msg: str) -> None:
+        """Tell a client that sends what is no HTTP. Behind an answer to its request there is nothing more to tell."""
+        del msg
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            wrong = "what was sent is no HTTP/1.1, or its line and headers are larger than 64 KiB; correct the request"
+            self.transport.write(_written(HttpError(400, wrong).response()))
+        self.transport.close()
+
     # -- what happens to a connection --------------------------------------------------------------
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Begin to wait for a request, in the place of an idle connection where there is no room. Where none is idle, uvicorn
-        refuses the request (`limit_concurrency`)."""
+        """Begin to wait for a request, in the place of an idle connection where there is no room. Where none is idle, its
+        request is refused."""
         super().connection_made(transport)
         shared = self._shared
         shared.open += 1

@@ -153,7 +153,7 @@ def _run(engine: Mapping[str, Any], settings: ServerSettings, log: Log, ready: C
     protocol: Any = partial(Connection, shared=shared)
     config = uvicorn.Config(
         build(service), http=protocol, ws="none", log_config=None, access_log=False, lifespan="off", server_header=False,
-        date_header=False, backlog=shared.backlog, limit_concurrency=shared.most + 1, timeout_keep_alive=KEEP_ALIVE_S,
+        date_header=False, backlog=shared.backlog, timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=TELL_S, h11_max_incomplete_event_size=1 << 16,
     )  # fmt: skip
 

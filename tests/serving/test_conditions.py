@@ -21,12 +21,14 @@ from typing import Any
 
 import httpx
 import pytest
+import uvicorn
 
 from polydraft.cli import main
 from polydraft.errors import DeviceError
 from polydraft.serving import engine_client as module
 from polydraft.serving import wire
 from polydraft.serving.engine_client import EngineClient, EngineGone
+from polydraft.serving.main import _Uvicorn
 from tests.serving.conftest import MODEL, Served
 from tests.serving.test_limits import LONG, SHORT, offline, post, serve, slow_down, worker
 from tests.support import tiny
@@ -98,6 +100,37 @@ def test_an_engine_that_hangs_is_told_to_everybody_and_replaced(serve: Callable[
     assert served.becomes("ok")
     assert post(served, **LONG).json()["choices"][0]["text"] == offline(LONG["max_tokens"])
     assert figures(served)[f'polydraft:engine_hangs{{model_name="{MODEL}"}}'] >= 1
+
+
+def test_a_second_signal_does_not_wait_for_an_engine_that_is_stopped(serve: Callable[..., Served]) -> None:
+    served = serve()
+    pid = worker(served)
+    slow_down(pid)
+    answer = httpx.get(f"{served.url}/stats", timeout=20)
+    assert answer.status_code == 503
+    assert "has not answered for 2 seconds" in answer.json()["error"]["message"]
+    served.process.send_signal(signal.SIGHUP)
+    while served.events()[-1].get("state") != "stopped":
+        time.sleep(0.01)
+    begin = time.monotonic()
+    served.process.send_signal(signal.SIGTERM)
+    assert served.process.wait(20) == 0
+    assert time.monotonic() - begin < 2
+    assert served.events()[-1]["event"] == "stopped"
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+@pytest.mark.parametrize("before", [signal.SIG_DFL, signal.SIG_IGN], ids=["on a terminal", "nohup"])
+def test_a_terminal_that_goes_away_ends_a_server_unless_that_is_ignored(before: signal.Handlers) -> None:
+    server = _Uvicorn(uvicorn.Config(app=None), None, lambda: None)  # type: ignore[arg-type]
+    own = signal.signal(signal.SIGHUP, before)
+    try:
+        with server.capture_signals():
+            assert (signal.getsignal(signal.SIGHUP) == server.handle_exit) == (before == signal.SIG_DFL)
+        assert signal.getsignal(signal.SIGHUP) == before
+    finally:
+        signal.signal(signal.SIGHUP, own)
 
 
 def test_a_server_whose_engine_cannot_come_back_ends_with_a_status(serve: Callable[..., Served], tmp_path: Path) -> None:

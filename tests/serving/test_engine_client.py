@@ -9,13 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import zmq.asyncio
 
 from polydraft.errors import DeviceError, PolydraftError
 from polydraft.output.request_delta import RequestDelta, pack
 from polydraft.program.packed import NO_ROWS
 from polydraft.serving import engine_client as module
 from polydraft.serving import wire
-from polydraft.serving.engine_client import EngineClient, Overrun
+from polydraft.serving.engine_client import EngineClient, EngineGone, Overrun
 from polydraft.serving.service import as_http
 
 
@@ -88,5 +89,29 @@ def test_a_process_that_ends_before_it_connects_is_told_at_once(monkeypatch: pyt
                 await asyncio.wait_for(client.start(), 20)
         finally:
             await client.stop()
+
+    asyncio.run(scene())
+
+
+def test_a_command_that_no_process_took_is_told_and_not_cancelled() -> None:
+    """Closing a socket cancels what waits in it; the request's own task was not, and its client waits for an answer."""
+
+    async def scene() -> None:
+        client, context = EngineClient({}, most=8, tell=lambda *given, **more: None), zmq.asyncio.Context()
+        client.state, client._socket = "ready", context.socket(zmq.PAIR)
+        waiting = asyncio.ensure_future(anext(client.generate([([1], {})], first_s=5)))
+        left = asyncio.ensure_future(anext(client.generate([([1], {})], first_s=5)))
+        await asyncio.sleep(0)
+        left.cancel()
+        await asyncio.sleep(0)
+        client._socket.close(linger=0)
+        try:
+            with pytest.raises(EngineGone, match="ended before it took the request; send it again"):
+                await asyncio.wait_for(waiting, 5)
+            with pytest.raises(asyncio.CancelledError):
+                await asyncio.wait_for(left, 5)
+        finally:
+            context.term()
+        assert client.num_requests == 0
 
     asyncio.run(scene())

@@ -131,7 +131,7 @@ class Routes:
         """`/metrics`; without the engine's answer, what it last reported."""
         del request
         stats = None
-        with contextlib.suppress(EngineGone, asyncio.TimeoutError):
+        with contextlib.suppress(EngineGone):
             stats = await self._client.stats()
         return Response(self._service.metrics.text(stats), media_type="text/plain; version=0.0.4; charset=utf-8")
 

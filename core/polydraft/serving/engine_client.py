@@ -308,7 +308,7 @@ class EngineClient:
         if process is not None and (self.ready is None or before == "restarting"):
             process.kill()  # it has nothing to end
         with contextlib.suppress(EngineGone, zmq.ZMQError, asyncio.TimeoutError, asyncio.CancelledError):
-            await asyncio.wait_for(self._send(wire.Stop()), STOP_S)  # cancelled where the socket is closed meanwhile
+            await asyncio.wait_for(self._send(wire.Stop()), STOP_S)
         if process is not None:
             try:
                 await asyncio.to_thread(process.wait, STOP_S)
@@ -318,11 +318,22 @@ class EngineClient:
             with contextlib.suppress(asyncio.CancelledError, asyncio.TimeoutError):
                 await asyncio.wait_for(self._main, STOP_S)
 
+    def kill(self) -> None:
+        """End the process at once, if there still is one."""
+        if self._process is not None:
+            self._process.kill()
+
     async def _send(self, command: wire.Command) -> None:
+        """Raises `EngineGone` where there is no process, or none any more that takes it."""
         socket = self._socket
         if socket is None:
             raise EngineGone("the engine's process is being started; send the request again")
-        await socket.send(wire.encode(command))
+        try:
+            await socket.send(wire.encode(command))
+        except asyncio.CancelledError:
+            if not socket.closed:
+                raise
+            raise EngineGone("the engine's process ended before it took the request; send it again") from None
 
     # -- requests ----------------------------------------------------------------------------------
     async def generate(
@@ -369,11 +380,14 @@ class EngineClient:
                 await self._send(wire.Abort(handle))
 
     async def stats(self, timeout_s: float = 2.0) -> wire.Stats:
-        """Counts of the engine now. Raises `EngineGone`, or `TimeoutError` where it does not answer in time."""
+        """Counts of the engine now. Raises `EngineGone` where there is none, or it does not answer in time."""
         future: asyncio.Future[wire.Stats] = asyncio.get_running_loop().create_future()
         await self._send(wire.AskStats())
         self._stats.append(future)
-        return await asyncio.wait_for(future, timeout_s)
+        try:
+            return await asyncio.wait_for(future, timeout_s)
+        except asyncio.TimeoutError:
+            raise EngineGone(f"the engine has not answered for {timeout_s:g} seconds; ask again in a while") from None
 
     async def update_weights(self, path: str, running: str) -> str:
         """Replace the weights; returns the sentence of what went wrong, "" where nothing did."""

@@ -28,6 +28,8 @@ from polydraft.serving.settings import ServerSettings
 
 TELL_S = 5
 """Seconds for the last answers of a server that stops to be taken."""
+HURRY_S = 0.5
+"""Seconds that an engine has to leave after a second signal."""
 REPEATED_S = 1.0
 """Seconds within which a library's message is not written again."""
 
@@ -73,13 +75,24 @@ class _Uvicorn(uvicorn.Server):
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         """As uvicorn's, beside the engine."""
         self._loop = asyncio.get_running_loop()
-        engine = asyncio.create_task(self._engine())
-        try:
-            await super().serve(sockets)
-        finally:
-            engine.cancel()
-            await self._service.client.stop()
-            self._service.log.tell("stopped")
+        with self.capture_signals():  # until the engine has left, which uvicorn knows nothing of
+            engine = asyncio.create_task(self._engine())
+            try:
+                await super().serve(sockets)
+            finally:
+                engine.cancel()
+                await self._stop_engine()
+                self._service.log.tell("stopped")
+
+    async def _stop_engine(self) -> None:
+        """Let its process leave; after a second signal, end it."""
+        client = self._service.client
+        stop, hurry = asyncio.create_task(client.stop()), asyncio.create_task(self._hurry.wait())
+        await asyncio.wait((stop, hurry), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((stop,), timeout=HURRY_S)
+        hurry.cancel()
+        client.kill()
+        await stop
 
     async def _engine(self) -> None:
         """Start it, and end the server where there is none any more."""
@@ -93,8 +106,12 @@ class _Uvicorn(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """SIGTERM and SIGINT end the server; unlike uvicorn's, without being raised again behind its end."""
-        before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGTERM, signal.SIGINT)}
+        """SIGTERM, SIGINT and, where it is not ignored (`nohup`), SIGHUP end the server; unlike uvicorn's, without being raised
+        again behind its end."""
+        numbers = [signal.SIGTERM, signal.SIGINT]
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+            numbers.append(signal.SIGHUP)
+        before = {number: signal.signal(number, self.handle_exit) for number in numbers}
         try:
             yield
         finally:
@@ -131,9 +148,9 @@ class _Uvicorn(uvicorn.Server):
 
 
 def run(engine: Mapping[str, Any], settings: ServerSettings, *, ready: Callable[[str], None]) -> int:
-    """Serve until SIGTERM or SIGINT; `ready(url)` is called once requests are served. Returns 0. Raises `ConfigError` for an
-    address that cannot be listened on and a file that cannot be opened, `DeviceError` where the engine could not be started or
-    was given up, and what else kept the server from being opened."""
+    """Serve until a signal ends it (`_Uvicorn`); `ready(url)` is called once requests are served. Returns 0. Raises `ConfigError`
+    for an address that cannot be listened on and a file that cannot be opened, `DeviceError` where the engine could not be
+    started or was given up, and what else kept the server from being opened."""
     log = Log(settings.log_file, prompts=settings.log_prompts)
     try:
         return _run(engine, settings, log, ready)

@@ -10,7 +10,7 @@ import difflib
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +28,8 @@ MAX_BIASES = 300
 """Token ids with a logit bias in one request (the limit of OpenAI's interface)."""
 MAX_BAD_WORDS = 512
 """Places for the bad words of one request: each takes one for each of its tokens and one more."""
+MAX_BAD_CHARACTERS = 16384
+"""Characters of all of those that are texts: they become tokens in a step, in 10 ms at this size."""
 MAX_SHOWN = 200
 """Characters of a bad value in an error."""
 
@@ -104,14 +106,14 @@ class SamplingParams:
 
     def _check_sizes(self) -> None:
         """Refuse what is too long before any of it is looked at."""
-        given: tuple[object, ...] = self.stop  # of any types before they are checked
-        texts = [stop for stop in given if isinstance(stop, str)]
+        stop_length, bad_length = _characters(self.stop), _characters(self.bad_words)
         for what, count, most in (
             (f"stop has {len(self.stop)} texts", len(self.stop), MAX_STOPS),
-            (f"stop has {(length := sum(map(len, texts)))} characters", length, MAX_STOP_CHARACTERS),
+            (f"stop has {stop_length} characters", stop_length, MAX_STOP_CHARACTERS),
             (f"logit_bias has {_size(self.logit_bias)} token ids", _size(self.logit_bias), MAX_BIASES),
             (f"{len(self.stop_token_ids)} stop token ids", len(self.stop_token_ids), MAX_STOP_TOKENS),
             (f"bad_words has {len(self.bad_words)} entries", len(self.bad_words), MAX_BAD_WORDS),
+            (f"bad_words have {bad_length} characters", bad_length, MAX_BAD_CHARACTERS),
         ):
             if count > most:
                 raise RequestError(f"{what}, wanted at most {most}; name fewer")
@@ -232,6 +234,11 @@ _LISTS = {
     "stop_token_ids": "a list of token ids",
     "bad_words": "a text, or a list of texts and lists of token ids",
 }
+
+
+def _characters(given: Iterable[object]) -> int:
+    """Of the texts in a list, whose entries may be of any types before they are checked."""
+    return sum(len(one) for one in given if isinstance(one, str))
 
 
 def _size(value: Any) -> int:

@@ -60,6 +60,34 @@ def test_an_unknown_field_is_told_with_those_beside_it(ask: dict[str, Any], know
     assert known in refused({"prompt": "w1", **ask})
 
 
+@pytest.mark.parametrize(
+    ("text", "alone"),
+    [
+        (r"\ud800", r"\ud800"), (r"\udc00", r"\udc00"), (r"a\uDBFFb", r"\uDBFF"), (r"\ud83d\ude00\ud83d", r"\ud83d"),
+        (r"\\\ud800", r"\ud800"), (r"\ud800\ud83d\ude00", r"\ud800"), (r"\ud83d\ude00\ude01", r"\ude01"),
+    ],
+)  # fmt: skip
+def test_half_a_character_is_told_as_that(text: str, alone: str) -> None:
+    with pytest.raises(RequestError) as raised:
+        protocol.decode(f'{{"prompt": "{text}"}}'.encode(), protocol.CompletionRequest)
+    assert f"the lone surrogate {alone}, which is half of a character" in str(raised.value)
+
+
+@pytest.mark.parametrize("text", [r"\ud83d\ude00", r"\\ud800", r"\uD83D\uDE00\\ude00"])
+def test_whole_characters_are_no_halves(text: str) -> None:
+    assert protocol.decode(f'{{"prompt": "{text}"}}'.encode(), protocol.CompletionRequest).prompt
+    with pytest.raises(RequestError, match="is no JSON: "):
+        protocol.decode(f'{{"prompt": "{text}"'.encode(), protocol.CompletionRequest)
+
+
+def test_many_prompts_are_counted_before_they_become_tokens(server: Served) -> None:
+    begin = time.monotonic()
+    answer = post(server, prompt=["w1 w2"] * 300_000)
+    assert answer.status_code == 400
+    assert "asks for 300000 texts" in answer.json()["error"]["message"]
+    assert time.monotonic() - begin < 1
+
+
 @pytest.mark.parametrize("key", ["1_0", "\u0661", " 1", "01", "+1", "1.0", "-0"])
 def test_a_token_id_is_written_in_one_way(server: Served, key: str) -> None:
     answer = post(server, **SHORT, logit_bias={key: 1})
@@ -78,6 +106,12 @@ def test_a_token_id_is_written_in_one_way(server: Served, key: str) -> None:
 )
 def test_tables_that_no_slot_holds_never_reach_the_engine(ask: dict[str, Any]) -> None:
     assert "of length <= " in refused({"prompt": "w1", **ask})
+
+
+def test_bad_words_that_take_long_to_become_tokens_never_reach_the_engine() -> None:
+    body = protocol.decode(json.dumps({"prompt": "w1", "bad_words": ["w1 " * 2000] * 500}).encode(), protocol.CompletionRequest)
+    with pytest.raises(RequestError, match=r"^bad_words have 3000000 characters, wanted at most 16384; name fewer$"):
+        protocol.sampling_params(body, default_max=16, most=0)
 
 
 def test_a_role_is_a_text(server: Served) -> None:

@@ -274,7 +274,7 @@ def test_a_request_that_names_no_length_has_one_that_the_server_allows(serve: Ca
 
 def test_keys_and_origins(serve: Callable[..., Served], tmp_path: Path) -> None:
     keys, admin = tmp_path / "keys", tmp_path / "admin"
-    keys.write_text("first\nsecond\n")
+    keys.write_text("first\nsecond\nschl\u00fcssel\n", encoding="utf-8")
     admin.write_text("third\n")
     served = serve("--api-key-file", str(keys), "--admin-key-file", str(admin), "--cors-origin", "https://page.example")
     assert served.get("/health")["status"] == "ok"
@@ -283,6 +283,9 @@ def test_keys_and_origins(serve: Callable[..., Served], tmp_path: Path) -> None:
         answer = post(served, **SHORT, headers=headers)
         assert answer.status_code == status
         assert ("www-authenticate" in answer.headers) == (status == 401)
+    for key, status in (("schl\u00fcssel", 200), ("schlussel", 401), ("\u00fc", 401)):
+        headers = {b"Authorization": f"Bearer {key}".encode()}
+        assert post(served, **SHORT, headers=headers).status_code == status, key
     for header, status in (("bearer first", 200), ("first", 401), ("Basic first", 401), ("Bearer firs", 401), ("Bearer", 401)):
         assert post(served, **SHORT, headers={"Authorization": header}).status_code == status, header
     for key, status in (("first", 401), ("third", 400)):
@@ -570,6 +573,15 @@ def test_what_a_server_cannot_do_is_told_before_anything_starts(
     assert ended.value.code == 2
     assert said in told.err.splitlines()[-1]
     assert told.out == ""
+
+
+def test_a_file_with_several_keys_for_administration_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("first\nsecond\n")
+    with pytest.raises(SystemExit) as ended:
+        main(["serve", "--port", "0", "--admin-key-file", str(keys)])
+    assert ended.value.code == 2
+    assert "has 2 lines, wanted one key" in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_several_clients_at_once_have_the_texts_of_one(server: Served) -> None:

@@ -267,6 +267,7 @@ def test_no_stop_takes_effect_before_its_time(num_drafts: int) -> None:
         ({"logit_bias": {64: 1.0}}, "logit_bias names token id 64, wanted at most 63"),
         ({"bad_words": [(1,)] * MAX_BAD_WORDS}, None),  # each word counts once
         ({"bad_words": [(1, 2, 3, i % 60, i // 60) for i in range(86)]}, f"bad_words take 516 places .* at most {MAX_BAD_WORDS}"),
+        ({"bad_words": ["x" * 100] * 200}, "bad_words have 20000 characters, wanted at most 16384; name fewer"),
         ({"bad_words": [(3, 64)]}, "bad_words names token id 64, wanted at most 63"),
         ({"logit_bias": {"7": 1, 8: -1}, "bad_words": "w7 w8", "min_tokens": 3}, None),
     ],

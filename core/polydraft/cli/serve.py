@@ -76,7 +76,10 @@ def command(as_json: bool, no_playground: bool, **options: Any) -> int:
     engine |= {"logprobs": most} if most >= 0 else {}
     EngineConfig.from_mapping(engine)
     keys = _lines(given.pop("api_key_file", None))
-    admin = _lines(given.pop("admin_key_file", None))
+    file = given.pop("admin_key_file", None)
+    admin = _lines(file)
+    if len(admin) > 1:
+        raise ConfigError(f"--admin-key-file {file} has {len(admin)} lines, wanted one key; give a file with that alone")
     settings = ServerSettings(api_keys=keys, admin_key=admin[0] if admin else "", playground=not no_playground, **given)
     _warn(settings.host, bool(keys))
 

@@ -62,14 +62,14 @@ def check_key(request: Request, keys: Sequence[str]) -> None:
     if not keys:
         return
     scheme, _, given = request.headers.get("authorization", "").partition(" ")
-    digest = _digest(given.strip())
-    matches = [hmac.compare_digest(digest, _digest(key)) for key in keys]
+    digest = _digest(given.strip().encode("latin-1"))  # as which Starlette decodes the bytes of headers
+    matches = [hmac.compare_digest(digest, _digest(key.encode())) for key in keys]
     if scheme.lower() != "bearer" or not any(matches):
         raise HttpError(401, "the API key is missing or wrong; send it as `Authorization: Bearer KEY`", "authentication_error")
 
 
-def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode()).digest()
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
 
 
 def check_origin(request: Request, allowed: Sequence[str], host: str) -> None:

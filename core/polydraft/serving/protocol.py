@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Final, Literal, TypeVar, get_args
 
@@ -127,6 +128,10 @@ _OF_PLUGINS: Final = "plugin_"
 """How attributes for parameters of plugins begin, whose names in a body may be any text."""
 MOST_COMPARED: Final = 64
 """Characters of a name that is compared with those that there are: it takes time with the square of them."""
+LONE_SURROGATE: Final = re.compile(
+    rb"(?<!\\)(?:\\\\)*(\\u[dD][89abAB]..(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB]..)\\u[dD][c-fC-F]..)"
+)
+"""In JSON: one escape of a pair that makes a character, without the other."""
 MOST_NESTED: Final = 16
 """Lists and objects within each other in a parameter of a plugin at most."""
 
@@ -188,7 +193,23 @@ def decode(data: bytes, kind: type[Any]) -> Any:
     except msgspec.ValidationError as error:
         raise RequestError(_sentence(str(error), kind)) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        alone = _lone_surrogate(data, str(error))
+        if alone:
+            raise RequestError(
+                f"the body has the lone surrogate {alone}, which is half of a character, wanted both halves; send both, or UTF-8"
+            ) from error
         raise RequestError(f"the body is no JSON: {error}; send one JSON object") from error
+
+
+def _lone_surrogate(data: bytes, message: str) -> str:
+    """The escape that msgspec's message is about, where it is half of a character: it says so of some with the place behind it,
+    and of one at the very end that the body was cut off."""
+    place = re.search(r"surrogate.* \(byte (\d+)\)", message)
+    if place is None and "truncated" not in message:
+        return ""
+    end = int(place[1]) if place else len(data)
+    found = LONE_SURROGATE.search(data, max(end - 32, 0), end + 6)
+    return found[1].decode(errors="replace") if found else ""
 
 
 def _sentence(message: str, kind: type[Any]) -> str:

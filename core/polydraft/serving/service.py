@@ -140,6 +140,8 @@ class Service:
         """The job of a completion."""
         protocol.refuse_unsupported(body)
         self.check_model(body.model)
+        given = protocol.prompts_of(body.prompt)
+        self._check_count(len(given) * (body.n or 1))  # before any of them becomes tokens
         most = self.settings.max_new_tokens
         params = protocol.sampling_params(body, default_max=min(COMPLETION_TOKENS, most or COMPLETION_TOKENS), most=most)
         if body.logprobs is not None or body.provenance:
@@ -147,13 +149,14 @@ class Service:
         if body.echo and body.logprobs is not None:
             params["prompt_logprobs"] = body.logprobs
         most = self.ready.max_model_len
-        prompts = [self.tokenizer.encode(p, most=most) if isinstance(p, str) else p for p in protocol.prompts_of(body.prompt)]
+        prompts = [self.tokenizer.encode(p, most=most) if isinstance(p, str) else p for p in given]
         return self._job("text_completion", "cmpl", body, prompts, params, body.logprobs)
 
     def chat(self, body: protocol.ChatRequest) -> Job:
         """The job of a conversation."""
         protocol.refuse_unsupported(body)
         self.check_model(body.model)
+        self._check_count(body.n or 1)
         if body.top_logprobs and not body.logprobs:
             raise RequestError("top_logprobs was given without logprobs; add logprobs: true")
         length = self.ready.max_model_len
@@ -203,15 +206,16 @@ class Service:
         longest, length = max(len(prompt) for prompt in prompts), self.ready.max_model_len
         if longest >= length:  # the engine would have to look at every token to say so
             raise RequestError(f"the prompt has {longest} tokens, wanted fewer than {length} (model length); shorten it")
-        n = body.n or 1
-        count, most, admitted = len(prompts) * n, self.settings.max_choices, self.settings.max_requests
+        asks = [(prompt, own) for prompt in prompts for own in protocol.with_seeds(params, body.seed, body.n or 1)]
+        choices = [Choice(index, prompt, self.texts) for index, (prompt, _) in enumerate(asks)]
+        return Job(f"{prefix}-{uuid.uuid4().hex}", kind, body, choices, asks, len(prompts), top)
+
+    def _check_count(self, count: int) -> None:
+        most, admitted = self.settings.max_choices, self.settings.max_requests
         if count > most:
             raise RequestError(f"the request asks for {count} texts, wanted at most {most}; send several")
         if count > admitted:  # `Busy` would say to try again, for ever
             raise RequestError(f"the request asks for {count} texts, wanted at most {admitted} (--max-requests); send several")
-        asks = [(prompt, own) for prompt in prompts for own in protocol.with_seeds(params, body.seed, n)]
-        choices = [Choice(index, prompt, self.texts) for index, (prompt, _) in enumerate(asks)]
-        return Job(f"{prefix}-{uuid.uuid4().hex}", kind, body, choices, asks, len(prompts), top)
 
     def check_model(self, name: str) -> None:
         if name and name != self.name:

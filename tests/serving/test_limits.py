@@ -272,6 +272,13 @@ def test_a_request_that_names_no_length_has_one_that_the_server_allows(serve: Ca
         assert answer.json()["usage"]["completion_tokens"] == 8, answer.text
 
 
+def test_a_chat_that_names_no_length_fits_into_the_blocks_that_there_are(serve: Callable[..., Served]) -> None:
+    served = serve("--num-blocks", "3", "--block-size", "16", "--max-num-seqs", "1")
+    assert served.get("/v1/models")["data"][0]["max_model_len"] == 48
+    answer = post(served, "/v1/chat/completions", messages=[{"role": "user", "content": "w2"}], ignore_eos=True)
+    assert answer.json()["usage"]["total_tokens"] == 48, answer.text
+
+
 def test_keys_and_origins(serve: Callable[..., Served], tmp_path: Path) -> None:
     keys, admin = tmp_path / "keys", tmp_path / "admin"
     keys.write_text("first\nsecond\nschl\u00fcssel\n", encoding="utf-8")

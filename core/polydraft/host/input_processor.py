@@ -113,7 +113,7 @@ class InputProcessor:
         if need > limits.num_blocks:
             raise RequestError(
                 f"the request may grow to {total} tokens = {need} KV blocks, the pool has {limits.num_blocks}; raise "
-                "--num-blocks or lower max_new_tokens"
+                "--num-blocks or ask for fewer tokens"
             )
         return total
 

@@ -205,7 +205,9 @@ class Service:
     ) -> Job:  # fmt: skip
         longest, length = max(len(prompt) for prompt in prompts), self.ready.max_model_len
         if longest >= length:  # the engine would have to look at every token to say so
-            raise RequestError(f"the prompt has {longest} tokens, wanted fewer than {length} (model length); shorten it")
+            raise RequestError(
+                f"the prompt has {longest} tokens, wanted fewer than {length} (model length, or KV blocks); shorten it"
+            )
         asks = [(prompt, own) for prompt in prompts for own in protocol.with_seeds(params, body.seed, body.n or 1)]
         choices = [Choice(index, prompt, self.texts) for index, (prompt, _) in enumerate(asks)]
         return Job(f"{prefix}-{uuid.uuid4().hex}", kind, body, choices, asks, len(prompts), top)

@@ -69,6 +69,7 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
     model_dir: str
     backend: str
     max_model_len: int
+    """Tokens of prompt and text at most: the model's, or as many as all KV blocks hold."""
     max_num_seqs: int
     max_logprobs: int
     vocab_size: int

@@ -196,7 +196,8 @@ class Worker:
         self._sender.put(
             wire.Ready(
                 model=engine.model.name, model_dir=str(engine.checkpoint.path), backend=resolved.backend,
-                max_model_len=limits.max_len, max_num_seqs=limits.max_seqs, max_logprobs=limits.max_logprobs,
+                max_model_len=min(limits.max_len, limits.num_blocks * limits.block_size), max_num_seqs=limits.max_seqs,
+                max_logprobs=limits.max_logprobs,
                 vocab_size=limits.vocab_size,
                 device_times=self._lanes.said, decisions={name: _plain(value) for name, value in resolved.describe().items()},
                 parameters=[wire.Parameter(one.name, one.doc, one.wanted) for one in parameters],

@@ -8,6 +8,7 @@ import fcntl
 import gzip
 import http.client
 import json
+import logging
 import os
 import signal
 import socket
@@ -32,6 +33,7 @@ from polydraft.errors import ConfigError
 from polydraft.serving import logs
 from polydraft.serving.http import HttpError, check_origin
 from polydraft.serving.logs import Log
+from polydraft.serving.main import REPEATED_S, _ToLog
 from tests.serving.conftest import MODEL, Served
 from tests.support import tiny
 
@@ -492,6 +494,18 @@ def test_a_log_that_cannot_be_written_stops_nothing(tmp_path: Path) -> None:
         log.tell("request", id="x")
     log.close()
     assert log.lost == 3
+
+
+def test_a_message_is_not_lost_where_the_clock_is_set_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[dict[str, Any]] = []
+    log, since = SimpleNamespace(tell=lambda event, **fields: told.append(fields)), [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: since[0])
+    handler = _ToLog(log)  # type: ignore[arg-type]
+    for seconds, clock in ((0, 5000.0), (0.5, 5000.5), (0.6, 1400.0), (REPEATED_S, 1401.0)):
+        record = logging.LogRecord("asyncio", logging.ERROR, "", 0, "no descriptor left", None, None)
+        since[0], record.created = since[0] + seconds, clock
+        handler.emit(record)
+    assert [fields.get("left_out", 0) for fields in told] == [0, 1, 0]
 
 
 def test_a_log_that_nobody_reads_stops_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

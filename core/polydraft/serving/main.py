@@ -10,6 +10,7 @@ import contextlib
 import logging
 import signal
 import socket
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -45,10 +46,11 @@ class _ToLog(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Tell it without its traceback, of which the last line says what happened, and how often it was left out before."""
-        if record.created - self._last.get(record.msg, 0.0) < REPEATED_S:
+        now = time.monotonic()  # `record.created` goes back where somebody sets the clock
+        if now - self._last.get(record.msg, -REPEATED_S) < REPEATED_S:
             self._left_out[record.msg] += 1
             return
-        self._last[record.msg] = record.created
+        self._last[record.msg] = now
         lines = record.getMessage().strip().splitlines() or [""]
         message = lines[-1] if lines[0].startswith("Traceback") else lines[0]
         raised = record.exc_info[1] if record.exc_info else None

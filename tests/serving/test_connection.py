@@ -86,6 +86,14 @@ def scene(act: Callable[[Place], Awaitable[None]], **limits: Any) -> Place:
     return asyncio.run(play())
 
 
+async def rest(reader: asyncio.StreamReader) -> bytes:
+    """What comes until a connection is ended to which we write; a byte on its way then resets it, and takes the answer along."""
+    try:
+        return await reader.read()
+    except ConnectionResetError:
+        return b""
+
+
 @pytest.mark.parametrize("sent", [b"", HALF], ids=["nothing", "half a head"])
 def test_a_head_that_does_not_end_is_answered_and_its_connection_ended(sent: bytes) -> None:
     async def act(place: Place) -> None:
@@ -102,13 +110,13 @@ def test_a_head_in_small_pieces_has_no_more_time_than_another() -> None:
         reader = await place.connect(ASK % b"")
         assert (await reader.readuntil(b"oo")).startswith(b"HTTP/1.1 200 ")
         place.writers[-1].write(HALF)
-        end = asyncio.ensure_future(reader.read())
+        end = asyncio.ensure_future(rest(reader))
         for _ in range(200):
             place.writers[-1].write(b"x")
             if end.done():
                 break
             await asyncio.sleep(0.01)
-        assert (await end).startswith(b"HTTP/1.1 408 ")
+        assert (await end)[:13] in (b"HTTP/1.1 408 ", b"")
 
     assert scene(act, head_s=0.1).shared.ended == {"head": 1}
 
@@ -117,7 +125,7 @@ def test_a_body_that_nobody_waits_for_ends_its_connection_as_well() -> None:
     async def act(place: Place) -> None:
         reader = await place.connect(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\n")
         await reader.readuntil(b"oo")
-        end = asyncio.ensure_future(reader.read())
+        end = asyncio.ensure_future(rest(reader))
         while not end.done():
             place.writers[-1].write(b"x")
             await asyncio.sleep(0.01)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import subprocess
 import sys
 from typing import Any
@@ -91,6 +92,26 @@ def test_a_process_that_ends_before_it_connects_is_told_at_once(monkeypatch: pyt
             await client.stop()
 
     asyncio.run(scene())
+
+
+def test_weights_that_no_process_took_are_told_once() -> None:
+    said: list[Any] = []
+
+    async def scene() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: said.append(context))
+        client, context = EngineClient({}, most=8, tell=lambda *given, **more: None), zmq.asyncio.Context()
+        client._socket = context.socket(zmq.PAIR)
+        waiting = asyncio.ensure_future(client.update_weights("/", "finish"))
+        await asyncio.sleep(0)
+        client._socket.close(linger=0)
+        client.dismiss("the engine's process ended")
+        with pytest.raises(EngineGone, match="ended before it took the request"):
+            await waiting
+        context.term()
+
+    asyncio.run(scene())
+    gc.collect()
+    assert not said
 
 
 def test_a_command_that_no_process_took_is_told_and_not_cancelled() -> None:

@@ -293,8 +293,8 @@ def test_keys_and_origins(serve: Callable[..., Served], tmp_path: Path) -> None:
         assert answer.status_code == status
         assert ("www-authenticate" in answer.headers) == (status == 401)
     for key, status in (("schl\u00fcssel", 200), ("schlussel", 401), ("\u00fc", 401)):
-        headers = {b"Authorization": f"Bearer {key}".encode()}
-        assert post(served, **SHORT, headers=headers).status_code == status, key
+        raw = {b"Authorization": f"Bearer {key}".encode()}
+        assert post(served, **SHORT, headers=raw).status_code == status, key
     for header, status in (("bearer first", 200), ("first", 401), ("Basic first", 401), ("Bearer firs", 401), ("Bearer", 401)):
         assert post(served, **SHORT, headers={"Authorization": header}).status_code == status, header
     for key, status in (("first", 401), ("third", 400)):
@@ -528,8 +528,8 @@ def test_a_log_that_nobody_reads_stops_nothing(tmp_path: Path, monkeypatch: pyte
         while more := os.read(reader, 1 << 16):
             read += more
     os.close(reader)
-    ids = [int(json.loads(line)["id"]) for line in read.splitlines()[:50]]
-    assert ids == list(range(50)), "what was written is whole and in order"
+    ids = [int(json.loads(line)["id"]) for line in read.splitlines()[:40]]  # 16 pages of a pipe have three lines each
+    assert ids == list(range(40)), "what was written is whole and in order"
 
 
 F_SETPIPE_SZ = 1031

@@ -154,6 +154,7 @@ def test_no_directory(tmp_path: Path) -> None:
     refusal(tmp_path / "absent", "absent", "is no directory", "nothing there")
     (tmp_path / "file").write_text("")
     refusal(tmp_path / "file", "is no directory", "a file")
+    refusal(tmp_path / ("x" * 5000), "is no directory", "got an error (File name too long)")
 
 
 def test_config_is_missing_or_malformed(tmp_path: Path) -> None:

@@ -40,8 +40,11 @@ class Checkpoint:
     def __init__(self, path: str | Path) -> None:
         """Open the directory `path`. Errors: `CheckpointError` for whatever is missing, malformed or pickled in it."""
         self.path = Path(path)
-        if not self.path.is_dir():
-            got = "a file" if self.path.exists() else "nothing there"
+        try:
+            got = "" if self.path.is_dir() else "a file" if self.path.exists() else "nothing there"
+        except OSError as error:  # the name is too long, or a folder above it may not be read
+            got = f"an error ({error.strerror})"
+        if got:
             raise CheckpointError(
                 f"model {str(path)!r} is no directory, got {got}, wanted a local directory with config.json, "
                 f"*.safetensors and tokenizer.json; download the model and pass its directory"

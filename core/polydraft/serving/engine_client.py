@@ -237,6 +237,7 @@ class EngineClient:
         for future in futures:
             if not future.done():
                 future.set_exception(gone)
+                future.exception()  # whoever waits for it gets it; asyncio need not say that nobody does
         self._stats.clear()
         self._done.clear()
 

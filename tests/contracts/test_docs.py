@@ -97,6 +97,8 @@ PAD_SLOT: Final = -1
 """Slot index of a row that carries nothing: every kernel skips rows whose slot is negative."""
 ```
 
+A backend in Python may import the numbers among them: `from polydraft.sentinels import PAD_SLOT`.
+
 A kernel may differ by c * eps * scale, where eps belongs to the dtype and scale is: Sum of the magnitudes of both terms.
 
 `out` may differ by sqrt(H) / 4 * 2**-23 * scale more: what H float32 additions in any order are off.
@@ -147,6 +149,15 @@ def test_what_differs_between_contracts():
     cache = render(REGISTRY["rope_kv_write"])
     assert re.search(r"\| `cache` \| inout \|  \| cache \|  \| `cache\.k` within \d+ eps, else exactly \|", cache)
     assert "| `meta` | in |  | meta |  |  |" in cache
+
+
+def test_imports_that_a_page_offers_are_there():
+    found: dict[str, object] = {}
+    for name in ("commit_window", "scatter", "snapshot_output"):
+        offered = next(line for line in render(REGISTRY[name]).splitlines() if "may import" in line)
+        for line in re.findall("`(from .*?)`", offered):
+            exec(line, found)
+    assert {"Phase", "Finish", "Snapshot", "Run", "NO_TOKEN", "PAD_SLOT"} <= set(found)
 
 
 def test_signatures():

@@ -36,6 +36,15 @@ class Definition:
         imports = "\n".join(sorted(self.imports, key=lambda line: (line.startswith("from"), line)))
         return "\n\n\n".join(filter(None, (imports, *_grouped(self.source.values()))))
 
+    @property
+    def numbers(self) -> dict[str, list[str]]:
+        """Sentinels and enumerations, by the module that has them."""
+        found: dict[str, list[str]] = {}
+        for (module, name), text in self.source.items():
+            if module == "polydraft.sentinels" or text.startswith("class "):
+                found.setdefault(module, []).append(name)
+        return found
+
 
 def _grouped(parts: Iterable[str]) -> Iterator[str]:
     """Constants that follow each other as one paragraph, functions and classes alone."""

@@ -134,10 +134,13 @@ def _definition(contract: Contract) -> Iterator[str]:
         "floats in float64, None for what is left out; `n` is the launch length." + _CACHE * any(_caches(contract))
     )
     yield f"```python\n{source}\n```"
-    rest = definition_of(contract.golden.__module__, [*names_in(source), *_described(contract)]).text
-    if rest:
+    rest = definition_of(contract.golden.__module__, [*names_in(source), *_described(contract)])
+    if rest.text:
         yield "What it calls, and what this page names:"
-        yield f"```python\n{rest}\n```"
+        yield f"```python\n{rest.text}\n```"
+    if rest.numbers:
+        lines = (f"`from {module} import {', '.join(sorted(names))}`" for module, names in sorted(rest.numbers.items()))
+        yield "A backend in Python may import the numbers among them: " + ", ".join(lines) + "."
     if contract.tolerance:
         scale = inspect.cleandoc(contract.scale.__doc__ or "") if contract.scale else "the largest magnitude of the row."
         yield "A kernel may differ by c * eps * scale, where eps belongs to the dtype and scale is: " + scale

@@ -84,6 +84,8 @@ $(TEST): $(SOURCE) $(EMULATED) | $(BIN)/python
 	@echo "installing polydraft with its test extra into $(VENV); PyTorch is a large download" >&2
 	@$(PIP) install --editable '.[test]'
 	@$(PIP) install --no-deps --editable plugins/emulator
+	@$(PIP) install pyopencl pocl-binary-distribution >/dev/null 2>&1 \
+	    || echo "pyopencl or PoCL could not be installed; the tests of the OpenCL backend will be skipped" >&2
 	@$(PIP) install --editable '.[paddle]' 'setuptools>=77' wheel \
 	    && $(PIP) install --no-deps --no-build-isolation plugins/paddle-emu-device >/dev/null 2>&1 \
 	    || echo "Paddle or its emulated device (which needs a C++ compiler) could not be installed; their tests will be skipped" >&2

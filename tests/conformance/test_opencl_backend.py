@@ -43,7 +43,7 @@ def first_that_works() -> tuple[str, str]:
         except DeviceError as error:
             said.append(str(error))
             if "does not compile" not in said[-1]:
-                return "", " ".join(said)
+                return "", ". ".join(said)
         else:
             return f"opencl:{index}", ""
     raise AssertionError
@@ -52,7 +52,7 @@ def first_that_works() -> tuple[str, str]:
 DEVICE, SAID = first_that_works()
 needs_device = pytest.mark.skipif(
     not DEVICE,
-    reason=f"no implementation of OpenCL knows this processor; install another, such as Debian's pocl-opencl-icd. {SAID[-500:]}",
+    reason=f"no implementation of OpenCL works on this machine; Debian's pocl-opencl-icd may. What was tried: {SAID[:500]}",
 )
 
 

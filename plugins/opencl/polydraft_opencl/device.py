@@ -54,7 +54,8 @@ def told(what: str) -> Iterator[None]:
     try:
         yield
     except cl.Error as error:
-        raise DeviceError(f"{what}. It says: {error}") from error
+        lines = [line for line in str(error).splitlines() if "error:" in line] or [str(error)]
+        raise DeviceError(f"{what}. It says: {'; '.join(lines[:3])}") from error
 
 
 class OpenCLBuffer:
@@ -195,4 +196,3 @@ class OpenCLDevice:
             self._copies.clear()
             for memory in self._taken:
                 memory.release()
-            self._taken.clear()

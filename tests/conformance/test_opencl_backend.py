@@ -22,7 +22,7 @@ from polydraft.contracts.kernels.residual_add import ResidualAddV1
 from polydraft.errors import DeviceError
 from tests.support.project import ROOT
 
-cl = pytest.importorskip("pyopencl", reason="pyopencl is not installed: pip install pyopencl pocl-binary-distribution")
+cl = pytest.importorskip("pyopencl", reason="pyopencl is not installed, see plugins/opencl/README.md")
 device_module = pytest.importorskip("polydraft_opencl.device")
 
 PACKAGE = ROOT / "plugins" / "opencl" / "polydraft_opencl"

@@ -2,35 +2,36 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import subprocess
 import sys
-import time
-import urllib.error
-import urllib.request
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
+from polydraft.cli import COMMANDS as EVERY
 from tests.support.depth import among
 from tests.support.project import ROOT
+from tests.support.surroundings import serving, set_traps
 
 POLYDRAFT = str(Path(sys.executable).with_name("polydraft"))
-TRAPS = ("queue.py", "logging.py", "json.py", "polydraft/__init__.py", "numpy/__init__.py")
 CASE = ("--contract", "swiglu", "--case", "one_column")
+GENERATE = ("generate", "def f(x):", "--backend", "reference", "--max-new-tokens", "4")
 COMMANDS = (
     ("--version",),
     ("doctor",),
     ("contracts", "linear"),
-    ("generate", "def f(x):", "--backend", "reference", "--max-new-tokens", "4"),
+    (*GENERATE, "--trace", "MADE/again.json", "--sanitize"),
+    ("replay", "MADE/calls.safetensors", "--backend", "reference"),
+    ("trace", "MADE/steps.json", "--html", "MADE/steps.html"),
+    ("new-backend", "mychip", "--into", "MADE"),
+    ("mtp-check", "--backend", "cpu", "--max-new-tokens", "4"),
     ("bench", "--backend", "reference", "--repeats", "1", "--new-tokens", "8"),
     ("conform", "--matrix", "reference,reference=queued", *CASE),
     ("conform", "reference", "--enable-variants"),
     ("conform", "reference", "--prove"),
 )
-"""Those that `test_all_commands` tries beside the one that is always tried."""
+"""Those that `test_all_commands` tries beside the one that is always tried; MADE is a folder with a record and a timeline."""
 NOTHING = 4
 """The status of `--enable-variants` where there are none."""
 
@@ -46,10 +47,17 @@ def directory(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     if request.param == "the parent of a clone":
         (tmp_path / "polydraft").symlink_to(ROOT)
         return tmp_path
-    for name in TRAPS:
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(f"raise SystemExit('{name} of the working directory was imported')\n")
-    return tmp_path
+    return set_traps(tmp_path)
+
+
+@pytest.fixture
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What commands read and write, in a folder that nobody works in."""
+    folder = tmp_path_factory.mktemp("made")
+    files = ("--trace", "steps.json", "--record", "calls.safetensors", "--record-weights")
+    done = run(folder, *GENERATE, *files)
+    assert done.returncode == 0, done.stderr
+    return folder
 
 
 def run(directory: Path, *args: str) -> subprocess.CompletedProcess[str]:
@@ -64,29 +72,16 @@ def test_the_kit_runs_its_children(directory: Path):
 @pytest.mark.parametrize("directory", among(PLACES[-1:], PLACES), indirect=True)
 @pytest.mark.skipif(find_spec("zmq") is None or find_spec("starlette") is None, reason="the extra `serve` is not installed")
 def test_the_server_runs_its_engine(directory: Path):
-    command = [POLYDRAFT, "serve", "--port", "0", "--json", "--backend", "reference", "--max-num-seqs", "1"]
-    with subprocess.Popen(command, cwd=directory, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as server:
-        try:
-            assert server.stdout is not None
-            said = server.stdout.readline()
-            assert said, server.stderr.read() if server.stderr else ""
-            assert ready(json.loads(said)["url"]), "its engine did not become ready"
-        finally:
-            server.terminate()
+    with serving(POLYDRAFT, "--backend", "reference", cwd=directory):
+        pass
 
 
-def ready(url: str) -> bool:
-    """Wait until the server says that its engine is ready."""
-    for _ in range(600):
-        with contextlib.suppress(urllib.error.URLError), urllib.request.urlopen(f"{url}/ready", timeout=20) as answer:
-            if answer.status == 200:
-                return True
-        time.sleep(0.05)
-    return False
+def test_no_command_is_left_out():
+    assert {command[0] for command in COMMANDS} - {"--version"} | {"serve"} == set(EVERY)
 
 
 @pytest.mark.deep
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
-def test_all_commands(directory: Path, command: tuple[str, ...]):
-    done = run(directory, *command)
+def test_all_commands(directory: Path, made: Path, command: tuple[str, ...]):
+    done = run(directory, *(part.replace("MADE", str(made)) for part in command))
     assert done.returncode == (NOTHING if "--enable-variants" in command else 0), done.stderr

@@ -327,8 +327,9 @@ def test_a_suite_measures_every_combination_in_turn(shape: Path) -> None:
         assert row["tokens_per_round"] == pytest.approx(2 if drafts else 1, abs=0.2)
         assert (row["shape"], row["weights"], row["repeats"], row["clock"]) == ("smallest", "random", 2, "wall")
         assert all(low <= row[name] <= high for name, (low, high) in row["spread"].items())
-    first = [text.rpartition(": ")[2] for text in told[: 4 * 3]]
-    assert first == ["warm-up"] * 4 + ["run 1 of 2"] * 4 + ["run 2 of 2"] * 4
+    first = [text.rpartition(": ")[2] for text in told if "tokens" not in text and text.startswith("batch 1")]
+    loading = [f"loading the engine of K = {drafts}" for drafts in (0, 0, 2, 2)]
+    assert first == [*loading, *(what for what in ("warm-up", "run 1 of 2", "run 2 of 2") for _ in range(4))]
     validate(report.document(rows))
 
 
@@ -374,8 +375,21 @@ def test_bench_for_people(bench: Callable[..., Result]) -> None:
     assert all(stage in result.out for stage in ("plan", "launch", "commit"))
     assert max(map(len, result.out.splitlines())) <= 100
     assert result.err.splitlines() == [
-        "measuring batch 1, K = 2, graph off, overlap 0", "measuring batch 2, K = 2, graph off, overlap 0",
-    ]  # fmt: skip
+        line
+        for batch in (1, 2)
+        for line in (
+            f"batch {batch}: loading the engine of K = 2",
+            f"batch {batch}, K = 2, graph off, overlap 0: warm-up",
+        )
+    ]
+
+
+def test_a_slow_bench_says_how_far_it_is(bench: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("polydraft.cli.bench.SILENCE_S", 0.0)
+    said = bench("--draft-tokens", "0", "--new-tokens", "4", "--repeats", "2").err.splitlines()
+    name = "batch 1, K = 0, graph off, overlap 0"
+    warm_up = [f"{name}: warm-up", *(f"{name}: warm-up, {tokens} of 4 tokens" for tokens in (1, 2, 3, 4))]
+    assert said == ["batch 1: loading the engine of K = 0", *warm_up, *(f"{name}: run {turn} of 2" for turn in (1, 2))]
 
 
 def test_what_the_model_accepts_is_not_called_synthetic(bench: Callable[..., Result]) -> None:
@@ -425,10 +439,10 @@ def test_an_error_leaves_the_rows_that_were_finished(bench: Callable[..., Result
 def test_ctrl_c_leaves_the_rows_that_were_finished(
     bench: Callable[..., Result], monkeypatch: pytest.MonkeyPatch, more: tuple[str, ...]
 ) -> None:
-    def interrupted(engine: Engine, load: Load) -> dict[str, float]:
+    def interrupted(engine: Engine, load: Load, watch: Any) -> dict[str, float]:
         if load.batch == 2:
             raise KeyboardInterrupt
-        return timed(engine, load)
+        return timed(engine, load, watch)
 
     monkeypatch.setattr("polydraft.bench.suite.timed", interrupted)
     result = bench("--batch", "1,2", "--draft-tokens", "1", *more)

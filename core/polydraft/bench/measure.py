@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,7 +67,11 @@ class Step:
     new_tokens: int
 
 
-def run(engine: Engine, load: Load) -> tuple[list[Step], list[RequestOutput]]:
+Watch = Callable[[int], None]
+"""Hears after each step how many tokens it brought. It costs time, so only runs whose figures nobody keeps have one."""
+
+
+def run(engine: Engine, load: Load, watch: Watch | None = None) -> tuple[list[Step], list[RequestOutput]]:
     """Serve the load to its end. Raises `DeviceError` for a request that failed."""
     load.add(engine)
     steps: list[Step] = []
@@ -80,6 +84,8 @@ def run(engine: Engine, load: Load) -> tuple[list[Step], list[RequestOutput]]:
         outputs += engine.poll()
         seconds, own_s = now() - start, 1e-9 * (extra.get(OWN_TIME, 0) - own)
         steps.append(Step(totals.steps, start, seconds, own_s, totals.rounds - rounds, totals.new_tokens - tokens))
+        if watch is not None:
+            watch(steps[-1].new_tokens)
     for output in outputs:
         if output.finish_reason == "error":
             raise DeviceError(f"request {output.id} of the benchmark failed: {output.error}")
@@ -97,13 +103,13 @@ def full_steps(steps: list[Step], load: Load) -> list[Step]:
     return full
 
 
-def timed(engine: Engine, load: Load) -> dict[str, float]:
+def timed(engine: Engine, load: Load, watch: Watch | None = None) -> dict[str, float]:
     """Figures of one bare run. `idle_share`: of the device in its full steps, where the device says when it worked. Raises
     `ConfigError` for an engine that was built without `instruments`."""
     now = clock_of(engine.device)
     with engine.instruments[Idle].watching(now, about=load.new_tokens) as idle_between:
         start = now()
-        steps, outputs = run(engine, load)
+        steps, outputs = run(engine, load, watch)
         seconds = now() - start
         full = full_steps(steps, load)
         idle = idle_between(*_launched(steps, full, ahead=engine.resolved.overlap))

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from polydraft.bench.measure import Load, instruments, profiled, timed
+from polydraft.bench.measure import Load, Watch, instruments, profiled, timed
 from polydraft.bench.shapes import RandomCheckpoint
 from polydraft.config import EngineConfig
 from polydraft.engine import Engine
@@ -50,14 +50,16 @@ class Suite:
         """Measure; one row a combination. Errors are those of `Engine` and of `measure`."""
         for batch in self.batches:
             load = Load(batch, self.prompt_tokens, self.new_tokens)
-            cells = [
-                Contender(self.engine(load, drafts, variant), load)
-                for drafts, variant in itertools.product(self.draft_tokens, VARIANTS[self.compare])
-            ]
+            cells: list[Contender] = []
             try:
-                for turn, cell in itertools.product(range(self.repeats + 1), cells):
-                    progress(f"{cell.name}: {f'run {turn} of {self.repeats}' if turn else 'warm-up'}")
-                    cell.measure(keep=turn > 0)
+                for drafts, variant in itertools.product(self.draft_tokens, VARIANTS[self.compare]):
+                    progress(f"batch {batch}: loading the engine of K = {drafts}")
+                    cells.append(Contender(self.engine(load, drafts, variant), load))
+                for cell in cells:
+                    cell.measure(keep=False, watch=_telling(cell, progress))
+                for turn, cell in itertools.product(range(1, self.repeats + 1), cells):
+                    progress(f"{cell.name}: run {turn} of {self.repeats}")
+                    cell.measure(keep=True)
                 yield from (cell.row(self.shape) for cell in cells)
             finally:
                 for cell in cells:
@@ -83,6 +85,19 @@ class Suite:
             raise CapabilityError(str(error).replace(f"--max-model-len {length}", asked)) from error
 
 
+def _telling(cell: Contender, progress: Progress) -> Watch:
+    """Tells how far a warm-up is: the first run on a device may take minutes, and how long the others take shows in it."""
+    made, wanted = 0, cell.load.batch * cell.load.new_tokens
+    progress(f"{cell.name}: warm-up")
+
+    def watch(tokens: int) -> None:
+        nonlocal made
+        made += tokens
+        progress(f"{cell.name}: warm-up, {made} of {wanted} tokens")
+
+    return watch
+
+
 @dataclass
 class Contender:
     """One engine and what was measured of it so far, one entry a repeat."""
@@ -98,9 +113,10 @@ class Contender:
         r = self.engine.resolved
         return f"batch {self.load.batch}, K = {r.limits.num_drafts}, graph {r.graph}, overlap {r.overlap}"
 
-    def measure(self, *, keep: bool, host: bool = True) -> None:
-        """A bare run, then a recorded one unless nobody asks what the host spends; to warm up, a bare one alone."""
-        figures: dict[str, float | None] = dict(timed(self.engine, self.load))
+    def measure(self, *, keep: bool, host: bool = True, watch: Watch | None = None) -> None:
+        """A bare run, then a recorded one unless nobody asks what the host spends; to warm up, a bare one alone, which `watch`
+        may follow."""
+        figures: dict[str, float | None] = dict(timed(self.engine, self.load, watch))
         if not keep:
             return
         host_figures, stages = profiled(self.engine, self.load) if host else ({}, {})

@@ -6,6 +6,7 @@ The caller chooses what is compared, and `polydraft.bench` measures it.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,6 +31,8 @@ OWN = ("shape", "batch", "draft_tokens", "compare", "prompt_tokens", "new_tokens
 """Options of the suite; the others configure the engines."""
 
 
+SILENCE_S = 10.0
+"""Seconds behind which a line says how far it is where nobody watches."""
 wholes = listed(int, "whole numbers between commas")
 chances = listed(float, "numbers between commas")
 
@@ -125,20 +128,24 @@ def _suite(options: dict[str, Any]) -> Suite:
 
 @contextmanager
 def _progress() -> Iterator[Callable[[str], None]]:
-    """Tell what is being measured: a line that changes where somebody watches, otherwise a line for each contender."""
+    """Tell what is being done: a line that changes where somebody watches, otherwise a line for each engine that is loaded or
+    measured, and where it takes long one now and then."""
     from polydraft.cli.show import console, watched
 
     if watched():
         with console(stderr=True).status("loading") as status:
             yield status.update
         return
-    printed: list[str] = []
+    named: set[str] = set()
+    said = time.monotonic()
 
     def tell(what: str) -> None:
-        name = what.partition(":")[0]
-        if name not in printed:
-            printed.append(name)
-            click.echo(f"measuring {name}", err=True)
+        nonlocal said
+        name, now = what.partition(":")[0], time.monotonic()
+        if name not in named or now - said >= SILENCE_S:
+            named.add(name)
+            said = now
+            click.echo(what, err=True)
 
     yield tell
 

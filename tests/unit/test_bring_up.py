@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import inspect
+import weakref
+from collections import defaultdict
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from polydraft import Capabilities, Engine, EngineConfig, SamplingParams
+from polydraft import Capabilities, Engine, EngineConfig, SamplingParams, hookimpl
 from polydraft.backend import CacheSpec
 from polydraft.conformance import conform, harness
 from polydraft.conformance.kernel_checks import named_cases
@@ -93,6 +96,40 @@ def test_an_engine_generates_what_the_reference_does():
         return sorted((output.token_ids, output.rounds) for output in done)
 
     assert run(backend) == run("reference")
+
+
+def test_handles_and_records_live_as_the_page_says():
+    """Those that an engine uses live with it, then all are let go: nobody has to be told to free them."""
+    handles: list[weakref.ref[Any]] = []
+    seen: dict[int, set[Any]] = defaultdict(set)
+    kept: list[Any] = []
+
+    class Watched(BytesDevice):
+        def allocate(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+            handles.append(weakref.ref(memory := super().allocate(shape, dtype)))
+            return memory
+
+    def swiglu(a: Any, n: int) -> None:
+        seen[id(a)].add((id(a.gate_up), id(a.out)))
+        kept.append(a)
+        backend.swiglu(a, n)
+
+    plugin = SimpleNamespace(**{name: getattr(backend, name) for name in dir(backend) if name.startswith("polydraft_")})
+    plugin.polydraft_open_device = hookimpl(specname="polydraft_open_device")(lambda: Watched("bytes"))
+    plugin.polydraft_kernels = hookimpl(specname="polydraft_kernels")(lambda device: BringUpTable(device, own={"swiglu": swiglu}))
+    engine = Engine(EngineConfig(model=str(demo_model_path()), draft_tokens=2, max_num_seqs=2, max_model_len=64), backend=plugin)
+    engine.add([1, 2, 3], SamplingParams(max_new_tokens=8, ignore_eos=True))
+    while engine.has_work:
+        engine.step()
+    assert len(handles) > 10
+    assert all(handle() is not None for handle in handles), "in use, or ready to be"
+    assert len(seen) < len(kept), "one `a` a binding, at every launch"
+    assert all(len(fields) == 1 for fields in seen.values()), "and what it names stays"
+    kept.clear()
+    engine.close()
+    del engine
+    gc.collect()
+    assert not [handle() for handle in handles if handle() is not None]
 
 
 # -- what is refused ---------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from tests.support.project import ROOT
 
 SETUPTOOLS = 77
 """The oldest that pyproject.toml builds with."""
-BUILD_FOLDERS = ("core", "backends", "bench", "docs", "tests", "tools", ".ci")
+BUILD_FOLDERS = ("core", "backends", "bench", "docs", "tests", "tools", ".ci", ".github")
 
 
 @dataclass(frozen=True)
@@ -51,12 +51,17 @@ class Installation:
         run(*pip, "install", "--quiet", "--no-compile", *arguments, cwd=self.folder)
 
 
+def clean_environ() -> dict[str, str]:
+    """The environment without what would let an installation see other packages."""
+    return {name: value for name, value in os.environ.items() if name not in {"PYTHONPATH", "PYTHONHOME"}}
+
+
 def run(*command: str | Path, cwd: Path) -> str:
     """Return the standard output of a command; where it fails, the test fails with all that it printed."""
-    env = {name: value for name, value in os.environ.items() if name not in {"PYTHONPATH", "PYTHONHOME"}}
-    done = subprocess.run([str(part) for part in command], cwd=cwd, env=env, capture_output=True, text=True, check=False)
+    command = tuple(map(str, command))
+    done = subprocess.run(command, cwd=cwd, env=clean_environ(), capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        pytest.fail(f"{' '.join(map(str, command))} ended with {done.returncode}\n{done.stdout}\n{done.stderr}")
+        pytest.fail(f"{' '.join(command)} ended with {done.returncode}\n{done.stdout}\n{done.stderr}")
     return done.stdout
 
 
@@ -75,6 +80,11 @@ def copy_project(target: Path) -> Path:
 
 def create_environment(folder: Path) -> Installation:
     venv.create(folder, with_pip=False, symlinks=os.name != "nt")
+    return installation_of(folder)
+
+
+def installation_of(folder: Path) -> Installation:
+    """A virtual environment that is there already."""
     scripts = folder / ("Scripts" if os.name == "nt" else "bin")
     where = run(scripts / "python", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=folder)
     return Installation(folder, scripts, Path(where.strip()))

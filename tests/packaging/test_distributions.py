@@ -14,8 +14,9 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 
+from polydraft.cli.new_backend import write
 from polydraft_cpu import library
-from tests.packaging.conftest import Distributions, Installation, run
+from tests.packaging.conftest import Distributions, Installation, build, run
 from tests.support.project import ROOT, pyproject
 
 pytestmark = pytest.mark.timeout(600)  # building and installing wait for an index
@@ -88,6 +89,7 @@ def test_source_distribution_has_what_make_needs(distributions: Distributions):
     with tarfile.open(distributions.sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     wanted = {"Makefile", ".ci/run", "pyproject.toml", "tests/conftest.py", "LICENSE", "NOTICE", "CONTRIBUTING.md"}
+    wanted |= {".github/workflows/wheels.yml"}
     assert wanted <= names
     assert not [name for name in names if "__pycache__" in name]
 
@@ -167,3 +169,16 @@ def test_installed_command_writes_a_package_that_runs(installed: Installation):
         "import polydraft_mychip; print(polydraft_mychip.polydraft_backend_info().name)"
     )
     assert name.strip() == "mychip"
+
+
+def test_a_written_package_brings_what_its_kernels_are_compiled_from(tmp_path: Path):
+    write("mychip", tmp_path / "source")
+    package = tmp_path / "source" / "polydraft_mychip"
+    for name in ("linear.cl", "kernels/common/tile.h", "__pycache__/device.cpython-311.pyc"):
+        (package / name).parent.mkdir(parents=True, exist_ok=True)
+        (package / name).write_text("of the vendor\n", encoding="utf-8")
+    build("--wheel", "--outdir", tmp_path, tmp_path / "source", cwd=tmp_path)
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = {name.partition("/")[2] for name in archive.namelist() if name.startswith("polydraft_mychip/")}
+    assert names == {"__init__.py", "device.py", "kernels.py", "linear.cl", "kernels/common/tile.h"}

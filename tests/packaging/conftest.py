@@ -58,10 +58,10 @@ def clean_environ() -> dict[str, str]:
 
 def run(*command: str | Path, cwd: Path) -> str:
     """Return the standard output of a command; where it fails, the test fails with all that it printed."""
-    command = tuple(map(str, command))
-    done = subprocess.run(command, cwd=cwd, env=clean_environ(), capture_output=True, text=True, check=False)
+    words = [str(part) for part in command]
+    done = subprocess.run(words, cwd=cwd, env=clean_environ(), capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        pytest.fail(f"{' '.join(command)} ended with {done.returncode}\n{done.stdout}\n{done.stderr}")
+        pytest.fail(f"{' '.join(words)} ended with {done.returncode}\n{done.stdout}\n{done.stderr}")
     return done.stdout
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -21,17 +22,17 @@ COMMANDS = (
     ("--version",),
     ("doctor",),
     ("contracts", "linear"),
-    (*GENERATE, "--trace", "MADE/again.json", "--sanitize"),
+    (*GENERATE, "--trace", "OUT/steps.json", "--sanitize"),
     ("replay", "MADE/calls.safetensors", "--backend", "reference"),
-    ("trace", "MADE/steps.json", "--html", "MADE/steps.html"),
-    ("new-backend", "mychip", "--into", "MADE"),
+    ("trace", "MADE/steps.json", "--html", "OUT/steps.html"),
+    ("new-backend", "mychip", "--into", "OUT"),
     ("mtp-check", "--backend", "cpu", "--max-new-tokens", "4"),
     ("bench", "--backend", "reference", "--repeats", "1", "--new-tokens", "8"),
     ("conform", "--matrix", "reference,reference=queued", *CASE),
     ("conform", "reference", "--enable-variants"),
     ("conform", "reference", "--prove"),
 )
-"""Those that `test_all_commands` tries beside the one that is always tried; MADE is a folder with a record and a timeline."""
+"""Those that `test_all_commands` tries beside the one that is always tried. MADE has a record and a timeline, OUT is empty."""
 NOTHING = 4
 """The status of `--enable-variants` where there are none."""
 
@@ -50,9 +51,9 @@ def directory(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return set_traps(tmp_path)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What commands read and write, in a folder that nobody works in."""
+    """What commands read, in a folder that nobody works in."""
     folder = tmp_path_factory.mktemp("made")
     files = ("--trace", "steps.json", "--record", "calls.safetensors", "--record-weights")
     done = run(folder, *GENERATE, *files)
@@ -82,6 +83,7 @@ def test_no_command_is_left_out():
 
 @pytest.mark.deep
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
-def test_all_commands(directory: Path, made: Path, command: tuple[str, ...]):
-    done = run(directory, *(part.replace("MADE", str(made)) for part in command))
+def test_all_commands(directory: Path, made: Path, tmp_path_factory: pytest.TempPathFactory, command: tuple[str, ...]):
+    folders = {"MADE": str(made), "OUT": str(tmp_path_factory.mktemp("out"))}
+    done = run(directory, *(re.sub("MADE|OUT", lambda name: folders[name[0]], part) for part in command))
     assert done.returncode == (NOTHING if "--enable-variants" in command else 0), done.stderr

@@ -16,8 +16,8 @@ STEP, AHEAD = 3, 5
 class Texts:
     """An index with the texts that it was shown."""
 
-    def __init__(self, num_rows: int, max_len: int = 4000, *, kept: int = 0, step: int = STEP) -> None:
-        self.index = SuffixIndex(num_rows, max_len, step=step, ahead=AHEAD, kept=kept)
+    def __init__(self, num_rows: int, max_len: int = 4000, *, kept: int = 0, step: int = STEP, least: float = 0.0) -> None:
+        self.index = SuffixIndex(num_rows, max_len, step=step, ahead=AHEAD, kept=kept, least=least)
         self.tokens = np.full((num_rows, max_len + step), -1, np.int32)
         self.keys, self.step = np.arange(num_rows) + 100, step
 
@@ -33,8 +33,8 @@ class Texts:
         for known in (*range(first, len(text), self.step), len(text)):
             self.show({row: text[:known]})
 
-    def guess(self, row: int, *, least: float = 0.0) -> list[int]:
-        tokens, length = self.index.guesses(np.array([row]), sure=0, least=least)
+    def guess(self, row: int) -> list[int]:
+        tokens, length = self.index.guesses(np.array([row]))
         found: list[int] = tokens[0, : length[0]].tolist()
         return found
 
@@ -87,21 +87,26 @@ def test_a_text_that_repeats_itself_runs_on() -> None:
 
 
 def test_a_guess_ends_where_it_is_unlikely_and_no_sooner() -> None:
-    texts = Texts(1)
-    texts.grow(0, [*range(50), *range(30)])
-    assert texts.guess(0) == [30, 31, 32, 33, 34]
-    assert texts.guess(0, least=0.5)
-    assert len(texts.guess(0, least=0.99)) < AHEAD
+    lengths = []
+    for least in (0.0, 0.5, 0.9, 1.0):
+        texts = Texts(1, least=least)
+        texts.grow(0, [*range(50), *range(30)])
+        guess = texts.guess(0)
+        assert guess == [30, 31, 32, 33, 34][: len(guess)]
+        lengths.append(len(guess))
+    assert lengths == sorted(lengths, reverse=True)
+    assert (lengths[0], lengths[-1]) == (AHEAD, 0)
+    assert 0 < lengths[2] < AHEAD
 
 
 def test_what_follows_is_trusted_as_much_as_it_was_right() -> None:
     rng = np.random.default_rng(1)
-    right, wrong = Texts(1), Texts(1)
+    right, wrong = Texts(1, least=0.8), Texts(1, least=0.8)
     right.grow(0, list(range(40)) * 30)
     known = [[3, 4, int(rng.integers(5, 4000))][i % 3] for i in range(1200)]  # after 3, 4 it is never as it was
     wrong.grow(0, known)
-    assert len(right.guess(0, least=0.8)) == AHEAD
-    assert not wrong.guess(0, least=0.8)
+    assert len(right.guess(0)) == AHEAD
+    assert not wrong.guess(0)
 
 
 def test_rows_find_their_own_texts_alone() -> None:

@@ -29,13 +29,13 @@ class SuffixGuesses:
 
     def __init__(self, context: ProposerContext) -> None:
         limits = context.limits
-        self._window, self._least = limits.window, context.options["min_token_prob"]
-        self._ahead = limits.window + limits.num_drafts
+        ahead = limits.window + limits.num_drafts
         self._index = SuffixIndex(
-            limits.max_seqs, limits.max_len, step=limits.window, ahead=self._ahead, kept=int(context.options["cached_tokens"])
-        )
+            limits.max_seqs, limits.max_len, step=limits.window, ahead=ahead, kept=int(context.options["cached_tokens"]),
+            sure=limits.window, least=context.options["min_token_prob"],
+        )  # fmt: skip
         self.buffers = (
-            StepBuffer("guess", f"B {self._ahead}", initial=0),
+            StepBuffer("guess", f"B {ahead}", initial=0),
             StepBuffer("guess_start", "B", initial=0),
             StepBuffer("guess_len", "B", initial=0),
         )
@@ -44,7 +44,7 @@ class SuffixGuesses:
         slots, table = view.plan.slots, view.slots
         n, known = len(slots), table.num_known[slots]
         self._index.follow(slots, table.number[slots], known, table.tokens)
-        guess, length = self._index.guesses(slots, sure=self._window, least=self._least)
+        guess, length = self._index.guesses(slots)
         arrays["guess"][:n], arrays["guess_start"][:n], arrays["guess_len"][:n] = guess, known, length
         return n
 

@@ -21,8 +21,8 @@ import numpy as np
 from polydraft.device import Array
 from polydraft.sentinels import NO_TOKEN
 
-ORDERS: Final = np.array((2, 4, 8, 16, 32))
-"""Lengths of the runs that are looked up."""
+ORDERS: Final = np.array((2, 4, 8, 16))
+"""Lengths of the runs that are looked up; a match grows beyond."""
 LONGEST: Final = int(ORDERS[-1])
 MOST: Final = 64
 """Longer matches are trusted as much as one of this length."""
@@ -52,13 +52,17 @@ _POWERS, _INVERSES = (
 
 class SuffixIndex:
     """Texts of `num_rows` rows of at most `max_len` tokens that grow by at most `step` at once, and the `kept` last tokens of
-    texts that have ended (0: none are kept). A guess says the next `ahead` tokens at most.
+    texts that have ended (0: none are kept). A guess says the next `ahead` tokens at most, and ends where its chance, from its
+    token `sure` on, falls below `least`.
 
     Memory: 4 bytes a token of either, and for each order 12 bytes an entry of its two tables, which have as many entries as
     there are tokens, `MOST_HASHED` at most. What is not touched is not committed."""
 
-    def __init__(self, num_rows: int, max_len: int, *, step: int, ahead: int, kept: int) -> None:
+    def __init__(
+        self, num_rows: int, max_len: int, *, step: int, ahead: int, kept: int, sure: int = 0, least: float = 0.0
+    ) -> None:
         self._step, self._ahead, self._kept, self._pitch = step, ahead, kept, max_len + step
+        self._sure, self._least = sure, least
         self._finished = LONGEST + num_rows * self._pitch  # where finished texts begin
         self._text = np.zeros(self._finished + kept + 1 + max(step, STRETCH) + ahead, np.int32)
         self._next = 0
@@ -85,14 +89,18 @@ class SuffixIndex:
         """Take in the texts `tokens[rows[i], : known[i]]` ([B, at least max_len + step] int32, [n] rows without repetition).
         Another key than before, or a shorter text, is another text: the one before has ended."""
         self._steps += 1
-        for i in np.flatnonzero((self._key[rows] != keys) | (known < self._seen[rows])).tolist():
-            self._begin(int(rows[i]), int(keys[i]))
-        for i in np.flatnonzero(known - self._seen[rows] > self._step).tolist():
-            row, seen = int(rows[i]), int(self._seen[rows[i]])
-            until = min(int(known[i]), seen + STRETCH)
-            self._take(np.array([row]), np.array([until]), tokens, until - seen)
-        self._take(rows, np.minimum(known, self._seen[rows] + self._step), tokens, self._step)
-        self._whole[rows] = self._seen[rows] == known
+        more = known - self._seen[rows]
+        other = (self._key[rows] != keys) | (more < 0)
+        for i in (other | (more > self._step)).nonzero()[0].tolist():
+            row = int(rows[i])
+            if other[i]:
+                self._begin(row, int(keys[i]))
+            size = min(int(known[i] - self._seen[row]), STRETCH)
+            if size > self._step:
+                self._take(np.array([row]), self._seen[[row]] + size, tokens, size)
+        until = np.minimum(known, self._seen[rows] + self._step)
+        self._take(rows, until, tokens, self._step)
+        self._whole[rows] = until == known
 
     def _begin(self, row: int, key: int) -> None:
         """A new text in a row, without a token yet; the one before is finished."""
@@ -129,9 +137,13 @@ class SuffixIndex:
         self._remember((own[0][:, :most], own[1][:, :most]), (ends + seen)[:, None] + offsets, before)
         self._seen[rows] = until
         last = np.arange(len(rows)), count
-        self._look_up(OWN, rows, (own[0][last], own[1][last]), until)
+        entries, checks = own[0][last], own[1][last]
         if self._kept:
-            self._look_up(FINISHED, rows, self._entries(FINISHED, hashes[last]), until)
+            finished = self._entries(FINISHED, hashes[last])
+            entries, checks = np.stack((entries, finished[0])), np.stack((checks, finished[1]))
+        self._look_up(
+            rows, entries.reshape(-1, *last[0].shape, len(ORDERS)), checks.reshape(-1, *last[0].shape, len(ORDERS)), until
+        )
 
     def _move(self, rows: Array, count: Array, starts: Array, most: int) -> None:
         """Compare what is new with what the places say, and count how often it was the same."""
@@ -161,9 +173,8 @@ class SuffixIndex:
         tokens = self._text[starts[:, None] + np.arange(-LONGEST, size)].astype(np.uint64)
         sums = np.zeros((len(starts), LONGEST + size + 1), np.uint64)
         np.cumsum((tokens + np.uint64(1)) * _POWERS[: LONGEST + size], axis=1, out=sums[:, 1:])
-        ends = LONGEST + np.arange(size + 1)
-        begins = ends[:, None] - ORDERS
-        return (sums[:, ends][..., None] - sums[:, begins]) * _INVERSES[begins]  # type: ignore[no-any-return]
+        begins = LONGEST + np.arange(size + 1)[:, None] - ORDERS
+        return (sums[:, LONGEST:, None] - sums[:, begins]) * _INVERSES[begins]  # type: ignore[no-any-return]
 
     def _salts(self, rows: Array) -> Array:
         """What makes a row find its own text alone, and of that what its present text said."""
@@ -172,7 +183,8 @@ class SuffixIndex:
     def _entries(self, source: int, hashes: Array) -> tuple[Array, Array]:
         """Entry and check of runs [..., orders]."""
         mixed = (hashes ^ (hashes >> np.uint64(31))) * np.uint64(_FACTOR)
-        return (mixed >> self._shifts[source]).astype(np.int64) + self._tables[source], mixed.astype(np.uint32)
+        shift, table = self._shifts[source].reshape(-1), self._tables[source].reshape(-1)
+        return (mixed >> shift).astype(np.int64) + table, mixed.astype(np.uint32)
 
     def _remember(self, runs: tuple[Array, Array], places: Array, valid: Array) -> None:
         """What follows the valid runs lies at `places`; later ones overwrite."""
@@ -182,35 +194,38 @@ class SuffixIndex:
         self._places[taken] = places.reshape(-1)[at // len(ORDERS)]
         self._checks[taken] = checks.reshape(-1)[at]
 
-    def _look_up(self, source: int, rows: Array, runs: tuple[Array, Array], known: Array) -> None:
-        """Where the longest run that a row ends with occurred last, if that is longer than what the row follows."""
-        entries, checks = (one.reshape(len(rows), len(ORDERS)) for one in runs)
+    def _look_up(self, rows: Array, entries: Array, checks: Array, known: Array) -> None:
+        """Where the longest run that a row ends with occurred last, if that is longer than what the row follows; runs are
+        [1 or 2, n, orders], of own texts and of finished ones."""
         found = (self._checks[entries] == checks) * ORDERS
-        longest = np.where(found <= known[:, None], found, 0).max(1)
-        better = (longest > self._match[source, rows]).nonzero()[0]
+        longest = np.where(found <= known[:, None], found, 0).max(2)
+        source, better = (longest > self._match[: len(entries), rows]).nonzero()
         if better.size:
-            places = self._places[entries[better, np.searchsorted(ORDERS, longest[better])]]
+            length = longest[source, better]
+            places = self._places[entries[source, better, np.searchsorted(ORDERS, length)]]
             some = places > 0
-            self._place[source, rows[better[some]]] = places[some]
-            self._match[source, rows[better[some]]] = longest[better[some]]
+            at = source[some], rows[better[some]]
+            self._place[at], self._match[at] = places[some], length[some]
 
     def _weigh(self) -> None:
-        """Work out the chance that a guess is right up to each of its tokens: [2, MOST, ahead] by source and match less one."""
+        """Work out for a match from 1 on, by source: the tokens that a guess is expected to be right in, and how many it has."""
         upto = np.minimum(np.arange(MOST)[:, None] + np.arange(self._ahead), MOST - 1)
-        self._reach = np.cumprod((self._held / self._tried)[:, _LEVEL[upto]], axis=2)
+        reach = np.cumprod((self._held / self._tried)[:, _LEVEL[upto]], axis=2)
+        likely = reach >= self._least * (reach[..., self._sure - 1 : self._sure] if self._sure else 1.0)
+        likely[..., : self._sure] = True
+        self._promise, self._length = (np.zeros((2, MOST + 1), dtype) for dtype in (np.float64, np.int64))
+        self._promise[:, 1:], self._length[:, 1:] = reach.sum(2), np.minimum.accumulate(likely, axis=2).sum(2)
 
     # -- guesses ---------------------------------------------------------------------------------------------
-    def guesses(self, rows: Array, *, sure: int, least: float) -> tuple[Array, Array]:
+    def guesses(self, rows: Array) -> tuple[Array, Array]:
         """What the rows may go on with: [n, ahead] tokens and [n] how many of them. Of its own text and the finished ones a row
-        takes what promises more tokens. A guess ends where its chance, from its token `sure` on, falls below `least`."""
-        match, place = self._match[:, rows], self._place[:, rows]
-        reach = self._reach[_BOTH, np.clip(match, 1, MOST) - 1]
-        source = (reach.sum(-1) * (match > 0)).argmax(0)
-        chosen = source, np.arange(len(rows))
-        place, reach = place[chosen], reach[chosen]
+        takes what promises more tokens."""
+        match = np.minimum(self._match[:, rows], MOST)
+        promise = self._promise[_BOTH, match]
+        source = (promise[FINISHED] > promise[OWN]).astype(np.int64)
+        place, length = self._place[source, rows], self._length[source, match[source, np.arange(len(rows))]]
         period = np.where(source == OWN, self._start(rows) + self._seen[rows] - place, self._ahead)  # a text that runs on itself
         tokens = self._text[place[:, None] + np.arange(self._ahead) % np.maximum(period, 1)[:, None]]
-        likely = reach >= least * reach[:, sure - 1 : sure] if sure else reach >= least
-        likely[:, :sure] = True
-        length = np.minimum.accumulate(likely & (tokens != NO_TOKEN), axis=1).sum(1) * (match[chosen] > 0) * self._whole[rows]
-        return tokens, length
+        ended = tokens == NO_TOKEN
+        length = np.minimum(length, np.where(ended.any(1), ended.argmax(1), self._ahead))
+        return tokens, length * self._whole[rows]

@@ -244,6 +244,29 @@ def test_memory_is_asked_of_whoever_sees_it(tell: Any, outcome_: str, monkeypatc
     assert outcome_ == "pass" or result.message.startswith("memory in use: no memory_taken() of the device")
 
 
+@pytest.mark.parametrize(("settled_after", "outcome_"), [(700, "pass"), (math.inf, "fail")])
+def test_a_pool_that_settles_is_no_leak(settled_after: float, outcome_: str, monkeypatch: pytest.MonkeyPatch):
+    """A driver that keeps what launches needed, until it has enough, and one that keeps something with every launch."""
+    monkeypatch.setattr("polydraft.conformance.memory_checks._heap", lambda: None)
+    opened: list[Any] = []
+
+    def device(answer: Any, **_: Any) -> Any:
+        empty, taken = answer.empty, [0]
+
+        def counted(name: str, shape: Any, dtype: str) -> Any:
+            taken[0] += math.prod(shape) * DTYPES[dtype].itemsize
+            return empty(name, shape, dtype)
+
+        answer.empty = counted
+        answer.memory_taken = lambda: taken[0] + 64 * int(min(answer.counters.launches, settled_after))
+        opened.append(answer)
+        return answer
+
+    result = outcome("L6/memory-of-launches/swiglu", wrap(reference, polydraft_open_device=device))
+    assert result.outcome == outcome_, result.message
+    assert max(one.counters.launches for one in opened) > 5 * 128
+
+
 def test_a_device_that_cannot_be_kept_busy_is_not_judged(monkeypatch: pytest.MonkeyPatch):
     """No call takes long and no work is ever seen running: what returns cannot be told, and nobody says that it can."""
     monkeypatch.setattr("polydraft.conformance.busy.SIZES", (1,))

@@ -35,8 +35,9 @@ LAUNCHES: Final = 128
 """Launches of a binding between two looks, at least."""
 AHEAD: Final = 64
 """Launches that are enqueued before one waits."""
-ROUNDS: Final = 3
-"""Times that the same is done between looks: what grows in each of them grows for ever."""
+ROUNDS: Final = 16
+"""Times that the same is done between looks, at most: what grows in each of them grows for ever, and once that it does not is
+proof. A driver's pools grow until they have held as much as is ever under way: PoCL's took up to 8 rounds of 85 steps."""
 SLACK: Final = 512
 """Bytes that the host's own bookkeeping may take in a round."""
 LEAST_KEPT: Final = 16
@@ -171,22 +172,27 @@ def _launches(kernel: Contract, target: Target, tally: Tally) -> None:
         opened.aside["witness"] = witness(device)
     sees = opened.aside["witness"]
     count = max(LAUNCHES, sees.grain + sees.grain // 4)
-    grown = _rounds(sees, device, once, count)
-    same = min(grown) <= max(SLACK, LEAST_KEPT * count)
-    tally.true(f"memory in use is the same behind launches of {kernel.name}, grows by {grown} bytes a round", same)
+    slack = max(SLACK, LEAST_KEPT * count)
+    grown = _rounds(sees, device, once, count, slack)
+    tally.true(f"memory in use is the same behind launches of {kernel.name}, grows by {grown} bytes a round", grown[-1] <= slack)
 
 
-def _rounds(sees: Witness, device: Device, once: Callable[[int], object], count: int) -> list[int]:
-    """What rounds of `count` calls leave in use; garbage of Python's is none of it."""
-    looks = []
+def _rounds(sees: Witness, device: Device, once: Callable[[int], object], count: int, slack: int) -> list[int]:
+    """What rounds of `count` calls leave in use, up to the first that leaves no more than `slack`; garbage of Python's is none
+    of it."""
+    grown: list[int] = []
+    before: int | None = None
     with _uncollected():  # and collecting looks at what is new alone
-        for _ in range(1 + ROUNDS):
+        while len(grown) < ROUNDS and not (grown and grown[-1] <= slack):
             for number in range(count):
                 once(number)
             device.synchronize()
             gc.collect()
-            looks.append(sees.taken())
-    return np.diff(looks).tolist()
+            now = sees.taken()
+            if before is not None:
+                grown.append(now - before)
+            before = now
+    return grown
 
 
 # -- steps -----------------------------------------------------------------------------------------------
@@ -203,5 +209,5 @@ def _steps(graph: str, target: Target, tally: Tally) -> None:
         tally.equal("what steps allocate on the device", names, [])
         if not names:
             sees, steps = witness(device), engine.totals.steps - before
-            grown = _rounds(sees, device, lambda _: serve(engine, asks, tally), -(-2 * sees.grain // steps))
-            tally.true(f"memory in use is the same behind hundreds of steps, grows by {grown} bytes a round", min(grown) <= SLACK)
+            grown = _rounds(sees, device, lambda _: serve(engine, asks, tally), -(-2 * sees.grain // steps), SLACK)
+            tally.true(f"memory in use is the same behind hundreds of steps, grows by {grown} bytes a round", grown[-1] <= SLACK)

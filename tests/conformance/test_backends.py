@@ -106,7 +106,7 @@ def test_a_synchronous_backend_without_graphs_claims_neither():
 
 
 # -- several backends ------------------------------------------------------------------------------------
-QUICK = ("reference", "cpu", "emulator")
+QUICK = ("reference", "cpu")
 """Those that `make test` takes; `make conform` claims `basic` of the others each time."""
 
 
@@ -130,11 +130,11 @@ def test_one_table_of_all():
     by_row = {(row["level"], row["contract"]): row["cells"] for row in content["rows"]}
     assert list(by_row) == sorted(by_row, key=lambda key: (key[0], key[1] != ""))
     assert by_row["L2", "linear"]["reference"]["owner"] == "own"
-    assert by_row["L2", "linear"]["emulator"]["outcome"] == "pass"
+    assert by_row["L2", "linear"]["cpu"]["outcome"] == "pass"
     assert by_row["L5", ""]["reference"]["outcome"] == "pass"
     assert 0 < by_row["L2", "linear"]["reference"]["headroom"] <= 1
     classes = {one["name"]: one["evidence"] for one in content["backends"]}
-    assert classes["emulator"] == "emulator"
+    assert classes["cpu"] == "silicon"
     for page_of_table in (markdown(content), plain(content)):
         for one in content["backends"]:
             assert claim_of(one) in page_of_table
@@ -143,7 +143,7 @@ def test_one_table_of_all():
 
 def test_a_table_says_what_failed_and_what_was_not_run():
     failing = conform(raising("swiglu", ContractError), selection=Selection(contract="swiglu"))
-    whole = kernels("emulator")
+    whole = kernels("cpu")
     content = table([failing, whole])
     assert content["status"] == 1
     cells = {(row["level"], row["contract"]): row["cells"] for row in content["rows"]}

@@ -25,7 +25,7 @@ ROOMS: dict[str, frozenset[str]] = {
     "polydraft/conformance/vendor.py": frozenset({"pytest"}),  # the base of a test class
     "polydraft/sampling/automaton.py": frozenset({"llguidance"}),  # the extra `grammar`; imported where a grammar is asked for
     "polydraft/sampling/grammar_process.py": frozenset({"llguidance"}),  # likewise
-    "polydraft/serving": frozenset({"starlette", "uvicorn", "msgspec", "zmq", "prometheus_client"}),  # the extra `serve`
+    "polydraft/serving": frozenset({"starlette", "uvicorn", "h11", "msgspec", "zmq", "prometheus_client"}),  # the extra `serve`
     "polydraft/template": frozenset({"polydraft_mychip"}),  # a package to be: it imports itself
 }
 

@@ -53,7 +53,13 @@ class CheckpointError(PolydraftError):
 
 
 class RequestError(PolydraftError):
-    """One generation request is wrong (prompt, token ids, parameters, duplicate id); the others are not affected."""
+    """One generation request is wrong (prompt, token ids, parameters, duplicate id); the others are not affected.
+
+    `param`: the one parameter that is wrong, as `SamplingParams` calls it, or `prompt`; "" where it is none, or several."""
+
+    def __init__(self, message: str, param: str = "") -> None:
+        super().__init__(message)
+        self.param = param
 
 
 class OutOfBlocks(PolydraftError):  # noqa: N818  the established name, even if it is no mistake

@@ -93,7 +93,7 @@ class SamplingParams:
                 object.__setattr__(self, name, (getattr(self, name),))
         for name, wanted in _LISTS.items():
             if not isinstance(getattr(self, name), (list, tuple)):
-                raise RequestError(f"{name} is {_shown(getattr(self, name))}, wanted {wanted}; correct the request")
+                raise RequestError(f"{name} is {_shown(getattr(self, name))}, wanted {wanted}; correct the request", name)
             object.__setattr__(self, name, tuple(getattr(self, name)))
         self._check_sizes()
         lists: tuple[Any, ...] = self.bad_words
@@ -102,21 +102,21 @@ class SamplingParams:
         object.__setattr__(self, "constraint", _constraint(self.constraint))
         for name, ok, wanted in self._rules():
             if not ok:
-                raise RequestError(f"{name} is {_shown(getattr(self, name))}, wanted {wanted}; correct the request")
+                raise RequestError(f"{name} is {_shown(getattr(self, name))}, wanted {wanted}; correct the request", name)
 
     def _check_sizes(self) -> None:
         """Refuse what is too long before any of it is looked at."""
         stop_length, bad_length = _characters(self.stop), _characters(self.bad_words)
-        for what, count, most in (
-            (f"stop has {len(self.stop)} texts", len(self.stop), MAX_STOPS),
-            (f"stop has {stop_length} characters", stop_length, MAX_STOP_CHARACTERS),
-            (f"logit_bias has {_size(self.logit_bias)} token ids", _size(self.logit_bias), MAX_BIASES),
-            (f"{len(self.stop_token_ids)} stop token ids", len(self.stop_token_ids), MAX_STOP_TOKENS),
-            (f"bad_words has {len(self.bad_words)} entries", len(self.bad_words), MAX_BAD_WORDS),
-            (f"bad_words have {bad_length} characters", bad_length, MAX_BAD_CHARACTERS),
+        for name, what, count, most in (
+            ("stop", f"stop has {len(self.stop)} texts", len(self.stop), MAX_STOPS),
+            ("stop", f"stop has {stop_length} characters", stop_length, MAX_STOP_CHARACTERS),
+            ("logit_bias", f"logit_bias has {_size(self.logit_bias)} token ids", _size(self.logit_bias), MAX_BIASES),
+            ("stop_token_ids", f"{len(self.stop_token_ids)} stop token ids", len(self.stop_token_ids), MAX_STOP_TOKENS),
+            ("bad_words", f"bad_words has {len(self.bad_words)} entries", len(self.bad_words), MAX_BAD_WORDS),
+            ("bad_words", f"bad_words have {bad_length} characters", bad_length, MAX_BAD_CHARACTERS),
         ):
             if count > most:
-                raise RequestError(f"{what}, wanted at most {most}; name fewer")
+                raise RequestError(f"{what}, wanted at most {most}; name fewer", name)
 
     def _rules(self) -> Sequence[tuple[str, bool, str]]:
         def number(value: Any) -> bool:
@@ -200,7 +200,7 @@ class SamplingParams:
             if key not in known:
                 near = difflib.get_close_matches(key, known, 1)
                 hint = f"did you mean {near[0]!r}? " if near else ""
-                raise RequestError(f"unknown sampling parameter {key!r}; {hint}known: {', '.join(known)}")
+                raise RequestError(f"unknown sampling parameter {key!r}; {hint}known: {', '.join(known)}", key)
         return cls(**values)
 
 
@@ -219,14 +219,17 @@ def _constraint(given: Any) -> tuple[str, str] | None:
     pairs = list(given.items()) if isinstance(given, Mapping) else [given]
     if len(pairs) != 1 or not isinstance(pairs[0], (tuple, list)) or len(pairs[0]) != 2 or pairs[0][0] not in CONSTRAINTS:
         raise RequestError(
-            f"constraint is {_shown(given)}, wanted an object with one of {', '.join(CONSTRAINTS)}; correct the request"
+            f"constraint is {_shown(given)}, wanted an object with one of {', '.join(CONSTRAINTS)}; correct the request",
+            "constraint",
         )
     kind, value = pairs[0]
     if isinstance(value, str):
         return kind, value
     if (kind == "json_schema" and isinstance(value, Mapping)) or (kind == "json_object" and value is True):
         return kind, json.dumps(value if kind == "json_schema" else {"type": "object"}, sort_keys=True)
-    raise RequestError(f"the {kind} of constraint is {_shown(value)}, wanted a text, or a schema; correct the request")
+    raise RequestError(
+        f"the {kind} of constraint is {_shown(value)}, wanted a text, or a schema; correct the request", "constraint"
+    )
 
 
 _LISTS = {
@@ -259,7 +262,8 @@ def _pairs(bias: Any) -> tuple[tuple[int, float], ...]:
         return tuple(sorted(merged.items()))
     except (TypeError, ValueError):
         shown = _shown(bias)
-        raise RequestError(f"logit_bias is {shown}, wanted a mapping of token ids to numbers; correct the request") from None
+        wanted = "a mapping of token ids to numbers"
+        raise RequestError(f"logit_bias is {shown}, wanted {wanted}; correct the request", "logit_bias") from None
 
 
 def _token_id(key: Any) -> Any:

@@ -36,7 +36,7 @@ MOST_LOGPROBS = 20
 @click.option("--host", metavar="ADDRESS", help="Where to listen.  [default: 127.0.0.1]")
 @click.option("--port", type=int, metavar="N", help="Port to listen on; 0 takes a free one.  [default: 8000]")
 @engine_options(max_num_seqs=MAX_NUM_SEQS)
-@click.option("--served-model", metavar="NAME", help="Name under which the model is served.  [default: its directory's]")
+@click.option("--served-model-name", metavar="NAME", help="Name under which the model is served.  [default: its directory's]")
 @click.option("--logprobs", type=int, metavar="N", help="Log probabilities beside a token at most; -1: none.  [default: 20]")
 @click.option("--constraints", is_flag=True, default=None, help="Serve grammars and thinking limits; splits every step in two.")
 @click.option("--seed", type=int, metavar="S", help="Base of the seeds of requests that bring none.  [default: 0]")

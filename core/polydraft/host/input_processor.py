@@ -49,7 +49,8 @@ class InputProcessor:
         if params.constrained and self.constraints is None:
             raise RequestError(
                 "the request binds its output, but this engine was not built for it; build it with constraints=True, or serve "
-                "with --constraints"
+                "with --constraints",
+                next(name for name in ("constraint", "thinking_limit", "reply_budget") if getattr(params, name) is not None),
             )
         prompt_ids = tuple(self.tokenizer.encode(prompt)) if isinstance(prompt, str) else self._checked_ids(prompt)
         request = Request(
@@ -74,11 +75,13 @@ class InputProcessor:
         for name, count in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
             if count is not None and most < 0:
                 raise RequestError(
-                    f"{name} is {count}, but this engine reports no log probabilities; build it with logprobs={count} or more"
+                    f"{name} is {count}, but this engine reports no log probabilities; build it with logprobs={count} or more",
+                    name,
                 )
             if count is not None and count > most:
                 raise RequestError(
-                    f"{name} is {count}, wanted at most {most} in this engine; ask for fewer, or build it with more"
+                    f"{name} is {count}, wanted at most {most} in this engine; ask for fewer, or build it with more",
+                    name,
                 )
 
     def _checked_ids(self, prompt: Sequence[int]) -> tuple[int, ...]:
@@ -88,32 +91,36 @@ class InputProcessor:
             ids = np.array(None)
         if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
             raise RequestError(
-                f"prompt_ids are {type(prompt).__name__} of dtype {ids.dtype}, wanted a list of token ids; correct the request"
+                f"prompt_ids are {type(prompt).__name__} of dtype {ids.dtype}, wanted a list of token ids; correct the request",
+                "prompt",
             )
         vocab = self.model.vocab_size
         wrong = np.flatnonzero((ids < 0) | (ids >= vocab))
         if wrong.size:
             raise RequestError(
                 f"prompt token {int(wrong[0])} is {int(ids[wrong[0]])}, wanted an id from 0 to {vocab - 1}; use this model's "
-                "tokenizer"
+                "tokenizer",
+                "prompt",
             )
         return tuple(int(i) for i in ids)
 
     def _max_total(self, prompt_ids: tuple[int, ...], params: SamplingParams) -> int:
         limits = self.limits
         if not prompt_ids:
-            raise RequestError("the prompt is empty, wanted at least one token; add text or a beginning-of-text token")
+            raise RequestError("the prompt is empty, wanted at least one token; add text or a beginning-of-text token", "prompt")
         if len(prompt_ids) >= limits.max_len:
             raise RequestError(
                 f"the prompt has {len(prompt_ids)} tokens, wanted fewer than {limits.max_len} (model length, one token of "
-                "output included); shorten it"
+                "output included); shorten it",
+                "prompt",
             )
         total = min(len(prompt_ids) + params.max_new_tokens, limits.max_len)
         need = -(-total // limits.block_size)
         if need > limits.num_blocks:
             raise RequestError(
                 f"the request may grow to {total} tokens = {need} KV blocks, the pool has {limits.num_blocks}; raise "
-                "--num-blocks or ask for fewer tokens"
+                "--num-blocks or ask for fewer tokens",
+                "max_new_tokens",
             )
         return total
 
@@ -121,13 +128,17 @@ class InputProcessor:
         own = () if params.ignore_eos else self.model.eos_token_ids
         ids = tuple(dict.fromkeys((*own, *params.stop_token_ids)))
         if len(ids) > MAX_STOP_TOKENS:
-            raise RequestError(f"{len(ids)} stop token ids, wanted at most {MAX_STOP_TOKENS} with the model's own; name fewer")
+            more = f"{len(ids)} stop token ids, wanted at most {MAX_STOP_TOKENS} with the model's own; name fewer"
+            raise RequestError(more, "stop_token_ids")
         if max(ids, default=0) >= self.model.vocab_size:
             raise RequestError(
-                f"stop token id {max(ids)} is none of this model, wanted at most {self.model.vocab_size - 1}; correct the request"
+                f"stop token id {max(ids)} is none of this model, wanted at most {self.model.vocab_size - 1}; correct the "
+                "request",
+                "stop_token_ids",
             )
         if self.verify == "greedy" and params.temperature > 0:
-            raise RequestError(f"temperature is {params.temperature}, wanted 0 under --verify greedy; use --verify coupled")
+            wanted = "wanted 0 under --verify greedy; use --verify coupled"
+            raise RequestError(f"temperature is {params.temperature}, {wanted}", "temperature")
         return ids
 
     def _seed(self, params: SamplingParams, number: int) -> tuple[int, int]:

@@ -78,7 +78,8 @@ class ChatTemplate:
 
         if not messages or not all(_is_message(message) for message in messages):
             raise RequestError(
-                f"messages is {messages!r}, wanted one or more objects with a role and a content; correct the request"
+                f"messages is {messages!r}, wanted one or more objects with a role and a content; correct the request",
+                "messages",
             )
         present = [{key: value for key, value in message.items() if value is not None} for message in messages]
         try:
@@ -91,9 +92,10 @@ class ChatTemplate:
         try:
             return template.render(names)
         except jinja2.TemplateError as error:
-            raise RequestError(f"the chat template of {self.file} refuses the conversation: {error}") from error
+            raise RequestError(f"the chat template of {self.file} refuses the conversation: {error}", "messages") from error
         except Exception as error:  # templates compute: any exception of theirs ends this request only
-            raise RequestError(f"the chat template of {self.file} fails with {error!r}; correct the messages") from error
+            failed = f"the chat template of {self.file} fails with {error!r}; correct the messages"
+            raise RequestError(failed, "messages") from error
 
     @cached_property
     def _compiled(self) -> jinja2.Template:

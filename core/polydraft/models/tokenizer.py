@@ -97,7 +97,8 @@ class Tokenizer:
         except UnicodeEncodeError as error:
             raise RequestError(
                 f"the prompt is no valid Unicode text, got a lone surrogate at character {error.start}, wanted text; "
-                f"decode the input as UTF-8"
+                f"decode the input as UTF-8",
+                "prompt",
             ) from None
         if most is not None:
             self._measure(text, most)
@@ -118,7 +119,7 @@ class Tokenizer:
             words = [word for word in found.word_ids if word is not None]
             certain = bisect_left(words, words[-1] - _BESIDE) if words else 0
             if certain > most:
-                raise RequestError(f"the prompt has more than {certain} tokens, wanted fewer than {most}; shorten it")
+                raise RequestError(f"the prompt has more than {certain} tokens, wanted fewer than {most}; shorten it", "prompt")
             if not certain:  # it has no words, and its parts tell nothing of the whole
                 return
             size *= 4

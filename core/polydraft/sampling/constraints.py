@@ -63,7 +63,9 @@ class Constraints:
             return None
         if (params.thinking_limit is not None or params.reply_budget is not None) and not self._end:
             raise RequestError(
-                "thinking_limit or reply_budget was given, but the engine does not know what ends thinking; give it think_end_ids"
+                "thinking_limit or reply_budget was given, but the engine does not know what ends thinking; give it "
+                "think_end_ids",
+                "reply_budget" if params.thinking_limit is None else "thinking_limit",
             )
         thinking = None
         if self._end:
@@ -81,7 +83,7 @@ class Constraints:
         while wait and not binding.compiled:
             self._changed += self._grammars.poll(None)
         if binding.error:
-            raise RequestError(binding.error)
+            raise RequestError(binding.error, "constraint")
 
     def changed(self, wait_s: float = 0.0) -> list[Binding]:
         """Bindings that have been answered, or failed, since the last time; waits so long for one at most."""

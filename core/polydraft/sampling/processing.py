@@ -130,7 +130,8 @@ class ForbiddenTokens(Stage):
         table = tuple(token for word in dict.fromkeys(words) if word for token in (*word, NO_TOKEN))
         if len(table) > MAX_BAD_WORDS:
             raise RequestError(
-                f"bad_words take {len(table)} places (one a token and one a word), wanted at most {MAX_BAD_WORDS}; name fewer"
+                f"bad_words take {len(table)} places (one a token and one a word), wanted at most {MAX_BAD_WORDS}; name fewer",
+                "bad_words",
             )
         _known("bad_words", table, vocab_size)
         return table
@@ -139,7 +140,7 @@ class ForbiddenTokens(Stage):
 def _known(name: str, ids: Iterable[int], vocab_size: int) -> None:
     largest = max(ids, default=0)
     if largest >= vocab_size:
-        raise RequestError(f"{name} names token id {largest}, wanted at most {vocab_size - 1}; use this model's tokenizer")
+        raise RequestError(f"{name} names token id {largest}, wanted at most {vocab_size - 1}; use this model's tokenizer", name)
 
 
 def _accepts(parameter: Parameter, value: Any) -> bool:
@@ -244,6 +245,6 @@ class Processing:
             parameter = self.parameters.get(name)
             if parameter is None:
                 known = f"known: {', '.join(self.parameters)}" if self.parameters else "no plugin of this engine brings any"
-                raise RequestError(f"the request has the parameter {name!r}, which no stage knows; {known}")
+                raise RequestError(f"the request has the parameter {name!r}, which no stage knows; {known}", name)
             if not _accepts(parameter, value):
-                raise RequestError(f"{name} is {value!r}, wanted {parameter.wanted}; correct the request")
+                raise RequestError(f"{name} is {value!r}, wanted {parameter.wanted}; correct the request", name)

@@ -187,9 +187,11 @@ def usage(choices: Sequence[Choice], num_prompts: int) -> dict[str, Any]:
     }
 
 
-def error_body(message: str, kind: str, code: int) -> dict[str, Any]:
-    """OpenAI's form of an error. Its message may repeat what a client has sent, and is cut where that is long."""
-    return {"error": {"message": shortened(message, MOST_SAID), "type": kind, "param": None, "code": code}}
+def error_body(message: str, kind: str, code: int, param: str = "") -> dict[str, Any]:
+    """OpenAI's form of an error; `param`: the field that it is about. Message and field may repeat what a client has sent, and
+    are cut where that is long."""
+    field = shortened(param, MOST_SAID) or None
+    return {"error": {"message": shortened(message, MOST_SAID), "type": kind, "param": field, "code": code}}
 
 
 def shortened(text: str, most: int) -> str:

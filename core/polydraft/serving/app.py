@@ -24,9 +24,19 @@ from starlette.routing import Route
 from polydraft.errors import RequestError
 from polydraft.serving import protocol
 from polydraft.serving.engine_client import EngineGone
-from polydraft.serving.http import BodyRoom, Gone, HttpError, check_key, check_origin, read_body
+from polydraft.serving.http import (
+    REQUEST_ID,
+    BodyRoom,
+    Gone,
+    HttpError,
+    RequestIds,
+    check_key,
+    check_origin,
+    new_id,
+    read_body,
+)
 from polydraft.serving.openapi import document
-from polydraft.serving.service import Service, as_http
+from polydraft.serving.service import Job, Service, as_http
 
 PLAYGROUND = Path(__file__).with_name("playground.html")
 POLICY = (
@@ -89,13 +99,18 @@ class Routes:
 
     async def completions(self, request: Request) -> Any:
         """`/v1/completions`."""
-        body = await self._body(request, self._service.bodies[protocol.CompletionRequest])
-        return await self._service.answer(request, await self._service.made(self._service.completion, *body))
+        return await self._text(request, protocol.CompletionRequest, self._service.completion)
 
     async def chat(self, request: Request) -> Any:
         """`/v1/chat/completions`."""
-        body = await self._body(request, self._service.bodies[protocol.ChatRequest])
-        return await self._service.answer(request, await self._service.made(self._service.chat, *body))
+        return await self._text(request, protocol.ChatRequest, self._service.chat)
+
+    async def _text(self, request: Request, kind: type[protocol.Sampling], make: Callable[[Any], Job]) -> Any:
+        """Text for a body of `kind`. Its id is the header's, the body's, or a new one, in this order, as vLLM has it."""
+        body, size = await self._body(request, self._service.bodies[kind])
+        body.request_id = request.state.request_id = request.state.request_id or body.request_id or new_id()
+        with protocol.named(body):
+            return await self._service.answer(request, await self._service.made(make, body, size))
 
     async def models(self, request: Request) -> Any:
         """`/v1/models`."""
@@ -143,7 +158,9 @@ class Routes:
 
     async def tokenize(self, request: Request) -> Any:
         """`/tokenize`."""
-        ids = await self._service.made(self._service.tokens, *await self._body(request, protocol.TokenizeRequest))
+        body, size = await self._body(request, protocol.TokenizeRequest)
+        with protocol.named(body):
+            ids = await self._service.made(self._service.tokens, body, size)
         return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": self._service.ready.max_model_len})
 
     async def detokenize(self, request: Request) -> Any:
@@ -162,7 +179,7 @@ class Routes:
         error = await self._client.update_weights(body.path, body.running)
         self._log.tell("update_weights", path=body.path, error=error, ms=round(1000 * (time.monotonic() - begin)))
         if error:
-            raise RequestError(error)
+            raise RequestError(error, "path")
         return JSONResponse({"status": "ok", "seconds": round(time.monotonic() - begin, 3)})
 
     async def openapi(self, request: Request) -> Any:
@@ -206,10 +223,11 @@ async def no_route(request: Request, error: Exception) -> Any:
 
 def build(service: Service) -> Starlette:
     """The ASGI application. Its engine is started and stopped by who runs it."""
-    middleware = []
+    middleware = [Middleware(RequestIds)]
     origins = service.settings.cors_origins
     if origins:
         allowed: Any = {"allow_origins": list(origins), "allow_methods": ["GET", "POST"], "allow_headers": ["*"]}
+        allowed["expose_headers"] = [REQUEST_ID]
         middleware.append(Middleware(CORSMiddleware, **allowed))
     handlers: Any = {404: no_route, 405: no_route}
     application = Starlette(routes=Routes(service).all(), middleware=middleware, exception_handlers=handlers)

@@ -20,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from polydraft.errors import ConfigError
-from polydraft.serving.http import HttpError
+from polydraft.serving.http import REQUEST_ID, HttpError, RequestIds, new_id
 from polydraft.serving.settings import ServerSettings
 
 KEEP_ALIVE_S: Final = 30
@@ -100,11 +100,11 @@ class Connection(H11Protocol):
         major, shared = scope["http_version"].partition(".")[0], self._shared
         if major != "1":
             wrong = f"the request is in HTTP/{scope['http_version']}, wanted HTTP/1.1; send it in that"
-            await HttpError(505, wrong, closes=True).response()(scope, receive, send)
+            await RequestIds(HttpError(505, wrong, closes=True).response())(scope, receive, send)
         elif shared.open > shared.most:
             shared.ended["full"] += 1
             full = f"{shared.most} connections are served, which is all the server admits; try again"
-            await HttpError(503, full, "server_error", 1, closes=True).response()(scope, receive, send)
+            await RequestIds(HttpError(503, full, "server_error", 1, closes=True).response())(scope, receive, send)
         else:
             await self._app(scope, receive, send)
 
@@ -195,5 +195,6 @@ class Connection(H11Protocol):
 
 def _written(answer: Response) -> bytes:
     """An answer outside of any request, behind which its connection ends."""
-    heads = (b"%s: %s" % head for head in (*answer.raw_headers, (b"connection", b"close")))
+    own = ((b"connection", b"close"), (REQUEST_ID.encode(), new_id().encode()))
+    heads = (b"%s: %s" % head for head in (*answer.raw_headers, *own))
     return b"\r\n".join((b"HTTP/1.1 %d " % answer.status_code, *heads, b"", bytes(answer.body)))

@@ -256,8 +256,10 @@ class EngineClient:
             self._deliver(event)
         elif isinstance(event, wire.Refused):
             if event.handle in self._waiting:
-                kind = RequestError if event.fault == "client" else DeviceError
-                self._waiting[event.handle].put_nowait(kind(event.error))
+                wrong = event.fault == "client"
+                self._waiting[event.handle].put_nowait(
+                    RequestError(event.error, event.param) if wrong else DeviceError(event.error)
+                )
         elif isinstance(event, wire.Ready):
             self.ready, self._ready_at = event, self._heard_at
             self._become("ready")

@@ -12,29 +12,35 @@ import hashlib
 import hmac
 import ipaddress
 import json
+import re
+import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from polydraft.serving.answers import error_body
+from polydraft.serving.protocol import ID_PATTERN
 
 T = TypeVar("T")
 DONE = b"data: [DONE]\n\n"
+REQUEST_ID = "x-request-id"
 
 
 class HttpError(Exception):
-    """An answer with an error: a status, OpenAI's kind of error, one sentence."""
+    """An answer with an error: a status, OpenAI's kind of error, one sentence, and the field of the body that it is about."""
 
     def __init__(
         self, status: int, message: str, kind: str = "invalid_request_error", retry_s: int | None = None, allow: str = "",
-        closes: bool = False,
+        closes: bool = False, param: str = "",
     ) -> None:  # fmt: skip
         super().__init__(message)
         self.status, self.kind, self.retry_s, self.allow, self.closes = status, kind, retry_s, allow, closes
+        self.param = param
 
     def response(self) -> JSONResponse:
         """As it is sent."""
@@ -45,7 +51,40 @@ class HttpError(Exception):
             headers["Allow"] = self.allow
         if self.closes:
             headers["Connection"] = "close"
-        return JSONResponse(error_body(str(self), self.kind, self.status), self.status, headers)
+        return JSONResponse(self.body(), self.status, headers)
+
+    def body(self) -> dict[str, Any]:
+        """OpenAI's object of it."""
+        return error_body(str(self), self.kind, self.status, self.param)
+
+
+class RequestIds:
+    """An ASGI application whose answers all have an `x-request-id`: the request's own, where it has one that fits
+    (`ID_PATTERN`), or what the application left in `state.request_id`, or a new one."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get(REQUEST_ID, "")
+        state = scope.setdefault("state", {})
+        state["request_id"] = given if re.fullmatch(ID_PATTERN, given) else ""
+
+        async def named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)[REQUEST_ID] = state["request_id"] or new_id()
+            await send(message)
+
+        await self._app(scope, receive, named)
+
+
+def new_id() -> str:
+    """An id for a request that brings none."""
+    return uuid.uuid4().hex
 
 
 class Gone(Exception):  # noqa: N818  what has happened, not a mistake

@@ -6,10 +6,11 @@ talk to the engine.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Final, Literal, TypeVar, get_args
 
 import msgspec
@@ -19,6 +20,8 @@ from polydraft.sampling_params import MAX_BAD_WORDS, MAX_BIASES, MAX_STOP_TOKENS
 from polydraft.serving.answers import shortened
 from polydraft.serving.wire import Parameter
 
+ID_PATTERN: Final = "^[!-~]{1,128}$"
+"""What an id of a request may be: printable characters of ASCII, and not many of them."""
 MOST = 2**31 - 1
 """Numbers of the engine have 32 bits; what is sent to it must at least fit into 64."""
 Whole = Annotated[int, msgspec.Meta(ge=0, le=MOST)]
@@ -30,6 +33,9 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     """`stream_options`."""
 
     include_usage: bool = False
+    continuous_usage_stats: bool | None = None
+    """vLLM's: with `include_usage`, each event has the usage of its choice so far."""
+    include_obfuscation: bool | None = None
 
 
 class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
@@ -40,7 +46,11 @@ class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Sampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What completions and chat have in common; names and defaults are OpenAI's, the last group is vLLM's and ours."""
+    """What completions and chat have in common; names and defaults are OpenAI's, the last group is vLLM's and ours.
+
+    Of some fields only the values are taken that change nothing here (`NEUTRAL`); others are accepted since they only tell the
+    operator of a service something, or route requests, and no text depends on them (`user`, `metadata`, `prompt_cache_key`,
+    `safety_identifier`)."""
 
     model: str = ""
     max_tokens: Count | None = None
@@ -55,8 +65,13 @@ class Sampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     logit_bias: Annotated[dict[str, float], msgspec.Meta(max_length=MAX_BIASES)] | None = None
     seed: int | None = None
     user: str | None = None
+    metadata: Annotated[dict[str, str], msgspec.Meta(max_length=16)] | None = None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
+    service_tier: str | None = None
+    store: bool | None = None
     top_k: Annotated[int, msgspec.Meta(ge=-MOST, le=MOST)] | None = None
-    """Below 0 is wrong, too; the engine's sentence says what 0 means."""
+    """0, and -1 as vLLM has it, is no limit."""
     min_p: float | None = None
     repetition_penalty: float | None = None
     min_tokens: Whole | None = None
@@ -65,7 +80,24 @@ class Sampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     bad_words: Annotated[list[str], msgspec.Meta(max_length=MAX_BAD_WORDS)] | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: dict[str, Any] | None = None
-    """vLLM's: an object with json, regex or grammar (EBNF or Lark)."""
+    """vLLM's: an object with json, regex, choice, grammar (EBNF or Lark) or json_object."""
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    add_special_tokens: bool | None = None
+    """vLLM's: with those that the tokenizer puts around a text; by default around a prompt, not around a conversation."""
+    truncate_prompt_tokens: Count | None = None
+    """vLLM's: keep this many tokens of the prompt, the last ones."""
+    return_token_ids: bool | None = None
+    """vLLM's: give the token ids of prompt and text as well."""
+    request_id: Annotated[str, msgspec.Meta(pattern=ID_PATTERN)] | None = None
+    """vLLM's: what the answer's id is made of, where no header names another."""
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    allowed_token_ids: list[Any] | None = None
+    prompt_logprobs: int | None = None
+    priority: int | None = None
     thinking_limit: Whole | None = None
     reply_budget: Whole | None = None
     max_drafts: Whole | None = None
@@ -96,8 +128,12 @@ class ChatRequest(Sampling, kw_only=True, forbid_unknown_fields=True):
     top_logprobs: Whole | None = None
     tools: list[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    metadata: dict[str, Any] | None = None
-    store: bool | None = None
+    modalities: list[str] | None = None
+    verbosity: str | None = None
+    add_generation_prompt: bool | None = None
+    """vLLM's: end the prompt with the header of an answer."""
+    continue_final_message: bool | None = None
+    """vLLM's: the answer goes on with the last message."""
 
 
 class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True):
@@ -169,7 +205,8 @@ def _extra(body: Sampling) -> dict[str, Any]:
         if not _fits(value, MOST_NESTED):
             raise RequestError(
                 f"{name} has a number of more than 64 bits, or more than {MOST_NESTED} lists and objects within each other; "
-                "correct the request"
+                "correct the request",
+                name,
             )
         found[name] = value
     return found
@@ -191,7 +228,7 @@ def decode(data: bytes, kind: type[Any]) -> Any:
     try:
         return msgspec.json.decode(data, type=kind)
     except msgspec.ValidationError as error:
-        raise RequestError(_sentence(str(error), kind)) from error
+        raise RequestError(*_sentence(str(error), kind)) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         alone = _lone_surrogate(data, str(error))
         if alone:
@@ -212,11 +249,19 @@ def _lone_surrogate(data: bytes, message: str) -> str:
     return found[1].decode(errors="replace") if found else ""
 
 
-def _sentence(message: str, kind: type[Any]) -> str:
+WHERE: Final = re.compile(r" - at `\$\.?([^`]*)`$")
+"""At the end of msgspec's message: where in a body it is."""
+MISSING: Final = re.compile(r"^Object missing required field `([^`]*)`")
+
+
+def _sentence(message: str, kind: type[Any]) -> tuple[str, str]:
+    """What is wrong with a body, and with which field of it."""
     mark, end = "unknown field `", message.rfind("`")
     start = message.find(mark) + len(mark)
     if start < len(mark):
-        return f"the request is wrong: {message}; correct it"
+        found = WHERE.search(message), MISSING.match(message)
+        path = [part[1] for part in found if part is not None and part[1]]
+        return f"the request is wrong: {message}; correct it", ".".join(path).replace("[...]", "")
     # Where the field is: behind it stands " - at `$.stream_options`", or nothing.
     whole, _, place = message[start:end].rpartition("` - at `$.")
     unknown, within = (whole, _named(kind, place)) if whole and _named(kind, place) else (message[start:end], kind)
@@ -224,7 +269,8 @@ def _sentence(message: str, kind: type[Any]) -> str:
     near = difflib.get_close_matches(unknown, known, 1) if len(unknown) <= MOST_COMPARED else []
     hint = f"did you mean {near[0]!r}? " if near else ""
     where = f" of {place}" if within is not kind else ""
-    return f"unknown parameter {shortened(unknown, MOST_COMPARED)!r}{where}; {hint}known: {', '.join(known)}"
+    said = f"unknown parameter {shortened(unknown, MOST_COMPARED)!r}{where}; {hint}known: {', '.join(known)}"
+    return said, shortened(f"{place}.{unknown}" if within is not kind else unknown, MOST_COMPARED)
 
 
 def _named(kind: type[Any], name: str) -> Any:
@@ -240,11 +286,12 @@ def sampling_params(body: Sampling, *, default_max: int, most: int) -> dict[str,
     if newer and body.max_tokens and newer != body.max_tokens:
         raise RequestError(
             f"max_tokens is {body.max_tokens} and max_completion_tokens is {newer}, wanted one length; leave out max_tokens, "
-            "which is the older name"
+            "which is the older name",
+            "max_tokens",
         )
     asked = newer or body.max_tokens or default_max
     if most and asked > most:
-        raise RequestError(f"max_tokens is {asked}, wanted at most {most} on this server; ask for fewer")
+        raise RequestError(f"max_tokens is {asked}, wanted at most {most} on this server; ask for fewer", "max_new_tokens")
     params: dict[str, Any] = {"max_new_tokens": asked, "temperature": 1.0 if body.temperature is None else body.temperature}
     for name in (
         "top_p", "presence_penalty", "frequency_penalty", "logit_bias", "top_k", "min_p", "repetition_penalty", "min_tokens",
@@ -253,6 +300,8 @@ def sampling_params(body: Sampling, *, default_max: int, most: int) -> dict[str,
         value = getattr(body, name)
         if value is not None:
             params[name] = value
+    if body.top_k == -1:
+        params["top_k"] = 0
     drafts = _max_drafts(body)
     if drafts is not None:
         params["max_drafts"] = drafts
@@ -274,40 +323,62 @@ def _max_drafts(body: Sampling) -> int | None:
     if ours is not None and theirs is not None and ours != theirs:
         raise RequestError(
             f"max_drafts is {ours} and num_speculative_tokens is {theirs}, two names of one limit, wanted one number; leave out "
-            "one of them"
+            "one of them",
+            "num_speculative_tokens",
         )
     return theirs if ours is None else ours
 
 
-STRUCTURED = {"json": "json_schema", "regex": "regex", "grammar": "grammar"}
-"""Keys of `structured_outputs` to kinds of constraints."""
+STRUCTURED: Final = ("json", "regex", "choice", "grammar", "json_object")
+"""Keys of `structured_outputs`; all but the last have an older name, too: `guided_json`."""
 
 
 def _constraint(body: Sampling) -> dict[str, Any] | None:
-    """What `response_format` or `structured_outputs` binds the output to."""
-    form = body.response_format
-    bound = form is not None and form.type != "text"
+    """What `response_format`, `structured_outputs` or a `guided_` field binds the output to."""
+    asked: dict[str, dict[str, Any]] = {}
+    """Keys of `structured_outputs` and their values, by the field that brings them."""
+    for kind in STRUCTURED:
+        value = getattr(body, f"guided_{kind}", None)
+        if value is not None:
+            asked[f"guided_{kind}"] = {kind: value}
     if body.structured_outputs is not None:
-        if bound or len(body.structured_outputs) != 1 or not set(body.structured_outputs) <= set(STRUCTURED):
-            raise RequestError(
-                f"structured_outputs is {body.structured_outputs!r}, wanted an object with one of {', '.join(STRUCTURED)}, and "
-                "no response_format beside it; correct the request"
-            )
-        ((kind, value),) = body.structured_outputs.items()
-        if kind == "json" and isinstance(value, dict):
-            return {"json_schema": _text(value)}
-        if not isinstance(value, str):
-            wanted = "a schema as an object or a text" if kind == "json" else "a text"
-            raise RequestError(f"the {kind} of structured_outputs is {value!r}, wanted {wanted}; correct the request")
-        return {STRUCTURED[kind]: value}
+        asked["structured_outputs"] = body.structured_outputs
+    form = body.response_format
+    bound = ["response_format"] if form is not None and form.type != "text" else []
+    if len(asked) + len(bound) > 1:
+        names = [*asked, *bound]
+        raise RequestError(f"{' and '.join(names)} bind one text, wanted one of them; leave out the others", names[0])
+    for name, structured in asked.items():
+        return _structured(name, structured)
     if form is None or not bound:
         return None
     if form.type == "json_object":
         return {"json_object": True}
     schema = (form.json_schema or {}).get("schema")
     if not isinstance(schema, dict):
-        raise RequestError("response_format is json_schema without a schema, wanted json_schema.schema; add it")
+        raise RequestError(
+            "response_format is json_schema without a schema, wanted json_schema.schema; add it", "response_format.json_schema"
+        )
     return {"json_schema": _text(schema)}
+
+
+def _structured(name: str, structured: Mapping[str, Any]) -> dict[str, Any]:
+    """What an object like `structured_outputs`, which the field `name` brings, binds the output to."""
+    if len(structured) != 1 or not set(structured) <= set(STRUCTURED):
+        raise RequestError(
+            f"{name} is {structured!r}, wanted an object with one of {', '.join(STRUCTURED)}; correct the request", name
+        )
+    ((kind, value),) = structured.items()
+    if kind == "json" and isinstance(value, dict):
+        return {"json_schema": _text(value)}
+    if kind == "json_object" and value is True:
+        return {"json_object": True}
+    if kind == "choice" and isinstance(value, list) and value and all(isinstance(one, str) and one for one in value):
+        return {"lark": "start: " + " | ".join(map(json.dumps, value))}
+    if kind in ("json", "regex", "grammar") and isinstance(value, str):
+        return {"json_schema" if kind == "json" else kind: value}
+    wanted = {"json": "a schema as an object or a text", "choice": "texts that are not empty", "json_object": "true"}
+    raise RequestError(f"the {kind} of {name} is {value!r}, wanted {wanted.get(kind, 'a text')}; correct the request", name)
 
 
 def _text(schema: dict[str, Any]) -> str:
@@ -315,13 +386,61 @@ def _text(schema: dict[str, Any]) -> str:
     return json.dumps(schema, sort_keys=True)
 
 
+NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "modalities": (["text"],),
+    "verbosity": ("medium",),
+    "suffix": ("",),
+    "tools": ([],),
+    "skip_special_tokens": (True,),
+    "include_stop_str_in_output": (False,),
+    "allowed_token_ids": (),
+    "prompt_logprobs": (),
+    "priority": (0,),
+}
+"""Values, besides null, of fields that this server knows the names of alone: those that ask for what it does anyway."""
+
+
 def refuse_unsupported(body: CompletionRequest | ChatRequest) -> None:
-    """Raises `RequestError` for what OpenAI's interface knows and this server does not."""
-    for name, harmless in (("best_of", (None, 1)), ("suffix", (None, ""))):
-        if getattr(body, name, None) not in harmless:
-            raise RequestError(f"{name} is {getattr(body, name)!r}, but this server does not know it; leave it out")
-    if getattr(body, "tools", None):
-        raise RequestError("tools were given, but this server calls none; leave them out")
+    """Raises `RequestError` for what OpenAI's and vLLM's interfaces know and this server does not."""
+    options = body.stream_options
+    given = [(name, getattr(body, name, None), values) for name, values in NEUTRAL.items()]
+    given.append(("best_of", getattr(body, "best_of", None), (body.n or 1,)))
+    given.append(("stream_options.include_obfuscation", options.include_obfuscation if options else None, (False,)))
+    for name, value, values in given:
+        if value is not None and value not in values:
+            wanted = " or ".join(map(json.dumps, values))
+            wanted = f"wanted {wanted}, or nothing" if values else "wanted nothing"
+            raise RequestError(f"{name} is {value!r}, which this server does not do, {wanted}; leave it out", name)
+
+
+SPELLED: Final[Mapping[str, tuple[str, ...]]] = {
+    "max_new_tokens": ("max_completion_tokens", "max_tokens"),
+    "max_drafts": ("max_drafts", "num_speculative_tokens"),
+    "constraint": ("structured_outputs", *(f"guided_{kind}" for kind in STRUCTURED[:-1]), "response_format"),
+    "logprobs": ("top_logprobs", "logprobs"),
+    "prompt_logprobs": ("prompt_logprobs", "logprobs"),
+    "prompt": ("messages", "prompt"),
+    "n": ("n", "prompt"),
+}
+"""Fields of bodies, by what `SamplingParams` and the engine call them."""
+
+
+def field(body: Any, param: str) -> str:
+    """The field of a body that brought the engine's parameter `param`: the first that it has, else the last."""
+    names = SPELLED.get(param, (param,))
+    return next((name for name in names if getattr(body, name, None) is not None), names[-1])
+
+
+@contextlib.contextmanager
+def named(body: Any) -> Iterator[None]:
+    """Have a `RequestError` from inside name the field of the body that it is about."""
+    try:
+        yield
+    except RequestError as error:
+        error.param = field(body, error.param)
+        raise
 
 
 def prompts_of(prompt: str | list[Any]) -> list[str | list[int]]:
@@ -329,13 +448,13 @@ def prompts_of(prompt: str | list[Any]) -> list[str | list[int]]:
     if isinstance(prompt, str):
         return [prompt]
     if not prompt:
-        raise RequestError("prompt is an empty list, wanted a text, token ids, or a list of either; add one")
+        raise RequestError("prompt is an empty list, wanted a text, token ids, or a list of either; add one", "prompt")
     if all(isinstance(one, str) for one in prompt):
         return list(prompt)
     several: list[Any] = prompt if all(isinstance(one, list) for one in prompt) else [prompt]
     for ids in several:
         if not all(isinstance(token, int) and not isinstance(token, bool) and 0 <= token < 2**31 for token in ids):
-            raise RequestError("prompt is a list of neither texts nor token ids; correct it")
+            raise RequestError("prompt is a list of neither texts nor token ids; correct it", "prompt")
     return [list(ids) for ids in several]
 
 
@@ -345,5 +464,5 @@ def with_seeds(params: Mapping[str, Any], seed: int | None, count: int) -> list[
     if seed is None:
         return [dict(params) for _ in range(count)]
     if not -(2**63) <= seed < 2**64:
-        raise RequestError(f"seed is {seed}, wanted a whole number from -2**63 to 2**64 - 1; correct the request")
+        raise RequestError(f"seed is {seed}, wanted a whole number from -2**63 to 2**64 - 1; correct the request", "seed")
     return [{**params, "seed": (seed + i) % 2**64} for i in range(count)]

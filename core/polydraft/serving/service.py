@@ -23,7 +23,7 @@ from polydraft.errors import CheckpointError, ConfigError, PolydraftError, Reque
 from polydraft.models.chat_template import ChatTemplate
 from polydraft.models.tokenizer import Tokenizer
 from polydraft.serving import protocol, wire
-from polydraft.serving.answers import FINISH, Choice, TokenTexts, error_body, usage
+from polydraft.serving.answers import FINISH, Choice, TokenTexts, usage
 from polydraft.serving.connection import LIMITS, Connections
 from polydraft.serving.engine_client import Busy, EngineClient, EngineGone, Overrun
 from polydraft.serving.http import EventStream, Gone, HttpError, until_gone
@@ -85,7 +85,7 @@ class Service:
         ready = self.ready
         self.device_times = ready.device_times
         self._tokenizer = await asyncio.to_thread(Tokenizer.from_dir, ready.model_dir)
-        self.name = self.settings.served_model or ready.model
+        self.name = self.settings.served_model_name or ready.model
         self.metrics = self._metrics()
         bodies = (protocol.CompletionRequest, protocol.ChatRequest)
         self.bodies = {kind: protocol.with_parameters(kind, ready.parameters) for kind in bodies}
@@ -148,9 +148,14 @@ class Service:
             params["logprobs"] = body.logprobs or 0
         if body.echo and body.logprobs is not None:
             params["prompt_logprobs"] = body.logprobs
-        most = self.ready.max_model_len
-        prompts = [self.tokenizer.encode(p, most=most) if isinstance(p, str) else p for p in given]
+        prompts = [self._encoded(body, one) if isinstance(one, str) else one for one in given]
         return self._job("text_completion", "cmpl", body, prompts, params, body.logprobs)
+
+    def _encoded(self, body: protocol.Sampling, text: str, *, special: bool = True) -> list[int]:
+        """The tokens of a text, `special` ones with it where the body does not say; as many as may be of use."""
+        asked = special if body.add_special_tokens is None else body.add_special_tokens
+        most = self.ready.max_model_len if body.truncate_prompt_tokens is None else None
+        return self.tokenizer.encode(text, add_special_tokens=asked, most=most)
 
     def chat(self, body: protocol.ChatRequest) -> Job:
         """The job of a conversation."""
@@ -158,10 +163,10 @@ class Service:
         self.check_model(body.model)
         self._check_count(body.n or 1)
         if body.top_logprobs and not body.logprobs:
-            raise RequestError("top_logprobs was given without logprobs; add logprobs: true")
-        length = self.ready.max_model_len
-        prompt = self.render(body.messages, body.chat_template_kwargs, most=length)
-        room = max(length - len(prompt), 1)
+            raise RequestError("top_logprobs was given without logprobs; add logprobs: true", "top_logprobs")
+        prompt = self._encoded(body, self.rendered(body), special=False)
+        kept = min(len(prompt), body.truncate_prompt_tokens or len(prompt))
+        room = max(self.ready.max_model_len - kept, 1)
         params = protocol.sampling_params(body, default_max=room, most=0)
         if self.settings.max_new_tokens:
             asked = body.max_completion_tokens or body.max_tokens
@@ -172,14 +177,28 @@ class Service:
         top = (body.top_logprobs or 0) if body.logprobs else None
         return self._job("chat.completion", "chatcmpl", body, [prompt], params, top)
 
-    def render(
-        self, messages: list[dict[str, Any]], variables: Mapping[str, Any] | None = None, *, most: int | None = None
-    ) -> list[int]:
+    def rendered(self, body: protocol.ChatRequest | protocol.TokenizeRequest) -> str:
+        """The text of a conversation, open at its end where its last message is to be gone on with."""
         if self._template is None:
-            raise RequestError("this model has no chat template; use /v1/completions, or start the server with --chat-template")
-        plain = [_plain_message(message) for message in messages]
-        text = self._template.render(plain, variables=variables)
-        return self.tokenizer.encode(text, add_special_tokens=False, most=most)
+            missing = "this model has no chat template; use /v1/completions, or start the server with --chat-template"
+            raise RequestError(missing, "messages")
+        plain = [_plain_message(message) for message in body.messages or ()]
+        if not isinstance(body, protocol.ChatRequest):
+            return self._template.render(plain)
+        continues = bool(body.continue_final_message)
+        header = not continues if body.add_generation_prompt is None else body.add_generation_prompt
+        if continues and header:
+            both = "continue_final_message and add_generation_prompt are both true, wanted one of them at most; leave one out"
+            raise RequestError(both, "continue_final_message")
+        end = uuid.uuid4().hex if continues else ""
+        """Stands where the last message ends: its own words may occur in what the template puts behind it."""
+        if end and plain:
+            plain[-1]["content"] = (plain[-1].get("content") or "") + end
+        text = self._template.render(plain, add_generation_prompt=header, variables=body.chat_template_kwargs)
+        if end not in text:
+            left_out = "the chat template leaves the last message out, so nothing can go on with it; leave this out"
+            raise RequestError(f"continue_final_message is true, but {left_out}", "continue_final_message")
+        return text.partition(end)[0] if end else text
 
     def tokens(self, body: protocol.TokenizeRequest) -> list[int]:
         """Those of a prompt or a conversation."""
@@ -187,7 +206,7 @@ class Service:
         if (body.prompt is None) == (body.messages is None):
             raise RequestError("wanted either prompt or messages; give exactly one of them")
         if body.messages is not None:
-            return self.render(body.messages)
+            return self.tokenizer.encode(self.rendered(body), add_special_tokens=False)
         return self.tokenizer.encode(body.prompt or "", add_special_tokens=body.add_special_tokens)
 
     def text(self, body: protocol.DetokenizeRequest) -> str:
@@ -196,32 +215,37 @@ class Service:
         size = self.ready.vocab_size
         wrong = next((token for token in body.tokens if token >= size), None)
         if wrong is not None:
-            raise RequestError(f"token {wrong} is none of this model, wanted at most {size - 1}; correct it")
+            raise RequestError(f"token {wrong} is none of this model, wanted at most {size - 1}; correct it", "tokens")
         return self.tokenizer.decode(body.tokens)
 
     def _job(
         self, kind: str, prefix: str, body: protocol.CompletionRequest | protocol.ChatRequest, prompts: list[list[int]],
         params: dict[str, Any], top: int | None,
     ) -> Job:  # fmt: skip
+        prompts = [prompt[-(body.truncate_prompt_tokens or len(prompt)) :] for prompt in prompts]
         longest, length = max(len(prompt) for prompt in prompts), self.ready.max_model_len
         if longest >= length:  # the engine would have to look at every token to say so
             raise RequestError(
-                f"the prompt has {longest} tokens, wanted fewer than {length} (model length, or KV blocks); shorten it"
+                f"the prompt has {longest} tokens, wanted fewer than {length} (model length, or KV blocks); shorten it",
+                "prompt",
             )
         asks = [(prompt, own) for prompt in prompts for own in protocol.with_seeds(params, body.seed, body.n or 1)]
         choices = [Choice(index, prompt, self.texts) for index, (prompt, _) in enumerate(asks)]
-        return Job(f"{prefix}-{uuid.uuid4().hex}", kind, body, choices, asks, len(prompts), top)
+        return Job(f"{prefix}-{body.request_id}", kind, body, choices, asks, len(prompts), top)
 
     def _check_count(self, count: int) -> None:
         most, admitted = self.settings.max_choices, self.settings.max_requests
         if count > most:
-            raise RequestError(f"the request asks for {count} texts, wanted at most {most}; send several")
+            raise RequestError(f"the request asks for {count} texts, wanted at most {most}; send several", "n")
         if count > admitted:  # `Busy` would say to try again, for ever
-            raise RequestError(f"the request asks for {count} texts, wanted at most {admitted} (--max-requests); send several")
+            raise RequestError(
+                f"the request asks for {count} texts, wanted at most {admitted} (--max-requests); send several", "n"
+            )
 
     def check_model(self, name: str) -> None:
         if name and name != self.name:
-            raise HttpError(404, f"model {name!r} is not served here, wanted {self.name!r}; see /v1/models", "not_found_error")
+            said = f"model {name!r} is not served here, wanted {self.name!r}; see /v1/models"
+            raise HttpError(404, said, "not_found_error", param="model")
 
     # -- serving a job -----------------------------------------------------------------------------
     async def updates(self, job: Job) -> AsyncGenerator[tuple[Choice, str], None]:
@@ -248,7 +272,7 @@ class Service:
                     self.metrics.e2e.observe(now - job.begin)
                     self.metrics.ended(delta.finish, len(choice.prompt_ids), len(choice.token_ids))
                 if delta.finish == "refused":
-                    raise RequestError(delta.error)
+                    raise RequestError(delta.error, "constraint")
                 if delta.finish == "error":
                     raise HttpError(500, f"the text ended with an error: {delta.error}", "server_error")
                 yield choice, text
@@ -258,7 +282,8 @@ class Service:
         async with contextlib.aclosing(self.updates(job)) as stream:
             async for _ in stream:
                 pass
-        return {**self._head(job), "choices": [self._choice(job, c) for c in job.choices], "usage": self._usage(job)}
+        choices = [self._choice(job, choice) for choice in job.choices]
+        return {**self._head(job), "choices": choices, "usage": self._usage(job), **self._prompt_ids(job)}
 
     def _usage(self, job: Job) -> dict[str, Any]:
         return usage(job.choices, job.num_prompts)
@@ -287,7 +312,17 @@ class Service:
             fields["logprobs"] = {name: [*echo.get(name, ()), *values] for name, values in new.items()}
         if job.body.provenance:
             fields["provenance"] = choice.provenance(places)
+        if job.body.return_token_ids:
+            fields["token_ids"] = [choice.token_ids[place] for place in places]
+            if first and job.kind == "text_completion":
+                fields["prompt_token_ids"] = choice.prompt_ids
         return fields
+
+    @staticmethod
+    def _prompt_ids(job: Job) -> dict[str, Any]:
+        """Of a conversation, beside its choices, where vLLM has them; a completion's choices have their own."""
+        asked = job.body.return_token_ids and job.kind == "chat.completion"
+        return {"prompt_token_ids": job.choices[0].prompt_ids} if asked else {}
 
     def _echo(self, job: Job, choice: Choice) -> str:
         echo = bool(getattr(job.body, "echo", None))
@@ -298,6 +333,7 @@ class Service:
         head, chat = self._head(job, chunk=True), job.kind == "chat.completion"
         options = job.body.stream_options
         with_usage = options is not None and options.include_usage
+        continuous = options is not None and options.include_usage and bool(options.continuous_usage_stats)
         rest: dict[str, Any] = {"usage": None} if with_usage else {}
         begun: set[int] = set()
         async with contextlib.aclosing(self.updates(job)) as stream:
@@ -315,7 +351,8 @@ class Service:
                 fields |= self._extras(job, choice, places, first=first)
                 if job.body.provenance:
                     fields["timing"] = {**choice.take_timing(), "device_times": self.device_times}
-                yield {**head, "choices": [fields], **rest}
+                rest |= {"usage": usage([choice], 1)} if continuous else {}
+                yield {**head, "choices": [fields], **rest, **(self._prompt_ids(job) if first else {})}
         if with_usage:
             yield {**head, "choices": [], "usage": self._usage(job)}
         self._ended(job, 200)
@@ -363,8 +400,9 @@ class Service:
     def _describe(self, job: Job, error: Exception) -> dict[str, Any]:
         """The last event of a stream that broke."""
         failure = as_http(error)
+        failure.param = protocol.field(job.body, failure.param)
         self._ended(job, failure.status, self.log.sentence(str(failure), failure.kind, failure.status))
-        return error_body(str(failure), failure.kind, failure.status)
+        return failure.body()
 
 
 async def _chained(first: dict[str, Any], rest: AsyncGenerator[dict[str, Any], None]) -> AsyncGenerator[dict[str, Any], None]:
@@ -398,7 +436,8 @@ def _plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
     parts = []
     for part in content if isinstance(content, list) else [content]:
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise RequestError("a message has content that is no text, and this server reads nothing else; send text")
+            wrong = "a message has content that is no text, and this server reads nothing else; send text"
+            raise RequestError(wrong, "messages")
         parts.append(part["text"])
     return {**message, "content": "".join(parts)}
 
@@ -410,7 +449,7 @@ def as_http(error: Exception) -> HttpError:
     if isinstance(error, Busy):
         return HttpError(429, str(error), "rate_limit_error", error.retry_s)
     if isinstance(error, RequestError):
-        return HttpError(400, str(error))
+        return HttpError(400, str(error), param=error.param)
     if isinstance(error, Overrun):
         return HttpError(408, str(error), "timeout_error")
     if isinstance(error, EngineGone):

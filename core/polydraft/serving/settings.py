@@ -20,7 +20,7 @@ class ServerSettings:
     host: str = "127.0.0.1"
     """Address to listen on; anything else than loopback makes the server reachable from outside."""
     port: int = 8000
-    served_model: str = ""
+    served_model_name: str = ""
     """Name under which the model is served; "" is its directory's."""
     max_requests: int = 256
     """Requests in the engine at most, running and waiting; further ones are answered 429."""

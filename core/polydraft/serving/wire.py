@@ -97,11 +97,13 @@ class Outputs(msgspec.Struct, tag=True, frozen=True):
 
 
 class Refused(msgspec.Struct, tag=True, frozen=True):
-    """A request was not taken: it was wrong (`fault` "client"), or the engine serves no more ("engine")."""
+    """A request was not taken: it was wrong (`fault` "client", `param` as of `RequestError`), or the engine serves no more
+    ("engine")."""
 
     handle: int
     error: str
     fault: str
+    param: str = ""
 
 
 class Done(msgspec.Struct, tag=True, frozen=True):

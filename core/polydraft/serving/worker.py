@@ -211,7 +211,7 @@ class Worker:
             params = SamplingParams.from_mapping(command.params)
             engine.add(command.prompt_ids, params, id=str(command.handle), stream=True, compiled=False)
         except RequestError as error:
-            self._sender.put(wire.Refused(command.handle, str(error), "client"))
+            self._sender.put(wire.Refused(command.handle, str(error), "client", error.param))
         except DeviceError as error:
             self._sender.put(wire.Refused(command.handle, str(error), "engine"))
 

@@ -1,0 +1,103 @@
+"""What OpenAI, vLLM and this server do with fields of a request: one row a field, with values that are taken and refused.
+
+`test_request_fields.py` sends the values, and compares the table of docs/serving.md, which `python -m
+tests.serving.request_fields` writes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+from polydraft.bench.report import renew
+from tests.support.project import ROOT
+
+PAGE: Final = ROOT / "docs" / "serving.md"
+MARKER: Final = "tests/serving/request_fields.py"
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+BOTH = (COMPLETIONS, CHAT)
+
+
+@dataclass(frozen=True)
+class Field:
+    """One field. `beside`: what else a request has that sends one of its values; `bound`: whether values that are `taken` need
+    an engine with constraints."""
+
+    name: str
+    openai: str
+    vllm: str
+    ours: str
+    taken: tuple[Any, ...] = ()
+    refused: tuple[Any, ...] = ()
+    paths: tuple[str, ...] = BOTH
+    beside: tuple[tuple[str, Any], ...] = ()
+    bound: bool = False
+
+
+NONE, LEFT_OUT = "unknown", "ignored"
+SCHEMA = {"type": "object", "properties": {"a": {"enum": ["b", "c"]}}, "required": ["a"], "additionalProperties": False}
+FIELDS: Final = (
+    Field("user", "tells end users apart", LEFT_OUT, "taken, changes nothing", ("u",), (5,)),
+    Field("safety_identifier", "tells end users apart", LEFT_OUT, "taken, changes nothing", ("u",), (5,)),
+    Field("prompt_cache_key", "routes to a cache", LEFT_OUT, "taken, changes nothing: all share one cache", ("k",), (5,)),
+    Field("metadata", "kept with a stored answer", LEFT_OUT, "taken, changes nothing", ({"a": "b"},), ({"a": 1}, 5)),
+    Field("store", "keeps the answer", LEFT_OUT, "`false`", (False,), (True, 1)),
+    Field("service_tier", "class of service", LEFT_OUT, "`auto`, `default`", ("auto", "default"), ("flex", "priority", 1)),
+    Field("verbosity", "length of answers", LEFT_OUT, "`medium`", ("medium",), ("low", "high", 1), (CHAT,)),
+    Field(
+        "modalities", "text, audio", LEFT_OUT, '`["text"]`', (["text"],), (["text", "audio"], [], "text"), (CHAT,)
+    ),
+    Field(
+        "stream_options.include_obfuscation", "pads events of a stream; its default", LEFT_OUT, "`false`", (False,), (True, 1),
+        beside=(("stream", True),),
+    ),
+    Field(
+        "stream_options.continuous_usage_stats", NONE, "with `include_usage`: usage of the choice in every event", "the same",
+        (True, False), (1,), beside=(("stream", True), ("stream_options.include_usage", True)),
+    ),
+    Field("best_of", "best of so many texts", "refused or ignored", "as many as `n`", (1,), (2, 0), (COMPLETIONS,)),
+    Field("suffix", "text behind the insertion", "refused", "the empty text", ("",), ("x",), (COMPLETIONS,)),
+    Field("tools", "tool calls", "tool calls", "none", ([],), ([{}],), (CHAT,)),
+    Field("top_k", NONE, "most likely tokens; 0 and -1 are no limit", "the same", (-1, 0, 3), (-2, 1.5)),
+    Field("add_special_tokens", NONE, "BOS and the like; true for prompts, false for chats", "the same", (True, False), (1,)),
+    Field(
+        "add_generation_prompt", NONE, "header of an answer behind the messages", "the same", (True, False), ("x",), (CHAT,)
+    ),
+    Field(
+        "continue_final_message", NONE, "goes on with the last message", "the same", (True, False), ("x",), (CHAT,)
+    ),
+    Field(
+        "truncate_prompt_tokens", NONE, "keeps the last so many tokens; -1: as many as fit", "the same; -1 is refused", (1, 99),
+        (0, -1),
+    ),
+    Field("return_token_ids", NONE, "`token_ids`, `prompt_token_ids`", "the same", (True, False), ("x",)),
+    Field("request_id", NONE, "end of the answer's `id`, unless a header `X-Request-Id` is there", "the same", ("r-1",),
+        ("", "a b")),
+    Field("skip_special_tokens", NONE, "`false` shows special tokens", "`true`", (True,), (False,)),
+    Field("include_stop_str_in_output", NONE, "`true` keeps the stop text", "`false`", (False,), (True,)),
+    Field("allowed_token_ids", NONE, "no other tokens", "none", (), ([1, 2],)),
+    Field("prompt_logprobs", NONE, "of the prompt's tokens", "none; `echo` with `logprobs` has them", (), (0, 1)),
+    Field("priority", NONE, "order of scheduling", "0", (0,), (1, -1)),
+    Field(
+        "structured_outputs", NONE, "`json`, `regex`, `choice`, `grammar`, `json_object`, `structural_tag`",
+        "the same but `structural_tag`",
+        ({"json": SCHEMA}, {"regex": "[0-9]{2}"}, {"choice": ["ab", "cd"]}, {"grammar": 'start: "ab"'}, {"json_object": True}),
+        ({}, {"structural_tag": "x"}, {"choice": []}, {"json_object": False}, {"regex": "a", "choice": ["b"]}), bound=True,
+    ),
+    Field("guided_json", NONE, "older name of `json`", "the same", (SCHEMA,), (5,), bound=True),
+    Field("guided_regex", NONE, "older name of `regex`", "the same", ("[0-9]{2}",), (5, "("), bound=True),
+    Field("guided_choice", NONE, "older name of `choice`", "the same", (["ab", "cd"],), ([], [""], "ab"), bound=True),
+    Field("guided_grammar", NONE, "older name of `grammar`", "the same", ('root ::= "ab"',), (5, "root ::= ("), bound=True),
+    Field("tool_choice", "which tool", "which tool", "none", (), ("auto", "none"), (CHAT,)),
+    Field("reasoning_effort", "length of thinking", "for the chat template", "none", (), ("low",), (CHAT,)),
+)  # fmt: skip
+
+
+def table() -> str:
+    """The rows as the page has them."""
+    head = "| field | OpenAI | vLLM | polydraft takes |\n|---|---|---|---|\n"
+    return head + "\n".join(f"| `{row.name}` | {row.openai} | {row.vllm} | {row.ours} |" for row in FIELDS)
+
+
+if __name__ == "__main__":
+    renew(PAGE, MARKER, table())

@@ -72,7 +72,7 @@ FIELDS: Final = (
     ),
     Field("return_token_ids", NONE, "`token_ids`, `prompt_token_ids`", "the same", (True, False), ("x",)),
     Field("request_id", NONE, "end of the answer's `id`, unless a header `X-Request-Id` is there", "the same", ("r-1",),
-        ("", "a b")),
+        ("", "a b", "a\n", "x" * 129)),
     Field("skip_special_tokens", NONE, "`false` shows special tokens", "`true`", (True,), (False,)),
     Field("include_stop_str_in_output", NONE, "`true` keeps the stop text", "`false`", (False,), (True,)),
     Field("allowed_token_ids", NONE, "no other tokens", "none", (), ([1, 2],)),

@@ -66,6 +66,7 @@ def test_what_nobody_brings_or_accepts_is_refused(scaled: Served, body: dict[str
     answer = ask(scaled, **body)
     assert answer.status_code == 400
     assert said in answer.json()["error"]["message"]
+    assert answer.json()["error"]["param"] == next(iter(body))
     assert scaled.get("/health")["restarts"] == 0
 
 

@@ -252,10 +252,12 @@ def test_every_event_has_the_usage_so_far(server: Served) -> None:
 
 @pytest.fixture(scope="module")
 def marked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """A server whose chat template writes words behind messages that messages may have, too."""
+    """A server whose chat template writes messages twice, and behind them words that they may have."""
     folder = tmp_path_factory.mktemp("marked")
     template = folder / "marked.jinja"
-    said = "{% for m in messages %}w1 {{ m.content | trim }} w2 {% endfor %}{% if add_generation_prompt %}w3{% endif %}"
+    said = (
+        "{% for m in messages %}{{ m.content }} {{ m.content | trim }} w2 {% endfor %}{% if add_generation_prompt %}w3{% endif %}"
+    )
     template.write_text(said)
     served = Served(folder, "--chat-template", str(template), "--served-model-name", "a/name", "--max-new-tokens", "40")
     yield served
@@ -265,10 +267,10 @@ def marked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 @pytest.mark.parametrize(
     ("options", "rendered"),
     [
-        ({}, "w1 w9 w2 w1 w2 w2 w3"),
-        ({"add_generation_prompt": False}, "w1 w9 w2 w1 w2 w2 "),
-        ({"continue_final_message": True}, "w1 w9 w2 w1 w2"),
-        ({"continue_final_message": True, "add_generation_prompt": False}, "w1 w9 w2 w1 w2"),
+        ({}, "w9 w9 w2 w2 w2 w2 w3"),
+        ({"add_generation_prompt": False}, "w9 w9 w2 w2 w2 w2 "),
+        ({"continue_final_message": True}, "w9 w9 w2 w2 w2"),
+        ({"continue_final_message": True, "add_generation_prompt": False}, "w9 w9 w2 w2 w2"),
     ],
     ids=str,
 )

@@ -20,8 +20,8 @@ from polydraft.sampling_params import MAX_BAD_WORDS, MAX_BIASES, MAX_STOP_TOKENS
 from polydraft.serving.answers import shortened
 from polydraft.serving.wire import Parameter
 
-ID_PATTERN: Final = "^[!-~]{1,128}$"
-"""What an id of a request may be: printable characters of ASCII, and not many of them."""
+ID_PATTERN: Final = r"^[!-~]{1,128}(?![\s\S])"
+"""What an id of a request may be: printable characters of ASCII, and not many of them. `$` would let a line end follow."""
 MOST = 2**31 - 1
 """Numbers of the engine have 32 bits; what is sent to it must at least fit into 64."""
 Whole = Annotated[int, msgspec.Meta(ge=0, le=MOST)]

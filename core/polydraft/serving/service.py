@@ -198,7 +198,7 @@ class Service:
         if end not in text:
             left_out = "the chat template leaves the last message out, so nothing can go on with it; leave this out"
             raise RequestError(f"continue_final_message is true, but {left_out}", "continue_final_message")
-        return text.partition(end)[0] if end else text
+        return text.rpartition(end)[0].replace(end, "") if end else text
 
     def tokens(self, body: protocol.TokenizeRequest) -> list[int]:
         """Those of a prompt or a conversation."""

@@ -165,6 +165,31 @@ def test_chat_whole_and_streamed(client: Any) -> None:
     assert "".join(e.choices[0].delta.content or "" for e in events) == wanted.text
 
 
+def test_a_chat_with_what_the_client_may_send_is_the_same(client: Any) -> None:
+    harmless: dict[str, Any] = {
+        "service_tier": "auto",
+        "store": False,
+        "metadata": {"a": "b"},
+        "modalities": ["text"],
+        "verbosity": "medium",
+    }
+    told: dict[str, Any] = {
+        "user": "u",
+        "prompt_cache_key": "k",
+        "safety_identifier": "s",
+        "stream_options": {"include_obfuscation": False},
+    }
+    wanted = chat(client).choices[0].message.content
+    chunks = list(chat(client, **harmless, **told, stream=True, extra_headers={"X-Request-Id": "mine"}))
+    assert "".join(chunk.choices[0].delta.content for chunk in chunks) == wanted
+    assert {chunk.id for chunk in chunks} == {"chatcmpl-mine"}
+    assert chat(client)._request_id
+    with pytest.raises(openai.BadRequestError, match="wanted false") as refused:
+        chat(client, store=True)
+    assert refused.value.param == "store"
+    assert refused.value.request_id
+
+
 def test_a_chat_may_name_its_length_twice_but_not_two_lengths(client: Any) -> None:
     assert chat(client, max_tokens=3, max_completion_tokens=3).usage.completion_tokens == 3
     with pytest.raises(openai.BadRequestError, match="is 3 and max_completion_tokens is 4, wanted one length"):

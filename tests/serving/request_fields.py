@@ -55,7 +55,7 @@ FIELDS: Final = (
         "stream_options.continuous_usage_stats", NONE, "with `include_usage`: usage of the choice in every event", "the same",
         (True, False), (1,), beside=(("stream", True), ("stream_options.include_usage", True)),
     ),
-    Field("best_of", "best of so many texts", "refused or ignored", "as many as `n`", (1,), (2, 0), (COMPLETIONS,)),
+    Field("best_of", "best of so many texts", "refused or ignored, by version", "as many as `n`", (1,), (2, 0), (COMPLETIONS,)),
     Field("suffix", "text behind the insertion", "refused", "the empty text", ("",), ("x",), (COMPLETIONS,)),
     Field("tools", "tool calls", "tool calls", "none", ([],), ([{}],), (CHAT,)),
     Field("top_k", NONE, "most likely tokens; 0 and -1 are no limit", "the same", (-1, 0, 3), (-2, 1.5)),
@@ -64,10 +64,11 @@ FIELDS: Final = (
         "add_generation_prompt", NONE, "header of an answer behind the messages", "the same", (True, False), ("x",), (CHAT,)
     ),
     Field(
-        "continue_final_message", NONE, "goes on with the last message", "the same", (True, False), ("x",), (CHAT,)
+        "continue_final_message", NONE, "goes on with the last message; needs `add_generation_prompt: false`",
+        "the same, without that", (True, False), ("x",), (CHAT,)
     ),
     Field(
-        "truncate_prompt_tokens", NONE, "keeps the last so many tokens; -1: as many as fit", "the same; -1 is refused", (1, 99),
+        "truncate_prompt_tokens", NONE, "keeps the last so many tokens", "the same", (1, 99),
         (0, -1),
     ),
     Field("return_token_ids", NONE, "`token_ids`, `prompt_token_ids`", "the same", (True, False), ("x",)),
@@ -77,7 +78,7 @@ FIELDS: Final = (
     Field("include_stop_str_in_output", NONE, "`true` keeps the stop text", "`false`", (False,), (True,)),
     Field("allowed_token_ids", NONE, "no other tokens", "none", (), ([1, 2],)),
     Field("prompt_logprobs", NONE, "of the prompt's tokens", "none; `echo` with `logprobs` has them", (), (0, 1)),
-    Field("priority", NONE, "order of scheduling", "0", (0,), (1, -1)),
+    Field("priority", NONE, "order of scheduling; refused without priority scheduling, but for 0", "`0`", (0,), (1, -1)),
     Field(
         "structured_outputs", NONE, "`json`, `regex`, `choice`, `grammar`, `json_object`, `structural_tag`",
         "the same but `structural_tag`",
@@ -89,7 +90,7 @@ FIELDS: Final = (
     Field("guided_choice", NONE, "older name of `choice`", "the same", (["ab", "cd"],), ([], [""], "ab"), bound=True),
     Field("guided_grammar", NONE, "older name of `grammar`", "the same", ('root ::= "ab"',), (5, "root ::= ("), bound=True),
     Field("tool_choice", "which tool", "which tool", "none", (), ("auto", "none"), (CHAT,)),
-    Field("reasoning_effort", "length of thinking", "for the chat template", "none", (), ("low",), (CHAT,)),
+    Field("reasoning_effort", "length of thinking", "for models that know it", "none", (), ("low",), (CHAT,)),
 )  # fmt: skip
 
 

@@ -54,8 +54,6 @@ def with_field(row: Field, value: Any) -> dict[str, Any]:
     for name, one in (*row.beside, (row.name, value)):
         for outer, inner in nested(name, one).items():
             parts[outer] = {**parts[outer], **inner} if isinstance(parts.get(outer), dict) else inner
-    if row.name == "continue_final_message" and value is True:
-        parts["add_generation_prompt"] = False
     return parts
 
 
@@ -156,6 +154,12 @@ def test_a_body_without_its_prompt_names_it_and_one_that_is_no_json_names_nothin
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
     answer = post(server, model="org/other")
     assert (answer.status_code, answer.json()["error"]["param"]) == (404, "model")
+
+
+def test_options_of_a_stream_need_one(server: Served) -> None:
+    answer = post(server, stream_options={"include_usage": True})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "stream_options")
+    assert post(server, stream_options={"include_usage": True}, stream=True).status_code == 200
 
 
 def test_a_grammar_that_is_none_names_its_field_in_a_stream_too(bound: Served) -> None:

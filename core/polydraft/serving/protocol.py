@@ -405,6 +405,8 @@ NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
 def refuse_unsupported(body: CompletionRequest | ChatRequest) -> None:
     """Raises `RequestError` for what OpenAI's and vLLM's interfaces know and this server does not."""
     options = body.stream_options
+    if options is not None and not body.stream:
+        raise RequestError("stream_options was given without stream; add stream: true", "stream_options")
     given = [(name, getattr(body, name, None), values) for name, values in NEUTRAL.items()]
     given.append(("best_of", getattr(body, "best_of", None), (body.n or 1,)))
     given.append(("stream_options.include_obfuscation", options.include_obfuscation if options else None, (False,)))

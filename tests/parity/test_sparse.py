@@ -30,6 +30,7 @@ from tests.parity.test_transformers import (
     target_logits,
 )
 from tests.support.recording import engine_logits
+from tools.make_checkpoint import as_paddle
 
 torch = pytest.importorskip("torch")
 
@@ -209,21 +210,6 @@ def test_every_convention_matters(drafting: tuple[str, Any, Any, Path], switch: 
 
 
 # --- Paddle's export of ERNIE -----------------------------------------------------------------------------------------
-
-
-def as_paddle(tensors: Mapping[str, Array]) -> dict[str, Array]:
-    """The tensors of a PyTorch export as Paddle's: names of its own, joined projections, matrices as [in, out]."""
-    stored: dict[str, Array] = {}
-    for name, value in tensors.items():
-        keeps = value.ndim == 1 or "embed_tokens" in name or "e_score" in name
-        stored[name.replace("model.", "ernie.", 1)] = value if keeps else np.ascontiguousarray(value.T)
-    joined: dict[str, Array] = {}
-    for name in list(stored):
-        for parts, whole in ((("q_proj", "k_proj", "v_proj"), "qkv_proj"), (("gate_proj", "up_proj"), "up_gate_proj")):
-            if f".{parts[0]}." in name:
-                pieces = [stored.pop(name.replace(parts[0], part)) for part in parts]
-                joined[name.replace(parts[0], whole)] = np.concatenate(pieces, axis=-1)
-    return stored | joined
 
 
 @pytest.mark.parametrize("bits", ["BF16", "U16"])

@@ -1,12 +1,7 @@
 """Tiny random checkpoints for tests of the step: real model directories whose drafts are neither always right nor always wrong.
 
-It has the list of tiny models, their weights and their tokenizer; each is written once per test session. The tests of
-`tests/step` use it through `checkpoint` and `oracle`. No model is trained: a head drafts well because its weights are the
-target's own last block with noise added.
-
-Entirely random weights would accept almost no draft and nearly tie everywhere. So a token's embedding dominates its row
-(the next token is mostly a random function of the last, changed by what came before), `lm_head` is scaled until the best
-two logits are a good unit apart, and the MTP head sees the embedding through an identity.
+It has the list of tiny models; each is written once per test session, by `tools/make_checkpoint.py`. The tests of `tests/step`
+use it through `checkpoint` and `oracle`.
 """
 
 from __future__ import annotations
@@ -21,19 +16,15 @@ from typing import Any
 
 import numpy as np
 
-from polydraft.conformance.oracle.checkpoints import Tensors, tensor_shapes, write_checkpoint
+from polydraft.conformance.oracle.checkpoints import Tensors, tensor_shapes
 from polydraft.conformance.oracle.model import OracleModel
-from polydraft.conformance.probe import imitate_target, random_tensor, tokenizer_json
 from polydraft.models import Checkpoint, FamilyRegistry, load_weights
 from tests.support import tiny_families
+from tools import make_checkpoint
 
 PLUGINS = (tiny_families.__file__,)
 """What an engine's `plugins` must name to know the families of the tiny models."""
 
-_BASE: dict[str, Any] = {
-    "num_nextn_predict_layers": 1, "rms_norm_eps": 1e-5, "rope_theta": 100.0, "tie_word_embeddings": False,
-    "max_position_embeddings": 96, "eos_token_id": 0, "torch_dtype": "float32", "hidden_act": "silu",
-}  # fmt: skip
 _STRETCHED: dict[str, Any] = {
     "architectures": ["MiMoForCausalLM"], "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 64, "vocab_size": 90, "max_position_embeddings": 24,
@@ -108,13 +99,12 @@ def weights(name: str) -> Tensors:
     rng = np.random.default_rng(sorted(CONFIGS).index(name))
     architecture = config["architectures"][0]
     like = "MiMoForCausalLM" if architecture.startswith("Tiny") else architecture  # `tiny_families` have its layout
-    shapes = tensor_shapes({**_BASE, **config, "architectures": [like]})
+    like_config = {**make_checkpoint.WITH_HEAD, **config, "architectures": [like]}
+    shapes = tensor_shapes(like_config)
     if config["architectures"] == ["TinyShared"]:
         shapes = _with_qk_norm(shapes, config["head_dim"])
-    last = f"layers.{config['num_hidden_layers'] - 1}."
-    tensors = {tensor: random_tensor(tensor, shape, rng, last=last in tensor) for tensor, shape in shapes.items()}
-    imitate_target(
-        tensors, {**config, "architectures": [like]}, rng, embedding_first=architecture not in ("MiMoForCausalLM", "TinyShared")
+    tensors = make_checkpoint.draw(
+        shapes, like_config, rng, embedding_first=architecture not in ("MiMoForCausalLM", "TinyShared")
     )
     if config["architectures"] == ["TinyMirrored"]:
         tensors = {t: value - 1 if "norm.weight" in t else value for t, value in tensors.items()}
@@ -138,10 +128,8 @@ def _root() -> Path:
 @functools.cache
 def checkpoint(name: str) -> Path:
     """The directory of the model `name`, written at the first call of a session."""
-    config = {**_BASE, **CONFIGS[name.removesuffix(_MOVED)]}
-    directory = write_checkpoint(_root() / name, config, weights(name))
-    (directory / "tokenizer.json").write_text(json.dumps(tokenizer_json(config["vocab_size"])))
-    return directory
+    config = {**make_checkpoint.WITH_HEAD, **CONFIGS[name.removesuffix(_MOVED)]}
+    return make_checkpoint.write(_root() / name, config, weights(name))
 
 
 @functools.cache

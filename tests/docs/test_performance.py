@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from bench.cpu_vs_transformers import experts_table
 from polydraft.bench.report import renewed
 from tests.docs.pages import read, section
 from tests.support.project import ROOT
@@ -104,3 +105,14 @@ def test_a_region_has_the_launches_and_the_bytes_of_its_name():
     assert bytes_of["attention"] == 2 * 2 * 2 * 8 * 3 * 50
     assert bytes_of["target pass"] == bytes_of["projections"] + bytes_of["attention"] + 2 * 1200
     assert bytes_of["draft pass"] == 2 * (weights + 2 * 144 + 2 * 8 * 150 + 1200)
+
+
+def test_the_table_of_experts_is_that_of_its_result():
+    """`bench/cpu_vs_transformers.py --experts` writes both; the text is the same as transformers' in float32."""
+    name = "bench/results/cpu_experts.json"
+    measured = json.loads((ROOT / name).read_text(encoding="utf-8"))["rows"]
+    assert f"<!-- figures: {name} -->\n\n{experts_table(measured)}\n" in read(PAGE)
+    found = {(row["name"], row["batch"]): row for row in measured}
+    for batch in (1, 8):
+        assert found["cpu f32 K=0", batch]["same_tokens"] == 1
+        assert min(found[f"cpu {dtype} K=0", batch]["speedup_vs_transformers"] for dtype in ("f32", "bf16")) >= 3

@@ -30,6 +30,9 @@ from tests.support.depth import among
 from tests.support.project import ROOT
 
 
+CHECKS = {check.id: check for check in every_check()}
+
+
 # -- who passes ----------------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", among(["reference"], BACKENDS))  # `make conform` claims that of the emulator
 def test_basic_holds(name: str):
@@ -192,6 +195,60 @@ def test_faults_of_the_kit_are_its_own():
     assert Check("L1/broken", broken).result(target).outcome == "error"
     result = Check("L1/empty", empty).result(target)
     assert (result.outcome, result.message) == ("error", "the check compared nothing, which proves nothing")
+
+
+class Bare:
+    """What hands on to a real object, without one of its members."""
+
+    def __init__(self, inner: Any, missing: str) -> None:
+        self._inner, self._missing = inner, missing
+
+    def __getattr__(self, name: str) -> Any:
+        if name == self._missing:
+            raise AttributeError(f"no {name}", name=name, obj=self)
+        return getattr(self._inner, name)
+
+
+@pytest.mark.parametrize(
+    ("function", "missing", "asked"),
+    [("event", "query", "event()"), ("staging", "array", "staging()"), ("empty", "shape", "empty()")],
+)
+def test_a_member_that_is_missing_is_the_backends_fault(function: str, missing: str, asked: str):
+    def opened(device: Any, **_: Any) -> Any:
+        real = getattr(device, function)
+        setattr(device, function, lambda *given: Bare(real(*given), missing))
+        return device
+
+    lacking = named(reference, "lacking")
+    lacking = wrap(lacking, polydraft_open_device=opened)
+    report = conform(lacking, selection=Selection(level="L1"))
+    assert report.status == 1
+    (problem,) = {result.message.partition(" (raised in ")[0] for result in report.results if result.outcome == "fail"}
+    assert problem.startswith(f"PluginError: plugin 'lacking': {asked} of the device of polydraft_open_device returned a Bare, ")
+    assert f": it has no {missing}; add it (see polydraft.backend and polydraft.device)" in problem
+
+
+def test_a_stream_is_looked_at_as_well():
+    def opened(device: Any, **_: Any) -> Any:
+        device.stream = Bare(device.stream, "wait")
+        return device
+
+    (result,) = conform(wrap(reference, polydraft_open_device=opened), selection=Selection(check="L0/dtypes")).results
+    assert (result.outcome, "stream of the device" in result.message) == ("fail", True)
+
+
+class Weightless:
+    """No weight at all."""
+
+
+def test_what_is_first_used_in_a_check_may_lack_a_member_too():
+    def kernels(table: Any, **_: Any) -> Any:
+        table.prepare_weight = lambda *given: Weightless()
+        return table
+
+    result = CHECKS["L0/dtypes"].result(Target(wrap(reference, polydraft_kernels=kernels)))
+    said = "a Weightless has no nbytes; add it (see polydraft.backend and polydraft.device)"
+    assert (result.outcome, result.message) == ("fail", said)
 
 
 # -- lists ---------------------------------------------------------------------------------------------

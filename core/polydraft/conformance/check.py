@@ -185,11 +185,19 @@ class Check:
 _KIT = Path(__file__).parent
 
 
+def _is_anybodys(value: object) -> bool:
+    """Whether an object is of core's making, or of Python's, and no backend's."""
+    return type(value).__module__.partition(".")[0] in ("polydraft", "builtins", "numpy", "types")
+
+
 def _blame(error: Exception) -> tuple[Outcome, str]:
-    """An exception whose innermost frame lies in the kit is the kit's; every other one is the backend's, and so is one of the
-    harness, which handles what the backend returned."""
+    """An exception whose innermost frame lies in the kit is the kit's, save where an object of the backend's lacks a member;
+    every other one is the backend's, and so is one of the harness, which handles what the backend returned."""
     frames = traceback.extract_tb(error.__traceback__)
     inner = Path(frames[-1].filename) if frames else _KIT
     where = f"{inner.name}:{frames[-1].lineno}" if frames else "nowhere"
-    sentence = f"{type(error).__name__}: {error} (raised in {where})"
-    return ("error" if inner.parent == _KIT and inner.name != "harness.py" else "fail"), sentence
+    if inner.parent != _KIT or inner.name == "harness.py":
+        return "fail", f"{type(error).__name__}: {error} (raised in {where})"
+    if isinstance(error, AttributeError) and not _is_anybodys(error.obj):
+        return "fail", f"a {type(error.obj).__name__} has no {error.name}; add it (see polydraft.backend and polydraft.device)"
+    return "error", f"{type(error).__name__}: {error} (raised in {where})"

@@ -29,6 +29,7 @@ from polydraft.errors import ConfigError, DeviceError, PolydraftError
 from polydraft.host.draft_policy import DraftPolicy
 from polydraft.instruments.base import Instrument
 from polydraft.plugins.bring_up import Delegated
+from polydraft.plugins.checks import check_device
 from polydraft.plugins.kernel_table import BoundTable
 from polydraft.plugins.plugins import Plugins
 
@@ -123,6 +124,7 @@ class Target:
         options = DeviceOptions(dtype or self.info.capabilities.dtypes[0], row_invariant, self.allow_cpu_fallback)
         device = self.plugins.open_device(self.device_spec, options)
         self.withdrawn = self.plugins.info_of(device).withdrawn
+        check_device(self.info.name, device)
         return device
 
     def refuse_unopenable(self) -> None:

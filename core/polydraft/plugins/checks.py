@@ -19,7 +19,7 @@ from polydraft import hooks
 from polydraft.backend import BackendInfo, ForwardMeta, KernelTable, PackNotes, RowOrder
 from polydraft.contracts.base import Provider
 from polydraft.contracts.kv_quant import KV_DTYPES
-from polydraft.device import Device, GraphCapture
+from polydraft.device import Buffer, Device, Event, GraphCapture, Staging, Stream
 from polydraft.errors import PluginError, PolydraftError
 
 ACTIVATION_DTYPES: Final = ("f32", "bf16", "f16")
@@ -259,6 +259,20 @@ def check_result(name: str, hook: str, value: object, wanted: type) -> None:
         if not _is_protocol(wanted):
             raise PluginError(f"{returned}; return one")
         raise PluginError(f"{returned}: {problem}; add it (see polydraft.backend and polydraft.device)")
+
+
+def check_device(name: str, device: Device) -> None:
+    """What an open device hands out has the members that core uses. It allocates, so the conformance kit calls it, and no engine.
+
+    Errors: `PluginError` naming plugin, what the device was asked for, the type that came back and what it lacks."""
+    handed: dict[str, tuple[Callable[[], object], type]] = {
+        "stream": (lambda: device.stream, Stream),
+        "event()": (device.event, Event),
+        "empty()": (lambda: device.empty("members", (1,), "i32"), Buffer),
+        "staging()": (lambda: device.staging("members", (1,), "i32"), Staging),
+    }
+    for what, (ask, wanted) in handed.items():
+        check_result(name, f"{what} of the device of polydraft_open_device", ask(), wanted)
 
 
 def lacks(value: object, protocol: type) -> str:

@@ -124,7 +124,8 @@ class Device(Protocol):
         """Enqueue a copy of the first `rows` of `source` into `target`."""
 
     def load(self, target: Buffer, value: Array) -> None:
-        """Fill a buffer from a host array of the same shape, outside the step path (may synchronise)."""
+        """Fill a buffer from a host array of the same shape, behind everything queued on the compute stream and outside the step
+        path (may synchronise). A device may refuse it with `DeviceError` while queued work uses the buffer."""
 
     def memory(self) -> int:
         """Bytes of device memory held by this process, peak."""

@@ -50,6 +50,8 @@ SHAPES: Final = ((128, 128), (256, 128), (256, 256), (256, 512), (1024, 1024), (
 """Rows of a launch, and the width of the square weight that they are multiplied by, likewise."""
 ASKED: Final = 3
 """How often an event is asked where nothing else can be seen: one may hesitate."""
+COPIES: Final = (4, 1 << 14, 1 << 20)
+"""Elements of copies that are tried behind the work: some devices take other ways for short ones."""
 LANDED: Final = 16
 """Elements that are copied to the host behind the work."""
 

@@ -1,21 +1,24 @@
 """Level L1: memory, copies, streams and events of a device, through the protocols that core itself uses.
 
-It needs no kernel. A check that reads device memory does so as core does: a copy into staging followed by an event. It does not
-ask what kind of device it has: every device must do what the protocol promises.
+It needs no kernel; `linear` is a further way to keep a device busy, where it is offered. A check that reads device memory does so
+as core does: a copy into staging followed by an event. It does not ask what kind of device it has: every device must do what the
+protocol promises.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from itertools import product
 from typing import Any, Final
 
 import numpy as np
 
-from polydraft.conformance.check import Check, Tally, Unsupported
+from polydraft.conformance.busy import BUSY_S, COPIES, Filling, at_rest, busy
+from polydraft.conformance.check import Check, Tally, Unseen, Unsupported
 from polydraft.conformance.guards import GuardedDevice
 from polydraft.conformance.target import Target, bare
-from polydraft.device import DTYPES, Array, Device, further_stream
+from polydraft.device import DTYPES, Array, Device, Stream, further_stream
 from polydraft.errors import DeviceError
 
 ROWS: Final = 257
@@ -28,6 +31,8 @@ LONG_ATTEMPTS: Final = 8
 """Times that one with `HUGE` copies is: those take longer than the host takes to ask, on a loaded machine, too."""
 ATTEMPTS: Final = 40
 """Times that a check of events is repeated on one device: what runs early by chance once does not do so every time."""
+BEHIND: Final = 6
+"""Times that something is tried behind work that runs."""
 
 
 def checks() -> Iterator[Check]:
@@ -38,6 +43,8 @@ def checks() -> Iterator[Check]:
     yield Check("L1/neighbours-untouched", _neighbours)
     yield Check("L1/empty-copies", _empty)
     yield Check("L1/stream-order", _stream_order)
+    yield Check("L1/copies-behind-work", _copies_behind_work, ("asynchronous",))
+    yield Check("L1/load-behind-work", _load_behind_work, ("asynchronous",))
     yield Check("L1/staging-after-its-event", _staging_reuse)
     yield Check("L1/event-not-early", _event_not_early)
     yield Check("L1/event-moves", _event_moves)
@@ -154,6 +161,86 @@ def _stream_order(target: Target, tally: Tally) -> None:
     event.synchronize()
     for i, down in enumerate(downs):
         tally.equal(f"download {i} of six", down.array[:: LARGE // 64], np.full(64, i + 1, np.int32))
+
+
+Way = tuple[Stream, Filling]
+"""A stream, and a way to keep it busy."""
+
+
+def _ways(target: Target) -> list[Way]:
+    """Those of the compute stream; `Unseen` where there is none."""
+    opened = target.opened(key="L1")
+    found = busy(opened.device, opened.table, target.info.capabilities.dtypes[0]).fillings
+    if not found:
+        raise Unseen("what happens behind work that runs: the device was never busy for long enough to look")
+    return [(opened.device.stream, filling) for filling in found]
+
+
+def _ways_beside(target: Target) -> list[Way]:
+    """Those of a further stream, where there is one that can be kept busy."""
+    opened = target.opened(key="L1")
+    other = further_stream(opened.device, "conform")
+    if other is opened.device.stream:
+        return []
+    return [(other, one) for one in busy(opened.device, opened.table, target.info.capabilities.dtypes[0], other).fillings]
+
+
+def _filled(device: Device, stream: Stream, filling: Filling) -> bool:
+    """Fill a stream, as often as it takes until the work is seen running; whether it is."""
+    for _ in range(filling.attempts):
+        device.synchronize()
+        filling.fill(stream, BUSY_S)
+        if filling.runs():
+            return True
+    return False
+
+
+def _span(array: Array) -> tuple[int, int]:
+    return int(array.min()), int(array.max())
+
+
+def _copies_behind_work(target: Target, tally: Tally) -> None:
+    """Behind work that runs a download brings what the uploads in front of it left, and nothing of those behind it: copies happen
+    in their turn and not when they are called. On every stream, in every size."""
+    device = _device(target)
+    for (stream, filling), size in product(_ways(target) + _ways_beside(target), COPIES):
+        buffer, up = device.empty("conform.b", (size,), "i32"), device.staging("conform.up", (size,), "i32")
+        downs = [device.staging(f"conform.d{i}", (size,), "i32") for i in range(2)]
+        for number in range(BEHIND):
+            device.load(buffer, np.full(size, -1, np.int32))
+            up.array[...] = number
+            with at_rest(device):
+                if not _filled(device, stream, filling):
+                    continue
+                device.download(stream, downs[0], buffer, size)
+                device.upload(stream, buffer, up, size)
+                device.download(stream, downs[1], buffer, size)
+            for down, where, wanted in zip(downs, ("in front of", "behind"), (-1, number), strict=True):
+                what = f"a download {where} an upload of {4 * size} bytes, on a busy stream"
+                tally.equal(what, _span(down.array), (wanted, wanted))
+
+
+def _load_behind_work(target: Target, tally: Tally) -> None:
+    """A load comes behind the copies that work on its buffer and have not run, or is refused; it does not overtake them."""
+    device = _device(target)
+    for (stream, filling), size in product(_ways(target), COPIES):
+        buffer = device.empty("conform.b", (size,), "i32")
+        up, down = (device.staging(f"conform.{name}", (size,), "i32") for name in ("up", "down"))
+        for number in range(BEHIND):
+            device.load(buffer, np.full(size, -1, np.int32))
+            up.array[...], left = -2, number
+            with at_rest(device):
+                if not _filled(device, stream, filling):
+                    continue
+                device.download(stream, down, buffer, size)
+                device.upload(stream, buffer, up, size)
+                try:
+                    device.load(buffer, np.full(size, number, np.int32))
+                except DeviceError:
+                    left = -2
+            tally.equal(f"a download of {4 * size} bytes in front of a load, on a busy stream", _span(down.array), (-1, -1))
+            what = f"a buffer of {4 * size} bytes, uploaded and then loaded on a busy stream"
+            tally.equal(what, _span(read(device, buffer)), (left, left))
 
 
 def _staging_reuse(target: Target, tally: Tally) -> None:

@@ -1117,6 +1117,33 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         ),
         "asynchronous",
     ),
+    Mutant(
+        "M125",
+        "uploads that happen when they are called",
+        "planted by a tester",
+        "L1/copies-behind-work",
+        by.with_device(hidden.EarlyUploads),
+        "asynchronous",
+        moot="a device whose streams are one queue has no way past it",
+    ),
+    Mutant(
+        "M126",
+        "downloads that happen when they are called",
+        "the same, the other way",
+        "L1/copies-behind-work",
+        by.with_device(hidden.EarlyDownloads),
+        "asynchronous",
+        moot="a device whose streams are one queue has no way past it",
+    ),
+    Mutant(
+        "M127",
+        "a load that does not wait for the stream",
+        "planted by a tester",
+        "L1/load-behind-work",
+        by.with_device(hidden.EarlyLoads),
+        "asynchronous",
+        moot="a device whose streams are one queue has no way past it",
+    ),
 )
 """Every mutant of this version, by the numbers of the design's table; a number that is missing is in `CORES`."""
 
@@ -1174,13 +1201,13 @@ LEGAL_VARIANTS: Final[tuple[Variant, ...]] = (
         "S4",
         "copies to the host are waited for",
         by.with_device(by.SynchronousCopies),
-        ("L1/event-not-early", "L1/query-is-honest", *_ENGINE),
+        ("L1/event-not-early", "L1/query-is-honest", "L1/copies-behind-work", "L1/load-behind-work", *_ENGINE),
     ),
     Variant(
         "S5",
         "query() hesitates",
         by.with_device(lambda device: by.EventDevice(device, lambda event, _: by.HesitatesOnce(event))),
-        ("L1/query-is-honest", "L1/event-not-early", *_ENGINE),
+        ("L1/query-is-honest", "L1/event-not-early", "L1/copies-behind-work", "L1/load-behind-work", *_ENGINE),
     ),
     Variant("S6", "blocks in another order", lambda plugin: plugin, _ENGINE, core_faults.blocks_in_another_order),
     Variant("S7", "no feature but dense", by.offering(_is_dense), ("L0/contracts", "L0/engine", *_ENGINE)),
@@ -1195,6 +1222,18 @@ LEGAL_VARIANTS: Final[tuple[Variant, ...]] = (
         "a queue that is full blocks",
         hidden.short_queue,
         ("L4/launch-returns/swiglu", "L4/copies-return", "L4/replays-return", "L4/overlap-2/arrivals"),
+    ),
+    Variant(
+        "S10",
+        "what goes up is taken at the call, and copied in its turn",
+        by.with_device(hidden.SnapshotUploads),
+        ("L1/copies-behind-work", "L1/load-behind-work", "L4/overlap-2/arrivals"),
+    ),
+    Variant(
+        "S11",
+        "a load waits for everything",
+        by.with_device(hidden.LateLoads),
+        ("L1/load-replaces-all", "L1/load-behind-work"),
     ),
 )
 """What the kit must not kill."""

@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from polydraft.conformance import fault_injection as by
 from polydraft.conformance.target import Proxy, TableProxy, bare, wrap
+from polydraft.device import further_stream
 from polydraft.errors import DeviceError
 
 LONG: Final = 1 << 16
@@ -167,6 +168,53 @@ class WaitingReplays(Proxy):
             finish(self._device)
 
         return SimpleNamespace(replay=replay)
+
+
+# -- copies out of their turn ----------------------------------------------------------------------------
+class _Aside(Proxy):
+    """A device with a way past the streams: what is done on a stream of its own, and has happened when the call returns."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__(inner)
+        self._stream: Any = None
+
+    def _aside(self, copy: Callable[..., None], *arguments: Any) -> None:
+        device = self._inner
+        with by.uncounted(device):
+            self._stream = self._stream or further_stream(device, "mutant.aside")
+        copy(self._stream, *arguments)
+        with by.uncounted(device):
+            event = device.event()
+            event.record(self._stream)
+            event.synchronize()
+
+
+class EarlyUploads(_Aside):
+    """A device whose uploads happen when they are called."""
+
+    def upload(self, stream: Any, target: Any, source: Any, rows: int) -> None:
+        del stream
+        self._aside(self._inner.upload, target, source, rows)
+
+
+class EarlyDownloads(_Aside):
+    """A device whose downloads happen when they are called."""
+
+    def download(self, stream: Any, target: Any, source: Any, rows: int) -> None:
+        del stream
+        self._aside(self._inner.download, target, source, rows)
+
+
+class EarlyLoads(_Aside):
+    """A device whose loads overtake what still works on the buffer."""
+
+    def load(self, target: Any, value: Any) -> None:
+        if tuple(target.shape) != value.shape:
+            self._inner.load(target, value)  # which refuses it
+        with by.uncounted(self._inner):
+            staging = self._inner.staging("mutant.load", value.shape, target.dtype)
+            staging.array[...] = value
+            self._aside(self._inner.upload, target, staging, len(value))
 
 
 # -- memory --------------------------------------------------------------------------------------------
@@ -349,6 +397,25 @@ def slow(launch: Any, device: Any) -> Any:
         launch(stream, n)
 
     return run
+
+
+class LateLoads(Proxy):
+    """A device whose loads wait for everything that was enqueued."""
+
+    def load(self, target: Any, value: Any) -> None:
+        finish(self._inner)
+        self._inner.load(target, value)
+
+
+class SnapshotUploads(Proxy):
+    """A device that takes what an upload brings when it is called, and copies it to the buffer when it is its turn."""
+
+    def upload(self, stream: Any, target: Any, source: Any, rows: int) -> None:
+        with by.uncounted(self._inner):
+            taken = self._inner.staging("variant.upload", source.array.shape, target.dtype)
+        taken.array[...] = source.array
+        vars(self).setdefault("_taken", []).append(taken)  # as long as the device, which has few uploads in a check
+        self._inner.upload(stream, target, taken, rows)
 
 
 class _Bounded:

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, Final
 
 from polydraft.backend import StepMeta
-from polydraft.conformance.busy import BUSY_S, LONGER, Busy, Filling, at_rest, busy
+from polydraft.conformance.busy import BUSY_S, COPIES, LONGER, Busy, Filling, at_rest, busy
 from polydraft.conformance.check import Check, Tally, Unseen
 from polydraft.conformance.graph_checks import uncapturable
 from polydraft.conformance.harness import Bound
@@ -29,8 +29,6 @@ from polydraft.instruments.base import Instrument
 from polydraft.program.points import Stage
 
 NEEDS: Final = ("asynchronous",)
-COPIES: Final = (4, 1 << 14, 1 << 20)
-"""Elements of copies: some devices take other ways for short ones."""
 CALLS: Final = 128
 """More calls than a step makes: where it is asked whether a device is still busy behind so many."""
 CONTROLS: Final = 16

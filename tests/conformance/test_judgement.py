@@ -608,10 +608,10 @@ def test_a_check_by_its_id():
     )
     with pytest.raises(
         ConfigError,
-        match=r"^no check is called 'L1/empty-copy'; did you mean L1/empty-copies\? report\.json of a run has them all$",
+        match=r"^no check is called 'L1/empty-copy'; did you mean L1/empty-copies\? report\.json, which --out FOLDER writes, has ",
     ):
         Selection(check="L1/empty-copy").checks()
-    with pytest.raises(ConfigError, match=r"^no check is called 'zzz'; report\.json of a run has them all$"):
+    with pytest.raises(ConfigError, match=r"^no check is called 'zzz'; report\.json, which --out FOLDER writes, has them all$"):
         Selection(check="zzz").checks()
 
 

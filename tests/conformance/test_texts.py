@@ -63,7 +63,7 @@ def test_a_text_is_compared_to_its_end(tell: Callable[..., Tally]):
 
 
 def test_an_error_is_told_and_nothing_else(tell: Callable[..., Tally]):
-    assert tell(output((), (), "error", "lost")).failures == [f"error of {WHO} is lost, wanted "]
+    assert tell(output((), (), "error", "lost")).failures == [f"{WHO} ended in an error: lost"]
 
 
 def test_an_aborted_text_is_a_beginning(tell: Callable[..., Tally]):

@@ -551,8 +551,16 @@ def test_a_check_over_several_cases_names_what_explains_them_all():
         tally.compared(Comparison("argmax/1", "a", 1, (wrong,), None, like))
         tally.compared(Comparison("argmax/1", "b", 1, (), None))
     assert tally.like == {"M17"}
+    assert tally.failures == ["argmax/1, case 'a': tokens is 1, wanted 2"] * 2
     tally.compared(Comparison("argmax/1", "c", 1, (wrong,), None))
     assert tally.like == set()
+
+
+def test_a_case_with_several_wrong_arguments_is_named_once():
+    tally = Tally()
+    wrong = [Mismatch("argmax/1", "a", name, "value", "1", "2") for name in ("tokens", "logits")]
+    tally.compared(Comparison("argmax/1", "a", 1, tuple(wrong), None), " (rerun: this)")
+    assert tally.failures == ["argmax/1, case 'a': tokens is 1, wanted 2; logits is 1, wanted 2 (rerun: this)"]
 
 
 # -- the page ----------------------------------------------------------------------------------------
@@ -566,5 +574,5 @@ def test_the_page_tells_each_thing_once_and_leaves_room_for_others():
         *(f"- L2/linear/case_{i}: out[{i}] is wrong (rerun: this)" for i in range(3)),
         "- L1/round-trip/0 and 3 more: no device (rerun: that 0)",
         "- L5/prefix-hit: tokens differ",
-        "- and 2 more kinds of failure of L2/linear in report.json",
+        "- and 2 more kinds of failure of L2/linear; --out FOLDER writes all of them into report.json",
     ]

@@ -67,6 +67,12 @@ class Tally:
             where = f"{what}[{', '.join(map(str, index))}]" if index else what
             self.failures.append(f"{where} is {got_a[index]!s}, wanted {wanted_a[index]!s}")
 
+    def no_error(self, who: str, error: str) -> None:
+        """A request ended in no error; `who` says which."""
+        self.comparisons += 1
+        if error:
+            self.failures.append(f"{who} ended in an error: {error}")
+
     def true(self, statement: str, holds: bool) -> None:
         """`statement` says what should be the case."""
         self.comparisons += 1
@@ -77,8 +83,8 @@ class Tally:
         """File a comparison of the harness; `replay` is what brings it about again."""
         self.cases += 1
         self.comparisons += comparison.elements
-        self.failures += [mismatch.describe() + replay for mismatch in comparison.mismatches]
         if not comparison.ok:
+            self.failures.append(comparison.describe() + replay)
             self.like = set(comparison.like) if self.like is None else self.like & set(comparison.like)
         near = comparison.headroom
         if near is not None and (self.headroom is None or near.ratio > self.headroom.ratio):

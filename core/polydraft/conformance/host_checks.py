@@ -104,7 +104,7 @@ def _host_inputs(graph: str, target: Target, tally: Tally) -> None:
         with target.engine(draft_tokens=0, overlap=depth, features=(OtherRemainder,), **given) as engine:
             outputs = serve(engine, asks, tally)
         for number, (text, output) in enumerate(zip(texts, outputs, strict=True)):
-            tally.equal(f"error of request {number}", output.error, "")
+            tally.no_error(f"request {number}", output.error)
             if text and given["dtype"] == "f32":
                 tally.equal(f"tokens of request {number} under the rule", output.token_ids, text)
 
@@ -134,5 +134,5 @@ def _weights(target: Target, tally: Tally) -> None:
         wanted = ask.expected(0) if old else greedy_rounds(oracle(OTHER), ask.prompt, 0, ENOUGH, ())
         sure = next((i for i, gap in enumerate(wanted.margins) if gap < MARGIN[dtype]), len(wanted.token_ids))
         who = f"request {number}, on the {'old' if old else 'new'} weights"
-        tally.equal(f"error of {who}", output.error, "")
+        tally.no_error(who, output.error)
         tally.equal(f"tokens of {who}", output.token_ids[:sure], tuple(wanted.token_ids[:sure]))

@@ -22,6 +22,7 @@ SKIPPED: Final = ("unsupported", "unseen", "waived")
 """Outcomes that neither pass nor fail, as JUnit calls them."""
 MOST_PROBLEMS, MOST_OF_ONE = 12, 3
 """Problems that the page shows, in all and of one kernel or kind of check; report.json has every one."""
+WHOLE: Final = "--out FOLDER writes all of them into report.json"
 
 
 def page(report: Report) -> str:
@@ -64,7 +65,7 @@ def page(report: Report) -> str:
         problems = _told_once(verdict["problems"])
         rest = len(problems) - MOST_PROBLEMS
         lines += ["", *(f"- {problem}" for problem in problems[:MOST_PROBLEMS])]
-        lines += [f"- and {rest} more in report.json"] if rest > 0 else []
+        lines += [f"- and {rest} more; {WHOLE}"] if rest > 0 else []
     lines += ["", verdict["sentence"], "self-certified: this is its author's evidence; run it again with"]
     lines += [f"  {' '.join(content['command']) or _command(content)}"]
     return "\n".join(lines) + "\n"
@@ -91,7 +92,7 @@ def _told_once(problems: Sequence[str]) -> list[str]:
         if shown[subject] <= MOST_OF_ONE:
             lines.append(f"{id_}{f' and {len(found) - 1} more' if len(found) > 1 else ''}{colon}{sentence}")
     rest = {subject: number - MOST_OF_ONE for subject, number in shown.items() if number > MOST_OF_ONE}
-    return lines + [f"and {number} more kinds of failure of {subject} in report.json" for subject, number in rest.items()]
+    return lines + [f"and {number} more kinds of failure of {subject}; {WHOLE}" for subject, number in rest.items()]
 
 
 def claim_of(backend: Mapping[str, Any]) -> str:

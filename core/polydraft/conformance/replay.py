@@ -52,7 +52,9 @@ class Difference:
     @property
     def sentence(self) -> str:
         """Which call, which element, what was there and what was wanted."""
-        return f"{self.call.place}: {self.mismatch.describe()}{self.causes}"
+        return (
+            f"{self.call.place}: {self.mismatch.contract}, case {self.mismatch.case!r}: {self.mismatch.describe()}{self.causes}"
+        )
 
     def describe(self) -> dict[str, Any]:
         """For --json."""

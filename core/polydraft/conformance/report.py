@@ -104,7 +104,7 @@ class Selection:
 
             near = get_close_matches(self.check, pool, 1)
             hint = f"did you mean {near[0]}? " if near else ""
-            raise ConfigError(f"no check is called {self.check!r}; {hint}report.json of a run has them all")
+            raise ConfigError(f"no check is called {self.check!r}; {hint}report.json, which --out FOLDER writes, has them all")
         return pool[self.check]
 
     def describe(self) -> str:

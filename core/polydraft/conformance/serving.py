@@ -119,7 +119,7 @@ def as_expected(tally: Tally, asks: Sequence[Ask], outputs: Sequence[RequestOutp
         tokens, rounds, got_rounds = tuple(wanted.token_ids), tuple(wanted.rounds), output.rounds
         got = output.token_ids
         if output.finish_reason == "error":
-            tally.equal(f"error of {who}", output.error, "")
+            tally.no_error(who, output.error)
             continue
         if output.finish_reason == "abort":
             tokens, rounds = tokens[: len(got)], rounds[: len(got_rounds)]

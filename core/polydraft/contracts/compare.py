@@ -78,11 +78,11 @@ class Mismatch:
     """Whether that element is as it was before the launch, and should not be."""
 
     def describe(self) -> str:
-        """One sentence for somebody who sees this contract for the first time."""
+        """What differs, without contract and case."""
         place = self.argument if self.index is None else f"{self.argument}[{', '.join(map(str, self.index))}]"
         many = f" ({self.count} of {self.total} elements are wrong)" if self.count > 1 else ""
         many += "; it was left as before the launch" if self.left else ""
-        return f"{self.contract}, case {self.case!r}: {place} is {self.got}, wanted {self.wanted}{many}"
+        return f"{place} is {self.got}, wanted {self.wanted}{many}"
 
 
 @dataclass(frozen=True)
@@ -120,11 +120,11 @@ class Comparison:
         return not self.mismatches
 
     def describe(self) -> str:
-        """One line a mismatch; otherwise one line that says how much was compared and how near it was."""
-        if self.mismatches:
-            return "\n".join(mismatch.describe() for mismatch in self.mismatches)
+        """One sentence for somebody who sees this contract for the first time: what differs, argument by argument; otherwise how
+        much was compared and how near it was."""
         near = f"; {self.headroom.describe()}" if self.headroom else ""
-        return f"{self.contract}, case {self.case!r}: {self.elements} elements as specified{near}"
+        found = [mismatch.describe() for mismatch in self.mismatches] or [f"{self.elements} elements as specified{near}"]
+        return f"{self.contract}, case {self.case!r}: {'; '.join(found)}"
 
 
 def to_host(value: Array, dtype: str) -> Array:

@@ -246,7 +246,7 @@ def test_what_is_first_used_in_a_check_may_lack_a_member_too():
         return table
 
     result = CHECKS["L0/dtypes"].result(Target(wrap(reference, polydraft_kernels=kernels)))
-    said = "a Weightless has no nbytes; add it (see polydraft.backend and polydraft.device)"
+    said = "Weightless has no nbytes; add it (see polydraft.backend and polydraft.device)"
     assert (result.outcome, result.message) == ("fail", said)
 
 

@@ -271,6 +271,17 @@ def test_the_sentence_names_what_is_claimed_and_what_is_absent():
     assert every.sentence.startswith(f"polydraft-conformance 1.0 / graph for {', '.join(FEATURES)} (43 own, 0 delegated) holds: ")
 
 
+def test_features_without_a_kernel_of_its_own_are_named_apart():
+    """`grammar` rests on the reference alone, and a count over all of it would hide that."""
+    owners = dict.fromkeys(EVERYTHING, "delegated") | {"swiglu": "own", "sample": "own"}
+    passed = [Result(id_, "pass", 1) for id_ in must_pass("basic", tuple(FEATURES))]
+    sentence = judge(passed, owners, profile="basic").sentence
+    rest = ", ".join(name for name in FEATURES if name not in ("dense", "sampling"))
+    assert sentence.startswith(
+        f"polydraft-conformance 1.0 / basic for dense, sampling (2 own, 41 delegated), wholly delegated: {rest} holds"
+    )
+
+
 def test_a_feature_that_was_asked_for_has_to_be_there():
     dense, id_ = owning("dense"), "L5/sampled/2"
     lacking = Result(id_, "unsupported", message="sample is not offered")
@@ -608,7 +619,7 @@ def test_a_check_by_its_id():
     )
     with pytest.raises(
         ConfigError,
-        match=r"^no check is called 'L1/empty-copy'; did you mean L1/empty-copies\? report\.json, which --out FOLDER writes, has ",
+        match=r"^no check is called 'L1/empty-copy'; did you mean L1/empty-copies\? report\.json, which --out FOLDER writes",
     ):
         Selection(check="L1/empty-copy").checks()
     with pytest.raises(ConfigError, match=r"^no check is called 'zzz'; report\.json, which --out FOLDER writes, has them all$"):

@@ -244,16 +244,16 @@ def test_numbers_come_back_in_canonical_form():
 
 
 def test_a_mismatch_counts_nothing_by_itself():
-    alone = Mismatch("blend/1", "table", "y", "type", "a list", "a NumPy array")
+    alone = Mismatch("blend/1", "table", "y", "type", "of type list", "a NumPy array")
     assert (alone.count, alone.total) == (0, 0)
-    assert alone.describe() == "y is a list, wanted a NumPy array"
+    assert alone.describe() == "y is of type list, wanted a NumPy array"
 
 
 def test_structure_is_told_in_words():
     got = {"ids": [3], "z": RIGHT["y"]}
     assert verdict(got, {"y": FLOATS, "ids": INTS}).describe() == (
         "blend/1, case 'table': y is missing, wanted an array of shape (2, 3); "
-        "ids is a list, wanted a NumPy array; z is delivered, wanted no such argument"
+        "ids is of type list, wanted a NumPy array; z is delivered, wanted no such argument"
     )
     assert verdict({"y": RIGHT["y"].ravel()}, {"y": FLOATS}).describe() == (
         "blend/1, case 'table': y is of shape (6,), wanted shape (2, 3)"

@@ -204,7 +204,7 @@ def test_the_tutorial_leads_to_basic(package: Path):
     assert (kinds.count("write"), kinds.count("try")) == (3, 1)
     plugin = fresh()
     own = set(plugin.KERNELS)
-    assert f"`basic for dense, sampling, ... ({len(own)} own, " in read(tutorial.PAGE)
+    assert f"`basic for dense ({len(own)} own, ... delegated), wholly delegated: sampling, ... holds`" in read(tutorial.PAGE)
     for name in own:
         assert conform(plugin, selection=Selection(contract=name)).status == 0, name
     assert conform(plugin, selection=Selection(level="L1")).status == 0

@@ -186,7 +186,7 @@ def test_caches_and_metadata_of_others_do_not_reach_delegated_kernels():
     mixed = table(device)
     mixed.allocate_cache = backend.foreign_cache  # type: ignore[method-assign]
     contract = REGISTRY["paged_attention"]
-    with pytest.raises(ContractError, match="cache of a delegated kernel is a Foreign, wanted a NumpyCache"):
+    with pytest.raises(ContractError, match="cache of a delegated kernel is of type Foreign, wanted NumpyCache"):
         harness.run_kernel(contract, named_cases(contract)[0], device, mixed)
 
 

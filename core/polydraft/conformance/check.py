@@ -205,5 +205,5 @@ def _blame(error: Exception) -> tuple[Outcome, str]:
     if inner.parent != _KIT or inner.name == "harness.py":
         return "fail", f"{type(error).__name__}: {error} (raised in {where})"
     if isinstance(error, AttributeError) and not _is_anybodys(error.obj):
-        return "fail", f"a {type(error.obj).__name__} has no {error.name}; add it (see polydraft.backend and polydraft.device)"
+        return "fail", f"{type(error.obj).__name__} has no {error.name}; add it (see polydraft.backend and polydraft.device)"
     return "error", f"{type(error).__name__}: {error} (raised in {where})"

@@ -99,7 +99,7 @@ def _round_trip(dtype: str) -> Any:
             tally.equal("shape of a buffer", tuple(buffer.shape), shape)
             tally.equal("dtype of a buffer", buffer.dtype, dtype)
             kept = write(device, buffer, value)
-            tally.equal(f"a {dtype} buffer read back", read(device, buffer).view(np.uint8), value.view(np.uint8))
+            tally.equal(f"a buffer of {dtype} read back", read(device, buffer).view(np.uint8), value.view(np.uint8))
             del kept
 
     return run
@@ -367,7 +367,9 @@ def _guard_bands(target: Target, tally: Tally) -> None:
             buffer, value = device.empty("conform.b", shape, dtype), pattern(shape, dtype, seed)
             device.load(buffer, value)
             kept = write(bare(device), buffer, value, max(len(value) - 1, 1))
-            tally.equal(f"a {dtype} buffer of shape {shape}", read(bare(device), buffer).view(np.uint8), value.view(np.uint8))
+            tally.equal(
+                f"a buffer of {dtype} and of shape {shape}", read(bare(device), buffer).view(np.uint8), value.view(np.uint8)
+            )
             del kept
     device.hold(tally, "copies and loads", read)
 

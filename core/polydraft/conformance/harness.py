@@ -416,8 +416,8 @@ def _launch(contract: Contract, case: Case, device: Device, stream: Stream, laun
     result: object = launch(stream, case.n)  # type: ignore[func-returns-value]
     allocated = device.counters.allocations - before.allocations
     synchronised = device.counters.host_syncs - before.host_syncs
-    if result is not None or allocated or synchronised:
-        raise ContractError(
-            f"{contract.key}, case {case.name!r}: the launch returned {result!r}, allocated {allocated} and "
-            f"synchronised {synchronised} times, wanted None, 0 and 0; move that work to `bind`"
-        )
+    wrong = [] if result is None else [f"returned {result!r}, wanted None; let it return nothing"]
+    if allocated or synchronised:
+        wrong.append(f"allocated {allocated} and synchronised {synchronised} times, wanted 0 and 0; move that work to `bind`")
+    if wrong:
+        raise ContractError(f"{contract.key}, case {case.name!r}: the launch {', and it '.join(wrong)}")

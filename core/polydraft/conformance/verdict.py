@@ -102,7 +102,7 @@ def judge(
         problems += [f"{name} is not the backend's own kernel, and {profile} needs it to be" for name in foreign]
     whose = "compute kernels" if profile == "basic" else "kernels"
     counts = {"checks failed": len(failed), "are missing": len(missing), f"{whose} are not its own": len(foreign)}
-    claim = f"polydraft-conformance {SPEC} / {profile} for {', '.join(claimed)} ({_counts(owners, claimed)}){_without(standing)}"
+    claim = f"polydraft-conformance {SPEC} / {profile} for {_claimed(owners, claimed)}{_without(standing)}"
     about = features_by_id()
     return _ruled(claim, [r for r in results if set(claimed).issuperset(about.get(r.id, ()))], problems, counts, standing)
 
@@ -159,6 +159,14 @@ def _without(standing: Mapping[str, Standing]) -> str:
     why = {"absent": "", "incomplete": " (incomplete)", "left out": " (not asked for)"}
     rest = [f"{name}{why[one.state]}" for name, one in standing.items() if one.state != "claimed"]
     return f", without {', '.join(rest)}" if rest else ""
+
+
+def _claimed(owners: Mapping[str, str], claimed: tuple[str, ...]) -> str:
+    """The claimed features and whose kernels they have; apart from them those without a kernel of the backend's own."""
+    mine = [name for name in claimed if any(owners.get(one.name) in OWN for one in REGISTRY.of([name]))] or list(claimed)
+    delegated = [name for name in claimed if name not in mine]
+    rest = f", wholly delegated: {', '.join(delegated)}" if delegated else ""
+    return f"{', '.join(mine)} ({_counts(owners, claimed)}){rest}"
 
 
 def _counts(owners: Mapping[str, str], claimed: tuple[str, ...]) -> str:

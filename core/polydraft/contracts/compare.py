@@ -204,7 +204,7 @@ def _structure(got: Any, want: Expected | None) -> tuple[Kind, str, str] | None:
     if got is None:
         return "missing", "missing", f"an array of shape {want.value.shape}"
     if not isinstance(got, np.ndarray):
-        return "type", f"a {type(got).__name__}", "a NumPy array"
+        return "type", f"of type {type(got).__name__}", "a NumPy array"
     if got.dtype != DTYPES[want.dtype]:
         return "dtype", f"of dtype {got.dtype}", f"{DTYPES[want.dtype]} (the host form of {want.dtype})"
     if got.shape != want.value.shape:

@@ -322,8 +322,8 @@ def _refuse_foreign(name: str, spec: object, value: object) -> None:
         fits = {"weight": BringUpWeight, "cache": NumpyCache, "meta": BringUpMeta}[spec.kind]
         if not isinstance(value, fits):
             raise ContractError(
-                f"{name} of a delegated kernel is a {type(value).__name__}, wanted a {fits.__name__}; leave weights, caches and "
-                "metadata to polydraft.plugins.bring_up, or write that kernel"
+                f"{name} of a delegated kernel is of type {type(value).__name__}, wanted {fits.__name__}; leave weights, caches "
+                "and metadata to polydraft.plugins.bring_up, or write that kernel"
             )
 
 

@@ -87,7 +87,8 @@ def golden(a: Any, n: int) -> None:
 
 
 def scale(a: Any, n: int) -> Mapping[str, Array]:
-    """Condition of every output element."""
+    """The sum of weight * |value| over the keys, weights those of the softmax, times 1 + the largest sum over the head of
+    |query * key * softmax_scale| of one key: exp turns an error of a score into a relative one of its weight."""
     magnitude = np.zeros_like(a.q)
     attend_all(a, n, np.zeros_like(a.q), magnitude)
     return {"out": magnitude}

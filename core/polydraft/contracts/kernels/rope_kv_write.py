@@ -119,7 +119,9 @@ def condition(head: Array, a: Any, r: int, *, normalized: bool) -> Array:
 
 
 def scale(a: Any, n: int) -> Mapping[str, Array]:
-    """Condition of every rotated element; 0, that is exact, everywhere else."""
+    """(|x_j| + |x_k|) * attention_factor * (1 + position * frequency) for both elements of a pair (j, k) that is rotated, x the
+    head behind its norm: float32 may round the angle. Elsewhere it is |x| where the head has a norm, and 0, that is exact, where
+    it only moves."""
     q_out, keys = np.zeros((len(a.qkv), a.num_heads * a.head_dim)), np.zeros_like(a.cache.k)
     for r in range(n):
         if a.row_slot[r] < 0:

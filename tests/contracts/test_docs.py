@@ -11,7 +11,7 @@ import pytest
 
 from polydraft.contracts import REGISTRY
 from polydraft.contracts.base import UNIT_MEANING, ColumnsSpec, Contract, ParamSpec
-from polydraft.contracts.docs import SYMBOL_MEANING, render, signature
+from polydraft.contracts.docs import LONG, SYMBOL_MEANING, render, render_all, signature
 from polydraft.contracts.inputs import arrays, default_cases, namespace
 from polydraft.contracts.kv_quant import KV_DTYPES, quantise
 from polydraft.contracts.sizes import ROWS
@@ -273,3 +273,17 @@ def test_symbols_on_the_page_are_explained(contract: Contract):
     for symbol in {symbol for shape in shapes for symbol in shape if not symbol.isdigit()}:
         assert explained[symbol] == {**SYMBOL_MEANING, **contract.symbols}[symbol]
     assert not set(contract.symbols) & set(SYMBOL_MEANING), "a shared symbol is explained once"
+
+
+def test_pages_behind_each_other_say_nothing_twice():
+    """Whatever a page alone says is there, or said to be on an earlier page; a single page is as it is."""
+    assert render_all([REGISTRY["linear"]]) == render(REGISTRY["linear"])
+    contracts = REGISTRY.of(["dense"])
+    text = render_all(contracts)
+    paragraphs = [part for part in re.split(r"\n\n+", text) if len(part) >= LONG and not part.startswith("| ")]
+    code = [part for part in paragraphs if part.startswith(" ")]  # bodies of functions may be alike in part
+    assert len(set(paragraphs) - set(code)) == len(paragraphs) - len(code)
+    assert len(text) < 0.95 * sum(len(render(contract)) for contract in contracts)
+    for contract in contracts:
+        for part in re.split(r"\n\n+", render(contract)):
+            assert part.removesuffix("\n```").strip() in text, contract.name

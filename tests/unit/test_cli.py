@@ -1023,8 +1023,8 @@ def test_contracts_of_a_profile(run: Callable[..., Result], profile: str):
 def test_contracts_takes_a_name_or_a_profile(run: Callable[..., Result]):
     result = run("contracts", "linear", "--profile", "basic")
     assert (result.status, result.out) == (2, "")
-    assert "leave NAME or --profile out" in result.err
-    assert "add --profile, or leave --feature out" in run("contracts", "--feature", "dense").err
+    assert "leave them or NAME out" in result.err
+    assert "leave them or NAME out" in run("contracts", "linear", "--feature", "dense").err
     assert "feature is 'densest', wanted some of dense, " in run("contracts", "--profile", "full", "--feature", "densest").err
 
 
@@ -1052,6 +1052,17 @@ def test_the_page_of_one_composite(run: Callable[..., Result]):
     assert result.out.startswith(f"# {name}\n\n{composite.doc}\n")
     assert all(f"`{part}`" in result.out for part in composite.parts)
     assert [entry["name"] for entry in run("contracts", name, "--json").json["composites"]] == [name]
+
+
+def test_pages_of_several_contracts(run: Callable[..., Any]):
+    several = run("contracts", "linear", "embed/1", "residual_add+rms_norm").out
+    heads = re.findall(r"^# (\S+?)(?:, version 1)?$", several, re.MULTILINE)
+    assert heads == ["linear", "embed", "residual_add+rms_norm"]
+    feature = run("contracts", "--feature", "sampling,grammar").out
+    names = [contract.name for contract in REGISTRY.of(["sampling", "grammar"])]
+    assert re.findall(r"^# (\w+), version 1$", feature, re.MULTILINE) == names
+    records = run("contracts", "--feature", "sampling,grammar", "--json").json["contracts"]
+    assert [(record["name"], record["page"]) for record in records] == [(name, render(REGISTRY[name])) for name in names]
 
 
 def test_an_unknown_contract(run: Callable[..., Result]):

@@ -6,7 +6,7 @@ It prints what the records in `polydraft.contracts` say, and runs no kernel.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -25,6 +25,8 @@ EXAMPLES = """\b
 Examples:
   polydraft contracts
   polydraft contracts paged_attention
+  polydraft contracts linear embed
+  polydraft contracts --feature dense,sampling
   polydraft contracts --profile basic
   polydraft contracts --profile async --feature dense,sampling
   polydraft contracts --plugin my_parameter.py my_contract
@@ -33,7 +35,7 @@ Examples:
 
 
 @click.command("contracts", epilog=EXAMPLES)
-@click.argument("name", required=False)
+@click.argument("wanted", nargs=-1, metavar="[NAME]...")
 @click.option("--profile", type=click.Choice(PROFILES), default=None, help="Sort them by what this profile asks of a backend.")
 @click.option(
     "--feature",
@@ -41,7 +43,7 @@ Examples:
     type=names,
     multiple=True,
     metavar="NAME,...",
-    help=f"With --profile, claimed for these: {', '.join(FEATURES)}; repeatable.  [default: dense]",
+    help=f"Print the pages of their contracts; with --profile, claimed for these: {', '.join(FEATURES)}; repeatable.",
 )
 @click.option(
     "--plugin",
@@ -53,58 +55,59 @@ Examples:
 @click.option("--no-color", is_flag=True, help="Plain text on a terminal too.")
 @common
 def command(
-    name: str | None,
+    wanted: tuple[str, ...],
     profile: str | None,
     features: tuple[tuple[str, ...], ...],
     plugins: tuple[str, ...],
     no_color: bool,
     as_json: bool,
 ) -> int:
-    """List every contract and composite, or print the page of the contract called NAME."""
+    """List every contract and composite, or print the pages of those called NAME, or of all of a feature."""
     from polydraft.cli.show import Screen
     from polydraft.contracts import COMPOSITES, REGISTRY
     from polydraft.plugins.loading import Loaded
 
-    if name is not None and profile is not None:
-        raise click.UsageError("--profile sorts the whole list; leave NAME or --profile out")
-    if features and profile is None:
-        raise click.UsageError("--feature says what a claim is for; add --profile, or leave --feature out")
-    wanted = with_base(name for several in features for name in several)
+    asked = tuple(name for several in features for name in several)
+    if wanted and (profile is not None or asked):
+        raise click.UsageError("--profile and --feature choose contracts themselves; leave them or NAME out")
+    claimed = with_base(asked)  # which refuses what is no feature
     for where in plugins:  # importing one registers what it brings
         Loaded.from_option(where)
-    if name is None:
-        contracts, composites = list(REGISTRY), list(COMPOSITES.values())
-    else:
-        contracts, composites = _named(name)
+    pages = bool(wanted or asked) and profile is None
+    contracts, composites = list(REGISTRY), list(COMPOSITES.values())
+    if pages:
+        contracts, composites = (REGISTRY.of(asked), []) if asked else _named(wanted)
     if as_json:
-        records = [_contract(contract, page=name is not None) for contract in contracts]
+        records = [_contract(contract, page=pages) for contract in contracts]
         answer = {"schema": SCHEMA, "contracts": records, "composites": [_composite(c) for c in composites]}
-        click.echo(json.dumps(answer | ({"profile": _profile(profile, wanted)} if profile else {})))
+        click.echo(json.dumps(answer | ({"profile": _profile(profile, claimed)} if profile else {})))
         return 0
     screen = Screen(color=not no_color)
     if profile is not None:
-        _list_needs(screen, profile, wanted)
-    elif name is None:
-        _list(screen, contracts, composites)
+        _list_needs(screen, profile, claimed)
+    elif pages:
+        from polydraft.contracts.docs import render_all
+
+        screen.write("\n".join([render_all(contracts)] * bool(contracts) + [_composite_page(c) for c in composites]))
     else:
-        screen.write("\n".join([_page(c) for c in contracts] + [_composite_page(c) for c in composites]))
+        _list(screen, contracts, composites)
     return 0
 
 
-def _named(name: str) -> tuple[list[Contract], list[Composite]]:
-    """The one contract (also by `name/version`) or composite. An unknown name is bad usage."""
+def _named(wanted: Sequence[str]) -> tuple[list[Contract], list[Composite]]:
+    """The contracts (also by `name/version`) and composites of these names, each once. An unknown name is bad usage."""
     from difflib import get_close_matches
 
     from polydraft.contracts import COMPOSITES, REGISTRY
 
-    if name in COMPOSITES:
-        return [], [COMPOSITES[name]]
     known = [*REGISTRY.names(), *(contract.key for contract in REGISTRY), *COMPOSITES]
-    if name not in known:
-        near = get_close_matches(name, known, 1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise click.UsageError(f"no contract is called {name!r}; {hint}polydraft contracts lists them all")
-    return [REGISTRY[name.partition("/")[0]]], []
+    for name in wanted:
+        if name not in known:
+            near = get_close_matches(name, known, 1)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise click.UsageError(f"no contract is called {name!r}; {hint}polydraft contracts lists them all")
+    contracts = dict.fromkeys(name.partition("/")[0] for name in wanted if name not in COMPOSITES)
+    return [REGISTRY[name] for name in contracts], [COMPOSITES[name] for name in dict.fromkeys(wanted) if name in COMPOSITES]
 
 
 def _list(screen: Screen, contracts: list[Contract], composites: list[Composite]) -> None:

@@ -47,6 +47,11 @@ SYMBOL_MEANING: Final[Mapping[str, str]] = {
 """Shape symbols that contracts share; all are capacities, the launch length and the data say how much of them is used. A contract
 explains symbols of its own itself (`Contract.symbols`)."""
 
+LONG: Final = 120
+"""Characters of what pages that follow each other do not repeat."""
+_CODE, _FENCE, _DEFINITIONS = "```python\n", "\n```", "\n\n\n"
+"""What code begins and ends with, and what is between definitions."""
+
 _DETERMINISM: Final[Mapping[str, str]] = {
     "bitwise": "Every run of one backend gives the same bits, whatever else is in the launch.",
     "run-to-run": "The same launch gives the same bits in every run of one backend.",
@@ -74,6 +79,34 @@ def signature(contract: Contract) -> str:
 def render(contract: Contract) -> str:
     """Return the Markdown page of a contract, ending in a newline. Runs `contract.cases` to list them."""
     return "\n\n".join(part for part in _parts(contract) if part) + "\n"
+
+
+def render_all(contracts: Iterable[Contract]) -> str:
+    """Return the pages of several contracts, one after the other; of what an earlier page says word for word, a later one says
+    where it is."""
+    said: dict[str, str] = {}
+    return "\n".join("\n\n".join(_once(contract, said)) + "\n" for contract in contracts)
+
+
+def _once(contract: Contract, said: dict[str, str]) -> Iterator[str]:
+    """The parts of a page. `said`: paragraphs and definitions of earlier pages, to the contract that has them."""
+    for part in filter(None, _parts(contract)):
+        if part.startswith(_CODE):
+            yield _CODE + _DEFINITIONS.join(
+                _referred(one, "# ", contract, said) for one in part[len(_CODE) :].split(_DEFINITIONS)
+            )
+        else:
+            yield part if len(part) < LONG or part.startswith("|") else _referred(part, "", contract, said)
+
+
+def _referred(text: str, mark: str, contract: Contract, said: dict[str, str]) -> str:
+    """The text, or where it is, behind `mark` and its beginning."""
+    where = said.setdefault(text.removesuffix(_FENCE), contract.name)
+    if where == contract.name or len(text) < LONG:
+        return text
+    return f"{mark}{textwrap.shorten(text.partition(_FENCE)[0], LONG // 2, placeholder=' ...')}: on the page of `{where}`" + (
+        _FENCE if text.endswith(_FENCE) else ""
+    )
 
 
 def _parts(contract: Contract) -> Iterator[str]:

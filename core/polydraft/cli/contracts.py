@@ -35,7 +35,7 @@ Examples:
 
 
 @click.command("contracts", epilog=EXAMPLES)
-@click.argument("wanted", nargs=-1, metavar="[NAME]...")
+@click.argument("name", nargs=-1)
 @click.option("--profile", type=click.Choice(PROFILES), default=None, help="Sort them by what this profile asks of a backend.")
 @click.option(
     "--feature",
@@ -55,7 +55,7 @@ Examples:
 @click.option("--no-color", is_flag=True, help="Plain text on a terminal too.")
 @common
 def command(
-    wanted: tuple[str, ...],
+    name: tuple[str, ...],
     profile: str | None,
     features: tuple[tuple[str, ...], ...],
     plugins: tuple[str, ...],
@@ -67,16 +67,16 @@ def command(
     from polydraft.contracts import COMPOSITES, REGISTRY
     from polydraft.plugins.loading import Loaded
 
-    asked = tuple(name for several in features for name in several)
-    if wanted and (profile is not None or asked):
+    asked = tuple(one for several in features for one in several)
+    if name and (profile is not None or asked):
         raise click.UsageError("--profile and --feature choose contracts themselves; leave them or NAME out")
     claimed = with_base(asked)  # which refuses what is no feature
     for where in plugins:  # importing one registers what it brings
         Loaded.from_option(where)
-    pages = bool(wanted or asked) and profile is None
+    pages = bool(name or asked) and profile is None
     contracts, composites = list(REGISTRY), list(COMPOSITES.values())
     if pages:
-        contracts, composites = (REGISTRY.of(asked), []) if asked else _named(wanted)
+        contracts, composites = (REGISTRY.of(asked), []) if asked else _named(name)
     if as_json:
         records = [_contract(contract, page=pages) for contract in contracts]
         answer = {"schema": SCHEMA, "contracts": records, "composites": [_composite(c) for c in composites]}

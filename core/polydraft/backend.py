@@ -150,19 +150,22 @@ class Weight(Protocol):
     """A weight in the backend's own form; core passes it to `bind` and never looks inside."""
 
     @property
-    def nbytes(self) -> int: ...
+    def nbytes(self) -> int:
+        """Bytes of device memory; 0 where none is its own."""
 
 
 class Cache(Protocol):
     """One layer's KV cache in the backend's own layout. The logical accessors exist for tests only."""
 
     @property
-    def nbytes(self) -> int: ...
+    def nbytes(self) -> int:
+        """Bytes of device memory."""
+
     def read_logical(self) -> tuple[Array, Array]:
         """(k, v), each [num_blocks, block_size, num_kv_heads, head_dim] float32; synchronises; tests only."""
 
     def write_logical(self, k: Array, v: Array) -> None:
-        """Overwrite the whole cache; synchronises; tests only."""
+        """Overwrite the whole cache, with arrays as `read_logical` returns them; synchronises; tests only."""
 
 
 @dataclass(frozen=True)
@@ -171,9 +174,12 @@ class CacheSpec:
 
     num_blocks: int
     block_size: int
+    """Rows of a block."""
     num_kv_heads: int
     head_dim: int
+    """Elements of one head of a row; keys and values alike."""
     dtype: str
+    """Of activations, in which rows are kept where `kv` is ""."""
     kv: Literal["", "int8", "fp8"] = ""
     """How rows are kept: "" in `dtype`, "int8" and "fp8" as `contracts/kv_quant.py` defines. Asked only of who declares it in
     `kv_dtypes`."""
@@ -187,10 +193,13 @@ class KernelTable(Protocol):
     @property
     def versions(self) -> Mapping[str, int]: ...
     def prepare_weight(self, role: str, value: Array, dtype: str, previous: Weight | None = None) -> Weight:
-        """Pack a canonical float32 array once at load. `role`: "linear", "embedding", "norm", "bias". With `previous`, refill
-        that weight in place at the same address (weight update) and return it."""
+        """Pack a canonical float32 array once at load, for kernels that compute in `dtype`. `role`: "linear" [out, in],
+        "embedding" [tokens, features], "norm" and "bias" [features], "experts" [experts, out, in], "router" [experts, in] or
+        [experts], which stays float32 whatever `dtype` is. With `previous`, refill that weight in place at the same address
+        (weight update) and return it."""
 
-    def allocate_cache(self, spec: CacheSpec) -> Cache: ...
+    def allocate_cache(self, spec: CacheSpec) -> Cache:
+        """Allocate one layer's cache. Raises `DeviceError` when memory is short."""
 
 
 @dataclass(frozen=True)

@@ -76,18 +76,23 @@ DTYPES: dict[str, np.dtype[Any]] = {
 
 @dataclass
 class DeviceCounters:
-    """What a device was asked to do; plain additions, always on. Bytes count payload, not padding."""
+    """What a device was asked to do; plain additions, always on. Bytes count payload, not padding. `load` counts as nothing."""
 
     launches: int = 0
+    """Kernels that were launched, and fillings of forward metadata; not those that a graph replays."""
     host_syncs: int = 0
+    """Calls of `Event.synchronize` and `Device.synchronize`, whether they had to wait or not."""
     uploads: int = 0
     downloads: int = 0
     bytes_uploaded: int = 0
     bytes_downloaded: int = 0
     allocations: int = 0
+    """Calls of `empty` and `staging`, and the memory of weights, caches and metadata."""
     bytes_allocated: int = 0
+    """Of device memory; what counts here of host memory is the device's own choice."""
     graph_replays: int = 0
     extra: dict[str, int] = field(default_factory=dict)
+    """Whatever else a device counts, by name."""
 
     def copy(self) -> "DeviceCounters":
         """Return a snapshot, to be subtracted later."""

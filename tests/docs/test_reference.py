@@ -115,7 +115,8 @@ def table(page: str, heading: str = "") -> dict[str, list[str]]:
 
 
 def test_every_capability_has_a_row():
-    found = table("capabilities.md")
+    text = read(BACKENDS / "capabilities.md").partition("\n## ")[0]
+    found = {row[0].strip("`"): row for row in rows(text)}
     assert set(found) == {field.name for field in dataclasses.fields(Capabilities)}
     for field in dataclasses.fields(Capabilities):
         words = {True: "yes", False: "no", (): "none"}
@@ -134,7 +135,8 @@ def _literal(value: Any) -> str:
 
 
 def test_every_protocol_of_a_device_has_a_row():
-    found = table("capabilities.md", "What is asked of a device")
+    text = section(read(BACKENDS / "capabilities.md"), "What is asked of a device")
+    found = {row[0].strip("`"): row for row in rows(text.partition("| counter |")[0])}
     for name, row in found.items():
         protocol = getattr(protocols, name)
         members = {member for member in vars(protocol) if not member.startswith("_")} | set(
@@ -145,6 +147,32 @@ def test_every_protocol_of_a_device_has_a_row():
         n for n, v in vars(protocols).items() if inspect.isclass(v) and getattr(v, "_is_protocol", False) and n != "Protocol"
     }
     assert declared == set(found)
+
+
+def test_every_counter_has_a_row():
+    """Behind the protocols, in a table of its own."""
+    text = section(read(BACKENDS / "capabilities.md"), "What is asked of a device")
+    found = [name for row in rows(text[text.index("| counter |") :]) for name in re.findall(r"`(\w+)`", row[0])]
+    assert found == [field.name for field in dataclasses.fields(protocols.DeviceCounters) if field.name in found]
+    assert len(found) == len(dataclasses.fields(protocols.DeviceCounters))
+
+
+def test_what_a_kernel_table_is_made_of_is_told_member_by_member():
+    from typing import get_args
+
+    from polydraft import backend
+    from polydraft.contracts import base
+    from polydraft.models.block import Role
+
+    text = section(read(BACKENDS / "capabilities.md"), "What is asked of a kernel table")
+    types, roles = text.index("| type |"), text.index("| role |")
+    for name, members, _ in rows(text[types:roles]):
+        kind = getattr(backend, name.strip("`"), None) or getattr(base, name.strip("`"))
+        declared = {member for member in vars(kind) if not member.startswith("_")} | set(kind.__annotations__)
+        assert {re.sub(r"\(.*", "", one) for one in re.findall(r"`([^`]+)`", members)} == declared, name
+        for method, given in re.findall(r"`(\w+)\(([^)]*)\)`", members):
+            assert list(inspect.signature(getattr(kind, method)).parameters)[1:] == re.findall(r"\w+", given), (name, method)
+    assert tuple(row[0].strip("`") for row in rows(text[roles:])) == get_args(Role)
 
 
 def test_every_error_has_a_row_with_its_status():

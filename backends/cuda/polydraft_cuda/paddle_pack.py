@@ -210,7 +210,7 @@ class GuestProvider:
 
     def bind(self, args: Any, limits: Limits, workspace: Workspace | None) -> Launch:
         """Take the addresses once. The launch goes to Paddle's stream, whatever stream it is handed."""
-        scratch: Any = None if workspace is None else SimpleNamespace(buffer=borrow(workspace.buffer))  # type: ignore[attr-defined]
+        scratch: Any = None if workspace is None else SimpleNamespace(buffer=borrow(workspace.buffer))
         launch, own = self.inner.bind(lend(args), limits, scratch), self.device.stream
 
         def run(stream: Stream, n: int) -> None:

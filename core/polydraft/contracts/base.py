@@ -213,7 +213,12 @@ class Workspace(Protocol):
     """Scratch memory owned by core, sized by `Provider.workspace_bytes`; contents do not survive a launch."""
 
     @property
-    def nbytes(self) -> int: ...
+    def buffer(self) -> Buffer:
+        """[nbytes] u8 of the device, at an address that stays."""
+
+    @property
+    def nbytes(self) -> int:
+        """At least what was wanted."""
 
 
 A = TypeVar("A", bound=Args)
@@ -224,7 +229,8 @@ class Provider(Protocol):
 
     def bind(self, args: Any, limits: Limits, workspace: Workspace | None) -> Launch:
         """Capture `args` and return the launch. Called before the first step, never during one, and any number of times: each
-        binding is for itself. `args` fits its contract, which core has checked (`contracts/arguments.py`)."""
+        binding is for itself. `args` fits its contract, which core has checked (`contracts/arguments.py`). `workspace` is None
+        where none was wanted; all launches share it."""
 
     def workspace_bytes(self, args: Any, limits: Limits) -> int:
         """Bytes of scratch wanted for these arguments; 0 when none."""

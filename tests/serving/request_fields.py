@@ -90,7 +90,11 @@ FIELDS: Final = (
     Field("guided_choice", NONE, "older name of `choice`", "the same", (["ab", "cd"],), ([], [""], "ab"), bound=True),
     Field("guided_grammar", NONE, "older name of `grammar`", "the same", ('root ::= "ab"',), (5, "root ::= ("), bound=True),
     Field("tool_choice", "which tool", "which tool", "none", (), ("auto", "none"), (CHAT,)),
-    Field("reasoning_effort", "length of thinking", "for models that know it", "none", (), ("low",), (CHAT,)),
+    Field(
+        "reasoning_effort", "length of thinking", "to the chat template", "the same where it reads it; `none` where it reads "
+        "`enable_thinking` or `thinking`", (), ("none", "low", "x"), (CHAT,)
+    ),
+    Field("chat_template_kwargs", NONE, "variables of the chat template", "those that it reads", ({},), ({"x": 1}, 5), (CHAT,)),
 )  # fmt: skip
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import ipaddress
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,7 @@ MOST_LOGPROBS = 20
     "--cors-origin", "cors_origins", multiple=True, metavar="URL", help="Let pages of this origin call; may be repeated."
 )
 @click.option("--chat-template", metavar="FILE", help="Jinja template for chat.  [default: the checkpoint's]")
+@click.option("--reasoning-parser", metavar="NAME", help="How reasoning is marked, or none.  [default: by the chat template]")
 @click.option("--log-file", metavar="FILE", help="Write events there.  [default: standard error]")
 @click.option("--log-prompts", is_flag=True, default=None, help="Write texts into the log, too.")
 @click.option("--no-playground", is_flag=True, help="Do not serve the page at /.")
@@ -83,9 +85,9 @@ def command(as_json: bool, no_playground: bool, **options: Any) -> int:
     settings = ServerSettings(api_keys=keys, admin_key=admin[0] if admin else "", playground=not no_playground, **given)
     _warn(settings.host, bool(keys))
 
-    def ready(url: str) -> None:
-        ready = json.dumps({"schema": "polydraft.serve/1", "url": url}) if as_json else f"serving at {url}"
-        click.echo(ready)
+    def ready(url: str, chosen: Mapping[str, str]) -> None:
+        lines = [f"serving at {url}", *(f"{name.replace('_', ' ')}: {why}" for name, why in chosen.items())]
+        click.echo(json.dumps({"schema": "polydraft.serve/1", "url": url, **chosen}) if as_json else "\n".join(lines))
 
     return run(engine, settings, ready=ready)
 

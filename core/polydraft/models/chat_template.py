@@ -57,6 +57,14 @@ class ChatTemplate:
         """Compile it now, rather than with the first conversation. Errors: `CheckpointError` where it is no Jinja."""
         _ = self._compiled
 
+    @cached_property
+    def variables(self) -> frozenset[str]:
+        """Names that the template reads, so that giving them a value may change what it writes."""
+        from jinja2 import nodes
+
+        names = _environment().parse(self.source).find_all(nodes.Name)
+        return frozenset(name.name for name in names if name.ctx == "load")
+
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],

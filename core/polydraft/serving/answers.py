@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from polydraft.models.tokenizer import TextOffsets, Tokenizer
 from polydraft.output.provenance import provenance
 from polydraft.output.request_delta import RequestDelta
 from polydraft.sentinels import NO_TOKEN
+from polydraft.serving.reasoning import ReasoningReader
 from polydraft.serving.wire import Span
 
 FINISH = {"stop": "stop", "length": "length", "abort": "stop", "error": "stop", "refused": "stop"}
@@ -47,11 +49,31 @@ class TokenTexts:
         return TextOffsets(self._tokenizer, start)
 
 
+@dataclass
+class Said:
+    """What a text says in an answer's fields, or what is new of it."""
+
+    content: str = ""
+    reasoning: str = ""
+
+    def __bool__(self) -> bool:
+        return bool(self.content or self.reasoning)
+
+    def add(self, new: Said) -> None:
+        """Append what is new."""
+        self.content += new.content
+        self.reasoning += new.reasoning
+
+
 class Choice:
     """One text on its way to a client."""
 
     def __init__(self, index: int, prompt_ids: Sequence[int], texts: TokenTexts) -> None:
         self.index, self.prompt_ids, self._texts = index, prompt_ids, texts
+        self.reasoning: ReasoningReader | None = None
+        """What tells reasoning in the text from the reply; None: all of it is reply."""
+        self.said = Said()
+        self.reasoning_tokens = 0
         self.text = ""
         self.token_ids: list[int] = []
         self.rounds: list[int] = []
@@ -67,8 +89,8 @@ class Choice:
         self._reported = 0
         self._offsets = texts.offsets()
 
-    def feed(self, delta: RequestDelta) -> str:
-        """Take what is new; returns the new text."""
+    def feed(self, delta: RequestDelta) -> Said:
+        """Take what is new; returns what it says."""
         self.token_ids += delta.token_ids.tolist()
         self.rounds += delta.rounds.tolist()
         self.round_drafts += delta.round_drafts.tolist()
@@ -79,7 +101,24 @@ class Choice:
             self._prompt_rows = list(delta.prompt_logprobs.copy())
         self.text += delta.text
         self.finish, self.error = delta.finish, delta.error
-        return delta.text
+        new = Said(delta.text) if self.reasoning is None else self._told_apart(delta.text, self.reasoning)
+        self.said.add(new)
+        return new
+
+    def _told_apart(self, text: str, reader: ReasoningReader) -> Said:
+        before = reader.state
+        reasoning, reply = reader.feed(text, last=bool(self.finish))
+        if before in ("begin", "reasoning") and reader.reasons:
+            opening, closing = self._tokens(reader.opening), self._tokens(-reader.closing)
+            self.reasoning_tokens = len(self.token_ids) - opening - closing
+        return Said(reply, reasoning)
+
+    def _tokens(self, characters: int) -> int:
+        """Tokens that the first so many characters are made of, or the last ones where their number is negative."""
+        ids, count = self.token_ids if characters >= 0 else self.token_ids[::-1], 0
+        while count < len(ids) and len(self._texts.text(ids[:count] if characters >= 0 else ids[:count][::-1])) < abs(characters):
+            count += 1
+        return count
 
     # -- what was asked for ------------------------------------------------------------------------
     def time(self, step_ms: float, host_gap_ms: float, spans: Sequence[Span]) -> None:
@@ -181,6 +220,7 @@ def usage(choices: Sequence[Choice], num_prompts: int) -> dict[str, Any]:
         "completion_tokens": new,
         "total_tokens": prompt + new,
         "completion_tokens_details": {
+            "reasoning_tokens": sum(choice.reasoning_tokens for choice in choices),
             "accepted_prediction_tokens": accepted,
             "rejected_prediction_tokens": drafted - accepted,
         },

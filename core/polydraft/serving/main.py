@@ -27,6 +27,8 @@ from polydraft.serving.logs import Log
 from polydraft.serving.service import Service
 from polydraft.serving.settings import ServerSettings
 
+Ready = Callable[[str, Mapping[str, str]], None]
+"""Takes where the server listens, and what was chosen for it, with the reason of each choice, by name."""
 TELL_S = 5
 """Seconds for the last answers of a server that stops to be taken."""
 HURRY_S = 0.5
@@ -149,8 +151,8 @@ class _Uvicorn(uvicorn.Server):
         await super().shutdown(sockets)
 
 
-def run(engine: Mapping[str, Any], settings: ServerSettings, *, ready: Callable[[str], None]) -> int:
-    """Serve until a signal ends it (`_Uvicorn`); `ready(url)` is called once requests are served. Returns 0. Raises `ConfigError`
+def run(engine: Mapping[str, Any], settings: ServerSettings, *, ready: Ready) -> int:
+    """Serve until a signal ends it (`_Uvicorn`); `ready(url, chosen)` is called once requests are served. Returns 0. Raises `ConfigError`
     for an address that cannot be listened on and a file that cannot be opened, `DeviceError` where the engine could not be
     started or was given up, and what else kept the server from being opened."""
     log = Log(settings.log_file, prompts=settings.log_prompts)
@@ -160,7 +162,7 @@ def run(engine: Mapping[str, Any], settings: ServerSettings, *, ready: Callable[
         log.close()
 
 
-def _run(engine: Mapping[str, Any], settings: ServerSettings, log: Log, ready: Callable[[str], None]) -> int:
+def _run(engine: Mapping[str, Any], settings: ServerSettings, log: Log, ready: Ready) -> int:
     client = EngineClient(
         engine, most=settings.max_requests, tell=log.tell, start_s=settings.start_s, watchdog_s=settings.watchdog_s
     )
@@ -178,7 +180,7 @@ def _run(engine: Mapping[str, Any], settings: ServerSettings, log: Log, ready: C
 
     def say() -> None:
         with contextlib.suppress(OSError, ValueError):  # nobody has to listen
-            ready(url)
+            ready(url, service.chosen)
 
     server = _Uvicorn(config, service, say)
     handler = _ToLog(log)

@@ -10,7 +10,7 @@ import contextlib
 import difflib
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Final, Literal, TypeVar, get_args
 
 import msgspec
@@ -128,6 +128,8 @@ class ChatRequest(Sampling, kw_only=True, forbid_unknown_fields=True):
     top_logprobs: Whole | None = None
     tools: list[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    """vLLM's: variables of the chat template, such as `enable_thinking`."""
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     modalities: list[str] | None = None
     verbosity: str | None = None
     add_generation_prompt: bool | None = None
@@ -443,6 +445,38 @@ def named(body: Any) -> Iterator[None]:
     except RequestError as error:
         error.param = field(body, error.param)
         raise
+
+
+def template_variables(body: ChatRequest, known: Collection[str]) -> dict[str, Any]:
+    """What a body gives the chat template, which reads the variables `known`; `RequestError` for what it would not read."""
+    given = dict(body.chat_template_kwargs or {})
+    for name in given:
+        if name not in known or name in OF_TEMPLATES:
+            wanted = ", ".join(sorted(known.intersection(SWITCHES))) or "none"
+            raise RequestError(
+                f"chat_template_kwargs has {shortened(name, MOST_COMPARED)!r}, which the model's chat template does not read, "
+                f"wanted variables of it (switches of reasoning that it has: {wanted}); leave it out",
+                "chat_template_kwargs",
+            )
+    effort = body.reasoning_effort
+    if effort is None:
+        return given
+    if EFFORT in known:
+        return {EFFORT: effort, **given}
+    switches = [name for name in SWITCHES if name in known and name != EFFORT]
+    if effort == "none" and switches:
+        return {**dict.fromkeys(switches, False), **given}
+    switched = f', wanted "none", which {switches[0]}: false stands for' if switches else ", wanted nothing"
+    raise RequestError(
+        f"reasoning_effort is {effort!r}, and the model's chat template does not read it{switched}; leave it out", EFFORT
+    )
+
+
+EFFORT: Final = "reasoning_effort"
+SWITCHES: Final = ("enable_thinking", "thinking", EFFORT)
+"""Variables by which chat templates switch reasoning."""
+OF_TEMPLATES: Final = frozenset({"messages", "tools", "add_generation_prompt"})
+"""Variables that fields of a body have."""
 
 
 def prompts_of(prompt: str | list[Any]) -> list[str | list[int]]:

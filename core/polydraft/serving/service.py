@@ -22,13 +22,15 @@ from polydraft._version import __version__
 from polydraft.errors import CheckpointError, ConfigError, PolydraftError, RequestError
 from polydraft.models.chat_template import ChatTemplate
 from polydraft.models.tokenizer import Tokenizer
-from polydraft.serving import protocol, wire
-from polydraft.serving.answers import FINISH, Choice, TokenTexts, usage
+from polydraft.serving import protocol, reasoning, wire
+from polydraft.serving.answers import FINISH, Choice, Said, TokenTexts, usage
 from polydraft.serving.connection import LIMITS, Connections
 from polydraft.serving.engine_client import Busy, EngineClient, EngineGone, Overrun
 from polydraft.serving.http import EventStream, Gone, HttpError, until_gone
 from polydraft.serving.logs import Log
+from polydraft.serving.markers import choose
 from polydraft.serving.metrics import Metrics
+from polydraft.serving.reasoning import ReasoningForm, ReasoningReader
 from polydraft.serving.settings import ServerSettings
 
 T = TypeVar("T")
@@ -67,6 +69,9 @@ class Service:
         """Whether the server ends; whether there is all that requests need."""
         self._tokenizer: Tokenizer | None = None
         self._template = _template(settings.chat_template)
+        self._reasoning: ReasoningForm | None = None
+        self.chosen: Mapping[str, str] = {}
+        """What was chosen by the chat template, or asked for, by the option's name; there once the server is open."""
         self.bodies: Mapping[type[protocol.Sampling], type[protocol.Sampling]] = {}
         """The bodies of the completions routes, with a field for each parameter that the engine's plugins bring."""
 
@@ -93,8 +98,11 @@ class Service:
         self._template = self._template or self._tokenizer.chat_template
         if self._template is not None:
             self._template.compile()
+        source = self._template.source if self._template is not None else ""
+        self._reasoning, why = choose(self.settings.reasoning_parser, reasoning.FORMS, source)
+        self.chosen = {"reasoning_parser": why}
         self.opened = True
-        self.log.tell("ready", model=self.name, backend=ready.backend, host=self.settings.host)
+        self.log.tell("ready", model=self.name, backend=ready.backend, host=self.settings.host, **self.chosen)
 
     def _metrics(self) -> Metrics:
         """With the figures of the server itself."""
@@ -164,7 +172,8 @@ class Service:
         self._check_count(body.n or 1)
         if body.top_logprobs and not body.logprobs:
             raise RequestError("top_logprobs was given without logprobs; add logprobs: true", "top_logprobs")
-        prompt = self._encoded(body, self.rendered(body), special=False)
+        rendered = self.rendered(body)
+        prompt = self._encoded(body, rendered, special=False)
         kept = min(len(prompt), body.truncate_prompt_tokens or len(prompt))
         room = max(self.ready.max_model_len - kept, 1)
         params = protocol.sampling_params(body, default_max=room, most=0)
@@ -175,7 +184,14 @@ class Service:
         if body.logprobs or body.provenance:
             params["logprobs"] = body.top_logprobs or 0
         top = (body.top_logprobs or 0) if body.logprobs else None
-        return self._job("chat.completion", "chatcmpl", body, [prompt], params, top)
+        job = self._job("chat.completion", "chatcmpl", body, [prompt], params, top)
+        form = self._reasoning
+        if form is None or ("constraint" in params and not self.ready.thinks):  # it binds the text from its first token on
+            return job
+        begun = reasoning.begun(form, rendered, continued=bool(body.continue_final_message))
+        for choice in job.choices:
+            choice.reasoning = ReasoningReader(form, begun=begun)
+        return job
 
     def rendered(self, body: protocol.ChatRequest | protocol.TokenizeRequest) -> str:
         """The text of a conversation, open at its end where its last message is to be gone on with."""
@@ -190,11 +206,12 @@ class Service:
         if continues and header:
             both = "continue_final_message and add_generation_prompt are both true, wanted one of them at most; leave one out"
             raise RequestError(both, "continue_final_message")
+        variables = protocol.template_variables(body, self._template.variables)
         end = uuid.uuid4().hex if continues else ""
         """Stands where the last message ends: its own words may occur in what the template puts behind it."""
         if end and plain:
             plain[-1]["content"] = (plain[-1].get("content") or "") + end
-        text = self._template.render(plain, add_generation_prompt=header, variables=body.chat_template_kwargs)
+        text = self._template.render(plain, add_generation_prompt=header, variables=variables)
         if end not in text:
             left_out = "the chat template leaves the last message out, so nothing can go on with it; leave this out"
             raise RequestError(f"continue_final_message is true, but {left_out}", "continue_final_message")
@@ -248,8 +265,8 @@ class Service:
             raise HttpError(404, said, "not_found_error", param="model")
 
     # -- serving a job -----------------------------------------------------------------------------
-    async def updates(self, job: Job) -> AsyncGenerator[tuple[Choice, str], None]:
-        """(choice, new text) as the engine brings it; counts as it goes."""
+    async def updates(self, job: Job) -> AsyncGenerator[tuple[Choice, Said], None]:
+        """(choice, what is new of it) as the engine brings it; counts as it goes."""
         last = dict.fromkeys(range(len(job.choices)), job.begin)
         self.metrics.prompt_tokens.inc(
             sum(len(c.prompt_ids) for c in job.choices[:: max(len(job.choices) // job.num_prompts, 1)])
@@ -260,7 +277,7 @@ class Service:
                 if job.body.provenance:
                     choice.time(event.step_ms, event.host_gap_ms, event.spans)
                 fresh, count = not choice.token_ids, len(delta.token_ids)
-                text = choice.feed(delta)
+                said = choice.feed(delta)
                 if count:
                     self.metrics.generation_tokens.inc(count)
                     if fresh:
@@ -275,7 +292,7 @@ class Service:
                     raise RequestError(delta.error, "constraint")
                 if delta.finish == "error":
                     raise HttpError(500, f"the text ended with an error: {delta.error}", "server_error")
-                yield choice, text
+                yield choice, said
 
     async def whole(self, job: Job) -> dict[str, Any]:
         """The answer of a request that does not stream."""
@@ -296,7 +313,9 @@ class Service:
         places = choice.new_tokens()
         fields: dict[str, Any] = {"index": choice.index, "finish_reason": FINISH[choice.finish], "logprobs": None}
         if job.kind == "chat.completion":
-            fields["message"] = {"role": "assistant", "content": choice.text, "refusal": None}
+            said = choice.said
+            content = None if said.reasoning and not said.content else said.content
+            fields["message"] = {"role": "assistant", "content": content, "refusal": None, **_reasoning(said)}
         else:
             fields["text"] = self._echo(job, choice) + choice.text
         return {**fields, **self._extras(job, choice, places, first=True)}
@@ -337,17 +356,18 @@ class Service:
         rest: dict[str, Any] = {"usage": None} if with_usage else {}
         begun: set[int] = set()
         async with contextlib.aclosing(self.updates(job)) as stream:
-            async for choice, text in stream:
+            async for choice, said in stream:
                 first, places = choice.index not in begun, choice.new_tokens()
                 begun.add(choice.index)
-                if not (text or places or choice.finish):
+                if not (said or places or choice.finish):
                     continue
                 fields: dict[str, Any] = {"index": choice.index, "logprobs": None}
                 fields["finish_reason"] = FINISH[choice.finish] if choice.finish else None
                 if chat:
-                    fields["delta"] = ({"role": "assistant"} if first else {}) | {"content": text}
+                    content = {} if said.reasoning and not said.content else {"content": said.content}
+                    fields["delta"] = ({"role": "assistant"} if first else {}) | _reasoning(said) | content
                 else:
-                    fields["text"] = (self._echo(job, choice) if first else "") + text
+                    fields["text"] = (self._echo(job, choice) if first else "") + said.content
                 fields |= self._extras(job, choice, places, first=first)
                 if job.body.provenance:
                     fields["timing"] = {**choice.take_timing(), "device_times": self.device_times}
@@ -414,6 +434,11 @@ async def _chained(first: dict[str, Any], rest: AsyncGenerator[dict[str, Any], N
         await rest.aclose()
 
 
+def _reasoning(said: Said) -> dict[str, str]:
+    """The fields of reasoning: vLLM's and OpenRouter's name of it, and the one that most clients read."""
+    return {"reasoning": said.reasoning, "reasoning_content": said.reasoning} if said.reasoning else {}
+
+
 def _template(file: str) -> ChatTemplate | None:
     """The template that the settings name. Raises `ConfigError` where it cannot be read, before anything is started."""
     if not file:
@@ -430,6 +455,8 @@ def _template(file: str) -> ChatTemplate | None:
 
 def _plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
     """A message whose content is a list of texts as one text; anything else in it is refused. Rendering asks for one."""
+    if message.get("reasoning") is not None and message.get("reasoning_content") is None:  # templates read the older name
+        message = {**message, "reasoning_content": message["reasoning"]}
     content = message.get("content")
     if content is None or isinstance(content, str):
         return dict(message)

@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from polydraft.errors import ConfigError
+from polydraft.serving import reasoning
+from polydraft.serving.markers import AUTO, check_name
 
 SECONDS = ("queue_s", "head_s", "stall_s", "drain_s", "start_s", "watchdog_s")
 """Settings that are times; `queue_s` is the option `--queue-timeout`."""
@@ -51,6 +53,8 @@ class ServerSettings:
     """Origins whose pages may call the server; () allows none."""
     chat_template: str = ""
     """File with a Jinja template in the place of the checkpoint's."""
+    reasoning_parser: str = AUTO
+    """How reasoning is told from the reply: a name of `reasoning.FORMS`, `none`, or `auto`, which the chat template decides."""
     log_file: str = ""
     """Where events are written, one JSON object a line; "" is standard error."""
     log_prompts: bool = False
@@ -67,6 +71,7 @@ class ServerSettings:
                 raise ConfigError(f"{_option(name)} is {getattr(self, name)}, wanted 0 (no bound) or more; correct it")
         if not 0 <= self.port < 1 << 16:
             raise ConfigError(f"--port is {self.port}, wanted 0 (any free one) to 65535; correct it")
+        check_name("--reasoning-parser", self.reasoning_parser, reasoning.FORMS)
         if any(not key for key in self.api_keys):
             raise ConfigError("an API key is empty; give it at least one character, or leave it out")
 

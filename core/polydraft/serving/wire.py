@@ -12,7 +12,7 @@ import msgspec
 
 from polydraft.errors import RecordError
 
-VERSION = 4
+VERSION = 5
 Span = tuple[str, str, float, float]
 """Of a step's timeline: "host" or "device", what it was, its start and length in milliseconds of the engine's clock."""
 
@@ -75,6 +75,8 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
     vocab_size: int
     device_times: str
     """Where the device's spans come from."""
+    thinks: bool
+    """Whether it knows what ends thinking, so that a constraint binds the reply alone."""
     decisions: dict[str, Any]
     parameters: list[Parameter]
     version: int = VERSION

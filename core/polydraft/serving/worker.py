@@ -198,7 +198,7 @@ class Worker:
                 model=engine.model.name, model_dir=str(engine.checkpoint.path), backend=resolved.backend,
                 max_model_len=min(limits.max_len, limits.num_blocks * limits.block_size), max_num_seqs=limits.max_seqs,
                 max_logprobs=limits.max_logprobs,
-                vocab_size=limits.vocab_size,
+                vocab_size=limits.vocab_size, thinks=bool(engine.config.think_end_ids),
                 device_times=self._lanes.said, decisions={name: _plain(value) for name, value in resolved.describe().items()},
                 parameters=[wire.Parameter(one.name, one.doc, one.wanted) for one in parameters],
             )

@@ -152,9 +152,9 @@ class _Uvicorn(uvicorn.Server):
 
 
 def run(engine: Mapping[str, Any], settings: ServerSettings, *, ready: Ready) -> int:
-    """Serve until a signal ends it (`_Uvicorn`); `ready(url, chosen)` is called once requests are served. Returns 0. Raises `ConfigError`
-    for an address that cannot be listened on and a file that cannot be opened, `DeviceError` where the engine could not be
-    started or was given up, and what else kept the server from being opened."""
+    """Serve until a signal ends it (`_Uvicorn`); `ready(url, chosen)` is called once requests are served. Returns 0. Raises
+    `ConfigError` for an address that cannot be listened on and a file that cannot be opened, `DeviceError` where the engine could
+    not be started or was given up, and what else kept the server from being opened."""
     log = Log(settings.log_file, prompts=settings.log_prompts)
     try:
         return _run(engine, settings, log, ready)

@@ -56,6 +56,8 @@ class SamplingParams:
     """Token ids that end the request, besides the model's own."""
     ignore_eos: bool = False
     """Do not end at the model's own end-of-text tokens."""
+    skip_special_tokens: bool = True
+    """Leave special tokens out of the text; without it, those alone that end a text are left out."""
     repetition_penalty: float = 1.0
     """Divides positive and multiplies other logits of tokens that occur in prompt or output; 1 is off."""
     presence_penalty: float = 0.0
@@ -146,6 +148,7 @@ class SamplingParams:
             ("stop", all(map(text, self.stop)), "texts that are not empty"),
             ("extra", _is_mapping(self.extra), "a mapping of names to values"),
             ("ignore_eos", isinstance(self.ignore_eos, bool), "true or false"),
+            ("skip_special_tokens", isinstance(self.skip_special_tokens, bool), "true or false"),
             ("stop_token_ids", all(whole(t) and t >= 0 for t in self.stop_token_ids), "token ids of at least 0"),
             (
                 "repetition_penalty",

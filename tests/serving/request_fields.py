@@ -35,6 +35,7 @@ class Field:
 
 
 NONE, LEFT_OUT = "unknown", "ignored"
+TOOL = {"type": "function", "function": {"name": "now"}}
 SCHEMA = {"type": "object", "properties": {"a": {"enum": ["b", "c"]}}, "required": ["a"], "additionalProperties": False}
 FIELDS: Final = (
     Field("user", "tells end users apart", LEFT_OUT, "taken, changes nothing", ("u",), (5,)),
@@ -57,7 +58,14 @@ FIELDS: Final = (
     ),
     Field("best_of", "best of so many texts", "refused or ignored, by version", "as many as `n`", (1,), (2, 0), (COMPLETIONS,)),
     Field("suffix", "text behind the insertion", "refused", "the empty text", ("",), ("x",), (COMPLETIONS,)),
-    Field("tools", "tool calls", "tool calls", "none", ([],), ([{}],), (CHAT,)),
+    Field(
+        "tools", "functions, and tools of its own", "functions", "functions, where the model's format is known", ([],),
+        (5, [TOOL]), (CHAT,)
+    ),
+    Field("tool_choice", "which tool", "which tool", "the same; needs `tools`, but for `none`", ("none",),
+        ("auto", "required", "any"), (CHAT,)),
+    Field("parallel_tool_calls", "several calls at once", "the first call alone with `false`", "one call at most with `false`",
+        (True, False), (1,), (CHAT,)),
     Field("top_k", NONE, "most likely tokens; 0 and -1 are no limit", "the same", (-1, 0, 3), (-2, 1.5)),
     Field("add_special_tokens", NONE, "BOS and the like; true for prompts, false for chats", "the same", (True, False), (1,)),
     Field(
@@ -74,7 +82,7 @@ FIELDS: Final = (
     Field("return_token_ids", NONE, "`token_ids`, `prompt_token_ids`", "the same", (True, False), ("x",)),
     Field("request_id", NONE, "end of the answer's `id`, unless a header `X-Request-Id` is there", "the same", ("r-1",),
         ("", "a b", "a\n", "x" * 129)),
-    Field("skip_special_tokens", NONE, "`false` shows special tokens", "`true`", (True,), (False,)),
+    Field("skip_special_tokens", NONE, "`false` shows special tokens", "the same, without the text's end", (True, False), (1,)),
     Field("include_stop_str_in_output", NONE, "`true` keeps the stop text", "`false`", (False,), (True,)),
     Field("allowed_token_ids", NONE, "no other tokens", "none", (), ([1, 2],)),
     Field("prompt_logprobs", NONE, "of the prompt's tokens", "none; `echo` with `logprobs` has them", (), (0, 1)),
@@ -89,7 +97,6 @@ FIELDS: Final = (
     Field("guided_regex", NONE, "older name of `regex`", "the same", ("[0-9]{2}",), (5, "("), bound=True),
     Field("guided_choice", NONE, "older name of `choice`", "the same", (["ab", "cd"],), ([], [""], "ab"), bound=True),
     Field("guided_grammar", NONE, "older name of `grammar`", "the same", ('root ::= "ab"',), (5, "root ::= ("), bound=True),
-    Field("tool_choice", "which tool", "which tool", "none", (), ("auto", "none"), (CHAT,)),
     Field(
         "reasoning_effort", "length of thinking", "to the chat template", "the same where it reads it; `none` where it reads "
         "`enable_thinking` or `thinking`", (), ("none", "low", "x"), (CHAT,)

@@ -1,12 +1,15 @@
-"""What agents ask a server for, with the official client: reasoning told from the reply.
+"""What agents ask a server for, with the official client: reasoning told from the reply, and calls of tools.
 
 The demo model knows nothing of it, so its texts are bound to what such a model would write.
 """
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -19,8 +22,12 @@ from tests.serving.conftest import Served  # noqa: E402  behind the check for th
 from tests.support.letters import CHARACTERS  # noqa: E402
 from tests.support.letters import checkpoint as letters  # noqa: E402
 
+CALL = '<tool_call>\\n{"name": "\' ~ c.function.name ~ \'", "arguments": '
 TEMPLATE = (
-    "{% for m in messages %}{{ m.role }} {{ m.reasoning_content }} {{ m.content }}\n{% endfor %}"
+    "{% if tools %}{{ tools | tojson }}\n{% endif %}"
+    "{% for m in messages %}{{ m.role }} {{ m.reasoning_content }} {{ m.content }}"
+    "{% for c in m.tool_calls %}{{ '" + CALL + "' }}{{ c.function.arguments | tojson }}{{ '}\\n</tool_call>' }}{% endfor %}"
+    "{{ m.tool_call_id }}\n{% endfor %}"
     "{% if reasoning_effort %}{{ reasoning_effort }}\n{% endif %}"
     "{% if add_generation_prompt %}<think>\n"
     "{% if enable_thinking is defined and not enable_thinking %}</think>{% endif %}{% endif %}"
@@ -137,5 +144,199 @@ def test_what_a_template_reads_reaches_it(agents: Served) -> None:
 )
 def test_what_is_wrong_is_refused_by_name(agents: Served, body: dict[str, Any], param: str) -> None:
     given = {"messages": [{"role": "user", "content": "hi"}], **body}
+    answer = httpx.post(f"{agents.url}/v1/chat/completions", json=given, timeout=20)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
+
+
+# -- tools -----------------------------------------------------------------------------------------
+def tool(name: str, strict: bool | None = None, **properties: Any) -> dict[str, Any]:
+    schema = {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+    function = {"name": name, "description": f"about {name}", "parameters": schema}
+    return {"type": "function", "function": function | ({} if strict is None else {"strict": strict})}
+
+
+CITY = {"type": "string", "enum": ["rome", "oslo"]}
+DAYS = {"type": "integer", "minimum": 10, "maximum": 99}
+TOOLS = [tool("weather", city=CITY, days=DAYS), tool("clock", zone={"type": "string", "pattern": "^[a-z]{3}$"})]
+STRICT = [{**one, "function": {**one["function"], "strict": True}} for one in TOOLS]
+PLAIN: dict[str, Any] = {"chat_template_kwargs": {"enable_thinking": False}}
+
+
+def check(call: Any, names: tuple[str, ...] = ("weather", "clock")) -> None:
+    """A call keeps to the schema of its tool."""
+    assert call.type == "function"
+    assert re.fullmatch("call_[0-9a-f]{24}", call.id)
+    assert call.function.name in names
+    arguments = json.loads(call.function.arguments)
+    if call.function.name == "weather":
+        assert arguments["city"] in CITY["enum"]
+        assert 10 <= arguments["days"] <= 99
+    else:
+        assert re.fullmatch("[a-z]{3}", arguments["zone"])
+    assert len(arguments) == (2 if call.function.name == "weather" else 1)
+
+
+def test_the_start_says_how_tools_are_called(agents: Served) -> None:
+    (ready,) = [event for event in agents.events() if event["event"] == "ready"]
+    assert ready["tool_call_parser"] == 'hermes (the chat template has <tool_call> and </tool_call> and "arguments")'
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_required_call_is_one_of_the_tools(client: Any, seed: int) -> None:
+    answer = chat(client, tools=TOOLS, tool_choice="required", parallel_tool_calls=False, extra=PLAIN, seed=seed)
+    (choice,) = answer.choices
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
+    (call,) = choice.message.tool_calls
+    check(call)
+
+
+def test_a_named_tool_is_called(client: Any) -> None:
+    for name in ("weather", "clock"):
+        answer = chat(client, tools=TOOLS, tool_choice={"type": "function", "function": {"name": name}}, extra=PLAIN)
+        (call,) = answer.choices[0].message.tool_calls
+        check(call, (name,))
+
+
+def test_several_calls_are_streamed_as_they_are_written(client: Any) -> None:
+    extra = {**PLAIN, "logit_bias": {"0": -6}}  # rather another call than the end
+    options = {"tools": TOOLS, "tool_choice": "required", "extra": extra, "max_tokens": 400, "seed": 3}
+    whole = chat(client, **options).choices[0]
+    events = list(chat(client, stream=True, **options))
+    calls: dict[int, list[str]] = {}
+    pieces = 0
+    for event in events:
+        for call in event.choices[0].delta.tool_calls or ():
+            if call.index not in calls:
+                assert call.id
+                assert call.type == "function"
+                calls[call.index] = [call.function.name, ""]
+            else:
+                assert (call.id, call.function.name) == (None, None)
+            calls[call.index][1] += call.function.arguments
+            pieces += 1
+    assert [(call.function.name, call.function.arguments) for call in whole.message.tool_calls] == [*map(tuple, calls.values())]
+    assert len(calls) > 1, "parallel calls"
+    assert pieces > 4 * len(calls), "arguments come in pieces"
+    assert events[-1].choices[0].finish_reason == whole.finish_reason
+    for call in whole.message.tool_calls[: None if whole.finish_reason == "tool_calls" else -1]:
+        check(call)
+
+
+def test_the_client_puts_a_streamed_call_together(client: Any) -> None:
+    """As agents do that use the client's own accumulator."""
+    given = {"model": "letters", "messages": [{"role": "user", "content": "hi"}], "seed": 5, "temperature": 1}
+    strict = [tool("weather", strict=True, city=CITY, days=DAYS)]
+    with client.chat.completions.stream(**given, tools=strict, tool_choice="required", parallel_tool_calls=False,
+                                        extra_body=PLAIN) as stream:  # fmt: skip
+        kinds = [event.type for event in stream]
+        final = stream.get_final_completion()
+    assert "tool_calls.function.arguments.delta" in kinds
+    (call,) = final.choices[0].message.tool_calls
+    assert call.function.parsed_arguments["city"] in CITY["enum"]
+
+
+def test_a_model_may_answer_by_schema_or_call(client: Any) -> None:
+    schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"], "additionalProperties": False}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    found = set()
+    for seed in range(12):
+        answer = chat(client, tools=STRICT, response_format=form, parallel_tool_calls=False, extra=PLAIN, seed=seed)
+        message = answer.choices[0].message
+        found.add("call" if message.tool_calls else "answer")
+        if message.tool_calls:
+            check(message.tool_calls[0])
+        else:
+            assert json.loads(message.content).keys() == {"ok"}
+    assert found == {"call", "answer"}
+
+
+def test_a_call_comes_behind_its_reasoning(client: Any) -> None:
+    extra = {"thinking_limit": 5, "logit_bias": {"0": -100}}
+    message = chat(client, tools=TOOLS, tool_choice="required", parallel_tool_calls=False, extra=extra).choices[0].message
+    assert len(message.reasoning) <= 5
+    check(message.tool_calls[0])
+
+
+def test_no_tool_is_shown_that_may_not_be_called(client: Any, agents: Served) -> None:
+    assert rendered(agents, tools=TOOLS, tool_choice="none") == "user  hi\n<think>\n"
+    text = chat(client, tools=TOOLS, tool_choice="none", extra={**PLAIN, "guided_regex": "<tool_call>[a-f]"}).choices[0].message
+    assert text.tool_calls is None
+    assert text.content.startswith("<tool_call>")
+
+
+def test_earlier_calls_and_their_results_reach_the_template(agents: Served) -> None:
+    call = {"id": "c-1", "type": "function", "function": {"name": "clock", "arguments": '{"zone": "utc"}'}}
+    messages = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c-1", "content": [{"type": "text", "text": "noon"}]},
+    ]
+    said = rendered(agents, messages=messages, tools=[tool("clock", strict=True)], max_tokens=1)
+    shown, *rest = said.split("\n")
+    assert json.loads(shown) == [tool("clock")], "`strict` is for the server"
+    wanted = 'user  hi|assistant  <tool_call>|{"name": "clock", "arguments": {"zone": "utc"}}|</tool_call>|tool  noonc-1|<think>|'
+    assert "|".join(rest) == wanted
+
+
+def test_markers_that_are_special_tokens_are_read_as_well(tmp_path: Path) -> None:
+    model = tmp_path / "letters"
+    shutil.copytree(letters(2048), model)
+    file = model / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    first = len(CHARACTERS) + 1
+    call, end, think, reply = range(first, first + 4)
+    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    for number, marker in enumerate(("<tool_call>", "</tool_call>", "<think>", "</think>"), first):
+        tokenizer["added_tokens"].append({"id": number, "content": marker, **plain})
+    file.write_text(json.dumps(tokenizer))
+    template = tmp_path / "special.jinja"
+    template.write_text(TEMPLATE)
+    options = ("--constraints", "--think-start-ids", str(think), "--think-end-ids", str(reply), "--chat-template", str(template))
+    served = Served(tmp_path, *options, model=str(model))
+    with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client:
+        extra = {
+            "thinking_limit": 5,
+            "logit_bias": dict.fromkeys(map(str, (0, call, end, think, reply)), -50),
+            "return_token_ids": True,
+        }
+        answer = chat(client, tools=TOOLS, tool_choice="required", parallel_tool_calls=False, extra=extra)
+        message = answer.choices[0].message
+        assert message.reasoning
+        assert message.content is None
+        check(message.tool_calls[0])
+        assert answer.choices[0].token_ids[5] == reply
+        assert call in answer.choices[0].token_ids
+        assert answer.usage.completion_tokens_details.reasoning_tokens == 5
+        spelt = {**PLAIN, "guided_grammar": f"start: <[{call}]> /a/"}
+        for skip, wanted in ((True, "a"), (False, "<tool_call>a")):
+            assert chat(client, extra={**spelt, "skip_special_tokens": skip}).choices[0].message.content == wanted
+    assert served.stop() == 0
+
+
+BAD = (
+    ({"tools": [{}]}, "tools[0].type"),
+    ({"tools": [{"type": "function"}]}, "tools[0].function"),
+    ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+    ({"tools": [{"type": "function", "function": {"name": "a", "parameter": {}}}]}, "tools[0].function.parameter"),
+    ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+    ({"tools": [TOOLS[0], TOOLS[0]]}, "tools"),
+    ({"tools": [TOOLS[0]] * 129}, "tools"),
+    ({"tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": "array"}}}]}, "tools"),
+    ({"tools": TOOLS, "tool_choice": "any"}, "tool_choice"),
+    ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice"),
+    ({"tools": TOOLS, "tool_choice": "required", "guided_regex": "a"}, "tool_choice"),
+    ({"tools": TOOLS, "guided_regex": "a", "parallel_tool_calls": False}, "guided_regex"),
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": "object", "properties": 5}}}],
+      "tool_choice": "required"}, "tool_choice"),
+    ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "a", "arguments": "{"}}]}]}, "messages"),
+    ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"arguments": "{}"}}]}]}, "messages"),
+    ({"messages": [{"role": "assistant", "tool_calls": "x"}]}, "messages"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("body", "param"), BAD, ids=lambda value: f"{value!r:.60}")
+def test_wrong_tools_are_refused_by_name(agents: Served, body: dict[str, Any], param: str) -> None:
+    given = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4, **body}
     answer = httpx.post(f"{agents.url}/v1/chat/completions", json=given, timeout=20)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text

@@ -17,7 +17,7 @@ from pathlib import Path
 from polydraft.conformance.probe import tokenizer_json
 from tests.support import tiny
 
-CHARACTERS = '{}[]":,()' + string.digits + string.ascii_lowercase + " \n" + "<>/_-."
+CHARACTERS = '{}[]":,()' + string.digits + string.ascii_lowercase + " \n" + "<>/_-.P"
 
 
 @functools.cache

@@ -58,6 +58,7 @@ MOST_LOGPROBS = 20
 )
 @click.option("--chat-template", metavar="FILE", help="Jinja template for chat.  [default: the checkpoint's]")
 @click.option("--reasoning-parser", metavar="NAME", help="How reasoning is marked, or none.  [default: by the chat template]")
+@click.option("--tool-call-parser", metavar="NAME", help="How tools are called, or none.  [default: by the chat template]")
 @click.option("--log-file", metavar="FILE", help="Write events there.  [default: standard error]")
 @click.option("--log-prompts", is_flag=True, default=None, help="Write texts into the log, too.")
 @click.option("--no-playground", is_flag=True, help="Do not serve the page at /.")

@@ -45,7 +45,9 @@ class Tokenizer:
         backend.no_padding()
         self.directory = directory
         self._backend = backend
-        self._special = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
+        added = backend.get_added_tokens_decoder()
+        self._special = frozenset(i for i, token in added.items() if token.special)
+        self._added = {token.content: i for i, token in added.items()}
         self.kind: Callable[[int], Kind] = functools.cache(self._kind)
         """What an id is. Remembered: a stream asks of every token, and the library builds a string each time."""
 
@@ -160,6 +162,10 @@ class Tokenizer:
         """Return the byte that a token like `<0x0A>` stands for, None for every other id."""
         spelled = self.token(token_id) if self.kind(token_id) == "byte" else None
         return None if spelled is None else int(spelled[3:5], 16)
+
+    def added_id(self, text: str) -> int | None:
+        """Return the id of the added token that is spelled so, special or not, None where there is none."""
+        return self._added.get(text)
 
     def is_special(self, token_id: int) -> bool:
         """Return whether `decode` skips this id by default."""

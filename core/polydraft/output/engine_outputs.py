@@ -67,7 +67,9 @@ class OutputCollector:
         """A request entered the engine."""
         params = request.params
         if params.stop:
-            self._watched[request.number] = Detokenizer(self.tokenizer, params.stop, params.min_tokens)
+            self._watched[request.number] = Detokenizer(
+                self.tokenizer, params.stop, params.min_tokens, skip_special_tokens=params.skip_special_tokens
+            )
 
     def advance(self, outcome: StepOutcome) -> list[Request]:
         """Note first tokens, and decode the new ones of requests that watch for stop strings; returns those that one ended."""

@@ -33,7 +33,8 @@ class _RequestState:
     )  # fmt: skip
 
     def __init__(self, request: Request, tokenizer: Tokenizer) -> None:
-        self.request, self.detokenizer = request, Detokenizer(tokenizer)
+        self.request = request
+        self.detokenizer = Detokenizer(tokenizer, skip_special_tokens=request.params.skip_special_tokens)
         self.token_ids: list[int] = []
         self.rounds: list[int] = []
         self.round_drafts: list[int] = []

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from polydraft.models.tokenizer import TextOffsets, Tokenizer
@@ -16,6 +16,7 @@ from polydraft.output.provenance import provenance
 from polydraft.output.request_delta import RequestDelta
 from polydraft.sentinels import NO_TOKEN
 from polydraft.serving.reasoning import ReasoningReader
+from polydraft.serving.tool_calls import Call, CallReader
 from polydraft.serving.wire import Span
 
 FINISH = {"stop": "stop", "length": "length", "abort": "stop", "error": "stop", "refused": "stop"}
@@ -40,9 +41,9 @@ class TokenTexts:
             self._known[token] = self._tokenizer.decode((token,), skip_special_tokens=False)
         return self._known[token]
 
-    def text(self, tokens: Sequence[int]) -> str:
+    def text(self, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of several."""
-        return self._tokenizer.decode(tokens)
+        return self._tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens)
 
     def offsets(self, start: int = 0) -> TextOffsets:
         """Where in a text that begins at `start` its tokens do."""
@@ -55,14 +56,19 @@ class Said:
 
     content: str = ""
     reasoning: str = ""
+    calls: list[Call] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(self.content or self.reasoning)
+        return bool(self.content or self.reasoning or self.calls)
 
     def add(self, new: Said) -> None:
         """Append what is new."""
         self.content += new.content
         self.reasoning += new.reasoning
+        for call in new.calls:
+            if call.index == len(self.calls):
+                self.calls.append(Call(call.index, call.id, call.name))
+            self.calls[call.index].arguments += call.arguments
 
 
 class Choice:
@@ -72,6 +78,8 @@ class Choice:
         self.index, self.prompt_ids, self._texts = index, prompt_ids, texts
         self.reasoning: ReasoningReader | None = None
         """What tells reasoning in the text from the reply; None: all of it is reply."""
+        self.calls: CallReader | None = None
+        """What reads calls of tools; None: there are none."""
         self.said = Said()
         self.reasoning_tokens = 0
         self.text = ""
@@ -102,6 +110,8 @@ class Choice:
         self.text += delta.text
         self.finish, self.error = delta.finish, delta.error
         new = Said(delta.text) if self.reasoning is None else self._told_apart(delta.text, self.reasoning)
+        if self.calls is not None:
+            new.content, new.calls = self.calls.feed(new.content, last=bool(self.finish))
         self.said.add(new)
         return new
 
@@ -115,10 +125,21 @@ class Choice:
 
     def _tokens(self, characters: int) -> int:
         """Tokens that the first so many characters are made of, or the last ones where their number is negative."""
-        ids, count = self.token_ids if characters >= 0 else self.token_ids[::-1], 0
-        while count < len(ids) and len(self._texts.text(ids[:count] if characters >= 0 else ids[:count][::-1])) < abs(characters):
+        count = 0
+        while count < len(self.token_ids):
+            ids = self.token_ids[:count] if characters >= 0 else self.token_ids[len(self.token_ids) - count :]
+            if len(self._texts.text(ids, skip_special_tokens=False)) >= abs(characters):
+                break
             count += 1
         return count
+
+    @property
+    def finish_reason(self) -> str | None:
+        """As OpenAI has it; None while the text goes on."""
+        if not self.finish:
+            return None
+        reason = FINISH[self.finish]
+        return "tool_calls" if reason == "stop" and self.said.calls else reason
 
     # -- what was asked for ------------------------------------------------------------------------
     def time(self, step_ms: float, host_gap_ms: float, spans: Sequence[Span]) -> None:

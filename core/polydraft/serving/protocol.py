@@ -24,6 +24,8 @@ ID_PATTERN: Final = r"^[!-~]{1,128}(?![\s\S])"
 """What an id of a request may be: printable characters of ASCII, and not many of them. `$` would let a line end follow."""
 MOST = 2**31 - 1
 """Numbers of the engine have 32 bits; what is sent to it must at least fit into 64."""
+MOST_TOOLS = 128
+"""Tools of one request (the limit of OpenAI's interface)."""
 Whole = Annotated[int, msgspec.Meta(ge=0, le=MOST)]
 Count = Annotated[int, msgspec.Meta(ge=1, le=MOST)]
 TokenIds = list[Whole]
@@ -94,6 +96,7 @@ class Sampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     request_id: Annotated[str, msgspec.Meta(pattern=ID_PATTERN)] | None = None
     """vLLM's: what the answer's id is made of, where no header names another."""
     skip_special_tokens: bool | None = None
+    """vLLM's: with false, special tokens are text, but for those that end it."""
     include_stop_str_in_output: bool | None = None
     allowed_token_ids: list[Any] | None = None
     prompt_logprobs: int | None = None
@@ -106,6 +109,36 @@ class Sampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The same, by the name that vLLM has for an engine's."""
     provenance: bool | None = None
     """Say of each token who proposed it."""
+
+
+class Function(msgspec.Struct, forbid_unknown_fields=True):
+    """`function` of a tool."""
+
+    name: Annotated[str, msgspec.Meta(pattern=r"^[a-zA-Z0-9_-]{1,64}\Z")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+    """Bind the arguments to `parameters`, a schema."""
+
+
+class Tool(msgspec.Struct, forbid_unknown_fields=True):
+    """One of `tools`."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(msgspec.Struct, forbid_unknown_fields=True):
+    """`function` of `tool_choice`."""
+
+    name: str
+
+
+class ToolChoice(msgspec.Struct, forbid_unknown_fields=True):
+    """`tool_choice` where it names a function."""
+
+    type: Literal["function"]
+    function: FunctionName
 
 
 class CompletionRequest(Sampling, kw_only=True, forbid_unknown_fields=True):
@@ -126,7 +159,10 @@ class ChatRequest(Sampling, kw_only=True, forbid_unknown_fields=True):
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Whole | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Annotated[list[Tool], msgspec.Meta(max_length=MOST_TOOLS)] | None = None
+    tool_choice: Literal["auto", "none", "required"] | ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    """With false, one call at most."""
     chat_template_kwargs: dict[str, Any] | None = None
     """vLLM's: variables of the chat template, such as `enable_thinking`."""
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
@@ -276,9 +312,19 @@ def _sentence(message: str, kind: type[Any]) -> tuple[str, str]:
 
 
 def _named(kind: type[Any], name: str) -> Any:
-    """The record that the field `name` of a body may have; None where it has none."""
-    types = [part for field in msgspec.structs.fields(kind) if field.encode_name == name for part in get_args(field.type)]
-    return next((part for part in types if isinstance(part, type) and issubclass(part, msgspec.Struct)), None)
+    """The record at the place `name` of a body, such as `tools[0].function`; None where there is none."""
+    found: Any = kind
+    for part in re.sub(r"\[[^]]*\]", "", name).split("."):
+        types = [one for field in msgspec.structs.fields(found) if field.encode_name == part for one in _within(field.type)]
+        found = next((one for one in types if isinstance(one, type) and issubclass(one, msgspec.Struct)), None)
+        if found is None:
+            return None
+    return found
+
+
+def _within(kind: Any) -> list[Any]:
+    """A type and all types that it is made of."""
+    return [kind, *(one for part in get_args(kind) for one in _within(part))]
 
 
 def sampling_params(body: Sampling, *, default_max: int, most: int) -> dict[str, Any]:
@@ -297,7 +343,7 @@ def sampling_params(body: Sampling, *, default_max: int, most: int) -> dict[str,
     params: dict[str, Any] = {"max_new_tokens": asked, "temperature": 1.0 if body.temperature is None else body.temperature}
     for name in (
         "top_p", "presence_penalty", "frequency_penalty", "logit_bias", "top_k", "min_p", "repetition_penalty", "min_tokens",
-        "ignore_eos", "stop_token_ids", "bad_words", "thinking_limit", "reply_budget",
+        "ignore_eos", "stop_token_ids", "bad_words", "thinking_limit", "reply_budget", "skip_special_tokens",
     ):  # fmt: skip
         value = getattr(body, name)
         if value is not None:
@@ -394,8 +440,6 @@ NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
     "modalities": (["text"],),
     "verbosity": ("medium",),
     "suffix": ("",),
-    "tools": ([],),
-    "skip_special_tokens": (True,),
     "include_stop_str_in_output": (False,),
     "allowed_token_ids": (),
     "prompt_logprobs": (),
@@ -422,7 +466,13 @@ def refuse_unsupported(body: CompletionRequest | ChatRequest) -> None:
 SPELLED: Final[Mapping[str, tuple[str, ...]]] = {
     "max_new_tokens": ("max_completion_tokens", "max_tokens"),
     "max_drafts": ("max_drafts", "num_speculative_tokens"),
-    "constraint": ("structured_outputs", *(f"guided_{kind}" for kind in STRUCTURED[:-1]), "response_format"),
+    "constraint": (
+        "structured_outputs",
+        *(f"guided_{kind}" for kind in STRUCTURED[:-1]),
+        "response_format",
+        "tool_choice",
+        "tools",
+    ),
     "logprobs": ("top_logprobs", "logprobs"),
     "prompt_logprobs": ("prompt_logprobs", "logprobs"),
     "prompt": ("messages", "prompt"),
@@ -452,7 +502,7 @@ def template_variables(body: ChatRequest, known: Collection[str]) -> dict[str, A
     given = dict(body.chat_template_kwargs or {})
     for name in given:
         if name not in known or name in OF_TEMPLATES:
-            wanted = ", ".join(sorted(known.intersection(SWITCHES))) or "none"
+            wanted = ", ".join(name for name in SWITCHES if name in known) or "none"
             raise RequestError(
                 f"chat_template_kwargs has {shortened(name, MOST_COMPARED)!r}, which the model's chat template does not read, "
                 f"wanted variables of it (switches of reasoning that it has: {wanted}); leave it out",

@@ -29,6 +29,11 @@ class ReasoningForm:
     reply: tuple[str, str] | None = None
     """Markers that the reply may stand between."""
 
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """All that a text may have of it."""
+        return (self.start, self.end, *(self.reply or ()))
+
 
 FORMS: Final[Mapping[str, ReasoningForm]] = {
     form.name: form
@@ -93,10 +98,7 @@ class ReasoningReader:
         if self.state == "begin":
             return self._begin(last=last)
         if self.state == "reasoning":
-            part = self._until(form.end, "between", last=last)
-            if self.state == "between":
-                self.closing = len(form.end) + len(self._held)
-            return part
+            return self._until(form.end, "between", last=last)
         if self.state == "wrapped" and form.reply is not None:
             return self._until(form.reply[1], "behind", last=last)
         if self.state in ("between", "behind"):
@@ -134,6 +136,8 @@ class ReasoningReader:
         part = before.rstrip("\n")
         if found:
             self._held, self.state = rest, behind
+            if behind == "between":
+                self.closing = len(marker) + len(rest)
         elif last:
             part, self._held = self._held.rstrip("\n"), ""
         else:

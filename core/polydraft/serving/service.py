@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -22,8 +22,8 @@ from polydraft._version import __version__
 from polydraft.errors import CheckpointError, ConfigError, PolydraftError, RequestError
 from polydraft.models.chat_template import ChatTemplate
 from polydraft.models.tokenizer import Tokenizer
-from polydraft.serving import protocol, reasoning, wire
-from polydraft.serving.answers import FINISH, Choice, Said, TokenTexts, usage
+from polydraft.serving import protocol, reasoning, tool_calls, tools, wire
+from polydraft.serving.answers import Choice, Said, TokenTexts, usage
 from polydraft.serving.connection import LIMITS, Connections
 from polydraft.serving.engine_client import Busy, EngineClient, EngineGone, Overrun
 from polydraft.serving.http import EventStream, Gone, HttpError, until_gone
@@ -32,6 +32,7 @@ from polydraft.serving.markers import choose
 from polydraft.serving.metrics import Metrics
 from polydraft.serving.reasoning import ReasoningForm, ReasoningReader
 from polydraft.serving.settings import ServerSettings
+from polydraft.serving.tool_calls import Call, CallForm, CallReader
 
 T = TypeVar("T")
 
@@ -70,6 +71,7 @@ class Service:
         self._tokenizer: Tokenizer | None = None
         self._template = _template(settings.chat_template)
         self._reasoning: ReasoningForm | None = None
+        self._calls: CallForm | None = None
         self.chosen: Mapping[str, str] = {}
         """What was chosen by the chat template, or asked for, by the option's name; there once the server is open."""
         self.bodies: Mapping[type[protocol.Sampling], type[protocol.Sampling]] = {}
@@ -100,7 +102,8 @@ class Service:
             self._template.compile()
         source = self._template.source if self._template is not None else ""
         self._reasoning, why = choose(self.settings.reasoning_parser, reasoning.FORMS, source)
-        self.chosen = {"reasoning_parser": why}
+        self._calls, how = choose(self.settings.tool_call_parser, tool_calls.FORMS, source)
+        self.chosen = {"reasoning_parser": why, "tool_call_parser": how}
         self.opened = True
         self.log.tell("ready", model=self.name, backend=ready.backend, host=self.settings.host, **self.chosen)
 
@@ -172,7 +175,8 @@ class Service:
         self._check_count(body.n or 1)
         if body.top_logprobs and not body.logprobs:
             raise RequestError("top_logprobs was given without logprobs; add logprobs: true", "top_logprobs")
-        rendered = self.rendered(body)
+        offered = tools.offered(body, self._calls, self._template.variables if self._template is not None else ())
+        rendered = self.rendered(body, offered)
         prompt = self._encoded(body, rendered, special=False)
         kept = min(len(prompt), body.truncate_prompt_tokens or len(prompt))
         room = max(self.ready.max_model_len - kept, 1)
@@ -184,21 +188,34 @@ class Service:
         if body.logprobs or body.provenance:
             params["logprobs"] = body.top_logprobs or 0
         top = (body.top_logprobs or 0) if body.logprobs else None
+        calls = self._calls if offered else None
+        if calls is not None:
+            answer = params.get("constraint")
+            grammar = tools.bound(body, offered, calls, self.tokenizer.added_id, answer)
+            if grammar is not None:
+                params["constraint"] = {"lark": grammar}
+        # A constraint binds a text from its first token on, where the engine does not know what ends reasoning.
+        thinks = self._reasoning if self.ready.thinks or "constraint" not in params else None
+        markers = (*(calls.markers if calls is not None else ()), *(thinks.markers if thinks is not None else ()))
+        ids = map(self.tokenizer.added_id, markers)
+        if any(one is not None and self.tokenizer.is_special(one) for one in ids):
+            params["skip_special_tokens"] = False
         job = self._job("chat.completion", "chatcmpl", body, [prompt], params, top)
-        form = self._reasoning
-        if form is None or ("constraint" in params and not self.ready.thinks):  # it binds the text from its first token on
-            return job
-        begun = reasoning.begun(form, rendered, continued=bool(body.continue_final_message))
+        begun = thinks is not None and reasoning.begun(thinks, rendered, continued=bool(body.continue_final_message))
         for choice in job.choices:
-            choice.reasoning = ReasoningReader(form, begun=begun)
+            if thinks is not None:
+                choice.reasoning = ReasoningReader(thinks, begun=begun)
+            if calls is not None:
+                most = 1 if body.parallel_tool_calls is False else None
+                choice.calls = CallReader(calls, tools.schemas(offered), most=most)
         return job
 
-    def rendered(self, body: protocol.ChatRequest | protocol.TokenizeRequest) -> str:
+    def rendered(self, body: protocol.ChatRequest | protocol.TokenizeRequest, offered: Sequence[protocol.Tool] = ()) -> str:
         """The text of a conversation, open at its end where its last message is to be gone on with."""
         if self._template is None:
             missing = "this model has no chat template; use /v1/completions, or start the server with --chat-template"
             raise RequestError(missing, "messages")
-        plain = [_plain_message(message) for message in body.messages or ()]
+        plain = [_plain_message(message, self._calls) for message in body.messages or ()]
         if not isinstance(body, protocol.ChatRequest):
             return self._template.render(plain)
         continues = bool(body.continue_final_message)
@@ -211,7 +228,8 @@ class Service:
         """Stands where the last message ends: its own words may occur in what the template puts behind it."""
         if end and plain:
             plain[-1]["content"] = (plain[-1].get("content") or "") + end
-        text = self._template.render(plain, add_generation_prompt=header, variables=variables)
+        shown = tools.shown(offered)
+        text = self._template.render(plain, tools=shown, add_generation_prompt=header, variables=variables)
         if end not in text:
             left_out = "the chat template leaves the last message out, so nothing can go on with it; leave this out"
             raise RequestError(f"continue_final_message is true, but {left_out}", "continue_final_message")
@@ -311,11 +329,11 @@ class Service:
 
     def _choice(self, job: Job, choice: Choice) -> dict[str, Any]:
         places = choice.new_tokens()
-        fields: dict[str, Any] = {"index": choice.index, "finish_reason": FINISH[choice.finish], "logprobs": None}
+        fields: dict[str, Any] = {"index": choice.index, "finish_reason": choice.finish_reason, "logprobs": None}
         if job.kind == "chat.completion":
             said = choice.said
-            content = None if said.reasoning and not said.content else said.content
-            fields["message"] = {"role": "assistant", "content": content, "refusal": None, **_reasoning(said)}
+            content = said.content or (None if said else "")
+            fields["message"] = {"role": "assistant", "content": content, "refusal": None, **_beside(said)}
         else:
             fields["text"] = self._echo(job, choice) + choice.text
         return {**fields, **self._extras(job, choice, places, first=True)}
@@ -362,10 +380,10 @@ class Service:
                 if not (said or places or choice.finish):
                     continue
                 fields: dict[str, Any] = {"index": choice.index, "logprobs": None}
-                fields["finish_reason"] = FINISH[choice.finish] if choice.finish else None
+                fields["finish_reason"] = choice.finish_reason
                 if chat:
-                    content = {} if said.reasoning and not said.content else {"content": said.content}
-                    fields["delta"] = ({"role": "assistant"} if first else {}) | _reasoning(said) | content
+                    content = {} if said and not said.content else {"content": said.content}
+                    fields["delta"] = ({"role": "assistant"} if first else {}) | _beside(said, pieces=True) | content
                 else:
                     fields["text"] = (self._echo(job, choice) if first else "") + said.content
                 fields |= self._extras(job, choice, places, first=first)
@@ -434,9 +452,20 @@ async def _chained(first: dict[str, Any], rest: AsyncGenerator[dict[str, Any], N
         await rest.aclose()
 
 
-def _reasoning(said: Said) -> dict[str, str]:
-    """The fields of reasoning: vLLM's and OpenRouter's name of it, and the one that most clients read."""
-    return {"reasoning": said.reasoning, "reasoning_content": said.reasoning} if said.reasoning else {}
+def _beside(said: Said, *, pieces: bool = False) -> dict[str, Any]:
+    """The fields of a message, or a delta, beside its content. Reasoning has vLLM's name, and the one that most clients read."""
+    fields: dict[str, Any] = {}
+    if said.reasoning:
+        fields = {"reasoning": said.reasoning, "reasoning_content": said.reasoning}
+    if said.calls:
+        fields["tool_calls"] = [({"index": call.index} if pieces else {}) | _call(call) for call in said.calls]
+    return fields
+
+
+def _call(call: Call) -> dict[str, Any]:
+    """A call, or what is new of it."""
+    known = {"id": call.id, "type": "function"} if call.id else {}
+    return {**known, "function": {**({"name": call.name} if call.name else {}), "arguments": call.arguments}}
 
 
 def _template(file: str) -> ChatTemplate | None:
@@ -453,8 +482,10 @@ def _template(file: str) -> ChatTemplate | None:
     return template
 
 
-def _plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
+def _plain_message(message: Mapping[str, Any], calls: CallForm | None) -> dict[str, Any]:
     """A message whose content is a list of texts as one text; anything else in it is refused. Rendering asks for one."""
+    if message.get("tool_calls"):
+        message = tools.with_calls(message, calls)
     if message.get("reasoning") is not None and message.get("reasoning_content") is None:  # templates read the older name
         message = {**message, "reasoning_content": message["reasoning"]}
     content = message.get("content")

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from polydraft.errors import ConfigError
-from polydraft.serving import reasoning
+from polydraft.serving import reasoning, tool_calls
 from polydraft.serving.markers import AUTO, check_name
 
 SECONDS = ("queue_s", "head_s", "stall_s", "drain_s", "start_s", "watchdog_s")
@@ -55,6 +55,8 @@ class ServerSettings:
     """File with a Jinja template in the place of the checkpoint's."""
     reasoning_parser: str = AUTO
     """How reasoning is told from the reply: a name of `reasoning.FORMS`, `none`, or `auto`, which the chat template decides."""
+    tool_call_parser: str = AUTO
+    """How calls of tools are read: a name of `tool_calls.FORMS`, `none`, or `auto`, which the chat template decides."""
     log_file: str = ""
     """Where events are written, one JSON object a line; "" is standard error."""
     log_prompts: bool = False
@@ -72,6 +74,7 @@ class ServerSettings:
         if not 0 <= self.port < 1 << 16:
             raise ConfigError(f"--port is {self.port}, wanted 0 (any free one) to 65535; correct it")
         check_name("--reasoning-parser", self.reasoning_parser, reasoning.FORMS)
+        check_name("--tool-call-parser", self.tool_call_parser, tool_calls.FORMS)
         if any(not key for key in self.api_keys):
             raise ConfigError("an API key is empty; give it at least one character, or leave it out")
 

@@ -18,7 +18,10 @@ from typing import Any
 
 import pytest
 
+from tests.serving.agents import TEMPLATE as AGENTS
+from tests.serving.agents import ids
 from tests.support import tiny
+from tests.support.letters import checkpoint as letters
 
 httpx = pytest.importorskip("httpx", reason="the extra `test` is not installed: no httpx")
 for needed in ("starlette", "uvicorn", "msgspec", "zmq", "prometheus_client"):
@@ -100,6 +103,20 @@ class Served:
                 if pipe is not None:
                     pipe.close()
         return status
+
+
+@pytest.fixture(scope="module")
+def agents(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """One that tells reasoning from replies and serves tools, bound by grammars."""
+    folder = tmp_path_factory.mktemp("agents")
+    template = folder / "agents.jinja"
+    template.write_text(AGENTS)
+    served = Served(
+        folder, "--constraints", "--chat-template", str(template), "--think-start-ids", ids("<think>"),
+        "--think-end-ids", ids("</think>"), model=letters(2048),
+    )  # fmt: skip
+    yield served
+    assert served.stop() == 0
 
 
 @pytest.fixture(scope="module")

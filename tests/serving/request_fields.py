@@ -14,7 +14,7 @@ from tests.support.project import ROOT
 
 PAGE: Final = ROOT / "docs" / "serving.md"
 MARKER: Final = "tests/serving/request_fields.py"
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 BOTH = (COMPLETIONS, CHAT)
 
 
@@ -100,6 +100,16 @@ FIELDS: Final = (
     Field(
         "reasoning_effort", "length of thinking", "to the chat template", "the same where it reads it; `none` where it reads "
         "`enable_thinking` or `thinking`", (), ("none", "low", "x"), (CHAT,)
+    ),
+    Field("previous_response_id", "goes on with a kept one", "goes on with a kept one", "none", (), ("r",), (RESPONSES,)),
+    Field("conversation", "goes on with a kept one", LEFT_OUT, "none", (), ("c", {"id": "c"}), (RESPONSES,)),
+    Field("background", "answers later", "answers later", "`false`", (False,), (True,), (RESPONSES,)),
+    Field("truncation", "leaves items out", LEFT_OUT, "`disabled`", ("disabled",), ("auto",), (RESPONSES,)),
+    Field("include", "more in the answer", "logprobs", "nothing", ([],), (["reasoning.encrypted_content"],), (RESPONSES,)),
+    Field("max_tool_calls", "limits tools of its own", "limits tools of its own", "none", (), (1,), (RESPONSES,)),
+    Field(
+        "reasoning", "effort, summary", "effort", "`effort` as `reasoning_effort`; `summary` `auto`, though there is none",
+        ({"summary": "auto"}, {}), (5, {"effort": "low"}), (RESPONSES,)
     ),
     Field("chat_template_kwargs", NONE, "variables of the chat template", "those that it reads", ({},), ({"x": 1}, 5), (CHAT,)),
 )  # fmt: skip

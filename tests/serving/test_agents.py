@@ -18,38 +18,10 @@ import pytest
 openai = pytest.importorskip("openai")
 pytest.importorskip("llguidance", reason="the extra `grammar` is not installed")
 
-from tests.serving.conftest import Served  # noqa: E402  behind the check for the client
+from tests.serving.agents import CITY, DAYS, PLAIN, TEMPLATE, bound, tool  # noqa: E402  behind the check for the client
+from tests.serving.conftest import Served  # noqa: E402
 from tests.support.letters import CHARACTERS  # noqa: E402
 from tests.support.letters import checkpoint as letters  # noqa: E402
-
-CALL = '<tool_call>\\n{"name": "\' ~ c.function.name ~ \'", "arguments": '
-TEMPLATE = (
-    "{% if tools %}{{ tools | tojson }}\n{% endif %}"
-    "{% for m in messages %}{{ m.role }} {{ m.reasoning_content }} {{ m.content }}"
-    "{% for c in m.tool_calls %}{{ '" + CALL + "' }}{{ c.function.arguments | tojson }}{{ '}\\n</tool_call>' }}{% endfor %}"
-    "{{ m.tool_call_id }}\n{% endfor %}"
-    "{% if reasoning_effort %}{{ reasoning_effort }}\n{% endif %}"
-    "{% if add_generation_prompt %}<think>\n"
-    "{% if enable_thinking is defined and not enable_thinking %}</think>{% endif %}{% endif %}"
-)
-
-
-def ids(text: str) -> str:
-    """Token ids of the model of letters, as an option has them."""
-    return ",".join(str(1 + CHARACTERS.index(letter)) for letter in text)
-
-
-@pytest.fixture(scope="module")
-def agents(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    folder = tmp_path_factory.mktemp("agents")
-    template = folder / "agents.jinja"
-    template.write_text(TEMPLATE)
-    served = Served(
-        folder, "--constraints", "--chat-template", str(template), "--think-start-ids", ids("<think>"),
-        "--think-end-ids", ids("</think>"), model=letters(2048),
-    )  # fmt: skip
-    yield served
-    assert served.stop() == 0
 
 
 @pytest.fixture(scope="module")
@@ -61,10 +33,6 @@ def client(agents: Served) -> Iterator[Any]:
 def chat(client: Any, content: str = "hi", extra: dict[str, Any] | None = None, **options: Any) -> Any:
     given = {"model": "letters", "messages": [{"role": "user", "content": content}], "temperature": 1, "seed": 5, **options}
     return client.chat.completions.create(**given, extra_body=extra)
-
-
-def bound(pattern: str, thinking: int = 6) -> dict[str, Any]:
-    return {"guided_regex": pattern, "thinking_limit": thinking, "logit_bias": {"0": -100}}
 
 
 # -- reasoning -------------------------------------------------------------------------------------
@@ -149,17 +117,8 @@ def test_what_is_wrong_is_refused_by_name(agents: Served, body: dict[str, Any], 
 
 
 # -- tools -----------------------------------------------------------------------------------------
-def tool(name: str, strict: bool | None = None, **properties: Any) -> dict[str, Any]:
-    schema = {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
-    function = {"name": name, "description": f"about {name}", "parameters": schema}
-    return {"type": "function", "function": function | ({} if strict is None else {"strict": strict})}
-
-
-CITY = {"type": "string", "enum": ["rome", "oslo"]}
-DAYS = {"type": "integer", "minimum": 10, "maximum": 99}
 TOOLS = [tool("weather", city=CITY, days=DAYS), tool("clock", zone={"type": "string", "pattern": "^[a-z]{3}$"})]
 STRICT = [{**one, "function": {**one["function"], "strict": True}} for one in TOOLS]
-PLAIN: dict[str, Any] = {"chat_template_kwargs": {"enable_thinking": False}}
 
 
 def check(call: Any, names: tuple[str, ...] = ("weather", "clock")) -> None:

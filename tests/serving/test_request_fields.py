@@ -15,18 +15,20 @@ import pytest
 from polydraft.bench.report import renewed
 from polydraft.serving import protocol
 from tests.serving.conftest import MODEL, Served
-from tests.serving.request_fields import CHAT, COMPLETIONS, FIELDS, MARKER, PAGE, Field, table
+from tests.serving.request_fields import CHAT, COMPLETIONS, FIELDS, MARKER, PAGE, RESPONSES, Field, table
 from tests.support.letters import checkpoint as letters
 
 PROMPTS: dict[str, dict[str, Any]] = {
     COMPLETIONS: {"prompt": "w5 w9 w33"},
     CHAT: {"messages": [{"role": "user", "content": "w5 w9"}, {"role": "assistant", "content": "w33"}]},
+    RESPONSES: {"input": "w5 w9"},
 }
 ID = "x-request-id"
 
 
 def post(server: Served, path: str = COMPLETIONS, headers: dict[str, str] | None = None, **body: Any) -> httpx.Response:
-    given = {**PROMPTS[path], "max_tokens": 4, "temperature": 0, **body}
+    length = "max_output_tokens" if path == RESPONSES else "max_tokens"
+    given = {**PROMPTS[path], length: 4, "temperature": 0, **body}
     return httpx.post(server.url + path, json=given, headers=headers, timeout=60)
 
 
@@ -85,7 +87,11 @@ def test_a_field_is_taken_or_refused_by_name(server: Served, row: Field, request
             assert error["param"] == row.name, error
 
 
-BODIES: dict[str, type[msgspec.Struct]] = {COMPLETIONS: protocol.CompletionRequest, CHAT: protocol.ChatRequest}
+BODIES: dict[str, type[msgspec.Struct]] = {
+    COMPLETIONS: protocol.CompletionRequest,
+    CHAT: protocol.ChatRequest,
+    RESPONSES: protocol.ResponsesRequest,
+}
 
 
 @pytest.mark.parametrize("row", FIELDS, ids=lambda row: row.name)

@@ -105,6 +105,10 @@ class Routes:
         """`/v1/chat/completions`."""
         return await self._text(request, protocol.ChatRequest, self._service.chat)
 
+    async def responses(self, request: Request) -> Any:
+        """`/v1/responses`."""
+        return await self._text(request, protocol.ResponsesRequest, self._service.response)
+
     async def _text(self, request: Request, kind: type[protocol.Sampling], make: Callable[[Any], Job]) -> Any:
         """Text for a body of `kind`. Its id is the header's, the body's, or a new one, in this order, as vLLM has it."""
         body, size = await self._body(request, self._service.bodies[kind])
@@ -201,6 +205,7 @@ class Routes:
             free.append(("/", self.playground, get))
         keyed: list[tuple[str, Handler, list[str]]] = [
             ("/v1/completions", self.completions, post), ("/v1/chat/completions", self.chat, post),
+            ("/v1/responses", self.responses, post),
             ("/v1/models", self.models, get), ("/v1/models/{model:path}", self.model, get),
             ("/metrics", self.metrics, get), ("/stats", self.stats, get),
             ("/tokenize", self.tokenize, post), ("/detokenize", self.detokenize, post), ("/openapi.json", self.openapi, get),

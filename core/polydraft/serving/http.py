@@ -222,15 +222,17 @@ async def _gone(request: Request) -> None:
 
 
 class EventStream:
-    """Server-sent events from an iterator of JSON objects; ends with OpenAI's [DONE].
+    """Server-sent events from an iterator of JSON objects; ends with OpenAI's [DONE], or is `typed`, where each event says what
+    it is (`type`) and the last one that it is the last.
 
     A client that goes away ends the iterator, and `gone` is called; so does one that reads nothing, whose connection is ended
     (`polydraft.serving.connection`). An error of the iterator becomes the last event: `describe` makes its object."""
 
     def __init__(
-        self, events: AsyncIterator[dict[str, Any]], *, describe: Callable[[Exception], dict[str, Any]], gone: Callable[[], None]
-    ) -> None:
-        self._events, self._describe, self._gone = events, describe, gone
+        self, events: AsyncIterator[dict[str, Any]], *, describe: Callable[[Exception], dict[str, Any]], gone: Callable[[], None],
+        typed: bool = False,
+    ) -> None:  # fmt: skip
+        self._events, self._describe, self._gone, self._typed = events, describe, gone, typed
         self._complete = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -259,13 +261,17 @@ class EventStream:
 
         try:
             async for event in self._events:
-                await piece(b"data: " + json.dumps(event, ensure_ascii=False, allow_nan=False).encode() + b"\n\n")
+                await piece(self._coded(event))
         except OSError:
             return  # the client can no longer be reached
         except Exception as error:  # noqa: BLE001  reported to the client, which waits
-            await piece(b"data: " + json.dumps(self._describe(error)).encode() + b"\n\n")
-        await piece(DONE, more=False)
+            await piece(self._coded(self._describe(error)))
+        await piece(b"" if self._typed else DONE, more=False)
         self._complete = True
+
+    def _coded(self, event: dict[str, Any]) -> bytes:
+        head = f"event: {event['type']}\n".encode() if self._typed else b""
+        return head + b"data: " + json.dumps(event, ensure_ascii=False, allow_nan=False).encode() + b"\n\n"
 
 
 async def _disconnected(receive: Receive) -> None:

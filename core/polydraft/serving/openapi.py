@@ -17,6 +17,7 @@ from polydraft.serving import protocol
 BODIES: dict[str, tuple[type[Any], str]] = {
     "/v1/completions": (protocol.CompletionRequest, "Complete a prompt."),
     "/v1/chat/completions": (protocol.ChatRequest, "Answer a conversation."),
+    "/v1/responses": (protocol.ResponsesRequest, "Answer items, without keeping them."),
     "/tokenize": (protocol.TokenizeRequest, "Token ids of a text or conversation."),
     "/detokenize": (protocol.DetokenizeRequest, "Text of token ids."),
 }

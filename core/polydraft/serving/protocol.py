@@ -29,6 +29,8 @@ MOST_TOOLS = 128
 Whole = Annotated[int, msgspec.Meta(ge=0, le=MOST)]
 Count = Annotated[int, msgspec.Meta(ge=1, le=MOST)]
 TokenIds = list[Whole]
+FunctionIdentifier = Annotated[str, msgspec.Meta(pattern=r"^[a-zA-Z0-9_-]{1,64}\Z")]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
@@ -114,7 +116,7 @@ class Sampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 class Function(msgspec.Struct, forbid_unknown_fields=True):
     """`function` of a tool."""
 
-    name: Annotated[str, msgspec.Meta(pattern=r"^[a-zA-Z0-9_-]{1,64}\Z")]
+    name: FunctionIdentifier
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
@@ -165,13 +167,74 @@ class ChatRequest(Sampling, kw_only=True, forbid_unknown_fields=True):
     """With false, one call at most."""
     chat_template_kwargs: dict[str, Any] | None = None
     """vLLM's: variables of the chat template, such as `enable_thinking`."""
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    reasoning_effort: Effort | None = None
     modalities: list[str] | None = None
     verbosity: str | None = None
     add_generation_prompt: bool | None = None
     """vLLM's: end the prompt with the header of an answer."""
     continue_final_message: bool | None = None
     """vLLM's: the answer goes on with the last message."""
+
+
+class ResponseTool(msgspec.Struct, forbid_unknown_fields=True):
+    """One of the `tools` of a response."""
+
+    type: Literal["function"]
+    name: FunctionIdentifier
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ResponseToolChoice(msgspec.Struct, forbid_unknown_fields=True):
+    """`tool_choice` of a response where it names a function."""
+
+    type: Literal["function"]
+    name: str
+
+
+class ResponseTextFormat(msgspec.Struct, forbid_unknown_fields=True):
+    """`text.format` of a response."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    schema: dict[str, Any] | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseText(msgspec.Struct, forbid_unknown_fields=True):
+    """`text` of a response."""
+
+    format: ResponseTextFormat | None = None
+    verbosity: str | None = None
+
+
+class ResponseReasoning(msgspec.Struct, forbid_unknown_fields=True):
+    """`reasoning` of a response. There are no summaries: items have the reasoning itself."""
+
+    effort: Effort | None = None
+    summary: Literal["auto"] | None = None
+
+
+class ResponsesRequest(Sampling, kw_only=True, forbid_unknown_fields=True):
+    """The body of `/v1/responses`."""
+
+    input: str | list[dict[str, Any]]
+    instructions: str | None = None
+    max_output_tokens: Count | None = None
+    text: ResponseText | None = None
+    reasoning: ResponseReasoning | None = None
+    tools: Annotated[list[ResponseTool], msgspec.Meta(max_length=MOST_TOOLS)] | None = None
+    tool_choice: Literal["auto", "none", "required"] | ResponseToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    previous_response_id: str | None = None
+    conversation: str | dict[str, Any] | None = None
+    background: bool | None = None
+    truncation: str | None = None
+    include: list[str] | None = None
+    max_tool_calls: int | None = None
 
 
 class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True):
@@ -197,8 +260,10 @@ class UpdateWeightsRequest(msgspec.Struct, forbid_unknown_fields=True):
     running: Literal["finish", "recompute"] = "finish"
 
 
+TEXT_BODIES: Final = (CompletionRequest, ChatRequest, ResponsesRequest)
+"""Bodies that a text is the answer of."""
 S = TypeVar("S", bound=Sampling)
-_OF_PLUGINS: Final = "plugin_"
+OF_PLUGINS: Final = "plugin_"
 """How attributes for parameters of plugins begin, whose names in a body may be any text."""
 MOST_COMPARED: Final = 64
 """Characters of a name that is compared with those that there are: it takes time with the square of them."""
@@ -214,7 +279,7 @@ def with_parameters(kind: type[S], parameters: Sequence[Parameter]) -> type[S]:
     """The body `kind` with a field for each parameter that plugins of the engine bring."""
     if not parameters:
         return kind
-    names = {f"{_OF_PLUGINS}{place}": one.name for place, one in enumerate(parameters)}
+    names = {f"{OF_PLUGINS}{place}": one.name for place, one in enumerate(parameters)}
     described = [msgspec.Meta(description=f"{one.doc} Wanted: {one.wanted}.") for one in parameters]
     fields = [(name, Annotated[Any, meta], None) for name, meta in zip(names, described, strict=True)]
     made: Any = msgspec.defstruct(
@@ -225,7 +290,7 @@ def with_parameters(kind: type[S], parameters: Sequence[Parameter]) -> type[S]:
 
 def refuse_taken(names: Iterable[str]) -> None:
     """Raise `ConfigError` where a parameter of a plugin is called like a field of a body, and could not be given."""
-    taken = {field.encode_name for kind in (CompletionRequest, ChatRequest) for field in msgspec.structs.fields(kind)}
+    taken = {field.encode_name for kind in TEXT_BODIES for field in msgspec.structs.fields(kind)}
     both = sorted(taken.intersection(names))
     if both:
         raise ConfigError(
@@ -237,7 +302,7 @@ def _extra(body: Sampling) -> dict[str, Any]:
     """What a body gives of plugins' parameters, by name; null is nothing. The engine, which knows its plugins, checks values."""
     found: dict[str, Any] = {}
     for attribute, name in zip(body.__struct_fields__, body.__struct_encode_fields__, strict=True):
-        value = getattr(body, attribute) if attribute.startswith(_OF_PLUGINS) else None
+        value = getattr(body, attribute) if attribute.startswith(OF_PLUGINS) else None
         if value is None:
             continue
         if not _fits(value, MOST_NESTED):
@@ -258,7 +323,7 @@ def _fits(value: Any, depth: int) -> bool:
     return within is None or (depth > 0 and all(_fits(one, depth - 1) for one in within))
 
 
-Body = CompletionRequest | ChatRequest | TokenizeRequest | DetokenizeRequest | UpdateWeightsRequest
+Body = CompletionRequest | ChatRequest | ResponsesRequest | TokenizeRequest | DetokenizeRequest | UpdateWeightsRequest
 
 
 def decode(data: bytes, kind: type[Any]) -> Any:
@@ -440,6 +505,12 @@ NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
     "modalities": (["text"],),
     "verbosity": ("medium",),
     "suffix": ("",),
+    "previous_response_id": (),
+    "conversation": (),
+    "background": (False,),
+    "truncation": ("disabled",),
+    "include": ([],),
+    "max_tool_calls": (),
     "include_stop_str_in_output": (False,),
     "allowed_token_ids": (),
     "prompt_logprobs": (),
@@ -448,7 +519,7 @@ NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
 """Values, besides null, of fields that this server knows the names of alone: those that ask for what it does anyway."""
 
 
-def refuse_unsupported(body: CompletionRequest | ChatRequest) -> None:
+def refuse_unsupported(body: CompletionRequest | ChatRequest | ResponsesRequest) -> None:
     """Raises `RequestError` for what OpenAI's and vLLM's interfaces know and this server does not."""
     options = body.stream_options
     if options is not None and not body.stream:
@@ -464,18 +535,24 @@ def refuse_unsupported(body: CompletionRequest | ChatRequest) -> None:
 
 
 SPELLED: Final[Mapping[str, tuple[str, ...]]] = {
-    "max_new_tokens": ("max_completion_tokens", "max_tokens"),
+    "max_new_tokens": ("max_output_tokens", "max_completion_tokens", "max_tokens"),
     "max_drafts": ("max_drafts", "num_speculative_tokens"),
     "constraint": (
         "structured_outputs",
         *(f"guided_{kind}" for kind in STRUCTURED[:-1]),
         "response_format",
+        "text",
         "tool_choice",
         "tools",
     ),
     "logprobs": ("top_logprobs", "logprobs"),
     "prompt_logprobs": ("prompt_logprobs", "logprobs"),
-    "prompt": ("messages", "prompt"),
+    "prompt": ("messages", "input", "prompt"),
+    "messages": ("input", "messages"),
+    "reasoning_effort": ("reasoning", "reasoning_effort"),
+    "verbosity": ("text", "verbosity"),
+    "response_format": ("text", "response_format"),
+    "response_format.json_schema": ("text", "response_format.json_schema"),
     "n": ("n", "prompt"),
 }
 """Fields of bodies, by what `SamplingParams` and the engine call them."""

@@ -22,7 +22,7 @@ from polydraft._version import __version__
 from polydraft.errors import CheckpointError, ConfigError, PolydraftError, RequestError
 from polydraft.models.chat_template import ChatTemplate
 from polydraft.models.tokenizer import Tokenizer
-from polydraft.serving import protocol, reasoning, tool_calls, tools, wire
+from polydraft.serving import protocol, reasoning, responses, tool_calls, tools, wire
 from polydraft.serving.answers import Choice, Said, TokenTexts, usage
 from polydraft.serving.connection import LIMITS, Connections
 from polydraft.serving.engine_client import Busy, EngineClient, EngineGone, Overrun
@@ -49,13 +49,15 @@ class Job:
 
     id: str
     kind: str
-    """`text_completion` or `chat.completion`."""
+    """`text_completion`, `chat.completion` or `response`."""
     body: protocol.CompletionRequest | protocol.ChatRequest
     choices: list[Choice]
     asks: list[tuple[list[int], dict[str, Any]]]
     num_prompts: int
     top: int | None
     """Most likely tokens beside each in the answer's `logprobs`; None: no `logprobs`."""
+    response: responses.ResponseAnswer | None = None
+    """Of a `response`, what is made of the text."""
     created: int = field(default_factory=lambda: int(time.time()))
     begin: float = field(default_factory=time.monotonic)
 
@@ -94,8 +96,7 @@ class Service:
         self._tokenizer = await asyncio.to_thread(Tokenizer.from_dir, ready.model_dir)
         self.name = self.settings.served_model_name or ready.model
         self.metrics = self._metrics()
-        bodies = (protocol.CompletionRequest, protocol.ChatRequest)
-        self.bodies = {kind: protocol.with_parameters(kind, ready.parameters) for kind in bodies}
+        self.bodies = {kind: protocol.with_parameters(kind, ready.parameters) for kind in protocol.TEXT_BODIES}
         self.texts = TokenTexts(self._tokenizer)
         self._template = self._template or self._tokenizer.chat_template
         if self._template is not None:
@@ -198,7 +199,7 @@ class Service:
         thinks = self._reasoning if self.ready.thinks or "constraint" not in params else None
         markers = (*(calls.markers if calls is not None else ()), *(thinks.markers if thinks is not None else ()))
         ids = map(self.tokenizer.added_id, markers)
-        if any(one is not None and self.tokenizer.is_special(one) for one in ids):
+        if body.skip_special_tokens is None and any(one is not None and self.tokenizer.is_special(one) for one in ids):
             params["skip_special_tokens"] = False
         job = self._job("chat.completion", "chatcmpl", body, [prompt], params, top)
         begun = thinks is not None and reasoning.begun(thinks, rendered, continued=bool(body.continue_final_message))
@@ -210,12 +211,25 @@ class Service:
                 choice.calls = CallReader(calls, tools.schemas(offered), most=most)
         return job
 
+    def response(self, body: protocol.ResponsesRequest) -> Job:
+        """The job of a response."""
+        protocol.refuse_unsupported(body)
+        kind: Any = self.bodies[protocol.ChatRequest]
+        chat = responses.as_chat(body, kind)
+        job = self.chat(chat)
+        job.id, job.kind = f"resp_{body.request_id}", "response"
+        job.response = responses.ResponseAnswer(body, chat, job.id, self.name, job.created)
+        return job
+
     def rendered(self, body: protocol.ChatRequest | protocol.TokenizeRequest, offered: Sequence[protocol.Tool] = ()) -> str:
         """The text of a conversation, open at its end where its last message is to be gone on with."""
         if self._template is None:
             missing = "this model has no chat template; use /v1/completions, or start the server with --chat-template"
             raise RequestError(missing, "messages")
         plain = [_plain_message(message, self._calls) for message in body.messages or ()]
+        for message in plain:
+            if message.get("role") == "developer" and "developer" not in self._template.source:  # OpenAI's newer name
+                message["role"] = "system"
         if not isinstance(body, protocol.ChatRequest):
             return self._template.render(plain)
         continues = bool(body.continue_final_message)
@@ -314,9 +328,13 @@ class Service:
 
     async def whole(self, job: Job) -> dict[str, Any]:
         """The answer of a request that does not stream."""
+        answer = job.response
         async with contextlib.aclosing(self.updates(job)) as stream:
-            async for _ in stream:
-                pass
+            async for _, said in stream:
+                if answer is not None:
+                    answer.take(said)
+        if answer is not None:
+            return answer.whole(job.choices[0])
         choices = [self._choice(job, choice) for choice in job.choices]
         return {**self._head(job), "choices": choices, "usage": self._usage(job), **self._prompt_ids(job)}
 
@@ -395,13 +413,25 @@ class Service:
             yield {**head, "choices": [], "usage": self._usage(job)}
         self._ended(job, 200)
 
+    async def _events(self, job: Job, answer: responses.ResponseAnswer) -> AsyncGenerator[dict[str, Any], None]:
+        """The events of a response, the first of which comes with its first text."""
+        begun = False
+        async with contextlib.aclosing(self.updates(job)) as stream:
+            async for _, said in stream:
+                for event in (*(() if begun else answer.begin()), *answer.feed(said)):
+                    yield event
+                begun = True
+        for event in answer.end(job.choices[0]):
+            yield event
+        self._ended(job, 200)
+
     async def answer(self, request: Request, job: Job) -> Any:
         """Serve a job; the first delta (or error) is waited for, so that what goes wrong before it has its own status."""
         if not job.body.stream:
             answer = await self._while_wanted(request, job, self.whole(job))
             self._ended(job, 200)
             return JSONResponse(answer)
-        events = self.chunks(job)
+        events = self.chunks(job) if job.response is None else self._events(job, job.response)
         try:
             first = await self._while_wanted(request, job, anext(events))
         except BaseException:
@@ -410,6 +440,7 @@ class Service:
         return EventStream(
             _chained(first, events), describe=partial(self._describe, job),
             gone=lambda: self.log.tell("client_gone", path=request.url.path, **self._abandoned(job)),
+            typed=job.response is not None,
         )  # fmt: skip
 
     async def _while_wanted(self, request: Request, job: Job, work: Awaitable[T]) -> T:
@@ -438,9 +469,9 @@ class Service:
     def _describe(self, job: Job, error: Exception) -> dict[str, Any]:
         """The last event of a stream that broke."""
         failure = as_http(error)
-        failure.param = protocol.field(job.body, failure.param)
+        failure.param = protocol.field(job.response.body if job.response is not None else job.body, failure.param)
         self._ended(job, failure.status, self.log.sentence(str(failure), failure.kind, failure.status))
-        return failure.body()
+        return failure.body() if job.response is None else job.response.error(failure.body()["error"])
 
 
 async def _chained(first: dict[str, Any], rest: AsyncGenerator[dict[str, Any], None]) -> AsyncGenerator[dict[str, Any], None]:

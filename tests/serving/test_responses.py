@@ -163,6 +163,16 @@ def test_items_become_the_messages_that_templates_want() -> None:
     ]
 
 
+def test_parameters_of_plugins_reach_the_chat() -> None:
+    from polydraft.serving import protocol, responses, wire
+
+    given = [wire.Parameter("logit-scale", "d", "w")]
+    kind, chat = (protocol.with_parameters(one, given) for one in (protocol.ResponsesRequest, protocol.ChatRequest))
+    body = protocol.decode(b'{"input": "hi", "logit-scale": 2.5, "top_k": 4, "max_output_tokens": 9}', kind)
+    params = protocol.sampling_params(responses.as_chat(body, chat), default_max=1, most=0)
+    assert (params["extra"], params["top_k"], params["max_new_tokens"]) == ({"logit-scale": 2.5}, 4, 9)
+
+
 BAD: tuple[tuple[dict[str, Any], str], ...] = (
     ({"store": True}, "store"),
     ({"previous_response_id": "resp_1"}, "previous_response_id"),

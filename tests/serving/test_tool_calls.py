@@ -125,6 +125,11 @@ def test_calls_beyond_what_was_asked_for_are_left_out() -> None:
     assert read("hermes", [text], most=1) == read("hermes", [*text], most=1) == ("", [("get_weather", CITY)])
 
 
+def test_a_key_that_does_not_end_is_no_call() -> None:
+    text = '<tool_call>{"' + "x" * 1000
+    assert read("hermes", [text]) == read("hermes", [*text]) == (text, [])
+
+
 @pytest.mark.parametrize(
     ("template", "wanted"),
     [

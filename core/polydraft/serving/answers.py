@@ -81,7 +81,7 @@ class Choice:
         self.calls: CallReader | None = None
         """What reads calls of tools; None: there are none."""
         self.said = Said()
-        self.reasoning_tokens = 0
+        self.reasoning_tokens = self._opening = 0
         self.text = ""
         self.token_ids: list[int] = []
         self.rounds: list[int] = []
@@ -119,8 +119,9 @@ class Choice:
         before = reader.state
         reasoning, reply = reader.feed(text, last=bool(self.finish))
         if before in ("begin", "reasoning") and reader.reasons:
-            opening, closing = self._tokens(reader.opening), self._tokens(-reader.closing)
-            self.reasoning_tokens = len(self.token_ids) - opening - closing
+            if before == "begin":
+                self._opening = self._tokens(reader.opening)
+            self.reasoning_tokens = len(self.token_ids) - self._opening - self._tokens(-reader.closing)
         return Said(reply, reasoning)
 
     def _tokens(self, characters: int) -> int:

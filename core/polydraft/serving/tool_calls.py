@@ -91,6 +91,8 @@ class Call:
     arguments: str = ""
 
 
+MOST_KEY: Final = 1000
+"""Characters of a key of an object at most: it is looked for anew whenever there is more of the text."""
 Emit = Callable[[str, str], None]
 """Takes a name ("" behind the first time) and new text of the arguments."""
 
@@ -184,7 +186,7 @@ class ObjectBody(Body):
         if ahead.startswith("}"):
             self.rest, self.done, self.failed = ahead[1:], bool(self._name), not self._name
         elif found is None:
-            self.failed = bool(ahead) and ahead[0] not in ',"'
+            self.failed = (bool(ahead) and ahead[0] not in ',"') or len(ahead) > MOST_KEY
         else:
             self._key, self._value, self._text = found[1], JsonValue(), ""
             self.rest = self.rest[found.end() :]

@@ -124,7 +124,8 @@ def bound(
     named = choice.function.name if isinstance(choice, protocol.ToolChoice) else None
     called = [tool for tool in tools if named in (None, tool.function.name)]
     forced = choice != "auto"
-    schema = (answer or {}).get("json_schema")
+    given = answer or {}
+    schema = given.get("json_schema", json.dumps(OBJECT) if "json_object" in given else None)
     if answer is not None and (forced or schema is None):
         raise RequestError(
             "tools and another constraint bind one text, wanted one of them, or tool_choice auto beside a response_format; leave "

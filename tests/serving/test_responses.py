@@ -186,6 +186,8 @@ BAD: tuple[tuple[dict[str, Any], str], ...] = (
     ({"input": [{"type": "function_call_output", "output": "x"}]}, "input"),
     ({"input": [{"type": "function_call", "call_id": "c", "name": "a", "arguments": "{"}]}, "input"),
     ({"input": [{"content": "x"}]}, "input"),
+    ({"input": [{"type": "reasoning", "summary": [], "content": -1}]}, "input"),
+    ({"input": [{"type": "reasoning", "summary": [], "encrypted_content": "x"}]}, "input"),
     ({"input": "w " * 9000}, "input"),
     ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text"),
     ({"text": {"verbosity": "low"}}, "text"),

@@ -21,7 +21,7 @@ from polydraft.serving.tool_calls import Call
 Event = dict[str, Any]
 ELSEWHERE: Final = {"max_tokens": "max_output_tokens", "n": "one text", "response_format": "text.format"}
 """Fields of chats that responses have not, and what they have instead."""
-TEXTS = ("input_text", "output_text", "text")
+TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 """Types of parts that are text."""
 
 
@@ -88,8 +88,11 @@ def _closes(turn: Mapping[str, Any], kind: str) -> bool:
 def _say(turn: dict[str, Any], kind: str, item: Mapping[str, Any]) -> None:
     """Put an item of the model's into its turn."""
     if kind == "reasoning":
-        parts = item.get("content") or item.get("summary") or []
-        turn["reasoning_content"] = "".join(part["text"] for part in parts if _has_text(part))
+        if item.get("encrypted_content") is not None:
+            raise RequestError(
+                "an item of the input has encrypted_content, which this server cannot read; send content", "messages"
+            )
+        turn["reasoning_content"] = _text(item.get("content") or item.get("summary") or [])
     elif kind == "function_call":
         function = {"name": item.get("name"), "arguments": item.get("arguments")}
         turn.setdefault("tool_calls", []).append({"id": item.get("call_id"), "type": "function", "function": function})

@@ -1,6 +1,6 @@
 """OpenAI's framework for agents runs its own loop against the server: calls of tools, their results, and an answer by a schema.
 
-The model of letters calls as often as chance has it; its length bounds the loop.
+Its first call is required, as the framework asks for it; whether it calls again or answers is the model's choice.
 """
 
 from __future__ import annotations
@@ -40,11 +40,13 @@ def test_an_agent_calls_its_tool_until_it_answers(agents: Served, interface: str
             return await loop(client, seed)
 
     async def loop(client: Any, seed: int) -> Any:
-        extra = {**PLAIN, "seed": seed, "logit_bias": {"1": -5}}  # "{" begins an answer
+        extra = {**PLAIN, "seed": seed}
         agent = framework.Agent(
             name="a", instructions="be brief", model=getattr(framework, interface)("letters", client),
             tools=[framework.function_tool(weather)], output_type=Answer,
-            model_settings=framework.ModelSettings(parallel_tool_calls=False, temperature=1, extra_body=extra),
+            model_settings=framework.ModelSettings(
+                tool_choice="required", parallel_tool_calls=False, temperature=1, extra_body=extra
+            ),
         )  # fmt: skip
         if not stream:
             return await framework.Runner.run(agent, "hi", max_turns=30)
@@ -53,8 +55,9 @@ def test_an_agent_calls_its_tool_until_it_answers(agents: Served, interface: str
             pass
         return running
 
-    for seed in range(4):
+    for seed in range(2):
         result = asyncio.run(run(seed))
         assert isinstance(result.final_output, Answer)
-        assert all(city in ("rome", "oslo") for city in called)
-    assert called, "one of them has called the tool"
+        assert len(result.raw_responses) > 1, "a call before the answer"
+    assert set(called) <= {"rome", "oslo"}
+    assert len(called) >= 2

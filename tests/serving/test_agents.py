@@ -285,7 +285,7 @@ BAD = (
     ({"tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": "array"}}}]}, "tools"),
     ({"tools": TOOLS, "tool_choice": "any"}, "tool_choice"),
     ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice"),
-    ({"tools": TOOLS, "tool_choice": "required", "guided_regex": "a"}, "tool_choice"),
+    ({"tools": TOOLS, "tool_choice": "required", "guided_regex": "a"}, "guided_regex"),
     ({"tools": TOOLS, "guided_regex": "a", "parallel_tool_calls": False}, "guided_regex"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": "object", "properties": 5}}}],

@@ -8,6 +8,7 @@ import re
 from functools import cache
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -35,6 +36,7 @@ WEATHER = {
 NOW = {"type": "object", "properties": {}, "additionalProperties": False}
 SCHEMAS = {"weather": WEATHER, "now": NOW}
 STEPS = 4000
+FORM = protocol.ResponseFormat("json_object")
 
 
 @cache
@@ -156,7 +158,7 @@ def test_a_strict_tool_is_bound_within_a_free_text(form: str, special: bool) -> 
 @pytest.mark.parametrize("form", [name for name in FORMS if name != "ernie45"])
 def test_beside_a_schema_a_text_calls_or_answers(form: str, special: bool) -> None:
     answer = {"json_schema": json.dumps({"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]})}
-    grammar = grammar_of(form, request(parallel_tool_calls=False), answer, special=special)
+    grammar = grammar_of(form, request(parallel_tool_calls=False, response_format=FORM), answer, special=special)
     kinds = set()
     for seed in range(16):
         content, calls = read(form, walk(form, grammar, seed, special=special))
@@ -168,7 +170,15 @@ def test_beside_a_schema_a_text_calls_or_answers(form: str, special: bool) -> No
 
 
 def test_any_object_is_an_answer_too() -> None:
-    assert '%json {"type": "object", "x-guidance"' in grammar_of("hermes", request(), {"json_object": True}, special=False)
+    assert '%json {"type": "object", "x-guidance"' in grammar_of(
+        "hermes", request(response_format=FORM), {"json_object": True}, special=False
+    )
+
+
+def test_a_required_call_leaves_no_answer_to_bind() -> None:
+    body = request(tool_choice="required")
+    free = grammar_of("hermes", body, special=False)
+    assert grammar_of("hermes", msgspec.structs.replace(body, response_format=FORM), {"json_object": True}, special=False) == free
 
 
 def test_a_free_request_is_not_bound() -> None:

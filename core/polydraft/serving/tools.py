@@ -126,17 +126,16 @@ def bound(
     forced = choice != "auto"
     given = answer or {}
     schema = given.get("json_schema", json.dumps(OBJECT) if "json_object" in given else None)
-    if answer is not None and (forced or schema is None):
+    if answer is not None and body.response_format is None:
         raise RequestError(
-            "tools and another constraint bind one text, wanted one of them, or tool_choice auto beside a response_format; leave "
-            "one out",
-            "constraint" if not forced else "tool_choice",
+            "tools and another constraint bind one text, wanted one of them, or a response_format beside tools; leave one out",
+            "constraint",
         )
-    if not (forced or answer is not None or any(tool.function.strict for tool in tools)):
+    if not (forced or schema is not None or any(tool.function.strict for tool in tools)):
         return None
     several = named is None and body.parallel_tool_calls is not False
     grammar = _Grammar(form, called, token, exact=forced, several=several)
-    if schema is not None:
+    if schema is not None and not forced:
         return grammar.text(f"GAP? {grammar.calls} | GAP? {_schema(json.loads(schema))}")
     return grammar.text(f"GAP? {grammar.calls}" if forced else grammar.between_text())
 

@@ -56,7 +56,7 @@ def test_reasoning_stands_in_fields_of_its_own(client: Any) -> None:
 
 def test_a_stream_tells_reasoning_and_reply_apart(client: Any) -> None:
     whole = chat(client, extra=bound("[a-f]{40}", 30)).choices[0].message
-    options = {"stream": True, "stream_options": {"include_usage": True}}
+    options: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
     *events, last = list(chat(client, extra=bound("[a-f]{40}", 30), **options))
     deltas = [event.choices[0].delta for event in events]
     assert "".join(getattr(delta, "reasoning", "") for delta in deltas) == whole.reasoning
@@ -158,7 +158,7 @@ def test_a_named_tool_is_called(client: Any) -> None:
 
 def test_several_calls_are_streamed_as_they_are_written(client: Any) -> None:
     extra = {**PLAIN, "logit_bias": {"0": -6}}  # rather another call than the end
-    options = {"tools": TOOLS, "tool_choice": "required", "extra": extra, "max_tokens": 200, "seed": 3}
+    options: dict[str, Any] = {"tools": TOOLS, "tool_choice": "required", "extra": extra, "max_tokens": 200, "seed": 3}
     whole = chat(client, **options).choices[0]
     events = list(chat(client, stream=True, **options))
     calls: dict[int, list[str]] = {}
@@ -274,7 +274,7 @@ def test_markers_that_are_special_tokens_are_read_as_well(tmp_path: Path) -> Non
     assert served.stop() == 0
 
 
-BAD = (
+BAD: tuple[tuple[dict[str, Any], str], ...] = (
     ({"tools": [{}]}, "tools[0].type"),
     ({"tools": [{"type": "function"}]}, "tools[0].function"),
     ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),

@@ -72,12 +72,13 @@ def test_a_text_comes_as_a_message(client: Any) -> None:
 
 @pytest.mark.parametrize("kind", ["text", "reasoning", "call", "cut off"])
 def test_events_tell_what_the_whole_answer_has(client: Any, kind: str) -> None:
-    options: dict[str, Any] = {
+    kinds: dict[str, dict[str, Any]] = {
         "text": {"extra": {**PLAIN, "guided_regex": "[a-f]{30}"}},
         "reasoning": {"extra": bound("[a-f]{30}", 20)},
         "call": {"extra": PLAIN, "tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False},
         "cut off": {"extra": {**PLAIN, "guided_regex": "[a-f]{30}"}, "max_output_tokens": 7},
-    }[kind]
+    }
+    options = kinds[kind]
     whole = ask(client, **options)
     events = checked(ask(client, stream=True, **options))
     final = events[-1].response
@@ -137,7 +138,7 @@ def test_an_agents_loop_goes_on_with_what_it_was_told(client: Any, agents: Serve
 def test_items_become_the_messages_that_templates_want() -> None:
     from polydraft.serving import protocol, responses
 
-    said = [
+    said: list[dict[str, Any]] = [
         {"role": "developer", "content": "be"},
         {"role": "user", "content": "hi"},
         {"type": "reasoning", "id": "r", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
@@ -167,7 +168,9 @@ def test_parameters_of_plugins_reach_the_chat() -> None:
     from polydraft.serving import protocol, responses, wire
 
     given = [wire.Parameter("logit-scale", "d", "w")]
-    kind, chat = (protocol.with_parameters(one, given) for one in (protocol.ResponsesRequest, protocol.ChatRequest))
+    kind, chat = (
+        protocol.with_parameters(protocol.ResponsesRequest, given), protocol.with_parameters(protocol.ChatRequest, given)
+    )  # fmt: skip
     body = protocol.decode(b'{"input": "hi", "logit-scale": 2.5, "top_k": 4, "max_output_tokens": 9}', kind)
     params = protocol.sampling_params(responses.as_chat(body, chat), default_max=1, most=0)
     assert (params["extra"], params["top_k"], params["max_new_tokens"]) == ({"logit-scale": 2.5}, 4, 9)

@@ -184,11 +184,11 @@ def test_a_required_call_leaves_no_answer_to_bind() -> None:
 def test_a_free_request_is_not_bound() -> None:
     for strict in (None, False):
         body = request(strict)
-        assert tools.bound(body, body.tools or [], FORMS["hermes"], {}.get, None) is None
+        assert tools.bound(body, body.tools or [], FORMS["hermes"], dict[str, int]().get, None) is None
 
 
 def test_a_tool_that_is_not_strict_is_free_beside_one_that_is() -> None:
     body = request()
     body.tools = [*offered(True)[:1], *offered(None)[1:]]
-    grammar = tools.bound(body, body.tools, FORMS["glm45"], {}.get, None)
+    grammar = tools.bound(body, body.tools, FORMS["glm45"], dict[str, int]().get, None)
     assert re.search(r"rest_1\[lazy\]", grammar or "")

@@ -126,7 +126,7 @@ def bound(
     forced = choice != "auto"
     given = answer or {}
     schema = given.get("json_schema", json.dumps(OBJECT) if "json_object" in given else None)
-    if answer is not None and body.response_format is None:
+    if answer is not None and (body.response_format is None or schema is None or body.response_format.type == "text"):
         raise RequestError(
             "tools and another constraint bind one text, wanted one of them, or a response_format beside tools; leave one out",
             "constraint",

@@ -75,10 +75,10 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
     vocab_size: int
     device_times: str
     """Where the device's spans come from."""
-    thinks: bool
-    """Whether it knows what ends thinking, so that a constraint binds the reply alone."""
     decisions: dict[str, Any]
     parameters: list[Parameter]
+    thinks: bool = False
+    """Whether it knows what ends thinking, so that a constraint binds the reply alone."""
     version: int = VERSION
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -71,12 +72,12 @@ class Steps(NamedTuple):
 
 def ran(backend: str, graph: str, *plugins: Path, allowed: bool = True) -> Steps:
     """Decode on the emulated device. Falling back is allowed, so that it would be counted; a run that is refused raises."""
-    from polydraft_paddle.probe import read
+    from polydraft_paddle.probe import by_contract, read
 
     run = script(STEPS, json.dumps([backend, graph, allowed, *map(str, plugins)]))
     if run.returncode:
         raise subprocess.CalledProcessError(run.returncode, "decode", run.stdout, run.stderr)
-    return Steps(read(run.stderr.splitlines()), *json.loads(run.stdout.strip().splitlines()[-1]))
+    return Steps(by_contract(read(run.stderr.splitlines())), *json.loads(run.stdout.strip().splitlines()[-1]))
 
 
 @pytest.fixture
@@ -157,14 +158,16 @@ def test_doctor_lists_what_leaves_the_device_by_contract(monkeypatch: pytest.Mon
 
 
 def test_the_log_is_read_by_contract():
-    from polydraft_paddle.probe import MARK, read
+    from polydraft_paddle.probe import MARK, Fallen, by_contract, read
 
     fallen = (
         "I1121 kernel_factory.cc:389] missing XPU kernel: {}, expected_kernel_key:(XPU, NCHW, float32), fallbacking to CPU one!"
     )
     lines = [fallen.format("full"), f"{MARK} sample", fallen.format("argsort"), fallen.format("cumsum"), fallen.format("argsort")]
     lines += [f"{MARK} ", "something else", f"{MARK} embed", f"{MARK} ", fallen.format("full")]
-    assert read(lines) == {"": ("full",), "sample": ("argsort", "cumsum")}
+    fell = list(read(lines))
+    assert fell[:2] == [Fallen("", "full", "float32"), Fallen("sample", "argsort", "float32")]
+    assert by_contract(fell) == {"": ("full",), "sample": ("argsort", "cumsum")}
 
 
 @pytest.mark.parametrize(
@@ -194,6 +197,21 @@ def test_asking_that_ends_badly_is_one_sentence(
         leaving("mychip:0")
     assert sentence in str(seen.value)
     assert str(seen.value.__cause__) == wrote, "which --debug shows"
+
+
+def test_a_chip_that_lacks_something_is_refused(monkeypatch: pytest.MonkeyPatch):
+    """As Paddle's log tells, since no chip is here: on one, falling back cannot be switched off."""
+    from polydraft_paddle.probe import MARK, refuse_lacking
+
+    from polydraft.errors import DeviceError
+
+    key = "expected_kernel_key:(XPU, NCHW, int32), fallbacking to CPU one!"
+    wrote = f"{MARK} swiglu\nI1121 kernel_factory.cc:389] missing XPU kernel: searchsorted, {key}\n{MARK} \n"
+    monkeypatch.setattr(subprocess, "run", lambda command, **options: subprocess.CompletedProcess(command, 0, "", wrote))
+    with pytest.raises(DeviceError, match="'searchsorted' in int32 on the CPU instead of on device xpu:0, which swiglu needs;"):
+        refuse_lacking(SimpleNamespace(spec="xpu:0", host_visible=False))
+    wrote = ""
+    refuse_lacking(SimpleNamespace(spec="xpu:0", host_visible=False))
 
 
 def test_the_cpu_itself_is_not_asked():

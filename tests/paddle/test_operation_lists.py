@@ -205,6 +205,49 @@ def test_products_and_equal_maxima_are_the_chips(ops: str, products: list[float]
     assert answers(START + ARITHMETIC, f"polyemu:0{ops}") == [products, *ties]
 
 
+# -- what starts there ---------------------------------------------------------------------------------
+REFUSED = """
+import sys
+from polydraft import LLM
+from polydraft.errors import DeviceError
+import paddle
+from polydraft_paddle.kernels import numeric
+from polydraft_paddle.provider import plain
+backend, device, planted = sys.argv[1:]
+if planted:
+    swiglu = numeric.swiglu
+    def searching(a, n):
+        swiglu(a, n)
+        paddle.searchsorted(*[paddle.zeros([2], "int32")] * 2)
+    numeric.KERNELS["swiglu"] = plain(searching)
+try:
+    LLM(backend=backend, device=device, max_num_seqs=1, max_model_len=64, graph="off").engine.close()
+    print("started")
+except DeviceError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("backend", "ops", "planted", "said"),
+    [
+        ("xpu", "xpu3", "searchsorted", f"Paddle has no kernel of 'searchsorted' in int32 {OUTSIDE}"),
+        (
+            "xpu",
+            "minimal",
+            "",
+            "Paddle has no kernel of 'greater_equal' in int32 for device polyemu:0?ops=minimal, which scatter needs",
+        ),
+        deep(("xpu", "xpu3", "", "started")),
+        deep(("paddle", "xpu3", "searchsorted", "started")),
+    ],
+)
+def test_xpu_refuses_at_start_what_a_kernel_lacks(backend: str, ops: str, planted: str, said: str):
+    run = script(REFUSED, backend, f"polyemu:0?ops={ops}", planted)
+    assert run.stdout.startswith(said), run.stderr[-2000:]
+    assert len(run.stdout.splitlines()) == 1
+
+
 # -- names of devices ----------------------------------------------------------------------------------
 OPENED = """
 import sys

@@ -2,6 +2,7 @@
 
 `polydraft_off_device` calls `leaving`; the separate process runs this module. The log of chosen kernels is the only reliable
 source: a black list in the environment moves operations to the CPU even where falling back is off, so Paddle's flags do not tell.
+`refuse_lacking` is for a start that may not end on the CPU.
 """
 
 from __future__ import annotations
@@ -10,26 +11,58 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterable
-from typing import Any, Final, NoReturn
+from collections.abc import Iterable, Iterator
+from typing import Any, Final, NamedTuple, NoReturn
 
 from polydraft.child_process import Written, ending, running
+from polydraft.device import DeviceCounters
 from polydraft.environment import dictate
 from polydraft.errors import DeviceError, PolydraftError
+from polydraft_paddle.device_name import take_apart
 from polydraft_paddle.installation import first_line
 
 MARK: Final = "polydraft-probe:"
 """Begins the lines on standard error that say whose operations follow; behind it a contract, or nothing for those of nobody."""
-FALLEN: Final = re.compile(r"missing \S+ kernel: (\w+), .*fallbacking to CPU one")
+FALLEN: Final = re.compile(r"missing \S+ kernel: (\w+), (?:.*\(.*, (\w+)\))?.*fallbacking to CPU one")
 """What Paddle's `kernel_factory` logs at level 3 when it takes the CPU's kernel for another place."""
 LIMIT_S: Final = 300.0
+
+
+class Fallen(NamedTuple):
+    """An operation that Paddle took from the CPU: whose launch it was in, its name, and its dtype where Paddle says that."""
+
+    contract: str
+    operation: str
+    dtype: str
 
 
 def leaving(spec: str) -> dict[str, tuple[str, ...]]:
     """Operations that leave the place `spec`, by contract, in the order in which they were met; {} for the CPU itself. Raises
     `DeviceError` where a kernel does not run at all, or the process dies."""
-    if spec in ("", "cpu"):
-        return {}
+    return {} if spec in ("", "cpu") else by_contract(_tried(spec))
+
+
+def refuse_lacking(device: Any) -> None:
+    """`DeviceError` where the place of an open device, which may not fall back to the CPU, lacks something that a kernel of this
+    backend needs: it names the first such operation, its dtype and the contract. Every kernel runs on its contract's named cases:
+    on the device itself, or in a separate process where Paddle does not heed the flag of falling back."""
+    if device.host_visible:
+        return
+    if take_apart(device.spec).kind != "xpu":
+        run_every_kernel(device)
+        device.counters = DeviceCounters()
+        return
+    for fallen in _tried(device.spec):
+        dtype = f" in {fallen.dtype}" if fallen.dtype else ""
+        raise DeviceError(
+            f"Paddle runs {fallen.operation!r}{dtype} on the CPU instead of on device {device.spec}, "
+            f"which {fallen.contract or 'loading'} needs; polydraft doctor --probe xpu={device.spec} lists all of them, and "
+            "--allow-cpu-fallback allows them"
+        )
+
+
+def _tried(spec: str) -> list[Fallen]:
+    """What a separate process that runs every kernel on the place `spec` took from the CPU."""
     command = running("polydraft_paddle.probe", spec)
     try:
         done = subprocess.run(  # noqa: S603  this interpreter, this module
@@ -48,18 +81,24 @@ def leaving(spec: str) -> dict[str, tuple[str, ...]]:
         said = (done.stdout or done.stderr).strip().splitlines()
         why = said[-1] if said else ending(done.returncode)
         raise DeviceError(f"trying every operation on {spec} failed: {why}") from Written(done.stderr)
-    return read(done.stderr.splitlines())
+    return list(read(done.stderr.splitlines()))
 
 
-def read(lines: Iterable[str]) -> dict[str, tuple[str, ...]]:
-    """The operations that the lines of a run name, by the contract that was running."""
-    found: dict[str, dict[str, None]] = {}
+def read(lines: Iterable[str]) -> Iterator[Fallen]:
+    """What the lines of a run say was taken from the CPU, in order."""
     contract = ""
     for line in lines:
         if line.startswith(MARK):
             contract = line[len(MARK) :].strip()
-        elif fallen := FALLEN.search(line):
-            found.setdefault(contract, {})[fallen[1]] = None
+        elif found := FALLEN.search(line):
+            yield Fallen(contract, found[1], found[2] or "")
+
+
+def by_contract(fallen: Iterable[Fallen]) -> dict[str, tuple[str, ...]]:
+    """Their names, each once a contract."""
+    found: dict[str, dict[str, None]] = {}
+    for one in fallen:
+        found.setdefault(one.contract, {})[one.operation] = None
     return {name: tuple(operations) for name, operations in found.items()}
 
 
@@ -91,20 +130,28 @@ def mark(contract: str) -> None:
     sys.stderr.flush()
 
 
-def run_every_kernel(spec: str) -> None:
-    """Open the place with falling back allowed, and launch every kernel on each of its contract's named cases."""
-    from polydraft.backend import DeviceOptions
+def run_every_kernel(device: Any, *, marked: bool = False) -> None:
+    """Launch every kernel on each of its contract's named cases, marking launches on standard error where that is asked for."""
     from polydraft.conformance.harness import run_kernel
     from polydraft.contracts import REGISTRY
-    from polydraft_paddle import open_place, polydraft_init_forward_meta, polydraft_kernels
+    from polydraft_paddle import polydraft_init_forward_meta, polydraft_kernels
 
-    device = open_place(spec, DeviceOptions(allow_cpu_fallback=True))
     table: Any = polydraft_kernels(device)
     init_meta: Any = polydraft_init_forward_meta
-    table.providers = {name: Marking(name, provider) for name, provider in table.providers.items()}
+    if marked:
+        table.providers = {name: Marking(name, provider) for name, provider in table.providers.items()}
     for name in table.providers:
         for case in REGISTRY[name].cases():
             run_kernel(REGISTRY[name], case, device, table, init_meta=init_meta)
+
+
+def probe(spec: str) -> None:
+    """Open the place with falling back allowed, and launch every kernel."""
+    from polydraft.backend import DeviceOptions
+    from polydraft_paddle import open_place
+
+    device = open_place(spec, DeviceOptions(allow_cpu_fallback=True))
+    run_every_kernel(device, marked=True)
     device.close()
 
 
@@ -126,7 +173,7 @@ if __name__ == "__main__":
     dictate("GLOG_minloglevel", "0")
     dictate("GLOG_logtostderr", "1")
     try:
-        run_every_kernel(sys.argv[1])
+        probe(sys.argv[1])
     except PolydraftError as error:
         leave(f"{error}")
     except Exception as error:  # noqa: BLE001  whatever a framework raises becomes one line

@@ -19,6 +19,7 @@ from polydraft_paddle import (
 from polydraft_paddle.installation import installed
 
 from polydraft.backend import BackendInfo
+from polydraft.errors import DeviceError
 from polydraft.hooks import hookimpl
 
 if TYPE_CHECKING:
@@ -58,8 +59,19 @@ def polydraft_backend_info(spec: str) -> BackendInfo:
 
 @hookimpl
 def polydraft_open_device(spec: str, options: DeviceOptions) -> PaddleDevice:
-    """Import Paddle and open the place; `DeviceError` names the places there are where no XPU is one of them."""
-    return open_place(spec or DEFAULT_DEVICE, options)
+    """Import Paddle and open the place; `DeviceError` names the places there are where no XPU is one of them, or the operation
+    that a kernel needs and the place lacks, unless it may fall back to the CPU. On a chip only a trial shows that beforehand:
+    there Paddle takes what is missing from the CPU whatever it was told."""
+    from polydraft_paddle.probe import refuse_lacking
+
+    device = open_place(spec or DEFAULT_DEVICE, options)
+    if not options.allow_cpu_fallback:
+        try:
+            refuse_lacking(device)
+        except DeviceError:
+            device.close()
+            raise
+    return device
 
 
 @hookimpl
@@ -72,8 +84,7 @@ def polydraft_visible_devices() -> tuple[str, ...]:
 
 @hookimpl
 def polydraft_off_device(spec: str) -> dict[str, tuple[str, ...]]:
-    """What Paddle runs on the CPU instead of on the chip. Its list of operations that an XPU must not run counts for more than
-    the flag of falling back, so only a run shows it."""
+    """What Paddle runs on the CPU instead of on the chip, which its flag of falling back does not prevent."""
     from polydraft_paddle.probe import leaving
 
     return leaving(spec or DEFAULT_DEVICE)

@@ -311,11 +311,25 @@ def in_place(operation: Callable[..., Any], table: Tensor, *arguments: Any) -> N
         table.copy_(view, False)
 
 
+def into(buffer: Tensor, n: int, operation: Callable[..., Any], *arguments: Any) -> None:
+    """Run an operation of `direct` that writes its result straight over the first `n` rows of `buffer`, in the buffer's dtype.
+    Where Paddle falls back to the CPU the result is copied there. Raises `ContractError` for another shape."""
+    out = buffer[:n]
+    wanted = out.shape
+    operation(*arguments, out=out)
+    if out.shape != wanted:
+        raise _other_shape(out.shape, wanted)
+    if out.data_ptr() != buffer.data_ptr():
+        buffer[:n].copy_(out, False)
+
+
 def put(out: Tensor, value: Tensor) -> None:
     """Copy `value` over `out` in place, converted to its dtype; queued, never waited for. Raises `ContractError` for another
     shape: Paddle's own copy would take on the source's shape and write past the end of the target's memory."""
     if out.shape != value.shape:
-        raise ContractError(
-            f"a kernel's result has shape {tuple(value.shape)}, wanted {tuple(out.shape)}; bind buffers of the launch's capacity"
-        )
+        raise _other_shape(value.shape, out.shape)
     out.copy_(value if value.dtype == out.dtype else value.astype(out.dtype), False)
+
+
+def _other_shape(got: list[int], wanted: list[int]) -> ContractError:
+    return ContractError(f"a kernel's result has shape {tuple(got)}, wanted {tuple(wanted)}; bind buffers of the launch's capacity")

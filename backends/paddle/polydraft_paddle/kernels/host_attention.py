@@ -22,6 +22,7 @@ from polydraft_paddle.kernels.kv_quant import QuantisedCache
 from polydraft_paddle.kernels.numeric import attend_rows, rope_tables, swap_columns
 from polydraft_paddle.ops import First, Tensor, direct, numbers, part, take
 from polydraft_paddle.provider import Kernel, Run
+from polydraft_paddle.row_layout import RowLayout
 from polydraft_paddle.threads import spread
 
 
@@ -112,7 +113,7 @@ Mix = Callable[[Any, Any, Any, Any], tuple[Any, float]]
 def paged_attention(a: Any, limits: Limits, mix: Mix = mix) -> Run:
     """Windows of all slots in one padded product, long prefill runs one by one; row by row over a quantised cache."""
     if isinstance(a.cache, QuantisedCache):
-        return numeric.attend_each(a)
+        return numeric.paged_attention(a, limits)
     shape = [-1, a.num_kv_heads, a.num_heads // a.num_kv_heads, a.head_dim]
     q, k, v = (t.reshape([-1, a.head_dim]) for t in (a.q, a.cache.k, a.cache.v))
     first = First(a.out, a.out.reshape(shape), a.q.reshape(shape))
@@ -125,7 +126,8 @@ def paged_attention(a: Any, limits: Limits, mix: Mix = mix) -> Run:
         result = mixed if at.out is None else direct.gather_nd(direct.view_shape(mixed, [-1, a.head_dim]), at.out)
         if not math.isfinite(sound):
             packed = numbers(rows.shape[0], rows) if at.rows is None else at.rows
-            result = direct.reshape(attend_rows(a, packed, packed.shape[0]), shape)
+            among = RowLayout(take(a.row_slot, packed), take(a.positions, packed), a.block_table, a.block_size)
+            result = direct.reshape(attend_rows(a, take(a.q, packed), among), shape)
         return result
 
     def run(n: int) -> None:

@@ -13,11 +13,11 @@ import paddle
 
 from polydraft.contracts.base import Limits
 from polydraft.contracts.kernels.rope_kv_write import turns
-from polydraft_paddle.forward_meta import Windows
-from polydraft_paddle.kernels.kv_quant import rows_at, rows_for
+from polydraft_paddle.kernels.kv_quant import QuantisedCache
 from polydraft_paddle.kernels.sampling import argmax, gumbel_noise, process_logits, sample
-from polydraft_paddle.ops import Tensor, as_int, at, choose, direct, in_place, numbers, pick, put, scatter_rows
+from polydraft_paddle.ops import Tensor, at, choose, constant, direct, in_place, into, put, scatter_rows, take
 from polydraft_paddle.provider import Kernel, Run, plain
+from polydraft_paddle.row_layout import Keys, RowLayout
 
 
 def _masked_rows(rows: Tensor, carries: Tensor) -> Tensor:
@@ -25,23 +25,40 @@ def _masked_rows(rows: Tensor, carries: Tensor) -> Tensor:
     return choose(carries.unsqueeze(1).expand_as(rows), rows, 0.0)
 
 
+def _put_rows(out: Tensor, n: int, rows: Tensor, carries: Tensor) -> None:
+    """Fill `out` with `rows` in its dtype, and with zeros where `carries`, of one shape with them, does not hold."""
+    rows = rows if rows.dtype == out.dtype else direct.cast(rows, out.dtype)
+    into(out, n, direct.where, carries, rows, constant(0.0, rows))
+
+
 def embed(a: Any, n: int) -> None:
     """Look rows up; negative ids give zero rows."""
-    ids = a.ids[:n]
-    put(a.out[:n], _masked_rows(at(a.weight, ids), ids >= 0))
+    _look_up(a.out, n, a.weight, a.ids[:n])
+
+
+def _look_up(out: Tensor, n: int, table: Tensor, index: Tensor) -> None:
+    rows = at(table, index)
+    _put_rows(out, n, rows, direct.unsqueeze(index >= 0, [1]).expand_as(rows))
 
 
 def normalized(x: Tensor, weight: Tensor, eps: float, plus_one: bool) -> Tensor:
     """RMSNorm over the last axis, in float32."""
     wide = x.astype("float32")
     gain = weight.astype("float32")
-    scale = paddle.rsqrt(paddle.mean(wide * wide, axis=-1, keepdim=True) + eps)
-    return wide * scale * (gain + 1.0 if plus_one else gain)
+    return direct.multiply(wide * _scale(wide, eps), gain + 1.0 if plus_one else gain)
+
+
+def _scale(x: Tensor, eps: float) -> Tensor:
+    return paddle.rsqrt(paddle.mean(x * x, axis=-1, keepdim=True) + eps)
 
 
 def rms_norm(a: Any, n: int) -> None:
     """RMSNorm."""
-    put(a.out[:n], normalized(a.x[:n], a.weight, a.eps, a.plus_one))
+    x = a.x[:n]
+    if x.dtype != paddle.float32:
+        put(a.out[:n], normalized(x, a.weight, a.eps, a.plus_one))
+        return
+    into(a.out, n, direct.multiply, x * _scale(x, a.eps), a.weight + 1.0 if a.plus_one else a.weight)
 
 
 def residual_add(a: Any, n: int) -> None:
@@ -52,8 +69,9 @@ def residual_add(a: Any, n: int) -> None:
 def linear(a: Any, n: int) -> None:
     """x @ W.T + b, in the wider of the dtypes of x and the result: sums are rounded once."""
     wide = a.out.dtype  # logits are float32 whatever the activations are
-    product = paddle.matmul(*(t if t.dtype == wide else t.astype(wide) for t in (a.x[:n], a.weight)), transpose_y=True)
-    put(a.out[:n], product if a.bias is None else product + a.bias)
+    into(a.out, n, direct.matmul, *(t if t.dtype == wide else t.astype(wide) for t in (a.x[:n], a.weight)), False, True)
+    if a.bias is not None:
+        in_place(direct.add_, a.out[:n], a.bias if a.bias.dtype == wide else a.bias.astype(wide))
 
 
 def rope_tables(a: Any, max_len: int, like: Tensor) -> tuple[Tensor, Tensor]:
@@ -95,45 +113,52 @@ def swap_columns(a: Any) -> Tensor:
 
 def rope_kv_write(a: Any, limits: Limits) -> Run:
     """Rotate q and k, keep q, write k and v to the paged cache."""
-    own, partner = rope_tables(a, limits.max_len, a.qkv)
+    tables = rope_tables(a, limits.max_len, a.qkv)
     swap = swap_columns(a)
 
-    def rotate(qk: Tensor, positions: Tensor) -> Tensor:
-        swapped = paddle.index_select(qk, swap, axis=2)
-        at_row = paddle.clip(positions, 0, limits.max_len - 1)
-        return qk * paddle.gather(own, at_row).unsqueeze(1) + swapped * paddle.gather(partner, at_row).unsqueeze(1)
+    def rotate(qk: Tensor, layout: RowLayout) -> Tensor:
+        own, partner = layout.turns(*tables)
+        return direct.add(direct.multiply(qk, own), direct.multiply(direct.index_select(qk, swap, 2), partner))
 
     return rotate_and_keep(a, rotate)
 
 
-def rotate_and_keep(a: Any, rotate: Callable[[Tensor, Tensor], Tensor]) -> Run:
-    """Norm heads where the layer wants it, turn them by `rotate(qk [n, heads, head_dim], positions [n])`, and file them all."""
+def rotate_and_keep(a: Any, rotate: Callable[[Tensor, RowLayout], Tensor]) -> Run:
+    """Norm heads where the layer wants it, turn them by `rotate(qk [n, heads, head_dim], layout)`, and file them all."""
     heads, kv_heads, dim = a.num_heads, a.num_kv_heads, a.head_dim
 
     def run(n: int) -> None:
         if not n:
             return
-        row_slot, positions = a.row_slot[:n], a.positions[:n]
+        layout = RowLayout.of(a, n)
         qkv = a.qkv[:n].reshape([n, heads + 2 * kv_heads, dim])
         qk = qkv[:, : heads + kv_heads]
         if a.q_norm is not None:
             q = normalized(qk[:, :heads], a.q_norm, a.eps, False)
             qk = paddle.concat([q, normalized(qk[:, heads:], a.k_norm, a.eps, False)], axis=1)
-        qk = rotate(qk, positions)
-        put(a.q_out[:n], _masked_rows(qk[:, :heads].reshape([n, heads * dim]), row_slot >= 0))
-        block = pick(at(a.block_table, row_slot), numbers(n, row_slot), positions // a.block_size)
-        granted = (row_slot >= 0) & (block >= 0)
-        place = block * a.block_size + positions % a.block_size
-        scatter_rows(a.cache.k, place, rows_for(a.cache, a.cache.k, qk[:, heads:].reshape([n, -1])), granted)
-        scatter_rows(a.cache.v, place, rows_for(a.cache, a.cache.v, qkv[:, heads + kv_heads :].reshape([n, -1])), granted)
+        qk = rotate(qk.astype("float32").contiguous(), layout)
+        _put_rows(a.q_out, n, qk[:, :heads].reshape([n, heads * dim]), layout.carries(heads * dim))
+        _file(a.cache, layout, qk[:, heads:].reshape([n, -1]), qkv[:, heads + kv_heads :].reshape([n, -1]))
 
     return run
 
 
-def mix(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
-    """Softmax attention of q [S, G, M, D], whose scale is in it, over the keys and values [S, G, C, D] that are `visible`
-    [S, G, M, C]; what is not may be NaN among the keys. Places that see nothing get finite numbers."""
-    return paddle.matmul(softmax(choose(visible, paddle.matmul(q, k, transpose_y=True), -1e30)), v)
+def _file(cache: Any, layout: RowLayout, k: Tensor, v: Tensor) -> None:
+    """Write the rows [n, heads * dim] of keys and values that have a place; the others go to the cache's spare row."""
+    if isinstance(cache, QuantisedCache):
+        for half, values in ((cache.k, k), (cache.v, v)):
+            scatter_rows(half, *layout.granted[:1], cache.rows_of(values), layout.granted[1])
+        return
+    rows, (n, width) = cache.rows, k.shape
+    both = direct.stack([t if t.dtype == rows.dtype else direct.cast(t, rows.dtype) for t in (k, v)], 1)
+    places = layout.destinations(cache.k.shape[0], width)
+    in_place(direct.put_along_axis_, rows, places, both.reshape([2 * n, width]), 0, "assign", True)
+
+
+def mix(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor) -> Tensor:
+    """Softmax attention of q [n, G, M, D], whose scale is in it, over keys and values [n, G, C, D], with `hidden` [n, 1, 1, C]
+    added to scores."""
+    return direct.matmul(softmax(direct.matmul(q, k, False, True) + hidden), v, False, False)
 
 
 Mix = Callable[[Any, Any, Any, Any], Any]
@@ -141,59 +166,41 @@ Mix = Callable[[Any, Any, Any, Any], Any]
 
 
 def paged_attention(a: Any, limits: Limits, mix: Mix = mix) -> Run:
-    """Windows over a context of fixed length, or row by row in a pass with prefill."""
+    """Row by row, each over its slot's whole table."""
     del limits
 
     def run(n: int) -> None:
-        if not n:
-            return
-        layout = None if a.meta is None else a.meta.layout
-        if layout is None:
-            put(a.out[:n], attend_rows(a, numbers(n, a.row_slot), n))
-            return
-        put(a.out[:n], attend_windows(a, layout, mix))
+        if n:
+            layout = RowLayout.of(a, n)
+            mixed = attend_rows(a, a.q[:n], layout, mix)
+            _put_rows(a.out, n, mixed, layout.carries(mixed.shape[1]))
 
     return run
 
 
-def attend_windows(a: Any, layout: Windows, mix: Mix = mix) -> Tensor:
-    """Attention of all windows, each over its slot's whole table, read once a slot. A NaN among the values reaches the rows that
-    may see it and no others. Returns [N, P] float32."""
-    sequences, width = layout.shape
+def attend_rows(a: Any, q: Tensor, layout: RowLayout, mix: Mix = mix) -> Tensor:
+    """Attention of the rows `q` [n, P], each over its slot's whole table: what lies beyond its position is never read, so that
+    poison there stays there. Returns [n, P] float32, with anything for rows that carry nothing."""
     kv_heads, dim = a.num_kv_heads, a.head_dim
-    groups = a.num_heads // kv_heads
-    rows = paddle.clip(layout.rows, min=0)
-    positions = choose(layout.rows >= 0, paddle.gather(a.positions, rows), -1).reshape([sequences, width])
-    slots = paddle.gather(a.row_slot, rows.reshape([sequences, width])[:, 0])
-    table = paddle.clip(at(a.block_table, slots), min=0)
-    context = table.shape[1] * a.block_size
-    places = (table.unsqueeze(2) * a.block_size + numbers(a.block_size, rows)).reshape([sequences * context])
-    k, v = (
-        rows_at(a.cache, t, places).reshape([sequences, context, kv_heads, dim]).transpose([0, 2, 1, 3]).astype("float32")
-        for t in (a.cache.k, a.cache.v)
-    )
-    q = paddle.gather(a.q, rows).reshape([sequences, width, kv_heads, groups, dim]).astype("float32") * a.softmax_scale
-    q = q.transpose([0, 2, 1, 3, 4]).reshape([sequences, kv_heads, width * groups, dim])
-    key = numbers(context, rows)
-    visible = _within(key, positions.unsqueeze(2), a.sliding_window).reshape([sequences, 1, width, 1, context])
-    visible = visible.expand([sequences, kv_heads, width, groups, context]).reshape([sequences, kv_heads, -1, context])
-    broken = paddle.isnan(v)
-    mixed = mix(q, k, choose(broken, paddle.zeros_like(v), v), visible).reshape([sequences, kv_heads, width, groups, dim])
-    if a.sliding_window:
-        met = paddle.matmul(visible.astype("float32"), broken.astype("float32"))
-        seen = (met > 0.0).reshape([sequences, kv_heads, width, groups, dim])
-    else:
-        behind = (context - key).reshape([1, 1, context, 1])
-        first = context - (as_int(broken) * behind).max(axis=2).reshape([sequences, kv_heads, 1, 1, dim])
-        seen = first <= positions.reshape([sequences, 1, width, 1, 1])
-    mixed = choose(seen.expand_as(mixed), paddle.full_like(mixed, float("nan")), mixed).transpose([0, 2, 1, 3, 4])
-    return _masked_rows(at(mixed.reshape([sequences * width, -1]), layout.places), layout.places >= 0)
+    item = 4 if isinstance(a.cache, QuantisedCache) else int(a.cache.rows.element_size())
+    parts = []
+    for keys in layout.keys(2 * kv_heads * dim * item, a.sliding_window):
+        k, v = _keys_and_values(a, layout, keys)
+        some = (q if keys.end - keys.begin == q.shape[0] else q[keys.begin : keys.end]).astype("float32") * a.softmax_scale
+        parts.append(mix(some.reshape([-1, kv_heads, a.num_heads // kv_heads, dim]), k, v, keys.hidden))
+    return (parts[0] if len(parts) == 1 else direct.concat(parts, 0)).reshape(q.shape)
 
 
-def _within(key: Tensor, position: Tensor, window: int) -> Tensor:
-    """Whether rows at these positions see the keys at those: the last `window` of them, 0: all."""
-    seen = key <= position
-    return seen & (key > position - window) if window else seen
+def _keys_and_values(a: Any, layout: RowLayout, keys: Keys) -> tuple[Tensor, Tensor]:
+    """Those that rows attend to, each [n, G, C, D] float32."""
+    (n, context), kv_heads, dim = keys.places.shape, a.num_kv_heads, a.head_dim
+    if isinstance(a.cache, QuantisedCache):
+        rows = [a.cache.read(take(half, keys.places.reshape([-1]))) for half in (a.cache.k, a.cache.v)]
+        k, v = (t.reshape([n, context, kv_heads, dim]).transpose([0, 2, 1, 3]) for t in rows)
+        return k, v
+    heads = layout.heads(keys, kv_heads, a.cache.k.shape[0])
+    moved = take(a.cache.rows.reshape([-1, dim]), heads).astype("float32").reshape([2, n, kv_heads, context, dim])
+    return moved[0], moved[1]
 
 
 def softmax(scores: Tensor) -> Tensor:
@@ -202,52 +209,20 @@ def softmax(scores: Tensor) -> Tensor:
     return weights / weights.sum(axis=-1, keepdim=True)
 
 
-def attend_each(a: Any) -> Run:
-    """Attention row by row, whatever the metadata says."""
-
-    def run(n: int) -> None:
-        if n:
-            put(a.out[:n], attend_rows(a, numbers(n, a.row_slot), n))
-
-    return run
-
-
-def attend_rows(a: Any, rows: Tensor, count: int) -> Tensor:
-    """Attention of packed `rows` [count], each over its slot's whole table: what lies beyond its position is masked out of scores
-    and values alike, so that poison there stays there. Returns [count, P] float32."""
-    kv_heads, dim = a.num_kv_heads, a.head_dim
-    groups = a.num_heads // kv_heads
-    slots, positions = paddle.gather(a.row_slot, rows), paddle.gather(a.positions, rows)
-    table = at(a.block_table, slots)
-    context = table.shape[1] * a.block_size
-    places = paddle.clip(table, min=0).unsqueeze(2) * a.block_size + numbers(a.block_size, rows)
-    places = places.reshape([count * context])
-    visible = _within(numbers(context, rows).unsqueeze(0), positions.unsqueeze(1), a.sliding_window) & (slots >= 0).unsqueeze(1)
-    k, v = (
-        rows_at(a.cache, t, places).reshape([count, context, kv_heads, dim]).astype("float32") for t in (a.cache.k, a.cache.v)
-    )
-    seen = visible.reshape([count, context, 1, 1])
-    v = choose(seen.expand_as(v), v, 0.0).transpose([0, 2, 1, 3])
-    q = paddle.gather(a.q, rows).reshape([count, kv_heads, groups, dim]).astype("float32") * a.softmax_scale
-    scores = paddle.matmul(q, k.transpose([0, 2, 3, 1]))
-    # Rows that carry nothing see nothing: finite scores keep their softmax finite, and their result is masked.
-    hidden = paddle.full_like(scores, -1e30)
-    scores = paddle.where(visible.reshape([count, 1, 1, context]).expand_as(scores), scores, hidden)
-    mixed = paddle.matmul(softmax(scores), v).reshape([count, -1])
-    return _masked_rows(mixed, slots >= 0)
-
-
 def swiglu(a: Any, n: int) -> None:
     """silu(gate) * up."""
     half = a.out.shape[1]
     gate_up = a.gate_up[:n].astype("float32")
-    put(a.out[:n], paddle.nn.functional.silu(gate_up[:, :half]) * gate_up[:, half:])
+    gated = direct.silu(gate_up[:, :half])
+    if a.out.dtype == paddle.float32:
+        into(a.out, n, direct.multiply, gated, gate_up[:, half:])
+    else:
+        put(a.out[:n], gated * gate_up[:, half:])
 
 
 def gather_rows(a: Any, n: int) -> None:
     """Copy rows; negative indices give zero rows."""
-    index = a.index[:n]
-    put(a.out[:n], _masked_rows(at(a.x, index), index >= 0))
+    _look_up(a.out, n, a.x, a.index[:n])
 
 
 def select_last_rows(a: Any, n: int) -> None:

@@ -31,8 +31,8 @@ def rope_kv_write(a: Any, limits: Limits) -> Run:
         for table in turns(a, limits.max_len)
     )
 
-    def rotate(qk: Any, positions: Any) -> Any:
-        ids = paddle.clip(positions, 0, limits.max_len - 1).astype("int64").unsqueeze(0)
+    def rotate(qk: Any, layout: Any) -> Any:
+        ids = layout.positions.astype("int64").unsqueeze(0)
         fused = paddle.incubate.nn.functional.fused_rotary_position_embedding
         turned = fused(qk.unsqueeze(0), sin=sin, cos=cos, position_ids=ids, use_neox_rotary_style=a.style != "half")
         return turned[0].squeeze(0)

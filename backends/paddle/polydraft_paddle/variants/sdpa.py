@@ -1,7 +1,7 @@
 """The kernel pack `paddle/sdpa`: attention of windows by Paddle's `scaled_dot_product_attention`.
 
 Enabled by name or by a record of the kit; Paddle picks a fused kernel of the place where there is one. Keys and values are
-gathered as without it; passes with prefill on a device of its own are the portable kernel's.
+gathered as without it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def paged_attention(a: Any, limits: Limits) -> Run:
 
     if a.q.place.is_cpu_place():
         return host_attention.paged_attention(a, limits, attend_masked)
-    return numeric.paged_attention(a, limits, attend_visible)
+    return numeric.paged_attention(a, limits, attend_rows)
 
 
 def attend(q: Any, k: Any, v: Any, mask: Any) -> Any:
@@ -42,15 +42,14 @@ def attend_masked(q: Any, k: Any, v: Any, mask: Any) -> tuple[Any, float]:
     return mixed, total(k) + total(mixed)
 
 
-def attend_visible(q: Any, k: Any, v: Any, visible: Any) -> Any:
-    """The same over the keys that are `visible` [S, G, M, C]; a NaN among these keys makes the row NaN, one among the others does
-    not."""
+def attend_rows(q: Any, k: Any, v: Any, hidden: Any) -> Any:
+    """The same with `hidden` [n, 1, 1, C]; a NaN among the keys makes the row NaN."""
     import paddle
 
     broken = paddle.isnan(k)
-    mask = paddle.where(visible, paddle.zeros_like(visible, dtype="float32"), paddle.full(visible.shape, -1e30))
+    mask = hidden.expand([*q.shape[:3], k.shape[2]])
     mixed = attend(q, paddle.where(broken, paddle.zeros_like(k), k), v, mask)
-    seen = (visible & broken.any(axis=3).unsqueeze(2)).any(axis=3, keepdim=True)
+    seen = broken.any(axis=[2, 3], keepdim=True)
     return paddle.where(seen.expand_as(mixed), paddle.full_like(mixed, float("nan")), mixed)
 
 

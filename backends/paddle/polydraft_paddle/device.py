@@ -17,7 +17,7 @@ import paddle
 from polydraft.device import DTYPES, Array, Buffer, DeviceCounters, Event, Staging, Stream
 from polydraft.errors import DeviceError
 from polydraft.reference.device import ImmediateEvent, ImmediateStream
-from polydraft_paddle import threads
+from polydraft_paddle import fused, threads, words
 from polydraft_paddle.companions import host_memory
 from polydraft_paddle.device_name import take_apart
 from polydraft_paddle.graph import why_no_graphs
@@ -26,7 +26,6 @@ from polydraft_paddle.ops import Tensor, give_numbers
 from polydraft_paddle.place import compute_stream, place_of, use
 from polydraft_paddle.provider import FAILURES, device_error, missing_kernel, refused
 from polydraft_paddle.table import PADDLE_DTYPES
-from polydraft_paddle.words import learn
 
 
 class PaddleBuffer:
@@ -112,7 +111,8 @@ class PaddleDevice:
             with refused(spec):
                 self.stream = PaddleStream(compute_stream(spec))
                 give_numbers(self.place)
-                learn(self.place)
+                words.learn(self.place)
+                fused.learn(self.place)
             if has_graphs(take_apart(spec).kind) and (reason := why_no_graphs(self)):
                 self.withdrawn["graph_capture"] = reason
             self.counters = DeviceCounters()  # nobody asked for that trial

@@ -23,7 +23,6 @@ Tensor = Any
 direct = paddle._C_ops
 """Paddle's operations without the functions around them, which cost twice as much as a small operation itself. Only those are
 called here whose arguments have been the same in every supported Paddle: it ends the process where they differ."""
-LARGEST = 2**31 - 1
 KEPT = 1 << 16
 """Constants of at most this many elements are made once."""
 
@@ -149,7 +148,27 @@ _INDICES = _Indices()
 
 def clamp(index: Tensor) -> Tensor:
     """`index` with 0 for what is negative."""
-    return direct.clip(index, 0, LARGEST)
+    return direct.maximum(index, number(0, index))
+
+
+def carried(index: Tensor) -> Tensor:
+    """Which of these slots, rows or ids there are: none is negative."""
+    return direct.greater_equal(index, number(0, index))
+
+
+def equals(x: Tensor, value: int) -> Tensor:
+    """Where `x` is `value`. Compared with a bare number, Paddle makes a tensor of it first, each time."""
+    return direct.equal(x, number(value, x))
+
+
+def above(x: Tensor, value: int) -> Tensor:
+    """Where `x` is greater than `value`."""
+    return direct.greater_than(x, number(value, x))
+
+
+def within(index: Tensor, count: int) -> Tensor:
+    """`index` clipped to 0 and `count` - 1."""
+    return direct.minimum(clamp(index), number(count - 1, index))
 
 
 def take(table: Tensor, index: Tensor) -> Tensor:
@@ -177,7 +196,7 @@ def pick(table: Tensor, row: Tensor, column: Tensor) -> Tensor:
     rows, columns = table.shape
     if not columns:
         return paddle.zeros_like(row + column).astype(table.dtype)
-    flat = direct.clip(row, 0, rows - 1) * columns + direct.clip(column, 0, columns - 1)
+    flat = within(row, rows) * columns + within(column, columns)
     shape = flat.shape
     if len(shape) == 1:
         return take(direct.reshape(table, [-1]), flat)
@@ -332,4 +351,6 @@ def put(out: Tensor, value: Tensor) -> None:
 
 
 def _other_shape(got: list[int], wanted: list[int]) -> ContractError:
-    return ContractError(f"a kernel's result has shape {tuple(got)}, wanted {tuple(wanted)}; bind buffers of the launch's capacity")
+    return ContractError(
+        f"a kernel's result has shape {tuple(got)}, wanted {tuple(wanted)}; bind buffers of the launch's capacity"
+    )

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import paddle
 
-from polydraft_paddle.ops import Tensor, both, choose, clamp, direct, numbers, pick, take
+from polydraft_paddle.ops import Tensor, both, carried, choose, clamp, constant, direct, numbers, pick, take
 
 MOST_GATHERED = 1 << 28
 """Bytes of keys and values that are copied at a time."""
@@ -47,7 +47,7 @@ class RowLayout:
 
     @functools.cached_property
     def _carries(self) -> Tensor:
-        return self._slots >= 0
+        return carried(self._slots)
 
     @functools.cached_property
     def positions(self) -> Tensor:
@@ -61,19 +61,25 @@ class RowLayout:
         found: Tensor = self._found[width,]
         return found
 
-    def turns(self, own: Tensor, partner: Tensor) -> tuple[Tensor, Tensor]:
-        """Of tables [max_len, D] of rotation factors the rows of the positions, [n, 1, D]."""
-        key = id(own), id(partner)
+    def turns(self, own: Tensor, partner: Tensor, kv_heads: int, heads: int) -> tuple[Tensor, Tensor]:
+        """Of tables [max_len, D] of rotation factors the rows of the positions for all of `heads`, [n, heads, D]; the last
+        `kv_heads` of them, which hold values, keep what they are."""
+        key = id(own), id(partner), kv_heads, heads
         if key not in self._found:
-            self._found[key] = tuple(direct.unsqueeze(take(table, self.positions), [1]) for table in (own, partner))
+            self._found[key] = self._turns(own, kv_heads, heads, 1.0), self._turns(partner, kv_heads, heads, 0.0)
         found: tuple[Tensor, Tensor] = self._found[key]
         return found
+
+    def _turns(self, table: Tensor, kv_heads: int, heads: int, of_values: float) -> Tensor:
+        rows = direct.unsqueeze(take(table, self.positions), [1])
+        rows = rows.expand([rows.shape[0], heads - kv_heads, rows.shape[2]])
+        return direct.concat([rows, constant(of_values, rows[:, :1]).expand([rows.shape[0], kv_heads, rows.shape[2]])], 1)
 
     @functools.cached_property
     def _place(self) -> tuple[Tensor, Tensor]:
         """Where the row's own key lies in a cache's half, int32 [n], and whether its block is granted."""
         block = pick(self._table, clamp(self._slots), self.positions // self._size)
-        return clamp(block) * self._size + self.positions % self._size, both(self._carries, block >= 0)
+        return clamp(block) * self._size + self.positions % self._size, both(self._carries, carried(block))
 
     @property
     def granted(self) -> tuple[Tensor, Tensor]:

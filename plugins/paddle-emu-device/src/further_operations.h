@@ -15,6 +15,7 @@
 #include "paddle/phi/kernels/logical_kernel.h"
 #include "paddle/phi/kernels/one_hot_kernel.h"
 #include "paddle/phi/kernels/prod_kernel.h"
+#include "paddle/phi/kernels/rms_norm_kernel.h"
 #include "paddle/phi/kernels/roll_kernel.h"
 #include "paddle/phi/kernels/scatter_nd_add_kernel.h"
 #include "paddle/phi/kernels/sign_kernel.h"
@@ -61,12 +62,20 @@ PADDLE_DEVICE_OPERATION(topk, TopkKernel)
 PADDLE_DEVICE_OPERATION(tril, TrilKernel)
 PADDLE_DEVICE_OPERATION(triu, TriuKernel)
 
+#if PADDLE_DEVICE_GRAPHS  // Paddle 3.3, which calls it otherwise than 3.2
+PADDLE_DEVICE_OPERATION(fused_rms_norm_quant, RmsNormQuantKernel)
+using operation_fused_norm = operation_fused_rms_norm_quant;
+#else
+PADDLE_DEVICE_OPERATION(rms_norm, RmsNormKernel)
+using operation_fused_norm = operation_rms_norm;
+#endif
+
 using FurtherOperations = std::tuple<
     operation_abs, operation_argmin, operation_bmm, operation_cos, operation_elementwise_pow, operation_embedding,
     operation_gather_nd, operation_index_put, operation_index_sample, operation_isinf, operation_log_softmax,
     operation_logical_and, operation_logical_not, operation_logical_or, operation_logical_xor, operation_one_hot, operation_pow,
     operation_prod, operation_relu, operation_roll, operation_scatter_nd_add, operation_sigmoid, operation_sign, operation_sin,
     operation_softmax, operation_sqrt, operation_square, operation_swiglu, operation_tanh, operation_tile, operation_topk,
-    operation_tril, operation_triu>;
+    operation_tril, operation_triu, operation_fused_norm>;
 
 }  // namespace polyemu

@@ -13,11 +13,17 @@ import paddle
 
 from polydraft.contracts.base import Limits
 from polydraft.contracts.kernels.rope_kv_write import turns
+from polydraft_paddle import fused
 from polydraft_paddle.kernels.kv_quant import QuantisedCache
 from polydraft_paddle.kernels.sampling import argmax, gumbel_noise, process_logits, sample
-from polydraft_paddle.ops import Tensor, at, choose, constant, direct, in_place, into, put, scatter_rows, take
+from polydraft_paddle.ops import Tensor, at, carried, choose, constant, direct, in_place, into, put, scatter_rows, take
 from polydraft_paddle.provider import Kernel, Run, plain
 from polydraft_paddle.row_layout import Keys, RowLayout
+
+
+def as_float(x: Tensor) -> Tensor:
+    """`x` in float32."""
+    return x if x.dtype == paddle.float32 else direct.cast(x, paddle.float32)
 
 
 def _masked_rows(rows: Tensor, carries: Tensor) -> Tensor:
@@ -38,27 +44,29 @@ def embed(a: Any, n: int) -> None:
 
 def _look_up(out: Tensor, n: int, table: Tensor, index: Tensor) -> None:
     rows = at(table, index)
-    _put_rows(out, n, rows, direct.unsqueeze(index >= 0, [1]).expand_as(rows))
+    _put_rows(out, n, rows, direct.unsqueeze(carried(index), [1]).expand_as(rows))
 
 
 def normalized(x: Tensor, weight: Tensor, eps: float, plus_one: bool) -> Tensor:
     """RMSNorm over the last axis, in float32."""
-    wide = x.astype("float32")
-    gain = weight.astype("float32")
-    return direct.multiply(wide * _scale(wide, eps), gain + 1.0 if plus_one else gain)
+    wide, gain = as_float(x), as_float(weight)
+    gain = gain + 1.0 if plus_one else gain
+    if fused.has("rms_norm", wide):
+        return fused.rms_norm(wide, gain, eps)
+    return _to_unit(wide, eps) * gain
 
 
-def _scale(x: Tensor, eps: float) -> Tensor:
-    return paddle.rsqrt(paddle.mean(x * x, axis=-1, keepdim=True) + eps)
+def _to_unit(x: Tensor, eps: float) -> Tensor:
+    return x * paddle.rsqrt(paddle.mean(x * x, axis=-1, keepdim=True) + eps)
 
 
 def rms_norm(a: Any, n: int) -> None:
     """RMSNorm."""
     x = a.x[:n]
-    if x.dtype != paddle.float32:
+    if x.dtype == paddle.float32 and not fused.has("rms_norm", x):
+        into(a.out, n, direct.multiply, _to_unit(x, a.eps), a.weight + 1.0 if a.plus_one else a.weight)
+    else:
         put(a.out[:n], normalized(x, a.weight, a.eps, a.plus_one))
-        return
-    into(a.out, n, direct.multiply, x * _scale(x, a.eps), a.weight + 1.0 if a.plus_one else a.weight)
 
 
 def residual_add(a: Any, n: int) -> None:
@@ -116,43 +124,45 @@ def rope_kv_write(a: Any, limits: Limits) -> Run:
     tables = rope_tables(a, limits.max_len, a.qkv)
     swap = swap_columns(a)
 
-    def rotate(qk: Tensor, layout: RowLayout) -> Tensor:
-        own, partner = layout.turns(*tables)
-        return direct.add(direct.multiply(qk, own), direct.multiply(direct.index_select(qk, swap, 2), partner))
+    def rotate(qkv: Tensor, layout: RowLayout) -> Tensor:
+        own, partner = layout.turns(*tables, a.num_kv_heads, qkv.shape[1])
+        return direct.add(direct.multiply(qkv, own), direct.multiply(direct.index_select(qkv, swap, 2), partner))
 
     return rotate_and_keep(a, rotate)
 
 
 def rotate_and_keep(a: Any, rotate: Callable[[Tensor, RowLayout], Tensor]) -> Run:
-    """Norm heads where the layer wants it, turn them by `rotate(qk [n, heads, head_dim], layout)`, and file them all."""
+    """Norm heads where the layer wants it, turn those of q and k by `rotate(qkv [n, heads, head_dim], layout)`, which leaves
+    those of v, and file them all."""
     heads, kv_heads, dim = a.num_heads, a.num_kv_heads, a.head_dim
 
     def run(n: int) -> None:
         if not n:
             return
         layout = RowLayout.of(a, n)
-        qkv = a.qkv[:n].reshape([n, heads + 2 * kv_heads, dim])
-        qk = qkv[:, : heads + kv_heads]
+        qkv = as_float(a.qkv[:n]).reshape([n, heads + 2 * kv_heads, dim])
         if a.q_norm is not None:
-            q = normalized(qk[:, :heads], a.q_norm, a.eps, False)
-            qk = paddle.concat([q, normalized(qk[:, heads:], a.k_norm, a.eps, False)], axis=1)
-        qk = rotate(qk.astype("float32").contiguous(), layout)
-        _put_rows(a.q_out, n, qk[:, :heads].reshape([n, heads * dim]), layout.carries(heads * dim))
-        _file(a.cache, layout, qk[:, heads:].reshape([n, -1]), qkv[:, heads + kv_heads :].reshape([n, -1]))
+            q = normalized(qkv[:, :heads], a.q_norm, a.eps, False)
+            k = normalized(qkv[:, heads : heads + kv_heads], a.k_norm, a.eps, False)
+            qkv = direct.concat([q, k, qkv[:, heads + kv_heads :]], 1)
+        qkv = rotate(qkv, layout)
+        _put_rows(a.q_out, n, qkv[:, :heads].reshape([n, heads * dim]), layout.carries(heads * dim))
+        _file(a.cache, layout, qkv[:, heads:].reshape([2 * n, kv_heads * dim]))
 
     return run
 
 
-def _file(cache: Any, layout: RowLayout, k: Tensor, v: Tensor) -> None:
-    """Write the rows [n, heads * dim] of keys and values that have a place; the others go to the cache's spare row."""
+def _file(cache: Any, layout: RowLayout, rows: Tensor) -> None:
+    """Write `rows` [2 * n, kv_heads * head_dim], the key of each row of the pass and then its value, where they have a place; the
+    others go to the cache's spare row."""
     if isinstance(cache, QuantisedCache):
-        for half, values in ((cache.k, k), (cache.v, v)):
-            scatter_rows(half, *layout.granted[:1], cache.rows_of(values), layout.granted[1])
+        place, granted = layout.granted
+        for half, values in zip((cache.k, cache.v), rows.reshape([-1, 2, rows.shape[1]]).unbind(1), strict=True):
+            scatter_rows(half, place, cache.rows_of(values), granted)
         return
-    rows, (n, width) = cache.rows, k.shape
-    both = direct.stack([t if t.dtype == rows.dtype else direct.cast(t, rows.dtype) for t in (k, v)], 1)
-    places = layout.destinations(cache.k.shape[0], width)
-    in_place(direct.put_along_axis_, rows, places, both.reshape([2 * n, width]), 0, "assign", True)
+    stored = rows if rows.dtype == cache.rows.dtype else direct.cast(rows, cache.rows.dtype)
+    places = layout.destinations(cache.k.shape[0], rows.shape[1])
+    in_place(direct.put_along_axis_, cache.rows, places, stored, 0, "assign", True)
 
 
 def mix(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor) -> Tensor:
@@ -211,13 +221,11 @@ def softmax(scores: Tensor) -> Tensor:
 
 def swiglu(a: Any, n: int) -> None:
     """silu(gate) * up."""
-    half = a.out.shape[1]
-    gate_up = a.gate_up[:n].astype("float32")
-    gated = direct.silu(gate_up[:, :half])
-    if a.out.dtype == paddle.float32:
-        into(a.out, n, direct.multiply, gated, gate_up[:, half:])
+    gate_up, half = as_float(a.gate_up[:n]), a.out.shape[1]
+    if fused.has("swiglu", a.out):
+        into(a.out, n, direct.swiglu, gate_up, None)
     else:
-        put(a.out[:n], gated * gate_up[:, half:])
+        put(a.out[:n], direct.silu(gate_up[:, :half]) * gate_up[:, half:])
 
 
 def gather_rows(a: Any, n: int) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import paddle
 
 from polydraft.sentinels import NO_TOKEN
-from polydraft_paddle.ops import Tensor, at, choose, constant, first_where, number, numbers, put
+from polydraft_paddle.ops import Tensor, above, at, carried, choose, constant, first_where, number, numbers, put
 from polydraft_paddle.words import words_at
 
 ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
@@ -34,7 +34,7 @@ def best(logits: Tensor, row_slot: Tensor) -> Tensor:
     """A row with NaN or +inf, or with nothing but -inf, chooses NO_TOKEN; a sum finds NaN where a comparison may pass it by."""
     top = logits.max(axis=1, keepdim=True)
     sound = paddle.isfinite(top).squeeze(1) & ~paddle.isnan(logits.sum(axis=1))
-    return choose(sound & (row_slot >= 0), first_where(logits >= top), NO_TOKEN)
+    return choose(sound & (carried(row_slot)), first_where(logits >= top), NO_TOKEN)
 
 
 def signed(word: int) -> int:
@@ -83,7 +83,7 @@ def log1p(x: Tensor) -> Tensor:
 def gumbel_noise(a: Any, n: int) -> None:
     """Noise rows for slots that sample; zeros for padding and greedy slots."""
     slots = a.row_slot[:n]
-    sampling = (slots >= 0) & (at(a.temperature, slots) > 0)
+    sampling = carried(slots) & (at(a.temperature, slots) > 0)
     noise = gumbel(at(a.seed, slots), a.positions[:n] + a.ahead, a.draw, a.noise.shape[1])
     put(a.noise[:n], choose(sampling.unsqueeze(1).expand_as(noise), noise, 0.0))
 
@@ -93,7 +93,7 @@ def sample(a: Any, n: int) -> None:
     slots, logits = a.row_slot[:n], a.logits[:n]
     greedy = best(logits, slots)
     temperature = at(a.temperature, slots)
-    draws = (greedy != NO_TOKEN) & (temperature > 0)
+    draws = (greedy != NO_TOKEN) & above(temperature, 0)
     z = logits / choose(draws, temperature, 1.0).unsqueeze(1)
     kept = kept_tokens(z, top_k=at(a.top_k, slots), top_p=at(a.top_p, slots), min_p=at(a.min_p, slots))
     score = choose(kept, z + a.noise[:n], FORBIDDEN)
@@ -107,7 +107,7 @@ def kept_tokens(z: Tensor, *, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Te
     order = paddle.argsort(z, axis=1, descending=True, stable=True)
     ranked = paddle.take_along_axis(z, order, 1)
     rank = numbers(vocab, z).unsqueeze(0)
-    limit = choose((top_k > 0) & (top_k < vocab), top_k, vocab).unsqueeze(1)
+    limit = choose(above(top_k, 0) & (top_k < vocab), top_k, vocab).unsqueeze(1)
     inside = (rank < limit).expand([rows, vocab])
     mass = choose(inside, paddle.exp(ranked - ranked[:, :1]), 0.0)
     exact = fixed(mass)

@@ -16,14 +16,17 @@ from polydraft.sentinels import NO_ROW, NO_TOKEN, PAD_SLOT, Finish, Phase
 from polydraft_paddle.ops import (
     First,
     Tensor,
+    above,
     as_int,
     at,
     both,
+    carried,
     choose,
     clamp,
     constant,
     direct,
     either,
+    equals,
     file_by_slot,
     file_in_column,
     first_where,
@@ -37,6 +40,7 @@ from polydraft_paddle.ops import (
     ranges_of,
     scatter_rows,
     take,
+    within,
     write_where,
 )  # fmt: skip
 from polydraft_paddle.provider import Kernel, Run, plain
@@ -56,16 +60,16 @@ def scatter(a: Any, limits: Limits) -> Run:
 
     def write(column: Tensor, runs: Tensor, owner: Tensor) -> None:
         """`owner` [B]: the run of each slot, -1 where there is none."""
-        named, own = owner >= 0, take(runs, clamp(owner))
+        named, own = carried(owner), take(runs, clamp(owner))
         start, count, offset = own[:, START], own[:, COUNT], own[:, OFFSET]
         words = floats if column.dtype == paddle.float32 else a.payload
         if column.ndim == 1:
-            first_word = direct.clip(offset, 0, size - 1)  # a run of no words may begin behind the last one
-            write_where(column, both(named, count > 0), take(words, first_word))
+            first_word = within(offset, size)  # a run of no words may begin behind the last one
+            write_where(column, both(named, above(count, 0)), take(words, first_word))
             return
         place = direct.unsqueeze(numbers(column.shape[1], owner), [0]) - direct.unsqueeze(start, [1])
-        inside = both(both(direct.unsqueeze(named, [1]), place >= 0), place < direct.unsqueeze(count, [1]))
-        index = direct.clip(place + direct.unsqueeze(offset, [1]), 0, size - 1)
+        inside = both(both(direct.unsqueeze(named, [1]), carried(place)), place < direct.unsqueeze(count, [1]))
+        index = within(place + direct.unsqueeze(offset, [1]), size)
         write_where(column, inside, direct.reshape(take(words, flat(index)), index.shape))
 
     def run(n: int) -> None:
@@ -73,7 +77,7 @@ def scatter(a: Any, limits: Limits) -> Run:
             return
         (runs,) = first.rows(n)
         slot = runs[:, SLOT]
-        key = choose(slot >= 0, runs[:, COLUMN] * num_slots + slot, nobody)
+        key = choose(carried(slot), runs[:, COLUMN] * num_slots + slot, nobody)
         found = paddle.put_along_axis(constant(-1, numbers(nobody + 1, key)), key, numbers(n, key), 0)
         for i, column in written:
             write(column, runs, part(found, i * num_slots, (i + 1) * num_slots))
@@ -92,7 +96,7 @@ def reserve_blocks(a: Any, n: int) -> None:
     starts = direct.unsqueeze(numbers(table.shape[1], slots) * a.block_size, [0])
     holes = both(table < 0, direct.less_than(starts, need))
     settled = choose(holes.any(axis=1), constant(PAUSED, phase), DECODE)
-    file_by_slot(slots, both(slots >= 0, either(phase == DECODE, phase == PAUSED)), (a.phase, settled, None))
+    file_by_slot(slots, both(carried(slots), either(equals(phase, DECODE), equals(phase, PAUSED))), (a.phase, settled, None))
 
 
 def offsets(lengths: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -100,7 +104,7 @@ def offsets(lengths: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor
     ends = paddle.cumsum(lengths, dtype="int32")
     start = ends - lengths
     rows = numbers(count, lengths)
-    sequence = direct.clip(ranges_of(ends, rows), 0, lengths.shape[0] - 1)
+    sequence = within(ranges_of(ends, rows), lengths.shape[0])
     return direct.less_than(rows, ends[-1:]), sequence, rows - take(start, sequence), start
 
 
@@ -110,9 +114,9 @@ def pack_rows(a: Any, limits: Limits) -> Run:
 
     def run(n: int) -> None:
         slots = a.slot_order
-        safe, there = clamp(slots), slots >= 0
+        safe, there = clamp(slots), carried(slots)
         phase, kv_len = take(a.phase, safe), take(a.kv_len, safe)
-        decode, prefill = both(phase == DECODE, there), both(phase == PREFILL, there)
+        decode, prefill = both(equals(phase, DECODE), there), both(equals(phase, PREFILL), there)
         wanted = masked(take(a.draft_len, safe) + 1, decode) + masked(take(a.prefill_len, safe) - kv_len, prefill)
         put(a.seq_len, direct.minimum(wanted, masked(a.seq_rows, there)))
         valid, sequence, offset, start = offsets(a.seq_len, max(n, 1))
@@ -123,7 +127,7 @@ def pack_rows(a: Any, limits: Limits) -> Run:
         newest = take(take(a.prompt_len, safe) + take(a.num_generated, safe) - 1, sequence)
         position = take(kv_len, sequence) + offset
         history = pick(a.tokens, slot, direct.where(decoding, newest, position))
-        ids = direct.where(both(decoding, offset > 0), pick(a.drafts, slot, offset - 1), history)
+        ids = direct.where(both(decoding, above(offset, 0)), pick(a.drafts, slot, offset - 1), history)
         put(a.ids[:n], choose(valid, ids, NO_TOKEN))
         put(a.row_slot[:n], choose(valid, slot, PAD_SLOT))
         put(a.positions[:n], choose(valid, position, 0))
@@ -139,10 +143,10 @@ def pack_logit_rows(a: Any, limits: Limits) -> Run:
         slots, seq_len = a.slot_order, a.seq_len
         safe = clamp(slots)
         phase, kv_len, prefill_len = take(a.phase, safe), take(a.kv_len, safe), take(a.prefill_len, safe)
-        last = both(both(phase == PREFILL, seq_len > 0), direct.equal(kv_len + seq_len, prefill_len))
+        last = both(both(equals(phase, PREFILL), above(seq_len, 0)), direct.equal(kv_len + seq_len, prefill_len))
         last = both(last, direct.equal(prefill_len, take(a.prompt_len, safe) + take(a.num_generated, safe)))
-        length = direct.where(phase == DECODE, seq_len, as_int(last))
-        put(a.logit_len, masked(length, slots >= 0))
+        length = direct.where(equals(phase, DECODE), seq_len, as_int(last))
+        put(a.logit_len, masked(length, carried(slots)))
         valid, sequence, offset, start = offsets(a.logit_len, max(n, 1))
         put(a.logit_start, start)
         if not n:
@@ -160,7 +164,7 @@ def force_choices(a: Any, n: int) -> None:
     """All verified drafts at once; each logit row is forced by the one window place that it is."""
     slots = a.slot_order[:n]
     places = numbers(a.drafts.shape[1], slots).unsqueeze(0)
-    forced = (places < (a.logit_len[:n] - 1).unsqueeze(1)) & (slots >= 0).unsqueeze(1)
+    forced = (places < (a.logit_len[:n] - 1).unsqueeze(1)) & carried(slots).unsqueeze(1)
     rows = paddle.clip(a.logit_start[:n].unsqueeze(1) + places, max=a.choices.shape[0] - 1)
     flat = rows.reshape([-1])
     chosen = paddle.gather(a.choices, flat).reshape(rows.shape)
@@ -183,12 +187,12 @@ def verify_match(a: Any, limits: Limits) -> Run:
         slots, logit_len, starts, window, window_len, accepted_out, drafted_out = first.rows(n)
         safe = clamp(slots)
         width = a.window.shape[1]
-        length = masked(logit_len, slots >= 0)
-        active = length > 0
-        drafted = choose(both(take(a.phase, safe) == DECODE, active), length - 1, -1)
+        length = masked(logit_len, carried(slots))
+        active = above(length, 0)
+        drafted = choose(both(equals(take(a.phase, safe), DECODE), active), length - 1, -1)
         columns = direct.unsqueeze(numbers(width, slots), [0])
         places = direct.unsqueeze(starts, [1]) + columns
-        places = direct.reshape(direct.clip(places, 0, a.choices.shape[0] - 1), [-1])
+        places = direct.reshape(within(places, a.choices.shape[0]), [-1])
         choices = direct.reshape(take(a.choices, places), [n, width])
         accepted = constant(0, drafted)
         if width > 1:
@@ -217,9 +221,9 @@ def commit_window(a: Any, limits: Limits) -> Run:
             return
         slots, seq_len, window, window_len, accepted, out_tokens, out_len, out_accepted = first.rows(n)
         safe = clamp(slots)
-        running = both(slots >= 0, seq_len > 0)
+        running = both(carried(slots), above(seq_len, 0))
         phase = take(a.phase, safe)
-        decode, prefill = both(running, phase == DECODE), both(running, phase == PREFILL)
+        decode, prefill = both(running, equals(phase, DECODE)), both(running, equals(phase, PREFILL))
         kv_len = take(a.kv_len, safe) + masked(seq_len, prefill)
         committed = either(decode, both(prefill, direct.equal(kv_len, take(a.prefill_len, safe))))
         generated = take(a.num_generated, safe)
@@ -254,12 +258,12 @@ def _cut(window: Tensor, size: Tensor, room: Tensor, stop_tokens: Tensor) -> tup
     limit = direct.minimum(size, room)
     stops = direct.equal(direct.unsqueeze(window, [2]), direct.unsqueeze(stop_tokens, [1])).any(axis=2)
     columns = direct.unsqueeze(numbers(window.shape[1], window), [0])
-    ends = both(either(stops, window == NO_TOKEN), direct.less_than(columns, direct.unsqueeze(limit, [1])))
+    ends = both(either(stops, equals(window, NO_TOKEN)), direct.less_than(columns, direct.unsqueeze(limit, [1])))
     first = first_where(ends)
     ended = first < ends.shape[1]
     error = both(pick(window, numbers(window.shape[0], size), first) == NO_TOKEN, ended)
     emitted = direct.where(ended, first + 1 - as_int(error), limit)
-    full = both(direct.equal(limit, room), size > 0)
+    full = both(direct.equal(limit, room), above(size, 0))
     reason = choose(full, constant(int(Finish.LENGTH), size), int(Finish.NONE))
     reason = direct.where(ended, constant(int(Finish.STOP), size), reason)
     return emitted, direct.where(error, constant(int(Finish.ERROR), size), reason)
@@ -268,7 +272,7 @@ def _cut(window: Tensor, size: Tensor, room: Tensor, stop_tokens: Tensor) -> tup
 def snapshot_output(a: Any, n: int) -> None:
     """Stack the columns; records past the end become the empty one."""
     slots = a.slot_order[:n]
-    safe, live = clamp(slots), slots >= 0
+    safe, live = clamp(slots), carried(slots)
     by_slot = {name: masked(take(getattr(a, name), safe), live) for name in ("epoch", "finish", "phase", "kv_len")}
     columns = [
         choose(live, slots, PAD_SLOT), by_slot["epoch"], masked(a.out_len[:n], live), masked(a.out_accepted[:n], live),
@@ -285,8 +289,8 @@ def pack_draft_rows(a: Any, n: int) -> None:
     safe = clamp(row_slot)
     phase = take(a.phase, safe)
     known = take(a.prompt_len, safe) + take(a.num_generated, safe)
-    running = either(phase == PREFILL, phase == DECODE)
-    keep = both(both(row_slot >= 0, running), direct.less_than(following, known))
+    running = either(equals(phase, PREFILL), equals(phase, DECODE))
+    keep = both(both(carried(row_slot), running), direct.less_than(following, known))
     put(a.draft_ids[:n], choose(keep, pick(a.tokens, safe, following), NO_TOKEN))
     put(a.draft_row_slot[:n], choose(keep, row_slot, PAD_SLOT))
 
@@ -295,11 +299,11 @@ def begin_draft(a: Any, n: int) -> None:
     """Empty the drafts of slots that had rows; say who drafts, from where and how far."""
     slots = a.slot_order[:n]
     safe = clamp(slots)
-    ran = both(slots >= 0, a.seq_len[:n] > 0)
+    ran = both(carried(slots), above(a.seq_len[:n], 0))
     file_by_slot(slots, ran, (a.draft_len, 0, None), (a.drafts, NO_TOKEN, None))
     room = take(a.max_total, safe) - take(a.prompt_len, safe) - take(a.num_generated, safe) - 1
     budget = direct.minimum(room, constant(a.num_drafts, room))
-    active = both(both(ran, take(a.phase, safe) == DECODE), budget > 0)
+    active = both(both(ran, equals(take(a.phase, safe), DECODE)), above(budget, 0))
     put(a.draft_slot[:n], choose(active, slots, PAD_SLOT))
     put(a.draft_position[:n], masked(take(a.kv_len, safe) - 1, active))
     put(a.draft_budget[:n], masked(budget, active))
@@ -314,7 +318,7 @@ def advance_draft(a: Any, limits: Limits) -> Run:
         if not n:
             return
         slots, chosen, budget, position, next_ids = first.rows(n)
-        filed = both(slots >= 0, chosen >= 0)
+        filed = both(carried(slots), carried(chosen))
         file_in_column(a.drafts, a.pass_index, slots, chosen, filed)
         file_by_slot(slots, filed, (a.draft_len, a.pass_index + 1, None))
         goes_on = both(filed, budget > a.pass_index + 1)
@@ -328,7 +332,7 @@ def advance_draft(a: Any, limits: Limits) -> Run:
 def draft_ngram(a: Any, n: int) -> None:
     """All drafting slots at once: one comparison of shifted histories for each run length, longest first."""
     slots = a.draft_slot[:n]
-    active = slots >= 0
+    active = carried(slots)
     known = at(a.prompt_len, slots) + at(a.num_generated, slots)
     text = at(a.tokens, slots)
     length, width = text.shape[1], a.drafts.shape[1]
@@ -341,8 +345,8 @@ def draft_ngram(a: Any, n: int) -> None:
             shifted = pick(text, numbers(n, slots).unsqueeze(1).expand([n, length]), (places + k).expand([n, length]))
             same = same & (shifted == last)
         latest = choose(same, places.expand([n, length]), -1).max(axis=1)
-        follows = paddle.where((follows == 0) & (latest >= 0), latest + size, follows)
-    found = choose(active & (follows > 0), paddle.minimum(a.draft_budget[:n], known - follows), 0)
+        follows = paddle.where((follows == 0) & (carried(latest)), latest + size, follows)
+    found = choose(active & (above(follows, 0)), paddle.minimum(a.draft_budget[:n], known - follows), 0)
     columns = numbers(width, slots).unsqueeze(0)
     rows = numbers(n, slots).unsqueeze(1).expand([n, width])
     drafts = pick(text, rows, follows.unsqueeze(1) + columns)
@@ -358,7 +362,7 @@ def align_drafts(a: Any, n: int) -> None:
     new = (at(a.prompt_len, slots) + at(a.num_generated, slots)).unsqueeze(1) - start
     text = pick(a.tokens, paddle.clip(slots, min=0).unsqueeze(1).expand([n, a.guess.shape[1]]), start + places)
     wrong = (places < paddle.minimum(new, size)) & (text != a.guess[:n])
-    holds = (slots >= 0) & (new.squeeze(1) >= 0) & ~wrong.any(axis=1)
+    holds = carried(slots) & (new.squeeze(1) >= 0) & ~wrong.any(axis=1)
     left = paddle.clip(paddle.minimum(a.draft_budget[:n], (size - new).squeeze(1)), min=0)
     found = choose(holds, left, 0)
     columns = numbers(width, slots).unsqueeze(0)

@@ -19,15 +19,16 @@ from polydraft.errors import PluginError
 from polydraft_paddle.device_name import take_apart
 
 ELSEWHERE = "elsewhere"
-"""Every place but the CPU, whose own kernels use these operations already or are quicker."""
+"""Every place but the CPU, which has no kernel of these operations."""
 LIST: tuple[tuple[str, Variant], ...] = (
-    (ELSEWHERE, Variant("paddle/fused-rms-norm", ("rms_norm", "residual_add+rms_norm"), "Paddle's fused_rms_norm")),
-    (ELSEWHERE, Variant("paddle/swiglu", ("swiglu",), "Paddle's swiglu")),
+    ("xpu", Variant("paddle/fused-rms-norm", ("rms_norm", "residual_add+rms_norm"), "Paddle's fused_rms_norm")),
+    ("xpu", Variant("paddle/swiglu", ("swiglu",), "Paddle's swiglu")),
     (ELSEWHERE, Variant("paddle/fused-rope", ("rope_kv_write",), "Paddle's fused_rotary_position_embedding")),
     ("gpu", Variant("paddle/fused-linear", ("linear",), "Paddle's fused_linear, the bias in the product's epilogue")),
     ("", Variant("paddle/sdpa", ("paged_attention",), "Paddle's scaled_dot_product_attention over gathered windows")),
 )
-"""The kind of place that each was written for ("": any), in order of precedence."""
+"""The kind of place that each was written for ("": any), in order of precedence. Those for an XPU are the other places' default
+where these have the operation (`polydraft_paddle.fused`): on an XPU a trial at opening would not tell."""
 
 
 def variants_of(spec: str) -> tuple[Variant, ...]:

@@ -31,11 +31,12 @@ def rope_kv_write(a: Any, limits: Limits) -> Run:
         for table in turns(a, limits.max_len)
     )
 
-    def rotate(qk: Any, layout: Any) -> Any:
+    def rotate(qkv: Any, layout: Any) -> Any:
         ids = layout.positions.astype("int64").unsqueeze(0)
         fused = paddle.incubate.nn.functional.fused_rotary_position_embedding
-        turned = fused(qk.unsqueeze(0), sin=sin, cos=cos, position_ids=ids, use_neox_rotary_style=a.style != "half")
-        return turned[0].squeeze(0)
+        qk = qkv[:, : -a.num_kv_heads].unsqueeze(0)
+        turned = fused(qk, sin=sin, cos=cos, position_ids=ids, use_neox_rotary_style=a.style != "half")
+        return paddle.concat([turned[0].squeeze(0), qkv[:, -a.num_kv_heads :]], axis=1)
 
     return numeric.rotate_and_keep(a, rotate)
 

@@ -13,7 +13,7 @@ setup(
         device_library(
             "polyemu",
             ["src/runtime.cc", "src/kernels.cc", "src/offer.cc"],
-            depends=[f"src/{name}.h" for name in ("differences", "further_operations", "log", "memory", "queue")],
+            depends=[f"src/{name}.h" for name in ("differences", "further_operations", "half", "log", "memory", "queue")],
         )
     ],
     cmdclass={"build_ext": BuildDevice},

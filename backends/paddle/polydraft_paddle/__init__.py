@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Literal
 from polydraft._version import __version__
 from polydraft.backend import BackendInfo, Capabilities
 from polydraft.hooks import hookimpl
+from polydraft_paddle.device_name import take_apart
 
 if TYPE_CHECKING:
     from polydraft.backend import DeviceOptions, ForwardMeta, KernelTable, PassBuffers
@@ -25,11 +26,11 @@ if TYPE_CHECKING:
 
 HOST = Capabilities(dtypes=("f32",), pool_temporaries=True)
 """What the CPU place can do: everything has happened when a call returns."""
-QUEUED = Capabilities(dtypes=("f32",), asynchronous=True, graph_capture=True, pool_temporaries=True)
+QUEUED = Capabilities(dtypes=("f32", "bf16", "f16"), asynchronous=True, graph_capture=True, pool_temporaries=True)
 """What a place with streams can do, graphs where the installed Paddle has them. Whether its runtime offers them as well is seen
 when it is opened: `--graph off` does without."""
-DTYPES = {"polycuda": ("f32", "bf16")}
-"""Activation dtypes of kinds of place that were tried in more than float32."""
+DTYPES = {"cpu": ("f32",), "polycuda": ("f32", "bf16")}
+"""Activation dtypes of kinds of place that lack some: Paddle's CPU multiplies no matrices of 16 bits."""
 KV_DTYPES = {"cpu": ("int8",), "polyemu": ("int8",)}
 """Quantised forms of KV rows, of kinds of place where they were tried; their kernels are portable."""
 KERNEL = re.compile(r"^def ([a-z]\w*)\(", re.MULTILINE)
@@ -65,7 +66,6 @@ def describe(name: str, summary: str, spec: str) -> BackendInfo:
     """The identity of a backend of this family called `name` on the place `spec`."""
     from polydraft.contracts import REGISTRY
     from polydraft_paddle.companions import f32_matmul
-    from polydraft_paddle.device_name import take_apart
     from polydraft_paddle.installation import has_graphs, installed, unusable
     from polydraft_paddle.machine import runs_with
     from polydraft_paddle.runtimes import misfits, serves
@@ -87,7 +87,7 @@ def describe(name: str, summary: str, spec: str) -> BackendInfo:
         devices=() if reason else ("cpu",),
         capabilities=replace(
             HOST if spec == "cpu" else QUEUED,
-            dtypes=DTYPES.get(kind, QUEUED.dtypes),
+            dtypes=dtypes_of(spec),
             graph_capture=spec != "cpu" and has_graphs(kind),
             kv_dtypes=KV_DTYPES.get(kind, ()),
             f32_matmul=f32_matmul(spec),
@@ -100,6 +100,11 @@ def describe(name: str, summary: str, spec: str) -> BackendInfo:
         variants=variants_of(spec),
         runs_with=MappingProxyType(runs_with(spec)),
     )
+
+
+def dtypes_of(spec: str) -> tuple[str, ...]:
+    """Activation dtypes of the place `spec`."""
+    return DTYPES.get(take_apart(spec).kind, QUEUED.dtypes)
 
 
 @hookimpl

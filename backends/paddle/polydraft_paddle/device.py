@@ -27,6 +27,9 @@ from polydraft_paddle.place import compute_stream, place_of, use
 from polydraft_paddle.provider import FAILURES, device_error, missing_kernel, refused
 from polydraft_paddle.table import PADDLE_DTYPES
 
+CONVERTED = 1 << 26
+"""Bytes of a weight that are on the device at a time in another dtype than it is kept in."""
+
 
 class PaddleBuffer:
     """Device memory. `tensor` is for kernels of this family, never for core; u32 is held as int32 of the same bits."""
@@ -198,8 +201,12 @@ class PaddleDevice:
             host = host.view(np.int32)
         if host.dtype == np.uint16:
             host = (host.astype(np.uint32) << 16).view(np.float32)
-        there = paddle.to_tensor(host, place=self.place)
-        tensor.copy_(there if there.dtype == tensor.dtype else there.astype(tensor.dtype), True)
+        rows = max(len(host), 1)
+        if tensor.element_size() != host.itemsize:
+            rows = max(1, min(rows, CONVERTED * rows // max(host.nbytes, 1)))
+        for begin in range(0, max(len(host), 1), rows):
+            there = paddle.to_tensor(host[begin : begin + rows], place=self.place)
+            tensor[begin : begin + rows].copy_(there if there.dtype == tensor.dtype else there.astype(tensor.dtype), True)
 
     # -- copies ------------------------------------------------------------------------------------
     def upload(self, stream: Stream, target: Buffer, source: Staging, rows: int) -> None:

@@ -52,7 +52,7 @@ def refuse_lacking(device: Any) -> None:
         run_every_kernel(device)
         device.counters = DeviceCounters()
         return
-    for fallen in _tried(device.spec):
+    for fallen in _tried(device.spec, device.dtype):
         dtype = f" in {fallen.dtype}" if fallen.dtype else ""
         raise DeviceError(
             f"Paddle runs {fallen.operation!r}{dtype} on the CPU instead of on device {device.spec}, "
@@ -61,9 +61,9 @@ def refuse_lacking(device: Any) -> None:
         )
 
 
-def _tried(spec: str) -> list[Fallen]:
-    """What a separate process that runs every kernel on the place `spec` took from the CPU."""
-    command = running("polydraft_paddle.probe", spec)
+def _tried(spec: str, *dtypes: str) -> list[Fallen]:
+    """What a separate process that runs every kernel on the place `spec` took from the CPU, in its activation dtypes or these."""
+    command = running("polydraft_paddle.probe", spec, *dtypes)
     try:
         done = subprocess.run(  # noqa: S603  this interpreter, this module
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=LIMIT_S, check=False
@@ -131,7 +131,8 @@ def mark(contract: str) -> None:
 
 
 def run_every_kernel(device: Any, *, marked: bool = False) -> None:
-    """Launch every kernel on each of its contract's named cases, marking launches on standard error where that is asked for."""
+    """Launch every kernel on each of its contract's named cases in the device's activation dtype, marking launches on standard
+    error where that is asked for."""
     from polydraft.conformance.harness import run_kernel
     from polydraft.contracts import REGISTRY
     from polydraft_paddle import polydraft_init_forward_meta, polydraft_kernels
@@ -142,17 +143,19 @@ def run_every_kernel(device: Any, *, marked: bool = False) -> None:
         table.providers = {name: Marking(name, provider) for name, provider in table.providers.items()}
     for name in table.providers:
         for case in REGISTRY[name].cases():
-            run_kernel(REGISTRY[name], case, device, table, init_meta=init_meta)
+            run_kernel(REGISTRY[name], case, device, table, act=device.dtype, init_meta=init_meta)
 
 
-def probe(spec: str) -> None:
-    """Open the place with falling back allowed, and launch every kernel."""
+def probe(spec: str, *dtypes: str) -> None:
+    """Open the place with falling back allowed, and launch every kernel in each activation dtype, those of the place unless some
+    are given."""
     from polydraft.backend import DeviceOptions
-    from polydraft_paddle import open_place
+    from polydraft_paddle import dtypes_of, open_place
 
-    device = open_place(spec, DeviceOptions(allow_cpu_fallback=True))
-    run_every_kernel(device, marked=True)
-    device.close()
+    for dtype in dtypes or dtypes_of(spec):
+        device = open_place(spec, DeviceOptions(dtype=dtype, allow_cpu_fallback=True))
+        run_every_kernel(device, marked=True)
+        device.close()
 
 
 def leave(said: str = "") -> NoReturn:
@@ -173,7 +176,7 @@ if __name__ == "__main__":
     dictate("GLOG_minloglevel", "0")
     dictate("GLOG_logtostderr", "1")
     try:
-        probe(sys.argv[1])
+        probe(*sys.argv[1:])
     except PolydraftError as error:
         leave(f"{error}")
     except Exception as error:  # noqa: BLE001  whatever a framework raises becomes one line

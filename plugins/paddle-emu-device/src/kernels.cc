@@ -3,6 +3,7 @@
 // A chip vendor writes real kernels here and registers them the same way. What matters to whoever tests on this device is when
 // and where they run: the caller returns at once, inputs and outputs lie in device memory, and a capture records the work.
 // An operation that is not in the list has no kernel on this device: Paddle falls back to the CPU, or refuses if it is told to.
+// What Paddle's CPU has no kernel of in 16 bits is computed in float32 and rounded once (half.h).
 
 #include <memory>
 #include <string>
@@ -19,6 +20,7 @@
 #include "paddle/phi/core/device_context.h"
 #include "differences.h"
 #include "further_operations.h"
+#include "half.h"
 #include "log.h"
 #include "memory.h"
 #include "paddle_device/graph_memory.h"
@@ -143,6 +145,7 @@ template <typename Operation, typename Element, typename... A>
 struct DeviceKernel<Operation, Element, void (*)(const CPUContext&, A...)> {
   using Function = void (*)(const CPUContext&, A...);
   static inline Function on_cpu = nullptr;
+  static inline bool in_float = false;  // that kernel is one for float32
 
   static void launch(const CustomContext& context, A... arguments) {
     using Kept = std::tuple<typename Argument<A>::Held...>;
@@ -156,6 +159,12 @@ struct DeviceKernel<Operation, Element, void (*)(const CPUContext&, A...)> {
 
   template <size_t... I>
   static void run(std::tuple<typename Argument<A>::Held...>& kept, std::index_sequence<I...>) {
+    if constexpr (is_half<Element>) {
+      if (in_float) {
+        return with_floats<Element>([](auto&&... wide) { Computed<Operation, float>::run(on_cpu, wide...); },
+                                    Argument<A>::give(std::get<I>(kept))...);
+      }
+    }
     Computed<Operation, Element>::run(on_cpu, Argument<A>::give(std::get<I>(kept))...);
   }
 
@@ -169,15 +178,23 @@ template <typename Operation, typename Element>
 void register_one(phi::DataType dtype) {
   using Device = DeviceKernel<Operation, Element, typename paddle_device::LaunchOf<Operation, Element>::OnCpu>;
   const phi::Kernel* found = paddle_device::cpu_kernel(Operation::name, dtype);
+  auto of = dtype;
+  if (found == nullptr && is_half<Element>) {
+    of = phi::DataType::FLOAT32;
+    found = paddle_device::cpu_kernel(Operation::name, of);
+    Device::in_float = true;
+  }
   if (found == nullptr) return;
   Device::on_cpu = found->template GetVariadicKernelFn<typename Device::Function>();
-  paddle_device::register_kernel(PADDLE_DEVICE_TYPE, Operation::name, dtype, *found, dtype,
+  paddle_device::register_kernel(PADDLE_DEVICE_TYPE, Operation::name, dtype, *found, of,
                                  reinterpret_cast<void*>(&Device::launch));
 }
 
 template <typename Operation>
 void register_operation() {
   register_one<Operation, float>(phi::DataType::FLOAT32);
+  register_one<Operation, phi::bfloat16>(phi::DataType::BFLOAT16);
+  register_one<Operation, phi::float16>(phi::DataType::FLOAT16);
   register_one<Operation, double>(phi::DataType::FLOAT64);
   register_one<Operation, int32_t>(phi::DataType::INT32);
   register_one<Operation, int64_t>(phi::DataType::INT64);

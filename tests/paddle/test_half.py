@@ -1,0 +1,120 @@
+"""Activations, weights and KV rows of 16 bits on devices of Paddle: kernels within the kit's tolerances, texts that part from the
+exact ones at near-ties alone, and weights that are never whole in float32 there."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from polydraft.conformance.oracle import OracleModel
+from tests.support.depth import deep
+from tests.support.near_ties import divergences
+from tests.support.paddle import needs_device, script
+from tools import make_checkpoint
+
+pytestmark = needs_device
+
+KERNELS = """
+import json, sys
+from polydraft.backend import DeviceOptions
+from polydraft.conformance.harness import check_kernel
+from polydraft.contracts import REGISTRY
+from polydraft.contracts.inputs import default_cases
+from polydraft_paddle import open_place, polydraft_init_forward_meta as init_meta, polydraft_kernels
+spec, seeds, products, *dtypes = sys.argv[1:]
+wrong = []
+for act in dtypes:
+    device = open_place(spec, DeviceOptions(dtype=act))
+    table = polydraft_kernels(device)
+    for name in table.providers:
+        for case in default_cases(REGISTRY[name], int(seeds)) if int(seeds) else REGISTRY[name].cases():
+            outcome = check_kernel(REGISTRY[name], case, device, table, act=act, init_meta=init_meta, products=products)
+            wrong += [] if outcome.ok else [outcome.describe()]
+    device.close()
+print(json.dumps(wrong))
+"""
+
+
+@pytest.mark.parametrize(
+    ("spec", "seeds", "products", "dtypes"),
+    [
+        ("polyemu:0", "0", "f32", ("bf16",)),
+        deep(("polyemu:0?ops=xpu3", "0", "tf32", ("bf16", "f16"))),
+        deep(("polyemu:0", "20", "f32", ("bf16", "f16"))),
+    ],
+)
+def test_every_kernel_holds_in_16_bits(spec: str, seeds: str, products: str, dtypes: tuple[str, ...]):
+    run = script(KERNELS, spec, seeds, products, *dtypes)
+    assert run.returncode == 0, run.stderr[-2000:]
+    assert json.loads(run.stdout) == []
+
+
+TEXTS = """
+import json, sys
+from polydraft import LLM, SamplingParams
+backend, device, model, dtype, graph, prompts = json.loads(sys.argv[1])
+options = dict(draft_tokens=3, max_num_seqs=4, max_model_len=64, overlap=1, graph=graph, dtype=dtype)
+llm = LLM(backend=backend, device=device, model=model, **options)
+out = llm.generate(prompts, SamplingParams(max_new_tokens=24, ignore_eos=True))
+print(json.dumps([[list(one.token_ids), list(one.rounds)] for one in out]))
+llm.engine.close()
+"""
+PROMPTS = [[3, 1, 4], [2, 7, 1, 8, 2, 8], [5], list(range(1, 20)), [9, 9, 2], [31, 41, 59], [26, 5, 35], [8, 9, 7, 9]]
+CLOSE = {"bf16": 0.2, "f16": 0.03}
+"""Logits between choices that rounding to a dtype may decide; the best two are about one apart."""
+
+
+@pytest.mark.parametrize(
+    ("backend", "device", "family", "dtype", "graph"),
+    [
+        ("paddle", "polyemu:0", "mimo", "bf16", "auto"),
+        deep(("xpu", "polyemu:0?ops=xpu3", "mimo", "f16", "off")),
+        deep(("paddle", "polyemu:0", "glm4-moe", "f16", "auto")),
+        deep(("xpu", "polyemu:0?ops=xpu3", "glm4-moe", "bf16", "auto")),
+        deep(("xpu", "polyemu:0?ops=xpu3", "ernie", "bf16", "auto")),
+    ],
+)
+def test_texts_part_from_the_exact_ones_at_near_ties_alone(
+    tmp_path: Path, backend: str, device: str, family: str, dtype: str, graph: str, record_property: Callable[..., None],
+    capsys: pytest.CaptureFixture[str],
+):  # fmt: skip
+    make_checkpoint.make(tmp_path, make_checkpoint.FAMILIES[family], dtype="BF16" if dtype == "bf16" else "F16")
+    run = script(TEXTS, json.dumps([backend, device, str(tmp_path), dtype, graph, PROMPTS]))
+    assert run.returncode == 0, run.stderr[-2000:]
+    model = OracleModel.from_dir(tmp_path)
+    texts = list(zip(PROMPTS, json.loads(run.stdout), strict=True))
+    parted = [one for prompt, (tokens, rounds) in texts for one in divergences(model, prompt, tokens, rounds, 3)]
+    record_property("near_ties", len(parted))
+    with capsys.disabled():
+        sys.stdout.write(f"\n{backend} on {device}, {family} in {dtype}: {len(texts)} texts, {len(parted)} near-ties\n")
+    assert all(divergence.gap < CLOSE[dtype] for divergence in parted), parted
+    assert len(parted) < len(texts), "few texts part at all"
+
+
+LOADED = """
+import json
+import numpy as np
+from polydraft.backend import DeviceOptions
+from polydraft_paddle import open_place
+import polydraft_paddle_emu as emu
+device = open_place("polyemu:0", DeviceOptions(dtype="bf16"))
+weight = device.empty("weight", (1 << 14, 2048), "bf16")
+value = np.random.default_rng(0).standard_normal(weight.shape, np.float32)
+before = emu.counter("peak_bytes")
+device.load(weight, value)
+grew = emu.counter("peak_bytes") - before
+error = np.abs(weight.tensor.astype("float32").numpy() - value) - np.abs(value) * 2.0**-8
+print(json.dumps([grew / value.nbytes, float(error.max())]))
+"""
+
+
+def test_a_weight_is_converted_part_by_part():
+    run = script(LOADED)
+    assert run.returncode == 0, run.stderr[-2000:]
+    share, error = json.loads(run.stdout)
+    assert share < 1.3, "bytes beside the weight, of those that it has in float32"
+    assert error <= 0

@@ -116,5 +116,5 @@ def test_a_weight_is_converted_part_by_part():
     run = script(LOADED)
     assert run.returncode == 0, run.stderr[-2000:]
     share, error = json.loads(run.stdout)
-    assert share < 1.3, "bytes beside the weight, of those that it has in float32"
+    assert share < 1.3, "of its bytes in float32 the device needs, which converted whole would be 1.5"
     assert error <= 0

@@ -209,9 +209,9 @@ def test_a_chip_that_lacks_something_is_refused(monkeypatch: pytest.MonkeyPatch)
     wrote = f"{MARK} swiglu\nI1121 kernel_factory.cc:389] missing XPU kernel: searchsorted, {key}\n{MARK} \n"
     monkeypatch.setattr(subprocess, "run", lambda command, **options: subprocess.CompletedProcess(command, 0, "", wrote))
     with pytest.raises(DeviceError, match="'searchsorted' in int32 on the CPU instead of on device xpu:0, which swiglu needs;"):
-        refuse_lacking(SimpleNamespace(spec="xpu:0", host_visible=False))
+        refuse_lacking(SimpleNamespace(spec="xpu:0", dtype="bf16", host_visible=False))
     wrote = ""
-    refuse_lacking(SimpleNamespace(spec="xpu:0", host_visible=False))
+    refuse_lacking(SimpleNamespace(spec="xpu:0", dtype="bf16", host_visible=False))
 
 
 def test_the_cpu_itself_is_not_asked():

@@ -23,6 +23,7 @@ Tensor = Any
 direct = paddle._C_ops
 """Paddle's operations without the functions around them, which cost twice as much as a small operation itself. Only those are
 called here whose arguments have been the same in every supported Paddle: it ends the process where they differ."""
+LARGEST = 2**31 - 1
 KEPT = 1 << 16
 """Constants of at most this many elements are made once."""
 
@@ -146,29 +147,34 @@ def index_of(values: Array) -> Tensor:
 _INDICES = _Indices()
 
 
+def on_host(x: Tensor) -> bool:
+    """Whether bare numbers cost nothing beside `x`: elsewhere Paddle makes a tensor of each, with a kernel, every time."""
+    return bool(x.place.is_cpu_place())
+
+
 def clamp(index: Tensor) -> Tensor:
     """`index` with 0 for what is negative."""
-    return direct.maximum(index, number(0, index))
+    return direct.clip(index, 0, LARGEST) if on_host(index) else direct.maximum(index, number(0, index))
 
 
 def carried(index: Tensor) -> Tensor:
     """Which of these slots, rows or ids there are: none is negative."""
-    return direct.greater_equal(index, number(0, index))
+    return index >= 0 if on_host(index) else direct.greater_equal(index, number(0, index))
 
 
 def equals(x: Tensor, value: int) -> Tensor:
-    """Where `x` is `value`. Compared with a bare number, Paddle makes a tensor of it first, each time."""
-    return direct.equal(x, number(value, x))
+    """Where `x` is `value`."""
+    return x == value if on_host(x) else direct.equal(x, number(value, x))
 
 
 def above(x: Tensor, value: int) -> Tensor:
     """Where `x` is greater than `value`."""
-    return direct.greater_than(x, number(value, x))
+    return x > value if on_host(x) else direct.greater_than(x, number(value, x))
 
 
 def within(index: Tensor, count: int) -> Tensor:
     """`index` clipped to 0 and `count` - 1."""
-    return direct.minimum(clamp(index), number(count - 1, index))
+    return direct.clip(index, 0, count - 1) if on_host(index) else direct.minimum(clamp(index), number(count - 1, index))
 
 
 def take(table: Tensor, index: Tensor) -> Tensor:

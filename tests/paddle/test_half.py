@@ -53,6 +53,35 @@ def test_every_kernel_holds_in_16_bits(spec: str, seeds: str, products: str, dty
     assert json.loads(run.stdout) == []
 
 
+ROUNDED = """
+import json
+import numpy as np
+from polydraft_paddle.installation import import_paddle
+import_paddle()
+import paddle
+paddle.set_device("polyemu:0")
+tiny = [0, 7e-26, 2**-26, 2**-25, 3 * 2**-25, 2**-24, 1e-5, 2**-14]
+numbers = np.float32([*tiny, 1 / 3, 1 + 2**-11, 1 + 3 * 2**-11, 65519, 65520, np.inf, np.nan])
+numbers = np.concatenate([numbers, -numbers, np.random.default_rng(0).standard_normal(1000).astype(np.float32) * 1e-5])
+seen = paddle.to_tensor(numbers).astype("float16")
+with np.errstate(over="ignore"):
+    wanted = numbers.astype(np.float16)
+back = seen.astype("float32").numpy()
+doubled = (seen + seen).astype("float32").numpy()
+equal = [np.array_equal(back, wanted.astype(np.float32), equal_nan=True)]
+with np.errstate(over="ignore"):
+    equal.append(np.array_equal(doubled, (wanted + wanted).astype(np.float32), equal_nan=True))
+print(json.dumps(equal))
+"""
+
+
+def test_float16_is_rounded_to_nearest():
+    """Paddle's own conversion makes 7e-26 into 1.25e-6."""
+    run = script(ROUNDED)
+    assert run.returncode == 0, run.stderr[-2000:]
+    assert json.loads(run.stdout) == [True, True]
+
+
 TEXTS = """
 import json, sys
 from polydraft import LLM, SamplingParams

@@ -3,7 +3,9 @@
 
 #pragma once
 
+#include <cmath>
 #include <cstdint>
+#include <cstring>
 #include <memory>
 #include <tuple>
 #include <type_traits>
@@ -20,11 +22,38 @@ namespace polyemu {
 template <typename Element>
 inline constexpr bool is_half = std::is_same_v<Element, phi::bfloat16> || std::is_same_v<Element, phi::float16>;
 
+// To nearest, ties to even. Paddle's own conversion makes numbers far below the smallest of float16 into some of 1e-6.
+inline phi::float16 rounded(float number) {
+  uint32_t bits = 0;
+  std::memcpy(&bits, &number, sizeof(bits));
+  const uint32_t sign = (bits >> 16) & 0x8000u;
+  bits &= 0x7FFFFFFFu;
+  uint32_t half = 0;
+  if (bits > 0x7F800000u) {
+    half = 0x7E00u;
+  } else if (bits >= 0x477FF000u) {  // 65520, half way to what there is none of
+    half = 0x7C00u;
+  } else if (bits < 0x38800000u) {  // 2**-14: counted in steps of 2**-24
+    half = static_cast<uint32_t>(std::nearbyint(std::fabs(number) * 16777216.0f));
+  } else {
+    half = (bits + 0xFFFu + ((bits >> 13) & 1u) - 0x38000000u) >> 13;
+  }
+  phi::float16 result;
+  result.x = static_cast<uint16_t>(sign | half);
+  return result;
+}
+
 template <typename From, typename To>
 void convert(const DenseTensor& from, DenseTensor* to) {
   const auto* read = from.data<From>();
   auto* written = cpu().Alloc<To>(to);
-  for (int64_t i = 0; i < from.numel(); ++i) written[i] = static_cast<To>(read[i]);
+  for (int64_t i = 0; i < from.numel(); ++i) {
+    if constexpr (std::is_same_v<To, phi::float16>) {
+      written[i] = rounded(static_cast<float>(read[i]));
+    } else {
+      written[i] = static_cast<To>(read[i]);
+    }
+  }
 }
 
 template <typename Half>
@@ -100,5 +129,14 @@ void with_floats(Call call, A&&... arguments) {
   std::apply([&](auto&... one) { call(one->wide...); }, all);
   std::apply([](auto&... one) { (one->finish(), ...); }, all);
 }
+
+template <>
+struct Computed<paddle_device::operation_cast, float> {
+  template <typename Function>
+  static void run(Function on_cpu, const DenseTensor& x, phi::DataType dtype, DenseTensor* out) {
+    if (dtype == phi::DataType::FLOAT16) return convert<float, phi::float16>(x, out);
+    on_cpu(cpu(), x, dtype, out);
+  }
+};
 
 }  // namespace polyemu

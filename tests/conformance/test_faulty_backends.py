@@ -29,8 +29,8 @@ SAID = {
     "M84": "of 4194304 bytes", "M85": "copies wait, launches wait", "M86": "launches", "M87": "in front of a step",
     "M88": "filling meta", "M89": "event.record() waits", "M112": "mutant.clone", "M113": "behind launches of swiglu",
     "M114": "behind hundreds of steps", "M115": "use 100 of", "M116": "replayed", "M117": "launched behind a capture",
-    "M125": "in front of an upload", "M126": "behind an upload", "M127": "in front of a load", "M121": "stream.wait()",
-    "M122": "a launch of swiglu",
+    "M121": "stream.wait()", "M122": "a launch of swiglu", "M125": "in front of an upload", "M126": "behind an upload",
+    "M127": "in front of a load", "M128": "use 200 of",
 }  # fmt: skip
 """Words that must be in what some killers say: that the mutant died of its fault and not of an accident."""
 

@@ -750,6 +750,7 @@ def test_the_command_line_has_the_seed_where_something_hangs_on_it(monkeypatch: 
     given = ["polydraft", "conform", "z"]
     monkeypatch.setattr(sys, "argv", ["/x/y", *given[1:]])
     assert reporting.command_line(Selection(seed=7)) == [*given, "--seed", "7"]
+    assert reporting.command_line(Selection(check="L2/linear/many-launches", seed=7)) == [*given, "--seed", "7"]
     assert reporting.command_line(Selection(level="L1", seed=7)) == given
     assert reporting.command_line(Selection(contract="linear", case="one_row", seed=7)) == given
     for mine in (["--seed", "7"], ["--seed=7"]):

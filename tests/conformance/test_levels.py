@@ -15,11 +15,15 @@ from polydraft.conformance.cache_checks import sample, weakest
 from polydraft.conformance.catalogue import every_check
 from polydraft.conformance.chance import ALPHA, POWER, p_value, power, sample_size, tail
 from polydraft.conformance.check import Tally
+from polydraft.conformance.fault_injection import launched
 from polydraft.conformance.faulty_backends import MUTANTS
+from polydraft.conformance.hidden_faults import wears_out
+from polydraft.conformance.kernel_checks import Options
 from polydraft.conformance.outcomes import Result
 from polydraft.conformance.samplers import WRONG, deviation, filtered, right
 from polydraft.conformance.serving import Ask, as_expected
 from polydraft.conformance.target import TableProxy, Target, wrap
+from polydraft.conformance.wear import DRAWN, MANY
 from polydraft.device import DTYPES
 from polydraft.output.request_output import RequestOutput
 from polydraft.plugins.program_pass import Entry, Node, OwnKernel, Rewritten, UnboundProgram
@@ -274,3 +278,19 @@ def test_a_device_that_cannot_be_kept_busy_is_not_judged(monkeypatch: pytest.Mon
     monkeypatch.setattr("polydraft.conformance.busy.PIECE_S", 1.0)
     result = CHECKS["L4/copies-return"].result(Target(reference, device="queued"))
     assert (result.outcome, result.message.partition(":")[0]) == ("unseen", "whether calls return before work has run")
+
+
+# -- wear ----------------------------------------------------------------------------------------------
+def test_how_often_a_binding_is_launched_is_drawn_and_can_be_drawn_again():
+    """A kernel that is wrong from some launch on, which a run's seed reaches or does not."""
+
+    def failing(seed: int) -> str:
+        checks = {check.id: check for check in every_check(Options(seed))}
+        worn = launched("swiglu", wears_out(MANY + DRAWN // 2))(reference)
+        return checks["L2/swiglu/many-launches"].result(Target(worn)).message
+
+    found = {seed: failing(seed) for seed in range(6)}
+    assert "" in found.values()
+    seed, message = next((seed, message) for seed, message in found.items() if message)
+    assert f"out of use {MANY + DRAWN // 2} of one binding" in message
+    assert message.count(f"(rerun: polydraft conform reference --check L2/swiglu/many-launches --seed {seed})") == 1

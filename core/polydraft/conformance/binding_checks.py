@@ -5,10 +5,12 @@ They follow from the contract records alone, like everything at this level.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+
+import numpy as np
 
 from polydraft.conformance.check import Check, Tally
 from polydraft.conformance.harness import Bound, check_kernel, record_of, run_kernel
@@ -22,7 +24,7 @@ from polydraft.conformance.kernel_checks import (
     pairs,
 )
 from polydraft.conformance.target import Opened, Target
-from polydraft.conformance.wear import FEW, LAUNCHES, worn
+from polydraft.conformance.wear import DRAWN, FEW, LAUNCHES, MANY, worn
 from polydraft.contracts import REGISTRY
 from polydraft.contracts.arguments import misfits
 from polydraft.contracts.base import Case, Contract
@@ -31,13 +33,18 @@ from polydraft.errors import ContractError
 
 
 def checks(options: Options) -> Iterator[Check]:
-    """Three checks a contract; none where a case was asked for."""
+    """Four checks a contract; none where a case was asked for."""
     if options.case:
         return
     for contract in REGISTRY:
-        for name, function in (("refused-arguments", _refused), ("bound-again", _bound_again), ("new-contents", _new_contents)):
-            run = partial(function, contract)
-            yield Check(f"L2/{contract.name}/{name}", run, kernel=contract.name, features=contract.features)
+        for name, run in (
+            ("refused-arguments", partial(_refused, contract)),
+            ("bound-again", partial(_bound_again, contract)),
+            ("new-contents", partial(_new_contents, contract)),
+            ("many-launches", partial(_many_launches, contract, options.seed)),
+        ):
+            basic = name != "many-launches"
+            yield Check(f"L2/{contract.name}/{name}", run, kernel=contract.name, features=contract.features, basic=basic)
 
 
 def _refused(kernel: Contract, target: Target, tally: Tally) -> None:
@@ -104,6 +111,20 @@ def _new_contents(kernel: Contract, target: Target, tally: Tally) -> None:
     """Bound once, launched many times on contents that change at the same addresses: nothing is remembered, nothing wears out."""
     opened, act = opened_for(target, kernel)
     for place, cases in enumerate(pairs(kernel.name, target.info.capabilities.row_order)):
-        bound = Bound(kernel, cases[0], opened.device, opened.table, act=act, init_meta=opened.init_meta)
-        launch = partial(bound.launch, opened.device.stream)
-        worn(kernel, cases, bound, {"launched": launch}, tally, products=opened.products, count=FEW if place else LAUNCHES)
+        _launched(kernel, cases, FEW if place else LAUNCHES, opened, act, tally)
+
+
+def _many_launches(kernel: Contract, seed: int, target: Target, tally: Tally) -> None:
+    """The same for longer: more often than a counter or a ring of the kernel's own may hold, and a number that nobody knows."""
+    opened, act = opened_for(target, kernel)
+    count = MANY + int(np.random.default_rng(seed).integers(DRAWN))
+    _launched(kernel, pairs(kernel.name, target.info.capabilities.row_order)[0], count, opened, act, tally)
+    if tally.failures:
+        tally.failures[0] += f" (rerun: {target.command} --check L2/{kernel.name}/many-launches --seed {seed})"
+
+
+def _launched(kernel: Contract, cases: Sequence[Case], count: int, opened: Opened, act: str, tally: Tally) -> None:
+    """One binding, launched `count` times on the contents of `cases`."""
+    bound = Bound(kernel, cases[0], opened.device, opened.table, act=act, init_meta=opened.init_meta)
+    launch = partial(bound.launch, opened.device.stream)
+    worn(kernel, cases, bound, {"launched": launch}, tally, products=opened.products, count=count)

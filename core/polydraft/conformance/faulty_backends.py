@@ -1058,7 +1058,7 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         "wrong on the 100th launch of a binding",
         "planted by a tester",
         "L2/linear/new-contents",
-        by.launched("linear", hidden.wears_out),
+        by.launched("linear", hidden.wears_out(hidden.LATE)),
     ),
     Mutant(
         "M116",
@@ -1143,6 +1143,13 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         by.with_device(hidden.EarlyLoads),
         "asynchronous",
         moot="a device whose streams are one queue has no way past it",
+    ),
+    Mutant(
+        "M128",
+        "wrong on the 200th launch of a binding",
+        "planted by a tester",
+        "L2/linear/many-launches",
+        by.launched("linear", hidden.wears_out(hidden.LATER)),
     ),
 )
 """Every mutant of this version, by the numbers of the design's table; a number that is missing is in `CORES`."""

@@ -24,6 +24,8 @@ OFTEN: Final = 32
 """Launches of which one waits: fewer than a step makes."""
 LATE: Final = 100
 """Which use of something goes wrong."""
+LATER: Final = 200
+"""Which use goes wrong of what has been tried for a while."""
 SLOW_S: Final = 0.001
 """Seconds of the host that a launch takes on a slow device."""
 QUEUE: Final = 256
@@ -259,17 +261,21 @@ class KeepingUploads(Proxy):
 
 
 # -- wear ----------------------------------------------------------------------------------------------
-def wears_out(launch: Any, device: Any) -> Any:
-    """A launch that does nothing once, late."""
-    del device
-    number = [0]
+def wears_out(at: int) -> Callable[[Any, Any], Any]:
+    """A launch that does nothing once, the `at`th time."""
 
-    def run(stream: Any, n: int) -> None:
-        number[0] += 1
-        if number[0] != LATE:
-            launch(stream, n)
+    def change(launch: Any, device: Any) -> Any:
+        del device
+        number = [0]
 
-    return run
+        def run(stream: Any, n: int) -> None:
+            number[0] += 1
+            if number[0] != at:
+                launch(stream, n)
+
+        return run
+
+    return change
 
 
 class GraphsWearOut(Proxy):

@@ -42,6 +42,8 @@ from polydraft.errors import ConfigError
 SCHEMA = "polydraft.conform/1"
 NO_CASES = ("expansion", "repeat", "seeds", "surprises")
 """Checks of L2 whose names could be those of cases; the names of the others have hyphens."""
+DRAWN: Final = ("surprises", "many-launches")
+"""Ends of the ids of checks in which something hangs on the seed."""
 RESTS_ON: Final = {"L3": ("graph_capture",), "L4": ("asynchronous",)}
 """Capabilities without which a level has nothing to show."""
 Listen = Callable[[Result], None]
@@ -364,5 +366,5 @@ def command_line(selection: Selection) -> list[str]:
     again as it was."""
     given = ["polydraft", *sys.argv[1:]]
     known = any(word == "--seed" or word.startswith("--seed=") for word in given)
-    drawn = not known and any(check.id.endswith("surprises") for check in selection.checks())
+    drawn = not known and any(check.id.endswith(DRAWN) for check in selection.checks())
     return [*given, "--seed", str(selection.seed)] if drawn else given

@@ -22,6 +22,9 @@ from polydraft.device import Array
 
 LAUNCHES: Final = 128
 """Uses of one binding, and of one graph."""
+MANY: Final = 256
+"""Uses of one binding in profiles above `basic`, and up to `DRAWN` more, which the seed of a run draws."""
+DRAWN: Final = 128
 FEW: Final = 8
 """Uses of a second one, of another form."""
 Use = Callable[[int], None]

@@ -208,15 +208,21 @@ class EarlyDownloads(_Aside):
 
 
 class EarlyLoads(_Aside):
-    """A device whose loads overtake what still works on the buffer."""
+    """A device whose loads overtake what still works on the buffer, by staging that it keeps: making some may wait."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__(inner)
+        self._pins: dict[Any, Any] = {}
 
     def load(self, target: Any, value: Any) -> None:
         if tuple(target.shape) != value.shape:
             self._inner.load(target, value)  # which refuses it
+        form = value.shape, target.dtype
         with by.uncounted(self._inner):
-            staging = self._inner.staging("mutant.load", value.shape, target.dtype)
-            staging.array[...] = value
-            self._aside(self._inner.upload, target, staging, len(value))
+            if form not in self._pins:
+                self._pins[form] = self._inner.staging("mutant.load", *form)
+            self._pins[form].array[...] = value
+            self._aside(self._inner.upload, target, self._pins[form], len(value))
 
 
 # -- memory --------------------------------------------------------------------------------------------
@@ -416,12 +422,19 @@ class LateLoads(Proxy):
 class SnapshotUploads(Proxy):
     """A device that takes what an upload brings when it is called, and copies it to the buffer when it is its turn."""
 
+    def __init__(self, inner: Any) -> None:
+        super().__init__(inner)
+        self._taken: list[tuple[Any, Any]] = []
+
     def upload(self, stream: Any, target: Any, source: Any, rows: int) -> None:
         with by.uncounted(self._inner):
-            taken = self._inner.staging("variant.upload", source.array.shape, target.dtype)
-        taken.array[...] = source.array
-        vars(self).setdefault("_taken", []).append(taken)  # as long as the device, which has few uploads in a check
+            self._taken = [(event, taken) for event, taken in self._taken if not event.query()]
+            taken = self._inner.staging("variant.upload", (max(rows, 1), *source.array.shape[1:]), target.dtype)
+        taken.array[:rows] = source.array[:rows]
         self._inner.upload(stream, target, taken, rows)
+        event = self._inner.event()
+        event.record(stream)
+        self._taken.append((event, taken))
 
 
 class _Bounded:

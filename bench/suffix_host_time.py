@@ -41,7 +41,7 @@ def measured(batch: int, drafts: int, steps: int) -> dict[str, Any]:
         known = known + rng.integers(1, window + 1, batch)
         begin = time.perf_counter()
         index.follow(rows, rows, known, tokens)
-        guess, length = index.guesses(rows)
+        guess, length, *_ = index.guesses(rows)
         times.append(1e6 * (time.perf_counter() - begin))
         next_ones = texts[rows[:, None], known[:, None] + np.arange(drafts)]
         same = (guess[:, :drafts] == next_ones) & (np.arange(drafts) < length[:, None])

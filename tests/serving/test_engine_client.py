@@ -23,7 +23,7 @@ from polydraft.serving.service import as_http
 
 def delta(handle: int, token: int, finish: str = "") -> RequestDelta:
     none = np.empty(0, np.int32)
-    return RequestDelta(handle, finish, np.array([token], np.int32), none, none, none, NO_ROWS, NO_ROWS, "x", "")
+    return RequestDelta(handle, finish, np.array([token], np.int32), none, none, none, none, NO_ROWS, NO_ROWS, "x", "")
 
 
 def test_a_client_that_takes_nothing_is_given_up_and_its_requests_aborted(monkeypatch: pytest.MonkeyPatch) -> None:

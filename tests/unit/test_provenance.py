@@ -14,18 +14,21 @@ from polydraft.host.request import Request
 from polydraft.output.engine_outputs import cut
 from polydraft.output.provenance import check_rounds, provenance
 
-Text = tuple[int, list[int], list[int], set[int]]
-"""Tokens, drafts accepted and verified by round, forced places."""
+Text = tuple[int, list[int], list[int], list[int], set[int]]
+"""Tokens; drafts accepted, verified and looked up by round; forced places."""
 
 
-def naive(num_tokens: int, rounds: Sequence[int], drafted: Sequence[int], forced: Collection[int]) -> list[tuple[str, int, int]]:
+def naive(
+    num_tokens: int, rounds: Sequence[int], drafted: Sequence[int], lookups: Sequence[int], forced: Collection[int]
+) -> list[tuple[str, int, int]]:
     """Source, draft position and round of each token of a text, one after the other."""
 
     def walk() -> Iterator[tuple[str, int, int]]:
         yield "target", 0, -1
-        for number, (accepted, verified) in enumerate(zip(rounds, drafted, strict=True)):
+        for number, (accepted, verified, looked_up) in enumerate(zip(rounds, drafted, lookups, strict=True)):
+            made = ["draft"] * (verified - looked_up) + ["lookup"] * looked_up
             for place in range(accepted):
-                yield "draft", place + 1, number
+                yield made[place], place + 1, number
             yield ("corrected" if accepted < verified else "target"), 0, number
 
     found = [*zip(range(num_tokens), walk(), strict=False)]
@@ -39,7 +42,8 @@ def texts(draw: st.DrawFn) -> Text:
     rounds, drafted = [min(pair) for pair in pairs], [max(pair) for pair in pairs]
     tokens = 1 + sum(rounds) + len(rounds)
     tokens -= draw(st.integers(0, rounds[-1] + 1 if rounds else 1))
-    return tokens, rounds, drafted, set(draw(st.lists(st.integers(0, 30), max_size=4)))
+    lookups = [draw(st.integers(0, verified)) for verified in drafted]
+    return tokens, rounds, drafted, lookups, set(draw(st.lists(st.integers(0, 30), max_size=4)))
 
 
 @given(texts())
@@ -53,10 +57,10 @@ def test_every_token_of_a_text_from_any_place_on(text: Text) -> None:
 @given(texts(), st.integers(0, 9))
 def test_what_came_in_two_parts_is_what_came_at_once(text: Text, steps: int) -> None:
     """Parts end where a step did."""
-    tokens, rounds, drafted, forced = text
+    tokens, rounds, drafted, lookups, forced = text
     number = max(min(steps, len(rounds)) - 1, 0)
     upto = min(1 + sum(rounds[:number]) + number, tokens) if steps else 0
-    first = list(provenance(upto, rounds[:number], drafted[:number], forced))
+    first = list(provenance(upto, rounds[:number], drafted[:number], lookups[:number], forced))
     assert first + list(provenance(*text, upto)) == naive(*text)
     check_rounds(upto, rounds[:number], prefill=upto > 0, ended=False)
     check_rounds(tokens - upto, rounds[number:], prefill=not upto and tokens > 0, ended=True)

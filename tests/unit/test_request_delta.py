@@ -34,11 +34,13 @@ def rows(rng: np.random.Generator, count: int, columns: int) -> Any:
 
 def one(rng: np.random.Generator, handle: int, columns: int, *, text: str = "", error: str = "") -> RequestDelta:
     t, r = int(rng.integers(0, 40)), int(rng.integers(0, 9))
-    tokens, rounds, verified, forced = (rng.integers(0, 9999, n).astype(np.int32) for n in (t, r, r, rng.integers(0, 3)))
+    tokens, rounds, verified, looked_up, forced = (
+        rng.integers(0, 9999, n).astype(np.int32) for n in (t, r, r, r, rng.integers(0, 3))
+    )
     prompt = rows(rng, int(rng.integers(0, 4)), int(rng.integers(1, 4)))
     return RequestDelta(
-        handle, str(rng.choice(["", *list(FINISHES)[1:]])), tokens, rounds, verified, forced, rows(rng, t, columns), prompt,
-        text, error,
+        handle, str(rng.choice(["", *list(FINISHES)[1:]])), tokens, rounds, verified, looked_up, forced, rows(rng, t, columns),
+        prompt, text, error,
     )  # fmt: skip
 
 
@@ -163,6 +165,7 @@ def test_the_deltas_of_an_engine_add_up_to_its_outputs() -> None:
         assert [t for d in mine for t in d.token_ids.tolist()] == list(output.token_ids)
         assert [t for d in mine for t in d.rounds.tolist()] == list(output.rounds)
         assert [t for d in mine for t in d.round_drafts.tolist()] == list(output.round_drafts)
+        assert [t for d in mine for t in d.round_lookups.tolist()] == list(output.round_lookups)
         assert not any(len(d.forced) for d in mine)
         assert "".join(d.text for d in mine) == output.text
         assert [d.finish for d in mine] == [""] * (len(mine) - 1) + [output.finish_reason]

@@ -45,13 +45,14 @@ ENGINES: list[dict[str, Any]] = [
     {"verify": "coupled", "draft_tokens": 2, "accept_schedule": (0.5, 0.5)},
     {"verify": "rejection", "draft_tokens": 2},
     {"proposer": "ngram", "draft_tokens": 2},
+    {"proposer": "hybrid", "draft_tokens": 2},
     {"proposer": "host-suffix", "draft_tokens": 2, "backend": "reference", "plugins": ("tests.support.host_features",)},
     {"draft_tokens": 2, "logprobs": 1},
     {"draft_tokens": 2, "constraints": True},
     {"draft_tokens": 2, "draft_vocab": f"{tiny.token_counts(64)}:16"},
 ]
 """Engines whose programs together launch every contract that the runtime knows."""
-DOWNLOADED = {"record", "logprobs.window.record", "logprobs.prompt.record"}
+DOWNLOADED = {"record", "kept_drafts", "logprobs.window.record", "logprobs.prompt.record"}
 """What the runner copies to the host."""
 
 

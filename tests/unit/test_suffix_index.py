@@ -34,7 +34,7 @@ class Texts:
             self.show({row: text[:known]})
 
     def guess(self, row: int) -> list[int]:
-        tokens, length = self.index.guesses(np.array([row]))
+        tokens, length, *_ = self.index.guesses(np.array([row]))
         found: list[int] = tokens[0, : length[0]].tolist()
         return found
 

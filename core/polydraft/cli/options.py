@@ -116,7 +116,7 @@ def engine(*, max_num_seqs: int) -> Callable[[Command], Command]:
         click.option(
             "--draft-tokens", type=drafts, metavar="K|auto:K", help="Drafts per round, or at most; 0: none.  [default: auto]"
         ),
-        click.option("--proposer", metavar="mtp|ngram|suffix|none|NAME", help="Where drafts come from.  [default: auto]"),
+        click.option("--proposer", metavar="mtp|ngram|suffix|hybrid|none|NAME", help="Where drafts come from.  [default: auto]"),
         click.option(
             "--proposer-option",
             "proposer_options",

@@ -51,13 +51,16 @@ def _fold(t: SlotTable, ledger: BlockLedger, outcome: StepOutcome, totals: Engin
     t.tokens[ids[:, None], known[:, None] + _PLACES[: outcome.tokens.shape[1]]] = outcome.tokens
     t.num_known[ids], t.kv_len[ids] = known + num_tokens, kv_len
 
-    rounds, with_round, accepted = drafted >= 0, ids, outcome.accepted
+    rounds, with_round, accepted, looked_up = drafted >= 0, ids, outcome.accepted, outcome.looked_up
     if np.count_nonzero(rounds) < len(rounds):
         if totals is not None:
             totals.paused += int((outcome.phase == _PAUSED).sum())
         with_round, accepted, drafted = ids[rounds], accepted[rounds], drafted[rounds]
+        looked_up = None if looked_up is None else looked_up[rounds]
     number = t.num_rounds[with_round]
     t.rounds[with_round, number], t.round_drafts[with_round, number] = accepted, drafted
+    if looked_up is not None:
+        t.round_lookups[with_round, number] = looked_up
     t.num_rounds[with_round] = number + 1
     if totals is not None:
         totals.add(int(num_tokens.sum()), accepted, drafted)

@@ -56,6 +56,8 @@ class Request:
     """Accepted drafts of each decode round."""
     round_drafts: list[int] = field(default_factory=list)
     """Drafts that each of them verified."""
+    round_lookups: list[int] = field(default_factory=list)
+    """Those of them, the last ones, that were looked up beside a model's."""
     binding: Binding | None = None
     """What binds its output."""
     forced: set[int] = field(default_factory=set)

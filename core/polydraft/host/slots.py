@@ -18,8 +18,9 @@ from polydraft.sentinels import NO_TOKEN, Phase
 class SlotTable:
     """Per-slot arrays, indexed by slot [B].
 
-    Applied (from snapshots): `num_known`, `kv_len`, `num_rounds`, `tokens` [B, L + W] (windows are written whole), `rounds`
-    [B, L] (drafts accepted) and `round_drafts` [B, L] (drafts verified).
+    Applied (from snapshots): `num_known`, `kv_len`, `num_rounds`, `tokens` [B, L + W] (windows are written whole), and by round
+    [B, L] `rounds` (drafts accepted), `round_drafts` (drafts verified) and `round_lookups` (those, the last ones, that were
+    looked up beside a model's).
     Requested: `num_top`, `prompt_top`: most likely tokens reported beside each, -1 for no log probabilities.
     `window`: rows of a round at most, the drafts that the request lets be verified and one.
     Planned: `phase` (PREFILL until its last chunk is planned), `prefill_planned` rows.
@@ -62,6 +63,7 @@ class SlotTable:
         self.tokens = np.full((b, limits.max_len + limits.window), NO_TOKEN, np.int32)
         self.rounds = np.zeros((b, limits.max_len), np.uint8)
         self.round_drafts = np.zeros((b, limits.max_len), np.uint8)
+        self.round_lookups = np.zeros((b, limits.max_len), np.uint8)
         self.num_rounds = np.zeros(b, np.int64)
         self.num_top = np.full(b, -1, np.int32)
         self.prompt_top = np.full(b, -1, np.int32)
@@ -99,6 +101,7 @@ class SlotTable:
         self.tokens[slot, : len(known)] = known
         self.rounds[slot, : len(request.rounds)] = request.rounds
         self.round_drafts[slot, : len(request.rounds)] = request.round_drafts
+        self.round_lookups[slot, : len(request.rounds)] = request.round_lookups
         self.num_rounds[slot] = len(request.rounds)
         self.num_top[slot] = _num_requested(request.params.logprobs)
         self.prompt_top[slot] = _num_requested(request.params.prompt_logprobs)
@@ -116,6 +119,7 @@ class SlotTable:
         request.token_ids = self.tokens[slot, self.prompt_len[slot] : self.num_known[slot]].tolist()
         request.rounds = self.rounds[slot, : self.num_rounds[slot]].tolist()
         request.round_drafts = self.round_drafts[slot, : self.num_rounds[slot]].tolist()
+        request.round_lookups = self.round_lookups[slot, : self.num_rounds[slot]].tolist()
         request.drafted = sum(request.round_drafts)
         request.reported = int(self.reported[slot]), int(self.reported_rounds[slot])
 

@@ -32,9 +32,9 @@ class EngineOutputs(NamedTuple):
 
     `logprobs`: the records of the steps, where they landed. `requests`: those that stream and go on; `texts`: whole texts of
     those among them that watch for stop strings, else None; `forced`: all places so far that a constraint left no choice for.
-    `tokens` int32, `rounds`, `round_drafts` uint8: of one request after the other; request i has those before `token_ends[i]`,
-    `round_ends[i]`, from the ends of i - 1 on. `ended`: requests that ended and change no more; `ended_texts`: what stop
-    strings left of their texts, None where none was watched for."""
+    `tokens` int32, `rounds`, `round_drafts`, `round_lookups` uint8: of one request after the other; request i has those before
+    `token_ends[i]`, `round_ends[i]`, from the ends of i - 1 on. `ended`: requests that ended and change no more; `ended_texts`:
+    what stop strings left of their texts, None where none was watched for."""
 
     logprobs: tuple[PackedLogprobs, ...] = ()
     requests: tuple[Request, ...] = ()
@@ -44,6 +44,7 @@ class EngineOutputs(NamedTuple):
     token_ends: Array = _NONE
     rounds: Array = _NONE
     round_drafts: Array = _NONE
+    round_lookups: Array = _NONE
     round_ends: Array = _NONE
     ended: tuple[Request, ...] = ()
     ended_texts: tuple[str | None, ...] = ()
@@ -137,7 +138,8 @@ class OutputCollector:
             texts=tuple([self._watched[r.number].text if r.params.stop else None for r in requests]),
             forced=tuple([tuple(sorted(r.forced)) if r.binding is not None else () for r in requests]),
             tokens=t.tokens.reshape(-1)[places], token_ends=token_ends,
-            rounds=t.rounds.reshape(-1)[of_rounds], round_drafts=t.round_drafts.reshape(-1)[of_rounds], round_ends=round_ends,
+            rounds=t.rounds.reshape(-1)[of_rounds], round_drafts=t.round_drafts.reshape(-1)[of_rounds],
+            round_lookups=t.round_lookups.reshape(-1)[of_rounds], round_ends=round_ends,
         )  # fmt: skip
 
 
@@ -156,3 +158,4 @@ def cut(request: Request, num_tokens: int) -> None:
     request.token_ids = request.token_ids[:num_tokens]
     request.rounds = rounds_within(request.rounds, num_tokens)
     request.round_drafts = request.round_drafts[: len(request.rounds)]
+    request.round_lookups = request.round_lookups[: len(request.rounds)]

@@ -29,7 +29,7 @@ class _RequestState:
 
     __slots__ = (
         "detokenizer", "error", "finished", "forced", "logprobs", "new_chars", "new_rounds", "new_steps", "new_tokens", "prompt",
-        "prompt_told", "request", "round_drafts", "rounds", "text", "token_ids",
+        "prompt_told", "request", "round_drafts", "round_lookups", "rounds", "text", "token_ids",
     )  # fmt: skip
 
     def __init__(self, request: Request, tokenizer: Tokenizer) -> None:
@@ -38,6 +38,7 @@ class _RequestState:
         self.token_ids: list[int] = []
         self.rounds: list[int] = []
         self.round_drafts: list[int] = []
+        self.round_lookups: list[int] = []
         self.forced: tuple[int, ...] = ()
         """Places that a constraint left no choice for, ascending; of tokens to come, too."""
         self.logprobs: list[Array] = []
@@ -53,14 +54,15 @@ class _RequestState:
         self.new_tokens = self.new_rounds = self.new_steps = self.new_chars = 0
 
     def update(
-        self, tokens: list[int], rounds: list[int], drafts: list[int], forced: tuple[int, ...], text: str | None, *,
-        finished: bool,
+        self, tokens: list[int], rounds: list[int], drafts: list[int], lookups: list[int], forced: tuple[int, ...],
+        text: str | None, *, finished: bool,
     ) -> None:  # fmt: skip
         """Append what is new. `forced`: all places so far; `text`: the whole, where the engine had to decode it."""
         self.new_tokens, self.new_rounds, self.new_chars = len(self.token_ids), len(self.rounds), len(self.text)
         self.token_ids += tokens
         self.rounds += rounds
         self.round_drafts += drafts
+        self.round_lookups += lookups
         self.forced = forced
         self.finished = finished
         if text is None:
@@ -104,6 +106,7 @@ class _RequestState:
             ttft_s=None if r.first_token_s is None else r.first_token_s - r.arrival_s,
             latency_s=r.finish_s - r.arrival_s if self.finished and r.finish_s is not None else None,
             round_drafts=tuple(self.round_drafts),
+            round_lookups=tuple(self.round_lookups),
             forced=self._forced(0) if self.forced else (),
             logprobs=tuple(self.logprobs),
             prompt_rows=self.prompt_rows,
@@ -113,7 +116,7 @@ class _RequestState:
         """Places of tokens from `start` on that a constraint left no choice for."""
         return tuple([place for place in self.forced if start <= place < len(self.token_ids)])
 
-    def delta(self, tokens: Array, rounds: Array, round_drafts: Array) -> RequestDelta:
+    def delta(self, tokens: Array, rounds: Array, round_drafts: Array, round_lookups: Array) -> RequestDelta:
         """What the last update brought, with the arrays that it was made of."""
         finish, error = self.end
         prompt = None if self.prompt_told else self.prompt_rows
@@ -122,7 +125,7 @@ class _RequestState:
         forced = np.array(self._forced(self.new_tokens), np.int32) if self.forced else NO_PLACES
         rows = rows_of(steps, self.rounds[self.new_rounds :], len(tokens), prefill=not self.new_tokens) if steps else NO_ROWS
         return RequestDelta(
-            int(self.request.id), finish or "", tokens, rounds, round_drafts, forced, rows,
+            int(self.request.id), finish or "", tokens, rounds, round_drafts, round_lookups, forced, rows,
             NO_ROWS if prompt is None else prompt, self.text[self.new_chars :], error,
         )  # fmt: skip
 
@@ -154,8 +157,8 @@ class OutputProcessor:
         """Likewise. Ids of the requests are whole numbers: the handles that the other process has given them."""
         return [state.delta(*new) for state, *new in self._updated(batch)]
 
-    def _updated(self, batch: EngineOutputs) -> list[tuple[_RequestState, Array, Array, Array]]:
-        """States after their update, with the new tokens, rounds and drafts verified of each."""
+    def _updated(self, batch: EngineOutputs) -> list[tuple[_RequestState, Array, Array, Array, Array]]:
+        """States after their update, with the new tokens of each, and of its rounds drafts accepted, verified and looked up."""
         if not batch:
             return []
         for records in batch.logprobs:
@@ -175,31 +178,33 @@ class OutputProcessor:
         tokens = [state.request.token_ids[len(state.token_ids) :] for state in states]
         rounds = [state.request.rounds[len(state.rounds) :] for state in states]
         drafts = [state.request.round_drafts[len(state.rounds) :] for state in states]
+        lookups = [state.request.round_lookups[len(state.rounds) :] for state in states]
         for state in states:
             if state.error:
                 state.logprobs.clear()
         return EngineOutputs(
             requests=batch.ended, texts=batch.ended_texts,
             forced=tuple([tuple(sorted(request.forced)) for request in batch.ended]), tokens=_joined(tokens),
-            token_ends=_ends(tokens), rounds=_joined(rounds), round_drafts=_joined(drafts), round_ends=_ends(rounds),
+            token_ends=_ends(tokens), rounds=_joined(rounds), round_drafts=_joined(drafts),
+            round_lookups=_joined(lookups), round_ends=_ends(rounds),
         )  # fmt: skip
 
-    def _update(self, batch: EngineOutputs, *, finished: bool) -> list[tuple[_RequestState, Array, Array, Array]]:
+    def _update(self, batch: EngineOutputs, *, finished: bool) -> list[tuple[_RequestState, Array, Array, Array, Array]]:
         """Tell the states of its `requests` what is new."""
-        rounds, drafts = batch.rounds.astype(np.int32), batch.round_drafts.astype(np.int32)
-        plain = batch.tokens.tolist(), rounds.tolist(), drafts.tolist()
+        rounds, drafts, lookups = (one.astype(np.int32) for one in (batch.rounds, batch.round_drafts, batch.round_lookups))
+        plain = batch.tokens.tolist(), rounds.tolist(), drafts.tolist(), lookups.tolist()
         ends = zip(batch.token_ends.tolist(), batch.round_ends.tolist(), strict=True)
         found, begin, first = [], 0, 0
         for request, text, forced, (end, last) in zip(batch.requests, batch.texts, batch.forced, ends, strict=True):
             state = self._of(request)
             if finished or not state.error:  # else it is about to end with that error
-                new = plain[0][begin:end], plain[1][first:last], plain[2][first:last]
+                new = plain[0][begin:end], plain[1][first:last], plain[2][first:last], plain[3][first:last]
                 try:
                     check_rounds(end - begin, new[1], prefill=not state.token_ids and end > begin, ended=finished)
                 except RecordError as error:  # the caller ends all other requests with it
                     self.error, state.error = self.error or error, state.error or str(error)
                 state.update(*new, forced, text, finished=finished)
-                found.append((state, batch.tokens[begin:end], rounds[first:last], drafts[first:last]))
+                found.append((state, batch.tokens[begin:end], rounds[first:last], drafts[first:last], lookups[first:last]))
             if finished:
                 del self._states[request.number]
             begin, first = end, last

@@ -11,10 +11,12 @@ from typing import Literal, NamedTuple
 
 from polydraft.errors import RecordError
 
-SourceName = Literal["target", "draft", "corrected", "forced", "prompt"]
+SourceName = Literal["target", "draft", "lookup", "corrected", "forced", "prompt"]
 """Who chose a token. `target`: the target with no draft to hold it against: the prefill's token, or the one after a window that
-was accepted whole. `draft`: a draft that the target agreed with. `corrected`: the target, in the place of a draft that it
-rejected. `forced`: a constraint that left no choice, wherever the token came from. `prompt`: nobody, the token was given."""
+was accepted whole. `draft`: a draft that the target agreed with. `lookup`: such a draft that was found in what texts said before,
+where the proposer has a model as well (`hybrid`) and that had made another one, or none. `corrected`: the target, in the place of
+a draft that it rejected. `forced`: a constraint that left no choice, wherever the token came from. `prompt`: nobody; it was
+given."""
 
 
 class Origin(NamedTuple):
@@ -27,21 +29,29 @@ class Origin(NamedTuple):
 
 
 def provenance(
-    num_tokens: int, rounds: Sequence[int], round_drafts: Sequence[int], forced: Collection[int] = (), start: int = 0
+    num_tokens: int,
+    rounds: Sequence[int],
+    round_drafts: Sequence[int],
+    round_lookups: Sequence[int],
+    forced: Collection[int] = (),
+    start: int = 0,
 ) -> Iterator[Origin]:
     """Of each token of a text from place `start` on, in order; the time is that of its rounds and of those tokens.
 
-    `num_tokens`: of the text so far. `rounds`, `round_drafts`: drafts that each of its rounds accepted and verified. `forced`:
-    places that a constraint left no choice for. A round brings the drafts that it accepted and one token of the target; an end of
-    the text may have cut the last one short."""
+    `num_tokens`: of the text so far. `rounds`, `round_drafts`: drafts that each of its rounds accepted and verified, and
+    `round_lookups` those of the latter, the last ones, that were looked up. `forced`: places that a constraint left no choice
+    for. A round brings the drafts that it accepted and one token of the target; an end of the text may have cut the last
+    one short."""
     if start < 1 <= num_tokens:
         yield Origin("forced" if 0 in forced else "target", 0, -1)
     end = 1
-    for number, (accepted, verified) in enumerate(zip(rounds, round_drafts, strict=True)):
+    for number, (accepted, verified, looked_up) in enumerate(zip(rounds, round_drafts, round_lookups, strict=True)):
         begin, end = end, end + accepted + 1
         for place in range(max(begin, start), min(end, num_tokens)):
             is_draft = place + 1 < end
-            source: SourceName = "draft" if is_draft else "corrected" if accepted < verified else "target"
+            source: SourceName = "corrected" if accepted < verified else "target"
+            if is_draft:
+                source = "draft" if place - begin < verified - looked_up else "lookup"
             yield Origin("forced" if place in forced else source, place - begin + 1 if is_draft else 0, number)
 
 

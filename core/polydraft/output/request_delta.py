@@ -23,7 +23,7 @@ from polydraft.errors import RecordError
 from polydraft.program.packed import NO_ROWS, pack_word, row_type, unpack_word
 from polydraft.sentinels import Finish
 
-VERSION = 3
+VERSION = 4
 
 
 class Head(IntEnum):
@@ -70,6 +70,8 @@ class RequestDelta(NamedTuple):
     """int32 [r]: drafts that each new round accepted."""
     round_drafts: Array
     """int32 [r]: drafts that it verified."""
+    round_lookups: Array
+    """int32 [r]: those of them, the last ones, that were looked up beside a model's."""
     forced: Array
     """int32 [f]: places of new tokens among all of the request that a constraint left no choice for, ascending."""
     logprobs: Array
@@ -100,7 +102,8 @@ def pack(deltas: Sequence[RequestDelta]) -> bytes:
                 len(one.prompt_logprobs), of_prompt, len(text), len(error),
             )
         )  # fmt: skip
-        parts += [one.token_ids.tobytes(), one.rounds.tobytes(), one.round_drafts.tobytes(), one.forced.tobytes()]
+        parts += [one.token_ids.tobytes(), one.rounds.tobytes(), one.round_drafts.tobytes(), one.round_lookups.tobytes()]
+        parts.append(one.forced.tobytes())
         if columns or of_prompt:
             parts += [_words(one.logprobs, columns), _words(one.prompt_logprobs, of_prompt)]
     table = np.array(counts, np.int32).tobytes()
@@ -204,6 +207,7 @@ def _one(reader: _Reader, row: list[int]) -> RequestDelta:
         token_ids=reader.take(num_tokens),
         rounds=reader.take(num_rounds),
         round_drafts=reader.take(num_rounds),
+        round_lookups=reader.take(num_rounds),
         forced=reader.take(row[Count.FORCED]),
         logprobs=reader.rows(num_tokens, row[Count.COLUMNS]),
         prompt_logprobs=reader.rows(row[Count.PROMPT_ROWS], row[Count.PROMPT_COLUMNS]),

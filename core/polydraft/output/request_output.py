@@ -58,6 +58,8 @@ class RequestOutput:
     """Seconds from its arrival to its end; None before."""
     round_drafts: tuple[int, ...] = ()
     """Drafts that each round verified."""
+    round_lookups: tuple[int, ...] = ()
+    """Those of them, the last ones, that were looked up beside a model's."""
     forced: tuple[int, ...] = ()
     """Places of tokens that a constraint left no choice for, ascending."""
     logprobs: tuple[Array, ...] = field(default=(), repr=False, compare=False)
@@ -97,7 +99,7 @@ class RequestOutput:
 
     def _records(self, start: int) -> Iterator[TokenRecord]:
         rows = rows_of(self.logprobs, self.rounds, len(self.token_ids), prefill=True)
-        origins = provenance(len(self.token_ids), self.rounds, self.round_drafts, self.forced, start)
+        origins = provenance(len(self.token_ids), self.rounds, self.round_drafts, self.round_lookups, self.forced, start)
         for place, one in enumerate(origins, start):
             record = TokenRecord(self.token_ids[place], *one)
             if len(rows):

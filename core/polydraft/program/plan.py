@@ -107,10 +107,13 @@ class StepOutcome:
     phase: Array
     kv_len: Array
     tokens: Array
+    looked_up: Array | None = None
+    """[n] of the drafts verified those, the last ones, that were looked up; None: no proposer does so beside a model."""
     logprobs: PackedLogprobs | None = None
     """Of the tokens, for the sequences whose slot wants them, and of prompt tokens; None if none are requested."""
 
     def of(self, some: Array) -> StepOutcome:
         """What it did to these sequences, [n] bool; log probabilities are those of all."""
         by_sequence = ("slots", "epochs", "num_tokens", "accepted", "drafted", "finish", "phase", "kv_len", "tokens")
-        return replace(self, **{name: getattr(self, name)[some] for name in by_sequence})
+        looked_up = None if self.looked_up is None else self.looked_up[some]
+        return replace(self, **{name: getattr(self, name)[some] for name in by_sequence}, looked_up=looked_up)

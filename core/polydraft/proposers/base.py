@@ -113,6 +113,9 @@ class Proposer(Protocol):
     One whose every draft comes from `choose` may set `soft = True`: under rejection verification a draft is then held against
     the distribution it was drawn from. Any other draft counts as certain, which is as lossless but accepts less.
 
+    One whose drafts are partly looked up names by `lookups_from` a column [B] that says for the drafts of a slot from which place
+    on they are; results tell them from the others (`polydraft.output.provenance`). It takes host inputs in the middle of a step.
+
     One that drafts on the host has `features`, a tuple of `HostFeature`s (`polydraft.program.host_inputs`), and its factory an
     attribute `needs`, the most demanding of theirs."""
 
@@ -232,6 +235,7 @@ class ProposerRegistry:
 
 def built_in() -> ProposerRegistry:
     """A registry with the proposers of core."""
+    from polydraft.proposers.hybrid import HybridProposer
     from polydraft.proposers.mtp import MtpProposer
     from polydraft.proposers.ngram import NgramProposer
     from polydraft.proposers.none import NoProposer
@@ -241,5 +245,6 @@ def built_in() -> ProposerRegistry:
     registry.register("mtp", MtpProposer, plugin="polydraft")
     registry.register("ngram", NgramProposer, plugin="polydraft")
     registry.register("suffix", SuffixProposer, plugin="polydraft")
+    registry.register("hybrid", HybridProposer, plugin="polydraft")
     registry.register("none", NoProposer, plugin="polydraft")
     return registry

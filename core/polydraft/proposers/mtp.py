@@ -82,18 +82,26 @@ class MtpProposer:
     def append(self, program: ProgramBuilder, num_drafts: int) -> None:
         """Append one pass over the target's rows, then `num_drafts` - 1 passes with one row per sequence. With `num_drafts` 0
         append only the keep part: the first pass up to its keys and values."""
+        self.begin(program, num_drafts)
+        self.draft(program, num_drafts)
+
+    def begin(self, program: ProgramBuilder, num_drafts: int) -> None:
+        """Append what comes before the passes of a round with at most `num_drafts` drafts."""
         stage = "begin_draft"
         program.add("pack_draft_rows", "rows", stage)
         program.add("begin_draft", "seqs", stage, num_drafts=num_drafts)
         if self._mtp.feed == "post":
             self._norm.emit(program, "norm", x=HIDDEN, out=self._fed, unit="rows", stage=stage)
-        if num_drafts == 0:
+
+    def draft(self, program: ProgramBuilder, passes: int) -> None:
+        """Append so many passes; with 0, the keep part."""
+        if passes == 0:
             self._combine(program, 0, self._extend, "draft keep")
             emit_block_rows(
                 program, self._layer, self._norm, LAYER, x="draft.x", rows=self._extend, scratch=self._scratch,
                 stage="draft keep",
             )  # fmt: skip
-        for index in range(num_drafts):
+        for index in range(passes):
             stage = f"draft {index}"
             rows = self._extend if index == 0 else self._advance
             self._combine(program, index, rows, stage)

@@ -34,7 +34,7 @@ class SuffixGuesses:
             limits.max_seqs, limits.max_len, step=limits.window, ahead=ahead, kept=int(context.options["cached_tokens"]),
             sure=limits.window, least=context.options["min_token_prob"],
         )  # fmt: skip
-        self.buffers = (
+        self.buffers: tuple[StepBuffer, ...] = (
             StepBuffer("guess", f"B {ahead}", initial=0),
             StepBuffer("guess_start", "B", initial=0),
             StepBuffer("guess_len", "B", initial=0),
@@ -44,8 +44,8 @@ class SuffixGuesses:
         slots, table = view.plan.slots, view.slots
         n, known = len(slots), table.num_known[slots]
         self._index.follow(slots, table.number[slots], known, table.tokens)
-        guess, length = self._index.guesses(slots)
-        arrays["guess"][:n], arrays["guess_start"][:n], arrays["guess_len"][:n] = guess, known, length
+        self.guesses = self._index.guesses(slots)
+        arrays["guess"][:n], arrays["guess_start"][:n], arrays["guess_len"][:n] = self.guesses.tokens, known, self.guesses.length
         return n
 
     def append(self, program: ProgramBuilder) -> None:

@@ -14,7 +14,7 @@ and chances are those that this work was seen to have, not those of counted bran
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -48,6 +48,16 @@ _POWERS, _INVERSES = (
     np.array([pow(base, i, 1 << 64) for i in range(STRETCH + LONGEST + 1)], np.uint64)
     for base in (_MULTIPLIER, pow(_MULTIPLIER, -1, 1 << 64))
 )
+
+
+class Guesses(NamedTuple):
+    """What n rows may go on with: [n, ahead] tokens and [n] how many of them; and from where: [n] the source, and the length of
+    the match, `MOST` for longer ones."""
+
+    tokens: Array
+    length: Array
+    source: Array
+    match: Array
 
 
 class SuffixIndex:
@@ -208,24 +218,26 @@ class SuffixIndex:
             self._place[at], self._match[at] = places[some], length[some]
 
     def _weigh(self) -> None:
-        """Work out for a match from 1 on, by source: the tokens that a guess is expected to be right in, and how many it has."""
+        """Work out for a match from 1 on, by source: of its next tokens, how many are expected to be right, in `gains` [source,
+        match, next tokens]; and how many tokens a guess has."""
         upto = np.minimum(np.arange(MOST)[:, None] + np.arange(self._ahead), MOST - 1)
         reach = np.cumprod((self._held / self._tried)[:, _LEVEL[upto]], axis=2)
         likely = reach >= self._least * (reach[..., self._sure - 1 : self._sure] if self._sure else 1.0)
         likely[..., : self._sure] = True
-        self._promise, self._length = (np.zeros((2, MOST + 1), dtype) for dtype in (np.float64, np.int64))
-        self._promise[:, 1:], self._length[:, 1:] = reach.sum(2), np.minimum.accumulate(likely, axis=2).sum(2)
+        self.gains, self._length = np.zeros((2, MOST + 1, self._ahead + 1)), np.zeros((2, MOST + 1), np.int64)
+        self.gains[:, 1:, 1:] = reach.cumsum(2)
+        self._length[:, 1:] = np.minimum.accumulate(likely, axis=2).sum(2)
 
     # -- guesses ---------------------------------------------------------------------------------------------
-    def guesses(self, rows: Array) -> tuple[Array, Array]:
-        """What the rows may go on with: [n, ahead] tokens and [n] how many of them. Of its own text and the finished ones a row
-        takes what promises more tokens."""
+    def guesses(self, rows: Array) -> Guesses:
+        """What the rows may go on with. Of its own text and the finished ones a row takes what promises more tokens."""
         match = np.minimum(self._match[:, rows], MOST)
-        promise = self._promise[_BOTH, match]
+        promise = self.gains[_BOTH, match, self._ahead]
         source = (promise[FINISHED] > promise[OWN]).astype(np.int64)
-        place, length = self._place[source, rows], self._length[source, match[source, np.arange(len(rows))]]
+        match = match[source, np.arange(len(rows))]
+        place, length = self._place[source, rows], self._length[source, match]
         period = np.where(source == OWN, self._start(rows) + self._seen[rows] - place, self._ahead)  # a text that runs on itself
         tokens = self._text[place[:, None] + np.arange(self._ahead) % np.maximum(period, 1)[:, None]]
         ended = tokens == NO_TOKEN
         length = np.minimum(length, np.where(ended.any(1), ended.argmax(1), self._ahead))
-        return tokens, length * self._whole[rows]
+        return Guesses(tokens, length * self._whole[rows], source, match)

@@ -319,12 +319,29 @@ def align_drafts(a: Any, n: int) -> None:
     a.draft_len[slots] = found
 
 
+def splice_drafts(a: Any, n: int) -> None:
+    """All drafting slots at once: both drafts compared place by place, then one of them kept whole."""
+    rows = ((a.slot_order[:n] >= 0) & (a.draft_budget[:n] > 0)).nonzero()[0]
+    slots = a.slot_order[rows]
+    place, old, size = np.arange(a.drafts.shape[1]), a.draft_len[slots], a.found_len[slots]
+    equal = (a.drafts[slots] == a.found[slots]) & (place < np.minimum(old, size)[:, None])
+    same = np.minimum.accumulate(equal, axis=1).sum(axis=1)
+    taken = (same >= a.agree[rows]) & (same < size)
+    to = slots[taken]
+    if a.draft_logprobs is not None:
+        found = (place >= same[taken][:, None]) & (place < size[taken][:, None])
+        a.draft_logprobs[to] = np.where(found, np.float32(0), a.draft_logprobs[to])
+    a.drafts[to] = np.where(place < size[taken][:, None], a.found[to], NO_TOKEN)
+    a.draft_len[to] = size[taken]
+    a.kept_drafts[slots] = np.where(taken, same, old)
+
+
 KERNELS: dict[str, Kernel] = {
     "scatter": scatter,
     "verify_match+commit_window": plain(verify_and_commit),
     **{function.__name__: plain(function) for function in (
         reserve_blocks, pack_rows, pack_logit_rows, force_choices, verify_match, commit_window, snapshot_output,
-        pack_draft_rows, begin_draft, advance_draft, draft_ngram, align_drafts,
+        pack_draft_rows, begin_draft, advance_draft, draft_ngram, align_drafts, splice_drafts,
     )},
 }  # fmt: skip
 """Contract or composite name to kernel."""

@@ -86,6 +86,7 @@ class Choice:
         self.token_ids: list[int] = []
         self.rounds: list[int] = []
         self.round_drafts: list[int] = []
+        self.round_lookups: list[int] = []
         self.forced: set[int] = set()
         self.finish = ""
         self.error = ""
@@ -102,6 +103,7 @@ class Choice:
         self.token_ids += delta.token_ids.tolist()
         self.rounds += delta.rounds.tolist()
         self.round_drafts += delta.round_drafts.tolist()
+        self.round_lookups += delta.round_lookups.tolist()
         self.forced.update(delta.forced.tolist())
         if len(delta.logprobs):  # copies: the message has the deltas of other requests, too
             self._rows += list(delta.logprobs.copy())
@@ -162,7 +164,7 @@ class Choice:
     def provenance(self, places: range) -> list[dict[str, Any]]:
         """Who proposed the tokens at these places, their probability and round."""
         records = []
-        origins = provenance(places.stop, self.rounds, self.round_drafts, self.forced, places.start)
+        origins = provenance(places.stop, self.rounds, self.round_drafts, self.round_lookups, self.forced, places.start)
         for place, (source, position, number) in zip(places, origins, strict=True):
             token = self.token_ids[place]
             record: dict[str, Any] = {"token_id": token, "token": self._texts.of(token), "source": source}

@@ -14,11 +14,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from polydraft.backend import PassBuffers, Weight
 from polydraft.contracts.base import Limits
 from polydraft.contracts.kv_quant import Kv
 from polydraft.contracts.layout import SNAPSHOT_TOKENS
-from polydraft.device import Array, Device, Event, GraphCapture, Staging
+from polydraft.device import Array, Device, Event, GraphCapture, Staging, Stream
 from polydraft.errors import ConfigError
 from polydraft.models.block import Block, scratch_buffers
 from polydraft.models.decoder import Target
@@ -90,6 +92,25 @@ class StepConfig:
     proposer_options: Mapping[str, float] = field(default_factory=dict)
 
 
+class Lookups:
+    """The column of a proposer that says from which place on a slot's drafts were looked up, copied up with each snapshot: then
+    it says so of the drafts that the step has verified."""
+
+    def __init__(self, memory: Memory, column: str, depth: int) -> None:
+        self._device, self._column = memory.device, memory.buffers[column]
+        self._landing = [memory.device.staging(f"{column}{i}", self._column.shape, "i32") for i in range(depth + 1)]
+
+    def download(self, stream: Stream, step_id: int) -> None:
+        """Enqueue the copy; before the draft passes of the step."""
+        self._device.download(stream, self._landing[step_id % len(self._landing)], self._column, self._column.shape[0])
+
+    def collect(self, plan: StepPlan, drafted: Array) -> Array:
+        """[n] int32: of the `drafted` drafts that each sequence has verified those, the last ones, that were looked up."""
+        own = self._landing[plan.step_id % len(self._landing)].array[plan.slots]
+        looked_up: Array = np.maximum(drafted - own, 0)
+        return looked_up
+
+
 class Runner:
     """Turns a plan into an outcome. It is built once, with its memory and the programs of each step kind."""
 
@@ -149,6 +170,8 @@ class Runner:
         self.graphs: CapturedSteps | None = None
         self._snapshots = Snapshots(limits)
         self.uploads = Uploads(device, self.memory.buffers, depth)
+        column = getattr(self.proposer, "lookups_from", "")
+        self._lookups = Lookups(self.memory, column, depth) if column else None
         self._record = self.memory.buffers["record"]
         staging = [device.staging(f"snapshot{i}", self._record.shape, "i32") for i in range(depth + 1)]
         self._outputs = [(landing, device.event()) for landing in staging]
@@ -184,6 +207,8 @@ class Runner:
         two exceptions: a host feature reads the drafts, or the whole step is one graph, whose results are read one step late."""
         stream, step_id = self.device.stream, flight.plan.step_id
         self.device.download(stream, flight.staging, self._record, flight.plan.num_seqs)
+        if self._lookups is not None:
+            self._lookups.download(stream, step_id)
         if self._logprobs is not None:
             self._logprobs.download(stream, flight.plan)
         if not self.inputs.reads_drafts:
@@ -230,9 +255,10 @@ class Runner:
         record = self._snapshots.read(flight.staging.array, plan.slots)
         logprobs = None if self._logprobs is None else self._logprobs.collect()
         _, epochs, num_tokens, accepted, drafted, finish, phase, kv_len = record.T[:SNAPSHOT_TOKENS]  # as `Snapshot` says
+        looked_up = None if self._lookups is None else self._lookups.collect(plan, drafted)
         return StepOutcome(
             plan.step_id, plan.slots, epochs, num_tokens, accepted, drafted, finish, phase, kv_len, record[:, SNAPSHOT_TOKENS:],
-            logprobs,
+            looked_up, logprobs,
         )  # fmt: skip
 
     def reset(self) -> None:

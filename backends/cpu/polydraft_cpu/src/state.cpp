@@ -334,6 +334,25 @@ void align_drafts(const AlignDrafts& a, int64_t n) {
   }
 }
 
+struct SpliceDrafts { Ints slot_order, draft_budget, agree, found, found_len, drafts, draft_len, kept_drafts; Floats draft_logprobs; };
+// Found drafts take the place of others where enough of the first ones are the same, and they say more than that.
+void splice_drafts(const SpliceDrafts& a, int64_t n) {
+  for (int64_t i = 0; i < n; i++) {
+    const int32_t s = a.slot_order[i];
+    if (s < 0 || a.draft_budget[i] <= 0) continue;
+    int32_t *drafts = a.drafts.row(s), same = 0;
+    const int32_t *found = a.found.row(s), size = a.found_len[s], old = a.draft_len[s];
+    while (same < old && same < size && drafts[same] == found[same]) same++;
+    const bool taken = same >= a.agree[i] && same < size;
+    if (taken) {
+      for (int64_t j = same; j < a.drafts.d[1]; j++) drafts[j] = j < size ? found[j] : NO_TOKEN;
+      for (int64_t j = same; a.draft_logprobs.p && j < size; j++) a.draft_logprobs.row(s)[j] = 0;
+      a.draft_len[s] = size;
+    }
+    a.kept_drafts[s] = taken ? same : old;
+  }
+}
+
 // -- processing of logits ---------------------------------------------------------------------------------------------
 struct ProcessLogits { Floats logits; Ints row_slot; int64_t num_valid; };
 void process_logits(const ProcessLogits& a, int64_t n) {
@@ -410,6 +429,7 @@ const Kernel state_kernels[] = {
     PD_STATE("advance_draft", AdvanceDraft, advance_draft),
     PD_STATE("draft_ngram", DraftNgram, draft_ngram),
     PD_STATE("align_drafts", AlignDrafts, align_drafts),
+    PD_STATE("splice_drafts", SpliceDrafts, splice_drafts),
     PD_STATE("process_logits", ProcessLogits, process_logits),
     PD_STATE("mask_logits", MaskLogits, mask_logits),
     PD_STATE("bias_logits", BiasLogits, bias_logits),

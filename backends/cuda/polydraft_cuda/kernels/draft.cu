@@ -1,4 +1,5 @@
-// The round of a proposer: contracts pack_draft_rows, begin_draft, spread_logits, advance_draft, draft_ngram, align_drafts.
+// The round of a proposer: contracts pack_draft_rows, begin_draft, spread_logits, advance_draft, draft_ngram, align_drafts,
+// splice_drafts.
 #include "common.cuh"
 
 extern "C" __global__ void pack_draft_rows(
@@ -117,4 +118,25 @@ extern "C" __global__ void align_drafts(
     const int found = holds ? min(draft_budget[i], length - fresh) : 0;
     for (int j = 0; j < found; j++) drafts[int64_t(slot) * num_drafts + j] = said[fresh + j];
     draft_len[slot] = found;
+}
+
+// Found drafts take the place of others where enough of the first ones are the same, and they say more than that.
+extern "C" __global__ void splice_drafts(
+    const int* slot_order, const int* draft_budget, const int* agree, const int* found, const int* found_len, int* drafts,
+    int num_drafts, int* draft_len, int* kept_drafts, float* draft_logprobs, int n
+) {
+    enter();
+    const int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i >= n) return;
+    const int slot = slot_order[i];
+    if (slot < 0 || draft_budget[i] <= 0) return;
+    const int size = found_len[slot], old = draft_len[slot];
+    const int* other = found + int64_t(slot) * num_drafts;
+    int *own = drafts + int64_t(slot) * num_drafts, same = 0;
+    while (same < old && same < size && own[same] == other[same]) same++;
+    const bool taken = same >= agree[i] && same < size;
+    for (int j = same; taken && j < num_drafts; j++) own[j] = j < size ? other[j] : NO_TOKEN;
+    for (int j = same; taken && draft_logprobs && j < size; j++) draft_logprobs[int64_t(slot) * num_drafts + j] = 0;
+    if (taken) draft_len[slot] = size;
+    kept_drafts[slot] = taken ? same : old;
 }

@@ -71,6 +71,15 @@ def align_drafts(device: CudaDevice, a: Any, limits: Any, workspace: Any) -> Lau
     )  # fmt: skip
 
 
+def splice_drafts(device: CudaDevice, a: Any, limits: Any, workspace: Any) -> Launch:
+    """A thread a sequence."""
+    del limits, workspace
+    return device.function(source("draft.cu"), "splice_drafts").bind(
+        blocks, THREADS, a.slot_order, a.draft_budget, a.agree, a.found, a.found_len, a.drafts, a.drafts.shape[1], a.draft_len,
+        a.kept_drafts, a.draft_logprobs, ROWS, dependent=True,
+    )  # fmt: skip
+
+
 KERNELS = {
     "pack_draft_rows": Kernel(pack_draft_rows),
     "begin_draft": Kernel(begin_draft),
@@ -78,4 +87,5 @@ KERNELS = {
     "advance_draft": Kernel(advance_draft),
     "draft_ngram": Kernel(draft_ngram),
     "align_drafts": Kernel(align_drafts),
+    "splice_drafts": Kernel(splice_drafts),
 }

@@ -370,6 +370,23 @@ def align_drafts(a: Any, n: int) -> None:
     _file_drafts(a, slots, drafts, found)
 
 
+def splice_drafts(a: Any, n: int) -> None:
+    """By slot: both drafts compared place by place, then one of them kept whole."""
+    slots = a.slot_order[:n]
+    named, row = owners(choose(a.draft_budget[:n] > 0, slots, PAD_SLOT), a.draft_len.shape[0])
+    places = numbers(a.drafts.shape[1], slots).unsqueeze(0)
+    old, size = a.draft_len.clone(), a.found_len
+    equal = (a.drafts == a.found) & (places < paddle.minimum(old, size).unsqueeze(1))
+    same = paddle.cumprod(as_int(equal), dim=1).sum(axis=1, dtype="int32")
+    taken = named & (same >= paddle.gather(a.agree[:n], row)) & (same < size)
+    there = places < size.unsqueeze(1)
+    if a.draft_logprobs is not None:
+        write_where(a.draft_logprobs, taken.unsqueeze(1) & there & (places >= same.unsqueeze(1)), 0.0)
+    write_where(a.drafts, taken, choose(there, a.found, NO_TOKEN))
+    write_where(a.draft_len, taken, size)
+    write_where(a.kept_drafts, named, choose(taken, same, old))
+
+
 def _file_drafts(a: Any, slots: Tensor, drafts: Tensor, found: Tensor) -> None:
     """Write the first `found` [n] of `drafts` [n, K] to the slots of their sequences."""
     named, row = owners(slots, a.draft_len.shape[0])
@@ -385,7 +402,7 @@ KERNELS: dict[str, Kernel] = {
     )},
     **{function.__name__: plain(function) for function in (
         reserve_blocks, force_choices,
-        snapshot_output, pack_draft_rows, begin_draft, draft_ngram, align_drafts,
+        snapshot_output, pack_draft_rows, begin_draft, draft_ngram, align_drafts, splice_drafts,
     )},
 }  # fmt: skip
 """Contract name to kernel."""

@@ -107,6 +107,20 @@ def test_a_region_has_the_launches_and_the_bytes_of_its_name():
     assert bytes_of["draft pass"] == 2 * (weights + 2 * 144 + 2 * 8 * 150 + 1200)
 
 
+def test_drafts_of_both_are_worth_those_of_the_better_where_texts_repeat():
+    """`bench/repetitive_texts.py` writes result and table."""
+    name = "bench/results/repetitive_texts.json"
+    measured = json.loads((ROOT / name).read_text(encoding="utf-8"))["rows"]
+    assert f"<!-- figures: {name} -->\n\n{script('repetitive_texts').table(measured)}\n" in read(PAGE)
+    found = {(row["text"], row["draft_tokens"], row["method"]): row["tokens_per_round"] for row in measured}
+    for (text, num_drafts, _), tokens in found.items():
+        assert found[text, num_drafts, "hybrid"] >= 0.97 * tokens
+    host = json.loads((ROOT / "bench/results/suffix_host_time.json").read_text(encoding="utf-8"))["rows"]
+    by_batch = {row["batch"]: row["us_per_step"] for row in host}
+    assert f"{by_batch[64]:.0f} us a step at\nbatch 64 and {by_batch[1]:.0f} at batch 1" in read(PAGE)
+    assert by_batch[64] < 150
+
+
 def test_the_table_of_experts_is_that_of_its_result():
     """`bench/cpu_vs_transformers.py --experts` writes both; the text is the same as transformers' in float32."""
     name = "bench/results/cpu_experts.json"

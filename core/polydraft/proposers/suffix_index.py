@@ -14,6 +14,7 @@ and chances are those that this work was seen to have, not those of counted bran
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -42,12 +43,18 @@ OWN, FINISHED = 0, 1
 _LEVEL: Final = np.log2(np.arange(1, MOST + 1)).astype(np.int64)
 """Class of a match by its length less one."""
 _BOTH: Final = np.array(((OWN,), (FINISHED,)))
+_HALF, _ONE, _LOW = np.uint64(32), np.uint64(1), np.uint64((1 << 32) - 1)
 _FACTOR: Final = 0x9E3779B97F4A7C15
 _MULTIPLIER: Final = 0x5851F42D4C957F2D  # odd, so it has an inverse
 _POWERS, _INVERSES = (
     np.array([pow(base, i, 1 << 64) for i in range(STRETCH + LONGEST + 1)], np.uint64)
     for base in (_MULTIPLIER, pow(_MULTIPLIER, -1, 1 << 64))
 )
+_PLACES: Final = np.arange(STRETCH + LONGEST + 1)
+_BEGINS: Final = LONGEST + _PLACES[: STRETCH + 1, None] - ORDERS
+_INVERSES_OF_BEGINS: Final = _INVERSES[_BEGINS]
+"""[STRETCH + 1, orders]: where the run of each order begins that ends behind so many tokens, and what makes its sum the same
+wherever it begins."""
 
 
 class Guesses(NamedTuple):
@@ -65,7 +72,7 @@ class SuffixIndex:
     texts that have ended (0: none are kept). A guess says the next `ahead` tokens at most, and ends where its chance, from its
     token `sure` on, falls below `least`.
 
-    Memory: 4 bytes a token of either, and for each order 12 bytes an entry of its two tables, which have as many entries as
+    Memory: 4 bytes a token of either, and for each order 8 bytes an entry of its two tables, which have as many entries as
     there are tokens, `MOST_HASHED` at most. What is not touched is not committed."""
 
     def __init__(
@@ -81,7 +88,9 @@ class SuffixIndex:
         self._shifts = (64 - bits).astype(np.uint64)[:, None, None]
         self._tables = (np.array((0, len(ORDERS) << bits[OWN]))[:, None] + np.arange(len(ORDERS)) * (1 << bits)[:, None])[:, None]
         """First entry of the table of each order, of own texts and of finished ones."""
-        self._places, self._checks = (np.zeros(len(ORDERS) * int((1 << bits).sum()), dtype) for dtype in (np.int64, np.uint32))
+        self._runs = np.zeros(len(ORDERS) * int((1 << bits).sum()), np.uint64)
+        """A place in the low 32 bits, and above it the check of the run that lies before it; 0: none. In one word, since what an
+        entry costs is to fetch it."""
         self._key = np.full(num_rows, -1, np.int64)
         self._seen = np.zeros(num_rows, np.int64)
         self._whole = np.zeros(num_rows, bool)
@@ -132,33 +141,31 @@ class SuffixIndex:
             size = min(STRETCH, len(text) - first)
             hashes = self._hashes(np.array([start + first]), size)[0, 1:]
             ends = first + 1 + np.arange(size)
-            self._remember(self._entries(FINISHED, hashes), start + ends, ends[:, None] >= ORDERS)
+            self._remember(*self._entries(FINISHED, hashes), start + ends, ends)
 
     def _take(self, rows: Array, until: Array, tokens: Array, most: int) -> None:
         """Tokens up to position `until` of each row, at most `most` new ones: places move along or are lost, what the text ended
         with is remembered, and where it ends with now is looked up."""
         seen, ends = self._seen[rows], self._start(rows)
-        count, offsets = until - seen, np.arange(most)
-        self._text[(ends + seen)[:, None] + offsets] = tokens[rows[:, None], seen[:, None] + offsets]
+        count, offsets = until - seen, _PLACES[:most]
+        places, held = (ends + seen)[:, None] + offsets, seen[:, None] + offsets
+        self._text[places] = tokens.ravel().take(rows[:, None] * tokens.shape[1] + held)
         self._move(rows, count, ends + seen, most)
         hashes = self._hashes(ends + seen, most)
         own = self._entries(OWN, hashes + self._salts(rows))
-        before = (offsets < count[:, None])[..., None] & ((seen[:, None] + offsets)[..., None] >= ORDERS)
-        self._remember((own[0][:, :most], own[1][:, :most]), (ends + seen)[:, None] + offsets, before)
+        new = offsets < count[:, None]
+        self._remember(own[0][:, :most][new], own[1][:, :most][new], places[new], held[new])
         self._seen[rows] = until
         last = np.arange(len(rows)), count
-        entries, checks = own[0][last], own[1][last]
+        runs = [(own[0][last], own[1][last])]
         if self._kept:
-            finished = self._entries(FINISHED, hashes[last])
-            entries, checks = np.stack((entries, finished[0])), np.stack((checks, finished[1]))
-        self._look_up(
-            rows, entries.reshape(-1, *last[0].shape, len(ORDERS)), checks.reshape(-1, *last[0].shape, len(ORDERS)), until
-        )
+            runs.append(self._entries(FINISHED, hashes[last]))
+        self._look_up(rows, runs, until)
 
     def _move(self, rows: Array, count: Array, starts: Array, most: int) -> None:
         """Compare what is new with what the places say, and count how often it was the same."""
-        offsets, place, match = np.arange(most), self._place[:, rows], self._match[:, rows]
-        same = self._text[place[..., None] + offsets] == self._text[starts[:, None] + offsets]
+        offsets, place, match = _PLACES[:most], self._place[:, rows], self._match[:, rows]
+        same = self._text.take(place[..., None] + offsets) == self._text.take(starts[:, None] + offsets)
         same &= offsets < count[:, None]
         held = np.minimum.accumulate(same, axis=-1).sum(-1)
         if most == self._step and self._steps % EVERY == 0:  # a prompt is not what drafts are for
@@ -180,11 +187,11 @@ class SuffixIndex:
 
     def _hashes(self, starts: Array, size: int) -> Array:
         """[n, size + 1, orders] uint64: of the runs that end in front of token `starts + j` of the text."""
-        tokens = self._text[starts[:, None] + np.arange(-LONGEST, size)].astype(np.uint64)
+        tokens = self._text.take(starts[:, None] + _PLACES[: LONGEST + size] - LONGEST).astype(np.uint64)
         sums = np.zeros((len(starts), LONGEST + size + 1), np.uint64)
-        np.cumsum((tokens + np.uint64(1)) * _POWERS[: LONGEST + size], axis=1, out=sums[:, 1:])
-        begins = LONGEST + np.arange(size + 1)[:, None] - ORDERS
-        return (sums[:, LONGEST:, None] - sums[:, begins]) * _INVERSES[begins]  # type: ignore[no-any-return]
+        np.cumsum(tokens * _POWERS[: LONGEST + size], axis=1, out=sums[:, 1:])
+        begins = _BEGINS[: size + 1]
+        return (sums[:, LONGEST:, None] - sums.take(begins, axis=1)) * _INVERSES_OF_BEGINS[: size + 1]  # type: ignore[no-any-return]
 
     def _salts(self, rows: Array) -> Array:
         """What makes a row find its own text alone, and of that what its present text said."""
@@ -194,28 +201,28 @@ class SuffixIndex:
         """Entry and check of runs [..., orders]."""
         mixed = (hashes ^ (hashes >> np.uint64(31))) * np.uint64(_FACTOR)
         shift, table = self._shifts[source].reshape(-1), self._tables[source].reshape(-1)
-        return (mixed >> shift).astype(np.int64) + table, mixed.astype(np.uint32)
+        return (mixed >> shift).astype(np.int64) + table, mixed << _HALF
 
-    def _remember(self, runs: tuple[Array, Array], places: Array, valid: Array) -> None:
-        """What follows the valid runs lies at `places`; later ones overwrite."""
-        entries, checks = runs
-        at = valid.reshape(-1).nonzero()[0]
-        taken = entries.reshape(-1)[at]
-        self._places[taken] = places.reshape(-1)[at // len(ORDERS)]
-        self._checks[taken] = checks.reshape(-1)[at]
+    def _remember(self, entries: Array, checks: Array, places: Array, behind: Array) -> None:
+        """What follows these runs [n, orders] lies at `places` [n], so many tokens `behind` the beginning of the text; later ones
+        overwrite."""
+        words = checks | places.astype(np.uint64)[:, None]
+        if len(behind) and behind.min() < LONGEST:
+            whole = behind[:, None] >= ORDERS
+            entries, words = entries[whole], words[whole]
+        self._runs[entries] = words
 
-    def _look_up(self, rows: Array, entries: Array, checks: Array, known: Array) -> None:
+    def _look_up(self, rows: Array, runs: Sequence[tuple[Array, Array]], known: Array) -> None:
         """Where the longest run that a row ends with occurred last, if that is longer than what the row follows; runs are
-        [1 or 2, n, orders], of own texts and of finished ones."""
-        found = (self._checks[entries] == checks) * ORDERS
-        longest = np.where(found <= known[:, None], found, 0).max(2)
-        source, better = (longest > self._match[: len(entries), rows]).nonzero()
-        if better.size:
-            length = longest[source, better]
-            places = self._places[entries[source, better, np.searchsorted(ORDERS, length)]]
-            some = places > 0
-            at = source[some], rows[better[some]]
-            self._place[at], self._match[at] = places[some], length[some]
+        [n, orders], of own texts and of finished ones."""
+        whole = ORDERS if known.min() >= LONGEST else np.where(ORDERS <= known[:, None], ORDERS, 0)
+        for source, (entries, checks) in enumerate(runs):
+            there = self._runs.take(entries) ^ checks  # the place, and nothing above it where the check is the same
+            longest = ((there - _ONE < _LOW) * whole).max(axis=1)
+            better = (longest > self._match[source, rows]).nonzero()[0]
+            if better.size:
+                place = there[better, np.searchsorted(ORDERS, longest[better])]
+                self._place[source, rows[better]], self._match[source, rows[better]] = place, longest[better]
 
     def _weigh(self) -> None:
         """Work out for a match from 1 on, by source: of its next tokens, how many are expected to be right, in `gains` [source,
@@ -237,7 +244,7 @@ class SuffixIndex:
         match = match[source, np.arange(len(rows))]
         place, length = self._place[source, rows], self._length[source, match]
         period = np.where(source == OWN, self._start(rows) + self._seen[rows] - place, self._ahead)  # a text that runs on itself
-        tokens = self._text[place[:, None] + np.arange(self._ahead) % np.maximum(period, 1)[:, None]]
+        tokens = self._text.take(place[:, None] + np.arange(self._ahead) % np.maximum(period, 1)[:, None])
         ended = tokens == NO_TOKEN
         length = np.minimum(length, np.where(ended.any(1), ended.argmax(1), self._ahead))
         return Guesses(tokens, length * self._whole[rows], source, match)

@@ -51,6 +51,8 @@ class Capabilities:
     no graphs, no overlap, and no claim beyond the profile `basic`."""
     kv_dtypes: tuple[str, ...] = ()
     """Quantised forms of KV rows (`CacheSpec.kv`) that `allocate_cache`, `rope_kv_write` and `paged_attention` take."""
+    weight_packings: tuple[str, ...] = ()
+    """Packings (names of `contracts/packing.py`) in which `linear` takes a matrix; core dequantises what comes in others."""
     f32_matmul: Products = "f32"
     """What matrix products of float32 round their factors to: "tf32" keeps 10 bits of the mantissa. Sums are float32 either
     way."""
@@ -192,11 +194,12 @@ class KernelTable(Protocol):
     def providers(self) -> Mapping[str, Provider]: ...
     @property
     def versions(self) -> Mapping[str, int]: ...
-    def prepare_weight(self, role: str, value: Array, dtype: str, previous: Weight | None = None) -> Weight:
-        """Pack a canonical float32 array once at load, for kernels that compute in `dtype`. `role`: "linear" [out, in],
+    def prepare_weight(self, role: str, value: Any, dtype: str, previous: Weight | None = None) -> Weight:
+        """Lay a canonical float32 array out once at load, for kernels that compute in `dtype`. `role`: "linear" [out, in],
         "embedding" [tokens, features], "norm" and "bias" [features], "experts" [experts, out, in], "router" [experts, in] or
         [experts], which stays float32 whatever `dtype` is. With `previous`, refill that weight in place at the same address
-        (weight update) and return it."""
+        (weight update) and return it. A backend that declares `weight_packings` is also given `PackedWeight`s, of role "linear",
+        in those packings; a refill comes in the same one."""
 
     def allocate_cache(self, spec: CacheSpec) -> Cache:
         """Allocate one layer's cache. Raises `DeviceError` when memory is short."""

@@ -16,6 +16,7 @@ from polydraft.conformance.target import Proxy, TableProxy, bare, wrap
 from polydraft.contracts import REGISTRY
 from polydraft.contracts.base import ColumnsSpec, OpaqueSpec, ParamSpec, TensorSpec, column_name
 from polydraft.contracts.compare import from_host, to_host
+from polydraft.contracts.packing import Matrix, PackedWeight
 from polydraft.device import Array
 
 Golden = Callable[[Any, int], None]
@@ -40,7 +41,7 @@ class Computed:
     """A provider that computes a contract on the host, with a fault. Only for contracts without caches. `weights`: what each
     weight was made from, by its identity."""
 
-    def __init__(self, contract: str, corrupt: Corrupt, device: Any, weights: Mapping[int, Array]) -> None:
+    def __init__(self, contract: str, corrupt: Corrupt, device: Any, weights: Mapping[int, Matrix]) -> None:
         self.contract, self._corrupt, self._device, self._weights = REGISTRY[contract], corrupt, device, weights
 
     def bind(self, args: Any, limits: Any, workspace: Any) -> Any:
@@ -107,12 +108,12 @@ class _Weights:
     """What prepared weights were made from, in float64, by the identity of the weight; the weights are kept alive with them."""
 
     def __init__(self) -> None:
-        self.values: dict[int, Array] = {}
+        self.values: dict[int, Matrix] = {}
         self._alive: list[Any] = []
 
-    def note(self, weight: Any, value: Array, dtype: str) -> None:
+    def note(self, weight: Any, value: Matrix, dtype: str) -> None:
         self._alive.append(weight)
-        self.values[id(weight)] = from_host(to_host(value, dtype), dtype)
+        self.values[id(weight)] = value if isinstance(value, PackedWeight) else from_host(to_host(value, dtype), dtype)
 
 
 class _NotedTable(TableProxy):
@@ -120,7 +121,7 @@ class _NotedTable(TableProxy):
         super().__init__(inner, providers)
         self._weights = weights
 
-    def prepare_weight(self, role: str, value: Array, dtype: str, previous: Any = None) -> Any:
+    def prepare_weight(self, role: str, value: Matrix, dtype: str, previous: Any = None) -> Any:
         weight = self._inner.prepare_weight(role, value, dtype, previous)
         self._weights.note(weight, value, "f32" if role == "router" else dtype)
         return weight

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from polydraft.conformance import core_faults, kv_faults, size_faults
+from polydraft.conformance import core_faults, kv_faults, packing_faults, size_faults
 from polydraft.conformance import fault_injection as by
 from polydraft.conformance import hidden_faults as hidden
 from polydraft.conformance.core_faults import Fault
@@ -305,6 +305,12 @@ def _core(id_: str, title: str, source: str, killer: str, fault: Fault, needs: s
 def _kept(id_: str, title: str, source: str, change: kv_faults.Change, kv: str = "int8") -> Mutant:
     """A mutant that stores quantised rows in a wrong way."""
     return Mutant(id_, title, source, f"L2/rope_kv_write/kv-{kv}", kv_faults.stores(change), "kv_dtypes")
+
+
+def _packed(id_: str, title: str, source: str, packing: str, change: Callable[[Any], Any]) -> Mutant:
+    """A mutant whose `linear` reads packed weights in a wrong way."""
+    broken = by.computed("linear", _seeing(weight=packing_faults.reading(change)))
+    return Mutant(id_, title, source, f"L2/linear/packed-{packing}", broken, "weight_packings")
 
 
 def _biased_weights(golden: by.Golden, a: Any, n: int) -> None:
@@ -877,6 +883,19 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
     _kept("M68", "exponents one too small", "rounding a logarithm down", kv_faults.too_small),
     _kept("M69", "numbers cut instead of rounded", "a cast to int8", kv_faults.truncated),
     _kept("M70", "numbers below the normal ones of fp8 lost", "conversions that flush", kv_faults.flushed, "fp8"),
+    _packed("M131", "scales of the next block", "off by one", "int4-group32", packing_faults.neighbour),
+    _packed("M132", "scales of blocks transposed", "row and column mixed up", "fp8-block128", packing_faults.transposed),
+    _packed("M133", "zero points one higher", "files that store 1 less", "int4-group64-zeros", packing_faults.zero_off_by_one),
+    _packed("M134", "low and high nibble swapped", "another order of halves", "int4-channel", packing_faults.swapped),
+    _packed("M135", "a group that ends a column late", "off by one", "int4-group128", packing_faults.border),
+    Mutant(
+        "M136",
+        "activations of all rows rounded with one scale",
+        "a reduction over the whole launch",
+        "L2/linear/packed-int8-channel-a8",
+        by.computed("linear", _seeing(x=packing_faults.rounded_together)),
+        "weight_packings",
+    ),
     _kept("M71", "exponents of fp8 rows one too small", "448 taken for 512", kv_faults.too_small, "fp8"),
     _core(
         "M72",

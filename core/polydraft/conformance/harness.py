@@ -42,6 +42,7 @@ from polydraft.contracts.composite import Composite, CompositeArgs
 from polydraft.contracts.inputs import POISON, Kernel, Poison, arrays, contract_of, dtype_of, kept, limits_of, namespace, symbols
 from polydraft.contracts.kv_quant import Kv, quanta, quantise
 from polydraft.contracts.large import taken
+from polydraft.contracts.packing import PackedWeight
 from polydraft.device import DTYPES, Array, Buffer, Device, Launch, Staging, Stream
 from polydraft.errors import ContractError
 
@@ -371,7 +372,8 @@ def _buffers(contract: Contract, case: Case, device: Device, table: KernelTable,
             rows = kept(value, act, kv)
             values[name].write_logical(rows.k.astype(np.float32), rows.v.astype(np.float32))
         else:
-            single = value if act == "f32" else from_host(to_host(value, act), act).astype(np.float32)
+            packed = isinstance(value, PackedWeight)
+            single = value if packed or act == "f32" else from_host(to_host(value, act), act).astype(np.float32)
             values[name] = table.prepare_weight(weight_role(name, spec), single, act)
     return values
 

@@ -26,6 +26,7 @@ from polydraft.contracts.inputs import generated as random_case
 from polydraft.contracts.kernels.rope_kv_write import border_case
 from polydraft.contracts.kv_quant import KV_DTYPES, Kv
 from polydraft.contracts.large import large, large_names, models, of_model, surprise
+from polydraft.contracts.packing import PACKINGS
 from polydraft.sentinels import Phase
 
 DEEP_SEEDS: Final = 500
@@ -91,6 +92,8 @@ def _of_kernel(kernel: Kernel, options: Options, *, optional: bool) -> Iterator[
         yield check("other-dtypes", _other_dtypes, options)
         yield check("invariant-mode", _invariant_mode, needs=("row_invariant",))
     yield from (check(f"kv-{kv}", _quantised, kv, needs=("kv_dtypes",)) for kv in (KV_DTYPES if _has_cache(kernel) else ()))
+    packings = PACKINGS if kernel.packed_cases else ()
+    yield from (check(f"packed-{one}", _packed, one, needs=("weight_packings",)) for one in packings)
     for capability in contract_of(kernel).optional_cases:
         yield check(capability.replace("_", "-"), _optional, capability, needs=(capability,))
     if _is_rowwise(kernel):
@@ -465,6 +468,22 @@ def _optional(kernel: Kernel, capability: str, target: Target, tally: Tally) -> 
             _run(kernel, case, opened, tally, act=act, command=target.command, kv=kv)
 
 
+def _packed(kernel: Contract, packing: str, target: Target, tally: Tally) -> None:
+    """The cases of a packing, in every dtype that is declared, and by the kernels of a row-invariant engine, whose rows are the
+    same alone."""
+    declared = target.info.capabilities
+    if packing not in declared.weight_packings:
+        raise Unsupported(f"weights packed as {packing} are not declared")
+    assert kernel.packed_cases
+    modes = [(dtype, False) for dtype in declared.dtypes] + [(declared.dtypes[0], True)] * declared.row_invariant
+    for act, invariant in modes:
+        opened, _ = opened_for(target, kernel, act, row_invariant=invariant)
+        for case in kernel.packed_cases(packing):
+            _run_guarded(kernel, case, opened, tally, act=act, command=target.command)
+            if invariant:
+                _each_row_alone(kernel, case, opened, tally, act=act)
+
+
 def _is_rowwise(kernel: Contract) -> bool:
     """Whether every buffer has one row a launched row, so that rows can be run one by one."""
     specs = [s for s in kernel.args.specs().values() if not isinstance(s, ParamSpec)]
@@ -477,17 +496,19 @@ def _is_rowwise(kernel: Contract) -> bool:
 def _row_alone(kernel: Contract, target: Target, tally: Tally) -> None:
     """A row's bits do not depend on how many rows are launched, nor on its place: the claim `row_invariant`."""
     opened, act = opened_for(target, kernel, row_invariant=True)
-    table = opened.table
     cases = [random_case(kernel, seed) for seed in range(SEEDS)]
     for case in [case for case in cases if case.n > 1][:4]:
-        together = run_kernel(kernel, case, opened.device, table, act=act)
-        specs = kernel.args.specs()
-        rows = [n for n, s in specs.items() if isinstance(s, TensorSpec) and n in case.arrays and case.arrays[n] is not None]
-        for row in {0, case.n - 1}:
-            moved = {**case.arrays, **{name: np.roll(case.arrays[name], -row, axis=0) for name in rows}}
-            alone = run_kernel(kernel, replace(case, arrays=moved, n=1), opened.device, table, act=act)
-            for name, spec in specs.items():
-                if isinstance(spec, TensorSpec) and spec.access != "in":
-                    tally.equal(
-                        f"{name} of row {row} alone (seed case {case.name})", bits(alone[name][0]), bits(together[name][row])
-                    )
+        _each_row_alone(kernel, case, opened, tally, act=act)
+
+
+def _each_row_alone(kernel: Contract, case: Case, opened: Opened, tally: Tally, *, act: str) -> None:
+    """The first and the last row of a case, alone and among the others."""
+    together = run_kernel(kernel, case, opened.device, opened.table, act=act)
+    specs = kernel.args.specs()
+    rows = [n for n, s in specs.items() if isinstance(s, TensorSpec) and n in case.arrays and case.arrays[n] is not None]
+    for row in {0, case.n - 1}:
+        moved = {**case.arrays, **{name: np.roll(case.arrays[name], -row, axis=0) for name in rows}}
+        alone = run_kernel(kernel, replace(case, arrays=moved, n=1), opened.device, opened.table, act=act)
+        for name, spec in specs.items():
+            if isinstance(spec, TensorSpec) and spec.access != "in":
+                tally.equal(f"{name} of row {row} alone (case {case.name})", bits(alone[name][0]), bits(together[name][row]))

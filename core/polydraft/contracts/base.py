@@ -289,7 +289,8 @@ class Contract:
     `feature` is the one of `FEATURES` that it belongs to; "" of a plugin's contract, which no claim is about. `compute`: a kernel
     of the arithmetic, of which a claim needs one at least to be the backend's own. `symbols`: what shape symbols count that this
     contract has for itself.
-    `optional_cases` has cases that are asked only of backends that declare a capability, by its name.
+    `optional_cases` has cases that are asked only of backends that declare a capability, by its name. `packed_cases(packing)` has
+    cases whose weights are packed, for backends that declare that packing; None where weights are never packed.
     `generate(rng)` draws a small case, `generate(rng, sizes)` one in which the named sizes are as asked. `grows` has the names
     that may be asked for (shape symbols and parameters), each with the sizes that the kit tries one at a time
     (`contracts/sizes.py`). `independent`: shape symbols along which no place looks at another, so that a large case may repeat
@@ -319,6 +320,7 @@ class Contract:
     grows: Mapping[str, Ladder] = field(default_factory=dict)
     independent: tuple[str, ...] = ()
     optional_cases: Mapping[str, Callable[[], Iterator[Case]]] = field(default_factory=dict)
+    packed_cases: Callable[[str], Iterator[Case]] | None = None
 
     @property
     def key(self) -> str:

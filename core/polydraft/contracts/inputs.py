@@ -34,6 +34,7 @@ from polydraft.contracts.base import (
 from polydraft.contracts.compare import EPS, from_host, to_host
 from polydraft.contracts.composite import Composite, as_contract
 from polydraft.contracts.kv_quant import quantise
+from polydraft.contracts.packing import PackedWeight
 from polydraft.device import DTYPES, Array
 from polydraft.errors import ContractError
 
@@ -156,6 +157,8 @@ def _shape(contract: Contract, case: Case, name: str, spec: TensorSpec | OpaqueS
         return None
     if isinstance(value, LogicalCache):
         return None
+    if isinstance(value, PackedWeight):
+        return value.shape
     wanted = DTYPES["f32"] if isinstance(spec, OpaqueSpec) or spec.dtype in FLEXIBLE else DTYPES[spec.dtype]
     if not isinstance(value, np.ndarray) or value.dtype != wanted:
         raise _unusable(contract, case, name, f"{getattr(value, 'dtype', type(value))}", f"an array of {wanted}")
@@ -211,7 +214,8 @@ def dtype_of(contract: Contract, case: Case, name: str, act: str) -> str:
 
 def namespace(contract: Contract, case: Case, act: str = "f32", poison: Poison = POISON, kv: str = "") -> SimpleNamespace:
     """Return fresh arguments for a golden: floats rounded to their dtype and widened to float64, integers as they are,
-    outputs poisoned, caches as `LogicalCache`, quantised where `kv` says so, metadata and absent arguments None."""
+    outputs poisoned, caches as `LogicalCache`, quantised where `kv` says so, packed weights as they are, metadata and absent
+    arguments None."""
     a = SimpleNamespace(**case.params)
     for name, spec in contract.args.specs().items():
         value = case.arrays.get(name)
@@ -228,7 +232,7 @@ def namespace(contract: Contract, case: Case, act: str = "f32", poison: Poison =
             value = tuple(_rounded(one, dtype_of(contract, case, column_name(name, i), act)) for i, one in enumerate(columns))
         elif isinstance(value, LogicalCache):
             value = kept(value, act, kv)
-        elif value is not None:
+        elif value is not None and not isinstance(value, PackedWeight):
             value = _rounded(value, act)
         setattr(a, name, value)
     return a

@@ -19,6 +19,7 @@ from polydraft import hooks
 from polydraft.backend import BackendInfo, ForwardMeta, KernelTable, PackNotes, RowOrder
 from polydraft.contracts.base import Provider
 from polydraft.contracts.kv_quant import KV_DTYPES
+from polydraft.contracts.packing import PACKINGS
 from polydraft.device import Buffer, Device, Event, GraphCapture, Staging, Stream
 from polydraft.errors import PluginError, PolydraftError
 
@@ -385,6 +386,9 @@ def check_info(name: str, have: Collection[str], info: BackendInfo) -> BackendIn
         ),
         f"kv_dtypes {caps.kv_dtypes!r}, wanted some of {', '.join(KV_DTYPES)} or none; name those that its caches take": (
             all(kv in KV_DTYPES for kv in caps.kv_dtypes)
+        ),
+        f"weight_packings {caps.weight_packings!r}, wanted some of {', '.join(PACKINGS)} or none; name those that linear takes": (
+            all(packing in PACKINGS for packing in caps.weight_packings)
         ),
         f"row_order {caps.row_order!r}, wanted one of {', '.join(get_args(RowOrder))}; correct it": (
             caps.row_order in get_args(RowOrder)

@@ -14,7 +14,8 @@ from polydraft.backend import BackendInfo, Cache, CacheSpec, KernelTable, PackNo
 from polydraft.contracts.arguments import check_records
 from polydraft.contracts.base import Args, Limits, Provider, Workspace
 from polydraft.contracts.composite import CompositeArgs
-from polydraft.device import Array, Buffer, Device, Launch
+from polydraft.contracts.packing import Matrix
+from polydraft.device import Buffer, Device, Launch
 from polydraft.errors import CapabilityError, PluginError
 from polydraft.plugins.checks import PartialTable
 
@@ -118,7 +119,7 @@ class BoundTable:
     instruments: tuple[Binder, ...] = ()
     _workspaces: list[DeviceWorkspace] = field(default_factory=list, repr=False)
 
-    def prepare_weight(self, role: str, value: Array, dtype: str, previous: Weight | None = None) -> Weight:
+    def prepare_weight(self, role: str, value: Matrix, dtype: str, previous: Weight | None = None) -> Weight:
         """As `KernelTable.prepare_weight`, by the backend."""
         return self.backend.prepare_weight(role, value, dtype, previous)
 

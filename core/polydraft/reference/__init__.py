@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from polydraft._version import __version__
 from polydraft.backend import BackendInfo, Capabilities
+from polydraft.contracts.packing import PACKINGS
 from polydraft.hooks import hookimpl
 
 if TYPE_CHECKING:
@@ -24,7 +25,12 @@ if TYPE_CHECKING:
 
 DEVICES = ("cpu", "queued")
 CAPABILITIES = Capabilities(
-    dtypes=("f32",), row_invariant=True, pool_temporaries=True, kv_dtypes=("int8", "fp8"), sliding_window=True
+    dtypes=("f32",),
+    row_invariant=True,
+    pool_temporaries=True,
+    kv_dtypes=("int8", "fp8"),
+    weight_packings=tuple(PACKINGS),
+    sliding_window=True,
 )
 QUEUED = dataclasses.replace(CAPABILITIES, asynchronous=True, graph_capture=True)
 """What it can do on `queued`: the same kernels, with order and graphs that a plain call cannot show."""

@@ -15,6 +15,7 @@ from polydraft.device import Array
 from polydraft.reference.experts import expert_mlp
 from polydraft.reference.forward_meta import KEY_CHUNK
 from polydraft.reference.numeric_kernels import layout_of
+from polydraft.reference.packed_weights import rounding
 from polydraft.reference.provider import Kernel, Run
 
 TILE_ROWS = 8
@@ -39,10 +40,10 @@ def linear(a: Any, limits: Limits) -> Run:
     """x @ W.T + b in tiles of rows."""
     del limits
     weight: Array = a.weight.array
-    bias = None if a.bias is None else a.bias.array
+    bias, rounded = None if a.bias is None else a.bias.array, rounding(a.weight.packing)
 
     def run(n: int) -> None:
-        a.out[:n] = tiled_product(weight, a.x[:n])
+        a.out[:n] = tiled_product(weight, rounded(a.x[:n]))
         if bias is not None:
             a.out[:n] += bias
 

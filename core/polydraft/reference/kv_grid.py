@@ -26,10 +26,12 @@ def to_grid(rows: Array, kv: str) -> Array:
     exponent = np.clip(np.where(amax > 0.0, exponent, LEAST), LEAST, MOST)
     with np.errstate(all="ignore"):  # of broken rows, and of numbers far below or above the range of exponents
         q = np.ldexp(rows, -exponent)
-        if kv == "fp8":  # to whole eighths of the power of two below, which is 2**-6 at least
-            place = np.maximum(np.frexp(q)[1] - 1, -6) - 3
-            q = np.ldexp(np.rint(np.ldexp(q, -place)), place)
-        else:
-            q = np.rint(q)
+        q = nearest_fp8(q) if kv == "fp8" else np.rint(q)
         q = np.clip(q, -np.ldexp(most, whole), np.ldexp(most, whole))
     return np.where(np.isfinite(amax), np.ldexp(q, exponent), np.float32(np.nan)).astype(np.float32, copy=False)
+
+
+def nearest_fp8(q: Array) -> Array:
+    """Whole eighths of the power of two below each number, which is 2**-6 at least; numbers beyond 448 are not cut."""
+    place = np.maximum(np.frexp(q)[1] - 1, -6) - 3
+    return np.asarray(np.ldexp(np.rint(np.ldexp(q, -place)), place))

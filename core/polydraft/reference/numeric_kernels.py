@@ -15,6 +15,7 @@ from polydraft.contracts.kernels.rope_kv_write import turns
 from polydraft.device import Array
 from polydraft.reference.forward_meta import Layout, Segment, build_layout
 from polydraft.reference.kv_grid import to_grid
+from polydraft.reference.packed_weights import rounding
 from polydraft.reference.provider import Kernel, Run, plain
 from polydraft.reference.sampling import argmax, gumbel_noise, noise_and_sample, process_logits, sample
 
@@ -63,23 +64,23 @@ def linear(a: Any, limits: Limits) -> Run:
     del limits
     weight: Array = a.weight.array
     bias = None if a.bias is None else a.bias.array
-    transposed = weight.T
+    transposed, rounded = weight.T, rounding(a.weight.packing)
 
     def run(n: int) -> None:
-        out = a.out[:n]
+        out, x = a.out[:n], rounded(a.x[:n])
         if n <= GEMV_ROWS:
             for row in range(n):
-                np.matmul(weight, a.x[row], out=out[row])
+                np.matmul(weight, x[row], out=out[row])
             if bias is not None:
                 out += bias
         elif n >= GEMM_DIRECT_ROWS:
-            np.matmul(a.x[:n], transposed, out=out)
+            np.matmul(x, transposed, out=out)
             if bias is not None:
                 out += bias
         elif bias is None:
-            out[...] = np.matmul(weight, a.x[:n].T).T
+            out[...] = np.matmul(weight, x.T).T
         else:
-            np.add(np.matmul(weight, a.x[:n].T).T, bias, out=out)
+            np.add(np.matmul(weight, x.T).T, bias, out=out)
 
     return run
 

@@ -12,19 +12,21 @@ import numpy as np
 
 from polydraft.backend import CacheSpec, Weight
 from polydraft.contracts.base import Provider
+from polydraft.contracts.packing import Matrix, Packing
 from polydraft.device import Array
 from polydraft.errors import ContractError
 from polydraft.reference.kv_grid import to_grid
+from polydraft.reference.packed_weights import packing_of, unpacked
 from polydraft.reference.provider import Kernel
 
 
 class NumpyWeight:
-    """A weight as a C-contiguous float32 array, in its canonical shape."""
+    """A weight as a C-contiguous float32 array, in its canonical shape, and how it came packed."""
 
-    __slots__ = ("array", "role")
+    __slots__ = ("array", "packing", "role")
 
-    def __init__(self, role: str, array: Array) -> None:
-        self.role, self.array = role, array
+    def __init__(self, role: str, array: Array, packing: Packing | None = None) -> None:
+        self.role, self.array, self.packing = role, array, packing
 
     @property
     def nbytes(self) -> int:
@@ -98,17 +100,17 @@ class NumpyTable:
         self.versions: Mapping[str, int] = {n: 1 if n in COMPOSITES else REGISTRY[n].version for n in chosen}
         self._device = device
 
-    def prepare_weight(self, role: str, value: Array, dtype: str, previous: Weight | None = None) -> Weight:
+    def prepare_weight(self, role: str, value: Matrix, dtype: str, previous: Weight | None = None) -> Weight:
         """Keep the canonical array in float32; `previous` is refilled at its address."""
         if dtype != "f32":
             raise ContractError(f"the reference backend computes in f32, got dtype {dtype!r}; leave --dtype on auto")
         if previous is None:
-            return NumpyWeight(role, np.ascontiguousarray(value, np.float32))
+            return NumpyWeight(role, unpacked(value), packing_of(value))
         target: Array = previous.array  # type: ignore[attr-defined]
         if target.shape != value.shape:
             raise ContractError(f"weight update: got shape {value.shape}, wanted {target.shape}; load the same architecture")
         self._device.settle()
-        np.copyto(target, value)
+        np.copyto(target, unpacked(value))
         return previous
 
     def allocate_cache(self, spec: CacheSpec) -> NumpyCache:

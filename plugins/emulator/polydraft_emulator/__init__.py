@@ -47,6 +47,7 @@ class Emulator:
         captured. Raises `ConfigError` for an unknown option."""
         from polydraft.contracts import COMPOSITES, REGISTRY
         from polydraft.contracts.kv_quant import KV_DTYPES
+        from polydraft.contracts.packing import PACKINGS
         from polydraft.reference.table import kernel_names
         from polydraft_emulator.options import ROWS, parse
 
@@ -60,6 +61,7 @@ class Emulator:
             row_order=ROWS[options.rows],
             pool_temporaries=True,
             kv_dtypes=KV_DTYPES,
+            weight_packings=tuple(PACKINGS),
             sliding_window=True,
         )
         return BackendInfo(

@@ -7,6 +7,7 @@ raises), and buffers that a composite declares dead are poisoned afterwards. Not
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -18,9 +19,11 @@ from polydraft.backend import CacheSpec, Weight
 from polydraft.contracts import COMPOSITES, REGISTRY
 from polydraft.contracts.base import CAPACITY, Access, Args, ColumnsSpec, Contract, Limits, OpaqueSpec, TensorSpec, Workspace
 from polydraft.contracts.composite import CompositeArgs, name_of
+from polydraft.contracts.packing import Matrix
 from polydraft.device import Array, Launch
 from polydraft.errors import ContractError
 from polydraft.reference.device import poison_array
+from polydraft.reference.packed_weights import packing_of, unpacked
 from polydraft.reference.provider import Kernel
 from polydraft.reference.table import kernels
 from polydraft.sentinels import Phase
@@ -73,7 +76,7 @@ class Binding:
         if isinstance(spec, OpaqueSpec):
             if spec.kind == "cache":
                 return SimpleNamespace(kv=view, spec=memory.spec)  # type: ignore[attr-defined]  # a cache has one
-            return SimpleNamespace(array=view)
+            return SimpleNamespace(array=view, packing=memory.packing)  # type: ignore[attr-defined]  # of a weight
         if spec.access == "out":
             counted = "N" if contract.unit == "any" else CAPACITY[contract.unit]
             if spec.symbols[0] == counted or spec.pad != "any":  # a record may end before its memory does
@@ -180,15 +183,16 @@ class EmulatorTable:
         self.versions: Mapping[str, int] = {n: 1 if n in COMPOSITES else REGISTRY[n].version for n in chosen}
         self._device = device
 
-    def prepare_weight(self, role: str, value: Array, dtype: str, previous: Weight | None = None) -> EmulatorWeight:
+    def prepare_weight(self, role: str, value: Matrix, dtype: str, previous: Weight | None = None) -> EmulatorWeight:
         """A copy in float32. `previous` is refilled at its address, at once and in no stream's order: an error while work in
         flight uses it."""
         if dtype != "f32":
             raise ContractError(f"the emulator computes in f32, got dtype {dtype!r}; leave --dtype on auto")
         device = self._device
         if previous is None:
-            device.reserve(f"a weight ({role})", 4 * value.size)
-            weight: EmulatorWeight = device.keep(EmulatorWeight(role, np.array(value, np.float32, order="C"), device.guard))
+            device.reserve(f"a weight ({role})", 4 * math.prod(value.shape))
+            own = np.array(unpacked(value), np.float32, order="C")
+            weight: EmulatorWeight = device.keep(EmulatorWeight(role, own, device.guard, packing_of(value)))
             return weight
         assert isinstance(previous, EmulatorWeight), "core hands back what it was given"
         device.executor.refuse_in_capture(f"refilling {previous.name}")
@@ -196,7 +200,7 @@ class EmulatorTable:
         target = device.bound(previous)[1]
         if target.shape != value.shape:
             raise ContractError(f"weight update: got shape {value.shape}, wanted {target.shape}; load the same architecture")
-        np.copyto(target, value)
+        np.copyto(target, unpacked(value))
         return previous
 
     def allocate_cache(self, spec: CacheSpec) -> EmulatorCache:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from polydraft.backend import CacheSpec
+from polydraft.contracts.packing import Packing
 from polydraft.device import Array
 from polydraft.errors import DeviceError, GraphBufferError
 from polydraft.reference.device import poison_array
@@ -116,13 +117,13 @@ class EmulatorBuffer(Memory):
 
 
 class EmulatorWeight(Memory):
-    """A prepared weight: float32, canonical shape."""
+    """A prepared weight: float32, canonical shape, and how it came packed."""
 
-    __slots__ = ("role",)
+    __slots__ = ("packing", "role")
 
-    def __init__(self, role: str, array: Array, guard: Guard) -> None:
+    def __init__(self, role: str, array: Array, guard: Guard, packing: Packing | None = None) -> None:
         super().__init__(f"weight ({role})", array, guard)
-        self.role = role
+        self.role, self.packing = role, packing
 
 
 class EmulatorCache(Memory):

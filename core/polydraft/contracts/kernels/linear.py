@@ -1,16 +1,19 @@
 """Defines `linear`: multiply every row by a weight matrix and add an optional bias.
 
-All projections and the language-model head launch it. It never applies an activation and never looks at slots.
+All projections and the language-model head launch it. It never applies an activation and never looks at slots. The matrix may be
+packed (`contracts/packing.py`), where a backend declares that it takes it so.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from polydraft.contracts.base import REGISTRY, Args, Array, Case, Contract, opaque, tensor
+from polydraft.contracts.packing import PACKINGS, Packing, multiplied, pack
 from polydraft.contracts.sizes import INPUTS, ROWS, SMALL, VOCABULARY, Sizes, fitted, launched, several
 from polydraft.device import Buffer
 
@@ -26,15 +29,17 @@ class LinearV1(Args):
 
 def golden(a: Any, n: int) -> None:
     """One sum of products an output element."""
+    x, weight = multiplied(a.x, a.weight)
     for r in range(n):
-        for o in range(len(a.weight)):
-            a.out[r, o] = (a.x[r] * a.weight[o]).sum() + (0.0 if a.bias is None else a.bias[o])
+        for o in range(len(weight)):
+            a.out[r, o] = (x[r] * weight[o]).sum() + (0.0 if a.bias is None else a.bias[o])
 
 
 def scale(a: Any, n: int) -> Mapping[str, Array]:
     """Sum of absolute terms of each element."""
-    magnitude = np.zeros((len(a.x), len(a.weight)))
-    magnitude[:n] = np.abs(a.x[:n]) @ np.abs(a.weight).T + (0.0 if a.bias is None else np.abs(a.bias))
+    x, weight = multiplied(a.x, a.weight)
+    magnitude = np.zeros((len(x), len(weight)))
+    magnitude[:n] = np.abs(x[:n]) @ np.abs(weight).T + (0.0 if a.bias is None else np.abs(a.bias))
     return {"out": magnitude}
 
 
@@ -68,6 +73,30 @@ def cases() -> Iterator[Case]:
     yield _case("rows_beyond_the_launch_are_not_read", unused, weight, 4, bias=bias)
 
 
+def packed_cases(packing: str) -> Iterator[Case]:
+    """Cases of a packing, by its name: its scales, zero points and columns all differ."""
+    kind, rng = PACKINGS[packing], np.random.default_rng(25)
+    x = rng.standard_normal((5, 300), np.float32) * np.float32([[1], [2], [4], [8], [16]])  # rows of their own magnitudes
+    magnitudes = np.float32(2) ** rng.integers(-3, 3, (-(-150 // 8), -(-300 // 16)))
+    grown = np.kron(magnitudes, np.ones((8, 16), np.float32))[:150, :300] * rng.standard_normal((150, 300), np.float32)
+    matrix = np.asarray(grown + grown.std() * rng.standard_normal((150, 1)), np.float32)
+    for name, outputs, inputs, n in (("scales_differ", 150, 300, 5), ("odd_columns", 19, 37, 4), ("one_row", 33, 160, 1)):
+        bias = rng.standard_normal(outputs, np.float32)
+        yield _packed(kind, _case(f"{name} {packing}", x[:, :inputs].copy(), matrix[:outputs, :inputs].copy(), n, bias=bias))
+    broken = x[:, :160].copy()
+    broken[1, 140], broken[2] = np.nan, 0.0
+    yield _packed(kind, _case(f"nan_row_and_zero_row_stay_alone {packing}", broken, matrix[:20, :160].copy(), 5))
+    zeros = matrix[:20, :160].copy()
+    zeros[3], zeros[:, 32:64] = 0.0, 0.0
+    yield _packed(kind, _case(f"zero_weights {packing}", x[:, :160].copy(), zeros, 5, dtype="f32"))
+    wide = rng.standard_normal((19, 256), np.float32)
+    yield _packed(kind, _case(f"more_rows_than_a_tile {packing}", wide, rng.standard_normal((67, 256), np.float32), 18))
+
+
+def _packed(packing: Packing, case: Case) -> Case:
+    return replace(case, arrays={**case.arrays, "weight": pack(case.arrays["weight"], packing)})
+
+
 def generate(rng: np.random.Generator, sizes: Sizes = SMALL) -> Case:
     """Random rows and matrix, bias on or off."""
     rows, inputs, outputs = (int(v) for v in rng.integers((1, 1, 1), (10, 30, 12)))
@@ -96,5 +125,6 @@ CONTRACT = REGISTRY.add(
         compute=True,
         grows={"N": ROWS, "I": INPUTS, "O": VOCABULARY},
         independent=("N", "O"),
+        packed_cases=packed_cases,
     )
 )

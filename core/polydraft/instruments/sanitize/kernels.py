@@ -12,7 +12,8 @@ from typing import Any
 from polydraft.backend import Cache, CacheSpec, ForwardMeta, KernelTable, PassBuffers, Weight
 from polydraft.contracts.base import Args
 from polydraft.contracts.composite import CompositeArgs
-from polydraft.device import Array, Graph, GraphCapture, Launch, Stream
+from polydraft.contracts.packing import Matrix
+from polydraft.device import Graph, GraphCapture, Launch, Stream
 from polydraft.instruments.sanitize.accesses import Declaration, Touch, declare
 from polydraft.instruments.sanitize.checker import Checker
 from polydraft.instruments.sanitize.device import WatchedDevice
@@ -104,7 +105,7 @@ class WatchedFactories:
     providers: Any
     versions: Any
 
-    def prepare_weight(self, role: str, value: Array, dtype: str, previous: Weight | None = None) -> Weight:
+    def prepare_weight(self, role: str, value: Matrix, dtype: str, previous: Weight | None = None) -> Weight:
         """A new weight, or a refill in place, which nothing in flight may still read."""
         trace = self.checker.trace("preparation of a weight")
         if previous is not None:

@@ -1,0 +1,263 @@
+"""Defines packed weights: which numbers of few bits stand for a matrix, and how activations are rounded beside them.
+
+Goldens, the loader and the kit call it in NumPy. A checkpoint is read into this form whatever its own layout is, without a float
+copy; how a backend lays a packed weight out in memory is its own business (`prepare_weight`).
+
+Weights of few bits with scales by channel and group: Frantar et al. 2022, GPTQ; Lin et al. 2023, AWQ. Activations rounded by
+token: Xiao et al. 2022, SmoothQuant; by 128 columns of a token beside blocks of 128 x 128: DeepSeek-AI 2024, DeepSeek-V3. E4M3:
+Micikevicius et al. 2022, FP8 Formats for Deep Learning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final, Literal
+
+import numpy as np
+
+from polydraft.contracts.compare import from_host, to_host
+from polydraft.device import Array
+from polydraft.errors import ContractError
+
+Number = Literal["int8", "int4", "fp8"]
+LARGEST: Final[Mapping[str, float]] = {"int8": 127.0, "int4": 7.0, "fp8": 448.0}
+"""Of the numbers of a weight that is packed here, of either sign; stored int8 and int4 may also be -128 and -8."""
+MIDDLE: Final = 8
+"""What stands for 0 among the int4 of a packing without zero points, which are stored as 0 to 15."""
+LEAST_SCALE: Final = 2.0**-100
+"""Of activations: a row of zeros has one, too."""
+CANDIDATES: Final = (7.0, 7.5, 8.0)
+"""By what the largest number of a group of int4 is divided: the scale that leaves the smallest sum of squared errors is taken."""
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How a matrix [outputs, inputs] is packed: weight = (number - zero) * scale.
+
+    `number`: how each is stored. A scale is of `rows` outputs and `columns` inputs (0: all of them); the last block of a matrix
+    may be smaller. `zeros`: each scale has a zero point from 0 to 15 beside it (int4). `activations`: rows of activations are
+    rounded to the same kind of number, each `columns` of a row with a scale of their own (`rounded`), and not at all without."""
+
+    number: Number
+    rows: int = 1
+    columns: int = 0
+    zeros: bool = False
+    activations: bool = False
+
+    @property
+    def name(self) -> str:
+        """As capabilities, plans and checks call it: "int4-group128-zeros", "int8-channel-a8"."""
+        grain = f"block{self.columns}" if self.rows > 1 else f"group{self.columns}" if self.columns else "channel"
+        return f"{self.number}-{grain}{'-zeros' if self.zeros else ''}{'-a8' if self.activations else ''}"
+
+    def scales_of(self, shape: tuple[int, ...]) -> tuple[int, int]:
+        """The shape of the scales, and of the zero points, of a matrix."""
+        outputs, inputs = shape
+        return -(-outputs // self.rows), -(-inputs // self.columns) if self.columns else 1
+
+
+def _packings() -> dict[str, Packing]:
+    found = [Packing("int8"), Packing("int8", activations=True)]
+    found += [Packing("int4", 1, columns, zeros) for zeros in (False, True) for columns in (0, 32, 64, 128)]
+    for rows, columns in ((1, 0), (128, 128)):
+        found += [Packing("fp8", rows, columns), Packing("fp8", rows, columns, activations=True)]
+    return {one.name: one for one in found}
+
+
+PACKINGS: Final[Mapping[str, Packing]] = _packings()
+"""Those that there are, by name. One scale for a whole tensor is a channel's for each of its outputs."""
+
+
+@dataclass(frozen=True, eq=False)
+class PackedWeight:
+    """A matrix [outputs, inputs] in few bits.
+
+    `numbers`: int8 [outputs, inputs]; uint8 [outputs, ceil(inputs / 2)] with two int4, that of the even column in the low half;
+    or uint8 [outputs, inputs], the bits of E4M3. `scales`: float32, shaped as `Packing.scales_of` says. `zeros`: uint8 of that
+    shape, None in a packing without. Raises `ContractError` for arrays of another form."""
+
+    packing: Packing
+    shape: tuple[int, int]
+    numbers: Array
+    scales: Array
+    zeros: Array | None = None
+
+    def __post_init__(self) -> None:
+        outputs, inputs = self.shape
+        width = -(-inputs // 2) if self.packing.number == "int4" else inputs
+        places = self.packing.scales_of(self.shape)
+        wanted = [("numbers", self.numbers, (outputs, width), np.int8 if self.packing.number == "int8" else np.uint8)]
+        wanted += [("scales", self.scales, places, np.float32)]
+        wanted += [("zeros", self.zeros, places, np.uint8)] if self.packing.zeros else []
+        for name, array, shape, dtype in wanted:
+            if array is None or array.shape != shape or array.dtype != dtype:
+                got = None if array is None else f"{array.dtype} {list(array.shape)}"
+                raise ContractError(
+                    f"a weight {list(self.shape)} packed as {self.packing.name}: got {name} {got}, wanted {np.dtype(dtype)} "
+                    f"{list(shape)}; correct what packs it"
+                )
+
+    @property
+    def nbytes(self) -> int:
+        """Of what is stored."""
+        return self.numbers.nbytes + self.scales.nbytes + (0 if self.zeros is None else self.zeros.nbytes)
+
+    @property
+    def ndim(self) -> int:
+        """2, as of the matrix that it stands for."""
+        return len(self.shape)
+
+    def read(self, dtype: type = np.float32) -> Array:
+        """The matrix, each element (number - zero) * scale computed in `dtype`."""
+        return np.asarray((self.signed(dtype) * self._spread(self.scales)), dtype)
+
+    def signed(self, dtype: type = np.float32) -> Array:
+        """number - zero of each element, exact in `dtype`, [outputs, inputs]."""
+        if self.packing.number == "int8":
+            return self.numbers.astype(dtype)
+        if self.packing.number == "fp8":
+            return E4M3[self.numbers].astype(dtype)
+        both = np.stack([self.numbers & 15, self.numbers >> 4], axis=-1).reshape(self.shape[0], -1)[:, : self.shape[1]]
+        return both.astype(dtype) - (MIDDLE if self.zeros is None else self._spread(self.zeros).astype(dtype))
+
+    def _spread(self, places: Array) -> Array:
+        """What is of a block, at each of its elements."""
+        outputs, inputs = self.shape
+        rows = np.repeat(places, self.packing.rows, axis=0)[:outputs] if self.packing.rows > 1 else places
+        return np.repeat(rows, self.packing.columns, axis=1)[:, :inputs] if self.packing.columns else rows
+
+
+Matrix = Array | PackedWeight
+"""A weight in its canonical form, packed or not."""
+
+
+def pack(matrix: Array, packing: Packing) -> PackedWeight:
+    """The packed weight nearest to a float32 matrix [outputs, inputs], each number to the nearest, ties to the even one.
+
+    Scales of int8 and fp8 are the largest magnitude over `LARGEST`. A group of int4 takes the scale of a few that errs least, and
+    with zero points the span of its numbers and 0. Scales of groups are rounded to bfloat16 first: they are many."""
+    outputs, inputs = matrix.shape
+    rows, columns = packing.scales_of(matrix.shape)
+    height, width = packing.rows, packing.columns or inputs
+    padded = np.zeros((rows * height, columns * width), np.float32)
+    padded[:outputs, :inputs] = matrix
+    blocks = padded.reshape(rows, height, columns, width)
+    if packing.zeros:
+        low, high = (np.asarray(reduce(blocks, axis=(1, 3)), np.float32) for reduce in (np.min, np.max))
+        low, high = np.minimum(low, 0), np.maximum(high, 0)
+        scales = _usable((high - low) / np.float32(15), packing)
+        zeros = np.clip(np.rint(-low / scales), 0, 15).astype(np.uint8)
+        found = np.clip(np.rint(blocks / _at(scales)) + _at(zeros), 0, 15)
+        return PackedWeight(packing, (outputs, inputs), _nibbles(_flat(found, matrix)), scales, zeros)
+    most = np.asarray(np.abs(blocks).max(axis=(1, 3), initial=0.0), np.float32)
+    scales = _usable(most / np.float32(LARGEST[packing.number]), packing)
+    if packing.number == "fp8":
+        flat = _flat(blocks / _at(scales), matrix)
+        return PackedWeight(packing, (outputs, inputs), e4m3_bits(flat), scales)
+    if packing.number == "int8":
+        return PackedWeight(
+            packing, (outputs, inputs), _flat(np.clip(np.rint(blocks / _at(scales)), -127, 127), matrix).astype(np.int8), scales
+        )
+    least = np.full(scales.shape, np.inf, np.float32)
+    found = np.zeros_like(blocks)
+    for by in CANDIDATES:
+        tried = _usable(most / np.float32(by), packing)
+        numbers = np.clip(np.rint(blocks / _at(tried)), -8, 7)
+        error = np.square(numbers * _at(tried) - blocks).sum(axis=(1, 3))
+        better = error < least
+        least, scales = np.where(better, error, least), np.where(better, tried, scales)
+        np.copyto(found, numbers, where=_at(better))
+    return PackedWeight(packing, (outputs, inputs), _nibbles(_flat(found + MIDDLE, matrix)), scales)
+
+
+def _at(places: Array) -> Array:
+    """What is of a block [rows, columns], beside its elements [rows, height, columns, width]."""
+    return places[:, None, :, None]
+
+
+def _flat(blocks: Array, matrix: Array) -> Array:
+    rows, height, columns, width = blocks.shape
+    return np.ascontiguousarray(blocks.reshape(rows * height, columns * width)[: matrix.shape[0], : matrix.shape[1]])
+
+
+def _usable(scales: Array, packing: Packing) -> Array:
+    """Scales as they are kept: none is 0, those of groups are bfloat16 numbers."""
+    kept = from_host(to_host(scales, "bf16"), "bf16").astype(np.float32) if packing.columns and packing.rows == 1 else scales
+    return np.where(kept > 0, kept, np.float32(1)).astype(np.float32)
+
+
+def _nibbles(numbers: Array) -> Array:
+    """Two numbers from 0 to 15 a byte, that of the even column in the low half; a last one alone has 0 beside it."""
+    whole = numbers.astype(np.uint8)
+    if whole.shape[1] % 2:
+        whole = np.pad(whole, ((0, 0), (0, 1)))
+    return np.ascontiguousarray(whole[:, ::2] | whole[:, 1::2] << 4)
+
+
+# -- E4M3 ----------------------------------------------------------------------------------------------
+def _e4m3() -> Array:
+    code = np.arange(256)
+    exponent, mantissa = (code >> 3) & 15, code & 7
+    value = np.where(exponent, np.ldexp(1.0 + mantissa / 8, exponent - 7), np.ldexp(mantissa / 8, -6))
+    value[(code & 127) == 127] = np.nan
+    return np.asarray(np.where(code & 128, -value, value), np.float32)
+
+
+E4M3: Final = _e4m3()
+"""The number of each byte, float32 [256]."""
+
+
+def e4m3_bits(values: Array) -> Array:
+    """The byte of the number of E4M3 nearest to each of float32 `values`, ties to the even one, 448 at most; NaN stays NaN."""
+    size = np.minimum(np.abs(values), np.float32(448))
+    known = np.where(np.isnan(size), np.float32(0), size)
+    exponent = np.where(known > 0, np.maximum(np.frexp(known)[1] - 1, -6), -6)
+    steps = np.rint(np.ldexp(known, 3 - exponent)).astype(np.int32)  # 8 to 16 of the last place, fewer below the normal ones
+    code = np.where(exponent == -6, steps, steps + (exponent + 6) * 8)
+    return np.where(np.isnan(size), 127, code | np.where(np.signbit(values), 128, 0)).astype(np.uint8)
+
+
+# -- activations ---------------------------------------------------------------------------------------
+def rounded(x: Array, packing: Packing) -> Array:
+    """Rows of activations [rows, inputs] as a packing has them multiplied, float64; as they are without `activations`.
+
+    Each `columns` of a row have the scale s = max(largest magnitude / LARGEST, LEAST_SCALE), and x becomes s * q: q is the
+    nearest whole number or E4M3 to x / s, ties to the even one. Both quotients are float32 divisions, rounded as IEEE 754 says,
+    so that q and s are the same bits everywhere. Where a magnitude is infinite or NaN, all of its columns are NaN."""
+    if not packing.activations:
+        return np.asarray(x, np.float64)
+    rows, inputs = x.shape
+    width = packing.columns or inputs
+    groups = -(-inputs // width)
+    padded = np.zeros((rows, groups * width), np.float32)
+    padded[:, :inputs] = x
+    blocks = padded.reshape(rows, groups, width)
+    with np.errstate(invalid="ignore", over="ignore"):
+        most = np.abs(blocks).max(axis=-1, keepdims=True, initial=0.0)  # NaN where there is one
+        scale = np.maximum(most / np.float32(LARGEST[packing.number]), np.float32(LEAST_SCALE))
+        scale = np.where(np.isfinite(most), scale, np.float32(np.nan))
+        q = blocks / scale
+    q = E4M3[e4m3_bits(q)] if packing.number == "fp8" else np.rint(q)
+    return np.asarray((q.astype(np.float64) * scale).reshape(rows, -1)[:, :inputs])
+
+
+def multiplied(x: Array, weight: Matrix) -> tuple[Array, Array]:
+    """Rows and matrix as float64, of which `linear` is the product: what both stand for where the weight is packed."""
+    return (rounded(x, weight.packing), weight.read(np.float64)) if isinstance(weight, PackedWeight) else (x, weight)
+
+
+@dataclass(frozen=True)
+class MadeAtLoad:
+    """What `--weights` makes of matrices that a checkpoint has in floats."""
+
+    packing: Packing
+    why: str
+
+
+MADE: Final[Mapping[str, MadeAtLoad]] = {
+    "int8": MadeAtLoad(PACKINGS["int8-channel"], "activations stay as they are, which errs least"),
+    "int4": MadeAtLoad(PACKINGS["int4-group32"], "groups of 32 err least"),
+    "fp8": MadeAtLoad(PACKINGS["fp8-channel"], "activations stay as they are, which errs least"),
+}
+"""By the value of `--weights`."""

@@ -15,6 +15,7 @@ from typing import Any
 
 from polydraft.contracts.kv_quant import KV_DTYPES
 from polydraft.contracts.layout import MAX_COLUMNS
+from polydraft.contracts.packing import MADE, PARTS
 from polydraft.errors import ConfigError
 from polydraft.sampling_params import MAX_SEED
 
@@ -69,6 +70,10 @@ class EngineConfig:
     """Activation dtype: f32, bf16 or f16."""
     kv_dtype: str = AUTO
     """How rows of keys and values are kept: auto in the activation dtype, or int8 with a scale for each row of a head."""
+    weights: str = AUTO
+    """How matrices are kept: auto as the checkpoint has them; int8, int4 or fp8 packs them when they are loaded."""
+    weights_ignore: tuple[str, ...] = ()
+    """What of them is not packed: head (the language-model head), mtp (the MTP head's matrices)."""
     invariant: bool = False
     """Ask for row-invariant arithmetic: text bit-equal for every K, batch, chunk and bucket."""
     kernels: tuple[str, ...] = ()
@@ -102,7 +107,7 @@ class EngineConfig:
     it were. The text then means nothing. () verifies drafts."""
 
     def __post_init__(self) -> None:
-        lists = "kernels", "plugins", "graph_sizes", "accept_schedule", "think_start_ids", "think_end_ids"
+        lists = "kernels", "plugins", "graph_sizes", "accept_schedule", "think_start_ids", "think_end_ids", "weights_ignore"
         for name in (*lists, "proposer_options", "mtp_options"):
             if isinstance(getattr(self, name), str) or not isinstance(getattr(self, name), Iterable):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}, wanted a list; correct it or leave it out")
@@ -127,6 +132,9 @@ class EngineConfig:
                 raise ConfigError(f"accept_schedule has {chance!r}, wanted chances from 0 to 1, one for each draft; correct it")
         self._one_of("variants", (AUTO, "off"))
         self._one_of("kv_dtype", (AUTO, *KV_DTYPES))
+        self._one_of("weights", (AUTO, *MADE))
+        if strange := sorted(set(self.weights_ignore) - set(PARTS)):
+            raise ConfigError(f"weights_ignore has {strange[0]!r}, wanted {' or '.join(PARTS)}; correct it or leave it out")
         self._one_of("verify", (AUTO, *VERIFIERS))
         self._one_of("graph", (AUTO, *GRAPH_MODES))
 

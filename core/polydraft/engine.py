@@ -17,6 +17,7 @@ import numpy as np
 
 from polydraft.backend import DeviceOptions, Weight
 from polydraft.config import AUTO, EngineConfig
+from polydraft.contracts.packing import Matrix, unpacked
 from polydraft.device import Array
 from polydraft.errors import CapabilityError, DeviceError, PolydraftError, RequestError
 from polydraft.host.acceptance_alarms import FLOOR, AcceptanceAlarms
@@ -36,7 +37,18 @@ from polydraft.models.block import Block, lacking
 from polydraft.models.checkpoint import Checkpoint, load_weights
 from polydraft.models.families import FamilyRegistry
 from polydraft.models.tokenizer import Tokenizer
-from polydraft.models.weights import DRAFT_HEAD, Loading, WithDraftHead, check_same_model, prepare, refill, roles, sizes, wanted
+from polydraft.models.weights import (
+    DRAFT_HEAD,
+    Loading,
+    PackedAtLoad,
+    WithDraftHead,
+    check_same_model,
+    prepare,
+    refill,
+    roles,
+    sizes,
+    wanted,
+)
 from polydraft.output.engine_outputs import EngineOutputs, OutputCollector
 from polydraft.output.output_processor import OutputProcessor
 from polydraft.output.request_output import RequestOutput
@@ -48,7 +60,7 @@ from polydraft.program.plan import StepOutcome, StepPlan
 from polydraft.program.points import Points
 from polydraft.program.program import refuse_lacking
 from polydraft.proposers.base import built_in
-from polydraft.resolve import Resolved, resolve
+from polydraft.resolve import Resolved, dequantised, resolve
 from polydraft.sampling import draft_vocab
 from polydraft.sampling.constraints import Constraints
 from polydraft.sampling.processing import checked_stages
@@ -139,13 +151,22 @@ class Engine:
         self._negotiate_again(needs)
         self.table = self.plugins.kernels(self.device)
         self._refuse_strangers()
+        self.packing_errors: Mapping[str, float] = {}
+        """Of each matrix that was packed when it was loaded, by name, what that changed: root mean square over that of all."""
         canonical = self._canonical(self.checkpoint, self.model, table)
         self._custom_blocks = self.checkpoint.custom_blocks()
         self._refuse_lacking_kinds()
         names = wanted(canonical, self.model, drafting=self._draft_layers(), own=self._custom_blocks)
-        nbytes = sizes(self.model, names, dtype=self.resolved.dtype)
+        self._packings = self._taken_packings()
+        packing = self.resolved.packing
+        if packing is not None and packing.name not in self._packings:
+            logging.getLogger(__name__).warning(dequantised(self.info, packing.name, self.resolved.dtype))
+            packing = None
+        nbytes = sizes(self.model, names, dtype=self.resolved.dtype, packing=packing, ignored=self.config.weights_ignore)
         check_weights(self.device, self.resolved, nbytes)
-        self._weights = prepare(self.table, canonical, nbytes, roles(self.model), dtype=self.resolved.dtype, loading=loading)
+        self._weights = prepare(
+            self.table, canonical, nbytes, roles(self.model), dtype=self.resolved.dtype, packings=self._packings, loading=loading
+        )
         self._draft_weights = self.proposers.weights(self.resolved.proposer, self.model, self.config.draft_model)
         brought = self._draft_weights
         own = brought.prepare(self.table, self.model, dtype=self.resolved.dtype) if brought else {}
@@ -219,10 +240,22 @@ class Engine:
         who = f"model {self.model.name} has blocks that launch what backend {self.info.name}"
         refuse_lacking(who, lacking(computed, self.table.providers))
 
-    def _canonical(self, checkpoint: Checkpoint, model: ModelDescription, table: TensorTable) -> Mapping[str, Array]:
-        """The tensors to put onto the device: those of a checkpoint, and the head of a reduced draft vocabulary."""
-        tensors = load_weights(checkpoint, model, table)
-        return tensors if self._draft_ids is None else WithDraftHead(tensors, self._draft_ids)
+    def _canonical(self, checkpoint: Checkpoint, model: ModelDescription, table: TensorTable) -> Mapping[str, Matrix]:
+        """The tensors to put onto the device: those of a checkpoint, and the head of a reduced draft vocabulary, packed where
+        that was asked for."""
+        tensors: Mapping[str, Matrix] = load_weights(checkpoint, model, table)
+        if self._draft_ids is not None:
+            tensors = WithDraftHead(tensors, self._draft_ids)
+        if self.resolved.packing is None:
+            return tensors
+        packed = PackedAtLoad(tensors, model, self.resolved.packing, self.config.weights_ignore)
+        self.packing_errors = packed.errors
+        return packed
+
+    def _taken_packings(self) -> Collection[str]:
+        """The packings that `linear` takes on this device: what the backend declares, unless a kernel pack serves it."""
+        replaced = "linear" in (override.contract for override in self.table.overrides)
+        return () if replaced else self.info.capabilities.weight_packings
 
     def _model_dir(self) -> Path:
         if self.config.model:
@@ -559,7 +592,9 @@ class Engine:
             canonical = self._canonical(checkpoint, model, table)
             try:
                 self._quiesce(running)
-                moved = refill(self.table, canonical, self._weights, roles(self.model), dtype=self.resolved.dtype)
+                moved = refill(
+                    self.table, canonical, self._weights, roles(self.model), dtype=self.resolved.dtype, packings=self._packings
+                )
             finally:
                 self.scheduler.admits = "all"
             stack.pop_all()
@@ -602,7 +637,7 @@ class Engine:
         self.instruments.close()
 
     def canonical_weights(self) -> Mapping[str, Array]:
-        """The weights of the checkpoint by canonical name, float32, each read when it is accessed."""
+        """The weights of the checkpoint by canonical name, float32, each read when it is accessed, as they are there."""
         model, table = self.families.describe(self.checkpoint, self.config.mtp_conventions)
         return load_weights(self.checkpoint, model, table)
 
@@ -611,7 +646,7 @@ class Engine:
         a reduced draft vocabulary. Raises `CheckpointError` where the proposer's checkpoint has changed or is gone."""
         found: dict[str, Array] = {}
         if self._draft_ids is not None and DRAFT_HEAD in names:
-            found[DRAFT_HEAD] = WithDraftHead(self.canonical_weights(), self._draft_ids)[DRAFT_HEAD]
+            found[DRAFT_HEAD] = unpacked(WithDraftHead(self.canonical_weights(), self._draft_ids)[DRAFT_HEAD])
         if self._draft_weights is not None:
             with self._draft_weights.canonical(self.model) as own:
                 found |= {name: own[name] for name in names if name in own}

@@ -17,6 +17,7 @@ from polydraft.config import AUTO, EngineConfig
 from polydraft.contracts import REGISTRY
 from polydraft.contracts.base import Limits
 from polydraft.contracts.kv_quant import Kv
+from polydraft.contracts.packing import MADE, Packing
 from polydraft.errors import CapabilityError
 from polydraft.models.block import Block
 from polydraft.models.description import ModelDescription
@@ -72,6 +73,8 @@ class Resolved:
     """Whether requests share the blocks of a common beginning."""
     proposer_options: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """Every option that the proposer declares."""
+    packing: Packing | None = None
+    """What matrices are packed in when they are loaded."""
 
     def describe(self) -> dict[str, Any]:
         """Name to chosen value, for the `config` of JSON answers."""
@@ -126,6 +129,7 @@ def resolve(
     device = n.choose("device", config.device or default, f"{info.name} opens {info.device_pattern}")
     dtype = _dtype(n)
     kv = _kv(n, dtype)
+    packing = _weights(n, dtype)
     length = _length(n)
     proposer, drafts = _drafts(n, length, tuple(proposers))
     options = _proposer_options(n, proposer, proposer_options(proposer))
@@ -149,7 +153,7 @@ def resolve(
         raise CapabilityError(f"this engine cannot be built: {'; '.join(n.refusals)}")
     return Resolved(
         info.name, device, dtype, proposer, verify, overlap, graph, sizes, config.invariant, limits, tuple(n.decisions), schedule,
-        kv, prefix_cache, options,
+        kv, prefix_cache, options, packing,
     )  # fmt: skip
 
 
@@ -173,6 +177,28 @@ def _kv(n: _Negotiation, dtype: str) -> Kv:
         n.refuse(f"--kv-dtype {asked}: {undeclared}; leave it out or use another --backend")
     reason = "each row of a KV head has a scale of its own; texts are those of another model, and drafts leave them as they are"
     return cast("Kv", n.choose("kv_dtype", asked, reason))
+
+
+def _weights(n: _Negotiation, dtype: str) -> Packing | None:
+    """How matrices are packed when they are loaded."""
+    asked, ignored = n.config.weights, n.config.weights_ignore
+    if ignored and asked == AUTO:
+        n.refuse(f"--weights-ignore {','.join(ignored)}: nothing is packed without --weights; leave it out, or add that")
+    n.choose("weights_ignore", ignored, "of the matrices that --weights packs, which stay as they are")
+    if asked == AUTO:
+        n.choose("weights", dtype, "matrices are kept in the dtype of activations")
+        return None
+    made = MADE[asked]
+    reason = f"{made.why}; drafts leave texts as they are"
+    if made.packing.name not in n.caps.weight_packings:
+        reason = f"{reason}; {dequantised(n.info, made.packing.name, dtype)}"
+    n.choose("weights", made.packing.name, reason)
+    return made.packing
+
+
+def dequantised(info: BackendInfo, packing: str, dtype: str) -> str:
+    """What becomes of weights in a packing that a backend does not declare, as a clause."""
+    return f"backend {info.name} takes no weights packed as {packing}, so they are dequantised to {dtype} when they are loaded"
 
 
 def _length(n: _Negotiation) -> int:

@@ -83,7 +83,7 @@ def test_e4m3_is_every_byte_and_the_nearest():
     for value in [*halves, *np.exp2(rng.uniform(-12, 9.5, 300)).tolist()]:
         exact = Fraction(float(np.float32(value)))
         wanted = min(numbers, key=lambda one: (abs(one[0] - exact), one[1] % 2))[1]
-        assert e4m3_bits(np.float32([value, -value])).tolist() == [wanted, wanted | 128]
+        assert e4m3_bits(np.array([value, -value], np.float32)).tolist() == [wanted, wanted | 128]
 
 
 @each_packing

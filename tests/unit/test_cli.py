@@ -349,6 +349,7 @@ def test_logprobs_as_a_table(generate: Callable[..., Result]):
 def test_explain_in_json(generate: Callable[..., Result]):
     config = generate(PROMPT, "--draft-tokens", "2", "--explain", "--json").json["config"]
     assert config.pop("captured") == []
+    assert config.pop("packing_errors") == {}
     decisions = {decision["name"]: decision for decision in config.pop("decisions")}
     joined = {one["contracts"]: one for one in config.pop("joined")}
     assert joined["residual_add+rms_norm"]["launches"]["greedy.target"] >= 1
@@ -356,6 +357,17 @@ def test_explain_in_json(generate: Callable[..., Result]):
     assert {name: decision["chosen"] for name, decision in decisions.items()} == config
     assert (decisions["draft_tokens"]["asked"], decisions["proposer"]["asked"]) == (2, "auto")
     assert all(decision["reason"] for decision in decisions.values())
+
+
+def test_what_packing_changed_is_told_by_layer(generate: Callable[..., Result]):
+    given = (PROMPT, "--draft-tokens", "2", "--weights", "int4", "--weights-ignore", "head", "--explain")
+    config = generate(*given, "--json").json["config"]
+    assert config["weights"] == "int4-group32"
+    assert 0.05 < config["packing_errors"]["layers.0.qkv"] < 0.15
+    assert "lm_head" not in config["packing_errors"]
+    told = generate(*given).out
+    error = config["packing_errors"]["layers.0.down"]
+    assert re.search(rf"layers\.0 .*qkv \d+\.\d\d%.* down {error:.2%}", told)
 
 
 def test_drafts_of_steps_and_graphs_are_told(generate: Callable[..., Result]):

@@ -20,7 +20,8 @@ ENGINE = (
     "model", "backend", "device", "draft_tokens", "proposer", "proposer_options", "draft_model", "draft_vocab", "mtp_options",
     "verify",
     "max_num_seqs", "max_model_len", "block_size", "num_blocks", "max_batched_tokens", "overlap", "graph", "graph_sizes",
-    "dtype", "kv_dtype", "invariant", "kernels", "variants", "plugins", "allow_cpu_fallback", "logprobs_mode",
+    "dtype", "kv_dtype", "weights", "weights_ignore", "invariant", "kernels", "variants", "plugins", "allow_cpu_fallback",
+    "logprobs_mode",
     "think_start_ids", "think_end_ids",
 )  # fmt: skip
 """Fields of `EngineConfig` that `engine` gives a command options for."""
@@ -144,6 +145,8 @@ def engine(*, max_num_seqs: int) -> Callable[[Command], Command]:
         click.option("--graph-sizes", **sizes, help="Sequences (decode) or rows (prefill) of those graphs."),
         click.option("--dtype", metavar="f32|bf16|f16", help="Precision of activations.  [default: auto]"),
         click.option("--kv-dtype", metavar="auto|int8|fp8", help="How KV rows are kept.  [default: auto, in that precision]"),
+        click.option("--weights", metavar="auto|int8|int4|fp8", help="Pack matrices in fewer bits.  [default: auto, as stored]"),
+        click.option("--weights-ignore", type=names, metavar="head,mtp", help="What --weights leaves in that precision."),
         click.option("--invariant", **flag, help="Arithmetic that gives equal bits for every K, batch and chunk."),
         click.option("--kernels", type=names, metavar="PACK,...", help="Kernel packs to enable, first wins."),
         click.option("--variants", metavar="auto|off", help="Variants of its kernels that have passed here.  [default: auto]"),

@@ -56,7 +56,8 @@ class Run:
 
     def answer(self, *, explain: bool, provenance: bool = False) -> dict[str, Any]:
         """The JSON answer, of schema polydraft.generate/1; with `explain` its `config` has the decisions too, which launches
-        have become one (`joined`) and what was captured, with `provenance` each request who proposed its tokens."""
+        have become one (`joined`), what packing changed (`packing_errors`) and what was captured, with `provenance` each request
+        who proposed its tokens."""
         tokens = Tokens(self.engine.tokenizer)
         resolved = self.engine.resolved
         config = resolved.describe()
@@ -68,6 +69,7 @@ class Run:
                 {"contracts": j.contracts, "by": j.by, "captured": j.captured, "reason": j.why, "launches": dict(launches)}
                 for j, launches in self.engine.runner.joined()
             ]
+            config["packing_errors"] = dict(self.engine.packing_errors)
             config["captured"] = [
                 {
                     "draft_tokens": number, "buckets": list(held.buckets), "left_out": list(held.left_out), "graphs": held.graphs,

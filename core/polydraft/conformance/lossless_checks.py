@@ -18,6 +18,7 @@ from polydraft.conformance.probe import NUM_TOKENS, oracle, prompts
 from polydraft.conformance.serving import Ask, as_expected, serve
 from polydraft.conformance.target import Target
 from polydraft.contracts.kv_quant import KV_DTYPES, Kv
+from polydraft.contracts.packing import MADE
 from polydraft.engine import Engine
 from polydraft.host.draft_policy import DraftView
 from polydraft.output.request_output import RequestOutput
@@ -57,6 +58,8 @@ def checks() -> Iterator[Check]:
         yield Check(f"L5/experts/K{drafts}", partial(_experts, drafts), features=("experts",))
     for kv in KV_DTYPES:
         yield Check(f"L5/kv-{kv}/with-and-without-drafts", partial(_quantised, kv), needs=("kv_dtypes",))
+    for made in MADE:
+        yield Check(f"L5/weights-{made}/with-and-without-drafts", partial(_packed, made), needs=("weight_packings",))
     for number, options in enumerate(SAMPLINGS):
         yield Check(f"L5/sampled/{number}", partial(_sampled, options), features=("sampling",))
 
@@ -234,6 +237,18 @@ def _quantised(kv: Kv, target: Target, tally: Tally) -> None:
     tally.true("drafts were accepted", bool(engine.totals.accepted))
     again = [*asks[-2:], *(replace(ask, arrival=4) for ask in asks[-2:])]
     run(target, tally, again, kv_dtype=kv, max_num_seqs=2, max_batched_tokens=2 * (K + 1) + 1)
+
+
+def _packed(made: str, target: Target, tally: Tally) -> None:
+    """With matrices that were packed when they were loaded, texts are those of the oracle with such matrices."""
+    packing = MADE[made].packing
+    if packing.name not in target.info.capabilities.weight_packings:
+        raise Unsupported(f"weights packed as {packing.name} are not declared")
+    asks = [Ask(prompt, packed=made) for prompt in prompts(5, packed=made)[1:]]
+    run(target, tally, asks, drafts=0, weights=made)
+    engine = run(target, tally, asks, weights=made)
+    tally.true("drafts were accepted", bool(engine.totals.accepted))
+    run(target, tally, asks[-2:], weights=made, max_num_seqs=2, max_batched_tokens=2 * (K + 1) + 1)
 
 
 def _sampled(options: dict[str, Any], target: Target, tally: Tally) -> None:

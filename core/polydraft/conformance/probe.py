@@ -123,28 +123,31 @@ def checkpoint(seed: int = 0, model: Model = "dense") -> Path:
 
 
 @functools.cache
-def oracle(seed: int = 0, kv: str = "", model: Model = "dense") -> OracleModel:
-    """A probe recomputed naively in float64, its KV rows as `kv` says; it remembers the texts it has worked out."""
-    return OracleModel.from_dir(checkpoint(seed, model), kv=kv)
+def oracle(seed: int = 0, kv: str = "", model: Model = "dense", packed: str = "") -> OracleModel:
+    """A probe recomputed naively in float64, its KV rows as `kv` says, its matrices as `--weights` does with `packed`; it
+    remembers the texts it has worked out."""
+    return OracleModel.from_dir(checkpoint(seed, model), kv=kv, weights=packed)
 
 
 @functools.cache
-def prompts(count: int, kv: str = "", model: Model = "dense") -> tuple[tuple[int, ...], ...]:
+def prompts(count: int, kv: str = "", model: Model = "dense", packed: str = "") -> tuple[tuple[int, ...], ...]:
     """The first `count` prompts along whose text every choice has the margin of f32, of the lengths `LENGTHS` in turn."""
     rng = np.random.default_rng(1)
     found: list[tuple[int, ...]] = []
     while len(found) < count:
         prompt = tuple(rng.integers(1, VOCAB, LENGTHS[len(found) % len(LENGTHS)]).tolist())
-        if _tokens_before_a_close_one(prompt, "f32", kv, model) == NUM_TOKENS == certain(prompt, kv=kv, model=model):
+        close = _tokens_before_a_close_one(prompt, "f32", kv, model, packed)
+        if close == NUM_TOKENS == certain(prompt, kv=kv, model=model, packed=packed):
             found.append(prompt)
     return tuple(found)
 
 
 @functools.lru_cache(maxsize=4096)
-def certain(prompt: tuple[int, ...], dtype: str = "f32", kv: str = "", model: Model = "dense") -> int:
+def certain(prompt: tuple[int, ...], dtype: str = "f32", kv: str = "", model: Model = "dense", packed: str = "") -> int:
     """Tokens of a prompt's text before the first close choice: of the target's at any place, of the drafts up to the first
     wrong one behind any place, which are all that rounds depend on. At most `NUM_TOKENS`."""
-    text, close = greedy_text(oracle(kv=kv, model=model), prompt), _tokens_before_a_close_one(prompt, dtype, kv, model)
+    text = greedy_text(oracle(kv=kv, model=model, packed=packed), prompt)
+    close = _tokens_before_a_close_one(prompt, dtype, kv, model, packed)
     for at in range(1, close):
         drafts = text.drafts(len(prompt) + at, min(MOST_DRAFTS, close - at))
         if any(draft.margin < _margin(dtype, kv) for draft in drafts):
@@ -152,9 +155,9 @@ def certain(prompt: tuple[int, ...], dtype: str = "f32", kv: str = "", model: Mo
     return close
 
 
-def _tokens_before_a_close_one(prompt: tuple[int, ...], dtype: str, kv: str, model: Model) -> int:
+def _tokens_before_a_close_one(prompt: tuple[int, ...], dtype: str, kv: str, model: Model, packed: str) -> int:
     """Of the target's choices alone; the text is worked out no further than that."""
-    text = greedy_text(oracle(kv=kv, model=model), prompt)
+    text = greedy_text(oracle(kv=kv, model=model, packed=packed), prompt)
     for count in range(NUM_TOKENS):
         text.need(len(prompt) + count)
         if text.margins[len(prompt) + count] < _margin(dtype, kv):

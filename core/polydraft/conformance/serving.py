@@ -35,6 +35,8 @@ class Ask:
     """How the engine keeps KV rows, which makes another model of it."""
     model: Model = "dense"
     """The probe that is served."""
+    packed: str = ""
+    """How the engine packs its matrices (`--weights`), which makes another model of it, too."""
 
     @property
     def params(self) -> SamplingParams:
@@ -43,14 +45,20 @@ class Ask:
 
     def expected(self, num_drafts: int | tuple[int, ...]) -> GreedyRounds:
         """Tokens and rounds by full recomputation; a tuple has the drafts of each round."""
-        return _expected(self.prompt, num_drafts, self.max_new, self.stop, self.kv, self.model)
+        return _expected(self.prompt, num_drafts, self.max_new, self.stop, self.kv, self.model, self.packed)
 
 
 @lru_cache(maxsize=8192)
 def _expected(
-    prompt: tuple[int, ...], num_drafts: int | tuple[int, ...], max_new: int, stop: tuple[int, ...], kv: str, model: Model
+    prompt: tuple[int, ...],
+    num_drafts: int | tuple[int, ...],
+    max_new: int,
+    stop: tuple[int, ...],
+    kv: str,
+    model: Model,
+    packed: str,
 ) -> GreedyRounds:
-    return greedy_rounds(oracle(kv=kv, model=model), prompt, num_drafts, max_new, stop)
+    return greedy_rounds(oracle(kv=kv, model=model, packed=packed), prompt, num_drafts, max_new, stop)
 
 
 def serve(
@@ -123,7 +131,7 @@ def as_expected(tally: Tally, asks: Sequence[Ask], outputs: Sequence[RequestOutp
             continue
         if output.finish_reason == "abort":
             tokens, rounds = tokens[: len(got)], rounds[: len(got_rounds)]
-        sure = len(tokens) if dtype == "f32" else certain(ask.prompt, dtype, ask.kv, ask.model)
+        sure = len(tokens) if dtype == "f32" else certain(ask.prompt, dtype, ask.kv, ask.model, ask.packed)
         if sure < len(tokens):
             tally.near_ties += got[sure:] != tokens[sure:]
             tokens, got = tokens[:sure], got[:sure]

@@ -10,6 +10,7 @@ Micikevicius et al. 2022, FP8 Formats for Deep Learning.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, Literal
@@ -56,6 +57,17 @@ class Packing:
         outputs, inputs = shape
         return -(-outputs // self.rows), -(-inputs // self.columns) if self.columns else 1
 
+    def nbytes(self, shape: tuple[int, ...]) -> int:
+        """Bytes of a matrix, scales of groups in 16 bits and others in 32; a backend may take a few more."""
+        outputs, inputs = shape
+        scales = math.prod(self.scales_of(shape)) * ((2 if self.grouped else 4) + self.zeros)
+        return outputs * (-(-inputs // 2) if self.number == "int4" else inputs) + scales
+
+    @property
+    def grouped(self) -> bool:
+        """Whether there are several scales along the inputs of one output alone."""
+        return bool(self.columns) and self.rows == 1
+
 
 def _packings() -> dict[str, Packing]:
     found = [Packing("int8"), Packing("int8", activations=True)]
@@ -87,14 +99,15 @@ class PackedWeight:
         outputs, inputs = self.shape
         width = -(-inputs // 2) if self.packing.number == "int4" else inputs
         places = self.packing.scales_of(self.shape)
-        wanted = [("numbers", self.numbers, (outputs, width), np.int8 if self.packing.number == "int8" else np.uint8)]
+        dtype = np.int8 if self.packing.number == "int8" else np.uint8
+        wanted: list[tuple[str, Array | None, tuple[int, int], type]] = [("numbers", self.numbers, (outputs, width), dtype)]
         wanted += [("scales", self.scales, places, np.float32)]
         wanted += [("zeros", self.zeros, places, np.uint8)] if self.packing.zeros else []
-        for name, array, shape, dtype in wanted:
-            if array is None or array.shape != shape or array.dtype != dtype:
+        for name, array, shape, kind in wanted:
+            if array is None or array.shape != shape or array.dtype != kind:
                 got = None if array is None else f"{array.dtype} {list(array.shape)}"
                 raise ContractError(
-                    f"a weight {list(self.shape)} packed as {self.packing.name}: got {name} {got}, wanted {np.dtype(dtype)} "
+                    f"a weight {list(self.shape)} packed as {self.packing.name}: got {name} {got}, wanted {np.dtype(kind)} "
                     f"{list(shape)}; correct what packs it"
                 )
 
@@ -130,6 +143,11 @@ class PackedWeight:
 
 Matrix = Array | PackedWeight
 """A weight in its canonical form, packed or not."""
+
+
+def unpacked(value: Matrix, dtype: type = np.float32) -> Array:
+    """The array that a weight stands for, in `dtype`; itself where it is not packed."""
+    return value.read(dtype) if isinstance(value, PackedWeight) else value
 
 
 def pack(matrix: Array, packing: Packing) -> PackedWeight:
@@ -183,7 +201,7 @@ def _flat(blocks: Array, matrix: Array) -> Array:
 
 def _usable(scales: Array, packing: Packing) -> Array:
     """Scales as they are kept: none is 0, those of groups are bfloat16 numbers."""
-    kept = from_host(to_host(scales, "bf16"), "bf16").astype(np.float32) if packing.columns and packing.rows == 1 else scales
+    kept = from_host(to_host(scales, "bf16"), "bf16").astype(np.float32) if packing.grouped else scales
     return np.where(kept > 0, kept, np.float32(1)).astype(np.float32)
 
 
@@ -261,3 +279,5 @@ MADE: Final[Mapping[str, MadeAtLoad]] = {
     "fp8": MadeAtLoad(PACKINGS["fp8-channel"], "activations stay as they are, which errs least"),
 }
 """By the value of `--weights`."""
+PARTS: Final = ("head", "mtp")
+"""Parts of a model that `--weights-ignore` leaves as they are: the language-model head, the MTP head."""

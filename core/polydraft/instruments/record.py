@@ -22,7 +22,7 @@ from polydraft.contracts.inputs import Kernel, contract_of, kernel_of
 from polydraft.demo import demo_model_path
 from polydraft.device import Array, Buffer, Device, Launch, Staging, Stream
 from polydraft.errors import ConfigError, ContractError
-from polydraft.instruments.base import Aside, Instrument, bare
+from polydraft.instruments.base import Aside, Instrument, Setting, bare
 from polydraft.instruments.record_file import Call, Record, RecordedCache, RecordedWeight, Tensors, digest_of
 from polydraft.plugins.program_pass import Fill
 from polydraft.program.points import Stage
@@ -71,6 +71,11 @@ class CallRecorder(Instrument):
     order = 10
     stages = ("launch", "resume")
     eager = True
+
+    def refuse(self, setting: Setting) -> str:
+        """Records hold weights as float32."""
+        packing = setting.resolved.packing
+        return f"a record cannot hold weights packed as {packing.name}; leave --weights or the record out" if packing else ""
 
     def __init__(self, steps: Collection[int] = DEFAULT_STEPS, *, include_weights: bool = False, on: bool = True) -> None:
         super().__init__(on=on)

@@ -12,6 +12,7 @@ from dataclasses import replace
 import numpy as np
 
 from polydraft.backend import Weight
+from polydraft.contracts.packing import Matrix, PackedWeight, Packing, pack, unpacked
 from polydraft.device import DTYPES, Array
 from polydraft.errors import CheckpointError
 from polydraft.models.block import Role
@@ -24,16 +25,16 @@ DRAFT_HEAD = "mtp.0.draft_head"
 """The rows of `lm_head` that score a reduced draft vocabulary."""
 
 
-class WithDraftHead(Mapping[str, Array]):
+class WithDraftHead(Mapping[str, Matrix]):
     """Canonical tensors, and those rows of `lm_head` that drafts are chosen by as one more."""
 
-    def __init__(self, canonical: Mapping[str, Array], ids: Array) -> None:
+    def __init__(self, canonical: Mapping[str, Matrix], ids: Array) -> None:
         self._canonical, self._ids = canonical, ids
 
-    def __getitem__(self, name: str) -> Array:
+    def __getitem__(self, name: str) -> Matrix:
         if name != DRAFT_HEAD:
             return self._canonical[name]
-        rows: Array = np.ascontiguousarray(self._canonical["lm_head"][self._ids])
+        rows: Array = np.ascontiguousarray(unpacked(self._canonical["lm_head"])[self._ids])
         return rows
 
     def __iter__(self) -> Iterator[str]:
@@ -44,13 +45,46 @@ class WithDraftHead(Mapping[str, Array]):
         return len(self._canonical) + 1
 
 
+class PackedAtLoad(Mapping[str, Matrix]):
+    """Canonical tensors of which the matrices are packed as they are read. `errors`: of each that was read so far, by name, the
+    root mean square of what packing changed over that of the matrix."""
+
+    def __init__(
+        self, canonical: Mapping[str, Matrix], model: ModelDescription, packing: Packing, ignored: Collection[str]
+    ) -> None:
+        """`ignored`: parts of the model (`PARTS`) whose matrices stay as they are."""
+        self._canonical, self._packing, self._roles, self._ignored = canonical, packing, roles(model), ignored
+        self.errors: dict[str, float] = {}
+
+    def __getitem__(self, name: str) -> Matrix:
+        value = self._canonical[name]
+        if self._roles.get(name) != "linear" or part_of(name) in self._ignored or isinstance(value, PackedWeight):
+            return value
+        packed = pack(value, self._packing)
+        changed = packed.read()
+        changed -= value
+        self.errors[name] = float(np.linalg.norm(changed) / max(float(np.linalg.norm(value)), float(np.finfo(np.float32).tiny)))
+        return packed
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._canonical)
+
+    def __len__(self) -> int:
+        return len(self._canonical)
+
+
+def part_of(name: str) -> str:
+    """The part of a model (`PARTS`) that a canonical tensor belongs to, "" for none of them."""
+    return "head" if name in ("lm_head", DRAFT_HEAD) else "mtp" if name.startswith("mtp.") else ""
+
+
 def roles(model: ModelDescription) -> dict[str, Role]:
     """Role of each canonical tensor of a model for `prepare_weight`, as its modules declare them."""
     return {name: one.role for name, one in model.weights().items()} | {DRAFT_HEAD: "linear"}
 
 
 def wanted(
-    canonical: Mapping[str, Array], model: ModelDescription, *, drafting: Collection[str], own: Collection[str] = ()
+    canonical: Mapping[str, Matrix], model: ModelDescription, *, drafting: Collection[str], own: Collection[str] = ()
 ) -> list[str]:
     """The tensors an engine needs: of the MTP head those of the layers that its proposer drafts with (`drafting`), and none of
     the blocks in `own`, which compute themselves. Both are given by prefix."""
@@ -60,32 +94,56 @@ def wanted(
     return [name for name in canonical if name not in left_out and (not name.startswith("mtp.") or name.startswith(kept))]
 
 
-def sizes(model: ModelDescription, names: Iterable[str], *, dtype: str) -> dict[str, int]:
-    """Bytes of each named tensor in the activation dtype `dtype`; 0 for what is made from others."""
+def sizes(
+    model: ModelDescription, names: Iterable[str], *, dtype: str, packing: Packing | None = None, ignored: Collection[str] = ()
+) -> dict[str, int]:
+    """Bytes of each named tensor in the activation dtype `dtype`, of matrices outside the parts `ignored` in `packing`; 0 for
+    what is made from others."""
     declared, each = model.weights(), DTYPES[dtype].itemsize
-    return {name: math.prod(declared[name].shape) * each if name in declared else 0 for name in names}
+
+    def size(name: str) -> int:
+        if name not in declared:
+            return 0
+        if packing is not None and declared[name].role == "linear" and part_of(name) not in ignored:
+            return packing.nbytes(declared[name].shape)
+        return math.prod(declared[name].shape) * each
+
+    return {name: size(name) for name in names}
 
 
 def prepare(
     table: BoundTable,
-    canonical: Mapping[str, Array],
+    canonical: Mapping[str, Matrix],
     nbytes: Mapping[str, int],
     roles: Mapping[str, Role],
     *,
     dtype: str,
+    packings: Collection[str] = (),
     loading: Loading = lambda done, total: None,
 ) -> dict[str, Weight]:
-    """Prepare each tensor of `nbytes` once; one canonical array is alive at a time. `loading` is told how far that is."""
+    """Prepare each tensor of `nbytes` once, dequantised where its packing is not one of `packings`; one canonical array is alive
+    at a time. `loading` is told how far that is."""
     weights, done, total = {}, 0, sum(nbytes.values())
     for name, size in nbytes.items():
-        weights[name] = table.prepare_weight(roles[name], canonical[name], dtype)
+        weights[name] = table.prepare_weight(roles[name], _taken(canonical[name], packings), dtype)
         done += size
         loading(done, total)
     return weights
 
 
+def _taken(value: Matrix, packings: Collection[str]) -> Matrix:
+    """The value as a backend takes it that takes these packings."""
+    return value if isinstance(value, PackedWeight) and value.packing.name in packings else unpacked(value)
+
+
 def refill(
-    table: BoundTable, canonical: Mapping[str, Array], weights: dict[str, Weight], roles: Mapping[str, Role], *, dtype: str
+    table: BoundTable,
+    canonical: Mapping[str, Matrix],
+    weights: dict[str, Weight],
+    roles: Mapping[str, Role],
+    *,
+    dtype: str,
+    packings: Collection[str] = (),
 ) -> bool:
     """Refill `weights` in place from other values; True when some weight came to lie at another address.
 
@@ -94,7 +152,7 @@ def refill(
         canonical[name]
     moved = False
     for name, previous in weights.items():
-        fresh = table.prepare_weight(roles[name], canonical[name], dtype, previous)
+        fresh = table.prepare_weight(roles[name], _taken(canonical[name], packings), dtype, previous)
         moved |= fresh is not previous
         weights[name] = fresh
     return moved

@@ -193,6 +193,7 @@ class BringUpWeight:
     """A weight twice: `memory` on the device for own kernels, `array` on the host for delegated ones; both canonical float32."""
 
     __slots__ = ("array", "memory")
+    packing: Final = None  # none is declared
 
     def __init__(self, memory: Any, array: Array) -> None:
         self.memory, self.array = memory, array

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from polydraft.contracts.kv_quant import quantise
+from polydraft.contracts.packing import MADE, Matrix, unpacked
 from polydraft.models import (
     Attention,
     Block,
@@ -28,6 +29,7 @@ from polydraft.models import (
     SparseMoe,
     load_weights,
 )
+from polydraft.models.weights import PackedAtLoad
 
 Array = NDArray[Any]
 
@@ -46,15 +48,21 @@ class OracleModel:
         self.texts: dict[tuple[int, ...], Any] = {}  # memo of `rounds.py`, by prompt
 
     @classmethod
-    def from_dir(cls, path: str | Path, dtype: Any = np.float64, *, kv: str = "", **switches: Any) -> OracleModel:
-        """Load the checkpoint `path`; `switches` replace fields of its `Mtp` record, e.g. recycle="post"."""
+    def from_dir(
+        cls, path: str | Path, dtype: Any = np.float64, *, kv: str = "", weights: str = "", **switches: Any
+    ) -> OracleModel:
+        """Load the checkpoint `path`, its matrices packed as `--weights` has them; `switches` replace fields of its `Mtp` record,
+        e.g. recycle="post"."""
         with Checkpoint(path) as checkpoint:
             description, table = FamilyRegistry().describe(checkpoint)
-            weights = dict(load_weights(checkpoint, description, table))
+            packed: Mapping[str, Matrix] = load_weights(checkpoint, description, table)
+            if weights:
+                packed = PackedAtLoad(packed, description, MADE[weights].packing, ())
+            values = {name: unpacked(value, np.float64) for name, value in packed.items()}
         if switches:
             assert description.mtp is not None
             description = dataclasses.replace(description, mtp=dataclasses.replace(description.mtp, **switches))
-        return cls(description, weights, dtype, kv=kv)
+        return cls(description, values, dtype, kv=kv)
 
     def target_states(self, token_ids: Sequence[int]) -> Array:
         """[n, H]: the residual stream behind the last block, before the final norm, of each of n tokens."""

@@ -76,7 +76,7 @@ def cases() -> Iterator[Case]:
 def packed_cases(packing: str) -> Iterator[Case]:
     """Cases of a packing, by its name: its scales, zero points and columns all differ."""
     kind, rng = PACKINGS[packing], np.random.default_rng(25)
-    x = rng.standard_normal((5, 300), np.float32) * np.float32([[1], [2], [4], [8], [16]])  # rows of their own magnitudes
+    x = rng.standard_normal((5, 300), np.float32) * np.array([[1], [2], [4], [8], [16]], np.float32)
     magnitudes = np.float32(2) ** rng.integers(-3, 3, (-(-150 // 8), -(-300 // 16)))
     grown = np.kron(magnitudes, np.ones((8, 16), np.float32))[:150, :300] * rng.standard_normal((150, 300), np.float32)
     matrix = np.asarray(grown + grown.std() * rng.standard_normal((150, 1)), np.float32)

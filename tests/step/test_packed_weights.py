@@ -1,0 +1,133 @@
+"""Engines whose matrices are packed when they are loaded: drafts leave the text as it is, memory is counted, and what a backend
+does not take is dequantised."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from contextlib import closing
+from typing import Any
+
+import numpy as np
+import pytest
+
+from polydraft import LLM, SamplingParams, reference
+from polydraft.conformance.probe import checkpoint, prompts
+from polydraft.conformance.target import wrap
+from polydraft.contracts.packing import MADE, PACKINGS, pack
+from polydraft.errors import CapabilityError, ConfigError, PluginError
+from polydraft.instruments.record import CallRecorder
+from polydraft.models.checkpoint import Checkpoint, load_weights
+from polydraft.models.families import FamilyRegistry
+from polydraft.models.weights import PackedAtLoad, sizes
+from tests.conformance.doubles import BACKENDS
+
+PROBE = str(checkpoint())
+OPTIONS: dict[str, Any] = {"model": PROBE, "max_num_seqs": 3, "block_size": 4, "weights": "int8"}
+each_made = pytest.mark.parametrize("made", MADE)
+BARE = wrap(reference, polydraft_backend_info=lambda info: dataclasses.replace(
+    info, name="bare", capabilities=dataclasses.replace(info.capabilities, weight_packings=())))  # fmt: skip
+
+
+def texts(**options: Any) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    params = SamplingParams(max_new_tokens=20, ignore_eos=True)
+    with closing(LLM(**{**OPTIONS, **options})) as llm:
+        found = llm.generate([list(prompt) for prompt in prompts(10)[6:]], params)
+    return [(one.token_ids, one.rounds) for one in found]
+
+
+@each_made
+def test_drafts_batches_chunks_and_devices_change_nothing(made: str):
+    plain = [tokens for tokens, _ in texts(backend="reference", draft_tokens=0, invariant=True, weights=made)]
+    for drafts in (1, 2, 3, 4):
+        assert [tokens for tokens, _ in texts(backend="reference", draft_tokens=drafts, invariant=True, weights=made)] == plain
+    drafted = texts(backend="reference", draft_tokens=5, invariant=True, weights=made)
+    assert [tokens for tokens, _ in drafted] == plain
+    assert any(sum(rounds) for _, rounds in drafted)
+    assert texts(backend="reference", draft_tokens=5, invariant=True, max_batched_tokens=19, weights=made) == drafted
+    assert texts(backend=BACKENDS["emulator"], draft_tokens=5, overlap=1, invariant=True, sanitize=True, weights=made) == drafted
+
+
+@each_made
+def test_who_does_not_take_it_dequantises_and_says_so(made: str, caplog: pytest.LogCaptureFixture):
+    """The text is that of the packed model."""
+    with caplog.at_level(logging.WARNING):
+        found = texts(plugin=BARE, draft_tokens=3, invariant=True, weights=made)
+    said = (
+        f"backend bare takes no weights packed as {MADE[made].packing.name}, so they are dequantised to f32 when they are loaded"
+    )
+    assert said in caplog.messages
+    assert found == texts(backend="reference", draft_tokens=3, invariant=True, weights=made)
+    with closing(LLM(**{**OPTIONS, "weights": made}, plugin=BARE)) as llm:
+        assert said in next(one.reason for one in llm.engine.resolved.decisions if one.name == "weights")
+
+
+def test_what_is_packed_and_what_packing_changed():
+    def errors(**options: Any) -> dict[str, float]:
+        with closing(LLM(**{**OPTIONS, "backend": "reference", **options})) as llm:
+            return dict(llm.engine.packing_errors)
+
+    every = errors()
+    layer = {f"{name}.{matrix}" for name in ("layers.0", "layers.1", "mtp.0") for matrix in ("qkv", "o", "gate_up", "down")}
+    assert set(every) == layer & set(every) | {"lm_head", "mtp.0.proj"}
+    assert {"layers.0.qkv", "mtp.0.down"} < set(every)
+    assert set(errors(weights_ignore=("head",))) == set(every) - {"lm_head"}
+    assert set(errors(weights_ignore=("head", "mtp"))) == {name for name in every if name.startswith("layers.")}
+    assert errors(weights="auto") == {}
+    with Checkpoint(PROBE) as opened:
+        matrix = load_weights(opened, *FamilyRegistry().describe(opened))["layers.0.down"]
+    off = np.linalg.norm(pack(matrix, PACKINGS["int8-channel"]).read(np.float64) - matrix) / np.linalg.norm(matrix)
+    assert every["layers.0.down"] == pytest.approx(off, rel=1e-3)
+    assert 10 * every["layers.0.down"] < errors(weights="int4")["layers.0.down"] < 0.2
+
+
+def test_planning_counts_the_bytes_of_packed_matrices():
+    with Checkpoint(PROBE) as opened:
+        model, table = FamilyRegistry().describe(opened)
+        names = list(load_weights(opened, model, table))
+        packed = {name: one.nbytes for name, one in PackedAtLoad(load_weights(opened, model, table), model,
+                  PACKINGS["fp8-channel"], ("head",)).items() if one.nbytes}  # fmt: skip
+    assert sizes(model, names, dtype="f32", packing=PACKINGS["fp8-channel"], ignored=("head",)) == packed
+    assert PACKINGS["int4-group32"].nbytes((10, 100)) == 10 * 50 + 10 * 4 * 2
+    assert PACKINGS["int4-group128-zeros"].nbytes((10, 129)) == 10 * 65 + 10 * 2 * 3
+
+
+def test_updated_weights_are_packed_alike():
+    prompt, params = list(prompts(1)[0]), SamplingParams(max_new_tokens=12, ignore_eos=True)
+    with (
+        closing(LLM(**OPTIONS, backend="reference", draft_tokens=3)) as llm,
+        closing(LLM(**{**OPTIONS, "model": str(checkpoint(1))}, backend="reference", draft_tokens=3)) as other,
+    ):
+        before = llm.generate([prompt], params)[0].token_ids
+        llm.engine.update_weights(checkpoint(1))
+        assert llm.generate([prompt], params)[0].token_ids == other.generate([prompt], params)[0].token_ids != before
+        assert llm.engine.packing_errors == other.engine.packing_errors
+
+
+def test_a_kernel_pack_that_serves_linear_gets_floats():
+    """What the backend declares says nothing about other kernels."""
+    with closing(LLM(**OPTIONS, backend="reference")) as llm:
+        assert llm.engine._taken_packings() == tuple(PACKINGS)
+        llm.engine.table = dataclasses.replace(llm.engine.table, overrides=(type("O", (), {"contract": "linear"})(),))
+        assert llm.engine._taken_packings() == ()
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"weights": "int3"}, ConfigError, r"^weights is 'int3', wanted one of auto, int8, int4, fp8; correct it or"),
+        ({"weights_ignore": ["attention"]}, ConfigError, r"^weights_ignore has 'attention', wanted head or mtp; correct it"),
+        ({"weights": "auto", "weights_ignore": ["mtp"]}, CapabilityError, r"--weights-ignore mtp: nothing is packed without"),
+        ({"instruments": [CallRecorder()]}, ConfigError, r"instrument record: a record cannot hold weights packed as"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_refused(options: dict[str, Any], error: type[Exception], message: str):
+    with pytest.raises(error, match=message):
+        LLM(**{**OPTIONS, **options}, backend="reference")
+
+
+def test_unknown_packings_are_no_capability():
+    odd = wrap(reference, polydraft_backend_info=lambda info: dataclasses.replace(
+        info, capabilities=dataclasses.replace(info.capabilities, weight_packings=("int2-channel",))))  # fmt: skip
+    with pytest.raises(PluginError, match=r"weight_packings \('int2-channel',\), wanted some of int8-channel, .* or none"):
+        LLM(**OPTIONS, plugin=odd)

@@ -26,6 +26,9 @@ MARK: Final = "polydraft-probe:"
 FALLEN: Final = re.compile(r"missing \S+ kernel: (\w+), (?:.*\(.*, (\w+)\))?.*fallbacking to CPU one")
 """What Paddle's `kernel_factory` logs at level 3 when it takes the CPU's kernel for another place."""
 LIMIT_S: Final = 300.0
+_COMPLETE: Final[set[tuple[str, str]]] = set()
+"""Places and activation dtypes in which every kernel ran: what a place has stays while Paddle is loaded, and a kit or a test opens
+it hundreds of times."""
 
 
 class Fallen(NamedTuple):
@@ -46,11 +49,13 @@ def refuse_lacking(device: Any) -> None:
     """`DeviceError` where the place of an open device, which may not fall back to the CPU, lacks something that a kernel of this
     backend needs: it names the first such operation, its dtype and the contract. Every kernel runs on its contract's named cases:
     on the device itself, or in a separate process where Paddle does not heed the flag of falling back."""
-    if device.host_visible:
+    place = (device.spec, device.dtype)
+    if device.host_visible or place in _COMPLETE:
         return
     if take_apart(device.spec).kind != "xpu":
         run_every_kernel(device)
         device.counters = DeviceCounters()
+        _COMPLETE.add(place)
         return
     for fallen in _tried(device.spec, device.dtype):
         dtype = f" in {fallen.dtype}" if fallen.dtype else ""
@@ -59,6 +64,7 @@ def refuse_lacking(device: Any) -> None:
             f"which {fallen.contract or 'loading'} needs; polydraft doctor --probe xpu={device.spec} lists all of them, and "
             "--allow-cpu-fallback allows them"
         )
+    _COMPLETE.add(place)
 
 
 def _tried(spec: str, *dtypes: str) -> list[Fallen]:

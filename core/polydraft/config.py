@@ -100,6 +100,8 @@ class EngineConfig:
     """Base of the seeds of requests that bring none."""
     allow_cpu_fallback: bool = False
     """Let a backend whose framework can do so run on the CPU what its device has no kernel for; off, that is an error."""
+    check_draft_state: float = 0.0
+    """Share of rounds behind which a request's rows are computed anew, and its drafts compared; 0: none."""
     sanitize: bool = False
     """Wrap the device in the hazard checker."""
     accept_schedule: tuple[float, ...] = ()
@@ -130,6 +132,9 @@ class EngineConfig:
             given: object = chance
             if isinstance(given, bool) or not isinstance(given, (int, float)) or not 0 <= given <= 1:
                 raise ConfigError(f"accept_schedule has {chance!r}, wanted chances from 0 to 1, one for each draft; correct it")
+        share: object = self.check_draft_state
+        if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 <= share <= 1:
+            raise ConfigError(f"check_draft_state is {share!r}, wanted a share of rounds from 0 to 1; correct it")
         self._one_of("variants", (AUTO, "off"))
         self._one_of("kv_dtype", (AUTO, *KV_DTYPES))
         self._one_of("weights", (AUTO, *MADE))

@@ -10,6 +10,7 @@ import time
 from collections import ChainMap, deque
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -25,6 +26,7 @@ from polydraft.host.adaptive_drafts import AdaptiveDrafts
 from polydraft.host.commit import apply, end
 from polydraft.host.device_memory import check_fits, check_weights
 from polydraft.host.draft_policy import DraftPolicy, check_policy
+from polydraft.host.draft_state_check import DraftStateCheck
 from polydraft.host.input_processor import InputProcessor
 from polydraft.host.kv_blocks import BlockLedger
 from polydraft.host.request import Request, Status
@@ -177,6 +179,7 @@ class Engine:
             limits=self.resolved.limits, dtype=self.resolved.dtype, verify=self.resolved.verify, overlap=self.resolved.overlap,
             rungs=self.draft_policy.rungs, kv=self.resolved.kv, accept_schedule=self.resolved.accept_schedule,
             raw_logprobs=self.config.logprobs_mode == "raw", proposer_options=self.resolved.proposer_options,
+            keeps_drafts=self.config.check_draft_state > 0,
         )  # fmt: skip
         self.runner = Runner(
             steps, device=self.device, plugins=self.plugins, table=self.table, model=self.model, weights=weights,
@@ -295,6 +298,13 @@ class Engine:
             self.totals, self.slots, logging.getLogger(__name__).warning, floor=FLOOR if learned else 0.0
         )
         """What looks wrong about how many drafts are accepted."""
+        self.draft_state: DraftStateCheck | None = None
+        """Compares what the proposer keeps with what the text makes of it, if that was asked for."""
+        if (late := self.runner.late_drafts) is not None:
+            self.draft_state = DraftStateCheck(
+                self.config.check_draft_state, self.scheduler, self.slots, late.of, partial(self.alarms.tell, "state"),
+                exact=self.config.invariant,
+            )  # fmt: skip
         self.failure = ""
         """Why no requests are served any more; "" while the device works."""
         self._in_flight: deque[InFlightStep] = deque()
@@ -480,6 +490,8 @@ class Engine:
         stages the whole state of a slot."""
         self._in_flight.clear()
         self.runner.reset()
+        if self.draft_state is not None:
+            self.draft_state.forget()
         try:
             self.device.synchronize()
         except DeviceError as last:
@@ -524,6 +536,8 @@ class Engine:
         else:
             self.apply(plan, outcome)
         self.alarms.step(replayed=flight.shape is not None)
+        if self.draft_state is not None:
+            self.draft_state.step(plan)
 
     def apply(self, plan: StepPlan, outcome: StepOutcome) -> None:
         """Fold the outcome of a step into slots, requests and totals, and call the observers."""
@@ -601,6 +615,8 @@ class Engine:
         self.checkpoint.close()
         self.checkpoint = checkpoint
         self.ledger.forget_all()
+        if self.draft_state is not None:
+            self.draft_state.forget()
         if moved:
             self.runner.rebind()
 

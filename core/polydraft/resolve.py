@@ -136,9 +136,11 @@ def resolve(
     _draft_model(n, proposer, proposer in draft_models)
     _draft_vocab(n, proposer, draft_vocab)
     _mtp_options(n, proposer)
+    own_layers = layers(proposer, model, config.draft_model)
+    _check_draft_state(n, proposer, bool(own_layers))
     verify = _verify(n)
     schedule = _schedule(n, drafts)
-    blocks = {**model.layers, **layers(proposer, model, config.draft_model)}
+    blocks = {**model.layers, **own_layers}
     _refuse_blocks(n, blocks)
     limits = _limits(n, length, drafts, lambda block_size: block_bytes(blocks, block_size, dtype, kv))
     _slot_states(n, slot_bytes(blocks, limits, dtype), limits)
@@ -287,6 +289,19 @@ def _mtp_options(n: _Negotiation, proposer: str) -> None:
         n.refuse(f"--mtp-option is of the model's own MTP head, got proposer {proposer}; leave it out or use --proposer mtp")
     note = n.model.mtp_note if n.model.mtp else ""
     n.choose("mtp_options", ",".join(n.config.mtp_options), note or "the conventions that the model's family is known for")
+
+
+def _check_draft_state(n: _Negotiation, proposer: str, keeps: bool) -> None:
+    """The share of rounds behind which the proposer's rows are computed anew."""
+    share = n.config.check_draft_state
+    if share and not keeps:
+        n.refuse(f"--check-draft-state {share:g}: proposer {proposer} keeps nothing between rounds; leave it out")
+    what = (
+        "of rounds: a request is prefilled again, and must draft the same"
+        if share
+        else "no request is prefilled to compare drafts"
+    )
+    n.choose("check_draft_state", share, what)
 
 
 def _refuse_proposer(n: _Negotiation, proposers: tuple[str, ...], no_mtp: str, most: int, limit: str) -> None:

@@ -18,10 +18,9 @@ Number = TypeVar("Number", int, float)
 Command = TypeVar("Command", bound=Callable[..., Any])
 ENGINE = (
     "model", "backend", "device", "draft_tokens", "proposer", "proposer_options", "draft_model", "draft_vocab", "mtp_options",
-    "verify",
-    "max_num_seqs", "max_model_len", "block_size", "num_blocks", "max_batched_tokens", "overlap", "graph", "graph_sizes",
-    "dtype", "kv_dtype", "weights", "weights_ignore", "invariant", "kernels", "variants", "plugins", "allow_cpu_fallback",
-    "logprobs_mode",
+    "check_draft_state", "verify", "max_num_seqs", "max_model_len", "block_size", "num_blocks",
+    "max_batched_tokens", "overlap", "graph", "graph_sizes", "dtype", "kv_dtype", "weights", "weights_ignore", "invariant",
+    "kernels", "variants", "plugins", "allow_cpu_fallback", "logprobs_mode",
     "think_start_ids", "think_end_ids",
 )  # fmt: skip
 """Fields of `EngineConfig` that `engine` gives a command options for."""
@@ -133,6 +132,12 @@ def engine(*, max_num_seqs: int) -> Callable[[Command], Command]:
             multiple=True,
             metavar="NAME=VALUE",
             help="A convention of the MTP head, see polydraft mtp-check; may be repeated.",
+        ),
+        click.option(
+            "--check-draft-state",
+            type=float,
+            metavar="SHARE",
+            help="Compute rows anew behind so many rounds, compare drafts.",
         ),
         click.option("--verify", metavar="greedy|coupled|rejection", help="How drafts are verified.  [default: auto]"),
         click.option("--max-num-seqs", type=int, metavar="B", help=f"Texts decoded together.  [default: {max_num_seqs}]"),

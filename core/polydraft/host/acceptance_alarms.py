@@ -3,7 +3,8 @@
 Looked at is the first draft of each round, as every round with drafts has one. Four things are told, each once until it has
 passed: hardly any is accepted from the start (`floor`); far fewer than before (`fall`); far fewer of those that captured graphs
 made than of those that were launched one by one (`graphs`); and a text that repeats itself, whose acceptance says nothing about
-the proposer (`loop`). Shares are compared over hundreds of rounds and by factors of two, so that honest texts stay silent.
+the proposer (`loop`). A fifth is not about acceptance: drafts that are not those of the text (`state`, `draft_state_check.py`).
+Shares are compared over hundreds of rounds and by factors of two, so that honest texts stay silent.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ FULL_ROUNDS = 16
 TAIL, LONGEST_PERIOD = 128, 32
 """Tokens at the end of a text that are looked at, and the longest period that is looked for."""
 
-KINDS = ("floor", "fall", "graphs", "loop")
+KINDS = ("floor", "fall", "graphs", "loop", "state")
 
 
 class AcceptanceAlarms:
@@ -86,7 +87,7 @@ class AcceptanceAlarms:
         self._of[:] = 0
         first, self._first = self._first, False
         if first and share < self._floor:
-            self._tell(
+            self.tell(
                 "floor",
                 f"of the first {BLOCK} drafts that were verified {share:.1%} were accepted, wanted {self._floor:.0%} or "
                 "more: they cost more than they bring; see that the proposer is this model's (polydraft mtp-check), or use "
@@ -95,7 +96,7 @@ class AcceptanceAlarms:
         usual = statistics.median(self._blocks) if len(self._blocks) >= LEAST_HISTORY else 0.0
         low = usual >= WORTH and share < HALF * usual
         if low and self._low:
-            self._tell(
+            self.tell(
                 "fall",
                 f"the first draft of a round is accepted in {share:.1%} of the last {BLOCK} rounds, in {usual:.1%} before, "
                 "wanted no such fall while texts are alike; if weights were replaced, see that the proposer's were, too",
@@ -113,7 +114,7 @@ class AcceptanceAlarms:
         eager, graph = (self._making[:, 1] / number).tolist()
         if eager >= WORTH and graph < HALF * eager:
             self._told_graphs = True
-            self._tell(
+            self.tell(
                 "graphs",
                 f"drafts that captured graphs made are accepted in {graph:.1%} of rounds, those of other steps in {eager:.1%}, "
                 "wanted about the same; serve with --graph off, and run polydraft conform --level L3 on this backend",
@@ -135,13 +136,14 @@ class AcceptanceAlarms:
             period = next((p for p in range(1, LONGEST_PERIOD + 1) if (tail[p:] == tail[:-p]).all()), 0)
             if period:
                 self._looping[slot] = t.epoch[slot]
-                self._tell(
+                self.tell(
                     "loop",
                     f"a text repeats its last {period} tokens, so its drafts are all accepted, which says nothing about the "
                     "proposer; penalise repetition, or bound the request (further ones are counted)",
                 )
 
-    def _tell(self, kind: str, sentence: str) -> None:
+    def tell(self, kind: str, sentence: str) -> None:
+        """Count an alarm of this kind, and say so."""
         self.count[kind] += 1
         if kind != "loop" or self.count[kind] == 1:
             self.said[kind] = sentence

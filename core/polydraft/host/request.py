@@ -69,6 +69,8 @@ class Request:
     finish_reason: str | None = None
     error: str = ""
     num_preemptions: int = 0
+    recompute: bool = False
+    """Whether all its rows are computed anew when it is admitted, without shared blocks."""
     arrival_s: float = 0.0
     first_token_s: float | None = None
     finish_s: float | None = None

@@ -170,14 +170,15 @@ class Scheduler:
         t = self.slots
         return np.flatnonzero(((t.phase == _DECODE) | (t.phase == _PREFILL)) & ~t.draining)
 
-    def preempt(self, slot: int) -> None:
+    def preempt(self, slot: int, *, recompute: bool = False) -> None:
         """Stop scheduling the request in a slot. It returns to the queue when it has drained; what is in flight for it is
-        discarded."""
+        discarded. `recompute`: not for lack of blocks, but to compute all its rows anew."""
         request = self.slots.request[slot]
         assert request is not None, "a running slot has a request"
         self.slots.draining[slot] = True
         request.num_preemptions += 1
-        self.num_preemptions += 1
+        request.recompute = recompute
+        self.num_preemptions += not recompute
 
     def _plan_prefill(self, budget: int, *, admit: bool) -> tuple[list[tuple[int, int]], list[Admission]]:
         """(slot, chunk) of running and newly admitted prefills, and the admissions. `budget`: rows left in this step."""
@@ -221,7 +222,8 @@ class Scheduler:
         limits, ledger = self.limits, self.ledger
         known = np.array((*request.prompt_ids, *request.token_ids), np.int32)
         prefill_len = len(known) - 1 if request.token_ids else len(known)
-        share = ledger.shares and request.params.prompt_logprobs is None  # shared rows have no logits
+        shares = ledger.shares and not request.recompute
+        share = shares and request.params.prompt_logprobs is None  # shared rows have no logits
         shared = ledger.match(known, (prefill_len - 1) // limits.block_size) if share else []
         need = min(len(known) + limits.window + 2 * limits.num_drafts, request.max_total)
         rest = int(ledger.blocks_for(need)) - len(shared)

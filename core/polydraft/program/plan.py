@@ -88,6 +88,14 @@ class StepPlan:
         return plan
 
 
+class Drafted(NamedTuple):
+    """What a step has drafted for one slot: the drafts [n] int32 that a model made, and the bits of the state that it fed back
+    last, b"" where that is not of all the step's drafts."""
+
+    drafts: Array
+    state: bytes
+
+
 @dataclass(frozen=True)
 class StepOutcome:
     """What one step did, by sequence in launch order; int32 arrays [n] and `tokens` [n, W] (NO_TOKEN beyond `num_tokens`).

@@ -116,6 +116,9 @@ class Proposer(Protocol):
     One whose drafts are partly looked up names by `lookups_from` a column [B] that says for the drafts of a slot from which place
     on they are; results tell them from the others (`polydraft.output.provenance`). It takes host inputs in the middle of a step.
 
+    One that feeds a state back from pass to pass names by `state` the buffer that has it behind the last pass, by sequence;
+    `--check-draft-state` compares it.
+
     One that drafts on the host has `features`, a tuple of `HostFeature`s (`polydraft.program.host_inputs`), and its factory an
     attribute `needs`, the most demanding of theirs."""
 

@@ -100,6 +100,7 @@ class HybridProposer:
     name = "hybrid"
     needs: Needs = "previous_tokens"
     lookups_from = "kept_drafts"
+    state = MtpProposer.state
     options: ClassVar[Mapping[str, float]] = MappingProxyType({**SuffixProposer.options, "model_drafts": 0})
     """Those of the suffix proposer, and the passes of the model a round: 0 for as many as the step makes drafts. With fewer, what
     was found follows them, at no cost of the device."""

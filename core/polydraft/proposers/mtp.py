@@ -33,6 +33,7 @@ class MtpProposer:
 
     name = "mtp"
     soft = True
+    state = "draft.last"
 
     @staticmethod
     def layers(model: ModelDescription, draft_model: str = "") -> dict[str, Block]:

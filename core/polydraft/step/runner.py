@@ -30,7 +30,7 @@ from polydraft.program.columns import BLOCK_TABLE, check_columns, max_payload, m
 from polydraft.program.declare import Column, LogitsStage, StepBuffer
 from polydraft.program.host_inputs import FeatureFactory, HostInputs
 from polydraft.program.packed import Snapshots
-from polydraft.program.plan import StepOutcome, StepPlan
+from polydraft.program.plan import Drafted, StepOutcome, StepPlan
 from polydraft.program.points import Points, Replay
 from polydraft.program.program import (
     JoinedLaunches,
@@ -90,6 +90,8 @@ class StepConfig:
     raw_logprobs: bool = True
     """Whether log probabilities are those of the logits before logits processing."""
     proposer_options: Mapping[str, float] = field(default_factory=dict)
+    keeps_drafts: bool = False
+    """Whether the drafts of each step are copied to the host, for whoever reads them later (`LateDrafts`)."""
 
 
 class Lookups:
@@ -109,6 +111,35 @@ class Lookups:
         own = self._landing[plan.step_id % len(self._landing)].array[plan.slots]
         looked_up: Array = np.maximum(drafted - own, 0)
         return looked_up
+
+
+class LateDrafts:
+    """The drafts of each step, copied behind its draft passes: nobody waits for them, and they may be read once a later step was
+    collected."""
+
+    def __init__(self, memory: Memory, column: str, state: str, depth: int) -> None:
+        """`column`: where drafts are partly looked up, the one that says from which place on; `state`: the buffer with what the
+        proposer feeds back, by sequence; "" for none."""
+        self._device = memory.device
+        self._has_column, self._has_state = bool(column), bool(state)
+        self._sources = [memory.buffers[name] for name in ("drafts", "draft_len", *filter(None, (column, state)))]
+        self._landing = [
+            [memory.device.staging(f"late.{source.name}{i}", source.shape, source.dtype) for source in self._sources]
+            for i in range(depth + 2)
+        ]
+
+    def download(self, stream: Stream, step_id: int) -> None:
+        """Enqueue the copy."""
+        for staging, source in zip(self._landing[step_id % len(self._landing)], self._sources, strict=True):
+            self._device.download(stream, staging, source, source.shape[0])
+
+    def of(self, plan: StepPlan, slot: int) -> Drafted:
+        """Of one slot, of the step before the one that was collected last."""
+        arrays = [staging.array for staging in self._landing[plan.step_id % len(self._landing)]]
+        size = int(min(arrays[1][slot], arrays[2][slot]) if self._has_column else arrays[1][slot])
+        last = self._has_state and size == plan.num_made  # else its last pass was not the step's
+        state = arrays[-1][plan.slots.tolist().index(slot)].tobytes() if last else b""
+        return Drafted(arrays[0][slot, :size].copy(), state)
 
 
 class Runner:
@@ -172,6 +203,8 @@ class Runner:
         self.uploads = Uploads(device, self.memory.buffers, depth)
         column = getattr(self.proposer, "lookups_from", "")
         self._lookups = Lookups(self.memory, column, depth) if column else None
+        state = getattr(self.proposer, "state", "")
+        self.late_drafts = LateDrafts(self.memory, column, state, depth) if config.keeps_drafts else None
         self._record = self.memory.buffers["record"]
         staging = [device.staging(f"snapshot{i}", self._record.shape, "i32") for i in range(depth + 1)]
         self._outputs = [(landing, device.event()) for landing in staging]
@@ -218,6 +251,8 @@ class Runner:
         if self.inputs.reads_drafts:
             self.inputs.download_drafts(stream, step_id)
             flight.event.record(stream)
+        if self.late_drafts is not None:
+            self.late_drafts.download(stream, step_id)
         self.inputs.consumed(stream)
 
     def _shape(self, plan: StepPlan) -> Shape | None:

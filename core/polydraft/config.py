@@ -102,6 +102,8 @@ class EngineConfig:
     """Let a backend whose framework can do so run on the CPU what its device has no kernel for; off, that is an error."""
     check_draft_state: float = 0.0
     """Share of rounds behind which a request's rows are computed anew, and its drafts compared; 0: none."""
+    check_texts: float = 0.0
+    """Share of the requests that end whose last tokens are written once more without drafts, and compared; 0: none."""
     sanitize: bool = False
     """Wrap the device in the hazard checker."""
     accept_schedule: tuple[float, ...] = ()
@@ -132,9 +134,8 @@ class EngineConfig:
             given: object = chance
             if isinstance(given, bool) or not isinstance(given, (int, float)) or not 0 <= given <= 1:
                 raise ConfigError(f"accept_schedule has {chance!r}, wanted chances from 0 to 1, one for each draft; correct it")
-        share: object = self.check_draft_state
-        if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 <= share <= 1:
-            raise ConfigError(f"check_draft_state is {share!r}, wanted a share of rounds from 0 to 1; correct it")
+        self._share("check_draft_state", "rounds")
+        self._share("check_texts", "requests")
         self._one_of("variants", (AUTO, "off"))
         self._one_of("kv_dtype", (AUTO, *KV_DTYPES))
         self._one_of("weights", (AUTO, *MADE))
@@ -142,6 +143,11 @@ class EngineConfig:
             raise ConfigError(f"weights_ignore has {strange[0]!r}, wanted {' or '.join(PARTS)}; correct it or leave it out")
         self._one_of("verify", (AUTO, *VERIFIERS))
         self._one_of("graph", (AUTO, *GRAPH_MODES))
+
+    def _share(self, name: str, of: str) -> None:
+        share: object = getattr(self, name)
+        if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 <= share <= 1:
+            raise ConfigError(f"{name} is {share!r}, wanted a share of {of} from 0 to 1; correct it")
 
     @property
     def adaptive(self) -> bool:

@@ -32,6 +32,7 @@ from polydraft.host.kv_blocks import BlockLedger
 from polydraft.host.request import Request, Status
 from polydraft.host.scheduler import Scheduler
 from polydraft.host.slots import SlotTable
+from polydraft.host.text_check import TextCheck
 from polydraft.host.totals import EngineTotals
 from polydraft.instruments.base import Instrument, Instruments, Setting
 from polydraft.instruments.sanitize import Hazard, Sanitizer
@@ -305,6 +306,13 @@ class Engine:
                 self.config.check_draft_state, self.scheduler, self.slots, late.of, partial(self.alarms.tell, "state"),
                 exact=self.config.invariant,
             )  # fmt: skip
+        self.text_check: TextCheck | None = None
+        """Compares texts with those that plain decoding writes, if that was asked for."""
+        if self.config.check_texts:
+            self.text_check = TextCheck(
+                self.config.check_texts, self.scheduler.queue, self.totals, partial(self.alarms.tell, "text"),
+                exact=self.config.invariant,
+            )  # fmt: skip
         self.failure = ""
         """Why no requests are served any more; "" while the device works."""
         self._in_flight: deque[InFlightStep] = deque()
@@ -556,9 +564,17 @@ class Engine:
         request.finish_s = time.perf_counter()
         if request.binding is not None:
             request.binding.end()
+        if self.text_check is not None and self.text_check.ended(request):
+            return
         num_tokens, rounds = len(request.token_ids), request.rounds
         self._outputs.finish(request)
         self.totals.take_back(num_tokens - len(request.token_ids), rounds, request.rounds)
+        if self.text_check is not None and not self.scheduler.waiting and self._is_fixed(request):
+            self._number += self.text_check.offer(request, self._number)
+
+    def _is_fixed(self, request: Request) -> bool:
+        """Whether drafts cannot change its text."""
+        return self.resolved.verify != "rejection" or request.params.temperature == 0
 
     # -- results -----------------------------------------------------------------------------------
     def poll(self) -> list[RequestOutput]:
@@ -606,6 +622,10 @@ class Engine:
             canonical = self._canonical(checkpoint, model, table)
             try:
                 self._quiesce(running)
+                if self.text_check is not None:
+                    self.text_check.weights_changed(self._number)
+                    if self.text_check.shadow is not None:
+                        self._stop(self.text_check.shadow, "abort")  # its text is of the old weights
                 moved = refill(
                     self.table, canonical, self._weights, roles(self.model), dtype=self.resolved.dtype, packings=self._packings
                 )

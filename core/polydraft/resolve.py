@@ -139,6 +139,12 @@ def resolve(
     own_layers = layers(proposer, model, config.draft_model)
     _check_draft_state(n, proposer, bool(own_layers))
     verify = _verify(n)
+    again = (
+        "of requests: their last tokens are written once more without drafts"
+        if config.check_texts
+        else "no text is written twice"
+    )
+    n.choose("check_texts", config.check_texts, again)
     schedule = _schedule(n, drafts)
     blocks = {**model.layers, **own_layers}
     _refuse_blocks(n, blocks)

@@ -23,7 +23,8 @@ from polydraft import Engine, SamplingParams
 from polydraft.config import EngineConfig
 from polydraft.conformance.core_faults import no_keep_part
 from polydraft.errors import CapabilityError, ConfigError
-from polydraft.host.draft_state_check import MOST_TIES, DraftStateCheck
+from polydraft.host.differences import MOST_TIES
+from polydraft.host.draft_state_check import DraftStateCheck
 from polydraft.host.kv_blocks import BlockLedger
 from polydraft.host.scheduler import Scheduler
 from polydraft.program.plan import Drafted
@@ -48,7 +49,7 @@ ASKS = [
 def checks(served_by: Engine) -> tuple[int, int]:
     """Checked, and found to differ."""
     assert served_by.draft_state is not None
-    return served_by.draft_state.checked, served_by.draft_state.differed
+    return served_by.draft_state.compared.checked, served_by.draft_state.compared.differed
 
 
 # -- honest runs --------------------------------------------------------------------------------------------------------------
@@ -256,11 +257,11 @@ def test_where_rounding_may_differ_a_few_differences_are_ties(exact: bool, wante
             check._compare(Drafted(np.array([1, 2, 3]), b"state"), Drafted(np.array(after, np.int32), b"other"))
         told.append(len(said))
     assert told == wanted
-    assert (check.checked, check.differed) == (10, 5)
+    assert (check.compared.checked, check.compared.differed) == (10, 5)
     check._compare(*(Drafted(np.array([1, 2]), state) for state in (b"one", b"another")))
-    assert check.differed == 5 + exact, "bits of the state, where they mean something"
+    assert check.compared.differed == 5 + exact, "bits of the state, where they mean something"
     check._compare(*(Drafted(np.array([1, 2]), state) for state in (b"one", b"")))
-    assert check.differed == 5 + exact
+    assert check.compared.differed == 5 + exact
 
 
 def test_what_cannot_be_checked_is_refused() -> None:

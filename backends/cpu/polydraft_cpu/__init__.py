@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from polydraft import hookimpl
 from polydraft._version import __version__
 from polydraft.backend import BackendInfo, Capabilities
+from polydraft.contracts.packing import PACKINGS
 
 if TYPE_CHECKING:
     from polydraft.backend import DeviceOptions, ForwardMeta, KernelTable, PassBuffers
@@ -21,7 +22,12 @@ if TYPE_CHECKING:
     from polydraft_cpu.device import CpuDevice
 
 CAPABILITIES = Capabilities(
-    dtypes=("f32", "bf16"), asynchronous=True, graph_capture=True, row_invariant=True, sliding_window=True
+    dtypes=("f32", "bf16"),
+    asynchronous=True,
+    graph_capture=True,
+    row_invariant=True,
+    weight_packings=tuple(PACKINGS),
+    sliding_window=True,
 )
 
 

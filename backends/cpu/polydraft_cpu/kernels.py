@@ -18,6 +18,7 @@ from polydraft.contracts.composite import CompositeArgs
 from polydraft.contracts.kernels.expert_mlp import ExpertMlpV1
 from polydraft.contracts.kernels.paged_attention import PagedAttentionV1
 from polydraft.contracts.kernels.rope_kv_write import RopeKvWriteV1, turns
+from polydraft.contracts.packing import Matrix, PackedWeight
 from polydraft.device import Array, Launch
 from polydraft.errors import ContractError
 from polydraft_cpu.device import CpuDevice, aligned
@@ -28,7 +29,12 @@ VERSION = 1
 PANEL = 16
 MOST_ROWS = 8
 EXPERT_ROWS = 256
-VECTOR_F32, ROWS_F32, ROWS_BF16, PANELS_F32, PANELS_BF16, PANELS_I8 = range(6)
+VECTOR_F32, ROWS_F32, ROWS_BF16, PANELS_F32, PANELS_BF16, PANELS_I8, PANELS_F8, PANELS_I4 = range(8)
+DTYPES_OF: Final[Mapping[int, Any]] = {
+    ROWS_BF16: np.uint16, PANELS_BF16: np.uint16, PANELS_I8: np.int8, PANELS_F8: np.uint8, PANELS_I4: np.uint32,
+}  # fmt: skip
+"""What arrays of a format hold; the others hold float32."""
+PACKED: Final = {"int8": PANELS_I8, "fp8": PANELS_F8, "int4": PANELS_I4}
 
 
 def up(size: int) -> int:
@@ -50,44 +56,90 @@ class CpuWeight:
         self._struct = WeightStruct()
         self.address = ctypes.addressof(self._struct)
         self._data: Array = np.empty(0, np.uint8)
-        self._scale: Array | None = None
+        self._beside: dict[str, Array] = {}
+        """Scales and zero points, by the name of their pointer in the struct."""
 
     @property
     def nbytes(self) -> int:
-        return self._data.nbytes + (0 if self._scale is None else self._scale.nbytes)
+        return self._data.nbytes + sum(array.nbytes for array in self._beside.values())
+
+    @property
+    def rounds(self) -> bool:
+        """Whether rows are rounded before they are multiplied."""
+        return bool(self._struct.rounding)
 
     @property
     def format(self) -> int:
         """One of the formats above."""
         return int(self._struct.format)
 
-    def fill(self, value: Array) -> None:
-        """Pack `value`, in place where the format stays the same, behind everything that was issued."""
+    def fill(self, value: Matrix) -> None:
+        """Lay `value` out, in place where the format stays the same, behind everything that was issued."""
         self._device.settle()
+        if isinstance(value, PackedWeight):
+            self._fill_packed(value)
+            return
         value = np.ascontiguousarray(value, np.float32)
         chosen = self._format(value)
         stack, rows, cols = (1, 1, value.size) if value.ndim == 1 else (1, *value.shape)[-3:]
-        s, lib = self._struct, self._device.library
+        lib = self._device.library
         data = self._memory(chosen, stack, rows, cols)
+        beside: dict[str, Array] = {}
         if chosen in (VECTOR_F32, ROWS_F32):
             np.copyto(data.reshape(value.shape), value)
         elif chosen == ROWS_BF16:
             lib.pd_pack_rows_bf16(value.ctypes.data, value.size, data.ctypes.data)
         else:
-            self._scale = aligned((stack, up(rows)), np.float32) if chosen == PANELS_I8 else None
+            if chosen == PANELS_I8:
+                beside["scale"] = self._kept("scale", (stack, up(rows)), np.float32)
             for i, matrix in enumerate(value.reshape(stack, rows, cols)):
-                scale = 0 if self._scale is None else self._scale[i].ctypes.data
+                scale = beside["scale"][i].ctypes.data if beside else 0
                 lib.pd_pack_panels(matrix.ctypes.data, rows, cols, chosen, data[i].ctypes.data, scale)
-            s.scale = 0 if self._scale is None else self._scale.ctypes.data
-        self._data = data
+        self._point(data, chosen, rows, cols, beside)
+
+    def _fill_packed(self, value: PackedWeight) -> None:
+        """Lay numbers, scales and zero points out in panels."""
+        packing, (rows, cols) = value.packing, value.shape
+        chosen = PACKED[packing.number]
+        data = self._memory(chosen, 1, rows, cols)
+        numbers = value.numbers
+        if chosen == PANELS_I4:  # eight of a row in a word
+            numbers = np.pad(numbers, ((0, 0), (0, -numbers.shape[1] % 4))).view("<u4")
+        _side_by_side(numbers, data[0])
+        group = packing.columns if packing.columns < cols else 0
+        shape = (up(rows) // PANEL, -(-cols // group) if group else 1, PANEL)
+        scales = np.repeat(value.scales, packing.rows, axis=0)[:rows] if packing.rows > 1 else value.scales
+        narrow = group > 0 and not np.any(scales.view(np.uint32) & 0xFFFF)
+        name = "groups" if group else "scale"
+        beside = {name: self._kept(name, shape, np.uint16 if narrow else np.float32)}
+        _side_by_side((scales.view(np.uint32) >> 16).astype(np.uint16) if narrow else scales, beside[name])
+        if value.zeros is not None:
+            beside["zeros"] = self._kept("zeros", shape, np.uint8)
+            _side_by_side(value.zeros, beside["zeros"])
+        self._point(data, chosen, rows, cols, beside)
+        s = self._struct
+        s.groups_bf16, s.group = int(narrow), group
+        s.rounding, s.rounding_cols = (chosen, packing.columns or cols) if packing.activations else (0, 0)
+
+    def _point(self, data: Array, chosen: int, rows: int, cols: int, beside: dict[str, Array]) -> None:
+        """Let the struct name what was laid out."""
+        s, self._data, self._beside = self._struct, data, beside
         s.data, s.format, s.rows, s.cols = data.ctypes.data, chosen, rows, cols
+        for name in ("scale", "groups", "zeros"):
+            setattr(s, name, beside[name].ctypes.data if name in beside else 0)
+        s.groups_bf16 = s.group = s.rounding = s.rounding_cols = 0
+
+    def _kept(self, name: str, shape: tuple[int, ...], dtype: Any) -> Array:
+        """The array of before where it fits, else a new one."""
+        known = self._beside.get(name)
+        return known if known is not None and known.shape == shape and known.dtype == dtype else aligned(shape, dtype)
 
     def _memory(self, chosen: int, stack: int, rows: int, cols: int) -> Array:
         """The array of before where it fits, else a new one."""
         shape: tuple[int, ...] = (rows, cols)
         if chosen >= PANELS_F32:
-            shape = (stack, up(rows) // PANEL, -(-cols // 2) * 2, PANEL)
-        dtype = {ROWS_BF16: np.uint16, PANELS_BF16: np.uint16, PANELS_I8: np.int8}.get(chosen, np.float32)
+            shape = (stack, up(rows) // PANEL, -(-cols // 8) if chosen == PANELS_I4 else -(-cols // 2) * 2, PANEL)
+        dtype = DTYPES_OF.get(chosen, np.float32)
         if self._data.size and self._data.shape == shape and self._data.dtype == dtype:
             return self._data
         return aligned(shape, dtype)
@@ -104,6 +156,16 @@ class CpuWeight:
         if wish == "int8":
             return PANELS_I8
         return PANELS_BF16 if wish == "bf16" or (exact and wish == "exact") else PANELS_F32
+
+
+def _side_by_side(rows: Array, out: Array) -> None:
+    """Write rows [outputs, n] as panels [outputs / 16, at least n, 16] with 0 where there is none."""
+    whole, width = len(rows) // PANEL, rows.shape[1]
+    out[:whole, :width] = rows[: whole * PANEL].reshape(whole, PANEL, width).swapaxes(1, 2)
+    out[:, width:] = 0
+    if whole < len(out):
+        out[whole] = 0
+        out[whole, :width, : len(rows) - whole * PANEL] = rows[whole * PANEL :].T
 
 
 class CpuCache:
@@ -206,7 +268,7 @@ class CpuProvider:
         """What the kernel's threads need between them."""
         threads = self.device.options.num_threads
         if self.name == "linear":
-            return threads * MOST_ROWS * args.x.shape[1] * 4 if args.x.dtype == "bf16" else 0
+            return threads * MOST_ROWS * args.x.shape[1] * 4 if args.x.dtype == "bf16" or args.weight.rounds else 0
         return SCRATCH[self.name](_parts(args), limits, threads) if self.name in SCRATCH else 0
 
     def _extra(self, args: Any, limits: Limits, table: Array | None) -> list[int]:
@@ -245,7 +307,7 @@ class CpuTable:
         self.versions = versions()
         self._device = device
 
-    def prepare_weight(self, role: str, value: Array, dtype: str, previous: Weight | None = None) -> CpuWeight:
+    def prepare_weight(self, role: str, value: Matrix, dtype: str, previous: Weight | None = None) -> CpuWeight:
         """Pack a weight for the kernels; `previous` is refilled and stays the same object at the same address."""
         if dtype != self._device.dtype:
             raise ContractError(f"weight of dtype {dtype!r} for a device opened with {self._device.dtype!r}; open another device")

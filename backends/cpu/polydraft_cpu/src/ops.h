@@ -26,15 +26,25 @@ using Any = Tensor<char>;  // activation dtype, or either float
 // -- weights and caches -----------------------------------------------------------------------------------------------
 constexpr int64_t PANEL = 16;  // outputs that lie side by side in a packed matrix, on every processor
 
-enum Format : int64_t { VECTOR_F32 = 0, ROWS_F32 = 1, ROWS_BF16 = 2, PANELS_F32 = 3, PANELS_BF16 = 4, PANELS_I8 = 5 };
+enum Format : int64_t {
+  VECTOR_F32 = 0, ROWS_F32 = 1, ROWS_BF16 = 2, PANELS_F32 = 3, PANELS_BF16 = 4, PANELS_I8 = 5, PANELS_F8 = 6, PANELS_I4 = 7
+};
+constexpr int64_t BLOCK = 64;  // columns of one block of a sum, at most
 
 // A stack of matrices is one behind the other; rows, cols and scales are those of one.
 // A matrix [rows, cols] in panels: [rows / 16][cols / 2][16][2], both rounded up, so that a pair of columns of one output is
-// one 32-bit word in bf16. float32 keeps [rows / 16][cols][16].
+// one 32-bit word in bf16. float32, int8 and fp8 (E4M3) keep [rows / 16][cols][16], int4 [rows / 16][cols / 8][16] 32-bit words,
+// the first of eight columns in the lowest four bits.
 struct Weight {
   void* data;
   int64_t format, rows, cols;
-  const float* scale;  // [rows] of PANELS_I8
+  const float* scale;     // [rows] of packed weights that have a scale an output, else null
+  const void* groups;     // [rows / 16][groups][16] of those that have more, else null
+  int64_t groups_bf16;    // whether those are bfloat16, else float32
+  const uint8_t* zeros;   // [rows / 16][groups][16] of int4 with zero points, else null
+  int64_t group;          // columns of a scale in `groups` and of a zero point; 0: all
+  int64_t rounding;       // what rows are rounded to: 0 nothing, or a format
+  int64_t rounding_cols;  // columns that are rounded with one scale
 };
 
 // Keys [block][head][dim][padded], so that a vector holds one element of many keys; values [block][head][block_size][wide].

@@ -28,7 +28,7 @@
 namespace pd {
 namespace {
 
-constexpr int64_t ABI = 7;
+constexpr int64_t ABI = 8;
 constexpr int64_t PARTS = 2;  // a thread: a few more than one, so that a late thread leaves little undone
 thread_local std::string error;
 
@@ -327,7 +327,7 @@ PD_EXPORT void pd_pack_panels(const float* values, int64_t rows, int64_t cols, i
       for (int64_t i = 0; i < cols; i++) {
         const float x = row[i] / scale[r];
         const float nearest = x < 0 ? x - 0.5f : x + 0.5f;
-        static_cast<int8_t*>(out)[first + (i / 2) * PANEL * 2 + lane * 2 + i % 2] = int8_t(std::min(std::max(nearest, -127.0f), 127.0f));
+        static_cast<int8_t*>(out)[first + i * PANEL + lane] = int8_t(std::min(std::max(nearest, -127.0f), 127.0f));
       }
     }
   }

@@ -8,7 +8,8 @@ typedef float vf __attribute__((vector_size(4 * PD_LANES)));
 typedef int32_t vi __attribute__((vector_size(4 * PD_LANES)));
 typedef uint32_t vu __attribute__((vector_size(4 * PD_LANES)));
 typedef uint16_t vh __attribute__((vector_size(2 * PD_LANES)));
-typedef int8_t vb2 __attribute__((vector_size(2 * PD_LANES)));
+typedef int8_t vs __attribute__((vector_size(PD_LANES)));
+typedef uint8_t vby __attribute__((vector_size(PD_LANES)));
 struct bf16 { uint16_t bits; };
 
 #define PD_INLINE static inline __attribute__((always_inline, unused))
@@ -30,6 +31,30 @@ PD_INLINE vf fma(vf a, vf b, vf c) {
   return (vf)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
 #else
   return a * b + c;
+#endif
+}
+
+// Bytes as whole numbers of 32 bits; the compilers' own conversion of so many lanes goes by halves.
+PD_INLINE vi widen(const int8_t* p) {
+#if defined(PD_FMA512)
+  return (vi)_mm512_maskz_cvtepi8_epi32(__mmask16(0xffff), _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+#elif defined(PD_FMA256)
+  return (vi)_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+#else
+  vs b;
+  __builtin_memcpy(&b, p, sizeof b);
+  return __builtin_convertvector(b, vi);
+#endif
+}
+PD_INLINE vu widen(const uint8_t* p) {
+#if defined(PD_FMA512)
+  return (vu)_mm512_maskz_cvtepu8_epi32(__mmask16(0xffff), _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+#elif defined(PD_FMA256)
+  return (vu)_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+#else
+  vby b;
+  __builtin_memcpy(&b, p, sizeof b);
+  return __builtin_convertvector(b, vu);
 #endif
 }
 
@@ -88,6 +113,7 @@ __attribute__((noinline, unused)) static float largest(vf v) {
   for (int64_t i = 1; i < L; i++) m = lane[i] > m ? lane[i] : m;
   return m;
 }
+PD_INLINE vi select_i(vi mask, vi a, vi b) { return (mask & a) | (~mask & b); }
 PD_INLINE vf select(vi mask, vf a, vf b) { return (vf)((mask & (vi)a) | (~mask & (vi)b)); }
 
 // exp to within about one unit in the last place: x = k ln 2 + r, a polynomial of degree 6 in r (as in Cephes' expf).

@@ -45,7 +45,7 @@ def rounds(result: Result) -> tuple[str, ...]:
     said = (
         f"{where(result)}, {first['dtype']}, prompts of {first['prompt_tokens']} tokens, {first['new_tokens']} new tokens, "
         f"whole-step graphs, overlap {first['overlap']}, wall clock of full steps; copies at "
-        f"{1e-12 * first['copy_bytes_per_s']:.2f} TB/s. A round's time is the best of the repeats, as vLLM's is{warmth(result)}."
+        f"{1e-12 * first['copy_bytes_per_s']:.2f} TB/s. A round's time is the {result['estimator']}{warmth(result)}."
     )
     fit = sum(ratio <= MOST for ratio in beside.values())
     worst = max(beside, key=lambda cell: beside[cell])
@@ -67,15 +67,15 @@ def warmth(result: Result) -> str:
 def table_of_rounds(result: Result) -> str:
     """One line a cell."""
     head = "shape", "drafts", "batch", "ms a round", "of the repeats", "share of the copy rate", "vLLM, ms", "ratio"
-    more = "device idle", "host, us", "memory, GiB", "tokens a round", "tokens/s"
+    more = "end to end", "device idle", "host, us", "memory, GiB", "tokens a round", "tokens/s"
     lines = ["| " + " | ".join((*head, *more)) + " |", "|" + "---|" * len((*head, *more))]
-    beside = ratios(result)
+    beside, whole = ratios(result), end_to_end()
     for row in result["rows"]:
         cell, (low, high) = (row["shape"], row["draft_tokens"], row["batch"]), row["spread"]["ms_per_round"]
         other = f"{row['ms_per_round'] / beside[cell]:.2f} | {beside[cell]:.2f}" if cell in beside else "- | -"
         lines.append(
             f"| {cell[0]} | {cell[1]} | {cell[2]} | {row['ms_per_round']:.3f} | {low:.3f}-{high:.3f} | "
-            f"{row['copy_rate_share']:.0%} | {other} | "
+            f"{row['copy_rate_share']:.0%} | {other} | {f'{whole[cell]:.2f}' if cell in whole else '-'} | "
             f"{idle_of(row)} | {row['host_us_per_step']:.0f} | {row['memory_bytes'] / 2**30:.1f} | "
             f"{row['tokens_per_round']:.2f} | {row['tokens_per_s']:,.0f} |"
         )
@@ -84,13 +84,19 @@ def table_of_rounds(result: Result) -> str:
 
 def ratios(result: Result) -> dict[tuple[str, int, int], float]:
     """Shape, drafts and batch of the cells that the other engine was measured in, to the share of its time."""
-    found = {}
+    found, peers = {}, gpu_rounds.peer_ms()
     for row in result["rows"]:
-        others = gpu_rounds.VLLM.get((row["shape"], row["draft_tokens"]))
+        others = peers.get((row["shape"], row["draft_tokens"]))
         if others and row["batch"] in gpu_rounds.BATCHES:
             other = others[gpu_rounds.BATCHES.index(row["batch"])]
             found[row["shape"], row["draft_tokens"], row["batch"]] = row["ms_per_round"] / other
     return found
+
+
+def end_to_end() -> dict[tuple[str, int, int], float]:
+    """Shape, drafts and batch to the share of the other engine's time with prompts included, both on one machine."""
+    rows = [row for row in gpu_rounds.peer()["rows"] if "polydraft_end_to_end_share" in row]
+    return {(row["shape"], row["draft_tokens"], row["batch"]): row["polydraft_end_to_end_share"] for row in rows}
 
 
 def idle_of(row: Row) -> str:
@@ -228,8 +234,10 @@ def draw_rounds(result: Result, path: Path) -> None:
     figure, every = plt.subplots(1, len(cells), figsize=(3 * len(cells), 3.2), layout="constrained", squeeze=False)
     for axes, ((shape, drafts), rows) in zip(every[0], cells.items(), strict=True):
         places = range(len(rows))
-        others = gpu_rounds.VLLM[shape, drafts]
-        axes.bar(places, [others[gpu_rounds.BATCHES.index(row["batch"])] for row in rows], color="#c9c9c9", label="vLLM 0.26.0")
+        others = gpu_rounds.peer_ms().get((shape, drafts))
+        if others:
+            ms = [others[gpu_rounds.BATCHES.index(row["batch"])] for row in rows]
+            axes.bar(places, ms, color="#c9c9c9", label="vLLM 0.26.0")
         axes.bar(places, [row["ms_per_round"] for row in rows], width=0.6, color="#3572a5", label="polydraft")
         floors = [1e3 * row["floor_bytes"] / row["copy_bytes_per_s"] for row in rows]
         axes.bar(places, floors, width=0.3, color="#f2b134", label="its bytes at the copy rate")

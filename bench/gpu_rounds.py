@@ -6,9 +6,10 @@ for the target and once a pass (a byte a weight where its outputs are looked at 
 mean context. `copy_rate_share` is the time of those bytes at the measured rate of a device-to-device copy (bytes read and
 written), over the time of a round.
 
-A round's time is the best of the repeats, as that of the engine that it is set beside; `spread` has the others. With `--cool` the
-device is left alone before each cell until it is as cool as when an engine has just been started: a board at its power limit is
-slower by some percent when minutes of other cells have warmed it. `temperature_c` is what it had then.
+A round's time is the median of the repeats, each the median of the rounds in which all requests take part, as that of the
+engine that it is set beside; `spread` has the extremes. With `--cool` the device is left alone before each cell until it is
+as cool as when an engine has just been started: a board at its power limit is slower by some percent when minutes of other cells
+have warmed it. `temperature_c` is what it had then.
 
     python bench/gpu_rounds.py --out bench/results/cuda.json
 """
@@ -19,6 +20,7 @@ import argparse
 import contextlib
 import gc
 import itertools
+import json
 import shutil
 import statistics
 import subprocess
@@ -42,15 +44,25 @@ SCHEDULE = (0.8, 0.75, 0.75)
 BATCHED_TOKENS = 8192
 """Rows of a prefill step."""
 GIB = 1 << 30
-VLLM = {
-    ("mimo-7b", 0): (5.03, 5.23, 5.92, 6.87),
-    ("mimo-7b", 3): (6.89, 7.63, 9.08, 12.19),
-    ("small", 3): (2.44, 2.72, 3.22, 3.94),
-    ("tiny", 3): (2.23, 2.15, 3.01, 3.36),
-}
-"""Milliseconds a round of vLLM 0.26.0 on one H200 for batches of 1, 8, 32 and 64: the same shapes in bf16 with dummy weights, the
-same lengths and synthetic acceptance, full graphs and asynchronous scheduling, best of three."""
+ESTIMATOR = "median over the repeats of the median round in which all requests of the batch take part"
 BATCHES = (1, 8, 32, 64)
+
+
+def peer() -> dict[str, Any]:
+    """What vLLM takes on one H200: `bench/results/vllm_h200.json`."""
+    found: dict[str, Any] = json.loads((ROOT / "results" / "vllm_h200.json").read_text(encoding="utf-8"))
+    return found
+
+
+def peer_ms() -> dict[tuple[str, int], tuple[float, ...]]:
+    """Its milliseconds a round by shape and drafts, for `BATCHES`, in bf16 on one GPU. A peer's figure is estimated as ours is:
+    rounds in which all requests take part."""
+    found: dict[tuple[str, int], tuple[float, ...]] = {}
+    for row in peer()["rows"]:
+        if (row["gpus"], row["weights"]) == (1, "bf16"):
+            cell = row["shape"], row["draft_tokens"]
+            found[cell] = (*found.get(cell, ()), row["ms_per_round"])
+    return found
 
 
 def copy_rate(nbytes: int = 4 * GIB, repeats: int = 10) -> float:
@@ -209,7 +221,6 @@ def measure(what: Cell, options: argparse.Namespace, rate: float) -> dict[str, A
         for turn in range(options.repeats + 1):
             cell.measure(keep=turn > 0, host=not options.bare)
         row = cell.row(shape)
-        row["ms_per_round"] = min(cell.figures["ms_per_round"])
         context = options.prompt_tokens + options.new_tokens / 2
         looked = byte_heads(cell.engine, batch) if cell.engine.resolved.graph != "off" else (False, False)
         floor = floor_bytes(cell.engine, batch, context, looked)
@@ -270,8 +281,8 @@ def write(rows: list[dict[str, Any]], out: str) -> None:
     from polydraft_cuda.device import device_name, driver_version
 
     how = f"weights random, acceptance synthetic by {SCHEDULE}; floor_bytes as bench/gpu_rounds.py defines them"
-    how += "; ms_per_round is the best of the repeats"
-    result = report.document(rows, device=device_name(0), driver=str(driver_version()), method=f"{report.METHOD}; {how}")
+    said = {"device": device_name(0), "driver": str(driver_version()), "estimator": ESTIMATOR}
+    result = report.document(rows, method=f"{report.METHOD}; {how}", **said)
     report.write(out, result)
 
 

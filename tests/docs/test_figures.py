@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from bench.gpu_rounds import BATCHES, VLLM
+from bench.gpu_rounds import BATCHES, peer_ms
 from polydraft import LLM, RequestOutput
 from polydraft.config import EngineConfig
 from polydraft.demo import demo_model_path
@@ -86,7 +86,7 @@ def test_what_is_said_of_speed_is_that_of_the_results():
     ]
     gpu = json.loads((ROOT / "bench" / "results" / "cuda.json").read_text(encoding="utf-8"))["rows"]
     rounds = {row["batch"]: row for row in gpu if (row["shape"], row["draft_tokens"]) == ("mimo-7b", 3)}
-    others = dict(zip(BATCHES, VLLM["mimo-7b", 3], strict=True))
+    others = dict(zip(BATCHES, peer_ms()["mimo-7b", 3], strict=True))
     wanted += [[f"{rounds[n]['ms_per_round']:.2f}", f"vLLM 0.26.0 {others[n]:.2f}"] for n in (1, 8, 64)]
     assert [row[2:] for row in shown] == wanted
     assert all(f"batch {n}" in row[1] for n, row in zip((1, 8, 1, 8, 64), shown, strict=True))

@@ -66,15 +66,33 @@ def test_rows_say_what_is_synthetic_and_what_their_floor_is(name: str):
 def test_every_cell_of_the_comparison_is_there_and_measured_alike():
     rows = result("cuda.json")["rows"]
     cells = [(row["shape"], row["draft_tokens"], row["batch"]) for row in rows]
-    assert cells == [(*key, batch) for key in gpu_rounds.VLLM for batch in gpu_rounds.BATCHES]
+    shapes = ("mimo-7b", 0), ("mimo-7b", 3), ("small", 3), ("tiny", 3)
+    assert cells == [(*key, batch) for key in shapes for batch in gpu_rounds.BATCHES]
     assert {(row["prompt_tokens"], row["new_tokens"], row["dtype"], row["graph"], row["overlap"]) for row in rows} == {
         (512, 256, "bf16", "decode", 1)
     }
     ratios = gpu_page.ratios(result("cuda.json"))
-    assert list(ratios) == cells
-    for row in rows:
-        other = gpu_rounds.VLLM[row["shape"], row["draft_tokens"]][gpu_rounds.BATCHES.index(row["batch"])]
-        assert ratios[row["shape"], row["draft_tokens"], row["batch"]] == pytest.approx(row["ms_per_round"] / other)
+    assert list(ratios) == [cell for cell in cells if cell[0] != "tiny"], "which the other engine was not measured with"
+    others = {
+        (row["shape"], row["draft_tokens"], row["batch"]): row["ms_per_round"]
+        for row in gpu_rounds.peer()["rows"]
+        if row["gpus"] == 1 and row["weights"] == "bf16"
+    }
+    for row, cell in zip(rows, cells, strict=True):
+        assert cell not in ratios or ratios[cell] == pytest.approx(row["ms_per_round"] / others[cell])
+
+
+def test_both_sides_of_the_comparison_say_how_a_round_is_estimated_and_take_full_ones():
+    for estimator in (result("cuda.json")["estimator"], gpu_rounds.ESTIMATOR, gpu_rounds.peer()["estimator"]):
+        assert "median" in estimator
+        assert "in which all requests of the batch take part" in estimator
+    whole = gpu_page.end_to_end()
+    assert list(whole) == [("mimo-7b", drafts, batch) for drafts in (0, 3) for batch in gpu_rounds.BATCHES]
+    assert all(0 < share < 1 for share in whole.values())
+    for row in gpu_rounds.peer()["rows"]:
+        if "polydraft_ms_per_round" in row:
+            share = row["polydraft_ms_per_round"] / row["ms_per_round"]
+            assert row["polydraft_end_to_end_share"] >= share - 0.01, "prompts are no smaller a share of ours"
 
 
 def test_regions_on_a_gpu_are_those_of_the_result():

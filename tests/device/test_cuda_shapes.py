@@ -269,13 +269,18 @@ def test_a_captured_norm_adds_to_the_newest_stream(opened: CudaDevice, n: int):
         assert np.array_equal(run(captured=True), one_by_one)
 
 
+LOUDEST = {"f16": (-6e4, 6e4), "bf16": (-1e30, 1e30)}
+"""Numbers of queries and keys in each dtype."""
+
+
 class Attention:
     """Paged attention over random keys and values. `seqs`: (positions before, rows) of each slot. Keys are longer by `steep` of
-    their length with every 256 positions, and so are scores. What no row attends to is NaN."""
+    their length with every 256 positions, and so are scores. Queries and keys are `loud` times as long as others, up to what the
+    dtype has. What no row attends to is NaN."""
 
     def __init__(
         self, device: CudaDevice, shape: Shape, seqs: list[tuple[int, int]], *, prefill: bool, holes: int = 2, kv: Any = "",
-        steep: float = 0.0, sliding_window: int = 0,
+        steep: float = 0.0, sliding_window: int = 0, loud: float = 1.0,
     ) -> None:  # fmt: skip
         rng, act, size = np.random.default_rng(len(seqs)), device.dtype, shape.block_size
         order = rng.permutation(len(seqs))
@@ -294,6 +299,8 @@ class Attention:
             CacheSpec(len(pool), size, shape.kv_heads, shape.head_dim, act, kv=kv)
         )
         k, v = (rng.standard_normal((len(pool), size, shape.kv_heads, shape.head_dim), np.float32) for _ in range(2))
+        if loud > 1:
+            k = np.clip(k * np.float32(loud), *LOUDEST[act])
         for s, (before, rows) in enumerate(seqs):
             end, blocks = before + rows, table[s, : needed[s]]
             k[blocks] *= (1 + steep / 256 * np.arange(blocks.size * size)).reshape(-1, size, 1, 1)
@@ -302,7 +309,7 @@ class Attention:
             unseen = np.arange(before + 1 - sliding_window if sliding_window else 0)
             k[table[s, unseen // size], unseen % size] = v[table[s, unseen // size], unseen % size] = np.nan
         cache.write_logical(k, v)
-        q = rng.standard_normal((n, shape.heads * shape.head_dim), np.float32)
+        q = np.clip(rng.standard_normal((n, shape.heads * shape.head_dim), np.float32) * np.float32(loud), *LOUDEST[act])
         described = {"row_slot": filled(device, "row_slot", slot.astype(np.int32), "i32"),
                 "positions": filled(device, "positions", position.astype(np.int32), "i32"),
                 "block_table": filled(device, "block_table", table, "i32")}  # fmt: skip
@@ -367,6 +374,19 @@ def test_scores_may_outgrow_those_before_them(opened: CudaDevice, shape: Shape, 
         for seqs, prefill in ((windows(8, shape.window), False), (windows(64, shape.window), False), (CHUNKS, True)):
             attention = Attention(opened, shape, seqs, prefill=prefill, kv=kv, steep=steep)
             assert np.abs(attention.run() - attention.wanted).max() <= 4 * EPS[opened.dtype], (steep, len(seqs), prefill)
+
+
+@pytest.mark.parametrize("kv", ["", "fp8", "int8"])
+@pytest.mark.parametrize("loud", [1.2e4, 1e6])
+def test_scores_may_be_beyond_whole_numbers_of_float32(opened: CudaDevice, loud: float, kv: str):
+    """One key has all of a row's weight: the next score is millions of powers of two below."""
+    if opened.dtype == "f16" and loud > 2e4:
+        pytest.skip("float16 has no such numbers")
+    for shape in SHAPES:
+        for seqs, prefill in ((windows(3, shape.window), False), (windows(32, shape.window), False), (CHUNKS, True)):
+            attention = Attention(opened, shape, seqs, prefill=prefill, kv=kv, loud=loud)
+            found, real = attention.run(), attention.slot >= 0
+            assert np.abs(found[real] - attention.wanted[real]).max() <= 4 * EPS[opened.dtype] * 4, (shape, len(seqs), prefill)
 
 
 @pytest.mark.parametrize("kv", ["", "fp8", "int8"])

@@ -1,5 +1,5 @@
 // Attention of one row and head by a whole block, for any head size and dtype: the plain kernel, and the second try of the fast ones
-// for a row that met NaN, since a weight of zero times NaN is NaN there. Keys beyond the row's position, or in front of its window, are
+// for a row that met NaN, since a weight of zero times NaN is NaN there, or whose scores are too high for them. Keys beyond the row's position, or in front of its window, are
 // never read.
 //
 // Defines: WINDOW where a row does not attend to all keys before it (how many at most, its own the last of them).
@@ -91,6 +91,9 @@ struct Queries {
 };
 struct Softmax { float top[2], total[2]; };  // what is taken off scores, in powers of two; of the weights so far, this lane's part
 constexpr float LOWEST = -3.402823466e+38f, SLACK = 8.f;  // a top before any key; how far scores may lie beyond one
+// A score's weight is of the score as it is, a top of one that float32 has rounded: from here on by more than half a power of two, so that
+// weights may be lost or infinite, and the row is computed again.
+constexpr float LOUD = 0x1p24f;
 
 __device__ __forceinline__ vec4 load_apart(const act_t* p) {  // as load4, by an instruction a word
     vec4 v;
@@ -143,13 +146,13 @@ __device__ __forceinline__ void soften(float (&scores)[COUNT][2][4], float scale
 #pragma unroll
             for (int c = 0; c < 4; c++) high[c >> 1] = fmaxf(high[c >> 1], scores[n][i][c]);
     high[0] *= scale, high[1] *= scale;
-    if (__any_sync(FULL, high[0] > s.top[0] + SLACK || high[1] > s.top[1] + SLACK)) {
+    if (__any_sync(FULL, high[0] - s.top[0] > SLACK || high[1] - s.top[1] > SLACK)) {
         float keep[2];
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             high[h] = fmaxf(high[h], __shfl_xor_sync(FULL, high[h], 1));
             high[h] = fmaxf(high[h], __shfl_xor_sync(FULL, high[h], 2));
-            const float top = high[h] > s.top[h] + SLACK ? high[h] : s.top[h];
+            const float top = high[h] - s.top[h] > SLACK ? high[h] : s.top[h];
             keep[h] = exp2_fast(s.top[h] - top);
             s.total[h] *= keep[h], s.top[h] = top;
         }

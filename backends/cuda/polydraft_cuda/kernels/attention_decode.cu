@@ -298,7 +298,8 @@ attention_decode(act_t* q, act_t* keys, act_t* values, const int4* tiles, const 
             const float rest = 1.f / all;
             mixed.x *= rest, mixed.y *= rest, mixed.z *= rest, mixed.w *= rest;
             *(vec2*)(out + (int64_t)(first + row) * width + (kv_head * GROUP + head) * HEAD_DIM + lane * 4) = {pack(mixed.x, mixed.y), pack(mixed.z, mixed.w)};
-            if (!(mixed.x == mixed.x && mixed.y == mixed.y && mixed.z == mixed.z && mixed.w == mixed.w)) broken[own] = 1, wrong = true;
+            const bool numbers = mixed.x == mixed.x && mixed.y == mixed.y && mixed.z == mixed.z && mixed.w == mixed.w;
+            if (!numbers || fabsf(high) >= LOUD) broken[own] = 1, wrong = true;
         }
         if (SPLITS > 1) {
             __syncwarp();

@@ -85,7 +85,7 @@ attention_prefill(const act_t* __restrict__ q, const act_t* keys, const act_t* v
         const int row = row0 + h * 8;
         if (row >= rows) continue;
         const float rest = 1.f / total;
-        bool fine = true;
+        bool fine = fabsf(softmax.top[h]) < LOUD;
         act_t* o = out + (int64_t)(first + row) * width + head * HEAD_DIM + t * 2;
 #pragma unroll
         for (int d = 0; d < PAIRS * 2; d++) {

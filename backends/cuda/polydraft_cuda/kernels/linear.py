@@ -157,22 +157,22 @@ def is_chosen_from(device: CudaDevice, a: Any) -> bool:
 
 
 def chosen(device: CudaDevice, args: Any, limits: Limits, workspace: Any) -> Launch:
-    """A head and the choice of each row's highest output, of an unpadded vocabulary. Where the weight has bytes a first look by
-    them is taken; else every warp keeps the best of its own (value and id, [warps, rows, 2]), and those are looked at. Many rows
-    are two launches that write logits."""
+    """A head and the choice of each row's highest output, of an unpadded vocabulary. Every warp keeps the best of its own (value
+    and id, [warps, rows, 2]), and those are looked at. Where the weight has bytes a first look by them is taken, and the rest
+    runs only where that has given up. Many rows are two launches that write logits."""
     a, _, choice = args.parts
     most = min(int(a.x.shape[0]), tile_rows(device, a))
     looks = screen.MOST_ROWS if screen.screen_of(device, a) is not None else 0
     steps = []
     for size in (size for i, size in enumerate(SIZES) if i == 0 or SIZES[i - 1].rows < most):
+        first, state = [], None
         if size.rows <= looks:
-            launch, looked = screen.look(device, a, size)
-            steps.append((min(size.rows, most), sequence(launch, screen.choose(device, choice, looked))))
-        else:
-            best = device.empty("linear.best", (int(device.num_sms) * TILE_WARPS, size.rows, 2), "f32")
-            device.load(best, np.full(best.shape, -np.inf, np.float32))  # warps of blocks that are not launched
-            keep = tile(device, a, workspace, size, 0, best=best)
-            steps.append((min(size.rows, most), sequence(keep, argmax_among(device, choice, best))))
+            launch, looked = screen.look(device, a, choice.row_slot, size)
+            first, state = [launch, screen.choose(device, choice, looked)], a.weight.screen.state
+        best = device.empty("linear.best", (int(device.num_sms) * TILE_WARPS, size.rows, 2), "f32")
+        device.load(best, np.full(best.shape, -np.inf, np.float32))  # warps of blocks that are not launched
+        keep = tile(device, a, workspace, size, 0, best=best, state=state)
+        steps.append((min(size.rows, most), sequence(*first, keep, argmax_among(device, choice, best, state))))
     apart = sequence(linear(device, a, limits, workspace), argmax(device, choice, limits, None))
     return by_rows([*steps, (1 << 30, apart)])
 

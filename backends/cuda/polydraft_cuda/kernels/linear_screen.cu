@@ -1,7 +1,7 @@
 // Scores of all outputs for up to TOKENS rows of x by weights in a byte each, from which `screen.cu` finds each row's highest output
 // without reading more than a few rows of the weights themselves (sm_90a).
 //
-// The bytes (`screen.cuh`) lie in the order of operands and are widened in registers, exactly; x is what it is everywhere. A block has
+// The bytes (`screen.cuh`) lie in the order of operands and are widened in registers, exactly; rows of x are turned ones (`screen_turn`). A block has
 // whole tiles of ROWS outputs, whose scores nobody else needs. With CLUSTER 2 each of two blocks brings half of the rows of x for both.
 // `pairs` gets the higher score of outputs r and r + 8 of each 16, in bfloat16: [pairs, TOKENS], tokens in the order of `token_at`.
 // `kept` gets what each warp has found best: [blocks, warps, TOKENS] pairs of score and output.
@@ -15,12 +15,14 @@
 #include "boxes.cuh"
 #include "best.cuh"
 #include "screen.cuh"
+#include "screen_state.cuh"
 
 constexpr int GROUPS = 2, ROWS = 64 * GROUPS, W_BYTES = ROWS * 64, X_BYTES = TOKENS * 128, STAGE = W_BYTES + X_BYTES;
 constexpr int CONSUMERS = GROUPS * 128, ACCUMULATORS = TOKENS / 2, X_PART = TOKENS / CLUSTER;
 
 extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, 1)
-linear_screen(const __grid_constant__ Map x_map, const unsigned char* bytes, const float* scales, uint16_t* pairs, float2* kept, int outputs, int inputs) {
+linear_screen(const __grid_constant__ Map x_map, const unsigned char* bytes, const float* scales, uint16_t* pairs, float2* kept, const ScreenState* state, int outputs, int inputs) {
+    if (is_skipped(state)) return wait_for_previous();
     extern __shared__ unsigned char raw[];
     __shared__ alignas(8) uint64_t full[STAGES], empty[STAGES];
     const unsigned base = (shared_address(raw) + 1023) & ~1023u;

@@ -8,12 +8,14 @@
 //
 // Defines: ACT (1 bf16, 2 f16), TOKENS (rows of x in a launch at most: 8..256), STAGES (chunks in flight), OUT_F32, BIAS,
 // CLUSTER (1, 2), GATED (w is [gate rows | up rows], out is [n, O / 2] and gets silu(gate) * up), BEST (out gets the highest output of
-// each row that a warp has, and its number: [blocks, warps, TOKENS] pairs; the lowest number of equals, infinity for what is no number).
+// each row that a warp has, and its number: [blocks, warps, TOKENS] pairs; the lowest number of equals, infinity for what is no number;
+// only where `state`, if there is one, says that the head is to be read whole).
 #include "tensor.cuh"
 #define WIDTH TOKENS
 #include "wgmma.cuh"
 #include "boxes.cuh"
 #include "best.cuh"
+#include "screen_state.cuh"
 
 constexpr int GROUPS = 2, ROWS = 64 * GROUPS, W_BYTES = ROWS * 128, X_BYTES = TOKENS * 128, STAGE = W_BYTES + X_BYTES;
 constexpr int CONSUMERS = GROUPS * 128, ACCUMULATORS = TOKENS / 2, X_PART = TOKENS / CLUSTER;
@@ -103,7 +105,8 @@ __device__ __forceinline__ void store_tile(const float (&sums)[ACCUMULATORS], ou
 
 extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, 1)
 linear_tile(const __grid_constant__ Map w_map, const __grid_constant__ Map x_map, out_t* __restrict__ out,
-            const act_t* __restrict__ bias, float* __restrict__ partial, unsigned* __restrict__ flags, int n, int first_token, int outputs, int inputs) {
+            const act_t* __restrict__ bias, float* __restrict__ partial, unsigned* __restrict__ flags, const ScreenState* state, int n, int first_token, int outputs, int inputs) {
+    if (BEST && !reads_whole(state)) return;
     extern __shared__ unsigned char raw[];
     __shared__ alignas(8) uint64_t full[STAGES], empty[STAGES];
     const unsigned base = (shared_address(raw) + 1023) & ~1023u;

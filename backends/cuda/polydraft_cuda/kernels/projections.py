@@ -110,9 +110,11 @@ def defines(a: Any) -> dict[str, int]:
     return {"OUT_F32": int(a.out.dtype == "f32"), "BIAS": int(a.bias is not None), **act(a.x.dtype)}
 
 
-def tile(device: CudaDevice, a: Any, workspace: Any, size: Size, first: int, gated: Any = None, best: Any = None) -> Launch:
+def tile(
+    device: CudaDevice, a: Any, workspace: Any, size: Size, first: int, gated: Any = None, best: Any = None, state: Any = None
+) -> Launch:
     """`linear_tile` for rows `first` to `first + size.rows`. Where `gated` is given, silu(gate) * up goes there alone; where
-    `best` is, the best outputs of each row."""
+    `best` is, the best outputs of each row, and with the `state` of a look only where this look wants it."""
     outputs, inputs = a.weight.shape
     tokens, cluster, stages = size
     function = device.function(
@@ -123,8 +125,8 @@ def tile(device: CudaDevice, a: Any, workspace: Any, size: Size, first: int, gat
     at_once = function.most_clusters(threads, shared, cluster) if cluster > 1 else device.num_sms
     return function.bind(
         num_blocks(device, a, cluster, at_once), threads, tensor_map(device, a.weight, TILE_ROWS, paired=8 * (gated is not None)),
-        tensor_map(device, a.x, tokens // cluster), best or gated or a.out, a.bias, workspace.buffer, flags(device), ROWS, first,
-        outputs, inputs, shared=shared, cluster=cluster if cluster > 1 else None, dependent=True,
+        tensor_map(device, a.x, tokens // cluster), best or gated or a.out, a.bias, workspace.buffer, flags(device), state, ROWS,
+        first, outputs, inputs, shared=shared, cluster=cluster if cluster > 1 else None, dependent=True,
     )  # fmt: skip
 
 

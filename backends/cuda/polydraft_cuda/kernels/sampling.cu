@@ -1,6 +1,7 @@
 // Choosing tokens: contracts argmax, gumbel_noise, sample, gumbel_noise+sample, uniform_noise, filter_probs, draw_draft,
 // verify_rejection.
 #include "sampling.cuh"
+#include "screen_state.cuh"
 
 // Blocks share a row. The best key is gathered by an atomic maximum, whose order does not matter; the last block of a row takes
 // it out, so that `best` and `tickets` are zero again for the next launch.
@@ -31,11 +32,12 @@ extern "C" __global__ void __launch_bounds__(256) argmax(
     tokens[r] = chosen(atomicExch(best + r, 0ull));
 }
 
-// Eight rows a block: the best of what `linear_tile` kept of each (value and id by warp and row).
+// Eight rows a block: the best of what `linear_tile` kept of each (value and id by warp and row), if it did.
 extern "C" __global__ void __launch_bounds__(256) argmax_among(
-    const float2* kept, const int* row_slot, int* tokens, int warps, int pitch, int n
+    const float2* kept, const int* row_slot, int* tokens, const ScreenState* state, int warps, int pitch, int n
 ) {
     enter();
+    if (state != nullptr && !state->whole) return;
     __shared__ uint64_t best[8][8];
     const int r = blockIdx.x * 8 + (threadIdx.x & 7), warp = threadIdx.x >> 5;
     uint64_t mine = 0;

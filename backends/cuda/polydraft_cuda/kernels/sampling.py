@@ -34,11 +34,12 @@ def argmax(device: CudaDevice, a: Any, limits: Any, workspace: Any) -> Launch:
     return function.bind(lambda n: (n, blocks, 1), 256, a.logits, a.row_slot, a.tokens, vocab, best, tickets, dependent=True)
 
 
-def argmax_among(device: CudaDevice, a: Any, kept: Any) -> Launch:
-    """The choice among what the warps of a head have kept (value and id, [warps, rows, 2]); logits are not looked at."""
+def argmax_among(device: CudaDevice, a: Any, kept: Any, state: Any = None) -> Launch:
+    """The choice among what the warps of a head have kept (value and id, [warps, rows, 2]); logits are not looked at. `state`: of
+    a first look, where the choice may have been made by it."""
     warps, pitch, _ = kept.shape
     function = device.function(source("sampling.cu"), "argmax_among")
-    return function.bind(lambda n: -(-n // 8), 256, kept, a.row_slot, a.tokens, warps, pitch, ROWS, dependent=True)
+    return function.bind(lambda n: -(-n // 8), 256, kept, a.row_slot, a.tokens, state, warps, pitch, ROWS, dependent=True)
 
 
 def gumbel_noise(device: CudaDevice, a: Any, limits: Any, workspace: Any) -> Launch:

@@ -1,4 +1,10 @@
-// Weights in a byte each, for a first look at scores: w is about scale * (f - MIDDLE), where f is the activation type's number whose
+// Weights in a byte each, for a first look at scores. What bytes are made of is turned first: w / c times a Hadamard matrix H, with c a
+// power of two of either sign for each input, near the mean of its weights (as QuaRot and others turn weights before they quantise them;
+// Ashkboos et al. 2024). x c H is the other factor, and w x = (w / c H) (x c H) / |H|. So columns that stand out are level, and one
+// large weight is spread over many: whatever a head's weights are distributed like, what is left of a row behind its bytes is as little
+// as with normal ones.
+//
+// A turned weight is about scale * (f - MIDDLE), where f is the activation type's number whose
 // lower byte is the weight's and whose upper byte is HIGH. In bfloat16 these are 256 numbers from 1/2 to nearly 2, by 1/256 up to 1 and
 // by 1/128 beyond; in float16 those from 1024 to 1279. Less MIDDLE, they are exact in the type: widening takes one permutation of bytes
 // and one subtraction for two weights.
@@ -33,6 +39,29 @@ __device__ __forceinline__ int64_t place_of_byte(int output, int input, int inpu
     const int within = input % 64, row = output % 16, k = within % 16;
     const int lane = (row & 7) * 4 + (k & 7) / 2, byte = within / 16 % 2 * 8 + k / 8 * 4 + (k & 1) * 2 + row / 8;
     return (((int64_t)(output / SCREEN_TILE) * (inputs / 64) + input / 64) * 8 + output % SCREEN_TILE / 16) * 1024 + within / 32 * 512 + lane * 16 + byte;
+}
+// -- turning ------------------------------------------------------------------------------------------
+constexpr int LEAST_POWER = -100, MOST_POWER = 100;
+// An input's c: of the sign that a hash of its number gives (without it a row of equal weights would be one large one), and with the
+// exponent of the mean of its weights' magnitudes; 1 where that is no number.
+__device__ __forceinline__ float column_of(int input, float mean) {
+    const int found = int(__float_as_uint(mean) >> 23) - 127, power = found > 127 ? 0 : min(max(found, LEAST_POWER), MOST_POWER);
+    return __uint_as_float(unsigned(power + 127) << 23 | unsigned(__popc(unsigned(input) * 0x9e3779b1u >> 8) & 1) << 31);
+}
+// Inputs that are turned together: the highest power of two that divides all of them.
+__device__ __forceinline__ int turned_inputs(int inputs) { return inputs & -inputs; }
+// In shared memory, by a whole block: sums of float32 that are off by no more than TURNING of the length of all.
+constexpr float TURNING = 0x1p-20f;  // 14 sums behind each other, each off by 2**-24 of itself at most
+__device__ __forceinline__ void turn(float* values, int inputs) {
+    for (int half = 1; half < turned_inputs(inputs); half <<= 1) {
+        __syncthreads();
+        for (int i = threadIdx.x; i < inputs / 2; i += blockDim.x) {
+            const int at = (i & ~(half - 1)) * 2 + (i & (half - 1));
+            const float a = values[at], b = values[at + half];
+            values[at] = a + b, values[at + half] = a - b;
+        }
+    }
+    __syncthreads();
 }
 // The token at place `p` of a row of `pairs`: four lanes have a quarter of them each, in eights.
 __device__ __forceinline__ int token_at(int p, int tokens) {

@@ -3,7 +3,8 @@
 A greedy choice needs only the highest logit. Scores from the 8-bit weights show which outputs can be the highest, since the error
 of each score is bounded, and only those few are computed from the original weights. The chosen token is the one that all products
 would give, and a round reads half as much of a head. The 8-bit copy is made when a choice is bound after a head, and again with
-every update of its weight.
+every update of its weight. Where too many outputs can be the highest, the device itself reads the head whole, and for a while
+does not look again.
 """
 
 from __future__ import annotations
@@ -36,45 +37,62 @@ def screen_of(device: CudaDevice, a: Any) -> Screen | None:
     if not isinstance(weight, CudaWeight) or a.bias is not None or weight.shape[1] % 128:
         return None
     if weight.screen is None:
-        weight.screen = Screen(device, weight.shape)
+        weight.screen = Screen(device, weight)
         weight.screen.pack(weight)
     return weight.screen
 
 
 class Screen:
-    """A weight of [outputs, inputs] in a byte each, with a scale and a slack for each output (`kernels/screen.cuh`)."""
+    """A weight of [outputs, inputs] in a byte each (`kernels/screen.cuh`), and what looks at it share: they run one behind the
+    other."""
 
-    def __init__(self, device: CudaDevice, shape: tuple[int, ...]) -> None:
-        outputs, inputs = shape
+    def __init__(self, device: CudaDevice, weight: Any) -> None:
+        outputs, inputs = weight.shape
         self._device = device
         self.padded = -(-outputs // PAD) * PAD
         self.bytes: CudaBuffer = device.empty("weight.screen", (self.padded, inputs), "u8")
+        self.columns: CudaBuffer = device.empty("weight.screen_columns", (inputs,), "f32")
+        """What each input's weights are divided by before they are turned."""
         self.scales: CudaBuffer = device.empty("weight.screen_scales", (outputs,), "f32")
-        self.slacks: CudaBuffer = device.empty("weight.screen_slacks", (outputs,), "f32")
+        self.slacks: CudaBuffer = device.empty("weight.screen_slacks", (outputs, 2), "f32")
+        """The lengths of what bytes leave of an output's weights, and of these."""
+        self.state: CudaBuffer = device.zeros("screen.state", (4,), "i32")
+        """Whether looks are worth their time (`kernels/screen_state.cuh`)."""
+        self.turned: CudaBuffer = device.empty("screen.turned", (MOST_ROWS, inputs), weight.dtype)
         self.pairs: CudaBuffer = device.empty("screen.pairs", (self.padded // 2, MOST_ROWS), "bf16")
-        """Scores of every look, one behind the other."""
+        """Scores."""
 
     def pack(self, weight: Any) -> None:
         """Make the bytes of a weight that has been written; waits."""
-        outputs, inputs = weight.shape
-        self._device.fill_bytes(self.bytes, 0)
-        function = self._device.function(source("screen.cu"), "screen_weights", **act(weight.dtype))
-        function.bind(outputs, 256, weight, self.bytes, self.scales, self.slacks, int(inputs))(self._device.stream, 1)
-        self._device.synchronize()
+        device, (outputs, inputs), defines = self._device, weight.shape, act(weight.dtype)
+        device.fill_bytes(self.bytes, 0)
+        device.fill_bytes(self.state, 0)
+        find = device.function(source("screen.cu"), "screen_columns", **defines)
+        find.bind(inputs // 64, 256, weight, self.columns, int(outputs), int(inputs))(device.stream, 1)
+        make = device.function(source("screen.cu"), "screen_weights", **defines)
+        arguments = weight, self.columns, self.bytes, self.scales, self.slacks, int(inputs)
+        make.bind(outputs, 256, *arguments, shared=4 * inputs)(device.stream, 1)
+        device.synchronize()
 
 
 class Looked(NamedTuple):
-    """What a first look leaves of up to `size.rows` rows: the best score and its output by warp and row, and the projection that
-    they are of. The higher scores of pairs of outputs lie with its weight."""
+    """What a first look leaves of up to `size.rows` rows: the best score and its output by warp and row, the bounds of rows, and
+    the projection that they are of. The higher scores of pairs of outputs lie with its weight."""
 
     best: Any
+    bounds: Any
     projection: Any
     size: Size
 
 
-def look(device: CudaDevice, a: Any, size: Size) -> tuple[Launch, Looked]:
-    """Bind `linear_screen` for up to `size.rows` rows of a projection whose weight has bytes."""
-    (outputs, inputs), (tokens, cluster, _) = a.weight.shape, size
+def look(device: CudaDevice, a: Any, row_slot: Any, size: Size) -> tuple[Launch, Looked]:
+    """Bind the turn of up to `size.rows` rows of a projection whose weight has bytes, and `linear_screen` behind it."""
+    (outputs, inputs), (tokens, cluster, _), screen = a.weight.shape, size, a.weight.screen
+    bounds = device.empty("screen.bounds", (tokens, 4), "f32")
+    turn = device.function(source("screen.cu"), "screen_turn", **act(a.x.dtype)).bind(
+        lambda n: (n, 1, 1), 512, a.x, screen.columns, row_slot, screen.turned, bounds, screen.state, inputs, shared=4 * inputs,
+        dependent=True,
+    )  # fmt: skip
     stage = TILE_ROWS * 64 + tokens * 128
     stages = min(BYTES // stage, MOST_STAGES)
     function = device.function(
@@ -84,28 +102,28 @@ def look(device: CudaDevice, a: Any, size: Size) -> tuple[Launch, Looked]:
     shared, threads = stages * stage + 1024, 2 * 128 + 32
     at_once = function.most_clusters(threads, shared, cluster) if cluster > 1 else int(device.num_sms)
     blocks = cluster * min(at_once, -(-outputs // (TILE_ROWS * cluster)))
-    screen, best = a.weight.screen, device.empty("screen.best", (blocks * TILE_WARPS, tokens, 2), "f32")
-    launch = function.bind(
-        blocks, threads, tensor_map(device, a.x, tokens // cluster), screen.bytes, screen.scales, screen.pairs, best,
-        outputs, inputs, shared=shared, cluster=cluster if cluster > 1 else None, dependent=True,
+    best = device.empty("screen.best", (blocks * TILE_WARPS, tokens, 2), "f32")
+    score = function.bind(
+        blocks, threads, tensor_map(device, screen.turned, tokens // cluster), screen.bytes, screen.scales, screen.pairs, best,
+        screen.state, outputs, inputs, shared=shared, cluster=cluster if cluster > 1 else None, dependent=True,
     )  # fmt: skip
-    return launch, Looked(best, a, size)
+    return sequence(turn, score), Looked(best, bounds, a, size)
 
 
 def choose(device: CudaDevice, a: Any, looked: Looked) -> Launch:
-    """Bind the choice of an argmax behind that look: the product of the best score, then of all outputs that may reach it."""
+    """Bind the choice of an argmax behind that look: the product of the best score, then of all outputs that may reach it. Where
+    these are too many, it leaves in the weight's state that the head is to be read whole."""
     p, tokens = looked.projection, looked.size.rows
-    outputs, inputs = p.weight.shape
-    defines = {"TOKENS": tokens, **act(p.x.dtype)}
-    best, bounds = device.empty("screen.chosen", (tokens, 2), "i32"), device.empty("screen.bounds", (tokens, 2), "f32")
+    (outputs, inputs), screen = p.weight.shape, p.weight.screen
+    defines, best = {"TOKENS": tokens, **act(p.x.dtype)}, device.empty("screen.chosen", (tokens, 2), "i32")
     settle = device.function(source("screen.cu"), "screen_settle", **defines).bind(
-        lambda n: (n, 1, 1), 256, looked.best, p.x, p.weight, a.row_slot, best, bounds, looked.best.shape[0], tokens, inputs,
-        dependent=True,
+        lambda n: (n, 1, 1), 256, looked.best, p.x, p.weight, a.row_slot, best, looked.bounds, screen.state, looked.best.shape[0],
+        tokens, inputs, dependent=True,
     )  # fmt: skip
     blocks = min(BLOCKS * int(device.num_sms), -(-outputs * tokens // (2 * 256 * 8)))  # each warp has eight scores a lane
     tickets = device.zeros("screen.tickets", (1,), "i32")
     reach = device.function(source("screen.cu"), "screen_choose", **defines).bind(
-        blocks, 256, p.weight.screen.pairs, p.weight.screen.slacks, p.x, p.weight, a.row_slot, a.tokens, best, bounds, tickets,
+        blocks, 256, screen.pairs, screen.slacks, p.x, p.weight, a.row_slot, a.tokens, best, looked.bounds, screen.state, tickets,
         ROWS, outputs, inputs, dependent=True,
     )  # fmt: skip
     return sequence(settle, reach)

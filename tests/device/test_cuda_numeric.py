@@ -137,19 +137,21 @@ def test_the_bytes_of_a_large_head_are_made_when_they_are_wanted_and_anew_with_a
     assert (weight.screen, order) == (None, ["write"])
     screen: Any = screen_of(device, head_of(weight))
     assert weight.screen is screen
-    made = {name: getattr(screen, name) for name in ("bytes", "scales", "slacks")}
+    made = {name: getattr(screen, name) for name in ("columns", "bytes", "scales", "slacks")}
     assert {name: (buffer.shape, buffer.dtype) for name, buffer in made.items()} == {
-        "bytes": ((768, 128), "u8"), "scales": ((520,), "f32"), "slacks": ((520,), "f32"),
+        "columns": ((128,), "f32"), "bytes": ((768, 128), "u8"), "scales": ((520,), "f32"), "slacks": ((520, 2), "f32"),
     }  # fmt: skip
-    assert order == ["write", "screen_weights", "synchronize"]
-    (packing,) = device.bound
-    assert packing.defines == {"ACT": 1}
-    assert (packing.grid, packing.arguments) == (520, (weight, *made.values(), 128))
+    packing = ["screen_columns", "screen_weights", "synchronize"]
+    assert order == ["write", *packing]
+    first, second = device.bound
+    assert [one.defines for one in (first, second)] == [{"ACT": 1}] * 2
+    assert (first.grid, first.arguments) == (2, (weight, made["columns"], 520, 128))
+    assert (second.grid, second.arguments, second.shared) == (520, (weight, *made.values(), 128), 4 * 128)
     assert screen_of(device, head_of(weight)) is screen, "draft passes and target share them"
     assert storage.prepare_weight(device, "linear", 2 * value, "bf16", weight) is weight
-    assert order == ["write", "screen_weights", "synchronize"] * 2, "what reads the numbers is enqueued behind them"
+    assert order == ["write", *packing] * 2, "what reads the numbers is enqueued behind them"
     assert weight.screen is screen
-    assert [one.arguments[1:4] for one in device.bound] == [tuple(made.values())] * 2, "over the bytes that there are"
+    assert [one.arguments[1:5] for one in device.bound[1::2]] == [tuple(made.values())] * 2, "over the bytes that there are"
     with pytest.raises(ContractError, match="weight update"):
         storage.prepare_weight(device, "linear", value[:512], "bf16", weight)
 
@@ -160,7 +162,7 @@ def test_what_bytes_fill_up_to_whole_tiles_is_zero():
     device.fill_bytes = lambda buffer, byte: filled.append((buffer, byte))
     weight = storage.prepare_weight(device, "linear", np.ones((513, 128), np.float32), "f16")
     screen: Any = screen_of(device, head_of(weight))
-    assert filled == [(screen.bytes, 0)]
+    assert filled == [(screen.bytes, 0), (screen.state, 0)]
 
 
 def test_a_weight_that_is_another_s_or_of_broken_chunks_has_no_bytes():
@@ -415,10 +417,13 @@ class Choice:
 def test_a_head_with_bytes_looks_at_them_first(dtype: str):
     choice = Choice(Recorder(dtype=dtype))
     device = choice.device
+    looks = "screen_turn", "linear_screen", "screen_settle", "screen_choose", "linear_tile", "argmax_among"
     for n, tokens in {1: 8, 8: 8, 9: 16, 17: 32, 33: 64, 64: 64, 65: 128, 128: 128}.items():
-        assert choice(n) == [("linear_screen", tokens), ("screen_settle", tokens), ("screen_choose", tokens)], n
-        assert [source for source, _, _ in device.launched] == ["linear_screen.cu", "screen.cu", "screen.cu"]
-        assert {defines["ACT"] for _, defines, _ in device.launched} == {1 if dtype == "bf16" else 2}
+        sizes = None, *[tokens] * 4, None
+        assert choice(n) == list(zip(looks, sizes, strict=True)), n
+        sources = "screen.cu", "linear_screen.cu", "screen.cu", "screen.cu", "linear_tile.cu", "sampling.cu"
+        assert [source for source, _, _ in device.launched] == [*sources]
+        assert {defines["ACT"] for _, defines, _ in device.launched[:-1]} == {1 if dtype == "bf16" else 2}
     for n in (129, 256):
         assert choice(n) == [("linear_tile", 256), ("argmax_among", None)]
         assert choice.best(n) == [1, None], "more rows take all numbers of the weight"
@@ -452,7 +457,7 @@ def test_a_first_look_has_stage_for_what_it_reads_and_writes(rows: int, at_once:
     assert max(one.defines["TOKENS"] for one in looks) >= min(rows, 128)
     for one in looks:
         tokens, cluster = one.defines["TOKENS"], one.defines["CLUSTER"]
-        _, weight, scales, pairs, best, outputs, inputs = one.arguments
+        _, weight, scales, pairs, best, _, outputs, inputs = one.arguments
         assert (outputs, inputs, scales.shape) == (SCREENED, 256, (SCREENED,))
         tiles = -(-SCREENED // (128 * cluster)) * cluster
         assert weight.shape[0] >= 128 * tiles
@@ -468,10 +473,26 @@ def test_a_first_look_has_stage_for_what_it_reads_and_writes(rows: int, at_once:
         for one, look in zip(behind, looks, strict=True):
             if name == "screen_settle":
                 assert one.arguments[0] is look.arguments[4]
-                assert one.arguments[6:] == (8 * look.grid, one.defines["TOKENS"], 256)
+                assert one.arguments[7:] == (8 * look.grid, one.defines["TOKENS"], 256)
             else:
                 assert one.arguments[0] is look.arguments[3]
                 assert one.arguments[-2:] == (SCREENED, 256)
+
+
+def test_a_look_and_the_head_that_is_read_whole_behind_it_know_one_state():
+    """They are told through it who chooses; the head of more rows, which nobody looks at, is always read."""
+    noted = Choice(Recorder(dtype="bf16"), rows=512).device.bound
+    (state,) = {id(one.arguments[5]) for one in noted if one.name == "linear_screen"}
+    places = {"screen_turn": 5, "screen_settle": 6, "screen_choose": 8, "linear_tile": 6, "argmax_among": 3}
+    for name, place in places.items():
+        told = [one.arguments[place] for one in noted if one.name == name and one.defines.get("BEST", 1)]
+        looked = [one for one in told if one is not None]
+        assert len(looked) == 5, name
+        assert {id(one) for one in looked} == {state}, name
+        assert len(told) - len(looked) == (1 if name in ("linear_tile", "argmax_among") else 0)
+    among = [one.arguments for one in noted if one.name == "argmax_among"]
+    tiles = [one.arguments for one in noted if one.name == "linear_tile" and one.defines["BEST"]]
+    assert [one[0] for one in among] == [one[2] for one in tiles], "what one keeps the other looks at"
 
 
 def test_an_activation_stays_alone_where_rows_have_to_be_invariant():

@@ -1,4 +1,5 @@
-"""The first look at a head by bytes, in NumPy: what a byte stands for, where it lies, and how far a score may be off.
+"""The first look at a head by bytes, in NumPy: how weights and rows are turned, what a byte stands for, where it lies, how far a
+score may be off, and when the device gives looks up.
 
 Constants and short functions are read from the kernels' sources and translated, so that what is shown here is shown of them.
 """
@@ -76,26 +77,67 @@ def rounded(value: Any, act: str) -> Any:
     return from_host(to_host(value, act), act).astype(SINGLE)
 
 
-def packed(w: Any, act: str) -> tuple[Any, Any, Any]:
-    """Weights less their middle, scales and slacks of rows, as `screen_weights` finds them."""
+def columns_of(w: Any) -> Any:
+    """What each input's weights are divided by, as `screen_columns` finds it; float32."""
+    found, inputs = re.search(r"unsigned\(input\) \* 0x([\da-f]+)u >> (\d+)", source("screen.cuh", "bf16")), w.shape[1]
+    assert found, "column_of has changed, and this test has to"
+    least, most = (int(constant(name, "bf16")) for name in ("LEAST_POWER", "MOST_POWER"))
+    with np.errstate(divide="ignore"):
+        power = np.clip(np.floor(np.log2(np.abs(w).mean(0, dtype=np.float64))), least, most)
+    bits = (np.arange(inputs, dtype=np.uint32) * np.uint32(int(found[1], 16))) >> np.uint32(int(found[2]))
+    odd = np.array([one.bit_count() & 1 for one in bits.tolist()], bool)
+    return np.where(odd, -1, 1).astype(SINGLE) * np.exp2(power).astype(SINGLE)
+
+
+def turned(values: Any) -> Any:
+    """What `turn` makes of rows, float32, sum by sum."""
+    values = np.array(values, SINGLE)
+    rows, inputs = values.shape
+    half = 1
+    while half < (inputs & -inputs):
+        pairs = values.reshape(rows, -1, 2, half)
+        a, b = pairs[:, :, 0].copy(), pairs[:, :, 1].copy()
+        pairs[:, :, 0], pairs[:, :, 1] = a + b, a - b
+        half *= 2
+    return values
+
+
+def packed(w: Any, act: str) -> tuple[Any, Any, Any, Any]:
+    """Turned weights less their middle, scales, and slacks and lengths of rows, as `screen_weights` finds them."""
     least, middle, most = (SINGLE(constant(name, act)) for name in ("LEAST", "MIDDLE", "MOST"))
-    top, length = np.abs(w).max(1), (w * w).sum(1, dtype=SINGLE)
+    u = turned(w / columns_of(w))
+    top, length = np.abs(u).max(1), (u * u).sum(1, dtype=SINGLE)
     scale = (top / (most - middle)).astype(SINGLE)
     with np.errstate(over="ignore", invalid="ignore"):  # no number is the least one
         by = np.divide(most - middle, top, out=np.zeros_like(top), where=top > 0)
-        t = np.fmin(np.fmax(w * by[:, None] + middle, least), most)
+        t = np.fmin(np.fmax(u * by[:, None] + middle, least), most)
     byte = function("byte_of", act, "t")(t).astype(np.int64)
     assert ((byte >= 0) & (byte <= 255)).all()
     number = number_of(byte, act) - middle
-    rest = w - scale[:, None] * number
+    rest = u - scale[:, None] * number
     found = re.search(
-        r"slacks\[output\] = sound \? \(sqrtf\(rest\) \+ sqrtf\(all\) \* ROUNDING \* inputs\) \* ([\d.]+)f \+ ([\de.-]+)f",
+        r"slack = \(sqrtf\(rest\) \+ sqrtf\(all\) \* \(ROUNDING \* inputs \+ TURNING\)\) \* ([\d.]+)f \+ ([\de.-]+)f;",
         source("screen.cu", act),
     )
     assert found, "screen_weights has changed, and this test has to"
-    sums = np.sqrt(length) * SINGLE(constant("ROUNDING", act, "screen.cu")) * SINGLE(w.shape[1])
-    slack = (np.sqrt((rest * rest).sum(1, dtype=SINGLE)) + sums) * SINGLE(float(found[1])) + SINGLE(float(found[2]))
-    return number, scale, slack
+    more, least_slack = (SINGLE(float(one)) for one in found.groups())
+    share = constant("ROUNDING", act, "screen.cu") * w.shape[1] + constant("TURNING", act)
+    slack = (np.sqrt((rest * rest).sum(1, dtype=SINGLE)) + np.sqrt(length) * SINGLE(share)) * more + least_slack
+    return number, scale, slack, np.sqrt(length) * more + least_slack
+
+
+def looked_at(x: Any, columns: Any, act: str) -> tuple[Any, Any, Any, Any]:
+    """Rows as a look wants them, their lengths, how far they are off, and what products are multiplied with, as `screen_turn`
+    finds them."""
+    y = turned(x * columns)
+    top, inputs = np.abs(y).max(1), x.shape[1]
+    by = np.exp2(-np.floor(np.log2(np.where(top > 0, top, 1)))).astype(SINGLE)
+    y *= by[:, None]
+    z = rounded(y, act)
+    assert "sqrtf(squares.y) + sqrtf(all) * TURNING) * 1.001f" in source("screen.cu", act)
+    length, rest, whole = (np.sqrt((one * one).sum(1, dtype=SINGLE)) for one in (z, y - z, y))
+    off = (rest + whole * SINGLE(constant("TURNING", act))) * SINGLE(1.001) + SINGLE(1e-20)
+    return z, length * SINGLE(1.001) + SINGLE(1e-20), off, by * (inputs & -inputs)
 
 
 def summed(a: Any, b: Any) -> Any:
@@ -105,10 +147,11 @@ def summed(a: Any, b: Any) -> Any:
 
 def off(w: Any, x: Any, act: str) -> tuple[Any, Any]:
     """How far scores [outputs, rows] are from the products, and how far they may be."""
-    number, scale, slack = packed(w, act)
-    scores = summed(number[:, None], x[None]) * scale[:, None]
-    exact = w.astype(np.float64) @ x.T.astype(np.float64)
-    return np.abs(scores - exact), slack[:, None] * np.linalg.norm(x.astype(np.float64), axis=1)
+    number, scale, slack, lengths = packed(w, act)
+    z, length, beside, factor = looked_at(x, columns_of(w), act)
+    scores = summed(number[:, None], z[None]) * scale[:, None]
+    exact = w.astype(np.float64) @ x.T.astype(np.float64) * factor
+    return np.abs(scores - exact), slack[:, None] * length + lengths[:, None] * beside
 
 
 # -- bytes --------------------------------------------------------------------------------------------
@@ -196,19 +239,46 @@ def test_no_score_is_off_by_more_than_its_slack(act: str, seed: int, of_w: str, 
 @pytest.mark.parametrize("act", ACTS)
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "sparse"])
 def test_a_row_along_the_rest_is_off_by_nearly_as_much(act: str, kind: str):
-    """The most that is possible: so a slack is no larger than it has to be."""
+    """The most that is possible: so a slack is little larger than it has to be."""
     w = rows(7, act, kind)
-    number, scale, _ = packed(w, act)
-    rest = w.astype(np.float64) - scale[:, None].astype(np.float64) * number
-    x = rounded(rest / np.abs(rest).max(1, keepdims=True).clip(1e-30), act)
-    error, allowed = (np.diagonal(each) for each in off(w, x, act))
-    assert (error <= allowed).all()
-    assert (error >= 0.95 * allowed).all()
+    number, scale, slack, lengths = packed(w, act)
+    columns = columns_of(w)
+    rest = turned(w / columns) - scale[:, None] * number
+    x = rounded(turned(rest / np.abs(rest).max(1, keepdims=True).clip(1e-30)) / columns, act)  # what is turned twice is itself
+    z, length, beside, factor = looked_at(x, columns, act)
+    scores = (number.astype(np.float64) * z).sum(1) * scale
+    error = np.abs(scores - (w.astype(np.float64) * x).sum(1) * factor)
+    assert (error <= slack * length + lengths * beside).all()
+    assert (error >= 0.9 * slack * length).all()
+
+
+@pytest.mark.parametrize("kind", ["heavy tails", "columns", "one sign", "alike", "sparse"])
+def test_whatever_weights_are_distributed_like_little_is_left_of_them(kind: str):
+    """As of normal ones, of whose length one in a hundred is."""
+    rng = np.random.default_rng(11)
+    w = rng.standard_normal((64, 1024)) if kind in ("heavy tails", "columns") else rows(11, "bf16", kind, 1024)
+    if kind == "heavy tails":
+        w = rng.standard_t(3, w.shape)
+    elif kind == "columns":
+        w[:, :16] *= 64
+    _, _, slack, lengths = packed(rounded(w, "bf16"), "bf16")
+    assert (slack / lengths).mean() < 0.012
+
+
+def test_turning_keeps_products():
+    rng = np.random.default_rng(5)
+    for inputs in (128, 384, 1024):
+        w, x = rng.standard_normal((8, inputs)), rng.standard_normal((3, inputs))
+        columns = columns_of(w)
+        assert {abs(float(np.log2(abs(one)))) % 1 for one in columns} == {0.0}
+        assert 0.4 * inputs < (columns < 0).sum() < 0.6 * inputs
+        found = turned(w / columns) @ turned(x * columns).T / (inputs & -inputs)
+        assert np.abs(found - w @ x.T).max() < 1e-4 * np.abs(w @ x.T).max() + 1e-3
 
 
 @pytest.mark.parametrize("act", ACTS)
 def test_weights_of_zero_are_exact(act: str):
-    number, scale, slack = packed(np.zeros((2, 128), SINGLE), act)
+    number, scale, slack, _ = packed(np.zeros((2, 128), SINGLE), act)
     assert not number.any()
     assert not scale.any()
     assert (slack < 1e-19).all()
@@ -234,16 +304,35 @@ def test_what_reaches_the_product_of_the_best_score_has_the_highest_in_it(act: s
     elif kind == "near ties":
         w[1000:1400] = rounded(w[1000] + rng.standard_normal((400, 512)) * 2e-3, act)
         x[:] = rounded(w[1000] * 16 + rng.standard_normal(x.shape), act)
-    number, scale, slack = packed(w, act)
-    scores = (number @ x.T) * scale[:, None]
-    products = w.astype(np.float64) @ x.T.astype(np.float64)
-    length = np.linalg.norm(x, axis=1)
+    number, scale, slack, lengths = packed(w, act)
+    z, length, beside, factor = looked_at(x, columns_of(w), act)
+    scores = (number @ z.T) * scale[:, None]
+    products = w.astype(np.float64) @ x.T.astype(np.float64) * factor
     bound = products[scores.argmax(0), np.arange(len(x))]
     pairs = rounded(scores.reshape(-1, 2, 8, len(x)).max(1), "bf16")
-    slacks = slack.reshape(-1, 2, 8).max(1)[..., None]
-    reached = pairs + np.abs(pairs) * SINGLE(constant("STORED", act, "screen.cu")) + slacks * length >= bound
+    slacks, longest = (one.reshape(-1, 2, 8).max(1)[..., None] for one in (slack, lengths))
+    stored = np.abs(pairs) * SINGLE(constant("STORED", act, "screen.cu"))
+    reached = pairs + stored + slacks * length + longest * beside >= bound
     highest = products.argmax(0)
     pair = highest // 16, highest % 8
     assert reached[(*pair, np.arange(len(x)))].all()
     assert (scores.argmax(0) != highest).any() == (kind == "near ties"), "by scores alone it would be another"
     assert reached.mean() < 0.2, "few are computed"
+
+
+@pytest.mark.parametrize(("share", "least", "most"), [(0.0, 1, 1), (0.05, 0.75, 1), (0.5, 0, 0.02), (1.0, 0, 0.005)])
+def test_looks_that_fail_too_often_are_given_up(share: float, least: float, most: float):
+    """The rule of the last block of `screen_choose`, for looks of which such a share fails: how many choices still look."""
+    text, longest = source("screen_state.cuh", "bf16"), int(constant("MOST_WAIT", "bf16", "screen_state.cuh"))
+    assert "longer_wait(int wait) { return wait * 4 + 4 < MOST_WAIT ? wait * 4 + 4 : MOST_WAIT; }" in text
+    assert "shorter_wait(int wait) { return wait / 2; }" in text
+    assert "skipped ? state->wait : whole ? longer_wait(state->wait) : shorter_wait(state->wait)" in source("screen.cu", "bf16")
+    rng, wait, skips, looks, choices = np.random.default_rng(0), 0, 0, 0, 40000
+    for failed in (rng.random(choices) < share).tolist():
+        if skips:
+            skips -= 1
+            continue
+        looks += 1
+        wait = min(wait * 4 + 4, longest) if failed else wait // 2
+        skips = wait if failed else 0
+    assert least <= looks / choices <= most

@@ -129,10 +129,11 @@ extern "C" __global__ void route_experts(const float* logits, const float* bias,
     for (int j = lane; j < chosen; j += 32) weights[(int64_t)r * chosen + j] = weights[(int64_t)r * chosen + j] / by * scale;
 }
 
-// -- lists: a block an expert counts the places of lower experts and lists its own --------------------------------------
+// -- lists: a block an expert counts the places of lower experts and lists its own, and gathers their rows of x where somebody
+// wants these in that order (`sorted` is not null) ------------------------------------------------------------------------
 constexpr int LIST_THREADS = 256;
 
-extern "C" __global__ void list_experts(const int* ids, int* begins, int* list, int n, int chosen) {
+extern "C" __global__ void list_experts(const int* ids, int* begins, int* list, const vec4* x, vec4* sorted, int n, int chosen, int pieces) {
     __shared__ int scratch[33];
     begin_dependent();
     const int expert = blockIdx.x, places = n * chosen;
@@ -142,6 +143,7 @@ extern "C" __global__ void list_experts(const int* ids, int* begins, int* list, 
         before += id >= 0 && id < expert;
     }
     int begin = block_sum(before, scratch);
+    const int own = begin;
     if (threadIdx.x == 0) begins[expert] = begin;
     for (int first = 0; first < places; first += LIST_THREADS) {
         const int p = first + threadIdx.x;
@@ -152,6 +154,12 @@ extern "C" __global__ void list_experts(const int* ids, int* begins, int* list, 
         begin += total;
     }
     if (threadIdx.x == 0 && expert == gridDim.x - 1) begins[expert + 1] = begin;
+    if (sorted == nullptr) return;
+    __syncthreads();
+    const int count = (begin - own) * pieces;
+#pragma unroll 4
+    for (int i = threadIdx.x; i < count; i += LIST_THREADS)
+        sorted[(int64_t)own * pieces + i] = load4(x + (int64_t)(list[own + i / pieces] / chosen) * pieces + i % pieces);
 }
 
 // -- the last sum: terms of a row in the order of its choices, then the shared experts ----------------------------------

@@ -1,19 +1,21 @@
 """Mixture of experts: the router's product, the choice, and the experts' own products over lists that the device makes.
 
 Nothing is sorted and nothing is counted on the host: lists of each expert's rows are made on the device, and persistent blocks
-take tiles of whichever experts have rows. 16-bit weights of even sizes go through `experts_stream.cu`, anything else through the
-plain kernels.
+take tiles of whichever experts have rows. 16-bit weights of even sizes go through `experts_stream.cu` where rows are few or have
+to be invariant, and on sm_90 else through `experts_tile.cu`; anything else goes through the plain kernels.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any, Final, NamedTuple
 
 from polydraft.contracts.base import Limits
-from polydraft.device import Launch, Stream
+from polydraft.device import DTYPES, Launch, Stream
 from polydraft.errors import ContractError
 from polydraft_cuda.compiler import ROWS, act, sequence
 from polydraft_cuda.device import CudaDevice
+from polydraft_cuda.kernels.projections import TILE_ROWS, tensor_map
 from polydraft_cuda.kernels.provider import Kernel, source
 
 ROUTER_ROWS, ROUTER_THREADS = 8, 128
@@ -41,6 +43,12 @@ INVARIANT: Final = (Size(8, 2, 8, 2), Size(16, 2, 8, 2), Size(32, 2, 8, 2))
 MIN_BLOCKS: Final = 2
 """Blocks of a multiprocessor."""
 CHUNK_BYTES: Final = 16 * 64 * 2
+TILE_TOKENS: Final = (8, 16, 32, 64, 128, 256)
+"""Sizes of `experts_tile.cu`: rows of one expert that a block multiplies at once."""
+TILE_BYTES: Final = 200 << 10
+"""Bytes of such a block in flight."""
+TILED_FROM = 8
+"""Rows of a launch from which on it is faster: its tiles are so large that few rows leave blocks without any."""
 SCORING: Final = ("softmax", "sigmoid")
 RENORMALIZE: Final = ("none", "sum", "clamp")
 
@@ -66,24 +74,36 @@ def route_experts(device: CudaDevice, a: Any, limits: Limits, workspace: Any, *,
     )  # fmt: skip
 
 
-class _At:
+class _Part(NamedTuple):
     """A part of the workspace."""
 
-    def __init__(self, pointer: int) -> None:
-        self.pointer = pointer
+    shape: tuple[int, ...]
+    dtype: str
+    pointer: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """A multiple of 256."""
+        return -(-math.prod(self.shape) * DTYPES[self.dtype].itemsize // 256) * 256
 
 
-def _parts(a: Any) -> tuple[int, ...]:
-    """Bytes of the parts of the workspace: begins, list, h, terms; each a multiple of 256."""
+def _parts(a: Any, pointer: int = 0) -> tuple[_Part, ...]:
+    """The parts of the workspace, one behind the other: begins, list, h, terms, and rows of x in the order of the list."""
     (experts, _, hidden), half, places = a.gate_up.shape, a.down.shape[2], a.expert_ids.shape[0] * a.expert_ids.shape[1]
-    sizes = ((experts + 1) * 4, places * 4, places * half * (4 if a.x.dtype == "f32" else 2), places * hidden * 4)
-    return tuple(-(-size // 256) * 256 for size in sizes)
+    found = []
+    for shape, dtype in (
+        ((experts + 1,), "i32"), ((places,), "i32"), ((places, half), a.x.dtype), ((places, hidden), "f32"),
+        ((places, hidden), a.x.dtype),
+    ):  # fmt: skip
+        found.append(_Part(shape, dtype, pointer))
+        pointer += found[-1].nbytes
+    return tuple(found)
 
 
 def workspace_bytes(device: CudaDevice, a: Any, limits: Limits) -> int:
-    """Lists, what is between the two products, and the terms of every choice."""
+    """Lists, what is between the two products, the terms of every choice, and its row."""
     del device, limits
-    return sum(_parts(a))
+    return sum(part.nbytes for part in _parts(a))
 
 
 def is_streamed(a: Any) -> bool:
@@ -98,35 +118,48 @@ def expert_mlp(device: CudaDevice, a: Any, limits: Limits, workspace: Any) -> La
     (experts, both, hidden), chosen = a.gate_up.shape, int(a.expert_ids.shape[1])
     if experts > MOST_EXPERTS:
         raise ContractError(f"expert_mlp of the cuda backend takes {MOST_EXPERTS} experts at most, got {experts}")
-    places = [workspace.buffer.pointer]
-    for nbytes in _parts(a)[:-1]:
-        places.append(places[-1] + nbytes)
-    begins, entries, h, terms = (_At(pointer) for pointer in places)
-    lists = device.function(source("experts.cu"), "list_experts", **act("f32")).bind(
-        experts, LIST_THREADS, a.expert_ids, begins, entries, ROWS, chosen, dependent=True
-    )
+    begins, entries, h, terms, rows = _parts(a, workspace.buffer.pointer)
+
+    def lists(gathered: _Part | None) -> Launch:
+        function = device.function(source("experts.cu"), "list_experts", **act("f32"))
+        of_rows = (a.x, gathered) if gathered else (None, None)
+        return function.bind(
+            experts, LIST_THREADS, a.expert_ids, begins, entries, *of_rows, ROWS, chosen, hidden // 8, dependent=True
+        )
+
     last = device.function(source("experts.cu"), "sum_experts", **act(a.x.dtype)).bind(
         lambda n: (-(-hidden // SUM_THREADS), n, 1), SUM_THREADS, terms, a.expert_ids, a.expert_weights, a.shared, a.shared_gate,
         a.out, chosen, hidden, dependent=True,
     )  # fmt: skip
     if not is_streamed(a):
         return sequence(
-            _plain(device, a, a.x, a.gate_up, h, both // 2, gated=1), _plain(device, a, h, a.down, terms, hidden), last
+            lists(None),
+            _plain(device, a, a.x, a.gate_up, h, both // 2, gated=1),
+            _plain(device, a, h, a.down, terms, hidden),
+            last,
         )
-    sizes = INVARIANT if device.row_invariant else SIZES
-    steps = []
-    for size in sizes:
+    steps, tiled = [], device.arch == "sm_90" and not device.row_invariant
+    for size in INVARIANT if device.row_invariant else SIZES[:1] if tiled else SIZES:
         up = _stream(device, a, size, a.x, a.gate_up, (begins, entries), h, both // 2, gated=1)
         down = _stream(device, a, size, h, a.down, (begins, entries), terms, hidden)
-        steps.append(sequence(lists, up, down, last))
-    # Twice the rows of an even share are seldom exceeded, and what is exceeded is read from the second cache.
-    fits = [max(size.tokens, size.tokens * experts // (2 * chosen)) for size in sizes]
+        most = TILED_FROM - 1 if tiled else _fitting(size.tokens, experts, chosen)
+        steps.append((most, sequence(lists(None), up, down, last)))
+    for tokens in TILE_TOKENS if tiled else ():
+        up = _tile(device, a, tokens, rows, a.gate_up, (begins, entries), h, both // 2, gated=1)
+        down = _tile(device, a, tokens, h, a.down, (begins, entries), terms, hidden)
+        steps.append((_fitting(tokens, experts, chosen), sequence(lists(rows), up, down, last)))
 
     def launch(stream: Stream, n: int) -> None:
         if n > 0:
-            next((one for most, one in zip(fits, steps, strict=True) if n <= most), steps[-1])(stream, n)
+            next((one for most, one in steps if n <= most), steps[-1][1])(stream, n)
 
     return launch
+
+
+def _fitting(tokens: int, experts: int, chosen: int) -> int:
+    """Rows for which so many of one expert at once are enough: twice the rows of an even share are seldom exceeded, and what is
+    exceeded is read from the second cache."""
+    return max(tokens, tokens * experts // (2 * chosen))
 
 
 def _plain(device: CudaDevice, a: Any, x: Any, weight: Any, out: Any, outputs: int, *, gated: int = 0) -> Launch:
@@ -150,6 +183,24 @@ def _stream(
     return function.bind(
         lambda n: min(most, min(experts, n * chosen) * tiles), size.warps * 32, x, weight, *lists, out, chosen, experts, outputs,
         inputs, shared=size.warps * size.depth * size.tiles * CHUNK_BYTES, dependent=True,
+    )  # fmt: skip
+
+
+def _tile(
+    device: CudaDevice, a: Any, tokens: int, x: Any, weight: Any, lists: Any, out: Any, outputs: int, *, gated: int = 0
+) -> Launch:
+    experts, _, inputs = weight.shape
+    chosen, tiles = int(a.expert_ids.shape[1]), -(-outputs // (TILE_ROWS // 2 if gated else TILE_ROWS))
+    stage = (TILE_ROWS + tokens) * 128
+    stages = TILE_BYTES // stage
+    function = device.function(
+        source("experts_tile.cu"), "expert_tile", arch_features="a", TOKENS=tokens, STAGES=stages, GATED=gated, **act(a.x.dtype)
+    )
+    most = int(device.num_sms)
+    return function.bind(
+        lambda n: min(most, min(experts, n * chosen) * tiles), 2 * 128 + 32,
+        tensor_map(device, weight, TILE_ROWS, paired=8 * gated), tensor_map(device, x, tokens), *lists, out, experts, outputs,
+        inputs, shared=stages * stage + 1024, dependent=True,
     )  # fmt: skip
 
 

@@ -61,12 +61,15 @@ class TensorMap(ctypes.Structure):
 
 
 def tensor_map(device: Any, matrix: Any, rows: int, *, paired: int = 0, chunks: int = 0) -> TensorMap:
-    """Boxes of `rows` by 64 elements of a row-major 16-bit matrix, in 128-byte swizzled rows; zeros beyond its end. `paired`: of
-    the upper and the lower half of the matrix, so many rows of each in turn. `chunks`: so many of these side by side."""
-    height, width = matrix.shape
+    """Boxes of `rows` by 64 elements of a row-major 16-bit matrix, or of each of a stack, in 128-byte swizzled rows; zeros
+    beyond its end. `paired`: of the upper and the lower half of the matrix, so many rows of each in turn. `chunks`: so many of
+    these side by side."""
+    *stacked, height, width = matrix.shape
     sizes: tuple[int, ...] = (width, paired, 2, height // (2 * paired)) if paired else (width, height)
     strides: tuple[int, ...] = (2 * width, height * width, 2 * paired * width) if paired else (2 * width,)
     box: tuple[int, ...] = (64, paired, 2, rows // (2 * paired)) if paired else (64, rows)
+    if stacked:
+        sizes, strides, box = (*sizes, *stacked), (*strides, 2 * height * width), (*box, 1)
     if chunks:
         sizes, strides, box = (64, *sizes[1:], width // 64), (*strides, 128), (*box, chunks)
     encoded = device.call("cuTensorMapEncodeTiled", *_described(matrix, sizes, strides, box), doing="describing a matrix")

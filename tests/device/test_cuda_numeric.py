@@ -29,13 +29,14 @@ from polydraft.contracts import (
 from polydraft.contracts.base import Limits
 from polydraft.contracts.compare import to_host
 from polydraft.contracts.composite import CompositeArgs
+from polydraft.contracts.kernels.expert_mlp import ExpertMlpV1
 from polydraft.contracts.kernels.rope_kv_write import plain_frequencies
 from polydraft.contracts.kv_quant import KV_DTYPES, LARGEST, exponents, quantise
 from polydraft.errors import ContractError
 from polydraft.models.families import FamilyRegistry
 from polydraft.plugins.program_pass import Entry, Node, Rewritten, UnboundProgram
 from polydraft_cuda import cublaslt, storage
-from polydraft_cuda.kernels import attention, kernels, linear
+from polydraft_cuda.kernels import attention, experts, kernels, linear
 from polydraft_cuda.kernels.provider import CudaProvider
 from polydraft_cuda.kernels.screen import screen_of
 from polydraft_cuda.program_pass import CudaPass
@@ -509,6 +510,57 @@ def test_clusters_that_do_not_run_at_once_are_not_used(library: bool):
     _, wide = projection(device, 22016, 4096)
     assert chosen(device, wide, 9) == ["linear_rows.cu 16"]
     assert chosen(device, wide, 17) == ["linear_tile.cu 32"]
+
+
+# -- experts ------------------------------------------------------------------------------------------
+def experts_of(device: Any, rows: int = 512) -> Any:
+    """The experts of ernie21, bound for up to so many rows."""
+    count, width, hidden, each = 64, 1536, 2560, 6
+    ids, weights = device.empty("ids", (rows, each), "i32"), device.empty("weights", (rows, each), "f32")
+    x, out = (device.empty(name, (rows, hidden), device.dtype) for name in ("x", "out"))
+    gate_up = device.empty("gate_up", (count, 2 * width, hidden), device.dtype)
+    down = device.empty("down", (count, hidden, width), device.dtype)
+    a = ExpertMlpV1(x=x, expert_ids=ids, expert_weights=weights, gate_up=gate_up, down=down, out=out)
+    nbytes = experts.workspace_bytes(device, a, LIMITS)
+    workspace = SimpleNamespace(buffer=device.empty("workspace", (nbytes,), "u8"), nbytes=nbytes)
+    return experts.expert_mlp(device, a, LIMITS, workspace)
+
+
+def test_rows_of_experts_go_through_tiles_that_take_twice_an_even_share():
+    device: Any = Recorder(dtype="bf16")
+    launch = experts_of(device)
+    for n, (name, tokens) in {
+        1: ("stream", 8), experts.TILED_FROM - 1: ("stream", 8), experts.TILED_FROM: ("tile", 8), 42: ("tile", 8),
+        43: ("tile", 16), 85: ("tile", 16), 86: ("tile", 32), 256: ("tile", 64), 512: ("tile", 128), 5000: ("tile", 256),
+    }.items():  # fmt: skip
+        both = [f"experts_{name}.cu {tokens}"] * 2
+        assert chosen(device, launch, n) == ["experts.cu", *both, "experts.cu"], n
+        assert [defines.get("GATED") for _, defines, _ in device.launched] == [None, 1, 0, None]
+    lists = [one.arguments for one in device.bound if one.name == "list_experts"]
+    assert [one[4] is None for one in lists] == [True] + [False] * len(experts.TILE_TOKENS), "only tiles want rows gathered"
+
+
+@pytest.mark.parametrize("options", [{"row_invariant": True}, {"arch": "sm_80"}])
+def test_without_tiles_or_where_rows_are_invariant_experts_are_streamed(options: dict):
+    device: Any = Recorder(**{"dtype": "bf16"} | options)
+    launch = experts_of(device)
+    for n, tokens in {1: 8, 42: 8, 43: 16, 100: 32, 5000: 32}.items():
+        assert chosen(device, launch, n) == ["experts.cu", *[f"experts_stream.cu {tokens}"] * 2, "experts.cu"]
+
+
+def test_tiles_of_experts_have_room_and_every_output_is_in_one():
+    device: Any = Recorder(dtype="bf16")
+    experts_of(device)
+    tiles = [one for one in device.bound if one.name == "expert_tile"]
+    assert [one.defines["TOKENS"] for one in tiles] == [tokens for tokens in experts.TILE_TOKENS for _ in range(2)]
+    for one in tiles:
+        stages, tokens, (*_, count, outputs, inputs) = one.defines["STAGES"], one.defines["TOKENS"], one.arguments
+        assert stages >= 3
+        assert stages * (128 + tokens) * 128 <= one.shared - 1024
+        assert one.shared + 2 * 513 * 4 + 1024 < device.shared_bytes, "and lists of items"
+        assert (count, outputs, inputs) == (64, 1536, 2560) if one.defines["GATED"] else (64, 2560, 1536)
+        assert one.grid(1) == min(132, 6 * outputs // (64 if one.defines["GATED"] else 128))
+        assert one.grid(512) == 132
 
 
 # -- quantised rows -----------------------------------------------------------------------------------

@@ -4,37 +4,49 @@
 // A *place* is one choice of one row: row * chosen + number of the choice. Places of one expert lie together in `list`, in
 // ascending order, which depends on the ids alone.
 //
-// Defines: ACT, and for one kernel each UNIFORM (experts are drawn, for benchmarks), GATED (the first product).
+// Defines: ACT, and for one kernel each OUTPUTS (of a block of the router), UNIFORM (experts are drawn, for benchmarks), GATED (the first
+// product).
 #include "tensor.cuh"
 
 // -- router: out[n, O] = x[n, I] @ w[O, I].T with float32 weights -----------------------------------------------------
+// A block has OUTPUTS outputs (a divisor of O) of eight rows; a sum is made alike whatever their number.
+#ifdef OUTPUTS
 constexpr int ROUTER_ROWS = 8, ROUTER_THREADS = 128;
 
-extern "C" __global__ void router(const act_t* x, const float* w, float* out, int n, int outputs, int inputs) {
-    __shared__ float shares[ROUTER_THREADS / 32][ROUTER_ROWS];
+extern "C" __global__ void __launch_bounds__(ROUTER_THREADS) router(const act_t* x, const float* w, float* out, int n, int outputs, int inputs) {
+    __shared__ float shares[ROUTER_THREADS / 32][OUTPUTS * ROUTER_ROWS];
     begin_dependent();
-    const int o = blockIdx.x, first = blockIdx.y * ROUTER_ROWS, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    const int o = blockIdx.x * OUTPUTS, first = blockIdx.y * ROUTER_ROWS, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     const float* row = w + (int64_t)o * inputs;
-    float sums[ROUTER_ROWS] = {};
+    float sums[OUTPUTS][ROUTER_ROWS] = {};
     for (int i = threadIdx.x; i < inputs; i += ROUTER_THREADS) {
-        const float v = row[i];
+        float v[OUTPUTS];
 #pragma unroll
-        for (int r = 0; r < ROUTER_ROWS; r++)
-            if (first + r < n) sums[r] = fmaf(to_float(x[(int64_t)(first + r) * inputs + i]), v, sums[r]);
+        for (int k = 0; k < OUTPUTS; k++) v[k] = row[(int64_t)k * inputs + i];
+#pragma unroll
+        for (int r = 0; r < ROUTER_ROWS; r++) {
+            const float one = first + r < n ? to_float(x[(int64_t)(first + r) * inputs + i]) : 0.f;
+#pragma unroll
+            for (int k = 0; k < OUTPUTS; k++) sums[k][r] = fmaf(one, v[k], sums[k][r]);
+        }
     }
 #pragma unroll
-    for (int r = 0; r < ROUTER_ROWS; r++) {
-        const float s = warp_sum(sums[r]);
-        if (lane == 0) shares[warp][r] = s;
-    }
+    for (int k = 0; k < OUTPUTS; k++)
+#pragma unroll
+        for (int r = 0; r < ROUTER_ROWS; r++) {
+            const float s = warp_sum(sums[k][r]);
+            if (lane == 0) shares[warp][k * ROUTER_ROWS + r] = s;
+        }
     __syncthreads();
-    if (threadIdx.x < ROUTER_ROWS && first + threadIdx.x < n) {
+    const int k = threadIdx.x / ROUTER_ROWS, r = threadIdx.x % ROUTER_ROWS;
+    if (k < OUTPUTS && first + r < n) {
         float s = 0.f;
 #pragma unroll
-        for (int k = 0; k < ROUTER_THREADS / 32; k++) s += shares[k][threadIdx.x];
-        out[(int64_t)(first + threadIdx.x) * outputs + o] = s;
+        for (int part = 0; part < ROUTER_THREADS / 32; part++) s += shares[part][threadIdx.x];
+        out[(int64_t)(first + r) * outputs + o + k] = s;
     }
 }
+#endif
 
 // -- choice: a warp a row ----------------------------------------------------------------------------------------------
 // The largest of a warp's values, of equal ones that of the lowest index; NaN has become -infinity, and taken ones NaN.

@@ -18,7 +18,9 @@ from polydraft_cuda.device import CudaDevice
 from polydraft_cuda.kernels.projections import TILE_ROWS, tensor_map
 from polydraft_cuda.kernels.provider import Kernel, source
 
-ROUTER_ROWS, ROUTER_THREADS = 8, 128
+ROUTER_ROWS, ROUTER_OUTPUTS, ROUTER_THREADS = 8, 4, 128
+ROUTER_FEW = 32
+"""Rows of a launch up to which a block of the router has one output."""
 ROUTE_WARPS = 4
 LIST_THREADS = 256
 SUM_THREADS = 256
@@ -54,12 +56,21 @@ RENORMALIZE: Final = ("none", "sum", "clamp")
 
 
 def router(device: CudaDevice, a: Any) -> Launch:
-    """A projection whose weights stay float32 beside 16-bit activations: a block an output and eight rows."""
+    """A projection whose weights stay float32 beside 16-bit activations: a block has eight rows, and one output while these are
+    few, else several that share what is read of x. Sums are the same."""
     outputs, inputs = a.weight.shape
-    function = device.function(source("experts.cu"), "router", **act(a.x.dtype))
-    return function.bind(
-        lambda n: (outputs, -(-n // ROUTER_ROWS), 1), ROUTER_THREADS, a.x, a.weight, a.out, ROWS, outputs, inputs, dependent=True
-    )
+
+    def of(each: int) -> Launch:
+        function = device.function(source("experts.cu"), "router", OUTPUTS=each, **act(a.x.dtype))
+        grid = lambda n: (outputs // each, -(-n // ROUTER_ROWS), 1)  # noqa: E731
+        return function.bind(grid, ROUTER_THREADS, a.x, a.weight, a.out, ROWS, outputs, inputs, dependent=True)
+
+    few, many = of(1), of(ROUTER_OUTPUTS if outputs % ROUTER_OUTPUTS == 0 else 1)
+
+    def launch(stream: Stream, n: int) -> None:
+        (few if n <= ROUTER_FEW else many)(stream, n)
+
+    return launch
 
 
 def route_experts(device: CudaDevice, a: Any, limits: Limits, workspace: Any, *, uniform: bool = False) -> Launch:

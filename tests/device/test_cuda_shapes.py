@@ -194,24 +194,33 @@ def test_a_captured_head_leaves_the_choice_and_not_the_logits(opened: CudaDevice
         assert n <= broken or (wanted[1] == 777 and wanted[3] == wanted[broken] == -1)
 
 
+def state_of(head: Head) -> list[int]:
+    """Choices that take no look any more, what they last were, and whether the last choice read the head whole."""
+    skips, wait, given_up, whole = head.device.read(head.weight.screen.state.pointer, (4,), "i32").tolist()
+    assert given_up == 0, "it is told once"
+    return [skips, wait, whole]
+
+
 def test_a_first_look_by_bytes_chooses_what_all_logits_would(opened: CudaDevice):
     """Where bytes tell little: outliers among inputs and weights, rows of many near ties, weights that are no numbers."""
     rows, vocab = 64, 4 * 128 * opened.num_sms + 208
     x, weight = head_numbers(rows, vocab, 1024)
     x[2] *= 1e-3
     x[3, 7] = 300.0  # what a few channels of real models look like
-    weight[1000:1100] = weight[1000] * np.float32(1 + 2**-9) ** np.arange(-50, 50, dtype=np.float32)[:, None]  # nearly equal
+    weight[1000:1020] = weight[1000] * np.float32(1 + 2**-9) ** np.arange(-10, 10, dtype=np.float32)[:, None]  # nearly equal
     x[4] = weight[1000]
     weight[2000, 5] = 8.0  # one weight takes the scale
     x[5] = weight[2000]
-    x[6] = 0
+    weight[:, 11] *= 64  # a column that stands out, and one of nobody
+    weight[:, 12] = 0
     weight[3000] = 0
     weight[3001:3010] = weight[3001:3010] * 2.0 ** np.arange(-120, 0, 14, dtype=np.float32)[:9, None]  # whose squares vanish
     head = Head(opened, x, weight, np.zeros(rows, np.int32)).bound()
-    (wanted, _), (found, lost) = head.run(rows, captured=False), head.run(rows, captured=True)
-    assert lost
-    assert np.array_equal(found, wanted)
-    assert found[6] == 0
+    for n in (3, 16, rows):
+        (wanted, _), (found, lost) = head.run(n, captured=False), head.run(n, captured=True)
+        assert lost
+        assert np.array_equal(found, wanted), n
+        assert state_of(head) == [0, 0, 0], "a look was enough"
     weight[10] = -np.inf  # never the highest where x is positive, no number elsewhere
     x[7:] = np.abs(x[7:])
     opened.load(head.x, to_host(x, opened.dtype))
@@ -223,6 +232,35 @@ def test_a_first_look_by_bytes_chooses_what_all_logits_would(opened: CudaDevice)
     weight[10], weight[vocab - 3] = 0, x[9] * 5
     head.table.prepare_weight("linear", weight, opened.dtype, previous=head.weight)
     assert head.run(rows, captured=True)[0][9] == vocab - 3, "an update makes the bytes anew"
+
+
+def test_where_too_many_outputs_may_be_the_highest_the_head_is_read_whole(opened: CudaDevice):
+    """In the same choice, on the device; and for a while nobody looks. A look that is enough again is believed step by step."""
+    rows, vocab = 9, 4 * 128 * opened.num_sms + 16
+    x, weight = head_numbers(rows, vocab, 256)
+    plain = x.copy()
+    x[6] = 0  # every output is its highest
+    x[7] *= 2.0**-120 if opened.dtype == "bf16" else 1
+    head = Head(opened, x, weight, np.zeros(rows, np.int32)).bound()
+    wanted = head.run(rows, captured=False)[0]
+    assert wanted[6] == 0
+    seen = []
+    for _ in range(7):
+        found = head.run(rows, captured=True)[0]
+        assert np.array_equal(found, wanted)
+        seen.append(state_of(head))
+    assert seen == [[skips, 4, 1] for skips in (4, 3, 2, 1, 0)] + [[skips, 20, 1] for skips in (20, 19)]
+    opened.load(head.x, to_host(plain, opened.dtype))
+    opened.load(head.weight.screen.state, np.array([1, 20, 0, 1], np.int32))
+    wanted = head.run(rows, captured=False)[0]
+    for state in ([0, 20, 1], [0, 10, 0], [0, 5, 0]):
+        assert np.array_equal(head.run(rows, captured=True)[0], wanted)
+        assert state_of(head) == state
+    common = weight[:1] * 64 + weight / 64  # rows that have most in common
+    head.table.prepare_weight("linear", common, opened.dtype, previous=head.weight)
+    wanted, found = head.run(rows, captured=False)[0], head.run(rows, captured=True)[0]
+    assert state_of(head) == [4, 4, 1]
+    assert np.array_equal(found, wanted)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"hidden{shape.hidden}")

@@ -441,8 +441,24 @@ def test_without_bytes_or_with_a_bias_every_output_of_a_head_is_summed(given: di
     assert not [one.name for one in choice.device.bound if "screen" in one.name]
 
 
-@pytest.mark.parametrize("options", [{"row_invariant": True}, {"arch": "sm_80"}, {"dtype": "f32"}])
-def test_where_rows_are_invariant_or_the_device_is_another_no_head_is_looked_at(options: dict):
+def test_where_rows_are_invariant_a_choice_is_among_the_sums_that_logits_are_of():
+    device: Any = Recorder(dtype="bf16", row_invariant=True)
+    head = head_of_program(device)
+    assert shown(device, *head) == ["chosen"]
+    together = Choice(device)
+    for n in (1, 8, 16, 32, 64, 65, 256):
+        assert [name for name, _ in together(n)] == ["linear_tile", "argmax_among"]
+        assert together.best(n) == [1, None]
+        (_, best, _), _ = device.launched
+        apart = bound(device, head[0])(n)
+        assert [{**defines, "BEST": 1} for _, _, defines in apart] == [best], "the same tiles"
+    assert not [one.name for one in device.bound if "screen" in one.name], "whose products are summed in another order"
+    grids = {(one.defines["TOKENS"], one.grid) for one in device.bound if one.name == "linear_tile"}
+    assert len(grids) == len(linear.INVARIANT), "in the same shares"
+
+
+@pytest.mark.parametrize("options", [{"arch": "sm_80"}, {"dtype": "f32"}])
+def test_where_the_device_is_another_no_head_is_looked_at(options: dict):
     device: Any = Recorder(**{"dtype": "bf16"} | options)
     assert shown(device, *head_of_program(device)) == APART
     names = [name for n in (1, 128) for name, _ in Choice(device)(n)]

@@ -181,6 +181,14 @@ def head_numbers(rows: int, vocab: int, hidden: int) -> tuple[Array, Array]:
 
 @pytest.mark.parametrize("screened", [True, False])
 def test_a_captured_head_leaves_the_choice_and_not_the_logits(opened: CudaDevice, screened: bool):
+    leaves_the_choice(opened, screened)
+
+
+def test_a_captured_head_of_invariant_rows_chooses_by_the_same_sums(invariant: CudaDevice):
+    leaves_the_choice(invariant, screened=True)
+
+
+def leaves_the_choice(opened: CudaDevice, screened: bool) -> None:
     rows, vocab, broken = 257, 4 * 128 * opened.num_sms + 16, 5
     x, weight = head_numbers(rows, vocab, 256)
     x[broken] = np.nan

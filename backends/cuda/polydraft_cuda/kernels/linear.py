@@ -153,18 +153,19 @@ def is_chosen_from(device: CudaDevice, a: Any) -> bool:
     """Whether the choice of each row's highest output is faster without writing outputs: those of a large head, whose blocks have
     tiles of their own."""
     wide = is_tiled(device, a) and tile_rows(device, a) > MOST_TILE_ROWS
-    return wide and a.out.dtype == "f32" and not device.row_invariant
+    return wide and a.out.dtype == "f32"
 
 
 def chosen(device: CudaDevice, args: Any, limits: Limits, workspace: Any) -> Launch:
     """A head and the choice of each row's highest output, of an unpadded vocabulary. Every warp keeps the best of its own (value
     and id, [warps, rows, 2]), and those are looked at. Where the weight has bytes a first look by them is taken, and the rest
-    runs only where that has given up. Many rows are two launches that write logits."""
+    runs only where that has given up. Many rows are two launches that write logits. Where rows have to be invariant there is no
+    look, whose products are summed in another order."""
     a, _, choice = args.parts
-    most = min(int(a.x.shape[0]), tile_rows(device, a))
-    looks = screen.MOST_ROWS if screen.screen_of(device, a) is not None else 0
+    most, sizes = min(int(a.x.shape[0]), tile_rows(device, a)), sizes_of(device)
+    looks = screen.MOST_ROWS if not device.row_invariant and screen.screen_of(device, a) is not None else 0
     steps = []
-    for size in (size for i, size in enumerate(SIZES) if i == 0 or SIZES[i - 1].rows < most):
+    for size in (size for i, size in enumerate(sizes) if i == 0 or sizes[i - 1].rows < most):
         first, state = [], None
         if size.rows <= looks:
             launch, looked = screen.look(device, a, choice.row_slot, size)

@@ -536,7 +536,9 @@ def experts_of(device: Any, rows: int = 512) -> Any:
     x, out = (device.empty(name, (rows, hidden), device.dtype) for name in ("x", "out"))
     gate_up = device.empty("gate_up", (count, 2 * width, hidden), device.dtype)
     down = device.empty("down", (count, hidden, width), device.dtype)
-    a = ExpertMlpV1(x=x, expert_ids=ids, expert_weights=weights, gate_up=gate_up, down=down, out=out)
+    a = ExpertMlpV1(
+        x=x, expert_ids=ids, expert_weights=weights, gate_up=gate_up, down=down, shared=None, shared_gate=None, out=out
+    )
     nbytes = experts.workspace_bytes(device, a, LIMITS)
     workspace = SimpleNamespace(buffer=device.empty("workspace", (nbytes,), "u8"), nbytes=nbytes)
     return experts.expert_mlp(device, a, LIMITS, workspace)

@@ -6,7 +6,7 @@
 // `pairs` gets the higher score of outputs r and r + 8 of each 16, in bfloat16: [pairs, TOKENS], tokens in the order of `token_at`.
 // `kept` gets what each warp has found best: [blocks, warps, TOKENS] pairs of score and output.
 //
-// Defines: ACT (1 bf16, 2 f16), TOKENS (8..128, a power of two), STAGES (chunks of 64 inputs in flight), CLUSTER (1, 2). Inputs are
+// Defines: ACT (2: float16, whatever the activation type), TOKENS (8..128, a power of two), STAGES (chunks of 64 inputs in flight), CLUSTER (1, 2). Inputs are
 // a multiple of 128.
 #include "tensor.cuh"
 #define WIDTH TOKENS

@@ -2,7 +2,7 @@
 // and the choice behind `linear_screen`.
 //
 // All is said of turned weights u and rows y (`screen.cuh`), whose products are those of the head times a row's `factor`. With u = scale q
-// + e and y = z + d, where q are numbers of bytes and z is y in the activation dtype, a score is s = scale q z, and u y - s = e z + u d is
+// + e and y = z + d, where q are numbers of bytes and z is y in float16, a score is s = scale q z, and u y - s = e z + u d is
 // no more than |e| |z| + |u| |d| (Cauchy and Schwarz). So an output can be the highest only where s + slack |z| + length |d| reaches a
 // product that is known. `screen_settle` computes that of the best score, `screen_choose` those of all outputs that reach it: what is
 // chosen is the highest of all products, whatever the scores. Where too many do, or z cannot be told, the choice gives up and the head is
@@ -91,7 +91,7 @@ screen_weights(const act_t* w, const float* columns, unsigned char* bytes, float
 // A block a row: the row turned, its largest number between 1 and 2, and of its bound |z|, |d| and `factor`. |z| is below 0 where x is
 // no numbers. `values`: shared memory for all inputs. Others come once this one has waited: until then the state may be another's.
 extern "C" __global__ void __launch_bounds__(TURN_THREADS)
-screen_turn(const act_t* x, const float* columns, const int* row_slot, act_t* turned, float4* bounds, ScreenState* state, int inputs) {
+screen_turn(const act_t* x, const float* columns, const int* row_slot, f16* turned, float4* bounds, ScreenState* state, int inputs) {
     wait_for_previous();
     launch_dependents();
     extern __shared__ float values[];
@@ -116,7 +116,7 @@ screen_turn(const act_t* x, const float* columns, const int* row_slot, act_t* tu
     float all = 0.f;
     for (int i = threadIdx.x; i < inputs; i += TURN_THREADS) {
         const float y = values[i] * by;
-        const act_t stored = from_float<act_t>(y);
+        const f16 stored = from_float<f16>(y);
         const float z = to_float(stored), d = y - z;
         turned[(int64_t)r * inputs + i] = stored;
         squares.x += z * z, squares.y += d * d, all += y * y;

@@ -4,37 +4,23 @@
 // large weight is spread over many: whatever a head's weights are distributed like, what is left of a row behind its bytes is as little
 // as with normal ones.
 //
-// A turned weight is about scale * (f - MIDDLE), where f is the activation type's number whose
-// lower byte is the weight's and whose upper byte is HIGH. In bfloat16 these are 256 numbers from 1/2 to nearly 2, by 1/256 up to 1 and
-// by 1/128 beyond; in float16 those from 1024 to 1279. Less MIDDLE, they are exact in the type: widening takes one permutation of bytes
-// and one subtraction for two weights.
+// A turned weight is about scale * (f - MIDDLE), where f is the float16 number whose lower byte is the weight's and whose upper byte is
+// HIGH: these are whole numbers from 1024 to 1279. Less MIDDLE, they are exact in float16: widening takes one permutation of bytes and one
+// subtraction for two weights. Whatever the activation type, a look is taken in float16, which has room for turned rows, too, and leaves
+// less of them than bfloat16 does.
 //
 // Bytes lie as the warps of a product read them: tiles of 128 outputs, in each chunks of 64 inputs, in each the 16 outputs of 8 warps:
 // [2 halves of the chunk][32 lanes][16 bytes]. A lane's four bytes of a word are rows g (bytes 0 and 2) and g + 8 (1 and 3).
 #pragma once
 #include "common.cuh"
 
-#if ACT == 1
-constexpr unsigned HIGH = 0x3f;
-constexpr float MIDDLE = 1.25f, LEAST = 0.5f, MOST = 1.9921875f;
-#define MIDDLES "0x3fa03fa0"
-#define SUBTRACT "sub.rn.bf16x2"
-#else
 constexpr unsigned HIGH = 0x64;
 constexpr float MIDDLE = 1152.f, LEAST = 1024.f, MOST = 1279.f;
 #define MIDDLES "0x64806480"
-#define SUBTRACT "sub.rn.f16x2"
-#endif
 constexpr int SCREEN_TILE = 128;
 // The byte whose number is next to `t`, from LEAST to MOST; and the number of a byte.
-__device__ __forceinline__ int byte_of(float t) {
-#if ACT == 1
-    return int(t < 1.f ? rintf((t - 0.5f) * 256.f) : 128.f + rintf((t - 1.f) * 128.f));
-#else
-    return int(rintf(t - LEAST));
-#endif
-}
-__device__ __forceinline__ float number_of(int byte) { return to_float(act_t{uint16_t(HIGH << 8 | byte)}); }
+__device__ __forceinline__ int byte_of(float t) { return int(rintf(t - LEAST)); }
+__device__ __forceinline__ float number_of(int byte) { return to_float(f16{uint16_t(HIGH << 8 | byte)}); }
 __device__ __forceinline__ int64_t place_of_byte(int output, int input, int inputs) {
     const int within = input % 64, row = output % 16, k = within % 16;
     const int lane = (row & 7) * 4 + (k & 7) / 2, byte = within / 16 % 2 * 8 + k / 8 * 4 + (k & 1) * 2 + row / 8;
@@ -75,7 +61,7 @@ template <int FIRST>
 __device__ __forceinline__ unsigned widen_two(unsigned bytes) {
     unsigned r;
     const unsigned numbers = __byte_perm(bytes, HIGH, FIRST ? 0x4341 : 0x4240);
-    asm("{\n.reg .b32 middles;\nmov.b32 middles, " MIDDLES ";\n" SUBTRACT " %0, %1, middles;\n}" : "=r"(r) : "r"(numbers));
+    asm("{\n.reg .b32 middles;\nmov.b32 middles, " MIDDLES ";\nsub.rn.f16x2 %0, %1, middles;\n}" : "=r"(r) : "r"(numbers));
     return r;
 }
 __device__ __forceinline__ void widen(unsigned* a, vec4 bytes) {

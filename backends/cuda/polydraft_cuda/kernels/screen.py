@@ -58,7 +58,7 @@ class Screen:
         """The lengths of what bytes leave of an output's weights, and of these."""
         self.state: CudaBuffer = device.zeros("screen.state", (4,), "i32")
         """Whether looks are worth their time (`kernels/screen_state.cuh`)."""
-        self.turned: CudaBuffer = device.empty("screen.turned", (MOST_ROWS, inputs), weight.dtype)
+        self.turned: CudaBuffer = device.empty("screen.turned", (MOST_ROWS, inputs), "f16")
         self.pairs: CudaBuffer = device.empty("screen.pairs", (self.padded // 2, MOST_ROWS), "bf16")
         """Scores."""
 
@@ -97,7 +97,7 @@ def look(device: CudaDevice, a: Any, row_slot: Any, size: Size) -> tuple[Launch,
     stages = min(BYTES // stage, MOST_STAGES)
     function = device.function(
         source("linear_screen.cu"), "linear_screen", arch_features="a", TOKENS=tokens, STAGES=stages, CLUSTER=cluster,
-        **act(a.x.dtype),
+        **act(screen.turned.dtype),
     )  # fmt: skip
     shared, threads = stages * stage + 1024, 2 * 128 + 32
     at_once = function.most_clusters(threads, shared, cluster) if cluster > 1 else int(device.num_sms)

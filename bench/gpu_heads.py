@@ -216,12 +216,12 @@ def main() -> int:
         from polydraft_cuda.device import device_name, driver_version
 
         rate, rows, heads = gpu_rounds.copy_rate(), list[dict[str, Any]](), dict[str, Array]()
-        how = f"{report.METHOD}; weights random, acceptance synthetic by {gpu_rounds.SCHEDULE}"
-        how += "; ms_per_round is the median of the repeats"
+        said = {"device": device_name(0), "driver": str(driver_version()), "estimator": gpu_rounds.ESTIMATOR}
+        said["method"] = f"{report.METHOD}; weights random, acceptance synthetic by {gpu_rounds.SCHEDULE}"
         for batch in map(int, options.batch.split(",")):
             for row in measured(batch, options, rate, heads):
                 rows.append(row)
-                report.write(options.out, report.document(rows, device=device_name(0), driver=str(driver_version()), method=how))
+                report.write(options.out, report.document(rows, **said))
     if options.plot:
         draw(json.loads(Path(options.out).read_text(encoding="utf-8")), options.plot)
     return 0

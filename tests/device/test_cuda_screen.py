@@ -132,7 +132,7 @@ def looked_at(x: Any, columns: Any) -> tuple[Any, Any, Any, Any]:
     by = np.exp2(-np.floor(np.log2(np.where(top > 0, top, 1)))).astype(SINGLE)
     y *= by[:, None]
     z = rounded(y, "f16")
-    assert "sqrtf(squares.y) + sqrtf(all) * TURNING) * 1.001f" in source("screen.cu")
+    assert "sqrtf(d2) + sqrtf(y2) * TURNING) * 1.001f" in source("screen.cu")
     length, rest, whole = (np.sqrt((one * one).sum(1, dtype=SINGLE)) for one in (z, y - z, y))
     off = (rest + whole * SINGLE(constant("TURNING"))) * SINGLE(1.001) + SINGLE(1e-20)
     return z, length * SINGLE(1.001) + SINGLE(1e-20), off, by * (inputs & -inputs)

@@ -428,13 +428,12 @@ def test_scores_may_be_beyond_whole_numbers_of_float32(opened: CudaDevice, loud:
     """One key has all of a row's weight: the next score is millions of powers of two below, in all but a few rows and heads."""
     if opened.dtype == "f16" and loud > 2e4:
         pytest.skip("float16 has no such numbers")
-    for shape in SHAPES:
-        for seqs, prefill in ((windows(3, shape.window), False), (windows(32, shape.window), False), (CHUNKS, True)):
-            attention = Attention(opened, shape, seqs, prefill=prefill, kv=kv, loud=loud)
-            found = attention.run()
-            assert np.isfinite(found).all(), (shape, len(seqs), prefill)
-            off = np.abs(found - attention.wanted) > 16 * EPS[opened.dtype]
-            assert off.mean() < 1e-3, (shape, len(seqs), prefill)
+    for seqs, prefill in ((windows(8, SHAPES[0].window), False), (CHUNKS[-4:], True)):
+        attention = Attention(opened, SHAPES[0], seqs, prefill=prefill, kv=kv, loud=loud)
+        found = attention.run()
+        assert np.isfinite(found).all(), (len(seqs), prefill)
+        off = np.abs(found - attention.wanted) > 16 * EPS[opened.dtype]
+        assert off.mean() < 1e-3, (len(seqs), prefill)
 
 
 @pytest.mark.parametrize("kv", ["", "fp8", "int8"])

@@ -19,6 +19,7 @@ extern "C" __global__ void __launch_bounds__(ROUTER_THREADS) router(const act_t*
     const int o = blockIdx.x * OUTPUTS, first = blockIdx.y * ROUTER_ROWS, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     const float* row = w + (int64_t)o * inputs;
     float sums[OUTPUTS][ROUTER_ROWS] = {};
+#pragma unroll 4
     for (int i = threadIdx.x; i < inputs; i += ROUTER_THREADS) {
         float v[OUTPUTS];
 #pragma unroll

@@ -1,8 +1,8 @@
 """Mixture of experts: the router's product, the choice, and the experts' own products over lists that the device makes.
 
 Nothing is sorted and nothing is counted on the host: lists of each expert's rows are made on the device, and persistent blocks
-take tiles of whichever experts have rows. 16-bit weights of even sizes go through `experts_stream.cu` where rows are few or have
-to be invariant, and on sm_90 else through `experts_tile.cu`; anything else goes through the plain kernels.
+take tiles of whichever experts have rows. 16-bit weights of even sizes go through `experts_tile.cu` on sm_90, and elsewhere, or
+where rows have to be invariant, through `experts_stream.cu`; anything else goes through the plain kernels.
 """
 
 from __future__ import annotations
@@ -49,8 +49,6 @@ TILE_TOKENS: Final = (8, 16, 32, 64, 128, 256)
 """Sizes of `experts_tile.cu`: rows of one expert that a block multiplies at once."""
 TILE_BYTES: Final = 200 << 10
 """Bytes of such a block in flight."""
-TILED_FROM = 8
-"""Rows of a launch from which on it is faster: its tiles are so large that few rows leave blocks without any."""
 SCORING: Final = ("softmax", "sigmoid")
 RENORMALIZE: Final = ("none", "sum", "clamp")
 
@@ -149,16 +147,17 @@ def expert_mlp(device: CudaDevice, a: Any, limits: Limits, workspace: Any) -> La
             _plain(device, a, h, a.down, terms, hidden),
             last,
         )
-    steps, tiled = [], device.arch == "sm_90" and not device.row_invariant
-    for size in INVARIANT if device.row_invariant else SIZES[:1] if tiled else SIZES:
-        up = _stream(device, a, size, a.x, a.gate_up, (begins, entries), h, both // 2, gated=1)
-        down = _stream(device, a, size, h, a.down, (begins, entries), terms, hidden)
-        most = TILED_FROM - 1 if tiled else _fitting(size.tokens, experts, chosen)
-        steps.append((most, sequence(lists(None), up, down, last)))
-    for tokens in TILE_TOKENS if tiled else ():
-        up = _tile(device, a, tokens, rows, a.gate_up, (begins, entries), h, both // 2, gated=1)
-        down = _tile(device, a, tokens, h, a.down, (begins, entries), terms, hidden)
-        steps.append((_fitting(tokens, experts, chosen), sequence(lists(rows), up, down, last)))
+    steps = []
+    if device.arch == "sm_90" and not device.row_invariant:
+        for tokens in TILE_TOKENS:
+            up = _tile(device, a, tokens, rows, a.gate_up, (begins, entries), h, both // 2, gated=1)
+            down = _tile(device, a, tokens, h, a.down, (begins, entries), terms, hidden)
+            steps.append((_fitting(tokens, experts, chosen), sequence(lists(rows), up, down, last)))
+    else:
+        for size in INVARIANT if device.row_invariant else SIZES:
+            up = _stream(device, a, size, a.x, a.gate_up, (begins, entries), h, both // 2, gated=1)
+            down = _stream(device, a, size, h, a.down, (begins, entries), terms, hidden)
+            steps.append((_fitting(size.tokens, experts, chosen), sequence(lists(None), up, down, last)))
 
     def launch(stream: Stream, n: int) -> None:
         if n > 0:

@@ -64,17 +64,20 @@ screen_weights(const act_t* w, const float* columns, unsigned char* bytes, float
     __shared__ float scratch[33];
     const int output = blockIdx.x;
     const act_t* row = w + (int64_t)output * inputs;
-    for (int i = threadIdx.x; i < inputs; i += SCREEN_THREADS) values[i] = to_float(row[i]) / columns[i];
+    for (int i = threadIdx.x; i < inputs; i += SCREEN_THREADS) values[slot_of(i)] = to_float(row[i]) / columns[i];
     turn(values, inputs);
     float top = 0.f, all = 0.f;
-    for (int i = threadIdx.x; i < inputs; i += SCREEN_THREADS) top = fmaxf(top, fabsf(values[i])), all += values[i] * values[i];
+    for (int i = threadIdx.x; i < inputs; i += SCREEN_THREADS) {
+        const float u = values[slot_of(i)];
+        top = fmaxf(top, fabsf(u)), all += u * u;
+    }
     top = block_most(top, scratch);
     all = block_sum(all, scratch);
     const bool sound = all < INFINITY_F;  // and so no NaN
     const float scale = sound ? top / (MOST - MIDDLE) : 0.f, by = top > 0.f ? (MOST - MIDDLE) / top : 0.f;
     float rest = 0.f;
     for (int i = threadIdx.x; i < inputs; i += SCREEN_THREADS) {
-        const float u = sound ? values[i] : 0.f;
+        const float u = sound ? values[slot_of(i)] : 0.f;
         const int byte = byte_of(fminf(fmaxf(u * by + MIDDLE, LEAST), MOST));
         const float e = u - scale * (number_of(byte) - MIDDLE);
         rest += e * e;
@@ -95,36 +98,43 @@ screen_turn(const act_t* x, const float* columns, const int* row_slot, f16* turn
     wait_for_previous();
     launch_dependents();
     extern __shared__ float values[];
-    __shared__ float scratch[33];
+    __shared__ float scratch[TURN_THREADS / 32];
     const int r = blockIdx.x;
     if (is_skipped(state) || row_slot[r] < 0) return;
     bool sound = true;
-    for (int i = threadIdx.x; i < inputs; i += TURN_THREADS) {
-        const float one = to_float(x[(int64_t)r * inputs + i]);
-        sound &= fabsf(one) < INFINITY_F;
-        values[i] = one * columns[i];
+#pragma unroll 4
+    for (int i = threadIdx.x * 2; i < inputs; i += TURN_THREADS * 2) {
+        const unsigned two = *(const unsigned*)(x + (int64_t)r * inputs + i);
+        const float2 c = *(const float2*)(columns + i);
+        const float a = low(two), b = high(two);
+        sound &= fabsf(a) < INFINITY_F && fabsf(b) < INFINITY_F;
+        values[slot_of(i)] = a * c.x, values[slot_of(i + 1)] = b * c.y;
     }
     turn(values, inputs);
     float top = 0.f;
-    for (int i = threadIdx.x; i < inputs; i += TURN_THREADS) top = fmaxf(top, fabsf(values[i]));
+    for (int i = threadIdx.x; i < inputs; i += TURN_THREADS) top = fmaxf(top, fabsf(values[slot_of(i)]));
     sound = __syncthreads_and(sound);
     top = block_most(top, scratch);
     const int power = top > 0.f ? int(__float_as_uint(top) >> 23) - 127 : 0;
     const bool near = power >= -FARTHEST && power <= FARTHEST;
     const float by = near ? __uint_as_float(unsigned(127 - power) << 23) : 0.f;
-    float2 squares = make_float2(0.f, 0.f);
-    float all = 0.f;
+    float z2 = 0.f, d2 = 0.f, y2 = 0.f;
     for (int i = threadIdx.x; i < inputs; i += TURN_THREADS) {
-        const float y = values[i] * by;
+        const float y = values[slot_of(i)] * by;
         const f16 stored = from_float<f16>(y);
         const float z = to_float(stored), d = y - z;
         turned[(int64_t)r * inputs + i] = stored;
-        squares.x += z * z, squares.y += d * d, all += y * y;
+        z2 += z * z, d2 += d * d, y2 += y * y;
     }
-    squares.x = block_sum(squares.x, scratch), squares.y = block_sum(squares.y, scratch), all = block_sum(all, scratch);
+    __shared__ float3 parts[TURN_THREADS / 32];
+    z2 = warp_sum(z2), d2 = warp_sum(d2), y2 = warp_sum(y2);
+    if ((threadIdx.x & 31) == 0) parts[threadIdx.x >> 5] = make_float3(z2, d2, y2);
+    __syncthreads();
     if (threadIdx.x) return;
-    const float off = (sqrtf(squares.y) + sqrtf(all) * TURNING) * 1.001f + 1e-20f;
-    bounds[r] = make_float4(UNREACHED, sound ? sqrtf(squares.x) * 1.001f + 1e-20f : -1.f, off, by * turned_inputs(inputs));
+    z2 = d2 = y2 = 0.f;
+    for (int i = 0; i < TURN_THREADS / 32; i++) z2 += parts[i].x, d2 += parts[i].y, y2 += parts[i].z;
+    const float off = (sqrtf(d2) + sqrtf(y2) * TURNING) * 1.001f + 1e-20f;
+    bounds[r] = make_float4(UNREACHED, sound ? sqrtf(z2) * 1.001f + 1e-20f : -1.f, off, by * turned_inputs(inputs));
     if (sound && !near) state->given_up = 1;
 }
 

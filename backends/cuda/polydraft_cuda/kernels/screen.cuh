@@ -36,17 +36,36 @@ __device__ __forceinline__ float column_of(int input, float mean) {
 }
 // Inputs that are turned together: the highest power of two that divides all of them.
 __device__ __forceinline__ int turned_inputs(int inputs) { return inputs & -inputs; }
+// Place of an input in shared memory: one word is left out in 33, so that inputs 8 apart lie in banks of their own.
+__device__ __forceinline__ int slot_of(int input) { return input + (input >> 5); }
 // In shared memory, by a whole block: sums of float32 that are off by no more than TURNING of the length of all.
 constexpr float TURNING = 0x1p-20f;  // 14 sums behind each other, each off by 2**-24 of itself at most
-__device__ __forceinline__ void turn(float* values, int inputs) {
-    for (int half = 1; half < turned_inputs(inputs); half <<= 1) {
-        __syncthreads();
-        for (int i = threadIdx.x; i < inputs / 2; i += blockDim.x) {
-            const int at = (i & ~(half - 1)) * 2 + (i & (half - 1));
-            const float a = values[at], b = values[at + half];
-            values[at] = a + b, values[at + half] = a - b;
-        }
+template <int OF>  // inputs `half` apart, by a thread
+__device__ __forceinline__ void turn_step(float* values, int inputs, int half) {
+    __syncthreads();
+    for (int i = threadIdx.x; i < inputs / OF; i += blockDim.x) {
+        const int at = (i & ~(half - 1)) * OF + (i & (half - 1));
+        float v[OF];
+#pragma unroll
+        for (int k = 0; k < OF; k++) v[k] = values[slot_of(at + k * half)];
+#pragma unroll
+        for (int step = 1; step < OF; step <<= 1)
+#pragma unroll
+            for (int k = 0; k < OF; k++)
+                if (!(k & step)) {
+                    const float a = v[k], b = v[k + step];
+                    v[k] = a + b, v[k + step] = a - b;
+                }
+#pragma unroll
+        for (int k = 0; k < OF; k++) values[slot_of(at + k * half)] = v[k];
     }
+}
+__device__ __forceinline__ void turn(float* values, int inputs) {
+    const int together = turned_inputs(inputs);
+    int half = 1;
+    for (; half * 8 <= together; half *= 8) turn_step<8>(values, inputs, half);
+    if (half * 4 <= together) turn_step<4>(values, inputs, half), half *= 4;
+    if (half * 2 <= together) turn_step<2>(values, inputs, half);
     __syncthreads();
 }
 // The token at place `p` of a row of `pairs`: four lanes have a quarter of them each, in eights.

@@ -71,8 +71,13 @@ class Screen:
         find.bind(inputs // 64, 256, weight, self.columns, int(outputs), int(inputs))(device.stream, 1)
         make = device.function(source("screen.cu"), "screen_weights", **defines)
         arguments = weight, self.columns, self.bytes, self.scales, self.slacks, int(inputs)
-        make.bind(outputs, 256, *arguments, shared=4 * inputs)(device.stream, 1)
+        make.bind(outputs, 256, *arguments, shared=_values(inputs))(device.stream, 1)
         device.synchronize()
+
+
+def _values(inputs: int) -> int:
+    """Bytes of shared memory in which so many numbers are turned: a word in 33 is left out."""
+    return 4 * (inputs + inputs // 32)
 
 
 class Looked(NamedTuple):
@@ -90,7 +95,8 @@ def look(device: CudaDevice, a: Any, row_slot: Any, size: Size) -> tuple[Launch,
     (outputs, inputs), (tokens, cluster, _), screen = a.weight.shape, size, a.weight.screen
     bounds = device.empty("screen.bounds", (tokens, 4), "f32")
     turn = device.function(source("screen.cu"), "screen_turn", **act(a.x.dtype)).bind(
-        lambda n: (n, 1, 1), 512, a.x, screen.columns, row_slot, screen.turned, bounds, screen.state, inputs, shared=4 * inputs,
+        lambda n: (n, 1, 1), 512, a.x, screen.columns, row_slot, screen.turned, bounds, screen.state, inputs,
+        shared=_values(inputs),
         dependent=True,
     )  # fmt: skip
     stage = TILE_ROWS * 64 + tokens * 128

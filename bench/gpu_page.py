@@ -19,7 +19,7 @@ from polydraft.bench import report
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))
-from bench import gpu_prompts, gpu_regions, gpu_rounds  # noqa: E402  as for bench/draft_vocab.py
+from bench import gpu_heads, gpu_prompts, gpu_regions, gpu_rounds  # noqa: E402  as for bench/draft_vocab.py
 
 PAGE, RESULTS = ROOT / "docs" / "performance.md", ROOT / "bench" / "results"
 Result = dict[str, Any]
@@ -188,8 +188,20 @@ def vocabularies(result: Result) -> tuple[str, ...]:
 
 
 def heads(result: Result) -> tuple[str, ...]:
-    """What a first look at heads by their bytes saves."""
-    return f"{where(result)}.", beside_first(result, "head", lambda row: str(row["head"]), "heads")
+    """What a first look at heads by their bytes saves, by what their weights are distributed like."""
+    shares = gpu_heads.compared(result)
+    batches = sorted({batch for batch, _ in shares})
+    lines = [
+        "| weights | " + " | ".join(f"batch {batch}: whole, ms | bytes, ms | against it" for batch in batches) + " |",
+        "|" + "---|" * (1 + 3 * len(batches)),
+    ]
+    for name in dict.fromkeys(name for _, name in shares):
+        cells = (shares[batch, name] for batch in batches)
+        lines.append(f"| {name} | " + " | ".join(f"{a:.3f} | {b:.3f} | {share - 1:+.1%}" for a, b, share in cells) + " |")
+    said = f"{where(result)}, K = {result['rows'][0]['draft_tokens']}, prompts of {result['rows'][0]['prompt_tokens']} tokens."
+    worst = max(shares, key=lambda cell: shares[cell][2])
+    most = f"The worst is {shares[worst][2] - 1:+.1%}, with *{worst[1]}* at batch {worst[0]}."
+    return said, "\n".join(lines), most
 
 
 SHOWN: dict[str, Callable[[Result], tuple[str, ...]]] = {
@@ -259,6 +271,7 @@ def main() -> int:
     for name, picture, draw in (
         ("cuda.json", "cuda_rounds.png", draw_rounds),
         ("cuda_regions.json", "cuda_regions.png", lambda result, path: gpu_regions.draw(result, str(path))),
+        ("cuda_heads.json", "cuda_heads.png", gpu_heads.draw),
     ):
         result = read(name)
         if result is not None and f"images/{picture}" in page:

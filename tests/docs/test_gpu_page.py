@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from bench import gpu_page, gpu_prompts, gpu_regions, gpu_rounds
+from bench import gpu_heads, gpu_page, gpu_prompts, gpu_regions, gpu_rounds
 from polydraft import Engine
 from polydraft.bench.measure import Load, run
 from polydraft.bench.shapes import RandomCheckpoint
@@ -80,6 +80,14 @@ def test_every_cell_of_the_comparison_is_there_and_measured_alike():
     }
     for row, cell in zip(rows, cells, strict=True):
         assert cell not in ratios or ratios[cell] == pytest.approx(row["ms_per_round"] / others[cell])
+
+
+def test_no_head_makes_rounds_by_bytes_much_slower_than_those_that_read_it_whole():
+    shares = gpu_heads.compared(result("cuda_heads.json"))
+    assert {name for _, name in shares} == set(gpu_heads.FAMILIES)
+    assert max(share for _, _, share in shares.values()) <= 1.03
+    for batch in {batch for batch, _ in shares}:
+        assert shares[batch, "normal"][2] < 1, "and what they save is still saved"
 
 
 def test_both_sides_of_the_comparison_say_how_a_round_is_estimated_and_take_full_ones():

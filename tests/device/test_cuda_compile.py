@@ -1,6 +1,7 @@
 """Every CUDA kernel compiles for every architecture that is named, without a GPU; those that never ran are compiled only."""
 
 import ctypes
+import itertools
 import os
 from functools import cache
 from pathlib import Path
@@ -34,8 +35,9 @@ def variants(arch: str, acts: tuple[str, ...] = ("f32", "bf16", "f16")) -> tuple
     found: set[Variant] = set()
     for name in kernels():
         for act in acts:
-            for case in list(default_cases(COMPOSITES.get(name) or REGISTRY[name], seeds=1)):
-                for one in bind_on_paper(name, case, act, arch=arch):
+            cases = default_cases(COMPOSITES.get(name) or REGISTRY[name], seeds=1)
+            for case, invariant in itertools.product(cases, (False, True)):
+                for one in bind_on_paper(name, case, act, arch=arch, row_invariant=invariant):
                     found.add((one.source, tuple(sorted(one.defines.items()))))
     for shape in SHAPES:
         for act in acts:

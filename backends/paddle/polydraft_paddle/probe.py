@@ -27,7 +27,7 @@ FALLEN: Final = re.compile(r"missing \S+ kernel: (\w+), (?:.*\(.*, (\w+)\))?.*fa
 """What Paddle's `kernel_factory` logs at level 3 when it takes the CPU's kernel for another place."""
 LIMIT_S: Final = 300.0
 _COMPLETE: Final[set[tuple[str, str]]] = set()
-"""Places and activation dtypes in which every kernel ran: what a place has stays while Paddle is loaded, and a kit or a test opens
+"""Places and activation dtypes in which every kernel ran: what a place has stays while Paddle is loaded, and a kit opens
 it hundreds of times."""
 
 

@@ -70,7 +70,9 @@ def test_four_functions_and_one_kernel_conform():
     assert report.status == 0, report.content["verdict"]
     owners = list(report.content["owners"].values())
     assert (owners.count("own"), set(owners)) == (1, {"own", "delegated"})
-    assert "(1 own, 42 delegated) holds" in report.content["verdict"]["sentence"]
+    sentence = report.content["verdict"]["sentence"]
+    assert "basic for dense (1 own, " in sentence, sentence
+    assert "wholly delegated: sampling, " in sentence, sentence
     assert "bring_up" not in report.content["not_claimed"]
 
 

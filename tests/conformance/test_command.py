@@ -163,6 +163,7 @@ def test_verify_refuses_what_was_changed(conform: Callable[..., Answer], tmp_pat
         (("verify",), "needs the path of a report.json"),
         (("verify", "no/such/report.json"), "cannot be read as a report"),
         (("reference", "--level", "L1", "--waivers", "no.json"), "waivers no.json cannot be read"),
+        (("reference", "--prove", "--level", "L2"), "leave out all but BACKEND, --device, --plugin, --seed"),
     ],
 )
 def test_bad_usage(conform: Callable[..., Answer], args: tuple[str, ...], said: str):

@@ -12,8 +12,10 @@ import pytest
 
 from polydraft.conformance.fault_injection import BrokenGolden
 from polydraft.conformance.faulty_backends import CORES, LEGAL_VARIANTS, MUTANTS, Mutant
-from polydraft.conformance.outcomes import LEVELS
-from polydraft.conformance.proof import Proof, Trial, matrix, prove
+from polydraft.conformance.outcomes import LEVELS, Result
+from polydraft.conformance.proof import Proof, Task, Trial, matrix, prove
+from polydraft.contracts.base import Case, Contract
+from polydraft.contracts.large import surprise
 from tests.conformance.doubles import BACKENDS
 from tests.support.depth import among
 
@@ -88,6 +90,29 @@ def test_the_command_outlives_every_crash_of_the_proof(tmp_path: Path):
     trials = json.loads(done.stdout)["trials"]
     assert len(trials) == len(MUTANTS) + sum(len(variant.passes) for variant in LEGAL_VARIANTS)
     assert any(trial["broken"] == "fail" for trial in trials)
+
+
+def test_a_seed_reaches_every_check_of_a_proof(monkeypatch: pytest.MonkeyPatch):
+    """Here and in children: the number that draws the surprises is the run's."""
+    asked: set[int] = set()
+
+    def drawn(kernel: Contract, seed: int, number: int) -> Case:
+        asked.add(seed)
+        return surprise(kernel, seed, number)
+
+    monkeypatch.setattr("polydraft.conformance.kernel_checks.surprise", drawn)
+    one = Mutant("M00", "no mutant at all", "nowhere", "L2/swiglu/surprises", lambda plugin: plugin)
+    assert prove("reference", mutants=[one], variants=(), seed=7).seed == 7
+    assert asked == {7}
+    given: dict[str, object] = {}
+
+    def children(*_: object, **options: object) -> dict[Task, Result]:
+        given.update(options)
+        return {}
+
+    monkeypatch.setattr("polydraft.conformance.isolation.run_tasks", children)
+    prove("reference", mutants=[one], variants=(), seed=8, limit_s=1)
+    assert given["seed"] == 8
 
 
 def test_a_death_that_is_taken_for_another_is_a_wrong_trial():

@@ -151,16 +151,26 @@ def command(
         raise click.UsageError("--enable-variants runs what each variant needs; name BACKEND and --device alone beside it")
     _check_backend(backend, plugins, kernels, limit)
     _check_contract(contract)
-    if prove and kernels:
-        raise click.UsageError("the faulty backends are made of one backend alone; leave --kernels or --prove out")
+    if prove:
+        _refuse_beside_prove(selection, kernels, others=bool(wanted or deep or out or waivers))
     if enable_variants:
         return _enable(backend, device=device, limit_s=limit, out=out, as_json=as_json)
     if prove:
-        return _prove(backend, device=device, plugins=plugins, limit_s=limit, as_json=as_json)
+        return _prove(backend, device=device, plugins=plugins, seed=drawn, limit_s=limit, as_json=as_json)
     return _run(
         backend, device=device, selection=selection, plugins=plugins, kernels=kernels, waivers=waivers, limit_s=limit, out=out,
         as_json=as_json,
     )  # fmt: skip
+
+
+def _refuse_beside_prove(selection: Any, kernels: tuple[str, ...], *, others: bool) -> None:
+    """A proof runs all that it has, around one backend."""
+    if kernels:
+        raise click.UsageError("the faulty backends are made of one backend alone; leave --kernels or --prove out")
+    if others or not selection.complete:
+        raise click.UsageError(
+            "--prove runs each faulty backend by the check that must fail; leave out all but BACKEND, --device, --plugin, --seed"
+        )
 
 
 def _check_contract(contract: str) -> None:
@@ -286,10 +296,10 @@ def _verify(path: Path, *, as_json: bool) -> int:
     return 1 if wrong else int(content["verdict"]["status"])
 
 
-def _prove(backend: str, *, device: str, plugins: tuple[str, ...], limit_s: float, as_json: bool) -> int:
+def _prove(backend: str, *, device: str, plugins: tuple[str, ...], seed: int, limit_s: float, as_json: bool) -> int:
     from polydraft.conformance.proof import matrix, prove
 
-    proof = prove(backend, device=device, files=plugins, limit_s=limit_s, listen=_progress())
+    proof = prove(backend, device=device, files=plugins, seed=seed, limit_s=limit_s, listen=_progress())
     click.echo(json.dumps(proof.content) if as_json else matrix(proof), nl=as_json)
     return proof.status
 

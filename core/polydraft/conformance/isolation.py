@@ -130,13 +130,15 @@ def run_tasks(
     *,
     device: str,
     files: Sequence[str],
+    seed: int,
     limit_s: float,
     listen: Callable[[Result], None] | None = None,
 ) -> dict[Task, Result]:
     """Run checks around changes of a backend in children (see `proof.py`), however many of them die of it; one that is lost
     before its first task is the last. Raises as `run` does."""
     target = {"backend": backend, "device": device, "files": list(files)}
-    watched = _in_children({"target": target, "tasks": [list(task) for task in tasks]}, limit_s, listen, len(tasks) + 1)
+    job = {"target": target, "tasks": [list(task) for task in tasks], "seed": seed}
+    watched = _in_children(job, limit_s, listen, len(tasks) + 1)
     found = {result.id: result for result in watched.results}
     return {task: found[task.id] for task in tasks if task.id in found}
 
@@ -259,7 +261,7 @@ def _work(job: Mapping[str, Any], target: Target) -> Iterator[tuple[str, str, Ca
     from polydraft.conformance.proof import Task, run_task
 
     for task in (Task(*one) for one in job["tasks"]):
-        yield task.id, "", partial(run_task, task, target)
+        yield task.id, "", partial(run_task, task, target, seed=job["seed"])
 
 
 def _checked(check: Check, target: Target) -> Result:

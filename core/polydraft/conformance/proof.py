@@ -17,6 +17,7 @@ from polydraft.conformance.catalogue import every_check
 from polydraft.conformance.causes import named
 from polydraft.conformance.check import Check
 from polydraft.conformance.faulty_backends import CORES, LEGAL_VARIANTS, MUTANTS, Mutant, Variant
+from polydraft.conformance.kernel_checks import Options
 from polydraft.conformance.outcomes import CLAIMED, FAILS, HOLDS, NOTHING, Result
 from polydraft.conformance.target import Target
 from polydraft.conformance.verdict import judge
@@ -62,6 +63,8 @@ class Proof:
 
     backend: str
     trials: tuple[Trial, ...]
+    seed: int = 0
+    """What drew the surprises and the numbers of launches of the checks."""
 
     @property
     def status(self) -> int:
@@ -74,7 +77,7 @@ class Proof:
     def content(self) -> dict[str, Any]:
         """For --json."""
         return {
-            "schema": SCHEMA, "backend": self.backend, "status": self.status, "not_a_backends": dict(CORES),
+            "schema": SCHEMA, "backend": self.backend, "seed": self.seed, "status": self.status, "not_a_backends": dict(CORES),
             "trials": [{**asdict(trial), "ok": trial.ok} for trial in self.trials],
         }  # fmt: skip
 
@@ -98,10 +101,12 @@ def prove(
     files: Sequence[str] = (),
     mutants: Iterable[Mutant] = MUTANTS,
     variants: Iterable[Variant] = LEGAL_VARIANTS,
+    seed: int = 0,
     limit_s: float | None = None,
     listen: Callable[[Result], None] | None = None,
 ) -> Proof:
-    """Run each mutant's killer and each variant's checks, with and without the change.
+    """Run each mutant's killer and each variant's checks, with and without the change. `seed` draws what `Options.seed` does, in
+    each of them.
 
     With `limit_s`, those of this module's mutants and variants around a backend that is given by name run in processes of their
     own, in which a check may take that many seconds: a crash or a hang is then a failed check. Otherwise they run here."""
@@ -111,10 +116,10 @@ def prove(
 
     def run(tasks: Sequence[Task]) -> Mapping[Task, Result]:
         if limit_s is None or not isinstance(backend, str):
-            return {task: run_task(task, target, changes) for task in tasks}
+            return {task: run_task(task, target, changes, seed) for task in tasks}
         from polydraft.conformance.isolation import run_tasks
 
-        return run_tasks(backend, tasks, device=target.device_spec, files=files, limit_s=limit_s, listen=listen)
+        return run_tasks(backend, tasks, device=target.device_spec, files=files, seed=seed, limit_s=limit_s, listen=listen)
 
     declared = target.info.capabilities
     undeclared = {m.id for m in changes.values() if isinstance(m, Mutant) and m.needs and not getattr(declared, m.needs)}
@@ -128,12 +133,12 @@ def prove(
     }  # fmt: skip
     broken = run([task for task in trials if before[task] == "pass"])
     target.close()
-    return Proof(target.info.name, tuple(_trial(changes[task.change], task, before[task], broken) for task in trials))
+    return Proof(target.info.name, tuple(_trial(changes[task.change], task, before[task], broken) for task in trials), seed)
 
 
-def run_task(task: Task, target: Target, changes: Mapping[str, Change] = CHANGES) -> Result:
+def run_task(task: Task, target: Target, changes: Mapping[str, Change] = CHANGES, seed: int = 0) -> Result:
     """What the check of a task comes to, in this process. `target`: the backend as it is."""
-    check = _checks()[task.check]
+    check = _checks(seed)[task.check]
     if not task.change:
         return check.result(target)
     change = changes[task.change]
@@ -153,8 +158,8 @@ def _tried_by(change: Change) -> tuple[str, ...]:
 
 
 @cache
-def _checks() -> Mapping[str, Check]:
-    return {check.id: check for check in every_check()}
+def _checks(seed: int) -> Mapping[str, Check]:
+    return {check.id: check for check in every_check(Options(seed))}
 
 
 def _or_lost(results: Mapping[Task, Result], task: Task) -> Result:
@@ -194,6 +199,7 @@ def matrix(proof: Proof) -> str:
     wrong = sum(not trial.ok for trial in proof.trials)
     alive = f"{left} not tried, {moot} make no difference"
     lines += ["", f"{killed} of {len(mutants)} mutants killed around {proof.backend}, {alive}; {wrong} trials are wrong"]
+    lines += [f"seed {proof.seed} drew what is on no list"]
     lines += [f"{told} of the dead are told by name from what they left"]
     lines += [f"{trial.id} may live: {trial.moot}" for trial in mutants if trial.moot and trial.broken == "pass"]
     lines += [f"not to be tried yet: {', '.join(f'{id_} ({why})' for id_, why in CORES.items())}"] if CORES else []

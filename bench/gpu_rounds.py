@@ -49,8 +49,8 @@ BATCHES = (1, 8, 32, 64)
 
 
 def peer() -> dict[str, Any]:
-    """What vLLM takes on one H200: `bench/results/vllm_h200.json`."""
-    found: dict[str, Any] = json.loads((ROOT / "results" / "vllm_h200.json").read_text(encoding="utf-8"))
+    """What vLLM takes on one H200: `bench/peers/vllm_h200.json`."""
+    found: dict[str, Any] = json.loads((ROOT / "peers" / "vllm_h200.json").read_text(encoding="utf-8"))
     return found
 
 

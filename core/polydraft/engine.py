@@ -20,7 +20,7 @@ from polydraft.backend import DeviceOptions, Weight
 from polydraft.config import AUTO, EngineConfig
 from polydraft.contracts.packing import Matrix, unpacked
 from polydraft.device import Array
-from polydraft.errors import CapabilityError, DeviceError, PolydraftError, RequestError
+from polydraft.errors import CapabilityError, CheckpointError, DeviceError, PolydraftError, RequestError
 from polydraft.host.acceptance_alarms import FLOOR, AcceptanceAlarms
 from polydraft.host.adaptive_drafts import AdaptiveDrafts
 from polydraft.host.commit import apply, end
@@ -37,11 +37,12 @@ from polydraft.host.totals import EngineTotals
 from polydraft.instruments.base import Instrument, Instruments, Setting
 from polydraft.instruments.sanitize import Hazard, Sanitizer
 from polydraft.models.block import Block, lacking
-from polydraft.models.checkpoint import Checkpoint, load_weights
+from polydraft.models.checkpoint import Checkpoint, Weights, load_weights
 from polydraft.models.families import FamilyRegistry
 from polydraft.models.tokenizer import Tokenizer
 from polydraft.models.weights import (
     DRAFT_HEAD,
+    AsStored,
     Loading,
     PackedAtLoad,
     WithDraftHead,
@@ -75,7 +76,6 @@ from polydraft.step.runner import InFlightStep, Runner, StepConfig
 if TYPE_CHECKING:
     from polydraft.hooks import StepObserver
     from polydraft.models.description import ModelDescription
-    from polydraft.models.tensor_table import TensorTable
 
 GRAMMAR_WAIT_S = 0.005
 """How long a step with nothing to do waits for the grammars of its requests."""
@@ -156,7 +156,8 @@ class Engine:
         self._refuse_strangers()
         self.packing_errors: Mapping[str, float] = {}
         """Of each matrix that was packed when it was loaded, by name, what that changed: root mean square over that of all."""
-        canonical = self._canonical(self.checkpoint, self.model, table)
+        weights = load_weights(self.checkpoint, self.model, table)
+        canonical = self._canonical(weights, self.model)
         self._custom_blocks = self.checkpoint.custom_blocks()
         self._refuse_lacking_kinds()
         names = wanted(canonical, self.model, drafting=self._draft_layers(), own=self._custom_blocks)
@@ -165,7 +166,12 @@ class Engine:
         if packing is not None and packing.name not in self._packings:
             logging.getLogger(__name__).warning(dequantised(self.info, packing.name, self.resolved.dtype))
             packing = None
-        nbytes = sizes(self.model, names, dtype=self.resolved.dtype, packing=packing, ignored=self.config.weights_ignore)
+        self._stored = weights.packings
+        self._warn_of_dequantised(weights)
+        taken = {name: one for name, one in self._stored.items() if one.name in self._packings}
+        nbytes = sizes(
+            self.model, names, dtype=self.resolved.dtype, packing=packing, ignored=self.config.weights_ignore, stored=taken
+        )
         check_weights(self.device, self.resolved, nbytes)
         self._weights = prepare(
             self.table, canonical, nbytes, roles(self.model), dtype=self.resolved.dtype, packings=self._packings, loading=loading
@@ -174,7 +180,7 @@ class Engine:
         brought = self._draft_weights
         own = brought.prepare(self.table, self.model, dtype=self.resolved.dtype) if brought else {}
         whole: dict[str, Weight] = {**self._custom_blocks}
-        weights = ChainMap(self._weights, whole, own)  # a view, so that updated weights are found
+        bound = ChainMap(self._weights, whole, own)  # a view, so that updated weights are found
         check_fits(self.device, self.resolved)
         steps = StepConfig(
             limits=self.resolved.limits, dtype=self.resolved.dtype, verify=self.resolved.verify, overlap=self.resolved.overlap,
@@ -183,7 +189,7 @@ class Engine:
             keeps_drafts=self.config.check_draft_state > 0,
         )  # fmt: skip
         self.runner = Runner(
-            steps, device=self.device, plugins=self.plugins, table=self.table, model=self.model, weights=weights,
+            steps, device=self.device, plugins=self.plugins, table=self.table, model=self.model, weights=bound,
             proposer=self.proposers.factory(self.resolved.proposer), features=features,
             stages=checked_stages(self.plugins.gather("polydraft_parameters")), draft_ids=self._draft_ids,
             draft_model=self.config.draft_model, points=self.points,
@@ -244,10 +250,10 @@ class Engine:
         who = f"model {self.model.name} has blocks that launch what backend {self.info.name}"
         refuse_lacking(who, lacking(computed, self.table.providers))
 
-    def _canonical(self, checkpoint: Checkpoint, model: ModelDescription, table: TensorTable) -> Mapping[str, Matrix]:
+    def _canonical(self, weights: Weights, model: ModelDescription) -> Mapping[str, Matrix]:
         """The tensors to put onto the device: those of a checkpoint, and the head of a reduced draft vocabulary, packed where
-        that was asked for."""
-        tensors: Mapping[str, Matrix] = load_weights(checkpoint, model, table)
+        they are stored so or that was asked for."""
+        tensors: Mapping[str, Matrix] = AsStored(weights)
         if self._draft_ids is not None:
             tensors = WithDraftHead(tensors, self._draft_ids)
         if self.resolved.packing is None:
@@ -255,6 +261,17 @@ class Engine:
         packed = PackedAtLoad(tensors, model, self.resolved.packing, self.config.weights_ignore)
         self.packing_errors = packed.errors
         return packed
+
+    def _warn_of_dequantised(self, weights: Weights) -> None:
+        """Say which matrices that are stored in few bits are kept in more."""
+        for name in dict.fromkeys(one.name for one in self._stored.values() if one.name not in self._packings):
+            logging.getLogger(__name__).warning(dequantised(self.info, name, self.resolved.dtype))
+        others = [name for name in weights.stored_packed if name not in self._stored]
+        if others:
+            logging.getLogger(__name__).warning(
+                "%d tensors that are stored in few bits, such as %s, are dequantised to %s: experts, parts in several packings, "
+                "or groups of inputs in another order", len(others), others[0], self.resolved.dtype,
+            )  # fmt: skip
 
     def _taken_packings(self) -> Collection[str]:
         """The packings that `linear` takes on this device: what the backend declares, unless a kernel pack serves it."""
@@ -619,7 +636,13 @@ class Engine:
             checkpoint = stack.enter_context(Checkpoint(source))
             model, table = self.families.describe(checkpoint, self.config.mtp_conventions)
             check_same_model(self.model, model)
-            canonical = self._canonical(checkpoint, model, table)
+            weights = load_weights(checkpoint, model, table)
+            if weights.packings != self._stored:
+                raise CheckpointError(
+                    f"weights of {model.name} are not packed as those of the running {self.model.name}, wanted the same matrices "
+                    "in the same packings; start another engine"
+                )
+            canonical = self._canonical(weights, model)
             try:
                 self._quiesce(running)
                 if self.text_check is not None:

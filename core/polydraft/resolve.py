@@ -75,6 +75,8 @@ class Resolved:
     """Every option that the proposer declares."""
     packing: Packing | None = None
     """What matrices are packed in when they are loaded."""
+    packed_as: tuple[str, ...] = ()
+    """Names of the packings in which the checkpoint stores matrices."""
 
     def describe(self) -> dict[str, Any]:
         """Name to chosen value, for the `config` of JSON answers."""
@@ -161,7 +163,7 @@ def resolve(
         raise CapabilityError(f"this engine cannot be built: {'; '.join(n.refusals)}")
     return Resolved(
         info.name, device, dtype, proposer, verify, overlap, graph, sizes, config.invariant, limits, tuple(n.decisions), schedule,
-        kv, prefix_cache, options, packing,
+        kv, prefix_cache, options, packing, model.packed_as,
     )  # fmt: skip
 
 
@@ -193,6 +195,9 @@ def _weights(n: _Negotiation, dtype: str) -> Packing | None:
     if ignored and asked == AUTO:
         n.refuse(f"--weights-ignore {','.join(ignored)}: nothing is packed without --weights; leave it out, or add that")
     n.choose("weights_ignore", ignored, "of the matrices that --weights packs, which stay as they are")
+    if n.model.packed_as:
+        _stored(n, dtype)
+        return None
     if asked == AUTO:
         n.choose("weights", dtype, "matrices are kept in the dtype of activations")
         return None
@@ -202,6 +207,15 @@ def _weights(n: _Negotiation, dtype: str) -> Packing | None:
         reason = f"{reason}; {dequantised(n.info, made.packing.name, dtype)}"
     n.choose("weights", made.packing.name, reason)
     return made.packing
+
+
+def _stored(n: _Negotiation, dtype: str) -> None:
+    """Of a checkpoint that stores matrices in few bits."""
+    packings = n.model.packed_as
+    if n.config.weights != AUTO:
+        n.refuse(f"--weights {n.config.weights}: model {n.model.name} is stored as {', '.join(packings)} already; leave it out")
+    lacking = [dequantised(n.info, one, dtype) for one in packings if one not in n.caps.weight_packings]
+    n.choose("weights", ", ".join(packings), "; ".join(["as the checkpoint stores them", *lacking]))
 
 
 def dequantised(info: BackendInfo, packing: str, dtype: str) -> str:

@@ -282,7 +282,6 @@ def test_malformed_key(tmp_path: Path, change: dict[str, Any], wanted: str) -> N
         ),
         ({"layer_types": ["full_attention", "sliding_attention"], "architectures": ["LlamaForCausalLM"]}, "sliding_attention"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
     ],
 )
 def test_setting_that_is_not_built(tmp_path: Path, change: dict[str, Any], wanted: str) -> None:

@@ -149,7 +149,7 @@ class Contender:
             "new_tokens": self.load.new_tokens,
             "dtype": r.dtype,
             "kv_dtype": r.kv or r.dtype,
-            "weight_packing": r.packing.name if r.packing else r.dtype,
+            "weight_packing": r.packing.name if r.packing else ", ".join(r.packed_as) or r.dtype,
             "invariant": r.invariant,
             "prefix_cache": self.engine.config.prefix_cache,
             "proposer": r.proposer,

@@ -167,7 +167,7 @@ def pack(matrix: Array, packing: Packing) -> PackedWeight:
         scales = _usable((high - low) / np.float32(15), packing)
         zeros = np.clip(np.rint(-low / scales), 0, 15).astype(np.uint8)
         found = np.clip(np.rint(blocks / _at(scales)) + _at(zeros), 0, 15)
-        return PackedWeight(packing, (outputs, inputs), _nibbles(_flat(found, matrix)), scales, zeros)
+        return PackedWeight(packing, (outputs, inputs), nibbles(_flat(found, matrix)), scales, zeros)
     most = np.asarray(np.abs(blocks).max(axis=(1, 3), initial=0.0), np.float32)
     scales = _usable(most / np.float32(LARGEST[packing.number]), packing)
     if packing.number == "fp8":
@@ -186,7 +186,7 @@ def pack(matrix: Array, packing: Packing) -> PackedWeight:
         better = error < least
         least, scales = np.where(better, error, least), np.where(better, tried, scales)
         np.copyto(found, numbers, where=_at(better))
-    return PackedWeight(packing, (outputs, inputs), _nibbles(_flat(found + MIDDLE, matrix)), scales)
+    return PackedWeight(packing, (outputs, inputs), nibbles(_flat(found + MIDDLE, matrix)), scales)
 
 
 def _at(places: Array) -> Array:
@@ -205,9 +205,9 @@ def _usable(scales: Array, packing: Packing) -> Array:
     return np.where(kept > 0, kept, np.float32(1)).astype(np.float32)
 
 
-def _nibbles(numbers: Array) -> Array:
+def nibbles(numbers: Array) -> Array:
     """Two numbers from 0 to 15 a byte, that of the even column in the low half; a last one alone has 0 beside it."""
-    whole = numbers.astype(np.uint8)
+    whole = numbers.astype(np.uint8, copy=False)
     if whole.shape[1] % 2:
         whole = np.pad(whole, ((0, 0), (0, 1)))
     return np.ascontiguousarray(whole[:, ::2] | whole[:, 1::2] << 4)

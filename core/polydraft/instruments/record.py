@@ -74,8 +74,10 @@ class CallRecorder(Instrument):
 
     def refuse(self, setting: Setting) -> str:
         """Records hold weights as float32."""
-        packing = setting.resolved.packing
-        return f"a record cannot hold weights packed as {packing.name}; leave --weights or the record out" if packing else ""
+        made, stored = setting.resolved.packing, setting.resolved.packed_as
+        if made is not None:
+            return f"a record cannot hold weights packed as {made.name}; leave --weights or the record out"
+        return f"a record cannot hold weights packed as {', '.join(stored)}; leave it out" if stored else ""
 
     def __init__(self, steps: Collection[int] = DEFAULT_STEPS, *, include_weights: bool = False, on: bool = True) -> None:
         super().__init__(on=on)

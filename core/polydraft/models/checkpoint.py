@@ -1,23 +1,29 @@
 """Reads a checkpoint directory: its config.json, its safetensors files, and, checked, its weights as float32.
 
-`families.py` reads the configuration and the tensor names, the engine loads canonical weights by `load_weights`. Nothing is
-unpickled or executed, no tensor is read before it is needed, and nothing is repaired: every defect is one `CheckpointError` that
-names the file and the tensor.
+`families.py` reads the configuration and the tensor names, the engine loads canonical weights by `load_weights`. Matrices that
+are stored in few bits are read as `quantization.py` says, into floats or as they are packed. Nothing is unpickled or executed,
+no tensor is read before it is needed, and nothing is repaired: every defect is one `CheckpointError` that names the file and the
+tensor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from fnmatch import fnmatchcase
+from functools import cached_property
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
+from polydraft.contracts.packing import PackedWeight, Packing
+from polydraft.device import Array
 from polydraft.errors import CheckpointError
-from polydraft.models.config_file import read_json_object
+from polydraft.models.config_file import ConfigFile, read_json_object
 from polydraft.models.description import ModelDescription
+from polydraft.models.quantization import UNREAD, Layout, Quantization, joined, quantization, ungrouped
 from polydraft.models.safetensors_file import SafetensorsFile
 from polydraft.models.tensor_table import Part, TensorTable
 
@@ -57,9 +63,22 @@ class Checkpoint:
             self.close()
             raise
 
+    @cached_property
+    def quantization(self) -> Quantization | None:
+        """How matrices are stored in few bits; None where config.json says nothing of it. Errors: `CheckpointError` for what it
+        says and nobody reads."""
+        return quantization(ConfigFile(self.path / "config.json", self.config))
+
     def names(self) -> tuple[str, ...]:
         """Return the names of all tensors, sorted."""
         return tuple(sorted(self._file_of))
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    @cached_property
+    def _names(self) -> frozenset[str]:
+        return frozenset(self.names())
 
     def file(self, name: str) -> Path:
         """Return the file that holds tensor `name`. Errors: `CheckpointError` where there is no such tensor."""
@@ -92,6 +111,14 @@ class Checkpoint:
         Errors: `CheckpointError` where there is no such tensor, it is stored as floats, or the checkpoint is closed.
         """
         return self._find(name).integers(name)
+
+    def stored(self, name: str) -> Array:
+        """Return a copy of tensor `name` as it is stored; E4M3 and bfloat16 as their bits. Errors: as for `tensor`."""
+        return self._find(name).array(name)
+
+    def stored_as(self, name: str) -> str:
+        """Return the format's own name of the dtype in which tensor `name` is stored, "F8_E4M3" for instance."""
+        return self._find(name).tensors[name].dtype
 
     def read_into(self, name: str, out: NDArray[np.float32]) -> None:
         """Write tensor `name` into the C-contiguous float32 array `out` of its shape. Errors: as for `tensor`."""
@@ -181,11 +208,23 @@ class Weights(Mapping[str, NDArray[np.float32]]):
 
     Iteration follows the table's order. Looking a tensor up is synchronous host work and raises `CheckpointError`
     naming file, tensor and index of the first NaN or infinite element. `shape` tells a shape without reading.
+
+    A matrix that is stored in few bits is what it stands for; `packed` has it as it is, where `packing` says that it can be had.
     """
 
-    def __init__(self, checkpoint: Checkpoint, table: TensorTable) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        table: TensorTable,
+        layouts: Mapping[str, Layout] = MappingProxyType({}),
+        matrices: Collection[str] = (),
+    ) -> None:
+        """`layouts`: of the stored tensors that are packed, by name; `matrices`: canonical tensors that kernels take packed."""
         self._checkpoint = checkpoint
         self._table = table
+        self._layouts = layouts
+        self._matrices = frozenset(matrices)
+        self._packings: dict[str, Packing | None] = {}
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._table.parts)
@@ -213,7 +252,9 @@ class Weights(Mapping[str, NDArray[np.float32]]):
         begin = 0
         for part in self._table.parts[name]:
             stretch = out[begin : begin + part.shape[0]]
-            if part.stretch is None and not part.transposed:
+            if part.name in self._layouts:
+                stretch[...] = self._dequantised(part)
+            elif part.stretch is None and not part.transposed:
                 self._checkpoint.read_into(part.name, stretch)
                 self._check_finite(part.name, stretch)
             else:
@@ -222,6 +263,59 @@ class Weights(Mapping[str, NDArray[np.float32]]):
                 stretch[...] = (longer.T if part.transposed else longer)[part.place]
             begin += part.shape[0]
         return out.reshape(self.shape(name))
+
+    @property
+    def stored_packed(self) -> list[str]:
+        """Canonical tensors of which some part is stored in few bits."""
+        return [name for name, parts in self._table.parts.items() if any(part.name in self._layouts for part in parts)]
+
+    @property
+    def packings(self) -> dict[str, Packing]:
+        """What `packed` can have, by canonical name."""
+        return {name: one for name in self.stored_packed if (one := self.packing(name)) is not None}
+
+    def packing(self, name: str) -> Packing | None:
+        """What `packed` has canonical tensor `name` in; None where that cannot be had: a part is stored in floats or in another
+        packing, blocks of two parts would overlap, groups are not in the order of inputs, or no kernel takes it packed."""
+        if name not in self._packings:
+            self._packings[name] = self._common(name)
+        return self._packings[name]
+
+    def _common(self, name: str) -> Packing | None:
+        parts = self._table.parts[name]
+        layouts = [self._layouts.get(part.name) for part in parts]
+        packings = {None if layout is None else layout.packing for layout in layouts}
+        packing = packings.pop()
+        if name not in self._matrices or packings or packing is None or any(part.shape[0] % packing.rows for part in parts[:-1]):
+            return None
+        orders = (layout.order(self._module(part)) for part, layout in zip(parts, layouts, strict=True) if layout)
+        return packing if all(order is None for order in orders) else None
+
+    def packed(self, name: str) -> PackedWeight:
+        """Return canonical tensor `name` as it is stored, in `packing(name)`. Synchronous host work without a float copy. Errors:
+        as for a look-up."""
+        return joined([self._read(part) for part in self._table.parts[name]])
+
+    def _module(self, part: Part) -> _Module:
+        return _Module(self._checkpoint, _module_of(part.name))
+
+    def _read(self, part: Part) -> PackedWeight:
+        module = self._module(part)
+        try:
+            found = self._layouts[part.name].read(module, _matrix(part))
+        except ValueError as error:
+            raise module.spoilt(error) from None
+        if not np.isfinite(found.scales).all():
+            raise module.spoilt(ValueError("a scale is NaN or infinite"))
+        return found
+
+    def _dequantised(self, part: Part) -> Array:
+        module, found = self._module(part), self._read(part)
+        order = self._layouts[part.name].order(module)
+        try:
+            return found.read() if order is None else ungrouped(found, order)
+        except ValueError as error:
+            raise module.spoilt(error) from None
 
     def _check_finite(self, name: str, array: NDArray[np.float32]) -> None:
         finite = np.isfinite(array)
@@ -243,23 +337,126 @@ def load_weights(checkpoint: Checkpoint, description: ModelDescription, table: T
     never decides that there is an MTP head), has another shape, is stored in an unsupported dtype, repeats another
     tensor with different bytes, or is not accounted for by the configuration.
     """
-    present = frozenset(checkpoint.names())
+    layouts: dict[str, Layout] = {}
+    accounted: set[str] = set()
     for canonical, parts in table.parts.items():
         for part in parts:
-            if part.name not in present:
+            layout = _layout(checkpoint, part)
+            if layout is not None:
+                layouts[part.name] = layout
+                accounted |= _check_packed(checkpoint, part, layout)
+                continue
+            if part.name not in checkpoint:
                 raise _missing(checkpoint, description, table, canonical, part)
             _check_shape(checkpoint, part)
             checkpoint.dtype(part.name)
-    for name in sorted(table.copies.keys() & present):
+    for name in sorted(name for name in table.copies if name in checkpoint):
         _check_copy(checkpoint, table, name)
-    strangers = [name for name in checkpoint.names() if not table.is_known(name)]
+    unread = UNREAD if checkpoint.quantization else ()
+    strangers = [
+        name
+        for name in checkpoint.names()
+        if not table.is_known(name)
+        and name not in accounted
+        and not any(fnmatchcase(name, glob) for glob in unread)
+        and not _is_zero_bias(checkpoint, name, layouts)
+    ]
     if strangers:
         raise CheckpointError(
             f"{checkpoint.file(strangers[0])}: tensor {strangers[0]} (one of {len(strangers)}) does not belong to the "
             f"{description.architecture} that {checkpoint.path / 'config.json'} describes, wanted only "
             f"{table.scope}; use the config.json of these weights"
         )
-    return Weights(checkpoint, table)
+    matrices = [name for name, one in description.weights().items() if one.role == "linear" and not one.stack]
+    return Weights(checkpoint, table, layouts, matrices)
+
+
+class _Module:
+    """The tensors of the module of one packed matrix."""
+
+    def __init__(self, checkpoint: Checkpoint, name: str) -> None:
+        self._checkpoint, self._name = checkpoint, name
+
+    def __contains__(self, name: object) -> bool:
+        return f"{self._name}.{name}" in self._checkpoint
+
+    def floats(self, name: str) -> Array:
+        return self._checkpoint.tensor(f"{self._name}.{name}")
+
+    def stored(self, name: str) -> Array:
+        return self._checkpoint.stored(f"{self._name}.{name}")
+
+    def spoilt(self, why: ValueError) -> CheckpointError:
+        return CheckpointError(
+            f"{self._checkpoint.path}: the packed matrix of {self._name} cannot be read, got {why}, wanted finite numbers as "
+            f"config.json describes them; download the checkpoint again"
+        )
+
+
+def _module_of(name: str) -> str:
+    return name.removesuffix(".weight")
+
+
+def _matrix(part: Part) -> tuple[int, int]:
+    """The shape of a part that may be packed."""
+    outputs, inputs = part.shape
+    return outputs, inputs
+
+
+def _layout(checkpoint: Checkpoint, part: Part) -> Layout | None:
+    """How the checkpoint packs a part; None where it is stored in floats, or not at all."""
+    if checkpoint.quantization is None or len(part.shape) != 2:
+        return None
+    module = _module_of(part.name)
+    layout = checkpoint.quantization.layout(module)
+    if layout is None:
+        return None
+    ((mark, dtypes),) = layout.marks.items()
+    name = f"{module}.{mark}"
+    if name not in checkpoint or checkpoint.stored_as(name) not in dtypes:
+        return None
+    said = f"{checkpoint.path / 'config.json'}: quantization_config"
+    if checkpoint.quantization.ignores(module):
+        raise CheckpointError(
+            f"{said} leaves {module} out, but {checkpoint.file(name)} has {name} in {checkpoint.stored_as(name)}, wanted floats; "
+            "use the config.json of these weights"
+        )
+    if part.transposed or part.stretch is not None:
+        raise CheckpointError(
+            f"{said} packs {module}, which this export joins or turns, wanted a matrix of its own [out, in]; use another export"
+        )
+    return layout
+
+
+def _check_packed(checkpoint: Checkpoint, part: Part, layout: Layout) -> set[str]:
+    """Check the tensors of a packed part; returns the names of all that belong to it."""
+    module, shape = _module_of(part.name), _matrix(part)
+    try:
+        wanted = layout.wanted(shape)
+    except ValueError as error:
+        raise CheckpointError(
+            f"{checkpoint.path}: {module} {list(shape)} is packed as {layout.packing.name}, got {error}; use another export"
+        ) from None
+    for last, one in wanted.items():
+        name = f"{module}.{last}"
+        if name not in checkpoint:
+            raise CheckpointError(
+                f"{checkpoint.path} holds no tensor {name}, wanted it with shape {list(one.shapes[0])} beside the packed matrix "
+                f"of {module}; complete the checkpoint"
+            )
+        got, dtype = checkpoint.shape(name), checkpoint.stored_as(name)
+        if got not in one.shapes or dtype not in one.dtypes:
+            raise CheckpointError(
+                f"{checkpoint.file(name)}: tensor {name} is {dtype} {list(got)}, wanted {' or '.join(one.dtypes)} "
+                f"{list(one.shapes[0])} for {module} {list(shape)} packed as {layout.packing.name}; use the config.json of these "
+                "weights"
+            )
+    return {f"{module}.{last}" for last in (*wanted, *layout.optional)}
+
+
+def _is_zero_bias(checkpoint: Checkpoint, name: str, layouts: Mapping[str, Layout]) -> bool:
+    """Whether a tensor is a bias of zeros beside a packed matrix, which some quantisers add to layers that have none."""
+    return name.endswith(".bias") and f"{name.removesuffix('.bias')}.weight" in layouts and not checkpoint.tensor(name).any()
 
 
 def _missing(

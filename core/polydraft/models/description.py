@@ -94,6 +94,8 @@ class ModelDescription:
     """`lm_head` is the embedding. The canonical table still names both; they read the same tensor."""
     dtype: str = "float32"
     """How the checkpoint stores its embedding: "float32", "float16" or "bfloat16". Canonical weights are float32."""
+    packed_as: tuple[str, ...] = ()
+    """Names of the packings in which the checkpoint stores matrices; those in none of them are stored in floats."""
     eos_token_ids: tuple[int, ...] = ()
     """Ids that end a text, ascending: the union of what config.json and generation_config.json name."""
     bos_token_id: int | None = None

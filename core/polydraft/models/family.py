@@ -170,6 +170,7 @@ class Family:
             norm_plus_one=self.norm_plus_one,
             tie_embeddings=config.flag("tie_word_embeddings", self.lm_head not in checkpoint.names()),
             dtype=checkpoint.dtype(self.embed),
+            packed_as=checkpoint.quantization.packings if checkpoint.quantization else (),
             eos_token_ids=eos_token_ids(checkpoint.path, checkpoint.config, vocab_size),
             bos_token_id=bos[0] if bos else None,
             pad_token_id=pad[0] if pad else None,
@@ -330,8 +331,4 @@ def _unbuilt(config: ConfigFile) -> dict[str, str]:
         )
     if activation != "silu":
         found["hidden_act"] = f"hidden_act is {activation!r}, wanted 'silu'; use a model with a SiLU feed-forward"
-    if config.values.get("quantization_config") is not None:
-        found["quantization_config"] = (
-            "quantization_config is set, wanted float32, float16 or bfloat16 weights; use the unquantised checkpoint"
-        )
     return found

@@ -28,7 +28,9 @@ _BITS = {"BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "U16": 16, "I1
 }  # fmt: skip
 _NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "U16": "bfloat16"}
 """How floats are stored. "U16" is how Paddle writes bfloat16: as its bits."""
-_RAW = {"U8": "u1", "U32": "<u4", "I32": "<i4", "F16": "<f2", "BF16": "<u2", "F32": "<f4"}
+_RAW = {
+    "U8": "u1", "I8": "i1", "F8_E4M3": "u1", "U32": "<u4", "I32": "<i4", "I64": "<i8", "F16": "<f2", "BF16": "<u2", "F32": "<f4",
+}  # fmt: skip
 _WHOLE = {
     "BOOL": "u1", "U8": "u1", "I8": "i1", "U16": "<u2", "I16": "<i2", "U32": "<u4", "I32": "<i4", "I64": "<i8",
 }  # fmt: skip
@@ -96,8 +98,8 @@ class SafetensorsFile:
             np.copyto(flat, raw)
 
     def array(self, name: str) -> NDArray[Any]:
-        """Return a copy of tensor `name` as it is stored (bfloat16 as its 16 bits). Errors: `CheckpointError` for a dtype that
-        is not a whole number or float of NumPy's, or a closed file."""
+        """Return a copy of tensor `name` as it is stored (bfloat16 and E4M3 as their bits). Errors: `CheckpointError` for a dtype
+        that is not one of these, or a closed file."""
         tensor = self.tensors[name]
         if tensor.dtype not in _RAW:
             raise CheckpointError(f"{self.path}: tensor {name} is stored as {tensor.dtype}, wanted one of {', '.join(_RAW)}")

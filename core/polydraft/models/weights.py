@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 
 import numpy as np
 
@@ -16,6 +17,7 @@ from polydraft.contracts.packing import Matrix, PackedWeight, Packing, pack, unp
 from polydraft.device import DTYPES, Array
 from polydraft.errors import CheckpointError
 from polydraft.models.block import Role
+from polydraft.models.checkpoint import Weights
 from polydraft.models.description import ModelDescription, block_weights
 from polydraft.plugins.kernel_table import BoundTable
 
@@ -23,6 +25,22 @@ Loading = Callable[[int, int], None]
 """Called while weights are loaded, with the bytes that are on the device and those of all, in the dtype that is kept."""
 DRAFT_HEAD = "mtp.0.draft_head"
 """The rows of `lm_head` that score a reduced draft vocabulary."""
+
+
+class AsStored(Mapping[str, Matrix]):
+    """The canonical tensors of a checkpoint; those that it stores in few bits as they are, where that can be had."""
+
+    def __init__(self, weights: Weights) -> None:
+        self._weights = weights
+
+    def __getitem__(self, name: str) -> Matrix:
+        return self._weights[name] if self._weights.packing(name) is None else self._weights.packed(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._weights)
+
+    def __len__(self) -> int:
+        return len(self._weights)
 
 
 class WithDraftHead(Mapping[str, Matrix]):
@@ -95,15 +113,23 @@ def wanted(
 
 
 def sizes(
-    model: ModelDescription, names: Iterable[str], *, dtype: str, packing: Packing | None = None, ignored: Collection[str] = ()
+    model: ModelDescription,
+    names: Iterable[str],
+    *,
+    dtype: str,
+    packing: Packing | None = None,
+    ignored: Collection[str] = (),
+    stored: Mapping[str, Packing] = MappingProxyType({}),
 ) -> dict[str, int]:
-    """Bytes of each named tensor in the activation dtype `dtype`, of matrices outside the parts `ignored` in `packing`; 0 for
-    what is made from others."""
+    """Bytes of each named tensor in the activation dtype `dtype`, of those `stored` packed in their packing, of other matrices
+    outside the parts `ignored` in `packing`; 0 for what is made from others."""
     declared, each = model.weights(), DTYPES[dtype].itemsize
 
     def size(name: str) -> int:
         if name not in declared:
             return 0
+        if name in stored:
+            return stored[name].nbytes(declared[name].shape)
         if packing is not None and declared[name].role == "linear" and part_of(name) not in ignored:
             return packing.nbytes(declared[name].shape)
         return math.prod(declared[name].shape) * each

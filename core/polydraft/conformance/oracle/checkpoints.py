@@ -142,13 +142,16 @@ def random_tensors(config: Mapping[str, Any], seed: int = 0) -> Tensors:
     return tensors
 
 
+_SMALL = {"int32": "I32", "int8": "I8", "uint8": "F8_E4M3"}
+
+
 def write_safetensors(path: Path, tensors: Mapping[str, NDArray[Any]], dtype: str = "F32") -> None:
-    """Store `tensors` as "F32", "F16", "BF16" (rounded towards zero) or "U16" (the same bits, as Paddle calls them); integers are
-    stored as I64, booleans as BOOL."""
+    """Store `tensors` as "F32", "F16", "BF16" (rounded towards zero) or "U16" (the same bits, as Paddle calls them); booleans as
+    BOOL, int32 and int8 as such, uint8 as the bits of E4M3, other integers as I64."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     data = b""
     for name, array in tensors.items():
-        stored = {"f": dtype, "b": "BOOL"}.get(array.dtype.kind, "I64")
+        stored = {"f": dtype, "b": "BOOL"}.get(array.dtype.kind) or _SMALL.get(array.dtype.name, "I64")
         raw = _encode(array, stored)
         header[name] = {"dtype": stored, "shape": list(array.shape), "data_offsets": [len(data), len(data) + len(raw)]}
         data += raw
@@ -159,7 +162,7 @@ def write_safetensors(path: Path, tensors: Mapping[str, NDArray[Any]], dtype: st
 def _encode(array: NDArray[Any], stored: str) -> bytes:
     if stored in ("BF16", "U16"):
         return (np.ascontiguousarray(array, "<f4").view("<u4") >> 16).astype("<u2").tobytes()
-    return array.astype({"F32": "<f4", "F16": "<f2", "I64": "<i8", "BOOL": "?"}[stored]).tobytes()
+    return array.astype({"F32": "<f4", "F16": "<f2", "I64": "<i8", "BOOL": "?"}.get(stored, array.dtype)).tobytes()
 
 
 def write_checkpoint(

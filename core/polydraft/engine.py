@@ -10,6 +10,7 @@ import time
 from collections import ChainMap, deque
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -39,15 +40,18 @@ from polydraft.instruments.sanitize import Hazard, Sanitizer
 from polydraft.models.block import Block, lacking
 from polydraft.models.checkpoint import Checkpoint, Weights, load_weights
 from polydraft.models.families import FamilyRegistry
+from polydraft.models.memory_checkpoint import MemoryCheckpoint, WeightSource
 from polydraft.models.tokenizer import Tokenizer
 from polydraft.models.weights import (
     DRAFT_HEAD,
     AsStored,
     Loading,
     PackedAtLoad,
+    Update,
     WithDraftHead,
     check_same_model,
     prepare,
+    read_all,
     refill,
     roles,
     sizes,
@@ -178,9 +182,9 @@ class Engine:
         )
         self._draft_weights = self.proposers.weights(self.resolved.proposer, self.model, self.config.draft_model)
         brought = self._draft_weights
-        own = brought.prepare(self.table, self.model, dtype=self.resolved.dtype) if brought else {}
+        self._own = brought.prepare(self.table, self.model, dtype=self.resolved.dtype) if brought else {}
         whole: dict[str, Weight] = {**self._custom_blocks}
-        bound = ChainMap(self._weights, whole, own)  # a view, so that updated weights are found
+        bound = ChainMap(self._weights, whole, self._own)  # a view, so that updated weights are found
         check_fits(self.device, self.resolved)
         steps = StepConfig(
             limits=self.resolved.limits, dtype=self.resolved.dtype, verify=self.resolved.verify, overlap=self.resolved.overlap,
@@ -620,48 +624,76 @@ class Engine:
         self._recover(str(error))
 
     # -- weights -----------------------------------------------------------------------------------
-    def update_weights(self, source: str | Path, *, running: Running = "finish") -> None:
-        """Replace all weights in place by those of the checkpoint directory `source`, and continue.
+    def update_weights(self, source: WeightSource, *, draft: WeightSource | None = None, running: Running = "finish") -> None:
+        """Replace all weights in place by those of `source`, and continue. `source` is a checkpoint directory, or arrays on the
+        host (`MemoryCheckpoint`) by the names that its tensors have there, those of an MTP head among them; they are read before
+        this returns, and not kept. `draft` is the same for a proposer with a checkpoint of its own, whose weights stay as they
+        are without it.
 
         Steps in flight are applied first. Running requests, including preempted ones, either "finish" on the old weights, or
         "recompute": they keep their tokens, are prefilled again and continue with the new weights. Requests that have not been in
         a slot use only the new weights. The prefix cache is dropped. Raises `CheckpointError`, before anything changes, if
-        `source` is broken or another model; raises `CapabilityError` if blocks of the model keep their own weights."""
+        `source` or `draft` is broken or of another model; raises `CapabilityError` if blocks of the model keep their own weights,
+        if there is nothing that `draft` is of, or if an instrument reads weights where they were loaded from."""
         if self._custom_blocks:
             raise CapabilityError(
                 f"{', '.join(self._custom_blocks)} of this model compute themselves and keep their own weights; change these "
                 "there, or start another engine"
             )
-        with ExitStack() as stack:
-            checkpoint = stack.enter_context(Checkpoint(source))
-            model, table = self.families.describe(checkpoint, self.config.mtp_conventions)
-            check_same_model(self.model, model)
-            weights = load_weights(checkpoint, model, table)
-            if weights.packings != self._stored:
-                raise CheckpointError(
-                    f"weights of {model.name} are not packed as those of the running {self.model.name}, wanted the same matrices "
-                    "in the same packings; start another engine"
-                )
-            canonical = self._canonical(weights, model)
+        if draft is not None and self._draft_weights is None:
+            raise CapabilityError(
+                f"draft weights were given, but proposer {self.resolved.proposer} has no checkpoint of its own; leave them out"
+            )
+        in_memory = isinstance(source, Mapping) or isinstance(draft, Mapping)
+        reading = [one.name for one in self.instruments if one.reads_weights] if in_memory else []
+        if reading:
+            raise CapabilityError(
+                f"weights in memory were given, and instrument {reading[0]} reads weights where they were loaded from; write "
+                "them to a directory, or build the engine without it"
+            )
+        with ExitStack() as kept, ExitStack() as read:
+            if isinstance(source, Mapping):
+                checkpoint: Checkpoint = MemoryCheckpoint(source, self.checkpoint)
+            else:
+                checkpoint = kept.enter_context(Checkpoint(source))
+            updates = [self._update(checkpoint)]
+            brought = self._draft_weights
+            if brought is not None and draft is not None:
+                arrays = draft if isinstance(draft, Mapping) else None
+                brought = brought if isinstance(draft, Mapping) else replace(brought, directory=Path(draft))
+                updates.append(Update(self._own, read.enter_context(brought.canonical(self.model, arrays)), brought.roles))
+            read_all(updates)
             try:
                 self._quiesce(running)
                 if self.text_check is not None:
                     self.text_check.weights_changed(self._number)
                     if self.text_check.shadow is not None:
                         self._stop(self.text_check.shadow, "abort")  # its text is of the old weights
-                moved = refill(
-                    self.table, canonical, self._weights, roles(self.model), dtype=self.resolved.dtype, packings=self._packings
-                )
+                moved = refill(self.table, updates, dtype=self.resolved.dtype)
             finally:
                 self.scheduler.admits = "all"
-            stack.pop_all()
-        self.checkpoint.close()
-        self.checkpoint = checkpoint
+            kept.pop_all()
+        self._draft_weights = brought
+        if not isinstance(source, Mapping):
+            self.checkpoint.close()
+            self.checkpoint = checkpoint
         self.ledger.forget_all()
         if self.draft_state is not None:
             self.draft_state.forget()
         if moved:
             self.runner.rebind()
+
+    def _update(self, checkpoint: Checkpoint) -> Update:
+        """What `checkpoint` puts in place of the model's weights. Raises `CheckpointError` where it is of another model."""
+        model, table = self.families.describe(checkpoint, self.config.mtp_conventions)
+        check_same_model(self.model, model)
+        weights = load_weights(checkpoint, model, table)
+        if weights.packings != self._stored:
+            raise CheckpointError(
+                f"weights of {model.name} are not packed as those of the running {self.model.name}, wanted the same matrices in "
+                "the same packings; start another engine"
+            )
+        return Update(self._weights, self._canonical(weights, model), roles(self.model), self._packings)
 
     def _quiesce(self, running: Running) -> None:
         """Run steps until nothing is in flight and no slot is in the middle of a text."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from numbers import Integral
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +18,7 @@ from polydraft.errors import ConfigError, RequestError
 from polydraft.instruments.base import Instrument
 from polydraft.interrupt import noted_interrupts
 from polydraft.models.checkpoint import Checkpoint
+from polydraft.models.memory_checkpoint import WeightSource
 from polydraft.models.weights import Loading
 from polydraft.output.request_output import RequestOutput
 from polydraft.sampling_params import SamplingParams
@@ -138,9 +138,9 @@ class LLM:
         if ids:
             self.engine.poll()
 
-    def update_weights(self, source: str | Path, *, running: Running = "finish") -> None:
+    def update_weights(self, source: WeightSource, *, draft: WeightSource | None = None, running: Running = "finish") -> None:
         """Replace the weights in place, as `Engine.update_weights`; results of running requests come with the next call."""
-        self.engine.update_weights(source, running=running)
+        self.engine.update_weights(source, draft=draft, running=running)
 
     def close(self) -> None:
         """Give the device back; a later call of `generate` or `stream` raises `DeviceError`."""

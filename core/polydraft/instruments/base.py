@@ -66,6 +66,8 @@ class Instrument:
 
     name: ClassVar[str]
     """What refusals call it; an engine has one of each name."""
+    reads_weights: ClassVar[bool] = False
+    """Whether it reads values of weights again where they were loaded from."""
     order: int = 0
     """Its place among others; a lower one lies further outside."""
     stages: ClassVar[tuple[Stage, ...]] = ()

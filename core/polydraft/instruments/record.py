@@ -68,6 +68,7 @@ class CallRecorder(Instrument):
     after `update_weights` the next of these steps forgets those before."""
 
     name = "record"
+    reads_weights = True
     order = 10
     stages = ("launch", "resume")
     eager = True

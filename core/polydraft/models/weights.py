@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import numpy as np
@@ -162,25 +162,32 @@ def _taken(value: Matrix, packings: Collection[str]) -> Matrix:
     return value if isinstance(value, PackedWeight) and value.packing.name in packings else unpacked(value)
 
 
-def refill(
-    table: BoundTable,
-    canonical: Mapping[str, Matrix],
-    weights: dict[str, Weight],
-    roles: Mapping[str, Role],
-    *,
-    dtype: str,
-    packings: Collection[str] = (),
-) -> bool:
-    """Refill `weights` in place from other values; True when some weight came to lie at another address.
+@dataclass(frozen=True)
+class Update:
+    """Prepared weights by name, and the values that are to take their place."""
 
-    Every value is read (and so checked) before the first is written: a bad tensor leaves the old weights whole."""
-    for name in weights:
-        canonical[name]
+    weights: dict[str, Weight]
+    canonical: Mapping[str, Matrix]
+    roles: Mapping[str, Role]
+    packings: Collection[str] = ()
+    """Of those that a kernel takes."""
+
+
+def read_all(updates: Iterable[Update]) -> None:
+    """Read, and so check, every value, before anything is changed: a bad tensor leaves the old weights whole."""
+    for update in updates:
+        for name in update.weights:
+            update.canonical[name]
+
+
+def refill(table: BoundTable, updates: Iterable[Update], *, dtype: str) -> bool:
+    """Refill weights in place, one value at a time; True when some weight came to lie at another address."""
     moved = False
-    for name, previous in weights.items():
-        fresh = table.prepare_weight(roles[name], _taken(canonical[name], packings), dtype, previous)
-        moved |= fresh is not previous
-        weights[name] = fresh
+    for update in updates:
+        for name, previous in update.weights.items():
+            value = _taken(update.canonical[name], update.packings)
+            update.weights[name] = fresh = table.prepare_weight(update.roles[name], value, dtype, previous)
+            moved |= fresh is not previous
     return moved
 
 

@@ -11,15 +11,16 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from polydraft.backend import Weight
 from polydraft.contracts.base import Limits
 from polydraft.device import Array
 from polydraft.errors import ConfigError, PluginError
-from polydraft.models.block import Block, Tensor
+from polydraft.models.block import Block, Role, Tensor
 from polydraft.models.checkpoint import Checkpoint, load_weights
 from polydraft.models.description import ModelDescription
+from polydraft.models.memory_checkpoint import MemoryCheckpoint
 from polydraft.models.tensor_table import TensorTable, stored_parts
 from polydraft.models.weights import prepare
 from polydraft.plugins.checks import check_result, named
@@ -71,21 +72,28 @@ class DraftWeights:
     """Patterns of tensors of this checkpoint that nobody needs."""
 
     @contextmanager
-    def canonical(self, model: ModelDescription) -> Iterator[Mapping[str, Array]]:
-        """The checkpoint, opened: float32 arrays by the names that they are bound under, each read when it is looked up. Raises
-        `CheckpointError` for a tensor that is missing, misshapen or that nobody knows, and for a broken one when it is read."""
+    def canonical(self, model: ModelDescription, arrays: Mapping[str, Any] | None = None) -> Iterator[Mapping[str, Array]]:
+        """The checkpoint, opened, or `arrays` in place of its tensors: float32 arrays by the names that they are bound under,
+        each read when it is looked up. Raises `CheckpointError` for a tensor that is missing, misshapen or that nobody knows, and
+        for a broken one when it is read."""
         stored = stored_parts(self.tensors, self.names, "", whose=f"proposer {self.prefix}")
         parts = {f"{self.prefix}.{name}": found for name, found in stored.items()}
         stacks = {f"{self.prefix}.{one.name}": one.stack for one in self.tensors if one.stack}
         described = replace(model, name=self.directory.name, architecture=f"proposer {self.prefix}")
-        with Checkpoint(self.directory) as checkpoint:
+        with Checkpoint(self.directory) as opened:
+            checkpoint = opened if arrays is None else MemoryCheckpoint(arrays, opened)
             yield load_weights(checkpoint, described, TensorTable(parts, stacks, unread=self.unread))
 
     def prepare(self, table: BoundTable, model: ModelDescription, *, dtype: str) -> dict[str, Weight]:
         """Read and prepare them, one at a time. Raises as `canonical` does."""
-        roles = {f"{self.prefix}.{one.name}": one.role for one in self.tensors}
+        roles = self.roles
         with self.canonical(model) as arrays:
             return prepare(table, arrays, dict.fromkeys(roles, 0), roles, dtype=dtype)
+
+    @property
+    def roles(self) -> dict[str, Role]:
+        """Of each weight, by the name that it is bound under."""
+        return {f"{self.prefix}.{one.name}": one.role for one in self.tensors}
 
 
 class Drafting:
@@ -105,7 +113,8 @@ class Proposer(Protocol):
     The factory of one with blocks has a function `layers(model, draft_model)` that tells them from the target's description and
     the directory that `--draft-model` names ("" where none was named): what their caches cost, and what a prefix hit is worth to
     them, is settled before there is a proposer. A function `weights(model, draft_model)` beside it returns `DraftWeights` where
-    it has a checkpoint of its own; without such a function `--draft-model` is refused. `update_weights` leaves these as they are.
+    it has a checkpoint of its own; without such a function `--draft-model` is refused. `update_weights` leaves these as they
+    are unless it is given others.
 
     One that can be adjusted declares its options by the factory's attribute `options`: names to numbers that hold where
     `--proposer-option NAME=VALUE` says nothing else, whole ones where these are. It finds them in `ProposerContext.options`.

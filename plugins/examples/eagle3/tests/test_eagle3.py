@@ -23,6 +23,7 @@ from polydraft.conformance.oracle.checkpoints import write_checkpoint
 from polydraft.errors import CapabilityError, CheckpointError, ConfigError
 from polydraft.host.draft_policy import ladder
 from polydraft.instruments.record_file import read
+from polydraft.models import Checkpoint
 from polydraft_eagle3 import draft_model as module
 from polydraft_eagle3.proposer import Eagle3Proposer
 from polydraft_eagle3.testing import SUCCESSOR, Naive, draft_model_shapes, random_tensors, tables, write_draft_model, write_pair
@@ -220,6 +221,20 @@ def test_drafts_of_a_target_with_other_weights() -> None:
     served_by = engine((target, draft_model))
     served_by.update_weights(other)
     is_as_recomputed((other, draft_model), served_by)
+
+
+@pytest.mark.parametrize("kind", ["directory", "arrays"])
+def test_drafts_of_another_draft_model(kind: str) -> None:
+    """It comes with the target's weights, and is checked before either is written."""
+    (target, draft_model), (other, other_draft) = pair(0.5), pair(0.5, seed=1)
+    served_by = engine((target, draft_model))
+    with Checkpoint(other_draft) as opened:
+        named = {name: opened.integers(name) if name in ("d2t", "t2d") else opened.tensor(name) for name in opened.names()}
+    with pytest.raises(CheckpointError, match="fc"):
+        served_by.update_weights(other, draft={name: value for name, value in named.items() if "fc" not in name})
+    is_as_recomputed((target, draft_model), served_by)
+    served_by.update_weights(other, draft=other_draft if kind == "directory" else named)
+    is_as_recomputed((other, other_draft), served_by)
 
 
 def test_a_record_is_replayed_without_the_draft_model(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ TEST   := $(VENV)/.installed-test
 DEV    := $(VENV)/.installed-dev
 SOURCE := pyproject.toml setup.py core/polydraft/_version.py $(wildcard backends/cpu/polydraft_cpu/src/*)
 EMULATED := $(wildcard plugins/paddle-emu-device/src/* plugins/paddle-emu-device/setup.py plugins/paddle-device-skeleton/*.py \
+    plugins/paddle-emu-device/polydraft_paddle_emu/*.py plugins/paddle-emu-device/polydraft_paddle_emu/lists/* \
     plugins/paddle-device-skeleton/include/paddle_device/*)
 
 # Commands are run hundreds of times by the tests and the kit; none of them should compile every module again.

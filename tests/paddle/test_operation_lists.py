@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from polydraft.plugins.plugins import Plugins
 from tests.support.depth import deep
 from tests.support.paddle import HAS_DEVICE, polydraft, script
 
@@ -149,6 +150,15 @@ def test_every_kernel_stays_within_what_a_chip_has(seeds: str):
     assert len(set(kernels) - {"", "forward_meta"}) == count
     ran = {tuple(kernel.split(" in ")) for counts in kernels.values() for kernel in counts}
     assert [kernel for kernel in ran if kernel[1] not in read("xpu3").kernels[kernel[0]]] == []
+
+
+def test_a_device_computes_in_what_it_multiplies():
+    """Where an operation is missing the CPU's is no help in 16 bits: Paddle has few of them there."""
+    from polydraft_paddle_emu.operation_lists import NAMES, read
+
+    assert {name: read(name).activations for name in NAMES} == {"minimal": ("f32",), "xpu3": ("f32", "bf16", "f16")}
+    found = Plugins.load("paddle", device="polyemu:0?ops=minimal").info().capabilities.dtypes
+    assert (found, *Plugins.load("paddle", device="polyemu:0").info().capabilities.dtypes) == (("f32",), "f32", "bf16", "f16")
 
 
 TEXT = """

@@ -104,7 +104,9 @@ def describe(name: str, summary: str, spec: str) -> BackendInfo:
 
 def dtypes_of(spec: str) -> tuple[str, ...]:
     """Activation dtypes of the place `spec`."""
-    return DTYPES.get(take_apart(spec).kind, QUEUED.dtypes)
+    from polydraft_paddle.companions import activations
+
+    return activations(spec, DTYPES.get(take_apart(spec).kind, QUEUED.dtypes))
 
 
 @hookimpl

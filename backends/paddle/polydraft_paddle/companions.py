@@ -49,6 +49,19 @@ def host_memory(spec: str, nbytes: int) -> Any:
         raise DeviceError(f"device {spec}: {error}; lower --max-num-seqs or --max-batched-tokens") from error
 
 
+def activations(spec: str, usual: tuple[str, ...]) -> tuple[str, ...]:
+    """Those of the `usual` activation dtypes that the place has by its package's word, all where there is none. Raises as
+    `f32_matmul`."""
+    package = companion(spec)
+    if not hasattr(package, "activations"):
+        return usual
+    try:
+        found = package.activations(take_apart(spec).options)
+    except ValueError as error:
+        raise ConfigError(f"device {spec}: {error}") from error
+    return usual if found is None else tuple(dtype for dtype in usual if dtype in found)
+
+
 def f32_matmul(spec: str) -> Literal["f32", "tf32"]:
     """What float32 products on the place round their factors to, as its package says; "f32" where there is none. Raises
     `ConfigError` for options of the device's name that it does not know."""

@@ -108,6 +108,12 @@ def f32_matmul(options: str) -> str:
     return wanted.f32_matmul if wanted else "f32"
 
 
+def activations(options: str) -> tuple[str, ...] | None:
+    """Dtypes that a model can be run in, None for all that the device has. Raises `ValueError` for options that there are not."""
+    wanted = chosen(options)
+    return wanted.activations if wanted else None
+
+
 def configure(options: str, *, refuse_waits: bool) -> None:
     """Open the device with what the options of its name choose: with a list Paddle's table loses every other kernel of the
     device, for good, and a launch in which the host waits is complained of, if waits are to be refused. Raises `ValueError`

@@ -39,6 +39,11 @@ class OperationList:
     last_maximum: bool
     graphs: bool
 
+    @property
+    def activations(self) -> tuple[str, ...]:
+        """Dtypes, by their short names, in which it multiplies matrices."""
+        return tuple(short for short in ("f32", "bf16", "f16") if DTYPES[short] in self.kernels["matmul"])
+
 
 @cache
 def read(name: str) -> OperationList:

@@ -28,6 +28,7 @@ from polydraft.device import DTYPES
 from polydraft.output.request_output import RequestOutput
 from polydraft.plugins.program_pass import Entry, Node, OwnKernel, Rewritten, UnboundProgram
 from polydraft.reference.device import NumpyBuffer
+from tests.support import bytes_backend
 from tests.support.kernel_doubles import backend_with
 from tests.support.wrong_samplers import NAMES, wrong_kernels
 
@@ -246,6 +247,12 @@ def test_memory_is_asked_of_whoever_sees_it(tell: Any, outcome_: str, monkeypatc
     result = outcome("L6/memory-of-launches/swiglu", _telling(tell))
     assert result.outcome == outcome_, result.message
     assert outcome_ == "pass" or result.message.startswith("memory in use: no memory_taken() of the device")
+
+
+def test_a_heap_that_shows_no_small_buffer_is_not_believed():
+    """Python keeps small bytes in memory of its own: growth of the kit's own lists is none of the device's."""
+    result = outcome("L6/memory-of-launches/swiglu", bytes_backend)
+    assert (result.outcome, "no heap of the host shows" in result.message) == ("unseen", True)
 
 
 @pytest.mark.parametrize(("settled_after", "outcome_"), [(700, "pass"), (math.inf, "fail")])

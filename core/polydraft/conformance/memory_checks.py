@@ -104,13 +104,14 @@ class _Mallinfo(ctypes.Structure):
 
 
 def _grain(device: Device, taken: Callable[[], int]) -> int:
-    """Small allocations until it shows; 0 where it does not."""
-    kept: list[Buffer] = []
-    before, step = taken(), 64
-    while len(kept) < MOST_SMALL:
-        kept += [device.empty("conform.small", (4,), "i32") for _ in range(step)]
-        if taken() - before > SLACK:
-            return len(kept)
+    """Small allocations until it shows; 0 where it does not. The list that keeps them is as long before, or it would be seen in
+    their place."""
+    kept: list[Buffer | None] = [None] * MOST_SMALL
+    before = taken()
+    for number in range(MOST_SMALL):
+        kept[number] = device.empty("conform.small", (4,), "i32")
+        if number % 64 == 63 and taken() - before > SLACK:
+            return number + 1
     return 0
 
 

@@ -130,7 +130,8 @@ class Device(Protocol):
 
     def load(self, target: Buffer, value: Array) -> None:
         """Fill a buffer from a host array of the same shape, behind everything queued on the compute stream and outside the step
-        path (may synchronise). A device may refuse it with `DeviceError` while queued work uses the buffer."""
+        path (may synchronise). The array is the caller's again when this returns. A device may refuse it with `DeviceError` while
+        queued work uses the buffer."""
 
     def memory(self) -> int:
         """Bytes of device memory held by this process, peak."""

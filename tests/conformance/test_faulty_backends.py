@@ -33,6 +33,7 @@ SAID = {
     "M114": "behind hundreds of steps", "M115": "use 100 of", "M116": "replayed", "M117": "launched behind a capture",
     "M121": "stream.wait()", "M122": "a launch of swiglu", "M125": "in front of an upload", "M126": "behind an upload",
     "M127": "in front of a load", "M128": "use 200 of",
+    "M137": "work behind the event", "M138": "is -3, wanted", "M139": "behind launches of swiglu",
 }  # fmt: skip
 """Words that must be in what some killers say: that the mutant died of its fault and not of an accident."""
 

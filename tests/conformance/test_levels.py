@@ -25,6 +25,7 @@ from polydraft.conformance.serving import Ask, as_expected
 from polydraft.conformance.target import TableProxy, Target, wrap
 from polydraft.conformance.wear import DRAWN, MANY
 from polydraft.device import DTYPES
+from polydraft.errors import DeviceError
 from polydraft.output.request_output import RequestOutput
 from polydraft.plugins.program_pass import Entry, Node, OwnKernel, Rewritten, UnboundProgram
 from polydraft.reference.device import NumpyBuffer
@@ -253,6 +254,26 @@ def test_a_heap_that_shows_no_small_buffer_is_not_believed():
     """Python keeps small bytes in memory of its own: growth of the kit's own lists is none of the device's."""
     result = outcome("L6/memory-of-launches/swiglu", bytes_backend)
     assert (result.outcome, "no heap of the host shows" in result.message) == ("unseen", True)
+
+
+def test_an_error_names_where_its_cause_was_raised():
+    """On a device that runs later a wait raises what a launch did, and where that was is what helps."""
+
+    def failing(launch: Any, device: Any) -> Any:
+        del launch, device
+
+        def run(*_: Any) -> None:
+            try:
+                raise ZeroDivisionError
+            except ZeroDivisionError as error:
+                raise DeviceError("the queue has failed") from error
+
+        return run
+
+    result = outcome("L2/swiglu/seeds", launched("swiglu", failing)(reference))
+    assert result.outcome == "fail"
+    assert "DeviceError: the queue has failed (raised in test_levels.py:" in result.message
+    assert " because of test_levels.py:" in result.message
 
 
 @pytest.mark.parametrize(("settled_after", "outcome_"), [(700, "pass"), (math.inf, "fail")])

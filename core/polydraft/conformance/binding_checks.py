@@ -17,7 +17,6 @@ from polydraft.conformance.harness import Bound, check_kernel, record_of, run_ke
 from polydraft.conformance.kernel_checks import (
     Options,
     Table,
-    bits,
     case_of,
     named_cases,
     opened_for,
@@ -70,7 +69,7 @@ def _refused(kernel: Contract, target: Target, tally: Tally) -> None:
         tally.true(f"{wanted}, when it is bound to {misfit.what}; binding says {said!r}", named)
     if kernel.deterministic != "none":
         for name, array in run().items():
-            tally.equal(f"{name} behind what was refused", bits(array), bits(before[name]))
+            tally.same_bits(f"{name} behind what was refused", array, before[name])
 
 
 @dataclass(frozen=True)

@@ -67,6 +67,20 @@ class Tally:
             where = f"{what}[{', '.join(map(str, index))}]" if index else what
             self.failures.append(f"{where} is {got_a[index]!s}, wanted {wanted_a[index]!s}")
 
+    def same_bits(self, what: str, got: Any, wanted: Any) -> None:
+        """Equal to the bit, shapes included: zeros of either sign and NaN are told apart. Counts every element."""
+        got_a, wanted_a = np.ascontiguousarray(got), np.ascontiguousarray(wanted)
+        self.comparisons += max(int(wanted_a.size), 1)
+        if got_a.shape != wanted_a.shape:
+            self.failures.append(_of_another_shape(what, got_a, wanted_a))
+            return
+        width = wanted_a.dtype.itemsize
+        differ = (got_a.reshape(-1).view(np.uint8) != wanted_a.reshape(-1).view(np.uint8)).reshape(-1, width).any(axis=1)
+        if differ.any():
+            index = tuple(int(i) for i in np.unravel_index(int(differ.argmax()), wanted_a.shape))
+            where = f"{what}[{', '.join(map(str, index))}]"
+            self.failures.append(f"{where} is {got_a[index]!s}, wanted the very bits of {wanted_a[index]!s}")
+
     def no_error(self, who: str, error: str) -> None:
         """A request ended in no error; `who` says which."""
         self.comparisons += 1
@@ -202,6 +216,8 @@ def _blame(error: Exception) -> tuple[Outcome, str]:
     frames = traceback.extract_tb(error.__traceback__)
     inner = Path(frames[-1].filename) if frames else _KIT
     where = f"{inner.name}:{frames[-1].lineno}" if frames else "nowhere"
+    if cause := traceback.extract_tb(error.__cause__.__traceback__ if error.__cause__ else None):
+        where += f" because of {Path(cause[-1].filename).name}:{cause[-1].lineno}"  # what waits raises what a launch did
     if inner.parent != _KIT or inner.name == "harness.py":
         return "fail", f"{type(error).__name__}: {error} (raised in {where})"
     if isinstance(error, AttributeError) and not _is_anybodys(error.obj):

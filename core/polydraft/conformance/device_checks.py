@@ -221,10 +221,11 @@ def _copies_behind_work(target: Target, tally: Tally) -> None:
 
 
 def _load_behind_work(target: Target, tally: Tally) -> None:
-    """A load comes behind the copies that work on its buffer and have not run, or is refused; it does not overtake them."""
+    """A load comes behind the copies that work on its buffer and have not run, or is refused; it does not overtake them. What it
+    was given is the caller's again when it returns."""
     device = _device(target)
     for (stream, filling), size in product(_ways(target), COPIES):
-        buffer = device.empty("conform.b", (size,), "i32")
+        buffer, other = (device.empty(f"conform.{name}", (size,), "i32") for name in "bc")
         up, down = (device.staging(f"conform.{name}", (size,), "i32") for name in ("up", "down"))
         for number in range(BEHIND):
             device.load(buffer, np.full(size, -1, np.int32))
@@ -234,13 +235,17 @@ def _load_behind_work(target: Target, tally: Tally) -> None:
                     continue
                 device.download(stream, down, buffer, size)
                 device.upload(stream, buffer, up, size)
+                value = np.full(size, number, np.int32)
                 try:
-                    device.load(buffer, np.full(size, number, np.int32))
+                    device.load(buffer, value)
                 except DeviceError:
                     left = -2
+                device.load(other, value)  # with which nobody works
+                value.fill(-3)
             tally.equal(f"a download of {4 * size} bytes in front of a load, on a busy stream", _span(down.array), (-1, -1))
             what = f"a buffer of {4 * size} bytes, uploaded and then loaded on a busy stream"
             tally.equal(what, _span(read(device, buffer)), (left, left))
+            tally.equal(f"a buffer of {4 * size} bytes, loaded beside one", _span(read(device, other)), (number, number))
 
 
 def _staging_reuse(target: Target, tally: Tally) -> None:

@@ -1170,6 +1170,29 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         by.computed("linear", _seeing(x=packing_faults.rounded_together)),
         "weight_packings",
     ),
+    Mutant(
+        "M137",
+        "waiting for an event waits for everything",
+        "planted by a tester",
+        "L4/events-return",
+        by.with_device(lambda device: by.EventDevice(device, hidden.WaitingForAll)),
+        "asynchronous",
+    ),
+    Mutant(
+        "M138",
+        "a load that reads the caller's array later",
+        "planted by a tester",
+        "L1/load-behind-work",
+        by.with_device(hidden.AliasingLoads),
+        "asynchronous",
+    ),
+    Mutant(
+        "M139",
+        "memory that launches keep, taken by a thread of their own",
+        "planted by a tester",
+        "L6/memory-of-launches/swiglu",
+        by.launched("swiglu", hidden.keeping_elsewhere),
+    ),
 )
 """Every mutant of this version, by the numbers of the design's table; a number that is missing is in `CORES`."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any, Final
@@ -125,6 +126,18 @@ class WaitingRecords(Proxy):
         finish(self._device)
 
 
+class WaitingForAll(Proxy):
+    """An event of which waiting waits for whatever was enqueued."""
+
+    def __init__(self, inner: Any, device: Any) -> None:
+        super().__init__(inner)
+        self._device = device
+
+    def synchronize(self) -> None:
+        self._inner.synchronize()
+        finish(self._device)
+
+
 class WaitingStreams(Proxy):
     """A device whose streams make the host wait for the events that they should wait for."""
 
@@ -225,6 +238,24 @@ class EarlyLoads(_Aside):
             self._aside(self._inner.upload, target, self._pins[form], len(value))
 
 
+class AliasingLoads(Proxy):
+    """A device whose loads read the caller's array when their turn comes: here, when somebody waits."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__(inner)
+        self._late: list[tuple[Any, Any]] = []
+
+    def load(self, target: Any, value: Any) -> None:
+        self._inner.load(target, value)
+        self._late.append((target, value))
+
+    def synchronize(self) -> None:
+        self._inner.synchronize()
+        late, self._late = self._late, []
+        for target, value in late:
+            self._inner.load(target, value)
+
+
 # -- memory --------------------------------------------------------------------------------------------
 def allocating(launch: Any, device: Any) -> Any:
     """A launch with a clone that nobody keeps."""
@@ -249,6 +280,19 @@ def keeping(launch: Any, device: Any) -> Any:
 
     def run(stream: Any, n: int) -> None:
         _take(device, kept)
+        launch(stream, n)
+
+    return run
+
+
+def keeping_elsewhere(launch: Any, device: Any) -> Any:
+    """A launch that leaves memory of the host taken, by a thread of its own."""
+    del device
+    kept: list[Any] = []
+    worker = ThreadPoolExecutor(1)
+
+    def run(stream: Any, n: int) -> None:
+        worker.submit(lambda: kept.append(bytearray(4096))).result()
         launch(stream, n)
 
     return run

@@ -298,7 +298,7 @@ def _repeat(kernel: Contract, target: Target, tally: Tally) -> None:
     case = _generated(kernel, 1, target)
     first, second = (run_kernel(kernel, case, opened.device, opened.table, act=act, init_meta=opened.init_meta) for _ in range(2))
     for name in first:
-        tally.equal(f"{name} of the second run", bits(second[name]), bits(first[name]))
+        tally.same_bits(f"{name} of the second run", second[name], first[name])
 
 
 def _guard_bands(kernel: Contract, target: Target, tally: Tally) -> None:
@@ -311,12 +311,6 @@ def _guard_bands(kernel: Contract, target: Target, tally: Tally) -> None:
         case = _generated(kernel, seed, target)
         run_kernel(kernel, case, device, opened.table, act=act, init_meta=opened.init_meta)
         device.hold(tally, case.name, _read)
-
-
-def bits(array: Any) -> Any:
-    """Bytes of the elements, so that zeros of either sign and NaN are told apart."""
-    flat = np.ascontiguousarray(array)
-    return flat.view(np.uint8) if flat.size and flat.ndim else flat
 
 
 @cache
@@ -511,4 +505,4 @@ def _each_row_alone(kernel: Contract, case: Case, opened: Opened, tally: Tally, 
         alone = run_kernel(kernel, replace(case, arrays=moved, n=1), opened.device, opened.table, act=act)
         for name, spec in specs.items():
             if isinstance(spec, TensorSpec) and spec.access != "in":
-                tally.equal(f"{name} of row {row} alone (case {case.name})", bits(alone[name][0]), bits(together[name][row]))
+                tally.same_bits(f"{name} of row {row} alone (case {case.name})", alone[name][0], together[name][row])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cache, partial
@@ -40,6 +41,8 @@ ROUNDS: Final = 16
 proof. A driver's pools grow until they have held as much as is ever under way: PoCL's took up to 8 rounds of 85 steps."""
 SLACK: Final = 512
 """Bytes that the host's own bookkeeping may take in a round."""
+OF_ALL: Final = re.compile(rb'type="(current|mmap|fast|rest)"[^>]* size="(\d+)"')
+"""Of what `malloc_info` says of all arenas together: bytes that they have, that were mapped beside them, and that are free."""
 LEAST_KEPT: Final = 16
 """Bytes a launch below which growth is bookkeeping, too: the smallest allocation of the C library takes 32."""
 
@@ -79,28 +82,26 @@ def witness(device: Device) -> Witness:
 
 @cache
 def _heap() -> Callable[[], int] | None:
-    """Bytes of the C library's heap that are in use; None where it does not say, which glibc does from 2.33 on."""
-    ask = getattr(ctypes.CDLL(None), "mallinfo2", None) if hasattr(ctypes, "CDLL") else None
-    if ask is None:
+    """Bytes of the C library's heap that are in use, whichever thread took them; None where it does not say, as glibc does.
+    (`mallinfo2` would tell of the main thread's arena alone.)"""
+    library: Any = ctypes.CDLL(None) if hasattr(ctypes, "CDLL") else None
+    if not all(hasattr(library, name) for name in ("malloc_info", "open_memstream", "fclose", "free")):
         return None
-    ask.restype = _Mallinfo
+    library.open_memstream.restype = ctypes.c_void_p
+    library.malloc_info.argtypes = (ctypes.c_int, ctypes.c_void_p)
+    library.fclose.argtypes = library.free.argtypes = (ctypes.c_void_p,)
 
     def taken() -> int:
-        found = ask()
-        return int(found.uordblks + found.hblkhd)
+        text, size = ctypes.c_void_p(), ctypes.c_size_t()
+        stream = library.open_memstream(ctypes.byref(text), ctypes.byref(size))
+        library.malloc_info(0, stream)
+        library.fclose(stream)
+        *_, totals = ctypes.string_at(text, size.value).rpartition(b"</heap>")
+        library.free(text)
+        found = dict(OF_ALL.findall(totals))
+        return int(found[b"current"]) + int(found[b"mmap"]) - int(found[b"fast"]) - int(found[b"rest"])
 
     return taken
-
-
-class _Mallinfo(ctypes.Structure):
-    """`struct mallinfo2`: in use are `uordblks` of arenas and `hblkhd` that were mapped."""
-
-    _fields_ = [
-        (name, ctypes.c_size_t)
-        for name in (
-            "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost",
-        )
-    ]  # fmt: skip
 
 
 def _grain(device: Device, taken: Callable[[], int]) -> int:

@@ -126,10 +126,13 @@ def _copied(keeps: Busy, which: str, tally: Tally) -> bool:
 
 
 def _events(target: Target, tally: Tally) -> None:
-    """Recording an event, and making a stream wait for one: the host does not wait meanwhile."""
+    """Recording an event, and making a stream wait for one: the host does not wait meanwhile. Waiting for an event that was
+    reached is over while work behind it runs."""
     opened, keeps = _opened(target)
     device, event = opened.device, opened.device.event()
     tally.true("record() returns while the work in front of it is running", keeps.returns(lambda: event.record(device.stream)))
+    reached = keeps.returns(event.synchronize, before=lambda: event.record(device.stream))
+    tally.true("synchronize() of an event returns while work behind the event is running", reached)
     other = further_stream(device, "conform")
     for filling in keeps.fillings:
         waits = Busy(device, device.stream, [filling], ()).returns(partial(other.wait, filling.event))

@@ -15,7 +15,6 @@ import numpy as np
 
 from polydraft.conformance.check import Tally
 from polydraft.conformance.harness import Bound, held, run_golden
-from polydraft.conformance.kernel_checks import bits
 from polydraft.contracts.base import Case, Contract, OpaqueSpec
 from polydraft.contracts.compare import Products
 from polydraft.device import Array
@@ -69,5 +68,5 @@ def worn(
             first[which] = got
         for name, array in got.items() if kernel.deterministic != "none" else ():
             what = f"{name} of use {number + 1} of one binding ({way}, contents of {cases[which].name})"
-            tally.equal(what, bits(array), bits(first[which][name]))
+            tally.same_bits(what, array, first[which][name])
     return first

@@ -1193,6 +1193,8 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         "L6/memory-of-launches/swiglu",
         by.launched("swiglu", hidden.keeping_elsewhere),
     ),
+    _sized("M140", "pack_rows", "L-40009", size_faults.positions_beyond_32767, "planted by a tester"),
+    _sized("M141", "rope_kv_write", "MB-2503", size_faults.angles_beyond_32767, "planted by a tester"),
 )
 """Every mutant of this version, by the numbers of the design's table; a number that is missing is in `CORES`."""
 

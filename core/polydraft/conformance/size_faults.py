@@ -98,6 +98,16 @@ def positions_beyond_4096(a: Any, n: int) -> None:
     a.q_out[:n][a.positions[:n] >= 4096] = 0.0
 
 
+def positions_beyond_32767(a: Any, n: int) -> None:
+    """Positions are kept in 16 bits."""
+    a.positions[:n] = a.positions[:n].astype(np.int16)
+
+
+def angles_beyond_32767(a: Any, n: int) -> None:
+    """Rows behind position 32767 are turned by nothing."""
+    a.q_out[:n][a.positions[:n] > 32767] = 0.0
+
+
 def head_elements_beyond_128(a: Any, n: int) -> None:
     """Elements of a head behind 128 are not computed."""
     a.out[:n].reshape(n, a.num_heads, a.head_dim)[:, :, 128:] = 0.0

@@ -66,10 +66,10 @@ EXPERTS: Final = Ladder((64, 160, 256, 512))
 CHOSEN: Final = Ladder((6, 8, 10))
 """Experts of a row."""
 EXPERT_WIDTH: Final = Ladder((257, 768, 1408, 2048))
-CONTEXT: Final = Ladder((1031, 4099, 8192), "context")
+CONTEXT: Final = Ladder((1031, 4099, 8192, 40_009), "context")
 """Positions of a text."""
-BLOCKS: Final = Ladder((65, 129, 513), "blocks")
-"""Entries of a block table: contexts of up to eight thousand positions, in blocks of 16."""
+BLOCKS: Final = Ladder((65, 129, 513, 2503), "blocks")
+"""Entries of a block table: contexts of up to forty thousand positions, in blocks of 16."""
 TABLE: Final = Ladder((17, 65, 300))
 """Entries of a table that a request brings: stop tokens, biases, words."""
 TOP: Final = Ladder((6, 21, 129))

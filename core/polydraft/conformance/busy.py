@@ -40,6 +40,9 @@ CONTROLS: Final = 128
 """How often a stream is filled before it counts as one that cannot be; as often again each time that its work is seen running."""
 OPEN: Final = 6
 """How often that has to be."""
+SIZINGS: Final = 3
+"""How often a kind of work is measured, where what was found is seen neither running nor waited for: a host that was busy with
+something else while its pieces were timed has found pieces that are too short."""
 ATTEMPTS: Final = 8
 """How often something is tried, for each time that the stream was filled until `OPEN`, before it counts as what waits for the
 work in front of it. Once is proof of the opposite; a device that makes progress with every call, and a host that is busy with
@@ -198,7 +201,8 @@ class Busy:
 
     def returns(self, call: Callable[[], object], *, before: Callable[[], object] | None = None) -> bool:
         """Whether `call` returns while work in front of it runs, for each way to keep the stream busy. `before` is called first
-        each time, on a device at rest. Raises as `need`."""
+        each time, on a device at rest. A call that was seen to wait is tried again after it was measured anew how often the
+        work is seen running at all: that may have changed with the load of the host. Raises as `need`."""
         self.need()
 
         def prepare() -> None:
@@ -206,7 +210,11 @@ class Busy:
             if before is not None:
                 before()
 
-        return all(self._returns(filling, call, prepare) for filling in self.fillings)
+        return all(
+            self._returns(filling, call, prepare)
+            or (_is_open(self.device, self.stream, filling) and self._returns(filling, call, prepare))
+            for filling in self.fillings
+        )
 
     def _returns(self, filling: Filling, call: Callable[[], object], prepare: Callable[[], None]) -> bool:
         with at_rest(self.device):
@@ -247,16 +255,23 @@ def busy(device: Device, table: Any, dtype: str, stream: Stream | None = None) -
     kinds: list[Sequence[Callable[[], Work]]] = [[partial(Copies, device, size) for size in SIZES]]
     if compute and "linear" in table.providers:
         kinds.append([partial(Launches, device, table, dtype, shape) for shape in SHAPES])
-    found, waits = [], []
-    for kind in kinds:
+    tried = [_tried(device, stream, kind) for kind in kinds]
+    waits = dict.fromkeys(waiting for _, waiting in tried if waiting)
+    return Busy(device, stream, [filling for filling, _ in tried if filling is not None], tuple(waits))
+
+
+def _tried(device: Device, stream: Stream, kind: Sequence[Callable[[], Work]]) -> tuple[Filling | None, str]:
+    """The way to keep the stream busy with one kind of work, or what waits for that work ("" where nothing is seen to)."""
+    for _ in range(SIZINGS):
         work, piece_s = _sized(device, stream, kind)
-        ways = (Filling(device, work, piece_s, marked=marked) for marked in (True, False)) if piece_s else ()
+        if not piece_s:
+            break
+        ways = (Filling(device, work, piece_s, marked=marked) for marked in (True, False))
         usable = next((way for way in ways if _is_open(device, stream, way)), None)
-        if usable is not None:
-            found.append(usable)
-        elif piece_s and (waiting := _waiting(device, stream, work, piece_s)):
-            waits.append(waiting)
-    return Busy(device, stream, found, tuple(dict.fromkeys(waits)))
+        waiting = "" if usable is not None else _waiting(device, stream, work, piece_s)
+        if usable is not None or waiting:
+            return usable, waiting
+    return None, ""
 
 
 def _sized(device: Device, stream: Stream, kind: Sequence[Callable[[], Work]]) -> tuple[Work, float]:

@@ -58,6 +58,11 @@ class Capabilities:
     way."""
     sliding_window: bool = False
     """`paged_attention` takes a window: layers whose rows attend to the last keys alone."""
+    ranks: Literal["", "threads", "processes"] = ""
+    """A model can be split over several ranks, which are threads of one process, or a process each (`polydraft_collectives`); "":
+    it cannot."""
+    ordered_sums: bool = False
+    """`all_reduce` adds float32 in one balanced binary tree over the ranks (`tree_sum`), whoever arrives first."""
 
     def describe(self) -> dict[str, Any]:
         """Name to value, for `doctor` and reports."""
@@ -206,6 +211,14 @@ class KernelTable(Protocol):
 
 
 @dataclass(frozen=True)
+class Collectives:
+    """What `polydraft_collectives` returns: providers and versions of one rank, by contract of `COLLECTIVES`."""
+
+    providers: Mapping[str, Provider]
+    versions: Mapping[str, int]
+
+
+@dataclass(frozen=True)
 class StepMeta:
     """What the host knows of one pass when its metadata is filled. Frozen; one per pass kind and step.
 
@@ -253,6 +266,6 @@ class DeviceOptions:
 
 __all__: Sequence[str] = [
     "Backend",
-    "BackendInfo", "Cache", "CacheSpec", "Capabilities", "Device", "DeviceOptions", "ForwardMeta", "KernelTable",
+    "BackendInfo", "Cache", "CacheSpec", "Capabilities", "Collectives", "Device", "DeviceOptions", "ForwardMeta", "KernelTable",
     "PassBuffers", "RowOrder", "StepMeta", "Variant", "Weight",
 ]  # fmt: skip

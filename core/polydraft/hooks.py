@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 import pluggy
 
 if TYPE_CHECKING:
-    from polydraft.backend import BackendInfo, DeviceOptions, ForwardMeta, KernelTable, PassBuffers
+    from polydraft.backend import BackendInfo, Collectives, DeviceOptions, ForwardMeta, KernelTable, PassBuffers
     from polydraft.contracts.base import Limits
     from polydraft.device import Device, GraphCapture
     from polydraft.instruments.base import Instrument
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from polydraft.program.declare import LogitsStage
     from polydraft.program.plan import StepOutcome, StepPlan
     from polydraft.proposers.base import Factory
+    from polydraft.ranks import Group
 
 PROJECT = "polydraft"
 hookspec = pluggy.HookspecMarker(PROJECT)
@@ -89,6 +90,17 @@ def polydraft_init_forward_meta(device: Device, buffers: PassBuffers, limits: Li
 
     Called once per kind of pass: the target's, the first draft pass (over the target's rows), the later draft passes. Attention
     kernels get the result as their `meta` argument; it is opaque to core.
+    """
+
+
+@hookspec(firstresult=True)
+def polydraft_collectives(device: Device, group: Group) -> Collectives:  # type: ignore[empty-body]
+    """Return the collectives of one rank: a provider and a version for each contract of `COLLECTIVES`. Required if the capability
+    `ranks` is declared.
+
+    Called once for each rank of an engine that has several, behind `polydraft_kernels`. A provider is bound and launched like
+    that of a kernel. All ranks bind the same collectives in the same order, and launch the same ones in each step. Where a rank
+    does not come, or comes for something else, all of them raise a `DeviceError` that names it, as `group.exchange` does.
     """
 
 

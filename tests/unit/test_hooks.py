@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from polydraft import LLM, SamplingParams, reference
-from polydraft.backend import DeviceOptions, StepMeta
+from polydraft.backend import Collectives, DeviceOptions, StepMeta
 from polydraft.cli import doctor
+from polydraft.contracts import COLLECTIVES
 from polydraft.errors import CapabilityError, CheckpointError, ConfigError, DeviceError, PluginError
 from polydraft.instruments.allocations import Allocations
 from polydraft.instruments.sanitize import Sanitizer
@@ -20,6 +21,7 @@ from polydraft.models.family import Family
 from polydraft.plugins.plugins import Plugins, survey, visible_devices
 from polydraft.program.plan import StepOutcome, StepPlan
 from polydraft.proposers.none import NoProposer
+from polydraft.ranks import Exchange, Group
 from tests.support import tiny
 from tests.support.plugin_doubles import Packages, backend, pack_kernels
 
@@ -475,6 +477,33 @@ def test_error_below_a_wrapper_is_the_backends(tmp_path: Path):
     plugins = with_files(tmp_path, {"log": source}, polydraft_open_device=polydraft_open_device)
     with pytest.raises(PluginError, match="plugin 'chip': polydraft_open_device raised KeyError"):
         plugins.open_device("", DeviceOptions())
+
+
+def test_polydraft_collectives():
+    (exchange,), calls = Exchange.of_threads(1, 64), list[Call]()
+    plugins = Plugins.load(watched(calls))
+    device, group = plugins.open_device("", DeviceOptions()), Group(0, 1, exchange)
+    found = plugins.collectives(device, group)
+    assert found.versions == {one.name: one.version for one in COLLECTIVES}
+    assert given(calls, "polydraft_collectives") == [{"device": device, "group": group}]
+
+
+def test_collectives_that_are_missing_or_of_another_version_are_refused():
+    (exchange,) = Exchange.of_threads(1, 64)
+    device, group = Plugins.load("reference").open_device("", DeviceOptions()), Group(0, 1, exchange)
+    whole = reference.polydraft_collectives(device, group)  # type: ignore[arg-type]
+    others = {name: one for name, one in whole.providers.items() if name != "broadcast"}
+    newer = Collectives(whole.providers, {**whole.versions, "all_reduce": 2})
+
+    def returning(answer: Collectives) -> Callable[[], Collectives]:
+        return lambda: answer
+
+    for wrong, said in ((Collectives(others, whole.versions), "argmax_pair/1, wanted"), (newer, "all_reduce/2, .*, wanted")):
+        plugins = Plugins.load(backend(polydraft_collectives=returning(wrong)))
+        with pytest.raises(PluginError, match=f"polydraft_collectives returned .*{said} all_gather/1, all_reduce/1, argmax"):
+            plugins.collectives(device, group)
+    with pytest.raises(PluginError, match="plugin 'double' lacks the hook polydraft_collectives; implement it"):
+        Plugins.load(backend(polydraft_collectives=None)).collectives(device, group)
 
 
 def items(source: str) -> str:

@@ -7,6 +7,7 @@ every number of drafts, batch and chunk; launches wait in a queue, and decode st
 
 from __future__ import annotations
 
+import platform
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -16,9 +17,10 @@ from polydraft.backend import BackendInfo, Capabilities
 from polydraft.contracts.packing import PACKINGS
 
 if TYPE_CHECKING:
-    from polydraft.backend import DeviceOptions, ForwardMeta, KernelTable, PassBuffers
+    from polydraft.backend import Collectives, DeviceOptions, ForwardMeta, KernelTable, PassBuffers
     from polydraft.contracts.base import Limits
     from polydraft.device import GraphCapture
+    from polydraft.ranks import Group
     from polydraft_cpu.device import CpuDevice
 
 CAPABILITIES = Capabilities(
@@ -28,6 +30,8 @@ CAPABILITIES = Capabilities(
     row_invariant=True,
     weight_packings=tuple(PACKINGS),
     sliding_window=True,
+    ranks="processes" if platform.machine() in ("x86_64", "AMD64") else "",  # where a store is seen behind those before it
+    ordered_sums=platform.machine() in ("x86_64", "AMD64"),
 )
 
 
@@ -90,3 +94,11 @@ def polydraft_init_forward_meta(device: CpuDevice, buffers: PassBuffers, limits:
     from polydraft_cpu.forward_meta import CpuForwardMeta
 
     return CpuForwardMeta()
+
+
+@hookimpl
+def polydraft_collectives(device: CpuDevice, group: Group) -> Collectives:
+    """Sums and copies through shared memory, in NumPy on the thread that carries out launches."""
+    from polydraft.reference.table import collectives
+
+    return collectives(device, group)

@@ -15,6 +15,7 @@ from typing import Final
 from polydraft.conformance import (
     binding_checks,
     cache_checks,
+    collective_checks,
     device_checks,
     graph_checks,
     host_checks,
@@ -46,6 +47,7 @@ def every_check(options: Options | None = None) -> Iterator[Check]:
     yield from device_checks.checks()
     yield from kernel_checks.checks(options or Options())
     yield from binding_checks.checks(options or Options())
+    yield from collective_checks.checks()
     yield from graph_checks.checks()
     yield from overlap_checks.checks()
     yield from return_checks.checks()

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from polydraft.conformance import core_faults, kv_faults, packing_faults, size_faults
+from polydraft.conformance import core_faults, kv_faults, packing_faults, rank_faults, size_faults
 from polydraft.conformance import fault_injection as by
 from polydraft.conformance import hidden_faults as hidden
 from polydraft.conformance.core_faults import Fault
@@ -431,6 +431,14 @@ SIZED: Final[tuple[Mutant, ...]] = (
 """Those that no small case can find."""
 
 C = by.computed
+
+
+def _of_ranks(id_: str, contract: str, check: str, title: str, source: str, corrupt: by.Corrupt) -> Mutant:
+    """A collective that computes a change of its golden."""
+    needs = "ordered_sums" if check == "ordered-sums" else "ranks"
+    return Mutant(id_, title, source, f"L2/collectives/{check}", rank_faults.computed(contract, corrupt), needs)
+
+
 MUTANTS: Final[tuple[Mutant, ...]] = (
     Mutant(
         "M01",
@@ -1195,6 +1203,23 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
     ),
     _sized("M140", "pack_rows", "L-40009", size_faults.positions_beyond_32767, "planted by a tester"),
     _sized("M141", "rope_kv_write", "MB-2503", size_faults.angles_beyond_32767, "planted by a tester"),
+    _of_ranks("M150", "all_reduce", "ordered-sums", "sums in the order of arrival", "ring and tree sums", rank_faults.own_first),
+    _of_ranks("M151", "all_reduce", "ordered-sums", "sums rank by rank", "a sum in a loop", rank_faults.one_after_the_other),
+    _of_ranks("M152", "all_reduce", "all_reduce", "a sum of one row more", "off by one", rank_faults.rows_beyond),
+    _of_ranks(
+        "M153", "all_gather", "all_gather", "padding in front", "a gather of the padded vocabulary", rank_faults.padding_is_kept
+    ),
+    _of_ranks("M154", "argmax_pair", "argmax_pair", "the last of equals", "ranks compared with >=", rank_faults.last_of_equals),
+    _of_ranks("M155", "argmax_pair", "argmax_pair", "padding wins", "the padded vocabulary", rank_faults.padding_takes_part),
+    _of_ranks("M156", "broadcast", "broadcast", "ranks that sample for themselves", "no broadcast", rank_faults.own_choice),
+    Mutant(
+        "M157",
+        "a rank that skips a collective",
+        "vLLM, issue 44185: a rank that skips a draft pass",
+        "L2/collectives/all_gather",
+        rank_faults.skipping("all_gather", 1),
+        "ranks",
+    ),
 )
 """Every mutant of this version, by the numbers of the design's table; a number that is missing is in `CORES`."""
 

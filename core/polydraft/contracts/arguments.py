@@ -17,7 +17,16 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from polydraft.contracts.base import REGISTRY, Args, ColumnsSpec, Contract, OpaqueSpec, ParamSpec, TensorSpec, column_name
+from polydraft.contracts.base import (
+    Args,
+    ColumnsSpec,
+    Contract,
+    OpaqueSpec,
+    ParamSpec,
+    TensorSpec,
+    column_name,
+    contract_named,
+)
 from polydraft.contracts.composite import Composite, CompositeArgs
 from polydraft.contracts.constraints import Constraint
 from polydraft.device import Buffer
@@ -100,7 +109,7 @@ def check_records(name: str, args: Args | CompositeArgs) -> None:
     whether a composite describes them or a pass over programs."""
     records = args.parts if isinstance(args, CompositeArgs) else (args,)
     for part, record in zip(name.split("+"), records, strict=True):
-        check_arguments(REGISTRY[part], record)
+        check_arguments(contract_named(part), record)
 
 
 def _check(contract: Contract, args: Any) -> None:

@@ -378,3 +378,10 @@ class Registry:
 
 
 REGISTRY = Registry()
+COLLECTIVES = Registry()
+"""The collectives: contracts that all ranks of an engine launch together (`polydraft.contracts.collectives`)."""
+
+
+def contract_named(name: str) -> Contract:
+    """The contract that a launch names, a kernel's or a collective's. Raises `ContractError` for one that there is not."""
+    return COLLECTIVES[name] if name in COLLECTIVES.names() else REGISTRY[name]

@@ -15,6 +15,7 @@ import numpy as np
 
 from polydraft.contracts.base import (
     CAPACITY,
+    COLLECTIVES,
     REGISTRY,
     Args,
     Array,
@@ -91,7 +92,7 @@ class CompositeArgs:
 
 def name_of(args: Args | CompositeArgs) -> str:
     """The contract or composite that `args` are the arguments of; the record's own name where no contract has such a record."""
-    names = {contract.args: contract.name for contract in REGISTRY}
+    names = {contract.args: contract.name for contract in (*REGISTRY, *COLLECTIVES)}
     parts = args.parts if isinstance(args, CompositeArgs) else (args,)
     return "+".join(names.get(type(part), type(part).__name__) for part in parts)
 

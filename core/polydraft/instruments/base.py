@@ -41,10 +41,11 @@ from polydraft.plugins.plugins import Plugins
 from polydraft.program.points import Points, Stage
 
 if TYPE_CHECKING:
-    from polydraft.backend import BackendInfo, DeviceOptions, ForwardMeta, KernelTable, PassBuffers
+    from polydraft.backend import BackendInfo, Collectives, DeviceOptions, ForwardMeta, KernelTable, PassBuffers
     from polydraft.contracts.base import Limits
     from polydraft.engine import Engine
     from polydraft.plugins.kernel_table import Binding, BoundTable
+    from polydraft.ranks import Group
     from polydraft.resolve import Resolved
 
 I = TypeVar("I", bound="Instrument")  # noqa: E741  the kind of instrument that is asked for
@@ -393,6 +394,10 @@ class InstrumentedPlugins(Plugins):
         for one in self.instruments.inwards:
             backend = one.factories(backend)
         return dataclasses.replace(table, backend=backend, device=device, instruments=self.instruments.inwards)
+
+    def collectives(self, device: Device, group: Group) -> Collectives:
+        """The backend's collectives; what they are bound to is wrapped as launches of the table are."""
+        return super().collectives(bare(device), group)
 
     def graph_capture(self, device: Device) -> GraphCapture:
         """The backend's capture facility, wrapped."""

@@ -16,7 +16,7 @@ from types import FunctionType, MethodType
 from typing import Any, Final, Protocol, get_args
 
 from polydraft import hooks
-from polydraft.backend import BackendInfo, ForwardMeta, KernelTable, PackNotes, RowOrder
+from polydraft.backend import BackendInfo, Collectives, ForwardMeta, KernelTable, PackNotes, RowOrder
 from polydraft.contracts.base import Provider
 from polydraft.contracts.kv_quant import KV_DTYPES
 from polydraft.contracts.packing import PACKINGS
@@ -193,6 +193,7 @@ ANSWERS: Final[Mapping[str, type]] = {
     "polydraft_open_device": Device,
     "polydraft_graph_capture": GraphCapture,
     "polydraft_init_forward_meta": ForwardMeta,
+    "polydraft_collectives": Collectives,
     "polydraft_visible_devices": Sequence,
     "polydraft_off_device": Mapping,
 }

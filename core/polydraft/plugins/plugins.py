@@ -15,7 +15,8 @@ from types import ModuleType
 from typing import Any
 
 from polydraft import hooks
-from polydraft.backend import BackendInfo, DeviceOptions, ForwardMeta, KernelTable, PassBuffers
+from polydraft.backend import BackendInfo, Collectives, DeviceOptions, ForwardMeta, KernelTable, PassBuffers
+from polydraft.contracts import COLLECTIVES
 from polydraft.contracts.base import Limits
 from polydraft.device import Device, GraphCapture, withdrawn
 from polydraft.errors import DeviceError, PluginError
@@ -33,6 +34,7 @@ from polydraft.plugins.kernel_table import BoundTable, Override, PackTable, Shad
 from polydraft.plugins.loading import Loaded, digest, find, origin
 from polydraft.plugins.manager import Manager, identify
 from polydraft.plugins.variants import verdicts
+from polydraft.ranks import Group
 
 __all__ = [
     "BoundTable",
@@ -161,6 +163,22 @@ class Plugins:
         """The backend's metadata for one kind of pass."""
         meta: ForwardMeta = self.manager.hook.polydraft_init_forward_meta(device=device, buffers=buffers, limits=limits)
         return meta
+
+    def collectives(self, device: Device, group: Group) -> Collectives:
+        """The backend's collectives of one rank; asked for only when the capability `ranks` is declared. Raises `PluginError`
+        where one is missing, or of another version."""
+        hook = "polydraft_collectives"
+        if not self.manager.answering(hook):
+            raise PluginError(f"plugin {self.backend.name!r} lacks the hook {hook}; implement it (see polydraft.hooks)")
+        found: Collectives = self.manager.hook.polydraft_collectives(device=device, group=group)
+        wanted = {one.name: one.version for one in COLLECTIVES}
+        if dict(found.versions) != wanted or found.providers.keys() != wanted.keys():
+            got = ", ".join(f"{name}/{found.versions.get(name, '?')}" for name in sorted(found.providers))
+            raise PluginError(
+                f"plugin {self.backend.name!r}: {hook} returned {got or 'none'}, wanted "
+                f"{', '.join(f'{name}/{version}' for name, version in wanted.items())}; provide these"
+            )
+        return found
 
     def off_device(self, spec: str) -> dict[str, Any]:
         """Which operations of a framework leave the device: `asked` whether the backend can say, `operations` their names by

@@ -15,7 +15,7 @@ from typing import Any, Final, Literal, NamedTuple
 import numpy as np
 
 from polydraft.backend import Cache, ForwardMeta, StepMeta, Weight
-from polydraft.contracts import REGISTRY
+from polydraft.contracts import contract_named
 from polydraft.contracts.base import UNITS, Args, ColumnsSpec, Contract, Limits, OpaqueSpec, ParamSpec, Spec, TensorSpec, Unit
 from polydraft.contracts.composite import CompositeArgs
 from polydraft.device import DTYPES, Buffer, Device, Launch, Stream
@@ -177,7 +177,7 @@ class ProgramBuilder:
         name (or as objects). A buffer that is not given is the one with the name of the field, so most launches on slot columns
         and step buffers give none. An optional buffer has to be given, otherwise it is absent. Raises `ContractError` for an
         unregistered contract, an unknown or missing field, or a launch length in another unit than the contract's."""
-        wanted = REGISTRY[contract]
+        wanted = contract_named(contract)
         if wanted.unit not in {"any", unit}:
             raise ContractError(
                 f"{self.name}: launch of {wanted.key}, got a length in {unit}, wanted {wanted.unit}; count what it counts"

@@ -17,9 +17,10 @@ from polydraft.contracts.packing import PACKINGS
 from polydraft.hooks import hookimpl
 
 if TYPE_CHECKING:
-    from polydraft.backend import DeviceOptions, ForwardMeta, KernelTable, PassBuffers
+    from polydraft.backend import Collectives, DeviceOptions, ForwardMeta, KernelTable, PassBuffers
     from polydraft.contracts.base import Limits
     from polydraft.device import GraphCapture
+    from polydraft.ranks import Group
     from polydraft.reference.device import ReferenceDevice
     from polydraft.reference.queued import QueuedDevice
 
@@ -31,6 +32,8 @@ CAPABILITIES = Capabilities(
     kv_dtypes=("int8", "fp8"),
     weight_packings=tuple(PACKINGS),
     sliding_window=True,
+    ranks="threads",
+    ordered_sums=True,
 )
 QUEUED = dataclasses.replace(CAPABILITIES, asynchronous=True, graph_capture=True)
 """What it can do on `queued`: the same kernels, with order and graphs that a plain call cannot show."""
@@ -98,3 +101,11 @@ def polydraft_init_forward_meta(device: ReferenceDevice, buffers: PassBuffers, l
     from polydraft.reference.forward_meta import NumpyForwardMeta
 
     return NumpyForwardMeta(device, buffers, limits)
+
+
+@hookimpl
+def polydraft_collectives(device: ReferenceDevice, group: Group) -> Collectives:
+    """Sums and copies through memory that all ranks have."""
+    from polydraft.reference.table import collectives
+
+    return collectives(device, group)

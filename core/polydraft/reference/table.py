@@ -10,11 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from polydraft.backend import CacheSpec, Weight
+from polydraft.backend import CacheSpec, Collectives, Weight
 from polydraft.contracts.base import Provider
 from polydraft.contracts.packing import Matrix, Packing
 from polydraft.device import Array
 from polydraft.errors import ContractError
+from polydraft.ranks import Group
 from polydraft.reference.kv_grid import to_grid
 from polydraft.reference.packed_weights import packing_of, unpacked
 from polydraft.reference.provider import Kernel
@@ -119,3 +120,12 @@ class NumpyTable:
         rows = self._device.empty("cache", shape, "f32")
         self._device.settle()
         return NumpyCache(spec, rows.host_array, self._device.settle)
+
+
+def collectives(device: Any, group: Group) -> Collectives:
+    """The collectives of any device that runs NumPy kernels (`device.bind_kernel`)."""
+    from polydraft.contracts import COLLECTIVES
+    from polydraft.ranks.kernels import kernels as of_ranks
+
+    providers = {name: device.bind_kernel(kernel) for name, kernel in of_ranks(group).items()}
+    return Collectives(providers, {one.name: one.version for one in COLLECTIVES})

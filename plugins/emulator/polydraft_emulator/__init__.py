@@ -20,9 +20,10 @@ from polydraft._version import __version__
 from polydraft.backend import BackendInfo, Capabilities
 
 if TYPE_CHECKING:
-    from polydraft.backend import DeviceOptions, ForwardMeta, KernelTable, PassBuffers
+    from polydraft.backend import Collectives, DeviceOptions, ForwardMeta, KernelTable, PassBuffers
     from polydraft.contracts.base import Limits
     from polydraft.device import GraphCapture
+    from polydraft.ranks import Group
     from polydraft_emulator.device import EmulatorDevice
 
 __all__ = ["Emulator"]
@@ -63,6 +64,8 @@ class Emulator:
             kv_dtypes=KV_DTYPES,
             weight_packings=tuple(PACKINGS),
             sliding_window=True,
+            ranks="threads",
+            ordered_sums=True,
         )
         return BackendInfo(
             name="emulator",
@@ -107,6 +110,13 @@ class Emulator:
 
         return EmulatorForwardMeta.of_pass(device, buffers, limits)  # type: ignore[return-value]
 
+    @hookimpl
+    def polydraft_collectives(self, device: EmulatorDevice, group: Group) -> Collectives:
+        """Those of host memory, each one operation among others."""
+        from polydraft.reference.table import collectives
+
+        return collectives(device, group)
+
 
 _PLAIN = Emulator()
 polydraft_backend_info = _PLAIN.polydraft_backend_info
@@ -114,3 +124,4 @@ polydraft_open_device = _PLAIN.polydraft_open_device
 polydraft_kernels = _PLAIN.polydraft_kernels
 polydraft_graph_capture = _PLAIN.polydraft_graph_capture
 polydraft_init_forward_meta = _PLAIN.polydraft_init_forward_meta
+polydraft_collectives = _PLAIN.polydraft_collectives

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from polydraft.backend import CacheSpec, Weight
-from polydraft.contracts import COMPOSITES, REGISTRY
+from polydraft.contracts import COMPOSITES, REGISTRY, contract_named
 from polydraft.contracts.base import CAPACITY, Access, Args, ColumnsSpec, Contract, Limits, OpaqueSpec, TensorSpec, Workspace
 from polydraft.contracts.composite import CompositeArgs, name_of
 from polydraft.contracts.packing import Matrix
@@ -49,7 +49,7 @@ class Binding:
         self.metas: list[EmulatorForwardMeta] = []
         """Metadata that nobody fills, because the kernel is run without any: built here before each run."""
         composite = COMPOSITES.get(name)
-        contracts = composite.contracts if composite else (REGISTRY[name],)
+        contracts = composite.contracts if composite else (contract_named(name),)
         records = args.parts if isinstance(args, CompositeArgs) else (args,)
         parts = [self._part(contract, record) for contract, record in zip(contracts, records, strict=True)]
         dead = composite.dead if composite else ()

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from polydraft.contracts import COMPOSITES, REGISTRY
+from polydraft.contracts import COMPOSITES, contract_named
 from polydraft.contracts.base import CAPACITY, Args, ColumnsSpec, ParamSpec, TensorSpec
 from polydraft.contracts.composite import CompositeArgs, part_lengths
 from polydraft.contracts.kernels.scatter import payload_words
@@ -78,7 +78,7 @@ def declare(name: str, args: Args | CompositeArgs, workspace: Any, memories: Mem
     """Resolve the accesses of a launch of contract (or composite, or contracts joined by a pass) `name` that is bound to `args`
     and to `workspace`."""
     composite = COMPOSITES.get(name)
-    contracts = tuple(REGISTRY[part] for part in name.split("+"))
+    contracts = tuple(contract_named(part) for part in name.split("+"))
     records = args.parts if isinstance(args, CompositeArgs) else (args,)
     dead = composite.dead if composite else ()
     unit = next((contract.unit for contract in contracts if contract.unit != "any"), "any")

@@ -1,0 +1,177 @@
+"""Where the ranks of one host meet: a region of memory that all of them have, threads of one process or processes.
+
+A collective of a device whose memory is the host's is one `swap`: each rank lays down what it brings, waits until all have, and
+reads what the others brought. Ranks compare what they came for (`Note`) each time, so a rank that skips, repeats or resizes a
+collective is an error on all of them and never a wrong sum; one that does not come is, too, once patience ends.
+
+What a rank brings stays readable until it comes for the next collective but one: there are two slots a rank, taken in turn, and
+who comes for the next has read all of this one.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from polydraft.device import Array
+from polydraft.errors import DeviceError
+
+KINDS: Final = ("all_gather", "all_reduce", "argmax_pair", "broadcast")
+"""Collectives by the number that notes have for them."""
+PATIENCE_S: Final = 10.0
+"""Seconds that a rank waits for another one in a collective."""
+_EAGER: Final = 200
+"""Looks at the others before a waiting rank begins to sleep between them."""
+_NAP_S: Final = 5e-5
+_LINE, _TEXT, _WORDS = 8, 1024, 6
+"""Words of a cache line; bytes of a sentence; words of a note."""
+_CLOSED: Final = -1
+CLOSED: Final = "the ranks of this engine were closed"
+
+
+class Note(NamedTuple):
+    """What a rank came for: the collective, its launch (counted in the order in which a rank binds them), the step, the launch
+    length, and the bytes that it brings."""
+
+    kind: str
+    launch: int
+    step: int
+    n: int
+    nbytes: int
+
+    def __str__(self) -> str:
+        return f"{self.kind} (launch {self.launch} of step {self.step}, {self.n} rows, {self.nbytes} bytes)"
+
+
+class Exchange:
+    """One rank's view of the region. Not thread-safe: a rank's collectives come one after the other."""
+
+    def __init__(self, memory: Any, rank: int, size: int, capacity: int, patience_s: float = PATIENCE_S) -> None:
+        """`memory`: a writable buffer of `nbytes(size, capacity)` bytes, all 0 at first. `capacity`: bytes that a rank brings to
+        a collective at most."""
+        self.rank, self.size, self.capacity, self.patience_s = rank, size, capacity, patience_s
+        words = _LINE * (1 + size)
+        region = np.frombuffer(memory, np.uint8)
+        head = region[: 8 * words].view(np.int64)
+        self._state, self._arrived = head[:1], head[_LINE::_LINE]
+        rest, notes = region[8 * words :], 8 * size * 2 * _WORDS
+        self._notes = rest[:notes].view(np.int64).reshape(size, 2, _WORDS)
+        self._texts = rest[notes : notes + size * _TEXT].reshape(size, _TEXT)
+        self._data = rest[notes + size * _TEXT :][: size * 2 * capacity].reshape(size, 2, capacity)
+        self._count = 0
+
+    @staticmethod
+    def nbytes(size: int, capacity: int) -> int:
+        """Bytes of the region of `size` ranks."""
+        return 8 * _LINE * (1 + size) + 8 * size * 2 * _WORDS + size * _TEXT + size * 2 * capacity
+
+    @classmethod
+    def of_threads(cls, size: int, capacity: int, patience_s: float = PATIENCE_S) -> list[Exchange]:
+        """The views of all ranks of one process."""
+        memory = np.zeros(cls.nbytes(size, capacity), np.uint8)
+        return [cls(memory, rank, size, capacity, patience_s) for rank in range(size)]
+
+    def swap(self, note: Note, mine: Array) -> list[Array]:
+        """Bring `mine`, and return what each rank has brought, in the same shape; read it before the next call. Raises
+        `DeviceError`, on every rank, where ranks came for different things, one does not come, or one has failed."""
+        if mine.nbytes > self.capacity:
+            self.fail(f"rank {self.rank} brought {mine.nbytes} bytes to {note}, wanted at most {self.capacity}")
+        self._count += 1
+        slot = self._count % 2
+        self._data[self.rank, slot, : mine.nbytes] = np.ascontiguousarray(mine).view(np.uint8).reshape(-1)
+        self._notes[self.rank, slot] = (KINDS.index(note.kind), *note[1:], self._count)
+        self._arrived[self.rank] = self._count  # last, and in one word: who sees it sees the rest
+        self._await_all(note)
+        self._compare(slot)
+        found = self._data[:, slot, : mine.nbytes]
+        return [one.view(mine.dtype).reshape(mine.shape) for one in found]
+
+    def _await_all(self, note: Note) -> None:
+        begin, looks = time.monotonic(), 0
+        while (self._arrived < self._count).any():
+            self.raise_failure()
+            looks += 1
+            time.sleep(0 if looks < _EAGER else _NAP_S)
+            if time.monotonic() - begin > self.patience_s:
+                late = int(np.argmin(self._arrived >= self._count))
+                self.fail(
+                    f"rank {late} did not come to collective {self._count}, {note}, within {self.patience_s:g} s; its last was "
+                    f"{self.last(late)}"
+                )
+
+    def _compare(self, slot: int) -> None:
+        notes = self._notes[:, slot]
+        other = (notes != notes[0]).any(axis=1)
+        if other.any():
+            rank = int(np.argmax(other))
+            self.fail(
+                f"rank {rank} came to collective {self._count} for {self._note(rank, slot)}, rank 0 for {self._note(0, slot)}, "
+                "wanted the same on all ranks"
+            )
+
+    def _note(self, rank: int, slot: int) -> Note:
+        kind, launch, step, n, nbytes, _ = self._notes[rank, slot].tolist()
+        return Note(KINDS[kind], launch, step, n, nbytes)
+
+    def last(self, rank: int) -> str:
+        """The collective that a rank came to last, in words."""
+        count = int(self._arrived[rank])
+        return f"collective {count}, {self._note(rank, count % 2)}" if count else "none"
+
+    # -- failures ----------------------------------------------------------------------------------
+    def fail(self, sentence: str) -> None:
+        """Say to all ranks why they end, unless it was said already, and raise it. Any rank may, and whoever watches one."""
+        if not self._state[0]:
+            text = np.frombuffer(sentence.encode()[:_TEXT], np.uint8)
+            self._texts[self.rank] = 0
+            self._texts[self.rank, : len(text)] = text
+            self._state[0] = self.rank + 1
+        self.raise_failure()
+
+    def close(self) -> None:
+        """Let no rank wait any longer: the engine is closed. What failed before stays said."""
+        if not self._state[0]:
+            self._state[0] = _CLOSED
+
+    @property
+    def failure(self) -> str:
+        """Why the ranks end, "" while they do not."""
+        state = int(self._state[0])
+        if state == 0:
+            return ""
+        if state == _CLOSED:
+            return CLOSED
+        return bytes(self._texts[state - 1]).rstrip(b"\0").decode(errors="replace")
+
+    def raise_failure(self) -> None:
+        """Raise `DeviceError` where a rank has failed, or the engine was closed."""
+        if self._state[0]:
+            raise DeviceError(f"{self.failure}; every rank ends here, start the engine again")
+
+
+@dataclass
+class Group:
+    """One rank of an engine, as a backend's collectives are made for it."""
+
+    rank: int
+    size: int
+    exchange: Exchange
+    """Where ranks of one host meet. A backend that has a way of its own between devices needs it only to find the others."""
+    num_bound: int = field(default=0)
+    """Collectives that this rank has bound, which number its launches."""
+
+    def swapper(self, kind: str, step: Array) -> Callable[[int, Array], Sequence[Array]]:
+        """`swap(n, mine)` of a launch that is being bound; `step` [1] int32 is read when it runs. One rank meets itself."""
+        launch = self.num_bound
+        self.num_bound += 1
+        exchange = self.exchange
+
+        def swap(n: int, mine: Array) -> Sequence[Array]:
+            return exchange.swap(Note(kind, launch, int(step[0]), n, math.prod(mine.shape) * mine.itemsize), mine)
+
+        return swap

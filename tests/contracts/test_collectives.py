@@ -1,0 +1,192 @@
+"""The contracts of collectives: their cases are adequate, their order of sums is one tree, and where ranks meet nothing goes
+wrong in silence. The kit's own checks of them run around every backend that has ranks."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+
+from polydraft.conformance.adequacy import audit
+from polydraft.conformance.collective_checks import checks, together
+from polydraft.conformance.harness import run_golden
+from polydraft.conformance.target import Target
+from polydraft.contracts import COLLECTIVES, REGISTRY, contract_named
+from polydraft.contracts.base import Contract
+from polydraft.contracts.collectives.all_reduce import tree_sum
+from polydraft.contracts.stacking import stacked
+from polydraft.errors import ContractError, DeviceError
+from polydraft.plugins.default_backend import default_backend
+from polydraft.ranks import Exchange, Group, Note
+from polydraft.ranks.exchange import CLOSED, KINDS
+from tests.conformance.doubles import BACKENDS
+from tests.support.project import ROOT
+
+BY_NAME = {**BACKENDS, **({"cpu": "cpu"} if default_backend().name == "cpu" else {})}
+each = pytest.mark.parametrize("contract", list(COLLECTIVES), ids=lambda contract: contract.name)
+CHECKS = list(checks())
+
+
+@each
+def test_cases_are_adequate(contract: Contract):
+    found = audit(stacked(contract))
+    assert found.ok, found.describe()
+
+
+@pytest.mark.parametrize("backend", BY_NAME)
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.id.rpartition("/")[2])
+def test_backends_with_ranks_pass(backend: str, check: Any):
+    result = check.result(Target(BY_NAME[backend]))
+    assert result.outcome == "pass", result.message
+
+
+def test_collectives_are_no_kernels():
+    """No kernel table has to offer them, and a launch finds both."""
+    assert not set(COLLECTIVES.names()) & set(REGISTRY.names())
+    assert COLLECTIVES.names() == list(KINDS)
+    assert contract_named("all_reduce") is COLLECTIVES["all_reduce"]
+    assert contract_named("linear") is REGISTRY["linear"]
+    with pytest.raises(ContractError, match="no contract is named 'all_to_all'"):
+        contract_named("all_to_all")
+
+
+@each
+def test_the_page_of_ranks_has_them(contract: Contract):
+    page = (ROOT / "docs" / "ranks.md").read_text(encoding="utf-8")
+    assert f"| `{contract.name}` |" in page
+
+
+def test_a_golden_by_hand():
+    """Three ranks, two rows, the second of which is not launched."""
+    whole = stacked(COLLECTIVES["all_reduce"])
+    case = next(case for case in whole.cases() if case.name == "ranks_3")
+    found = run_golden(whole, case)["x"].value
+    wanted = case.arrays["x"].astype(np.float64)
+    wanted[:, : case.n] = wanted[0, : case.n] + wanted[1, : case.n] + wanted[2, : case.n]
+    np.testing.assert_allclose(found, wanted, rtol=1e-15)
+
+
+@pytest.mark.parametrize(
+    ("count", "wanted"),
+    [(1, "0"), (2, "(0+1)"), (3, "((0+1)+2)"), (4, "((0+1)+(2+3))"), (5, "(((0+1)+(2+3))+4)"), (6, "(((0+1)+(2+3))+(4+5))")],
+)
+def test_the_tree(count: int, wanted: str):
+    class Term(str):
+        __slots__ = ()
+
+        def __add__(self, other: str) -> Term:
+            return Term(f"({super().__add__('+')}{other})")
+
+    terms: Any = [Term(i) for i in range(count)]
+    assert tree_sum(terms) == wanted
+
+
+# -- where ranks meet --------------------------------------------------------------------------------------
+def note(kind: str = "all_reduce", launch: int = 0, step: int = 3, n: int = 2, nbytes: int = 16) -> Note:
+    return Note(kind, launch, step, n, nbytes)
+
+
+def swaps(*of_ranks: Callable[[Exchange], Any], patience_s: float = 0.3) -> list[Any]:
+    exchanges = Exchange.of_threads(len(of_ranks), 64, patience_s)
+    return together([partial(work, one) for work, one in zip(of_ranks, exchanges, strict=True)])
+
+
+def test_everybody_gets_what_everybody_brings_however_often_they_meet():
+    def meet(exchange: Exchange) -> list[list[int]]:
+        found = []
+        for i in range(50):
+            if (i + exchange.rank) % 7 == 0:
+                time.sleep(0.001)
+            mine = np.full(2, 100 * exchange.rank + i, np.int64)
+            found.append([int(one[0]) for one in exchange.swap(note(step=i), mine)])
+        return found
+
+    for one in swaps(meet, meet, meet, patience_s=5):
+        assert one == [[i, 100 + i, 200 + i] for i in range(50)]
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        (note(kind="broadcast"), "broadcast (launch 0 of step 3, 2 rows, 16 bytes)"),
+        (note(launch=5), "all_reduce (launch 5 of step 3"),
+        (note(step=2), "all_reduce (launch 0 of step 2"),
+        (note(n=1), "all_reduce (launch 0 of step 3, 1 rows"),
+        (note(nbytes=8), "all_reduce (launch 0 of step 3, 2 rows, 8 bytes)"),
+    ],
+)
+def test_whoever_comes_for_something_else_ends_all(other: Note, words: str):
+    def come(what: Note) -> Callable[[Exchange], Any]:
+        return lambda exchange: exchange.swap(what, np.zeros(2, np.int64))
+
+    found = swaps(come(note()), come(note()), come(other))
+    assert all(isinstance(error, DeviceError) for error in found)
+    said = {str(error) for error in found}
+    assert len(said) == 1, "every rank says the same"
+    assert f"rank 2 came to collective 1 for {words}" in said.pop()
+
+
+def test_whoever_does_not_come_is_named_with_its_last_collective():
+    def twice(exchange: Exchange) -> None:
+        exchange.swap(note(), np.zeros(2, np.int64))
+        exchange.swap(note(launch=1), np.zeros(2, np.int64))
+
+    first, second = swaps(twice, lambda exchange: exchange.swap(note(), np.zeros(2, np.int64)))
+    assert isinstance(first, DeviceError)
+    assert re.fullmatch(
+        r"rank 1 did not come to collective 2, all_reduce \(launch 1 of step 3, 2 rows, 16 bytes\), within 0.3 s; its last was "
+        r"collective 1, all_reduce \(launch 0 of step 3, 2 rows, 16 bytes\); every rank ends here, start the engine again",
+        str(first),
+    )
+    assert len(second) == 2, "it knew nothing of it"
+
+
+def test_a_failure_reaches_those_who_wait_at_once():
+    begin = time.monotonic()
+
+    def fail(exchange: Exchange) -> None:
+        time.sleep(0.05)
+        exchange.fail("rank 1 is out of memory")
+
+    found = swaps(lambda exchange: exchange.swap(note(), np.zeros(2, np.int64)), fail, patience_s=30)
+    assert time.monotonic() - begin < 10
+    assert ["rank 1 is out of memory; every rank ends here" in str(error) for error in found] == [True, True]
+
+
+def test_the_first_failure_stays_said_and_a_closed_engine_keeps_nobody():
+    first, second = Exchange.of_threads(2, 64)
+    with pytest.raises(DeviceError, match="rank 0 said so"):
+        first.fail("rank 0 said so")
+    with pytest.raises(DeviceError, match="rank 0 said so"):
+        second.fail("rank 1 said something else")
+    second.close()
+    assert first.failure == "rank 0 said so"
+    first, second = Exchange.of_threads(2, 64, patience_s=30)
+    waiting = threading.Thread(target=lambda: together([lambda: first.swap(note(), np.zeros(2, np.int64))]))
+    waiting.start()
+    second.close()
+    waiting.join(10)
+    assert not waiting.is_alive()
+    assert first.failure == CLOSED
+
+
+def test_what_does_not_fit_is_refused():
+    (one,) = Exchange.of_threads(1, 8)
+    with pytest.raises(DeviceError, match=r"rank 0 brought 16 bytes to all_reduce .*, wanted at most 8"):
+        one.swap(note(), np.zeros(2, np.int64))
+
+
+def test_launches_are_numbered_as_they_are_bound():
+    (exchange,) = Exchange.of_threads(1, 64)
+    group, step = Group(0, 1, exchange), np.zeros(1, np.int32)
+    first, second = group.swapper("all_reduce", step), group.swapper("broadcast", step)
+    second(2, np.zeros(2, np.int32))
+    assert exchange.last(0) == "collective 1, broadcast (launch 1 of step 0, 2 rows, 8 bytes)"
+    first(1, np.zeros(1, np.int32))
+    assert exchange.last(0) == "collective 2, all_reduce (launch 0 of step 0, 1 rows, 4 bytes)"

@@ -36,6 +36,7 @@ from polydraft.bench.measure import Load
 from polydraft.bench.suite import VARIANTS, Contender, Suite
 from polydraft.config import EngineConfig
 from polydraft.engine import Engine
+from polydraft.models.feed_forward import SparseMoe
 from polydraft.models.weights import DRAFT_HEAD
 
 ROOT = Path(__file__).resolve().parent
@@ -137,14 +138,22 @@ def heads_read(way: str) -> Iterator[None]:
         screen.MOST_ROWS = most
 
 
-def floor_bytes(engine: Engine, batch: int, context: float, looked: tuple[bool, bool] = (False, False)) -> int:
-    """Bytes that a round has to read. `looked`: `byte_heads`."""
+def floor_bytes(
+    engine: Engine, batch: int, context: float, looked: tuple[bool, bool] = (False, False), tokens_per_round: float = 1.0
+) -> int:
+    """Bytes that a round has to read. `looked`: `byte_heads`. Of experts those count that uniform draws are expected to touch:
+    by every row of the windows in the target, by the rows that were committed (`tokens_per_round` each) in the first draft pass,
+    by one row a request in the others."""
     model, resolved = engine.model, engine.resolved
     drafts, size = resolved.limits.num_drafts, 4 if resolved.dtype == "f32" else 2
 
-    def block(b: Any) -> int:
+    def block(b: Any, rows: float) -> float:
         a, f, h = b.mixer, b.feed_forward, model.hidden_size
-        return size * int(h * (2 * a.q_size + 2 * a.kv_size) + 3 * h * f.intermediate_size)
+        width = f.intermediate_size
+        if isinstance(f, SparseMoe):
+            experts, chosen = f.routing.num_experts, f.routing.top_k
+            width = f.shared_size + experts * (1 - (1 - chosen / experts) ** rows) * f.intermediate_size
+        return float(size * h * (2 * a.q_size + 2 * a.kv_size + 3 * width))
 
     def cached(b: Any) -> float:
         a = b.mixer
@@ -153,11 +162,13 @@ def floor_bytes(engine: Engine, batch: int, context: float, looked: tuple[bool, 
     def head(tokens: int, by_bytes: bool) -> int:
         return (1 if by_bytes else size) * tokens * model.hidden_size
 
-    total = sum(block(b) + cached(b) for b in model.blocks) + head(model.vocab_size, looked[0])
+    total = sum(block(b, batch * (drafts + 1)) + cached(b) for b in model.blocks) + head(model.vocab_size, looked[0])
     if drafts and model.mtp is not None:
         joined = size * 2 * model.hidden_size**2
         scored = head(resolved.describe()["draft_vocab"], looked[1])
-        total += drafts * (block(model.mtp.blocks[0]) + cached(model.mtp.blocks[0]) + joined + scored)
+        own = model.mtp.blocks[0]
+        total += block(own, batch * tokens_per_round) + (drafts - 1) * block(own, batch)
+        total += drafts * (cached(own) + joined + scored)
     return int(total)
 
 
@@ -195,6 +206,7 @@ def measure(what: Cell, options: argparse.Namespace, rate: float) -> dict[str, A
     config = EngineConfig.from_mapping(
         {
             "backend": "cuda",
+            "plugins": (str(ROOT / "uniform_routing.py"),),
             "dtype": options.dtype,
             "prefix_cache": False,
             "accept_schedule": SCHEDULE[:drafts],
@@ -223,12 +235,13 @@ def measure(what: Cell, options: argparse.Namespace, rate: float) -> dict[str, A
         row = cell.row(shape)
         context = options.prompt_tokens + options.new_tokens / 2
         looked = byte_heads(cell.engine, batch) if cell.engine.resolved.graph != "off" else (False, False)
-        floor = floor_bytes(cell.engine, batch, context, looked)
+        floor = floor_bytes(cell.engine, batch, context, looked, row["tokens_per_round"])
     finally:
         cell.engine.close()
     row |= {
         "logprobs": asked,
         "head": what.head,
+        "routing": "uniform" if any(isinstance(block.feed_forward, SparseMoe) for block in cell.engine.model.blocks) else None,
         "temperature_c": begun_at,
         "floor_bytes": floor,
         "copy_bytes_per_s": rate,

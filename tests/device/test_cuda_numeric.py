@@ -4,7 +4,7 @@ import ctypes
 import gc
 import json
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -857,6 +857,26 @@ def test_the_bytes_of_a_round():
             weights = 8 * block + 256 * 4096 + passes * (block + 2 * 256 * 256 + 256 * vocab)
             cached = (8 + passes) * 2 * row * 5 * 600
             assert floor_bytes(engine, 5, 600) == 2 * weights + cached
+    checkpoint.close()
+
+
+@pytest.mark.parametrize(
+    ("shape", "drafts", "milliseconds"),
+    [
+        ("ernie21", 0, (1.6, 5.8, 9.8, 10.2)), ("ernie21", 3, (4.3, 10.3, 10.6, 10.6)),
+        ("glm12", 0, (1.8, 5.6, 10.9, 12.2)), ("glm12", 3, (4.9, 13.3, 16.0, 16.5)),
+    ],
+)  # fmt: skip
+def test_the_bytes_of_a_round_count_the_experts_that_uniform_draws_touch(shape: str, drafts: int, milliseconds: Sequence[float]):
+    """Beside floors that were worked out apart, at 4.3 TB/s and without keys and values."""
+    checkpoint = RandomCheckpoint(ROOT / "bench" / "shapes" / f"{shape}.json")
+    model, _ = FamilyRegistry().describe(checkpoint)
+    limits, whole = SimpleNamespace(num_drafts=drafts), {"draft_vocab": model.vocab_size}
+    resolved = SimpleNamespace(dtype="bf16", kv="", limits=limits, describe=whole.copy)
+    engine: Any = SimpleNamespace(model=model, resolved=resolved)
+    for batch, wanted in zip((1, 8, 32, 64), milliseconds, strict=True):
+        found = floor_bytes(engine, batch, 0.0, tokens_per_round=2.85 if drafts else 1.0) / 4.3e9
+        assert found == pytest.approx(wanted, rel=0.04), batch
     checkpoint.close()
 
 

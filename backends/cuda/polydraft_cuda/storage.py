@@ -95,13 +95,14 @@ def _spread(device: CudaDevice, weight: CudaWeight, value: Array) -> None:
     from polydraft_cuda.compiler import act
     from polydraft_cuda.kernels.provider import source
 
-    rows, columns = math.prod(value.shape[:-1]), value.shape[-1]
-    step = value.strides[-2] // 4
-    span = np.lib.stride_tricks.as_strided(value, ((rows - 1) * step + columns,), (4,), writeable=False)
+    shape = (1,) * (3 - value.ndim) + value.shape
+    stack_step, step, _ = steps = (*(0,) * (3 - value.ndim), *(stride // 4 for stride in value.strides))
+    length = 1 + sum(one * (count - 1) for one, count in zip(steps, shape, strict=True))
+    span = np.lib.stride_tricks.as_strided(value, (length,), (4,), writeable=False)
     pool = device.empty("weight.pool", span.shape, weight.dtype)
     device.write(pool.pointer, to_host(span, weight.dtype))
     function = device.function(source("rows.cu"), "spread_rows", VECTOR=0, **act(weight.dtype))
-    function.bind((rows, 1, 1), 256, pool, weight, step, columns)(device.stream, 1)
+    function.bind((shape[1], shape[0], 1), 256, pool, weight, step, stack_step, shape[2])(device.stream, 1)
     device.synchronize()
 
 

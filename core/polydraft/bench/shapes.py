@@ -7,7 +7,6 @@ time: weights are views of a pool of random numbers until a backend packs them.
 from __future__ import annotations
 
 import json
-import math
 import shutil
 import tempfile
 import weakref
@@ -28,6 +27,8 @@ from polydraft.models.safetensors_file import SafetensorsFile
 STRIDE = 61
 """By how many numbers of the pool a row of a weight is shifted against the one before: rows differ, and look random to a
 matrix product, without being stored."""
+STACK_STRIDE = 1021
+"""Likewise a matrix of a stack, such as the next expert."""
 
 
 class RandomCheckpoint(Checkpoint):
@@ -86,12 +87,12 @@ class RandomCheckpoint(Checkpoint):
         ever stored here."""
         if len(shape) < 2:
             return None
-        columns, rows = shape[-1], math.prod(shape[:-1])
-        pool = np.random.default_rng(zlib.crc32(name.encode())).standard_normal(STRIDE * rows + columns, np.float32)
+        *stacked, rows, columns = shape
+        steps = [STACK_STRIDE] * len(stacked) + [STRIDE, 1]
+        size = 1 + sum(step * (count - 1) for step, count in zip(steps, shape, strict=True))
+        pool = np.random.default_rng(zlib.crc32(name.encode())).standard_normal(size, np.float32)
         pool *= np.float32(columns**-0.5)
-        step = STRIDE * pool.itemsize
-        outer = (shape[1] * step,) if len(shape) == 3 else ()
-        return as_strided(pool, shape, (*outer, step, pool.itemsize), writeable=False)
+        return as_strided(pool, shape, tuple(step * pool.itemsize for step in steps), writeable=False)
 
     def same_bytes(self, name: str, other: str) -> bool:
         """Copies are made of one tensor, so they agree."""

@@ -29,9 +29,10 @@ extern "C" __global__ void select_last_rows(const act_t* hidden, const int* posi
     move_row(hidden, row, out, i, units);
 }
 
-// Rows that overlap in `pool`, `step` elements apart, written out one behind the other.
-extern "C" __global__ void spread_rows(const act_t* pool, act_t* out, int step, int columns) {
+// Rows that overlap in `pool`, `step` elements apart, and those of a stack `stack_step`, written out one behind the other.
+extern "C" __global__ void spread_rows(const act_t* pool, act_t* out, int step, int stack_step, int columns) {
     begin_dependent();
-    const int64_t row = blockIdx.x;
-    for (int i = threadIdx.x; i < columns; i += blockDim.x) out[row * columns + i] = pool[row * step + i];
+    pool += static_cast<int64_t>(blockIdx.y) * stack_step + static_cast<int64_t>(blockIdx.x) * step;
+    out += (static_cast<int64_t>(blockIdx.y) * gridDim.x + blockIdx.x) * columns;
+    for (int i = threadIdx.x; i < columns; i += blockDim.x) out[i] = pool[i];
 }

@@ -64,6 +64,10 @@ class Capabilities:
     ordered_sums: bool = False
     """`all_reduce` adds float32 in one balanced binary tree over the ranks (`tree_sum`), whoever arrives first."""
 
+    sleep: bool = False
+    """Devices that are opened for it (`DeviceOptions.sleep`) give the memory of weights and caches back while its addresses stay
+    (`polydraft.device.Sleeping`)."""
+
     def describe(self) -> dict[str, Any]:
         """Name to value, for `doctor` and reports."""
         return dataclasses.asdict(self)
@@ -262,6 +266,8 @@ class DeviceOptions:
     row_invariant: bool = False
     allow_cpu_fallback: bool = False
     """What the device has no kernel for may run on the CPU; otherwise the backend refuses it by name."""
+    sleep: bool = False
+    """The engine may sleep: what `prepare_weight` and `allocate_cache` allocate has to be able to go."""
 
 
 __all__: Sequence[str] = [

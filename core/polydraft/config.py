@@ -96,6 +96,10 @@ class EngineConfig:
     """Token ids that begin thinking; () where a text thinks from its beginning on."""
     think_end_ids: tuple[int, ...] = ()
     """Token ids that end thinking; () for models that do not think."""
+    weights_digest: bool = False
+    """Digest weights as they are read, so that a text can be traced to them."""
+    enable_sleep_mode: bool = False
+    """The memory of weights and caches can be given back and taken again (`Engine.sleep`)."""
     seed: int = 0
     """Base of the seeds of requests that bring none."""
     allow_cpu_fallback: bool = False

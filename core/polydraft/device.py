@@ -157,6 +157,20 @@ class TellsMemory(Protocol):
         """Bytes of device memory in use now, whoever took them, as the driver or framework counts and not the backend."""
 
 
+class Sleeping(Protocol):
+    """What a device adds to `Device` whose backend declares the capability `sleep`. Core calls it on a device at rest that was
+    opened for it, and launches nothing while it sleeps."""
+
+    def sleep(self, *, keep_weights: bool) -> None:
+        """Give back the memory that `prepare_weight` and `allocate_cache` took. Weights are copied to host memory before, or with
+        `keep_weights` False dropped; rows of caches are dropped. Waits. Addresses, and graphs that were captured with them,
+        stay."""
+
+    def wake(self) -> None:
+        """Take memory again at the same addresses, with the weights that were kept in it; what was dropped is undefined. Waits.
+        Raises `DeviceError` where memory is short; the device then sleeps on."""
+
+
 def further_stream(device: Device, name: str) -> Stream:
     """A stream beside the compute stream, or the compute stream itself on devices that have no other."""
     make: Callable[[str], Stream] | None = getattr(device, "make_stream", None)

@@ -13,14 +13,14 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, cast
 
 import numpy as np
 
 from polydraft.backend import DeviceOptions, Weight
 from polydraft.config import AUTO, EngineConfig
 from polydraft.contracts.packing import Matrix, unpacked
-from polydraft.device import Array
+from polydraft.device import Array, Sleeping
 from polydraft.errors import CapabilityError, CheckpointError, DeviceError, PolydraftError, RequestError
 from polydraft.host.acceptance_alarms import FLOOR, AcceptanceAlarms
 from polydraft.host.adaptive_drafts import AdaptiveDrafts
@@ -39,6 +39,7 @@ from polydraft.instruments.base import Instrument, Instruments, Setting
 from polydraft.instruments.sanitize import Hazard, Sanitizer
 from polydraft.models.block import Block, lacking
 from polydraft.models.checkpoint import Checkpoint, Weights, load_weights
+from polydraft.models.digest import Digested
 from polydraft.models.families import FamilyRegistry
 from polydraft.models.memory_checkpoint import MemoryCheckpoint, WeightSource
 from polydraft.models.tokenizer import Tokenizer
@@ -84,7 +85,9 @@ if TYPE_CHECKING:
 GRAMMAR_WAIT_S = 0.005
 """How long a step with nothing to do waits for the grammars of its requests."""
 Running = Literal["finish", "recompute"]
-"""What happens to running requests when weights are replaced."""
+"""What happens to running requests when weights are replaced, or the engine falls asleep."""
+SleepLevel = Literal[1, 2]
+"""What happens to weights while the engine sleeps: 1 keeps them in host memory, 2 drops them."""
 
 
 class Engine:
@@ -153,7 +156,9 @@ class Engine:
                 end=self.config.think_end_ids,
             )  # fmt: skip
             features = (*features, self._constraints)
-        options = DeviceOptions(self.resolved.dtype, self.resolved.invariant, allow_cpu_fallback=self.config.allow_cpu_fallback)
+        options = DeviceOptions(
+            self.resolved.dtype, self.resolved.invariant, self.config.allow_cpu_fallback, self.config.enable_sleep_mode
+        )
         self.device = self.plugins.open_device(self.config.device, options)
         self._negotiate_again(needs)
         self.table = self.plugins.kernels(self.device)
@@ -161,7 +166,7 @@ class Engine:
         self.packing_errors: Mapping[str, float] = {}
         """Of each matrix that was packed when it was loaded, by name, what that changed: root mean square over that of all."""
         weights = load_weights(self.checkpoint, self.model, table)
-        canonical = self._canonical(weights, self.model)
+        canonical, digested = self._canonical(weights, self.model)
         self._custom_blocks = self.checkpoint.custom_blocks()
         self._refuse_lacking_kinds()
         names = wanted(canonical, self.model, drafting=self._draft_layers(), own=self._custom_blocks)
@@ -180,6 +185,8 @@ class Engine:
         self._weights = prepare(
             self.table, canonical, nbytes, roles(self.model), dtype=self.resolved.dtype, packings=self._packings, loading=loading
         )
+        self.weights_digest = self._told(digested)
+        """Of the checkpoint's weights (`models/digest.py`); "" where it was not asked for."""
         self._draft_weights = self.proposers.weights(self.resolved.proposer, self.model, self.config.draft_model)
         brought = self._draft_weights
         self._own = brought.prepare(self.table, self.model, dtype=self.resolved.dtype) if brought else {}
@@ -254,17 +261,28 @@ class Engine:
         who = f"model {self.model.name} has blocks that launch what backend {self.info.name}"
         refuse_lacking(who, lacking(computed, self.table.providers))
 
-    def _canonical(self, weights: Weights, model: ModelDescription) -> Mapping[str, Matrix]:
+    def _canonical(self, weights: Weights, model: ModelDescription) -> tuple[Mapping[str, Matrix], Digested | None]:
         """The tensors to put onto the device: those of a checkpoint, and the head of a reduced draft vocabulary, packed where
-        they are stored so or that was asked for."""
+        they are stored so or that was asked for; and what digests them meanwhile, where that was asked for."""
         tensors: Mapping[str, Matrix] = AsStored(weights)
+        digested: Digested | None = None
+        if self.config.weights_digest:
+            tensors = digested = Digested(tensors)
         if self._draft_ids is not None:
             tensors = WithDraftHead(tensors, self._draft_ids)
         if self.resolved.packing is None:
-            return tensors
+            return tensors, digested
         packed = PackedAtLoad(tensors, model, self.resolved.packing, self.config.weights_ignore)
         self.packing_errors = packed.errors
-        return packed
+        return packed, digested
+
+    def _told(self, digested: Digested | None) -> str:
+        """The digest of weights that have been read, which is logged."""
+        if digested is None:
+            return ""
+        digest = digested.digest()
+        logging.getLogger(__name__).info("weights of %s: sha256 %s", self.model.name, digest)
+        return digest
 
     def _warn_of_dequantised(self, weights: Weights) -> None:
         """Say which matrices that are stored in few bits are kept in more."""
@@ -336,6 +354,10 @@ class Engine:
             )  # fmt: skip
         self.failure = ""
         """Why no requests are served any more; "" while the device works."""
+        self.sleep_level: SleepLevel | None = None
+        """How it sleeps; None while it is awake."""
+        self._in_memory = {"weights": False, "draft": False}
+        """Whether they were replaced by arrays, which are not read anew."""
         self._in_flight: deque[InFlightStep] = deque()
         self._outputs = OutputCollector(self.slots, self.tokenizer)
         self._processor = OutputProcessor(self.tokenizer)
@@ -357,6 +379,7 @@ class Engine:
         compiled; without `compiled` it does not, and a request whose grammar cannot be used ends as "refused"."""
         if self.failure:
             raise DeviceError(self.failure)
+        self._refuse_asleep("a request was given")
         params = SamplingParams() if params is None else params
         request_id = id if id is not None else self._free_id()
         if request_id in self.requests:
@@ -403,7 +426,9 @@ class Engine:
     # -- steps -------------------------------------------------------------------------------------
     @property
     def has_work(self) -> bool:
-        """Whether there is anything to do: waiting or running requests, or steps in flight."""
+        """Whether there is anything to do: waiting or running requests, or steps in flight. An asleep engine does nothing."""
+        if self.sleep_level is not None:
+            return False
         return bool(self._in_flight or self.scheduler.waiting or self.scheduler.held or (self.slots.phase != 0).any())
 
     @property
@@ -418,6 +443,8 @@ class Engine:
         the device still works; otherwise they end with the message in `failure`. Any other error, of a kernel, an instrument or a
         draft policy, has the same effect and is raised. Whatever else breaks a step off, such as Ctrl-C, aborts the running
         requests and is raised."""
+        if self.sleep_level is not None:
+            return False
         points = self.instruments.points
         try:
             return points.notify_around("step", None, self._step) if points.step else self._step()
@@ -635,6 +662,7 @@ class Engine:
         a slot use only the new weights. The prefix cache is dropped. Raises `CheckpointError`, before anything changes, if
         `source` or `draft` is broken or of another model; raises `CapabilityError` if blocks of the model keep their own weights,
         if there is nothing that `draft` is of, or if an instrument reads weights where they were loaded from."""
+        self._refuse_asleep("weights were given")
         if self._custom_blocks:
             raise CapabilityError(
                 f"{', '.join(self._custom_blocks)} of this model compute themselves and keep their own weights; change these "
@@ -656,7 +684,8 @@ class Engine:
                 checkpoint: Checkpoint = MemoryCheckpoint(source, self.checkpoint)
             else:
                 checkpoint = kept.enter_context(Checkpoint(source))
-            updates = [self._update(checkpoint)]
+            update, digested = self._update(checkpoint)
+            updates = [update]
             brought = self._draft_weights
             if brought is not None and draft is not None:
                 arrays = draft if isinstance(draft, Mapping) else None
@@ -674,17 +703,26 @@ class Engine:
                 self.scheduler.admits = "all"
             kept.pop_all()
         self._draft_weights = brought
+        self.weights_digest = self._told(digested)
+        self._in_memory["weights"] = isinstance(source, Mapping)
+        if draft is not None:
+            self._in_memory["draft"] = isinstance(draft, Mapping)
         if not isinstance(source, Mapping):
             self.checkpoint.close()
             self.checkpoint = checkpoint
-        self.ledger.forget_all()
-        if self.draft_state is not None:
-            self.draft_state.forget()
+        self._forget_rows()
         if moved:
             self.runner.rebind()
 
-    def _update(self, checkpoint: Checkpoint) -> Update:
-        """What `checkpoint` puts in place of the model's weights. Raises `CheckpointError` where it is of another model."""
+    def _forget_rows(self) -> None:
+        """Nothing in a cache is of use any more."""
+        self.ledger.forget_all()
+        if self.draft_state is not None:
+            self.draft_state.forget()
+
+    def _update(self, checkpoint: Checkpoint) -> tuple[Update, Digested | None]:
+        """What `checkpoint` puts in place of the model's weights, and what digests them. Raises `CheckpointError` where it is of
+        another model."""
         model, table = self.families.describe(checkpoint, self.config.mtp_conventions)
         check_same_model(self.model, model)
         weights = load_weights(checkpoint, model, table)
@@ -693,7 +731,8 @@ class Engine:
                 f"weights of {model.name} are not packed as those of the running {self.model.name}, wanted the same matrices in "
                 "the same packings; start another engine"
             )
-        return Update(self._weights, self._canonical(weights, model), roles(self.model), self._packings)
+        canonical, digested = self._canonical(weights, model)
+        return Update(self._weights, canonical, roles(self.model), self._packings), digested
 
     def _quiesce(self, running: Running) -> None:
         """Run steps until nothing is in flight and no slot is in the middle of a text."""
@@ -709,6 +748,67 @@ class Engine:
     def _begun_held(self, running: Running) -> bool:
         """Whether a request that must finish first awaits its grammar."""
         return running == "finish" and any(request.begun for request in self.scheduler.held)
+
+    # -- sleep -------------------------------------------------------------------------------------
+    def sleep(self, level: SleepLevel = 1, *, running: Running = "finish") -> None:
+        """Give the memory of weights and caches of keys and values back, until `wake_up`. Level 1 keeps weights in host memory,
+        level 2 drops them. Captured graphs and all other buffers stay.
+
+        Running requests "finish" first, or are to "recompute": they keep their tokens, and are prefilled again afterwards, as
+        requests that wait go on then. The prefix cache is dropped. A request that comes meanwhile is refused. Does nothing if the
+        engine is asleep. Raises `CapabilityError` for an engine that was built without `enable_sleep_mode`."""
+        if not self.config.enable_sleep_mode:
+            raise CapabilityError(
+                "this engine was built without --enable-sleep-mode (enable_sleep_mode), wanted with; build it so"
+            )
+        if level not in (1, 2) or running not in ("finish", "recompute"):
+            raise CapabilityError(f"sleep: got level {level!r} and running {running!r}, wanted 1 or 2, and finish or recompute")
+        if level == 2 and self._custom_blocks:
+            raise CapabilityError(
+                f"{', '.join(self._custom_blocks)} of this model compute themselves and keep their own weights, which cannot be "
+                "read anew; sleep at level 1"
+            )
+        if self.sleep_level is not None:
+            return
+        try:
+            self._quiesce(running)
+            self._forget_rows()
+            cast("Sleeping", self.device).sleep(keep_weights=level == 1)
+            self.sleep_level = level
+        finally:
+            self.scheduler.admits = "all"
+
+    def wake_up(self, source: WeightSource | None = None, *, draft: WeightSource | None = None) -> None:
+        """Take the memory again, and go on. Weights are those of before: from host memory, or after level 2 read anew where they
+        came from; with `source`, those (`update_weights`). Does nothing if the engine is awake, but replaces weights if there
+        are some. Raises `DeviceError` where memory is short, and `CheckpointError` as `update_weights`, or where weights that
+        were dropped came from memory and `source` is missing; the engine then sleeps on."""
+        level = self.sleep_level
+        if source is None and (level == 2 or draft is not None):
+            source = self._read_anew("weights", "source", self.checkpoint.path)
+        if level == 2 and draft is None and self._draft_weights is not None:
+            draft = self._read_anew("draft", "draft", self._draft_weights.directory)
+        if level is not None:
+            cast("Sleeping", self.device).wake()
+            self.sleep_level = None
+        if source is None:
+            return
+        try:
+            self.update_weights(source, draft=draft, running="recompute")
+        except BaseException:
+            if level is not None:
+                cast("Sleeping", self.device).sleep(keep_weights=level == 1)
+                self.sleep_level = level
+            raise
+
+    def _read_anew(self, what: str, name: str, place: Path) -> Path:
+        if self._in_memory[what]:
+            raise CheckpointError(f"{what} in use came from memory, and {name} is missing; give it, arrays or a directory")
+        return place
+
+    def _refuse_asleep(self, what: str) -> None:
+        if self.sleep_level is not None:
+            raise DeviceError(f"{what}, and this engine is asleep, wanted one that is awake; wake it up first")
 
     @property
     def hazards(self) -> tuple[Hazard, ...]:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from polydraft.config import EngineConfig
-from polydraft.engine import Engine, Running
+from polydraft.engine import Engine, Running, SleepLevel
 from polydraft.errors import ConfigError, RequestError
 from polydraft.instruments.base import Instrument
 from polydraft.interrupt import noted_interrupts
@@ -141,6 +141,14 @@ class LLM:
     def update_weights(self, source: WeightSource, *, draft: WeightSource | None = None, running: Running = "finish") -> None:
         """Replace the weights in place, as `Engine.update_weights`; results of running requests come with the next call."""
         self.engine.update_weights(source, draft=draft, running=running)
+
+    def sleep(self, level: SleepLevel = 1, *, running: Running = "finish") -> None:
+        """Give memory back, as `Engine.sleep`; a call of `generate` or `stream` raises `DeviceError` meanwhile."""
+        self.engine.sleep(level, running=running)
+
+    def wake_up(self, source: WeightSource | None = None, *, draft: WeightSource | None = None) -> None:
+        """Take it again, as `Engine.wake_up`."""
+        self.engine.wake_up(source, draft=draft)
 
     def close(self) -> None:
         """Give the device back; a later call of `generate` or `stream` raises `DeviceError`."""

@@ -521,6 +521,12 @@ def _rest(n: _Negotiation) -> None:
         if config.invariant
         else "faster; texts are equal up to ties of the logits",
     )
+    if config.enable_sleep_mode and not n.caps.sleep:
+        n.refuse(f"--enable-sleep-mode: {n.info.lacks('sleep')}; leave it out or use another --backend")
+    asleep = "memory of weights and caches is given back while the engine sleeps" if config.enable_sleep_mode else "it is kept"
+    n.choose("enable_sleep_mode", config.enable_sleep_mode, asleep)
+    traced = "SHA-256 of every tensor as it is read" if config.weights_digest else "weights have no digest"
+    n.choose("weights_digest", config.weights_digest, traced)
     _logprobs(n)
     for name, what in (("think_start_ids", "begin thinking"), ("think_end_ids", "end thinking")):
         ids = getattr(config, name)

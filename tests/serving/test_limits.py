@@ -358,6 +358,41 @@ def test_weights_are_replaced_while_texts_run(serve: Callable[..., Served], tmp_
         assert text.result().json()["choices"][0]["text"] == offline(LONG["max_tokens"])
 
 
+def test_a_server_that_sleeps(serve: Callable[..., Served], tmp_path: Path) -> None:
+    admin = tmp_path / "admin"
+    admin.write_text("key\n")
+    served = serve("--admin-key-file", str(admin), "--enable-sleep-mode", "--weights-digest")
+    key = {"Authorization": "Bearer key"}
+    assert {"/admin/sleep", "/admin/wake_up"} <= served.get("/openapi.json")["paths"].keys()
+    assert post(served, "/admin/sleep").status_code == 401
+    first = served.get("/v1/models")["data"][0]["weights_digest"]
+    assert len(first) == 64
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        text = pool.submit(post, served, **LONG)
+        while not served.get("/stats")["running"] and not text.done():
+            time.sleep(0.005)
+        assert post(served, "/admin/sleep", level=2, headers=key).json()["weights_digest"] == first
+        assert text.result().json()["choices"][0]["text"] == offline(LONG["max_tokens"]), "it ended first"
+    assert served.status("/ready") == (503, "asleep")
+    assert served.status("/health") == (200, "asleep")
+    refused = post(served, **SHORT)
+    assert refused.status_code == 503
+    assert "asleep" in refused.json()["error"]["message"]
+    failed = post(served, "/admin/update_weights", path=str(tiny.checkpoint(MODEL)), headers=key)
+    assert (failed.status_code, "asleep" in failed.json()["error"]["message"]) == (400, True)
+    assert post(served, "/admin/wake_up", path="/nowhere", headers=key).status_code == 400
+    assert served.status("/ready") == (503, "asleep")
+    assert post(served, "/admin/wake_up", headers=key).status_code == 200
+    assert served.status("/ready") == (200, "ok")
+    answer = post(served, **LONG).json()
+    assert answer["choices"][0]["text"] == offline(LONG["max_tokens"])
+    assert answer["system_fingerprint"].endswith(f"+{first}")
+    other = post(served, "/admin/update_weights", path=str(tiny.checkpoint(tiny.moved(MODEL))), headers=key).json()
+    assert other["weights_digest"] != first
+    assert served.get("/v1/models")["data"][0]["weights_digest"] == other["weights_digest"]
+    assert post(served, **SHORT).json()["system_fingerprint"].endswith(other["weights_digest"])
+
+
 def offline(length: Any) -> str:
     llm = LLM(model=str(tiny.checkpoint(MODEL)), backend="reference", invariant=True)
     return llm.generate("w2", SamplingParams(max_new_tokens=length, ignore_eos=True))[0].text

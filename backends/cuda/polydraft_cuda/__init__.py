@@ -26,6 +26,7 @@ CAPABILITIES = Capabilities(
     row_invariant=True,
     kv_dtypes=("int8", "fp8"),
     sliding_window=True,
+    sleep=True,
 )
 EVIDENCE = MappingProxyType({"sm_90": "silicon"})
 """Architectures that the kernels ran on; those of `compiler.ARCHITECTURES` beside them are compiled only."""
@@ -69,7 +70,7 @@ def polydraft_open_device(spec: str, options: DeviceOptions) -> CudaDevice:
     found = look()
     if found.reason:
         raise DeviceError(f"cuda is not available: {found.reason}")
-    return CudaDevice(int(index or 0), dtype=options.dtype, row_invariant=options.row_invariant)
+    return CudaDevice(int(index or 0), dtype=options.dtype, row_invariant=options.row_invariant, can_sleep=options.sleep)
 
 
 @hookimpl

@@ -22,12 +22,15 @@ from polydraft.device import DTYPES, Array, Buffer, DeviceCounters, Event, Stagi
 from polydraft.errors import DeviceError
 from polydraft_cuda import driver
 from polydraft_cuda.compiler import Function, Module, compile_source
+from polydraft_cuda.remapped import DROPPED, RemappedMemory
 from polydraft_cuda.timeline import KINDS, CudaTimeline
 
 SPARE = 1 << 28
 """Bytes that the driver should find free for what it needs itself."""
 ALIGNMENT = 256
 """Bytes to which an allocation is rounded up: nothing shares a line, and an empty buffer has an address."""
+REMAPPED = ("weight", DROPPED)
+"""Kinds of memory, the first word of a name, that an engine which may sleep gives back."""
 
 
 class CudaBuffer:
@@ -120,9 +123,10 @@ class CudaEvent:
 
 
 class CudaDevice:
-    """One GPU of this process. `dtype` is the activation dtype that the engine computes in."""
+    """One GPU of this process. `dtype` is the activation dtype that the engine computes in; with `can_sleep` the memory of
+    weights and caches can be given back."""
 
-    def __init__(self, index: int = 0, *, dtype: str = "f32", row_invariant: bool = False) -> None:
+    def __init__(self, index: int = 0, *, dtype: str = "f32", row_invariant: bool = False, can_sleep: bool = False) -> None:
         self.index, self.dtype, self.row_invariant = index, dtype, row_invariant
         self.spec = f"cuda:{index}"
         self.cuda: Any = driver.module()
@@ -148,6 +152,7 @@ class CudaDevice:
         self.num_sms = self.attribute("MULTIPROCESSOR_COUNT")
         self.shared_bytes = self.attribute("MAX_SHARED_MEMORY_PER_BLOCK_OPTIN")
         self.stream: Any = CudaStream(self)
+        self._remapped = RemappedMemory(self) if can_sleep else None
 
     # -- context -----------------------------------------------------------------------------------
     def make_current(self) -> None:
@@ -189,8 +194,12 @@ class CudaDevice:
     def allocate(self, name: str, nbytes: int) -> int:
         """Address of fresh device memory."""
         self._admit(name)
-        size = max(-(-nbytes // ALIGNMENT), 1) * ALIGNMENT
-        code, pointer = self.cuda.cuMemAlloc(size)
+        size, kind = max(-(-nbytes // ALIGNMENT), 1) * ALIGNMENT, name.partition(".")[0]
+        if self._remapped is not None and kind in REMAPPED:
+            pointer = self._remapped.allocate(kind, size)
+            code = 0 if pointer else driver.OUT_OF_MEMORY
+        else:
+            code, pointer = self.cuda.cuMemAlloc(size)
         if code == driver.OUT_OF_MEMORY:
             raise DeviceError(self._shortage(name, nbytes))
         driver.check((code,), f"allocating {nbytes:,} bytes for {name}")
@@ -255,7 +264,23 @@ class CudaDevice:
         if held is not None:
             self._held -= held[1]
             self.cuda.cuCtxSetCurrent(self._context)
-            self.cuda.cuMemFree(pointer)
+            if self._remapped is None or not self._remapped.free(pointer):
+                self.cuda.cuMemFree(pointer)
+
+    def sleep(self, *, keep_weights: bool) -> None:
+        """As `Sleeping`. Raises `DeviceError` of a device that was opened without."""
+        self._sleeper().sleep(keep_weights=keep_weights)
+
+    def wake(self) -> None:
+        """As `Sleeping`."""
+        self._sleeper().wake()
+
+    def _sleeper(self) -> RemappedMemory:
+        if self._remapped is None:
+            raise DeviceError(f"device {self.spec} was opened without sleep; build the engine with --enable-sleep-mode")
+        self.refuse_in_capture("sleep")
+        self.make_current()
+        return self._remapped
 
     def allocate_host(self, name: str, nbytes: int) -> int:
         """Address of fresh page-locked memory."""

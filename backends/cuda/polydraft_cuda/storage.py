@@ -6,7 +6,6 @@ copy, and an update overwrites it. Only a large head has a second copy, in 8 bit
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 

@@ -87,11 +87,10 @@ class RandomCheckpoint(Checkpoint):
         ever stored here."""
         if len(shape) < 2:
             return None
-        *stacked, rows, columns = shape
-        steps = [STACK_STRIDE] * len(stacked) + [STRIDE, 1]
+        steps = [STACK_STRIDE] * (len(shape) - 2) + [STRIDE, 1]
         size = 1 + sum(step * (count - 1) for step, count in zip(steps, shape, strict=True))
         pool = np.random.default_rng(zlib.crc32(name.encode())).standard_normal(size, np.float32)
-        pool *= np.float32(columns**-0.5)
+        pool *= np.float32(shape[-1] ** -0.5)
         return as_strided(pool, shape, tuple(step * pool.itemsize for step in steps), writeable=False)
 
     def same_bytes(self, name: str, other: str) -> bool:

@@ -27,7 +27,7 @@ Examples:
 The playground is at http://127.0.0.1:8000/, figures for Prometheus are at /metrics; docs/serving.md has the rest.
 """
 NEEDED = ("starlette", "uvicorn", "msgspec", "zmq", "prometheus_client")
-OWN = ("logprobs", "seed", "constraints")
+OWN = ("logprobs", "seed", "constraints", "enable_sleep_mode", "weights_digest")
 """Options that configure the engine besides those that it shares with other commands; what is left configures the server."""
 MAX_NUM_SEQS = 32
 MOST_LOGPROBS = 20
@@ -40,6 +40,8 @@ MOST_LOGPROBS = 20
 @click.option("--served-model-name", metavar="NAME", help="Name under which the model is served.  [default: its directory's]")
 @click.option("--logprobs", type=int, metavar="N", help="Log probabilities beside a token at most; -1: none.  [default: 20]")
 @click.option("--constraints", is_flag=True, default=None, help="Serve grammars and thinking limits; splits every step in two.")
+@click.option("--enable-sleep-mode", is_flag=True, default=None, help="Let /admin/sleep give the device's memory back.")
+@click.option("--weights-digest", is_flag=True, default=None, help="Tell a digest of the weights with every text.")
 @click.option("--seed", type=int, metavar="S", help="Base of the seeds of requests that bring none.  [default: 0]")
 @click.option("--max-requests", type=int, metavar="N", help="Running and waiting at most; then 429.  [default: 256]")
 @click.option("--queue-timeout", "queue_s", type=float, metavar="S", help="Seconds to the first token at most.  [default: 60]")

@@ -26,6 +26,7 @@ from polydraft.conformance import (
     overlap_checks,
     return_checks,
     sanity_checks,
+    sleep_checks,
     wear_checks,
 )
 from polydraft.conformance.check import Check
@@ -54,9 +55,11 @@ def every_check(options: Options | None = None) -> Iterator[Check]:
     yield from lossless_checks.checks()
     yield from cache_checks.checks()
     yield from host_checks.checks()
+    yield from sleep_checks.checks()
     yield from wear_checks.checks()
     yield from sanity_checks.checks()
     yield from memory_checks.checks()
+    yield from sleep_checks.memory()
 
 
 def of_profile(profile: str, options: Options | None = None, features: Iterable[str] = ()) -> list[Check]:

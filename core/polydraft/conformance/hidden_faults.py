@@ -463,6 +463,14 @@ class LateLoads(Proxy):
         self._inner.load(target, value)
 
 
+class Amnesia(Proxy):
+    """A device that drops the weights that it is to keep while it sleeps."""
+
+    def sleep(self, *, keep_weights: bool) -> None:
+        del keep_weights
+        self._inner.sleep(keep_weights=False)
+
+
 class SnapshotUploads(Proxy):
     """A device that takes what an upload brings when it is called, and copies it to the buffer when it is its turn."""
 

@@ -34,6 +34,7 @@ CAPABILITIES = Capabilities(
     sliding_window=True,
     ranks="threads",
     ordered_sums=True,
+    sleep=True,
 )
 QUEUED = dataclasses.replace(CAPABILITIES, asynchronous=True, graph_capture=True)
 """What it can do on `queued`: the same kernels, with order and graphs that a plain call cannot show."""
@@ -75,8 +76,8 @@ def polydraft_open_device(spec: str, options: DeviceOptions) -> ReferenceDevice:
             f"the reference backend runs on 'cpu' or 'queued', got {spec!r}; leave --device out or choose another --backend"
         )
     if spec == "queued":
-        return QueuedDevice(dtype=options.dtype, row_invariant=options.row_invariant)
-    return ReferenceDevice("cpu", dtype=options.dtype, row_invariant=options.row_invariant)
+        return QueuedDevice(dtype=options.dtype, row_invariant=options.row_invariant, can_sleep=options.sleep)
+    return ReferenceDevice("cpu", dtype=options.dtype, row_invariant=options.row_invariant, can_sleep=options.sleep)
 
 
 @hookimpl

@@ -15,6 +15,7 @@ import numpy as np
 from polydraft.device import DTYPES, Array, Buffer, DeviceCounters, Event, Staging, Stream
 from polydraft.errors import DeviceError
 from polydraft.reference.provider import EagerProvider, Kernel, NumpyProvider
+from polydraft.reference.sleeping import SleepingPages
 
 
 class NumpyBuffer:
@@ -62,11 +63,15 @@ class ImmediateEvent:
 
 
 class ReferenceDevice:
-    """The synchronous NumPy device. `poison` fills fresh memory with a pattern so that reading it unwritten shows."""
+    """The synchronous NumPy device. `poison` fills fresh memory with a pattern so that reading it unwritten shows; with
+    `can_sleep` weights and caches lie where they can be given back."""
 
     provider: type[NumpyProvider] = EagerProvider
 
-    def __init__(self, spec: str = "cpu", *, dtype: str = "f32", row_invariant: bool = False, poison: bool = False) -> None:
+    def __init__(
+        self, spec: str = "cpu", *, dtype: str = "f32", row_invariant: bool = False, poison: bool = False, can_sleep: bool = False
+    ) -> None:
+        self.pages = SleepingPages() if can_sleep else None
         self.spec, self.dtype, self.row_invariant, self.poison = spec, dtype, row_invariant, poison
         self.counters = DeviceCounters()
         self.stream: Any = self.make_stream("compute")
@@ -145,6 +150,20 @@ class ReferenceDevice:
         self.counters.downloads += 1
         self.counters.bytes_downloaded += frm.nbytes
         self.enqueue(stream, lambda: np.copyto(to, frm))
+
+    def sleep(self, *, keep_weights: bool) -> None:
+        """As `Sleeping`. Raises `DeviceError` of a device that was opened without."""
+        self._sleeper().sleep(keep_weights=keep_weights)
+
+    def wake(self) -> None:
+        """As `Sleeping`."""
+        self._sleeper().wake()
+
+    def _sleeper(self) -> SleepingPages:
+        if self.pages is None:
+            raise DeviceError(f"device {self.spec} was opened without sleep; build the engine with --enable-sleep-mode")
+        self.settle()
+        return self.pages
 
     # -- the rest ----------------------------------------------------------------------------------
     def bind_kernel(self, kernel: Kernel) -> NumpyProvider:

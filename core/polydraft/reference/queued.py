@@ -138,11 +138,11 @@ class QueuedDevice(ReferenceDevice):
     An upload reads its staging when it runs; the staging of a download holds poison from the call until the copy has run, and
     all memory does until it is written. What a launch raises is raised by whoever waits for it, as `DeviceError`."""
 
-    def __init__(self, *, dtype: str = "f32", row_invariant: bool = False) -> None:
+    def __init__(self, *, dtype: str = "f32", row_invariant: bool = False, can_sleep: bool = False) -> None:
         self.streams: list[QueuedStream] = []
         self.recording: QueuedGraph | None = None
         self._depth = 0
-        super().__init__("queued", dtype=dtype, row_invariant=row_invariant, poison=True)
+        super().__init__("queued", dtype=dtype, row_invariant=row_invariant, poison=True, can_sleep=can_sleep)
 
     # -- order -------------------------------------------------------------------------------------
     @property

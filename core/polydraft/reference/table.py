@@ -106,7 +106,11 @@ class NumpyTable:
         if dtype != "f32":
             raise ContractError(f"the reference backend computes in f32, got dtype {dtype!r}; leave --dtype on auto")
         if previous is None:
-            return NumpyWeight(role, unpacked(value), packing_of(value))
+            array, pages = unpacked(value), self._device.pages
+            if pages is not None:
+                array, canonical = pages.empty("weight", array.shape, "f32"), array
+                np.copyto(array, canonical)
+            return NumpyWeight(role, array, packing_of(value))
         target: Array = previous.array  # type: ignore[attr-defined]
         if target.shape != value.shape:
             raise ContractError(f"weight update: got shape {value.shape}, wanted {target.shape}; load the same architecture")
@@ -117,9 +121,10 @@ class NumpyTable:
     def allocate_cache(self, spec: CacheSpec) -> NumpyCache:
         """A fresh cache, counted as one allocation; `DeviceError` when memory is short."""
         shape = (2, spec.num_kv_heads, spec.num_blocks * spec.block_size, spec.head_dim)
-        rows = self._device.empty("cache", shape, "f32")
+        pages = self._device.pages
+        rows: Array = self._device.empty("cache", shape, "f32").host_array if pages is None else pages.empty("cache", shape, "f32")
         self._device.settle()
-        return NumpyCache(spec, rows.host_array, self._device.settle)
+        return NumpyCache(spec, rows, self._device.settle)
 
 
 def collectives(device: Any, group: Group) -> Collectives:

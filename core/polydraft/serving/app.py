@@ -128,7 +128,9 @@ class Routes:
 
     def _model(self) -> dict[str, Any]:
         entry = {"id": self._service.name, "object": "model", "created": self._started, "owned_by": "polydraft"}
-        return {**entry, "max_model_len": self._service.ready.max_model_len}
+        ready = self._service.ready
+        digest = {"weights_digest": ready.weights_digest} if ready.weights_digest else {}
+        return {**entry, "max_model_len": ready.max_model_len, **digest}
 
     async def health(self, request: Request) -> Any:
         """`/health`: 200 while the server lives, whatever it waits for; 503 where its engine is given up."""
@@ -173,18 +175,37 @@ class Routes:
         return JSONResponse({"prompt": text})
 
     async def update_weights(self, request: Request) -> Any:
-        """`/admin/update_weights`, with the key of administration."""
+        """`/admin/update_weights`."""
+        return await self._administer(
+            request, protocol.UpdateWeightsRequest, "path", lambda body: self._client.update_weights(body.path, body.running)
+        )
+
+    async def sleep(self, request: Request) -> Any:
+        """`/admin/sleep`."""
+        return await self._administer(
+            request, protocol.SleepRequest, "", lambda body: self._client.sleep(body.level, body.running)
+        )
+
+    async def wake_up(self, request: Request) -> Any:
+        """`/admin/wake_up`."""
+        return await self._administer(request, protocol.WakeUpRequest, "path", lambda body: self._client.wake_up(body.path))
+
+    async def _administer(self, request: Request, kind: type[Any], param: str, command: Callable[[Any], Awaitable[str]]) -> Any:
+        """Do what a body of `kind` asks for, with the key of administration. `param`: what is blamed where that fails."""
         key = self._settings.admin_key
         if not key:
             raise HttpError(403, "administration is closed; start the server with --admin-key-file", "permission_error")
         check_key(request, (key,))
-        body, _ = await self._body(request, protocol.UpdateWeightsRequest)
+        body, _ = await self._body(request, kind)
         begin = time.monotonic()
-        error = await self._client.update_weights(body.path, body.running)
-        self._log.tell("update_weights", path=body.path, error=error, ms=round(1000 * (time.monotonic() - begin)))
+        error = await command(body)
+        digest = self._service.ready.weights_digest
+        fields = {name: getattr(body, name) for name in body.__struct_fields__} | ({"weights_digest": digest} if digest else {})
+        self._log.tell(request.url.path.rpartition("/")[2], **fields, error=error, ms=round(1000 * (time.monotonic() - begin)))
         if error:
-            raise RequestError(error, "path")
-        return JSONResponse({"status": "ok", "seconds": round(time.monotonic() - begin, 3)})
+            raise RequestError(error, param)
+        said = {"status": "ok", "seconds": round(time.monotonic() - begin, 3)}
+        return JSONResponse(said | ({"weights_digest": digest} if digest else {}))
 
     async def openapi(self, request: Request) -> Any:
         """`/openapi.json`."""
@@ -212,7 +233,10 @@ class Routes:
         ]  # fmt: skip
         return [
             *(Route(path, self.guarded(handler, (), engine=False), methods=methods) for path, handler, methods in free),
-            Route("/admin/update_weights", self.guarded(self.update_weights, ()), methods=post),
+            *(
+                Route(f"/admin/{handler.__name__}", self.guarded(handler, ()), methods=post)
+                for handler in (self.update_weights, self.sleep, self.wake_up)
+            ),
             *(Route(path, self.guarded(handler, keys), methods=methods) for path, handler, methods in keyed),
         ]
 

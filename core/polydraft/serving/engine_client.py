@@ -17,6 +17,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import msgspec
 import zmq
 import zmq.asyncio
 
@@ -93,6 +94,8 @@ class EngineClient:
         self._done: dict[int, asyncio.Future[str]] = {}
         self._stats: list[asyncio.Future[wire.Stats]] = []
         self._alarms: dict[str, str] = {}
+        self.asleep = False
+        """Whether the engine has given its memory back."""
         self._aborts: set[asyncio.Future[None]] = set()
         self._changed = asyncio.Event()
         self._deaths: list[float] = []
@@ -261,12 +264,15 @@ class EngineClient:
                     RequestError(event.error, event.param) if wrong else DeviceError(event.error)
                 )
         elif isinstance(event, wire.Ready):
-            self.ready, self._ready_at = event, self._heard_at
+            self.ready, self._ready_at, self.asleep = event, self._heard_at, False
             self._become("ready")
         elif isinstance(event, wire.Unready):
             self._become("failed", event.error)
         elif isinstance(event, wire.Done):
             future = self._done.pop(event.number, None)
+            self.asleep = event.asleep
+            if self.ready is not None:
+                self.ready = msgspec.structs.replace(self.ready, weights_digest=event.weights_digest)
             if future is not None and not future.done():
                 future.set_result(event.error)
         elif isinstance(event, wire.Stats):
@@ -351,6 +357,8 @@ class EngineClient:
             raise EngineGone(f"the engine has {self.state} for good, and the server ends; send the request to another one")
         if self.state != "ready":
             raise EngineGone(f"the engine is {self.state}; send the request again in a while")
+        if self.asleep:
+            raise EngineGone("the engine is asleep; send the request again once it was woken up")
         if len(self._waiting) + len(prompts) > self._most:
             raise Busy(f"{len(self._waiting)} requests are being served, which is all the server admits; try again", 1)
         handles = {next(self._handles): index for index in range(len(prompts))}
@@ -394,8 +402,18 @@ class EngineClient:
 
     async def update_weights(self, path: str, running: str) -> str:
         """Replace the weights; returns the sentence of what went wrong, "" where nothing did."""
-        number = next(self._numbers)
-        future = self._done[number] = asyncio.get_running_loop().create_future()
-        await self._send(wire.UpdateWeights(number, path, running))
+        return await self._ended(wire.UpdateWeights(next(self._numbers), path, running))
+
+    async def sleep(self, level: int, running: str) -> str:
+        """Let the engine give its memory back; the same."""
+        return await self._ended(wire.Sleep(next(self._numbers), level, running))
+
+    async def wake_up(self, path: str) -> str:
+        """Let it take its memory again, with the weights of a directory unless `path` is ""; the same."""
+        return await self._ended(wire.WakeUp(next(self._numbers), path))
+
+    async def _ended(self, command: wire.UpdateWeights | wire.Sleep | wire.WakeUp) -> str:
+        future = self._done[command.number] = asyncio.get_running_loop().create_future()
+        await self._send(command)
         error: str = await future
         return error

@@ -21,7 +21,11 @@ BODIES: dict[str, tuple[type[Any], str]] = {
     "/tokenize": (protocol.TokenizeRequest, "Token ids of a text or conversation."),
     "/detokenize": (protocol.DetokenizeRequest, "Text of token ids."),
 }
-ADMIN: dict[str, tuple[type[Any], str]] = {"/admin/update_weights": (protocol.UpdateWeightsRequest, "Replace the weights.")}
+ADMIN: dict[str, tuple[type[Any], str]] = {
+    "/admin/update_weights": (protocol.UpdateWeightsRequest, "Replace the weights."),
+    "/admin/sleep": (protocol.SleepRequest, "Give the memory of weights and caches back."),
+    "/admin/wake_up": (protocol.WakeUpRequest, "Take it again."),
+}
 PLAIN = {
     "/v1/models": "The model that is served.",
     "/v1/models/{model}": "The same, by its name.",

@@ -260,6 +260,19 @@ class UpdateWeightsRequest(msgspec.Struct, forbid_unknown_fields=True):
     running: Literal["finish", "recompute"] = "finish"
 
 
+class SleepRequest(msgspec.Struct, forbid_unknown_fields=True):
+    """The body of `/admin/sleep`."""
+
+    level: Literal[1, 2] = 1
+    running: Literal["finish", "recompute"] = "finish"
+
+
+class WakeUpRequest(msgspec.Struct, forbid_unknown_fields=True):
+    """The body of `/admin/wake_up`. `path`: a directory with weights to wake up with."""
+
+    path: str = ""
+
+
 TEXT_BODIES: Final = (CompletionRequest, ChatRequest, ResponsesRequest)
 """Bodies that a text is the answer of."""
 S = TypeVar("S", bound=Sampling)

@@ -36,7 +36,7 @@ from polydraft.serving.tool_calls import Call, CallForm, CallReader
 
 T = TypeVar("T")
 
-STATES = ("starting", "ok", "stalled", "restarting", "draining", "failed", "stopped")
+STATES = ("starting", "ok", "stalled", "asleep", "restarting", "draining", "failed", "stopped")
 LARGE_BYTES = 1 << 17
 """Of a body whose text may take some tenths of a second to become tokens."""
 COMPLETION_TOKENS = 16
@@ -81,11 +81,13 @@ class Service:
 
     @property
     def state(self) -> str:
-        """`ok` where requests are served; else why not: `draining`, `stalled`, or the state of the engine's client."""
+        """`ok` where requests are served; else why not: `draining`, `asleep`, `stalled`, or the state of the engine's client."""
         if self.draining:
             return "draining"
         if self.client.state != "ready":
             return self.client.state
+        if self.client.asleep:
+            return "asleep"
         return "stalled" if self.client.stalled else "ok" if self.opened else "starting"
 
     async def open(self) -> None:
@@ -106,7 +108,8 @@ class Service:
         self._calls, how = choose(self.settings.tool_call_parser, tool_calls.FORMS, source)
         self.chosen = {"reasoning_parser": why, "tool_call_parser": how}
         self.opened = True
-        self.log.tell("ready", model=self.name, backend=ready.backend, host=self.settings.host, **self.chosen)
+        digest = {"weights_digest": ready.weights_digest} if ready.weights_digest else {}
+        self.log.tell("ready", model=self.name, backend=ready.backend, host=self.settings.host, **digest, **self.chosen)
 
     def _metrics(self) -> Metrics:
         """With the figures of the server itself."""
@@ -343,7 +346,13 @@ class Service:
 
     def _head(self, job: Job, *, chunk: bool = False) -> dict[str, Any]:
         kind = f"{job.kind}.chunk" if chunk and job.kind == "chat.completion" else job.kind
-        return {"id": job.id, "object": kind, "created": job.created, "model": self.name, "system_fingerprint": __version__}
+        return {"id": job.id, "object": kind, "created": job.created, "model": self.name, "system_fingerprint": self._fingerprint}
+
+    @property
+    def _fingerprint(self) -> str:
+        """What computes: the version, and the weights where they are digested."""
+        digest = self.ready.weights_digest
+        return f"{__version__}+{digest}" if digest else __version__
 
     def _choice(self, job: Job, choice: Choice) -> dict[str, Any]:
         places = choice.new_tokens()

@@ -46,6 +46,21 @@ class UpdateWeights(msgspec.Struct, tag=True, frozen=True):
     running: str
 
 
+class Sleep(msgspec.Struct, tag=True, frozen=True):
+    """Fall asleep. Answered by `Done` with this number."""
+
+    number: int
+    level: int
+    running: str
+
+
+class WakeUp(msgspec.Struct, tag=True, frozen=True):
+    """Wake up, with the weights of a directory where one is named. Answered by `Done` with this number."""
+
+    number: int
+    path: str
+
+
 class AskStats(msgspec.Struct, tag=True, frozen=True):
     """Answered by `Stats`."""
 
@@ -79,6 +94,7 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
     parameters: list[Parameter]
     thinks: bool = False
     """Whether it knows what ends thinking, so that a constraint binds the reply alone."""
+    weights_digest: str = ""
     version: int = VERSION
 
 
@@ -109,10 +125,13 @@ class Refused(msgspec.Struct, tag=True, frozen=True):
 
 
 class Done(msgspec.Struct, tag=True, frozen=True):
-    """An administrative command has ended; `error` "" where it succeeded."""
+    """An administrative command has ended; `error` "" where it succeeded. Then whether the engine sleeps, and the digest of its
+    weights."""
 
     number: int
     error: str
+    asleep: bool = False
+    weights_digest: str = ""
 
 
 class Stats(msgspec.Struct, tag=True, frozen=True):
@@ -152,7 +171,7 @@ class Stats(msgspec.Struct, tag=True, frozen=True):
     """Of which so many were there."""
 
 
-Command = Start | Add | Abort | UpdateWeights | AskStats | Stop
+Command = Start | Add | Abort | UpdateWeights | Sleep | WakeUp | AskStats | Stop
 Event = Ready | Unready | Outputs | Refused | Done | Stats
 _encoder = msgspec.msgpack.Encoder()
 _commands, _events = msgspec.msgpack.Decoder(Command), msgspec.msgpack.Decoder(Event)

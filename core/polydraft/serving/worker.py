@@ -20,7 +20,7 @@ from typing import Any
 import zmq
 
 from polydraft.config import EngineConfig
-from polydraft.engine import Engine
+from polydraft.engine import Engine, Running
 from polydraft.errors import DeviceError, PolydraftError, RequestError
 from polydraft.instruments.trace import Trace
 from polydraft.models.tokenizer import Tokenizer
@@ -176,8 +176,8 @@ class Worker:
             if str(command.handle) in self._engine.requests:
                 self._engine.abort(str(command.handle))
                 self._tell(self._engine)
-        elif isinstance(command, wire.UpdateWeights):
-            self._update(self._engine, command)
+        elif isinstance(command, wire.UpdateWeights | wire.Sleep | wire.WakeUp):
+            self._administer(self._engine, command)
         else:
             self._sender.put(self._stats(self._engine))
 
@@ -199,7 +199,8 @@ class Worker:
                 max_model_len=min(limits.max_len, limits.num_blocks * limits.block_size), max_num_seqs=limits.max_seqs,
                 max_logprobs=limits.max_logprobs,
                 vocab_size=limits.vocab_size, thinks=bool(engine.config.think_end_ids),
-                device_times=self._lanes.said, decisions={name: _plain(value) for name, value in resolved.describe().items()},
+                weights_digest=engine.weights_digest, device_times=self._lanes.said,
+                decisions={name: _plain(value) for name, value in resolved.describe().items()},
                 parameters=[wire.Parameter(one.name, one.doc, one.wanted) for one in parameters],
             )
         )  # fmt: skip
@@ -215,14 +216,21 @@ class Worker:
         except DeviceError as error:
             self._sender.put(wire.Refused(command.handle, str(error), "engine"))
 
-    def _update(self, engine: Engine, command: wire.UpdateWeights) -> None:
+    def _administer(self, engine: Engine, command: wire.UpdateWeights | wire.Sleep | wire.WakeUp) -> None:
+        error = ""
         try:
-            engine.update_weights(command.path, running="recompute" if command.running == "recompute" else "finish")
-        except PolydraftError as error:
-            self._sender.put(wire.Done(command.number, str(error)))
-        else:
-            self._sender.put(wire.Done(command.number, ""))
+            if isinstance(command, wire.WakeUp):
+                engine.wake_up(command.path or None)
+            else:
+                running: Running = "recompute" if command.running == "recompute" else "finish"
+                if isinstance(command, wire.Sleep):
+                    engine.sleep(2 if command.level == 2 else 1, running=running)
+                else:
+                    engine.update_weights(command.path, running=running)
+        except PolydraftError as raised:
+            error = str(raised)
         self._tell(engine)
+        self._sender.put(wire.Done(command.number, error, engine.sleep_level is not None, engine.weights_digest))
 
     # -- steps -------------------------------------------------------------------------------------
     def _step(self, engine: Engine) -> None:

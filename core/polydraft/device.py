@@ -5,6 +5,7 @@ promise that work has happened: a launch or copy is only known to be done after 
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -169,6 +170,14 @@ class Sleeping(Protocol):
     def wake(self) -> None:
         """Take memory again at the same addresses, with the weights that were kept in it; what was dropped is undefined. Waits.
         Raises `DeviceError` where memory is short; the device then sleeps on."""
+
+
+class OpensShared(Protocol):
+    """What a device adds to `Device` that reads arrays of another process of the same machine."""
+
+    def open_shared(self, shared: Mapping[str, Mapping[str, Any]]) -> AbstractContextManager[Mapping[str, Any]]:
+        """The arrays that `shared` describes in the words of the device's own library, by name, for as long as the context lasts;
+        `MemoryCheckpoint` reads them. Raises `CheckpointError` for what is malformed, and `DeviceError` for what is gone."""
 
 
 def further_stream(device: Device, name: str) -> Stream:

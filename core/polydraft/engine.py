@@ -8,12 +8,12 @@ from __future__ import annotations
 import logging
 import time
 from collections import ChainMap, deque
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 
@@ -719,6 +719,17 @@ class Engine:
         self.ledger.forget_all()
         if self.draft_state is not None:
             self.draft_state.forget()
+
+    def shared(self, described: Mapping[str, Mapping[str, Any]]) -> AbstractContextManager[Mapping[str, Any]]:
+        """Arrays that another process of this machine shares, as a source for `update_weights` and `wake_up` while the context
+        lasts. Raises `CapabilityError` where the device reads none, and what `OpensShared` raises."""
+        opener: Callable[..., AbstractContextManager[Mapping[str, Any]]] | None = getattr(self.device, "open_shared", None)
+        if opener is None:
+            raise CapabilityError(
+                f"device {self.device.spec} of backend {self.info.name} reads no memory of other processes; give arrays or a "
+                "directory"
+            )
+        return opener(described)
 
     def _update(self, checkpoint: Checkpoint) -> tuple[Update, Digested | None]:
         """What `checkpoint` puts in place of the model's weights, and what digests them. Raises `CheckpointError` where it is of

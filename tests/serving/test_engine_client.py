@@ -101,7 +101,7 @@ def test_weights_that_no_process_took_are_told_once() -> None:
         asyncio.get_running_loop().set_exception_handler(lambda loop, context: said.append(context))
         client, context = EngineClient({}, most=8, tell=lambda *given, **more: None), zmq.asyncio.Context()
         client._socket = context.socket(zmq.PAIR)
-        waiting = asyncio.ensure_future(client.update_weights("/", "finish"))
+        waiting = asyncio.ensure_future(client.update_weights("/", "finish", {}))
         await asyncio.sleep(0)
         client._socket.close(linger=0)
         client.dismiss("the engine's process ended")

@@ -382,6 +382,15 @@ def test_a_server_that_sleeps(serve: Callable[..., Served], tmp_path: Path) -> N
     assert (failed.status_code, "asleep" in failed.json()["error"]["message"]) == (400, True)
     assert post(served, "/admin/wake_up", path="/nowhere", headers=key).status_code == 400
     assert served.status("/ready") == (503, "asleep")
+    one = {"w": {"handle": "00" * 64, "offset": 0, "shape": [1], "dtype": "float32"}}
+    for fields, said in (
+        ({"shared": one}, "reads no memory of other processes"),
+        ({"shared": one, "path": "/"}, "got both path and shared"),
+    ):
+        refused = post(served, "/admin/wake_up", headers=key, **fields)
+        assert (refused.status_code, said in refused.json()["error"]["message"]) == (400, True), refused.text
+    assert "got no weights" in post(served, "/admin/update_weights", headers=key).json()["error"]["message"]
+    assert served.status("/ready") == (503, "asleep")
     assert post(served, "/admin/wake_up", headers=key).status_code == 200
     assert served.status("/ready") == (200, "ok")
     answer = post(served, **LONG).json()

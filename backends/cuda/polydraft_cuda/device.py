@@ -12,9 +12,9 @@ import functools
 import math
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -24,6 +24,9 @@ from polydraft_cuda import driver
 from polydraft_cuda.compiler import Function, Module, compile_source
 from polydraft_cuda.remapped import DROPPED, RemappedMemory
 from polydraft_cuda.timeline import KINDS, CudaTimeline
+
+if TYPE_CHECKING:
+    from polydraft_cuda.ipc import SharedTensors
 
 SPARE = 1 << 28
 """Bytes that the driver should find free for what it needs itself."""
@@ -274,6 +277,12 @@ class CudaDevice:
     def wake(self) -> None:
         """As `Sleeping`."""
         self._sleeper().wake()
+
+    def open_shared(self, shared: Mapping[str, Mapping[str, Any]]) -> SharedTensors:
+        """As `OpensShared`: CUDA's handles between processes (`ipc.py`)."""
+        from polydraft_cuda.ipc import SharedTensors
+
+        return SharedTensors(self, shared)
 
     def _sleeper(self) -> RemappedMemory:
         if self._remapped is None:

@@ -176,9 +176,13 @@ class Routes:
 
     async def update_weights(self, request: Request) -> Any:
         """`/admin/update_weights`."""
-        return await self._administer(
-            request, protocol.UpdateWeightsRequest, "path", lambda body: self._client.update_weights(body.path, body.running)
-        )
+
+        def update(body: Any) -> Awaitable[str]:
+            if not body.path and not body.shared:
+                raise RequestError("got no weights, wanted path or shared; name one", "path")
+            return self._client.update_weights(body.path, body.running, body.shared)
+
+        return await self._administer(request, protocol.UpdateWeightsRequest, "path", update)
 
     async def sleep(self, request: Request) -> Any:
         """`/admin/sleep`."""
@@ -188,7 +192,9 @@ class Routes:
 
     async def wake_up(self, request: Request) -> Any:
         """`/admin/wake_up`."""
-        return await self._administer(request, protocol.WakeUpRequest, "path", lambda body: self._client.wake_up(body.path))
+        return await self._administer(
+            request, protocol.WakeUpRequest, "path", lambda body: self._client.wake_up(body.path, body.shared)
+        )
 
     async def _administer(self, request: Request, kind: type[Any], param: str, command: Callable[[Any], Awaitable[str]]) -> Any:
         """Do what a body of `kind` asks for, with the key of administration. `param`: what is blamed where that fails."""
@@ -197,10 +203,14 @@ class Routes:
             raise HttpError(403, "administration is closed; start the server with --admin-key-file", "permission_error")
         check_key(request, (key,))
         body, _ = await self._body(request, kind)
+        if getattr(body, "path", "") and body.shared:
+            raise RequestError("got both path and shared, wanted one of them; leave one out", "shared")
         begin = time.monotonic()
         error = await command(body)
         digest = self._service.ready.weights_digest
-        fields = {name: getattr(body, name) for name in body.__struct_fields__} | ({"weights_digest": digest} if digest else {})
+        fields = {name: getattr(body, name) for name in body.__struct_fields__ if name != "shared"} | (
+            {"weights_digest": digest} if digest else {}
+        )
         self._log.tell(request.url.path.rpartition("/")[2], **fields, error=error, ms=round(1000 * (time.monotonic() - begin)))
         if error:
             raise RequestError(error, param)

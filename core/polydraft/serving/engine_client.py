@@ -400,17 +400,17 @@ class EngineClient:
         except asyncio.TimeoutError:
             raise EngineGone(f"the engine has not answered for {timeout_s:g} seconds; ask again in a while") from None
 
-    async def update_weights(self, path: str, running: str) -> str:
+    async def update_weights(self, path: str, running: str, shared: Mapping[str, Any]) -> str:
         """Replace the weights; returns the sentence of what went wrong, "" where nothing did."""
-        return await self._ended(wire.UpdateWeights(next(self._numbers), path, running))
+        return await self._ended(wire.UpdateWeights(next(self._numbers), path, running, dict(shared)))
 
     async def sleep(self, level: int, running: str) -> str:
         """Let the engine give its memory back; the same."""
         return await self._ended(wire.Sleep(next(self._numbers), level, running))
 
-    async def wake_up(self, path: str) -> str:
-        """Let it take its memory again, with the weights of a directory unless `path` is ""; the same."""
-        return await self._ended(wire.WakeUp(next(self._numbers), path))
+    async def wake_up(self, path: str, shared: Mapping[str, Any]) -> str:
+        """Let it take its memory again, with other weights where some are named; the same."""
+        return await self._ended(wire.WakeUp(next(self._numbers), path, dict(shared)))
 
     async def _ended(self, command: wire.UpdateWeights | wire.Sleep | wire.WakeUp) -> str:
         future = self._done[command.number] = asyncio.get_running_loop().create_future()

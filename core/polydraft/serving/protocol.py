@@ -254,9 +254,11 @@ class DetokenizeRequest(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class UpdateWeightsRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """The body of `/admin/update_weights`."""
+    """The body of `/admin/update_weights`: a directory, or arrays that another process on the same device shares, as its library
+    describes them (`polydraft_cuda.ipc.share`)."""
 
-    path: str
+    path: str = ""
+    shared: dict[str, dict[str, Any]] = {}
     running: Literal["finish", "recompute"] = "finish"
 
 
@@ -268,9 +270,10 @@ class SleepRequest(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class WakeUpRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """The body of `/admin/wake_up`. `path`: a directory with weights to wake up with."""
+    """The body of `/admin/wake_up`: weights to wake up with, as in `/admin/update_weights`, or none."""
 
     path: str = ""
+    shared: dict[str, dict[str, Any]] = {}
 
 
 TEXT_BODIES: Final = (CompletionRequest, ChatRequest, ResponsesRequest)

@@ -39,11 +39,13 @@ class Abort(msgspec.Struct, tag=True, frozen=True):
 
 
 class UpdateWeights(msgspec.Struct, tag=True, frozen=True):
-    """Replace the weights. Answered by `Done` with this number."""
+    """Replace the weights by those of a directory, or where `path` is "" by arrays that another process shares (`OpensShared`).
+    Answered by `Done` with this number."""
 
     number: int
     path: str
     running: str
+    shared: dict[str, dict[str, Any]] = {}
 
 
 class Sleep(msgspec.Struct, tag=True, frozen=True):
@@ -55,10 +57,11 @@ class Sleep(msgspec.Struct, tag=True, frozen=True):
 
 
 class WakeUp(msgspec.Struct, tag=True, frozen=True):
-    """Wake up, with the weights of a directory where one is named. Answered by `Done` with this number."""
+    """Wake up, with other weights where some are named, as in `UpdateWeights`. Answered by `Done` with this number."""
 
     number: int
     path: str
+    shared: dict[str, dict[str, Any]] = {}
 
 
 class AskStats(msgspec.Struct, tag=True, frozen=True):

@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 import traceback
+from contextlib import ExitStack
 from typing import Any
 
 import zmq
@@ -219,18 +220,20 @@ class Worker:
     def _administer(self, engine: Engine, command: wire.UpdateWeights | wire.Sleep | wire.WakeUp) -> None:
         error = ""
         try:
-            if isinstance(command, wire.WakeUp):
-                engine.wake_up(command.path or None)
-            else:
-                running: Running = "recompute" if command.running == "recompute" else "finish"
-                if isinstance(command, wire.Sleep):
-                    engine.sleep(2 if command.level == 2 else 1, running=running)
+            if isinstance(command, wire.Sleep):
+                engine.sleep(2 if command.level == 2 else 1, running=_running(command.running))
+                return
+            with ExitStack() as opened:
+                source = opened.enter_context(engine.shared(command.shared)) if command.shared else command.path
+                if isinstance(command, wire.WakeUp):
+                    engine.wake_up(source or None)
                 else:
-                    engine.update_weights(command.path, running=running)
+                    engine.update_weights(source, running=_running(command.running))
         except PolydraftError as raised:
             error = str(raised)
-        self._tell(engine)
-        self._sender.put(wire.Done(command.number, error, engine.sleep_level is not None, engine.weights_digest))
+        finally:
+            self._tell(engine)
+            self._sender.put(wire.Done(command.number, error, engine.sleep_level is not None, engine.weights_digest))
 
     # -- steps -------------------------------------------------------------------------------------
     def _step(self, engine: Engine) -> None:
@@ -267,6 +270,10 @@ class Worker:
             device_busy_s=lanes.busy_s if lanes is not None else 0.0, prefix_queries=engine.scheduler.num_looked_up,
             prefix_hits=ledger.num_hits,
         )  # fmt: skip
+
+
+def _running(what: str) -> Running:
+    return "recompute" if what == "recompute" else "finish"
 
 
 def _plain(value: Any) -> Any:

@@ -122,7 +122,7 @@ class NumpyTable:
         """A fresh cache, counted as one allocation; `DeviceError` when memory is short."""
         shape = (2, spec.num_kv_heads, spec.num_blocks * spec.block_size, spec.head_dim)
         pages = self._device.pages
-        rows: Array = self._device.empty("cache", shape, "f32").host_array if pages is None else pages.empty("cache", shape, "f32")
+        rows: Array = pages.empty("cache", shape, "f32") if pages else self._device.empty("cache", shape, "f32").host_array
         self._device.settle()
         return NumpyCache(spec, rows, self._device.settle)
 

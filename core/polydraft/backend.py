@@ -53,6 +53,8 @@ class Capabilities:
     """Quantised forms of KV rows (`CacheSpec.kv`) that `allocate_cache`, `rope_kv_write` and `paged_attention` take."""
     weight_packings: tuple[str, ...] = ()
     """Packings (names of `contracts/packing.py`) in which `linear` takes a matrix; core dequantises what comes in others."""
+    expert_packings: tuple[str, ...] = ()
+    """Packings in which `expert_mlp` takes a stack of matrices."""
     f32_matmul: Products = "f32"
     """What matrix products of float32 round their factors to: "tf32" keeps 10 bits of the mantissa. Sums are float32 either
     way."""
@@ -67,6 +69,10 @@ class Capabilities:
     sleep: bool = False
     """Devices that are opened for it (`DeviceOptions.sleep`) give the memory of weights and caches back while its addresses stay
     (`polydraft.device.Sleeping`)."""
+
+    def packings(self, role: str) -> tuple[str, ...]:
+        """The packings in which kernels take weights of a role."""
+        return {"linear": self.weight_packings, "experts": self.expert_packings}.get(role, ())
 
     def describe(self) -> dict[str, Any]:
         """Name to value, for `doctor` and reports."""
@@ -207,8 +213,8 @@ class KernelTable(Protocol):
         """Lay a canonical float32 array out once at load, for kernels that compute in `dtype`. `role`: "linear" [out, in],
         "embedding" [tokens, features], "norm" and "bias" [features], "experts" [experts, out, in], "router" [experts, in] or
         [experts], which stays float32 whatever `dtype` is. With `previous`, refill that weight in place at the same address
-        (weight update) and return it. A backend that declares `weight_packings` is also given `PackedWeight`s, of role "linear",
-        in those packings; a refill comes in the same one."""
+        (weight update) and return it. A backend that declares `weight_packings` is also given `PackedWeight`s of role "linear"
+        in those packings, of role "experts" in its `expert_packings`; a refill comes in the same one."""
 
     def allocate_cache(self, spec: CacheSpec) -> Cache:
         """Allocate one layer's cache. Raises `DeviceError` when memory is short."""

@@ -37,7 +37,7 @@ from polydraft.host.text_check import TextCheck
 from polydraft.host.totals import EngineTotals
 from polydraft.instruments.base import Instrument, Instruments, Setting
 from polydraft.instruments.sanitize import Hazard, Sanitizer
-from polydraft.models.block import Block, lacking
+from polydraft.models.block import PACKED_ROLES, Block, Role, lacking
 from polydraft.models.checkpoint import Checkpoint, Weights, load_weights
 from polydraft.models.digest import Digested
 from polydraft.models.families import FamilyRegistry
@@ -48,6 +48,7 @@ from polydraft.models.weights import (
     AsStored,
     Loading,
     PackedAtLoad,
+    Taken,
     Update,
     WithDraftHead,
     check_same_model,
@@ -170,20 +171,16 @@ class Engine:
         self._custom_blocks = self.checkpoint.custom_blocks()
         self._refuse_lacking_kinds()
         names = wanted(canonical, self.model, drafting=self._draft_layers(), own=self._custom_blocks)
-        self._packings = self._taken_packings()
-        packing = self.resolved.packing
-        if packing is not None and packing.name not in self._packings:
-            logging.getLogger(__name__).warning(dequantised(self.info, packing.name, self.resolved.dtype))
-            packing = None
+        self._taken = self._taken_packings()
         self._stored = weights.packings
         self._warn_of_dequantised(weights)
-        taken = {name: one for name, one in self._stored.items() if one.name in self._packings}
         nbytes = sizes(
-            self.model, names, dtype=self.resolved.dtype, packing=packing, ignored=self.config.weights_ignore, stored=taken
-        )
+            self.model, names, dtype=self.resolved.dtype, packing=self.resolved.packing, ignored=self.config.weights_ignore,
+            stored=self._stored, taken=self._taken,
+        )  # fmt: skip
         check_weights(self.device, self.resolved, nbytes)
         self._weights = prepare(
-            self.table, canonical, nbytes, roles(self.model), dtype=self.resolved.dtype, packings=self._packings, loading=loading
+            self.table, canonical, nbytes, roles(self.model), dtype=self.resolved.dtype, taken=self._taken, loading=loading
         )
         self.weights_digest = self._told(digested)
         """Of the checkpoint's weights (`models/digest.py`); "" where it was not asked for."""
@@ -285,20 +282,27 @@ class Engine:
         return digest
 
     def _warn_of_dequantised(self, weights: Weights) -> None:
-        """Say which matrices that are stored in few bits are kept in more."""
-        for name in dict.fromkeys(one.name for one in self._stored.values() if one.name not in self._packings):
-            logging.getLogger(__name__).warning(dequantised(self.info, name, self.resolved.dtype))
+        """Say which matrices that are in few bits are kept in more."""
+        made, known = self.resolved.packing, roles(self.model)
+        kept = [(known[name], one.name) for name, one in self._stored.items()]
+        kept += [(one.role, made.name) for one in self.model.weights().values() if made and one.role in PACKED_ROLES]
+        short = dict.fromkeys((role, name) for role, name in kept if name not in self._taken[role])
+        for role, name in short:
+            if role == "linear" or ("linear", name) not in short:
+                logging.getLogger(__name__).warning(dequantised(self.info, name, self.resolved.dtype, role))
         others = [name for name in weights.stored_packed if name not in self._stored]
         if others:
             logging.getLogger(__name__).warning(
-                "%d tensors that are stored in few bits, such as %s, are dequantised to %s: experts, parts in several packings, "
-                "or groups of inputs in another order", len(others), others[0], self.resolved.dtype,
+                "%d tensors that are stored in few bits, such as %s, are dequantised to %s: parts in several packings, or groups "
+                "of inputs in another order", len(others), others[0], self.resolved.dtype,
             )  # fmt: skip
 
-    def _taken_packings(self) -> Collection[str]:
-        """The packings that `linear` takes on this device: what the backend declares, unless a kernel pack serves it."""
-        replaced = "linear" in (override.contract for override in self.table.overrides)
-        return () if replaced else self.info.capabilities.weight_packings
+    def _taken_packings(self) -> Taken:
+        """The packings that are taken on this device: what the backend declares, unless a kernel pack serves the contract."""
+        replaced = {override.contract for override in self.table.overrides}
+        served: dict[Role, str] = {"linear": "linear", "experts": "expert_mlp"}
+        packings = self.info.capabilities.packings
+        return {role: () if contract in replaced else packings(role) for role, contract in served.items()}
 
     def _model_dir(self) -> Path:
         if self.config.model:
@@ -743,7 +747,7 @@ class Engine:
                 "the same packings; start another engine"
             )
         canonical, digested = self._canonical(weights, model)
-        return Update(self._weights, canonical, roles(self.model), self._packings), digested
+        return Update(self._weights, canonical, roles(self.model), self._taken), digested
 
     def _quiesce(self, running: Running) -> None:
         """Run steps until nothing is in flight and no slot is in the middle of a text."""

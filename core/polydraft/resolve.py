@@ -19,7 +19,7 @@ from polydraft.contracts.base import Limits
 from polydraft.contracts.kv_quant import Kv
 from polydraft.contracts.packing import MADE, Packing
 from polydraft.errors import CapabilityError
-from polydraft.models.block import Block
+from polydraft.models.block import PACKED_ROLES, Block, Role
 from polydraft.models.description import ModelDescription
 from polydraft.program.caches import block_bytes, never_hit, slot_bytes
 from polydraft.program.host_inputs import BLOCKING, MIDDLE, Needs
@@ -203,9 +203,7 @@ def _weights(n: _Negotiation, dtype: str) -> Packing | None:
         return None
     made = MADE[asked]
     reason = f"{made.why}; drafts leave texts as they are"
-    if made.packing.name not in n.caps.weight_packings:
-        reason = f"{reason}; {dequantised(n.info, made.packing.name, dtype)}"
-    n.choose("weights", made.packing.name, reason)
+    n.choose("weights", made.packing.name, "; ".join([reason, *_dequantised(n, made.packing.name, dtype)]))
     return made.packing
 
 
@@ -214,13 +212,21 @@ def _stored(n: _Negotiation, dtype: str) -> None:
     packings = n.model.packed_as
     if n.config.weights != AUTO:
         n.refuse(f"--weights {n.config.weights}: model {n.model.name} is stored as {', '.join(packings)} already; leave it out")
-    lacking = [dequantised(n.info, one, dtype) for one in packings if one not in n.caps.weight_packings]
+    lacking = [clause for one in packings for clause in _dequantised(n, one, dtype)]
     n.choose("weights", ", ".join(packings), "; ".join(["as the checkpoint stores them", *lacking]))
 
 
-def dequantised(info: BackendInfo, packing: str, dtype: str) -> str:
-    """What becomes of weights in a packing that a backend does not declare, as a clause."""
-    return f"backend {info.name} takes no weights packed as {packing}, so they are dequantised to {dtype} when they are loaded"
+def _dequantised(n: _Negotiation, packing: str, dtype: str) -> list[str]:
+    """Clauses of what the backend does not declare, of matrices or of experts where the model has some."""
+    used = {one.role for one in n.model.weights().values()}
+    lacking = [role for role in PACKED_ROLES if role in used and packing not in n.caps.packings(role)]
+    return [dequantised(n.info, packing, dtype, role) for role in lacking[:1]]
+
+
+def dequantised(info: BackendInfo, packing: str, dtype: str, role: Role) -> str:
+    """What becomes of weights of a role in a packing that a backend does not declare, as a clause."""
+    what = "experts" if role == "experts" else "weights"
+    return f"backend {info.name} takes no {what} packed as {packing}, so they are dequantised to {dtype} when they are loaded"
 
 
 def _length(n: _Negotiation) -> int:

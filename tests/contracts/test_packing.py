@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 from fractions import Fraction
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from polydraft.contracts.kernels import expert_mlp as experts
 from polydraft.contracts.kernels.linear import golden
 from polydraft.contracts.packing import (
     E4M3,
@@ -18,6 +20,7 @@ from polydraft.contracts.packing import (
     PackedWeight,
     Packing,
     e4m3_bits,
+    moves,
     multiplied,
     pack,
     rounded,
@@ -63,6 +66,41 @@ def test_blocks_by_hand():
     scales = np.array([[1.0, 2.0], [3.0, 4.0]], np.float32)
     read = PackedWeight(PACKINGS["fp8-block128"], (130, 129), numbers, scales).read()
     assert [read[0, 0], read[127, 128], read[128, 127], read[129, 128]] == [1.0, 2.0, 3.0, 4.0]
+
+
+@each_packing
+def test_a_stack_is_its_matrices(packing: Packing):
+    """Packed one by one, read one by one, and of the shapes and bytes that a packing says."""
+    matrices = np.stack([matrix(), -2 * matrix(), matrix()[::-1]])
+    packed = pack(matrices, packing)
+    assert (packed.shape, len(packed), packed.ndim) == ((3, 150, 300), 3, 3)
+    assert packed.scales.shape == packing.scales_of(packed.shape) == (3, *packing.scales_of((150, 300)))
+    assert packing.nbytes(packed.shape) == 3 * packing.nbytes((150, 300))
+    for one, value in zip(packed, matrices, strict=True):
+        np.testing.assert_array_equal(one.read(), pack(np.ascontiguousarray(value), packing).read())
+    np.testing.assert_array_equal(packed.read(), np.stack([one.read() for one in packed]))
+    np.testing.assert_allclose(unpacked(packed), packed.read(np.float64), rtol=1e-7)
+
+
+def test_the_golden_of_experts_rounds_in_front_of_both_products():
+    """x = [127, 1.4] becomes [127, 1]. Gates 128 and 100 times 2 and 127 are [256, 12700], in steps of 100 [300, 12700]."""
+    packing = PACKINGS["int8-channel-a8"]
+    numbers = np.array([[[1, 1], [0, 100], [0, 2], [1, 0]]], np.int8)
+    gate_up = PackedWeight(packing, (1, 4, 2), numbers, np.ones((1, 4, 1), np.float32))
+    down = PackedWeight(packing, (1, 2, 2), np.array([[[1, 0], [0, 1]]], np.int8), np.array([[[0.5], [1.0]]], np.float32))
+    a = SimpleNamespace(x=np.array([[127.0, 1.4]]), expert_ids=np.array([[0]]), expert_weights=np.array([[2.0]]), gate_up=gate_up,
+                        down=down, shared=None, shared_gate=None, out=np.zeros((1, 2)))  # fmt: skip
+    experts.golden(a, 1)
+    np.testing.assert_array_equal(a.out, [[2 * 0.5 * 300, 2 * 12700]])
+
+
+def test_how_far_a_rounded_number_moves():
+    """Nothing far from a border, a step beside one; of E4M3 a step is an eighth of the power of two below."""
+    int8, fp8 = PACKINGS["int8-channel-a8"], PACKINGS["fp8-channel-a8"]
+    x = np.array([[127.0, 10.4, 10.49, -10.51, 0.0]])
+    np.testing.assert_array_equal(moves(x, np.full(x.shape, 0.02), int8), [[0, 0, 1, 1, 0]])
+    np.testing.assert_array_equal(moves(np.array([[448.0, 17.01, 30.0]]), np.full((1, 3), 0.02), fp8), [[0, 2, 0]])
+    assert np.isnan(moves(np.array([[np.nan, 1.0]]), np.zeros((1, 2)), int8)).all()
 
 
 def test_the_golden_multiplies_what_weights_and_activations_stand_for():

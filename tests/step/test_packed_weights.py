@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from polydraft import LLM, SamplingParams, reference
+from polydraft.conformance.oracle.checkpoints import tensor_shapes
 from polydraft.conformance.probe import checkpoint, prompts
 from polydraft.conformance.target import wrap
 from polydraft.contracts.packing import MADE, PACKINGS, pack
@@ -22,12 +23,15 @@ from polydraft.models.families import FamilyRegistry
 from polydraft.models.weights import PackedAtLoad, sizes
 from tests.conformance.doubles import BACKENDS
 from tests.support.cpu import needs_kernels
+from tools import make_checkpoint
 
 PROBE = str(checkpoint())
 OPTIONS: dict[str, Any] = {"model": PROBE, "max_num_seqs": 3, "block_size": 4, "weights": "int8"}
 each_made = pytest.mark.parametrize("made", MADE)
 BARE = wrap(reference, polydraft_backend_info=lambda info: dataclasses.replace(
-    info, name="bare", capabilities=dataclasses.replace(info.capabilities, weight_packings=())))  # fmt: skip
+    info, name="bare", capabilities=dataclasses.replace(info.capabilities, weight_packings=(), expert_packings=())))  # fmt: skip
+WITHOUT_EXPERTS = wrap(reference, polydraft_backend_info=lambda info: dataclasses.replace(
+    info, name="bare", capabilities=dataclasses.replace(info.capabilities, expert_packings=())))  # fmt: skip
 
 
 def texts(**options: Any) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
@@ -100,7 +104,10 @@ def test_planning_counts_the_bytes_of_packed_matrices():
         names = list(load_weights(opened, model, table))
         packed = {name: one.nbytes for name, one in PackedAtLoad(load_weights(opened, model, table), model,
                   PACKINGS["fp8-channel"], ("head",)).items() if one.nbytes}  # fmt: skip
-    assert sizes(model, names, dtype="f32", packing=PACKINGS["fp8-channel"], ignored=("head",)) == packed
+    taken: Any = {"linear": ("fp8-channel",)}
+    assert sizes(model, names, dtype="f32", packing=PACKINGS["fp8-channel"], ignored=("head",), taken=taken) == packed
+    floats = sizes(model, names, dtype="f32", packing=PACKINGS["fp8-channel"], taken={"experts": ("fp8-channel",)})
+    assert floats == sizes(model, names, dtype="f32")
     assert PACKINGS["int4-group32"].nbytes((10, 100)) == 10 * 50 + 10 * 4 * 2
     assert PACKINGS["int4-group128-zeros"].nbytes((10, 129)) == 10 * 65 + 10 * 2 * 3
 
@@ -120,9 +127,10 @@ def test_updated_weights_are_packed_alike():
 def test_a_kernel_pack_that_serves_linear_gets_floats():
     """What the backend declares says nothing about other kernels."""
     with closing(LLM(**OPTIONS, backend="reference")) as llm:
-        assert llm.engine._taken_packings() == tuple(PACKINGS)
-        llm.engine.table = dataclasses.replace(llm.engine.table, overrides=(type("O", (), {"contract": "linear"})(),))
-        assert llm.engine._taken_packings() == ()
+        assert llm.engine._taken_packings() == {"linear": tuple(PACKINGS), "experts": tuple(PACKINGS)}
+        for contract, role in (("linear", "linear"), ("expert_mlp", "experts")):
+            llm.engine.table = dataclasses.replace(llm.engine.table, overrides=(type("O", (), {"contract": contract})(),))
+            assert [one for one, packings in llm.engine._taken_packings().items() if not packings] == [role]
 
 
 @pytest.mark.parametrize(
@@ -144,3 +152,48 @@ def test_unknown_packings_are_no_capability():
         info, capabilities=dataclasses.replace(info.capabilities, weight_packings=("int2-channel",))))  # fmt: skip
     with pytest.raises(PluginError, match=r"weight_packings \('int2-channel',\), wanted some of int8-channel, .* or none"):
         LLM(**OPTIONS, plugin=odd)
+    odd = wrap(reference, polydraft_backend_info=lambda info: dataclasses.replace(
+        info, capabilities=dataclasses.replace(info.capabilities, expert_packings=("int2-channel",))))  # fmt: skip
+    with pytest.raises(PluginError, match=r"expert_packings \('int2-channel',\), wanted some of .* what expert_mlp takes"):
+        LLM(**OPTIONS, plugin=odd)
+
+
+# -- experts ---------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def sparse(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model with experts, in floats."""
+    config = {**make_checkpoint.FAMILIES["glm4-moe"], "hidden_size": 64, "head_dim": 16, "moe_intermediate_size": 48}
+    tensors = make_checkpoint.draw(tensor_shapes(config), config, np.random.default_rng(2), embedding_first=True)
+    return str(make_checkpoint.write(tmp_path_factory.mktemp("sparse"), config, tensors))
+
+
+def of_experts(model: str, made: str, **options: Any) -> list[tuple[int, ...]]:
+    params = SamplingParams(max_new_tokens=16, ignore_eos=True)
+    with closing(LLM(model=model, max_num_seqs=3, block_size=4, weights=made, **options)) as llm:
+        return [one.token_ids for one in llm.generate([[5, 9, 11, 4], [7] * 9, [3, 8, 3, 8]], params)]
+
+
+@needs_kernels
+@each_made
+def test_experts_are_packed_at_load_and_texts_stay_those_of_the_packed_model(made: str, sparse: str):
+    plain = of_experts(sparse, made, backend="reference", draft_tokens=0, invariant=True)
+    assert of_experts(sparse, made, backend="reference", draft_tokens=3, invariant=True) == plain
+    assert of_experts(sparse, made, plugin=BACKENDS["emulator"], draft_tokens=3, overlap=1, invariant=True) == plain
+    assert of_experts(sparse, made, plugin=WITHOUT_EXPERTS, draft_tokens=3, invariant=True) == plain
+    compiled = of_experts(sparse, made, backend="cpu", draft_tokens=0)
+    assert of_experts(sparse, made, backend="cpu", draft_tokens=5, graph="decode") == compiled == plain
+
+
+@needs_kernels
+def test_experts_keep_their_bits_and_say_so_where_not(sparse: str, caplog: pytest.LogCaptureFixture):
+    with caplog.at_level(logging.WARNING), closing(LLM(model=sparse, backend="cpu", weights="int4")) as llm:
+        weight: Any = llm.engine._weights["layers.1.experts_down"]
+        assert weight.nbytes < 5 / 32 * 4 * np.prod(weight.shape)
+        assert {"layers.1.experts_down", "mtp.0.experts_gate_up"} <= set(llm.engine.packing_errors)
+        assert "layers.1.router" not in llm.engine.packing_errors
+    assert caplog.messages == []
+    with caplog.at_level(logging.WARNING), closing(LLM(model=sparse, plugin=WITHOUT_EXPERTS, weights="int4")) as llm:
+        reason = next(one.reason for one in llm.engine.resolved.decisions if one.name == "weights")
+    said = "backend bare takes no experts packed as int4-group32, so they are dequantised to f32 when they are loaded"
+    assert caplog.messages == [said]
+    assert reason.endswith(said)

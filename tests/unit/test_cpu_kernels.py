@@ -21,8 +21,9 @@ from polydraft.contracts.inputs import generated
 from polydraft.contracts.kernels.linear import LinearV1
 from polydraft.contracts.kernels.paged_attention import PagedAttentionV1
 from polydraft.contracts.kernels.rms_norm import RmsNormV1
-from polydraft.contracts.packing import PACKINGS, Matrix, PackedWeight, multiplied, pack
+from polydraft.contracts.packing import PACKINGS, Matrix, PackedWeight, multiplied, pack, stacked
 from tests.support.cpu import LEVELS, bound, loaded, needs_kernels, opened
+from tests.support.depth import among
 
 pytestmark = needs_kernels
 NUMERIC = (
@@ -87,6 +88,18 @@ def test_products_of_any_shape(level: str, weights: str, data: st.DataObject):
 @pytest.mark.parametrize("packing", PACKINGS)
 def test_every_level_keeps_packed_weights(level: str, packing: str):
     kernel: Any = REGISTRY["linear"]
+    for dtype in ("f32", "bf16"):
+        device, table = opened(f"cpu?isa={level}&threads=2", dtype)
+        for case in kernel.packed_cases(packing):
+            comparison = check_kernel(kernel, case, device, table, act=dtype)
+            assert comparison.ok, comparison.describe()
+        device.close()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("packing", among(("int8-channel-a8", "int4-group32-zeros", "fp8-block128"), PACKINGS))
+def test_every_level_keeps_packed_experts(level: str, packing: str):
+    kernel: Any = REGISTRY["expert_mlp"]
     for dtype in ("f32", "bf16"):
         device, table = opened(f"cpu?isa={level}&threads=2", dtype)
         for case in kernel.packed_cases(packing):
@@ -194,6 +207,8 @@ def test_packed_weights_take_their_bits(packing: str, bits: float):
     weight = pack(np.random.default_rng(5).standard_normal((64, 256), np.float32), PACKINGS[packing])
     scales = 64 * 4 if weight.scales.shape[1] == 1 else 0
     assert table.prepare_weight("linear", weight, "f32").nbytes == 64 * 256 * bits / 8 + scales
+    both = stacked([weight, weight])
+    assert table.prepare_weight("experts", both, "f32").nbytes == 2 * (64 * 256 * bits / 8 + scales)
     if packing == "int4-group32":
         exact = dataclasses.replace(weight, scales=weight.scales * np.float32(1.0001))
         assert table.prepare_weight("linear", exact, "f32").nbytes == 64 * 256 * (bits + 0.5) / 8

@@ -57,12 +57,28 @@ def test_every_tensor_is_what_the_format_says(tmp_path: Path, config: dict[str, 
         assert (kept.packing, kept.packing.name) == (weights.packing(canonical), PUBLISHED[name].packing)
         assert np.array_equal(kept.read(), wanted[canonical]), canonical
     found = {canonical.rpartition(".")[2] for canonical in weights.packings}
-    experts = {"shared_gate_up", "shared_down"} if config is GLM else {"proj"}
-    parts = {"qkv", "gate_up", "shared_gate_up"} if "block" in name else set()  # of 64 rows: blocks of 128 would overlap
+    experts = {"shared_gate_up", "shared_down", "experts_gate_up", "experts_down"} if config is GLM else {"proj"}
+    parts = {"qkv", "gate_up", "shared_gate_up", "experts_gate_up"} if "block" in name else set()  # blocks of 128 would overlap
     in_order = {"qkv", "o", "gate_up", "down", *experts} - parts
-    one_group = {"shared_down"} if config is GLM else set()  # which is in order whatever its order
+    one_group = {"shared_down", "experts_down"} if config is GLM else set()  # which is in order whatever its order
     assert found - {"proj"} == (in_order - {"proj"} if PUBLISHED[name].in_order else one_group)
     assert {"experts_down", "experts_gate_up"} <= {one.rpartition(".")[2] for one in weights.stored_packed} or config is MIMO
+
+
+def test_experts_whose_parts_end_with_a_block_stay_in_blocks(tmp_path: Path):
+    """Blocks of 128 rows of gate and up beside each other, an expert's last block smaller than the others."""
+    config = {**GLM, "hidden_size": 160, "moe_intermediate_size": 128}
+    tensors, packed_config, meant = stored(config, "fp8-block")
+    weights = opened(write_checkpoint(tmp_path / "packed", packed_config, tensors))
+    wanted = opened(write_checkpoint(tmp_path / "floats", config, meant))
+    names = [name for name in wanted if name.endswith(("experts_gate_up", "experts_down"))]
+    assert names
+    for name in names:
+        kept = weights.packed(name)
+        assert kept.packing.name == "fp8-block128-a8"
+        assert kept.shape == wanted[name].shape
+        assert kept.scales.shape == (len(kept), 2, 2 if name.endswith("gate_up") else 1)
+        assert np.array_equal(kept.read(), wanted[name])
 
 
 def test_a_description_says_in_what_matrices_are_packed(tmp_path: Path):

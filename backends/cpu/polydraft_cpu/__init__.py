@@ -29,6 +29,7 @@ CAPABILITIES = Capabilities(
     graph_capture=True,
     row_invariant=True,
     weight_packings=tuple(PACKINGS),
+    expert_packings=tuple(PACKINGS),
     sliding_window=True,
     ranks="processes" if platform.machine() in ("x86_64", "AMD64") else "",  # where a store is seen behind those before it
     ordered_sums=platform.machine() in ("x86_64", "AMD64"),

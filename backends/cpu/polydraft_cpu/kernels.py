@@ -98,24 +98,27 @@ class CpuWeight:
         self._point(data, chosen, rows, cols, beside)
 
     def _fill_packed(self, value: PackedWeight) -> None:
-        """Lay numbers, scales and zero points out in panels."""
-        packing, (rows, cols) = value.packing, value.shape
-        chosen = PACKED[packing.number]
-        data = self._memory(chosen, 1, rows, cols)
-        numbers = value.numbers
-        if chosen == PANELS_I4:  # eight of a row in a word
-            numbers = np.pad(numbers, ((0, 0), (0, -numbers.shape[1] % 4))).view("<u4")
-        _side_by_side(numbers, data[0])
+        """Lay numbers, scales and zero points out in panels, one matrix of a stack behind the other."""
+        packing, (rows, cols) = value.packing, value.shape[-2:]
+        matrices = list(value) if value.ndim > 2 else [value]
+        chosen, stack = PACKED[packing.number], len(matrices)
+        data = self._memory(chosen, stack, rows, cols)
         group = packing.columns if packing.columns < cols else 0
-        shape = (up(rows) // PANEL, -(-cols // group) if group else 1, PANEL)
-        scales = np.repeat(value.scales, packing.rows, axis=0)[:rows] if packing.rows > 1 else value.scales
-        narrow = group > 0 and not np.any(scales.view(np.uint32) & 0xFFFF)
+        shape = (stack, up(rows) // PANEL, -(-cols // group) if group else 1, PANEL)
+        narrow = group > 0 and not np.any(value.scales.view(np.uint32) & 0xFFFF)
         name = "groups" if group else "scale"
         beside = {name: self._kept(name, shape, np.uint16 if narrow else np.float32)}
-        _side_by_side((scales.view(np.uint32) >> 16).astype(np.uint16) if narrow else scales, beside[name])
         if value.zeros is not None:
             beside["zeros"] = self._kept("zeros", shape, np.uint8)
-            _side_by_side(value.zeros, beside["zeros"])
+        for i, one in enumerate(matrices):
+            numbers = one.numbers
+            if chosen == PANELS_I4:  # eight of a row in a word
+                numbers = np.pad(numbers, ((0, 0), (0, -numbers.shape[1] % 4))).view("<u4")
+            _side_by_side(numbers, data[i])
+            scales = np.repeat(one.scales, packing.rows, axis=0)[:rows] if packing.rows > 1 else one.scales
+            _side_by_side((scales.view(np.uint32) >> 16).astype(np.uint16) if narrow else scales, beside[name][i])
+            if one.zeros is not None:
+                _side_by_side(one.zeros, beside["zeros"][i])
         self._point(data, chosen, rows, cols, beside)
         s = self._struct
         s.groups_bf16, s.group = int(narrow), group

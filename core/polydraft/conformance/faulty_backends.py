@@ -19,6 +19,7 @@ from polydraft.conformance import hidden_faults as hidden
 from polydraft.conformance.core_faults import Fault
 from polydraft.conformance.target import Proxy, TableProxy, wrap
 from polydraft.contracts.inputs import kernel_of
+from polydraft.contracts.packing import unpacked
 from polydraft.sentinels import NO_TOKEN, Phase
 
 
@@ -313,6 +314,14 @@ def _packed(id_: str, title: str, source: str, packing: str, change: Callable[[A
     return Mutant(id_, title, source, f"L2/linear/packed-{packing}", broken, "weight_packings")
 
 
+def _experts(
+    id_: str, title: str, source: str, packing: str, change: Callable[[Any], Any], which: tuple[str, ...] = ("gate_up", "down")
+) -> Mutant:
+    """A mutant whose `expert_mlp` reads packed stacks in a wrong way."""
+    broken = by.computed("expert_mlp", _seeing(**{name: packing_faults.reading(change, name) for name in which}))
+    return Mutant(id_, title, source, f"L2/expert_mlp/packed-{packing}", broken, "expert_packings")
+
+
 def _biased_weights(golden: by.Golden, a: Any, n: int) -> None:
     """Weights are taken from what was sorted."""
     golden(a, n)
@@ -344,7 +353,7 @@ def _all_experts_computed(golden: by.Golden, a: Any, n: int) -> None:
     """Experts that nobody chose count with weight 0, which does not stop what is not a number."""
     golden(a, n)
     unread = np.setdiff1d(np.arange(len(a.gate_up)), a.expert_ids[:n])
-    a.out[:n] += sum(0.0 * (a.gate_up[e].sum() + a.down[e].sum()) for e in unread)
+    a.out[:n] += sum(0.0 * (unpacked(a.gate_up[e]).sum() + unpacked(a.down[e]).sum()) for e in unread)
 
 
 def _within_capacity(a: Any) -> Any:
@@ -1227,6 +1236,62 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         "L2/collectives/all_gather",
         rank_faults.skipping("all_gather", 1),
         "ranks",
+    ),
+    _experts("M170", "scales of the next expert", "an offset of one matrix", "int8-channel", packing_faults.next_expert),
+    _experts(
+        "M171", "zero points of the next expert", "an offset of one matrix", "int4-group32-zeros", packing_faults.next_zeros
+    ),
+    _experts(
+        "M172",
+        "experts' scales of the next block",
+        "off by one",
+        "int4-group32",
+        packing_faults.of_each(packing_faults.neighbour),
+    ),
+    _experts(
+        "M173",
+        "experts' scales of blocks transposed",
+        "row and column mixed up",
+        "fp8-block128",
+        packing_faults.of_each(packing_faults.transposed),
+    ),
+    _experts(
+        "M174",
+        "experts' zero points one higher",
+        "files that store 1 less",
+        "int4-group64-zeros",
+        packing_faults.of_each(packing_faults.zero_off_by_one),
+    ),
+    _experts(
+        "M175",
+        "experts' low and high nibble swapped",
+        "another order of halves",
+        "int4-channel",
+        packing_faults.of_each(packing_faults.swapped),
+    ),
+    _experts(
+        "M176",
+        "experts' groups end a column late",
+        "off by one",
+        "int4-group128",
+        packing_faults.of_each(packing_faults.border),
+        ("gate_up",),
+    ),
+    Mutant(
+        "M177",
+        "activations of all rows of experts rounded with one scale",
+        "a reduction over the whole launch",
+        "L2/expert_mlp/packed-int8-channel-a8",
+        by.computed("expert_mlp", _seeing(x=lambda a: packing_faults.rounded_together(a, "gate_up"))),
+        "expert_packings",
+    ),
+    _experts(
+        "M178",
+        "what lies between an expert's products is not rounded",
+        "a fused kernel",
+        "fp8-channel-a8",
+        packing_faults.unrounded,
+        ("down",),
     ),
 )
 """Every mutant of this version, by the numbers of the design's table; a number that is missing is in `CORES`."""

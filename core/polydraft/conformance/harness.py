@@ -92,14 +92,18 @@ def run_golden(
     before = {name: array.copy() for name, array in arrays(contract, a).items()}
     with np.errstate(all="ignore"):
         scales = contract.scale(namespace(contract, case, act, poison, kv), case.n) if contract.scale else {}
+        coarse = TF32_EPS if contract.products and products == "tf32" and act == "f32" else 0.0
+        off = max(contract.tolerance.values(), default=0.0) * max(EPS[act], coarse)
+        tipped = contract.tipped(namespace(contract, case, act, poison, kv), case.n, off) if contract.tipped else {}
         (golden or contract.golden)(a, case.n)
     finite = all(np.isfinite(array).all() for array in before.values() if array.dtype.kind == "f")
     expected, sizes = {}, symbols(contract, case)
-    coarse = TF32_EPS if contract.products and products == "tf32" and act == "f32" else 0.0
     for name, value in arrays(contract, a).items():
         dtype = dtype_of(contract, case, name, act)
         added = sizes[contract.sums[name]] if name in contract.sums else 0
         allowed = _allowed(contract, name, value, before[name], scales, act if "." in name else dtype, added, coarse)
+        if name in tipped and allowed is not None:
+            allowed = allowed + tipped[name]
         loose = _loose(contract, name, value, case.n, poison.of(dtype))
         expected[name] = Expected(value, before[name], dtype, allowed, loose, loose_finite=finite)
         if kv and "." in name:

@@ -93,7 +93,7 @@ def _of_kernel(kernel: Kernel, options: Options, *, optional: bool) -> Iterator[
         yield check("invariant-mode", _invariant_mode, needs=("row_invariant",))
     yield from (check(f"kv-{kv}", _quantised, kv, needs=("kv_dtypes",)) for kv in (KV_DTYPES if _has_cache(kernel) else ()))
     packings = PACKINGS if kernel.packed_cases else ()
-    yield from (check(f"packed-{one}", _packed, one, needs=("weight_packings",)) for one in packings)
+    yield from (check(f"packed-{one}", _packed, one, needs=(contract_of(kernel).packings,)) for one in packings)
     for capability in contract_of(kernel).optional_cases:
         yield check(capability.replace("_", "-"), _optional, capability, needs=(capability,))
     if _is_rowwise(kernel):
@@ -466,8 +466,8 @@ def _packed(kernel: Contract, packing: str, target: Target, tally: Tally) -> Non
     """The cases of a packing, in every dtype that is declared, and by the kernels of a row-invariant engine, whose rows are the
     same alone."""
     declared = target.info.capabilities
-    if packing not in declared.weight_packings:
-        raise Unsupported(f"weights packed as {packing} are not declared")
+    if packing not in getattr(declared, kernel.packings):
+        raise Unsupported(f"weights packed as {packing} are not declared ({kernel.packings})")
     assert kernel.packed_cases
     modes = [(dtype, False) for dtype in declared.dtypes] + [(declared.dtypes[0], True)] * declared.row_invariant
     for act, invariant in modes:

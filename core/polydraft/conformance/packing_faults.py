@@ -1,7 +1,7 @@
 """Faults of packed weights: scales, zero points and halves of bytes read from the wrong place, activations rounded together.
 
-Faulty backends compute `linear` on the host with what these functions make of its arguments. Weights that are not packed are left
-alone.
+Faulty backends compute `linear` and `expert_mlp` on the host with what these functions make of their arguments. Weights that are
+not packed are left alone.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from polydraft.contracts.packing import Matrix, PackedWeight, rounded
+from polydraft.contracts.packing import Matrix, PackedWeight, rounded, stacked, unpacked
 from polydraft.device import Array
 
 
@@ -48,16 +48,47 @@ def border(weight: PackedWeight) -> Matrix:
     return matrix
 
 
-def reading(change: Callable[[PackedWeight], Matrix]) -> Callable[[Any], Any]:
-    """What a kernel with that fault takes the weight of a namespace for."""
-    return lambda a: change(a.weight) if isinstance(a.weight, PackedWeight) else a.weight
+def next_expert(weight: PackedWeight) -> Matrix:
+    """Scales of a stack are those of the expert behind."""
+    return replace(weight, scales=np.roll(weight.scales, -1, axis=0))
 
 
-def rounded_together(a: Any) -> Array:
+def next_zeros(weight: PackedWeight) -> Matrix:
+    """Zero points of a stack are those of the expert behind."""
+    return weight if weight.zeros is None else replace(weight, zeros=np.roll(weight.zeros, -1, axis=0))
+
+
+def unrounded(weight: PackedWeight) -> Matrix:
+    """Rows are multiplied as they are."""
+    return weight.read(np.float64)
+
+
+def of_each(change: Callable[[PackedWeight], Matrix]) -> Callable[[PackedWeight], Matrix]:
+    """The same fault in each matrix of a stack."""
+
+    def changed(stack: PackedWeight) -> Matrix:
+        found = [change(one) for one in stack]
+        packed = [one for one in found if isinstance(one, PackedWeight)]
+        return stacked(packed) if packed else np.stack([unpacked(one, np.float64) for one in found])
+
+    return changed
+
+
+def reading(change: Callable[[PackedWeight], Matrix], weight: str = "weight") -> Callable[[Any], Any]:
+    """What a kernel with that fault takes a weight of a namespace for."""
+
+    def read(a: Any) -> Any:
+        value = getattr(a, weight)
+        return change(value) if isinstance(value, PackedWeight) else value
+
+    return read
+
+
+def rounded_together(a: Any, weight: str = "weight") -> Array:
     """Rows as a kernel rounds them that has one scale for all rows of a launch: they stay on its grid when they are rounded again
     by the rows' own scales, or move further."""
-    weight = a.weight
-    if not isinstance(weight, PackedWeight) or not weight.packing.activations:
+    value = getattr(a, weight)
+    if not isinstance(value, PackedWeight) or not value.packing.activations:
         return np.asarray(a.x)
-    whole = replace(weight.packing, rows=1, columns=0)
+    whole = replace(value.packing, rows=1, columns=0)
     return rounded(a.x.reshape(1, -1), whole).reshape(a.x.shape)

@@ -290,7 +290,10 @@ class Contract:
     of the arithmetic, of which a claim needs one at least to be the backend's own. `symbols`: what shape symbols count that this
     contract has for itself.
     `optional_cases` has cases that are asked only of backends that declare a capability, by its name. `packed_cases(packing)` has
-    cases whose weights are packed, for backends that declare that packing; None where weights are never packed.
+    cases whose weights are packed, for backends that declare that packing in the capability `packings`; None where weights are
+    never packed.
+    `tipped(a, n, off)[output]` is allowed beside the tolerance: how far an output is moved by numbers that are rounded to a grid
+    on the way, where `off`, the tolerance's c * eps, may put them on either side of a border.
     `generate(rng)` draws a small case, `generate(rng, sizes)` one in which the named sizes are as asked. `grows` has the names
     that may be asked for (shape symbols and parameters), each with the sizes that the kit tries one at a time
     (`contracts/sizes.py`). `independent`: shape symbols along which no place looks at another, so that a large case may repeat
@@ -321,6 +324,8 @@ class Contract:
     independent: tuple[str, ...] = ()
     optional_cases: Mapping[str, Callable[[], Iterator[Case]]] = field(default_factory=dict)
     packed_cases: Callable[[str], Iterator[Case]] | None = None
+    packings: str = "weight_packings"
+    tipped: Callable[[Any, int, float], Mapping[str, Array]] | None = None
 
     @property
     def key(self) -> str:

@@ -11,7 +11,7 @@ Micikevicius et al. 2022, FP8 Formats for Deep Learning.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -52,16 +52,16 @@ class Packing:
         grain = f"block{self.columns}" if self.rows > 1 else f"group{self.columns}" if self.columns else "channel"
         return f"{self.number}-{grain}{'-zeros' if self.zeros else ''}{'-a8' if self.activations else ''}"
 
-    def scales_of(self, shape: tuple[int, ...]) -> tuple[int, int]:
-        """The shape of the scales, and of the zero points, of a matrix."""
-        outputs, inputs = shape
-        return -(-outputs // self.rows), -(-inputs // self.columns) if self.columns else 1
+    def scales_of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of the scales, and of the zero points, of a matrix or a stack of them."""
+        *stack, outputs, inputs = shape
+        return *stack, -(-outputs // self.rows), -(-inputs // self.columns) if self.columns else 1
 
     def nbytes(self, shape: tuple[int, ...]) -> int:
-        """Bytes of a matrix, scales of groups in 16 bits and others in 32; a backend may take a few more."""
-        outputs, inputs = shape
+        """Bytes of a matrix or a stack, scales of groups in 16 bits and others in 32; a backend may take a few more."""
+        *rows, inputs = shape
         scales = math.prod(self.scales_of(shape)) * ((2 if self.grouped else 4) + self.zeros)
-        return outputs * (-(-inputs // 2) if self.number == "int4" else inputs) + scales
+        return math.prod(rows) * (-(-inputs // 2) if self.number == "int4" else inputs) + scales
 
     @property
     def grouped(self) -> bool:
@@ -83,24 +83,24 @@ PACKINGS: Final[Mapping[str, Packing]] = _packings()
 
 @dataclass(frozen=True, eq=False)
 class PackedWeight:
-    """A matrix [outputs, inputs] in few bits.
+    """A matrix [outputs, inputs] in few bits, or a stack of them, [matrices, outputs, inputs], whose arrays have that axis, too.
 
     `numbers`: int8 [outputs, inputs]; uint8 [outputs, ceil(inputs / 2)] with two int4, that of the even column in the low half;
     or uint8 [outputs, inputs], the bits of E4M3. `scales`: float32, shaped as `Packing.scales_of` says. `zeros`: uint8 of that
     shape, None in a packing without. Raises `ContractError` for arrays of another form."""
 
     packing: Packing
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
     numbers: Array
     scales: Array
     zeros: Array | None = None
 
     def __post_init__(self) -> None:
-        outputs, inputs = self.shape
+        *rows, inputs = self.shape
         width = -(-inputs // 2) if self.packing.number == "int4" else inputs
         places = self.packing.scales_of(self.shape)
         dtype = np.int8 if self.packing.number == "int8" else np.uint8
-        wanted: list[tuple[str, Array | None, tuple[int, int], type]] = [("numbers", self.numbers, (outputs, width), dtype)]
+        wanted: list[tuple[str, Array | None, tuple[int, ...], type]] = [("numbers", self.numbers, (*rows, width), dtype)]
         wanted += [("scales", self.scales, places, np.float32)]
         wanted += [("zeros", self.zeros, places, np.uint8)] if self.packing.zeros else []
         for name, array, shape, kind in wanted:
@@ -118,27 +118,39 @@ class PackedWeight:
 
     @property
     def ndim(self) -> int:
-        """2, as of the matrix that it stands for."""
+        """2 of a matrix, 3 of a stack."""
         return len(self.shape)
 
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, number: int) -> PackedWeight:
+        """One matrix of a stack."""
+        zeros = None if self.zeros is None else self.zeros[number]
+        return PackedWeight(self.packing, self.shape[1:], self.numbers[number], self.scales[number], zeros)
+
+    def __iter__(self) -> Iterator[PackedWeight]:
+        """The matrices of a stack."""
+        return (self[number] for number in range(len(self)))
+
     def read(self, dtype: type = np.float32) -> Array:
-        """The matrix, each element (number - zero) * scale computed in `dtype`."""
+        """The matrix or stack, each element (number - zero) * scale computed in `dtype`."""
         return np.asarray((self.signed(dtype) * self._spread(self.scales)), dtype)
 
     def signed(self, dtype: type = np.float32) -> Array:
-        """number - zero of each element, exact in `dtype`, [outputs, inputs]."""
+        """number - zero of each element, exact in `dtype`, of its `shape`."""
         if self.packing.number == "int8":
             return self.numbers.astype(dtype)
         if self.packing.number == "fp8":
             return E4M3[self.numbers].astype(dtype)
-        both = np.stack([self.numbers & 15, self.numbers >> 4], axis=-1).reshape(self.shape[0], -1)[:, : self.shape[1]]
+        both = np.stack([self.numbers & 15, self.numbers >> 4], axis=-1).reshape(*self.shape[:-1], -1)[..., : self.shape[-1]]
         return both.astype(dtype) - (MIDDLE if self.zeros is None else self._spread(self.zeros).astype(dtype))
 
     def _spread(self, places: Array) -> Array:
         """What is of a block, at each of its elements."""
-        outputs, inputs = self.shape
-        rows = np.repeat(places, self.packing.rows, axis=0)[:outputs] if self.packing.rows > 1 else places
-        return np.repeat(rows, self.packing.columns, axis=1)[:, :inputs] if self.packing.columns else rows
+        outputs, inputs = self.shape[-2:]
+        rows = np.repeat(places, self.packing.rows, axis=-2)[..., :outputs, :] if self.packing.rows > 1 else places
+        return np.repeat(rows, self.packing.columns, axis=-1)[..., :inputs] if self.packing.columns else rows
 
 
 Matrix = Array | PackedWeight
@@ -150,11 +162,27 @@ def unpacked(value: Matrix, dtype: type = np.float32) -> Array:
     return value.read(dtype) if isinstance(value, PackedWeight) else value
 
 
+def stacked(matrices: Sequence[PackedWeight]) -> PackedWeight:
+    """Packed matrices of one shape and packing as a stack."""
+    first = matrices[0]
+    zeros = [one.zeros for one in matrices if one.zeros is not None]
+    return PackedWeight(
+        first.packing,
+        (len(matrices), *first.shape),
+        np.stack([one.numbers for one in matrices]),
+        np.stack([one.scales for one in matrices]),
+        np.stack(zeros) if zeros else None,
+    )
+
+
 def pack(matrix: Array, packing: Packing) -> PackedWeight:
-    """The packed weight nearest to a float32 matrix [outputs, inputs], each number to the nearest, ties to the even one.
+    """The packed weight nearest to a float32 matrix [outputs, inputs], or to each of a stack of them, each number to the nearest,
+    ties to the even one.
 
     Scales of int8 and fp8 are the largest magnitude over `LARGEST`. A group of int4 takes the scale of a few that errs least, and
     with zero points the span of its numbers and 0. Scales of groups are rounded to bfloat16 first: they are many."""
+    if matrix.ndim == 3:
+        return stacked([pack(one, packing) for one in matrix])
     outputs, inputs = matrix.shape
     rows, columns = packing.scales_of(matrix.shape)
     height, width = packing.rows, packing.columns or inputs
@@ -243,21 +271,34 @@ def rounded(x: Array, packing: Packing) -> Array:
     Each `columns` of a row have the scale s = max(largest magnitude / LARGEST, LEAST_SCALE), and x becomes s * q: q is the
     nearest whole number or E4M3 to x / s, ties to the even one. Both quotients are float32 divisions, rounded as IEEE 754 says,
     so that q and s are the same bits everywhere. Where a magnitude is infinite or NaN, all of its columns are NaN."""
-    if not packing.activations:
-        return np.asarray(x, np.float64)
-    rows, inputs = x.shape
-    width = packing.columns or inputs
-    groups = -(-inputs // width)
-    padded = np.zeros((rows, groups * width), np.float32)
-    padded[:, :inputs] = x
-    blocks = padded.reshape(rows, groups, width)
+    return _by_scales_of(x, packing, x) if packing.activations else np.asarray(x, np.float64)
+
+
+def moves(x: Array, off: Array, packing: Packing) -> Array:
+    """How much numbers of rows [rows, inputs] that are rounded move where x is off by `off`, with the scales as they are: a step
+    of the grid or more where a border may be crossed, else 0."""
+    low, middle, high = (_by_scales_of(x, packing, x + by) for by in (-off, 0.0, off))
+    return np.asarray(np.maximum(high - middle, middle - low))
+
+
+def _by_scales_of(x: Array, packing: Packing, values: Array) -> Array:
+    """Values rounded by the scales of x."""
     with np.errstate(invalid="ignore", over="ignore"):
-        most = np.abs(blocks).max(axis=-1, keepdims=True, initial=0.0)  # NaN where there is one
+        most = np.abs(_columns(x, packing)).max(axis=-1, keepdims=True, initial=0.0)  # NaN where there is one
         scale = np.maximum(most / np.float32(LARGEST[packing.number]), np.float32(LEAST_SCALE))
         scale = np.where(np.isfinite(most), scale, np.float32(np.nan))
-        q = blocks / scale
+        q = _columns(values, packing) / scale
     q = E4M3[e4m3_bits(q)] if packing.number == "fp8" else np.rint(q)
-    return np.asarray((q.astype(np.float64) * scale).reshape(rows, -1)[:, :inputs])
+    return np.asarray((q.astype(np.float64) * scale).reshape(len(x), -1)[:, : x.shape[1]])
+
+
+def _columns(x: Array, packing: Packing) -> Array:
+    """Rows in float32, by the columns that have a scale of their own, [rows, groups, columns]."""
+    rows, inputs = x.shape
+    width = packing.columns or inputs
+    padded = np.zeros((rows, -(-inputs // width) * width), np.float32)
+    padded[:, :inputs] = x
+    return padded.reshape(rows, -1, width)
 
 
 def multiplied(x: Array, weight: Matrix) -> tuple[Array, Array]:

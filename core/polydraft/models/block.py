@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, cast
 
 from polydraft.contracts.base import Unit
 from polydraft.device import Launch
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 Role = Literal["linear", "embedding", "norm", "bias", "experts", "router"]
 """What `prepare_weight` is given besides a tensor. "experts": a stack of matrices, [experts, out, in]. "router": a matrix or a
 vector that decides which experts a row is given to; it stays float32 whatever the dtype of activations."""
+PACKED_ROLES: Final[tuple[Role, ...]] = ("linear", "experts")
+"""Those whose matrices may be packed."""
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from polydraft.contracts.packing import PackedWeight, Packing
+from polydraft.contracts.packing import PackedWeight, Packing, stacked
 from polydraft.device import Array
 from polydraft.errors import CheckpointError
+from polydraft.models.block import PACKED_ROLES
 from polydraft.models.config_file import ConfigFile, read_json_object
 from polydraft.models.description import ModelDescription
 from polydraft.models.quantization import UNREAD, Layout, Quantization, joined, quantization, ungrouped
@@ -286,7 +287,8 @@ class Weights(Mapping[str, NDArray[np.float32]]):
         layouts = [self._layouts.get(part.name) for part in parts]
         packings = {None if layout is None else layout.packing for layout in layouts}
         packing = packings.pop()
-        if name not in self._matrices or packings or packing is None or any(part.shape[0] % packing.rows for part in parts[:-1]):
+        overlap = packing is not None and any(part.shape[0] % packing.rows for one in self._pieces(name) for part in one[:-1])
+        if name not in self._matrices or packings or packing is None or overlap:
             return None
         orders = (layout.order(self._module(part)) for part, layout in zip(parts, layouts, strict=True) if layout)
         return packing if all(order is None for order in orders) else None
@@ -294,7 +296,14 @@ class Weights(Mapping[str, NDArray[np.float32]]):
     def packed(self, name: str) -> PackedWeight:
         """Return canonical tensor `name` as it is stored, in `packing(name)`. Synchronous host work without a float copy. Errors:
         as for a look-up."""
-        return joined([self._read(part) for part in self._table.parts[name]])
+        matrices = [joined([self._read(part) for part in parts]) for parts in self._pieces(name)]
+        return stacked(matrices) if self._table.stacks.get(name) else matrices[0]
+
+    def _pieces(self, name: str) -> list[tuple[Part, ...]]:
+        """The parts of each matrix of a stack; of what is none, all of them."""
+        parts, stack = self._table.parts[name], self._table.stacks.get(name) or 1
+        each = len(parts) // stack
+        return [parts[i * each : (i + 1) * each] for i in range(stack)]
 
     def _module(self, part: Part) -> _Module:
         return _Module(self._checkpoint, _module_of(part.name))
@@ -367,7 +376,7 @@ def load_weights(checkpoint: Checkpoint, description: ModelDescription, table: T
             f"{description.architecture} that {checkpoint.path / 'config.json'} describes, wanted only "
             f"{table.scope}; use the config.json of these weights"
         )
-    matrices = [name for name, one in description.weights().items() if one.role == "linear" and not one.stack]
+    matrices = [name for name, one in description.weights().items() if one.role in PACKED_ROLES]
     return Weights(checkpoint, table, layouts, matrices)
 
 

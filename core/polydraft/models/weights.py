@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 import numpy as np
@@ -16,11 +16,13 @@ from polydraft.backend import Weight
 from polydraft.contracts.packing import Matrix, PackedWeight, Packing, pack, unpacked
 from polydraft.device import DTYPES, Array
 from polydraft.errors import CheckpointError
-from polydraft.models.block import Role
+from polydraft.models.block import PACKED_ROLES, Role
 from polydraft.models.checkpoint import Weights
 from polydraft.models.description import ModelDescription, block_weights
 from polydraft.plugins.kernel_table import BoundTable
 
+Taken = Mapping[Role, Collection[str]]
+"""The packings, by name, in which kernels take weights of a role."""
 Loading = Callable[[int, int], None]
 """Called while weights are loaded, with the bytes that are on the device and those of all, in the dtype that is kept."""
 DRAFT_HEAD = "mtp.0.draft_head"
@@ -76,7 +78,7 @@ class PackedAtLoad(Mapping[str, Matrix]):
 
     def __getitem__(self, name: str) -> Matrix:
         value = self._canonical[name]
-        if self._roles.get(name) != "linear" or part_of(name) in self._ignored or isinstance(value, PackedWeight):
+        if self._roles.get(name) not in PACKED_ROLES or part_of(name) in self._ignored or isinstance(value, PackedWeight):
             return value
         packed = pack(value, self._packing)
         changed = packed.read()
@@ -120,19 +122,21 @@ def sizes(
     packing: Packing | None = None,
     ignored: Collection[str] = (),
     stored: Mapping[str, Packing] = MappingProxyType({}),
+    taken: Taken = MappingProxyType({}),
 ) -> dict[str, int]:
     """Bytes of each named tensor in the activation dtype `dtype`, of those `stored` packed in their packing, of other matrices
-    outside the parts `ignored` in `packing`; 0 for what is made from others."""
+    outside the parts `ignored` in `packing`, where a kernel takes it; 0 for what is made from others."""
     declared, each = model.weights(), DTYPES[dtype].itemsize
 
     def size(name: str) -> int:
         if name not in declared:
             return 0
-        if name in stored:
-            return stored[name].nbytes(declared[name].shape)
-        if packing is not None and declared[name].role == "linear" and part_of(name) not in ignored:
-            return packing.nbytes(declared[name].shape)
-        return math.prod(declared[name].shape) * each
+        one = declared[name]
+        made = packing if one.role in PACKED_ROLES and part_of(name) not in ignored else None
+        kept = stored.get(name, made)
+        if kept is not None and kept.name in taken.get(one.role, ()):
+            return kept.nbytes(one.shape)
+        return math.prod(one.shape) * each
 
     return {name: size(name) for name in names}
 
@@ -144,21 +148,21 @@ def prepare(
     roles: Mapping[str, Role],
     *,
     dtype: str,
-    packings: Collection[str] = (),
+    taken: Taken = MappingProxyType({}),
     loading: Loading = lambda done, total: None,
 ) -> dict[str, Weight]:
-    """Prepare each tensor of `nbytes` once, dequantised where its packing is not one of `packings`; one canonical array is alive
-    at a time. `loading` is told how far that is."""
+    """Prepare each tensor of `nbytes` once, dequantised where no kernel takes its packing; one canonical array is alive at a
+    time. `loading` is told how far that is."""
     weights, done, total = {}, 0, sum(nbytes.values())
     for name, size in nbytes.items():
-        weights[name] = table.prepare_weight(roles[name], _taken(canonical[name], packings), dtype)
+        weights[name] = table.prepare_weight(roles[name], _as_taken(canonical[name], taken.get(roles[name], ())), dtype)
         done += size
         loading(done, total)
     return weights
 
 
-def _taken(value: Matrix, packings: Collection[str]) -> Matrix:
-    """The value as a backend takes it that takes these packings."""
+def _as_taken(value: Matrix, packings: Collection[str]) -> Matrix:
+    """The value as a kernel takes it that takes these packings."""
     return value if isinstance(value, PackedWeight) and value.packing.name in packings else unpacked(value)
 
 
@@ -169,8 +173,7 @@ class Update:
     weights: dict[str, Weight]
     canonical: Mapping[str, Matrix]
     roles: Mapping[str, Role]
-    packings: Collection[str] = ()
-    """Of those that a kernel takes."""
+    taken: Taken = field(default_factory=dict)
 
 
 def read_all(updates: Iterable[Update]) -> None:
@@ -185,7 +188,7 @@ def refill(table: BoundTable, updates: Iterable[Update], *, dtype: str) -> bool:
     moved = False
     for update in updates:
         for name, previous in update.weights.items():
-            value = _taken(update.canonical[name], update.packings)
+            value = _as_taken(update.canonical[name], update.taken.get(update.roles[name], ()))
             update.weights[name] = fresh = table.prepare_weight(update.roles[name], value, dtype, previous)
             moved |= fresh is not previous
     return moved

@@ -391,6 +391,9 @@ def check_info(name: str, have: Collection[str], info: BackendInfo) -> BackendIn
         f"weight_packings {caps.weight_packings!r}, wanted some of {', '.join(PACKINGS)} or none; name those that linear takes": (
             all(packing in PACKINGS for packing in caps.weight_packings)
         ),
+        f"expert_packings {caps.expert_packings!r}, wanted some of {', '.join(PACKINGS)} or none; name what expert_mlp takes": (
+            all(packing in PACKINGS for packing in caps.expert_packings)
+        ),
         f"row_order {caps.row_order!r}, wanted one of {', '.join(get_args(RowOrder))}; correct it": (
             caps.row_order in get_args(RowOrder)
         ),

@@ -31,6 +31,7 @@ CAPABILITIES = Capabilities(
     pool_temporaries=True,
     kv_dtypes=("int8", "fp8"),
     weight_packings=tuple(PACKINGS),
+    expert_packings=tuple(PACKINGS),
     sliding_window=True,
     ranks="threads",
     ordered_sums=True,

@@ -1,7 +1,7 @@
 """The reference's mixture-of-experts kernels: `route_experts` by sorting, `expert_mlp` expert by expert.
 
 The kernel table lists them. The terms of a row are added in the order of its choices, whichever expert ran first; with
-row-invariant arithmetic their products are made of tiles of one shape, too.
+row-invariant arithmetic their products are made of tiles of one shape, too. A packed stack is the float32 one that it stands for.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import numpy as np
 
 from polydraft.contracts.base import Limits
 from polydraft.device import Array
+from polydraft.reference.packed_weights import rounding
 from polydraft.reference.provider import Kernel, Run, plain
 
 Product = Callable[[Array, Array], Array]
@@ -60,6 +61,7 @@ def expert_mlp(product: Product) -> Callable[[Any, Limits], Run]:
     def bind(a: Any, limits: Limits) -> Run:
         del limits
         gate_up, down = a.gate_up.array, a.down.array
+        rounded, rounded_between = rounding(a.gate_up.packing), rounding(a.down.packing)
         half = down.shape[2]
 
         def run(n: int) -> None:
@@ -67,8 +69,8 @@ def expert_mlp(product: Product) -> Callable[[Any, Limits], Run]:
             terms = np.zeros((*ids.shape, a.x.shape[1]), np.float32)
             for expert in np.unique(ids[ids >= 0]):
                 rows, places = np.nonzero(ids == expert)
-                gated = product(gate_up[expert], a.x[rows])
-                gated = _silu(gated[:, :half]) * gated[:, half:]
+                gated = product(gate_up[expert], rounded(a.x[rows]))
+                gated = rounded_between(_silu(gated[:, :half]) * gated[:, half:])
                 terms[rows, places] = product(down[expert], gated) * a.expert_weights[rows, places, None]
             out = a.out[:n]
             out[...] = 0.0

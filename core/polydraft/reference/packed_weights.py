@@ -1,7 +1,7 @@
 """The reference's own reading of packed weights and rounding of activations, in float32.
 
-Its weights and the kernels of `linear` call it. Nothing is kept packed: a weight is the float32 matrix that it stands for, which
-takes as much memory as others, with its packing beside it where activations are rounded.
+Its weights and the kernels of `linear` and `expert_mlp` call it. Nothing is kept packed: a weight is the float32 matrix that it
+stands for, which takes as much memory as others, with its packing beside it where activations are rounded.
 """
 
 from __future__ import annotations
@@ -23,9 +23,11 @@ def packing_of(value: Matrix) -> Packing | None:
 
 
 def unpacked(value: Matrix) -> Array:
-    """The float32 matrix that a weight stands for; a view where it was not packed."""
+    """The float32 matrix or stack that a weight stands for; a view where it was not packed."""
     if not isinstance(value, PackedWeight):
         return np.ascontiguousarray(value, np.float32)
+    if value.ndim == 3:
+        return np.stack([unpacked(one) for one in value])
     outputs, inputs = value.shape
     packing, column = value.packing, np.arange(inputs)
     if packing.number == "int8":

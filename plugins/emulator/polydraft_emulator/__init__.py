@@ -63,6 +63,7 @@ class Emulator:
             pool_temporaries=True,
             kv_dtypes=KV_DTYPES,
             weight_packings=tuple(PACKINGS),
+            expert_packings=tuple(PACKINGS),
             sliding_window=True,
             ranks="threads",
             ordered_sums=True,

@@ -3,17 +3,22 @@
 A mixture-of-experts block launches it behind `route_experts`. Experts may have any number of rows, none included. What a row gets
 depends on its own choices alone: terms are summed in the order of its choices, so other rows of the launch cannot change its bits
 where a backend's products are row-invariant.
+
+Both stacks may be packed (`contracts/packing.py`), each in a packing of its own, where a backend declares that it takes them so.
+Where a packing rounds activations, each row is rounded by its own scales in front of either product: x, and silu(gate) * up.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from polydraft.contracts.base import REGISTRY, Args, Array, Case, Contract, opaque, tensor
 from polydraft.contracts.kernels.swiglu import sigmoid, silu
+from polydraft.contracts.packing import PACKINGS, Matrix, PackedWeight, Packing, moves, multiplied, pack
 from polydraft.contracts.sizes import (
     CHOSEN,
     EXPERT_WIDTH,
@@ -51,6 +56,12 @@ class ExpertMlpV1(Args):
     )  # fmt: skip
 
 
+def _product(matrix: Matrix, row: Array) -> Array:
+    """matrix @ row, of what both stand for."""
+    rows, numbers = multiplied(row[None], matrix)
+    return np.asarray(numbers @ rows[0])
+
+
 def golden(a: Any, n: int) -> None:
     """One term a choice."""
     half = a.gate_up.shape[1] // 2
@@ -58,29 +69,81 @@ def golden(a: Any, n: int) -> None:
         total = np.zeros(a.x.shape[1])
         for expert, weight in zip(a.expert_ids[r], a.expert_weights[r], strict=True):
             if expert >= 0:
-                gate, up = np.split(a.gate_up[expert] @ a.x[r], [half])
-                total += weight * (a.down[expert] @ (np.array([silu(g) for g in gate]) * up))
+                gate, up = np.split(_product(a.gate_up[expert], a.x[r]), [half])
+                total += weight * _product(a.down[expert], np.array([silu(g) for g in gate]) * up)
         if a.shared is not None:
             total += a.shared[r] * (1.0 if a.shared_gate is None else sigmoid(a.shared_gate[r, 0]))
         a.out[r] = total
 
 
-def scale(a: Any, n: int) -> Mapping[str, Array]:
-    """What an element is off by where every product and every rounding to the dtype is off by one unit."""
+@dataclass(frozen=True)
+class _Term:
+    """One expert of a row: what comes out between its products, and how far off that is by one unit of each product and
+    rounding; `down` is what that matrix stands for."""
+
+    row: int
+    weight: float
+    hidden: Array
+    off: Array
+    down: Array
+
+
+def _terms(a: Any, n: int) -> Iterator[_Term]:
     half = a.gate_up.shape[1] // 2
-    magnitude = np.zeros(a.x.shape)
     for r in range(n):
         for expert, weight in zip(a.expert_ids[r], a.expert_weights[r], strict=True):
-            if expert >= 0:
-                gate, up = np.split(a.gate_up[expert] @ a.x[r], [half])
-                gate_terms, up_terms = np.split(np.abs(a.gate_up[expert]) @ np.abs(a.x[r]), [half])
-                gated = np.array([abs(silu(g)) for g in gate])
-                slope = np.array([abs(sigmoid(g) * (1.0 + g * (1.0 - sigmoid(g)))) for g in gate])
-                off = slope * gate_terms * np.abs(up) + gated * up_terms + gated * np.abs(up) * (1.0 + np.abs(gate))
-                magnitude[r] += np.abs(weight) * (np.abs(a.down[expert]) @ off)
-        if a.shared is not None:
-            magnitude[r] += np.abs(a.shared[r])
+            if expert < 0:
+                continue
+            rows, matrix = multiplied(a.x[r][None], a.gate_up[expert])
+            gate, up = np.split(matrix @ rows[0], [half])
+            gate_terms, up_terms = np.split(np.abs(matrix) @ np.abs(rows[0]), [half])
+            gated = np.array([silu(g) for g in gate])
+            slope = np.array([abs(sigmoid(g) * (1.0 + g * (1.0 - sigmoid(g)))) for g in gate])
+            off = slope * gate_terms * np.abs(up) + np.abs(gated) * (up_terms + np.abs(up) * (1.0 + np.abs(gate)))
+            yield _Term(r, weight, gated * up, off, multiplied(gate[None], a.down[expert])[1])
+
+
+def scale(a: Any, n: int) -> Mapping[str, Array]:
+    """What an element is off by where every product and every rounding to the dtype is off by one unit."""
+    magnitude = np.zeros(a.x.shape)
+    for term in _terms(a, n):
+        off = term.off
+        if rounds(a.down):
+            off = off + _of_scales(term, a.down.packing)
+        magnitude[term.row] += np.abs(term.weight) * (np.abs(term.down) @ off)
+    if a.shared is not None:
+        magnitude[:n] += np.abs(a.shared[:n])
     return {"out": magnitude}
+
+
+def _of_scales(term: _Term, packing: Packing) -> Array:
+    """How far off a row that is rounded is because the scales that it is rounded with are."""
+    most, off = (_groups(np.abs(value), packing).max(axis=1, keepdims=True) for value in (term.hidden, term.off))
+    share = np.divide(off, most, out=np.zeros_like(off), where=most > 0)
+    return np.asarray((_groups(np.abs(term.hidden), packing) * share).reshape(-1)[: len(term.hidden)])
+
+
+def _groups(row: Array, packing: Packing) -> Array:
+    """The columns of a row that have a scale of their own, [groups, columns]."""
+    width = packing.columns or len(row)
+    return np.pad(row, (0, -len(row) % width)).reshape(-1, width)
+
+
+def rounds(stack: Matrix) -> bool:
+    """Whether rows are rounded in front of a product with it."""
+    return isinstance(stack, PackedWeight) and stack.packing.activations
+
+
+def tipped(a: Any, n: int, off: float) -> Mapping[str, Array]:
+    """A step of the grid for each number of silu(gate) * up that may lie on either side of a border between two."""
+    if not rounds(a.down):
+        return {}
+    moved, packing = np.zeros(a.x.shape), a.down.packing
+    for term in _terms(a, n):
+        may = off * (term.off + _of_scales(term, packing))
+        steps = np.nan_to_num(moves(term.hidden[None], may[None], packing)[0])
+        moved[term.row] += np.abs(term.weight) * (np.abs(term.down) @ steps)
+    return {"out": moved}
 
 
 def _case(
@@ -145,6 +208,40 @@ def cases() -> Iterator[Case]:
     yield _case("nothing_to_do", x, ids, gate_up, down, 0)
 
 
+def packed_cases(packing: str) -> Iterator[Case]:
+    """Cases of a packing, by its name: the experts' scales, zero points and columns all differ."""
+    kind, rng, experts = PACKINGS[packing], np.random.default_rng(26), 4
+    x, shared = np.float32(2) ** rng.integers(-2, 3, (5, 1)).astype(np.float32) * rng.standard_normal((2, 5, 160), np.float32)
+
+    def stack(outputs: int, inputs: int) -> Array:
+        sizes = np.exp2(rng.integers(-3, 3, (experts, -(-outputs // 8), -(-inputs // 16))))
+        grown = np.kron(sizes, np.ones((1, 8, 16)))[:, :outputs, :inputs]
+        return np.asarray(
+            grown * (rng.standard_normal((experts, outputs, inputs)) + rng.standard_normal((outputs, 1))), np.float32
+        )
+
+    wide = stack(2 * 136, 160) / np.float32(16), stack(160, 136)
+    yield _packed(kind, _case(f"scales_differ {packing}", x, _ids(rng, 5, experts, 2), *wide, 4, shared=shared))
+    yield _packed(kind, _case(f"one_row {packing}", x[:1], np.array([[2, 0, 3]]), *wide, 1))
+    small = stack(2 * 19, 37), stack(37, 19)
+    chosen = np.array([[0, 2], [3, -1], [-1, 3], [2, 0], [-1, -1]])
+    case = _packed(kind, _case(f"an_expert_without_rows_is_not_read {packing}", x[:, :37].copy(), chosen, *small, 5))
+    for name in ("gate_up", "down"):
+        case.arrays[name].scales[1] = np.nan
+    yield case
+    broken = x[:, :37].copy()
+    broken[1, 20], broken[2] = np.nan, 0.0
+    yield _packed(kind, _case(f"nan_row_and_zero_row_stay_alone {packing}", broken, _ids(rng, 5, experts, 2), *small, 5))
+    many = rng.standard_normal((21, 32), np.float32)
+    crowded = np.where(np.arange(21)[:, None] < 19, [[1, 3]], [[2, 1]])
+    yield _packed(kind, _case(f"more_rows_than_a_tile {packing}", many, crowded, stack(2 * 32, 32), stack(32, 32), 20))
+
+
+def _packed(packing: Packing, case: Case) -> Case:
+    stacks = {name: pack(case.arrays[name], packing) for name in ("gate_up", "down")}
+    return replace(case, arrays={**case.arrays, **stacks})
+
+
 def generate(rng: np.random.Generator, sizes: Sizes = SMALL) -> Case:
     """Random experts; some places of some rows have none."""
     rows, hidden, width, experts = (int(v) for v in rng.integers((1, 1, 1, 3), (12, 20, 12, 9)))
@@ -186,5 +283,8 @@ CONTRACT = REGISTRY.add(
         symbols={"EX": "experts", "EK": "experts of a row"},
         grows={"N": ROWS, "H": HIDDEN, "I": EXPERT_WIDTH, "EX": EXPERTS, "EK": CHOSEN},
         independent=("N",),
+        packed_cases=packed_cases,
+        packings="expert_packings",
+        tipped=tipped,
     )
 )

@@ -6,6 +6,9 @@ copy, and an update overwrites it. Only a large head has a second copy, in 8 bit
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -21,8 +24,10 @@ from polydraft_cuda.device import CudaBuffer, CudaDevice
 if TYPE_CHECKING:
     from polydraft_cuda.kernels.screen import Screen
 
-CHUNK = 1 << 24
+CHUNK = 1 << 22
 """Elements rounded at a time on the host."""
+ROUNDING = min(8, os.cpu_count() or 1)
+"""Threads that round."""
 
 
 class CudaWeight:
@@ -85,8 +90,19 @@ def prepare_weight(device: CudaDevice, role: str, value: Array, dtype: str, prev
 def _copy(device: CudaDevice, weight: CudaWeight, value: Array) -> None:
     """Round and copy a stretch at a time."""
     flat, size = value.reshape(-1), DTYPES[weight.dtype].itemsize
-    for start in range(0, flat.size, CHUNK):
-        device.write(weight.pointer + start * size, to_host(flat[start : start + CHUNK], weight.dtype))
+    for number, part in enumerate(_rounded(flat, weight.dtype)):
+        device.write(weight.pointer + number * CHUNK * size, part)
+
+
+def _rounded(flat: Array, dtype: str) -> Iterator[Array]:
+    """Stretches of `CHUNK` elements in `dtype`; of more than one, by several threads."""
+    if flat.size <= CHUNK:
+        yield to_host(flat, dtype)
+        return
+    with ThreadPoolExecutor(ROUNDING) as pool:
+        for begin in range(0, flat.size, CHUNK * ROUNDING):
+            starts = range(begin, min(begin + CHUNK * ROUNDING, flat.size), CHUNK)
+            yield from pool.map(lambda start: to_host(flat[start : start + CHUNK], dtype), starts)
 
 
 def _spread(device: CudaDevice, weight: CudaWeight, value: Array) -> None:

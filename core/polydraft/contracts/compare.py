@@ -22,6 +22,9 @@ Mask = NDArray[np.bool_]
 EPS: Final[Mapping[str, float]] = {"f32": 2.0**-23, "f16": 2.0**-10, "bf16": 2.0**-7}
 """Distance from 1 to the next number of each float dtype; a float tolerance counts in it."""
 
+STRETCH: Final = 1 << 16
+"""Numbers that are rounded at a time."""
+
 Products = Literal["f32", "tf32"]
 """What products of float32 round their factors to (`Capabilities.f32_matmul`)."""
 TF32_EPS: Final = 2.0**-10
@@ -134,10 +137,26 @@ def to_host(value: Array, dtype: str) -> Array:
     with np.errstate(over="ignore", invalid="ignore"):
         if dtype != "bf16":
             return np.asarray(value, DTYPES[dtype])
-        single = np.ascontiguousarray(value, np.float32)
-        bits = single.view(np.uint32)
-        rounded = ((bits + np.uint32(0x7FFF) + ((bits >> 16) & np.uint32(1))) >> 16).astype(np.uint16)
-        return np.where(np.isnan(single), np.uint16(0x7FC0), rounded)
+        return _bf16_bits(np.ascontiguousarray(value, np.float32))
+
+
+def _bf16_bits(single: Array) -> Array:
+    """The upper halves, rounded, a stretch at a time that a core's cache holds."""
+    flat = single.reshape(-1)
+    bits, found = flat.view(np.uint32), np.empty(flat.size, np.uint16)
+    scratch = np.empty(min(STRETCH, flat.size), np.uint32)
+    for begin in range(0, flat.size, STRETCH):
+        part, out = bits[begin : begin + STRETCH], found[begin : begin + STRETCH]
+        rounded = scratch[: part.size]
+        np.right_shift(part, 16, out=rounded)
+        rounded &= 1
+        rounded += 0x7FFF
+        rounded += part
+        rounded >>= 16
+        np.copyto(out, rounded, casting="unsafe")
+        if (undefined := np.isnan(flat[begin : begin + STRETCH])).any():
+            out[undefined] = 0x7FC0
+    return found.reshape(single.shape)
 
 
 def from_host(array: Array, dtype: str) -> Array:

@@ -6,9 +6,13 @@ The engine loads with it at start-up and for `update_weights`. It keeps no canon
 from __future__ import annotations
 
 import math
+import os
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
+from typing import Final
 
 import numpy as np
 
@@ -27,6 +31,12 @@ Loading = Callable[[int, int], None]
 """Called while weights are loaded, with the bytes that are on the device and those of all, in the dtype that is kept."""
 DRAFT_HEAD = "mtp.0.draft_head"
 """The rows of `lm_head` that score a reduced draft vocabulary."""
+
+
+READERS: Final = min(8, os.cpu_count() or 1)
+"""Threads that read canonical tensors."""
+AHEAD_BYTES: Final = 1 << 30
+"""Bytes of canonical tensors that may be read, or be in reading, beside the one that is used."""
 
 
 class AsStored(Mapping[str, Matrix]):
@@ -151,14 +161,33 @@ def prepare(
     taken: Taken = MappingProxyType({}),
     loading: Loading = lambda done, total: None,
 ) -> dict[str, Weight]:
-    """Prepare each tensor of `nbytes` once, dequantised where no kernel takes its packing; one canonical array is alive at a
-    time. `loading` is told how far that is."""
+    """Prepare each tensor of `nbytes` once, dequantised where no kernel takes its packing. `loading` is told how far that is."""
     weights, done, total = {}, 0, sum(nbytes.values())
-    for name, size in nbytes.items():
-        weights[name] = table.prepare_weight(roles[name], _as_taken(canonical[name], taken.get(roles[name], ())), dtype)
-        done += size
+    for name, value in read_ahead(canonical, nbytes):
+        weights[name] = table.prepare_weight(roles[name], _as_taken(value, taken.get(roles[name], ())), dtype)
+        done += nbytes[name]
         loading(done, total)
     return weights
+
+
+def read_ahead(canonical: Mapping[str, Matrix], nbytes: Mapping[str, int]) -> Iterator[tuple[str, Matrix]]:
+    """Each tensor of `nbytes`, in order, while others are read: `AHEAD_BYTES` of them, counted as twice what is kept of each,
+    since a canonical tensor is float32. Raises what reading one raises, in that order too."""
+    left, reading = deque(nbytes), deque[tuple[str, Future[Matrix], int]]()
+    with ThreadPoolExecutor(READERS) as pool:
+        try:
+            while left or reading:
+                ahead = sum(size for _, _, size in reading)
+                while left and (not reading or (len(reading) < READERS and ahead + 2 * nbytes[left[0]] <= AHEAD_BYTES)):
+                    name = left.popleft()
+                    ahead += 2 * nbytes[name]
+                    reading.append((name, pool.submit(canonical.__getitem__, name), 2 * nbytes[name]))
+                name, future, _ = reading.popleft()
+                yield name, future.result()
+                del future
+        finally:
+            for _, future, _ in reading:
+                future.cancel()
 
 
 def _as_taken(value: Matrix, packings: Collection[str]) -> Matrix:
@@ -175,20 +204,25 @@ class Update:
     roles: Mapping[str, Role]
     taken: Taken = field(default_factory=dict)
 
+    @property
+    def nbytes(self) -> dict[str, int]:
+        """Of each weight, as it is kept."""
+        return {name: weight.nbytes for name, weight in self.weights.items()}
+
 
 def read_all(updates: Iterable[Update]) -> None:
     """Read, and so check, every value, before anything is changed: a bad tensor leaves the old weights whole."""
     for update in updates:
-        for name in update.weights:
-            update.canonical[name]
+        for _ in read_ahead(update.canonical, update.nbytes):
+            pass
 
 
 def refill(table: BoundTable, updates: Iterable[Update], *, dtype: str) -> bool:
     """Refill weights in place, one value at a time; True when some weight came to lie at another address."""
     moved = False
     for update in updates:
-        for name, previous in update.weights.items():
-            value = _as_taken(update.canonical[name], update.taken.get(update.roles[name], ()))
+        for name, read in read_ahead(update.canonical, update.nbytes):
+            previous, value = update.weights[name], _as_taken(read, update.taken.get(update.roles[name], ()))
             update.weights[name] = fresh = table.prepare_weight(update.roles[name], value, dtype, previous)
             moved |= fresh is not previous
     return moved

@@ -38,7 +38,7 @@ class EngineConfig:
     draft_tokens: int | str = AUTO
     """K, drafts per round; 0 decodes plainly; "auto:K" lets each step make as many as pay, K at most."""
     proposer: str = AUTO
-    """mtp, ngram, suffix, hybrid, none, or a name that a plugin registers."""
+    """mtp, eagle3, ngram, suffix, hybrid, none, or a name that a plugin registers."""
     proposer_options: tuple[str, ...] = ()
     """NAME=VALUE: numbers that adjust the proposer, by its own names; () for what it declares."""
     draft_model: str = ""

@@ -184,8 +184,8 @@ class Engine:
         )
         self.weights_digest = self._told(digested)
         """Of the checkpoint's weights (`models/digest.py`); "" where it was not asked for."""
-        self._draft_weights = self.proposers.weights(self.resolved.proposer, self.model, self.config.draft_model)
-        brought = self._draft_weights
+        brought = self.proposers.weights(self.resolved.proposer, self.model, self.config.draft_model)
+        self._draft_weights = brought = brought.sharing(self.model, weights) if brought else None
         self._own = brought.prepare(self.table, self.model, dtype=self.resolved.dtype) if brought else {}
         whole: dict[str, Weight] = {**self._custom_blocks}
         bound = ChainMap(self._weights, whole, self._own)  # a view, so that updated weights are found
@@ -219,6 +219,7 @@ class Engine:
             draft_models=self.proposers.draft_models(),
             proposer_options=self.proposers.options,
             layers=self.proposers.layers,
+            draft_note=self.proposers.note,
             features=needs,
             default=self.default.reason if self.default else "",
             draft_vocab=None if self._draft_ids is None else len(self._draft_ids),
@@ -693,7 +694,10 @@ class Engine:
             brought = self._draft_weights
             if brought is not None and draft is not None:
                 arrays = draft if isinstance(draft, Mapping) else None
+                before = brought.directory
                 brought = brought if isinstance(draft, Mapping) else replace(brought, directory=Path(draft))
+                if arrays is not None or brought.directory != before:  # what is read anew follows the target as it did
+                    brought.check_shared(self.model, update.canonical, arrays)
                 updates.append(Update(self._own, read.enter_context(brought.canonical(self.model, arrays)), brought.roles))
             read_all(updates)
             try:

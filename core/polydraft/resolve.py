@@ -117,12 +117,14 @@ def resolve(
     draft_models: Collection[str] = (),
     layers: Callable[[str, ModelDescription, str], Mapping[str, Block]] = lambda proposer, model, draft_model: {},
     proposer_options: Callable[[str], Mapping[str, float]] = lambda proposer: {},
+    draft_note: Callable[[str, ModelDescription, str], str] = lambda proposer, model, draft_model: "",
 ) -> Resolved:
     """Decide everything. `proposers` are those registered, `features` those in use, each with what it needs to know of the step
     before; `default` says why this backend was taken where none was named; `variants` of it are in use, `unused_variants` are
     not, for a reason each; `draft_vocab`: tokens that drafts are chosen among, None: all; `draft_models`: the proposers
-    that take a draft model; `layers` returns the decoder blocks of a proposer with its draft model, `proposer_options` what can
-    be adjusted of it. Raises `CapabilityError` with every reason why the configuration cannot be served."""
+    that take a draft model; `layers` returns the decoder blocks of a proposer with its draft model, `draft_note` what is worth
+    saying of that, `proposer_options` what can be adjusted of it. Raises `CapabilityError` with every reason why the
+    configuration cannot be served."""
     n = _Negotiation(config, info, model)
     if not info.available:
         n.refuse(f"backend {info.name} is not available: {info.reason}")
@@ -135,7 +137,7 @@ def resolve(
     length = _length(n)
     proposer, drafts = _drafts(n, length, tuple(proposers))
     options = _proposer_options(n, proposer, proposer_options(proposer))
-    _draft_model(n, proposer, proposer in draft_models)
+    _draft_model(n, proposer, proposer in draft_models, draft_note)
     _draft_vocab(n, proposer, draft_vocab)
     _mtp_options(n, proposer)
     own_layers = layers(proposer, model, config.draft_model)
@@ -291,13 +293,17 @@ def _proposer_options(n: _Negotiation, proposer: str, declared: Mapping[str, flo
     return options
 
 
-def _draft_model(n: _Negotiation, proposer: str, takes: bool) -> None:
+def _draft_model(
+    n: _Negotiation, proposer: str, takes: bool, note: Callable[[str, ModelDescription, str], str]
+) -> None:  # fmt: skip
     """The directory of the proposer's own model."""
     asked = n.config.draft_model
     if asked and not takes:
         n.refuse(f"--draft-model {asked}: proposer {proposer} takes no draft model; leave it out or name another --proposer")
     none = "none was named" if takes else f"proposer {proposer} takes none"
-    n.choose("draft_model", asked, f"the directory that proposer {proposer} drafts with" if asked else none)
+    told = note(proposer, n.model, asked) if asked and takes else ""
+    with_it = f"the directory that proposer {proposer} drafts with{'; it ' if told else ''}{told}"
+    n.choose("draft_model", asked, with_it if asked else none)
 
 
 def _draft_vocab(n: _Negotiation, proposer: str, few: int | None) -> None:

@@ -14,7 +14,7 @@ from tests.docs.pages import fences, read, rows, section
 from tests.support.project import ROOT
 
 PAGE = read(ROOT / "docs" / "tutorials" / "add_a_proposer.md")
-PACKAGE = ROOT / "plugins" / "examples" / "eagle3"
+PACKAGE = ROOT / "plugins" / "examples" / "eagle"
 
 
 @pytest.mark.parametrize("code", [fence.text for fence in fences(PAGE, "py")], ids=lambda code: code.splitlines()[0])
@@ -25,7 +25,7 @@ def test_code_is_that_of_the_package(code: str) -> None:
 
 def test_lines_are_counted() -> None:
     table = {file.strip("`"): int(lines) for _, file, lines in rows(section(PAGE, "What you write"))}
-    files = {*PACKAGE.glob("polydraft_eagle3/*.py"), *PACKAGE.glob("tests/*.py")}
+    files = {*PACKAGE.glob("polydraft_eagle/*.py"), *PACKAGE.glob("tests/*.py")}
     assert table == {file.relative_to(ROOT).as_posix(): len(read(file).splitlines()) for file in files}
 
 

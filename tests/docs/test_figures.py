@@ -142,6 +142,7 @@ def test_the_diagram_is_the_first_round_of_this_run(demo_run: tuple[RequestOutpu
 ASKED: dict[str, dict[str, Any]] = {
     "`--verify rejection`": {"verify": "rejection"},
     "`--sanitize`": {"sanitize": True},
+    "`eagle3`": {"proposer": "eagle3"},
     "`ngram`": {"proposer": "ngram"},
     "`suffix`": {"proposer": "suffix"},
     "`hybrid`": {"proposer": "hybrid"},

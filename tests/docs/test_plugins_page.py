@@ -14,7 +14,7 @@ from tests.support.project import ROOT
 
 PAGE = (ROOT / "docs" / "plugins.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE, flags=re.DOTALL | re.MULTILINE)
-PROPOSERS = [*ROOT.glob("plugins/examples/eagle3/polydraft_eagle3/*.py"), ROOT / "plugins" / "lookup_proposer.py"]
+PROPOSERS = [*ROOT.glob("plugins/examples/eagle/polydraft_eagle/*.py"), ROOT / "plugins" / "lookup_proposer.py"]
 EXAMPLE = ROOT / "tests" / "support" / "minimal_backend.py"
 
 

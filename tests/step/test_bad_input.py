@@ -218,7 +218,7 @@ def test_as_many_drafts_as_the_text_has_tokens_and_more(device: str, num_drafts:
         ({"draft_tokens": True}, ConfigError, "draft_tokens is True, wanted a whole number"),
         ({"draft_tokens": 2, "proposer": "none"}, CapabilityError, "--draft-tokens 2: "),
         ({"draft_tokens": 0, "proposer": "mtp"}, CapabilityError, "--proposer mtp"),
-        ({"proposer": "sufix"}, CapabilityError, "--proposer sufix is unknown; known: mtp, ngram, suffix, hybrid, none"),
+        ({"proposer": "sufix"}, CapabilityError, "--proposer sufix is unknown; known: mtp, eagle3, ngram, suffix, hybrid, none"),
         ({"proposer": "prophet"}, CapabilityError, "--proposer prophet"),
         ({"verify": "blind"}, ConfigError, "verify is 'blind', wanted one of auto, greedy, coupled, rejection"),
         ({"graph": "decode"}, CapabilityError, "--graph decode"),

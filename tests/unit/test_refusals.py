@@ -73,7 +73,7 @@ REFUSALS: dict[str, tuple[Callable[[Path], Any], type[PolydraftError], str]] = {
     "a proposer with a typing error": (
         lambda path: built_in().factory("ngrams"), ConfigError, "unknown proposer 'ngrams'; did you mean 'ngram'. known: mtp,",
     ),
-    "a proposer of another kind": (lambda path: built_in().factory("eagle"), ConfigError, "proposer 'eagle'; known: mtp,"),
+    "a proposer of another kind": (lambda path: built_in().factory("medusa"), ConfigError, "proposer 'medusa'; known: mtp,"),
     "drafts without a head": (
         lambda path: without_head(), CapabilityError, "needs an MTP head: the checkpoint has none; use --proposer none",
     ),

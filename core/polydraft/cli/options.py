@@ -116,7 +116,9 @@ def engine(*, max_num_seqs: int) -> Callable[[Command], Command]:
         click.option(
             "--draft-tokens", type=drafts, metavar="K|auto:K", help="Drafts per round, or at most; 0: none.  [default: auto]"
         ),
-        click.option("--proposer", metavar="mtp|ngram|suffix|hybrid|none|NAME", help="Where drafts come from.  [default: auto]"),
+        click.option(
+            "--proposer", metavar="mtp|eagle3|ngram|suffix|hybrid|none|NAME", help="Where drafts come from.  [default: auto]"
+        ),
         click.option(
             "--proposer-option",
             "proposer_options",
@@ -124,7 +126,7 @@ def engine(*, max_num_seqs: int) -> Callable[[Command], Command]:
             metavar="NAME=VALUE",
             help="A number that adjusts the proposer, such as max_ngram=5; may be repeated.",
         ),
-        click.option("--draft-model", metavar="DIR", help="Model of a proposer that has one of its own."),
+        click.option("--draft-model", metavar="DIR", help="Model of a proposer that has one of its own, such as eagle3."),
         click.option("--draft-vocab", metavar="FILE[:N]", help="Draft only the N tokens that FILE counts most often."),
         click.option(
             "--mtp-option",

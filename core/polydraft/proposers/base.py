@@ -11,12 +11,16 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
+
+import numpy as np
 
 from polydraft.backend import Weight
 from polydraft.contracts.base import Limits
+from polydraft.contracts.packing import Matrix, unpacked
 from polydraft.device import Array
-from polydraft.errors import ConfigError, PluginError
+from polydraft.errors import CheckpointError, ConfigError, PluginError
 from polydraft.models.block import Block, Role, Tensor
 from polydraft.models.checkpoint import Checkpoint, load_weights
 from polydraft.models.description import ModelDescription
@@ -70,19 +74,51 @@ class DraftWeights:
     """Tensor to the checkpoint's names of its parts."""
     unread: tuple[str, ...] = ()
     """Patterns of tensors of this checkpoint that nobody needs."""
+    shared: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    """Tensors that are often copies of the target's, to the name of its weight: kept once where they are (`sharing`)."""
+    same: frozenset[str] = frozenset()
+    """Those of `shared` that are: they are not bound, and the proposer binds the target's."""
 
     @contextmanager
     def canonical(self, model: ModelDescription, arrays: Mapping[str, Any] | None = None) -> Iterator[Mapping[str, Array]]:
         """The checkpoint, opened, or `arrays` in place of its tensors: float32 arrays by the names that they are bound under,
         each read when it is looked up. Raises `CheckpointError` for a tensor that is missing, misshapen or that nobody knows, and
         for a broken one when it is read."""
-        stored = stored_parts(self.tensors, self.names, "", whose=f"proposer {self.prefix}")
+        stored = stored_parts(self._kept, self.names, "", whose=f"proposer {self.prefix}")
         parts = {f"{self.prefix}.{name}": found for name, found in stored.items()}
-        stacks = {f"{self.prefix}.{one.name}": one.stack for one in self.tensors if one.stack}
+        stacks = {f"{self.prefix}.{one.name}": one.stack for one in self._kept if one.stack}
         described = replace(model, name=self.directory.name, architecture=f"proposer {self.prefix}")
+        unread = (*self.unread, *(stored for name in self.same for stored in self.names[name]))
         with Checkpoint(self.directory) as opened:
             checkpoint = opened if arrays is None else MemoryCheckpoint(arrays, opened)
-            yield load_weights(checkpoint, described, TensorTable(parts, stacks, unread=self.unread))
+            yield load_weights(checkpoint, described, TensorTable(parts, stacks, unread=unread))
+
+    def sharing(self, model: ModelDescription, target: Mapping[str, Matrix]) -> DraftWeights:
+        """The same without the tensors that are copies of those of `target`, by its names. Raises as `canonical` does."""
+        stored = {one.name for one in self.tensors} & self.shared.keys()
+        with self.canonical(model) as own:
+            same = (name for name in stored if _equal(own[f"{self.prefix}.{name}"], target[self.shared[name]]))
+            return replace(self, same=frozenset(same))
+
+    def check_shared(self, model: ModelDescription, target: Mapping[str, Matrix], arrays: Mapping[str, Any] | None) -> None:
+        """Raise `CheckpointError` where a tensor of which one copy is kept is in the checkpoint, or in `arrays`, and another than
+        the target's that it will be used with. Raises as `canonical` does besides."""
+        if not self.same:
+            return
+        with Checkpoint(self.directory) as opened:
+            names = opened.names() if arrays is None else arrays
+        stored = frozenset(name for name in self.same if all(one in names for one in self.names[name]))
+        with replace(self, same=self.same - stored).canonical(model, arrays) as own:
+            for name in stored:
+                if not _equal(own[f"{self.prefix}.{name}"], target[self.shared[name]]):
+                    raise CheckpointError(
+                        f"{self.directory}: {', '.join(self.names[name])} is another than {self.shared[name]} of the target, "
+                        "wanted the same as where this engine started, which keeps one copy of them; start another engine"
+                    )
+
+    @property
+    def _kept(self) -> tuple[Tensor, ...]:
+        return tuple(one for one in self.tensors if one.name not in self.same)
 
     def prepare(self, table: BoundTable, model: ModelDescription, *, dtype: str) -> dict[str, Weight]:
         """Read and prepare them, one at a time. Raises as `canonical` does."""
@@ -93,7 +129,11 @@ class DraftWeights:
     @property
     def roles(self) -> dict[str, Role]:
         """Of each weight, by the name that it is bound under."""
-        return {f"{self.prefix}.{one.name}": one.role for one in self.tensors}
+        return {f"{self.prefix}.{one.name}": one.role for one in self._kept}
+
+
+def _equal(own: Array, target: Matrix) -> bool:
+    return np.array_equal(own, unpacked(target))
 
 
 class Drafting:
@@ -114,7 +154,8 @@ class Proposer(Protocol):
     the directory that `--draft-model` names ("" where none was named): what their caches cost, and what a prefix hit is worth to
     them, is settled before there is a proposer. A function `weights(model, draft_model)` beside it returns `DraftWeights` where
     it has a checkpoint of its own; without such a function `--draft-model` is refused. `update_weights` leaves these as they
-    are unless it is given others.
+    are unless it is given others. A function `note(model, draft_model)` may return a phrase about the draft model that
+    `--explain` shows. Where its residual stream has another width than the target's, the proposer says it by `hidden_size`.
 
     One that can be adjusted declares its options by the factory's attribute `options`: names to numbers that hold where
     `--proposer-option NAME=VALUE` says nothing else, whole ones where these are. It finds them in `ProposerContext.options`.
@@ -185,6 +226,14 @@ class ProposerFactory:
             found: DraftWeights | None = tell(model, draft_model)
         return found
 
+    def note(self, model: ModelDescription, draft_model: str) -> str:
+        """Its `note`; "" where there is no such attribute."""
+        tell = getattr(self.factory, "note", None)
+        if tell is None:
+            return ""
+        with self.named("note"):
+            return str(tell(model, draft_model))
+
     def options(self) -> Mapping[str, float]:
         """Its `options`; none where there is no such attribute."""
         found: Mapping[str, float] = getattr(self.factory, "options", {})
@@ -232,6 +281,10 @@ class ProposerRegistry:
         """What a proposer reads from a checkpoint of its own: its factory's `weights`, None where there is no such attribute."""
         return self.factory(name).weights(model, draft_model)
 
+    def note(self, name: str, model: ModelDescription, draft_model: str) -> str:
+        """A phrase about a draft model: its factory's `note`, "" where there is no such attribute."""
+        return self.factory(name).note(model, draft_model)
+
     def names(self) -> list[str]:
         """Registered names, in order of registration."""
         return list(self._factories)
@@ -247,6 +300,7 @@ class ProposerRegistry:
 
 def built_in() -> ProposerRegistry:
     """A registry with the proposers of core."""
+    from polydraft.proposers.eagle3 import Eagle3Proposer
     from polydraft.proposers.hybrid import HybridProposer
     from polydraft.proposers.mtp import MtpProposer
     from polydraft.proposers.ngram import NgramProposer
@@ -255,6 +309,7 @@ def built_in() -> ProposerRegistry:
 
     registry = ProposerRegistry()
     registry.register("mtp", MtpProposer, plugin="polydraft")
+    registry.register("eagle3", Eagle3Proposer, plugin="polydraft")
     registry.register("ngram", NgramProposer, plugin="polydraft")
     registry.register("suffix", SuffixProposer, plugin="polydraft")
     registry.register("hybrid", HybridProposer, plugin="polydraft")

@@ -325,7 +325,12 @@ class Runner:
         )
         memory.allocate((*self.columns, *staged, *_declared(modules, "buffers")))
         blocks: dict[str, Block] = _mapped(modules, "blocks")
-        memory.allocate(scratch_buffers(blocks.values(), self.model.hidden_size))
+        own = getattr(self.proposer, "hidden_size", self.model.hidden_size)
+        scratch: dict[str, StepBuffer] = {}
+        for module in modules:
+            width = own if module is self.proposer else self.model.hidden_size
+            scratch |= {one.name: one for one in scratch_buffers(getattr(module, "blocks", {}).values(), width)}
+        memory.allocate(scratch.values())
         for prefix, cache in ((prefix, cache) for prefix, block in blocks.items() for cache in block.caches):
             memory.allocate(cache.buffers(prefix, limits))
             spec = cache.spec(limits, memory.act, self._config.kv)

@@ -1,6 +1,6 @@
 """Draft models and targets to try things with, and their drafts worked out a second time: naive NumPy, without a cache.
 
-The tests call it; as a program (`python -m polydraft_eagle3.testing DIR [TARGET]`) it writes a random draft model. It shares no
+The tests call it; as a program (`python -m polydraft_eagle.testing DIR [TARGET]`) it writes a random draft model. It shares no
 arithmetic and no names with the rest of the package.
 """
 
@@ -22,7 +22,7 @@ from polydraft.models import Checkpoint
 
 Array = NDArray[Any]
 TARGET: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"], "hidden_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "architectures": ["LlamaForCausalLM"], "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 48, "vocab_size": 48, "rms_norm_eps": 1e-5, "rope_theta": 100.0,
     "tie_word_embeddings": False, "max_position_embeddings": 96, "eos_token_id": 0, "hidden_act": "silu",
 }  # fmt: skip
@@ -38,63 +38,46 @@ SUCCESSOR = np.roll(_CYCLE, -1)[np.argsort(_CYCLE)]
 
 def draft_model_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """Every tensor of a draft model's checkpoint."""
-    h, i, v = config["hidden_size"], config["intermediate_size"], config.get("draft_vocab_size", config["vocab_size"])
+    h, i = config["hidden_size"], config["intermediate_size"]
     q, kv = (config[name] * config["head_dim"] for name in ("num_attention_heads", "num_key_value_heads"))
     layer: dict[str, tuple[int, ...]] = {
-        "hidden_norm": (h,), "input_layernorm": (h,), "post_attention_layernorm": (h,), "self_attn.q_proj": (q, 2 * h),
-        "self_attn.k_proj": (kv, 2 * h), "self_attn.v_proj": (kv, 2 * h), "self_attn.o_proj": (h, q), "mlp.gate_proj": (i, h),
-        "mlp.up_proj": (i, h), "mlp.down_proj": (h, i),
+        "self_attn.q_proj": (q, h), "self_attn.k_proj": (kv, h), "self_attn.v_proj": (kv, h), "self_attn.o_proj": (h, q),
+        "post_attention_layernorm": (h,), "mlp.gate_proj": (i, h), "mlp.up_proj": (i, h), "mlp.down_proj": (h, i),
     }  # fmt: skip
-    named = {f"midlayer.{name}": shape for name, shape in layer.items()}
-    return {f"{name}.weight": shape for name, shape in {"fc": (h, 3 * h), **named, "norm": (h,), "lm_head": (v, h)}.items()}
+    return {"fc.weight": (h, 2 * h), "fc.bias": (h,), **{f"layers.0.{name}.weight": shape for name, shape in layer.items()}}
 
 
 def random_tensors(shapes: Mapping[str, tuple[int, ...]], noise: float, seed: int) -> dict[str, Array]:
     """Norms around 1, everything else around 0."""
     rng = np.random.default_rng(seed)
     drawn = {name: noise * rng.standard_normal(shape) / np.sqrt(shape[-1]) for name, shape in shapes.items()}
-    return {name: (value + (value.ndim == 1)).astype(np.float32) for name, value in drawn.items()}
+    return {name: (value + ("norm" in name)).astype(np.float32) for name, value in drawn.items()}
 
 
 def write_draft_model(directory: Path, target: Path, *, seed: int = 0, **changes: Any) -> Path:
     """A random draft model of the target in `target`."""
     of_target = json.loads((target / "config.json").read_text())
-    config = {**{key: of_target[key] for key in SHARED}, "architectures": ["LlamaForCausalLMEagle3"], **changes}
+    config = {**{key: of_target[key] for key in SHARED}, "architectures": ["EagleLlamaForCausalLM"], **changes}
     return write_checkpoint(directory, config, random_tensors(draft_model_shapes(config), 1.0, seed))
 
 
-def tables(draft_ids: Sequence[int], vocab_size: int) -> dict[str, Array]:
-    """The tensors that say which token each row of a head scores, and which tokens are scored."""
-    return {"d2t": np.array(draft_ids) - np.arange(len(draft_ids)), "t2d": np.isin(np.arange(vocab_size), draft_ids)}
-
-
-def write_pair(directory: Path, noise: float = 0.0, seed: int = 0, draft_ids: Sequence[int] = ()) -> tuple[Path, Path]:
+def write_pair(directory: Path, noise: float = 0.0, seed: int = 0) -> tuple[Path, Path]:
     """A target that goes from each token to its successor, and a draft model that knows it: its layer takes a state from a token
-    to the successor. `noise` is added to every weight of both: at 0 each draft is right, at 0.02 about every other one.
-    `draft_ids`: the tokens that are drafted; () for all."""
+    to the successor. `noise` is added to every weight of both: at 0 each draft is right, at 0.02 about every other one."""
     size = TARGET["hidden_size"]
     unit = np.eye(size)
     follow = unit[:, np.argsort(SUCCESSOR)].T  # column t has its 1 in row SUCCESSOR[t]
-    gated = np.sqrt(size) ** 2 / (1 + np.exp(-np.sqrt(size)))  # silu(x) x of the one element that a normed unit vector has
+    gated = np.sqrt(size) / (1 + np.exp(-np.sqrt(size)))  # silu(x) of the one element that a normed unit vector has
     planted = {
-        "fc.weight": np.concatenate([0 * unit, 0 * unit, unit], axis=1), "lm_head.weight": follow,
-        "midlayer.mlp.gate_proj.weight": unit, "midlayer.mlp.up_proj.weight": unit,
-        "midlayer.mlp.down_proj.weight": (follow - unit) / gated, "model.embed_tokens.weight": unit,
+        "fc.weight": np.concatenate([0 * unit, unit], axis=1), "lm_head.weight": follow,
+        "layers.0.mlp.gate_proj.weight": unit, "layers.0.mlp.up_proj.weight": unit,
+        "layers.0.mlp.down_proj.weight": (follow - unit) / gated, "model.embed_tokens.weight": unit,
     }  # fmt: skip
-    config = {
-        **TARGET,
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 4]},
-    }
-    if draft_ids:
-        config["draft_vocab_size"] = len(draft_ids)
     target, draft_model = directory / "target", directory / "draft-model"
     write_checkpoint(target, TARGET, _planted(random_tensors(tensor_shapes(TARGET), noise, seed), planted))
     (target / "tokenizer.json").write_text(json.dumps(tokenizer_json(TARGET["vocab_size"])))
-    if draft_ids:
-        planted["lm_head.weight"] = follow[list(draft_ids)]
-    tensors = _planted(random_tensors(draft_model_shapes(config), noise, seed), planted)
-    write_checkpoint(draft_model, config, tensors | (tables(draft_ids, TARGET["vocab_size"]) if draft_ids else {}))
+    config = {**TARGET, "architectures": ["EagleLlamaForCausalLM"]}
+    write_checkpoint(draft_model, config, _planted(random_tensors(draft_model_shapes(config), noise, seed), planted))
     return target, draft_model
 
 
@@ -111,33 +94,24 @@ class Naive:
     @staticmethod
     def _read(path: Path) -> tuple[dict[str, Any], dict[str, Array]]:
         with Checkpoint(path) as checkpoint:
-            names = set(checkpoint.names()) - {"d2t", "t2d"}
-            tensors: dict[str, Array] = {n.removesuffix(".weight"): checkpoint.tensor(n).astype(np.float64) for n in names}
-            if names != set(checkpoint.names()):
-                tensors["d2t"] = checkpoint.integers("d2t")
+            tensors = {name.removesuffix(".weight"): checkpoint.tensor(name).astype(np.float64) for name in checkpoint.names()}
             return checkpoint.config, tensors
 
     def drafts(self, token_ids: Sequence[int], num_drafts: int) -> tuple[list[int], float]:
         """Greedy drafts behind a text whose last token the target has not computed, and how far the best logits are apart."""
         (config, target), (own, draft) = self._models
         x = target["model.embed_tokens"][list(token_ids[:-1])]
-        entering = []
         for i in range(config["num_hidden_layers"]):
-            entering.append(x)
             x = _layer(config, target, f"model.layers.{i}.", x, _norm(config, x, target[f"model.layers.{i}.input_layernorm"]))
-        entering.append(x)
-        tapped = own["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
-        fed = np.concatenate([entering[i] for i in tapped], axis=1) @ draft["fc"].T
+        fed = _norm(config, x, target["model.norm"])
         next_ids, apart = list(token_ids[1:]), np.inf
         for _ in range(num_drafts):
-            embedded = _norm(own, target["model.embed_tokens"][next_ids], draft["midlayer.input_layernorm"])
-            both = np.concatenate([embedded, _norm(own, fed, draft["midlayer.hidden_norm"])], axis=1)
-            last = _layer(own, draft, "midlayer.", fed, both)[-1:]
-            logits = (_norm(own, last, draft["norm"]) @ draft["lm_head"].T)[0]
+            x = np.concatenate([target["model.embed_tokens"][next_ids], fed], axis=1) @ draft["fc"].T + draft["fc.bias"]
+            last = _layer(own, draft, "layers.0.", x, x)[-1:]
+            logits = (last @ target["lm_head"].T)[0]
             second, first = np.sort(logits)[-2:]
             apart = min(apart, first - second)
-            best = int(np.argmax(logits))
-            next_ids.append(best + int(draft["d2t"][best]) if "d2t" in draft else best)
+            next_ids.append(int(np.argmax(logits)))
             fed = np.concatenate([fed, last])
         return next_ids[len(next_ids) - num_drafts :], float(apart)
 

@@ -1,4 +1,4 @@
-"""EAGLE-3 for polydraft: a proposer that taps three layers of the target and has a checkpoint of its own.
+"""EAGLE for polydraft: a proposer that taps the target and has a checkpoint of its own.
 
 polydraft calls the hook while it builds an engine. `draft_model.py` reads the checkpoint, `proposer.py` appends the launches, and
 `testing.py` computes the same naively.
@@ -9,11 +9,11 @@ from __future__ import annotations
 from polydraft import hookimpl
 from polydraft.models import Block, ModelDescription
 from polydraft.proposers import DraftWeights, Factory, Proposer, ProposerContext
-from polydraft_eagle3.draft_model import LAYER, DraftModel
-from polydraft_eagle3.proposer import Eagle3Proposer
+from polydraft_eagle.draft_model import LAYER, DraftModel
+from polydraft_eagle.proposer import EagleProposer
 
 
-class Eagle3:
+class Eagle:
     """The factory. Negotiation asks it for `layers` before there is a proposer, the loader for `weights`."""
 
     def layers(self, model: ModelDescription, draft_model: str) -> dict[str, Block]:
@@ -26,10 +26,10 @@ class Eagle3:
 
     def __call__(self, context: ProposerContext) -> Proposer:
         """The proposer of one engine."""
-        return Eagle3Proposer(context, DraftModel.read(context.draft_model, context.model))
+        return EagleProposer(context, DraftModel.read(context.draft_model, context.model))
 
 
 @hookimpl
 def polydraft_proposers() -> list[tuple[str, Factory]]:
-    """Add `eagle3` to what `--proposer` knows."""
-    return [("eagle3", Eagle3())]
+    """Add `eagle` to what `--proposer` knows."""
+    return [("eagle", Eagle())]

@@ -32,11 +32,13 @@ from polydraft.contracts.composite import CompositeArgs
 from polydraft.contracts.inputs import contract_of, dtype_of, limits_of
 from polydraft.contracts.kernels.rope_kv_write import plain_frequencies
 from polydraft.contracts.kv_quant import KV_DTYPES
+from polydraft.contracts.packing import PACKINGS, PackedWeight, Packing
 from polydraft.device import DTYPES, DeviceCounters
 from polydraft.plugins.program_pass import Node, Rewritten, UnboundProgram
 from polydraft_cuda.compiler import ROWS, _value
 from polydraft_cuda.forward_meta import CudaForwardMeta
 from polydraft_cuda.kernels import kernels
+from polydraft_cuda.kernels.packed import CudaPackedWeight
 from polydraft_cuda.kernels.provider import CudaProvider
 from polydraft_cuda.program_pass import CudaPass
 from polydraft_cuda.storage import CudaWeight, allocate_cache, prepare_weight
@@ -145,7 +147,8 @@ def bind_on_paper(name: str, case: Case, act: str = "f32", **options: Any) -> li
             blocks, block_size, heads, head_dim = value.k.shape
             value = allocate_cache(device, CacheSpec(blocks, block_size, heads, head_dim, act))  # type: ignore[arg-type]
         elif value is not None and not isinstance(spec, ParamSpec):
-            value = prepare_weight(device, weight_role(key, spec), value.astype(np.float32), act, None)  # type: ignore[arg-type]
+            matrix = value if isinstance(value, PackedWeight) else value.astype(np.float32)
+            value = prepare_weight(device, weight_role(key, spec), matrix, act, None)  # type: ignore[arg-type]
         values[key] = value
     if name in COMPOSITES:
         args: Any = CompositeArgs(tuple(p.args(**{k: values[k] for k in p.args.specs()}) for p in COMPOSITES[name].contracts))
@@ -244,6 +247,33 @@ def bind_shape(shape: Shape, act: str, **options: Any) -> list[Bound]:
             _bind(device, [("paged_attention", dataclasses.replace(record, cache=rows))], shape)
             _bind(device, [("paged_attention", dataclasses.replace(record, cache=rows, meta=None))], shape)
     return device.bound  # type: ignore[no-any-return]
+
+
+def bind_packed(shape: Shape, act: str, packing: str, **options: Any) -> list[Bound]:
+    """Bind a projection, gate and up with their activation, and a large head with its choice, packed; what was bound."""
+    device: Any = PaperDevice(dtype=act, **options)
+    for outputs, out in ((2 * shape.ffn, act), (HEAD, "f32")):
+        weight = packed_on_paper(device, (outputs, shape.hidden), PACKINGS[packing])
+        x, y = device.empty("x", (shape.rows, shape.hidden), act), device.empty("y", (shape.rows, outputs), out)
+        launches: list[tuple[str, Any]] = [("linear", LinearV1(x=x, weight=weight, bias=None, out=y))]
+        if out == "f32":
+            chosen = {name: device.empty(name, (shape.rows,), "i32") for name in ("row_slot", "tokens")}
+            launches.append(("process_logits", ProcessLogitsV1(logits=y, row_slot=chosen["row_slot"], num_valid=outputs)))
+            launches.append(("argmax", ArgmaxV1(logits=y, **chosen)))
+        else:
+            gated = device.empty("gated", (shape.rows, shape.ffn), act)
+            launches.append(("swiglu", SwigluV1(gate_up=y, out=gated)))
+        _bind(device, launches, shape)
+    return device.bound  # type: ignore[no-any-return]
+
+
+def packed_on_paper(device: Any, shape: tuple[int, int], packing: Packing) -> CudaPackedWeight:
+    """A packed weight whose numbers are one in memory, whatever its size."""
+    width = -(-shape[1] // 2) if packing.number == "int4" else shape[1]
+    numbers = np.broadcast_to(np.zeros(1, np.int8 if packing.number == "int8" else np.uint8), (shape[0], width))
+    scales = np.broadcast_to(np.ones(1, np.float32), packing.scales_of(shape))
+    zeros = np.broadcast_to(np.zeros(1, np.uint8), scales.shape) if packing.zeros else None
+    return CudaPackedWeight(device, "linear", PackedWeight(packing, shape, numbers, scales, zeros), device.dtype)
 
 
 def _limits(shape: Shape) -> Limits:

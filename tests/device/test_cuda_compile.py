@@ -12,10 +12,12 @@ import pytest
 from polydraft import environment
 from polydraft.contracts import COMPOSITES, REGISTRY
 from polydraft.contracts.inputs import default_cases
+from polydraft.contracts.kernels.linear import packed_cases
+from polydraft.contracts.packing import PACKINGS
 from polydraft.errors import DeviceError
 from polydraft_cuda import compiler
 from polydraft_cuda.kernels import kernels
-from tests.device.paper import SHAPES, bind_on_paper, bind_shape
+from tests.device.paper import SHAPES, bind_on_paper, bind_packed, bind_shape
 from tests.support.depth import first
 
 try:
@@ -29,6 +31,10 @@ needs_compiler = pytest.mark.skipif(bool(REASON), reason=REASON)
 Variant = tuple[Path, tuple[tuple[str, str | float], ...]]
 
 
+SHAPED = ("fp8-channel", "fp8-block128-a8", "int8-channel-a8", "int4-group32-zeros")
+"""Packings whose kernels are compiled in all sizes: each number, and each way in which scales meet sums."""
+
+
 @cache
 def variants(arch: str, acts: tuple[str, ...] = ("f32", "bf16", "f16")) -> tuple[Variant, ...]:
     """Every source with every set of defines that some kernel is bound with for this architecture."""
@@ -39,6 +45,15 @@ def variants(arch: str, acts: tuple[str, ...] = ("f32", "bf16", "f16")) -> tuple
             for case, invariant in itertools.product(cases, (False, True)):
                 for one in bind_on_paper(name, case, act, arch=arch, row_invariant=invariant):
                     found.add((one.source, tuple(sorted(one.defines.items()))))
+    for packing, act, invariant in itertools.product(PACKINGS, acts, (False, True)):
+        bound = [
+            one
+            for case in packed_cases(packing)
+            for one in bind_on_paper("linear", case, act, arch=arch, row_invariant=invariant)
+        ]
+        if packing in SHAPED and arch == "sm_90" and act != "f32":
+            bound += bind_packed(SHAPES[0], act, packing, arch=arch, row_invariant=invariant)
+        found |= {(one.source, tuple(sorted(one.defines.items()))) for one in bound}
     for shape in SHAPES:
         for act in acts:
             for invariant in (False, True):

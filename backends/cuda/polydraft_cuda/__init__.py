@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from polydraft import hookimpl
 from polydraft._version import __version__
 from polydraft.backend import BackendInfo, Capabilities
+from polydraft.contracts.packing import PACKINGS
 
 if TYPE_CHECKING:
     from polydraft.backend import DeviceOptions, ForwardMeta, KernelTable, PassBuffers
@@ -27,6 +28,7 @@ CAPABILITIES = Capabilities(
     kv_dtypes=("int8", "fp8"),
     sliding_window=True,
     sleep=True,
+    weight_packings=tuple(PACKINGS),
 )
 EVIDENCE = MappingProxyType({"sm_90": "silicon"})
 """Architectures that the kernels ran on; those of `compiler.ARCHITECTURES` beside them are compiled only."""

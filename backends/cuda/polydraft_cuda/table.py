@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from polydraft.backend import Cache, CacheSpec, Weight
 from polydraft.contracts.base import Provider
-from polydraft.device import Array
+from polydraft.contracts.packing import Matrix
 from polydraft_cuda.device import CudaDevice
 from polydraft_cuda.kernels import kernels, versions
 from polydraft_cuda.kernels.provider import CudaProvider, Kernel
@@ -29,7 +29,7 @@ class CudaTable:
         self.versions: Mapping[str, int] = versions()
         self.program_pass = CudaPass(device, provider)
 
-    def prepare_weight(self, role: str, value: Array, dtype: str, previous: Weight | None = None) -> Weight:
+    def prepare_weight(self, role: str, value: Matrix, dtype: str, previous: Weight | None = None) -> Weight:
         """Round to `dtype` and copy to the device; `previous` is refilled at its address."""
         return prepare_weight(self._device, role, value, dtype, previous)
 

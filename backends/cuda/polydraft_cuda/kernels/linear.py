@@ -4,7 +4,7 @@ With few rows the speed is that of reading the weights from memory. On sm_90 the
 `linear_rows` where outputs divide evenly among the multiprocessors, by `linear_pair` where outputs are few, by `linear_split`
 where rows are more, and by `linear_tile` otherwise. `linear_stream` takes small matrices and other architectures. Many rows go to
 cuBLASLt. What none of them accepts (float32, odd sizes) goes to `linear_plain`. In row-invariant mode every number of rows takes
-the same sums.
+the same sums. Packed weights are multiplied by `linear_tile` as they are, whatever the number of rows, or by `linear_plain`.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from polydraft_cuda.device import CudaDevice
 from polydraft_cuda.kernels import screen
 from polydraft_cuda.kernels.experts import router
 from polydraft_cuda.kernels.mlp import swiglu
+from polydraft_cuda.kernels.packed import Rounded, packing_of, place_rounded, round_rows, rounded_bytes
 from polydraft_cuda.kernels.projections import (
     PAIR_ROWS,
     PAIR_STAGES,
@@ -43,6 +44,8 @@ from polydraft_cuda.kernels.sampling import argmax, argmax_among
 SIZES: tuple[Size, ...] = (Size(8, 1, 7), Size(16, 1, 7), Size(32, 2, 6), Size(64, 2, 8), Size(128, 2, 6), Size(256, 2, 4))
 INVARIANT: tuple[Size, ...] = (Size(8, 1, 7), Size(16, 1, 7), Size(32, 1, 6), Size(64, 1, 5), Size(256, 1, 4))
 """Where a row's sums must not depend on the number of rows: one division of the work."""
+MOST_GROUPED_ROWS: Final = 128
+"""Of a launch, where scales are of groups of inputs."""
 MOST_TILE_ROWS = 64
 """More rows than this are faster by cuBLASLt, where blocks have to share tiles; small matrices from the half of it on."""
 WIDE_SHARE: tuple[tuple[int, int], ...] = ((8, 1), (16, 1), (32, 2), (64, 2), (128, 2))
@@ -66,12 +69,20 @@ def is_router(a: Any) -> bool:
 
 def is_tiled(device: CudaDevice, a: Any) -> bool:
     """Whether `linear_tile` takes this projection."""
+    if packing_of(a):
+        return bool(a.weight.tiled)
     return bool(device.arch == "sm_90" and a.x.dtype != "f32" and a.weight.shape[1] % 64 == 0)
+
+
+def is_whole(device: CudaDevice, a: Any) -> bool:
+    """Whether weights lie on sm_90 as matrices of 16 bits, of which several kernels take boxes."""
+    return is_tiled(device, a) and packing_of(a) is None
 
 
 def is_streamed(a: Any) -> bool:
     """Whether `linear_stream` takes this projection."""
-    return bool(a.x.dtype != "f32" and a.weight.shape[1] % 64 == 0 and a.weight.shape[0] % 16 == 0)
+    outputs, inputs = a.weight.shape
+    return bool(a.x.dtype != "f32" and inputs % 64 == 0 and outputs % 16 == 0 and packing_of(a) is None)
 
 
 def pair_sizes(device: CudaDevice, a: Any) -> tuple[int, ...]:
@@ -79,7 +90,7 @@ def pair_sizes(device: CudaDevice, a: Any) -> tuple[int, ...]:
     come in a second wave."""
     outputs, inputs = a.weight.shape
     blocks = 2 * -(-outputs // PAIR_ROWS)
-    if not is_tiled(device, a) or inputs % 128 or 2 * blocks > 3 * device.num_sms:
+    if not is_whole(device, a) or inputs % 128 or 2 * blocks > 3 * device.num_sms:
         return ()
     return tuple(PAIR_STAGES) if blocks <= device.num_sms else (min(PAIR_STAGES),)
 
@@ -87,38 +98,53 @@ def pair_sizes(device: CudaDevice, a: Any) -> tuple[int, ...]:
 def split_sizes(device: CudaDevice, a: Any) -> tuple[Split, ...]:
     """Sizes in which `linear_split` takes this projection: where two blocks can have an even share of the outputs."""
     width = -(-int(a.weight.shape[0]) // (16 * (int(device.num_sms) // 2))) * 16
-    if not is_tiled(device, a) or a.weight.nbytes <= SMALL or a.weight.shape[0] % 8 or not 32 <= width <= 128:
+    if not is_whole(device, a) or a.weight.nbytes <= SMALL or a.weight.shape[0] % 8 or not 32 <= width <= 128:
         return ()
     return tuple(Split(n, width, chunks, SPLIT_BYTES // (chunks * (width + n) * 128), 2) for n, chunks in SPLIT_SIZES)
 
 
 def workspace_bytes(device: CudaDevice, a: Any, limits: Limits) -> int:
-    """Shares of tiles, or cuBLASLt's scratch."""
+    """Shares of tiles, or cuBLASLt's scratch; behind them rows that are rounded."""
     del limits
-    if is_router(a):
-        return 0
+    return 0 if is_router(a) else _shares_bytes(device, a) + rounded_bytes(a)
+
+
+def _shares_bytes(device: CudaDevice, a: Any) -> int:
     if not is_tiled(device, a):
         return cublaslt.WORKSPACE if uses_library(a) else 0
-    shares = max(num_blocks(device, a, size.cluster) * size.rows for size in sizes_of(device))
+    shares = max(num_blocks(device, a, size.cluster) * size.rows for size in sizes_of(device, a))
     return max(shares * TILE_ROWS * 4, cublaslt.WORKSPACE if uses_library(a) else 0)
+
+
+def rounding(device: CudaDevice, a: Any, workspace: Any) -> tuple[Rounded, list[Launch]]:
+    """The rows of a projection as it multiplies them, and the launches that make them."""
+    found = place_rounded(a, workspace.buffer.pointer + _shares_bytes(device, a) if rounded_bytes(a) else 0)
+    return found, [round_rows(device, a, found)] if found.scales else []
 
 
 def tile_rows(device: CudaDevice, a: Any) -> int:
     """Rows of a launch of `linear_tile` at most, where there is cuBLASLt as well."""
-    if a.weight.shape[0] >= 4 * TILE_ROWS * device.num_sms:  # blocks have tiles of their own
-        return max(size.rows for size in SIZES)
+    if has_own_tiles(device, a) or packing_of(a):
+        return max(size.rows for size in sizes_of(device, a))
     return MOST_TILE_ROWS // 2 if a.weight.nbytes <= SMALL else MOST_TILE_ROWS
 
 
-def sizes_of(device: CudaDevice) -> tuple[Size, ...]:
-    """Sizes of `linear_tile` on this device."""
-    return INVARIANT if device.row_invariant else SIZES
+def has_own_tiles(device: CudaDevice, a: Any) -> bool:
+    """Whether there are so many outputs that blocks seldom share a tile."""
+    return bool(a.weight.shape[0] >= 4 * TILE_ROWS * device.num_sms)
+
+
+def sizes_of(device: CudaDevice, a: Any) -> tuple[Size, ...]:
+    """Sizes of `linear_tile` on this device. Sums of groups want registers beside those of all."""
+    sizes, packing = INVARIANT if device.row_invariant else SIZES, packing_of(a)
+    return tuple(size for size in sizes if size.rows <= MOST_GROUPED_ROWS) if packing and packing.columns else sizes
 
 
 def uses_library(a: Any) -> bool:
-    """Whether cuBLASLt may take this projection: it wants 16-byte rows."""
+    """Whether cuBLASLt may take this projection: it wants 16-byte rows, and no packed ones."""
     outputs, inputs = a.weight.shape
-    return a.x.dtype != "f32" and inputs % 8 == 0 and outputs % 8 == 0 and cublaslt.library() is not None
+    whole = packing_of(a) is None and inputs % 8 == 0 and outputs % 8 == 0
+    return bool(whole and a.x.dtype != "f32" and cublaslt.library() is not None)
 
 
 def linear(device: CudaDevice, a: Any, limits: Limits, workspace: Any) -> Launch:
@@ -144,7 +170,9 @@ def gated(device: CudaDevice, args: Any, limits: Limits, workspace: Any) -> Laun
     if steps and rows_of(device, a) >= 128 and (many := split(device, a, GATED._replace(width=rows_of(device, a, 8)), out)):
         steps.append((GATED.rows, many))
     if not steps:
-        steps = [(most := tile_rows(device, a), tiles(device, a, workspace, SIZES, most=most, gated=out))]
+        most, (rounded, before) = tile_rows(device, a), rounding(device, a, workspace)
+        joined = tiles(device, a, workspace, sizes_of(device, a), most=most, gated=out, rounded=rounded)
+        steps = [(most, sequence(*before, joined))]
     apart = sequence(linear(device, a, limits, workspace), swiglu(device, activation, limits, None))
     return by_rows([*steps, (1 << 30, apart)])
 
@@ -152,8 +180,7 @@ def gated(device: CudaDevice, args: Any, limits: Limits, workspace: Any) -> Laun
 def is_chosen_from(device: CudaDevice, a: Any) -> bool:
     """Whether the choice of each row's highest output is faster without writing outputs: those of a large head, whose blocks have
     tiles of their own."""
-    wide = is_tiled(device, a) and tile_rows(device, a) > MOST_TILE_ROWS
-    return wide and a.out.dtype == "f32"
+    return is_tiled(device, a) and has_own_tiles(device, a) and bool(a.out.dtype == "f32")
 
 
 def chosen(device: CudaDevice, args: Any, limits: Limits, workspace: Any) -> Launch:
@@ -162,7 +189,8 @@ def chosen(device: CudaDevice, args: Any, limits: Limits, workspace: Any) -> Lau
     runs only where that has given up. Many rows are two launches that write logits. Where rows have to be invariant there is no
     look, whose products are summed in another order."""
     a, _, choice = args.parts
-    most, sizes = min(int(a.x.shape[0]), tile_rows(device, a)), sizes_of(device)
+    most, sizes = min(int(a.x.shape[0]), tile_rows(device, a)), sizes_of(device, a)
+    rounded, before = rounding(device, a, workspace)
     looks = screen.MOST_ROWS if not device.row_invariant and screen.screen_of(device, a) is not None else 0
     steps = []
     for size in (size for i, size in enumerate(sizes) if i == 0 or sizes[i - 1].rows < most):
@@ -172,8 +200,8 @@ def chosen(device: CudaDevice, args: Any, limits: Limits, workspace: Any) -> Lau
             first, state = [launch, screen.choose(device, choice, looked)], a.weight.screen.state
         best = device.empty("linear.best", (int(device.num_sms) * TILE_WARPS, size.rows, 2), "f32")
         device.load(best, np.full(best.shape, -np.inf, np.float32))  # warps of blocks that are not launched
-        keep = tile(device, a, workspace, size, 0, best=best, state=state)
-        steps.append((min(size.rows, most), sequence(*first, keep, argmax_among(device, choice, best, state))))
+        keep = tile(device, a, workspace, size, 0, best=best, state=state, rounded=rounded)
+        steps.append((min(size.rows, most), sequence(*before, *first, keep, argmax_among(device, choice, best, state))))
     apart = sequence(linear(device, a, limits, workspace), argmax(device, choice, limits, None))
     return by_rows([*steps, (1 << 30, apart)])
 
@@ -181,6 +209,11 @@ def chosen(device: CudaDevice, args: Any, limits: Limits, workspace: Any) -> Lau
 def choose(device: CudaDevice, a: Any, workspace: Any) -> Launch:
     """The launch that takes any number of rows."""
     scratch = 0 if workspace is None else workspace.buffer.pointer
+    if packing_of(a):
+        rounded, before = rounding(device, a, workspace)
+        sizes = sizes_of(device, a)
+        product = tiles(device, a, workspace, sizes, rounded=rounded) if is_tiled(device, a) else plain(device, a, rounded)
+        return sequence(*before, product)
     if device.row_invariant:
         return tiles(device, a, workspace, INVARIANT) if is_tiled(device, a) else plain(device, a)
     steps: list[tuple[int, Launch]] = []  # most rows, launch
@@ -214,14 +247,16 @@ def by_rows(steps: list[tuple[int, Launch]]) -> Launch:
 
 
 def tiles(
-    device: CudaDevice, a: Any, workspace: Any, sizes: tuple[Size, ...], *, most: int = 1 << 30, gated: Any = None
-) -> Launch:
+    device: CudaDevice, a: Any, workspace: Any, sizes: tuple[Size, ...], *, most: int = 1 << 30, gated: Any = None,
+    rounded: Rounded | None = None,
+) -> Launch:  # fmt: skip
     """`linear_tile` in the narrowest size that takes all rows, or in several launches of the widest."""
     most = min(a.x.shape[0], most)
     needed = [size for i, size in enumerate(sizes) if i == 0 or sizes[i - 1].rows < most]
-    narrow = [(size.rows, tile(device, a, workspace, size, 0, gated)) for size in needed]
+    narrow = [(size.rows, tile(device, a, workspace, size, 0, gated, rounded=rounded)) for size in needed]
     widest = needed[-1]
-    wide = [] if gated else [tile(device, a, workspace, widest, first) for first in range(widest.rows, most, widest.rows)]
+    firsts = () if gated else range(widest.rows, most, widest.rows)
+    wide = [tile(device, a, workspace, widest, first, rounded=rounded) for first in firsts]
 
     def launch(stream: Stream, n: int) -> None:
         if n <= 0:
@@ -238,7 +273,7 @@ def tiles(
 def rows_sizes(device: CudaDevice, a: Any) -> tuple[tuple[int, int], ...]:
     """Sizes in which `linear_rows` takes this projection."""
     share = rows_of(device, a)
-    if not is_tiled(device, a) or a.weight.nbytes <= SMALL or not 32 <= share <= 192:
+    if not is_whole(device, a) or a.weight.nbytes <= SMALL or not 32 <= share <= 192:
         return ()
     return WIDE_SHARE if share >= 128 else NARROW_SHARE if share >= 40 else ()
 

@@ -1,7 +1,11 @@
 // out[n, O] = x[n, I] @ w[O, I].T (+ bias) for any shape and dtype, float32 sums without tensor cores: one warp an output, eight rows
 // at a time. The lanes' shares and their sum have a fixed order, so a row's bits are the same in every launch.
-// Defines: ACT, OUT_F32, BIAS.
+// Defines: ACT, OUT_F32, BIAS, NUMBER (0: weights in the activation dtype; as in packed.cuh: row by row), GROUP (inputs of a scale, 0: all
+// of them), BLOCK (outputs of a scale), ZEROS (zero points), ROUNDED (x is numbers of which `row_scales` are the scales, as of GROUP).
 #include "tensor.cuh"
+#if NUMBER
+#include "packed.cuh"
+#endif
 
 #if OUT_F32
 typedef float out_t;
@@ -9,21 +13,55 @@ typedef float out_t;
 typedef act_t out_t;
 #endif
 
-extern "C" __global__ void linear_plain(const act_t* x, const act_t* w, const act_t* bias, out_t* out, int n, int outputs, int inputs) {
+#if NUMBER
+typedef unsigned char number_t;
+// Number less zero point, of input i of a row of numbers.
+__device__ __forceinline__ float number_of(const number_t* row, int i, int zero) {
+#if NUMBER == INT4
+    return float(int(row[i >> 1] >> (i & 1) * 4 & 15) - zero);
+#elif NUMBER == INT8
+    return float((signed char)row[i]);
+#else
+    const unsigned bits = row[i] & 127;
+    if (bits == 127) return __uint_as_float(0x7fc00000u);
+    return copysignf(__uint_as_float(bits << 20) * 0x1p120f, row[i] & 128 ? -1.f : 1.f);
+#endif
+}
+#else
+typedef act_t number_t;
+#endif
+
+extern "C" __global__ void linear_plain(const act_t* x, const number_t* w, const act_t* bias, out_t* out, const float* scales, const unsigned char* zeros,
+                                        const float* row_scales, int row_pitch, int n, int outputs, int inputs) {
     wait_for_previous();
     launch_dependents();  // not before: who follows may rely on what lies two launches back
     const int lane = threadIdx.x & 31, o = blockIdx.x * (blockDim.x >> 5) + (threadIdx.x >> 5);
     if (o >= outputs) return;
-    const act_t* weights = w + (int64_t)o * inputs;
+#if NUMBER
+    const number_t* weights = w + (int64_t)o * (NUMBER == INT4 ? (inputs + 1) / 2 : inputs);
+    const int groups = GROUP ? (inputs + (GROUP ? GROUP : 1) - 1) / (GROUP ? GROUP : 1) : 1;
+    const int64_t places = (int64_t)(o / BLOCK) * groups;
+#else
+    const number_t* weights = w + (int64_t)o * inputs;
+#endif
     const float add = BIAS ? to_float(bias[o]) : 0.f;
     for (int first = blockIdx.y * 8; first < n; first += gridDim.y * 8) {
         const int count = min(8, n - first);
         float sums[8] = {};
         for (int i = lane; i < inputs; i += 32) {
+#if NUMBER
+            const int group = GROUP ? i / (GROUP ? GROUP : 1) : 0;
+            const float weight = number_of(weights, i, ZEROS ? zeros[places + group] : 8) * scales[places + group];
+#else
+            constexpr int group = 0;
             const float weight = to_float(weights[i]);
+#endif
 #pragma unroll
-            for (int r = 0; r < 8; r++)
-                if (r < count) sums[r] += weight * to_float(x[(int64_t)(first + r) * inputs + i]);
+            for (int r = 0; r < 8; r++) {
+                if (r >= count) continue;
+                const float value = to_float(x[(int64_t)(first + r) * inputs + i]);
+                sums[r] += weight * (ROUNDED ? value * row_scales[(int64_t)group * row_pitch + first + r] : value);
+            }
         }
 #pragma unroll
         for (int r = 0; r < 8; r++) {

@@ -6,19 +6,35 @@
 // The first weights are fetched before the kernel in front has ended. With CLUSTER 2 the runs are those of pairs of blocks, whose
 // tiles lie one below the other: each brings half of the rows of x for both.
 //
+// Packed weights (NUMBER) come as pieces and are widened in registers, while the products of the chunk before run; work is dealt in pairs of
+// chunks. A scale of all inputs of an output meets its sum; where a scale is of GROUP inputs, it meets the sum of these, and the sums of
+// groups are added in float32. Rows of x that were rounded have scales of their own beside them.
+//
 // Defines: ACT (1 bf16, 2 f16), TOKENS (rows of x in a launch at most: 8..256), STAGES (chunks in flight), OUT_F32, BIAS,
 // CLUSTER (1, 2), GATED (w is [gate rows | up rows], out is [n, O / 2] and gets silu(gate) * up), BEST (out gets the highest output of
 // each row that a warp has, and its number: [blocks, warps, TOKENS] pairs; the lowest number of equals, infinity for what is no number;
-// only where `state`, if there is one, says that the head is to be read whole).
+// only where `state`, if there is one, says that the head is to be read whole); NUMBER (0: weights in the activation type; as in
+// packed.cuh), GROUP (0, 32, 64, 128), BLOCK (outputs of a scale), ZEROS (zero points), ROUNDED (x was rounded). Inputs are a multiple of
+// 64, of 128 where weights are packed.
 #include "tensor.cuh"
 #define WIDTH TOKENS
+#if NUMBER
+#define REGISTERS
+#include "packed.cuh"
+constexpr int CHUNK = PIECE / 8, UNIT = 2;  // bytes that an output has of a chunk, chunks that are dealt together
+#else
+constexpr int CHUNK = 128, UNIT = 1;
+#endif
 #include "wgmma.cuh"
 #include "boxes.cuh"
 #include "best.cuh"
 #include "screen_state.cuh"
 
-constexpr int GROUPS = 2, ROWS = 64 * GROUPS, W_BYTES = ROWS * 128, X_BYTES = TOKENS * 128, STAGE = W_BYTES + X_BYTES;
+constexpr int GROUPS = 2, ROWS = 64 * GROUPS, W_BYTES = ROWS * CHUNK, X_BYTES = TOKENS * 128, STAGE = W_BYTES + X_BYTES;
 constexpr int CONSUMERS = GROUPS * 128, ACCUMULATORS = TOKENS / 2, X_PART = TOKENS / CLUSTER;
+constexpr bool CROWDED = NUMBER && (GROUP ? TOKENS >= 128 : TOKENS >= 256);  // sums and operands want more registers than there are a thread
+constexpr int FETCHERS = CROWDED ? 128 : 32;  // a warp group where registers pass from it to the others
+constexpr int RELEASED = NUMBER ? CONSUMERS : GROUPS;  // by whom a block gives a stage back
 constexpr int AHEAD = TOKENS >= 64;  // a chunk is multiplied while the one before it ends
 constexpr int BATCH = TOKENS <= 16 ? 4 : TOKENS <= 64 ? 2 : 1;  // shares of a tile that are read at once
 #if OUT_F32
@@ -38,12 +54,47 @@ __device__ __forceinline__ unsigned load_acquire(const unsigned* p) {
 struct Share {
     int chunks, begin, end;
     int64_t total;
-    __device__ __forceinline__ Share(int outputs, int inputs) : chunks(inputs / 64) {
+    __device__ __forceinline__ Share(int outputs, int inputs) : chunks(inputs / (64 * UNIT)) {  // or pairs of them
         total = (int64_t)((outputs + ROWS * CLUSTER - 1) / (ROWS * CLUSTER)) * chunks;
         begin = first(blockIdx.x / CLUSTER), end = first(blockIdx.x / CLUSTER + 1);
     }
     __device__ __forceinline__ int first(int run) const { return (int)(total * run / (int)(gridDim.x / CLUSTER)); }
 };
+
+// -- scales -------------------------------------------------------------------------------------------
+// The output that a lane has sums of in half `half` of its warp's 16 of a tile.
+__device__ __forceinline__ int output_of(int tile, int half, int outputs) {
+    const int local = threadIdx.x >> 5, g = (threadIdx.x & 31) >> 2;
+    return GATED ? (tile * ROWS + local * 16) / 2 + half * (outputs / 2) + g : tile * ROWS + local * 16 + half * 8 + g;
+}
+#if NUMBER
+struct Scaled {
+    const float* scales;
+    const unsigned char* zeros;
+    const float* rows;  // [groups, pitch], of rows of x
+    int pitch;
+};
+// Of sums of the group `group`, or of all inputs, what a lane's sums of one token are multiplied with.
+__device__ __forceinline__ float row_scale(const Scaled& by, int group, int first_token, int at) {
+    return ROUNDED ? by.rows[(int64_t)group * by.pitch + min(first_token + (at >> 2) * 8 + (int)(threadIdx.x & 3) * 2 + (at & 1), by.pitch - 1)] : 1.f;
+}
+#if GROUP
+constexpr int PARTS = 128 / GROUP;  // groups of a pair of chunks
+// Scales and middles of both outputs of a lane, of a pair of chunks; they are fetched a pair ahead.
+struct Places {
+    float scale[PARTS][2];
+    unsigned zero[PARTS][2];
+    __device__ __forceinline__ void fetch(const Scaled& by, int tile, int pair, int outputs, int inputs) {
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const int64_t at = (int64_t)(min(output_of(tile, half, outputs), outputs - 1) / BLOCK) * (inputs / GROUP) + pair * PARTS;
+#pragma unroll
+            for (int p = 0; p < PARTS; p++) scale[p][half] = by.scales[at + p], zero[p][half] = ZEROS ? by.zeros[at + p] : 8;
+        }
+    }
+};
+#endif
+#endif
 
 // What blocks behind this one have of tile `tile`, which this block began, added in the order of the inputs.
 __device__ __forceinline__ void add_shares(float (&sums)[ACCUMULATORS], const Share& share, int last, const float* partial, unsigned* flags) {
@@ -103,28 +154,32 @@ __device__ __forceinline__ void store_tile(const float (&sums)[ACCUMULATORS], ou
 #endif
 }
 
-extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, 1)
+extern "C" __global__ void __launch_bounds__(CONSUMERS + FETCHERS, 1)
 linear_tile(const __grid_constant__ Map w_map, const __grid_constant__ Map x_map, out_t* __restrict__ out,
-            const act_t* __restrict__ bias, float* __restrict__ partial, unsigned* __restrict__ flags, const ScreenState* state, int n, int first_token, int outputs, int inputs) {
+            const act_t* __restrict__ bias, float* __restrict__ partial, unsigned* __restrict__ flags, const ScreenState* state, const float* scales,
+            const unsigned char* zeros, const float* row_scales, int row_pitch, int n, int first_token, int outputs, int inputs) {
     if (BEST && !reads_whole(state)) return;
     extern __shared__ unsigned char raw[];
     __shared__ alignas(8) uint64_t full[STAGES], empty[STAGES];
     const unsigned base = (shared_address(raw) + 1023) & ~1023u;
     const int rank = CLUSTER > 1 ? blockIdx.x % CLUSTER : 0;
     if (threadIdx.x == 0) {
-        for (int s = 0; s < STAGES; s++) barrier_init(shared_address(&full[s]), 1), barrier_init(shared_address(&empty[s]), GROUPS * CLUSTER);
+        for (int s = 0; s < STAGES; s++) barrier_init(shared_address(&full[s]), 1), barrier_init(shared_address(&empty[s]), RELEASED * CLUSTER);
         asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::: "memory");
     }
     __syncthreads();
     if (CLUSTER > 1) cluster_arrive_relaxed();
     const Share share(outputs, inputs);
-    const int begin = share.begin, count = share.end - share.begin, chunks = share.chunks;
+    const int begin = share.begin * UNIT, count = share.end * UNIT - begin, chunks = share.chunks * UNIT;
     if (threadIdx.x >= CONSUMERS) {  // the warp that fetches
+        if (CROWDED) asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
         const bool fetches = threadIdx.x == CONSUMERS;
         auto weights = [&](int i, int s) {
             const int column = (begin + i) % chunks * 64, row = ((begin + i) / chunks * CLUSTER + rank) * ROWS;
             barrier_expect(shared_address(&full[s]), STAGE);
-            if (GATED) load_pairs(base + s * STAGE, &w_map, column, row, shared_address(&full[s]));
+            if (NUMBER && GATED) load_pair_chunks(base + s * STAGE, &w_map, row / 16, column / 64, shared_address(&full[s]));
+            else if (NUMBER) load_chunks(base + s * STAGE, &w_map, row / 8, column / 64, shared_address(&full[s]));
+            else if (GATED) load_pairs(base + s * STAGE, &w_map, column, row, shared_address(&full[s]));
             else load_box(base + s * STAGE, &w_map, column, row, shared_address(&full[s]));
         };
         auto rows = [&](int i, int s) {
@@ -135,16 +190,40 @@ linear_tile(const __grid_constant__ Map w_map, const __grid_constant__ Map x_map
         };
         return fetch_stages<STAGES, CLUSTER>(fetches, count, empty, weights, rows);
     }
+    if (CROWDED) asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
     if (CLUSTER > 1) cluster_wait();
     wait_for_previous();
     const int group = threadIdx.x >> 7;
     auto release = [&](int s) {
-        if ((threadIdx.x & 127) == 0) {
+        if (NUMBER || (threadIdx.x & 127) == 0) {  // of pieces each thread has read its own
             if (CLUSTER > 1)
                 for (int to = 0; to < CLUSTER; to++) barrier_arrive_at(shared_address(&empty[s]), to);
             else barrier_arrive(shared_address(&empty[s]));
         }
     };
+#if NUMBER
+    const Scaled by{scales, zeros, row_scales, row_pitch};
+    unsigned even[16], odd[16];
+    auto widened = [&](int i, unsigned (&a)[16], const unsigned (*middle)[2]) {  // the address of the chunk's rows of x
+        const int s = i % STAGES;
+        barrier_wait(shared_address(&full[s]), i / STAGES & 1);
+        widen(a, base + s * STAGE + (threadIdx.x >> 5) * 2 * PIECE + (threadIdx.x & 31) * LANE, middle);
+        operands_fence(a);
+        return base + s * STAGE + W_BYTES;
+    };
+    auto products = [&](float (&sums)[ACCUMULATORS], const unsigned* a, unsigned x, int from, int to) {
+        accumulators_fence(sums);
+        asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#pragma unroll
+        for (int k = 0; k < 4; k++)
+            if (k >= from && k < to) wgmma(sums, a + k * 4, descriptor(x + k * 32));
+        asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+    };
+#if GROUP
+    Places places;
+    if (count) places.fetch(by, begin / chunks * CLUSTER + rank, begin % chunks / 2, outputs, inputs);
+#endif
+#endif
 #if BEST
     Best held[HELD];
     begin_best(held);
@@ -152,6 +231,60 @@ linear_tile(const __grid_constant__ Map w_map, const __grid_constant__ Map x_map
     for (int i = 0; i < count;) {  // one tile, or this block's part of it
         const int tile = (begin + i) / chunks, end = min(i + chunks - (begin + i) % chunks, count);
         float sums[ACCUMULATORS] = {};
+#if NUMBER && GROUP
+        for (; i < end; i += 2) {
+            const Places now = places;
+            if (i + 2 < count) places.fetch(by, (begin + i + 2) / chunks * CLUSTER + rank, (begin + i + 2) % chunks / 2, outputs, inputs);
+            float part[ACCUMULATORS];
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                unsigned middle[2][2];
+#pragma unroll
+                for (int k = 0; k < 4; k++) middle[k >> 1][k & 1] = WHOLE + now.zero[(half * 64 + (k >> 1) * 32) / GROUP][k & 1] * 0x10001u;
+                unsigned(&a)[16] = half ? odd : even;
+                const unsigned x = widened(i + half, a, middle);
+#pragma unroll
+                for (int first = 0; first < 64; first += GROUP < 64 ? GROUP : 64) {
+                    constexpr int STEP = (GROUP < 64 ? GROUP : 64) / 16;
+                    const int input = half * 64 + first, last = input + STEP * 16;
+                    if (input % GROUP == 0)
+#pragma unroll
+                        for (int j = 0; j < ACCUMULATORS; j++) part[j] = 0.f;
+                    products(part, a, x, first / 16, first / 16 + STEP);
+                    if (last % GROUP) continue;
+                    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+                    accumulators_fence(part);
+                    const int group = (begin + i) % chunks / 2 * PARTS + input / GROUP;
+#pragma unroll
+                    for (int j = 0; j < ACCUMULATORS; j++) sums[j] += part[j] * (now.scale[input / GROUP][j >> 1 & 1] * row_scale(by, group, first_token, j));
+                }
+                if (GROUP <= 64) release((i + half) % STAGES);
+            }
+            if (GROUP > 64) release(i % STAGES), release((i + 1) % STAGES);
+        }
+#elif NUMBER
+        unsigned middle[2][2] = {};
+#if NUMBER == INT4
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const int output = min(output_of(tile * CLUSTER + rank, half, outputs), outputs - 1);
+            middle[0][half] = middle[1][half] = WHOLE + (ZEROS ? zeros[output] : 8) * 0x10001u;
+        }
+#endif
+        for (int from = i; i < end; i += 2) {
+            products(sums, even, widened(i, even, middle), 0, 4);
+            asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
+            accumulators_fence(sums);
+            if (i > from) release((i - 1) % STAGES);
+            products(sums, odd, widened(i + 1, odd, middle), 0, 4);
+            asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
+            accumulators_fence(sums);
+            release(i % STAGES);
+        }
+        asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+        accumulators_fence(sums);
+        release((end - 1) % STAGES);
+#else
         for (int from = i; i < end; i++) {
             const int s = i % STAGES;
             barrier_wait(shared_address(&full[s]), i / STAGES & 1);
@@ -170,6 +303,7 @@ linear_tile(const __grid_constant__ Map w_map, const __grid_constant__ Map x_map
             accumulators_fence(sums);
             release((end - 1) % STAGES);
         }
+#endif
         if (begin > tile * chunks) {  // the beginning is another block's: leave the sums to it
             float4* mine = (float4*)(partial + (int64_t)blockIdx.x * ROWS * TOKENS) + threadIdx.x;
 #pragma unroll
@@ -179,7 +313,13 @@ linear_tile(const __grid_constant__ Map w_map, const __grid_constant__ Map x_map
                 asm volatile("st.release.gpu.global.u32 [%0], 1;" ::"l"(flags + blockIdx.x) : "memory");
             continue;
         }
-        add_shares(sums, share, (tile + 1) * chunks, partial, flags);
+        add_shares(sums, share, (tile + 1) * share.chunks, partial, flags);
+#if NUMBER && !GROUP
+        const int scaled[2] = {min(output_of(tile * CLUSTER + rank, 0, outputs), outputs - 1), min(output_of(tile * CLUSTER + rank, 1, outputs), outputs - 1)};
+        const float scale[2] = {scales[scaled[0]], scales[scaled[1]]};
+#pragma unroll
+        for (int j = 0; j < ACCUMULATORS; j++) sums[j] *= scale[j >> 1 & 1] * row_scale(by, 0, first_token, j);
+#endif
 #if BEST
         const int row = (tile * CLUSTER + rank) * ROWS + (threadIdx.x >> 5) * 16 + ((threadIdx.x & 31) >> 2);
         const bool real[2] = {row < outputs, row + 8 < outputs};

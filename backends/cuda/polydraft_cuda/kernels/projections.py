@@ -16,6 +16,7 @@ import numpy as np
 from polydraft.device import Launch
 from polydraft_cuda.compiler import ROWS, act
 from polydraft_cuda.device import CudaDevice
+from polydraft_cuda.kernels.packed import Rounded, packing_of, product_defines
 from polydraft_cuda.kernels.provider import source
 
 TILE_ROWS: Final = 128
@@ -46,6 +47,8 @@ class Split(NamedTuple):
     blocks: int
 
 
+MOST_STAGES: Final = 16
+"""Of a ring, where weights are packed."""
 ROWS_BYTES = 190 << 10
 """Bytes of `linear_rows` in flight."""
 PAIR_STAGES: Final = {8: 7, 16: 6, 32: 5}
@@ -72,22 +75,46 @@ def tensor_map(device: Any, matrix: Any, rows: int, *, paired: int = 0, chunks: 
         sizes, strides, box = (*sizes, *stacked), (*strides, 2 * height * width), (*box, 1)
     if chunks:
         sizes, strides, box = (64, *sizes[1:], width // 64), (*strides, 128), (*box, chunks)
-    encoded = device.call("cuTensorMapEncodeTiled", *_described(matrix, sizes, strides, box), doing="describing a matrix")
-    return TensorMap((ctypes.c_uint64 * 16)(*(int(word) for word in encoded.opaque)))
+    return _encoded(device, matrix, "BFLOAT16" if matrix.dtype == "bf16" else "FLOAT16", sizes, strides, box, "128B")
 
 
-def _described(matrix: Any, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]) -> tuple[Any, ...]:
+def _encoded(
+    device: Any, matrix: Any, kind: str, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], swizzle: str
+) -> TensorMap:
     from cuda.bindings import driver
 
     number, word = driver.cuuint64_t, driver.cuuint32_t
-    kinds = driver.CUtensorMapDataType
-    return (
-        kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 if matrix.dtype == "bf16" else kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+    described = (
+        getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{kind}"),
         len(sizes), matrix.pointer, [number(s) for s in sizes], [number(s) for s in strides], [word(s) for s in box],
         [word(1) for _ in box], driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-        driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B, driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+        getattr(driver.CUtensorMapSwizzle, f"CU_TENSOR_MAP_SWIZZLE_{swizzle}"),
+        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
         driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )  # fmt: skip
+    encoded = device.call("cuTensorMapEncodeTiled", *described, doing="describing a matrix")
+    return TensorMap((ctypes.c_uint64 * 16)(*(int(word) for word in encoded.opaque)))
+
+
+def piece_map(device: Any, weight: Any, rows: int, *, paired: bool = False, chunks: int = 1) -> TensorMap:
+    """Boxes of what `rows` outputs of a packed weight have of `chunks` chunks of 64 inputs: pieces of 8 outputs, those of the
+    upper and the lower half of the matrix in turn where it is `paired`; zeros beyond its end."""
+    outputs, inputs = weight.shape
+    piece, pieces, width = 8 * chunk_bytes(weight), -(-outputs // 8), inputs // 64
+    row = piece * width
+    if paired:
+        sizes: tuple[int, ...] = (piece // 8, 2, 2, pieces // 2, width)
+        strides: tuple[int, ...] = (piece // 2, pieces // 2 * row, row, piece)
+        box: tuple[int, ...] = (piece // 8, 2, 2, rows // 16, chunks)
+    else:
+        sizes, strides, box = (piece // 4, pieces, width), (row, piece), (piece // 4, rows // 8, chunks)
+    return _encoded(device, weight, "UINT32", sizes, strides, box, "NONE")
+
+
+def chunk_bytes(weight: Any) -> int:
+    """Bytes of a chunk of 64 inputs of an output."""
+    packing = getattr(weight, "packing", None)
+    return 128 if packing is None else 32 if packing.number == "int4" else 64
 
 
 def flags(device: Any) -> Any:
@@ -114,23 +141,40 @@ def defines(a: Any) -> dict[str, int]:
 
 
 def tile(
-    device: CudaDevice, a: Any, workspace: Any, size: Size, first: int, gated: Any = None, best: Any = None, state: Any = None
-) -> Launch:
+    device: CudaDevice, a: Any, workspace: Any, size: Size, first: int, gated: Any = None, best: Any = None, state: Any = None,
+    rounded: Rounded | None = None,
+) -> Launch:  # fmt: skip
     """`linear_tile` for rows `first` to `first + size.rows`. Where `gated` is given, silu(gate) * up goes there alone; where
-    `best` is, the best outputs of each row, and with the `state` of a look only where this look wants it."""
+    `best` is, the best outputs of each row, and with the `state` of a look only where this look wants it. `rounded`: the rows,
+    where they are others than x."""
     outputs, inputs = a.weight.shape
-    tokens, cluster, stages = size
+    rounded = rounded or Rounded(a.x, None, 0)
+    tokens, cluster, stages = packed_size(a, size) if (packing := packing_of(a)) else size
     function = device.function(
         source("linear_tile.cu"), "linear_tile", arch_features="a", TOKENS=tokens, STAGES=stages, CLUSTER=cluster,
-        GATED=int(gated is not None), BEST=int(best is not None), **defines(a),
+        GATED=int(gated is not None), BEST=int(best is not None), **product_defines(a), **defines(a),
     )  # fmt: skip
-    shared, threads = stages * (TILE_ROWS + tokens) * 128 + 1024, 2 * 128 + 32
+    shared = stages * (TILE_ROWS * chunk_bytes(a.weight) + tokens * 128) + 1024
+    crowded = packing is not None and tokens >= (128 if packing.columns else 256)  # as the kernel has it
+    threads = 2 * 128 + (128 if crowded else 32)
     at_once = function.most_clusters(threads, shared, cluster) if cluster > 1 else device.num_sms
-    return function.bind(
-        num_blocks(device, a, cluster, at_once), threads, tensor_map(device, a.weight, TILE_ROWS, paired=8 * (gated is not None)),
-        tensor_map(device, a.x, tokens // cluster), best or gated or a.out, a.bias, workspace.buffer, flags(device), state, ROWS,
-        first, outputs, inputs, shared=shared, cluster=cluster if cluster > 1 else None, dependent=True,
+    paired = gated is not None
+    weights = (
+        piece_map(device, a.weight, TILE_ROWS, paired=paired) if packing
+        else tensor_map(device, a.weight, TILE_ROWS, paired=8 * paired)
     )  # fmt: skip
+    scales, zeros = (a.weight.scales, a.weight.zeros) if packing else (None, None)
+    return function.bind(
+        num_blocks(device, a, cluster, at_once), threads, weights, tensor_map(device, rounded.x, tokens // cluster),
+        best or gated or a.out, a.bias, workspace.buffer, flags(device), state, scales, zeros, rounded.scales, rounded.pitch,
+        ROWS, first, outputs, inputs, shared=shared, cluster=cluster if cluster > 1 else None, dependent=True,
+    )  # fmt: skip
+
+
+def packed_size(a: Any, size: Size) -> Size:
+    """A size of `linear_tile` with as many bytes in flight where weights are packed."""
+    inflight = size.stages * (TILE_ROWS + size.rows) * 128
+    return size._replace(stages=min(inflight // (TILE_ROWS * chunk_bytes(a.weight) + size.rows * 128), MOST_STAGES))
 
 
 def rows_of(device: CudaDevice, a: Any, unit: int = 16) -> int:
@@ -204,9 +248,14 @@ def stream(device: CudaDevice, a: Any, tokens: int) -> Launch:
     return function.bind(blocks, 256, a.x, a.weight, a.bias, a.out, ROWS, outputs, inputs, dependent=True)
 
 
-def plain(device: CudaDevice, a: Any) -> Launch:
-    """`linear_plain` for any number of rows."""
+def plain(device: CudaDevice, a: Any, rounded: Rounded | None = None) -> Launch:
+    """`linear_plain` for any number of rows, of x or of what x was rounded to."""
     outputs, inputs = a.weight.shape
-    function = device.function(source("linear_plain.cu"), "linear_plain", **defines(a))
+    rounded = rounded or Rounded(a.x, None, 0)
+    scales, zeros = (a.weight.scales, a.weight.zeros) if packing_of(a) else (None, None)
+    function = device.function(source("linear_plain.cu"), "linear_plain", **product_defines(a), **defines(a))
     grid: Callable[[int], tuple[int, int, int]] = lambda n: (-(-outputs // 4), min(-(-n // 8), 1024), 1)  # noqa: E731
-    return function.bind(grid, 128, a.x, a.weight, a.bias, a.out, ROWS, outputs, inputs, dependent=True)
+    return function.bind(
+        grid, 128, rounded.x, a.weight, a.bias, a.out, scales, zeros, rounded.scales, rounded.pitch, ROWS, outputs, inputs,
+        dependent=True,
+    )  # fmt: skip

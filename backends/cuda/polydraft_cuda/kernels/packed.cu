@@ -1,0 +1,86 @@
+// What stands around products of packed weights: laying numbers out for them, and rounding rows of activations.
+// Defines: ACT; NUMBER (`packed.cuh`); GROUP (inputs of a scale, 0: all of them); BLOCK (outputs of a scale).
+#include "packed.cuh"
+
+__device__ __forceinline__ float not_a_number() { return __uint_as_float(0x7fc00000u); }
+
+// Row-major numbers, `pitch` bytes a row, as pieces; a thread a word. What stands for no number among E4M3 is no place's in a product:
+// the scale of its output says it, or that of its block.
+extern "C" __global__ void lay_out(const unsigned char* numbers, unsigned* pieces, float* scales, int outputs, int inputs, int pitch) {
+    enter();
+    constexpr int WORDS = PIECE / 4;
+    const int chunks = inputs / 64;
+    const int64_t place = (int64_t)blockIdx.x * blockDim.x + threadIdx.x, piece = place / WORDS;
+    const int within = place % WORDS, lane = within / (LANE / 4), word = within % (LANE / 4);
+    const int output = int(piece / chunks) * 8 + (lane >> 2), first = int(piece % chunks) * 64;
+    if (piece / chunks * 8 >= outputs) return;
+    unsigned made = 0;
+    if (output < outputs) {
+        const unsigned char* row = numbers + (int64_t)output * pitch;
+#pragma unroll
+        for (int at = 0; at < 32 / (NUMBER == INT4 ? 4 : 8); at++) {
+            const int input = first + input_of(lane, word, at);
+#if NUMBER == INT4
+            made |= unsigned(row[input >> 1] >> (input & 1) * 4 & 15) << at * 4;
+#else
+            made |= unsigned(row[input]) << at * 8;
+            if (NUMBER == E4M3 && (row[input] & 127) == 127)
+                scales[(int64_t)(output / BLOCK) * (GROUP ? inputs / (GROUP ? GROUP : 1) : 1) + (GROUP ? input / (GROUP ? GROUP : 1) : 0)] = not_a_number();
+#endif
+        }
+    }
+    pieces[place] = made;
+}
+
+// -- activations --------------------------------------------------------------------------------------
+constexpr float MOST = NUMBER == E4M3 ? 448.f : 127.f;
+// The number that x over its scale is rounded to, ties to even.
+__device__ __forceinline__ float nearest(float q) {
+#if NUMBER == E4M3
+    const float size = fminf(fabsf(q), MOST);
+    const int exponent = max(int(__float_as_uint(size) >> 23) - 127, -6);  // 8 to 16 of the last place, fewer below the normal ones
+    return copysignf(rintf(size * __uint_as_float(unsigned(130 - exponent) << 23)) * __uint_as_float(unsigned(124 + exponent) << 23), q);
+#else
+    return rintf(q);
+#endif
+}
+__device__ __forceinline__ unsigned magnitude(float x) { return __float_as_uint(x) & 0x7fffffffu; }  // that of a NaN is the highest
+__device__ __forceinline__ float scale_of(unsigned most) {
+    return most >= 0x7f800000u ? not_a_number() : fmaxf(__uint_as_float(most) / MOST, 0x1p-100f);
+}
+
+// Each row of x, or each GROUP inputs of it, as numbers and their scale: numbers [n, I], scales [groups, pitch]. A block a row.
+extern "C" __global__ void round_rows(const act_t* x, act_t* numbers, float* scales, int inputs, int pitch) {
+    begin_dependent();
+    __shared__ unsigned found[32];
+    const int row = blockIdx.x, lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
+    const act_t* from = x + (int64_t)row * inputs;
+    act_t* to = numbers + (int64_t)row * inputs;
+    auto put = [&](int i, float scale) {
+        to[i] = from_float<act_t>(scale == scale ? nearest(to_float(from[i]) / scale) : scale);
+    };
+    auto highest = [&](unsigned most) {
+#pragma unroll
+        for (int d = 16; d > 0; d >>= 1) most = max(most, __shfl_xor_sync(FULL, most, d));
+        return most;
+    };
+    if (GROUP) {  // a warp a group
+        for (int first = warp * GROUP, group = warp; first < inputs; first += warps * GROUP, group += warps) {
+            const int last = min(first + GROUP, inputs);
+            unsigned most = 0;
+            for (int i = first + lane; i < last; i += 32) most = max(most, magnitude(to_float(from[i])));
+            const float scale = scale_of(highest(most));
+            if (lane == 0) scales[(int64_t)group * pitch + row] = scale;
+            for (int i = first + lane; i < last; i += 32) put(i, scale);
+        }
+        return;
+    }
+    unsigned most = 0;
+    for (int i = threadIdx.x; i < inputs; i += blockDim.x) most = max(most, magnitude(to_float(from[i])));
+    most = highest(most);
+    if (lane == 0) found[warp] = most;
+    __syncthreads();
+    const float scale = scale_of(highest(lane < warps ? found[lane] : 0u));
+    if (threadIdx.x == 0) scales[row] = scale;
+    for (int i = threadIdx.x; i < inputs; i += blockDim.x) put(i, scale);
+}

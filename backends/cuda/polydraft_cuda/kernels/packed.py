@@ -1,0 +1,179 @@
+"""Weights of few bits on the device, and rows of activations that are rounded beside them.
+
+`linear` takes what is made here: numbers in the order of operands where `linear_tile` multiplies them, row by row for
+`linear_plain`, and float32 scales as core has them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from polydraft.contracts.packing import MIDDLE, PackedWeight, Packing
+from polydraft.device import Array, Launch
+from polydraft.errors import ContractError
+from polydraft_cuda.compiler import act
+from polydraft_cuda.device import CudaBuffer, CudaDevice
+from polydraft_cuda.kernels.provider import source
+
+NUMBERS: Final = {"fp8": 1, "int8": 2, "int4": 3}
+"""Of packings, as kernels know them."""
+PAIR: Final = 128
+"""Inputs that are dealt together: what tiles take is a multiple of it."""
+THREADS: Final = 256
+"""Of kernels that lay numbers out or round rows."""
+
+
+class CudaPackedWeight:
+    """A packed weight of [outputs, inputs], for kernels that compute in `dtype`. `tiled`: its numbers lie as pieces of 8 outputs
+    by 64 inputs (`kernels/packed.cuh`) in place of row by row."""
+
+    __slots__ = ("dtype", "numbers", "packing", "role", "scales", "shape", "tiled", "zeros")
+
+    def __init__(self, device: CudaDevice, role: str, value: PackedWeight, dtype: str) -> None:
+        self.role, self.packing, self.shape, self.dtype = role, value.packing, value.shape, dtype
+        outputs, inputs = value.shape
+        self.tiled = device.arch == "sm_90" and dtype != "f32" and inputs % PAIR == 0
+        rows = -(-outputs // 8) * 8 if self.tiled else outputs
+        self.numbers: CudaBuffer = device.empty(f"weight.{role}", (rows, value.numbers.shape[1]), "u8")
+        self.scales: CudaBuffer = device.empty(f"weight.{role}_scales", value.scales.shape, "f32")
+        self.zeros: CudaBuffer | None = None
+        if value.zeros is not None:
+            self.zeros = device.empty(f"weight.{role}_zeros", value.zeros.shape, "u8")
+
+    @property
+    def pointer(self) -> int:
+        """Device address of the numbers."""
+        return self.numbers.pointer
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of device memory."""
+        return self.numbers.nbytes + self.scales.nbytes + (0 if self.zeros is None else self.zeros.nbytes)
+
+    def fill(self, device: CudaDevice, value: PackedWeight) -> None:
+        """Copy a value to the device, laid out; waits."""
+        device.load(self.scales, np.ascontiguousarray(value.scales))
+        if self.zeros is not None and value.zeros is not None:
+            device.load(self.zeros, np.ascontiguousarray(value.zeros))
+        span, pitch = _memory(value.numbers)
+        if not self.tiled:
+            device.write(self.pointer, np.ascontiguousarray(value.numbers))
+            return
+        pool = device.empty("weight.pool", span.shape, "u8")
+        device.write(pool.pointer, span)
+        outputs, inputs = self.shape
+        function = device.function(source("packed.cu"), "lay_out", **defines(self.packing), **act(self.dtype))
+        blocks = -(-self.numbers.nbytes // (4 * THREADS))
+        function.bind(blocks, THREADS, pool, self.numbers, self.scales, outputs, inputs, pitch)(device.stream, 1)
+        device.synchronize()
+
+
+def prepare(device: CudaDevice, role: str, value: PackedWeight, dtype: str, previous: Any = None) -> CudaPackedWeight:
+    """A packed weight on the device, over `previous` where there is one; waits."""
+    if previous is None:
+        weight = CudaPackedWeight(device, role, value, dtype)
+    elif isinstance(previous, CudaPackedWeight) and (previous.shape, previous.packing) == (value.shape, value.packing):
+        weight = previous
+    else:
+        raise ContractError(
+            f"weight update: got {value.packing.name} of shape {value.shape}, wanted {getattr(previous, 'dtype', '?')} of shape "
+            f"{getattr(previous, 'shape', '?')}; load the same architecture in the same packing"
+        )
+    weight.fill(device, value)
+    return weight
+
+
+def _memory(numbers: Array) -> tuple[Array, int]:
+    """The memory that a matrix of bytes spans, flat, and the bytes from row to row; rows that overlap (what `polydraft bench
+    --shape` gives) are not spread out."""
+    rows, columns = numbers.shape
+    pitch = numbers.strides[0]
+    if numbers.strides[1] != 1 or not 0 < pitch < columns:
+        return np.ascontiguousarray(numbers).reshape(-1).view(np.uint8), columns
+    span = np.lib.stride_tricks.as_strided(numbers, ((rows - 1) * pitch + columns,), (1,), writeable=False)
+    return np.ascontiguousarray(span).view(np.uint8), pitch
+
+
+def packing_of(a: Any) -> Packing | None:
+    """The packing of a projection's weight."""
+    return a.weight.packing if isinstance(a.weight, CudaPackedWeight) else None
+
+
+def defines(packing: Packing | None) -> dict[str, int]:
+    """What kernels are told of a packing, or of none."""
+    if packing is None:
+        return {"NUMBER": 0, "GROUP": 0, "BLOCK": 1}
+    return {"NUMBER": NUMBERS[packing.number], "GROUP": packing.columns, "BLOCK": packing.rows}
+
+
+def product_defines(a: Any) -> dict[str, int]:
+    """What kernels that multiply are told besides."""
+    packing = packing_of(a)
+    zeros, activations = (packing.zeros, packing.activations) if packing else (False, False)
+    return {**defines(packing), "ZEROS": int(zeros), "ROUNDED": int(activations)}
+
+
+# -- activations -----------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Place:
+    """A tensor within a buffer."""
+
+    pointer: int
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Rounded:
+    """Rows of a projection as it multiplies them, and their scales [groups, pitch]: None where they are not rounded."""
+
+    x: Any
+    scales: Place | None
+    pitch: int
+
+
+def rounded_bytes(a: Any) -> int:
+    """Scratch of a projection that rounds its rows."""
+    packing = packing_of(a)
+    if packing is None or not packing.activations:
+        return 0
+    numbers, scales = _sizes(a, packing)
+    return numbers + scales
+
+
+def _sizes(a: Any, packing: Packing) -> tuple[int, int]:
+    rows, inputs = a.x.shape
+    groups = -(-inputs // packing.columns) if packing.columns else 1
+    return -(-rows * inputs * (4 if a.x.dtype == "f32" else 2) // 256) * 256, groups * _pitch(rows) * 4
+
+
+def _pitch(rows: int) -> int:
+    return -(-rows // 8) * 8
+
+
+def place_rounded(a: Any, scratch: int) -> Rounded:
+    """Where the rows of a projection are found: in scratch from an address on, where they are rounded."""
+    packing = packing_of(a)
+    if packing is None or not packing.activations:
+        return Rounded(a.x, None, 0)
+    rows, inputs = a.x.shape
+    numbers, _ = _sizes(a, packing)
+    groups = -(-inputs // packing.columns) if packing.columns else 1
+    return Rounded(
+        Place(scratch, (rows, inputs), a.x.dtype), Place(scratch + numbers, (groups, _pitch(rows)), "f32"), _pitch(rows)
+    )
+
+
+def round_rows(device: CudaDevice, a: Any, to: Rounded) -> Launch:
+    """Bind the rounding of the rows of a launch."""
+    packing = packing_of(a)
+    assert packing is not None
+    function = device.function(source("packed.cu"), "round_rows", **defines(packing), **act(a.x.dtype))
+    grid = lambda n: (n, 1, 1)  # noqa: E731
+    return function.bind(grid, THREADS, a.x, to.x, to.scales, int(a.x.shape[1]), to.pitch, dependent=True)
+
+
+assert MIDDLE == 8, "kernels take 8 where there are no zero points"

@@ -1,0 +1,229 @@
+"""Packed weights on a GPU: each packing against its contract, in shapes that tiles take, joined launches, and whole engines."""
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import polydraft_cuda
+from polydraft.backend import DeviceOptions
+from polydraft.conformance.harness import check_kernel
+from polydraft.contracts import REGISTRY, ArgmaxV1, LinearV1, ProcessLogitsV1, SwigluV1
+from polydraft.contracts.compare import EPS, from_host, to_host
+from polydraft.contracts.composite import CompositeArgs
+from polydraft.contracts.kernels.linear import packed_cases
+from polydraft.contracts.packing import PACKINGS, PackedWeight, Packing, pack, rounded
+from polydraft.device import Array
+from polydraft_cuda.device import CudaDevice
+from tests.device.test_cuda_gpu import PROMPTS, texts
+from tests.device.test_cuda_shapes import filled, launch_of, limits
+
+pytestmark = [pytest.mark.device("cuda"), pytest.mark.timeout(600)]
+ROWS = (1, 4, 8, 9, 17, 33, 65, 100, 129, 256, 257)
+OPTIONS = [(act, invariant) for act in ("bf16", "f16") for invariant in (False, True)]
+IDS = [f"{act}{'-invariant' * invariant}" for act, invariant in OPTIONS]
+
+
+@pytest.fixture(params=OPTIONS, ids=IDS)
+def opened(request: pytest.FixtureRequest) -> Iterator[CudaDevice]:
+    act, invariant = request.param
+    device = polydraft_cuda.polydraft_open_device("", DeviceOptions(act, row_invariant=invariant))
+    yield device
+    device.close()
+
+
+def random_weight(packing: Packing, outputs: int, inputs: int) -> PackedWeight:
+    """Numbers of every size, and scales and zero points that differ from place to place; `pack` would take longer."""
+    rng = np.random.default_rng(outputs + inputs)
+    width = inputs // 2 if packing.number == "int4" else inputs
+    bits = rng.integers(0, 256, (outputs, width), np.uint8)
+    if packing.number == "fp8":
+        bits[bits & 127 == 127] = 5
+    places = packing.scales_of((outputs, inputs))
+    largest = {"fp8": 100.0, "int8": 73.0, "int4": 5.0}[packing.number]
+    scales = (rng.uniform(0.25, 4, places) / (largest * np.sqrt(inputs))).astype(np.float32)
+    zeros = rng.integers(0, 16, places).astype(np.uint8) if packing.zeros else None
+    return PackedWeight(packing, (outputs, inputs), bits.view(np.int8) if packing.number == "int8" else bits, scales, zeros)
+
+
+class Projection:
+    """A projection by a packed weight; `run(n)` gives the first n rows of what it leaves, `allowed` how far they may be from
+    `wanted`."""
+
+    def __init__(
+        self, device: CudaDevice, value: PackedWeight, *, to_f32: bool = False, bias: bool = False, rows: int = max(ROWS)
+    ) -> None:
+        rng, act = np.random.default_rng(7), device.dtype
+        self.device, self.value, self.dtype = device, value, "f32" if to_f32 else act
+        outputs, inputs = value.shape
+        table: Any = polydraft_cuda.polydraft_kernels(device)
+        x = rng.standard_normal((rows, inputs), np.float32) * np.float32(2.0) ** rng.integers(-3, 4, (rows, 1))
+        added = rng.standard_normal(outputs, np.float32) if bias else np.zeros(outputs, np.float32)
+        self.weight = table.prepare_weight("linear", value, act)
+        self.out = device.empty("out", (rows, outputs), self.dtype)
+        self.x = filled(device, "x", x, act)
+        self.args = LinearV1(
+            x=self.x, weight=self.weight, bias=table.prepare_weight("bias", added, act) if bias else None, out=self.out
+        )
+        self.launch = launch_of(device, "linear", self.args, limits(rows))
+        seen, matrix = rounded(from_host(to_host(x, act), act).astype(np.float32), value.packing), value.read(np.float64)
+        addend = from_host(to_host(added, act), act).astype(np.float64)
+        self.wanted = seen @ matrix.T + addend
+        magnitude = np.abs(seen) @ np.abs(matrix).T + np.abs(addend)
+        self.allowed = 2.0**-18 * magnitude + (0 if to_f32 else EPS[act]) * np.abs(self.wanted)
+
+    def run(self, n: int) -> Array:
+        self.device.fill_bytes(self.out, 0xFF)
+        self.launch(self.device.stream, n)
+        found = from_host(self.device.read(self.out.pointer, self.out.shape, self.dtype), self.dtype)
+        assert np.isnan(found[n:]).all(), "nothing behind the launch length is written"
+        return found[:n]
+
+    def holds(self, n: int) -> None:
+        off = np.abs(self.run(n) - self.wanted[:n])
+        assert (off <= self.allowed[:n]).all(), (
+            self.value.packing.name, self.value.shape, n, float((off / self.allowed[:n]).max()),
+            np.argwhere(~(off <= self.allowed[:n]))[:4].tolist(),
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("act", polydraft_cuda.CAPABILITIES.dtypes)
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_a_packed_product_is_what_its_contract_says(packing: str, act: str):
+    for invariant in (False, True):
+        device = polydraft_cuda.polydraft_open_device("", DeviceOptions(act, row_invariant=invariant))
+        table = polydraft_cuda.polydraft_kernels(device)
+        for case in packed_cases(packing):
+            found = check_kernel(REGISTRY["linear"], case, device, table, act=act)
+            assert found.ok, found.describe()
+        device.close()
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_a_packed_projection_is_right_for_every_number_of_rows(opened: CudaDevice, packing: str):
+    for outputs, inputs, options in (
+        (6144, 1024, {}), (1024, 11008, {}), (4096 + 24, 512, {"to_f32": True}), (200, 256, {"bias": True}), (128, 128, {}),
+    ):  # fmt: skip
+        projection = Projection(opened, random_weight(PACKINGS[packing], outputs, inputs), **options)
+        assert projection.weight.tiled
+        for n in ROWS:
+            projection.holds(n)
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_where_rows_are_invariant_a_row_is_the_same_alone(opened: CudaDevice, packing: str):
+    if not opened.row_invariant:
+        return
+    projection = Projection(opened, random_weight(PACKINGS[packing], 1000, 2048))
+    every = projection.run(max(ROWS))
+    for n in ROWS:
+        assert np.array_equal(projection.run(n), every[:n]), n
+
+
+@pytest.mark.parametrize("packing", ["fp8-channel", "fp8-channel-a8", "fp8-block128-a8", "int4-group32-zeros"])
+def test_gate_up_and_their_activation_are_one_launch(packing: str):
+    device = polydraft_cuda.polydraft_open_device("", DeviceOptions("bf16"))
+    rows, width = 257, 5632 if "int4" not in packing else 8192
+    kind = PACKINGS[packing]
+    projection = Projection(device, random_weight(kind, 2 * width, 4096), rows=rows)
+    gated = device.empty("gated", (rows, width), "bf16")
+    activation = SwigluV1(gate_up=projection.out, out=gated)
+    activate = launch_of(device, "swiglu", activation, limits(rows))
+    together = launch_of(device, "gated", CompositeArgs((projection.args, activation)), limits(rows))
+    most = 128 if kind.columns else 256
+    for n in (1, 9, 17, 33, 65, 128, 129, 256, 257):
+        projection.launch(device.stream, n)
+        activate(device.stream, n)
+        wanted = from_host(device.read(gated.pointer, gated.shape, "bf16"), "bf16")[:n].copy()
+        device.fill_bytes(gated, 0xFF)
+        device.fill_bytes(projection.out, 0xFF)
+        together(device.stream, n)
+        found = from_host(device.read(gated.pointer, gated.shape, "bf16"), "bf16")
+        assert np.isnan(found[n:]).all()
+        assert np.abs(found[:n] - wanted).max() <= 4 * EPS["bf16"] * max(float(np.abs(wanted).max()), 1.0), n
+        stored = from_host(device.read(projection.out.pointer, (1, 16), "bf16"), "bf16")
+        assert np.isnan(stored).all() == (n <= most), "gate and up are not stored"
+    device.close()
+
+
+@pytest.mark.parametrize("packing", ["fp8-channel", "int8-channel-a8", "fp8-block128", "int4-group64"])
+def test_a_packed_head_leaves_the_choice(opened: CudaDevice, packing: str):
+    vocab, rows = 4 * 128 * opened.num_sms + 16, 257
+    projection = Projection(opened, random_weight(PACKINGS[packing], vocab, 256), to_f32=True, rows=rows)
+    tokens, row_slot = (opened.empty(name, (rows,), "i32") for name in ("tokens", "row_slot"))
+    opened.load(row_slot, np.where(np.arange(rows) % 7 == 3, -1, 0).astype(np.int32))
+    process = ProcessLogitsV1(logits=projection.out, row_slot=row_slot, num_valid=vocab)
+    choice = ArgmaxV1(logits=projection.out, row_slot=row_slot, tokens=tokens)
+    apart = launch_of(opened, "argmax", choice, limits(rows))
+    together = launch_of(opened, "chosen", CompositeArgs((projection.args, process, choice)), limits(rows))
+
+    def chosen(n: int, *, joined: bool) -> Array:
+        opened.fill_bytes(tokens, 0x55)
+        if joined:
+            together(opened.stream, n)
+        else:
+            projection.launch(opened.stream, n)
+            apart(opened.stream, n)
+        return opened.read(tokens.pointer, tokens.shape, "i32")[:n].copy()
+
+    for n in (1, 8, 9, 33, 65, 128, 129, 256, 257):
+        wanted = chosen(n, joined=False)
+        projection.holds(n)
+        assert np.array_equal(chosen(n, joined=True), wanted), n
+        assert (wanted[np.arange(n) % 7 != 3] >= 0).all()
+
+
+@pytest.mark.parametrize("packing", ["fp8-channel", "fp8-channel-a8"])
+def test_what_is_no_number_spoils_the_output_it_belongs_to_and_the_row_it_is_in(packing: str):
+    device = polydraft_cuda.polydraft_open_device("", DeviceOptions("bf16"))
+    value = random_weight(PACKINGS[packing], 200, 256)
+    value.numbers[77, 130] = 0x7F
+    projection = Projection(device, value, rows=9)
+    x = from_host(device.read(projection.x.pointer, (9, 256), "bf16"), "bf16").astype(np.float32).copy()
+    x[3, 9], x[5, 200] = np.nan, np.inf
+    device.load(projection.x, to_host(x, "bf16"))
+    found = projection.run(9)
+    ordinary = [row for row in range(9) if row not in (3, 5)]
+    assert np.isnan(found[:, 77]).all()
+    assert np.isnan(found[3]).all()
+    assert not np.isfinite(found[5]).any()
+    kept = np.delete(np.arange(200), 77)
+    assert (np.abs(found - projection.wanted) <= projection.allowed)[np.ix_(ordinary, kept)].all()
+    device.close()
+
+
+def test_an_update_keeps_the_address_and_takes_the_new_numbers():
+    device = polydraft_cuda.polydraft_open_device("", DeviceOptions("bf16"))
+    kind, table = PACKINGS["fp8-channel"], polydraft_cuda.polydraft_kernels(device)
+    projection = Projection(device, random_weight(kind, 256, 256), rows=8)
+    other = Projection(device, pack(np.random.default_rng(1).standard_normal((256, 256), np.float32), kind), rows=8)
+    refilled = table.prepare_weight("linear", other.value, "bf16", previous=projection.weight)
+    assert refilled is projection.weight
+    assert np.array_equal(projection.run(8), other.run(8))
+    device.close()
+
+
+def test_rows_that_overlap_in_memory_are_spread_out():
+    device = polydraft_cuda.polydraft_open_device("", DeviceOptions("bf16"))
+    kind = PACKINGS["fp8-channel"]
+    pool = np.random.default_rng(5).integers(0, 120, 61 * 256 + 512).astype(np.uint8)
+    numbers = np.lib.stride_tricks.as_strided(pool, (256, 512), (61, 1), writeable=False)
+    Projection(device, PackedWeight(kind, (256, 512), numbers, np.full((256, 1), 1e-3, np.float32)), rows=8).holds(8)
+    device.close()
+
+
+@pytest.mark.parametrize("weights", ["fp8", "int8", "int4"])
+def test_an_engine_writes_the_texts_of_the_reference_with_and_without_drafts(weights: str):
+    wanted = [ids for ids, _ in texts("reference", 0, prompts=PROMPTS[:3], weights=weights)]
+    for drafts, graph in itertools.product((0, 3), ("off", "decode")):
+        found = [ids for ids, _ in texts("cuda", drafts, prompts=PROMPTS[:3], weights=weights, graph=graph)]
+        assert found == wanted, (drafts, graph)
+
+
+@pytest.mark.parametrize("weights", ["fp8", "int4"])
+def test_invariant_texts_do_not_depend_on_drafts(weights: str):
+    own = {"dtype": "bf16", "invariant": True, "weights": weights}
+    found = [[ids for ids, _ in texts("cuda", drafts, **own)] for drafts in (0, 1, 3)]
+    assert found[1:] == found[:1] * 2

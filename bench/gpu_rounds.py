@@ -146,28 +146,33 @@ def floor_bytes(
     by one row a request in the others."""
     model, resolved = engine.model, engine.resolved
     drafts, size = resolved.limits.num_drafts, 4 if resolved.dtype == "f32" else 2
+    packing, ignored = resolved.packing, engine.config.weights_ignore
 
-    def block(b: Any, rows: float) -> float:
+    def each(part: str = "") -> float:
+        """Bytes of a weight of a matrix in some part of the model (`PARTS`), of one with many inputs."""
+        return size if packing is None or part in ignored else packing.nbytes((1024, 4096)) / (1024 * 4096)
+
+    def block(b: Any, rows: float, part: str = "") -> float:
         a, f, h = b.mixer, b.feed_forward, model.hidden_size
         width = f.intermediate_size
         if isinstance(f, SparseMoe):
             experts, chosen = f.routing.num_experts, f.routing.top_k
             width = f.shared_size + experts * (1 - (1 - chosen / experts) ** rows) * f.intermediate_size
-        return float(size * h * (2 * a.q_size + 2 * a.kv_size + 3 * width))
+        return float(each(part) * h * (2 * a.q_size + 2 * a.kv_size + 3 * width))
 
     def cached(b: Any) -> float:
         a = b.mixer
         return float(2 * batch * context * (a.num_kv_heads * (a.head_dim + 1) if resolved.kv else size * a.kv_size))
 
-    def head(tokens: int, by_bytes: bool) -> int:
-        return (1 if by_bytes else size) * tokens * model.hidden_size
+    def head(tokens: int, by_bytes: bool) -> float:
+        return (1 if by_bytes else each("head")) * tokens * model.hidden_size
 
     total = sum(block(b, batch * (drafts + 1)) + cached(b) for b in model.blocks) + head(model.vocab_size, looked[0])
     if drafts and model.mtp is not None:
-        joined = size * 2 * model.hidden_size**2
+        joined = each("mtp") * 2 * model.hidden_size**2
         scored = head(resolved.describe()["draft_vocab"], looked[1])
         own = model.mtp.blocks[0]
-        total += block(own, batch * tokens_per_round) + (drafts - 1) * block(own, batch)
+        total += block(own, batch * tokens_per_round, "mtp") + (drafts - 1) * block(own, batch, "mtp")
         total += drafts * (cached(own) + joined + scored)
     return int(total)
 
@@ -175,14 +180,16 @@ def floor_bytes(
 @dataclass(frozen=True)
 class Cell:
     """What a row is about. `asked`: log probabilities that every request wants, None for an engine that reports none; `kv`: how
-    keys and values are kept; `vocab`: the option of a reduced draft vocabulary; `head`: "bytes" where heads are looked at by
-    their bytes first, "whole" where they are read as if there were none; `variant`: graph and overlap."""
+    keys and values are kept; `weights`: how matrices are; `vocab`: the option of a reduced draft vocabulary; `head`: "bytes"
+    where heads are looked at by their bytes first, "whole" where they are read as if there were none; `variant`: graph and
+    overlap."""
 
     shape: Path
     batch: int
     drafts: int
     asked: int | None
     kv: str
+    weights: str
     vocab: str
     head: str
     variant: Mapping[str, Any]
@@ -194,10 +201,13 @@ def cells(options: argparse.Namespace) -> Iterator[Cell]:
         name, _, drafts = part.partition(":")
         shape = ROOT / "shapes" / f"{name}.json"
         for k, batch in itertools.product(map(int, drafts.split(",")), map(int, options.batch.split(","))):
-            lists = (part.split(",") for part in (options.logprobs, options.kv_dtype, options.draft_vocab, options.head))
-            for asked, kv, vocab, head, variant in itertools.product(*lists, VARIANTS[options.compare]):
+            lists = (
+                part.split(",")
+                for part in (options.logprobs, options.kv_dtype, options.weights, options.draft_vocab, options.head)
+            )
+            for asked, kv, weights, vocab, head, variant in itertools.product(*lists, VARIANTS[options.compare]):
                 asks, few = None if asked == "off" else int(asked), "" if vocab == "all" else vocab
-                yield Cell(shape, batch, k, asks, kv, few, head, variant)
+                yield Cell(shape, batch, k, asks, kv, weights, few, head, variant)
 
 
 def measure(what: Cell, options: argparse.Namespace, rate: float) -> dict[str, Any]:
@@ -213,6 +223,7 @@ def measure(what: Cell, options: argparse.Namespace, rate: float) -> dict[str, A
             "max_batched_tokens": BATCHED_TOKENS,
             "invariant": options.invariant,
             "kv_dtype": what.kv,
+            "weights": what.weights,
             **({"draft_vocab": what.vocab} if drafts and what.vocab else {}),
             **({} if asked is None else {"logprobs": asked}),
         }
@@ -249,6 +260,7 @@ def measure(what: Cell, options: argparse.Namespace, rate: float) -> dict[str, A
     }
     share = f"{row['copy_rate_share']:.0%} of the copy rate"
     figures = f"{row['ms_per_round']:.3f} ms a round, {share}, {row['tokens_per_round']:.2f} tokens, rows in {row['kv_dtype']}"
+    figures += f", weights in {row['weight_packing']}"
     ways = *map(str, what.variant.values()), what.vocab, "heads whole" if what.head == "whole" else ""
     name = " ".join(filter(None, (f"{shape.stem} K={drafts} batch {batch}", *ways)))
     print(f"{name}: {figures}; {time.monotonic() - told:.0f} s", file=sys.stderr, flush=True)
@@ -267,6 +279,7 @@ def main() -> int:
     parser.add_argument("--logprobs", default="off", help="what requests ask for, each in turn: off,0,5,20")
     parser.add_argument("--dtype", default="bf16")
     parser.add_argument("--kv-dtype", default="auto", help="how keys and values are kept, each in turn: auto,fp8,int8")
+    parser.add_argument("--weights", default="auto", help="how matrices are kept, each in turn: auto,fp8,int8,int4")
     parser.add_argument("--draft-vocab", default="all", help="tokens that may be drafted, each in turn: all,FILE:N,...")
     parser.add_argument("--head", default="bytes", help="how heads are read, each in turn: bytes,whole")
     parser.add_argument("--compare", choices=list(VARIANTS), default="off", help="every cell with and without, in turn")

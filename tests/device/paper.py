@@ -39,6 +39,7 @@ from polydraft_cuda.compiler import ROWS, _value
 from polydraft_cuda.forward_meta import CudaForwardMeta
 from polydraft_cuda.kernels import kernels
 from polydraft_cuda.kernels.packed import CudaPackedWeight
+from polydraft_cuda.kernels.packed import prepare as prepare_packed
 from polydraft_cuda.kernels.provider import CudaProvider
 from polydraft_cuda.program_pass import CudaPass
 from polydraft_cuda.storage import CudaWeight, allocate_cache, prepare_weight
@@ -147,8 +148,11 @@ def bind_on_paper(name: str, case: Case, act: str = "f32", **options: Any) -> li
             blocks, block_size, heads, head_dim = value.k.shape
             value = allocate_cache(device, CacheSpec(blocks, block_size, heads, head_dim, act))  # type: ignore[arg-type]
         elif value is not None and not isinstance(spec, ParamSpec):
-            matrix = value if isinstance(value, PackedWeight) else value.astype(np.float32)
-            value = prepare_weight(device, weight_role(key, spec), matrix, act, None)  # type: ignore[arg-type]
+            role = weight_role(key, spec)
+            if isinstance(value, PackedWeight):
+                value = prepare_packed(device, role, value, act)  # type: ignore[arg-type]
+            else:
+                value = prepare_weight(device, role, value.astype(np.float32), act, None)  # type: ignore[arg-type]
         values[key] = value
     if name in COMPOSITES:
         args: Any = CompositeArgs(tuple(p.args(**{k: values[k] for k in p.args.specs()}) for p in COMPOSITES[name].contracts))

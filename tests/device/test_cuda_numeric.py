@@ -32,6 +32,7 @@ from polydraft.contracts.composite import CompositeArgs
 from polydraft.contracts.kernels.expert_mlp import ExpertMlpV1
 from polydraft.contracts.kernels.rope_kv_write import plain_frequencies
 from polydraft.contracts.kv_quant import KV_DTYPES, LARGEST, exponents, quantise
+from polydraft.contracts.packing import PACKINGS
 from polydraft.errors import ContractError
 from polydraft.models.families import FamilyRegistry
 from polydraft.plugins.program_pass import Entry, Node, Rewritten, UnboundProgram
@@ -852,11 +853,16 @@ def test_the_bytes_of_a_round():
     for drafts, passes in ((0, 0), (3, 3)):
         for vocab, kv, row in ((4096, "", 2 * 128), (1024, "", 2 * 128), (4096, "fp8", 2 * (64 + 1))):
             chosen = {"draft_vocab": vocab}
-            resolved = SimpleNamespace(dtype="bf16", kv=kv, limits=SimpleNamespace(num_drafts=drafts), describe=chosen.copy)
-            engine: Any = SimpleNamespace(model=model, resolved=resolved)
+            limits = SimpleNamespace(num_drafts=drafts)
+            resolved = SimpleNamespace(dtype="bf16", kv=kv, packing=None, limits=limits, describe=chosen.copy)
+            config = SimpleNamespace(weights_ignore=())
+            engine: Any = SimpleNamespace(model=model, resolved=resolved, config=config)
             weights = 8 * block + 256 * 4096 + passes * (block + 2 * 256 * 256 + 256 * vocab)
             cached = (8 + passes) * 2 * row * 5 * 600
             assert floor_bytes(engine, 5, 600) == 2 * weights + cached
+            resolved.packing, config.weights_ignore = PACKINGS["fp8-channel"], ("head",)
+            heads = 256 * (4096 + passes * vocab)
+            assert floor_bytes(engine, 5, 600) == pytest.approx(weights + heads + cached, rel=1e-3)
     checkpoint.close()
 
 
@@ -872,8 +878,8 @@ def test_the_bytes_of_a_round_count_the_experts_that_uniform_draws_touch(shape: 
     checkpoint = RandomCheckpoint(ROOT / "bench" / "shapes" / f"{shape}.json")
     model, _ = FamilyRegistry().describe(checkpoint)
     limits, whole = SimpleNamespace(num_drafts=drafts), {"draft_vocab": model.vocab_size}
-    resolved = SimpleNamespace(dtype="bf16", kv="", limits=limits, describe=whole.copy)
-    engine: Any = SimpleNamespace(model=model, resolved=resolved)
+    resolved = SimpleNamespace(dtype="bf16", kv="", packing=None, limits=limits, describe=whole.copy)
+    engine: Any = SimpleNamespace(model=model, resolved=resolved, config=SimpleNamespace(weights_ignore=()))
     for batch, wanted in zip((1, 8, 32, 64), milliseconds, strict=True):
         found = floor_bytes(engine, batch, 0.0, tokens_per_round=2.85 if drafts else 1.0) / 4.3e9
         assert found == pytest.approx(wanted, rel=0.04), batch

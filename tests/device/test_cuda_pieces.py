@@ -14,7 +14,6 @@ from polydraft.contracts.packing import PACKINGS, PackedWeight, Packing, pack
 from polydraft.device import Array
 from polydraft.errors import ContractError
 from polydraft_cuda.kernels import packed
-from polydraft_cuda.storage import prepare_weight
 from tests.device.paper import SHAPES, PaperDevice, bind_packed, parameters
 
 WHOLE, TIMES, EXPONENT = {"bf16": 0x4300, "f16": 0x6400}, {"bf16": 0x7B80, "f16": 0x5C00}, {"bf16": 4, "f16": 1}
@@ -137,7 +136,7 @@ def test_a_block_has_shared_memory_for_what_it_has_in_flight():
 
 
 def prepared(device: Any, value: PackedWeight, previous: Any = None) -> Any:
-    return prepare_weight(device, "linear", value, device.dtype, previous)
+    return packed.prepare(device, "linear", value, device.dtype, previous)
 
 
 def test_an_update_takes_the_same_packing_at_the_same_address_and_no_other():

@@ -185,7 +185,7 @@ def test_what_is_no_number_spoils_the_output_it_belongs_to_and_the_row_it_is_in(
     x[3, 9], x[5, 200] = np.nan, np.inf
     device.load(projection.x, to_host(x, "bf16"))
     found = projection.run(9)
-    ordinary = [row for row in range(9) if row not in (3, 5)]
+    ordinary = np.array([row for row in range(9) if row not in (3, 5)])
     assert np.isnan(found[:, 77]).all()
     assert np.isnan(found[3]).all()
     assert not np.isfinite(found[5]).any()
@@ -224,6 +224,6 @@ def test_an_engine_writes_the_texts_of_the_reference_with_and_without_drafts(wei
 
 @pytest.mark.parametrize("weights", ["fp8", "int4"])
 def test_invariant_texts_do_not_depend_on_drafts(weights: str):
-    own = {"dtype": "bf16", "invariant": True, "weights": weights}
+    own: dict[str, Any] = {"dtype": "bf16", "invariant": True, "weights": weights}
     found = [[ids for ids, _ in texts("cuda", drafts, **own)] for drafts in (0, 1, 3)]
     assert found[1:] == found[:1] * 2

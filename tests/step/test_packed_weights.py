@@ -6,16 +6,18 @@ from __future__ import annotations
 import dataclasses
 import logging
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from polydraft import LLM, SamplingParams, reference
+from polydraft.bench.shapes import RandomCheckpoint
 from polydraft.conformance.oracle.checkpoints import tensor_shapes
 from polydraft.conformance.probe import checkpoint, prompts
 from polydraft.conformance.target import wrap
-from polydraft.contracts.packing import MADE, PACKINGS, pack
+from polydraft.contracts.packing import MADE, PACKINGS, PackedWeight, pack
 from polydraft.errors import CapabilityError, ConfigError, PluginError
 from polydraft.instruments.record import CallRecorder
 from polydraft.models.checkpoint import Checkpoint, load_weights
@@ -24,6 +26,8 @@ from polydraft.models.weights import PackedAtLoad, sizes
 from tests.conformance.doubles import BACKENDS
 from tests.support.cpu import needs_kernels
 from tools import make_checkpoint
+
+ROOT = Path(__file__).resolve().parents[2]
 
 PROBE = str(checkpoint())
 OPTIONS: dict[str, Any] = {"model": PROBE, "max_num_seqs": 3, "block_size": 4, "weights": "int8"}
@@ -96,6 +100,21 @@ def test_what_is_packed_and_what_packing_changed():
     off = np.linalg.norm(pack(matrix, PACKINGS["int8-channel"]).read(np.float64) - matrix) / np.linalg.norm(matrix)
     assert every["layers.0.down"] == pytest.approx(off, rel=1e-3)
     assert 10 * every["layers.0.down"] < errors(weights="int4")["layers.0.down"] < 0.2
+
+
+@pytest.mark.parametrize("made", ["fp8", "int8", "int4"])
+def test_random_weights_of_a_shape_are_packed_as_the_pool_that_they_are_rows_of(made: str):
+    with closing(RandomCheckpoint(ROOT / "bench" / "shapes" / "tiny.json")) as shape:
+        model, table = FamilyRegistry().describe(shape)
+        canonical, packing = load_weights(shape, model, table), MADE[made].packing
+        packed, name = PackedAtLoad(canonical, model, packing, ()), "layers.0.gate_up"
+        found, matrix = packed[name], canonical[name]
+        assert isinstance(found, PackedWeight)
+        assert (found.shape, found.packing) == (matrix.shape, packing)
+        assert (found.numbers.strides[0] < found.numbers.shape[1]) == (made != "int4"), "nothing of its size is made"
+        changed = found.read() - matrix
+        assert packed.errors[name] == pytest.approx(np.linalg.norm(changed) / np.linalg.norm(matrix), rel=0.05)
+        assert np.abs(changed).max() < {"fp8": 0.07, "int8": 0.01, "int4": 0.2}[made] * np.abs(matrix).max()
 
 
 def test_planning_counts_the_bytes_of_packed_matrices():

@@ -17,13 +17,11 @@ import numpy as np
 from polydraft.backend import CacheSpec, Weight
 from polydraft.contracts.compare import from_host, to_host
 from polydraft.contracts.kv_quant import BROKEN, exponents, quantise
-from polydraft.contracts.packing import Matrix, PackedWeight
 from polydraft.device import DTYPES, Array
 from polydraft.errors import ContractError
 from polydraft_cuda.device import CudaBuffer, CudaDevice
 
 if TYPE_CHECKING:
-    from polydraft_cuda.kernels.packed import CudaPackedWeight
     from polydraft_cuda.kernels.screen import Screen
 
 CHUNK = 1 << 22
@@ -63,20 +61,13 @@ class CudaWeight:
         return self.buffer.nbytes
 
 
-def prepare_weight(
-    device: CudaDevice, role: str, value: Matrix, dtype: str, previous: Weight | None = None
-) -> CudaWeight | CudaPackedWeight:
-    """Round a canonical float32 array to `dtype` and copy it to the device, over `previous` where there is one; waits. A packed
-    matrix keeps its numbers.
+def prepare_weight(device: CudaDevice, role: str, value: Array, dtype: str, previous: Weight | None = None) -> CudaWeight:
+    """Round a canonical float32 array to `dtype` and copy it to the device, over `previous` where there is one; waits.
 
     A view whose rows overlap in memory (what `polydraft bench --shape` gives) travels as the memory it spans and is spread out
     on the device."""
     if dtype not in ("f32", "bf16", "f16"):
         raise ContractError(f"weights of the cuda backend are f32, bf16 or f16, got {dtype!r}; leave --dtype on auto")
-    if isinstance(value, PackedWeight):
-        from polydraft_cuda.kernels import packed
-
-        return packed.prepare(device, role, value, dtype, previous)
     dtype = "f32" if role == "router" else dtype  # what is chosen does not depend on the dtype of activations
     if previous is None:
         weight = CudaWeight(role, device.empty(f"weight.{role}", value.shape, dtype))

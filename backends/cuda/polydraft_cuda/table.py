@@ -9,9 +9,9 @@ from collections.abc import Mapping
 
 from polydraft.backend import Cache, CacheSpec, Weight
 from polydraft.contracts.base import Provider
-from polydraft.contracts.packing import Matrix
+from polydraft.contracts.packing import Matrix, PackedWeight
 from polydraft_cuda.device import CudaDevice
-from polydraft_cuda.kernels import kernels, versions
+from polydraft_cuda.kernels import kernels, packed, versions
 from polydraft_cuda.kernels.provider import CudaProvider, Kernel
 from polydraft_cuda.program_pass import CudaPass
 from polydraft_cuda.storage import allocate_cache, prepare_weight
@@ -30,7 +30,9 @@ class CudaTable:
         self.program_pass = CudaPass(device, provider)
 
     def prepare_weight(self, role: str, value: Matrix, dtype: str, previous: Weight | None = None) -> Weight:
-        """Round to `dtype` and copy to the device; `previous` is refilled at its address."""
+        """Round to `dtype` and copy to the device, a packed matrix as it is; `previous` is refilled at its address."""
+        if isinstance(value, PackedWeight):
+            return packed.prepare(self._device, role, value, dtype, previous)
         return prepare_weight(self._device, role, value, dtype, previous)
 
     def allocate_cache(self, spec: CacheSpec) -> Cache:

@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import Final
 
 import numpy as np
+from numpy.lib.stride_tricks import as_strided
 
 from polydraft.backend import Weight
 from polydraft.contracts.packing import Matrix, PackedWeight, Packing, pack, unpacked
@@ -77,7 +78,7 @@ class WithDraftHead(Mapping[str, Matrix]):
 
 class PackedAtLoad(Mapping[str, Matrix]):
     """Canonical tensors of which the matrices are packed as they are read. `errors`: of each that was read so far, by name, the
-    root mean square of what packing changed over that of the matrix."""
+    root mean square of what packing changed over that of the matrix. Where rows overlap in memory, numbers of 8 bits do, too."""
 
     def __init__(
         self, canonical: Mapping[str, Matrix], model: ModelDescription, packing: Packing, ignored: Collection[str]
@@ -90,17 +91,36 @@ class PackedAtLoad(Mapping[str, Matrix]):
         value = self._canonical[name]
         if self._roles.get(name) not in PACKED_ROLES or part_of(name) in self._ignored or isinstance(value, PackedWeight):
             return value
-        packed = pack(value, self._packing)
+        pool = _pool(value) if self._packing.number != "int4" and not self._packing.columns else None
+        matrix = value if pool is None else pool[None]
+        packed = pack(matrix, self._packing)
         changed = packed.read()
-        changed -= value
-        self.errors[name] = float(np.linalg.norm(changed) / max(float(np.linalg.norm(value)), float(np.finfo(np.float32).tiny)))
-        return packed
+        changed -= matrix
+        self.errors[name] = float(np.linalg.norm(changed) / max(float(np.linalg.norm(matrix)), float(np.finfo(np.float32).tiny)))
+        return packed if pool is None else _spread(packed, value)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._canonical)
 
     def __len__(self) -> int:
         return len(self._canonical)
+
+
+def _pool(value: Array) -> Array | None:
+    """The memory that a matrix or a stack spans whose rows overlap (what `polydraft bench --shape` gives); None of another."""
+    each = value.itemsize
+    if value.strides[-1] != each or not 0 < value.strides[-2] < value.shape[-1] * each or min(value.strides) < 0:
+        return None
+    last = sum((size - 1) * step for size, step in zip(value.shape, value.strides, strict=True)) // each
+    return as_strided(value, (last + 1,), (each,), writeable=False)
+
+
+def _spread(packed: PackedWeight, value: Array) -> PackedWeight:
+    """A packed pool as the matrix that lies in it: rows overlap as before, and all have the scale of the pool."""
+    strides = tuple(step // value.itemsize for step in value.strides)
+    numbers = as_strided(packed.numbers, value.shape, strides, writeable=False)
+    scales = np.full(packed.packing.scales_of(value.shape), packed.scales[0, 0], np.float32)
+    return PackedWeight(packed.packing, value.shape, numbers, scales)
 
 
 def part_of(name: str) -> str:

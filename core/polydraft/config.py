@@ -50,6 +50,8 @@ class EngineConfig:
     which accept most drafts; () for the family's."""
     verify: str = AUTO
     """greedy, coupled or rejection."""
+    tensor_parallel: int = 1
+    """Ranks that the model is split over, each on a device of its own."""
     max_num_seqs: int = 8
     """B, slots: requests decoded together."""
     max_model_len: int | str = AUTO
@@ -122,7 +124,7 @@ class EngineConfig:
             object.__setattr__(self, name, tuple(getattr(self, name)))
         for name in ("model", "device", "proposer", "draft_model", "draft_vocab", "dtype"):
             object.__setattr__(self, name, self._text(name))
-        for name in ("max_num_seqs", "max_model_len", "block_size", "num_blocks", "max_batched_tokens"):
+        for name in ("tensor_parallel", "max_num_seqs", "max_model_len", "block_size", "num_blocks", "max_batched_tokens"):
             self._whole(name, minimum=1)
         self._drafts()
         self._whole("overlap", minimum=0, maximum=2)
@@ -188,7 +190,7 @@ class EngineConfig:
 
     def _whole(self, name: str, *, minimum: int, maximum: int | None = None) -> None:
         value = getattr(self, name)
-        if value == AUTO and name not in ("max_num_seqs", "seed", "logprobs"):
+        if value == AUTO and name not in ("tensor_parallel", "max_num_seqs", "seed", "logprobs"):
             return
         top = f" and at most {maximum}" if maximum is not None else ""
         whole = isinstance(value, int) and not isinstance(value, bool)

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import logging
 import time
+import weakref
 from collections import ChainMap, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -28,6 +29,7 @@ from polydraft.host.commit import apply, end
 from polydraft.host.device_memory import check_fits, check_weights
 from polydraft.host.draft_policy import DraftPolicy, check_policy
 from polydraft.host.draft_state_check import DraftStateCheck
+from polydraft.host.followers import Followers, Rungs, said, start_processes, start_threads
 from polydraft.host.input_processor import InputProcessor
 from polydraft.host.kv_blocks import BlockLedger
 from polydraft.host.request import Request, Status
@@ -42,6 +44,7 @@ from polydraft.models.checkpoint import Checkpoint, Weights, load_weights
 from polydraft.models.digest import Digested
 from polydraft.models.families import FamilyRegistry
 from polydraft.models.memory_checkpoint import MemoryCheckpoint, WeightSource
+from polydraft.models.ranks import OfRank, largest_message, of_ranks
 from polydraft.models.tokenizer import Tokenizer
 from polydraft.models.weights import (
     DRAFT_HEAD,
@@ -70,6 +73,7 @@ from polydraft.program.plan import StepOutcome, StepPlan
 from polydraft.program.points import Points
 from polydraft.program.program import refuse_lacking
 from polydraft.proposers.base import built_in
+from polydraft.ranks import Group, exchange
 from polydraft.resolve import Resolved, dequantised, resolve
 from polydraft.sampling import draft_vocab
 from polydraft.sampling.constraints import Constraints
@@ -109,6 +113,7 @@ class Engine:
         instruments: Sequence[Instrument] = (),
         draft_policy: DraftPolicy | None = None,
         loading: Loading = lambda done, total: None,
+        group: Group | None = None,
     ) -> None:
         """Build everything; errors come in this order: plugin, checkpoint header, negotiation, device, weights.
 
@@ -116,7 +121,8 @@ class Engine:
         replaces its `model` (benchmarks); the engine closes it. `features` provide host inputs for every step. `draft_policy`
         chooses how many drafts each step makes; without one, every step makes the maximum, or as many as pay (`auto:K`).
         `instruments` observe the run, in addition to those of plugins; the hazard checker is added if the configuration asks for
-        it. `loading(done, total)` is called while weights are loaded, with bytes."""
+        it. `loading(done, total)` is called while weights are loaded, with bytes. `group` is given to the engines of ranks beside
+        rank 0, which plan nothing: their steps are launched by `polydraft.host.followers`."""
         self.config = config or EngineConfig()
         self.default = default_backend() if self.config.backend == AUTO and backend is None else None
         """The backend that `auto` stands for; None if a backend was named."""
@@ -136,8 +142,8 @@ class Engine:
             self.proposers.register(proposer, factory, plugin=plugin)
         self.checkpoint = checkpoint or Checkpoint(self._model_dir())
         """The checkpoint of the weights, open."""
-        self.model, table = self.families.describe(self.checkpoint, self.config.mtp_conventions)
-        if self.model.mtp and self.model.mtp_note:
+        self.model, _ = self.families.describe(self.checkpoint, self.config.mtp_conventions)
+        if self.model.mtp and self.model.mtp_note and group is None:
             logging.getLogger(__name__).warning(self.model.mtp_note)
         self.info = self.plugins.info()
         narrow = self.config.draft_vocab
@@ -148,6 +154,54 @@ class Engine:
             draft_policy = AdaptiveDrafts(self.resolved.limits)
         self.draft_policy = check_policy(draft_policy, self.resolved.limits)
         """Chooses the number of drafts of each step."""
+        self._followers: Followers | None = None
+        """The other ranks, where this is rank 0 of several."""
+        self.group = group
+        """This rank, where the model is split over several."""
+        if self.resolved.ranks > 1 and group is None:
+            self._refuse_instruments()
+            self._followers = self._start_followers(backend, checkpoint)
+            self.group = self._followers.group
+            weakref.finalize(self, self._followers.end)
+        try:
+            self._build(needs, features, loading)
+        except BaseException as error:
+            if self._followers is not None:
+                self._followers.abandon(said(0, error))
+                self._followers.end()
+            raise
+
+    def _start_followers(self, backend: object | None, checkpoint: Checkpoint | None) -> Followers:
+        """The other ranks, which build their engines meanwhile."""
+        resolved, config, rungs = self.resolved, replace(self.config, backend=self.info.name), self.draft_policy.rungs
+        capacity = largest_message(of_ranks(self.model, resolved.ranks), resolved.limits)
+        if self.info.capabilities.ranks == "threads":
+
+            def build(group: Group) -> Engine:
+                return Engine(config, backend=backend, checkpoint=checkpoint, draft_policy=Rungs(rungs), group=group)
+
+            return start_threads(resolved.ranks, capacity, exchange.PATIENCE_S, resolved.overlap, build)
+        if backend is not None or checkpoint is not None:
+            raise CapabilityError(
+                f"--tensor-parallel {resolved.ranks}: ranks of backend {self.info.name} are processes, got an object as backend "
+                "or checkpoint, wanted names; give these, or use one rank"
+            )
+        start = {"config": asdict(config), "rungs": rungs}
+        return start_processes(resolved.ranks, capacity, exchange.PATIENCE_S, start)
+
+    def _refuse_instruments(self) -> None:
+        """Refuse what observes rank 0 in a way that would have it run other launches than the others, or weights in whole."""
+        for one in self.instruments:
+            if one.reads_weights or (one.eager and self.resolved.graph != "off"):
+                why = "weights as they are stored" if one.reads_weights else "launches one by one, which others replay as graphs"
+                raise CapabilityError(
+                    f"instrument {one.name} with --tensor-parallel {self.resolved.ranks}: it wants {why}; "
+                    f"{'leave out one of the two' if one.reads_weights else 'use --graph off'}"
+                )
+
+    def _build(self, needs: Mapping[str, Needs], features: Sequence[FeatureFactory], loading: Loading) -> None:
+        """Open the device and put everything onto it."""
+        self._share = of_ranks(self.model, self.resolved.ranks)
         self.plugins = self.instruments.over(self.plugins)
         self.tokenizer = Tokenizer.from_dir(self.checkpoint.path)
         self._constraints: Constraints | None = None
@@ -163,19 +217,27 @@ class Engine:
         self.device = self.plugins.open_device(self.config.device, options)
         self._negotiate_again(needs)
         self.table = self.plugins.kernels(self.device)
+        if self.group is not None:
+            self.table = self.table.with_collectives(self.plugins.collectives(self.device, self.group))
         self._refuse_strangers()
         self.packing_errors: Mapping[str, float] = {}
         """Of each matrix that was packed when it was loaded, by name, what that changed: root mean square over that of all."""
+        _, table = self.families.describe(self.checkpoint, self.config.mtp_conventions)
         weights = load_weights(self.checkpoint, self.model, table)
         canonical, digested = self._canonical(weights, self.model)
         self._custom_blocks = self.checkpoint.custom_blocks()
+        if self._custom_blocks and self.group is not None:
+            raise CapabilityError(
+                f"--tensor-parallel {self.group.size}: {', '.join(self._custom_blocks)} of this model compute themselves, and "
+                "are not shared out; use one rank"
+            )
         self._refuse_lacking_kinds()
         names = wanted(canonical, self.model, drafting=self._draft_layers(), own=self._custom_blocks)
         self._taken = self._taken_packings()
         self._stored = weights.packings
         self._warn_of_dequantised(weights)
         nbytes = sizes(
-            self.model, names, dtype=self.resolved.dtype, packing=self.resolved.packing, ignored=self.config.weights_ignore,
+            self._share, names, dtype=self.resolved.dtype, packing=self.resolved.packing, ignored=self.config.weights_ignore,
             stored=self._stored, taken=self._taken,
         )  # fmt: skip
         check_weights(self.device, self.resolved, nbytes)
@@ -197,16 +259,20 @@ class Engine:
             keeps_drafts=self.config.check_draft_state > 0,
         )  # fmt: skip
         self.runner = Runner(
-            steps, device=self.device, plugins=self.plugins, table=self.table, model=self.model, weights=bound,
+            steps, device=self.device, plugins=self.plugins, table=self.table, model=self._share, weights=bound,
             proposer=self.proposers.factory(self.resolved.proposer), features=features,
             stages=checked_stages(self.plugins.gather("polydraft_parameters")), draft_ids=self._draft_ids,
             draft_model=self.config.draft_model, points=self.points,
         )  # fmt: skip
+        if self.group is not None:
+            self.group.exchange.meet(0)
         if self.resolved.graph != "off":
             policy = GraphPolicy(self.resolved.graph, self.resolved.graph_sizes)
             uncapturable = self.table.uncapturable.union(self.info.capabilities.uncapturable)
             self.runner.capture(policy, self.plugins.graph_capture(self.device), uncapturable)
         self._build_host()
+        if self.group is not None:
+            self.group.exchange.meet(1)
         self.instruments.built(self)
 
     def _negotiated(self, needs: Mapping[str, Needs]) -> Resolved:
@@ -225,6 +291,7 @@ class Engine:
             draft_vocab=None if self._draft_ids is None else len(self._draft_ids),
             variants=[one.name for one in self.plugins.variants],
             unused_variants=self.plugins.unused_variants,
+            sharing=self.proposers.of_ranks(),
         )
         self.instruments.check(Setting(resolved, self.info))
         return resolved
@@ -242,7 +309,7 @@ class Engine:
 
     def _draft_layers(self) -> Mapping[str, Block]:
         """The proposer's decoder blocks, by prefix."""
-        return self.proposers.layers(self.resolved.proposer, self.model, self.config.draft_model)
+        return self.proposers.layers(self.resolved.proposer, self._share, self.config.draft_model)
 
     def _refuse_strangers(self) -> None:
         """Refuse kernel packs where they would be given what nobody says that they take."""
@@ -263,6 +330,8 @@ class Engine:
         """The tensors to put onto the device: those of a checkpoint, and the head of a reduced draft vocabulary, packed where
         they are stored so or that was asked for; and what digests them meanwhile, where that was asked for."""
         tensors: Mapping[str, Matrix] = AsStored(weights)
+        if self.group is not None:
+            tensors = OfRank(weights, model, self._share, self.group.rank)
         digested: Digested | None = None
         if self.config.weights_digest:
             tensors = digested = Digested(tensors)
@@ -487,6 +556,8 @@ class Engine:
         inputs = self.runner.inputs
         if inputs.features:
             inputs.fill(self._view(plan), middle=False)
+        if self._followers is not None:
+            self._followers.send(plan)
         points, launch = self.instruments.points, self.runner.launch
         flight = points.notify_around("launch", plan, launch, plan) if points.launch else launch(plan)
         self._in_flight.append(flight)
@@ -550,13 +621,15 @@ class Engine:
         device is not used afterwards: no slot continues and no block is shared. Requests admitted later work, since admission
         stages the whole state of a slot."""
         self._in_flight.clear()
+        if self._followers is not None:  # the others may be in another step, or have ended
+            self.failure = self._followers.abandon(why or "rank 0 was interrupted in a step")
         self.runner.reset()
         if self.draft_state is not None:
             self.draft_state.forget()
         try:
             self.device.synchronize()
         except DeviceError as last:
-            self.failure = str(last)
+            self.failure = self.failure or str(last)
         except KeyboardInterrupt:
             self.failure = "the wait for the device was interrupted, so nobody knows what it still does; make a new engine"
             raise
@@ -667,23 +740,7 @@ class Engine:
         a slot use only the new weights. The prefix cache is dropped. Raises `CheckpointError`, before anything changes, if
         `source` or `draft` is broken or of another model; raises `CapabilityError` if blocks of the model keep their own weights,
         if there is nothing that `draft` is of, or if an instrument reads weights where they were loaded from."""
-        self._refuse_asleep("weights were given")
-        if self._custom_blocks:
-            raise CapabilityError(
-                f"{', '.join(self._custom_blocks)} of this model compute themselves and keep their own weights; change these "
-                "there, or start another engine"
-            )
-        if draft is not None and self._draft_weights is None:
-            raise CapabilityError(
-                f"draft weights were given, but proposer {self.resolved.proposer} has no checkpoint of its own; leave them out"
-            )
-        in_memory = isinstance(source, Mapping) or isinstance(draft, Mapping)
-        reading = [one.name for one in self.instruments if one.reads_weights] if in_memory else []
-        if reading:
-            raise CapabilityError(
-                f"weights in memory were given, and instrument {reading[0]} reads weights where they were loaded from; write "
-                "them to a directory, or build the engine without it"
-            )
+        self._refuse_update(source, draft)
         with ExitStack() as kept, ExitStack() as read:
             if isinstance(source, Mapping):
                 checkpoint: Checkpoint = MemoryCheckpoint(source, self.checkpoint)
@@ -721,6 +778,28 @@ class Engine:
         self._forget_rows()
         if moved:
             self.runner.rebind()
+
+    def _refuse_update(self, source: WeightSource, draft: WeightSource | None) -> None:
+        """Raise where this engine takes no new weights, or not these."""
+        self._refuse_asleep("weights were given")
+        if self._custom_blocks:
+            raise CapabilityError(
+                f"{', '.join(self._custom_blocks)} of this model compute themselves and keep their own weights; change these "
+                "there, or start another engine"
+            )
+        if self.group is not None:
+            raise CapabilityError("weights of an engine with several ranks cannot be replaced yet; start another engine")
+        if draft is not None and self._draft_weights is None:
+            raise CapabilityError(
+                f"draft weights were given, but proposer {self.resolved.proposer} has no checkpoint of its own; leave them out"
+            )
+        in_memory = isinstance(source, Mapping) or isinstance(draft, Mapping)
+        reading = [one.name for one in self.instruments if one.reads_weights] if in_memory else []
+        if reading:
+            raise CapabilityError(
+                f"weights in memory were given, and instrument {reading[0]} reads weights where they were loaded from; write "
+                "them to a directory, or build the engine without it"
+            )
 
     def _forget_rows(self) -> None:
         """Nothing in a cache is of use any more."""
@@ -842,6 +921,8 @@ class Engine:
         if self._constraints is not None:
             self._constraints.close()
         self.instruments.closing()
+        if self._followers is not None:
+            self._followers.end()
         self.device.close()
         self.checkpoint.close()
         self.instruments.close()

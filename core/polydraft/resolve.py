@@ -21,6 +21,7 @@ from polydraft.contracts.packing import MADE, Packing
 from polydraft.errors import CapabilityError
 from polydraft.models.block import PACKED_ROLES, Block, Role
 from polydraft.models.description import ModelDescription
+from polydraft.models.ranks import of_ranks
 from polydraft.program.caches import block_bytes, never_hit, slot_bytes
 from polydraft.program.host_inputs import BLOCKING, MIDDLE, Needs
 from polydraft.sampling_params import MAX_STOP_TOKENS
@@ -77,6 +78,8 @@ class Resolved:
     """What matrices are packed in when they are loaded."""
     packed_as: tuple[str, ...] = ()
     """Names of the packings in which the checkpoint stores matrices."""
+    ranks: int = 1
+    """Ranks that the model is split over."""
 
     def describe(self) -> dict[str, Any]:
         """Name to chosen value, for the `config` of JSON answers."""
@@ -118,13 +121,14 @@ def resolve(
     layers: Callable[[str, ModelDescription, str], Mapping[str, Block]] = lambda proposer, model, draft_model: {},
     proposer_options: Callable[[str], Mapping[str, float]] = lambda proposer: {},
     draft_note: Callable[[str, ModelDescription, str], str] = lambda proposer, model, draft_model: "",
+    sharing: Collection[str] = (),
 ) -> Resolved:
     """Decide everything. `proposers` are those registered, `features` those in use, each with what it needs to know of the step
     before; `default` says why this backend was taken where none was named; `variants` of it are in use, `unused_variants` are
     not, for a reason each; `draft_vocab`: tokens that drafts are chosen among, None: all; `draft_models`: the proposers
-    that take a draft model; `layers` returns the decoder blocks of a proposer with its draft model, `draft_note` what is worth
-    saying of that, `proposer_options` what can be adjusted of it. Raises `CapabilityError` with every reason why the
-    configuration cannot be served."""
+    that take a draft model; `sharing`: those that draft over a share of a model; `layers` returns the decoder blocks of a
+    proposer with its draft model, `draft_note` what is worth saying of that, `proposer_options` what can be adjusted of it.
+    Raises `CapabilityError` with every reason why the configuration cannot be served."""
     n = _Negotiation(config, info, model)
     if not info.available:
         n.refuse(f"backend {info.name} is not available: {info.reason}")
@@ -132,6 +136,7 @@ def resolve(
     default = info.devices[0] if info.devices else ""
     device = n.choose("device", config.device or default, f"{info.name} opens {info.device_pattern}")
     dtype = _dtype(n)
+    share = _share(n)
     kv = _kv(n, dtype)
     packing = _weights(n, dtype)
     length = _length(n)
@@ -140,7 +145,7 @@ def resolve(
     _draft_model(n, proposer, proposer in draft_models, draft_note)
     _draft_vocab(n, proposer, draft_vocab)
     _mtp_options(n, proposer)
-    own_layers = layers(proposer, model, config.draft_model)
+    own_layers = layers(proposer, share, config.draft_model)
     _check_draft_state(n, proposer, bool(own_layers))
     verify = _verify(n)
     again = (
@@ -150,7 +155,8 @@ def resolve(
     )
     n.choose("check_texts", config.check_texts, again)
     schedule = _schedule(n, drafts)
-    blocks = {**model.layers, **own_layers}
+    blocks = {**share.layers, **own_layers}
+    _refuse_of_ranks(n, proposer, verify, dtype, sharing=sharing, features=features, narrow=draft_vocab is not None)
     _refuse_blocks(n, blocks)
     limits = _limits(n, length, drafts, lambda block_size: block_bytes(blocks, block_size, dtype, kv))
     _slot_states(n, slot_bytes(blocks, limits, dtype), limits)
@@ -165,7 +171,7 @@ def resolve(
         raise CapabilityError(f"this engine cannot be built: {'; '.join(n.refusals)}")
     return Resolved(
         info.name, device, dtype, proposer, verify, overlap, graph, sizes, config.invariant, limits, tuple(n.decisions), schedule,
-        kv, prefix_cache, options, packing, model.packed_as,
+        kv, prefix_cache, options, packing, model.packed_as, share.ranks,
     )  # fmt: skip
 
 
@@ -176,6 +182,48 @@ def _dtype(n: _Negotiation) -> str:
     if asked not in allowed:
         n.refuse(f"--dtype {asked}: backend {n.info.name} computes in {', '.join(allowed)}; choose one of those or auto")
     return str(n.choose("dtype", asked, f"{n.info.name} computes in {', '.join(allowed)}"))
+
+
+def _share(n: _Negotiation) -> ModelDescription:
+    """What one rank keeps of the model, which is all of it where it is not split."""
+    num_ranks, share = n.config.tensor_parallel, n.model
+    if num_ranks > 1 and not n.caps.ranks:
+        n.refuse(f"--tensor-parallel {num_ranks}: {n.info.lacks('ranks')}; leave it out or use another --backend")
+    try:
+        share = of_ranks(n.model, num_ranks)
+    except CapabilityError as error:
+        n.refuse(f"--tensor-parallel {num_ranks}: model {n.model.name}: {error}; use another number")
+    if num_ranks == 1:
+        n.choose("tensor_parallel", 1, "the whole model is on one device")
+    else:
+        where = {"threads": "threads of this process", "processes": "a process each"}.get(n.caps.ranks, "")
+        n.choose("tensor_parallel", num_ranks, f"ranks, {where}: each keeps its share of heads, features and tokens")
+    return share
+
+
+def _refuse_of_ranks(
+    n: _Negotiation, proposer: str, verify: str, dtype: str, *, sharing: Collection[str], features: Collection[str], narrow: bool
+) -> None:
+    """What ranks cannot do yet, by name."""
+    config, num_ranks = n.config, n.config.tensor_parallel
+    if num_ranks == 1:
+        return
+    lacking = {
+        f"--dtype {dtype}": dtype != "f32" and "ranks add up in f32 alone",
+        f"--proposer {proposer}": proposer not in sharing and "it does not draft over a share of a model",
+        "--draft-vocab": narrow and "a reduced draft vocabulary is not shared out",
+        f"--verify {verify}": verify == "rejection" and "its noise and its tokens would be each rank's own",
+        f"--weights {config.weights}": config.weights != AUTO and "packed matrices are not shared out",
+        f"model {n.model.name}": bool(n.model.packed_as)
+        and f"matrices packed as {', '.join(n.model.packed_as)} are not shared out",
+        " and ".join(features): bool(features) and "what it uploads in a step reaches rank 0 alone",
+        "--enable-sleep-mode": config.enable_sleep_mode and "ranks cannot sleep",
+        "--weights-digest": config.weights_digest and "no rank reads all weights",
+        "--invariant": config.invariant and not n.caps.ordered_sums and n.info.lacks("ordered_sums"),
+    }
+    for what, why in lacking.items():
+        if why:
+            n.refuse(f"{what} with --tensor-parallel {num_ranks}: {why}; leave out one of the two")
 
 
 def _kv(n: _Negotiation, dtype: str) -> Kv:

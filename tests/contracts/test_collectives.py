@@ -166,7 +166,7 @@ def test_the_first_failure_stays_said_and_a_closed_engine_keeps_nobody():
     with pytest.raises(DeviceError, match="rank 0 said so"):
         second.fail("rank 1 said something else")
     second.close()
-    assert first.failure == "rank 0 said so"
+    assert first.failure == "rank 0 said so; every rank ends here, start the engine again"
     first, second = Exchange.of_threads(2, 64, patience_s=30)
     waiting = threading.Thread(target=lambda: together([lambda: first.swap(note(), np.zeros(2, np.int64))]))
     waiting.start()

@@ -89,9 +89,9 @@ def test_weights_of_a_block_in_the_order_in_which_they_load():
     declared = {one.name: (one.shape, one.role, one.split) for one in block.weights(32)}
     assert list(declared.items()) == [
         ("input_norm", ((32,), "norm", None)), ("qkv", ((64, 32), "linear", 0)), ("qkv_bias", ((64,), "bias", 0)),
-        ("o", ((32, 32), "linear", 1)), ("o_bias", ((32,), "bias", None)), ("q_norm", ((8,), "norm", None)),
+        ("o", ((32, 32), "linear", 1)), ("o_bias", ((32,), "bias", "first")), ("q_norm", ((8,), "norm", None)),
         ("k_norm", ((8,), "norm", None)), ("post_norm", ((32,), "norm", None)), ("gate_up", ((96, 32), "linear", 0)),
-        ("gate_up_bias", ((96,), "bias", 0)), ("down", ((32, 48), "linear", 1)), ("down_bias", ((32,), "bias", None)),
+        ("gate_up_bias", ((96,), "bias", 0)), ("down", ((32, 48), "linear", 1)), ("down_bias", ((32,), "bias", "first")),
     ]  # fmt: skip
 
 

@@ -7,13 +7,14 @@ Keys and values of all earlier positions lie in paged rows, which the backend la
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from polydraft.contracts.base import Limits
 from polydraft.contracts.kernels.paged_attention import PagedAttentionV1
 from polydraft.contracts.kernels.rope_kv_write import RopeKvWriteV1
 from polydraft.device import Launch
+from polydraft.errors import CapabilityError
 from polydraft.models.block import At, BlockCall, Norm, Tensor, Work
 from polydraft.models.rotary import Rope
 from polydraft.program.caches import KvRows
@@ -56,6 +57,13 @@ class Attention:
         """Elements of all key (or value) heads of one row: num_kv_heads * head_dim."""
         return self.num_kv_heads * self.head_dim
 
+    def of_ranks(self, num_ranks: int) -> Attention:
+        """Whole heads. Where there are fewer key-value heads than ranks, several ranks keep the same one."""
+        heads, kv = self.num_heads, self.num_kv_heads
+        if heads % num_ranks or (kv % num_ranks and num_ranks % kv):
+            raise CapabilityError(f"{heads} query heads and {kv} key-value heads cannot be shared out evenly")
+        return replace(self, num_heads=heads // num_ranks, num_kv_heads=max(kv // num_ranks, 1))
+
     @property
     def capabilities(self) -> tuple[str, ...]:
         """A window is one."""
@@ -78,7 +86,7 @@ class Attention:
             Tensor("qkv", tuple((size, hidden) for size in rows), split=0),
             *([Tensor("qkv_bias", tuple((size,) for size in rows), "bias", split=0)] if self.qkv_bias else []),
             Tensor("o", ((hidden, self.q_size),), split=1),
-            *([Tensor("o_bias", ((hidden,),), "bias")] if self.output_bias else []),
+            *([Tensor("o_bias", ((hidden,),), "bias", split="first")] if self.output_bias else []),
             *([Tensor(name, ((self.head_dim,),), "norm") for name in ("q_norm", "k_norm")] if self.qk_norm else []),
         ]
         return tuple(tensors)

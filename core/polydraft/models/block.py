@@ -50,8 +50,9 @@ class Tensor:
     parts: tuple[tuple[int, ...], ...]
     """Shapes of what it consists of, which a checkpoint may keep apart; joined along axis 0 they are the weight."""
     role: Role = "linear"
-    split: int | None = None
-    """Axis of the weight along which ranks may divide it (each part for itself); None: every rank has all of it."""
+    split: int | Literal["first"] | None = None
+    """Axis of the weight along which ranks divide it (each part for itself); None: every rank has all of it; "first": rank 0 has
+    it and the others zeros, since what is added to it is summed over the ranks."""
     stack: int = 0
     """The weight is this many of those one after the other, along an axis of its own before the others (experts, for instance),
     and a checkpoint names them with "{e}". 0: it has no such axis."""
@@ -127,6 +128,11 @@ class At:
         """The same of a weight that the layer may lack; None where it does."""
         return self.own(name) if self.own(name) in self.program.memory.weights else None
 
+    def join(self) -> None:
+        """Sum what the halves of all ranks have left in "branch", where there are several ranks."""
+        if self.program.memory.ranks > 1:
+            self.add("all_reduce", x=self.scratch["branch"])
+
     def linear(self, name: str, *, x: str, out: str) -> None:
         """Project scratch by the weight `name`, and by the bias `name`_bias where there is one."""
         bias = self.optional(f"{name}_bias")
@@ -134,7 +140,11 @@ class At:
 
 
 class Kind(Protocol):
-    """What half a block declares, whichever half it is. Kinds are frozen and hashable: equal ones are one kind."""
+    """What half a block declares, whichever half it is. Kinds are frozen and hashable: equal ones are one kind.
+
+    One that can be split over ranks has a method `of_ranks(num_ranks)`, which returns the kind of one rank's share (the same for
+    each of them) or raises `CapabilityError` with a clause that says why there is none. The weights of a share are declared as
+    those of the whole, smaller along the axes that their `split` names; what a share leaves in "branch" is one term of a sum."""
 
     def scratch(self, hidden: int) -> tuple[Work, ...]:
         """What it works in besides "normed" and "branch". `hidden`: width of the residual stream."""
@@ -300,9 +310,11 @@ def emit_block(
     if narrow is not None:
         at = narrow(at)
     block.mixer.finish(at)
+    at.join()
     at.add("residual_add", x=at.x, y=at.scratch["branch"])
     _normalise(at, "post_norm")
     block.feed_forward.emit(at)
+    at.join()
     at.add("residual_add", x=at.x, y=at.scratch["branch"])
 
 

@@ -8,9 +8,9 @@ tensor.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from fnmatch import fnmatchcase
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING
@@ -30,6 +30,7 @@ from polydraft.models.tensor_table import Part, TensorTable
 
 if TYPE_CHECKING:
     from polydraft.models.block import CustomBlock
+    from polydraft.models.ranks import Share
 
 __all__ = ["Checkpoint", "Weights", "load_weights"]
 
@@ -124,6 +125,11 @@ class Checkpoint:
     def read_into(self, name: str, out: NDArray[np.float32]) -> None:
         """Write tensor `name` into the C-contiguous float32 array `out` of its shape. Errors: as for `tensor`."""
         self._find(name).read_into(name, out)
+
+    def piece(self, name: str, look: Callable[[Array], Array]) -> NDArray[np.float32]:
+        """Return what `look` picks of tensor `name`, an index or a view of it, as a fresh float32 array; nothing else of it is
+        read. Errors: as for `tensor`."""
+        return self._find(name).piece(name, look)
 
     def whole(self, name: str, shape: tuple[int, ...]) -> NDArray[np.float32] | None:
         """The canonical tensor `name` where the checkpoint has it in one piece already, finite; None to read its parts."""
@@ -265,6 +271,23 @@ class Weights(Mapping[str, NDArray[np.float32]]):
             begin += part.shape[0]
         return out.reshape(self.shape(name))
 
+    def kept(self, name: str, share: Share) -> NDArray[np.float32]:
+        """Return the share that one rank keeps of canonical tensor `name`, and read nothing else of it. Synchronous host work.
+        Errors: as for a look-up; matrices that are stored in few bits have no shares."""
+        whole = self._checkpoint.whole(name, self.shape(name))
+        if whole is not None:
+            return share.of(whole)
+        out, begin = np.zeros(share.shape, np.float32), 0
+        rows = self._joined(name)[0] // max(self._table.stacks.get(name, 0), 1)
+        for part in self._table.parts[name]:
+            place, first = divmod(begin, rows)
+            for take, put in share.of_part(first, part.shape[0]):
+                stretch = self._checkpoint.piece(part.name, partial(_picked, part, take))
+                self._check_finite(part.name, stretch)
+                (out[place] if share.stacked else out)[put] = stretch
+            begin += part.shape[0]
+        return out
+
     @property
     def stored_packed(self) -> list[str]:
         """Canonical tensors of which some part is stored in few bits."""
@@ -334,6 +357,10 @@ class Weights(Mapping[str, NDArray[np.float32]]):
                 f"{self._checkpoint.file(name)}: tensor {name} holds {array[where]} at {[int(i) for i in where]}, "
                 f"wanted finite numbers; download or convert the checkpoint again"
             )
+
+
+def _picked(part: Part, take: tuple[slice, ...], stored: Array) -> Array:
+    return part.look(stored)[take]
 
 
 def load_weights(checkpoint: Checkpoint, description: ModelDescription, table: TensorTable) -> Weights:

@@ -28,6 +28,42 @@ def emit_linear(program: ProgramBuilder, weight: str, *, x: str, out: str, unit:
     program.add("linear", unit, stage, x=x, weight=weight, bias=None, out=out)
 
 
+def emit_embedding(program: ProgramBuilder, out: str, *, unit: Unit, stage: str, **ids: str) -> None:
+    """Look tokens up. A rank keeps columns of the table, which are then gathered."""
+    if program.memory.ranks == 1:
+        program.add("embed", unit, stage, weight="embed", out=out, **ids)
+        return
+    program.add("embed", unit, stage, weight="embed", out=share_of(out), **ids)
+    program.add("all_gather", unit, stage, x=share_of(out), out=out)
+
+
+def emit_head(program: ProgramBuilder, *, x: str, out: str, unit: Unit, stage: str) -> None:
+    """Logits of rows. Of several ranks each computes those of its tokens; they are gathered where somebody needs whole rows."""
+    if program.memory.ranks == 1:
+        emit_linear(program, "lm_head", x=x, out=out, unit=unit, stage=stage)
+        return
+    emit_linear(program, "lm_head", x=x, out=share_of(out), unit=unit, stage=stage)
+    if not program.kind.picks:
+        program.add("all_gather", unit, stage, x=share_of(out), out=out)
+
+
+def share_of(buffer: str) -> str:
+    """The buffer for this rank's columns of another one."""
+    return f"{buffer}.share"
+
+
+def shares(model: ModelDescription, *, embedded: tuple[str, str], logits: tuple[str, str]) -> list[StepBuffer]:
+    """The buffers for a rank's columns of what `emit_embedding` and `emit_head` write: name and symbol of rows of each. None
+    where there is one rank."""
+    if model.ranks == 1:
+        return []
+    (rows, count), (scores, of_scores) = embedded, logits
+    return [
+        StepBuffer(share_of(rows), f"{count} {model.hidden_size // model.ranks}", "act"),
+        StepBuffer(share_of(scores), f"{of_scores} {model.vocab_share}", "f32"),
+    ]
+
+
 class Target:
     """The target's pass over packed rows, and its head.
 
@@ -47,6 +83,7 @@ class Target:
             StepBuffer("target.last", f"NL {hidden}", "act"),
             StepBuffer("target.last_normed", f"NL {hidden}", "act"),
             *(StepBuffer(name, f"R {hidden}", "act") for name in self._taps),
+            *shares(model, embedded=(HIDDEN, "R"), logits=("logits", "NL")),
             *([StepBuffer(EVERY_ROW, "R", initial=np.arange(limits.max_rows, dtype=np.int32))] if self._taps else []),
         ]
         self.passes = (Pass("target", "target", "rows", "row_slot", "positions"),)
@@ -54,7 +91,7 @@ class Target:
     def forward(self, program: ProgramBuilder) -> None:
         """From token ids to the residual stream of every row, and the logits of logit rows."""
         (rows,), stage, hidden = self.passes, "target", self.model.hidden_size
-        program.add("embed", "rows", stage, weight="embed", out=HIDDEN)
+        emit_embedding(program, HIDDEN, unit="rows", stage=stage)
         self._tap(program, "embedding")
         program.fill("target", 0, "rows", stage)
         for index, (prefix, block) in enumerate(self.blocks.items()):
@@ -69,7 +106,7 @@ class Target:
         stage, last, normed = "target", "target.last", "target.last_normed"
         program.add("gather_rows", unit, stage, x=HIDDEN, index=rows, out=last)
         self._norm.emit(program, "norm", x=last, out=normed, unit=unit, stage=stage)
-        emit_linear(program, "lm_head", x=normed, out="logits", unit=unit, stage=stage)
+        emit_head(program, x=normed, out="logits", unit=unit, stage=stage)
 
     def _tap(self, program: ProgramBuilder, here: str) -> None:
         for name in (name for name, point in self._taps.items() if point == here):

@@ -106,6 +106,14 @@ class ModelDescription:
     """The MTP head, or None where the checkpoint offers none; then `mtp_note` says why."""
     mtp_note: str = ""
     """Why `mtp` is None, or how its conventions differ from those that its family is known for, as one sentence; else empty."""
+    ranks: int = 1
+    """Of how many shares of a model this is one (`polydraft.models.ranks`): sizes of blocks are the share's, those here are the
+    model's."""
+
+    @property
+    def vocab_share(self) -> int:
+        """Rows of `lm_head` that a rank keeps; of the last ones some may be padding."""
+        return -(-self.vocab_size // self.ranks)
 
     @property
     def num_layers(self) -> int:
@@ -120,9 +128,10 @@ class ModelDescription:
     def weights(self) -> dict[str, Tensor]:
         """Every canonical tensor of the target and its MTP head, in the order in which they are loaded."""
         hidden, vocab = self.hidden_size, self.vocab_size
-        found = {"embed": Tensor("embed", ((vocab, hidden),), "embedding", split=0)}
+        found = {"embed": Tensor("embed", ((vocab, hidden // self.ranks),), "embedding", split=1)}  # any rank looks any token up
         found |= block_weights(self.layers, hidden)
-        found |= {"norm": Tensor("norm", ((hidden,),), "norm"), "lm_head": Tensor("lm_head", ((vocab, hidden),), split=0)}
+        head = Tensor("lm_head", ((self.vocab_share, hidden),), split=0)
+        found |= {"norm": Tensor("norm", ((hidden,),), "norm"), "lm_head": head}
         for prefix, block in self.mtp.layers.items() if self.mtp else ():
             found |= {f"{prefix}.{one.name}": one for one in self.mtp.own_weights(hidden)}  # type: ignore[union-attr]
             found |= block_weights({prefix: block}, hidden)

@@ -8,9 +8,10 @@ Which experts are chosen, and their weights, is defined by the contract `route_e
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
+from polydraft.errors import CapabilityError
 from polydraft.models.block import At, Tensor, Work
 
 
@@ -25,6 +26,10 @@ class GatedMlp:
 
     contracts: ClassVar[tuple[str, ...]] = ("linear", "swiglu")
 
+    def of_ranks(self, num_ranks: int) -> GatedMlp:
+        """As many intermediate features on each rank."""
+        return replace(self, intermediate_size=_even("intermediate features", self.intermediate_size, num_ranks))
+
     def scratch(self, hidden: int) -> tuple[Work, ...]:
         """Gate and up as projected, and their product."""
         del hidden
@@ -37,7 +42,7 @@ class GatedMlp:
             Tensor("gate_up", ((width, hidden), (width, hidden)), split=0),
             *([Tensor("gate_up_bias", ((width,), (width,)), "bias", split=0)] if self.bias else []),
             Tensor("down", ((hidden, width),), split=1),
-            *([Tensor("down_bias", ((hidden,),), "bias")] if self.bias else []),
+            *([Tensor("down_bias", ((hidden,),), "bias", split="first")] if self.bias else []),
         ]
         return tuple(tensors)
 
@@ -76,6 +81,12 @@ class SparseMoe:
     """The same of the shared experts, which are stored as one network; 0: there are none."""
     shared_gate: bool = False
     """The shared output is multiplied by the sigmoid of one more projection."""
+
+    def of_ranks(self, num_ranks: int) -> SparseMoe:
+        """As many intermediate features of each expert on each rank; every rank routes all rows."""
+        width = _even("intermediate features of an expert", self.intermediate_size, num_ranks)
+        shared = _even("intermediate features of the shared experts", self.shared_size, num_ranks)
+        return replace(self, intermediate_size=width, shared_size=shared)
 
     @property
     def contracts(self) -> tuple[str, ...]:
@@ -136,3 +147,10 @@ class SparseMoe:
             shared=scratch.get("shared") if self.shared_size else None,
             shared_gate=scratch["shared_gate"] if self.shared_gate else None, out=scratch["branch"], **chosen,
         )  # fmt: skip
+
+
+def _even(what: str, size: int, num_ranks: int) -> int:
+    """A rank's share of `size`. Raises `CapabilityError` where shares would differ."""
+    if size % num_ranks:
+        raise CapabilityError(f"{size} {what} cannot be shared out evenly")
+    return size // num_ranks

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import math
 import mmap
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,17 @@ class SafetensorsFile:
             np.left_shift(raw, 16, out=flat.view(np.uint32), dtype=np.uint32)
         else:
             np.copyto(flat, raw)
+
+    def piece(self, name: str, look: Callable[[NDArray[Any]], NDArray[Any]]) -> NDArray[np.float32]:
+        """Return what `look` picks of tensor `name`, as a fresh float32 array; nothing else of it is read. Errors: as for
+        `read_into`."""
+        dtype = self.dtype(name)
+        picked = look(self._stored(name, {"float32": "<f4", "float16": "<f2", "bfloat16": "<u2"}[dtype]))
+        if dtype == "bfloat16":
+            bits: NDArray[np.uint32] = np.left_shift(picked, 16, dtype=np.uint32)
+            return bits.view(np.float32)
+        floats: NDArray[np.float32] = picked.astype(np.float32)
+        return floats
 
     def array(self, name: str) -> NDArray[Any]:
         """Return a copy of tensor `name` as it is stored (bfloat16 and E4M3 as their bits). Errors: `CheckpointError` for a dtype

@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property
 
+from polydraft.device import Array
 from polydraft.errors import PluginError
 from polydraft.models.block import Stretch, Tensor
 
@@ -52,6 +53,11 @@ class Part:
             axis = self.stretch.axis
             shape = (*shape[:axis], self.stretch.size, *shape[axis + 1 :])
         return shape[::-1] if self.transposed else shape
+
+    def look(self, stored: Array) -> Array:
+        """The view of it in the checkpoint's tensor."""
+        longer = stored.reshape(self.stored_shape)  # some exports keep a vector as one row
+        return (longer.T if self.transposed else longer)[self.place]
 
     @property
     def place(self) -> tuple[slice, ...]:

@@ -7,10 +7,10 @@ out. It changes no kernel, and does not choose between packs that the user has n
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from polydraft.backend import BackendInfo, Cache, CacheSpec, KernelTable, PackNotes, Weight
+from polydraft.backend import BackendInfo, Cache, CacheSpec, Collectives, KernelTable, PackNotes, Weight
 from polydraft.contracts.arguments import check_records
 from polydraft.contracts.base import Args, Limits, Provider, Workspace
 from polydraft.contracts.composite import CompositeArgs
@@ -146,6 +146,14 @@ class BoundTable:
         for one in self.instruments:
             launch = one.bind(binding, launch)
         return launch
+
+    def with_collectives(self, collectives: Collectives) -> BoundTable:
+        """The table with what ranks exchange, beside its kernels."""
+        by = next(iter(self.owners.values()), "")
+        return replace(
+            self, providers={**self.providers, **collectives.providers}, versions={**self.versions, **collectives.versions},
+            owners={**self.owners, **dict.fromkeys(collectives.providers, by)},
+        )  # fmt: skip
 
     def workspace(self, nbytes: int) -> Workspace | None:
         """Scratch of at least `nbytes` bytes, None for 0; programs are built from it, a step never asks.

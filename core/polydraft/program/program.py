@@ -40,6 +40,11 @@ class StepKind(NamedTuple):
     prompt: bool = False
 
     @property
+    def picks(self) -> bool:
+        """Whether all that is wanted of logits is the highest of each row: nobody then needs a row as a whole."""
+        return self == GREEDY
+
+    @property
     def name(self) -> str:
         """Name for messages, and key of the programs."""
         return ".".join((self.rule, *(part for part in ("processed", "logprobs", "prompt") if getattr(self, part))))
@@ -116,6 +121,8 @@ class Memory:
     weights: Mapping[str, Weight] = field(default_factory=dict)
     caches: dict[str, Cache] = field(default_factory=dict)
     metas: dict[str, ForwardMeta] = field(default_factory=dict)
+    ranks: int = 1
+    """Ranks that run the same programs over their shares of the weights."""
 
     def allocate(self, declared: Iterable[Column | StepBuffer]) -> None:
         """Allocate the declared buffers; columns begin with every slot empty. Raises `ConfigError` if two have the same name, and

@@ -169,6 +169,9 @@ class Proposer(Protocol):
     One that feeds a state back from pass to pass names by `state` the buffer that has it behind the last pass, by sequence;
     `--check-draft-state` compares it.
 
+    One whose launches are the same over a share of the model (`polydraft.models.ranks`) says so by the factory's attribute
+    `ranks = True`; others are refused where a model is split over ranks.
+
     One that drafts on the host has `features`, a tuple of `HostFeature`s (`polydraft.program.host_inputs`), and its factory an
     attribute `needs`, the most demanding of theirs."""
 
@@ -272,6 +275,10 @@ class ProposerRegistry:
         """The decoder blocks of a proposer, by prefix: its factory's `layers`, none where there is no such attribute or no such
         name."""
         return self._factories[name].layers(model, draft_model) if name in self._factories else {}
+
+    def of_ranks(self) -> list[str]:
+        """The names of the proposers that draft over a share of a model, too: those whose factory has `ranks`."""
+        return [name for name, one in self._factories.items() if getattr(one.factory, "ranks", False)]
 
     def draft_models(self) -> list[str]:
         """The names of the proposers that take a draft model: those whose factory has `weights`."""

@@ -17,7 +17,7 @@ import numpy as np
 
 from polydraft.errors import CapabilityError
 from polydraft.models.block import At, Block, Norm, emit_block, emit_block_rows, narrowed
-from polydraft.models.decoder import HIDDEN, emit_linear
+from polydraft.models.decoder import HIDDEN, emit_embedding, emit_head, emit_linear, shares
 from polydraft.models.description import ModelDescription
 from polydraft.models.weights import DRAFT_HEAD
 from polydraft.program.declare import Pass, StepBuffer
@@ -32,6 +32,7 @@ class MtpProposer:
     """Drafts with one MTP layer. The conventions of a model family are the fields of `Mtp`."""
 
     name = "mtp"
+    ranks = True
     soft = True
     state = "draft.last"
 
@@ -62,6 +63,7 @@ class MtpProposer:
             *(StepBuffer(f"draft.{name}", f"R {width}", "act") for name, width in self._row_widths(hidden).items()),
             *(StepBuffer(f"draft.{name}", f"B {width}", "act") for name, width in self._last_widths(hidden).items()),
             StepBuffer("draft.logits", "B V", "f32"),
+            *shares(model, embedded=("draft.embedded", "R"), logits=("draft.logits", "B")),
             StepBuffer("draft.noise", "B V" if context.stores_noise else "1 V", "f32"),
             StepBuffer("draft.row_of_seq", "B", initial=np.arange(limits.max_seqs)),  # one row per sequence
         ]
@@ -114,7 +116,7 @@ class MtpProposer:
         mtp, unit = self._mtp, rows.unit
         ids, state = ("draft_ids", self._fed) if index == 0 else ("next_ids", self._recycled())
         program.fill(rows.name, index, unit, stage)
-        program.add("embed", unit, stage, ids=ids, weight="embed", out="draft.embedded")
+        emit_embedding(program, "draft.embedded", unit=unit, stage=stage, ids=ids)
         program.add(
             "combine_draft_inputs", unit, stage, embedding="draft.embedded", hidden=state, emb_norm=f"{LAYER}.emb_norm",
             hid_norm=f"{LAYER}.hid_norm", positions=rows.positions, eps=self._norm.eps, plus_one=self._norm.plus_one,
@@ -166,7 +168,7 @@ class MtpProposer:
     def _score(self, program: ProgramBuilder, stage: str) -> None:
         """Logits of the whole vocabulary; -inf for tokens outside of the reduced draft vocabulary."""
         if self._few is None:
-            emit_linear(program, "lm_head", x="draft.last_normed", out="draft.logits", unit="seqs", stage=stage)
+            emit_head(program, x="draft.last_normed", out="draft.logits", unit="seqs", stage=stage)
             return
         emit_linear(program, DRAFT_HEAD, x="draft.last_normed", out="draft.few_logits", unit="seqs", stage=stage)
         program.add("spread_logits", "seqs", stage, x="draft.few_logits", places="draft.places", out="draft.logits")

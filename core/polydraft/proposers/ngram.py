@@ -18,6 +18,7 @@ class NgramProposer:
     """Drafts up to K tokens in one launch; often fewer, since a run must have occurred before."""
 
     name = "ngram"
+    ranks = True
     options: ClassVar[Mapping[str, float]] = MappingProxyType({"min_ngram": 2, "max_ngram": 4})
     """Tokens that have to occur again, at least, and tokens that are looked for first."""
     buffers = Drafting.buffers

@@ -13,6 +13,7 @@ class NoProposer:
     """Drafts nothing: `draft_len` stays 0 from the slot's admission on."""
 
     name = "none"
+    ranks = True
 
     def __init__(self, context: ProposerContext) -> None:
         del context

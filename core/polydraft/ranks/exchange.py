@@ -22,7 +22,9 @@ from polydraft.device import Array
 from polydraft.errors import DeviceError
 
 KINDS: Final = ("all_gather", "all_reduce", "argmax_pair", "broadcast")
-"""Collectives by the number that notes have for them."""
+"""The collectives."""
+_MET: Final = (*KINDS, "start")
+"""What ranks meet for, by the number that notes have for it."""
 PATIENCE_S: Final = 10.0
 """Seconds that a rank waits for another one in a collective."""
 _EAGER: Final = 200
@@ -79,28 +81,35 @@ class Exchange:
     def swap(self, note: Note, mine: Array) -> list[Array]:
         """Bring `mine`, and return what each rank has brought, in the same shape; read it before the next call. Raises
         `DeviceError`, on every rank, where ranks came for different things, one does not come, or one has failed."""
+        return self._swap(note, mine, self.patience_s)
+
+    def meet(self, stage: int) -> None:
+        """Wait, for as long as it takes, until all ranks have come to the same stage of being built. Raises as `swap` does."""
+        self._swap(Note("start", stage, 0, 0, 0), np.empty(0, np.uint8), math.inf)
+
+    def _swap(self, note: Note, mine: Array, patience_s: float) -> list[Array]:
         if mine.nbytes > self.capacity:
             self.fail(f"rank {self.rank} brought {mine.nbytes} bytes to {note}, wanted at most {self.capacity}")
         self._count += 1
         slot = self._count % 2
         self._data[self.rank, slot, : mine.nbytes] = np.ascontiguousarray(mine).view(np.uint8).reshape(-1)
-        self._notes[self.rank, slot] = (KINDS.index(note.kind), *note[1:], self._count)
+        self._notes[self.rank, slot] = (_MET.index(note.kind), *note[1:], self._count)
         self._arrived[self.rank] = self._count  # last, and in one word: who sees it sees the rest
-        self._await_all(note)
+        self._await_all(note, patience_s)
         self._compare(slot)
         found = self._data[:, slot, : mine.nbytes]
         return [one.view(mine.dtype).reshape(mine.shape) for one in found]
 
-    def _await_all(self, note: Note) -> None:
+    def _await_all(self, note: Note, patience_s: float) -> None:
         begin, looks = time.monotonic(), 0
         while (self._arrived < self._count).any():
             self.raise_failure()
             looks += 1
             time.sleep(0 if looks < _EAGER else _NAP_S)
-            if time.monotonic() - begin > self.patience_s:
+            if time.monotonic() - begin > patience_s:
                 late = int(np.argmin(self._arrived >= self._count))
                 self.fail(
-                    f"rank {late} did not come to collective {self._count}, {note}, within {self.patience_s:g} s; its last was "
+                    f"rank {late} did not come to collective {self._count}, {note}, within {patience_s:g} s; its last was "
                     f"{self.last(late)}"
                 )
 
@@ -116,7 +125,7 @@ class Exchange:
 
     def _note(self, rank: int, slot: int) -> Note:
         kind, launch, step, n, nbytes, _ = self._notes[rank, slot].tolist()
-        return Note(KINDS[kind], launch, step, n, nbytes)
+        return Note(_MET[kind], launch, step, n, nbytes)
 
     def last(self, rank: int) -> str:
         """The collective that a rank came to last, in words."""
@@ -146,12 +155,13 @@ class Exchange:
             return ""
         if state == _CLOSED:
             return CLOSED
-        return bytes(self._texts[state - 1]).rstrip(b"\0").decode(errors="replace")
+        said = bytes(self._texts[state - 1]).rstrip(b"\0").decode(errors="replace")
+        return f"{said}; every rank ends here, start the engine again"
 
     def raise_failure(self) -> None:
         """Raise `DeviceError` where a rank has failed, or the engine was closed."""
         if self._state[0]:
-            raise DeviceError(f"{self.failure}; every rank ends here, start the engine again")
+            raise DeviceError(self.failure)
 
 
 @dataclass

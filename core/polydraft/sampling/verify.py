@@ -17,8 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from polydraft.contracts import REGISTRY
+from polydraft.contracts import contract_named
 from polydraft.contracts.base import Unit
+from polydraft.models.decoder import share_of
 from polydraft.program.declare import Column, StepBuffer
 from polydraft.program.program import ProgramBuilder, Rule
 from polydraft.sampling.logprobs import Logprobs
@@ -49,8 +50,8 @@ class Rows:
     def add(self, contract: str, **fields: Any) -> None:
         """Append a launch over these rows; fields of the contract that bear the name of one of ours are bound to it."""
         mine = {name: getattr(self, name) for name in ("logits", "row_slot", "positions", "ahead")}
-        specs = REGISTRY[contract].args.specs()
-        self.program.add(contract, self.unit, self.stage, **{n: v for n, v in mine.items() if n in specs}, **fields)
+        specs = contract_named(contract).args.specs()
+        self.program.add(contract, self.unit, self.stage, **{**{n: v for n, v in mine.items() if n in specs}, **fields})
 
 
 class Verifier:
@@ -90,6 +91,11 @@ class Verifier:
     def verify(self, program: ProgramBuilder, features: Iterable[Callable[[ProgramBuilder], None]] = ()) -> None:
         """From the target's logits to the window of every sequence. `features` append what they do to processed logits."""
         rows = Rows(program, "logits", "logit_slot", "logit_position", 0, "logit_rows", "verify")
+        if self._picks(rows, "choices"):
+            if self._forces:
+                self._force(rows)
+            program.add("verify_match", "seqs", "verify")
+            return
         self._process(rows, keep=self._logprobs)
         for append in features:
             append(program)
@@ -99,9 +105,8 @@ class Verifier:
             self._verify_rejection(rows)
             return
         self._choose(rows, "choices", "noise", Draw.TARGET)
-        if self._forces:  # the same drafts for a seed and a position, whatever the batch
-            rows.add("uniform_noise", draw=int(Draw.ACCEPT))
-            program.add("force_choices", "seqs", "verify", num_valid=self._num_valid)
+        if self._forces:
+            self._force(rows)
         program.add("verify_match", "seqs", "verify")
 
     def choose(
@@ -110,6 +115,8 @@ class Verifier:
     ) -> None:  # fmt: skip
         """One draft a row, and at most one row a slot; drafts chosen before in this round are in `drafts` and `draft_len`."""
         rows = Rows(program, logits, row_slot, positions, ahead, unit, stage)
+        if self._picks(rows, tokens):
+            return
         self._process(rows)
         report = self._logprobs if program.kind.logprobs else None
         if program.kind.rule != "rejection" or not self._keeps_drafts:
@@ -135,14 +142,30 @@ class Verifier:
         if rows.program.kind.processed:
             self._processing.emit(rows)
 
+    def _force(self, rows: Rows) -> None:
+        """Accept drafts by chance: the same ones for a seed and a position, whatever the batch."""
+        rows.add("uniform_noise", draw=int(Draw.ACCEPT))
+        rows.program.add("force_choices", "seqs", "verify", num_valid=self._num_valid)
+
+    def _picks(self, rows: Rows, tokens: str) -> bool:
+        """Choose by the pairs that ranks exchange, where there are several and nothing but the highest logit is wanted; whether
+        that is so."""
+        program = rows.program
+        if program.memory.ranks == 1 or not program.kind.picks:
+            return False
+        rows.add("argmax_pair", logits=share_of(rows.logits), num_valid=self._num_valid, tokens=tokens)
+        return True
+
     @staticmethod
     def _choose(rows: Rows, tokens: str, noise: str, draw: Draw) -> None:
-        """Argmax, or noise of the position and sampling."""
+        """Argmax, or noise of the position and sampling. Of several ranks, which all do so, the choice of rank 0 counts."""
         if rows.program.kind.rule == "greedy":
             rows.add("argmax", tokens=tokens)
-            return
-        rows.add("gumbel_noise", noise=noise, draw=int(draw))
-        rows.add("sample", noise=noise, tokens=tokens)
+        else:
+            rows.add("gumbel_noise", noise=noise, draw=int(draw))
+            rows.add("sample", noise=noise, tokens=tokens)
+        if rows.program.memory.ranks > 1:
+            rows.add("broadcast", x=tokens)
 
     def _verify_rejection(self, rows: Rows) -> None:
         rows.add("filter_probs")

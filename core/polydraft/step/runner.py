@@ -113,6 +113,20 @@ class Lookups:
         return looked_up
 
 
+class StepNumber:
+    """The number of the step on the device, by which ranks notice that they are in different ones."""
+
+    def __init__(self, memory: Memory, depth: int) -> None:
+        self._device, self._buffer = memory.device, memory.buffers["step"]
+        self._ring = [memory.device.staging(f"step{i}", (1,), "i32") for i in range(depth + 1)]
+
+    def upload(self, stream: Stream, step_id: int) -> None:
+        """Enqueue the copy, before any launch of the step."""
+        staging = self._ring[step_id % len(self._ring)]
+        staging.array[0] = step_id & 0x7FFFFFFF
+        self._device.upload(stream, self._buffer, staging, 1)
+
+
 class LateDrafts:
     """The drafts of each step, copied behind its draft passes: nobody waits for them, and they may be read once a later step was
     collected."""
@@ -164,7 +178,7 @@ class Runner:
         self.device, self.limits, self.model, self._table, self._config = device, config.limits, model, table, config
         self.points = Points() if points is None else points
         limits, depth = config.limits, config.overlap
-        self.memory = Memory(device, limits, config.dtype, weights=weights)
+        self.memory = Memory(device, limits, config.dtype, weights=weights, ranks=model.ranks)
         self.context = StepContext()
         rejects = config.verify == "rejection"
         stores_noise = rejects or "gumbel_noise+sample" not in table.providers
@@ -201,6 +215,7 @@ class Runner:
         self.graphs: CapturedSteps | None = None
         self._snapshots = Snapshots(limits)
         self.uploads = Uploads(device, self.memory.buffers, depth)
+        self._step_number = StepNumber(self.memory, depth) if model.ranks > 1 else None
         column = getattr(self.proposer, "lookups_from", "")
         self._lookups = Lookups(self.memory, column, depth) if column else None
         state = getattr(self.proposer, "state", "")
@@ -220,6 +235,8 @@ class Runner:
             self.points.notify_around("upload", plan, self.uploads.upload, stream, plan)
         else:
             self.uploads.upload(stream, plan)
+        if self._step_number is not None:
+            self._step_number.upload(stream, plan.step_id)
         self.inputs.upload_first(stream, plan.step_id)
         if plan.writes:
             self.writes["admit" if plan.writes.admits else "grant"].run(stream, n)
@@ -323,7 +340,8 @@ class Runner:
             StepBuffer("runs", f"{max_runs(self.columns, limits)} 5"),
             StepBuffer("payload", str(max_payload(self.columns, limits))),
         )
-        memory.allocate((*self.columns, *staged, *_declared(modules, "buffers")))
+        numbered = (StepBuffer("step", "1", initial=0),) if memory.ranks > 1 else ()
+        memory.allocate((*self.columns, *staged, *numbered, *_declared(modules, "buffers")))
         blocks: dict[str, Block] = _mapped(modules, "blocks")
         own = getattr(self.proposer, "hidden_size", self.model.hidden_size)
         scratch: dict[str, StepBuffer] = {}

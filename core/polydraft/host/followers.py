@@ -1,0 +1,218 @@
+"""The ranks beside rank 0: how they are started, how they get every plan, and how all of them end.
+
+The engine of rank 0 makes plans and gives results; the others only run what it launches, in the same order. They are threads of
+this process, each with an engine of its own, or processes (`polydraft.rank_worker`). Nothing comes back from them but what ranks
+exchange within launches; whatever goes wrong with one of them is said in the place where ranks meet, and ends all.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import queue
+import subprocess
+import tempfile
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Protocol
+
+from polydraft.child_process import ending, running
+from polydraft.errors import DeviceError, PolydraftError
+from polydraft.host.draft_policy import DraftView
+from polydraft.program.plan import StepPlan
+from polydraft.program.plan_bytes import PlanReader, PlanWriter
+from polydraft.ranks import Exchange, Group
+from polydraft.step.runner import InFlightStep, Runner
+
+WORKER = "polydraft.rank_worker"
+END = b""
+"""The message behind the last plan."""
+ENDING_S = 10.0
+"""Seconds that a process has to end in; then it is killed."""
+SHARED = Path("/dev/shm")  # noqa: S108  the file there has no name
+"""Where files are memory, on systems that have such a place."""
+Inbox = queue.SimpleQueue[bytes]
+"""Messages of rank 0 that have arrived."""
+
+
+class Rungs:
+    """The draft policy of a rank that plans nothing: what programs there are, and no choice among them."""
+
+    def __init__(self, rungs: Sequence[int]) -> None:
+        self.rungs = tuple(rungs)
+
+    def choose(self, view: DraftView) -> int:
+        """Never asked."""
+        raise NotImplementedError
+
+
+class Channel(Protocol):
+    """The way from rank 0 to another rank."""
+
+    def send(self, message: bytes) -> None:
+        """Hand a message over; `END` is the last one. Raises `DeviceError` where nobody takes it any more."""
+
+    def join(self) -> None:
+        """Wait until that rank has ended, and see to it that it does."""
+
+
+def follow(runner: Runner, overlap: int, inbox: Inbox) -> None:
+    """Run the plans of rank 0 until there are no more. A step is waited for before its staging is used again, and while there is
+    no further plan, since some devices do nothing until somebody waits; nobody looks at its outcome."""
+    reader, in_flight = PlanReader(), deque[InFlightStep]()
+    while True:
+        while in_flight and (inbox.empty() or len(in_flight) > overlap):
+            runner.collect(in_flight.popleft())
+        message = inbox.get()
+        if message == END:
+            return
+        in_flight.append(runner.launch(reader.read(message)))
+
+
+def said(rank: int, error: BaseException) -> str:
+    """What all ranks are told of the error that one of them ends with."""
+    return f"rank {rank} failed: {error}" if isinstance(error, PolydraftError) else f"rank {rank} failed: {error!r}"
+
+
+class Followers:
+    """The other ranks of an engine."""
+
+    def __init__(self, group: Group, channels: Sequence[Channel]) -> None:
+        self.group = group
+        """Rank 0."""
+        self._channels, self._writer, self._ended = channels, PlanWriter(), False
+
+    def send(self, plan: StepPlan) -> None:
+        """Have the other ranks launch a step. Raises `DeviceError` where one of them has ended."""
+        self.group.exchange.raise_failure()
+        message = self._writer.write(plan)
+        for channel in self._channels:
+            channel.send(message)
+
+    def abandon(self, sentence: str) -> str:
+        """Rank 0 cannot go on: the others end with it. Returns why, which is what was said first."""
+        with suppress(DeviceError):
+            self.group.exchange.fail(sentence)
+        return self.group.exchange.failure
+
+    def end(self) -> None:
+        """There are no more plans: let all ranks end, and wait until they have. Calling it again is fine."""
+        if self._ended:
+            return
+        self._ended = True
+        for channel in self._channels:
+            with suppress(DeviceError):
+                channel.send(END)
+        self.group.exchange.close()
+        for channel in self._channels:
+            channel.join()
+
+
+# -- threads ---------------------------------------------------------------------------------------
+class Rank(Protocol):
+    """What a rank is to the thread that runs it: an engine."""
+
+    @property
+    def runner(self) -> Runner: ...
+    def close(self) -> None: ...
+
+
+class ThreadChannel:
+    """A rank that is a thread."""
+
+    def __init__(self, group: Group, build: Callable[[Group], Rank], overlap: int) -> None:
+        self._inbox: Inbox = queue.SimpleQueue()
+        arguments = (group, build, overlap, self._inbox)
+        self._thread = threading.Thread(target=_run, args=arguments, name=f"rank {group.rank}", daemon=True)
+        self._thread.start()
+
+    def send(self, message: bytes) -> None:
+        """Queue it."""
+        self._inbox.put(message)
+
+    def join(self) -> None:
+        """Wait: a thread that does not end keeps nobody."""
+        self._thread.join(ENDING_S)
+
+
+def _run(group: Group, build: Callable[[Group], Rank], overlap: int, inbox: Inbox) -> None:
+    """The thread of a rank."""
+    rank: Rank | None = None
+    try:
+        rank = build(group)
+        follow(rank.runner, overlap, inbox)
+    except BaseException as error:  # noqa: BLE001  said to all ranks, of which rank 0 raises it
+        with suppress(DeviceError):
+            group.exchange.fail(said(group.rank, error))
+    finally:
+        if rank is not None:
+            with suppress(PolydraftError):
+                rank.close()
+
+
+def start_threads(size: int, capacity: int, patience_s: float, overlap: int, build: Callable[[Group], Rank]) -> Followers:
+    """Start `size` - 1 ranks as threads; `build` makes the engine of one, in its thread."""
+    exchanges = Exchange.of_threads(size, capacity, patience_s)
+    first, *others = (Group(rank, size, exchange) for rank, exchange in enumerate(exchanges))
+    return Followers(first, [ThreadChannel(group, build, overlap) for group in others])
+
+
+# -- processes -------------------------------------------------------------------------------------
+class ProcessChannel:
+    """A rank that is a process. A thread watches it: one that ends before it should is a failure of all ranks."""
+
+    def __init__(self, rank: int, exchange: Exchange, start: Mapping[str, Any], memory: int) -> None:
+        self._rank, self._exchange, self._ending = rank, exchange, False
+        self._process = subprocess.Popen(running(WORKER), stdin=subprocess.PIPE, pass_fds=(memory,))  # noqa: S603  this interpreter
+        self._lock = threading.Lock()
+        self.send(json.dumps({**start, "rank": rank, "memory": memory}).encode())
+        self._watcher = threading.Thread(target=self._watch, name=f"rank {rank}", daemon=True)
+        self._watcher.start()
+
+    def send(self, message: bytes) -> None:
+        """Write it, behind its length."""
+        self._ending = self._ending or message == END
+        pipe = self._process.stdin
+        assert pipe is not None, "it was asked for"
+        try:
+            with self._lock:
+                pipe.write(len(message).to_bytes(8, "little") + message)
+                pipe.flush()
+        except (OSError, ValueError):  # it has ended, or is about to be waited for
+            if message != END:
+                self._exchange.raise_failure()
+                self._exchange.fail(f"rank {self._rank} takes no more plans; its last was {self._exchange.last(self._rank)}")
+
+    def join(self) -> None:
+        """Wait, and kill what does not end."""
+        pipe = self._process.stdin
+        if pipe is not None:
+            with suppress(OSError):
+                pipe.close()
+        try:
+            self._process.wait(ENDING_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._watcher.join()
+
+    def _watch(self) -> None:
+        status = self._process.wait()
+        if not self._ending:
+            how, last = ending(status), self._exchange.last(self._rank)
+            with suppress(DeviceError):
+                self._exchange.fail(f"rank {self._rank} (process {self._process.pid}) ended: {how}; its last was {last}")
+
+
+def start_processes(size: int, capacity: int, patience_s: float, start: Mapping[str, Any]) -> Followers:
+    """Start `size` - 1 ranks as processes. `start`: what they need to know besides how ranks meet, as JSON has it."""
+    with tempfile.TemporaryFile(dir=SHARED if SHARED.is_dir() else None) as file:  # gone from its folder, and kept by who maps it
+        file.truncate(Exchange.nbytes(size, capacity))
+        memory = mmap.mmap(file.fileno(), 0)
+        exchange = Exchange(memory, 0, size, capacity, patience_s)
+        known = {**start, "size": size, "capacity": capacity, "patience_s": patience_s}
+        channels = [ProcessChannel(rank, exchange, known, file.fileno()) for rank in range(1, size)]
+    return Followers(Group(0, size, exchange), channels)

@@ -1,0 +1,135 @@
+"""The share of a model that one of several ranks keeps: its description, and its part of each weight.
+
+The engine of a rank is built from a share as it would be from a model; blocks say themselves what a share of them is
+(`Kind.of_ranks`). Every rank has the same description and other weights.
+
+    rank r of N keeps, along the axis that a weight's `split` names, of each of its parts: piece r * P // N of the P pieces that a
+    share's size makes of the whole. P is N, or a divisor of it where several ranks keep the same (key-value heads). Where pieces
+    reach beyond the whole (the vocabulary), the last ones end in zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from polydraft.contracts.base import Limits
+from polydraft.contracts.packing import Matrix
+from polydraft.device import Array
+from polydraft.errors import CapabilityError
+from polydraft.models.block import Block, Tensor
+from polydraft.models.checkpoint import Weights
+from polydraft.models.description import ModelDescription
+
+
+def of_ranks(model: ModelDescription, num_ranks: int) -> ModelDescription:
+    """The description of one rank's share of `model`; the model itself where there is one rank. Raises `CapabilityError` with a
+    clause for what cannot be shared out."""
+    if num_ranks == 1:
+        return model
+    if model.vocab_size < num_ranks:
+        raise CapabilityError(f"{model.vocab_size} tokens are fewer than ranks")
+    if model.hidden_size % num_ranks:
+        raise CapabilityError(f"{model.hidden_size} features of a hidden row cannot be shared out evenly")
+    shares: dict[Block, Block] = {}
+
+    def share(prefix: str, block: Block) -> Block:
+        if block not in shares:
+            shares[block] = _block(prefix, block, num_ranks)
+        return shares[block]
+
+    blocks = tuple(share(prefix, block) for prefix, block in model.layers.items())
+    mtp = model.mtp
+    if mtp is not None:
+        mtp = replace(mtp, blocks=tuple(share(prefix, block) for prefix, block in mtp.layers.items()))
+    return replace(model, blocks=blocks, mtp=mtp, ranks=num_ranks)
+
+
+def _block(prefix: str, block: Block, num_ranks: int) -> Block:
+    halves = []
+    for half in (block.mixer, block.feed_forward):
+        split = getattr(half, "of_ranks", None)
+        if split is None:
+            raise CapabilityError(f"{prefix} has {type(half).__name__}, which does not say what a rank's share of it is")
+        try:
+            halves.append(split(num_ranks))
+        except CapabilityError as error:
+            raise CapabilityError(f"{error} ({prefix})") from None
+    return replace(block, mixer=halves[0], feed_forward=halves[1])
+
+
+def largest_message(share: ModelDescription, limits: Limits) -> int:
+    """Bytes that a rank brings to one collective of a step at most, in float32."""
+    of_rows = limits.max_rows * share.hidden_size
+    of_logits = max(limits.max_logit_rows, limits.max_seqs) * max(share.vocab_share, 2)
+    return 4 * max(of_rows, of_logits)
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one rank keeps of a canonical tensor."""
+
+    shape: tuple[int, ...]
+    """Of the share."""
+    axis: int
+    """Along which it is less than the whole, counted within one piece of a stack."""
+    stretches: tuple[tuple[int, int, int], ...]
+    """Where each lies in the whole, where in the share, and its size along the axis. What none of them fills is 0."""
+    stacked: bool = False
+    """Whether there is an axis of pieces before the others."""
+
+    @classmethod
+    def of_rank(cls, whole: Tensor, share: Tensor, rank: int, num_ranks: int) -> Share | None:
+        """What `rank` keeps of `whole`, of which a share is declared as `share`; None where it keeps all of it."""
+        if whole.split is None or (whole.split == "first" and rank == 0):
+            return None
+        if whole.split == "first":
+            return cls(share.shape, 0, ())
+        axis = whole.split - (1 if whole.stack else 0)
+        stretches, begin, put = [], 0, 0
+        for of_whole, of_share in zip(whole.parts, share.parts, strict=True):
+            size, kept = of_whole[axis], of_share[axis]
+            pieces = size // kept if size % kept == 0 and num_ranks % (size // kept) == 0 else num_ranks
+            first = min(rank * pieces // num_ranks * kept, size)
+            stretches.append((begin + first, put, min(kept, size - first)))
+            if axis == 0:  # parts lie one after the other along axis 0
+                begin, put = begin + size, put + kept
+        return cls(share.shape, axis, tuple(stretches[: 1 if axis else None]), bool(whole.stack))
+
+    def of(self, whole: Array) -> Array:
+        """The share of an array that is the whole."""
+        out, before = np.zeros(self.shape, np.float32), (slice(None),) * (self.axis + self.stacked)
+        for begin, put, size in self.stretches:
+            out[(*before, slice(put, put + size))] = whole[(*before, slice(begin, begin + size))]
+        return out
+
+    def of_part(self, first: int, rows: int) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
+        """Of a part of a piece that has `rows` rows from row `first` on: which elements of it are kept, and where in the share of
+        that piece they go."""
+        for begin, put, size in self.stretches:
+            if self.axis == 1:
+                yield (slice(None), slice(begin, begin + size)), (slice(first, first + rows), slice(put, put + size))
+                continue
+            low, high = max(begin, first), min(begin + size, first + rows)
+            if low < high:
+                yield (slice(low - first, high - first),), (slice(put + low - begin, put + high - begin),)
+
+
+class OfRank(Mapping[str, Matrix]):
+    """The canonical tensors of one rank, each read when it is looked up and no further than the rank keeps it."""
+
+    def __init__(self, weights: Weights, whole: ModelDescription, share: ModelDescription, rank: int) -> None:
+        self._weights, self._rank, self._ranks = weights, rank, share.ranks
+        self._whole, self._share = whole.weights(), share.weights()
+
+    def __getitem__(self, name: str) -> Matrix:
+        kept = Share.of_rank(self._whole[name], self._share[name], self._rank, self._ranks)
+        return self._weights[name] if kept is None else self._weights.kept(name, kept)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._weights)
+
+    def __len__(self) -> int:
+        return len(self._weights)

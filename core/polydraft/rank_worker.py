@@ -1,0 +1,69 @@
+"""The process of a rank beside rank 0: `python -m polydraft.rank_worker`, which the engine of rank 0 starts.
+
+Its standard input brings the record that says what to build, and then the plans of rank 0, each behind its length. It ends when
+there are no more, when rank 0 has gone, or when any rank fails.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import queue
+import signal
+import sys
+import threading
+from contextlib import suppress
+from typing import BinaryIO
+
+from polydraft.config import EngineConfig
+from polydraft.engine import Engine
+from polydraft.errors import DeviceError
+from polydraft.host.followers import END, Inbox, Rungs, follow, said
+from polydraft.ranks import Exchange, Group
+
+
+def receive(pipe: BinaryIO) -> bytes:
+    """The next message of a pipe; `END` where it is closed, however rank 0 came to close it."""
+    length = pipe.read(8)
+    size = int.from_bytes(length, "little")
+    message = pipe.read(size) if len(length) == 8 else END
+    return message if len(message) == size else END
+
+
+def deliver(pipe: BinaryIO, inbox: Inbox, exchange: Exchange) -> None:
+    """Take messages from the pipe as they come. Behind the last one rank 0 waits for nothing any more, and may be gone."""
+    while message := receive(pipe):
+        inbox.put(message)
+    inbox.put(END)
+    exchange.close()
+
+
+def main() -> int:
+    """Build the engine of this rank and follow. Returns the exit status."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal, and rank 0 decides
+    start = json.loads(receive(sys.stdin.buffer))
+    rank, size = start["rank"], start["size"]
+    memory = mmap.mmap(start["memory"], 0)
+    os.close(start["memory"])
+    exchange = Exchange(memory, rank, size, start["capacity"], start["patience_s"])
+    inbox: Inbox = queue.SimpleQueue()
+    threading.Thread(target=deliver, args=(sys.stdin.buffer, inbox, exchange), name="messages", daemon=True).start()
+    engine: Engine | None = None
+    try:
+        config = EngineConfig.from_mapping(start["config"])
+        engine = Engine(config, draft_policy=Rungs(start["rungs"]), group=Group(rank, size, exchange))
+        follow(engine.runner, engine.resolved.overlap, inbox)
+    except BaseException as error:  # noqa: BLE001  said to all ranks, of which rank 0 raises it
+        with suppress(DeviceError):
+            exchange.fail(said(rank, error))
+        return 1
+    finally:
+        if engine is not None:
+            with suppress(DeviceError):
+                engine.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,311 @@
+"""Whatever goes wrong with a rank ends the engine on all of them, soon, with one sentence that names the rank and its last
+collective; nothing hangs and no text is wrong in silence."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from polydraft import LLM, Engine, RequestOutput, SamplingParams, reference
+from polydraft.backend import Collectives
+from polydraft.conformance.rank_faults import computed, own_choice
+from polydraft.conformance.target import wrap
+from polydraft.errors import CapabilityError, DeviceError
+from polydraft.host.followers import ProcessChannel
+from polydraft.instruments.base import Instrument
+from polydraft.plugins.default_backend import default_backend
+from polydraft.program.plan_bytes import PlanReader
+from polydraft.ranks import exchange
+from polydraft.step.runner import Runner
+from tests.support import tiny
+from tests.support.of_ranks import split
+
+SOON_S = 20
+"""Seconds within which everything has ended, on a machine that is busy; patience is much shorter in these tests."""
+NATIVE = pytest.mark.skipif(default_backend().name != "cpu", reason="the CPU backend is not built here")
+
+
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Ranks wait for a second; afterwards none of them is left."""
+    monkeypatch.setattr(exchange, "PATIENCE_S", 1.0)
+    yield
+    begin = time.monotonic()
+    while ranks_alive() and time.monotonic() - begin < SOON_S:
+        time.sleep(0.01)
+    assert ranks_alive() == []
+
+
+def ranks_alive() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("rank ")]
+
+
+@contextmanager
+def soon() -> Iterator[None]:
+    begin = time.monotonic()
+    yield
+    assert time.monotonic() - begin < SOON_S
+
+
+def build(**options: Any) -> None:
+    """An engine with two ranks, closed at once."""
+    with split("narrow", 2, **options):
+        pass
+
+
+def run(running: Engine, count: int = 2, **params: Any) -> list[RequestOutput]:
+    """Requests to their ends, whatever these are."""
+    wanted = [running.add((3, 1, 4 + i), SamplingParams(max_new_tokens=30, ignore_eos=True, **params)) for i in range(count)]
+    done: dict[str, RequestOutput] = {}
+    while running.has_work:
+        running.step()
+        done |= {output.id: output for output in running.poll() if output.finished}
+    return [done[one] for one in wanted]
+
+
+def ended(running: Engine, *words: str, **params: Any) -> None:
+    """All requests end with one sentence, and no further one is taken."""
+    with soon():
+        outputs = run(running, count=4, **params)
+    assert {output.finish_reason for output in outputs} == {"error"}
+    said = {output.error for output in outputs} | {running.failure}
+    assert all(word in sentence for word in words for sentence in said), said
+    with pytest.raises(DeviceError, match=words[0].split(" ")[0]):
+        running.add((1,), SamplingParams(max_new_tokens=1))
+
+
+def on_rank(rank: int, change: Callable[[Any, int], Any], contract: str = "linear") -> Any:
+    """The reference, with a kernel whose launches are changed on the thread of one rank: `change(launch, count)`."""
+
+    def table(answer: Any, device: Any) -> Any:
+        del device
+        if threading.current_thread().name != f"rank {rank}":
+            return answer
+        provider, counted = answer.providers[contract], [0]
+
+        class Changed:
+            workspace_bytes = staticmethod(provider.workspace_bytes)
+
+            @staticmethod
+            def bind(args: Any, limits: Any, workspace: Any) -> Any:
+                launch = provider.bind(args, limits, workspace)
+
+                def changed(stream: Any, n: int) -> None:
+                    counted[0] += 1
+                    change(lambda: launch(stream, n), counted[0])
+
+                return changed
+
+        answer.providers = {**answer.providers, contract: Changed()}
+        return answer
+
+    return wrap(reference, polydraft_kernels=table)
+
+
+def test_a_rank_that_fails_names_itself():
+    def fail(launch: Callable[[], None], count: int) -> None:
+        if count == 40:
+            raise MemoryError("no memory for a temporary")
+        launch()
+
+    with split("narrow", 2, plugin=on_rank(1, fail), draft_tokens=2) as running:
+        ended(running, "rank 1 failed: MemoryError('no memory for a temporary')", "every rank ends here")
+
+
+def test_a_rank_that_stalls_is_named_with_its_last_collective():
+    stalled = threading.Event()
+
+    def stall(launch: Callable[[], None], count: int) -> None:
+        if count == 40:
+            stalled.wait(SOON_S)
+        launch()
+
+    with split("narrow", 4, plugin=on_rank(2, stall), draft_tokens=2) as running:
+        ended(running, "rank 2 did not come to collective", "within 1 s; its last was collective", "of step ")
+        stalled.set()
+
+
+def test_a_rank_that_skips_a_draft_pass_is_named(monkeypatch: pytest.MonkeyPatch):
+    """vLLM, issue 44185: elsewhere that hangs."""
+    launched = Runner._run
+
+    def skip(self: Runner, piece: Any, flight: Any) -> None:
+        if piece == "draft" and flight.plan.step_id == 3 and threading.current_thread().name == "rank 1":
+            return
+        launched(self, piece, flight)
+
+    monkeypatch.setattr(Runner, "_run", skip)
+    with split("narrow", 2, draft_tokens=2) as running:
+        ended(running, "rank 1 did not come to collective", "of step 3")
+
+
+def test_a_rank_that_skips_drafts_for_good_is_named(monkeypatch: pytest.MonkeyPatch):
+    launched = Runner._run
+
+    def skip(self: Runner, piece: Any, flight: Any) -> None:
+        if piece != "draft" or threading.current_thread().name != "rank 1":
+            launched(self, piece, flight)
+
+    monkeypatch.setattr(Runner, "_run", skip)
+    with split("narrow", 2, draft_tokens=2) as running:
+        ended(running, "rank 1 ", "collective")
+
+
+def test_a_stale_plan_is_named(monkeypatch: pytest.MonkeyPatch):
+    """A rank that runs a plan twice is in another step than the others, whatever its launches look like."""
+    read, plans = PlanReader.read, list[Any]()
+
+    def stale(self: PlanReader, message: bytes) -> Any:
+        plans.append(read(self, message))
+        return plans[-2] if len(plans) == 8 else plans[-1]
+
+    monkeypatch.setattr(PlanReader, "read", stale)
+    with split("narrow", 2, draft_tokens=0) as running:
+        ended(running, "rank 1 came to collective", "of step 7", "rank 0 for", "of step 8")
+
+
+@pytest.mark.parametrize("broadcasts", [True, False])
+def test_the_choice_of_rank_0_counts_where_arithmetic_differs(broadcasts: bool):
+    """A rank whose noise is another one's goes on with the tokens of rank 0. One that samples for itself (M156) has another text,
+    which only what it brings to sums gives away."""
+
+    def wrong(launch: Callable[[], None], count: int) -> None:
+        del launch, count
+
+    plugin = on_rank(1, wrong, "gumbel_noise+sample")
+    plugin = plugin if broadcasts else computed("broadcast", own_choice)(plugin)
+    with split("narrow", 1, draft_tokens=0) as alone:
+        wanted = [output.token_ids for output in run(alone, temperature=1.0, seed=3)]
+    with split("narrow", 2, plugin=plugin, draft_tokens=0) as running:
+        found = [output.token_ids for output in run(running, temperature=1.0, seed=3)]
+    assert (found == wanted) == broadcasts
+
+
+def test_a_rank_that_cannot_be_built_is_named():
+    def refuse(answer: Any, spec: str, options: Any) -> Any:
+        del spec, options
+        if threading.current_thread().name == "rank 1":
+            raise DeviceError("device 1 is in use; free it")
+        return answer
+
+    with soon(), pytest.raises(DeviceError, match="rank 1 failed: device 1 is in use; free it; every rank ends here"):
+        build(plugin=wrap(reference, polydraft_open_device=refuse))
+
+
+def test_where_rank_0_cannot_be_built_the_others_end():
+    def refuse(answer: Any, spec: str, options: Any) -> Any:
+        del spec, options
+        if not threading.current_thread().name.startswith("rank "):
+            raise DeviceError("device 0 is in use; free it")
+        return answer
+
+    with soon(), pytest.raises(DeviceError, match=r"^device 0 is in use; free it$"):
+        build(plugin=wrap(reference, polydraft_open_device=refuse))
+
+
+def test_an_error_of_rank_0_ends_all():
+    def fail(launch: Callable[[], None], count: int) -> None:
+        if count == 40:
+            raise DeviceError("the device is gone")
+        launch()
+
+    plugin = on_rank(0, fail)
+    threading.current_thread().name, name = "rank 0", threading.current_thread().name
+    try:
+        with split("narrow", 2, plugin=plugin, draft_tokens=2) as running:
+            ended(running, "the device is gone")
+    finally:
+        threading.current_thread().name = name
+
+
+def test_ranks_end_with_their_engine_closed_or_not():
+    for close in (True, False):
+        with soon():
+            with split("narrow", 2) as running:
+                run(running)
+                assert ranks_alive() == ["rank 1"]
+                if close:
+                    running.close()
+                    assert ranks_alive() == []
+            del running
+            while ranks_alive():
+                time.sleep(0.01)
+
+
+@NATIVE
+@pytest.mark.parametrize("fatal", [signal.SIGKILL, signal.SIGSTOP], ids=["dead", "stopped"])
+def test_a_process_that_dies_or_stops_is_named(fatal: signal.Signals):
+    with split("narrow", 2, backend="cpu", draft_tokens=2) as running:
+        assert {output.finish_reason for output in run(running)} == {"length"}
+        assert running._followers is not None
+        (channel,) = running._followers._channels
+        assert isinstance(channel, ProcessChannel)
+        process = channel._process.pid
+        os.kill(process, fatal)
+        words = {
+            signal.SIGKILL: (f"rank 1 (process {process}) ended: SIGKILL, Killed; its last was collective",),
+            signal.SIGSTOP: ("rank 1 did not come to collective", "its last was collective"),
+        }[fatal]
+        try:
+            ended(running, *words)
+        finally:
+            if fatal == signal.SIGSTOP:
+                os.kill(process, signal.SIGKILL)
+
+
+@NATIVE
+def test_processes_end_when_rank_0_is_gone():
+    """Its pipe closes, whatever else becomes of it."""
+    with split("narrow", 2, backend="cpu") as running:
+        assert running._followers is not None
+        (channel,) = running._followers._channels
+        assert isinstance(channel, ProcessChannel)
+        assert channel._process.stdin is not None
+        with soon():
+            channel._process.stdin.close()
+            assert channel._process.wait(SOON_S) == 0
+
+
+def test_objects_do_not_reach_processes():
+    import polydraft_cpu
+
+    with pytest.raises(CapabilityError, match="ranks of backend cpu are processes, got an object as backend or checkpoint"):
+        build(plugin=polydraft_cpu, backend="cpu")
+
+
+def test_instruments_that_would_part_the_ranks_are_refused():
+    class Eager(Instrument):
+        name = "eager"
+        eager = True
+
+    class Reader(Instrument):
+        name = "reader"
+        reads_weights = True
+
+    where: dict[str, Any] = {"backend": "reference", "device": "queued", "tensor_parallel": 2}
+    model = str(tiny.checkpoint("narrow"))
+    with pytest.raises(CapabilityError, match="instrument eager with --tensor-parallel 2: it wants launches one by one"):
+        LLM(model=model, graph="decode", instruments=(Eager(),), **where)
+    with pytest.raises(CapabilityError, match="instrument reader with --tensor-parallel 2: it wants weights as they are stored"):
+        LLM(model=model, graph="off", instruments=(Reader(),), **where)
+
+
+def test_the_hook_is_asked_once_a_rank():
+    asked: list[tuple[int, int]] = []
+
+    def note(answer: Collectives, device: Any, group: Any) -> Collectives:
+        del device
+        asked.append((group.rank, group.size))
+        return answer
+
+    build(plugin=wrap(reference, polydraft_collectives=note))
+    with split("narrow", 1, plugin=wrap(reference, polydraft_collectives=note)):
+        pass
+    assert sorted(asked) == [(0, 2), (1, 2)]

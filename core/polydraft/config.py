@@ -92,12 +92,14 @@ class EngineConfig:
     logprobs_mode: str = "raw"
     """Of which logits: raw (the model's), or processed (after penalties, biases, forbidden tokens and temperature)."""
     constraints: bool = False
-    """Serve requests whose output is bound: grammars, the length of thinking. Every step is then launched in two halves, see
+    """Serve requests whose output a grammar binds. Steps with such a request are launched in two halves, see
     `program/host_inputs.py`."""
     think_start_ids: tuple[int, ...] = ()
     """Token ids that begin thinking; () where a text thinks from its beginning on."""
     think_end_ids: tuple[int, ...] = ()
     """Token ids that end thinking; () for models that do not think."""
+    think_forced_ids: tuple[int, ...] = ()
+    """Token ids that are spelt out where thinking reaches its limit, with those that end it among them; () those alone."""
     weights_digest: bool = False
     """Digest weights as they are read, so that a text can be traced to them."""
     enable_sleep_mode: bool = False
@@ -117,8 +119,9 @@ class EngineConfig:
     it were. The text then means nothing. () verifies drafts."""
 
     def __post_init__(self) -> None:
-        lists = "kernels", "plugins", "graph_sizes", "accept_schedule", "think_start_ids", "think_end_ids", "weights_ignore"
-        for name in (*lists, "proposer_options", "mtp_options"):
+        thinking = "think_start_ids", "think_end_ids", "think_forced_ids"
+        lists = "kernels", "plugins", "graph_sizes", "accept_schedule", "weights_ignore", "proposer_options", "mtp_options"
+        for name in (*lists, *thinking):
             if isinstance(getattr(self, name), str) or not isinstance(getattr(self, name), Iterable):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}, wanted a list; correct it or leave it out")
             object.__setattr__(self, name, tuple(getattr(self, name)))

@@ -78,6 +78,7 @@ from polydraft.resolve import Resolved, dequantised, resolve
 from polydraft.sampling import draft_vocab
 from polydraft.sampling.constraints import Constraints
 from polydraft.sampling.processing import checked_stages
+from polydraft.sampling.thinking import Markers
 from polydraft.sampling_params import SamplingParams
 from polydraft.sentinels import Phase
 from polydraft.step.graphs import GraphPolicy
@@ -204,12 +205,13 @@ class Engine:
         self._share = of_ranks(self.model, self.resolved.ranks)
         self.plugins = self.instruments.over(self.plugins)
         self.tokenizer = Tokenizer.from_dir(self.checkpoint.path)
+        end = self.config.think_end_ids
+        markers = Markers(self.config.think_start_ids, end, self.config.think_forced_ids or end) if end else None
         self._constraints: Constraints | None = None
         if self.config.constraints:
             self._constraints = Constraints(
-                self.tokenizer, vocab=self.model.vocab_size, eos=self.model.eos_token_ids, start=self.config.think_start_ids,
-                end=self.config.think_end_ids,
-            )  # fmt: skip
+                self.tokenizer, vocab=self.model.vocab_size, eos=self.model.eos_token_ids, thinking=markers
+            )
             features = (*features, self._constraints)
         options = DeviceOptions(
             self.resolved.dtype, self.resolved.invariant, self.config.allow_cpu_fallback, self.config.enable_sleep_mode
@@ -256,6 +258,7 @@ class Engine:
             limits=self.resolved.limits, dtype=self.resolved.dtype, verify=self.resolved.verify, overlap=self.resolved.overlap,
             rungs=self.draft_policy.rungs, kv=self.resolved.kv, accept_schedule=self.resolved.accept_schedule,
             raw_logprobs=self.config.logprobs_mode == "raw", proposer_options=self.resolved.proposer_options,
+            thinking=markers,
             keeps_drafts=self.config.check_draft_state > 0,
         )  # fmt: skip
         self.runner = Runner(
@@ -554,16 +557,16 @@ class Engine:
     def _launch(self, plan: StepPlan) -> None:
         """Fill the host inputs of a step and launch it."""
         inputs = self.runner.inputs
-        if inputs.features:
+        if inputs.fills_first:
             inputs.fill(self._view(plan), middle=False)
         if self._followers is not None:
             self._followers.send(plan)
         points, launch = self.instruments.points, self.runner.launch
         flight = points.notify_around("launch", plan, launch, plan) if points.launch else launch(plan)
         self._in_flight.append(flight)
-        if inputs.splits and points.inputs:
+        if flight.split and points.inputs:
             points.notify_around("inputs", flight, self.supply, flight)
-        elif inputs.splits:
+        elif flight.split:
             self.supply(flight)
 
     def supply(self, flight: InFlightStep) -> None:
@@ -681,7 +684,7 @@ class Engine:
             ended.append(request)
         for request in ended:
             self._finished(request)
-        if self._constraints is not None:
+        if plan.bound:
             self._ask(plan)
         for observer in self._observers:
             observer.step_finished(plan, outcome)

@@ -588,13 +588,21 @@ def _rest(n: _Negotiation) -> None:
     traced = "SHA-256 of every tensor as it is read" if config.weights_digest else "weights have no digest"
     n.choose("weights_digest", config.weights_digest, traced)
     _logprobs(n)
-    for name, what in (("think_start_ids", "begin thinking"), ("think_end_ids", "end thinking")):
+    thinking = (
+        ("think_start_ids", "begin thinking"),
+        ("think_end_ids", "end thinking"),
+        ("think_forced_ids", "end it at its limit"),
+    )
+    for name, what in thinking:
         ids = getattr(config, name)
         wrong = [token for token in ids if not 0 <= token < n.model.vocab_size]
         if wrong:
             n.refuse(f"{name} has {wrong[0]}, which is no token of model {n.model.name}; correct it")
         n.choose(name, ids, f"tokens that {what}" if ids else "none")
-    bound = "grammars and the length of thinking bind output where requests ask for it"
+    end, forced = config.think_end_ids, config.think_forced_ids
+    if forced and not (end and any(forced[i : i + len(end)] == end for i in range(len(forced)))):
+        n.refuse(f"think_forced_ids {forced} do not end thinking, wanted think_end_ids {end} among them; correct one of them")
+    bound = "grammars bind output where requests ask for it"
     n.choose("constraints", config.constraints, bound if config.constraints else "no output is bound")
     n.choose("seed", config.seed, "requests without a seed use it plus their number")
     n.choose("kernels", config.kernels, "kernel packs, first wins" if config.kernels else "the backend's own kernels")

@@ -30,6 +30,8 @@ MAX_BAD_WORDS = 512
 """Places for the bad words of one request: each takes one for each of its tokens and one more."""
 MAX_BAD_CHARACTERS = 16384
 """Characters of all of those that are texts: they become tokens in a step, in 10 ms at this size."""
+MAX_REPLY_STARTS = 32
+"""Token ids that the reply of one request may begin with."""
 MAX_SHOWN = 200
 """Characters of a bad value in an error."""
 
@@ -83,9 +85,12 @@ class SamplingParams:
     GRAMMAR} as llama.cpp and xgrammar write it, from its rule `root` on, or {"grammar": GRAMMAR} in either notation; kept as its
     kind and a text. The engine must have been built for constraints."""
     thinking_limit: int | None = None
-    """Tokens of thinking at most; then the end of thinking is spelt out."""
+    """Tokens of thinking at most; then the end of thinking is spelt out, whatever else forbids it. This and the next two are for
+    engines that know what ends thinking."""
     reply_budget: int | None = None
-    """Tokens after the end of thinking at most; then the text ends."""
+    """Tokens after the end of thinking at most; then the text ends, with the first of its stop tokens."""
+    reply_start_token_ids: tuple[int, ...] = ()
+    """Token ids that the reply may begin with, right behind the end of thinking; () is any. At most 32."""
     extra: Mapping[str, Any] = field(default_factory=dict, hash=False)
     """Parameters that plugins bring, by name; each is checked by the engine, which knows its plugins."""
 
@@ -113,6 +118,12 @@ class SamplingParams:
             ("stop", f"stop has {len(self.stop)} texts", len(self.stop), MAX_STOPS),
             ("stop", f"stop has {stop_length} characters", stop_length, MAX_STOP_CHARACTERS),
             ("logit_bias", f"logit_bias has {_size(self.logit_bias)} token ids", _size(self.logit_bias), MAX_BIASES),
+            (
+                "reply_start_token_ids",
+                f"reply_start_token_ids has {len(self.reply_start_token_ids)} token ids",
+                len(self.reply_start_token_ids),
+                MAX_REPLY_STARTS,
+            ),
             ("stop_token_ids", f"{len(self.stop_token_ids)} stop token ids", len(self.stop_token_ids), MAX_STOP_TOKENS),
             ("bad_words", f"bad_words has {len(self.bad_words)} entries", len(self.bad_words), MAX_BAD_WORDS),
             ("bad_words", f"bad_words have {bad_length} characters", bad_length, MAX_BAD_CHARACTERS),
@@ -150,6 +161,7 @@ class SamplingParams:
             ("ignore_eos", isinstance(self.ignore_eos, bool), "true or false"),
             ("skip_special_tokens", isinstance(self.skip_special_tokens, bool), "true or false"),
             ("stop_token_ids", all(whole(t) and t >= 0 for t in self.stop_token_ids), "token ids of at least 0"),
+            ("reply_start_token_ids", all(whole(t) and t >= 0 for t in self.reply_start_token_ids), "token ids of at least 0"),
             (
                 "repetition_penalty",
                 number(self.repetition_penalty) and 1e-3 <= self.repetition_penalty <= 1e3,
@@ -192,8 +204,13 @@ class SamplingParams:
 
     @property
     def constrained(self) -> bool:
-        """Whether something binds the output beyond its length and stops."""
-        return self.constraint is not None or self.thinking_limit is not None or self.reply_budget is not None
+        """Whether a grammar binds the output."""
+        return self.constraint is not None
+
+    @property
+    def limits_thinking(self) -> bool:
+        """Whether thinking or the reply behind it is limited."""
+        return self.thinking_limit is not None or self.reply_budget is not None or bool(self.reply_start_token_ids)
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> SamplingParams:
@@ -238,6 +255,7 @@ def _constraint(given: Any) -> tuple[str, str] | None:
 _LISTS = {
     "stop": "a text or a list of texts",
     "stop_token_ids": "a list of token ids",
+    "reply_start_token_ids": "a list of token ids",
     "bad_words": "a text, or a list of texts and lists of token ids",
 }
 

@@ -19,6 +19,12 @@ NO_BLOCK: Final = -1
 NO_ROW: Final = -1
 """Row index of a sequence that has no such row in this launch (its output is zeroed)."""
 
+NO_LIMIT: Final = -1
+"""Length of thinking, or of a reply, that is not limited."""
+
+THINKING: Final = -1
+"""Place where the reply begins, of a text that thinks."""
+
 
 class Phase(IntEnum):
     """What a slot is doing; stored as int32 in the device's slot state.

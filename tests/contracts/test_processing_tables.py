@@ -1,7 +1,7 @@
 """Tables worked out by hand for the processing of logits: golden and reference kernel must both give exactly these numbers.
 
-They cover penalties, biases and forbidden tokens; nothing expected here was computed by the code under test. They complement the
-generated cases: a table shows what is meant, the cases show that it holds elsewhere.
+They cover penalties, biases, forbidden tokens and limits of thinking; nothing expected here was computed by the code under test.
+They complement the generated cases: a table shows what is meant, the cases show that it holds elsewhere.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ import pytest
 
 from polydraft.contracts import REGISTRY
 from polydraft.contracts.base import Limits
-from polydraft.reference.processing import KERNELS
+from polydraft.reference import processing, thinking
 
+KERNELS = {**processing.KERNELS, **thinking.KERNELS}
 LIMITS = Limits(2, 3, 8, 4, 12, 4, 8, 3, 1, 6)
 """No processing kernel needs them."""
 INF, NAN = math.inf, math.nan
@@ -151,3 +152,76 @@ def test_stop_tokens_before_their_time(launch: Launch, least: int, early: int) -
     text: dict[str, Any] = {"prompt": [1, 2], "generated": [3, 1], "drafts": [2, 3, 1]}
     found = [forbidden(launch, behind, [[4]], least, **text) for behind in range(4)]
     assert found == [{0, 4, 5}] * early + [{4}] * (4 - early)
+
+
+def limits(**own: int) -> dict[str, Any]:
+    """Slot 0 has begun its reply and may not go on. Thinking ends with 1 3, and 4 1 3 is spelt out at its limit."""
+    values = {"reply_from": -1, "think_limit": -1, "reply_limit": -1, "num_reply_starts": 0, **own}
+    neighbour = {"reply_from": 0, "think_limit": 0, "reply_limit": 0, "num_reply_starts": 1}
+    columns = {name: np.array([neighbour[name], value], np.int32) for name, value in values.items()}
+    return {
+        **columns, "reply_starts": np.array([[0, 0, 0], [2, 5, 0]], np.int32),
+        "stop_tokens": np.array([[3, 3], [5, 0]], np.int32),
+        "think_end": np.array([1, 3], np.int32), "think_forced": np.array([4, 1, 3], np.int32),
+    }  # fmt: skip
+
+
+ANY = {0, 1, 2, 3, 4, 5}
+
+
+@pytest.mark.parametrize("ahead", [0, 2])
+@pytest.mark.parametrize(
+    ("own", "drafts", "wanted"),
+    [
+        # The text: prompt 1, output 0 1, and the drafts. Rows have 2, 3, 4 and 5 generated tokens before theirs.
+        ({}, (3, 0, 0), [ANY, ANY, ANY, ANY]),
+        ({"think_limit": 4}, (0, 0, 4), [ANY, ANY, {4}, {1}]),
+        ({"think_limit": 2}, (4, 1, 3), [{4}, {1}, {3}, ANY]),
+        ({"think_limit": 2, "num_reply_starts": 2}, (4, 1, 3), [{4}, {1}, {3}, {2, 5}]),
+        ({"num_reply_starts": 2}, (3, 0, 1), [ANY, {2, 5}, ANY, ANY]),
+        ({"think_limit": 3, "num_reply_starts": 1}, (3, 2, 1), [ANY, {2}, ANY, ANY]),
+        ({"think_limit": 2, "num_reply_starts": 2}, (3, 1, 3), [{4}, {1}, {3}, {2, 5}]),
+        ({"reply_limit": 1}, (3, 0, 1), [ANY, ANY, {5}, {5}]),
+        ({"reply_from": 1, "reply_limit": 2, "think_limit": 0}, (0, 0, 0), [ANY, {5}, {5}, {5}]),
+        ({"reply_from": 2, "reply_limit": 0, "num_reply_starts": 2}, (0, 0, 0), [{5}] * 4),
+        ({"reply_from": 2, "num_reply_starts": 2}, (5, 1, 3), [{2, 5}, ANY, ANY, ANY]),
+    ],
+)
+def test_thinking(launch: Launch, own: dict[str, int], drafts: tuple[int, ...], wanted: list[set[int]], ahead: int) -> None:
+    rows = [[7, 8, 9, 1, 2, 3]] * 4
+    a = of_text(rows, range(4), prompt=[1], generated=[0, 1], drafts=drafts, ahead=ahead, **limits(**own))
+    launch("limit_thinking", a, 4)
+    assert a.logits.tolist() == [[x if v in some else -INF for v, x in enumerate(rows[0])] for some in wanted]
+
+
+def test_what_is_forced_comes_unless_it_is_no_number(launch: Launch) -> None:
+    rows = [[1, 2, 3, 4, -INF, 6], [NAN] * 6, [1, 2, 3, 4, -5, 6], [1, 2, 3, 4, INF, 6]]
+    a = of_text(rows, [0] * 4, prompt=[1], generated=[0], drafts=[], **limits(think_limit=1))
+    a.row_slot[2] = -1
+    launch("limit_thinking", a, 4)
+    np.testing.assert_array_equal(a.logits, [[*[-INF] * 4, 0, -INF], [*[-INF] * 4, NAN, -INF], rows[2], [*[-INF] * 4, INF, -INF]])
+
+
+@pytest.mark.parametrize(
+    ("limit", "text", "new", "wanted"),
+    [
+        (-1, (0, 1, 3), 1, 3), (-1, (0, 1, 3), 3, 3), (-1, (1, 3, 0), 1, -1), (-1, (1, 3, 0), 3, 2), (-1, (3, 0, 0), 3, -1),
+        (3, (0, 1, 3), 1, 3), (2, (0, 1, 3), 2, -1), (1, (0, 4, 1, 3), 1, 4), (1, (0, 4, 1), 2, -1), (0, (4, 1, 3, 1, 3), 3, 3),
+        (-1, (1, 3), 0, -1),
+    ],
+)  # fmt: skip
+def test_where_thinking_ends(launch: Launch, limit: int, text: tuple[int, ...], new: int, wanted: int) -> None:
+    """Behind a prompt that ends with 1; sequence 1 has slot 0, whose reply has begun."""
+
+    def lines(*rows: Sequence[int]) -> Any:
+        return np.array([[*row, *[0] * 9][:9] for row in rows], np.int32)
+
+    a = SimpleNamespace(
+        slot_order=np.array([1, 0, -1], np.int32), out_len=np.array([new, 1, 2], np.int32),
+        out_tokens=lines(text[len(text) - new :], [3], [1, 3]), tokens=lines([1, 3, 1, 3], [2, 1, *text, 1, 3]),
+        prompt_len=np.array([1, 2], np.int32), num_generated=np.array([3, len(text)], np.int32),
+        think_limit=np.array([-1, limit], np.int32), think_end=np.array([1, 3], np.int32), num_forced=3,
+        reply_from=np.array([0, -1], np.int32),
+    )  # fmt: skip
+    launch("commit_thinking", a, 3)
+    assert a.reply_from.tolist() == [0, wanted]

@@ -117,6 +117,7 @@ HUGE = 10**30
     [
         {"max_tokens": HUGE}, {"n": HUGE}, {"top_k": HUGE}, {"top_k": -HUGE}, {"min_tokens": HUGE}, {"logprobs": HUGE},
         {"thinking_limit": HUGE}, {"reply_budget": HUGE}, {"max_drafts": HUGE}, {"num_speculative_tokens": HUGE},
+        {"thinking_token_budget": HUGE}, {"reply_start_token_ids": [1] * 33},
         {"seed": HUGE}, {"seed": -HUGE},
         {"seed": 2**64}, {"seed": -(2**63) - 1}, {"structured_outputs": {"json": {"const": HUGE}}},
         {"response_format": {"type": "json_schema", "json_schema": {"schema": {"const": HUGE}}}},

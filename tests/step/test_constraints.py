@@ -1,7 +1,7 @@
 """Constraints: what they forbid never comes, and with drafts the text is the one without, whatever serves it.
 
-Grammars need the package llguidance; the length of thinking needs nothing. Texts are compared in row-invariant arithmetic with
-plain decoding under the same constraint.
+Grammars need the package llguidance. Texts are compared in row-invariant arithmetic with plain decoding under the same
+constraint.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ import pytest
 from polydraft import LLM, Engine, RequestOutput, SamplingParams
 from polydraft.errors import CapabilityError, RequestError
 from polydraft.output.output_processor import OutputProcessor
-from polydraft.sampling.automaton import Automaton, Thinking, allows
+from polydraft.sampling.automaton import Automaton, allows
 from polydraft.sampling.constraints import Constraints
+from polydraft.sampling.thinking import Markers, Thinking
+from polydraft.step.runner import InFlightStep
 from tests.support.cpu import needs_kernels
 from tests.support.emulator import Emulator
 from tests.support.letters import checkpoint
@@ -153,32 +155,50 @@ def test_a_preempted_request_goes_on_where_it_was() -> None:
 
 
 # -- thinking -----------------------------------------------------------------------------------------------------------
-START, END = (7,), (11, 12)
+AROUND: dict[str, Any] = {"think_start_ids": (7,), "think_end_ids": (11, 12)}
+"""Token ids of the letters' model around thinking."""
 
 
-def thinking(limit: int | None, reply: int | None = None, **options: Any) -> Engine:
-    del limit, reply
-    return engine("narrow", constraints=True, think_start_ids=START, think_end_ids=END, **options)
+@pytest.mark.parametrize("served_by", ["reference", "lazy-2", "graphs"])
+def test_a_grammar_binds_the_reply_behind_the_thinking(served_by: str) -> None:
+    """Behind an end that is forced at different places, with a limit of its own and without."""
+    limits: list[dict[str, Any]] = [{"thinking_limit": 0}, {"thinking_limit": 5}, {"thinking_limit": 9, "reply_budget": 6}]
+    asks = [
+        Ask((5, 7, 9 + i), params("regex", max_new_tokens=40, logit_bias={0: -100}, **given)) for i, given in enumerate(limits)
+    ]
+    plainly = drive(letters(draft_tokens=0, constraints=True, max_num_seqs=1, **AROUND), asks)
+    outputs = drive(SERVED[served_by](draft_tokens=3, constraints=True, max_num_seqs=4, **AROUND), asks)
+    served = letters(draft_tokens=0)
+    for ask, output, given, plain_one in zip(asks, outputs, limits, plainly, strict=True):
+        limit, ids = given["thinking_limit"], output.token_ids
+        assert (ids, output.forced) == (plain_one.token_ids, plain_one.forced), ask
+        assert ids[limit : limit + 2] == (11, 12)
+        reply = served.tokenizer.decode(ids[limit + 2 : -1])
+        assert re.fullmatch(REGEX, reply) or (given.get("reply_budget") == len(ids) - limit - 3), reply
+        assert {limit, limit + 1} <= set(output.forced)
 
 
-@pytest.mark.parametrize("num_drafts", [0, 3])
-@pytest.mark.parametrize("limit", [0, 1, 5])
-def test_thinking_ends_behind_its_limit_and_the_reply_behind_its_own(num_drafts: int, limit: int) -> None:
-    served = thinking(limit, draft_tokens=num_drafts)
-    never = ((0, -100.0),)  # the text would end of its own accord
-    ask = Ask((5, *START, 9), SamplingParams(max_new_tokens=40, thinking_limit=limit, reply_budget=4, logit_bias=never))
-    output = drive(served, [ask])[0]
-    ids = list(output.token_ids)
-    assert ids[limit : limit + 2] == list(END), "the end is spelt out behind the limit"
-    assert output.finish_reason == "stop"
-    assert len(ids) <= limit + 2 + 4 + 1
-    assert all(tuple(ids[i : i + 2]) != END for i in range(limit))
+def test_steps_without_a_grammar_are_whole() -> None:
+    """An engine with constraints replays a step as one graph, as soon and as long as nobody in it has a grammar."""
+    served = emulated("seed=6", overlap=1, graph="decode", graph_sizes=(2,), draft_tokens=3, constraints=True, max_num_seqs=2)
+    seen: list[tuple[bool, str]] = []
+    run = served.runner._run
 
+    def seeing(piece: Any, flight: InFlightStep) -> None:
+        seen.append((flight.plan.bound, piece))
+        run(piece, flight)
 
-def test_a_prompt_that_does_not_think_is_not_bound_by_the_limit() -> None:
-    free = drive(engine("narrow", draft_tokens=3), [Ask((5, 9), SamplingParams(max_new_tokens=12, ignore_eos=True))])[0]
-    ask = Ask((5, 9), SamplingParams(max_new_tokens=12, ignore_eos=True, thinking_limit=2))
-    assert drive(thinking(2, draft_tokens=3), [ask])[0].token_ids == free.token_ids
+    served.runner._run = seeing  # type: ignore[method-assign]
+    free = SamplingParams(max_new_tokens=60, ignore_eos=True)
+    outputs = drive(served, [Ask((3, 4), free), Ask(prompt_of("regex"), params("regex"), arrival=4)])
+    assert outputs[0].token_ids == drive(letters(draft_tokens=0), [Ask((3, 4), free)])[0].token_ids
+    assert outputs[1].text == plain("regex").text
+    decoding = seen[[piece for _, piece in seen].index("step") :]
+    assert {piece for bound, piece in decoding if bound} == {"target", "verify", "draft"}
+    whole = [piece for bound, piece in decoding if not bound]
+    assert whole.count("step") == len(whole) > 6
+    assert not decoding[0][0]
+    assert not decoding[-1][0]
 
 
 class _Digits:
@@ -228,19 +248,22 @@ def test_an_automaton_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None
     assert masks(automaton, []) == [[60]]
 
 
-def test_thinking_counts_spelt_and_broken_ends() -> None:
-    t = Thinking(start=(1,), end=(8, 9), limit=3, reply=2, eos=0)
-    assert t.first((5, 1, 4)).thinking
-    assert not t.first((5, 4)).thinking
-    assert not t.first((1, 8, 9)).thinking
-    phase = t.first((1,))
-    for token, forced in ((5, None), (8, None), (5, None), (5, 8)):
-        assert t.forced(phase) == forced
-        if forced is None:
-            phase = t.behind(phase, token)
-    phase = t.behind(t.behind(phase, 8), 9)
-    assert (phase.thinking, phase.replied) == (False, 0)
-    assert [t.forced(phase), t.forced(t.behind(t.behind(phase, 3), 3))] == [None, 0]
+def test_an_automaton_allows_all_where_the_device_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    import llguidance.numpy
+
+    def digits(matcher: Any, mask: Any, index: int) -> None:
+        mask[index] = 0
+        mask[index, 0] = 0x3FF
+
+    monkeypatch.setattr(llguidance.numpy, "fill_next_token_bitmask", digits)
+    around, matcher, everything = Markers((30,), (11, 12), (9, 11, 12)), _Digits(), list(range(64))
+    automaton = Automaton(matcher, Thinking(around, limit=3, reply=2), (5, 30), eos=(60,))
+    allowed = list(range(10))
+    assert masks(automaton, [11, 12, 4, 5]) == [everything, everything, allowed, allowed, everything], "an end, and a reply"
+    assert matcher.taken == []
+    automaton.follow([1, 11, 13])
+    assert masks(automaton, [9, 11, 12, 4]) == [everything] * 3 + [allowed] * 2, "what is spelt out at the limit"
+    assert masks(Automaton(matcher, Thinking(around), (5,), eos=(60,)), [3]) == [allowed, allowed], "no thinking at all"
 
 
 # -- refusals -----------------------------------------------------------------------------------------------------------
@@ -252,7 +275,6 @@ def test_thinking_counts_spelt_and_broken_ends() -> None:
         ({"constraint": {"lark": "start: )"}}, "the lark of the request cannot be used"),
         ({"constraint": {"ebnf": "root ::= ("}}, "the ebnf of the request cannot be used"),
         ({"constraint": {"grammar": "neither"}}, "the grammar of the request cannot be used"),
-        ({"thinking_limit": 3}, "does not know what ends thinking"),
     ],
 )
 def test_a_constraint_that_is_none_is_refused(wish: dict[str, Any], message: str) -> None:
@@ -265,9 +287,7 @@ def test_a_tokenizer_that_grammars_do_not_know_is_told() -> None:
         engine("narrow", constraints=True).add((1, 2), SamplingParams(constraint={"regex": "a"}))
 
 
-@pytest.mark.parametrize(
-    "wish", [{"constraint": "x"}, {"constraint": {"bnf": "x"}}, {"constraint": {"regex": 5}}, {"thinking_limit": -1}]
-)
+@pytest.mark.parametrize("wish", [{"constraint": "x"}, {"constraint": {"bnf": "x"}}, {"constraint": {"regex": 5}}])
 def test_a_malformed_wish_is_refused(wish: dict[str, Any]) -> None:
     with pytest.raises(RequestError, match="correct the request"):
         SamplingParams(**wish)
@@ -278,8 +298,6 @@ def test_an_engine_that_was_not_built_for_it_says_so() -> None:
         engine("narrow").add((1, 2), SamplingParams(constraint={"regex": "a"}))
     with pytest.raises(CapabilityError, match="mask_logits"):
         engine("narrow", constraints=True, plugin=backend_without("mask_logits"))
-    with pytest.raises(CapabilityError, match="think_end_ids has 64"):
-        engine("narrow", think_end_ids=(64,))
     reasons = {d.name: d.reason for d in engine("narrow", device="lazy-1", constraints=True).resolved.decisions}
     assert "two halves" in reasons["overlap"]
     assert Constraints.needs == "previous_tokens"

@@ -283,7 +283,7 @@ def test_what_is_known_is_what_was_asked_for(depth: int) -> None:
 @pytest.mark.parametrize("needs", ["none", "upper_bound_lengths"])
 def test_what_needs_no_result_costs_nothing(needs: Needs, depth: int) -> None:
     engine = served("seed=4", (Watching(needs),), overlap=depth)
-    assert not engine.runner.inputs.splits
+    assert not engine.runner.inputs.splits(bound=True)
     seen = 0
 
     def deepest(engine: Engine) -> None:

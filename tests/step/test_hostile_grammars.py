@@ -250,10 +250,13 @@ class _Never(Binding):
 
     ready = False
 
+    def __init__(self) -> None:
+        """No process works on them."""
+
 
 @pytest.mark.parametrize("step_s", [0.0, 0.001, 0.01])
 def test_steps_wait_for_masks_a_bounded_share_of_the_time(monkeypatch: pytest.MonkeyPatch, step_s: float) -> None:
-    waits = Constraints(SimpleNamespace(directory=Path()), vocab=64, eos=(0,), start=(), end=())  # type: ignore[arg-type]
+    waits = Constraints(SimpleNamespace(directory=Path()), vocab=64, eos=(0,))  # type: ignore[arg-type]
     now = waited = 0.0
 
     def poll(timeout: float) -> list[Any]:

@@ -21,7 +21,7 @@ ENGINE = (
     "check_draft_state", "check_texts", "verify", "tensor_parallel", "max_num_seqs", "max_model_len", "block_size", "num_blocks",
     "max_batched_tokens", "overlap", "graph", "graph_sizes", "dtype", "kv_dtype", "weights", "weights_ignore", "invariant",
     "kernels", "variants", "plugins", "allow_cpu_fallback", "logprobs_mode",
-    "think_start_ids", "think_end_ids",
+    "think_start_ids", "think_end_ids", "think_forced_ids",
 )  # fmt: skip
 """Fields of `EngineConfig` that `engine` gives a command options for."""
 
@@ -166,6 +166,7 @@ def engine(*, max_num_seqs: int) -> Callable[[Command], Command]:
         click.option("--logprobs-mode", metavar="raw|processed", help="Before or after penalties, temperature.  [default: raw]"),
         click.option("--think-start-ids", **ids, help="Token ids that begin thinking.  [default: at once]"),
         click.option("--think-end-ids", **ids, help="Token ids that end thinking."),
+        click.option("--think-forced-ids", **ids, help="Token ids spelt out at a limit of thinking.  [default: its end]"),
     )
 
     def decorate(command: Command) -> Command:

@@ -39,7 +39,7 @@ MOST_LOGPROBS = 20
 @engine_options(max_num_seqs=MAX_NUM_SEQS)
 @click.option("--served-model-name", metavar="NAME", help="Name under which the model is served.  [default: its directory's]")
 @click.option("--logprobs", type=int, metavar="N", help="Log probabilities beside a token at most; -1: none.  [default: 20]")
-@click.option("--constraints", is_flag=True, default=None, help="Serve grammars and thinking limits; splits every step in two.")
+@click.option("--constraints", is_flag=True, default=None, help="Serve grammars; steps with one are split in two.")
 @click.option("--enable-sleep-mode", is_flag=True, default=None, help="Let /admin/sleep give the device's memory back.")
 @click.option("--weights-digest", is_flag=True, default=None, help="Tell a digest of the weights with every text.")
 @click.option("--seed", type=int, metavar="S", help="Base of the seeds of requests that bring none.  [default: 0]")

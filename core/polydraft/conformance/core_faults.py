@@ -133,10 +133,10 @@ def host_inputs_go_up_once() -> Iterator[None]:
     """What the host works out in the middle of a step reaches the device in the first step alone."""
     upload, done = HostInputs.upload_middle, set[int]()
 
-    def first(self: HostInputs, stream: Any, step_id: int) -> None:
+    def first(self: HostInputs, stream: Any, step_id: int, *, bound: bool) -> None:
         if id(self) not in done:
             done.add(id(self))
-            upload(self, stream, step_id)
+            upload(self, stream, step_id, bound=bound)
 
     with mock.patch.object(HostInputs, "upload_middle", first):
         yield

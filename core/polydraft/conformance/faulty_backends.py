@@ -113,6 +113,16 @@ def _mismatch_counts(a: Any, n: int) -> None:
             a.accepted[i] += 1
 
 
+def _without_drafts(a: Any) -> Any:
+    known = a.prompt_len + a.num_generated
+    return np.where(a.row_slot < 0, a.positions, known[np.maximum(a.row_slot, 0)] - a.ahead).astype(np.int32)
+
+
+def _nothing_is_raised(a: Any, n: int) -> None:
+    alone = np.isfinite(a.logits[:n]).sum(axis=1) == 1
+    a.logits[:n][alone & (a.logits[:n].max(axis=1) == 0)] = -np.inf
+
+
 def _padding_moves(a: Any, n: int) -> None:
     idle = a.draft_slot[:n] < 0
     a.draft_position[:n][idle] += 1
@@ -1292,6 +1302,30 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         "fp8-channel-a8",
         packing_faults.unrounded,
         ("down",),
+    ),
+    Mutant(
+        "M200",
+        "thinking judged by the committed text alone, without the drafts before a row",
+        "speculative decoding around a logits processor of plain decoding",
+        "L2/limit_thinking/limit_is_reached_by_the_drafts",
+        C("limit_thinking", _seeing(positions=_without_drafts)),
+    ),
+    Mutant(
+        "M201",
+        "the end of thinking not looked for behind the last token of a window",
+        "off by one",
+        "L2/commit_thinking/end_is_the_last_token",
+        C(
+            "commit_thinking",
+            _seeing(out_len=lambda a: np.maximum(a.out_len - 1, 0), num_generated=lambda a: a.num_generated - 1),
+        ),
+    ),
+    Mutant(
+        "M202",
+        "a forced token stays as forbidden as it was",
+        "limits of thinking beside bad words",
+        "L2/limit_thinking/forced_tokens_were_forbidden_before",
+        C("limit_thinking", _after(_nothing_is_raised)),
     ),
 )
 """Every mutant of this version, by the numbers of the design's table; a number that is missing is in `CORES`."""

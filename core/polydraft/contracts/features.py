@@ -28,6 +28,7 @@ FEATURES: Final[Mapping[str, Feature]] = {
     "processing": Feature("penalties, biases and forbidden tokens of a request"),
     "logprobs": Feature("log probabilities of tokens, drafts and prompts"),
     "grammar": Feature("masks of a grammar, for each place of a window"),
+    "thinking": Feature("limits of thinking and reply, and what a reply may begin with"),
     "experts": Feature("models with a mixture of experts"),
     "drafting": Feature("drafts of n-grams and of the host, and a reduced draft vocabulary"),
     "schedule": Feature("synthetic acceptance by a schedule, for benchmarks", ("rejection",)),

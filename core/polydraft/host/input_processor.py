@@ -18,6 +18,7 @@ from polydraft.models.description import ModelDescription
 from polydraft.models.tokenizer import Tokenizer
 from polydraft.sampling.constraints import Constraints
 from polydraft.sampling.processing import Processing
+from polydraft.sampling.thinking_stage import ThinkingLimits
 from polydraft.sampling_params import MAX_STOP_TOKENS, SamplingParams
 
 
@@ -50,8 +51,10 @@ class InputProcessor:
             raise RequestError(
                 "the request binds its output, but this engine was not built for it; build it with constraints=True, or serve "
                 "with --constraints",
-                next(name for name in ("constraint", "thinking_limit", "reply_budget") if getattr(params, name) is not None),
+                "constraint",
             )
+        stop_token_ids = self._stop_token_ids(params)
+        self._check_thinking(params, stop_token_ids)
         prompt_ids = tuple(self.tokenizer.encode(prompt)) if isinstance(prompt, str) else self._checked_ids(prompt)
         request = Request(
             id=request_id,
@@ -59,7 +62,7 @@ class InputProcessor:
             params=params,
             number=number,
             seed=self._seed(params, number),
-            stop_token_ids=self._stop_token_ids(params),
+            stop_token_ids=stop_token_ids,
             max_total=self._max_total(prompt_ids, params),
             prepared=self.processing.prepare(params, self.tokenizer.encode, self.limits.vocab_size),
             stream=stream,
@@ -83,6 +86,20 @@ class InputProcessor:
                     f"{name} is {count}, wanted at most {most} in this engine; ask for fewer, or build it with more",
                     name,
                 )
+
+    def _check_thinking(self, params: SamplingParams, stop_token_ids: Sequence[int]) -> None:
+        if not params.limits_thinking:
+            return
+        names = "thinking_limit", "reply_budget", "reply_start_token_ids"
+        name = next(name for name in names if getattr(params, name) not in (None, ()))
+        if ThinkingLimits.name not in {stage.name for stage in self.processing.stages}:
+            raise RequestError(f"{name} was given, but the engine does not know what ends thinking; give it think_end_ids", name)
+        if params.reply_budget is not None and not stop_token_ids:
+            raise RequestError(
+                f"reply_budget is {params.reply_budget}, but no token ends the request; leave out ignore_eos, or name one in "
+                "stop_token_ids",
+                "reply_budget",
+            )
 
     def _checked_ids(self, prompt: Sequence[int]) -> tuple[int, ...]:
         try:

@@ -22,14 +22,16 @@ from polydraft.output.provenance import check_rounds
 from polydraft.output.request_delta import NO_PLACES, RequestDelta
 from polydraft.output.request_output import RequestOutput, rows_of
 from polydraft.program.packed import NO_ROWS, PackedLogprobs, entry_type, row_type
+from polydraft.sampling.thinking import ForcedPlaces
+from polydraft.sampling.thinking_stage import limits_of
 
 
 class _RequestState:
     """What was made of one request so far, and where its last update began."""
 
     __slots__ = (
-        "detokenizer", "error", "finished", "forced", "logprobs", "new_chars", "new_rounds", "new_steps", "new_tokens", "prompt",
-        "prompt_told", "request", "round_drafts", "round_lookups", "rounds", "text", "token_ids",
+        "detokenizer", "error", "finished", "forced", "limited", "logprobs", "new_chars", "new_rounds", "new_steps",
+        "new_tokens", "prompt", "prompt_told", "request", "round_drafts", "round_lookups", "rounds", "text", "token_ids",
     )  # fmt: skip
 
     def __init__(self, request: Request, tokenizer: Tokenizer) -> None:
@@ -41,6 +43,9 @@ class _RequestState:
         self.round_lookups: list[int] = []
         self.forced: tuple[int, ...] = ()
         """Places that a constraint left no choice for, ascending; of tokens to come, too."""
+        limits = limits_of(request)
+        self.limited = None if limits is None else ForcedPlaces(limits, request.prompt_ids)
+        """Tells which places the limits of thinking have forced."""
         self.logprobs: list[Array] = []
         """Rows of the window of each step that emitted tokens."""
         top = request.params.prompt_logprobs
@@ -57,13 +62,14 @@ class _RequestState:
         self, tokens: list[int], rounds: list[int], drafts: list[int], lookups: list[int], forced: tuple[int, ...],
         text: str | None, *, finished: bool,
     ) -> None:  # fmt: skip
-        """Append what is new. `forced`: all places so far; `text`: the whole, where the engine had to decode it."""
+        """Append what is new. `forced`: all places so far that a grammar left no choice for; `text`: the whole, where the engine
+        had to decode it."""
         self.new_tokens, self.new_rounds, self.new_chars = len(self.token_ids), len(self.rounds), len(self.text)
         self.token_ids += tokens
         self.rounds += rounds
         self.round_drafts += drafts
         self.round_lookups += lookups
-        self.forced = forced
+        self.forced = forced if self.limited is None else tuple(sorted({*forced, *self.limited.of(self.token_ids)}))
         self.finished = finished
         if text is None:
             self.detokenizer.push(tokens)

@@ -14,6 +14,8 @@ of the step, from the processing of logits on, is launched after an event. Draft
 | `upper_bound_lengths` | before the launch | the plan, and how long each text is at most | nothing |
 | `previous_tokens` | after the target's launch | every earlier step | a step is launched in two halves, at most one is ahead |
 | `exact_lengths` | before the launch | every earlier step | all overlap: no step is launched before the last was applied |
+
+A feature that serves bound requests alone (`for_bound`) takes part in steps that have one, and no other step is split for it.
 """
 
 from __future__ import annotations
@@ -67,7 +69,9 @@ class HostView:
 
 
 class HostFeature(Protocol):
-    """Something that brings host data into every step."""
+    """Something that brings host data into every step; with an attribute `for_bound` that is true, which needs `previous_tokens`,
+    into steps with a request that a grammar binds (`StepPlan.bound`). The drafts that such a feature reads are to be believed of
+    requests that are bound."""
 
     @property
     def name(self) -> str:
@@ -113,6 +117,10 @@ class FeatureFactory(Protocol):
         """Build the feature, which allocates nothing."""
 
 
+def _for_bound(feature: HostFeature) -> bool:
+    return bool(getattr(feature, "for_bound", False))
+
+
 class _Staged:
     """A feature with its pinned arrays, one set for every step that can be in flight and the one being filled."""
 
@@ -126,46 +134,64 @@ class _Staged:
 
 
 class HostInputs:
-    """All features of an engine. `splits`: steps are launched in two halves. `reads_drafts`: drafts are copied to the host."""
+    """All features of an engine. What a step needs of them depends on whether it is bound (`StepPlan.bound`)."""
 
     def __init__(self, memory: Memory, features: Sequence[HostFeature], depth: int) -> None:
         device, drafts = memory.device, (memory.buffers["drafts"], memory.buffers["draft_len"])
         self._device, self._depth = device, depth
         staged = [_Staged(memory, feature, depth + 1) for feature in features]
-        self._middle = [one for one in staged if one.feature.needs == MIDDLE]
         self._first = [one for one in staged if one.feature.needs != MIDDLE]
+        self._middle = {
+            bound: [one for one in staged if one.feature.needs == MIDDLE and (bound or not _for_bound(one.feature))]
+            for bound in (False, True)
+        }
         self.features = tuple(features)
-        self.splits = bool(self._middle)
-        self.reads_drafts = any(feature.reads_drafts for feature in features)
+        self.fills_first = bool(self._first)
+        """Whether some arrays are filled before a launch."""
+        self.tells_bound = any(_for_bound(feature) for feature in features)
+        """Whether bound steps have programs of their own."""
+        self._reads_drafts = {bound: any(feature.reads_drafts for feature in self.of(bound=bound)) for bound in (False, True)}
         self.drafts, self.draft_len = (np.zeros(buffer.shape, np.int32) for buffer in drafts)
         self._sources = drafts
         self._landing = [
             tuple(device.staging(f"{buffer.name}{i}", buffer.shape, "i32") for buffer in drafts)
-            for i in range(depth + 1 if self.reads_drafts else 0)
+            for i in range(depth + 1 if self.reads_drafts(bound=True) else 0)
         ]
         self._in_use = False
         """Whether a step that was enqueued may still read the buffers."""
-        if self.splits:
+        if self.splits(bound=True):
             self._stream = further_stream(device, "inputs")
             self._uploaded, self._consumed = device.event(), device.event()
+
+    def of(self, *, bound: bool) -> list[HostFeature]:
+        """The features that take part in a step."""
+        return [feature for feature in self.features if bound or not _for_bound(feature)]
+
+    def splits(self, *, bound: bool) -> bool:
+        """Whether a step is launched in two halves."""
+        return bool(self._middle[bound])
+
+    def reads_drafts(self, *, bound: bool) -> bool:
+        """Whether the drafts of a step are copied to the host."""
+        return self._reads_drafts[bound]
 
     # -- down --------------------------------------------------------------------------------------
     def fill(self, view: HostView, *, middle: bool) -> None:
         """Have the features of one place fill their arrays for a step."""
         index = view.plan.step_id % (self._depth + 1)
-        for one in self._middle if middle else self._first:
+        for one in self._middle[view.plan.bound] if middle else self._first:
             one.rows = one.feature.fill(view, {name: staging.array for name, staging in one.sets[index].items()})
 
     def upload_first(self, stream: Stream, step_id: int) -> None:
         """Enqueue what was filled before the launch."""
         self._upload(self._first, stream, step_id)
 
-    def upload_middle(self, stream: Stream, step_id: int) -> None:
+    def upload_middle(self, stream: Stream, step_id: int, *, bound: bool) -> None:
         """Enqueue what was filled for a launched step on the stream of inputs, after whatever read the buffers in the step
         before, and let `stream` wait for it. Never blocks the host."""
         if self._in_use:
             self._stream.wait(self._consumed)
-        self._upload(self._middle, self._stream, step_id)
+        self._upload(self._middle[bound], self._stream, step_id)
         self._uploaded.record(self._stream)
         stream.wait(self._uploaded)
 
@@ -175,10 +201,9 @@ class HostInputs:
                 self._device.upload(stream, one.buffers[name], staging, one.rows)
 
     def consumed(self, stream: Stream) -> None:
-        """A whole step is enqueued: after this point of its stream the buffers may be overwritten."""
-        if self.splits:
-            self._consumed.record(stream)
-            self._in_use = True
+        """A whole step in two halves is enqueued: after this point of its stream the buffers may be overwritten."""
+        self._consumed.record(stream)
+        self._in_use = True
 
     def reset(self) -> None:
         """Everything in flight is void, and the device is idle: there is nothing left to wait for."""

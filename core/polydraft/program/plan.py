@@ -57,6 +57,8 @@ class StepPlan:
     step would make, nor the rows of the proposer's cache."""
     processed: bool = False
     """Some scheduled slot has its logits processed."""
+    bound: bool = False
+    """A grammar binds what some scheduled slot puts out."""
     num_top: Array | None = None
     """[B] by slot: most likely tokens wanted beside each emitted one, -1 for none at all; None: no scheduled slot wants any."""
     prompt_top: Array | None = None

@@ -32,12 +32,14 @@ or with separate noise for drafts and rejection sampling ("rejection"). A greedy
 
 class StepKind(NamedTuple):
     """A step kind, the key of a set of programs: the rule, and whether some request of the step needs logits processing, log
-    probabilities of its tokens, or those of its prompt. A step that reports prompts reports tokens, too."""
+    probabilities of its tokens, or those of its prompt, or is bound by a grammar. A step that reports prompts reports tokens,
+    too."""
 
     rule: Rule = "greedy"
     processed: bool = False
     logprobs: bool = False
     prompt: bool = False
+    bound: bool = False
 
     @property
     def picks(self) -> bool:
@@ -47,7 +49,7 @@ class StepKind(NamedTuple):
     @property
     def name(self) -> str:
         """Name for messages, and key of the programs."""
-        return ".".join((self.rule, *(part for part in ("processed", "logprobs", "prompt") if getattr(self, part))))
+        return ".".join((self.rule, *(part for part in ("processed", "logprobs", "prompt", "bound") if getattr(self, part))))
 
 
 GREEDY = StepKind()

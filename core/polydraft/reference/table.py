@@ -75,10 +75,12 @@ def kernels(row_invariant: bool) -> dict[str, Kernel]:
         processing,
         rejection,
         state_kernels,
+        thinking,
     )
 
     table = {**state_kernels.KERNELS, **numeric_kernels.KERNELS, **processing.KERNELS, **rejection.KERNELS, **logprobs.KERNELS}
     table.update(constraints.KERNELS)
+    table.update(thinking.KERNELS)
     table.update(experts.KERNELS)
     if row_invariant:
         table.update(invariant_kernels.KERNELS)

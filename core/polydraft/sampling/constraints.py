@@ -1,4 +1,4 @@
-"""Constraints on output: grammars and the length of thinking, as masks over the rows of every window.
+"""Constraints on output: grammars, as masks over the rows of every window.
 
 A request with a constraint gets a binding (`grammars.py`), which is asked whenever a step of the request has been applied: what
 does each position of the next window allow, given the drafts that wait? Grammars are followed by processes of their own, so
@@ -22,8 +22,9 @@ from polydraft.models.tokenizer import Tokenizer
 from polydraft.program.declare import StepBuffer
 from polydraft.program.host_inputs import HostView, Needs
 from polydraft.program.program import ProgramBuilder
-from polydraft.sampling.automaton import ALL, Automaton, Thinking
-from polydraft.sampling.grammars import Binding, Grammars, ThinkingBinding
+from polydraft.sampling.automaton import ALL
+from polydraft.sampling.grammars import Binding, Grammars
+from polydraft.sampling.thinking import Markers
 from polydraft.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -37,15 +38,15 @@ MOST_WAIT_S: Final = 0.02
 
 
 class Constraints:
-    """Makes automata of requests, and the host feature that asks them. One an engine; raises `CapabilityError` where the library
-    for grammars is not installed when a grammar is first asked for."""
+    """Binds requests to grammars, and makes the host feature that asks those. One an engine; raises `CapabilityError` where the
+    library for grammars is not installed when a grammar is first asked for. `thinking`: what is around it, where a text may
+    think; a grammar binds the reply behind it."""
 
     name = "constraints"
     needs: Needs = "previous_tokens"
 
-    def __init__(self, tokenizer: Tokenizer, *, vocab: int, eos: Sequence[int], start: Sequence[int], end: Sequence[int]) -> None:
-        self._words, self._eos = -(-vocab // 32), tuple(eos)
-        self._start, self._end = tuple(start), tuple(end)
+    def __init__(self, tokenizer: Tokenizer, *, vocab: int, eos: Sequence[int], thinking: Markers | None = None) -> None:
+        self._thinking = thinking
         self._grammars = Grammars(tokenizer.directory / "tokenizer.json", vocab, eos)
         self._changed: list[Binding] = []
         self._since, self._allowed_s = time.perf_counter(), MOST_WAIT_S
@@ -59,22 +60,10 @@ class Constraints:
     def bind(self, params: SamplingParams, prompt_ids: Sequence[int]) -> Binding | None:
         """What binds a request, None where it asks for nothing. Raises `RequestError` for what can be seen to be wrong without
         its grammar, and `CapabilityError` where there are no grammars."""
-        if not params.constrained:
+        if not isinstance(params.constraint, tuple):
             return None
-        if (params.thinking_limit is not None or params.reply_budget is not None) and not self._end:
-            raise RequestError(
-                "thinking_limit or reply_budget was given, but the engine does not know what ends thinking; give it "
-                "think_end_ids",
-                "reply_budget" if params.thinking_limit is None else "thinking_limit",
-            )
-        thinking = None
-        if self._end:
-            eos = self._eos[0] if self._eos else 0
-            thinking = Thinking(self._start, self._end, params.thinking_limit, params.reply_budget, eos)
-        if isinstance(params.constraint, tuple):
-            binding: Binding = self._grammars.bind(*params.constraint, thinking, prompt_ids)
-        else:
-            binding = ThinkingBinding(Automaton(None, thinking, prompt_ids, self._eos), self._words)
+        thinking = None if self._thinking is None else self._thinking.of(params)
+        binding = self._grammars.bind(*params.constraint, thinking, prompt_ids)
         binding.ask((), ())
         return binding
 
@@ -110,7 +99,7 @@ class ConstraintFeature:
 
     name = Constraints.name
     needs: Needs = Constraints.needs
-    reads_drafts = True
+    reads_drafts = for_bound = True
 
     def __init__(self, context: ProposerContext, constraints: Constraints) -> None:
         words = -(-context.limits.vocab_size // 32)

@@ -27,7 +27,8 @@ from typing import Any, Final, TypeVar
 
 import numpy as np
 
-from polydraft.sampling.automaton import NOTHING, Automaton, MatcherError, Thinking, reason_of
+from polydraft.sampling.automaton import NOTHING, Automaton, MatcherError, reason_of
+from polydraft.sampling.thinking import Markers, Thinking
 
 T = TypeVar("T")
 
@@ -85,7 +86,7 @@ class GrammarProcess:
             about, number, *rest = message
             if about == "open":
                 prompt, thinking = rest
-                self._texts[number] = Text(prompt, Thinking(*thinking) if thinking else None)
+                self._texts[number] = Text(prompt, _thinking(thinking) if thinking else None)
             elif about == "end":
                 self._texts.pop(number, None)
             else:
@@ -155,6 +156,12 @@ class GrammarProcess:
         said = error.encode(errors="replace")
         body = ANSWER.pack(number, question, took, len(single), len(said)) + bytes(single) + said + masks
         self._stream.sendall(LENGTH.pack(len(body)) + body)
+
+
+def _thinking(sent: list[Any]) -> Thinking:
+    """Limits of thinking as they came."""
+    around, limit, reply = sent
+    return Thinking(Markers(*map(tuple, around)), limit, reply)
 
 
 def _grammar(kind: str, text: str) -> str:

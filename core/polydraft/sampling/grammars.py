@@ -23,8 +23,9 @@ import numpy as np
 from polydraft.child_process import running
 from polydraft.device import Array
 from polydraft.errors import CapabilityError
-from polydraft.sampling.automaton import ALL, Automaton, Thinking
+from polydraft.sampling.automaton import ALL
 from polydraft.sampling.grammar_process import ANSWER, GRAMMAR, LENGTH
+from polydraft.sampling.thinking import Thinking
 
 if TYPE_CHECKING:
     from polydraft.host.request import Request
@@ -42,13 +43,14 @@ END_S: Final = 5.0
 
 
 class Binding:
-    """What binds the output of one request. `ask` says what was committed and which drafts wait; once it is `ready`, `take` has
-    the masks of that window. `error`: why the text cannot go on, "" while it can."""
+    """What binds the output of one request, which a grammar's process works out. `ask` says what was committed and which drafts
+    wait; once it is `ready`, `take` has the masks of that window. `error`: why the text cannot go on, "" while it can."""
 
     request: Request | None = None
     """Whose it is."""
 
-    def __init__(self) -> None:
+    def __init__(self, grammar: Grammar, number: int) -> None:
+        self._grammar, self._number = grammar, number
         self.consumed = 0
         """Committed tokens that it was told of."""
         self.error = ""
@@ -56,63 +58,12 @@ class Binding:
         """Times that a step went on without its masks."""
         self._single: list[bool] = []
         self._masks: Array = np.empty((0, 0), np.uint32)
-
-    @property
-    def compiled(self) -> bool:
-        """Whether it is known that the constraint can be used."""
-        return True
-
-    @property
-    def ready(self) -> bool:
-        """Whether the last question is answered."""
-        return True
-
-    @property
-    def quick(self) -> bool:
-        """Whether masks are expected while a target pass runs, so that the next step may begin before they are there."""
-        return True
-
-    def ask(self, tokens: Sequence[int], drafts: Sequence[int]) -> None:
-        """Ask for masks behind `tokens`, which were committed since the last question, and each of `drafts`."""
-        raise NotImplementedError
-
-    def take(self, rows: Array) -> list[bool]:
-        """Write the masks into `rows` [n, words], one a place, and return which of the places allow one token alone."""
-        count = min(len(self._single), len(rows))
-        rows[:count], rows[count:] = self._masks[:count], ALL
-        return self._single[:count]
-
-    def end(self) -> None:
-        """Nobody asks any more."""
-
-
-class ThinkingBinding(Binding):
-    """A text whose thinking alone is bound: worked out at once."""
-
-    def __init__(self, automaton: Automaton, words: int) -> None:
-        super().__init__()
-        self._automaton, self._words = automaton, words
-
-    def ask(self, tokens: Sequence[int], drafts: Sequence[int]) -> None:
-        """Work it out."""
-        self.consumed += len(tokens)
-        self._automaton.follow(tokens)
-        self._masks = np.empty((len(drafts) + 1, self._words), np.uint32)
-        self._single = self._automaton.fill(drafts, self._masks).single
-
-
-class GrammarBinding(Binding):
-    """A text that a grammar binds: its process works it out."""
-
-    def __init__(self, grammar: Grammar, number: int) -> None:
-        super().__init__()
-        self._grammar, self._number = grammar, number
         self._asked = self._answered = 0
         self._took_s = 0.0
 
     @property
     def compiled(self) -> bool:
-        """Whether the grammar is, or was refused."""
+        """Whether it is known that the grammar can be used, or that it cannot."""
         return self._grammar.compiled or bool(self.error)
 
     @property
@@ -122,11 +73,12 @@ class GrammarBinding(Binding):
 
     @property
     def quick(self) -> bool:
-        """As the last answer was."""
+        """Whether masks are expected while a target pass runs, so that the next step may begin before they are there: as the last
+        answer was."""
         return self._took_s < QUICK_S and self.late < MOST_LATE
 
     def ask(self, tokens: Sequence[int], drafts: Sequence[int]) -> None:
-        """Send the question. Never waits."""
+        """Ask for masks behind `tokens`, which were committed since the last question, and each of `drafts`. Never waits."""
         self.consumed += len(tokens)
         self._asked += 1
         self._grammar.send(["ask", self._number, self._asked, list(tokens), list(drafts)])
@@ -139,8 +91,14 @@ class GrammarBinding(Binding):
         self._single, self._masks = list(single), masks
         return True
 
+    def take(self, rows: Array) -> list[bool]:
+        """Write the masks into `rows` [n, words], one a place, and return which of the places allow one token alone."""
+        count = min(len(self._single), len(rows))
+        rows[:count], rows[count:] = self._masks[:count], ALL
+        return self._single[:count]
+
     def end(self) -> None:
-        """The process forgets the text."""
+        """Nobody asks any more: the process forgets the text."""
         self._grammar.forget(self._number)
 
 
@@ -152,16 +110,19 @@ class Grammar:
         self.stream, self.remote = socket.socketpair()
         self.stream.setblocking(False)
         self.compiled, self.error = False, ""
-        self.texts: dict[int, GrammarBinding] = {}
+        self.texts: dict[int, Binding] = {}
         self._in, self._out = bytearray(), bytearray()
         self._number = 0
         self.send([kind, text])
 
-    def bind(self, thinking: Thinking | None, prompt: Sequence[int]) -> GrammarBinding:
+    def bind(self, thinking: Thinking | None, prompt: Sequence[int]) -> Binding:
         """A text, which begins behind `prompt`."""
         self._number += 1
-        binding = self.texts[self._number] = GrammarBinding(self, self._number)
-        about = [thinking.start, thinking.end, thinking.limit, thinking.reply, thinking.eos] if thinking is not None else None
+        binding = self.texts[self._number] = Binding(self, self._number)
+        about = None
+        if thinking is not None:
+            around = thinking.markers
+            about = [[around.start, around.end, around.forced], thinking.limit, thinking.reply]
         self.send(["open", self._number, list(prompt) if thinking is not None else [], about])
         return binding
 
@@ -187,9 +148,9 @@ class Grammar:
             self._out.clear()
         self._grammars.watch(self, writing=bool(self._out))
 
-    def receive(self) -> list[GrammarBinding]:
+    def receive(self) -> list[Binding]:
         """Read what has come; returns the texts that it changes something for."""
-        found: list[GrammarBinding] = []
+        found: list[Binding] = []
         ended = False
         try:
             while not ended:
@@ -214,7 +175,7 @@ class Grammar:
             "memory, or it is nested too deep; simplify it"
         )
 
-    def _take(self, body: bytes) -> list[GrammarBinding]:
+    def _take(self, body: bytes) -> list[Binding]:
         number, question, took_s, places, said = ANSWER.unpack_from(body)
         begin = ANSWER.size + places
         error = body[begin : begin + said].decode()
@@ -229,7 +190,7 @@ class Grammar:
         single = [bool(one) for one in body[ANSWER.size : begin]]
         return [binding] if binding is not None and binding.answer(question, took_s, single, masks, error) else []
 
-    def _fail(self, error: str) -> list[GrammarBinding]:
+    def _fail(self, error: str) -> list[Binding]:
         """The grammar cannot be used, or no longer."""
         self.error = error
         self._grammars.drop(self)
@@ -260,7 +221,7 @@ class Grammars:
         self._close: weakref.finalize[..., Grammars] | None = None
         """What ends the fork server, once there is one."""
 
-    def bind(self, kind: str, text: str, thinking: Thinking | None, prompt: Sequence[int]) -> GrammarBinding:
+    def bind(self, kind: str, text: str, thinking: Thinking | None, prompt: Sequence[int]) -> Binding:
         """A text that a grammar binds. Raises `CapabilityError` where there are no grammars here."""
         if importlib.util.find_spec("llguidance") is None:
             raise CapabilityError("grammars need the package llguidance; install it: pip install 'polydraft[grammar]'")
@@ -354,9 +315,9 @@ class Grammars:
         grammar.remote.close()
         self.compiled(grammar)
 
-    def poll(self, timeout_s: float | None) -> list[GrammarBinding]:
+    def poll(self, timeout_s: float | None) -> list[Binding]:
         """Texts that something has come for, within so many seconds; None: however long it takes."""
-        found: list[GrammarBinding] = []
+        found: list[Binding] = []
         for key, events in self._selector.select(timeout_s):
             grammar = self._streams[key.fd]
             if events & selectors.EVENT_WRITE:

@@ -7,7 +7,7 @@ needs. Stages of plugins (`polydraft_parameters`) come after those of core, in t
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -15,12 +15,13 @@ from polydraft.contracts.base import Limits
 from polydraft.errors import ConfigError, PluginError, RequestError
 from polydraft.plugins.checks import check_result, named
 from polydraft.program.columns import check_value
-from polydraft.program.declare import Admission, Column, LogitRows, LogitsStage, Parameter, wrong_declaration
+from polydraft.program.declare import Admission, Column, LogitRows, LogitsStage, Parameter, StepBuffer, wrong_declaration
 from polydraft.sampling_params import MAX_BAD_WORDS, MAX_BIASES, SamplingParams
 from polydraft.sentinels import NO_TOKEN
 
 if TYPE_CHECKING:
     from polydraft.host.request import Request
+    from polydraft.program.program import ProgramBuilder
 
 Encode = Callable[[str], list[int]]
 
@@ -40,6 +41,17 @@ class Stage:
         """Launch the stage's contracts in order."""
         for contract in self.contracts:
             rows.add(contract)
+
+
+class CommittedStage(LogitsStage, Protocol):
+    """A stage of core that keeps a state of what was committed."""
+
+    @property
+    def buffers(self) -> tuple[StepBuffer, ...]:
+        """What it works in, besides its columns."""
+
+    def commit(self, program: ProgramBuilder) -> None:
+        """Append launches behind the commit of a step, in steps of which some request wants processing."""
 
 
 class Penalties(Stage):
@@ -90,7 +102,7 @@ class LogitBias(Stage):
     def prepare(self, params: SamplingParams, encode: Encode, vocab_size: int) -> None:
         """Raises `RequestError` for tokens that the model does not have."""
         del encode
-        _known("logit_bias", (token for token, _ in params.biases), vocab_size)
+        refuse_unknown("logit_bias", (token for token, _ in params.biases), vocab_size)
 
 
 def _bad_words(admission: Admission) -> tuple[int, ...]:
@@ -133,11 +145,12 @@ class ForbiddenTokens(Stage):
                 f"bad_words take {len(table)} places (one a token and one a word), wanted at most {MAX_BAD_WORDS}; name fewer",
                 "bad_words",
             )
-        _known("bad_words", table, vocab_size)
+        refuse_unknown("bad_words", table, vocab_size)
         return table
 
 
-def _known(name: str, ids: Iterable[int], vocab_size: int) -> None:
+def refuse_unknown(name: str, ids: Iterable[int], vocab_size: int) -> None:
+    """Raise `RequestError` for token ids of the parameter `name` that the model does not have."""
     largest = max(ids, default=0)
     if largest >= vocab_size:
         raise RequestError(f"{name} names token id {largest}, wanted at most {vocab_size - 1}; use this model's tokenizer", name)
@@ -187,11 +200,13 @@ def checked_stages(brought: Iterable[tuple[str, Any]]) -> list[tuple[str, Logits
 
 
 class Processing:
-    """The stages of an engine, core's and those that plugins bring (`brought`, each with the name of its plugin), and which of
-    them its backend can run."""
+    """The stages of an engine: core's, those that plugins bring (`brought`, each with the name of its plugin), and core's that
+    come `last` in this engine; and which of them its backend can run."""
 
-    def __init__(self, provided: Collection[str], brought: Sequence[tuple[str, LogitsStage]] = ()) -> None:
-        stages = (*STAGES, *(stage for _, stage in brought))
+    def __init__(
+        self, provided: Collection[str], brought: Sequence[tuple[str, LogitsStage]] = (), last: Sequence[CommittedStage] = ()
+    ) -> None:
+        stages = (*STAGES, *(stage for _, stage in brought), *last)
         self.stages, self._plugins = stages, {stage.name: plugin for plugin, stage in brought}
         self._lacking = {
             stage.name: lacking
@@ -202,6 +217,8 @@ class Processing:
         _refuse_twins("request parameters are", [one.name for stage in stages for one in stage.parameters])
         self.parameters = {parameter.name: parameter for stage in stages for parameter in stage.parameters}
         self.columns = tuple(column for stage in stages for column in stage.columns)
+        self._committed = tuple(stage for stage in last if stage.name not in self._lacking)
+        self.buffers = tuple(buffer for stage in last for buffer in stage.buffers)
         self._of_plugins = tuple(column for _, stage in brought for column in stage.columns)
 
     @property
@@ -215,6 +232,11 @@ class Processing:
             if stage.name not in self._lacking:
                 with named(self._plugins.get(stage.name, "polydraft"), f"emit of the stage {stage.name!r}"):
                     stage.emit(rows)
+
+    def commit(self, program: ProgramBuilder) -> None:
+        """Append what the last stages do behind the commit of a step."""
+        for stage in self._committed:
+            stage.commit(program)
 
     def prepare(self, params: SamplingParams, encode: Encode, vocab_size: int) -> dict[str, Any]:
         """What the stages that a request wants keep of it, by stage; empty where it wants none. Raises `RequestError` where

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Final, Literal, TypeVar, get_args
 import msgspec
 
 from polydraft.errors import ConfigError, RequestError
-from polydraft.sampling_params import MAX_BAD_WORDS, MAX_BIASES, MAX_STOP_TOKENS, SamplingParams
+from polydraft.sampling_params import MAX_BAD_WORDS, MAX_BIASES, MAX_REPLY_STARTS, MAX_STOP_TOKENS, SamplingParams
 from polydraft.serving.answers import shortened
 from polydraft.serving.wire import Parameter
 
@@ -104,7 +104,11 @@ class Sampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     prompt_logprobs: int | None = None
     priority: int | None = None
     thinking_limit: Whole | None = None
+    thinking_token_budget: Whole | None = None
+    """The same, by vLLM's name."""
     reply_budget: Whole | None = None
+    reply_start_token_ids: Annotated[TokenIds, msgspec.Meta(max_length=MAX_REPLY_STARTS)] | None = None
+    """Tokens that the reply may begin with, right behind the end of thinking."""
     max_drafts: Whole | None = None
     """Drafts verified in a round at most; 0: plain decoding."""
     num_speculative_tokens: Whole | None = None
@@ -424,16 +428,17 @@ def sampling_params(body: Sampling, *, default_max: int, most: int) -> dict[str,
     params: dict[str, Any] = {"max_new_tokens": asked, "temperature": 1.0 if body.temperature is None else body.temperature}
     for name in (
         "top_p", "presence_penalty", "frequency_penalty", "logit_bias", "top_k", "min_p", "repetition_penalty", "min_tokens",
-        "ignore_eos", "stop_token_ids", "bad_words", "thinking_limit", "reply_budget", "skip_special_tokens",
+        "ignore_eos", "stop_token_ids", "bad_words", "reply_budget", "reply_start_token_ids", "skip_special_tokens",
     ):  # fmt: skip
         value = getattr(body, name)
         if value is not None:
             params[name] = value
     if body.top_k == -1:
         params["top_k"] = 0
-    drafts = _max_drafts(body)
-    if drafts is not None:
-        params["max_drafts"] = drafts
+    for ours, theirs in TWO_NAMES.items():
+        limit = _of_two_names(body, ours, theirs)
+        if limit is not None:
+            params[ours] = limit
     if body.stop is not None:
         params["stop"] = [body.stop] if isinstance(body.stop, str) else body.stop
     extra = _extra(body)
@@ -446,14 +451,17 @@ def sampling_params(body: Sampling, *, default_max: int, most: int) -> dict[str,
     return params
 
 
-def _max_drafts(body: Sampling) -> int | None:
-    """Drafts of a round at most, by either of their names."""
-    ours, theirs = body.max_drafts, body.num_speculative_tokens
+TWO_NAMES: Final[Mapping[str, str]] = {"max_drafts": "num_speculative_tokens", "thinking_limit": "thinking_token_budget"}
+"""Limits that vLLM has under another name."""
+
+
+def _of_two_names(body: Sampling, our: str, their: str) -> int | None:
+    """A limit by either of its names."""
+    ours: int | None = getattr(body, our)
+    theirs: int | None = getattr(body, their)
     if ours is not None and theirs is not None and ours != theirs:
         raise RequestError(
-            f"max_drafts is {ours} and num_speculative_tokens is {theirs}, two names of one limit, wanted one number; leave out "
-            "one of them",
-            "num_speculative_tokens",
+            f"{our} is {ours} and {their} is {theirs}, two names of one limit, wanted one number; leave out one of them", their
         )
     return theirs if ours is None else ours
 
@@ -552,7 +560,7 @@ def refuse_unsupported(body: CompletionRequest | ChatRequest | ResponsesRequest)
 
 SPELLED: Final[Mapping[str, tuple[str, ...]]] = {
     "max_new_tokens": ("max_output_tokens", "max_completion_tokens", "max_tokens"),
-    "max_drafts": ("max_drafts", "num_speculative_tokens"),
+    **{ours: (ours, theirs) for ours, theirs in TWO_NAMES.items()},
     "constraint": (
         "structured_outputs",
         *(f"guided_{kind}" for kind in STRUCTURED[:-1]),

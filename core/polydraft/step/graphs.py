@@ -131,7 +131,7 @@ class CapturedSteps:
     context: StepContext
     uncapturable: frozenset[str] = frozenset()
     whole: bool = False
-    """Whether the parts of a step are captured together, as piece "step"."""
+    """Whether the parts of a step are captured together, as piece "step", unless host inputs come between them."""
     counters: GraphCounters = field(default_factory=GraphCounters)
     held: dict[int, Held] = field(default_factory=dict)
     """What there is for each number of drafts, the most first."""
@@ -175,7 +175,7 @@ class CapturedSteps:
 
     def _pieces(self, parts: dict[Part, Program]) -> dict[Piece, dict[Part, Program]]:
         """What is captured by itself of one kind of step, and the parts it is made of."""
-        if self.whole:
+        if self.whole and "verify" not in parts:
             return {"step": parts}
         return {part: {part: program} for part, program in parts.items()}
 

@@ -5,7 +5,7 @@ declare what they need. The runner allocates it, lets each module append its lau
 binds them. The buffers that it handles itself are those that cross between host and device: the plan, host inputs, the snapshot,
 and log probabilities, which have a record of their own to copy and to read. `launch` turns a plan into launches, and `collect`
 turns the snapshot into an outcome. Nothing between the two waits for the device. If a step takes host inputs in its middle
-(`inputs.splits`), `launch` enqueues only the target's pass, and `resume` enqueues the rest.
+(`InFlightStep.split`), `launch` enqueues only the target's pass, and `resume` enqueues the rest.
 """
 
 from __future__ import annotations
@@ -46,6 +46,8 @@ from polydraft.program.program import (
 from polydraft.proposers.base import ProposerContext, ProposerFactory
 from polydraft.sampling.logprobs import Logprobs, refuse_lacking
 from polydraft.sampling.processing import Processing
+from polydraft.sampling.thinking import Markers
+from polydraft.sampling.thinking_stage import ThinkingLimits
 from polydraft.sampling.verify import RULES, Verifier
 from polydraft.step.batch import Batch
 from polydraft.step.graphs import CapturedSteps, GraphPolicy, Held, Part, Piece, Shape
@@ -55,7 +57,7 @@ from polydraft.step.uploads import Uploads
 @dataclass(frozen=True)
 class InFlightStep:
     """An in-flight step: its plan, where its snapshot is once the event has completed, and how it was launched (step kind, launch
-    lengths, and the captured shape that it is replayed in)."""
+    lengths, the captured shape that it is replayed in, and whether in two halves)."""
 
     plan: StepPlan
     staging: Staging
@@ -63,6 +65,7 @@ class InFlightStep:
     kind: str
     lengths: Lengths
     shape: Shape | None
+    split: bool
 
 
 Programs = dict[Part, Program]
@@ -90,6 +93,8 @@ class StepConfig:
     raw_logprobs: bool = True
     """Whether log probabilities are those of the logits before logits processing."""
     proposer_options: Mapping[str, float] = field(default_factory=dict)
+    thinking: Markers | None = None
+    """What is around thinking; None where nothing is known to end it."""
     keeps_drafts: bool = False
     """Whether the drafts of each step are copied to the host, for whoever reads them later (`LateDrafts`)."""
 
@@ -183,7 +188,7 @@ class Runner:
         rejects = config.verify == "rejection"
         stores_noise = rejects or "gumbel_noise+sample" not in table.providers
         self._batch = Batch(limits)
-        self.processing = Processing(table.providers, stages)
+        self.processing = Processing(table.providers, stages, [ThinkingLimits(config.thinking)] if config.thinking else [])
         context = ProposerContext(
             limits, model, self._choose, stores_noise, config.dtype, draft_ids, draft_model, config.proposer_options
         )
@@ -205,7 +210,8 @@ class Runner:
         if self._logprobs is not None:
             self._logprobs.attach(self.memory, depth)
         self._kinds = {
-            (bool(sampling), processed, logprobs, prompt): StepKind(rule, processed, logprobs, prompt)
+            (bool(sampling), processed, logprobs, prompt, bound): StepKind(rule, processed, logprobs, prompt, bound)
+            for bound in ((False, True) if self.inputs.tells_bound else (False,))
             for processed in ((False, True) if self.processing.possible else (False,))
             for sampling, rule in enumerate(RULES[config.verify])
             for logprobs, prompt in REQUESTED_OUTPUTS[: 1 if self._logprobs is None else len(REQUESTED_OUTPUTS)]
@@ -240,15 +246,16 @@ class Runner:
         self.inputs.upload_first(stream, plan.step_id)
         if plan.writes:
             self.writes["admit" if plan.writes.admits else "grant"].run(stream, n)
-        flight = InFlightStep(plan, *self._outputs[plan.step_id % len(self._outputs)], kind, n, shape)
-        self._run("step" if self._is_whole(shape) else "target", flight)
-        if not self.inputs.splits:
+        split = self.inputs.splits(bound=plan.bound)
+        flight = InFlightStep(plan, *self._outputs[plan.step_id % len(self._outputs)], kind, n, shape, split)
+        self._run("step" if self._is_whole(flight) else "target", flight)
+        if not split:
             self._finish(flight)
         return flight
 
     def resume(self, flight: InFlightStep) -> None:
         """Enqueue the second half of the last launched step, after its host inputs, which must be filled; never blocks."""
-        self.inputs.upload_middle(self.device.stream, flight.plan.step_id)
+        self.inputs.upload_middle(self.device.stream, flight.plan.step_id, bound=flight.plan.bound)
         self._run("verify", flight)
         self._finish(flight)
 
@@ -256,21 +263,23 @@ class Runner:
         """Enqueue the snapshot's copy and the draft passes. The copy comes first, so results do not wait for the drafts, with
         two exceptions: a host feature reads the drafts, or the whole step is one graph, whose results are read one step late."""
         stream, step_id = self.device.stream, flight.plan.step_id
+        reads_drafts = self.inputs.reads_drafts(bound=flight.plan.bound)
         self.device.download(stream, flight.staging, self._record, flight.plan.num_seqs)
         if self._lookups is not None:
             self._lookups.download(stream, step_id)
         if self._logprobs is not None:
             self._logprobs.download(stream, flight.plan)
-        if not self.inputs.reads_drafts:
+        if not reads_drafts:
             flight.event.record(stream)
-        if not self._is_whole(flight.shape) and flight.plan.drafting:
+        if not self._is_whole(flight) and flight.plan.drafting:
             self._run("draft", flight)
-        if self.inputs.reads_drafts:
+        if reads_drafts:
             self.inputs.download_drafts(stream, step_id)
             flight.event.record(stream)
         if self.late_drafts is not None:
             self.late_drafts.download(stream, step_id)
-        self.inputs.consumed(stream)
+        if flight.split:
+            self.inputs.consumed(stream)
 
     def _shape(self, plan: StepPlan) -> Shape | None:
         """The captured shape that a step is replayed in; None if its launches are enqueued one by one."""
@@ -279,9 +288,9 @@ class Runner:
             return None
         return self.graphs.choose(plan)
 
-    def _is_whole(self, shape: Shape | None) -> bool:
+    def _is_whole(self, flight: InFlightStep) -> bool:
         """Whether a step is replayed as one graph."""
-        return shape is not None and self.graphs is not None and self.graphs.whole
+        return flight.shape is not None and self.graphs is not None and self.graphs.whole and not flight.split
 
     def _run(self, piece: Piece, flight: InFlightStep) -> None:
         """Replay a captured piece of the step, or enqueue its launches one by one."""
@@ -302,7 +311,7 @@ class Runner:
             self.points.notify_around("wait", flight, flight.event.synchronize)
         else:
             flight.event.synchronize()
-        if self.inputs.reads_drafts:
+        if self.inputs.reads_drafts(bound=plan.bound):
             self.inputs.collect_drafts(plan.step_id)
         record = self._snapshots.read(flight.staging.array, plan.slots)
         logprobs = None if self._logprobs is None else self._logprobs.collect()
@@ -323,7 +332,8 @@ class Runner:
     def _kind(self, plan: StepPlan) -> str:
         """Name of the step kind of a plan. A step that reports prompts reports tokens, too."""
         prompt = plan.prompt_top is not None
-        return self._names[plan.sampling, plan.processed, prompt or plan.num_top is not None, prompt]
+        bound = plan.bound and self.inputs.tells_bound
+        return self._names[plan.sampling, plan.processed, prompt or plan.num_top is not None, prompt, bound]
 
     @staticmethod
     def _lengths(plan: StepPlan) -> Lengths:
@@ -387,9 +397,12 @@ class Runner:
         target = builder("target")
         self._batch.pack(target)
         self._target.forward(target)
-        verify = builder("verify") if self.inputs.splits else target
-        self._verifier.verify(verify, (feature.append for feature in self.inputs.features))
+        split = self.inputs.splits(bound=kind.bound)
+        verify = builder("verify") if split else target
+        self._verifier.verify(verify, (feature.append for feature in self.inputs.of(bound=kind.bound)))
         self._batch.commit(verify)
+        if kind.processed:
+            self.processing.commit(verify)
         if kind.logprobs and self._logprobs is not None:
             self._logprobs.append(verify)
         if kind.prompt and self._logprobs is not None:
@@ -399,7 +412,7 @@ class Runner:
         for rung, draft in drafts.items():
             with self._factory.named("append"):
                 self.proposer.append(draft, rung)
-        always: dict[Part, ProgramBuilder] = {"target": target, "verify": verify} if self.inputs.splits else {"target": target}
+        always: dict[Part, ProgramBuilder] = {"target": target, "verify": verify} if split else {"target": target}
         built = build((*always.values(), *drafts.values()))
         by_rung = dict(zip(drafts, built[len(always) :], strict=True))
         return {**dict(zip(always, built, strict=False)), "draft": by_rung[most]}, by_rung
@@ -426,7 +439,7 @@ class Runner:
     def capture(self, policy: GraphPolicy, capture: GraphCapture, uncapturable: frozenset[str]) -> None:
         """Capture every step that `policy` replays. Called before the first step, and again when an address has changed."""
         self.uploads.clear(self.device.stream)
-        whole = policy.mode == "decode" and self._config.overlap > 0 and not self.inputs.splits
+        whole = policy.mode == "decode" and self._config.overlap > 0
         self.graphs = CapturedSteps(self.device, capture, policy, self.limits, self.context, uncapturable, whole)
         prompts = {kind.name for kind in self._kinds.values() if kind.prompt}  # such steps are never replayed
         self.graphs.capture_all({

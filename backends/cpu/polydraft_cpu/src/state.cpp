@@ -410,6 +410,76 @@ void mask_logits(const MaskLogits& a, int64_t n) {
   }
 }
 
+// -- thinking ---------------------------------------------------------------------------------------------------------
+// Where the reply begins, at the places from `first` to `last` of generated tokens that `token(i)` gives; -1: nowhere.
+template <class Token>
+int32_t reply_begins(Token token, int32_t first, int32_t last, int32_t limit, const int32_t* end, int64_t ends, int64_t forced) {
+  for (int32_t place = first; place <= last; place++) {
+    if (limit >= 0 && place > limit) {
+      const int64_t behind = limit + forced;
+      return behind >= place && behind <= last ? int32_t(behind) : -1;
+    }
+    bool same = place >= ends;
+    for (int64_t e = 0; e < ends && same; e++) same = token(place - int32_t(ends - e)) == end[e];
+    if (same) return place;
+  }
+  return -1;
+}
+
+void force(float* logits, int64_t vocab, int32_t token) {
+  const float own = logits[token], none = -__builtin_inff();
+  for (int64_t v = 0; v < vocab; v++) logits[v] = none;
+  logits[token] = own == none ? 0.0f : own;
+}
+
+struct LimitThinking {
+  Floats logits;
+  Ints row_slot, positions, tokens, drafts, prompt_len, num_generated, reply_from, think_limit, reply_limit, reply_starts,
+      num_reply_starts, stop_tokens, think_end, think_forced;
+  int64_t ahead;
+};
+void limit_thinking(const LimitThinking& a, int64_t n) {
+  const int64_t vocab = a.logits.d[1], ends = a.think_end.d[0], forced = a.think_forced.d[0];
+  for (int64_t r = 0; r < n; r++) {
+    const int32_t s = a.row_slot[r];
+    if (s < 0) continue;
+    const int32_t limit = a.think_limit[s], most = a.reply_limit[s], starts = a.num_reply_starts[s];
+    if (limit < 0 && most < 0 && starts == 0) continue;
+    const int32_t prompt = a.prompt_len[s], known = a.num_generated[s], place = a.positions[r] + int32_t(a.ahead) - prompt;
+    int32_t reply = a.reply_from[s];
+    auto token = [&](int32_t i) { return i < known ? a.tokens.row(s)[prompt + i] : a.drafts.row(s)[i - known]; };
+    if (reply < 0) reply = reply_begins(token, known + 1, place, limit, a.think_end.p, ends, forced);
+    float* logits = a.logits.row(r);
+    if (reply < 0) {
+      if (limit >= 0 && place >= limit) force(logits, vocab, a.think_forced[place - limit]);
+    } else if (most >= 0 && place >= reply + most) {
+      force(logits, vocab, a.stop_tokens.row(s)[0]);
+    } else if (place == reply && starts > 0) {
+      const int32_t* allowed = a.reply_starts.row(s);
+      for (int64_t v = 0; v < vocab; v++) {
+        bool kept = false;
+        for (int32_t j = 0; j < starts && !kept; j++) kept = allowed[j] == v;
+        if (!kept) logits[v] = -__builtin_inff();
+      }
+    }
+  }
+}
+
+struct CommitThinking {
+  Ints slot_order, out_tokens, out_len, tokens, prompt_len, num_generated, think_limit, think_end, reply_from;
+  int64_t num_forced;
+};
+void commit_thinking(const CommitThinking& a, int64_t n) {
+  for (int64_t i = 0; i < n; i++) {
+    const int32_t s = a.slot_order[i];
+    if (s < 0 || a.out_len[i] == 0 || a.reply_from[s] >= 0) continue;
+    const int32_t size = a.num_generated[s], *text = a.tokens.row(s) + a.prompt_len[s];
+    auto token = [&](int32_t place) { return text[place]; };
+    a.reply_from[s] =
+        reply_begins(token, size - a.out_len[i] + 1, size, a.think_limit[s], a.think_end.p, a.think_end.d[0], a.num_forced);
+  }
+}
+
 }  // namespace
 
 const Kernel state_kernels[] = {
@@ -434,6 +504,8 @@ const Kernel state_kernels[] = {
     PD_STATE("mask_logits", MaskLogits, mask_logits),
     PD_STATE("bias_logits", BiasLogits, bias_logits),
     PD_STATE("forbid_tokens", ForbidTokens, forbid_tokens),
+    PD_STATE("limit_thinking", LimitThinking, limit_thinking),
+    PD_STATE("commit_thinking", CommitThinking, commit_thinking),
 };
 const int64_t num_state_kernels = sizeof state_kernels / sizeof state_kernels[0];
 }  // namespace pd

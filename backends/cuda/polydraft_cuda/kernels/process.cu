@@ -1,4 +1,5 @@
-// Processing of logits, in place: contracts process_logits, penalise_logits, bias_logits, forbid_tokens, mask_logits.
+// Processing of logits, in place: contracts process_logits, penalise_logits, bias_logits, forbid_tokens, mask_logits,
+// limit_thinking; and commit_thinking, which tells the latter where thinking has ended.
 #include "common.cuh"
 
 extern "C" __global__ void process_logits(float* logits, const int* row_slot, int num_valid, int vocab) {
@@ -102,4 +103,75 @@ extern "C" __global__ void mask_logits(
     float* row = logits + int64_t(logit_start[i] + j) * vocab;
     for (int v = blockIdx.z * blockDim.x + threadIdx.x; v < vocab; v += gridDim.z * blockDim.x)
         if (!(mask[v >> 5] >> (v & 31) & 1)) row[v] = -INFINITY_F;
+}
+
+struct Thinking {  // limits by slot; -1: none
+    const int *limit, *reply_limit, *starts, *num_starts, *stop_tokens, *end, *forced;
+    int width, num_stops, num_end, num_forced;
+};
+
+// Whether thinking ends behind the generated tokens before `place`, none of which has ended it.
+__device__ __forceinline__ bool ends_at(const Text& t, int slot, int known, int place, int limit, const int* end, int num_end, int num_forced) {
+    if (limit >= 0 && place > limit) return place == limit + num_forced;
+    if (place < num_end) return false;
+    const int first = t.prompt_len[slot] + place - num_end;
+    for (int e = 0; e < num_end; e++)
+        if (token_at(t, slot, known, first + e) != end[e]) return false;
+    return true;
+}
+
+// Blocks (row, part of the vocabulary). Every thread works out where its row stands, from the few tokens that are not committed.
+// The thread that owns the forced token reads and writes it alone.
+extern "C" __global__ void limit_thinking(
+    float* logits, const int* row_slot, const int* positions, Text t, const int* reply_from, Thinking k, int vocab
+) {
+    enter();
+    const int r = blockIdx.x, slot = row_slot[r];
+    if (slot < 0) return;
+    const int limit = k.limit[slot], most = k.reply_limit[slot], starts = k.num_starts[slot];
+    if (limit < 0 && most < 0 && starts == 0) return;
+    const int generated = t.num_generated[slot], known = t.prompt_len[slot] + generated;
+    const int place = positions[r] + t.ahead - t.prompt_len[slot];
+    int reply = reply_from[slot];
+    for (int p = generated + 1; reply < 0 && p <= place; p++)
+        if (ends_at(t, slot, known, p, limit, k.end, k.num_end, k.num_forced)) reply = p;
+    int forced = -1;
+    if (reply < 0) {
+        if (limit < 0 || place < limit) return;
+        forced = k.forced[place - limit];
+    } else if (most >= 0 && place >= reply + most) {
+        forced = k.stop_tokens[int64_t(slot) * k.num_stops];
+    } else if (place != reply || starts == 0) {
+        return;
+    }
+    const int* allowed = k.starts + int64_t(slot) * k.width;
+    float* row = logits + int64_t(r) * vocab;
+    for (int v = blockIdx.y * blockDim.x + threadIdx.x; v < vocab; v += gridDim.y * blockDim.x) {
+        if (v == forced) {
+            if (row[v] == -INFINITY_F) row[v] = 0.0f;
+            continue;
+        }
+        bool kept = false;
+        if (forced < 0)
+            for (int j = 0; j < starts && !kept; j++) kept = allowed[j] == v;
+        if (!kept) row[v] = -INFINITY_F;
+    }
+}
+
+// A thread a sequence. The step's own tokens are in the history already, as the last ones.
+extern "C" __global__ void commit_thinking(
+    const int* slot_order, const int* out_len, Text t, const int* think_limit, const int* end, int num_end,
+    int num_forced, int* reply_from, int n
+) {
+    enter();
+    const int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i >= n) return;
+    const int slot = slot_order[i];
+    if (slot < 0 || out_len[i] == 0 || reply_from[slot] >= 0) return;
+    const int generated = t.num_generated[slot], known = t.prompt_len[slot] + generated, limit = think_limit[slot];
+    for (int p = generated - out_len[i] + 1; p <= generated; p++)
+        if (ends_at(t, slot, known, p, limit, end, num_end, num_forced)) {
+            reply_from[slot] = p;
+            return;
+        }
 }

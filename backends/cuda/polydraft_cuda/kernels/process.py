@@ -1,4 +1,4 @@
-"""Launches that process logits as requests specify: padded vocabulary, penalties, biases, forbidden tokens.
+"""Launches that process logits as requests specify: padded vocabulary, penalties, biases, forbidden tokens, masks, limits.
 
 They run between the head and the choice of a token. No counts are kept between steps: a row's text is read each time.
 """
@@ -12,6 +12,7 @@ from polydraft.device import Launch
 from polydraft_cuda.compiler import ROWS
 from polydraft_cuda.device import CudaDevice
 from polydraft_cuda.kernels.provider import Kernel, source
+from polydraft_cuda.kernels.verify import THREADS, blocks
 
 COUNTERS = 64
 """Blocks of `penalise_logits` at most; each wants an int32 a token of the vocabulary."""
@@ -32,6 +33,21 @@ def text(a: Any) -> Text:
     """The text of each slot, as an argument."""
     pointers = (ctypes.c_void_p * 4)(*(getattr(a, n).pointer for n in ("tokens", "drafts", "prompt_len", "num_generated")))
     return Text(pointers, a.tokens.shape[1], a.drafts.shape[1], int(a.ahead))
+
+
+class Thinking(ctypes.Structure):
+    """`Thinking` of process.cu."""
+
+    _fields_ = (
+        ("pointers", ctypes.c_void_p * 7),
+        ("width", ctypes.c_int32),
+        ("num_stops", ctypes.c_int32),
+        ("num_end", ctypes.c_int32),
+        ("num_forced", ctypes.c_int32),
+    )
+
+
+THINKING = ("think_limit", "reply_limit", "reply_starts", "num_reply_starts", "stop_tokens", "think_end", "think_forced")
 
 
 def process_logits(device: CudaDevice, a: Any, limits: Any, workspace: Any) -> Launch:
@@ -94,10 +110,32 @@ def mask_logits(device: CudaDevice, a: Any, limits: Any, workspace: Any) -> Laun
     """Blocks share a row, a place of a window each."""
     del limits, workspace
     width, words, vocab = a.masks.shape[1], a.masks.shape[2], a.logits.shape[1]
-    blocks = min(-(-vocab // 2048), 64)
+    parts = min(-(-vocab // 2048), 64)
     return device.function(source("process.cu"), "mask_logits").bind(
-        lambda n: (n, width, blocks), 256, a.slot_order, a.logit_start, a.logit_len, a.masked, a.masks, words, a.logits, vocab,
+        lambda n: (n, width, parts), 256, a.slot_order, a.logit_start, a.logit_len, a.masked, a.masks, words, a.logits, vocab,
         dependent=True,
+    )  # fmt: skip
+
+
+def limit_thinking(device: CudaDevice, a: Any, limits: Any, workspace: Any) -> Launch:
+    """Blocks share a row."""
+    del limits, workspace
+    vocab = a.logits.shape[1]
+    parts = min(-(-vocab // 2048), 64)
+    sizes = (a.reply_starts.shape[1], a.stop_tokens.shape[1], a.think_end.shape[0], a.think_forced.shape[0])
+    thinking = Thinking((ctypes.c_void_p * 7)(*(getattr(a, name).pointer for name in THINKING)), *sizes)
+    return device.function(source("process.cu"), "limit_thinking").bind(
+        lambda n: (n, parts, 1), 256, a.logits, a.row_slot, a.positions, text(a), a.reply_from, thinking, vocab, dependent=True
+    )
+
+
+def commit_thinking(device: CudaDevice, a: Any, limits: Any, workspace: Any) -> Launch:
+    """A thread a sequence."""
+    del limits, workspace
+    pointers = (ctypes.c_void_p * 4)(a.tokens.pointer, None, a.prompt_len.pointer, a.num_generated.pointer)
+    return device.function(source("process.cu"), "commit_thinking").bind(
+        blocks, THREADS, a.slot_order, a.out_len, Text(pointers, a.tokens.shape[1], 0, 0), a.think_limit, a.think_end,
+        a.think_end.shape[0], int(a.num_forced), a.reply_from, ROWS, dependent=True,
     )  # fmt: skip
 
 
@@ -107,4 +145,6 @@ KERNELS = {
     "bias_logits": Kernel(bias_logits),
     "forbid_tokens": Kernel(forbid_tokens),
     "mask_logits": Kernel(mask_logits),
+    "limit_thinking": Kernel(limit_thinking),
+    "commit_thinking": Kernel(commit_thinking),
 }

@@ -1,4 +1,4 @@
-"""Logits processing in portable Paddle operations: penalties, biases, forbidden tokens.
+"""Logits processing in portable Paddle operations: penalties, biases, forbidden tokens, masks, limits of thinking.
 
 `table.py` lists the kernels. No counts are kept between steps: what a row's text contains is read from history and drafts each
 time, as a histogram of fixed size.
@@ -14,7 +14,21 @@ import paddle
 from polydraft.contracts.base import Limits
 from polydraft.sentinels import NO_ROW, NO_TOKEN
 from polydraft_paddle.kernels.sampling import FORBIDDEN
-from polydraft_paddle.ops import Tensor, at, choose, numbers, owners, pick, put, take
+from polydraft_paddle.ops import (
+    Tensor,
+    at,
+    choose,
+    constant,
+    file_by_slot,
+    first_where,
+    numbers,
+    owners,
+    part,
+    pick,
+    put,
+    take,
+    within,
+)
 from polydraft_paddle.provider import Kernel, Run, plain
 
 
@@ -140,6 +154,60 @@ def mask_logits(a: Any, limits: Limits) -> Run:
     return run
 
 
+def _reply_begins(a: Any, slots: Tensor, drafts: Tensor, row: Tensor, known: Tensor, last: Tensor, num_forced: int) -> Tensor:
+    """Where the reply of each slot begins behind more than `known` and at most `last` generated tokens, -1 where it does not;
+    int32 [rows]. The tokens behind the `known` ones are those of `drafts` at `row`."""
+    limit, prompt_len, ends, width = at(a.think_limit, slots), at(a.prompt_len, slots), a.think_end.shape[0], drafts.shape[1]
+    if not width:
+        return constant(-1, limit)
+    first = known + 1
+    shape = [slots.shape[0], width]
+    places = first.unsqueeze(1) + numbers(width, slots).unsqueeze(0)
+    free = (limit < 0).unsqueeze(1) | (places <= limit.unsqueeze(1))
+    same = free & (places >= ends) & (places <= last.unsqueeze(1))
+    rows, row = paddle.clip(slots, min=0).unsqueeze(1).expand(shape), row.unsqueeze(1).expand(shape)
+    before, prompt = known.unsqueeze(1), prompt_len.unsqueeze(1)
+    for e in range(ends):
+        index = places - (ends - e)
+        token = paddle.where(index < before, pick(a.tokens, rows, prompt + index), pick(drafts, row, index - before))
+        same = same & (token == part(a.think_end, e, e + 1))
+    place = first_where(same)
+    behind = limit + num_forced
+    spelt = (limit >= 0) & (behind >= first) & (behind <= last)
+    return choose(place < width, first + place, choose(spelt, behind, -1))
+
+
+def limit_thinking(a: Any, n: int) -> None:
+    """Find out where each row stands, then which tokens it keeps."""
+    slots, logits = a.row_slot[:n], a.logits[:n]
+    vocab, num_forced = logits.shape[1], a.think_forced.shape[0]
+    prompt_len, known = at(a.prompt_len, slots), at(a.num_generated, slots)
+    place = a.positions[:n] + a.ahead - prompt_len
+    told, limit, most = at(a.reply_from, slots), at(a.think_limit, slots), at(a.reply_limit, slots)
+    reply = choose(told < 0, _reply_begins(a, slots, a.drafts, paddle.clip(slots, min=0), known, place, num_forced), told)
+    live, thinks, count = slots >= 0, reply < 0, at(a.num_reply_starts, slots)
+    spelt = live & thinks & (limit >= 0) & (place >= limit)
+    over = live & ~thinks & (most >= 0) & (place >= reply + most)
+    begins = (live & ~thinks & ~over & (place == reply) & (count > 0)).unsqueeze(1)
+    token = choose(over, at(a.stop_tokens, slots)[:, 0], take(a.think_forced, within(place - limit, num_forced)))
+    forced = (spelt | over).unsqueeze(1)
+    mine = forced & (numbers(vocab, slots).unsqueeze(0) == token.unsqueeze(1))
+    starts = at(a.reply_starts, slots)
+    allowed = _marks(starts, numbers(starts.shape[1], slots).unsqueeze(0) < count.unsqueeze(1), vocab) > 0
+    kept = mine | ~(forced | (begins & ~allowed))
+    raised = choose(mine & (logits == FORBIDDEN), constant(0.0, logits), logits)
+    logits.copy_(choose(kept, raised, FORBIDDEN), False)
+
+
+def commit_thinking(a: Any, n: int) -> None:
+    """Look behind each token that a sequence has committed."""
+    slots, new = a.slot_order[:n], a.out_len[:n]
+    known = at(a.num_generated, slots) - new
+    told = at(a.reply_from, slots)
+    begins = _reply_begins(a, slots, a.out_tokens, numbers(n, slots), known, known + new, int(a.num_forced))
+    file_by_slot(slots, (slots >= 0) & (new > 0) & (told < 0), (a.reply_from, begins, None))
+
+
 def spread_logits(a: Any, n: int) -> None:
     """Every token's column, and -inf where it has none."""
     if not n:
@@ -150,6 +218,9 @@ def spread_logits(a: Any, n: int) -> None:
 
 KERNELS: dict[str, Kernel] = {
     "mask_logits": mask_logits,
-    **{f.__name__: plain(f) for f in (penalise_logits, bias_logits, forbid_tokens, spread_logits)},
+    **{
+        f.__name__: plain(f)
+        for f in (penalise_logits, bias_logits, forbid_tokens, limit_thinking, commit_thinking, spread_logits)
+    },
 }
 """Contract name to kernel."""

@@ -277,7 +277,7 @@ class Scheduler:
             drafting=bool((t.window[slots] > 1).any()),
             sampling=bool(t.sampling[slots].any()),
             processed=bool(t.processed[slots].any()),
-            bound=bool((t.bound[slots] & emits).any()),
+            bound=bool(t.bound[slots].any()),
             num_top=num_top,
             prompt_top=prompt_top,
             num_prompt_rows=num_prompt_rows,

@@ -58,7 +58,7 @@ class StepPlan:
     processed: bool = False
     """Some scheduled slot has its logits processed."""
     bound: bool = False
-    """A grammar binds what some scheduled slot puts out."""
+    """A grammar binds the output of some scheduled slot."""
     num_top: Array | None = None
     """[B] by slot: most likely tokens wanted beside each emitted one, -1 for none at all; None: no scheduled slot wants any."""
     prompt_top: Array | None = None

@@ -127,11 +127,13 @@ def test_a_block_has_shared_memory_for_what_it_has_in_flight():
         assert tiles
         for one in tiles:
             tokens, stages = one.defines["TOKENS"], one.defines["STAGES"]
-            width = 32 if "int4" in packing else 64
+            eight = one.defines["EIGHT"]
+            assert eight == ("fp8" in packing and "a8" in packing and not one.defines["OUT_F32"])
+            width, wide = (128 if eight else 32 if "int4" in packing else 64), eight or PACKINGS[packing].columns
             assert 2 <= stages <= 16
             assert stages * (128 * width + tokens * 128) + 1024 == one.shared <= 232448 - 1024
-            assert tokens <= (128 if PACKINGS[packing].columns else 256)
-            crowded = tokens >= (128 if PACKINGS[packing].columns else 256)
+            assert tokens <= (128 if wide else 256)
+            crowded = tokens >= (128 if wide else 256)
             assert one.threads == (384 if crowded else 288)
 
 
@@ -158,8 +160,19 @@ def test_only_what_products_take_is_laid_out():
     ):  # fmt: skip
         device: Any = PaperDevice(dtype=act, arch=arch)
         weight = prepared(device, pack(np.ones((outputs, inputs), np.float32), kind))
-        assert (weight.tiled, weight.numbers.shape) == (tiled, (24 if tiled else 20, inputs))
+        assert (weight.tiled, weight.eight, weight.numbers.shape) == (tiled, False, (24 if tiled else 20, inputs))
         assert [one.name for one in device.bound] == ["lay_out"] * tiled
+
+
+def test_where_e4m3_meets_e4m3_only_a_head_has_pieces_beside_its_rows():
+    device: Any = PaperDevice()
+    value = pack(np.ones((20, 256), np.float32), PACKINGS["fp8-channel-a8"])
+    weight = prepared(device, value)
+    assert (weight.eight, weight.numbers.shape, weight.pieces, device.bound) == (True, (20, 256), None, [])
+    assert weight.in_pieces(device) is weight.in_pieces(device)
+    assert (weight.pieces.shape, [one.name for one in device.bound]) == ((24, 256), ["lay_out"])
+    prepared(device, value, weight)
+    assert [one.name for one in device.bound] == ["lay_out"] * 2, "they are made anew with an update"
 
 
 def test_rows_that_overlap_travel_as_the_memory_that_they_span():

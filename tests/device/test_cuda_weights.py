@@ -72,7 +72,8 @@ class Projection:
         addend = from_host(to_host(added, act), act).astype(np.float64)
         self.wanted = seen @ matrix.T + addend
         magnitude = np.abs(seen) @ np.abs(matrix).T + np.abs(addend)
-        self.allowed = 2.0**-18 * magnitude + (0 if to_f32 else EPS[act]) * np.abs(self.wanted)
+        rough = device.dtype != "f32" and self.weight.eight and not to_f32  # tensor cores keep 13 places of products of E4M3
+        self.allowed = (2.0**-11 if rough else 2.0**-18) * magnitude + (0 if to_f32 else EPS[act]) * np.abs(self.wanted)
 
     def run(self, n: int) -> Array:
         self.device.fill_bytes(self.out, 0xFF)
@@ -132,7 +133,7 @@ def test_gate_up_and_their_activation_are_one_launch(packing: str):
     activation = SwigluV1(gate_up=projection.out, out=gated)
     activate = launch_of(device, "swiglu", activation, limits(rows))
     together = launch_of(device, "gated", CompositeArgs((projection.args, activation)), limits(rows))
-    most = 128 if kind.columns else 256
+    most = 128 if kind.columns or kind.activations else 256
     for n in (1, 9, 17, 33, 65, 128, 129, 256, 257):
         projection.launch(device.stream, n)
         activate(device.stream, n)
@@ -148,7 +149,7 @@ def test_gate_up_and_their_activation_are_one_launch(packing: str):
     device.close()
 
 
-@pytest.mark.parametrize("packing", ["fp8-channel", "int8-channel-a8", "fp8-block128", "int4-group64"])
+@pytest.mark.parametrize("packing", ["fp8-channel", "fp8-channel-a8", "fp8-block128-a8", "int4-group64"])
 def test_a_packed_head_leaves_the_choice(opened: CudaDevice, packing: str):
     vocab, rows = 4 * 128 * opened.num_sms + 16, 257
     projection = Projection(opened, random_weight(PACKINGS[packing], vocab, 256), to_f32=True, rows=rows)

@@ -156,7 +156,9 @@ def engine(*, max_num_seqs: int) -> Callable[[Command], Command]:
         click.option("--graph-sizes", **sizes, help="Sequences (decode) or rows (prefill) of those graphs."),
         click.option("--dtype", metavar="f32|bf16|f16", help="Precision of activations.  [default: auto]"),
         click.option("--kv-dtype", metavar="auto|int8|fp8", help="How KV rows are kept.  [default: auto, in that precision]"),
-        click.option("--weights", metavar="auto|int8|int4|fp8", help="Pack matrices in fewer bits.  [default: auto, as stored]"),
+        click.option(
+            "--weights", metavar="auto|int8|int4|fp8|fp8-a8", help="Pack matrices in fewer bits.  [default: auto, as stored]"
+        ),
         click.option("--weights-ignore", type=names, metavar="head,mtp", help="What --weights leaves in that precision."),
         click.option("--invariant", **flag, help="Arithmetic that gives equal bits for every K, batch and chunk."),
         click.option("--kernels", type=names, metavar="PACK,...", help="Kernel packs to enable, first wins."),

@@ -318,6 +318,7 @@ MADE: Final[Mapping[str, MadeAtLoad]] = {
     "int8": MadeAtLoad(PACKINGS["int8-channel"], "activations stay as they are, which errs least"),
     "int4": MadeAtLoad(PACKINGS["int4-group32"], "groups of 32 err least"),
     "fp8": MadeAtLoad(PACKINGS["fp8-channel"], "activations stay as they are, which errs least"),
+    "fp8-a8": MadeAtLoad(PACKINGS["fp8-channel-a8"], "rows are rounded, too, which errs more; tensor cores of fp8 take both"),
 }
 """By the value of `--weights`."""
 PARTS: Final = ("head", "mtp")

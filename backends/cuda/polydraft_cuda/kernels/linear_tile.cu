@@ -8,23 +8,29 @@
 //
 // Packed weights (NUMBER) come as pieces and are widened in registers, while the products of the chunk before run; work is dealt in pairs of
 // chunks. A scale of all inputs of an output meets its sum; where a scale is of GROUP inputs, it meets the sum of these, and the sums of
-// groups are added in float32. Rows of x that were rounded have scales of their own beside them.
+// groups are added in float32. Rows of x that were rounded have scales of their own beside them. EIGHT: both are E4M3 and multiplied as they
+// are; weights come row by row, in chunks of 128 inputs, whose sums are added in float32.
 //
 // Defines: ACT (1 bf16, 2 f16), TOKENS (rows of x in a launch at most: 8..256), STAGES (chunks in flight), OUT_F32, BIAS,
 // CLUSTER (1, 2), GATED (w is [gate rows | up rows], out is [n, O / 2] and gets silu(gate) * up), BEST (out gets the highest output of
 // each row that a warp has, and its number: [blocks, warps, TOKENS] pairs; the lowest number of equals, infinity for what is no number;
 // only where `state`, if there is one, says that the head is to be read whole); NUMBER (0: weights in the activation type; as in
-// packed.cuh), GROUP (0, 32, 64, 128), BLOCK (outputs of a scale), ZEROS (zero points), ROUNDED (x was rounded). Inputs are a multiple of
-// 64, of 128 where weights are packed.
+// packed.cuh), GROUP (0, 32, 64, 128), BLOCK (outputs of a scale), ZEROS (zero points), ROUNDED (x was rounded), EIGHT (NUMBER 1, ROUNDED; x is
+// bytes; at most 128 TOKENS). Inputs are a multiple of 64, of 128 where weights are packed.
 #include "tensor.cuh"
 #define WIDTH TOKENS
-#if NUMBER
+#define PIECES (NUMBER && !EIGHT)
+#if PIECES
 #define REGISTERS
 #include "packed.cuh"
 constexpr int CHUNK = PIECE / 8, UNIT = 2;  // bytes that an output has of a chunk, chunks that are dealt together
 #else
 constexpr int CHUNK = 128, UNIT = 1;
 #endif
+#if EIGHT
+#define BYTES
+#endif
+constexpr int INPUTS = EIGHT ? 128 : 64;  // of a chunk
 #include "wgmma.cuh"
 #include "boxes.cuh"
 #include "best.cuh"
@@ -32,9 +38,9 @@ constexpr int CHUNK = 128, UNIT = 1;
 
 constexpr int GROUPS = 2, ROWS = 64 * GROUPS, W_BYTES = ROWS * CHUNK, X_BYTES = TOKENS * 128, STAGE = W_BYTES + X_BYTES;
 constexpr int CONSUMERS = GROUPS * 128, ACCUMULATORS = TOKENS / 2, X_PART = TOKENS / CLUSTER;
-constexpr bool CROWDED = NUMBER && (GROUP ? TOKENS >= 128 : TOKENS >= 256);  // sums and operands want more registers than there are a thread
+constexpr bool CROWDED = NUMBER && (GROUP || EIGHT ? TOKENS >= 128 : TOKENS >= 256);  // sums and operands want more registers than there are a thread
 constexpr int FETCHERS = CROWDED ? 128 : 32;  // a warp group where registers pass from it to the others
-constexpr int RELEASED = NUMBER ? CONSUMERS : GROUPS;  // by whom a block gives a stage back
+constexpr int RELEASED = PIECES ? CONSUMERS : GROUPS;  // by whom a block gives a stage back
 constexpr int AHEAD = TOKENS >= 64;  // a chunk is multiplied while the one before it ends
 constexpr int BATCH = TOKENS <= 16 ? 4 : TOKENS <= 64 ? 2 : 1;  // shares of a tile that are read at once
 #if OUT_F32
@@ -54,7 +60,7 @@ __device__ __forceinline__ unsigned load_acquire(const unsigned* p) {
 struct Share {
     int chunks, begin, end;
     int64_t total;
-    __device__ __forceinline__ Share(int outputs, int inputs) : chunks(inputs / (64 * UNIT)) {  // or pairs of them
+    __device__ __forceinline__ Share(int outputs, int inputs) : chunks(inputs / (INPUTS * UNIT)) {  // or pairs of them
         total = (int64_t)((outputs + ROWS * CLUSTER - 1) / (ROWS * CLUSTER)) * chunks;
         begin = first(blockIdx.x / CLUSTER), end = first(blockIdx.x / CLUSTER + 1);
     }
@@ -175,16 +181,16 @@ linear_tile(const __grid_constant__ Map w_map, const __grid_constant__ Map x_map
         if (CROWDED) asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
         const bool fetches = threadIdx.x == CONSUMERS;
         auto weights = [&](int i, int s) {
-            const int column = (begin + i) % chunks * 64, row = ((begin + i) / chunks * CLUSTER + rank) * ROWS;
+            const int column = (begin + i) % chunks * INPUTS, row = ((begin + i) / chunks * CLUSTER + rank) * ROWS;
             barrier_expect(shared_address(&full[s]), STAGE);
-            if (NUMBER && GATED) load_pair_chunks(base + s * STAGE, &w_map, row / 16, column / 64, shared_address(&full[s]));
-            else if (NUMBER) load_chunks(base + s * STAGE, &w_map, row / 8, column / 64, shared_address(&full[s]));
+            if (PIECES && GATED) load_pair_chunks(base + s * STAGE, &w_map, row / 16, column / 64, shared_address(&full[s]));
+            else if (PIECES) load_chunks(base + s * STAGE, &w_map, row / 8, column / 64, shared_address(&full[s]));
             else if (GATED) load_pairs(base + s * STAGE, &w_map, column, row, shared_address(&full[s]));
             else load_box(base + s * STAGE, &w_map, column, row, shared_address(&full[s]));
         };
         auto rows = [&](int i, int s) {
             const unsigned to = base + s * STAGE + W_BYTES + rank * X_PART * 128, f = shared_address(&full[s]);
-            const int column = (begin + i) % chunks * 64, row = first_token + rank * X_PART;
+            const int column = (begin + i) % chunks * INPUTS, row = first_token + rank * X_PART;
             if (CLUSTER > 1) load_shared_box(to, &x_map, column, row, f, 3);
             else load_box(to, &x_map, column, row, f);
         };
@@ -195,7 +201,7 @@ linear_tile(const __grid_constant__ Map w_map, const __grid_constant__ Map x_map
     wait_for_previous();
     const int group = threadIdx.x >> 7;
     auto release = [&](int s) {
-        if (NUMBER || (threadIdx.x & 127) == 0) {  // of pieces each thread has read its own
+        if (PIECES || (threadIdx.x & 127) == 0) {  // of pieces each thread has read its own
             if (CLUSTER > 1)
                 for (int to = 0; to < CLUSTER; to++) barrier_arrive_at(shared_address(&empty[s]), to);
             else barrier_arrive(shared_address(&empty[s]));
@@ -203,6 +209,7 @@ linear_tile(const __grid_constant__ Map w_map, const __grid_constant__ Map x_map
     };
 #if NUMBER
     const Scaled by{scales, zeros, row_scales, row_pitch};
+#if PIECES
     unsigned even[16], odd[16];
     auto widened = [&](int i, unsigned (&a)[16], const unsigned (*middle)[2]) {  // the address of the chunk's rows of x
         const int s = i % STAGES;
@@ -219,9 +226,10 @@ linear_tile(const __grid_constant__ Map w_map, const __grid_constant__ Map x_map
             if (k >= from && k < to) wgmma(sums, a + k * 4, descriptor(x + k * 32));
         asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
     };
+#endif
 #if GROUP
     Places places;
-    if (count) places.fetch(by, begin / chunks * CLUSTER + rank, begin % chunks / 2, outputs, inputs);
+    if (count) places.fetch(by, begin / chunks * CLUSTER + rank, begin % chunks / UNIT, outputs, inputs);
 #endif
 #endif
 #if BEST
@@ -231,7 +239,30 @@ linear_tile(const __grid_constant__ Map w_map, const __grid_constant__ Map x_map
     for (int i = 0; i < count;) {  // one tile, or this block's part of it
         const int tile = (begin + i) / chunks, end = min(i + chunks - (begin + i) % chunks, count);
         float sums[ACCUMULATORS] = {};
-#if NUMBER && GROUP
+#if EIGHT
+        for (; i < end; i++) {
+            const int s = i % STAGES, chunk = (begin + i) % chunks;
+#if GROUP
+            const Places now = places;
+            if (i + 1 < count) places.fetch(by, (begin + i + 1) / chunks * CLUSTER + rank, (begin + i + 1) % chunks, outputs, inputs);
+            auto times = [&](int j) { return now.scale[0][j >> 1 & 1] * row_scale(by, chunk, first_token, j); };
+#else
+            auto times = [&](int) { return 1.f; };
+#endif
+            barrier_wait(shared_address(&full[s]), i / STAGES & 1);
+            const unsigned w = base + s * STAGE + group * 8192, x = base + s * STAGE + W_BYTES;
+            float part[ACCUMULATORS] = {};
+            accumulators_fence(part);
+            asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#pragma unroll
+            for (int k = 0; k < 4; k++) wgmma(part, descriptor(w + k * 32), descriptor(x + k * 32));
+            asm volatile("wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 0;" ::: "memory");
+            accumulators_fence(part);
+            release(s);
+#pragma unroll
+            for (int j = 0; j < ACCUMULATORS; j++) sums[j] += part[j] * times(j);
+        }
+#elif NUMBER && GROUP
         for (; i < end; i += 2) {
             const Places now = places;
             if (i + 2 < count) places.fetch(by, (begin + i + 2) / chunks * CLUSTER + rank, (begin + i + 2) % chunks / 2, outputs, inputs);

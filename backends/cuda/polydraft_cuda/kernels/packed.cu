@@ -1,5 +1,6 @@
 // What stands around products of packed weights: laying numbers out for them, and rounding rows of activations.
-// Defines: ACT; NUMBER (`packed.cuh`); GROUP (inputs of a scale, 0: all of them); BLOCK (outputs of a scale).
+// Defines: ACT; NUMBER (`packed.cuh`); GROUP (inputs of a scale, 0: all of them); BLOCK (outputs of a scale); EIGHT (rows of activations
+// become bytes of E4M3 in place of numbers in their own type).
 #include "packed.cuh"
 
 __device__ __forceinline__ float not_a_number() { return __uint_as_float(0x7fc00000u); }
@@ -44,20 +45,31 @@ __device__ __forceinline__ float nearest(float q) {
     return rintf(q);
 #endif
 }
+#if EIGHT
+typedef unsigned char number_t;
+__device__ __forceinline__ number_t stored(float q) {  // the bits of a number that E4M3 has
+    const unsigned bits = __float_as_uint(q), size = bits & 0x7fffffffu;
+    if (size > 0x7f800000u) return 0x7f;
+    return (bits >> 24 & 128) | (size < __float_as_uint(0x1p-6f) ? unsigned(__uint_as_float(size) * 512.f) : (size >> 20) - 960);
+}
+#else
+typedef act_t number_t;
+__device__ __forceinline__ number_t stored(float q) { return from_float<act_t>(q); }
+#endif
 __device__ __forceinline__ unsigned magnitude(float x) { return __float_as_uint(x) & 0x7fffffffu; }  // that of a NaN is the highest
 __device__ __forceinline__ float scale_of(unsigned most) {
     return most >= 0x7f800000u ? not_a_number() : fmaxf(__uint_as_float(most) / MOST, 0x1p-100f);
 }
 
 // Each row of x, or each GROUP inputs of it, as numbers and their scale: numbers [n, I], scales [groups, pitch]. A block a row.
-extern "C" __global__ void round_rows(const act_t* x, act_t* numbers, float* scales, int inputs, int pitch) {
+extern "C" __global__ void round_rows(const act_t* x, number_t* numbers, float* scales, int inputs, int pitch) {
     begin_dependent();
     __shared__ unsigned found[32];
     const int row = blockIdx.x, lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
     const act_t* from = x + (int64_t)row * inputs;
-    act_t* to = numbers + (int64_t)row * inputs;
+    number_t* to = numbers + (int64_t)row * inputs;
     auto put = [&](int i, float scale) {
-        to[i] = from_float<act_t>(scale == scale ? nearest(to_float(from[i]) / scale) : scale);
+        to[i] = stored(scale == scale ? nearest(to_float(from[i]) / scale) : scale);
     };
     auto highest = [&](unsigned most) {
 #pragma unroll

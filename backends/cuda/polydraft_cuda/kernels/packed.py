@@ -1,7 +1,7 @@
 """Weights of few bits on the device, and rows of activations that are rounded beside them.
 
-`linear` takes what is made here: numbers in the order of operands where `linear_tile` multiplies them, row by row for
-`linear_plain`, and float32 scales as core has them.
+`linear` takes what is made here: numbers in the order of operands where `linear_tile` widens them, row by row for `linear_plain`
+and where E4M3 meets E4M3, and float32 scales as core has them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, Final
 import numpy as np
 
 from polydraft.contracts.packing import MIDDLE, PackedWeight, Packing
-from polydraft.device import Array, Launch
+from polydraft.device import DTYPES, Array, Launch
 from polydraft.errors import ContractError
 from polydraft_cuda.compiler import act
 from polydraft_cuda.device import CudaBuffer, CudaDevice
@@ -27,17 +27,21 @@ THREADS: Final = 256
 
 
 class CudaPackedWeight:
-    """A packed weight of [outputs, inputs], for kernels that compute in `dtype`. `tiled`: its numbers lie as pieces of 8 outputs
-    by 64 inputs (`kernels/packed.cuh`) in place of row by row."""
+    """A packed weight of [outputs, inputs], for kernels that compute in `dtype`. `tiled`: `linear_tile` takes it. Its numbers
+    then lie as `pieces` of 8 outputs by 64 inputs (`kernels/packed.cuh`), or, where both factors are E4M3 (`eight`), row by row,
+    and once more as pieces where a projection wants exact products, made when that is bound: heads do."""
 
-    __slots__ = ("dtype", "numbers", "packing", "role", "scales", "shape", "tiled", "zeros")
+    __slots__ = ("dtype", "eight", "numbers", "packing", "pieces", "role", "scales", "shape", "tiled", "zeros")
 
     def __init__(self, device: CudaDevice, role: str, value: PackedWeight, dtype: str) -> None:
         self.role, self.packing, self.shape, self.dtype = role, value.packing, value.shape, dtype
         outputs, inputs = value.shape
         self.tiled = device.arch == "sm_90" and dtype != "f32" and inputs % PAIR == 0
-        rows = -(-outputs // 8) * 8 if self.tiled else outputs
-        self.numbers: CudaBuffer = device.empty(f"weight.{role}", (rows, value.numbers.shape[1]), "u8")
+        self.eight = self.tiled and self.packing.number == "fp8" and self.packing.activations
+        self.pieces: CudaBuffer | None = None
+        if self.tiled and not self.eight:
+            self.pieces = self._empty_pieces(device)
+        self.numbers = self.pieces or device.empty(f"weight.{role}", (outputs, value.numbers.shape[1]), "u8")
         self.scales: CudaBuffer = device.empty(f"weight.{role}_scales", value.scales.shape, "f32")
         self.zeros: CudaBuffer | None = None
         if value.zeros is not None:
@@ -53,21 +57,40 @@ class CudaPackedWeight:
         """Bytes of device memory."""
         return self.numbers.nbytes + self.scales.nbytes + (0 if self.zeros is None else self.zeros.nbytes)
 
+    def _empty_pieces(self, device: CudaDevice) -> CudaBuffer:
+        outputs, inputs = self.shape
+        width = inputs // 2 if self.packing.number == "int4" else inputs
+        return device.empty(f"weight.{self.role}", (-(-outputs // 8) * 8, width), "u8")
+
     def fill(self, device: CudaDevice, value: PackedWeight) -> None:
         """Copy a value to the device, laid out; waits."""
         device.load(self.scales, np.ascontiguousarray(value.scales))
         if self.zeros is not None and value.zeros is not None:
             device.load(self.zeros, np.ascontiguousarray(value.zeros))
-        span, pitch = _memory(value.numbers)
-        if not self.tiled:
+        if self.eight or not self.tiled:
             device.write(self.pointer, np.ascontiguousarray(value.numbers))
+            if self.pieces is not None:
+                self._lay_out(device, self.numbers, self.shape[1])
             return
+        span, pitch = _memory(value.numbers)
         pool = device.empty("weight.pool", span.shape, "u8")
         device.write(pool.pointer, span)
+        self._lay_out(device, pool, pitch)
+
+    def in_pieces(self, device: CudaDevice) -> CudaBuffer:
+        """Its numbers as pieces, made now where there are none yet; waits then."""
+        if self.pieces is None:
+            self.pieces = self._empty_pieces(device)
+            self._lay_out(device, self.numbers, self.shape[1])
+        return self.pieces
+
+    def _lay_out(self, device: CudaDevice, numbers: CudaBuffer, pitch: int) -> None:
+        """Make pieces of row-major numbers with `pitch` bytes a row; waits."""
+        assert self.pieces is not None
         outputs, inputs = self.shape
-        function = device.function(source("packed.cu"), "lay_out", **defines(self.packing), **act(self.dtype))
-        blocks = -(-self.numbers.nbytes // (4 * THREADS))
-        function.bind(blocks, THREADS, pool, self.numbers, self.scales, outputs, inputs, pitch)(device.stream, 1)
+        function = device.function(source("packed.cu"), "lay_out", EIGHT=0, **defines(self.packing), **act(self.dtype))
+        blocks = -(-self.pieces.nbytes // (4 * THREADS))
+        function.bind(blocks, THREADS, numbers, self.pieces, self.scales, outputs, inputs, pitch)(device.stream, 1)
         device.synchronize()
 
 
@@ -109,6 +132,11 @@ def defines(packing: Packing | None) -> dict[str, int]:
     return {"NUMBER": NUMBERS[packing.number], "GROUP": packing.columns, "BLOCK": packing.rows}
 
 
+def is_eight(a: Any) -> bool:
+    """Whether a projection multiplies E4M3 with E4M3: by tensor cores, whose sums are too rough for outputs in float32."""
+    return isinstance(a.weight, CudaPackedWeight) and a.weight.eight and a.out.dtype != "f32"
+
+
 def product_defines(a: Any) -> dict[str, int]:
     """What kernels that multiply are told besides."""
     packing = packing_of(a)
@@ -147,7 +175,11 @@ def rounded_bytes(a: Any) -> int:
 def _sizes(a: Any, packing: Packing) -> tuple[int, int]:
     rows, inputs = a.x.shape
     groups = -(-inputs // packing.columns) if packing.columns else 1
-    return -(-rows * inputs * (4 if a.x.dtype == "f32" else 2) // 256) * 256, groups * _pitch(rows) * 4
+    return -(-rows * inputs * DTYPES[_rounded_dtype(a)].itemsize // 256) * 256, groups * _pitch(rows) * 4
+
+
+def _rounded_dtype(a: Any) -> str:
+    return "u8" if is_eight(a) else str(a.x.dtype)
 
 
 def _pitch(rows: int) -> int:
@@ -163,7 +195,7 @@ def place_rounded(a: Any, scratch: int) -> Rounded:
     numbers, _ = _sizes(a, packing)
     groups = -(-inputs // packing.columns) if packing.columns else 1
     return Rounded(
-        Place(scratch, (rows, inputs), a.x.dtype), Place(scratch + numbers, (groups, _pitch(rows)), "f32"), _pitch(rows)
+        Place(scratch, (rows, inputs), _rounded_dtype(a)), Place(scratch + numbers, (groups, _pitch(rows)), "f32"), _pitch(rows)
     )
 
 
@@ -171,7 +203,7 @@ def round_rows(device: CudaDevice, a: Any, to: Rounded) -> Launch:
     """Bind the rounding of the rows of a launch."""
     packing = packing_of(a)
     assert packing is not None
-    function = device.function(source("packed.cu"), "round_rows", **defines(packing), **act(a.x.dtype))
+    function = device.function(source("packed.cu"), "round_rows", EIGHT=int(is_eight(a)), **defines(packing), **act(a.x.dtype))
     grid = lambda n: (n, 1, 1)  # noqa: E731
     return function.bind(grid, THREADS, a.x, to.x, to.scales, int(a.x.shape[1]), to.pitch, dependent=True)
 

@@ -13,10 +13,10 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from polydraft.device import Launch
+from polydraft.device import DTYPES, Launch
 from polydraft_cuda.compiler import ROWS, act
 from polydraft_cuda.device import CudaDevice
-from polydraft_cuda.kernels.packed import Rounded, packing_of, product_defines
+from polydraft_cuda.kernels.packed import CudaPackedWeight, Rounded, is_eight, packing_of, product_defines
 from polydraft_cuda.kernels.provider import source
 
 TILE_ROWS: Final = 128
@@ -64,18 +64,21 @@ class TensorMap(ctypes.Structure):
 
 
 def tensor_map(device: Any, matrix: Any, rows: int, *, paired: int = 0, chunks: int = 0) -> TensorMap:
-    """Boxes of `rows` by 64 elements of a row-major 16-bit matrix, or of each of a stack, in 128-byte swizzled rows; zeros
-    beyond its end. `paired`: of the upper and the lower half of the matrix, so many rows of each in turn. `chunks`: so many of
+    """Boxes of `rows` by 128 bytes of a row-major matrix, or of each of a stack, in 128-byte swizzled rows; zeros beyond its
+    end. `paired`: of the upper and the lower half of the matrix, so many rows of each in turn. `chunks`: so many of
     these side by side."""
     *stacked, height, width = matrix.shape
+    each = DTYPES[matrix.dtype].itemsize
+    row, across = each * width, 128 // each
     sizes: tuple[int, ...] = (width, paired, 2, height // (2 * paired)) if paired else (width, height)
-    strides: tuple[int, ...] = (2 * width, height * width, 2 * paired * width) if paired else (2 * width,)
-    box: tuple[int, ...] = (64, paired, 2, rows // (2 * paired)) if paired else (64, rows)
+    strides: tuple[int, ...] = (row, height // 2 * row, paired * row) if paired else (row,)
+    box: tuple[int, ...] = (across, paired, 2, rows // (2 * paired)) if paired else (across, rows)
     if stacked:
-        sizes, strides, box = (*sizes, *stacked), (*strides, 2 * height * width), (*box, 1)
+        sizes, strides, box = (*sizes, *stacked), (*strides, height * row), (*box, 1)
     if chunks:
-        sizes, strides, box = (64, *sizes[1:], width // 64), (*strides, 128), (*box, chunks)
-    return _encoded(device, matrix, "BFLOAT16" if matrix.dtype == "bf16" else "FLOAT16", sizes, strides, box, "128B")
+        sizes, strides, box = (across, *sizes[1:], width // across), (*strides, 128), (*box, chunks)
+    kind = {"bf16": "BFLOAT16", "f16": "FLOAT16", "u8": "UINT8"}[matrix.dtype]
+    return _encoded(device, matrix, kind, sizes, strides, box, "128B")
 
 
 def _encoded(
@@ -96,11 +99,11 @@ def _encoded(
     return TensorMap((ctypes.c_uint64 * 16)(*(int(word) for word in encoded.opaque)))
 
 
-def piece_map(device: Any, weight: Any, rows: int, *, paired: bool = False, chunks: int = 1) -> TensorMap:
+def piece_map(device: CudaDevice, weight: CudaPackedWeight, rows: int, *, paired: bool = False, chunks: int = 1) -> TensorMap:
     """Boxes of what `rows` outputs of a packed weight have of `chunks` chunks of 64 inputs: pieces of 8 outputs, those of the
     upper and the lower half of the matrix in turn where it is `paired`; zeros beyond its end."""
     outputs, inputs = weight.shape
-    piece, pieces, width = 8 * chunk_bytes(weight), -(-outputs // 8), inputs // 64
+    piece, pieces, width = 8 * piece_bytes(weight), -(-outputs // 8), inputs // 64
     row = piece * width
     if paired:
         sizes: tuple[int, ...] = (piece // 8, 2, 2, pieces // 2, width)
@@ -108,13 +111,17 @@ def piece_map(device: Any, weight: Any, rows: int, *, paired: bool = False, chun
         box: tuple[int, ...] = (piece // 8, 2, 2, rows // 16, chunks)
     else:
         sizes, strides, box = (piece // 4, pieces, width), (row, piece), (piece // 4, rows // 8, chunks)
-    return _encoded(device, weight, "UINT32", sizes, strides, box, "NONE")
+    return _encoded(device, weight.in_pieces(device), "UINT32", sizes, strides, box, "NONE")
 
 
-def chunk_bytes(weight: Any) -> int:
-    """Bytes of a chunk of 64 inputs of an output."""
-    packing = getattr(weight, "packing", None)
-    return 128 if packing is None else 32 if packing.number == "int4" else 64
+def piece_bytes(weight: CudaPackedWeight) -> int:
+    """Bytes that an output has of a chunk of 64 inputs."""
+    return 32 if weight.packing.number == "int4" else 64
+
+
+def chunk_bytes(a: Any) -> int:
+    """Bytes that an output has of a chunk of `linear_tile`."""
+    return 128 if packing_of(a) is None or is_eight(a) else piece_bytes(a.weight)
 
 
 def flags(device: Any) -> Any:
@@ -149,20 +156,20 @@ def tile(
     where they are others than x."""
     outputs, inputs = a.weight.shape
     rounded = rounded or Rounded(a.x, None, 0)
-    tokens, cluster, stages = packed_size(a, size) if (packing := packing_of(a)) else size
+    packing, eight, paired = packing_of(a), is_eight(a), gated is not None
+    tokens, cluster, stages = packed_size(a, size) if packing else size
     function = device.function(
         source("linear_tile.cu"), "linear_tile", arch_features="a", TOKENS=tokens, STAGES=stages, CLUSTER=cluster,
-        GATED=int(gated is not None), BEST=int(best is not None), **product_defines(a), **defines(a),
+        GATED=int(paired), BEST=int(best is not None), EIGHT=int(eight), **product_defines(a), **defines(a),
     )  # fmt: skip
-    shared = stages * (TILE_ROWS * chunk_bytes(a.weight) + tokens * 128) + 1024
-    crowded = packing is not None and tokens >= (128 if packing.columns else 256)  # as the kernel has it
+    shared = stages * (TILE_ROWS * chunk_bytes(a) + tokens * 128) + 1024
+    crowded = packing is not None and tokens >= (128 if packing.columns or eight else 256)  # as the kernel has it
     threads = 2 * 128 + (128 if crowded else 32)
     at_once = function.most_clusters(threads, shared, cluster) if cluster > 1 else device.num_sms
-    paired = gated is not None
-    weights = (
-        piece_map(device, a.weight, TILE_ROWS, paired=paired) if packing
-        else tensor_map(device, a.weight, TILE_ROWS, paired=8 * paired)
-    )  # fmt: skip
+    if packing and not eight:
+        weights = piece_map(device, a.weight, TILE_ROWS, paired=paired)
+    else:
+        weights = tensor_map(device, a.weight.numbers if eight else a.weight, TILE_ROWS, paired=8 * paired)
     scales, zeros = (a.weight.scales, a.weight.zeros) if packing else (None, None)
     return function.bind(
         num_blocks(device, a, cluster, at_once), threads, weights, tensor_map(device, rounded.x, tokens // cluster),
@@ -174,7 +181,7 @@ def tile(
 def packed_size(a: Any, size: Size) -> Size:
     """A size of `linear_tile` with as many bytes in flight where weights are packed."""
     inflight = size.stages * (TILE_ROWS + size.rows) * 128
-    return size._replace(stages=min(inflight // (TILE_ROWS * chunk_bytes(a.weight) + size.rows * 128), MOST_STAGES))
+    return size._replace(stages=min(inflight // (TILE_ROWS * chunk_bytes(a) + size.rows * 128), MOST_STAGES))
 
 
 def rows_of(device: CudaDevice, a: Any, unit: int = 16) -> int:

@@ -2,7 +2,8 @@
 //
 // WIDTH, defined before this file is included, is a multiple of 8 up to 256. The instruction names all its registers: the descriptors
 // come first, so that what follows can be put together from eights of columns. With REGISTERS the first operand lies in registers, as
-// that of `mma` does in each of the four warps; then WIDTH is a power of two.
+// that of `mma` does in each of the four warps; then WIDTH is a power of two. With BYTES operands are E4M3 and 32 wide, and sums are only as
+// exact as such products are summed on this architecture, to some 13 places: whoever asks adds those of few products in float32.
 #pragma once
 #include "common.cuh"
 
@@ -12,10 +13,15 @@ __device__ __forceinline__ void accumulators_fence(float (&r)[N]) {
     for (int i = 0; i < N; i++) asm volatile("" : "+f"(r[i])::"memory");
 }
 
-#if ACT == 1
-#define WGMMA_TYPES "f32.bf16.bf16"
+#ifdef BYTES
+#define WGMMA_TYPES "k32.f32.e4m3.e4m3"
+#define WGMMA_FLAGS "p, 1, 1"
+#elif ACT == 1
+#define WGMMA_TYPES "k16.f32.bf16.bf16"
+#define WGMMA_FLAGS "p, 1, 1, 0, 0"
 #else
-#define WGMMA_TYPES "f32.f16.f16"
+#define WGMMA_TYPES "k16.f32.f16.f16"
+#define WGMMA_FLAGS "p, 1, 1, 0, 0"
 #endif
 
 #define WGMMA_FOUR(i) "+f"(r[i]), "+f"(r[i + 1]), "+f"(r[i + 2]), "+f"(r[i + 3])
@@ -91,7 +97,7 @@ __device__ __forceinline__ void accumulators_fence(float (&r)[N]) {
 __device__ __forceinline__ void wgmma(float (&r)[WIDTH / 2], uint64_t a, uint64_t b) {
     asm volatile(
         "{\n.reg .pred p;\nsetp.ne.b32 p, 1, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n" WGMMA_TEXT(WIDTH) "k16." WGMMA_TYPES " {" WGMMA_JOIN(WGMMA_NAMES_, WIDTH) "}, %0, %1, p, 1, 1, 0, 0;\n}"
+        "wgmma.mma_async.sync.aligned.m64n" WGMMA_TEXT(WIDTH) WGMMA_TYPES " {" WGMMA_JOIN(WGMMA_NAMES_, WIDTH) "}, %0, %1, " WGMMA_FLAGS ";\n}"
         : "+l"(a), "+l"(b), WGMMA_JOIN(WGMMA_SUMS_, WIDTH)
         :
         : "memory");
@@ -109,7 +115,7 @@ __device__ __forceinline__ void wgmma(float (&r)[WIDTH / 2], const unsigned* a, 
     uint64_t unused = 0;
     asm volatile(
         "{\n.reg .pred p;\nsetp.ne.b32 p, 1, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n" WGMMA_TEXT(WIDTH) "k16." WGMMA_TYPES " {" WGMMA_JOIN(WGMMA_NAMES_, WIDTH) "}, {" WGMMA_JOIN(WGMMA_A_, WIDTH) "}, %0, p, 1, 1, 0;\n}"
+        "wgmma.mma_async.sync.aligned.m64n" WGMMA_TEXT(WIDTH) WGMMA_TYPES " {" WGMMA_JOIN(WGMMA_NAMES_, WIDTH) "}, {" WGMMA_JOIN(WGMMA_A_, WIDTH) "}, %0, p, 1, 1, 0;\n}"
         : "+l"(b), "+l"(unused), WGMMA_JOIN(WGMMA_SUMS_, WIDTH)
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3])
         : "memory");

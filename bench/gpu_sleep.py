@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import subprocess
 import sys
@@ -31,18 +32,21 @@ from polydraft.sampling_params import SamplingParams
 
 ROOT = Path(__file__).resolve().parent
 GIB = 1 << 30
+POOL = (1 << 22) + 4093
+"""Numbers that are drawn; their count is prime to the sizes of matrices, so that rows differ."""
 PROMPTS = [[7 * i + j + 1 for j in range(64)] for i in range(8)]
 PARAMS = SamplingParams(max_new_tokens=32, ignore_eos=True)
 
 
 def tensors(shape: str, seed: int, device: str) -> dict[str, torch.Tensor]:
-    """Every tensor that the shape stores."""
+    """Every tensor that the shape stores, drawn over and over from one pool of numbers."""
     torch.manual_seed(seed)
-    found = {}
+    pool, found, begin = torch.randn(POOL, dtype=torch.float32).bfloat16().to(device), {}, 0
     with closing(RandomCheckpoint(ROOT / "shapes" / f"{shape}.json")) as random:
         for name in random.names():
             size = random.shape(name)
-            value = torch.randn(size, dtype=torch.bfloat16, device=device)
+            count, begin = math.prod(size), (begin + 9973) % (POOL // 2)
+            value = pool[begin:].repeat(-(-count // (POOL - begin)))[:count].reshape(size)
             found[name] = value * (size[-1] ** -0.5) if len(size) > 1 else value * 0.02 + float("norm" in name)
     return found
 
@@ -84,6 +88,7 @@ def measured(shape: str, repeats: int) -> dict[str, Any]:
 
     command = [sys.executable, __file__, "--shape", shape, "--trainer"]
     with closing(Engine(config, checkpoint=RandomCheckpoint(ROOT / "shapes" / f"{shape}.json"))) as engine:
+        before = texts(engine)
         taken: Callable[[], int] = engine.device.memory_taken  # type: ignore[attr-defined]
         for _ in range(repeats):
             timed("update_from_host_s", lambda: engine.update_weights(given))

@@ -20,7 +20,7 @@ from polydraft.conformance.core_faults import no_keep_part
 from polydraft.conformance.lossless_checks import Listed
 from polydraft.errors import ConfigError
 from polydraft.host.adaptive_drafts import AdaptiveDrafts
-from polydraft.host.draft_policy import Always, check_policy, ladder
+from polydraft.host.draft_policy import Always, DraftView, Windows, check_policy, ladder
 from polydraft.step.graphs import GraphPolicy
 from tests.step.test_host_inputs import asks as host_asks
 from tests.step.test_host_inputs import masked_plainly, served
@@ -116,6 +116,35 @@ def test_texts_on_a_device(by: str, proposer: str) -> None:
     for ask, output in zip(ASKS, outputs, strict=True):
         assert same_text(output, solo(MODEL, 3, ask.prompt_ids, replace(ask.params, max_drafts=None)))
         assert max(output.round_drafts, default=0) <= (5 if ask.params.max_drafts is None else ask.params.max_drafts)
+    is_consistent(served_by, outputs)
+    served_by.close()
+
+
+class Limiting(Always):
+    """Each slot verifies so many rows, others in the second half of the run; the step makes all drafts."""
+
+    windows: Windows | None = None
+
+    def choose(self, view: DraftView) -> int:
+        if self.windows is None or (view.slots.epoch > self.windows.epochs).any() or view.slots.num_rounds.max() == 9:
+            swapped = view.slots.num_rounds.max() >= 9
+            self.windows = Windows(np.array([6, 1, 3] if swapped else [1, 3, 6], np.int32), view.slots.epoch.copy())
+        return super().choose(view)
+
+
+@pytest.mark.parametrize("options", [{}, {"graph": "decode", "graph_sizes": (1, 3)}], ids=["eager", "graphs"])
+@pytest.mark.parametrize("by", list(DEVICES))
+def test_requests_verify_as_many_drafts_as_the_policy_lets_them(by: str, options: dict[str, Any]) -> None:
+    options = options if by != "reference" else {}
+    with deciding(lambda limits: Limiting(limits.num_drafts)):
+        served_by = engine(MODEL, device=by, draft_tokens=5, max_num_seqs=3, block_size=4, **options)
+    asks = [Ask(prompt, PARAMS) for prompt in PROMPTS[:3]]
+    outputs = drive(served_by, asks)
+    for ask, output in zip(asks, outputs, strict=True):
+        assert same_text(output, solo(MODEL, 3, ask.prompt_ids, PARAMS))
+    early, late = ({max(output.round_drafts[part]) for output in outputs} for part in (slice(1, 5), slice(14, -4)))
+    assert early == late == {0, 2, 5}
+    assert [max(outputs[0].round_drafts[part]) for part in (slice(1, 5), slice(14, -4))] == [0, 5]
     is_consistent(served_by, outputs)
     served_by.close()
 

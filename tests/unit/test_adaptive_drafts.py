@@ -14,29 +14,31 @@ import pytest
 
 from polydraft.contracts.base import Limits
 from polydraft.host.adaptive_drafts import ENOUGH, EVERY, SELDOM, AdaptiveDrafts, StepTimes
-from polydraft.host.draft_policy import Always, DraftPolicy, DraftView, check_policy
+from polydraft.host.draft_policy import Always, DraftPolicy, DraftView, Windows, check_policy
 from polydraft.host.slots import SlotTable
 
 GOOD, POOR = (0.8, 0.75, 0.75, 0.7, 0.7), (0.5, 0.4, 0.25, 0.2, 0.2)
 Cost = Callable[[int, int], float]
 COSTS: dict[str, Cost] = {
-    "weights": lambda n, k: 5.0 + 0.4 * k + 0.02 * n * (k + 1),
-    "rows": lambda n, k: 2.0 + 0.3 * k + 0.5 * n * (k + 1),
-    "experts": lambda n, k: 2.0 + 6.0 * (1.0 - float(np.exp(-n * (k + 1) / 12.0))) + 0.4 * k,
+    "weights": lambda rows, k: 5.0 + 0.4 * k + 0.02 * rows,
+    "rows": lambda rows, k: 2.0 + 0.3 * k + 0.5 * rows,
+    "experts": lambda rows, k: 2.0 + 6.0 * (1.0 - float(np.exp(-rows / 12.0))) + 0.4 * k,
 }
-"""Milliseconds of a step with n requests that verifies k drafts and makes as many: a device that mostly reads weights, one that
-computes, and experts, of which more rows read more."""
+"""What a step takes that verifies so many rows and makes k drafts: a device that mostly reads weights, one that computes,
+and experts, of which more rows read more."""
 
 
 class World:
-    """Serves `size` slots that decode for ever. `chances(slots)` is [n, K] or [K]; `noise` the spread of step times."""
+    """Serves `size` slots that decode for ever. `chances(slots)` is [n, K] or [K]; `noise` the spread of step times; without
+    `limiting` all drafts are verified, whatever the policy says."""
 
     def __init__(self, size: int, cost: Cost, chances: Callable[[Any], Any], *, most: int = 5, noise: float = 0.0) -> None:
         self.limits = Limits(size, most, 64, 64, 20_000, 16, 64, 4, 1, 100)
         self.slots = SlotTable(self.limits)
         self.slots.epoch[:] = 1
         self.cost, self.chances, self.noise = cost, chances, noise
-        self.now, self.tokens, self.window = 0.0, 0, 1
+        self.now, self.tokens, self.window, self.spared = 0.0, 0, 1, 0
+        self.limiting, self._windows = True, None
         self.chosen: list[int] = []
         self._rng = np.random.default_rng(7)
 
@@ -44,9 +46,13 @@ class World:
         """One step of the first `count` slots."""
         slots = np.arange(count)
         made = policy.choose(DraftView(self.slots, slots, has_prefill))
-        took = (self.cost(count, self.window - 1) + self.cost(count, made)) / 2.0
-        self.now += took * (1.0 + self.noise * abs(self._rng.standard_normal()))
-        verified = np.minimum(self.window, self.slots.window[slots]) - 1
+        rows = np.minimum(self.window, self.slots.window[slots])
+        if self._windows is not None:
+            rows = self._windows.limit(rows, self.slots, slots)
+        self._windows = getattr(policy, "windows", None) if self.limiting else None  # of the next step, as the scheduler has it
+        self.now += self.cost(int(rows.sum()), made) * (1.0 + self.noise * abs(self._rng.standard_normal()))
+        verified = rows - 1
+        self.spared += count * self.window - int(rows.sum())
         chances = np.broadcast_to(self.chances(slots), (count, self.limits.num_drafts))
         drawn = (self._rng.random(chances.shape) < chances) & (np.arange(chances.shape[1]) < verified[:, None])
         accepted = drawn.cumprod(axis=1).sum(axis=1)
@@ -135,7 +141,7 @@ def test_acceptance_is_that_of_each_request_and_place() -> None:
     for end in range(EVERY, 401, EVERY):  # as the policy looks: now and then, at the rounds since
         world.slots.num_rounds[:] = end
         policy.acceptance.look(world.slots, np.arange(2))
-    found = policy.acceptance.of(np.arange(2))
+    found = policy.acceptance.of(np.arange(2)).T
     assert np.abs(found[0] - rows[0]).max() < 0.25
     assert found[1, 0] < 0.4
     assert found[0].cumprod().sum() > 3.0 * found[1].cumprod().sum()
@@ -150,7 +156,7 @@ def test_a_new_request_in_a_slot_begins_anew() -> None:
     world.slots.epoch[1] += 1
     world.slots.num_rounds[1] = 0
     policy.acceptance.look(world.slots, np.array([1]))
-    assert policy.acceptance.of(np.array([1]))[0] == pytest.approx(everyone, abs=0.02)
+    assert policy.acceptance.of(np.array([1]))[:, 0] == pytest.approx(everyone, abs=0.02)
 
 
 def estimated(times: StepTimes, bucket: int) -> tuple[Any, Any]:
@@ -175,6 +181,59 @@ def test_times_of_a_bucket_move_together_once_they_are_known() -> None:
     seconds, sure = estimated(times, 1)
     assert list(seconds) == [6.0, 12.0, 24.0]
     assert sure[1] < 0.9
+
+
+# -- requests ---------------------------------------------------------------------------------------------------------------
+def unlike(slots: Any) -> Any:
+    """Drafts of every other request are hardly ever right."""
+    return np.where((slots % 2 == 0)[:, None], np.array([0.9, 0.9, 0.9, 0.85, 0.85]), np.array([0.2, 0.15, 0.1, 0.1, 0.1]))
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.2])
+def test_requests_whose_drafts_are_seldom_right_verify_few(noise: float) -> None:
+    world = World(32, COSTS["weights"], unlike, noise=noise)
+    policy = world.adaptive()
+    adaptive = world.run(policy, 32, 1500)
+    fixed = max(World(32, COSTS["weights"], unlike, noise=noise).run(Always(k), 32, 1500) for k in policy.rungs)
+    assert adaptive > 1.05 * fixed
+    assert policy.windows is not None
+    assert policy.windows.rows[::2].mean() > 2.0 * policy.windows.rows[1:32:2].mean()
+    report = policy.report()
+    assert 0 < report["limited_steps"] < 1500
+    assert noise or report["row_ms"]["32"] == pytest.approx(1e3 * 0.02, rel=0.01), "as the world has it"
+
+
+@pytest.mark.parametrize("size", [8, 64])
+def test_nobody_is_limited_where_rows_cost_nothing(size: int) -> None:
+    world = World(size, lambda rows, k: 5.0 + 0.4 * k, unlike)
+    policy = world.adaptive()
+    world.run(policy, size, 1500)
+    assert policy.windows is None
+    assert policy.report()["limited_steps"] < 100, "only where it was tried"
+
+
+def test_a_request_that_was_limited_is_tried_again() -> None:
+    world = World(32, COSTS["weights"], lambda slots: unlike(slots if world.now < 9000.0 else 0 * slots))
+    policy = world.adaptive()
+    while world.now < 9000.0:
+        world.step(policy, 32)
+    assert policy.windows is not None
+    assert policy.windows.rows[1] < 3
+    for _ in range(1000):
+        world.step(policy, 32)
+    lengths = world.slots.round_drafts[1, world.slots.num_rounds[1] - 200 : world.slots.num_rounds[1]]
+    assert lengths.mean() > 3.0
+
+
+def test_windows_are_of_the_requests_that_they_were_made_for() -> None:
+    slots, decode = SlotTable(Limits(4, 5, 64, 64, 100, 16, 64, 4, 1, 100)), np.array([0, 2, 3])
+    slots.epoch[:] = 7, 1, 2, 3
+    windows = Windows(np.array([1, 2, 3, 4], np.int32), slots.epoch.copy())
+    rows = np.full(3, 6, np.int32)
+    assert windows.limit(rows, slots, decode).tolist() == [1, 3, 4]
+    assert windows.limit(np.full(3, 2, np.int32), slots, decode).tolist() == [1, 2, 2]
+    slots.epoch[2] += 1  # another request
+    assert windows.limit(rows, slots, decode).tolist() == [1, 6, 4]
 
 
 @pytest.mark.parametrize("most", [1, 2, 7])

@@ -7,6 +7,10 @@ in the window, and forgotten slowly. Every `EVERY` steps, and where requests cam
 most expected tokens a second. A rung whose time nobody knows is tried for a few steps where it might be the best one, and the
 best of the others now and then, since times and texts change.
 
+Requests are told apart: a draft whose chance, times those before it, is worth less than the row that verifies it is not verified
+(`windows`). What a row costs is measured too, as the time that a step saves without some: where that is nothing, as in steps that
+are bound by weights or replayed at full size, nobody is limited.
+
 The goodput that is maximised is that of SmartSpec (Liu et al., 2024, arXiv:2406.14066); the measured times in place of a model of
 the machine, and acceptance by request and place, are this module's. Nothing here touches the device, and no text depends on it.
 """
@@ -24,12 +28,14 @@ import numpy as np
 
 from polydraft.contracts.base import Limits
 from polydraft.device import Array
-from polydraft.host.draft_policy import DraftView, ladder
+from polydraft.host.draft_policy import DraftView, Windows, ladder
 from polydraft.host.slots import SlotTable
 from polydraft.step.graphs import default_buckets
 
 EVERY = 16
 """Steps from one decision to the next: what a decision costs is then small beside what it is about."""
+MANY = 16
+"""Requests from which on a decision that changes nothing holds twice as long: it costs more then, and is seldom another."""
 SETTLING = 2
 """Steps after a change that are not timed: their windows are those of before, and so are those in flight."""
 TRIAL = 6
@@ -50,6 +56,10 @@ LEAST_AWAY = 0.35
 """Doublings that a rung of the very same bucket counts for."""
 FORGET, FORGET_ALL = 0.95, 0.9995
 """What is left of a round's evidence after the next round: of its request, and of all requests."""
+FORGET_IDLE = 0.99
+"""What is left of a request's evidence about a place after a round that verified no draft there: in the end it is tried again."""
+ROW_SHARE = 0.9
+"""The part of what a draft costs that its row is hoped to cost, until that is measured."""
 PRIOR, PRIOR_CHANCE = 4.0, 0.7
 """Rounds that what is known of all requests counts for in the estimate of one; and what is believed of all at first."""
 
@@ -64,19 +74,38 @@ class StepTimes:
         self.buckets, self.rungs = buckets, rungs
         self.seconds = np.full((len(buckets), len(rungs)), np.nan)
         """[bucket, rung], NaN where nothing was measured."""
+        self.row_seconds = np.full(len(buckets), np.nan)
+        """[bucket]: what a row less saves, NaN where that was not measured."""
         self._steps = np.zeros((len(buckets), len(rungs)))
         """Behind each of them, as far as they count."""
-        self._last: tuple[int, int] | None = None
+        self._last: tuple[int, int, bool] | None = None
 
-    def measured(self, bucket: int, rung: int, seconds: float, steps: int) -> None:
-        """So many steps of this bucket and rung, both by index, took so long each."""
-        row, cell, known = self.seconds[bucket], (bucket, rung), self._steps[bucket, rung]
+    def measured(self, bucket: int, rung: int, seconds: float, steps: int, spared: float = 0.0) -> None:
+        """So many steps of this bucket and rung, both by index, took so long each; windows had `spared` rows less than all."""
+        if spared:
+            self._measured_less(bucket, rung, seconds, spared)
+            return
+        row, cell, known = self.seconds[bucket], (bucket, rung, False), self._steps[bucket, rung]
         if cell == self._last and known >= ENOUGH:
             row *= seconds / row[rung]
             return
         known = known if cell == self._last else min(known, ENOUGH / 2)
         row[rung] = (row[rung] * known + seconds * steps) / (known + steps) if known else seconds
         self._steps[bucket, rung], self._last = known + steps, cell
+
+    def _measured_less(self, bucket: int, rung: int, seconds: float, spared: float) -> None:
+        """Beside the time of all rows, just before: what one row costs. While such steps run on: that all has become slower."""
+        full, each, cell = self.seconds[bucket, rung], self.row_seconds[bucket], (bucket, rung, True)
+        if np.isnan(full):
+            return
+        if cell == self._last and not np.isnan(each):
+            factor = seconds / max(full - spared * each, 0.1 * full)
+            self.seconds[bucket] *= factor
+            self.row_seconds[bucket] *= factor
+        else:
+            found = max(full - seconds, 0.0) / spared
+            self.row_seconds[bucket] = found if np.isnan(each) else (each + found) / 2.0
+        self._last = cell
 
     def estimate(self, bucket: int) -> tuple[Array, Array] | None:
         """[rungs] float64: seconds of a step by rung, measured or estimated; and the part of it that it might take instead, 1
@@ -113,59 +142,69 @@ class Acceptance:
 
     def __init__(self, limits: Limits) -> None:
         b, k = limits.max_seqs, limits.num_drafts
-        self._places = np.arange(k)
-        self._back = np.arange(1, EVERY + 1)
+        self._places = np.arange(k, dtype=np.uint8)[:, None]
+        self._back = np.arange(1, EVERY + 1)[:, None]
         self._epoch = np.full(b, -1, np.int64)
         self._seen = np.zeros(b, np.int64)
-        self._accepted, self._tried = np.zeros((b, k)), np.zeros((b, k))
+        self._accepted, self._tried = np.zeros((k, b)), np.zeros((k, b))
         self._all_accepted, self._all_tried = np.zeros(k), np.zeros(k)
 
     def look(self, slots: SlotTable, decode: Array) -> None:
         """Count the rounds of these slots since the last look, at most the `EVERY` newest."""
         rounds = slots.num_rounds[decode]
         new = decode[self._epoch[decode] != slots.epoch[decode]]
-        self._epoch[new], self._accepted[new], self._tried[new], self._seen[new] = slots.epoch[new], 0.0, 0.0, 0
-        at = rounds[:, None] - self._back
-        fresh = (at >= self._seen[decode, None]) & (at >= 0)
-        accepted = np.where(fresh, slots.rounds[decode[:, None], at], 0)
-        drafted = np.where(fresh, slots.round_drafts[decode[:, None], at], 0)
-        hits = (accepted[..., None] > self._places).sum(axis=1)
-        tried = (np.minimum(accepted + 1, drafted)[..., None] > self._places).sum(axis=1)
-        left = FORGET ** fresh.sum(axis=1)[:, None]
-        self._accepted[decode] = self._accepted[decode] * left + hits
-        self._tried[decode] = self._tried[decode] * left + tried
-        left_of_all = FORGET_ALL ** int(fresh.sum())
-        self._all_accepted = self._all_accepted * left_of_all + hits.sum(axis=0)
-        self._all_tried = self._all_tried * left_of_all + tried.sum(axis=0)
+        self._epoch[new], self._accepted[:, new], self._tried[:, new], self._seen[new] = slots.epoch[new], 0.0, 0.0, 0
+        at = rounds - self._back  # [EVERY, n], so that sums go along whole rows
+        fresh = (at >= self._seen[decode]) & (at >= 0)
+        accepted, drafted = slots.rounds[decode, at] * fresh, slots.round_drafts[decode, at] * fresh
+        hits, tried, offered = (
+            (counted > self._places[:, None]).sum(axis=1, dtype=np.uint8)
+            for counted in (accepted, np.minimum(accepted + np.uint8(1), drafted), drafted)
+        )
+        count = fresh.sum(axis=0)
+        left = _LEFT[offered] * _LEFT_IDLE[count - offered]
+        self._accepted[:, decode] = self._accepted[:, decode] * left + hits
+        self._tried[:, decode] = self._tried[:, decode] * left + tried
+        left_of_all = FORGET_ALL ** int(count.sum())
+        self._all_accepted = self._all_accepted * left_of_all + hits.sum(axis=1)
+        self._all_tried = self._all_tried * left_of_all + tried.sum(axis=1)
         self._seen[decode] = rounds
 
     def of_all(self) -> Array:
         """[places] float64: the chances over all requests; a place that nobody has tried is taken to be like the one before."""
         chances, before = np.empty(len(self._places)), PRIOR_CHANCE
-        for place in self._places:
-            before = (self._all_accepted[place] + before) / (self._all_tried[place] + 1.0)
+        for place, (accepted, tried) in enumerate(zip(self._all_accepted.tolist(), self._all_tried.tolist(), strict=True)):
+            before = (accepted + before) / (tried + 1.0)
             chances[place] = before
         return chances
 
     def of(self, decode: Array) -> Array:
-        """[len(decode), places] float64: the chances of each of these slots. A request that does worse than the others at one
+        """[places, len(decode)] float64: the chances of each of these slots. A request that does worse than the others at one
         place is believed to do as much worse at the next, until it is tried there."""
         everyone = self.of_all()
-        chances, ratio = np.empty((len(decode), len(everyone))), np.ones(len(decode))
-        for place, chance in enumerate(everyone):
+        accepted, tried = self._accepted[:, decode], self._tried[:, decode] + PRIOR
+        chances, ratio = np.empty((len(everyone), len(decode))), np.ones(len(decode))
+        for place, chance in enumerate(everyone.tolist()):
             believed = np.minimum(chance * ratio, 1.0)
-            tried = self._tried[decode, place]
-            chances[:, place] = (self._accepted[decode, place] + PRIOR * believed) / (tried + PRIOR)
-            ratio = chances[:, place] / max(chance, 1e-6)
+            chances[place] = (accepted[place] + PRIOR * believed) / tried[place]
+            ratio = chances[place] / max(chance, 1e-6)
         return chances
 
-    def tokens(self, decode: Array, windows: Array, rungs: tuple[int, ...]) -> Array:
-        """[rungs] float64: tokens of a step that verifies so many drafts, over all these slots; `windows` [len(decode)] rows that
-        each request allows."""
-        drafts = np.where(self._places < windows[:, None] - 1, self.of(decode), 0.0).cumprod(axis=1)
-        by_length = np.concatenate(([0.0], drafts.sum(axis=0).cumsum()))
-        chosen: Array = len(decode) + by_length[list(rungs)]
-        return chosen
+    def lasting(self, decode: Array, windows: Array) -> Array:
+        """[places, len(decode)] float64: the chance that the draft at a place and all before it are accepted, 0 behind the rows
+        (`windows` [len(decode)]) that each request allows."""
+        chances: Array = np.where(self._places < windows - 1, self.of(decode), 0.0).cumprod(axis=0)
+        return chances
+
+
+_LEFT, _LEFT_IDLE = (left ** np.arange(EVERY + 1) for left in (FORGET, FORGET_IDLE))
+"""By number of rounds."""
+
+
+def summed(by_place: Array, rungs: tuple[int, ...]) -> Array:
+    """[rungs] float64: the sum over all slots [places, n] and the places of each rung."""
+    sums: Array = np.concatenate(([0.0], by_place.sum(axis=1).cumsum()))[list(rungs)]
+    return sums
 
 
 class AdaptiveDrafts:
@@ -184,6 +223,10 @@ class AdaptiveDrafts:
         self._best = self._rung
         self._before = 0.0
         self._samples: list[float] = []
+        self.windows: Windows | None = None
+        """What requests verify at most, as `DraftPolicy` says."""
+        self._spared, self._limited_steps, self._again = 0, 0, False
+        """Rows a step that nobody verifies because of them; steps with some; and whether it is their turn to be tried again."""
 
     def choose(self, view: DraftView) -> int:
         """The rung that was decided on, and now and then another decision. The time since the last call is that of a step, if the
@@ -196,10 +239,12 @@ class AdaptiveDrafts:
             self._samples.append(now - self._before)
         self._settled, self._before = self._settled + 1, now
         self._left -= 1
+        self._limited_steps += self._spared > 0
         if not self._bounds[0] < count <= self._bounds[1]:
             self._enter(bisect.bisect_left(self.times.buckets, count))
         if self._left <= 0:
             self._decide(view)
+            self._spared = 0 if self.windows is None else self._rows_less(view, self.windows)
         return self.rungs[self._rung]
 
     def _enter(self, bucket: int) -> None:
@@ -211,7 +256,8 @@ class AdaptiveDrafts:
     def _file(self) -> None:
         """File the times since the last change; those of interrupted steps do not count."""
         if self._samples:
-            self.times.measured(self._bucket, self._rung, statistics.median(self._samples), len(self._samples))
+            seconds = statistics.median(self._samples)
+            self.times.measured(self._bucket, self._rung, seconds, len(self._samples), self._spared)
             self._samples.clear()
 
     def _decide(self, view: DraftView) -> None:
@@ -223,25 +269,68 @@ class AdaptiveDrafts:
             self._take(self.rungs.index(SLOPE_FROM) if known and len(self.rungs) > 1 else self._rung, TRIAL)
             return
         seconds, sure = estimate
-        tokens = self.acceptance.tokens(view.decode, view.slots.window[view.decode], self.rungs)
-        rates = tokens / seconds
+        lasting = self.acceptance.lasting(view.decode, view.slots.window[view.decode])
+        whole = (len(view.decode) + summed(lasting, self.rungs)) / seconds
+        kept, limited = self._limited(lasting, seconds, whole)
+        row_known = not np.isnan(self.times.row_seconds[self._bucket])
+        limited = np.where(sure < 1.0, whole, limited)
+        rates = np.maximum(whole, limited) if row_known else whole
         best, hopes = int(rates.argmax()), np.where(sure < 1.0, rates / sure, 0.0)
         if best != self._best:
             self._best, self._patience, self._until_try = best, TRY_AGAIN, TRY_AGAIN
         if hopes.max() > rates[best]:
             self._take(int(hopes.argmax()), TRIAL)
+        elif not row_known and limited[tried := int(limited.argmax())] > rates[best] * (1.0 + GAIN):
+            self._take(tried, TRIAL, self._windows(view, kept))
         elif self._until_try <= 0 and len(self.rungs) > 1:
             self._patience = self._until_try = min(2 * self._patience, SELDOM)
+            self._again = not self._again and row_known
             others = np.where(np.arange(len(rates)) == best, -1.0, rates)
-            self._take(int(others.argmax()), TRIAL)
+            if self._again and not self._spared:
+                self.times.row_seconds[self._bucket] = np.nan  # the next decision tries windows, if they might pay
+            self._take(self._rung if self._again else int(others.argmax()), TRIAL)
         else:
-            better = rates[best] > rates[self._rung] * (1.0 + GAIN)
-            self._take(best if better else self._rung, EVERY)
-            self._until_try -= EVERY
+            rung = best if rates[best] > rates[self._rung] * (1.0 + GAIN) else self._rung
+            pays = row_known and limited[rung] > whole[rung] * (1.0 if self._spared else 1.0 + GAIN)
+            windows = self._windows(view, kept) if pays else None
+            steps = EVERY if rung != self._rung or windows is not self.windows or len(view.decode) < MANY else 2 * EVERY
+            self._take(rung, steps, windows)
+            self._until_try -= steps
 
-    def _take(self, rung: int, steps: int) -> None:
-        if rung != self._rung:
-            self._rung, self._settled = rung, 0
+    def _limited(self, lasting: Array, seconds: Array, whole: Array) -> tuple[Array, Array]:
+        """[places, n] bool: the drafts of each request that are worth their rows; and [rungs] float64: tokens a second of a step
+        that verifies those alone. A row is worth the tokens that its time brings elsewhere."""
+        count, most = lasting.shape[1], self.rungs[-1]
+        draft = max(float(seconds[-1] - seconds[0]), 0.0) / max(most * count, 1)  # a row, and its share of the draft's pass
+        measured = self.times.row_seconds[self._bucket]
+        row = min(ROW_SHARE * draft if np.isnan(measured) else float(measured), draft)
+        kept, rates = lasting > 0.0, whole
+        if row <= 0.0 or count < 2:
+            return kept, whole
+        for _ in range(2):  # the second time by the rate that the first one gives
+            kept = lasting > float(rates.max()) * row
+            spared = summed((lasting > 0.0) & ~kept, self.rungs)
+            rates = (count + summed(lasting * kept, self.rungs)) / np.maximum(seconds - row * spared, 0.1 * seconds)
+        return kept, rates
+
+    def _windows(self, view: DraftView, kept: Array) -> Windows:
+        """Those of the slots that decode, as long as they hold the same requests; the very same ones where none differs."""
+        slots, decode = view.slots, view.decode
+        rows = np.full(len(slots.epoch), self.rungs[-1] + 1, np.int32)
+        rows[decode] = kept.sum(axis=0) + 1
+        old = self.windows
+        if old is not None and (old.rows[decode] == rows[decode]).all() and (old.epochs[decode] == slots.epoch[decode]).all():
+            return old
+        return Windows(rows, slots.epoch.copy())
+
+    def _rows_less(self, view: DraftView, windows: Windows) -> int:
+        """Rows of a step that nobody verifies."""
+        rows = np.minimum(view.slots.window[view.decode], self.rungs[self._rung] + 1)
+        return int((rows - windows.limit(rows, view.slots, view.decode)).sum())
+
+    def _take(self, rung: int, steps: int, windows: Windows | None = None) -> None:
+        if rung != self._rung or windows is not self.windows:
+            self._rung, self.windows, self._settled = rung, windows, 0
         self._left = steps
 
     def report(self) -> dict[str, Any]:
@@ -251,4 +340,10 @@ class AdaptiveDrafts:
             for size, row in zip(self.times.buckets, self.times.seconds, strict=True)
             if not np.isnan(row).all()
         }
-        return {"step_ms": times, "acceptance": [round(chance, 3) for chance in self.acceptance.of_all().tolist()]}
+        rows = {
+            str(size): round(1e3 * each, 5)
+            for size, each in zip(self.times.buckets, self.times.row_seconds.tolist(), strict=True)
+            if not math.isnan(each)
+        }
+        chances = [round(chance, 3) for chance in self.acceptance.of_all().tolist()]
+        return {"step_ms": times, "row_ms": rows, "acceptance": chances, "limited_steps": self._limited_steps}

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+import numpy as np
+
 from polydraft.contracts.base import Limits
 from polydraft.device import Array
 from polydraft.errors import ConfigError
@@ -32,8 +34,26 @@ class DraftView(NamedTuple):
     has_prefill: bool
 
 
+class Windows(NamedTuple):
+    """Rows that rounds verify at most, by slot: what a policy that tells requests apart has as `windows`."""
+
+    rows: Array
+    """[B] int32, each at least 1: drafts that are verified, and one."""
+    epochs: Array
+    """[B] int32: the requests that they are of, as `SlotTable.epoch` counts them; others are not limited."""
+
+    def limit(self, rows: Array, slots: SlotTable, decode: Array) -> Array:
+        """The rows [n] int32 of the slots in `decode` [n], none more than here."""
+        mine = slots.epoch[decode] == self.epochs[decode]
+        limited: Array = np.where(mine, np.minimum(rows, self.rows[decode]), rows)
+        return limited
+
+
 class DraftPolicy(Protocol):
-    """Chooses the number of drafts of each step."""
+    """Chooses the number of drafts of each step.
+
+    One that tells requests apart also has `windows`: `Windows`, or None where none is limited. It replaces them by others where
+    it changes its mind, and never changes their arrays: plans keep what they were made from."""
 
     @property
     def rungs(self) -> tuple[int, ...]:

@@ -20,7 +20,7 @@ from polydraft.backend import RowOrder
 from polydraft.contracts.base import Limits
 from polydraft.device import Array
 from polydraft.errors import ConfigError
-from polydraft.host.draft_policy import Always, DraftPolicy, DraftView
+from polydraft.host.draft_policy import Always, DraftPolicy, DraftView, Windows
 from polydraft.host.kv_blocks import NO_GRANT, BlockLedger, Grant
 from polydraft.host.request import Request, Status
 from polydraft.host.slots import SlotTable
@@ -50,6 +50,8 @@ class Scheduler:
         self._policy: DraftPolicy = Always(limits.num_drafts) if policy is None else policy
         self._rungs = tuple(self._policy.rungs)
         """Those that there are programs for, whatever the policy says later."""
+        self._limited: Windows | None = None
+        """What the policy lets requests verify, as the last plan has it."""
         self._waiting_drafts = limits.num_drafts
         """The maximum number of drafts that the last step made for a slot."""
         self.waiting: deque[Request] = deque()
@@ -75,8 +77,10 @@ class Scheduler:
         decode, grant, short = self._grant_windows(decode)
         window = self._waiting_drafts + 1
         last = self._last_of(decode)
-        if last is not None and last.window != window:
+        limited: Windows | None = getattr(self._policy, "windows", None)
+        if last is not None and (last.window != window or limited is not self._limited):
             last = None
+        self._limited = limited
         rows = self._window_rows(decode, window) if last is None else last.rows
         windows = int(rows.sum()) if last is None else last.num_rows
         chunks, admitted = self._plan_prefill(self.limits.max_rows - windows, admit=not short)
@@ -106,9 +110,11 @@ class Scheduler:
         return last if last is not None and not last.has_prefill and last.slots.tobytes() == decode.tobytes() else None
 
     def _window_rows(self, decode: Array, window: int) -> Array:
-        """[n] int32: upper bound of the rows of each decoding slot: the step's window, limited by its request."""
+        """[n] int32: upper bound of the rows of each decoding slot: the step's window, limited by its request and the policy."""
         rows: Array = self.slots.window[decode]
-        return rows if window == self.limits.window else np.minimum(rows, np.int32(window))
+        if window != self.limits.window:
+            rows = np.minimum(rows, np.int32(window))
+        return rows if self._limited is None else self._limited.limit(rows, self.slots, decode)
 
     def _decoding(self) -> Array:
         """Decoding slots, except those whose masks are awaited, and those that reach their maximum length in a step that is in

@@ -52,6 +52,8 @@ class EngineConfig:
     """greedy, coupled or rejection."""
     tensor_parallel: int = 1
     """Ranks that the model is split over, each on a device of its own."""
+    expert_parallel: bool = False
+    """Ranks keep experts whole, in place of a part of each."""
     max_num_seqs: int = 8
     """B, slots: requests decoded together."""
     max_model_len: int | str = AUTO

@@ -202,7 +202,7 @@ class Engine:
 
     def _build(self, needs: Mapping[str, Needs], features: Sequence[FeatureFactory], loading: Loading) -> None:
         """Open the device and put everything onto it."""
-        self._share = of_ranks(self.model, self.resolved.ranks)
+        self._share = of_ranks(self.model, self.resolved.ranks, whole_experts=self.resolved.whole_experts)
         self.plugins = self.instruments.over(self.plugins)
         self.tokenizer = Tokenizer.from_dir(self.checkpoint.path)
         end = self.config.think_end_ids

@@ -21,7 +21,7 @@ from polydraft.contracts.packing import MADE, Packing
 from polydraft.errors import CapabilityError
 from polydraft.models.block import PACKED_ROLES, Block, Role
 from polydraft.models.description import ModelDescription
-from polydraft.models.ranks import of_ranks
+from polydraft.models.ranks import has_experts, of_ranks
 from polydraft.program.caches import block_bytes, never_hit, slot_bytes
 from polydraft.program.host_inputs import BLOCKING, MIDDLE, Needs
 from polydraft.sampling_params import MAX_STOP_TOKENS
@@ -80,6 +80,8 @@ class Resolved:
     """Names of the packings in which the checkpoint stores matrices."""
     ranks: int = 1
     """Ranks that the model is split over."""
+    whole_experts: bool = False
+    """Whether ranks keep experts whole."""
 
     def describe(self) -> dict[str, Any]:
         """Name to chosen value, for the `config` of JSON answers."""
@@ -171,7 +173,7 @@ def resolve(
         raise CapabilityError(f"this engine cannot be built: {'; '.join(n.refusals)}")
     return Resolved(
         info.name, device, dtype, proposer, verify, overlap, graph, sizes, config.invariant, limits, tuple(n.decisions), schedule,
-        kv, prefix_cache, options, packing, model.packed_as, share.ranks,
+        kv, prefix_cache, options, packing, model.packed_as, share.ranks, config.expert_parallel,
     )  # fmt: skip
 
 
@@ -190,9 +192,14 @@ def _share(n: _Negotiation) -> ModelDescription:
     if num_ranks > 1 and not n.caps.ranks:
         n.refuse(f"--tensor-parallel {num_ranks}: {n.info.lacks('ranks')}; leave it out or use another --backend")
     try:
-        share = of_ranks(n.model, num_ranks)
+        share = of_ranks(n.model, num_ranks, whole_experts=n.config.expert_parallel)
     except CapabilityError as error:
         n.refuse(f"--tensor-parallel {num_ranks}: model {n.model.name}: {error}; use another number")
+    whole = n.config.expert_parallel
+    if whole and (num_ranks == 1 or not has_experts(n.model)):
+        lacks = "one rank keeps all experts" if num_ranks == 1 else f"model {n.model.name} has no experts"
+        n.refuse(f"--expert-parallel: {lacks}; leave it out{', or add --tensor-parallel' if num_ranks == 1 else ''}")
+    n.choose("expert_parallel", whole, "each rank has whole experts" if whole else "experts are split like other networks")
     if num_ranks == 1:
         n.choose("tensor_parallel", 1, "the whole model is on one device")
     else:

@@ -37,6 +37,7 @@ MORE = [
     for drafts in (0, 1, 3, 5)
 ]
 """Key-value heads: "narrow" has 2, so that two of four ranks keep the same; tokens: 90 or 101 are no multiple of 4."""
+WHOLE_EXPERTS = {("sparse-glm", 2), ("sparse-glm", 4), ("sparse-ernie", 2)}
 NATIVE = pytest.mark.skipif(default_backend().name != "cpu", reason="the CPU backend is not built here")
 
 
@@ -51,6 +52,22 @@ def test_texts_and_rounds_are_those_of_one_rank(model: str, ranks: int, drafts: 
         assert texts(running, model) == on_one_rank(model, drafts)
         assert running.scheduler.num_preemptions > 0
         assert running.ledger.num_hits > 0
+
+
+@pytest.mark.parametrize(
+    ("model", "ranks", "drafts"),
+    among([("sparse-glm", 4, 3), ("sparse-ernie", 2, 0)], [(m, r, k) for m, r, k in MORE if (m, r) in WHOLE_EXPERTS]),
+)
+def test_experts_that_ranks_keep_whole(model: str, ranks: int, drafts: int):
+    """Rows whose experts are all another rank's, and ranks without a row, among them."""
+    with split(model, ranks, draft_tokens=drafts, expert_parallel=True) as running:
+        assert texts(running, model) == on_one_rank(model, drafts)
+        launched = {entry.contract for entry in running.runner.programs["greedy"]["target"].entries}
+        assert "own_experts" in launched
+        name = next(name for name in running._weights if name.endswith("experts_down"))
+        kept = running._weights[name].nbytes
+    with split(model, 1) as alone:
+        assert kept * ranks == alone._weights[name].nbytes
 
 
 @pytest.mark.parametrize("ranks", among([4], [2, 4]))
@@ -94,7 +111,8 @@ def test_the_emulator(schedule: str):
 def test_processes(model: str, ranks: int, drafts: int):
     """On the CPU backend ranks are processes that meet in shared memory."""
     on_cpu: dict[str, Any] = {"backend": "cpu", "draft_tokens": drafts}
-    with split(model, ranks, **on_cpu) as running, split(model, 1, **on_cpu) as alone:
+    whole = (model, ranks) in WHOLE_EXPERTS
+    with split(model, ranks, expert_parallel=whole, **on_cpu) as running, split(model, 1, **on_cpu) as alone:
         assert texts(running, model) == texts(alone, model)
 
 
@@ -176,8 +194,10 @@ def test_a_share_keeps_less():
 
 # -- shares ------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("model", ["narrow", "sparse-glm", "sparse-ernie", "with-biases"])
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_shares_make_up_the_whole_and_nothing_else_is_read(model: str, ranks: int, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(("ranks", "whole_experts"), [(2, False), (4, False), (2, True)])
+def test_shares_make_up_the_whole_and_nothing_else_is_read(
+    model: str, ranks: int, whole_experts: bool, monkeypatch: pytest.MonkeyPatch
+):
     read: list[int] = []
     piece = SafetensorsFile.piece
 
@@ -189,7 +209,7 @@ def test_shares_make_up_the_whole_and_nothing_else_is_read(model: str, ranks: in
     monkeypatch.setattr(SafetensorsFile, "piece", counted)
     with Checkpoint(tiny.checkpoint(model)) as checkpoint:
         description, table = FamilyRegistry().describe(checkpoint)
-        weights, share = load_weights(checkpoint, description, table), of_ranks(description, ranks)
+        weights, share = load_weights(checkpoint, description, table), of_ranks(description, ranks, whole_experts=whole_experts)
         kept = [OfRank(weights, description, share, rank) for rank in range(ranks)]
         for name, whole in description.weights().items():
             value, declared = weights[name], share.weights()[name]
@@ -208,6 +228,8 @@ def test_shares_make_up_the_whole_and_nothing_else_is_read(model: str, ranks: in
 
 def joined(whole: Any, share: Any, shares: list[Any]) -> Any:
     """The shares put together again: each part for itself, what is kept twice once, without padding."""
+    if whole.stack != share.stack:
+        return np.concatenate(shares)
     parts, begins = [], [0] * len(shares)
     for of_whole, of_share in zip(whole.parts, share.parts, strict=True):
         axis = whole.split - bool(whole.stack)
@@ -283,6 +305,12 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "draft vocabulary": (
         "narrow", {"draft_vocab": f"{tiny.token_counts(64)}:16"}, "--draft-vocab with --tensor-parallel 2: a reduced draft vocab"
     ),
+    "no experts": ("narrow", {"expert_parallel": True}, "--expert-parallel: model narrow has no experts; leave it out"),
+    "one rank": (
+        "sparse-glm", {"expert_parallel": True, "tensor_parallel": 1},
+        "--expert-parallel: one rank keeps all experts; leave it out, or add --tensor-parallel",
+    ),
+    "six experts": ("sparse-ernie", {"expert_parallel": True, "tensor_parallel": 4}, "6 experts cannot be shared out evenly"),
     "digest": ("narrow", {"weights_digest": True}, "--weights-digest with --tensor-parallel 2: no rank reads all weights"),
     "backend": ("narrow", {"backend": "null"}, "--tensor-parallel 2: backend null does not declare ranks"),
 }  # fmt: skip

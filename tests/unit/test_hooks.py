@@ -498,7 +498,10 @@ def test_collectives_that_are_missing_or_of_another_version_are_refused():
     def returning(answer: Collectives) -> Callable[[], Collectives]:
         return lambda: answer
 
-    for wrong, said in ((Collectives(others, whole.versions), "argmax_pair/1, wanted"), (newer, "all_reduce/2, .*, wanted")):
+    for wrong, said in (
+        (Collectives(others, whole.versions), "argmax_pair/1, own_experts/1, wanted"),
+        (newer, "all_reduce/2, .*, wanted"),
+    ):
         plugins = Plugins.load(backend(polydraft_collectives=returning(wrong)))
         with pytest.raises(PluginError, match=f"polydraft_collectives returned .*{said} all_gather/1, all_reduce/1, argmax"):
             plugins.collectives(device, group)

@@ -18,10 +18,10 @@ Number = TypeVar("Number", int, float)
 Command = TypeVar("Command", bound=Callable[..., Any])
 ENGINE = (
     "model", "backend", "device", "draft_tokens", "proposer", "proposer_options", "draft_model", "draft_vocab", "mtp_options",
-    "check_draft_state", "check_texts", "verify", "tensor_parallel", "max_num_seqs", "max_model_len", "block_size", "num_blocks",
-    "max_batched_tokens", "overlap", "graph", "graph_sizes", "dtype", "kv_dtype", "weights", "weights_ignore", "invariant",
-    "kernels", "variants", "plugins", "allow_cpu_fallback", "logprobs_mode",
-    "think_start_ids", "think_end_ids", "think_forced_ids",
+    "check_draft_state", "check_texts", "verify", "tensor_parallel", "expert_parallel", "max_num_seqs", "max_model_len",
+    "block_size", "num_blocks", "max_batched_tokens", "overlap", "graph", "graph_sizes", "dtype", "kv_dtype", "weights",
+    "weights_ignore", "invariant", "kernels", "variants", "plugins", "allow_cpu_fallback", "logprobs_mode", "think_start_ids",
+    "think_end_ids", "think_forced_ids",
 )  # fmt: skip
 """Fields of `EngineConfig` that `engine` gives a command options for."""
 
@@ -146,6 +146,7 @@ def engine(*, max_num_seqs: int) -> Callable[[Command], Command]:
         ),
         click.option("--verify", metavar="greedy|coupled|rejection", help="How drafts are verified.  [default: auto]"),
         click.option("--tensor-parallel", type=int, metavar="N", help="Split the model over N ranks.  [default: 1]"),
+        click.option("--expert-parallel", **flag, help="Give each rank whole experts, not a part of each."),
         click.option("--max-num-seqs", type=int, metavar="B", help=f"Texts decoded together.  [default: {max_num_seqs}]"),
         click.option("--max-model-len", **auto, metavar="N", help="Most tokens of prompt and text.  [default: auto]"),
         click.option("--block-size", **auto, metavar="N", help="Tokens of a KV block.  [default: auto]"),

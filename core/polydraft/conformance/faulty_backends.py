@@ -1327,6 +1327,10 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         "L2/limit_thinking/forced_tokens_were_forbidden_before",
         C("limit_thinking", _after(_nothing_is_raised)),
     ),
+    _of_ranks(
+        "M158", "own_experts", "own_experts", "experts counted among all", "off by the rank", rank_faults.counted_among_all
+    ),
+    _of_ranks("M159", "own_experts", "own_experts", "experts dealt in turn", "another layout", rank_faults.dealt_in_turn),
 )
 """Every mutant of this version, by the numbers of the design's table; a number that is missing is in `CORES`."""
 

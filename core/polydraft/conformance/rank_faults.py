@@ -69,7 +69,7 @@ class Computed:
             pins = {n: device.staging(f"mutant.{n}", buffer.shape, buffer.dtype) for n, buffer in buffers.items()}
             event = device.event()
         fixed = {n: getattr(args, n) for n, spec in specs.items() if isinstance(spec, ParamSpec)}
-        swap = group.swapper(contract.name, pins["step"].array)
+        swap = group.swapper("all_gather", pins["step"].array if "step" in pins else np.zeros(1, np.int32))
 
         def brought(name: str, n: int) -> Any:
             return np.stack([from_host(one, buffers[name].dtype) for one in swap(n, pins[name].array)])
@@ -150,3 +150,19 @@ def own_choice(golden: by.Golden, a: Any, n: int) -> None:
 def rows_beyond(golden: by.Golden, a: Any, n: int) -> None:
     """The sum of a row more than was launched."""
     golden(a, min(n + 1, a.x.shape[1]))
+
+
+def counted_among_all(golden: by.Golden, a: Any, n: int) -> None:
+    """Experts of a rank keep the numbers that they have among all."""
+    golden(a, n)
+    for rank in range(len(a.own)):
+        mine = a.own[rank, :n] >= 0
+        a.own[rank, :n] = np.where(mine, a.expert_ids[rank, :n], a.own[rank, :n])
+
+
+def dealt_in_turn(golden: by.Golden, a: Any, n: int) -> None:
+    """Expert e is rank e mod N's."""
+    del golden
+    for rank in range(len(a.own)):
+        ids = a.expert_ids[rank, :n]
+        a.own[rank, :n] = np.where((ids >= 0) & (ids % len(a.own) == rank), ids // len(a.own), -1)

@@ -144,7 +144,8 @@ class Kind(Protocol):
 
     One that can be split over ranks has a method `of_ranks(num_ranks)`, which returns the kind of one rank's share (the same for
     each of them) or raises `CapabilityError` with a clause that says why there is none. The weights of a share are declared as
-    those of the whole, smaller along the axes that their `split` names; what a share leaves in "branch" is one term of a sum."""
+    those of the whole, smaller along the axes that their `split` names; what a share leaves in "branch" is one term of a sum. One
+    with experts may have `experts_of_ranks(num_ranks)` beside it, for shares in which stacks of them have fewer pieces."""
 
     def scratch(self, hidden: int) -> tuple[Work, ...]:
         """What it works in besides "normed" and "branch". `hidden`: width of the residual stream."""

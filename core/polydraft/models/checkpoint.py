@@ -281,11 +281,14 @@ class Weights(Mapping[str, NDArray[np.float32]]):
         rows = self._joined(name)[0] // max(self._table.stacks.get(name, 0), 1)
         for part in self._table.parts[name]:
             place, first = divmod(begin, rows)
+            begin += part.shape[0]
+            place -= share.first
+            if share.stacked and not 0 <= place < len(out):
+                continue
             for take, put in share.of_part(first, part.shape[0]):
                 stretch = self._checkpoint.piece(part.name, partial(_picked, part, take))
                 self._check_finite(part.name, stretch)
                 (out[place] if share.stacked else out)[put] = stretch
-            begin += part.shape[0]
         return out
 
     @property

@@ -81,6 +81,14 @@ class SparseMoe:
     """The same of the shared experts, which are stored as one network; 0: there are none."""
     shared_gate: bool = False
     """The shared output is multiplied by the sigmoid of one more projection."""
+    num_kept: int = 0
+    """Experts that a rank keeps where ranks keep experts whole: rank r has those from r * num_kept on; 0: there are all."""
+
+    def experts_of_ranks(self, num_ranks: int) -> SparseMoe:
+        """As many whole experts on each rank; the shared ones are split as by `of_ranks`. Every rank routes all rows."""
+        kept = _even("experts", self.routing.num_experts, num_ranks)
+        shared = _even("intermediate features of the shared experts", self.shared_size, num_ranks)
+        return replace(self, num_kept=kept, shared_size=shared)
 
     def of_ranks(self, num_ranks: int) -> SparseMoe:
         """As many intermediate features of each expert on each rank; every rank routes all rows."""
@@ -91,7 +99,8 @@ class SparseMoe:
     @property
     def contracts(self) -> tuple[str, ...]:
         """Router, experts, and the shared network where there is one."""
-        return ("linear", "route_experts", "expert_mlp", *(("swiglu",) if self.shared_size else ()))
+        optional = (*(("swiglu",) if self.shared_size else ()), *(("own_experts",) if self.num_kept else ()))
+        return ("linear", "route_experts", "expert_mlp", *optional)
 
     def scratch(self, hidden: int) -> tuple[Work, ...]:
         """Logits, ids and weights of the choice; what the shared network works in."""
@@ -101,6 +110,8 @@ class SparseMoe:
             Work("expert_ids", routing.top_k, "i32"),
             Work("expert_weights", routing.top_k, "f32"),
         ]
+        if self.num_kept:
+            works.append(Work("own_experts", routing.top_k, "i32"))
         if self.shared_size:
             works += [Work("gate_up", 2 * self.shared_size), Work("gated", self.shared_size), Work("shared", hidden)]
         if self.shared_gate:
@@ -113,9 +124,10 @@ class SparseMoe:
         tensors = [Tensor("router", ((experts, hidden),), "router")]
         if self.routing.selection_bias:
             tensors.append(Tensor("selection_bias", ((experts,),), "router"))
+        kept = self.num_kept or experts
         tensors += [
-            Tensor("experts_gate_up", ((width, hidden), (width, hidden)), "experts", split=1, stack=experts),
-            Tensor("experts_down", ((hidden, width),), "experts", split=2, stack=experts),
+            Tensor("experts_gate_up", ((width, hidden), (width, hidden)), "experts", split=1, stack=kept),
+            Tensor("experts_down", ((hidden, width),), "experts", split=2, stack=kept),
         ]
         if shared:
             tensors += [
@@ -142,6 +154,9 @@ class SparseMoe:
             at.linear("shared_down", x="gated", out="shared")
         if self.shared_gate:
             at.linear("shared_gate", x="normed", out="shared_gate")
+        if self.num_kept:
+            at.add("own_experts", expert_ids=scratch["expert_ids"], own=scratch["own_experts"], num_kept=self.num_kept)
+            chosen["expert_ids"] = scratch["own_experts"]
         at.add(
             "expert_mlp", x=scratch["normed"], gate_up=at.own("experts_gate_up"), down=at.own("experts_down"),
             shared=scratch.get("shared") if self.shared_size else None,

@@ -24,9 +24,9 @@ from polydraft.models.checkpoint import Weights
 from polydraft.models.description import ModelDescription
 
 
-def of_ranks(model: ModelDescription, num_ranks: int) -> ModelDescription:
-    """The description of one rank's share of `model`; the model itself where there is one rank. Raises `CapabilityError` with a
-    clause for what cannot be shared out."""
+def of_ranks(model: ModelDescription, num_ranks: int, *, whole_experts: bool = False) -> ModelDescription:
+    """The description of one rank's share of `model`, experts whole or split like other networks; the model itself where there
+    is one rank. Raises `CapabilityError` with a clause for what cannot be shared out."""
     if num_ranks == 1:
         return model
     if model.vocab_size < num_ranks:
@@ -37,7 +37,7 @@ def of_ranks(model: ModelDescription, num_ranks: int) -> ModelDescription:
 
     def share(prefix: str, block: Block) -> Block:
         if block not in shares:
-            shares[block] = _block(prefix, block, num_ranks)
+            shares[block] = _block(prefix, block, num_ranks, whole_experts)
         return shares[block]
 
     blocks = tuple(share(prefix, block) for prefix, block in model.layers.items())
@@ -47,10 +47,17 @@ def of_ranks(model: ModelDescription, num_ranks: int) -> ModelDescription:
     return replace(model, blocks=blocks, mtp=mtp, ranks=num_ranks)
 
 
-def _block(prefix: str, block: Block, num_ranks: int) -> Block:
+def has_experts(model: ModelDescription) -> bool:
+    """Whether some network of it has experts that a rank can keep whole."""
+    blocks = (*model.blocks, *(model.mtp.blocks if model.mtp else ()))
+    return any(hasattr(block.feed_forward, "experts_of_ranks") for block in blocks)
+
+
+def _block(prefix: str, block: Block, num_ranks: int, whole_experts: bool) -> Block:
     halves = []
     for half in (block.mixer, block.feed_forward):
         split = getattr(half, "of_ranks", None)
+        split = getattr(half, "experts_of_ranks", split) if whole_experts else split
         if split is None:
             raise CapabilityError(f"{prefix} has {type(half).__name__}, which does not say what a rank's share of it is")
         try:
@@ -79,6 +86,8 @@ class Share:
     """Where each lies in the whole, where in the share, and its size along the axis. What none of them fills is 0."""
     stacked: bool = False
     """Whether there is an axis of pieces before the others."""
+    first: int = 0
+    """Piece of the whole that is the first of the share."""
 
     @classmethod
     def of_rank(cls, whole: Tensor, share: Tensor, rank: int, num_ranks: int) -> Share | None:
@@ -87,6 +96,8 @@ class Share:
             return None
         if whole.split == "first":
             return cls(share.shape, 0, ())
+        if whole.stack != share.stack:
+            return cls(share.shape, 0, ((0, 0, whole.joined[0]),), stacked=True, first=rank * share.stack)
         axis = whole.split - (1 if whole.stack else 0)
         stretches, begin, put = [], 0, 0
         for of_whole, of_share in zip(whole.parts, share.parts, strict=True):
@@ -101,6 +112,7 @@ class Share:
     def of(self, whole: Array) -> Array:
         """The share of an array that is the whole."""
         out, before = np.zeros(self.shape, np.float32), (slice(None),) * (self.axis + self.stacked)
+        whole = whole[self.first : self.first + self.shape[0]] if self.stacked else whole
         for begin, put, size in self.stretches:
             out[(*before, slice(put, put + size))] = whole[(*before, slice(begin, begin + size))]
         return out

@@ -21,7 +21,10 @@ Run = Callable[[int], None]
 
 def kernels(group: Group) -> Mapping[str, Callable[[Any, Limits], Run]]:
     """Every collective of one rank, by contract."""
-    made = {"all_reduce": _all_reduce, "all_gather": _all_gather, "argmax_pair": _argmax_pair, "broadcast": _broadcast}
+    made = {
+        "all_reduce": _all_reduce, "all_gather": _all_gather, "argmax_pair": _argmax_pair, "broadcast": _broadcast,
+        "own_experts": _own_experts,
+    }  # fmt: skip
     return {name: partial(bind, group) for name, bind in made.items()}
 
 
@@ -89,5 +92,17 @@ def _broadcast(group: Group, a: Any, limits: Limits) -> Run:
 
     def run(n: int) -> None:
         x[:n] = swap(n, x[:n])[0]
+
+    return run
+
+
+def _own_experts(group: Group, a: Any, limits: Limits) -> Run:
+    """Counts from the rank's first expert."""
+    del limits
+    first, kept, ids, own = group.rank * a.num_kept, a.num_kept, a.expert_ids, a.own
+
+    def run(n: int) -> None:
+        counted = ids[:n] - first
+        own[:n] = np.where((ids[:n] >= first) & (counted < kept), counted, -1)
 
     return run

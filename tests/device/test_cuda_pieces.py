@@ -129,11 +129,11 @@ def test_a_block_has_shared_memory_for_what_it_has_in_flight():
             tokens, stages = one.defines["TOKENS"], one.defines["STAGES"]
             eight = one.defines["EIGHT"]
             assert eight == ("fp8" in packing and "a8" in packing and not one.defines["OUT_F32"])
-            width, wide = (128 if eight else 32 if "int4" in packing else 64), eight or PACKINGS[packing].columns
+            width, grouped = (128 if eight else 32 if "int4" in packing else 64), PACKINGS[packing].columns
             assert 2 <= stages <= 16
             assert stages * (128 * width + tokens * 128) + 1024 == one.shared <= 232448 - 1024
-            assert tokens <= (128 if wide else 256)
-            crowded = tokens >= (128 if wide else 256)
+            assert tokens <= (128 if grouped else 256)
+            crowded = tokens >= (128 if grouped or eight else 256)
             assert one.threads == (384 if crowded else 288)
 
 

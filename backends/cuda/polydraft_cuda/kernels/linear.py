@@ -21,7 +21,7 @@ from polydraft_cuda.device import CudaDevice
 from polydraft_cuda.kernels import screen
 from polydraft_cuda.kernels.experts import router
 from polydraft_cuda.kernels.mlp import swiglu
-from polydraft_cuda.kernels.packed import Rounded, is_eight, packing_of, place_rounded, round_rows, rounded_bytes
+from polydraft_cuda.kernels.packed import Rounded, packing_of, place_rounded, round_rows, rounded_bytes
 from polydraft_cuda.kernels.projections import (
     PAIR_ROWS,
     PAIR_STAGES,
@@ -45,7 +45,7 @@ SIZES: tuple[Size, ...] = (Size(8, 1, 7), Size(16, 1, 7), Size(32, 2, 6), Size(6
 INVARIANT: tuple[Size, ...] = (Size(8, 1, 7), Size(16, 1, 7), Size(32, 1, 6), Size(64, 1, 5), Size(256, 1, 4))
 """Where a row's sums must not depend on the number of rows: one division of the work."""
 MOST_GROUPED_ROWS: Final = 128
-"""Of a launch, where sums of some inputs are added to those of all."""
+"""Of a launch, where scales are of groups of inputs."""
 MOST_TILE_ROWS = 64
 """More rows than this are faster by cuBLASLt, where blocks have to share tiles; small matrices from the half of it on."""
 WIDE_SHARE: tuple[tuple[int, int], ...] = ((8, 1), (16, 1), (32, 2), (64, 2), (128, 2))
@@ -135,10 +135,9 @@ def has_own_tiles(device: CudaDevice, a: Any) -> bool:
 
 
 def sizes_of(device: CudaDevice, a: Any) -> tuple[Size, ...]:
-    """Sizes of `linear_tile` on this device. Sums of groups, and of E4M3, want registers beside those of all."""
+    """Sizes of `linear_tile` on this device. Sums of groups want registers beside those of all."""
     sizes, packing = INVARIANT if device.row_invariant else SIZES, packing_of(a)
-    parted = packing is not None and (packing.columns or is_eight(a))
-    return tuple(size for size in sizes if size.rows <= MOST_GROUPED_ROWS) if parted else sizes
+    return tuple(size for size in sizes if size.rows <= MOST_GROUPED_ROWS) if packing and packing.columns else sizes
 
 
 def uses_library(a: Any) -> bool:

@@ -16,9 +16,14 @@
 // each row that a warp has, and its number: [blocks, warps, TOKENS] pairs; the lowest number of equals, infinity for what is no number;
 // only where `state`, if there is one, says that the head is to be read whole); NUMBER (0: weights in the activation type; as in
 // packed.cuh), GROUP (0, 32, 64, 128), BLOCK (outputs of a scale), ZEROS (zero points), ROUNDED (x was rounded), EIGHT (NUMBER 1, ROUNDED; x is
-// bytes; at most 128 TOKENS). Inputs are a multiple of 64, of 128 where weights are packed.
+// bytes). With GROUP at most 128 TOKENS. Inputs are a multiple of 64, of 128 where weights are packed.
 #include "tensor.cuh"
+#if EIGHT && TOKENS > 128  // products of half of the rows at a time: beside the sums of all there is no room for those of a chunk
+#define WIDTH 128
+#define HALVES
+#else
 #define WIDTH TOKENS
+#endif
 #define PIECES (NUMBER && !EIGHT)
 #if PIECES
 #define REGISTERS
@@ -240,6 +245,9 @@ linear_tile(const __grid_constant__ Map w_map, const __grid_constant__ Map x_map
         const int tile = (begin + i) / chunks, end = min(i + chunks - (begin + i) % chunks, count);
         float sums[ACCUMULATORS] = {};
 #if EIGHT
+#ifdef HALVES
+        float part[WIDTH / 2] = {};
+#endif
         for (; i < end; i++) {
             const int s = i % STAGES, chunk = (begin + i) % chunks;
 #if GROUP
@@ -251,16 +259,29 @@ linear_tile(const __grid_constant__ Map w_map, const __grid_constant__ Map x_map
 #endif
             barrier_wait(shared_address(&full[s]), i / STAGES & 1);
             const unsigned w = base + s * STAGE + group * 8192, x = base + s * STAGE + W_BYTES;
-            float part[ACCUMULATORS] = {};
-            accumulators_fence(part);
-            asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
-            for (int k = 0; k < 4; k++) wgmma(part, descriptor(w + k * 32), descriptor(x + k * 32));
-            asm volatile("wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 0;" ::: "memory");
-            accumulators_fence(part);
-            release(s);
+            for (int first = 0; first < ACCUMULATORS; first += WIDTH / 2) {
+#ifdef HALVES
+                const int keeps = n < 0;  // never; the registers of the part before serve again
+#else
+                float part[WIDTH / 2] = {};
+#endif
+                accumulators_fence(part);
+                asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
-            for (int j = 0; j < ACCUMULATORS; j++) sums[j] += part[j] * times(j);
+                for (int k = 0; k < 4; k++) {
+#ifdef HALVES
+                    wgmma(part, descriptor(w + k * 32), descriptor(x + first * 256 + k * 32), k ? 1 : keeps);
+#else
+                    wgmma(part, descriptor(w + k * 32), descriptor(x + k * 32));
+#endif
+                }
+                asm volatile("wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 0;" ::: "memory");
+                accumulators_fence(part);
+                if (first + WIDTH / 2 >= ACCUMULATORS) release(s);
+#pragma unroll
+                for (int j = 0; j < WIDTH / 2; j++) sums[first + j] += part[j] * times(first + j);
+            }
         }
 #elif NUMBER && GROUP
         for (; i < end; i += 2) {

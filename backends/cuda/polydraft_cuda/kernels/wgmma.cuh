@@ -103,6 +103,18 @@ __device__ __forceinline__ void wgmma(float (&r)[WIDTH / 2], uint64_t a, uint64_
         : "memory");
 }
 
+#ifdef HALVES  // of 128 columns
+// The same, or the product alone where `keeps` is 0: who cannot tell which takes no other registers for it.
+__device__ __forceinline__ void wgmma(float (&r)[WIDTH / 2], uint64_t a, uint64_t b, int keeps) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n" WGMMA_TEXT(WIDTH) WGMMA_TYPES " {" WGMMA_JOIN(WGMMA_NAMES_, WIDTH) "}, %0, %1, " WGMMA_FLAGS ";\n}"
+        : "+l"(a), "+l"(b), WGMMA_JOIN(WGMMA_SUMS_, WIDTH)
+        : "r"(keeps)
+        : "memory");
+}
+#endif
+
 #ifdef REGISTERS  // they are named behind the sums
 #define WGMMA_A_8 "%6, %7, %8, %9"
 #define WGMMA_A_16 "%10, %11, %12, %13"

@@ -22,7 +22,7 @@ from polydraft.sampling_params import MAX_SEED
 AUTO = "auto"
 VERIFIERS = ("greedy", "coupled", "rejection")
 GRAPH_MODES = ("off", "decode", "prefill")
-LOGPROBS_MODES = ("raw", "processed")
+LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
 
 
 @dataclass(frozen=True)
@@ -91,8 +91,9 @@ class EngineConfig:
     logprobs: int | None = None
     """Most likely tokens that a request may have reported beside each token, at most; 0: the token itself alone. None: this
     engine reports no log probabilities, and keeps no buffers for them."""
-    logprobs_mode: str = "raw"
-    """Of which logits: raw (the model's), or processed (after penalties, biases, forbidden tokens and temperature)."""
+    logprobs_mode: str = "raw_logprobs"
+    """Of which logits: raw_logprobs (the model's), or processed_logprobs (after penalties, biases, forbidden tokens, limits and
+    grammars, and of requests that sample after temperature, top-k, top-p and min-p), as vLLM calls them."""
     constraints: bool = False
     """Serve requests whose output a grammar binds. Steps with such a request are launched in two halves, see
     `program/host_inputs.py`."""

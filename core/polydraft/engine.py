@@ -257,7 +257,7 @@ class Engine:
         steps = StepConfig(
             limits=self.resolved.limits, dtype=self.resolved.dtype, verify=self.resolved.verify, overlap=self.resolved.overlap,
             rungs=self.draft_policy.rungs, kv=self.resolved.kv, accept_schedule=self.resolved.accept_schedule,
-            raw_logprobs=self.config.logprobs_mode == "raw", proposer_options=self.resolved.proposer_options,
+            raw_logprobs=self.config.logprobs_mode == "raw_logprobs", proposer_options=self.resolved.proposer_options,
             thinking=markers,
             keeps_drafts=self.config.check_draft_state > 0,
         )  # fmt: skip

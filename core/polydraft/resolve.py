@@ -626,5 +626,5 @@ def _logprobs(n: _Negotiation) -> None:
         n.refuse(f"--logprobs {asked}: model {n.model.name} has {vocab} tokens; ask for at most as many")
     some = "buffers for a token and as many beside it; a step reports what its requests ask for, and nothing for others"
     n.choose("logprobs", asked, "none are reported" if asked is None else some)
-    what = {"raw": "of the model's logits", "processed": "after penalties, biases, forbidden tokens and temperature"}
+    what = {"raw_logprobs": "of the model's logits", "processed_logprobs": "after penalties, temperature and filters"}
     n.choose("logprobs_mode", n.config.logprobs_mode, what[n.config.logprobs_mode])

@@ -19,7 +19,7 @@ from polydraft import Engine, RequestOutput, SamplingParams
 from polydraft.contracts.layout import LogprobHeader
 from polydraft.errors import CapabilityError, RequestError
 from polydraft.reference.logprobs import top_logprobs
-from polydraft.sampling.logprobs import CONTRACTS
+from polydraft.sampling.logprobs import CONTRACTS, FILTERS
 from tests.support.depth import crossed
 from tests.support.emulator import SCHEDULES, emulated
 from tests.support.kernel_doubles import backend_with
@@ -98,20 +98,48 @@ def test_raw_numbers_do_not_know_penalties_and_temperature(verify: str) -> None:
     assert any(record.rank != 1 for record in output.tokens), "a sampled text has other tokens than the likeliest"
 
 
-@pytest.mark.parametrize("verify", ["coupled", "rejection"])
-def test_processed_numbers_know_biases_and_temperature(verify: str) -> None:
-    params = replace(GREEDY, temperature=0.5, seed=8, logit_bias={3: 4.0, 5: -50.0}, top_k=9)
-    output = alone(Ask(PROMPTS[1], params), verify=verify, logprobs_mode="processed")
+@pytest.mark.parametrize(
+    "filters", [{}, {"top_k": 9}, {"top_p": 0.6}, {"min_p": 0.2}, {"top_k": 12, "top_p": 0.9, "min_p": 0.01}]
+)
+@pytest.mark.parametrize(("verify", "num_drafts"), [("coupled", 0), ("coupled", 3), ("rejection", 3)])
+def test_processed_numbers_are_of_what_could_come(verify: str, num_drafts: int, filters: dict[str, Any]) -> None:
+    """As vLLM has them: behind biases, temperature and filters, which cut a token to -inf."""
+    params = replace(GREEDY, temperature=0.5, seed=8, logit_bias={3: 4.0, 5: -50.0}, logprobs=64, **filters)
+    running = engine(MODEL, draft_tokens=num_drafts, logprobs=64, logprobs_mode="processed_logprobs", verify=verify)
+    output = drive(running, [Ask(PROMPTS[1], params)])[0]
     rows = logits_of([*output.prompt_ids, *output.token_ids])[len(output.prompt_ids) - 1 :].copy()
     rows[:, 3] += 4.0
     rows[:, 5] -= 50.0
+    cut = 0
     for record, row in zip(output.tokens, rows, strict=False):
-        assert record.logprob == pytest.approx(log_softmax(row / 0.5)[record.token_id], abs=2e-4)
+        shares = np.exp(log_softmax(row / 0.5))
+        order = np.argsort(-shares, kind="stable")
+        kept: Any = order[: filters.get("top_k", len(order))]
+        shares = shares / shares[kept].sum()
+        kept = [v for i, v in enumerate(kept) if shares[kept[:i]].sum() < filters.get("top_p", 2.0)]
+        kept = [v for v in kept if shares[v] >= filters.get("min_p", 0.0) * shares.max()]
+        shown = {token: value for token, value in record.top if value > -math.inf}
+        assert set(shown) == {int(v) for v in kept}
+        wanted = np.full(len(row), -math.inf)
+        wanted[kept] = log_softmax(row[kept] / 0.5)
+        for token, value in shown.items():
+            assert value == pytest.approx(wanted[token], abs=2e-4)
+        assert record.logprob == pytest.approx(wanted[record.token_id], abs=2e-4)
+        cut += 64 - len(kept)
+    assert (cut > 0) == bool(filters)
+
+
+def test_a_greedy_neighbour_is_not_filtered() -> None:
+    asks = [Ask(PROMPTS[0], replace(GREEDY, logprobs=64)), Ask(PROMPTS[1], replace(GREEDY, temperature=1.0, top_k=3, seed=1))]
+    running = engine(MODEL, draft_tokens=2, logprobs=64, logprobs_mode="processed_logprobs")
+    other = engine(MODEL, draft_tokens=2, logprobs=64, logprobs_mode="processed_logprobs")
+    beside, by_itself = drive(running, asks)[0], drive(other, asks[:1])[0]
+    assert [record.top for record in beside.tokens] == [record.top for record in by_itself.tokens]
 
 
 def test_a_forbidden_token_is_minus_infinity_when_processed() -> None:
     params = replace(GREEDY, logprobs=64, bad_words=((5,), (6,)), max_new_tokens=3)
-    running = engine(MODEL, draft_tokens=2, logprobs=64, logprobs_mode="processed")
+    running = engine(MODEL, draft_tokens=2, logprobs=64, logprobs_mode="processed_logprobs")
     record = drive(running, [Ask(PROMPTS[0], params)])[0].tokens[0]
     assert {token for token, value in record.top if value == -math.inf} == {5, 6}
     assert len(record.top) == 64, "the whole vocabulary, the impossible last"
@@ -312,6 +340,10 @@ def test_wishes_that_cannot_be_met_are_refused() -> None:
     with pytest.raises(CapabilityError, match="this backend has no draft_logprobs"):
         engine(MODEL, logprobs=1, plugin=backend_without("draft_logprobs"))
     assert engine(MODEL, plugin=backend_without(*CONTRACTS)).runner.programs, "an engine without them needs none of them"
+    plugin = backend_without(*FILTERS)
+    with pytest.raises(CapabilityError, match="no filter_probs, forbid_filtered"):
+        engine(MODEL, logprobs=1, logprobs_mode="processed_logprobs", plugin=plugin)
+    assert engine(MODEL, logprobs=1, plugin=plugin).runner.programs, "raw ones need no filters"
 
 
 def test_a_broken_record_ends_its_requests_and_nothing_else() -> None:

@@ -318,7 +318,7 @@ def test_logprobs_and_provenance_in_json(generate: Callable[..., Result], lines:
     """Each request has what it asked for, and nothing else; the engine is built for the most."""
     file = lines({"prompt": PROMPT, "logprobs": 3}, {"prompt": PROMPT, "prompt_logprobs": 0}, {"prompt": PROMPT})
     answer = generate("--prompts", file, "--json", "--provenance").json
-    assert (answer["config"]["logprobs"], answer["config"]["logprobs_mode"]) == (3, "raw")
+    assert (answer["config"]["logprobs"], answer["config"]["logprobs_mode"]) == (3, "raw_logprobs")
     several, of_prompt, plain = answer["requests"]
     llm = LLM(model=str(tiny.checkpoint(MODEL)), backend="reference", logprobs=3)
     (output,) = llm.generate([PROMPT], params(logprobs=3))
@@ -486,7 +486,12 @@ def test_no_prompt(generate: Callable[..., Result], arguments: tuple[str, ...], 
         (("--model", "no/such/model"), 1, "CheckpointError", "no/such/model"),
         (("--logprobs", "-1"), 2, "RequestError", "logprobs is -1, wanted a whole number of at least 0"),
         (("--logprobs", "65"), 2, "CapabilityError", "--logprobs 65: model narrow has 64 tokens"),
-        (("--logprobs-mode", "cooked"), 2, "ConfigError", "logprobs_mode is 'cooked', wanted one of raw, processed"),
+        (
+            ("--logprobs-mode", "cooked"),
+            2,
+            "ConfigError",
+            "logprobs_mode is 'cooked', wanted one of raw_logprobs, processed_logprobs",
+        ),
         # Of features that are not built there is no option, so that none is ignored.
         (("--recording", "x"), 2, "UsageError", "--recording"),
     ],

@@ -166,7 +166,11 @@ def engine(*, max_num_seqs: int) -> Callable[[Command], Command]:
         click.option("--variants", metavar="auto|off", help="Variants of its kernels that have passed here.  [default: auto]"),
         click.option("--plugin", "plugins", multiple=True, metavar="FILE.py|MODULE", help="Load a plugin; may be repeated."),
         click.option("--allow-cpu-fallback", **flag, help="Run on the CPU what the device has no kernel for."),
-        click.option("--logprobs-mode", metavar="raw|processed", help="Before or after penalties, temperature.  [default: raw]"),
+        click.option(
+            "--logprobs-mode",
+            metavar="raw_logprobs|processed_logprobs",
+            help="Before or after penalties, temperature, filters.  [default: raw_logprobs]",
+        ),
         click.option("--think-start-ids", **ids, help="Token ids that begin thinking.  [default: at once]"),
         click.option("--think-end-ids", **ids, help="Token ids that end thinking."),
         click.option("--think-forced-ids", **ids, help="Token ids spelt out at a limit of thinking.  [default: its end]"),

@@ -69,7 +69,8 @@ class _RequestState:
         self.rounds += rounds
         self.round_drafts += drafts
         self.round_lookups += lookups
-        self.forced = forced if self.limited is None else tuple(sorted({*forced, *self.limited.of(self.token_ids)}))
+        limited = self.limited.of(self.token_ids) if self.limited is not None else ()
+        self.forced = tuple(sorted({*forced, *limited})) if limited else forced
         self.finished = finished
         if text is None:
             self.detokenizer.push(tokens)

@@ -34,6 +34,14 @@ def keep_logits(a: Any, n: int) -> None:
     a.kept[rows] = a.logits[rows]
 
 
+def forbid_filtered(a: Any, n: int) -> None:
+    """All rows of those who want it and have filters, at once."""
+    filtered = (a.temperature != 0) & ((a.top_k > 0) | (a.top_p < 1) | (a.min_p > 0))
+    rows = _of_wanting(a, a.row_slot[:n])
+    rows = rows[filtered[a.row_slot[rows]]]
+    a.logits[rows] = np.where(a.probs[rows] == 0, -np.inf, a.logits[rows])
+
+
 def top_logprobs(a: Any, n: int) -> None:
     """All rows of emitted tokens at once; only the ranking of the most likely goes row by row."""
     a.ids[:n], a.logprobs[:n], a.ranks[:n] = NO_TOKEN, 0.0, 0
@@ -134,6 +142,6 @@ def pack_prompt_rows(a: Any, n: int) -> None:
 
 KERNELS: dict[str, Kernel] = {
     function.__name__: plain(function)
-    for function in (keep_logits, top_logprobs, draft_logprobs, pack_logprobs, pack_prompt_rows)
+    for function in (keep_logits, forbid_filtered, top_logprobs, draft_logprobs, pack_logprobs, pack_prompt_rows)
 }
 """Contract to kernel."""

@@ -24,6 +24,8 @@ from polydraft.program.program import Memory, ProgramBuilder
 
 CONTRACTS = ("keep_logits", "top_logprobs", "pack_logprobs", "draft_logprobs", "pack_prompt_rows")
 """What a backend needs for an engine that reports log probabilities, and for nothing else."""
+FILTERS = ("filter_probs", "forbid_filtered")
+"""And besides for processed ones of requests that sample."""
 STAGE = "logprobs"
 PROMPT_ROWS: Unit = "prompt_rows"
 
@@ -33,9 +35,9 @@ def _results(of: str) -> dict[str, str]:
     return {name: f"logprobs.{of}.{name}" for name in ("ids", "logprobs", "ranks")}
 
 
-def refuse_lacking(providers: Mapping[str, Any]) -> None:
-    """Raises `CapabilityError` naming the contracts that are not among `providers`."""
-    lacking = [name for name in CONTRACTS if name not in providers]
+def refuse_lacking(providers: Mapping[str, Any], *, filters: bool) -> None:
+    """Raises `CapabilityError` naming the contracts that are not among `providers`; `filters`: those of `FILTERS`, too."""
+    lacking = [name for name in (*CONTRACTS, *(FILTERS if filters else ())) if name not in providers]
     if lacking:
         raise CapabilityError(
             f"log probabilities were asked for, but this backend has no {', '.join(lacking)}; leave --logprobs out, or use "
@@ -90,13 +92,13 @@ def _prompt_top(admission: Admission) -> int:
 class Logprobs:
     """Log probabilities of an engine that reports them: what they keep on the device, their launches, and their records.
 
-    `raw`: of the logits before penalties, biases, forbidden tokens and temperature; else after them, before top-k, top-p and
-    min-p. Prompt tokens are always reported raw. `draws`: drafts of slots that sample are drawn from distributions that are
-    kept."""
+    `raw`: of the logits before penalties, biases, forbidden tokens and temperature; else after them, and of requests that sample
+    after top-k, top-p and min-p. Prompt tokens are always reported raw. `draws`: drafts of slots that sample are drawn from
+    distributions that are kept."""
 
     def __init__(self, limits: Limits, *, raw: bool, verify: str, draws: bool) -> None:
         self._limits, self._raw = limits, raw
-        self._keeps = raw or verify == "rejection"
+        self._keeps = raw or verify != "greedy"
         self._drawn = "drawn_top" if draws else "num_top"
         self.columns = (
             Column("num_top", "Most likely tokens wanted beside each; -1: no log probabilities.", empty=-1, value=_top),
@@ -149,15 +151,26 @@ class Logprobs:
 
     def append(self, program: ProgramBuilder) -> None:
         """Append, after the commit, the launches that report the tokens of the step."""
-        out = _results("window")
+        out, kept = _results("window"), self._changes(program)
+        if not self._raw and program.kind.rule != "greedy":
+            self._filter(program, kept=kept)
+            kept = True
         program.add(
-            "top_logprobs", "seqs", STAGE, logits="kept" if self._changes(program) else "logits",
+            "top_logprobs", "seqs", STAGE, logits="kept" if kept else "logits",
             temperature=None if self._raw else "temperature", **out,
         )  # fmt: skip
         program.add(
             "pack_logprobs", "seqs", STAGE, extra="drafted", drafts="drafts", draft_logprobs="draft_logprobs",
             record="logprobs.window.record", flag=int(Flag.TARGET), **out,
         )  # fmt: skip
+
+    def _filter(self, program: ProgramBuilder, *, kept: bool) -> None:
+        """Append what leaves in `kept` the processed logits of tokens that the filters keep. `kept`: whether they are there
+        already, and `logits` holds the probabilities that were left; else `logits`, of which tokens were chosen, is used up."""
+        if not kept:
+            program.add("keep_logits", "logit_rows", STAGE, row_slot="logit_slot")
+            program.add("filter_probs", "logit_rows", STAGE, row_slot="logit_slot")
+        program.add("forbid_filtered", "logit_rows", STAGE, logits="kept", probs="logits", row_slot="logit_slot")
 
     def append_prompt(self, program: ProgramBuilder, head: Callable[[ProgramBuilder, str, Unit], None], num_valid: int) -> None:
         """Append, after everything that needs the step's logits, the launches that report prompt tokens. `head(program, rows,

@@ -87,16 +87,17 @@ class ForcedPlaces:
         self._seen = 0
         """Tokens that were looked at for the end of thinking."""
 
-    def of(self, generated: Sequence[int]) -> list[int]:
+    def of(self, generated: list[int]) -> list[int]:
         """Ascending. Looks at each token of a growing text once."""
         thinking, size = self._thinking, len(generated)
         if self._reply == THINKING and size > self._seen:
             end, limit = thinking.markers.end, thinking.limit
-            begin = max(self._seen - len(end) + 1, 0)
-            place = _first(generated[begin : size if limit is None else min(limit, size)], end)
-            if place >= 0:
-                self._reply = begin + place + len(end)
-            elif limit is not None and size >= limit + len(thinking.markers.forced):
+            last = size if limit is None else min(limit, size)
+            if end[-1] in generated[self._seen : last]:
+                begin = max(self._seen - len(end) + 1, 0)
+                place = _first(generated[begin:last], end)
+                self._reply = THINKING if place < 0 else begin + place + len(end)
+            if self._reply == THINKING and limit is not None and size >= limit + len(thinking.markers.forced):
                 self._reply = limit + len(thinking.markers.forced)
             self._seen = size
         return thinking.forced(self._reply, size)

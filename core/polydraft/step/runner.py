@@ -198,7 +198,7 @@ class Runner:
         keep_drafts = rejects and limits.num_drafts > 0 and getattr(self.proposer, "soft", False)
         self._logprobs: Logprobs | None = None
         if limits.max_logprobs >= 0:
-            refuse_lacking(table.providers)
+            refuse_lacking(table.providers, filters=not config.raw_logprobs and config.verify != "greedy")
             self._logprobs = Logprobs(limits, raw=config.raw_logprobs, verify=config.verify, draws=keep_drafts)
         self._verifier = Verifier(
             self.processing, num_valid=model.vocab_size, stores_noise=stores_noise, keep_drafts=keep_drafts,

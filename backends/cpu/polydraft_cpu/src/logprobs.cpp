@@ -31,6 +31,18 @@ void keep_logits(const void* args, const Call& c) {
   }
 }
 
+struct ForbidFiltered { Floats logits, probs; Ints row_slot, num_top; Floats temperature; Ints top_k; Floats top_p, min_p; };
+void forbid_filtered(const void* args, const Call& c) {
+  const auto& a = record<ForbidFiltered>(args);
+  for (int64_t r = 0; r < c.n; r++) {
+    const int32_t s = a.row_slot[r];
+    if (s < 0 || a.num_top[s] < 0 || a.temperature[s] == 0) continue;
+    if (a.top_k[s] <= 0 && a.top_p[s] >= 1 && a.min_p[s] <= 0) continue;
+    for (int64_t v = 0; v < a.logits.d[1]; v++)
+      if (a.probs.row(r)[v] == 0) a.logits.row(r)[v] = -__builtin_inff();
+  }
+}
+
 // The largest of a row, and the logarithm of the sum of exp(z - largest); `space` holds a row.
 struct Softmax {
   float top;
@@ -158,6 +170,7 @@ void draft_logprobs(const void* args, const Call& c) {
 
 const Kernel logprob_kernels[] = {
     {"keep_logits", -1, keep_logits, nullptr, sizeof(KeepLogits) / 8},
+    {"forbid_filtered", -1, forbid_filtered, nullptr, sizeof(ForbidFiltered) / 8},
     {"top_logprobs", -1, top_logprobs, top_logprobs_worth, sizeof(TopLogprobs) / 8},
     {"pack_logprobs", -1, pack_logprobs, nullptr, sizeof(PackLogprobs) / 8},
     {"pack_prompt_rows", -1, pack_prompt_rows, nullptr, sizeof(PackPromptRows) / 8},

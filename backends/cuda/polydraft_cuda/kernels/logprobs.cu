@@ -1,4 +1,4 @@
-// Log probabilities: contracts keep_logits, top_logprobs, draft_logprobs, pack_logprobs.
+// Log probabilities: contracts keep_logits, forbid_filtered, top_logprobs, draft_logprobs, pack_logprobs.
 #include "sampling.cuh"
 
 extern "C" __global__ void keep_logits(
@@ -11,6 +11,19 @@ extern "C" __global__ void keep_logits(
 #pragma unroll 4
     for (int v = blockIdx.y * blockDim.x + threadIdx.x; v < vocab; v += gridDim.y * blockDim.x)
         kept[first + v] = wanted ? logits[first + v] : 0.0f;
+}
+
+extern "C" __global__ void forbid_filtered(
+    float* logits, const float* probs, const int* row_slot, const int* num_top, const float* temperature,
+    const int* top_k, const float* top_p, const float* min_p, int vocab
+) {
+    enter();
+    const int r = blockIdx.x, slot = row_slot[r];
+    if (slot < 0 || num_top[slot] < 0 || temperature[slot] == 0.0f) return;
+    if (top_k[slot] <= 0 && top_p[slot] >= 1.0f && min_p[slot] <= 0.0f) return;
+    const int64_t first = int64_t(r) * vocab;
+    for (int v = blockIdx.y * blockDim.x + threadIdx.x; v < vocab; v += gridDim.y * blockDim.x)
+        if (probs[first + v] == 0.0f) logits[first + v] = -INFINITY_F;
 }
 
 // log(sum(exp(x / temperature - best))) over a row, summed in double in a fixed order.

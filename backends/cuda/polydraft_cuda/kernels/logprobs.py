@@ -31,6 +31,17 @@ def keep_logits(device: CudaDevice, a: Any, limits: Any, workspace: Any) -> Laun
     )
 
 
+def forbid_filtered(device: CudaDevice, a: Any, limits: Any, workspace: Any) -> Launch:
+    """Blocks share a row."""
+    del limits, workspace
+    vocab = a.logits.shape[1]
+    blocks = min(-(-vocab // 1024), 64)
+    return device.function(source("logprobs.cu"), "forbid_filtered").bind(
+        lambda n: (n, blocks, 1), 256, a.logits, a.probs, a.row_slot, a.num_top, a.temperature, a.top_k, a.top_p, a.min_p, vocab,
+        dependent=True,
+    )  # fmt: skip
+
+
 def top_logprobs(device: CudaDevice, a: Any, limits: Any, workspace: Any) -> Launch:
     """A block a place of a window."""
     del limits, workspace
@@ -63,6 +74,7 @@ def pack_logprobs(device: CudaDevice, a: Any, limits: Any, workspace: Any) -> La
 
 KERNELS = {
     "keep_logits": Kernel(keep_logits),
+    "forbid_filtered": Kernel(forbid_filtered),
     "top_logprobs": Kernel(top_logprobs),
     "draft_logprobs": Kernel(draft_logprobs),
     "pack_logprobs": Kernel(pack_logprobs),

@@ -32,6 +32,14 @@ def keep_logits(a: Any, n: int) -> None:
     put(a.kept[:n], choose(wanting.unsqueeze(1).expand_as(logits), logits, 0.0))
 
 
+def forbid_filtered(a: Any, n: int) -> None:
+    """Where the filters left nothing, in the rows of those who want it and have some."""
+    slots, logits = a.row_slot[:n], a.logits[:n]
+    filters = (at(a.top_k, slots) > 0) | (at(a.top_p, slots) < 1) | (at(a.min_p, slots) > 0)
+    cuts = _wanting(a, slots) & (at(a.temperature, slots) != 0) & filters
+    logits.copy_(choose(~(cuts.unsqueeze(1) & (a.probs[:n] == 0)), logits, FORBIDDEN), False)
+
+
 def log_softmax(z: Tensor) -> Tensor:
     """Log probabilities of rows of logits; -inf stays -inf."""
     shifted = z - z.max(axis=1, keepdim=True)
@@ -155,6 +163,6 @@ def pack_prompt_rows(a: Any, n: int) -> None:
 
 KERNELS: dict[str, Kernel] = {
     "pack_logprobs": pack_logprobs,
-    **{f.__name__: plain(f) for f in (keep_logits, top_logprobs, draft_logprobs, pack_prompt_rows)},
+    **{f.__name__: plain(f) for f in (keep_logits, forbid_filtered, top_logprobs, draft_logprobs, pack_prompt_rows)},
 }
 """Contract name to kernel."""

@@ -70,7 +70,7 @@ class _RequestState:
         self.round_drafts += drafts
         self.round_lookups += lookups
         limited = self.limited.of(self.token_ids) if self.limited is not None else ()
-        self.forced = tuple(sorted({*forced, *limited})) if limited else forced
+        self.forced = tuple(sorted({*forced, *limited})) if forced and limited else forced or tuple(limited)
         self.finished = finished
         if text is None:
             self.detokenizer.push(tokens)
@@ -129,7 +129,8 @@ class _RequestState:
         prompt = None if self.prompt_told else self.prompt_rows
         self.prompt_told |= prompt is not None
         steps, self.new_steps = self.logprobs[self.new_steps :], len(self.logprobs)
-        forced = np.array(self._forced(self.new_tokens), np.int32) if self.forced else NO_PLACES
+        places = self._forced(self.new_tokens) if self.forced and self.forced[-1] >= self.new_tokens else ()
+        forced = np.array(places, np.int32) if places else NO_PLACES
         rows = rows_of(steps, self.rounds[self.new_rounds :], len(tokens), prefill=not self.new_tokens) if steps else NO_ROWS
         return RequestDelta(
             int(self.request.id), finish or "", tokens, rounds, round_drafts, round_lookups, forced, rows,

@@ -79,6 +79,8 @@ class StepTimes:
         self._steps = np.zeros((len(buckets), len(rungs)))
         """Behind each of them, as far as they count."""
         self._last: tuple[int, int, bool] | None = None
+        self._estimates: dict[int, tuple[Array, Array]] = {}
+        """What `estimate` has answered, by bucket, until a time changes beside the others."""
 
     def measured(self, bucket: int, rung: int, seconds: float, steps: int, spared: float = 0.0) -> None:
         """So many steps of this bucket and rung, both by index, took so long each; windows had `spared` rows less than all."""
@@ -87,8 +89,9 @@ class StepTimes:
             return
         row, cell, known = self.seconds[bucket], (bucket, rung, False), self._steps[bucket, rung]
         if cell == self._last and known >= ENOUGH:
-            row *= seconds / row[rung]
+            self._move(bucket, seconds / float(row[rung]))
             return
+        self._estimates.clear()
         known = known if cell == self._last else min(known, ENOUGH / 2)
         row[rung] = (row[rung] * known + seconds * steps) / (known + steps) if known else seconds
         self._steps[bucket, rung], self._last = known + steps, cell
@@ -99,17 +102,25 @@ class StepTimes:
         if np.isnan(full):
             return
         if cell == self._last and not np.isnan(each):
-            factor = seconds / max(full - spared * each, 0.1 * full)
-            self.seconds[bucket] *= factor
-            self.row_seconds[bucket] *= factor
+            self._move(bucket, seconds / max(float(full - spared * each), 0.1 * float(full)))
         else:
             found = max(full - seconds, 0.0) / spared
             self.row_seconds[bucket] = found if np.isnan(each) else (each + found) / 2.0
         self._last = cell
 
+    def _move(self, bucket: int, factor: float) -> None:
+        """All times of a bucket have become longer by this factor."""
+        self.seconds[bucket] *= factor
+        self.row_seconds[bucket] *= factor
+        if bucket in self._estimates:
+            seconds, sure = self._estimates[bucket]
+            self._estimates[bucket] = seconds * factor, sure
+
     def estimate(self, bucket: int) -> tuple[Array, Array] | None:
         """[rungs] float64: seconds of a step by rung, measured or estimated; and the part of it that it might take instead, 1
         where it was measured. None where not even two rungs of one bucket are known, or nothing is of this one."""
+        if bucket in self._estimates:
+            return self._estimates[bucket]
         row, sure = self.seconds[bucket].copy(), np.ones(len(self.rungs))
         here = ~np.isnan(row)
         if here.all():
@@ -124,6 +135,7 @@ class StepTimes:
         shape = _line(rungs, rungs[there], other[there])
         slower = np.interp(rungs, rungs[here], (row / shape)[here])
         row[~here], sure[~here] = (shape * slower)[~here], DOUBT ** max(float(away[nearest]), LEAST_AWAY)
+        self._estimates[bucket] = row, sure
         return row, sure
 
 
@@ -156,12 +168,13 @@ class Acceptance:
         self._epoch[new], self._accepted[:, new], self._tried[:, new], self._seen[new] = slots.epoch[new], 0.0, 0.0, 0
         at = rounds - self._back  # [EVERY, n], so that sums go along whole rows
         fresh = (at >= self._seen[decode]) & (at >= 0)
-        accepted, drafted = slots.rounds[decode, at] * fresh, slots.round_drafts[decode, at] * fresh
-        hits, tried, offered = (
-            (counted > self._places[:, None]).sum(axis=1, dtype=np.uint8)
-            for counted in (accepted, np.minimum(accepted + np.uint8(1), drafted), drafted)
-        )
-        count = fresh.sum(axis=0)
+        place = np.where(fresh, decode * slots.rounds.shape[1] + at, 0)
+        counted = np.empty((3, *at.shape), np.uint8)
+        np.multiply(slots.rounds.reshape(-1).take(place), fresh, out=counted[0])
+        np.multiply(slots.round_drafts.reshape(-1).take(place), fresh, out=counted[2])
+        np.minimum(counted[0] + np.uint8(1), counted[2], out=counted[1])
+        hits, tried, offered = (counted[:, None] > self._places[:, None]).sum(axis=2, dtype=np.uint8)
+        count = fresh.sum(axis=0, dtype=np.uint8)
         left = _LEFT[offered] * _LEFT_IDLE[count - offered]
         self._accepted[:, decode] = self._accepted[:, decode] * left + hits
         self._tried[:, decode] = self._tried[:, decode] * left + tried
@@ -181,12 +194,12 @@ class Acceptance:
     def of(self, decode: Array) -> Array:
         """[places, len(decode)] float64: the chances of each of these slots. A request that does worse than the others at one
         place is believed to do as much worse at the next, until it is tried there."""
-        everyone = self.of_all()
-        accepted, tried = self._accepted[:, decode], self._tried[:, decode] + PRIOR
-        chances, ratio = np.empty((len(everyone), len(decode))), np.ones(len(decode))
-        for place, chance in enumerate(everyone.tolist()):
+        inverse = 1.0 / (self._tried[:, decode] + PRIOR)
+        shown, open_ = self._accepted[:, decode] * inverse, PRIOR * inverse
+        chances, ratio = np.empty(shown.shape), np.ones(len(decode))
+        for place, chance in enumerate(self.of_all().tolist()):
             believed = np.minimum(chance * ratio, 1.0)
-            chances[place] = (accepted[place] + PRIOR * believed) / tried[place]
+            np.add(shown[place], open_[place] * believed, out=chances[place])
             ratio = chances[place] / max(chance, 1e-6)
         return chances
 
@@ -225,6 +238,8 @@ class AdaptiveDrafts:
         self._samples: list[float] = []
         self.windows: Windows | None = None
         """What requests verify at most, as `DraftPolicy` says."""
+        self._rate = 0.0
+        """Tokens a second of each request, as the last decision expected them."""
         self._spared, self._limited_steps, self._again = 0, 0, False
         """Rows a step that nobody verifies because of them; steps with some; and whether it is their turn to be tried again."""
 
@@ -250,7 +265,7 @@ class AdaptiveDrafts:
     def _enter(self, bucket: int) -> None:
         """Another number of requests decodes: steps are timed anew, and decided on at once."""
         self._file()
-        self._bucket, self._settled, self._left = bucket, 0, 0
+        self._bucket, self._settled, self._left, self._rate = bucket, 0, 0, 0.0
         self._bounds = self.times.buckets[bucket - 1] if bucket else 0, self.times.buckets[bucket]
 
     def _file(self) -> None:
@@ -304,13 +319,12 @@ class AdaptiveDrafts:
         draft = max(float(seconds[-1] - seconds[0]), 0.0) / max(most * count, 1)  # a row, and its share of the draft's pass
         measured = self.times.row_seconds[self._bucket]
         row = min(ROW_SHARE * draft if np.isnan(measured) else float(measured), draft)
-        kept, rates = lasting > 0.0, whole
         if row <= 0.0 or count < 2:
-            return kept, whole
-        for _ in range(2):  # the second time by the rate that the first one gives
-            kept = lasting > float(rates.max()) * row
-            spared = summed((lasting > 0.0) & ~kept, self.rungs)
-            rates = (count + summed(lasting * kept, self.rungs)) / np.maximum(seconds - row * spared, 0.1 * seconds)
+            return lasting > 0.0, whole
+        kept = lasting > max(float(whole.max()), self._rate * count) * row
+        spared = summed((lasting > 0.0) ^ kept, self.rungs)
+        rates = (count + summed(lasting * kept, self.rungs)) / np.maximum(seconds - row * spared, 0.1 * seconds)
+        self._rate = float(rates.max()) / count
         return kept, rates
 
     def _windows(self, view: DraftView, kept: Array) -> Windows:

@@ -242,13 +242,13 @@ class Engine:
             self._share, names, dtype=self.resolved.dtype, packing=self.resolved.packing, ignored=self.config.weights_ignore,
             stored=self._stored, taken=self._taken,
         )  # fmt: skip
-        check_weights(self.device, self.resolved, nbytes)
+        brought = self.proposers.weights(self.resolved.proposer, self.model, self.config.draft_model)
+        check_weights(self.device, self.resolved, nbytes, brought.nbytes(self.resolved.dtype) if brought else 0)
         self._weights = prepare(
             self.table, canonical, nbytes, roles(self.model), dtype=self.resolved.dtype, taken=self._taken, loading=loading
         )
         self.weights_digest = self._told(digested)
         """Of the checkpoint's weights (`models/digest.py`); "" where it was not asked for."""
-        brought = self.proposers.weights(self.resolved.proposer, self.model, self.config.draft_model)
         self._draft_weights = brought = brought.sharing(self.model, weights) if brought else None
         self._own = brought.prepare(self.table, self.model, dtype=self.resolved.dtype) if brought else {}
         whole: dict[str, Weight] = {**self._custom_blocks}

@@ -31,7 +31,7 @@ CACHE_BUDGET = 1 << 30
 """Bytes that "auto" spends on KV blocks at most, unless one request at full length needs more."""
 DEFAULT_DRAFTS = 3
 WITH_HEAD = ("mtp", "hybrid")
-"""Proposers that draft with the MTP head of the checkpoint."""
+"""Proposers that draft with the MTP head of the checkpoint, where no draft model is named."""
 MIN_BATCHED_TOKENS = 512
 MOST_LENGTH = 2**31 - 1
 """Tokens of a text at most: places have 32 bits."""
@@ -361,10 +361,15 @@ def _draft_model(
     n.choose("draft_model", asked, with_it if asked else none)
 
 
+def _with_head(n: _Negotiation, proposer: str) -> bool:
+    """Whether it drafts with the MTP head of the checkpoint."""
+    return proposer in WITH_HEAD and not n.config.draft_model
+
+
 def _draft_vocab(n: _Negotiation, proposer: str, few: int | None) -> None:
     """How many tokens drafts are chosen among."""
     vocab = n.model.vocab_size
-    if few is not None and proposer not in WITH_HEAD:
+    if few is not None and not _with_head(n, proposer):
         n.refuse(f"--draft-vocab narrows the head of an MTP model, got proposer {proposer}; leave it out or use --proposer mtp")
     reason = f"drafts are chosen among {few} of {vocab} tokens and verified over all of them: the text is the same"
     n.choose("draft_vocab", vocab if few is None else few, reason if few is not None else "drafts are chosen among all tokens")
@@ -372,7 +377,7 @@ def _draft_vocab(n: _Negotiation, proposer: str, few: int | None) -> None:
 
 def _mtp_options(n: _Negotiation, proposer: str) -> None:
     """The conventions of the MTP head, as texts."""
-    if n.config.mtp_options and proposer not in WITH_HEAD:
+    if n.config.mtp_options and not _with_head(n, proposer):
         n.refuse(f"--mtp-option is of the model's own MTP head, got proposer {proposer}; leave it out or use --proposer mtp")
     note = n.model.mtp_note if n.model.mtp else ""
     n.choose("mtp_options", ",".join(n.config.mtp_options), note or "the conventions that the model's family is known for")
@@ -395,7 +400,7 @@ def _refuse_proposer(n: _Negotiation, proposers: tuple[str, ...], no_mtp: str, m
     name, known = n.config.proposer, ", ".join(proposers)
     if name not in {AUTO, *proposers}:
         n.refuse(f"--proposer {name} is unknown; known: {known}")
-    elif name in WITH_HEAD and no_mtp:
+    elif _with_head(n, name) and no_mtp:
         n.refuse(f"--proposer {name}: {no_mtp}; use --proposer none")
     elif name not in {AUTO, "none"} and most == 0:
         n.refuse(f"--proposer {name}: {limit}; use --proposer none")

@@ -22,13 +22,14 @@ from polydraft.cli import main
 from polydraft.config import EngineConfig
 from polydraft.conformance.lossless_checks import Listed
 from polydraft.conformance.oracle.checkpoints import write_checkpoint
-from polydraft.errors import CapabilityError, CheckpointError, ConfigError
+from polydraft.errors import CapabilityError, CheckpointError, ConfigError, DeviceError
 from polydraft.host.draft_policy import ladder
 from polydraft.instruments.record_file import read
 from polydraft.models import Checkpoint
 from polydraft.models.decoder import EVERY_ROW, Target
 from polydraft.proposers import eagle3_model
 from polydraft.proposers.eagle3 import NEWEST, Eagle3Proposer
+from polydraft.reference.device import ReferenceDevice
 from tests.oracle.eagle3 import Eagle3Oracle
 from tests.support.cpu import needs_kernels
 from tests.support.depth import crossed
@@ -68,13 +69,14 @@ SYNCHRONOUS = [way for way, options in WAYS.items() if options.keys().isdisjoint
 
 
 def engine(
-    of: tuple[Path, Path], draft_tokens: int = 3, *, numbers: Sequence[int] = (), emulator: str = "", **options: Any
-) -> Engine:
+    of: tuple[Path, Path], draft_tokens: int = 3, *, numbers: Sequence[int] = (), emulator: str = "", hybrid: bool = False,
+    **options: Any,
+) -> Engine:  # fmt: skip
     """An engine on a target and its draft model; `numbers` of drafts in its steps, again and again, () for always the most."""
     target, draft_model = of
     options = {"model": str(target), "draft_tokens": draft_tokens, "max_num_seqs": 3, "block_size": 4, **options}
     if draft_tokens:
-        options |= {"proposer": "eagle3", "draft_model": str(draft_model)}
+        options |= {"proposer": "hybrid" if hybrid else "eagle3", "draft_model": str(draft_model)}
     config = {"backend": "reference", "invariant": True, "graph": "off", **options}
     policy = Listed(numbers, draft_tokens) if numbers else None
     backend = Emulator(f"emulator:0?{emulator}") if emulator else None
@@ -258,6 +260,30 @@ def test_passes_that_nobody_wants_are_not_launched() -> None:
         assert names.count("rope_kv_write") == max(number, 1), "the keep part writes rows of the cache"
 
 
+# -- beside a lookup ---------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("layout", "options"),
+    [
+        ("sglang", {}),
+        ("wide", {"proposer_options": ("model_drafts=2", "min_token_prob=0"), "check_draft_state": 0.5}),
+        ("3.1, speculators", {**QUEUED, **GRAPHS, "overlap": 1}),
+        ("3.1", {"emulator": "seed=2", "overlap": 1}),
+    ],
+)
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_texts_with_a_lookup(layout: str, options: dict[str, Any], sampling: str) -> None:
+    """Every request comes twice, so that what was written before is found."""
+    of, some = pair(layout, SOMETIMES), asks(**SAMPLINGS[sampling])
+    again = tuple(Ask(ask.prompt_ids, ask.params, arrival=40 + ask.arrival) for ask in some)
+    served_by = engine(of, 5, hybrid=True, **{"proposer_options": ("min_token_prob=0",), **options})
+    outputs = drive(served_by, [*some, *again])
+    assert [output.token_ids for output in outputs] == 2 * [one.token_ids for one in alone(of, 0, some)]
+    sources = [record.source for output in outputs for record in output.tokens]
+    assert min(sources.count("draft"), sources.count("lookup")) > 5
+    assert served_by.hazards == ()
+    served_by.close()
+
+
 # -- weights ---------------------------------------------------------------------------------------------------------------
 def test_drafts_of_a_target_with_other_weights() -> None:
     (target, draft_model), (other, _) = pair("3.1", HARDLY), pair("3.1", HARDLY, seed=1)
@@ -300,6 +326,31 @@ def test_an_embedding_that_is_kept_once_cannot_become_two() -> None:
     without = {name: value for name, value in named(of[1]).items() if name != "embed_tokens.weight"}
     served_by.update_weights(of[0], draft=without)
     are_as_recomputed(of, served_by)
+
+
+def test_drafts_behind_sleep() -> None:
+    """Weights are dropped, and read anew: both models' own, and what they share."""
+    of = pair("speculators", HARDLY)
+    served_by = engine(of, enable_sleep_mode=True)
+    drive(served_by, asks(4))
+    served_by.sleep(2)
+    served_by.wake_up()
+    are_as_recomputed(of, served_by)
+
+
+def test_a_draft_model_that_does_not_fit_is_refused_before_it_is_read() -> None:
+    of = pair("3.1", ALWAYS)
+    own = eagle3_model.Eagle3Model.read(str(of[1]), engine(of).model).weights().nbytes("f32")
+    with Checkpoint(of[0]) as opened:
+        target = 4 * sum(opened.tensor(name).size for name in opened.names())
+    for free, refused in ((target + own, False), (target + own - 1, True)):
+        with mock.patch.object(ReferenceDevice, "free_memory", lambda _, free=free: free, create=True):
+            if refused:
+                with pytest.raises(DeviceError, match=r"without the .* of the draft model they fit: --proposer none"):
+                    engine(of)
+            else:
+                with pytest.raises(DeviceError, match="KV blocks take"):
+                    engine(of)
 
 
 def test_a_record_is_replayed_without_the_draft_model(tmp_path: Path) -> None:

@@ -17,16 +17,18 @@ RESERVE = 1 << 28
 """Bytes that are left to buffers of the step, graphs and the driver."""
 
 
-def check_weights(device: Device, resolved: Resolved, nbytes: Mapping[str, int]) -> None:
-    """`nbytes`: of each tensor, by name. Raises `DeviceError` that says what they take, and what can be left out."""
+def check_weights(device: Device, resolved: Resolved, nbytes: Mapping[str, int], draft_model: int = 0) -> None:
+    """`nbytes`: of each tensor, by name; `draft_model`: of a proposer's own. Raises `DeviceError` that says what they take, and
+    what can be left out."""
     ask: Callable[[], int] | None = getattr(device, "free_memory", None)
-    total = sum(nbytes.values())
+    total = sum(nbytes.values()) + draft_model
     if ask is None or total <= (free := ask()):
         return
     head = sum(size for name, size in nbytes.items() if name.startswith("mtp."))
     plans = []
-    if head and total - head <= free:
-        plans.append(f"without the {_gib(head)} of the MTP head they fit: --proposer none")
+    for name, size in {"MTP head": head, "draft model": draft_model}.items():
+        if size and total - size <= free:
+            plans.append(f"without the {_gib(size)} of the {name} they fit: --proposer none")
     if resolved.dtype == "f32" and total <= 2 * free:
         plans.append("in 16 bits they fit: --dtype bf16, where the backend has it")
     plans = plans or ["choose a smaller model, or a device with more memory"]

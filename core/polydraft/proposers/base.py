@@ -7,6 +7,7 @@ lets it append its launches. Nothing here runs during a step.
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
@@ -19,7 +20,7 @@ import numpy as np
 from polydraft.backend import Weight
 from polydraft.contracts.base import Limits
 from polydraft.contracts.packing import Matrix, unpacked
-from polydraft.device import Array
+from polydraft.device import DTYPES, Array
 from polydraft.errors import CheckpointError, ConfigError, PluginError
 from polydraft.models.block import Block, Role, Tensor
 from polydraft.models.checkpoint import Checkpoint, load_weights
@@ -115,6 +116,10 @@ class DraftWeights:
                         f"{self.directory}: {', '.join(self.names[name])} is another than {self.shared[name]} of the target, "
                         "wanted the same as where this engine started, which keeps one copy of them; start another engine"
                     )
+
+    def nbytes(self, dtype: str) -> int:
+        """Bytes of all in the activation dtype, but for those that may be copies of the target's."""
+        return DTYPES[dtype].itemsize * sum(math.prod(one.shape) for one in self.tensors if one.name not in self.shared)
 
     @property
     def _kept(self) -> tuple[Tensor, ...]:

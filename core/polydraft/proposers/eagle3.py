@@ -90,14 +90,22 @@ class Eagle3Proposer:
 
     def append(self, program: ProgramBuilder, num_drafts: int) -> None:
         """`num_drafts` passes; without drafts the keep part of the first, which is all of it up to keys and values."""
+        self.begin(program, num_drafts)
+        self.draft(program, num_drafts)
+
+    def begin(self, program: ProgramBuilder, num_drafts: int) -> None:
+        """Append what comes before the passes of a round with at most `num_drafts` drafts."""
         program.add("pack_draft_rows", "rows", "begin_draft")
         program.add("begin_draft", "seqs", "begin_draft", num_drafts=num_drafts)
-        if num_drafts == 0:
+
+    def draft(self, program: ProgramBuilder, passes: int) -> None:
+        """Append so many passes; with 0, the keep part."""
+        if passes == 0:
             self._pass(program, 0, "draft keep", keep=True)
-        for index in range(num_drafts):
+        for index in range(passes):
             stage = f"draft {index}"
             self._pass(program, index, stage)
-            self._draft(program, index, stage)
+            self._choose_token(program, index, stage)
 
     def _pass(self, program: ProgramBuilder, index: int, stage: str, *, keep: bool = False) -> None:
         """Its layers over the rows of a pass. Behind the last of them only the newest row of each sequence goes on."""
@@ -150,7 +158,7 @@ class Eagle3Proposer:
             at.program.add("select_last_rows", "seqs", at.stage, hidden=x, out=out)
         return narrowed(at, x=NEWEST, unit="seqs", row_slot="draft_slot", attended="eagle3.attended")
 
-    def _draft(self, program: ProgramBuilder, index: int, stage: str) -> None:
+    def _choose_token(self, program: ProgramBuilder, index: int, stage: str) -> None:
         """A token by the target's rules. `NEWEST` has what the layers made, and the next pass is fed with it."""
         self._norm.emit(program, f"{PREFIX}.norm", x=NEWEST, out=NORMED, unit="seqs", stage=stage)
         head = "lm_head" if self._model.head == "target" else f"{PREFIX}.lm_head"

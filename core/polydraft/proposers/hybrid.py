@@ -1,9 +1,10 @@
-"""The hybrid proposer: drafts of the model's MTP head, and of what texts said before, whichever are right for longer.
+"""The hybrid proposer: drafts of a model, and of what texts said before, whichever are right for longer.
 
-Chosen by `--proposer hybrid`; it pays where texts repeat and yet bring something new. Both draft in every round: the head in its
-passes, the lookup of the suffix proposer on the host while the target's pass runs. `splice_drafts` then joins them: where what
-was found agrees with enough of the head's first drafts, the rest of it follows them. How many are enough is worked out for each
-sequence from what both have been seen to be worth; none are, where what was found is expected to give more than the head.
+Chosen by `--proposer hybrid`; it pays where texts repeat and yet bring something new. The model is the checkpoint's MTP head,
+or the EAGLE-3 head that `--draft-model` names. Both draft in every round: the head in its passes, the lookup of the suffix
+proposer on the host while the target's pass runs. `splice_drafts` then joins them: where what was found agrees with enough of
+the head's first drafts, the rest of it follows them. How many are enough is worked out for each sequence from what both have
+been seen to be worth; none are, where what was found is expected to give more than the head.
 
 Lookup beside a model's drafts: SuffixDecoding (Oliaro et al. 2024) takes one or the other by its score; SGLang #36783 takes a
 tail where both agree.
@@ -18,10 +19,13 @@ from typing import ClassVar, Final
 import numpy as np
 
 from polydraft.device import Array
+from polydraft.models.block import Block
+from polydraft.models.description import ModelDescription
 from polydraft.program.declare import Column, StepBuffer
 from polydraft.program.host_inputs import HostView, Needs
 from polydraft.program.program import ProgramBuilder
-from polydraft.proposers.base import ProposerContext
+from polydraft.proposers.base import DraftWeights, ProposerContext
+from polydraft.proposers.eagle3 import Eagle3Proposer
 from polydraft.proposers.mtp import MtpProposer
 from polydraft.proposers.suffix import SuffixGuesses, SuffixProposer
 
@@ -95,21 +99,33 @@ class HybridGuesses(SuffixGuesses):
 
 
 class HybridProposer:
-    """Drafts of an MTP head and of a lookup, joined on the device. Under rejection verification all of them count as certain."""
+    """Drafts of a head and of a lookup, joined on the device. Under rejection verification all of them count as certain."""
 
     name = "hybrid"
     needs: Needs = "previous_tokens"
     lookups_from = "kept_drafts"
-    state = MtpProposer.state
     options: ClassVar[Mapping[str, float]] = MappingProxyType({**SuffixProposer.options, "model_drafts": 0})
     """Those of the suffix proposer, and the passes of the model a round: 0 for as many as the step makes drafts. With fewer, what
     was found follows them, at no cost of the device."""
     columns = (Column("kept_drafts", "Leading drafts that the model made; those behind them were looked up."),)
-    layers = staticmethod(MtpProposer.layers)
+
+    @staticmethod
+    def layers(model: ModelDescription, draft_model: str = "") -> dict[str, Block]:
+        """Those of the head."""
+        return Eagle3Proposer.layers(model, draft_model) if draft_model else MtpProposer.layers(model)
+
+    @staticmethod
+    def weights(model: ModelDescription, draft_model: str) -> DraftWeights | None:
+        """What is read from the draft model's checkpoint, where one is named."""
+        return Eagle3Proposer.weights(model, draft_model) if draft_model else None
+
+    note = staticmethod(Eagle3Proposer.note)
 
     def __init__(self, context: ProposerContext) -> None:
         limits = context.limits
-        self._model = MtpProposer(context)
+        self._model = Eagle3Proposer(context) if context.draft_model else MtpProposer(context)
+        self.state, self.taps = self._model.state, getattr(self._model, "taps", {})
+        self.hidden_size = getattr(self._model, "hidden_size", context.model.hidden_size)
         self._passes = min(int(context.options["model_drafts"]) or limits.num_drafts, limits.num_drafts)
         self._draft_logprobs = "draft_logprobs" if limits.max_logprobs >= 0 else None
         self.features = (HybridGuesses(context, self._passes),)

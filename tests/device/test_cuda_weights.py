@@ -14,9 +14,10 @@ from polydraft.contracts import REGISTRY, ArgmaxV1, LinearV1, ProcessLogitsV1, S
 from polydraft.contracts.compare import EPS, from_host, to_host
 from polydraft.contracts.composite import CompositeArgs
 from polydraft.contracts.kernels.linear import packed_cases
-from polydraft.contracts.packing import PACKINGS, PackedWeight, Packing, pack, rounded
+from polydraft.contracts.packing import E4M3, PACKINGS, PackedWeight, Packing, pack, rounded
 from polydraft.device import Array
 from polydraft_cuda.device import CudaDevice
+from polydraft_cuda.kernels import packed
 from tests.device.test_cuda_gpu import PROMPTS, texts
 from tests.device.test_cuda_shapes import filled, launch_of, limits
 
@@ -192,6 +193,36 @@ def test_what_is_no_number_spoils_the_output_it_belongs_to_and_the_row_it_is_in(
     assert not np.isfinite(found[5]).any()
     kept = np.delete(np.arange(200), 77)
     assert (np.abs(found - projection.wanted) <= projection.allowed)[np.ix_(ordinary, kept)].all()
+    device.close()
+
+
+@pytest.mark.parametrize("act", ["bf16", "f16", "f32"])
+@pytest.mark.parametrize("packing", [name for name, one in PACKINGS.items() if one.activations])
+@pytest.mark.parametrize("inputs", [128, 1024, 11008, 16512, 300])
+def test_rows_are_rounded_to_the_bit(packing: str, act: str, inputs: int):
+    device, kind = polydraft_cuda.polydraft_open_device("", DeviceOptions(act)), PACKINGS[packing]
+    rng, rows = np.random.default_rng(inputs), 9
+    x = (rng.standard_normal((rows, inputs)) * 2.0 ** rng.integers(-12, 8, (rows, inputs))).astype(np.float32)
+    x[1], x[2], x[3, 7], x[4, 100] = 0, 1e-30, np.nan, -np.inf
+    x[5] = np.round(x[5] * 8) / 8  # ties
+    seen = from_host(to_host(x, act), act).astype(np.float32)
+    buffer = filled(device, "x", x, act)
+    for to_f32 in (False, True):
+        weight = polydraft_cuda.polydraft_kernels(device).prepare_weight("linear", random_weight(kind, 8, inputs), act)
+        out = device.empty("out", (rows, 8), "f32" if to_f32 else act)
+        a = LinearV1(x=buffer, weight=weight, bias=None, out=out)
+        scratch = device.zeros("scratch", (packed.rounded_bytes(a),), "u8")
+        to = packed.place_rounded(a, scratch.pointer)
+        assert to.scales is not None
+        packed.round_rows(device, a, to)(device.stream, rows)
+        scales = device.read(to.scales.pointer, to.scales.shape, "f32")[:, :rows].T
+        stored = device.read(to.x.pointer, to.x.shape, to.x.dtype)
+        assert to.x.dtype == ("u8" if packed.is_eight(a) else act)
+        numbers = E4M3[stored] if packed.is_eight(a) else from_host(stored, act)
+        spread = np.repeat(scales, kind.columns or inputs, axis=1)[:, :inputs]
+        with np.errstate(invalid="ignore"):
+            wanted = rounded(seen, kind)
+        assert np.array_equal(numbers.astype(np.float64) * spread, wanted, equal_nan=True)
     device.close()
 
 

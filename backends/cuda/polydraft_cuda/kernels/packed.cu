@@ -1,6 +1,7 @@
 // What stands around products of packed weights: laying numbers out for them, and rounding rows of activations.
 // Defines: ACT; NUMBER (`packed.cuh`); GROUP (inputs of a scale, 0: all of them); BLOCK (outputs of a scale); EIGHT (rows of activations
-// become bytes of E4M3 in place of numbers in their own type).
+// become bytes of E4M3 in place of numbers in their own type); VECTOR (16 bits, inputs a multiple of 8, or of 128 with GROUP 128, and 8 * HELD
+// a thread at most).
 #include "packed.cuh"
 
 __device__ __forceinline__ float not_a_number() { return __uint_as_float(0x7fc00000u); }
@@ -61,6 +62,32 @@ __device__ __forceinline__ float scale_of(unsigned most) {
     return most >= 0x7f800000u ? not_a_number() : fmaxf(__uint_as_float(most) / MOST, 0x1p-100f);
 }
 
+#if VECTOR
+constexpr int HELD = 4;  // vectors of a thread
+static_assert(GROUP == 0 || GROUP == 128, "16 lanes have a group");
+__device__ __forceinline__ unsigned highest_of(const vec4& v) {  // of the magnitudes of eight, as bits of 16
+    const unsigned words[4] = {v.x, v.y, v.z, v.w};
+    unsigned most = 0;
+#pragma unroll
+    for (int i = 0; i < 4; i++) most = max(most, max(words[i] & 0x7fff, words[i] >> 16 & 0x7fff));
+    return most;
+}
+__device__ __forceinline__ void store(number_t* to, const vec4& v, float scale) {
+    const unsigned words[4] = {v.x, v.y, v.z, v.w};
+    float q[8];
+#pragma unroll
+    for (int i = 0; i < 8; i++) q[i] = scale == scale ? nearest((i & 1 ? high(words[i / 2]) : low(words[i / 2])) / scale) : scale;
+#if EIGHT
+    unsigned made[2] = {};
+#pragma unroll
+    for (int i = 0; i < 8; i++) made[i / 4] |= unsigned(stored(q[i])) << i % 4 * 8;
+    *(vec2*)to = {made[0], made[1]};
+#else
+    *(vec4*)to = {pack(q[0], q[1]), pack(q[2], q[3]), pack(q[4], q[5]), pack(q[6], q[7])};
+#endif
+}
+#endif
+
 // Each row of x, or each GROUP inputs of it, as numbers and their scale: numbers [n, I], scales [groups, pitch]. A block a row.
 extern "C" __global__ void round_rows(const act_t* x, number_t* numbers, float* scales, int inputs, int pitch) {
     begin_dependent();
@@ -76,6 +103,39 @@ extern "C" __global__ void round_rows(const act_t* x, number_t* numbers, float* 
         for (int d = 16; d > 0; d >>= 1) most = max(most, __shfl_xor_sync(FULL, most, d));
         return most;
     };
+#if VECTOR
+    vec4 held[HELD];
+    unsigned all = 0;
+#pragma unroll
+    for (int h = 0; h < HELD; h++) {
+        const int at = threadIdx.x + h * blockDim.x;
+        held[h] = at < inputs / 8 ? load4(from + at * 8) : vec4{0, 0, 0, 0};
+        all = max(all, highest_of(held[h]));
+    }
+    auto found_scale = [&](unsigned bits) { return scale_of(magnitude(to_float(act_t{uint16_t(bits)}))); };
+    float whole = 0.f;
+    if (!GROUP) {
+        all = highest(all);
+        if (lane == 0) found[warp] = all;
+        __syncthreads();
+        whole = found_scale(highest(lane < warps ? found[lane] : 0u));
+        if (threadIdx.x == 0) scales[row] = whole;
+    }
+#pragma unroll
+    for (int h = 0; h < HELD; h++) {
+        const int at = threadIdx.x + h * blockDim.x;
+        float scale = whole;
+        if (GROUP) {
+            unsigned most = highest_of(held[h]);
+#pragma unroll
+            for (int d = 8; d > 0; d >>= 1) most = max(most, __shfl_xor_sync(FULL, most, d));
+            scale = found_scale(most);
+            if (at % 16 == 0 && at < inputs / 8) scales[(int64_t)(at / 16) * pitch + row] = scale;
+        }
+        if (at < inputs / 8) store(to + at * 8, held[h], scale);
+    }
+    return;
+#endif
     if (GROUP) {  // a warp a group
         for (int first = warp * GROUP, group = warp; first < inputs; first += warps * GROUP, group += warps) {
             const int last = min(first + GROUP, inputs);

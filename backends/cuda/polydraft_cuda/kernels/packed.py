@@ -23,7 +23,9 @@ NUMBERS: Final = {"fp8": 1, "int8": 2, "int4": 3}
 PAIR: Final = 128
 """Inputs that are dealt together: what tiles take is a multiple of it."""
 THREADS: Final = 256
-"""Of kernels that lay numbers out or round rows."""
+"""Of the kernel that lays numbers out."""
+ROW_THREADS, HELD = 512, 4
+"""Of the kernel that rounds rows, and vectors of 8 that each has at most."""
 
 
 class CudaPackedWeight:
@@ -88,7 +90,7 @@ class CudaPackedWeight:
         """Make pieces of row-major numbers with `pitch` bytes a row; waits."""
         assert self.pieces is not None
         outputs, inputs = self.shape
-        function = device.function(source("packed.cu"), "lay_out", EIGHT=0, **defines(self.packing), **act(self.dtype))
+        function = device.function(source("packed.cu"), "lay_out", EIGHT=0, VECTOR=0, **defines(self.packing), **act(self.dtype))
         blocks = -(-self.pieces.nbytes // (4 * THREADS))
         function.bind(blocks, THREADS, numbers, self.pieces, self.scales, outputs, inputs, pitch)(device.stream, 1)
         device.synchronize()
@@ -203,9 +205,13 @@ def round_rows(device: CudaDevice, a: Any, to: Rounded) -> Launch:
     """Bind the rounding of the rows of a launch."""
     packing = packing_of(a)
     assert packing is not None
-    function = device.function(source("packed.cu"), "round_rows", EIGHT=int(is_eight(a)), **defines(packing), **act(a.x.dtype))
+    inputs = int(a.x.shape[1])
+    vector = a.x.dtype != "f32" and inputs % (packing.columns or 8) == 0 and inputs <= 8 * HELD * ROW_THREADS
+    function = device.function(
+        source("packed.cu"), "round_rows", EIGHT=int(is_eight(a)), VECTOR=int(vector), **defines(packing), **act(a.x.dtype)
+    )
     grid = lambda n: (n, 1, 1)  # noqa: E731
-    return function.bind(grid, THREADS, a.x, to.x, to.scales, int(a.x.shape[1]), to.pitch, dependent=True)
+    return function.bind(grid, ROW_THREADS, a.x, to.x, to.scales, inputs, to.pitch, dependent=True)
 
 
 assert MIDDLE == 8, "kernels take 8 where there are no zero points"

@@ -237,9 +237,10 @@ def test_an_update_keeps_the_address_and_takes_the_new_numbers():
     device.close()
 
 
-def test_rows_that_overlap_in_memory_are_spread_out():
+@pytest.mark.parametrize("packing", ["fp8-channel", "fp8-channel-a8"])
+def test_rows_that_overlap_in_memory_are_spread_out(packing: str):
     device = polydraft_cuda.polydraft_open_device("", DeviceOptions("bf16"))
-    kind = PACKINGS["fp8-channel"]
+    kind = PACKINGS[packing]
     pool = np.random.default_rng(5).integers(0, 120, 61 * 256 + 512).astype(np.uint8)
     numbers = np.lib.stride_tricks.as_strided(pool, (256, 512), (61, 1), writeable=False)
     Projection(device, PackedWeight(kind, (256, 512), numbers, np.full((256, 1), 1e-3, np.float32)), rows=8).holds(8)

@@ -34,6 +34,12 @@ extern "C" __global__ void lay_out(const unsigned char* numbers, unsigned* piece
     pieces[place] = made;
 }
 
+// Rows of bytes that overlap in memory, one by one. A block a row.
+extern "C" __global__ void spread_bytes(const unsigned char* pool, unsigned char* numbers, int columns, int pitch) {
+    enter();
+    for (int i = threadIdx.x; i < columns; i += blockDim.x) numbers[(int64_t)blockIdx.x * columns + i] = pool[(int64_t)blockIdx.x * pitch + i];
+}
+
 // -- activations --------------------------------------------------------------------------------------
 constexpr float MOST = NUMBER == E4M3 ? 448.f : 127.f;
 // The number that x over its scale is rounded to, ties to even.

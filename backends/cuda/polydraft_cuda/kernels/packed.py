@@ -69,15 +69,28 @@ class CudaPackedWeight:
         device.load(self.scales, np.ascontiguousarray(value.scales))
         if self.zeros is not None and value.zeros is not None:
             device.load(self.zeros, np.ascontiguousarray(value.zeros))
-        if self.eight or not self.tiled:
-            device.write(self.pointer, np.ascontiguousarray(value.numbers))
-            if self.pieces is not None:
-                self._lay_out(device, self.numbers, self.shape[1])
-            return
         span, pitch = _memory(value.numbers)
+        if self.numbers is self.pieces:
+            pool = device.empty("weight.pool", span.shape, "u8")
+            device.write(pool.pointer, span)
+            self._lay_out(device, pool, pitch)
+            return
+        if pitch == value.numbers.shape[1]:
+            device.write(self.pointer, span)
+        else:
+            self._spread(device, span, pitch)
+        if self.pieces is not None:
+            self._lay_out(device, self.numbers, self.shape[1])
+
+    def _spread(self, device: CudaDevice, span: Array, pitch: int) -> None:
+        """Write out rows that overlap in memory, on the device; waits."""
         pool = device.empty("weight.pool", span.shape, "u8")
         device.write(pool.pointer, span)
-        self._lay_out(device, pool, pitch)
+        rows, columns = self.numbers.shape
+        told = {"EIGHT": 0, "VECTOR": 0, **defines(self.packing), **act(self.dtype)}
+        function = device.function(source("packed.cu"), "spread_bytes", **told)
+        function.bind(rows, THREADS, pool, self.numbers, columns, pitch)(device.stream, 1)
+        device.synchronize()
 
     def in_pieces(self, device: CudaDevice) -> CudaBuffer:
         """Its numbers as pieces, made now where there are none yet; waits then."""

@@ -17,7 +17,7 @@ from polydraft import LLM, Engine, SamplingParams
 from polydraft.errors import CheckpointError, DeviceError
 from polydraft_cuda import ipc
 from polydraft_cuda.remapped import RemappedMemory
-from tests.step.test_weights_from_memory import MODEL, MOVED, PROMPTS, arrays, served, tokens
+from tests.step.test_weights_from_memory import MODEL, MOVED, PROMPTS, arrays, mix_no_policies, served, tokens
 from tests.support import tiny
 
 GRANULE = 1 << 21
@@ -203,6 +203,13 @@ def test_an_engine_sleeps_and_writes_the_same_texts(level: Any, graph: str):
             slept.wake_up()
             assert slept.device.memory_taken() == taken  # type: ignore[attr-defined]
             assert tokens(served(slept, PROMPTS, PARAMS)) == before
+
+
+@pytest.mark.device("cuda")
+@pytest.mark.parametrize("running", ["finish", "recompute"])
+@pytest.mark.parametrize("graph", ["off", "decode"])
+def test_no_text_mixes_policies_unasked(graph: str, running: Any):
+    mix_no_policies(lambda model, **options: engine(model=str(tiny.checkpoint(model)), graph=graph, **options), running)
 
 
 TRAINER = """

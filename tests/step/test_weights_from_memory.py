@@ -6,6 +6,7 @@ import gc
 import tracemalloc
 from collections.abc import Callable
 from contextlib import closing
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -143,14 +144,13 @@ def test_what_lies_on_a_device_is_named():
         engine.update_weights({**given, "model.norm.weight": OnDevice()})
 
 
-@pytest.mark.parametrize("running", ["finish", "recompute"])
-@pytest.mark.parametrize("device", ["reference", deep("lazy-1"), "lazy-2"])
-def test_no_text_mixes_policies_unasked(device: str, running: Any):
-    """64 requests run and 16 wait; each token has the log probability that one policy alone gives it."""
+def mix_no_policies(make: Callable[..., Engine], running: Any) -> None:
+    """64 requests run and 16 wait when weights are replaced on an engine that `make(model, **options)` builds; each token has the
+    log probability that one policy alone gives it."""
     rng = np.random.default_rng(3)
     prompts = [tuple(rng.integers(1, 40, rng.integers(2, 9)).tolist()) for _ in range(80)]
     options: Any = {"max_num_seqs": 64, "draft_tokens": 3, "logprobs": 0, "num_blocks": 2000}
-    engine = runs.engine(MODEL, device=device, **options)
+    engine = make(MODEL, **options)
     ids = [engine.add(prompt, PARAMS) for prompt in prompts]
     for _ in range(4):
         engine.step()
@@ -172,6 +172,20 @@ def test_no_text_mixes_policies_unasked(device: str, running: Any):
             assert said.token_ids == mine, (i, policy)
             got = [one.logprob or 0.0 for one in of.tokens[begin : begin + len(mine)]]
             assert np.allclose(got, [one.logprob or 0.0 for one in said.tokens], atol=1e-4), (i, policy)
+
+
+@pytest.mark.parametrize("running", ["finish", "recompute"])
+@pytest.mark.parametrize("device", ["reference", deep("lazy-1"), "lazy-2"])
+def test_no_text_mixes_policies_unasked(device: str, running: Any):
+    mix_no_policies(partial(runs.engine, device=device), running)
+
+
+@pytest.mark.parametrize("running", ["finish", "recompute"])
+def test_no_text_mixes_policies_on_the_cpu_backend(running: Any):
+    def make(model: str, **options: Any) -> Engine:
+        return LLM(**{"model": str(tiny.checkpoint(model)), "plugins": tiny.PLUGINS, "backend": "cpu", **options}).engine
+
+    mix_no_policies(make, running)
 
 
 @pytest.mark.parametrize("count", [20, deep(1000)])

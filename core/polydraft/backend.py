@@ -74,6 +74,11 @@ class Capabilities:
         """The packings in which kernels take weights of a role."""
         return {"linear": self.weight_packings, "experts": self.expert_packings}.get(role, ())
 
+    @property
+    def ranks_in_process(self) -> bool:
+        """Whether ranks are threads of one process, so that a fault of one of them can be planted there."""
+        return self.ranks == "threads"
+
     def describe(self) -> dict[str, Any]:
         """Name to value, for `doctor` and reports."""
         return dataclasses.asdict(self)

@@ -7,6 +7,7 @@ there are no more, when rank 0 has gone, or when any rank fails.
 from __future__ import annotations
 
 import json
+import math
 import mmap
 import os
 import queue
@@ -46,7 +47,7 @@ def main() -> int:
     rank, size = start["rank"], start["size"]
     memory = mmap.mmap(start["memory"], 0)
     os.close(start["memory"])
-    exchange = Exchange(memory, rank, size, start["capacity"], start["patience_s"])
+    exchange = Exchange(memory, rank, size, start["capacity"], math.inf)
     inbox: Inbox = queue.SimpleQueue()
     threading.Thread(target=deliver, args=(sys.stdin.buffer, inbox, exchange), name="messages", daemon=True).start()
     engine: Engine | None = None

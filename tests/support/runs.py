@@ -132,7 +132,7 @@ def come_to_rest(engine: Engine) -> None:
     assert not engine.slots.in_flight.any(), "a drained engine counts steps in flight"
     assert engine.ledger.num_free == engine.ledger.num_blocks, "a drained engine holds blocks"
     assert not engine.requests, "a drained engine knows requests"
-    if isinstance(engine.device, QueuedDevice) and engine.group is None:  # the last drafts of other ranks wait for nobody
+    if isinstance(engine.device, QueuedDevice):
         engine.device.synchronize()
 
 

@@ -8,6 +8,7 @@ its block lasts.
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -24,10 +25,15 @@ from polydraft.host.slots import SlotTable
 from polydraft.plugins import kernel_table
 from polydraft.program.host_inputs import HostInputs
 from polydraft.program.plan import StepOutcome, StepPlan
+from polydraft.program.plan_bytes import PlanReader
 from polydraft.proposers.mtp import MtpProposer
+from polydraft.ranks import exchange
 from polydraft.resolve import resolve
 from polydraft.step.graphs import CapturedSteps, GraphPolicy, Shape
+from polydraft.step.runner import Runner
 
+SKIPPED = 6
+"""The step in which a rank does something else than the others."""
 Fault = Callable[[], Any]
 """Makes a context manager in which core is broken."""
 
@@ -210,3 +216,36 @@ def replays_the_rung_below() -> Iterator[None]:
 
     with mock.patch.object(CapturedSteps, "choose", below):
         yield
+
+
+@contextmanager
+def _on_rank_1(place: type, name: str, change: Callable[..., Any]) -> Iterator[None]:
+    """A method is another one on the thread of rank 1, and ranks do not wait long: `change(real, self, argument, ...)`."""
+    real = getattr(place, name)
+
+    def changed(*given: Any) -> Any:
+        return change(real, *given) if threading.current_thread().name == "rank 1" else real(*given)
+
+    with mock.patch.object(place, name, changed), mock.patch.object(exchange, "PATIENCE_S", 1.0):
+        yield
+
+
+def skips_a_draft_pass() -> Any:
+    """A rank makes no drafts in one step in which the others do."""
+
+    def run(real: Any, runner: Runner, piece: Any, flight: Any) -> None:
+        if piece != "draft" or flight.plan.step_id != SKIPPED:
+            real(runner, piece, flight)
+
+    return _on_rank_1(Runner, "_run", run)
+
+
+def runs_a_stale_plan() -> Any:
+    """A rank runs the plan of the step before once more."""
+    plans: list[StepPlan] = []
+
+    def read(real: Any, reader: PlanReader, message: bytes) -> StepPlan:
+        plans.append(real(reader, message))
+        return plans[-2] if len(plans) == SKIPPED else plans[-1]
+
+    return _on_rank_1(PlanReader, "read", read)

@@ -1331,6 +1331,22 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         "M158", "own_experts", "own_experts", "experts counted among all", "off by the rank", rank_faults.counted_among_all
     ),
     _of_ranks("M159", "own_experts", "own_experts", "experts dealt in turn", "another layout", rank_faults.dealt_in_turn),
+    _core(
+        "M160",
+        "a rank that skips a draft pass",
+        "vLLM, issues 44185 and 44954, where the others hang",
+        "L5/ranks/N2-K3",
+        core_faults.skips_a_draft_pass,
+        "ranks_in_process",
+    ),
+    _core(
+        "M161",
+        "a rank that runs a stale plan",
+        "a message that is read twice",
+        "L5/ranks/N2-K0",
+        core_faults.runs_a_stale_plan,
+        "ranks_in_process",
+    ),
 )
 """Every mutant of this version, by the numbers of the design's table; a number that is missing is in `CORES`."""
 

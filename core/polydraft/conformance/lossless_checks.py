@@ -33,6 +33,8 @@ K: Final = 3
 SAMPLINGS: Final = ({"temperature": 0.8, "top_p": 0.95}, {"temperature": 1.0, "top_k": 20}, {"temperature": 1.3, "min_p": 0.05})
 
 
+RANKS: Final = (2, 4)
+"""Ranks that the probe is split over: its two key-value heads are one a rank, or one for two of them."""
 NUMBERS: Final = (3, 0, 0, 2, 5, 1, 0, 0, 0, 5, 3)
 """Drafts of one step after the other where they change: up, down, and pauses of several steps."""
 
@@ -60,13 +62,17 @@ def checks() -> Iterator[Check]:
         yield Check(f"L5/kv-{kv}/with-and-without-drafts", partial(_quantised, kv), needs=("kv_dtypes",))
     for made in (made for made, one in MADE.items() if not one.packing.activations):  # the oracle rounds no rows
         yield Check(f"L5/weights-{made}/with-and-without-drafts", partial(_packed, made), needs=("weight_packings",))
+    for ranks in RANKS:
+        for drafts in (0, K):
+            yield Check(f"L5/ranks/N{ranks}-K{drafts}", partial(_ranks, ranks, drafts), needs=("ranks",), features=())
+    yield Check("L5/ranks/experts", _experts_of_ranks, needs=("ranks",), features=())
     for number, options in enumerate(SAMPLINGS):
         yield Check(f"L5/sampled/{number}", partial(_sampled, options), features=("sampling",))
 
 
 def run(target: Target, tally: Tally, asks: Sequence[Ask], *, drafts: int = K, each_step: Any = None, **options: Any) -> Engine:
     """Serve `asks` on a fresh engine and compare with the oracle; returns the engine, closed, for its counts."""
-    dtype = working_dtype(target)
+    dtype = options.pop("dtype", "") or working_dtype(target)
     options = {"max_num_seqs": 4, "block_size": 4, "graph": "off", **options}
     with target.engine(draft_tokens=drafts, dtype=dtype, **options) as engine:
         engine._observers.append(LaunchOrder(engine.info.capabilities.row_order, tally))
@@ -127,6 +133,31 @@ class LaunchOrder:
             self._tally.equal("launch order, which is declared to be that of slots", slots, sorted(slots))
         elif self._row_order == "prefill_first":
             self._tally.equal("decode behind prefill in the launch order, as declared", decode, sorted(decode))
+
+
+def _ranks(ranks: int, drafts: int, target: Target, tally: Tally, **options: Any) -> None:
+    """A model over several ranks writes what the oracle writes, with few blocks, shared beginnings, and a request that is
+    aborted."""
+    declared = target.info.capabilities
+    if declared.ranks == "processes" and not target.plugins.backend.entry:
+        raise Unsupported("ranks are processes, which are given a backend by its name, and this one is an object")
+    base = prompts(10)[9]
+    model = options.get("model", "dense")
+    asks = [
+        *(Ask(prompt, arrival=i, model=model) for i, prompt in enumerate(prompts(4))),
+        Ask(base, arrival=1, model=model), Ask(base, arrival=5, abort=9, model=model), Ask(base, arrival=14, model=model),
+    ]  # fmt: skip
+    engine = run(
+        target, tally, asks, drafts=drafts, tensor_parallel=ranks, num_blocks=26, dtype="f32",
+        invariant=declared.row_invariant and declared.ordered_sums, graph="auto" if ranks > RANKS[0] else "off", **options,
+    )  # fmt: skip
+    tally.true("some request began with blocks of another one", engine.ledger.num_hits > 0)
+    tally.true("some request was preempted", engine.scheduler.num_preemptions > 0)
+
+
+def _experts_of_ranks(target: Target, tally: Tally) -> None:
+    """Experts that ranks keep whole."""
+    _ranks(2, K, target, tally, model="experts", expert_parallel=True)
 
 
 def working_dtype(target: Target) -> str:

@@ -181,9 +181,12 @@ class Target:
         given.setdefault("plugins", files)
         given.setdefault("variants", "auto" if self.uses_variants else "off")
         given.setdefault("allow_cpu_fallback", self.allow_cpu_fallback)
+        backend = self.plugin if plugin is None else plugin
+        if given.get("tensor_parallel", 1) > 1 and self.info.capabilities.ranks == "processes":
+            given["backend"], backend = self.info.name, None  # an object does not reach them
         config = EngineConfig(model=str(checkpoint(model=model)), **given)
         engine = Engine(
-            config, backend=self.plugin if plugin is None else plugin, features=features, instruments=instruments,
+            config, backend=backend, features=features, instruments=instruments,
             draft_policy=draft_policy,
         )  # fmt: skip
         try:

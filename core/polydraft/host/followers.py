@@ -8,6 +8,7 @@ exchange within launches; whatever goes wrong with one of them is said in the pl
 from __future__ import annotations
 
 import json
+import math
 import mmap
 import queue
 import subprocess
@@ -60,12 +61,15 @@ class Channel(Protocol):
 
 
 def follow(runner: Runner, overlap: int, inbox: Inbox) -> None:
-    """Run the plans of rank 0 until there are no more. A step is waited for before its staging is used again, and while there is
-    no further plan, since some devices do nothing until somebody waits; nobody looks at its outcome."""
+    """Run the plans of rank 0 until there are no more. A step is waited for before its staging is used again; nobody looks at its
+    outcome. While there is no further plan everything is waited for, drafts too: some devices do nothing until somebody waits,
+    and that of rank 0 may be further on than its host."""
     reader, in_flight = PlanReader(), deque[InFlightStep]()
     while True:
         while in_flight and (inbox.empty() or len(in_flight) > overlap):
             runner.collect(in_flight.popleft())
+        if inbox.empty():
+            runner.device.synchronize()
         message = inbox.get()
         if message == END:
             return
@@ -154,8 +158,10 @@ def _run(group: Group, build: Callable[[Group], Rank], overlap: int, inbox: Inbo
 
 
 def start_threads(size: int, capacity: int, patience_s: float, overlap: int, build: Callable[[Group], Rank]) -> Followers:
-    """Start `size` - 1 ranks as threads; `build` makes the engine of one, in its thread."""
-    exchanges = Exchange.of_threads(size, capacity, patience_s)
+    """Start `size` - 1 ranks as threads; `build` makes the engine of one, in its thread. Only rank 0 loses patience: the others
+    wait for as long as it does, and end with it."""
+    exchanges = Exchange.of_threads(size, capacity, math.inf)
+    exchanges[0].patience_s = patience_s
     first, *others = (Group(rank, size, exchange) for rank, exchange in enumerate(exchanges))
     return Followers(first, [ThreadChannel(group, build, overlap) for group in others])
 
@@ -208,11 +214,12 @@ class ProcessChannel:
 
 
 def start_processes(size: int, capacity: int, patience_s: float, start: Mapping[str, Any]) -> Followers:
-    """Start `size` - 1 ranks as processes. `start`: what they need to know besides how ranks meet, as JSON has it."""
+    """Start `size` - 1 ranks as processes, as `start_threads` does. `start`: what they need to know besides how ranks meet, as
+    JSON has it."""
     with tempfile.TemporaryFile(dir=SHARED if SHARED.is_dir() else None) as file:  # gone from its folder, and kept by who maps it
         file.truncate(Exchange.nbytes(size, capacity))
         memory = mmap.mmap(file.fileno(), 0)
         exchange = Exchange(memory, 0, size, capacity, patience_s)
-        known = {**start, "size": size, "capacity": capacity, "patience_s": patience_s}
+        known = {**start, "size": size, "capacity": capacity}
         channels = [ProcessChannel(rank, exchange, known, file.fileno()) for rank in range(1, size)]
     return Followers(Group(0, size, exchange), channels)

@@ -20,13 +20,13 @@ from polydraft_emulator import Emulator
 from polydraft import Engine, RequestOutput, SamplingParams
 from polydraft.cli import main
 from polydraft.config import EngineConfig
+from polydraft.conformance.core_faults import taps_of_other_rows, taps_of_the_layer_before, taps_that_go_on
 from polydraft.conformance.lossless_checks import Listed
 from polydraft.conformance.oracle.checkpoints import write_checkpoint
 from polydraft.errors import CapabilityError, CheckpointError, ConfigError, DeviceError
 from polydraft.host.draft_policy import ladder
 from polydraft.instruments.record_file import read
 from polydraft.models import Checkpoint
-from polydraft.models.decoder import EVERY_ROW, Target
 from polydraft.proposers import eagle3_model
 from polydraft.proposers.eagle3 import NEWEST, Eagle3Proposer
 from polydraft.reference.device import ReferenceDevice
@@ -427,35 +427,6 @@ def points_are(**changed: str) -> AbstractContextManager[Any]:
 
 
 @contextmanager
-def taps_of_other_rows() -> Iterator[None]:
-    """Row i of a tap is row i - 1 of the target, the first one none: padding, where it is the first of a sequence."""
-    made = Target.__init__
-
-    def shifted(self: Target, *args: Any) -> None:
-        made(self, *args)
-        for one in self.buffers:
-            if one.name == EVERY_ROW:
-                object.__setattr__(one, "initial", one.initial - 1)  # type: ignore[operator]
-
-    with mock.patch.object(Target, "__init__", shifted):
-        yield
-
-
-@contextmanager
-def taps_that_are_no_copies() -> Iterator[None]:
-    """A tap has the residual stream as it is in the end: it went on behind the point."""
-    tap = Target._tap
-
-    def late(self: Target, program: Any, here: str) -> None:
-        if here == f"layer {len(self.blocks) - 1}":
-            for point in {*self._taps.values()} - {"final"}:
-                tap(self, program, point)
-
-    with mock.patch.object(Target, "_tap", late):
-        yield
-
-
-@contextmanager
 def state_is_stale() -> Iterator[None]:
     """What a later pass goes on from is the row that it began with, not its own output."""
     pass_ = Eagle3Proposer._pass
@@ -470,12 +441,12 @@ def state_is_stale() -> Iterator[None]:
 
 
 FAULTS: dict[str, tuple[Any, str]] = {
-    "tap of the layer before": (lambda: points_are(layer_1="layer 0"), "vllm"),
+    "tap of the layer before": (taps_of_the_layer_before, "vllm"),
     "tap of the layer after": (lambda: points_are(layer_2="layer 3"), "vllm"),
     "taps in another order": (lambda: points_are(layer_1="layer 4", layer_4="layer 1"), "3.1"),
     "tap behind the norm": (lambda: points_are(layer_5="final"), "vllm"),
     "taps of other rows": (taps_of_other_rows, "sglang"),
-    "taps that are no copies": (taps_that_are_no_copies, "sglang"),
+    "taps that are no copies": (taps_that_go_on, "sglang"),
     "state that is fed back": (state_is_stale, "sglang"),
 }
 

@@ -27,6 +27,7 @@ from polydraft.conformance import (
     return_checks,
     sanity_checks,
     sleep_checks,
+    tap_checks,
     wear_checks,
 )
 from polydraft.conformance.check import Check
@@ -55,6 +56,7 @@ def every_check(options: Options | None = None) -> Iterator[Check]:
     yield from lossless_checks.checks()
     yield from cache_checks.checks()
     yield from host_checks.checks()
+    yield from tap_checks.checks()
     yield from sleep_checks.checks()
     yield from wear_checks.checks()
     yield from sanity_checks.checks()

@@ -22,6 +22,8 @@ from polydraft.host import commit
 from polydraft.host.kv_blocks import BlockLedger
 from polydraft.host.scheduler import Scheduler
 from polydraft.host.slots import SlotTable
+from polydraft.models.block import Norm
+from polydraft.models.decoder import EVERY_ROW, HIDDEN, Target
 from polydraft.plugins import kernel_table
 from polydraft.program.host_inputs import HostInputs
 from polydraft.program.plan import StepOutcome, StepPlan
@@ -249,3 +251,63 @@ def runs_a_stale_plan() -> Any:
         return plans[-2] if len(plans) == SKIPPED else plans[-1]
 
     return _on_rank_1(PlanReader, "read", read)
+
+
+# -- taps ----------------------------------------------------------------------------------------------
+@contextmanager
+def taps_of_the_layer_before() -> Iterator[None]:
+    """What a tap of layer i hands over is what enters the layer: its number is taken for that of its input."""
+    tap = Target._tap
+
+    def early(self: Target, program: Any, here: str) -> None:
+        if here == "embedding":
+            tap(self, program, here)
+        tap(self, program, "layer 0" if here == "embedding" else f"layer {int(here.split()[1]) + 1}")
+
+    with mock.patch.object(Target, "_tap", early):
+        yield
+
+
+@contextmanager
+def taps_in_front_of_the_norm() -> Iterator[None]:
+    """The tap behind the final norm has the rows in front of it."""
+    emit = Norm.emit
+
+    def raw(self: Norm, program: Any, weight: str, *, x: str, out: str, **where: Any) -> None:
+        if weight == "norm" and x == HIDDEN and not out.startswith("draft."):
+            program.add("gather_rows", where["unit"], where["stage"], x=x, index=EVERY_ROW, out=out)
+        else:
+            emit(self, program, weight, x=x, out=out, **where)
+
+    with mock.patch.object(Norm, "emit", raw):
+        yield
+
+
+@contextmanager
+def taps_of_other_rows() -> Iterator[None]:
+    """Row i of a tap is row i - 1 of the target: the first of a sequence has that of another one, or padding."""
+    made = Target.__init__
+
+    def shifted(self: Target, *args: Any) -> None:
+        made(self, *args)
+        self.buffers = [
+            dataclasses.replace(one, initial=np.asarray(one.initial) - 1) if one.name == EVERY_ROW else one
+            for one in self.buffers
+        ]
+
+    with mock.patch.object(Target, "__init__", shifted):
+        yield
+
+
+@contextmanager
+def taps_that_go_on() -> Iterator[None]:
+    """A tap is no copy: it has the residual stream as it is in the end, which went on behind the point."""
+    tap = Target._tap
+
+    def late(self: Target, program: Any, here: str) -> None:
+        if here == f"layer {len(self.blocks) - 1}":
+            for point in sorted({*self._taps.values()} - {"final"}):
+                tap(self, program, point)
+
+    with mock.patch.object(Target, "_tap", late):
+        yield

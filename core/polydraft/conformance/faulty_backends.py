@@ -1347,6 +1347,35 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         core_faults.runs_a_stale_plan,
         "ranks_in_process",
     ),
+    _core(
+        "M210",
+        "a tap of the layer before",
+        "SGLang 25454, numbers of layers that mean their inputs or their outputs",
+        "L5/taps/eager",
+        core_faults.taps_of_the_layer_before,
+    ),
+    _core(
+        "M211",
+        "a tap in front of the norm in place of one behind it",
+        "SpecForge 879",
+        "L5/taps/eager",
+        core_faults.taps_in_front_of_the_norm,
+    ),
+    _core(
+        "M212",
+        "taps of other rows, padding among them",
+        "an index that was not packed anew",
+        "L5/taps/eager",
+        core_faults.taps_of_other_rows,
+    ),
+    _core(
+        "M213",
+        "a tap whose residual stream goes on",
+        "a view in place of a copy",
+        "L5/taps/replayed",
+        core_faults.taps_that_go_on,
+        "graph_capture",
+    ),
 )
 """Every mutant of this version, by the numbers of the design's table; a number that is missing is in `CORES`."""
 

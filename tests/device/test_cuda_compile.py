@@ -31,7 +31,7 @@ needs_compiler = pytest.mark.skipif(bool(REASON), reason=REASON)
 Variant = tuple[Path, tuple[tuple[str, str | float], ...]]
 
 
-SHAPED = ("fp8-channel", "fp8-block128-a8", "int8-channel-a8", "int4-group32-zeros")
+SHAPED = ("fp8-channel", "fp8-channel-a8", "fp8-block128-a8", "int8-channel-a8", "int4-group32-zeros")
 """Packings whose kernels are compiled in all sizes: each number, and each way in which scales meet sums."""
 
 

@@ -6,6 +6,7 @@ every time. Prefix hits, preemption and aborts happen in all of them.
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from typing import Any
 
@@ -20,7 +21,7 @@ from polydraft.models.ranks import OfRank, Share, of_ranks
 from polydraft.models.safetensors_file import SafetensorsFile
 from polydraft.plugins.default_backend import default_backend
 from polydraft.program.plan import StepPlan
-from polydraft.program.plan_bytes import ARRAYS, PlanReader, PlanWriter
+from polydraft.program.plan_bytes import ARRAYS, FLAGS, WHOLE, PlanReader, PlanWriter
 from tests.support import tiny
 from tests.support.depth import among
 from tests.support.emulator import SCHEDULES, emulated
@@ -290,6 +291,8 @@ def test_plans_arrive_as_they_were_sent():
             assert (found.slots is before[1].slots) == (plan.slots is before[0].slots)
             kept += found.slots is before[1].slots
         before = plan, found
+    known = {*WHOLE, *FLAGS, *ARRAYS, "writes", "in_flight_counts"}
+    assert {field.name for field in dataclasses.fields(StepPlan)} == known, "a new field has to be sent, or not be needed"
     assert kept > 5, "most plans are like the one before"
     assert min(sizes) < 300
     assert any(plan.prompt_top is not None for plan in plans)

@@ -94,6 +94,9 @@ class EngineConfig:
     logprobs_mode: str = "raw_logprobs"
     """Of which logits: raw_logprobs (the model's), or processed_logprobs (after penalties, biases, forbidden tokens, limits and
     grammars, and of requests that sample after temperature, top-k, top-p and min-p), as vLLM calls them."""
+    draft_logprobs: bool = False
+    """Report with the log probabilities of a request those of each draft that its rounds verify: as many most likely tokens of
+    the distribution that the draft was chosen from."""
     constraints: bool = False
     """Serve requests whose output a grammar binds. Steps with such a request are launched in two halves, see
     `program/host_inputs.py`."""

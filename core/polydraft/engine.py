@@ -258,7 +258,7 @@ class Engine:
             limits=self.resolved.limits, dtype=self.resolved.dtype, verify=self.resolved.verify, overlap=self.resolved.overlap,
             rungs=self.draft_policy.rungs, kv=self.resolved.kv, accept_schedule=self.resolved.accept_schedule,
             raw_logprobs=self.config.logprobs_mode == "raw_logprobs", proposer_options=self.resolved.proposer_options,
-            thinking=markers,
+            thinking=markers, draft_logprobs=self.config.draft_logprobs,
             keeps_drafts=self.config.check_draft_state > 0,
         )  # fmt: skip
         self.runner = Runner(

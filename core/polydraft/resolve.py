@@ -632,4 +632,8 @@ def _logprobs(n: _Negotiation) -> None:
     some = "buffers for a token and as many beside it; a step reports what its requests ask for, and nothing for others"
     n.choose("logprobs", asked, "none are reported" if asked is None else some)
     what = {"raw_logprobs": "of the model's logits", "processed_logprobs": "after penalties, temperature and filters"}
+    drafts = n.config.draft_logprobs
+    if drafts and asked is None:
+        n.refuse("--draft-logprobs reports beside the log probabilities of a request; give --logprobs, the most that it may have")
+    n.choose("draft_logprobs", drafts, "of each draft that is verified" if drafts else "drafts have their own alone")
     n.choose("logprobs_mode", n.config.logprobs_mode, what[n.config.logprobs_mode])

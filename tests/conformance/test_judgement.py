@@ -263,7 +263,7 @@ def test_the_sentence_names_what_is_claimed_and_what_is_absent():
     mine = [Result("L2/sample/other-dtypes", "unsupported"), Result("L9/strange", "pass", 1)]
     verdict = judge([*passed, *other, *mine], owners, profile="graph")
     claim = "graph for dense, sampling (28 own, 0 delegated)"
-    without = "without rejection, processing, logprobs (incomplete), grammar, experts, drafting, schedule"
+    without = "without rejection, processing, logprobs (incomplete), grammar, thinking, experts, drafting, schedule"
     counted = f"{len(passed) + 1} checks passed, 1 are of what it does not have"
     assert (verdict.status, verdict.sentence) == (0, f"polydraft-conformance 1.0 / {claim}, {without} holds: {counted}")
     asked = judge([*passed, *other, *mine], EVERYTHING, profile="graph", features=("sampling", "dense"))

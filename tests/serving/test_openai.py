@@ -344,10 +344,24 @@ def test_a_constraint_that_forbidden_words_leave_nothing_of_is_the_clients_error
 @pytest.fixture(scope="module")
 def bound(tmp_path_factory: pytest.TempPathFactory) -> Any:
     pytest.importorskip("llguidance", reason="the extra `grammar` is not installed")
-    served = Served(tmp_path_factory.mktemp("bound"), "--constraints", model=letters())
+    served = Served(tmp_path_factory.mktemp("bound"), "--constraints", "--draft-logprobs", model=letters())
     with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client:
         yield client
     assert served.stop() == 0
+
+
+def test_provenance_tells_what_else_a_draft_could_have_been(bound: Any) -> None:
+    extra = {"provenance": True, "ignore_eos": True}
+    answer = complete(bound, model="letters", prompt=[5, 9], max_tokens=16, logprobs=2, extra_body=extra)
+    told = [token for token in answer.choices[0].provenance if token["draft"] is not None]
+    assert len(told) > 3
+    for token in told:
+        assert (token["draft"] == token["token"]) == (token["source"] == "draft")
+        assert len(token["draft_top_logprobs"]) == 2
+        likely, numbers = (
+            list(part) for part in zip(*((t["token"], t["logprob"]) for t in token["draft_top_logprobs"]), strict=True)
+        )
+        assert (likely[0], numbers) == (token["draft"], sorted(numbers, reverse=True)), "a greedy draft is the most likely token"
 
 
 SCHEMA = {"type": "object", "properties": {"a": {"enum": ["b", "c"]}}, "required": ["a"], "additionalProperties": False}

@@ -18,6 +18,9 @@ import pytest
 from polydraft import Engine, RequestOutput, SamplingParams
 from polydraft.contracts.layout import LogprobHeader
 from polydraft.errors import CapabilityError, RequestError
+from polydraft.output.output_processor import OutputProcessor
+from polydraft.output.request_delta import pack, unpack
+from polydraft.output.request_output import draft_top
 from polydraft.reference.logprobs import top_logprobs
 from polydraft.sampling.logprobs import CONTRACTS, FILTERS
 from tests.support.depth import crossed
@@ -248,6 +251,80 @@ def test_draft_numbers_are_the_heads_own() -> None:
         wanted = [log_softmax(row)[token] for row, token in zip(logits, drafts, strict=True)]
         assert [value for _, value in step] == pytest.approx(wanted, abs=1e-4)
         known += [next(records).token_id for _ in range(min(accepted + 1, len(output.prompt_ids) + 14 - len(known)))]
+
+
+def test_the_likely_tokens_of_every_draft_are_the_heads_own() -> None:
+    """Of each place of every round, accepted or not, and what the records of tokens say of it."""
+    output = alone(ASKS[0], num_drafts=3, draft_logprobs=True)
+    model, known = oracle(MODEL), [*PROMPTS[0], output.token_ids[0]]
+    assert bits(output) == bits(alone(ASKS[0])), "the target's own are the same"
+    for drafts, tops, accepted in zip(output.drafts, output.draft_tops, output.rounds, strict=True):
+        _, logits = model.draft(known, model.target_states(known)[:-1], len(drafts))
+        for top, row in zip(tops, logits, strict=True):
+            wanted = log_softmax(row)
+            assert [token for token, _ in top] == np.argsort(-wanted, kind="stable")[:TOP].tolist()
+            np.testing.assert_allclose([value for _, value in top], np.sort(wanted)[::-1][:TOP], atol=1e-4)
+        place = len(known) - len(PROMPTS[0])
+        records = output.tokens[place : place + accepted + 1]
+        assert [record.draft_top for record in records] == [*tops, ()][: len(records)]
+        known = [*PROMPTS[0], *output.token_ids[: place + accepted + 1]]
+
+
+@pytest.mark.parametrize("served_by", ["lazy-2", "lazy-seeded", "emulator-1", "graphs"])
+def test_the_likely_tokens_of_drafts_have_the_bits_that_they_have_alone(served_by: str) -> None:
+    running: Engine = SERVED[served_by](3, max_num_seqs=3, logprobs=TOP, max_batched_tokens=40, draft_logprobs=True)
+    for ask, output in zip(ASKS, drive(running, ASKS), strict=True):
+        wanted = alone(ask, draft_logprobs=True)
+        assert (bits(output), of_drafts(output), output.draft_tops) == (bits(wanted), of_drafts(wanted), wanted.draft_tops)
+        assert all(len(top) == ask.params.logprobs for tops in output.draft_tops for top in tops)
+
+
+@pytest.mark.parametrize("given", [{"temperature": 0.0}, {"temperature": 0.9, "top_k": 5}, {"temperature": 0.7, "min_p": 0.05}])
+def test_under_rejection_they_are_of_what_the_draft_was_drawn_from(given: dict[str, Any]) -> None:
+    params = replace(GREEDY, logprobs=63, seed=3, **given)
+    running = engine(MODEL, draft_tokens=3, verify="rejection", logprobs=63, draft_logprobs=True)
+    output = drive(running, [Ask(PROMPTS[0], params), Ask(PROMPTS[1], GREEDY)])[0]
+    seen = 0
+    for drafts, tops in zip(output.drafts, output.draft_tops, strict=True):
+        for (token, logprob), top in zip(drafts, tops, strict=True):
+            shares = dict(top)
+            assert shares[token] == logprob
+            assert sum(map(math.exp, shares.values())) == pytest.approx(1.0, abs=1e-3)
+            assert sum(value > -math.inf for value in shares.values()) <= given.get("top_k", 63)
+            seen += 1
+    assert seen > 10
+
+
+def test_a_draft_that_no_model_chose_has_none() -> None:
+    running = engine(MODEL, draft_tokens=3, proposer="ngram", logprobs=TOP, draft_logprobs=True)
+    output = drive(running, [Ask((5, 9, 33, 5, 9, 33, 5, 9), replace(GREEDY, max_new_tokens=30))])[0]
+    assert any(output.drafts)
+    assert all(top == () for tops in output.draft_tops for top in tops)
+    assert all(record.draft_top == () for record in output.tokens)
+
+
+def test_the_likely_tokens_of_drafts_cross_to_another_process() -> None:
+    running = engine(MODEL, draft_tokens=3, logprobs=TOP, draft_logprobs=True)
+    running.add(PROMPTS[0], GREEDY, id="1", stream=True)
+    running.add(PROMPTS[1], replace(GREEDY, logprobs=None), id="2", stream=True)
+    processor, parts = OutputProcessor(running.tokenizer), list[Any]()
+    while running.has_work:
+        running.step()
+        parts += [one.logprobs for one in unpack(pack(processor.deltas(running.take()))) if one.handle == 1 and len(one.logprobs)]
+    wanted = alone(ASKS[0], draft_logprobs=True)
+    assert [draft_top(row) for rows in parts for row in rows] == [record.draft_top for record in wanted.tokens]
+
+
+def test_they_need_log_probabilities_and_their_contract() -> None:
+    with pytest.raises(
+        CapabilityError, match="--draft-logprobs reports beside the log probabilities of a request; give --logprobs"
+    ):
+        engine(MODEL, draft_logprobs=True)
+    with pytest.raises(CapabilityError, match="no draft_top_logprobs"):
+        engine(MODEL, logprobs=1, draft_logprobs=True, plugin=backend_without("draft_top_logprobs"))
+    assert engine(MODEL, logprobs=1, draft_logprobs=True, draft_tokens=0).runner.programs, (
+        "without drafts there is nothing of them"
+    )
 
 
 @pytest.mark.parametrize("num_drafts", [1, 3])

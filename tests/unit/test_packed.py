@@ -58,7 +58,9 @@ def test_every_word_is_refused_or_unambiguous(word: int) -> None:
 class Packed:
     """A batch, the record that the reference packs of it, and how it is read."""
 
-    def __init__(self, seed: int, *, size: int = 5, width: int = 3, columns: int = 4, flag: int = 3, spare: int = 6) -> None:
+    def __init__(
+        self, seed: int, *, size: int = 5, width: int = 3, columns: int = 4, flag: int = 3, spare: int = 6, tops: bool = False
+    ) -> None:
         rng = np.random.default_rng(seed)
         self.order = rng.permutation(size).astype(np.int32)
         self.num_top = rng.integers(-1, columns, size).astype(np.int32)
@@ -69,13 +71,19 @@ class Packed:
             extra=rng.integers(-1, width, size).astype(np.int32),
             drafts=rng.integers(0, VOCAB, (size, max(width - 1, 1))).astype(np.int32),
             draft_logprobs=-rng.exponential(3, (size, max(width - 1, 1))).astype(np.float32), flag=flag,
-            record=np.full(record_words(size, width, columns) + spare, 0x5A5A5A5A, np.int32),
+            record=np.full(record_words(size, width, columns, drafts=tops) + spare, 0x5A5A5A5A, np.int32),
+            draft_top_ids=None, draft_tops=None,
         )  # fmt: skip
+        if tops:
+            of_drafts = size, max(width - 1, 1), columns
+            self.a.draft_top_ids = rng.integers(NO_TOKEN, VOCAB, of_drafts).astype(np.int32)
+            self.a.draft_tops = -rng.exponential(3, of_drafts).astype(np.float32)
         KERNELS["pack_logprobs"](self.a, None)(size)  # type: ignore[arg-type]
         self.wanting = [i for i, slot in enumerate(self.order) if self.num_top[slot] >= 0]
         self.columns = int(self.num_top.max()) + 1
         self.read: dict[str, Any] = {
             "flag": flag, "columns": self.columns, "width": width, "most": size, "max_seqs": size, "vocab": VOCAB,
+            "drafts": tops,
         }  # fmt: skip
 
     def decode(self, **changes: Any) -> Any:
@@ -84,11 +92,11 @@ class Packed:
 
 @given(
     seed=st.integers(0, 2**32 - 1), size=st.integers(1, 9), width=st.integers(1, 7), columns=st.integers(1, 40),
-    flag=st.sampled_from([0, 3, 254, 255]),
+    flag=st.sampled_from([0, 3, 254, 255]), tops=st.booleans(),
 )  # fmt: skip
-def test_a_record_comes_back(seed: int, size: int, width: int, columns: int, flag: int) -> None:
+def test_a_record_comes_back(seed: int, size: int, width: int, columns: int, flag: int, *, tops: bool) -> None:
     """Nothing bounds sequences, tokens or columns but the buffers: the record has exactly what was asked for."""
-    p = Packed(seed, size=size, width=width, columns=columns, flag=flag)
+    p = Packed(seed, size=size, width=width, columns=columns, flag=flag, tops=tops)
     block = p.decode()
     assert block["slot"].tolist() == p.order[p.wanting].tolist()
     assert block["extra"].tolist() == p.a.extra[p.wanting].tolist()
@@ -99,7 +107,12 @@ def test_a_record_comes_back(seed: int, size: int, width: int, columns: int, fla
         drafted = max(int(p.a.extra[i]), 0)
         assert block["rows"]["draft"][entry].tolist() == [*p.a.drafts[p.order[i], :drafted], *[NO_TOKEN] * (width - drafted)]
         np.testing.assert_array_equal(block["rows"]["draft_logprob"][entry, :drafted], p.a.draft_logprobs[p.order[i], :drafted])
-    untouched = p.a.record[record_words(len(p.wanting), width, p.columns) :]
+        if tops:
+            for name in ("draft_top_ids", "draft_tops"):
+                found, given = block["rows"][name][entry], getattr(p.a, name)[p.order[i], :drafted, : p.columns]
+                np.testing.assert_array_equal(found[:drafted], given)
+                assert (found[drafted:] == (NO_TOKEN if name == "draft_top_ids" else 0)).all()
+    untouched = p.a.record[record_words(len(p.wanting), width, p.columns, drafts=tops) :]
     assert (untouched == 0x5A5A5A5A).all(), "the kernel wrote behind its record"
 
 

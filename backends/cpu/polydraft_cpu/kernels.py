@@ -24,8 +24,8 @@ from polydraft.errors import ContractError
 from polydraft_cpu.device import CpuDevice, aligned
 from polydraft_cpu.library import CacheStruct, WeightStruct, last_error, served, words_of
 
-VERSION = 1
-"""Version of every contract that a compiled kernel is written for."""
+VERSION, NEWER = 1, {"pack_logprobs": 2}
+"""Version of every contract that a compiled kernel is written for, and of those whose first version is not served any more."""
 PANEL = 16
 MOST_ROWS = 8
 EXPERT_ROWS = 256
@@ -44,7 +44,7 @@ def up(size: int) -> int:
 
 def versions() -> Mapping[str, int]:
     """Contract or composite to the version that its compiled kernel is written for."""
-    return dict.fromkeys(served(), VERSION)
+    return {name: NEWER.get(name, VERSION) for name in served()}
 
 
 # -- weights and caches ----------------------------------------------------------------------------
@@ -241,6 +241,7 @@ SCRATCH: Final[Mapping[str, Scratch]] = {
     "filter_probs": _sampling("logits", 4),
     "top_logprobs": _sampling("logits", 4),
     "draft_logprobs": _sampling("logits", 4),
+    "draft_top_logprobs": _sampling("logits", 4),
     "penalise_logits": _sampling("logits", 1),
     "route_experts": lambda parts, limits, threads: threads * 3 * up(parts[0].logits.shape[1]) * 4,
     "expert_mlp": _experts,

@@ -20,7 +20,8 @@ ENGINE = (
     "model", "backend", "device", "draft_tokens", "proposer", "proposer_options", "draft_model", "draft_vocab", "mtp_options",
     "check_draft_state", "check_texts", "verify", "tensor_parallel", "expert_parallel", "max_num_seqs", "max_model_len",
     "block_size", "num_blocks", "max_batched_tokens", "overlap", "graph", "graph_sizes", "dtype", "kv_dtype", "weights",
-    "weights_ignore", "invariant", "kernels", "variants", "plugins", "allow_cpu_fallback", "logprobs_mode", "think_start_ids",
+    "weights_ignore", "invariant", "kernels", "variants", "plugins", "allow_cpu_fallback", "logprobs_mode",
+    "draft_logprobs", "think_start_ids",
     "think_end_ids", "think_forced_ids",
 )  # fmt: skip
 """Fields of `EngineConfig` that `engine` gives a command options for."""
@@ -171,6 +172,7 @@ def engine(*, max_num_seqs: int) -> Callable[[Command], Command]:
             metavar="raw_logprobs|processed_logprobs",
             help="Before or after penalties, temperature, filters.  [default: raw_logprobs]",
         ),
+        click.option("--draft-logprobs", **flag, help="With --logprobs: likely tokens of each verified draft, too."),
         click.option("--think-start-ids", **ids, help="Token ids that begin thinking.  [default: at once]"),
         click.option("--think-end-ids", **ids, help="Token ids that end thinking."),
         click.option("--think-forced-ids", **ids, help="Token ids spelt out at a limit of thinking.  [default: its end]"),

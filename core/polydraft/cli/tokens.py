@@ -55,10 +55,14 @@ class Tokens:
 
     def drafts(self, output: RequestOutput) -> list[list[dict[str, Any]]]:
         """What each round drafted, accepted or not: in the order of `rounds`."""
-        return [
+        found: list[list[dict[str, Any]]] = [
             [{"token_id": token, "token": self.text(token), "logprob": number(value)} for token, value in drafts]
             for drafts in output.drafts
         ]
+        for drafts, tops in zip(found, output.draft_tops, strict=False):
+            for draft, top in zip(drafts, tops, strict=True):
+                draft["top_logprobs"] = self._top(top)
+        return found
 
     def _origin(self, record: TokenRecord) -> dict[str, Any]:
         return {

@@ -1327,6 +1327,20 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         "L2/limit_thinking/forced_tokens_were_forbidden_before",
         C("limit_thinking", _after(_nothing_is_raised)),
     ),
+    Mutant(
+        "M203",
+        "likely tokens of a draft filed in place of those of the draft before it",
+        "off by one",
+        "L2/draft_top_logprobs/each_slot_files_behind_what_it_has",
+        C("draft_top_logprobs", _seeing(draft_len=lambda a: np.maximum(a.draft_len - 1, 0))),
+    ),
+    Mutant(
+        "M204",
+        "greedy rows cut by the filters that only rows that sample have",
+        "a filter that reads top_k alone",
+        "L2/forbid_filtered/greedy_slots_are_not_filtered",
+        C("forbid_filtered", _seeing(temperature=lambda a: np.ones_like(a.temperature))),
+    ),
     _of_ranks(
         "M158", "own_experts", "own_experts", "experts counted among all", "off by the rank", rank_faults.counted_among_all
     ),

@@ -44,7 +44,8 @@ class LogprobEntry(IntEnum):
 
 class LogprobRow(IntEnum):
     """Word of a row, one a place of the window; the token ids of all columns follow, then the bits of their float32 log
-    probabilities. A row whose token was not emitted has rank 0 and NO_TOKEN in every column."""
+    probabilities. A row whose token was not emitted has rank 0 and NO_TOKEN in every column. In a record of flag DRAFTS the same
+    columns follow of the draft that was verified there, NO_TOKEN and 0 where there was none."""
 
     RANK = 0
     DRAFT = 1
@@ -66,6 +67,8 @@ class Flag(IntEnum):
     """Deltas of requests, from the engine's process to another one."""
     TARGET = 3
     """Log probabilities of the tokens of a step."""
+    DRAFTS = 4
+    """The same, and in each row those of the draft that was verified there."""
     PROMPT = 5
     """Log probabilities of prompt tokens."""
 
@@ -76,14 +79,19 @@ ROW_WORDS: Final = len(LogprobRow)
 """Fixed words of the parts of a record; the columns of a row follow its own."""
 
 
-def entry_words(width: int, columns: int) -> int:
+def row_words(columns: int, *, drafts: bool = False) -> int:
+    """Words of a row; `drafts`: with the columns of its draft."""
+    return ROW_WORDS + (4 if drafts else 2) * columns
+
+
+def entry_words(width: int, columns: int, *, drafts: bool = False) -> int:
     """Words of an entry."""
-    return ENTRY_WORDS + width * (ROW_WORDS + 2 * columns)
+    return ENTRY_WORDS + width * row_words(columns, drafts=drafts)
 
 
-def record_words(entries: int, width: int, columns: int) -> int:
+def record_words(entries: int, width: int, columns: int, *, drafts: bool = False) -> int:
     """Words of a record of log probabilities."""
-    return HEADER_WORDS + entries * entry_words(width, columns)
+    return HEADER_WORDS + entries * entry_words(width, columns, drafts=drafts)
 
 
 SNAPSHOT_COLUMNS: Final = tuple(column.name.lower() for column in Snapshot)

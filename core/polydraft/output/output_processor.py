@@ -21,7 +21,7 @@ from polydraft.output.engine_outputs import EngineOutputs
 from polydraft.output.provenance import check_rounds
 from polydraft.output.request_delta import NO_PLACES, RequestDelta
 from polydraft.output.request_output import RequestOutput, rows_of
-from polydraft.program.packed import NO_ROWS, PackedLogprobs, entry_type, row_type
+from polydraft.program.packed import NO_ROWS, PackedLogprobs, entry_type, has_drafts, row_type
 from polydraft.sampling.thinking import ForcedPlaces
 from polydraft.sampling.thinking_stage import limits_of
 
@@ -284,6 +284,6 @@ def _narrow(entries: Array, shown: int) -> Array:
     rows = entries["rows"]
     columns = rows.dtype["ids"].shape[0]
     if shown < columns:
-        rows = entries.view(entry_type(rows.shape[1], columns, shown))["rows"]
+        rows = entries.view(entry_type(rows.shape[1], columns, shown, drafts=has_drafts(rows)))["rows"]
     found: Array = rows
     return found

@@ -17,13 +17,13 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from polydraft.contracts.layout import MAX_COLUMNS, ROW_WORDS, Flag
+from polydraft.contracts.layout import MAX_COLUMNS, Flag, row_words
 from polydraft.device import Array
 from polydraft.errors import RecordError
-from polydraft.program.packed import NO_ROWS, pack_word, row_type, unpack_word
+from polydraft.program.packed import NO_ROWS, has_drafts, pack_word, row_type, unpack_word
 from polydraft.sentinels import Finish
 
-VERSION = 4
+VERSION = 5
 
 
 class Head(IntEnum):
@@ -52,9 +52,11 @@ class Count(IntEnum):
     PROMPT_ROWS = 6
     """Rows of the prompt from its second token on, with the delta that they are complete in; else 0."""
     PROMPT_COLUMNS = 7
-    TEXT = 8
+    OF_DRAFTS = 8
+    """1 where the rows of its tokens have the columns of drafts, too."""
+    TEXT = 9
     """Bytes of the new text."""
-    ERROR = 9
+    ERROR = 10
     """Bytes of the error's sentence."""
 
 
@@ -99,7 +101,7 @@ def pack(deltas: Sequence[RequestDelta]) -> bytes:
         counts.append(
             (
                 one.handle, FINISHES.get(one.finish, 0), len(one.token_ids), len(one.rounds), len(one.forced), columns,
-                len(one.prompt_logprobs), of_prompt, len(text), len(error),
+                len(one.prompt_logprobs), of_prompt, int(has_drafts(one.logprobs)), len(text), len(error),
             )
         )  # fmt: skip
         parts += [one.token_ids.tobytes(), one.rounds.tobytes(), one.round_drafts.tobytes(), one.round_lookups.tobytes()]
@@ -123,7 +125,7 @@ def _words(rows: Array, columns: int) -> bytes:
     """The words of rows, without the columns that only other requests asked for."""
     if not columns:
         return b""
-    wanted = row_type(columns)
+    wanted = row_type(columns, drafts=has_drafts(rows))
     return (rows if rows.dtype == wanted else rows.astype(wanted)).tobytes()
 
 
@@ -140,11 +142,11 @@ class _Reader:
             raise RecordError(f"a message of deltas ends {count - len(part)} words early; it was cut, or packed wrong")
         return part
 
-    def rows(self, count: int, columns: int) -> Array:
+    def rows(self, count: int, columns: int, *, drafts: bool = False) -> Array:
         """Rows of log probabilities; NO_ROWS where there are no columns."""
         if not count or not columns:
             return NO_ROWS
-        return self.take(count * (ROW_WORDS + 2 * columns)).view(row_type(columns))
+        return self.take(count * row_words(columns, drafts=drafts)).view(row_type(columns, drafts=drafts))
 
     def text(self, count: int) -> str:
         part = self.blob[self._byte : self._byte + count]
@@ -191,7 +193,8 @@ def unpack(data: bytes) -> list[RequestDelta]:
 def _check(table: Array, columns: int) -> None:
     """Raises `RecordError` for counts that cannot be; the most columns must be those of the header."""
     most = int(table[:, [Count.COLUMNS, Count.PROMPT_COLUMNS]].max(initial=0))
-    if (table < 0).any() or (table[:, Count.FINISH] > max(Finish)).any() or most != columns or most > MAX_COLUMNS:
+    wrong = (table < 0).any() or (table[:, Count.OF_DRAFTS] > 1).any()
+    if wrong or (table[:, Count.FINISH] > max(Finish)).any() or most != columns or most > MAX_COLUMNS:
         raise RecordError(
             "a message of deltas has a count below 0, an unknown end, or other columns than it says; it was overwritten, or "
             "packed wrong"
@@ -209,7 +212,7 @@ def _one(reader: _Reader, row: list[int]) -> RequestDelta:
         round_drafts=reader.take(num_rounds),
         round_lookups=reader.take(num_rounds),
         forced=reader.take(row[Count.FORCED]),
-        logprobs=reader.rows(num_tokens, row[Count.COLUMNS]),
+        logprobs=reader.rows(num_tokens, row[Count.COLUMNS], drafts=bool(row[Count.OF_DRAFTS])),
         prompt_logprobs=reader.rows(row[Count.PROMPT_ROWS], row[Count.PROMPT_COLUMNS]),
         text="",
         error="",

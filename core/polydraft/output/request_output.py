@@ -14,7 +14,7 @@ import numpy as np
 
 from polydraft.device import Array
 from polydraft.output.provenance import SourceName, provenance
-from polydraft.program.packed import NO_ROWS
+from polydraft.program.packed import NO_ROWS, has_drafts
 from polydraft.sentinels import NO_TOKEN
 
 
@@ -32,6 +32,9 @@ class TokenRecord(NamedTuple):
     top: tuple[tuple[int, float], ...] = ()
     draft_logprob: float | None = None
     """With which the token was drawn as a draft, 0 where no model drew it; None where it was no draft."""
+    draft_top: tuple[tuple[int, float], ...] = ()
+    """The most likely tokens of the distribution that the draft verified in this place was chosen from, accepted or not; () where
+    none was, and in engines without `draft_logprobs`."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +94,13 @@ class RequestOutput:
         return tuple(tuple(zip(rows["draft"].tolist(), rows["draft_logprob"].tolist(), strict=True)) for rows in kept)
 
     @property
+    def draft_tops(self) -> tuple[tuple[tuple[tuple[int, float], ...], ...], ...]:
+        """Of each of `drafts` the most likely tokens of the distribution that it was chosen from, best first, () where no model
+        chose it; () in engines without `draft_logprobs`."""
+        kept = [rows[rows["draft"] != NO_TOKEN] for rows in self.logprobs[1:] if has_drafts(rows)]
+        return tuple(tuple(map(draft_top, rows)) for rows in kept)
+
+    @property
     def prompt_logprobs(self) -> tuple[TokenRecord | None, ...] | None:
         """Of each prompt token, None for the first; None where none were asked for, and before all are known."""
         if self.prompt_rows is None:
@@ -104,7 +114,7 @@ class RequestOutput:
             record = TokenRecord(self.token_ids[place], *one)
             if len(rows):
                 drawn = float(rows[place]["draft_logprob"]) if one.draft_position else None
-                record = TokenRecord(*record[:4], *_numbers(rows[place]), drawn)
+                record = TokenRecord(*record[:4], *_numbers(rows[place]), drawn, draft_top(rows[place]))
             yield record
 
 
@@ -119,8 +129,19 @@ def rows_of(steps: Sequence[Array], rounds: Sequence[int], num_tokens: int, *, p
     return (parts[0] if len(parts) == 1 else np.concatenate(parts))[:num_tokens]
 
 
+def draft_top(row: Any) -> tuple[tuple[int, float], ...]:
+    """The most likely tokens of the distribution that the draft of a row was chosen from; () where no model chose it, and where
+    rows have no columns of drafts. A lookup leaves those of the draft whose place it took, which begin with that draft."""
+    if not has_drafts(row) or row["draft"] == NO_TOKEN or row["draft_top_ids"][0] != row["draft"]:
+        return ()
+    return _pairs(row["draft_top_ids"].tolist()[1:], row["draft_tops"].tolist()[1:])
+
+
+def _pairs(ids: Sequence[int], logprobs: Sequence[float]) -> tuple[tuple[int, float], ...]:
+    return tuple((token, value) for token, value in zip(ids, logprobs, strict=True) if token != NO_TOKEN)
+
+
 def _numbers(row: Any) -> tuple[float, int, tuple[tuple[int, float], ...]]:
     """Log probability, rank and most likely tokens of a row."""
     ids, logprobs = row["ids"].tolist(), row["logprobs"].tolist()
-    top = tuple((token, value) for token, value in zip(ids[1:], logprobs[1:], strict=True) if token != NO_TOKEN)
-    return logprobs[0], int(row["rank"]), top
+    return logprobs[0], int(row["rank"]), _pairs(ids[1:], logprobs[1:])

@@ -28,6 +28,7 @@ from polydraft.contracts.layout import (
     Snapshot,
     entry_words,
     record_words,
+    row_words,
 )
 from polydraft.device import Array
 from polydraft.errors import RecordError
@@ -96,9 +97,9 @@ class Snapshots:
 
 
 @lru_cache(maxsize=1024)
-def row_type(columns: int, shown: int | None = None) -> np.dtype[Any]:
+def row_type(columns: int, shown: int | None = None, *, drafts: bool = False) -> np.dtype[Any]:
     """Of a row of log probabilities with so many columns: fields `rank`, `draft`, `draft_logprob`, and of the first `shown`
-    columns (all without it) `ids` and `logprobs`.
+    columns (all without it) `ids` and `logprobs`; with `drafts` also `draft_top_ids` and `draft_tops`, the same of the draft.
 
     A row is one place of a window (or a prompt token). `rank` is 0 where no token was emitted; `ids`, `logprobs`: the emitted
     token, then the most likely ones, NO_TOKEN and 0 where there is none. `draft`, `draft_logprob`: what the round verified in
@@ -109,18 +110,21 @@ def row_type(columns: int, shown: int | None = None) -> np.dtype[Any]:
         "draft_logprob": (np.float32, LogprobRow.DRAFT_LOGPROB), "ids": ((np.int32, (most,)), ROW_WORDS),
         "logprobs": ((np.float32, (most,)), ROW_WORDS + columns),
     }  # fmt: skip
-    return _type(fields, ROW_WORDS + 2 * columns)
+    if drafts:
+        fields["draft_top_ids"] = (np.int32, (most,)), ROW_WORDS + 2 * columns
+        fields["draft_tops"] = (np.float32, (most,)), ROW_WORDS + 3 * columns
+    return _type(fields, row_words(columns, drafts=drafts))
 
 
 @lru_cache(maxsize=1024)
-def entry_type(width: int, columns: int, shown: int | None = None) -> np.dtype[Any]:
+def entry_type(width: int, columns: int, shown: int | None = None, *, drafts: bool = False) -> np.dtype[Any]:
     """Of an entry of a record of log probabilities: `slot`, `extra` and `width` `rows` of `row_type`. `extra`: the drafts that
     the round verified, -1 where there was no round; of a prompt row, the position of its token."""
     fields: dict[str, tuple[Any, int]] = {
         "slot": (np.int32, LogprobEntry.SLOT), "extra": (np.int32, LogprobEntry.EXTRA),
-        "rows": ((row_type(columns, shown), (width,)), ENTRY_WORDS),
+        "rows": ((row_type(columns, shown, drafts=drafts), (width,)), ENTRY_WORDS),
     }  # fmt: skip
-    return _type(fields, entry_words(width, columns))
+    return _type(fields, entry_words(width, columns, drafts=drafts))
 
 
 def _type(fields: Mapping[str, tuple[Any, int]], words: int) -> np.dtype[Any]:
@@ -131,6 +135,11 @@ def _type(fields: Mapping[str, tuple[Any, int]], words: int) -> np.dtype[Any]:
     )
 
 
+def has_drafts(rows: Any) -> bool:
+    """Whether rows, or a single one, have columns of drafts."""
+    return "draft_top_ids" in (rows.dtype.names or ())
+
+
 NO_ROWS: Final[Array] = np.empty(0, row_type(0))
 """Where no log probabilities were asked for."""
 
@@ -138,7 +147,7 @@ NO_ROWS: Final[Array] = np.empty(0, row_type(0))
 @dataclass(frozen=True)
 class Wanted:
     """What a record of log probabilities has to be: its flag, columns, rows of an entry, and `most` entries; slots below
-    `max_seqs` and tokens below `vocab`."""
+    `max_seqs` and tokens below `vocab`; `drafts`: with the columns of drafts."""
 
     flag: int
     columns: int
@@ -146,11 +155,12 @@ class Wanted:
     most: int
     max_seqs: int
     vocab: int
+    drafts: bool = False
 
     @property
     def words(self) -> int:
         """Words of the record at most."""
-        return record_words(self.most, self.width, self.columns)
+        return record_words(self.most, self.width, self.columns, drafts=self.drafts)
 
 
 class Expected(NamedTuple):
@@ -209,7 +219,7 @@ def decode_logprobs(words: Array, wanted: Wanted) -> Array:
     Raises `RecordError` for a header that does not fit what was wanted or the words that there are, and for a slot, token, rank
     or number that cannot be."""
     size = _check_header(words, wanted)
-    entries: Array = words[HEADER_WORDS:size].copy().view(entry_type(wanted.width, wanted.columns))
+    entries: Array = words[HEADER_WORDS:size].copy().view(entry_type(wanted.width, wanted.columns, drafts=wanted.drafts))
     _check(entries, max_seqs=wanted.max_seqs, vocab=wanted.vocab)
     return entries
 
@@ -231,7 +241,7 @@ def _check_header(words: Array, wanted: Wanted) -> int:
             f"a record of log probabilities has {entries} entries of {rows} rows and {found[1]} columns, wanted at most {most} "
             f"of {width} and {columns}; the backend packs something else"
         )
-    total = record_words(entries, width, found[1])
+    total = record_words(entries, width, found[1], drafts=wanted.drafts)
     if size != total or size > len(words):
         raise RecordError(
             f"a record of log probabilities says {size} words for {entries} entries, wanted {total} of the {len(words)} that "
@@ -242,17 +252,19 @@ def _check_header(words: Array, wanted: Wanted) -> int:
 
 def _check(entries: Array, *, max_seqs: int, vocab: int) -> None:
     rows = entries["rows"]
+    tops = has_drafts(rows)
     for what, values, low, high in (
         ("slot", entries["slot"], 0, max_seqs - 1),
         ("token", rows["ids"], NO_TOKEN, vocab - 1),
         ("draft", rows["draft"], NO_TOKEN, vocab - 1),
         ("rank", rows["rank"], 0, vocab),
+        *((("draft column", rows["draft_top_ids"], NO_TOKEN, vocab - 1),) if tops else ()),
     ):
         if values.size and (values.min() < low or values.max() > high):
             raise RecordError(
                 f"a record of log probabilities has a {what} between {values.min()} and {values.max()}, wanted {low} to {high}; "
                 "it was overwritten, or packed wrong"
             )
-    for numbers in (rows["logprobs"], rows["draft_logprob"]):
+    for numbers in (rows["logprobs"], rows["draft_logprob"], *((rows["draft_tops"],) if tops else ())):
         if numbers.size and not bool((numbers <= 1e-3).all()):  # NaN is not; rounding may leave a little above 0
             raise RecordError("a record has a log probability that is NaN or above 0; it was overwritten, or packed wrong")

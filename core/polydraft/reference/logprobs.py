@@ -101,27 +101,51 @@ def draft_logprobs(a: Any, n: int) -> None:
     a.draft_logprobs[slots, a.draft_len[slots]] = logprobs
 
 
+def draft_top_logprobs(a: Any, n: int) -> None:
+    """The logarithms of all rows at once; only the ranking goes row by row."""
+    rows = _of_wanting(a, a.row_slot[:n])
+    rows = rows[a.tokens[rows] != NO_TOKEN]
+    if not rows.size:
+        return
+    slots, values = a.row_slot[rows], a.logits[rows]
+    with np.errstate(divide="ignore"):
+        logprobs = np.log(values) if a.given == "probs" else _log_softmax(values)
+    places = a.draft_len[slots]
+    a.draft_top_ids[slots, places], a.draft_tops[slots, places] = NO_TOKEN, 0
+    for i, (slot, place, token) in enumerate(zip(slots.tolist(), places.tolist(), a.tokens[rows].tolist(), strict=True)):
+        count = min(int(a.num_top[slot]), values.shape[1])
+        ids = np.array([token, *(most_likely(values[i], count) if count else ())], np.int32)
+        a.draft_top_ids[slot, place, : len(ids)], a.draft_tops[slot, place, : len(ids)] = ids, logprobs[i, ids]
+
+
 def pack_logprobs(a: Any, n: int) -> None:
     """Lay the record out as one matrix, an entry a row."""
     wanting = _wanting(a, n)
     slots, width = a.slot_order[wanting], a.ids.shape[1]
     columns = int(a.num_top[slots].max()) + 1 if wanting.size else 0
-    size = record_words(wanting.size, width, columns)
+    tops = a.draft_top_ids is not None
+    size = record_words(wanting.size, width, columns, drafts=tops)
     header = a.record[: len(LogprobHeader)]
     header[:] = a.flag | columns << 8, LOGPROB_VERSION, wanting.size, width, size
     if not wanting.size:
         return
-    entries = a.record[len(LogprobHeader) : size].reshape(wanting.size, entry_words(width, columns))
+    entries = a.record[len(LogprobHeader) : size].reshape(wanting.size, entry_words(width, columns, drafts=tops))
     entries[:, LogprobEntry.SLOT], entries[:, LogprobEntry.EXTRA] = slots, a.extra[wanting]
     rows = entries[:, len(LogprobEntry) :].reshape(wanting.size, width, -1)
     rows[..., LogprobRow.RANK], rows[..., LogprobRow.DRAFT], rows[..., LogprobRow.DRAFT_LOGPROB] = a.ranks[wanting], NO_TOKEN, 0
     first = len(LogprobRow)
     rows[..., first : first + columns] = a.ids[wanting, :, :columns]
-    rows[..., first + columns :] = a.logprobs[wanting, :, :columns].view(np.int32)
+    rows[..., first + columns : first + 2 * columns] = a.logprobs[wanting, :, :columns].view(np.int32)
+    if tops:
+        rows[..., first + 2 * columns : first + 3 * columns], rows[..., first + 3 * columns :] = NO_TOKEN, 0
     if a.drafts is not None:
         which, place = (np.arange(width) < a.extra[wanting, None]).nonzero()
         rows[which, place, LogprobRow.DRAFT] = a.drafts[slots[which], place]
         rows[which, place, LogprobRow.DRAFT_LOGPROB] = a.draft_logprobs[slots[which], place].view(np.int32)
+        if tops:
+            begin, middle, end = (first + count * columns for count in (2, 3, 4))
+            rows[which, place, begin:middle] = a.draft_top_ids[slots[which], place, :columns]
+            rows[which, place, middle:end] = a.draft_tops[slots[which], place, :columns].view(np.int32)
 
 
 def pack_prompt_rows(a: Any, n: int) -> None:
@@ -142,6 +166,14 @@ def pack_prompt_rows(a: Any, n: int) -> None:
 
 KERNELS: dict[str, Kernel] = {
     function.__name__: plain(function)
-    for function in (keep_logits, forbid_filtered, top_logprobs, draft_logprobs, pack_logprobs, pack_prompt_rows)
+    for function in (
+        keep_logits,
+        forbid_filtered,
+        top_logprobs,
+        draft_logprobs,
+        draft_top_logprobs,
+        pack_logprobs,
+        pack_prompt_rows,
+    )
 }
 """Contract to kernel."""

@@ -21,11 +21,14 @@ from polydraft.program.declare import Admission, Column, StepBuffer
 from polydraft.program.packed import Expected, PackedLogprobs, Wanted
 from polydraft.program.plan import StepPlan
 from polydraft.program.program import Memory, ProgramBuilder
+from polydraft.sentinels import NO_TOKEN
 
 CONTRACTS = ("keep_logits", "top_logprobs", "pack_logprobs", "draft_logprobs", "pack_prompt_rows")
 """What a backend needs for an engine that reports log probabilities, and for nothing else."""
 FILTERS = ("filter_probs", "forbid_filtered")
 """And besides for processed ones of requests that sample."""
+OF_DRAFTS = ("draft_top_logprobs",)
+"""And for the most likely tokens of drafts."""
 STAGE = "logprobs"
 PROMPT_ROWS: Unit = "prompt_rows"
 
@@ -35,9 +38,11 @@ def _results(of: str) -> dict[str, str]:
     return {name: f"logprobs.{of}.{name}" for name in ("ids", "logprobs", "ranks")}
 
 
-def refuse_lacking(providers: Mapping[str, Any], *, filters: bool) -> None:
-    """Raises `CapabilityError` naming the contracts that are not among `providers`; `filters`: those of `FILTERS`, too."""
-    lacking = [name for name in (*CONTRACTS, *(FILTERS if filters else ())) if name not in providers]
+def refuse_lacking(providers: Mapping[str, Any], *, filters: bool, drafts: bool) -> None:
+    """Raises `CapabilityError` naming the contracts that are not among `providers`; `filters`, `drafts`: those of `FILTERS`, of
+    `OF_DRAFTS`, too."""
+    wanted = (*CONTRACTS, *(FILTERS if filters else ()), *(OF_DRAFTS if drafts else ()))
+    lacking = [name for name in wanted if name not in providers]
     if lacking:
         raise CapabilityError(
             f"log probabilities were asked for, but this backend has no {', '.join(lacking)}; leave --logprobs out, or use "
@@ -94,10 +99,10 @@ class Logprobs:
 
     `raw`: of the logits before penalties, biases, forbidden tokens and temperature; else after them, and of requests that sample
     after top-k, top-p and min-p. Prompt tokens are always reported raw. `draws`: drafts of slots that sample are drawn from
-    distributions that are kept."""
+    distributions that are kept. `tops`: of drafts the most likely tokens are reported, too, as many as of the tokens."""
 
-    def __init__(self, limits: Limits, *, raw: bool, verify: str, draws: bool) -> None:
-        self._limits, self._raw = limits, raw
+    def __init__(self, limits: Limits, *, raw: bool, verify: str, draws: bool, tops: bool = False) -> None:
+        self._limits, self._raw, self._tops = limits, raw, tops
         self._keeps = raw or verify != "greedy"
         self._drawn = "drawn_top" if draws else "num_top"
         self.columns = (
@@ -106,7 +111,7 @@ class Logprobs:
             *((Column("drawn_top", "`num_top` of slots that sample.", empty=-1, value=_drawn_top),) if draws else ()),
         )
         words = {
-            "window": record_words(limits.max_seqs, limits.window, limits.max_logprobs + 1),
+            "window": record_words(limits.max_seqs, limits.window, limits.max_logprobs + 1, drafts=tops),
             "prompt": record_words(limits.max_logit_rows, 1, limits.max_logprobs + 1),
         }
         of_places = {"window": "B W", "prompt": "NL 1"}
@@ -116,6 +121,8 @@ class Logprobs:
             *(StepBuffer(f"logprobs.{of}.ranks", places) for of, places in of_places.items()),
             *(StepBuffer(f"logprobs.{of}.record", str(count)) for of, count in words.items()),
             StepBuffer("draft_logprobs", "B K", "f32", initial=0),  # what no model drew is certain
+            *(StepBuffer("draft_top_ids", "B K E", initial=NO_TOKEN) for _ in range(tops)),  # a lookup has itself alone
+            *(StepBuffer("draft_tops", "B K E", "f32", initial=0) for _ in range(tops)),
             *(StepBuffer(name, "NL") for name in ("prompt_row", "prompt_slot", "prompt_position")),
             StepBuffer("prompt_token", "NL 1"),
             StepBuffer("prompt_start", "NL", initial=np.arange(limits.max_logit_rows)),  # prompt row i is logit row i
@@ -159,9 +166,10 @@ class Logprobs:
             "top_logprobs", "seqs", STAGE, logits="kept" if kept else "logits",
             temperature=None if self._raw else "temperature", **out,
         )  # fmt: skip
+        of_drafts = {name: name if self._tops else None for name in ("draft_top_ids", "draft_tops")}
         program.add(
             "pack_logprobs", "seqs", STAGE, extra="drafted", drafts="drafts", draft_logprobs="draft_logprobs",
-            record="logprobs.window.record", flag=int(Flag.TARGET), **out,
+            record="logprobs.window.record", flag=int(self._flag), **of_drafts, **out,
         )  # fmt: skip
 
     def _filter(self, program: ProgramBuilder, *, kept: bool) -> None:
@@ -185,14 +193,20 @@ class Logprobs:
         )  # fmt: skip
         program.add(
             "pack_logprobs", unit, STAGE, slot_order="prompt_slot", num_top="prompt_top", extra="prompt_position", drafts=None,
-            draft_logprobs=None, record="logprobs.prompt.record", flag=int(Flag.PROMPT), **out,
+            draft_logprobs=None, draft_top_ids=None, draft_tops=None, record="logprobs.prompt.record", flag=int(Flag.PROMPT),
+            **out,
         )  # fmt: skip
 
     def append_drafts(self, add: Callable[..., None], tokens: str, *, drawn: bool) -> None:
         """Append, after the choice of drafts over some rows of logits, the filing of their log probabilities; `drawn`: of slots
         that sample, and the logits are the distributions that they were drawn with. `add(contract, **fields)` launches over those
         rows."""
-        add("draft_logprobs", tokens=tokens, num_top=self._drawn if drawn else "num_top", given="probs" if drawn else "logits")
+        for contract in ("draft_logprobs", *(OF_DRAFTS if self._tops else ())):
+            add(contract, tokens=tokens, num_top=self._drawn if drawn else "num_top", given="probs" if drawn else "logits")
+
+    @property
+    def _flag(self) -> Flag:
+        return Flag.DRAFTS if self._tops else Flag.TARGET
 
     # -- up ----------------------------------------------------------------------------------------
     def reset(self) -> None:
@@ -232,7 +246,8 @@ class Logprobs:
         if top is not None:
             requested = top[plan.slots]
             count, columns = int((requested >= 0).sum()), int(requested.max()) + 1
-            tokens = Wanted(int(Flag.TARGET), columns, limits.window, count, limits.max_seqs, limits.vocab_size)
+            sizes = limits.window, count, limits.max_seqs, limits.vocab_size
+            tokens = Wanted(int(self._flag), columns, *sizes, drafts=self._tops)
         if prompt_top is not None:
             columns = int(prompt_top[plan.slots].max()) + 1
             prompt = Wanted(int(Flag.PROMPT), columns, 1, plan.num_prompt_rows, limits.max_seqs, limits.vocab_size)

@@ -14,6 +14,8 @@ from typing import Any
 from polydraft.models.tokenizer import TextOffsets, Tokenizer
 from polydraft.output.provenance import provenance
 from polydraft.output.request_delta import RequestDelta
+from polydraft.output.request_output import draft_top
+from polydraft.program.packed import has_drafts
 from polydraft.sentinels import NO_TOKEN
 from polydraft.serving.reasoning import ReasoningReader
 from polydraft.serving.tool_calls import Call, CallReader
@@ -174,6 +176,10 @@ class Choice:
                 row = self._rows[place]
                 record["probability"] = math.exp(float(row["logprobs"][0]))
                 record["draft_probability"] = math.exp(float(row["draft_logprob"])) if position else None
+                if has_drafts(row):
+                    verified, likely = int(row["draft"]), draft_top(row)
+                    record["draft"] = None if verified == NO_TOKEN else self._texts.of(verified)
+                    record["draft_top_logprobs"] = [self._listed(token, number) for token, number in likely] or None
             records.append(record)
         return records
 
@@ -211,7 +217,7 @@ class Choice:
         by_text = {self._texts.of(token): number for token, number in reversed(likely)}
         # OpenAI's has the token that came, too.
         columns["top_logprobs"].append({self._texts.of(chosen): value} | by_text if likely else None)
-        entries = [{"token_id": token, "token": self._texts.of(token), "logprob": number} for token, number in likely]
+        entries = [self._listed(token, number) for token, number in likely]
         columns["top_logprobs_list"].append(entries or None)
         columns["text_offset"].append(offset)
 
@@ -219,6 +225,9 @@ class Choice:
     def _pairs(row: Any) -> list[tuple[int, float]]:
         ids, values = row["ids"].tolist(), row["logprobs"].tolist()
         return [(t, v if math.isfinite(v) else IMPOSSIBLE) for t, v in zip(ids, values, strict=True) if t != NO_TOKEN]
+
+    def _listed(self, token: int, logprob: float) -> dict[str, Any]:
+        return {"token_id": token, "token": self._texts.of(token), "logprob": max(logprob, IMPOSSIBLE)}
 
     def _chat_token(self, token: int, value: float) -> dict[str, Any]:
         text = self._texts.of(token)

@@ -92,6 +92,8 @@ class StepConfig:
     accept_schedule: tuple[float, ...] = ()
     raw_logprobs: bool = True
     """Whether log probabilities are those of the logits before logits processing."""
+    draft_logprobs: bool = False
+    """Whether drafts are reported with their most likely tokens."""
     proposer_options: Mapping[str, float] = field(default_factory=dict)
     thinking: Markers | None = None
     """What is around thinking; None where nothing is known to end it."""
@@ -198,8 +200,13 @@ class Runner:
         keep_drafts = rejects and limits.num_drafts > 0 and getattr(self.proposer, "soft", False)
         self._logprobs: Logprobs | None = None
         if limits.max_logprobs >= 0:
-            refuse_lacking(table.providers, filters=not config.raw_logprobs and config.verify != "greedy")
-            self._logprobs = Logprobs(limits, raw=config.raw_logprobs, verify=config.verify, draws=keep_drafts)
+            refuse_lacking(
+                table.providers, filters=not config.raw_logprobs and config.verify != "greedy", drafts=config.draft_logprobs
+            )
+            self._logprobs = Logprobs(
+                limits, raw=config.raw_logprobs, verify=config.verify, draws=keep_drafts,
+                tops=config.draft_logprobs and limits.num_drafts > 0,
+            )  # fmt: skip
         self._verifier = Verifier(
             self.processing, num_valid=model.vocab_size, stores_noise=stores_noise, keep_drafts=keep_drafts,
             schedule=config.accept_schedule, logprobs=self._logprobs,

@@ -13,13 +13,17 @@ struct TopLogprobs {
   Floats logits; Ints slot_order, logit_start, out_tokens, num_top; Floats temperature; Ints ids; Floats logprobs; Ints ranks;
 };
 struct PackLogprobs {
-  Ints slot_order, num_top, ids; Floats logprobs; Ints ranks, extra, drafts; Floats draft_logprobs; Ints record; int64_t flag;
+  Ints slot_order, num_top, ids; Floats logprobs; Ints ranks, extra, drafts; Floats draft_logprobs; Ints draft_ids;
+  Floats draft_tops; Ints record; int64_t flag;
 };
 struct PackPromptRows {
   Ints slot_order, seq_start, seq_len, positions, prompt_len, num_top, tokens;
   Ints prompt_row, prompt_slot, prompt_position, prompt_token;
 };
 struct DraftLogprobs { Floats logits; Ints row_slot, tokens, draft_len, num_top; Floats draft_logprobs; int64_t probs; };
+struct DraftTopLogprobs {
+  Floats logits; Ints row_slot, tokens, draft_len, num_top, draft_ids; Floats draft_tops; int64_t probs;
+};
 
 void keep_logits(const void* args, const Call& c) {
   const auto& a = record<KeepLogits>(args);
@@ -124,6 +128,16 @@ void pack_logprobs(const void* args, const Call& c) {
       word += columns;
       std::memcpy(word, a.logprobs.p + (i * width + j) * stride, size_t(columns) * 4);
       word += columns;
+      if (!a.draft_ids.p) continue;
+      const int64_t place = (s * a.draft_ids.d[1] + j) * stride;
+      if (verified) {
+        std::memcpy(word, a.draft_ids.p + place, size_t(columns) * 4);
+        std::memcpy(word + columns, a.draft_tops.p + place, size_t(columns) * 4);
+      } else {
+        std::fill(word, word + columns, NO_TOKEN);
+        std::fill(word + columns, word + 2 * columns, 0);
+      }
+      word += 2 * columns;
     }
   }
   const int32_t header[HEADER] = {int32_t(a.flag) | columns << 8, 1, entries, int32_t(width), int32_t(word - a.record.p)};
@@ -166,6 +180,28 @@ void draft_logprobs(const void* args, const Call& c) {
   }
 }
 
+void draft_top_logprobs(const void* args, const Call& c) {
+  const auto& a = record<DraftTopLogprobs>(args);
+  const int64_t vocab = a.logits.d[1], columns = a.draft_ids.d[2];
+  Scratch x(c, vocab);
+  for (int64_t r = 0; r < c.n; r++) {
+    const int32_t s = a.row_slot[r], token = a.tokens[r];
+    if (s < 0 || a.num_top[s] < 0 || token == NO_TOKEN) continue;
+    const float* z = a.logits.row(r);
+    const Softmax soft = a.probs ? Softmax{0, 0} : softmax(z, vocab, x.first, c);
+    auto before = [z](int32_t u, int32_t v) { return z[u] > z[v] || (z[u] == z[v] && u < v); };
+    for (int64_t v = 0; v < vocab; v++) x.ids[v] = int32_t(v);
+    const int64_t many = std::min(int64_t(a.num_top[s]), vocab), place = (s * a.draft_ids.d[1] + a.draft_len[s]) * columns;
+    if (many < vocab && many > 0) std::nth_element(x.ids, x.ids + many - 1, x.ids + vocab, before);
+    std::sort(x.ids, x.ids + many, before);
+    for (int64_t k = 0; k < columns; k++) {
+      const int32_t v = k == 0 ? token : k <= many ? x.ids[k - 1] : NO_TOKEN;
+      a.draft_ids.p[place + k] = v;
+      a.draft_tops.p[place + k] = v == NO_TOKEN ? 0.0f : a.probs ? std::log(z[v]) : float(soft.of(z[v]));
+    }
+  }
+}
+
 }  // namespace
 
 const Kernel logprob_kernels[] = {
@@ -175,6 +211,7 @@ const Kernel logprob_kernels[] = {
     {"pack_logprobs", -1, pack_logprobs, nullptr, sizeof(PackLogprobs) / 8},
     {"pack_prompt_rows", -1, pack_prompt_rows, nullptr, sizeof(PackPromptRows) / 8},
     {"draft_logprobs", -1, draft_logprobs, nullptr, sizeof(DraftLogprobs) / 8},
+    {"draft_top_logprobs", -1, draft_top_logprobs, nullptr, sizeof(DraftTopLogprobs) / 8},
 };
 const int64_t num_logprob_kernels = sizeof logprob_kernels / sizeof logprob_kernels[0];
 }  // namespace pd

@@ -61,6 +61,16 @@ def draft_logprobs(device: CudaDevice, a: Any, limits: Any, workspace: Any) -> L
     )  # fmt: skip
 
 
+def draft_top_logprobs(device: CudaDevice, a: Any, limits: Any, workspace: Any) -> Launch:
+    """A block a row."""
+    del limits, workspace
+    drafts, columns = a.draft_top_ids.shape[1], a.draft_top_ids.shape[2]
+    return device.function(source("logprobs.cu"), "draft_top_logprobs").bind(
+        lambda n: n, THREADS, a.logits, a.row_slot, a.tokens, a.draft_len, a.num_top, a.draft_top_ids, a.draft_tops, drafts,
+        a.logits.shape[1], columns, int(a.given == "probs"), dependent=True,
+    )  # fmt: skip
+
+
 def pack_logprobs(device: CudaDevice, a: Any, limits: Any, workspace: Any) -> Launch:
     """A block a sequence, and one where there is none: a record has a header."""
     del limits, workspace
@@ -68,7 +78,7 @@ def pack_logprobs(device: CudaDevice, a: Any, limits: Any, workspace: Any) -> La
     drafts = 0 if a.drafts is None else a.drafts.shape[1]
     return device.function(source("logprobs.cu"), "pack_logprobs").bind(
         lambda n: max(n, 1), 128, a.slot_order, a.num_top, a.ids, a.logprobs, a.ranks, a.extra, a.drafts, a.draft_logprobs,
-        drafts, a.record, int(a.flag), width, columns, ROWS, dependent=True,
+        a.draft_top_ids, a.draft_tops, drafts, a.record, int(a.flag), width, columns, ROWS, dependent=True,
     )  # fmt: skip
 
 
@@ -77,5 +87,6 @@ KERNELS = {
     "forbid_filtered": Kernel(forbid_filtered),
     "top_logprobs": Kernel(top_logprobs),
     "draft_logprobs": Kernel(draft_logprobs),
+    "draft_top_logprobs": Kernel(draft_top_logprobs),
     "pack_logprobs": Kernel(pack_logprobs),
 }

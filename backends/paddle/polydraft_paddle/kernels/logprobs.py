@@ -89,6 +89,27 @@ def draft_logprobs(a: Any, n: int) -> None:
     write_where(a.draft_logprobs, named.unsqueeze(1) & column, paddle.gather(value, row).unsqueeze(1).expand_as(a.draft_logprobs))
 
 
+def draft_top_logprobs(a: Any, n: int) -> None:
+    """File the columns of a drafting slot behind those of the drafts that it has."""
+    slots, tokens, values = a.row_slot[:n], a.tokens[:n], a.logits[:n]
+    columns, vocab = a.draft_top_ids.shape[2], values.shape[1]
+    logprobs = choose(values > 0, paddle.log(values), FORBIDDEN) if a.given == "probs" else log_softmax(values)
+    best = paddle.argsort(values, axis=1, descending=True, stable=True).astype("int32")[:, : columns - 1]
+    ids = paddle.concat([tokens.unsqueeze(1), best], axis=1)
+    if ids.shape[1] < columns:
+        ids = paddle.concat([ids, paddle.full_like(ids[:, :1], NO_TOKEN).expand([-1, columns - ids.shape[1]])], axis=1)
+    asked = paddle.clip(at(a.num_top, slots), max=vocab).unsqueeze(1) >= numbers(columns, slots).unsqueeze(0)
+    tops = choose(asked, pick(logprobs, numbers(n, slots).unsqueeze(1).expand([-1, columns]), ids), 0.0)
+    filed = _wanting(a, slots) & (tokens != NO_TOKEN)
+    named, row = owners(choose(filed, slots, PAD_SLOT), a.draft_len.shape[0])
+    place = numbers(a.draft_top_ids.shape[1], slots).unsqueeze(0) == a.draft_len.unsqueeze(1)
+    written = (named.unsqueeze(1) & place).unsqueeze(2).expand_as(a.draft_top_ids)
+    write_where(
+        a.draft_top_ids, written, paddle.gather(choose(asked, ids, NO_TOKEN), row).unsqueeze(1).expand_as(a.draft_top_ids)
+    )
+    write_where(a.draft_tops, written, paddle.gather(tops, row).unsqueeze(1).expand_as(a.draft_tops))
+
+
 def pack_logprobs(a: Any, limits: Limits) -> Run:
     """A record without entries still has its header."""
     del limits
@@ -107,7 +128,7 @@ def pack_record(a: Any, slots: Tensor) -> None:
     ends = paddle.cumsum(wanting.astype("int32"), dtype="int32")
     count = ends[-1:]
     columns = choose(wanting, at(a.num_top, slots) + 1, 0).max(axis=0, keepdim=True)
-    row_words = columns * 2 + ROW
+    row_words = columns * (2 if a.draft_top_ids is None else 4) + ROW
     entry_words = row_words * width + ENTRY
     words = count * entry_words + HEADER
 
@@ -136,6 +157,8 @@ def _row_word(a: Any, slots: Tensor, sequence: Tensor, window: Tensor, word: Ten
     ids = pick(a.ids.reshape([-1, most]), row, column)
     bits = pick(a.logprobs.reshape([-1, most]).view("int32"), row, column - columns)
     value = paddle.where(column < columns, ids, bits)
+    if a.draft_top_ids is not None:
+        value = paddle.where(column < columns * 2, value, _draft_word(a, slots, sequence, window, column - columns * 2, columns))
     draft, draft_bits = paddle.full_like(word, NO_TOKEN), paddle.zeros_like(word)
     if a.drafts is not None:
         verified = window < paddle.gather(a.extra, sequence)
@@ -145,6 +168,16 @@ def _row_word(a: Any, slots: Tensor, sequence: Tensor, window: Tensor, word: Ten
     value = paddle.where(word == int(LogprobRow.DRAFT_LOGPROB), draft_bits, value)
     value = paddle.where(word == int(LogprobRow.DRAFT), draft, value)
     return paddle.where(word == int(LogprobRow.RANK), pick(a.ranks, sequence, window), value)
+
+
+def _draft_word(a: Any, slots: Tensor, sequence: Tensor, window: Tensor, column: Tensor, columns: Tensor) -> Tensor:
+    """Word `column` of the columns of the draft that the round of `sequence` verified at place `window`, int32 [Z]."""
+    drafts, most = a.draft_top_ids.shape[1:]
+    row = paddle.gather(slots, sequence) * drafts + paddle.clip(window, 0, drafts - 1)
+    verified = window < paddle.gather(a.extra, sequence)
+    ids = choose(verified, pick(a.draft_top_ids.reshape([-1, most]), row, column), NO_TOKEN)
+    bits = choose(verified, pick(a.draft_tops.reshape([-1, most]).view("int32"), row, column - columns), 0)
+    return paddle.where(column < columns, ids, bits)
 
 
 def pack_prompt_rows(a: Any, n: int) -> None:
@@ -163,6 +196,9 @@ def pack_prompt_rows(a: Any, n: int) -> None:
 
 KERNELS: dict[str, Kernel] = {
     "pack_logprobs": pack_logprobs,
-    **{f.__name__: plain(f) for f in (keep_logits, forbid_filtered, top_logprobs, draft_logprobs, pack_prompt_rows)},
+    **{
+        f.__name__: plain(f)
+        for f in (keep_logits, forbid_filtered, top_logprobs, draft_logprobs, draft_top_logprobs, pack_prompt_rows)
+    },
 }
 """Contract name to kernel."""

@@ -23,7 +23,7 @@ from polydraft.device import Buffer
 from polydraft.sentinels import NO_TOKEN, PAD_SLOT
 
 
-class PackLogprobsV1(Args):
+class PackLogprobsV2(Args):
     """Arguments of `pack_logprobs`. Launch length: sequences.
 
     Sequences that want no log probabilities have no entry; the others follow each other in launch order without a gap. The
@@ -40,6 +40,10 @@ class PackLogprobsV1(Args):
     extra: Buffer = tensor("N", "i32", "Drafts this round verified (-1: no decode round); of prompt rows, a position.")
     drafts: Buffer | None = tensor("B K", "i32", "Drafts by slot; left out: there are none.", optional=True)
     draft_logprobs: Buffer | None = tensor("B K", "f32", "Log probability of each draft, by slot.", optional=True)
+    draft_top_ids: Buffer | None = tensor(
+        "B K E", "i32", "Columns of each draft, by slot; left out: rows have none of their drafts.", optional=True
+    )
+    draft_tops: Buffer | None = tensor("B K E", "f32", "Log probability of each of `draft_top_ids`.", optional=True)
     record: Buffer = tensor("Z", "i32", "Header, then an entry a sequence: see `LogprobHeader`.", access="out", pad="any")
     flag: int = param("What the record is, in its first word.")
 
@@ -51,7 +55,8 @@ def golden(a: Any, n: int) -> None:
     width = a.ids.shape[1]
     assert 0 <= a.flag <= MAX_FLAG, "the first word of the header has no room for this flag"
     assert columns <= MAX_COLUMNS, "the first word of the header has no room for so many columns"
-    words = [a.flag | columns << 8, LOGPROB_VERSION, len(wanted), width, record_words(len(wanted), width, columns)]
+    size = record_words(len(wanted), width, columns, drafts=a.draft_top_ids is not None)
+    words = [a.flag | columns << 8, LOGPROB_VERSION, len(wanted), width, size]
     for i, slot in wanted:
         words += [slot, a.extra[i]]
         for j in range(width):
@@ -60,6 +65,9 @@ def golden(a: Any, n: int) -> None:
             words.append(_bits(a.draft_logprobs[slot, j]) if verified else 0)
             words += a.ids[i, j, :columns].tolist()
             words += [_bits(value) for value in a.logprobs[i, j, :columns]]
+            if a.draft_top_ids is not None:
+                words += a.draft_top_ids[slot, j, :columns].tolist() if verified else [NO_TOKEN] * columns
+                words += [_bits(value) for value in a.draft_tops[slot, j, :columns]] if verified else [0] * columns
     a.record[: len(words)] = words
 
 
@@ -69,7 +77,7 @@ def _bits(value: float) -> int:
 
 def _case(
     name: str, order: Sequence[int], num_top: Sequence[int], *, n: int | None = None, width: int = 3, columns: int = 4,
-    flag: int = 3, prompt: bool = False, seed: int = 1, spare: int = 3,
+    flag: int = 3, prompt: bool = False, seed: int = 1, spare: int = 3, tops: bool = False,
 ) -> Case:  # fmt: skip
     """Numbers that differ from place to place; what they mean is nothing to this kernel. `spare` words follow the record."""
     rng = np.random.default_rng(seed)
@@ -83,13 +91,18 @@ def _case(
     arrays["ranks"] = rng.integers(0, 99, (count, width)).astype(np.int32)
     arrays["extra"] = rng.integers(0, 400, count).astype(np.int32)
     arrays["drafts"] = arrays["draft_logprobs"] = None
+    drafts = max(width - 1, 1)
     if not prompt:
-        drafts = max(width - 1, 1)
         arrays["extra"] = rng.integers(-1, width, count).astype(np.int32)
         arrays["extra"][: min(2, count)] = width - 1
         arrays["drafts"] = rng.integers(500, 900, (size, drafts)).astype(np.int32)
         arrays["draft_logprobs"] = -rng.exponential(3, (size, drafts)).astype(np.float32)
-    words = record_words(count, width, columns) + spare
+    arrays["draft_top_ids"] = arrays["draft_tops"] = None
+    if tops:
+        shape = size, drafts, columns
+        arrays["draft_top_ids"] = rng.integers(NO_TOKEN, 900, shape).astype(np.int32)
+        arrays["draft_tops"] = -rng.exponential(3, shape).astype(np.float32)
+    words = record_words(count, width, columns, drafts=tops) + spare
     return Case(name, arrays, {"flag": flag}, count if n is None else n, {"record": ((words,), "i32")})
 
 
@@ -108,6 +121,9 @@ def cases() -> Iterator[Case]:
     yield _case("prompt_rows_have_no_drafts", (1, 1, 0), (2, 3), width=1, prompt=True, flag=5)
     yield _case("window_of_one", (1, 0), (2, 3), width=1)
     yield _case("record_that_fills_its_buffer", (1, 0), (3, 3), spare=0)
+    yield _case("columns_of_drafts", (3, 0, 4, 1), (3, 1, -1, 2, 0), tops=True, flag=4)
+    yield _case("columns_of_drafts_that_fill_the_record", (1, 0), (3, 2), tops=True, spare=0, columns=5)
+    yield _case("columns_of_drafts_beyond_the_launch_length", (1, 0, 2), (1, 0, 3), tops=True, n=2)
     yield _case("nothing_to_do", (1, 0), (2, 2), n=0)
 
 
@@ -123,16 +139,16 @@ def generate(rng: np.random.Generator, sizes: Sizes = SMALL) -> Case:
     n, seed = launched(rng, sizes, size, least=0), int(rng.integers(2**31))
     return _case(
         "random", order, num_top, n=n, width=1 if prompt else width, columns=columns, flag=int(rng.integers(256)),
-        prompt=prompt, seed=seed,
+        prompt=prompt, seed=seed, tops=not prompt and bool(rng.random() < 0.4),
     )  # fmt: skip
 
 
 CONTRACT = REGISTRY.add(
     Contract(
         name="pack_logprobs",
-        version=1,
+        version=2,
         unit="any",
-        args=PackLogprobsV1,
+        args=PackLogprobsV2,
         golden=golden,
         cases=cases,
         generate=generate,

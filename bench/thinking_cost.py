@@ -34,6 +34,7 @@ WISHES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "nothing, of an engine that knows thinking": (AROUND, {}),
     "limits of thinking and reply": (AROUND, LIMITS),
     "a penalty": ({}, {"presence_penalty": 0.5}),
+    "nothing, of an engine that takes grammars": ({"constraints": True}, {}),
 }
 """Options of the engine and of its requests."""
 BASE = "nothing"

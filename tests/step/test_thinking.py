@@ -156,6 +156,15 @@ def test_a_shared_prefix_is_hit_by_texts_that_think() -> None:
     assert served.ledger.num_hits > 0
 
 
+def test_ranks_keep_to_the_same_limits() -> None:
+    asks = [(prompt_of(name), params(name)) for name in CASES]
+    options: dict[str, Any] = {"model": str(tiny.checkpoint("narrow")), "plugins": tiny.PLUGINS, "draft_tokens": 3, **AROUND}
+    split = LLM(backend="reference", tensor_parallel=2, **options)
+    outputs = split.generate([prompt for prompt, _ in asks], [given for _, given in asks])
+    assert [output.token_ids for output in outputs] == [plain(name).token_ids for name in CASES]
+    split.close()
+
+
 def test_rejection_verification_keeps_limits_too() -> None:
     served = thinking(draft_tokens=3, verify="rejection")
     for seed in range(6):

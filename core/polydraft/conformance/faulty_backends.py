@@ -113,6 +113,11 @@ def _mismatch_counts(a: Any, n: int) -> None:
             a.accepted[i] += 1
 
 
+def _not_at_all(launch: Any, device: Any) -> Any:
+    del launch, device
+    return lambda stream, n: None
+
+
 def _without_drafts(a: Any) -> Any:
     known = a.prompt_len + a.num_generated
     return np.where(a.row_slot < 0, a.positions, known[np.maximum(a.row_slot, 0)] - a.ahead).astype(np.int32)
@@ -1340,6 +1345,13 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         "a filter that reads top_k alone",
         "L2/forbid_filtered/greedy_slots_are_not_filtered",
         C("forbid_filtered", _seeing(temperature=lambda a: np.ones_like(a.temperature))),
+    ),
+    Mutant(
+        "M205",
+        "where thinking has ended is never noted",
+        "a state that only the first window follows",
+        "L5/thinking/K3",
+        by.launched("commit_thinking", _not_at_all),
     ),
     _of_ranks(
         "M158", "own_experts", "own_experts", "experts counted among all", "off by the rank", rank_faults.counted_among_all

@@ -11,6 +11,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
+import numpy as np
+
 from polydraft.backend import RowOrder
 from polydraft.conformance.check import Check, Tally, Unsupported
 from polydraft.conformance.oracle.coupled import Sampling, coupled_rounds
@@ -19,6 +21,7 @@ from polydraft.conformance.serving import Ask, as_expected, serve
 from polydraft.conformance.target import Target
 from polydraft.contracts.kv_quant import KV_DTYPES, Kv
 from polydraft.contracts.packing import MADE
+from polydraft.device import Array
 from polydraft.engine import Engine
 from polydraft.host.draft_policy import DraftView
 from polydraft.output.request_output import RequestOutput
@@ -33,6 +36,19 @@ K: Final = 3
 SAMPLINGS: Final = ({"temperature": 0.8, "top_p": 0.95}, {"temperature": 1.0, "top_k": 20}, {"temperature": 1.3, "min_p": 0.05})
 
 
+THINK_END: Final = (3,)
+THINK_FORCED: Final = (9, 3, 11)
+"""What ends thinking in the checks of its limits, and what is spelt out there."""
+THINKING: Final[tuple[dict[str, Any], ...]] = (
+    {"thinking_limit": 0, "reply_budget": 4},
+    {"thinking_limit": 3, "reply_start_token_ids": (7, 20, 41)},
+    {"thinking_limit": 30, "reply_budget": 5, "logit_bias": {3: 9.0}},
+    {"thinking_limit": 8, "reply_budget": 0},
+    {"reply_start_token_ids": (5,), "logit_bias": {3: 9.0}},
+    {"logit_bias": {3: 9.0}},
+)
+"""Limits of requests beside each other: at once, with a choice of first tokens, behind an end that the model writes itself. The
+last one has none."""
 RANKS: Final = (2, 4)
 """Ranks that the probe is split over: its two key-value heads are one a rank, or one for two of them."""
 NUMBERS: Final = (3, 0, 0, 2, 5, 1, 0, 0, 0, 5, 3)
@@ -66,6 +82,8 @@ def checks() -> Iterator[Check]:
         for drafts in (0, K):
             yield Check(f"L5/ranks/N{ranks}-K{drafts}", partial(_ranks, ranks, drafts), needs=("ranks",), features=())
     yield Check("L5/ranks/experts", _experts_of_ranks, needs=("ranks",), features=())
+    for drafts in (0, K):
+        yield Check(f"L5/thinking/K{drafts}", partial(_thinking, drafts), features=("thinking", "processing"))
     for number, options in enumerate(SAMPLINGS):
         yield Check(f"L5/sampled/{number}", partial(_sampled, options), features=("sampling",))
 
@@ -301,3 +319,50 @@ def _sampled(options: dict[str, Any], target: Target, tally: Tally) -> None:
             tally.equal(f"rounds of the sampled text (seed {one.seed})", outputs[request_id].rounds, tuple(wanted.rounds))
         tally.no_error(f"request {request_id} (seed {one.seed})", outputs[request_id].error)
     tally.true("at least one sampled text has no close choice", compared > 0 or dtype != "f32")
+
+
+def _thinking(drafts: int, target: Target, tally: Tally) -> None:
+    """Limits of thinking and reply, judged row by row of every window: greedy texts as the oracle writes them under the same
+    rules, where no choice is close."""
+    dtype, compared = working_dtype(target), 0
+    params = [SamplingParams(max_new_tokens=20, stop_token_ids=(0,), **options) for options in THINKING]
+    options: dict[str, Any] = {"think_end_ids": THINK_END, "think_forced_ids": THINK_FORCED, "dtype": dtype}
+    with target.engine(draft_tokens=drafts, max_num_seqs=4, block_size=4, **options) as engine:
+        ids = [engine.add(prompt, one) for prompt, one in zip(prompts(len(params)), params, strict=True)]
+        outputs: dict[str, RequestOutput] = {}
+        while engine.has_work:
+            engine.step()
+            outputs |= {output.id: output for output in engine.poll() if output.finished}
+    for prompt, one, request_id in zip(prompts(len(params)), params, ids, strict=True):
+        rule = partial(_limited, one, len(prompt))
+        wanted = coupled_rounds(oracle(), prompt, Sampling(), drafts, one.max_new_tokens, (0,), rule)
+        if wanted.clear and dtype == "f32":
+            compared += 1
+            tally.equal(f"tokens (thinking_limit {one.thinking_limit})", outputs[request_id].token_ids, tuple(wanted.token_ids))
+            tally.equal(f"rounds (thinking_limit {one.thinking_limit})", outputs[request_id].rounds, tuple(wanted.rounds))
+        tally.no_error(f"request {request_id}", outputs[request_id].error)
+    tally.true("most texts have no close choice", compared > len(params) // 2 or dtype != "f32")
+
+
+def _limited(params: SamplingParams, begin: int, logits: Array, known: Sequence[int]) -> Array:
+    """Logits of the token behind a text, of which `begin` tokens are its prompt, under the limits of its request."""
+    text, limit, place = tuple(known[begin:]), params.thinking_limit, 0
+    z = np.array(logits, np.float64)
+    for token, bias in params.biases:
+        z[token] += bias
+    if not params.limits_thinking:
+        return z
+    while place < len(text) and place != limit and text[max(place - len(THINK_END), 0) : place] != THINK_END:
+        place += 1
+    may: tuple[int, ...] = ()
+    if text[max(place - len(THINK_END), 0) : place] != THINK_END:
+        if place != limit:
+            return z
+        if len(text) < limit + len(THINK_FORCED):
+            may = (THINK_FORCED[len(text) - limit],)
+        place = limit + len(THINK_FORCED)
+    if not may and params.reply_budget is not None and len(text) - place >= params.reply_budget:
+        may = (0,)
+    elif not may and len(text) == place:
+        may = params.reply_start_token_ids
+    return np.where(np.isin(np.arange(len(z)), may), z, -np.inf) if may else z

@@ -17,7 +17,7 @@ from polydraft import LLM, Engine, RequestOutput, SamplingParams, reference
 from polydraft.backend import Collectives
 from polydraft.conformance.rank_faults import computed, own_choice
 from polydraft.conformance.target import wrap
-from polydraft.errors import CapabilityError, DeviceError
+from polydraft.errors import CapabilityError, ConfigError, DeviceError
 from polydraft.host.followers import ProcessChannel
 from polydraft.instruments.base import Instrument
 from polydraft.plugins.default_backend import default_backend
@@ -25,7 +25,8 @@ from polydraft.program.plan_bytes import PlanReader
 from polydraft.ranks import exchange
 from polydraft.step.runner import Runner
 from tests.support import tiny
-from tests.support.of_ranks import split
+from tests.support.emulator import emulated
+from tests.support.of_ranks import OPTIONS, split
 
 SOON_S = 20
 """Seconds within which everything has ended, on a machine that is busy; patience is much shorter in these tests."""
@@ -77,7 +78,7 @@ def ended(running: Engine, *words: str, **params: Any) -> None:
     assert {output.finish_reason for output in outputs} == {"error"}
     said = {output.error for output in outputs} | {running.failure}
     assert all(word in sentence for word in words for sentence in said), said
-    with pytest.raises(DeviceError, match=words[0].split(" ")[0]):
+    with pytest.raises(DeviceError, match="every rank ends here"):
         running.add((1,), SamplingParams(max_new_tokens=1))
 
 
@@ -309,3 +310,46 @@ def test_the_hook_is_asked_once_a_rank():
     with split("narrow", 1, plugin=wrap(reference, polydraft_collectives=note)):
         pass
     assert sorted(asked) == [(0, 2), (1, 2)]
+
+
+# -- the emulator's ranks ------------------------------------------------------------------------------------
+def emulated_ranks(query: str, ranks: int = 2, **options: Any) -> Engine:
+    return emulated(f"seed=7&{query}", "narrow", tensor_parallel=ranks, draft_tokens=2, **{**OPTIONS, **options})
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_ranks_that_come_late_change_nothing(seed: int):
+    running = emulated(f"seed={seed}&ranks=late", "narrow", tensor_parallel=4, draft_tokens=2, **OPTIONS)
+    with split("narrow", 1, draft_tokens=2) as alone:
+        assert [one.token_ids for one in run(running)] == [one.token_ids for one in run(alone)]
+    running.close()
+
+
+@pytest.mark.parametrize(
+    ("query", "words"),
+    [
+        ("ranks=stall@2:60", ("rank 2 did not come to collective", "its last was collective")),
+        ("ranks=dead@1:60", ("rank 1 failed", "the device of rank 1 was lost, as ranks=dead@1:60 asks")),
+        ("ranks=dead@0:60", ("the device of rank 0 was lost",)),
+        ("ranks=skip@3:60", ("rank 3 came to collective", "rank 0 for")),
+        ("ranks=late,skip@0:60", ("rank 1 came to collective", "rank 0 for")),
+    ],
+)
+def test_what_the_emulator_does_to_ranks_is_named(query: str, words: tuple[str, ...]):
+    running = emulated_ranks(query, 4)
+    ended(running, *words)
+    running.close()
+
+
+def test_collectives_that_cannot_be_captured_lie_between_graphs():
+    running = emulated_ranks("uncapturable=all_reduce,argmax_pair", graph="decode", graph_sizes=(3,))
+    with split("narrow", 1, draft_tokens=2) as alone:
+        assert [one.token_ids for one in run(running)] == [one.token_ids for one in run(alone)]
+    assert running.runner.graphs is not None
+    assert running.runner.graphs.counters.replayed_steps > 0
+    running.close()
+
+
+def test_an_unknown_behaviour_is_refused():
+    with pytest.raises(ConfigError, match="emulator option ranks has 'early', wanted late, stall@RANK:N, dead@RANK:N or skip"):
+        emulated_ranks("ranks=early")

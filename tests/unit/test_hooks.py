@@ -505,8 +505,10 @@ def test_collectives_that_are_missing_or_of_another_version_are_refused():
         plugins = Plugins.load(backend(polydraft_collectives=returning(wrong)))
         with pytest.raises(PluginError, match=f"polydraft_collectives returned .*{said} all_gather/1, all_reduce/1, argmax"):
             plugins.collectives(device, group)
-    with pytest.raises(PluginError, match="plugin 'double' lacks the hook polydraft_collectives; implement it"):
-        Plugins.load(backend(polydraft_collectives=None)).collectives(device, group)
+    with pytest.raises(PluginError, match="declares capability ranks without the hook polydraft_collectives; implement the"):
+        Plugins.load(backend(polydraft_collectives=None))
+    with pytest.raises(PluginError, match="declares ranks 'gpus', wanted threads or processes, or '' for none; correct it"):
+        Plugins.load(backend(changes={"ranks": "gpus"}))
 
 
 def items(source: str) -> str:

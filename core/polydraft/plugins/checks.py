@@ -17,6 +17,7 @@ from typing import Any, Final, Protocol, get_args
 
 from polydraft import hooks
 from polydraft.backend import BackendInfo, Collectives, ForwardMeta, KernelTable, PackNotes, RowOrder
+from polydraft.contracts import COLLECTIVES
 from polydraft.contracts.base import Provider
 from polydraft.contracts.kv_quant import KV_DTYPES
 from polydraft.contracts.packing import PACKINGS
@@ -403,6 +404,12 @@ def check_info(name: str, have: Collection[str], info: BackendInfo) -> BackendIn
         "capability graph_capture without the hook polydraft_graph_capture; implement the hook or drop the capability": (
             not caps.graph_capture or "polydraft_graph_capture" in have
         ),
+        "capability ranks without the hook polydraft_collectives; implement the hook or drop the capability": (
+            not caps.ranks or "polydraft_collectives" in have
+        ),
+        f"ranks {caps.ranks!r}, wanted threads or processes, or '' for none; correct it": (
+            caps.ranks in ("", "threads", "processes")
+        ),
         "bring_up beside asynchronous, graph_capture or a dtype other than f32; drop those until no kernel is delegated": (
             not caps.bring_up or (not caps.asynchronous and not caps.graph_capture and caps.dtypes == ("f32",))
         ),
@@ -412,7 +419,8 @@ def check_info(name: str, have: Collection[str], info: BackendInfo) -> BackendIn
             raise PluginError(f"plugin {name!r}: {hook} declares {claim}")
     for contract, version in info.contract_versions.items():
         check_version(name, hook, contract, version)
-    strange = sorted(set(caps.uncapturable) - set(info.contract_versions) - {"forward_meta"})
+    exchanged = COLLECTIVES.names() if caps.ranks else ()
+    strange = sorted(set(caps.uncapturable) - {*info.contract_versions, *exchanged, "forward_meta"})
     if strange:
         raise PluginError(
             f"plugin {name!r}: {hook} declares uncapturable {', '.join(strange)}, wanted contracts that it implements or "

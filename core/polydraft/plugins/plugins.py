@@ -168,8 +168,6 @@ class Plugins:
         """The backend's collectives of one rank; asked for only when the capability `ranks` is declared. Raises `PluginError`
         where one is missing, or of another version."""
         hook = "polydraft_collectives"
-        if not self.manager.answering(hook):
-            raise PluginError(f"plugin {self.backend.name!r} lacks the hook {hook}; implement it (see polydraft.hooks)")
         found: Collectives = self.manager.hook.polydraft_collectives(device=device, group=group)
         wanted = {one.name: one.version for one in COLLECTIVES}
         if dict(found.versions) != wanted or found.providers.keys() != wanted.keys():

@@ -113,10 +113,15 @@ class Emulator:
 
     @hookimpl
     def polydraft_collectives(self, device: EmulatorDevice, group: Group) -> Collectives:
-        """Those of host memory, each one operation among others."""
-        from polydraft.reference.table import collectives
+        """Those of host memory, each one operation among others, as the device string has ranks behave. Raises `ConfigError` for
+        an unknown behaviour."""
+        from polydraft.backend import Collectives
+        from polydraft.contracts import COLLECTIVES
+        from polydraft_emulator.ranks import collectives_of
 
-        return collectives(device, group)
+        made = collectives_of(group, device.options.seed, device.options.ranks)
+        providers = {name: device.bind_kernel(kernel) for name, kernel in made.items()}
+        return Collectives(providers, {one.name: one.version for one in COLLECTIVES})
 
 
 _PLAIN = Emulator()

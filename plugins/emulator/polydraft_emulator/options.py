@@ -15,6 +15,7 @@ not read the environment, and options do not change.
 | `latency`      | kernel:20,linear:80+0.5; off | a virtual clock and a timeline (`timeline.py`)                               |
 | `delay`        | download@3:500; none         | single operations that run as late as is legal (`faults.py`)                 |
 | `fault`        | copy@12,op@40:lost; none     | single operations that fail (`faults.py`)                                    |
+| `ranks`        | late,skip@1:12; none         | ranks that come late, stall, fail or leave a collective out (`ranks.py`)     |
 | `memory`       | MiB; unlimited               | device memory; more than that raises `DeviceError`                           |
 
 `rows` and `uncapturable` are capabilities of the device that the string names.
@@ -28,7 +29,7 @@ import re
 from dataclasses import dataclass
 
 from polydraft.backend import RowOrder
-from polydraft.contracts import COMPOSITES, REGISTRY
+from polydraft.contracts import COLLECTIVES, COMPOSITES, REGISTRY
 from polydraft.errors import ConfigError
 
 POLICIES = ("random", "lazy", "fifo", "reversed", "eager")
@@ -52,6 +53,7 @@ class Options:
     latency: str = ""
     delay: str = ""
     fault: str = ""
+    ranks: str = ""
     memory: str = ""
 
     def __str__(self) -> str:
@@ -121,5 +123,5 @@ def _checked(name: str, value: str) -> str | int:
 
 
 def launch_names() -> frozenset[str]:
-    """Everything that is launched by a name: contracts, composites, and the filling of metadata."""
-    return frozenset((*REGISTRY.names(), *COMPOSITES, "forward_meta"))
+    """Everything that is launched by a name: contracts, composites, collectives, and the filling of metadata."""
+    return frozenset((*REGISTRY.names(), *COMPOSITES, *COLLECTIVES.names(), "forward_meta"))

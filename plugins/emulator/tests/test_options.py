@@ -16,7 +16,7 @@ from polydraft_emulator.options import Options, parse
 NAMES = [f.name for f in dataclasses.fields(Options)][1:]
 FULL = (
     "emulator:3?seed=7&policy=reversed&layout=plain&rows=seeded&uncapturable=linear,forward_meta&latency=kernel:20,linear:80+0.5"
-    "&delay=download@3:500&fault=copy@12,op@40:lost&memory=64"
+    "&delay=download@3:500&fault=copy@12,op@40:lost&ranks=late,skip@1:9&memory=64"
 )
 
 

@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from polydraft import LLM, Engine, RequestOutput, SamplingParams
 from polydraft.conformance.oracle.coupled import coupled_rounds
@@ -110,7 +112,7 @@ SERVED: dict[str, Callable[..., Engine]] = {
     "lazy-2": functools.partial(thinking, "lazy-2"),
     "lazy-seeded": functools.partial(thinking, "lazy-seeded"),
     "emulator": functools.partial(emulated, "seed=5&policy=reversed", overlap=1, graph="off"),
-    "graphs": functools.partial(emulated, "seed=6", overlap=1, graph="decode", graph_sizes=(4,)),
+    "graphs": functools.partial(emulated, "seed=6", overlap=1, graph="decode"),
 }
 
 
@@ -136,6 +138,69 @@ def test_compiled_kernels_write_what_the_reference_writes(num_drafts: int) -> No
     outputs = served.generate([prompt for prompt, _ in asks], [given for _, given in asks])
     assert [output.token_ids for output in outputs] == [plain(name).token_ids for name in CASES]
     served.close()
+
+
+@functools.lru_cache(maxsize=4096)
+def plainly(prompt: tuple[int, ...], asked: SamplingParams) -> RequestOutput:
+    """A request alone, decoded plainly."""
+    return drive(_alone(), [Ask(prompt, asked)])[0]
+
+
+@functools.cache
+def _alone() -> Engine:
+    return thinking(draft_tokens=0, max_num_seqs=1, prefix_cache=False)
+
+
+def drawn(rng: np.random.Generator) -> Ask:
+    """A request with limits or without, whose thinking may end of its own accord or be made to."""
+
+    def maybe(chance: float, value: Any) -> Any:
+        return value if rng.random() < chance else None
+
+    bias: dict[int, float] = [OFTEN, NEVER, {0: -100.0}, {}][rng.integers(0, 4)]
+    wish: dict[str, Any] = {
+        "max_new_tokens": int(rng.integers(1, 40)), "logit_bias": bias, "thinking_limit": maybe(0.7, int(rng.integers(0, 16))),
+        "reply_budget": maybe(0.5, int(rng.integers(0, 9))), "temperature": float(rng.choice([0.0, 0.0, 0.9])),
+        "reply_start_token_ids": maybe(0.4, tuple(rng.integers(1, 64, rng.integers(1, 5)).tolist())) or (),
+        "seed": int(rng.integers(0, 99)), "repetition_penalty": maybe(0.2, 1.3) or 1.0,
+        "max_drafts": maybe(0.2, int(rng.integers(0, 4))),
+    }  # fmt: skip
+    prompt = (*rng.integers(1, 64, rng.integers(1, 12)).tolist(), *([*START] if rng.random() < 0.8 else []))
+    return Ask(prompt, SamplingParams(**wish), arrival=int(rng.integers(0, 16)))
+
+
+def is_as_alone(seed: int) -> None:
+    """Requests beside each other on any device, with few blocks, arrivals in the middle, and weights replaced by the same."""
+    rng = np.random.default_rng(seed)
+    asks = [drawn(rng) for _ in range(int(rng.integers(3, 9)))]
+    most = max(-(-(len(ask.prompt_ids) + ask.params.max_new_tokens) // 4) for ask in asks)
+    served = SERVED[[*SERVED][rng.integers(0, len(SERVED))]](
+        draft_tokens=int(rng.integers(0, 6)), max_num_seqs=int(rng.integers(1, 6)), block_size=4,
+        num_blocks=most + int(rng.integers(0, 24)), prefix_cache=bool(rng.random() < 0.5),
+    )  # fmt: skip
+    update, steps = int(rng.integers(1, 60)), 0
+
+    def each_step(running: Engine) -> None:
+        nonlocal steps
+        steps += 1
+        if steps == update:
+            running.update_weights(tiny.checkpoint("narrow"), running="recompute")
+
+    for ask, output in zip(asks, drive(served, asks, each_step=each_step), strict=True):
+        wanted = plainly(ask.prompt_ids, ask.params)
+        assert (output.token_ids, output.forced, output.error) == (wanted.token_ids, wanted.forced, ""), ask
+
+
+@settings(max_examples=10)
+@given(st.integers(0, 2**32 - 1))
+def test_limits_hold_however_requests_are_served(seed: int) -> None:
+    is_as_alone(seed)
+
+
+@pytest.mark.deep
+@given(st.integers(0, 2**32 - 1))
+def test_limits_hold_however_requests_are_served_deep(seed: int) -> None:
+    is_as_alone(seed)
 
 
 @pytest.mark.parametrize("device", ["reference", "lazy-1"])

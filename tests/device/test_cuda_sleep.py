@@ -201,7 +201,7 @@ def test_an_engine_sleeps_and_writes_the_same_texts(level: Any, graph: str):
             slept.sleep(level)
             assert taken - slept.device.memory_taken() >= 2 * GRANULE  # type: ignore[attr-defined]
             slept.wake_up()
-            assert slept.device.memory_taken() == taken  # type: ignore[attr-defined]
+            assert abs(slept.device.memory_taken() - taken) < 2 * GRANULE  # type: ignore[attr-defined]
             assert tokens(served(slept, PROMPTS, PARAMS)) == before
 
 

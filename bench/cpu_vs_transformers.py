@@ -107,23 +107,18 @@ def own(llm: LLM) -> Timed:
     return run
 
 
-class VllmPeer:
-    """vLLM in a process of its own, which loads once and then answers."""
+class Peer:
+    """Another engine in a process of its own, which loads once, says what it is (`told`), and then answers line by line."""
 
-    def __init__(self, python: str, drafts: int) -> None:
-        command = [python, str(ROOT / "vllm_peer.py"), str(demo_model_path()), str(drafts)]
-        env = {
-            **os.environ,
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": f"0-{usable_processors() - 1}",  # or it keeps one processor for itself
-            "VLLM_LOGGING_LEVEL": "ERROR",
-        }
-        pipe = subprocess.PIPE
+    def __init__(self, command: list[str], **env: str) -> None:
+        self._command, pipe = command, subprocess.PIPE
         self._process = subprocess.Popen(
-            command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True, env=env, start_new_session=True
-        )
+            command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True, env={**os.environ, **env},
+            start_new_session=True,
+        )  # fmt: skip
         atexit.register(self.close)
-        self.version = str(self._answer()["version"])
+        self.told = self._answer()
+        self.version = str(self.told["version"])
         self._signal(signal.SIGSTOP)
 
     def _signal(self, number: signal.Signals) -> None:
@@ -134,22 +129,38 @@ class VllmPeer:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise RuntimeError(f"vLLM ended with {self._process.wait()} before it answered; run bench/vllm_peer.py by itself")
+            raise RuntimeError(f"{self._command[1]} ended with {self._process.wait()} before it answered; run it by itself")
         return dict(json.loads(line))
 
-    def __call__(self, prompts: Prompts, new_tokens: int) -> tuple[float, Any]:
+    def ask(self, **what: Any) -> dict[str, Any]:
+        """One question and its answer."""
         assert self._process.stdin is not None
         self._signal(signal.SIGCONT)
-        self._process.stdin.write(json.dumps({"prompts": prompts, "new_tokens": new_tokens}) + "\n")
+        self._process.stdin.write(json.dumps(what) + "\n")
         self._process.stdin.flush()
-        seconds = float(self._answer()["seconds"])
+        answer = self._answer()
         self._signal(signal.SIGSTOP)
-        return seconds, None
+        return answer
 
     def close(self) -> None:
         """End the process and those that it has started."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
+
+
+def vllm_peer(python: str, drafts: int) -> Peer:
+    """vLLM with an interpreter that has it."""
+    return Peer(
+        [python, str(ROOT / "vllm_peer.py"), str(demo_model_path()), str(drafts)],
+        VLLM_CPU_KVCACHE_SPACE="1",
+        VLLM_CPU_OMP_THREADS_BIND=f"0-{usable_processors() - 1}",  # or it keeps one processor for itself
+        VLLM_LOGGING_LEVEL="ERROR",
+    )
+
+
+def asked(peer: Peer) -> Timed:
+    """A peer as a contender."""
+    return lambda prompts, new_tokens: (float(peer.ask(prompts=prompts, new_tokens=new_tokens)["seconds"]), None)
 
 
 # -- the demo model --------------------------------------------------------------------------------
@@ -565,9 +576,9 @@ def main() -> None:
 
         contenders["transformers"] = transformers_peer()
         versions |= {"torch": torch.__version__, "transformers": transformers.__version__}
-    peers = [VllmPeer(args.vllm, k) for k in (0, 3)] if args.vllm else []
+    peers = [vllm_peer(args.vllm, k) for k in (0, 3)] if args.vllm else []
     for k, peer in zip((0, 3), peers, strict=False):
-        contenders[f"vllm K={k}"] = peer
+        contenders[f"vllm K={k}"] = asked(peer)
         versions["vllm-cpu"] = peer.version
     load, most = os.getloadavg()[0], max(args.batch)
     sizes = tuple(range(1, most + 1))

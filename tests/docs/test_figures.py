@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from bench import packing_acceptance
 from bench.gpu_rounds import BATCHES, peer_ms
 from polydraft import LLM, RequestOutput
 from polydraft.config import EngineConfig
@@ -45,6 +46,16 @@ def test_tokens_per_round_are_those_of_the_result():
         for row in measured["rows"]
     ]
     assert rows(text) == wanted
+
+
+def test_what_packing_changes_is_that_of_the_result():
+    measured, text = result(section(read(ROOT / "docs" / "checkpoints.md"), "Packed matrices"))
+    assert text.partition("\n\n")[2].partition("\n\n")[0] == packing_acceptance.table(measured["rows"])
+    by = {(row["weights"], *row["weights_ignore"]): row for row in measured["rows"]}
+    assert set(by) == {("auto",), *((made, *left) for made in packing_acceptance.MADE for left in packing_acceptance.LEFT)}
+    assert by[("auto",)]["same_tokens"] == 1.0, "the unpacked model agrees with itself"
+    for made in packing_acceptance.MADE:
+        assert by[(made, "head", "mtp")]["matrices"] < by[(made, "mtp")]["matrices"] < by[(made,)]["matrices"]
 
 
 def test_what_a_reduced_draft_vocabulary_accepts_is_that_of_the_result():

@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from polydraft import LLM, Engine, RequestOutput, SamplingParams
+from polydraft.contracts.packing import MADE
 from tests.oracle import CODE_PROMPTS, greedy_rounds
 from tests.step.test_lossless import KS, Scene, mixed_asks, scenes
 from tests.support import tiny
@@ -32,13 +34,13 @@ def cpu_engine(model: str, num_drafts: int, spec: str = "", **options: Any) -> E
 
 
 @functools.cache
-def lone_engine(model: str, num_drafts: int) -> Engine:
-    return cpu_engine(model, num_drafts, max_num_seqs=1, prefix_cache=False, invariant=False)
+def lone_engine(model: str, num_drafts: int, weights: str) -> Engine:
+    return cpu_engine(model, num_drafts, max_num_seqs=1, prefix_cache=False, invariant=False, weights=weights)
 
 
 @functools.lru_cache(maxsize=1024)
-def solo(model: str, num_drafts: int, prompt_ids: tuple[int, ...], params: SamplingParams) -> RequestOutput:
-    return drive(lone_engine(model, num_drafts), [Ask(prompt_ids, params)])[0]
+def solo(model: str, num_drafts: int, prompt_ids: tuple[int, ...], params: SamplingParams, weights: str) -> RequestOutput:
+    return drive(lone_engine(model, num_drafts, weights), [Ask(prompt_ids, params)])[0]
 
 
 def served(scene: Scene, **options: Any) -> list[RequestOutput]:
@@ -49,8 +51,9 @@ def served(scene: Scene, **options: Any) -> list[RequestOutput]:
 
 
 def is_lossless(scene: Scene, **options: Any) -> None:
+    weights = options.get("weights", "auto")
     for ask, got in zip(scene.asks, served(scene, **options), strict=True):
-        alone, plain = (solo(scene.model, k, ask.prompt_ids, ask.params) for k in (scene.num_drafts, 0))
+        alone, plain = (solo(scene.model, k, ask.prompt_ids, ask.params, weights) for k in (scene.num_drafts, 0))
         if got.finish_reason == "abort":
             assert got.token_ids == plain.token_ids[: len(got.token_ids)]
             assert got.rounds == alone.rounds[: len(got.rounds)]
@@ -59,17 +62,20 @@ def is_lossless(scene: Scene, **options: Any) -> None:
         assert essence(got) == essence(alone), ask
 
 
+packings = st.sampled_from(("auto", *sorted(MADE)))
+
+
 @settings(max_examples=15)
-@given(scenes())
-def test_text_and_rounds_do_not_depend_on_how_a_request_is_served(scene: Scene) -> None:
+@given(scenes(), packings)
+def test_text_and_rounds_do_not_depend_on_how_a_request_is_served(scene: Scene, weights: str) -> None:
     """`invariant` is never asked for: these kernels know no other way."""
-    is_lossless(replace(scene, update=None), invariant=False)
+    is_lossless(replace(scene, update=None), invariant=False, weights=weights)
 
 
 @pytest.mark.deep
-@given(scenes())
-def test_text_and_rounds_do_not_depend_on_how_a_request_is_served_deep(scene: Scene) -> None:
-    is_lossless(replace(scene, update=None), invariant=False)
+@given(scenes(), packings)
+def test_text_and_rounds_do_not_depend_on_how_a_request_is_served_deep(scene: Scene, weights: str) -> None:
+    is_lossless(replace(scene, update=None), invariant=False, weights=weights)
 
 
 MODES: tuple[dict[str, Any], ...] = (

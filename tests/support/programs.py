@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from polydraft import Engine, RequestOutput, SamplingParams
+from polydraft.contracts.packing import MADE, PARTS
 from tests.support import tiny
 from tests.support.emulator import SCHEDULES, emulated
 from tests.support.poison import poison_free_blocks
@@ -22,6 +23,8 @@ from tests.support.runs import Ask, drive, engine, essence
 DEPTHS = (0, 1, 2)
 WAYS = tuple((depth, graph) for depth in DEPTHS for graph in ("off", "decode"))
 """Depth of overlap and graphs: every program can be served each way."""
+RULES = ("logprobs", "proposer", "verify", "draft_vocab", "weights", "weights_ignore")
+"""Options that the result of a request alone depends on."""
 MAX_LOGPROBS = 3
 MODEL_LEN = 96
 
@@ -63,7 +66,7 @@ class Program:
 
     def _alone(self, ask: Ask) -> RequestOutput:
         """The request alone, under the options that a result does depend on."""
-        rules = tuple((name, self.options[name]) for name in ("logprobs", "proposer", "verify", "draft_vocab"))
+        rules = tuple((name, self.options[name]) for name in RULES if name in self.options)
         return alone(self.model, self.num_drafts, ask.prompt_ids, ask.params, rules)
 
 
@@ -134,6 +137,10 @@ def program(seed: int) -> Program:
     vocab = tiny.CONFIGS[model]["vocab_size"]
     narrow = rng.random() < 0.3 and num_drafts > 0 and options["proposer"] == "auto"
     options["draft_vocab"] = f"{tiny.token_counts(vocab)}:{rng.choice((1, vocab // 4, vocab // 2, vocab))}" if narrow else ""
+    packing = random.Random(f"packing {seed}")
+    if packing.random() < 0.4:
+        options["weights"] = packing.choice(sorted(MADE))
+        options["weights_ignore"] = tuple(part for part in PARTS if packing.random() < 0.3)
     return Program(seed, model, num_drafts, query, options, tuple(asks))
 
 

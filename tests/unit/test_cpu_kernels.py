@@ -109,17 +109,17 @@ def test_every_level_keeps_packed_experts(level: str, packing: str):
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@settings(max_examples=25)
+@settings(max_examples=40)
 @given(st.data())
 def test_packed_products_of_any_shape(level: str, data: st.DataObject):
     """Ragged panels and groups, last columns that fill no word, every tile of rows; with and without bias."""
     packing = PACKINGS[data.draw(st.sampled_from(sorted(PACKINGS)))]
     n, o, i = (data.draw(st.integers(1, top)) for top in (19, 131, 275))
     rng = np.random.default_rng(data.draw(st.integers(0, 2**16)))
-    x, w = rng.standard_normal((n, i), np.float32), pack(rng.standard_normal((o, i), np.float32), packing)
+    x, w = rounded(rng.standard_normal((n, i))), pack(rng.standard_normal((o, i), np.float32), packing)
     bias = rng.standard_normal(o) if data.draw(st.booleans()) else None
     rows, exact = multiplied(x.astype(np.float64), w)
-    got = product(f"cpu?isa={level}&threads=2", x, w, bias)
+    got = product(f"cpu?isa={level}&threads=2", x, w, bias, dtype=data.draw(st.sampled_from(("f32", "bf16"))))
     want = rows @ exact.T + (0 if bias is None else bias.astype(np.float32))
     room = 1.5e-6 * (np.abs(rows) @ np.abs(exact).T + 1)
     assert (np.abs(got - want) <= room).all()

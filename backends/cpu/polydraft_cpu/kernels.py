@@ -272,7 +272,7 @@ class CpuProvider:
         """What the kernel's threads need between them."""
         threads = self.device.options.num_threads
         if self.name == "linear":
-            return threads * MOST_ROWS * args.x.shape[1] * 4 if args.x.dtype == "bf16" or args.weight.rounds else 0
+            return threads * MOST_ROWS * (args.x.shape[1] + 2 * PANEL) * 4 if args.x.dtype == "bf16" or args.weight.rounds else 0
         return SCRATCH[self.name](_parts(args), limits, threads) if self.name in SCRATCH else 0
 
     def _extra(self, args: Any, limits: Limits, table: Array | None) -> list[int]:

@@ -95,6 +95,7 @@ def measure(args: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, s
         for name, turn in turns.items():
             time.sleep(PAUSE)
             measured = turn(args.new_tokens)
+            print(f"turn {repeat}, {name}: {measured['step']:.1f} and {measured['prompt']:.0f} ms", file=sys.stderr, flush=True)
             if repeat:
                 found[name].append(measured)
     rows = [row(name, values, found, engines.get(name), copies, args) for name, values in found.items()]

@@ -541,7 +541,11 @@ def _overlap(n: _Negotiation, features: Mapping[str, Needs]) -> int:
             f"{middle} needs {MIDDLE}, but backend {n.info.name} takes no data in the middle of a step (capability host_inputs); "
             "leave it out or use another backend"
         )
-    half = f"; {middle} needs {MIDDLE}, so a step is launched in two halves and at most one is ahead" if middle else ""
+    half = (
+        f"; {middle} needs {MIDDLE}, so steps that it takes part in are launched in two halves and at most one is ahead"
+        if middle
+        else ""
+    )
     if n.config.overlap == AUTO:
         depth = 1 if n.caps.asynchronous and not blocking else 0
         reason = "launches return before they have run" if depth else f"{n.info.name} is synchronous: nothing to overlap with"

@@ -111,7 +111,7 @@ def full() -> CudaDevice:
         cuMemAlloc=lambda size: (2, 0) if size > 3 << 30 else (0, next(given)),
     )  # fmt: skip
     device.__dict__.update(spec="cuda:0", cuda=cuda, counters=DeviceCounters(), capturing=False, _open=True, _context=0)
-    device.__dict__.update(_held=0, _peak=0, _memory={}, index=0)
+    device.__dict__.update(_held=0, _peak=0, _memory={}, _remapped=None, index=0)
     return device
 
 

@@ -157,7 +157,7 @@ class PlantedPlugin:
     @hookimpl
     def polydraft_backend_info(self) -> BackendInfo:
         info = reference.polydraft_backend_info("")
-        capabilities = dataclasses.replace(info.capabilities, graph_capture=True)
+        capabilities = dataclasses.replace(info.capabilities, graph_capture=True, ranks="", ordered_sums=False, sleep=False)
         return dataclasses.replace(info, name="planted", devices=("planted",), capabilities=capabilities, evidence="double only")
 
     @hookimpl

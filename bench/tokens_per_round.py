@@ -47,7 +47,7 @@ def acceptance(llm: LLM) -> list[float]:
     return [accepted / drafted for accepted, drafted in zip(totals.accepted_at, totals.drafted_at, strict=True)]
 
 
-def measure(num_drafts: int, verify: str, sampling: dict[str, float], seeds: tuple[int, ...]) -> dict[str, Any]:
+def measure(num_drafts: int, verify: str, sampling: dict[str, Any], seeds: tuple[int, ...]) -> dict[str, Any]:
     """One row of the result, by an engine of its own."""
     llm = LLM(backend="reference", draft_tokens=num_drafts, verify=verify, max_num_seqs=len(CODE_PROMPTS))
     params = [SamplingParams(max_new_tokens=NEW_TOKENS, seed=seed, **sampling) for seed in seeds]

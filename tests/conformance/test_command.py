@@ -226,7 +226,7 @@ DOOMED = """
 import dataclasses, os, time
 from polydraft import hookimpl, reference
 from polydraft.conformance.target import TableProxy
-from polydraft.reference import polydraft_init_forward_meta, polydraft_open_device
+from polydraft.reference import polydraft_collectives, polydraft_init_forward_meta, polydraft_open_device
 
 
 class Doomed:
@@ -319,7 +319,7 @@ POOR = """
 import dataclasses
 from polydraft import hookimpl, reference
 from polydraft.errors import DeviceError
-from polydraft.reference import polydraft_graph_capture, polydraft_init_forward_meta, polydraft_kernels
+from polydraft.reference import polydraft_collectives, polydraft_graph_capture, polydraft_init_forward_meta, polydraft_kernels
 
 
 @hookimpl

@@ -429,7 +429,7 @@ import dataclasses
 import threading
 from polydraft import BackendInfo, hookimpl, reference
 from polydraft.conformance.target import Proxy, TableProxy
-from polydraft.reference import polydraft_init_forward_meta, polydraft_open_device
+from polydraft.reference import polydraft_collectives, polydraft_init_forward_meta, polydraft_open_device
 
 
 class Disguised(Proxy):

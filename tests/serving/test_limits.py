@@ -10,6 +10,7 @@ import http.client
 import json
 import logging
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -390,6 +391,13 @@ def test_a_server_that_sleeps(serve: Callable[..., Served], tmp_path: Path) -> N
     ):
         refused = post(served, "/admin/wake_up", headers=key, **fields)
         assert (refused.status_code, said in refused.json()["error"]["message"]) == (400, True), refused.text
+    far = {"w": {**one["w"], "offset": 10**30}}
+    assert "cannot be sent to the engine" in post(served, "/admin/wake_up", headers=key, shared=far).json()["error"]["message"]
+    broken = tmp_path / "broken"
+    shutil.copytree(tiny.checkpoint(MODEL), broken)
+    config = json.loads((broken / "config.json").read_text())
+    (broken / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 2**70}))
+    assert post(served, "/admin/wake_up", headers=key, path=str(broken)).status_code == 400
     assert "got no weights" in post(served, "/admin/update_weights", headers=key).json()["error"]["message"]
     assert served.status("/ready") == (503, "asleep")
     assert post(served, "/admin/wake_up", headers=key).status_code == 200

@@ -112,7 +112,7 @@ def are_those_of_the_oracle(of: tuple[Path, Path], outputs: Sequence[RequestOutp
     return sum(output.accepted for output in outputs)
 
 
-@pytest.mark.parametrize(("layout", "num_drafts", "sampling"), crossed(7, LAYOUTS, range(6), SAMPLINGS))
+@pytest.mark.parametrize(("layout", "num_drafts", "sampling"), crossed(23, LAYOUTS, range(6), SAMPLINGS))
 def test_rounds(layout: str, num_drafts: int, sampling: str) -> None:
     of = pair(layout, SOMETIMES)
     served_by = engine(of, num_drafts)
@@ -122,14 +122,14 @@ def test_rounds(layout: str, num_drafts: int, sampling: str) -> None:
     served_by.close()
 
 
-@pytest.mark.parametrize(("family", "sampling"), crossed(2, TARGETS, SAMPLINGS))
+@pytest.mark.parametrize(("family", "sampling"), crossed(5, TARGETS, SAMPLINGS))
 def test_rounds_beside_targets_of_every_family(family: str, sampling: str) -> None:
     of = pair("sglang", SOMETIMES, family=family)
     outputs = drive(engine(of), asks(16, **SAMPLINGS[sampling]))
     assert are_those_of_the_oracle(of, outputs, 3, **SAMPLINGS[sampling]) > 5
 
 
-@pytest.mark.parametrize(("way", "layout", "sampling"), crossed(9, WAYS, LAYOUTS, SAMPLINGS))
+@pytest.mark.parametrize(("way", "layout", "sampling"), crossed(29, WAYS, LAYOUTS, SAMPLINGS))
 def test_rounds_however_they_are_served(way: str, layout: str, sampling: str) -> None:
     of = pair(layout, SOMETIMES)
     served_by = engine(of, **WAYS[way])
@@ -151,7 +151,7 @@ def happened(served_by: Engine, way: str) -> None:
 
 
 @needs_kernels
-@pytest.mark.parametrize(("layout", "sampling"), crossed(4, LAYOUTS, SAMPLINGS))
+@pytest.mark.parametrize(("layout", "sampling"), crossed(11, LAYOUTS, SAMPLINGS))
 def test_rounds_of_compiled_kernels(layout: str, sampling: str) -> None:
     of = pair(layout, SOMETIMES)
     outputs = drive(engine(of, backend="cpu"), asks(16, **SAMPLINGS[sampling]))
@@ -159,7 +159,7 @@ def test_rounds_of_compiled_kernels(layout: str, sampling: str) -> None:
 
 
 # -- texts -----------------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(("way", "sampling", "layout"), crossed(7, WAYS, SAMPLINGS, ["sglang", "3.1, speculators"]))
+@pytest.mark.parametrize(("way", "sampling", "layout"), crossed(13, WAYS, SAMPLINGS, ["sglang", "3.1, speculators"]))
 def test_texts_where_every_step_draws_its_number_of_drafts(way: str, sampling: str, layout: str) -> None:
     """Bit for bit those of plain decoding."""
     of, some = pair(layout, SOMETIMES), asks(**SAMPLINGS[sampling])
@@ -188,7 +188,7 @@ def test_rejection(layout: str, options: dict[str, Any]) -> None:
     assert sum(output.accepted for output in outputs) > 20
 
 
-@pytest.mark.parametrize(("layout", "draft_tokens"), crossed(5, LAYOUTS, range(1, 6)))
+@pytest.mark.parametrize(("layout", "draft_tokens"), crossed(17, LAYOUTS, range(1, 6)))
 def test_a_draft_model_that_is_always_right(layout: str, draft_tokens: int) -> None:
     """Every round has all drafts, unless the token is not one of those that are drafted."""
     num_tokens = 1 + 3 * (draft_tokens + 1)
@@ -229,7 +229,7 @@ def are_as_recomputed(of: tuple[Path, Path], served_by: Engine, num_tokens: int 
     return {token for drafts in found.values() for token in drafts}
 
 
-@pytest.mark.parametrize(("layout", "way"), crossed(3, LAYOUTS, SYNCHRONOUS))
+@pytest.mark.parametrize(("layout", "way"), crossed(7, LAYOUTS, SYNCHRONOUS))
 def test_drafts(layout: str, way: str) -> None:
     of = pair(layout, HARDLY)
     drafted = are_as_recomputed(of, engine(of, **WAYS[way]))

@@ -182,6 +182,17 @@ def test_one_call_of_the_library_sleeps_too():
         assert llm.generate([PROMPTS[0]], LONG)[0].token_ids == wanted
 
 
+def test_a_stream_of_an_engine_that_falls_asleep_ends_with_an_error():
+    with LLM(model=str(tiny.checkpoint(MODEL)), backend="reference", enable_sleep_mode=True) as llm:
+        stream = llm.stream([PROMPTS[0]], LONG)
+        next(stream)
+        llm.sleep(running="recompute")
+        with pytest.raises(DeviceError, match="asleep"):
+            next(stream)
+        llm.wake_up()
+        assert not llm.engine.requests
+
+
 def test_the_reference_declares_it():
     for spec in polydraft.reference.DEVICES:
         capabilities = polydraft.reference.polydraft_backend_info(spec).capabilities

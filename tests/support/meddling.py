@@ -58,6 +58,10 @@ class MeddlingPlugin:
         meta: ForwardMeta = self._inner.polydraft_init_forward_meta(device=device, buffers=buffers, limits=limits)
         return meta
 
+    @hookimpl
+    def polydraft_collectives(self, device: Any, group: Any) -> Any:
+        return self._inner.polydraft_collectives(device=device, group=group)
+
     def _kernel(self, row_invariant: bool) -> Any:
         genuine = kernels(row_invariant)["process_logits"]
 

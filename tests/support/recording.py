@@ -31,6 +31,7 @@ class RecordingBackend:
     polydraft_backend_info = staticmethod(reference.polydraft_backend_info)
     polydraft_open_device = staticmethod(reference.polydraft_open_device)
     polydraft_init_forward_meta = staticmethod(reference.polydraft_init_forward_meta)
+    polydraft_collectives = staticmethod(reference.polydraft_collectives)
 
     @hookimpl
     def polydraft_kernels(self, device: Any) -> NumpyTable:

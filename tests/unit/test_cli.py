@@ -581,6 +581,7 @@ def spoil(role, num_runs, logits, slots):
 plugin = Spoilt(spoil)
 polydraft_backend_info, polydraft_open_device = plugin.polydraft_backend_info, plugin.polydraft_open_device
 polydraft_kernels, polydraft_init_forward_meta = plugin.polydraft_kernels, plugin.polydraft_init_forward_meta
+polydraft_collectives = plugin.polydraft_collectives
 """
 
 
@@ -958,7 +959,7 @@ STUCK = """
 import dataclasses
 from polydraft import hookimpl, reference
 from polydraft.errors import DeviceError
-from polydraft.reference import polydraft_init_forward_meta, polydraft_kernels
+from polydraft.reference import polydraft_collectives, polydraft_init_forward_meta, polydraft_kernels
 
 @hookimpl
 def polydraft_backend_info():

@@ -414,6 +414,12 @@ class EngineClient:
 
     async def _ended(self, command: wire.UpdateWeights | wire.Sleep | wire.WakeUp) -> str:
         future = self._done[command.number] = asyncio.get_running_loop().create_future()
-        await self._send(command)
-        error: str = await future
-        return error
+        try:
+            await self._send(command)
+        except BaseException as error:
+            self._done.pop(command.number, None)  # nobody answers, and the watchdog waits for answers
+            if isinstance(error, (OverflowError, RecursionError, TypeError)):
+                return f"what was given cannot be sent to the engine ({type(error).__name__}: {error}); correct it"
+            raise
+        said: str = await future
+        return said

@@ -231,6 +231,8 @@ class Worker:
                     engine.update_weights(source, running=_running(command.running))
         except PolydraftError as raised:
             error = str(raised)
+        except Exception as raised:  # noqa: BLE001  whatever is wrong with what was given, the engine's requests go on
+            error = f"{type(raised).__name__}: {raised}; correct what was given"
         finally:
             self._tell(engine)
             self._sender.put(wire.Done(command.number, error, engine.sleep_level is not None, engine.weights_digest))

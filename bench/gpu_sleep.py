@@ -112,6 +112,7 @@ def measured(shape: str, repeats: int) -> dict[str, Any]:
                 raise SystemExit("weights of the other process changed no text")
             other.communicate("")
     row: dict[str, Any] = {"shape": shape, "backend": "cuda", "dtype": "bf16", "weights": "random", "repeats": repeats}
+    row |= {"draft_tokens": 3, "batch": len(PROMPTS)}
     row["given_gib"] = round(size / GIB, 3)
     row |= {name: round(statistics.median(of), 3) for name, of in times.items()}
     row |= {f"{name}_gib": round(of / GIB, 3) for name, of in memory.items()}

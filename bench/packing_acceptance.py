@@ -57,7 +57,8 @@ def measure(weights: str, left: Sequence[str], unpacked: Sequence[Sequence[int]]
     each = [(len(output.token_ids) - 1) / len(output.rounds) for output in outputs]
     total = sum(len(text) for _, text in pairs)
     return {
-        "shape": "demo", "backend": "reference", "draft_tokens": DRAFTS, "batch": len(CODE_PROMPTS), "weights": weights,
+        "shape": "demo", "backend": "reference", "draft_tokens": DRAFTS, "batch": len(CODE_PROMPTS), "packing": weights,
+        "weights": "checkpoint",
         "weights_ignore": list(left),
         "tokens_per_round": sum(len(o.token_ids) - 1 for o in outputs) / sum(len(o.rounds) for o in outputs),
         "spread": [min(each), max(each)], "acceptance_per_position": accepted, "same_tokens": same / total,
@@ -79,10 +80,10 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for r in rows:
         shares = " ".join(f"{share:.0%}" for share in r["acceptance_per_position"])
-        left = ", ".join(r["weights_ignore"]) or ("all" if r["weights"] == "auto" else "")
+        left = ", ".join(r["weights_ignore"]) or ("all" if r["packing"] == "auto" else "")
         error = f"{r['packing_error']:.1%}" if r["matrices"] else ""
         same = f"{r['same_tokens']:.1%} | {r['same_prefix']:.0%}"
-        lines.append(f"| `{r['weights']}` | {left} | {error} | {same} | {r['tokens_per_round']:.2f} | {shares} |")
+        lines.append(f"| `{r['packing']}` | {left} | {error} | {same} | {r['tokens_per_round']:.2f} | {shares} |")
     return "\n".join(lines)
 
 

@@ -108,7 +108,7 @@ def test_a_synchronous_backend_without_graphs_claims_neither():
 
 
 # -- several backends ------------------------------------------------------------------------------------
-QUICK = ("reference", "cpu")
+QUICK = ("reference",)
 """Those that `make test` takes; `make conform` claims `basic` of the others each time."""
 
 

@@ -35,6 +35,7 @@ def test_it_is_small():
     assert len(lines) <= 400
 
 
+@pytest.mark.deep
 def test_its_own_kernels_hold_and_so_do_its_device_and_its_order():
     """A selection that takes seconds: L0, L1, L2 of its own kernels, and of each further level what hits hardest."""
     target = Target(polydraft_torch)

@@ -51,7 +51,7 @@ def test_tokens_per_round_are_those_of_the_result():
 def test_what_packing_changes_is_that_of_the_result():
     measured, text = result(section(read(ROOT / "docs" / "checkpoints.md"), "Packed matrices"))
     assert text.partition("\n\n")[2].partition("\n\n")[0] == packing_acceptance.table(measured["rows"])
-    by = {(row["weights"], *row["weights_ignore"]): row for row in measured["rows"]}
+    by = {(row["packing"], *row["weights_ignore"]): row for row in measured["rows"]}
     assert set(by) == {("auto",), *((made, *left) for made in packing_acceptance.MADE for left in packing_acceptance.LEFT)}
     assert by[("auto",)]["same_tokens"] == 1.0, "the unpacked model agrees with itself"
     for made in packing_acceptance.MADE:

@@ -114,5 +114,7 @@ def test_weights_are_replaced_in_place(num_drafts: int) -> None:
     served_by = cpu_engine("narrow", num_drafts, max_num_seqs=2)
     drive(served_by, [ask])
     served_by.update_weights(tiny.checkpoint(tiny.moved("narrow")))
-    assert essence(drive(served_by, [ask])[0]) == essence(solo(tiny.moved("narrow"), num_drafts, ask.prompt_ids, ask.params))
+    assert essence(drive(served_by, [ask])[0]) == essence(
+        solo(tiny.moved("narrow"), num_drafts, ask.prompt_ids, ask.params, "auto")
+    )
     served_by.close()

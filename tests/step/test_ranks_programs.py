@@ -22,7 +22,7 @@ from tests.support.programs import Program, alone, program
 from tests.support.runs import essence
 
 SEEDS = range(200)
-REFUSED: dict[str, Any] = {"verify": "auto", "draft_vocab": ""}
+REFUSED: dict[str, Any] = {"verify": "auto", "draft_vocab": "", "weights": "auto", "weights_ignore": ()}
 
 
 def split(seed: int) -> tuple[Program, dict[str, Any]]:

@@ -246,7 +246,11 @@ def test_synthetic_acceptance_is_as_long_as_there_are_drafts_and_says_what_it_is
 
 FEATURES: list[tuple[dict[str, Needs], int, str]] = [
     ({"a": "none", "b": "upper_bound_lengths"}, 1, "launches return before they have run"),
-    ({"a": "none", "grammar": "previous_tokens"}, 1, "grammar needs previous_tokens, so a step is launched in two halves and at"),
+    (
+        {"a": "none", "grammar": "previous_tokens"},
+        1,
+        "grammar needs previous_tokens, so steps that it takes part in are launched in two halves and at",
+    ),
     ({"grammar": "previous_tokens", "lengths": "exact_lengths"}, 0, "none: lengths needs exact_lengths, so each step waits"),
 ]
 

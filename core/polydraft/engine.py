@@ -456,7 +456,7 @@ class Engine:
         compiled; without `compiled` it does not, and a request whose grammar cannot be used ends as "refused"."""
         if self.failure:
             raise DeviceError(self.failure)
-        self._refuse_asleep("a request was given")
+        self.refuse_asleep("a request was given")
         params = SamplingParams() if params is None else params
         request_id = id if id is not None else self._free_id()
         if request_id in self.requests:
@@ -784,7 +784,7 @@ class Engine:
 
     def _refuse_update(self, source: WeightSource, draft: WeightSource | None) -> None:
         """Raise where this engine takes no new weights, or not these."""
-        self._refuse_asleep("weights were given")
+        self.refuse_asleep("weights were given")
         if self._custom_blocks:
             raise CapabilityError(
                 f"{', '.join(self._custom_blocks)} of this model compute themselves and keep their own weights; change these "
@@ -907,7 +907,8 @@ class Engine:
             raise CheckpointError(f"{what} in use came from memory, and {name} is missing; give it, arrays or a directory")
         return place
 
-    def _refuse_asleep(self, what: str) -> None:
+    def refuse_asleep(self, what: str) -> None:
+        """Raise `DeviceError` if the engine is asleep. `what`: what happened, in a clause."""
         if self.sleep_level is not None:
             raise DeviceError(f"{what}, and this engine is asleep, wanted one that is awake; wake it up first")
 

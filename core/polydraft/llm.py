@@ -14,7 +14,7 @@ import numpy as np
 
 from polydraft.config import EngineConfig
 from polydraft.engine import Engine, Running, SleepLevel
-from polydraft.errors import ConfigError, DeviceError, RequestError
+from polydraft.errors import ConfigError, RequestError
 from polydraft.instruments.base import Instrument
 from polydraft.interrupt import noted_interrupts
 from polydraft.models.checkpoint import Checkpoint
@@ -109,8 +109,7 @@ class LLM:
     def _run(self, ids: set[str]) -> Iterator[RequestOutput]:
         try:
             while ids:
-                if self.engine.sleep_level is not None:
-                    raise DeviceError("this engine is asleep, wanted one that is awake; wake it up before the text goes on")
+                self.engine.refuse_asleep("a text was to go on")
                 with noted_interrupts() as interrupted:  # a step that broke off in the middle would spoil the engine
                     self.engine.step()
                     outputs = self.engine.poll()

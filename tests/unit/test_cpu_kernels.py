@@ -84,28 +84,27 @@ def test_products_of_any_shape(level: str, weights: str, data: st.DataObject):
     assert (np.abs(got - want) <= room).all()
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("packing", PACKINGS)
-def test_every_level_keeps_packed_weights(level: str, packing: str):
-    kernel: Any = REGISTRY["linear"]
+def keeps_packed(contract: str, level: str, packing: str) -> None:
+    """The packed cases of a contract, in both dtypes."""
+    kernel: Any = REGISTRY[contract]
     for dtype in ("f32", "bf16"):
         device, table = opened(f"cpu?isa={level}&threads=2", dtype)
         for case in kernel.packed_cases(packing):
             comparison = check_kernel(kernel, case, device, table, act=dtype)
             assert comparison.ok, comparison.describe()
         device.close()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_every_level_keeps_packed_weights(level: str, packing: str):
+    keeps_packed("linear", level, packing)
 
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("packing", among(("int8-channel-a8", "int4-group32-zeros", "fp8-block128"), PACKINGS))
 def test_every_level_keeps_packed_experts(level: str, packing: str):
-    kernel: Any = REGISTRY["expert_mlp"]
-    for dtype in ("f32", "bf16"):
-        device, table = opened(f"cpu?isa={level}&threads=2", dtype)
-        for case in kernel.packed_cases(packing):
-            comparison = check_kernel(kernel, case, device, table, act=dtype)
-            assert comparison.ok, comparison.describe()
-        device.close()
+    keeps_packed("expert_mlp", level, packing)
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -136,6 +136,22 @@ def come_to_rest(engine: Engine) -> None:
         engine.device.synchronize()
 
 
+def drafts_at(served_by: Engine, some: tuple[Ask, ...]) -> dict[tuple[int, ...], list[int]]:
+    """Drafts of all requests on a synchronous device, by the tokens that were known when they were made."""
+    found: dict[tuple[int, int], list[int]] = {}
+    columns: Any = served_by.runner.memory.buffers
+
+    def look(_: Engine) -> None:
+        for name, request in served_by.requests.items():
+            if request.slot >= 0 and (count := int(columns["draft_len"].host_array[request.slot])):
+                known = int(served_by.slots.num_known[request.slot])
+                found[int(name.removeprefix("ask-")), known] = columns["drafts"].host_array[request.slot][:count].tolist()
+
+    outputs = drive(served_by, some, each_step=look)
+    texts = [(*ask.prompt_ids, *output.token_ids) for ask, output in zip(some, outputs, strict=True)]
+    return {texts[i][:known]: drafts for (i, known), drafts in found.items()}
+
+
 @functools.cache
 def _solo_engine(model: str, num_drafts: int) -> Engine:
     return engine(model, draft_tokens=num_drafts, max_num_seqs=1, prefix_cache=False)

@@ -26,7 +26,7 @@ from polydraft_eagle.testing import SUCCESSOR, Naive, draft_model_shapes, random
 from polydraft_emulator import Emulator
 from tests.support.cpu import needs_kernels
 from tests.support.depth import crossed
-from tests.support.runs import Ask, drive, essence
+from tests.support.runs import Ask, drafts_at, drive, essence
 
 SOMETIMES, ALWAYS = 0.02, 0.0
 """Noise of the pairs whose drafts are right about every other time, and always."""
@@ -140,22 +140,6 @@ def test_a_draft_model_that_is_always_right(draft_tokens: int) -> None:
 
 
 # -- drafts ----------------------------------------------------------------------------------------------------------------
-def drafts_at(served_by: Engine, some: tuple[Ask, ...]) -> dict[tuple[int, ...], list[int]]:
-    """Drafts of all requests on a synchronous device, by the tokens that were known when they were made."""
-    found: dict[tuple[int, int], list[int]] = {}
-    columns: Any = served_by.runner.memory.buffers
-
-    def look(_: Engine) -> None:
-        for name, request in served_by.requests.items():
-            if request.slot >= 0 and (count := int(columns["draft_len"].host_array[request.slot])):
-                known = int(served_by.slots.num_known[request.slot])
-                found[int(name.removeprefix("ask-")), known] = columns["drafts"].host_array[request.slot][:count].tolist()
-
-    outputs = drive(served_by, some, each_step=look)
-    texts = [(*ask.prompt_ids, *output.token_ids) for ask, output in zip(some, outputs, strict=True)]
-    return {texts[i][:known]: drafts for (i, known), drafts in found.items()}
-
-
 def is_as_recomputed(of: tuple[Path, Path], served_by: Engine) -> None:
     naive = Naive(*of)
     found = drafts_at(served_by, asks())

@@ -165,7 +165,7 @@ class Sleeping(Protocol):
     def sleep(self, *, keep_weights: bool) -> None:
         """Give back the memory that `prepare_weight` and `allocate_cache` took. Weights are copied to host memory before, or with
         `keep_weights` False dropped; rows of caches are dropped. Waits. Addresses, and graphs that were captured with them,
-        stay."""
+        stay. A device that sleeps drops, with `keep_weights` False, the weights that it kept."""
 
     def wake(self) -> None:
         """Take memory again at the same addresses, with the weights that were kept in it; what was dropped is undefined. Waits.

@@ -732,7 +732,14 @@ class Engine:
         self._recover(str(error))
 
     # -- weights -----------------------------------------------------------------------------------
-    def update_weights(self, source: WeightSource, *, draft: WeightSource | None = None, running: Running = "finish") -> None:
+    def update_weights(
+        self,
+        source: WeightSource,
+        *,
+        draft: WeightSource | None = None,
+        running: Running = "finish",
+        step: Callable[[], object] | None = None,
+    ) -> None:
         """Replace all weights in place by those of `source`, and continue. `source` is a checkpoint directory, or arrays on the
         host (`MemoryCheckpoint`) by the names that its tensors have there, those of an MTP head among them; they are read before
         this returns, and not kept. `draft` is the same for a proposer with a checkpoint of its own, whose weights stay as they
@@ -740,9 +747,11 @@ class Engine:
 
         Steps in flight are applied first. Running requests, including preempted ones, either "finish" on the old weights, or
         "recompute": they keep their tokens, are prefilled again and continue with the new weights. Requests that have not been in
-        a slot use only the new weights. The prefix cache is dropped. Raises `CheckpointError`, before anything changes, if
-        `source` or `draft` is broken or of another model; raises `CapabilityError` if blocks of the model keep their own weights,
-        if there is nothing that `draft` is of, or if an instrument reads weights where they were loaded from."""
+        a slot use only the new weights. Meanwhile `step` takes the place of `Engine.step`, which it has to call: what it does
+        besides may be anything but another change of weights. The prefix cache is dropped. Raises `CheckpointError`, before
+        anything changes, if `source` or `draft` is broken or of another model; raises `CapabilityError` if blocks of the model
+        keep their own weights, if there is nothing that `draft` is of, or if an instrument reads weights where they were loaded
+        from."""
         self._refuse_update(source, draft)
         with ExitStack() as kept, ExitStack() as read:
             if isinstance(source, Mapping):
@@ -761,7 +770,7 @@ class Engine:
                 updates.append(Update(self._own, read.enter_context(brought.canonical(self.model, arrays)), brought.roles))
             read_all(updates)
             try:
-                self._quiesce(running)
+                self._quiesce(running, step)
                 if self.text_check is not None:
                     self.text_check.weights_changed(self._number)
                     if self.text_check.shadow is not None:
@@ -835,7 +844,7 @@ class Engine:
         canonical, digested = self._canonical(weights, model)
         return Update(self._weights, canonical, roles(self.model), self._taken), digested
 
-    def _quiesce(self, running: Running) -> None:
+    def _quiesce(self, running: Running, step: Callable[[], object] | None) -> None:
         """Run steps until nothing is in flight and no slot is in the middle of a text."""
         self.scheduler.admits = "begun" if running == "finish" else "none"
         if running == "recompute":
@@ -843,7 +852,7 @@ class Engine:
         while (
             self._in_flight or (self.slots.phase != Phase.IDLE).any() or self.scheduler.admissible() or self._begun_held(running)
         ):
-            self.step()
+            (step or self.step)()
         self.device.synchronize()  # the last step's draft passes come after the snapshot that was waited for
 
     def _begun_held(self, running: Running) -> bool:
@@ -851,13 +860,14 @@ class Engine:
         return running == "finish" and any(request.begun for request in self.scheduler.held)
 
     # -- sleep -------------------------------------------------------------------------------------
-    def sleep(self, level: SleepLevel = 1, *, running: Running = "finish") -> None:
+    def sleep(self, level: SleepLevel = 1, *, running: Running = "finish", step: Callable[[], object] | None = None) -> None:
         """Give the memory of weights and caches of keys and values back, until `wake_up`. Level 1 keeps weights in host memory,
         level 2 drops them. Captured graphs and all other buffers stay.
 
         Running requests "finish" first, or are to "recompute": they keep their tokens, and are prefilled again afterwards, as
-        requests that wait go on then. The prefix cache is dropped. A request that comes meanwhile is refused. Does nothing if the
-        engine is asleep. Raises `CapabilityError` for an engine that was built without `enable_sleep_mode`."""
+        requests that wait go on then; `step` is that of `update_weights`. The prefix cache is dropped. A request that comes
+        meanwhile is refused. An engine that sleeps at level 1 drops its weights at level 2, and otherwise sleeps on. Raises
+        `CapabilityError` for an engine that was built without `enable_sleep_mode`."""
         if not self.config.enable_sleep_mode:
             raise CapabilityError(
                 "this engine was built without --enable-sleep-mode (enable_sleep_mode), wanted with; build it so"
@@ -870,9 +880,12 @@ class Engine:
                 "read anew; sleep at level 1"
             )
         if self.sleep_level is not None:
+            if level > self.sleep_level:
+                cast("Sleeping", self.device).sleep(keep_weights=False)
+                self.sleep_level = level
             return
         try:
-            self._quiesce(running)
+            self._quiesce(running, step)
             self._forget_rows()
             cast("Sleeping", self.device).sleep(keep_weights=level == 1)
             self.sleep_level = level

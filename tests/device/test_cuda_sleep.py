@@ -115,15 +115,19 @@ def test_weights_come_back_at_their_addresses_and_caches_empty():
     assert len(device.cuda.mapped) == 4, "what is small shares a granule with its kind"
     for number, ((_, size), place) in enumerate(places.items()):
         device.write(place, np.full(size, number + 1, np.uint8))
-    for keep in (True, True, False):
+    for keep, deeper in ((True, False), (True, True), (True, False), (False, False)):
         memory.sleep(keep_weights=keep)
+        if deeper:
+            memory.sleep(keep_weights=False)
+            assert all(span.kept is None for span in memory._all()), "what was kept is dropped"
         assert (device.cuda.mapped, device.cuda.free) == ({}, 64)
         with pytest.raises(DeviceError, match="asleep; wake it up before a weight"):
             memory.allocate("weight", 256)
         memory.wake()
         for number, ((kind, size), place) in enumerate(places.items()):
             found = device.read(place, (size,), "u8")
-            assert (found == (number + 1 if keep and kind == "weight" else 0)).all(), (kind, size, keep)
+            assert (found == (number + 1 if keep and not deeper and kind == "weight" else 0)).all(), (kind, size, keep)
+            device.write(places[kind, size], np.full(size, number + 1, np.uint8))
     for place in places.values():
         assert memory.free(place)
     assert not memory.free(1)

@@ -136,3 +136,33 @@ def test_a_command_that_no_process_took_is_told_and_not_cancelled() -> None:
         assert client.num_requests == 0
 
     asyncio.run(scene())
+
+
+def test_a_request_waits_for_its_first_token_while_the_engine_is_awake(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that comes while it falls asleep is told so at once."""
+
+    async def scene() -> None:
+        client = EngineClient({}, most=8, tell=lambda *given, **more: None)
+
+        async def send(command: wire.Command) -> None:
+            del command
+
+        monkeypatch.setattr(client, "_send", send)
+        client.state = "ready"
+        waiting = asyncio.ensure_future(anext(client.generate([([1], {})], first_s=0.1)))
+        await asyncio.sleep(0.02)
+        falling = asyncio.ensure_future(client.sleep(1, "recompute"))
+        await asyncio.sleep(0.02)
+        with pytest.raises(EngineGone, match="the engine is asleep"):
+            await anext(client.generate([([1], {})], first_s=5))
+        client._take(wire.Done(1, "", asleep=True))
+        assert await falling == ""
+        await asyncio.sleep(0.3)
+        assert not waiting.done()
+        client._take(wire.Done(2, ""))
+        begin = asyncio.get_running_loop().time()
+        with pytest.raises(asyncio.TimeoutError):
+            await waiting
+        assert asyncio.get_running_loop().time() - begin > 0.04, "what it had left"
+
+    asyncio.run(scene())

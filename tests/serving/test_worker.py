@@ -166,3 +166,54 @@ def test_a_command_that_is_none_ends_the_worker(other_end: Wire, monkeypatch: py
     other_end.commands.send(b"\x00")
     other_end.thread.join(20)
     assert "command to the engine cannot be read" in str(failed[0])
+
+
+@pytest.fixture
+def slow(other_end: Wire, monkeypatch: pytest.MonkeyPatch) -> Wire:
+    """One whose steps take long enough that commands come in the middle of a text, with such a text."""
+    engine = other_end.worker._engine
+    assert engine is not None
+    step = engine.step
+
+    def slowly() -> bool:
+        time.sleep(0.005)
+        return step()
+
+    monkeypatch.setattr(engine, "step", slowly)
+    other_end.tell(wire.Add(1, [5, 9], PARAMS))
+    assert isinstance(other_end.read(), wire.Outputs)
+    return other_end
+
+
+def test_while_running_requests_finish_the_worker_serves_them_and_answers(slow: Wire) -> None:
+    """Changes of weights are done one after the other, and whoever comes meanwhile is served afterwards."""
+    for number, model in ((1, tiny.moved(MODEL)), (2, MODEL)):
+        slow.tell(wire.UpdateWeights(number, str(tiny.checkpoint(model)), "finish"))
+    slow.tell(wire.AskStats())
+    slow.tell(wire.Add(2, [5, 9], PARAMS))
+    slow.tell(wire.Add(3, [5, 9], PARAMS))
+    slow.tell(wire.Abort(3))
+    said: list[str] = []
+    while "end 2" not in said:
+        event = slow.read()
+        if isinstance(event, wire.Outputs):
+            said += [f"{'end' if delta.finish else 'more'} {delta.handle}" for delta in unpack(event.deltas)]
+        else:
+            said.append(f"{type(event).__name__} {event.number if isinstance(event, wire.Done) else ''}".strip())
+    first = said.index("Done 1")
+    assert said.index("Stats") < said.index("end 1") < first < said.index("Done 2")
+    assert "more 1" in said[said.index("Stats") : first], "the text that is waited for goes on to its reader"
+    assert said.index("end 3") < first, "one that waited was aborted"
+    assert all(first < place for place, what in enumerate(said) if what.endswith(" 2") and "Done" not in what)
+
+
+def test_a_worker_that_waits_for_requests_to_finish_stops_all_the_same(slow: Wire) -> None:
+    slow.tell(wire.UpdateWeights(1, str(tiny.checkpoint(MODEL)), "finish"))
+    slow.tell(wire.UpdateWeights(2, str(tiny.checkpoint(MODEL)), "finish"))
+    slow.tell(wire.Stop())
+    while isinstance(event := slow.read(), wire.Outputs):
+        pass
+    assert isinstance(event, wire.Done)
+    assert event.error == "the server stops, and running requests have not finished; start it again"
+    slow.thread.join(20)
+    assert slow.sent == [True]

@@ -134,8 +134,6 @@ def test_weights_that_do_not_fit_leave_it_asleep(level: Any):
 def test_what_an_asleep_engine_refuses():
     with closing(engine()) as slept:
         slept.sleep()
-        slept.sleep(2)  # it sleeps as it does
-        assert slept.sleep_level == 1
         for call in (lambda: slept.add((1, 2)), lambda: slept.update_weights(tiny.checkpoint(MOVED))):
             with pytest.raises(DeviceError, match="this engine is asleep, wanted one that is awake; wake it up first"):
                 call()
@@ -146,6 +144,20 @@ def test_what_an_asleep_engine_refuses():
         slept.update_weights(arrays())
         with pytest.raises(CheckpointError, match="weights in use came from memory"):
             slept.wake_up(draft=arrays())
+
+
+def test_from_the_first_level_it_goes_down_to_the_second_and_not_up():
+    with closing(engine()) as slept:
+        wanted = tokens(served(slept))
+        pages: Any = slept.device.pages  # type: ignore[attr-defined]
+        slept.sleep()
+        assert pages._kept
+        for level in (2, 1):
+            slept.sleep(level)  # type: ignore[arg-type]
+            assert slept.sleep_level == 2
+            assert not pages._kept, "what level 1 keeps is dropped"
+        slept.wake_up()
+        assert tokens(served(slept)) == wanted, "read anew"
 
 
 def test_who_cannot_sleep_says_so():

@@ -87,8 +87,10 @@ class RemappedMemory:
         return True
 
     def sleep(self, *, keep_weights: bool) -> None:
-        """Give all memory back. What is no cache is copied to the host before, if `keep_weights`. The device is at rest."""
+        """Give all memory back. What is no cache is copied to the host before, if `keep_weights`. The device is at rest. Asleep
+        already, it drops what it kept."""
         for span in self._all():
+            span.kept = None
             if keep_weights and span.kind != DROPPED:
                 span.kept = self._device.read(span.start, (span.used,), "u8")
             self._unmap(span)

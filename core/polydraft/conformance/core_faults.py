@@ -155,9 +155,9 @@ def preempted_go_on_with_new_weights() -> Iterator[None]:
     """Before weights are replaced, only those requests end that hold a slot."""
     quiesce = Engine._quiesce
 
-    def hasty(self: Engine, running: Any) -> None:
+    def hasty(self: Engine, running: Any, step: Any) -> None:
         with mock.patch.object(Scheduler, "admissible", return_value=False):
-            quiesce(self, running)
+            quiesce(self, running, step)
 
     with mock.patch.object(Engine, "_quiesce", hasty):
         yield

@@ -39,6 +39,8 @@ def _texts(level: SleepLevel, graph: str, target: Target, tally: Tally) -> None:
     with target.engine(draft_tokens=K, dtype=working_dtype(target), graph=graph, enable_sleep_mode=True) as engine:
         before = [output.token_ids for output in serve(engine, asks, tally)]
         for turn in range(TURNS):
+            if turn:
+                engine.sleep(1)  # and from there to the level
             engine.sleep(level)
             engine.wake_up()
             for number, (text, output) in enumerate(zip(before, serve(engine, asks, tally), strict=True)):

@@ -34,6 +34,7 @@ class SleepingPages:
 
     def sleep(self, *, keep_weights: bool) -> None:
         """As `Sleeping`."""
+        self._kept.clear()
         for kind, pages, array in self._arrays:
             if keep_weights and kind == "weight":
                 self._kept.append((array, array.copy()))

@@ -59,10 +59,26 @@ _Queue: TypeAlias = "asyncio.Queue[tuple[RequestDelta, wire.Outputs] | Polydraft
 """Deltas, each beside the event that brought it, which has the timing of its step; or why there will be no more."""
 
 
-def _late(queue: _Queue) -> None:
-    """End a wait in which nothing has come."""
-    if queue.empty():
-        queue.put_nowait(asyncio.TimeoutError())
+class _Patience:
+    """Ends a wait in which nothing has come for so long, time in which the engine slept aside."""
+
+    def __init__(self, client: EngineClient, queue: _Queue, seconds: float) -> None:
+        self._client, self._queue, self._slept_s = client, queue, client.slept_s
+        self._wait(seconds)
+
+    def _wait(self, seconds: float) -> None:
+        self._timer = asyncio.get_running_loop().call_later(seconds, self._look)
+
+    def _look(self) -> None:
+        slept, self._slept_s = self._client.slept_s - self._slept_s, self._client.slept_s
+        if slept > 0:
+            self._wait(slept)
+        elif self._queue.empty():
+            self._queue.put_nowait(asyncio.TimeoutError())
+
+    def cancel(self) -> None:
+        """Wait no longer."""
+        self._timer.cancel()
 
 
 class EngineClient:
@@ -94,8 +110,11 @@ class EngineClient:
         self._done: dict[int, asyncio.Future[str]] = {}
         self._stats: list[asyncio.Future[wire.Stats]] = []
         self._alarms: dict[str, str] = {}
-        self.asleep = False
-        """Whether the engine has given its memory back."""
+        self._sleeps = False
+        self._falling = 0
+        """Commands to fall asleep that are under way."""
+        self._slept_s = self._slept_at = 0.0
+        """Seconds asleep until the last waking, and when it last fell asleep."""
         self._aborts: set[asyncio.Future[None]] = set()
         self._changed = asyncio.Event()
         self._deaths: list[float] = []
@@ -109,6 +128,21 @@ class EngineClient:
     def num_requests(self) -> int:
         """Requests in the engine, running or waiting."""
         return len(self._waiting)
+
+    @property
+    def asleep(self) -> bool:
+        """Whether the engine has given its memory back, or finishes what runs in order to."""
+        return self._sleeps or self._falling > 0
+
+    @property
+    def slept_s(self) -> float:
+        """Seconds that the engine was asleep so far."""
+        return self._slept_s + (time.monotonic() - self._slept_at if self.asleep else 0.0)
+
+    def _sleep(self, *, sleeps: bool, falling: int = 0) -> None:
+        """Note that this is so from now on."""
+        self._slept_s, self._slept_at = self.slept_s, time.monotonic()
+        self._sleeps, self._falling = sleeps, self._falling + falling
 
     @property
     def pid(self) -> int | None:
@@ -264,13 +298,14 @@ class EngineClient:
                     RequestError(event.error, event.param) if wrong else DeviceError(event.error)
                 )
         elif isinstance(event, wire.Ready):
-            self.ready, self._ready_at, self.asleep = event, self._heard_at, False
+            self.ready, self._ready_at = event, self._heard_at
+            self._sleep(sleeps=False)
             self._become("ready")
         elif isinstance(event, wire.Unready):
             self._become("failed", event.error)
         elif isinstance(event, wire.Done):
             future = self._done.pop(event.number, None)
-            self.asleep = event.asleep
+            self._sleep(sleeps=event.asleep)
             if self.ready is not None:
                 self.ready = msgspec.structs.replace(self.ready, weights_digest=event.weights_digest)
             if future is not None and not future.done():
@@ -352,7 +387,7 @@ class EngineClient:
         aborts what is left.
 
         Raises `Busy` where the engine has no room for all of them, `RequestError` for a wrong one, `EngineGone` when its process
-        ends, and `TimeoutError` when nothing has come `first_s` seconds after the start."""
+        ends, and `TimeoutError` when nothing has come `first_s` seconds after the start, in which the engine was awake."""
         if self.state in ("failed", "stopped"):
             raise EngineGone(f"the engine has {self.state} for good, and the server ends; send the request to another one")
         if self.state != "ready":
@@ -366,7 +401,7 @@ class EngineClient:
         left = set(handles)
         self._waiting |= dict.fromkeys(handles, queue)
         # Not `wait_for`: before Python 3.12 it loses a cancellation that comes together with a delta.
-        late = asyncio.get_running_loop().call_later(first_s, _late, queue)
+        late = _Patience(self, queue, first_s)
         try:
             for handle, (prompt, params) in zip(handles, prompts, strict=True):
                 await self._send(wire.Add(handle, list(prompt), dict(params)))
@@ -405,8 +440,12 @@ class EngineClient:
         return await self._ended(wire.UpdateWeights(next(self._numbers), path, running, dict(shared)))
 
     async def sleep(self, level: int, running: str) -> str:
-        """Let the engine give its memory back; the same."""
-        return await self._ended(wire.Sleep(next(self._numbers), level, running))
+        """Let the engine give its memory back; the same. Requests that come meanwhile are refused at once."""
+        self._sleep(sleeps=self._sleeps, falling=1)
+        try:
+            return await self._ended(wire.Sleep(next(self._numbers), level, running))
+        finally:
+            self._sleep(sleeps=self._sleeps, falling=-1)
 
     async def wake_up(self, path: str, shared: Mapping[str, Any]) -> str:
         """Let it take its memory again, with other weights where some are named; the same."""

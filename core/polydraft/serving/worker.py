@@ -1,7 +1,8 @@
 """The engine's process of the server: one engine on one thread, commands in, what its steps bring out on another.
 
 `python -m polydraft.serving.worker COMMANDS EVENTS` is started by the server's engine client and connects to its two sockets.
-The engine's thread takes commands and steps; what is new it hands over as arrays (`EngineOutputs`). The other thread makes texts
+The engine's thread takes commands and steps, also while it waits for requests to finish before weights change or it falls asleep;
+what is new it hands over as arrays (`EngineOutputs`). The other thread makes texts
 and deltas of them and sends those. A slow reader never holds a step up: what nobody has made room for stays in the engine, where
 what further steps bring joins it. It never opens a port and never looks at HTTP.
 """
@@ -15,13 +16,14 @@ import sys
 import threading
 import time
 import traceback
+from collections import deque
 from contextlib import ExitStack
 from typing import Any
 
 import zmq
 
 from polydraft.config import EngineConfig
-from polydraft.engine import Engine, Running
+from polydraft.engine import Engine, Running, SleepLevel
 from polydraft.errors import DeviceError, PolydraftError, RequestError
 from polydraft.instruments.trace import Trace
 from polydraft.models.tokenizer import Tokenizer
@@ -45,9 +47,13 @@ MOST_BATCHES = 32
 SWITCH_S = 5e-4
 """How long a thread may keep the interpreter from the other one."""
 
-
+Change = wire.UpdateWeights | wire.Sleep | wire.WakeUp
 Timing = tuple[float, float, list[wire.Span]]
 """How long a step took on the host and how long the host took before it, in ms, and what went on where; see `wire.Outputs`."""
+
+
+class _Orphaned(BaseException):
+    """The server's process is gone."""
 
 
 class Sender:
@@ -116,24 +122,39 @@ class Worker:
         self._stopping = self._pending = False
         """Whether outputs wait in the engine for room."""
         self._timing: tuple[float, float] = 0.0, 0.0
+        self._changes: deque[Change] = deque()
+        """Administrative commands, in their order; the first one is being done."""
         self._lanes: Lanes | None = None
 
     def run(self) -> bool:
         """Serve until asked to stop, or until the other process is gone; whether all was sent."""
-        while not self._stopping:
-            busy = self._engine is not None and self._engine.has_work
-            self._take(0 if busy else FULL_MS if self._pending else IDLE_MS)
-            if not busy and self._lanes is not None:
-                self._lanes.drain()  # what was left over of the last work belongs to nobody
-            if self._engine is not None:
-                self._serve(self._engine)
-            if self._sender.failure is not None:
-                raise self._sender.failure
-            if os.getppid() != self._parent:
-                return False  # the server is gone
+        try:
+            while not self._stopping:
+                self._turn()
+        except _Orphaned:
+            return False
         if self._engine is not None:
             self._engine.close()
         return self._sender.end(ORPHANED_S)
+
+    def _turn(self) -> None:
+        """Take what there is to take, and make a step where there is one."""
+        busy = self._engine is not None and self._engine.has_work
+        self._take(0 if busy else FULL_MS if self._pending else IDLE_MS)
+        if not busy and self._lanes is not None:
+            self._lanes.drain()  # what was left over of the last work belongs to nobody
+        if self._engine is not None:
+            self._serve(self._engine)
+        if self._sender.failure is not None:
+            raise self._sender.failure
+        if os.getppid() != self._parent:
+            raise _Orphaned
+
+    def _meanwhile(self) -> None:
+        """A turn while the engine waits for requests to finish."""
+        self._turn()
+        if self._stopping:
+            raise DeviceError("the server stops, and running requests have not finished; start it again")
 
     def _serve(self, engine: Engine) -> None:
         """One step where there is one, and what it brought."""
@@ -217,18 +238,28 @@ class Worker:
         except DeviceError as error:
             self._sender.put(wire.Refused(command.handle, str(error), "engine"))
 
-    def _administer(self, engine: Engine, command: wire.UpdateWeights | wire.Sleep | wire.WakeUp) -> None:
+    def _administer(self, engine: Engine, command: Change) -> None:
+        """Do this, and what of its kind comes until it is done."""
+        self._changes.append(command)
+        if len(self._changes) > 1:
+            return
+        while self._changes and not self._stopping:
+            self._change(engine, self._changes[0])
+            self._changes.popleft()
+
+    def _change(self, engine: Engine, command: Change) -> None:
         error = ""
         try:
             if isinstance(command, wire.Sleep):
-                engine.sleep(2 if command.level == 2 else 1, running=_running(command.running))
+                level: SleepLevel = 2 if command.level == 2 else 1
+                engine.sleep(level, running=_running(command.running), step=self._meanwhile)
                 return
             with ExitStack() as opened:
                 source = opened.enter_context(engine.shared(command.shared)) if command.shared else command.path
                 if isinstance(command, wire.WakeUp):
                     engine.wake_up(source or None)
                 else:
-                    engine.update_weights(source, running=_running(command.running))
+                    engine.update_weights(source, running=_running(command.running), step=self._meanwhile)
         except PolydraftError as raised:
             error = str(raised)
         except Exception as raised:  # noqa: BLE001  whatever is wrong with what was given, the engine's requests go on

@@ -43,6 +43,10 @@ def described(directory: Path, config: dict[str, Any]) -> ModelDescription:
     return description
 
 
+EXPERTS: dict[str, Any] = {
+    "architectures": ["Glm4MoeForCausalLM"], "moe_intermediate_size": 8, "num_experts_per_tok": 2, "first_k_dense_replace": 0,
+    "partial_rotary_factor": 1.0,
+}  # fmt: skip
 WINDOWS: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 64}
 
 
@@ -230,6 +234,15 @@ def test_unknown_architecture(tmp_path: Path, named: Any, hint: str) -> None:
         ({"max_position_embeddings": None}, "has no max_position_embeddings"),
         ({"num_nextn_predict_layers": -1}, "num_nextn_predict_layers is -1"),
         ({"num_key_value_heads": 3}, "num_key_value_heads 3"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000"),
+        ({"num_nextn_predict_layers": 10**12}, "num_nextn_predict_layers is 1000000000000"),
+        ({"num_nextn_predict_layers": 2**70}, f"num_nextn_predict_layers is {2**70}"),
+        ({"head_dim": 10**12}, "heads have 1000000000000 elements"),
+        ({"hidden_size": 2**70, "head_dim": None}, "heads have 2951"),
+        ({"head_dim": 10**400}, "elements"),
+        ({"rope_theta": 10**400}, "rope_theta is 1000"),
+        ({**EXPERTS, "n_routed_experts": 10**9}, "describes 6000000000 matrices of experts"),
+        ({**EXPERTS, "n_routed_experts": 10**9, "first_k_dense_replace": 9}, "describes 2000000000 matrices of experts"),
         ({"head_dim": 7}, "head_dim 7"),
         ({"partial_rotary_factor": 0.55}, "partial_rotary_factor is 0.55"),
         ({"partial_rotary_factor": 1.5}, "partial_rotary_factor is 1.5"),

@@ -82,6 +82,11 @@ class Checkpoint:
     def _names(self) -> frozenset[str]:
         return frozenset(self.names())
 
+    @property
+    def most_tensors(self) -> int:
+        """Tensors that its configuration may ask for: as many as there are."""
+        return len(self.names())
+
     def file(self, name: str) -> Path:
         """Return the file that holds tensor `name`. Errors: `CheckpointError` where there is no such tensor."""
         return self._find(name).path

@@ -7,7 +7,7 @@ The checkpoint reader, the families and the tokenizer call it. It does not guess
 from __future__ import annotations
 
 import json
-import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,17 +51,18 @@ class ConfigFile:
     path: Path
     values: Mapping[str, Any]
 
-    def integer(self, key: str, default: int | None = None, *, minimum: int = 1) -> int:
-        """Return the integer at `key`; `default` where absent. Errors: `CheckpointError` (absent, type, < minimum)."""
-        value = self._get(key, default, f"an integer of at least {minimum}")
-        if type(value) is not int or value < minimum:
-            raise self._wrong(key, value, f"an integer of at least {minimum}")
+    def integer(self, key: str, default: int | None = None, *, minimum: int = 1, maximum: int | None = None) -> int:
+        """Return the integer at `key`; `default` where absent. Errors: `CheckpointError` (absent, type, range)."""
+        wanted = f"an integer of at least {minimum}{'' if maximum is None else f' and at most {maximum}'}"
+        value = self._get(key, default, wanted)
+        if type(value) is not int or value < minimum or (maximum is not None and value > maximum):
+            raise self._wrong(key, value, wanted)
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
         """Return the positive finite number at `key`; `default` where absent. Errors: `CheckpointError`."""
         value = self._get(key, default, "a positive number")
-        if type(value) not in (int, float) or not 0 < value < math.inf:
+        if type(value) not in (int, float) or not 0 < value <= sys.float_info.max:
             raise self._wrong(key, value, "a positive number")
         return float(value)
 

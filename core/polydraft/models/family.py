@@ -155,8 +155,17 @@ class Family:
     def _describe(self, checkpoint: Checkpoint) -> tuple[ModelDescription, TensorTable]:
         config = ConfigFile(checkpoint.path / "config.json", checkpoint.config)
         self.refuse(config)
+        stored = checkpoint.most_tensors
+        for key in ("num_hidden_layers", *(self.mtp.count_keys if self.mtp else ())):
+            config.integer(key, 0, minimum=0, maximum=stored)  # each has tensors, and is gone through by itself
         blocks = self.blocks(config)
         mtp, note, unread = self._mtp(config, checkpoint, blocks)
+        pieces = sum(one.stack for block in (*blocks, *(mtp.blocks if mtp else ())) for one in block.weights(1))
+        if pieces > stored:
+            raise CheckpointError(
+                f"{config.path} describes {pieces} matrices of experts, wanted at most {stored}, as many as tensors are stored; "
+                "use the config.json of these weights"
+            )
         vocab_size = config.integer("vocab_size")
         bos, pad = (config.token_ids(key, vocab_size) for key in ("bos_token_id", "pad_token_id"))
         description = ModelDescription(

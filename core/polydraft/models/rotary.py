@@ -20,6 +20,9 @@ from polydraft.models.config_file import ConfigFile
 
 __all__ = ["Rope", "Rotation"]
 
+MOST_DIMS: Final = 1 << 14
+"""Elements of a head at most, many times those of any model: each pair that turns is gone through by itself."""
+
 
 @dataclass(frozen=True)
 class Rope:
@@ -59,6 +62,10 @@ class Rotation:
 
         Errors: `CheckpointError` for a malformed or missing key, `CapabilityError` for a kind or key that is not known.
         """
+        if head_dim > MOST_DIMS:
+            raise CheckpointError(
+                f"{config.path}: heads have {head_dim} elements, wanted at most {MOST_DIMS}; use the config.json of these weights"
+            )
         section = _section(config)
         keys = config.section(section)
         kind = keys.text("rope_type", keys.text("type", "default"))

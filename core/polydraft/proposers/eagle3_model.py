@@ -185,7 +185,7 @@ class Eagle3Model:
             order="hidden_first" if own.flag("swap_h_and_emb", False) else "embedding_first",
         )  # fmt: skip
         first = replace(plain, mixer=attention, input_norm=False)
-        count = layer.integer("num_hidden_layers", 1) if stored.first == "layers.0." else 1
+        count = layer.integer("num_hidden_layers", 1, maximum=checkpoint.most_tensors) if stored.first == "layers.0." else 1
         blocks = {f"{PREFIX}.layers.{i}": plain if i else first for i in range(count)}
         head: Literal["own", "embedding", "target"] = "own"
         if "lm_head.weight" not in checkpoint.names() and draft_ids is None:

@@ -34,6 +34,11 @@ SAID = {
     "M121": "stream.wait()", "M122": "a launch of swiglu", "M125": "in front of an upload", "M126": "behind an upload",
     "M127": "in front of a load", "M128": "use 200 of",
     "M137": "work behind the event", "M138": "is -3, wanted", "M139": "behind launches of swiglu",
+    "M230": "of layer 1'", "M231": "of layer", "M232": "behind a refill", "M233": "behind a refill",
+    "M234": "on its refilled weights",
+    "M235": "refills, grows by", "M236": "does not grow each time", "M237": "does not grow each time",
+    "M238": "given back at level 1, seen", "M239": "that were closed, grows by", "M240": "other bindings",
+    "M241": "free_memory() falls",
 }  # fmt: skip
 """Words that must be in what some killers say: that the mutant died of its fault and not of an accident."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,8 @@ from polydraft.conformance.cache_checks import sample, weakest
 from polydraft.conformance.catalogue import every_check
 from polydraft.conformance.chance import ALPHA, POWER, p_value, power, sample_size, tail
 from polydraft.conformance.check import Tally
-from polydraft.conformance.fault_injection import launched
+from polydraft.conformance.device_checks import FREE_LARGE
+from polydraft.conformance.fault_injection import launched, with_info
 from polydraft.conformance.faulty_backends import MUTANTS
 from polydraft.conformance.hidden_faults import wears_out
 from polydraft.conformance.kernel_checks import Options
@@ -224,6 +226,69 @@ def test_launches_of_kernels_that_only_a_pass_can_choose_are_counted():
     assert result.outcome == "pass", result.message
 
 
+# -- weights, memory and bounds that a device declares ---------------------------------------------------
+@pytest.mark.parametrize("check", ["L0/weights-refill-in-place", "L3/replay/refilled-weight"])
+def test_a_refill_that_makes_another_weight_is_told(check: str):
+    """Kernels and graphs are bound to the one that was given, and would go on with that."""
+
+    class Another(TableProxy):
+        def prepare_weight(self, role: str, value: Any, dtype: str, previous: Any = None) -> Any:
+            del previous
+            return self._inner.prepare_weight(role, value, dtype)
+
+    plugin = wrap(reference, polydraft_kernels=lambda table, device: Another(table, {}))
+    result = CHECKS[check].result(Target(plugin, device="queued"))
+    assert result.outcome == "fail"
+    assert "returned another weight, wanted the one that was given" in result.message
+
+
+@pytest.mark.parametrize(("pooled", "outcome_"), [(0, "pass"), (3, "pass"), (99, "fail")])
+def test_free_memory_has_to_fall(pooled: int, outcome_: str):
+    """Behind a pool that serves the first allocations, too; a number that never falls is none."""
+
+    def device(answer: Any, **_: Any) -> Any:
+        empty, taken = answer.empty, [0]
+
+        def counted(name: str, shape: Any, dtype: str) -> Any:
+            taken[0] += math.prod(shape) * DTYPES[dtype].itemsize
+            return empty(name, shape, dtype)
+
+        answer.empty = counted
+        answer.free_memory = lambda: (1 << 32) - max(taken[0] - pooled * FREE_LARGE, 0)
+        return answer
+
+    result = outcome("L1/counters", wrap(reference, polydraft_open_device=device))
+    assert result.outcome == outcome_, result.message
+
+
+def test_engines_of_the_kit_fit_what_is_declared():
+    """Slots, drafts and buckets; what is refused beyond them is a check of its own."""
+    small = Target(with_info(_small)(reference))
+    asked = {"max_num_seqs": 8, "draft_tokens": 5, "graph": "decode", "graph_sizes": (1, 2, 4, 6), "block_size": 4}
+    fitting = {"max_num_seqs": 4, "draft_tokens": 3, "graph": "decode", "graph_sizes": (1, 2, 4), "block_size": 4}
+    assert small.within(asked) == fitting
+    assert Target(reference).within(asked) == asked
+    assert small.within({}) == {"max_num_seqs": 4}
+    result = CHECKS["L5/greedy/K5-B3"].result(small)
+    assert result.outcome == "pass", result.message
+    assert CHECKS["L0/undeclared-is-refused"].result(small).outcome == "pass"
+
+
+def _small(info: Any) -> Any:
+    capabilities = dataclasses.replace(info.capabilities, max_seqs=4, max_window=4)
+    return dataclasses.replace(info, capabilities=capabilities)
+
+
+@pytest.mark.parametrize(("seen", "outcome_"), [(True, "pass"), (False, "unseen")])
+def test_memory_asleep_is_what_the_process_has_where_nobody_counts(
+    seen: bool, outcome_: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    if not seen:
+        monkeypatch.setattr("polydraft.conformance.sleep_checks.RESIDENT", tmp_path / "nothing")
+    result = outcome("L6/memory-while-asleep", reference)
+    assert result.outcome == outcome_, result.message
+
+
 # -- what nobody can see -------------------------------------------------------------------------------
 def _telling(tell: Any) -> Any:
     """The reference on a device that says how much memory is taken: `tell` is given what was really allocated."""
@@ -244,7 +309,7 @@ def _telling(tell: Any) -> Any:
 @pytest.mark.parametrize(("tell", "outcome_"), [(lambda taken: taken, "pass"), (lambda taken: 0, "unseen")])
 def test_memory_is_asked_of_whoever_sees_it(tell: Any, outcome_: str, monkeypatch: pytest.MonkeyPatch):
     """A number of the device's counts where an allocation of the kit's shows in it, and no other one is believed."""
-    monkeypatch.setattr("polydraft.conformance.memory_checks._heap", lambda: None)
+    monkeypatch.setattr("polydraft.conformance.memory_checks.heap", lambda: None)
     result = outcome("L6/memory-of-launches/swiglu", _telling(tell))
     assert result.outcome == outcome_, result.message
     assert outcome_ == "pass" or result.message.startswith("memory in use: no memory_taken() of the device")
@@ -279,7 +344,7 @@ def test_an_error_names_where_its_cause_was_raised():
 @pytest.mark.parametrize(("settled_after", "outcome_"), [(700, "pass"), (math.inf, "fail")])
 def test_a_pool_that_settles_is_no_leak(settled_after: float, outcome_: str, monkeypatch: pytest.MonkeyPatch):
     """A driver that keeps what launches needed, until it has enough, and one that keeps something with every launch."""
-    monkeypatch.setattr("polydraft.conformance.memory_checks._heap", lambda: None)
+    monkeypatch.setattr("polydraft.conformance.memory_checks.heap", lambda: None)
     opened: list[Any] = []
 
     def device(answer: Any, **_: Any) -> Any:

@@ -6,18 +6,19 @@ They follow from the contract records alone, like everything at this level.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
 from polydraft.conformance.check import Check, Tally
-from polydraft.conformance.harness import Bound, check_kernel, record_of, run_kernel
+from polydraft.conformance.harness import Bound, check_kernel, held, record_of, run_golden, run_kernel
 from polydraft.conformance.kernel_checks import (
     Options,
     Table,
     case_of,
+    legal,
     named_cases,
     opened_for,
     pairs,
@@ -26,15 +27,21 @@ from polydraft.conformance.target import Opened, Target
 from polydraft.conformance.wear import DRAWN, FEW, LAUNCHES, MANY, worn
 from polydraft.contracts import REGISTRY
 from polydraft.contracts.arguments import misfits
-from polydraft.contracts.base import Case, Contract
-from polydraft.contracts.inputs import limits_of
+from polydraft.contracts.base import Case, Contract, LogicalCache, OpaqueSpec
+from polydraft.contracts.inputs import Kernel, kernel_of, limits_of
 from polydraft.errors import ContractError
+
+LAYERS: Final = 16
+"""Layers of one form: as many weights and caches as a list of a fixed length might not hold."""
+SIDE_BY_SIDE: Final = 2
+"""Cases of each kernel that are bound beside those of all others."""
 
 
 def checks(options: Options) -> Iterator[Check]:
-    """Four checks a contract; none where a case was asked for."""
+    """Four checks a contract, one more where it has weights or caches, and one of all; none where a case was asked for."""
     if options.case:
         return
+    yield Check("L2/all-kernels/side-by-side", _side_by_side, basic=False)
     for contract in REGISTRY:
         for name, run in (
             ("refused-arguments", partial(_refused, contract)),
@@ -44,6 +51,9 @@ def checks(options: Options) -> Iterator[Check]:
         ):
             basic = name != "many-launches"
             yield Check(f"L2/{contract.name}/{name}", run, kernel=contract.name, features=contract.features, basic=basic)
+        if any(isinstance(spec, OpaqueSpec) and spec.kind in ("weight", "cache") for spec in contract.args.specs().values()):
+            run = partial(_many_layers, contract)
+            yield Check(f"L2/{contract.name}/many-layers", run, kernel=contract.name, features=contract.features, basic=False)
 
 
 def _refused(kernel: Contract, target: Target, tally: Tally) -> None:
@@ -104,6 +114,46 @@ def _bound_again(kernel: Contract, target: Target, tally: Tally) -> None:
     tally.compared(
         check_kernel(kernel, other, opened.device, twice, act=act, init_meta=opened.init_meta, products=opened.products)
     )
+
+
+def _many_layers(kernel: Contract, target: Target, tally: Tally) -> None:
+    """As in a model of many layers, whose weights and caches are of one form: all of them are there before the first is used, and
+    each layer's are its own."""
+    opened, act = opened_for(target, kernel)
+    first = pairs(kernel.name, target.info.capabilities.row_order)[0][0]
+    cases = [_of_layer(first, layer) for layer in range(LAYERS)]
+    _all_at_once([(kernel, case) for case in cases], opened, act, tally)
+
+
+def _of_layer(case: Case, layer: int) -> Case:
+    """The case with other floats in each layer, none of them much larger."""
+    factor = 1 + layer / LAYERS
+
+    def scaled(value: Any) -> Any:
+        if isinstance(value, LogicalCache):
+            return LogicalCache(value.k * factor, value.v * factor)
+        return np.asarray(value * factor, value.dtype) if isinstance(value, np.ndarray) and value.dtype.kind == "f" else value
+
+    arrays = {name: scaled(value) for name, value in case.arrays.items()}
+    return replace(case, name=f"{case.name} of layer {layer + 1}", arrays=arrays)
+
+
+def _side_by_side(target: Target, tally: Tally) -> None:
+    """Every kernel that there is, bound on one device before the first is launched, as engines with all features bind them."""
+    opened, order = target.opened(key="all kernels"), target.info.capabilities.row_order
+    kernels = [kernel_of(name) for name in opened.table.providers]
+    bound = [(kernel, legal(case, order)) for kernel in kernels for case in named_cases(kernel)[:SIDE_BY_SIDE] if case.n]
+    _all_at_once(bound, opened, target.info.capabilities.dtypes[0], tally)
+
+
+def _all_at_once(bound: Sequence[tuple[Kernel, Case]], opened: Opened, act: str, tally: Tally) -> None:
+    """Bind each kernel to its case, then launch all of them, then look."""
+    each = [Bound(one, case, opened.device, opened.table, act=act, init_meta=opened.init_meta) for one, case in bound]
+    for (_, case), one in zip(bound, each, strict=True):
+        one.launch(opened.device.stream, case.n)
+    for (kernel, case), one in zip(bound, each, strict=True):
+        want = run_golden(kernel, case, act, products=opened.products)
+        tally.compared(held(kernel, case, one.read(), want, act=act), f", beside {len(each) - 1} other bindings")
 
 
 def _new_contents(kernel: Contract, target: Target, tally: Tally) -> None:

@@ -7,7 +7,7 @@ protocol promises.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product
 from typing import Any, Final
@@ -18,7 +18,7 @@ from polydraft.conformance.busy import BUSY_S, COPIES, Filling, at_rest, busy
 from polydraft.conformance.check import Check, Tally, Unseen, Unsupported
 from polydraft.conformance.guards import GuardedDevice
 from polydraft.conformance.target import Target, bare
-from polydraft.device import DTYPES, Array, Device, Stream, further_stream
+from polydraft.device import DTYPES, Array, Buffer, Device, Stream, further_stream
 from polydraft.errors import DeviceError
 
 ROWS: Final = 257
@@ -33,6 +33,11 @@ ATTEMPTS: Final = 40
 """Times that a check of events is repeated on one device: what runs early by chance once does not do so every time."""
 BEHIND: Final = 6
 """Times that something is tried behind work that runs."""
+
+FREE_LARGE: Final = 1 << 24
+"""Bytes of an allocation that free memory has to show."""
+FREE_ATTEMPTS: Final = 8
+"""Times that it is tried."""
 
 
 def checks() -> Iterator[Check]:
@@ -347,7 +352,8 @@ def _load(target: Target, tally: Tally) -> None:
 
 
 def _counters(target: Target, tally: Tally) -> None:
-    """Copies, bytes, allocations and waits are counted, since L6 and every user's figures rest on them."""
+    """Copies, bytes, allocations and waits are counted, since L6 and every user's figures rest on them; and so is free memory,
+    where it is told."""
     device = _device(target)
     before = device.counters.copy()
     buffer = device.empty("conform.b", (8, 4), "i32")
@@ -362,6 +368,22 @@ def _counters(target: Target, tally: Tally) -> None:
     tally.true("a wait for an event counts as a synchronisation", now.host_syncs > before.host_syncs)
     tally.true(f"memory() is a count of bytes, got {device.memory()}", device.memory() >= 0)
     del kept
+    _free_memory(device, tally)
+
+
+def _free_memory(device: Device, tally: Tally) -> None:
+    """Where the device says how much memory is free, that is less behind large allocations: engines are planned by it."""
+    ask: Callable[[], int] | None = getattr(device, "free_memory", None)
+    if ask is None:
+        return
+    fell, held = 0, list[Buffer]()
+    while fell < FREE_LARGE // 2 and len(held) < FREE_ATTEMPTS:  # others may give memory back meanwhile, and a pool may have some
+        before = ask()
+        held.append(device.empty("conform.free", (FREE_LARGE,), "u8"))
+        device.load(held[-1], np.ones(FREE_LARGE, np.uint8))
+        device.synchronize()
+        fell = before - ask()
+    tally.true(f"free_memory() falls behind an allocation of {FREE_LARGE} bytes, got {fell} less", fell >= FREE_LARGE // 2)
 
 
 def _guard_bands(target: Target, tally: Tally) -> None:

@@ -146,10 +146,12 @@ class Launched(Proxy):
 def spoiled(contract: str, change: Callable[[Any, int], None]) -> Break:
     """Let a kernel do its work, then change what it left: `change(a, n)` gets host copies of all its buffers by field name, and
     its parameters; what it changes is written back."""
-    return with_table(lambda table, device: {contract: _Spoiled(table.providers[contract], change, device)}, without=contract)
+    return with_table(lambda table, device: {contract: Spoiled(table.providers[contract], change, device)}, without=contract)
 
 
-class _Spoiled(Proxy):
+class Spoiled(Proxy):
+    """A provider of which each launch is followed by a change of what it left, as `spoiled` says."""
+
     def __init__(self, inner: Any, change: Callable[[Any, int], None], device: Any) -> None:
         super().__init__(inner)
         self._change, self._device = change, device
@@ -375,6 +377,21 @@ class NeverCaptures(Proxy):
     def capture(self, stream: Any, fn: Callable[[], None]) -> Any:
         del stream
         return SimpleNamespace(replay=lambda stream: fn())
+
+
+class NotedCaptures(Proxy):
+    """A facility that says in `captures` whether it captures now."""
+
+    def __init__(self, inner: Any, captures: list[bool]) -> None:
+        super().__init__(inner)
+        self._captures = captures
+
+    def capture(self, stream: Any, fn: Callable[[], None]) -> Any:
+        self._captures[0] = True
+        try:
+            return self._inner.capture(stream, fn)
+        finally:
+            self._captures[0] = False
 
 
 class OneGraph(Proxy):

@@ -16,6 +16,7 @@ import numpy as np
 from polydraft.conformance import core_faults, kv_faults, packing_faults, rank_faults, size_faults
 from polydraft.conformance import fault_injection as by
 from polydraft.conformance import hidden_faults as hidden
+from polydraft.conformance import lifetime_faults as lifetime
 from polydraft.conformance.core_faults import Fault
 from polydraft.conformance.target import Proxy, TableProxy, wrap
 from polydraft.contracts.inputs import kernel_of
@@ -56,6 +57,11 @@ def _after(change: Callable[[Any, int], None]) -> by.Corrupt:
         change(a, n)
 
     return corrupt
+
+
+def _other_sign(a: Any, n: int) -> None:
+    """Of what `swiglu` left."""
+    a.out[:n] *= -1
 
 
 def _seeing(**changes: Callable[[Any], Any]) -> by.Corrupt:
@@ -1402,6 +1408,97 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         core_faults.taps_that_go_on,
         "graph_capture",
     ),
+    Mutant(
+        "M230",
+        "the third cache of a form is the first",
+        "planted by a tester; a model has two layers where it was tried",
+        "L2/rope_kv_write/many-layers",
+        lifetime.third_cache_is_first,
+    ),
+    Mutant(
+        "M231",
+        "the third weight of a form is the first",
+        "the same, of weights",
+        "L2/rms_norm/many-layers",
+        lifetime.third_weight_is_first,
+    ),
+    Mutant(
+        "M232",
+        "refills of norms, experts and routers do nothing",
+        "planted by a tester",
+        "L0/weights-refill-in-place",
+        lifetime.stale(lifetime.neither_linear_nor_embedding),
+        "update_weights",
+    ),
+    Mutant(
+        "M233",
+        "refills of packed weights do nothing",
+        "planted by a tester",
+        "L0/weights-refill-in-place",
+        lifetime.stale(lifetime.packed),
+        "weight_packings",
+    ),
+    Mutant(
+        "M234",
+        "graphs go on with the weights that they were captured with",
+        "planted by a tester",
+        "L3/replay/refilled-weight",
+        lifetime.graphs_keep_weights,
+        "graph_capture",
+    ),
+    Mutant(
+        "M235",
+        "memory that refills of weights leave taken",
+        "planted by a tester",
+        "L6/memory-of-refills",
+        lifetime.keeping_refills,
+        "update_weights",
+    ),
+    Mutant(
+        "M236",
+        "memory that each sleep leaves taken",
+        "planted by a tester",
+        "L6/memory-while-asleep",
+        by.with_device(lifetime.KeepsAsleep),
+        "sleep",
+    ),
+    Mutant(
+        "M237",
+        "memory that each waking leaves taken",
+        "planted by a tester",
+        "L6/memory-while-asleep",
+        by.with_device(lifetime.KeepsAwake),
+        "sleep",
+    ),
+    Mutant(
+        "M238",
+        "sleep at level 1 gives nothing back",
+        "planted by a tester",
+        "L6/memory-while-asleep",
+        by.with_device(lifetime.SleepsLightly),
+        "sleep",
+    ),
+    Mutant(
+        "M239",
+        "a closed device keeps its memory",
+        "planted by a tester",
+        "L6/memory-of-devices",
+        lifetime.closed_in_name,
+    ),
+    Mutant(
+        "M240",
+        "a kernel that is wrong beside another one",
+        "planted by a tester; one table of two features",
+        "L2/all-kernels/side-by-side",
+        lifetime.wrong_beside("swiglu", "argmax", _other_sign),
+    ),
+    Mutant(
+        "M241",
+        "free memory that is not there",
+        "planted by a tester",
+        "L1/counters",
+        by.with_device(lifetime.Rich),
+    ),
 )
 """Every mutant of this version, by the numbers of the design's table; a number that is missing is in `CORES`."""
 
@@ -1443,6 +1540,10 @@ def _twice(launch: Any, device: Any) -> Any:
         launch(stream, n)
 
     return run
+
+
+def _few(info: Any) -> Any:
+    return dataclasses.replace(info, capabilities=dataclasses.replace(info.capabilities, max_seqs=4, max_window=4))
 
 
 _ENGINE = ("L5/greedy/K3-B3", "L5/stop-token/place-1", "L5/prefix-hit")
@@ -1492,6 +1593,12 @@ LEGAL_VARIANTS: Final[tuple[Variant, ...]] = (
         "a load waits for everything",
         by.with_device(hidden.LateLoads),
         ("L1/load-replaces-all", "L1/load-behind-work"),
+    ),
+    Variant(
+        "S12",
+        "few slots and short windows",
+        by.with_info(_few),
+        ("L0/undeclared-is-refused", "L5/greedy/K5-B8", "L5/full-batch", "L5/drafts-per-step", "L3/engine/shrinking-batch"),
     ),
 )
 """What the kit must not kill."""

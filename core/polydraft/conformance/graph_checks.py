@@ -13,9 +13,10 @@ from typing import Any
 
 import numpy as np
 
+from polydraft.conformance import refill
 from polydraft.conformance.check import Check, Tally, Unsupported
-from polydraft.conformance.device_checks import pattern, read
-from polydraft.conformance.harness import Bound
+from polydraft.conformance.device_checks import read
+from polydraft.conformance.harness import Bound, held, run_golden
 from polydraft.conformance.kernel_checks import moved_on, pairs
 from polydraft.conformance.lossless_checks import K, drafts_per_step, run
 from polydraft.conformance.probe import NUM_TOKENS, prompts
@@ -24,7 +25,6 @@ from polydraft.conformance.target import Opened, Target
 from polydraft.conformance.wear import FEW, LAUNCHES, Use, worn
 from polydraft.contracts import REGISTRY
 from polydraft.contracts.base import Contract, Limits
-from polydraft.contracts.kernels.embed import EmbedV1
 from polydraft.contracts.kernels.residual_add import ResidualAddV1
 from polydraft.device import Graph, GraphCapture, Stream
 from polydraft.engine import Engine
@@ -211,24 +211,24 @@ def _rebinding(target: Target, tally: Tally) -> None:
 
 
 def _refilled(target: Target, tally: Tally) -> None:
-    """A weight that was refilled in place is what a replay reads."""
+    """Weights that were refilled in place are what a replay reads, in whatever role and packing they are."""
     opened, capture = _graphs(target)
-    device, dtype = opened.device, target.info.capabilities.dtypes[0]
-    first, second = (to_dtype(pattern((4, 8), "f32", seed), dtype) for seed in (1, 2))
-    values = [pattern((4, 8), "f32", seed) for seed in (1, 2)]
-    weight = opened.table.prepare_weight("embedding", values[0], dtype)
-    ids, out = device.empty("conform.ids", (4,), "i32"), device.empty("conform.rows", (4, 8), dtype)
-    device.load(ids, np.arange(4, dtype=np.int32))
-    provider, args = opened.table.providers["embed"], EmbedV1(ids=ids, weight=weight, out=out)
-    launch = provider.bind(args, LIMITS, opened.table.workspace(provider.workspace_bytes(args, LIMITS)))
-    launch(device.stream, 4)
-    device.synchronize()
-    graph = capture.capture(device.stream, lambda: launch(device.stream, 4))
-    graph.replay(device.stream)
-    tally.same_bits("rows of the first weight", read(device, out), first)
-    opened.table.prepare_weight("embedding", values[1], dtype, weight)
-    graph.replay(device.stream)
-    tally.same_bits("rows of the refilled weight", read(device, out), second)
+    stream, act = opened.device.stream, target.info.capabilities.dtypes[0]
+    without = uncapturable(opened, target)
+    for kernel, case, other in refill.cases(target, opened):
+        if kernel.name in without:
+            continue
+        bound = refill.bound(kernel, other, target, opened, None if "forward_meta" in without else opened.init_meta)
+        bound.launch(stream, case.n)
+        opened.device.synchronize()
+        graph = capture.capture(stream, partial(bound.launch, stream, case.n))
+        for one, which in ((other, "first"), (case, "refilled")):
+            if one is case:
+                bound.refill(case)
+            bound.load(one)
+            graph.replay(stream)
+            want = run_golden(kernel, one, act, products=opened.products)
+            tally.compared(held(kernel, one, bound.read(), want, act=act), f", replayed on its {which} weights")
 
 
 # -- engines -------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from typing import Any, Final, TypeVar
 
 import numpy as np
 
-from polydraft.backend import CacheSpec, ForwardMeta, KernelTable, PassBuffers, StepMeta
+from polydraft.backend import CacheSpec, ForwardMeta, KernelTable, PassBuffers, StepMeta, Weight
 from polydraft.contracts.arguments import check_arguments
 from polydraft.contracts.base import (
     Args,
@@ -42,7 +42,7 @@ from polydraft.contracts.composite import Composite, CompositeArgs
 from polydraft.contracts.inputs import POISON, Kernel, Poison, arrays, contract_of, dtype_of, kept, limits_of, namespace, symbols
 from polydraft.contracts.kv_quant import Kv, quanta, quantise
 from polydraft.contracts.large import taken
-from polydraft.contracts.packing import PackedWeight
+from polydraft.contracts.packing import Matrix, PackedWeight
 from polydraft.device import DTYPES, Array, Buffer, Device, Launch, Staging, Stream
 from polydraft.errors import ContractError
 
@@ -240,7 +240,7 @@ def run_kernel(
     bound = Bound(kernel, case, device, table, act=act, init_meta=init_meta, step=step, stream=stream, kv=kv)
     device.synchronize()
     _launch(contract, case, device, bound.stream, bound.launch)
-    return _live(kernel, bound.read())
+    return bound.read()
 
 
 class Bound:
@@ -267,7 +267,7 @@ class Bound:
         if provider is None:
             known = ", ".join(sorted(table.providers))
             raise ContractError(f"{contract.key} has no provider, got {known or 'none'}; add it to the backend's kernels")
-        self.contract, self.device, self.act = contract, device, act
+        self.kernel, self.contract, self.device, self.act, self._table = kernel, contract, device, act, table
         self.stream = device.stream if stream is None else stream
         limits = limits_of(contract, case)
         self._values = _buffers(contract, case, device, table, act, kv)
@@ -284,6 +284,11 @@ class Bound:
         specs = contract.args.specs()
         self._tensors = _tensors_of(contract, self._values)
         self._caches = [name for name, spec in specs.items() if isinstance(spec, OpaqueSpec) and spec.kind == "cache"]
+        self._weights = {
+            name: spec
+            for name, spec in specs.items()
+            if isinstance(spec, OpaqueSpec) and spec.kind == "weight" and self._values[name] is not None
+        }
         self._staged: dict[str, Staging] = {}
         self._contents: dict[int, tuple[Case, dict[str, Array], dict[str, LogicalCache]]] = {}
 
@@ -308,9 +313,20 @@ class Bound:
             self._values[name].write_logical(cache.k.astype(np.float32), cache.v.astype(np.float32))
         self.fill(_step_of(case))
 
+    def refill(self, case: Case) -> None:
+        """Put the weights of another case of the same form in the place of those that the kernel is bound to. Raises
+        `ContractError` where one of them is another object then."""
+        for name, spec in self._weights.items():
+            previous = self._values[name]
+            if _prepared(self._table, name, spec, case.arrays[name], self.act, previous) is not previous:
+                raise ContractError(
+                    f"{self.contract.key}: refilling {name} returned another weight, wanted the one that was given; fill that "
+                    "one in place, since kernels and graphs are bound to it"
+                )
+
     def read(self) -> dict[str, Array]:
         """Bring every tensor back behind what was launched, through poisoned staging, and read every cache: host representations
-        by argument name, caches as float32 `<name>.k` and `<name>.v`."""
+        by argument name, caches as float32 `<name>.k` and `<name>.v`, nothing dead."""
         device, stream = self.device, self.stream
         for name, buffer in self._tensors.items():
             if name not in self._staged:
@@ -323,7 +339,7 @@ class Bound:
         got = {name: staging.array.copy() for name, staging in self._staged.items()}
         for name in self._caches:
             got[f"{name}.k"], got[f"{name}.v"] = self._values[name].read_logical()
-        return got
+        return _live(self.kernel, got)
 
 
 def _tensors_of(contract: Contract, values: Mapping[str, Any]) -> dict[str, Buffer]:
@@ -376,10 +392,15 @@ def _buffers(contract: Contract, case: Case, device: Device, table: KernelTable,
             rows = kept(value, act, kv)
             values[name].write_logical(rows.k.astype(np.float32), rows.v.astype(np.float32))
         else:
-            packed = isinstance(value, PackedWeight)
-            single = value if packed or act == "f32" else from_host(to_host(value, act), act).astype(np.float32)
-            values[name] = table.prepare_weight(weight_role(name, spec), single, act)
+            values[name] = _prepared(table, name, spec, value, act)
     return values
+
+
+def _prepared(table: KernelTable, name: str, spec: OpaqueSpec, value: Matrix, act: str, previous: Weight | None = None) -> Weight:
+    """A weight argument as an engine prepares it, or refills it."""
+    if not isinstance(value, PackedWeight) and act != "f32":
+        value = from_host(to_host(value, act), act).astype(np.float32)
+    return table.prepare_weight(weight_role(name, spec), value, act, previous)
 
 
 def _loaded(contract: Contract, case: Case, device: Device, name: str, value: Array, act: str) -> Buffer:

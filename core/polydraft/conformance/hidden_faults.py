@@ -342,21 +342,6 @@ class GraphsWearOut(Proxy):
         return SimpleNamespace(replay=replay)
 
 
-class _Captures(Proxy):
-    """A facility that says when it captures."""
-
-    def __init__(self, inner: Any, captures: list[bool]) -> None:
-        super().__init__(inner)
-        self._captures = captures
-
-    def capture(self, stream: Any, fn: Callable[[], None]) -> Any:
-        self._captures[0] = True
-        try:
-            return self._inner.capture(stream, fn)
-        finally:
-            self._captures[0] = False
-
-
 def captured_for_good(plugin: Any) -> Any:
     """A binding that has been captured is replayed from then on, and launched no more."""
     captures = [False]
@@ -373,7 +358,7 @@ def captured_for_good(plugin: Any) -> Any:
 
         return run
 
-    with_captures = by.with_capture(lambda facility, device: _Captures(facility, captures))
+    with_captures = by.with_capture(lambda facility, device: by.NotedCaptures(facility, captures))
     return both(by.launched("swiglu", change), with_captures)(plugin)
 
 

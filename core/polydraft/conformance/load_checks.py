@@ -11,8 +11,9 @@ from typing import Any, Final
 
 import numpy as np
 
+from polydraft.conformance import refill
 from polydraft.conformance.check import Check, Tally
-from polydraft.conformance.harness import run_kernel
+from polydraft.conformance.harness import held, run_golden, run_kernel
 from polydraft.conformance.host_checks import OtherRemainder
 from polydraft.conformance.kernel_checks import all_cases
 from polydraft.conformance.outcomes import Ownership
@@ -90,44 +91,20 @@ def _row_invariant(target: Target, tally: Tally) -> None:
 
 
 def _refill(target: Target, tally: Tally) -> None:
-    """`update_weights` is declared: refilling keeps the object, and kernels bound to it see the new values."""
-    opened = target.opened()
-    dtype = target.info.capabilities.dtypes[0]
-    first, second = np.arange(12, dtype=np.float32).reshape(4, 3), np.arange(12, 24, dtype=np.float32).reshape(4, 3)
-    weight = opened.table.prepare_weight("embedding", first, dtype)
-    launch, read = _embedding(opened, weight, dtype)
-    launch()
-    before = read()
-    again = opened.table.prepare_weight("embedding", second, dtype, weight)
-    tally.true("the refilled weight is the same object", again is weight)
-    launch()
-    tally.true("a bound kernel sees the refilled weight", not np.array_equal(before, read()))
-
-
-def _embedding(opened: Opened, weight: Any, dtype: str) -> tuple[Any, Any]:
-    """`embed` bound to `weight`: a launch of ids 0 to 3, and a way to read what it left."""
-    from polydraft.contracts.base import Limits
-    from polydraft.contracts.kernels.embed import EmbedV1
-
-    device = opened.device
-    ids, out = device.empty("conform.ids", (4,), "i32"), device.empty("conform.rows", (4, 3), dtype)
-    device.load(ids, np.arange(4, dtype=np.int32))
-    limits = Limits(1, 1, 4, 4, 16, 4, 4, 4, 1, 4)
-    provider, args = opened.table.providers["embed"], EmbedV1(ids=ids, weight=weight, out=out)
-    bound = provider.bind(args, limits, opened.table.workspace(provider.workspace_bytes(args, limits)))
-
-    def launch() -> None:
-        bound(device.stream, 4)
-        device.synchronize()
-
-    def read() -> Any:
-        staging, event = device.staging("conform.back", (4, 3), dtype), device.event()
-        device.download(device.stream, staging, out, 4)
-        event.record(device.stream)
-        event.synchronize()
-        return staging.array.copy()
-
-    return launch, read
+    """`update_weights` is declared: refilling keeps the object, and kernels bound to it compute with the new values, in whatever
+    role and packing they are."""
+    opened, act = target.opened(), target.info.capabilities.dtypes[0]
+    for kernel, case, other in refill.cases(target, opened):
+        bound = refill.bound(kernel, other, target, opened, opened.init_meta)
+        bound.launch(bound.stream, case.n)
+        opened.device.synchronize()  # weights are refilled at rest
+        bound.refill(case)
+        bound.load(case)
+        bound.launch(bound.stream, case.n)
+        tally.compared(
+            held(kernel, case, bound.read(), run_golden(kernel, case, act, products=opened.products), act=act),
+            ", behind a refill of its weights",
+        )
 
 
 def _undeclared(target: Target, tally: Tally) -> None:
@@ -146,7 +123,7 @@ def _undeclared(target: Target, tally: Tally) -> None:
     for what, options in unsupported:
 
         def build(options: dict[str, Any] = options) -> None:
-            with target.engine(**options):
+            with target.engine(within=False, **options):
                 pass
 
         tally.raises(CapabilityError, f"an engine with {what}", build)

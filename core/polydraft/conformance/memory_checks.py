@@ -17,13 +17,14 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
+from polydraft.conformance import refill
 from polydraft.conformance.check import Check, Tally, Unseen
 from polydraft.conformance.harness import Bound
 from polydraft.conformance.kernel_checks import opened_for, pairs
 from polydraft.conformance.lossless_checks import K, working_dtype
 from polydraft.conformance.probe import prompts
 from polydraft.conformance.serving import Ask, serve
-from polydraft.conformance.target import Target, bare
+from polydraft.conformance.target import Opened, Target, bare
 from polydraft.contracts import REGISTRY
 from polydraft.contracts.base import Contract, ParamSpec
 from polydraft.device import Buffer, Device
@@ -47,11 +48,19 @@ LEAST_KEPT: Final = 16
 """Bytes a launch below which growth is bookkeeping, too: the smallest allocation of the C library takes 32."""
 
 
+LEAST_REFILLS: Final = 2
+"""Times that each weight is refilled between two looks, at least."""
+OF_A_DEVICE: Final = 1 << 16
+"""Bytes that the host's bookkeeping may keep of a device that was closed: far less than its memory."""
+
+
 def checks() -> Iterator[Check]:
     """Every check of this kind."""
     for contract in REGISTRY:
         run = partial(_launches, contract)
         yield Check(f"L6/memory-of-launches/{contract.name}", run, kernel=contract.name, features=contract.features)
+    yield Check("L6/memory-of-refills", _refills, ("update_weights",))
+    yield Check("L6/memory-of-devices", _devices)
     yield Check("L6/memory-of-steps", partial(_steps, "off"))
     yield Check("L6/memory-of-replayed-steps", partial(_steps, "decode"), ("graph_capture",))
 
@@ -68,7 +77,7 @@ class Witness(NamedTuple):
 def witness(device: Device) -> Witness:
     """The first who sees what is allocated on the device; raises `Unseen` where nobody does."""
     ask: Callable[[], int] | None = getattr(device, "memory_taken", None)
-    for taken in filter(None, (ask, _heap())):
+    for taken in filter(None, (ask, heap())):
         with _uncollected():
             before = taken()
             buffer = device.empty("conform.seen", (SEEN,), "u8")
@@ -81,7 +90,7 @@ def witness(device: Device) -> Witness:
 
 
 @cache
-def _heap() -> Callable[[], int] | None:
+def heap() -> Callable[[], int] | None:
     """Bytes of the C library's heap that are in use, whichever thread took them; None where it does not say, as glibc does.
     (`mallinfo2` would tell of the main thread's arena alone.)"""
     library: Any = ctypes.CDLL(None) if hasattr(ctypes, "CDLL") else None
@@ -170,15 +179,21 @@ def _launches(kernel: Contract, target: Target, tally: Tally) -> None:
     tally.equal(f"what a launch of {kernel.name} allocates on the device", names, [])
     if names:
         return
-    if "witness" not in opened.aside:
-        opened.aside["witness"] = witness(device)
-    sees = opened.aside["witness"]
+    sees = _kept_witness(opened)
     count = max(LAUNCHES, sees.grain + sees.grain // 4)
     slack = max(SLACK, LEAST_KEPT * count)
     grown = _rounds(sees, device, once, count, slack)
     tally.true(
         f"memory in use is the same behind launches of {kernel.name}, grows by {grown} bytes a round", abs(grown[-1]) <= slack
     )
+
+
+def _kept_witness(opened: Opened) -> Witness:
+    """The witness of a device that checks share, sought once."""
+    if "witness" not in opened.aside:
+        opened.aside["witness"] = witness(opened.device)
+    found: Witness = opened.aside["witness"]
+    return found
 
 
 def _rounds(sees: Witness, device: Device, once: Callable[[int], object], count: int, slack: int) -> list[int]:
@@ -197,6 +212,43 @@ def _rounds(sees: Witness, device: Device, once: Callable[[int], object], count:
                 grown.append(now - before)
             before = now
     return grown
+
+
+# -- weights and devices -----------------------------------------------------------------------------------
+def _refills(target: Target, tally: Tally) -> None:
+    """Weights of every role and kind of numbers, filled anew again and again."""
+    opened = target.opened()
+    sees = _kept_witness(opened)
+    each = [(refill.bound(kernel, other, target, opened, None), case) for kernel, case, other in refill.cases(target, opened)]
+
+    def once(number: int) -> None:
+        bound, case = each[number % len(each)]
+        bound.refill(case)
+
+    count = max(sees.grain + sees.grain // 4, LEAST_REFILLS * len(each))
+    slack = max(SLACK, LEAST_KEPT * count)
+    grown = _rounds(sees, opened.device, once, count, slack)
+    tally.true(f"memory in use is the same behind {count} refills, grows by {grown} bytes a round", abs(grown[-1]) <= slack)
+
+
+def _devices(target: Target, tally: Tally) -> None:
+    """Devices that are opened, used and closed beside one that stays."""
+    opened = target.opened()
+    sees = _kept_witness(opened)
+
+    def once(number: int) -> None:
+        del number
+        another = target.open()
+        device = another.device
+        buffer = device.empty("conform.closed", (SEEN,), "u8")
+        device.load(buffer, np.ones(SEEN, np.uint8))
+        device.synchronize()
+        device.close()
+
+    grown = _rounds(sees, opened.device, once, 1, OF_A_DEVICE)
+    tally.true(
+        f"memory in use is the same behind devices that were closed, grows by {grown} bytes each", abs(grown[-1]) <= OF_A_DEVICE
+    )
 
 
 # -- steps -----------------------------------------------------------------------------------------------

@@ -164,6 +164,16 @@ class Target:
                 self._kept[1].device.close()
         self._kept = None
 
+    def within(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Options of an engine with as many slots and drafts as the backend declares at most, and buckets that fit them."""
+        declared, found = self.info.capabilities, dict(options)
+        most = {"max_num_seqs": declared.max_seqs, "draft_tokens": declared.max_window - 1}
+        found.setdefault("max_num_seqs", EngineConfig.max_num_seqs)
+        found |= {name: min(found[name], bound) for name, bound in most.items() if isinstance(found.get(name), int)}
+        if found.get("graph") == "decode" and "graph_sizes" in found:
+            found["graph_sizes"] = tuple(sorted({min(size, found["max_num_seqs"]) for size in found["graph_sizes"]}))
+        return found
+
     @contextmanager
     def engine(
         self,
@@ -173,9 +183,12 @@ class Target:
         instruments: Sequence[Instrument] = (),
         draft_policy: DraftPolicy | None = None,
         model: Model = "dense",
+        within: bool = True,
         **options: Any,
     ) -> Iterator[Engine]:
-        """An engine on a probe model, closed behind the block. Row-invariant arithmetic where the backend declares it."""
+        """An engine on a probe model, closed behind the block. Row-invariant arithmetic where the backend declares it. Slots and
+        drafts are no more than it declares, unless `within` is off."""
+        options = self.within(options) if within else options
         files = tuple(pack.origin for pack in self.plugins.packs if pack.origin in self.files)
         given = {"invariant": self.info.capabilities.row_invariant, "device": self.device_spec, "kernels": self.packs, **options}
         given.setdefault("plugins", files)

@@ -1,0 +1,68 @@
+"""Weights that are filled anew at their addresses: cases for checks of what kernels that are bound to them make of it.
+
+L0 launches such kernels, L3 replays them, L6 looks at what refilling leaves in use. What an engine does with new weights is
+looked at in `host_checks.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from polydraft.conformance.harness import Bound
+from polydraft.conformance.kernel_checks import legal, named_cases
+from polydraft.conformance.target import Opened, Target
+from polydraft.contracts import REGISTRY
+from polydraft.contracts.base import Case, Contract, OpaqueSpec
+from polydraft.contracts.packing import PACKINGS, Matrix, PackedWeight
+
+
+def weights_of(kernel: Contract) -> list[str]:
+    """Names of the arguments of a contract that are weights."""
+    return [name for name, spec in kernel.args.specs().items() if isinstance(spec, OpaqueSpec) and spec.kind == "weight"]
+
+
+def cases(target: Target, opened: Opened) -> Iterator[tuple[Contract, Case, Case]]:
+    """Of each contract that the table serves and that has weights: a case with all of them, and one of each kind of numbers in
+    which the backend takes them packed; each with the same on other weights."""
+    order = target.info.capabilities.row_order
+    for kernel in REGISTRY:
+        names = weights_of(kernel)
+        if not names or kernel.name not in opened.table.providers:
+            continue
+        whole = max(
+            (one for one in named_cases(kernel) if one.n), key=lambda one: sum(one.arrays.get(n) is not None for n in names)
+        )
+        for one in (whole, *_packed(kernel, target)):
+            case = legal(one, order)
+            arrays = {
+                name: _other(value) if name in names and value is not None else value for name, value in case.arrays.items()
+            }
+            yield kernel, case, replace(case, name=f"{case.name}, on other weights", arrays=arrays)
+
+
+def _packed(kernel: Contract, target: Target) -> Iterator[Case]:
+    """One case of each kind of numbers, with zero points and without."""
+    declared = getattr(target.info.capabilities, kernel.packings) if kernel.packed_cases else ()
+    kinds = {(PACKINGS[name].number, PACKINGS[name].zeros): name for name in sorted(declared, reverse=True)}
+    for packing in kinds.values():
+        assert kernel.packed_cases
+        yield next(one for one in kernel.packed_cases(packing) if one.n)
+
+
+def _other(value: Matrix) -> Matrix:
+    """A weight of the same form with other contents: numbers, scales and zero points alike."""
+    if not isinstance(value, PackedWeight):
+        return np.asarray(-np.roll(value, 1, axis=0) - np.float32(0.5))
+    numbers = np.ascontiguousarray(np.flip(value.numbers, axis=-2))
+    zeros = None if value.zeros is None else np.asarray(15 - value.zeros, np.uint8)
+    return replace(value, numbers=numbers, scales=value.scales * np.float32(2), zeros=zeros)
+
+
+def bound(kernel: Contract, case: Case, target: Target, opened: Opened, init_meta: Any) -> Bound:
+    """The kernel on the first dtype that is declared."""
+    act = target.info.capabilities.dtypes[0]
+    return Bound(kernel, case, opened.device, opened.table, act=act, init_meta=init_meta)

@@ -41,7 +41,7 @@ from polydraft.instruments.base import Instrument, Instruments, Setting
 from polydraft.instruments.sanitize import Hazard, Sanitizer
 from polydraft.models.block import PACKED_ROLES, Block, Role, lacking
 from polydraft.models.checkpoint import Checkpoint, Weights, load_weights
-from polydraft.models.digest import Digested
+from polydraft.models.digest import Digested, Unchanged
 from polydraft.models.families import FamilyRegistry
 from polydraft.models.memory_checkpoint import MemoryCheckpoint, WeightSource
 from polydraft.models.ranks import OfRank, largest_message, of_ranks
@@ -329,10 +329,13 @@ class Engine:
         who = f"model {self.model.name} has blocks that launch what backend {self.info.name}"
         refuse_lacking(who, lacking(computed, self.table.providers))
 
-    def _canonical(self, weights: Weights, model: ModelDescription) -> tuple[Mapping[str, Matrix], Digested | None]:
+    def _canonical(
+        self, weights: Weights, model: ModelDescription, *, twice: bool = False
+    ) -> tuple[Mapping[str, Matrix], Digested | None]:
         """The tensors to put onto the device: those of a checkpoint, and the head of a reduced draft vocabulary, packed where
-        they are stored so or that was asked for; and what digests them meanwhile, where that was asked for."""
-        tensors: Mapping[str, Matrix] = AsStored(weights)
+        they are stored so or that was asked for; and what digests them meanwhile, where that was asked for. `twice`: they are
+        read again, and have to be the same then."""
+        tensors: Mapping[str, Matrix] = Unchanged(AsStored(weights)) if twice else AsStored(weights)
         if self.group is not None:
             tensors = OfRank(weights, model, self._share, self.group.rank)
         digested: Digested | None = None
@@ -431,6 +434,10 @@ class Engine:
             )  # fmt: skip
         self.failure = ""
         """Why no requests are served any more; "" while the device works."""
+        self.torn = ""
+        """Why its weights are not whole, so that it serves nothing until others are given; "" while they are."""
+        self._torn_draft = False
+        """Whether those of the proposer's own checkpoint are not, either."""
         self.sleep_level: SleepLevel | None = None
         """How it sleeps; None while it is awake."""
         self._in_memory = {"weights": False, "draft": False}
@@ -456,7 +463,7 @@ class Engine:
         compiled; without `compiled` it does not, and a request whose grammar cannot be used ends as "refused"."""
         if self.failure:
             raise DeviceError(self.failure)
-        self.refuse_asleep("a request was given")
+        self.refuse_resting("a request was given")
         params = SamplingParams() if params is None else params
         request_id = id if id is not None else self._free_id()
         if request_id in self.requests:
@@ -503,8 +510,9 @@ class Engine:
     # -- steps -------------------------------------------------------------------------------------
     @property
     def has_work(self) -> bool:
-        """Whether there is anything to do: waiting or running requests, or steps in flight. An asleep engine does nothing."""
-        if self.sleep_level is not None:
+        """Whether there is anything to do: waiting or running requests, or steps in flight. An engine that sleeps, or whose
+        weights are not whole, does nothing."""
+        if self.rests:
             return False
         return bool(self._in_flight or self.scheduler.waiting or self.scheduler.held or (self.slots.phase != 0).any())
 
@@ -520,7 +528,7 @@ class Engine:
         the device still works; otherwise they end with the message in `failure`. Any other error, of a kernel, an instrument or a
         draft policy, has the same effect and is raised. Whatever else breaks a step off, such as Ctrl-C, aborts the running
         requests and is raised."""
-        if self.sleep_level is not None:
+        if self.rests:
             return False
         points = self.instruments.points
         try:
@@ -751,8 +759,11 @@ class Engine:
         besides may be anything but another change of weights. The prefix cache is dropped. Raises `CheckpointError`, before
         anything changes, if `source` or `draft` is broken or of another model; raises `CapabilityError` if blocks of the model
         keep their own weights, if there is nothing that `draft` is of, or if an instrument reads weights where they were loaded
-        from."""
+        from. Values are read twice, to be checked and to be put in place. Where the second reading fails, or brings others
+        (`CheckpointError`), the engine rests until another update: requests that have begun wait, and others are refused."""
         self._refuse_update(source, draft)
+        if draft is None and self._torn_draft and self._draft_weights is not None:
+            draft = self._read_anew("draft", "draft", self._draft_weights.directory)
         with ExitStack() as kept, ExitStack() as read:
             if isinstance(source, Mapping):
                 checkpoint: Checkpoint = MemoryCheckpoint(source, self.checkpoint)
@@ -767,7 +778,8 @@ class Engine:
                 brought = brought if isinstance(draft, Mapping) else replace(brought, directory=Path(draft))
                 if arrays is not None or brought.directory != before:  # what is read anew follows the target as it did
                     brought.check_shared(self.model, update.canonical, arrays)
-                updates.append(Update(self._own, read.enter_context(brought.canonical(self.model, arrays)), brought.roles))
+                own = read.enter_context(brought.canonical(self.model, arrays))
+                updates.append(Update(self._own, Unchanged(own), brought.roles))
             read_all(updates)
             try:
                 self._quiesce(running, step)
@@ -775,7 +787,7 @@ class Engine:
                     self.text_check.weights_changed(self._number)
                     if self.text_check.shadow is not None:
                         self._stop(self.text_check.shadow, "abort")  # its text is of the old weights
-                moved = refill(self.table, updates, dtype=self.resolved.dtype)
+                moved = self._refilled(updates)
             finally:
                 self.scheduler.admits = "all"
             kept.pop_all()
@@ -791,9 +803,24 @@ class Engine:
         if moved:
             self.runner.rebind()
 
+    def _refilled(self, updates: Sequence[Update]) -> bool:
+        """Put these in place; whether some weight has moved. What fails here leaves some weights new and others old."""
+        moved = bool(self.torn)  # then some may have
+        try:
+            moved |= refill(self.table, updates, dtype=self.resolved.dtype)
+        except BaseException as error:
+            why = str(error) if isinstance(error, PolydraftError) else type(error).__name__
+            self.torn = f"an update of this engine's weights has failed half-way ({why}), wanted whole ones; give weights"
+            self._torn_draft |= len(updates) > 1
+            self.weights_digest = ""
+            raise
+        self.torn, self._torn_draft = "", False
+        return moved
+
     def _refuse_update(self, source: WeightSource, draft: WeightSource | None) -> None:
         """Raise where this engine takes no new weights, or not these."""
-        self.refuse_asleep("weights were given")
+        if self.sleep_level is not None:
+            self.refuse_resting("weights were given")
         if self._custom_blocks:
             raise CapabilityError(
                 f"{', '.join(self._custom_blocks)} of this model compute themselves and keep their own weights; change these "
@@ -841,11 +868,13 @@ class Engine:
                 f"weights of {model.name} are not packed as those of the running {self.model.name}, wanted the same matrices in "
                 "the same packings; start another engine"
             )
-        canonical, digested = self._canonical(weights, model)
+        canonical, digested = self._canonical(weights, model, twice=True)
         return Update(self._weights, canonical, roles(self.model), self._taken), digested
 
     def _quiesce(self, running: Running, step: Callable[[], object] | None) -> None:
         """Run steps until nothing is in flight and no slot is in the middle of a text."""
+        if self.torn:
+            running = "recompute"  # what has begun cannot go on with these
         self.scheduler.admits = "begun" if running == "finish" else "none"
         if running == "recompute":
             self.scheduler.preempt_all()
@@ -920,10 +949,17 @@ class Engine:
             raise CheckpointError(f"{what} in use came from memory, and {name} is missing; give it, arrays or a directory")
         return place
 
-    def refuse_asleep(self, what: str) -> None:
-        """Raise `DeviceError` if the engine is asleep. `what`: what happened, in a clause."""
+    @property
+    def rests(self) -> bool:
+        """Whether it serves nothing for now: it sleeps, or its weights are not whole."""
+        return self.sleep_level is not None or bool(self.torn)
+
+    def refuse_resting(self, what: str) -> None:
+        """Raise `DeviceError` if the engine rests. `what`: what happened, in a clause."""
         if self.sleep_level is not None:
             raise DeviceError(f"{what}, and this engine is asleep, wanted one that is awake; wake it up first")
+        if self.torn:
+            raise DeviceError(f"{what}, and {self.torn}")
 
     @property
     def hazards(self) -> tuple[Hazard, ...]:

@@ -109,7 +109,7 @@ class LLM:
     def _run(self, ids: set[str]) -> Iterator[RequestOutput]:
         try:
             while ids:
-                self.engine.refuse_asleep("a text was to go on")
+                self.engine.refuse_resting("a text was to go on")
                 with noted_interrupts() as interrupted:  # a step that broke off in the middle would spoil the engine
                     self.engine.step()
                     outputs = self.engine.poll()

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import zmq.asyncio
@@ -155,7 +156,7 @@ def test_a_request_waits_for_its_first_token_while_the_engine_is_awake(monkeypat
         await asyncio.sleep(0.02)
         with pytest.raises(EngineGone, match="the engine is asleep"):
             await anext(client.generate([([1], {})], first_s=5))
-        client._take(wire.Done(1, "", asleep=True))
+        client._take(wire.Done(1, "", 1))
         assert await falling == ""
         await asyncio.sleep(0.3)
         assert not waiting.done()
@@ -164,5 +165,69 @@ def test_a_request_waits_for_its_first_token_while_the_engine_is_awake(monkeypat
         with pytest.raises(asyncio.TimeoutError):
             await waiting
         assert asyncio.get_running_loop().time() - begin > 0.04, "what it had left"
+
+    asyncio.run(scene())
+
+
+def test_weights_that_went_with_a_process_are_not_replaced_by_those_of_the_start_in_silence() -> None:
+    """Nor are those of an update that failed half-way served."""
+    told: list[tuple[str, str]] = []
+    client = EngineClient({}, most=8, tell=lambda event, **more: told.append((more["state"], more["reason"])))
+    ready = wire.Ready("m", "/", "reference", 8, 1, 0, 8, "", {}, [])
+
+    def lost() -> str:
+        try:
+            asyncio.run(anext(client.generate([([1], {})], first_s=5)))  # type: ignore[arg-type]
+        except EngineGone as error:
+            return str(error)
+        raise AssertionError("it was served")
+
+    client._take(ready)
+    client._after("it was killed")
+    client._take(ready)
+    assert client.lost == "", "nothing had been given"
+    client._take(wire.Done(1, "broken", torn="half of them"))
+    assert client.lost == client.reason == lost() == "half of them"
+    client._take(wire.Done(2, "", given=True))
+    assert client.lost == client.reason == ""
+    client._after("it was killed")
+    client._take(msgspec.structs.replace(ready, sleep_level=2))
+    assert client.asleep
+    why = "it was killed, and the weights that had been given with it; give them again"
+    client._take(wire.Done(3, ""))
+    assert client.lost == lost() == why, "waking alone brings no weights"
+    client._take(wire.Done(4, "not these"))
+    assert client.lost == why
+    client._take(wire.Done(5, "", given=True))
+    assert client.lost == client.reason == ""
+    assert told == [
+        ("ready", ""),
+        ("restarting", "it was killed"),
+        ("ready", ""),
+        ("restarting", "it was killed"),
+        ("ready", why),
+    ]
+
+
+def test_a_process_that_died_asleep_is_started_asleep(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = (
+        "import sys, zmq; from polydraft.serving import wire; context = zmq.Context(); "
+        "commands, events = (context.socket(zmq.PAIR) for _ in range(2)); "
+        "[one.connect(place) for one, place in zip((commands, events), sys.argv[1:])]; "
+        "sys.exit(40 + wire.decode_command(commands.recv()).sleep_level)"
+    )
+
+    def spawn(endpoints: Any) -> subprocess.Popen[bytes]:
+        return subprocess.Popen([sys.executable, "-c", program, *endpoints], stdin=subprocess.DEVNULL)
+
+    async def scene() -> None:
+        client = EngineClient({}, most=8, tell=lambda *given, **more: None)
+        monkeypatch.setattr(client, "_spawn", spawn)
+        client._take(wire.Done(1, "", 2))
+        try:
+            with pytest.raises(DeviceError, match=r"\(exit status 42\)"):
+                await asyncio.wait_for(client.start(), 20)
+        finally:
+            await client.stop()
 
     asyncio.run(scene())

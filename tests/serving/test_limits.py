@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import ANY
 
 import httpx
 import pytest
@@ -409,6 +410,24 @@ def test_a_server_that_sleeps(serve: Callable[..., Served], tmp_path: Path) -> N
     assert other["weights_digest"] != first
     assert served.get("/v1/models")["data"][0]["weights_digest"] == other["weights_digest"]
     assert post(served, **SHORT).json()["system_fingerprint"].endswith(other["weights_digest"])
+    assert post(served, "/admin/sleep", headers=key).status_code == 200
+    os.kill(worker(served), signal.SIGKILL)
+    assert served.becomes("restarting")
+    assert served.becomes("asleep"), "as it was"
+    assert served.get("/v1/models")["data"][0]["weights_digest"] == first, "those of its start"
+    assert post(served, "/admin/wake_up", headers=key).status_code == 200
+    lost = httpx.get(served.url + "/ready")
+    assert (lost.status_code, lost.json()["status"]) == (503, "lost")
+    reason = "the engine's process ended (SIGKILL, Killed), and the weights that had been given with it; give them again"
+    assert (served.get("/health")["reason"], [e for e in served.events() if e["event"] == "engine"][-1]["reason"]) == (
+        reason,
+    ) * 2
+    refused = post(served, **SHORT)
+    assert (refused.status_code, refused.json()["error"]["message"]) == (503, reason)
+    assert post(served, "/admin/update_weights", path=str(tiny.checkpoint(tiny.moved(MODEL))), headers=key).json() == {
+        **other, "seconds": ANY,
+    }  # fmt: skip
+    assert served.get("/health") == {"status": "ok", "requests": 0, "restarts": 1}
 
 
 def offline(length: Any) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import tracemalloc
 from collections.abc import Callable
 from contextlib import closing
@@ -15,7 +16,7 @@ import torch
 
 from polydraft import LLM, Engine, RequestOutput, SamplingParams
 from polydraft.conformance.oracle.checkpoints import tensor_shapes
-from polydraft.errors import CapabilityError, CheckpointError
+from polydraft.errors import CapabilityError, CheckpointError, DeviceError
 from polydraft.instruments.record import CallRecorder
 from polydraft.models.checkpoint import Checkpoint
 from tests.step.test_packed_checkpoints import CONFIGS
@@ -135,6 +136,59 @@ def test_what_is_wrong_leaves_everything_as_it_was(change: Callable[[Arrays], An
     assert (engine.totals.steps, engine.scheduler.num_preemptions) == (steps, 0)
     done = drain(engine)
     assert [done[i].token_ids for i in ids] == tokens(served(runs.engine(MODEL, draft_tokens=3, logprobs=0)))
+
+
+class Restless:
+    """An array that a trainer changes once it was read so often."""
+
+    def __init__(self, array: Any, reads: int, change: Callable[[Any], Any]) -> None:
+        self._array, self._reads, self._change = array, reads, change
+        self.dtype, self.shape = array.dtype, array.shape
+
+    def __array__(self, *_: Any, **__: Any) -> Any:
+        self._reads -= 1
+        if self._reads < 0:
+            self._change(self._array)
+        return self._array
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda a: np.negative(a, out=a), "weights that were given have changed since they were checked, first seen of norm, "),
+        (lambda a: a.fill(np.nan), "tensor model.norm.weight holds nan"),
+    ],
+)
+@pytest.mark.parametrize("running", ["finish", "recompute"])
+def test_what_was_checked_is_what_is_written_or_nothing_is_served(change: Callable[[Any], Any], said: str, running: Any):
+    """Requests that have begun wait, go on with the weights that are given next, and never with mixed ones."""
+    other = runs.engine(MOVED, draft_tokens=3, logprobs=0, weights_digest=True)
+    engine = runs.engine(MODEL, draft_tokens=3, logprobs=0, weights_digest=True, enable_sleep_mode=True)
+    begun = engine.add(PROMPTS[0], PARAMS)
+    for _ in range(3):
+        engine.step()
+    kept = list(engine.requests[begun].token_ids)
+    given = arrays()
+    given["model.norm.weight"] = Restless(given["model.norm.weight"], 1, change)
+    with pytest.raises(CheckpointError, match=re.escape(said)):
+        engine.update_weights(given, running=running)
+    assert (engine.weights_digest, engine.has_work, engine.step()) == ("", False, False)
+    with pytest.raises(
+        DeviceError, match=r"a request was given, and an update of this engine's weights has failed half-way \(.*"
+    ):
+        engine.add(PROMPTS[1], PARAMS)
+    engine.sleep()
+    engine.wake_up()
+    assert engine.torn, "whatever sleep keeps is no better"
+    engine.update_weights(arrays(), running="finish")
+    assert engine.weights_digest == other.weights_digest
+    done = drain(engine)
+    if running == "recompute":
+        assert len(done) == 1
+        rest = SamplingParams(max_new_tokens=PARAMS.max_new_tokens - len(kept), ignore_eos=True)
+        (wanted,) = served(other, [(*PROMPTS[0], *kept)], rest)
+        assert done[begun].token_ids == (*kept, *wanted.token_ids)
+    assert tokens(served(engine)) == tokens(served(other))
 
 
 def test_what_lies_on_a_device_is_named():

@@ -1,18 +1,21 @@
-"""A digest of the weights that an engine computes with, so that a text can be traced to the policy that wrote it.
+"""A digest of the weights that an engine computes with, so that a text can be traced to the policy that wrote it, and a checksum
+of weights that are read twice, so that what was checked is what is written.
 
-It is of canonical tensors as they are read, before anything is packed at load: the same numbers in a directory, in memory, or in
-another float dtype that holds them exactly have the same digest. Tensors that the engine does not use do not count.
+The digest is of canonical tensors as they are read, before anything is packed at load: the same numbers in a directory, in
+memory, or in another float dtype that holds them exactly have the same digest. Tensors that the engine does not use do not count.
 """
 
 from __future__ import annotations
 
 import hashlib
+import zlib
 from collections.abc import Iterator, Mapping
 
 import numpy as np
 
 from polydraft.contracts.packing import Matrix, PackedWeight
 from polydraft.device import Array
+from polydraft.errors import CheckpointError
 
 
 class Digested(Mapping[str, Matrix]):
@@ -42,15 +45,44 @@ class Digested(Mapping[str, Matrix]):
         return whole.hexdigest()
 
 
+class Unchanged(Mapping[str, Matrix]):
+    """Canonical tensors that have to be the same each time they are read, by their CRC-32: whoever gives them may change them
+    meanwhile. Looking one up raises `CheckpointError` where it has changed."""
+
+    def __init__(self, canonical: Mapping[str, Matrix]) -> None:
+        self._canonical = canonical
+        self._of: dict[str, int] = {}
+
+    def __getitem__(self, name: str) -> Matrix:
+        value, found = self._canonical[name], 0
+        for part in _bytes(value):
+            found = zlib.crc32(part, found)
+        if self._of.setdefault(name, found) != found:
+            raise CheckpointError(
+                f"weights that were given have changed since they were checked, first seen of {name}, wanted the same until the "
+                "update has ended; give them again"
+            )
+        return value
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._canonical)
+
+    def __len__(self) -> int:
+        return len(self._canonical)
+
+
 def _digest(value: Matrix) -> bytes:
+    found = hashlib.sha256(value.packing.name.encode() if isinstance(value, PackedWeight) else b"")
+    for part in _bytes(value):
+        found.update(part)
+    return found.digest()
+
+
+def _bytes(value: Matrix) -> Iterator[bytes | memoryview]:
+    """What a tensor consists of: of each array its dtype and shape, and its bytes."""
     arrays: tuple[Array | None, ...]
-    if isinstance(value, PackedWeight):
-        name, arrays = value.packing.name, (value.numbers, value.scales, value.zeros)
-    else:
-        name, arrays = "", (value,)
-    found = hashlib.sha256(name.encode())
+    arrays = (value.numbers, value.scales, value.zeros) if isinstance(value, PackedWeight) else (value,)
     for array in arrays:
         if array is not None:
-            found.update(f"{array.dtype.str}{array.shape}".encode())
-            found.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
-    return found.digest()
+            yield f"{array.dtype.str}{array.shape}".encode()
+            yield np.ascontiguousarray(array).reshape(-1).view(np.uint8).data

@@ -110,7 +110,13 @@ class EngineClient:
         self._done: dict[int, asyncio.Future[str]] = {}
         self._stats: list[asyncio.Future[wire.Stats]] = []
         self._alarms: dict[str, str] = {}
-        self._sleeps = False
+        self.lost = ""
+        """Why requests are refused until weights are given: an update failed half-way, or others had been given to an engine
+        whose process died. "" where they are served."""
+        self._given = False
+        """Whether other weights than those of the start were given."""
+        self._level = 0
+        """How the engine sleeps, 0 where it is awake."""
         self._falling = 0
         """Commands to fall asleep that are under way."""
         self._slept_s = self._slept_at = 0.0
@@ -132,17 +138,17 @@ class EngineClient:
     @property
     def asleep(self) -> bool:
         """Whether the engine has given its memory back, or finishes what runs in order to."""
-        return self._sleeps or self._falling > 0
+        return self._level > 0 or self._falling > 0
 
     @property
     def slept_s(self) -> float:
         """Seconds that the engine was asleep so far."""
         return self._slept_s + (time.monotonic() - self._slept_at if self.asleep else 0.0)
 
-    def _sleep(self, *, sleeps: bool, falling: int = 0) -> None:
-        """Note that this is so from now on."""
+    def _sleep(self, level: int, falling: int = 0) -> None:
+        """Note that it sleeps so from now on, and that so many more commands to fall asleep are under way."""
         self._slept_s, self._slept_at = self.slept_s, time.monotonic()
-        self._sleeps, self._falling = sleeps, self._falling + falling
+        self._level, self._falling = level, self._falling + falling
 
     @property
     def pid(self) -> int | None:
@@ -216,7 +222,9 @@ class EngineClient:
         self._unanswered = 0
         death = asyncio.create_task(asyncio.to_thread(process.wait))
         reader, watchdog = asyncio.create_task(self._read(events)), asyncio.create_task(self._watch())
-        start = asyncio.ensure_future(commands.send(wire.encode(wire.Start(self._config))))  # sent once it has connected
+        start = asyncio.ensure_future(
+            commands.send(wire.encode(wire.Start(self._config, self._level)))
+        )  # sent once it has connected
         await asyncio.wait((death, reader, watchdog), return_when=asyncio.FIRST_COMPLETED)
         start.cancel()
         watchdog.cancel()
@@ -299,13 +307,17 @@ class EngineClient:
                 )
         elif isinstance(event, wire.Ready):
             self.ready, self._ready_at = event, self._heard_at
-            self._sleep(sleeps=False)
-            self._become("ready")
+            self._sleep(event.sleep_level)
+            self.lost = f"{self.reason}, and the weights that had been given with it; give them again" if self._given else ""
+            self._become("ready", self.lost)
         elif isinstance(event, wire.Unready):
             self._become("failed", event.error)
         elif isinstance(event, wire.Done):
             future = self._done.pop(event.number, None)
-            self._sleep(sleeps=event.asleep)
+            self._sleep(event.sleep_level)
+            self._given |= event.given
+            if event.given or event.torn:
+                self.lost = self.reason = event.torn
             if self.ready is not None:
                 self.ready = msgspec.structs.replace(self.ready, weights_digest=event.weights_digest)
             if future is not None and not future.done():
@@ -394,6 +406,8 @@ class EngineClient:
             raise EngineGone(f"the engine is {self.state}; send the request again in a while")
         if self.asleep:
             raise EngineGone("the engine is asleep; send the request again once it was woken up")
+        if self.lost:
+            raise EngineGone(self.lost)
         if len(self._waiting) + len(prompts) > self._most:
             raise Busy(f"{len(self._waiting)} requests are being served, which is all the server admits; try again", 1)
         handles = {next(self._handles): index for index in range(len(prompts))}
@@ -441,11 +455,11 @@ class EngineClient:
 
     async def sleep(self, level: int, running: str) -> str:
         """Let the engine give its memory back; the same. Requests that come meanwhile are refused at once."""
-        self._sleep(sleeps=self._sleeps, falling=1)
+        self._sleep(self._level, falling=1)
         try:
             return await self._ended(wire.Sleep(next(self._numbers), level, running))
         finally:
-            self._sleep(sleeps=self._sleeps, falling=-1)
+            self._sleep(self._level, falling=-1)
 
     async def wake_up(self, path: str, shared: Mapping[str, Any]) -> str:
         """Let it take its memory again, with other weights where some are named; the same."""

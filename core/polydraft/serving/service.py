@@ -36,7 +36,7 @@ from polydraft.serving.tool_calls import Call, CallForm, CallReader
 
 T = TypeVar("T")
 
-STATES = ("starting", "ok", "stalled", "asleep", "restarting", "draining", "failed", "stopped")
+STATES = ("starting", "ok", "stalled", "asleep", "lost", "restarting", "draining", "failed", "stopped")
 LARGE_BYTES = 1 << 17
 """Of a body whose text may take some tenths of a second to become tokens."""
 COMPLETION_TOKENS = 16
@@ -81,13 +81,16 @@ class Service:
 
     @property
     def state(self) -> str:
-        """`ok` where requests are served; else why not: `draining`, `asleep`, `stalled`, or the state of the engine's client."""
+        """`ok` where requests are served; else why not: `draining`, `asleep`, `lost`, `stalled`, or the state of the engine's
+        client."""
         if self.draining:
             return "draining"
         if self.client.state != "ready":
             return self.client.state
         if self.client.asleep:
             return "asleep"
+        if self.client.lost:
+            return "lost"
         return "stalled" if self.client.stalled else "ok" if self.opened else "starting"
 
     async def open(self) -> None:

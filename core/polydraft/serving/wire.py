@@ -12,15 +12,17 @@ import msgspec
 
 from polydraft.errors import RecordError
 
-VERSION = 5
+VERSION = 6
 Span = tuple[str, str, float, float]
 """Of a step's timeline: "host" or "device", what it was, its start and length in milliseconds of the engine's clock."""
 
 
 class Start(msgspec.Struct, tag=True, frozen=True):
-    """The first command: build this engine. `config`: fields of `EngineConfig`."""
+    """The first command: build this engine. `config`: fields of `EngineConfig`; `sleep_level`: as it then falls asleep at once,
+    0 for not."""
 
     config: dict[str, Any]
+    sleep_level: int = 0
     version: int = VERSION
 
 
@@ -98,6 +100,7 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
     thinks: bool = False
     """Whether it knows what ends thinking, so that a constraint binds the reply alone."""
     weights_digest: str = ""
+    sleep_level: int = 0
     version: int = VERSION
 
 
@@ -128,13 +131,15 @@ class Refused(msgspec.Struct, tag=True, frozen=True):
 
 
 class Done(msgspec.Struct, tag=True, frozen=True):
-    """An administrative command has ended; `error` "" where it succeeded. Then whether the engine sleeps, and the digest of its
-    weights."""
+    """An administrative command has ended; `error` "" where it succeeded. Then how the engine sleeps, 0 where it is awake, the
+    digest of its weights, whether others were put in place, and why those that it has are not whole, "" where they are."""
 
     number: int
     error: str
-    asleep: bool = False
+    sleep_level: int = 0
     weights_digest: str = ""
+    given: bool = False
+    torn: str = ""
 
 
 class Stats(msgspec.Struct, tag=True, frozen=True):

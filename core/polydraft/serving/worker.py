@@ -208,6 +208,8 @@ class Worker:
             engine = Engine(EngineConfig.from_mapping(command.config), instruments=(Trace(calls="none"),))
             parameters = engine.runner.processing.parameters.values()
             refuse_taken(one.name for one in parameters)
+            if command.sleep_level:
+                engine.sleep(_level(command.sleep_level))
         except PolydraftError as error:
             self._sender.put(wire.Unready(str(error)))
             self._stopping = True
@@ -221,7 +223,7 @@ class Worker:
                 max_model_len=min(limits.max_len, limits.num_blocks * limits.block_size), max_num_seqs=limits.max_seqs,
                 max_logprobs=limits.max_logprobs,
                 vocab_size=limits.vocab_size, thinks=bool(engine.config.think_end_ids),
-                weights_digest=engine.weights_digest, device_times=self._lanes.said,
+                weights_digest=engine.weights_digest, device_times=self._lanes.said, sleep_level=command.sleep_level,
                 decisions={name: _plain(value) for name, value in resolved.describe().items()},
                 parameters=[wire.Parameter(one.name, one.doc, one.wanted) for one in parameters],
             )
@@ -248,11 +250,10 @@ class Worker:
             self._changes.popleft()
 
     def _change(self, engine: Engine, command: Change) -> None:
-        error = ""
+        error, given = "", False
         try:
             if isinstance(command, wire.Sleep):
-                level: SleepLevel = 2 if command.level == 2 else 1
-                engine.sleep(level, running=_running(command.running), step=self._meanwhile)
+                engine.sleep(_level(command.level), running=_running(command.running), step=self._meanwhile)
                 return
             with ExitStack() as opened:
                 source = opened.enter_context(engine.shared(command.shared)) if command.shared else command.path
@@ -260,13 +261,14 @@ class Worker:
                     engine.wake_up(source or None)
                 else:
                     engine.update_weights(source, running=_running(command.running), step=self._meanwhile)
+                given = bool(source)
         except PolydraftError as raised:
             error = str(raised)
         except Exception as raised:  # noqa: BLE001  whatever is wrong with what was given, the engine's requests go on
             error = f"{type(raised).__name__}: {raised}; correct what was given"
         finally:
             self._tell(engine)
-            self._sender.put(wire.Done(command.number, error, engine.sleep_level is not None, engine.weights_digest))
+            self._sender.put(wire.Done(command.number, error, engine.sleep_level or 0, engine.weights_digest, given, engine.torn))
 
     # -- steps -------------------------------------------------------------------------------------
     def _step(self, engine: Engine) -> None:
@@ -303,6 +305,10 @@ class Worker:
             device_busy_s=lanes.busy_s if lanes is not None else 0.0, prefix_queries=engine.scheduler.num_looked_up,
             prefix_hits=ledger.num_hits,
         )  # fmt: skip
+
+
+def _level(what: int) -> SleepLevel:
+    return 2 if what == 2 else 1
 
 
 def _running(what: str) -> Running:

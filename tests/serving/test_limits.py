@@ -10,6 +10,7 @@ import http.client
 import json
 import logging
 import os
+import shlex
 import shutil
 import signal
 import socket
@@ -38,6 +39,8 @@ from polydraft.serving.logs import Log
 from polydraft.serving.main import REPEATED_S, _ToLog
 from tests.serving.conftest import MODEL, Served
 from tests.support import tiny
+
+PAGE = Path(__file__).parents[2] / "docs" / "serving.md"
 
 LONG = {"prompt": "w2", "max_tokens": 90, "temperature": 0, "ignore_eos": True}
 SHORT = {"prompt": "w5 w9", "max_tokens": 4, "temperature": 0}
@@ -410,6 +413,10 @@ def test_a_server_that_sleeps(serve: Callable[..., Served], tmp_path: Path) -> N
     assert other["weights_digest"] != first
     assert served.get("/v1/models")["data"][0]["weights_digest"] == other["weights_digest"]
     assert post(served, **SHORT).json()["system_fingerprint"].endswith(other["weights_digest"])
+    drew = post(served, "/v1/chat/completions", messages=[{"role": "user", "content": "w2"}], max_tokens=3, weights_digests=True)
+    assert drew.json()["choices"][0]["weights_digests"] == [other["weights_digest"]]
+    as_documented(served)
+    assert served.get("/v1/models")["data"][0]["weights_digest"] == other["weights_digest"]
     assert post(served, "/admin/sleep", headers=key).status_code == 200
     os.kill(worker(served), signal.SIGKILL)
     assert served.becomes("restarting")
@@ -428,6 +435,23 @@ def test_a_server_that_sleeps(serve: Callable[..., Served], tmp_path: Path) -> N
         **other, "seconds": ANY,
     }  # fmt: skip
     assert served.get("/health") == {"status": "ok", "requests": 0, "restarts": 1}
+
+
+def as_documented(served: Served) -> None:
+    """Make the administrative calls of the page, in order, with models that there are."""
+    calls = [line for line in PAGE.read_text("utf-8").splitlines() if line.startswith("curl ") and "/admin/" in line]
+    models = {"/models/step-200": tiny.checkpoint(MODEL), "/models/step-201": tiny.checkpoint(tiny.moved(MODEL))}
+    assert [line.split()[1].rpartition("/")[2] for line in calls] == ["update_weights", "sleep", "wake_up"]
+    for line in calls:
+        for name, there in {"http://127.0.0.1:8000": served.url, "$ADMIN_KEY": "key", **models}.items():
+            line = line.replace(name, str(there))  # noqa: PLW2901  one text, word by word
+        _, url, *options = shlex.split(line)
+        given = list(zip(options[::2], options[1::2], strict=True))
+        headers = {"Content-Type": "application/x-www-form-urlencoded"}  # what curl says
+        headers |= dict(value.split(": ") for option, value in given if option == "-H")
+        (body,) = (value for option, value in given if option == "-d")
+        answer = httpx.post(url, headers=headers, content=body, timeout=20)
+        assert answer.status_code == 200, answer.text
 
 
 def offline(length: Any) -> str:

@@ -23,6 +23,7 @@ from tests.support import tiny
 
 CONFIG: dict[str, Any] = {
     "model": str(tiny.checkpoint(MODEL)), "backend": "reference", "invariant": True, "logprobs": 2, "max_num_seqs": 3,
+    "weights_digest": True,
 }  # fmt: skip
 PARAMS: dict[str, Any] = {"max_new_tokens": 60, "ignore_eos": True, "logprobs": 1}
 
@@ -43,6 +44,8 @@ class Wire:
             there.connect(f"inproc://{name}")
         self.worker = Worker(*ends)
         self.sent: list[bool] = []
+        self.first: list[int] = []
+        """Tokens that were read already."""
         self.thread = threading.Thread(target=lambda: self.sent.append(self.worker.run()))
         self.thread.start()
 
@@ -181,7 +184,9 @@ def slow(other_end: Wire, monkeypatch: pytest.MonkeyPatch) -> Wire:
 
     monkeypatch.setattr(engine, "step", slowly)
     other_end.tell(wire.Add(1, [5, 9], PARAMS))
-    assert isinstance(other_end.read(), wire.Outputs)
+    event = other_end.read()
+    assert isinstance(event, wire.Outputs)
+    other_end.first = unpack(event.deltas)[0].token_ids.tolist()
     return other_end
 
 
@@ -205,6 +210,38 @@ def test_while_running_requests_finish_the_worker_serves_them_and_answers(slow: 
     assert "more 1" in said[said.index("Stats") : first], "the text that is waited for goes on to its reader"
     assert said.index("end 3") < first, "one that waited was aborted"
     assert all(first < place for place, what in enumerate(said) if what.endswith(" 2") and "Done" not in what)
+
+
+def test_outputs_name_the_weights_that_drew_them_also_where_nobody_reads(slow: Wire) -> None:
+    """They wait in the engine while weights are replaced, and are told apart from what follows."""
+    engine = slow.worker._engine
+    assert engine is not None
+    first = engine.weights_digest
+    rests_at = time.monotonic() + 20
+    while not slow.worker._pending and time.monotonic() < rests_at:
+        time.sleep(0.002)
+    slow.tell(wire.UpdateWeights(1, str(tiny.checkpoint(tiny.moved(MODEL))), "recompute"))
+    while engine.weights_digest == first and time.monotonic() < rests_at:
+        time.sleep(0.002)
+    drawn: dict[str, list[int]] = {}
+    ended = done = False
+    while not (ended and done):
+        event = slow.read()
+        if isinstance(event, wire.Outputs):
+            for delta in unpack(event.deltas):
+                drawn.setdefault(event.weights_digest, []).extend(delta.token_ids.tolist())
+                ended |= bool(delta.finish)
+        done |= isinstance(event, wire.Done)
+    assert list(drawn) == [first, engine.weights_digest]
+    text: list[int] = slow.first
+    for model, tokens in zip((MODEL, tiny.moved(MODEL)), drawn.values(), strict=True):
+        with LLM(**{**CONFIG, "model": str(tiny.checkpoint(model))}) as llm:
+            count = len(tokens) + (len(text) if model == MODEL else 0)
+            (wanted,) = llm.generate(
+                [[5, 9, *(text if model != MODEL else ())]], SamplingParams(**{**PARAMS, "max_new_tokens": count})
+            )
+        text = [*text, *tokens]
+        assert list(wanted.token_ids) == text[len(text) - count :]
 
 
 def test_a_worker_that_waits_for_requests_to_finish_stops_all_the_same(slow: Wire) -> None:

@@ -90,6 +90,8 @@ class Choice:
         self.round_drafts: list[int] = []
         self.round_lookups: list[int] = []
         self.forced: set[int] = set()
+        self._policies: list[tuple[int, str]] = []
+        """Places from which on other weights drew the tokens, and their digests."""
         self.finish = ""
         self.error = ""
         self._timing: dict[str, Any] = {"step_ms": 0.0, "host_gap_ms": 0.0, "spans": []}
@@ -100,8 +102,20 @@ class Choice:
         self._reported = 0
         self._offsets = texts.offsets()
 
-    def feed(self, delta: RequestDelta) -> Said:
-        """Take what is new; returns what it says."""
+    def weights_digests(self, places: range) -> list[str]:
+        """Of the weights that drew these tokens, in order, each once."""
+        ends = [begin for begin, _ in self._policies[1:]] + [len(self.token_ids)]
+        drew = (
+            digest
+            for (begin, digest), end in zip(self._policies, ends, strict=False)
+            if max(begin, places.start) < min(end, places.stop)
+        )
+        return list(dict.fromkeys(drew))
+
+    def feed(self, delta: RequestDelta, weights_digest: str = "") -> Said:
+        """Take what is new, which weights of this digest drew; returns what it says."""
+        if len(delta.token_ids) and (not self._policies or self._policies[-1][1] != weights_digest):
+            self._policies.append((len(self.token_ids), weights_digest))
         self.token_ids += delta.token_ids.tolist()
         self.rounds += delta.rounds.tolist()
         self.round_drafts += delta.round_drafts.tolist()

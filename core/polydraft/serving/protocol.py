@@ -115,6 +115,8 @@ class Sampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The same, by the name that vLLM has for an engine's."""
     provenance: bool | None = None
     """Say of each token who proposed it."""
+    weights_digests: bool | None = None
+    """Give the digests of the weights that drew the tokens."""
 
 
 class Function(msgspec.Struct, forbid_unknown_fields=True):

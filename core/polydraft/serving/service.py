@@ -220,6 +220,10 @@ class Service:
     def response(self, body: protocol.ResponsesRequest) -> Job:
         """The job of a response."""
         protocol.refuse_unsupported(body)
+        if body.weights_digests:
+            raise RequestError(
+                "weights_digests is true, and a response has no place for them; use /v1/chat/completions", "weights_digests"
+            )
         kind: Any = self.bodies[protocol.ChatRequest]
         chat = responses.as_chat(body, kind)
         job = self.chat(chat)
@@ -277,6 +281,9 @@ class Service:
         self, kind: str, prefix: str, body: protocol.CompletionRequest | protocol.ChatRequest, prompts: list[list[int]],
         params: dict[str, Any], top: int | None,
     ) -> Job:  # fmt: skip
+        if body.weights_digests and not self.ready.weights_digest:
+            missing = "weights_digests is true, and this server digests no weights; start it with --weights-digest"
+            raise RequestError(missing, "weights_digests")
         prompts = [prompt[-(body.truncate_prompt_tokens or len(prompt)) :] for prompt in prompts]
         longest, length = max(len(prompt) for prompt in prompts), self.ready.max_model_len
         if longest >= length:  # the engine would have to look at every token to say so
@@ -315,7 +322,7 @@ class Service:
                 if job.body.provenance:
                     choice.time(event.step_ms, event.host_gap_ms, event.spans)
                 fresh, count = not choice.token_ids, len(delta.token_ids)
-                said = choice.feed(delta)
+                said = choice.feed(delta, event.weights_digest)
                 if count:
                     self.metrics.generation_tokens.inc(count)
                     if fresh:
@@ -379,6 +386,8 @@ class Service:
             fields["logprobs"] = {name: [*echo.get(name, ()), *values] for name, values in new.items()}
         if job.body.provenance:
             fields["provenance"] = choice.provenance(places)
+        if job.body.weights_digests:
+            fields["weights_digests"] = choice.weights_digests(places)
         if job.body.return_token_ids:
             fields["token_ids"] = [choice.token_ids[place] for place in places]
             if first and job.kind == "text_completion":

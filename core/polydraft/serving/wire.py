@@ -112,12 +112,13 @@ class Unready(msgspec.Struct, tag=True, frozen=True):
 
 class Outputs(msgspec.Struct, tag=True, frozen=True):
     """What a step brought: packed deltas of requests (`polydraft.output.request_delta`), how long it took on the host, the time
-    since the last, and what went on where since the last outputs."""
+    since the last, what went on where since the last outputs, and the digest of the weights that drew all of it."""
 
     deltas: bytes
     step_ms: float = 0.0
     host_gap_ms: float = 0.0
     spans: list[Span] = []
+    weights_digest: str = ""
 
 
 class Refused(msgspec.Struct, tag=True, frozen=True):

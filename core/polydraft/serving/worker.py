@@ -48,8 +48,9 @@ SWITCH_S = 5e-4
 """How long a thread may keep the interpreter from the other one."""
 
 Change = wire.UpdateWeights | wire.Sleep | wire.WakeUp
-Timing = tuple[float, float, list[wire.Span]]
-"""How long a step took on the host and how long the host took before it, in ms, and what went on where; see `wire.Outputs`."""
+Beside = tuple[float, float, list[wire.Span], str]
+"""What goes with outputs: how long a step took on the host and how long the host took before it, in ms, what went on where, and
+the digest of the weights; see `wire.Outputs`."""
 
 
 class _Orphaned(BaseException):
@@ -61,7 +62,7 @@ class Sender:
 
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
         self._socket = socket
-        self._queue: queue.Queue[tuple[EngineOutputs, Timing] | wire.Event | Tokenizer | None] = queue.Queue()
+        self._queue: queue.Queue[tuple[EngineOutputs, Beside] | wire.Event | Tokenizer | None] = queue.Queue()
         self._processor: OutputProcessor | None = None
         self._thread = threading.Thread(target=self._run, name="sender", daemon=True)
         self.failure: BaseException | None = None
@@ -80,8 +81,8 @@ class Sender:
         error, self._processor.error = self._processor.error, None
         return error
 
-    def put(self, what: tuple[EngineOutputs, Timing] | wire.Event | Tokenizer) -> None:
-        """Send this behind what was put before: outputs of one or more steps and the timing of the last one, or an event. The
+    def put(self, what: tuple[EngineOutputs, Beside] | wire.Event | Tokenizer) -> None:
+        """Send this behind what was put before: outputs of one or more steps and what goes with the last one, or an event. The
         first thing is the tokenizer, once there is an engine. Never waits."""
         self._queue.put(what)
 
@@ -98,16 +99,16 @@ class Sender:
         except BaseException as error:  # noqa: BLE001  the engine's thread raises it
             self.failure = error
 
-    def _handle(self, what: tuple[EngineOutputs, Timing] | wire.Event | Tokenizer) -> None:
+    def _handle(self, what: tuple[EngineOutputs, Beside] | wire.Event | Tokenizer) -> None:
         if isinstance(what, Tokenizer):
             self._processor = OutputProcessor(what)
         elif not isinstance(what, tuple):
             self._socket.send(wire.encode(what))
         elif self._processor is not None:
-            outputs, timing = what
+            outputs, beside = what
             deltas = self._processor.deltas(outputs)
             if deltas:
-                self._socket.send(wire.encode(wire.Outputs(pack(deltas), *timing)))
+                self._socket.send(wire.encode(wire.Outputs(pack(deltas), *beside)))
 
 
 class Worker:
@@ -122,6 +123,8 @@ class Worker:
         self._stopping = self._pending = False
         """Whether outputs wait in the engine for room."""
         self._timing: tuple[float, float] = 0.0, 0.0
+        self._digest = ""
+        """Of the weights that drew what waits in the engine."""
         self._changes: deque[Change] = deque()
         """Administrative commands, in their order; the first one is being done."""
         self._lanes: Lanes | None = None
@@ -214,7 +217,7 @@ class Worker:
             self._sender.put(wire.Unready(str(error)))
             self._stopping = True
             return
-        self._engine = engine
+        self._engine, self._digest = engine, engine.weights_digest
         limits, resolved, self._lanes = engine.resolved.limits, engine.resolved, Lanes(engine)
         self._sender.put(engine.tokenizer)
         self._sender.put(
@@ -251,6 +254,7 @@ class Worker:
 
     def _change(self, engine: Engine, command: Change) -> None:
         error, given = "", False
+        self._tell(engine, always=True)  # a preempted request is told of when it runs again
         try:
             if isinstance(command, wire.Sleep):
                 engine.sleep(_level(command.level), running=_running(command.running), step=self._meanwhile)
@@ -267,7 +271,8 @@ class Worker:
         except Exception as raised:  # noqa: BLE001  whatever is wrong with what was given, the engine's requests go on
             error = f"{type(raised).__name__}: {raised}; correct what was given"
         finally:
-            self._tell(engine)
+            self._tell(engine, always=True)  # what the weights of before drew, by itself
+            self._digest = engine.weights_digest
             self._sender.put(wire.Done(command.number, error, engine.sleep_level or 0, engine.weights_digest, given, engine.torn))
 
     # -- steps -------------------------------------------------------------------------------------
@@ -281,11 +286,12 @@ class Worker:
         self._timing = 1000 * (self._last - start), 1000 * gap
         self._tell(engine)
 
-    def _tell(self, engine: Engine) -> None:
+    def _tell(self, engine: Engine, *, always: bool = False) -> None:
         """Hand over what is new, unless as much as may is on its way already."""
-        self._pending = self._sender.full
+        self._pending = self._sender.full and not always
         if not self._pending and (outputs := engine.take()):
-            self._sender.put((outputs, (*self._timing, self._lanes.drain() if self._lanes is not None else [])))
+            spans = self._lanes.drain() if self._lanes is not None else []
+            self._sender.put((outputs, (*self._timing, spans, self._digest)))
         elif self._lanes is not None:
             self._lanes.note()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from contextlib import closing
 from typing import Any
 
@@ -12,7 +13,8 @@ import torch
 
 from polydraft import Engine
 from polydraft.contracts.packing import PACKINGS, pack
-from polydraft.models.digest import Digested
+from polydraft.errors import CheckpointError
+from polydraft.models.digest import Digested, Unchanged
 from tests.step.test_weights_from_memory import MODEL, MOVED, arrays
 from tests.support import runs, tiny
 
@@ -76,3 +78,27 @@ def test_shapes_names_and_order_count_as_they_should():
 def test_without_the_option_there_is_none():
     with closing(runs.engine(MODEL)) as plain:
         assert not plain.weights_digest
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(lambda a: np.negative(a, out=a), id="every sign"),
+        pytest.param(lambda a: a.__setitem__([0, 1], a[[1, 0]]), id="rows that change places"),
+        pytest.param(lambda a: a.__setitem__([7, 263], a[[263, 7]]), id="rows far apart that change places"),
+        pytest.param(lambda a: a.view(np.uint32).__setitem__((3, 5), a.view(np.uint32)[3, 5] ^ 1), id="a bit"),
+        pytest.param(lambda a: a.__setitem__((-1, -1), 3.0), id="the last number"),
+        pytest.param(lambda a: a.__setitem__(slice(None), np.roll(a, 1)), id="all move"),
+    ],
+)
+def test_what_changes_between_two_readings_is_seen(change: Callable[[Any], Any]):
+    value = np.random.default_rng(0).standard_normal((517, 1024), np.float32)
+    given: dict[str, Any] = {"w": value, "packed": pack(value, next(iter(PACKINGS.values())))}
+    read = Unchanged(given)
+    for _ in range(2):
+        assert all(read[name] is given[name] for name in read)
+    change(value)
+    given["packed"].numbers.reshape(-1)[3] ^= 1
+    for name in read:
+        with pytest.raises(CheckpointError, match=f"have changed since they were checked, first seen of {name}, wanted the same"):
+            read[name]

@@ -10,12 +10,16 @@ from __future__ import annotations
 import hashlib
 import zlib
 from collections.abc import Iterator, Mapping
+from typing import Final
 
 import numpy as np
 
 from polydraft.contracts.packing import Matrix, PackedWeight
 from polydraft.device import Array
 from polydraft.errors import CheckpointError
+
+LANES: Final = 4099
+"""Of a checksum; a prime, so that rows and matrices that change places fall into others."""
 
 
 class Digested(Mapping[str, Matrix]):
@@ -46,7 +50,7 @@ class Digested(Mapping[str, Matrix]):
 
 
 class Unchanged(Mapping[str, Matrix]):
-    """Canonical tensors that have to be the same each time they are read, by their CRC-32: whoever gives them may change them
+    """Canonical tensors that have to be the same each time they are read, by a checksum: whoever gives them may change them
     meanwhile. Looking one up raises `CheckpointError` where it has changed."""
 
     def __init__(self, canonical: Mapping[str, Matrix]) -> None:
@@ -56,7 +60,7 @@ class Unchanged(Mapping[str, Matrix]):
     def __getitem__(self, name: str) -> Matrix:
         value, found = self._canonical[name], 0
         for part in _bytes(value):
-            found = zlib.crc32(part, found)
+            found = _checksum(part, found)
         if self._of.setdefault(name, found) != found:
             raise CheckpointError(
                 f"weights that were given have changed since they were checked, first seen of {name}, wanted the same until the "
@@ -69,6 +73,17 @@ class Unchanged(Mapping[str, Matrix]):
 
     def __len__(self) -> int:
         return len(self._canonical)
+
+
+def _checksum(part: bytes | memoryview, begin: int) -> int:
+    """CRC-32 of words of 8 bytes, of which every `LANES`-th is folded into one (XOR) before, which is as fast as memory; of what
+    is left over as it is."""
+    data = np.frombuffer(part, np.uint8)
+    folded = len(data) // (8 * LANES) * 8 * LANES
+    if folded:
+        lanes = data[:folded].view(np.uint64).reshape(-1, LANES)
+        begin = zlib.crc32(np.bitwise_xor.reduce(lanes, axis=0).data, begin)
+    return zlib.crc32(data[folded:].data, begin)
 
 
 def _digest(value: Matrix) -> bytes:

@@ -46,24 +46,20 @@ class PagedAttentionV1(Args):
     )
 
 
-def attend(a: Any, r: int, h: int, places: list[tuple[int, int]]) -> tuple[Array, Array]:
-    """Return one head's output for row `r`, and what its error scales with.
+def attend(a: Any, r: int, h: int, blocks: Array, offsets: Array) -> tuple[Array, Array]:
+    """Return one head's output for row `r` over the keys at `offsets` of `blocks`, and what its error scales with.
 
     That is the weighted sum of absolute values, times 1 + the largest sum of absolute terms of a score: exp turns an
     absolute error of a score into a relative one of its weight.
     """
     q = a.q[r, h * a.head_dim : (h + 1) * a.head_dim]
     g = h // (a.num_heads // a.num_kv_heads)
-    terms = [q * a.cache.k[block, offset, g] * a.softmax_scale for block, offset in places]
-    scores = [term.sum() for term in terms]
-    most = max(scores)
-    weights = [math.exp(score - most) for score in scores]
-    out, magnitude, whole = np.zeros(a.head_dim), np.zeros(a.head_dim), sum(weights)
-    for weight, (block, offset) in zip(weights, places, strict=True):
-        value = a.cache.v[block, offset, g]
-        out += weight / whole * value
-        magnitude += weight / whole * np.abs(value)
-    return out, magnitude * (1.0 + max(np.abs(term).sum() for term in terms))
+    terms = q * a.cache.k[blocks, offsets, g] * a.softmax_scale
+    scores = terms.sum(axis=1)
+    weights = np.exp(scores - scores.max())
+    weights /= weights.sum()
+    values = a.cache.v[blocks, offsets, g]
+    return weights @ values, weights @ np.abs(values) * (1.0 + np.abs(terms).sum(axis=1).max())
 
 
 def attend_all(a: Any, n: int, out: Array, magnitude: Array) -> None:
@@ -74,11 +70,11 @@ def attend_all(a: Any, n: int, out: Array, magnitude: Array) -> None:
         if slot < 0:
             continue
         first = max(a.positions[r] + 1 - a.sliding_window, 0) if a.sliding_window else 0
-        keys = range(first, a.positions[r] + 1)
-        places = [(a.block_table[slot, p // a.block_size], p % a.block_size) for p in keys]
+        keys = np.arange(first, a.positions[r] + 1)
+        blocks, offsets = a.block_table[slot, keys // a.block_size], keys % a.block_size
         for h in range(a.num_heads):
             head = slice(h * a.head_dim, (h + 1) * a.head_dim)
-            out[r, head], magnitude[r, head] = attend(a, r, h, places)
+            out[r, head], magnitude[r, head] = attend(a, r, h, blocks, offsets)
 
 
 def golden(a: Any, n: int) -> None:

@@ -14,9 +14,10 @@ from polydraft.conformance.harness import _allowed, deliver, run_golden
 from polydraft.contracts import COMPOSITES, REGISTRY
 from polydraft.contracts.base import Case, Contract, LogicalCache, TensorSpec
 from polydraft.contracts.compare import NORMAL, compare
-from polydraft.contracts.inputs import Kernel, arrays, contract_of, default_cases, namespace, symbols
+from polydraft.contracts.inputs import Kernel, arrays, contract_of, default_cases, limits_of, namespace, symbols
 from polydraft.contracts.kernels.argmax import best_first, highest
-from polydraft.contracts.large import large, large_names, of_model, repeated, surprise
+from polydraft.contracts.kernels.sample import MANY_KEPT
+from polydraft.contracts.large import called, large, large_names, of_model, repeated, several_large, sizes_of, surprise
 from polydraft.contracts.sizes import MODELS
 from polydraft.device import Array
 from tests.support.depth import deep
@@ -55,7 +56,9 @@ def test_every_contract_says_what_can_be_large(contract: Contract):
     params = {name for name, spec in contract.args.specs().items() if not hasattr(spec, "shape")}
     known = {symbol for spec in contract.args.specs().values() for symbol in getattr(spec, "shape", "").split()}
     assert contract.grows
-    assert set(contract.grows) <= known | params | {"B"}
+    cached = {"num_blocks"} if any(getattr(spec, "kind", "") == "cache" for spec in contract.args.specs().values()) else set()
+    assert set(contract.grows) <= known | params | {"B"} | cached
+    assert {symbol for sizes in contract.together for symbol in sizes} <= set(contract.grows)
     assert set(contract.independent) <= set(contract.grows)
     assert all(list(ladder.steps) == sorted(set(ladder.steps)) for ladder in contract.grows.values())
 
@@ -65,11 +68,63 @@ def test_a_case_is_as_large_as_its_name_says(kernel: Any, symbol: str, size: int
     contract, case = contract_of(kernel), large(kernel, symbol, size)
     sizes = symbols(contract, case)
     assert case.name == f"{symbol}-{size}"
-    assert size <= {**sizes, **case.params}[symbol] <= size + 2, "rows and two beyond the launch"
+    blocks = limits_of(contract, case).num_blocks
+    assert size <= {**sizes, **case.params, "num_blocks": blocks}[symbol] <= size + 2, "rows and two beyond the launch"
     launched = "N" if contract.unit == "any" else ""
     assert case.n == size if symbol == launched and contract.name != "pack_logprobs" else case.n > 0
     others = [length for other, length in sizes.items() if other != symbol and other in contract.grows]
     assert max(others, default=0) < 3100, "one dimension at a time, and what follows from it"
+
+
+@pytest.mark.parametrize(("contract", "sizes"), [(c, sizes) for c in CONTRACTS for sizes in c.together], ids=named)
+def test_a_case_with_several_large_sizes_has_them_all(contract: Contract, sizes: dict[str, int]):
+    case = several_large(contract, sizes)
+    found = symbols(contract, case)
+    assert called(contract, case.name) is not None
+    assert case.name == "+".join(f"{symbol}-{size}" for symbol, size in sizes.items())
+    assert all(size <= found[symbol] <= size + 2 for symbol, size in sizes.items())
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [("N-7", {"N": 7}), ("N-70+I-300", {"N": 70, "I": 300}), ("Q-7", {}), ("N-7+Q-7", {}), ("N-", {}), ("one_row", {}), ("", {})],
+)
+def test_any_sizes_may_be_asked_for_by_name(name: str, sizes: dict[str, int]):
+    assert sizes_of(REGISTRY["linear"], name) == sizes
+
+
+@pytest.mark.parametrize("name", ["paged_attention", "rope_kv_write"])
+def test_blocks_of_a_large_pool_are_those_at_its_end(name: str):
+    case = large(REGISTRY[name], "num_blocks", 65_700)
+    granted = case.arrays["block_table"][case.arrays["block_table"] >= 0]
+    assert len(granted) > 10
+    assert granted.min() > 0xFFFF
+
+
+@pytest.mark.parametrize("name", ["paged_attention", "rope_kv_write"])
+def test_a_large_block_is_filled_and_another_begun(name: str):
+    case = large(REGISTRY[name], "block_size", 128)
+    valid = case.arrays["row_slot"][: case.n] >= 0
+    assert case.arrays["positions"][: case.n][valid].max() >= 256
+
+
+@pytest.mark.parametrize("name", ["paged_attention", "rope_kv_write"])
+def test_most_of_many_rows_are_one_chunk_of_a_prompt(name: str):
+    slots = large(REGISTRY[name], "N", 512).arrays["row_slot"]
+    assert np.bincount(slots[slots >= 0]).max() > 256
+
+
+def test_filters_of_a_large_vocabulary_keep_more_than_a_short_list():
+    case = large(REGISTRY["filter_probs"], "V", 32_000)
+    assert (run_golden(REGISTRY["filter_probs"], case)["logits"].value > 0).sum(axis=1).max() == MANY_KEPT
+    case = large(REGISTRY["sample"], "V", 32_000)
+    chosen, slots = run_golden(REGISTRY["sample"], case)["tokens"].value, case.arrays["row_slot"]
+    places = [
+        best_first(case.arrays["logits"][r]).index(chosen[r])
+        for r in range(case.n)
+        if slots[r] >= 0 and case.arrays["top_k"][slots[r]] == MANY_KEPT
+    ]
+    assert max(places) >= 64
 
 
 def flat(case: Case) -> list[Any]:

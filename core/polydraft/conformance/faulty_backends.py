@@ -428,6 +428,9 @@ class _SortedByLoad(Proxy):
         return run
 
 
+ATTACKER: Final = "planted by an attacker"
+
+
 def _sized(id_: str, contract: str, case: str, spoil: Callable[[Any, int], None], source: str) -> Mutant:
     """A mutant that is right at small sizes."""
     fault = (spoil.__doc__ or "").rstrip(".")
@@ -442,7 +445,7 @@ SIZED: Final[tuple[Mutant, ...]] = (
     _sized("M93", "linear", "more-surprises", size_faults.inputs_on_no_list, "kernels tuned to a test suite"),
     _sized("M94", "begin_draft", "B-17", size_faults.slots_beyond_8, "a demonstration's batch"),
     _sized("M95", "begin_draft", "B-33", size_faults.slots_beyond_16, "half a warp"),
-    _sized("M96", "verify_match", "K-16", size_faults.drafts_beyond_7, "windows of 8 words"),
+    _sized("M96", "verify_match", "K-8", size_faults.drafts_beyond_7, "windows of 8 words"),
     _sized("M97", "argmax", "N-65", size_faults.no_slot_beyond_32_rows, "padding tested in the first block alone"),
     _sized("M98", "argmax", "V-152064", size_faults.tokens_beyond_65535, "vocabularies of 32,000"),
     _sized("M99", "embed", "V-152064", size_faults.table_rows_beyond_65535, "the same"),
@@ -1499,6 +1502,23 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         "L1/counters",
         by.with_device(lifetime.Rich),
     ),
+    _sized("M220", "paged_attention", "num_kv_heads-8", size_faults.kv_heads_beyond_4, ATTACKER),
+    _sized("M221", "paged_attention", "block_size-32", size_faults.blocks_over_16, ATTACKER),
+    _sized("M222", "paged_attention", "N-257", size_faults.chunks_beyond_128, ATTACKER),
+    _sized("M223", "linear", "N-2049", size_faults.rows_beyond_1024, ATTACKER),
+    _sized("M224", "paged_attention", "num_blocks-4200", size_faults.block_ids_beyond_4095, ATTACKER),
+    _sized("M225", "linear", "N-129+I-4099+O-4099", size_faults.many_rows_of_a_large_matrix, ATTACKER),
+    _sized("M226", "argmax", "zeros_of_both_signs_are_equal", size_faults.negative_zeros, ATTACKER),
+    _sized("M227", "verify_match", "K-32", size_faults.windows_beyond_17, ATTACKER),
+    _sized("M228", "filter_probs", "V-32000", size_faults.short_list_of_64, ATTACKER),
+    Mutant(
+        "M229",
+        "weights end behind 2**24 numbers",
+        ATTACKER,
+        "L2/linear/N-129+I-4099+O-4099",
+        lambda plugin: wrap(plugin, polydraft_kernels=lambda answer, device: size_faults.EndingWeights(answer, {})),
+    ),
+    _sized("M219", "paged_attention", "B-300", size_faults.slots_beyond_256, ATTACKER),
 )
 """Every mutant of this version, by the numbers of the design's table; a number that is missing is in `CORES`."""
 

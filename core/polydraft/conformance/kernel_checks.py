@@ -25,8 +25,9 @@ from polydraft.contracts.inputs import FLEXIBLE, SEEDS, Kernel, contract_of, ker
 from polydraft.contracts.inputs import generated as random_case
 from polydraft.contracts.kernels.rope_kv_write import border_case
 from polydraft.contracts.kv_quant import KV_DTYPES, Kv
-from polydraft.contracts.large import large, large_names, models, of_model, surprise
+from polydraft.contracts.large import large, large_sizes, models, of_model, several_large, sizes_of, surprise
 from polydraft.contracts.packing import PACKINGS
+from polydraft.contracts.sizes import Sizes, named
 from polydraft.sentinels import Phase
 
 DEEP_SEEDS: Final = 500
@@ -72,8 +73,8 @@ def _of_kernel(kernel: Kernel, options: Options, *, optional: bool) -> Iterator[
         return
     yield from (check(case.name, _named, case.name) for case in named_cases(kernel))
     yield check("seeds", _seeds, range(DEEP_SEEDS if options.deep else SEEDS))
-    for place, (symbol, size) in enumerate(large_names(kernel)):
-        yield check(f"{symbol}-{size}", _large, symbol, size, basic=options.deep or not place)
+    for place, sizes in enumerate(large_sizes(kernel)):
+        yield check(named(sizes), _large, sizes, basic=options.deep or not place)
     yield check("surprises", _surprises, options.seed, range(SURPRISES))
     most = DEEP_SURPRISES if options.deep else MORE_SURPRISES
     yield check("more-surprises", _surprises, options.seed, range(SURPRISES, most), basic=options.deep)
@@ -104,7 +105,7 @@ def _of_kernel(kernel: Kernel, options: Options, *, optional: bool) -> Iterator[
 
 def _asked(kernel: Kernel, options: Options) -> Iterator[tuple[Any, ...]]:
     """The check of the one case that was asked for, as name, function and its arguments: a named one, `seed-7`, `surprise-3`,
-    `V-152064` (of any size) or `model-mimo-7b`. None where the contract has no such case."""
+    `V-152064` (of any sizes) or `model-mimo-7b`. None where the contract has no such case."""
     name = options.case
     kind, _, which = name.partition("-")
     if name in [case.name for case in named_cases(kernel)]:
@@ -115,8 +116,8 @@ def _asked(kernel: Kernel, options: Options) -> Iterator[tuple[Any, ...]]:
         yield "seeds", _seeds, [int(which)]
     elif which.isdecimal() and kind == "surprise":
         yield "surprises", _surprises, options.seed, [int(which)]
-    elif which.isdecimal() and kind in contract_of(kernel).grows:
-        yield name, _large, kind, int(which)
+    elif sizes := sizes_of(kernel, name):
+        yield name, _large, sizes
 
 
 # -- cases and goldens, which no backend changes -------------------------------------------------------
@@ -221,10 +222,10 @@ def _seeds(kernel: Kernel, seeds: Sequence[int], target: Target, tally: Tally) -
         _run(kernel, _generated(kernel, seed, target), opened, tally, act=act, command=target.command)
 
 
-def _large(kernel: Kernel, symbol: str, size: int, target: Target, tally: Tally) -> None:
-    """One dimension at the size that products have, all else small; nothing beside any buffer is written."""
+def _large(kernel: Kernel, sizes: Sizes, target: Target, tally: Tally) -> None:
+    """These dimensions at the sizes that products have, all else small; nothing beside any buffer is written."""
     opened, act = opened_for(target, kernel)
-    case = legal(large(kernel, symbol, size), target.info.capabilities.row_order)
+    case = legal(several_large(kernel, sizes), target.info.capabilities.row_order)
     _run_guarded(kernel, case, opened, tally, act=act, command=target.command)
 
 

@@ -23,8 +23,7 @@ from polydraft.contracts.compare import Comparison, compare, from_host
 from polydraft.contracts.compare import to_host as host_form
 from polydraft.contracts.composite import Composite, split
 from polydraft.contracts.inputs import SEEDS, Kernel, contract_of, default_cases, dtype_of, kernel_of, namespace
-from polydraft.contracts.large import called, large_names
-from polydraft.contracts.large import large as one_large
+from polydraft.contracts.large import called, large_sizes, several_large
 from polydraft.device import Array
 from polydraft.errors import ConfigError
 
@@ -50,7 +49,7 @@ def check_kernel(
     dtype: str = "f32",
 ) -> list[Comparison]:
     """Compare `function` with the golden of `contract` (or composite) on every named case, `seeds` generated ones and (unless
-    `large` is off) those with one dimension as large as products have it; or on one `case` alone, such as "seed-7" or "V-32000".
+    `large` is off) those with dimensions as large as products have them; or on one `case` alone, such as "seed-7" or "V-32000".
     Return the comparisons.
 
     `to_device` gets a NumPy array and returns device memory of its own, `to_host` the way back; arrays are in the host form
@@ -76,7 +75,7 @@ def _kernel(name: str) -> Kernel:
 
 def _cases(kernel: Kernel, case: str, seeds: int, *, large: bool) -> Iterable[Case]:
     if not case:
-        more = (one_large(kernel, symbol, size) for symbol, size in large_names(kernel)) if large else ()
+        more = (several_large(kernel, sizes) for sizes in large_sizes(kernel)) if large else ()
         return chain(default_cases(kernel, seeds), more)
     chosen = called(kernel, case)
     if chosen is None:

@@ -10,10 +10,12 @@ from typing import Any, Final
 
 import numpy as np
 
+from polydraft.conformance.target import TableProxy
+from polydraft.contracts.kernels.linear import CONTRACT as LINEAR
 from polydraft.contracts.sizes import INPUTS
 from polydraft.sentinels import NO_TOKEN, Phase
 
-LISTED: Final = frozenset((*range(64), *INPUTS.steps))
+LISTED: Final = frozenset((*range(64), *INPUTS.steps, *(sizes["I"] for sizes in LINEAR.together)))
 """Inputs of a matrix in cases that are on a list, and small ones."""
 
 
@@ -145,3 +147,76 @@ def columns_beyond_32(a: Any, n: int) -> None:
 def experts_beyond_256(a: Any, n: int) -> None:
     """Experts behind the 256th are never chosen."""
     a.expert_weights[:n][a.expert_ids[:n] >= 256] = 0.0
+
+
+def kv_heads_beyond_4(a: Any, n: int) -> None:
+    """Heads of KV heads behind the fourth are halved."""
+    group = a.num_heads // a.num_kv_heads
+    a.out[:n].reshape(n, a.num_heads, a.head_dim)[:, 4 * group :] *= 0.5
+
+
+def blocks_over_16(a: Any, n: int) -> None:
+    """Rows are halved where blocks have more than 16 positions."""
+    if a.block_size > 16:
+        a.out[:n] *= 0.5
+
+
+def chunks_beyond_128(a: Any, n: int) -> None:
+    """Rows of one slot behind its 128th are not computed."""
+    for slot in set(a.row_slot[:n].tolist()) - {-1}:
+        a.out[np.flatnonzero(a.row_slot[:n] == slot)[128:]] = 0.0
+
+
+def block_ids_beyond_4095(a: Any, n: int) -> None:
+    """Ids of blocks in 12 bits."""
+    for r in np.flatnonzero(a.row_slot[:n] >= 0):
+        if (a.block_table[a.row_slot[r], : a.positions[r] // a.block_size + 1] > 4095).any():
+            a.out[r] = 0.0
+
+
+def slots_beyond_256(a: Any, n: int) -> None:
+    """Rows of slots behind the 257th are not computed."""
+    a.out[:n][a.row_slot[:n] > 256] = 0.0
+
+
+def rows_beyond_1024(a: Any, n: int) -> None:
+    """Rows behind the first 1024 are not computed."""
+    a.out[1024:n] = 0.0
+
+
+def many_rows_of_a_large_matrix(a: Any, n: int) -> None:
+    """128 rows and more are not computed where the matrix is large, too."""
+    if n >= 128 and a.x.shape[1] >= 2048 and a.out.shape[1] >= 2048:
+        a.out[:n] = 0.0
+
+
+def negative_zeros(a: Any, n: int) -> None:
+    """Floats are compared by their bits, where -0.0 is less than 0.0."""
+    for r in np.flatnonzero(a.tokens[:n] >= 0):
+        zeros = np.flatnonzero((a.logits[r] == 0) & ~np.signbit(a.logits[r]))
+        if a.logits[r].max() == 0 and len(zeros):
+            a.tokens[r] = zeros[0]
+
+
+def windows_beyond_17(a: Any, n: int) -> None:
+    """Windows end behind 17 tokens."""
+    for i in np.flatnonzero(a.window_len[:n] > 17):
+        a.accepted[i], a.window_len[i], a.window[i, 17:] = 16, 17, NO_TOKEN
+
+
+def short_list_of_64(a: Any, n: int) -> None:
+    """Filters keep 64 tokens of a large vocabulary at most."""
+    for row, slot in zip(a.logits[:n], a.row_slot[:n], strict=True):
+        if slot >= 0 and len(row) > 1024 and (row > 0).sum() > 64:
+            row[np.argsort(-row, kind="stable")[64:]] = 0.0
+            row[:] = row / row.sum()
+
+
+class EndingWeights(TableProxy):
+    """A table whose weights are 0 behind the first 2**24 numbers."""
+
+    def prepare_weight(self, role: str, value: Any, dtype: str, previous: Any = None) -> Any:
+        if isinstance(value, np.ndarray) and value.size > 1 << 24:
+            value = value.copy()
+            value.reshape(-1)[1 << 24 :] = 0.0
+        return self._inner.prepare_weight(role, value, dtype, previous)

@@ -16,7 +16,7 @@ from typing import Any, Final, Literal, Protocol, TypeVar, get_args
 from numpy.typing import NDArray
 
 from polydraft.contracts.features import FEATURES
-from polydraft.contracts.sizes import Ladder
+from polydraft.contracts.sizes import Ladder, Sizes
 from polydraft.device import Buffer, Launch
 from polydraft.errors import ContractError
 
@@ -295,9 +295,10 @@ class Contract:
     `tipped(a, n, off)[output]` is allowed beside the tolerance: how far an output is moved by numbers that are rounded to a grid
     on the way, where `off`, the tolerance's c * eps, may put them on either side of a border.
     `generate(rng)` draws a small case, `generate(rng, sizes)` one in which the named sizes are as asked. `grows` has the names
-    that may be asked for (shape symbols and parameters), each with the sizes that the kit tries one at a time
-    (`contracts/sizes.py`). `independent`: shape symbols along which no place looks at another, so that a large case may repeat
-    the places of a small one, and the small one's golden says what each of them holds.
+    that may be asked for (shape symbols, parameters and `num_blocks`, the blocks of a cache), each with the sizes that the kit
+    tries one at a time (`contracts/sizes.py`), and `together` sizes that it tries at once. `independent`: shape symbols along
+    which no place looks at another, so that a large case may repeat the places of a small one, and the small one's golden says
+    what each of them holds.
     """
 
     name: str
@@ -321,6 +322,7 @@ class Contract:
     compute: bool = False
     symbols: Mapping[str, str] = field(default_factory=dict)
     grows: Mapping[str, Ladder] = field(default_factory=dict)
+    together: tuple[Sizes, ...] = ()
     independent: tuple[str, ...] = ()
     optional_cases: Mapping[str, Callable[[], Iterator[Case]]] = field(default_factory=dict)
     packed_cases: Callable[[str], Iterator[Case]] | None = None

@@ -16,6 +16,7 @@ from polydraft.contracts.base import UNIT_MEANING, ColumnsSpec, Contract, Opaque
 from polydraft.contracts.definition import definition_of, names_in
 from polydraft.contracts.features import FEATURES
 from polydraft.contracts.inputs import SEEDS
+from polydraft.contracts.sizes import named
 
 SYMBOL_MEANING: Final[Mapping[str, str]] = {
     "B": "slots; sequences of a launch",
@@ -220,6 +221,8 @@ def _proof(contract: Contract) -> Iterator[str]:
     if contract.grows:
         steps = (f"`{name}` of {', '.join(f'{size:,}' for size in ladder.steps)}" for name, ladder in contract.grows.items())
         yield f"And cases with one large dimension, called like `{_large(contract)}`: {'; '.join(steps)}."
+        if contract.together:
+            yield f"And with several at once: {', '.join(f'`{named(sizes)}`' for sizes in contract.together)}."
         yield "And cases on no list, with whatever is large, which the seed of a run draws: `surprise-0` and so on."
     if contract.equivalent_mutants:
         yield "Faults that no case can show:"

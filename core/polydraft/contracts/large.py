@@ -17,7 +17,7 @@ import numpy as np
 
 from polydraft.contracts.base import CAPACITY, Case, Contract, Repeats
 from polydraft.contracts.inputs import Kernel, contract_of, generated, symbols
-from polydraft.contracts.sizes import FEW, MODELS, Sizes
+from polydraft.contracts.sizes import FEW, MODELS, Sizes, named
 from polydraft.device import Array
 
 SPOT: Final = 24
@@ -34,10 +34,29 @@ def large_names(kernel: Kernel) -> Iterator[tuple[str, int]]:
         yield from ((symbol, size) for size in reversed(ladder.steps))
 
 
+def large_sizes(kernel: Kernel) -> Iterator[Sizes]:
+    """The sizes of each large case of a contract: one of them large, in the same order, then those with several."""
+    yield from ({symbol: size} for symbol, size in large_names(kernel))
+    yield from contract_of(kernel).together
+
+
 def large(kernel: Kernel, symbol: str, size: int) -> Case:
     """The case `SYMBOL-SIZE`, in which one dimension is large and all else is small; the same in every run. Of rows it launches
     that many."""
-    return _sized(contract_of(kernel), {symbol: size}, _rng(kernel, symbol, size), f"{symbol}-{size}")
+    return several_large(kernel, {symbol: size})
+
+
+def several_large(kernel: Kernel, sizes: Sizes) -> Case:
+    """The case `SYMBOL-SIZE+SYMBOL-SIZE`, in which these dimensions are large at once."""
+    words = (word for pair in sizes.items() for word in pair)
+    return _sized(contract_of(kernel), sizes, _rng(kernel, *words), named(sizes))
+
+
+def sizes_of(kernel: Kernel, name: str) -> Sizes:
+    """The sizes that a case such as `V-152064` is called after, whatever they are; none where it is called otherwise."""
+    parts = [part.rpartition("-") for part in name.split("+")]
+    legal = all(symbol in contract_of(kernel).grows and size.isdecimal() for symbol, _, size in parts)
+    return {symbol: int(size) for symbol, _, size in parts} if legal else {}
 
 
 def surprise(kernel: Kernel, seed: int, number: int) -> Case:
@@ -56,14 +75,14 @@ def surprise(kernel: Kernel, seed: int, number: int) -> Case:
 
 
 def called(kernel: Kernel, name: str) -> Case | None:
-    """The case `name` of a contract, where it has one: a named one, `seed-7`, `V-152064` (of any size) or `model-mimo-7b`."""
+    """The case `name` of a contract, where it has one: a named one, `seed-7`, `V-152064` (of any sizes) or `model-mimo-7b`."""
     kind, _, which = name.partition("-")
     if kind == "model" and which in models(kernel):
         return of_model(kernel, which)
     if which.isdecimal() and kind == "seed":
         return generated(kernel, int(which))
-    if which.isdecimal() and kind in contract_of(kernel).grows:
-        return large(kernel, kind, int(which))
+    if sizes := sizes_of(kernel, name):
+        return several_large(kernel, sizes)
     return next((case for case in contract_of(kernel).cases() if case.name == name), None)
 
 

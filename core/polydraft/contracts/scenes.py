@@ -6,6 +6,7 @@ scenes, so that their cases fit together. No golden is called here: a scene is i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -373,17 +374,18 @@ def pack(runs: Runs) -> tuple[Array, Array]:
 
 def random_runs(rng: np.random.Generator, sizes: Sizes = SMALL) -> Runs:
     """Draw runs of distinct slots, some of them padding. `sizes` may ask for B, as `grant` counts slots, and for N, the rows of
-    all runs: a sixth of them are one chunk of a prompt then."""
-    size = int(rng.integers(1, 5))
+    all runs: five eighths of them are one chunk of a prompt then."""
+    size = max(int(rng.integers(1, 5)), 3 if sizes else 1)
     size = sizes["B"] - 1 if "B" in sizes else sizes.get("N", size)
     count = size + 1 - ("B" in sizes)
     padding, slots = rng.random(size) < 0.2, rng.permutation(count)[:size]
     if "B" in sizes:
         padding &= slots < count - 1
+    padding[0] &= not sizes
     runs = [(int(s), int(rng.integers(0, 14)), int(rng.integers(1, 5))) for s in np.where(padding, PAD_SLOT, slots)]
     if "N" not in sizes:
         return runs
-    runs[0], kept, left = (int(slots[0]), 0, max(1, sizes["N"] // 6)), list[tuple[int, int, int]](), sizes["N"]
+    runs[0], kept, left = (int(slots[0]), 0, max(1, 5 * sizes["N"] // 8)), list[tuple[int, int, int]](), sizes["N"]
     for slot, first, rows in runs:
         kept.append((slot, first, min(rows, left)))
         left -= kept[-1][2]
@@ -405,16 +407,39 @@ def reaching(runs: Runs, length: int) -> Runs:
     return [*runs[:longest], (max(slot, 0), max(length - rows, 0), rows), *runs[longest + 1 :]]
 
 
-def grant(rng: np.random.Generator, runs: Runs, *, block_size: int, ahead: int = 0, spare: int = 3) -> tuple[Array, int]:
+def grouped(sizes: Sizes, heads: int, kv_heads: int) -> tuple[int, int]:
+    """Query and KV heads of a case, as drawn and as asked for: query heads are a multiple of KV heads, and at least as many."""
+    if "num_kv_heads" not in sizes:
+        return heads, math.gcd(heads, kv_heads)
+    kv_heads = sizes["num_kv_heads"]
+    group = heads // kv_heads if "num_heads" in sizes else min(heads, 2) if len(sizes) == 1 else 1
+    return kv_heads * max(group, 1), kv_heads
+
+
+def in_blocks(sizes: Sizes, runs: Runs, drawn: int, *, spare: int) -> tuple[Runs, int]:
+    """The runs of a case, and positions of a block: `drawn`, save where sizes ask for them, for blocks of a table, of which
+    `spare` are behind the last position, or for blocks of a pool. One run then goes on to the end of the table, or to a third
+    block."""
+    block_size = sizes.get("block_size", REAL_BLOCK if "MB" in sizes else 1 if "num_blocks" in sizes else drawn)
+    if "MB" in sizes:
+        return reaching(runs, (sizes["MB"] - spare) * block_size), block_size
+    return reaching(runs, 2 * block_size + 5) if "block_size" in sizes else runs, block_size
+
+
+def grant(
+    rng: np.random.Generator, runs: Runs, *, block_size: int, ahead: int = 0, spare: int = 3, pool: int = 0
+) -> tuple[Array, int]:
     """Return a block table with blocks in random order, and the number of blocks in the pool.
 
-    Every slot has the blocks its runs need and `ahead` more; one slot has no run, and `spare` blocks belong to nobody.
+    Every slot has the blocks its runs need and `ahead` more; one slot has no run, and `spare` blocks belong to nobody. A `pool`
+    that is larger has the others in front of all these.
     """
     slots = max(slot for slot, _, _ in runs) + 2
     lengths = [max([first + rows for s, first, rows in runs if s == slot], default=0) for slot in range(slots)]
     needed = [-(-length // block_size) + ahead for length in lengths]
-    num_blocks = sum(needed) + spare
-    free = rng.permutation(num_blocks).tolist()
+    used = sum(needed) + spare
+    num_blocks = max(pool, used)
+    free = (num_blocks - used + rng.permutation(used)).tolist()
     longest = max(first + rows for _, first, rows in runs)
     table = np.full((slots, longest // block_size + 2 + ahead), NO_BLOCK, np.int32)
     for slot, entries in enumerate(needed):

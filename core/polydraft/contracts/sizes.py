@@ -52,15 +52,19 @@ class Ladder:
 
 
 ROWS: Final = Ladder((33, 65, 129, 257, 512), "rows")
-SLOTS: Final = Ladder((9, 17, 33, 65, 256), "slots")
-DRAFTS: Final = Ladder((5, 8, 16), "drafts")
-WINDOW: Final = Ladder((6, 9, 17))
+PASS_ROWS: Final = Ladder((*ROWS.steps, 2049), "rows")
+"""Of kernels that every row of a pass goes through, rows of prompts too, and in which no row looks at another."""
+SLOTS: Final = Ladder((9, 17, 33, 65, 300), "slots")
+DRAFTS: Final = Ladder((5, 8, 32), "drafts")
+WINDOW: Final = Ladder((6, 9, 33))
 HIDDEN: Final = Ladder((257, 1025, 2560, 5120, 8192), "hidden")
 FEED_FORWARD: Final = Ladder((257, 1025, 4864, 11_008, 28_672), "feed_forward")
 INPUTS: Final = Ladder(FEED_FORWARD.steps, "hidden")
 """Of a matrix; of the largest one that a model has, its head, they are the hidden size."""
 VOCABULARY: Final = Ladder((1031, 32_000, 65_537, 152_064), "vocabulary")
 HEADS: Final = Ladder((14, 28, 64), "heads")
+KV_HEADS: Final = Ladder((4, 8, 16))
+"""Models decide them too; beside all their other sizes they would make a case that is cut to a fraction of them."""
 HEAD_DIM: Final = Ladder((64, 128, 256), "head_dim")
 EXPERTS: Final = Ladder((64, 160, 256, 512))
 CHOSEN: Final = Ladder((6, 8, 10))
@@ -70,13 +74,27 @@ CONTEXT: Final = Ladder((1031, 4099, 8192, 40_009), "context")
 """Positions of a text."""
 BLOCKS: Final = Ladder((65, 129, 513, 2503), "blocks")
 """Entries of a block table: contexts of up to forty thousand positions, in blocks of 16."""
+BLOCK_SIZE: Final = Ladder((32, 64, 128))
+"""Positions of a block."""
+POOL: Final = Ladder((4200, 65_700))
+"""Blocks of a cache, of which the last are granted: their ids have 13 and 17 bits."""
 TABLE: Final = Ladder((17, 65, 300))
 """Entries of a table that a request brings: stop tokens, biases, words."""
 TOP: Final = Ladder((6, 21, 129))
 """Columns of log probabilities."""
 WORDS: Final = Ladder((1025, 65_537))
 """Words that a step stages."""
-
+CACHED: Final[Mapping[str, Ladder]] = {
+    "N": ROWS,
+    "B": SLOTS,
+    "MB": BLOCKS,
+    "num_heads": HEADS,
+    "num_kv_heads": KV_HEADS,
+    "head_dim": HEAD_DIM,
+    "block_size": BLOCK_SIZE,
+    "num_blocks": POOL,
+}
+"""What grows in contracts of heads and a cache."""
 
 MANY_TOKENS: Final = 1024
 """Vocabularies beyond it are those of models: rows over them cost milliseconds each, and only few tokens of a row matter."""
@@ -99,3 +117,8 @@ def launched(rng: np.random.Generator, sizes: Sizes, rows: int, *, least: int = 
 def fitted(sizes: Sizes, **drawn: int) -> tuple[int, ...]:
     """The sizes that were drawn, in order, save for those that are asked for."""
     return tuple(int(sizes.get(name, size)) for name, size in drawn.items())
+
+
+def named(sizes: Sizes) -> str:
+    """What a case of these sizes is called."""
+    return "+".join(f"{symbol}-{size}" for symbol, size in sizes.items())

@@ -87,6 +87,10 @@ def cases() -> Iterator[Case]:
     ties = np.zeros((5, 12), np.float32)
     ties[1, [3, 11]], ties[2, [0, 11]], ties[3, 5:9], ties[4] = 2.5, 1.0, 0.5, -7.0
     yield _case("lowest_id_of_equals", ties, 5)
+    zeros = -np.abs(logits[:4])
+    zeros[0, [2, 7]], zeros[1, [2, 7]], zeros[2, [0, 11]], zeros[3] = (-0.0, 0.0), (0.0, -0.0), (-0.0, 0.0), -0.0
+    zeros[3, 5] = 0.0
+    yield _case("zeros_of_both_signs_are_equal", zeros, 4)
     ends = logits.copy()
     ends[0, 0], ends[1, 11] = 99, 99
     close = -np.abs(logits[:4])

@@ -13,7 +13,7 @@ import numpy as np
 
 from polydraft.contracts.base import REGISTRY, Args, Array, Case, Contract, opaque, param, tensor
 from polydraft.contracts.kernels.rms_norm import normalize
-from polydraft.contracts.sizes import HIDDEN, ROWS, SMALL, Sizes, fitted, launched, several
+from polydraft.contracts.sizes import HIDDEN, PASS_ROWS, SMALL, Sizes, fitted, launched, several
 from polydraft.device import Buffer
 
 
@@ -118,7 +118,7 @@ CONTRACT = REGISTRY.add(
         deterministic="run-to-run",
         constraints=("D == 2 * H", 'order in ("hidden_first", "embedding_first")', "eps > 0"),
         feature="dense",
-        grows={"N": ROWS, "H": HIDDEN},
+        grows={"N": PASS_ROWS, "H": HIDDEN},
         independent=("N",),
     )
 )

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from polydraft.contracts.base import REGISTRY, Args, Array, Case, Contract, opaque, tensor
-from polydraft.contracts.sizes import HIDDEN, ROWS, SMALL, VOCABULARY, Sizes, fitted, launched
+from polydraft.contracts.sizes import HIDDEN, PASS_ROWS, SMALL, VOCABULARY, Sizes, fitted, launched
 from polydraft.device import Buffer
 
 
@@ -70,7 +70,7 @@ CONTRACT = REGISTRY.add(
         source="Table lookup.",
         feature="dense",
         compute=True,
-        grows={"N": ROWS, "H": HIDDEN, "V": VOCABULARY},
+        grows={"N": PASS_ROWS, "H": HIDDEN, "V": VOCABULARY},
         independent=("N", "H"),
     )
 )

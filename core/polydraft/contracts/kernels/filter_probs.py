@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike
 
 from polydraft.contracts.base import REGISTRY, Args, Array, Case, Contract, tensor
 from polydraft.contracts.kernels.argmax import highest, spaced
-from polydraft.contracts.kernels.sample import HALVES, Slot, kept, margin, spread_out
+from polydraft.contracts.kernels.sample import HALVES, Slot, kept, margin, spread_out, wide
 from polydraft.contracts.sizes import ROWS, SLOTS, SMALL, VOCABULARY, Sizes, fitted, launched, several
 from polydraft.device import Buffer
 from polydraft.sentinels import NO_TOKEN
@@ -122,7 +122,8 @@ def generate(rng: np.random.Generator, sizes: Sizes = SMALL) -> Case:
              float(rng.choice([0, 0.05, 0.2])))
         for _ in range(size)
     ]  # fmt: skip
-    slots[-1] = slots[-1]._replace(temperature=1.5) if sizes else slots[-1]
+    if sizes:
+        slots[-1] = slots[-1]._replace(temperature=1.5, **wide(vocab))
     rows: list[tuple[int, Array]] = []
     while len(rows) < num_rows:
         slot = int(rng.integers(-1, size)) if not sizes or rows else size - 1

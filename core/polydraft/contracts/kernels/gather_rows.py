@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from polydraft.contracts.base import REGISTRY, Args, Array, Case, Contract, tensor
-from polydraft.contracts.sizes import HIDDEN, ROWS, SMALL, Sizes, fitted, launched, several
+from polydraft.contracts.sizes import HIDDEN, PASS_ROWS, SMALL, Sizes, fitted, launched, several
 from polydraft.device import Buffer
 
 
@@ -68,7 +68,7 @@ CONTRACT = REGISTRY.add(
         doc="out[r] = x[index[r]]; a negative index gives a zero row.",
         source="Row selection before the head (upstream: rebuild_padding, gather_next_token).",
         feature="dense",
-        grows={"N": ROWS, "R": ROWS, "H": HIDDEN},
+        grows={"N": PASS_ROWS, "R": PASS_ROWS, "H": HIDDEN},
         independent=("N", "H"),
     )
 )

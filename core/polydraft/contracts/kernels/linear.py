@@ -14,7 +14,7 @@ import numpy as np
 
 from polydraft.contracts.base import REGISTRY, Args, Array, Case, Contract, opaque, tensor
 from polydraft.contracts.packing import PACKINGS, Packing, multiplied, pack
-from polydraft.contracts.sizes import INPUTS, ROWS, SMALL, VOCABULARY, Sizes, fitted, launched, several
+from polydraft.contracts.sizes import INPUTS, PASS_ROWS, SMALL, VOCABULARY, Sizes, fitted, launched, several
 from polydraft.device import Buffer
 
 
@@ -123,7 +123,8 @@ CONTRACT = REGISTRY.add(
         deterministic="run-to-run",
         feature="dense",
         compute=True,
-        grows={"N": ROWS, "I": INPUTS, "O": VOCABULARY},
+        grows={"N": PASS_ROWS, "I": INPUTS, "O": VOCABULARY},
+        together=({"N": 129, "I": 4099, "O": 4099},),  # also more than 2**24 weights
         independent=("N", "O"),
         packed_cases=packed_cases,
     )

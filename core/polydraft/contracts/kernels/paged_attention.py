@@ -6,7 +6,6 @@ and never lets a key beyond a row's position, or in front of its window, count.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,8 +14,8 @@ import numpy as np
 
 from polydraft.contracts.base import REGISTRY, Args, Array, Case, Contract, LogicalCache, opaque, param, tensor
 from polydraft.contracts.kernels.rope_kv_write import MIXED
-from polydraft.contracts.scenes import REAL_BLOCK, Runs, beyond_of, grant, pack, random_runs, reaching
-from polydraft.contracts.sizes import BLOCKS, HEAD_DIM, HEADS, ROWS, SLOTS, SMALL, Sizes, fitted
+from polydraft.contracts.scenes import Runs, beyond_of, grant, grouped, in_blocks, pack, random_runs
+from polydraft.contracts.sizes import CACHED, SMALL, Sizes, fitted
 from polydraft.device import Buffer
 from polydraft.sentinels import PAD_SLOT
 
@@ -97,7 +96,7 @@ Places = Sequence[tuple[int, int]]
 def _case(
     name: str, runs: Runs, *, beyond: int = 1, seed: int = 9, heads: int = 4, kv_heads: int = 2, head_dim: int = 4,
     block_size: int = 4, softmax_scale: float | None = None, factor: float = 1.0,
-    nan_keys: Places = (), nan_values: Places = (), shared: tuple[int, int] | None = None, sliding_window: int = 0,
+    nan_keys: Places = (), nan_values: Places = (), shared: tuple[int, int] | None = None, sliding_window: int = 0, pool: int = 0,
 ) -> Case:  # fmt: skip
     """Random keys and values at the positions of every run and before it, NaN in every other cache row.
 
@@ -105,7 +104,7 @@ def _case(
     """
     rng = np.random.default_rng(seed)
     row_slot, positions = pack(runs)
-    table, num_blocks = grant(rng, runs, block_size=block_size, ahead=1)
+    table, num_blocks = grant(rng, runs, block_size=block_size, ahead=1, pool=pool)
     if shared is not None:
         table[shared[1], 0] = table[shared[0], 0]
     k, v = np.full((2, num_blocks, block_size, kv_heads, head_dim), np.nan, np.float32)
@@ -168,18 +167,18 @@ def window_cases() -> Iterator[Case]:
 def generate(rng: np.random.Generator, sizes: Sizes = SMALL) -> Case:
     """Random runs of distinct slots, some of them padding, and random head counts."""
     runs = random_runs(rng, sizes if "N" not in sizes else {**sizes, "N": sizes["N"] + 1})  # the last row is not launched
-    groups, kv_heads = int(rng.choice([1, 2, 4])), int(rng.integers(1, 3))
+    groups, kv_heads, dims = int(rng.choice([1, 2, 4])), int(rng.integers(1, 3)), [3, 4, 8]
+    if "num_blocks" in sizes:  # which are copied and compared one and all
+        kv_heads, dims = 1, [2]
     beyond, seed = beyond_of(rng, sizes), int(rng.integers(1 << 30))
-    heads, head_dim = fitted(sizes, num_heads=groups * kv_heads, head_dim=int(rng.choice([3, 4, 8])))
-    block_size = int(rng.choice([1, 4, 16]))
+    heads, head_dim = fitted(sizes, num_heads=groups * kv_heads, head_dim=int(rng.choice(dims)))
     if sizes:  # every score is worked out one by one
         heads = sizes.get("num_heads", min(heads, 2))
-    if "MB" in sizes:
-        block_size = REAL_BLOCK
-        runs = reaching(runs, (sizes["MB"] - 3) * block_size)
+    heads, kv_heads = grouped(sizes, heads, kv_heads)
+    runs, block_size = in_blocks(sizes, runs, int(rng.choice([1, 4, 16])), spare=3)
     return _case(
-        "random", runs, beyond=beyond, seed=seed, heads=heads, kv_heads=math.gcd(heads, kv_heads), head_dim=head_dim,
-        block_size=block_size,
+        "random", runs, beyond=beyond, seed=seed, heads=heads, kv_heads=kv_heads, head_dim=head_dim, block_size=block_size,
+        pool=sizes.get("num_blocks", 0),
     )  # fmt: skip
 
 
@@ -203,6 +202,6 @@ CONTRACT = REGISTRY.add(
         optional_cases={"sliding_window": window_cases},
         feature="dense",
         compute=True,
-        grows={"N": ROWS, "B": SLOTS, "MB": BLOCKS, "num_heads": HEADS, "head_dim": HEAD_DIM},
+        grows=CACHED,
     )
 )

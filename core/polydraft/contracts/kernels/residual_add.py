@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from polydraft.contracts.base import REGISTRY, Args, Array, Case, Contract, tensor
-from polydraft.contracts.sizes import HIDDEN, ROWS, SMALL, Sizes, fitted, launched, several
+from polydraft.contracts.sizes import HIDDEN, PASS_ROWS, SMALL, Sizes, fitted, launched, several
 from polydraft.device import Buffer
 
 
@@ -75,7 +75,7 @@ CONTRACT = REGISTRY.add(
         tolerance={"x": 1.0},
         scale=scale,
         feature="dense",
-        grows={"N": ROWS, "H": HIDDEN},
+        grows={"N": PASS_ROWS, "H": HIDDEN},
         independent=("N", "H"),
     )
 )

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from polydraft.contracts.base import REGISTRY, Args, Array, Case, Contract, opaque, param, tensor
-from polydraft.contracts.sizes import HIDDEN, ROWS, SMALL, Sizes, fitted, launched, several
+from polydraft.contracts.sizes import HIDDEN, PASS_ROWS, SMALL, Sizes, fitted, launched, several
 from polydraft.device import Buffer
 
 
@@ -96,7 +96,7 @@ CONTRACT = REGISTRY.add(
         constraints=("eps > 0",),
         feature="dense",
         compute=True,
-        grows={"N": ROWS, "D": HIDDEN},
+        grows={"N": PASS_ROWS, "D": HIDDEN},
         independent=("N",),
     )
 )

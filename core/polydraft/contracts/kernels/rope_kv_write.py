@@ -14,8 +14,8 @@ import numpy as np
 
 from polydraft.contracts.base import REGISTRY, Args, Array, Case, Contract, LogicalCache, opaque, param, tensor
 from polydraft.contracts.kernels.rms_norm import normalize
-from polydraft.contracts.scenes import REAL_BLOCK, Runs, beyond_of, grant, pack, random_runs, reaching
-from polydraft.contracts.sizes import BLOCKS, HEAD_DIM, HEADS, ROWS, SLOTS, SMALL, Sizes, fitted
+from polydraft.contracts.scenes import Runs, beyond_of, grant, grouped, in_blocks, pack, random_runs
+from polydraft.contracts.sizes import CACHED, SMALL, Sizes, fitted
 from polydraft.device import Buffer
 from polydraft.sentinels import NO_BLOCK, PAD_SLOT
 
@@ -137,12 +137,12 @@ def scale(a: Any, n: int) -> Mapping[str, Array]:
 def _case(
     name: str, runs: Runs, *, beyond: int = 1, seed: int = 8, heads: int = 4, kv_heads: int = 2, head_dim: int = 8,
     rope_dims: int = 8, theta: float = 1e4, attention_factor: float = 1.0, style: str = "half", block_size: int = 4,
-    norms: bool = False, factor: float = 1.0, ungranted: Collection[tuple[int, int]] = (),
+    norms: bool = False, factor: float = 1.0, ungranted: Collection[tuple[int, int]] = (), pool: int = 0,
 ) -> Case:  # fmt: skip
     """Random heads; the last `beyond` rows lie beyond the launch. Rows that carry nothing hold NaN."""
     rng = np.random.default_rng(seed)
     row_slot, positions = pack(runs)
-    table, num_blocks = grant(rng, runs, block_size=block_size)
+    table, num_blocks = grant(rng, runs, block_size=block_size, pool=pool)
     for slot, index in ungranted:
         table[slot, index] = NO_BLOCK
     qkv = rng.standard_normal((len(row_slot), (heads + 2 * kv_heads) * head_dim), np.float32) * np.float32(factor)
@@ -203,6 +203,8 @@ def generate(rng: np.random.Generator, sizes: Sizes = SMALL) -> Case:
     """Random runs of distinct slots, some of them padding, and random switches."""
     runs = random_runs(rng, sizes if "N" not in sizes else {**sizes, "N": sizes["N"] + 1})  # the last row is not launched
     groups, kv_heads, head_dim = int(rng.choice([1, 2, 4])), int(rng.integers(1, 3)), int(rng.choice([4, 6, 8]))
+    if "num_blocks" in sizes:  # which are copied and compared one and all
+        kv_heads, head_dim = 1, 2
     heads, head_dim = fitted(sizes, num_heads=groups * kv_heads, head_dim=head_dim)
     beyond, seed, rope_dims = (
         beyond_of(rng, sizes),
@@ -210,12 +212,12 @@ def generate(rng: np.random.Generator, sizes: Sizes = SMALL) -> Case:
         int(2 * rng.integers(1, head_dim // 2 + 1)),
     )
     theta, style = float(rng.choice([1e4, 1e6])), str(rng.choice(["half", "interleaved"]))
-    block_size = int(rng.choice([2, 4, 16])) if "MB" not in sizes else REAL_BLOCK
-    runs = runs if "MB" not in sizes else reaching(runs, (sizes["MB"] - 2) * block_size)
+    runs, block_size = in_blocks(sizes, runs, int(rng.choice([2, 4, 16])), spare=2)
+    heads, kv_heads = grouped(sizes, heads, kv_heads)
     return _case(
-        "random", runs, beyond=beyond, seed=seed, heads=heads, kv_heads=math.gcd(heads, kv_heads), head_dim=head_dim,
-        rope_dims=rope_dims, theta=theta, attention_factor=float(rng.choice([1.0, 1.1])), style=style, block_size=block_size,
-        norms=bool(rng.integers(2)),
+        "random", runs, beyond=beyond, seed=seed, heads=heads, kv_heads=kv_heads, head_dim=head_dim, rope_dims=rope_dims,
+        theta=theta, attention_factor=float(rng.choice([1.0, 1.1])), style=style, block_size=block_size,
+        norms=bool(rng.integers(2)), pool=sizes.get("num_blocks", 0),
     )  # fmt: skip
 
 
@@ -243,6 +245,6 @@ CONTRACT = REGISTRY.add(
         ),
         feature="dense",
         compute=True,
-        grows={"N": ROWS, "B": SLOTS, "MB": BLOCKS, "num_heads": HEADS, "head_dim": HEAD_DIM},
+        grows=CACHED,
     )
 )

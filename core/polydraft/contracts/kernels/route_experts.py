@@ -13,7 +13,7 @@ import numpy as np
 
 from polydraft.contracts.base import REGISTRY, Args, Array, Case, Contract, opaque, param, tensor
 from polydraft.contracts.kernels.swiglu import sigmoid
-from polydraft.contracts.sizes import CHOSEN, EXPERTS, ROWS, SMALL, Sizes, fitted, launched, several
+from polydraft.contracts.sizes import CHOSEN, EXPERTS, PASS_ROWS, SMALL, Sizes, fitted, launched, several
 from polydraft.device import Buffer
 
 
@@ -230,7 +230,7 @@ CONTRACT = REGISTRY.add(
             "EK <= top_groups * (EX // num_groups)",
         ),
         symbols={"EX": "experts", "EK": "experts of a row"},
-        grows={"N": ROWS, "EX": EXPERTS, "EK": CHOSEN},
+        grows={"N": PASS_ROWS, "EX": EXPERTS, "EK": CHOSEN},
         independent=("N",),
     )
 )

@@ -83,6 +83,15 @@ def spread_out(rng: np.random.Generator, vocab: int) -> Array:
     return np.asarray(row if vocab > MANY_TOKENS else row / 3)
 
 
+MANY_KEPT = 300
+"""Tokens that top-k keeps in some rows of a vocabulary as large as those of models: more than a short list has."""
+
+
+def wide(vocab: int) -> dict[str, Any]:
+    """Filters of the last slot of a large case: in a vocabulary as large as those of models, top-k alone, and many tokens."""
+    return {"top_k": MANY_KEPT, "top_p": 1.0, "min_p": 0.0} if vocab > MANY_TOKENS else {}
+
+
 def margin(z: Array, noise: Array, slot: Slot) -> float:
     """Return how far the choice is from any other: at the borders of the filters and between the best two sums."""
     order, shares, before = ranked(z, slot.top_k)
@@ -169,13 +178,14 @@ def generate(rng: np.random.Generator, sizes: Sizes = SMALL) -> Case:
              float(rng.choice([0, 0.05, 0.2])))
         for _ in range(size)
     ]  # fmt: skip
-    slots[-1] = slots[-1]._replace(temperature=1.5) if sizes else slots[-1]
+    if sizes:
+        slots[-1] = slots[-1]._replace(temperature=1.5, **wide(vocab))
     rows: list[tuple[int, Array, Array]] = []
     while len(rows) < num_rows:
         slot = int(rng.integers(-1, size)) if not sizes or rows else size - 1
         logits, noise = spread_out(rng, vocab), rng.gumbel(size=vocab).astype(np.float32)
         if vocab > MANY_TOKENS:  # without filters one that is far from the most likely ones wins
-            noise[rng.integers(vocab)] += 60
+            noise[rng.integers(vocab) if slots[slot].top_k != MANY_KEPT else np.argsort(-logits)[rng.integers(64, 250)]] += 60
         divisor = np.float64(np.float32(slots[slot].temperature or 1.0))
         if margin(logits.astype(np.float64) / divisor, noise.astype(np.float64), slots[slot]) > 1e-3:
             rows.append((slot, logits, noise))

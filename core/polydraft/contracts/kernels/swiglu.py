@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from polydraft.contracts.base import REGISTRY, Args, Array, Case, Contract, tensor
-from polydraft.contracts.sizes import FEED_FORWARD, ROWS, SMALL, Sizes, fitted, launched, several
+from polydraft.contracts.sizes import FEED_FORWARD, PASS_ROWS, SMALL, Sizes, fitted, launched, several
 from polydraft.device import Buffer
 
 
@@ -96,7 +96,7 @@ CONTRACT = REGISTRY.add(
         constraints=("G == 2 * I",),
         feature="dense",
         compute=True,
-        grows={"N": ROWS, "I": FEED_FORWARD},
+        grows={"N": PASS_ROWS, "I": FEED_FORWARD},
         independent=("N",),
     )
 )

@@ -1,8 +1,8 @@
 """Settings for every test: the same examples in every run, and nothing of the caller's environment.
 
 It has the hypothesis profiles, clears the environment, and sets how interrupts arrive and what the garbage collector leaves
-alone; it passes the session to `tests.support.progress`. pytest loads it; markers and warnings are strict by pyproject.toml. No
-test is selected or skipped here.
+alone; it passes the session to `tests.support.progress`, and has tests of whole steps thinned. pytest loads it; markers and
+warnings are strict by pyproject.toml. No test is skipped here.
 """
 
 import gc
@@ -15,7 +15,11 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from tests.support import progress
+from tests.support import depth, progress
+from tests.support.project import ROOT
+
+THINNED = (ROOT / "tests" / "step", ROOT / "tests" / "parity", ROOT / "plugins" / "examples")
+"""Folders whose tests run models."""
 
 # Derandomised, so that a red run is red again; no deadline, because a slow machine is not a failure.
 settings.register_profile("default", derandomize=True, deadline=None, database=None)
@@ -29,6 +33,12 @@ def pytest_configure(config: pytest.Config) -> None:
     them again took a third of the time of every process."""
     progress.session = config
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+
+@pytest.hookimpl(tryfirst=True)  # in front of the selection by `-m`
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave part of the combinations to `make deep`."""
+    depth.thin([item for item in items if any(folder in item.path.parents for folder in THINNED)])
 
 
 def pytest_collection_finish() -> None:

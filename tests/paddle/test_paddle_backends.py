@@ -98,7 +98,7 @@ def test_the_cpu_says_what_the_reference_says(wanted: dict[str, Any]):
     [
         deep(("paddle", "0", "off")),
         ("paddle", "1", "auto"),  # graphs where the installed Paddle has them
-        pytest.param("xpu", "0", "decode", marks=needs_graphs),  # xpu at overlap 1: test_xpu_extras.py
+        pytest.param("xpu", "0", "decode", marks=[needs_graphs, pytest.mark.deep]),  # xpu at overlap 1: test_xpu_extras.py
     ],
 )
 def test_a_custom_device_says_what_the_reference_says(wanted: dict[str, Any], backend: str, overlap: str, graph: str):

@@ -48,10 +48,7 @@ EVERYWHERE: list[tuple[str, str, list[dict[str, object]]]] = [
 @pytest.mark.parametrize(
     ("backend", "device", "settings", "models"),
     [
-        pytest.param(backend, device, [settings[at]], (model,), marks=needs_paddle if device == "cpu" else needs_device)
-        for (backend, device, settings), model, at in zip(
-            (EVERYWHERE[0], EVERYWHERE[2]), ("sparse-glm", "sparse-ernie"), (0, -1), strict=True
-        )
+        pytest.param("xpu", "polyemu:0", QUEUED[-1:], ("sparse-ernie",), marks=needs_device),
     ]
     + [
         pytest.param(

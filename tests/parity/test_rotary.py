@@ -142,7 +142,7 @@ def scaled(architecture: str, kind: str, **changes: Any) -> Any:
     return model
 
 
-@pytest.mark.parametrize(("logits_fn", "kind", "architecture"), crossed(3, IMPLEMENTATIONS, SCALED, FAMILIES))
+@pytest.mark.parametrize(("logits_fn", "kind", "architecture"), crossed(5, IMPLEMENTATIONS, SCALED, FAMILIES))
 def test_target(tmp_path: Path, logits_fn: LogitsFn, architecture: str, kind: str) -> None:
     model = scaled(architecture, kind)
     theirs = target_logits(model, PROMPT)[1].numpy()

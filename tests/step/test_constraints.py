@@ -26,6 +26,7 @@ from polydraft.sampling.constraints import Constraints
 from polydraft.sampling.thinking import Markers, Thinking
 from polydraft.step.runner import InFlightStep
 from tests.support.cpu import needs_kernels
+from tests.support.depth import among
 from tests.support.emulator import Emulator
 from tests.support.letters import checkpoint
 from tests.support.plugin_doubles import backend_without
@@ -102,7 +103,7 @@ SERVED = {
 }
 
 
-@pytest.mark.parametrize("served_by", SERVED)
+@pytest.mark.parametrize("served_by", among(("reference", "lazy-2", "graphs"), SERVED))
 def test_the_text_is_the_one_of_plain_decoding_and_what_was_asked_for(served_by: str) -> None:
     """All constraints at once, beside a request without any."""
     running: Engine = SERVED[served_by](draft_tokens=3, constraints=True, max_num_seqs=4)

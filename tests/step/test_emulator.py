@@ -115,7 +115,7 @@ def test_one_wait_a_step(depth: int) -> None:
 
 # -- graphs ----------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
-    ("uncapturable", "depth", "seed"), crossed(3, ["", "forward_meta", "paged_attention,argmax"], DEPTHS, (1, 2, 3))
+    ("uncapturable", "depth", "seed"), crossed(5, ["", "forward_meta", "paged_attention,argmax"], DEPTHS, (1, 2, 3))
 )
 def test_graphs_whole_and_in_pieces(uncapturable: str, depth: int, seed: int) -> None:
     """The batch fills up and drains through every bucket; prefill runs eagerly in between."""

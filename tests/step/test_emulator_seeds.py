@@ -18,7 +18,7 @@ from tests.support.progress import Progress
 SEEDS = range(102)
 PREEMPTING = (6, 17, 39, 47, 52, 65, 66, 70, 73, 78)
 """In these some request is preempted, which happens in few."""
-SHALLOW = {*SEEDS[:24], *PREEMPTING}
+SHALLOW = {*SEEDS[:12], *PREEMPTING}
 """What `make test` takes: four programs for each way and more, and all that are rare."""
 FAULTY = range(60)
 DEEP = range(1000, 4000)
@@ -61,17 +61,17 @@ def test_the_programs_do_what_they_are_for() -> None:
     if HAPPENED["programs"] < len(SHALLOW):
         pytest.skip("not all programs ran in this process")
     for name in ("stop", "length", "abort", "preempted", "shared", "accepted", "replayed", "too_large", "logprobs"):
-        assert HAPPENED[name] > 10, name
+        assert HAPPENED[name] > 5, name
     assert not HAPPENED["error"]
 
 
-@pytest.mark.parametrize("seed", among((0, 3), range(4)))
+@pytest.mark.parametrize("seed", among((3,), range(4)))
 def test_a_program_every_way(seed: int) -> None:
     for way in WAYS:
         is_lossless(program(seed + 300), *way)
 
 
-@pytest.mark.parametrize("seed", first(len(WAYS), range(12)))
+@pytest.mark.parametrize("seed", first(3, range(12)))
 def test_the_hazard_checker_finds_nothing_in_a_program(seed: int) -> None:
     """On a device that tells it what every kernel has written, by row and by KV block."""
     of = program(seed + 400)
@@ -114,7 +114,7 @@ def ends_well_or_says_why(of: Program, depth: int, graph: str) -> str:
     return "nothing was running" if not failed else "the device was lost" if how == "lost" else "served on"
 
 
-@pytest.mark.parametrize("seed", first(20, FAULTY))
+@pytest.mark.parametrize("seed", first(9, FAULTY))
 def test_a_program_with_a_fault(seed: int) -> None:
     ends_well_or_says_why(program(seed + 500), *WAYS[seed % len(WAYS)])
 

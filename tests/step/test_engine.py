@@ -504,7 +504,7 @@ class Broken(Instrument):
 
 @pytest.mark.parametrize(
     ("stage", "place", "device"),
-    crossed(2, ["step", "plan", "launch", "upload", "collect", "wait", "commit"], ["begin", "end"], runs.DEVICES),
+    crossed(4, ["step", "plan", "launch", "upload", "collect", "wait", "commit"], ["begin", "end"], runs.DEVICES),
     indirect=["device"],
 )
 def test_an_error_in_the_middle_of_a_step_ends_its_requests_and_not_the_engine(device: str, stage: Stage, place: str):

@@ -22,6 +22,7 @@ from polydraft.instruments.timeline import DEVICE
 from polydraft.instruments.trace import Trace
 from polydraft.program.host_inputs import FeatureFactory, Needs
 from tests.support import host_features, tiny
+from tests.support.depth import crossed
 from tests.support.emulator import SCHEDULES, Emulator
 from tests.support.host_features import NoRepeats, Watching
 from tests.support.poison import poison_free_blocks
@@ -153,10 +154,11 @@ def test_a_mask_is_lossless_behind_drafts(proposer: str) -> None:
     assert sum(sum(one["rounds"]) for one in found) > 5
 
 
-@each_depth
-@pytest.mark.parametrize("graph", ["off", "decode"])
-@pytest.mark.parametrize(("proposer", "seed"), [("mtp", 1), ("mtp", 2), ("host-suffix", 3)])
-def test_a_mask_is_the_same_at_every_depth(proposer: str, seed: int, graph: str, depth: int) -> None:
+@pytest.mark.parametrize(
+    ("of", "graph", "depth"), crossed(3, [("mtp", 1), ("mtp", 2), ("host-suffix", 3)], ["off", "decode"], DEPTHS), ids=str
+)
+def test_a_mask_is_the_same_at_every_depth(of: tuple[str, int], graph: str, depth: int) -> None:
+    proposer, seed = of
     schedule = SCHEDULES[(5 * seed + depth) % len(SCHEDULES)]
     sizes: dict[str, Any] = {"graph": graph, "graph_sizes": (1, 2, 3)} if graph != "off" else {}
     engine = served(f"seed={seed}&{schedule}", (NoRepeats,), proposer=proposer, overlap=depth, **sizes)

@@ -30,7 +30,7 @@ from polydraft.instruments.trace import Trace
 from polydraft.plugins.kernel_table import Binding
 from polydraft.program.points import STAGES, Points, Stage
 from tests.support import tiny
-from tests.support.depth import among
+from tests.support.depth import among, first
 from tests.support.emulator import Emulator
 from tests.support.planted import ASKS, PLANTED, watched
 from tests.support.planted_device import PlantedPlugin
@@ -163,7 +163,7 @@ SETS = [
 
 @pytest.mark.parametrize(
     ("kind", "names"),
-    among([*PAIRS[::3], *SETS], [*PAIRS, *SETS]),
+    among([*PAIRS[::6], *SETS], [*PAIRS, *SETS]),
     ids=lambda value: value if isinstance(value, str) else "+".join(value),
 )
 def test_together_each_says_what_it_says_alone(kind: str, names: tuple[str, ...]) -> None:
@@ -197,7 +197,7 @@ TOGETHER = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("planted", [p for p in PLANTED if p.name in TOGETHER], ids=lambda planted: planted.name)
+@pytest.mark.parametrize("planted", first(4, [p for p in PLANTED if p.name in TOGETHER]), ids=lambda planted: planted.name)
 def test_a_planted_hazard_is_found_with_all_others_looking_on(planted: Any) -> None:
     others = [MAKE[name]() for name in WHOLE if name not in ("sanitize", "idle" if planted.graph else "")]
     engine = watched(
@@ -455,7 +455,7 @@ def test_the_configuration_adds_one_checker() -> None:
 
 
 # -- nothing is paid without any -----------------------------------------------------------------------------------------
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", first(2, KINDS))
 def test_an_empty_list_adds_no_call(kind: str) -> None:
     """Programs hold the providers' own launches and the device is the backend's; a step calls into no instrument and no point."""
     engine = made(kind)

@@ -8,12 +8,12 @@ import pytest
 
 from polydraft import LLM, SamplingParams
 from tests.support import tiny
+from tests.support.depth import crossed
 from tests.support.emulator import Emulator
 from tests.support.runs import Ask, drive
 
 
-@pytest.mark.parametrize("depth", [0, 1, 2])
-@pytest.mark.parametrize("graph", ["off", "decode"])
+@pytest.mark.parametrize(("depth", "graph"), crossed(2, [0, 1, 2], ["off", "decode"]))
 def test_nothing_is_unordered_or_undeclared(depth: int, graph: str) -> None:
     options: dict[str, Any] = {"logprobs": 3, "constraints": depth < 2, "think_end_ids": (11, 12)}
     llm = LLM(

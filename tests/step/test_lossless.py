@@ -258,7 +258,7 @@ def progress(what: str) -> Progress:
     return Progress(what, settings().max_examples)
 
 
-few = settings(max_examples=10)
+few = settings(max_examples=6)
 many = settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 
 
@@ -284,7 +284,7 @@ def mixed_asks(model: str, count: int) -> tuple[Ask, ...]:
     return tuple(Ask(prompt, replace(kinds[i % 4], max_new_tokens=18), 2 * i) for i, prompt in enumerate(prompts))
 
 
-@pytest.mark.parametrize(("device", "num_drafts"), crossed(3, DEVICES | ORDERS, KS))
+@pytest.mark.parametrize(("device", "num_drafts"), crossed(5, DEVICES | ORDERS, KS))
 def test_every_k_on_every_kind_of_device(device: str, num_drafts: int) -> None:
     """What the property above draws at random, once for each pair, with a batch that fills up and drains."""
     model = sorted(tiny.CONFIGS)[num_drafts % len(tiny.CONFIGS)]

@@ -19,7 +19,7 @@ from polydraft.models import Checkpoint, FamilyRegistry, load_weights
 from polydraft.models.description import CONVENTIONS
 from tests.oracle import greedy_rounds
 from tests.support import tiny
-from tests.support.depth import among
+from tests.support.depth import among, crossed
 from tests.support.runs import Ask, drive
 
 DATA = Path(__file__).parents[1] / "data"
@@ -35,8 +35,10 @@ def rounds(model: str, *options: str, **more: Any) -> tuple[tuple[int, ...], tup
     return output.token_ids, output.rounds
 
 
-@pytest.mark.parametrize("option", [f"{name}={value}" for name, values in CONVENTIONS.items() for value in values])
-@pytest.mark.parametrize("model", ["narrow", "sparse-glm"])
+@pytest.mark.parametrize(
+    ("option", "model"),
+    crossed(2, [f"{name}={value}" for name, values in CONVENTIONS.items() for value in values], ["narrow", "sparse-glm"]),
+)
 def test_rounds_are_those_of_an_oracle_with_the_same_conventions(model: str, option: str):
     name, _, value = option.partition("=")
     with Checkpoint(tiny.checkpoint(model)) as opened:

@@ -112,7 +112,7 @@ def test_the_emulator(schedule: str, graph: str):
 
 
 @NATIVE
-@pytest.mark.parametrize(("model", "ranks", "drafts"), among([("narrow", 2, 3), ("sparse-glm", 4, 3)], MORE))
+@pytest.mark.parametrize(("model", "ranks", "drafts"), among([("sparse-glm", 4, 3)], MORE))
 def test_processes(model: str, ranks: int, drafts: int):
     """On the CPU backend ranks are processes that meet in shared memory."""
     on_cpu: dict[str, Any] = {"backend": "cpu", "draft_tokens": drafts}

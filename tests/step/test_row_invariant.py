@@ -9,6 +9,7 @@ Single kernels are swept by the conformance kit (`row-alone`, `invariant-mode`),
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -210,14 +211,15 @@ def differing(some: Bits, others: Bits) -> list[str]:
 
 def sweeps() -> Iterator[Any]:
     """Every point of every axis on every backend; row orders are the reference's alone, and buckets need graphs. The emulator
-    computes like the reference, so it adds its graphs and nothing else."""
+    computes like the reference, so it adds its graphs and nothing else. `make test` takes every second one."""
+    rest = itertools.cycle(((), (pytest.mark.deep,)))
     for backend, marks in BACKENDS.items():
         for axis, servings in AXES.items():
             if backend == ("reference" if axis == "bucket" else "emulator"):
                 continue
             for name, serving in servings.items():
                 if not serving.order or backend == "reference":
-                    yield pytest.param(backend, axis, name, marks=marks, id=f"{backend}-{axis}-{name}")
+                    yield pytest.param(backend, axis, name, marks=(*marks, *next(rest)), id=f"{backend}-{axis}-{name}")
 
 
 @pytest.mark.parametrize(("backend", "axis", "name"), list(sweeps()))

@@ -51,7 +51,7 @@ def deltas(running: Engine, steps: int) -> Iterator[dict[str, int]]:
         yield {name: getattr(after, name) - getattr(before, name) for name in names}
 
 
-@pytest.mark.parametrize(("device", "num_drafts", "temperature"), crossed(2, [*DEVICES, *EMULATED], [0, 3], [0.0, 1.0]))
+@pytest.mark.parametrize(("device", "num_drafts", "temperature"), crossed(3, [*DEVICES, *EMULATED], [0, 3], [0.0, 1.0]))
 def test_a_step_of_pure_decode(device: str, num_drafts: int, temperature: float) -> None:
     running = steady(device, num_drafts=num_drafts, temperature=temperature)
     asked = list(deltas(running, 12))

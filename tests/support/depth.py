@@ -1,13 +1,15 @@
 """Which values of a parameter `make test` takes; all the others are left to `make deep`.
 
-Tests that draw many programs or go through every combination use it in `pytest.mark.parametrize`. The choice follows from the
-place in the list alone, so every run of `make test` takes the same ones.
+Tests that draw many programs or go through every combination use it in `pytest.mark.parametrize`; tests of whole steps, which are
+the most and the longest, are thinned besides (`thin`, for `tests/conftest.py`). The choice follows from the place in the list
+alone, so every run of `make test` takes the same ones.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterable
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -38,3 +40,18 @@ def crossed(every: int, *axes: Iterable[Any]) -> list[Any]:
         else deep(tuple(value for _, value in one))
         for one in places
     ]
+
+
+def thin(items: Sequence[pytest.Item]) -> None:
+    """Of the tests `items`, leave to `make deep` half of those that one function has four or five of, and two thirds of those
+    that it has more of: along diagonals of its parameters, as in `crossed`, the first of all taken."""
+    of_function: defaultdict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if not item.get_closest_marker("deep") and hasattr(item, "callspec"):
+            of_function[item.nodeid.partition("[")[0]].append(item)
+    for same in of_function.values():
+        every = 1 if len(same) < 4 else 2 if len(same) < 6 else 3
+        for item in same:
+            indices: Any = item.callspec.indices  # type: ignore[attr-defined]
+            if sum(indices.values()) % every:
+                item.add_marker(pytest.mark.deep)

@@ -16,6 +16,7 @@ from polydraft.contracts.base import Limits
 from polydraft.host.adaptive_drafts import ENOUGH, EVERY, SELDOM, AdaptiveDrafts, StepTimes
 from polydraft.host.draft_policy import Always, DraftPolicy, DraftView, Windows, check_policy
 from polydraft.host.slots import SlotTable
+from tests.support.depth import crossed
 
 GOOD, POOR = (0.8, 0.75, 0.75, 0.7, 0.7), (0.5, 0.4, 0.25, 0.2, 0.2)
 Cost = Callable[[int, int], float]
@@ -85,10 +86,7 @@ def rates(size: int, cost: Cost, chances: Any, *, steps: int = 800, noise: float
     return chosen.run(policy, size, steps), {k: world().run(Always(k), size, steps) for k in policy.rungs}
 
 
-@pytest.mark.parametrize("noise", [0.0, 0.2])
-@pytest.mark.parametrize("size", [1, 8, 32])
-@pytest.mark.parametrize("chances", [GOOD, POOR], ids=["good", "poor"])
-@pytest.mark.parametrize("cost", list(COSTS))
+@pytest.mark.parametrize(("cost", "chances", "size", "noise"), crossed(4, COSTS, [GOOD, POOR], [1, 8, 32], [0.0, 0.2]), ids=str)
 def test_it_comes_close_to_the_best_fixed_number(cost: str, chances: Any, size: int, noise: float) -> None:
     adaptive, fixed = rates(size, COSTS[cost], chances, noise=noise)
     assert adaptive > 0.95 * max(fixed.values()), (adaptive, fixed)

@@ -109,8 +109,7 @@ def alone(model: Path, drafts: int, temperature: float) -> list[tuple[list[int],
     return serve(load(model, draft_tokens=drafts, max_num_seqs=1, prefix_cache=False), temperature)
 
 
-@pytest.mark.parametrize("mtp", MTP)
-@pytest.mark.parametrize("drafts", [0, 1, 3])
+@pytest.mark.parametrize(("mtp", "drafts"), crossed(2, MTP, [0, 1, 3]))
 def test_texts_and_rounds_are_those_of_the_naive_model(models: dict[str, Path], mtp: str, drafts: int) -> None:
     naive = naive_model(models[mtp])
     wanted = [greedy_rounds(naive, prompt, drafts, NEW, ()) for prompt in PROMPTS]
@@ -139,7 +138,7 @@ WAYS: list[dict[str, Any]] = [
 DRAFTING = [("attention", 0.0), ("gated_delta", 0.0), ("gated_delta", 0.9)]
 
 
-@pytest.mark.parametrize(("drafting", "options"), crossed(3, DRAFTING, WAYS), ids=str)
+@pytest.mark.parametrize(("drafting", "options"), crossed(5, DRAFTING, WAYS), ids=str)
 def test_texts_and_rounds_depend_on_nothing_else(
     models: dict[str, Path], drafting: tuple[str, float], options: dict[str, Any]
 ) -> None:

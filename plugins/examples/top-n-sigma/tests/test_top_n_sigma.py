@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.support.depth import deep
 
 import polydraft_top_n_sigma
 from polydraft import LLM, RequestOutput, SamplingParams
@@ -155,8 +156,7 @@ def recomputed(prompt: tuple[int, ...], drafts: int, temperature: float) -> tupl
     return text.token_ids, text.rounds, text.clear and all(borders)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.5])
-@pytest.mark.parametrize("drafts", [0, 3])
+@pytest.mark.parametrize(("drafts", "temperature"), [(0, 1.5), deep((0, 0.0)), deep((3, 0.0)), (3, 1.5)])
 @each_engine
 def test_texts_and_rounds_are_those_of_the_recomputing_oracle(options: dict[str, Any], drafts: int, temperature: float) -> None:
     served = llm(draft_tokens=drafts, max_num_seqs=4, **options)

@@ -34,6 +34,7 @@ TEXT = ("generate", PROMPT, "--draft-tokens", "3", "--max-new-tokens", str(LENGT
 BROUGHT: dict[str, tuple[str, ...]] = {
     "none": (), "cuda": ("cuda",), "paddle": ("paddle",), "custom-device": ("paddle",), "serve": ("serve",),
     "grammar": ("grammar",), "conform": ("conform",), "docs": ("docs",), "dev": ("dev", "serve"),
+    "ray": ("ray", "serve"),
 }  # fmt: skip
 """Extra to what works with it alone."""
 RESOLVED = ("test", "all")
@@ -45,6 +46,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
     "paddle": ("generate", "x", "--backend", "paddle"),
     "serve": ("serve", "--port", "0"),
     "grammar": ("generate", "x", "--backend", "reference", "--regex", "[0-9]+"),
+    "ray": ("serve", "--ray"),
 }
 """What an extra brings to a command that is refused without it."""
 VENDOR = """from polydraft.conformance.vendor import Conformance
@@ -159,6 +161,13 @@ def grammar_works(place: Place, wanted: list[int]) -> None:
     assert text.isdigit()
 
 
+def ray_works(place: Place, wanted: list[int]) -> None:
+    """There is no cluster here, which only Ray can say."""
+    done = place.polydraft(*REFUSED["ray"])
+    assert done.returncode == 2, done.stderr
+    assert "start one with `ray start --head`" in done.stderr
+
+
 def conform_works(place: Place, wanted: list[int]) -> None:
     tests = place.traps.with_name("vendor")
     tests.mkdir()
@@ -182,6 +191,7 @@ WORKS: dict[str, Callable[[Place, list[int]], None]] = {
     "paddle": paddle_works,
     "serve": serve_works,
     "grammar": grammar_works,
+    "ray": ray_works,
     "conform": conform_works,
     "docs": programs_work(["mkdocs", "--version"]),
     "dev": programs_work(["ruff", "--version"], ["mypy", "--version"], ["lint-imports", "--help"], ["pre-commit", "--version"]),

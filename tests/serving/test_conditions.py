@@ -123,7 +123,7 @@ def test_a_second_signal_does_not_wait_for_an_engine_that_is_stopped(serve: Call
 
 @pytest.mark.parametrize("before", [signal.SIG_DFL, signal.SIG_IGN], ids=["on a terminal", "nohup"])
 def test_a_terminal_that_goes_away_ends_a_server_unless_that_is_ignored(before: signal.Handlers) -> None:
-    server = _Uvicorn(uvicorn.Config(app=None, log_config=None), None, lambda: None)  # type: ignore[arg-type]
+    server = _Uvicorn(uvicorn.Config(app=None, log_config=None), None, None, lambda: None)  # type: ignore[arg-type]
     own = signal.signal(signal.SIGHUP, before)
     try:
         with server.capture_signals():

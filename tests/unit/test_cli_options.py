@@ -20,7 +20,7 @@ ELSEWHERE = {
         "prompt", "prompts", "regex", "json_schema", "grammar", "provenance", "sanitize", "seed", "trace", "record",
         "record_steps", "record_weights", "explain", "no_color", "as_json",
     },
-    "serve": {"api_key_file", "admin_key_file", "no_playground", "as_json"},
+    "serve": {"api_key_file", "admin_key_file", "no_playground", "as_json", "ray"},
 }  # fmt: skip
 """Arguments that the commands take apart themselves."""
 
@@ -40,7 +40,7 @@ def test_every_shared_option_is_a_field_of_the_engine(module: Any) -> None:
 
 
 def test_every_other_option_of_serve_is_a_setting() -> None:
-    rest = arguments(serve.command) - set(ENGINE) - set(serve.OWN) - ELSEWHERE["serve"]
+    rest = arguments(serve.command) - set(ENGINE) - set(serve.OWN) - set(serve.RAY) - ELSEWHERE["serve"]
     assert rest <= fields(ServerSettings)
     assert set(serve.OWN) <= fields(EngineConfig)
 

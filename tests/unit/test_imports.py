@@ -26,6 +26,7 @@ ROOMS: dict[str, frozenset[str]] = {
     "polydraft/sampling/automaton.py": frozenset({"llguidance"}),  # the extra `grammar`; imported where a grammar is asked for
     "polydraft/sampling/grammar_process.py": frozenset({"llguidance"}),  # likewise
     "polydraft/serving": frozenset({"starlette", "uvicorn", "h11", "msgspec", "zmq", "prometheus_client"}),  # the extra `serve`
+    "polydraft/ray": frozenset({"ray", "starlette", "msgspec"}),  # the extra `ray`, which brings `serve`
     "polydraft/template": frozenset({"polydraft_mychip"}),  # a package to be: it imports itself
 }
 

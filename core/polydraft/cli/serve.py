@@ -8,8 +8,8 @@ from __future__ import annotations
 import importlib.util
 import ipaddress
 import json
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import click
@@ -29,6 +29,11 @@ The playground is at http://127.0.0.1:8000/, figures for Prometheus are at /metr
 NEEDED = ("starlette", "uvicorn", "msgspec", "zmq", "prometheus_client")
 OWN = ("logprobs", "seed", "constraints", "enable_sleep_mode", "weights_digest")
 """Options that configure the engine besides those that it shares with other commands; what is left configures the server."""
+RAY = {
+    "ray_replicas": "replicas", "ray_ingresses": "ingresses", "ray_resources": "resources", "ray_no_prefixes": "prefixes",
+    "ray_without_token": "insecure",
+}  # fmt: skip
+"""Options of a cluster, and the arguments of an application that they are."""
 MAX_NUM_SEQS = 32
 MOST_LOGPROBS = 20
 
@@ -64,49 +69,72 @@ MOST_LOGPROBS = 20
 @click.option("--log-file", metavar="FILE", help="Write events there.  [default: standard error]")
 @click.option("--log-prompts", is_flag=True, default=None, help="Write texts into the log, too.")
 @click.option("--no-playground", is_flag=True, help="Do not serve the page at /.")
+@click.option("--ray", is_flag=True, help="Serve on the Ray cluster of this machine, or of RAY_ADDRESS; see docs/ray.md.")
+@click.option("--ray-replicas", metavar="N|MIN:MAX", help="Engines; between MIN and MAX by load.  [default: 1]")
+@click.option("--ray-ingresses", type=int, metavar="N", help="Replicas of the HTTP side.  [default: 1]")
+@click.option("--ray-resources", metavar="NAME=AMOUNT,...", help="What an engine takes of its node.  [default: CPU=1]")
+@click.option("--ray-no-prefixes", is_flag=True, default=None, help="Choose engines by load alone.")
+@click.option("--ray-without-token", is_flag=True, default=None, help="Accept a cluster that asks nobody for a token.")
 @common
-def command(as_json: bool, no_playground: bool, **options: Any) -> int:
+def command(as_json: bool, no_playground: bool, ray: bool, **options: Any) -> int:
     """Serve an OpenAI-compatible HTTP interface, metrics, and a playground page."""
-    lacking = [name for name in NEEDED if importlib.util.find_spec(name) is None]
-    if lacking:
-        raise ConfigError(f"polydraft serve needs {', '.join(lacking)}; install the extra: pip install 'polydraft[serve]'")
+    _check_extra("ray" if ray else "serve", NEEDED)
     from polydraft.config import EngineConfig
     from polydraft.serving.main import run
-    from polydraft.serving.settings import ServerSettings
+    from polydraft.serving.settings import ServerSettings, read_keys
 
     given = {name: value for name, value in options.items() if value is not None and value != ()}
+    of_ray = {name: given.pop(name) for name in RAY if name in given}
+    if of_ray and not ray:
+        raise ConfigError(f"--{next(iter(of_ray)).replace('_', '-')} was given without --ray; add it, or leave this out")
     engine = {name: given.pop(name) for name in (*ENGINE, *OWN) if name in given}
     engine.setdefault("max_num_seqs", MAX_NUM_SEQS)
     most = engine.pop("logprobs", MOST_LOGPROBS)
     engine |= {"logprobs": most} if most >= 0 else {}
     EngineConfig.from_mapping(engine)
-    keys = _lines(given.pop("api_key_file", None))
+    if ray:
+        return _on_ray(engine, {**given, "playground": not no_playground}, of_ray, as_json=as_json)
+    keys = read_keys(given.pop("api_key_file", None))
     file = given.pop("admin_key_file", None)
-    admin = _lines(file)
+    admin = read_keys(file)
     if len(admin) > 1:
         raise ConfigError(f"--admin-key-file {file} has {len(admin)} lines, wanted one key; give a file with that alone")
     settings = ServerSettings(api_keys=keys, admin_key=admin[0] if admin else "", playground=not no_playground, **given)
     _warn(settings.host, bool(keys))
-
-    def ready(url: str, chosen: Mapping[str, str]) -> None:
-        lines = [f"serving at {url}", *(f"{name.replace('_', ' ')}: {why}" for name, why in chosen.items())]
-        click.echo(json.dumps({"schema": "polydraft.serve/1", "url": url, **chosen}) if as_json else "\n".join(lines))
-
-    return run(engine, settings, ready=ready)
+    return run(engine, settings, ready=partial(_ready, as_json))
 
 
-def _lines(file: str | None) -> tuple[str, ...]:
-    if file is None:
-        return ()
-    try:
-        found = tuple(line.strip() for line in Path(file).read_text(encoding="utf-8").splitlines() if line.strip())
-    except OSError as error:
-        raise ConfigError(f"{file} cannot be read: {error.strerror}; give a file with one key a line") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{file} is no text in UTF-8 ({error}); give a file with one key a line") from error
-    if not found:
-        raise ConfigError(f"{file} has no key, wanted one a line; add one, or leave the option out")
-    return found
+def _check_extra(extra: str, packages: Sequence[str]) -> None:
+    lacking = [name for name in packages if importlib.util.find_spec(name) is None]
+    if lacking:
+        raise ConfigError(f"polydraft serve needs {', '.join(lacking)}; install the extra: pip install 'polydraft[{extra}]'")
+
+
+def _on_ray(engine: Mapping[str, Any], server: dict[str, Any], options: Mapping[str, Any], *, as_json: bool) -> int:
+    """Serve on a cluster. Its options become arguments of the application; what belongs to a server's own sockets is refused."""
+    from polydraft.ray.settings import NOT_OURS, Deployment, resources
+
+    for name in (name for name in NOT_OURS if name in server):
+        raise ConfigError(f"--{NOT_OURS[name]} was given with --ray, where Serve's proxy has the connections; leave it out")
+    keys = server.pop("api_key_file", None)
+    given = {name: options[option] for option, name in RAY.items() if option in options}
+    if "resources" in given:
+        given["resources"] = resources(given["resources"])
+    if "prefixes" in given:
+        given["prefixes"] = False
+    wanted = Deployment.from_mapping({**given, "engine": engine, "server": server, "api_key_file": keys})
+    _check_extra("ray", ("ray",))
+    from polydraft.ray.application import run
+
+    host, port = server.get("host", "127.0.0.1"), server.get("port", 8000)
+    _warn(host, keyed=keys is not None)
+    return run(wanted, host=host, port=port, ready=partial(_ready, as_json))
+
+
+def _ready(as_json: bool, url: str, chosen: Mapping[str, str]) -> None:
+    """Say that requests are served."""
+    lines = [f"serving at {url}", *(f"{name.replace('_', ' ')}: {why}" for name, why in chosen.items())]
+    click.echo(json.dumps({"schema": "polydraft.serve/1", "url": url, **chosen}) if as_json else "\n".join(lines))
 
 
 def _warn(host: str, keyed: bool) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
@@ -143,24 +144,21 @@ class Routes:
         return self._condition(healthy=self._service.state == "ok")
 
     def _condition(self, *, healthy: bool) -> JSONResponse:
-        client = self._client
-        said: dict[str, Any] = {"status": self._service.state, "requests": client.num_requests, "restarts": client.restarts}
-        said |= {"reason": client.reason} if client.reason else {}
-        return JSONResponse(said, 200 if healthy else 503)
+        return JSONResponse({"status": self._service.state, **self._client.condition()}, 200 if healthy else 503)
 
     async def metrics(self, request: Request) -> Any:
         """`/metrics`; without the engine's answer, what it last reported."""
         del request
-        stats = None
+        stats = {}
         with contextlib.suppress(EngineGone):
             stats = await self._client.stats()
         return Response(self._service.metrics.text(stats), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def stats(self, request: Request) -> Any:
-        """`/stats`: the same counts as JSON, for the playground."""
+        """`/stats`: the same counts as JSON; by replica where engines have names."""
         del request
-        stats = await self._client.stats()
-        return JSONResponse({name: getattr(stats, name) for name in stats.__struct_fields__})
+        stats = {replica: msgspec.structs.asdict(one) for replica, one in (await self._client.stats()).items()}
+        return JSONResponse(stats.get("", stats))
 
     async def tokenize(self, request: Request) -> Any:
         """`/tokenize`."""

@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import msgspec
 import zmq
@@ -59,6 +59,44 @@ _Queue: TypeAlias = "asyncio.Queue[tuple[RequestDelta, wire.Outputs] | Polydraft
 """Deltas, each beside the event that brought it, which has the timing of its step; or why there will be no more."""
 
 
+Gauges: TypeAlias = "Sequence[tuple[str, str, Callable[[], float]]]"
+"""Figures: name behind `polydraft:`, what it is, and how it is read."""
+
+
+class AnyClient(Protocol):
+    """What routes need of an engine, wherever it is: `EngineClient` has one beside it, `polydraft.ray` several on a cluster."""
+
+    state: str
+    ready: wire.Ready | None
+    lost: str
+
+    @property
+    def asleep(self) -> bool: ...
+
+    @property
+    def stalled(self) -> bool: ...
+
+    def condition(self) -> dict[str, Any]:
+        """What `/health` and `/ready` tell of it beside the state."""
+
+    def gauges(self) -> Gauges: ...
+
+    async def start(self) -> None: ...
+
+    def generate(
+        self, prompts: Sequence[tuple[Sequence[int], Mapping[str, Any]]], *, first_s: float
+    ) -> AsyncGenerator[tuple[int, RequestDelta, wire.Outputs], None]: ...
+
+    async def stats(self) -> dict[str, wire.Stats]:
+        """Counts now, by replica; by "" where there is but one engine, which has no name."""
+
+    async def update_weights(self, path: str, running: str, shared: Mapping[str, Any]) -> str: ...
+
+    async def sleep(self, level: int, running: str) -> str: ...
+
+    async def wake_up(self, path: str, shared: Mapping[str, Any]) -> str: ...
+
+
 class _Patience:
     """Ends a wait in which nothing has come for so long, time in which the engine slept aside."""
 
@@ -85,7 +123,8 @@ class EngineClient:
     """One engine in a process of its own. `state`: starting, ready, restarting, failed or stopped.
 
     `most`: requests in the engine at most, running and waiting. `start_s`, `watchdog_s`: seconds without a word after which a
-    process that builds its engine, or has one, is ended. `tell(event, **fields)` files what happens to the process."""
+    process that builds its engine, or has one, is ended. `restarts` False: a process that ended is the end, since somebody else
+    supervises. `tell(event, **fields)` files what happens to the process."""
 
     def __init__(
         self,
@@ -95,8 +134,9 @@ class EngineClient:
         tell: Callable[..., None],
         start_s: float = 1800.0,
         watchdog_s: float = 300.0,
+        restarts: bool = True,
     ) -> None:
-        self._config, self._most, self._tell = dict(config), most, tell
+        self._config, self._most, self._tell, self._restarts = dict(config), most, tell, restarts
         self._start_s, self._watchdog_s = start_s, watchdog_s
         self._beat_s = min(BEAT_S, watchdog_s / 4, start_s / 4)
         self._unanswered = 0
@@ -266,6 +306,9 @@ class EngineClient:
         if self.state == "ready":
             self._served_s += self._heard_at - self._ready_at
         self._deaths = [then for then in self._deaths if self._served_s - then < RESTART_WINDOW_S] + [self._served_s]
+        if not self._restarts:
+            self._become("failed", why)
+            return
         if len(self._deaths) > MOST_RESTARTS:
             times = f"{len(self._deaths)} times within {RESTART_WINDOW_S:.0f} seconds of service"
             self._become("failed", f"the engine's process ended {times}, at last so: {why}; see its messages above")
@@ -439,13 +482,26 @@ class EngineClient:
             with contextlib.suppress(EngineGone, zmq.ZMQError):
                 await self._send(wire.Abort(handle))
 
-    async def stats(self, timeout_s: float = 2.0) -> wire.Stats:
-        """Counts of the engine now. Raises `EngineGone` where there is none, or it does not answer in time."""
+    def condition(self) -> dict[str, Any]:
+        """Requests, processes after the first, and why the state is what it is."""
+        said: dict[str, Any] = {"requests": self.num_requests, "restarts": self.restarts}
+        return said | ({"reason": self.reason} if self.reason else {})
+
+    def gauges(self) -> Gauges:
+        """Those of the engine's process."""
+        return (
+            ("engine_restarts", "Engine processes after the first.", lambda: self.restarts),
+            ("engine_hangs", "Engine processes that were ended because they said nothing.", lambda: self.hangs),
+            ("engine_silent_seconds", "Since the engine's process last said anything.", lambda: self.silent_s),
+        )
+
+    async def stats(self, timeout_s: float = 2.0) -> dict[str, wire.Stats]:
+        """Counts of the engine now, which has no name. Raises `EngineGone` where there is none, or it does not answer in time."""
         future: asyncio.Future[wire.Stats] = asyncio.get_running_loop().create_future()
         await self._send(wire.AskStats())
         self._stats.append(future)
         try:
-            return await asyncio.wait_for(future, timeout_s)
+            return {"": await asyncio.wait_for(future, timeout_s)}
         except asyncio.TimeoutError:
             raise EngineGone(f"the engine has not answered for {timeout_s:g} seconds; ask again in a while") from None
 

@@ -67,9 +67,9 @@ class _Uvicorn(uvicorn.Server):
     before it stops for good, for `drain_s`, or until a second signal comes; then it tells whoever still waits. It listens until
     then, so that `/ready` can tell."""
 
-    def __init__(self, config: uvicorn.Config, service: Service, ready: Callable[[], None]) -> None:
+    def __init__(self, config: uvicorn.Config, service: Service, client: EngineClient, ready: Callable[[], None]) -> None:
         super().__init__(config)
-        self._service, self._ready = service, ready
+        self._service, self._client, self._ready = service, client, ready
         self._hurry = asyncio.Event()
         self.asked = False
         """A signal has come."""
@@ -90,7 +90,7 @@ class _Uvicorn(uvicorn.Server):
 
     async def _stop_engine(self) -> None:
         """Let its process leave; after a second signal, end it."""
-        client = self._service.client
+        client = self._client
         stop, hurry = asyncio.create_task(client.stop()), asyncio.create_task(self._hurry.wait())
         await asyncio.wait((stop, hurry), return_when=asyncio.FIRST_COMPLETED)
         await asyncio.wait((stop,), timeout=HURRY_S)
@@ -103,7 +103,7 @@ class _Uvicorn(uvicorn.Server):
         try:
             await self._service.open()
             self._ready()
-            await self._service.client.until_failed()
+            await self._client.until_failed()
         except Exception as error:  # noqa: BLE001  whatever it is, `run` raises it
             self.failure = error
             self.should_exit = True
@@ -141,13 +141,13 @@ class _Uvicorn(uvicorn.Server):
         service, loop = self._service, asyncio.get_running_loop()
         service.draining = True
         drain_s = service.settings.drain_s
-        service.log.tell("draining", requests=service.client.num_requests, seconds=drain_s)
+        service.log.tell("draining", requests=self._client.num_requests, seconds=drain_s)
         hurry, until = asyncio.create_task(self._hurry.wait()), loop.time() + drain_s
         while self.server_state.tasks and not hurry.done() and loop.time() < until:
             waited = {hurry, *self.server_state.tasks}
             await asyncio.wait(waited, timeout=until - loop.time(), return_when=asyncio.FIRST_COMPLETED)
         hurry.cancel()
-        service.client.dismiss("the server stops before the text has ended; send the request to another one")
+        self._client.dismiss("the server stops before the text has ended; send the request to another one")
         await super().shutdown(sockets)
 
 
@@ -182,7 +182,7 @@ def _run(engine: Mapping[str, Any], settings: ServerSettings, log: Log, ready: R
         with contextlib.suppress(OSError, ValueError):  # nobody has to listen
             ready(url, service.chosen)
 
-    server = _Uvicorn(config, service, say)
+    server = _Uvicorn(config, service, client, say)
     handler = _ToLog(log)
     for name in ("uvicorn.error", "asyncio"):
         logging.getLogger(name).addHandler(handler)

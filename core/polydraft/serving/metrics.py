@@ -20,15 +20,24 @@ LABELS = ("model_name",)
 
 
 class _Engine(Collector):
-    """Counts of the engine, as last reported; they begin anew with its process, as Prometheus expects of counters."""
+    """Counts of engines, as last reported; they begin anew with a process, as Prometheus expects of counters. Engines that have
+    names are told apart by the label `replica`."""
 
     def __init__(self, model: str) -> None:
-        self.stats: Stats | None = None
+        self.stats: Mapping[str, Stats] = {}
         self._model = model
 
     def collect(self) -> Iterable[Metric]:
-        """The families, where the engine has reported anything."""
-        return list(self._families(self.stats)) if self.stats is not None else []
+        """The families, of every engine that has reported anything."""
+        families: dict[str, Metric] = {}
+        for replica, stats in self.stats.items():
+            for family in self._families(stats):
+                known = families.setdefault(family.name, family)
+                for sample in family.samples:
+                    sample.labels.update({"replica": replica} if replica else {})
+                if known is not family:
+                    known.samples += family.samples
+        return list(families.values())
 
     def _families(self, s: Stats) -> Iterator[Metric]:
         rounds, share = max(s.rounds, 1), (s.kv_blocks - s.kv_blocks_free) / max(s.kv_blocks, 1)
@@ -82,11 +91,26 @@ class _Engine(Collector):
         return family  # type: ignore[no-any-return]
 
 
-class Metrics:
-    """One registry a server."""
+class _Named(CollectorRegistry):
+    """A registry whose samples say of which replica they are."""
 
-    def __init__(self, model: str) -> None:
-        registry = self._registry = CollectorRegistry()
+    def __init__(self, replica: str) -> None:
+        super().__init__()
+        self._replica = replica
+
+    def collect(self) -> Iterator[Metric]:
+        """As the registry's; an engine's samples have its own name."""
+        for family in super().collect():
+            for sample in family.samples:
+                sample.labels.setdefault("replica", self._replica)
+            yield family
+
+
+class Metrics:
+    """One registry a server; `replica`: which of several it is, where there are."""
+
+    def __init__(self, model: str, replica: str = "") -> None:
+        registry = self._registry = _Named(replica) if replica else CollectorRegistry()
         self._engine = _Engine(model)
         registry.register(self._engine)
 
@@ -124,7 +148,7 @@ class Metrics:
         """A request was answered with an error."""
         self._refused.labels(self._model, str(status)).inc()
 
-    def text(self, stats: Stats | None) -> bytes:
-        """The page; `stats` None: what the engine last reported."""
+    def text(self, stats: Mapping[str, Stats]) -> bytes:
+        """The page; without `stats`, what engines last reported."""
         self._engine.stats = stats or self._engine.stats
         return generate_latest(self._registry)

@@ -25,7 +25,7 @@ from polydraft.models.tokenizer import Tokenizer
 from polydraft.serving import protocol, reasoning, responses, tool_calls, tools, wire
 from polydraft.serving.answers import Choice, Said, TokenTexts, usage
 from polydraft.serving.connection import LIMITS, Connections
-from polydraft.serving.engine_client import Busy, EngineClient, EngineGone, Overrun
+from polydraft.serving.engine_client import AnyClient, Busy, EngineGone, Overrun
 from polydraft.serving.http import EventStream, Gone, HttpError, until_gone
 from polydraft.serving.logs import Log
 from polydraft.serving.markers import choose
@@ -63,10 +63,13 @@ class Job:
 
 
 class Service:
-    """What the routes share."""
+    """What the routes share. `connections`: those of clients, where this process has them, and not a proxy in front of it.
+    `replica`: what metrics call this one of several."""
 
-    def __init__(self, settings: ServerSettings, client: EngineClient, connections: Connections, log: Log) -> None:
-        self.settings, self.client, self.connections, self.log = settings, client, connections, log
+    def __init__(
+        self, settings: ServerSettings, client: AnyClient, connections: Connections | None, log: Log, *, replica: str = ""
+    ) -> None:
+        self.settings, self.client, self.connections, self.log, self._replica = settings, client, connections, log, replica
         self._large = asyncio.Lock()
         self.draining = self.opened = False
         """Whether the server ends; whether there is all that requests need."""
@@ -116,18 +119,17 @@ class Service:
 
     def _metrics(self) -> Metrics:
         """With the figures of the server itself."""
-        made, client, connections = Metrics(self.name), self.client, self.connections
-        for name, text, read in (
-            ("engine_restarts", "Engine processes after the first.", lambda: client.restarts),
-            ("engine_hangs", "Engine processes that were ended because they said nothing.", lambda: client.hangs),
-            ("engine_silent_seconds", "Since the engine's process last said anything.", lambda: client.silent_s),
-            ("log_lines_lost", "Lines that could not be written.", lambda: self.log.lost),
-            ("connections", "Connections of clients.", lambda: connections.open),
-            ("connections_idle", "Those of them without a request.", lambda: len(connections.idle)),
-        ):
+        made, connections = Metrics(self.name, self._replica), self.connections
+        gauges = [*self.client.gauges(), ("log_lines_lost", "Lines that could not be written.", lambda: self.log.lost)]
+        if connections is not None:
+            gauges += [
+                ("connections", "Connections of clients.", lambda: connections.open),
+                ("connections_idle", "Those of them without a request.", lambda: len(connections.idle)),
+            ]
+            ended = {limit: partial(connections.ended.__getitem__, limit) for limit in LIMITS}
+            made.gauge("polydraft:connections_ended", "Connections that a limit ended, by the limit.", ended, "limit")
+        for name, text, read in gauges:
             made.gauge(f"polydraft:{name}", text, {"": read})
-        ended = {limit: partial(connections.ended.__getitem__, limit) for limit in LIMITS}
-        made.gauge("polydraft:connections_ended", "Connections that a limit ended, by the limit.", ended, "limit")
         states = {state: partial(self._is, state) for state in STATES}
         made.gauge("polydraft:server_state", "1 for the state that /ready tells.", states, "state")
         return made

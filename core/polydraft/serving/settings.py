@@ -6,6 +6,7 @@ The command line builds it, routes read it. It does not change, and nothing in i
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from polydraft.errors import ConfigError
 from polydraft.serving import reasoning, tool_calls
@@ -82,3 +83,18 @@ class ServerSettings:
 def _option(name: str) -> str:
     """A setting as the command line calls it."""
     return "--" + (name.replace("_s", "-timeout") if name in SECONDS else name.replace("_", "-"))
+
+
+def read_keys(file: str | None) -> tuple[str, ...]:
+    """The keys of a file, one a line; () without one. Raises `ConfigError` where it cannot be read, or has none."""
+    if file is None:
+        return ()
+    try:
+        found = tuple(line.strip() for line in Path(file).read_text(encoding="utf-8").splitlines() if line.strip())
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read: {error.strerror}; give a file with one key a line") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{file} is no text in UTF-8 ({error}); give a file with one key a line") from error
+    if not found:
+        raise ConfigError(f"{file} has no key, wanted one a line; add one, or leave the option out")
+    return found

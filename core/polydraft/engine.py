@@ -44,11 +44,12 @@ from polydraft.models.checkpoint import Checkpoint, Weights, load_weights
 from polydraft.models.digest import Digested, Unchanged
 from polydraft.models.families import FamilyRegistry
 from polydraft.models.memory_checkpoint import MemoryCheckpoint, WeightSource
-from polydraft.models.ranks import OfRank, largest_message, of_ranks
+from polydraft.models.ranks import OfRank, in_leaves, largest_message, of_ranks
 from polydraft.models.tokenizer import Tokenizer
 from polydraft.models.weights import (
     DRAFT_HEAD,
     AsStored,
+    InLeaves,
     Loading,
     PackedAtLoad,
     Taken,
@@ -202,7 +203,9 @@ class Engine:
 
     def _build(self, needs: Mapping[str, Needs], features: Sequence[FeatureFactory], loading: Loading) -> None:
         """Open the device and put everything onto it."""
-        self._share = of_ranks(self.model, self.resolved.ranks, whole_experts=self.resolved.whole_experts)
+        whole_experts = self.resolved.whole_experts
+        whole = in_leaves(self.model, whole_experts=whole_experts) if self.resolved.leaves else self.model
+        self._share = of_ranks(whole, self.resolved.ranks, whole_experts=whole_experts)
         self.plugins = self.instruments.over(self.plugins)
         self.tokenizer = Tokenizer.from_dir(self.checkpoint.path)
         end = self.config.think_end_ids
@@ -324,7 +327,7 @@ class Engine:
 
     def _refuse_lacking_kinds(self) -> None:
         """Refuse, before weights are read, blocks whose kinds launch contracts that have no provider on this device."""
-        blocks = {**self.model.layers, **self._draft_layers()}
+        blocks = {**self._share.layers, **self._draft_layers()}
         computed = {prefix: block for prefix, block in blocks.items() if prefix not in self._custom_blocks}
         who = f"model {self.model.name} has blocks that launch what backend {self.info.name}"
         refuse_lacking(who, lacking(computed, self.table.providers))
@@ -343,6 +346,8 @@ class Engine:
             tensors = digested = Digested(tensors)
         if self._draft_ids is not None:
             tensors = WithDraftHead(tensors, self._draft_ids)
+        if self.resolved.leaves:
+            tensors = InLeaves(tensors, self._share)
         if self.resolved.packing is None:
             return tensors, digested
         packed = PackedAtLoad(tensors, model, self.resolved.packing, self.config.weights_ignore)

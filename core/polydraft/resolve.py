@@ -21,7 +21,7 @@ from polydraft.contracts.packing import MADE, Packing
 from polydraft.errors import CapabilityError
 from polydraft.models.block import PACKED_ROLES, Block, Role
 from polydraft.models.description import ModelDescription
-from polydraft.models.ranks import has_experts, of_ranks
+from polydraft.models.ranks import LEAVES, has_experts, in_leaves, of_ranks, without_leaves
 from polydraft.program.caches import block_bytes, never_hit, slot_bytes
 from polydraft.program.host_inputs import BLOCKING, MIDDLE, Needs
 from polydraft.sampling_params import MAX_STOP_TOKENS
@@ -82,6 +82,8 @@ class Resolved:
     """Ranks that the model is split over."""
     whole_experts: bool = False
     """Whether ranks keep experts whole."""
+    leaves: bool = False
+    """Whether sums are taken by leaf, so that texts are those of every other number of ranks."""
 
     def describe(self) -> dict[str, Any]:
         """Name to chosen value, for the `config` of JSON answers."""
@@ -138,7 +140,8 @@ def resolve(
     default = info.devices[0] if info.devices else ""
     device = n.choose("device", config.device or default, f"{info.name} opens {info.device_pattern}")
     dtype = _dtype(n)
-    share = _share(n)
+    leaves = _leaves(n)
+    share = _share(n, leaves)
     kv = _kv(n, dtype)
     packing = _weights(n, dtype)
     length = _length(n)
@@ -165,7 +168,7 @@ def resolve(
     overlap = _overlap(n, {f"proposer {proposer}": proposers.get(proposer, "none"), **features})
     graph, sizes = _graph(n, limits)
     prefix_cache = _prefix_cache(n, blocks)
-    _rest(n)
+    _rest(n, leaves)
     why = [f"{name} has passed on this device" for name in variants]
     why += [f"{name}: {reason}" for name, reason in unused_variants.items()]
     n.choose("variants", tuple(variants), "; ".join(why) or "the backend brings none for this device")
@@ -173,7 +176,7 @@ def resolve(
         raise CapabilityError(f"this engine cannot be built: {'; '.join(n.refusals)}")
     return Resolved(
         info.name, device, dtype, proposer, verify, overlap, graph, sizes, config.invariant, limits, tuple(n.decisions), schedule,
-        kv, prefix_cache, options, packing, model.packed_as, share.ranks, config.expert_parallel,
+        kv, prefix_cache, options, packing, model.packed_as, share.ranks, config.expert_parallel, leaves,
     )  # fmt: skip
 
 
@@ -186,20 +189,30 @@ def _dtype(n: _Negotiation) -> str:
     return str(n.choose("dtype", asked, f"{n.info.name} computes in {', '.join(allowed)}"))
 
 
-def _share(n: _Negotiation) -> ModelDescription:
+def _leaves(n: _Negotiation) -> bool:
+    """Whether sums are taken by leaf: where bits are promised, and ranks could share the model out. Packed matrices are not
+    shared out, so no other number of ranks would write the same text."""
+    packed = n.config.weights != AUTO or bool(n.model.packed_as)
+    return n.config.invariant and n.caps.ordered_sums and not packed
+
+
+def _share(n: _Negotiation, leaves: bool) -> ModelDescription:
     """What one rank keeps of the model, which is all of it where it is not split."""
-    num_ranks, share = n.config.tensor_parallel, n.model
+    num_ranks = n.config.tensor_parallel
+    share = in_leaves(n.model, whole_experts=n.config.expert_parallel) if leaves else n.model
     if num_ranks > 1 and not n.caps.ranks:
         n.refuse(f"--tensor-parallel {num_ranks}: {n.info.lacks('ranks')}; leave it out or use another --backend")
     try:
-        share = of_ranks(n.model, num_ranks, whole_experts=n.config.expert_parallel)
+        share = of_ranks(share, num_ranks, whole_experts=n.config.expert_parallel)
     except CapabilityError as error:
         n.refuse(f"--tensor-parallel {num_ranks}: model {n.model.name}: {error}; use another number")
     whole = n.config.expert_parallel
-    if whole and (num_ranks == 1 or not has_experts(n.model)):
-        lacks = "one rank keeps all experts" if num_ranks == 1 else f"model {n.model.name} has no experts"
-        n.refuse(f"--expert-parallel: {lacks}; leave it out{', or add --tensor-parallel' if num_ranks == 1 else ''}")
-    n.choose("expert_parallel", whole, "each rank has whole experts" if whole else "experts are split like other networks")
+    alone = num_ranks == 1 and not leaves
+    if whole and (alone or not has_experts(n.model)):
+        lacks = "one rank keeps all experts" if alone else f"model {n.model.name} has no experts"
+        n.refuse(f"--expert-parallel: {lacks}; leave it out{', or add --tensor-parallel' if alone else ''}")
+    split = "sums over experts are those of ranks with whole experts" if num_ranks == 1 else "each rank has whole experts"
+    n.choose("expert_parallel", whole, split if whole else "experts are split like other networks")
     if num_ranks == 1:
         n.choose("tensor_parallel", 1, "the whole model is on one device")
     else:
@@ -226,11 +239,20 @@ def _refuse_of_ranks(
         " and ".join(features): bool(features) and "what it uploads in a step reaches rank 0 alone",
         "--enable-sleep-mode": config.enable_sleep_mode and "ranks cannot sleep",
         "--weights-digest": config.weights_digest and "no rank reads all weights",
-        "--invariant": config.invariant and not n.caps.ordered_sums and n.info.lacks("ordered_sums"),
+        "--invariant": config.invariant and _uneven(n),
     }
     for what, why in lacking.items():
         if why:
             n.refuse(f"{what} with --tensor-parallel {num_ranks}: {why}; leave out one of the two")
+
+
+def _uneven(n: _Negotiation) -> str:
+    """Why a text over so many ranks would not be that of every other number, as a clause; "" where it is."""
+    if not n.caps.ordered_sums:
+        return n.info.lacks("ordered_sums")
+    if LEAVES % n.config.tensor_parallel:
+        return f"sums have {LEAVES} leaves, which as many ranks cannot share out"
+    return without_leaves(n.model)
 
 
 def _kv(n: _Negotiation, dtype: str) -> Kv:
@@ -585,18 +607,14 @@ def _graph(n: _Negotiation, limits: Limits) -> tuple[Mode, tuple[int, ...]]:
     return chosen, sizes
 
 
-def _rest(n: _Negotiation) -> None:
+def _rest(n: _Negotiation, leaves: bool) -> None:
     """Wishes that are met or refused as they are."""
     config = n.config
     if config.invariant and not n.caps.row_invariant:
         n.refuse(f"--invariant: {n.info.lacks('row_invariant')}; leave it out or use another --backend")
-    n.choose(
-        "invariant",
-        config.invariant,
-        "a row's bits depend on that row alone: texts are bit-equal for every number of drafts, batch and chunk"
-        if config.invariant
-        else "faster; texts are equal up to ties of the logits",
-    )
+    same = "a row's bits depend on that row alone: texts are bit-equal for every number of drafts, batch and chunk"
+    same += f", and over 1, 2 or {LEAVES} ranks" if leaves else ""
+    n.choose("invariant", config.invariant, same if config.invariant else "faster; texts are equal up to ties of the logits")
     if config.enable_sleep_mode and not n.caps.sleep:
         n.refuse(f"--enable-sleep-mode: {n.info.lacks('sleep')}; leave it out or use another --backend")
     asleep = "memory of weights and caches is given back while the engine sleeps" if config.enable_sleep_mode else "it is kept"

@@ -19,7 +19,7 @@ from polydraft.conformance.harness import run_golden
 from polydraft.conformance.target import Target
 from polydraft.contracts import COLLECTIVES, REGISTRY, contract_named
 from polydraft.contracts.base import Contract
-from polydraft.contracts.collectives.all_reduce import tree_sum
+from polydraft.contracts.kernels.sum_leaves import tree_sum
 from polydraft.contracts.stacking import stacked
 from polydraft.errors import ContractError, DeviceError
 from polydraft.plugins.default_backend import default_backend

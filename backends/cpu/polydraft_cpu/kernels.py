@@ -15,6 +15,7 @@ import numpy as np
 from polydraft.backend import CacheSpec, Weight
 from polydraft.contracts.base import Args, Limits, Workspace
 from polydraft.contracts.composite import CompositeArgs
+from polydraft.contracts.kernels.expert_leaves import ExpertLeavesV1
 from polydraft.contracts.kernels.expert_mlp import ExpertMlpV1
 from polydraft.contracts.kernels.paged_attention import PagedAttentionV1
 from polydraft.contracts.kernels.rope_kv_write import RopeKvWriteV1, turns
@@ -228,9 +229,14 @@ def _attention(parts: Any, limits: Limits, threads: int) -> int:
 def _experts(parts: Any, limits: Limits, threads: int) -> int:
     """Terms, gathered rows and what experts work in, for a block of rows a thread: `ExpertSpace` of experts.inc."""
     del limits
-    a: ExpertMlpV1 = parts[0]
-    rows, hidden = min(EXPERT_ROWS, a.x.shape[0]), a.x.shape[1]
-    return int(threads * (rows * ((a.expert_ids.shape[1] + 1) * hidden + a.gate_up.shape[1]) + 2 * PANEL) * 4)
+    a: ExpertMlpV1 | ExpertLeavesV1 = parts[0]
+    rows, hidden, pieces = min(EXPERT_ROWS, a.x.shape[0]), a.x.shape[1], len_of(a.down) // len_of(a.gate_up)
+    return int(threads * (rows * ((a.expert_ids.shape[1] * pieces + 1) * hidden + a.gate_up.shape[1]) + 2 * PANEL) * 4)
+
+
+def len_of(stack: CpuWeight) -> int:
+    """Matrices of a stack."""
+    return stack.shape[0]
 
 
 SCRATCH: Final[Mapping[str, Scratch]] = {
@@ -245,6 +251,7 @@ SCRATCH: Final[Mapping[str, Scratch]] = {
     "penalise_logits": _sampling("logits", 1),
     "route_experts": lambda parts, limits, threads: threads * 3 * up(parts[0].logits.shape[1]) * 4,
     "expert_mlp": _experts,
+    "expert_leaves": _experts,
 }
 
 
@@ -258,7 +265,8 @@ class CpuProvider:
     def bind(self, args: Any, limits: Limits, workspace: Workspace | None) -> Launch:
         """Turn the record into words, once. Raises `ContractError` for a record that the compiled kernel does not know."""
         device = self.device
-        table = column_table(args) if self.name == "scatter" else np.zeros(2, np.int64) if self.name == "expert_mlp" else None
+        claims = np.zeros(2, np.int64) if self.name in ("expert_mlp", "expert_leaves") else None
+        table = column_table(args) if self.name == "scatter" else claims
         words = [word for part in _parts(args) for word in words_of(part)] + self._extra(args, limits, table)
         memory: Any = None if workspace is None else workspace.buffer.host_array  # type: ignore[attr-defined]
         scratch = None if memory is None else memory.ctypes.data
@@ -271,14 +279,17 @@ class CpuProvider:
     def workspace_bytes(self, args: Any, limits: Limits) -> int:
         """What the kernel's threads need between them."""
         threads = self.device.options.num_threads
-        if self.name == "linear":
+        if self.name in ("linear", "linear_leaves"):
             return threads * MOST_ROWS * (args.x.shape[1] + 2 * PANEL) * 4 if args.x.dtype == "bf16" or args.weight.rounds else 0
         return SCRATCH[self.name](_parts(args), limits, threads) if self.name in SCRATCH else 0
 
     def _extra(self, args: Any, limits: Limits, table: Array | None) -> list[int]:
-        """Words behind the record: the table of slot columns, the claims of experts, or the table of the rotation."""
+        """Words behind the record: the table of slot columns, the claims of experts (and those of a leaf), or the table of the
+        rotation."""
         if table is not None:
-            return [table.ctypes.data]
+            by_experts = self.name == "expert_leaves" and args.split == "experts"
+            run = [len_of(args.gate_up) // args.leaves if by_experts else 0] if self.name == "expert_leaves" else []
+            return [table.ctypes.data, *run]
         if self.name != "rope_kv_write":
             return []
         length = max(limits.max_len, args.block_table.shape[1] * args.block_size)

@@ -23,10 +23,10 @@ PATH = Path(__file__).with_name("_kernels.so")
 """The shared library that the package's build makes where there is a C++ compiler."""
 NOTE = Path(__file__).with_name("_build_failure.txt")
 """What the build wrote where it could not make it."""
-ABI = 9
+ABI = 10
 DTYPE_CODES = {"f32": 0, "bf16": 1, "i32": 2, "u32": 3, "u8": 4, "f16": 5}
 NAMED_PARAMS = {"half": 0, "interleaved": 1, "hidden_first": 0, "embedding_first": 1, "logits": 0, "probs": 1} | {
-    "softmax": 0, "sigmoid": 1, "none": 0, "sum": 1, "clamp": 2,
+    "softmax": 0, "sigmoid": 1, "none": 0, "sum": 1, "clamp": 2, "features": 0, "experts": 1,
 }  # fmt: skip
 """Parameters that are words in Python and numbers in C++."""
 _WORDS = POINTER(c_int64)

@@ -21,9 +21,9 @@ from polydraft.conformance.harness import Bound, run_golden, run_kernel
 from polydraft.conformance.target import Opened, Target
 from polydraft.contracts import COLLECTIVES
 from polydraft.contracts.base import Case, Contract
-from polydraft.contracts.collectives.all_reduce import tree_sum
 from polydraft.contracts.compare import compare
 from polydraft.contracts.inputs import default_cases
+from polydraft.contracts.kernels.sum_leaves import tree_sum
 from polydraft.contracts.stacking import stacked
 from polydraft.device import Array
 from polydraft.errors import DeviceError

@@ -363,7 +363,7 @@ def weight_role(name: str, spec: OpaqueSpec) -> str:
     axis of experts is stacked by it, or routes."""
     if spec.shape.startswith("EX"):
         return "experts" if " " in spec.shape else "router"
-    if len(spec.shape.split()) == 2:
+    if len(spec.shape.split()) > 1:
         return "embedding" if spec.shape.startswith("V ") else "linear"
     return "bias" if name == "bias" else "norm"
 

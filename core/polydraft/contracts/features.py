@@ -30,6 +30,7 @@ FEATURES: Final[Mapping[str, Feature]] = {
     "grammar": Feature("masks of a grammar, for each place of a window"),
     "thinking": Feature("limits of thinking and reply, and what a reply may begin with"),
     "experts": Feature("models with a mixture of experts"),
+    "leaves": Feature("texts that do not depend on the number of ranks either, with `--invariant`", ("experts",)),
     "drafting": Feature("drafts of n-grams and of the host, and a reduced draft vocabulary"),
     "schedule": Feature("synthetic acceptance by a schedule, for benchmarks", ("rejection",)),
 }

@@ -7,6 +7,7 @@ Keys and values of all earlier positions lie in paged rows, which the backend la
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -15,7 +16,7 @@ from polydraft.contracts.kernels.paged_attention import PagedAttentionV1
 from polydraft.contracts.kernels.rope_kv_write import RopeKvWriteV1
 from polydraft.device import Launch
 from polydraft.errors import CapabilityError
-from polydraft.models.block import At, BlockCall, Norm, Tensor, Work
+from polydraft.models.block import At, BlockCall, Norm, Tensor, Work, leaves_of
 from polydraft.models.rotary import Rope
 from polydraft.program.caches import KvRows
 
@@ -44,7 +45,9 @@ class Attention:
     """Keys that a row attends to at most, its own the last of them; 0: all. The cache keeps every row all the same, so blocks are
     shared as without it."""
 
-    contracts: ClassVar[tuple[str, ...]] = ("linear", "rope_kv_write", "paged_attention")
+    leaves: int = 0
+    """Stretches of heads that the output projection sums over one by one (`Kind.in_leaves`); 0: it is one product."""
+
     carried: ClassVar[tuple[str, ...]] = ("attended",)
 
     @property
@@ -57,12 +60,22 @@ class Attention:
         """Elements of all key (or value) heads of one row: num_kv_heads * head_dim."""
         return self.num_kv_heads * self.head_dim
 
+    @property
+    def contracts(self) -> tuple[str, ...]:
+        """What it launches."""
+        return ("linear", "rope_kv_write", "paged_attention", *(("linear_leaves", "sum_leaves") if self.leaves else ()))
+
+    def in_leaves(self, most: int) -> Attention:
+        """Leaves of whole heads."""
+        return replace(self, leaves=math.gcd(most, self.num_heads))
+
     def of_ranks(self, num_ranks: int) -> Attention:
         """Whole heads. Where there are fewer key-value heads than ranks, several ranks keep the same one."""
         heads, kv = self.num_heads, self.num_kv_heads
         if heads % num_ranks or (kv % num_ranks and num_ranks % kv):
             raise CapabilityError(f"{heads} query heads and {kv} key-value heads cannot be shared out evenly")
-        return replace(self, num_heads=heads // num_ranks, num_kv_heads=max(kv // num_ranks, 1))
+        leaves = self.leaves // num_ranks
+        return replace(self, num_heads=heads // num_ranks, num_kv_heads=max(kv // num_ranks, 1), leaves=leaves)
 
     @property
     def capabilities(self) -> tuple[str, ...]:
@@ -75,9 +88,9 @@ class Attention:
         return (KvRows(self.num_kv_heads, self.head_dim),)
 
     def scratch(self, hidden: int) -> tuple[Work, ...]:
-        """Queries, keys and values as projected; queries rotated; what they attended to."""
-        del hidden
-        return Work("qkv", self.q_size + 2 * self.kv_size), Work("q", self.q_size), Work("attended", self.q_size)
+        """Queries, keys and values as projected; queries rotated; what they attended to; leaves of what comes of that."""
+        works = (Work("qkv", self.q_size + 2 * self.kv_size), Work("q", self.q_size), Work("attended", self.q_size))
+        return (*works, *leaves_of(self.leaves, hidden))
 
     def weights(self, hidden: int) -> tuple[Tensor, ...]:
         """Projections, with biases and norms of heads where there are any."""
@@ -85,7 +98,7 @@ class Attention:
         tensors = [
             Tensor("qkv", tuple((size, hidden) for size in rows), split=0),
             *([Tensor("qkv_bias", tuple((size,) for size in rows), "bias", split=0)] if self.qkv_bias else []),
-            Tensor("o", ((hidden, self.q_size),), split=1),
+            Tensor("o", ((hidden, self.q_size),), split=1, leaves=self.leaves),
             *([Tensor("o_bias", ((hidden,),), "bias", split="first")] if self.output_bias else []),
             *([Tensor(name, ((self.head_dim,),), "norm") for name in ("q_norm", "k_norm")] if self.qk_norm else []),
         ]
@@ -107,7 +120,7 @@ class Attention:
 
     def finish(self, at: At) -> None:
         """Project what was attended to."""
-        at.linear("o", x="attended", out="branch")
+        at.project("o", x="attended", leaves=self.leaves)
 
     def bind(self, call: BlockCall) -> tuple[Launch, Launch]:
         """The two launches around the cache, bound for a block that computes the rest itself."""

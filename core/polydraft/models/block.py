@@ -14,8 +14,10 @@ from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, cast
 
+import numpy as np
+
 from polydraft.contracts.base import Unit
-from polydraft.device import Launch
+from polydraft.device import Array, Launch
 from polydraft.errors import CapabilityError
 from polydraft.program.caches import CacheKind
 from polydraft.program.declare import Pass, StepBuffer
@@ -56,6 +58,9 @@ class Tensor:
     stack: int = 0
     """The weight is this many of those one after the other, along an axis of its own before the others (experts, for instance),
     and a checkpoint names them with "{e}". 0: it has no such axis."""
+    leaves: int = 0
+    """The backend is given each matrix as this many, one after the other, of as many equal stretches of the inputs, over which ranks
+    may share a sum out; 0: as it is."""
     stretch: Stretch | None = None
     """Where each part lies in a longer tensor of the checkpoint, which several weights may share; None: it has one of its own."""
 
@@ -68,6 +73,14 @@ class Tensor:
     def shape(self) -> tuple[int, ...]:
         """Of the whole weight."""
         return (self.stack, *self.joined) if self.stack else self.joined
+
+    def laid_out(self, value: Array) -> Array:
+        """A value of this shape as the backend is given it: with `leaves`, [matrices, outputs, inputs of a leaf]."""
+        if not self.leaves:
+            return value
+        *stack, outputs, inputs = self.shape
+        apart = value.reshape(*stack, outputs, self.leaves, inputs // self.leaves)
+        return np.ascontiguousarray(np.moveaxis(apart, -2, -3)).reshape(-1, outputs, inputs // self.leaves)
 
 
 @dataclass(frozen=True)
@@ -83,6 +96,16 @@ class Work:
     def buffer(self) -> str:
         """The name of the buffer, which says its shape."""
         return f"scratch.{self.name}{self.width}" + ("" if self.dtype == "act" else f".{self.dtype}")
+
+
+def leaves_of(leaves: int, hidden: int) -> tuple[Work, ...]:
+    """The scratch that as many leaves of a half's sum lie in, where there are any."""
+    return (Work(leaves_name(leaves), leaves * hidden, "f32"),) if leaves else ()
+
+
+def leaves_name(leaves: int) -> str:
+    """The name of that scratch: halves of one block may differ in how many leaves they have."""
+    return f"{leaves}leaves"
 
 
 @dataclass(frozen=True)
@@ -128,6 +151,25 @@ class At:
         """The same of a weight that the layer may lack; None where it does."""
         return self.own(name) if self.own(name) in self.program.memory.weights else None
 
+    def linear_leaves(self, name: str, *, x: str, out: str, leaves: int) -> None:
+        """Project scratch as `linear` does, leaf by leaf."""
+        bias = self.optional(f"{name}_bias")
+        self.add(
+            "linear_leaves", x=self.scratch[x], weight=self.own(name), bias=bias, leaves=leaves, out=self.scratch[out]
+        )
+
+    def project(self, name: str, *, x: str, leaves: int) -> None:
+        """Project scratch into "branch", over `leaves` where there are any."""
+        if not leaves:
+            self.linear(name, x=x, out="branch")
+            return
+        self.linear_leaves(name, x=x, out=leaves_name(leaves), leaves=leaves)
+        self.sum_leaves(leaves)
+
+    def sum_leaves(self, leaves: int) -> None:
+        """Sum as many leaves, which lie in their scratch (`leaves_of`), into "branch"."""
+        self.add("sum_leaves", x=self.scratch[leaves_name(leaves)], leaves=leaves, out=self.scratch["branch"])
+
     def join(self) -> None:
         """Sum what the halves of all ranks have left in "branch", where there are several ranks."""
         if self.program.memory.ranks > 1:
@@ -145,7 +187,12 @@ class Kind(Protocol):
     One that can be split over ranks has a method `of_ranks(num_ranks)`, which returns the kind of one rank's share (the same for
     each of them) or raises `CapabilityError` with a clause that says why there is none. The weights of a share are declared as
     those of the whole, smaller along the axes that their `split` names; what a share leaves in "branch" is one term of a sum. One
-    with experts may have `experts_of_ranks(num_ranks)` beside it, for shares in which stacks of them have fewer pieces."""
+    with experts may have `experts_of_ranks(num_ranks)` beside it, for shares in which stacks of them have fewer pieces.
+
+    One whose sums can be the same for every number of ranks has a method `in_leaves(most)` as well (and `experts_in_leaves(most)`
+    for such shares): the kind whose sum over what ranks share out is made of as many terms as divide that evenly, a power of two
+    and `most` at most. Each term is computed like a share's, and `sum_leaves` adds those that a rank has, a subtree of the tree
+    that goes on over the ranks. `of_ranks` of that kind divides them among the ranks."""
 
     def scratch(self, hidden: int) -> tuple[Work, ...]:
         """What it works in besides "normed" and "branch". `hidden`: width of the residual stream."""

@@ -8,11 +8,12 @@ Which experts are chosen, and their weights, is defined by the contract `route_e
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import Literal
 
 from polydraft.errors import CapabilityError
-from polydraft.models.block import At, Tensor, Work
+from polydraft.models.block import At, Tensor, Work, leaves_name, leaves_of
 
 
 @dataclass(frozen=True)
@@ -24,16 +25,27 @@ class GatedMlp:
     bias: bool = False
     """Biases on gate, up and down."""
 
-    contracts: ClassVar[tuple[str, ...]] = ("linear", "swiglu")
+    leaves: int = 0
+    """Stretches of features that the down projection sums over one by one (`Kind.in_leaves`); 0: it is one product."""
+
+    @property
+    def contracts(self) -> tuple[str, ...]:
+        """What it launches."""
+        return ("linear", "swiglu", *(("linear_leaves", "sum_leaves") if self.leaves else ()))
+
+    def in_leaves(self, most: int) -> GatedMlp:
+        """Leaves of intermediate features."""
+        return replace(self, leaves=math.gcd(most, self.intermediate_size))
 
     def of_ranks(self, num_ranks: int) -> GatedMlp:
         """As many intermediate features on each rank."""
-        return replace(self, intermediate_size=_even("intermediate features", self.intermediate_size, num_ranks))
+        width = _even("intermediate features", self.intermediate_size, num_ranks)
+        return replace(self, intermediate_size=width, leaves=self.leaves // num_ranks)
 
     def scratch(self, hidden: int) -> tuple[Work, ...]:
-        """Gate and up as projected, and their product."""
-        del hidden
-        return Work("gate_up", 2 * self.intermediate_size), Work("gated", self.intermediate_size)
+        """Gate and up as projected, their product, and leaves of what comes of that."""
+        works = (Work("gate_up", 2 * self.intermediate_size), Work("gated", self.intermediate_size))
+        return (*works, *leaves_of(self.leaves, hidden))
 
     def weights(self, hidden: int) -> tuple[Tensor, ...]:
         """Projections, with biases where there are any."""
@@ -41,7 +53,7 @@ class GatedMlp:
         tensors = [
             Tensor("gate_up", ((width, hidden), (width, hidden)), split=0),
             *([Tensor("gate_up_bias", ((width,), (width,)), "bias", split=0)] if self.bias else []),
-            Tensor("down", ((hidden, width),), split=1),
+            Tensor("down", ((hidden, width),), split=1, leaves=self.leaves),
             *([Tensor("down_bias", ((hidden,),), "bias", split="first")] if self.bias else []),
         ]
         return tuple(tensors)
@@ -50,7 +62,7 @@ class GatedMlp:
         """Project, gate, project back."""
         at.linear("gate_up", x="normed", out="gate_up")
         at.add("swiglu", gate_up=at.scratch["gate_up"], out=at.scratch["gated"])
-        at.linear("down", x="gated", out="branch")
+        at.project("down", x="gated", leaves=self.leaves)
 
 
 @dataclass(frozen=True)
@@ -84,23 +96,39 @@ class SparseMoe:
     num_kept: int = 0
     """Experts that a rank keeps where ranks keep experts whole: rank r has those from r * num_kept on; 0: there are all."""
 
+    leaves: int = 0
+    """Terms that the sum over experts is made of (`Kind.in_leaves`), those of the shared ones in them; 0: it is one sum."""
+    leaf_split: Literal["features", "experts"] = "features"
+    """What a leaf has: a stretch of every expert's intermediate features, or a run of experts."""
+
+    def in_leaves(self, most: int) -> SparseMoe:
+        """Leaves of intermediate features."""
+        return replace(self, leaves=math.gcd(most, self.intermediate_size, self.shared_size))
+
+    def experts_in_leaves(self, most: int) -> SparseMoe:
+        """Leaves of whole experts, and of features of the shared ones."""
+        return replace(self, leaves=math.gcd(most, self.routing.num_experts, self.shared_size), leaf_split="experts")
+
     def experts_of_ranks(self, num_ranks: int) -> SparseMoe:
         """As many whole experts on each rank; the shared ones are split as by `of_ranks`. Every rank routes all rows."""
         kept = _even("experts", self.routing.num_experts, num_ranks)
         shared = _even("intermediate features of the shared experts", self.shared_size, num_ranks)
-        return replace(self, num_kept=kept, shared_size=shared)
+        return replace(self, num_kept=kept, shared_size=shared, leaves=self.leaves // num_ranks)
 
     def of_ranks(self, num_ranks: int) -> SparseMoe:
         """As many intermediate features of each expert on each rank; every rank routes all rows."""
         width = _even("intermediate features of an expert", self.intermediate_size, num_ranks)
         shared = _even("intermediate features of the shared experts", self.shared_size, num_ranks)
-        return replace(self, intermediate_size=width, shared_size=shared)
+        return replace(self, intermediate_size=width, shared_size=shared, leaves=self.leaves // num_ranks)
 
     @property
     def contracts(self) -> tuple[str, ...]:
         """Router, experts, and the shared network where there is one."""
         optional = (*(("swiglu",) if self.shared_size else ()), *(("own_experts",) if self.num_kept else ()))
-        return ("linear", "route_experts", "expert_mlp", *optional)
+        if not self.leaves:
+            return ("linear", "route_experts", "expert_mlp", *optional)
+        by_leaf = ("expert_leaves", *(("linear_leaves",) if self.shared_size else ()), "sum_leaves")
+        return ("linear", "route_experts", *by_leaf, *optional)
 
     def scratch(self, hidden: int) -> tuple[Work, ...]:
         """Logits, ids and weights of the choice; what the shared network works in."""
@@ -112,8 +140,10 @@ class SparseMoe:
         ]
         if self.num_kept:
             works.append(Work("own_experts", routing.top_k, "i32"))
+        works += leaves_of(self.leaves, hidden)
         if self.shared_size:
-            works += [Work("gate_up", 2 * self.shared_size), Work("gated", self.shared_size), Work("shared", hidden)]
+            shared = Work("shared", self.leaves * hidden, "f32") if self.leaves else Work("shared", hidden)
+            works += [Work("gate_up", 2 * self.shared_size), Work("gated", self.shared_size), shared]
         if self.shared_gate:
             works.append(Work("shared_gate", 1, "f32"))
         return tuple(works)
@@ -124,15 +154,15 @@ class SparseMoe:
         tensors = [Tensor("router", ((experts, hidden),), "router")]
         if self.routing.selection_bias:
             tensors.append(Tensor("selection_bias", ((experts,),), "router"))
-        kept = self.num_kept or experts
+        kept, of_features = self.num_kept or experts, self.leaves if self.leaf_split == "features" else 0
         tensors += [
             Tensor("experts_gate_up", ((width, hidden), (width, hidden)), "experts", split=1, stack=kept),
-            Tensor("experts_down", ((hidden, width),), "experts", split=2, stack=kept),
+            Tensor("experts_down", ((hidden, width),), "experts", split=2, stack=kept, leaves=of_features),
         ]
         if shared:
             tensors += [
                 Tensor("shared_gate_up", ((shared, hidden), (shared, hidden)), split=0),
-                Tensor("shared_down", ((hidden, shared),), split=1),
+                Tensor("shared_down", ((hidden, shared),), split=1, leaves=self.leaves),
             ]
         if self.shared_gate:
             tensors.append(Tensor("shared_gate", ((1, hidden),)))
@@ -151,17 +181,25 @@ class SparseMoe:
         if self.shared_size:
             at.linear("shared_gate_up", x="normed", out="gate_up")
             at.add("swiglu", gate_up=scratch["gate_up"], out=scratch["gated"])
-            at.linear("shared_down", x="gated", out="shared")
+            if self.leaves:
+                at.linear_leaves("shared_down", x="gated", out="shared", leaves=self.leaves)
+            else:
+                at.linear("shared_down", x="gated", out="shared")
         if self.shared_gate:
             at.linear("shared_gate", x="normed", out="shared_gate")
         if self.num_kept:
             at.add("own_experts", expert_ids=scratch["expert_ids"], own=scratch["own_experts"], num_kept=self.num_kept)
             chosen["expert_ids"] = scratch["own_experts"]
-        at.add(
-            "expert_mlp", x=scratch["normed"], gate_up=at.own("experts_gate_up"), down=at.own("experts_down"),
-            shared=scratch.get("shared") if self.shared_size else None,
-            shared_gate=scratch["shared_gate"] if self.shared_gate else None, out=scratch["branch"], **chosen,
-        )  # fmt: skip
+        fields = {
+            "x": scratch["normed"], "gate_up": at.own("experts_gate_up"), "down": at.own("experts_down"),
+            "shared": scratch["shared"] if self.shared_size else None,
+            "shared_gate": scratch["shared_gate"] if self.shared_gate else None, **chosen,
+        }  # fmt: skip
+        if not self.leaves:
+            at.add("expert_mlp", out=scratch["branch"], **fields)
+            return
+        at.add("expert_leaves", leaves=self.leaves, split=self.leaf_split, out=scratch[leaves_name(self.leaves)], **fields)
+        at.sum_leaves(self.leaves)
 
 
 def _even(what: str, size: int, num_ranks: int) -> int:

@@ -6,12 +6,17 @@ The engine of a rank is built from a share as it would be from a model; blocks s
     rank r of N keeps, along the axis that a weight's `split` names, of each of its parts: piece r * P // N of the P pieces that a
     share's size makes of the whole. P is N, or a divisor of it where several ranks keep the same (key-value heads). Where pieces
     reach beyond the whole (the vocabulary), the last ones end in zeros.
+
+Where texts have to be the same for every number of ranks, a sum over what ranks share out is made of `LEAVES` terms, the leaves of
+one balanced binary tree, or of as many of them as divide evenly what is shared out (`Kind.in_leaves`). A rank has a run of them and
+sums these, which is a subtree; the collective `all_reduce` goes on from there. One device has all of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any, Final
 
 import numpy as np
 
@@ -24,6 +29,47 @@ from polydraft.models.checkpoint import Weights
 from polydraft.models.description import ModelDescription
 
 
+LEAVES: Final = 4
+"""Terms at most of a sum over what ranks share out. Numbers of ranks that divide it write the same texts."""
+
+
+def in_leaves(model: ModelDescription, *, whole_experts: bool = False) -> ModelDescription:
+    """The description whose sums have leaves, experts in runs or by their features as ranks would share them out. Halves of kinds
+    that do not say how stay as they are."""
+
+    def change(half: Any) -> Any:
+        way = getattr(half, "in_leaves", None)
+        way = getattr(half, "experts_in_leaves", way) if whole_experts else way
+        return half if way is None else way(LEAVES)
+
+    return _changed(model, lambda _, block: replace(block, mixer=change(block.mixer), feed_forward=change(block.feed_forward)))
+
+
+def without_leaves(model: ModelDescription) -> str:
+    """The first half whose kind does not say how its sum is taken by leaf, with its layer, as a clause; "" where there is none."""
+    for prefix, block in (model.layers | (model.mtp.layers if model.mtp else {})).items():
+        for half in (block.mixer, block.feed_forward):
+            if not hasattr(half, "in_leaves"):
+                return f"{prefix} has {type(half).__name__}, which does not say how its sum is taken by leaf"
+    return ""
+
+
+def _changed(model: ModelDescription, change: Callable[[str, Block], Block]) -> ModelDescription:
+    """The model with every block of it and its MTP head changed; equal blocks stay one."""
+    changed: dict[Block, Block] = {}
+
+    def each(prefix: str, block: Block) -> Block:
+        if block not in changed:
+            changed[block] = change(prefix, block)
+        return changed[block]
+
+    blocks = tuple(each(prefix, block) for prefix, block in model.layers.items())
+    mtp = model.mtp
+    if mtp is not None:
+        mtp = replace(mtp, blocks=tuple(each(prefix, block) for prefix, block in mtp.layers.items()))
+    return replace(model, blocks=blocks, mtp=mtp)
+
+
 def of_ranks(model: ModelDescription, num_ranks: int, *, whole_experts: bool = False) -> ModelDescription:
     """The description of one rank's share of `model`, experts whole or split like other networks; the model itself where there
     is one rank. Raises `CapabilityError` with a clause for what cannot be shared out."""
@@ -33,18 +79,8 @@ def of_ranks(model: ModelDescription, num_ranks: int, *, whole_experts: bool = F
         raise CapabilityError(f"{model.vocab_size} tokens are fewer than ranks")
     if model.hidden_size % num_ranks:
         raise CapabilityError(f"{model.hidden_size} features of a hidden row cannot be shared out evenly")
-    shares: dict[Block, Block] = {}
-
-    def share(prefix: str, block: Block) -> Block:
-        if block not in shares:
-            shares[block] = _block(prefix, block, num_ranks, whole_experts)
-        return shares[block]
-
-    blocks = tuple(share(prefix, block) for prefix, block in model.layers.items())
-    mtp = model.mtp
-    if mtp is not None:
-        mtp = replace(mtp, blocks=tuple(share(prefix, block) for prefix, block in mtp.layers.items()))
-    return replace(model, blocks=blocks, mtp=mtp, ranks=num_ranks)
+    shares = _changed(model, lambda prefix, block: _block(prefix, block, num_ranks, whole_experts))
+    return replace(shares, ranks=num_ranks)
 
 
 def has_experts(model: ModelDescription) -> bool:

@@ -123,6 +123,23 @@ def _spread(packed: PackedWeight, value: Array) -> PackedWeight:
     return PackedWeight(packed.packing, value.shape, numbers, scales)
 
 
+class InLeaves(Mapping[str, Matrix]):
+    """Canonical tensors, those whose sums have leaves as the backend is given them (`Tensor.laid_out`)."""
+
+    def __init__(self, canonical: Mapping[str, Matrix], share: ModelDescription) -> None:
+        self._canonical, self._leaved = canonical, {name: one for name, one in share.weights().items() if one.leaves}
+
+    def __getitem__(self, name: str) -> Matrix:
+        value = self._canonical[name]
+        return self._leaved[name].laid_out(unpacked(value)) if name in self._leaved else value
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._canonical)
+
+    def __len__(self) -> int:
+        return len(self._canonical)
+
+
 def part_of(name: str) -> str:
     """The part of a model (`PARTS`) that a canonical tensor belongs to, "" for none of them."""
     return "head" if name in ("lm_head", DRAFT_HEAD) else "mtp" if name.startswith("mtp.") else ""

@@ -62,7 +62,10 @@ class TwoInputAttention(Attention):
     """What enters lies in the scratch "entered", and the residual stream is made from it, normalised. False: what enters is the
     residual stream."""
 
-    contracts = ("combine_draft_inputs", *Attention.contracts)
+    @property
+    def contracts(self) -> tuple[str, ...]:
+        """Those of attention, and what joins both inputs."""
+        return ("combine_draft_inputs", *super().contracts)
 
     def scratch(self, hidden: int) -> tuple[Work, ...]:
         """The embedding, both inputs side by side, and what enters where that is not the residual stream."""

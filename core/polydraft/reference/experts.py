@@ -2,6 +2,7 @@
 
 The kernel table lists them. The terms of a row are added in the order of its choices, whichever expert ran first; with
 row-invariant arithmetic their products are made of tiles of one shape, too. A packed stack is the float32 one that it stands for.
+`expert_leaves` is `expert_mlp` with several sums a row.
 """
 
 from __future__ import annotations
@@ -84,15 +85,56 @@ def expert_mlp(product: Product) -> Callable[[Any, Limits], Run]:
     return bind
 
 
+def expert_leaves(product: Product) -> Callable[[Any, Limits], Run]:
+    """The kernel `expert_leaves` over a way to make products."""
+
+    def bind(a: Any, limits: Limits) -> Run:
+        del limits
+        gate_up, down, leaves = a.gate_up.array, a.down.array, a.leaves
+        half, (_, hidden, width) = gate_up.shape[1] // 2, down.shape
+        of_leaf = len(gate_up) // leaves if a.split == "experts" else 0
+
+        def run(n: int) -> None:
+            ids, weights = a.expert_ids[:n], a.expert_weights[:n]
+            terms = np.zeros((*ids.shape, leaves, hidden), np.float32)
+            for expert in np.unique(ids[ids >= 0]).tolist():
+                rows, places = np.nonzero(ids == expert)
+                gated = product(gate_up[expert], a.x[rows])
+                gated = _silu(gated[:, :half]) * gated[:, half:]
+                scale = weights[rows, places, None]
+                if of_leaf:
+                    terms[rows, places, expert // of_leaf] = product(down[expert], gated) * scale
+                    continue
+                for leaf in range(leaves):
+                    part = gated[:, leaf * width : (leaf + 1) * width]
+                    terms[rows, places, leaf] = product(down[expert * leaves + leaf], part) * scale
+            out = a.out[:n].reshape(n, leaves, hidden)
+            out[...] = 0.0
+            for place in range(ids.shape[1]):
+                out += terms[:, place]
+            if a.shared is not None:
+                shared = a.shared[:n].reshape(out.shape)
+                out += shared if a.shared_gate is None else shared * _sigmoid(a.shared_gate[:n])[:, None]
+
+        return run
+
+    return bind
+
+
 def _silu(gate: Array) -> Array:
     with np.errstate(over="ignore"):
         result: Array = gate / (1.0 + np.exp(-gate))
     return result
 
 
-def _matmul(weight: Array, x: Array) -> Array:
+def matrix_product(weight: Array, x: Array) -> Array:
+    """x @ weight.T by whatever shape it has."""
     product: Array = x @ weight.T
     return product
 
 
-KERNELS: dict[str, Kernel] = {"route_experts": plain(route_experts), "expert_mlp": expert_mlp(_matmul)}
+KERNELS: dict[str, Kernel] = {
+    "route_experts": plain(route_experts),
+    "expert_mlp": expert_mlp(matrix_product),
+    "expert_leaves": expert_leaves(matrix_product),
+}

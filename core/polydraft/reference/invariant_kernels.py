@@ -1,7 +1,8 @@
 """Row-invariant variants of the few reference kernels whose bits would depend on the width or context of a launch.
 
 The kernel table swaps them in when `row_invariant` is requested; the emulator computes in them. Here a product is always made of
-tiles of one fixed shape and a sum is always taken in one fixed order, so a row's bits depend on that row alone.
+tiles of one fixed shape and a sum is always taken in one fixed order, so a row's bits depend on that row alone, and those of an
+output or a head on that output or head: a rank that keeps some of them computes the same.
 """
 
 from __future__ import annotations
@@ -12,27 +13,39 @@ import numpy as np
 
 from polydraft.contracts.base import Limits
 from polydraft.device import Array
-from polydraft.reference.experts import expert_mlp
+from polydraft.reference.experts import expert_leaves, expert_mlp
 from polydraft.reference.forward_meta import KEY_CHUNK
+from polydraft.reference.leaves import linear_leaves
 from polydraft.reference.numeric_kernels import layout_of
 from polydraft.reference.packed_weights import rounding
 from polydraft.reference.provider import Kernel, Run
 
 TILE_ROWS = 8
 """Rows of a product tile: 4 and 8 keep a row's bits on OpenBLAS with one and two threads, 16 and 32 do not."""
+TILE_OUTPUTS = 32
+"""Outputs of a product tile. Without one, OpenBLAS sums an output in another order where there are more or fewer beside it."""
 ROW_BATCH = 32
 """Attention rows worked on together; bounds the gathered copy of their keys, and cannot touch their bits."""
 
 
 def tiled_product(weight: Array, x: Array) -> Array:
-    """x [n, I] @ weight.T in tiles of `TILE_ROWS` rows, the last one filled up with zeros."""
-    out = np.empty((len(x), len(weight)), np.float32)
-    tile = np.zeros((TILE_ROWS, weight.shape[1]), np.float32)
+    """x [n, I] @ weight.T in tiles of `TILE_ROWS` rows and `TILE_OUTPUTS` outputs, the last ones filled up with zeros."""
+    outputs, inputs = weight.shape
+    whole = outputs // TILE_OUTPUTS * TILE_OUTPUTS
+    tiles, rest = weight[:whole].reshape(-1, TILE_OUTPUTS, inputs), None
+    if whole < outputs:
+        rest = np.zeros((TILE_OUTPUTS, inputs), np.float32)
+        rest[: outputs - whole] = weight[whole:]
+    out = np.empty((len(x), outputs), np.float32)
+    rows = np.zeros((TILE_ROWS, inputs), np.float32)
     for start in range(0, len(x), TILE_ROWS):
         count = min(TILE_ROWS, len(x) - start)
-        tile[:count] = x[start : start + count]
-        tile[count:] = 0.0
-        out[start : start + count] = np.matmul(weight, tile.T).T[:count]
+        rows[:count] = x[start : start + count]
+        rows[count:] = 0.0
+        if whole:
+            out[start : start + count, :whole] = np.matmul(tiles, rows.T).reshape(whole, TILE_ROWS).T[:count]
+        if rest is not None:
+            out[start : start + count, whole:] = np.matmul(rest, rows.T)[: outputs - whole].T[:count]
     return out
 
 
@@ -80,19 +93,32 @@ def attend_rows(a: Any, q: Array, keys: Array, visible: Array) -> Array:
     np.copyto(used[:, : keys.shape[1]], keys, where=visible)
     gathered = a.cache.kv[:, :, used].reshape(2, kv_heads, rows, chunks, KEY_CHUNK, dim)
     q = np.ascontiguousarray(q.reshape(rows, kv_heads, -1, dim).transpose(1, 0, 2, 3))
-    scores = np.stack([np.matmul(q, gathered[0, :, :, c].swapaxes(-1, -2)) for c in range(chunks)], axis=2)
+    scores = np.stack([_of_each_head(q, gathered[0, :, :, c].swapaxes(-1, -2)) for c in range(chunks)], axis=2)
     scores *= a.softmax_scale
     np.copyto(scores, -np.inf, where=~seen.reshape(1, rows, chunks, 1, KEY_CHUNK))
     scores -= scores.max(axis=(2, 4), keepdims=True)
     np.exp(scores, out=scores)
     partial = scores.sum(axis=-1)
-    total, mixed = partial[:, :, 0].copy(), np.matmul(scores[:, :, 0], gathered[1, :, :, 0])
+    total, mixed = partial[:, :, 0].copy(), _of_each_head(scores[:, :, 0], gathered[1, :, :, 0])
     for c in range(1, chunks):
         total += partial[:, :, c]
-        mixed += np.matmul(scores[:, :, c], gathered[1, :, :, c])
+        mixed += _of_each_head(scores[:, :, c], gathered[1, :, :, c])
     mixed /= total[..., None]
     result: Array = mixed.transpose(1, 0, 2, 3).reshape(rows, -1)
     return result
 
 
-KERNELS: dict[str, Kernel] = {"linear": linear, "paged_attention": paged_attention, "expert_mlp": expert_mlp(tiled_product)}
+def _of_each_head(x: Array, matrix: Array) -> Array:
+    """x [kv_heads, r, G, M] times matrix [kv_heads, r, M, O] -> [kv_heads, r, G, O], by one product for each of the G query heads:
+    how many share a key-value head differs where ranks keep heads."""
+    product: Array = np.matmul(x[..., None, :], matrix[:, :, None])
+    return product[..., 0, :]
+
+
+KERNELS: dict[str, Kernel] = {
+    "linear": linear,
+    "linear_leaves": linear_leaves(tiled_product),
+    "paged_attention": paged_attention,
+    "expert_mlp": expert_mlp(tiled_product),
+    "expert_leaves": expert_leaves(tiled_product),
+}

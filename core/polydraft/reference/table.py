@@ -70,6 +70,7 @@ def kernels(row_invariant: bool) -> dict[str, Kernel]:
         constraints,
         experts,
         invariant_kernels,
+        leaves,
         logprobs,
         numeric_kernels,
         processing,
@@ -82,6 +83,7 @@ def kernels(row_invariant: bool) -> dict[str, Kernel]:
     table.update(constraints.KERNELS)
     table.update(thinking.KERNELS)
     table.update(experts.KERNELS)
+    table.update(leaves.KERNELS)
     if row_invariant:
         table.update(invariant_kernels.KERNELS)
     return table

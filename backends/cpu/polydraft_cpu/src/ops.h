@@ -152,6 +152,14 @@ struct ExpertMlp {
   Any x; Ints expert_ids; Floats expert_weights; const Weight *gate_up, *down; Any shared; Floats shared_gate; Any out;
   int64_t* claims;  // [2] zeros: experts (or blocks of rows) that were claimed, parts that have ended
 };
+struct ExpertLeaves {
+  Any x; Ints expert_ids; Floats expert_weights; const Weight *gate_up, *down; Any shared; Floats shared_gate;
+  int64_t leaves, split; Any out;
+  int64_t* claims;  // as above
+  int64_t run;      // experts of a leaf; 0 where leaves have stretches of features
+};
+struct LinearLeaves { Any x; const Weight *weight, *bias; int64_t leaves; Any out; };
+struct SumLeaves { Floats x; int64_t leaves; Any out; };
 struct GatherRows { Any x; Ints index; Any out; };
 struct SelectLastRows { Any hidden; Ints positions, seq_start, draft_slot, draft_position; Any out; };
 struct CombineDraftInputs {

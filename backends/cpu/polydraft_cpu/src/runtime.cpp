@@ -28,7 +28,7 @@
 namespace pd {
 namespace {
 
-constexpr int64_t ABI = 9;
+constexpr int64_t ABI = 10;
 constexpr int64_t PARTS = 2;  // a thread: a few more than one, so that a late thread leaves little undone
 thread_local std::string error;
 

@@ -6,7 +6,7 @@ its share of heads, intermediate features or experts. It never depends on who ar
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -32,15 +32,6 @@ def golden(a: Any, n: int) -> None:
             total = total + a.x[rank, r]
         for rank in range(len(a.x)):
             a.x[rank, r] = total
-
-
-def tree_sum(terms: Sequence[Array]) -> Array:
-    """The sum that the capability `ordered_sums` promises, to the bit: float32 terms by rank, neighbours added pairwise until one
-    is left. Where their number is odd the last waits for the next turn."""
-    while len(terms) > 1:
-        pairs = [terms[i] + terms[i + 1] for i in range(0, len(terms) - 1, 2)]
-        terms = [*pairs, terms[-1]] if len(terms) % 2 else pairs
-    return terms[0]
 
 
 def scale(a: Any, n: int) -> Mapping[str, Array]:

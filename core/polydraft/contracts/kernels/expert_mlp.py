@@ -89,18 +89,24 @@ class _Term:
 
 
 def _terms(a: Any, n: int) -> Iterator[_Term]:
-    half = a.gate_up.shape[1] // 2
     for r in range(n):
         for expert, weight in zip(a.expert_ids[r], a.expert_weights[r], strict=True):
             if expert < 0:
                 continue
-            rows, matrix = multiplied(a.x[r][None], a.gate_up[expert])
-            gate, up = np.split(matrix @ rows[0], [half])
-            gate_terms, up_terms = np.split(np.abs(matrix) @ np.abs(rows[0]), [half])
-            gated = np.array([silu(g) for g in gate])
-            slope = np.array([abs(sigmoid(g) * (1.0 + g * (1.0 - sigmoid(g)))) for g in gate])
-            off = slope * gate_terms * np.abs(up) + np.abs(gated) * (up_terms + np.abs(up) * (1.0 + np.abs(gate)))
-            yield _Term(r, weight, gated * up, off, multiplied(gate[None], a.down[expert])[1])
+            hidden, off = between(a.x[r], a.gate_up[expert])
+            yield _Term(r, weight, hidden, off, multiplied(hidden[None], a.down[expert])[1])
+
+
+def between(row: Array, gate_up: Matrix) -> tuple[Array, Array]:
+    """silu(gate) * up of a row and one expert, and how far off that is by one unit of each product and rounding."""
+    rows, matrix = multiplied(row[None], gate_up)
+    half = len(matrix) // 2
+    gate, up = np.split(matrix @ rows[0], [half])
+    gate_terms, up_terms = np.split(np.abs(matrix) @ np.abs(rows[0]), [half])
+    gated = np.array([silu(g) for g in gate])
+    slope = np.array([abs(sigmoid(g) * (1.0 + g * (1.0 - sigmoid(g)))) for g in gate])
+    off = slope * gate_terms * np.abs(up) + np.abs(gated) * (up_terms + np.abs(up) * (1.0 + np.abs(gate)))
+    return gated * up, off
 
 
 def scale(a: Any, n: int) -> Mapping[str, Array]:

@@ -64,7 +64,8 @@ class Capabilities:
     """A model can be split over several ranks, which are threads of one process, or a process each (`polydraft_collectives`); "":
     it cannot."""
     ordered_sums: bool = False
-    """`all_reduce` adds float32 in one balanced binary tree over the ranks (`tree_sum`), whoever arrives first."""
+    """`all_reduce` and `sum_leaves` add float32 in one balanced binary tree (`tree_sum`), whoever arrives first. What
+    row-invariant kernels compute of an output, a head, an expert or a leaf does not depend on what stands beside it."""
 
     sleep: bool = False
     """Devices that are opened for it (`DeviceOptions.sleep`) give the memory of weights and caches back while its addresses stay

@@ -204,8 +204,8 @@ class Engine:
     def _build(self, needs: Mapping[str, Needs], features: Sequence[FeatureFactory], loading: Loading) -> None:
         """Open the device and put everything onto it."""
         whole_experts = self.resolved.whole_experts
-        whole = in_leaves(self.model, whole_experts=whole_experts) if self.resolved.leaves else self.model
-        self._share = of_ranks(whole, self.resolved.ranks, whole_experts=whole_experts)
+        model = in_leaves(self.model, whole_experts=whole_experts) if self.resolved.leaves else self.model
+        self._share = of_ranks(model, self.resolved.ranks, whole_experts=whole_experts)
         self.plugins = self.instruments.over(self.plugins)
         self.tokenizer = Tokenizer.from_dir(self.checkpoint.path)
         end = self.config.think_end_ids

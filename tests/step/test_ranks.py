@@ -71,18 +71,6 @@ def test_experts_that_ranks_keep_whole(model: str, ranks: int, drafts: int):
         assert kept * ranks == alone._weights[name].nbytes
 
 
-@pytest.mark.parametrize("ranks", among([4], [2, 4]))
-def test_bits_do_not_depend_on_drafts_or_batch_for_one_number_of_ranks(ranks: int):
-    """`--invariant`: a text of several ranks is that of the request alone, without drafts, on as many."""
-    with split("narrow", ranks, draft_tokens=3, invariant=True) as running:
-        found = served(running, "narrow")
-    with split("narrow", ranks, draft_tokens=0, invariant=True, max_num_seqs=1, num_blocks="auto", prefix_cache=False) as alone:
-        for ask, output in zip(asks("narrow"), found, strict=True):
-            text = drive(alone, [Ask(ask.prompt_ids, ask.params)])[0].token_ids
-            assert output.token_ids == text[: len(output.token_ids)]
-            assert ask.abort or len(text) == len(output.token_ids)
-
-
 WAYS = [(overlap, graph) for overlap in (0, 1, 2) for graph in ("off", "decode")]
 
 

@@ -20,6 +20,7 @@ from polydraft.conformance import (
     graph_checks,
     host_checks,
     kernel_checks,
+    leaf_checks,
     load_checks,
     lossless_checks,
     memory_checks,
@@ -50,6 +51,7 @@ def every_check(options: Options | None = None) -> Iterator[Check]:
     yield from kernel_checks.checks(options or Options())
     yield from binding_checks.checks(options or Options())
     yield from collective_checks.checks()
+    yield from leaf_checks.checks()
     yield from graph_checks.checks()
     yield from overlap_checks.checks()
     yield from return_checks.checks()

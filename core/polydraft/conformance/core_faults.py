@@ -24,6 +24,7 @@ from polydraft.host.scheduler import Scheduler
 from polydraft.host.slots import SlotTable
 from polydraft.models.block import Norm
 from polydraft.models.decoder import EVERY_ROW, HIDDEN, Target
+from polydraft.models.ranks import of_ranks
 from polydraft.plugins import kernel_table
 from polydraft.program.host_inputs import HostInputs
 from polydraft.program.plan import StepOutcome, StepPlan
@@ -49,6 +50,21 @@ def logit_rows_for_one_token_a_slot() -> Iterator[None]:
         return dataclasses.replace(found, limits=dataclasses.replace(found.limits, max_logit_rows=found.limits.max_seqs))
 
     with mock.patch.object(engine, "resolve", short):
+        yield
+
+
+@contextmanager
+def a_leaf_a_rank() -> Iterator[None]:
+    """Sums have as many leaves as there are ranks, whatever their number."""
+
+    def one_leaf(model: Any, num_ranks: int, **options: Any) -> Any:
+        share: Any = of_ranks(model, num_ranks, **options)
+        change = dataclasses.replace
+        halves = [(change(block.mixer, leaves=1), change(block.feed_forward, leaves=1)) for block in share.blocks]
+        pairs = zip(share.blocks, halves, strict=True)
+        return change(share, blocks=tuple(change(block, mixer=mixer, feed_forward=half) for block, (mixer, half) in pairs))
+
+    with mock.patch.object(engine, "of_ranks", one_leaf):
         yield
 
 

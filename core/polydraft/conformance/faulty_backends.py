@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from polydraft.conformance import core_faults, kv_faults, packing_faults, rank_faults, size_faults
+from polydraft.conformance import core_faults, kv_faults, leaf_faults, packing_faults, rank_faults, size_faults
 from polydraft.conformance import fault_injection as by
 from polydraft.conformance import hidden_faults as hidden
 from polydraft.conformance import lifetime_faults as lifetime
@@ -470,6 +470,16 @@ def _of_ranks(id_: str, contract: str, check: str, title: str, source: str, corr
     """A collective that computes a change of its golden."""
     needs = "ordered_sums" if check == "ordered-sums" else "ranks"
     return Mutant(id_, title, source, f"L2/collectives/{check}", rank_faults.computed(contract, corrupt), needs)
+
+
+def _by_leaf(id_: str, contract: str, check: str, title: str, source: str, corrupt: by.Corrupt) -> Mutant:
+    """A kernel of sums by leaf, or a product beside them, that computes a change of its golden."""
+    golden = by.computed(contract, corrupt)
+
+    def broken(plugin: Any) -> Any:  # no golden is held against it where leaves are looked at, so it is not recognised there
+        return golden(plugin)
+
+    return Mutant(id_, title, source, f"L2/{check}", broken if check.startswith("leaves/") else golden, "ordered_sums")
 
 
 MUTANTS: Final[tuple[Mutant, ...]] = (
@@ -1519,6 +1529,40 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         lambda plugin: wrap(plugin, polydraft_kernels=lambda answer, device: size_faults.EndingWeights(answer, {})),
     ),
     _sized("M219", "paged_attention", "B-300", size_faults.slots_beyond_256, ATTACKER),
+    _by_leaf("M250", "sum_leaves", "leaves/order", "leaves added one after the other", "a loop", leaf_faults.one_after_the_other),
+    _by_leaf("M251", "sum_leaves", "leaves/order", "leaves added by halves", "reductions over threads", leaf_faults.halves),
+    _by_leaf(
+        "M252",
+        "linear_leaves",
+        "linear_leaves/a_bias_is_the_first_leafs",
+        "a bias in every leaf",
+        "a projection a leaf",
+        leaf_faults.a_bias_a_leaf,
+    ),
+    _by_leaf(
+        "M253",
+        "expert_leaves",
+        "expert_leaves/experts_in_2",
+        "experts dealt to leaves in turn",
+        "another layout of experts",
+        leaf_faults.experts_in_turn,
+    ),
+    _by_leaf(
+        "M254",
+        "linear",
+        "leaves/columns",
+        "another order of sums where there are many outputs",
+        "OpenBLAS, whose kernels follow the shape of a product",
+        leaf_faults.many_outputs,
+    ),
+    _core(
+        "M255",
+        "sums of as many leaves as there are ranks",
+        "sums over ranks alone",
+        "L5/ranks/same-bits",
+        core_faults.a_leaf_a_rank,
+        "ranks_in_process",
+    ),
 )
 """Every mutant of this version, by the numbers of the design's table; a number that is missing is in `CORES`."""
 

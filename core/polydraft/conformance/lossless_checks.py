@@ -51,6 +51,12 @@ THINKING: Final[tuple[dict[str, Any], ...]] = (
 last one has none."""
 RANKS: Final = (2, 4)
 """Ranks that the probe is split over: its two key-value heads are one a rank, or one for two of them."""
+DEGREES: Final[dict[str, dict[str, Any]]] = {
+    "same-bits": {"model": "dense"},
+    "same-bits-experts": {"model": "experts"},
+    "same-bits-whole-experts": {"model": "experts", "expert_parallel": True},
+}
+"""Models, and what ranks keep whole of them, whose texts are those of one rank to the bit."""
 NUMBERS: Final = (3, 0, 0, 2, 5, 1, 0, 0, 0, 5, 3)
 """Drafts of one step after the other where they change: up, down, and pauses of several steps."""
 
@@ -78,14 +84,22 @@ def checks() -> Iterator[Check]:
         yield Check(f"L5/kv-{kv}/with-and-without-drafts", partial(_quantised, kv), needs=("kv_dtypes",))
     for made in (made for made, one in MADE.items() if not one.packing.activations):  # the oracle rounds no rows
         yield Check(f"L5/weights-{made}/with-and-without-drafts", partial(_packed, made), needs=("weight_packings",))
-    for ranks in RANKS:
-        for drafts in (0, K):
-            yield Check(f"L5/ranks/N{ranks}-K{drafts}", partial(_ranks, ranks, drafts), needs=("ranks",), features=())
-    yield Check("L5/ranks/experts", _experts_of_ranks, needs=("ranks",), features=())
+    yield from _checks_of_ranks()
     for drafts in (0, K):
         yield Check(f"L5/thinking/K{drafts}", partial(_thinking, drafts), features=("thinking", "processing"))
     for number, options in enumerate(SAMPLINGS):
         yield Check(f"L5/sampled/{number}", partial(_sampled, options), features=("sampling",))
+
+
+def _checks_of_ranks() -> Iterator[Check]:
+    """Those of whole engines over several ranks."""
+    for ranks in RANKS:
+        for drafts in (0, K):
+            yield Check(f"L5/ranks/N{ranks}-K{drafts}", partial(_ranks, ranks, drafts), needs=("ranks",), features=())
+    yield Check("L5/ranks/experts", _experts_of_ranks, needs=("ranks",), features=())
+    for name, options in DEGREES.items():
+        needs = ("ranks", "ordered_sums", "row_invariant")
+        yield Check(f"L5/ranks/{name}", partial(_degrees, options), needs=needs, features=(), basic=False)
 
 
 def run(target: Target, tally: Tally, asks: Sequence[Ask], *, drafts: int = K, each_step: Any = None, **options: Any) -> Engine:
@@ -179,6 +193,48 @@ def _ranks(ranks: int, drafts: int, target: Target, tally: Tally, **options: Any
 def _experts_of_ranks(target: Target, tally: Tally) -> None:
     """Experts that ranks keep whole."""
     _ranks(2, K, target, tally, model="experts", expert_parallel=True)
+
+
+class Told(Ask):
+    """One that samples where its prompt is of an odd length, and is told log probabilities."""
+
+    @property
+    def params(self) -> SamplingParams:
+        """As the request has it."""
+        sampled: dict[str, Any] = {"temperature": 0.9, "top_p": 0.95, "seed": 5} if len(self.prompt) % 2 else {}
+        return SamplingParams(max_new_tokens=14, ignore_eos=True, logprobs=2, **sampled)
+
+
+def _degrees(options: dict[str, Any], target: Target, tally: Tally) -> None:
+    """With `--invariant`, tokens and log probabilities are the same to the bit over 1, 2 and 4 ranks, with drafts and without,
+    and rounds are those of as many drafts. At 2 alone this would show little, for addition commutes."""
+    if target.info.capabilities.ranks == "processes" and not target.plugins.backend.entry:
+        raise Unsupported("ranks are processes, which are given a backend by its name, and this one is an object")
+    if "top_logprobs" not in target.offered:
+        raise Unsupported("log probabilities, by whose bits runs are compared, are not offered")
+    model, base = options["model"], prompts(10)[9]
+    asks = [Told(prompt, arrival=i, model=model) for i, prompt in enumerate((*prompts(4), base))]
+    asks += [Told(base, arrival=5, abort=9, model=model), Told(base, arrival=14, model=model)]
+    shared: dict[str, Any] = {"max_num_seqs": 4, "block_size": 4, "num_blocks": 14, "dtype": "f32", "logprobs": 2, "graph": "off"}
+    known: list[RequestOutput] = []
+    for ranks, drafts in ((1, K), (2, 0), (4, K)):
+        given = {**shared, **options, "tensor_parallel": ranks, "draft_tokens": drafts, "invariant": True}
+        with target.engine(**given) as engine:
+            found = [output for output in serve(engine, asks, tally) if output.finish_reason != "abort"]
+        known = known or found
+        tally.true("some request was preempted", engine.scheduler.num_preemptions > 0)
+        tally.true("some request began with blocks of another one", engine.ledger.num_hits > 0)
+        for number, (mine, theirs) in enumerate(zip(found, known, strict=True)):
+            what = f"of request {number} over {ranks} ranks, K={drafts}"
+            tally.equal(f"tokens {what}", mine.token_ids, theirs.token_ids)
+            tally.same_bits(f"log probabilities {what}", *(_told(output) for output in (mine, theirs)))
+            if drafts:
+                tally.equal(f"rounds {what}", mine.rounds, theirs.rounds)
+
+
+def _told(output: RequestOutput) -> Array:
+    """The log probabilities that a request was told, in order: of its tokens, and the most likely in their places."""
+    return np.array([value for one in output.tokens for value in (one.logprob, *(top for _, top in one.top))], np.float32)
 
 
 def working_dtype(target: Target) -> str:

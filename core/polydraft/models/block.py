@@ -59,8 +59,8 @@ class Tensor:
     """The weight is this many of those one after the other, along an axis of its own before the others (experts, for instance),
     and a checkpoint names them with "{e}". 0: it has no such axis."""
     leaves: int = 0
-    """The backend is given each matrix as this many, one after the other, of as many equal stretches of the inputs, over which ranks
-    may share a sum out; 0: as it is."""
+    """The backend is given each matrix as this many, one after the other, of as many equal stretches of the inputs, over which
+    ranks may share a sum out; 0: as it is."""
     stretch: Stretch | None = None
     """Where each part lies in a longer tensor of the checkpoint, which several weights may share; None: it has one of its own."""
 
@@ -154,9 +154,7 @@ class At:
     def linear_leaves(self, name: str, *, x: str, out: str, leaves: int) -> None:
         """Project scratch as `linear` does, leaf by leaf."""
         bias = self.optional(f"{name}_bias")
-        self.add(
-            "linear_leaves", x=self.scratch[x], weight=self.own(name), bias=bias, leaves=leaves, out=self.scratch[out]
-        )
+        self.add("linear_leaves", x=self.scratch[x], weight=self.own(name), bias=bias, leaves=leaves, out=self.scratch[out])
 
     def project(self, name: str, *, x: str, leaves: int) -> None:
         """Project scratch into "branch", over `leaves` where there are any."""

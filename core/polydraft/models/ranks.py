@@ -7,9 +7,9 @@ The engine of a rank is built from a share as it would be from a model; blocks s
     share's size makes of the whole. P is N, or a divisor of it where several ranks keep the same (key-value heads). Where pieces
     reach beyond the whole (the vocabulary), the last ones end in zeros.
 
-Where texts have to be the same for every number of ranks, a sum over what ranks share out is made of `LEAVES` terms, the leaves of
-one balanced binary tree, or of as many of them as divide evenly what is shared out (`Kind.in_leaves`). A rank has a run of them and
-sums these, which is a subtree; the collective `all_reduce` goes on from there. One device has all of them.
+Where texts have to be the same for every number of ranks, a sum over what ranks share out is made of `LEAVES` terms, the leaves
+of one balanced binary tree, or of as many of them as divide evenly what is shared out (`Kind.in_leaves`). A rank has a run of
+them and sums these, which is a subtree; the collective `all_reduce` goes on from there. One device has all of them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from polydraft.models.block import Block, Tensor
 from polydraft.models.checkpoint import Weights
 from polydraft.models.description import ModelDescription
 
-
 LEAVES: Final = 4
 """Terms at most of a sum over what ranks share out. Numbers of ranks that divide it write the same texts."""
 
@@ -46,7 +45,7 @@ def in_leaves(model: ModelDescription, *, whole_experts: bool = False) -> ModelD
 
 
 def without_leaves(model: ModelDescription) -> str:
-    """The first half whose kind does not say how its sum is taken by leaf, with its layer, as a clause; "" where there is none."""
+    """The first half whose kind does not say how its sum is taken by leaf, with its layer, as a clause; "" if there is none."""
     for prefix, block in (model.layers | (model.mtp.layers if model.mtp else {})).items():
         for half in (block.mixer, block.feed_forward):
             if not hasattr(half, "in_leaves"):

@@ -109,8 +109,8 @@ def attend_rows(a: Any, q: Array, keys: Array, visible: Array) -> Array:
 
 
 def _of_each_head(x: Array, matrix: Array) -> Array:
-    """x [kv_heads, r, G, M] times matrix [kv_heads, r, M, O] -> [kv_heads, r, G, O], by one product for each of the G query heads:
-    how many share a key-value head differs where ranks keep heads."""
+    """x [kv_heads, r, G, M] times matrix [kv_heads, r, M, O] -> [kv_heads, r, G, O], by one product for each of the G query
+    heads: how many share a key-value head differs where ranks keep heads."""
     product: Array = np.matmul(x[..., None, :], matrix[:, :, None])
     return product[..., 0, :]
 

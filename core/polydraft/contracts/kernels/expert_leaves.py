@@ -44,8 +44,8 @@ class ExpertLeavesV1(Args):
     )
     out: Buffer = tensor(
         "N LP", "f32",
-        "The leaves side by side, LP = leaves * H: of each the sum over the choices of weight * down(silu(gate) * up), then shared; "
-        "terms in the order of the choices, added in float32 from 0 on. silu(gate) * up may be rounded to act.",
+        "The leaves side by side, LP = leaves * H: of each the sum over the choices of weight * down(silu(gate) * up), then "
+        "shared; terms in the order of the choices, added in float32 from 0 on. silu(gate) * up may be rounded to act.",
         access="out",
     )  # fmt: skip
 
@@ -118,11 +118,12 @@ def cases() -> Iterator[Case]:
     """Named cases of `expert_leaves`."""
     rng = np.random.default_rng(43)
     x, ids = rng.standard_normal((6, 7), np.float32), _ids(rng, 6, 4, 3)
+    by_experts = _stacks(rng, 4, 7, 5, 1)
     for leaves in (1, 2, 4):
-        shared = rng.standard_normal((6, 7 * leaves), np.float32)
-        by_features, by_experts = _stacks(rng, 4, 7, 3, leaves), _stacks(rng, 4, 7, 5, 1)
-        yield _case(f"features_in_{leaves}", x, ids, *by_features, 5, leaves=leaves)
-        yield _case(f"experts_in_{leaves}", x, ids, *by_experts, 5, leaves=leaves, split="experts", shared=shared)
+        yield _case(f"features_in_{leaves}", x, ids, *_stacks(rng, 4, 7, 3, leaves), 5, leaves=leaves)
+        of_each = rng.standard_normal((6, 7 * leaves), np.float32)
+        yield _case(f"experts_in_{leaves}", x, ids, *by_experts, 5, leaves=leaves, split="experts", shared=of_each)
+    by_features, shared = _stacks(rng, 4, 7, 3, 4), rng.standard_normal((6, 28), np.float32)
     gates = np.array([[0.5], [-3.0], [0.0], [90.0], [-90.0], [1.0]], np.float32)
     yield _case("shared_experts_behind_a_gate", x, ids, *by_features, 6, leaves=4, shared=shared, shared_gate=gates)
     some = ids.copy()
@@ -184,7 +185,10 @@ CONTRACT = REGISTRY.add(
         deterministic="run-to-run",
         constraints=("1 <= leaves", "LP == leaves * H"),
         symbols={
-            "EX": "experts", "EK": "experts of a row", "EXL": "matrices of all experts", "J": "inputs of one matrix",
+            "EX": "experts",
+            "EK": "experts of a row",
+            "EXL": "matrices of all experts",
+            "J": "inputs of one matrix",
             "LP": "elements of all leaves",
         },
         feature="leaves",

@@ -1006,5 +1006,10 @@ class Engine:
         """Description of the loaded model."""
         return self.model
 
+    @property
+    def share(self) -> ModelDescription:
+        """Description of what this rank computes with, in sums by leaf where bits are the same for every number of ranks."""
+        return self._share
+
 
 __all__ = ["Engine", "EngineTotals", "PolydraftError", "RequestOutput"]

@@ -476,10 +476,10 @@ def _by_leaf(id_: str, contract: str, check: str, title: str, source: str, corru
     """A kernel of sums by leaf, or a product beside them, that computes a change of its golden."""
     golden = by.computed(contract, corrupt)
 
-    def broken(plugin: Any) -> Any:  # no golden is held against it where leaves are looked at, so it is not recognised there
+    def broken(plugin: Any) -> Any:  # not recognised by its golden: none is held against it, or a leaf of it is another's size
         return golden(plugin)
 
-    return Mutant(id_, title, source, f"L2/{check}", broken if check.startswith("leaves/") else golden, "ordered_sums")
+    return Mutant(id_, title, source, f"L2/{check}", golden if contract == "linear_leaves" else broken, "ordered_sums")
 
 
 MUTANTS: Final[tuple[Mutant, ...]] = (

@@ -31,6 +31,7 @@ from polydraft.contracts.kv_quant import KV_DTYPES, Kv
 from polydraft.device import Array
 from polydraft.errors import ConfigError, PolydraftError
 from polydraft.instruments.record_file import Call, Record, RecordedCache, digest_of
+from polydraft.models.block import laid_out
 
 SCHEMA: Final = "polydraft.replay/1"
 RECORDED, GOLDEN = "recorded", "golden"
@@ -249,7 +250,10 @@ def case_of(record: Record, call: Call, weights: Weights) -> Case:
     """A recorded call as a case of its contract: inputs as recorded, outputs by shape."""
     kernel, act = kernel_of(call.contract), record.about["dtype"]
     contract = contract_of(kernel)
-    arrays: dict[str, Any] = {name: _values(record, record.weights[w], w, weights) for name, w in call.weights.items()}
+    used = {name: (one, record.weights[one]) for name, one in call.weights.items()}
+    arrays: dict[str, Any] = {
+        name: laid_out(_values(record, weight, one, weights), weight.leaves) for name, (one, weight) in used.items()
+    }
     outputs: dict[str, tuple[tuple[int, ...], str]] = {}
     for name, spec in contract.args.specs().items():
         if isinstance(spec, ColumnsSpec):

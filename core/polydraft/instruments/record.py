@@ -243,11 +243,12 @@ class CallRecorder(Instrument):
         used = sorted({name for call in self.calls for name in call.weights.values()})
         canonical = self.engine.canonical_weights() if used else {}
         added = self.engine.added_weights([name for name in used if name not in canonical])
-        weights = {}
+        declared, weights = self.engine.share.weights(), {}
         for name in used:
             value = np.asarray(added[name] if name in added else canonical[name], np.float32)
             key = self.tensors.add(value, "f32") if self._include_weights or name in added else ""
-            weights[name] = RecordedWeight(digest_of(value), value.shape, key)
+            leaves = declared[name].leaves if name in declared else 0
+            weights[name] = RecordedWeight(digest_of(value), value.shape, key, leaves)
         return weights
 
     def _about(self) -> dict[str, Any]:

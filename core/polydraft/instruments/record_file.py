@@ -107,6 +107,8 @@ class RecordedWeight:
     digest: str
     shape: tuple[int, ...]
     key: str = ""
+    leaves: int = 0
+    """As how many each matrix of it was given to the backend (`Tensor.leaves`)."""
 
 
 @dataclass(frozen=True)
@@ -176,7 +178,7 @@ def read(path: str | Path) -> Record:
 
 def _record(document: Mapping[str, Any], tensors: Tensors) -> Record:
     calls = tuple(_call(one) for one in document["calls"])
-    weights = {name: RecordedWeight(one["digest"], tuple(one["shape"]), one["key"]) for name, one in document["weights"].items()}
+    weights = {name: RecordedWeight(**{**one, "shape": tuple(one["shape"])}) for name, one in document["weights"].items()}
     widths = {int(step): StepWidth(**one) for step, one in document.get("widths", {}).items()}
     record = Record(document["about"], calls, weights, tensors, widths)
     if [call.number for call in calls] != list(range(len(calls))):

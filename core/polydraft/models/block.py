@@ -74,13 +74,15 @@ class Tensor:
         """Of the whole weight."""
         return (self.stack, *self.joined) if self.stack else self.joined
 
-    def laid_out(self, value: Array) -> Array:
-        """A value of this shape as the backend is given it: with `leaves`, [matrices, outputs, inputs of a leaf]."""
-        if not self.leaves:
-            return value
-        *stack, outputs, inputs = self.shape
-        apart = value.reshape(*stack, outputs, self.leaves, inputs // self.leaves)
-        return np.ascontiguousarray(np.moveaxis(apart, -2, -3)).reshape(-1, outputs, inputs // self.leaves)
+
+def laid_out(value: Array, leaves: int) -> Array:
+    """A matrix, or a stack of them, as the backend is given it: [matrices, outputs, inputs of a leaf]; as it is where it has no
+    `leaves` (`Tensor.leaves`)."""
+    if not leaves:
+        return value
+    *stack, outputs, inputs = value.shape
+    apart = value.reshape(*stack, outputs, leaves, inputs // leaves)
+    return np.ascontiguousarray(np.moveaxis(apart, -2, -3)).reshape(-1, outputs, inputs // leaves)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from polydraft.backend import Weight
 from polydraft.contracts.packing import Matrix, PackedWeight, Packing, pack, unpacked
 from polydraft.device import DTYPES, Array
 from polydraft.errors import CheckpointError
-from polydraft.models.block import PACKED_ROLES, Role
+from polydraft.models.block import PACKED_ROLES, Role, laid_out
 from polydraft.models.checkpoint import Weights
 from polydraft.models.description import ModelDescription, block_weights
 from polydraft.plugins.kernel_table import BoundTable
@@ -124,14 +124,14 @@ def _spread(packed: PackedWeight, value: Array) -> PackedWeight:
 
 
 class InLeaves(Mapping[str, Matrix]):
-    """Canonical tensors, those whose sums have leaves as the backend is given them (`Tensor.laid_out`)."""
+    """Canonical tensors, those that are summed over by leaf as the backend is given them."""
 
     def __init__(self, canonical: Mapping[str, Matrix], share: ModelDescription) -> None:
-        self._canonical, self._leaved = canonical, {name: one for name, one in share.weights().items() if one.leaves}
+        self._canonical, self._leaves = canonical, {name: one.leaves for name, one in share.weights().items() if one.leaves}
 
     def __getitem__(self, name: str) -> Matrix:
         value = self._canonical[name]
-        return self._leaved[name].laid_out(unpacked(value)) if name in self._leaved else value
+        return laid_out(unpacked(value), self._leaves[name]) if name in self._leaves else value
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._canonical)

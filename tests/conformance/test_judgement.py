@@ -189,7 +189,7 @@ def test_features_are_listed_behind_what_they_rest_on():
     assert names[0] == "dense"
     assert all(names.index(base) < names.index(name) for name, one in FEATURES.items() for base in one.rests_on)
     assert all(REGISTRY.of([name]) for name in FEATURES), "a feature without a contract would be claimed by everybody"
-    assert {contract.feature for contract in REGISTRY if contract.compute} == {"dense", "experts"}
+    assert {contract.feature for contract in REGISTRY if contract.compute} == {"dense", "experts", "leaves"}
 
 
 def test_a_claim_includes_what_its_features_rest_on():
@@ -263,7 +263,7 @@ def test_the_sentence_names_what_is_claimed_and_what_is_absent():
     mine = [Result("L2/sample/other-dtypes", "unsupported"), Result("L9/strange", "pass", 1)]
     verdict = judge([*passed, *other, *mine], owners, profile="graph")
     claim = "graph for dense, sampling (28 own, 0 delegated)"
-    without = "without rejection, processing, logprobs (incomplete), grammar, thinking, experts, drafting, schedule"
+    without = "without rejection, processing, logprobs (incomplete), grammar, thinking, experts, leaves, drafting, schedule"
     counted = f"{len(passed) + 1} checks passed, 1 are of what it does not have"
     assert (verdict.status, verdict.sentence) == (0, f"polydraft-conformance 1.0 / {claim}, {without} holds: {counted}")
     asked = judge([*passed, *other, *mine], EVERYTHING, profile="graph", features=("sampling", "dense"))

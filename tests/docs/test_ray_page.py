@@ -1,5 +1,6 @@
-"""The page about clusters: its example is taken, its options are the command's."""
+"""The page about clusters: its figures are those of the committed result, its example is taken, its options are the command's."""
 
+import json
 import re
 
 import click
@@ -7,10 +8,21 @@ import pytest
 import yaml
 
 from polydraft.cli.serve import command
-from tests.docs.pages import read
+from tests.docs.pages import read, rows
 from tests.support.project import ROOT
 
 PAGE = read(ROOT / "docs" / "ray.md")
+
+
+def test_the_figures_are_those_of_the_result() -> None:
+    result = json.loads((ROOT / "bench" / "results" / "ray.json").read_text(encoding="utf-8"))
+    losses = [row for row in result["rows"] if "lost" in row]
+    wanted = [[row["scene"], str(row["requests"]), str(row["lost"]), f"{row['seconds']:g}"] for row in losses]
+    text = PAGE.partition("<!-- figures: bench/results/ray.json -->")[2]
+    assert rows(text) == wanted
+    (prefixes,) = (row for row in result["rows"] if "hit_share" in row)
+    assert f"{prefixes['hit_share']:.0%} of all prompt tokens" in text
+    assert f"{prefixes['hit_share_without']:.0%} with Serve's own router" in text
 
 
 def test_the_example_for_kuberay_is_taken() -> None:

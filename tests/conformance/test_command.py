@@ -127,6 +127,7 @@ def test_a_failure_says_what_where_and_how_to_see_it_again(
     assert "wanted" in answer.out
 
 
+@pytest.mark.deep
 @pytest.mark.usefixtures("one_process")
 def test_a_thin_backend_has_its_kernels_counted(conform: Callable[..., Answer], tmp_path: Path):
     answer = conform("minimal", "--plugin", MINIMAL, "--json", "--out", str(tmp_path))

@@ -43,6 +43,7 @@ def test_one_that_hangs_is_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert "did not end within 1 s; it hangs" in judgement.sentence
 
 
+@pytest.mark.deep
 @pytest.mark.usefixtures("one_process")
 def test_the_command_runs_whole_texts_too_and_files_what_came_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, conform):  # noqa: F811
     chip = Chip(tmp_path, monkeypatch, ("good",), "polydraft.reference")

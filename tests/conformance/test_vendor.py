@@ -28,7 +28,7 @@ from polydraft.conformance.vendor import Conformance
 from polydraft.contracts import COMPOSITES, REGISTRY
 from polydraft.contracts.compare import Comparison, Mismatch
 from polydraft.contracts.composite import as_contract
-from polydraft.contracts.sizes import HIDDEN, ROWS
+from polydraft.contracts.sizes import HIDDEN, PASS_ROWS
 from polydraft.errors import ConfigError, PluginError
 from tests.support.project import ROOT
 
@@ -154,7 +154,7 @@ def test_every_contract_can_be_checked_alone(name: str):
 
 def test_a_function_that_writes_in_place_in_memory_of_its_own():
     found = check_kernel("residual_add", residual_add, up, down)
-    large = [f"N-{rows}" for rows in reversed(ROWS.steps)] + [f"H-{width}" for width in reversed(HIDDEN.steps)]
+    large = [f"N-{rows}" for rows in reversed(PASS_ROWS.steps)] + [f"H-{width}" for width in reversed(HIDDEN.steps)]
     assert len(found) == len(named_cases(REGISTRY["residual_add"])) + 20 + len(large)
     assert [one.case for one in found[-len(large) :]] == large
     assert check_kernel("residual_add", residual_add, up, down, case="H-4000")[0].elements == 2 * 12 * 4000

@@ -19,6 +19,7 @@ from polydraft.conformance.target import Target
 from polydraft.conformance.verdict import judge
 from polydraft.conformance.waivers import Waiver, apply, load
 from polydraft.errors import ConfigError
+from tests.support.depth import crossed
 
 DENSE = ("dense",)
 OWN = dict.fromkeys(must_own("basic", DENSE), "own")
@@ -99,8 +100,9 @@ TAMPERINGS: list[Callable[[Any], None]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("tamper", TAMPERINGS, ids=lambda tamper: tamper.__name__)
-@pytest.mark.parametrize("careful", [False, True], ids=["careless", "careful"])
+@pytest.mark.parametrize(
+    ("tamper", "careful"), crossed(2, TAMPERINGS, [False, True]), ids=lambda value: getattr(value, "__name__", str(value))
+)
 def test_tampering_shows(tamper: Callable[[Any], None], careful: bool):
     """Also where the digest was computed anew: what was written must still come to what it says."""
     content = copy.deepcopy(report())

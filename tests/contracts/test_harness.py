@@ -264,7 +264,7 @@ def test_weights_caches_and_metadata_come_from_the_backend():
 
         return launch
 
-    def prepare_weight(role: str, value: Any, dtype: str) -> Any:
+    def prepare_weight(role: str, value: Any, dtype: str, previous: Any = None) -> Any:
         asked.append((role, value.dtype, value[0, 0], dtype))
         return value
 

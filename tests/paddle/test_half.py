@@ -42,7 +42,7 @@ print(json.dumps(wrong))
 @pytest.mark.parametrize(
     ("spec", "seeds", "products", "dtypes"),
     [
-        ("polyemu:0", "0", "f32", ("bf16",)),
+        deep(("polyemu:0", "0", "f32", ("bf16",))),
         deep(("polyemu:0?ops=xpu3", "0", "tf32", ("bf16", "f16"))),
         deep(("polyemu:0", "20", "f32", ("bf16", "f16"))),
     ],

@@ -179,9 +179,9 @@ SAMPLED = {"temperature": 0.9, "top_p": 0.9, "seed": 3}
 @pytest.mark.parametrize(
     ("options", "sampling"),
     [
-        ({"draft_tokens": 3, "overlap": 1, "graph": "off"}, SAMPLED),
+        deep(({"draft_tokens": 3, "overlap": 1, "graph": "off"}, SAMPLED)),
         deep(({"draft_tokens": 3, "overlap": 1}, SAMPLED)),
-        deep(({"draft_tokens": 0}, {})),
+        ({"draft_tokens": 0}, {}),
         deep(({"draft_tokens": 3, "verify": "rejection"}, SAMPLED)),
     ],
 )

@@ -48,6 +48,7 @@ def test_a_proposer_whose_weights_were_lost(caplog: pytest.LogCaptureFixture) ->
     llm.close()
 
 
+@pytest.mark.deep
 def test_graphs_that_draft_from_wrong_rows(caplog: pytest.LogCaptureFixture) -> None:
     """On a device with queues, steps of up to 4 requests are replayed, and whatever a graph drafted is another request's."""
     llm = LLM(backend="reference", device="queued", draft_tokens=2, max_num_seqs=8, graph="decode", graph_sizes=(1, 2, 4))

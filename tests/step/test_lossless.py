@@ -326,7 +326,7 @@ def demo_is_lossless(device: str, num_drafts: int, num_tokens: int, **options: A
     ("device", "num_drafts", "options"),
     [
         deep(("lazy-0", 0, {"max_num_seqs": 3, "max_batched_tokens": 3})),
-        ("reference", 1, {"max_num_seqs": 16, "block_size": 7}),
+        deep(("reference", 1, {"max_num_seqs": 16, "block_size": 7})),
         ("lazy-1", 2, {"max_num_seqs": 1, "max_batched_tokens": 4}),
         ("lazy-2", 3, {"max_num_seqs": 5, "block_size": 1, "max_batched_tokens": 27}),
         deep(("reference", 4, {"max_num_seqs": 2, "prefix_cache": False})),
@@ -387,7 +387,7 @@ def count_ties(model: str, ask: Ask, output: RequestOutput, kept: int | None = N
     return ties
 
 
-@pytest.mark.parametrize(("num_drafts", "slots"), [deep((0, 8)), deep((2, 1)), (3, 8), (5, 16)])
+@pytest.mark.parametrize(("num_drafts", "slots"), [deep((0, 8)), deep((2, 1)), (3, 8), deep((5, 16))])
 def test_demo_prompts_have_no_tie_in_the_default_mode(num_drafts: int, slots: int) -> None:
     asks, outputs = serve_demo("reference", num_drafts, 48, invariant=False, max_num_seqs=slots)
     ties = [count_ties("", ask, output) for ask, output in zip(asks, outputs, strict=True)]

@@ -48,9 +48,6 @@ EVERYWHERE: list[tuple[str, str, list[dict[str, object]]]] = [
 @pytest.mark.parametrize(
     ("backend", "device", "settings", "models"),
     [
-        pytest.param("xpu", "polyemu:0", QUEUED[-1:], ("sparse-ernie",), marks=needs_device),
-    ]
-    + [
         pytest.param(
             *place,
             MODELS,

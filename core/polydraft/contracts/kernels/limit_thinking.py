@@ -239,7 +239,9 @@ def generate(rng: np.random.Generator, sizes: Sizes = SMALL) -> Case:
         starts = tuple(int(v) for v in rng.integers(0, vocab - 1, sizes["RS"] - 1))
         slots[0] = replace(slots[0], reply_from=len(slots[0].generated), starts=starts)
     rows = windows(rng, slots, sizes)
-    return _case("random", slots, rows, launched(rng, sizes, len(rows)), ahead=ahead, vocab=vocab, end=end, forced=forced)
+    least = min(len(slots[0].drafts) + 1, len(rows)) if sizes else 1  # so that the row behind the end of thinking is among them
+    n = launched(rng, sizes, len(rows), least=least)
+    return _case("random", slots, rows, n, ahead=ahead, vocab=vocab, end=end, forced=forced)
 
 
 CONTRACT = REGISTRY.add(

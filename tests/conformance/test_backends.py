@@ -46,6 +46,13 @@ def test_basic_holds(name: str):
     jsonschema.validate(report.content, json.loads((ROOT / "core/polydraft/schemas/conform-1.json").read_text()))
 
 
+def test_no_kernel_of_the_reference_is_taken_for_one_s_own():
+    """The emulator runs them all, behind providers of its own."""
+    owners = conform(BACKENDS["emulator"], selection=Selection(check="L0/ownership")).content["owners"]
+    assert set(owners) >= set(REGISTRY.names())
+    assert {name for name, owner in owners.items() if owner != "emulated"} == set()
+
+
 @pytest.mark.deep
 @pytest.mark.parametrize("checks", [graph_checks, overlap_checks.checks, sanity_checks.checks], ids=["L3", "L4", "L6"])
 @pytest.mark.parametrize("name", BACKENDS)

@@ -221,13 +221,9 @@ def _device_with(wants: Sequence[str], plugins: Plugins) -> str:
 
 
 # -- whose code runs -------------------------------------------------------------------------------
-_ARITHMETIC = frozenset(
-    str(Path(reference.__file__).parent / name)
-    for name in (
-        "constraints.py", "experts.py", "invariant_kernels.py", "logprobs.py", "numeric_kernels.py", "processing.py",
-        "rejection.py", "sampling.py", "state_kernels.py",
-    )
-)  # fmt: skip
+_NO_KERNELS = ("__init__", "device", "forward_meta", "kv_grid", "packed_weights", "provider", "queued", "sleeping", "table")
+"""Modules of the reference that a backend may call: they launch, allocate and prepare. Every other one counts as its kernels."""
+_ARITHMETIC = frozenset(str(file) for file in Path(reference.__file__).parent.glob("*.py") if file.stem not in _NO_KERNELS)
 
 
 @contextmanager

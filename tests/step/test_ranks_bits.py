@@ -16,15 +16,12 @@ import numpy as np
 import pytest
 
 from polydraft import Engine, RequestOutput
-from polydraft.conformance.leaf_checks import checks
-from polydraft.conformance.target import Target
 from polydraft.device import Array
 from polydraft.errors import CapabilityError
 from polydraft.models import Checkpoint, FamilyRegistry, load_weights
 from polydraft.models.ranks import LEAVES, OfRank, in_leaves, of_ranks, without_leaves
 from polydraft.models.weights import InLeaves
 from polydraft.plugins.default_backend import default_backend
-from tests.conformance.doubles import BACKENDS
 from tests.support import tiny
 from tests.support.depth import among
 from tests.support.emulator import SCHEDULES, emulated
@@ -109,19 +106,12 @@ def test_nor_do_those_of_the_emulator(model: str, schedule: str, graph: str):
     assert found[0] == found[1]
 
 
+@pytest.mark.deep
 def test_without_it_sums_over_ranks_round_differently():
     """What is compared above does differ where nothing is promised."""
     one, four = (over("narrow", ranks, 3, invariant=False) for ranks in (1, 4))
     assert tokens(one) == tokens(four)
     assert one != four
-
-
-# -- kernels -----------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("backend", ["reference", "emulator", pytest.param("cpu", marks=NATIVE)])
-@pytest.mark.parametrize("check", list(checks()), ids=lambda check: check.id.rpartition("/")[2])
-def test_what_a_rank_computes_are_the_bits_that_one_device_has_of_it(backend: str, check: Any):
-    result = check.result(Target(BACKENDS.get(backend, backend)))
-    assert result.outcome == "pass", result.message
 
 
 # -- weights -----------------------------------------------------------------------------------------------

@@ -1,0 +1,59 @@
+"""Sums by leaf: what a rank computes has the bits that one device has of it, on every backend that declares so, and the tree is
+the one that is written down. Whole engines are compared in `tests/step/test_ranks_bits.py`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from polydraft.conformance.leaf_checks import checks
+from polydraft.conformance.target import Target
+from polydraft.contracts.kernels.sum_leaves import tree_sum
+from polydraft.models.block import laid_out
+from polydraft.plugins.default_backend import default_backend
+from polydraft.reference import invariant_kernels
+from tests.conformance.doubles import BACKENDS
+
+BY_NAME = {**BACKENDS, **({"cpu": "cpu"} if default_backend().name == "cpu" else {})}
+CHECKS = {check.id.rpartition("/")[2]: check for check in checks()}
+
+
+@pytest.mark.parametrize("backend", BY_NAME)
+@pytest.mark.parametrize("name", CHECKS)
+def test_backends_with_ordered_sums_pass(backend: str, name: str):
+    result = CHECKS[name].result(Target(BY_NAME[backend]))
+    assert result.outcome == "pass", result.message
+
+
+def test_subtrees_over_ranks_make_up_the_tree():
+    """Of four leaves, two ranks add two each, and the sums of these."""
+    big, small = np.float32(1 << 24), np.float32(1)
+    leaves = [big, small, small, -big]
+    assert tree_sum(leaves) == 1.0, "the first of two sums has lost a one"
+    assert tree_sum([tree_sum(leaves[:2]), tree_sum(leaves[2:])]) == tree_sum(leaves)
+    assert leaves[0] + leaves[1] + leaves[2] + leaves[3] == 0.0, "one after the other, both are lost"
+
+
+def test_a_matrix_lies_leaf_by_leaf():
+    matrix = np.arange(12, dtype=np.float32).reshape(2, 6)  # two outputs, six inputs
+    assert laid_out(matrix, 0) is matrix
+    assert laid_out(matrix, 3).tolist() == [[[0, 1], [6, 7]], [[2, 3], [8, 9]], [[4, 5], [10, 11]]]
+    stack = np.stack((matrix, matrix + 100))
+    np.testing.assert_array_equal(laid_out(stack, 3), np.concatenate((laid_out(matrix, 3), laid_out(matrix + 100, 3))))
+
+
+@pytest.mark.parametrize(
+    ("name", "check", "of_one_shape"),
+    [
+        ("_of_each_head", "heads", np.matmul),
+        ("tiled_product", "columns", lambda weight, x: x @ weight.T),
+    ],
+)
+def test_products_of_whatever_shape_do_not_pass(name: str, check: str, of_one_shape: Any, monkeypatch: pytest.MonkeyPatch):
+    """BLAS adds in another order where outputs are more or fewer: what these kernels did before."""
+    monkeypatch.setattr(invariant_kernels, name, of_one_shape)
+    result = CHECKS[check].result(Target("reference"))
+    assert result.outcome == "fail"
+    assert "wanted the very bits of" in result.message

@@ -140,7 +140,7 @@ def resolve(
     default = info.devices[0] if info.devices else ""
     device = n.choose("device", config.device or default, f"{info.name} opens {info.device_pattern}")
     dtype = _dtype(n)
-    leaves = _leaves(n)
+    leaves = _leaves(n, dtype)
     share = _share(n, leaves)
     kv = _kv(n, dtype)
     packing = _weights(n, dtype)
@@ -189,11 +189,11 @@ def _dtype(n: _Negotiation) -> str:
     return str(n.choose("dtype", asked, f"{n.info.name} computes in {', '.join(allowed)}"))
 
 
-def _leaves(n: _Negotiation) -> bool:
+def _leaves(n: _Negotiation, dtype: str) -> bool:
     """Whether sums are taken by leaf: where bits are promised, and ranks could share the model out. Packed matrices are not
-    shared out, so no other number of ranks would write the same text."""
+    shared out, and ranks add up in f32 alone, so of others there is no text over several ranks that could be the same."""
     packed = n.config.weights != AUTO or bool(n.model.packed_as)
-    return n.config.invariant and n.caps.ordered_sums and not packed
+    return n.config.invariant and n.caps.ordered_sums and dtype == "f32" and not packed
 
 
 def _share(n: _Negotiation, leaves: bool) -> ModelDescription:

@@ -30,7 +30,7 @@ def test_backends_with_ordered_sums_pass(backend: str, name: str):
 def test_subtrees_over_ranks_make_up_the_tree():
     """Of four leaves, two ranks add two each, and the sums of these."""
     big, small = np.float32(1 << 24), np.float32(1)
-    leaves = [big, small, small, -big]
+    leaves = [np.asarray(one) for one in (big, small, small, -big)]
     assert tree_sum(leaves) == 1.0, "the first of two sums has lost a one"
     assert tree_sum([tree_sum(leaves[:2]), tree_sum(leaves[2:])]) == tree_sum(leaves)
     assert leaves[0] + leaves[1] + leaves[2] + leaves[3] == 0.0, "one after the other, both are lost"

@@ -404,6 +404,15 @@ def test_every_refusal_comes_from_a_wish_or_a_fact_and_never_from_auto():
             assert run(model=model, backend=info("chip", **changes)).backend == "chip"
 
 
+def test_sums_are_taken_by_leaf_where_more_ranks_could_write_the_same_text():
+    ordered, plain = (info("chip", ordered_sums=one, dtypes=("f32", "bf16")) for one in (True, False))
+    assert run(invariant=True, backend=ordered).leaves
+    assert not run(backend=ordered).leaves
+    assert not run(invariant=True, backend=plain).leaves
+    assert not run(invariant=True, backend=ordered, dtype="bf16").leaves
+    assert not run(invariant=True, backend=ordered, weights="int8").leaves
+
+
 # -- purity ----------------------------------------------------------------------------------------
 def test_same_input_gives_the_same_output_and_is_left_alone():
     given = (EngineConfig(draft_tokens=2, kernels=("fast",)), info("chip"), MODEL)

@@ -218,7 +218,7 @@ class BoundLast(Proxy):
 
 
 def offering(kept: Callable[[str], bool]) -> Break:
-    """A backend that offers only the contracts and composites whose names are `kept`."""
+    """A backend that offers only the contracts and composites whose names are `kept`, and declares no more than that."""
 
     def those(mapping: Any) -> dict[str, Any]:
         return {name: value for name, value in mapping.items() if kept(name)}
@@ -230,7 +230,9 @@ def offering(kept: Callable[[str], bool]) -> Break:
         return changed
 
     def info(answer: Any) -> Any:
-        return dataclasses.replace(answer, contract_versions=those(answer.contract_versions))
+        declared = answer.capabilities
+        declared = dataclasses.replace(declared, ordered_sums=declared.ordered_sums and kept("sum_leaves"))
+        return dataclasses.replace(answer, contract_versions=those(answer.contract_versions), capabilities=declared)
 
     return lambda plugin: wrap(plugin, polydraft_kernels=table, polydraft_backend_info=info)
 

@@ -352,6 +352,18 @@ def test_float32_sums_one_after_the_other_are_near_enough(contract: Contract, sy
     assert found.ok, found.describe()
 
 
+@pytest.mark.parametrize("inputs", [64, 512])
+def test_float32_products_of_one_sign_are_near_enough(inputs: int):
+    """Nothing cancels, so every step of the sum rounds a number as large as the result: so do the down projections of models."""
+    contract = REGISTRY["linear"]
+    case = large(contract, "I", inputs)
+    case = dataclasses.replace(case, arrays={n: None if v is None else np.abs(v) for n, v in case.arrays.items()})
+    a = namespace(contract, case)
+    linear(a, case.n)
+    found = compare(contract, case, deliver(contract, case, arrays(contract, a)), run_golden(contract, case))
+    assert found.ok, found.describe()
+
+
 def test_a_float32_sum_is_allowed_no_more_in_fewer_bits():
     """What a sum in float32 may be off does not grow with the dtype in which its result is rounded."""
     contract = REGISTRY["rms_norm"]

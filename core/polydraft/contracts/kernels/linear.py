@@ -118,6 +118,7 @@ CONTRACT = REGISTRY.add(
         doc="x @ weight.T + bias.",
         source="Matrix product; the head writes float32 logits.",
         tolerance={"out": 3.0},
+        sums={"out": "I"},
         products=True,
         scale=scale,
         deterministic="run-to-run",

@@ -7,6 +7,7 @@ some of the features of every expert, or of some of the experts, whichever ranks
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
@@ -155,6 +156,7 @@ def generate(rng: np.random.Generator, sizes: Sizes = SMALL) -> Case:
     leaves, split = int(rng.choice([1, 2, 4])), str(rng.choice(["features", "experts"]))
     rows, hidden = fitted(sizes, N=several(sizes, rows), H=hidden)
     (experts,) = fitted(sizes, EX=max(4 * most, -(-sizes.get("EK", 0) // 4) * 4))
+    leaves = math.gcd(leaves, experts) if split == "experts" else leaves  # any number of experts may be asked for
     chosen = min(experts, *fitted(sizes, EK=int(rng.choice([1, 3, 4]))))
     gate_up, down = _stacks(rng, experts, hidden, width, leaves if split == "features" else 1)
     if sizes:  # as trained weights are: float16 ends at 65504

@@ -349,8 +349,7 @@ def in_place(operation: Callable[..., Any], table: Tensor, *arguments: Any) -> N
 
 def into(buffer: Tensor, n: int, operation: Callable[..., Any], *arguments: Any) -> None:
     """Run an operation of `direct` that writes its result straight over the first `n` rows of `buffer`, in the buffer's dtype.
-    Where Paddle falls back to the CPU the result is copied there; so `buffer` is the contract's own, not a view that is kept (in
-    `First`), which such a call would leave with other memory. Raises `ContractError` for another shape."""
+    Where Paddle falls back to the CPU the result is copied there. Raises `ContractError` for another shape."""
     out = buffer[:n]
     wanted = out.shape
     operation(*arguments, out=out)

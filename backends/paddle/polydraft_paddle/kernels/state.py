@@ -182,12 +182,12 @@ def force_choices(a: Any, n: int) -> None:
 def verify_match(a: Any, limits: Limits) -> Run:
     """Compare whole windows; a running product finds the first mismatch."""
     del limits
-    first = First(a.slot_order, a.logit_len, a.logit_start, a.window_len, a.accepted, a.drafted)
+    first = First(a.slot_order, a.logit_len, a.logit_start, a.window, a.window_len, a.accepted, a.drafted)
 
     def run(n: int) -> None:
         if not n:
             return
-        slots, logit_len, starts, window_len, accepted_out, drafted_out = first.rows(n)
+        slots, logit_len, starts, window, window_len, accepted_out, drafted_out = first.rows(n)
         safe = clamp(slots)
         width = a.window.shape[1]
         length = masked(logit_len, carried(slots))
@@ -205,7 +205,7 @@ def verify_match(a: Any, limits: Limits) -> Run:
             )
             accepted = paddle.cumprod(as_int(match), dim=1).sum(axis=1, dtype="int32")
         size = masked(accepted + 1, active)
-        put_chosen(a.window, n, direct.less_than(columns, direct.unsqueeze(size, [1])), choices, NO_TOKEN)
+        put_chosen(window, n, direct.less_than(columns, direct.unsqueeze(size, [1])), choices, NO_TOKEN)
         put(window_len, size)
         put(accepted_out, accepted)
         put(drafted_out, drafted)
@@ -216,13 +216,13 @@ def verify_match(a: Any, limits: Limits) -> Run:
 def commit_window(a: Any, limits: Limits) -> Run:
     """Find where each window ends, file the tokens before it, then move every length and phase by slot."""
     del limits
-    first = First(a.slot_order, a.seq_len, a.window, a.window_len, a.accepted, a.out_len)
+    first = First(a.slot_order, a.seq_len, a.window, a.window_len, a.accepted, a.out_tokens, a.out_len, a.out_accepted)
     tokens, room = flat(a.tokens), a.tokens.shape[1]
 
     def run(n: int) -> None:
         if not n:
             return
-        slots, seq_len, window, window_len, accepted, out_len = first.rows(n)
+        slots, seq_len, window, window_len, accepted, out_tokens, out_len, out_accepted = first.rows(n)
         safe = clamp(slots)
         running = both(carried(slots), above(seq_len, 0))
         phase = take(a.phase, safe)
@@ -238,9 +238,9 @@ def commit_window(a: Any, limits: Limits) -> Run:
         kept = direct.less_than(columns, direct.unsqueeze(emitted, [1]))
         places = direct.unsqueeze(safe * room + known, [1]) + columns
         scatter_rows(tokens, *(direct.reshape(t, [-1]) for t in (places, window, kept)))
-        put_chosen(a.out_tokens, n, kept, window, NO_TOKEN)
+        put_chosen(out_tokens, n, kept, window, NO_TOKEN)
         put(out_len, emitted)
-        put_chosen(a.out_accepted, n, decode, direct.minimum(accepted, emitted), 0)
+        put_chosen(out_accepted, n, decode, direct.minimum(accepted, emitted), 0)
 
         ended = both(committed, above(reason, int(Finish.NONE)))
         settled = choose(ended, constant(FINISHED, phase), DECODE)
@@ -315,18 +315,18 @@ def begin_draft(a: Any, n: int) -> None:
 def advance_draft(a: Any, limits: Limits) -> Run:
     """File what was chosen, then retire what is done."""
     del limits
-    first = First(a.draft_slot, a.chosen, a.draft_budget, a.draft_position)
+    first = First(a.draft_slot, a.chosen, a.draft_budget, a.draft_position, a.next_ids)
 
     def run(n: int) -> None:
         if not n:
             return
-        slots, chosen, budget, position = first.rows(n)
+        slots, chosen, budget, position, next_ids = first.rows(n)
         filed = both(carried(slots), carried(chosen))
         file_by_slot(slots, filed, (Column(a.drafts, a.pass_index), chosen, None), (a.draft_len, a.pass_index + 1, None))
         goes_on = both(filed, above(budget, a.pass_index + 1))
-        into(a.draft_position, n, direct.add, position, as_int(goes_on))
-        put_chosen(a.next_ids, n, goes_on, chosen, NO_TOKEN)
-        put_chosen(a.draft_slot, n, goes_on, slots, PAD_SLOT)
+        into(position, n, direct.add, position, as_int(goes_on))
+        put_chosen(next_ids, n, goes_on, chosen, NO_TOKEN)
+        put_chosen(slots, n, goes_on, slots, PAD_SLOT)
 
     return run
 

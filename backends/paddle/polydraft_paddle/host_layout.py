@@ -34,12 +34,11 @@ class HeadRows:
     turns: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     """Rotation factors of each head in `positions`, by the table that they were taken from."""
 
-    def factors(self, table: Tensor) -> tuple[Tensor, Tensor]:
-        """Of the table [max_len + 1, 2, D] the rows of `positions`, taken once a pass: of elements, and of their partners."""
-        found = self.turns.get(id(table))
+    def factors(self, own: Tensor, partner: Tensor) -> tuple[Tensor, Tensor]:
+        """Of the tables `own` and `partner` the rows of `positions`, taken once a pass."""
+        found = self.turns.get(id(own))
         if found is None:
-            rows, own = table.reshape([-1, table.shape[2]]), self.positions * 2
-            found = self.turns[id(table)] = take(rows, own), take(rows, own + 1)
+            found = self.turns[id(own)] = take(own, self.positions), take(partner, self.positions)
         return found
 
 

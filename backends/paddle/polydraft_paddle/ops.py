@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import paddle
@@ -174,7 +174,7 @@ def above(x: Tensor, value: int) -> Tensor:
 
 def within(index: Tensor, count: int) -> Tensor:
     """`index` clipped to 0 and `count` - 1."""
-    return direct.clip(index, 0, count - 1)
+    return direct.clip(index, 0, count - 1) if on_host(index) else direct.minimum(clamp(index), number(count - 1, index))
 
 
 def take(table: Tensor, index: Tensor) -> Tensor:
@@ -233,8 +233,6 @@ def either(first: Tensor, second: Tensor) -> Tensor:
 
 def masked(value: Tensor, condition: Tensor) -> Tensor:
     """`value`, int32, with 0 where the condition does not hold, broadcast."""
-    if condition.shape == value.shape:
-        return direct.where(condition, value, constant(0, value))
     return value * as_int(condition)
 
 
@@ -273,43 +271,34 @@ def owners(slots: Tensor, num_slots: int) -> tuple[Tensor, Tensor]:
 
 
 def write_where(target: Tensor, condition: Tensor, value: Tensor | float) -> None:
-    """Overwrite `target`, which lies in one piece, in place where `condition` holds, which is broadcast over the trailing axes,
-    as `value` is."""
+    """Overwrite `target` in place where `condition` holds, which is broadcast over the trailing axes."""
     if condition.ndim < target.ndim:
         condition = condition.reshape([*condition.shape, *[1] * (target.ndim - condition.ndim)])
     if condition.shape != target.shape:
         condition = condition.expand_as(target)
-    chosen = value if isinstance(value, paddle.Tensor) else constant(value, target)
-    chosen = chosen if chosen.dtype == target.dtype else chosen.astype(target.dtype)
-    if chosen.shape != target.shape:
-        chosen = chosen.expand_as(target)
-    into(target, target.shape[0], direct.where, condition, chosen, target)
-
-
-class Column(NamedTuple):
-    """One column of a table [B, K] by slot, as a target of `file_by_slot`."""
-
-    table: Tensor
-    number: int
+    chosen = value.astype(target.dtype) if isinstance(value, paddle.Tensor) else constant(value, target)
+    target.copy_(choose(condition, chosen, target), False)
 
 
 Write = tuple[Any, Any, Any]
-"""A tensor by slot or a `Column`, the value of each entry (or one for all), and which entries it holds for (None: all)."""
+"""A tensor by slot, the value of each entry (or one for all), and which entries it holds for (None: all)."""
 
 
 def file_by_slot(slots: Tensor, valid: Tensor, *writes: Write) -> None:
     """Write values of entries [n] to the slots that they name, where the entry is `valid`. A slot is named at most once, and
     looks for its entry."""
-    first = writes[0][0]
-    named, row = owners(choose(valid, slots, -1), (first.table if isinstance(first, Column) else first).shape[0])
+    named, row = owners(choose(valid, slots, -1), writes[0][0].shape[0])
     for target, value, where in writes:
         condition = named if where is None else both(named, take(where, row))
-        filed = take(value, row) if isinstance(value, paddle.Tensor) else value
-        if isinstance(target, Column):
-            there = direct.unsqueeze(equals(numbers(target.table.shape[1], slots), target.number), [0])
-            write_where(target.table, both(direct.unsqueeze(condition, [1]), there), direct.unsqueeze(filed, [1]))
-        else:
-            write_where(target, condition, filed)
+        write_where(target, condition, take(value, row) if isinstance(value, paddle.Tensor) else value)
+
+
+def file_in_column(table: Tensor, column: int, slots: Tensor, value: Tensor, valid: Tensor) -> None:
+    """`table[slots[i], column] = value[i]` where `valid[i]`; table [B, K] int32 in place."""
+    rows, columns = table.shape
+    named, row = owners(choose(valid, slots, -1), rows)
+    written = both(direct.unsqueeze(named, [1]), direct.unsqueeze(numbers(columns, slots) == column, [0]))
+    write_where(table, written, masked(direct.unsqueeze(take(value, row), [1]), written))
 
 
 def scatter_rows(table: Tensor, index: Tensor, value: Tensor, valid: Tensor) -> None:
@@ -357,11 +346,6 @@ def into(buffer: Tensor, n: int, operation: Callable[..., Any], *arguments: Any)
         raise _other_shape(out.shape, wanted)
     if out.data_ptr() != buffer.data_ptr():
         buffer[:n].copy_(out, False)
-
-
-def put_chosen(buffer: Tensor, n: int, condition: Tensor, yes: Tensor, no: float) -> None:
-    """Over the first `n` rows of `buffer`: `yes`, of its dtype, where `condition` holds, which has the same shape; else `no`."""
-    into(buffer, n, direct.where, condition, yes, constant(no, yes))
 
 
 def put(out: Tensor, value: Tensor) -> None:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import paddle
 
-from polydraft_paddle.ops import Tensor, both, carried, choose, clamp, constant, direct, number, numbers, take
+from polydraft_paddle.ops import Tensor, both, carried, choose, clamp, constant, direct, numbers, pick, take
 
 MOST_GATHERED = 1 << 28
 """Bytes of keys and values that are copied at a time."""
@@ -29,19 +29,6 @@ class Keys(NamedTuple):
     end: int
     places: Tensor
     hidden: Tensor
-
-
-class Pieces(NamedTuple):
-    """How heads rotate, as pieces of heads that move as they are. `table` [max_len + 1, 2, D] float32: by position, factors of
-    each element and of its partner; the last row leaves a head as it is. `of_q` and `of_kv` int32 [1, heads * 2 * D / width]:
-    among the pieces of a row of qkv those of each head of q, or of k and v, before their partners. `width`: elements of a piece;
-    `of_a_head`: D / width."""
-
-    table: Tensor
-    of_q: Tensor
-    of_kv: Tensor
-    width: int
-    of_a_head: int
 
 
 class RowLayout:
@@ -74,41 +61,25 @@ class RowLayout:
         found: Tensor = self._found[width,]
         return found
 
-    def turns(self, pieces: Pieces, heads: int, kv_heads: int) -> tuple[Tensor, Tensor]:
-        """How the heads of q, then those of k and v of each row, are made of the pieces of qkv: `index` int32 [N * 2 * D / width]
-        of a head's own pieces and of their partners, and `factors` [N, 2, D] float32 of both; N = n * (heads + 2 * kv_heads).
-        Values keep what they are."""
-        key = id(pieces.table), heads, kv_heads
+    def turns(self, own: Tensor, partner: Tensor, kv_heads: int, heads: int) -> tuple[Tensor, Tensor]:
+        """Of tables [max_len, D] of rotation factors the rows of the positions for all of `heads`, [n, heads, D]; the last
+        `kv_heads` of them, which hold values, keep what they are."""
+        key = id(own), id(partner), kv_heads, heads
         if key not in self._found:
-            self._found[key] = self._index(pieces, heads + 2 * kv_heads), self._factors(pieces.table, heads, kv_heads)
+            self._found[key] = self._turns(own, kv_heads, heads, 1.0), self._turns(partner, kv_heads, heads, 0.0)
         found: tuple[Tensor, Tensor] = self._found[key]
         return found
 
-    def _index(self, pieces: Pieces, heads: int) -> Tensor:
-        count = numbers(self._slots.shape[0], self._slots)
-        begin = direct.unsqueeze(direct.multiply(count, number(heads * pieces.of_a_head, count)), [1])
-        parts = [direct.reshape(direct.add(begin, part), [-1]) for part in (pieces.of_q, pieces.of_kv)]
-        return direct.concat(parts, 0)
-
-    def _factors(self, table: Tensor, heads: int, kv_heads: int) -> Tensor:
-        rows, n = direct.unsqueeze(self.positions, [1]), self._slots.shape[0]
-        keys = rows.expand([n, kv_heads])
-        kept = constant(table.shape[0] - 1, keys)
-        filed = [rows.expand([n, heads]), direct.concat([keys, kept], 1)]
-        return take(table, direct.concat([direct.reshape(part, [-1]) for part in filed], 0))
-
-    @functools.cached_property
-    def _owners(self) -> Tensor:
-        """The slot of each row, of rows that carry nothing 0; int32 [n]."""
-        return clamp(self._slots)
+    def _turns(self, table: Tensor, kv_heads: int, heads: int, of_values: float) -> Tensor:
+        rows = direct.unsqueeze(take(table, self.positions), [1])
+        rows = rows.expand([rows.shape[0], heads - kv_heads, rows.shape[2]])
+        return direct.concat([rows, constant(of_values, rows[:, :1]).expand([rows.shape[0], kv_heads, rows.shape[2]])], 1)
 
     @functools.cached_property
     def _place(self) -> tuple[Tensor, Tensor]:
         """Where the row's own key lies in a cache's half, int32 [n], and whether its block is granted."""
-        size, width = number(self._size, self._slots), self._table.shape[1]
-        column = direct.minimum(direct.floor_divide(self.positions, size), number(width - 1, self._slots))
-        block = take(direct.reshape(self._table, [-1]), self._owners * width + column)
-        return clamp(block) * self._size + direct.remainder(self.positions, size), both(self._carries, carried(block))
+        block = pick(self._table, clamp(self._slots), self.positions // self._size)
+        return clamp(block) * self._size + self.positions % self._size, both(self._carries, carried(block))
 
     @property
     def granted(self) -> tuple[Tensor, Tensor]:
@@ -139,7 +110,7 @@ class RowLayout:
 
     def _keys(self, context: int, most: int, reach: int) -> Iterator[Keys]:
         size, rows = self._size, self._slots.shape[0]
-        table = direct.unsqueeze(clamp(take(self._table, self._owners)) * size, [2])
+        table = direct.unsqueeze(clamp(take(self._table, clamp(self._slots))) * size, [2])
         for begin in range(0, rows, most):
             end = min(begin + most, rows)
             some = slice(begin, end) if (begin, end) != (0, rows) else slice(None)
@@ -149,7 +120,7 @@ class RowLayout:
             if reach:
                 visible = both(visible, key > position - reach)
             own = direct.unsqueeze(self._place[0][some], [1]).expand([end - begin, context])
-            hidden = direct.scale(direct.cast(visible, paddle.float32), HIDDEN, -HIDDEN, True)
+            hidden = (direct.cast(visible, paddle.float32) - 1.0) * HIDDEN
             yield Keys(begin, end, direct.where(visible, places, own), direct.unsqueeze(hidden, [1, 2]))
 
     def heads(self, keys: Keys, kv_heads: int, half: int) -> Tensor:

@@ -19,7 +19,7 @@ from polydraft_paddle.host_layout import HeadRows, HostLayout, SegmentHeads
 from polydraft_paddle.kernels import numeric
 from polydraft_paddle.kernels.host import empty_rows, normalized
 from polydraft_paddle.kernels.kv_quant import QuantisedCache
-from polydraft_paddle.kernels.numeric import attend_rows, rope_table, swap_columns
+from polydraft_paddle.kernels.numeric import attend_rows, rope_tables, swap_columns
 from polydraft_paddle.ops import First, Tensor, direct, numbers, part, take
 from polydraft_paddle.provider import Kernel, Run
 from polydraft_paddle.row_layout import RowLayout
@@ -31,9 +31,9 @@ def rope_kv_write(a: Any, limits: Limits) -> Run:
     if isinstance(a.cache, QuantisedCache):
         return numeric.rope_kv_write(a, limits)
     heads, kv_heads, dim = a.num_heads, a.num_kv_heads, a.head_dim
-    table = rope_table(a, limits.max_len, a.qkv)
+    own, partner = rope_tables(a, limits.max_len, a.qkv)
     by_half = a.q_norm is None and a.style == "half" and 2 * len(a.frequencies) == dim
-    columns = None if by_half else paddle.to_tensor(swap_columns(a), place=a.qkv.place)
+    columns = None if by_half else swap_columns(a)
     in_heads, in_halves = a.qkv.reshape([-1, dim]), a.qkv.reshape([-1, dim // 2]) if by_half else None
     cache, first, q_heads = a.cache.rows, First(a.q_out), First(a.q_out.reshape([-1, dim]))
     kv_rows = cache.reshape([-1, kv_heads, dim])
@@ -58,7 +58,7 @@ def rope_kv_write(a: Any, limits: Limits) -> Run:
             swapped = direct.view_shape(take(in_halves, at.halves), [num_qk, dim])
         else:
             swapped = direct.gather(qk, columns, 1)
-        of_itself, of_partner = at.factors(table)
+        of_itself, of_partner = at.factors(own, partner)
         direct.add_(direct.multiply_(qk, of_itself), direct.multiply_(swapped, of_partner))
         q_heads.rows(num_q)[0].copy_(part(moved, 0, num_q), False)
         if not layout.complete:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +18,7 @@ from polydraft_paddle.kernels.kv_quant import QuantisedCache
 from polydraft_paddle.kernels.sampling import argmax, gumbel_noise, process_logits, sample
 from polydraft_paddle.ops import Tensor, at, carried, choose, constant, direct, in_place, into, put, scatter_rows, take
 from polydraft_paddle.provider import Kernel, Run, plain
-from polydraft_paddle.row_layout import Keys, Pieces, RowLayout
+from polydraft_paddle.row_layout import Keys, RowLayout
 
 
 def as_float(x: Tensor) -> Tensor:
@@ -61,26 +60,13 @@ def _to_unit(x: Tensor, eps: float) -> Tensor:
     return x * paddle.rsqrt(paddle.mean(x * x, axis=-1, keepdim=True) + eps)
 
 
-def rms_norm(a: Any, limits: Limits) -> Run:
+def rms_norm(a: Any, n: int) -> None:
     """RMSNorm."""
-    del limits
-    narrow, is_fused = a.out.dtype != paddle.float32, fused.has("rms_norm", a.x)
-    inverse = paddle.empty([a.out.shape[0] if is_fused else 1], "float32")
-
-    def run(n: int) -> None:
-        if not n:
-            return
-        x = a.x[:n]
-        if narrow:
-            into(a.out, n, direct.cast, normalized(x, a.weight, a.eps, a.plus_one), a.out.dtype)
-            return
-        gain = a.weight + 1.0 if a.plus_one else a.weight
-        if is_fused:
-            fused.rms_norm_into(a.out[:n], inverse[:n], x, gain, a.eps)
-        else:
-            into(a.out, n, direct.multiply, _to_unit(x, a.eps), gain)
-
-    return run
+    x = a.x[:n]
+    if x.dtype == paddle.float32 and not fused.has("rms_norm", x):
+        into(a.out, n, direct.multiply, _to_unit(x, a.eps), a.weight + 1.0 if a.plus_one else a.weight)
+    else:
+        put(a.out[:n], normalized(x, a.weight, a.eps, a.plus_one))
 
 
 def residual_add(a: Any, n: int) -> None:
@@ -96,28 +82,27 @@ def linear(a: Any, n: int) -> None:
         in_place(direct.add_, a.out[:n], a.bias if a.bias.dtype == wide else a.bias.astype(wide))
 
 
-def rope_table(a: Any, max_len: int, like: Tensor) -> Tensor:
-    """Factors [max_len + 1, 2, head_dim] float32 of each element and of its partner in the pair, by position; elements that do
-    not rotate have factors 1 and 0, as all have in the last row. Layers of one shape on one place share it."""
+def rope_tables(a: Any, max_len: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Factors [max_len, head_dim] float32 of an element and of its partner in the pair; elements that do not rotate have factors
+    1 and 0. Layers of one shape on one place share them."""
     key = a.frequencies, a.attention_factor, a.style, a.head_dim, max_len, str(like.place)
     found = _TABLES.get(key)
     if found is None:
-        found = _TABLES[key] = paddle.to_tensor(_rope_factors(a, max_len), place=like.place)
+        host = _rope_factors(a, max_len)
+        found = _TABLES[key] = paddle.to_tensor(host[0], place=like.place), paddle.to_tensor(host[1], place=like.place)
     return found
 
 
-_TABLES: dict[tuple[object, ...], Tensor] = {}
+_TABLES: dict[tuple[object, ...], tuple[Tensor, Tensor]] = {}
 
 
-def _rope_factors(a: Any, max_len: int) -> Any:
+def _rope_factors(a: Any, max_len: int) -> tuple[Any, Any]:
     cos, sin = turns(a, max_len)
-    factors = np.zeros((max_len + 1, 2, a.head_dim), np.float32)
-    own, partner = factors[:, 0], factors[:, 1]
+    own, partner = np.ones((max_len, a.head_dim), np.float32), np.zeros((max_len, a.head_dim), np.float32)
     first, second = _pairs(len(a.frequencies), a.style)
-    own[...] = 1
-    own[:-1, first] = own[:-1, second] = cos
-    partner[:-1, first], partner[:-1, second] = -sin, sin
-    return factors
+    own[:, first] = own[:, second] = cos
+    partner[:, first], partner[:, second] = -sin, sin
+    return own, partner
 
 
 def _pairs(count: int, style: str) -> tuple[Any, Any]:
@@ -126,43 +111,29 @@ def _pairs(count: int, style: str) -> tuple[Any, Any]:
     return (half, half + count) if style == "half" else (2 * half, 2 * half + 1)
 
 
-def swap_columns(a: Any) -> Any:
-    """Column of each element's partner in its rotation pair, its own where it does not rotate; int32 [head_dim] on the host."""
+def swap_columns(a: Any) -> Tensor:
+    """Column of each element's partner in its rotation pair, its own where it does not rotate; int32 [head_dim]."""
     first, second = _pairs(len(a.frequencies), a.style)
     swap = np.arange(a.head_dim, dtype=np.int32)
     swap[first], swap[second] = second, first
-    return swap
-
-
-def rope_pieces(a: Any, max_len: int) -> Pieces:
-    """How the heads of qkv rotate: in pieces as long as partners lie side by side."""
-    width = math.gcd(len(a.frequencies), a.head_dim) if a.style == "half" else 1
-    swap = swap_columns(a)[::width] // width
-    of_a_head = len(swap)
-    pair = np.concatenate([np.arange(of_a_head, dtype=np.int32), swap])
-    heads = np.arange(a.num_heads + 2 * a.num_kv_heads, dtype=np.int32)[:, None] * of_a_head + pair
-    of_q, of_kv = (
-        paddle.to_tensor(some.reshape(1, -1), place=a.qkv.place) for some in (heads[: a.num_heads], heads[a.num_heads :])
-    )
-    return Pieces(rope_table(a, max_len, a.qkv), of_q, of_kv, width, of_a_head)
+    return paddle.to_tensor(swap, place=a.qkv.place)
 
 
 def rope_kv_write(a: Any, limits: Limits) -> Run:
     """Rotate q and k, keep q, write k and v to the paged cache."""
-    pieces = rope_pieces(a, limits.max_len)
+    tables = rope_tables(a, limits.max_len, a.qkv)
+    swap = swap_columns(a)
 
-    def rotate(qkv: Tensor, layout: RowLayout) -> tuple[Tensor, Tensor]:
-        index, factors = layout.turns(pieces, a.num_heads, a.num_kv_heads)
-        pairs = direct.reshape(take(direct.reshape(qkv, [-1, pieces.width]), index), factors.shape)
-        turned, count = direct.sum(direct.multiply(pairs, factors), [1], None, False), qkv.shape[0] * a.num_heads
-        return turned[:count], turned[count:]
+    def rotate(qkv: Tensor, layout: RowLayout) -> Tensor:
+        own, partner = layout.turns(*tables, a.num_kv_heads, qkv.shape[1])
+        return direct.add(direct.multiply(qkv, own), direct.multiply(direct.index_select(qkv, swap, 2), partner))
 
     return rotate_and_keep(a, rotate)
 
 
-def rotate_and_keep(a: Any, rotate: Callable[[Tensor, RowLayout], tuple[Tensor, Tensor]]) -> Run:
-    """Norm heads where the layer wants it, turn those of q and k by `rotate(qkv [n, heads, head_dim], layout)`, and file them
-    all: it returns the heads of q, then those of k and v, both row by row."""
+def rotate_and_keep(a: Any, rotate: Callable[[Tensor, RowLayout], Tensor]) -> Run:
+    """Norm heads where the layer wants it, turn those of q and k by `rotate(qkv [n, heads, head_dim], layout)`, which leaves
+    those of v, and file them all."""
     heads, kv_heads, dim = a.num_heads, a.num_kv_heads, a.head_dim
 
     def run(n: int) -> None:
@@ -174,9 +145,9 @@ def rotate_and_keep(a: Any, rotate: Callable[[Tensor, RowLayout], tuple[Tensor, 
             q = normalized(qkv[:, :heads], a.q_norm, a.eps, False)
             k = normalized(qkv[:, heads : heads + kv_heads], a.k_norm, a.eps, False)
             qkv = direct.concat([q, k, qkv[:, heads + kv_heads :]], 1)
-        q, kv = rotate(qkv, layout)
-        _put_rows(a.q_out, n, direct.reshape(q, [n, heads * dim]), layout.carries(heads * dim))
-        _file(a.cache, layout, direct.reshape(kv, [2 * n, kv_heads * dim]))
+        qkv = rotate(qkv, layout)
+        _put_rows(a.q_out, n, qkv[:, :heads].reshape([n, heads * dim]), layout.carries(heads * dim))
+        _file(a.cache, layout, qkv[:, heads:].reshape([2 * n, kv_heads * dim]))
 
     return run
 
@@ -197,13 +168,7 @@ def _file(cache: Any, layout: RowLayout, rows: Tensor) -> None:
 def mix(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor) -> Tensor:
     """Softmax attention of q [n, G, M, D], whose scale is in it, over keys and values [n, G, C, D], with `hidden` [n, 1, 1, C]
     added to scores."""
-    return direct.matmul(_shares(direct.matmul(q, k, False, True) + hidden), v, False, False)
-
-
-def _shares(scores: Tensor) -> Tensor:
-    """Softmax by its logarithm, where the place has that: it keeps NaN, and what is below exp(-64), which Paddle's CPU kernel
-    raises to that, is too little to be seen in a mean of values."""
-    return direct.exp(direct.log_softmax(scores, -1)) if fused.has("log_softmax", scores) else softmax(scores)
+    return direct.matmul(softmax(direct.matmul(q, k, False, True) + hidden), v, False, False)
 
 
 Mix = Callable[[Any, Any, Any, Any], Any]
@@ -270,10 +235,10 @@ def gather_rows(a: Any, n: int) -> None:
 
 def select_last_rows(a: Any, n: int) -> None:
     """Each drafting sequence's newest committed row; zero rows elsewhere."""
-    active = carried(a.draft_slot[:n])
+    active = a.draft_slot[:n] >= 0
     start = choose(active, a.seq_start[:n], 0)
-    rows = take(a.hidden, choose(active, start + a.draft_position[:n] - take(a.positions, start), 0))
-    _put_rows(a.out, n, rows, direct.unsqueeze(active, [1]).expand_as(rows))
+    row = start + a.draft_position[:n] - paddle.gather(a.positions, start)
+    put(a.out[:n], _masked_rows(at(a.hidden, choose(active, row, 0)), active))
 
 
 def combine_draft_inputs(a: Any, n: int) -> None:
@@ -283,19 +248,14 @@ def combine_draft_inputs(a: Any, n: int) -> None:
         embedding = _masked_rows(embedding, a.positions[:n] != 0)
     hidden = normalized(a.hidden[:n], a.hid_norm, a.eps, a.plus_one)
     halves = [hidden, normalized(embedding, a.emb_norm, a.eps, a.plus_one)]
-    halves = halves if a.order == "hidden_first" else halves[::-1]
-    if a.out.dtype == paddle.float32:
-        into(a.out, n, direct.concat, halves, 1)
-    else:
-        into(a.out, n, direct.cast, direct.concat(halves, 1), a.out.dtype)
+    put(a.out[:n], paddle.concat(halves if a.order == "hidden_first" else halves[::-1], axis=1))
 
 
 KERNELS: dict[str, Kernel] = {
     "rope_kv_write": rope_kv_write,
     "paged_attention": paged_attention,
-    "rms_norm": rms_norm,
     **{function.__name__: plain(function) for function in (
-        embed, residual_add, linear, swiglu, gather_rows, select_last_rows, combine_draft_inputs, process_logits,
+        embed, rms_norm, residual_add, linear, swiglu, gather_rows, select_last_rows, combine_draft_inputs, process_logits,
         argmax, gumbel_noise, sample,
     )},
 }  # fmt: skip

@@ -14,7 +14,6 @@ from polydraft.contracts.base import Limits
 from polydraft.contracts.kernels.scatter import Run as Word
 from polydraft.sentinels import NO_ROW, NO_TOKEN, PAD_SLOT, Finish, Phase
 from polydraft_paddle.ops import (
-    Column,
     First,
     Tensor,
     above,
@@ -29,17 +28,15 @@ from polydraft_paddle.ops import (
     either,
     equals,
     file_by_slot,
+    file_in_column,
     first_where,
     flat,
-    into,
     masked,
-    number,
     numbers,
     owners,
     part,
     pick,
     put,
-    put_chosen,
     ranges_of,
     scatter_rows,
     take,
@@ -97,7 +94,7 @@ def reserve_blocks(a: Any, n: int) -> None:
     need = direct.unsqueeze(direct.minimum(need, take(a.max_total, safe)), [1])
     table = take(a.block_table, safe)
     starts = direct.unsqueeze(numbers(table.shape[1], slots) * a.block_size, [0])
-    holes = both(direct.less_than(table, number(0, table)), direct.less_than(starts, need))
+    holes = both(table < 0, direct.less_than(starts, need))
     settled = choose(holes.any(axis=1), constant(PAUSED, phase), DECODE)
     file_by_slot(slots, both(carried(slots), either(equals(phase, DECODE), equals(phase, PAUSED))), (a.phase, settled, None))
 
@@ -131,9 +128,9 @@ def pack_rows(a: Any, limits: Limits) -> Run:
         position = take(kv_len, sequence) + offset
         history = pick(a.tokens, slot, direct.where(decoding, newest, position))
         ids = direct.where(both(decoding, above(offset, 0)), pick(a.drafts, slot, offset - 1), history)
-        put_chosen(a.ids, n, valid, ids, NO_TOKEN)
-        put_chosen(a.row_slot, n, valid, slot, PAD_SLOT)
-        put_chosen(a.positions, n, valid, position, 0)
+        put(a.ids[:n], choose(valid, ids, NO_TOKEN))
+        put(a.row_slot[:n], choose(valid, slot, PAD_SLOT))
+        put(a.positions[:n], choose(valid, position, 0))
 
     return run
 
@@ -156,9 +153,9 @@ def pack_logit_rows(a: Any, limits: Limits) -> Run:
             return
         # Offset of a logit row within its sequence's rows: a prefill's single one is the last.
         offset = offset + take(seq_len - a.logit_len, sequence)
-        put_chosen(a.logit_row, n, valid, take(a.seq_start, sequence) + offset, NO_ROW)
-        put_chosen(a.logit_slot, n, valid, take(slots, sequence), PAD_SLOT)
-        put_chosen(a.logit_position, n, valid, take(kv_len, sequence) + offset + 1, 0)
+        put(a.logit_row[:n], choose(valid, take(a.seq_start, sequence) + offset, NO_ROW))
+        put(a.logit_slot[:n], choose(valid, take(slots, sequence), PAD_SLOT))
+        put(a.logit_position[:n], choose(valid, take(kv_len, sequence) + offset + 1, 0))
 
     return run
 
@@ -205,7 +202,7 @@ def verify_match(a: Any, limits: Limits) -> Run:
             )
             accepted = paddle.cumprod(as_int(match), dim=1).sum(axis=1, dtype="int32")
         size = masked(accepted + 1, active)
-        put_chosen(window, n, direct.less_than(columns, direct.unsqueeze(size, [1])), choices, NO_TOKEN)
+        put(window, choose(direct.less_than(columns, direct.unsqueeze(size, [1])), choices, NO_TOKEN))
         put(window_len, size)
         put(accepted_out, accepted)
         put(drafted_out, drafted)
@@ -238,11 +235,11 @@ def commit_window(a: Any, limits: Limits) -> Run:
         kept = direct.less_than(columns, direct.unsqueeze(emitted, [1]))
         places = direct.unsqueeze(safe * room + known, [1]) + columns
         scatter_rows(tokens, *(direct.reshape(t, [-1]) for t in (places, window, kept)))
-        put_chosen(out_tokens, n, kept, window, NO_TOKEN)
+        put(out_tokens, choose(kept, window, NO_TOKEN))
         put(out_len, emitted)
-        put_chosen(out_accepted, n, decode, direct.minimum(accepted, emitted), 0)
+        put(out_accepted, masked(direct.minimum(accepted, emitted), decode))
 
-        ended = both(committed, above(reason, int(Finish.NONE)))
+        ended = both(committed, reason != int(Finish.NONE))
         settled = choose(ended, constant(FINISHED, phase), DECODE)
         file_by_slot(
             slots,
@@ -263,8 +260,8 @@ def _cut(window: Tensor, size: Tensor, room: Tensor, stop_tokens: Tensor) -> tup
     columns = direct.unsqueeze(numbers(window.shape[1], window), [0])
     ends = both(either(stops, equals(window, NO_TOKEN)), direct.less_than(columns, direct.unsqueeze(limit, [1])))
     first = first_where(ends)
-    ended = direct.less_than(first, number(ends.shape[1], first))
-    error = both(equals(pick(window, numbers(window.shape[0], size), first), NO_TOKEN), ended)
+    ended = first < ends.shape[1]
+    error = both(pick(window, numbers(window.shape[0], size), first) == NO_TOKEN, ended)
     emitted = direct.where(ended, first + 1 - as_int(error), limit)
     full = both(direct.equal(limit, room), above(size, 0))
     reason = choose(full, constant(int(Finish.LENGTH), size), int(Finish.NONE))
@@ -283,7 +280,7 @@ def snapshot_output(a: Any, n: int) -> None:
     ]  # fmt: skip
     # NO_TOKEN is -1: one more than a token is 0 exactly where there is none.
     tokens = masked(a.out_tokens[:n] + 1, direct.unsqueeze(live, [1])) - 1
-    into(a.record, n, direct.concat, [direct.stack(columns, 1), tokens], 1)
+    put(a.record[:n], direct.concat([direct.stack(columns, 1), tokens], 1))
 
 
 def pack_draft_rows(a: Any, n: int) -> None:
@@ -294,8 +291,8 @@ def pack_draft_rows(a: Any, n: int) -> None:
     known = take(a.prompt_len, safe) + take(a.num_generated, safe)
     running = either(equals(phase, PREFILL), equals(phase, DECODE))
     keep = both(both(carried(row_slot), running), direct.less_than(following, known))
-    put_chosen(a.draft_ids, n, keep, pick(a.tokens, safe, following), NO_TOKEN)
-    put_chosen(a.draft_row_slot, n, keep, row_slot, PAD_SLOT)
+    put(a.draft_ids[:n], choose(keep, pick(a.tokens, safe, following), NO_TOKEN))
+    put(a.draft_row_slot[:n], choose(keep, row_slot, PAD_SLOT))
 
 
 def begin_draft(a: Any, n: int) -> None:
@@ -307,9 +304,9 @@ def begin_draft(a: Any, n: int) -> None:
     room = take(a.max_total, safe) - take(a.prompt_len, safe) - take(a.num_generated, safe) - 1
     budget = direct.minimum(room, constant(a.num_drafts, room))
     active = both(both(ran, equals(take(a.phase, safe), DECODE)), above(budget, 0))
-    put_chosen(a.draft_slot, n, active, slots, PAD_SLOT)
-    put_chosen(a.draft_position, n, active, take(a.kv_len, safe) - 1, 0)
-    put_chosen(a.draft_budget, n, active, budget, 0)
+    put(a.draft_slot[:n], choose(active, slots, PAD_SLOT))
+    put(a.draft_position[:n], masked(take(a.kv_len, safe) - 1, active))
+    put(a.draft_budget[:n], masked(budget, active))
 
 
 def advance_draft(a: Any, limits: Limits) -> Run:
@@ -322,11 +319,12 @@ def advance_draft(a: Any, limits: Limits) -> Run:
             return
         slots, chosen, budget, position, next_ids = first.rows(n)
         filed = both(carried(slots), carried(chosen))
-        file_by_slot(slots, filed, (Column(a.drafts, a.pass_index), chosen, None), (a.draft_len, a.pass_index + 1, None))
-        goes_on = both(filed, above(budget, a.pass_index + 1))
-        into(position, n, direct.add, position, as_int(goes_on))
-        put_chosen(next_ids, n, goes_on, chosen, NO_TOKEN)
-        put_chosen(slots, n, goes_on, slots, PAD_SLOT)
+        file_in_column(a.drafts, a.pass_index, slots, chosen, filed)
+        file_by_slot(slots, filed, (a.draft_len, a.pass_index + 1, None))
+        goes_on = both(filed, budget > a.pass_index + 1)
+        put(position, position + as_int(goes_on))
+        put(next_ids, choose(goes_on, chosen, NO_TOKEN))
+        put(slots, choose(goes_on, slots, PAD_SLOT))
 
     return run
 

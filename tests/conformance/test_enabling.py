@@ -87,6 +87,7 @@ def test_variants_that_fail_together_are_all_off(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.usefixtures("one_process")
+@pytest.mark.deep
 def test_graphs_are_not_asked_of_a_variant_on_a_device_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The backend declares them, and every check of them is left out there."""
     Chip(tmp_path, monkeypatch, ("good",), "polydraft.reference")

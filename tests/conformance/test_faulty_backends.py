@@ -48,7 +48,7 @@ def around(mutant: Mutant) -> str:
     return "emulator" if mutant.needs in ("graph_capture", "asynchronous") else "reference"
 
 
-@pytest.mark.parametrize("mutant", among(MUTANTS[::8], MUTANTS), ids=lambda mutant: mutant.id)
+@pytest.mark.parametrize("mutant", among(MUTANTS[::12], MUTANTS), ids=lambda mutant: mutant.id)
 def test_mutant_is_killed(mutant: Mutant):
     (trial,) = prove(BACKENDS[around(mutant)], mutants=[mutant], variants=()).trials
     assert (trial.unbroken, trial.broken) == ("pass", "fail"), trial

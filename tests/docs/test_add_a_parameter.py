@@ -46,6 +46,7 @@ def test_scripts_run(script: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("line", [line for line in COMMANDS if line.startswith("polydraft ")])
+@pytest.mark.deep
 def test_commands_run(line: str, tmp_path: Path) -> None:
     (prompts,) = (text for language, info, text in BLOCKS if 'title="prompts.jsonl"' in info)
     (tmp_path / "prompts.jsonl").write_text(prompts, encoding="utf-8")

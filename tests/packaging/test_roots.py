@@ -43,6 +43,7 @@ def test_wheel_of_two_roots(two_roots: Path, tmp_path: Path):
     assert (packages / "polydraft" / "py.typed").is_file()
 
 
+@pytest.mark.deep
 def test_editable_installation_of_two_roots_follows_the_source(two_roots: Path, tmp_path: Path):
     environment = create_environment(tmp_path / "venv")
     environment.install("--no-deps", "--editable", two_roots)

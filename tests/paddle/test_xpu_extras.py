@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 
 import numpy as np
+import pytest
 
 from tests.support.paddle import needs_graphs, script
 
@@ -43,6 +44,7 @@ xpu.engine.close()
 
 
 @needs_graphs
+@pytest.mark.deep
 def test_prefill_graphs_overlap_log_probabilities_and_sampling_on_the_device():
     run = script(RUN)
     assert run.returncode == 0, run.stderr[-2000:]

@@ -633,6 +633,7 @@ F_SETPIPE_SZ = 1031
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux lets a pipe be made small")
+@pytest.mark.deep
 def test_a_server_whose_standard_error_nobody_reads_serves_on(tmp_path: Path) -> None:
     served = Served(tmp_path, "--log-file", "", "--max-requests", "4")
     assert served.process.stderr is not None

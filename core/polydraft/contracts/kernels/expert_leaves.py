@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 
 from polydraft.contracts.base import REGISTRY, Args, Array, Case, Contract, opaque, param, tensor
-from polydraft.contracts.kernels.expert_mlp import between
+from polydraft.contracts.kernels.expert_mlp import between, chosen_ids, expert_arrays
 from polydraft.contracts.kernels.swiglu import sigmoid, silu
 from polydraft.contracts.sizes import CHOSEN, EXPERTS, HIDDEN, ROWS, SMALL, Sizes, fitted, launched, several
 from polydraft.device import Buffer
@@ -96,17 +96,8 @@ def _case(
     name: str, x: Array, ids: Array, gate_up: Array, down: Array, n: int, *, leaves: int, split: str = "features",
     weights: Array | None = None, shared: Array | None = None, shared_gate: Array | None = None,
 ) -> Case:  # fmt: skip
-    if weights is None:
-        weights = np.asarray(1.0 / (2.0 + np.arange(ids.size).reshape(ids.shape) % 5), np.float32)
-    arrays = {
-        "x": x, "expert_ids": np.asarray(ids, np.int32), "expert_weights": weights, "gate_up": gate_up, "down": down,
-        "shared": shared, "shared_gate": shared_gate,
-    }  # fmt: skip
+    arrays = expert_arrays(x, ids, gate_up, down, weights, shared, shared_gate)
     return Case(name, arrays, {"leaves": leaves, "split": split}, n, {"out": ((len(x), leaves * x.shape[1]), "f32")})
-
-
-def _ids(rng: np.random.Generator, rows: int, experts: int, chosen: int) -> Array:
-    return np.array([rng.permutation(experts)[:chosen] for _ in range(rows)]).reshape(rows, chosen)
 
 
 def _stacks(rng: np.random.Generator, experts: int, hidden: int, width: int, pieces: int) -> tuple[Array, Array]:
@@ -118,7 +109,7 @@ def _stacks(rng: np.random.Generator, experts: int, hidden: int, width: int, pie
 def cases() -> Iterator[Case]:
     """Named cases of `expert_leaves`."""
     rng = np.random.default_rng(43)
-    x, ids = rng.standard_normal((6, 7), np.float32), _ids(rng, 6, 4, 3)
+    x, ids = rng.standard_normal((6, 7), np.float32), chosen_ids(rng, 6, 4, 3)
     by_experts = _stacks(rng, 4, 7, 5, 1)
     for leaves in (1, 2, 4):
         yield _case(f"features_in_{leaves}", x, ids, *_stacks(rng, 4, 7, 3, leaves), 5, leaves=leaves)
@@ -145,7 +136,7 @@ def cases() -> Iterator[Case]:
     yield _case("one_row", x[:1], ids[:1], *by_features, 1, leaves=4)
     wide = rng.standard_normal((37, 6), np.float32)
     yield _case(
-        "more_rows_and_experts_than_a_tile", wide, _ids(rng, 37, 12, 3), *_stacks(rng, 12, 6, 3, 2), 35, leaves=2,
+        "more_rows_and_experts_than_a_tile", wide, chosen_ids(rng, 37, 12, 3), *_stacks(rng, 12, 6, 3, 2), 35, leaves=2,
     )  # fmt: skip
     yield _case("nothing_to_do", x, ids, *by_features, 0, leaves=4)
 
@@ -161,7 +152,7 @@ def generate(rng: np.random.Generator, sizes: Sizes = SMALL) -> Case:
     gate_up, down = _stacks(rng, experts, hidden, width, leaves if split == "features" else 1)
     if sizes:  # as trained weights are: float16 ends at 65504
         gate_up, down = gate_up / np.float32(hidden**0.5), down / np.float32(width**0.5)
-    ids = np.where(rng.random((rows, chosen)) < rng.choice([0.0, 0.3]), -1, _ids(rng, rows, experts, chosen))
+    ids = np.where(rng.random((rows, chosen)) < rng.choice([0.0, 0.3]), -1, chosen_ids(rng, rows, experts, chosen))
     shared = rng.standard_normal((rows, leaves * hidden), np.float32) if rng.integers(2) else None
     gate = rng.standard_normal((rows, 1), np.float32) if shared is not None and rng.integers(2) else None
     return _case(

@@ -152,20 +152,28 @@ def tipped(a: Any, n: int, off: float) -> Mapping[str, Array]:
     return {"out": moved}
 
 
+def expert_arrays(
+    x: Array, ids: Array, gate_up: Array, down: Array, weights: Array | None, shared: Array | None, shared_gate: Array | None
+) -> dict[str, Any]:
+    """Inputs of a case; weights of the choices that all differ unless they are given."""
+    if weights is None:
+        weights = np.asarray(1.0 / (2.0 + np.arange(ids.size).reshape(ids.shape) % 5), np.float32)
+    return {
+        "x": x, "expert_ids": np.asarray(ids, np.int32), "expert_weights": weights, "gate_up": gate_up, "down": down,
+        "shared": shared, "shared_gate": shared_gate,
+    }  # fmt: skip
+
+
 def _case(
     name: str, x: Array, ids: Array, gate_up: Array, down: Array, n: int, *, weights: Array | None = None,
     shared: Array | None = None, shared_gate: Array | None = None,
 ) -> Case:  # fmt: skip
-    if weights is None:
-        weights = np.asarray(1.0 / (2.0 + np.arange(ids.size).reshape(ids.shape) % 5), np.float32)
-    arrays = {
-        "x": x, "expert_ids": np.asarray(ids, np.int32), "expert_weights": weights, "gate_up": gate_up, "down": down,
-        "shared": shared, "shared_gate": shared_gate,
-    }  # fmt: skip
+    arrays = expert_arrays(x, ids, gate_up, down, weights, shared, shared_gate)
     return Case(name, arrays, {}, n, {"out": (x.shape, "act")})
 
 
-def _ids(rng: np.random.Generator, rows: int, experts: int, chosen: int) -> Array:
+def chosen_ids(rng: np.random.Generator, rows: int, experts: int, chosen: int) -> Array:
+    """So many different experts a row, at random."""
     return np.array([rng.permutation(experts)[:chosen] for _ in range(rows)]).reshape(rows, chosen)
 
 
@@ -174,7 +182,7 @@ def cases() -> Iterator[Case]:
     rng = np.random.default_rng(32)
     x, shared = rng.standard_normal((2, 6, 7), np.float32)
     gate_up, down = rng.standard_normal((4, 10, 7), np.float32), rng.standard_normal((4, 7, 5), np.float32)
-    ids = _ids(rng, 6, 4, 2)
+    ids = chosen_ids(rng, 6, 4, 2)
     yield _case("two_experts_a_row", x, ids, gate_up, down, 5)
     yield _case("every_row_used", x, ids, gate_up, down, 6)
     yield _case("shared_experts_are_added", x, ids, gate_up, down, 5, shared=shared)
@@ -183,7 +191,7 @@ def cases() -> Iterator[Case]:
     yield _case("one_row", x[:1], ids[:1], gate_up, down, 1)
     yield _case("all_rows_choose_one_expert", x, np.full((6, 1), 2), gate_up, down, 6)
     yield _case("the_last_expert_alone", x, np.full((6, 1), 3), gate_up, down, 4)
-    yield _case("every_expert_chosen", x, _ids(rng, 6, 4, 4), gate_up, down, 6)
+    yield _case("every_expert_chosen", x, chosen_ids(rng, 6, 4, 4), gate_up, down, 6)
     some = ids.copy()
     some[1], some[3, 0], some[4, 1] = -1, -1, -1
     unset = np.full((6, 2), 0.5, np.float32)
@@ -205,12 +213,12 @@ def cases() -> Iterator[Case]:
     yield _case("zero_and_negative_weights", x, ids, gate_up, down, 5, weights=np.array([[0, 1], [-1, 0.5]] * 3, np.float32))
     wide = rng.standard_normal((37, 6), np.float32)
     more = rng.standard_normal((11, 6, 6), np.float32), rng.standard_normal((11, 6, 3), np.float32)
-    yield _case("more_rows_and_experts_than_a_tile", wide, _ids(rng, 37, 11, 3), *more, 35)
+    yield _case("more_rows_and_experts_than_a_tile", wide, chosen_ids(rng, 37, 11, 3), *more, 35)
     even = rng.standard_normal((75, 64), np.float32)
     stacked = rng.standard_normal((5, 128, 64), np.float32) / 8, rng.standard_normal((5, 64, 64), np.float32) / 8
     crowded = np.where(np.arange(75)[:, None] < 70, [[1, 3]], [[4, 1]])
     yield _case("whole_tiles_with_many_rows_of_one_expert", even, crowded, *stacked, 74, shared=even[::-1].copy())
-    yield _case("whole_tiles_with_few_rows", even[:3], _ids(rng, 3, 5, 3), *stacked, 3)
+    yield _case("whole_tiles_with_few_rows", even[:3], chosen_ids(rng, 3, 5, 3), *stacked, 3)
     yield _case("nothing_to_do", x, ids, gate_up, down, 0)
 
 
@@ -227,7 +235,7 @@ def packed_cases(packing: str) -> Iterator[Case]:
         )
 
     wide = stack(2 * 136, 160) / np.float32(16), stack(160, 136)
-    yield _packed(kind, _case(f"scales_differ {packing}", x, _ids(rng, 5, experts, 2), *wide, 4, shared=shared))
+    yield _packed(kind, _case(f"scales_differ {packing}", x, chosen_ids(rng, 5, experts, 2), *wide, 4, shared=shared))
     yield _packed(kind, _case(f"one_row {packing}", x[:1], np.array([[2, 0, 3]]), *wide, 1))
     small = stack(2 * 19, 37), stack(37, 19)
     chosen = np.array([[0, 2], [3, -1], [-1, 3], [2, 0], [-1, -1]])
@@ -237,7 +245,7 @@ def packed_cases(packing: str) -> Iterator[Case]:
     yield case
     broken = x[:, :37].copy()
     broken[1, 20], broken[2] = np.nan, 0.0
-    yield _packed(kind, _case(f"nan_row_and_zero_row_stay_alone {packing}", broken, _ids(rng, 5, experts, 2), *small, 5))
+    yield _packed(kind, _case(f"nan_row_and_zero_row_stay_alone {packing}", broken, chosen_ids(rng, 5, experts, 2), *small, 5))
     many = rng.standard_normal((21, 32), np.float32)
     crowded = np.where(np.arange(21)[:, None] < 19, [[1, 3]], [[2, 1]])
     yield _packed(kind, _case(f"more_rows_than_a_tile {packing}", many, crowded, stack(2 * 32, 32), stack(32, 32), 20))
@@ -260,7 +268,7 @@ def generate(rng: np.random.Generator, sizes: Sizes = SMALL) -> Case:
     )
     if sizes:  # as trained weights are: float16 ends at 65504
         gate_up, down = gate_up / np.float32(hidden**0.5), down / np.float32(width**0.5)
-    ids = np.where(rng.random((rows, chosen)) < rng.choice([0.0, 0.3]), -1, _ids(rng, rows, experts, chosen))
+    ids = np.where(rng.random((rows, chosen)) < rng.choice([0.0, 0.3]), -1, chosen_ids(rng, rows, experts, chosen))
     shared = rng.standard_normal((rows, hidden), np.float32) if rng.integers(2) else None
     gate = rng.standard_normal((rows, 1), np.float32) if shared is not None and rng.integers(2) else None
     return _case(

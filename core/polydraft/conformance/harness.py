@@ -396,6 +396,11 @@ def _buffers(contract: Contract, case: Case, device: Device, table: KernelTable,
     return values
 
 
+def weights_of(kernel: Contract) -> list[str]:
+    """Names of the arguments of a contract that are weights."""
+    return [name for name, spec in kernel.args.specs().items() if isinstance(spec, OpaqueSpec) and spec.kind == "weight"]
+
+
 def _prepared(table: KernelTable, name: str, spec: OpaqueSpec, value: Matrix, act: str, previous: Weight | None = None) -> Weight:
     """A weight argument as an engine prepares it, or refills it."""
     if not isinstance(value, PackedWeight) and act != "f32":

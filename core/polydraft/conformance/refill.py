@@ -12,17 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from polydraft.conformance.harness import Bound
+from polydraft.conformance.harness import Bound, weights_of
 from polydraft.conformance.kernel_checks import legal, named_cases
 from polydraft.conformance.target import Opened, Target
 from polydraft.contracts import REGISTRY
-from polydraft.contracts.base import Case, Contract, OpaqueSpec
+from polydraft.contracts.base import Case, Contract
 from polydraft.contracts.packing import PACKINGS, Matrix, PackedWeight
-
-
-def weights_of(kernel: Contract) -> list[str]:
-    """Names of the arguments of a contract that are weights."""
-    return [name for name, spec in kernel.args.specs().items() if isinstance(spec, OpaqueSpec) and spec.kind == "weight"]
 
 
 def cases(target: Target, opened: Opened) -> Iterator[tuple[Contract, Case, Case]]:

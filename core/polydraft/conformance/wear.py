@@ -14,8 +14,8 @@ from typing import Final
 import numpy as np
 
 from polydraft.conformance.check import Tally
-from polydraft.conformance.harness import Bound, held, run_golden
-from polydraft.contracts.base import Case, Contract, OpaqueSpec
+from polydraft.conformance.harness import Bound, held, run_golden, weights_of
+from polydraft.contracts.base import Case, Contract
 from polydraft.contracts.compare import Products
 from polydraft.device import Array
 
@@ -32,8 +32,7 @@ Use = Callable[[int], None]
 
 def with_weights_of(kernel: Contract, first: Case, case: Case) -> Case:
     """The case with the weights of `first`, which the kernel is bound to."""
-    weights = [n for n, spec in kernel.args.specs().items() if isinstance(spec, OpaqueSpec) and spec.kind == "weight"]
-    return replace(case, arrays={**case.arrays, **{name: first.arrays.get(name) for name in weights}})
+    return replace(case, arrays={**case.arrays, **{name: first.arrays.get(name) for name in weights_of(kernel)}})
 
 
 Results = dict[int, dict[str, Array]]

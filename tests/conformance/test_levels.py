@@ -228,6 +228,18 @@ def test_launches_of_kernels_that_only_a_pass_can_choose_are_counted():
 
 
 # -- weights, memory and bounds that a device declares ---------------------------------------------------
+def _counted(device: Any) -> list[int]:
+    """One number: the bytes that have been allocated through the device since."""
+    empty, taken = device.empty, [0]
+
+    def counted(name: str, shape: Any, dtype: str) -> Any:
+        taken[0] += math.prod(shape) * DTYPES[dtype].itemsize
+        return empty(name, shape, dtype)
+
+    device.empty = counted
+    return taken
+
+
 @pytest.mark.parametrize("check", ["L0/weights-refill-in-place", "L3/replay/refilled-weight"])
 def test_a_refill_that_makes_another_weight_is_told(check: str):
     """Kernels and graphs are bound to the one that was given, and would go on with that."""
@@ -248,13 +260,7 @@ def test_free_memory_has_to_fall(pooled: int, outcome_: str):
     """Behind a pool that serves the first allocations, too; a number that never falls is none."""
 
     def device(answer: Any, **_: Any) -> Any:
-        empty, taken = answer.empty, [0]
-
-        def counted(name: str, shape: Any, dtype: str) -> Any:
-            taken[0] += math.prod(shape) * DTYPES[dtype].itemsize
-            return empty(name, shape, dtype)
-
-        answer.empty = counted
+        taken = _counted(answer)
         answer.free_memory = lambda: (1 << 32) - max(taken[0] - pooled * FREE_LARGE, 0)
         return answer
 
@@ -297,13 +303,8 @@ def _telling(tell: Any) -> Any:
     """The reference on a device that says how much memory is taken: `tell` is given what was really allocated."""
 
     def device(answer: Any, **_: Any) -> Any:
-        empty, taken = answer.empty, [0]
-
-        def counted(name: str, shape: Any, dtype: str) -> Any:
-            taken[0] += math.prod(shape) * DTYPES[dtype].itemsize
-            return empty(name, shape, dtype)
-
-        answer.empty, answer.memory_taken = counted, lambda: tell(taken[0])
+        taken = _counted(answer)
+        answer.memory_taken = lambda: tell(taken[0])
         return answer
 
     return wrap(reference, polydraft_open_device=device)
@@ -351,13 +352,7 @@ def test_a_pool_that_settles_is_no_leak(settled_after: float, outcome_: str, mon
     opened: list[Any] = []
 
     def device(answer: Any, **_: Any) -> Any:
-        empty, taken = answer.empty, [0]
-
-        def counted(name: str, shape: Any, dtype: str) -> Any:
-            taken[0] += math.prod(shape) * DTYPES[dtype].itemsize
-            return empty(name, shape, dtype)
-
-        answer.empty = counted
+        taken = _counted(answer)
         answer.memory_taken = lambda: taken[0] + 64 * int(min(answer.counters.launches, settled_after))
         opened.append(answer)
         return answer

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from itertools import chain
 from typing import Any, Final
 
 import numpy as np
@@ -320,7 +321,8 @@ def pairs(name: str, row_order: RowOrder) -> tuple[tuple[Case, Case], ...]:
     rows of its floats moved on."""
     kernel = REGISTRY[name]
     pool: dict[object, list[Case]] = {}
-    for number, case in enumerate((*kernel.cases(), *(random_case(kernel, seed) for seed in range(MOST_SEEDS)))):
+    drawn = (random_case(kernel, seed) for seed in range(MOST_SEEDS))  # no more of them than it takes
+    for number, case in enumerate(chain(kernel.cases(), drawn)):
         if case.n:
             pool.setdefault(_form(case), []).append(legal(case, row_order))
         if number > SEEDS and any(len(group) > 1 for group in pool.values()):

@@ -166,9 +166,9 @@ class QueuedDevice(ReferenceDevice):
 
     def perform(self, work: Work) -> None:
         """Run one item. Where it fails, everything that was queued is given up with it."""
+        self._depth += 1  # as `memory_open`, of which this is asked hundreds of thousands of times
         try:
-            with self.memory_open():
-                work()
+            work()
         except PolydraftError:
             self._give_up()
             raise
@@ -177,6 +177,8 @@ class QueuedDevice(ReferenceDevice):
             raise DeviceError(
                 f"work on device {self.spec} failed ({type(error).__name__}: {error}); every step in flight is void, ask again"
             ) from error
+        finally:
+            self._depth -= 1
 
     def _give_up(self) -> None:
         for stream in self.streams:

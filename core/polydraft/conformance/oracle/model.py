@@ -143,12 +143,14 @@ class OracleModel:
         return self._linear(gate / (1 + np.exp(-gate)) * up, down, down_bias)
 
     def _experts(self, x: Array, moe: SparseMoe, prefix: str) -> Array:
-        """[n, H]: each row through its own experts, one after the other, and through the shared ones."""
+        """[n, H]: all rows through each expert, times its weight in the row, which is 0 where it was not chosen, and through the
+        shared ones."""
         out = np.zeros_like(x)
-        for row, logits in enumerate(x @ self.w[prefix + "router"].T):
-            for expert, weight in _chosen(logits, moe.routing, self.w.get(prefix + "selection_bias")):
-                gate, up = np.split(self.w[prefix + "experts_gate_up"][expert] @ x[row], 2)
-                out[row] += weight * (self.w[prefix + "experts_down"][expert] @ (gate / (1 + np.exp(-gate)) * up))
+        weights = _weights(x @ self.w[prefix + "router"].T, moe.routing, self.w.get(prefix + "selection_bias"))
+        for expert in np.flatnonzero(weights.any(axis=0)):
+            gate, up = np.split(x @ self.w[prefix + "experts_gate_up"][expert].T, 2, axis=1)
+            hidden = gate / (1 + np.exp(-gate)) * up
+            out += weights[:, expert, None] * (hidden @ self.w[prefix + "experts_down"][expert].T)
         if moe.shared_size:
             shared = self._gated(x, prefix + "shared_gate_up", "", prefix + "shared_down", "")
             if moe.shared_gate:
@@ -157,32 +159,37 @@ class OracleModel:
         return out
 
 
-def _chosen(logits: Array, routing: Routing, bias: Array | None) -> list[tuple[int, Any]]:
-    """Experts of a row with their weights."""
+def _weights(logits: Array, routing: Routing, bias: Array | None) -> Array:
+    """[n, experts]: what each row multiplies each expert's output by, 0 where it is not chosen. Of equals it is the first."""
     if routing.scoring == "sigmoid":
         scores = 1 / (1 + np.exp(-logits))
     else:
-        scores = np.exp(logits - logits.max())
-        scores /= scores.sum()
+        scores = np.exp(logits - logits.max(axis=1, keepdims=True))
+        scores /= scores.sum(axis=1, keepdims=True)
     ranked = scores if bias is None else scores + bias
-    size = routing.num_experts // routing.num_groups
     if routing.num_groups > 1:
-        worth = [sum(sorted(ranked[g * size : (g + 1) * size])[-2:]) for g in range(routing.num_groups)]
-        kept = sorted(range(routing.num_groups), key=lambda g: (-worth[g], g))[: routing.top_groups]
-    else:
-        kept = [0]
-    allowed = [expert for group in kept for expert in range(group * size, (group + 1) * size)]
-    best = sorted(allowed, key=lambda expert: (-ranked[expert], expert))[: routing.top_k]
-    total = sum(scores[expert] for expert in best)
-    divisor = {"none": 1.0, "sum": total + routing.floor, "clamp": max(total, routing.floor)}[routing.renormalize]
-    return [(expert, routing.scale * scores[expert] / divisor) for expert in best]
+        grouped = ranked.reshape(len(ranked), routing.num_groups, -1)
+        worth = np.sort(grouped, axis=2)[:, :, -2:].sum(axis=2)
+        ranked = np.where(_best(worth, routing.top_groups)[:, :, None], grouped, -np.inf).reshape(ranked.shape)
+    weights = np.where(_best(ranked, routing.top_k), scores, 0)
+    total = weights.sum(axis=1, keepdims=True)
+    divisor = {"none": 1.0, "sum": total + routing.floor, "clamp": np.maximum(total, routing.floor)}[routing.renormalize]
+    return np.asarray(routing.scale * weights / divisor)
+
+
+def _best(values: Array, count: int) -> Array:
+    """Whether each of values [n, m] is among the `count` largest of its row."""
+    found = np.zeros(values.shape, bool)
+    np.put_along_axis(found, np.argsort(-values, axis=1, kind="stable")[:, :count], True, axis=1)
+    return found
 
 
 def _rotate(x: Array, rope: Rope) -> Array:
     """[n, heads, d]: turn the pairs of each head of row p by p * frequencies[i]."""
-    i = np.arange(rope.dims // 2)
+    half = rope.dims // 2
     cos, sin = _turns(len(x), rope, x.dtype)
-    first, second = (i, i + rope.dims // 2) if rope.style == "half" else (2 * i, 2 * i + 1)
+    halves = slice(half), slice(half, 2 * half)
+    first, second = halves if rope.style == "half" else (slice(0, 2 * half, 2), slice(1, 2 * half, 2))
     out = x.copy()
     out[..., first] = x[..., first] * cos - x[..., second] * sin
     out[..., second] = x[..., first] * sin + x[..., second] * cos

@@ -282,8 +282,7 @@ def lacks(value: object, protocol: type) -> str:
     """Say what keeps `value` from being a `protocol`: a missing member, or a method that refuses its arguments; else ""."""
     if not _is_protocol(protocol):
         return "" if isinstance(value, protocol) else "it is of another kind"
-    members = {n: m for base in reversed(protocol.__mro__) for n, m in vars(base).items() if not n.startswith("_")}
-    for member, declared in members.items():
+    for member, declared in _members(protocol).items():
         try:
             found = getattr(value, member)
         except AttributeError:
@@ -291,6 +290,12 @@ def lacks(value: object, protocol: type) -> str:
         if inspect.isfunction(declared) and not (callable(found) and _accepts(found, declared)):
             return f"its {member} does not take ({', '.join(list(_signature(declared).parameters)[1:])})"
     return ""
+
+
+@functools.cache
+def _members(protocol: type) -> Mapping[str, Any]:
+    """What a protocol declares."""
+    return {n: m for base in reversed(protocol.__mro__) for n, m in vars(base).items() if not n.startswith("_")}
 
 
 def _is_protocol(wanted: type) -> bool:

@@ -9,6 +9,7 @@ the check that it was lost in. Judging is done elsewhere.
 from __future__ import annotations
 
 import faulthandler
+import gc
 import json
 import os
 import signal
@@ -233,6 +234,7 @@ def _child(out: TextIO, job: Mapping[str, Any]) -> None:
         out.write(json.dumps(line) + "\n")
         out.flush()
 
+    gc.freeze()  # what was imported is never garbage: the collections of a long run need not look at it
     target = Target(**job["target"])
     target.withdrawn = job["withdrawn"]
     if not job["done"]:  # a device that a check has lost fails the checks behind it

@@ -473,9 +473,10 @@ def _packed(kernel: Contract, packing: str, target: Target, tally: Tally) -> Non
         raise Unsupported(f"weights packed as {packing} are not declared ({kernel.packings})")
     assert kernel.packed_cases
     modes = [(dtype, False) for dtype in declared.dtypes] + [(declared.dtypes[0], True)] * declared.row_invariant
+    cases = list(kernel.packed_cases(packing))
     for act, invariant in modes:
         opened, _ = opened_for(target, kernel, act, row_invariant=invariant)
-        for case in kernel.packed_cases(packing):
+        for case in cases:
             _run_guarded(kernel, case, opened, tally, act=act, command=target.command)
             if invariant:
                 _each_row_alone(kernel, case, opened, tally, act=act)

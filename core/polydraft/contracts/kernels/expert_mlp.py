@@ -103,8 +103,9 @@ def between(row: Array, gate_up: Matrix) -> tuple[Array, Array]:
     half = len(matrix) // 2
     gate, up = np.split(matrix @ rows[0], [half])
     gate_terms, up_terms = np.split(np.abs(matrix) @ np.abs(rows[0]), [half])
-    gated = np.array([silu(g) for g in gate])
-    slope = np.array([abs(sigmoid(g) * (1.0 + g * (1.0 - sigmoid(g)))) for g in gate])
+    tail = np.exp(-np.abs(gate))
+    share = np.where(gate >= 0, 1.0, tail) / (1.0 + tail)  # sigmoid(gate)
+    gated, slope = gate * share, np.abs(share * (1.0 + gate * (1.0 - share)))
     off = slope * gate_terms * np.abs(up) + np.abs(gated) * (up_terms + np.abs(up) * (1.0 + np.abs(gate)))
     return gated * up, off
 

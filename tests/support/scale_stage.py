@@ -61,7 +61,7 @@ def generate(rng: np.random.Generator) -> Case:
     return _case("random", slots, int(rng.integers(0, len(slots) + 1)), rng)
 
 
-if NAME not in REGISTRY.names():  # a file may be loaded once for each engine
+if NAME not in REGISTRY:  # a file may be loaded once for each engine
     REGISTRY.add(
         Contract(
             name=NAME, version=1, unit="any", args=ScaleLogitsV1, golden=golden, cases=cases, generate=generate,

@@ -68,7 +68,7 @@ def check_kernel(
 
 
 def _kernel(name: str) -> Kernel:
-    if name not in COMPOSITES and name not in REGISTRY.names():
+    if name not in COMPOSITES and name not in REGISTRY:
         raise ConfigError(f"no contract is called {name!r}; `polydraft contracts` lists them all")
     return kernel_of(name)
 

@@ -171,7 +171,7 @@ def constraint_fails(contract: Contract, sizes: Mapping[Any, Any], params: Mappi
     that was left out) says nothing."""
     rules = _rules_of(contract)
     known = {**sizes, **params}
-    return next((one.text for one in rules.constraints if known.keys() >= set(one.names) and not one.holds(known)), "")
+    return next((one.text for one in rules.constraints if all(name in known for name in one.names) and not one.holds(known)), "")
 
 
 def _check_constraints(contract: Contract, rules: _Rules, sizes: Mapping[Any, Any], args: Args) -> None:

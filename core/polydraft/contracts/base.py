@@ -371,6 +371,10 @@ class Registry:
             raise ContractError(f"no contract is named {name!r}; known: {', '.join(self.names())}")
         return self._contracts[name]
 
+    def __contains__(self, name: object) -> bool:
+        """Whether there is a contract called `name`."""
+        return name in self._contracts
+
     def names(self) -> list[str]:
         """Every name, in alphabetical order."""
         return sorted(self._contracts)
@@ -391,4 +395,4 @@ COLLECTIVES = Registry()
 
 def contract_named(name: str) -> Contract:
     """The contract that a launch names, a kernel's or a collective's. Raises `ContractError` for one that there is not."""
-    return COLLECTIVES[name] if name in COLLECTIVES.names() else REGISTRY[name]
+    return COLLECTIVES[name] if name in COLLECTIVES else REGISTRY[name]

@@ -368,7 +368,7 @@ def check_version(name: str, hook: str, contract: str, version: int | None) -> N
     """`contract` exists, and `version` is the one that core serves."""
     from polydraft.contracts import COMPOSITES, REGISTRY
 
-    if contract not in COMPOSITES and contract not in REGISTRY.names():
+    if contract not in COMPOSITES and contract not in REGISTRY:
         near = difflib.get_close_matches(contract, [*REGISTRY.names(), *COMPOSITES], 1)
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise PluginError(

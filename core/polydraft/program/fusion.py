@@ -27,11 +27,15 @@ def fuse(nodes: Sequence[Entry], table: BoundTable, others: Sequence[Sequence[En
     A run stays as it is if a buffer is read that the composite would not write: a later node, a node of the `others` (the other
     programs of the step), or an earlier node in the next step."""
     owned = sorted((c for c in COMPOSITES.values() if c.name in table.providers), key=lambda c: -len(c.parts))
+    begins: dict[str, list[Composite]] = {}
+    for composite in owned:
+        begins.setdefault(composite.parts[0], []).append(composite)
     readers = Readers(nodes, others)
     result: list[Entry] = []
     index = 0
     while index < len(nodes):
-        for composite in owned:
+        node = nodes[index]
+        for composite in begins.get(node.contract, ()) if isinstance(node, Node) else ():
             end = index + len(composite.parts)
             run = matches(composite, nodes[index:end])
             if run and not any(readers.is_read(buffer, index, end) for buffer in _dead(composite, run)):
@@ -40,7 +44,7 @@ def fuse(nodes: Sequence[Entry], table: BoundTable, others: Sequence[Sequence[En
                 index = end
                 break
         else:
-            result.append(nodes[index])
+            result.append(node)
             index += 1
     return result
 

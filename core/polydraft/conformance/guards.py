@@ -7,6 +7,7 @@ buffer.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -18,6 +19,14 @@ from polydraft.device import DTYPES, Array, Device
 
 ELEMENTS: Final = 96
 """Of a guard; no multiple of what a device might round to."""
+
+
+@functools.lru_cache(maxsize=256)
+def _pattern(number: int, dtype: str) -> Array:
+    """What a guard holds; a dozen of them are made for each of thousands of cases."""
+    pattern = np.random.default_rng(number).integers(0, 100, ELEMENTS).astype(DTYPES[dtype])
+    pattern.flags.writeable = False
+    return pattern
 
 
 class GuardedDevice(Proxy):
@@ -35,7 +44,7 @@ class GuardedDevice(Proxy):
         return buffer
 
     def _guard(self, where: str, dtype: str) -> None:
-        pattern = np.random.default_rng(len(self._guards)).integers(0, 100, ELEMENTS).astype(DTYPES[dtype])
+        pattern = _pattern(len(self._guards), dtype)
         guard = self._inner.empty("conform.guard", (ELEMENTS,), dtype)
         self._inner.load(guard, pattern)
         self._guards.append((where, guard, pattern))

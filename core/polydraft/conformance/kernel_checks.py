@@ -7,9 +7,9 @@ Composites are checked as one kernel and as their expansion. Tolerances come fro
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from itertools import chain
 from typing import Any, Final
 
@@ -17,13 +17,13 @@ import numpy as np
 
 from polydraft.backend import CacheSpec, RowOrder
 from polydraft.conformance.check import Check, Tally, Unsupported, Wrong
-from polydraft.conformance.harness import check_kernel, run_kernel
+from polydraft.conformance.harness import check_kernel, run_golden, run_kernel
 from polydraft.conformance.target import Opened, Target
 from polydraft.contracts import COMPOSITES, REGISTRY
 from polydraft.contracts.base import Case, Contract, OpaqueSpec, ParamSpec, TensorSpec
+from polydraft.contracts.compare import Expected
 from polydraft.contracts.composite import Composite, Expansion
-from polydraft.contracts.inputs import FLEXIBLE, SEEDS, Kernel, contract_of, kernel_of, optional_cases
-from polydraft.contracts.inputs import generated as random_case
+from polydraft.contracts.inputs import FLEXIBLE, SEEDS, Kernel, contract_of, generated, kernel_of, optional_cases
 from polydraft.contracts.kernels.rope_kv_write import border_case
 from polydraft.contracts.kv_quant import KV_DTYPES, Kv
 from polydraft.contracts.large import large, large_sizes, models, of_model, several_large, sizes_of, surprise
@@ -138,6 +138,16 @@ def case_of(kernel: Kernel, name: str, target: Target) -> Case:
     return legal(found, target.info.capabilities.row_order)
 
 
+@lru_cache(maxsize=2048)  # the few that most checks of a kernel begin with; they are small
+def _drawn(name: str, seed: int) -> Case:
+    return generated(kernel_of(name), seed)
+
+
+def random_case(kernel: Kernel, seed: int) -> Case:
+    """The generated case of one seed."""
+    return _drawn(kernel.name, seed)
+
+
 def _generated(kernel: Kernel, seed: int, target: Target) -> Case:
     return legal(random_case(kernel, seed), target.info.capabilities.row_order)
 
@@ -172,11 +182,30 @@ def legal(case: Case, row_order: RowOrder) -> Case:
     return replace(case, arrays=arrays)
 
 
+Wants = Callable[[Case, Opened, str], Mapping[str, Expected]]
+"""What the golden leaves of a case, on a device, for an activation dtype."""
+
+
+def _wants(kernel: Kernel, kv: Kv = "") -> Wants:
+    """The golden, run once for each case however many modes of a backend are held against it."""
+    known: dict[tuple[int, str, str], tuple[Case, Mapping[str, Expected]]] = {}
+
+    def want(case: Case, opened: Opened, act: str) -> Mapping[str, Expected]:
+        key = id(case), act, opened.products
+        if key not in known:  # with the case, whose id is its own as long as it is there
+            known[key] = case, run_golden(kernel, case, act, kv=kv, products=opened.products)
+        return known[key][1]
+
+    return want
+
+
 def _run(
-    kernel: Kernel, case: Case, opened: Opened, tally: Tally, *, act: str, command: str, kv: Kv = "", seed: int | None = None
-) -> None:
+    kernel: Kernel, case: Case, opened: Opened, tally: Tally, *, act: str, command: str, kv: Kv = "", seed: int | None = None,
+    wants: Wants | None = None,
+) -> None:  # fmt: skip
+    want = None if wants is None else wants(case, opened, act)
     comparison = check_kernel(
-        kernel, case, opened.device, opened.table, act=act, init_meta=opened.init_meta, products=opened.products, kv=kv
+        kernel, case, opened.device, opened.table, act=act, init_meta=opened.init_meta, products=opened.products, kv=kv, want=want
     )
     tally.compared(comparison, _rerun(kernel, case, command, seed))
 
@@ -187,15 +216,16 @@ def _rerun(kernel: Kernel, case: Case, command: str, seed: int | None = None) ->
 
 
 def _run_guarded(
-    kernel: Kernel, case: Case, opened: Opened, tally: Tally, *, act: str, command: str, seed: int | None = None
-) -> None:
+    kernel: Kernel, case: Case, opened: Opened, tally: Tally, *, act: str, command: str, seed: int | None = None,
+    wants: Wants | None = None,
+) -> None:  # fmt: skip
     """As `_run`, with patterns around every buffer that have to survive; whatever goes wrong names the case."""
     from polydraft.conformance.guards import GuardedDevice
 
     device: Any = GuardedDevice(opened.device)
     again = _rerun(kernel, case, command, seed)
     try:
-        _run(kernel, case, replace(opened, device=device), tally, act=act, command=command, seed=seed)
+        _run(kernel, case, replace(opened, device=device), tally, act=act, command=command, seed=seed, wants=wants)
     except Exception as error:
         raise Wrong(f"{kernel.name}, case {case.name!r}: {type(error).__name__}: {error}{again}") from error
     known = len(tally.failures)
@@ -438,13 +468,15 @@ def _quantised(kernel: Kernel, kv: Kv, target: Target, tally: Tally) -> None:
     capabilities = target.info.capabilities
     if kv not in capabilities.kv_dtypes:
         raise Unsupported(f"KV rows in {kv} are not declared")
+    all_of, few, wants = all_cases(kernel, target, SEEDS), all_cases(kernel, target, 3), _wants(kernel, kv)
+    borders = [border_case()] if kernel.name == "rope_kv_write" else []
     for dtype, invariant in dict.fromkeys([*((d, False) for d in capabilities.dtypes),
                                            (capabilities.dtypes[0], capabilities.row_invariant)]):  # fmt: skip
         opened, act = opened_for(target, kernel, dtype, row_invariant=invariant)
-        borders = [border_case()] if kernel.name == "rope_kv_write" else []
-        for case in [*all_cases(kernel, target, SEEDS if dtype == capabilities.dtypes[0] else 3), *borders]:
+        for case in [*(all_of if dtype == capabilities.dtypes[0] else few), *borders]:
+            want = wants(case, opened, act)
             comparison = check_kernel(
-                kernel, case, opened.device, opened.table, act=act, init_meta=opened.init_meta, products=opened.products, kv=kv
+                kernel, case, opened.device, opened.table, act=act, init_meta=opened.init_meta, kv=kv, want=want
             )
             tally.compared(comparison, f" (rows in {kv}, activations in {act})")
         fresh = opened.table.allocate_cache(CacheSpec(3, 2, 2, 4, act, kv=kv))
@@ -473,11 +505,11 @@ def _packed(kernel: Contract, packing: str, target: Target, tally: Tally) -> Non
         raise Unsupported(f"weights packed as {packing} are not declared ({kernel.packings})")
     assert kernel.packed_cases
     modes = [(dtype, False) for dtype in declared.dtypes] + [(declared.dtypes[0], True)] * declared.row_invariant
-    cases = list(kernel.packed_cases(packing))
+    cases, wants = list(kernel.packed_cases(packing)), _wants(kernel)
     for act, invariant in modes:
         opened, _ = opened_for(target, kernel, act, row_invariant=invariant)
         for case in cases:
-            _run_guarded(kernel, case, opened, tally, act=act, command=target.command)
+            _run_guarded(kernel, case, opened, tally, act=act, command=target.command, wants=wants)
             if invariant:
                 _each_row_alone(kernel, case, opened, tally, act=act)
 

@@ -1,10 +1,10 @@
 """Decode rounds of three shapes on an NVIDIA GPU, beside what its memory allows; writes bench/results/cuda.json.
 
 Weights are random, made on the device; acceptance is synthetic, by a schedule, and labelled so in every row. `floor_bytes` of a
-row counts what a round cannot do without reading: every weight of the target once, of the draft layer once a pass, the head once
-for the target and once a pass (a byte a weight where its outputs are looked at by bytes first), and the keys and values of the
-mean context. `copy_rate_share` is the time of those bytes at the measured rate of a device-to-device copy (bytes read and
-written), over the time of a round.
+row counts what a round cannot do without reading (of several GPUs that share a model, what one of them reads): every weight of
+the target once, of the draft layer once a pass, the head once for the target and once a pass (a byte a weight where its outputs
+are looked at by bytes first), and the keys and values of the mean context. `copy_rate_share` is the time of those bytes at the
+measured rate of a device-to-device copy (bytes read and written), over the time of a round.
 
 A round's time is the median of the repeats, each the median of the rounds in which all requests take part, as that of the
 engine that it is set beside; `spread` has the extremes. With `--cool` the device is left alone before each cell until it is
@@ -222,6 +222,7 @@ def measure(what: Cell, options: argparse.Namespace, rate: float) -> dict[str, A
             "accept_schedule": SCHEDULE[:drafts],
             "max_batched_tokens": BATCHED_TOKENS,
             "invariant": options.invariant,
+            "tensor_parallel": options.tensor_parallel,
             "kv_dtype": what.kv,
             "weights": what.weights,
             **({"draft_vocab": what.vocab} if drafts and what.vocab else {}),
@@ -246,10 +247,11 @@ def measure(what: Cell, options: argparse.Namespace, rate: float) -> dict[str, A
         row = cell.row(shape)
         context = options.prompt_tokens + options.new_tokens / 2
         looked = byte_heads(cell.engine, batch) if cell.engine.resolved.graph != "off" else (False, False)
-        floor = floor_bytes(cell.engine, batch, context, looked, row["tokens_per_round"])
+        floor = floor_bytes(cell.engine, batch, context, looked, row["tokens_per_round"]) // options.tensor_parallel
     finally:
         cell.engine.close()
     row |= {
+        "tensor_parallel": options.tensor_parallel,
         "logprobs": asked,
         "head": what.head,
         "routing": "uniform" if any(isinstance(block.feed_forward, SparseMoe) for block in cell.engine.model.blocks) else None,
@@ -284,6 +286,7 @@ def main() -> int:
     parser.add_argument("--head", default="bytes", help="how heads are read, each in turn: bytes,whole")
     parser.add_argument("--compare", choices=list(VARIANTS), default="off", help="every cell with and without, in turn")
     parser.add_argument("--invariant", action="store_true")
+    parser.add_argument("--tensor-parallel", type=int, default=1, help="GPUs that share each model")
     parser.add_argument("--bare", action="store_true", help="do not record what the host spends by stage")
     parser.add_argument(
         "--cool", type=float, default=0.0, help="wait before each cell until the device has at most so many degrees Celsius"

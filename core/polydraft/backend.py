@@ -63,6 +63,10 @@ class Capabilities:
     ranks: Literal["", "threads", "processes"] = ""
     """A model can be split over several ranks, which are threads of one process, or a process each (`polydraft_collectives`); "":
     it cannot."""
+    rank_dtypes: tuple[str, ...] = ("f32",)
+    """Dtypes of activations that ranks add up."""
+    rank_devices: bool = False
+    """Each rank needs a device of its own; otherwise all open the same one."""
     ordered_sums: bool = False
     """`all_reduce` and `sum_leaves` add float32 in one balanced binary tree (`tree_sum`), whoever arrives first. What
     row-invariant kernels compute of an output, a head, an expert or a leaf does not depend on what stands beside it."""
@@ -280,6 +284,8 @@ class DeviceOptions:
     """What the device has no kernel for may run on the CPU; otherwise the backend refuses it by name."""
     sleep: bool = False
     """The engine may sleep: what `prepare_weight` and `allocate_cache` allocate has to be able to go."""
+    rank: int = 0
+    """Which rank of a model that is split over several, for backends whose ranks have a device each."""
 
 
 __all__: Sequence[str] = [

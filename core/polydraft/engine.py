@@ -183,12 +183,13 @@ class Engine:
                 return Engine(config, backend=backend, checkpoint=checkpoint, draft_policy=Rungs(rungs), group=group)
 
             return start_threads(resolved.ranks, capacity, exchange.PATIENCE_S, resolved.overlap, build)
-        if backend is not None or checkpoint is not None:
+        opening = None if checkpoint is None else checkpoint.opening
+        if backend is not None or (checkpoint is not None and opening is None):
             raise CapabilityError(
                 f"--tensor-parallel {resolved.ranks}: ranks of backend {self.info.name} are processes, got an object as backend "
                 "or checkpoint, wanted names; give these, or use one rank"
             )
-        start = {"config": asdict(config), "rungs": rungs}
+        start = {"config": asdict(config), "rungs": rungs, "checkpoint": opening}
         return start_processes(resolved.ranks, capacity, exchange.PATIENCE_S, start)
 
     def _refuse_instruments(self) -> None:
@@ -217,13 +218,14 @@ class Engine:
             )
             features = (*features, self._constraints)
         options = DeviceOptions(
-            self.resolved.dtype, self.resolved.invariant, self.config.allow_cpu_fallback, self.config.enable_sleep_mode
-        )
+            self.resolved.dtype, self.resolved.invariant, self.config.allow_cpu_fallback, self.config.enable_sleep_mode,
+            0 if self.group is None else self.group.rank,
+        )  # fmt: skip
         self.device = self.plugins.open_device(self.config.device, options)
         self._negotiate_again(needs)
         self.table = self.plugins.kernels(self.device)
         if self.group is not None:
-            self.table = self.table.with_collectives(self.plugins.collectives(self.device, self.group))
+            self.table = self.table.with_collectives(self.plugins.collectives(self.device, self.group), self.info.name)
         self._refuse_strangers()
         self.packing_errors: Mapping[str, float] = {}
         """Of each matrix that was packed when it was loaded, by name, what that changed: root mean square over that of all."""

@@ -6,6 +6,7 @@ there are no more, when rank 0 has gone, or when any rank fails.
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import mmap
@@ -21,6 +22,7 @@ from polydraft.config import EngineConfig
 from polydraft.engine import Engine
 from polydraft.errors import DeviceError
 from polydraft.host.followers import END, Inbox, Rungs, follow, said
+from polydraft.models.checkpoint import Checkpoint
 from polydraft.ranks import Exchange, Group
 
 
@@ -40,6 +42,13 @@ def deliver(pipe: BinaryIO, inbox: Inbox, exchange: Exchange) -> None:
     exchange.close()
 
 
+def opened(function: str, text: str) -> Checkpoint:
+    """The checkpoint that rank 0 has (`Checkpoint.opening`)."""
+    module, _, name = function.partition(":")
+    checkpoint: Checkpoint = getattr(importlib.import_module(module), name)(text)
+    return checkpoint
+
+
 def main() -> int:
     """Build the engine of this rank and follow. Returns the exit status."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal, and rank 0 decides
@@ -53,7 +62,8 @@ def main() -> int:
     engine: Engine | None = None
     try:
         config = EngineConfig.from_mapping(start["config"])
-        engine = Engine(config, draft_policy=Rungs(start["rungs"]), group=Group(rank, size, exchange))
+        checkpoint = opened(*start["checkpoint"]) if start["checkpoint"] else None
+        engine = Engine(config, checkpoint=checkpoint, draft_policy=Rungs(start["rungs"]), group=Group(rank, size, exchange))
         follow(engine.runner, engine.resolved.overlap, inbox)
     except BaseException as error:  # noqa: BLE001  said to all ranks, of which rank 0 raises it
         with suppress(DeviceError):

@@ -229,7 +229,7 @@ def _refuse_of_ranks(
     if num_ranks == 1:
         return
     lacking = {
-        f"--dtype {dtype}": dtype != "f32" and "ranks add up in f32 alone",
+        f"--dtype {dtype}": dtype not in n.caps.rank_dtypes and f"ranks add up in {' or '.join(n.caps.rank_dtypes)} alone",
         f"--proposer {proposer}": proposer not in sharing and "it does not draft over a share of a model",
         "--draft-vocab": narrow and "a reduced draft vocabulary is not shared out",
         f"--verify {verify}": verify == "rejection" and "its noise and its tokens would be each rank's own",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,8 +15,10 @@ from typing import Any
 import numpy as np
 
 from polydraft.backend import CacheSpec, PassBuffers
+from polydraft.conformance.collective_checks import of_rank
 from polydraft.conformance.harness import weight_role
 from polydraft.contracts import (
+    COLLECTIVES,
     COMPOSITES,
     REGISTRY,
     ArgmaxV1,
@@ -29,15 +32,17 @@ from polydraft.contracts import (
 )
 from polydraft.contracts.base import Case, ColumnsSpec, Limits, LogicalCache, ParamSpec, TensorSpec
 from polydraft.contracts.composite import CompositeArgs
-from polydraft.contracts.inputs import contract_of, dtype_of, limits_of
+from polydraft.contracts.inputs import contract_of, default_cases, dtype_of, limits_of
 from polydraft.contracts.kernels.rope_kv_write import plain_frequencies
 from polydraft.contracts.kv_quant import KV_DTYPES
 from polydraft.contracts.packing import PACKINGS, PackedWeight, Packing
+from polydraft.contracts.stacking import stacked
 from polydraft.device import DTYPES, DeviceCounters
 from polydraft.plugins.program_pass import Node, Rewritten, UnboundProgram
 from polydraft_cuda.compiler import ROWS, _value
 from polydraft_cuda.forward_meta import CudaForwardMeta
 from polydraft_cuda.kernels import kernels
+from polydraft_cuda.kernels.collectives import kernels as collectives
 from polydraft_cuda.kernels.packed import CudaPackedWeight
 from polydraft_cuda.kernels.packed import prepare as prepare_packed
 from polydraft_cuda.kernels.provider import CudaProvider
@@ -164,6 +169,29 @@ def bind_on_paper(name: str, case: Case, act: str = "f32", **options: Any) -> li
     workspace = SimpleNamespace(buffer=device.empty("workspace", (nbytes,), "u8"), nbytes=nbytes) if nbytes else None
     provider.bind(args, limits, workspace)
     return device.bound
+
+
+def bind_collectives(name: str, act: str, ranks: int, **options: Any) -> list[Bound]:
+    """Bind a collective of one of so many ranks to arguments shaped as in the contract's cases; what was bound."""
+    device, contract = PaperDevice(dtype=act, **options), COLLECTIVES[name]
+    place: Any = SimpleNamespace(
+        device=device, rank=ranks - 1, size=ranks, number=lambda: 0, region=PaperRegion, come=lambda: None
+    )
+    for case in map(of_rank, default_cases(stacked(contract), 2), itertools.repeat(0)):
+        values: dict[str, Any] = {}
+        for key, spec in contract.args.specs().items():
+            if isinstance(spec, ParamSpec):
+                values[key] = case.params[key]
+                continue
+            shape = case.outputs[key][0] if key in case.outputs else case.arrays[key].shape
+            values[key] = device.empty(key, shape, dtype_of(contract, case, key, act))
+        provider = CudaProvider(collectives(place)[name], device)  # type: ignore[arg-type]
+        provider.bind(contract.args(**values), limits_of(contract, case), None)
+    return device.bound
+
+
+class PaperRegion(ctypes.Structure):
+    """Stands for where ranks meet."""
 
 
 # -- shapes of real models, which take other kernels than the small cases of contracts -------------------------------------

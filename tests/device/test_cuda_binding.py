@@ -2,10 +2,10 @@
 
 import pytest
 
-from polydraft.contracts import COMPOSITES, REGISTRY
+from polydraft.contracts import COLLECTIVES, COMPOSITES, REGISTRY
 from polydraft.contracts.inputs import default_cases
 from polydraft_cuda.kernels import kernels
-from tests.device.paper import SHAPES, Bound, Shape, bind_on_paper, bind_shape, given, parameters
+from tests.device.paper import SHAPES, Bound, Shape, bind_collectives, bind_on_paper, bind_shape, given, parameters
 from tests.support.launched import launched
 
 pytest.importorskip("cuda.bindings", reason="matrices are described to the copy engine in types of cuda-bindings")
@@ -25,6 +25,15 @@ def test_a_kernel_gets_the_arguments_that_it_declares(name: str, act: str):
     for case in list(default_cases(COMPOSITES.get(name) or REGISTRY[name], seeds=1))[:3]:
         bound = bind_on_paper(name, case, act)
         assert bound, f"{name} binds no kernel"
+        for one in bound:
+            held_to_its_source(one)
+
+
+@pytest.mark.parametrize("name", COLLECTIVES.names())
+def test_so_do_collectives(name: str):
+    for act, ranks in (("f32", 4), ("bf16", 2)):
+        bound = bind_collectives(name, act, ranks)
+        assert bound
         for one in bound:
             held_to_its_source(one)
 

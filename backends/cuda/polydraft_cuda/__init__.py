@@ -15,9 +15,10 @@ from polydraft.backend import BackendInfo, Capabilities
 from polydraft.contracts.packing import PACKINGS
 
 if TYPE_CHECKING:
-    from polydraft.backend import DeviceOptions, ForwardMeta, KernelTable, PassBuffers
+    from polydraft.backend import Collectives, DeviceOptions, ForwardMeta, KernelTable, PassBuffers
     from polydraft.contracts.base import Limits
     from polydraft.device import GraphCapture
+    from polydraft.ranks import Group
     from polydraft_cuda.device import CudaDevice
 
 CAPABILITIES = Capabilities(
@@ -29,6 +30,9 @@ CAPABILITIES = Capabilities(
     sliding_window=True,
     sleep=True,
     weight_packings=tuple(PACKINGS),
+    ranks="processes",
+    rank_dtypes=("bf16", "f16", "f32"),
+    rank_devices=True,
 )
 EVIDENCE = MappingProxyType({"sm_90": "silicon"})
 """Architectures that the kernels ran on; those of `compiler.ARCHITECTURES` beside them are compiled only."""
@@ -45,7 +49,7 @@ def polydraft_backend_info() -> BackendInfo:
         name="cuda",
         version=__version__,
         package="polydraft",
-        device_pattern="cuda:<index>",
+        device_pattern="cuda:<index>, or one index for each rank, cuda:<index>,<index>",
         summary="NVIDIA GPUs: own kernels, streams and graphs, no tensor framework",
         available=not found.reason,
         reason=found.reason,
@@ -59,20 +63,25 @@ def polydraft_backend_info() -> BackendInfo:
 
 @hookimpl
 def polydraft_open_device(spec: str, options: DeviceOptions) -> CudaDevice:
-    """Open `cuda:<index>` ("" and `cuda`: the first). Raises `DeviceError` saying what is missing."""
+    """Open `cuda:<index>` ("" and `cuda`: the first); of several ranks each the one that many behind it, or the one at its place
+    of `cuda:<index>,<index>`. Raises `DeviceError` saying what is missing."""
     from polydraft.errors import DeviceError
     from polydraft_cuda.device import CudaDevice
     from polydraft_cuda.probe import look
 
-    kind, _, index = (spec or "cuda:0").partition(":")
-    if kind != "cuda" or not (index or "0").isdecimal():
+    kind, _, listed = (spec or "cuda:0").partition(":")
+    indices = (listed or "0").split(",")
+    if kind != "cuda" or not all(index.isdecimal() for index in indices):
         raise DeviceError(
             f"the cuda backend runs on 'cuda:<index>', got {spec!r}; leave --device out or choose another --backend"
         )
+    if len(indices) > 1 and options.rank >= len(indices):
+        raise DeviceError(f"--device {spec} has {len(indices)} devices, and this is rank {options.rank}; name one for each rank")
+    index = int(indices[options.rank] if len(indices) > 1 else indices[0]) + (options.rank if len(indices) == 1 else 0)
     found = look()
     if found.reason:
         raise DeviceError(f"cuda is not available: {found.reason}")
-    return CudaDevice(int(index or 0), dtype=options.dtype, row_invariant=options.row_invariant, can_sleep=options.sleep)
+    return CudaDevice(index, dtype=options.dtype, row_invariant=options.row_invariant, can_sleep=options.sleep)
 
 
 @hookimpl
@@ -81,6 +90,14 @@ def polydraft_kernels(device: CudaDevice) -> KernelTable:
     from polydraft_cuda.table import CudaTable
 
     return CudaTable(device)
+
+
+@hookimpl
+def polydraft_collectives(device: CudaDevice, group: Group) -> Collectives:
+    """Over memory of each other's GPUs."""
+    from polydraft_cuda.ranks import collectives
+
+    return collectives(device, group)
 
 
 @hookimpl

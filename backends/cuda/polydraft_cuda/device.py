@@ -12,7 +12,7 @@ import functools
 import math
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -119,6 +119,7 @@ class CudaEvent:
         self._device.refuse_in_capture("a wait for an event")
         self._device.counters.host_syncs += 1
         driver.check(self._cuda.cuEventSynchronize(self.handle), "waiting for the device")
+        self._device.after_wait()
 
     def since(self, earlier: CudaEvent) -> float:
         """Milliseconds between two timed events that have been reached."""
@@ -135,9 +136,13 @@ class CudaDevice:
         self.cuda: Any = driver.module()
         self.counters = DeviceCounters()
         self.capturing = False
+        self.after_wait: Callable[[], None] = _nothing
+        """Called when the host has waited for the device; raises `DeviceError` for what launches have found."""
         self.kept: CudaTimeline | None = None
         """Where operations are noted while somebody wants a timeline."""
         self._timeline: CudaTimeline | None = None
+        self.held: list[object] = []
+        """What lives until the device is closed: to free memory waits for all that runs, which may wait for this thread."""
         self._open = True
         self._held = self._peak = 0
         self._memory: dict[int, tuple[str, int]] = {}
@@ -331,8 +336,11 @@ class CudaDevice:
         """A host copy of memory, behind what is queued; waits. For tests and tools."""
         value: Array = np.empty(tuple(shape), DTYPES[dtype])
         if value.nbytes:
+            # First, because a copy to pageable memory keeps other threads from launching while it waits for the stream.
+            self.call("cuStreamSynchronize", self.stream.handle, doing="reading")
             self.call("cuMemcpyDtoHAsync", value.ctypes.data, pointer, value.nbytes, self.stream.handle, doing="reading")
             self.call("cuStreamSynchronize", self.stream.handle, doing="reading")
+            self.after_wait()
         return value
 
     # -- copies ------------------------------------------------------------------------------------
@@ -428,6 +436,15 @@ class CudaDevice:
         self.refuse_in_capture("device.synchronize")
         self.counters.host_syncs += 1
         self.call("cuCtxSynchronize", doing="waiting for the device")
+        self.after_wait()
+
+    def reach(self, index: int) -> None:
+        """Let kernels here read and write memory of another device that this process has opened. Raises `DeviceError` where the
+        two are not linked."""
+        self.make_current()
+        (code,) = self.cuda.cuCtxEnablePeerAccess(_primary_context(index)[0], 0)
+        if code not in (0, self.cuda.CUresult.CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED):
+            raise driver.failure(int(code), f"reaching memory of cuda:{index} from {self.spec}")
 
     def close(self) -> None:
         """Wait, then free what is held. The context stays: it is shared by the process and ends with it."""
@@ -439,6 +456,10 @@ class CudaDevice:
         for pointer in list(self._memory):
             self.free(pointer)
         _quietly(self.cuda.cuStreamDestroy, self.stream.handle)
+
+
+def _nothing() -> None:
+    """Most launches find nothing."""
 
 
 def _quietly(call: Any, handle: Any) -> None:

@@ -11,6 +11,7 @@ import shutil
 import tempfile
 import weakref
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
 from polydraft.demo import demo_model_path
+from polydraft.device import Array
 from polydraft.errors import CheckpointError
 from polydraft.models.checkpoint import Checkpoint
 from polydraft.models.config_file import read_json_object
@@ -41,6 +43,7 @@ class RandomCheckpoint(Checkpoint):
         values = read_json_object(file, missing="name another, such as one of bench/shapes", spoilt="correct the file")
         folder = Path(tempfile.mkdtemp(prefix="polydraft-shape-")) / file.stem
         self._remove = weakref.finalize(self, shutil.rmtree, folder.parent, ignore_errors=True)
+        self._file = file.resolve()
         folder.mkdir()
         (folder / "config.json").write_text(json.dumps(values), encoding="utf-8")
         shutil.copy(demo_model_path() / "tokenizer.json", folder)
@@ -87,6 +90,12 @@ class RandomCheckpoint(Checkpoint):
         step = pool.strides[0]
         out[...] = as_strided(pool, (rows, columns), (STRIDE * step, step), writeable=False)
 
+    def piece(self, name: str, look: Callable[[Array], Array]) -> NDArray[np.float32]:
+        """As of a tensor that is stored."""
+        out = np.empty(self.shape(name), np.float32)
+        self.read_into(name, out)
+        return np.ascontiguousarray(look(out))
+
     def whole(self, name: str, shape: tuple[int, ...]) -> NDArray[np.float32] | None:
         """A canonical matrix, or a stack of them, as a read-only view of its pool, whose rows overlap: nothing of its size is
         ever stored here."""
@@ -97,6 +106,11 @@ class RandomCheckpoint(Checkpoint):
         pool = np.random.default_rng(zlib.crc32(name.encode())).standard_normal(size, np.float32)
         pool *= np.float32(shape[-1] ** -0.5)
         return as_strided(pool, shape, tuple(step * pool.itemsize for step in steps), writeable=False)
+
+    @property
+    def opening(self) -> tuple[str, str]:
+        """By the shape file."""
+        return f"{__name__}:{type(self).__name__}", str(self._file)
 
     def same_bytes(self, name: str, other: str) -> bool:
         """Copies are made of one tensor, so they agree."""

@@ -14,7 +14,7 @@ from typing import Any, Final
 import numpy as np
 
 from polydraft.backend import RowOrder
-from polydraft.conformance.check import Check, Tally, Unsupported
+from polydraft.conformance.check import Check, Tally, Unseen, Unsupported
 from polydraft.conformance.oracle.coupled import Sampling, coupled_rounds
 from polydraft.conformance.probe import NUM_TOKENS, oracle, prompts
 from polydraft.conformance.serving import Ask, as_expected, serve
@@ -174,8 +174,7 @@ def _ranks(ranks: int, drafts: int, target: Target, tally: Tally, **options: Any
     """A model over several ranks writes what the oracle writes, with few blocks, shared beginnings, and a request that is
     aborted."""
     declared = target.info.capabilities
-    if declared.ranks == "processes" and not target.plugins.backend.entry:
-        raise Unsupported("ranks are processes, which are given a backend by its name, and this one is an object")
+    _look_for_ranks(target, ranks)
     base = prompts(10)[9]
     model = options.get("model", "dense")
     asks = [
@@ -188,6 +187,15 @@ def _ranks(ranks: int, drafts: int, target: Target, tally: Tally, **options: Any
     )  # fmt: skip
     tally.true("some request began with blocks of another one", engine.ledger.num_hits > 0)
     tally.true("some request was preempted", engine.scheduler.num_preemptions > 0)
+
+
+def _look_for_ranks(target: Target, ranks: int) -> None:
+    """Raise where so many ranks cannot be had here."""
+    declared, devices = target.info.capabilities, len(target.info.devices)
+    if declared.ranks == "processes" and not target.plugins.backend.entry:
+        raise Unsupported("ranks are processes, which are given a backend by its name, and this one is an object")
+    if declared.rank_devices and devices < ranks and "," not in target.device_spec:
+        raise Unseen(f"{ranks} ranks need as many devices, and this machine has {devices}")
 
 
 def _experts_of_ranks(target: Target, tally: Tally) -> None:
@@ -208,8 +216,7 @@ class Told(Ask):
 def _degrees(options: dict[str, Any], target: Target, tally: Tally) -> None:
     """With `--invariant`, tokens and log probabilities are the same to the bit over 1, 2 and 4 ranks, with drafts and without,
     and rounds are those of as many drafts. At 2 alone this would show little, for addition commutes."""
-    if target.info.capabilities.ranks == "processes" and not target.plugins.backend.entry:
-        raise Unsupported("ranks are processes, which are given a backend by its name, and this one is an object")
+    _look_for_ranks(target, 4)
     if "top_logprobs" not in target.offered:
         raise Unsupported("log probabilities, by whose bits runs are compared, are not offered")
     model, base = options["model"], prompts(10)[9]

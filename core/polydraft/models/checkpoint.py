@@ -149,6 +149,12 @@ class Checkpoint:
         """Return whether two tensors agree in dtype, shape and every stored byte. Errors: as for `tensor`."""
         return self._find(name).same_bytes(name, self._find(other), other)
 
+    @property
+    def opening(self) -> tuple[str, str] | None:
+        """How another process opens the same: a function or class, as "module:name", and the text that it is called with. None
+        where that cannot be told; a directory is opened by its path."""
+        return None
+
     def close(self) -> None:
         """Release all memory maps; arrays that were read stay valid. Closing twice is fine."""
         for file in self._files.values():

@@ -145,9 +145,13 @@ class Share:
         return cls(share.shape, axis, tuple(stretches[: 1 if axis else None]), bool(whole.stack))
 
     def of(self, whole: Array) -> Array:
-        """The share of an array that is the whole."""
-        out, before = np.zeros(self.shape, np.float32), (slice(None),) * (self.axis + self.stacked)
+        """The share of an array that is the whole; a view where it lies there in one stretch."""
+        before = (slice(None),) * (self.axis + self.stacked)
         whole = whole[self.first : self.first + self.shape[0]] if self.stacked else whole
+        if len(self.stretches) == 1 and self.stretches[0][2] == self.shape[len(before)]:
+            begin, _, size = self.stretches[0]
+            return whole[(*before, slice(begin, begin + size))]
+        out = np.zeros(self.shape, np.float32)
         for begin, put, size in self.stretches:
             out[(*before, slice(put, put + size))] = whole[(*before, slice(begin, begin + size))]
         return out

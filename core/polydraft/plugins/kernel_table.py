@@ -147,12 +147,14 @@ class BoundTable:
             launch = one.bind(binding, launch)
         return launch
 
-    def with_collectives(self, collectives: Collectives) -> BoundTable:
-        """The table with what ranks exchange, beside its kernels."""
-        by = next(iter(self.owners.values()), "")
+    def with_collectives(self, collectives: Collectives, by: str) -> BoundTable:
+        """The table with what ranks exchange, beside its kernels; `by`: the name of the backend."""
+        passes = (
+            replace(one, served=one.served.union(collectives.providers)) if one.source == by else one for one in self.passes
+        )
         return replace(
             self, providers={**self.providers, **collectives.providers}, versions={**self.versions, **collectives.versions},
-            owners={**self.owners, **dict.fromkeys(collectives.providers, by)},
+            owners={**self.owners, **dict.fromkeys(collectives.providers, by)}, passes=tuple(passes),
         )  # fmt: skip
 
     def workspace(self, nbytes: int) -> Workspace | None:

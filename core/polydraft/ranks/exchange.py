@@ -33,6 +33,10 @@ _NAP_S: Final = 5e-5
 _LINE, _TEXT, _WORDS = 8, 1024, 6
 """Words of a cache line; bytes of a sentence; words of a note."""
 _CLOSED: Final = -1
+_JUDGED: Final = 1 << 40
+"""Count behind which ranks meet to find out why their devices gave up; launches that meet without the host are not counted."""
+_JUDGES_S: Final = 2.0
+"""Seconds that they wait for each other then."""
 CLOSED: Final = "the ranks of this engine were closed"
 
 
@@ -83,6 +87,18 @@ class Exchange:
         `DeviceError`, on every rank, where ranks came for different things, one does not come, or one has failed."""
         return self._swap(note, mine, self.patience_s)
 
+    def share(self, mine: Array) -> list[Array]:
+        """Bring something that building needs, and return copies of what each rank has brought. Raises as `swap` does."""
+        return [one.copy() for one in self.swap(Note("start", 0, 0, 0, mine.nbytes), mine)]
+
+    def judge(self, note: Note, late: int) -> None:
+        """Launches of this rank's device, which meet without the host, have given up in `note`, waiting for rank `late`: find
+        out, with the hosts of all ranks that did, who came for something else or not at all. Raises `DeviceError`, always."""
+        self.raise_failure()
+        self._count = _JUDGED
+        self._swap(note, np.empty(0, np.uint8), min(self.patience_s, _JUDGES_S))
+        self.fail(f"rank {late} did not come to {note} within {self.patience_s:g} s")
+
     def meet(self, stage: int) -> None:
         """Wait, for as long as it takes, until all ranks have come to the same stage of being built. Raises as `swap` does."""
         self._swap(Note("start", stage, 0, 0, 0), np.empty(0, np.uint8), math.inf)
@@ -108,19 +124,19 @@ class Exchange:
             time.sleep(0 if looks < _EAGER else _NAP_S)
             if time.monotonic() - begin > patience_s:
                 late = int(np.argmin(self._arrived >= self._count))
-                self.fail(
-                    f"rank {late} did not come to collective {self._count}, {note}, within {patience_s:g} s; its last was "
-                    f"{self.last(late)}"
-                )
+                counted = self._count <= _JUDGED
+                which, last = (f"collective {self._count}, ", f"; its last was {self.last(late)}") if counted else ("", "")
+                self.fail(f"rank {late} did not come to {which}{note}, within {self.patience_s:g} s{last}")
 
     def _compare(self, slot: int) -> None:
         notes = self._notes[:, slot]
         other = (notes != notes[0]).any(axis=1)
         if other.any():
             rank = int(np.argmax(other))
+            which = f"to collective {self._count} " if self._count <= _JUDGED else ""
             self.fail(
-                f"rank {rank} came to collective {self._count} for {self._note(rank, slot)}, rank 0 for {self._note(0, slot)}, "
-                "wanted the same on all ranks"
+                f"rank {rank} came {which}for {self._note(rank, slot)}, rank 0 for {self._note(0, slot)}, wanted the same on all "
+                "ranks"
             )
 
     def _note(self, rank: int, slot: int) -> Note:
@@ -175,11 +191,15 @@ class Group:
     num_bound: int = field(default=0)
     """Collectives that this rank has bound, which number its launches."""
 
-    def swapper(self, kind: str, step: Array) -> Callable[[int, Array], Sequence[Array]]:
-        """`swap(n, mine)` of a launch that is being bound; `step` [1] int32 is read when it runs. One rank meets itself."""
+    def next_launch(self) -> int:
+        """The number of a launch that is being bound."""
         launch = self.num_bound
         self.num_bound += 1
-        exchange = self.exchange
+        return launch
+
+    def swapper(self, kind: str, step: Array) -> Callable[[int, Array], Sequence[Array]]:
+        """`swap(n, mine)` of a launch that is being bound; `step` [1] int32 is read when it runs. One rank meets itself."""
+        launch, exchange = self.next_launch(), self.exchange
 
         def swap(n: int, mine: Array) -> Sequence[Array]:
             return exchange.swap(Note(kind, launch, int(step[0]), n, math.prod(mine.shape) * mine.itemsize), mine)

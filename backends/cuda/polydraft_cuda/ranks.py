@@ -1,0 +1,162 @@
+"""Where ranks of one host meet on their GPUs: memory of each that all others write into, and what happens when one stays away.
+
+Collectives (`kernels/collectives.cu`) run in this memory without the host. A launch that waits in vain gives up and leaves a note
+on the host; whoever waits for the device then asks the other hosts who is missing, or came for something else
+(`polydraft.ranks.Exchange.judge`), so that all ranks end with the same sentence. Ranks are processes, which open each other's
+memory by the driver's handles, or threads of one process.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+import threading
+import time
+import weakref
+from typing import Any, Final
+
+import numpy as np
+
+from polydraft.backend import Collectives
+from polydraft.contracts import COLLECTIVES
+from polydraft.errors import DeviceError
+from polydraft.ranks import Group, Note
+from polydraft.ranks.exchange import KINDS
+from polydraft_cuda.device import CudaDevice
+
+BLOCKS: Final = 64
+"""Blocks of a launch at most."""
+CHUNK: Final = 4096
+"""Bytes that a block brings before another one helps it."""
+MOST_RANKS: Final = 8
+_DEAD: Final = 16
+"""Words in front of the flags (`collectives.cu`)."""
+_LOOK_S: Final = 0.05
+"""Seconds between two looks at whether the ranks have failed."""
+_HANDLE: Final = 64
+
+
+class MeetingPlace:
+    """What the collectives of one rank are bound to. Ranks find each other when they launch the first one."""
+
+    def __init__(self, device: CudaDevice, group: Group) -> None:
+        """Raises `DeviceError` for more ranks than kernels are made for."""
+        if group.size > MOST_RANKS:
+            raise DeviceError(f"{group.size} ranks, the cuda backend takes {MOST_RANKS} at most; use fewer")
+        self.device, self.rank, self.size, self._group = device, group.rank, group.size, group
+        self._region: Any = None
+        self._found = self._crowded = False
+
+    def number(self) -> int:
+        """Of the next launch, counted in the order in which a rank binds them."""
+        return self._group.next_launch()
+
+    def region(self) -> Any:
+        """`Region` of `collectives.cu`, whole once the ranks have found each other."""
+        if self._region is None:
+            self._region = self._made()
+        return self._region
+
+    def come(self) -> None:
+        """In front of each launch: find the others, in front of the first. Raises `DeviceError` where a rank does not come, or
+        its memory cannot be reached.
+
+        Ranks that are threads of one process and share a GPU (the conformance kit's) come together each time: the driver runs
+        nothing at once of two streams that the host has made an allocation between."""
+        if not self._found:
+            self._find()
+        if self._crowded:
+            self._wait()
+
+    def _made(self) -> Any:
+        device, exchange = self.device, self._group.exchange
+        span = max(-(-exchange.capacity // BLOCKS // 16 + 1) * 16, CHUNK)
+        memory = device.empty("ranks.region", (8 * (_DEAD + 2 * BLOCKS * self.size) + 2 * self.size * BLOCKS * span,), "u8")
+        device.fill_bytes(memory, 0)
+        counts = device.zeros("ranks.counts", (BLOCKS,), "i32")  # waits, for the memory as well
+        words = device.staging("ranks.words", (2, 8 * 8), "u8")
+        words.array[:] = 0
+        device.held += [memory, counts, words]
+        self._memory = memory.pointer
+        self._stop, self._fault = words.array.view(np.int64)
+        patience = 0 if math.isinf(exchange.patience_s) else int(exchange.patience_s * 1e9)
+        fields = [
+            ("memory", ctypes.c_uint64 * self.size), ("counts", ctypes.c_uint64), ("stop", ctypes.c_uint64),
+            ("fault", ctypes.c_uint64), ("patience_ns", ctypes.c_int64), ("span", ctypes.c_int64), ("rank", ctypes.c_int32),
+            ("blocks", ctypes.c_int32),
+        ]  # fmt: skip
+        kind = type("Region", (ctypes.Structure,), {"_fields_": fields})
+        nowhere = (ctypes.c_uint64 * self.size)()
+        return kind(nowhere, counts.pointer, words.pointer, words.pointer + 8 * 8, patience, span, self.rank, BLOCKS)
+
+    def _find(self) -> None:
+        told, group, fault = self._group.exchange.share(self._told(self._memory)), self._group, self._fault
+        self._region.memory[:] = [self._opened(rank, one) for rank, one in enumerate(told)]
+        self._crowded = len({one[:16].tobytes() for one in told}) < len(told)
+        self.device.after_wait = lambda: _judge(group, fault)
+        arguments = weakref.ref(self), group, self._stop
+        threading.Thread(target=_watch, args=arguments, name=f"rank {self.rank} watches", daemon=True).start()
+        self._wait()  # until all have opened all memory
+        self._found = True
+
+    def _wait(self) -> None:
+        """Until the hosts of all ranks have come."""
+        self._group.exchange.share(np.zeros(1, np.uint8))
+
+    def _told(self, pointer: int) -> Any:
+        """What the other ranks need to open this one's memory."""
+        handle = self.device.call("cuIpcGetMemHandle", pointer, doing="sharing memory of a rank")
+        words = np.array([os.getpid(), self.device.index, pointer], np.int64).view(np.uint8)
+        return np.concatenate([words, np.frombuffer(bytes(handle.reserved), np.uint8)])
+
+    def _opened(self, rank: int, told: Any) -> int:
+        """The address at which this rank reaches the memory of another."""
+        device = self.device
+        process, index, pointer = told[:-_HANDLE].view(np.int64).tolist()
+        if process == os.getpid():
+            if index != device.index:
+                device.reach(index)
+            return int(pointer)
+        opaque = device.cuda.CUipcMemHandle()
+        opaque.reserved = told[-_HANDLE:].tobytes()
+        flags = int(device.cuda.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS)
+        try:
+            found = int(device.call("cuIpcOpenMemHandle", opaque, flags, doing=f"opening memory of rank {rank}"))
+        except DeviceError as error:
+            raise DeviceError(
+                f"rank {self.rank} on {device.spec} cannot reach memory of rank {rank} on cuda:{index} ({error}); ranks need "
+                "GPUs that reach each other (nvidia-smi topo -p2p r shows which do)"
+            ) from error
+        weakref.finalize(self, _close, device.cuda, found)
+        return found
+
+
+def _close(cuda: Any, pointer: int) -> None:
+    cuda.cuIpcCloseMemHandle(pointer)
+
+
+def _judge(group: Group, fault: Any) -> None:
+    """Raise what a launch has found, once the host has waited for the device."""
+    if fault[0]:
+        _, kind, launch, step, n, nbytes, late, _ = fault.tolist()
+        group.exchange.judge(Note(KINDS[kind], launch, step, n, nbytes), late)
+
+
+def _watch(place: weakref.ref[MeetingPlace], group: Group, stop: Any) -> None:
+    """Tell launches that wait when some rank has failed, which its host says, or the engine was closed."""
+    while place() is not None:
+        if group.exchange.failure:
+            stop[0] = 1
+            return
+        time.sleep(_LOOK_S)
+
+
+def collectives(device: CudaDevice, group: Group) -> Collectives:
+    """All of them, on one device. Nothing is exchanged yet."""
+    from polydraft_cuda.kernels.collectives import kernels
+    from polydraft_cuda.kernels.provider import CudaProvider
+
+    made = kernels(MeetingPlace(device, group))
+    providers = {name: CudaProvider(kernel, device) for name, kernel in made.items()}
+    return Collectives(providers, {name: COLLECTIVES[name].version for name in providers})

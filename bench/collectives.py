@@ -1,4 +1,4 @@
-"""Microseconds of a sum over two NVIDIA GPUs, by rows of 4096 in bfloat16; writes bench/results/cuda_collectives.json.
+"""Microseconds of a sum over two NVIDIA GPUs, by rows of 4096 in bfloat16; writes bench/results/collectives.json.
 
     python bench/collectives.py
 
@@ -27,7 +27,7 @@ from polydraft_cuda.kernels import norms
 
 WIDTH, ROWS, LAUNCHES, REPLAYS = 4096, (1, 8, 32, 64, 128, 256, 1024), 50, 20
 LIMITS = Limits(64, 3, max(ROWS), 256, 4096, 16, 64, 256, 4, 4096)
-OUT = Path(__file__).resolve().parent / "results" / "cuda_collectives.json"
+OUT = Path(__file__).resolve().parent / "results" / "collectives.json"
 
 
 def launches(device: CudaDevice, group: Group) -> dict[str, Any]:

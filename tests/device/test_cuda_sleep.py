@@ -198,6 +198,7 @@ def engine(**options: Any) -> Engine:
 @pytest.mark.parametrize("level", [1, 2])
 @pytest.mark.parametrize("graph", ["off", "decode"])
 def test_an_engine_sleeps_and_writes_the_same_texts(level: Any, graph: str):
+    """The driver counts the memory of all processes, so nobody else may use the GPU meanwhile."""
     with closing(engine(graph=graph)) as slept:
         before = tokens(served(slept, PROMPTS, PARAMS))
         taken = slept.device.memory_taken()  # type: ignore[attr-defined]

@@ -167,3 +167,23 @@ def test_acceptance_of_a_reduced_vocabulary_is_that_of_the_demo_checkpoint():
     rows = json.loads((gpu_page.RESULTS / "draft_vocab.json").read_text(encoding="utf-8"))["rows"]
     said = gpu_page.vocabularies(result("cuda_draft_vocab.json"))[2]
     assert f"{rows[1]['tokens_per_round']:.2f} with {rows[1]['draft_vocab']:,}" in said
+
+
+def test_tables_of_experts_and_of_two_gpus_are_those_of_their_runs():
+    def rows(name: str) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = json.loads((gpu_page.RESULTS / name).read_text(encoding="utf-8"))["rows"]
+        return found
+
+    def rounds(**wanted: Any) -> list[str]:
+        """Milliseconds by batch."""
+        every = (row for row in [*rows("experts.json"), *rows("ranks.json")] if wanted.items() <= row.items())
+        return [f"{row['ms_per_round']:.2f}" for row in sorted(every, key=lambda row: row["batch"])]
+
+    page = read(ROOT / "docs" / "backends" / "cuda.md")
+    for k in (0, 3):
+        for shape in ("ernie21", "glm12"):
+            assert f"| `{shape}` | {k} | {' | '.join(rounds(shape=shape, draft_tokens=k))} |" in page
+        two, one = (rounds(shape="mimo-7b", draft_tokens=k, tensor_parallel=ranks) for ranks in (2, 1))
+        assert f"| {k} | {' | '.join(two)} | {' / '.join(one)} |" in page
+    us = {row["rows"]: row["us"] for row in rows("collectives.json") if row["launches"] == "all_reduce"}
+    assert "| `all_reduce` | " + " | ".join(f"{us[count]:.1f}" for count in (1, 8, 32, 64, 128, 256)) + " |" in page

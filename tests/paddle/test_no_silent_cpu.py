@@ -153,7 +153,7 @@ def test_doctor_lists_what_leaves_the_device_by_contract(monkeypatch: pytest.Mon
     """On a black list an operation leaves the device although the flag of falling back is off: only a run shows that."""
     monkeypatch.setenv("CUSTOM_DEVICE_BLACK_LIST", "argsort")
     probe = json.loads(polydraft("doctor", "--probe", "xpu=polyemu:0", "--json").stdout)["probe"]
-    asked = ("sample", "filter_probs", "top_logprobs", "route_experts")
+    asked = ("sample", "filter_probs", "top_logprobs", "draft_top_logprobs", "route_experts")
     assert probe["operations"] == {contract: ["argsort"] for contract in asked}
 
 

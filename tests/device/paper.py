@@ -175,7 +175,7 @@ def bind_collectives(name: str, act: str, ranks: int, **options: Any) -> list[Bo
     """Bind a collective of one of so many ranks to arguments shaped as in the contract's cases; what was bound."""
     device, contract = PaperDevice(dtype=act, **options), COLLECTIVES[name]
     place: Any = SimpleNamespace(
-        device=device, rank=ranks - 1, size=ranks, number=lambda: 0, region=PaperRegion, come=lambda: None
+        device=device, rank=ranks - 1, size=ranks, number=lambda: 0, region=PaperRegion, come=lambda nbytes: None
     )
     for case in map(of_rank, default_cases(stacked(contract), 2), itertools.repeat(0)):
         values: dict[str, Any] = {}

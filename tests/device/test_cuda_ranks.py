@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import math
 import os
 import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,8 +29,10 @@ from polydraft.contracts.kernels.sum_leaves import tree_sum
 from polydraft.errors import DeviceError
 from polydraft.host.followers import ProcessChannel
 from polydraft.ranks import Exchange, Group
+from polydraft_cuda.device import CudaDevice
+from polydraft_cuda.kernels.collectives import _blocks
 from polydraft_cuda.probe import look
-from polydraft_cuda.ranks import CHUNK
+from polydraft_cuda.ranks import CHUNK, MeetingPlace, span
 from tests.step.test_ranks_faults import run
 from tests.support import tiny
 from tests.support.of_ranks import OPTIONS, asks
@@ -56,6 +61,58 @@ def test_devices_that_do_not_suffice_are_refused(spec: str, words: str, monkeypa
     monkeypatch.setattr("polydraft_cuda.probe.look", lambda: replace(look(), reason=""))
     with pytest.raises(DeviceError, match=words):
         polydraft_cuda.polydraft_open_device(spec, DeviceOptions(rank=2))
+
+
+def test_a_stretch_holds_what_a_block_brings():
+    """As `stretch` of `collectives.cu` cuts a message up: at capacity, where the next stretch begins at once, too."""
+    for capacity in (64, 1 << 16, 1 << 18, (1 << 20) - 4, 1 << 20, (1 << 20) + 4, 256 * 76288 * 4):
+        for row_bytes in (2, 4, 14, 16, 8196, 76288 * 4):
+            most = capacity // row_bytes
+            for n in {most // 2, most - 1, most} - {0, -1}:
+                each = math.ceil(n * row_bytes / _blocks(row_bytes)(n))
+                brought = math.ceil(each / 16) * 16
+                assert brought <= span(capacity), f"{n} rows of {row_bytes} bytes, {capacity} at most"
+
+
+def test_more_than_a_region_has_room_for_is_refused():
+    place = MeetingPlace(SimpleNamespace(), Group(0, 2, Exchange.of_threads(2, 64)[0]))  # type: ignore[arg-type]
+    with pytest.raises(DeviceError, match="rank 0 brought 68 bytes to a launch, wanted at most 64"):
+        place.come(68)
+
+
+@pytest.mark.parametrize("first", ["device", "place"])
+def test_memory_of_other_ranks_is_let_go_once_with_the_device_or_the_last_launch(first: str):
+    """In the context that it was opened in, whichever is current."""
+    calls: list[tuple[Any, ...]] = []
+
+    def call(name: str) -> Any:
+        def note(*given: Any) -> tuple[int, ...]:
+            calls.append((name, *given))
+            return (0, 4096) if name == "cuIpcOpenMemHandle" else (0,)
+
+        return note
+
+    names = ("cuCtxSetCurrent", "cuCtxSynchronize", "cuStreamDestroy", "cuIpcOpenMemHandle", "cuIpcCloseMemHandle")
+    device: Any = CudaDevice.__new__(CudaDevice)
+    device.cuda = SimpleNamespace(
+        CUipcMemHandle=SimpleNamespace, CUipcMem_flags=SimpleNamespace(CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS=1),
+        **{name: call(name) for name in names},
+    )  # fmt: skip
+    device._open, device._context, device._memory, device.stream = True, "its context", {}, SimpleNamespace(handle=0)
+    device.at_close, device.held, device.index, device.spec = [], [object()], 0, "cuda:0"
+    place = MeetingPlace(device, Group(0, 2, Exchange.of_threads(2, 64)[0]))
+    told = np.concatenate([np.array([-1, 1, 0], np.int64).view(np.uint8), np.zeros(64, np.uint8)])
+    assert place._opened(1, told) == 4096
+    calls.clear()
+    if first == "device":
+        device.close()
+    del place
+    gc.collect()
+    device.close()
+    at = calls.index(("cuIpcCloseMemHandle", 4096))
+    assert [name for name, *_ in calls].count("cuIpcCloseMemHandle") == 1
+    assert calls[at - 1] == ("cuCtxSetCurrent", "its context")
+    assert not device.held
 
 
 # -- on one GPU ---------------------------------------------------------------------------------------

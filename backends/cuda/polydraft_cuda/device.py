@@ -143,6 +143,8 @@ class CudaDevice:
         self._timeline: CudaTimeline | None = None
         self.held: list[object] = []
         """What lives until the device is closed: to free memory waits for all that runs, which may wait for this thread."""
+        self.at_close: list[Callable[[], object]] = []
+        """Called when it is closed, behind the wait."""
         self._open = True
         self._held = self._peak = 0
         self._memory: dict[int, tuple[str, int]] = {}
@@ -446,6 +448,11 @@ class CudaDevice:
         if code not in (0, self.cuda.CUresult.CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED):
             raise driver.failure(int(code), f"reaching memory of cuda:{index} from {self.spec}")
 
+    def let_go(self, pointer: int) -> None:
+        """Close memory of another process."""
+        self.cuda.cuCtxSetCurrent(self._context)
+        self.cuda.cuIpcCloseMemHandle(pointer)
+
     def close(self) -> None:
         """Wait, then free what is held. The context stays: it is shared by the process and ends with it."""
         if not self._open:
@@ -453,6 +460,9 @@ class CudaDevice:
         with contextlib.suppress(DeviceError):
             self.call("cuCtxSynchronize")
         self._open = False
+        for end in self.at_close:
+            end()
+        self.held.clear()
         for pointer in list(self._memory):
             self.free(pointer)
         _quietly(self.cuda.cuStreamDestroy, self.stream.handle)

@@ -37,6 +37,11 @@ _LOOK_S: Final = 0.05
 _HANDLE: Final = 64
 
 
+def span(capacity: int) -> int:
+    """Bytes of a block's stretch, where a rank brings `capacity` bytes to a launch at most: whole vectors of 16."""
+    return max(-(-capacity // (16 * BLOCKS)) * 16, CHUNK)
+
+
 class MeetingPlace:
     """What the collectives of one rank are bound to. Ranks find each other when they launch the first one."""
 
@@ -58,12 +63,15 @@ class MeetingPlace:
             self._region = self._made()
         return self._region
 
-    def come(self) -> None:
-        """In front of each launch: find the others, in front of the first. Raises `DeviceError` where a rank does not come, or
-        its memory cannot be reached.
+    def come(self, nbytes: int) -> None:
+        """In front of each launch, to which this rank brings `nbytes`: find the others, in front of the first. Raises
+        `DeviceError` where a rank does not come, its memory cannot be reached, or a stretch would run into the next one.
 
         Ranks that are threads of one process and share a GPU (the conformance kit's) come together each time: the driver runs
         nothing at once of two streams that the host has made an allocation between."""
+        exchange = self._group.exchange
+        if nbytes > exchange.capacity:
+            exchange.fail(f"rank {self.rank} brought {nbytes} bytes to a launch, wanted at most {exchange.capacity}")
         if not self._found:
             self._find()
         if self._crowded:
@@ -71,8 +79,8 @@ class MeetingPlace:
 
     def _made(self) -> Any:
         device, exchange = self.device, self._group.exchange
-        span = max(-(-exchange.capacity // BLOCKS // 16 + 1) * 16, CHUNK)
-        memory = device.empty("ranks.region", (8 * (_DEAD + 2 * BLOCKS * self.size) + 2 * self.size * BLOCKS * span,), "u8")
+        each = span(exchange.capacity)
+        memory = device.empty("ranks.region", (8 * (_DEAD + 2 * BLOCKS * self.size) + 2 * self.size * BLOCKS * each,), "u8")
         device.fill_bytes(memory, 0)
         counts = device.zeros("ranks.counts", (BLOCKS,), "i32")  # waits, for the memory as well
         words = device.staging("ranks.words", (2, 8 * 8), "u8")
@@ -88,7 +96,7 @@ class MeetingPlace:
         ]  # fmt: skip
         kind = type("Region", (ctypes.Structure,), {"_fields_": fields})
         nowhere = (ctypes.c_uint64 * self.size)()
-        return kind(nowhere, counts.pointer, words.pointer, words.pointer + 8 * 8, patience, span, self.rank, BLOCKS)
+        return kind(nowhere, counts.pointer, words.pointer, words.pointer + 8 * 8, patience, each, self.rank, BLOCKS)
 
     def _find(self) -> None:
         told, group, fault = self._group.exchange.share(self._told(self._memory)), self._group, self._fault
@@ -128,12 +136,8 @@ class MeetingPlace:
                 f"rank {self.rank} on {device.spec} cannot reach memory of rank {rank} on cuda:{index} ({error}); ranks need "
                 "GPUs that reach each other (nvidia-smi topo -p2p r shows which do)"
             ) from error
-        weakref.finalize(self, _close, device.cuda, found)
+        device.at_close.append(weakref.finalize(self, device.let_go, found))  # once, whichever comes first
         return found
-
-
-def _close(cuda: Any, pointer: int) -> None:
-    cuda.cuIpcCloseMemHandle(pointer)
 
 
 def _judge(group: Group, fault: Any) -> None:

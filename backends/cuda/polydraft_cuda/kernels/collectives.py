@@ -33,13 +33,13 @@ def _blocks(row_bytes: int) -> Any:
     return lambda n: min(-(-n * row_bytes // CHUNK), BLOCKS)
 
 
-def _bound(place: MeetingPlace, name: str, grid: Any, *arguments: Any, **defines: Any) -> Launch:
-    """A launch that meets others: its region comes first, its number and the launch length last."""
+def _bound(place: MeetingPlace, name: str, row_bytes: int, grid: Any, *arguments: Any, **defines: Any) -> Launch:
+    """A launch that meets others and brings `row_bytes` a row: its region comes first, its number and the launch length last."""
     function = place.device.function(source("collectives.cu"), name, RANKS=place.size, **defines)
     bound = function.bind(grid, THREADS, place.region(), *arguments, place.number(), ROWS, dependent=True)
 
     def launch(stream: Stream, n: int) -> None:
-        place.come()
+        place.come(n * row_bytes)
         bound(stream, n)
 
     return launch
@@ -49,15 +49,17 @@ def _all_reduce(place: MeetingPlace, device: CudaDevice, a: Any, limits: Any, wo
     """Sums in one balanced binary tree over the ranks, by every rank for itself: the same bits on all of them."""
     del device, limits, workspace
     width = a.x.shape[1]
-    grid = _blocks(width * DTYPES[a.x.dtype].itemsize)
-    return _bound(place, "all_reduce", grid, a.x, a.step, width, **act(a.x.dtype))
+    row_bytes = width * DTYPES[a.x.dtype].itemsize
+    return _bound(place, "all_reduce", row_bytes, _blocks(row_bytes), a.x, a.step, width, **act(a.x.dtype))
 
 
 def _all_gather(place: MeetingPlace, device: CudaDevice, a: Any, limits: Any, workspace: Any) -> Launch:
     """Copies columns."""
     del device, limits, workspace
     width, columns, each = a.x.shape[1], a.out.shape[1], DTYPES[a.x.dtype].itemsize
-    return _bound(place, "all_gather", _blocks(width * each), a.x, a.out, a.step, width, columns, EACH_BYTES=each)
+    return _bound(
+        place, "all_gather", width * each, _blocks(width * each), a.x, a.out, a.step, width, columns, EACH_BYTES=each
+    )  # fmt: skip
 
 
 def _argmax_pair(place: MeetingPlace, device: CudaDevice, a: Any, limits: Any, workspace: Any) -> Launch:
@@ -67,14 +69,14 @@ def _argmax_pair(place: MeetingPlace, device: CudaDevice, a: Any, limits: Any, w
     first = place.rank * width
     valid = min(max(int(a.num_valid) - first, 0), width)
     return _bound(
-        place, "argmax_pair", lambda n: min(n, BLOCKS), a.logits, a.row_slot, a.tokens, a.step, width, valid, first
+        place, "argmax_pair", 8, lambda n: min(n, BLOCKS), a.logits, a.row_slot, a.tokens, a.step, width, valid, first
     )  # fmt: skip
 
 
 def _broadcast(place: MeetingPlace, device: CudaDevice, a: Any, limits: Any, workspace: Any) -> Launch:
     """Copies what rank 0 brought."""
     del device, limits, workspace
-    return _bound(place, "broadcast", _blocks(4), a.x, a.step)
+    return _bound(place, "broadcast", 4, _blocks(4), a.x, a.step)
 
 
 def _own_experts(place: MeetingPlace, device: CudaDevice, a: Any, limits: Any, workspace: Any) -> Launch:

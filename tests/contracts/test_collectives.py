@@ -3,6 +3,7 @@ wrong in silence. The kit's own checks of them run around every backend that has
 
 from __future__ import annotations
 
+import math
 import re
 import threading
 import time
@@ -24,6 +25,7 @@ from polydraft.contracts.stacking import stacked
 from polydraft.errors import ContractError, DeviceError
 from polydraft.plugins.default_backend import default_backend
 from polydraft.ranks import Exchange, Group, Note
+from polydraft.ranks import exchange as exchange_module
 from polydraft.ranks.exchange import CLOSED, KINDS
 from tests.conformance.doubles import BACKENDS
 from tests.support.project import ROOT
@@ -147,6 +149,31 @@ def test_whoever_does_not_come_is_named_with_its_last_collective():
     assert len(second) == 2, "it knew nothing of it"
 
 
+def test_hosts_whose_devices_gave_up_find_out_who_differs_or_stays_away(monkeypatch: pytest.MonkeyPatch):
+    """Rank 0 has patience, the others wait for as long as it does: whoever judges first accuses nobody who comes later."""
+    monkeypatch.setattr(exchange_module, "_JUDGES_S", 0.1)
+
+    def judging(*launches: int | None) -> set[str]:
+        exchanges = Exchange.of_threads(len(launches), 64, math.inf)
+        exchanges[0].patience_s = 10
+
+        def judge(rank: int) -> None:
+            if (launch := launches[rank]) is not None:
+                time.sleep(0.3 if rank == 0 else 0)
+                exchanges[rank].judge(note(launch=launch), 2)
+
+        found = together([partial(judge, rank) for rank in range(len(launches))])
+        return {str(error) for error in found if error is not None}
+
+    (absent,) = judging(5, 5, None)
+    assert absent.startswith("rank 2 did not come to all_reduce (launch 5 of step 3, 2 rows, 16 bytes), within 10 s; every rank")
+    (other,) = judging(5, 6, 5)
+    assert other.startswith("rank 1 came for all_reduce (launch 6 of step 3, 2 rows, 16 bytes), rank 0 for all_reduce (launch 5 ")
+    (late,) = judging(5, 5, 5)
+    assert late.startswith("rank 2 did not come to all_reduce (launch 5 of step 3, 2 rows, 16 bytes)")
+    assert "inf" not in late
+
+
 def test_a_failure_reaches_those_who_wait_at_once():
     begin = time.monotonic()
 
@@ -184,9 +211,11 @@ def test_what_does_not_fit_is_refused():
 
 def test_launches_are_numbered_as_they_are_bound():
     (exchange,) = Exchange.of_threads(1, 64)
+    exchange.meet(0)
+    assert exchange.last_clause(0) == "", "to be built is no collective"
     group, step = Group(0, 1, exchange), np.zeros(1, np.int32)
     first, second = group.swapper("all_reduce", step), group.swapper("broadcast", step)
     second(2, np.zeros(2, np.int32))
-    assert exchange.last(0) == "collective 1, broadcast (launch 1 of step 0, 2 rows, 8 bytes)"
+    assert exchange.last_clause(0) == "; its last was collective 2, broadcast (launch 1 of step 0, 2 rows, 8 bytes)"
     first(1, np.zeros(1, np.int32))
-    assert exchange.last(0) == "collective 2, all_reduce (launch 0 of step 0, 1 rows, 4 bytes)"
+    assert exchange.last_clause(0) == "; its last was collective 3, all_reduce (launch 0 of step 0, 1 rows, 4 bytes)"

@@ -190,7 +190,7 @@ class ProcessChannel:
         except (OSError, ValueError):  # it has ended, or is about to be waited for
             if message != END:
                 self._exchange.raise_failure()
-                self._exchange.fail(f"rank {self._rank} takes no more plans; its last was {self._exchange.last(self._rank)}")
+                self._exchange.fail(f"rank {self._rank} takes no more plans{self._exchange.last_clause(self._rank)}")
 
     def join(self) -> None:
         """Wait, and kill what does not end."""
@@ -208,9 +208,9 @@ class ProcessChannel:
     def _watch(self) -> None:
         status = self._process.wait()
         if not self._ending:
-            how, last = ending(status), self._exchange.last(self._rank)
+            how, last = ending(status), self._exchange.last_clause(self._rank)
             with suppress(DeviceError):
-                self._exchange.fail(f"rank {self._rank} (process {self._process.pid}) ended: {how}; its last was {last}")
+                self._exchange.fail(f"rank {self._rank} (process {self._process.pid}) ended: {how}{last}")
 
 
 def start_processes(size: int, capacity: int, patience_s: float, start: Mapping[str, Any]) -> Followers:

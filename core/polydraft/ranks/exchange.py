@@ -93,11 +93,13 @@ class Exchange:
 
     def judge(self, note: Note, late: int) -> None:
         """Launches of this rank's device, which meet without the host, have given up in `note`, waiting for rank `late`: find
-        out, with the hosts of all ranks that did, who came for something else or not at all. Raises `DeviceError`, always."""
+        out, with the hosts of all ranks that did, who came for something else or not at all. Whose patience has no end leaves it
+        to the others to lose theirs. Raises `DeviceError`, always."""
         self.raise_failure()
         self._count = _JUDGED
-        self._swap(note, np.empty(0, np.uint8), min(self.patience_s, _JUDGES_S))
-        self.fail(f"rank {late} did not come to {note} within {self.patience_s:g} s")
+        endless = math.isinf(self.patience_s)
+        self._swap(note, np.empty(0, np.uint8), math.inf if endless else min(self.patience_s, _JUDGES_S))
+        self.fail(f"rank {late} did not come to {note}{'' if endless else f' within {self.patience_s:g} s'}")
 
     def meet(self, stage: int) -> None:
         """Wait, for as long as it takes, until all ranks have come to the same stage of being built. Raises as `swap` does."""
@@ -125,7 +127,7 @@ class Exchange:
             if time.monotonic() - begin > patience_s:
                 late = int(np.argmin(self._arrived >= self._count))
                 counted = self._count <= _JUDGED
-                which, last = (f"collective {self._count}, ", f"; its last was {self.last(late)}") if counted else ("", "")
+                which, last = (f"collective {self._count}, ", self.last_clause(late)) if counted else ("", "")
                 self.fail(f"rank {late} did not come to {which}{note}, within {self.patience_s:g} s{last}")
 
     def _compare(self, slot: int) -> None:
@@ -143,10 +145,12 @@ class Exchange:
         kind, launch, step, n, nbytes, _ = self._notes[rank, slot].tolist()
         return Note(_MET[kind], launch, step, n, nbytes)
 
-    def last(self, rank: int) -> str:
-        """The collective that a rank came to last, in words."""
+    def last_clause(self, rank: int) -> str:
+        """The collective that a rank came to last, as the end of a sentence; "" where its host came to none of a step, as where
+        launches meet without it."""
         count = int(self._arrived[rank])
-        return f"collective {count}, {self._note(rank, count % 2)}" if count else "none"
+        note = self._note(rank, count % 2)
+        return f"; its last was collective {count}, {note}" if 0 < count <= _JUDGED and note.kind != "start" else ""
 
     # -- failures ----------------------------------------------------------------------------------
     def fail(self, sentence: str) -> None:

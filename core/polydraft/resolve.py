@@ -191,7 +191,7 @@ def _dtype(n: _Negotiation) -> str:
 
 def _leaves(n: _Negotiation, dtype: str) -> bool:
     """Whether sums are taken by leaf: where bits are promised, and ranks could share the model out. Packed matrices are not
-    shared out, and ranks add up in f32 alone, so of others there is no text over several ranks that could be the same."""
+    shared out, and leaves are added up in f32 alone, so of others there is no text over several ranks that could be the same."""
     packed = n.config.weights != AUTO or bool(n.model.packed_as)
     return n.config.invariant and n.caps.ordered_sums and dtype == "f32" and not packed
 
@@ -202,6 +202,9 @@ def _share(n: _Negotiation, leaves: bool) -> ModelDescription:
     share = in_leaves(n.model, whole_experts=n.config.expert_parallel) if leaves else n.model
     if num_ranks > 1 and not n.caps.ranks:
         n.refuse(f"--tensor-parallel {num_ranks}: {n.info.lacks('ranks')}; leave it out or use another --backend")
+    have = len(n.info.devices)
+    if num_ranks > max(have, 1) and n.caps.rank_devices and not n.config.device:
+        n.refuse(f"--tensor-parallel {num_ranks}: each rank needs a device of its own, and this machine has {have}; use fewer")
     try:
         share = of_ranks(share, num_ranks, whole_experts=n.config.expert_parallel)
     except CapabilityError as error:

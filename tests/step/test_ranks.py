@@ -246,6 +246,30 @@ def test_key_value_heads_are_kept_by_several_ranks_where_these_are_more():
     ]
 
 
+@pytest.mark.parametrize("model", ["narrow", "sparse-glm"])
+@pytest.mark.parametrize("whole_experts", [False, True])
+def test_a_share_of_an_array_is_what_is_read_of_it_in_parts(model: str, whole_experts: bool):
+    with Checkpoint(tiny.checkpoint(model)) as checkpoint:
+        description, _ = FamilyRegistry().describe(checkpoint)
+    kinds = set()
+    for name, share in of_ranks(description, 2, whole_experts=whole_experts).weights().items():
+        whole = description.weights()[name]
+        value = np.arange(np.prod(whole.shape), dtype=np.float32).reshape(whole.shape)
+        for rank in range(2):
+            kept = Share.of_rank(whole, share, rank, 2)
+            if kept is None:
+                continue
+            wanted = np.zeros(kept.shape, np.float32)
+            pieces = zip(wanted, value[kept.first :], strict=False) if kept.stacked else [(wanted, value)]
+            for out, piece in pieces:
+                for take, put in kept.of_part(0, len(piece)):
+                    out[put] = piece[take]
+            found = kept.of(value)
+            np.testing.assert_array_equal(found, wanted, err_msg=name)
+            kinds.add((np.shares_memory(found, value), kept.axis, kept.stacked))
+    assert {(True, 0, False), (True, 1, False), (False, 0, False)} <= kinds, "views and copies"
+
+
 # -- plans -------------------------------------------------------------------------------------------------
 def test_plans_arrive_as_they_were_sent():
     made, plans = engine("narrow", device="lazy-1", draft_tokens=3, logprobs=2, **OPTIONS), list[StepPlan]()

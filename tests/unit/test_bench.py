@@ -29,6 +29,7 @@ from polydraft.errors import CheckpointError, ConfigError, DeviceError, RequestE
 from polydraft.instruments.idle import Idle
 from polydraft.instruments.timeline import HOST_STAGES
 from polydraft.models.families import FamilyRegistry
+from polydraft.rank_worker import opened
 from tests.support import tiny
 from tests.support.depth import first
 from tests.support.emulator import Emulator
@@ -114,6 +115,14 @@ def test_random_weights_are_the_same_in_every_run_and_look_random(shape: Path) -
         elif "norm" in name:
             assert abs(tensor.mean() - 1) < 0.1, name
     assert not np.array_equal(first.tensor("lm_head.weight"), first.tensor("model.embed_tokens.weight"))
+
+
+def test_a_rank_that_is_a_process_opens_the_same_random_weights(shape: Path) -> None:
+    first = RandomCheckpoint(shape)
+    assert first.opening is not None
+    second = opened(*first.opening)
+    for name in first.names():
+        assert np.array_equal(first.tensor(name), second.tensor(name)), name
 
 
 @pytest.mark.parametrize("file", sorted(SHAPES.glob("*.json")), ids=lambda path: path.stem)

@@ -404,6 +404,22 @@ def test_every_refusal_comes_from_a_wish_or_a_fact_and_never_from_auto():
             assert run(model=model, backend=info("chip", **changes)).backend == "chip"
 
 
+def test_ranks_with_a_device_each_want_as_many_devices():
+    def over(ranks: int, devices: tuple[str, ...], device: str = "", *, each: bool = True) -> Resolved:
+        backend = dataclasses.replace(info("chip", ranks="processes", rank_devices=each), devices=devices)
+        model = dataclasses.replace(PLAIN, vocab_size=40)
+        return resolve(
+            EngineConfig(tensor_parallel=ranks, device=device), backend, model, proposers=PROPOSERS, layers=built_in().layers,
+            sharing=PROPOSERS,
+        )  # fmt: skip
+
+    assert over(2, ("chip:0", "chip:1")).ranks == 2
+    assert over(2, ("chip:0",), "chip:0,0").ranks == 2
+    assert over(2, ("chip:0",), each=False).ranks == 2
+    with pytest.raises(CapabilityError, match="2: each rank needs a device of its own, and this machine has 1; use fewer"):
+        over(2, ("chip:0",))
+
+
 def test_sums_are_taken_by_leaf_where_more_ranks_could_write_the_same_text():
     ordered, plain = (info("chip", ordered_sums=one, dtypes=("f32", "bf16")) for one in (True, False))
     assert run(invariant=True, backend=ordered).leaves

@@ -142,6 +142,7 @@ def test_numbers_are_the_nearest(packing: Packing):
 def test_the_references_arithmetic_is_the_definitions(packing: Packing):
     weight = pack(matrix(), packing)
     np.testing.assert_allclose(unpacked(weight), weight.read(np.float64), rtol=1e-7)
+    assert unpacked(weight).flags.c_contiguous, "products of rows that lie otherwise are summed in another order"
     rng = np.random.default_rng(5)
     x = (rng.standard_normal((40, 300)) * np.exp2(rng.integers(-110, 100, (40, 1)))).astype(np.float32)
     x[3], x[5, 200], x[6, 10] = 0.0, np.nan, np.inf

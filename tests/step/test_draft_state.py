@@ -33,7 +33,7 @@ from tests.step.test_drafts_per_step import MODEL, PARAMS, PROMPTS, is_consisten
 from tests.step.test_update_weights import write
 from tests.support import tiny
 from tests.support.cpu import needs_kernels
-from tests.support.depth import crossed, first
+from tests.support.depth import among, crossed
 from tests.support.drafting import drawing
 from tests.support.programs import WAYS, program
 from tests.support.runs import DEVICES, Ask, drive, engine, solo
@@ -56,7 +56,8 @@ def checks(served_by: Engine) -> tuple[int, int]:
 HAPPENED: Counter[str] = Counter()
 
 
-@pytest.mark.parametrize("seed", first(5, [seed for seed in range(1100, 1190) if program(seed).num_drafts > 1]))
+# 1123: a step asks for one draft, is replayed by a graph for two, and a slot is bound to end behind the first.
+@pytest.mark.parametrize("seed", among((*range(1100, 1105), 1123), (s for s in range(1100, 1190) if program(s).num_drafts > 1)))
 def test_a_program(seed: int) -> None:
     of = program(seed)
     of = replace(of, options={**of.options, **ALL, "proposer": ("mtp", "hybrid")[seed % 3 == 0]})

@@ -36,7 +36,8 @@ def unpacked(value: Matrix) -> Array:
         bits = value.numbers.astype(np.uint32)  # shifted to where float32 has them, whose exponent counts from 120 lower
         found = ((bits & 128) << 24 | (bits & 127) << 20).view(np.float32) * np.float32(2.0**120)
     else:
-        found = (value.numbers[:, column // 2] >> (column % 2 * 4).astype(np.uint8) & 15).astype(np.float32)
+        # `take` leaves rows whole; an index would leave columns so, and products would sum in another order.
+        found = (np.take(value.numbers, column // 2, axis=1) >> (column % 2 * 4).astype(np.uint8) & 15).astype(np.float32)
     group = column // packing.columns if packing.columns else np.zeros(inputs, np.int64)
     row = np.arange(outputs) // packing.rows
     if packing.number == "int4":

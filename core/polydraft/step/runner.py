@@ -148,17 +148,20 @@ class LateDrafts:
             [memory.device.staging(f"late.{source.name}{i}", source.shape, source.dtype) for source in self._sources]
             for i in range(depth + 2)
         ]
+        self._passes = [0] * len(self._landing)
 
-    def download(self, stream: Stream, step_id: int) -> None:
-        """Enqueue the copy."""
+    def download(self, stream: Stream, step_id: int, passes: int) -> None:
+        """Enqueue the copy behind a step that ran so many draft passes."""
+        self._passes[step_id % len(self._landing)] = passes
         for staging, source in zip(self._landing[step_id % len(self._landing)], self._sources, strict=True):
             self._device.download(stream, staging, source, source.shape[0])
 
     def of(self, plan: StepPlan, slot: int) -> Drafted:
         """Of one slot, of the step before the one that was collected last."""
-        arrays = [staging.array for staging in self._landing[plan.step_id % len(self._landing)]]
+        place = plan.step_id % len(self._landing)
+        arrays = [staging.array for staging in self._landing[place]]
         size = int(min(arrays[1][slot], arrays[2][slot]) if self._has_column else arrays[1][slot])
-        last = self._has_state and size == plan.num_made  # else its last pass was not the step's
+        last = self._has_state and size == self._passes[place]  # else its last pass was not the step's
         state = arrays[-1][plan.slots.tolist().index(slot)].tobytes() if last else b""
         return Drafted(arrays[0][slot, :size].copy(), state)
 
@@ -284,7 +287,9 @@ class Runner:
             self.inputs.download_drafts(stream, step_id)
             flight.event.record(stream)
         if self.late_drafts is not None:
-            self.late_drafts.download(stream, step_id)
+            # A graph may have been captured for more drafts than the plan asks for, and then makes them.
+            passes = flight.plan.num_made if flight.shape is None else flight.shape.num_drafts
+            self.late_drafts.download(stream, step_id, passes)
         if flight.split:
             self.inputs.consumed(stream)
 

@@ -17,7 +17,7 @@ from hypothesis import settings
 
 from tests.support import depth, progress
 
-THINNED = ("tests/step/", "tests/parity/", "plugins/examples/")
+THINNED = ("tests/step/", "tests/parity/", "plugins/examples/", "tests/serving/", "tests/conformance/", "tests/paddle/")
 """Where the tests are that run models."""
 
 # Derandomised, so that a red run is red again; no deadline, because a slow machine is not a failure.

@@ -3,8 +3,7 @@
     python tools/conform_in_turn.py [TURN]
 
 TURN is the number of commits unless it is given, and the seed of the surprises: other ones for each change, the same each time
-that one is judged. The tests of this repository claim `basic` of the reference themselves, so that
-is claimed here only when it is its turn. A backend that is not installed is named and passed over.
+that one is judged. A backend that is not installed is named and passed over.
 """
 
 from __future__ import annotations
@@ -21,20 +20,19 @@ ROOT = Path(__file__).parents[1]
 
 
 class Backend(NamedTuple):
-    """A backend on a device, the most that it claims there, and whether the tests claim its `basic`."""
+    """A backend on a device, and the most that it claims there."""
 
     name: str
     device: str
     most: str
-    tested: bool
 
 
 BACKENDS: Final = (
-    Backend("reference", "queued", "full", tested=True),
-    Backend("emulator", "emulator:0", "full", tested=False),
-    Backend("paddle", "cpu", "basic", tested=False),
-    Backend("paddle", "polyemu:0", "full", tested=False),
-    Backend("xpu", "polyemu:0", "full", tested=False),
+    Backend("reference", "queued", "full"),
+    Backend("emulator", "emulator:0", "full"),
+    Backend("paddle", "cpu", "basic"),
+    Backend("paddle", "polyemu:0", "full"),
+    Backend("xpu", "polyemu:0", "full"),
 )
 
 
@@ -46,7 +44,7 @@ def turn_of(commits: int) -> Backend:
 def claims(commits: int) -> list[tuple[Backend, str]]:
     """What is claimed, each with its profile: the backend whose turn it is first."""
     mine = turn_of(commits)
-    return [(mine, mine.most), *((one, "basic") for one in BACKENDS if one is not mine and not one.tested)]
+    return [(mine, mine.most), *((one, "basic") for one in BACKENDS if one is not mine)]
 
 
 def missing(backend: Backend) -> str:

@@ -26,14 +26,14 @@ from polydraft.contracts import COMPOSITES, REGISTRY
 from polydraft.contracts.features import FEATURES
 from polydraft.errors import ContractError
 from tests.conformance.doubles import BACKENDS, alone, basic, installed, kernels, named, raising, unavailable
-from tests.support.depth import among
 from tests.support.project import ROOT
 
 CHECKS = {check.id: check for check in every_check()}
 
 
 # -- who passes ----------------------------------------------------------------------------------------
-@pytest.mark.parametrize("name", among(["reference"], BACKENDS))  # `make conform` claims that of the emulator
+@pytest.mark.deep  # `make conform` claims it as well
+@pytest.mark.parametrize("name", BACKENDS)
 def test_basic_holds(name: str):
     report = basic(name)
     assert report.status == 0, page(report)
@@ -116,11 +116,8 @@ def test_a_synchronous_backend_without_graphs_claims_neither():
 
 
 # -- several backends ------------------------------------------------------------------------------------
-QUICK = ("reference",)
-"""Those that `make test` takes; `make conform` claims `basic` of the others each time."""
-
-
-@pytest.mark.parametrize("name", among(QUICK, installed()))
+@pytest.mark.deep  # `make conform` claims `basic` of them each time
+@pytest.mark.parametrize("name", installed())
 @pytest.mark.parametrize("contract", [*REGISTRY.names(), *COMPOSITES])
 def test_every_backend_keeps_every_contract_that_it_offers(name: str, contract: str):
     """The project's cross-backend tests are the kit's own checks, seen contract by contract."""
@@ -321,6 +318,7 @@ def test_a_device_with_streams_and_no_capture_claims_async():
 
 
 # -- reports -------------------------------------------------------------------------------------------
+@pytest.mark.deep
 def test_what_is_written(tmp_path: Path):
     report = basic("reference")
     report.write(tmp_path / "new")

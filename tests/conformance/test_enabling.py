@@ -21,6 +21,7 @@ def used() -> list[str]:
     return [one.name for one in Plugins.load("chip").variants]
 
 
+@pytest.mark.deep
 def test_one_that_passes_one_that_is_wrong_and_one_that_crashes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     Chip(tmp_path, monkeypatch, ("deadly", "good", "wrong"), "polydraft.reference")
     trials = enable("chip", limit_s=60, levels=())

@@ -52,7 +52,7 @@ def around(mutant: Mutant) -> str:
     return "emulator" if mutant.needs in ("graph_capture", "asynchronous") else "reference"
 
 
-@pytest.mark.parametrize("mutant", among(MUTANTS[::12], MUTANTS), ids=lambda mutant: mutant.id)
+@pytest.mark.parametrize("mutant", among(MUTANTS[::24], MUTANTS), ids=lambda mutant: mutant.id)
 def test_mutant_is_killed(mutant: Mutant):
     name, alone = around(mutant), mutant in ASLEEP
     (trial,) = prove(name if alone else BACKENDS[name], mutants=[mutant], variants=(), limit_s=100 if alone else None).trials

@@ -41,6 +41,7 @@ def test_slot_columns_are_those_of_every_engine() -> None:
     assert sorted(listed) == sorted(column.name for column in (*Batch.columns, *Verifier.columns))
 
 
+@pytest.mark.deep
 def test_commands_run(tmp_path: Path) -> None:
     """All of them, in one shell, in a folder that has the repository's plugins and takes what is written."""
     (tmp_path / "plugins").symlink_to(ROOT / "plugins")

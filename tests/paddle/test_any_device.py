@@ -71,8 +71,9 @@ def test_what_is_written_in_place_reaches_the_memory_it_was_given(monkeypatch: p
     assert one == "True True [1.0, 5.0, 1.0, 5.0, 1.0, 1.0]"
 
 
+@pytest.mark.deep
 @needs_device
-@pytest.mark.parametrize("drafts", ["3", deep("0")])
+@pytest.mark.parametrize("drafts", ["3", "0"])
 def test_text_and_rounds_with_operations_on_the_cpu(drafts: str):
     arguments = ("generate", PROMPT, *SMALL, "--json", "--draft-tokens", drafts)
     reference = written(polydraft(*arguments, "--backend", "reference"))
@@ -210,6 +211,7 @@ LLM(backend="paddle", device="polyemu:0", max_num_seqs=1, max_model_len=64, grap
 """
 
 
+@pytest.mark.deep
 @needs_graphs
 def test_graphs_that_do_not_work_are_off_with_the_reason():
     """They are tried when the device is opened, whatever Paddle's version promises. A process in which captures failed ends

@@ -176,13 +176,14 @@ print(json.dumps([list(out.token_ids), llm.engine.totals.rounds, waits]))
 SAMPLED = {"temperature": 0.9, "top_p": 0.9, "seed": 3}
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("options", "sampling"),
     [
-        deep(({"draft_tokens": 3, "overlap": 1, "graph": "off"}, SAMPLED)),
-        deep(({"draft_tokens": 3, "overlap": 1}, SAMPLED)),
+        ({"draft_tokens": 3, "overlap": 1, "graph": "off"}, SAMPLED),
+        ({"draft_tokens": 3, "overlap": 1}, SAMPLED),
         ({"draft_tokens": 0}, {}),
-        deep(({"draft_tokens": 3, "verify": "rejection"}, SAMPLED)),
+        ({"draft_tokens": 3, "verify": "rejection"}, SAMPLED),
     ],
 )
 def test_text_is_the_references_within_what_a_chip_has(options: dict[str, Any], sampling: dict[str, Any]):

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from tests.support.depth import deep
 from tests.support.paddle import HAS_GRAPHS, answer, needs_device, needs_graphs, needs_paddle, polydraft, script
 
 PROMPT = "def fibonacci(n):"
@@ -86,19 +85,21 @@ def same(got: dict[str, Any], wanted: dict[str, Any]) -> None:
     assert (request["token_ids"], request["rounds"]) == (wanted["token_ids"], wanted["rounds"])
 
 
+@pytest.mark.deep
 @needs_paddle
 def test_the_cpu_says_what_the_reference_says(wanted: dict[str, Any]):
     same(answer("generate", PROMPT, "--backend", "paddle", "--device", "cpu", *SMALL), wanted)
 
 
+@pytest.mark.deep
 @needs_device
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("backend", "overlap", "graph"),
     [
-        deep(("paddle", "0", "off")),
+        ("paddle", "0", "off"),
         ("paddle", "1", "auto"),  # graphs where the installed Paddle has them
-        pytest.param("xpu", "0", "decode", marks=[needs_graphs, pytest.mark.deep]),  # xpu at overlap 1: test_xpu_extras.py
+        pytest.param("xpu", "0", "decode", marks=needs_graphs),  # xpu at overlap 1: test_xpu_extras.py
     ],
 )
 def test_a_custom_device_says_what_the_reference_says(wanted: dict[str, Any], backend: str, overlap: str, graph: str):
@@ -152,6 +153,7 @@ def test_paddle_is_imported_only_when_it_is_chosen():
     assert run.stdout.split()[-1] == "False", run.stderr[-1000:]
 
 
+@pytest.mark.deep
 @needs_paddle
 def test_its_noise_is_kept_out_of_the_way():
     """`answer` refuses a run that says anything on standard error; so do the tests of custom devices, which use it too."""

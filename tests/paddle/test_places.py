@@ -26,6 +26,7 @@ for engine in engines:
 """
 
 
+@pytest.mark.deep
 @needs_device
 def test_engines_of_one_process_take_turns():
     """The second one opened took the stream, or the place, of the first one's work along."""

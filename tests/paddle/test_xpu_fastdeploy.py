@@ -290,6 +290,7 @@ def test_one_command_tells_operator_by_operator():
 ASKED = ("generate", "def fibonacci(n):", "--draft-tokens", "3", "--max-new-tokens", "16")
 
 
+@pytest.mark.deep
 @needs_paddle
 def test_text_and_rounds_are_those_of_the_reference():
     wanted = answer(*ASKED, "--backend", "reference")

@@ -65,6 +65,7 @@ def is_lossless(scene: Scene, **options: Any) -> None:
 packings = st.sampled_from(("auto", *sorted(MADE)))
 
 
+@pytest.mark.deep
 @settings(max_examples=15)
 @given(scenes(), packings)
 def test_text_and_rounds_do_not_depend_on_how_a_request_is_served(scene: Scene, weights: str) -> None:

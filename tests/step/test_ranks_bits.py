@@ -82,6 +82,7 @@ def test_bits_do_not_depend_on_the_number_of_ranks(model: str, whole: bool, rank
     assert tokens(found) == tokens(alone(model, 0, whole))
 
 
+@pytest.mark.deep
 @NATIVE
 @pytest.mark.parametrize(("model", "whole", "ranks", "drafts"), among([("sparse-glm", True, 4, 3)], EVERY))
 def test_nor_do_those_of_processes(model: str, whole: bool, ranks: int, drafts: int):

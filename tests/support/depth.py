@@ -43,16 +43,21 @@ def crossed(every: int, *axes: Iterable[Any]) -> list[Any]:
 
 
 def thin(items: Sequence[pytest.Item]) -> None:
-    """Of the tests `items`, leave to `make deep` two thirds of those that one function has three or more of, and four fifths of
-    those that it has nine or more of: along diagonals of its parameters, as in `crossed`, the first of all taken. Functions that
-    choose themselves which are deep are left as they are."""
+    """Of the tests `items`, leave to `make deep` one of the two that a function has, by turns the second and the first; two
+    thirds of three or more, and four fifths of nine or more: along diagonals of its parameters, as in `crossed`, the first of all
+    taken. Functions that choose themselves which are deep are left as they are."""
     of_function: defaultdict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         if hasattr(item, "callspec"):
             of_function[item.nodeid.partition("[")[0]].append(item)
+    pairs = 0
     for same in of_function.values():
-        every = 1 if len(same) < 3 else 3 if len(same) < 9 else 5
-        for item in same if not any(item.get_closest_marker("deep") for item in same) else ():
+        if any(item.get_closest_marker("deep") for item in same):
+            continue
+        every = 2 if len(same) < 3 else 3 if len(same) < 9 else 5
+        pairs += len(same) == 2
+        taken = pairs % 2 if len(same) == 2 else 0
+        for item in same:
             indices: Any = item.callspec.indices  # type: ignore[attr-defined]
-            if sum(indices.values()) % every:
+            if sum(indices.values()) % every != taken:
                 item.add_marker(pytest.mark.deep)

@@ -12,7 +12,6 @@ from polydraft.conformance.oracle.checkpoints import TINY_MIMO, write_checkpoint
 from polydraft.demo import demo_model_path
 from polydraft.models import Tokenizer
 from tests.oracle import CODE_PROMPTS, STOPPING_PROMPT, OracleModel, greedy_rounds
-from tests.support.depth import deep
 
 V = 16
 TEXT = [3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14]  # what the scripted target says, prompt included
@@ -113,9 +112,10 @@ def demo() -> tuple[OracleModel, Tokenizer]:
     return OracleModel.from_dir(demo_model_path()), Tokenizer.from_dir(demo_model_path())
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("K", "tokens_per_round"),
-    [deep((0, 1)), deep((1, 315 / 173)), deep((2, 315 / 129)), (3, 315 / 108), deep((5, 315 / 91))],
+    [(0, 1), (1, 315 / 173), (2, 315 / 129), (3, 315 / 108), (5, 315 / 91)],
 )
 def test_tokens_per_round_of_the_demo_model(K: int, tokens_per_round: float) -> None:
     """With 128 new tokens a prompt, it is 1.90 / 2.65 / 3.31 / 4.21 for K = 1 / 2 / 3 / 5."""

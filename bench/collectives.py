@@ -76,7 +76,8 @@ def main() -> int:
     rows = []
     for name in dict.fromkeys(name for name, _ in found):
         print(f"{name:18s}", *(f"{count}: {found[name, count]:6.2f}" for count in ROWS), "us", file=sys.stderr)
-        rows += [{"launches": name, "rows": count, "width": WIDTH, "dtype": "bf16", "us": found[name, count]} for count in ROWS]
+        own = {"shape": f"rows of {WIDTH}", "backend": "cuda", "draft_tokens": 0, "dtype": "bf16", "launches": name}
+        rows += [{**own, "batch": count, "us": found[name, count]} for count in ROWS]
     method = f"median of {REPLAYS} replays of a graph of {LAUNCHES} launches, host clock, over the launches"
     report.write(str(OUT), report.document(rows, method=method, device=device_name(0), driver=str(driver_version())))
     for device in devices:

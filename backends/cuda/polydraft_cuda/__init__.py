@@ -77,7 +77,7 @@ def polydraft_open_device(spec: str, options: DeviceOptions) -> CudaDevice:
         )
     if len(indices) > 1 and options.rank >= len(indices):
         raise DeviceError(f"--device {spec} has {len(indices)} devices, and this is rank {options.rank}; name one for each rank")
-    index = int(indices[options.rank] if len(indices) > 1 else indices[0]) + (options.rank if len(indices) == 1 else 0)
+    index = int(indices[options.rank]) if len(indices) > 1 else int(indices[0]) + options.rank
     found = look()
     if found.reason:
         raise DeviceError(f"cuda is not available: {found.reason}")

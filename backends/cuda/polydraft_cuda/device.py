@@ -448,6 +448,14 @@ class CudaDevice:
         if code not in (0, self.cuda.CUresult.CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED):
             raise driver.failure(int(code), f"reaching memory of cuda:{index} from {self.spec}")
 
+    def open_handle(self, handle: bytes, doing: str) -> int:
+        """Address of an allocation of another process of this machine, by the driver's handle (cuIpcGetMemHandle). Raises
+        `DeviceError` where the driver refuses it."""
+        opaque = self.cuda.CUipcMemHandle()
+        opaque.reserved = handle
+        flags = int(self.cuda.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS)
+        return int(self.call("cuIpcOpenMemHandle", opaque, flags, doing=doing))
+
     def let_go(self, pointer: int) -> None:
         """Close memory of another process."""
         self.cuda.cuCtxSetCurrent(self._context)

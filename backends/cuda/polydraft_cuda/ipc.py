@@ -105,10 +105,7 @@ class SharedTensors(Mapping[str, _Lent]):
     def _lent(self, name: str, one: Mapping[str, Any]) -> _Lent:
         handle, offset, shape, dtype = _checked(name, one)
         if handle not in self._opened:
-            opaque = self._device.cuda.CUipcMemHandle()
-            opaque.reserved = bytes.fromhex(handle)
-            flags = int(self._device.cuda.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS)
-            self._opened[handle] = int(self._device.call("cuIpcOpenMemHandle", opaque, flags, doing=f"opening tensor {name}"))
+            self._opened[handle] = self._device.open_handle(bytes.fromhex(handle), f"opening tensor {name}")
         start = self._opened[handle]
         _, size = self._device.call("cuMemGetAddressRange", start)
         if offset + math.prod(shape) * HOST_DTYPES[dtype].itemsize > int(size):

@@ -24,6 +24,7 @@ from polydraft.errors import DeviceError
 from polydraft.ranks import Group, Note
 from polydraft.ranks.exchange import KINDS
 from polydraft_cuda.device import CudaDevice
+from polydraft_cuda.ipc import HANDLE_BYTES
 
 BLOCKS: Final = 64
 """Blocks of a launch at most."""
@@ -34,7 +35,6 @@ _DEAD: Final = 16
 """Words in front of the flags (`collectives.cu`)."""
 _LOOK_S: Final = 0.05
 """Seconds between two looks at whether the ranks have failed."""
-_HANDLE: Final = 64
 
 
 def span(capacity: int) -> int:
@@ -121,16 +121,13 @@ class MeetingPlace:
     def _opened(self, rank: int, told: Any) -> int:
         """The address at which this rank reaches the memory of another."""
         device = self.device
-        process, index, pointer = told[:-_HANDLE].view(np.int64).tolist()
+        process, index, pointer = told[:-HANDLE_BYTES].view(np.int64).tolist()
         if process == os.getpid():
             if index != device.index:
                 device.reach(index)
             return int(pointer)
-        opaque = device.cuda.CUipcMemHandle()
-        opaque.reserved = told[-_HANDLE:].tobytes()
-        flags = int(device.cuda.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS)
         try:
-            found = int(device.call("cuIpcOpenMemHandle", opaque, flags, doing=f"opening memory of rank {rank}"))
+            found = device.open_handle(told[-HANDLE_BYTES:].tobytes(), f"opening memory of rank {rank}")
         except DeviceError as error:
             raise DeviceError(
                 f"rank {self.rank} on {device.spec} cannot reach memory of rank {rank} on cuda:{index} ({error}); ranks need "

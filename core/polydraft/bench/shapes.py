@@ -92,9 +92,7 @@ class RandomCheckpoint(Checkpoint):
 
     def piece(self, name: str, look: Callable[[Array], Array]) -> NDArray[np.float32]:
         """As of a tensor that is stored."""
-        out = np.empty(self.shape(name), np.float32)
-        self.read_into(name, out)
-        return np.ascontiguousarray(look(out))
+        return np.ascontiguousarray(look(self.tensor(name)))
 
     def whole(self, name: str, shape: tuple[int, ...]) -> NDArray[np.float32] | None:
         """A canonical matrix, or a stack of them, as a read-only view of its pool, whose rows overlap: nothing of its size is

@@ -152,8 +152,9 @@ class LateDrafts:
 
     def download(self, stream: Stream, step_id: int, passes: int) -> None:
         """Enqueue the copy behind a step that ran so many draft passes."""
-        self._passes[step_id % len(self._landing)] = passes
-        for staging, source in zip(self._landing[step_id % len(self._landing)], self._sources, strict=True):
+        place = step_id % len(self._landing)
+        self._passes[place] = passes
+        for staging, source in zip(self._landing[place], self._sources, strict=True):
             self._device.download(stream, staging, source, source.shape[0])
 
     def of(self, plan: StepPlan, slot: int) -> Drafted:

@@ -94,12 +94,13 @@ class Exchange:
     def judge(self, note: Note, late: int) -> None:
         """Launches of this rank's device, which meet without the host, have given up in `note`, waiting for rank `late`: find
         out, with the hosts of all ranks that did, who came for something else or not at all. Whose patience has no end leaves it
-        to the others to lose theirs. Raises `DeviceError`, always."""
+        to the others to lose theirs. Raises `DeviceError`, always, and the same one on all that met."""
         self.raise_failure()
         self._count = _JUDGED
-        endless = math.isinf(self.patience_s)
-        self._swap(note, np.empty(0, np.uint8), math.inf if endless else min(self.patience_s, _JUDGES_S))
-        self.fail(f"rank {late} did not come to {note}{'' if endless else f' within {self.patience_s:g} s'}")
+        mine = np.array([late, self.patience_s], np.float64)
+        found = self._swap(note, mine, math.inf if math.isinf(self.patience_s) else min(self.patience_s, _JUDGES_S))
+        late, patience_s = int(found[0][0]), min(patience_s for _, patience_s in found)
+        self.fail(f"rank {late} did not come to {note}{'' if math.isinf(patience_s) else f' within {patience_s:g} s'}")
 
     def meet(self, stage: int) -> None:
         """Wait, for as long as it takes, until all ranks have come to the same stage of being built. Raises as `swap` does."""

@@ -16,7 +16,7 @@ import signal
 import sys
 import threading
 from contextlib import suppress
-from typing import BinaryIO
+from io import FileIO, RawIOBase
 
 from polydraft.config import EngineConfig
 from polydraft.engine import Engine
@@ -26,15 +26,23 @@ from polydraft.models.checkpoint import Checkpoint
 from polydraft.ranks import Exchange, Group
 
 
-def receive(pipe: BinaryIO) -> bytes:
+def receive(pipe: RawIOBase) -> bytes:
     """The next message of a pipe; `END` where it is closed, however rank 0 came to close it."""
-    length = pipe.read(8)
-    size = int.from_bytes(length, "little")
-    message = pipe.read(size) if len(length) == 8 else END
-    return message if len(message) == size else END
+    length = read_exactly(pipe, 8)
+    return read_exactly(pipe, int.from_bytes(length, "little")) if length else END
 
 
-def deliver(pipe: BinaryIO, inbox: Inbox, exchange: Exchange) -> None:
+def read_exactly(pipe: RawIOBase, size: int) -> bytes:
+    """The next `size` bytes of a pipe; none where it is closed before them."""
+    found = bytearray()
+    while len(found) < size:
+        if not (piece := pipe.read(size - len(found))):
+            return b""
+        found += piece
+    return bytes(found)
+
+
+def deliver(pipe: RawIOBase, inbox: Inbox, exchange: Exchange) -> None:
     """Take messages from the pipe as they come. Behind the last one rank 0 waits for nothing any more, and may be gone."""
     while message := receive(pipe):
         inbox.put(message)
@@ -52,13 +60,15 @@ def opened(function: str, text: str) -> Checkpoint:
 def main() -> int:
     """Build the engine of this rank and follow. Returns the exit status."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal, and rank 0 decides
-    start = json.loads(receive(sys.stdin.buffer))
+    # Not `sys.stdin`, which is buffered: a process that ends while a thread waits for a buffer's next bytes is aborted.
+    pipe = FileIO(0, closefd=False)
+    start = json.loads(receive(pipe))
     rank, size = start["rank"], start["size"]
     memory = mmap.mmap(start["memory"], 0)
     os.close(start["memory"])
     exchange = Exchange(memory, rank, size, start["capacity"], math.inf)
     inbox: Inbox = queue.SimpleQueue()
-    threading.Thread(target=deliver, args=(sys.stdin.buffer, inbox, exchange), name="messages", daemon=True).start()
+    threading.Thread(target=deliver, args=(pipe, inbox, exchange), name="messages", daemon=True).start()
     engine: Engine | None = None
     try:
         config = EngineConfig.from_mapping(start["config"])

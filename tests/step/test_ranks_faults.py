@@ -3,8 +3,12 @@ collective; nothing hangs and no text is wrong in silence."""
 
 from __future__ import annotations
 
+import json
+import mmap
 import os
 import signal
+import subprocess
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,16 +17,16 @@ from typing import Any
 
 import pytest
 
-from polydraft import LLM, Engine, RequestOutput, SamplingParams, reference
+from polydraft import LLM, Engine, RequestOutput, SamplingParams, child_process, reference
 from polydraft.backend import Collectives
 from polydraft.conformance.rank_faults import computed, own_choice
 from polydraft.conformance.target import wrap
 from polydraft.errors import CapabilityError, ConfigError, DeviceError
-from polydraft.host.followers import ProcessChannel
+from polydraft.host.followers import WORKER, ProcessChannel
 from polydraft.instruments.base import Instrument
 from polydraft.plugins.default_backend import default_backend
 from polydraft.program.plan_bytes import PlanReader
-from polydraft.ranks import exchange
+from polydraft.ranks import Exchange, exchange
 from polydraft.step.runner import Runner
 from tests.support import tiny
 from tests.support.emulator import emulated
@@ -272,6 +276,23 @@ def test_processes_end_when_rank_0_is_gone():
         with soon():
             channel._process.stdin.close()
             assert channel._process.wait(SOON_S) == 0
+
+
+def test_a_process_that_fails_ends_in_order_while_more_plans_may_come():
+    """It is not aborted for the thread that waits for them."""
+    with tempfile.TemporaryFile() as memory:
+        memory.truncate(Exchange.nbytes(2, 64))
+        start = {"rank": 1, "size": 2, "memory": memory.fileno(), "capacity": 64, "config": {"no_such": 1}, "checkpoint": None}
+        message = json.dumps(start).encode()
+        command = child_process.running(WORKER)
+        pipe = subprocess.PIPE
+        with soon(), subprocess.Popen(command, stdin=pipe, stderr=pipe, pass_fds=[memory.fileno()]) as process:
+            assert process.stdin is not None
+            assert process.stderr is not None
+            process.stdin.write(len(message).to_bytes(8, "little") + message)
+            process.stdin.flush()
+            assert (process.wait(SOON_S), process.stderr.read()) == (1, b"")
+        assert Exchange(mmap.mmap(memory.fileno(), 0), 0, 2, 64).failure.startswith("rank 1 failed: ")
 
 
 def test_objects_do_not_reach_processes():

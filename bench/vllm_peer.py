@@ -2,9 +2,10 @@
 
 Reads one JSON object a line, {"prompts": [[ids]], "new_tokens": N}, and answers with {"seconds": s, "tokens": n}. Started by
 that script; it loads the demo checkpoint with K drafts, in the dtype that the checkpoint names. The library knows the model's
-class, yet not its `model_type`, so it is shown a copy of the configuration that calls it what its target is, a Qwen2.
+class, yet not its `model_type`, so it is shown a copy of the configuration that calls it what its target is, a Qwen2. With
+`eager` nothing is compiled.
 
-    PYTHON bench/vllm_peer.py MODEL_DIR K
+    PYTHON bench/vllm_peer.py MODEL_DIR K [eager]
 """
 
 from __future__ import annotations
@@ -32,16 +33,17 @@ def main() -> None:
     """Load, then answer line by line."""
     drafts = int(sys.argv[2])
     with tempfile.TemporaryDirectory() as folder:
-        serve(str(shown(Path(sys.argv[1]), Path(folder))), drafts)
+        serve(str(shown(Path(sys.argv[1]), Path(folder))), drafts, eager=sys.argv[3:] == ["eager"])
 
 
-def serve(model: str, drafts: int) -> None:
+def serve(model: str, drafts: int, *, eager: bool) -> None:
     """Answer until the input ends."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever the library prints goes elsewhere
     from vllm import LLM, SamplingParams, __version__
 
     options: dict[str, Any] = {"speculative_config": {"method": "mtp", "num_speculative_tokens": drafts}} if drafts else {}
+    options |= {"enforce_eager": eager}
     llm = LLM(model=model, dtype="bfloat16", max_model_len=1024, max_num_seqs=8, skip_tokenizer_init=True, **options)
     answers.write(json.dumps({"version": __version__}) + "\n")
     answers.flush()

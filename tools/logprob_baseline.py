@@ -34,7 +34,7 @@ def load():
     model = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**config)).double().eval()
     from safetensors.torch import load_file
 
-    weights = {}
+    weights: dict[str, torch.Tensor] = {}
     for file in sorted(demo_model_path().glob("*.safetensors")):
         weights |= load_file(file)
     missing, unexpected = model.load_state_dict({k: v.double() for k, v in weights.items()}, strict=False)

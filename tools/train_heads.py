@@ -229,7 +229,7 @@ def make(name: str, out: Path, steps: int) -> None:
 
 def as_published(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Experts one by one, which transformers keeps in one tensor, and the name that ERNIE's selection bias has in files."""
-    found = {}
+    found: dict[str, Tensor] = {}
     for given, value in tensors.items():
         name = given.replace(".gate.moe_statics.", ".moe_statics.")
         stem, _, last = name.rpartition(".")

@@ -84,13 +84,15 @@ def test_the_result_says_what_a_figure_must_say():
 def test_what_is_said_of_speed_is_that_of_the_results():
     shown = rows(section(README, "Figures").partition("How fast that is")[2])
     cpu = json.loads((ROOT / "bench" / "results" / "cpu.json").read_text(encoding="utf-8"))["rows"]
-    speed = {(row["name"], row["batch"]): f"{row['tokens_per_s']:,.0f}" for row in cpu if row["shape"] == "demo"}
+    rate = {(row["name"], row["batch"]): row["tokens_per_s"] for row in cpu if row["shape"] == "demo"}
+    speed = {key: f"{one:,.0f}" for key, one in rate.items()}
+    best = {n: max(one for (name, size), one in rate.items() if name.startswith("vllm") and size == n) for n in (1, 8)}
     wanted = [
         [
             speed["cpu K=3", n],
             (
                 f"polydraft at K = 0: {speed['cpu K=0', n]}, transformers {speed['transformers', n]}, "
-                f"vLLM's CPU build {speed['vllm K=3', n]}"
+                f"vLLM's CPU build {best[n]:,.0f}"
             ),
         ]
         for n in (1, 8)

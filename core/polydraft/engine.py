@@ -9,8 +9,8 @@ import logging
 import time
 import weakref
 from collections import ChainMap, deque
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -57,6 +57,7 @@ from polydraft.models.weights import (
     WithDraftHead,
     check_same_model,
     prepare,
+    read_ahead,
     read_all,
     refill,
     roles,
@@ -231,7 +232,7 @@ class Engine:
         """Of each matrix that was packed when it was loaded, by name, what that changed: root mean square over that of all."""
         _, table = self.families.describe(self.checkpoint, self.config.mtp_conventions)
         weights = load_weights(self.checkpoint, self.model, table)
-        canonical, digested = self._canonical(weights, self.model)
+        canonical, digested = self._canonical(self._kept_of(weights))
         self._custom_blocks = self.checkpoint.custom_blocks()
         if self._custom_blocks and self.group is not None:
             raise CapabilityError(
@@ -334,15 +335,15 @@ class Engine:
         who = f"model {self.model.name} has blocks that launch what backend {self.info.name}"
         refuse_lacking(who, lacking(computed, self.table.providers))
 
-    def _canonical(
-        self, weights: Weights, model: ModelDescription, *, twice: bool = False
-    ) -> tuple[Mapping[str, Matrix], Digested | None]:
+    def _kept_of(self, weights: Weights, rank: int | None = None) -> Mapping[str, Matrix]:
+        """The tensors of a checkpoint as they are stored; where there are ranks, what `rank` keeps of each, None for this one."""
+        if self.group is None:
+            return AsStored(weights)
+        return OfRank(weights, self.model, self._share, self.group.rank if rank is None else rank)
+
+    def _canonical(self, tensors: Mapping[str, Matrix]) -> tuple[Mapping[str, Matrix], Digested | None]:
         """The tensors to put onto the device: those of a checkpoint, and the head of a reduced draft vocabulary, packed where
-        they are stored so or that was asked for; and what digests them meanwhile, where that was asked for. `twice`: they are
-        read again, and have to be the same then."""
-        tensors: Mapping[str, Matrix] = Unchanged(AsStored(weights)) if twice else AsStored(weights)
-        if self.group is not None:
-            tensors = OfRank(weights, model, self._share, self.group.rank)
+        they are stored so or that was asked for; and what digests them meanwhile, where that was asked for."""
         digested: Digested | None = None
         if self.config.weights_digest:
             tensors = digested = Digested(tensors)
@@ -352,7 +353,7 @@ class Engine:
             tensors = InLeaves(tensors, self._share)
         if self.resolved.packing is None:
             return tensors, digested
-        packed = PackedAtLoad(tensors, model, self.resolved.packing, self.config.weights_ignore)
+        packed = PackedAtLoad(tensors, self.model, self.resolved.packing, self.config.weights_ignore)
         self.packing_errors = packed.errors
         return packed, digested
 
@@ -445,6 +446,9 @@ class Engine:
         """Why its weights are not whole, so that it serves nothing until others are given; "" while they are."""
         self._torn_draft = False
         """Whether those of the proposer's own checkpoint are not, either."""
+        self._given: dict[str, Array] = {}
+        self._offer: Update | None = None
+        self._offered_checkpoint: Checkpoint | None = None
         self.sleep_level: SleepLevel | None = None
         """How it sleeps; None while it is awake."""
         self._in_memory = {"weights": False, "draft": False}
@@ -640,7 +644,7 @@ class Engine:
         stages the whole state of a slot."""
         self._in_flight.clear()
         if self._followers is not None:  # the others may be in another step, or have ended
-            self.failure = self._followers.abandon(why or "rank 0 was interrupted in a step")
+            self.failure = self._followers.abandon(why or "rank 0 was interrupted")
         self.runner.reset()
         if self.draft_state is not None:
             self.draft_state.forget()
@@ -767,7 +771,11 @@ class Engine:
         anything changes, if `source` or `draft` is broken or of another model; raises `CapabilityError` if blocks of the model
         keep their own weights, if there is nothing that `draft` is of, or if an instrument reads weights where they were loaded
         from. Values are read twice, to be checked and to be put in place. Where the second reading fails, or brings others
-        (`CheckpointError`), the engine rests until another update: requests that have begun wait, and others are refused."""
+        (`CheckpointError`), the engine rests until another update: requests that have begun wait, and others are refused.
+
+        Where there are ranks, each reads what it keeps of a directory, and is given that of arrays, as a copy. They go on with
+        the new weights together; what one of them cannot do fails on all (`CheckpointError`), and one that ends meanwhile ends
+        the engine (`DeviceError`)."""
         self._refuse_update(source, draft)
         if draft is None and self._torn_draft and self._draft_weights is not None:
             draft = self._read_anew("draft", "draft", self._draft_weights.directory)
@@ -776,7 +784,8 @@ class Engine:
                 checkpoint: Checkpoint = MemoryCheckpoint(source, self.checkpoint)
             else:
                 checkpoint = kept.enter_context(Checkpoint(source))
-            update, digested = self._update(checkpoint)
+            weights = self._weights_of(checkpoint)
+            update, digested = self._update(self._kept_of(weights))
             updates = [update]
             brought = self._draft_weights
             if brought is not None and draft is not None:
@@ -787,7 +796,10 @@ class Engine:
                     brought.check_shared(self.model, update.canonical, arrays)
                 own = read.enter_context(brought.canonical(self.model, arrays))
                 updates.append(Update(self._own, Unchanged(own), brought.roles))
-            read_all(updates)
+            place = "" if isinstance(source, Mapping) else str(Path(source).absolute())
+            if self._followers is not None:
+                read.enter_context(self._offered(self._followers, weights, given=not place))
+            self._on_all_ranks(lambda: read_all(updates), lambda others: others.check_weights(place))
             try:
                 self._quiesce(running, step)
                 if self.text_check is not None:
@@ -808,14 +820,21 @@ class Engine:
             self.checkpoint = checkpoint
         self._forget_rows()
         if moved:
-            self.runner.rebind()
+            self._rebind()
 
     def _refilled(self, updates: Sequence[Update]) -> bool:
-        """Put these in place; whether some weight has moved. What fails here leaves some weights new and others old."""
-        moved = bool(self.torn)  # then some may have
+        """Put these in place; whether some weight has moved, on any rank. What fails here leaves some weights new and others
+        old."""
+        torn = bool(self.torn)  # then some may have moved
+
+        def put() -> bool:
+            return refill(self.table, updates, dtype=self.resolved.dtype) or torn
+
         try:
-            moved |= refill(self.table, updates, dtype=self.resolved.dtype)
+            moved = self._on_all_ranks(put, Followers.take_weights)
         except BaseException as error:
+            if self.failure:
+                raise
             why = str(error) if isinstance(error, PolydraftError) else type(error).__name__
             self.torn = f"an update of this engine's weights has failed half-way ({why}), wanted whole ones; give weights"
             self._torn_draft |= len(updates) > 1
@@ -823,6 +842,109 @@ class Engine:
             raise
         self.torn, self._torn_draft = "", False
         return moved
+
+    def _rebind(self) -> None:
+        """Bind and capture anew, as all ranks do."""
+        try:
+            self.runner.rebind()
+            if self.group is not None:
+                self.group.exchange.meet(1)
+        except BaseException as error:
+            if self._followers is not None:  # the others wait
+                self._recover(said(0, error))
+            raise
+
+    def _on_all_ranks(self, work: Callable[[], object], say: Callable[[Followers], None] | None = None) -> bool:
+        """Do a part of an update, as all ranks do once rank 0 has told the others (`say`), and wait for them; whether it was true
+        of any. Raises what it raises here, and `CheckpointError` where it has failed on another rank. Where ranks cannot agree
+        any more, the engine has ended."""
+        if self.group is None:
+            return bool(work())
+        error: BaseException | None = None
+        found = False
+        try:
+            if self._followers is not None and say is not None:
+                say(self._followers)
+            self.device.synchronize()  # launches of steps meet where ranks agree
+            try:
+                found = bool(work())
+            except BaseException as raised:  # noqa: BLE001  raised below, once the others know
+                error = raised
+            reason = "" if error is None else said(self.group.rank, error)
+            reason, found = self.group.exchange.agree(reason, found)
+        except BaseException as ended:
+            if self._followers is not None:
+                self._recover(str(ended))
+            else:
+                self.group.exchange.fail(said(self.group.rank, ended))
+            raise
+        if error is not None:
+            raise error
+        if reason:
+            raise CheckpointError(reason)
+        return found
+
+    @contextmanager
+    def _offered(self, followers: Followers, weights: Weights, *, given: bool) -> Iterator[None]:
+        """What the other ranks have of new weights, their shares of `weights` where these are `given` to them, they forget where
+        this is left by an error."""
+        try:
+            nbytes = {name: weight.nbytes for name, weight in self._weights.items()}
+            for rank in range(1, followers.group.size) if given else ():
+                for name, value in read_ahead(self._kept_of(weights, rank), nbytes):
+                    followers.give_share(rank, name, unpacked(value))
+            yield
+        except BaseException:
+            with suppress(DeviceError):
+                followers.drop_weights()
+            raise
+
+    # -- weights of a rank beside rank 0, which are new when rank 0 says so (`host.followers.Rank`) ----
+    def keep_share(self, name: str, value: Array) -> None:
+        """A tensor of this rank's share of weights that rank 0 has in memory."""
+        self._given[name] = value
+
+    def check_weights(self, directory: str) -> None:
+        """Read what this rank keeps of the weights in `directory`, "": what it was given, and say what is wrong with them."""
+
+        def read() -> None:
+            tensors: Mapping[str, Matrix] = self._given
+            if directory:
+                self._offered_checkpoint = Checkpoint(directory)
+                tensors = self._kept_of(self._weights_of(self._offered_checkpoint))
+            self._offer, _ = self._update(tensors)
+            read_all([self._offer])
+
+        with self._told_rank_0():
+            self._on_all_ranks(read)
+
+    def take_weights(self) -> None:
+        """Put them in place."""
+        assert self._offer is not None, "all ranks have checked them"
+        moved = False
+        with self._told_rank_0():
+            moved = self._refilled([self._offer])
+            if self._offered_checkpoint is not None:
+                self.checkpoint.close()
+                self.checkpoint, self._offered_checkpoint = self._offered_checkpoint, None
+            self.drop_weights()
+        if moved:
+            self._rebind()
+
+    def drop_weights(self) -> None:
+        """Forget them."""
+        if self._offered_checkpoint is not None:
+            self._offered_checkpoint.close()
+        self._given, self._offer, self._offered_checkpoint = {}, None, None
+
+    @contextmanager
+    def _told_rank_0(self) -> Iterator[None]:
+        """What is raised here rank 0 raises, too, unless ranks have ended."""
+        try:
+            yield
+        except Exception:  # noqa: BLE001  rank 0 knows it
+            assert self.group is not None, "one rank has nobody to tell"
+            self.group.exchange.raise_failure()
 
     def _refuse_update(self, source: WeightSource, draft: WeightSource | None) -> None:
         """Raise where this engine takes no new weights, or not these."""
@@ -833,8 +955,13 @@ class Engine:
                 f"{', '.join(self._custom_blocks)} of this model compute themselves and keep their own weights; change these "
                 "there, or start another engine"
             )
-        if self.group is not None:
-            raise CapabilityError("weights of an engine with several ranks cannot be replaced yet; start another engine")
+        if self.failure:
+            raise DeviceError(self.failure)
+        if self.group is not None and draft is not None:
+            raise CapabilityError(
+                f"draft weights were given, and the model is split over {self.group.size} ranks, on which they stay as they are; "
+                "leave them out"
+            )
         if draft is not None and self._draft_weights is None:
             raise CapabilityError(
                 f"draft weights were given, but proposer {self.resolved.proposer} has no checkpoint of its own; leave them out"
@@ -864,9 +991,14 @@ class Engine:
             )
         return opener(described)
 
-    def _update(self, checkpoint: Checkpoint) -> tuple[Update, Digested | None]:
-        """What `checkpoint` puts in place of the model's weights, and what digests them. Raises `CheckpointError` where it is of
-        another model."""
+    def _update(self, tensors: Mapping[str, Matrix]) -> tuple[Update, Digested | None]:
+        """What puts `tensors` in place of the model's weights, and what digests them; they have to be the same each time they
+        are read."""
+        canonical, digested = self._canonical(Unchanged(tensors))
+        return Update(self._weights, canonical, roles(self.model), self._taken), digested
+
+    def _weights_of(self, checkpoint: Checkpoint) -> Weights:
+        """The weights of `checkpoint`. Raises `CheckpointError` where they are of another model, or packed otherwise."""
         model, table = self.families.describe(checkpoint, self.config.mtp_conventions)
         check_same_model(self.model, model)
         weights = load_weights(checkpoint, model, table)
@@ -875,8 +1007,7 @@ class Engine:
                 f"weights of {model.name} are not packed as those of the running {self.model.name}, wanted the same matrices in "
                 "the same packings; start another engine"
             )
-        canonical, digested = self._canonical(weights, model, twice=True)
-        return Update(self._weights, canonical, roles(self.model), self._taken), digested
+        return weights
 
     def _quiesce(self, running: Running, step: Callable[[], object] | None) -> None:
         """Run steps until nothing is in flight and no slot is in the middle of a text."""
@@ -981,6 +1112,7 @@ class Engine:
         if self._constraints is not None:
             self._constraints.close()
         self.instruments.closing()
+        self.drop_weights()
         if self._followers is not None:
             self._followers.end()
         self.device.close()

@@ -74,7 +74,7 @@ def main() -> int:
         config = EngineConfig.from_mapping(start["config"])
         checkpoint = opened(*start["checkpoint"]) if start["checkpoint"] else None
         engine = Engine(config, checkpoint=checkpoint, draft_policy=Rungs(start["rungs"]), group=Group(rank, size, exchange))
-        follow(engine.runner, engine.resolved.overlap, inbox)
+        follow(engine, engine.resolved.overlap, inbox)
     except BaseException as error:  # noqa: BLE001  said to all ranks, of which rank 0 raises it
         with suppress(DeviceError):
             exchange.fail(said(rank, error))

@@ -28,6 +28,7 @@ from polydraft.contracts.compare import from_host, to_host
 from polydraft.contracts.kernels.sum_leaves import tree_sum
 from polydraft.errors import DeviceError
 from polydraft.host.followers import ProcessChannel
+from polydraft.models import Checkpoint
 from polydraft.ranks import Exchange, Group
 from polydraft_cuda.device import CudaDevice
 from polydraft_cuda.kernels.collectives import _blocks
@@ -186,6 +187,27 @@ def test_experts_that_a_rank_keeps_whole():
     options = {"draft_tokens": 3, "expert_parallel": True}
     wanted = [dict(essence(one)) for one in served(1, "sparse-glm", draft_tokens=3)]
     assert [dict(essence(one)) for one in served(2, "sparse-glm", **options)] == wanted
+
+
+@on_a_gpu
+@on_two
+@pytest.mark.parametrize("graph", ["off", "decode"])
+@pytest.mark.parametrize("model", ["narrow", "sparse-glm"])
+def test_new_weights_from_a_directory_and_from_memory(model: str, graph: str):
+    options = {"draft_tokens": 3, "graph": graph}
+    moved = tiny.checkpoint(tiny.moved(model))
+    with Checkpoint(moved) as opened:
+        arrays = {name: opened.tensor(name) for name in opened.names()}
+    with over(1, model, **options) as alone:
+        alone.update_weights(moved)
+        wanted = [dict(essence(one)) for one in drive(alone, asks(model))]
+    with over(2, model, **options) as running:
+        before = [dict(essence(one)) for one in drive(running, asks(model))]
+        for source in (moved, tiny.checkpoint(model), arrays):
+            running.update_weights(source)
+            found = [dict(essence(one)) for one in drive(running, asks(model))]
+            assert found == (before if source == tiny.checkpoint(model) else wanted)
+    assert before != wanted
 
 
 @on_a_gpu

@@ -339,8 +339,3 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 def test_what_ranks_cannot_do_is_refused_by_name(model: str, options: dict[str, Any], said: str):
     with pytest.raises(CapabilityError, match=said):
         engine(model, **{"tensor_parallel": 2, "draft_tokens": 2, "invariant": False, **options})
-
-
-def test_weights_of_several_ranks_are_not_replaced():
-    with split("narrow", 2) as running, pytest.raises(CapabilityError, match="several ranks cannot be replaced yet"):
-        running.update_weights(tiny.checkpoint(tiny.moved("narrow")))

@@ -1,6 +1,6 @@
 """Random programs over several ranks with `--invariant`: whatever requests ask for and however they are served, on an emulator
 in any legal order of each rank's operations, texts, rounds and log probabilities are those of the request alone on one device, to
-the bit.
+the bit. Some are given new weights in the middle.
 
 The generator is that of the emulator's programs (`tests/support/programs.py`), less what ranks refuse.
 """
@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
+from polydraft import Engine, RequestOutput
 from polydraft.errors import CapabilityError
 from polydraft.models import Checkpoint, FamilyRegistry
 from polydraft.models.ranks import has_experts, of_ranks
 from tests.support import tiny, tiny_families
 from tests.support.depth import first
+from tests.support.poison import poison_free_blocks
 from tests.support.programs import Program, alone, bits, program
-from tests.support.runs import essence
+from tests.support.runs import Ask, drive, essence, solo_moved
 
 SEEDS = range(200)
 REFUSED: dict[str, Any] = {"verify": "auto", "draft_vocab": "", "weights": "auto", "weights_ignore": ()}
@@ -43,6 +45,42 @@ def split(seed: int) -> tuple[Program, dict[str, Any]]:
     return made, {"tensor_parallel": 1}
 
 
+class Change:
+    """New weights in the middle of a program. It knows which ones the tokens of each request come from."""
+
+    def __init__(self, seed: int, model: str) -> None:
+        rng = random.Random(f"weights {seed}")
+        self._step, self._model = rng.choice((2, 4, 7, 12, 20)), model
+        self._way: Literal["finish", "recompute"] = rng.choice(("finish", "recompute"))
+        self._in_memory, self._count = rng.random() < 0.5, 0
+        self._kept: dict[str, int | None] = {}
+
+    def each_step(self, running: Engine) -> None:
+        """Behind one of them, take the other weights."""
+        poison_free_blocks(running)
+        self._count += 1
+        if self._count != self._step:
+            return
+        there = dict(running.requests)
+        begun = {name for name, one in there.items() if one.begun or one.slot >= 0 or one.finish_reason}
+        with Checkpoint(tiny.checkpoint(tiny.moved(self._model))) as opened:
+            arrays = {name: opened.tensor(name) for name in opened.names()}
+            running.update_weights(arrays if self._in_memory else opened.path, running=self._way)
+        for name, one in there.items():
+            ends = one.finish_reason or (self._way == "finish" and name in begun)
+            self._kept[name] = None if ends else len(one.token_ids)
+
+    def wanted(self, number: int, ask: Ask, rules: Any, num_drafts: int) -> RequestOutput:
+        """What a request is to be."""
+        here = ask.prompt_ids, ask.params
+        kept = self._kept.get(f"ask-{number}", None if ask.arrival < self._step <= self._count else 0)
+        if kept is None or self._count < self._step:
+            return alone(self._model, num_drafts, *here, rules)
+        if kept == 0:
+            return alone(tiny.moved(self._model), num_drafts, *here, rules)
+        return solo_moved(self._model, num_drafts, *here, kept, rules)
+
+
 @pytest.mark.parametrize("seed", first(4, SEEDS))
 def test_random_programs(seed: int):
     made, over = split(seed)
@@ -52,12 +90,16 @@ def test_random_programs(seed: int):
     made = dataclasses.replace(made, options={**made.options, **REFUSED, **over})
     depth, graph = seed % 3, ("off", "decode")[seed % 2]
     running = made.build(depth, graph)
-    outputs = made.serve(running)
+    change = Change(seed, made.model) if seed % 4 in (1, 2) else None
+    outputs = made.serve(running) if change is None else drive(running, made.asks, each_step=change.each_step)
     running.close()
     rules = tuple((name, made.options[name]) for name in ("logprobs", "proposer", "verify", "draft_vocab"))
     rules += (("expert_parallel", made.options.get("expert_parallel", False)),)
     for i, (ask, output) in enumerate(zip(made.asks, outputs, strict=True)):
-        wanted = alone(made.model, made.num_drafts, ask.prompt_ids, ask.params, rules)
+        if change is None:
+            wanted = alone(made.model, made.num_drafts, ask.prompt_ids, ask.params, rules)
+        else:
+            wanted = change.wanted(i, ask, rules, made.num_drafts)
         assert not output.error, (i, output.error)
         if output.finish_reason == "abort":
             assert output.token_ids == wanted.token_ids[: len(output.token_ids)], i

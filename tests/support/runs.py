@@ -164,8 +164,16 @@ def solo(model: str, num_drafts: int, prompt_ids: tuple[int, ...], params: Sampl
 
 
 @functools.lru_cache(maxsize=1024)
-def solo_moved(model: str, num_drafts: int, prompt_ids: tuple[int, ...], params: SamplingParams, kept: int) -> RequestOutput:
-    """The request alone, of which `kept` tokens come from the weights of `model` and the others from those of `moved(model)`.
+def solo_moved(
+    model: str,
+    num_drafts: int,
+    prompt_ids: tuple[int, ...],
+    params: SamplingParams,
+    kept: int,
+    rules: tuple[tuple[str, Any], ...] = (),
+) -> RequestOutput:
+    """The request alone, of which `kept` tokens come from the weights of `model` and the others from those of `moved(model)`;
+    `rules`: further options of its engine, where some are kept.
 
     It fails where `kept` tokens end in the middle of a round."""
     if not kept:
@@ -182,7 +190,7 @@ def solo_moved(model: str, num_drafts: int, prompt_ids: tuple[int, ...], params:
             updated.append(kept)
 
     updated: list[int] = []
-    alone = engine(model, draft_tokens=num_drafts, max_num_seqs=1, prefix_cache=False)
+    alone = engine(model, draft_tokens=num_drafts, max_num_seqs=1, prefix_cache=False, **dict(rules))
     output = drive(alone, [Ask(prompt_ids, params)], each_step=each_step)[0]
     assert updated, f"the request alone ended before it had {kept} tokens"
     return output

@@ -11,6 +11,7 @@ import json
 import math
 import mmap
 import queue
+import struct
 import subprocess
 import tempfile
 import threading
@@ -18,9 +19,12 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
+
+import numpy as np
 
 from polydraft.child_process import ending, running
+from polydraft.device import Array
 from polydraft.errors import DeviceError, PolydraftError
 from polydraft.host.draft_policy import DraftView
 from polydraft.program.plan import StepPlan
@@ -31,6 +35,8 @@ from polydraft.step.runner import InFlightStep, Runner
 WORKER = "polydraft.rank_worker"
 END = b""
 """The message behind the last plan."""
+_OF_WEIGHTS: Final = struct.pack("=q", -1)
+"""What a message about weights begins with. That of a plan begins with its step, which is no such number."""
 ENDING_S = 10.0
 """Seconds that a process has to end in; then it is killed."""
 SHARED = Path("/dev/shm")  # noqa: S108  the file there has no name
@@ -53,18 +59,39 @@ class Rungs:
 class Channel(Protocol):
     """The way from rank 0 to another rank."""
 
-    def send(self, message: bytes) -> None:
-        """Hand a message over; `END` is the last one. Raises `DeviceError` where nobody takes it any more."""
+    def send(self, message: bytes, data: memoryview | bytes = b"") -> None:
+        """Hand a message over, with what lies behind it; `END` is the last one. Raises `DeviceError` where nobody takes it any
+        more."""
 
     def join(self) -> None:
         """Wait until that rank has ended, and see to it that it does."""
 
 
-def follow(runner: Runner, overlap: int, inbox: Inbox) -> None:
-    """Run the plans of rank 0 until there are no more. A step is waited for before its staging is used again; nobody looks at its
-    outcome. While there is no further plan everything is waited for, drafts too: some devices do nothing until somebody waits,
-    and that of rank 0 may be further on than its host."""
-    reader, in_flight = PlanReader(), deque[InFlightStep]()
+class Rank(Protocol):
+    """What a rank beside rank 0 is to whoever runs it: an engine."""
+
+    @property
+    def runner(self) -> Runner: ...
+    def close(self) -> None: ...
+
+    def keep_share(self, name: str, value: Array) -> None:
+        """A tensor of this rank's share of weights that lie in the memory of rank 0."""
+
+    def check_weights(self, directory: str) -> None:
+        """Read and check this rank's share of the weights in `directory`, "": of those that were kept, as all ranks do now."""
+
+    def take_weights(self) -> None:
+        """Put them in place, as all ranks do now."""
+
+    def drop_weights(self) -> None:
+        """They are not wanted any more."""
+
+
+def follow(rank: Rank, overlap: int, inbox: Inbox) -> None:
+    """Run the plans of rank 0 until there are no more, and do with weights what it does. A step is waited for before its staging
+    is used again; nobody looks at its outcome. While there is no further plan everything is waited for, drafts too: some devices
+    do nothing until somebody waits, and that of rank 0 may be further on than its host."""
+    runner, reader, in_flight = rank.runner, PlanReader(), deque[InFlightStep]()
     while True:
         while in_flight and (inbox.empty() or len(in_flight) > overlap):
             runner.collect(in_flight.popleft())
@@ -73,7 +100,33 @@ def follow(runner: Runner, overlap: int, inbox: Inbox) -> None:
         message = inbox.get()
         if message == END:
             return
-        in_flight.append(runner.launch(reader.read(message)))
+        if message.startswith(_OF_WEIGHTS):
+            _change(rank, message)
+        else:
+            in_flight.append(runner.launch(reader.read(message)))
+
+
+def _of_weights(what: str, *words: Any) -> bytes:
+    """A message about weights: what to do, and with what. Whole words, so that data behind it is aligned."""
+    text = json.dumps((what, *words)).encode()
+    return _OF_WEIGHTS + struct.pack("=q", len(text)) + text + bytes(-len(text) % 8)
+
+
+def _change(rank: Rank, message: bytes) -> None:
+    """Do what a message about weights says."""
+    begin = 2 * len(_OF_WEIGHTS)
+    (size,) = struct.unpack_from("=q", message, len(_OF_WEIGHTS))
+    what, *words = json.loads(message[begin : begin + size])
+    if what == "keep":
+        name, shape = words
+        data = np.frombuffer(message, np.float32, offset=begin + size + -size % 8)
+        rank.keep_share(name, data.reshape(shape))
+    elif what == "check":
+        rank.check_weights(*words)
+    elif what == "take":
+        rank.take_weights()
+    else:
+        rank.drop_weights()
 
 
 def said(rank: int, error: BaseException) -> str:
@@ -91,8 +144,30 @@ class Followers:
 
     def send(self, plan: StepPlan) -> None:
         """Have the other ranks launch a step. Raises `DeviceError` where one of them has ended."""
+        self._tell(self._writer.write(plan))
+
+    # Messages about weights come to the other ranks in the order of plans, so each step runs with the same ones on all ranks.
+    def give_share(self, rank: int, name: str, value: Array) -> None:
+        """Have a rank keep a float32 tensor of its share, until it is told to check or to drop it. Raises as `send` does."""
         self.group.exchange.raise_failure()
-        message = self._writer.write(plan)
+        data = np.ascontiguousarray(value)
+        self._channels[rank - 1].send(_of_weights("keep", name, data.shape), data.reshape(-1).view(np.uint8).data)
+
+    def check_weights(self, directory: str) -> None:
+        """Have the other ranks read what they keep of the weights in `directory`, "": check what each was given, and come to
+        where ranks agree. Raises as `send` does."""
+        self._tell(_of_weights("check", directory))
+
+    def take_weights(self) -> None:
+        """Have them put these in place, and come to where ranks agree. Raises as `send` does."""
+        self._tell(_of_weights("take"))
+
+    def drop_weights(self) -> None:
+        """Have them forget what they were given or have opened. Raises as `send` does."""
+        self._tell(_of_weights("drop"))
+
+    def _tell(self, message: bytes) -> None:
+        self.group.exchange.raise_failure()
         for channel in self._channels:
             channel.send(message)
 
@@ -116,14 +191,6 @@ class Followers:
 
 
 # -- threads ---------------------------------------------------------------------------------------
-class Rank(Protocol):
-    """What a rank is to the thread that runs it: an engine."""
-
-    @property
-    def runner(self) -> Runner: ...
-    def close(self) -> None: ...
-
-
 class ThreadChannel:
     """A rank that is a thread."""
 
@@ -133,9 +200,9 @@ class ThreadChannel:
         self._thread = threading.Thread(target=_run, args=arguments, name=f"rank {group.rank}", daemon=True)
         self._thread.start()
 
-    def send(self, message: bytes) -> None:
+    def send(self, message: bytes, data: memoryview | bytes = b"") -> None:
         """Queue it."""
-        self._inbox.put(message)
+        self._inbox.put(message + data if len(data) else message)
 
     def join(self) -> None:
         """Wait: a thread that does not end keeps nobody."""
@@ -147,7 +214,7 @@ def _run(group: Group, build: Callable[[Group], Rank], overlap: int, inbox: Inbo
     rank: Rank | None = None
     try:
         rank = build(group)
-        follow(rank.runner, overlap, inbox)
+        follow(rank, overlap, inbox)
     except BaseException as error:  # noqa: BLE001  said to all ranks, of which rank 0 raises it
         with suppress(DeviceError):
             group.exchange.fail(said(group.rank, error))
@@ -178,14 +245,15 @@ class ProcessChannel:
         self._watcher = threading.Thread(target=self._watch, name=f"rank {rank}", daemon=True)
         self._watcher.start()
 
-    def send(self, message: bytes) -> None:
+    def send(self, message: bytes, data: memoryview | bytes = b"") -> None:
         """Write it, behind its length."""
         self._ending = self._ending or message == END
         pipe = self._process.stdin
         assert pipe is not None, "it was asked for"
         try:
             with self._lock:
-                pipe.write(len(message).to_bytes(8, "little") + message)
+                pipe.write((len(message) + len(data)).to_bytes(8, "little") + message)
+                pipe.write(data)
                 pipe.flush()
         except (OSError, ValueError):  # it has ended, or is about to be waited for
             if message != END:

@@ -6,7 +6,7 @@ that of the checkpoint that it replaces. Arrays are read one at a time and not k
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -77,6 +77,11 @@ class MemoryCheckpoint(Checkpoint):
         """Copy an array into `out`, exactly."""
         self.dtype(name)
         out[...] = self._on_host(name).reshape(out.shape)
+
+    def piece(self, name: str, look: Callable[[Array], Array]) -> NDArray[np.float32]:
+        """What `look` picks of an array, as a copy."""
+        self.dtype(name)
+        return np.array(look(self._on_host(name)), np.float32)
 
     def same_bytes(self, name: str, other: str) -> bool:
         """Whether two arrays are equal."""

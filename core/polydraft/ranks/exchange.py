@@ -68,13 +68,14 @@ class Exchange:
         rest, notes = region[8 * words :], 8 * size * 2 * _WORDS
         self._notes = rest[:notes].view(np.int64).reshape(size, 2, _WORDS)
         self._texts = rest[notes : notes + size * _TEXT].reshape(size, _TEXT)
-        self._data = rest[notes + size * _TEXT :][: size * 2 * capacity].reshape(size, 2, capacity)
+        room = max(capacity, _TEXT)  # for what `agree` brings, too
+        self._data = rest[notes + size * _TEXT :][: size * 2 * room].reshape(size, 2, room)
         self._count = 0
 
     @staticmethod
     def nbytes(size: int, capacity: int) -> int:
         """Bytes of the region of `size` ranks."""
-        return 8 * _LINE * (1 + size) + 8 * size * 2 * _WORDS + size * _TEXT + size * 2 * capacity
+        return 8 * _LINE * (1 + size) + 8 * size * 2 * _WORDS + size * _TEXT + size * 2 * max(capacity, _TEXT)
 
     @classmethod
     def of_threads(cls, size: int, capacity: int, patience_s: float = PATIENCE_S) -> list[Exchange]:
@@ -85,6 +86,8 @@ class Exchange:
     def swap(self, note: Note, mine: Array) -> list[Array]:
         """Bring `mine`, and return what each rank has brought, in the same shape; read it before the next call. Raises
         `DeviceError`, on every rank, where ranks came for different things, one does not come, or one has failed."""
+        if mine.nbytes > self.capacity:
+            self.fail(f"rank {self.rank} brought {mine.nbytes} bytes to {note}, wanted at most {self.capacity}")
         return self._swap(note, mine, self.patience_s)
 
     def share(self, mine: Array) -> list[Array]:
@@ -106,9 +109,17 @@ class Exchange:
         """Wait, for as long as it takes, until all ranks have come to the same stage of being built. Raises as `swap` does."""
         self._swap(Note("start", stage, 0, 0, 0), np.empty(0, np.uint8), math.inf)
 
+    def agree(self, reason: str, flag: bool) -> tuple[str, bool]:
+        """Wait, for as long as it takes, until all ranks have tried something, such as to read weights. `reason`: why this rank
+        could not, "" where it could. Returns the reason of the first that could not, and whether any rank brought the flag, the
+        same on all ranks. Raises as `swap` does."""
+        mine, said = np.zeros(_TEXT, np.uint8), np.frombuffer(reason.encode()[: _TEXT - 1], np.uint8)
+        mine[0], mine[1 : 1 + len(said)] = flag, said
+        brought = self._swap(Note("start", 0, 0, 0, mine.nbytes), mine, math.inf)
+        reasons = [_text(one[1:]) for one in brought]
+        return next(filter(None, reasons), ""), any(one[0] for one in brought)
+
     def _swap(self, note: Note, mine: Array, patience_s: float) -> list[Array]:
-        if mine.nbytes > self.capacity:
-            self.fail(f"rank {self.rank} brought {mine.nbytes} bytes to {note}, wanted at most {self.capacity}")
         self._count += 1
         slot = self._count % 2
         self._data[self.rank, slot, : mine.nbytes] = np.ascontiguousarray(mine).view(np.uint8).reshape(-1)
@@ -176,13 +187,17 @@ class Exchange:
             return ""
         if state == _CLOSED:
             return CLOSED
-        said = bytes(self._texts[state - 1]).rstrip(b"\0").decode(errors="replace")
-        return f"{said}; every rank ends here, start the engine again"
+        return f"{_text(self._texts[state - 1])}; every rank ends here, start the engine again"
 
     def raise_failure(self) -> None:
         """Raise `DeviceError` where a rank has failed, or the engine was closed."""
         if self._state[0]:
             raise DeviceError(self.failure)
+
+
+def _text(stored: Array) -> str:
+    """A sentence that a rank has left, of which zeros follow."""
+    return bytes(stored).rstrip(b"\0").decode(errors="replace")
 
 
 @dataclass

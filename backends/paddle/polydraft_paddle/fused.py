@@ -20,8 +20,15 @@ def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
     return paddle.incubate.nn.functional.fused_rms_norm(x, gain, None, eps, x.ndim - 1)[0]
 
 
+def rms_norm_into(out: Tensor, inverse: Tensor, x: Tensor, gain: Tensor, eps: float) -> None:
+    """RMSNorm of rows `x` [n, R] straight over `out`, float32, on a place that has it; `inverse` [n] float32 may hold anything
+    afterwards. The operation is called like this in every supported Paddle, under one of two names."""
+    _NORM(x, None, None, gain, None, eps, 1, -1.0, 0, 0.0, 0.0, out=(out, inverse, inverse))
+
+
+_NORM: Final = getattr(direct, "fused_rms_norm_quant", None) or direct.rms_norm
 TRIALS: Final[dict[str, Callable[[Tensor], object]]] = {
-    "rms_norm": lambda row: rms_norm(row, row[0], 1e-6),
+    "rms_norm": lambda row: rms_norm_into(paddle.zeros_like(row), row[0, :1], row, row[0], 1e-6),
     "swiglu": lambda row: direct.swiglu(row, None),
 }
 """Operation to what tries it on a row [1, 8] float32."""

@@ -77,12 +77,25 @@ def _uploaded_numbers(count: int, place: Any) -> Tensor:
     return paddle.to_tensor(np.arange(count, dtype=np.int32), place=place)
 
 
-def constant(value: float, like: Tensor) -> Tensor:
-    """A tensor of the shape, dtype and place of `like`, filled with `value`; not to be written to."""
-    key = value, tuple(like.shape), like.dtype, like.place
+def multiples(count: int, step: int, like: Tensor) -> Tensor:
+    """The first `count` multiples of `step`, from 0 on, int32, where `like` lies; not to be written to. Made once for each."""
+    key = count, step, like.place
+    found = _MULTIPLES.get(key)
+    if found is None:
+        counted = numbers(count, like)
+        found = _MULTIPLES[key] = direct.multiply(counted, number(step, counted))
+    return found
+
+
+_MULTIPLES: dict[tuple[int, int, Any], Tensor] = {}
+
+
+def constant(value: float, like: Tensor, dtype: str | None = None) -> Tensor:
+    """A tensor of the shape and place of `like`, in `dtype` or its own, filled with `value`; not to be written to."""
+    key = value, tuple(like.shape), dtype or like.dtype, like.place
     found = _CONSTANTS.get(key)
     if found is None:
-        found = paddle.full_like(like, value)
+        found = paddle.full_like(like, value, dtype)
         if math.prod(key[1]) <= KEPT:
             _CONSTANTS[key] = found
     return found
@@ -339,13 +352,21 @@ def in_place(operation: Callable[..., Any], table: Tensor, *arguments: Any) -> N
 def into(buffer: Tensor, n: int, operation: Callable[..., Any], *arguments: Any) -> None:
     """Run an operation of `direct` that writes its result straight over the first `n` rows of `buffer`, in the buffer's dtype.
     Where Paddle falls back to the CPU the result is copied there. Raises `ContractError` for another shape."""
-    out = buffer[:n]
+    out = part(buffer, 0, n)
     wanted = out.shape
     operation(*arguments, out=out)
     if out.shape != wanted:
         raise _other_shape(out.shape, wanted)
     if out.data_ptr() != buffer.data_ptr():
         buffer[:n].copy_(out, False)
+
+
+def into_as(buffer: Tensor, n: int, dtype: Any, operation: Callable[..., Any], *arguments: Any) -> None:
+    """The same for an operation whose result is of `dtype`, converted where the buffer has another."""
+    if buffer.dtype == dtype:
+        into(buffer, n, operation, *arguments)
+    else:
+        into(buffer, n, direct.cast, operation(*arguments), buffer.dtype)
 
 
 def put(out: Tensor, value: Tensor) -> None:

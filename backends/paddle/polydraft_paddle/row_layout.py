@@ -1,8 +1,8 @@
 """Lays out the rows of a pass on a place of its own memory: which carry something, where they turn, where their keys lie.
 
 `forward_meta.py` makes one for each pass, and the kernels in `kernels/numeric.py` read it. Everything is computed on the device,
-in shapes that the host knows, by the first layer that asks, and shared by the others. Every row reads its keys for itself: what
-it must not see is replaced by its own key before anything is read, so that poison elsewhere never meets it.
+in shapes that the host knows, by the first layer that asks, and shared by the others. Every row reads its keys for itself: in
+place of what it must not see a row of zeros is read, so that poison elsewhere never meets it.
 """
 
 from __future__ import annotations
@@ -11,24 +11,66 @@ import functools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-import paddle
-
-from polydraft_paddle.ops import Tensor, both, carried, choose, clamp, constant, direct, numbers, pick, take
+from polydraft_paddle.cache import CacheRows
+from polydraft_paddle.ops import KEPT, Tensor, both, carried, choose, clamp, constant, direct, multiples, number, numbers, take
 
 MOST_GATHERED = 1 << 28
 """Bytes of keys and values that are copied at a time."""
-HIDDEN = 1e30
-"""What is taken from scores that do not count."""
+HIDDEN = -1e30
+"""The score of a key that does not count."""
 
 
 class Keys(NamedTuple):
-    """What rows `begin` to `end` attend to: `places` [n, C] int32 of their keys in a cache's half, and `hidden` [n, 1, 1, C]
-    float32 to add to scores, 0 or -HIDDEN."""
+    """What rows `begin` to `end` of a pass attend to.
+
+    `pieces` [2 * n * U * C] int32: of each place that a row may see the U pieces of its key, then those of its value, in a cache
+    that is read so; those of a row of zeros where it must not. Of their scores [n, G, M, C] `visible`: which count, bool; and
+    `hidden` float32: the score of those that do not."""
 
     begin: int
     end: int
-    places: Tensor
+    pieces: Tensor
+    visible: Tensor
     hidden: Tensor
+
+
+class Turns:
+    """How the heads of qkv rotate, as pieces that move as they are: those of each head, then those of its partners.
+
+    `table` [max_len + 1, 2, D] float32: by position, factors of each element and of its partner; the last row leaves a head as it
+    is. `pattern` int32 [heads, 2 * D / width]: among the pieces of a row of qkv, of `width` elements each, what each head is made
+    of; of all `heads` the last 2 * `kv_heads` are those of k and v."""
+
+    def __init__(self, table: Tensor, pattern: Tensor, kv_heads: int, width: int) -> None:
+        self.table, self.width = table, width
+        self._pattern, self._q, self._kv = pattern, pattern.shape[0] - 2 * kv_heads, kv_heads
+        self._kept: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def of(self, n: int) -> tuple[Tensor, Tensor]:
+        """For n rows, of which all heads of q come before those of k and v, row by row: int32 [N * 2 * D / width], the pieces of
+        each head; and int32 [N], which of n + 1 rows of factors it takes: its own, values the last."""
+        found = self._kept.get(n)
+        if found is None:
+            found = self._index(n), self._rows(n)
+            if found[0].size <= KEPT:
+                self._kept[n] = found
+        return found
+
+    def _index(self, n: int) -> Tensor:
+        per_row = self._pattern.shape[0] * self._pattern.shape[1] // 2
+        begin = direct.unsqueeze(multiples(n, per_row, self._pattern), [1])
+        pattern = direct.reshape(self._pattern, [1, -1])
+        of_q = self._q * self._pattern.shape[1]
+        return _joined(*(direct.add(begin, part) for part in (pattern[:, :of_q], pattern[:, of_q:])))
+
+    def _rows(self, n: int) -> Tensor:
+        rows = direct.unsqueeze(numbers(n, self._pattern), [1])
+        keys = rows.expand([n, self._kv])
+        return _joined(rows.expand([n, self._q]), direct.concat([keys, constant(n, keys)], 1))
+
+
+def _joined(*parts: Tensor) -> Tensor:
+    return direct.concat([direct.reshape(part, [-1]) for part in parts], 0)
 
 
 class RowLayout:
@@ -61,75 +103,81 @@ class RowLayout:
         found: Tensor = self._found[width,]
         return found
 
-    def turns(self, own: Tensor, partner: Tensor, kv_heads: int, heads: int) -> tuple[Tensor, Tensor]:
-        """Of tables [max_len, D] of rotation factors the rows of the positions for all of `heads`, [n, heads, D]; the last
-        `kv_heads` of them, which hold values, keep what they are."""
-        key = id(own), id(partner), kv_heads, heads
+    def turns(self, turns: Turns) -> tuple[Tensor, Tensor]:
+        """The pieces that heads are made of (`Turns.of`), and the factors of both elements and partners, [N, 2, D] float32."""
+        index, rows = turns.of(self._slots.shape[0])
+        key = id(turns.table), rows.shape[0], "turns"
         if key not in self._found:
-            self._found[key] = self._turns(own, kv_heads, heads, 1.0), self._turns(partner, kv_heads, heads, 0.0)
-        found: tuple[Tensor, Tensor] = self._found[key]
-        return found
+            still = constant(turns.table.shape[0] - 1, self.positions[:1])
+            self._found[key] = take(turns.table, take(direct.concat([self.positions, still], 0), rows))
+        return index, self._found[key]
 
-    def _turns(self, table: Tensor, kv_heads: int, heads: int, of_values: float) -> Tensor:
-        rows = direct.unsqueeze(take(table, self.positions), [1])
-        rows = rows.expand([rows.shape[0], heads - kv_heads, rows.shape[2]])
-        return direct.concat([rows, constant(of_values, rows[:, :1]).expand([rows.shape[0], kv_heads, rows.shape[2]])], 1)
+    # -- places ------------------------------------------------------------------------------------
+    @functools.cached_property
+    def _places(self) -> Tensor:
+        """Where in a cache's half the keys of each row's slot lie, int32 [n, C]; negative where no block is granted."""
+        blocks = direct.multiply(take(self._table, clamp(self._slots)), number(self._size, self._slots))
+        places = direct.add(direct.unsqueeze(blocks, [2]), numbers(self._size, blocks))
+        return direct.reshape(places, [self._slots.shape[0], self._table.shape[1] * self._size])
 
     @functools.cached_property
-    def _place(self) -> tuple[Tensor, Tensor]:
-        """Where the row's own key lies in a cache's half, int32 [n], and whether its block is granted."""
-        block = pick(self._table, clamp(self._slots), self.positions // self._size)
-        return clamp(block) * self._size + self.positions % self._size, both(self._carries, carried(block))
+    def _granted(self) -> tuple[Tensor, Tensor]:
+        """Where the key of each row lies, int32 [n], and whether it is stored."""
+        n, context = self._places.shape
+        own = take(direct.reshape(self._places, [-1]), direct.add(multiples(n, context, self._slots), self.positions))
+        return own, both(self._carries, carried(own))
 
-    @property
-    def granted(self) -> tuple[Tensor, Tensor]:
-        """Place of each row's own key, and whether it is stored."""
-        return self._place
-
-    def destinations(self, half: int, width: int) -> Tensor:
-        """Where keys and values of each row go in the rows of a cache with halves of `half` rows, which has one to spare behind
-        them: int32 [2 * n, width], the key's place before the value's."""
-        key = half, width
+    def destinations(self, cache: CacheRows) -> Tensor:
+        """Where keys and values of each row go in the rows of `cache`: int32 [2 * n, width], the key's place before the
+        value's."""
+        key = cache.half, cache.rows.shape[1]
         if key not in self._found:
-            place, granted = self._place
-            k, v = choose(granted, place, 2 * half), choose(granted, place + half, 2 * half)
-            self._found[key] = direct.reshape(direct.stack([k, v], 1), [-1, 1]).expand([2 * place.shape[0], width])
+            own, granted = self._granted
+            place = direct.unsqueeze(choose(granted, own, cache.nowhere), [1])
+            self._found[key] = direct.reshape(direct.add(place, cache.halves), [-1, 1]).expand([2 * own.shape[0], key[1]])
         found: Tensor = self._found[key]
         return found
 
-    def keys(self, row_bytes: int, reach: int) -> list[Keys]:
-        """What rows attend to, the last `reach` keys (0: all), so many rows at a time that the copies stay within
-        `MOST_GATHERED`, where keys and values of one position take `row_bytes`."""
-        context = self._table.shape[1] * self._size
-        most = max(1, MOST_GATHERED // (context * row_bytes))
-        key = most, reach, "keys"
+    # -- attention ---------------------------------------------------------------------------------
+    def keys(self, cache: CacheRows, row_bytes: int, heads: tuple[int, int], reach: int) -> list[Keys]:
+        """What rows attend to in `cache`, the last `reach` keys (0: all), so many rows at a time that the copies stay within
+        `MOST_GATHERED`, where keys and values of one position take `row_bytes`. `heads`: those of k, and of q for each of
+        them."""
+        most = max(1, MOST_GATHERED // (self._places.shape[1] * row_bytes))
+        key = most, reach, heads, cache.half, cache.units
         if key not in self._found:
-            self._found[key] = list(self._keys(context, most, reach))
+            self._found[key] = list(self._keys(cache, most, heads, reach))
         found: list[Keys] = self._found[key]
         return found
 
-    def _keys(self, context: int, most: int, reach: int) -> Iterator[Keys]:
-        size, rows = self._size, self._slots.shape[0]
-        table = direct.unsqueeze(clamp(take(self._table, clamp(self._slots))) * size, [2])
+    def _keys(self, cache: CacheRows, most: int, heads: tuple[int, int], reach: int) -> Iterator[Keys]:
+        rows, context = self._places.shape
+        visible = self._visible(reach)
+        places = choose(visible, self._places, cache.zeros)
         for begin in range(0, rows, most):
             end = min(begin + most, rows)
             some = slice(begin, end) if (begin, end) != (0, rows) else slice(None)
-            places = direct.reshape(table[some] + numbers(size, table), [-1, context])
-            key, position = direct.unsqueeze(numbers(context, table), [0]), direct.unsqueeze(self.positions[some], [1])
-            visible = direct.less_equal(key, position)
-            if reach:
-                visible = both(visible, key > position - reach)
-            own = direct.unsqueeze(self._place[0][some], [1]).expand([end - begin, context])
-            hidden = (direct.cast(visible, paddle.float32) - 1.0) * HIDDEN
-            yield Keys(begin, end, direct.where(visible, places, own), direct.unsqueeze(hidden, [1, 2]))
+            seen = direct.unsqueeze(visible[some], [1, 2]).expand([end - begin, *heads, context])
+            units = direct.multiply(direct.unsqueeze(places[some], [0, 2]), number(cache.units, places))
+            pieces = direct.reshape(direct.add(units, cache.pieces), [-1])
+            yield Keys(begin, end, pieces, seen, self._hidden(seen))
 
-    def heads(self, keys: Keys, kv_heads: int, half: int) -> Tensor:
-        """Of the places of `keys` the heads of keys, then those of values, in the rows of a cache seen as one head a row: int32
-        [2 * n * G * C], head before place."""
-        key = id(keys), kv_heads, half
+    def _hidden(self, like: Tensor) -> Tensor:
+        key = "hidden", *like.shape
+        if key not in self._found:  # most passes have one shape, or two
+            self._found[key] = constant(HIDDEN, like, "float32")
+        found: Tensor = self._found[key]
+        return found
+
+    def _visible(self, reach: int) -> Tensor:
+        """Which keys each row attends to, bool [n, C]; those that carry nothing to none."""
+        key = "visible", reach
         if key not in self._found:
-            head = direct.unsqueeze(numbers(kv_heads, keys.places), [0, 2])
-            k = direct.unsqueeze(keys.places * kv_heads, [1]) + head
-            self._found[key] = direct.reshape(direct.stack([k, k + half * kv_heads], 0), [-1])
+            place = direct.unsqueeze(numbers(self._places.shape[1], self._slots), [0])
+            position = direct.unsqueeze(self.positions, [1])
+            visible = both(direct.less_equal(place, position), direct.unsqueeze(self._carries, [1]))
+            if reach:
+                visible = both(visible, direct.greater_than(place, direct.subtract(position, number(reach, position))))
+            self._found[key] = visible
         found: Tensor = self._found[key]
         return found

@@ -8,22 +8,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-import paddle
-
 from polydraft.backend import Cache, CacheSpec, Weight
 from polydraft.contracts.base import Provider
 from polydraft.device import Array
 from polydraft.errors import ContractError
+from polydraft_paddle.cache import BEHIND, PaddleCache
 from polydraft_paddle.kernels.kv_quant import QuantisedCache, words
 from polydraft_paddle.ops import Tensor
 from polydraft_paddle.provider import Kernel, PaddleProvider, refused
 
 PADDLE_DTYPES = {"i32": "int32", "u32": "int32", "f32": "float32", "f16": "float16", "bf16": "bfloat16", "u8": "uint8"}
 """Dtype names of the seam as Paddle's; it has no uint32, so the bits of u32 travel as int32."""
-
-POISONED = 4096
-"""Rows of a fresh cache that get their NaN in one copy."""
 
 
 def _size(tensor: Tensor) -> int:
@@ -41,34 +36,6 @@ class PaddleWeight:
     @property
     def nbytes(self) -> int:
         return _size(self.tensor)
-
-
-class PaddleCache:
-    """One layer's KV rows as `k` and `v` [num_blocks * block_size, num_kv_heads * head_dim], which lie one behind the other in
-    `rows`; its last one is a spare row, where the host's kernels put what goes nowhere. Fresh rows hold NaN."""
-
-    __slots__ = ("k", "rows", "spec", "v")
-
-    def __init__(self, spec: CacheSpec, rows: Tensor) -> None:
-        half = rows.shape[0] // 2
-        self.spec, self.rows, self.k, self.v = spec, rows, rows[:half], rows[half : 2 * half]
-
-    @property
-    def nbytes(self) -> int:
-        return _size(self.k) + _size(self.v)
-
-    def read_logical(self) -> tuple[Array, Array]:
-        """(k, v) as [num_blocks, block_size, num_kv_heads, head_dim]; tests only."""
-        s = self.spec
-        shape = (s.num_blocks, s.block_size, s.num_kv_heads, s.head_dim)
-        k, v = (t.astype("float32").numpy().reshape(shape).copy() for t in (self.k, self.v))
-        return k, v
-
-    def write_logical(self, k: Array, v: Array) -> None:
-        """Overwrite all rows; tests only."""
-        for tensor, value in ((self.k, k), (self.v, v)):
-            rows = np.ascontiguousarray(value.reshape(tensor.shape), np.float32)
-            tensor.copy_(paddle.to_tensor(rows, place=tensor.place).astype(tensor.dtype), True)
 
 
 def kernels(*, host_visible: bool) -> dict[str, Kernel]:
@@ -114,17 +81,8 @@ class PaddleTable:
         if self._device.guest is not None:
             cache: Cache = self._device.guest.allocate_cache(spec)
             return cache
-        if spec.kv:
-            packed = (2, spec.num_blocks * spec.block_size, words(spec))
-            both = self._device.empty("cache", packed, "i32").tensor
-            with refused(self._device.spec, "the KV cache"):
-                return QuantisedCache(spec, both[0], both[1])
-        shape = (2 * spec.num_blocks * spec.block_size + 1, spec.num_kv_heads * spec.head_dim)
-        rows = self._device.empty("cache", shape, spec.dtype).tensor
+        width = words(spec) if spec.kv else spec.num_kv_heads * spec.head_dim
+        shape = 2 * (spec.num_blocks * spec.block_size + BEHIND), width
+        rows = self._device.empty("cache", shape, "i32" if spec.kv else spec.dtype).tensor
         with refused(self._device.spec, "the KV cache"):
-            nan = paddle.to_tensor(np.full((min(POISONED, shape[0]), shape[1]), np.nan, np.float32), place=rows.place)
-            nan = nan.astype(rows.dtype)  # uploaded, because Paddle's fill operations refuse NaN
-            for begin in range(0, shape[0], POISONED):
-                some = rows[begin : begin + POISONED]
-                some.copy_(nan[: some.shape[0]], False)
-        return PaddleCache(spec, rows)
+            return QuantisedCache(spec, rows) if spec.kv else PaddleCache(spec, rows)

@@ -19,7 +19,7 @@ from polydraft_paddle.host_layout import HeadRows, HostLayout, SegmentHeads
 from polydraft_paddle.kernels import numeric
 from polydraft_paddle.kernels.host import empty_rows, normalized
 from polydraft_paddle.kernels.kv_quant import QuantisedCache
-from polydraft_paddle.kernels.numeric import attend_rows, rope_tables, swap_columns
+from polydraft_paddle.kernels.numeric import attend_rows, partners, rope_tables
 from polydraft_paddle.ops import First, Tensor, direct, numbers, part, take
 from polydraft_paddle.provider import Kernel, Run
 from polydraft_paddle.row_layout import RowLayout
@@ -31,9 +31,9 @@ def rope_kv_write(a: Any, limits: Limits) -> Run:
     if isinstance(a.cache, QuantisedCache):
         return numeric.rope_kv_write(a, limits)
     heads, kv_heads, dim = a.num_heads, a.num_kv_heads, a.head_dim
-    own, partner = rope_tables(a, limits.max_len, a.qkv)
+    own, partner = rope_tables(a, limits.max_len)
     by_half = a.q_norm is None and a.style == "half" and 2 * len(a.frequencies) == dim
-    columns = None if by_half else swap_columns(a)
+    columns = None if by_half else paddle.to_tensor(partners(a), place=a.qkv.place)
     in_heads, in_halves = a.qkv.reshape([-1, dim]), a.qkv.reshape([-1, dim // 2]) if by_half else None
     cache, first, q_heads = a.cache.rows, First(a.q_out), First(a.q_out.reshape([-1, dim]))
     kv_rows = cache.reshape([-1, kv_heads, dim])
@@ -127,7 +127,9 @@ def paged_attention(a: Any, limits: Limits, mix: Mix = mix) -> Run:
         if not math.isfinite(sound):
             packed = numbers(rows.shape[0], rows) if at.rows is None else at.rows
             among = RowLayout(take(a.row_slot, packed), take(a.positions, packed), a.block_table, a.block_size)
-            result = direct.reshape(attend_rows(a, take(a.q, packed), among), shape)
+            exact = paddle.empty_like(rows)
+            attend_rows(a, take(a.q, packed), among, exact)
+            result = direct.reshape(exact, shape)
         return result
 
     def run(n: int) -> None:

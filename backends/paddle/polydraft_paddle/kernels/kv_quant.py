@@ -10,18 +10,19 @@ round half to even whatever `round` does. The numbers are those of `polydraft.co
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import paddle
 
 from polydraft.backend import CacheSpec
 from polydraft.contracts.kv_quant import BROKEN, LARGEST, LEAST_EXPONENT, MOST_EXPONENT
 from polydraft.device import Array
+from polydraft_paddle.cache import CacheRows
 from polydraft_paddle.ops import Tensor, choose, number, take
 
 ZERO = 128
 """The byte that stands for 0."""
+ZERO_WORD = -0x7F7F7F80
+"""A word of such bytes, as int32: in a row of them every number is 0."""
 MOST = LARGEST["int8"]
 MANTISSA, MANTISSA_OF_MOST = 2**23 - 1, 2**23 * 127 // 64 - 2**23
 """Those bits of a float32, and of 127 times a power of two."""
@@ -31,36 +32,28 @@ ROUNDER = 1.5 * 2.0**23
 """Added to a float32 below 2**22 and taken away again: leaves a whole number, ties to even."""
 
 
-class QuantisedCache:
-    """One layer's KV rows, `k` and `v` [num_blocks * block_size, words] int32. Fresh rows read as NaN."""
+class QuantisedCache(CacheRows):
+    """One layer's KV rows, `k` and `v` [num_blocks * block_size, words] int32, read whole. Fresh ones read as NaN."""
 
-    __slots__ = ("k", "spec", "v")
+    __slots__ = ()
 
-    def __init__(self, spec: CacheSpec, k: Tensor, v: Tensor) -> None:
-        self.spec, self.k, self.v = spec, k, v
-        _powers(k)  # now, since a launch must not upload them
-        for half in (k, v):
-            half.copy_(paddle.full_like(half, -1), True)  # every byte 255, the exponents' too
-
-    @property
-    def nbytes(self) -> int:
-        return 4 * (int(self.k.size) + int(self.v.size))
+    def __init__(self, spec: CacheSpec, rows: Tensor) -> None:
+        _powers(rows)  # now, since a launch must not upload them
+        super().__init__(spec, rows, units=1, fresh=-1, zero=ZERO_WORD)  # every byte 255, the exponents' too; and every byte ZERO
 
     def read_logical(self) -> tuple[Array, Array]:
         """(k, v) as [num_blocks, block_size, num_kv_heads, head_dim]; tests only."""
-        s = self.spec
-        shape = (s.num_blocks, s.block_size, s.num_kv_heads, s.head_dim)
-        k, v = (self.read(half + 0).numpy().reshape(shape).copy() for half in (self.k, self.v))
+        k, v = (self.read(half + 0).numpy().reshape(self._logical()).copy() for half in (self.k, self.v))
         return k, v
 
     def write_logical(self, k: Array, v: Array) -> None:
         """Overwrite all rows, quantised; tests only."""
         for half, value in ((self.k, k), (self.v, v)):
             rows = np.ascontiguousarray(value.reshape(half.shape[0], -1), np.float32)
-            half.copy_(self.rows_of(paddle.to_tensor(rows, place=half.place)), True)
+            half.copy_(self.stored(paddle.to_tensor(rows, place=half.place)), True)
 
-    def rows_of(self, values: Tensor) -> Tensor:
-        """Rows of words that hold `values` [n, heads * dim]."""
+    def stored(self, values: Tensor) -> Tensor:
+        """`values` [n, heads * dim] as rows of words."""
         n, heads, dim = values.shape[0], self.spec.num_kv_heads, self.spec.head_dim
         x = values.reshape([n, heads, dim]).astype("float32")
         broken = paddle.isnan((x * 0.0).sum(axis=-1, keepdim=True))
@@ -114,14 +107,3 @@ _POWERS: dict[str, Tensor] = {}
 def words(spec: CacheSpec) -> int:
     """int32 words of a row."""
     return -(-spec.num_kv_heads * (spec.head_dim + 1) // 4)
-
-
-def rows_for(cache: Any, half: Tensor, values: Tensor) -> Tensor:
-    """`values` [n, heads * dim] as rows of `half` of the cache."""
-    return cache.rows_of(values) if isinstance(cache, QuantisedCache) else values.astype(half.dtype)
-
-
-def rows_at(cache: Any, half: Tensor, places: Tensor) -> Tensor:
-    """Rows of `half` of the cache at `places`, [n, heads * dim] in a float dtype."""
-    rows = paddle.gather(half, places)
-    return cache.read(rows) if isinstance(cache, QuantisedCache) else rows

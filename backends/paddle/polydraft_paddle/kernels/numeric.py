@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,12 +15,13 @@ import paddle
 
 from polydraft.contracts.base import Limits
 from polydraft.contracts.kernels.rope_kv_write import turns
+from polydraft.device import Array
 from polydraft_paddle import fused
 from polydraft_paddle.kernels.kv_quant import QuantisedCache
 from polydraft_paddle.kernels.sampling import argmax, gumbel_noise, process_logits, sample
-from polydraft_paddle.ops import Tensor, at, carried, choose, constant, direct, in_place, into, put, scatter_rows, take
+from polydraft_paddle.ops import Tensor, at, carried, choose, constant, direct, in_place, into, into_as, part, take
 from polydraft_paddle.provider import Kernel, Run, plain
-from polydraft_paddle.row_layout import Keys, RowLayout
+from polydraft_paddle.row_layout import Keys, RowLayout, Turns
 
 
 def as_float(x: Tensor) -> Tensor:
@@ -60,40 +63,57 @@ def _to_unit(x: Tensor, eps: float) -> Tensor:
     return x * paddle.rsqrt(paddle.mean(x * x, axis=-1, keepdim=True) + eps)
 
 
-def rms_norm(a: Any, n: int) -> None:
+def rms_norm(a: Any, limits: Limits) -> Run:
     """RMSNorm."""
-    x = a.x[:n]
-    if x.dtype == paddle.float32 and not fused.has("rms_norm", x):
-        into(a.out, n, direct.multiply, _to_unit(x, a.eps), a.weight + 1.0 if a.plus_one else a.weight)
-    else:
-        put(a.out[:n], normalized(x, a.weight, a.eps, a.plus_one))
+    del limits
+    is_fused = a.out.dtype == paddle.float32 and fused.has("rms_norm", a.x)
+    inverse = paddle.empty([a.out.shape[0]], "float32") if is_fused else None
+
+    def run(n: int) -> None:
+        if not n:
+            return
+        x, gain = as_float(part(a.x, 0, n)), as_float(a.weight)
+        gain = gain + 1.0 if a.plus_one else gain
+        if is_fused:
+            fused.rms_norm_into(part(a.out, 0, n), part(inverse, 0, n), x, gain, a.eps)
+        elif fused.has("rms_norm", x):
+            into(a.out, n, direct.cast, fused.rms_norm(x, gain, a.eps), a.out.dtype)
+        else:
+            into_as(a.out, n, paddle.float32, direct.multiply, _to_unit(x, a.eps), gain)
+
+    return run
 
 
 def residual_add(a: Any, n: int) -> None:
     """x += y."""
-    in_place(direct.add_, a.x[:n], a.y[:n])
+    in_place(direct.add_, part(a.x, 0, n), part(a.y, 0, n))
 
 
 def linear(a: Any, n: int) -> None:
     """x @ W.T + b, in the wider of the dtypes of x and the result: sums are rounded once."""
     wide = a.out.dtype  # logits are float32 whatever the activations are
-    into(a.out, n, direct.matmul, *(t if t.dtype == wide else t.astype(wide) for t in (a.x[:n], a.weight)), False, True)
+    into(a.out, n, direct.matmul, *(t if t.dtype == wide else t.astype(wide) for t in (part(a.x, 0, n), a.weight)), False, True)
     if a.bias is not None:
-        in_place(direct.add_, a.out[:n], a.bias if a.bias.dtype == wide else a.bias.astype(wide))
+        in_place(direct.add_, part(a.out, 0, n), a.bias if a.bias.dtype == wide else a.bias.astype(wide))
 
 
-def rope_tables(a: Any, max_len: int, like: Tensor) -> tuple[Tensor, Tensor]:
+def rope_tables(a: Any, max_len: int) -> tuple[Tensor, Tensor]:
     """Factors [max_len, head_dim] float32 of an element and of its partner in the pair; elements that do not rotate have factors
     1 and 0. Layers of one shape on one place share them."""
-    key = a.frequencies, a.attention_factor, a.style, a.head_dim, max_len, str(like.place)
+    key = _rotation(a, max_len)
     found = _TABLES.get(key)
     if found is None:
         host = _rope_factors(a, max_len)
-        found = _TABLES[key] = paddle.to_tensor(host[0], place=like.place), paddle.to_tensor(host[1], place=like.place)
+        found = _TABLES[key] = paddle.to_tensor(host[0], place=a.qkv.place), paddle.to_tensor(host[1], place=a.qkv.place)
     return found
 
 
 _TABLES: dict[tuple[object, ...], tuple[Tensor, Tensor]] = {}
+
+
+def _rotation(a: Any, max_len: int) -> tuple[object, ...]:
+    """What the rotation of a layer depends on."""
+    return a.frequencies, a.attention_factor, a.style, a.head_dim, max_len, str(a.qkv.place)
 
 
 def _rope_factors(a: Any, max_len: int) -> tuple[Any, Any]:
@@ -111,68 +131,80 @@ def _pairs(count: int, style: str) -> tuple[Any, Any]:
     return (half, half + count) if style == "half" else (2 * half, 2 * half + 1)
 
 
-def swap_columns(a: Any) -> Tensor:
-    """Column of each element's partner in its rotation pair, its own where it does not rotate; int32 [head_dim]."""
+def partners(a: Any) -> Array:
+    """Which element each one's partner in its rotation pair is, itself where it does not rotate; int32 [head_dim]."""
     first, second = _pairs(len(a.frequencies), a.style)
     swap = np.arange(a.head_dim, dtype=np.int32)
     swap[first], swap[second] = second, first
-    return paddle.to_tensor(swap, place=a.qkv.place)
+    return swap
+
+
+def turns_of(a: Any, max_len: int) -> Turns:
+    """How the heads of qkv rotate: in pieces as long as partners lie side by side. Layers of one shape on one place share it."""
+    key = *_rotation(a, max_len), a.num_heads, a.num_kv_heads
+    found = _TURNS.get(key)
+    if found is None:
+        factors = np.zeros((max_len + 1, 2, a.head_dim), np.float32)
+        factors[-1, 0] = 1.0
+        factors[:-1, 0], factors[:-1, 1] = _rope_factors(a, max_len)
+        width = math.gcd(len(a.frequencies), a.head_dim) if a.style == "half" else 1
+        swapped = partners(a)[::width] // width
+        pieces = np.concatenate([np.arange(len(swapped), dtype=np.int32), swapped])
+        heads = np.arange(a.num_heads + 2 * a.num_kv_heads, dtype=np.int32)[:, None] * len(swapped)
+        table, pattern = (paddle.to_tensor(values, place=a.qkv.place) for values in (factors, heads + pieces))
+        found = _TURNS[key] = Turns(table, pattern, a.num_kv_heads, width)
+    return found
+
+
+_TURNS: dict[tuple[object, ...], Turns] = {}
 
 
 def rope_kv_write(a: Any, limits: Limits) -> Run:
     """Rotate q and k, keep q, write k and v to the paged cache."""
-    tables = rope_tables(a, limits.max_len, a.qkv)
-    swap = swap_columns(a)
+    turns = turns_of(a, limits.max_len)
 
-    def rotate(qkv: Tensor, layout: RowLayout) -> Tensor:
-        own, partner = layout.turns(*tables, a.num_kv_heads, qkv.shape[1])
-        return direct.add(direct.multiply(qkv, own), direct.multiply(direct.index_select(qkv, swap, 2), partner))
+    def rotate(qkv: Tensor, layout: RowLayout) -> tuple[Tensor, Tensor]:
+        index, factors = layout.turns(turns)
+        pairs = direct.reshape(take(direct.reshape(qkv, [-1, turns.width]), index), factors.shape)
+        turned, of_q = direct.sum(direct.multiply(pairs, factors), [1], None, False), qkv.shape[0] * a.num_heads
+        return part(turned, 0, of_q), part(turned, of_q, turned.shape[0])
 
     return rotate_and_keep(a, rotate)
 
 
-def rotate_and_keep(a: Any, rotate: Callable[[Tensor, RowLayout], Tensor]) -> Run:
-    """Norm heads where the layer wants it, turn those of q and k by `rotate(qkv [n, heads, head_dim], layout)`, which leaves
-    those of v, and file them all."""
+def rotate_and_keep(a: Any, rotate: Callable[[Tensor, RowLayout], tuple[Tensor, Tensor]]) -> Run:
+    """Norm heads where the layer wants it, turn those of q and k by `rotate(qkv [n, heads, head_dim], layout)`, and file them
+    all: it returns the heads of q, then those of k and v, both row by row."""
     heads, kv_heads, dim = a.num_heads, a.num_kv_heads, a.head_dim
 
     def run(n: int) -> None:
         if not n:
             return
         layout = RowLayout.of(a, n)
-        qkv = as_float(a.qkv[:n]).reshape([n, heads + 2 * kv_heads, dim])
+        qkv = direct.reshape(as_float(part(a.qkv, 0, n)), [n, heads + 2 * kv_heads, dim])
         if a.q_norm is not None:
             q = normalized(qkv[:, :heads], a.q_norm, a.eps, False)
             k = normalized(qkv[:, heads : heads + kv_heads], a.k_norm, a.eps, False)
             qkv = direct.concat([q, k, qkv[:, heads + kv_heads :]], 1)
-        qkv = rotate(qkv, layout)
-        _put_rows(a.q_out, n, qkv[:, :heads].reshape([n, heads * dim]), layout.carries(heads * dim))
-        _file(a.cache, layout, qkv[:, heads:].reshape([2 * n, kv_heads * dim]))
+        q, kv = rotate(qkv, layout)
+        _put_rows(a.q_out, n, direct.reshape(q, [n, heads * dim]), layout.carries(heads * dim))
+        stored = a.cache.stored(direct.reshape(kv, [2 * n, kv_heads * dim]))
+        in_place(direct.put_along_axis_, a.cache.rows, layout.destinations(a.cache), stored, 0, "assign", True)
 
     return run
 
 
-def _file(cache: Any, layout: RowLayout, rows: Tensor) -> None:
-    """Write `rows` [2 * n, kv_heads * head_dim], the key of each row of the pass and then its value, where they have a place; the
-    others go to the cache's spare row."""
-    if isinstance(cache, QuantisedCache):
-        place, granted = layout.granted
-        for half, values in zip((cache.k, cache.v), rows.reshape([-1, 2, rows.shape[1]]).unbind(1), strict=True):
-            scatter_rows(half, place, cache.rows_of(values), granted)
-        return
-    stored = rows if rows.dtype == cache.rows.dtype else direct.cast(rows, cache.rows.dtype)
-    places = layout.destinations(cache.k.shape[0], rows.shape[1])
-    in_place(direct.put_along_axis_, cache.rows, places, stored, 0, "assign", True)
-
-
-def mix(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor) -> Tensor:
-    """Softmax attention of q [n, G, M, D], whose scale is in it, over keys and values [n, G, C, D], with `hidden` [n, 1, 1, C]
-    added to scores."""
-    return direct.matmul(softmax(direct.matmul(q, k, False, True) + hidden), v, False, False)
-
-
-Mix = Callable[[Any, Any, Any, Any], Any]
+Keep = Callable[..., None]
+"""Keeps what an operation makes of its arguments, [n, G, M, D] float32: `keep(operation, *arguments)`."""
+Mix = Callable[[Tensor, Tensor, Tensor, Keys, Keep], None]
 """What `mix` is one of."""
+
+
+def mix(q: Tensor, k: Tensor, v: Tensor, keys: Keys, keep: Keep) -> None:
+    """Softmax attention of q [n, G, M, D], whose scale is in it, over those of the keys and values [n, G, C, D] that are
+    visible."""
+    scores = direct.where(keys.visible, direct.matmul(q, k, False, True), keys.hidden)
+    keep(direct.matmul, softmax(scores), v, False, False)
 
 
 def paged_attention(a: Any, limits: Limits, mix: Mix = mix) -> Run:
@@ -181,51 +213,48 @@ def paged_attention(a: Any, limits: Limits, mix: Mix = mix) -> Run:
 
     def run(n: int) -> None:
         if n:
-            layout = RowLayout.of(a, n)
-            mixed = attend_rows(a, a.q[:n], layout, mix)
-            _put_rows(a.out, n, mixed, layout.carries(mixed.shape[1]))
+            attend_rows(a, part(a.q, 0, n), RowLayout.of(a, n), a.out, mix)
 
     return run
 
 
-def attend_rows(a: Any, q: Tensor, layout: RowLayout, mix: Mix = mix) -> Tensor:
-    """Attention of the rows `q` [n, P], each over its slot's whole table: what lies beyond its position is never read, so that
-    poison there stays there. Returns [n, P] float32, with anything for rows that carry nothing."""
-    kv_heads, dim = a.num_kv_heads, a.head_dim
-    item = 4 if isinstance(a.cache, QuantisedCache) else int(a.cache.rows.element_size())
-    parts = []
-    for keys in layout.keys(2 * kv_heads * dim * item, a.sliding_window):
-        k, v = _keys_and_values(a, layout, keys)
-        some = (q if keys.end - keys.begin == q.shape[0] else q[keys.begin : keys.end]).astype("float32") * a.softmax_scale
-        parts.append(mix(some.reshape([-1, kv_heads, a.num_heads // kv_heads, dim]), k, v, keys.hidden))
-    return (parts[0] if len(parts) == 1 else direct.concat(parts, 0)).reshape(q.shape)
+def attend_rows(a: Any, q: Tensor, layout: RowLayout, out: Tensor, mix: Mix = mix) -> None:
+    """Attention of the rows `q` [n, P], each over its slot's whole table, over the first rows of `out`: what lies beyond its
+    position is never read, so that poison there stays there. Rows that carry nothing see zeros alone, and become that."""
+    kv_heads, dim, groups = a.num_kv_heads, a.head_dim, a.num_heads // a.num_kv_heads
+    heads_out = direct.view_shape(out, [-1, kv_heads, groups, dim])
+    for keys in layout.keys(a.cache, 2 * kv_heads * dim * 4, (kv_heads, groups), a.sliding_window):
+        k, v = _keys_and_values(a, keys)
+        some = direct.scale(as_float(part(q, keys.begin, keys.end)), a.softmax_scale, 0.0, True)
+        keep = partial(into_as, part(heads_out, keys.begin, keys.end), keys.end - keys.begin, paddle.float32)
+        mix(direct.reshape(some, [-1, kv_heads, groups, dim]), k, v, keys, keep)
 
 
-def _keys_and_values(a: Any, layout: RowLayout, keys: Keys) -> tuple[Tensor, Tensor]:
+def _keys_and_values(a: Any, keys: Keys) -> tuple[Tensor, Tensor]:
     """Those that rows attend to, each [n, G, C, D] float32."""
-    (n, context), kv_heads, dim = keys.places.shape, a.num_kv_heads, a.head_dim
+    (n, kv_heads, _, context), dim = keys.visible.shape, a.head_dim
     if isinstance(a.cache, QuantisedCache):
-        rows = [a.cache.read(take(half, keys.places.reshape([-1]))) for half in (a.cache.k, a.cache.v)]
-        k, v = (t.reshape([n, context, kv_heads, dim]).transpose([0, 2, 1, 3]) for t in rows)
-        return k, v
-    heads = layout.heads(keys, kv_heads, a.cache.k.shape[0])
-    moved = take(a.cache.rows.reshape([-1, dim]), heads).astype("float32").reshape([2, n, kv_heads, context, dim])
-    return moved[0], moved[1]
+        read = a.cache.read(take(a.cache.rows, keys.pieces)).reshape([2, n, context, kv_heads, dim])
+        moved = direct.transpose(read, [0, 1, 3, 2, 4])
+    else:
+        moved = as_float(take(direct.reshape(a.cache.rows, [-1, dim]), keys.pieces))
+    both = direct.reshape(moved, [2 * n, kv_heads, context, dim])
+    return part(both, 0, n), part(both, n, 2 * n)
 
 
 def softmax(scores: Tensor) -> Tensor:
     """Over the last axis; a NaN among the scores makes its row NaN, which Paddle's own softmax on the CPU hides."""
-    weights = paddle.exp(scores - scores.max(axis=-1, keepdim=True))
-    return weights / weights.sum(axis=-1, keepdim=True)
+    weights = direct.exp(direct.subtract(scores, direct.max(scores, [-1], True)))
+    return direct.divide(weights, direct.sum(weights, [-1], None, True))
 
 
 def swiglu(a: Any, n: int) -> None:
     """silu(gate) * up."""
-    gate_up, half = as_float(a.gate_up[:n]), a.out.shape[1]
-    if fused.has("swiglu", a.out):
-        into(a.out, n, direct.swiglu, gate_up, None)
+    gate_up, half = as_float(part(a.gate_up, 0, n)), a.out.shape[1]
+    if fused.has("swiglu", gate_up):
+        into_as(a.out, n, paddle.float32, direct.swiglu, gate_up, None)
     else:
-        put(a.out[:n], direct.silu(gate_up[:, :half]) * gate_up[:, half:])
+        into_as(a.out, n, paddle.float32, direct.multiply, direct.silu(gate_up[:, :half]), gate_up[:, half:])
 
 
 def gather_rows(a: Any, n: int) -> None:
@@ -235,10 +264,11 @@ def gather_rows(a: Any, n: int) -> None:
 
 def select_last_rows(a: Any, n: int) -> None:
     """Each drafting sequence's newest committed row; zero rows elsewhere."""
-    active = a.draft_slot[:n] >= 0
-    start = choose(active, a.seq_start[:n], 0)
-    row = start + a.draft_position[:n] - paddle.gather(a.positions, start)
-    put(a.out[:n], _masked_rows(at(a.hidden, choose(active, row, 0)), active))
+    active = carried(part(a.draft_slot, 0, n))
+    start = choose(active, part(a.seq_start, 0, n), 0)
+    behind = direct.subtract(part(a.draft_position, 0, n), take(a.positions, start))
+    rows = take(a.hidden, choose(active, direct.add(start, behind), 0))
+    _put_rows(a.out, n, rows, direct.unsqueeze(active, [1]).expand_as(rows))
 
 
 def combine_draft_inputs(a: Any, n: int) -> None:
@@ -248,14 +278,15 @@ def combine_draft_inputs(a: Any, n: int) -> None:
         embedding = _masked_rows(embedding, a.positions[:n] != 0)
     hidden = normalized(a.hidden[:n], a.hid_norm, a.eps, a.plus_one)
     halves = [hidden, normalized(embedding, a.emb_norm, a.eps, a.plus_one)]
-    put(a.out[:n], paddle.concat(halves if a.order == "hidden_first" else halves[::-1], axis=1))
+    into_as(a.out, n, paddle.float32, direct.concat, halves if a.order == "hidden_first" else halves[::-1], 1)
 
 
 KERNELS: dict[str, Kernel] = {
     "rope_kv_write": rope_kv_write,
     "paged_attention": paged_attention,
+    "rms_norm": rms_norm,
     **{function.__name__: plain(function) for function in (
-        embed, rms_norm, residual_add, linear, swiglu, gather_rows, select_last_rows, combine_draft_inputs, process_logits,
+        embed, residual_add, linear, swiglu, gather_rows, select_last_rows, combine_draft_inputs, process_logits,
         argmax, gumbel_noise, sample,
     )},
 }  # fmt: skip

@@ -31,12 +31,13 @@ def rope_kv_write(a: Any, limits: Limits) -> Run:
         for table in turns(a, limits.max_len)
     )
 
-    def rotate(qkv: Any, layout: Any) -> Any:
+    def rotate(qkv: Any, layout: Any) -> tuple[Any, Any]:
         ids = layout.positions.astype("int64").unsqueeze(0)
         fused = paddle.incubate.nn.functional.fused_rotary_position_embedding
         qk = qkv[:, : -a.num_kv_heads].unsqueeze(0)
         turned = fused(qk, sin=sin, cos=cos, position_ids=ids, use_neox_rotary_style=a.style != "half")
-        return paddle.concat([turned[0].squeeze(0), qkv[:, -a.num_kv_heads :]], axis=1)
+        q, k = turned[0].squeeze(0).split([a.num_heads, a.num_kv_heads], axis=1)
+        return q, paddle.concat([k, qkv[:, -a.num_kv_heads :]], axis=1)
 
     return numeric.rotate_and_keep(a, rotate)
 

@@ -42,15 +42,16 @@ def attend_masked(q: Any, k: Any, v: Any, mask: Any) -> tuple[Any, float]:
     return mixed, total(k) + total(mixed)
 
 
-def attend_rows(q: Any, k: Any, v: Any, hidden: Any) -> Any:
-    """The same with `hidden` [n, 1, 1, C]; a NaN among the keys makes the row NaN."""
+def attend_rows(q: Any, k: Any, v: Any, keys: Any, keep: Any) -> None:
+    """The same with keys that are visible or not; a NaN among those makes the row NaN. Rows that see nothing become zero."""
     import paddle
 
+    mask = paddle.where(keys.visible, paddle.zeros_like(keys.hidden), keys.hidden)
+    q = paddle.where(keys.visible.any(axis=-1, keepdim=True), q, paddle.zeros_like(q))
     broken = paddle.isnan(k)
-    mask = hidden.expand([*q.shape[:3], k.shape[2]])
     mixed = attend(q, paddle.where(broken, paddle.zeros_like(k), k), v, mask)
     seen = broken.any(axis=[2, 3], keepdim=True)
-    return paddle.where(seen.expand_as(mixed), paddle.full_like(mixed, float("nan")), mixed)
+    keep(paddle._C_ops.where, seen.expand_as(mixed), paddle.full_like(mixed, float("nan")), mixed)
 
 
 @hookimpl

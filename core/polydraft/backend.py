@@ -66,7 +66,8 @@ class Capabilities:
     rank_dtypes: tuple[str, ...] = ("f32",)
     """Dtypes of activations that ranks add up."""
     rank_devices: bool = False
-    """Each rank needs a device of its own; otherwise all open the same one."""
+    """Each rank opens a device of its own: of `KIND:INDEX` that one or the one that many behind it, of `KIND:INDEX,INDEX` the one
+    at its place. Otherwise all open the same one."""
     ordered_sums: bool = False
     """`all_reduce` and `sum_leaves` add float32 in one balanced binary tree (`tree_sum`), whoever arrives first. What
     row-invariant kernels compute of an output, a head, an expert or a leaf does not depend on what stands beside it."""

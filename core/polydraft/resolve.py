@@ -139,6 +139,7 @@ def resolve(
     n.choose("backend", info.name, default or info.summary)
     default = info.devices[0] if info.devices else ""
     device = n.choose("device", config.device or default, f"{info.name} opens {info.device_pattern}")
+    _devices(n, device)
     dtype = _dtype(n)
     leaves = _leaves(n, dtype)
     share = _share(n, leaves)
@@ -189,6 +190,29 @@ def _dtype(n: _Negotiation) -> str:
     return str(n.choose("dtype", asked, f"{n.info.name} computes in {', '.join(allowed)}"))
 
 
+def _devices(n: _Negotiation, device: str) -> None:
+    """Refuse devices that are not as many as ranks, where each opens one of its own (`Capabilities.rank_devices`)."""
+    num_ranks, there = n.config.tensor_parallel, n.info.devices
+    kind, _, listed = device.partition(":")
+    indices = (listed or "0").split(",")
+    if not n.caps.rank_devices or not n.info.available or not all(index.isdecimal() for index in indices):
+        return  # there is nothing to count, or the backend says what is wrong with it
+    if len(indices) > 1 and len(indices) != num_ranks:
+        ranks = "one rank, which opens one" if num_ranks == 1 else f"{num_ranks} ranks, each of which opens one"
+        n.refuse(
+            f"--device {device} names {len(indices)} devices for {ranks}; name as many as ranks, or use "
+            f"--tensor-parallel {len(indices)}"
+        )
+        return
+    begin = int(indices[0])
+    names = [f"{kind}:{index}" for index in (indices if len(indices) > 1 else range(begin, begin + num_ranks))]
+    if num_ranks > 1 and not set(names) <= set(there):
+        n.refuse(
+            f"--tensor-parallel {num_ranks}: each rank needs a device of its own, wanted {', '.join(names)}, and this machine "
+            f"has {', '.join(there) or 'none'}; use fewer, or name others with --device"
+        )
+
+
 def _leaves(n: _Negotiation, dtype: str) -> bool:
     """Whether sums are taken by leaf: where bits are promised, and ranks could share the model out. Packed matrices are not
     shared out, and leaves are added up in f32 alone, so of others there is no text over several ranks that could be the same."""
@@ -202,9 +226,6 @@ def _share(n: _Negotiation, leaves: bool) -> ModelDescription:
     share = in_leaves(n.model, whole_experts=n.config.expert_parallel) if leaves else n.model
     if num_ranks > 1 and not n.caps.ranks:
         n.refuse(f"--tensor-parallel {num_ranks}: {n.info.lacks('ranks')}; leave it out or use another --backend")
-    have = len(n.info.devices)
-    if num_ranks > max(have, 1) and n.caps.rank_devices and not n.config.device:
-        n.refuse(f"--tensor-parallel {num_ranks}: each rank needs a device of its own, and this machine has {have}; use fewer")
     try:
         share = of_ranks(share, num_ranks, whole_experts=n.config.expert_parallel)
     except CapabilityError as error:

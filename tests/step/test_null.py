@@ -8,6 +8,7 @@ import pytest
 
 from polydraft import LLM, SamplingParams
 from polydraft.contracts import REGISTRY
+from polydraft.errors import DeviceError
 from tests.support.runs import come_to_rest
 
 LOADS: dict[str, dict[str, Any]] = {
@@ -32,6 +33,11 @@ def test_every_window_is_full(load: str) -> None:
         assert list(output.rounds) == full + ([rest - 1] if rest else [])
     assert (llm.engine.scheduler.num_preemptions > 0) == (load == "pressure")
     come_to_rest(llm.engine)
+
+
+def test_other_devices_are_refused() -> None:
+    with pytest.raises(DeviceError, match="the null backend runs on 'null', got 'null:0,1'"):
+        LLM(backend="null", device="null:0,1")
 
 
 def test_what_its_kernels_take_is_counted() -> None:

@@ -413,11 +413,25 @@ def test_ranks_with_a_device_each_want_as_many_devices():
             sharing=PROPOSERS,
         )  # fmt: skip
 
-    assert over(2, ("chip:0", "chip:1")).ranks == 2
-    assert over(2, ("chip:0",), "chip:0,0").ranks == 2
+    four = tuple(f"chip:{index}" for index in range(4))
+    for device in ("", "chip", "chip:2", "chip:3,1", "chip:0,0"):
+        assert over(2, four, device).ranks == 2
+    assert over(1, four, "chip:3").ranks == 1
     assert over(2, ("chip:0",), each=False).ranks == 2
-    with pytest.raises(CapabilityError, match="2: each rank needs a device of its own, and this machine has 1; use fewer"):
-        over(2, ("chip:0",))
+    assert over(1, ("chip:0",), "chip:0,1", each=False).device == "chip:0,1", "the backend refuses it"
+    refused = {
+        (2, four[:1], ""): "each rank needs a device of its own, wanted chip:0, chip:1, and this machine has chip:0; use fewer",
+        (2, four, "chip:3"): "wanted chip:3, chip:4, and this machine has chip:0, chip:1, chip:2, chip:3; use fewer, or name",
+        (2, four, "chip:0,7"): "wanted chip:0, chip:7, and this machine has chip:0, chip:1, chip:2, chip:3",
+        (2, (), ""): "and this machine has none",
+        (1, four, "chip:0,1"): "--device chip:0,1 names 2 devices for one rank, which opens one; name as many as ranks, or use "
+        "--tensor-parallel 2",
+        (2, four, "chip:0,1,2"): "names 3 devices for 2 ranks, each of which opens one",
+        (4, four, "chip:0,1"): "names 2 devices for 4 ranks",
+    }  # fmt: skip
+    for given, said in refused.items():
+        with pytest.raises(CapabilityError, match=said):
+            over(*given)
 
 
 def test_sums_are_taken_by_leaf_where_more_ranks_could_write_the_same_text():

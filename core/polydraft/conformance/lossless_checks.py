@@ -191,11 +191,12 @@ def _ranks(ranks: int, drafts: int, target: Target, tally: Tally, **options: Any
 
 def _look_for_ranks(target: Target, ranks: int) -> None:
     """Raise where so many ranks cannot be had here."""
-    declared, devices = target.info.capabilities, len(target.info.devices)
+    declared, named = target.info.capabilities, target.device_spec.count(",") + 1
+    devices = named if named > 1 else len(target.info.devices)
     if declared.ranks == "processes" and not target.plugins.backend.entry:
         raise Unsupported("ranks are processes, which are given a backend by its name, and this one is an object")
-    if declared.rank_devices and devices < ranks and "," not in target.device_spec:
-        raise Unseen(f"{ranks} ranks need as many devices, and this machine has {devices}")
+    if declared.rank_devices and devices < ranks:
+        raise Unseen(f"{ranks} ranks need as many devices, and {'these are' if named > 1 else 'this machine has'} {devices}")
 
 
 def _experts_of_ranks(target: Target, tally: Tally) -> None:

@@ -115,6 +115,11 @@ class Target:
         """Whether this is the reference, whose arithmetic is its own."""
         return getattr(self.plugin, "conformance_base", self.plugin) is reference
 
+    def device_of(self, ranks: int) -> str:
+        """The device of an engine with so many ranks: as many of those that were named."""
+        shared = not self.info.capabilities.rank_devices
+        return self.device_spec if shared else ",".join(self.device_spec.split(",")[:ranks])
+
     def open(self, *, dtype: str = "", row_invariant: bool = False) -> Opened:
         """Open a fresh device."""
         device = self._open(dtype, row_invariant)
@@ -122,7 +127,7 @@ class Target:
 
     def _open(self, dtype: str = "", row_invariant: bool = False) -> Device:
         options = DeviceOptions(dtype or self.info.capabilities.dtypes[0], row_invariant, self.allow_cpu_fallback)
-        device = self.plugins.open_device(self.device_spec, options)
+        device = self.plugins.open_device(self.device_of(1), options)
         self.withdrawn = self.plugins.info_of(device).withdrawn
         check_device(self.info.name, device)
         return device
@@ -190,7 +195,8 @@ class Target:
         drafts are no more than it declares, unless `within` is off."""
         options = self.within(options) if within else options
         files = tuple(pack.origin for pack in self.plugins.packs if pack.origin in self.files)
-        given = {"invariant": self.info.capabilities.row_invariant, "device": self.device_spec, "kernels": self.packs, **options}
+        given = {"invariant": self.info.capabilities.row_invariant, "kernels": self.packs, **options}
+        given.setdefault("device", self.device_of(given.get("tensor_parallel", 1)))
         given.setdefault("plugins", files)
         given.setdefault("variants", "auto" if self.uses_variants else "off")
         given.setdefault("allow_cpu_fallback", self.allow_cpu_fallback)

@@ -52,7 +52,11 @@ def polydraft_backend_info() -> BackendInfo:
 @hookimpl
 def polydraft_open_device(spec: str, options: DeviceOptions) -> ReferenceDevice:
     """Host arrays as device memory; `counters.extra["kernel_ns"]` collects what the counted kernels and copies took."""
+    from polydraft.errors import DeviceError
     from polydraft.reference.device import ReferenceDevice
+
+    if spec not in ("", "null"):
+        raise DeviceError(f"the null backend runs on 'null', got {spec!r}; leave --device out or choose another --backend")
 
     class NullDevice(ReferenceDevice):
         """Copies are the device's work, too: what they take is counted with the kernels."""

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 
 from polydraft.bench.report import renewed
+from polydraft.serving import reasoning, tool_calls
+from polydraft.serving.markers import Form
+from tests.docs.pages import rows
 from tests.support.project import ROOT
 
 PAGE = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
@@ -57,3 +62,11 @@ def test_no_attack_doubles_the_time_of_a_neighbour() -> None:
     rows = json.loads((ROOT / "bench" / "results" / "serve_attacks.json").read_text(encoding="utf-8"))["rows"]
     assert len({row["attack"] for row in rows}) >= 6
     assert max(row["ratio"] for row in rows) <= 2
+
+
+@pytest.mark.parametrize(("heading", "forms"), [("Reasoning", reasoning.FORMS), ("Tools", tool_calls.FORMS)])
+def test_forms_are_in_the_order_in_which_templates_are_asked_for_them(heading: str, forms: Mapping[str, Form]) -> None:
+    """The first whose signs a template has is taken, so the order of the table matters."""
+    table = rows(PAGE.partition(f"\n### {heading}\n")[2])
+    assert [re.findall(r"`(\w+)`", name)[0] for name, *_ in table] == list(forms)
+    assert [signs.startswith("none") for *_, signs in table] == [not form.signs for form in forms.values()]

@@ -1,8 +1,8 @@
 """The kernel pack `paddle/cuda`: the kernels of the CUDA backend for the Paddle backend, on Paddle's tensors and stream.
 
 `--kernels paddle/cuda` enables it on `gpu:N` and on `polycuda:N`, whose pointers and streams are the driver's own. It serves
-every contract, so it also brings the order in which a cache lies in memory and the metadata that attention reads. Nothing is
-copied.
+every contract of that backend, so it also brings the order in which a cache lies in memory and the metadata that attention
+reads. Nothing is copied.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The Paddle backend: every contract in portable Paddle operations, for the CPU and every place that Paddle knows.
+"""The Paddle backend: the contracts in portable Paddle operations, for the CPU and every place that Paddle knows.
 
 A new chip with a Paddle runtime runs MTP with it on day one, and gets fast kernel by kernel through kernel packs. Paddle is
 imported when a device is opened, not before.

@@ -203,7 +203,7 @@ def test_wrong_resources_are_refused(value: str) -> None:
         (["--ray", "--ray-replicas", "no"], "wanted N or MIN:MAX"),
         (["--ray", "--head-timeout", "3"], "--head-timeout was given with --ray, where Serve's proxy has the connections"),
         (["--ray", "--max-connections", "3"], "--max-connections was given with --ray"),
-        (["--ray", "--admin-key-file", "keys"], "--admin-key-file was given with --ray"),
+        (["--ray", "--admin-key-file", "keys"], "--admin-key-file was given with --ray, which is refused since a replica"),
         (["--ray", "--enable-sleep-mode"], "enable_sleep_mode was given and is not served on Ray"),
     ],
 )

@@ -111,11 +111,11 @@ def _check_extra(extra: str, packages: Sequence[str]) -> None:
 
 
 def _on_ray(engine: Mapping[str, Any], server: dict[str, Any], options: Mapping[str, Any], *, as_json: bool) -> int:
-    """Serve on a cluster. Its options become arguments of the application; what belongs to a server's own sockets is refused."""
+    """Serve on a cluster. Its options become arguments of the application; what a cluster has none of is refused."""
     from polydraft.ray.settings import NOT_OURS, Deployment, resources
 
     for name in (name for name in NOT_OURS if name in server):
-        raise ConfigError(f"--{NOT_OURS[name]} was given with --ray, where Serve's proxy has the connections; leave it out")
+        raise ConfigError(NOT_OURS[name])
     keys = server.pop("api_key_file", None)
     given = {name: options[option] for option, name in RAY.items() if option in options}
     if "resources" in given:

@@ -15,10 +15,13 @@ from polydraft.serving.settings import ServerSettings
 
 NAME = "polydraft"
 """Of the application, unless Serve's configuration gives another."""
+LATER = "since a replica that starts later would have other weights; deploy again instead"
 NOT_OURS = {
-    "max_connections": "max-connections", "head_s": "head-timeout", "admin_key_file": "admin-key-file",
-}  # fmt: skip
-"""Settings of a server that there are none of behind Serve's proxy, with their options."""
+    "max_connections": "--max-connections was given with --ray, where Serve's proxy has the connections; leave it out",
+    "head_s": "--head-timeout was given with --ray, where Serve's proxy has the connections; leave it out",
+    "admin_key_file": f"--admin-key-file was given with --ray, which is refused {LATER}",
+}
+"""Options of the command that there are none of on a cluster, and why."""
 BUSY = 0.75
 """Share of a replica's slots that are wanted busy, where their number follows the load."""
 
@@ -93,7 +96,7 @@ class Deployment:
 
 REASONS = {
     "enable_sleep_mode": "where replicas are taken away by their number; leave it out",
-    "admin_key": "since a replica that starts later would have other weights; deploy again instead",
+    "admin_key": LATER,
     "port 0": "whose proxies on all nodes have one port; give its number",
     "api_keys": "where arguments lie in the cluster's memory; give api_key_file",
 }

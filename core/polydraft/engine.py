@@ -44,7 +44,7 @@ from polydraft.models.checkpoint import Checkpoint, Weights, load_weights
 from polydraft.models.digest import Digested, Unchanged
 from polydraft.models.families import FamilyRegistry
 from polydraft.models.memory_checkpoint import MemoryCheckpoint, WeightSource
-from polydraft.models.ranks import OfRank, in_leaves, largest_message, of_ranks
+from polydraft.models.ranks import OfRank, Share, in_leaves, largest_message, of_ranks, shares_of, without_share
 from polydraft.models.tokenizer import Tokenizer
 from polydraft.models.weights import (
     DRAFT_HEAD,
@@ -56,6 +56,7 @@ from polydraft.models.weights import (
     Update,
     WithDraftHead,
     check_same_model,
+    packed_at_load,
     prepare,
     read_ahead,
     read_all,
@@ -229,10 +230,11 @@ class Engine:
             self.table = self.table.with_collectives(self.plugins.collectives(self.device, self.group), self.info.name)
         self._refuse_strangers()
         self.packing_errors: Mapping[str, float] = {}
-        """Of each matrix that was packed when it was loaded, by name, what that changed: root mean square over that of all."""
+        """Of each matrix that was packed when it was loaded, by name, what that changed: root mean square over that of all. Of
+        several ranks each knows that of what it packed."""
         _, table = self.families.describe(self.checkpoint, self.config.mtp_conventions)
         weights = load_weights(self.checkpoint, self.model, table)
-        canonical, digested = self._canonical(self._kept_of(weights))
+        canonical, digested = self._canonical(weights)
         self._custom_blocks = self.checkpoint.custom_blocks()
         if self._custom_blocks and self.group is not None:
             raise CapabilityError(
@@ -243,7 +245,9 @@ class Engine:
         names = wanted(canonical, self.model, drafting=self._draft_layers(), own=self._custom_blocks)
         self._taken = self._taken_packings()
         self._stored = weights.packings
-        self._warn_of_dequantised(weights)
+        self._refuse_cut_packings()
+        if self.group is None or self.group.rank == 0:
+            self._warn_of_dequantised(weights)
         nbytes = sizes(
             self._share, names, dtype=self.resolved.dtype, packing=self.resolved.packing, ignored=self.config.weights_ignore,
             stored=self._stored, taken=self._taken,
@@ -335,15 +339,22 @@ class Engine:
         who = f"model {self.model.name} has blocks that launch what backend {self.info.name}"
         refuse_lacking(who, lacking(computed, self.table.providers))
 
-    def _kept_of(self, weights: Weights, rank: int | None = None) -> Mapping[str, Matrix]:
-        """The tensors of a checkpoint as they are stored; where there are ranks, what `rank` keeps of each, None for this one."""
-        if self.group is None:
-            return AsStored(weights)
-        return OfRank(weights, self.model, self._share, self.group.rank if rank is None else rank)
-
-    def _canonical(self, tensors: Mapping[str, Matrix]) -> tuple[Mapping[str, Matrix], Digested | None]:
+    def _canonical(
+        self, weights: Weights, *, rank: int | None = None, twice: bool = False
+    ) -> tuple[Mapping[str, Matrix], Digested | None]:
         """The tensors to put onto the device: those of a checkpoint, and the head of a reduced draft vocabulary, packed where
-        they are stored so or that was asked for; and what digests them meanwhile, where that was asked for."""
+        they are stored so or that was asked for; and what digests them meanwhile, where that was asked for. Where there are
+        ranks, what `rank` keeps of each, None for this one. `twice`: they are read again, and have to be the same then."""
+        packing, ignored, cut = self.resolved.packing, self.config.weights_ignore, dict[str, Share]()
+        tensors: Mapping[str, Matrix] = AsStored(weights)
+        if self.group is not None:
+            own = self.group.rank if rank is None else rank
+            if packing is not None and not packing.columns:  # a scale is of all inputs of an output, also where a rank has some
+                shares, packed_ones = shares_of(self.model, self._share, own), packed_at_load(self.model, ignored)
+                cut = {name: kept for name in packed_ones if (kept := shares[name]) is not None and kept.axis == 1}
+            tensors = OfRank(weights, self.model, self._share, own, cut)
+        if twice:
+            tensors = Unchanged(tensors)
         digested: Digested | None = None
         if self.config.weights_digest:
             tensors = digested = Digested(tensors)
@@ -351,10 +362,11 @@ class Engine:
             tensors = WithDraftHead(tensors, self._draft_ids)
         if self.resolved.leaves:
             tensors = InLeaves(tensors, self._share)
-        if self.resolved.packing is None:
+        if packing is None:
             return tensors, digested
-        packed = PackedAtLoad(tensors, self.model, self.resolved.packing, self.config.weights_ignore)
-        self.packing_errors = packed.errors
+        packed = PackedAtLoad(tensors, self.model, packing, ignored, cut)
+        if rank is None:
+            self.packing_errors = packed.errors
         return packed, digested
 
     def _told(self, digested: Digested | None) -> str:
@@ -364,6 +376,11 @@ class Engine:
         digest = digested.digest()
         logging.getLogger(__name__).info("weights of %s: sha256 %s", self.model.name, digest)
         return digest
+
+    def _refuse_cut_packings(self) -> None:
+        """Refuse, before weights are read, matrices that are stored packed and of which a rank cannot have its share so."""
+        if self.group is not None and (why := without_share(self.model, self._share, self._stored, self._taken.__getitem__)):
+            raise CapabilityError(f"--tensor-parallel {self.group.size}: model {self.model.name}: {why}; use another number")
 
     def _warn_of_dequantised(self, weights: Weights) -> None:
         """Say which matrices that are in few bits are kept in more."""
@@ -446,7 +463,7 @@ class Engine:
         """Why its weights are not whole, so that it serves nothing until others are given; "" while they are."""
         self._torn_draft = False
         """Whether those of the proposer's own checkpoint are not, either."""
-        self._given: dict[str, Array] = {}
+        self._given: dict[str, Matrix] = {}
         self._offer: Update | None = None
         self._offered_checkpoint: Checkpoint | None = None
         self.sleep_level: SleepLevel | None = None
@@ -785,15 +802,15 @@ class Engine:
             else:
                 checkpoint = kept.enter_context(Checkpoint(source))
             weights = self._weights_of(checkpoint)
-            update, digested = self._update(self._kept_of(weights))
-            updates = [update]
+            canonical, digested = self._canonical(weights, twice=True)
+            updates = [self._update(canonical)]
             brought = self._draft_weights
             if brought is not None and draft is not None:
                 arrays = draft if isinstance(draft, Mapping) else None
                 before = brought.directory
                 brought = brought if isinstance(draft, Mapping) else replace(brought, directory=Path(draft))
                 if arrays is not None or brought.directory != before:  # what is read anew follows the target as it did
-                    brought.check_shared(self.model, update.canonical, arrays)
+                    brought.check_shared(self.model, canonical, arrays)
                 own = read.enter_context(brought.canonical(self.model, arrays))
                 updates.append(Update(self._own, Unchanged(own), brought.roles))
             place = "" if isinstance(source, Mapping) else str(Path(source).absolute())
@@ -891,8 +908,8 @@ class Engine:
         try:
             nbytes = {name: weight.nbytes for name, weight in self._weights.items()}
             for rank in range(1, followers.group.size) if given else ():
-                for name, value in read_ahead(self._kept_of(weights, rank), nbytes):
-                    followers.give_share(rank, name, unpacked(value))
+                for name, value in read_ahead(self._canonical(weights, rank=rank)[0], nbytes):
+                    followers.give_share(rank, name, value)
             yield
         except BaseException:
             with suppress(DeviceError):
@@ -900,7 +917,7 @@ class Engine:
             raise
 
     # -- weights of a rank beside rank 0, which are new when rank 0 says so (`host.followers.Rank`) ----
-    def keep_share(self, name: str, value: Array) -> None:
+    def keep_share(self, name: str, value: Matrix) -> None:
         """A tensor of this rank's share of weights that rank 0 has in memory."""
         self._given[name] = value
 
@@ -908,11 +925,11 @@ class Engine:
         """Read what this rank keeps of the weights in `directory`, "": what it was given, and say what is wrong with them."""
 
         def read() -> None:
-            tensors: Mapping[str, Matrix] = self._given
+            canonical: Mapping[str, Matrix] = self._given
             if directory:
                 self._offered_checkpoint = Checkpoint(directory)
-                tensors = self._kept_of(self._weights_of(self._offered_checkpoint))
-            self._offer, _ = self._update(tensors)
+                canonical, _ = self._canonical(self._weights_of(self._offered_checkpoint), twice=True)
+            self._offer = self._update(canonical)
             read_all([self._offer])
 
         with self._told_rank_0():
@@ -991,11 +1008,9 @@ class Engine:
             )
         return opener(described)
 
-    def _update(self, tensors: Mapping[str, Matrix]) -> tuple[Update, Digested | None]:
-        """What puts `tensors` in place of the model's weights, and what digests them; they have to be the same each time they
-        are read."""
-        canonical, digested = self._canonical(Unchanged(tensors))
-        return Update(self._weights, canonical, roles(self.model), self._taken), digested
+    def _update(self, canonical: Mapping[str, Matrix]) -> Update:
+        """What puts these in place of the model's weights."""
+        return Update(self._weights, canonical, roles(self.model), self._taken)
 
     def _weights_of(self, checkpoint: Checkpoint) -> Weights:
         """The weights of `checkpoint`. Raises `CheckpointError` where they are of another model, or packed otherwise."""

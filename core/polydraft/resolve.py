@@ -21,7 +21,8 @@ from polydraft.contracts.packing import MADE, Packing
 from polydraft.errors import CapabilityError
 from polydraft.models.block import PACKED_ROLES, Block, Role
 from polydraft.models.description import ModelDescription
-from polydraft.models.ranks import LEAVES, has_experts, in_leaves, of_ranks, without_leaves
+from polydraft.models.ranks import LEAVES, has_experts, in_leaves, of_ranks, without_leaves, without_share
+from polydraft.models.weights import packed_at_load
 from polydraft.program.caches import block_bytes, never_hit, slot_bytes
 from polydraft.program.host_inputs import BLOCKING, MIDDLE, Needs
 from polydraft.sampling_params import MAX_STOP_TOKENS
@@ -163,6 +164,7 @@ def resolve(
     schedule = _schedule(n, drafts)
     blocks = {**share.layers, **own_layers}
     _refuse_of_ranks(n, proposer, verify, dtype, sharing=sharing, features=features, narrow=draft_vocab is not None)
+    _refuse_packing_of_ranks(n, share, packing)
     _refuse_blocks(n, blocks)
     limits = _limits(n, length, drafts, lambda block_size: block_bytes(blocks, block_size, dtype, kv))
     _slot_states(n, slot_bytes(blocks, limits, dtype), limits)
@@ -214,8 +216,8 @@ def _devices(n: _Negotiation, device: str) -> None:
 
 
 def _leaves(n: _Negotiation, dtype: str) -> bool:
-    """Whether sums are taken by leaf: where bits are promised, and ranks could share the model out. Packed matrices are not
-    shared out, and leaves are added up in f32 alone, so of others there is no text over several ranks that could be the same."""
+    """Whether sums are taken by leaf: where bits are promised, and ranks could share the model out. Packed matrices have no
+    leaves, and these are added up in f32 alone, so of others there is no text over several ranks that could be the same."""
     packed = n.config.weights != AUTO or bool(n.model.packed_as)
     return n.config.invariant and n.caps.ordered_sums and dtype == "f32" and not packed
 
@@ -257,9 +259,6 @@ def _refuse_of_ranks(
         f"--proposer {proposer}": proposer not in sharing and "it does not draft over a share of a model",
         "--draft-vocab": narrow and "a reduced draft vocabulary is not shared out",
         f"--verify {verify}": verify == "rejection" and "its noise and its tokens would be each rank's own",
-        f"--weights {config.weights}": config.weights != AUTO and "packed matrices are not shared out",
-        f"model {n.model.name}": bool(n.model.packed_as)
-        and f"matrices packed as {', '.join(n.model.packed_as)} are not shared out",
         " and ".join(features): bool(features) and "what it uploads in a step reaches rank 0 alone",
         "--enable-sleep-mode": config.enable_sleep_mode and "ranks cannot sleep",
         "--weights-digest": config.weights_digest and "no rank reads all weights",
@@ -270,12 +269,23 @@ def _refuse_of_ranks(
             n.refuse(f"{what} with --tensor-parallel {num_ranks}: {why}; leave out one of the two")
 
 
+def _refuse_packing_of_ranks(n: _Negotiation, share: ModelDescription, packing: Packing | None) -> None:
+    """Refuse to pack what is to be shared out in the middle of a group; what a checkpoint stores is known once it is read."""
+    if share.ranks == 1 or packing is None:
+        return
+    packings = dict.fromkeys(packed_at_load(n.model, n.config.weights_ignore), packing)
+    if why := without_share(n.model, share, packings, n.caps.packings):
+        n.refuse(f"--weights {n.config.weights} with --tensor-parallel {share.ranks}: {why}; leave out one of the two")
+
+
 def _uneven(n: _Negotiation) -> str:
     """Why a text over so many ranks would not be that of every other number, as a clause; "" where it is."""
     if not n.caps.ordered_sums:
         return n.info.lacks("ordered_sums")
     if LEAVES % n.config.tensor_parallel:
         return f"sums have {LEAVES} leaves, which as many ranks cannot share out"
+    if n.config.weights != AUTO or n.model.packed_as:
+        return "sums of packed matrices have no leaves"
     return without_leaves(n.model)
 
 

@@ -112,9 +112,14 @@ class PackedWeight:
                 )
 
     @property
+    def arrays(self) -> tuple[Array, ...]:
+        """What is stored: numbers, scales, and zero points where there are some."""
+        return (self.numbers, self.scales) if self.zeros is None else (self.numbers, self.scales, self.zeros)
+
+    @property
     def nbytes(self) -> int:
         """Of what is stored."""
-        return self.numbers.nbytes + self.scales.nbytes + (0 if self.zeros is None else self.zeros.nbytes)
+        return sum(array.nbytes for array in self.arrays)
 
     @property
     def ndim(self) -> int:

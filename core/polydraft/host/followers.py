@@ -24,6 +24,7 @@ from typing import Any, Final, Protocol
 import numpy as np
 
 from polydraft.child_process import ending, running
+from polydraft.contracts.packing import PACKINGS, Matrix, PackedWeight
 from polydraft.device import Array
 from polydraft.errors import DeviceError, PolydraftError
 from polydraft.host.draft_policy import DraftView
@@ -59,7 +60,7 @@ class Rungs:
 class Channel(Protocol):
     """The way from rank 0 to another rank."""
 
-    def send(self, message: bytes, data: memoryview | bytes = b"") -> None:
+    def send(self, message: bytes, *data: memoryview | bytes) -> None:
         """Hand a message over, with what lies behind it; `END` is the last one. Raises `DeviceError` where nobody takes it any
         more."""
 
@@ -74,7 +75,7 @@ class Rank(Protocol):
     def runner(self) -> Runner: ...
     def close(self) -> None: ...
 
-    def keep_share(self, name: str, value: Array) -> None:
+    def keep_share(self, name: str, value: Matrix) -> None:
         """A tensor of this rank's share of weights that lie in the memory of rank 0."""
 
     def check_weights(self, directory: str) -> None:
@@ -112,15 +113,24 @@ def _of_weights(what: str, *words: Any) -> bytes:
     return _OF_WEIGHTS + struct.pack("=q", len(text)) + text + bytes(-len(text) % 8)
 
 
+def _arrays(message: bytes, begin: int, forms: Sequence[tuple[str, Sequence[int]]]) -> list[Array]:
+    """The arrays of these dtypes and shapes that lie in a message from `begin` on."""
+    found = list[Array]()
+    for dtype, shape in forms:
+        found.append(np.frombuffer(message, dtype, math.prod(shape), begin).reshape(shape))
+        begin += found[-1].nbytes + -found[-1].nbytes % 8
+    return found
+
+
 def _change(rank: Rank, message: bytes) -> None:
     """Do what a message about weights says."""
     begin = 2 * len(_OF_WEIGHTS)
     (size,) = struct.unpack_from("=q", message, len(_OF_WEIGHTS))
     what, *words = json.loads(message[begin : begin + size])
     if what == "keep":
-        name, shape = words
-        data = np.frombuffer(message, np.float32, offset=begin + size + -size % 8)
-        rank.keep_share(name, data.reshape(shape))
+        name, packing, shape, forms = words
+        arrays = _arrays(message, begin + size + -size % 8, forms)
+        rank.keep_share(name, PackedWeight(PACKINGS[packing], tuple(shape), *arrays) if packing else arrays[0])
     elif what == "check":
         rank.check_weights(*words)
     elif what == "take":
@@ -147,11 +157,13 @@ class Followers:
         self._tell(self._writer.write(plan))
 
     # Messages about weights come to the other ranks in the order of plans, so each step runs with the same ones on all ranks.
-    def give_share(self, rank: int, name: str, value: Array) -> None:
-        """Have a rank keep a float32 tensor of its share, until it is told to check or to drop it. Raises as `send` does."""
+    def give_share(self, rank: int, name: str, value: Matrix) -> None:
+        """Have a rank keep a tensor of its share, until it is told to take or to drop it. Raises as `send` does."""
         self.group.exchange.raise_failure()
-        data = np.ascontiguousarray(value)
-        self._channels[rank - 1].send(_of_weights("keep", name, data.shape), data.reshape(-1).view(np.uint8).data)
+        packing, arrays = (value.packing.name, value.arrays) if isinstance(value, PackedWeight) else ("", (value,))
+        message = _of_weights("keep", name, packing, value.shape, [(array.dtype.str, array.shape) for array in arrays])
+        data = [np.ascontiguousarray(array).reshape(-1).view(np.uint8).data for array in arrays]
+        self._channels[rank - 1].send(message, *(part for one in data for part in (one, bytes(-len(one) % 8))))
 
     def check_weights(self, directory: str) -> None:
         """Have the other ranks read what they keep of the weights in `directory`, "": check what each was given, and come to
@@ -200,9 +212,9 @@ class ThreadChannel:
         self._thread = threading.Thread(target=_run, args=arguments, name=f"rank {group.rank}", daemon=True)
         self._thread.start()
 
-    def send(self, message: bytes, data: memoryview | bytes = b"") -> None:
+    def send(self, message: bytes, *data: memoryview | bytes) -> None:
         """Queue it."""
-        self._inbox.put(message + data if len(data) else message)
+        self._inbox.put(b"".join((message, *data)))
 
     def join(self) -> None:
         """Wait: a thread that does not end keeps nobody."""
@@ -245,15 +257,15 @@ class ProcessChannel:
         self._watcher = threading.Thread(target=self._watch, name=f"rank {rank}", daemon=True)
         self._watcher.start()
 
-    def send(self, message: bytes, data: memoryview | bytes = b"") -> None:
+    def send(self, message: bytes, *data: memoryview | bytes) -> None:
         """Write it, behind its length."""
         self._ending = self._ending or message == END
         pipe = self._process.stdin
         assert pipe is not None, "it was asked for"
         try:
             with self._lock:
-                pipe.write((len(message) + len(data)).to_bytes(8, "little") + message)
-                pipe.write(data)
+                pipe.write(sum(map(len, (message, *data))).to_bytes(8, "little") + message)
+                pipe.writelines(data)
                 pipe.flush()
         except (OSError, ValueError):  # it has ended, or is about to be waited for
             if message != END:

@@ -283,8 +283,8 @@ class Weights(Mapping[str, NDArray[np.float32]]):
         return out.reshape(self.shape(name))
 
     def kept(self, name: str, share: Share) -> NDArray[np.float32]:
-        """Return the share that one rank keeps of canonical tensor `name`, and read nothing else of it. Synchronous host work.
-        Errors: as for a look-up; matrices that are stored in few bits have no shares."""
+        """Return the share that one rank keeps of canonical tensor `name`, and read nothing else of it; of parts that are stored
+        in few bits all that the share has some of. Synchronous host work. Errors: as for a look-up."""
         whole = self._checkpoint.whole(name, self.shape(name))
         if whole is not None:
             return share.of(whole)
@@ -296,9 +296,14 @@ class Weights(Mapping[str, NDArray[np.float32]]):
             place -= share.first
             if share.stacked and not 0 <= place < len(out):
                 continue
-            for take, put in share.of_part(first, part.shape[0]):
-                stretch = self._checkpoint.piece(part.name, partial(_picked, part, take))
-                self._check_finite(part.name, stretch)
+            taken = list(share.of_part(first, part.shape[0]))
+            whole = self._dequantised(part) if taken and part.name in self._layouts else None
+            for take, put in taken:
+                if whole is not None:
+                    stretch = whole[take]
+                else:
+                    stretch = self._checkpoint.piece(part.name, partial(_picked, part, take))
+                    self._check_finite(part.name, stretch)
                 (out[place] if share.stacked else out)[put] = stretch
         return out
 
@@ -330,11 +335,15 @@ class Weights(Mapping[str, NDArray[np.float32]]):
         orders = (layout.order(self._module(part)) for part, layout in zip(parts, layouts, strict=True) if layout)
         return packing if all(order is None for order in orders) else None
 
-    def packed(self, name: str) -> PackedWeight:
-        """Return canonical tensor `name` as it is stored, in `packing(name)`. Synchronous host work without a float copy. Errors:
-        as for a look-up."""
-        matrices = [joined([self._read(part) for part in parts]) for parts in self._pieces(name)]
-        return stacked(matrices) if self._table.stacks.get(name) else matrices[0]
+    def packed(self, name: str, share: Share | None = None) -> PackedWeight:
+        """Return canonical tensor `name` as it is stored, in `packing(name)`, or the share that a rank keeps of it. Synchronous
+        host work without a float copy. Errors: as for a look-up."""
+        pieces = self._pieces(name)
+        if share is not None and share.stacked:
+            pieces = pieces[share.first : share.first + share.shape[0]]
+        matrices = (joined([self._read(part) for part in parts]) for parts in pieces)
+        kept = list(matrices if share is None else map(share.of_packed, matrices))
+        return stacked(kept) if self._table.stacks.get(name) else kept[0]
 
     def _pieces(self, name: str) -> list[tuple[Part, ...]]:
         """The parts of each matrix of a stack; of what is none, all of them."""

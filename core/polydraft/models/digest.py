@@ -15,7 +15,6 @@ from typing import Final
 import numpy as np
 
 from polydraft.contracts.packing import Matrix, PackedWeight
-from polydraft.device import Array
 from polydraft.errors import CheckpointError
 
 LANES: Final = 4099
@@ -95,9 +94,6 @@ def _digest(value: Matrix) -> bytes:
 
 def _bytes(value: Matrix) -> Iterator[bytes | memoryview]:
     """What a tensor consists of: of each array its dtype and shape, and its bytes."""
-    arrays: tuple[Array | None, ...]
-    arrays = (value.numbers, value.scales, value.zeros) if isinstance(value, PackedWeight) else (value,)
-    for array in arrays:
-        if array is not None:
-            yield f"{array.dtype.str}{array.shape}".encode()
-            yield np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+    for array in value.arrays if isinstance(value, PackedWeight) else (value,):
+        yield f"{array.dtype.str}{array.shape}".encode()
+        yield np.ascontiguousarray(array).reshape(-1).view(np.uint8).data

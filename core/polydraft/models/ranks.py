@@ -14,17 +14,17 @@ them and sums these, which is a subtree; the collective `all_reduce` goes on fro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
 
 from polydraft.contracts.base import Limits
-from polydraft.contracts.packing import Matrix
+from polydraft.contracts.packing import MIDDLE, Matrix, PackedWeight, Packing, stacked
 from polydraft.device import Array
 from polydraft.errors import CapabilityError
-from polydraft.models.block import Block, Tensor
+from polydraft.models.block import Block, Role, Tensor
 from polydraft.models.checkpoint import Weights
 from polydraft.models.description import ModelDescription
 
@@ -156,6 +156,43 @@ class Share:
             out[(*before, slice(put, put + size))] = whole[(*before, slice(begin, begin + size))]
         return out
 
+    def of_packed(self, whole: PackedWeight) -> PackedWeight:
+        """The share of a packed matrix, or of a stack of them, which `uncut` lets pass. What no stretch fills stands for 0."""
+        if self.stacked and whole.ndim > 2:
+            return stacked([self.of_packed(whole[self.first + place]) for place in range(self.shape[0])])
+        packing, shape = whole.packing, self.shape[-2:]
+        zero = MIDDLE << 4 | MIDDLE if packing.number == "int4" and not packing.zeros else 0
+        together = 2 if packing.number == "int4" else 1  # inputs of which a byte has the numbers
+        numbers = self._of_each(whole.numbers, (1, together), (shape[0], -(-shape[1] // together)), zero)
+        of_scales, grain = packing.scales_of(shape), (packing.rows, packing.columns)
+        places = [self._of_each(one, grain, of_scales, empty) for one, empty in zip(whole.arrays[1:], (1, 0), strict=False)]
+        return PackedWeight(packing, shape, numbers, *places)
+
+    def _of_each(self, whole: Array, grain: tuple[int, int], shape: tuple[int, ...], empty: int) -> Array:
+        """The share of an array in which a number is of as many outputs and inputs as `grain` says, 0: of all of them."""
+        each = grain[self.axis]
+        if not each:
+            return whole
+        out, before = np.full(shape, empty, whole.dtype), (slice(None),) * self.axis
+        for begin, put, size in self.stretches:
+            count = -(-size // each)
+            taken = whole[(*before, slice(begin // each, begin // each + count))]
+            out[(*before, slice(put // each, put // each + count))] = taken
+        return out
+
+    def uncut(self, packing: Packing, size: int, *, taken: bool) -> str:
+        """Why there is no such share of a matrix in a packing, as a clause; "" where there is one. `size`: of the whole along the
+        axis; `taken`: kernels take it so, and round activations where the packing says so."""
+        if self.axis and packing.activations and taken and not packing.columns:
+            return f"{packing.name} rounds a row of activations by all of its features, of which a rank has a part"
+        least = 2 if packing.number == "int4" else 1
+        each, what = (packing.columns or least, "inputs") if self.axis else (packing.rows, "outputs")
+        for begin, put, kept in self.stretches:
+            cut = [place for place in (begin, put, begin + kept) if place % each and place < size]
+            if cut:
+                return f"{packing.name} packs {each} {what} together, and those of a rank begin or end at {cut[0]} of {size}"
+        return ""
+
     def of_part(self, first: int, rows: int) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
         """Of a part of a piece that has `rows` rows from row `first` on: which elements of it are kept, and where in the share of
         that piece they go."""
@@ -168,15 +205,41 @@ class Share:
                 yield (slice(low - first, high - first),), (slice(put + low - begin, put + high - begin),)
 
 
+def shares_of(whole: ModelDescription, share: ModelDescription, rank: int) -> dict[str, Share | None]:
+    """What `rank` keeps of each weight of a model, by name; None where it keeps all of it."""
+    declared = share.weights()
+    return {name: Share.of_rank(one, declared[name], rank, share.ranks) for name, one in whole.weights().items()}
+
+
+def without_share(
+    whole: ModelDescription, share: ModelDescription, packings: Mapping[str, Packing], taken: Callable[[Role], Collection[str]]
+) -> str:
+    """The first packed weight of which some rank cannot have its share as it is packed, with the reason, as a clause; "" where
+    each can. `packings`: of those that are packed, by name; `taken`: in which kernels take a role."""
+    declared = whole.weights()
+    for rank in range(share.ranks):
+        for name, kept in shares_of(whole, share, rank).items():
+            if kept is not None and name in packings:
+                one, packing = declared[name], packings[name]
+                why = kept.uncut(packing, one.joined[kept.axis], taken=packing.name in taken(one.role))
+                if why:
+                    return f"{name}: {why}"
+    return ""
+
+
 class OfRank(Mapping[str, Matrix]):
     """The canonical tensors of one rank, each read when it is looked up and no further than the rank keeps it."""
 
-    def __init__(self, weights: Weights, whole: ModelDescription, share: ModelDescription, rank: int) -> None:
-        self._weights, self._rank, self._ranks = weights, rank, share.ranks
-        self._whole, self._share = whole.weights(), share.weights()
+    def __init__(
+        self, weights: Weights, whole: ModelDescription, share: ModelDescription, rank: int, uncut: Collection[str] = ()
+    ) -> None:
+        """`uncut`: tensors that are given as a whole, and cut by who asks for them."""
+        self._weights, self._uncut, self._shares = weights, uncut, shares_of(whole, share, rank)
 
     def __getitem__(self, name: str) -> Matrix:
-        kept = Share.of_rank(self._whole[name], self._share[name], self._rank, self._ranks)
+        kept = None if name in self._uncut else self._shares[name]
+        if self._weights.packing(name) is not None:
+            return self._weights.packed(name, kept)
         return self._weights[name] if kept is None else self._weights.kept(name, kept)
 
     def __iter__(self) -> Iterator[str]:

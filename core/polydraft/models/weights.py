@@ -24,6 +24,7 @@ from polydraft.errors import CheckpointError
 from polydraft.models.block import PACKED_ROLES, Role, laid_out
 from polydraft.models.checkpoint import Weights
 from polydraft.models.description import ModelDescription, block_weights
+from polydraft.models.ranks import Share
 from polydraft.plugins.kernel_table import BoundTable
 
 Taken = Mapping[Role, Collection[str]]
@@ -81,22 +82,32 @@ class PackedAtLoad(Mapping[str, Matrix]):
     root mean square of what packing changed over that of the matrix. Where rows overlap in memory, numbers of 8 bits do, too."""
 
     def __init__(
-        self, canonical: Mapping[str, Matrix], model: ModelDescription, packing: Packing, ignored: Collection[str]
+        self,
+        canonical: Mapping[str, Matrix],
+        model: ModelDescription,
+        packing: Packing,
+        ignored: Collection[str],
+        cut: Mapping[str, Share] = MappingProxyType({}),
     ) -> None:
-        """`ignored`: parts of the model (`PARTS`) whose matrices stay as they are."""
+        """`ignored`: parts of the model (`PARTS`) whose matrices stay as they are; `cut`: what is kept of a matrix once it is
+        packed, by name, all of it by default."""
         self._canonical, self._packing, self._roles, self._ignored = canonical, packing, roles(model), ignored
+        self._cut = cut
         self.errors: dict[str, float] = {}
 
     def __getitem__(self, name: str) -> Matrix:
         value = self._canonical[name]
         if self._roles.get(name) not in PACKED_ROLES or part_of(name) in self._ignored or isinstance(value, PackedWeight):
             return value
-        pool = _pool(value) if self._packing.number != "int4" and not self._packing.columns else None
+        pooled = self._packing.number != "int4" and not self._packing.columns and name not in self._cut
+        pool = _pool(value) if pooled else None
         matrix = value if pool is None else pool[None]
         packed = pack(matrix, self._packing)
         changed = packed.read()
         changed -= matrix
         self.errors[name] = float(np.linalg.norm(changed) / max(float(np.linalg.norm(matrix)), float(np.finfo(np.float32).tiny)))
+        if name in self._cut:
+            return self._cut[name].of_packed(packed)
         return packed if pool is None else _spread(packed, value)
 
     def __iter__(self) -> Iterator[str]:
@@ -143,6 +154,11 @@ class InLeaves(Mapping[str, Matrix]):
 def part_of(name: str) -> str:
     """The part of a model (`PARTS`) that a canonical tensor belongs to, "" for none of them."""
     return "head" if name in ("lm_head", DRAFT_HEAD) else "mtp" if name.startswith("mtp.") else ""
+
+
+def packed_at_load(model: ModelDescription, ignored: Collection[str]) -> list[str]:
+    """The matrices that `PackedAtLoad` packs, by name."""
+    return [name for name, one in model.weights().items() if one.role in PACKED_ROLES and part_of(name) not in ignored]
 
 
 def roles(model: ModelDescription) -> dict[str, Role]:

@@ -12,7 +12,7 @@ import pytest
 
 from polydraft import LLM, SamplingParams, reference
 from polydraft.backend import DeviceOptions
-from polydraft.errors import PluginError
+from polydraft.errors import PluginError, UnknownPluginError
 from polydraft.plugins import loading as plugin_loading
 from polydraft.plugins.checks import BACKEND, PACK
 from polydraft.plugins.plugins import Loaded, Plugins, find, survey
@@ -189,6 +189,15 @@ def test_file_or_module_that_fails_to_import(tmp_path: Path, monkeypatch: pytest
     with pytest.raises(PluginError, match=rf"--plugin {where} failed to import: {cause}.*repair it"):
         Plugins.load("reference", files=(where,))
     assert not any("broken" in name for name in set(sys.modules) - before)
+
+
+@pytest.mark.parametrize(
+    ("where", "said"),
+    [("paddle/sdpa", "an installed kernel pack; name it by --kernels"), ("null", "backend; name it by --backend")],
+)
+def test_an_installed_pack_or_backend_is_no_file(where: str, said: str):
+    with pytest.raises(UnknownPluginError, match=f"--plugin {where}: {where} is .*{said}"):
+        Plugins.load("reference", files=(where,))
 
 
 def test_file_called_like_a_module_takes_nothings_place(tmp_path: Path):

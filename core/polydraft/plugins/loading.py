@@ -112,6 +112,9 @@ def load_file(where: str) -> ModuleType:
     except PluginError:
         raise
     except (Exception, SystemExit) as error:
+        for role, option in ((PACK, "--kernels"), (BACKEND, "--backend")):
+            if where in find(role.group):
+                raise UnknownPluginError(f"--plugin {where}: {where} is an installed {role.noun}; name it by {option}") from error
         raise PluginError(
             f"--plugin {where} failed to import: {type(error).__name__}: {error}; repair it, or give a path to a file or an "
             "importable module"

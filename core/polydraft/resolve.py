@@ -312,7 +312,7 @@ def _weights(n: _Negotiation, dtype: str) -> Packing | None:
         _stored(n, dtype)
         return None
     if asked == AUTO:
-        n.choose("weights", dtype, "matrices are kept in the dtype of activations")
+        n.choose("weights", dtype, "matrices are not packed; the backend keeps them as it computes with them")
         return None
     made = MADE[asked]
     reason = f"{made.why}; drafts leave texts as they are"

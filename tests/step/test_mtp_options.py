@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 
 from polydraft import LLM, SamplingParams
@@ -20,6 +21,7 @@ from polydraft.models.description import CONVENTIONS
 from tests.oracle import greedy_rounds
 from tests.support import tiny
 from tests.support.depth import among, crossed
+from tests.support.project import ROOT
 from tests.support.runs import Ask, drive
 
 DATA = Path(__file__).parents[1] / "data"
@@ -89,6 +91,7 @@ def test_the_conventions_that_a_head_was_trained_with_come_first(model: str, var
     run = command("--model", str(DATA / model), "--backend", "cpu", "--vary", vary, "--json", "--max-new-tokens", "160")
     assert (run.returncode, run.stderr) == (0, "")
     answer = json.loads(run.stdout)
+    jsonschema.validate(answer, json.loads((ROOT / "core/polydraft/schemas/mtp_check-1.json").read_text(encoding="utf-8")))
     first, *others = answer["tried"]
     (true,) = (one for one in answer["tried"] if one["configured"])
     seen = {name: value for name, value in true["conventions"].items() if name != "mask_first_position"}

@@ -1101,6 +1101,11 @@ def test_schemas_are_valid_and_closed(file: Path):
     assert content["additionalProperties"] is False
 
 
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_publishes_the_schema_of_its_json(name: str):
+    assert (ROOT / "core" / "polydraft" / "schemas" / f"{name.replace('-', '_')}-1.json").is_file()
+
+
 def test_a_schema_refuses_what_does_not_fit(generate: Callable[..., Result]):
     answer = generate(PROMPT, "--json").json
     validator = jsonschema.Draft202012Validator(schema("polydraft.generate/1"))

@@ -163,7 +163,7 @@ class Engine:
         self.group = group
         """This rank, where the model is split over several."""
         if self.resolved.ranks > 1 and group is None:
-            self._refuse_instruments()
+            self._refuse_given(features)
             self._followers = self._start_followers(backend, checkpoint)
             self.group = self._followers.group
             weakref.finalize(self, self._followers.end)
@@ -194,8 +194,13 @@ class Engine:
         start = {"config": asdict(config), "rungs": rungs, "checkpoint": opening}
         return start_processes(resolved.ranks, capacity, exchange.PATIENCE_S, start)
 
-    def _refuse_instruments(self) -> None:
-        """Refuse what observes rank 0 in a way that would have it run other launches than the others, or weights in whole."""
+    def _refuse_given(self, features: Sequence[FeatureFactory]) -> None:
+        """Refuse what rank 0 alone is given and would have it run other launches than the others, or wants whole weights."""
+        if features:
+            raise CapabilityError(
+                f"{' and '.join(one.name for one in features)} with --tensor-parallel {self.resolved.ranks}: what is given to an "
+                "engine as an object reaches rank 0 alone; leave out one of the two"
+            )
         for one in self.instruments:
             if one.reads_weights or (one.eager and self.resolved.graph != "off"):
                 why = "weights as they are stored" if one.reads_weights else "launches one by one, which others replay as graphs"
@@ -596,6 +601,8 @@ class Engine:
         if inputs.fills_first:
             inputs.fill(self._view(plan), middle=False)
         if self._followers is not None:
+            if inputs.fills_first:
+                self._followers.give_inputs(inputs, plan, middle=False)
             self._followers.send(plan)
         points, launch = self.instruments.points, self.runner.launch
         flight = points.notify_around("launch", plan, launch, plan) if points.launch else launch(plan)
@@ -611,6 +618,8 @@ class Engine:
         while self._in_flight[0] is not flight:
             self._collect()
         self.runner.inputs.fill(self._view(flight.plan), middle=True)
+        if self._followers is not None:
+            self._followers.give_inputs(self.runner.inputs, flight.plan, middle=True)
         if self._constraints is not None:
             self._hear(self._constraints)
         points = self.instruments.points

@@ -317,9 +317,6 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "intermediate": ("shared", {"tensor_parallel": 3}, "56 intermediate features cannot be shared out evenly .layers.0."),
     "experts": ("sparse-glm", {"tensor_parallel": 16}, "cannot be shared out evenly"),
     "rejection": ("narrow", {"verify": "rejection"}, "--verify rejection with --tensor-parallel 2"),
-    "proposer": ("narrow", {"proposer": "suffix"}, "--proposer suffix with --tensor-parallel 2"),
-    "hybrid": ("narrow", {"proposer": "hybrid"}, "--proposer hybrid with --tensor-parallel 2"),
-    "constraints": ("narrow", {"constraints": True}, "constraints with --tensor-parallel 2: what it uploads in a step"),
     "draft vocabulary": (
         "narrow", {"draft_vocab": f"{tiny.token_counts(64)}:16"}, "--draft-vocab with --tensor-parallel 2: a reduced draft vocab"
     ),

@@ -434,6 +434,15 @@ def test_ranks_with_a_device_each_want_as_many_devices():
             over(*given)
 
 
+def test_a_draft_model_is_not_shared_out():
+    config = EngineConfig(tensor_parallel=2, proposer="hybrid", draft_model="drafts")
+    with pytest.raises(CapabilityError, match="--draft-model drafts with --tensor-parallel 2: a draft model is not shared out"):
+        resolve(
+            config, info("chip", ranks="threads"), MODEL, proposers={"hybrid": "previous_tokens"}, sharing=["hybrid"],
+            draft_models=["hybrid"],
+        )  # fmt: skip
+
+
 def test_sums_are_taken_by_leaf_where_more_ranks_could_write_the_same_text():
     ordered, plain = (info("chip", ordered_sums=one, dtypes=("f32", "bf16")) for one in (True, False))
     assert run(invariant=True, backend=ordered).leaves

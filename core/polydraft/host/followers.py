@@ -28,6 +28,7 @@ from polydraft.contracts.packing import PACKINGS, Matrix, PackedWeight
 from polydraft.device import Array
 from polydraft.errors import DeviceError, PolydraftError
 from polydraft.host.draft_policy import DraftView
+from polydraft.program.host_inputs import HostInputs
 from polydraft.program.plan import StepPlan
 from polydraft.program.plan_bytes import PlanReader, PlanWriter
 from polydraft.ranks import Exchange, Group
@@ -36,8 +37,11 @@ from polydraft.step.runner import InFlightStep, Runner
 WORKER = "polydraft.rank_worker"
 END = b""
 """The message behind the last plan."""
-_OF_WEIGHTS: Final = struct.pack("=q", -1)
-"""What a message about weights begins with. That of a plan begins with its step, which is no such number."""
+_OF_WEIGHTS, _OF_INPUTS = -1, -2
+"""What messages about weights, and with host inputs, begin with. That of a plan begins with its step, which is no such number."""
+_WORD: Final = struct.Struct("=q")
+_INPUTS: Final = struct.Struct("=4q")
+"""In front of host inputs: of which step, whether it is bound, and whether they come in its middle."""
 ENDING_S = 10.0
 """Seconds that a process has to end in; then it is killed."""
 SHARED = Path("/dev/shm")  # noqa: S108  the file there has no name
@@ -93,6 +97,7 @@ def follow(rank: Rank, overlap: int, inbox: Inbox) -> None:
     is used again; nobody looks at its outcome. While there is no further plan everything is waited for, drafts too: some devices
     do nothing until somebody waits, and that of rank 0 may be further on than its host."""
     runner, reader, in_flight = rank.runner, PlanReader(), deque[InFlightStep]()
+    half: InFlightStep | None = None
     while True:
         while in_flight and (inbox.empty() or len(in_flight) > overlap):
             runner.collect(in_flight.popleft())
@@ -101,16 +106,28 @@ def follow(rank: Rank, overlap: int, inbox: Inbox) -> None:
         message = inbox.get()
         if message == END:
             return
-        if message.startswith(_OF_WEIGHTS):
+        (what,) = _WORD.unpack_from(message)
+        if what == _OF_WEIGHTS:
             _change(rank, message)
+        elif what == _OF_INPUTS:
+            _, step_id, bound, middle = _INPUTS.unpack_from(message)
+            runner.inputs.take(memoryview(message)[_INPUTS.size :], step_id, bound=bool(bound), middle=bool(middle))
+            if middle and half is not None:
+                runner.resume(half)
+                in_flight.append(half)
+                half = None
         else:
-            in_flight.append(runner.launch(reader.read(message)))
+            flight = runner.launch(reader.read(message))
+            if flight.split:
+                half = flight  # until its host inputs are here
+            else:
+                in_flight.append(flight)
 
 
 def _of_weights(what: str, *words: Any) -> bytes:
     """A message about weights: what to do, and with what. Whole words, so that data behind it is aligned."""
     text = json.dumps((what, *words)).encode()
-    return _OF_WEIGHTS + struct.pack("=q", len(text)) + text + bytes(-len(text) % 8)
+    return _WORD.pack(_OF_WEIGHTS) + _WORD.pack(len(text)) + text + bytes(-len(text) % 8)
 
 
 def _arrays(message: bytes, begin: int, forms: Sequence[tuple[str, Sequence[int]]]) -> list[Array]:
@@ -124,8 +141,8 @@ def _arrays(message: bytes, begin: int, forms: Sequence[tuple[str, Sequence[int]
 
 def _change(rank: Rank, message: bytes) -> None:
     """Do what a message about weights says."""
-    begin = 2 * len(_OF_WEIGHTS)
-    (size,) = struct.unpack_from("=q", message, len(_OF_WEIGHTS))
+    begin = 2 * _WORD.size
+    (size,) = _WORD.unpack_from(message, _WORD.size)
     what, *words = json.loads(message[begin : begin + size])
     if what == "keep":
         name, packing, shape, forms = words
@@ -156,6 +173,11 @@ class Followers:
         """Have the other ranks launch a step. Raises `DeviceError` where one of them has ended."""
         self._tell(self._writer.write(plan))
 
+    def give_inputs(self, inputs: HostInputs, plan: StepPlan, *, middle: bool) -> None:
+        """Hand over what was filled for a step, before it is sent, or in its middle. Raises as `send` does."""
+        rows, arrays = inputs.filled(plan, middle=middle)
+        self._tell(_INPUTS.pack(_OF_INPUTS, plan.step_id, plan.bound, middle) + rows, *arrays)
+
     # Messages about weights come to the other ranks in the order of plans, so each step runs with the same ones on all ranks.
     def give_share(self, rank: int, name: str, value: Matrix) -> None:
         """Have a rank keep a tensor of its share, until it is told to take or to drop it. Raises as `send` does."""
@@ -178,10 +200,10 @@ class Followers:
         """Have them forget what they were given or have opened. Raises as `send` does."""
         self._tell(_of_weights("drop"))
 
-    def _tell(self, message: bytes) -> None:
+    def _tell(self, message: bytes, *data: memoryview) -> None:
         self.group.exchange.raise_failure()
         for channel in self._channels:
-            channel.send(message)
+            channel.send(message, *data)
 
     def abandon(self, sentence: str) -> str:
         """Rank 0 cannot go on: the others end with it. Returns why, which is what was said first."""

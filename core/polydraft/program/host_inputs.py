@@ -20,6 +20,7 @@ A feature that serves bound requests alone (`for_bound`) takes part in steps tha
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol, get_args
@@ -181,6 +182,25 @@ class HostInputs:
         index = view.plan.step_id % (self._depth + 1)
         for one in self._middle[view.plan.bound] if middle else self._first:
             one.rows = one.feature.fill(view, {name: staging.array for name, staging in one.sets[index].items()})
+
+    def filled(self, plan: StepPlan, *, middle: bool) -> tuple[bytes, list[memoryview]]:
+        """What was filled for a step, for an engine that fills nothing itself (`take`): rows of each feature, and of its arrays
+        these."""
+        index, some = plan.step_id % (self._depth + 1), self._middle[plan.bound] if middle else self._first
+        rows = struct.pack(f"={len(some)}q", *(one.rows for one in some))
+        arrays = [(staging.array, one.rows) for one in some if one.rows for staging in one.sets[index].values()]
+        return rows, [array[:count].reshape(-1).view(np.uint8).data for array, count in arrays]
+
+    def take(self, filled: memoryview, step_id: int, *, bound: bool, middle: bool) -> None:
+        """Fill as another engine has filled for this step; `filled`: what `filled` of that one has told, joined."""
+        some = self._middle[bound] if middle else self._first
+        rows, begin = struct.unpack_from(f"={len(some)}q", filled), 8 * len(some)
+        for one, count in zip(some, rows, strict=True):
+            one.rows = count
+            for staging in one.sets[step_id % (self._depth + 1)].values() if count else ():
+                into: Array = staging.array[:count].reshape(-1).view(np.uint8)
+                into[:] = np.frombuffer(filled, np.uint8, into.size, begin)
+                begin += into.size
 
     def upload_first(self, stream: Stream, step_id: int) -> None:
         """Enqueue what was filled before the launch."""

@@ -174,8 +174,8 @@ class Proposer(Protocol):
     One that feeds a state back from pass to pass names by `state` the buffer that has it behind the last pass, by sequence;
     `--check-draft-state` compares it.
 
-    One whose launches are the same over a share of the model (`polydraft.models.ranks`) says so by the factory's attribute
-    `ranks = True`; others are refused where a model is split over ranks.
+    One whose launches are the same over a share of the model (`polydraft.models.ranks`), and whose features append none, says
+    so by the factory's attribute `ranks = True`; others are refused where a model is split over ranks.
 
     One that drafts on the host has `features`, a tuple of `HostFeature`s (`polydraft.program.host_inputs`), and its factory an
     attribute `needs`, the most demanding of theirs."""

@@ -102,6 +102,7 @@ class HybridProposer:
     """Drafts of a head and of a lookup, joined on the device. Under rejection verification all of them count as certain."""
 
     name = "hybrid"
+    ranks = True
     needs: Needs = "previous_tokens"
     lookups_from = "kept_drafts"
     options: ClassVar[Mapping[str, float]] = MappingProxyType({**SuffixProposer.options, "model_drafts": 0})

@@ -59,6 +59,7 @@ class SuffixProposer:
     """Drafts as many tokens as are likely enough, in one launch behind the host's guess."""
 
     name = "suffix"
+    ranks = True
     needs: Needs = "previous_tokens"
     options: ClassVar[Mapping[str, float]] = MappingProxyType({"cached_tokens": 1 << 18, "min_token_prob": 0.1})
     """Tokens of finished texts that later ones may be drafted from (0: each text is drafted from its own alone), and the least

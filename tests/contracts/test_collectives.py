@@ -113,6 +113,25 @@ def test_everybody_gets_what_everybody_brings_however_often_they_meet():
         assert one == [[i, 100 + i, 200 + i] for i in range(50)]
 
 
+def test_ranks_agree_on_the_first_reason_and_whether_one_brought_the_flag():
+    """Also where a sentence is longer than there is room for; then they go on."""
+
+    def agree(reason: str, flag: bool) -> Callable[[Exchange], Any]:
+        def work(exchange: Exchange) -> Any:
+            found = exchange.agree(reason, flag)
+            return found, [one.tolist() for one in exchange.swap(note(nbytes=4), np.array([exchange.rank], np.int32))]
+
+        return work
+
+    long, after = "rank 2 failed: ä" * 200, [[0], [1], [2]]
+    assert swaps(agree("", False), agree("", False), agree("", False)) == [(("", False), after)] * 3
+    assert swaps(agree("", False), agree("no room", True), agree("x", False)) == [(("no room", True), after)] * 3
+    for (reason, flag), _ in swaps(agree("", True), agree("", False), agree(long, False)):
+        assert flag
+        assert long.startswith(reason.rstrip("\ufffd"))
+        assert len(reason) > 500
+
+
 @pytest.mark.parametrize(
     ("other", "words"),
     [

@@ -21,6 +21,7 @@ from polydraft.errors import CapabilityError, CheckpointError, DeviceError
 from polydraft.host.followers import ProcessChannel
 from polydraft.models import Checkpoint
 from polydraft.models.safetensors_file import SafetensorsFile
+from polydraft.models.weights import read_all
 from polydraft.plugins.default_backend import default_backend
 from polydraft.ranks import exchange
 from polydraft.reference.table import NumpyTable
@@ -322,7 +323,8 @@ def test_a_rank_that_fails_to_bind_anew_ends_the_engine(monkeypatch: pytest.Monk
 
 
 @NATIVE
-def test_a_process_that_dies_meanwhile_ends_the_engine(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("when", ["requests end", "ranks read"])
+def test_a_process_that_dies_meanwhile_ends_the_engine(when: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(exchange, "PATIENCE_S", 1.0)
     with split(MODEL, 2, backend="cpu", draft_tokens=2) as running:
         request = begun(running)
@@ -331,14 +333,25 @@ def test_a_process_that_dies_meanwhile_ends_the_engine(monkeypatch: pytest.Monke
         assert isinstance(channel, ProcessChannel)
         process = channel._process
 
-        def step() -> None:
+        def kill() -> None:
             if process.poll() is None:
                 os.kill(process.pid, signal.SIGKILL)
                 process.wait()
+
+        def step() -> None:
+            if when == "requests end":
+                kill()
             running.step()
 
+        def reading(updates: Any) -> None:
+            if when == "ranks read":
+                kill()
+            read_all(updates)
+
+        monkeypatch.setattr("polydraft.engine.read_all", reading)
         with pytest.raises(DeviceError, match=rf"rank 1 \(process {process.pid}\) ended: SIGKILL.*every rank ends here"):
             running.update_weights(source(MODEL, "directory"), step=step)
+        assert not running.torn
         (output,) = running.poll()
         assert (output.id, output.finish_reason) == (request, "error")
         assert output.error == running.failure

@@ -237,12 +237,13 @@ def replays_the_rung_below() -> Iterator[None]:
 
 
 @contextmanager
-def _on_rank_1(place: type, name: str, change: Callable[..., Any]) -> Iterator[None]:
-    """A method is another one on the thread of rank 1, and ranks do not wait long: `change(real, self, argument, ...)`."""
+def _on_rank_1(place: Any, name: str, change: Callable[..., Any]) -> Iterator[None]:
+    """A method, or a function of a module, is another one on the thread of rank 1, and ranks do not wait long: `change(real,
+    argument, ...)`, of which the first is `self`."""
     real = getattr(place, name)
 
-    def changed(*given: Any) -> Any:
-        return change(real, *given) if threading.current_thread().name == "rank 1" else real(*given)
+    def changed(*given: Any, **named: Any) -> Any:
+        return change(real, *given, **named) if threading.current_thread().name == "rank 1" else real(*given, **named)
 
     with mock.patch.object(place, name, changed), mock.patch.object(exchange, "PATIENCE_S", 1.0):
         yield
@@ -267,6 +268,16 @@ def runs_a_stale_plan() -> Any:
         return plans[-2] if len(plans) == SKIPPED else plans[-1]
 
     return _on_rank_1(PlanReader, "read", read)
+
+
+def keeps_its_old_weights() -> Any:
+    """A rank says that it has put its share of new weights in place, and has not."""
+
+    def refill(real: Any, table: Any, updates: Any, *, dtype: str) -> bool:
+        del real, table, updates, dtype
+        return False
+
+    return _on_rank_1(engine, "refill", refill)
 
 
 # -- taps ----------------------------------------------------------------------------------------------

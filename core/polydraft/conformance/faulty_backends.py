@@ -1563,6 +1563,14 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         core_faults.a_leaf_a_rank,
         "ranks_in_process",
     ),
+    _core(
+        "M256",
+        "a rank that keeps its old weights",
+        "an update that reaches rank 0 alone",
+        "L5/ranks/new-weights",
+        core_faults.keeps_its_old_weights,
+        "ranks_in_process",
+    ),
 )
 """Every mutant of this version, by the numbers of the design's table; a number that is missing is in `CORES`."""
 

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Final
 import numpy as np
 
 from polydraft.conformance.check import Check, Tally
-from polydraft.conformance.lossless_checks import K, working_dtype
+from polydraft.conformance.lossless_checks import K, look_for_ranks, working_dtype
 from polydraft.conformance.oracle import greedy_rounds
 from polydraft.conformance.oracle.coupled import Sampling, coupled_rounds
 from polydraft.conformance.probe import MARGIN, VOCAB, checkpoint, oracle, prompts
@@ -34,11 +34,12 @@ OTHER: Final = 1
 
 
 def checks() -> Iterator[Check]:
-    """Both."""
+    """All of them."""
     for graph in ("off", "decode"):
         how, needs = ("eager", ("host_inputs",)) if graph == "off" else ("replayed", ("host_inputs", "graph_capture"))
         yield Check(f"L5/host-inputs/{how}", partial(_host_inputs, graph), needs, kernel="bias_logits", features=("processing",))
     yield Check("L5/weights/begun-requests-keep-the-old-ones", _weights, ("update_weights",))
+    yield Check("L5/ranks/new-weights", partial(_weights, ranks=2), ("ranks", "update_weights"), features=())
 
 
 # -- inputs in the middle of a step ----------------------------------------------------------------------
@@ -110,9 +111,11 @@ def _host_inputs(graph: str, target: Target, tally: Tally) -> None:
 
 
 # -- new weights -----------------------------------------------------------------------------------------
-def _weights(target: Target, tally: Tally) -> None:
+def _weights(target: Target, tally: Tally, ranks: int = 1) -> None:
     """Weights are replaced as soon as a request has been preempted: whoever had begun, that one too, ends on the old ones, and
-    whoever had not sees the new ones alone."""
+    whoever had not sees the new ones alone. Of several ranks all take them together."""
+    if ranks > 1:
+        look_for_ranks(target, ranks)
     asks = [Ask(prompt, arrival=i) for i, prompt in enumerate(prompts(10)[4:])]
     asks.append(Ask(prompts(4)[3], arrival=40))
     before: dict[tuple[int, ...], bool] = {}
@@ -123,8 +126,15 @@ def _weights(target: Target, tally: Tally) -> None:
             before.update({one.prompt_ids: one.begun or one.slot >= 0 for one in engine.requests.values()})
             engine.update_weights(checkpoint(OTHER), running="finish")
 
-    dtype = working_dtype(target)
-    options: dict[str, Any] = {"max_num_seqs": 4, "num_blocks": 26, "block_size": 4, "prefix_cache": False, "graph": "off"}
+    dtype = working_dtype(target) if ranks == 1 else "f32"
+    options: dict[str, Any] = {
+        "tensor_parallel": ranks,
+        "max_num_seqs": 4,
+        "num_blocks": 26,
+        "block_size": 4,
+        "prefix_cache": False,
+        "graph": "off",
+    }
     with target.engine(draft_tokens=K, dtype=dtype, **options) as engine:
         outputs = serve(engine, asks, tally, each_step=note)
     tally.true("weights were replaced while a preempted request waited", bool(before))

@@ -174,7 +174,7 @@ def _ranks(ranks: int, drafts: int, target: Target, tally: Tally, **options: Any
     """A model over several ranks writes what the oracle writes, with few blocks, shared beginnings, and a request that is
     aborted."""
     declared = target.info.capabilities
-    _look_for_ranks(target, ranks)
+    look_for_ranks(target, ranks)
     base = prompts(10)[9]
     model = options.get("model", "dense")
     asks = [
@@ -189,7 +189,7 @@ def _ranks(ranks: int, drafts: int, target: Target, tally: Tally, **options: Any
     tally.true("some request was preempted", engine.scheduler.num_preemptions > 0)
 
 
-def _look_for_ranks(target: Target, ranks: int) -> None:
+def look_for_ranks(target: Target, ranks: int) -> None:
     """Raise where so many ranks cannot be had here."""
     declared, named = target.info.capabilities, target.device_spec.count(",") + 1
     devices = named if named > 1 else len(target.info.devices)
@@ -217,7 +217,7 @@ class Told(Ask):
 def _degrees(options: dict[str, Any], target: Target, tally: Tally) -> None:
     """With `--invariant`, tokens and log probabilities are the same to the bit over 1, 2 and 4 ranks, with drafts and without,
     and rounds are those of as many drafts. At 2 alone this would show little, for addition commutes."""
-    _look_for_ranks(target, 4)
+    look_for_ranks(target, 4)
     if "top_logprobs" not in target.offered:
         raise Unsupported("log probabilities, by whose bits runs are compared, are not offered")
     model, base = options["model"], prompts(10)[9]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import paddle
@@ -187,7 +187,7 @@ def above(x: Tensor, value: int) -> Tensor:
 
 def within(index: Tensor, count: int) -> Tensor:
     """`index` clipped to 0 and `count` - 1."""
-    return direct.clip(index, 0, count - 1) if on_host(index) else direct.minimum(clamp(index), number(count - 1, index))
+    return direct.clip(index, 0, count - 1)
 
 
 def take(table: Tensor, index: Tensor) -> Tensor:
@@ -210,16 +210,25 @@ def at(table: Tensor, index: Tensor) -> Tensor:
     return take(table, clamp(index))
 
 
+def taken(index: Tensor, *tables: Tensor) -> tuple[Tensor, ...]:
+    """Of each of these tables [B] int32 the elements at `index` [n], none of which is negative, by one gather."""
+    rows = direct.gather(direct.stack(tables, 0), index, 1)
+    return tuple(direct.view_shape(part(rows, i, i + 1), [-1]) for i in range(len(tables)))
+
+
 def pick(table: Tensor, row: Tensor, column: Tensor) -> Tensor:
     """`table[row, column]` for indices of one shape, clipped into the table; zeros from a table without columns."""
-    rows, columns = table.shape
+    return entry(table, within(row, table.shape[0]), column)
+
+
+def entry(table: Tensor, row: Tensor, column: Tensor) -> Tensor:
+    """The same for rows that there are."""
+    columns = table.shape[1]
     if not columns:
         return paddle.zeros_like(row + column).astype(table.dtype)
-    flat = within(row, rows) * columns + within(column, columns)
-    shape = flat.shape
-    if len(shape) == 1:
-        return take(direct.reshape(table, [-1]), flat)
-    return direct.reshape(take(direct.reshape(table, [-1]), direct.reshape(flat, [-1])), shape)
+    place = direct.add(direct.multiply(row, number(columns, row)), within(column, columns))
+    found = take(direct.reshape(table, [-1]), direct.reshape(place, [-1]))
+    return direct.reshape(found, place.shape)
 
 
 def choose(condition: Tensor, yes: Tensor, no: Tensor | float) -> Tensor:
@@ -246,7 +255,9 @@ def either(first: Tensor, second: Tensor) -> Tensor:
 
 def masked(value: Tensor, condition: Tensor) -> Tensor:
     """`value`, int32, with 0 where the condition does not hold, broadcast."""
-    return value * as_int(condition)
+    if condition.shape == value.shape:
+        return direct.where(condition, value, constant(0, value))
+    return direct.multiply(value, as_int(condition))
 
 
 def as_int(condition: Tensor) -> Tensor:
@@ -272,46 +283,65 @@ def ranges_of(ends: Tensor, values: Tensor) -> Tensor:
     """How many of `ends` [s], which ascend, each of `values` [n] has reached: the range that it is in, int32 [n]. By comparing
     all of them, which needs no search on the place."""
     reached = direct.less_equal(direct.unsqueeze(ends, [0]), direct.unsqueeze(values, [1]))
-    return direct.sum(as_int(reached), [1], paddle.int32, False)
+    return direct.sum(reached, [1], paddle.int32, False)
+
+
+def named(slots: Tensor, num_slots: int) -> Tensor:
+    """For each slot: whether some entry of `slots` [n] names it, bool [num_slots]."""
+    return direct.any(_names(slots, num_slots), [1], False)
 
 
 def owners(slots: Tensor, num_slots: int) -> tuple[Tensor, Tensor]:
     """For each slot: whether some entry of `slots` [n] names it, and the first that does, int32 [num_slots].
 
     A slot is named at most once, so writing by slot becomes a gather: no scatter_rows, no race."""
-    same = direct.equal(direct.unsqueeze(slots, [0]), direct.unsqueeze(numbers(num_slots, slots), [1]))
-    return direct.any(same, [1], False), as_int(same).argmax(axis=1, dtype="int32")
+    names = _names(slots, num_slots)
+    return direct.any(names, [1], False), as_int(names).argmax(axis=1, dtype="int32")
+
+
+def _names(slots: Tensor, num_slots: int) -> Tensor:
+    return direct.equal(direct.unsqueeze(slots, [0]), direct.unsqueeze(numbers(num_slots, slots), [1]))
 
 
 def write_where(target: Tensor, condition: Tensor, value: Tensor | float) -> None:
-    """Overwrite `target` in place where `condition` holds, which is broadcast over the trailing axes."""
+    """Overwrite `target`, which lies in one piece, in place where `condition` holds, which is broadcast over the trailing axes,
+    as `value` is over all."""
     if condition.ndim < target.ndim:
-        condition = condition.reshape([*condition.shape, *[1] * (target.ndim - condition.ndim)])
+        condition = direct.reshape(condition, [*condition.shape, *[1] * (target.ndim - condition.ndim)])
     if condition.shape != target.shape:
         condition = condition.expand_as(target)
-    chosen = value.astype(target.dtype) if isinstance(value, paddle.Tensor) else constant(value, target)
-    target.copy_(choose(condition, chosen, target), False)
+    chosen = value if isinstance(value, paddle.Tensor) else constant(value, target)
+    chosen = chosen if chosen.dtype == target.dtype else direct.cast(chosen, target.dtype)
+    if chosen.shape != target.shape:
+        chosen = chosen.expand_as(target)
+    into(target, target.shape[0], direct.where, condition, chosen, target)
+
+
+class Column(NamedTuple):
+    """One column of a table [B, K] by slot."""
+
+    table: Tensor
+    number: int
 
 
 Write = tuple[Any, Any, Any]
-"""A tensor by slot, the value of each entry (or one for all), and which entries it holds for (None: all)."""
+"""A tensor by slot or a `Column`, the value of each entry (or one for all), and which entries it holds for (None: all)."""
 
 
 def file_by_slot(slots: Tensor, valid: Tensor, *writes: Write) -> None:
     """Write values of entries [n] to the slots that they name, where the entry is `valid`. A slot is named at most once, and
     looks for its entry."""
-    named, row = owners(choose(valid, slots, -1), writes[0][0].shape[0])
+    first = writes[0][0]
+    found, row = owners(choose(valid, slots, -1), (first.table if isinstance(first, Column) else first).shape[0])
     for target, value, where in writes:
-        condition = named if where is None else both(named, take(where, row))
-        write_where(target, condition, take(value, row) if isinstance(value, paddle.Tensor) else value)
-
-
-def file_in_column(table: Tensor, column: int, slots: Tensor, value: Tensor, valid: Tensor) -> None:
-    """`table[slots[i], column] = value[i]` where `valid[i]`; table [B, K] int32 in place."""
-    rows, columns = table.shape
-    named, row = owners(choose(valid, slots, -1), rows)
-    written = both(direct.unsqueeze(named, [1]), direct.unsqueeze(numbers(columns, slots) == column, [0]))
-    write_where(table, written, masked(direct.unsqueeze(take(value, row), [1]), written))
+        condition = found if where is None else both(found, take(where, row))
+        filed = take(value, row) if isinstance(value, paddle.Tensor) else value
+        if isinstance(target, Column):
+            there = equals(numbers(target.table.shape[1], slots), target.number)
+            condition, filed = both(direct.unsqueeze(condition, [1]), direct.unsqueeze(there, [0])), direct.unsqueeze(filed, [1])
+            write_where(target.table, condition, filed)
+        else:
+            write_where(target, condition, filed)
 
 
 def scatter_rows(table: Tensor, index: Tensor, value: Tensor, valid: Tensor) -> None:
@@ -367,6 +397,11 @@ def into_as(buffer: Tensor, n: int, dtype: Any, operation: Callable[..., Any], *
         into(buffer, n, operation, *arguments)
     else:
         into(buffer, n, direct.cast, operation(*arguments), buffer.dtype)
+
+
+def put_chosen(buffer: Tensor, n: int, condition: Tensor, yes: Tensor, no: float) -> None:
+    """Over the first `n` rows of `buffer`: `yes`, of its dtype, where `condition` holds, which has the same shape; else `no`."""
+    into(buffer, n, direct.where, condition, yes, constant(no, yes))
 
 
 def put(out: Tensor, value: Tensor) -> None:

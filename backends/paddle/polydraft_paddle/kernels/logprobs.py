@@ -14,7 +14,7 @@ from polydraft.contracts.base import Limits
 from polydraft.contracts.layout import LOGPROB_VERSION, LogprobEntry, LogprobHeader, LogprobRow
 from polydraft.sentinels import NO_ROW, NO_TOKEN, PAD_SLOT
 from polydraft_paddle.kernels.sampling import FORBIDDEN, fixed, fixed_scale, log1p
-from polydraft_paddle.kernels.state import offsets
+from polydraft_paddle.kernels.state import sequences
 from polydraft_paddle.ops import Tensor, at, choose, number, numbers, owners, pick, put, ranges_of, write_where
 from polydraft_paddle.provider import Kernel, Run, plain
 
@@ -185,7 +185,9 @@ def pack_prompt_rows(a: Any, n: int) -> None:
     slots = a.slot_order
     first = paddle.gather(a.positions, paddle.clip(a.seq_start, 0, a.positions.shape[0] - 1))
     inside = paddle.minimum(paddle.clip(at(a.prompt_len, slots) - 1 - first, min=0), a.seq_len)
-    valid, sequence, offset, _ = offsets(choose(_wanting(a, slots), inside, 0), n)
+    lengths = choose(_wanting(a, slots), inside, 0)
+    valid, sequence, ends = sequences(lengths, n)
+    offset = numbers(n, slots) - paddle.gather(ends - lengths, sequence)
     slot = paddle.gather(slots, sequence)
     position = paddle.gather(first, sequence) + offset + 1
     put(a.prompt_row[:n], choose(valid, paddle.gather(a.seq_start, sequence) + offset, NO_ROW))

@@ -10,7 +10,22 @@ from typing import Any
 import paddle
 
 from polydraft.sentinels import NO_TOKEN
-from polydraft_paddle.ops import Tensor, above, at, carried, choose, constant, first_where, number, numbers, put
+from polydraft_paddle.ops import (
+    Tensor,
+    above,
+    at,
+    both,
+    carried,
+    choose,
+    constant,
+    direct,
+    first_where,
+    number,
+    numbers,
+    part,
+    put,
+    put_chosen,
+)  # fmt: skip
 from polydraft_paddle.words import words_at
 
 ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
@@ -27,14 +42,20 @@ def process_logits(a: Any, n: int) -> None:
 
 def argmax(a: Any, n: int) -> None:
     """Highest logit, lowest id among equals; NaN rows and padding choose nothing."""
-    put(a.tokens[:n], best(a.logits[:n], a.row_slot[:n]))
+    put_chosen(a.tokens, n, *_best(part(a.logits, 0, n), part(a.row_slot, 0, n)), NO_TOKEN)
 
 
 def best(logits: Tensor, row_slot: Tensor) -> Tensor:
-    """A row with NaN or +inf, or with nothing but -inf, chooses NO_TOKEN; a sum finds NaN where a comparison may pass it by."""
-    top = logits.max(axis=1, keepdim=True)
-    sound = paddle.isfinite(top).squeeze(1) & ~paddle.isnan(logits.sum(axis=1))
-    return choose(sound & (carried(row_slot)), first_where(logits >= top), NO_TOKEN)
+    """The highest logit of each row, NO_TOKEN where there is none; int32 [n]."""
+    return choose(*_best(logits, row_slot), NO_TOKEN)
+
+
+def _best(logits: Tensor, row_slot: Tensor) -> tuple[Tensor, Tensor]:
+    """Which rows choose, bool [n], and what, int32 [n]. A row with NaN or +inf, or with nothing but -inf, does not; a sum finds
+    NaN where a comparison may pass it by."""
+    top, total = direct.max(logits, [1], True), direct.sum(logits, [1], None, False)
+    sound = both(direct.isfinite(direct.reshape(top, [-1])), direct.less_equal(total, total))  # NaN is not even itself
+    return both(sound, carried(row_slot)), first_where(direct.greater_equal(logits, top))
 
 
 def signed(word: int) -> int:

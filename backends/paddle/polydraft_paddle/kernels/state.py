@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import paddle
 
 from polydraft.contracts.base import Limits
 from polydraft.contracts.kernels.scatter import Run as Word
+from polydraft.contracts.layout import SNAPSHOT_TOKENS, Snapshot
 from polydraft.sentinels import NO_ROW, NO_TOKEN, PAD_SLOT, Finish, Phase
 from polydraft_paddle.ops import (
+    Column,
     First,
     Tensor,
     above,
@@ -26,20 +29,26 @@ from polydraft_paddle.ops import (
     constant,
     direct,
     either,
+    entry,
     equals,
     file_by_slot,
-    file_in_column,
-    first_where,
     flat,
+    in_place,
+    into,
     masked,
+    multiples,
+    named,
+    number,
     numbers,
     owners,
     part,
     pick,
     put,
+    put_chosen,
     ranges_of,
     scatter_rows,
     take,
+    taken,
     within,
     write_where,
 )  # fmt: skip
@@ -86,26 +95,20 @@ def scatter(a: Any, limits: Limits) -> Run:
 
 
 def reserve_blocks(a: Any, n: int) -> None:
-    """A slot is covered when no entry that it needs is a hole."""
-    slots = a.slot_order[:n]
-    safe = clamp(slots)
-    phase = take(a.phase, safe)
-    need = take(a.kv_len, safe) + take(a.draft_len, safe) + (1 + a.lookahead)
-    need = direct.unsqueeze(direct.minimum(need, take(a.max_total, safe)), [1])
-    table = take(a.block_table, safe)
-    starts = direct.unsqueeze(numbers(table.shape[1], slots) * a.block_size, [0])
-    holes = both(table < 0, direct.less_than(starts, need))
-    settled = choose(holes.any(axis=1), constant(PAUSED, phase), DECODE)
-    file_by_slot(slots, both(carried(slots), either(equals(phase, DECODE), equals(phase, PAUSED))), (a.phase, settled, None))
+    """A slot is covered when no entry that it needs is a hole; looked at slot by slot, whoever asks."""
+    table, num_slots = a.block_table, a.phase.shape[0]
+    need = direct.minimum(direct.add(a.kv_len, a.draft_len) + (1 + a.lookahead), a.max_total)
+    starts = direct.unsqueeze(multiples(table.shape[1], a.block_size, table), [0])
+    holes = both(direct.less_than(table, number(0, table)), direct.less_than(starts, direct.unsqueeze(need, [1])))
+    settled = choose(direct.any(holes, [1], False), constant(PAUSED, a.phase), DECODE)
+    asks = both(either(equals(a.phase, DECODE), equals(a.phase, PAUSED)), named(part(a.slot_order, 0, n), num_slots))
+    write_where(a.phase, asks, settled)
 
 
-def offsets(lengths: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Of `count` packed rows: which carry something, the sequence of each, its offset there; and where each sequence starts."""
-    ends = paddle.cumsum(lengths, dtype="int32")
-    start = ends - lengths
-    rows = numbers(count, lengths)
-    sequence = within(ranges_of(ends, rows), lengths.shape[0])
-    return direct.less_than(rows, ends[-1:]), sequence, rows - take(start, sequence), start
+def sequences(lengths: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Of `count` packed rows: which carry something, and the sequence of each; and where each sequence ends."""
+    ends, rows, last = paddle.cumsum(lengths, dtype="int32"), numbers(count, lengths), lengths.shape[0] - 1
+    return direct.less_than(rows, part(ends, last, last + 1)), within(ranges_of(ends, rows), last + 1), ends
 
 
 def pack_rows(a: Any, limits: Limits) -> Run:
@@ -114,23 +117,28 @@ def pack_rows(a: Any, limits: Limits) -> Run:
 
     def run(n: int) -> None:
         slots = a.slot_order
-        safe, there = clamp(slots), carried(slots)
-        phase, kv_len = take(a.phase, safe), take(a.kv_len, safe)
-        decode, prefill = both(equals(phase, DECODE), there), both(equals(phase, PREFILL), there)
-        wanted = masked(take(a.draft_len, safe) + 1, decode) + masked(take(a.prefill_len, safe) - kv_len, prefill)
-        put(a.seq_len, direct.minimum(wanted, masked(a.seq_rows, there)))
-        valid, sequence, offset, start = offsets(a.seq_len, max(n, 1))
-        put(a.seq_start, start)
+        safe = clamp(slots)
+        phase, kv_len, draft_len, prefill_len, prompt_len, generated = taken(
+            safe, a.phase, a.kv_len, a.draft_len, a.prefill_len, a.prompt_len, a.num_generated
+        )
+        decode = equals(phase, DECODE)
+        wanted = direct.where(decode, draft_len + 1, direct.subtract(prefill_len, kv_len))
+        has_rows = both(carried(slots), either(decode, equals(phase, PREFILL)))
+        put_chosen(a.seq_len, len(slots), has_rows, direct.minimum(wanted, a.seq_rows), 0)
+        valid, sequence, ends = sequences(a.seq_len, max(n, 1))
+        into(a.seq_start, len(slots), direct.subtract, ends, a.seq_len)
         if not n:
             return
-        slot, decoding = take(slots, sequence), take(decode, sequence)
-        newest = take(take(a.prompt_len, safe) + take(a.num_generated, safe) - 1, sequence)
-        position = take(kv_len, sequence) + offset
-        history = pick(a.tokens, slot, direct.where(decoding, newest, position))
-        ids = direct.where(both(decoding, above(offset, 0)), pick(a.drafts, slot, offset - 1), history)
-        put(a.ids[:n], choose(valid, ids, NO_TOKEN))
-        put(a.row_slot[:n], choose(valid, slot, PAD_SLOT))
-        put(a.positions[:n], choose(valid, position, 0))
+        rows, newest = numbers(n, slots), direct.add(prompt_len, generated) - 1
+        slot, phase, newest, shift, start = taken(
+            sequence, safe, phase, newest, direct.subtract(kv_len, a.seq_start), a.seq_start
+        )
+        decoding, position, offset = equals(phase, DECODE), direct.add(rows, shift), direct.subtract(rows, start)
+        ids = entry(a.tokens, slot, direct.where(decoding, newest, position))
+        is_draft = both(decoding, above(offset, 0))
+        put_chosen(a.ids, n, valid, direct.where(is_draft, entry(a.drafts, slot, offset - 1), ids), NO_TOKEN)
+        put_chosen(a.row_slot, n, valid, slot, PAD_SLOT)
+        put_chosen(a.positions, n, valid, position, 0)
 
     return run
 
@@ -142,20 +150,23 @@ def pack_logit_rows(a: Any, limits: Limits) -> Run:
     def run(n: int) -> None:
         slots, seq_len = a.slot_order, a.seq_len
         safe = clamp(slots)
-        phase, kv_len, prefill_len = take(a.phase, safe), take(a.kv_len, safe), take(a.prefill_len, safe)
-        last = both(both(equals(phase, PREFILL), above(seq_len, 0)), direct.equal(kv_len + seq_len, prefill_len))
-        last = both(last, direct.equal(prefill_len, take(a.prompt_len, safe) + take(a.num_generated, safe)))
-        length = direct.where(equals(phase, DECODE), seq_len, as_int(last))
-        put(a.logit_len, masked(length, carried(slots)))
-        valid, sequence, offset, start = offsets(a.logit_len, max(n, 1))
-        put(a.logit_start, start)
+        phase, kv_len, prefill_len, prompt_len, generated = taken(
+            safe, a.phase, a.kv_len, a.prefill_len, a.prompt_len, a.num_generated
+        )
+        completes = both(direct.equal(direct.add(kv_len, seq_len), prefill_len), above(seq_len, 0))
+        last = both(both(completes, equals(phase, PREFILL)), direct.equal(prefill_len, direct.add(prompt_len, generated)))
+        put_chosen(a.logit_len, len(slots), carried(slots), direct.where(equals(phase, DECODE), seq_len, as_int(last)), 0)
+        valid, sequence, ends = sequences(a.logit_len, max(n, 1))
+        into(a.logit_start, len(slots), direct.subtract, ends, a.logit_len)
         if not n:
             return
-        # Offset of a logit row within its sequence's rows: a prefill's single one is the last.
-        offset = offset + take(seq_len - a.logit_len, sequence)
-        put(a.logit_row[:n], choose(valid, take(a.seq_start, sequence) + offset, NO_ROW))
-        put(a.logit_slot[:n], choose(valid, take(slots, sequence), PAD_SLOT))
-        put(a.logit_position[:n], choose(valid, take(kv_len, sequence) + offset + 1, 0))
+        # From a logit row to its row within the sequence: a prefill's single one is the last.
+        shift = direct.subtract(direct.subtract(seq_len, a.logit_len), a.logit_start)
+        slot, row, position = taken(sequence, safe, direct.add(a.seq_start, shift), direct.add(kv_len, shift))
+        counted = numbers(n + 1, slots)
+        put_chosen(a.logit_row, n, valid, direct.add(row, part(counted, 0, n)), NO_ROW)
+        put_chosen(a.logit_slot, n, valid, slot, PAD_SLOT)
+        put_chosen(a.logit_position, n, valid, direct.add(position, part(counted, 1, n + 1)), 0)
 
     return run
 
@@ -176,157 +187,164 @@ def force_choices(a: Any, n: int) -> None:
     scatter_rows(a.choices, flat, wanted.reshape([-1]), valid.reshape([-1]))
 
 
-def verify_match(a: Any, limits: Limits) -> Run:
+def verify_match(a: Any, n: int) -> None:
     """Compare whole windows; a running product finds the first mismatch."""
-    del limits
-    first = First(a.slot_order, a.logit_len, a.logit_start, a.window, a.window_len, a.accepted, a.drafted)
+    slots, width = part(a.slot_order, 0, n), a.window.shape[1]
+    safe = clamp(slots)
+    length = masked(part(a.logit_len, 0, n), carried(slots))
+    active = above(length, 0)
+    put_chosen(a.drafted, n, both(equals(take(a.phase, safe), DECODE), active), length - 1, -1)
+    columns = direct.unsqueeze(numbers(width, slots), [0])
+    places = within(direct.add(direct.unsqueeze(part(a.logit_start, 0, n), [1]), columns), a.choices.shape[0])
+    choices = direct.reshape(take(a.choices, direct.reshape(places, [-1])), [n, width])
+    if width > 1:
+        verified = direct.less_than(part(numbers(width, slots), 0, width - 1), direct.unsqueeze(part(a.drafted, 0, n), [1]))
+        match = both(direct.equal(choices[:, :-1], take(a.drafts, safe)), verified)
+        into(a.accepted, n, direct.sum, paddle.cumprod(as_int(match), dim=1), [1], paddle.int32, False)
+    else:
+        put(part(a.accepted, 0, n), constant(0, length))
+    put_chosen(a.window_len, n, active, part(a.accepted, 0, n) + 1, 0)
+    put_chosen(a.window, n, direct.less_than(columns, direct.unsqueeze(part(a.window_len, 0, n), [1])), choices, NO_TOKEN)
 
-    def run(n: int) -> None:
-        if not n:
-            return
-        slots, logit_len, starts, window, window_len, accepted_out, drafted_out = first.rows(n)
-        safe = clamp(slots)
-        width = a.window.shape[1]
-        length = masked(logit_len, carried(slots))
-        active = above(length, 0)
-        drafted = choose(both(equals(take(a.phase, safe), DECODE), active), length - 1, -1)
-        columns = direct.unsqueeze(numbers(width, slots), [0])
-        places = direct.unsqueeze(starts, [1]) + columns
-        places = direct.reshape(within(places, a.choices.shape[0]), [-1])
-        choices = direct.reshape(take(a.choices, places), [n, width])
-        accepted = constant(0, drafted)
-        if width > 1:
-            match = both(
-                direct.equal(choices[:, :-1], take(a.drafts, safe)),
-                direct.less_than(columns[:, :-1], direct.unsqueeze(drafted, [1])),
-            )
-            accepted = paddle.cumprod(as_int(match), dim=1).sum(axis=1, dtype="int32")
-        size = masked(accepted + 1, active)
-        put(window, choose(direct.less_than(columns, direct.unsqueeze(size, [1])), choices, NO_TOKEN))
-        put(window_len, size)
-        put(accepted_out, accepted)
-        put(drafted_out, drafted)
 
-    return run
+class Ends:
+    """Where windows of `width` tokens end, and why. A token that ends one has a code, greater the further in front it is: twice
+    the places from its own on, and 1 more where there is no token; 0 where the window goes on."""
+
+    def __init__(self, width: int, place: Any) -> None:
+        codes = np.arange(2 * width + 2, dtype=np.int32)
+        at = width - codes // 2
+        tables = 2 * np.arange(width, 0, -1), at + 1 - codes % 2, np.where(codes % 2, int(Finish.ERROR), int(Finish.STOP))
+        self._codes, self._emitted, self._reasons = (paddle.to_tensor(table.astype(np.int32), place=place) for table in tables)
+
+    def of(self, window: Tensor, limit: Tensor, stop_tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Of windows [B, W] with `limit` [B] tokens each and stop tokens [B, S]: whether a token ends it, how many tokens count
+        then, and why (`Finish`); [B]."""
+        stops = direct.any(direct.equal(direct.unsqueeze(window, [2]), direct.unsqueeze(stop_tokens, [1])), [2], False)
+        nothing = equals(window, NO_TOKEN)
+        inside = direct.less_than(direct.unsqueeze(numbers(window.shape[1], window), [0]), direct.unsqueeze(limit, [1]))
+        codes = direct.add(as_int(nothing), self._codes)
+        code = direct.max(masked(codes, both(either(stops, nothing), inside)), [1], False)
+        return above(code, 0), take(self._emitted, code), take(self._reasons, code)
 
 
 def commit_window(a: Any, limits: Limits) -> Run:
-    """Find where each window ends, file the tokens before it, then move every length and phase by slot."""
+    """Slot by slot, whose sequence is looked for: find where the window ends, file the tokens before it, move length and
+    phase."""
     del limits
-    first = First(a.slot_order, a.seq_len, a.window, a.window_len, a.accepted, a.out_tokens, a.out_len, a.out_accepted)
-    tokens, room = flat(a.tokens), a.tokens.shape[1]
+    (num_slots, room), width = a.tokens.shape, a.window.shape[1]
+    ends = Ends(width, a.tokens.place)
 
     def run(n: int) -> None:
         if not n:
             return
-        slots, seq_len, window, window_len, accepted, out_tokens, out_len, out_accepted = first.rows(n)
-        safe = clamp(slots)
-        running = both(carried(slots), above(seq_len, 0))
-        phase = take(a.phase, safe)
-        decode, prefill = both(running, equals(phase, DECODE)), both(running, equals(phase, PREFILL))
-        kv_len = take(a.kv_len, safe) + masked(seq_len, prefill)
-        committed = either(decode, both(prefill, direct.equal(kv_len, take(a.prefill_len, safe))))
-        generated = take(a.num_generated, safe)
-        known = take(a.prompt_len, safe) + generated
-        size = masked(window_len, committed)
-        emitted, reason = _cut(window, size, take(a.max_total, safe) - known, take(a.stop_tokens, safe))
+        key = choose(above(part(a.seq_len, 0, n), 0), part(a.slot_order, 0, n), PAD_SLOT)
+        ran, row = owners(key, num_slots)
+        seq_len, size = taken(row, a.seq_len, a.window_len)
+        window, phase = take(a.window, row), choose(ran, a.phase, int(Phase.IDLE))
+        decode, prefill = equals(phase, DECODE), equals(phase, PREFILL)
+        kv_len = direct.add(a.kv_len, masked(seq_len, prefill))
+        committed = either(decode, both(prefill, direct.equal(kv_len, a.prefill_len)))
+        known = direct.add(a.prompt_len, a.num_generated)
+        size, left = masked(size, committed), direct.subtract(a.max_total, known)
+        limit = direct.minimum(size, left)
+        stopped, until, why = ends.of(window, limit, a.stop_tokens)
+        emitted = masked(direct.where(stopped, until, limit), committed)
+        full = both(direct.equal(limit, left), above(size, 0))
+        reason = direct.where(stopped, why, choose(full, constant(int(Finish.LENGTH), size), int(Finish.NONE)))
+        ended = both(committed, above(reason, int(Finish.NONE)))
 
-        columns = direct.unsqueeze(numbers(window.shape[1], slots), [0])
-        kept = direct.less_than(columns, direct.unsqueeze(emitted, [1]))
-        places = direct.unsqueeze(safe * room + known, [1]) + columns
-        scatter_rows(tokens, *(direct.reshape(t, [-1]) for t in (places, window, kept)))
-        put(out_tokens, choose(kept, window, NO_TOKEN))
-        put(out_len, emitted)
-        put(out_accepted, masked(direct.minimum(accepted, emitted), decode))
+        _append(known, emitted, window)
+        in_place(direct.add_, a.num_generated, emitted)
+        into(a.kv_len, num_slots, direct.add, kv_len, masked(emitted, decode))
+        write_where(a.phase, committed, choose(ended, constant(FINISHED, phase), DECODE))
+        write_where(a.finish, ended, reason)
 
-        ended = both(committed, reason != int(Finish.NONE))
-        settled = choose(ended, constant(FINISHED, phase), DECODE)
-        file_by_slot(
-            slots,
-            running,
-            (a.num_generated, generated + emitted, None),
-            (a.kv_len, kv_len + masked(emitted, decode), None),
-            (a.phase, settled, committed),
-            (a.finish, reason, ended),
-        )
+        running, slots = carried(key), clamp(key)
+        put_chosen(a.out_len, n, running, take(emitted, slots), 0)
+        emitted = part(a.out_len, 0, n)
+        columns = direct.unsqueeze(numbers(width, slots), [0])
+        put_chosen(a.out_tokens, n, direct.less_than(columns, direct.unsqueeze(emitted, [1])), part(a.window, 0, n), NO_TOKEN)
+        accepted = direct.minimum(part(a.accepted, 0, n), emitted)
+        put_chosen(a.out_accepted, n, both(running, take(decode, slots)), accepted, 0)
+
+    def _append(known: Tensor, emitted: Tensor, window: Tensor) -> None:
+        """Write the first `emitted` [B] tokens of `window` [B, W] behind the `known` [B] of each slot. The others rewrite what
+        lies in front, so that no place is written with different tokens."""
+        here, following = (direct.unsqueeze(part(numbers(width + 1, known), i, i + width), [0]) for i in (0, 1))
+        kept = direct.less_than(here, direct.unsqueeze(emitted, [1]))
+        in_front = direct.subtract(direct.unsqueeze(direct.add(known, emitted), [1]), following)
+        place = direct.where(kept, direct.add(direct.unsqueeze(known, [1]), here), within(in_front, room))
+        place = direct.reshape(direct.add(place, direct.unsqueeze(multiples(num_slots, room, known), [1])), [-1])
+        tokens = flat(a.tokens)
+        old = direct.reshape(take(tokens, place), [num_slots, width])
+        written = direct.reshape(direct.where(kept, window, old), [-1])
+        in_place(direct.put_along_axis_, tokens, place, written, 0, "assign", True)
 
     return run
 
 
-def _cut(window: Tensor, size: Tensor, room: Tensor, stop_tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """How many tokens of each window count, and why a request ends with them (`Finish`)."""
-    limit = direct.minimum(size, room)
-    stops = direct.equal(direct.unsqueeze(window, [2]), direct.unsqueeze(stop_tokens, [1])).any(axis=2)
-    columns = direct.unsqueeze(numbers(window.shape[1], window), [0])
-    ends = both(either(stops, equals(window, NO_TOKEN)), direct.less_than(columns, direct.unsqueeze(limit, [1])))
-    first = first_where(ends)
-    ended = first < ends.shape[1]
-    error = both(pick(window, numbers(window.shape[0], size), first) == NO_TOKEN, ended)
-    emitted = direct.where(ended, first + 1 - as_int(error), limit)
-    full = both(direct.equal(limit, room), above(size, 0))
-    reason = choose(full, constant(int(Finish.LENGTH), size), int(Finish.NONE))
-    reason = direct.where(ended, constant(int(Finish.STOP), size), reason)
-    return emitted, direct.where(error, constant(int(Finish.ERROR), size), reason)
-
-
-def snapshot_output(a: Any, n: int) -> None:
+def snapshot_output(a: Any, limits: Limits) -> Run:
     """Stack the columns; records past the end become the empty one."""
-    slots = a.slot_order[:n]
-    safe, live = clamp(slots), carried(slots)
-    by_slot = {name: masked(take(getattr(a, name), safe), live) for name in ("epoch", "finish", "phase", "kv_len")}
-    columns = [
-        choose(live, slots, PAD_SLOT), by_slot["epoch"], masked(a.out_len[:n], live), masked(a.out_accepted[:n], live),
-        choose(live, a.drafted[:n], -1), by_slot["finish"], by_slot["phase"], by_slot["kv_len"],
-    ]  # fmt: skip
-    # NO_TOKEN is -1: one more than a token is 0 exactly where there is none.
-    tokens = masked(a.out_tokens[:n] + 1, direct.unsqueeze(live, [1])) - 1
-    put(a.record[:n], direct.concat([direct.stack(columns, 1), tokens], 1))
+    del limits
+    empty = np.full(a.record.shape, NO_TOKEN, np.int32)
+    empty[:, :SNAPSHOT_TOKENS] = 0
+    empty[:, Snapshot.SLOT], empty[:, Snapshot.DRAFTED] = PAD_SLOT, -1
+    nobody = paddle.to_tensor(empty, place=a.record.place)
+
+    def run(n: int) -> None:
+        if not n:
+            return
+        slots, length, accepted, drafted, tokens = (
+            part(t, 0, n) for t in (a.slot_order, a.out_len, a.out_accepted, a.drafted, a.out_tokens)
+        )
+        epoch, finish, phase, kv_len = taken(clamp(slots), a.epoch, a.finish, a.phase, a.kv_len)
+        columns = direct.stack([slots, epoch, length, accepted, drafted, finish, phase, kv_len], 1)
+        record = direct.concat([columns, tokens], 1)
+        live = direct.unsqueeze(carried(slots), [1]).expand_as(record)
+        into(a.record, n, direct.where, live, record, part(nobody, 0, n))
+
+    return run
 
 
 def pack_draft_rows(a: Any, n: int) -> None:
     """Shift the rows by one token; what is not known by then drops out."""
-    row_slot, following = a.row_slot[:n], a.positions[:n] + 1
+    row_slot, following = part(a.row_slot, 0, n), part(a.positions, 0, n) + 1
     safe = clamp(row_slot)
-    phase = take(a.phase, safe)
-    known = take(a.prompt_len, safe) + take(a.num_generated, safe)
+    phase, prompt_len, generated = taken(safe, a.phase, a.prompt_len, a.num_generated)
     running = either(equals(phase, PREFILL), equals(phase, DECODE))
-    keep = both(both(carried(row_slot), running), direct.less_than(following, known))
-    put(a.draft_ids[:n], choose(keep, pick(a.tokens, safe, following), NO_TOKEN))
-    put(a.draft_row_slot[:n], choose(keep, row_slot, PAD_SLOT))
+    keep = both(both(carried(row_slot), running), direct.less_than(following, direct.add(prompt_len, generated)))
+    put_chosen(a.draft_ids, n, keep, entry(a.tokens, safe, following), NO_TOKEN)
+    put_chosen(a.draft_row_slot, n, keep, row_slot, PAD_SLOT)
 
 
 def begin_draft(a: Any, n: int) -> None:
     """Empty the drafts of slots that had rows; say who drafts, from where and how far."""
-    slots = a.slot_order[:n]
-    safe = clamp(slots)
-    ran = both(carried(slots), above(a.seq_len[:n], 0))
-    file_by_slot(slots, ran, (a.draft_len, 0, None), (a.drafts, NO_TOKEN, None))
-    room = take(a.max_total, safe) - take(a.prompt_len, safe) - take(a.num_generated, safe) - 1
-    budget = direct.minimum(room, constant(a.num_drafts, room))
-    active = both(both(ran, equals(take(a.phase, safe), DECODE)), above(budget, 0))
-    put(a.draft_slot[:n], choose(active, slots, PAD_SLOT))
-    put(a.draft_position[:n], masked(take(a.kv_len, safe) - 1, active))
-    put(a.draft_budget[:n], masked(budget, active))
+    ran = choose(above(part(a.seq_len, 0, n), 0), part(a.slot_order, 0, n), PAD_SLOT)
+    emptied = named(ran, a.draft_len.shape[0])
+    write_where(a.draft_len, emptied, 0)
+    if a.drafts.shape[1]:
+        write_where(a.drafts, emptied, NO_TOKEN)
+    phase, max_total, prompt_len, generated, kv_len = taken(
+        clamp(ran), a.phase, a.max_total, a.prompt_len, a.num_generated, a.kv_len
+    )
+    left = direct.subtract(direct.subtract(max_total, prompt_len), generated) - 1
+    budget = direct.minimum(left, number(a.num_drafts, left))
+    active = both(both(carried(ran), equals(phase, DECODE)), above(budget, 0))
+    put_chosen(a.draft_slot, n, active, ran, PAD_SLOT)
+    put_chosen(a.draft_position, n, active, kv_len - 1, 0)
+    put_chosen(a.draft_budget, n, active, budget, 0)
 
 
-def advance_draft(a: Any, limits: Limits) -> Run:
+def advance_draft(a: Any, n: int) -> None:
     """File what was chosen, then retire what is done."""
-    del limits
-    first = First(a.draft_slot, a.chosen, a.draft_budget, a.draft_position, a.next_ids)
-
-    def run(n: int) -> None:
-        if not n:
-            return
-        slots, chosen, budget, position, next_ids = first.rows(n)
-        filed = both(carried(slots), carried(chosen))
-        file_in_column(a.drafts, a.pass_index, slots, chosen, filed)
-        file_by_slot(slots, filed, (a.draft_len, a.pass_index + 1, None))
-        goes_on = both(filed, budget > a.pass_index + 1)
-        put(position, position + as_int(goes_on))
-        put(next_ids, choose(goes_on, chosen, NO_TOKEN))
-        put(slots, choose(goes_on, slots, PAD_SLOT))
-
-    return run
+    slots, chosen = part(a.draft_slot, 0, n), part(a.chosen, 0, n)
+    filed = carried(direct.minimum(slots, chosen))
+    file_by_slot(slots, filed, (Column(a.drafts, a.pass_index), chosen, None), (a.draft_len, a.pass_index + 1, None))
+    goes_on = both(filed, above(part(a.draft_budget, 0, n), a.pass_index + 1))
+    in_place(direct.add_, part(a.draft_position, 0, n), as_int(goes_on))
+    put_chosen(a.next_ids, n, goes_on, chosen, NO_TOKEN)
+    put_chosen(a.draft_slot, n, goes_on, slots, PAD_SLOT)
 
 
 def draft_ngram(a: Any, n: int) -> None:
@@ -397,12 +415,10 @@ def _file_drafts(a: Any, slots: Tensor, drafts: Tensor, found: Tensor) -> None:
 
 
 KERNELS: dict[str, Kernel] = {
-    **{function.__name__: function for function in (
-        scatter, pack_rows, pack_logit_rows, verify_match, commit_window, advance_draft,
-    )},
+    **{function.__name__: function for function in (scatter, pack_rows, pack_logit_rows, commit_window, snapshot_output)},
     **{function.__name__: plain(function) for function in (
-        reserve_blocks, force_choices,
-        snapshot_output, pack_draft_rows, begin_draft, draft_ngram, align_drafts, splice_drafts,
+        reserve_blocks, force_choices, verify_match, pack_draft_rows, begin_draft, advance_draft, draft_ngram, align_drafts,
+        splice_drafts,
     )},
 }  # fmt: skip
 """Contract name to kernel."""

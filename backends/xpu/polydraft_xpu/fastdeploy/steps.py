@@ -12,6 +12,7 @@ from typing import Any
 
 import paddle
 from polydraft_paddle.ops import (
+    Column,
     Tensor,
     as_int,
     at,
@@ -19,7 +20,6 @@ from polydraft_paddle.ops import (
     choose,
     clamp,
     file_by_slot,
-    file_in_column,
     masked,
     numbers,
     pick,
@@ -191,8 +191,7 @@ def advance_draft(a: Any, limits: Limits, n: int) -> Step:
     }  # fmt: skip
     filed = came["base_model_draft_tokens"].astype("int32")[:, a.pass_index + 1]
     drafted, rows = came["step_idx"].astype("int32"), came["seq_lens_decoder"]
-    file_in_column(a.drafts, a.pass_index, slots, filed, active)
-    file_by_slot(slots, active, (a.draft_len, drafted, None))
+    file_by_slot(slots, active, (Column(a.drafts, a.pass_index), filed, None), (a.draft_len, drafted, None))
     goes_on = both(active, drafted < a.draft_budget[:n])
     put(a.draft_position[:n], choose(goes_on, rows - 1, position))
     put(a.next_ids[:n], choose(goes_on, came["draft_tokens"].astype("int32")[:, 0], NO_TOKEN))

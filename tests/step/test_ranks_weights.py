@@ -359,6 +359,38 @@ def test_a_process_that_dies_meanwhile_ends_the_engine(when: str, monkeypatch: p
             running.update_weights(source(MODEL, "directory"))
 
 
+@NATIVE
+@pytest.mark.deep
+def test_a_message_that_is_sent_in_part_ends_the_engine():
+    """Ctrl-C while arrays go over: the next message would be taken for the rest of them."""
+
+    class Broken:
+        def __init__(self, pipe: Any) -> None:
+            self._pipe = pipe
+            self.write, self.flush, self.close = pipe.write, pipe.flush, pipe.close
+
+        def writelines(self, parts: Any) -> None:
+            for part in parts:
+                self._pipe.write(bytes(part)[: len(part) // 2])
+                self._pipe.flush()
+                raise KeyboardInterrupt
+
+    with split(MODEL, 2, backend="cpu", draft_tokens=2) as running:
+        request = begun(running)
+        assert running._followers is not None
+        (channel,) = running._followers._channels
+        assert isinstance(channel, ProcessChannel)
+        pipe, channel._process.stdin = channel._process.stdin, Broken(channel._process.stdin)  # type: ignore[assignment]
+        with pytest.raises(KeyboardInterrupt):
+            running.update_weights(source(MODEL, "arrays"))
+        channel._process.stdin = pipe
+        while running.has_work:
+            running.step()
+        (output,) = running.poll()
+        assert (output.id, output.finish_reason) == (request, "error")
+        assert "rank 1 was sent a part of a message (KeyboardInterrupt); every rank ends here" in output.error
+
+
 def test_draft_weights_are_refused():
     with split(MODEL, 2) as running, pytest.raises(CapabilityError, match="the model is split over 2 ranks"):
         running.update_weights(source(MODEL, "directory"), draft=tiny.checkpoint(MODEL))

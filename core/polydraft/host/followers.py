@@ -293,6 +293,10 @@ class ProcessChannel:
             if message != END:
                 self._exchange.raise_failure()
                 self._exchange.fail(f"rank {self._rank} takes no more plans{self._exchange.last_clause(self._rank)}")
+        except BaseException as error:  # such as Ctrl-C: what comes next would be read as the rest of this
+            with suppress(DeviceError):
+                self._exchange.fail(f"rank {self._rank} was sent a part of a message ({type(error).__name__})")
+            raise
 
     def join(self) -> None:
         """Wait, and kill what does not end."""

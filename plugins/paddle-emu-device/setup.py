@@ -12,8 +12,8 @@ setup(
     ext_modules=[
         device_library(
             "polyemu",
-            ["src/runtime.cc", "src/kernels.cc", "src/offer.cc"],
-            depends=[f"src/{name}.h" for name in ("differences", "further_operations", "half", "log", "memory", "queue")],
+            [f"src/{name}.cc" for name in ("runtime", "kernels", "offer", "collectives")],
+            depends=[f"src/{name}.h" for name in ("collectives", "differences", "further_operations", "half", "log", "memory", "queue")],
         )
     ],
     cmdclass={"build_ext": BuildDevice},

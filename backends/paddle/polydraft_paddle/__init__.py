@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, Literal
 from polydraft._version import __version__
 from polydraft.backend import BackendInfo, Capabilities
 from polydraft.hooks import hookimpl
-from polydraft_paddle.device_name import take_apart
+from polydraft_paddle.device_name import behind, take_apart
 
 if TYPE_CHECKING:
-    from polydraft.backend import DeviceOptions, ForwardMeta, KernelTable, PassBuffers
+    from polydraft.backend import Collectives, DeviceOptions, ForwardMeta, KernelTable, PassBuffers
     from polydraft.contracts.base import Limits
     from polydraft.device import GraphCapture
+    from polydraft.ranks import Group
     from polydraft_paddle.device import PaddleDevice
 
 HOST = Capabilities(dtypes=("f32",), pool_temporaries=True)
@@ -33,6 +34,10 @@ DTYPES = {"cpu": ("f32",), "polycuda": ("f32", "bf16")}
 """Activation dtypes of kinds of place that lack some: Paddle's CPU multiplies no matrices of 16 bits."""
 KV_DTYPES = {"cpu": ("int8",), "polyemu": ("int8",)}
 """Quantised forms of KV rows, of kinds of place where they were tried; their kernels are portable."""
+OWN_RANKS = ("cpu", "polyemu")
+"""Kinds of place of which every process has its own; of others each rank wants another one."""
+NO_RANKS = ("polycuda",)
+"""Kinds of place whose runtime has no collectives."""
 KERNEL = re.compile(r"^def ([a-z]\w*)\(", re.MULTILINE)
 """A function of a module of kernels. One that is called like a contract is its kernel."""
 HOST_COMPOSITES = ("residual_add+rms_norm",)
@@ -92,6 +97,8 @@ def describe(name: str, summary: str, spec: str) -> BackendInfo:
             kv_dtypes=KV_DTYPES.get(kind, ()),
             f32_matmul=f32_matmul(spec),
             sliding_window=True,
+            ranks="" if kind in NO_RANKS else "processes",
+            rank_devices=kind not in (*OWN_RANKS, *NO_RANKS),
         ),
         evidence=evidence,
         evidence_on=evidence_on,
@@ -116,7 +123,8 @@ def polydraft_open_device(spec: str, options: DeviceOptions) -> PaddleDevice:
 
 
 def open_place(spec: str, options: DeviceOptions) -> PaddleDevice:
-    """Open the place `spec` for a backend of this family."""
+    """Open the place `spec` for a backend of this family; of several ranks each the one that many behind it, where they do not
+    have a place of that name each."""
     from polydraft_paddle.companions import configure
     from polydraft_paddle.installation import (
         import_paddle,
@@ -127,6 +135,8 @@ def open_place(spec: str, options: DeviceOptions) -> PaddleDevice:
     )
 
     import_paddle()
+    if options.rank and take_apart(spec).kind not in OWN_RANKS:
+        spec = behind(spec, options.rank)
     refuse_unknown_place(spec)
     configure(spec, refuse_waits=not options.allow_cpu_fallback)
     if not options.allow_cpu_fallback:
@@ -160,6 +170,14 @@ def polydraft_kernels(device: PaddleDevice) -> KernelTable:
     from polydraft_paddle.table import PaddleTable
 
     return PaddleTable(device)
+
+
+@hookimpl
+def polydraft_collectives(device: PaddleDevice, group: Group) -> Collectives:
+    """Those of the place's own library, through `paddle.distributed`; of the CPU, through the host's memory."""
+    from polydraft_paddle.ranks import collectives
+
+    return collectives(device, group)
 
 
 @hookimpl

@@ -88,6 +88,15 @@ def configure(spec: str, *, refuse_waits: bool) -> None:
         raise DeviceError(f"device {spec}: {error}") from error
 
 
+def collectives_of(spec: str) -> Any:
+    """What the package of the place knows of its library of collectives, which Paddle has no words for; None where there is none.
+    `be_patient(seconds)` says how long collectives of communicators to come wait for other ranks; `expect(kind, launch, step, n,
+    nbytes)` what this thread queues next, for ranks to compare, `step` being an address on the device; `joined()` is the
+    communicator that this process joined last: `abandon()` ends its collectives, which then wait for nobody, and `gave_up()` is
+    None, or what this rank had come for when it gave up and the rank that it waited for or that came for something else."""
+    return getattr(companion(spec), "collectives", None)
+
+
 def watched(spec: str, contract: str, call: Callable[..., Any]) -> Callable[..., Any]:
     """`call`, a launch of `contract`, with the package of the place told of its beginning and end where it wants to know: the
     device then raises `DeviceError` behind a launch in which the host waited and must not."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -84,6 +84,7 @@ class PaddleEvent:
         self._device.counters.host_syncs += 1
         if self._recorded:
             self.event.synchronize()
+            self._device.after_wait()
 
 
 class PaddleDevice:
@@ -104,6 +105,8 @@ class PaddleDevice:
         """What a kernel pack that serves every kernel puts in place of what is done here: something with `allocate_cache` as of a
         kernel table, `init_forward_meta(buffers, limits)`, `upload` and `download(stream, to, source, nbytes)` by address, and
         `close()`."""
+        self.after_wait: Callable[[], None] = _nothing
+        """Called when the host has waited for the device; raises `DeviceError` for what collectives have found."""
         self.withdrawn: dict[str, str] = {}
         """Declared capabilities that this place was found to lack, each with the reason."""
         self._open = True
@@ -253,6 +256,7 @@ class PaddleDevice:
         self.counters.host_syncs += 1
         if not self.host_visible:
             paddle.device.synchronize(place_of(self.spec))
+            self.after_wait()
 
     def close(self) -> None:
         """Wait for what is queued, which must not run on while the process ends; give the graphs back and refuse further use."""
@@ -265,6 +269,10 @@ class PaddleDevice:
                 graph.release()
             if self.guest is not None:
                 self.guest.close()
+
+
+def _nothing() -> None:
+    """What follows a wait of a device that is no rank's."""
 
 
 def _shared(array: Array, dtype: str) -> Tensor:

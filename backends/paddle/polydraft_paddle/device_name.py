@@ -25,3 +25,9 @@ def take_apart(spec: str) -> DeviceName:
     place, _, options = spec.partition("?")
     kind, _, index = place.partition(":")
     return DeviceName(kind, int(index) if index.isdecimal() else 0, options, place)
+
+
+def behind(spec: str, count: int) -> str:
+    """The name of the device so many behind `spec`."""
+    name = take_apart(spec)
+    return f"{name.kind}:{name.number + count}{f'?{name.options}' if name.options else ''}"

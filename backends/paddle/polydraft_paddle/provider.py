@@ -56,10 +56,10 @@ def tensors_of(args: Args | CompositeArgs) -> SimpleNamespace:
 
 def contract_of(args: Args | CompositeArgs) -> str:
     """The contract, or composite, whose record `args` is; for people."""
-    from polydraft.contracts import REGISTRY
+    from polydraft.contracts import COLLECTIVES, REGISTRY
 
     kinds = [type(part) for part in args.parts] if isinstance(args, CompositeArgs) else [type(args)]
-    return "+".join(contract.name for kind in kinds for contract in REGISTRY if contract.args is kind)
+    return "+".join(contract.name for kind in kinds for contract in (*REGISTRY, *COLLECTIVES) if contract.args is kind)
 
 
 def _tensor_of(value: Any) -> Any:

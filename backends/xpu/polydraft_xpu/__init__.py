@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from polydraft_paddle import (
     describe,
     open_place,
+    polydraft_collectives,
     polydraft_graph_capture,
     polydraft_init_forward_meta,
     polydraft_kernels,
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "polydraft_backend_info",
+    "polydraft_collectives",
     "polydraft_graph_capture",
     "polydraft_init_forward_meta",
     "polydraft_kernels",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import math
 import weakref
 from collections import Counter
 from functools import cache
@@ -20,10 +21,10 @@ from polydraft_paddle_emu.operation_lists import NAMES, OperationList, read
 DEVICE: Final = "polyemu:0"
 """What `paddle.set_device` and `--device` call it."""
 COUNTERS: Final = (
-    "kernels", "copies", "pageable_copies", "synchronous_copies", "graph_launches", "bytes_in_use", "peak_bytes", "graph_bytes",
+    "kernels", "copies", "pageable_copies", "synchronous_copies", "graph_launches", "collectives", "bytes_in_use", "peak_bytes", "graph_bytes",
 )  # fmt: skip
 """What `counter` knows: device kernels queued; copies queued, those of them that on a chip would wait, because an end of them is
-host memory that is not pinned, and copies that the host waited for; graphs launched; bytes in use and their peak, and bytes among
+host memory that is not pinned, and copies that the host waited for; graphs launched; collectives queued; bytes in use and their peak, and bytes among
 them that captured work was given, which all graphs share."""
 KNOBS: Final = ("latency_us", "copies_until_failure", "bytes_limit", "lost", "tf32", "last_maximum", "no_graphs")
 """What `set_knob` knows: microseconds that every piece of work takes at least; copies until one fails (-1: none does); bytes of
@@ -51,6 +52,12 @@ def _loaded() -> ctypes.CDLL:
     loaded.polyemu_begin.restype = None
     loaded.polyemu_begin.argtypes = [ctypes.c_char_p]
     loaded.polyemu_end.restype = ctypes.c_char_p
+    loaded.polyemu_be_patient.argtypes = [ctypes.c_int64]
+    loaded.polyemu_be_patient.restype = None
+    loaded.polyemu_expect.argtypes = [ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
+    loaded.polyemu_expect.restype = None
+    loaded.polyemu_communicator.restype = ctypes.c_void_p
+    loaded.polyemu_abandon.restype = None
     loaded.polyemu_log.restype = ctypes.c_char_p
     return loaded
 
@@ -89,6 +96,43 @@ def pinned_memory(index: int, nbytes: int) -> Any:
     memory = (ctypes.c_uint8 * max(nbytes, 1)).from_address(pointer)
     weakref.finalize(memory, _loaded().polyemu_unpinned, pointer).atexit = False  # copies may still be queued then
     return memory
+
+
+# -- collectives -------------------------------------------------------------------------------------
+class Communicator:
+    """What the process is one rank of."""
+
+    def __init__(self, handle: int) -> None:
+        self._handle = ctypes.c_void_p(handle)
+
+    def abandon(self) -> None:
+        """Let its collectives wait for nobody any more: they do nothing from now on."""
+        _loaded().polyemu_abandon(self._handle)
+
+    def gave_up(self) -> tuple[int, ...] | None:
+        """None while collectives do what they should. Once they have given up: kind, launch, step, rows and bytes of the one in
+        which this rank did, as `Collectives.expect` was told, and the rank that did not come, or came for something else."""
+        found = (ctypes.c_int64 * 6)()
+        return tuple(found) if _loaded().polyemu_gave_up(self._handle, found) else None
+
+
+class Collectives:
+    """What the device's library of collectives is told beside what Paddle tells it."""
+
+    def be_patient(self, seconds: float) -> None:
+        """How long collectives of communicators to come wait for other ranks; infinity for as long as it takes, as at first."""
+        _loaded().polyemu_be_patient(-1 if math.isinf(seconds) else int(seconds * 1000))
+
+    def expect(self, kind: int, launch: int, step: int, rows: int, nbytes: int) -> None:
+        """What this thread queues next, for ranks to compare when it runs; `step` is the address of an int32 on the device."""
+        _loaded().polyemu_expect(kind, launch, step, rows, nbytes)
+
+    def joined(self) -> Communicator:
+        """The communicator that the process has joined last."""
+        return Communicator(_loaded().polyemu_communicator())
+
+
+collectives: Final = Collectives()
 
 
 # -- lists of operations -----------------------------------------------------------------------------

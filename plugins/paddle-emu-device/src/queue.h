@@ -86,6 +86,7 @@ struct Counters {
   std::atomic<int64_t> synchronous_copies{0};
   std::atomic<int64_t> pageable_copies{0};
   std::atomic<int64_t> graph_launches{0};
+  std::atomic<int64_t> collectives{0};
   std::atomic<int64_t> bytes_in_use{0};
   std::atomic<int64_t> peak_bytes{0};
   std::atomic<int64_t> graph_bytes{0};

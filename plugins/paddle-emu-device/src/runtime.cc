@@ -18,6 +18,9 @@
 namespace paddle_device {
 void register_kernels();
 }
+namespace polyemu {
+void fill_collectives(C_DeviceInterface& table);
+}
 
 namespace {
 
@@ -286,6 +289,7 @@ struct Runtime : paddle_device::Plain {
 extern "C" void InitPlugin(CustomRuntimeParams* params) {
   PADDLE_CUSTOM_RUNTIME_CHECK_VERSION(params);
   paddle_device::fill<Runtime>(params, PADDLE_DEVICE_TYPE);
+  polyemu::fill_collectives(*params->interface);
   paddle_device::register_kernels();
 }
 
@@ -315,6 +319,7 @@ extern "C" int64_t polyemu_counter(const char* name) {
   if (wanted == "synchronous_copies") return counters().synchronous_copies;
   if (wanted == "pageable_copies") return counters().pageable_copies;
   if (wanted == "graph_launches") return counters().graph_launches;
+  if (wanted == "collectives") return counters().collectives;
   if (wanted == "bytes_in_use") return counters().bytes_in_use;
   if (wanted == "peak_bytes") return counters().peak_bytes;
   if (wanted == "graph_bytes") return counters().graph_bytes;

@@ -68,6 +68,8 @@ class Capabilities:
     rank_devices: bool = False
     """Each rank opens a device of its own: of `KIND:INDEX` that one or the one that many behind it, of `KIND:INDEX,INDEX` the one
     at its place. Otherwise all open the same one."""
+    single_rank: bool = False
+    """A process can be one rank at most, whatever tries several as threads of one."""
     ordered_sums: bool = False
     """`all_reduce` and `sum_leaves` add float32 in one balanced binary tree (`tree_sum`), whoever arrives first. What
     row-invariant kernels compute of an output, a head, an expert or a leaf does not depend on what stands beside it."""
@@ -84,6 +86,12 @@ class Capabilities:
     def ranks_in_process(self) -> bool:
         """Whether ranks are threads of one process, so that a fault of one of them can be planted there."""
         return self.ranks == "threads"
+
+    @property
+    def ranks_as_threads(self) -> bool:
+        """Whether several ranks can be threads of one process, whatever they are in an engine: a fault of a collective can be
+        planted there."""
+        return self.ranks != "" and not self.single_rank
 
     def describe(self) -> dict[str, Any]:
         """Name to value, for `doctor` and reports."""

@@ -13,7 +13,7 @@ setup(
         device_library(
             "polyemu",
             [f"src/{name}.cc" for name in ("runtime", "kernels", "offer", "collectives")],
-            depends=[f"src/{name}.h" for name in ("collectives", "differences", "further_operations", "half", "log", "memory", "queue")],
+            depends=[str(header) for header in sorted(Path("src").glob("*.h"))],
         )
     ],
     cmdclass={"build_ext": BuildDevice},

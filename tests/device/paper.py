@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from polydraft.backend import CacheSpec, PassBuffers
-from polydraft.conformance.collective_checks import of_rank
 from polydraft.conformance.harness import weight_role
+from polydraft.conformance.rank_jobs import of_rank
 from polydraft.contracts import (
     COLLECTIVES,
     COMPOSITES,

@@ -99,6 +99,7 @@ def describe(name: str, summary: str, spec: str) -> BackendInfo:
             sliding_window=True,
             ranks="" if kind in NO_RANKS else "processes",
             rank_devices=kind not in (*OWN_RANKS, *NO_RANKS),
+            single_rank=kind not in ("cpu", *NO_RANKS),
         ),
         evidence=evidence,
         evidence_on=evidence_on,

@@ -14,8 +14,7 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, Final
 
@@ -38,6 +37,7 @@ from polydraft_paddle.provider import FAILURES, Kernel, PaddleProvider, Run
 PROCESS_GROUPS: Final = {"gpu": "ProcessGroupNCCL", "xpu": "ProcessGroupBKCL"}
 """Of kinds of place that Paddle knows by itself."""
 HERE: Final = "127.0.0.1"
+TRAINER: Final = "PADDLE_TRAINER_ID"
 STORE_S: Final = 60
 """Seconds that a rank waits for what another one puts into Paddle's store."""
 LOOK_S: Final = 0.05
@@ -82,17 +82,17 @@ class MeetingPlace:
         where; nobody needs it any longer then, nor the port that it listens on."""
         exchange, spec = self._group.exchange, self.device.spec
         server, port = _serve() if self.rank == 0 else (None, 0)
-        port, number = exchange.share(np.array([port, next(_NUMBERS) if self.rank == 0 else 0], np.int64))[0].tolist()
-        if self._emulated:
-            self._emulated.be_patient(exchange.patience_s)
         try:
-            store = core.TCPStore(HERE, port, False, 1, STORE_S)
-            with _rank_told(self.rank):
-                self._process_group = _made(spec, store, self.rank, self.size, number)
+            port, number = exchange.share(np.array([port, next(_NUMBERS) if self.rank == 0 else 0], np.int64))[0].tolist()
+            exchange.raise_failure()  # of a rank that has waited for this one in vain, and has no store any more
+            if self._emulated:
+                self._emulated.be_patient(exchange.patience_s)
+            self._process_group = _made(spec, core.TCPStore(HERE, port, False, 1, STORE_S), self.rank, self.size, number)
             getattr(self._process_group, operation)(*arguments)
         except (*FAILURES, ValueError) as error:
             exchange.fail(f"rank {self.rank} cannot reach the others from {spec} ({first_line(error)})")
-        del server
+        finally:
+            del server
         if self._emulated:
             _look_after(self, self._group, self._emulated.joined())
 
@@ -127,26 +127,19 @@ def _serve() -> tuple[Any, int]:
     return core.TCPStore(HERE, port, True, 1, STORE_S), port
 
 
-@contextmanager
-def _rank_told(rank: int) -> Iterator[None]:
-    """Paddle asks the environment which rank this is when a process group is made."""
-    name = "PADDLE_TRAINER_ID"
-    before = os.environ.get(name)
-    os.environ[name] = str(rank)
+def _made(spec: str, store: Any, rank: int, size: int, number: int) -> Any:
+    """The process group of that number. Paddle asks the environment which rank of all this process is."""
+    kind, before = take_apart(spec).kind, os.environ.get(TRAINER)
+    os.environ[TRAINER] = str(rank)
     try:
-        yield
+        if kind in PROCESS_GROUPS:
+            return getattr(core, PROCESS_GROUPS[kind]).create(store, rank, size, number)
+        return core.ProcessGroupCustom.create(store, kind, rank, size, number)
     finally:
         if before is None:
-            del os.environ[name]
+            del os.environ[TRAINER]
         else:
-            os.environ[name] = before
-
-
-def _made(spec: str, store: Any, rank: int, size: int, number: int) -> Any:
-    kind = take_apart(spec).kind
-    if kind in PROCESS_GROUPS:
-        return getattr(core, PROCESS_GROUPS[kind]).create(store, rank, size, number)
-    return core.ProcessGroupCustom.create(store, kind, rank, size, number)
+            os.environ[TRAINER] = before
 
 
 def _over_arrays(kernel: Callable[[Any, Limits], Run]) -> Kernel:

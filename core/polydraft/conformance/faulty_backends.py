@@ -468,7 +468,7 @@ C = by.computed
 
 def _of_ranks(id_: str, contract: str, check: str, title: str, source: str, corrupt: by.Corrupt) -> Mutant:
     """A collective that computes a change of its golden."""
-    needs = "ordered_sums" if check == "ordered-sums" else "ranks"
+    needs = "ordered_sums" if check == "ordered-sums" else "ranks_as_threads"
     return Mutant(id_, title, source, f"L2/collectives/{check}", rank_faults.computed(contract, corrupt), needs)
 
 
@@ -1269,7 +1269,7 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         "vLLM, issue 44185: a rank that skips a draft pass",
         "L2/collectives/all_gather",
         rank_faults.skipping("all_gather", 1),
-        "ranks",
+        "ranks_as_threads",
     ),
     _experts("M170", "scales of the next expert", "an offset of one matrix", "int8-channel", packing_faults.next_expert),
     _experts(

@@ -14,7 +14,8 @@ from typing import Any, Final
 import numpy as np
 
 from polydraft.backend import RowOrder
-from polydraft.conformance.check import Check, Tally, Unseen, Unsupported
+from polydraft.conformance.check import Check, Tally, Unsupported
+from polydraft.conformance.collective_checks import look_for_ranks
 from polydraft.conformance.oracle.coupled import Sampling, coupled_rounds
 from polydraft.conformance.probe import NUM_TOKENS, oracle, prompts
 from polydraft.conformance.serving import Ask, as_expected, serve
@@ -187,16 +188,6 @@ def _ranks(ranks: int, drafts: int, target: Target, tally: Tally, **options: Any
     )  # fmt: skip
     tally.true("some request began with blocks of another one", engine.ledger.num_hits > 0)
     tally.true("some request was preempted", engine.scheduler.num_preemptions > 0)
-
-
-def look_for_ranks(target: Target, ranks: int) -> None:
-    """Raise where so many ranks cannot be had here."""
-    declared, named = target.info.capabilities, target.device_spec.count(",") + 1
-    devices = named if named > 1 else len(target.info.devices)
-    if declared.ranks == "processes" and not target.plugins.backend.entry:
-        raise Unsupported("ranks are processes, which are given a backend by its name, and this one is an object")
-    if declared.rank_devices and devices < ranks:
-        raise Unseen(f"{ranks} ranks need as many devices, and {'these are' if named > 1 else 'this machine has'} {devices}")
 
 
 def _experts_of_ranks(target: Target, tally: Tally) -> None:

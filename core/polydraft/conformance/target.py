@@ -120,14 +120,14 @@ class Target:
         shared = not self.info.capabilities.rank_devices
         return self.device_spec if shared else ",".join(self.device_spec.split(",")[:ranks])
 
-    def open(self, *, dtype: str = "", row_invariant: bool = False) -> Opened:
-        """Open a fresh device."""
-        device = self._open(dtype, row_invariant)
+    def open(self, *, dtype: str = "", row_invariant: bool = False, rank: int = 0) -> Opened:
+        """Open a fresh device, of one rank of several."""
+        device = self._open(dtype, row_invariant, rank)
         return Opened(device, self.plugins.kernels(device), self.plugins.init_forward_meta, self.info.capabilities.f32_matmul)
 
-    def _open(self, dtype: str = "", row_invariant: bool = False) -> Device:
-        options = DeviceOptions(dtype or self.info.capabilities.dtypes[0], row_invariant, self.allow_cpu_fallback)
-        device = self.plugins.open_device(self.device_of(1), options)
+    def _open(self, dtype: str = "", row_invariant: bool = False, rank: int = 0) -> Device:
+        options = DeviceOptions(dtype or self.info.capabilities.dtypes[0], row_invariant, self.allow_cpu_fallback, rank=rank)
+        device = self.plugins.open_device(self.device_of(1 + rank), options)
         self.withdrawn = self.plugins.info_of(device).withdrawn
         check_device(self.info.name, device)
         return device

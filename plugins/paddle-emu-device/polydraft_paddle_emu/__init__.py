@@ -21,11 +21,12 @@ from polydraft_paddle_emu.operation_lists import NAMES, OperationList, read
 DEVICE: Final = "polyemu:0"
 """What `paddle.set_device` and `--device` call it."""
 COUNTERS: Final = (
-    "kernels", "copies", "pageable_copies", "synchronous_copies", "graph_launches", "collectives", "bytes_in_use", "peak_bytes", "graph_bytes",
+    "kernels", "copies", "pageable_copies", "synchronous_copies", "graph_launches", "collectives", "bytes_in_use", "peak_bytes",
+    "graph_bytes",
 )  # fmt: skip
 """What `counter` knows: device kernels queued; copies queued, those of them that on a chip would wait, because an end of them is
-host memory that is not pinned, and copies that the host waited for; graphs launched; collectives queued; bytes in use and their peak, and bytes among
-them that captured work was given, which all graphs share."""
+host memory that is not pinned, and copies that the host waited for; graphs launched; collectives queued; bytes in use and their
+peak, and bytes among them that captured work was given, which all graphs share."""
 KNOBS: Final = ("latency_us", "copies_until_failure", "bytes_limit", "lost", "tf32", "last_maximum", "no_graphs")
 """What `set_knob` knows: microseconds that every piece of work takes at least; copies until one fails (-1: none does); bytes of
 device memory; and, not 0, a device that answers nothing any more, that rounds the factors of float32 products to TF32, whose

@@ -1,0 +1,209 @@
+"""Processes that are one rank each in checks of collectives, for backends of which a process can be no more than that.
+
+`collective_checks.py` has jobs done by them. Rank 0 is the process of the kit; the others are started when they are first wanted,
+and run this module. A job and what it leaves travel as JSON over pipes; ranks meet in a file that all map.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import mmap
+import os
+import subprocess
+import sys
+import tempfile
+import weakref
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any, Final, NamedTuple
+
+import numpy as np
+
+from polydraft.backend import Collectives
+from polydraft.child_process import running
+from polydraft.conformance.rank_jobs import JOBS, Found
+from polydraft.conformance.target import Opened, Target
+from polydraft.errors import DeviceError
+from polydraft.host.followers import ENDING_S, SHARED
+from polydraft.rank_worker import receive
+from polydraft.ranks import Exchange, Group
+
+MODULE: Final = "polydraft.conformance.rank_processes"
+
+
+def processes_of(target: Target) -> RankProcesses:
+    """Those of a target, which live as long as it."""
+    found = _ALL.get(target)
+    if found is None:
+        found = _ALL[target] = RankProcesses(
+            {
+                "backend": target.info.name, "device": target.device_spec, "files": target.files, "packs": target.packs,
+                "variants": target.uses_variants, "allow_cpu_fallback": target.allow_cpu_fallback,
+            },
+            Rank(target, 0),
+        )  # fmt: skip
+    return found
+
+
+_ALL: weakref.WeakKeyDictionary[Target, RankProcesses] = weakref.WeakKeyDictionary()
+
+
+class Meeting(NamedTuple):
+    """Where the ranks of one group meet."""
+
+    file: str
+    size: int
+    capacity: int
+    patience_s: float
+
+
+class Rank:
+    """One rank of groups that follow one another, in this process. Each group begins with a fresh device: the last one may have
+    ended with an error that its device keeps."""
+
+    def __init__(self, target: Target, rank: int) -> None:
+        self._plugins, self._rank = target.plugins, rank
+        self._target = weakref.ref(target)
+        self._opened = self._open()
+        self._met: tuple[Meeting, Collectives] | None = None
+
+    def do(self, meeting: Meeting, job: str, values: Mapping[str, Any]) -> Found | Exception:
+        """What a job leaves this rank with, or raises."""
+        try:
+            if self._met is None or self._met[0] != meeting:
+                self.close()
+                self._opened = self._open()
+                with Path(meeting.file).open("r+b") as file:
+                    memory = mmap.mmap(file.fileno(), 0)
+                exchange = Exchange(memory, self._rank, *meeting[1:])
+                group = Group(self._rank, meeting.size, exchange)
+                self._met = meeting, self._plugins.collectives(self._opened.device, group)
+            return JOBS[job](self._rank, self._opened, self._met[1], **values)
+        except Exception as error:  # noqa: BLE001  looked at by the check
+            return error
+
+    def _open(self) -> Opened:
+        target = self._target()
+        assert target is not None, "checks are of a target"
+        return target.open(dtype="f32", rank=self._rank)
+
+    def close(self) -> None:
+        """Close its device."""
+        self._opened.device.close()
+
+
+class RankProcesses:
+    """Rank 0 and the processes of the others."""
+
+    def __init__(self, target: Mapping[str, Any], first: Rank) -> None:
+        self._target, self._first, self._others = target, first, list[Other]()
+        self._file: Any = None
+        self._meeting: Meeting | None = None
+        weakref.finalize(self, _end, first, self._others)
+
+    def run(self, size: int, capacity: int, patience_s: float, job: str, values: Mapping[str, Any]) -> list[Found | Exception]:
+        """What a job leaves each of `size` ranks with. Ranks stay together while they are as many and none raises."""
+        while len(self._others) < size - 1:
+            self._others.append(Other(self._target, len(self._others) + 1))
+        for one in self._others:
+            one.await_start()
+        if self._meeting is None or self._meeting[1:] != (size, capacity, patience_s):
+            self._file = tempfile.NamedTemporaryFile(dir=SHARED if SHARED.is_dir() else None)  # noqa: SIM115  gone with this object
+            self._file.truncate(Exchange.nbytes(size, capacity))
+            self._meeting = Meeting(self._file.name, size, capacity, patience_s)
+        asked = self._meeting, job, values
+        others = self._others[: size - 1]
+        for one in others:
+            one.ask(asked)
+        found = [self._first.do(*asked), *(one.answer() for one in others)]
+        if any(isinstance(one, Exception) for one in found):
+            self._meeting = None
+        return found
+
+
+def _end(first: Rank, others: list[Other]) -> None:
+    for one in others:
+        one.end()
+    with suppress(Exception):  # what a check has broken may not close
+        first.close()
+
+
+class Other:
+    """The process of a rank beside rank 0."""
+
+    def __init__(self, target: Mapping[str, Any], rank: int) -> None:
+        out, inside = os.pipe()
+        start = json.dumps({"target": target, "rank": rank})
+        self._process = subprocess.Popen(  # noqa: S603  this interpreter, this module
+            running(MODULE, start, str(inside)), stdin=subprocess.PIPE, pass_fds=(inside,)
+        )
+        os.close(inside)
+        assert self._process.stdin is not None, "it was asked for"
+        self._pipe = self._process.stdin
+        self._rank, self._answers, self._started = rank, os.fdopen(out, "rb"), False
+
+    def await_start(self) -> None:
+        """Wait until its device is open: starting takes longer than ranks wait for each other in checks."""
+        self._started = self._started or bool(receive(self._answers))
+
+    def ask(self, job: Any) -> None:
+        """Have a job done."""
+        with suppress(OSError):  # it has ended, which is said where its answer is wanted
+            _send(self._pipe, job)
+
+    def answer(self) -> Found | Exception:
+        """What that left it with, or raised. A process that has ended is an error."""
+        message = receive(self._answers)
+        if not message:
+            return DeviceError(f"the process of rank {self._rank} ended")
+        said = json.loads(message)
+        if "error" in said:
+            return DeviceError(said["error"]) if said["device"] else RuntimeError(said["error"])
+        return {name: _array(*one) for name, one in said["left"].items()}
+
+    def end(self) -> None:
+        """Let it end, and see to it that it does."""
+        with suppress(OSError):
+            self._pipe.close()
+        try:
+            self._process.wait(ENDING_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._answers.close()
+
+
+def _send(pipe: IO[bytes], message: Any) -> None:
+    text = json.dumps(message).encode()
+    pipe.write(len(text).to_bytes(8, "little") + text)
+    pipe.flush()
+
+
+def _array(dtype: str, shape: list[int], text: str) -> Any:
+    return np.frombuffer(base64.b64decode(text), dtype).reshape(shape)
+
+
+def _said(found: Found | Exception) -> dict[str, Any]:
+    """What `Other.answer` reads."""
+    if isinstance(found, Exception):
+        device = isinstance(found, DeviceError)
+        return {"error": str(found) if device else repr(found), "device": device}
+    return {"left": {name: (one.dtype.str, one.shape, base64.b64encode(one.tobytes()).decode()) for name, one in found.items()}}
+
+
+def main(start: str, inside: str) -> None:
+    """Do the jobs that come over standard input, until it is closed."""
+    said = json.loads(start)
+    rank = Rank(Target(**said["target"]), said["rank"])
+    with os.fdopen(int(inside), "wb") as answers:
+        _send(answers, {})
+        while message := receive(sys.stdin.buffer):
+            meeting, job, values = json.loads(message)
+            _send(answers, _said(rank.do(Meeting(*meeting), job, values)))
+    rank.close()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -195,7 +195,7 @@ def _dtype(n: _Negotiation) -> str:
 def _devices(n: _Negotiation, device: str) -> None:
     """Refuse devices that are not as many as ranks, where each opens one of its own (`Capabilities.rank_devices`)."""
     num_ranks, there = n.config.tensor_parallel, n.info.devices
-    kind, _, listed = device.partition(":")
+    kind, _, listed = device.partition("?")[0].partition(":")
     indices = (listed or "0").split(",")
     if not n.caps.rank_devices or not n.info.available or not all(index.isdecimal() for index in indices):
         return  # there is nothing to count, or the backend says what is wrong with it
@@ -206,6 +206,8 @@ def _devices(n: _Negotiation, device: str) -> None:
             f"--tensor-parallel {len(indices)}"
         )
         return
+    if device and kind not in {name.partition(":")[0] for name in there}:
+        return  # of a kind that is named and not listed the backend says what there is when it opens one
     begin = int(indices[0])
     names = [f"{kind}:{index}" for index in (indices if len(indices) > 1 else range(begin, begin + num_ranks))]
     if num_ranks > 1 and not set(names) <= set(there):

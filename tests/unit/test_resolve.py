@@ -418,6 +418,7 @@ def test_ranks_with_a_device_each_want_as_many_devices():
         assert over(2, four, device).ranks == 2
     assert over(1, four, "chip:3").ranks == 1
     assert over(2, ("chip:0",), each=False).ranks == 2
+    assert over(2, ("cpu",), "chip:0?few").ranks == 2, "a kind that is not listed is the backend's to refuse"
     assert over(1, ("chip:0",), "chip:0,1", each=False).device == "chip:0,1", "the backend refuses it"
     refused = {
         (2, four[:1], ""): "each rank needs a device of its own, wanted chip:0, chip:1, and this machine has chip:0; use fewer",

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal
 from polydraft._version import __version__
 from polydraft.backend import BackendInfo, Capabilities
 from polydraft.hooks import hookimpl
-from polydraft_paddle.device_name import behind, take_apart
+from polydraft_paddle.device_name import of_rank, take_apart
 
 if TYPE_CHECKING:
     from polydraft.backend import Collectives, DeviceOptions, ForwardMeta, KernelTable, PassBuffers
@@ -85,7 +85,7 @@ def describe(name: str, summary: str, spec: str) -> BackendInfo:
         name=name,
         version=__version__,
         package="polydraft",
-        device_pattern="cpu, gpu:<index>, xpu:<index> or <custom device>:<index>",
+        device_pattern="cpu, gpu:<index>, xpu:<index> or <custom device>:<index>; <kind>:<index>,<index> for ranks",
         summary=summary,
         available=not reason,
         reason=reason,
@@ -136,8 +136,8 @@ def open_place(spec: str, options: DeviceOptions) -> PaddleDevice:
     )
 
     import_paddle()
-    if options.rank and take_apart(spec).kind not in OWN_RANKS:
-        spec = behind(spec, options.rank)
+    if "," in spec or (options.rank and take_apart(spec).kind not in OWN_RANKS):
+        spec = of_rank(spec, options.rank)
     refuse_unknown_place(spec)
     configure(spec, refuse_waits=not options.allow_cpu_fallback)
     if not options.allow_cpu_fallback:

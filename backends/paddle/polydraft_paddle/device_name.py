@@ -27,7 +27,10 @@ def take_apart(spec: str) -> DeviceName:
     return DeviceName(kind, int(index) if index.isdecimal() else 0, options, place)
 
 
-def behind(spec: str, count: int) -> str:
-    """The name of the device so many behind `spec`."""
-    name = take_apart(spec)
-    return f"{name.kind}:{name.number + count}{f'?{name.options}' if name.options else ''}"
+def of_rank(spec: str, rank: int) -> str:
+    """The device of those that `spec` names that one rank of several opens (`Capabilities.rank_devices`)."""
+    place, mark, options = spec.partition("?")
+    kind, _, listed = place.partition(":")
+    indices = listed.split(",")
+    number = indices[rank] if len(indices) > 1 else take_apart(spec).number + rank
+    return f"{kind}:{number}{mark}{options}"

@@ -51,7 +51,7 @@ class MeetingPlace:
 
     def __init__(self, device: PaddleDevice, group: Group) -> None:
         self.device, self.rank, self.size, self._group = device, group.rank, group.size, group
-        self._emulated = collectives_of(device.spec)
+        self._library = collectives_of(device.spec)
         self._process_group: Any = None
         self._room: Tensor | None = None
 
@@ -59,7 +59,7 @@ class MeetingPlace:
         """`call(n, operation, *arguments)` of a launch that is being bound: queue that operation of the process group, to which
         this rank brings `n` rows."""
         launch, address, number = self._group.next_launch(), step.data_ptr(), KINDS.index(kind)
-        expect = self._emulated.expect if self._emulated else None
+        expect = self._library.expect if self._library else None
 
         def call(n: int, operation: str, *arguments: Any) -> None:
             if expect is not None:
@@ -85,16 +85,16 @@ class MeetingPlace:
         try:
             port, number = exchange.share(np.array([port, next(_NUMBERS) if self.rank == 0 else 0], np.int64))[0].tolist()
             exchange.raise_failure()  # of a rank that has waited for this one in vain, and has no store any more
-            if self._emulated:
-                self._emulated.be_patient(exchange.patience_s)
+            if self._library:
+                self._library.be_patient(exchange.patience_s)
             self._process_group = _made(spec, core.TCPStore(HERE, port, False, 1, STORE_S), self.rank, self.size, number)
             getattr(self._process_group, operation)(*arguments)
         except (*FAILURES, ValueError) as error:
             exchange.fail(f"rank {self.rank} cannot reach the others from {spec} ({first_line(error)})")
         finally:
             del server
-        if self._emulated:
-            _look_after(self, self._group, self._emulated.joined())
+        if self._library:
+            _look_after(self, self._group, self._library.joined())
 
 
 def _look_after(place: MeetingPlace, group: Group, communicator: Any) -> None:

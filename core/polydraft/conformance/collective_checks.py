@@ -17,7 +17,7 @@ import numpy as np
 from polydraft.backend import Collectives
 from polydraft.conformance.check import Check, Tally, Unseen, Unsupported
 from polydraft.conformance.harness import run_golden
-from polydraft.conformance.rank_jobs import JOBS, LATE_RANKS, TURNS, Found, cases, num_ranks, terms, turns
+from polydraft.conformance.rank_jobs import JOBS, LATE_RANKS, TURNS, Found, Kind, cases, num_ranks, terms, turns
 from polydraft.conformance.rank_processes import processes_of
 from polydraft.conformance.target import Opened, Target
 from polydraft.contracts import COLLECTIVES
@@ -145,8 +145,8 @@ def _late(target: Target, tally: Tally) -> None:
             tally.true(f"launch {i} adds what the ranks brought to it, on rank {rank}", near)
 
 
-def _raise_all(target: Target, tally: Tally, what: str, named: str, kinds: Sequence[tuple[str, int] | None]) -> None:
-    """Ranks that come for `kinds`, a collective and a launch length each, all raise an error that names `named`."""
+def _raise_all(target: Target, tally: Tally, what: str, named: str, kinds: Sequence[Kind | None]) -> None:
+    """Ranks that come for `kinds` all raise an error that names `named`."""
     with Ranks(target, SHORT_S) as ranks:
         found = ranks.run(len(kinds), "run_kind", kinds=kinds)
     for rank, (kind, error) in enumerate(zip(kinds, found, strict=True)):
@@ -156,11 +156,15 @@ def _raise_all(target: Target, tally: Tally, what: str, named: str, kinds: Seque
 
 
 def _parting(target: Target, tally: Tally) -> None:
-    """Another collective, or another length, is an error on every rank that names the first rank that differs."""
-    _raise_all(target, tally, "another collective", "rank 1 came", [("all_reduce", 3), ("broadcast", 3), ("all_reduce", 3)])
-    _raise_all(target, tally, "another length", "rank 2 came", [("all_reduce", 3), ("all_reduce", 3), ("all_reduce", 2)])
+    """Another collective, length or step is an error on every rank that names the first rank that differs."""
+    usual: Kind = ("all_reduce", 3, 7)
+    _raise_all(target, tally, "another collective", "rank 1 came", [usual, ("broadcast", 3, 7), usual])
+    _raise_all(target, tally, "another length", "rank 2 came", [usual, usual, ("all_reduce", 2, 7)])
+    _raise_all(target, tally, "another step", "rank 1 came", [usual, ("all_reduce", 3, 6), usual])
 
 
 def _absent(target: Target, tally: Tally) -> None:
     """A rank that does not come is an error on the others that names it."""
-    _raise_all(target, tally, "a rank that does not come", "rank 1 did not come", [("all_reduce", 3), None, ("all_reduce", 3)])
+    _raise_all(
+        target, tally, "a rank that does not come", "rank 1 did not come", [("all_reduce", 3, 7), None, ("all_reduce", 3, 7)]
+    )

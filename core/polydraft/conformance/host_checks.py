@@ -12,7 +12,8 @@ from typing import Any, ClassVar, Final
 import numpy as np
 
 from polydraft.conformance.check import Check, Tally
-from polydraft.conformance.lossless_checks import K, look_for_ranks, working_dtype
+from polydraft.conformance.collective_checks import look_for_ranks
+from polydraft.conformance.lossless_checks import K, working_dtype
 from polydraft.conformance.oracle import greedy_rounds
 from polydraft.conformance.oracle.coupled import Sampling, coupled_rounds
 from polydraft.conformance.probe import MARGIN, VOCAB, checkpoint, oracle, prompts

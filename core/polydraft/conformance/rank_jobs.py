@@ -7,7 +7,7 @@ A job is a name and values that JSON has; whoever runs it makes the cases anew. 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any, Final
@@ -62,6 +62,8 @@ def num_ranks(case: Case) -> int:
     return len(next(iter(case.arrays.values())))
 
 
+Kind = tuple[str, int, int]
+"""What a rank comes for: `all_reduce` or `broadcast`, the launch length, the step."""
 Found = Mapping[str, Array]
 """What a job leaves a rank with."""
 Job = Callable[..., Found]
@@ -93,16 +95,15 @@ def run_turns(rank: int, opened: Opened, collectives: Collectives) -> Found:
     return {str(i): one.read()["x"] for i, one in enumerate(bound)}
 
 
-def run_kind(rank: int, opened: Opened, collectives: Collectives, *, kinds: list[tuple[str, int] | None]) -> Found:
-    """Come for a collective and a launch length of its own, or not at all."""
+def run_kind(rank: int, opened: Opened, collectives: Collectives, *, kinds: Sequence[Kind | None]) -> Found:
+    """Come for a collective, a launch length and a step of its own, or not at all."""
     kind = kinds[rank]
     if kind is None:
         return {}
-    name, n = kind
-    arrays: dict[str, Any] = {"x": np.zeros((6, 4) if name == "all_reduce" else 6, np.float32), "step": np.zeros(1, np.int32)}
-    if name == "broadcast":
-        arrays["x"] = arrays["x"].astype(np.int32)
-    return run_kernel(COLLECTIVES[name], Case("kind", arrays, {}, n), opened.device, _table(opened, collectives))
+    name, n, step = kind
+    x = np.zeros((6, 4), np.float32) if name == "all_reduce" else np.zeros(6, np.int32)
+    case = Case("kind", {"x": x, "step": np.full(1, step, np.int32)}, {}, n)
+    return run_kernel(COLLECTIVES[name], case, opened.device, _table(opened, collectives))
 
 
 def _table(opened: Opened, collectives: Collectives) -> Any:

@@ -16,6 +16,7 @@ import tempfile
 import weakref
 from collections.abc import Mapping
 from contextlib import suppress
+from io import FileIO
 from pathlib import Path
 from typing import IO, Any, Final, NamedTuple
 
@@ -25,7 +26,7 @@ from polydraft.backend import Collectives
 from polydraft.child_process import running
 from polydraft.conformance.rank_jobs import JOBS, Found
 from polydraft.conformance.target import Opened, Target
-from polydraft.errors import DeviceError
+from polydraft.errors import DeviceError, PolydraftError
 from polydraft.host.followers import ENDING_S, SHARED
 from polydraft.rank_worker import receive
 from polydraft.ranks import Exchange, Group
@@ -73,16 +74,22 @@ class Rank:
         """What a job leaves this rank with, or raises."""
         try:
             if self._met is None or self._met[0] != meeting:
-                self.close()
-                self._opened = self._open()
-                with Path(meeting.file).open("r+b") as file:
-                    memory = mmap.mmap(file.fileno(), 0)
-                exchange = Exchange(memory, self._rank, *meeting[1:])
-                group = Group(self._rank, meeting.size, exchange)
-                self._met = meeting, self._plugins.collectives(self._opened.device, group)
+                self._met = meeting, self._join(meeting)
             return JOBS[job](self._rank, self._opened, self._met[1], **values)
         except Exception as error:  # noqa: BLE001  looked at by the check
             return error
+
+    def _join(self, meeting: Meeting) -> Collectives:
+        """Wait, for as long as it takes, until all ranks have a device: to open one takes longer than ranks wait in checks."""
+        with Path(meeting.file).open("r+b") as file:
+            exchange = Exchange(mmap.mmap(file.fileno(), 0), self._rank, *meeting[1:])
+        try:
+            self.close()
+            self._opened = self._open()
+        except PolydraftError as error:
+            exchange.fail(str(error))
+        exchange.meet(0)
+        return self._plugins.collectives(self._opened.device, Group(self._rank, meeting.size, exchange))
 
     def _open(self) -> Opened:
         target = self._target()
@@ -107,8 +114,6 @@ class RankProcesses:
         """What a job leaves each of `size` ranks with. Ranks stay together while they are as many and none raises."""
         while len(self._others) < size - 1:
             self._others.append(Other(self._target, len(self._others) + 1))
-        for one in self._others:
-            one.await_start()
         if self._meeting is None or self._meeting[1:] != (size, capacity, patience_s):
             self._file = tempfile.NamedTemporaryFile(dir=SHARED if SHARED.is_dir() else None)  # noqa: SIM115  gone with this object
             self._file.truncate(Exchange.nbytes(size, capacity))
@@ -142,11 +147,7 @@ class Other:
         os.close(inside)
         assert self._process.stdin is not None, "it was asked for"
         self._pipe = self._process.stdin
-        self._rank, self._answers, self._started = rank, os.fdopen(out, "rb"), False
-
-    def await_start(self) -> None:
-        """Wait until its device is open: starting takes longer than ranks wait for each other in checks."""
-        self._started = self._started or bool(receive(self._answers))
+        self._rank, self._answers = rank, FileIO(out)
 
     def ask(self, job: Any) -> None:
         """Have a job done."""
@@ -196,10 +197,10 @@ def _said(found: Found | Exception) -> dict[str, Any]:
 def main(start: str, inside: str) -> None:
     """Do the jobs that come over standard input, until it is closed."""
     said = json.loads(start)
-    rank = Rank(Target(**said["target"]), said["rank"])
-    with os.fdopen(int(inside), "wb") as answers:
-        _send(answers, {})
-        while message := receive(sys.stdin.buffer):
+    target = Target(**said["target"])
+    rank = Rank(target, said["rank"])
+    with FileIO(0, closefd=False) as pipe, os.fdopen(int(inside), "wb") as answers:
+        while message := receive(pipe):
             meeting, job, values = json.loads(message)
             _send(answers, _said(rank.do(Meeting(*meeting), job, values)))
     rank.close()
